@@ -1,0 +1,33 @@
+"""Natural-gradient variational inference for Pyro."""
+
+from . import families, linalg
+from ._arviz_compat import summary
+from ._version import __version__
+from .density import ModelDensity
+from .diagnostics import KHat, khat
+from .elbo import BatchedELBO, check_vectorized
+from .export import to_arviz
+from .guides import AutoFactorNormal, AutoFullRankNormal, AutoMeanFieldNormal
+from .optim import NGVB, Constant, LogPower, NoiseClock, RobbinsMonro, Tail
+
+__all__ = [
+    "NGVB",
+    "AutoFactorNormal",
+    "AutoFullRankNormal",
+    "AutoMeanFieldNormal",
+    "BatchedELBO",
+    "Constant",
+    "KHat",
+    "LogPower",
+    "ModelDensity",
+    "NoiseClock",
+    "RobbinsMonro",
+    "Tail",
+    "__version__",
+    "check_vectorized",
+    "families",
+    "khat",
+    "linalg",
+    "summary",
+    "to_arviz",
+]

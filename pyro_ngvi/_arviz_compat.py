@@ -1,0 +1,102 @@
+"""ArviZ 0.x and 1.x behind one interface: the only file that knows which of them is installed.
+
+ArviZ 1.0 replaced ``InferenceData`` by xarray's ``DataTree`` and changed the form of ``from_dict``:
+what either version expects the other one misreads, in part without an error. This file needs
+neither torch nor Pyro, and imports nothing else of this package, so that it can be tested where
+only ArviZ is installed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import arviz
+import numpy as np
+
+__all__ = ["from_groups", "summary"]
+
+ARVIZ_MAJOR = int(arviz.__version__.split(".")[0])
+
+GROUPS = (
+    "posterior",
+    "sample_stats",
+    "log_likelihood",
+    "posterior_predictive",
+    "prior",
+    "prior_predictive",
+    "observed_data",
+    "constant_data",
+)
+
+
+def from_groups(
+    groups: Mapping[str, Mapping[str, np.ndarray]],
+    *,
+    coords: Mapping[str, Sequence[Any]] | None = None,
+    dims: Mapping[str, Sequence[str]] | None = None,
+    attrs: Mapping[str, str | float] | None = None,
+) -> Any:
+    """Builds ArviZ's container from plain arrays.
+
+    :param groups: group name to variable name to array. Arrays of sampled groups have shape
+        (chain, draw, *rest), those of ``observed_data`` and ``constant_data`` have shape ``rest``.
+        A slash in the name of a variable, which netCDF and ``DataTree`` refuse, becomes a dot.
+    :param coords: dimension name to labels; a dimension without labels counts from 0.
+    :param dims: variable name to the names of its dimensions ``rest``; it holds in every group. In
+        ``log_likelihood``, where event dimensions are summed out, the leading names are taken.
+    :param attrs: stored on the root and on the group ``posterior``.
+    :returns: ``arviz.InferenceData`` under ArviZ 0.x, ``xarray.DataTree`` under ArviZ 1.x.
+    :raises ValueError: when a group is not one of ArviZ's schema, or not a mapping of arrays.
+
+    >>> data = from_groups({"posterior": {"w": np.zeros((1, 4, 2))}}, dims={"w": ["feature"]})
+    >>> data["posterior"]["w"].dims
+    ('chain', 'draw', 'feature')
+    """
+    for name, variables in groups.items():
+        if name not in GROUPS:
+            raise ValueError(f"{name!r} is not an ArviZ group; the groups are {', '.join(GROUPS)}.")
+        if not isinstance(variables, Mapping):
+            raise ValueError(
+                f"Group {name!r} is a {type(variables).__name__}; give a mapping from the names of "
+                "variables to arrays."
+            )
+    plain: dict[str, Any] = {name: _without_slashes(group) for name, group in groups.items()}
+    shared = {
+        "coords": dict(coords or {}),
+        "dims": {name: list(names) for name, names in _without_slashes(dims or {}).items()},
+    }
+    root = dict(attrs or {})
+    if ARVIZ_MAJOR == 0:
+        return arviz.from_dict(**plain, **shared, attrs=dict(root), posterior_attrs=root)
+    return arviz.from_dict(plain, **shared, attrs={"/": root, "posterior": root})
+
+
+def _without_slashes(by_name: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.replace("/", "."): value for name, value in by_name.items()}
+
+
+def summary(data: Any, **kwargs: Any) -> Any:
+    """``arviz.summary`` of independent draws: moments and intervals, no figure of a Markov chain.
+
+    R-hat, the effective sample size and the Monte-Carlo error built on it ask how well a *chain*
+    has mixed. Draws from a guide are independent, so there these figures look perfect however
+    wrong the guide is, and are left out. Whether to believe the guide is k-hat's question, see
+    :func:`pyro_ngvi.khat`.
+
+    :param data: what :func:`pyro_ngvi.to_arviz` returned.
+    :param kwargs: passed on to ``arviz.summary``; ``kind`` may be one of its kinds that start with
+        ``"stats"``, the default.
+    :raises ValueError: when ``kind`` asks for diagnostics of chains.
+
+    >>> draws = np.linspace(-1.0, 1.0, 101).reshape(1, 101)
+    >>> table = summary(from_groups({"posterior": {"x": draws}}))
+    >>> [name for name in table.columns if "hat" in name or "ess" in name or "mcse" in name]
+    []
+    """
+    kind = kwargs.pop("kind", "stats")
+    if not str(kind).startswith("stats"):
+        raise ValueError(
+            f"kind={kind!r} asks for diagnostics of Markov chains, which mean nothing for a "
+            "guide's independent draws. Use kind='stats' and judge the guide by its k-hat; "
+            "arviz.summary shows the columns regardless."
+        )
+    return arviz.summary(data, kind=kind, **kwargs)

@@ -1,0 +1,5 @@
+"""Whether to believe the answer, and whether it is reached yet."""
+
+from pyro_ngvi.diagnostics.khat import KHat, khat, khat_from_log_weights
+
+__all__ = ["KHat", "khat", "khat_from_log_weights"]

@@ -1,0 +1,256 @@
+"""An ELBO whose particles run together under ``torch.func.vmap``.
+
+    ELBO = E_q[log p(y, z) - log q(z)]  ~  1/S sum_s [log p(y, z_s) - log q(z_s)],
+    z_s = g(noise_s; parameters),
+
+the fully reparameterised estimator of ``pyro.infer.Trace_ELBO`` (Kingma & Welling 2014; Kucukelbir
+et al. 2017), particle for particle.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer import ELBO
+from pyro.infer.autoguide import AutoContinuous
+from pyro.nn.module import pyro_method
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.trace_struct import Trace
+from pyro.poutine.util import site_is_subsample
+from pyro.util import warn_if_nan
+from torch import Tensor
+
+from pyro_ngvi._particles import (
+    Conditioned,
+    Minibatches,
+    Sites,
+    is_minibatch,
+    run_particles,
+    run_plainly,
+)
+from pyro_ngvi.density import site_kind, site_log_prob
+from pyro_ngvi.elbo.check import (
+    check_guide_of_this_model,
+    check_guide_site,
+    check_joint_guide,
+    check_log_prob_shape,
+    check_minibatch,
+    check_model_site,
+    check_values,
+)
+from pyro_ngvi.layout import LatentLayout
+
+Program = Callable[..., Any]
+Draw = tuple[dict[str, Tensor], Tensor]
+
+
+class BatchedELBO(ELBO):
+    """Negative ELBO for ``pyro.infer.SVI``, in nats, with the particles batched by ``vmap``.
+
+    The model is written for *one* draw of its latent sites (``X @ w``): it needs no plate for the
+    particles and can not broadcast against them. A guide that derives from ``AutoContinuous``, and
+    overrides neither ``forward`` nor ``sample_latent``, draws all its particles in one call of
+    ``get_posterior()``; any other guide is run under ``vmap`` too. A subsampled plate has one
+    minibatch a step, shared by model, guide and particles.
+
+    Do not use it with latent sites that are not reparameterised (discrete ones above all), with
+    enumeration, or with models that branch on the value of a latent site: ``Trace_ELBO`` and
+    ``TraceEnum_ELBO`` are for these. ``pyro.poutine`` handlers around ``SVI.step`` act as usual.
+
+    The first call for a pair of model and guide also runs both once without ``vmap``. That creates
+    their parameters, validates the data against the supports, and leaves the random state alone.
+
+    :param num_particles: S, the number of draws of the guide.
+    :param chunk_size: run at most that many particles of the model at a time, to bound memory.
+    :param retain_graph: passed to ``backward``.
+    :raises ValueError: when a site can not be handled, or its ``log_prob`` has a shape that its
+        plates and its value do not explain.
+    :raises RuntimeError: when model or guide can not run under ``vmap``.
+
+    >>> import torch, pyro, pyro.distributions as dist
+    >>> from pyro.infer import SVI
+    >>> from pyro.infer.autoguide import AutoMultivariateNormal
+    >>> def model(X, y):
+    ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    ...     with pyro.plate("data", len(y)):
+    ...         pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+    >>> guide, adam = AutoMultivariateNormal(model), pyro.optim.Adam({"lr": 0.01})
+    >>> svi = SVI(model, guide, adam, loss=BatchedELBO(num_particles=8))
+    >>> isinstance(svi.step(torch.eye(2), torch.ones(2)), float)
+    True
+    """
+
+    def __init__(
+        self,
+        num_particles: int = 1,
+        *,
+        chunk_size: int | None = None,
+        retain_graph: bool | None = None,
+    ) -> None:
+        if num_particles < 1:
+            raise ValueError(f"num_particles is {num_particles}; it must be at least 1.")
+        super().__init__(num_particles=num_particles, retain_graph=retain_graph)
+        self.chunk_size = chunk_size
+        self._minibatches = Minibatches()
+        self._prepared: tuple[Program, Program] | None = None
+        self._layout: tuple[Trace, LatentLayout] | None = None
+
+    def loss(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
+        """An estimate of the negative ELBO, as a number and without gradients."""
+        with torch.no_grad():
+            loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        warn_if_nan(loss, "loss")
+        return float(loss)
+
+    def loss_and_grads(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> Tensor:
+        """An estimate of the negative ELBO; adds its gradient to every parameter's ``.grad``.
+
+        The estimate stays a tensor on its device, so that nothing waits for it here.
+        """
+        loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        if loss.requires_grad:
+            loss.backward(retain_graph=self.retain_graph)
+        return loss.detach()
+
+    def differentiable_loss(
+        self, model: Program, guide: Program, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """An estimate of the negative ELBO, a scalar tensor that can be differentiated."""
+        prepared = self._prepared
+        if prepared is None or prepared[0] is not model or prepared[1] is not guide:
+            self._get_trace(model, guide, args, kwargs)
+            self._prepared = (model, guide)
+        self._minibatches.redraw()
+        shared: dict[str, Tensor] = {}
+        if _is_joint(guide):
+            values, log_q = self._draw_jointly(guide, args, kwargs)
+        else:
+            values, log_q = self._draw(guide, args, kwargs, shared)
+
+        def log_joint(sites: Sites) -> Tensor:
+            _check_model(sites, values, shared)
+            return _sum_log_prob(sites)
+
+        how: Any = {"shared": shared, "chunk_size": self.chunk_size}
+        log_p = self._run(model, log_joint, values, args, kwargs, **how)
+        return (log_q - log_p).sum() / self.num_particles
+
+    def _run(self, program: Program, reduce: Any, values: Any, args: Any, kwargs: Any, **how: Any):
+        return run_particles(
+            program,
+            reduce,
+            values,
+            self.num_particles,
+            args,
+            kwargs,
+            minibatches=self._minibatches,
+            **how,
+        )
+
+    def _draw(self, guide: Program, args: Any, kwargs: Any, shared: dict[str, Tensor]) -> Draw:
+        """Run a guide of any kind under ``vmap``: values (S, ...) by site, and log q, (S,).
+
+        A minibatch drawn for the guide goes into ``shared``; one that the guide passes to its
+        plate is among the values.
+        """
+
+        def reduce(sites: Sites) -> Draw:
+            values = {}
+            for name, site in sites.items():
+                if is_minibatch(site) and site["value"] is self._minibatches.get(name):
+                    shared[name] = site["value"]
+                elif is_minibatch(site) or _is_latent(site):
+                    values[name] = torch.as_tensor(site["value"])
+            _check_guide(sites)
+            return values, _sum_log_prob(sites)
+
+        return self._run(guide, reduce, {}, args, kwargs, sampling=True)
+
+    def _draw_jointly(self, guide: AutoContinuous, args: Any, kwargs: Any) -> Draw:
+        """Draw all particles from the guide's joint distribution: values by site, and log q."""
+        trace: Any = guide.prototype_trace
+        if self._layout is None or self._layout[0] is not trace:
+            check_joint_guide(trace)
+            self._layout = (trace, LatentLayout(trace))
+        _, layout = self._layout
+        # Validation would wait for the device. The factor lets handlers around SVI.step, such as
+        # poutine.scale, act on log q as they do on the model.
+        with pyro.validation_enabled(False), Conditioned({}, self._minibatches) as handler:
+            q = _posterior(guide, *args, **kwargs)
+            theta = q.rsample((self.num_particles,))
+            values, log_det = layout.unpack_with_log_det(theta)
+            pyro.factor("_log_q", q.log_prob(theta) - log_det, has_rsample=True)
+        return values, site_log_prob(handler.sites["_log_q"])[1]
+
+    def _get_trace(self, model: Program, guide: Program, args: Any, kwargs: Any) -> Any:
+        """Run guide and model once without ``vmap``, with every check; return their sites."""
+        if isinstance(poutine.unwrap(guide), Messenger):
+            raise ValueError(
+                f"The guide {type(guide).__name__} is an effect handler around its model, which "
+                f"BatchedELBO can not run on its own; use pyro.infer.Trace_ELBO."
+            )
+        minibatches = self._minibatches = Minibatches()
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        # The random state is restored so that a resumed run draws what an unbroken one does.
+        with torch.random.fork_rng(devices), poutine.block(), torch.no_grad():
+            guide_sites = run_plainly(guide, {}, args, kwargs, minibatches)
+            _check_guide(guide_sites)
+            shared, values = {}, {}
+            for name, site in guide_sites.items():
+                if is_minibatch(site):
+                    shared[name] = torch.as_tensor(site["value"])
+                elif _is_latent(site):
+                    values[name] = site["value"]
+            model_sites = run_plainly(model, values | shared, args, kwargs, minibatches)
+            check_guide_of_this_model(guide_sites, model_sites)
+            _check_model(model_sites, values, shared)
+            for sites in (guide_sites, model_sites):
+                check_values(sites)
+        return model_sites, guide_sites
+
+
+@pyro_method
+def _posterior(guide: AutoContinuous, *args: Any, **kwargs: Any) -> Any:
+    # As a method of the module, so that its parameters are registered as in a call of the guide.
+    return guide.get_posterior(*args, **kwargs)
+
+
+def _is_joint(guide: Program) -> TypeGuard[AutoContinuous]:
+    """Whether a guide samples one flat vector in Pyro's own way, and can do so in a batch."""
+    return (
+        isinstance(guide, AutoContinuous)
+        and type(guide).forward is AutoContinuous.forward
+        and type(guide).sample_latent is AutoContinuous.sample_latent
+    )
+
+
+def _is_latent(site: Any) -> bool:
+    return not site["is_observed"] and not site_is_subsample(site)
+
+
+def _check_guide(sites: Sites) -> None:
+    for site in sites.values():
+        if not site_is_subsample(site):
+            check_guide_site(site)
+
+
+def _check_model(sites: Sites, values: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
+    for site in sites.values():
+        if site_is_subsample(site):
+            check_minibatch(site, shared)
+        elif not site["is_observed"]:
+            check_model_site(site, values)
+
+
+def _sum_log_prob(sites: Sites) -> Tensor:
+    """The log probability of all sites of one particle, a scalar."""
+    total: Any = None
+    for site in sites.values():
+        if site_is_subsample(site) or site_kind(site) == "deterministic":
+            continue
+        log_prob = site_log_prob(site)[1]
+        check_log_prob_shape(site, log_prob)
+        total = log_prob.sum() if total is None else total + log_prob.sum()
+    return torch.zeros(()) if total is None else total

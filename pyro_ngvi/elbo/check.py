@@ -1,0 +1,238 @@
+"""What an ELBO refuses, site by site: each check raises a sentence with the name and the remedy."""
+
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_ngvi._particles import Site, Sites
+from pyro_ngvi.density import BatchedSite, batched_trace, site_kind, site_log_prob
+
+_REMEDY = (
+    "Latent sites have extra dimensions on the left there, so write `(X * w).sum(-1)` rather than "
+    "`X @ w` and index from the right (`w[..., 0]`), or use pyro_ngvi's BatchedELBO, which runs "
+    "the model as it is written for one draw."
+)
+
+
+def check_guide_site(site: Site) -> None:
+    """Refuse a site of a guide that is enumerated or not reparameterised."""
+    _check_enumerated(site)
+    if not site["fn"].has_rsample:
+        raise ValueError(
+            f"The site {site['name']!r} of the guide samples {type(site['fn']).__name__}, which "
+            f"is not reparameterised, so no gradient passes through its draws. Use "
+            f"pyro.infer.Trace_ELBO, which adds the score function term."
+        )
+
+
+def check_model_site(site: Site, values: Mapping[str, Any]) -> None:
+    """Refuse a latent site of a model to which the guide gives no value, or one of other shape."""
+    if site["name"] not in values:
+        _check_enumerated(site)
+        raise ValueError(
+            f"The latent site {site['name']!r} of the model is not sampled by the guide. Add it "
+            f"to the guide, give it obs=..., or use pyro.infer.TraceEnum_ELBO to sum it out."
+        )
+    shape, value_shape = site["fn"].shape(), site["value"].shape
+    sizes = zip_longest(reversed(shape), reversed(value_shape), fillvalue=1)
+    if any(n != m for n, m in sizes):
+        raise ValueError(
+            f"The latent site {site['name']!r} has shape {tuple(shape)} in the model, but the "
+            f"guide gives it shape {tuple(value_shape)}. Is the guide made for another model, or "
+            f"for data of another size?"
+        )
+
+
+def check_guide_of_this_model(guide_sites: Sites, model_sites: Sites) -> None:
+    """Refuse a guide with a latent site that the model does not have."""
+    for name, site in guide_sites.items():
+        if site["is_observed"] or name in model_sites or site["infer"].get("is_auxiliary"):
+            continue
+        raise ValueError(
+            f"The guide samples {name!r}, which is no site of the model. Is it the guide of "
+            f"another model? A guide's own helper variable needs infer={{'is_auxiliary': True}}."
+        )
+
+
+def _check_enumerated(site: Site) -> None:
+    if site["infer"].get("enumerate"):
+        raise ValueError(
+            f"The site {site['name']!r} asks for enumeration, which BatchedELBO does not do; use "
+            f"pyro.infer.TraceEnum_ELBO, or pyro.infer.Trace_ELBO to sample the site."
+        )
+
+
+def check_minibatch(site: Site, shared: Mapping[str, Tensor]) -> None:
+    """Refuse a plate of a model whose minibatch is not that of the guide."""
+    index, expected = site["value"], shared.get(site["name"])
+    if expected is None or index is expected:
+        return
+    if len(index) != len(expected) or not torch.equal(torch.as_tensor(index), expected):
+        raise ValueError(
+            f"The plate {site['name']!r} has another minibatch in the model ({len(index)} "
+            f"examples) than in the guide ({len(expected)}), so the local latents would belong "
+            f"to other data. Use one subsample_size, or give both the same index: pass "
+            f"create_plates=... to the autoguide, with the plate that the model uses."
+        )
+
+
+def check_joint_guide(prototype: Any) -> None:
+    """Refuse a guide with one flat latent vector over a model with subsampled local latents."""
+    for name, site in prototype.iter_stochastic_nodes():
+        for frame in site["cond_indep_stack"]:
+            if frame.full_size is not None and frame.size < frame.full_size:
+                raise ValueError(
+                    f"The latent site {name!r} lies in the subsampled plate {frame.name!r} "
+                    f"({frame.size} of {frame.full_size}), but the guide has one joint vector with "
+                    f"room for {frame.size} of its values only. Use the whole plate, or "
+                    f"AutoNormal, which holds {frame.full_size} and picks those of the minibatch."
+                )
+
+
+def check_log_prob_shape(site: Site, log_prob: Tensor) -> None:
+    """Refuse a site whose ``log_prob`` was broadcast to a shape that nothing asks for.
+
+    Inside plates, each dimension larger than 1 must be that of a plate. Outside plates, the shape
+    must be that of the value, unless the value is a single event.
+    """
+    shape = log_prob.shape
+    if not shape:
+        return
+    value, fn = site["value"], site["fn"]
+    sizes = {frame.dim: frame.size for frame in site["cond_indep_stack"] if frame.dim is not None}
+    batch_shape = value.shape[: value.dim() - fn.event_dim]
+    if sizes:
+        good = all(n == 1 or sizes.get(i - len(shape)) == n for i, n in enumerate(shape))
+        plates = [f"{f.name!r} ({f.size} at dim {f.dim})" for f in site["cond_indep_stack"]]
+        given = f"its plates are {', '.join(plates)}"
+    else:
+        good = shape == batch_shape or batch_shape.numel() == 1
+        given = "it is in no plate"
+    if not good:
+        raise ValueError(
+            f"The site {site['name']!r} has a log_prob of shape {tuple(shape)}, but {given} and "
+            f"its value has batch shape {tuple(batch_shape)}: shapes were broadcast against each "
+            f"other. Give the distribution (batch shape {tuple(fn.batch_shape)}) and any mask the "
+            f"shape of the value, for example mean.squeeze(-1) for a mean of shape (N, 1), and "
+            f"declare the dimensions of one event by .to_event(...)."
+        )
+
+
+def check_values(sites: Sites) -> None:
+    """Refuse a value outside the support of its site, as far as Pyro's validation is on."""
+    for site in sites.values():
+        if site_is_subsample(site) or site_kind(site) == "deterministic":
+            continue
+        try:
+            log_prob = site_log_prob(site)[1]
+        except ValueError as error:
+            raise ValueError(f"The site {site['name']!r} can not be evaluated: {error}") from error
+        check_log_prob_shape(site, log_prob)
+
+
+def check_vectorized(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    *args: Any,
+    num_particles: int = 2,
+    **kwargs: Any,
+) -> None:
+    """Check that a model is right under ``Trace_ELBO(vectorize_particles=True)``.
+
+    Pyro's vectorised particles are a plate around the model: a latent vector ``w`` of d elements
+    arrives with shape (S, 1, ..., d), and ``X @ w`` then fails or, worse, broadcasts to a wrong
+    loss. This draws S particles so, and compares each site's log probability, particle by
+    particle, with that of the model run under ``vmap``. ``BatchedELBO`` needs no such check.
+
+    :param num_particles: S, at least 2.
+    :raises ValueError: naming the first site that differs, and its shape.
+
+    >>> import torch, pyro, pyro.distributions as dist
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> def model(X):
+    ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    ...     with pyro.plate("data", 3):
+    ...         pyro.sample("y", dist.Normal((X * w).sum(-1), 1.0), obs=torch.zeros(3))
+    >>> check_vectorized(model, AutoNormal(model), torch.ones(3, 2))
+    """
+    if num_particles < 2:
+        raise ValueError(f"num_particles is {num_particles}; a check needs at least 2.")
+    with poutine.block(), torch.no_grad():
+        draws = poutine.trace(guide).get_trace(*args, **kwargs)
+        single = poutine.trace(poutine.replay(model, trace=draws)).get_trace(*args, **kwargs)
+        vectorized = _vectorized_trace(model, guide, single, num_particles, args, kwargs)
+        values, indices = {}, {}
+        for name, site in vectorized.items():
+            if site_is_subsample(site):
+                indices[name] = site["value"]
+            elif not site["is_observed"]:
+                values[name] = _per_particle(site, single.nodes[name], num_particles)
+        expected = batched_trace(
+            model, values, args, kwargs, num_particles=num_particles, indices=indices
+        ).sites
+        for name, site in vectorized.items():
+            if name in expected and site_kind(site) != "deterministic":
+                _compare(site, expected[name])
+
+
+def _vectorized_trace(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    single: Any,
+    num_particles: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Sites:
+    """The sample sites of a model with vectorised particles, as ``Trace_ELBO`` runs it."""
+    frames = [f for site in single.nodes.values() for f in site.get("cond_indep_stack", ())]
+    nesting = max((-f.dim for f in frames if f.dim is not None), default=0)
+    particles: Any = pyro.plate("_particles", num_particles, dim=-1 - nesting)
+    recorder = poutine.trace(particles(guide))
+    with pyro.validation_enabled(False):  # Pyro's own messages do not name the cause
+        try:
+            draws = recorder.get_trace(*args, **kwargs)
+            recorder = poutine.trace(particles(poutine.replay(model, trace=draws)))
+            recorder(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            names = [n for n, site in recorder.trace.nodes.items() if site["type"] == "sample"]
+            raise ValueError(
+                f"With vectorised particles the program fails after the site {names[-1]!r}: "
+                f"{str(error).splitlines()[0]}. {_REMEDY}"
+            ) from error
+        recorder.trace.compute_log_prob()
+    nodes: Sites = dict(recorder.trace.nodes)
+    return {n: s for n, s in nodes.items() if s["type"] == "sample" and n != "_particles"}
+
+
+def _per_particle(site: Site, single: Site, num_particles: int) -> Tensor:
+    """The value of a latent site with the particles first and no padding, (S, *shape)."""
+    value, shape = site["value"], single["value"].shape
+    if value.numel() == shape.numel():  # the same for all particles
+        return value.reshape(shape).expand(num_particles, *shape)
+    if value.numel() != num_particles * shape.numel():
+        raise ValueError(
+            f"With {num_particles} vectorised particles the latent site {site['name']!r} has shape "
+            f"{tuple(value.shape)}, but one draw has shape {tuple(shape)}: the guide or its prior "
+            f"broadcasts against the particles. {_REMEDY}"
+        )
+    return value.reshape(num_particles, *shape)
+
+
+def _compare(site: Site, expected: BatchedSite) -> None:
+    actual, wanted = site["log_prob"], expected.log_prob
+    close = actual.numel() == wanted.numel() and torch.allclose(
+        actual.reshape(wanted.shape), wanted, rtol=torch.finfo(wanted.dtype).eps ** 0.5
+    )
+    if not close:
+        raise ValueError(
+            f"With vectorised particles the log_prob of the site {site['name']!r} has shape "
+            f"{tuple(actual.shape)} and differs from that of the model run once for each particle, "
+            f"whose shape is {tuple(wanted.shape)}: Trace_ELBO(vectorize_particles=True) would "
+            f"give a wrong loss. {_REMEDY}"
+        )

@@ -1,0 +1,129 @@
+"""A fitted guide as ArviZ groups."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pyro_ngvi import _groups
+from pyro_ngvi._arviz_compat import from_groups
+from pyro_ngvi._draws import (
+    SampleObserved,
+    draw_and_evaluate,
+    prototype_sites,
+    random_state,
+    run_batched,
+    sites_of_kind,
+)
+from pyro_ngvi._version import __version__
+from pyro_ngvi.diagnostics.khat import khat_of
+
+__all__ = ["to_arviz"]
+
+
+def to_arviz(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    *args: Any,
+    num_samples: int = 1000,
+    prior: bool = False,
+    posterior_predictive: bool = True,
+    log_likelihood: bool = True,
+    coords: Mapping[str, Sequence[Any]] | None = None,
+    dims: Mapping[str, Sequence[str]] | None = None,
+    seed: int | None = None,
+    batch_size: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    r"""Draws from any Pyro guide as ArviZ's ``InferenceData`` (0.x) or ``DataTree`` (1.x).
+
+    The groups, with S = ``num_samples`` independent draws in one "chain":
+
+    * ``posterior``: latent sites, constrained, and ``pyro.deterministic`` sites. The dimension of
+      a plate has the plate's name, any other is called ``{site}_dim_{i}``.
+    * ``sample_stats``: ``lp`` = log p(data, z) and ``log_q`` = log q(z), both over the sites as the
+      model writes them (over the unconstrained space both would gain the same log-Jacobian), and
+      ``log_weights`` = lp - log_q, normalised so that the weights sum to one. In nats.
+    * ``log_likelihood``: per example and observed site, in nats, without ``poutine.scale``; zero
+      where the site is masked.
+    * ``posterior_predictive``, and where asked ``prior`` and ``prior_predictive``: observed sites
+      drawn anew.
+    * ``observed_data``: observed sites. ``constant_data``: the model's arguments that are tensors
+      or arrays, unless they are the data of an observed site.
+
+    The attributes of the container and of ``posterior`` hold ``khat``, ``khat_threshold``,
+    ``num_samples``, ``guide``, ``inference_library`` and its version. ``arviz.summary`` shows
+    R-hat and ESS as if the draws were a chain's: use :func:`pyro_ngvi.summary`. The
+    ``arviz.loo_approximate_posterior`` of ArviZ 1.x takes ``lp`` and ``log_q``.
+
+    The parameter store and gradients are left alone. The model runs batched over the draws, or
+    once for each where it can not. Not for a model that subsamples its data: give the full data.
+
+    :param model: the Pyro model. If a keyword argument of it has the name of an option here, bind
+        it first with ``functools.partial``.
+    :param guide: any trained Pyro guide of it.
+    :param args: what the model is called with: the full data.
+    :param num_samples: S, at least 25.
+    :param prior: whether to add ``prior`` and ``prior_predictive``; every prior must be proper.
+    :param posterior_predictive: whether to add that group.
+    :param log_likelihood: whether to add that group.
+    :param coords: labels by dimension; without them a dimension counts from 0.
+    :param dims: names of all dimensions by site or argument, instead of the ones above.
+    :param seed: makes the result repeatable and leaves the global random state as it was.
+    :param batch_size: draws that the model sees at once, to bound memory; ``None`` for all.
+    :param kwargs: keyword arguments of the model.
+    :raises ValueError: when a plate is subsampled; when the guide is a point mass, lacks a latent
+        site of the model or is of another model; for fewer than 25 draws; when ``coords`` or
+        ``dims`` do not fit.
+
+    >>> import pyro, torch, pyro.distributions as dist
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> def model(y):
+    ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    ...     with pyro.plate("unit", len(y)):
+    ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+    >>> data = to_arviz(model, AutoNormal(model), torch.ones(3), num_samples=100, seed=0)
+    >>> data["log_likelihood"]["y"].dims
+    ('chain', 'draw', 'unit')
+    >>> data.attrs["guide"]
+    'AutoNormal'
+    """
+    with random_state(
+        seed
+    ):  # apart, because a guide's first run ever may draw more than later ones
+        prototype = prototype_sites(model, guide, args, kwargs)
+    latent = sites_of_kind(prototype, "latent")
+    observed = sites_of_kind(prototype, "observed")
+    exported = [*latent, *sites_of_kind(prototype, "deterministic")]
+    groups: _groups.Groups = {}
+    with random_state(seed):
+        draws = draw_and_evaluate(model, guide, args, kwargs, latent, num_samples, batch_size)
+        groups["posterior"] = _groups.site_values(draws.model, exported)
+        if log_likelihood:
+            groups["log_likelihood"] = _groups.log_likelihoods(draws.model, observed)
+        predict = SampleObserved(observed)(model)
+        if posterior_predictive:
+            run = run_batched(predict, draws.values, args, kwargs, num_samples, batch_size)
+            groups["posterior_predictive"] = _groups.site_values(run, observed)
+        if prior:
+            run = run_batched(predict, {}, args, kwargs, num_samples, batch_size)
+            groups["prior"] = _groups.site_values(run, exported)
+            groups["prior_predictive"] = _groups.site_values(run, observed)
+    diagnostic = khat_of(draws.log_joint, draws.log_q)
+    groups["sample_stats"] = _groups.per_draw(
+        lp=draws.log_joint, log_q=draws.log_q, log_weights=diagnostic.log_weights
+    )
+    groups["observed_data"] = _groups.observations(prototype, observed)
+    groups["constant_data"] = _groups.constants(model, args, kwargs, prototype)
+    groups = {name: group for name, group in groups.items() if group}
+    return from_groups(
+        groups,
+        coords=coords,
+        dims=_groups.name_dims(groups, prototype, dims or {}, coords or {}),
+        attrs={
+            "inference_library": "pyro_ngvi",
+            "inference_library_version": __version__,
+            "guide": getattr(guide, "__name__", type(guide).__name__),
+            "num_samples": num_samples,
+            "khat": diagnostic.khat,
+            "khat_threshold": diagnostic.threshold,
+        },
+    )

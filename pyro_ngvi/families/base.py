@@ -1,0 +1,124 @@
+"""What a variational family has to know: its density, its samples and its own geometry.
+
+A family is a set of pure functions over a small dict of named tensors, ``params``.  It holds no
+state, so every function can be tested to machine precision, vmapped and traced.
+
+Three kinds of dicts share the names of ``params``:
+
+``params``
+    the coordinates that the guide stores, for instance ``loc`` and ``scale_tril``;
+``grads``
+    Euclidean gradients with respect to ``params``: what ``.grad`` holds;
+``tangent``
+    a direction *in the local frame of q*, the frame in which the Fisher matrix F is simplest.
+    ``push`` translates a tangent to a velocity of ``params``, ``pull`` a gradient in ``params`` to
+    a gradient in the local frame, and ``natural_gradient`` solves with F there.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+
+LOG_2PI = math.log(2.0 * math.pi)
+
+__all__ = ["LOG_2PI", "Family", "Tensors", "clamp_exponent", "dot"]
+
+
+def dot(a: Tensors, b: Tensors) -> Tensor:
+    """Sum of products over all entries: pairs a gradient with a tangent of the same frame."""
+    return torch.stack([(a[name] * b[name]).sum() for name in a]).sum()
+
+
+def clamp_exponent(x: Tensor) -> Tensor:
+    """Clamp so that ``exp(x)`` neither underflows to 0 nor overflows (leave a wide margin)."""
+    limit = 0.5 * math.log(torch.finfo(x.dtype).max)
+    return x.clamp(-limit, limit)
+
+
+class Family(ABC):
+    """A family of distributions over R^d with its information geometry.
+
+    Shapes: ``d`` is the dimension of the latent vector, ``n`` a number of draws.
+    Densities are in nats.
+    """
+
+    #: names of the tensors in ``params``
+    names: tuple[str, ...]
+
+    #: coordinate systems in which :meth:`retract` can move
+    coordinates: tuple[str, ...] = ("local",)
+
+    @abstractmethod
+    def init(self, loc: Tensor, scale: float) -> Tensors:
+        """Parameters of a member centred at ``loc`` (d,) with every sd equal to ``scale``."""
+
+    @abstractmethod
+    def noise_dim(self, params: Tensors) -> int:
+        """Number of standard normal variables that make one draw."""
+
+    @abstractmethod
+    def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
+        """Draws (..., d) from standard normal ``noise`` (..., noise_dim), differentiably."""
+
+    @abstractmethod
+    def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
+        """log q(z), shape (...), of points ``z`` (..., d)."""
+
+    @abstractmethod
+    def score(self, params: Tensors, z: Tensor) -> Tensors:
+        """Gradient of log q(z) in ``params`` at fixed ``z`` (n, d); each entry has a leading n."""
+
+    @abstractmethod
+    def entropy(self, params: Tensors) -> Tensor:
+        """Entropy in nats, a 0-dim tensor."""
+
+    @abstractmethod
+    def kl(self, params: Tensors, other: Tensors) -> Tensor:
+        """KL(q || other) in nats between two members, a 0-dim tensor."""
+
+    @abstractmethod
+    def covariance(self, params: Tensors) -> Tensor:
+        """The d x d covariance matrix.  For small d: plots, tests, summaries."""
+
+    @abstractmethod
+    def stddev(self, params: Tensors) -> Tensor:
+        """Marginal standard deviations (d,)."""
+
+    @abstractmethod
+    def push(self, params: Tensors, tangent: Tensors) -> Tensors:
+        """The velocity of ``params`` along a tangent."""
+
+    @abstractmethod
+    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
+        """Gradients in the local frame: the transpose of ``push``, <pull(g), u> = <g, push(u)>."""
+
+    @abstractmethod
+    def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
+        """F u for a tangent u: a gradient in the local frame."""
+
+    @abstractmethod
+    def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
+        """The tangent u with F u = ``gradient``, for a gradient in the local frame."""
+
+    @abstractmethod
+    def retract(
+        self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
+    ) -> Tensors:
+        """Move by ``step`` along ``tangent``; no step, however long, leaves the domain."""
+
+    def inner(self, params: Tensors, u: Tensors, v: Tensors) -> Tensor:
+        """Fisher inner product <u, F v> of two tangents, a 0-dim tensor.
+
+        A short step along u changes q by KL = inner(u, u) / 2 nats.
+        """
+        return dot(u, self.fisher_product(params, v))
+
+    def fisher_norm(self, params: Tensors, tangent: Tensors) -> Tensor:
+        """Length sqrt(<u, F u>) of a tangent."""
+        return self.inner(params, tangent, tangent).clamp_min(0.0).sqrt()

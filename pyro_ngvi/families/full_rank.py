@@ -1,0 +1,177 @@
+r"""Full-rank Gaussian, q(z) = N(z; mu, L L').
+
+Stored: ``loc`` = mu (d,), ``scale_tril`` = L (d, d), lower triangular.
+Local frame: mu + L t and L (I + M) with M lower triangular.  In it the Fisher matrix is diagonal,
+
+    <u, F v> = t_u' t_v + sum_{i>j} M_ij M'_ij + 2 sum_i M_ii M'_ii,
+
+so the natural gradient is closed form and free of inverses: from Euclidean gradients g_mu, G_L
+
+    t = L' g_mu,   M = tril(L' G_L) with its diagonal halved.
+
+Retraction: mu + b L t and L (I + A + A^2 / 2), A = b M: the exponential to second order.  Its
+diagonal factor 1 + a + a^2 / 2 is positive for every a, so no step leaves the domain.
+
+Natural coordinates (Khan & Nielsen 2018, eq. 14; Tan 2021), with H = M + M' the whitened expected
+Hessian minus the identity:
+
+    P <- P + b L^-T H L^-1,   mu <- mu - b P_new^-1 g_mu,
+
+kept positive definite by halving b until the Cholesky factorisation exists.
+
+Cost: O(d^2) per draw, O(d^3) per step.  Not for d above a few thousand: use ``FactorNormal``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.linalg import solve_triangular
+
+from ..linalg.cholesky import HALVINGS, inverse_cholesky_of_shifted
+from .base import LOG_2PI, Family, Tensors
+
+__all__ = ["FullRankNormal"]
+
+
+class _SymmetrisedSample(torch.autograd.Function):
+    """z = mu + L eps whose backward uses the symmetry of the expected gradient.
+
+    Sigma = L L' is all that q depends on, so E[L' G] is symmetric for G = sum_s g_s eps_s'.  The
+    antisymmetric part of L' G is pure noise.  Its removal leaves an unbiased gradient of lower
+    variance: the average of the plain gradient over the rotations of eps that leave q unchanged.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(loc: Tensor, scale_tril: Tensor, noise: Tensor) -> Tensor:
+        return loc + noise @ scale_tril.mT
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
+        _, scale_tril, noise = inputs
+        ctx.save_for_backward(scale_tril, noise)
+
+    @staticmethod
+    def backward(ctx, g: Tensor):  # noqa: ANN001, ANN205
+        L, eps = ctx.saved_tensors
+        d = L.shape[-1]
+        g = g.reshape(-1, d)
+        whitened = (g @ L).mT @ eps.reshape(-1, d)
+        symmetric = 0.5 * (whitened + whitened.mT)
+        return g.sum(0), solve_triangular(L.mT, symmetric, upper=True).tril(), None
+
+
+class FullRankNormal(Family):
+    """Gaussians with any covariance.
+
+    Example:
+        >>> import torch
+        >>> family = FullRankNormal()
+        >>> q = family.init(torch.zeros(2), scale=0.5)
+        >>> family.covariance(q)
+        tensor([[0.2500, 0.0000],
+                [0.0000, 0.2500]])
+    """
+
+    names = ("loc", "scale_tril")
+    coordinates = ("local", "natural")
+
+    def init(self, loc: Tensor, scale: float) -> Tensors:
+        return {"loc": loc.clone(), "scale_tril": torch.diag(torch.full_like(loc, scale))}
+
+    def noise_dim(self, params: Tensors) -> int:
+        return params["loc"].shape[-1]
+
+    def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
+        result = _SymmetrisedSample.apply(params["loc"], params["scale_tril"].tril(), noise)
+        assert isinstance(result, Tensor)
+        return result
+
+    def _whiten(self, params: Tensors, z: Tensor) -> Tensor:
+        x = z - params["loc"]
+        flat = x.reshape(-1, x.shape[-1])
+        return solve_triangular(params["scale_tril"].tril(), flat.mT, upper=False).mT.reshape(
+            x.shape
+        )
+
+    def _log_det(self, params: Tensors) -> Tensor:
+        return params["scale_tril"].diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
+
+    def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
+        w = self._whiten(params, z)
+        return -0.5 * (w.square() + LOG_2PI).sum(-1) - self._log_det(params)
+
+    def score(self, params: Tensors, z: Tensor) -> Tensors:
+        L = params["scale_tril"].tril()
+        w = self._whiten(params, z)
+        g = solve_triangular(L.mT, w.mT, upper=True).mT
+        # d(-log|det L|)/dL is diagonal for a triangular L
+        scale = (g.unsqueeze(-1) * w.unsqueeze(-2)).tril() - torch.diag(1.0 / L.diagonal())
+        return {"loc": g, "scale_tril": scale}
+
+    def entropy(self, params: Tensors) -> Tensor:
+        d = params["loc"].shape[-1]
+        return self._log_det(params) + 0.5 * d * (1.0 + LOG_2PI)
+
+    def kl(self, params: Tensors, other: Tensors) -> Tensor:
+        d = params["loc"].shape[-1]
+        ratio = solve_triangular(
+            other["scale_tril"].tril(), params["scale_tril"].tril(), upper=False
+        )
+        w = self._whiten(other, params["loc"])
+        log_ratio = self._log_det(params) - self._log_det(other)
+        return 0.5 * (ratio.square().sum() - d + w.square().sum()) - log_ratio
+
+    def covariance(self, params: Tensors) -> Tensor:
+        L = params["scale_tril"].tril()
+        return L @ L.mT
+
+    def stddev(self, params: Tensors) -> Tensor:
+        # torch.linalg.vector_norm does not overflow where the sum of squares would
+        return torch.linalg.vector_norm(params["scale_tril"].tril(), dim=-1)
+
+    def push(self, params: Tensors, tangent: Tensors) -> Tensors:
+        L = params["scale_tril"].tril()
+        return {"loc": L @ tangent["loc"], "scale_tril": L @ tangent["scale_tril"]}
+
+    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
+        L = params["scale_tril"].tril()
+        return {
+            "loc": L.mT @ grads["loc"],
+            "scale_tril": (L.mT @ grads["scale_tril"].tril()).tril(),
+        }
+
+    def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
+        M = tangent["scale_tril"]
+        return {"loc": tangent["loc"], "scale_tril": M + torch.diag(M.diagonal())}
+
+    def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
+        M = gradient["scale_tril"]
+        return {"loc": gradient["loc"], "scale_tril": M - torch.diag(0.5 * M.diagonal())}
+
+    def retract(
+        self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
+    ) -> Tensors:
+        loc, L = params["loc"], params["scale_tril"].tril()
+        if coordinates == "natural":
+            return self._retract_natural(loc, L, tangent, step)
+        LA = L @ (step * tangent["scale_tril"])
+        return {
+            "loc": loc + step * (L @ tangent["loc"]),
+            "scale_tril": L + LA + 0.5 * (LA @ (step * tangent["scale_tril"])),
+        }
+
+    def _retract_natural(
+        self, loc: Tensor, L: Tensor, tangent: Tensors, step: Tensor | float
+    ) -> Tensors:
+        # moving along -natural gradient adds b H to the whitened precision
+        H = -(tangent["scale_tril"] + tangent["scale_tril"].mT)
+        T, shrink = inverse_cholesky_of_shifted(H, step, halvings=HALVINGS)
+        L_new = L @ T
+        # L^-1 P_new^-1 L^-T = T T', applied to the whitened gradient
+        return {
+            "loc": loc + shrink * step * (L_new @ (T.mT @ tangent["loc"])),
+            "scale_tril": L_new,
+        }

@@ -1,0 +1,5 @@
+"""Small exact tools of linear algebra and integration."""
+
+from .cubature import gauss_hermite, sphere_points
+
+__all__ = ["gauss_hermite", "sphere_points"]

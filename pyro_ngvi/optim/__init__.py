@@ -1,0 +1,7 @@
+"""Optimizers for ``pyro.infer.SVI``, one rule a file."""
+
+from .averaging import LogPower, Tail
+from .ngvb import NGVB
+from .schedules import Constant, NoiseClock, RobbinsMonro
+
+__all__ = ["NGVB", "Constant", "LogPower", "NoiseClock", "RobbinsMonro", "Tail"]

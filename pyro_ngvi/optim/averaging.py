@@ -1,0 +1,67 @@
+r"""Weighted averages of the iterates, kept beside them: x_bar_k = sum_j w_j x_j / sum_j w_j."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..families.base import Tensors
+
+__all__ = ["Averaging", "LogPower", "Tail", "as_averaging"]
+
+
+class Averaging(Protocol):
+    """``rate(k, state)``: the weight w_k / sum_{j<=k} w_j of the newest iterate, k = 1, 2, ..."""
+
+    def rate(self, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class LogPower:
+    """w_k = (log(k + 1))^power: nearly uniform, lighter at the start.
+
+    The weights of averaged stochastic Newton and of AIFVB (Godichon-Baggioni, Nguyen & Tran 2024,
+    power 2), with the count moved by one so that the first weight is positive.
+    """
+
+    power: float = 2.0
+
+    def rate(self, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        weight = torch.log(k + 1.0) ** self.power
+        total = total + weight
+        return weight / total, total
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Rate eta / (k + eta - 1): about the last 1/eta of the run (Shamir & Zhang 2013)."""
+
+    eta: float = 8.0
+
+    def rate(self, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        return (self.eta / (k + self.eta - 1.0)).clamp_max(1.0), total
+
+
+def as_averaging(averaging: Averaging | float | bool | None) -> Averaging | None:
+    """``None`` or ``False``: none; ``True``: :class:`Tail`; a number w: :class:`LogPower` (w)."""
+    if averaging is None or averaging is False:
+        return None
+    if averaging is True:
+        return Tail()
+    if isinstance(averaging, int | float):
+        if averaging < 0:
+            raise ValueError(
+                f"averaging: the power of log k must not be negative, got {averaging}."
+            )
+        return LogPower(float(averaging))
+    if not hasattr(averaging, "rate"):
+        raise ValueError(f"averaging must be a number, a bool or have rate(), got {averaging!r}.")
+    return averaging
+
+
+def update_average(average: Tensors, params: Tensors, rate: Tensor) -> Tensors:
+    """x_bar + rate (x - x_bar).  Families are convex in their stored coordinates."""
+    return {name: average[name] + rate * (params[name] - average[name]) for name in params}

@@ -1,0 +1,283 @@
+"""The only glue between pure rules and ``pyro.infer.SVI``.
+
+``SVI`` hands an optimizer the unordered *set* of tensors that took part in a step.  The optimizer
+here finds the natural parameters through the guide, never by order, and gives the rest to an
+ordinary optimizer.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pyro
+import torch
+from pyro.optim import PyroOptim
+from torch import Tensor
+
+from ..families.base import Family, Tensors
+from ..guides.base import AutoFamily, find_blocks
+
+__all__ = ["NaturalGradientOptim", "Report", "Rule", "StepReport"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one update did, as tensors: nothing here waits for the device."""
+
+    finite: Tensor
+    step: Tensor
+    step_norm: Tensor
+    gain: Tensor
+    radius: Tensor
+    damped: Tensor
+    skipped: Tensor
+    bad_entries: Tensor
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the last step did, in numbers.
+
+    Attributes:
+        outcome: "accepted", "damped" (shortened by the trust region) or "skipped" (not finite).
+        step: factor that multiplied the natural gradient.
+        step_norm: Fisher length of the step; KL from the q before is about step_norm^2 / 2 nats.
+        gain: factor that the schedule asked for.
+        radius: trust radius in force.
+        skipped: number of steps skipped so far.
+        skipped_sites: latent sites whose gradient was not finite at the last skipped step.
+    """
+
+    outcome: str
+    step: float
+    step_norm: float
+    gain: float
+    radius: float
+    skipped: int
+    skipped_sites: tuple[str, ...]
+
+
+class Rule(Protocol):
+    """An optimization rule as two pure functions of tensors."""
+
+    def init(self, params: Tensors) -> Tensors: ...
+
+    def update(
+        self, params: Tensors, grads: Tensors, state: Tensors
+    ) -> tuple[Tensors, Tensors, Report]: ...
+
+
+class NaturalGradientOptim(PyroOptim):
+    """A ``PyroOptim`` that steps the natural blocks of a guide by a rule.  Subclasses make the rule."""
+
+    def __init__(self, guide: Any, others: PyroOptim | None = None) -> None:
+        super().__init__(torch.optim.SGD, {"lr": 0.0})  # never used: __call__ does the work
+        if others is not None and not isinstance(others, PyroOptim):
+            raise ValueError(
+                f"others must be a pyro.optim.PyroOptim such as pyro.optim.Adam({{'lr': 1e-3}}), "
+                f"got {type(others).__name__}."
+            )
+        self.guide = guide
+        self.others = others
+        if not any(True for _ in find_blocks(guide)):
+            raise ValueError(
+                f"{type(self).__name__} trains guides whose Fisher matrix it knows, and found none in "
+                f"{_describe(guide)}. Use for instance pyro_ngvi.AutoFullRankNormal(model), or train "
+                f"this guide by pyro.optim.Adam."
+            )
+        self._rules = {path: self.make_rule(block.family) for path, block in find_blocks(guide)}
+        self._states: dict[str, Tensors] = {}
+        self._waiting: dict[str, Tensors] = {}
+        self._reports: dict[str, Report] = {}
+
+    def make_rule(self, family: Family) -> Rule:
+        raise NotImplementedError
+
+    def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+        """One step for every parameter in ``params``, from the gradients in ``.grad``."""
+        remaining = {id(p): p for p in params}
+        stepped = False
+        for path, block in find_blocks(self.guide):
+            tensors = block.natural_params()
+            present = [id(p) in remaining for p in tensors.values()]
+            if not any(present):
+                continue
+            stepped = True
+            for p in tensors.values():
+                remaining.pop(id(p), None)
+            if path not in self._rules:  # appended to a list of guides after construction
+                self._rules[path] = self.make_rule(block.family)
+            self._step_block(path, block, tensors)
+        self._step_others(remaining, stepped)
+
+    @torch.no_grad()
+    def _step_block(self, path: str, block: AutoFamily, tensors: dict[str, Any]) -> None:
+        values: Tensors = {name: p.detach() for name, p in tensors.items()}
+        grads: Tensors = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in tensors.items()
+        }
+        state = self._state_of(path, values)
+        new, self._states[path], report = self._rules[path].update(values, grads, state)
+        for name, p in tensors.items():
+            p.copy_(new[name])
+        self._reports[path] = report
+        if report.finite.device.type == "cpu" and not bool(report.finite):
+            self._warn_skipped(block, report)
+
+    def _state_of(self, path: str, values: Tensors) -> Tensors:
+        if path in self._waiting:
+            saved = self._waiting.pop(path)
+            fresh = self._rules[path].init(values)
+            _check_state(path, fresh, saved)
+            self._states[path] = {k: saved[k].to(fresh[k]) for k in fresh}
+        if path not in self._states:
+            self._states[path] = self._rules[path].init(values)
+        return self._states[path]
+
+    def _step_others(self, remaining: dict[int, Tensor], stepped: bool) -> None:
+        if not stepped:
+            raise ValueError(
+                f"{type(self).__name__} was given no parameter of its guide {_describe(self.guide)}: "
+                f"SVI trains another guide. Build the optimizer with the guide that SVI gets."
+            )
+        if not remaining:
+            return
+        if self.others is None:
+            store = pyro.get_param_store()
+            names = sorted(str(store.param_name(p)) for p in remaining.values())
+            raise ValueError(
+                f"{type(self).__name__} trains the guide's natural parameters only, and this step "
+                f"has others: {', '.join(names)}. Say who trains them, for instance "
+                f"others=pyro.optim.Adam({{'lr': 1e-3}})."
+            )
+        store = pyro.get_param_store()
+        # a set has no order; sorting by name makes runs repeatable
+        self.others(sorted(remaining.values(), key=lambda p: str(store.param_name(p))))
+
+    def _warn_skipped(self, block: AutoFamily, report: Report) -> None:
+        count = int(report.skipped)
+        if count & (count - 1):  # warn at 1, 2, 4, 8, ... skips
+            return
+        sites = ", ".join(map(repr, _sites(block, report.bad_entries))) or "the whole latent vector"
+        warnings.warn(
+            f"{type(self).__name__} skipped a step: the gradient is not finite at {sites} "
+            f"({count} skipped so far; the parameters are unchanged). If this goes on, look for NaN "
+            f"in the data, a likelihood of -inf at the start, or lower init_scale.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+    def report(self, path: str | None = None) -> StepReport:
+        """What the last step did.  Waits for the device, so do not call it at every step on a GPU.
+
+        ``path`` names a part of an ``AutoGuideList`` ("0", "1", ...); by default the only part.
+        """
+        if not self._reports:
+            raise RuntimeError("There is no report before the first step.")
+        if path is None:
+            if len(self._reports) > 1:
+                raise ValueError(f"Name one of the parts: {', '.join(map(repr, self._reports))}.")
+            path = next(iter(self._reports))
+        r = self._reports[path]
+        block = dict(find_blocks(self.guide))[path]
+        outcome = "damped" if bool(r.damped) else "accepted"
+        return StepReport(
+            outcome=outcome if bool(r.finite) else "skipped",
+            step=r.step.item(),
+            step_norm=r.step_norm.item(),
+            gain=r.gain.item(),
+            radius=r.radius.item(),
+            skipped=int(r.skipped.item()),
+            skipped_sites=_sites(block, r.bad_entries),
+        )
+
+    def use_average(self) -> _Restore:
+        """Install the averaged iterates into the guide.
+
+        Call it after the last step to keep the average as the answer, or use it as a context manager
+        to look at the average between steps; on leaving, the iterates come back.
+        """
+        before: dict[str, Tensors] = {}
+        averages: dict[str, Tensors] = {}
+        for path, state in self._states.items():
+            prefix = "average."
+            averages[path] = {
+                k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)
+            }
+        if not averages or not all(averages.values()):
+            raise RuntimeError(
+                "There is no average: pass averaging=True to the optimizer and take a step first."
+            )
+        with torch.no_grad():
+            for path, block in find_blocks(self.guide):
+                if path in averages:
+                    tensors = block.natural_params()
+                    before[path] = {name: p.detach().clone() for name, p in tensors.items()}
+                    for name, p in tensors.items():
+                        p.copy_(averages[path][name])
+        return _Restore(self.guide, before)
+
+    def get_state(self) -> dict[str, Any]:
+        """Everything that the next step depends on, except parameters and the random state."""
+        natural = {**self._states, **self._waiting}
+        return {
+            "natural": {path: {k: v.clone() for k, v in s.items()} for path, s in natural.items()},
+            "others": None if self.others is None else self.others.get_state(),
+        }
+
+    def set_state(self, state_dict: dict[str, Any]) -> None:
+        """Continue from ``get_state()``, whether or not a step has been taken since construction."""
+        if set(state_dict) != {"natural", "others"}:
+            raise ValueError(
+                f"This is not the state of {type(self).__name__}: it has the entries "
+                f"{sorted(map(str, state_dict))} instead of 'natural' and 'others'."
+            )
+        if state_dict["others"] is not None:
+            if self.others is None:
+                raise ValueError(
+                    "The state has a part for `others`: pass others= to the optimizer."
+                )
+            # a PyroOptim reads a state only for parameters that it has not seen
+            self.others.optim_objs.clear()
+            self.others.grad_clip.clear()
+            self.others.set_state(state_dict["others"])
+        self._states.clear()
+        self._waiting = {path: dict(state) for path, state in state_dict["natural"].items()}
+
+
+class _Restore:
+    """Puts the iterates back on leaving a ``with`` block."""
+
+    def __init__(self, guide: Any, before: dict[str, Tensors]) -> None:
+        self._guide, self._before = guide, before
+
+    def __enter__(self) -> None:
+        return None
+
+    @torch.no_grad()
+    def __exit__(self, *exc: object) -> None:
+        for path, block in find_blocks(self._guide):
+            for name, value in self._before.get(path, {}).items():
+                block.natural_params()[name].copy_(value)
+
+
+def _check_state(path: str, fresh: Tensors, saved: Tensors) -> None:
+    wrong = [k for k in fresh if k not in saved or saved[k].shape != fresh[k].shape]
+    wrong += [k for k in saved if k not in fresh]
+    if wrong:
+        raise ValueError(
+            f"The saved optimizer state does not fit the guide {path!r} (entries "
+            f"{', '.join(wrong)}): it comes from another model, rank or setting of the optimizer."
+        )
+
+
+def _sites(block: AutoFamily, bad_entries: Tensor) -> tuple[str, ...]:
+    found = (block.site_of(int(i)) for i in bad_entries.nonzero().reshape(-1).tolist())
+    return tuple(dict.fromkeys(found))
+
+
+def _describe(guide: Any) -> str:
+    return getattr(guide, "__name__", None) or type(guide).__name__

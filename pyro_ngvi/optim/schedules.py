@@ -1,0 +1,182 @@
+r"""How long a step is: the gain b_k that multiplies the natural gradient, and how it decays.
+
+A schedule is a pair of pure functions on 0-dim tensors, so it neither waits for the device nor
+keeps state of its own:
+
+    init(like) -> state,   gain(signal, state) -> (b_k, state)
+
+``signal`` is what the step before says about this one: the estimate
+
+    snr_k = (<G_k, G_{k-1}> + b_{k-1} |G_{k-1}|^2) / |G_k|^2                                     (1)
+
+of the share of signal in the energy of the natural gradient G_k, in the Fisher metric.  Near the
+optimum the expected natural gradient x moves by x_k = x_{k-1} - b G_{k-1} (the Fisher metric makes
+every curvature 1), and noises of different steps are independent; so the numerator is an unbiased
+estimate of |x_{k-1}|^2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..families.base import Tensors
+
+__all__ = ["Constant", "NoiseClock", "RobbinsMonro", "Schedule"]
+
+
+class Schedule(Protocol):
+    """A pair of pure functions; see the head of this file."""
+
+    def init(self, like: Tensor) -> Tensors: ...
+
+    def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]: ...
+
+
+def _zero(like: Tensor) -> Tensor:
+    return torch.zeros((), dtype=like.dtype, device=like.device)
+
+
+@dataclass(frozen=True)
+class NoiseClock:
+    r"""The default: a Kalman gain whose clock runs on the noise that the gradients show.
+
+    With error energy p and noise energy s in an isotropic linear model, the best step is the Kalman
+    gain b = p / (p + s), the share of signal in the energy of the gradient.  Once noise dominates,
+    b_k = 1 / c_k with c growing by a constant per step: c -> c + 1 is the plain average of all
+    noise, c -> c + 1/2 forgets the past twice as fast.  Whenever the measured share of signal is
+    *significantly* larger than 1/c, the clock is set back:
+
+        c <- min(c + 1/2, 1 / max(0, mean(snr) - 2 se(snr))),   b = 1 / c,
+
+    where the mean and its standard error come from (1) over the last max(10, c / 2) steps.
+
+    Multiplicative noise (few particles for many dimensions) shows as a small share of signal from
+    the first step on, hence a small but *constant* gain, about S / (S + d + 1) for S particles: the
+    steps contract linearly and the estimate becomes exact where the posterior is Gaussian.  Additive
+    noise shows only near the optimum, and the gain then falls as 2/k: sum b = inf, sum b^2 < inf,
+    the Robbins-Monro conditions.
+
+    Not for: losses that change between steps (annealing); use :class:`RobbinsMonro` there.
+    """
+
+    increment: float = 0.5
+    standard_errors: float = 2.0
+    start: float = 10.0
+    min_window: float = 10.0
+
+    def init(self, like: Tensor) -> Tensors:
+        zero = _zero(like)
+        return {
+            "clock": zero + self.start,
+            "mean": zero.clone(),
+            "variance": zero.clone(),
+            "weight": zero.clone(),
+            "count": zero.clone(),
+        }
+
+    def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
+        clock, count = state["clock"], state["count"]
+        first = count == 0  # nothing came before the first step: no signal to read
+        window = torch.clamp(0.5 * clock, min=self.min_window)
+        a = torch.where(first, 0.0, torch.maximum(1.0 / window, 1.0 / count.clamp_min(1.0)))
+        signal = signal.clamp(-1.0, 1.0)
+        mean = (1 - a) * state["mean"] + a * signal
+        variance = (1 - a) * state["variance"] + a * (signal - mean).square()
+        weight = (1 - a).square() * state["weight"] + a.square()  # sum of squared weights
+        certain = (mean - self.standard_errors * (variance * weight).sqrt()).clamp(1e-12, 1.0)
+        advanced = torch.minimum(clock + self.increment, 1.0 / certain).clamp_min(1.0)
+        clock = torch.where(first, clock, advanced)
+        state = {
+            "clock": clock,
+            "mean": mean,
+            "variance": variance,
+            "weight": weight,
+            "count": count + 1,
+        }
+        return 1.0 / clock, state
+
+
+@dataclass(frozen=True)
+class RobbinsMonro:
+    """b_k = scale / (1 + k / offset)^power, k = 0, 1, ...
+
+    Converges for 1/2 < power <= 1 (sum b = inf, sum b^2 < inf).  Close to power 1/2 together with
+    iterate averaging is the choice of Polyak & Juditsky (1992).
+
+    Example:
+        >>> RobbinsMonro(scale=1.0, offset=1.0, power=1.0)
+        RobbinsMonro(scale=1.0, offset=1.0, power=1.0)
+    """
+
+    scale: float = 0.2
+    offset: float = 100.0
+    power: float = 0.75
+
+    def __post_init__(self) -> None:
+        if not (self.scale > 0 and self.offset > 0 and 0 <= self.power <= 1):
+            raise ValueError(
+                f"{self} needs scale > 0, offset > 0 and a power in [0, 1]; the iterates converge "
+                f"for powers above 1/2."
+            )
+
+    def init(self, like: Tensor) -> Tensors:
+        return {"count": _zero(like)}
+
+    def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
+        count = state["count"]
+        return self.scale * (1.0 + count / self.offset) ** -self.power, {"count": count + 1}
+
+
+@dataclass(frozen=True)
+class Constant:
+    """b_k = value: for exact gradients, tests and comparisons.  Does not converge under noise."""
+
+    value: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.value < float("inf"):
+            raise ValueError(f"The step of {self} must be a positive number.")
+
+    def init(self, like: Tensor) -> Tensors:
+        return {"count": _zero(like)}
+
+    def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
+        return torch.full_like(signal, self.value), {"count": state["count"] + 1}
+
+
+@dataclass(frozen=True)
+class Custom:
+    """b_k = function(k), for a function of the step count k = 0, 1, ... (a 0-dim tensor)."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def init(self, like: Tensor) -> Tensors:
+        return {"count": _zero(like)}
+
+    def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
+        value = self.function(state["count"])
+        return torch.as_tensor(value).to(signal), {"count": state["count"] + 1}
+
+
+def as_schedule(schedule: Schedule | Callable[[Tensor], Tensor] | str) -> Schedule:
+    """A schedule from what a user may pass: an object, a function of k, or a name."""
+    if schedule == "noise":
+        return NoiseClock()
+    if schedule == "constant":
+        return Constant()
+    if isinstance(schedule, str):
+        raise ValueError(
+            f'schedule must be "noise", "constant", an object or a function, got {schedule!r}.'
+        )
+    if hasattr(schedule, "gain") and hasattr(schedule, "init"):
+        return schedule  # type: ignore[return-value]
+    if callable(schedule):
+        return Custom(schedule)
+    raise ValueError(
+        f"schedule must have init() and gain(), or be a function of k, got {schedule!r}."
+    )

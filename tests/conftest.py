@@ -1,0 +1,28 @@
+"""float64 by default, and the directory of data sets that do not ship with the project."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def float64_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The directory that PYRO_NGVI_DATA names; without it the test is skipped."""
+    value = os.environ.get("PYRO_NGVI_DATA")
+    if not value:
+        pytest.skip("PYRO_NGVI_DATA is not set: it names the directory that holds the data sets")
+    path = Path(value)
+    if not path.is_dir():
+        pytest.fail(f"PYRO_NGVI_DATA names {path}, which is not a directory")
+    return path

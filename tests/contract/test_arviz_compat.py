@@ -1,0 +1,176 @@
+"""The ArviZ shim under whichever ArviZ is installed: CI runs this file under 0.x and under 1.x.
+
+The shim is loaded by its path, because ``pyro_ngvi`` imports torch, which the 1.x leg has not.
+"""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import arviz as az
+import numpy as np
+import pytest
+
+SHIM = Path(__file__).parents[2] / "pyro_ngvi" / "_arviz_compat.py"
+DRAWS, N = 4000, 7
+
+
+def load_shim() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("arviz_shim_under_test", SHIM)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+shim = load_shim()
+
+
+def normal_log_pdf(x: np.ndarray, mean: Any, var: Any) -> np.ndarray:
+    return -0.5 * (np.log(2 * np.pi * var) + (x - mean) ** 2 / var)
+
+
+@pytest.fixture(scope="module")
+def conjugate() -> dict[str, Any]:
+    """x_i ~ N(mu, 1), mu ~ N(0, 10^2): exact posterior draws, and the elpd in closed form."""
+    rng = np.random.default_rng(20)
+    x = rng.normal(0.5, 1.0, N)
+    var = 1 / (N + 0.01)
+    mu = var * x.sum() + np.sqrt(var) * rng.standard_normal((1, DRAWS))
+    var_without = 1 / (N - 1 + 0.01)
+    mean_without = var_without * (x.sum() - x)
+    return {
+        "x": x,
+        "mu": mu,
+        "log_likelihood": normal_log_pdf(x, mu[..., None], 1.0),
+        "elpd": normal_log_pdf(x, mean_without, 1 + var_without).sum(),
+    }
+
+
+@pytest.fixture
+def data(conjugate: dict[str, Any]) -> Any:
+    mu, x = conjugate["mu"], conjugate["x"]
+    return shim.from_groups(
+        {
+            "posterior": {"mu": mu, "w": np.stack([mu, 2 * mu], -1)},
+            "sample_stats": {"lp": -(mu**2), "log_q": mu},
+            "log_likelihood": {"x": conjugate["log_likelihood"]},
+            "posterior_predictive": {"x": mu[..., None] + np.zeros(N)},
+            "prior": {"mu": 10 * mu},
+            "prior_predictive": {"x": mu[..., None] + np.ones(N)},
+            "observed_data": {"x": x},
+            "constant_data": {"design": np.ones((N, 2))},
+        },
+        coords={"feature": ["a", "b"]},
+        dims={"w": ["feature"], "x": ["unit"], "design": ["unit", "feature"]},
+        attrs={"inference_library": "pyro_ngvi", "khat": 0.25},
+    )
+
+
+def test_every_group_arrives_with_values_dims_and_coords(
+    data: Any, conjugate: dict[str, Any]
+) -> None:
+    sampled = {"x": ("chain", "draw", "unit"), "mu": ("chain", "draw")}
+    expected = {
+        "posterior": {"mu": sampled["mu"], "w": ("chain", "draw", "feature")},
+        "sample_stats": {"lp": sampled["mu"], "log_q": sampled["mu"]},
+        "log_likelihood": {"x": sampled["x"]},
+        "posterior_predictive": {"x": sampled["x"]},
+        "prior": {"mu": sampled["mu"]},
+        "prior_predictive": {"x": sampled["x"]},
+        "observed_data": {"x": ("unit",)},
+        "constant_data": {"design": ("unit", "feature")},
+    }
+    found = {
+        group: {name: data[group][name].dims for name in data[group].data_vars}
+        for group in expected
+    }
+    assert found == expected
+    assert list(data["posterior"]["w"].coords["feature"].values) == ["a", "b"]
+    assert list(data["observed_data"]["x"].coords["unit"].values) == list(range(N))
+    np.testing.assert_array_equal(data["posterior"]["mu"].values, conjugate["mu"])
+    np.testing.assert_array_equal(data["observed_data"]["x"].values, conjugate["x"])
+
+
+def test_attrs_are_on_the_root_and_on_the_posterior(data: Any) -> None:
+    for attrs in (data.attrs, data["posterior"].attrs):
+        assert attrs["inference_library"] == "pyro_ngvi"
+        assert attrs["khat"] == 0.25
+
+
+def test_log_likelihood_may_lack_the_event_dimensions() -> None:
+    data = shim.from_groups(
+        {
+            "posterior": {"mu": np.zeros((1, 5))},
+            "log_likelihood": {"y": np.zeros((1, 5, 3))},
+            "observed_data": {"y": np.zeros((3, 2))},
+        },
+        dims={"y": ["row", "y_dim_0"]},
+    )
+    assert data["log_likelihood"]["y"].dims == ("chain", "draw", "row")
+    assert data["observed_data"]["y"].dims == ("row", "y_dim_0")
+
+
+def test_slashes_in_names_become_dots() -> None:
+    data = shim.from_groups(
+        {"posterior": {"scope/w": np.zeros((1, 5, 2))}}, dims={"scope/w": ["feature"]}
+    )
+    assert data["posterior"]["scope.w"].dims == ("chain", "draw", "feature")
+
+
+def test_inputs_are_not_changed() -> None:
+    attrs, dims = {"created_at": "then"}, {"w": ("feature",)}
+    shim.from_groups({"posterior": {"w": np.zeros((1, 5, 2))}}, attrs=attrs, dims=dims)
+    assert attrs == {"created_at": "then"} and dims == {"w": ("feature",)}
+
+
+def test_unknown_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="'posteriors' is not an ArviZ group"):
+        shim.from_groups({"posteriors": {"mu": np.zeros((1, 5))}})
+
+
+def test_variables_without_a_group_are_refused() -> None:
+    with pytest.raises(ValueError, match="Group 'prior' is a ndarray"):
+        shim.from_groups({"prior": np.zeros((1, 5))})
+
+
+def test_summary_has_moments_and_no_figure_of_a_chain(data: Any, conjugate: dict[str, Any]) -> None:
+    table = shim.summary(data, round_to="none")
+    assert list(table.index) == ["mu", "w[a]", "w[b]"]
+    assert not [c for c in table.columns if any(s in c for s in ("r_hat", "ess", "mcse"))]
+    np.testing.assert_allclose(float(table.loc["mu", "mean"]), conjugate["mu"].mean(), rtol=1e-12)
+    np.testing.assert_allclose(
+        float(table.loc["w[b]", "sd"]), 2 * conjugate["mu"].std(), rtol=1 / DRAWS
+    )
+    assert list(shim.summary(data, var_names=["mu"]).index) == ["mu"]
+
+
+def test_summary_refuses_diagnostics_of_chains(data: Any) -> None:
+    with pytest.raises(ValueError, match="diagnostics of Markov chains"):
+        shim.summary(data, kind="all")
+
+
+def test_plain_arviz_summary_still_works(data: Any) -> None:
+    assert "sd" in az.summary(data).columns
+
+
+def test_loo_finds_the_closed_form(data: Any, conjugate: dict[str, Any]) -> None:
+    loo: Any = az.loo(data, pointwise=True)
+    elpd = loo.elpd_loo if shim.ARVIZ_MAJOR == 0 else loo.elpd
+    # Delta method on log mean(1/p_i) over independent draws; the N errors may all add up.
+    ratio = np.exp(-conjugate["log_likelihood"][0])
+    error = (ratio.std(0) / ratio.mean(0) / np.sqrt(DRAWS)).sum()
+    assert abs(float(elpd) - conjugate["elpd"]) < 4 * error
+    assert float(np.max(loo.pareto_k)) < 0.7
+
+
+def test_plots_draw(data: Any) -> None:
+    if shim.ARVIZ_MAJOR == 0:
+        matplotlib = pytest.importorskip("matplotlib")
+        matplotlib.use("agg")
+        axes = az.plot_posterior(data, var_names=["mu"])
+        assert "mu" in axes.get_title()
+    else:
+        drawn = az.plot_dist(data, var_names=["mu"], backend="none")
+        assert "mu" in drawn.viz["dist"].data_vars

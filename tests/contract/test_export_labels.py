@@ -1,0 +1,187 @@
+"""to_arviz: names of dimensions, plates and masks, arguments, and what it refuses."""
+
+from typing import Any
+
+import numpy as np
+import pyro
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import AutoDelta, AutoNormal
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_ngvi._arviz_compat import summary
+from pyro_ngvi.export import to_arviz
+from tests.contract.export_examples import (
+    N,
+    S,
+    dist,
+    groups_of,
+    hand_written,
+    model,
+    regression_data,
+    values_of,
+)
+
+mask: Any = poutine.mask  # its annotation does not know that any tensor of bool will do
+
+
+@pytest.fixture
+def data() -> tuple[Tensor, Tensor]:
+    return regression_data()
+
+
+def schools(y: Tensor, noise: Tensor, scale: float = 5.0) -> None:
+    """Two plates, a deterministic site inside one, event dimensions, a mask, a plate named y."""
+    mu = pyro.sample("mu", dist.Normal(y.new_zeros(()), scale))
+    with pyro.plate("school", y.shape[1], dim=-1):
+        eta = pyro.sample("eta", dist.Normal(y.new_zeros(2), 1.0).to_event(1))
+        theta = pyro.deterministic("theta", mu + eta[..., 0])
+        with pyro.plate("y", y.shape[0], dim=-2):
+            seen = ~y.isnan()
+            full = dist.Normal(theta, noise).mask(seen)
+            with mask(mask=seen):
+                pyro.sample("score", dist.Normal(theta, noise), obs=y.nan_to_num())
+            pyro.sample("double", full, obs=y.nan_to_num())
+    pyro.sample("total", dist.Normal(mu, 1.0).expand([4]).to_event(1), obs=y.new_zeros(4))
+
+
+def test_plates_events_and_masks() -> None:
+    y = torch.tensor([[1.0, 2.0, 3.0], [4.0, torch.nan, 6.0]])
+    noise = torch.tensor(2.0)
+    result = to_arviz(schools, AutoNormal(schools), y, noise=noise, num_samples=S, seed=1)
+    sampled = ("chain", "draw")
+    posterior, ll = result["posterior"], result["log_likelihood"]
+    assert posterior["eta"].dims == (*sampled, "school", "eta_dim_1")
+    assert posterior["theta"].dims == (*sampled, "school")
+    # The argument y is not the data of a site, and no variable may have a dimension's name.
+    assert ll["score"].dims == (*sampled, "y_dim", "school")
+    assert ll["total"].dims == sampled
+    assert result["observed_data"]["total"].dims == ("total_dim_0",)
+    assert {*result["constant_data"].data_vars} == {"y", "noise"}
+    theta = values_of(result)["theta"]
+    expected = dist.Normal(theta[:, None, :], noise).log_prob(y.nan_to_num()) * ~y.isnan()
+    for name in ("score", "double"):
+        torch.testing.assert_close(values_of(result, "log_likelihood")[name], expected)
+
+
+def test_labels_of_the_user(data: tuple[Tensor, Tensor]) -> None:
+    X, y = data
+    result = to_arviz(
+        model,
+        hand_written,
+        X,
+        y,
+        num_samples=S,
+        dims={"w": ["feature"], "X": ["unit", "feature"], "mean": ["unit"]},
+        coords={"feature": ["a", "b", "c"], "unit": range(100, 100 + N)},
+    )
+    assert result["constant_data"]["X"].dims == ("unit", "feature")
+    assert result["posterior"]["mean"].dims == ("chain", "draw", "unit")
+    assert float(result["posterior"]["w"].sel(feature="b")[0, 0]) == values_of(result)["w"][0, 1]
+    assert list(result["log_likelihood"]["y"].coords["unit"].values[:2]) == [100, 101]
+    assert "w[b]" in summary(result).index
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ({"dims": {"v": ["feature"]}}, "dims names 'v', but the variables are"),
+        ({"dims": {"w": ["a", "b"]}}, r"'w' has shape \(3,\), so give a list of 1 names"),
+        ({"dims": {"w": "feature"}}, "give a list of 1 names"),
+        ({"coords": {"units": [1]}}, "coords names 'units', but the dimensions are"),
+        ({"coords": {"unit": [1]}}, "has 1 labels for a dimension of length 12"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused(
+    labels: dict[str, Any], message: str, data: tuple[Tensor, Tensor]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        to_arviz(model, hand_written, *data, num_samples=S, **labels)
+
+
+def test_arguments_become_constant_data(data: tuple[Tensor, Tensor]) -> None:
+    X, y = data
+
+    def variadic(*arrays: Tensor, offset: Any = None, **more: Any) -> None:
+        z = pyro.sample("z", dist.Normal(arrays[0].new_zeros(()), 1.0))
+        with pyro.plate("unit", N):
+            pyro.sample("offset", dist.Normal(z, 1.0), obs=arrays[1] + 1.0)
+
+    more = {"table": np.eye(2), "flag": True}
+    result = to_arviz(variadic, AutoNormal(variadic), X, y, offset=y, num_samples=S, **more)
+    constants = result["constant_data"]
+    assert {*constants.data_vars} == {"arrays_0", "arrays_1", "offset_argument", "table"}
+    np.testing.assert_array_equal(constants["offset_argument"].values, y.numpy())
+    np.testing.assert_array_equal(result["observed_data"]["offset"].values, y.numpy() + 1.0)
+
+
+def test_subsampled_plate_is_refused(data: tuple[Tensor, Tensor]) -> None:
+    def subsampled(X: Tensor, y: Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(X.new_zeros(()), 1.0))
+        with pyro.plate("unit", len(y), subsample_size=4) as index:
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y[index])
+
+    with pytest.raises(ValueError, match="plate 'unit' takes 4 of 12 examples"):
+        to_arviz(subsampled, AutoNormal(subsampled), *data, num_samples=S)
+
+
+def test_guide_without_a_latent_site_is_refused(data: tuple[Tensor, Tensor]) -> None:
+    partial = AutoNormal(poutine.block(model, hide=["sigma"]))
+    with pytest.raises(ValueError, match=r"does not sample the model's latent sites \['sigma'\]"):
+        to_arviz(model, partial, *data, num_samples=S)
+
+
+def test_guide_of_another_model_is_refused(data: tuple[Tensor, Tensor]) -> None:
+    def other(X: Tensor, y: Tensor) -> None:
+        hand_written(X, y)
+        pyro.sample("extra", dist.Normal(X.new_zeros(()), 1.0))
+
+    with pytest.raises(ValueError, match=r"samples the sites \['extra'\]"):
+        to_arviz(model, other, *data, num_samples=S)
+
+
+def test_point_mass_is_refused(data: tuple[Tensor, Tensor]) -> None:
+    with pytest.raises(ValueError, match="same point"):
+        to_arviz(model, AutoDelta(model), *data, num_samples=S)
+
+
+@pytest.mark.parametrize("num_samples", [0, -3, 10])
+def test_too_few_draws_are_refused(num_samples: int, data: tuple[Tensor, Tensor]) -> None:
+    with pytest.raises(ValueError, match="num_samples"):
+        to_arviz(model, hand_written, *data, num_samples=num_samples)
+
+
+def test_sites_that_come_and_go_are_refused() -> None:
+    def changing() -> None:
+        z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
+        if z.item() > 0:
+            pyro.deterministic("positive", z)
+
+    with pytest.raises(ValueError, match=r"'positive'.*in some draws and not in others"):
+        to_arviz(changing, AutoNormal(changing), num_samples=S)
+
+
+def test_auxiliary_sites_of_a_guide_are_not_exported(data: tuple[Tensor, Tensor]) -> None:
+    def with_helper(X: Tensor, y: Tensor) -> None:
+        pyro.sample(
+            "helper", dist.Normal(0.0, 1.0).expand([2]).to_event(1), infer={"is_auxiliary": True}
+        )
+        hand_written(X, y)
+
+    result = to_arviz(model, with_helper, *data, num_samples=S)
+    assert {*result["posterior"].data_vars} == {"w", "sigma", "mean"}
+
+
+def test_prior_that_can_not_sample_is_an_error() -> None:
+    def improper() -> None:
+        pyro.sample("z", dist.ImproperUniform(constraints.real, (), ()))
+        pyro.factor("well", -torch.ones(()))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
+
+    assert "posterior" in groups_of(to_arviz(improper, guide, num_samples=S))
+    with pytest.raises(NotImplementedError, match="does not support sampling"):
+        to_arviz(improper, guide, num_samples=S, prior=True)

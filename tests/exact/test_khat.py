@@ -1,0 +1,152 @@
+"""k-hat against ArviZ's, against tails of known shape, and at the edges."""
+
+import arviz as az
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta, AutoNormal
+
+from pyro_ngvi.diagnostics import KHat, khat, khat_from_log_weights
+
+RNG = np.random.default_rng(7)
+LOG_WEIGHTS = {
+    "normal": lambda n: RNG.normal(size=n),
+    "wide normal": lambda n: 5.0 * RNG.normal(size=n),
+    "Student t": lambda n: RNG.standard_t(2.0, size=n),
+    "Pareto": lambda n: RNG.exponential(0.6, size=n),
+    "bounded": lambda n: RNG.uniform(-3.0, 0.0, size=n),
+    "far away": lambda n: RNG.normal(size=n) - 1e4,
+}
+
+
+@pytest.mark.skipif(not hasattr(az, "psislw"), reason="ArviZ 1.x cuts the tail elsewhere")
+@pytest.mark.parametrize("size", [25, 100, 225, 1000, 4001])
+@pytest.mark.parametrize("kind", LOG_WEIGHTS)
+def test_agrees_with_arviz(kind: str, size: int) -> None:
+    log_weights = LOG_WEIGHTS[kind](size)
+    expected = float(az.psislw(log_weights.copy())[1])
+    np.testing.assert_allclose(khat_from_log_weights(log_weights).khat, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("k", [0.1, 0.5, 0.9, 1.3])
+def test_finds_the_shape_of_a_pareto_tail(k: float) -> None:
+    size = 200_000
+    uniform = (np.arange(size) + 0.5) / size
+    found = khat_from_log_weights(-k * np.log1p(-uniform)).khat
+    tail = np.ceil(3 * np.sqrt(size))
+    # Quantiles in place of random draws: within one standard error (1 + k)/sqrt(M) of the
+    # maximum-likelihood estimate, and the pull towards 1/2 by ten of M + 10 draws.
+    assert abs(found - k) < (1 + k) / np.sqrt(tail) + 10 / (tail + 10) * abs(k - 0.5)
+
+
+def test_log_weights_are_normalised_and_a_constant_changes_nothing() -> None:
+    log_weights = RNG.normal(size=500)
+    result, shifted = khat_from_log_weights(log_weights), khat_from_log_weights(log_weights + 700)
+    np.testing.assert_allclose(np.exp(result.log_weights).sum(), 1.0, rtol=1e-12)
+    np.testing.assert_allclose(result.log_weights, shifted.log_weights, atol=1e-11)
+    np.testing.assert_allclose(result.khat, shifted.khat, rtol=1e-9)
+    weights = np.exp(log_weights)
+    np.testing.assert_allclose(result.ess, weights.sum() ** 2 / (weights**2).sum(), rtol=1e-12)
+
+
+@pytest.mark.parametrize(("size", "threshold"), [(100, 0.5), (1000, 2 / 3), (10_000, 0.7)])
+def test_threshold(size: int, threshold: float) -> None:
+    result = khat_from_log_weights(RNG.normal(size=size))
+    assert result.threshold == pytest.approx(threshold, rel=1e-12)
+
+
+def test_equal_weights_have_no_tail() -> None:
+    result = khat_from_log_weights(np.full(400, -3.0))
+    assert result.khat == 0.0 and result.ok
+    assert result.ess == pytest.approx(400, rel=1e-12)
+
+
+def test_zero_weights_are_weights() -> None:
+    log_weights = RNG.normal(size=1000)
+    log_weights[:300] = -np.inf
+    result = khat_from_log_weights(log_weights)
+    assert np.isfinite(result.khat) and np.isneginf(result.log_weights[:300]).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_log_weights_that_are_not_numbers_are_not_ok(bad: float) -> None:
+    log_weights = RNG.normal(size=100)
+    log_weights[3] = bad
+    result = khat_from_log_weights(log_weights)
+    assert result.khat == np.inf and not result.ok and result.ess == 0.0
+
+
+def test_no_posterior_mass_at_any_draw_is_not_ok() -> None:
+    assert not khat_from_log_weights(np.full(100, -np.inf)).ok
+
+
+def test_few_distinct_weights_are_not_ok() -> None:
+    assert khat_from_log_weights(np.repeat([0.0, 1.0], [97, 3])).khat == np.inf
+
+
+@pytest.mark.parametrize("shape", [(24,), (2, 100), ()])
+def test_too_few_or_misshapen_log_weights_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="a vector of at least 25 log weights"):
+        khat_from_log_weights(np.zeros(shape))
+
+
+def test_verdict_says_what_to_do() -> None:
+    weights = np.zeros(100)
+    assert "can correct what the guide misses" in KHat(0.2, 0.5, 80.0, weights).verdict
+    assert "raise num_samples" in KHat(0.6, 0.5, 30.0, weights).verdict
+    assert "check against NUTS" in KHat(0.9, 0.5, 3.0, weights).verdict
+
+
+def target() -> None:
+    pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
+
+
+@pytest.mark.parametrize(("scale", "ok"), [(0.3, False), (0.9, True), (1.5, True)])
+def test_judges_a_gaussian_guide_by_its_scale(scale: float, ok: bool) -> None:
+    # The weights of q = N(0, scale^2) for p = N(0, 1) have a tail of shape 1 - scale^2.
+    def guide() -> None:
+        pyro.sample("z", dist.Normal(torch.zeros(()), scale))
+
+    result = khat(target, guide, num_samples=4000, seed=1)
+    assert result.ok is ok
+    assert len(result.log_weights) == 4000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_exact_guide_has_no_tail_whatever_the_rounding(dtype: torch.dtype) -> None:
+    x = torch.linspace(-3, 3, 50, dtype=dtype)
+    precision = len(x) + 1
+
+    def model(x: torch.Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(x.new_zeros(()), 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal(mu, 1.0), obs=x)
+
+    def guide(x: torch.Tensor) -> None:
+        pyro.sample("mu", dist.Normal(x.sum() / precision, precision**-0.5))
+
+    result = khat(model, guide, x, seed=3)
+    assert result.khat == 0.0 and result.ok
+
+
+def test_seed_repeats_and_leaves_the_random_state() -> None:
+    def guide() -> None:
+        pyro.sample("z", dist.Normal(torch.zeros(()), 0.8))
+
+    before = torch.get_rng_state()
+    first, again, other = (khat(target, guide, seed=seed) for seed in (5, 5, 6))
+    assert torch.equal(torch.get_rng_state(), before)
+    np.testing.assert_array_equal(first.log_weights, again.log_weights)
+    assert first.khat == again.khat != other.khat
+
+
+def test_point_mass_is_refused() -> None:
+    with pytest.raises(ValueError, match="same point"):
+        khat(target, AutoDelta(target))
+
+
+def test_few_draws_are_refused() -> None:
+    with pytest.raises(ValueError, match="raise num_samples"):
+        khat(target, AutoNormal(target), num_samples=20)

@@ -1,0 +1,259 @@
+"""Every refusal of BatchedELBO: the site, the reason, the way out."""
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import config_enumerate
+from pyro.infer.autoguide import (
+    AutoDiagonalNormal,
+    AutoMultivariateNormal,
+    AutoNormalMessenger,
+)
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from pyro_ngvi.elbo import BatchedELBO
+
+N = 5
+Y = torch.arange(float(N), dtype=torch.float64)
+
+
+def normal_guide(*args: Any) -> None:
+    loc = pyro.param("loc", torch.tensor(0.0))
+    pyro.sample("w", dist.Normal(loc, 1.0))
+
+
+def loss(model: Any, guide: Any, *args: Any) -> Tensor:
+    return BatchedELBO(num_particles=2).differentiable_loss(model, guide, *args)
+
+
+@pytest.mark.parametrize("num_particles", [0, -1])
+def test_number_of_particles(num_particles: int) -> None:
+    with pytest.raises(ValueError, match=f"num_particles is {num_particles}; it must be at least"):
+        BatchedELBO(num_particles)
+
+
+def test_guide_that_is_not_reparameterised() -> None:
+    def model() -> None:
+        pyro.sample("z", dist.Bernoulli(0.5))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(pyro.param("p", torch.tensor(0.3))))
+
+    with pytest.raises(ValueError, match=r"'z' of the guide samples Bernoulli.*pyro.infer.Trace_"):
+        loss(model, guide)
+
+
+def test_enumeration_in_the_guide() -> None:
+    def model() -> None:
+        pyro.sample("z", dist.Bernoulli(0.5))
+
+    with pytest.raises(ValueError, match=r"'z' asks for enumeration.*TraceEnum_ELBO"):
+        loss(model, config_enumerate(model, "parallel"))
+
+
+def test_enumeration_in_the_model() -> None:
+    @config_enumerate
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.sample("z", dist.Bernoulli(logits=w))
+
+    with pytest.raises(ValueError, match=r"'z' asks for enumeration.*TraceEnum_ELBO"):
+        loss(model, AutoDiagonalNormal(poutine.block(model, hide=["z"])))
+
+
+def test_latent_site_that_the_guide_does_not_sample() -> None:
+    def model() -> None:
+        pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.sample("v", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match=r"'v' of the model is not sampled by the guide"):
+        loss(model, normal_guide)
+
+
+def test_guide_messenger() -> None:
+    def model() -> None:
+        pyro.sample("w", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match=r"AutoNormalMessenger is an effect handler.*Trace_ELBO"):
+        loss(model, AutoNormalMessenger(model))
+
+
+def branch(w: Tensor) -> Tensor:
+    return w if w > 0 else -w
+
+
+def item(w: Tensor) -> Tensor:
+    return w * w.item()
+
+
+def numpy(w: Tensor) -> Tensor:
+    return w + float(w.detach().numpy())
+
+
+def boolean_mask(w: Tensor) -> Tensor:
+    return w.expand(3)[w.expand(3) > 0].sum()
+
+
+def in_place(w: Tensor) -> Tensor:
+    x = torch.zeros(2)
+    x[0] = w
+    return x.sum()
+
+
+@pytest.mark.parametrize("read", [branch, item, numpy, boolean_mask, in_place])
+@pytest.mark.parametrize("guide", ["joint", "hand-written"])
+def test_what_vmap_can_not_do(read: Callable[[Tensor], Tensor], guide: str) -> None:
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(read(w), 1.0), obs=torch.tensor(1.0))
+
+    chosen = AutoMultivariateNormal(model) if guide == "joint" else normal_guide
+    with pytest.raises(RuntimeError, match=r"torch.func.vmap .*'w'.*use pyro.infer.Trace_") as info:
+        loss(model, chosen)
+    assert isinstance(info.value.__cause__, RuntimeError)
+
+
+def test_batch_norm_in_training() -> None:
+    norm = nn.BatchNorm1d(1)
+
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", N):
+            pyro.sample("y", dist.Normal(norm(w * Y[:, None]).squeeze(-1), 1.0), obs=Y)
+
+    with pytest.raises(RuntimeError, match=r"last site it reached is 'data'.*Trace_ELBO"):
+        loss(model, normal_guide)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_log_prob_without_a_batching_rule() -> None:
+    """The forward algorithm of Pyro's HMM is an autograd function that vmap does not know."""
+
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        hmm = dist.DiscreteHMM(torch.zeros(2), torch.zeros(2, 2), dist.Normal(w.expand(2), 1.0))
+        pyro.sample("y", hmm, obs=torch.zeros(4))
+
+    with pytest.raises(RuntimeError, match=r"vmap \(in the log_prob of the site 'y'\).*Trace_ELBO"):
+        loss(model, normal_guide)
+
+
+def test_sampler_without_a_batching_rule() -> None:
+    def model() -> None:
+        pyro.sample("p", dist.Beta(1.0, 1.0))
+
+    def guide() -> None:
+        a = pyro.param("a", torch.tensor(2.0), constraint=constraints.positive)
+        pyro.sample("p", dist.Beta(a, 1.0))
+
+    with pytest.raises(RuntimeError, match=r"can not run under torch.func.vmap.*Trace_ELBO"):
+        loss(model, guide)
+
+
+def test_an_error_of_the_model_itself_is_not_blamed_on_vmap() -> None:
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(torch.ones(3, 4) @ w, 1.0).to_event(1), obs=torch.ones(3))
+
+    def guide() -> None:
+        pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    with pytest.raises(RuntimeError, match="size mismatch") as info:
+        loss(model, guide)
+    assert "vmap" not in str(info.value)
+
+
+def test_data_outside_the_support() -> None:
+    def model(y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", N):
+            pyro.sample("y", dist.Bernoulli(logits=w.expand(N)), obs=y)
+
+    with pytest.raises(ValueError, match=r"'y' can not be evaluated: Expected value argument"):
+        loss(model, normal_guide, Y)
+    with pytest.raises(ValueError, match=r"'y' can not be evaluated: Expected value argument"):
+        loss(model, normal_guide, torch.full((N,), torch.nan))
+
+
+def test_joint_guide_over_subsampled_local_latents() -> None:
+    def model() -> None:
+        with pyro.plate("data", N, subsample_size=2):
+            pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match=r"'z' lies in the subsampled plate 'data' \(2 of 5\)"):
+        loss(model, AutoMultivariateNormal(model))
+
+
+def local_guide(**how: Any) -> None:
+    with pyro.plate("data", N, **how) as index:
+        pyro.sample("z", dist.Normal(torch.zeros(N)[index], 1.0))
+
+
+@pytest.mark.parametrize(
+    ("in_model", "in_guide"),
+    [
+        ({"subsample_size": 3}, {"subsample_size": 2}),
+        ({"subsample": torch.tensor([0, 1])}, {"subsample_size": 2}),
+        ({"subsample": torch.tensor([0, 1])}, {"subsample": torch.tensor([1, 2])}),
+    ],
+)
+def test_other_minibatch_in_the_guide(in_model: dict[str, Any], in_guide: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"(?i)'data' has another minibatch|different subsample"):
+        loss(lambda: local_guide(**in_model), lambda: local_guide(**in_guide))
+
+
+def test_size_of_minibatch_that_is_random() -> None:
+    calls = count()
+
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        size = 2 + next(calls) % 2
+        with pyro.plate("data", 1000, subsample_size=size):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=torch.zeros(size))
+
+    with pytest.raises(RuntimeError, match="'data' changes between two runs"):
+        for _ in range(9):
+            loss(model, normal_guide)
+
+
+def test_two_sites_of_one_name() -> None:
+    def model() -> None:
+        pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.sample("w", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match="Two sample sites have the name 'w'"):
+        loss(model, normal_guide)
+
+
+def test_nan_loss_is_announced() -> None:
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.factor("nan", w * torch.nan)
+
+    with pytest.raises(ValueError, match="Unit"):  # on the first call, by Pyro's validation
+        BatchedELBO().loss(model, normal_guide)
+    with pyro.validation_enabled(False), pytest.warns(UserWarning, match="Encountered NaN: loss"):
+        BatchedELBO().loss(model, normal_guide)
+
+
+def test_guide_of_another_model() -> None:
+    def model() -> None:
+        pyro.sample("v", dist.Normal(0.0, 1.0), obs=torch.tensor(0.0))
+
+    with pytest.raises(ValueError, match=r"guide samples 'w', which is no site of the model"):
+        loss(model, normal_guide)
+
+
+def test_latent_site_of_other_shape_in_the_guide() -> None:
+    def model() -> None:
+        pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+
+    with pytest.raises(ValueError, match=r"'w' has shape \(3,\) in the model, but .* shape \(\)"):
+        loss(model, normal_guide)
