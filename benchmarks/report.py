@@ -56,15 +56,15 @@ def _cell(runs: Sequence[Result], target: float) -> tuple[str, str]:
 
 def ratio(runs: Sequence[Result], ours: Sequence[Result], targets: Sequence[float]) -> str:
     """Seconds of a method to the first target over seconds of NGVB to the last, which is harder."""
-    if not ours:
+    if not ours or runs[0].method == "ngvb":
         return "-"
     denominator = median(_seconds(ours, targets[-1]))
     numerator = median(_seconds(runs, targets[0]))
     if denominator == inf:
         return "NGVB missed"
     if numerator == inf:  # all that is known is that it takes longer than it was given
-        return f"> {median(run.seconds for run in runs) / denominator:.1f}"
-    return f"{numerator / denominator:.1f}"
+        return f"> {median(run.seconds for run in runs) / denominator:.3g}"
+    return f"{numerator / denominator:.3g}"
 
 
 def table(results: Sequence[Result], targets: Sequence[float]) -> str:

@@ -7,7 +7,7 @@ from .density import ModelDensity
 from .diagnostics import KHat, khat
 from .elbo import BatchedELBO, check_vectorized
 from .export import to_arviz
-from .guides import AutoFactorNormal, AutoFullRankNormal, AutoMeanFieldNormal
+from .guides import AutoFactorNormal, AutoFullRankNormal, AutoMeanFieldNormal, init_to_center
 from .optim import NGVB, Constant, LogPower, NoiseClock, RobbinsMonro, Tail
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "__version__",
     "check_vectorized",
     "families",
+    "init_to_center",
     "khat",
     "linalg",
     "summary",

@@ -11,8 +11,8 @@ from torch import Tensor
 from . import posteriordb
 from .problem import FAMILIES, Optimum, Problem
 
-# Optima of the full-rank and the mean-field Gaussian in nats, by `sample_average.bracket` with
-# 2^17 draws for the eight schools, 2^14 for the varying intercepts, 2^16 and 2^15 for the horseshoe.
+# Optima of the full-rank and the mean-field Gaussian in nats, by `sample_average.bracket` with 2^17
+# draws for the eight schools, 2^14 for the varying intercepts, 2^16 and 2^15 for the horseshoe.
 OPTIMA: dict[str, tuple[Optimum, Optimum]] = {
     "eight_schools_centered": (Optimum(-32.5918, 0.0003), Optimum(-33.4041, 0.0002)),
     "horseshoe": (Optimum(-199.05, 0.10), Optimum(-209.20, 0.04)),

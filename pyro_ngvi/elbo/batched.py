@@ -40,6 +40,7 @@ from pyro_ngvi.elbo.check import (
     check_model_site,
     check_values,
 )
+from pyro_ngvi.guides.base import AutoFamily
 from pyro_ngvi.layout import LatentLayout
 
 Program = Callable[..., Any]
@@ -214,6 +215,8 @@ class BatchedELBO(ELBO):
 @pyro_method
 def _posterior(guide: AutoContinuous, *args: Any, **kwargs: Any) -> Any:
     # As a method of the module, so that its parameters are registered as in a call of the guide.
+    if isinstance(guide, AutoFamily):
+        return guide.sampling_posterior()
     return guide.get_posterior(*args, **kwargs)
 
 
@@ -222,7 +225,7 @@ def _is_joint(guide: Program) -> TypeGuard[AutoContinuous]:
     return (
         isinstance(guide, AutoContinuous)
         and type(guide).forward is AutoContinuous.forward
-        and type(guide).sample_latent is AutoContinuous.sample_latent
+        and type(guide).sample_latent in (AutoContinuous.sample_latent, AutoFamily.sample_latent)
     )
 
 

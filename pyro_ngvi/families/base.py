@@ -54,6 +54,10 @@ class Family(ABC):
     #: coordinate systems in which :meth:`retract` can move
     coordinates: tuple[str, ...] = ("local",)
 
+    #: whether the Fisher matrix is the Hessian of the loss at a Gaussian posterior, so that a natural
+    #: step of length 1 would be Newton's.  Where it is not, optimizers help with momentum.
+    newton_like: bool = False
+
     @abstractmethod
     def init(self, loc: Tensor, scale: float) -> Tensors:
         """Parameters of a member centred at ``loc`` (d,) with every sd equal to ``scale``."""

@@ -91,12 +91,12 @@ class _ConditionalSample(torch.autograd.Function):
         return loc + noise[..., :r] @ factor.mT + log_scale.exp() * noise[..., r:]
 
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
+    def setup_context(ctx, inputs, output) -> None:
         loc, factor, log_scale, _ = inputs
         ctx.save_for_backward(loc, factor, log_scale, output)
 
     @staticmethod
-    def backward(ctx, g: Tensor):  # noqa: ANN001, ANN205
+    def backward(ctx, g: Tensor):
         loc, B, log_scale, z = ctx.saved_tensors
         d = loc.shape[-1]
         g = g.reshape(-1, d)
@@ -291,13 +291,14 @@ class FactorNormal(Family):
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
-        # The chart is curved where B is small: a direction of unit Fisher length can be much longer
-        # than B itself.  Saturating each column at its own length sqrt(1 + |B~_a|^2) and each log c
-        # at 1 keeps the change of q in proportion to the length of the step.
-        c = params["log_scale"].exp().unsqueeze(-1)
+        # The chart is curved: Sigma~ changes by step (U B~' + B~ U') + step^2 U U'.  Where B~ is
+        # small the second term can be the larger one, so U is shortened in proportion to the Fisher
+        # length |U' Sigma~^-1 U| / sqrt(2) of that term; log c is bounded likewise.
+        geometry = _Geometry(params)
+        c = geometry.c.unsqueeze(-1)
         move = step * tangent["factor"]
-        room = 1.0 + (params["factor"] / c).square().sum(0)
-        move = move / (1.0 + move.square().sum(0) / room).sqrt()
+        second = torch.linalg.matrix_norm(move.mT @ geometry.precision_product(move))
+        move = move / (1.0 + second).sqrt()
         change = step * tangent["log_scale"]
         return {
             "loc": params["loc"] + step * params["log_scale"].exp() * tangent["loc"],

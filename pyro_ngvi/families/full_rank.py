@@ -49,12 +49,12 @@ class _SymmetrisedSample(torch.autograd.Function):
         return loc + noise @ scale_tril.mT
 
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
+    def setup_context(ctx, inputs, output) -> None:
         _, scale_tril, noise = inputs
         ctx.save_for_backward(scale_tril, noise)
 
     @staticmethod
-    def backward(ctx, g: Tensor):  # noqa: ANN001, ANN205
+    def backward(ctx, g: Tensor):
         L, eps = ctx.saved_tensors
         d = L.shape[-1]
         g = g.reshape(-1, d)
@@ -77,6 +77,7 @@ class FullRankNormal(Family):
 
     names = ("loc", "scale_tril")
     coordinates = ("local", "natural")
+    newton_like = True
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
         return {"loc": loc.clone(), "scale_tril": torch.diag(torch.full_like(loc, scale))}

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pyro
 import torch
 from pyro.infer.autoguide import AutoContinuous
-from pyro.infer.autoguide.initialization import init_to_median
 from torch import Tensor, nn
 
 from .._pyro_adapter import claim_name, module_name, rename
 from ..families.base import Family, Tensors
+from .initialization import init_to_center
 from .posterior import FamilyDistribution
 from .warm_start import find_mode
 
@@ -27,7 +28,8 @@ class AutoFamily(AutoContinuous):
 
     Args:
         model: a Pyro model whose latent sites are all continuous and of fixed size.
-        init_loc_fn: a Pyro initialisation strategy for the location.
+        init_loc_fn: a Pyro initialisation strategy for the location; by default
+            :func:`~pyro_ngvi.guides.initialization.init_to_center`, which draws nothing.
         init_scale: standard deviation of every unconstrained latent variable at the start.
         sticking_the_landing: evaluate log q at detached parameters (on by default; see
             :class:`~pyro_ngvi.guides.posterior.FamilyDistribution`).  Turn it off to get the plain
@@ -45,7 +47,7 @@ class AutoFamily(AutoContinuous):
         self,
         model: Callable[..., Any],
         *,
-        init_loc_fn: Callable[..., Any] = init_to_median,
+        init_loc_fn: Callable[..., Any] = init_to_center,
         init_scale: float = 0.1,
         sticking_the_landing: bool = True,
         init: str | None = None,
@@ -61,6 +63,7 @@ class AutoFamily(AutoContinuous):
         self.init_scale = float(init_scale)
         self.sticking_the_landing = sticking_the_landing
         self.init = init
+        self._lag: Tensors | None = None
 
     def _make_family(self) -> Family:
         raise NotImplementedError
@@ -70,10 +73,10 @@ class AutoFamily(AutoContinuous):
             self._setup_latents(*args, **kwargs)
         loc = self._init_loc()
         if not torch.isfinite(loc).all():
-            bad = [site["name"] for site, value in self._unpack_latent(loc) if not_finite(value)]
+            bad = [self.site_of(int(i)) for i in (~torch.isfinite(loc)).nonzero()]
             raise ValueError(
                 f"{type(self).__name__}: init_loc_fn gives a starting point that is not finite at "
-                f"site(s) {', '.join(map(repr, bad))}. Pass another one, for instance "
+                f"site(s) {', '.join(map(repr, dict.fromkeys(bad)))}. Pass another one, for instance "
                 f"init_loc_fn=pyro.infer.autoguide.init_to_feasible."
             )
         if self.init == "map":
@@ -85,14 +88,14 @@ class AutoFamily(AutoContinuous):
         guide = type(self).__name__
         try:
             super()._setup_prototype(*args, **kwargs)
-        except RuntimeError as error:
-            if "found no latent variables" not in str(error):
+        except (NotImplementedError, RuntimeError) as error:
+            if "found no latent variables" in str(error):
+                raise ValueError(
+                    f"{guide}: the model has no latent site, so there is nothing to infer. Every "
+                    f"pyro.sample of it is observed, enumerated or hidden from the guide."
+                ) from error
+            if not isinstance(error, NotImplementedError):
                 raise
-            raise ValueError(
-                f"{guide}: the model has no latent site, so there is nothing to infer. Every "
-                f"pyro.sample of it is observed, enumerated or hidden from the guide."
-            ) from error
-        except NotImplementedError as error:
             if "support" not in str(error) and "transform" not in str(error):
                 raise
             raise ValueError(
@@ -100,8 +103,8 @@ class AutoFamily(AutoContinuous):
                 f"config_enumerate with TraceEnum_ELBO and hide it from the guide by poutine.block, "
                 f"or leave it to another guide of an AutoGuideList."
             ) from error
-        assert self.prototype_trace is not None
-        for name, site in self.prototype_trace.iter_stochastic_nodes():
+        prototype: Any = self.prototype_trace
+        for name, site in prototype.iter_stochastic_nodes():
             for frame in site["cond_indep_stack"]:
                 full = frame.full_size
                 if full is not None and full != frame.size:
@@ -123,10 +126,34 @@ class AutoFamily(AutoContinuous):
         return {name: getattr(self, name) for name in self.family.names}
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> FamilyDistribution:
-        """q as a distribution over the flat, unconstrained latent vector (d,)."""
+        """q as a distribution over the flat, unconstrained latent vector (d,): the answer so far."""
         self._require_setup()
+        return self._distribution(self._current())
+
+    def sampling_posterior(self) -> FamilyDistribution:
+        """The distribution that the guide draws from.
+
+        It is ``get_posterior()``, except while gradients are recorded under an optimizer that
+        averages: the guide then holds the average, and gradients belong at the iterate.
+        """
+        self._require_setup()
+        params = self._current()
+        if self._lag is not None and torch.is_grad_enabled():
+            params = {name: p + self._lag[name] for name, p in params.items()}
+        return self._distribution(params)
+
+    def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Draw the flat latent vector, as an auxiliary sample site."""
+        name = f"_{module_name(self)}_latent"
+        return pyro.sample(name, self.sampling_posterior(), infer={"is_auxiliary": True})
+
+    def set_lag(self, lag: Tensors | None) -> None:
+        """For optimizers that average: iterate minus average, by name; ``None`` for no averaging."""
+        self._lag = lag
+
+    def _distribution(self, params: Tensors) -> FamilyDistribution:
         return FamilyDistribution(
-            self.family, self._current(), sticking_the_landing=self.sticking_the_landing
+            self.family, params, sticking_the_landing=self.sticking_the_landing
         )
 
     def _loc_scale(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -151,14 +178,14 @@ class AutoFamily(AutoContinuous):
                 return name
         raise IndexError(f"The latent vector has {end} entries, there is no entry {index}.")
 
+    def __getstate__(self) -> dict[str, Any]:
+        # the lag belongs to a running optimizer; a copy is the answer alone
+        return {**super().__getstate__(), "_lag": None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # a copy in the process of its original gets parameters of its own
         rename(self, claim_name(module_name(self)))
-
-
-def not_finite(value: Tensor) -> bool:
-    return not bool(torch.isfinite(value).all())
 
 
 def find_blocks(guide: Any) -> Iterator[tuple[str, AutoFamily]]:

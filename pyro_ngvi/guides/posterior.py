@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pyro.distributions import TorchDistribution
@@ -27,8 +27,8 @@ class FamilyDistribution(TorchDistribution):
     ``log_prob(z)`` at a fixed z then has no gradient in the parameters.
     """
 
-    arg_constraints: dict[str, Any] = {}
-    support = constraints.real_vector
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    support: Any = constraints.real_vector
     has_rsample = True
 
     def __init__(
@@ -52,7 +52,7 @@ class FamilyDistribution(TorchDistribution):
             batch_shape=torch.Size(batch_shape),
         )
 
-    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
         loc = self.params["loc"]
         shape = torch.Size(sample_shape) + self.batch_shape + (self.family.noise_dim(self.params),)
         noise = torch.randn(shape, dtype=loc.dtype, device=loc.device)

@@ -39,16 +39,16 @@ class LogPower:
 class Tail:
     """Rate eta / (k + eta - 1): about the last 1/eta of the run (Shamir & Zhang 2013)."""
 
-    eta: float = 8.0
+    eta: float = 4.0
 
     def rate(self, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         return (self.eta / (k + self.eta - 1.0)).clamp_max(1.0), total
 
 
-def as_averaging(averaging: Averaging | float | bool | None) -> Averaging | None:
-    """``None`` or ``False``: none; ``True``: :class:`Tail`; a number w: :class:`LogPower` (w)."""
-    if averaging is None or averaging is False:
-        return None
+def as_averaging(averaging: Averaging | float | bool) -> Averaging | bool:
+    """``False``: none; ``True``: :class:`Tail`; a number w: :class:`LogPower` (w)."""
+    if averaging is False:
+        return False
     if averaging is True:
         return Tail()
     if isinstance(averaging, int | float):

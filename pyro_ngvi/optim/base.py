@@ -28,7 +28,6 @@ class Report:
     """What one update did, as tensors: nothing here waits for the device."""
 
     finite: Tensor
-    step: Tensor
     step_norm: Tensor
     gain: Tensor
     radius: Tensor
@@ -43,16 +42,14 @@ class StepReport:
 
     Attributes:
         outcome: "accepted", "damped" (shortened by the trust region) or "skipped" (not finite).
-        step: factor that multiplied the natural gradient.
         step_norm: Fisher length of the step; KL from the q before is about step_norm^2 / 2 nats.
-        gain: factor that the schedule asked for.
+        gain: factor on the natural gradient that the schedule asked for.
         radius: trust radius in force.
         skipped: number of steps skipped so far.
         skipped_sites: latent sites whose gradient was not finite at the last skipped step.
     """
 
     outcome: str
-    step: float
     step_norm: float
     gain: float
     radius: float
@@ -115,14 +112,25 @@ class NaturalGradientOptim(PyroOptim):
 
     @torch.no_grad()
     def _step_block(self, path: str, block: AutoFamily, tensors: dict[str, Any]) -> None:
-        values: Tensors = {name: p.detach() for name, p in tensors.items()}
+        state = self._state_of(path, {name: p.detach() for name, p in tensors.items()})
+        # the gradient was taken at the iterate, which lies at a lag from an averaged answer
+        lag = part(state, "lag.")
+        values = {
+            name: p.detach() + lag[name] if lag else p.detach() for name, p in tensors.items()
+        }
         grads: Tensors = {
             name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in tensors.items()
         }
-        state = self._state_of(path, values)
-        new, self._states[path], report = self._rules[path].update(values, grads, state)
+        inner = {k: v for k, v in state.items() if not k.startswith("lag.")}
+        new, state, report = self._rules[path].update(values, grads, inner)
+        answer = part(state, "average.") or new
+        if answer is not new:
+            lag = {name: new[name] - answer[name] for name in new}
+            block.set_lag(lag)
+            state = state | {"lag." + name: v for name, v in lag.items()}
         for name, p in tensors.items():
-            p.copy_(new[name])
+            p.copy_(answer[name])
+        self._states[path] = state
         self._reports[path] = report
         if report.finite.device.type == "cpu" and not bool(report.finite):
             self._warn_skipped(block, report)
@@ -131,6 +139,7 @@ class NaturalGradientOptim(PyroOptim):
         if path in self._waiting:
             saved = self._waiting.pop(path)
             fresh = self._rules[path].init(values)
+            fresh |= {"lag." + name: values[name] for name in part(saved, "lag.")}
             _check_state(path, fresh, saved)
             self._states[path] = {k: saved[k].to(fresh[k]) for k in fresh}
         if path not in self._states:
@@ -186,39 +195,12 @@ class NaturalGradientOptim(PyroOptim):
         outcome = "damped" if bool(r.damped) else "accepted"
         return StepReport(
             outcome=outcome if bool(r.finite) else "skipped",
-            step=r.step.item(),
             step_norm=r.step_norm.item(),
             gain=r.gain.item(),
             radius=r.radius.item(),
             skipped=int(r.skipped.item()),
             skipped_sites=_sites(block, r.bad_entries),
         )
-
-    def use_average(self) -> _Restore:
-        """Install the averaged iterates into the guide.
-
-        Call it after the last step to keep the average as the answer, or use it as a context manager
-        to look at the average between steps; on leaving, the iterates come back.
-        """
-        before: dict[str, Tensors] = {}
-        averages: dict[str, Tensors] = {}
-        for path, state in self._states.items():
-            prefix = "average."
-            averages[path] = {
-                k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)
-            }
-        if not averages or not all(averages.values()):
-            raise RuntimeError(
-                "There is no average: pass averaging=True to the optimizer and take a step first."
-            )
-        with torch.no_grad():
-            for path, block in find_blocks(self.guide):
-                if path in averages:
-                    tensors = block.natural_params()
-                    before[path] = {name: p.detach().clone() for name, p in tensors.items()}
-                    for name, p in tensors.items():
-                        p.copy_(averages[path][name])
-        return _Restore(self.guide, before)
 
     def get_state(self) -> dict[str, Any]:
         """Everything that the next step depends on, except parameters and the random state."""
@@ -248,20 +230,8 @@ class NaturalGradientOptim(PyroOptim):
         self._waiting = {path: dict(state) for path, state in state_dict["natural"].items()}
 
 
-class _Restore:
-    """Puts the iterates back on leaving a ``with`` block."""
-
-    def __init__(self, guide: Any, before: dict[str, Tensors]) -> None:
-        self._guide, self._before = guide, before
-
-    def __enter__(self) -> None:
-        return None
-
-    @torch.no_grad()
-    def __exit__(self, *exc: object) -> None:
-        for path, block in find_blocks(self._guide):
-            for name, value in self._before.get(path, {}).items():
-                block.natural_params()[name].copy_(value)
+def part(state: Tensors, prefix: str) -> Tensors:
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
 
 
 def _check_state(path: str, fresh: Tensors, saved: Tensors) -> None:

@@ -1,18 +1,29 @@
 r"""NGVB: natural-gradient variational Bayes with a trust region in nats and no step size to tune.
 
-For a family with Fisher matrix F, from the Euclidean gradient g of the loss:
+For a family with Fisher matrix F, from the Euclidean gradient g of the loss, with |.| the Fisher norm:
 
-    G = F^-1 g                                            natural gradient, in closed form
-    n = sqrt(G' F G)                                      its length in nats^(1/2)
-    b = min(lr b_k, R_k / n, 3 n_typical / n)             gain, trust radius, outliers
-    lambda <- retract(lambda, -b G)                       never leaves the domain
+    G = F^-1 g                                            natural gradient
+    b = min(lr b_k, 3 b_k |G|_typical / |G|)              gain, outliers shortened
+    move = b G + beta move                                momentum beta, on the location alone
+    move <- move min(1, R_k / |move|)                     trust radius
+    lambda <- retract(lambda, -move)                      never leaves the domain
 
-b_k comes from the schedule (:class:`~pyro_ngvi.optim.schedules.NoiseClock`): about 1 / c_k.  KL between
-successive q is about R^2 / 2, hence one radius serves every model: R_k = min(trust_radius, 3
-sqrt(b_k)).  The bound 3 sqrt(b_k) keeps the noise that a step injects, of energy b^2 n^2 <= 9 b_k,
-proportional to what the following steps take out.  n_typical is the geometric mean of the last ten
-or so lengths; a gradient of more than three times that length is treated as one of three times
-(heavy-tailed scores would else throw q away once in a while).
+**Gain.**  b_k comes from the schedule.  For families whose Fisher matrix is the Hessian of the loss at
+a Gaussian posterior (full rank) it is the Kalman gain of
+:class:`~pyro_ngvi.optim.schedules.NoiseClock`, and beta is 0.  For the others (mean field, factor) the
+Hessian in the Fisher metric has eigenvalues from near 0 to about d, so no single gain suits all
+directions: there b_k = (1 + k/20)^(-1/2) / 6 with momentum beta = 0.9, and iterates are averaged.
+
+**Radius.**  KL between successive q is about R^2 / 2, hence one radius serves every model: R_k =
+min(trust_radius, 3 sqrt(b_k)).  The second bound keeps the energy that the noise of one step injects in
+proportion to what the following steps take out.
+
+**Outliers.**  |G|_typical is the geometric mean of the last ten or so lengths; a gradient of more than
+three times that length counts as one of three times (heavy-tailed scores would else throw q away once
+in a while).
+
+**Averaging** (Polyak & Juditsky 1992).  With averaging the *guide holds the average*, which is the
+answer, and adds the lag of the iterate behind it whenever gradients are recorded.
 
 Coordinates: "local" retracts along Cholesky factors or logarithms; "natural" is the update printed in
 the papers, precision and mean (Khan & Nielsen 2018, eq. 14; Tan 2021), kept inside the cone of
@@ -31,7 +42,7 @@ clock, the radius and the symmetrised gradients are this project's; benchmarks/R
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,9 +50,9 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from ..families.base import Family, Tensors, dot
-from .averaging import Averaging, as_averaging, update_average
-from .base import NaturalGradientOptim, Report
-from .schedules import NoiseClock, Schedule, as_schedule
+from .averaging import Averaging, Tail, as_averaging, update_average
+from .base import NaturalGradientOptim, Report, part
+from .schedules import NoiseClock, RobbinsMonro, Schedule, as_schedule
 
 __all__ = ["NGVB", "NGVBRule"]
 
@@ -51,6 +62,8 @@ MEMORY = 10.0
 OUTLIER = 3.0
 #: a run of skipped steps longer than this halves the radius at each further one
 PATIENCE = 3.0
+#: gains for families whose Fisher matrix is not the Hessian of the loss
+SLOW_DECAY = RobbinsMonro(scale=1.0 / 6.0, offset=20.0, power=0.5)
 
 
 @dataclass(frozen=True)
@@ -61,115 +74,111 @@ class NGVBRule:
     lr: float = 1.0
     trust_radius: float = 1.0
     noise_radius: float = 3.0
-    schedule: Schedule = NoiseClock()
+    schedule: Schedule = field(default_factory=NoiseClock)
+    momentum: float = 0.0
     averaging: Averaging | None = None
     coordinates: str = "local"
 
     def init(self, params: Tensors) -> Tensors:
         like = params["loc"]
         zero = torch.zeros((), dtype=like.dtype, device=like.device)
-        state = {
-            "count": zero.clone(),
-            "skipped": zero.clone(),
-            "skipped_in_a_row": zero.clone(),
-            "bad_entries": torch.zeros_like(like, dtype=torch.bool),
-            "step": zero.clone(),
-            "length": zero.clone(),
-            "log_typical": zero.clone(),
-        }
-        for name, value in params.items():
-            state["direction." + name] = torch.zeros_like(value)
-            if self.averaging is not None:
-                state["average." + name] = value.clone()
+        scalars = ("count", "skipped", "skipped_in_a_row", "length", "log_typical", "descent")
+        state = {name: zero.clone() for name in scalars}
+        state["bad_entries"] = torch.zeros_like(like, dtype=torch.bool)
+        state |= {"direction." + name: torch.zeros_like(v) for name, v in params.items()}
+        state |= {"schedule." + name: v for name, v in self.schedule.init(like).items()}
+        if self.momentum:
+            state["move"] = torch.zeros_like(like)
         if self.averaging is not None:
             state["average_total"] = zero.clone()
-        for name, value in self.schedule.init(like).items():
-            state["schedule." + name] = value
+            state |= {"average." + name: v.clone() for name, v in params.items()}
         return state
 
     def update(
         self, params: Tensors, grads: Tensors, state: Tensors
     ) -> tuple[Tensors, Tensors, Report]:
-        family = self.family
-        bad_entries = ~torch.isfinite(grads["loc"])
-        finite = torch.stack([torch.isfinite(g).all() for g in grads.values()]).all()
-        grads = {name: torch.where(finite, g, torch.zeros_like(g)) for name, g in grads.items()}
-
-        # Lengths by way of a unit largest entry: squares of float32 gradients may overflow.
-        gradient = family.pull(params, grads)
-        largest = torch.stack([g.abs().amax() for g in gradient.values()]).amax()
-        finite = finite & torch.isfinite(largest)
-        unit = torch.where(finite & (largest > 0), largest, torch.ones_like(largest))
-        gradient = {
-            name: torch.where(finite, g / unit, torch.zeros_like(g)) for name, g in gradient.items()
-        }
-        tangent = family.natural_gradient(params, gradient)
-        norm = dot(gradient, tangent).clamp_min(0.0).sqrt()
-        finite = finite & torch.isfinite(norm)
-        tiny = torch.finfo(norm.dtype).tiny
-        length = (norm * unit).clamp_min(tiny)
-        direction = {name: t / norm.clamp_min(tiny) for name, t in tangent.items()}
-
-        # share of signal, eq. (1) of schedules.py, in terms of directions and lengths
-        previous = {name: state["direction." + name] for name in params}
-        cosine = dot(gradient, previous) / norm.clamp_min(tiny)
+        """One step from ``params`` (the iterate); nothing in it waits for the device."""
+        direction, gradient, length, finite = self._natural_direction(params, grads)
+        previous = part(state, "direction.")
         ratio = state["length"] / length
-        signal = ratio * (cosine + state["step"] * ratio)
-        schedule_state = _part(state, "schedule.")
-        gain, new_schedule_state = self.schedule.gain(signal.clamp(-1.0, 1.0), schedule_state)
+        signal = ratio * (dot(gradient, previous) + state["descent"] / length)
+        gain, schedule_state = self.schedule.gain(signal.clamp(-1.0, 1.0), part(state, "schedule."))
 
-        # trust region
         first = state["count"] == 0
         log_typical = torch.where(first, length.log(), state["log_typical"])
+        kept_length = torch.minimum(length, OUTLIER * log_typical.exp())
         radius = torch.clamp(self.noise_radius * gain.sqrt(), max=self.trust_radius)
         radius = radius * torch.exp2(-(state["skipped_in_a_row"] - PATIENCE).clamp_min(0.0))
-        kept_length = torch.minimum(length, OUTLIER * log_typical.exp())
-        step = torch.minimum(self.lr * gain, radius / length) * (kept_length / length)
 
-        new = family.retract(params, direction, -step * length, self.coordinates)
-        for value in new.values():
-            finite = finite & torch.isfinite(value).all()
+        wanted = torch.minimum(self.lr * gain * kept_length, radius)
+        move = {name: wanted * v for name, v in direction.items()}
+        move_norm = wanted
+        if self.momentum:
+            move["loc"] = move["loc"] + self.momentum * state["move"]
+            move_norm = self.family.fisher_norm(params, move).clamp_min(1e-30)
+            shrink = (radius / move_norm).clamp_max(1.0)
+            move = {name: shrink * v for name, v in move.items()}
+            move_norm = shrink * move_norm
+
+        new = self.family.retract(params, move, -1.0, self.coordinates)
+        finite = torch.stack([finite, *(torch.isfinite(v).all() for v in new.values())]).all()
         new = {name: torch.where(finite, new[name], params[name]) for name in params}
 
         memory = torch.clamp(1.0 / (state["count"] + 1.0), min=1.0 / MEMORY)
-        accepted: Tensors = {
+        accepted = {
             "count": state["count"] + 1.0,
             "skipped_in_a_row": torch.zeros_like(state["count"]),
-            "step": step,
             "length": length,
             "log_typical": log_typical + memory * (kept_length.log() - log_typical),
+            "descent": length * dot(gradient, move),
         }
-        accepted |= {"direction." + name: value for name, value in direction.items()}
-        accepted |= {"schedule." + name: value for name, value in new_schedule_state.items()}
+        accepted |= {"direction." + name: v for name, v in direction.items()}
+        accepted |= {"schedule." + name: v for name, v in schedule_state.items()}
+        if self.momentum:
+            accepted["move"] = move["loc"]
         if self.averaging is not None:
             rate, total = self.averaging.rate(accepted["count"], state["average_total"])
-            average = update_average(_part(state, "average."), new, rate)
-            accepted |= {"average." + name: value for name, value in average.items()}
+            average = update_average(part(state, "average."), new, rate)
+            accepted |= {"average." + name: v for name, v in average.items()}
             accepted["average_total"] = total
-        new_state = {
-            name: torch.where(finite, accepted[name], value) if name in accepted else value
-            for name, value in state.items()
+        bad = torch.where(finite, state["bad_entries"], ~torch.isfinite(grads["loc"]))
+        refused = state | {
+            "skipped": state["skipped"] + 1.0,
+            "skipped_in_a_row": state["skipped_in_a_row"] + 1.0,
         }
-        new_state["skipped"] = state["skipped"] + (~finite).to(state["skipped"])
-        new_state["skipped_in_a_row"] = torch.where(
-            finite, accepted["skipped_in_a_row"], state["skipped_in_a_row"] + 1.0
-        )
-        new_state["bad_entries"] = torch.where(finite, state["bad_entries"], bad_entries)
+        accepted = state | accepted
+        new_state = {k: torch.where(finite, accepted[k], refused[k]) for k in state}
+        new_state["bad_entries"] = bad
         report = Report(
             finite=finite,
-            step=torch.where(finite, step, torch.zeros_like(step)),
-            step_norm=torch.where(finite, step * length, torch.zeros_like(step)),
+            step_norm=torch.where(finite, move_norm, torch.zeros_like(move_norm)),
             gain=gain,
             radius=radius,
-            damped=step < self.lr * gain,
+            damped=move_norm < 0.999 * self.lr * gain * length,
             skipped=new_state["skipped"],
-            bad_entries=new_state["bad_entries"],
+            bad_entries=bad,
         )
         return new, new_state, report
 
-
-def _part(state: Tensors, prefix: str) -> Tensors:
-    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+    def _natural_direction(
+        self, params: Tensors, grads: Tensors
+    ) -> tuple[Tensors, Tensors, Tensor, Tensor]:
+        """The natural gradient as a unit direction, its dual, and its length; zero if not finite."""
+        finite = torch.stack([torch.isfinite(g).all() for g in grads.values()]).all()
+        grads = {name: torch.where(finite, g, torch.zeros_like(g)) for name, g in grads.items()}
+        gradient = self.family.pull(params, grads)
+        # Lengths by way of a unit largest entry: squares of float32 gradients may overflow.
+        largest = torch.stack([g.abs().amax() for g in gradient.values()]).amax()
+        finite = finite & torch.isfinite(largest)
+        unit = torch.where(finite & (largest > 0), largest, torch.ones_like(largest))
+        zero = torch.zeros_like(unit)
+        gradient = {name: torch.where(finite, g / unit, zero) for name, g in gradient.items()}
+        tangent = self.family.natural_gradient(params, gradient)
+        norm = dot(gradient, tangent).clamp_min(torch.finfo(unit.dtype).tiny).sqrt()
+        finite = finite & torch.isfinite(norm)
+        direction = {name: torch.where(finite, t / norm, zero) for name, t in tangent.items()}
+        gradient = {name: torch.where(finite, g / norm, zero) for name, g in gradient.items()}
+        return direction, gradient, torch.where(finite, norm * unit, torch.ones_like(unit)), finite
 
 
 class NGVB(NaturalGradientOptim):
@@ -184,13 +193,17 @@ class NGVB(NaturalGradientOptim):
         lr: upper bound of the gain in (0, 1]; 1 leaves the choice to the schedule.
         trust_radius: largest Fisher length of a step, nats^(1/2); KL between successive q is at most
             about trust_radius^2 / 2.  ``None``: no bound (for exact gradients only).
-        schedule: "noise" (:class:`NoiseClock`, default), "constant", a :class:`RobbinsMonro`, or a
-            function from the step count (0-dim tensor, 0, 1, ...) to the gain.
-        averaging: ``None`` (default); a number w for iterate averages with weights (log k)^w; ``True``
-            for the average of about the last eighth of the run.  :meth:`use_average` installs it.
+        schedule: "noise" (:class:`NoiseClock`), "constant", a :class:`RobbinsMonro`, or a function
+            from the step count (0-dim tensor, 0, 1, ...) to the gain.
+        momentum: heavy-ball coefficient in [0, 1) for the location.
+        averaging: ``False``; ``True`` for the average of about the last quarter of the run
+            (:class:`Tail`); or a number w for weights (log k)^w.  The guide then holds the average.
         coordinates: "local" (default) or "natural".
         others: a ``PyroOptim`` for parameters that are not natural, for instance
             ``pyro.optim.Adam({"lr": 1e-3})``.
+
+    ``None`` for schedule, momentum or averaging takes what suits the family, see the head of this file:
+    the noise clock alone for full rank; a slow decay with momentum and averaging for the others.
 
     Raises:
         ValueError: for a guide that is not ours, arguments out of range, coordinates that a family
@@ -218,7 +231,8 @@ class NGVB(NaturalGradientOptim):
         guide: Any,
         lr: float = 1.0,
         trust_radius: float | None = 1.0,
-        schedule: Schedule | Callable[[Tensor], Tensor] | str = "noise",
+        schedule: Schedule | Callable[[Tensor], Tensor] | str | None = None,
+        momentum: float | None = None,
         averaging: Averaging | float | bool | None = None,
         coordinates: str = "local",
         others: PyroOptim | None = None,
@@ -229,13 +243,16 @@ class NGVB(NaturalGradientOptim):
             )
         if trust_radius is not None and not 0.0 < trust_radius:
             raise ValueError(f"trust_radius must be positive or None, got {trust_radius!r}.")
+        if momentum is not None and not 0.0 <= momentum < 1.0:
+            raise ValueError(f"momentum must lie in [0, 1), got {momentum!r}.")
         bounded = trust_radius is not None
         self._rule_arguments: dict[str, Any] = {
             "lr": float(lr),
             "trust_radius": float(trust_radius) if bounded else float("inf"),
             "noise_radius": 3.0 if bounded else float("inf"),
-            "schedule": as_schedule(schedule),
-            "averaging": as_averaging(averaging),
+            "schedule": None if schedule is None else as_schedule(schedule),
+            "momentum": momentum,
+            "averaging": None if averaging is None else as_averaging(averaging),
             "coordinates": coordinates,
         }
         super().__init__(guide, others)
@@ -247,4 +264,14 @@ class NGVB(NaturalGradientOptim):
                 f"coordinates={coordinates!r} is not available for {type(family).__name__}, which has "
                 f'{", ".join(map(repr, family.coordinates))}. Leave coordinates at "local".'
             )
-        return NGVBRule(family, **self._rule_arguments)
+        # a schedule of the user's own comes without momentum and averaging unless asked for
+        smooth = self._rule_arguments["schedule"] is None and not family.newton_like
+        suited: dict[str, Any] = {
+            "schedule": SLOW_DECAY if smooth else NoiseClock(),
+            "momentum": 0.9 if smooth else 0.0,
+            "averaging": Tail() if smooth else None,
+        }
+        chosen = {name: v for name, v in self._rule_arguments.items() if v is not None}
+        if chosen.get("averaging") is False:
+            chosen["averaging"] = None
+        return NGVBRule(family, **{**suited, **chosen})

@@ -7,10 +7,10 @@ keeps state of its own:
 
 ``signal`` is what the step before says about this one: the estimate
 
-    snr_k = (<G_k, G_{k-1}> + b_{k-1} |G_{k-1}|^2) / |G_k|^2                                     (1)
+    snr_k = (<G_k, G_{k-1}> + <G_{k-1}, move_{k-1}>) / |G_k|^2                                   (1)
 
 of the share of signal in the energy of the natural gradient G_k, in the Fisher metric.  Near the
-optimum the expected natural gradient x moves by x_k = x_{k-1} - b G_{k-1} (the Fisher metric makes
+optimum the expected natural gradient x moves by x_k = x_{k-1} - move_{k-1} (the Fisher metric makes
 every curvature 1), and noises of different steps are independent; so the numerator is an unbiased
 estimate of |x_{k-1}|^2.
 """
