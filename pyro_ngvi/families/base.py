@@ -90,6 +90,10 @@ class Family(ABC):
     def covariance(self, params: Tensors) -> Tensor:
         """The d x d covariance matrix.  For small d: plots, tests, summaries."""
 
+    def scale_tril(self, params: Tensors) -> Tensor:
+        """Lower triangular L (d, d) with L L' the covariance.  For small d."""
+        return torch.linalg.cholesky(self.covariance(params))
+
     @abstractmethod
     def stddev(self, params: Tensors) -> Tensor:
         """Marginal standard deviations (d,)."""

@@ -129,6 +129,9 @@ class FullRankNormal(Family):
         L = params["scale_tril"].tril()
         return L @ L.mT
 
+    def scale_tril(self, params: Tensors) -> Tensor:
+        return params["scale_tril"].tril()  # exact where forming the covariance would not be
+
     def stddev(self, params: Tensors) -> Tensor:
         # torch.linalg.vector_norm does not overflow where the sum of squares would
         return torch.linalg.vector_norm(params["scale_tril"].tril(), dim=-1)

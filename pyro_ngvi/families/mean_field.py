@@ -68,6 +68,9 @@ class MeanFieldNormal(Family):
     def covariance(self, params: Tensors) -> Tensor:
         return torch.diag((2.0 * params["log_scale"]).exp())
 
+    def scale_tril(self, params: Tensors) -> Tensor:
+        return torch.diag(self.stddev(params))
+
     def stddev(self, params: Tensors) -> Tensor:
         return params["log_scale"].exp()
 

@@ -10,7 +10,7 @@ import torch
 from pyro.infer.autoguide import AutoContinuous
 from torch import Tensor, nn
 
-from .._pyro_adapter import claim_name, module_name, rename
+from .._pyro_adapter import OwnName, claim_name, has_model, kept_whole, module_name, rename
 from ..families.base import Family, Tensors
 from .initialization import init_to_center
 from .posterior import FamilyDistribution
@@ -19,7 +19,7 @@ from .warm_start import find_mode
 __all__ = ["AutoFamily", "find_blocks"]
 
 
-class AutoFamily(AutoContinuous):
+class AutoFamily(OwnName, AutoContinuous):
     """A guide whose flat latent vector follows a :class:`~pyro_ngvi.families.Family`.
 
     Subclasses name their family; everything else is here.  The parameters are plain tensors in the
@@ -69,6 +69,13 @@ class AutoFamily(AutoContinuous):
         raise NotImplementedError
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            self._setup_family(*args, **kwargs)
+        except BaseException:
+            self.prototype_trace = None  # so that the next call says the same again
+            raise
+
+    def _setup_family(self, *args: Any, **kwargs: Any) -> None:
         with torch.no_grad():
             self._setup_latents(*args, **kwargs)
         loc = self._init_loc()
@@ -86,6 +93,11 @@ class AutoFamily(AutoContinuous):
 
     def _setup_latents(self, *args: Any, **kwargs: Any) -> None:
         guide = type(self).__name__
+        if not has_model(self):
+            raise RuntimeError(
+                f"This {guide} is a copy made before its original was called, and a copy does not "
+                f"carry the model. Call the original once, then copy it."
+            )
         try:
             super()._setup_prototype(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
@@ -94,15 +106,12 @@ class AutoFamily(AutoContinuous):
                     f"{guide}: the model has no latent site, so there is nothing to infer. Every "
                     f"pyro.sample of it is observed, enumerated or hidden from the guide."
                 ) from error
-            if not isinstance(error, NotImplementedError):
-                raise
-            if "support" not in str(error) and "transform" not in str(error):
-                raise
-            raise ValueError(
-                f"{guide}: {error}. The guide is a density over R^d: marginalise a discrete site by "
-                f"config_enumerate with TraceEnum_ELBO and hide it from the guide by poutine.block, "
-                f"or leave it to another guide of an AutoGuideList."
-            ) from error
+            if "sequential" in str(error):
+                raise ValueError(
+                    f"{guide}: a latent site lies in a sequential plate (for i in pyro.plate(...)). "
+                    f"Write it as a vectorised one (with pyro.plate(...):), or loop over range(...)."
+                ) from error
+            raise
         prototype: Any = self.prototype_trace
         for name, site in prototype.iter_stochastic_nodes():
             for frame in site["cond_indep_stack"]:
@@ -180,7 +189,8 @@ class AutoFamily(AutoContinuous):
 
     def __getstate__(self) -> dict[str, Any]:
         # the lag belongs to a running optimizer; a copy is the answer alone
-        return {**super().__getstate__(), "_lag": None}
+        with kept_whole(self):
+            return {**super().__getstate__(), "_lag": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

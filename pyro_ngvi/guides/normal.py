@@ -33,7 +33,7 @@ class AutoMeanFieldNormal(AutoFamily):
         ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
         >>> guide = ngvi.AutoMeanFieldNormal(model)
         >>> svi = SVI(model, guide, ngvi.NGVB(guide), Trace_ELBO(8, vectorize_particles=True))
-        >>> for _ in range(100):
+        >>> for _ in range(300):
         ...     loss = svi.step(torch.tensor([1.0, 2.0, 3.0]))
         >>> round(guide.median()["mu"].item(), 2)  # exactly 6 / 3.01
         1.99

@@ -78,6 +78,11 @@ class FamilyDistribution(TorchDistribution):
         return self.family.stddev(self.params).square().expand(self.batch_shape + self.event_shape)
 
     @property
+    def scale_tril(self) -> Tensor:
+        """Lower triangular L (d, d) with covariance L L': for small d."""
+        return self.family.scale_tril(self.params)
+
+    @property
     def covariance_matrix(self) -> Tensor:
         """The d x d covariance (d, d): for small d."""
         return self.family.covariance(self.params)
