@@ -50,7 +50,9 @@ def moment_errors(problem: Problem, loc: Tensor, scale_tril: Tensor) -> tuple[fl
     return mean_error, sd_error
 
 
-def run(problem: Problem, family: str, particles: int, seed: int, steps: tuple[int, ...], elbo: Elbo):
+def run(
+    problem: Problem, family: str, particles: int, seed: int, steps: tuple[int, ...], elbo: Elbo
+):
     """Gaps to the optimum at ``steps``, the two moment errors at the end, and skipped steps."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
@@ -65,8 +67,8 @@ def run(problem: Problem, family: str, particles: int, seed: int, steps: tuple[i
         done = step
         with torch.no_grad():
             q = guide.get_posterior()
-            loc = q.mean.clone()
-            scale_tril = guide.family.scale_tril(q.params)
+            loc = q.mean.detach().clone()
+            scale_tril = q.scale_tril.detach()
         gaps.append(problem.optimum[family].elbo - elbo(loc, scale_tril))
     return gaps, *moment_errors(problem, loc, scale_tril), optim.report().skipped
 

@@ -96,8 +96,9 @@ class MeanFieldNormal(Family):
         change = step * tangent["log_scale"]
         if coordinates == "natural":
             # p_new / p = 1 - 2 change; halve the step until every ratio is positive
-            worst = (2.0 * change).amax().clamp_min(0.9)
-            shrink = torch.exp2(-torch.log2(worst / 0.9).ceil())
+            room = 1.0 - torch.finfo(change.dtype).eps ** 0.5
+            worst = (2.0 * change).amax().clamp_min(room)
+            shrink = torch.exp2(-torch.log2(worst / room).ceil())
             new_log_scale = log_scale - 0.5 * torch.log1p(-2.0 * shrink * change)
             velocity = (2.0 * new_log_scale - log_scale).exp() * tangent["loc"]
             return {"loc": loc + shrink * step * velocity, "log_scale": new_log_scale}

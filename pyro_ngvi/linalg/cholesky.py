@@ -17,12 +17,13 @@ def inverse_cholesky_of_shifted(
     """Lower triangular T with T T' = (I + s H)^-1 for the largest s = step / 2^j that has one.
 
     H is symmetric (d, d).  The smallest eigenvalue gives the number of halvings j <= ``halvings``
-    such that I + s H keeps eigenvalues of at least 0.1; if even s = step / 2^halvings does not, s
-    is 0.  Returns (T, s / step).  No result travels to the host.
+    after which I + s H is positive definite with room to spare; if even s = step / 2^halvings does
+    not, s is 0.  Returns (T, s / step).  No result travels to the host.
     """
     identity = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
     worst = -torch.linalg.eigvalsh(step * H)[..., 0]
-    needed = torch.log2(worst.clamp_min(0.9) / 0.9).ceil()
+    room = 1.0 - torch.finfo(H.dtype).eps ** 0.5
+    needed = torch.log2(worst.clamp_min(room) / room).ceil()
     shrink = torch.where(needed <= halvings, torch.exp2(-needed), torch.zeros_like(needed))
     K = identity + shrink * step * H
     # K = N' N with N lower triangular: Cholesky of the matrix read from its last corner; T = N^-1

@@ -1,0 +1,99 @@
+"""The guides and models that the contract tests run through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
+from torch import Tensor
+
+from pyro_ngvi import AutoFactorNormal, AutoFullRankNormal, AutoMeanFieldNormal, BatchedELBO
+from pyro_ngvi.guides.base import AutoFamily
+
+
+def factor_guide(model: Callable[..., Any], **kwargs: Any) -> AutoFactorNormal:
+    return AutoFactorNormal(model, rank=2, **kwargs)
+
+
+GUIDES: dict[str, Callable[..., AutoFamily]] = {
+    "mean field": AutoMeanFieldNormal,
+    "full rank": AutoFullRankNormal,
+    "factor": factor_guide,
+}
+
+LOSSES: dict[str, Callable[[int], Any]] = {
+    "Trace": Trace_ELBO,
+    "Trace vectorised": lambda n: Trace_ELBO(n, vectorize_particles=True, max_plate_nesting=1),
+    "TraceMeanField": TraceMeanField_ELBO,
+    "Batched": BatchedELBO,
+}
+
+N, D = 6, 3
+
+
+def data(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    X = torch.randn(N, D, generator=generator, dtype=torch.float64)
+    noise = torch.randn(N, generator=generator, dtype=torch.float64)
+    return X.to(dtype), (X.sum(-1) + 0.5 * noise).to(dtype)
+
+
+def regression(X: Tensor, y: Tensor, subsample_size: int | None = None) -> None:
+    """Bayesian linear regression with unit noise: the posterior is Gaussian."""
+    w = pyro.sample("w", dist.Normal(X.new_zeros(D), X.new_ones(D)).to_event(1))
+    with pyro.plate("data", len(y), subsample_size=subsample_size) as index:
+        pyro.sample("y", dist.Normal((X[index] * w).sum(-1), 1.0), obs=y[index])
+
+
+def exact_posterior(X: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and precision of the weights of :func:`regression`."""
+    precision = torch.eye(D, dtype=X.dtype) + X.mT @ X
+    return torch.linalg.solve(precision, X.mT @ y), precision
+
+
+def constrained() -> None:
+    """A site for each kind of support."""
+    pyro.sample("real", dist.Normal(0.0, 1.0))
+    pyro.sample("gamma", dist.Gamma(2.0, torch.ones(3)).to_event(1))
+    pyro.sample("half_normal", dist.HalfNormal(2.0))
+    pyro.sample("uniform", dist.Uniform(-1.0, 3.0))
+    pyro.sample("simplex", dist.Dirichlet(torch.ones(4)))
+    pyro.sample("correlation", dist.LKJCholesky(3, 2.0))
+
+
+def plates() -> None:
+    """Latent sites in plates of dimension -1, -2 and both."""
+    rows, columns = pyro.plate("rows", 4, dim=-2), pyro.plate("columns", 2, dim=-1)
+    a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    with columns:
+        b = pyro.sample("b", dist.Normal(a, 1.0))
+    with rows:
+        c = pyro.sample("c", dist.Gamma(torch.ones(3), 1.0).to_event(1))
+    with rows, columns:
+        d = pyro.sample("d", dist.Normal(b + c.sum(-1), 1.0))
+        pyro.sample("x", dist.Normal(d, 1.0), obs=torch.ones(4, 2))
+
+
+SHAPES = {
+    constrained: {
+        "real": (),
+        "gamma": (3,),
+        "half_normal": (),
+        "uniform": (),
+        "simplex": (4,),
+        "correlation": (3, 3),
+    },
+    plates: {"a": (), "b": (2,), "c": (4, 1, 3), "d": (4, 2)},
+}
+
+
+def perturbed(guide: AutoFamily, scale: float = 0.3) -> AutoFamily:
+    """Move a guide, already called once, away from its symmetric start."""
+    with torch.no_grad():
+        for parameter in guide.natural_params().values():
+            parameter.add_(scale * torch.randn_like(parameter))
+    return guide

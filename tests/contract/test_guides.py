@@ -1,0 +1,314 @@
+"""Our guides do what Pyro demands of its own autoguides: densities, shapes, summaries, starts."""
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import Predictive, Trace_ELBO
+from pyro.infer.autoguide import (
+    init_to_feasible,
+    init_to_mean,
+    init_to_median,
+    init_to_sample,
+    init_to_uniform,
+    init_to_value,
+)
+from torch.distributions import biject_to
+
+from pyro_ngvi import NGVB, AutoFullRankNormal, BatchedELBO, Constant
+from pyro_ngvi.linalg import sphere_points
+from tests.contract.registry import (
+    GUIDES,
+    SHAPES,
+    D,
+    constrained,
+    data,
+    exact_posterior,
+    perturbed,
+    plates,
+    regression,
+)
+
+guides = pytest.mark.parametrize("kind", GUIDES)
+models = pytest.mark.parametrize("model", SHAPES)
+
+
+def called(kind: str, model: Any, *args: Any, **kwargs: Any) -> Any:
+    guide = GUIDES[kind](model, **kwargs)
+    guide(*args)
+    return guide
+
+
+def supports(model: Any) -> dict[str, Any]:
+    trace = poutine.trace(model).get_trace()
+    return {name: trace.nodes[name]["fn"].support for name in SHAPES[model]}
+
+
+@guides
+@models
+def test_shapes_of_samples_median_and_quantiles(kind: str, model: Any) -> None:
+    guide = GUIDES[kind](model)
+    sites = {name: torch.Size(shape) for name, shape in SHAPES[model].items()}
+    for values in (guide(), guide.median(), guide()):
+        assert {name: value.shape for name, value in values.items()} == sites
+    quantiles = guide.quantiles([0.1, 0.5, 0.9])
+    assert {name: q.shape[1:] for name, q in quantiles.items()} == sites
+    assert all(len(q) == 3 for q in quantiles.values())
+
+
+@guides
+@models
+def test_density_of_the_sample_sites(kind: str, model: Any) -> None:
+    """All sites of the guide together: q of the flat vector over the volume of the transforms."""
+    guide = perturbed(called(kind, model))
+    trace = poutine.trace(guide).get_trace()
+    latent = trace.nodes[next(name for name in trace.nodes if name.endswith("_latent"))]["value"]
+    expected = guide.get_posterior().log_prob(latent)
+    end = 0
+    for name, support in supports(model).items():
+        transform = biject_to(support)
+        value = trace.nodes[name]["value"]
+        unconstrained = transform.inv(value)
+        size = unconstrained.numel()
+        torch.testing.assert_close(unconstrained.reshape(-1), latent[end : end + size])
+        end += size
+        expected = expected - transform.log_abs_det_jacobian(unconstrained, value).sum()
+    assert end == latent.numel()
+    torch.testing.assert_close(trace.log_prob_sum(), expected)
+
+
+@guides
+@models
+def test_sites_carry_the_plates_of_the_model(kind: str, model: Any) -> None:
+    guide_trace = poutine.trace(called(kind, model)).get_trace()
+    model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace()
+    model_trace.compute_log_prob()
+    guide_trace.compute_log_prob()
+    for name in SHAPES[model]:
+        ours, theirs = guide_trace.nodes[name], model_trace.nodes[name]
+        frames = [{(f.name, f.dim, f.size) for f in s["cond_indep_stack"]} for s in (ours, theirs)]
+        assert frames[0] == frames[1]
+        assert ours["log_prob"].shape == theirs["log_prob"].shape
+
+
+@guides
+@models
+def test_median_and_quantiles_lie_in_the_supports(kind: str, model: Any) -> None:
+    guide = perturbed(called(kind, model), scale=1.0)
+    median, quantiles = guide.median(), guide.quantiles([1e-6, 0.5, 1 - 1e-6])
+    for name, support in supports(model).items():
+        assert support.check(median[name]).all()
+        assert support.check(quantiles[name]).all()
+        torch.testing.assert_close(quantiles[name][1], median[name])
+    for name in {"real", "gamma", "half_normal", "uniform"} & set(median):
+        assert (quantiles[name].diff(dim=0) > 0).all()
+
+
+@guides
+def test_quantiles_are_those_of_the_samples(kind: str) -> None:
+    """The transforms of these supports are increasing, entry by entry."""
+    guide = perturbed(called(kind, constrained))
+    levels, n = [0.1, 0.5, 0.8], 4000
+    samples = Predictive(constrained, guide=guide, num_samples=n, parallel=True)()
+    for name in ("real", "gamma", "half_normal", "uniform"):
+        quantiles = guide.quantiles(levels)[name]
+        for level, quantile in zip(levels, quantiles, strict=True):
+            below = (samples[name].reshape(n, -1) < quantile.reshape(1, -1)).double().mean(0)
+            standard_error = (level * (1 - level) / n) ** 0.5
+            assert ((below - level).abs() < 4.5 * standard_error).all()
+
+
+@guides
+def test_posterior_is_a_distribution_over_the_flat_vector(kind: str) -> None:
+    guide = perturbed(called(kind, constrained))
+    q = guide.get_posterior()
+    d = guide.latent_dim
+    assert q.batch_shape == () and q.event_shape == (d,)
+    assert q.mean.shape == q.variance.shape == (d,)
+    assert q.sample((5, 2)).shape == (5, 2, d)
+    assert q.log_prob(q.sample((5, 2))).shape == (5, 2)
+    assert q.expand((4,)).sample((3,)).shape == (3, 4, d)
+    assert q.expand((4,)).entropy().shape == (4,)
+    torch.testing.assert_close(q.covariance_matrix.diagonal(), q.variance)
+    normal = torch.distributions.MultivariateNormal(q.mean, q.covariance_matrix)
+    z = q.sample((5,))
+    torch.testing.assert_close(q.log_prob(z), normal.log_prob(z))
+    torch.testing.assert_close(q.entropy(), normal.entropy())
+
+
+@guides
+@models
+@pytest.mark.parametrize("vectorize_particles", [False, True])
+def test_gradients_reach_every_parameter(kind: str, model: Any, vectorize_particles: bool) -> None:
+    guide = perturbed(called(kind, model))
+    elbo = Trace_ELBO(4, vectorize_particles=vectorize_particles, max_plate_nesting=2)
+    assert torch.isfinite(torch.as_tensor(elbo.loss_and_grads(model, guide)))
+    for parameter in guide.natural_params().values():
+        grad = parameter.grad
+        assert grad is not None and torch.isfinite(grad).all() and (grad != 0).any()
+
+
+@guides
+def test_vectorised_particles_put_their_plate_on_the_left(kind: str) -> None:
+    guide = called(kind, plates)
+    with pyro.plate("particles", 7, dim=-3):
+        shapes = {name: value.shape for name, value in guide().items()}
+    assert shapes == {"a": (7, 1, 1), "b": (7, 1, 2), "c": (7, 4, 1, 3), "d": (7, 4, 2)}
+
+
+@guides
+def test_factor_sites_of_the_model_stay_in_the_model(kind: str) -> None:
+    def model(factor: float) -> None:
+        pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.factor("constant", torch.tensor(factor))
+
+    guide = called(kind, model, 0.0)
+    assert set(guide(0.0)) == {"x"}
+    losses = []
+    for factor in (0.0, 2.5):
+        torch.manual_seed(1)
+        losses.append(Trace_ELBO(2).loss_and_grads(model, guide, factor))
+    assert losses[0] - losses[1] == pytest.approx(2.5)
+
+
+@guides
+def test_start_is_the_same_twice_and_draws_nothing(kind: str) -> None:
+    for model in (constrained, plates):
+        first, second = called(kind, model), called(kind, model)
+        for ours, other in zip(
+            first.natural_params().values(), second.natural_params().values(), strict=True
+        ):
+            assert torch.equal(ours, other)
+
+
+STARTS = {
+    "feasible": init_to_feasible,
+    "mean": init_to_mean,
+    "median": init_to_median(num_samples=3),
+    "sample": init_to_sample,
+    "uniform": init_to_uniform,
+    "value": init_to_value(values={"real": torch.tensor(0.75)}),
+}
+
+
+@guides
+@pytest.mark.parametrize("start", STARTS)
+def test_init_loc_fn(kind: str, start: str) -> None:
+    guide = called(kind, constrained, init_loc_fn=STARTS[start])
+    median = guide.median()
+    for name, support in supports(constrained).items():
+        assert support.check(median[name]).all()
+    if start == "value":
+        assert median["real"].item() == 0.75
+    if start == "mean":
+        torch.testing.assert_close(median["gamma"], torch.full((3,), 2.0))
+
+
+@guides
+@pytest.mark.parametrize("init_scale", [1e-3, 0.1, 2])
+def test_init_scale_is_the_sd_of_every_variable(kind: str, init_scale: float) -> None:
+    guide = called(kind, constrained, init_scale=init_scale)
+    sd = guide.get_posterior().variance.sqrt()
+    torch.testing.assert_close(sd, torch.full_like(sd, init_scale))
+
+
+@guides
+def test_map_start_is_the_mode(kind: str) -> None:
+    guide = called(kind, regression, *data(), init="map")
+    mode, precision = exact_posterior(*data())
+    sd = torch.linalg.inv(precision).diagonal().sqrt()
+    assert ((guide.loc.detach() - mode).abs() < 1e-3 * sd).all()
+
+
+@guides
+def test_map_start_falls_back_where_there_is_no_mode(kind: str) -> None:
+    def model() -> None:
+        x = pyro.sample("x", dist.Normal(torch.ones(3), 1.0).to_event(1))
+        pyro.factor("nan", x.sum(-1) * torch.nan)
+
+    with pyro.validation_enabled(False):
+        guide = called(kind, model, init="map")
+    assert guide.loc.tolist() == [1.0, 1.0, 1.0]
+
+
+@guides
+def test_sticking_the_landing_changes_no_value(kind: str) -> None:
+    losses = []
+    for on in (True, False):
+        guide = called(kind, regression, *data(), sticking_the_landing=on)
+        torch.manual_seed(1)
+        losses.append(Trace_ELBO(3).loss(regression, guide, *data()))
+    assert losses[0] == losses[1]
+
+
+@guides
+def test_sticking_the_landing_has_the_same_expected_gradient(kind: str) -> None:
+    """On a Gaussian posterior the points of the sphere take the expectation without error."""
+    mean, precision = exact_posterior(*data())
+    gradients = []
+    for on in (True, False):
+        torch.manual_seed(2)
+        guide = perturbed(called(kind, regression, *data(), sticking_the_landing=on))
+        q = guide.get_posterior()
+        z = q.family.rsample(q.params, sphere_points(q.family.noise_dim(q.params)))
+        log_p = -0.5 * ((z - mean) @ precision * (z - mean)).sum(-1)
+        (q.log_prob(z) - log_p).mean().backward()
+        gradients.append([p.grad for p in guide.natural_params().values()])
+    for with_it, without in zip(*gradients, strict=True):
+        # entries above the diagonal of a Cholesky factor are no parameters
+        torch.testing.assert_close(with_it, without, rtol=1e-10, atol=1e-10)
+        assert (with_it != 0).any()
+
+
+@guides
+def test_sticking_the_landing_has_no_noise_at_the_posterior(kind: str) -> None:
+    guide = perturbed(called(kind, regression, *data()))
+    q = guide.get_posterior()
+    posterior = dist.MultivariateNormal(q.mean.detach(), q.covariance_matrix.detach())
+    Trace_ELBO(1).loss_and_grads(lambda *_: pyro.sample("w", posterior), guide, *data())
+    for parameter in guide.natural_params().values():
+        assert parameter.grad is not None
+        assert parameter.grad.abs().max() < 1e-12
+
+
+@guides
+def test_training_reaches_the_conjugate_posterior(kind: str) -> None:
+    """Exactly, since sticking the landing leaves no noise at the optimum of a Gaussian posterior."""
+    X, y = data()
+    if kind == "mean field":
+        X = 2.0 * torch.linalg.qr(X)[0]  # independent weights
+    guide = GUIDES[kind](regression)
+    svi = pyro.infer.SVI(regression, guide, NGVB(guide, schedule=Constant(0.2)), BatchedELBO(8))
+    for _ in range(300):
+        svi.step(X, y)
+    mean, precision = exact_posterior(X, y)
+    torch.testing.assert_close(guide.median()["w"], mean, rtol=1e-10, atol=1e-10)
+    covariance = guide.get_posterior().covariance_matrix
+    torch.testing.assert_close(covariance, torch.linalg.inv(precision), rtol=1e-9, atol=1e-12)
+
+
+@guides
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_guide_takes_the_dtype_of_the_model(kind: str, dtype: torch.dtype) -> None:
+    guide = called(kind, regression, *data(dtype))
+    assert all(p.dtype == dtype for p in guide.natural_params().values())
+    assert guide.median()["w"].dtype == guide.get_posterior().sample().dtype == dtype
+
+
+def test_site_of_an_entry_of_the_latent_vector() -> None:
+    guide = called("full rank", constrained)
+    names = [guide.site_of(i) for i in range(guide.latent_dim)]
+    assert names.count("gamma") == names.count("simplex") == names.count("correlation") == D
+    assert names[0] == "real" and len(names) == 3 + 3 * D
+    with pytest.raises(IndexError, match="has 12 entries, there is no entry 12"):
+        guide.site_of(12)
+
+
+def test_summaries_before_the_first_call() -> None:
+    guide = AutoFullRankNormal(constrained)
+    for read in (guide.get_posterior, guide.median, lambda: guide.quantiles([0.5])):
+        with pytest.raises(RuntimeError, match="call it once with the arguments of the model"):
+            read()

@@ -1,0 +1,56 @@
+"""The small exact tools."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyro_ngvi.linalg import gauss_hermite, sphere_points
+from pyro_ngvi.linalg.cholesky import inverse_cholesky_of_shifted
+
+
+@pytest.mark.parametrize("d", [1, 2, 7])
+def test_sphere_points_integrate_cubics(d):
+    x = sphere_points(d)
+    g = torch.Generator().manual_seed(0)
+    a, b, c = (torch.randn(d, generator=g) for _ in range(3))
+    torch.testing.assert_close((x @ a).mean(), torch.zeros(()))
+    torch.testing.assert_close(((x @ a) * (x @ b)).mean(), a @ b)
+    torch.testing.assert_close(((x @ a) * (x @ b) * (x @ c)).mean(), torch.zeros(()))
+
+
+def test_gauss_hermite_integrates_to_its_degree():
+    x, w = gauss_hermite(6)
+    moments = [float((w * x**k).sum()) for k in range(12)]
+    expected = [1, 0, 1, 0, 3, 0, 15, 0, 105, 0, 945, 0]
+    assert moments == pytest.approx(expected, abs=1e-9)
+
+
+def test_bad_sizes_are_refused():
+    with pytest.raises(ValueError, match="dimension of at least 1, got 0"):
+        sphere_points(0)
+    with pytest.raises(ValueError, match="order of at least 1, got 0"):
+        gauss_hermite(0)
+
+
+@given(seed=st.integers(0, 10_000), step=st.floats(0.0, 1.0))
+@settings(deadline=None, max_examples=50)
+def test_inverse_cholesky_against_inverse(seed, step):
+    g = torch.Generator().manual_seed(seed)
+    root = torch.randn(5, 5, generator=g)
+    H = root + root.T
+    T, shrink = inverse_cholesky_of_shifted(H, step)
+    assert torch.equal(T, T.tril()) and (T.diagonal() > 0).all()
+    shifted = torch.eye(5) + shrink * step * H
+    torch.testing.assert_close(T.T @ shifted @ T, torch.eye(5), rtol=1e-6, atol=1e-6)
+
+
+def test_step_is_halved_only_as_often_as_needed():
+    H = torch.diag(torch.tensor([1.0, -3.0]))
+    T, shrink = inverse_cholesky_of_shifted(H, 1.0)
+    assert float(shrink) == 0.25  # 1 - 3/2 < 0 < 1 - 3/4
+    torch.testing.assert_close(T, torch.diag(torch.tensor([1.25, 0.25]) ** -0.5))
+    _, shrink = inverse_cholesky_of_shifted(H, 0.2)
+    assert float(shrink) == 1.0
+    T, shrink = inverse_cholesky_of_shifted(H * 1e9, 1.0)
+    assert float(shrink) == 0.0 and torch.equal(T, torch.eye(2))
