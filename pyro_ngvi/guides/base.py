@@ -26,6 +26,14 @@ class AutoFamily(OwnName, AutoContinuous):
     coordinates of the family, so any optimizer may train them; the natural-gradient optimizers find
     them through :func:`find_blocks`.
 
+    Under an optimizer that averages its iterates the parameters hold the *average*.  ``median``,
+    ``quantiles``, ``get_posterior``, ``Predictive``, ``SVI.evaluate_loss`` and copies of the guide see
+    it; draws made while gradients are recorded, as in ``SVI.step``, come from the iterate
+    (:meth:`sampling_posterior`).
+
+    Copies (``copy.deepcopy``, ``pickle``, ``torch.save``) have parameters of their own and do not carry
+    the model, so they have to be made after the first call.
+
     Args:
         model: a Pyro model whose latent sites are all continuous and of fixed size.
         init_loc_fn: a Pyro initialisation strategy for the location; by default
@@ -147,8 +155,8 @@ class AutoFamily(OwnName, AutoContinuous):
         """
         self._require_setup()
         params = self._current()
-        if self._lag is not None and torch.is_grad_enabled():
-            params = {name: p + self._lag[name] for name, p in params.items()}
+        if self.lag is not None and torch.is_grad_enabled():
+            params = {name: p + self.lag[name] for name, p in params.items()}
         return self._distribution(params)
 
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -159,6 +167,11 @@ class AutoFamily(OwnName, AutoContinuous):
     def set_lag(self, lag: Tensors | None) -> None:
         """For optimizers that average: iterate minus average, by name; ``None`` for no averaging."""
         self._lag = lag
+
+    @property
+    def lag(self) -> Tensors | None:
+        """Iterate minus average, where an optimizer averages."""
+        return self._lag
 
     def _distribution(self, params: Tensors) -> FamilyDistribution:
         return FamilyDistribution(

@@ -86,6 +86,8 @@ class NaturalGradientOptim(PyroOptim):
                 f"this guide by pyro.optim.Adam."
             )
         self._rules = {path: self.make_rule(block.family) for path, block in find_blocks(guide)}
+        for _, block in find_blocks(guide):
+            block.set_lag(None)  # an optimizer before this one may have left its own
         self._states: dict[str, Tensors] = {}
         self._waiting: dict[str, Tensors] = {}
         self._reports: dict[str, Report] = {}
@@ -114,7 +116,7 @@ class NaturalGradientOptim(PyroOptim):
     def _step_block(self, path: str, block: AutoFamily, tensors: dict[str, Any]) -> None:
         state = self._state_of(path, {name: p.detach() for name, p in tensors.items()})
         # the gradient was taken at the iterate, which lies at a lag from an averaged answer
-        lag = part(state, "lag.")
+        lag = block.lag or {}
         values = {
             name: p.detach() + lag[name] if lag else p.detach() for name, p in tensors.items()
         }
@@ -228,6 +230,8 @@ class NaturalGradientOptim(PyroOptim):
             self.others.set_state(state_dict["others"])
         self._states.clear()
         self._waiting = {path: dict(state) for path, state in state_dict["natural"].items()}
+        for path, block in find_blocks(self.guide):
+            block.set_lag(part(self._waiting.get(path, {}), "lag.") or None)
 
 
 def part(state: Tensors, prefix: str) -> Tensors:

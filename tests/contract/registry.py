@@ -8,6 +8,7 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro import poutine
 from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from torch import Tensor
 
@@ -42,10 +43,16 @@ def data(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     return X.to(dtype), (X.sum(-1) + 0.5 * noise).to(dtype)
 
 
-def regression(X: Tensor, y: Tensor, subsample_size: int | None = None) -> None:
-    """Bayesian linear regression with unit noise: the posterior is Gaussian."""
+def regression(X: Tensor, y: Tensor, minibatch: int | Tensor | None = None) -> None:
+    """Bayesian linear regression with unit noise: the posterior is Gaussian.
+
+    ``minibatch`` is the size of a random minibatch, or its index.
+    """
+    how: dict[str, Any] = {
+        "subsample" if isinstance(minibatch, Tensor) else "subsample_size": minibatch
+    }
     w = pyro.sample("w", dist.Normal(X.new_zeros(D), X.new_ones(D)).to_event(1))
-    with pyro.plate("data", len(y), subsample_size=subsample_size) as index:
+    with pyro.plate("data", len(y), **how) as index:
         pyro.sample("y", dist.Normal((X[index] * w).sum(-1), 1.0), obs=y[index])
 
 
@@ -97,3 +104,15 @@ def perturbed(guide: AutoFamily, scale: float = 0.3) -> AutoFamily:
         for parameter in guide.natural_params().values():
             parameter.add_(scale * torch.randn_like(parameter))
     return guide
+
+
+def called(kind: str, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """A guide that knows the sites of its model."""
+    guide = GUIDES[kind](model, **kwargs)
+    guide(*args)
+    return guide
+
+
+def supports(model: Any) -> dict[str, Any]:
+    trace: Any = poutine.trace(model).get_trace()
+    return {name: trace.nodes[name]["fn"].support for name in SHAPES[model]}

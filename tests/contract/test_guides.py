@@ -1,4 +1,4 @@
-"""Our guides do what Pyro demands of its own autoguides: densities, shapes, summaries, starts."""
+"""Our guides do what Pyro demands of its own autoguides: densities, shapes, supports, summaries."""
 
 from typing import Any
 
@@ -8,43 +8,24 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import Predictive, Trace_ELBO
-from pyro.infer.autoguide import (
-    init_to_feasible,
-    init_to_mean,
-    init_to_median,
-    init_to_sample,
-    init_to_uniform,
-    init_to_value,
-)
 from torch.distributions import biject_to
 
-from pyro_ngvi import NGVB, AutoFullRankNormal, BatchedELBO, Constant
-from pyro_ngvi.linalg import sphere_points
+from pyro_ngvi import AutoFullRankNormal
 from tests.contract.registry import (
     GUIDES,
     SHAPES,
     D,
+    called,
     constrained,
     data,
-    exact_posterior,
     perturbed,
     plates,
     regression,
+    supports,
 )
 
 guides = pytest.mark.parametrize("kind", GUIDES)
 models = pytest.mark.parametrize("model", SHAPES)
-
-
-def called(kind: str, model: Any, *args: Any, **kwargs: Any) -> Any:
-    guide = GUIDES[kind](model, **kwargs)
-    guide(*args)
-    return guide
-
-
-def supports(model: Any) -> dict[str, Any]:
-    trace = poutine.trace(model).get_trace()
-    return {name: trace.nodes[name]["fn"].support for name in SHAPES[model]}
 
 
 @guides
@@ -64,7 +45,7 @@ def test_shapes_of_samples_median_and_quantiles(kind: str, model: Any) -> None:
 def test_density_of_the_sample_sites(kind: str, model: Any) -> None:
     """All sites of the guide together: q of the flat vector over the volume of the transforms."""
     guide = perturbed(called(kind, model))
-    trace = poutine.trace(guide).get_trace()
+    trace: Any = poutine.trace(guide).get_trace()
     latent = trace.nodes[next(name for name in trace.nodes if name.endswith("_latent"))]["value"]
     expected = guide.get_posterior().log_prob(latent)
     end = 0
@@ -83,8 +64,8 @@ def test_density_of_the_sample_sites(kind: str, model: Any) -> None:
 @guides
 @models
 def test_sites_carry_the_plates_of_the_model(kind: str, model: Any) -> None:
-    guide_trace = poutine.trace(called(kind, model)).get_trace()
-    model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace()
+    guide_trace: Any = poutine.trace(called(kind, model)).get_trace()
+    model_trace: Any = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace()
     model_trace.compute_log_prob()
     guide_trace.compute_log_prob()
     for name in SHAPES[model]:
@@ -172,122 +153,6 @@ def test_factor_sites_of_the_model_stay_in_the_model(kind: str) -> None:
         torch.manual_seed(1)
         losses.append(Trace_ELBO(2).loss_and_grads(model, guide, factor))
     assert losses[0] - losses[1] == pytest.approx(2.5)
-
-
-@guides
-def test_start_is_the_same_twice_and_draws_nothing(kind: str) -> None:
-    for model in (constrained, plates):
-        first, second = called(kind, model), called(kind, model)
-        for ours, other in zip(
-            first.natural_params().values(), second.natural_params().values(), strict=True
-        ):
-            assert torch.equal(ours, other)
-
-
-STARTS = {
-    "feasible": init_to_feasible,
-    "mean": init_to_mean,
-    "median": init_to_median(num_samples=3),
-    "sample": init_to_sample,
-    "uniform": init_to_uniform,
-    "value": init_to_value(values={"real": torch.tensor(0.75)}),
-}
-
-
-@guides
-@pytest.mark.parametrize("start", STARTS)
-def test_init_loc_fn(kind: str, start: str) -> None:
-    guide = called(kind, constrained, init_loc_fn=STARTS[start])
-    median = guide.median()
-    for name, support in supports(constrained).items():
-        assert support.check(median[name]).all()
-    if start == "value":
-        assert median["real"].item() == 0.75
-    if start == "mean":
-        torch.testing.assert_close(median["gamma"], torch.full((3,), 2.0))
-
-
-@guides
-@pytest.mark.parametrize("init_scale", [1e-3, 0.1, 2])
-def test_init_scale_is_the_sd_of_every_variable(kind: str, init_scale: float) -> None:
-    guide = called(kind, constrained, init_scale=init_scale)
-    sd = guide.get_posterior().variance.sqrt()
-    torch.testing.assert_close(sd, torch.full_like(sd, init_scale))
-
-
-@guides
-def test_map_start_is_the_mode(kind: str) -> None:
-    guide = called(kind, regression, *data(), init="map")
-    mode, precision = exact_posterior(*data())
-    sd = torch.linalg.inv(precision).diagonal().sqrt()
-    assert ((guide.loc.detach() - mode).abs() < 1e-3 * sd).all()
-
-
-@guides
-def test_map_start_falls_back_where_there_is_no_mode(kind: str) -> None:
-    def model() -> None:
-        x = pyro.sample("x", dist.Normal(torch.ones(3), 1.0).to_event(1))
-        pyro.factor("nan", x.sum(-1) * torch.nan)
-
-    with pyro.validation_enabled(False):
-        guide = called(kind, model, init="map")
-    assert guide.loc.tolist() == [1.0, 1.0, 1.0]
-
-
-@guides
-def test_sticking_the_landing_changes_no_value(kind: str) -> None:
-    losses = []
-    for on in (True, False):
-        guide = called(kind, regression, *data(), sticking_the_landing=on)
-        torch.manual_seed(1)
-        losses.append(Trace_ELBO(3).loss(regression, guide, *data()))
-    assert losses[0] == losses[1]
-
-
-@guides
-def test_sticking_the_landing_has_the_same_expected_gradient(kind: str) -> None:
-    """On a Gaussian posterior the points of the sphere take the expectation without error."""
-    mean, precision = exact_posterior(*data())
-    gradients = []
-    for on in (True, False):
-        torch.manual_seed(2)
-        guide = perturbed(called(kind, regression, *data(), sticking_the_landing=on))
-        q = guide.get_posterior()
-        z = q.family.rsample(q.params, sphere_points(q.family.noise_dim(q.params)))
-        log_p = -0.5 * ((z - mean) @ precision * (z - mean)).sum(-1)
-        (q.log_prob(z) - log_p).mean().backward()
-        gradients.append([p.grad for p in guide.natural_params().values()])
-    for with_it, without in zip(*gradients, strict=True):
-        # entries above the diagonal of a Cholesky factor are no parameters
-        torch.testing.assert_close(with_it, without, rtol=1e-10, atol=1e-10)
-        assert (with_it != 0).any()
-
-
-@guides
-def test_sticking_the_landing_has_no_noise_at_the_posterior(kind: str) -> None:
-    guide = perturbed(called(kind, regression, *data()))
-    q = guide.get_posterior()
-    posterior = dist.MultivariateNormal(q.mean.detach(), q.covariance_matrix.detach())
-    Trace_ELBO(1).loss_and_grads(lambda *_: pyro.sample("w", posterior), guide, *data())
-    for parameter in guide.natural_params().values():
-        assert parameter.grad is not None
-        assert parameter.grad.abs().max() < 1e-12
-
-
-@guides
-def test_training_reaches_the_conjugate_posterior(kind: str) -> None:
-    """Exactly, since sticking the landing leaves no noise at the optimum of a Gaussian posterior."""
-    X, y = data()
-    if kind == "mean field":
-        X = 2.0 * torch.linalg.qr(X)[0]  # independent weights
-    guide = GUIDES[kind](regression)
-    svi = pyro.infer.SVI(regression, guide, NGVB(guide, schedule=Constant(0.2)), BatchedELBO(8))
-    for _ in range(300):
-        svi.step(X, y)
-    mean, precision = exact_posterior(X, y)
-    torch.testing.assert_close(guide.median()["w"], mean, rtol=1e-10, atol=1e-10)
-    covariance = guide.get_posterior().covariance_matrix
-    torch.testing.assert_close(covariance, torch.linalg.inv(precision), rtol=1e-9, atol=1e-12)
 
 
 @guides

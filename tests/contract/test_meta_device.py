@@ -1,0 +1,132 @@
+"""No step waits for the device: every rule and family runs on tensors that hold no values.
+
+Reading a value of a ``meta`` tensor (``.item()``, ``if``, ``float``) raises, so what runs there can not
+synchronise a GPU with its host.
+"""
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from pyro_ngvi import NGVB, BatchedELBO, Constant, LogPower, NoiseClock, RobbinsMonro, Tail
+from pyro_ngvi.families import FactorNormal, Family, FullRankNormal, MeanFieldNormal
+from pyro_ngvi.optim.ngvb import NGVBRule
+from pyro_ngvi.optim.schedules import as_schedule
+from tests.contract.registry import GUIDES, D, N, data
+
+FAMILIES: dict[str, Family] = {
+    "mean field": MeanFieldNormal(),
+    "full rank": FullRankNormal(),
+    "factor": FactorNormal(rank=2),
+}
+SCHEDULES = {
+    "noise": NoiseClock(),
+    "Robbins-Monro": RobbinsMonro(),
+    "constant": Constant(0.5),
+    "function": as_schedule(lambda k: 1.0 / (1.0 + k)),
+}
+AVERAGING = {"none": None, "tail": Tail(), "log": LogPower()}
+CASES = [
+    pytest.param(family, coordinates, id=f"{name}-{coordinates}")
+    for name, family in FAMILIES.items()
+    for coordinates in family.coordinates
+]
+
+
+def on_meta(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to("meta") for name, tensor in tensors.items()}
+
+
+def same_layout(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    assert one.keys() == other.keys()
+    assert all(tensor.device.type == "meta" for tensor in other.values())
+    return all(
+        one[name].shape == other[name].shape and one[name].dtype == other[name].dtype
+        for name in one
+    )
+
+
+@pytest.mark.parametrize(("family", "coordinates"), CASES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("averaging", AVERAGING)
+def test_update(
+    family: Family, coordinates: str, schedule: str, momentum: float, averaging: str
+) -> None:
+    """The same shapes and dtypes as on the CPU, for parameters, state and report.
+
+    float32 beside a default of float64 shows what would be promoted.
+    """
+    rule = NGVBRule(
+        family,
+        schedule=SCHEDULES[schedule],
+        momentum=momentum,
+        averaging=AVERAGING[averaging],
+        coordinates=coordinates,
+    )
+    params = family.init(torch.zeros(5, dtype=torch.float32), 0.5)
+    grads = {name: torch.randn_like(p) for name, p in params.items()}
+    state = rule.init(params)
+    meta_params, meta_state = on_meta(params), rule.init(on_meta(params))
+    assert same_layout(state, meta_state)
+    assert {p.dtype for p in params.values()} == {torch.float32}
+    for _ in range(2):
+        params, state, report = rule.update(params, grads, state)
+        meta_params, meta_state, meta_report = rule.update(meta_params, on_meta(grads), meta_state)
+        assert same_layout(params, meta_params)
+        assert same_layout(state, meta_state)
+        assert same_layout(vars(report), vars(meta_report))
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_functions_of_a_family(family: Family) -> None:
+    params = family.init(torch.zeros(5), 0.5)
+    meta = on_meta(params)
+    noise = torch.randn(4, family.noise_dim(params))
+    z = family.rsample(params, noise)
+    assert family.rsample(meta, noise.to("meta")).shape == z.shape
+    assert family.log_prob(meta, z.to("meta")).shape == (4,)
+    assert same_layout(family.score(params, z), family.score(meta, z.to("meta")))
+    for value in (family.entropy(meta), family.kl(meta, meta), family.fisher_norm(meta, meta)):
+        assert value.shape == () and value.device.type == "meta"
+    assert family.covariance(meta).shape == (5, 5)
+    assert family.stddev(meta).shape == (5,)
+
+
+@pytest.mark.parametrize("kind", GUIDES)
+@pytest.mark.parametrize("averaging", [False, True])
+def test_step_of_svi(kind: str, averaging: bool) -> None:
+    """What ``SVI.step`` does up to the number that it returns: loss, gradients, optimizer."""
+
+    def model(X: Tensor, y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(X.new_zeros(D), X.new_ones(D)).to_event(1))
+        with pyro.plate("data", N):
+            pyro.sample("y", dist.Normal(X @ w, X.new_ones(())), obs=y)
+
+    guide = GUIDES[kind](model)
+    guide(*data())  # the prototype is made where values are
+    pyro.clear_param_store()
+    guide.to("meta")
+    optim, elbo = NGVB(guide, averaging=averaging), BatchedELBO(4)
+    args: list[Any] = [x.to("meta") for x in data()]
+    for _ in range(2):
+        with pyro.validation_enabled(False), poutine.trace(param_only=True) as capture:
+            loss = elbo.loss_and_grads(model, guide, *args)
+        nodes: Any = capture.trace.nodes
+        optim({site["value"].unconstrained() for site in nodes.values()})
+    assert loss.device.type == "meta"
+    assert all(p.device.type == "meta" for p in guide.natural_params().values())
+    assert guide.sampling_posterior().mean.device.type == "meta"
+
+
+def test_a_value_of_a_meta_tensor_can_not_be_read() -> None:
+    """What the tests above rely on."""
+    x = torch.zeros((), device="meta")
+    for read in (bool, float, Tensor.item):
+        with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+            read(x)

@@ -1,0 +1,98 @@
+"""What pyro_ngvi/_pyro_adapter.py takes for granted of Pyro's private names.
+
+A failure here says that Pyro has changed: mend the adapter, the one file that knows these names.
+"""
+
+import inspect
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.infer.autoguide import AutoContinuous, AutoGuideList, AutoMultivariateNormal
+from pyro.nn import PyroModule
+
+from pyro_ngvi import AutoMeanFieldNormal
+from pyro_ngvi._pyro_adapter import claim_name, has_model, kept_whole, module_name, rename
+
+
+def model() -> None:
+    pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+
+def test_pyro_keeps_the_name_of_a_module_in_pyro_name() -> None:
+    module = PyroModule("some_name")
+    assert getattr(module, "_pyro_name", None) == "some_name", (
+        "PyroModule no longer keeps its name in `_pyro_name`: find where this Pyro keeps it, and "
+        "change module_name() and rename() in pyro_ngvi/_pyro_adapter.py."
+    )
+
+
+def test_pyro_names_parameters_and_sites_after_the_module() -> None:
+    guide = AutoMultivariateNormal(model)
+    rename(guide, "renamed")
+    assert module_name(guide) == "renamed"
+    guide()
+    names = set(pyro.get_param_store().keys())
+    assert names == {"renamed.loc", "renamed.scale", "renamed.scale_tril"}, (
+        f"After rename() the parameters of a guide are {sorted(names)}: Pyro no longer derives them "
+        f"from `_pyro_name`, so guides of pyro_ngvi may share parameters."
+    )
+
+
+def test_pyro_names_a_part_by_pyro_set_supermodule() -> None:
+    method = getattr(PyroModule, "_pyro_set_supermodule", None)
+    assert method is not None and list(inspect.signature(method).parameters) == [
+        "self",
+        "name",
+        "context",
+    ], (
+        "PyroModule._pyro_set_supermodule(name, context) has changed: OwnName in "
+        "pyro_ngvi/_pyro_adapter.py overrides it to keep the parts of two lists apart."
+    )
+    names = []
+    for _ in range(2):
+        guide = AutoGuideList(model)
+        part = AutoMeanFieldNormal(model)
+        guide.append(part)
+        names.append(module_name(part))
+    assert names[0] != names[1], (
+        f"The parts of two AutoGuideLists are both called {names[0]!r}: Pyro no longer names parts "
+        f"by `_pyro_set_supermodule`, so OwnName in pyro_ngvi/_pyro_adapter.py is not asked."
+    )
+
+
+def test_pyro_keeps_the_model_of_a_guide_in_model() -> None:
+    guide = AutoMultivariateNormal(model)
+    assert has_model(guide), (
+        "AutoGuide no longer keeps its model in `_model`: change has_model() and kept_whole() in "
+        "pyro_ngvi/_pyro_adapter.py."
+    )
+    with kept_whole(guide):
+        state = guide.__getstate__()
+    assert state["_model"] is None and has_model(guide)
+    guide.__getstate__()
+    assert not has_model(guide), (
+        "Copying a guide of Pyro no longer takes its model away: kept_whole() in "
+        "pyro_ngvi/_pyro_adapter.py can go."
+    )
+
+
+def test_names_are_given_once() -> None:
+    wanted = "test_names_are_given_once"
+    assert [claim_name(wanted) for _ in range(3)] == [wanted, f"{wanted}_2", f"{wanted}_3"]
+    # a name that somebody wanted for himself is not given to another
+    claim_name(f"{wanted}_4")
+    assert claim_name(wanted) == f"{wanted}_5"
+
+
+def test_methods_of_autocontinuous_that_the_guides_rely_on() -> None:
+    for name in ("_setup_prototype", "_init_loc", "_unpack_latent", "_loc_scale"):
+        assert callable(getattr(AutoContinuous, name, None)), (
+            f"AutoContinuous.{name} is gone: pyro_ngvi/guides/base.py calls or overrides it."
+        )
+    guide = AutoMultivariateNormal(model)
+    guide()
+    assert list(guide._unconstrained_shapes.items()) == [("x", torch.Size([2]))], (
+        "AutoContinuous no longer keeps the shapes of its sites, in order, in "
+        "`_unconstrained_shapes`: AutoFamily.site_of() in pyro_ngvi/guides/base.py reads them."
+    )

@@ -1,0 +1,71 @@
+"""The quickstart: what it prints, the figure it saves, the ELBO it measures, what it refuses."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO
+
+import pyro_ngvi as ngvi
+from benchmarks.problems import load
+from pyro_ngvi import quickstart
+
+
+def test_prints_the_tour_and_saves_the_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figure = tmp_path / "figure.png"
+    quickstart.main(["--steps", "100", "--out", str(figure), "--seed", "1"])
+    shown = capsys.readouterr()
+    for name in quickstart.SHOWN:
+        assert re.search(rf"w\[{name}\] +-?\d", shown.out)
+    assert re.search(r"k-hat is \d\.\d\d from 2000 draws", shown.out)
+    ngvb = re.search(r"^NGVB +\d+\.\d+ s, (\d+) steps.*after.* 100 steps$", shown.out, re.M)
+    assert ngvb and int(ngvb[1]) < 100
+    assert re.search(r"^Adam +not reached +not reached.*after.* 1500 steps$", shown.out, re.M)
+    assert "ELBO: NGVB -" in shown.err
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert str(figure) in shown.out
+
+
+def test_measures_the_elbo_to_two_hundredths_of_a_nat() -> None:
+    problem = load("wdbc")
+    X, y, features = quickstart.load_data()
+    torch.testing.assert_close((X, y), problem.args[:2])
+    assert len(features) == X.shape[1] == problem.dim
+    assert problem.exact_elbo is not None
+    assert quickstart.OPTIMUM == pytest.approx(problem.optimum["full_rank"].elbo, abs=1e-4)
+
+    guide = ngvi.AutoFullRankNormal(quickstart.model)
+    loss = Trace_ELBO(num_particles=8, vectorize_particles=True, max_plate_nesting=1)
+    svi = SVI(quickstart.model, guide, ngvi.NGVB(guide), loss=loss)
+    log_joint = ngvi.ModelDensity(quickstart.model, (X, y), chunk_size=50)
+    noise = quickstart.fixed_noise(400, problem.dim)
+    for _ in range(3):
+        for _ in range(50):
+            svi.step(X, y)
+        q = guide.get_posterior()
+        exact = problem.exact_elbo(q.mean, q.scale_tril)
+        assert quickstart.elbo_of(guide, log_joint, noise) == pytest.approx(exact, abs=0.02)
+
+
+def test_names_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quickstart, "find_spec", lambda name: None if name == "sklearn" else name)
+    with pytest.raises(SystemExit, match="needs scikit-learn: pip install scikit-learn"):
+        quickstart.main([])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "at least one step"),
+        (["--out", "no/such/directory/figure.png"], "no directory no/such/directory"),
+    ],
+)
+def test_refuses_arguments_before_it_trains(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        quickstart.main(arguments)
+    assert message in capsys.readouterr().err

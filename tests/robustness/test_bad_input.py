@@ -1,0 +1,284 @@
+"""Wrong models, guides, data and arguments: refused in a sentence that names what and where."""
+
+import math
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
+from torch import Tensor
+
+from pyro_ngvi import NGVB, AutoFactorNormal, AutoFullRankNormal, BatchedELBO, Constant
+from tests.contract.registry import GUIDES, LOSSES, D, N, data, regression
+
+guides = pytest.mark.parametrize("kind", GUIDES)
+losses = pytest.mark.parametrize("loss", LOSSES)
+
+
+def normal(name: str = "x") -> Tensor:
+    return pyro.sample(name, dist.Normal(torch.zeros(3), 1.0).to_event(1))
+
+
+def step(kind: str, loss: str, model: Any, *args: Any) -> Any:
+    guide = GUIDES[kind](model)
+    return SVI(model, guide, NGVB(guide), LOSSES[loss](2)).step(*args)
+
+
+# --- models -----------------------------------------------------------------------------------
+
+
+@guides
+@losses
+@pytest.mark.parametrize("observed", [True, False])
+def test_no_latent_site(kind: str, loss: str, observed: bool) -> None:
+    def model() -> None:
+        if observed:
+            pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.tensor(0.0))
+
+    with pytest.raises(ValueError, match="the model has no latent site, so there is nothing to"):
+        step(kind, loss, model)
+
+
+DISCRETE = {
+    "Bernoulli": lambda: dist.Bernoulli(0.5),
+    "Categorical": lambda: dist.Categorical(torch.ones(3)),
+    "Poisson": lambda: dist.Poisson(2.0),
+}
+
+
+@guides
+@losses
+@pytest.mark.parametrize("fn", DISCRETE)
+def test_discrete_latent_site(kind: str, loss: str, fn: str) -> None:
+    def model() -> None:
+        normal()
+        pyro.sample("label", DISCRETE[fn]())
+
+    with pytest.raises(ValueError, match=r"'label'(.|\n)*(TraceEnum_ELBO|hide=\['label'\])"):
+        step(kind, loss, model)
+
+
+@guides
+def test_refused_model_is_refused_again(kind: str) -> None:
+    """A second call says the same, and does not stumble over what the first left behind."""
+
+    def model() -> None:
+        with pyro.plate("data", 10, subsample_size=3):
+            pyro.sample("local", dist.Normal(0.0, 1.0))
+
+    guide = GUIDES[kind](model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"'local' lies in the subsampled plate 'data'"):
+            guide()
+
+
+@guides
+@losses
+def test_subsampled_local_latents(kind: str, loss: str) -> None:
+    def model() -> None:
+        with pyro.plate("data", 10, subsample_size=3):
+            pyro.sample("local", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match=r"'local' .* plate 'data' \(3 of 10\).*AutoNormal\(crea"):
+        step(kind, loss, model)
+
+
+@guides
+def test_sequential_plate(kind: str) -> None:
+    def model() -> None:
+        for i in pyro.plate("data", 3):
+            pyro.sample(f"z_{i}", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match=r"sequential plate .*Write it as a vectorised one"):
+        GUIDES[kind](model)()
+
+
+@guides
+def test_support_without_a_transform(kind: str) -> None:
+    def model() -> None:
+        pyro.sample("direction", dist.ProjectedNormal(torch.ones(3)))
+
+    with pytest.raises(ValueError, match="spherical sample site 'direction'"):
+        GUIDES[kind](model)()
+
+
+@guides
+def test_start_that_is_not_finite(kind: str) -> None:
+    def start(site: Any) -> Tensor:
+        return torch.full(site["fn"].shape(), math.inf if site["name"] == "bad" else 0.0)
+
+    def model() -> None:
+        normal("good")
+        pyro.sample("bad", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    with pytest.raises(ValueError, match=r"not finite at site\(s\) 'bad'\. Pass another one"):
+        GUIDES[kind](model, init_loc_fn=start)()
+
+
+@guides
+@losses
+def test_plate_of_a_latent_site_that_changes_its_size(kind: str, loss: str) -> None:
+    def model(y: Tensor) -> None:
+        with pyro.plate("groups", len(y)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    guide = GUIDES[kind](model)
+    svi = SVI(model, guide, NGVB(guide), LOSSES[loss](2))
+    svi.step(torch.zeros(5))
+    before = guide.loc.detach().clone()
+    with pytest.raises((ValueError, RuntimeError), match=r"plate 'groups'|site '?y'?"):
+        svi.step(torch.zeros(7))
+    assert torch.equal(guide.loc, before)
+
+
+# --- guides and optimizers that do not belong together ---------------------------------------
+
+
+@guides
+@pytest.mark.parametrize("loss", [Trace_ELBO, TraceMeanField_ELBO])
+def test_guide_of_another_model_under_an_elbo_of_pyro(kind: str, loss: Any) -> None:
+    """Pyro warns (an error in these tests) and names the site."""
+    guide = GUIDES[kind](lambda: normal("other"))
+    with pytest.raises(UserWarning, match=r"vars in guide but not model(.|\n)*'other'"):
+        SVI(normal, guide, NGVB(guide), loss()).step()
+
+
+@guides
+def test_guide_of_another_model_under_batched_elbo(kind: str) -> None:
+    guide = GUIDES[kind](lambda: normal("other"))
+    with pytest.raises(ValueError, match=r"guide samples 'other', which is no site of the model"):
+        SVI(normal, guide, NGVB(guide), BatchedELBO()).step()
+
+
+@guides
+@losses
+@pytest.mark.parametrize("set_up", [False, True])
+def test_optimizer_of_another_guide(kind: str, loss: str, set_up: bool) -> None:
+    guide, other = GUIDES[kind](normal), GUIDES[kind](normal)
+    if set_up:
+        other()
+    svi = SVI(normal, guide, NGVB(other), LOSSES[loss](2))
+    with pytest.raises(
+        ValueError, match=r"SVI trains another guide\. Build the optimizer with the"
+    ):
+        svi.step()
+    assert guide.loc.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_optimizer_without_a_guide_of_ours() -> None:
+    listed = AutoGuideList(normal)
+    listed.append(AutoDelta(normal))
+    for guide, name in (
+        (AutoNormal(normal), "AutoNormal"),
+        (listed, "AutoGuideList"),
+        (normal, "normal"),
+    ):
+        with pytest.raises(ValueError, match=f"found none in {name}. Use for instance pyro_ngvi"):
+            NGVB(guide)
+
+
+def test_part_of_pyro_in_a_list_needs_others() -> None:
+    def model() -> None:
+        normal("x")
+        normal("z")
+
+    guide = AutoGuideList(model)
+    guide.append(AutoFullRankNormal(poutine.block(model, expose=["x"])))
+    guide.append(AutoDelta(poutine.block(model, hide=["x"])))
+    with pytest.raises(ValueError, match=r"has others: AutoGuideList.1.z. .*others=pyro.optim"):
+        SVI(model, guide, NGVB(guide), Trace_ELBO()).step()
+
+
+# --- arguments --------------------------------------------------------------------------------
+
+BAD_ARGUMENTS = [
+    *[("lr", value, r"lr bounds the gain .* in \(0, 1\], got") for value in (-0.1, 0.0, 1.5)],
+    *[("lr", value, r"lr bounds the gain .*, got") for value in (math.nan, math.inf, "1", None)],
+    *[("trust_radius", v, "trust_radius must be positive or None, got") for v in (-1.0, 0.0)],
+    ("trust_radius", math.nan, "trust_radius must be positive or None, got nan"),
+    *[("momentum", v, r"momentum must lie in \[0, 1\), got") for v in (-0.1, 1.0, math.inf)],
+    ("momentum", math.nan, r"momentum must lie in \[0, 1\), got nan"),
+    ("schedule", "cosine", 'schedule must be "noise", "constant", .* got \'cosine\''),
+    ("schedule", 0.1, r"schedule must have init\(\) and gain\(\), or be a function of k, got 0.1"),
+    ("averaging", -1.0, "the power of log k must not be negative, got -1.0"),
+    *[("averaging", v, "averaging: the power of log k must") for v in (math.nan, math.inf)],
+    ("averaging", "tail", r"averaging must be a number, a bool or have rate\(\), got 'tail'"),
+    ("coordinates", "dual", "coordinates='dual' is not available for FullRankNormal"),
+    ("others", "adam", r"others must be a pyro.optim.PyroOptim such as .*, got str"),
+    ("others", torch.optim.Adam, r"others must be a pyro.optim.PyroOptim such as .*, got type"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), BAD_ARGUMENTS)
+def test_argument_of_the_optimizer(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NGVB(AutoFullRankNormal(normal), **{name: value})
+
+
+@guides
+@pytest.mark.parametrize("init_scale", [0, 0.0, -1.0, math.nan, math.inf, "0.1", None])
+def test_init_scale(kind: str, init_scale: Any) -> None:
+    with pytest.raises(ValueError, match="init_scale must be a positive number, got"):
+        GUIDES[kind](normal, init_scale=init_scale)
+
+
+@guides
+def test_init(kind: str) -> None:
+    with pytest.raises(ValueError, match="init must be None or \"map\", got 'laplace'"):
+        GUIDES[kind](normal, init="laplace")
+
+
+@pytest.mark.parametrize("rank", [0, -1, 1.5])
+def test_rank_that_is_no_positive_integer(rank: Any) -> None:
+    with pytest.raises(ValueError, match=f"rank of at least 1, got rank={rank}"):
+        AutoFactorNormal(normal, rank=rank)
+
+
+@pytest.mark.parametrize("rank", [D, D + 4])
+def test_rank_too_large(rank: int) -> None:
+    guide = AutoFactorNormal(normal, rank=rank)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"rank={rank}, but .* only 3 dim.* at most 2"):
+            guide()
+
+
+# --- data -------------------------------------------------------------------------------------
+
+
+@guides
+@losses
+def test_empty_plate(kind: str, loss: str) -> None:
+    """Pyro's own refusal, at the line of the plate."""
+    X, y = data()
+    with pytest.raises(ZeroDivisionError, match="size cannot be zero"):
+        step(kind, loss, regression, X[:0], y[:0])
+
+
+@guides
+def test_empty_data_without_a_plate_leave_the_prior(kind: str) -> None:
+    def model(y: Tensor) -> None:
+        x = normal()
+        pyro.sample("y", dist.Normal(x[:1].expand(len(y)), 1.0).to_event(1), obs=y)
+
+    guide = GUIDES[kind](model)
+    svi = SVI(model, guide, NGVB(guide, schedule=Constant(0.3)), BatchedELBO(8))
+    for _ in range(100):
+        svi.step(torch.zeros(0))
+    torch.testing.assert_close(guide.loc.detach(), torch.zeros(3), atol=1e-6, rtol=0)
+    variance = guide.get_posterior().variance.detach()
+    torch.testing.assert_close(variance, torch.ones(3), atol=1e-6, rtol=0)
+
+
+@guides
+@losses
+def test_nan_in_the_data(kind: str, loss: str) -> None:
+    """Pyro's validation names the observed site."""
+    X, y = data()
+    y[N // 2] = math.nan
+    with pytest.raises(ValueError, match=r"site '?y'?(.|\n)*found invalid values"):
+        step(kind, loss, regression, X, y)
