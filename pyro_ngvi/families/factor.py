@@ -140,8 +140,8 @@ class FactorNormal(Family):
     names = ("loc", "factor", "log_scale")
 
     def __init__(self, rank: int, cg_iterations: int = 16) -> None:
-        if rank < 1:
-            raise ValueError(f"FactorNormal needs a rank of at least 1, got rank={rank}.")
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"FactorNormal needs a whole rank of at least 1, got rank={rank!r}.")
         self.rank = rank
         self.cg_iterations = cg_iterations
 
@@ -237,14 +237,13 @@ class FactorNormal(Family):
         B, W = geometry.B, geometry.W
         t, U, v = tangent["loc"], tangent["factor"].mT, tangent["log_scale"]
         vW = v * W
-        PU = geometry.precision_product(U)
-        factor = torch.addmm((B @ W.mT) @ PU, W @ U.mT, W)
-        # diag(Sigma~^-1 diag(v) Sigma~^-1) = v - diag(B~' vW) - diag(W' A), A = Sigma~^-1-projected vW
-        PvW = geometry.precision_product(vW)
+        PU, PvW = geometry.precision_product(U), geometry.precision_product(vW)
+        # diag(Sigma~^-1 diag(v) Sigma~^-1), with Sigma~^-1 = I - B~ W'
+        quadratic = v - ((vW + PvW) * B).sum(-2)
         return {
             "loc": geometry.precision_product(t.unsqueeze(-2)).squeeze(-2),
-            "factor": (factor + 2.0 * PvW).mT,
-            "log_scale": 2.0 * (v - (vW * B).sum(-2)) + 2.0 * ((PU - PvW) * W).sum(-2),
+            "factor": (torch.addmm(W @ B.mT @ PU, W @ U.mT, W) + 2.0 * PvW).mT,
+            "log_scale": 2.0 * (PU * W).sum(-2) + 2.0 * quadratic,
         }
 
     def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
@@ -267,7 +266,7 @@ class FactorNormal(Family):
 
         vW = v * W
         H_R = H - 2.0 * (W @ vW.mT)
-        U = E_inverse @ torch.addmm(G - 2.0 * vW, H - 0.5 * H_R @ E_inverse, B)
+        U = E_inverse @ torch.addmm(torch.add(G, vW, alpha=-2.0), H - 0.5 * H_R @ E_inverse, B)
         t = g + (B @ g) @ B
         return {"loc": t, "factor": U.mT, "log_scale": v}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pyro
 import torch
+from pyro import poutine
 from pyro.infer.autoguide import AutoContinuous
 from torch import Tensor, nn
 
@@ -132,6 +133,12 @@ class AutoFamily(OwnName, AutoContinuous):
                         f"give this site to pyro.infer.autoguide.AutoNormal(create_plates=...) in "
                         f"an AutoGuideList."
                     )
+
+    def _create_plates(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        # Out of sight of the model: replayed there, the indices of a plate that has grown since the
+        # first call would silently leave out the new data.
+        with poutine.block():
+            return super()._create_plates(*args, **kwargs)
 
     def natural_params(self) -> dict[str, nn.Parameter]:
         """The tensors of the family, by name; empty before the first call."""

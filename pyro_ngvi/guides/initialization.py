@@ -52,7 +52,7 @@ def _median(fn: Any) -> Tensor:
         fn, "transforms"
     ):  # Independent, masked, expanded
         fn = fn.base_dist
-    half = torch.full_like(fn.sample(), 0.5)
+    half = torch.full_like(fn.mean.expand(fn.shape()), 0.5)  # a draw would move the random state
     return fn.icdf(half)
 
 

@@ -52,7 +52,7 @@ def as_averaging(averaging: Averaging | float | bool) -> Averaging | bool:
     if averaging is True:
         return Tail()
     if isinstance(averaging, int | float):
-        if averaging < 0:
+        if not 0.0 <= averaging < float("inf"):
             raise ValueError(
                 f"averaging: the power of log k must not be negative, got {averaging}."
             )

@@ -98,19 +98,23 @@ class NaturalGradientOptim(PyroOptim):
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
         """One step for every parameter in ``params``, from the gradients in ``.grad``."""
         remaining = {id(p): p for p in params}
-        stepped = False
+        blocks = []
         for path, block in find_blocks(self.guide):
             tensors = block.natural_params()
-            present = [id(p) in remaining for p in tensors.values()]
-            if not any(present):
-                continue
-            stepped = True
+            if any(id(p) in remaining for p in tensors.values()):
+                blocks.append((path, block, tensors))
             for p in tensors.values():
                 remaining.pop(id(p), None)
+        others = self._sorted_others(remaining, bool(blocks))
+        for path, block, tensors in blocks:
             if path not in self._rules:  # appended to a list of guides after construction
                 self._rules[path] = self.make_rule(block.family)
             self._step_block(path, block, tensors)
-        self._step_others(remaining, stepped)
+        if others and self.others is not None:
+            for p in others:  # one bad gradient would stay in the moments of Adam for good
+                if p.grad is not None:
+                    p.grad = torch.where(torch.isfinite(p.grad).all(), p.grad, 0.0)
+            self.others(others)
 
     @torch.no_grad()
     def _step_block(self, path: str, block: AutoFamily, tensors: dict[str, Any]) -> None:
@@ -148,25 +152,23 @@ class NaturalGradientOptim(PyroOptim):
             self._states[path] = self._rules[path].init(values)
         return self._states[path]
 
-    def _step_others(self, remaining: dict[int, Tensor], stepped: bool) -> None:
-        if not stepped:
+    def _sorted_others(self, remaining: dict[int, Tensor], natural: bool) -> list[Tensor]:
+        if not natural:
             raise ValueError(
-                f"{type(self).__name__} was given no parameter of its guide {_describe(self.guide)}: "
-                f"SVI trains another guide. Build the optimizer with the guide that SVI gets."
-            )
-        if not remaining:
-            return
-        if self.others is None:
-            store = pyro.get_param_store()
-            names = sorted(str(store.param_name(p)) for p in remaining.values())
-            raise ValueError(
-                f"{type(self).__name__} trains the guide's natural parameters only, and this step "
-                f"has others: {', '.join(names)}. Say who trains them, for instance "
-                f"others=pyro.optim.Adam({{'lr': 1e-3}})."
+                f"{type(self).__name__} was given no parameter of its guide "
+                f"{_describe(self.guide)}: SVI trains another guide. Build the optimizer with the "
+                f"guide that SVI gets."
             )
         store = pyro.get_param_store()
         # a set has no order; sorting by name makes runs repeatable
-        self.others(sorted(remaining.values(), key=lambda p: str(store.param_name(p))))
+        ordered = sorted(remaining.values(), key=lambda p: str(store.param_name(p)))
+        if ordered and self.others is None:
+            raise ValueError(
+                f"{type(self).__name__} trains the guide's natural parameters only, and this step "
+                f"has others: {', '.join(str(store.param_name(p)) for p in ordered)}. Say who "
+                f"trains them, for instance others=pyro.optim.Adam({{'lr': 1e-3}})."
+            )
+        return ordered
 
     def _warn_skipped(self, block: AutoFamily, report: Report) -> None:
         count = int(report.skipped)
@@ -178,7 +180,7 @@ class NaturalGradientOptim(PyroOptim):
             f"({count} skipped so far; the parameters are unchanged). If this goes on, look for NaN "
             f"in the data, a likelihood of -inf at the start, or lower init_scale.",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
 
     def report(self, path: str | None = None) -> StepReport:

@@ -86,7 +86,8 @@ def test_names_are_given_once() -> None:
 
 
 def test_methods_of_autocontinuous_that_the_guides_rely_on() -> None:
-    for name in ("_setup_prototype", "_init_loc", "_unpack_latent", "_loc_scale"):
+    names = ("_setup_prototype", "_init_loc", "_unpack_latent", "_loc_scale", "_create_plates")
+    for name in names:
         assert callable(getattr(AutoContinuous, name, None)), (
             f"AutoContinuous.{name} is gone: pyro_ngvi/guides/base.py calls or overrides it."
         )

@@ -13,8 +13,10 @@ from pyro_ngvi import quickstart
 
 
 def test_prints_the_tour_and_saves_the_figure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(quickstart, "LOOKS", 20)
+    monkeypatch.setattr(quickstart, "ADAM_STEPS", 3)
     figure = tmp_path / "figure.png"
     quickstart.main(["--steps", "100", "--out", str(figure), "--seed", "1"])
     shown = capsys.readouterr()
@@ -22,14 +24,14 @@ def test_prints_the_tour_and_saves_the_figure(
         assert re.search(rf"w\[{name}\] +-?\d", shown.out)
     assert re.search(r"k-hat is \d\.\d\d from 2000 draws", shown.out)
     ngvb = re.search(r"^NGVB +\d+\.\d+ s, (\d+) steps.*after.* 100 steps$", shown.out, re.M)
-    assert ngvb and int(ngvb[1]) < 100
-    assert re.search(r"^Adam +not reached +not reached.*after.* 1500 steps$", shown.out, re.M)
+    assert ngvb and int(ngvb[1]) <= 100
+    assert re.search(r"^Adam +not reached +not reached.*after.* 300 steps$", shown.out, re.M)
     assert "ELBO: NGVB -" in shown.err
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert str(figure) in shown.out
 
 
-def test_measures_the_elbo_to_two_hundredths_of_a_nat() -> None:
+def test_measures_the_elbo_within_1_nat_of_the_optimum_to_0_02_nat() -> None:
     problem = load("wdbc")
     X, y, features = quickstart.load_data()
     torch.testing.assert_close((X, y), problem.args[:2])
@@ -42,11 +44,12 @@ def test_measures_the_elbo_to_two_hundredths_of_a_nat() -> None:
     svi = SVI(quickstart.model, guide, ngvi.NGVB(guide), loss=loss)
     log_joint = ngvi.ModelDensity(quickstart.model, (X, y), chunk_size=50)
     noise = quickstart.fixed_noise(400, problem.dim)
-    for _ in range(3):
-        for _ in range(50):
+    for steps in (100, 100, 200):
+        for _ in range(steps):
             svi.step(X, y)
         q = guide.get_posterior()
         exact = problem.exact_elbo(q.mean, q.scale_tril)
+        assert quickstart.OPTIMUM - exact < 1.0
         assert quickstart.elbo_of(guide, log_joint, noise) == pytest.approx(exact, abs=0.02)
 
 
