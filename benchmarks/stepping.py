@@ -1,9 +1,11 @@
 """One step of our guide and optimizer beside one of Pyro's: what `step_cost` and `gpu` time."""
 
 import math
+import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date
 from statistics import median, quantiles
 from typing import Any
 
@@ -17,22 +19,23 @@ from pyro.infer.autoguide import (
     AutoMultivariateNormal,
     init_to_feasible,
 )
+from pyro.optim import PyroOptim
 from torch import Tensor
 
 import pyro_ngvi
+from pyro_ngvi._pyro_adapter import claim_name, rename
 
 Step = Callable[[], object]
-clock = time.process_time
 FAMILIES = ("mean_field", "full_rank", "factor")
 
 
 def independent_gaussians(y: Tensor) -> None:
-    """z ~ N(0, I), y ~ N(z, I / 4): a model whose own cost is that of a few passes over z."""
+    """z ~ N(0, I), y ~ N(z, I / 4): a model that costs no more than a few passes over z."""
     z = pyro.sample("z", dist.Normal(torch.zeros_like(y), 1.0).to_event(1))
     pyro.sample("y", dist.Normal(z, 0.5).to_event(1), obs=y)
 
 
-def gaussian_args(d: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, ...]:
+def gaussian_args(d: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor]:
     """The data of ``independent_gaussians``, (d,)."""
     return (torch.linspace(-1.0, 1.0, d, dtype=dtype, device=device),)
 
@@ -47,15 +50,10 @@ class Setting:
     particles: int
     rank: int = 1
 
-    def loss(self) -> ELBO:
-        return Trace_ELBO(num_particles=self.particles, vectorize_particles=True)
-
     def our_guide(self) -> Any:
         if self.family == "factor":
-            return pyro_ngvi.AutoFactorNormal(
-                self.model, rank=self.rank, init_loc_fn=init_to_feasible
-            )
-        guides = {
+            return pyro_ngvi.AutoFactorNormal(self.model, self.rank, init_loc_fn=init_to_feasible)
+        guides: dict[str, Any] = {
             "mean_field": pyro_ngvi.AutoMeanFieldNormal,
             "full_rank": pyro_ngvi.AutoFullRankNormal,
         }
@@ -63,24 +61,28 @@ class Setting:
 
     def pyro_guide(self) -> Any:
         if self.family == "factor":
-            return AutoLowRankMultivariateNormal(
+            guide: Any = AutoLowRankMultivariateNormal(
                 self.model, rank=self.rank, init_loc_fn=init_to_feasible
             )
-        guides = {"mean_field": AutoDiagonalNormal, "full_rank": AutoMultivariateNormal}
-        return guides[self.family](self.model, init_loc_fn=init_to_feasible)
+        else:
+            guides = {"mean_field": AutoDiagonalNormal, "full_rank": AutoMultivariateNormal}
+            guide = guides[self.family](self.model, init_loc_fn=init_to_feasible)
+        # two guides of one class would share their parameters
+        rename(guide, claim_name(type(guide).__name__))
+        return guide
 
-    def ours(self, loss: ELBO | None = None) -> Step:
+    def ngvb(self, loss: ELBO | None = None) -> Step:
         """A step of `NGVB` on our guide."""
         guide = self.our_guide()
         return self._step(guide, pyro_ngvi.NGVB(guide), loss)
 
-    def pyros(self, loss: ELBO | None = None) -> Step:
+    def adam(self, loss: ELBO | None = None) -> Step:
         """A step of Adam on Pyro's guide of the same family."""
-        pyro.clear_param_store()  # Pyro's guides of one class share their parameters
-        return self._step(self.pyro_guide(), pyro.optim.Adam({"lr": 1e-3}), loss)
+        return self._step(self.pyro_guide(), PyroOptim(torch.optim.Adam, {"lr": 1e-3}), loss)
 
     def _step(self, guide: Any, optim: Any, loss: ELBO | None) -> Step:
-        svi = SVI(self.model, guide, optim, loss=loss or self.loss())
+        trace = Trace_ELBO(num_particles=self.particles, vectorize_particles=True)
+        svi = SVI(self.model, guide, optim, loss=loss or trace)
         return lambda: svi.step(*self.args)
 
 
@@ -100,50 +102,70 @@ class Spread:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a step of either, and their ratio, over the rounds of an interleaved run."""
+    """Seconds for a step of each of two, and the first over the second."""
 
-    ours: Spread
-    theirs: Spread
+    first: Spread
+    second: Spread
     ratio: Spread
 
-
-def nothing() -> None:
-    """The wait for the device where there is nothing to wait for."""
+    def cells(self) -> list[str]:
+        """Milliseconds and ratio as cells of a table, quartiles of the ratio in brackets."""
+        r = self.ratio
+        milliseconds = [f"{1e3 * s.median:.2f}" for s in (self.first, self.second)]
+        return [*milliseconds, f"{r.median:.2f} ({r.low:.2f}-{r.high:.2f})"]
 
 
 def compare(
-    ours: Step,
-    theirs: Step,
+    first: Step,
+    second: Step,
     rounds: int,
-    block_seconds: float,
-    wait: Callable[[], object] = nothing,
+    clock: Callable[[], float] = time.process_time,
+    wait: Callable[[], object] = lambda: None,
+    block_seconds: float = 0.1,
 ) -> Timing:
     """Times blocks of steps of the two in turn; the ratio is taken within each round.
 
-    Slow minutes of a shared machine so hit both.  ``wait`` is called before the clock is read.
+    Slow minutes of a shared machine so hit both.  The default clock counts the seconds in which the
+    process had a core.  ``wait`` is called before the clock is read.
     """
-    steps = (ours, theirs)
-    counts = [max(1, math.ceil(block_seconds / _block(step, 3, wait))) for step in steps]
-    seconds: tuple[list[float], list[float]] = ([], [])
+
+    def block(step: Step, count: int) -> float:
+        wait()
+        start = clock()
+        for _ in range(count):
+            step()
+        wait()
+        return (clock() - start) / count
+
+    steps, seconds = (first, second), ([], [])
+    for step in steps:
+        block(step, 2)  # the first steps build the guide and load code
+    counts = [max(1, math.ceil(block_seconds / block(step, 3))) for step in steps]
     for k in range(rounds):
         for i in (0, 1) if k % 2 == 0 else (1, 0):
-            seconds[i].append(_block(steps[i], counts[i], wait))
+            seconds[i].append(block(steps[i], counts[i]))
     ratios = [a / b for a, b in zip(*seconds, strict=True)]
     return Timing(Spread.of(seconds[0]), Spread.of(seconds[1]), Spread.of(ratios))
 
 
-def _block(step: Step, count: int, wait: Callable[[], object]) -> float:
-    wait()
-    start = clock()
-    for _ in range(count):
-        step()
-    wait()
-    return (clock() - start) / count
-
-
-def row(name: str, timing: Timing, notes: Mapping[str, object]) -> str:
+def line(*cells: object) -> str:
     """One line of a table in Markdown."""
-    cells = [name, f"{1e3 * timing.ours.median:.2f}", f"{1e3 * timing.theirs.median:.2f}"]
-    r = timing.ratio
-    cells += [f"{r.median:.2f} ({r.low:.2f}-{r.high:.2f})", *map(str, notes.values())]
-    return f"| {' | '.join(cells)} |"
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def heading(*cells: str) -> str:
+    """The first two lines of a table in Markdown."""
+    return f"{line(*cells)}\n{line(*('---' for _ in cells))}"
+
+
+def circumstances() -> dict[str, object]:
+    """Date and versions, for the head of a JSON file."""
+    return {
+        "date": date.today().isoformat(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "pyro": pyro.__version__,
+            "pyro_ngvi": pyro_ngvi.__version__,
+        },
+    }

@@ -43,9 +43,18 @@ class Minibatches(dict[str, Tensor]):
 
     def __init__(self, fixed: Mapping[str, Tensor] | None = None) -> None:
         super().__init__(fixed or {})
-        self._subsamples: dict[str, Callable[[], Tensor]] = {}
+        self._subsamples: dict[str, Any] = {}
 
-    def draw(self, name: str, subsample: Callable[[], Tensor]) -> Tensor:
+    def fits(self, name: str, subsample: Any) -> bool:
+        """Whether there is an index for ``name`` that is a draw from ``subsample``."""
+        if name not in self:
+            return False
+        drawn_from = self._subsamples.get(name)
+        if drawn_from is None:  # given by the caller
+            return len(self[name]) == subsample.subsample_size
+        return plate_sizes(drawn_from) == plate_sizes(subsample)
+
+    def draw(self, name: str, subsample: Any) -> Tensor:
         """Draw the index of the plate ``name`` and remember how."""
         self._subsamples[name] = subsample
         self[name] = subsample()
@@ -55,6 +64,11 @@ class Minibatches(dict[str, Tensor]):
         """Draw a new index for every plate that was drawn before."""
         for name, subsample in self._subsamples.items():
             self[name] = subsample()
+
+
+def plate_sizes(subsample: Any) -> tuple[int, int]:
+    """Number of examples, and how many of them are drawn."""
+    return subsample.size, subsample.subsample_size
 
 
 def is_minibatch(site: Site) -> bool:
@@ -96,9 +110,8 @@ class Conditioned(Messenger):
                 msg["value"] = self._minibatch(name, fn)
 
     def _minibatch(self, name: str, subsample: Any) -> Tensor:
-        index = self.minibatches.get(name)
-        if index is not None and len(index) == subsample.subsample_size:
-            return index
+        if self.minibatches.fits(name, subsample):
+            return self.minibatches[name]
         if self.in_vmap:
             raise _Missing(name, subsample)
         return self.minibatches.draw(name, subsample)
@@ -191,7 +204,7 @@ def run_particles(
 
     batched = torch.func.vmap(body, randomness=randomness, chunk_size=chunk_size)
     inputs = (dict(values), torch.empty(num_particles, device="cpu"))
-    missing: set[tuple[str, int | None]] = set()
+    missing: set[tuple[str, tuple[int, int] | None]] = set()
     while True:
         try:
             with pyro.validation_enabled(False):  # validation branches on tensors
@@ -200,7 +213,7 @@ def run_particles(
                 with _BatchedSamplers():
                     return batched(*inputs)
         except _Missing as need:
-            size = need.subsample.subsample_size if need.subsample is not None else None
+            size = None if need.subsample is None else plate_sizes(need.subsample)
             if (need.name, size) in missing:
                 raise RuntimeError(
                     f"{need.name!r} changes between two runs of the same model; parameters and "

@@ -151,8 +151,10 @@ def print_posterior(guide: Any, X: Tensor, y: Tensor, features: list[str]) -> No
 def print_comparison(fits: Sequence[Fit]) -> None:
     """When each fit was first seen within each target, and where it ended."""
     print(
-        f"\nOptimum of the ELBO: {OPTIMUM} nats. One core, 8 particles, NGVB with its default "
-        f"settings,\nAdam with learning rate {ADAM_RATE}. Seconds and steps until first within\n"
+        f"\nOptimum of the ELBO: {OPTIMUM} nats. NGVB has its default settings, Adam the learning "
+        f"rate {ADAM_RATE},\nthe quickest of 0.001, 0.003, 0.01 and 0.03 to 0.5 nat. (0.001 takes "
+        f"twice as long to 0.5 nat,\nbut also comes within 0.1, after some 7,300 steps.)\n\n"
+        f"First within:"
     )
     print(f"{'':6}" + "".join(f"{f'{nats} nat':22}" for nats in TARGETS) + "at the end")
     for fit in fits:

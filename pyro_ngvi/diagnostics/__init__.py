@@ -1,4 +1,4 @@
-"""Whether to believe the answer, and whether it is reached yet."""
+"""Whether to believe the answer."""
 
 from pyro_ngvi.diagnostics.khat import KHat, khat, khat_from_log_weights
 

@@ -27,6 +27,8 @@ from pyro_ngvi._draws import draw_and_evaluate, prototype_sites, random_state, s
 
 __all__ = ["KHat", "khat", "khat_from_log_weights"]
 
+NEGLIGIBLE = 0.01  # nats of KL that no reader of a posterior would notice
+COARSE = 0.05  # nats of rounding above which equal and unequal weights look alike
 MIN_DRAWS = 25  # fewer leave less than five weights for the tail
 
 
@@ -38,6 +40,11 @@ class KHat:
     none to estimate; ``threshold`` is min(1 - 1/log10(S), 0.7), above which the weights are not
     to be relied on; ``ess`` = 1 / sum_s w_s^2 is how many exact draws the normalised weights w are
     worth; ``log_weights`` are their logarithms, (S,), in nats.
+
+    k-hat does not depend on the scale of the weights: weights that are all equal to within a
+    percent may still have a tail of some shape. So ``ok`` also holds where there is next to nothing
+    to correct, that is where ``kl`` = log S - mean(log weights), an estimate of KL(q || p), is below
+    ``NEGLIGIBLE`` nats and the draws are worth at least 95 % of their number.
     """
 
     khat: float
@@ -47,13 +54,35 @@ class KHat:
 
     @property
     def ok(self) -> bool:
-        """Whether k-hat is at most its threshold."""
-        return self.khat <= self.threshold
+        """Whether k-hat is at most its threshold, or the weights are equal in practice."""
+        if np.isnan(self.khat):
+            return False
+        return self.khat <= self.threshold or self.nearly_equal
+
+    @property
+    def kl(self) -> float:
+        """Estimate of KL(q || posterior) in nats: log mean(weight) - mean(log weight)."""
+        return float(-np.mean(self.log_weights) - np.log(len(self.log_weights)))
+
+    @property
+    def nearly_equal(self) -> bool:
+        """Whether the weights correct next to nothing."""
+        return self.kl < NEGLIGIBLE and self.ess >= 0.95 * len(self.log_weights)
 
     @property
     def verdict(self) -> str:
         """What was found and what to do about it, in a sentence."""
         found = f"k-hat is {self.khat:.2f} from {len(self.log_weights)} draws"
+        if np.isnan(self.khat):
+            return (
+                "The importance weights can not be told from rounding in this dtype, so k-hat says "
+                "nothing: evaluate the model in float64."
+            )
+        if self.nearly_equal and self.khat > self.threshold:
+            return (
+                f"{found}, but all weights are nearly equal (KL of about {max(self.kl, 0.0):.1g} "
+                f"nat): where the guide draws, it is the posterior."
+            )
         if self.ok:
             return (
                 f"{found}, within {self.threshold:.2f}: importance weights can correct what the "
@@ -144,6 +173,8 @@ def khat_from_log_weights(log_weights: np.ndarray, resolution: float = 0.0) -> K
     x = x - x.max()
     normalised = x - np.log(np.exp(x).sum())
     ess = float(1 / np.exp(2 * normalised).sum())
+    if -x.min() <= resolution and resolution > COARSE:
+        return KHat(float("nan"), threshold, ess, normalised)
     return KHat(_tail_shape(x, resolution), threshold, ess, normalised)
 
 

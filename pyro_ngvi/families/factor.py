@@ -22,7 +22,8 @@ leaves an equation for v alone,
 where Pi = I - B~ (B~' B~)^-1 B~' projects away from the factors and o is the entrywise product: the
 Schur complement does not depend on the size of B at all.  Conjugate gradients with the diagonal
 2 (1 - leverage)^2 as preconditioner solve it at O(d r^2) a product; the number of iterations follows
-the largest leverage, not d.  No d x d matrix appears.
+the largest leverage, not d.  No d x d matrix appears, except for d up to 50, where factorising it is
+cheaper.
 
 B is determined up to a rotation of its columns, so F has a null space (B A, A antisymmetric).  No
 gradient of a function of Sigma has a component there; noise in a gradient that has is removed.
@@ -40,13 +41,10 @@ import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
+from ..linalg.projection import solve_squared_projection
 from .base import LOG_2PI, Family, Tensors, clamp_exponent
 
 __all__ = ["FactorNormal"]
-
-
-#: up to that many dimensions Pi o Pi is so small a matrix that factorising it beats iterating
-SMALL = 50
 
 
 class _Geometry:
@@ -78,16 +76,6 @@ def _precision_times(B: Tensor, log_scale: Tensor, x: Tensor) -> Tensor:
     """Sigma^-1 x' for rows x (n, d)."""
     geometry = _Geometry({"factor": B, "log_scale": log_scale})
     return geometry.precision_product(x / geometry.c) / geometry.c
-
-
-def _known_to_hold(condition: Tensor) -> bool:
-    """Whether a 0-dim condition holds, asked only where the answer costs nothing to fetch."""
-    if condition.device.type != "cpu":
-        return False
-    try:
-        return bool(condition)
-    except RuntimeError:  # vmap and tracing have no single answer
-        return False
 
 
 class _ConditionalSample(torch.autograd.Function):
@@ -125,9 +113,10 @@ class FactorNormal(Family):
 
     Args:
         rank: number r of columns of B, at least 1 and smaller than d.
-        cg_iterations: conjugate-gradient iterations for the c-block of the natural gradient.  The
-            error shrinks by about (1 - max leverage)^2 an iteration; 16 leave a relative residual
-            under 1e-6 on factors that spread over ten coordinates or more.
+        cg_iterations: conjugate-gradient iterations for the c-block of the natural gradient, at
+            most: on a CPU they end once the residual is down to rounding.  The error shrinks by
+            about (1 - max leverage)^2 an iteration; 16 leave a relative residual under 1e-6 on
+            factors that spread over ten coordinates or more.
 
     Example:
         >>> import torch
@@ -262,48 +251,13 @@ class FactorNormal(Family):
         H = 0.5 * (H + H.mT)
         rhs = h + (torch.addmm(G, H, B_plus, beta=-2.0) * B_plus).sum(-2)
         Q = solve_triangular(gram_chol.mT, B.mT, upper=True, left=False).mT
-        v = self._solve_scales(Q, 0.5 * rhs)
+        v = solve_squared_projection(Q, 0.5 * rhs, self.cg_iterations)
 
         vW = v * W
         H_R = H - 2.0 * (W @ vW.mT)
         U = E_inverse @ torch.addmm(torch.add(G, vW, alpha=-2.0), H - 0.5 * H_R @ E_inverse, B)
         t = g + (B @ g) @ B
         return {"loc": t, "factor": U.mT, "log_scale": v}
-
-    def _solve_scales(self, Q: Tensor, rhs: Tensor) -> Tensor:
-        """(Pi o Pi)^-1 rhs for Pi = I - Q' Q, Q (r, d) with orthonormal rows."""
-        leverage = Q.square().sum(-2).clamp(0.0, 1.0)
-        # where a factor owns a coordinate (leverage 1) its c is not identified: leave it in place
-        floor = math.sqrt(torch.finfo(Q.dtype).eps)
-        diagonal = 1.0 - 2.0 * leverage + floor
-        if Q.shape[-1] <= SMALL:
-            matrix = (Q.mT @ Q).square() + torch.diag(diagonal)
-            chol, _ = torch.linalg.cholesky_ex(matrix)
-            return torch.cholesky_solve(rhs.unsqueeze(-1), chol).squeeze(-1)
-        preconditioner = 1.0 / ((1.0 - leverage).square() + floor)
-
-        def product(v: Tensor) -> Tensor:
-            inner = Q @ (v * Q).mT
-            return torch.addcmul((inner @ Q).mul_(Q).sum(-2), diagonal, v)
-
-        v = torch.zeros_like(rhs)
-        residual = rhs
-        y = direction = preconditioner * residual
-        rho = torch.dot(residual, y)
-        tiny = torch.finfo(Q.dtype).tiny
-        stop = rho * torch.finfo(Q.dtype).eps ** 2  # converged: further steps are set to zero
-        for _ in range(self.cg_iterations):
-            if _known_to_hold(rho <= stop):
-                break
-            Sp = product(direction)
-            alpha = torch.where(rho > stop, rho / torch.dot(direction, Sp).clamp_min(tiny), 0.0)
-            v = torch.addcmul(v, alpha, direction)
-            residual = torch.addcmul(residual, alpha, Sp, value=-1.0)
-            y = preconditioner * residual
-            rho_next = torch.dot(residual, y)
-            direction = torch.addcmul(y, rho_next / rho.clamp_min(tiny), direction)
-            rho = rho_next
-        return v
 
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"

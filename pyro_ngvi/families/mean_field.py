@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..linalg.cholesky import SMALLEST
 from .base import LOG_2PI, Family, Tensors, clamp_exponent
 
 __all__ = ["MeanFieldNormal"]
@@ -95,8 +96,8 @@ class MeanFieldNormal(Family):
         loc, log_scale = params["loc"], params["log_scale"]
         change = step * tangent["log_scale"]
         if coordinates == "natural":
-            # p_new / p = 1 - 2 change; halve the step until every ratio is positive
-            room = 1.0 - torch.finfo(change.dtype).eps ** 0.5
+            # p_new / p = 1 - 2 change; halve the step until every ratio is at least 1/4
+            room = 1.0 - SMALLEST
             worst = (2.0 * change).amax().clamp_min(room)
             shrink = torch.exp2(-torch.log2(worst / room).ceil())
             new_log_scale = log_scale - 0.5 * torch.log1p(-2.0 * shrink * change)

@@ -72,7 +72,9 @@ class AutoFamily(OwnName, AutoContinuous):
         self.init_scale = float(init_scale)
         self.sticking_the_landing = sticking_the_landing
         self.init = init
+        self.averaged = False
         self._lag: Tensors | None = None
+        self._lag_of: Tensors | None = None
 
     def _make_family(self) -> Family:
         raise NotImplementedError
@@ -162,8 +164,16 @@ class AutoFamily(OwnName, AutoContinuous):
         """
         self._require_setup()
         params = self._current()
-        if self.lag is not None and torch.is_grad_enabled():
-            params = {name: p + self.lag[name] for name, p in params.items()}
+        if self.averaged and torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+            raise RuntimeError(
+                f"{type(self).__name__} can not be traced by torch.jit while its optimizer averages: "
+                f"the trace would freeze the lag between iterate and average. Use Trace_ELBO or "
+                f"BatchedELBO, or averaging=False."
+            )
+        if torch.is_grad_enabled():
+            params = {
+                name: p + lag for (name, p), lag in zip(params.items(), self.lag(), strict=True)
+            }
         return self._distribution(params)
 
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -171,14 +181,26 @@ class AutoFamily(OwnName, AutoContinuous):
         name = f"_{module_name(self)}_latent"
         return pyro.sample(name, self.sampling_posterior(), infer={"is_auxiliary": True})
 
-    def set_lag(self, lag: Tensors | None) -> None:
-        """For optimizers that average: iterate minus average, by name; ``None`` for no averaging."""
-        self._lag = lag
+    def set_lag(self, lag: Tensors | None, answer: Tensors | None = None) -> None:
+        """For optimizers that average: iterate minus average, by name; ``None`` for no averaging.
 
-    @property
-    def lag(self) -> Tensors | None:
-        """Iterate minus average, where an optimizer averages."""
-        return self._lag
+        The lag belongs to ``answer``, the parameters as the optimizer left them.  Whoever writes to
+        them next (another optimizer, ``load_state_dict``) thereby drops it.
+        """
+        self._lag, self._lag_of = lag, answer
+
+    def lag(self) -> Iterator[Tensor | float]:
+        """The lag of each parameter, in the order of ``family.names``; 0 where there is none."""
+        intact = self.lag_is_intact()
+        for name in self.family.names:
+            yield 0.0 if self._lag is None else torch.where(intact, self._lag[name], 0.0)
+
+    def lag_is_intact(self) -> Tensor:
+        """Whether the parameters are as the optimizer left them: a 0-dim tensor, not waited for."""
+        params = self.natural_params()
+        if self._lag_of is None:
+            return torch.ones((), dtype=torch.bool, device=params["loc"].device)
+        return torch.stack([(params[k] == v).all() for k, v in self._lag_of.items()]).all()
 
     def _distribution(self, params: Tensors) -> FamilyDistribution:
         return FamilyDistribution(
@@ -207,10 +229,18 @@ class AutoFamily(OwnName, AutoContinuous):
                 return name
         raise IndexError(f"The latent vector has {end} entries, there is no entry {index}.")
 
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        # .to(), .double() and the like move the parameters, and the lag with them
+        moved = super()._apply(fn, *args, **kwargs)
+        for name in ("_lag", "_lag_of"):
+            tensors = getattr(self, name)
+            setattr(self, name, None if tensors is None else {k: fn(v) for k, v in tensors.items()})
+        return moved
+
     def __getstate__(self) -> dict[str, Any]:
         # the lag belongs to a running optimizer; a copy is the answer alone
         with kept_whole(self):
-            return {**super().__getstate__(), "_lag": None}
+            return {**super().__getstate__(), "_lag": None, "_lag_of": None, "averaged": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -14,7 +14,7 @@ __all__ = ["Averaging", "LogPower", "Tail", "as_averaging"]
 
 
 class Averaging(Protocol):
-    """``rate(k, state)``: the weight w_k / sum_{j<=k} w_j of the newest iterate, k = 1, 2, ..."""
+    """``rate(k, total)``: the weight w_k / sum_{j<=k} w_j of iterate k = 1, 2, ... and the total."""
 
     def rate(self, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]: ...
 

@@ -41,7 +41,7 @@ class StepReport:
     """What the last step did, in numbers.
 
     Attributes:
-        outcome: "accepted", "damped" (shortened by the trust region) or "skipped" (not finite).
+        outcome: "accepted", "damped" (by the trust region, or as an outlier) or "skipped" (not finite).
         step_norm: Fisher length of the step; KL from the q before is about step_norm^2 / 2 nats.
         gain: factor on the natural gradient that the schedule asked for.
         radius: trust radius in force.
@@ -86,8 +86,9 @@ class NaturalGradientOptim(PyroOptim):
                 f"this guide by pyro.optim.Adam."
             )
         self._rules = {path: self.make_rule(block.family) for path, block in find_blocks(guide)}
-        for _, block in find_blocks(guide):
+        for path, block in find_blocks(guide):
             block.set_lag(None)  # an optimizer before this one may have left its own
+            block.averaged = getattr(self._rules[path], "averaging", None) is not None
         self._states: dict[str, Tensors] = {}
         self._waiting: dict[str, Tensors] = {}
         self._reports: dict[str, Report] = {}
@@ -119,23 +120,26 @@ class NaturalGradientOptim(PyroOptim):
     @torch.no_grad()
     def _step_block(self, path: str, block: AutoFamily, tensors: dict[str, Any]) -> None:
         state = self._state_of(path, {name: p.detach() for name, p in tensors.items()})
-        # the gradient was taken at the iterate, which lies at a lag from an averaged answer
-        lag = block.lag or {}
-        values = {
-            name: p.detach() + lag[name] if lag else p.detach() for name, p in tensors.items()
-        }
+        if all(p.grad is None for p in tensors.values()):
+            raise ValueError(
+                f"{type(self).__name__}: the loss has no gradient in the parameters of "
+                f"{type(block).__name__}. With sticking_the_landing=True log q(z) at a fixed z has "
+                f"none, so ReweightedWakeSleep and the like need sticking_the_landing=False."
+            )
         grads: Tensors = {
             name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in tensors.items()
         }
-        inner = {k: v for k, v in state.items() if not k.startswith("lag.")}
-        new, state, report = self._rules[path].update(values, grads, inner)
+        # the gradient was taken at the iterate, which lies at a lag from an averaged answer
+        lags = zip(tensors.items(), block.lag(), strict=True)
+        values = {name: p.detach() + lag for (name, p), lag in lags}
+        if block.averaged:
+            state = _restart_average(state, values, block.lag_is_intact())
+        new, state, report = self._rules[path].update(values, grads, state)
         answer = part(state, "average.") or new
-        if answer is not new:
-            lag = {name: new[name] - answer[name] for name in new}
-            block.set_lag(lag)
-            state = state | {"lag." + name: v for name, v in lag.items()}
         for name, p in tensors.items():
             p.copy_(answer[name])
+        if block.averaged:
+            block.set_lag({name: new[name] - answer[name] for name in new}, answer)
         self._states[path] = state
         self._reports[path] = report
         if report.finite.device.type == "cpu" and not bool(report.finite):
@@ -145,12 +149,18 @@ class NaturalGradientOptim(PyroOptim):
         if path in self._waiting:
             saved = self._waiting.pop(path)
             fresh = self._rules[path].init(values)
-            fresh |= {"lag." + name: values[name] for name in part(saved, "lag.")}
             _check_state(path, fresh, saved)
             self._states[path] = {k: saved[k].to(fresh[k]) for k in fresh}
         if path not in self._states:
             self._states[path] = self._rules[path].init(values)
-        return self._states[path]
+        state, loc = self._states[path], values["loc"]
+        if state["count"].device != loc.device or state["count"].dtype != loc.dtype:
+            # the guide was moved, for instance by guide.to(device)
+            state = {
+                k: v.to(loc) if v.is_floating_point() else v.to(loc.device)
+                for k, v in state.items()
+            }
+        return state
 
     def _sorted_others(self, remaining: dict[int, Tensor], natural: bool) -> list[Tensor]:
         if not natural:
@@ -208,7 +218,12 @@ class NaturalGradientOptim(PyroOptim):
 
     def get_state(self) -> dict[str, Any]:
         """Everything that the next step depends on, except parameters and the random state."""
-        natural = {**self._states, **self._waiting}
+        natural = {path: dict(state) for path, state in (self._states | self._waiting).items()}
+        for path, block in find_blocks(self.guide):
+            if path in natural and block.averaged and block.natural_params():
+                lags = zip(block.family.names, block.lag(), strict=True)
+                loc = natural[path]["direction.loc"]
+                natural[path] |= {"lag." + k: torch.as_tensor(v).to(loc) for k, v in lags}
         return {
             "natural": {path: {k: v.clone() for k, v in s.items()} for path, s in natural.items()},
             "others": None if self.others is None else self.others.get_state(),
@@ -231,13 +246,25 @@ class NaturalGradientOptim(PyroOptim):
             self.others.grad_clip.clear()
             self.others.set_state(state_dict["others"])
         self._states.clear()
-        self._waiting = {path: dict(state) for path, state in state_dict["natural"].items()}
+        self._waiting = {
+            path: {k: v for k, v in state.items() if not k.startswith("lag.")}
+            for path, state in state_dict["natural"].items()
+        }
         for path, block in find_blocks(self.guide):
-            block.set_lag(part(self._waiting.get(path, {}), "lag.") or None)
+            # the parameters may be restored before or after this call
+            saved = state_dict["natural"].get(path, {})
+            block.set_lag(part(saved, "lag.") or None)
 
 
 def part(state: Tensors, prefix: str) -> Tensors:
     return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+
+
+def _restart_average(state: Tensors, values: Tensors, intact: Tensor) -> Tensors:
+    """Averages of what was there before somebody else wrote to the parameters are void."""
+    restarted = {"average." + name: v for name, v in values.items()}
+    restarted |= {name: torch.zeros_like(state[name]) for name in ("count", "average_total")}
+    return state | {k: torch.where(intact, state[k], v) for k, v in restarted.items()}
 
 
 def _check_state(path: str, fresh: Tensors, saved: Tensors) -> None:

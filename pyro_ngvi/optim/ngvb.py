@@ -12,7 +12,8 @@ For a family with Fisher matrix F, from the Euclidean gradient g of the loss, wi
 a Gaussian posterior (full rank) it is the Kalman gain of
 :class:`~pyro_ngvi.optim.schedules.NoiseClock`, and beta is 0.  For the others (mean field, factor) the
 Hessian in the Fisher metric has eigenvalues from near 0 to about d, so no single gain suits all
-directions: there b_k = (1 + k/20)^(-1/2) / 6 with momentum beta = 0.9, and iterates are averaged.
+directions: there b_k = (1 + k/20)^(-1/2) / 6, where k waits while signal dominates, with momentum
+beta = 0.9, and iterates are averaged.
 
 **Radius.**  KL between successive q is about R^2 / 2, hence one radius serves every model: R_k =
 min(trust_radius, 3 sqrt(b_k)).  The second bound keeps the energy that the noise of one step injects in
@@ -32,8 +33,9 @@ positive-definite matrices by backtracking.  Both follow the same direction and 
 Loss convention: Pyro's loss is the whole negative ELBO in nats (a sum over data, not a mean), so no
 data count enters.  GPyTorch's ``NGD(num_data=N, lr=b)`` corresponds to a gain of b here.
 
-Not for: losses that are not an expectation under q of a fixed function plus the entropy, and not for
-guides of other packages, whose Fisher matrix is not known here.
+Not for: losses that are not an ELBO (RenyiELBO with sticking the landing, EnergyDistance), losses
+scaled by ``poutine.scale(..., 1 / N)`` (natural gradients need no such scale, and the gain, at most 1,
+can not make up for it), and guides of other packages, whose Fisher matrix is not known here.
 
 Sources: Amari (1998); Khan & Nielsen (2018, arXiv:1807.04489); Tan (2021, arXiv:2109.00375).  The noise
 clock, the radius and the symmetrised gradients are this project's; benchmarks/README.md measures them.
@@ -63,7 +65,7 @@ OUTLIER = 3.0
 #: a run of skipped steps longer than this halves the radius at each further one
 PATIENCE = 3.0
 #: gains for families whose Fisher matrix is not the Hessian of the loss
-SLOW_DECAY = RobbinsMonro(scale=1.0 / 6.0, offset=20.0, power=0.5)
+SLOW_DECAY = RobbinsMonro(scale=1.0 / 6.0, offset=20.0, power=0.5, patience=0.5)
 
 
 @dataclass(frozen=True)
@@ -106,17 +108,20 @@ class NGVBRule:
 
         first = state["count"] == 0
         log_typical = torch.where(first, length.log(), state["log_typical"])
-        kept_length = torch.minimum(length, OUTLIER * log_typical.exp())
+        # below one nat^(1/2) no gradient can throw q away, however unusual its length
+        kept_length = torch.minimum(length, OUTLIER * log_typical.exp().clamp_min(1.0))
         radius = torch.clamp(self.noise_radius * gain.sqrt(), max=self.trust_radius)
         radius = radius * torch.exp2(-(state["skipped_in_a_row"] - PATIENCE).clamp_min(0.0))
 
         wanted = torch.minimum(self.lr * gain * kept_length, radius)
         move = {name: wanted * v for name, v in direction.items()}
         move_norm = wanted
+        damped = wanted < 0.999 * self.lr * gain * length
         if self.momentum:
             move["loc"] = move["loc"] + self.momentum * state["move"]
             move_norm = self.family.fisher_norm(params, move).clamp_min(1e-30)
             shrink = (radius / move_norm).clamp_max(1.0)
+            damped = damped | (shrink < 1.0)
             move = {name: shrink * v for name, v in move.items()}
             move_norm = shrink * move_norm
 
@@ -154,7 +159,7 @@ class NGVBRule:
             step_norm=torch.where(finite, move_norm, torch.zeros_like(move_norm)),
             gain=gain,
             radius=radius,
-            damped=move_norm < 0.999 * self.lr * gain * length,
+            damped=damped,
             skipped=new_state["skipped"],
             bad_entries=bad,
         )
@@ -190,7 +195,7 @@ class NGVB(NaturalGradientOptim):
 
     Args:
         guide: the guide that SVI trains, or a list that contains guides of ours.
-        lr: upper bound of the gain in (0, 1]; 1 leaves the choice to the schedule.
+        lr: factor in (0, 1] on the gain of the schedule, for careful runs; 1 is right.
         trust_radius: largest Fisher length of a step, nats^(1/2); KL between successive q is at most
             about trust_radius^2 / 2.  ``None``: no bound (for exact gradients only).
         schedule: "noise" (:class:`NoiseClock`), "constant", a :class:`RobbinsMonro`, or a function
@@ -239,7 +244,7 @@ class NGVB(NaturalGradientOptim):
     ) -> None:
         if not isinstance(lr, int | float) or not 0.0 < lr <= 1.0:
             raise ValueError(
-                f"lr bounds the gain of a natural gradient and must lie in (0, 1], got {lr!r}."
+                f"lr multiplies the gain of a natural gradient and must lie in (0, 1], got {lr!r}."
             )
         if trust_radius is not None and not 0.0 < trust_radius:
             raise ValueError(f"trust_radius must be positive or None, got {trust_radius!r}.")

@@ -108,14 +108,18 @@ class RobbinsMonro:
     Converges for 1/2 < power <= 1 (sum b = inf, sum b^2 < inf).  Close to power 1/2 together with
     iterate averaging is the choice of Polyak & Juditsky (1992).
 
+    With ``patience`` p < 1 the count k stands still while the share of signal (1), averaged over ten
+    steps, exceeds p: q is then still on its way, and the decay, which is there for noise, waits.
+
     Example:
         >>> RobbinsMonro(scale=1.0, offset=1.0, power=1.0)
-        RobbinsMonro(scale=1.0, offset=1.0, power=1.0)
+        RobbinsMonro(scale=1.0, offset=1.0, power=1.0, patience=1.0)
     """
 
     scale: float = 0.2
     offset: float = 100.0
     power: float = 0.75
+    patience: float = 1.0
 
     def __post_init__(self) -> None:
         if not (self.scale > 0 and self.offset > 0 and 0 <= self.power <= 1):
@@ -125,11 +129,14 @@ class RobbinsMonro:
             )
 
     def init(self, like: Tensor) -> Tensors:
-        return {"count": _zero(like)}
+        return {"count": _zero(like), "mean": _zero(like)}
 
     def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
         count = state["count"]
-        return self.scale * (1.0 + count / self.offset) ** -self.power, {"count": count + 1}
+        mean = state["mean"] + 0.1 * (signal.clamp(-1.0, 1.0) - state["mean"])
+        advance = (mean <= self.patience).to(count)
+        gain = self.scale * (1.0 + count / self.offset) ** -self.power
+        return gain, {"count": count + advance, "mean": mean}
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def test_inverse_cholesky_against_inverse(seed, step):
 def test_step_is_halved_only_as_often_as_needed():
     H = torch.diag(torch.tensor([1.0, -3.0]))
     T, shrink = inverse_cholesky_of_shifted(H, 1.0)
-    assert float(shrink) == 0.25  # 1 - 3/2 < 0 < 1 - 3/4
+    assert float(shrink) == 0.25  # 1 - 3/2 < 1/4 <= 1 - 3/4
     torch.testing.assert_close(T, torch.diag(torch.tensor([1.25, 0.25]) ** -0.5))
     _, shrink = inverse_cholesky_of_shifted(H, 0.2)
     assert float(shrink) == 1.0

@@ -205,8 +205,11 @@ def test_part_of_pyro_in_a_list_needs_others() -> None:
 # --- arguments --------------------------------------------------------------------------------
 
 BAD_ARGUMENTS = [
-    *[("lr", value, r"lr bounds the gain .* in \(0, 1\], got") for value in (-0.1, 0.0, 1.5)],
-    *[("lr", value, r"lr bounds the gain .*, got") for value in (math.nan, math.inf, "1", None)],
+    *[("lr", value, r"lr multiplies the gain .* in \(0, 1\], got") for value in (-0.1, 0.0, 1.5)],
+    *[
+        ("lr", value, r"lr multiplies the gain .*, got")
+        for value in (math.nan, math.inf, "1", None)
+    ],
     *[("trust_radius", v, "trust_radius must be positive or None, got") for v in (-1.0, 0.0)],
     ("trust_radius", math.nan, "trust_radius must be positive or None, got nan"),
     *[("momentum", v, r"momentum must lie in \[0, 1\), got") for v in (-0.1, 1.0, math.inf)],
