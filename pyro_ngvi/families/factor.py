@@ -22,8 +22,7 @@ leaves an equation for v alone,
 where Pi = I - B~ (B~' B~)^-1 B~' projects away from the factors and o is the entrywise product: the
 Schur complement does not depend on the size of B at all.  Conjugate gradients with the diagonal
 2 (1 - leverage)^2 as preconditioner solve it at O(d r^2) a product; the number of iterations follows
-the largest leverage, not d.  No d x d matrix appears, except for d up to 50, where factorising it is
-cheaper.
+the largest leverage, not d.  No d x d matrix appears.
 
 B is determined up to a rotation of its columns, so F has a null space (B A, A antisymmetric).  No
 gradient of a function of Sigma has a component there; noise in a gradient that has is removed.

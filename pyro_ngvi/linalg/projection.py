@@ -16,9 +16,6 @@ from torch import Tensor
 
 __all__ = ["solve_squared_projection"]
 
-#: up to that many dimensions the matrix is factorised, which is faster than to iterate
-SMALL = 50
-
 
 def solve_squared_projection(Q: Tensor, b: Tensor, iterations: int) -> Tensor:
     """v (d,) with (Pi o Pi) v = ``b`` (d,), by at most ``iterations`` of conjugate gradients.
@@ -28,10 +25,6 @@ def solve_squared_projection(Q: Tensor, b: Tensor, iterations: int) -> Tensor:
     leverage = Q.square().sum(-2).clamp(0.0, 1.0)
     floor = math.sqrt(torch.finfo(Q.dtype).eps)
     diagonal = 1.0 - 2.0 * leverage + floor
-    if Q.shape[-1] <= SMALL:
-        matrix = (Q.mT @ Q).square() + torch.diag(diagonal)
-        factor, _ = torch.linalg.cholesky_ex(matrix)
-        return torch.cholesky_solve(b.unsqueeze(-1), factor).squeeze(-1)
     preconditioner = 1.0 / ((1.0 - leverage).square() + floor)
 
     def product(v: Tensor) -> Tensor:

@@ -126,7 +126,8 @@ class NGVBRule:
             move_norm = shrink * move_norm
 
         new = self.family.retract(params, move, -1.0, self.coordinates)
-        finite = torch.stack([finite, *(torch.isfinite(v).all() for v in new.values())]).all()
+        for value in new.values():
+            finite = finite & torch.isfinite(value.sum())
         new = {name: torch.where(finite, new[name], params[name]) for name in params}
 
         memory = torch.clamp(1.0 / (state["count"] + 1.0), min=1.0 / MEMORY)
@@ -169,20 +170,18 @@ class NGVBRule:
         self, params: Tensors, grads: Tensors
     ) -> tuple[Tensors, Tensors, Tensor, Tensor]:
         """The natural gradient as a unit direction, its dual, and its length; zero if not finite."""
-        finite = torch.stack([torch.isfinite(g).all() for g in grads.values()]).all()
-        grads = {name: torch.where(finite, g, torch.zeros_like(g)) for name, g in grads.items()}
         gradient = self.family.pull(params, grads)
         # Lengths by way of a unit largest entry: squares of float32 gradients may overflow.
         largest = torch.stack([g.abs().amax() for g in gradient.values()]).amax()
-        finite = finite & torch.isfinite(largest)
-        unit = torch.where(finite & (largest > 0), largest, torch.ones_like(largest))
-        zero = torch.zeros_like(unit)
+        finite = torch.isfinite(largest)  # amax hands on a NaN
+        zero = torch.zeros_like(largest)
+        unit = torch.where(finite & (largest > 0), largest, zero + 1.0)
         gradient = {name: torch.where(finite, g / unit, zero) for name, g in gradient.items()}
         tangent = self.family.natural_gradient(params, gradient)
         norm = dot(gradient, tangent).clamp_min(torch.finfo(unit.dtype).tiny).sqrt()
         finite = finite & torch.isfinite(norm)
-        direction = {name: torch.where(finite, t / norm, zero) for name, t in tangent.items()}
-        gradient = {name: torch.where(finite, g / norm, zero) for name, g in gradient.items()}
+        direction = {name: t / norm for name, t in tangent.items()}
+        gradient = {name: g / norm for name, g in gradient.items()}
         return direction, gradient, torch.where(finite, norm * unit, torch.ones_like(unit)), finite
 
 
