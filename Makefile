@@ -29,6 +29,9 @@ tutorials: $(STAMP)
 
 bench: $(BENCH_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.time_to_target
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.particles
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.step_cost
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu
 
 # The pinned torch goes in first, by its exact version, so that no later requirement can choose another build of it.
 $(STAMP): pyproject.toml constraints.txt

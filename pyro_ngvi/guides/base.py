@@ -170,10 +170,9 @@ class AutoFamily(OwnName, AutoContinuous):
                 f"the trace would freeze the lag between iterate and average. Use Trace_ELBO or "
                 f"BatchedELBO, or averaging=False."
             )
-        if torch.is_grad_enabled():
-            params = {
-                name: p + lag for (name, p), lag in zip(params.items(), self.lag(), strict=True)
-            }
+        lag = self.lag() if torch.is_grad_enabled() else {}
+        if lag:
+            params = {name: p + lag[name] for name, p in params.items()}
         return self._distribution(params)
 
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -189,11 +188,12 @@ class AutoFamily(OwnName, AutoContinuous):
         """
         self._lag, self._lag_of = lag, answer
 
-    def lag(self) -> Iterator[Tensor | float]:
-        """The lag of each parameter, in the order of ``family.names``; 0 where there is none."""
+    def lag(self) -> Tensors:
+        """The lag of each parameter, by name; empty where there is none."""
+        if self._lag is None:
+            return {}
         intact = self.lag_is_intact()
-        for name in self.family.names:
-            yield 0.0 if self._lag is None else torch.where(intact, self._lag[name], 0.0)
+        return {name: torch.where(intact, v, 0.0) for name, v in self._lag.items()}
 
     def lag_is_intact(self) -> Tensor:
         """Whether the parameters are as the optimizer left them: a 0-dim tensor, not waited for."""

@@ -130,9 +130,10 @@ class NaturalGradientOptim(PyroOptim):
             name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in tensors.items()
         }
         # the gradient was taken at the iterate, which lies at a lag from an averaged answer
-        lags = zip(tensors.items(), block.lag(), strict=True)
-        values = {name: p.detach() + lag for (name, p), lag in lags}
-        if block.averaged:
+        values = {name: p.detach() for name, p in tensors.items()}
+        lag = block.lag()
+        if lag:
+            values = {name: p + lag[name] for name, p in values.items()}
             state = _restart_average(state, values, block.lag_is_intact())
         new, state, report = self._rules[path].update(values, grads, state)
         answer = part(state, "average.") or new
@@ -220,10 +221,8 @@ class NaturalGradientOptim(PyroOptim):
         """Everything that the next step depends on, except parameters and the random state."""
         natural = {path: dict(state) for path, state in (self._states | self._waiting).items()}
         for path, block in find_blocks(self.guide):
-            if path in natural and block.averaged and block.natural_params():
-                lags = zip(block.family.names, block.lag(), strict=True)
-                loc = natural[path]["direction.loc"]
-                natural[path] |= {"lag." + k: torch.as_tensor(v).to(loc) for k, v in lags}
+            if path in natural and block.natural_params():
+                natural[path] |= {"lag." + k: v for k, v in block.lag().items()}
         return {
             "natural": {path: {k: v.clone() for k, v in s.items()} for path, s in natural.items()},
             "others": None if self.others is None else self.others.get_state(),
