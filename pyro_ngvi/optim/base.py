@@ -85,16 +85,20 @@ class NaturalGradientOptim(PyroOptim):
                 f"{_describe(guide)}. Use for instance pyro_ngvi.AutoFullRankNormal(model), or train "
                 f"this guide by pyro.optim.Adam."
             )
-        self._rules = {path: self.make_rule(block.family) for path, block in find_blocks(guide)}
+        self._rules: dict[str, Rule] = {}
         for path, block in find_blocks(guide):
-            block.set_lag(None)  # an optimizer before this one may have left its own
-            block.averaged = getattr(self._rules[path], "averaging", None) is not None
+            self._adopt(path, block)
         self._states: dict[str, Tensors] = {}
         self._waiting: dict[str, Tensors] = {}
         self._reports: dict[str, Report] = {}
 
     def make_rule(self, family: Family) -> Rule:
         raise NotImplementedError
+
+    def _adopt(self, path: str, block: AutoFamily) -> None:
+        self._rules[path] = self.make_rule(block.family)
+        block.set_lag(None)  # an optimizer before this one may have left its own
+        block.averaged = getattr(self._rules[path], "averaging", None) is not None
 
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
         """One step for every parameter in ``params``, from the gradients in ``.grad``."""
@@ -109,7 +113,7 @@ class NaturalGradientOptim(PyroOptim):
         others = self._sorted_others(remaining, bool(blocks))
         for path, block, tensors in blocks:
             if path not in self._rules:  # appended to a list of guides after construction
-                self._rules[path] = self.make_rule(block.family)
+                self._adopt(path, block)
             self._step_block(path, block, tensors)
         if others and self.others is not None:
             for p in others:  # one bad gradient would stay in the moments of Adam for good

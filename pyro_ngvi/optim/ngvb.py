@@ -90,7 +90,7 @@ class NGVBRule:
         state |= {"direction." + name: torch.zeros_like(v) for name, v in params.items()}
         state |= {"schedule." + name: v for name, v in self.schedule.init(like).items()}
         if self.momentum:
-            state["move"] = torch.zeros_like(like)
+            state |= {"move": torch.zeros_like(like), "move_energy": zero.clone()}
         if self.averaging is not None:
             state["average_total"] = zero.clone()
             state |= {"average." + name: v.clone() for name, v in params.items()}
@@ -115,15 +115,25 @@ class NGVBRule:
 
         wanted = torch.minimum(self.lr * gain * kept_length, radius)
         move = {name: wanted * v for name, v in direction.items()}
-        move_norm = wanted
+        move_norm, move_energy = wanted, wanted
+        tiny = torch.finfo(wanted.dtype).tiny
         damped = wanted < 0.999 * self.lr * gain * length
         if self.momentum:
-            move["loc"] = move["loc"] + self.momentum * state["move"]
-            move_norm = self.family.fisher_norm(params, move).clamp_min(1e-30)
+            # |b G + beta m|^2 for a past move m of the location; in the local frame its own length
+            # stays what it was when it was made, and F has no block between location and shape
+            past, past_energy = (
+                self.momentum * state["move"],
+                self.momentum**2 * state["move_energy"],
+            )
+            added = 2.0 * wanted * (gradient["loc"] * past).sum() + past_energy
+            own = wanted.square() * (gradient["loc"] * direction["loc"]).sum()
+            move["loc"] = move["loc"] + past
+            move_norm = (wanted.square() + added).clamp_min(tiny).sqrt()
             shrink = (radius / move_norm).clamp_max(1.0)
             damped = damped | (shrink < 1.0)
             move = {name: shrink * v for name, v in move.items()}
             move_norm = shrink * move_norm
+            move_energy = shrink.square() * (own + added).clamp_min(0.0)
 
         new = self.family.retract(params, move, -1.0, self.coordinates)
         for value in new.values():
@@ -141,7 +151,7 @@ class NGVBRule:
         accepted |= {"direction." + name: v for name, v in direction.items()}
         accepted |= {"schedule." + name: v for name, v in schedule_state.items()}
         if self.momentum:
-            accepted["move"] = move["loc"]
+            accepted |= {"move": move["loc"], "move_energy": move_energy}
         if self.averaging is not None:
             rate, total = self.averaging.rate(accepted["count"], state["average_total"])
             average = update_average(part(state, "average."), new, rate)

@@ -5,6 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI, JitTrace_ELBO, Trace_ELBO
+from pyro.optim import ClippedAdam
 
 import pyro_ngvi as ngvi
 
@@ -28,7 +29,7 @@ def test_adam_after_an_averaging_optimizer_trains_what_the_guide_shows():
     guide = ngvi.AutoMeanFieldNormal(model)
     train(guide, ngvi.NGVB(guide), 20)
     assert guide.lag_is_intact()
-    svi = train(guide, pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.998}), 2000)
+    svi = train(guide, ClippedAdam({"lr": 0.05, "lrd": 0.998}), 2000)
     assert not guide.lag_is_intact()
     # the sum of both is known well: mean y, and its ELBO is that of a fit
     before = guide.loc.sum().item()
@@ -99,6 +100,7 @@ def test_a_subsampled_plate_may_grow_and_shrink():
     def subsampled(y):
         mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
         with pyro.plate("data", len(y), subsample_size=10) as index:
+            assert index is not None
             seen.append(int(index.max()))
             pyro.sample("y", dist.Normal(mu, 1.0), obs=y[index])
 

@@ -35,25 +35,23 @@ def dense(family, params):
 
 
 def flatten(params):
+    """Maps between params and a flat vector of their free entries."""
     keys = list(params)
-    if "scale_tril" in params:
-        rows, cols = torch.tril_indices(D, D)
-
-        def pack(p):
-            return torch.cat([p["loc"], p["scale_tril"][rows, cols]])
-
-        def unpack(x):
-            L = torch.zeros(D, D).index_put((rows, cols), x[D:])
-            return {"loc": x[:D], "scale_tril": L}
-
-        return pack, unpack
+    rows, cols = torch.tril_indices(D, D)
 
     def pack(p):
-        return torch.cat([p[k].reshape(-1) for k in keys])
+        parts = [p[k][rows, cols] if k == "scale_tril" else p[k].reshape(-1) for k in keys]
+        return torch.cat(parts)
 
     def unpack(x):
-        parts = torch.split(x, [params[k].numel() for k in keys])
-        return {k: v.reshape(params[k].shape) for k, v in zip(keys, parts, strict=True)}
+        sizes = [len(rows) if k == "scale_tril" else params[k].numel() for k in keys]
+        parts = dict(zip(keys, torch.split(x, sizes), strict=True))
+        for k in keys:
+            if k == "scale_tril":
+                parts[k] = torch.zeros(D, D).index_put((rows, cols), parts[k])
+            else:
+                parts[k] = parts[k].reshape(params[k].shape)
+        return parts
 
     return pack, unpack
 
@@ -279,7 +277,7 @@ def noise_energy(family, params, gradients):
     def energy(g):
         pulled = family.pull(params, g)
         tangent = family.natural_gradient(params, pulled)
-        return sum((pulled[k] * tangent[k]).sum() for k in pulled)
+        return torch.stack([(pulled[k] * tangent[k]).sum() for k in pulled]).sum()
 
     return vmap(energy)({k: v - v.mean(0) for k, v in gradients.items()}).mean()
 

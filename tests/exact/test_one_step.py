@@ -35,7 +35,7 @@ def gradients(family, params: Tensors, P, m) -> Tensors:
     z = family.rsample(leaves, sphere_points(family.noise_dim(params)))
     log_p = -0.5 * ((z - m) @ P * (z - m)).sum(-1)
     (family.log_prob(params, z) - log_p).mean().backward()
-    return {k: v.grad for k, v in leaves.items()}
+    return {k: v.grad for k, v in leaves.items() if v.grad is not None}
 
 
 def natural_rule(family, coordinates):

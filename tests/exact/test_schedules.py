@@ -122,4 +122,4 @@ def test_averaging_arguments():
     with pytest.raises(ValueError, match="negative"):
         as_averaging(-1.0)
     with pytest.raises(ValueError, match="rate"):
-        as_averaging("mean")
+        as_averaging("mean")  # pyright: ignore[reportArgumentType]

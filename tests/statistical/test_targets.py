@@ -44,6 +44,7 @@ def gap(problem, family, particles, steps, seed=0, loss=None):
         problem, GUIDES[family](problem.model), particles, steps, seed, loss
     )
     assert optim.report().skipped == 0
+    assert problem.exact_elbo is not None
     return problem.optimum[family].elbo - problem.exact_elbo(loc, scale_tril)
 
 
