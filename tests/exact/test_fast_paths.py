@@ -1,0 +1,64 @@
+"""The fast forms inside the families against the plain ones, at sizes where they differ."""
+
+import pytest
+import torch
+from torch.func import vmap
+
+from pyro_ngvi.families import FactorNormal
+from pyro_ngvi.families.full_rank import BLOCK, _tril_product
+from pyro_ngvi.linalg.projection import solve_squared_projection
+
+
+@pytest.mark.parametrize("d", [BLOCK, BLOCK + 1, 2 * BLOCK + 37])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_triangular_product_by_halves(d, transpose):
+    L, A = torch.randn(2, d, d).tril()
+    expected = ((L.mT if transpose else L) @ A).tril()
+    torch.testing.assert_close(_tril_product(L, A, transpose), expected, rtol=1e-11, atol=1e-11)
+
+
+def test_triangular_product_under_vmap():
+    d = BLOCK + 10
+    L, A = torch.randn(2, 3, d, d).tril()
+    expected = (L.mT @ A).tril()
+    actual = vmap(lambda x, y: _tril_product(x, y, transpose=True))(L, A)
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("rank", [1, 5])
+@pytest.mark.parametrize("d", [20, 120])
+def test_squared_projection_against_the_dense_solve(rank, d):
+    Q = torch.linalg.qr(torch.randn(d, rank)).Q.mT
+    projection = torch.eye(d) - Q.mT @ Q
+    b = torch.randn(d)
+    v = solve_squared_projection(Q, b, iterations=60)
+    torch.testing.assert_close(v, torch.linalg.solve(projection.square(), b), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "dtype, log_c, limit", [(torch.float32, -2.0, 2e-2), (torch.float64, -10.0, 1e-6)]
+)
+def test_factor_family_where_the_factors_dwarf_the_rest(dtype, log_c, limit):
+    """|B / c|^2 near 1e9 in float64, as a well-determined posterior makes it: F F^-1 g is still g.
+
+    The condition number of Sigma is of that size too, so float32 gets a milder case.
+    """
+    d, rank = 40, 3
+    g = torch.Generator().manual_seed(0)
+    family = FactorNormal(rank, cg_iterations=40)
+    params = family.init(torch.zeros(d), 1.0)
+    params["factor"] = params["factor"] + 0.3 * torch.randn(d, rank, generator=g)
+    params["log_scale"] = torch.full((d,), log_c) + 0.5 * torch.randn(d, generator=g)
+    root = torch.randn(d, d, generator=g)
+    gamma = torch.linalg.inv(family.covariance(params)) + root @ root.T  # of the size of Sigma^-1
+    grads = {
+        "loc": torch.randn(d, generator=g),
+        "factor": 2 * gamma @ params["factor"],
+        "log_scale": 2 * gamma.diagonal() * (2 * params["log_scale"]).exp(),
+    }
+    params = {k: v.to(dtype) for k, v in params.items()}
+    gradient = family.pull(params, {k: v.to(dtype) for k, v in grads.items()})
+    back = family.fisher_product(params, family.natural_gradient(params, gradient))
+    for key in params:
+        error = (back[key] - gradient[key]).norm() / gradient[key].norm()
+        assert error < limit, f"{key}: relative residual {float(error):.1e}"
