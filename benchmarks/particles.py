@@ -8,8 +8,6 @@ and the largest relative error of an sd.  The worst of the seeds is printed.
 
 import argparse
 import json
-import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ import pyro_ngvi as ngvi
 
 from .problems import DataNotFound, LogJoint, Problem, load, names
 from .problems.problem import FAMILIES
-from .time_to_target import Elbo, evaluator, one_core
+from .time_to_target import Elbo, evaluator, prepare
 
 GUIDES: dict[str, Any] = {
     "full_rank": ngvi.AutoFullRankNormal,
@@ -83,10 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", default=2, type=int)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     p = parser.parse_args(arguments)
-    one_core()
-    torch.set_default_dtype(torch.float64)
-    warnings.simplefilter("ignore")
-    logging.getLogger("pyro").setLevel(logging.WARNING)
+    prepare()
     rows = []
     heads = " ".join(f"{f'gap@{k}':>9}" for k in p.steps)
     print(f"{'problem':34} {'family':10} {'S':>3} {heads} {'mean':>7} {'sd':>7} skipped")

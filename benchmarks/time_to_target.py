@@ -209,13 +209,18 @@ def one_core() -> None:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark, prints the table and writes the JSON file."""
-    settings, path = parse(arguments)
+def prepare() -> None:
+    """One core, float64, and no word from Pyro between the rows of a table."""
     one_core()
     torch.set_default_dtype(torch.float64)
     warnings.simplefilter("ignore")
     logging.getLogger("pyro").setLevel(logging.WARNING)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the benchmark, prints the table and writes the JSON file."""
+    settings, path = parse(arguments)
+    prepare()
     entries, results = contestants(settings), list[Result]()
     for name in settings.problems:
         try:

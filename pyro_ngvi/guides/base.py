@@ -188,11 +188,14 @@ class AutoFamily(OwnName, AutoContinuous):
         """
         self._lag, self._lag_of = lag, answer
 
-    def lag(self) -> Tensors:
-        """The lag of each parameter, by name; empty where there is none."""
+    def lag(self, intact: Tensor | None = None) -> Tensors:
+        """The lag of each parameter, by name; empty where there is none.
+
+        ``intact`` spares a caller who already has :meth:`lag_is_intact` a second look.
+        """
         if self._lag is None:
             return {}
-        intact = self.lag_is_intact()
+        intact = self.lag_is_intact() if intact is None else intact
         return {name: torch.where(intact, v, 0.0) for name, v in self._lag.items()}
 
     def lag_is_intact(self) -> Tensor:

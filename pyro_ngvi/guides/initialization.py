@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +29,7 @@ def init_to_center(site: Any = None) -> Any:
         tensor(1.)
     """
     if site is None:
-        return functools.partial(init_to_center)
+        return init_to_center
     fn = site["fn"]
     for center in (_median, _mean, _mode):
         value = _attempt(center, fn)

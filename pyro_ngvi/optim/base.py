@@ -135,10 +135,11 @@ class NaturalGradientOptim(PyroOptim):
         }
         # the gradient was taken at the iterate, which lies at a lag from an averaged answer
         values = {name: p.detach() for name, p in tensors.items()}
-        lag = block.lag()
+        intact = block.lag_is_intact()
+        lag = block.lag(intact)
         if lag:
             values = {name: p + lag[name] for name, p in values.items()}
-            state = _restart_average(state, values, block.lag_is_intact())
+            state = _restart_average(state, values, intact)
         new, state, report = self._rules[path].update(values, grads, state)
         answer = part(state, "average.") or new
         for name, p in tensors.items():

@@ -150,10 +150,10 @@ class Constant:
             raise ValueError(f"The step of {self} must be a positive number.")
 
     def init(self, like: Tensor) -> Tensors:
-        return {"count": _zero(like)}
+        return {}
 
     def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
-        return torch.full_like(signal, self.value), {"count": state["count"] + 1}
+        return torch.full_like(signal, self.value), state
 
 
 @dataclass(frozen=True)
