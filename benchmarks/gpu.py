@@ -150,7 +150,7 @@ def forbid_waiting() -> Iterator[None]:
 
 
 def no_waiting(problem: Problem, family: str, coordinates: str, device: str) -> Check:
-    """`NGVBRule.update` gives the GPU its work without ever waiting for a result."""
+    """`NaturalGradientRule.update` gives the GPU its work without ever waiting for a result."""
     name = f"no wait in an update, {family}, {coordinates}"
     noises = standard_noise(problem, torch.float32).to(device)
     trajectory(problem, family, noises, coordinates)  # libraries set themselves up at first use

@@ -7,11 +7,20 @@ from .density import ModelDensity
 from .diagnostics import KHat, khat
 from .elbo import BatchedELBO, check_vectorized
 from .export import to_arviz
-from .guides import AutoFactorNormal, AutoFullRankNormal, AutoMeanFieldNormal, init_to_center
-from .optim import NGVB, Constant, LogPower, NoiseClock, RobbinsMonro, Tail
+from .fisher import remember_arguments
+from .guides import (
+    AutoExponentialFamily,
+    AutoFactorNormal,
+    AutoFullRankNormal,
+    AutoMeanFieldNormal,
+    init_to_center,
+)
+from .optim import IFVB, NGVB, Constant, LogPower, NoiseClock, RobbinsMonro, Tail
 
 __all__ = [
+    "IFVB",
     "NGVB",
+    "AutoExponentialFamily",
     "AutoFactorNormal",
     "AutoFullRankNormal",
     "AutoMeanFieldNormal",
@@ -29,6 +38,7 @@ __all__ = [
     "init_to_center",
     "khat",
     "linalg",
+    "remember_arguments",
     "summary",
     "to_arviz",
 ]

@@ -10,14 +10,25 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pyro.infer.autoguide import AutoGuide
+from pyro.infer.autoguide import AutoContinuous, AutoGuide
+from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.nn import PyroModule
+from pyro.poutine.indep_messenger import CondIndepStackFrame
 
-__all__ = ["OwnName", "claim_name", "has_model", "kept_whole", "module_name", "rename"]
+__all__ = [
+    "OwnName",
+    "claim_name",
+    "has_model",
+    "kept_whole",
+    "model_as_given",
+    "module_name",
+    "particle_plate",
+    "rename",
+]
 
 _counters: dict[str, itertools.count[int]] = defaultdict(itertools.count)
 _claimed: set[str] = set()
@@ -57,6 +68,20 @@ class OwnName:
 def has_model(guide: AutoGuide) -> bool:
     """Whether ``guide`` can run its model: Pyro leaves the model out of copies."""
     return guide._model is not None
+
+
+def model_as_given(guide: AutoContinuous) -> Callable[..., Any]:
+    """The model of a guide without the handler, around ``guide.model``, that starts its sites."""
+    handler, *rest = getattr(getattr(guide.model, "func", None), "args", (None,))
+    return rest[0] if isinstance(handler, InitMessenger) else guide.model
+
+
+def particle_plate(site: Any) -> CondIndepStackFrame | None:
+    """The plate that an ELBO puts around model and guide to vectorise its particles, if it is the
+    only plate of ``site``."""
+    frames = site["cond_indep_stack"]
+    vectorised = len(frames) == 1 and frames[0].name == "num_particles_vectorized"
+    return frames[0] if vectorised else None
 
 
 @contextmanager

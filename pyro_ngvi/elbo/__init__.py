@@ -1,6 +1,6 @@
 """Losses for ``pyro.infer.SVI``."""
 
 from pyro_ngvi.elbo.batched import BatchedELBO
-from pyro_ngvi.elbo.check import check_vectorized
+from pyro_ngvi.elbo.vectorized import check_vectorized
 
 __all__ = ["BatchedELBO", "check_vectorized"]

@@ -1,23 +1,15 @@
 """What an ELBO refuses, site by site: each check raises a sentence with the name and the remedy."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
-import pyro
 import torch
-from pyro import poutine
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_ngvi._particles import Site, Sites
-from pyro_ngvi.density import BatchedSite, batched_trace, site_kind, site_log_prob
-
-_REMEDY = (
-    "Latent sites have extra dimensions on the left there, so write `(X * w).sum(-1)` rather than "
-    "`X @ w` and index from the right (`w[..., 0]`), or use pyro_ngvi's BatchedELBO, which runs "
-    "the model as it is written for one draw."
-)
+from pyro_ngvi.density import site_kind, site_log_prob
 
 
 def check_guide_site(site: Site) -> None:
@@ -134,105 +126,3 @@ def check_values(sites: Sites) -> None:
         except ValueError as error:
             raise ValueError(f"The site {site['name']!r} can not be evaluated: {error}") from error
         check_log_prob_shape(site, log_prob)
-
-
-def check_vectorized(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    *args: Any,
-    num_particles: int = 2,
-    **kwargs: Any,
-) -> None:
-    """Check that a model is right under ``Trace_ELBO(vectorize_particles=True)``.
-
-    Pyro's vectorised particles are a plate around the model: a latent vector ``w`` of d elements
-    arrives with shape (S, 1, ..., d), and ``X @ w`` then fails or, worse, broadcasts to a wrong
-    loss. This draws S particles so, and compares each site's log probability, particle by
-    particle, with that of the model run under ``vmap``. ``BatchedELBO`` needs no such check.
-
-    :param num_particles: S, at least 2.
-    :raises ValueError: naming the first site that differs, and its shape.
-
-    >>> import torch, pyro, pyro.distributions as dist
-    >>> from pyro.infer.autoguide import AutoNormal
-    >>> def model(X):
-    ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    ...     with pyro.plate("data", 3):
-    ...         pyro.sample("y", dist.Normal((X * w).sum(-1), 1.0), obs=torch.zeros(3))
-    >>> check_vectorized(model, AutoNormal(model), torch.ones(3, 2))
-    """
-    if num_particles < 2:
-        raise ValueError(f"num_particles is {num_particles}; a check needs at least 2.")
-    with poutine.block(), torch.no_grad():
-        draws = poutine.trace(guide).get_trace(*args, **kwargs)
-        single = poutine.trace(poutine.replay(model, trace=draws)).get_trace(*args, **kwargs)
-        vectorized = _vectorized_trace(model, guide, single, num_particles, args, kwargs)
-        values, indices = {}, {}
-        for name, site in vectorized.items():
-            if site_is_subsample(site):
-                indices[name] = site["value"]
-            elif not site["is_observed"]:
-                values[name] = _per_particle(site, single.nodes[name], num_particles)
-        expected = batched_trace(
-            model, values, args, kwargs, num_particles=num_particles, indices=indices
-        ).sites
-        for name, site in vectorized.items():
-            if name in expected and site_kind(site) != "deterministic":
-                _compare(site, expected[name])
-
-
-def _vectorized_trace(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    single: Any,
-    num_particles: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Sites:
-    """The sample sites of a model with vectorised particles, as ``Trace_ELBO`` runs it."""
-    frames = [f for site in single.nodes.values() for f in site.get("cond_indep_stack", ())]
-    nesting = max((-f.dim for f in frames if f.dim is not None), default=0)
-    particles: Any = pyro.plate("_particles", num_particles, dim=-1 - nesting)
-    recorder = poutine.trace(particles(guide))
-    with pyro.validation_enabled(False):  # Pyro's own messages do not name the cause
-        try:
-            draws = recorder.get_trace(*args, **kwargs)
-            recorder = poutine.trace(particles(poutine.replay(model, trace=draws)))
-            recorder(*args, **kwargs)
-        except (RuntimeError, ValueError) as error:
-            names = [n for n, site in recorder.trace.nodes.items() if site["type"] == "sample"]
-            raise ValueError(
-                f"With vectorised particles the program fails after the site {names[-1]!r}: "
-                f"{str(error).splitlines()[0]}. {_REMEDY}"
-            ) from error
-        recorder.trace.compute_log_prob()
-    nodes: Sites = dict(recorder.trace.nodes)
-    return {n: s for n, s in nodes.items() if s["type"] == "sample" and n != "_particles"}
-
-
-def _per_particle(site: Site, single: Site, num_particles: int) -> Tensor:
-    """The value of a latent site with the particles first and no padding, (S, *shape)."""
-    value, shape = site["value"], single["value"].shape
-    if value.numel() == shape.numel():  # the same for all particles
-        return value.reshape(shape).expand(num_particles, *shape)
-    if value.numel() != num_particles * shape.numel():
-        raise ValueError(
-            f"With {num_particles} vectorised particles the latent site {site['name']!r} has shape "
-            f"{tuple(value.shape)}, but one draw has shape {tuple(shape)}: the guide or its prior "
-            f"broadcasts against the particles. {_REMEDY}"
-        )
-    return value.reshape(num_particles, *shape)
-
-
-def _compare(site: Site, expected: BatchedSite) -> None:
-    actual, wanted = site["log_prob"], expected.log_prob
-    close = actual.numel() == wanted.numel() and torch.allclose(
-        actual.reshape(wanted.shape), wanted, rtol=torch.finfo(wanted.dtype).eps ** 0.5
-    )
-    if not close:
-        raise ValueError(
-            f"With vectorised particles the log_prob of the site {site['name']!r} has shape "
-            f"{tuple(actual.shape)} and differs from that of the model run once for each particle, "
-            f"whose shape is {tuple(wanted.shape)}: Trace_ELBO(vectorize_particles=True) would "
-            f"give a wrong loss. {_REMEDY}"
-        )

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from functools import reduce
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,18 +29,58 @@ Tensors = dict[str, Tensor]
 
 LOG_2PI = math.log(2.0 * math.pi)
 
-__all__ = ["LOG_2PI", "Family", "Tensors", "clamp_exponent", "dot"]
+__all__ = ["LOG_2PI", "Family", "Geometry", "Tensors", "clamp_exponent", "dot", "pack", "unpack"]
 
 
 def dot(a: Tensors, b: Tensors) -> Tensor:
     """Sum of products over all entries: pairs a gradient with a tangent of the same frame."""
-    return torch.stack([(a[name] * b[name]).sum() for name in a]).sum()
+    products = (
+        torch.dot(x, b[name]) if x.dim() == 1 else (x * b[name]).sum() for name, x in a.items()
+    )
+    return reduce(torch.add, products)
+
+
+def pack(tensors: Tensors) -> Tensor:
+    """All entries as one vector (D,)."""
+    return torch.cat([v.reshape(-1) for v in tensors.values()])
+
+
+def unpack(vector: Tensor, like: Tensors) -> Tensors:
+    """The inverse of :func:`pack`, with the names and shapes of ``like``."""
+    parts = vector.split([v.numel() for v in like.values()])
+    return {name: part.reshape(like[name].shape) for name, part in zip(like, parts, strict=True)}
 
 
 def clamp_exponent(x: Tensor) -> Tensor:
     """Clamp so that ``exp(x)`` neither underflows to 0 nor overflows (leave a wide margin)."""
     limit = 0.5 * math.log(torch.finfo(x.dtype).max)
     return x.clamp(-limit, limit)
+
+
+class Geometry(Protocol):
+    """The part of a family that a rule needs in order to step; see :class:`Family`."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def coordinates(self) -> tuple[str, ...]: ...
+
+    @property
+    def newton_like(self) -> bool: ...
+
+    @property
+    def location(self) -> tuple[str, ...]: ...
+
+    def pull(self, params: Tensors, grads: Tensors) -> Tensors: ...
+
+    def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors: ...
+
+    def retract(
+        self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
+    ) -> Tensors: ...
+
+    def not_finite(self, params: Tensors) -> Tensor: ...
 
 
 class Family(ABC):
@@ -58,6 +100,13 @@ class Family(ABC):
     #: step of length 1 would be Newton's.  Where it is not, optimizers help with momentum.
     newton_like: bool = False
 
+    #: names of the tensors that momentum acts on: in the local frame their block of the Fisher matrix
+    #: is the same for every q, and has no entries between it and the rest
+    location: tuple[str, ...] = ("loc",)
+
+    #: whether the Fisher matrix is diagonal in the local frame, and the same for every q
+    orthogonal_frame: bool = False
+
     @abstractmethod
     def init(self, loc: Tensor, scale: float) -> Tensors:
         """Parameters of a member centred at ``loc`` (d,) with every sd equal to ``scale``."""
@@ -69,6 +118,29 @@ class Family(ABC):
     @abstractmethod
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         """Draws (..., d) from standard normal ``noise`` (..., noise_dim), differentiably."""
+
+    def draw(self, params: Tensors, shape: torch.Size) -> Tensor:
+        """Draws (*shape, d), differentiably.  Families whose noise is not normal have their own."""
+        like = params["loc"]
+        noise_shape = torch.Size(shape) + (self.noise_dim(params),)
+        noise = torch.randn(noise_shape, dtype=like.dtype, device=like.device)
+        return self.rsample(params, noise)
+
+    def dim(self, params: Tensors) -> int:
+        """d, the length of the latent vector."""
+        return params["loc"].shape[-1]
+
+    def mean(self, params: Tensors) -> Tensor:
+        """Expectation of z, (d,)."""
+        return params["loc"]
+
+    def icdf(self, params: Tensors, levels: Tensor) -> Tensor:
+        """Marginal quantiles (n, d) of z at ``levels`` (n,), each in (0, 1)."""
+        return self.mean(params) + self.stddev(params) * torch.special.ndtri(levels).unsqueeze(-1)
+
+    def not_finite(self, params: Tensors) -> Tensor:
+        """Which entries of z (d,) a tensor that is not finite belongs to, in ``params`` or ``grads``."""
+        return ~torch.isfinite(params["loc"])
 
     @abstractmethod
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
@@ -119,6 +191,14 @@ class Family(ABC):
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
         """Move by ``step`` along ``tangent``; no step, however long, leaves the domain."""
+
+    def pack(self, tensors: Tensors) -> Tensor:
+        """The free coordinates of a gradient or tangent in the local frame, one vector (D,)."""
+        return pack(tensors)
+
+    def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
+        """The inverse of :meth:`pack`; ``like`` gives names and shapes."""
+        return unpack(vector, like)
 
     def inner(self, params: Tensors, u: Tensors, v: Tensors) -> Tensor:
         """Fisher inner product <u, F v> of two tangents, a 0-dim tensor.

@@ -22,7 +22,8 @@ leaves an equation for v alone,
 where Pi = I - B~ (B~' B~)^-1 B~' projects away from the factors and o is the entrywise product: the
 Schur complement does not depend on the size of B at all.  Conjugate gradients with the diagonal
 2 (1 - leverage)^2 as preconditioner solve it at O(d r^2) a product; the number of iterations follows
-the largest leverage, not d.  No d x d matrix appears.
+the largest leverage, not d.  No d x d matrix appears, except for small d (up to 128), where a Cholesky
+factor solves it exactly for less.
 
 B is determined up to a rotation of its columns, so F has a null space (B A, A antisymmetric).  No
 gradient of a function of Sigma has a component there; noise in a gradient that has is removed.
@@ -113,7 +114,8 @@ class FactorNormal(Family):
     Args:
         rank: number r of columns of B, at least 1 and smaller than d.
         cg_iterations: conjugate-gradient iterations for the c-block of the natural gradient, at
-            most: on a CPU they end once the residual is down to rounding.  The error shrinks by
+            most: on a CPU they end once the residual is down to rounding, and for d up to 128 the
+            solution is exact without them.  The error shrinks by
             about (1 - max leverage)^2 an iteration; 16 leave a relative residual under 1e-6 on
             factors that spread over ten coordinates or more.
 
@@ -270,7 +272,7 @@ class FactorNormal(Family):
         move = move * (geometry.c / (1.0 + second).sqrt())
         change = step * tangent["log_scale"]
         return {
-            "loc": params["loc"] + step * params["log_scale"].exp() * tangent["loc"],
+            "loc": params["loc"] + step * geometry.c * tangent["loc"],
             "factor": params["factor"] + move.mT,
             "log_scale": clamp_exponent(
                 params["log_scale"] + change / (1.0 + change.square()).sqrt()

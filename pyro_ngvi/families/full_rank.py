@@ -101,6 +101,7 @@ class FullRankNormal(Family):
     names = ("loc", "scale_tril")
     coordinates = ("local", "natural")
     newton_like = True
+    orthogonal_frame = True
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
         return {"loc": loc.clone(), "scale_tril": torch.diag(torch.full_like(loc, scale))}
@@ -167,6 +168,18 @@ class FullRankNormal(Family):
             "loc": L.mT @ grads["loc"],
             "scale_tril": _tril_product(L, grads["scale_tril"], transpose=True),
         }
+
+    def pack(self, tensors: Tensors) -> Tensor:
+        M = tensors["scale_tril"]
+        i, j = torch.tril_indices(*M.shape[-2:], device=M.device)
+        return torch.cat([tensors["loc"], M[i, j]])
+
+    def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
+        M = like["scale_tril"]
+        d = M.shape[-1]
+        i, j = torch.tril_indices(d, d, device=M.device)
+        lower = vector.new_zeros(d, d).index_put((i, j), vector[d:])
+        return {"loc": vector[:d], "scale_tril": lower}
 
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
         M = tangent["scale_tril"]

@@ -37,6 +37,7 @@ class MeanFieldNormal(Family):
 
     names = ("loc", "log_scale")
     coordinates = ("local", "natural")
+    orthogonal_frame = True
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
         return {"loc": loc.clone(), "log_scale": torch.full_like(loc, scale).log()}

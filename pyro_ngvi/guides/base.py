@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any
 
 import pyro
@@ -11,7 +12,16 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoContinuous
 from torch import Tensor, nn
 
-from .._pyro_adapter import OwnName, claim_name, has_model, kept_whole, module_name, rename
+from .._known import choose, known
+from .._pyro_adapter import (
+    OwnName,
+    claim_name,
+    has_model,
+    kept_whole,
+    module_name,
+    particle_plate,
+    rename,
+)
 from ..families.base import Family, Tensors
 from .initialization import init_to_center
 from .posterior import FamilyDistribution
@@ -49,8 +59,13 @@ class AutoFamily(OwnName, AutoContinuous):
 
     Raises:
         ValueError: at the first call, for a latent site that is discrete or inside a subsampled
-            plate, or a model without latent sites.
+            plate, or a model without latent sites.  At the first call with Pyro's vectorised
+            particles, for a model that broadcasts wrongly against them
+            (:func:`~pyro_ngvi.check_vectorized`).
     """
+
+    #: under an optimizer that averages, the guide itself holds the average
+    holds_average = True
 
     def __init__(
         self,
@@ -73,11 +88,15 @@ class AutoFamily(OwnName, AutoContinuous):
         self.sticking_the_landing = sticking_the_landing
         self.init = init
         self.averaged = False
+        self._broadcasting_checked = False
         self._lag: Tensors | None = None
         self._lag_of: Tensors | None = None
 
     def _make_family(self) -> Family:
         raise NotImplementedError
+
+    def _define_family(self) -> None:
+        """Complete a family that depends on the sites of the model, once they are known."""
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         try:
@@ -89,6 +108,7 @@ class AutoFamily(OwnName, AutoContinuous):
     def _setup_family(self, *args: Any, **kwargs: Any) -> None:
         with torch.no_grad():
             self._setup_latents(*args, **kwargs)
+        self._define_family()
         loc = self._init_loc()
         if not torch.isfinite(loc).all():
             bad = [self.site_of(int(i)) for i in (~torch.isfinite(loc)).nonzero()]
@@ -144,7 +164,7 @@ class AutoFamily(OwnName, AutoContinuous):
 
     def natural_params(self) -> dict[str, nn.Parameter]:
         """The tensors of the family, by name; empty before the first call."""
-        own = dict(self.named_parameters(recurse=False))
+        own: Any = self._parameters
         return {name: own[name] for name in self.family.names if name in own}
 
     def _current(self) -> Tensors:
@@ -178,7 +198,26 @@ class AutoFamily(OwnName, AutoContinuous):
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
         """Draw the flat latent vector, as an auxiliary sample site."""
         name = f"_{module_name(self)}_latent"
-        return pyro.sample(name, self.sampling_posterior(), infer={"is_auxiliary": True})
+        how: Any = {"infer": {"is_auxiliary": True}}
+        if self._broadcasting_checked or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+            return pyro.sample(name, self.sampling_posterior(), **how)
+        with poutine.trace() as seen:
+            latent = pyro.sample(name, self.sampling_posterior(), **how)
+        frame = particle_plate(seen.trace.nodes[name])
+        if frame is not None:
+            self._check_broadcasting(frame, args, kwargs)
+        return latent
+
+    def _check_broadcasting(self, frame: Any, args: Any, kwargs: Any) -> None:
+        """At the first call with vectorised particles: refuse a model that they make wrong."""
+        self._broadcasting_checked = True  # the check calls the guide
+        from ..elbo.vectorized import check_vectorized_call  # it imports the guides
+
+        try:
+            check_vectorized_call(self, frame, args, kwargs)
+        except BaseException:
+            self._broadcasting_checked = False  # so that the next call says the same again
+            raise
 
     def set_lag(self, lag: Tensors | None, answer: Tensors | None = None) -> None:
         """For optimizers that average: iterate minus average, by name; ``None`` for no averaging.
@@ -196,14 +235,17 @@ class AutoFamily(OwnName, AutoContinuous):
         if self._lag is None:
             return {}
         intact = self.lag_is_intact() if intact is None else intact
-        return {name: torch.where(intact, v, 0.0) for name, v in self._lag.items()}
+        if known(intact):
+            return dict(self._lag)
+        return choose(intact, self._lag, {k: torch.zeros_like(v) for k, v in self._lag.items()})
 
     def lag_is_intact(self) -> Tensor:
         """Whether the parameters are as the optimizer left them: a 0-dim tensor, not waited for."""
         params = self.natural_params()
         if self._lag_of is None:
-            return torch.ones((), dtype=torch.bool, device=params["loc"].device)
-        return torch.stack([(params[k] == v).all() for k, v in self._lag_of.items()]).all()
+            return torch.ones((), dtype=torch.bool, device=next(iter(params.values())).device)
+        same = ((params[name] == v).all() for name, v in self._lag_of.items())
+        return reduce(torch.logical_and, same)
 
     def _distribution(self, params: Tensors) -> FamilyDistribution:
         return FamilyDistribution(
@@ -213,7 +255,7 @@ class AutoFamily(OwnName, AutoContinuous):
     def _loc_scale(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self._require_setup()
         params = self._current()
-        return params["loc"], self.family.stddev(params)
+        return self.family.mean(params), self.family.stddev(params)
 
     def _require_setup(self) -> None:
         if self.prototype_trace is None:

@@ -42,7 +42,7 @@ class FamilyDistribution(TorchDistribution):
         self.family = family
         self.params = params
         self.sticking_the_landing = sticking_the_landing
-        super().__init__(torch.Size(batch_shape), params["loc"].shape[-1:], validate_args=False)
+        super().__init__(torch.Size(batch_shape), (family.dim(params),), validate_args=False)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> FamilyDistribution:
         return FamilyDistribution(
@@ -53,10 +53,7 @@ class FamilyDistribution(TorchDistribution):
         )
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        loc = self.params["loc"]
-        shape = torch.Size(sample_shape) + self.batch_shape + (self.family.noise_dim(self.params),)
-        noise = torch.randn(shape, dtype=loc.dtype, device=loc.device)
-        return self.family.rsample(self.params, noise)
+        return self.family.draw(self.params, torch.Size(sample_shape) + self.batch_shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
         params = self.params
@@ -71,7 +68,7 @@ class FamilyDistribution(TorchDistribution):
 
     @property
     def mean(self) -> Tensor:
-        return self.params["loc"].expand(self.batch_shape + self.event_shape)
+        return self.family.mean(self.params).expand(self.batch_shape + self.event_shape)
 
     @property
     def variance(self) -> Tensor:

@@ -4,7 +4,8 @@ For Q (r, d) with orthonormal rows and leverages l_i = sum_k Q_ki^2,
 
     (Pi o Pi) v = (1 - 2 l) o v + diag(Q' (Q diag(v) Q') Q),
 
-which costs O(d r^2) and no d x d matrix.  The diagonal is (1 - l)^2: the preconditioner.
+which costs O(d r^2) and no d x d matrix.  The diagonal is (1 - l)^2: the preconditioner.  Where d is
+small a dense Cholesky factor is exact and costs less than the overhead of a few iterations.
 """
 
 from __future__ import annotations
@@ -14,16 +15,35 @@ import math
 import torch
 from torch import Tensor
 
+from .._known import known
+
 __all__ = ["solve_squared_projection"]
+
+#: largest d for which the d x d matrix is built (on a CPU the two cost the same near d = 250)
+DENSE = 128
 
 
 def solve_squared_projection(Q: Tensor, b: Tensor, iterations: int) -> Tensor:
-    """v (d,) with (Pi o Pi) v = ``b`` (d,), by at most ``iterations`` of conjugate gradients.
+    """v (d,) with (Pi o Pi) v = ``b`` (d,).
 
-    A coordinate with leverage 1 has a zero row: a floor of sqrt(eps) on the diagonal holds v there.
+    Exact for d up to ``DENSE``, else by at most ``iterations`` of conjugate gradients.  A coordinate
+    with leverage 1 has a zero row: a floor of sqrt(eps) on the diagonal holds v there.
     """
-    leverage = Q.square().sum(-2).clamp(0.0, 1.0)
     floor = math.sqrt(torch.finfo(Q.dtype).eps)
+    if Q.shape[-1] <= DENSE:
+        return _dense(Q, b, floor)
+    return _conjugate_gradients(Q, b, floor, iterations)
+
+
+def _dense(Q: Tensor, b: Tensor, floor: float) -> Tensor:
+    identity = torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device)
+    squared = torch.addmm(identity, Q.mT, Q, alpha=-1.0).square()
+    root, _ = torch.linalg.cholesky_ex(torch.add(squared, identity, alpha=floor))
+    return torch.cholesky_solve(b.unsqueeze(-1), root).squeeze(-1)
+
+
+def _conjugate_gradients(Q: Tensor, b: Tensor, floor: float, iterations: int) -> Tensor:
+    leverage = Q.square().sum(-2).clamp(0.0, 1.0)
     diagonal = 1.0 - 2.0 * leverage + floor
     preconditioner = 1.0 / ((1.0 - leverage).square() + floor)
 
@@ -38,7 +58,7 @@ def solve_squared_projection(Q: Tensor, b: Tensor, iterations: int) -> Tensor:
     tiny = torch.finfo(Q.dtype).tiny
     stop = rho * torch.finfo(Q.dtype).eps ** 2  # converged: further steps are set to zero
     for _ in range(iterations):
-        if _known_to_hold(rho <= stop):
+        if known(rho <= stop):
             break
         image = product(direction)
         alpha = torch.where(rho > stop, rho / torch.dot(direction, image).clamp_min(tiny), 0.0)
@@ -49,13 +69,3 @@ def solve_squared_projection(Q: Tensor, b: Tensor, iterations: int) -> Tensor:
         direction = torch.addcmul(y, rho_next / rho.clamp_min(tiny), direction)
         rho = rho_next
     return v
-
-
-def _known_to_hold(condition: Tensor) -> bool:
-    """Whether a 0-dim condition holds, asked only where nobody has to wait for the answer."""
-    if condition.device.type != "cpu":
-        return False
-    try:
-        return bool(condition)
-    except RuntimeError:  # under vmap and in tracing there is no single answer
-        return False

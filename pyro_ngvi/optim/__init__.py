@@ -1,7 +1,8 @@
 """Optimizers for ``pyro.infer.SVI``, one rule a file."""
 
 from .averaging import LogPower, Tail
+from .ifvb import IFVB
 from .ngvb import NGVB
 from .schedules import Constant, NoiseClock, RobbinsMonro
 
-__all__ = ["NGVB", "Constant", "LogPower", "NoiseClock", "RobbinsMonro", "Tail"]
+__all__ = ["IFVB", "NGVB", "Constant", "LogPower", "NoiseClock", "RobbinsMonro", "Tail"]

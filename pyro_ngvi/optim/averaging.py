@@ -42,7 +42,7 @@ class Tail:
     eta: float = 4.0
 
     def rate(self, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-        return (self.eta / (k + self.eta - 1.0)).clamp_max(1.0), total
+        return (self.eta / (k + (self.eta - 1.0))).clamp_max(1.0), total
 
 
 def as_averaging(averaging: Averaging | float | bool) -> Averaging | bool:
@@ -64,4 +64,4 @@ def as_averaging(averaging: Averaging | float | bool) -> Averaging | bool:
 
 def update_average(average: Tensors, params: Tensors, rate: Tensor) -> Tensors:
     """x_bar + rate (x - x_bar).  Families are convex in their stored coordinates."""
-    return {name: average[name] + rate * (params[name] - average[name]) for name in params}
+    return {name: torch.lerp(average[name], params[name], rate) for name in params}

@@ -10,17 +10,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import pyro
 import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from ..families.base import Family, Tensors
+from .._known import choose, known
+from ..families.base import Tensors
 from ..guides.base import AutoFamily, find_blocks
 
-__all__ = ["NaturalGradientOptim", "Report", "Rule", "StepReport"]
+__all__ = ["NaturalGradientOptim", "Report", "StepReport", "describe", "part"]
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,6 @@ class StepReport:
     skipped_sites: tuple[str, ...]
 
 
-class Rule(Protocol):
-    """An optimization rule as two pure functions of tensors."""
-
-    def init(self, params: Tensors) -> Tensors: ...
-
-    def update(
-        self, params: Tensors, grads: Tensors, state: Tensors
-    ) -> tuple[Tensors, Tensors, Report]: ...
-
-
 class NaturalGradientOptim(PyroOptim):
     """A ``PyroOptim`` that steps the natural blocks of a guide by a rule.  Subclasses make the rule."""
 
@@ -79,32 +70,39 @@ class NaturalGradientOptim(PyroOptim):
             )
         self.guide = guide
         self.others = others
-        if not any(True for _ in find_blocks(guide)):
-            raise ValueError(
-                f"{type(self).__name__} trains guides whose Fisher matrix it knows, and found none in "
-                f"{_describe(guide)}. Use for instance pyro_ngvi.AutoFullRankNormal(model), or train "
-                f"this guide by pyro.optim.Adam."
-            )
-        self._rules: dict[str, Rule] = {}
-        for path, block in find_blocks(guide):
+        self._rules: dict[str, Any] = {}
+        for path, block in self._blocks():
             self._adopt(path, block)
         self._states: dict[str, Tensors] = {}
         self._waiting: dict[str, Tensors] = {}
         self._reports: dict[str, Report] = {}
 
-    def make_rule(self, family: Family) -> Rule:
+    def make_rule(self, family: Any) -> Any:
+        """The rule for a block with that family; it has ``averaging``, ``init`` and ``update``."""
         raise NotImplementedError
+
+    def _blocks(self) -> Iterable[tuple[str, Any]]:
+        """The blocks of parameters that this optimizer steps, by path: our guides within the guide."""
+        return find_blocks(self.guide)
+
+    def _init_state(self, path: str, block: Any, values: Tensors) -> Tensors:
+        return self._rules[path].init(values)
+
+    def _update(
+        self, path: str, block: Any, values: Tensors, grads: Tensors, state: Tensors
+    ) -> tuple[Tensors, Tensors, Report]:
+        return self._rules[path].update(values, grads, state)
 
     def _adopt(self, path: str, block: AutoFamily) -> None:
         self._rules[path] = self.make_rule(block.family)
         block.set_lag(None)  # an optimizer before this one may have left its own
-        block.averaged = getattr(self._rules[path], "averaging", None) is not None
+        block.averaged = block.holds_average and self._rules[path].averaging is not None
 
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
         """One step for every parameter in ``params``, from the gradients in ``.grad``."""
         remaining = {id(p): p for p in params}
         blocks = []
-        for path, block in find_blocks(self.guide):
+        for path, block in self._blocks():
             tensors = block.natural_params()
             if any(id(p) in remaining for p in tensors.values()):
                 blocks.append((path, block, tensors))
@@ -123,7 +121,8 @@ class NaturalGradientOptim(PyroOptim):
 
     @torch.no_grad()
     def _step_block(self, path: str, block: AutoFamily, tensors: dict[str, Any]) -> None:
-        state = self._state_of(path, {name: p.detach() for name, p in tensors.items()})
+        values = {name: p.detach() for name, p in tensors.items()}
+        state = self._state_of(path, block, values)
         if all(p.grad is None for p in tensors.values()):
             raise ValueError(
                 f"{type(self).__name__}: the loss has no gradient in the parameters of "
@@ -134,45 +133,42 @@ class NaturalGradientOptim(PyroOptim):
             name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in tensors.items()
         }
         # the gradient was taken at the iterate, which lies at a lag from an averaged answer
-        values = {name: p.detach() for name, p in tensors.items()}
         intact = block.lag_is_intact()
         lag = block.lag(intact)
         if lag:
             values = {name: p + lag[name] for name, p in values.items()}
-            state = _restart_average(state, values, intact)
-        new, state, report = self._rules[path].update(values, grads, state)
-        answer = part(state, "average.") or new
+            if not known(intact):
+                state = _restart_average(state, values, intact)
+        new, state, report = self._update(path, block, values, grads, state)
+        answer = (block.averaged and part(state, "average.")) or new
         for name, p in tensors.items():
             p.copy_(answer[name])
         if block.averaged:
             block.set_lag({name: new[name] - answer[name] for name in new}, answer)
         self._states[path] = state
         self._reports[path] = report
-        if report.finite.device.type == "cpu" and not bool(report.finite):
+        if known(report.finite) is False:
             self._warn_skipped(block, report)
 
-    def _state_of(self, path: str, values: Tensors) -> Tensors:
+    def _state_of(self, path: str, block: Any, values: Tensors) -> Tensors:
         if path in self._waiting:
             saved = self._waiting.pop(path)
             fresh = self._rules[path].init(values)
             _check_state(path, fresh, saved)
             self._states[path] = {k: saved[k].to(fresh[k]) for k in fresh}
         if path not in self._states:
-            self._states[path] = self._rules[path].init(values)
-        state, loc = self._states[path], values["loc"]
-        if state["count"].device != loc.device or state["count"].dtype != loc.dtype:
+            self._states[path] = self._init_state(path, block, values)
+        state, like = self._states[path], next(iter(values.values()))
+        if state["count"].device != like.device or state["count"].dtype != like.dtype:
             # the guide was moved, for instance by guide.to(device)
-            state = {
-                k: v.to(loc) if v.is_floating_point() else v.to(loc.device)
-                for k, v in state.items()
-            }
+            state = {k: _moved(v, like) for k, v in state.items()}
         return state
 
     def _sorted_others(self, remaining: dict[int, Tensor], natural: bool) -> list[Tensor]:
         if not natural:
             raise ValueError(
                 f"{type(self).__name__} was given no parameter of its guide "
-                f"{_describe(self.guide)}: SVI trains another guide. Build the optimizer with the "
+                f"{describe(self.guide)}: SVI trains another guide. Build the optimizer with the "
                 f"guide that SVI gets. (If the parameter store was loaded while the guide was in "
                 f"use, the two have come apart: load it before the guide's first call, or restore "
                 f"the guide by load_state_dict.)"
@@ -213,7 +209,7 @@ class NaturalGradientOptim(PyroOptim):
                 raise ValueError(f"Name one of the parts: {', '.join(map(repr, self._reports))}.")
             path = next(iter(self._reports))
         r = self._reports[path]
-        block = dict(find_blocks(self.guide))[path]
+        block = dict(self._blocks())[path]
         outcome = "damped" if bool(r.damped) else "accepted"
         return StepReport(
             outcome=outcome if bool(r.finite) else "skipped",
@@ -227,7 +223,7 @@ class NaturalGradientOptim(PyroOptim):
     def get_state(self) -> dict[str, Any]:
         """Everything that the next step depends on, except parameters and the random state."""
         natural = {path: dict(state) for path, state in (self._states | self._waiting).items()}
-        for path, block in find_blocks(self.guide):
+        for path, block in self._blocks():
             if path in natural and block.natural_params():
                 natural[path] |= {"lag." + k: v for k, v in block.lag().items()}
         return {
@@ -256,7 +252,7 @@ class NaturalGradientOptim(PyroOptim):
             path: {k: v for k, v in state.items() if not k.startswith("lag.")}
             for path, state in state_dict["natural"].items()
         }
-        for path, block in find_blocks(self.guide):
+        for path, block in self._blocks():
             # the parameters may be restored before or after this call
             saved = state_dict["natural"].get(path, {})
             block.set_lag(part(saved, "lag.") or None)
@@ -266,11 +262,18 @@ def part(state: Tensors, prefix: str) -> Tensors:
     return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
 
 
+def _moved(value: Tensor, like: Tensor) -> Tensor:
+    if value.is_floating_point():
+        return value.to(like)
+    # whole numbers that count something are read by the host, and stay there
+    return value if value.dim() == 0 and value.dtype == torch.long else value.to(like.device)
+
+
 def _restart_average(state: Tensors, values: Tensors, intact: Tensor) -> Tensors:
     """Averages of what was there before somebody else wrote to the parameters are void."""
     restarted = {"average." + name: v for name, v in values.items()}
     restarted |= {name: torch.zeros_like(state[name]) for name in ("count", "average_total")}
-    return state | {k: torch.where(intact, state[k], v) for k, v in restarted.items()}
+    return state | choose(intact, {k: state[k] for k in restarted}, restarted)
 
 
 def _check_state(path: str, fresh: Tensors, saved: Tensors) -> None:
@@ -288,5 +291,5 @@ def _sites(block: AutoFamily, bad_entries: Tensor) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _describe(guide: Any) -> str:
+def describe(guide: Any) -> str:
     return getattr(guide, "__name__", None) or type(guide).__name__

@@ -5,7 +5,7 @@ keeps state of its own:
 
     init(like) -> state,   gain(signal, state) -> (b_k, state)
 
-``signal`` is what the step before says about this one: the estimate
+``signal``, in [-1, 1], is what the step before says about this one: the estimate
 
     snr_k = (<G_k, G_{k-1}> + <G_{k-1}, move_{k-1}>) / |G_k|^2                                   (1)
 
@@ -84,9 +84,8 @@ class NoiseClock:
         first = count == 0  # nothing came before the first step: no signal to read
         window = torch.clamp(0.5 * clock, min=self.min_window)
         a = torch.where(first, 0.0, torch.maximum(1.0 / window, 1.0 / count.clamp_min(1.0)))
-        signal = signal.clamp(-1.0, 1.0)
-        mean = (1 - a) * state["mean"] + a * signal
-        variance = (1 - a) * state["variance"] + a * (signal - mean).square()
+        mean = torch.lerp(state["mean"], signal, a)
+        variance = torch.lerp(state["variance"], (signal - mean).square(), a)
         weight = (1 - a).square() * state["weight"] + a.square()  # sum of squared weights
         certain = (mean - self.standard_errors * (variance * weight).sqrt()).clamp(1e-12, 1.0)
         advanced = torch.minimum(clock + self.increment, 1.0 / certain).clamp_min(1.0)
@@ -133,8 +132,8 @@ class RobbinsMonro:
 
     def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
         count = state["count"]
-        mean = state["mean"] + 0.1 * (signal.clamp(-1.0, 1.0) - state["mean"])
-        advance = (mean <= self.patience).to(count)
+        mean = torch.lerp(state["mean"], signal, 0.1)
+        advance = mean <= self.patience
         gain = self.scale * (1.0 + count / self.offset) ** -self.power
         return gain, {"count": count + advance, "mean": mean}
 

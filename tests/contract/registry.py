@@ -12,7 +12,13 @@ from pyro import poutine
 from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from torch import Tensor
 
-from pyro_ngvi import AutoFactorNormal, AutoFullRankNormal, AutoMeanFieldNormal, BatchedELBO
+from pyro_ngvi import (
+    AutoExponentialFamily,
+    AutoFactorNormal,
+    AutoFullRankNormal,
+    AutoMeanFieldNormal,
+    BatchedELBO,
+)
 from pyro_ngvi.guides.base import AutoFamily
 
 
@@ -24,7 +30,13 @@ GUIDES: dict[str, Callable[..., AutoFamily]] = {
     "mean field": AutoMeanFieldNormal,
     "full rank": AutoFullRankNormal,
     "factor": factor_guide,
+    "exponential": AutoExponentialFamily,
 }
+
+#: those whose flat vector is Gaussian, on any model
+NORMAL = [kind for kind in GUIDES if kind != "exponential"]
+#: those that see no correlation
+INDEPENDENT = ("mean field", "exponential")
 
 LOSSES: dict[str, Callable[[int], Any]] = {
     "Trace": Trace_ELBO,

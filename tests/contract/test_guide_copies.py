@@ -128,7 +128,8 @@ def test_state_dict_into_a_fresh_guide(kind: str) -> None:
     assert same(fresh.median(), guide.median())
     # the tensors that Pyro trains are the ones that were loaded
     store = pyro.get_param_store()
-    assert torch.equal(store[f"{module_name(fresh)}.loc"], guide.loc)
+    for name, parameter in guide.natural_params().items():
+        assert torch.equal(store[f"{module_name(fresh)}.{name}"], parameter)
 
 
 @guides

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_ngvi import NGVB, BatchedELBO, Constant, LogPower, NoiseClock, RobbinsMonro, Tail
 from pyro_ngvi.families import FactorNormal, Family, FullRankNormal, MeanFieldNormal
-from pyro_ngvi.optim.ngvb import NGVBRule
+from pyro_ngvi.optim.rule import NaturalGradientRule
 from pyro_ngvi.optim.schedules import as_schedule
 from tests.contract.registry import GUIDES, D, N, data
 
@@ -62,7 +62,7 @@ def test_update(
 
     float32 beside a default of float64 shows what would be promoted.
     """
-    rule = NGVBRule(
+    rule = NaturalGradientRule(
         family,
         schedule=SCHEDULES[schedule],
         momentum=momentum,

@@ -8,11 +8,21 @@ import inspect
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro import poutine
+from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoContinuous, AutoGuideList, AutoMultivariateNormal
 from pyro.nn import PyroModule
 
 from pyro_ngvi import AutoMeanFieldNormal
-from pyro_ngvi._pyro_adapter import claim_name, has_model, kept_whole, module_name, rename
+from pyro_ngvi._pyro_adapter import (
+    claim_name,
+    has_model,
+    kept_whole,
+    model_as_given,
+    module_name,
+    particle_plate,
+    rename,
+)
 
 
 def model() -> None:
@@ -75,6 +85,37 @@ def test_pyro_keeps_the_model_of_a_guide_in_model() -> None:
         "Copying a guide of Pyro no longer takes its model away: kept_whole() in "
         "pyro_ngvi/_pyro_adapter.py can go."
     )
+
+
+def test_pyro_wraps_the_model_of_a_guide_in_an_init_messenger() -> None:
+    blocked = poutine.block(model)
+    for given in (model, blocked):
+        assert model_as_given(AutoMultivariateNormal(given)) is given, (
+            "AutoContinuous no longer wraps its model in one InitMessenger as a partial of (handler, "
+            "model): change model_as_given() in pyro_ngvi/_pyro_adapter.py."
+        )
+
+
+def test_pyro_names_the_plate_of_vectorised_particles() -> None:
+    guide = AutoMultivariateNormal(model)
+    guide()
+    seen = []
+
+    def spied() -> None:
+        with poutine.trace() as capture:
+            guide()
+        seen.append(particle_plate(capture.trace.nodes["_AutoMultivariateNormal_latent"]))
+
+    Trace_ELBO(3, vectorize_particles=True, max_plate_nesting=1).loss(model, spied)
+    frame = seen[0]
+    assert frame is not None and (frame.size, frame.dim) == (3, -2), (
+        "Pyro no longer puts the particles into a plate called num_particles_vectorized: change "
+        "particle_plate() in pyro_ngvi/_pyro_adapter.py, or wrongly broadcasting models go unseen."
+    )
+    Trace_ELBO(3).loss(model, spied)
+    with pyro.plate("draws", 3):
+        spied()
+    assert seen[1:] == [None] * 4
 
 
 def test_names_are_given_once() -> None:

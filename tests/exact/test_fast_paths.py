@@ -6,6 +6,7 @@ from torch.func import vmap
 
 from pyro_ngvi.families import FactorNormal
 from pyro_ngvi.families.full_rank import BLOCK, _tril_product
+from pyro_ngvi.linalg import projection
 from pyro_ngvi.linalg.projection import solve_squared_projection
 
 
@@ -25,24 +26,55 @@ def test_triangular_product_under_vmap():
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
+dense_or_not = pytest.mark.parametrize("largest_dense", [0, 128], ids=["iterated", "dense"])
+
+
 @pytest.mark.parametrize("rank", [1, 5])
 @pytest.mark.parametrize("d", [20, 120])
-def test_squared_projection_against_the_dense_solve(rank, d):
+@dense_or_not
+def test_squared_projection_against_the_dense_solve(rank, d, largest_dense, monkeypatch):
+    monkeypatch.setattr(projection, "DENSE", largest_dense)
     Q = torch.linalg.qr(torch.randn(d, rank)).Q.mT
-    projection = torch.eye(d) - Q.mT @ Q
+    Pi = torch.eye(d) - Q.mT @ Q
     b = torch.randn(d)
     v = solve_squared_projection(Q, b, iterations=60)
-    torch.testing.assert_close(v, torch.linalg.solve(projection.square(), b), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(v, torch.linalg.solve(Pi.square(), b), rtol=1e-5, atol=1e-6)
+
+
+@dense_or_not
+def test_squared_projection_with_a_coordinate_that_the_factors_explain(largest_dense, monkeypatch):
+    """A zero row of Pi: the floor keeps the solution finite, and the others are as without it."""
+    monkeypatch.setattr(projection, "DENSE", largest_dense)
+    d = 12
+    Q = torch.zeros(2, d)
+    Q[0, 0] = 1.0
+    Q[1, 1:] = (d - 1) ** -0.5
+    b = torch.randn(d)
+    b[0] = 0.0
+    v = solve_squared_projection(Q, b, iterations=60)
+    rest = solve_squared_projection(Q[1:, 1:], b[1:], iterations=60)
+    assert v[0] == 0.0
+    torch.testing.assert_close(v[1:], rest)
+
+
+@pytest.mark.parametrize("d", [20, 200])
+def test_squared_projection_waits_for_nobody(d):
+    Q, b = torch.zeros(3, d, device="meta"), torch.zeros(d, device="meta")
+    assert solve_squared_projection(Q, b, iterations=3).shape == (d,)
 
 
 @pytest.mark.parametrize(
     "dtype, log_c, limit", [(torch.float32, -2.0, 2e-2), (torch.float64, -10.0, 1e-6)]
 )
-def test_factor_family_where_the_factors_dwarf_the_rest(dtype, log_c, limit):
+@dense_or_not
+def test_factor_family_where_the_factors_dwarf_the_rest(
+    dtype, log_c, limit, largest_dense, monkeypatch
+):
     """|B / c|^2 near 1e9 in float64, as a well-determined posterior makes it: F F^-1 g is still g.
 
     The condition number of Sigma is of that size too, so float32 gets a milder case.
     """
+    monkeypatch.setattr(projection, "DENSE", largest_dense)
     d, rank = 40, 3
     g = torch.Generator().manual_seed(0)
     family = FactorNormal(rank, cg_iterations=40)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyro_ngvi.families import FactorNormal, MeanFieldNormal
-from pyro_ngvi.optim.ngvb import NGVBRule
+from pyro_ngvi.optim.rule import NaturalGradientRule
 from pyro_ngvi.optim.schedules import Constant
 
 
@@ -13,7 +13,7 @@ from pyro_ngvi.optim.schedules import Constant
 def test_reported_length_is_the_fisher_norm_of_the_move(family, radius):
     d = 12
     params = family.init(torch.zeros(d), 1.0)
-    rule = NGVBRule(
+    rule = NaturalGradientRule(
         family, trust_radius=radius, noise_radius=1e9, schedule=Constant(0.05), momentum=0.9
     )
     state = rule.init(params)
@@ -23,7 +23,7 @@ def test_reported_length_is_the_fisher_norm_of_the_move(family, radius):
         grads = {k: torch.zeros_like(v) for k, v in params.items()}
         grads["loc"] = torch.randn(d, generator=g)
         _, state, report = rule.update(params, grads, state)
-        move = {k: torch.zeros_like(v) for k, v in params.items()} | {"loc": state["move"]}
+        move = {k: torch.zeros_like(v) for k, v in params.items()} | {"loc": state["move.loc"]}
         norm = family.fisher_norm(params, move)
         torch.testing.assert_close(report.step_norm, norm, rtol=1e-6, atol=1e-9)
         assert float(norm) <= radius * (1 + 1e-6)

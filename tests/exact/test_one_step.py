@@ -14,7 +14,7 @@ import pyro_ngvi as ngvi
 from pyro_ngvi.families import FactorNormal, FullRankNormal, MeanFieldNormal
 from pyro_ngvi.families.base import Tensors
 from pyro_ngvi.linalg import sphere_points
-from pyro_ngvi.optim.ngvb import NGVBRule
+from pyro_ngvi.optim.rule import NaturalGradientRule
 from pyro_ngvi.optim.schedules import Constant
 
 D = 4
@@ -39,7 +39,7 @@ def gradients(family, params: Tensors, P, m) -> Tensors:
 
 
 def natural_rule(family, coordinates):
-    return NGVBRule(
+    return NaturalGradientRule(
         family,
         trust_radius=float("inf"),
         noise_radius=float("inf"),
@@ -126,7 +126,7 @@ def test_exact_gradients_make_the_noise_clock_take_full_steps():
     family = FullRankNormal()
     P, m = target()
     params = family.init(torch.zeros(D), 0.1)
-    rule = NGVBRule(family)
+    rule = NaturalGradientRule(family)
     state = rule.init(params)
     largest = 0.0
     for _ in range(60):

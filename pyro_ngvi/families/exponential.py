@@ -1,0 +1,214 @@
+r"""What exponential families over R^d share here, and the product of families over parts of the vector.
+
+A member of an exponential family, log q(z) = <eta, T(z)> - A(eta), has as Fisher matrix in its natural
+parameters eta the Hessian of the log-normaliser A.  The families here choose the local frame in which
+that matrix is the identity, so that a natural gradient costs a ``pull``, and move linearly in eta:
+
+    eta <- eta - b F^-1 g = eta - b dL/d(mean parameters),
+
+which for b = 1 lands on the posterior of a conjugate model (Khan & Nielsen 2018; Hoffman, Blei, Wang &
+Paisley 2013).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .base import Family, Tensors
+
+__all__ = ["ProductFamily", "WhitenedFamily"]
+
+
+class WhitenedFamily(Family):
+    """A family with independent entries of z and the identity as Fisher matrix in the local frame."""
+
+    coordinates = ("local", "natural")  # one and the same
+    orthogonal_frame = True
+
+    def noise_dim(self, params: Tensors) -> int:
+        raise NotImplementedError(_no_noise(self))
+
+    def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
+        raise NotImplementedError(_no_noise(self))
+
+    def covariance(self, params: Tensors) -> Tensor:
+        return torch.diag(self.stddev(params).square())
+
+    def scale_tril(self, params: Tensors) -> Tensor:
+        return torch.diag(self.stddev(params))
+
+    def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
+        return dict(tangent)
+
+    def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
+        return dict(gradient)
+
+
+def _no_noise(family: Family) -> str:
+    return (
+        f"{type(family).__name__} has no closed form for its draws from normal noise; use "
+        f"draw(params, shape)."
+    )
+
+
+class ProductFamily(Family):
+    """Independent parts of z, each from a family of its own.
+
+    z is made of segments.  Each has a length and belongs to a part; the segments of one part, in their
+    order, make the vector of its family.  So many segments of one kind cost no more than one.
+
+    Args:
+        parts: family by name.  Its tensors are called ``{part}_{name}``.
+        segments: (part, length) in the order of z.
+
+    Example:
+        >>> import torch
+        >>> from pyro_ngvi.families import MeanFieldGamma, MeanFieldNormal
+        >>> parts = {"normal": MeanFieldNormal(), "gamma": MeanFieldGamma()}
+        >>> family = ProductFamily(parts, [("gamma", 2), ("normal", 1), ("gamma", 1)])
+        >>> {name: tuple(v.shape) for name, v in family.init(torch.zeros(4), 0.1).items()}
+        {'normal_loc': (1,), 'normal_log_scale': (1,), 'gamma_log_mean': (3,),
+        'gamma_log_concentration': (3,)}
+    """
+
+    coordinates = ("local", "natural")  # one and the same
+
+    def __init__(self, parts: Mapping[str, Family], segments: Sequence[tuple[str, int]]) -> None:
+        self.define(parts, segments)
+
+    def define(self, parts: Mapping[str, Family], segments: Sequence[tuple[str, int]]) -> None:
+        """Set parts and segments: for a guide, whose optimizer may exist before its sites are known."""
+        self.parts = dict(parts)
+        self.segments = tuple(segments)
+        self.names = tuple(f"{p}_{name}" for p, f in self.parts.items() for name in f.names)
+        self.orthogonal_frame = all(f.orthogonal_frame for f in self.parts.values())
+        self.location = self.names
+        self._lengths = [length for _, length in self.segments]
+        self._where = {
+            part: [i for i, (owner, _) in enumerate(self.segments) if owner == part]
+            for part in self.parts
+        }
+
+    def own(self, part: str, tensors: Tensors) -> Tensors:
+        """The tensors of one part, by its own names."""
+        return {name: tensors[f"{part}_{name}"] for name in self.parts[part].names}
+
+    def _each(self, function: Callable[[str, Family], Tensors]) -> Tensors:
+        return {
+            f"{part}_{name}": value
+            for part, family in self.parts.items()
+            for name, value in function(part, family).items()
+        }
+
+    def _sum(self, function: Callable[[str, Family], Tensor]) -> Tensor:
+        terms = [function(part, family) for part, family in self.parts.items()]
+        return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
+
+    def split(self, z: Tensor) -> Tensors:
+        """The vector of each part, of z (..., d)."""
+        pieces = z.split(self._lengths, -1)
+        return {
+            part: pieces[where[0]] if len(where) == 1 else torch.cat([pieces[i] for i in where], -1)
+            for part, where in self._where.items()
+        }
+
+    def join(self, parts: Tensors) -> Tensor:
+        """z (..., d) of the vectors of the parts."""
+        pieces: dict[int, Tensor] = {}
+        for part, where in self._where.items():
+            lengths = [self._lengths[i] for i in where]
+            pieces |= zip(where, parts[part].split(lengths, -1), strict=True)
+        return torch.cat([pieces[i] for i in range(len(self.segments))], -1)
+
+    def _join(self, function: Callable[[str, Family], Tensor]) -> Tensor:
+        return self.join({part: function(part, family) for part, family in self.parts.items()})
+
+    def segment(self, params: Tensors, index: int) -> Tensors:
+        """The parameters of segment ``index`` alone, by the names of its family."""
+        part, length = self.segments[index]
+        own = self.own(part, params)
+        total = sum(self._lengths[i] for i in self._where[part])
+        start = sum(self._lengths[i] for i in self._where[part] if i < index)
+        # the leading dimension counts elements, of which each has the same number of entries
+        result = {}
+        for name, value in own.items():
+            entries = total // max(len(value), 1)
+            result[name] = (
+                value[start // entries : (start + length) // entries] if entries else value
+            )
+        return result
+
+    def init(self, loc: Tensor, scale: float) -> Tensors:
+        locs = self.split(loc)
+        return self._each(lambda p, f: f.init(locs[p], scale))
+
+    def dim(self, params: Tensors) -> int:
+        return sum(self._lengths)
+
+    def noise_dim(self, params: Tensors) -> int:
+        raise NotImplementedError(_no_noise(self))
+
+    def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
+        raise NotImplementedError(_no_noise(self))
+
+    def draw(self, params: Tensors, shape: torch.Size) -> Tensor:
+        return self._join(lambda p, f: f.draw(self.own(p, params), shape))
+
+    def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
+        zs = self.split(z)
+        return self._sum(lambda p, f: f.log_prob(self.own(p, params), zs[p]))
+
+    def score(self, params: Tensors, z: Tensor) -> Tensors:
+        zs = self.split(z)
+        return self._each(lambda p, f: f.score(self.own(p, params), zs[p]))
+
+    def entropy(self, params: Tensors) -> Tensor:
+        return self._sum(lambda p, f: f.entropy(self.own(p, params)))
+
+    def kl(self, params: Tensors, other: Tensors) -> Tensor:
+        return self._sum(lambda p, f: f.kl(self.own(p, params), self.own(p, other)))
+
+    def mean(self, params: Tensors) -> Tensor:
+        return self._join(lambda p, f: f.mean(self.own(p, params)))
+
+    def stddev(self, params: Tensors) -> Tensor:
+        return self._join(lambda p, f: f.stddev(self.own(p, params)))
+
+    def covariance(self, params: Tensors) -> Tensor:
+        return torch.diag(self.stddev(params).square())
+
+    def scale_tril(self, params: Tensors) -> Tensor:
+        return torch.diag(self.stddev(params))
+
+    def icdf(self, params: Tensors, levels: Tensor) -> Tensor:
+        return self._join(lambda p, f: f.icdf(self.own(p, params), levels))
+
+    def push(self, params: Tensors, tangent: Tensors) -> Tensors:
+        return self._each(lambda p, f: f.push(self.own(p, params), self.own(p, tangent)))
+
+    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
+        return self._each(lambda p, f: f.pull(self.own(p, params), self.own(p, grads)))
+
+    def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
+        return self._each(lambda p, f: f.fisher_product(self.own(p, params), self.own(p, tangent)))
+
+    def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
+        return self._each(
+            lambda p, f: f.natural_gradient(self.own(p, params), self.own(p, gradient))
+        )
+
+    def retract(
+        self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
+    ) -> Tensors:
+        # linear in the natural parameters, whatever a part calls that
+        return self._each(
+            lambda p, f: f.retract(
+                self.own(p, params), self.own(p, tangent), step, f.coordinates[-1]
+            )
+        )
+
+    def not_finite(self, params: Tensors) -> Tensor:
+        return self._join(lambda p, f: f.not_finite(self.own(p, params)))

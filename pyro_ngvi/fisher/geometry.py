@@ -1,0 +1,65 @@
+"""The geometry of a guide whose Fisher matrix is estimated: a frame, and a product with F^-1.
+
+The rule that steps (:class:`~pyro_ngvi.optim.rule.NaturalGradientRule`) asks a family for ``pull``,
+``natural_gradient`` and ``retract``.  Here the second comes from scores, the others from the family,
+or, for guides of other packages, from the plain coordinates in which their parameters are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..families.base import Family, Tensors, pack, unpack
+
+__all__ = ["Coordinates", "EstimatedGeometry"]
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Named tensors moved along straight lines: all that is known of a guide that is not ours."""
+
+    names: tuple[str, ...]
+    coordinates: tuple[str, ...] = ("local",)
+    newton_like: bool = False
+    orthogonal_frame: bool = False
+
+    @property
+    def location(self) -> tuple[str, ...]:
+        """Nothing tells locations from scales here, so momentum acts on all."""
+        return self.names
+
+    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
+        return grads
+
+    def retract(
+        self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
+    ) -> Tensors:
+        return {name: p + step * tangent[name] for name, p in params.items()}
+
+    def pack(self, tensors: Tensors) -> Tensor:
+        return pack(tensors)
+
+    def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
+        return unpack(vector, like)
+
+    def not_finite(self, params: Tensors) -> Tensor:
+        return ~torch.isfinite(pack(params))
+
+
+@dataclass(frozen=True)
+class EstimatedGeometry:
+    """A frame whose natural gradient is ``product``, an estimate of F^-1 times a packed gradient."""
+
+    frame: Family | Coordinates
+    product: Callable[[Tensor], Tensor]
+
+    def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
+        return self.frame.unpack(self.product(self.frame.pack(gradient)), gradient)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.frame, name)

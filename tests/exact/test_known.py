@@ -1,0 +1,99 @@
+"""A branch on what is known must not change results: with and without it, bit for bit."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from torch.func import vmap
+
+import pyro_ngvi as ngvi
+from pyro_ngvi._known import choose, known
+from pyro_ngvi.families import FactorNormal, FullRankNormal, MeanFieldNormal
+from pyro_ngvi.guides import base as guides_base
+from pyro_ngvi.optim import NoiseClock, Tail, ngvb
+from pyro_ngvi.optim import base as optim_base
+from pyro_ngvi.optim.rule import NaturalGradientRule
+
+D = 6
+FAMILIES = {"mean": MeanFieldNormal(), "full": FullRankNormal(), "factor": FactorNormal(2)}
+
+
+@pytest.fixture
+def unknown(monkeypatch):
+    """Call it, and no value is known any more, as on a GPU."""
+
+    def make_unknown() -> None:
+        for module in (ngvb, guides_base, optim_base):
+            monkeypatch.setattr(module, "known", lambda condition: None)
+
+    return make_unknown
+
+
+def test_known_and_choose():
+    yes, no = torch.tensor(True), torch.tensor(False)
+    assert known(yes) is True and known(no) is False
+    assert known(yes.to("meta")) is None
+    seen = []
+    vmap(lambda x: seen.append(known(x > 0)) or x)(torch.ones(2))
+    assert seen == [None]
+    x, y = {"a": torch.ones(3)}, {"a": torch.zeros(3)}
+    assert torch.equal(choose(yes, x, y)["a"], x["a"])
+    assert torch.equal(choose(no, x, y)["a"], y["a"])
+
+
+def updates(family, momentum, averaging):
+    """Ten updates on gradients of which some are zero, not finite, or too large to square."""
+    rule = NaturalGradientRule(family, schedule=NoiseClock(), momentum=momentum, averaging=averaging)
+    g = torch.Generator().manual_seed(0)
+    params = family.init(torch.zeros(D, dtype=torch.float32), 0.5)
+    state, results = rule.init(params), []
+    for k in range(10):
+        grads = {name: torch.randn(p.shape, generator=g).to(p) for name, p in params.items()}
+        special = {3: 0.0, 5: math.nan, 6: math.inf, 7: 1e30}.get(k, 1.0)
+        grads = {name: special * v for name, v in grads.items()}
+        params, state, report = rule.update(params, grads, state)
+        results.append({**params, **state, **vars(report)})
+    return results
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("averaging", [None, Tail()], ids=["iterate", "average"])
+def test_update(family, momentum, averaging, unknown):
+    with_answers = updates(family, momentum, averaging)
+    unknown()
+    without = updates(family, momentum, averaging)
+    assert [bool(r["finite"]) for r in without] == [k not in (5, 6) for k in range(10)]
+    for one, other in zip(with_answers, without, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert torch.equal(one[name], other[name]), name
+            assert one[name].dtype == other[name].dtype, name
+
+
+def model():
+    pyro.sample("x", dist.Normal(torch.zeros(D), 1.0).to_event(1))
+
+
+def run():
+    """Steps of an averaging optimizer with somebody else's write between."""
+    torch.manual_seed(0)
+    guide = ngvi.AutoMeanFieldNormal(model)
+    svi = SVI(model, guide, ngvi.NGVB(guide), Trace_ELBO())
+    seen = []
+    for k in range(6):
+        if k == 3:
+            with torch.no_grad():
+                guide.loc.add_(1.0)
+        svi.step()
+        seen += [guide.loc.detach().clone(), guide.sampling_posterior().mean.detach()]
+    return torch.stack(seen)
+
+
+def test_lag(unknown):
+    with_answers = run()
+    unknown()
+    assert torch.equal(run(), with_answers)
