@@ -122,7 +122,7 @@ class Family(ABC):
     def draw(self, params: Tensors, shape: torch.Size) -> Tensor:
         """Draws (*shape, d), differentiably.  Families whose noise is not normal have their own."""
         like = params["loc"]
-        noise_shape = torch.Size(shape) + (self.noise_dim(params),)
+        noise_shape = (*shape, self.noise_dim(params))
         noise = torch.randn(noise_shape, dtype=like.dtype, device=like.device)
         return self.rsample(params, noise)
 
@@ -139,7 +139,7 @@ class Family(ABC):
         return self.mean(params) + self.stddev(params) * torch.special.ndtri(levels).unsqueeze(-1)
 
     def not_finite(self, params: Tensors) -> Tensor:
-        """Which entries of z (d,) a tensor that is not finite belongs to, in ``params`` or ``grads``."""
+        """Entries of z (d,) whose numbers in ``params`` (or ``grads``) are not all finite."""
         return ~torch.isfinite(params["loc"])
 
     @abstractmethod

@@ -3,24 +3,24 @@ r"""Independent Dirichlet vectors, as a family over their stick-breaking coordin
 x ~ Dirichlet(alpha) on the simplex of K entries, with total T = sum alpha and z in R^(K-1) the inverse
 of PyTorch's ``StickBreakingTransform``: with fractions of what is left of the stick,
 
-    sigmoid(z_k - log(K - k)) = x_k / (1 - x_1 - ... - x_{k-1}),   k = 1..K-1,   |dx/dz| = x_1 ... x_K,
+    sigmoid(z_k - log(K - k)) = x_k / (1 - x_1 - ... - x_{k-1}),   k = 1..K-1,
+    log q(z) = sum_k alpha_k log x_k + lgamma(T) - sum_k lgamma(alpha_k),   |dx/dz| = x_1 ... x_K.
 
-    log q(z) = sum_k alpha_k log x_k + lgamma(T) - sum_k lgamma(alpha_k).
-
-The fractions are independent Beta(alpha_k, alpha_{k+1} + ... + alpha_K), so the z_k are independent with
-variance trigamma(alpha_k) + trigamma(alpha_{k+1} + ... + alpha_K).  K = 2 is Beta(alpha_1, alpha_2) of a
-probability, with z its logit.
+The fractions are independent Beta(alpha_k, alpha_{k+1} + ... + alpha_K), so the z_k are independent
+with variance trigamma(alpha_k) + trigamma(alpha_{k+1} + ... + alpha_K).  K = 2 is the Beta(alpha_1,
+alpha_2) of a probability, with z its logit.
 
 Stored: ``log_concentration`` = log alpha (n, K).  The Hessian of the log-normaliser,
 
     diag(trigamma(alpha)) - trigamma(T) 1 1',
 
 is, in relative velocities, D - c alpha alpha' with D = diag(alpha^2 trigamma(alpha)), c = trigamma(T).
-The local frame divides by its root: with w = D^(-1/2) alpha, r = 1 - c w'w and S = I - (1 - sqrt r) ww'/w'w,
+The local frame divides by its root: with w = D^(-1/2) alpha, r = 1 - c w'w and
+S = I - (1 - sqrt r) ww' / w'w,
 
     D - c alpha alpha' = D^(1/2) S S D^(1/2),   velocity = D^(-1/2) S^-1 tangent,   F = I.
 
-Retraction: linear in the natural parameters alpha, alpha <- alpha (1 + s velocity), where s = 1, or smaller
+Retraction: linear in the natural parameters, alpha <- alpha (1 + s velocity), where s = 1, or smaller
 in those vectors where an entry would lose more than 3/4; each vector has an s of its own.
 
 Sources: as for ``MeanFieldGamma``; Sethuraman (1994) for the fractions.  Not where simplices depend on

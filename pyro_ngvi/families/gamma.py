@@ -18,8 +18,8 @@ concentration,
 
     a <- a (1 + s w),   b <- b (1 + s (w - v)),
 
-where s = 1, or smaller in those elements where a or b would lose more than 3/4.  Each element has an s of
-its own: each still moves along its own natural gradient, and none holds up the others.
+where s = 1, or smaller in those elements where a or b would lose more than 3/4.  Each element has an s
+of its own: each still moves along its own natural gradient, and none holds up the others.
 
 Sources: Amari (1998); Khan & Nielsen (2018, arXiv:1807.04489); Figurnov, Mohamed & Mnih (2018) for the
 implicit gradients of torch.distributions.  Not for: real-valued sites, and not where positive sites are

@@ -151,11 +151,14 @@ class LowRank:
         values = torch.where(real, values, 0.0)
         project = torch.where(real, vectors * values.clamp_min(tiny).rsqrt(), 0.0).mT
         basis = torch.empty_like(state["basis"])
+        total = state["total"].clamp_min(tiny)
+        seen = torch.zeros_like(total)
         for part, rows in columns():
             basis[:, part] = project @ rows
-        total = state["total"].clamp_min(tiny)
+            # coordinates that never had a score have no share in the trace and none in the noise
+            seen = seen + (basis[:, part] != 0.0).any(0).sum()
         n = total / state["mean_weight"].clamp_min(tiny)
-        spikes, level = _debias(values / total, D, n)
+        spikes, level = _debias(values / total, seen.clamp_min(1.0), n)
         grown = min(2 * int(state["next_merge"]), len(state["buffer"]))
         return state | {
             "basis": basis,
@@ -180,19 +183,20 @@ def _unit(diagonal: Tensor) -> Tensor:
     return diagonal.clamp_min(floor + torch.finfo(diagonal.dtype).tiny).sqrt()
 
 
-def _debias(values: Tensor, D: int, n: Tensor) -> tuple[Tensor, Tensor]:
+def _debias(values: Tensor, D: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
     """Spikes l (K,) and level r of the whitened Fisher matrix, whose trace is D, from n scores."""
     ratio = D / n
     edge = (1.0 + ratio.sqrt()).square()
     level = torch.ones_like(n)
     spikes = torch.ones_like(values)
-    above = torch.zeros_like(values, dtype=torch.bool)
+    # of all directions at least one has the level
+    free = torch.arange(len(values), device=values.device) < D - 1.0
+    above = torch.zeros_like(free)
     for _ in range(20):  # what exceeds the level, and the level of what does not, in turn
         x = values / level
         b = x + 1.0 - ratio
         spikes = level * 0.5 * (b + (b.square() - 4.0 * x).clamp_min(0.0).sqrt())
-        above = x > edge
-        above[D - 1 :] = False  # of all directions at least one has the level
+        above = (x > edge) & free
         rest = D - torch.where(above, spikes, 0.0).sum()
         level = (rest / (D - above.sum())).clamp_min(1e-4)
     return torch.where(above, spikes, level), level

@@ -177,7 +177,8 @@ class AutoExponentialFamily(AutoFamily):
         levels = torch.as_tensor(quantiles, dtype=like.dtype, device=like.device)
         result: dict[str, list[Tensor]] = {}
         for z in self.family.icdf(params, levels):
-            for site, value in self._unpack_latent(z):
+            unpacked: Any = self._unpack_latent(z)
+            for site, value in unpacked:
                 transform: Any = biject_to(site["fn"].support)
                 result.setdefault(site["name"], []).append(transform(value))
         return {name: torch.stack(values) for name, values in result.items()}

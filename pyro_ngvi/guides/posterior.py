@@ -42,7 +42,8 @@ class FamilyDistribution(TorchDistribution):
         self.family = family
         self.params = params
         self.sticking_the_landing = sticking_the_landing
-        super().__init__(torch.Size(batch_shape), (family.dim(params),), validate_args=False)
+        shapes = torch.Size(batch_shape), torch.Size((family.dim(params),))
+        super().__init__(*shapes, validate_args=False)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> FamilyDistribution:
         return FamilyDistribution(

@@ -12,7 +12,7 @@ ITERATIONS = 30
 
 
 def symmetric_eigen(G: Tensor, iterations: int = ITERATIONS) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (n,), largest first, and eigenvectors (n, n), in columns, of a positive semi-definite G.
+    """Eigenvalues (n,), largest first, and eigenvectors (n, n) in columns; G positive semi-definite.
 
     On a CPU exact.  ``torch.linalg.eigh`` waits for other devices, so there a fixed number of
     unshifted QR iterations is done: vectors of nearly equal eigenvalues stay mixed, which leaves the

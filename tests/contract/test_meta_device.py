@@ -15,6 +15,8 @@ from torch import Tensor
 
 from pyro_ngvi import NGVB, BatchedELBO, Constant, LogPower, NoiseClock, RobbinsMonro, Tail
 from pyro_ngvi.families import FactorNormal, Family, FullRankNormal, MeanFieldNormal
+from pyro_ngvi.fisher import Dense, InverseFisher, LowRank, PaperWindow
+from pyro_ngvi.fisher.scores import GuideScores, family_scores
 from pyro_ngvi.optim.rule import NaturalGradientRule
 from pyro_ngvi.optim.schedules import as_schedule
 from tests.contract.registry import GUIDES, D, N, data
@@ -96,6 +98,51 @@ def test_functions_of_a_family(family: Family) -> None:
         assert value.shape == () and value.device.type == "meta"
     assert family.covariance(meta).shape == (5, 5)
     assert family.stddev(meta).shape == (5,)
+
+
+@pytest.mark.parametrize(
+    "estimate",
+    [Dense(), Dense(eps=1.0, c_beta=0.5, growth=2.0), PaperWindow(4, c_beta=0.5), LowRank(3, 2.0)],
+    ids=repr,
+)
+def test_inverse_fisher(estimate: InverseFisher) -> None:
+    """The low-rank estimate decides when to merge by three counters that stay with the host."""
+    scores, g = torch.randn(20, 6, dtype=torch.float32), torch.randn(6, dtype=torch.float32)
+    state = estimate.init(torch.ones_like(g), 1.0)
+    meta = estimate.init(torch.ones_like(g).to("meta"), 1.0)
+    for rows in scores.split(3):  # the low-rank estimate merges twice
+        state, meta = estimate.update(state, rows), estimate.update(meta, rows.to("meta"))
+        host = {"updates", "waiting", "next_merge"} if isinstance(estimate, LowRank) else set()
+        assert all(torch.equal(state[name], meta[name]) for name in host)
+        assert same_layout(
+            {name: value for name, value in state.items() if name not in host},
+            {name: value for name, value in meta.items() if name not in host},
+        )
+    product = estimate.product(meta, g.to("meta"))
+    assert product.device.type == "meta" and product.shape == (6,)
+    assert product.dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("n", [1, 4])
+def test_scores_of_a_family(family: Family, n: int) -> None:
+    params = family.init(torch.zeros(5), 0.5)
+    scores = family_scores(family, on_meta(params), n)
+    assert scores.shape == family_scores(family, params, n).shape
+    assert scores.device.type == "meta"
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_scores_of_a_guide(n: int) -> None:
+    start = torch.zeros(3, device="meta")
+
+    def guide() -> None:
+        scale = pyro.param("log_scale", start.clone()).exp()
+        pyro.sample("z", dist.Normal(pyro.param("loc", start.clone()), scale).to_event(1))
+
+    with pyro.validation_enabled(False):
+        scores = GuideScores(guide).draw(n)
+    assert scores.shape == (n, 6) and scores.device.type == "meta"
 
 
 @pytest.mark.parametrize("kind", GUIDES)

@@ -270,10 +270,11 @@ def test_mean_field_optimum_of_the_normal_gamma_model() -> None:
     torch.manual_seed(0)
     guide = ngvi.AutoExponentialFamily(model)
     svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(32))
-    for _ in range(1000):
+    for _ in range(300):
         svi.step()
     tau, mu = guide.site_distribution("tau"), guide.site_distribution("mu")
     optimum = dist.Gamma(a, b), dist.Normal(mean, precision.rsqrt())
     kl = [torch.distributions.kl_divergence(q, p) for q, p in zip((tau, mu), optimum, strict=True)]
-    # 10 seeds: largest 1.1e-4 nats.  The posterior is not independent, so noise remains
+    # The posterior is not independent, so noise remains: 5.2e-5 nats on average over 10 seeds.  KL is
+    # that of 4 noisy parameters: ten times its mean comes once in 10^7 runs
     assert 0 <= sum(kl) < 5e-4

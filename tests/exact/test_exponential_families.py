@@ -489,7 +489,7 @@ def test_init_of_dirichlet_has_the_asked_mean_and_average_variance(size: int, sc
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="size=1"):
         MeanFieldDirichlet(1)
-    with pytest.raises(ValueError, match="5 entries .* multiple of 2"):
+    with pytest.raises(ValueError, match=r"5 entries .* multiple of 2"):
         MeanFieldDirichlet(3).init(torch.zeros(5), 0.1)
     with pytest.raises(NotImplementedError, match="use draw"):
         MeanFieldGamma().rsample({}, torch.zeros(3))

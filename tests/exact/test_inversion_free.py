@@ -38,15 +38,16 @@ def matrix(estimate: InverseFisher, state: Tensors, d: int = D) -> Tensor:
 def by_inversion(estimate: Dense, blocks: list[Tensor], seed: int = 1) -> Tensor:
     """n_s H_s^-1 as (4.6) defines it, with the matrix H_s itself."""
     torch.manual_seed(seed)
-    paper = estimate.eps is not None
-    H = torch.diag(torch.full((D,), estimate.eps) if paper else WEIGHT * FIRST_GUESS)
-    total = 0.0 if paper else WEIGHT
+    if estimate.eps is None:
+        H, unit, total = torch.diag(WEIGHT * FIRST_GUESS), FIRST_GUESS.sqrt(), WEIGHT
+    else:
+        H, unit, total = estimate.eps * torch.eye(D), torch.ones(D), 0.0
     for k, scores in enumerate(blocks, 1):
         weight = float(k) ** estimate.growth
         total += weight * len(scores)
         H = H + weight * scores.T @ scores
         if estimate.c_beta:
-            z = torch.randn(D) * (1.0 if paper else FIRST_GUESS.sqrt())
+            z = torch.randn(D) * unit
             H = H + weight * estimate.c_beta * float(k) ** -estimate.beta * torch.outer(z, z)
     return total * torch.linalg.inv(H)
 

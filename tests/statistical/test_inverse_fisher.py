@@ -1,8 +1,8 @@
 """How close the estimates come to the exact natural gradient, on four synthetic Fisher matrices.
 
-D = 400, K = 100, 3,000 scores.  Measured: the cosine, in the Fisher metric, between the estimated and the
-exact natural gradient, averaged over 50 gradients, and the ratio of their lengths.  Limits are means
-less three standard deviations of a run, both over the seeds 0 to 7; the run here has seed 8.
+D = 400, K = 100, 3,000 scores.  Measured: the cosine, in the Fisher metric, between the estimated and
+the exact natural gradient, averaged over 50 gradients, and the ratio of their lengths.  Limits are
+means less three standard deviations of a run, both over the seeds 0 to 7; the run here has seed 8.
 """
 
 import functools
@@ -67,7 +67,7 @@ def test_low_rank_after_3000_scores(name: str, cosine: float) -> None:
 
 @pytest.mark.parametrize("name", ["decaying", "20 large", "diagonal", "diagonal + rank 10"])
 def test_low_rank_is_closer_than_the_recursion_at_n_equal_to_d(name: str) -> None:
-    """Cosines .75, .88, 1.00, .86 against .40, .65, .31, .70, each to .02; lengths up to 1.5 against 58."""
+    """Cosines .75, .88, 1.00, .86 against .40, .65, .31, .70, each with a standard error below .02."""
     F = fisher_matrix(name)
     scores = draw(F, D)
     ours, our_length = quality(F, LowRank(K), scores)
@@ -87,15 +87,14 @@ def test_calibrated_where_all_is_noise() -> None:
     assert 0.8 < length < 1.2
 
 
-@pytest.mark.parametrize("rank", [10, 20])
+@pytest.mark.parametrize("rank", [5, 32])
 def test_low_rank_converges_where_the_rank_holds_all(rank: int) -> None:
     """The relative error falls like n^-1/2: by 4 from n to 16 n, and is that of the recursion.
 
-    The norm of L' P L - I, Wishart noise of expected square d (d + 1) / n.  Its mean over 8 runs has a
-    standard error of about 1 / sqrt(8 d (d + 1)) = 3.4% of it, hence 5% of the ratio 4, and three
-    times that are 0.6; before d^2 scores the mending of the eigenvalues adds to it, so n = 4,000.
+    The square of the norm of L' P L - I is close to chi-squared of d (d + 1) / 2 = 15 degrees, so the
+    mean norm of 4 runs has a standard error of 9%, and the ratio 4 one of 0.5.
     """
-    d = 10
+    d = 5
     g = torch.Generator().manual_seed(99)
     Q, _ = torch.linalg.qr(torch.randn(d, d, generator=g))
     F = (Q * torch.logspace(-1, 1, d)) @ Q.T
@@ -108,7 +107,7 @@ def test_low_rank_converges_where_the_rank_holds_all(rank: int) -> None:
         P = torch.stack([estimate.product(state, e) for e in torch.eye(d)])
         return float(torch.linalg.matrix_norm(L.T @ P @ L - torch.eye(d)))
 
-    few, many = (sum(error(LowRank(rank), n, seed) for seed in range(8)) / 8 for n in (4000, 64000))
-    assert few / many == pytest.approx(4.0, abs=0.6)
-    recursion = sum(error(Dense(), 64000, seed) for seed in range(8)) / 8
-    assert many == pytest.approx(recursion, rel=0.05)  # of the same scores
+    few, many = (sum(error(LowRank(rank), n, seed) for seed in range(4)) / 4 for n in (500, 8000))
+    assert few / many == pytest.approx(4.0, abs=1.5)
+    recursion = sum(error(Dense(), 8000, seed) for seed in range(4)) / 4
+    assert many == pytest.approx(recursion, rel=0.1)  # of the same scores

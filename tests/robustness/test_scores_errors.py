@@ -1,0 +1,81 @@
+"""Guides that have no scores are refused in a sentence that says which site and what to do."""
+
+import functools
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.distributions import transforms
+from pyro.infer.autoguide import AutoDelta, AutoGaussian, AutoNormalizingFlow, AutoStructured
+from torch import Tensor
+
+from pyro_ngvi.fisher.scores import GuideScores, remember_arguments
+
+
+def model() -> None:
+    a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    pyro.sample("b", dist.Normal(a, torch.ones(2)).to_event(1))
+
+
+def with_data(x: Tensor, y: Tensor | None = None) -> None:
+    pyro.sample("z", dist.Normal(pyro.param("loc", torch.tensor(0.0)), 1.0))
+
+
+def test_function_with_arguments_that_are_not_remembered() -> None:
+    with pytest.raises(ValueError, match=r"'with_data' takes arguments.*remember_arguments"):
+        GuideScores(with_data)
+    GuideScores(lambda x=1: None)  # can be called without
+
+
+def test_remembered_function_that_svi_never_called() -> None:
+    scores = GuideScores(remember_arguments(with_data))
+    with pytest.raises(ValueError, match=r"'with_data' was not called yet.*Give SVI"):
+        scores.draw(1)
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_density_without_inverse_names_the_site(n: int) -> None:
+    flow = transforms.planar(2)
+
+    def guide() -> None:
+        pyro.module("flow", flow)
+        base = dist.Normal(torch.zeros(2), 1.0).to_event(1)
+        pyro.sample("z", dist.TransformedDistribution(base, [flow]))
+
+    with pytest.raises(ValueError, match=r"density of the site 'z'.*TransformedDistribution"):
+        GuideScores(guide).draw(n)
+
+
+def test_joint_guide_without_inverse() -> None:
+    guide = AutoNormalizingFlow(model, functools.partial(transforms.iterated, 1, transforms.planar))
+    guide()
+    with pytest.raises(ValueError, match=r"joint latent vector.*no scores"):
+        GuideScores(guide).dependent()
+
+
+@pytest.mark.parametrize("kind", [AutoStructured, functools.partial(AutoGaussian, backend="dense")])
+def test_guides_that_move_their_draws(kind) -> None:
+    """Holding the noise fixed would give a score that is zero in every location: refused."""
+    guide = kind(model)
+    guide()
+    with pytest.raises(ValueError, match=r"computes the site 'a' from a draw and from parameters"):
+        GuideScores(guide).dependent()
+
+
+def test_no_parameter_at_all() -> None:
+    guide = AutoDelta(model)
+    guide()
+    with pytest.raises(ValueError, match=r"'AutoDelta' depends on no parameter"):
+        GuideScores(guide).draw(3)
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_guide_that_is_wrong_says_so_itself(n: int) -> None:
+    """What vmap refuses is tried plainly, where the guide's own error comes out."""
+
+    def guide() -> None:
+        pyro.sample("z", dist.Normal(pyro.param("loc", torch.zeros(2)) @ torch.ones(3), 1.0))
+
+    with pytest.raises(RuntimeError, match="size"):
+        GuideScores(guide).draw(n)
