@@ -15,9 +15,10 @@ from .guides import (
     AutoMeanFieldNormal,
     init_to_center,
 )
-from .optim import IFVB, NGVB, Constant, LogPower, NoiseClock, RobbinsMonro, Tail
+from .optim import AIFVB, IFVB, NGVB, Constant, LogPower, NoiseClock, RobbinsMonro, Tail
 
 __all__ = [
+    "AIFVB",
     "IFVB",
     "NGVB",
     "AutoExponentialFamily",

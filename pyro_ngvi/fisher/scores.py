@@ -33,9 +33,11 @@ from .moved_draws import MovedDraws
 __all__ = ["GuideScores", "family_scores", "remember_arguments"]
 
 
-def family_scores(family: Family, params: Tensors, n: int) -> Tensor:
-    """n scores (n, D) in the local frame of the family, packed, from fresh draws."""
+def family_scores(family: Family, params: Tensors, n: int, stored: bool = False) -> Tensor:
+    """n scores (n, D) from fresh draws: packed in the local frame of the family, or as ``stored``."""
     score = family.score(params, family.draw(params, torch.Size((n,))))
+    if stored:
+        return torch.cat([v.reshape(n, -1) for v in score.values()], 1)
     if n == 1:
         return family.pack(family.pull(params, {k: v[0] for k, v in score.items()}))[None]
     return torch.func.vmap(lambda s: family.pack(family.pull(params, s)))(score)

@@ -3,14 +3,14 @@ r"""Weighted averages of the iterates, kept beside them: x_bar_k = sum_j w_j x_j
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..families.base import Tensors
 
-__all__ = ["Averaging", "LogPower", "Tail", "as_averaging"]
+__all__ = ["Averaging", "LogPower", "Tail", "UsingAverage", "as_averaging", "update_average"]
 
 
 class Averaging(Protocol):
@@ -65,3 +65,25 @@ def as_averaging(averaging: Averaging | float | bool) -> Averaging | bool:
 def update_average(average: Tensors, params: Tensors, rate: Tensor) -> Tensors:
     """x_bar + rate (x - x_bar).  Families are convex in their stored coordinates."""
     return {name: torch.lerp(average[name], params[name], rate) for name in params}
+
+
+class UsingAverage:
+    """Averages put in the place of the iterates, until the end of a ``with`` block."""
+
+    @torch.no_grad()
+    def __init__(self, averages: list[tuple[Tensors, Tensors]]) -> None:
+        self._iterates = [
+            (params, {name: p.clone() for name, p in params.items()}) for params, _ in averages
+        ]
+        for params, average in averages:
+            for name, p in params.items():
+                p.copy_(average[name])
+
+    def __enter__(self) -> None:
+        pass
+
+    @torch.no_grad()
+    def __exit__(self, *exception: Any) -> None:
+        for params, iterate in self._iterates:
+            for name, p in params.items():
+                p.copy_(iterate[name])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._known import choose, known
 from ..families.base import Tensors
-from ..guides.base import AutoFamily, find_blocks
+from ..guides.base import find_blocks
 
 __all__ = ["NaturalGradientOptim", "Report", "StepReport", "describe", "part"]
 
@@ -93,7 +93,7 @@ class NaturalGradientOptim(PyroOptim):
     ) -> tuple[Tensors, Tensors, Report]:
         return self._rules[path].update(values, grads, state)
 
-    def _adopt(self, path: str, block: AutoFamily) -> None:
+    def _adopt(self, path: str, block: Any) -> None:
         self._rules[path] = self.make_rule(block.family)
         block.set_lag(None)  # an optimizer before this one may have left its own
         block.averaged = block.holds_average and self._rules[path].averaging is not None
@@ -120,7 +120,7 @@ class NaturalGradientOptim(PyroOptim):
             self.others(others)
 
     @torch.no_grad()
-    def _step_block(self, path: str, block: AutoFamily, tensors: dict[str, Any]) -> None:
+    def _step_block(self, path: str, block: Any, tensors: dict[str, Any]) -> None:
         values = {name: p.detach() for name, p in tensors.items()}
         state = self._state_of(path, block, values)
         if all(p.grad is None for p in tensors.values()):
@@ -184,7 +184,7 @@ class NaturalGradientOptim(PyroOptim):
             )
         return ordered
 
-    def _warn_skipped(self, block: AutoFamily, report: Report) -> None:
+    def _warn_skipped(self, block: Any, report: Report) -> None:
         count = int(report.skipped)
         if count & (count - 1):  # warn at 1, 2, 4, 8, ... skips
             return
@@ -286,7 +286,7 @@ def _check_state(path: str, fresh: Tensors, saved: Tensors) -> None:
         )
 
 
-def _sites(block: AutoFamily, bad_entries: Tensor) -> tuple[str, ...]:
+def _sites(block: Any, bad_entries: Tensor) -> tuple[str, ...]:
     found = (block.site_of(int(i)) for i in bad_entries.nonzero().reshape(-1).tolist())
     return tuple(dict.fromkeys(found))
 

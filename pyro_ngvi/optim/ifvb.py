@@ -39,18 +39,18 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from ..families.base import Family, Tensors
+from ..families.base import Tensors
 from ..fisher import Dense, InverseFisher, LowRank, PaperWindow
-from ..fisher.geometry import EstimatedGeometry
+from ..fisher.geometry import Coordinates, EstimatedGeometry
 from ..fisher.guide_block import GuideBlock
 from ..fisher.scores import family_scores
 from ..guides.base import AutoFamily, find_blocks
-from .averaging import Averaging
+from .averaging import Averaging, UsingAverage
 from .base import NaturalGradientOptim, Report, part
 from .rule import NaturalGradientRule, make_rule, rule_arguments
-from .schedules import Schedule
+from .schedules import Custom, RobbinsMonro, Schedule, check_convergence
 
-__all__ = ["AIFVB", "IFVB", "IFVBRule"]
+__all__ = ["IFVB", "IFVBRule"]
 
 #: scores that make the first guess of the diagonal, where it is not known
 FIRST_SCORES = 32
@@ -66,7 +66,7 @@ REST = "others' guides"
 
 @dataclass(frozen=True)
 class IFVBRule:
-    """The mathematics: ``init(params, scores)``, ``update(params, grads, state, scores)``.  Pure functions.
+    """The mathematics, as two pure functions.
 
     ``step`` is the rule that steps once the natural gradient is known, ``fisher`` the estimate of the
     inverse Fisher matrix, ``step.family`` the frame.
@@ -80,15 +80,17 @@ class IFVBRule:
         return self.step.averaging
 
     def init(self, params: Tensors, scores: Tensor | None = None) -> Tensors:
-        frame = self.step.family
-        size = frame.pack(params)
+        frame: Any = self.step.family
         if scores is not None:
             diagonal, weight = scores.square().nanmean(0), 1.0
-        elif frame.orthogonal_frame and isinstance(frame, Family):
+        elif frame.orthogonal_frame:
             ones = {name: torch.ones_like(v) for name, v in params.items()}
             diagonal, weight = frame.pack(frame.fisher_product(params, ones)), KNOWN_WEIGHT
         else:
-            diagonal, weight = torch.ones_like(size), 1.0
+            diagonal, weight = torch.ones_like(frame.pack(params)), 1.0
+        if isinstance(self.fisher, Dense):
+            # directions that no score has shown yet would else look as if they were free
+            weight = max(weight, float(len(diagonal)))
         fisher = self.fisher.init(diagonal, weight)
         if scores is not None:
             fisher = self.fisher.update(fisher, scores)
@@ -99,7 +101,8 @@ class IFVBRule:
     ) -> tuple[Tensors, Tensors, Report]:
         """One step from ``params``, with packed ``scores`` (S, D) of the frame."""
         fisher = self.fisher.update(part(state, "fisher."), scores)
-        geometry = EstimatedGeometry(self.step.family, lambda g: self.fisher.product(fisher, g))
+        frame: Any = self.step.family
+        geometry = EstimatedGeometry(frame, lambda g: self.fisher.product(fisher, g))
         own = {k: v for k, v in state.items() if not k.startswith("fisher.")}
         new, own, report = replace(self.step, family=geometry).update(params, grads, own)
         return new, own | {"fisher." + k: v for k, v in fisher.items()}, report
@@ -118,13 +121,16 @@ class IFVB(NaturalGradientOptim):
         schedule: as for NGVB; a :class:`RobbinsMonro` has the conditions above.
         window: K, number of D-vectors that the estimate holds; ``None``: 32, or D if that is less.
         form: "low_rank" (default), "dense" (D x D), or "paper" (the printed window of K vectors).
-        eps, c_beta, beta: start and regularisation of the forms "dense" and "paper".
+        eps, c_beta, beta: start and regularisation of the forms "dense" and "paper"; beta must be
+            smaller than the power of a :class:`RobbinsMonro` schedule minus 1/2.
         num_scores: scores drawn per step.
         trust_radius: largest length of a step in the estimated Fisher norm, nats^(1/2); ``None``: none.
         clip_norm: largest Euclidean norm of the natural gradient (the paper's device); ``None``: none.
         momentum: heavy-ball coefficient in [0, 1); ``None``: what suits the guide.
-        averaging: as for NGVB, for guides that are ours.  For others the average is kept beside the
-            guide: see :class:`AIFVB`.
+        averaging: as for NGVB.  Guides that are ours then hold the average; beside other guides it is
+            kept by the optimizer, see :meth:`use_average`.
+        frame: "family" (default): scores and steps of our guides in the local frame of their family;
+            "stored": in the coordinates of their parameters, as for all other guides.
         others: a ``PyroOptim`` for all other parameters.
 
     Raises:
@@ -161,8 +167,14 @@ class IFVB(NaturalGradientOptim):
         clip_norm: float | None = None,
         momentum: float | None = None,
         averaging: Averaging | float | bool | None = None,
+        frame: str = "family",
         others: PyroOptim | None = None,
     ) -> None:
+        if frame not in ("family", "stored"):
+            raise ValueError(f'frame must be "family" or "stored", got {frame!r}.')
+        if isinstance(schedule, RobbinsMonro) and c_beta:
+            check_convergence(schedule.power, beta)
+        self._stored = frame == "stored"
         self._fisher = _make_fisher(form, window, eps, c_beta, beta)
         if not isinstance(num_scores, int) or num_scores < 1:
             raise ValueError(
@@ -185,7 +197,54 @@ class IFVB(NaturalGradientOptim):
         if self._rest is not None and self._rest.natural_params():
             yield REST, self._rest
 
+    @classmethod
+    def paper(
+        cls,
+        guide: Any,
+        *,
+        c_a: float,
+        c_a_prime: float = 1.0,
+        alpha: float,
+        eps: float = 1.0,
+        c_beta: float = 1.0,
+        beta: float = 0.1,
+        window: int | None = None,
+        num_scores: int = 1,
+        clip_norm: float | None = None,
+        momentum: float = 0.0,
+        check: bool = True,
+        others: PyroOptim | None = None,
+        **further: Any,
+    ) -> Any:
+        """Algorithm 1 (for AIFVB: 2) as printed: steps c_a / (c_a' + k)^alpha on n_s H_s^-1 g.
+
+        No trust region, stored coordinates, H_0 = eps I; all of H^-1 without ``window``, else the
+        last K vectors.  ``clip_norm`` and ``momentum``, m <- momentum m + (1 - momentum) G, are in the
+        authors' scripts only.  ``check=False`` permits what the theorems exclude (as example 4 does).
+        """
+        if check:
+            check_convergence(alpha, beta if c_beta else None)
+        scale = c_a / c_a_prime**alpha * (1.0 - momentum)
+        return cls(
+            guide,
+            schedule=Custom(lambda k: scale * (1.0 + k / c_a_prime) ** -alpha),
+            window=window,
+            form="dense" if window is None else "paper",
+            eps=eps,
+            c_beta=c_beta,
+            beta=beta,
+            num_scores=num_scores,
+            trust_radius=None,
+            clip_norm=clip_norm,
+            momentum=momentum,
+            frame="stored",
+            others=others,
+            **further,
+        )
+
     def make_rule(self, family: Any) -> IFVBRule:
+        if self._stored:
+            family = Coordinates(family.names)
         return IFVBRule(make_rule(family, self._rule_arguments), self._fisher)
 
     def __call__(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -212,10 +271,10 @@ class IFVB(NaturalGradientOptim):
         """n scores of a block at the iterate ``values``."""
         if isinstance(block, GuideBlock):
             return block.draw_scores(n)
-        return family_scores(block.family, values, n)
+        return family_scores(block.family, values, n, self._stored)
 
     def _init_state(self, path: str, block: Any, values: Tensors) -> Tensors:
-        known = block.family.orthogonal_frame
+        known = block.family.orthogonal_frame and not self._stored
         scores = None if known else self._draw(path, block, values, FIRST_SCORES)
         return self._rules[path].init(values, scores)
 
@@ -224,6 +283,30 @@ class IFVB(NaturalGradientOptim):
     ) -> tuple[Tensors, Tensors, Report]:
         scores = self._draw(path, block, values, self.num_scores)
         return self._rules[path].update(values, grads, state, scores)
+
+    def use_average(self) -> UsingAverage:
+        """Put the averages of the iterates into the guide; as a context manager, for a while.
+
+        Guides that are ours hold their average anyway.  Without an average (no ``averaging``, or no
+        step yet) this is an error.
+
+        Example (``optim`` an :class:`AIFVB` that has taken steps)::
+
+            with optim.use_average():
+                samples = Predictive(model, guide=guide, num_samples=1000)(X)
+            optim.use_average()  # for good
+        """
+        averages = []
+        for path, block in self._blocks():
+            if block.holds_average and block.averaged:
+                continue
+            average = part(self._states.get(path, {}), "average.")
+            if not average:
+                raise RuntimeError(
+                    "There is no average: take a step first, with AIFVB or IFVB(averaging=True)."
+                )
+            averages.append((block.natural_params(), average))
+        return UsingAverage(averages)
 
 
 def _make_fisher(
@@ -238,8 +321,7 @@ def _make_fisher(
     if form == "low_rank":
         return LowRank(RANK if window is None else window, growth=GROWTH)
     if form == "dense":
-        growth = GROWTH if eps is None else 0.0
-        return Dense(eps=eps, c_beta=c_beta, beta=beta, growth=growth)
+        return Dense(eps=eps, c_beta=c_beta, beta=beta)
     if form == "paper":
         if window is None:
             raise ValueError('form="paper" is a window of K vectors: say how many, window=100.')

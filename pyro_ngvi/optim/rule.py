@@ -26,8 +26,8 @@ in a while).
 **Averaging** (Polyak & Juditsky 1992).  With averaging the *guide holds the average*, which is the
 answer, and adds the lag of the iterate behind it whenever gradients are recorded.
 
-Clipping by ``clip_norm`` c, off by default, is the device of older papers: b <- b min(1, c / |G|_2) with the
-Euclidean norm.
+Clipping by ``clip_norm`` c, off by default, is the device of older papers: b <- b min(1, c / |G|_2)
+with the Euclidean norm.
 
 Coordinates: "local" retracts along Cholesky factors or logarithms; "natural" is the update printed in
 the papers, precision and mean (Khan & Nielsen 2018, eq. 14; Tan 2021), kept inside the cone of

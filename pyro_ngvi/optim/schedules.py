@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..families.base import Tensors
 
-__all__ = ["Constant", "NoiseClock", "RobbinsMonro", "Schedule"]
+__all__ = ["Constant", "NoiseClock", "RobbinsMonro", "Schedule", "check_convergence"]
 
 
 class Schedule(Protocol):
@@ -186,3 +186,18 @@ def as_schedule(schedule: Schedule | Callable[[Tensor], Tensor] | str) -> Schedu
     raise ValueError(
         f"schedule must have init() and gain(), or be a function of k, got {schedule!r}."
     )
+
+
+def check_convergence(alpha: float, beta: float | None = None) -> None:
+    """Refuse exponents outside the theorems: 1/2 < alpha < 1 and 0 < beta < alpha - 1/2."""
+    if not 0.5 < alpha < 1.0:
+        raise ValueError(
+            f"Steps c / (c' + k)^alpha converge for 1/2 < alpha < 1 (Godichon-Baggioni et al. 2024, "
+            f"theorem 5.1), and alpha = {alpha:g}."
+        )
+    if beta is not None and not 0.0 < beta < alpha - 0.5:
+        raise ValueError(
+            f"The regularisation c_beta k^-beta needs 0 < beta < alpha - 1/2 = {alpha - 0.5:g} "
+            f"(Godichon-Baggioni et al. 2024, theorem 5.1), and beta = {beta:g}. Lower beta, raise "
+            f"alpha, or leave the regularisation out by c_beta=0."
+        )

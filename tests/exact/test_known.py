@@ -13,8 +13,9 @@ import pyro_ngvi as ngvi
 from pyro_ngvi._known import choose, known
 from pyro_ngvi.families import FactorNormal, FullRankNormal, MeanFieldNormal
 from pyro_ngvi.guides import base as guides_base
-from pyro_ngvi.optim import NoiseClock, Tail, ngvb
+from pyro_ngvi.optim import NoiseClock, Tail
 from pyro_ngvi.optim import base as optim_base
+from pyro_ngvi.optim import rule as rule_module
 from pyro_ngvi.optim.rule import NaturalGradientRule
 
 D = 6
@@ -26,7 +27,7 @@ def unknown(monkeypatch):
     """Call it, and no value is known any more, as on a GPU."""
 
     def make_unknown() -> None:
-        for module in (ngvb, guides_base, optim_base):
+        for module in (rule_module, guides_base, optim_base):
             monkeypatch.setattr(module, "known", lambda condition: None)
 
     return make_unknown
@@ -46,7 +47,9 @@ def test_known_and_choose():
 
 def updates(family, momentum, averaging):
     """Ten updates on gradients of which some are zero, not finite, or too large to square."""
-    rule = NaturalGradientRule(family, schedule=NoiseClock(), momentum=momentum, averaging=averaging)
+    rule = NaturalGradientRule(
+        family, schedule=NoiseClock(), momentum=momentum, averaging=averaging
+    )
     g = torch.Generator().manual_seed(0)
     params = family.init(torch.zeros(D, dtype=torch.float32), 0.5)
     state, results = rule.init(params), []
