@@ -15,11 +15,12 @@ from .guides import (
     AutoMeanFieldNormal,
     init_to_center,
 )
-from .optim import AIFVB, IFVB, NGVB, Constant, LogPower, NoiseClock, RobbinsMonro, Tail
+from .optim import AIFVB, IFVB, NAGVAC, NGVB, Constant, LogPower, NoiseClock, RobbinsMonro, Tail
 
 __all__ = [
     "AIFVB",
     "IFVB",
+    "NAGVAC",
     "NGVB",
     "AutoExponentialFamily",
     "AutoFactorNormal",

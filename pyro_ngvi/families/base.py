@@ -70,6 +70,9 @@ class Geometry(Protocol):
     def newton_like(self) -> bool: ...
 
     @property
+    def noise_radius(self) -> float: ...
+
+    @property
     def location(self) -> tuple[str, ...]: ...
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors: ...
@@ -103,6 +106,9 @@ class Family(ABC):
     #: names of the tensors that momentum acts on: in the local frame their block of the Fisher matrix
     #: is the same for every q, and has no entries between it and the rest
     location: tuple[str, ...] = ("loc",)
+
+    #: steps of gain b have at most this Fisher length times sqrt(b)
+    noise_radius: float = 3.0
 
     #: whether the Fisher matrix is diagonal in the local frame, and the same for every q
     orthogonal_frame: bool = False

@@ -25,7 +25,8 @@ class Coordinates:
 
     names: tuple[str, ...]
     coordinates: tuple[str, ...] = ("local",)
-    newton_like: bool = False
+    newton_like: bool = True
+    noise_radius: float = 0.6
     orthogonal_frame: bool = False
 
     @property

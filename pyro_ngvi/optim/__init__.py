@@ -3,7 +3,18 @@
 from .aifvb import AIFVB
 from .averaging import LogPower, Tail
 from .ifvb import IFVB
+from .nagvac import NAGVAC
 from .ngvb import NGVB
 from .schedules import Constant, NoiseClock, RobbinsMonro
 
-__all__ = ["AIFVB", "IFVB", "NGVB", "Constant", "LogPower", "NoiseClock", "RobbinsMonro", "Tail"]
+__all__ = [
+    "AIFVB",
+    "IFVB",
+    "NAGVAC",
+    "NGVB",
+    "Constant",
+    "LogPower",
+    "NoiseClock",
+    "RobbinsMonro",
+    "Tail",
+]

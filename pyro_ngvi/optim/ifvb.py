@@ -16,8 +16,10 @@ AIFVB averages the iterates with the weights (log k)^w and draws the scores at t
 Fisher matrix is wanted in the end.
 
 Defaults are this project's: the calibrated low-rank estimate (:class:`~pyro_ngvi.fisher.LowRank`)
-with the trust region and the decay of NGVB.  ``IFVB.paper`` and ``AIFVB.paper`` make Algorithms 1 and 2
-as printed: steps c_a / (c_a' + k)^alpha, no trust region.  There
+with the steps of NGVB, for guides of other packages those of the noise clock without momentum and
+with less room for noise (0.6 in place of 3 times sqrt(b_k): far from the optimum of a mixture, larger
+noisy steps in coordinates that are not q's own kill components).  ``IFVB.paper`` and ``AIFVB.paper``
+make Algorithms 1 and 2 as printed: steps c_a / (c_a' + k)^alpha, no trust region.  There
 
     1/2 < alpha < 1   and   0 < beta < alpha - 1/2                     (theorems 5.1 to 5.3)
 
@@ -58,8 +60,8 @@ FIRST_SCORES = 32
 KNOWN_WEIGHT = 100.0
 #: number of eigenvectors of the low-rank estimate
 RANK = 32
-#: score k has weight k^GROWTH
-GROWTH = 3.0
+#: score k has weight k^GROWTH: the estimate follows a Fisher matrix that moves with q
+GROWTH = 1.0
 #: path of the block of parameters that belong to no guide of ours
 REST = "others' guides"
 
@@ -275,6 +277,8 @@ class IFVB(NaturalGradientOptim):
 
     def _init_state(self, path: str, block: Any, values: Tensors) -> Tensors:
         known = block.family.orthogonal_frame and not self._stored
+        # H_0 = eps I needs no first guess, and the paper's count of scores starts at 0
+        known = known or getattr(self._fisher, "eps", None) is not None
         scores = None if known else self._draw(path, block, values, FIRST_SCORES)
         return self._rules[path].init(values, scores)
 

@@ -254,6 +254,7 @@ def make_rule(family: Geometry, arguments: dict[str, Any]) -> NaturalGradientRul
         "schedule": SLOW_DECAY if smooth else NoiseClock(),
         "momentum": 0.9 if smooth else 0.0,
         "averaging": Tail() if smooth else None,
+        "noise_radius": family.noise_radius,
     }
     chosen = {name: v for name, v in arguments.items() if v is not None}
     if chosen.get("averaging") is False:
