@@ -63,12 +63,13 @@ def run(quick: bool, out: Path | None = None) -> list[Row]:
         for name in ("decaying", "spread"):
             F = fisher_matrix(name, d)
             found = {form: eigenvalues(est, F, counts) for form, est in forms().items()}
-            lines = {}
-            for form, values in found.items():
-                for i, which in enumerate(("min", "median", "max")):
+            lines, styles = {}, {}
+            for color, (form, values) in zip(("C0", "C3", "C2"), found.items(), strict=True):
+                for i, (which, dash) in enumerate((("min", ":"), ("median", "-"), ("max", "--"))):
+                    styles[f"{form}, {which}"] = {"color": color, "linestyle": dash}
                     lines[f"{form}, {which}"] = (counts, [values[n][i] for n in counts])
-            scales = {"xscale": "log", "yscale": "log"}
-            save(out, f"calibration_{d}_{name}", lines, "scores", "eigenvalues of P F", **scales)
+            figure = f"calibration_{d}_{name}"
+            save(out, figure, lines, "scores", "eigenvalues of P F", ("log", "log"), styles)
             n = counts[-1]
             text = {k: " / ".join(f"{x:.3g}" for x in v[n]) for k, v in found.items()}
             rows.append(

@@ -241,6 +241,5 @@ def run(quick: bool, out: Path | None = None) -> list[Row]:
         code = stored[i] if i < len(stored) else "-"
         rows.append(Row(f"{label}: gap, nats", "-", code, steps(gaps, 2)))
     gaps = {k: (list(range(len(v))), [max(value - x, 1e-9) for x in v]) for k, v in lines.items()}
-    scales = {"xscale": "symlog", "yscale": "log"}
-    save(out, "example2_normal_gap", gaps, "step", "gap to the best member, nats", **scales)
+    save(out, "example2_normal_gap", gaps, "step", "gap to the best member, nats")
     return rows

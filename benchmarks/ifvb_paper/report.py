@@ -37,7 +37,8 @@ def save(
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     x_label: str,
     y_label: str,
-    **scales: str,
+    scales: tuple[str, str] = ("symlog", "log"),
+    styles: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Lines {label: (x, y)} as ``out/name.json`` and, where Matplotlib is installed, ``name.png``."""
     if out is None:
@@ -53,7 +54,10 @@ def save(
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.add_subplot()
     for label, (x, y) in lines.items():
-        axes.plot(x, y, label=label, marker="o" if len(x) == 1 else None)
-    axes.set(xlabel=x_label, ylabel=y_label, **scales)
+        style: dict[str, Any] = dict((styles or {}).get(label, {}))
+        if len(x) == 1:
+            style["marker"] = "o"
+        axes.plot(x, y, label=label, **style)
+    axes.set(xlabel=x_label, ylabel=y_label, xscale=scales[0], yscale=scales[1])
     axes.legend(fontsize="small")
     figure.savefig(out / f"{name}.png", dpi=120)

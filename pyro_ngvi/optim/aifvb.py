@@ -11,17 +11,23 @@ there averaging only delays.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+from pyro import poutine
 from torch import Tensor
 
 from ..families.base import Tensors
 from ..fisher.geometry import Coordinates
+from ..fisher.guide_block import GuideBlock
+from ..fisher.scores import family_scores
 from .averaging import Averaging, UsingAverage
 from .base import part
 from .ifvb import IFVB, IFVBRule
 from .schedules import RobbinsMonro
+from .uncertainty import AsymptoticCovariance, measure_covariance, widened_draws, without_lag
 
 __all__ = ["AIFVB"]
 
@@ -76,6 +82,63 @@ class AIFVB(IFVB):
             return replace(rule, step=replace(rule.step, schedule=SLOW))
         return rule
 
+    def asymptotic_covariance(
+        self, svi: Any, *args: Any, num_gradients: int = 256, num_hessians: int = 16, **kwargs: Any
+    ) -> AsymptoticCovariance:
+        """Covariance of the averaged parameters around the optimum (theorem 5.3, remark 5.2).
+
+        Args:
+            svi: the ``SVI`` object of the run; its loss and number of particles are used.
+            args, kwargs: those of ``svi.step``.
+            num_gradients: gradients that the covariance of the noise is estimated from.
+            num_hessians: repetitions of the Hessian by differences, 2 D gradients each.
+
+        Raises:
+            RuntimeError: before the first step.
+            ValueError: if the loss is not at a minimum.
+        """
+        blocks, leaves = self._averaged_leaves()
+        weight = next(iter(self._states.values()))["average_square"]
+        with self.use_average(), without_lag([b for _, b in blocks if b.holds_average]):
+            scores = torch.cat([self._stored_scores(block, 64) for _, block in blocks], 1)
+            square = scores.square().mean(0)
+            scale = torch.where(square > 0, square, torch.inf).rsqrt()
+            gradient = _packed_gradient(svi, leaves, args, kwargs)
+            return measure_covariance(gradient, leaves, scale, weight, num_gradients, num_hessians)
+
+    def posterior_with_algorithmic_uncertainty(
+        self, svi: Any, *args: Any, num_samples: int = 1000, **kwargs: Any
+    ) -> Tensors:
+        """Draws (num_samples, ...) of the latent sites from the posterior widened by C (5.4).
+
+        Arguments: those of :meth:`asymptotic_covariance`.  Close to draws of the guide when the run was
+        long enough; wider where more steps would still change the answer.
+        """
+        how = {k: kwargs.pop(k) for k in ("num_gradients", "num_hessians") if k in kwargs}
+        covariance = self.asymptotic_covariance(svi, *args, **how, **kwargs)
+        blocks, leaves = self._averaged_leaves()
+        with self.use_average(), without_lag([b for _, b in blocks if b.holds_average]):
+            return widened_draws(
+                lambda: svi.guide(*args, **kwargs), leaves, covariance, num_samples
+            )
+
+    def _averaged_leaves(self) -> tuple[list[tuple[str, Any]], Tensors]:
+        blocks = [(path, block) for path, block in self._blocks() if path in self._states]
+        if not blocks:
+            raise RuntimeError("There is no average before the first step.")
+        single = len(blocks) == 1
+        return blocks, {
+            name if single else f"{path}.{name}": p
+            for path, block in blocks
+            for name, p in block.natural_params().items()
+        }
+
+    def _stored_scores(self, block: Any, n: int) -> Tensor:
+        if isinstance(block, GuideBlock):
+            return block.draw_scores(n)
+        params = {name: p.detach() for name, p in block.natural_params().items()}
+        return family_scores(block.family, params, n, stored=True)
+
     def _draw(self, path: str, block: Any, values: Tensors, n: int) -> Tensor:
         """n scores of a block at the average of its iterates."""
         held = block.natural_params()
@@ -84,3 +147,20 @@ class AIFVB(IFVB):
         average = part(self._states.get(path, {}), "average.")
         with UsingAverage([(held, average)] if average else []):
             return super()._draw(path, block, values, n)
+
+
+def _packed_gradient(svi: Any, leaves: Tensors, args: Any, kwargs: Any) -> Callable[[], Tensor]:
+    """One gradient of the loss of ``svi`` in ``leaves``, (D,), without a step."""
+
+    def gradient() -> Tensor:
+        with poutine.trace(param_only=True) as seen:
+            svi.loss_and_grads(svi.model, svi.guide, *args, **kwargs)
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in leaves.values()]
+        result = torch.cat([g.detach().reshape(-1) for g in found])
+        nodes: Any = seen.trace.nodes
+        touched = [site["value"].unconstrained() for site in nodes.values()]
+        for p in (*touched, *leaves.values()):
+            p.grad = None
+        return result
+
+    return gradient

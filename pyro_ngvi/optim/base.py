@@ -272,7 +272,9 @@ def _moved(value: Tensor, like: Tensor) -> Tensor:
 def _restart_average(state: Tensors, values: Tensors, intact: Tensor) -> Tensors:
     """Averages of what was there before somebody else wrote to the parameters are void."""
     restarted = {"average." + name: v for name, v in values.items()}
-    restarted |= {name: torch.zeros_like(state[name]) for name in ("count", "average_total")}
+    restarted |= {
+        name: torch.zeros_like(state[name]) for name in ("count", "average_total", "average_square")
+    }
     return state | choose(intact, {k: state[k] for k in restarted}, restarted)
 
 

@@ -258,7 +258,10 @@ class IFVB(NaturalGradientOptim):
     def _find_rest(self) -> None:
         assert self._rest is not None
         ours = {id(p) for _, b in find_blocks(self.guide) for p in b.natural_params().values()}
-        self._rest.find(ours)
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        # the random state is restored so that a resumed run draws what an unbroken one does
+        with torch.random.fork_rng(devices):
+            self._rest.find(ours)
         self._rest_known = True
         if self._rest.natural_params():
             self._adopt(REST, self._rest)
@@ -301,15 +304,18 @@ class IFVB(NaturalGradientOptim):
             optim.use_average()  # for good
         """
         averages = []
+        # parameters that are not ours are found at the first step
+        none = self._rest is not None and not self._rest_known
         for path, block in self._blocks():
             if block.holds_average and block.averaged:
                 continue
             average = part(self._states.get(path, {}), "average.")
-            if not average:
-                raise RuntimeError(
-                    "There is no average: take a step first, with AIFVB or IFVB(averaging=True)."
-                )
+            none = none or not average
             averages.append((block.natural_params(), average))
+        if none:
+            raise RuntimeError(
+                "There is no average: take a step first, with AIFVB or IFVB(averaging=True)."
+            )
         return UsingAverage(averages)
 
 

@@ -96,7 +96,7 @@ class NaturalGradientRule:
             names = self.family.location
             state |= {"move." + name: torch.zeros_like(params[name]) for name in names}
         if self.averaging is not None:
-            state["average_total"] = zero.clone()
+            state |= {"average_total": zero.clone(), "average_square": zero.clone()}
             state |= {"average." + name: v.clone() for name, v in params.items()}
         return state
 
@@ -162,7 +162,9 @@ class NaturalGradientRule:
             rate, total = self.averaging.rate(count, state["average_total"])
             average = update_average(part(state, "average."), new, rate)
             accepted |= {"average." + name: v for name, v in average.items()}
-            accepted |= {"average_total": total}
+            # sum of squared weights: what averaging leaves of the noise of one step
+            square = (1.0 - rate).square() * state["average_square"] + rate.square()
+            accepted |= {"average_total": total, "average_square": square}
         new_state = state | accepted
         if not known(finite):
             refused = state | {

@@ -1,0 +1,1 @@
+"""IFVB and AIFVB where no closed-form Fisher matrix is needed: steps, ELBO at equal time, memory."""
