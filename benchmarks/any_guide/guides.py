@@ -25,6 +25,8 @@ from pyro.distributions import constraints
 from pyro.infer.autoguide import AutoLowRankMultivariateNormal, init_to_feasible
 from torch import Tensor
 
+from pyro_ngvi import remember_arguments
+
 from ..problems import load
 
 __all__ = ["Problem", "german_credit", "log_weights", "phase_retrieval"]
@@ -65,8 +67,6 @@ def _mixture() -> Callable[..., Any]:
         scales = pyro.param("scales", 0.3 * torch.ones(2, DIM), constraint=constraints.positive)
         logits = pyro.param("logits", torch.zeros(2))
         pyro.sample("w", dist.MixtureOfDiagNormals(locs, scales, logits))
-
-    from pyro_ngvi import remember_arguments
 
     return remember_arguments(guide)
 

@@ -208,7 +208,8 @@ def _cells(runs: Sequence[Trial]) -> list[str]:
 
 
 def _spread(values: Sequence[float]) -> str:
-    return f"{mean(values):.4f} +- {stdev(values) if len(values) > 1 else 0.0:.4f}"
+    spread = f" +- {stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{mean(values):.4f}{spread}"
 
 
 def main() -> None:

@@ -37,6 +37,11 @@ class Coordinates:
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
         return grads
 
+    def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
+        raise NotImplementedError(
+            "Plain coordinates know no Fisher matrix: it has to be estimated."
+        )
+
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:

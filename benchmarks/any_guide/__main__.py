@@ -1,0 +1,62 @@
+"""IFVB and AIFVB on guides of any kind: ELBO at equal time, steps beside NGVB, memory at D = 1e6.
+
+Run from the root of the repository: ``python -m benchmarks.any_guide --help``.
+See ``benchmarks/README.md`` for what is measured and how.
+"""
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..problems import DataNotFound
+from ..stepping import circumstances
+from ..time_to_target import prepare
+from . import generic, guides
+
+PARTS = ("mixture", "low_rank", "steps", "memory")
+GUIDES = {"mixture": guides.phase_retrieval, "low_rank": guides.german_credit}
+
+
+def equal_time(name: str, seeds: int, budget: float) -> list[Any]:
+    """Runs one comparison of ELBOs and prints its table."""
+    try:
+        problem = GUIDES[name]()
+    except DataNotFound as error:
+        print(f"{name} is left out. {error}")
+        return []
+    runs = generic.compare(problem, seeds, budget)
+    print(generic.table(runs, budget), flush=True)
+    return runs
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the parts, prints their tables and writes the JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--seeds", type=int, help="default 10; 5 for steps; at least 2")
+    parser.add_argument("--budget", default=4.0, type=float, help="seconds of a run at equal time")
+    parser.add_argument("--quick", action="store_true", help="2 seeds, 1 s, D = 20,000")
+    parser.add_argument("--json", type=Path, help="write all results to this file")
+    p = parser.parse_args(arguments)
+    prepare()
+    seeds, budget = (2, 1.0) if p.quick else (p.seeds or 10, p.budget)
+    found: dict[str, list[Any]] = {}
+    for name in p.only:
+        if name in GUIDES:
+            found[name] = equal_time(name, seeds, budget)
+    if p.json is not None:
+        record = circumstances() | {
+            "machine": f"{os.cpu_count()} cores, one thread used",
+            "budget": budget,
+        }
+        record |= {name: [asdict(result) for result in results] for name, results in found.items()}
+        p.json.parent.mkdir(parents=True, exist_ok=True)
+        p.json.write_text(json.dumps(record, indent=1))
+        print(f"All results are in {p.json}.")
+
+
+if __name__ == "__main__":
+    main()
