@@ -14,7 +14,7 @@ from typing import Any
 from ..problems import DataNotFound
 from ..stepping import circumstances
 from ..time_to_target import prepare
-from . import generic, guides
+from . import generic, guides, memory, steps
 
 PARTS = ("mixture", "low_rank", "steps", "memory")
 GUIDES = {"mixture": guides.phase_retrieval, "low_rank": guides.german_credit}
@@ -47,6 +47,13 @@ def main(arguments: list[str] | None = None) -> None:
     for name in p.only:
         if name in GUIDES:
             found[name] = equal_time(name, seeds, budget)
+        elif name == "steps":
+            found[name] = steps.run(2 if p.quick else p.seeds or 5, 5 if p.quick else 21)
+            print(steps.table(found[name]), flush=True)
+        else:
+            D = 20_000 if p.quick else 1_000_000
+            found[name] = memory.run(D, rounds=2 if p.quick else 3)
+            print(memory.table(found[name], D), flush=True)
     if p.json is not None:
         record = circumstances() | {
             "machine": f"{os.cpu_count()} cores, one thread used",

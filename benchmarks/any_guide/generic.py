@@ -15,7 +15,7 @@ from pyro.infer import SVI, Trace_ELBO
 import pyro_ngvi
 
 from ..stepping import Spread, heading, line
-from .guides import Problem, log_weights
+from .guides import Problem
 
 __all__ = ["Run", "compare", "table"]
 
@@ -59,10 +59,8 @@ def _evaluate(problem: Problem, guide: Any, optim: Any) -> tuple[float, float]:
     """ELBO and its standard error; of the average, where AIFVB keeps one."""
     if isinstance(optim, pyro_ngvi.AIFVB):
         with optim.use_average():
-            weights = log_weights(problem, guide)
-    else:
-        weights = log_weights(problem, guide)
-    return float(weights.mean()), float(weights.std()) / len(weights) ** 0.5
+            return problem.evaluate(problem, guide)
+    return problem.evaluate(problem, guide)
 
 
 def _run(problem: Problem, name: str, make: Maker, seed: int, budget: float) -> Run:

@@ -41,10 +41,14 @@ from .inversion_free import finite_rows
 
 __all__ = ["LowRank"]
 
-#: columns that a merge treats at once, to bound its memory
-CHUNK = 65536
+#: columns that a merge treats at once: 150 rows of them in float32 stay in a processor's cache
+CHUNK = 8192
 #: rows in the buffer at the first merge; doubled until the buffer is full
 FIRST_MERGE = 8
+#: a coordinate seen that many times trusts its own scores and the first guess alike
+FEW = 3.0
+#: smallest entry of the diagonal
+TINY = 1e-30
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ class LowRank:
         rank = min(self.rank, D)
         return {
             "diagonal": diagonal.clone(),
+            "guess": diagonal.clone(),
+            "times_seen": torch.zeros_like(diagonal),
             "diagonal_total": zero + weight,
             "total": zero.clone(),
             "mean_weight": zero.clone(),
@@ -117,6 +123,7 @@ class LowRank:
         share = weight * added / seen.clamp_min(torch.finfo(seen.dtype).tiny)
         state = state | {
             "diagonal": state["diagonal"] + rate * (squares - added * state["diagonal"]),
+            "times_seen": state["times_seen"] + (rows != 0).to(rows).sum(0),
             "diagonal_total": total,
             "total": seen,
             "mean_weight": state["mean_weight"] + share * (weight - state["mean_weight"]),
@@ -131,7 +138,7 @@ class LowRank:
         if not waiting:
             return state
         D = state["diagonal"].shape[0]
-        unit = _unit(state["diagonal"])
+        unit = _unit(state)
         scale = state["values"].clamp_min(0.0).sqrt()[:, None]
         change = state["merged_unit"] / unit
 
@@ -156,9 +163,17 @@ class LowRank:
         for part, rows in columns():
             basis[:, part] = project @ rows
             # coordinates that never had a score have no share in the trace and none in the noise
-            seen = seen + (basis[:, part] != 0.0).any(0).sum()
+            seen = seen + (basis[:, part].abs().sum(0) > 0.0).sum()
+        seen = seen.clamp_min(1.0)
         n = total / state["mean_weight"].clamp_min(tiny)
-        spikes, level = _debias(values / total, seen.clamp_min(1.0), n)
+        # the scores alone, without the first guess, may have another trace than the diagonal
+        guessed = state["diagonal_total"] - state["total"]
+        alone = (state["diagonal"] * state["diagonal_total"] - state["guess"] * guessed) / total
+        trace = (alone / unit.square()).sum().clamp_min(tiny)
+        spikes, level = _debias(values / total * (seen / trace), seen, n)
+        # the first guess has no spikes, and counts like its weight of scores
+        share = state["total"] / state["diagonal_total"].clamp_min(tiny)
+        spikes, level = 1.0 + share * (spikes - 1.0), 1.0 + share * (level - 1.0)
         grown = min(2 * int(state["next_merge"]), len(state["buffer"]))
         return state | {
             "basis": basis,
@@ -171,16 +186,20 @@ class LowRank:
         }
 
     def product(self, state: Tensors, g: Tensor) -> Tensor:
-        unit = _unit(state["diagonal"])
+        unit = _unit(state)
         y = g / unit
         weights = 1.0 / state["spikes"] - 1.0 / state["level"]
         return (y / state["level"] + (weights * (state["basis"] @ y)) @ state["basis"]) / unit
 
 
-def _unit(diagonal: Tensor) -> Tensor:
-    """Square roots of the diagonal, with coordinates that never had a score kept off zero."""
-    floor = torch.finfo(diagonal.dtype).eps * diagonal.mean()
-    return diagonal.clamp_min(floor + torch.finfo(diagonal.dtype).tiny).sqrt()
+def _unit(state: Tensors) -> Tensor:
+    """Square roots of the diagonal, near the first guess where few scores were not zero.
+
+    In minibatches of a plate a local parameter has a score once in a while.  The mean square of one
+    or two may be next to nothing, and its inverse anything.
+    """
+    trust = 1.0 / (1.0 + (FEW / state["times_seen"].clamp_min(1e-6)).square())
+    return torch.lerp(state["guess"], state["diagonal"], trust).clamp_min(TINY).sqrt()
 
 
 def _debias(values: Tensor, D: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,5 +217,6 @@ def _debias(values: Tensor, D: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
         spikes = level * 0.5 * (b + (b.square() - 4.0 * x).clamp_min(0.0).sqrt())
         above = (x > edge) & free
         rest = D - torch.where(above, spikes, 0.0).sum()
-        level = (rest / (D - above.sum())).clamp_min(1e-4)
+        # n scores can not show that a direction has less than a share of about 1/n
+        level = torch.maximum(rest / (D - above.sum()), 1.0 / (1.0 + n))
     return torch.where(above, spikes, level), level

@@ -19,8 +19,9 @@ def symmetric_eigen(G: Tensor, iterations: int = ITERATIONS) -> tuple[Tensor, Te
     subspace that they span, and Rayleigh quotients within it, as they are.
     """
     if G.device.type == "cpu":
-        values, vectors = torch.linalg.eigh(G)
-        return values.flip(-1), vectors.flip(-1)
+        # in float32 LAPACK may fail to converge where many eigenvalues are rounding error
+        values, vectors = torch.linalg.eigh(G.double())
+        return values.flip(-1).to(G.dtype), vectors.flip(-1).to(G.dtype)
     return qr_iteration(G, iterations)
 
 

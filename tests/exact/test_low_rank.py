@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pyro_ngvi.families.base import Tensors
 from pyro_ngvi.fisher import LowRank
+from pyro_ngvi.fisher.low_rank import _unit
 
 D = 12
 FIRST_GUESS = torch.linspace(0.5, 3.0, D, dtype=torch.float64)
@@ -49,7 +50,7 @@ def test_product_is_the_inverse(rank: int, growth: float, n: int) -> None:
     state = start(estimate)
     for row in some_scores(n).split(1):
         state = estimate.update(state, row)
-    W, U = torch.diag(state["diagonal"].sqrt()), state["basis"]
+    W, U = torch.diag(_unit(state)), state["basis"]
     spikes, level = state["spikes"], state["level"]
     assert n == 9 or (spikes > 1.5 * level).any()
     F = W @ (U.T @ torch.diag(spikes - level) @ U + level * torch.eye(D)) @ W
@@ -147,7 +148,7 @@ def test_blocks_of_any_size_are_taken_whole(size: int) -> None:
 
 
 def test_rows_that_are_not_finite_are_left_out() -> None:
-    estimate = LowRank(4)
+    estimate = LowRank(D)
     bad = some_scores(16)
     bad[3, 0], bad[10, 5] = float("nan"), float("inf")
     bad[11] = 0.5 * torch.finfo(torch.float64).max  # finite, but no length that is
@@ -267,3 +268,16 @@ def test_columns_in_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(low_rank, "CHUNK", 5)
     parts = estimate.update(start(estimate), scores)
     torch.testing.assert_close(matrix(estimate, parts), matrix(estimate, whole))
+
+
+def test_repeated_scores_in_float32() -> None:
+    """A Gram matrix of low rank, on which LAPACK's float32 eigenvalues do not converge."""
+    g = torch.Generator().manual_seed(0)
+    scores = torch.randn(8, 1, 1000, generator=g, dtype=torch.float32)
+    estimate = LowRank(100, growth=1.0)
+    state = estimate.init(torch.ones(1000, dtype=torch.float32), 100.0)
+    for k in range(60):
+        state = estimate.update(state, scores[k % 8])
+    found = estimate.product(state, scores[0, 0])
+    assert found.dtype == torch.float32
+    assert bool(torch.isfinite(found).all())

@@ -1,0 +1,440 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Natural gradients for any guide
+#
+# `NGVB` needs a guide that knows its own geometry: the Fisher matrix of q, which says how much q
+# changes when its parameters do. The families of `pyro_ngvi` know theirs. A guide that you wrote
+# yourself does not, and neither do Pyro's own.
+#
+# `IFVB` learns it. At every step it draws from the guide, differentiates log q there, and from these
+# *scores* keeps an estimate of the inverse Fisher matrix, without ever inverting one. All it asks
+# of a guide is that log q can be evaluated.
+#
+# | guide | optimizer |
+# |---|---|
+# | one of ours (`AutoFullRankNormal`, ...) | `NGVB`: nothing has to be learnt |
+# | Pyro's autoguides, mixtures, functions with `pyro.param` | `IFVB` |
+# | the same, and you want error bars on the answer itself | `AIFVB`: averages its steps |
+# | no density (`AutoDelta`), or one that can not be evaluated | `pyro.optim.Adam` |
+#
+# Three examples: one where we know the answer, one with two modes, and one that asks whether the
+# run was long enough. The notebook takes about a minute on one core.
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.distributions import constraints
+from pyro.infer import SVI, Predictive, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+
+import pyro_ngvi as ngvi
+
+torch.set_default_dtype(torch.float64)
+
+# %% [markdown]
+# ## A coin, and why the gradient crawls
+#
+# 57 heads in 200 throws, and a uniform prior: the posterior is Beta(58, 144). We write the guide
+# by hand, a Beta with two parameters, and pretend not to know.
+#
+# `remember_arguments` is the one thing to remember: `IFVB` has to call the guide on its own, and a
+# function that takes arguments must tell it which. Guides that are modules, such as Pyro's
+# autoguides, do so without help.
+
+# %%
+throws = torch.cat([torch.ones(57), torch.zeros(143)])
+exact = dist.Beta(58.0, 144.0)
+
+
+def coin(throws):
+    p = pyro.sample("p", dist.Beta(1.0, 1.0))
+    with pyro.plate("throw", len(throws)):
+        pyro.sample("y", dist.Bernoulli(p), obs=throws)
+
+
+def beta_guide(a, b):
+    @ngvi.remember_arguments
+    def guide(throws):
+        q_a = pyro.param("a", torch.tensor(a), constraint=constraints.positive)
+        q_b = pyro.param("b", torch.tensor(b), constraint=constraints.positive)
+        pyro.sample("p", dist.Beta(q_a, q_b))
+
+    return guide
+
+
+# %% [markdown]
+# Now the same loop with three optimizers and two starts. Plain gradient descent and Adam need a
+# learning rate; these were tuned by hand. We record the path of (a, b).
+
+# %%
+methods = {
+    "gradient": lambda guide: pyro.optim.SGD({"lr": 0.003}),
+    "Adam": lambda guide: pyro.optim.Adam({"lr": 0.05}),
+    "IFVB": lambda guide: ngvi.IFVB(guide),
+}
+colours = {"gradient": "C0", "Adam": "C1", "IFVB": "C2", "NGVB": "C3"}
+
+
+def path_of(make_optim, start, steps=150):
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = beta_guide(*start)
+    elbo = Trace_ELBO(num_particles=8, vectorize_particles=True, max_plate_nesting=1)
+    svi = SVI(coin, guide, make_optim(guide), elbo)
+    path = [start]
+    for _ in range(steps):
+        svi.step(throws)
+        path.append((pyro.param("a").item(), pyro.param("b").item()))
+    return torch.tensor(path)
+
+
+paths = {
+    (name, start): path_of(make, start)
+    for name, make in methods.items()
+    for start in ((5.0, 45.0), (25.0, 25.0))
+}
+
+# %% [markdown]
+# For this guide there is an easier way, too. `AutoExponentialFamily` sees that `p` lives between 0
+# and 1, and takes a Beta whose Fisher matrix is known. No function to write, and `NGVB` drives it.
+
+# %%
+pyro.clear_param_store()
+pyro.set_rng_seed(0)
+auto = ngvi.AutoExponentialFamily(coin)
+svi = SVI(coin, auto, ngvi.NGVB(auto), ngvi.BatchedELBO(num_particles=8))
+path = []
+for _ in range(150):
+    svi.step(throws)
+    q = auto.site_distribution("p")
+    path.append((q.concentration1.item(), q.concentration0.item()))
+paths["NGVB", "auto"] = torch.tensor(path)
+
+
+# %%
+def divergence(path):
+    """KL(q, posterior) in nats along a path."""
+    return torch.distributions.kl_divergence(dist.Beta(*path.T), exact)
+
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+for (name, start), path in paths.items():
+    label = name if start != (25.0, 25.0) else None
+    if name != "NGVB":
+        left.loglog(*path.T, ".-", color=colours[name], markersize=2, linewidth=0.7)
+        left.plot(*start, "o", color="0.3", markerfacecolor="none", markersize=9)
+    dashes = "--" if start == (25.0, 25.0) else "-"
+    right.semilogy(divergence(path), dashes, color=colours[name], linewidth=1, label=label)
+left.plot(58, 144, "k*", markersize=16, zorder=5, label="posterior")
+ridge = np.geomspace(3, 150, 2)
+left.plot(ridge, ridge * 144 / 58, ":", color="0.6", zorder=0, label="right mean")
+left.set(xlabel="a", ylabel="b", title="paths from two starts (circles)")
+left.set(xlim=(4, 250), ylim=(15, 600))
+left.tick_params(which="minor", labelleft=False)
+right.set(xlabel="step", ylabel="KL(q, posterior), nats", title="how far from the answer")
+left.legend()
+_ = right.legend()
+
+# %%
+rows = [
+    (name, start, *path[-1].tolist(), divergence(path)[-1].item())
+    for (name, start), path in paths.items()
+]
+print(
+    pd.DataFrame(rows, columns=["method", "start", "a", "b", "KL"]).to_string(float_format="%.3g")
+)
+
+# %% [markdown]
+# Both first-order methods find the right *mean* quickly: they drop onto the dotted line, where
+# a / (a + b) is right. Then they crawl along it. Along the line only the width of q changes, and in
+# the coordinates that Pyro stores, log a and log b, the ELBO is fifty to three hundred times flatter
+# there than across. The steps must be short for the steep direction, and so are far too short for
+# the flat one.
+#
+# In units of the Fisher matrix both directions look alike. `IFVB` covers the distance in a dozen
+# steps, but in no straight line: its first steps are taken with a poor guess of the matrix and noisy
+# gradients, and it overshoots. From the second start (dashed on the right) it even leaves
+# the picture for a few steps, and needs a hundred to calm down. `NGVB`, which knows the matrix, ends
+# nearer by far. Use it where you can.
+
+# %%
+for start in ((5.0, 45.0), (25.0, 25.0)):
+    a, b = paths["IFVB", start][-1].tolist()
+    assert abs(a / (a + b) - 58 / 202) < 0.01
+    assert divergence(paths["IFVB", start])[-1] < divergence(paths["Adam", start])[-1]
+assert divergence(paths["IFVB", (5.0, 45.0)])[-1] < 0.02
+assert divergence(paths["NGVB", "auto"])[-1] < 0.02
+
+# %% [markdown]
+# ## Two modes, two components
+#
+# Cameras see the square of a wave and not its sign. Here is the smallest such problem: eight
+# measurements `y = (x'w)^2 + noise` of a vector `w` with two entries. `w` and `-w` explain the data
+# equally well, so the posterior has two modes, and a Gaussian can hold only one of them.
+#
+# A mixture can hold both. Nobody has its Fisher matrix in closed form, and we do not need one. The
+# two components start opposite each other, which uses the symmetry that we know of.
+
+# %%
+noise = torch.Generator().manual_seed(3)
+X = torch.randn(8, 2, generator=noise) * torch.tensor([1.0, 0.3])
+y = (X @ torch.tensor([0.8, 1.5])).square() + 0.3 * torch.randn(8, generator=noise)
+
+
+def squares(X, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+    pyro.sample("y", dist.Normal((w @ X.mT).square(), 0.3).to_event(1), obs=y)
+
+
+def opposite():
+    centre = torch.randn(2)
+    return torch.stack([centre, -centre])
+
+
+@ngvi.remember_arguments
+def mixture(X, y):
+    locs = pyro.param("locs", opposite)
+    scales = pyro.param("scales", 0.5 * torch.ones(2, 2), constraint=constraints.positive)
+    logits = pyro.param("logits", torch.zeros(2))
+    pyro.sample("w", dist.MixtureOfDiagNormals(locs, scales, logits))
+
+
+# %% [markdown]
+# In two dimensions a grid gives us the exact posterior, and the log evidence that the ELBO can not
+# exceed. Each method gets three random starts, the same for all.
+
+# %%
+horizontal, vertical = torch.linspace(-2.5, 2.5, 201), torch.linspace(-4.0, 4.0, 201)
+grid = torch.cartesian_prod(horizontal, vertical)
+log_joint = dist.Normal(0.0, 2.0).log_prob(grid).sum(-1)
+log_joint += dist.Normal((grid @ X.mT).square(), 0.3).log_prob(y).sum(-1)
+cell = (horizontal[1] - horizontal[0]) * (vertical[1] - vertical[0])
+evidence = (log_joint.logsumexp(0) + cell.log()).item()
+
+
+def run_mixture(make_optim, seed, steps=200):
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    elbo = Trace_ELBO(num_particles=16, vectorize_particles=True, max_plate_nesting=0)
+    svi = SVI(squares, mixture, make_optim(mixture), elbo)
+    curve = np.array([-svi.step(X, y) for _ in range(steps)])
+    draws = Predictive(mixture, num_samples=400)(X, y)["w"].reshape(-1, 2)
+    weight = pyro.param("logits").detach().softmax(0).min().item()
+    return curve, draws, weight
+
+
+methods = {
+    "Adam, 0.03": lambda guide: pyro.optim.Adam({"lr": 0.03}),
+    "Adam, 0.1": lambda guide: pyro.optim.Adam({"lr": 0.1}),
+    "IFVB": lambda guide: ngvi.IFVB(guide),
+}
+runs = {name: [run_mixture(make, seed) for seed in range(3)] for name, make in methods.items()}
+
+# %%
+figure, axes = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
+box = np.ones(10) / 10
+for (name, results), colour in zip(runs.items(), ("C1", "C4", "C2"), strict=True):
+    for i, (curve, _, _) in enumerate(results):
+        label = None if i else name
+        axes[0].plot(np.convolve(curve, box, "valid"), color=colour, linewidth=0.9, label=label)
+axes[0].axhline(evidence, color="k", linestyle=":", label="log evidence")
+axes[0].set(xlabel="step", ylabel="nats", ylim=(evidence - 12, evidence + 1))
+axes[0].set_title("ELBO, mean of ten steps")
+axes[0].legend(fontsize="small", loc="lower right")
+density = (log_joint - log_joint.max()).exp().reshape(201, 201).T
+for axis, name in zip(axes[1:], ("Adam, 0.03", "IFVB"), strict=True):
+    axis.contour(horizontal, vertical, density, levels=[0.01, 0.1, 0.5], colors="k", linewidths=0.7)
+    axis.plot(*runs[name][1][1].T, ".", color="C2" if name == "IFVB" else "C1", markersize=3)
+    axis.set(title=f"{name}: draws after 200 steps", xlim=(-2, 2), ylim=(-3.2, 3.2))
+
+# %%
+rows = [
+    (name, start, curve[-50:].mean() - evidence, weight)
+    for name, results in runs.items()
+    for start, (curve, _, weight) in enumerate(results)
+]
+columns = ["method", "start", "ELBO - log evidence", "smaller weight"]
+print(pd.DataFrame(rows, columns=columns).round(2).to_string(index=False))
+
+# %%
+final = {name: np.median([c[-50:].mean() for c, _, _ in results]) for name, results in runs.items()}
+assert final["IFVB"] < evidence + 0.1  # a bound, up to the noise of its estimate
+assert final["IFVB"] > max(final["Adam, 0.03"], final["Adam, 0.1"])
+
+# %% [markdown]
+# Adam with the small rate is still on its way after 200 steps. With the larger one it is quick, but
+# goes on rattling. `IFVB` is quick and settles, without a rate to choose.
+#
+# Look at the smaller weight, though. Both modes are equally likely, so it should be one half, and
+# it rarely is, with any of the methods: around one half the ELBO hardly depends
+# on it. If it
+# reaches zero, one mode is lost, and the ELBO stops log 2 = 0.69 nats lower than it might. Such a
+# *dying component* is worse for natural gradients than for others. The Fisher matrix of its location
+# is proportional to its weight. As the weight falls, almost no draw tells about the component, the
+# estimate there is poor, and a step in units of a tiny Fisher matrix is long. Four things help:
+#
+# - start the components apart, and wide enough to feel the posterior;
+# - use more particles (here 16), and if need be `num_scores`, which draws more scores a step;
+# - try several starts, and keep the one with the highest ELBO;
+# - look at the weights afterwards. No optimizer brings back a component that has died.
+
+# %% [markdown]
+# ## Was the run long enough?
+#
+# Variational answers have two errors. One is that q has the wrong shape; k-hat looks for it, as in
+# the first tutorial. The other is that the run was noisy and stopped at some point, so that another
+# run would have given other parameters. `AIFVB` can tell how large this second error is. It averages
+# its iterates, and theory gives the covariance of such an average around the optimum from two
+# matrices that can be measured at the end: the noise of a gradient, and the curvature of the loss.
+#
+# The data are the 23 flights of the space shuttle before the last one of Challenger: the temperature
+# at launch, in degrees Fahrenheit, and whether an O-ring was damaged. The guide is Pyro's own
+# `AutoNormal`.
+
+# %%
+fahrenheit = "53 57 58 63 66 67 67 67 68 69 70 70 70 70 72 73 75 75 76 76 78 79 81"
+temperature = torch.tensor([float(t) for t in fahrenheit.split()])
+damaged = torch.tensor([float(d) for d in "11110000001010001000000"])
+warmth = (temperature - temperature.mean()) / temperature.std()
+
+
+def shuttle(warmth, damaged):
+    intercept = pyro.sample("intercept", dist.Normal(0.0, 2.0))
+    slope = pyro.sample("slope", dist.Normal(0.0, 2.0))
+    with pyro.plate("flight", len(warmth)):
+        pyro.sample("damaged", dist.Bernoulli(logits=intercept + slope * warmth), obs=damaged)
+
+
+def run_shuttle(steps, seed):
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    guide = AutoNormal(shuttle)
+    optim = ngvi.AIFVB(guide)
+    svi = SVI(shuttle, guide, optim, ngvi.BatchedELBO(num_particles=4))
+    for _ in range(steps):
+        svi.step(warmth, damaged)
+    return guide, optim, svi
+
+
+# %% [markdown]
+# A guide of another package holds the last iterate. The average is read inside `use_average()`.
+
+# %%
+errors, averages = {}, {}
+for steps in (200, 800):
+    guide, optim, svi = run_shuttle(steps, seed=0)
+    covariance = optim.asymptotic_covariance(svi, warmth, damaged)
+    errors[steps] = {k: v.item() for k, v in covariance.stddev.items()}
+    averages[steps] = {k: v.item() for k, v in covariance.average.items()}
+    if steps == 200:
+        with optim.use_average():
+            plain = Predictive(guide, num_samples=1000)(warmth, damaged)
+        widened = optim.posterior_with_algorithmic_uncertainty(svi, warmth, damaged)
+
+# %% [markdown]
+# Does the theory tell the truth? We run the 200 steps eight more times, with other random numbers,
+# and look at the spread of the answers. Eight runs know a standard deviation only to a quarter or so of
+# itself, so that is the agreement we may ask for.
+
+# %%
+again = []
+for seed in range(1, 9):
+    guide, optim, _ = run_shuttle(200, seed)
+    with optim.use_average():
+        store = pyro.get_param_store()
+        again.append({k: store[k].unconstrained().item() for k in store})
+again = pd.DataFrame(again)
+
+table = pd.DataFrame(
+    {
+        "average, 200 steps": averages[200],
+        "s.e., 200 steps": errors[200],
+        "spread of eight runs": again.std(),
+        "s.e., 800 steps": errors[800],
+    }
+)
+print(table.round(3).to_string())
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+places = np.arange(len(table))
+left.errorbar(places, again.std(), again.std() / 14**0.5, fmt="ko", label="spread of eight runs")
+left.plot(places - 0.15, table["s.e., 200 steps"], "C0s", label="s.e., 200 steps")
+left.plot(places + 0.15, table["s.e., 800 steps"], "C1s", label="s.e., 800 steps")
+short = [name.removeprefix("AutoNormal.").replace("scales", "log scale") for name in table.index]
+left.set_xticks(places, [name.replace("locs.", "loc ").replace(".", " ") for name in short])
+left.set(ylabel="standard error", ylim=(0, 0.12), title="one parameter beside the other")
+left.legend()
+name = "AutoNormal.locs.slope"
+at = np.linspace(averages[200][name] - 0.2, averages[200][name] + 0.2, 300)
+for (steps, error), colour in zip(errors.items(), ("C0", "C1"), strict=True):
+    bell = dist.Normal(averages[steps][name], error[name]).log_prob(torch.tensor(at)).exp()
+    right.plot(at, bell, colour, label=f"one run of {steps} steps")
+right.plot(again[name], np.zeros(8), "k|", markersize=20, label="eight runs of 200")
+right.set(xlabel="mean of the slope", yticks=[], ylim=(0, None), title="where the optimum may be")
+_ = right.legend()
+
+# %% [markdown]
+# The standard errors shrink to about half when the run is four times as long, and
+# those of the short run agree with the spread of the runs, as far as eight runs can tell. They cost
+# a few hundred gradients and one run; the spread cost eight runs.
+#
+# Are they large? What matters is their size beside that of the posterior.
+# `posterior_with_algorithmic_uncertainty` draws each sample from a guide whose parameters are drawn
+# too, so that both uncertainties are in it:
+
+# %%
+rows = {
+    "guide": {k: plain[k].std().item() for k in ("intercept", "slope")},
+    "widened": {k: widened[k].std().item() for k in ("intercept", "slope")},
+}
+print(pd.DataFrame(rows).round(3).to_string())
+
+# %% [markdown]
+# The columns differ by a few percent, which is the noise of a thousand draws; a standard error of 0.04
+# beside a standard deviation of 0.65 adds far less. So 200 steps were enough for this posterior, and
+# now we know. Had the widened draws been visibly wider, more steps would be the cure.
+
+# %%
+ratio = np.array([errors[200][k] / errors[800][k] for k in table.index])
+assert (ratio > 1.3).all() and (ratio < 3.1).all(), ratio  # sqrt(800 / 200) = 2
+spread = np.array([errors[200][k] / again[k].std() for k in table.index])
+assert (spread > 0.4).all() and (spread < 2.5).all(), spread
+assert table.loc["AutoNormal.locs.slope", "average, 200 steps"] < -1.0  # cold is dangerous
+
+# %% [markdown]
+# ## What it costs, and where it fails
+#
+# - **Scores.** log q must be computable at a given point, and depend on the parameters. `AutoDelta` has
+#   no density, some flows have no inverse; then `IFVB` says so at the first step. So it does for guides
+#   that shift a draw by their parameters, such as `AutoStructured`.
+# - **Time.** Each step evaluates the guide once more, differentiates it, and updates the estimate of
+#   the matrix. Where the model is as cheap as here, a step takes half as long again as Adam's, or
+#   more; where the model is expensive, the difference disappears.
+# - **Coordinates.** Other guides are stepped in the coordinates in which Pyro stores their parameters.
+#   Ours bring a frame that moves along with q, and do better: prefer them, and `NGVB`, where they fit.
+# - **The first steps** are taken with a poor estimate of the matrix. From a start far away, watch the
+#   curve and be ready to start elsewhere.
+# - **Standard errors** know about noise only. They can not see that a run has not converged, or is
+#   stuck in the wrong mode, or that the family is too small; and for runs that are very short they
+#   are too large.
+#
+# The first tutorial's questions remain: has the curve stopped rising, and what does k-hat say?
