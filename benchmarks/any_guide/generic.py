@@ -11,6 +11,7 @@ from typing import Any
 import pyro
 import torch
 from pyro.infer import SVI, Trace_ELBO
+from pyro.optim import PyroOptim
 
 import pyro_ngvi
 
@@ -41,7 +42,7 @@ class Run:
 def contestants() -> dict[str, Maker]:
     """Optimizers by name, each made for a guide; all arguments at their defaults but Adam's rate."""
     makers: dict[str, Maker] = {"IFVB": pyro_ngvi.IFVB, "AIFVB": pyro_ngvi.AIFVB}
-    makers |= {f"Adam {r:g}": lambda _, r=r: pyro.optim.Adam({"lr": r}) for r in RATES}
+    makers |= {f"Adam {r:g}": lambda _, r=r: PyroOptim(torch.optim.Adam, {"lr": r}) for r in RATES}
     return makers
 
 

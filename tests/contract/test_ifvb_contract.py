@@ -17,6 +17,7 @@ from pyro.infer.autoguide import (
     AutoMultivariateNormal,
     AutoNormal,
 )
+from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 
 import pyro_ngvi as ngvi
 
@@ -68,7 +69,7 @@ def test_every_guide_learns(kind, optimizer):
     optim = optimizer(guide)
     svi = SVI(regression, guide, optim, Trace_ELBO(8, vectorize_particles=True))
     guide(X, y)
-    start = svi.evaluate_loss(X, y)
+    start: Any = svi.evaluate_loss(X, y)
     for _ in range(200):
         svi.step(X, y)
     if optimizer is ngvi.AIFVB:
@@ -104,7 +105,8 @@ def test_every_loss_and_type(kind, loss, dtype):
 def test_list_of_ours_and_theirs(form):
     def model():
         a = pyro.sample("a", dist.Normal(1.0, 1.0))
-        pyro.sample("b", dist.Normal(a, 0.5).expand([3]).to_event(1))
+        prior: Any = dist.Normal(a, 0.5 * torch.ones(3))
+        pyro.sample("b", prior.to_event(1))
         shift = pyro.param("shift", torch.tensor(0.0))
         pyro.sample("x", dist.Normal(a + shift, 1.0), obs=torch.tensor(2.0))
 
@@ -112,7 +114,7 @@ def test_list_of_ours_and_theirs(form):
     guide = AutoGuideList(model)
     guide.append(ngvi.AutoMeanFieldNormal(poutine.block(model, expose=["a"])))
     guide.append(AutoNormal(poutine.block(model, expose=["b"])))
-    optim = ngvi.IFVB(guide, form=form, others=pyro.optim.Adam({"lr": 0.01}))
+    optim = ngvi.IFVB(guide, form=form, others=Adam({"lr": 0.01}))
     svi = SVI(model, guide, optim, Trace_ELBO(2))
     svi.step()
     before = {k: v.detach().clone() for k, v in pyro.get_param_store().items()}
