@@ -37,6 +37,7 @@ from torch import Tensor
 
 from ..families.base import Tensors
 from ..linalg.eigen import symmetric_eigen
+from .first_guess import TINY, trust
 from .inversion_free import finite_rows
 
 __all__ = ["LowRank"]
@@ -45,10 +46,6 @@ __all__ = ["LowRank"]
 CHUNK = 8192
 #: rows in the buffer at the first merge; doubled until the buffer is full
 FIRST_MERGE = 8
-#: a coordinate seen that many times trusts its own scores and the first guess alike
-FEW = 3.0
-#: smallest entry of the diagonal
-TINY = 1e-30
 
 
 @dataclass(frozen=True)
@@ -198,8 +195,8 @@ def _unit(state: Tensors) -> Tensor:
     In minibatches of a plate a local parameter has a score once in a while.  The mean square of one
     or two may be next to nothing, and its inverse anything.
     """
-    trust = 1.0 / (1.0 + (FEW / state["times_seen"].clamp_min(1e-6)).square())
-    return torch.lerp(state["guess"], state["diagonal"], trust).clamp_min(TINY).sqrt()
+    diagonal = torch.lerp(state["guess"], state["diagonal"], trust(state["times_seen"]))
+    return diagonal.clamp_min(TINY).sqrt()
 
 
 def _debias(values: Tensor, D: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,10 +43,9 @@ from torch import Tensor
 
 from ..families.base import Tensors
 from ..fisher import Dense, InverseFisher, LowRank, PaperWindow
+from ..fisher.first_guess import first_guess
 from ..fisher.geometry import Coordinates, EstimatedGeometry
 from ..fisher.guide_block import GuideBlock
-from ..fisher.inversion_free import finite_rows
-from ..fisher.low_rank import FEW, TINY
 from ..fisher.scores import family_scores
 from ..guides.base import AutoFamily, find_blocks
 from .averaging import Averaging, UsingAverage
@@ -86,7 +85,7 @@ class IFVBRule:
     def init(self, params: Tensors, scores: Tensor | None = None) -> Tensors:
         frame: Any = self.step.family
         if scores is not None:
-            diagonal, weight = _first_guess(scores, [v.numel() for v in params.values()]), 1.0
+            diagonal, weight = first_guess(scores, [v.numel() for v in params.values()]), 1.0
         elif frame.orthogonal_frame:
             ones = {name: torch.ones_like(v) for name, v in params.items()}
             diagonal, weight = frame.pack(frame.fisher_product(params, ones)), KNOWN_WEIGHT
@@ -323,21 +322,6 @@ class IFVB(NaturalGradientOptim):
                 "There is no average: take a step first, with AIFVB or IFVB(averaging=True)."
             )
         return UsingAverage(averages)
-
-
-def _first_guess(scores: Tensor, sizes: list[int]) -> Tensor:
-    """diag(F) (D,) from a few scores (n, D): where an entry has none, the mean of its parameter's."""
-    rows, _ = finite_rows(scores)
-    seen = (rows != 0).to(rows).sum(0)
-    square = rows.square().mean(0)
-    if sum(sizes) != len(square):  # entries of a frame do not go by parameter
-        sizes = [len(square)]
-    means = []
-    for own, count in zip(square.split(sizes), (seen > 0).split(sizes), strict=True):
-        means.append((own.sum() / count.sum().clamp_min(1)).expand_as(own))
-    mean = torch.cat(means)
-    mean = torch.where(mean > 0, mean, square.mean().clamp_min(TINY))
-    return torch.lerp(mean, square, 1.0 / (1.0 + (FEW / seen.clamp_min(1e-6)).square()))
 
 
 def _make_fisher(
