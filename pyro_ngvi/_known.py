@@ -7,12 +7,20 @@ Code that asks must give the same result, bit for bit, whether it gets an answer
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import reduce
+
 import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
 
-__all__ = ["choose", "known"]
+__all__ = ["choose", "equal", "known"]
+
+
+def at_hand(x: Tensor) -> bool:
+    """Whether the host can look at ``x`` without waiting for another device."""
+    return x.device.type == "cpu"
 
 
 def known(condition: Tensor) -> bool | None:
@@ -23,7 +31,7 @@ def known(condition: Tensor) -> bool | None:
         >>> known(torch.tensor(1.0) > 0), known(torch.ones((), device="meta") > 0)
         (True, None)
     """
-    if condition.device.type != "cpu":
+    if not at_hand(condition):
         return None
     try:
         return bool(condition)
@@ -34,3 +42,10 @@ def known(condition: Tensor) -> bool | None:
 def choose(condition: Tensor, accepted: Tensors, refused: Tensors) -> Tensors:
     """``accepted`` where the 0-dim ``condition`` holds, else ``refused``; nobody waits."""
     return {name: torch.where(condition, v, refused[name]) for name, v in accepted.items()}
+
+
+def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
+    """Whether every tensor of ``b`` equals the one of that name in ``a``: a 0-dim tensor."""
+    if all(at_hand(v) for v in b.values()):
+        return torch.tensor(all(torch.equal(a[name], v) for name, v in b.items()))
+    return reduce(torch.logical_and, ((a[name] == v).all() for name, v in b.items()))

@@ -17,10 +17,12 @@ Three kinds of dicts share the names of ``params``:
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import reduce
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +31,17 @@ Tensors = dict[str, Tensor]
 
 LOG_2PI = math.log(2.0 * math.pi)
 
-__all__ = ["LOG_2PI", "Family", "Geometry", "Tensors", "clamp_exponent", "dot", "pack", "unpack"]
+__all__ = [
+    "LOG_2PI",
+    "Family",
+    "Geometry",
+    "Tensors",
+    "clamp_exponent",
+    "dot",
+    "keep_signature",
+    "pack",
+    "unpack",
+]
 
 
 def dot(a: Tensors, b: Tensors) -> Tensor:
@@ -55,6 +67,12 @@ def clamp_exponent(x: Tensor) -> Tensor:
     """Clamp so that ``exp(x)`` neither underflows to 0 nor overflows (leave a wide margin)."""
     limit = 0.5 * math.log(torch.finfo(x.dtype).max)
     return x.clamp(-limit, limit)
+
+
+def keep_signature(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``forward`` of an autograd function: torch would work out its signature at every call."""
+    forward.__signature__ = inspect.signature(forward)  # pyright: ignore[reportFunctionMemberAccess]
+    return forward
 
 
 class Geometry(Protocol):

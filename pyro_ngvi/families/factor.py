@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.linalg import solve_triangular
 
 from ..linalg.projection import solve_squared_projection
-from .base import LOG_2PI, Family, Tensors, clamp_exponent
+from .base import LOG_2PI, Family, Tensors, clamp_exponent, keep_signature
 
 __all__ = ["FactorNormal"]
 
@@ -58,8 +58,8 @@ class _Geometry:
         self.c = params["log_scale"].exp()
         self.B = params["factor"].mT.contiguous() / self.c
         self.identity = torch.eye(self.B.shape[-2], dtype=self.B.dtype, device=self.B.device)
-        self.gram = self.B @ self.B.mT
-        self.C_chol, _ = torch.linalg.cholesky_ex(self.identity + self.gram)
+        C = torch.addmm(self.identity, self.B, self.B.mT)
+        self.C_chol, _ = torch.linalg.cholesky_ex(C)
 
     def precision_product(self, x: Tensor) -> Tensor:
         """Sigma~^-1 x' for rows x (n, d): the residual after regressing x on the factors."""
@@ -78,6 +78,30 @@ def _precision_times(B: Tensor, log_scale: Tensor, x: Tensor) -> Tensor:
     return geometry.precision_product(x / geometry.c) / geometry.c
 
 
+def _log_det(params: Tensors, geometry: _Geometry) -> Tensor:
+    """log det Sigma / 2."""
+    return params["log_scale"].sum(-1) + geometry.C_chol.diagonal().log().sum(-1)
+
+
+def _mahalanobis(params: Tensors, geometry: _Geometry, z: Tensor) -> tuple[Tensor, Tensor]:
+    """(z - mu)' Sigma^-1 (z - mu) for z (..., d), and Sigma~^-1 (z - mu) / c for its rows (n, d)."""
+    x = ((z - params["loc"]) / geometry.c).reshape(-1, params["loc"].shape[-1])
+    m = torch.cholesky_solve(geometry.B @ x.mT, geometry.C_chol).mT
+    rest = x - m @ geometry.B
+    # |x - B~ m|^2 + |m|^2 = x' Sigma~^-1 x without a difference of large numbers
+    square = rest.square().sum(-1) + m.square().sum(-1)
+    return square.reshape(z.shape[:-1]), rest
+
+
+def _log_density(params: Tensors, z: Tensor) -> tuple[Tensor, Tensor]:
+    """log q(z) and Sigma^-1 (z - mu), for z (..., d)."""
+    geometry = _Geometry(params)
+    square, rest = _mahalanobis(params, geometry, z)
+    constant = z.shape[-1] * LOG_2PI
+    log_q = -0.5 * (square + constant) - _log_det(params, geometry)
+    return log_q, (rest / geometry.c).reshape(z.shape)
+
+
 class _ConditionalSample(torch.autograd.Function):
     """z = mu + B e1 + c e2 whose backward replaces the noise by its expectation given z.
 
@@ -89,6 +113,7 @@ class _ConditionalSample(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @keep_signature
     def forward(loc: Tensor, factor: Tensor, log_scale: Tensor, noise: Tensor) -> Tensor:
         r = factor.shape[-1]
         return loc + noise[..., :r] @ factor.mT + log_scale.exp() * noise[..., r:]
@@ -104,8 +129,37 @@ class _ConditionalSample(torch.autograd.Function):
         d = loc.shape[-1]
         g = g.reshape(-1, d)
         w = _precision_times(B, log_scale, (z - loc).reshape(-1, d))
-        factor = (0.5 * ((w @ B).mT @ g + (g @ B).mT @ w)).mT
-        return g.sum(0), factor, (g * w).sum(0) * (2.0 * log_scale).exp(), None
+        rows = 0.5 * torch.addmm((w @ B).mT @ g, (g @ B).mT, w)
+        return g.sum(0), rows.mT, (g * w).sum(0) * (2.0 * log_scale).exp(), None
+
+
+class _LogDensity(torch.autograd.Function):
+    """(log q(z), w = Sigma^-1 (z - mu)) at parameters without a gradient: d log q / dz = -w.
+
+    Sticking the landing asks for just this gradient, which the value leaves behind.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @keep_signature
+    def forward(z: Tensor, loc: Tensor, factor: Tensor, log_scale: Tensor):
+        return _log_density({"loc": loc, "factor": factor, "log_scale": log_scale}, z)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs[2:], output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, g: Tensor | None, g_w: Tensor | None):
+        B, log_scale, w = ctx.saved_tensors
+        z = None if g is None else -g.unsqueeze(-1) * w
+        if g_w is not None:  # second derivatives: w is an output, and linear in z
+            d = log_scale.shape[-1]
+            by_w = _precision_times(B, log_scale, g_w.reshape(-1, d)).reshape(g_w.shape)
+            z = by_w if z is None else z + by_w
+        return z, None, None, None
 
 
 class FactorNormal(Family):
@@ -160,21 +214,11 @@ class FactorNormal(Family):
         assert isinstance(result, Tensor)
         return result
 
-    def _log_det(self, params: Tensors, geometry: _Geometry) -> Tensor:
-        return params["log_scale"].sum(-1) + geometry.C_chol.diagonal().log().sum(-1)
-
-    def _mahalanobis(self, params: Tensors, geometry: _Geometry, z: Tensor) -> Tensor:
-        x = ((z - params["loc"]) / geometry.c).reshape(-1, params["loc"].shape[-1])
-        m = torch.cholesky_solve(geometry.B @ x.mT, geometry.C_chol).mT
-        # |x - B~ m|^2 + |m|^2 = x' Sigma~^-1 x without a difference of large numbers
-        square = (x - m @ geometry.B).square().sum(-1) + m.square().sum(-1)
-        return square.reshape(z.shape[:-1])
-
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
-        geometry = _Geometry(params)
-        constant = z.shape[-1] * LOG_2PI
-        square = self._mahalanobis(params, geometry, z)
-        return -0.5 * (square + constant) - self._log_det(params, geometry)
+        if z.requires_grad and not any(p.requires_grad for p in params.values()):
+            log_q, _ = _LogDensity.apply(z, params["loc"], params["factor"], params["log_scale"])
+            return log_q
+        return _log_density(params, z)[0]
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         geometry = _Geometry(params)
@@ -190,7 +234,7 @@ class FactorNormal(Family):
 
     def entropy(self, params: Tensors) -> Tensor:
         d = params["loc"].shape[-1]
-        return self._log_det(params, _Geometry(params)) + 0.5 * d * (1.0 + LOG_2PI)
+        return _log_det(params, _Geometry(params)) + 0.5 * d * (1.0 + LOG_2PI)
 
     def kl(self, params: Tensors, other: Tensors) -> Tensor:
         q, p = _Geometry(params), _Geometry(other)
@@ -198,8 +242,8 @@ class FactorNormal(Family):
         ratio = (q.c / p.c).square() * (1.0 - (p.W * p.B).sum(-2))
         scaled = params["factor"].mT / p.c
         trace = ratio.sum() + (scaled * p.precision_product(scaled)).sum()
-        square = self._mahalanobis(other, p, params["loc"])
-        log_ratio = self._log_det(params, q) - self._log_det(other, p)
+        square, _ = _mahalanobis(other, p, params["loc"])
+        log_ratio = _log_det(params, q) - _log_det(other, p)
         return 0.5 * (trace - params["loc"].shape[-1] + square) - log_ratio
 
     def covariance(self, params: Tensors) -> Tensor:
@@ -240,24 +284,28 @@ class FactorNormal(Family):
         geometry = _Geometry(params)
         B, W, identity = geometry.B, geometry.W, geometry.identity
         g, G, h = gradient["loc"], gradient["factor"].mT.contiguous(), gradient["log_scale"]
+        gram = B @ B.mT
         # a relative jitter keeps a vanishing or repeated column from breaking the solve
-        jitter = torch.finfo(B.dtype).eps * geometry.gram.diagonal().sum().clamp_min(1e-30)
-        gram_chol, _ = torch.linalg.cholesky_ex(geometry.gram + jitter * identity)
+        jitter = gram.diagonal().sum().clamp_min(1e-30)
+        eps = torch.finfo(B.dtype).eps
+        gram_chol, _ = torch.linalg.cholesky_ex(torch.addcmul(gram, jitter, identity, value=eps))
         gram_inverse = torch.cholesky_solve(identity, gram_chol)
         E_inverse = identity + gram_inverse
         B_plus = gram_inverse @ B
 
         H = B @ G.mT
-        G = torch.addmm(G, 0.5 * (H - H.mT) @ E_inverse, W)  # remove noise along the null space
-        H = 0.5 * (H + H.mT)
+        symmetric = 0.5 * (H + H.mT)
+        G = torch.addmm(G, (H - symmetric) @ E_inverse, W)  # remove noise along the null space
+        H = symmetric
         rhs = h + (torch.addmm(G, H, B_plus, beta=-2.0) * B_plus).sum(-2)
         Q = solve_triangular(gram_chol.mT, B.mT, upper=True, left=False).mT
         v = solve_squared_projection(Q, 0.5 * rhs, self.cg_iterations)
 
         vW = v * W
-        H_R = H - 2.0 * (W @ vW.mT)
-        U = E_inverse @ torch.addmm(torch.add(G, vW, alpha=-2.0), H - 0.5 * H_R @ E_inverse, B)
-        t = g + (B @ g) @ B
+        H_R = torch.addmm(H, W, vW.mT, alpha=-2.0)
+        K = torch.addmm(H, H_R, E_inverse, alpha=-0.5)
+        U = E_inverse @ torch.addmm(torch.add(G, vW, alpha=-2.0), K, B)
+        t = torch.addmv(g, B.mT, B @ g)
         return {"loc": t, "factor": U.mT, "log_scale": v}
 
     def retract(
@@ -269,12 +317,12 @@ class FactorNormal(Family):
         geometry = _Geometry(params)
         move = step * tangent["factor"].mT
         second = torch.linalg.matrix_norm(geometry.precision_product(move) @ move.mT)
-        move = move * (geometry.c / (1.0 + second).sqrt())
+        move = move * (geometry.c * (1.0 + second).rsqrt())
         change = step * tangent["log_scale"]
         return {
             "loc": params["loc"] + step * geometry.c * tangent["loc"],
             "factor": params["factor"] + move.mT,
             "log_scale": clamp_exponent(
-                params["log_scale"] + change / (1.0 + change.square()).sqrt()
+                torch.addcmul(params["log_scale"], change, (1.0 + change.square()).rsqrt())
             ),
         }

@@ -30,7 +30,7 @@ from torch.linalg import solve_triangular
 from torch.nn.functional import pad
 
 from ..linalg.cholesky import HALVINGS, inverse_cholesky_of_shifted
-from .base import LOG_2PI, Family, Tensors
+from .base import LOG_2PI, Family, Tensors, keep_signature
 
 __all__ = ["FullRankNormal"]
 
@@ -67,6 +67,7 @@ class _SymmetrisedSample(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @keep_signature
     def forward(loc: Tensor, scale_tril: Tensor, noise: Tensor) -> Tensor:
         return loc + noise @ scale_tril.mT
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import reduce
 from typing import Any
 
 import pyro
@@ -13,7 +12,7 @@ from pyro.infer.autoguide import AutoContinuous
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
-from .._known import choose, known
+from .._known import choose, equal, known
 from .._pyro_adapter import (
     OwnName,
     claim_name,
@@ -245,8 +244,7 @@ class AutoFamily(OwnName, AutoContinuous):
         params = self.natural_params()
         if self._lag_of is None:
             return torch.ones((), dtype=torch.bool, device=next(iter(params.values())).device)
-        same = ((params[name] == v).all() for name, v in self._lag_of.items())
-        return reduce(torch.logical_and, same)
+        return equal(params, self._lag_of)
 
     def _distribution(self, params: Tensors) -> FamilyDistribution:
         return FamilyDistribution(

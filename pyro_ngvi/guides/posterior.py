@@ -61,8 +61,9 @@ class FamilyDistribution(TorchDistribution):
         if self.sticking_the_landing:
             params = {name: tensor.detach() for name, tensor in params.items()}
         result = self.family.log_prob(params, value)
-        shape = torch.broadcast_shapes(self.batch_shape, result.shape)
-        return result.expand(shape)
+        if result.shape == self.batch_shape:
+            return result
+        return result.expand(torch.broadcast_shapes(self.batch_shape, result.shape))
 
     def entropy(self) -> Tensor:
         return self.family.entropy(self.params).expand(self.batch_shape)

@@ -116,13 +116,14 @@ class NaturalGradientRule:
             euclidean = torch.linalg.vector_norm(pack(direction))
             kept_length = torch.minimum(kept_length, self.clip_norm / euclidean)
         radius = torch.clamp(self.noise_radius * gain.sqrt(), max=self.trust_radius)
-        radius = radius * torch.exp2((PATIENCE - state["skipped_in_a_row"]).clamp_max(0.0))
+        if not known(state["skipped_in_a_row"] <= PATIENCE):
+            radius = radius * torch.exp2((PATIENCE - state["skipped_in_a_row"]).clamp_max(0.0))
 
         wanted = torch.minimum(self.lr * gain * kept_length, radius)
         damped = wanted < 0.999 * self.lr * gain * length
-        move = {name: wanted * v for name, v in direction.items()}
         # along the gradient: <g, move> / |G|, as <g, direction> = 1
-        move_norm, move_energy, along = wanted, wanted, wanted
+        move_norm, move_energy, along, own_length = wanted, wanted, wanted, wanted
+        past: Tensors = {}
         if self.momentum:
             # |b G + beta m|^2 for a past move m of a Gaussian's location, say; in the local frame its
             # length stays what it was when it was made, and F has no block between it and the rest
@@ -136,13 +137,15 @@ class NaturalGradientRule:
             move_norm = torch.minimum(full_norm, radius)
             shrink = move_norm / full_norm
             damped = damped | (full_norm > radius)
-            move |= {name: move[name] + v for name, v in past.items()}
-            move = {name: shrink * v for name, v in move.items()}
+            past = {name: shrink * v for name, v in past.items()}
+            own_length = shrink * wanted
             along = shrink * (wanted + past_along)
             move_energy = shrink.square() * (own + added).clamp_min(0.0)
+        move = {name: own_length * v for name, v in direction.items()}
+        move |= {name: move[name] + v for name, v in past.items()}
 
         new = self.family.retract(params, move, -1.0, self.coordinates)
-        finite = finite & torch.isfinite(reduce(torch.add, (v.sum() for v in new.values())))
+        finite = finite & (reduce(torch.add, (v.sum() for v in new.values())).abs() < torch.inf)
 
         count = state["count"] + 1.0
         memory = (1.0 / count).clamp_min(1.0 / MEMORY)

@@ -367,6 +367,20 @@ def test_retraction_starts_along_the_tangent(name):
         )
 
 
+def test_factor_density_at_detached_parameters():
+    """Its own backward, first and second derivatives, and under vmap."""
+    family = FAMILIES["factor_3"]
+    params = random_member(family, 1)
+    z = torch.randn(3, D, requires_grad=True)
+    exact = dense(family, params)
+    torch.testing.assert_close(family.log_prob(params, z), exact.log_prob(z))
+    assert torch.autograd.gradcheck(lambda z: family.log_prob(params, z), z)
+    assert torch.autograd.gradgradcheck(lambda z: family.log_prob(params, z), z)
+    one_by_one = vmap(lambda z: family.log_prob(params, z))
+    (slope,) = torch.autograd.grad(one_by_one(z).sum(), z)
+    torch.testing.assert_close(slope, (params["loc"] - z) @ exact.precision_matrix)
+
+
 @family_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
