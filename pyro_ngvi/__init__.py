@@ -1,6 +1,6 @@
 """Natural-gradient variational inference for Pyro."""
 
-from . import families, linalg
+from . import families, linalg, nn
 from ._arviz_compat import summary
 from ._version import __version__
 from .density import ModelDensity
@@ -11,20 +11,44 @@ from .fisher import remember_arguments
 from .guides import (
     AutoExponentialFamily,
     AutoFactorNormal,
+    AutoFactorPrecision,
     AutoFullRankNormal,
+    AutoMatrixNormal,
     AutoMeanFieldNormal,
     init_to_center,
 )
-from .optim import AIFVB, IFVB, NAGVAC, NGVB, Constant, LogPower, NoiseClock, RobbinsMonro, Tail
+from .optim import (
+    AIFVB,
+    IFVB,
+    IVON,
+    NAGVAC,
+    NGVB,
+    SLANG,
+    VOGN,
+    VON,
+    Constant,
+    LogPower,
+    NoiseClock,
+    PowerDecay,
+    RobbinsMonro,
+    Tail,
+    Vadam,
+)
 
 __all__ = [
     "AIFVB",
     "IFVB",
+    "IVON",
     "NAGVAC",
     "NGVB",
+    "SLANG",
+    "VOGN",
+    "VON",
     "AutoExponentialFamily",
     "AutoFactorNormal",
+    "AutoFactorPrecision",
     "AutoFullRankNormal",
+    "AutoMatrixNormal",
     "AutoMeanFieldNormal",
     "BatchedELBO",
     "Constant",
@@ -32,14 +56,17 @@ __all__ = [
     "LogPower",
     "ModelDensity",
     "NoiseClock",
+    "PowerDecay",
     "RobbinsMonro",
     "Tail",
+    "Vadam",
     "__version__",
     "check_vectorized",
     "families",
     "init_to_center",
     "khat",
     "linalg",
+    "nn",
     "remember_arguments",
     "summary",
     "to_arviz",

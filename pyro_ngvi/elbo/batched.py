@@ -8,7 +8,7 @@ et al. 2017), particle for particle.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import pyro
 import torch
@@ -40,7 +40,8 @@ from pyro_ngvi.elbo.check import (
     check_model_site,
     check_values,
 )
-from pyro_ngvi.guides.base import AutoFamily
+from pyro_ngvi.elbo.curvature import KINDS, check_guide_takes_curvature, expected_curvature
+from pyro_ngvi.guides.base import AutoFamily, Curvature
 from pyro_ngvi.layout import LatentLayout
 
 Program = Callable[..., Any]
@@ -64,6 +65,12 @@ class BatchedELBO(ELBO):
     their parameters, validates the data against the supports, and leaves the random state alone.
 
     :param num_particles: S, the number of draws of the guide.
+    :param curvature: what ``loss_and_grads`` leaves on the guide for its optimizer, beside the
+        gradients: an expected curvature of -log p(y, z), see :mod:`pyro_ngvi.elbo.curvature`.
+        "hessian": the exact Hessian; "gauss_newton": products of the gradients of single data, with
+        the exact curvature of the prior; "squared_gradient": squares of the gradient of the
+        minibatch, as Adam has them; "price": none, the gradients of the scales carry it. For a guide
+        of ours that has a use for it.
     :param chunk_size: run at most that many particles of the model at a time, to bound memory.
     :param retain_graph: passed to ``backward``.
     :raises ValueError: when a site can not be handled, or its ``log_prob`` has a shape that its
@@ -87,6 +94,7 @@ class BatchedELBO(ELBO):
         self,
         num_particles: int = 1,
         *,
+        curvature: str | None = None,
         chunk_size: int | None = None,
         retain_graph: bool | None = None,
     ) -> None:
@@ -94,9 +102,15 @@ class BatchedELBO(ELBO):
             raise ValueError(f"num_particles is {num_particles}; it must be at least 1.")
         super().__init__(num_particles=num_particles, retain_graph=retain_graph)
         self.chunk_size = chunk_size
+        if curvature not in (None, *KINDS):
+            kinds = ", ".join(map(repr, KINDS))
+            raise ValueError(f"curvature is {curvature!r}; it must be None or one of {kinds}.")
+        self.curvature = curvature
         self._minibatches = Minibatches()
+        self._draws: Tensor | None = None
         self._prepared: tuple[Program, Program] | None = None
         self._layout: tuple[Trace, LatentLayout] | None = None
+        self._diagonal_prior: dict[str, bool] = {}
 
     def loss(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
         """An estimate of the negative ELBO, as a number and without gradients."""
@@ -110,10 +124,29 @@ class BatchedELBO(ELBO):
 
         The estimate stays a tensor on its device, so that nothing waits for it here.
         """
+        if self.curvature is not None:
+            check_guide_takes_curvature(guide, self.curvature, _is_joint(guide))
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
         if loss.requires_grad:
             loss.backward(retain_graph=self.retain_graph)
+        if self.curvature is not None:
+            parts = self._curvature(model, guide, args, kwargs)
+            cast(AutoFamily, guide).curvature = Curvature(self.curvature, parts)
         return loss.detach()
+
+    def _curvature(self, model: Program, guide: Any, args: Any, kwargs: Any) -> dict[str, Tensor]:
+        """The expected curvature at the draws of the loss, in the form that the guide asks for."""
+        assert self._draws is not None and self._layout is not None and self.curvature is not None
+        layout = self._layout[1]
+
+        def run(theta: Tensor, reduce: Any) -> Any:
+            values, log_det = layout.unpack_with_log_det(theta[None])
+            how: Any = {"minibatches": self._minibatches}
+            result = run_particles(model, reduce, values, 1, args, kwargs, **how)
+            return result, log_det[0]
+
+        form = guide.family.curvature_form
+        return expected_curvature(run, self._draws, self.curvature, form, self._diagonal_prior)
 
     def differentiable_loss(
         self, model: Program, guide: Program, *args: Any, **kwargs: Any
@@ -122,6 +155,7 @@ class BatchedELBO(ELBO):
         prepared = self._prepared
         if prepared is None or prepared[0] is not model or prepared[1] is not guide:
             self._get_trace(model, guide, args, kwargs)
+            self._diagonal_prior = {}
             self._prepared = (model, guide)
         self._minibatches.redraw()
         shared: dict[str, Tensor] = {}
@@ -181,6 +215,7 @@ class BatchedELBO(ELBO):
         with pyro.validation_enabled(False), Conditioned({}, self._minibatches) as handler:
             q = _posterior(guide, *args, **kwargs)
             theta = q.rsample((self.num_particles,))
+            self._draws = theta.detach() if self.curvature is not None else None
             values, log_det = layout.unpack_with_log_det(theta)
             pyro.factor("_log_q", q.log_prob(theta) - log_det, has_rsample=True)
         return values, site_log_prob(handler.sites["_log_q"])[1]

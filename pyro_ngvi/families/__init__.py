@@ -4,14 +4,18 @@ from .base import Family
 from .dirichlet import MeanFieldDirichlet
 from .exponential import ProductFamily
 from .factor import FactorNormal
+from .factor_precision import FactorPrecisionNormal
 from .full_rank import FullRankNormal
 from .gamma import MeanFieldGamma
+from .matrix_normal import MatrixNormal
 from .mean_field import MeanFieldNormal
 
 __all__ = [
     "FactorNormal",
+    "FactorPrecisionNormal",
     "Family",
     "FullRankNormal",
+    "MatrixNormal",
     "MeanFieldDirichlet",
     "MeanFieldGamma",
     "MeanFieldNormal",

@@ -95,6 +95,8 @@ class Geometry(Protocol):
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors: ...
 
+    def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors: ...
+
     def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors: ...
 
     def retract(
@@ -130,6 +132,10 @@ class Family(ABC):
 
     #: whether the Fisher matrix is diagonal in the local frame, and the same for every q
     orthogonal_frame: bool = False
+
+    #: the form of curvature that the family asks a loss for: "diagonal" (d,), "dense" (d, d), or
+    #: "low_rank" (rows (n, d) beside a diagonal); ``None``: it has no use for curvature
+    curvature_form: str | None = None
 
     @abstractmethod
     def init(self, loc: Tensor, scale: float) -> Tensors:
@@ -201,6 +207,21 @@ class Family(ABC):
     @abstractmethod
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
         """Gradients in the local frame: the transpose of ``push``, <pull(g), u> = <g, push(u)>."""
+
+    def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors:
+        """``gradient`` (local frame) with its scale part made from the expected Hessian H.
+
+        For a Gaussian the loss has dLoss / dSigma = (H - Sigma^-1) / 2 with H the expectation of the
+        Hessian of -log p(y, z) (Bonnet's and Price's theorems).  ``curvature`` holds H as "dense"
+        (d, d), "diagonal" (d,), or "rows" (n, d) and "diagonal" for rows' rows + diag.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no use for curvature.")
+
+    def covariance_product(
+        self, params: Tensors, v: Tensor, damping: Tensor | float = 0.0
+    ) -> Tensor:
+        """(Sigma^-1 + damping I)^-1 v for v (d,): a natural step of the mean."""
+        raise NotImplementedError(f"{type(self).__name__} has no covariance product.")
 
     @abstractmethod
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:

@@ -63,6 +63,8 @@ class ProductFamily(Family):
     Args:
         parts: family by name.  Its tensors are called ``{part}_{name}``.
         segments: (part, length) in the order of z.
+        linear: move linearly in the natural parameters (exponential families); else along the local
+            frame of each part, with momentum on what each part calls its location.
 
     Example:
         >>> import torch
@@ -74,9 +76,12 @@ class ProductFamily(Family):
         'gamma_log_concentration': (3,)}
     """
 
-    coordinates = ("local", "natural")  # one and the same
-
-    def __init__(self, parts: Mapping[str, Family], segments: Sequence[tuple[str, int]]) -> None:
+    def __init__(
+        self, parts: Mapping[str, Family], segments: Sequence[tuple[str, int]], linear: bool = True
+    ) -> None:
+        self.linear = linear
+        # linear moves are local and natural ones in one
+        self.coordinates = ("local", "natural") if linear else ("local",)
         self.define(parts, segments)
 
     def define(self, parts: Mapping[str, Family], segments: Sequence[tuple[str, int]]) -> None:
@@ -85,7 +90,8 @@ class ProductFamily(Family):
         self.segments = tuple(segments)
         self.names = tuple(f"{p}_{name}" for p, f in self.parts.items() for name in f.names)
         self.orthogonal_frame = all(f.orthogonal_frame for f in self.parts.values())
-        self.location = self.names
+        own = tuple(f"{p}_{name}" for p, f in self.parts.items() for name in f.location)
+        self.location = self.names if self.linear else own
         self._lengths = [length for _, length in self.segments]
         self._where = {
             part: [i for i, (owner, _) in enumerate(self.segments) if owner == part]
@@ -149,10 +155,12 @@ class ProductFamily(Family):
         return sum(self._lengths)
 
     def noise_dim(self, params: Tensors) -> int:
-        raise NotImplementedError(_no_noise(self))
+        return sum(f.noise_dim(self.own(p, params)) for p, f in self.parts.items())
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        raise NotImplementedError(_no_noise(self))
+        lengths = [f.noise_dim(self.own(p, params)) for p, f in self.parts.items()]
+        own = dict(zip(self.parts, noise.split(lengths, -1), strict=True))
+        return self._join(lambda p, f: f.rsample(self.own(p, params), own[p]))
 
     def draw(self, params: Tensors, shape: torch.Size) -> Tensor:
         return self._join(lambda p, f: f.draw(self.own(p, params), shape))
@@ -178,10 +186,23 @@ class ProductFamily(Family):
         return self._join(lambda p, f: f.stddev(self.own(p, params)))
 
     def covariance(self, params: Tensors) -> Tensor:
-        return torch.diag(self.stddev(params).square())
+        return self._blocks(lambda p, f: f.covariance(self.own(p, params)))
 
     def scale_tril(self, params: Tensors) -> Tensor:
-        return torch.diag(self.stddev(params))
+        # still lower triangular: the vector of a part keeps the order of z
+        return self._blocks(lambda p, f: f.scale_tril(self.own(p, params)))
+
+    def _blocks(self, function: Callable[[str, Family], Tensor]) -> Tensor:
+        """A matrix (d, d) from those of the parts, zero between parts."""
+        owners = [part for part, length in self.segments for _ in range(length)]
+        whole: Tensor | None = None
+        for part, family in self.parts.items():
+            block = function(part, family)
+            at = torch.tensor([i for i, p in enumerate(owners) if p == part], device=block.device)
+            whole = block.new_zeros(len(owners), len(owners)) if whole is None else whole
+            whole = whole.index_put((at.unsqueeze(-1), at), block)
+        assert whole is not None, "a product has parts"
+        return whole
 
     def icdf(self, params: Tensors, levels: Tensor) -> Tensor:
         return self._join(lambda p, f: f.icdf(self.own(p, params), levels))
@@ -200,14 +221,25 @@ class ProductFamily(Family):
             lambda p, f: f.natural_gradient(self.own(p, params), self.own(p, gradient))
         )
 
+    def pack(self, tensors: Tensors) -> Tensor:
+        return torch.cat([f.pack(self.own(p, tensors)) for p, f in self.parts.items()])
+
+    def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
+        own = {p: self.own(p, like) for p in self.parts}
+        lengths = [len(f.pack(own[p])) for p, f in self.parts.items()]
+        vectors = dict(zip(self.parts, vector.split(lengths), strict=True))
+        return self._each(lambda p, f: f.unpack(vectors[p], own[p]))
+
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
-        # linear in the natural parameters, whatever a part calls that
+        # linear in the natural parameters is what "natural" means where a part has that, and what
+        # the others do anyway
+        def way(f: Family) -> str:
+            return "natural" if self.linear and "natural" in f.coordinates else "local"
+
         return self._each(
-            lambda p, f: f.retract(
-                self.own(p, params), self.own(p, tangent), step, f.coordinates[-1]
-            )
+            lambda p, f: f.retract(self.own(p, params), self.own(p, tangent), step, way(f))
         )
 
     def not_finite(self, params: Tensors) -> Tensor:

@@ -2,33 +2,9 @@ r"""Factor-covariance Gaussian, q(z) = N(z; mu, B B' + diag(c^2)) with B of any 
 
 Stored: ``loc`` = mu (d,), ``factor`` = B (d, r), ``log_scale`` = log c (d,).
 Local frame: everything in units of c.  With B~ = B / c and Sigma~ = I + B~ B~', a tangent (t, U, v)
-means dmu = c t, dB = c U, d log c = v, hence dSigma~ = U B~' + B~ U' + 2 diag(v) and
+means dmu = c t, dB = c U, d log c = v, hence F t = Sigma~^-1 t; the equations for (U, v), and their
+exact solution without a d x d matrix, stand in :mod:`pyro_ngvi.families._factors`, with M = Sigma.
 
-    F t      = Sigma~^-1 t
-    F_B(U,v) = Sigma~^-1 dSigma~ Sigma~^-1 B~
-    F_c(U,v) = diag(Sigma~^-1 dSigma~ Sigma~^-1).
-
-**Solving with F exactly, the cross block between B and c included.**  Write C = I + B~' B~,
-W = Sigma~^-1 B~ = B~ C^-1, E = B~' W and B+ = B~ (B~' B~)^-1.  For a given v the B-equation has the
-closed form
-
-    U = (Sigma~ R - B~ E^-1 H_R / 2) E^-1,  R = G - 2 Sigma~^-1 diag(v) W,  H_R = B~' R
-
-(check: W'U = H_R E^-1 / 2 solves the r x r equation left after multiplying by W').  Eliminating U
-leaves an equation for v alone,
-
-    2 (Pi o Pi) v = h - 2 rowsum(G o B+) + rowsum((B+ H) o B+),   H = B~' G,
-
-where Pi = I - B~ (B~' B~)^-1 B~' projects away from the factors and o is the entrywise product: the
-Schur complement does not depend on the size of B at all.  Conjugate gradients with the diagonal
-2 (1 - leverage)^2 as preconditioner solve it at O(d r^2) a product; the number of iterations follows
-the largest leverage, not d.  No d x d matrix appears, except for small d (up to 128), where a Cholesky
-factor solves it exactly for less.
-
-B is determined up to a rotation of its columns, so F has a null space (B A, A antisymmetric).  No
-gradient of a function of Sigma has a component there; noise in a gradient that has is removed.
-
-Source: derived here; the Fisher blocks agree with Ong, Nott & Smith (2018, JCGS 27:465).
 Not for posteriors that are close to independent (use ``MeanFieldNormal``) nor for d below about 100
 (use ``FullRankNormal``).
 """
@@ -39,67 +15,37 @@ import math
 
 import torch
 from torch import Tensor
-from torch.linalg import solve_triangular
 
-from ..linalg.projection import solve_squared_projection
+from ._factors import Factors, cosine_columns
 from .base import LOG_2PI, Family, Tensors, clamp_exponent, keep_signature
 
 __all__ = ["FactorNormal"]
 
 
-class _Geometry:
-    """The r x r pieces shared by all formulas, in units of c.
-
-    Factors are rows here, ``B`` is B~' (r, d): sums over r and over d then both run along memory,
-    which makes every pass some three times faster than over tall and narrow matrices.
-    """
-
-    def __init__(self, params: Tensors) -> None:
-        self.c = params["log_scale"].exp()
-        self.B = params["factor"].mT.contiguous() / self.c
-        self.identity = torch.eye(self.B.shape[-2], dtype=self.B.dtype, device=self.B.device)
-        C = torch.addmm(self.identity, self.B, self.B.mT)
-        self.C_chol, _ = torch.linalg.cholesky_ex(C)
-
-    def precision_product(self, x: Tensor) -> Tensor:
-        """Sigma~^-1 x' for rows x (n, d): the residual after regressing x on the factors."""
-        return x - torch.cholesky_solve(self.B @ x.mT, self.C_chol).mT @ self.B
-
-    @property
-    def W(self) -> Tensor:
-        """C^-1 B~' (r, d): substitution from the right is ten times faster than from the left."""
-        half = solve_triangular(self.C_chol.mT, self.B.mT, upper=True, left=False)
-        return solve_triangular(self.C_chol, half, upper=False, left=False).mT
+def _factors(params: Tensors) -> Factors:
+    return Factors(params["factor"], params["log_scale"])
 
 
 def _precision_times(B: Tensor, log_scale: Tensor, x: Tensor) -> Tensor:
     """Sigma^-1 x' for rows x (n, d)."""
-    geometry = _Geometry({"factor": B, "log_scale": log_scale})
-    return geometry.precision_product(x / geometry.c) / geometry.c
+    factors = Factors(B, log_scale)
+    return factors.inverse_product(x / factors.c) / factors.c
 
 
-def _log_det(params: Tensors, geometry: _Geometry) -> Tensor:
-    """log det Sigma / 2."""
-    return params["log_scale"].sum(-1) + geometry.C_chol.diagonal().log().sum(-1)
-
-
-def _mahalanobis(params: Tensors, geometry: _Geometry, z: Tensor) -> tuple[Tensor, Tensor]:
+def _mahalanobis(params: Tensors, factors: Factors, z: Tensor) -> tuple[Tensor, Tensor]:
     """(z - mu)' Sigma^-1 (z - mu) for z (..., d), and Sigma~^-1 (z - mu) / c for its rows (n, d)."""
-    x = ((z - params["loc"]) / geometry.c).reshape(-1, params["loc"].shape[-1])
-    m = torch.cholesky_solve(geometry.B @ x.mT, geometry.C_chol).mT
-    rest = x - m @ geometry.B
-    # |x - B~ m|^2 + |m|^2 = x' Sigma~^-1 x without a difference of large numbers
-    square = rest.square().sum(-1) + m.square().sum(-1)
+    x = ((z - params["loc"]) / factors.c).reshape(-1, params["loc"].shape[-1])
+    square, rest = factors.inverse_square(x)
     return square.reshape(z.shape[:-1]), rest
 
 
 def _log_density(params: Tensors, z: Tensor) -> tuple[Tensor, Tensor]:
     """log q(z) and Sigma^-1 (z - mu), for z (..., d)."""
-    geometry = _Geometry(params)
-    square, rest = _mahalanobis(params, geometry, z)
+    factors = _factors(params)
+    square, rest = _mahalanobis(params, factors, z)
     constant = z.shape[-1] * LOG_2PI
-    log_q = -0.5 * (square + constant) - _log_det(params, geometry)
-    return log_q, (rest / geometry.c).reshape(z.shape)
+    log_q = -0.5 * (square + constant) - factors.half_log_det
+    return log_q, (rest / factors.c).reshape(z.shape)
 
 
 class _ConditionalSample(torch.autograd.Function):
@@ -198,9 +144,7 @@ class FactorNormal(Family):
             )
         # Orthogonal cosine columns give every coordinate about half of its variance; rescaling the
         # rest makes every sd exact.  Deterministic, so that equal models start equal.
-        i = torch.arange(d, dtype=loc.dtype, device=loc.device).unsqueeze(-1)
-        k = torch.arange(1, r + 1, dtype=loc.dtype, device=loc.device)
-        factor = torch.cos(math.pi * (i + 0.5) * k / d) * (scale / math.sqrt(r) * math.sqrt(0.5))
+        factor = cosine_columns(d, r, loc) * (scale / math.sqrt(r) * math.sqrt(0.5))
         rest = scale**2 - factor.square().sum(-1)
         return {"loc": loc.clone(), "factor": factor, "log_scale": 0.5 * rest.log()}
 
@@ -221,11 +165,11 @@ class FactorNormal(Family):
         return _log_density(params, z)[0]
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
-        geometry = _Geometry(params)
-        B, c = params["factor"], geometry.c
+        factors = _factors(params)
+        B, c = params["factor"], factors.c
         w = _precision_times(B, params["log_scale"], z - params["loc"])
-        W = geometry.W
-        leverage = (W * geometry.B).sum(-2)
+        W = factors.W
+        leverage = (W * factors.B).sum(-2)
         return {
             "loc": w,
             "factor": w.unsqueeze(-1) * (w @ B).unsqueeze(-2) - (W / c).mT,
@@ -234,16 +178,16 @@ class FactorNormal(Family):
 
     def entropy(self, params: Tensors) -> Tensor:
         d = params["loc"].shape[-1]
-        return _log_det(params, _Geometry(params)) + 0.5 * d * (1.0 + LOG_2PI)
+        return _factors(params).half_log_det + 0.5 * d * (1.0 + LOG_2PI)
 
     def kl(self, params: Tensors, other: Tensors) -> Tensor:
-        q, p = _Geometry(params), _Geometry(other)
+        q, p = _factors(params), _factors(other)
         # tr(Sigma_p^-1 Sigma_q) = sum of c_q^2 diag(Sigma_p^-1) + tr(B_q' Sigma_p^-1 B_q)
         ratio = (q.c / p.c).square() * (1.0 - (p.W * p.B).sum(-2))
-        scaled = params["factor"].mT / p.c
-        trace = ratio.sum() + (scaled * p.precision_product(scaled)).sum()
+        squares, _ = p.inverse_square(params["factor"].mT / p.c)
+        trace = ratio.sum() + squares.sum()
         square, _ = _mahalanobis(other, p, params["loc"])
-        log_ratio = _log_det(params, q) - _log_det(other, p)
+        log_ratio = q.half_log_det - p.half_log_det
         return 0.5 * (trace - params["loc"].shape[-1] + square) - log_ratio
 
     def covariance(self, params: Tensors) -> Tensor:
@@ -267,62 +211,25 @@ class FactorNormal(Family):
         return self.push(params, grads | {"factor": grads["factor"].mT.contiguous().mT})
 
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
-        geometry = _Geometry(params)
-        B, W = geometry.B, geometry.W
-        t, U, v = tangent["loc"], tangent["factor"].mT, tangent["log_scale"]
-        vW = v * W
-        PU, PvW = geometry.precision_product(U), geometry.precision_product(vW)
-        # diag(Sigma~^-1 diag(v) Sigma~^-1), with Sigma~^-1 = I - B~ W'
-        quadratic = v - ((vW + PvW) * B).sum(-2)
-        return {
-            "loc": geometry.precision_product(t.unsqueeze(-2)).squeeze(-2),
-            "factor": (torch.addmm(W @ B.mT @ PU, W @ U.mT, W) + 2.0 * PvW).mT,
-            "log_scale": 2.0 * (PU * W).sum(-2) + 2.0 * quadratic,
-        }
+        factors = _factors(params)
+        along_B, along_c = factors.fisher_product(tangent["factor"].mT, tangent["log_scale"])
+        t = factors.inverse_product(tangent["loc"].unsqueeze(-2)).squeeze(-2)
+        return {"loc": t, "factor": along_B.mT, "log_scale": along_c}
 
     def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
-        geometry = _Geometry(params)
-        B, W, identity = geometry.B, geometry.W, geometry.identity
-        g, G, h = gradient["loc"], gradient["factor"].mT.contiguous(), gradient["log_scale"]
-        gram = B @ B.mT
-        # a relative jitter keeps a vanishing or repeated column from breaking the solve
-        jitter = gram.diagonal().sum().clamp_min(1e-30)
-        eps = torch.finfo(B.dtype).eps
-        gram_chol, _ = torch.linalg.cholesky_ex(torch.addcmul(gram, jitter, identity, value=eps))
-        gram_inverse = torch.cholesky_solve(identity, gram_chol)
-        E_inverse = identity + gram_inverse
-        B_plus = gram_inverse @ B
-
-        H = B @ G.mT
-        symmetric = 0.5 * (H + H.mT)
-        G = torch.addmm(G, (H - symmetric) @ E_inverse, W)  # remove noise along the null space
-        H = symmetric
-        rhs = h + (torch.addmm(G, H, B_plus, beta=-2.0) * B_plus).sum(-2)
-        Q = solve_triangular(gram_chol.mT, B.mT, upper=True, left=False).mT
-        v = solve_squared_projection(Q, 0.5 * rhs, self.cg_iterations)
-
-        vW = v * W
-        H_R = torch.addmm(H, W, vW.mT, alpha=-2.0)
-        K = torch.addmm(H, H_R, E_inverse, alpha=-0.5)
-        U = E_inverse @ torch.addmm(torch.add(G, vW, alpha=-2.0), K, B)
-        t = torch.addmv(g, B.mT, B @ g)
+        factors = _factors(params)
+        G = gradient["factor"].mT.contiguous()
+        U, v = factors.fisher_solve(G, gradient["log_scale"], self.cg_iterations)
+        t = torch.addmv(gradient["loc"], factors.B.mT, factors.B @ gradient["loc"])
         return {"loc": t, "factor": U.mT, "log_scale": v}
 
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
-        # The chart is curved: Sigma~ changes by step (U B~' + B~ U') + step^2 U U'.  Where B~ is
-        # small the second term can be the larger one, so U is shortened in proportion to the Fisher
-        # length |U' Sigma~^-1 U| / sqrt(2) of that term; log c is bounded likewise.
-        geometry = _Geometry(params)
-        move = step * tangent["factor"].mT
-        second = torch.linalg.matrix_norm(geometry.precision_product(move) @ move.mT)
-        move = move * (geometry.c * (1.0 + second).rsqrt())
-        change = step * tangent["log_scale"]
+        factors = _factors(params)
+        move, change = factors.move(step * tangent["factor"].mT, step * tangent["log_scale"])
         return {
-            "loc": params["loc"] + step * geometry.c * tangent["loc"],
+            "loc": params["loc"] + step * factors.c * tangent["loc"],
             "factor": params["factor"] + move.mT,
-            "log_scale": clamp_exponent(
-                torch.addcmul(params["log_scale"], change, (1.0 + change.square()).rsqrt())
-            ),
+            "log_scale": clamp_exponent(params["log_scale"] + change),
         }

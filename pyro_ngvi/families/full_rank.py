@@ -17,7 +17,9 @@ Hessian minus the identity:
 
     P <- P + b L^-T H L^-1,   mu <- mu - b P_new^-1 g_mu,
 
-kept positive definite by halving b until the Cholesky factorisation exists.
+kept positive definite by halving b until the Cholesky factorisation exists.  "improved" adds the
+second-order term of Lin, Schmidt & Khan (2020), P_new = L^-T (I + A + A^2 / 2) L^-1 with A = b H, which
+is positive definite for every step.
 
 Cost: O(d^2) per draw, O(d^3) per step.  Not for d above a few thousand: use ``FactorNormal``.
 """
@@ -29,7 +31,11 @@ from torch import Tensor
 from torch.linalg import solve_triangular
 from torch.nn.functional import pad
 
-from ..linalg.cholesky import HALVINGS, inverse_cholesky_of_shifted
+from ..linalg.cholesky import (
+    HALVINGS,
+    inverse_cholesky_of_improved,
+    inverse_cholesky_of_shifted,
+)
 from .base import LOG_2PI, Family, Tensors, keep_signature
 
 __all__ = ["FullRankNormal"]
@@ -100,9 +106,10 @@ class FullRankNormal(Family):
     """
 
     names = ("loc", "scale_tril")
-    coordinates = ("local", "natural")
+    coordinates = ("local", "natural", "improved")
     newton_like = True
     orthogonal_frame = True
+    curvature_form = "dense"
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
         return {"loc": loc.clone(), "scale_tril": torch.diag(torch.full_like(loc, scale))}
@@ -170,6 +177,27 @@ class FullRankNormal(Family):
             "scale_tril": _tril_product(L, grads["scale_tril"], transpose=True),
         }
 
+    def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors:
+        L = params["scale_tril"].tril()
+        if "dense" in curvature:
+            whitened = L.mT @ curvature["dense"] @ L
+        else:
+            whitened = (L.mT * curvature["diagonal"]) @ L
+        identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
+        return gradient | {"scale_tril": (0.5 * (whitened + whitened.mT) - identity).tril()}
+
+    def covariance_product(
+        self, params: Tensors, v: Tensor, damping: Tensor | float = 0.0
+    ) -> Tensor:
+        L = params["scale_tril"].tril()
+        t = L.mT @ v
+        if isinstance(damping, Tensor) or damping:
+            # L (I + damping L'L)^-1 L' v
+            identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
+            root, _ = torch.linalg.cholesky_ex(identity + damping * (L.mT @ L))
+            t = torch.cholesky_solve(t.unsqueeze(-1), root).squeeze(-1)
+        return L @ t
+
     def pack(self, tensors: Tensors) -> Tensor:
         M = tensors["scale_tril"]
         i, j = torch.tril_indices(*M.shape[-2:], device=M.device)
@@ -200,8 +228,8 @@ class FullRankNormal(Family):
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
         loc, L = params["loc"], params["scale_tril"].tril()
-        if coordinates == "natural":
-            return self._retract_natural(loc, L, tangent, step)
+        if coordinates != "local":
+            return self._retract_natural(loc, L, tangent, step, coordinates == "improved")
         A = step * tangent["scale_tril"]
         LA = _tril_product(L, A)
         return {
@@ -210,11 +238,14 @@ class FullRankNormal(Family):
         }
 
     def _retract_natural(
-        self, loc: Tensor, L: Tensor, tangent: Tensors, step: Tensor | float
+        self, loc: Tensor, L: Tensor, tangent: Tensors, step: Tensor | float, improved: bool
     ) -> Tensors:
         # moving along -natural gradient adds b H to the whitened precision
         H = -(tangent["scale_tril"] + tangent["scale_tril"].mT)
-        T, shrink = inverse_cholesky_of_shifted(H, step, halvings=HALVINGS)
+        if improved:
+            T, shrink = inverse_cholesky_of_improved(H, step)
+        else:
+            T, shrink = inverse_cholesky_of_shifted(H, step, halvings=HALVINGS)
         L_new = L @ T
         # L^-1 P_new^-1 L^-T = T T', applied to the whitened gradient
         return {

@@ -37,6 +37,9 @@ class Coordinates:
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
         return grads
 
+    def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors:
+        raise NotImplementedError("Plain coordinates do not know which of them are scales.")
+
     def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
         raise NotImplementedError(
             "Plain coordinates know no Fisher matrix: it has to be estimated."

@@ -2,12 +2,20 @@
 
 from .exponential import AutoExponentialFamily
 from .initialization import init_to_center
-from .normal import AutoFactorNormal, AutoFullRankNormal, AutoMeanFieldNormal
+from .matrix_normal import AutoMatrixNormal
+from .normal import (
+    AutoFactorNormal,
+    AutoFactorPrecision,
+    AutoFullRankNormal,
+    AutoMeanFieldNormal,
+)
 
 __all__ = [
     "AutoExponentialFamily",
     "AutoFactorNormal",
+    "AutoFactorPrecision",
     "AutoFullRankNormal",
+    "AutoMatrixNormal",
     "AutoMeanFieldNormal",
     "init_to_center",
 ]

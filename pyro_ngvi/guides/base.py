@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pyro
@@ -27,7 +28,18 @@ from .initialization import init_to_center
 from .posterior import FamilyDistribution
 from .warm_start import find_mode
 
-__all__ = ["AutoFamily", "find_blocks"]
+__all__ = ["AutoFamily", "Curvature", "find_blocks"]
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """What a loss leaves beside the gradients: the expected Hessian of -log p(y, z), in nats.
+
+    ``parts`` are those of :meth:`pyro_ngvi.families.Family.pull_curvature`; empty for "price".
+    """
+
+    kind: str
+    parts: Tensors
 
 
 class AutoFamily(OwnName, AutoContinuous):
@@ -91,6 +103,7 @@ class AutoFamily(OwnName, AutoContinuous):
         self._broadcasting_checked = False
         self._lag: Tensors | None = None
         self._lag_of: Tensors | None = None
+        self.curvature: Curvature | None = None
 
     def _make_family(self) -> Family:
         raise NotImplementedError
@@ -246,6 +259,11 @@ class AutoFamily(OwnName, AutoContinuous):
             return torch.ones((), dtype=torch.bool, device=next(iter(params.values())).device)
         return equal(params, self._lag_of)
 
+    def take_curvature(self) -> Curvature | None:
+        """The curvature that the loss left beside the gradients of this step, once."""
+        curvature, self.curvature = self.curvature, None
+        return curvature
+
     def _distribution(self, params: Tensors) -> FamilyDistribution:
         return FamilyDistribution(
             self.family, params, sticking_the_landing=self.sticking_the_landing
@@ -284,7 +302,13 @@ class AutoFamily(OwnName, AutoContinuous):
     def __getstate__(self) -> dict[str, Any]:
         # the lag belongs to a running optimizer; a copy is the answer alone
         with kept_whole(self):
-            return {**super().__getstate__(), "_lag": None, "_lag_of": None, "averaged": False}
+            return {
+                **super().__getstate__(),
+                "_lag": None,
+                "_lag_of": None,
+                "averaged": False,
+                "curvature": None,
+            }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

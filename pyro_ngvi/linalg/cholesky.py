@@ -11,7 +11,35 @@ HALVINGS = 20
 #: a step leaves at least this share of the precision in any direction: variances grow at most 4-fold
 SMALLEST = 0.25
 
-__all__ = ["HALVINGS", "SMALLEST", "inverse_cholesky_of_shifted"]
+__all__ = [
+    "HALVINGS",
+    "SMALLEST",
+    "inverse_cholesky",
+    "inverse_cholesky_of_improved",
+    "inverse_cholesky_of_shifted",
+]
+
+
+def inverse_cholesky(K: Tensor) -> Tensor:
+    """Lower triangular T (d, d) with T T' = K^-1, for K positive definite."""
+    identity = torch.eye(K.shape[-1], dtype=K.dtype, device=K.device)
+    # K = N' N with N lower triangular: Cholesky of the matrix read from its last corner; T = N^-1
+    C, _ = torch.linalg.cholesky_ex(K.flip(-2, -1))
+    return torch.linalg.solve_triangular(C.flip(-2, -1).mT, identity, upper=False)
+
+
+def inverse_cholesky_of_improved(H: Tensor, step: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Lower triangular T with T T' = (I + A + A^2 / 2)^-1, A = s H, and s / step.
+
+    I + A + A^2 / 2 = (I + (I + A)^2) / 2 is positive definite for every A.  Its Cholesky factor is lost
+    to rounding once |A|^2 eps nears 1, so s = step only up to |A| = eps^(-1/4), about 50 in float32.
+    """
+    A = step * H
+    limit = torch.finfo(H.dtype).eps ** -0.25
+    shrink = (limit / torch.linalg.matrix_norm(A)).clamp_max(1.0)
+    identity = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
+    shifted = identity + shrink * A
+    return inverse_cholesky(0.5 * (identity + shifted @ shifted)), shrink
 
 
 def inverse_cholesky_of_shifted(
@@ -28,11 +56,7 @@ def inverse_cholesky_of_shifted(
     needed = _by_eigenvalues if H.device.type == "cpu" else _by_factorisations
     j = needed(step * H, halvings)
     shrink = torch.where(j <= halvings, torch.exp2(-j), torch.zeros_like(j))
-    K = identity + shrink * step * H
-    # K = N' N with N lower triangular: Cholesky of the matrix read from its last corner; T = N^-1
-    C, _ = torch.linalg.cholesky_ex(K.flip(-2, -1))
-    N = C.flip(-2, -1).mT
-    return torch.linalg.solve_triangular(N, identity, upper=False), shrink
+    return inverse_cholesky(identity + shrink * step * H), shrink
 
 
 def _by_eigenvalues(H: Tensor, halvings: int) -> Tensor:

@@ -3,18 +3,29 @@
 from .aifvb import AIFVB
 from .averaging import LogPower, Tail
 from .ifvb import IFVB
+from .ivon import IVON
 from .nagvac import NAGVAC
 from .ngvb import NGVB
-from .schedules import Constant, NoiseClock, RobbinsMonro
+from .schedules import Constant, NoiseClock, PowerDecay, RobbinsMonro
+from .slang import SLANG
+from .vadam import Vadam
+from .vogn import VOGN
+from .von import VON
 
 __all__ = [
     "AIFVB",
     "IFVB",
+    "IVON",
     "NAGVAC",
     "NGVB",
+    "SLANG",
+    "VOGN",
+    "VON",
     "Constant",
     "LogPower",
     "NoiseClock",
+    "PowerDecay",
     "RobbinsMonro",
     "Tail",
+    "Vadam",
 ]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._known import choose, known
 from ..families.base import Tensors
-from ..guides.base import find_blocks
+from ..guides.base import Curvature, find_blocks
 
 __all__ = ["NaturalGradientOptim", "Report", "StepReport", "describe", "part"]
 
@@ -132,6 +132,11 @@ class NaturalGradientOptim(PyroOptim):
         grads: Tensors = {
             name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in tensors.items()
         }
+        curvature = block.take_curvature() if hasattr(block, "take_curvature") else None
+        if getattr(self._rules[path], "uses_curvature", False):
+            self._check_curvature(block, curvature)
+            parts = {} if curvature is None else curvature.parts
+            grads |= {"curvature." + name: v for name, v in parts.items()}
         # the gradient was taken at the iterate, which lies at a lag from an averaged answer
         intact = block.lag_is_intact()
         lag = block.lag(intact)
@@ -149,6 +154,9 @@ class NaturalGradientOptim(PyroOptim):
         self._reports[path] = report
         if known(report.finite) is False:
             self._warn_skipped(block, report)
+
+    def _check_curvature(self, block: Any, curvature: Curvature | None) -> None:
+        """For optimizers that can not do without curvature: refuse a loss that left none."""
 
     def _state_of(self, path: str, block: Any, values: Tensors) -> Tensors:
         if path in self._waiting:

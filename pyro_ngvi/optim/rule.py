@@ -83,6 +83,9 @@ class NaturalGradientRule:
     averaging: Averaging | None = None
     coordinates: str = "local"
 
+    #: curvature in the loss takes the place of the gradient of the scales
+    uses_curvature = True
+
     def init(self, params: Tensors) -> Tensors:
         like = next(iter(params.values()))
         zero = torch.zeros((), dtype=like.dtype, device=like.device)
@@ -197,6 +200,9 @@ class NaturalGradientRule:
         The natural gradient is length * direction, and <gradient, direction> = 1.
         """
         gradient = self.family.pull(params, grads)
+        curvature = part(grads, "curvature.")
+        if curvature:
+            gradient = self.family.pull_curvature(params, gradient, curvature)
         # Lengths by way of a unit largest entry: squares of float32 gradients may overflow.
         sizes = (torch.linalg.vector_norm(g, torch.inf) for g in gradient.values())
         largest = reduce(torch.maximum, sizes)

@@ -26,7 +26,23 @@ from torch import Tensor
 
 from ..families.base import Tensors
 
-__all__ = ["Constant", "NoiseClock", "RobbinsMonro", "Schedule", "check_convergence"]
+__all__ = [
+    "DEFAULT_RATE",
+    "Constant",
+    "FlooredDecay",
+    "NoiseClock",
+    "PowerDecay",
+    "Rate",
+    "RobbinsMonro",
+    "Schedule",
+    "as_rate",
+    "as_schedule",
+    "check_convergence",
+    "rate_at",
+]
+
+#: a rate of a published rule: a number, or a function of the step count k = 0, 1, ... (0-dim tensor)
+Rate = float | Callable[[Tensor], Tensor]
 
 
 class Schedule(Protocol):
@@ -139,6 +155,26 @@ class RobbinsMonro:
 
 
 @dataclass(frozen=True)
+class PowerDecay:
+    """scale / (1 + k^power), k = 0, 1, ...: a function of the step count for optimizers that take one.
+
+    Example:
+        >>> PowerDecay(0.1, 0.51)(torch.tensor(0.0))
+        tensor(0.1000)
+    """
+
+    scale: float
+    power: float = 0.51
+
+    def __post_init__(self) -> None:
+        if not (0 < self.scale < float("inf") and 0 <= self.power <= 1):
+            raise ValueError(f"{self} needs a positive scale and a power in [0, 1].")
+
+    def __call__(self, k: Tensor) -> Tensor:
+        return self.scale / (1.0 + k**self.power)
+
+
+@dataclass(frozen=True)
 class Constant:
     """b_k = value: for exact gradients, tests and comparisons.  Does not converge under noise."""
 
@@ -167,6 +203,39 @@ class Custom:
     def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
         value = self.function(state["count"])
         return torch.as_tensor(value).to(signal), {"count": state["count"] + 1}
+
+
+@dataclass(frozen=True)
+class FlooredDecay:
+    """max(floor, 1 / (offset + k^power)): fast while little is known, then a steady memory."""
+
+    floor: float
+    offset: float
+    power: float
+
+    def __call__(self, k: Tensor) -> Tensor:
+        return (1.0 / (self.offset + k**self.power)).clamp_min(self.floor)
+
+
+#: for noisy curvature: an average over all that has been seen, later over the last hundred steps
+DEFAULT_RATE = FlooredDecay(0.01, 10.0, 0.75)
+
+
+def as_rate(name: str, rate: Rate, largest: float = 1.0) -> Rate:
+    """A checked rate: a number in (0, ``largest``], or a function of the step count."""
+    if callable(rate):
+        return rate
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0.0 < rate <= largest:
+        raise ValueError(
+            f"{name} must be a number in (0, {largest:g}] or a function of the step count, "
+            f"got {rate!r}."
+        )
+    return float(rate)
+
+
+def rate_at(rate: Rate, k: Tensor) -> Tensor:
+    """The value of a rate at the step count ``k``, a 0-dim tensor."""
+    return torch.as_tensor(rate(k)).to(k) if callable(rate) else torch.full_like(k, rate)
 
 
 def as_schedule(schedule: Schedule | Callable[[Tensor], Tensor] | str) -> Schedule:

@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_ngvi import (
     AutoExponentialFamily,
     AutoFactorNormal,
+    AutoFactorPrecision,
     AutoFullRankNormal,
     AutoMeanFieldNormal,
     BatchedELBO,
@@ -26,10 +27,15 @@ def factor_guide(model: Callable[..., Any], **kwargs: Any) -> AutoFactorNormal:
     return AutoFactorNormal(model, rank=2, **kwargs)
 
 
+def factor_precision_guide(model: Callable[..., Any], **kwargs: Any) -> AutoFactorPrecision:
+    return AutoFactorPrecision(model, rank=2, **kwargs)
+
+
 GUIDES: dict[str, Callable[..., AutoFamily]] = {
     "mean field": AutoMeanFieldNormal,
     "full rank": AutoFullRankNormal,
     "factor": factor_guide,
+    "factor precision": factor_precision_guide,
     "exponential": AutoExponentialFamily,
 }
 

@@ -14,7 +14,13 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_ngvi import NGVB, BatchedELBO, Constant, LogPower, NoiseClock, RobbinsMonro, Tail
-from pyro_ngvi.families import FactorNormal, Family, FullRankNormal, MeanFieldNormal
+from pyro_ngvi.families import (
+    FactorNormal,
+    FactorPrecisionNormal,
+    Family,
+    FullRankNormal,
+    MeanFieldNormal,
+)
 from pyro_ngvi.fisher import Dense, InverseFisher, LowRank, PaperWindow
 from pyro_ngvi.fisher.scores import GuideScores, family_scores
 from pyro_ngvi.optim.rule import NaturalGradientRule
@@ -25,6 +31,7 @@ FAMILIES: dict[str, Family] = {
     "mean field": MeanFieldNormal(),
     "full rank": FullRankNormal(),
     "factor": FactorNormal(rank=2),
+    "factor precision": FactorPrecisionNormal(rank=2),
 }
 SCHEDULES = {
     "noise": NoiseClock(),

@@ -89,7 +89,7 @@ def test_settings(
         "coordinates": coordinates,
     }
     if coordinates not in guide.family.coordinates:
-        with pytest.raises(ValueError, match="'natural' is not available for FactorNormal"):
+        with pytest.raises(ValueError, match=r"'natural' is not available for Factor\w*Normal"):
             NGVB(guide, **settings)
         return
     optim = NGVB(guide, **settings)

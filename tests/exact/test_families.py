@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import jacrev, vmap
 
-from pyro_ngvi.families import FactorNormal, FullRankNormal, MeanFieldNormal
+from pyro_ngvi.families import (
+    FactorNormal,
+    FactorPrecisionNormal,
+    FullRankNormal,
+    MeanFieldNormal,
+)
 from pyro_ngvi.linalg import projection
 
 D = 5
@@ -18,6 +23,9 @@ FAMILIES = {
     "factor_1": FactorNormal(1, cg_iterations=40),
     "factor_3": FactorNormal(3, cg_iterations=40),
     "factor_4": FactorNormal(4, cg_iterations=40),
+    "factor_precision_1": FactorPrecisionNormal(1, cg_iterations=40),
+    "factor_precision_3": FactorPrecisionNormal(3, cg_iterations=40),
+    "factor_precision_4": FactorPrecisionNormal(4, cg_iterations=40),
 }
 family_cases = pytest.mark.parametrize("name", list(FAMILIES))
 

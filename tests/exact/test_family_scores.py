@@ -7,10 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_ngvi.families import FactorNormal, FullRankNormal, MeanFieldNormal
+from pyro_ngvi.families import (
+    FactorNormal,
+    FactorPrecisionNormal,
+    FullRankNormal,
+    MeanFieldNormal,
+)
 from pyro_ngvi.fisher.scores import family_scores
 
-FAMILIES = {"mean field": MeanFieldNormal(), "full": FullRankNormal(), "factor": FactorNormal(2)}
+FAMILIES = {
+    "mean field": MeanFieldNormal(),
+    "full": FullRankNormal(),
+    "factor": FactorNormal(2),
+    "precision": FactorPrecisionNormal(2),
+}
 
 
 def member(name: str, d: int = 4) -> dict[str, Tensor]:

@@ -1,0 +1,231 @@
+r"""Expected curvature of -log p(y, z) at the draws of a guide, for rules that build on it.
+
+With z = z(theta), theta (d,) unconstrained, and one term per datum,
+
+    -log p~(theta) = - sum_i s_i log p(y_i | theta) - rest(theta),
+
+s_i the scale (and mask) of datum i, rest the prior, the log-Jacobian, factors and what is observed
+outside a plate.  Averages over the draws theta ~ q of
+
+    "hessian"            grad^2 (-log p~), exact, by forward over reverse mode
+    "gauss_newton"       sum_i s_i g_i g_i' + grad^2 (-rest),   g_i = grad log p(y_i | theta)
+    "squared_gradient"   diag(G o G / N) + grad^2 (-rest),      G = sum_i s_i g_i,  N = sum_i s_i
+    "price"              nothing: the gradients of the scales carry it (Price's theorem)
+
+The outer products g_i g_i' stand for the Hessian as in VOGN and SLANG (Khan et al. 2018, Mishkin et al.
+2018): positive semi-definite, right in expectation at parameters that fit the data, too small or too
+large elsewhere. Their scale enters once: a minibatch of M of N data estimates the whole sum.
+Squares of the sum over a minibatch, as Adam and Vadam have them, are M times smaller for M
+independent terms.
+
+A guide asks for a form: "dense" (d, d); "diagonal" (d,); "low_rank", rows (n, d) beside a diagonal.
+The diagonal forms keep the diagonal of the rest's curvature.
+
+Cost, for S draws: "hessian" d gradients, "gauss_newton" min(d, number of data) directional derivatives.
+Not for d above some thousands with "hessian", nor with many data and many parameters at once
+with "gauss_newton".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+from torch.func import grad, jvp, vmap
+
+from pyro_ngvi._particles import Sites
+from pyro_ngvi.density import site_kind, site_log_prob
+from pyro_ngvi.guides.base import AutoFamily
+
+__all__ = ["KINDS", "check_guide_takes_curvature", "expected_curvature"]
+
+KINDS = ("price", "hessian", "gauss_newton", "squared_gradient")
+
+#: columns of a Hessian that are computed at a time, for each draw
+CHUNK = 64
+#: and for all draws together
+COLUMNS = 1024
+
+Run = Callable[[Tensor, Callable[[Sites], Any]], Any]
+
+
+def check_guide_takes_curvature(guide: Any, kind: str, joint: bool) -> None:
+    """Refuse a guide that has no use for curvature, in a sentence that names the fix."""
+    what = f"BatchedELBO(curvature={kind!r})"
+    if not isinstance(guide, AutoFamily) or not joint:
+        raise ValueError(
+            f"{what} leaves its curvature on a guide of this package, and the guide is "
+            f"{type(guide).__name__}. Pass for instance pyro_ngvi.AutoMeanFieldNormal(model) itself "
+            f"(not within an AutoGuideList), or leave curvature out."
+        )
+    if guide.family.curvature_form is None:
+        raise ValueError(
+            f"{what}: {type(guide.family).__name__}, the family of {type(guide).__name__}, has no use "
+            f"for a curvature. Take AutoMeanFieldNormal, AutoFullRankNormal or AutoFactorPrecision, or "
+            f"leave curvature out."
+        )
+    if guide.family.curvature_form == "low_rank" and kind in ("hessian", "squared_gradient"):
+        raise ValueError(
+            f"{what}: {type(guide.family).__name__} takes curvature as a sum of outer products. Use "
+            f'curvature="gauss_newton".'
+        )
+    if guide.family.curvature_form == "dense" and kind == "squared_gradient":
+        raise ValueError(
+            f"{what} is diagonal, and {type(guide.family).__name__} has correlations. Use "
+            f'curvature="gauss_newton" or "hessian", or AutoMeanFieldNormal.'
+        )
+
+
+def expected_curvature(
+    run: Run, theta: Tensor, kind: str, form: str, diagonal_rest: dict[str, bool]
+) -> dict[str, Tensor]:
+    """The average curvature at draws ``theta`` (S, d), in nats; see the head of this file.
+
+    ``run(theta_s, reduce)`` runs the model at one draw (d,) and returns ``reduce(sites)`` with a
+    leading dimension 1, and the log-Jacobian.  ``diagonal_rest`` remembers between calls whether the
+    rest has a diagonal Hessian.
+    """
+    if kind == "price":
+        return {}
+
+    def joint(t: Tensor) -> Tensor:
+        total, log_det = run(t, _total)
+        return -(total[0] + log_det)
+
+    def rest(t: Tensor) -> Tensor:
+        (_, _, other), log_det = run(t, _terms)
+        return -(other[0] + log_det)
+
+    def data(t: Tensor) -> tuple[Tensor, Tensor]:
+        (log_prob, weight, _), _ = run(t, _terms)
+        return log_prob[0], weight[0]
+
+    if kind == "hessian":
+        if form == "dense":
+            return {"dense": _average(lambda t: _hessian(joint, t), theta)}
+        return {"diagonal": _average(lambda t: _hessian_diagonal(joint, t), theta)}
+
+    if form == "dense":
+        prior = _average(lambda t: _hessian(rest, t), theta)
+    else:
+        if "known" not in diagonal_rest:  # at the first call: it waits for the device
+            diagonal_rest["known"] = _is_diagonal(rest, theta[0])
+        diagonal = _row_sums if diagonal_rest["known"] else _hessian_diagonal
+        prior = _average(lambda t: diagonal(rest, t), theta)
+
+    if kind == "squared_gradient":
+        _, weight = data(theta[0])
+        count = weight.sum()
+
+        def square(t: Tensor) -> Tensor:
+            def weighted(t: Tensor) -> Tensor:
+                log_prob, weight = data(t)
+                return (log_prob * weight).sum()
+
+            return grad(weighted)(t).square()
+
+        likelihood = _average(square, theta) / count
+        return {"diagonal": likelihood + prior, "prior": prior, "count": count}
+
+    products = _products(data, theta, form)
+    if form == "low_rank":
+        return {"rows": products, "diagonal": prior}
+    return {form: products + prior}
+
+
+def _products(data: Callable[[Tensor], tuple[Tensor, Tensor]], theta: Tensor, form: str) -> Tensor:
+    """The average over draws of sum_i s_i g_i g_i', or its rows, in the form asked for."""
+
+    def rows(t: Tensor) -> Tensor:
+        return data(t)[1].sqrt().unsqueeze(-1) * _jacobian(lambda t: data(t)[0], t)
+
+    if form == "low_rank":
+        return torch.cat([rows(t) for t in theta]) / len(theta) ** 0.5
+    if form == "diagonal":
+        return _average(lambda t: rows(t).square().sum(0), theta)
+
+    def outer(t: Tensor) -> Tensor:
+        scaled = rows(t)
+        return scaled.mT @ scaled
+
+    return _average(outer, theta)
+
+
+def _average(function: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
+    """The mean of ``function`` over the rows of ``theta`` (S, d), as many at a time as fit."""
+    at_a_time = max(1, COLUMNS // theta.shape[1])
+    return vmap(function, chunk_size=at_a_time, randomness="same")(theta).mean(0)
+
+
+def _hessian(function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
+    H = _jacobian(grad(function), t)
+    return 0.5 * (H + H.mT)
+
+
+def _jacobian(function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
+    """d function / dt, (n, d), by forward mode, ``CHUNK`` columns at a time."""
+
+    def column(e: Tensor) -> Tensor:
+        return jvp(function, (t,), (e,))[1]
+
+    basis = torch.eye(len(t), dtype=t.dtype, device=t.device)
+    return vmap(column, out_dims=-1, chunk_size=CHUNK, randomness="same")(basis)
+
+
+def _hessian_diagonal(function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
+    def entry(i: Tensor) -> Tensor:
+        e = (torch.arange(len(t), device=t.device) == i).to(t)
+        return (jvp(grad(function), (t,), (e,))[1] * e).sum()
+
+    indices = torch.arange(len(t), device=t.device)
+    return vmap(entry, chunk_size=CHUNK, randomness="same")(indices)
+
+
+def _row_sums(function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
+    """H 1: the diagonal, for a diagonal H."""
+    return jvp(grad(function), (t,), (torch.ones_like(t),))[1]
+
+
+def _is_diagonal(function: Callable[[Tensor], Tensor], t: Tensor) -> bool:
+    """Whether the Hessian is diagonal: H v = (H 1) o v for a v whose entries are all different."""
+    v = 1.0 + torch.linspace(0.0, 1.0, len(t), dtype=t.dtype, device=t.device).sqrt()
+    whole, product = _row_sums(function, t), jvp(grad(function), (t,), (v,))[1]
+    return bool(torch.allclose(product, whole * v, rtol=1e-4, atol=1e-6))
+
+
+def _total(sites: Sites) -> Tensor:
+    terms = [
+        site_log_prob(site)[1].sum()
+        for site in sites.values()
+        if not site_is_subsample(site) and site_kind(site) != "deterministic"
+    ]
+    return torch.stack(terms).sum()
+
+
+def _terms(sites: Sites) -> tuple[Tensor, Tensor, Tensor]:
+    """Log probability of each datum (N,), without scale, its scale times mask (N,), and the rest."""
+    log_probs, weights, rest = [], [], []
+    for site in sites.values():
+        kind = site_kind(site)
+        if site_is_subsample(site) or kind == "deterministic":
+            continue
+        plain, scaled = site_log_prob(site)
+        if kind != "observed" or not any(f.vectorized for f in site["cond_indep_stack"]):
+            rest.append(scaled.sum())
+            continue
+        masked = scale_and_mask(plain, 1.0, site["mask"])
+        ones = torch.ones_like(plain)
+        log_probs.append(masked.reshape(-1))
+        weights.append(scale_and_mask(ones, site["scale"], site["mask"]).reshape(-1))
+    if not log_probs:
+        raise ValueError(
+            "Products of the gradients of single data need to know what a datum is, and no observed "
+            'site of the model lies in a plate. Put it in one (with pyro.plate("data", N): '
+            'pyro.sample("y", ..., obs=y)), or use curvature="hessian".'
+        )
+    zero = log_probs[0].new_zeros(())
+    return torch.cat(log_probs), torch.cat(weights), torch.stack([zero, *rest]).sum()

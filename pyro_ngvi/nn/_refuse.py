@@ -1,0 +1,123 @@
+"""What can not become a Pyro model, each refused in a sentence that names the module and the fix.
+
+The log-likelihood must be a sum over examples that are independent given the weights, and the same at
+every run. That leaves out
+
+* batch normalisation by the statistics of the minibatch (training mode, or no running statistics);
+* instance normalisation that updates running statistics;
+* layers that draw random numbers in training mode: dropout, ``RReLU``, the ``dropout`` of recurrent
+  and attention layers.
+
+``F.dropout`` and the like inside a ``forward`` can not be seen from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pyro.nn import PyroModule
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
+
+__all__ = ["checked_num_data", "refuse_mode", "refuse_module", "refuse_names", "to_watch"]
+
+_CONTAIN_DROPOUT = (nn.RNNBase, nn.MultiheadAttention)
+
+
+def refuse_module(module: Any) -> None:
+    """Refuse what is no module, or has nothing to sample, or can not be sampled."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"bayesianize takes a torch.nn.Module, got {type(module).__name__}.")
+    for path, part in module.named_modules():
+        if isinstance(part, PyroModule):
+            raise ValueError(
+                f"{_name(path, part)} is a PyroModule already, with sites of its own. Give ordinary "
+                f"modules of torch."
+            )
+        refuse_mode(path, part)
+    sampled = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    for name, p in sampled.items():
+        if is_lazy(p):
+            raise ValueError(
+                f"The parameter {name!r} has no shape yet. Run the module once on a batch first."
+            )
+        if not p.is_floating_point():
+            raise ValueError(
+                f"The parameter {name!r} has dtype {p.dtype}; only real floating-point parameters can "
+                f"be sampled. Freeze it by requires_grad_(False)."
+            )
+    if not sampled:
+        frozen = any(True for _ in module.parameters())
+        raise ValueError(
+            f"{type(module).__name__} has no parameter to sample"
+            + (": all have requires_grad=False." if frozen else ".")
+        )
+
+
+def refuse_names(names: Collection[str], reserved: Mapping[str, str]) -> None:
+    """Refuse parameters with the name of another site."""
+    for name, what in reserved.items():
+        if name in names:
+            raise ValueError(
+                f"The parameter {name!r} has the name of {what}. Rename it, or wrap the module: "
+                f"torch.nn.Sequential(module) calls it '0.{name}'."
+            )
+
+
+def checked_num_data(num_data: Any) -> int:
+    """``num_data`` as an int."""
+    if num_data is None:
+        raise ValueError(
+            "num_data is missing: give the number of examples in the training set, len(dataset). It "
+            "tells how much of the data a minibatch is; without it the prior would count too much."
+        )
+    if isinstance(num_data, bool) or not isinstance(num_data, int) or num_data < 1:
+        raise ValueError(f"num_data is {num_data!r}; it must be a positive integer, len(dataset).")
+    return num_data
+
+
+def to_watch(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules whose mode decides, with their paths: ``train()`` may be called later."""
+    kinds = (_BatchNorm, _InstanceNorm, _DropoutNd, nn.RReLU, *_CONTAIN_DROPOUT)
+    return [(path, part) for path, part in module.named_modules() if isinstance(part, kinds)]
+
+
+def refuse_mode(path: str, module: nn.Module) -> None:
+    """Refuse a module whose mode makes it random, or mixes examples."""
+    part: Any = module
+    if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None):
+        why, fix = (
+            "is in training mode",
+            "Call module.eval() to keep its running statistics, or use",
+        )
+        if part.running_mean is None:
+            why, fix = "keeps no running statistics", "Use"
+        raise ValueError(
+            f"{_name(path, part)} {why}: it would normalise each example by the others in its "
+            f"minibatch, so that examples are not independent given the weights and minibatches do "
+            f"not add up to the data. {fix} GroupNorm or LayerNorm."
+        )
+    if not part.training:
+        return
+    if isinstance(part, _InstanceNorm) and part.track_running_stats:
+        raise ValueError(
+            f"{_name(path, part)} is in training mode and updates its running statistics at every "
+            f"run. Call module.eval(), or leave out track_running_stats."
+        )
+    if (
+        (isinstance(part, _DropoutNd) and part.p > 0)
+        or (isinstance(part, _CONTAIN_DROPOUT) and part.dropout > 0)
+        or isinstance(part, nn.RReLU)
+    ):
+        raise ValueError(
+            f"{_name(path, part)} is in training mode, where it draws random numbers (dropout): noise "
+            f"on top of that of the sampled weights. Call module.eval(), or take it out."
+        )
+
+
+def _name(path: str, module: nn.Module) -> str:
+    return f"The module {path!r} ({type(module).__name__})" if path else type(module).__name__

@@ -1,0 +1,245 @@
+r"""An ordinary ``torch.nn.Module`` as a Pyro model.
+
+For a module f with weights w, priors p_j, N examples and a minibatch of M of them,
+
+    log p(y, w)  ~  sum_j log p_j(w_j) + N/M sum_{i in minibatch} log p(y_i | f(x_i; w)).
+
+The factor N/M comes from ``pyro.plate("data", size=N, subsample=...)`` around the M examples that the
+caller passes.  Of the three idioms that give the same gradients:
+
+* ``plate(size=N, subsample_size=M)`` draws indices that nobody uses, N random numbers a step;
+* ``poutine.scale(scale=N / M)`` around a plate of size M hides from every reader of the trace that the
+  data are a minibatch: ``to_arviz`` and ``khat`` would take M examples for the whole posterior;
+* ``plate(size=N, subsample=range)``, taken here, draws nothing, follows M from step to step (the last
+  minibatch of an epoch is smaller), and tells N and M to ``to_arviz``, which then refuses.
+
+The last minibatch of an epoch has a scale of its own, larger, as its examples are fewer: unbiased
+when the loader shuffles, since it is then a random subset like the others.
+
+Not for modules whose output for one example depends on the others in the batch, or on random numbers:
+see :mod:`pyro_ngvi.nn._refuse`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor, nn
+
+from ..guides.initialization import init_to_center
+from . import _refuse
+from ._vectorized import run_vectorized
+from .likelihoods import make_likelihood
+from .priors import Prior, choose_prior, normal_prior, prior_from
+
+__all__ = ["BayesianModule", "bayesianize"]
+
+
+def bayesianize(
+    module: nn.Module,
+    likelihood: str | Callable[[Tensor], Any],
+    *,
+    num_data: int | None = None,
+    prior: Prior | Mapping[str, Prior] = 1.0,
+    noise: float | Callable[[], Any] | None = None,
+) -> BayesianModule:
+    r"""A Pyro model ``model(x, y=None)`` in which the parameters of a module are latent.
+
+    Every parameter becomes a sample site with its dotted name, its shape as event shape, and a
+    prior. Parameters with ``requires_grad=False`` and buffers keep their values. The module itself
+    is copied and left alone.
+
+    The model takes a batch ``x`` (M, ...), or a tuple of them for a module of several inputs, and
+    ``y`` (M, ...), or ``None`` to draw it; it returns the output of the module. ``y`` is the
+    observed site of that name, in a plate "data" of ``num_data`` examples, so that minibatches from a
+    ``DataLoader`` go straight into ``svi.step(x, y)``.
+
+    Start the guide at the weights of the module, for a guide that starts at the centre of the priors
+    starts all hidden units alike: ``AutoMeanFieldNormal(model, init_loc_fn=model.init_to_module)``.
+
+    ``Trace_ELBO`` works with and without vectorised particles, and ``BatchedELBO``; recurrent layers
+    (``nn.LSTM`` ...) can not be batched over weights by torch and need ``Trace_ELBO`` without
+    vectorised particles.
+
+    Args:
+        module: maps (M, ...) to (M, ...), example by example.
+        likelihood: "categorical" (output: logits (M, ..., K); y: classes (M, ...)), "bernoulli"
+            (output: logits; y in {0, 1}), "normal" (output: means), or a function from the output to
+            a distribution of ``y`` whose batch shape starts with M. The function is called outside
+            the plate and may sample global latents of its own. For "bernoulli" and "normal" an
+            output (M, 1) counts as (M,).
+        num_data: N, the number of examples that the minibatches come from.
+        prior: the sd of a centred normal, or a function ``prior(name, parameter)`` that returns a
+            distribution, a scalar one for independent entries; it is called at every run and may
+            sample hyperparameters. Or a dict of these by name pattern, the first that matches
+            (``{"*.bias": 10.0, "*": 1.0}``).
+        noise: for "normal" its sd: a number, or a function that returns the prior of a latent site
+            "noise". By default that prior is ``HalfCauchy(1)``.
+
+    Raises:
+        TypeError: when ``module`` is no module.
+        ValueError: for a missing ``num_data``, a module without parameters to sample or with
+            complex ones, a parameter without prior, names that collide, and modules that
+            :mod:`pyro_ngvi.nn._refuse` lists. When called: for a minibatch larger than ``num_data``,
+            and for shapes that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from pyro.infer import SVI
+        >>> import pyro_ngvi as ngvi
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+        >>> model = ngvi.nn.bayesianize(net, "categorical", num_data=100)
+        >>> list(model.sites)
+        ['0.weight', '0.bias', '2.weight', '2.bias']
+        >>> guide = ngvi.AutoMeanFieldNormal(model, init_loc_fn=model.init_to_module)
+        >>> svi = SVI(model, guide, ngvi.NGVB(guide), loss=ngvi.BatchedELBO(4))
+        >>> x, y = torch.randn(20, 2), torch.randint(3, (20,))
+        >>> loss = svi.step(x, y)  # 20 of 100 examples: the log-likelihood counts five times
+        >>> ngvi.nn.predict(model, guide, x, y, num_samples=50).mean.shape
+        torch.Size([20, 3])
+    """
+    return BayesianModule(module, likelihood, num_data=num_data, prior=prior, noise=noise)
+
+
+class BayesianModule(nn.Module):
+    """The model that :func:`bayesianize` makes; see there for the arguments.
+
+    It is a module around a copy of yours, ``model.module``: ``.to()``, ``copy`` and ``pickle`` work.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        likelihood: str | Callable[[Tensor], Any],
+        *,
+        num_data: int | None = None,
+        prior: Prior | Mapping[str, Prior] = 1.0,
+        noise: float | Callable[[], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        _refuse.refuse_module(module)
+        self.num_data = _refuse.checked_num_data(num_data)
+        self.likelihood = make_likelihood(likelihood, noise)
+        self.module = copy.deepcopy(module)
+        named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        reserved = {"y": "the observed site", "data": "the plate of the data"}
+        reserved |= {site: "a site of the likelihood" for site in self.likelihood.sites}
+        _refuse.refuse_names(named, reserved)
+        self._priors = {name: choose_prior(prior, name) for name in named}
+        self._dims = {name: p.dim() for name, p in named.items()}
+        self._watched = _refuse.to_watch(self.module)
+        self._made: dict[str, tuple[Tensor, Any]] = {}
+
+    @property
+    def sites(self) -> dict[str, torch.Size]:
+        """The sampled parameters: name and shape."""
+        return {name: self.module.get_parameter(name).shape for name in self._dims}
+
+    def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
+        """Sample the weights, and ``y`` unless it is given; the output of the module.
+
+        The output is (M, ...), with vectorised particles (S, M, ...).
+        """
+        output, fn = self._run(x)
+        num = fn.batch_shape[-1]
+        if y is not None:
+            y = self.observed(fn, y)
+            if num > self.num_data:
+                raise ValueError(
+                    f"The minibatch has {num} examples, but num_data is {self.num_data}: it must be "
+                    f"the size of the whole training set, len(dataset)."
+                )
+        # Nobody reads the indices; their number is that of the minibatch.
+        index = torch.arange(num, device=output.device)
+        with pyro.plate("data", max(self.num_data, num), subsample=index):
+            pyro.sample("y", fn, obs=y)
+        return output
+
+    def distribution(self, x: Any) -> Any:
+        """Sample the weights; the distribution of ``y`` given them and ``x``, batch shape (M,)."""
+        return self._run(x)[1]
+
+    def observed(self, fn: Any, y: Tensor) -> Tensor:
+        """``y`` in the shape and dtype that ``fn = distribution(x)`` takes.
+
+        Raises:
+            ValueError: when the shape of ``y`` is another.
+        """
+        shape = fn.batch_shape[-1:] + fn.event_shape
+        parameter, _ = next(iter(self._parameters_and_priors().values()))
+        y = self.likelihood.cast(y, parameter.dtype, shape)
+        if y.shape != shape:
+            raise ValueError(
+                f"y has shape {tuple(y.shape)}, but at this x the likelihood ({self.likelihood}) is "
+                f"one of y with shape {tuple(shape)}. Reshape y, or the output of the module."
+            )
+        return y
+
+    def init_to_module(self, site: Any = None) -> Any:
+        """For ``init_loc_fn`` of a guide: start at the module's own weights.
+
+        Latent sites that are no weights start as in :func:`~pyro_ngvi.init_to_center`.
+        """
+        if site is None:
+            return self.init_to_module
+        if site["name"] not in self._dims:
+            return init_to_center(site)
+        return self.module.get_parameter(site["name"]).detach().clone()
+
+    def _run(self, x: Any) -> tuple[Tensor, Any]:
+        """The output (*lead, M, ...) of the module and the distribution of y, batch (*lead, M)."""
+        for path, part in self._watched:
+            _refuse.refuse_mode(path, part)
+        inputs = x if isinstance(x, tuple) else (x,)
+        weights = self._sample_weights()
+        # Vectorised particles put dimensions in front of those of a weight; nothing else does.
+        if all(w.dim() == n for w, n in zip(weights.values(), self._dims.values(), strict=True)):
+            output, lead = torch.func.functional_call(self.module, weights, inputs), 0
+        else:
+            output, lead = run_vectorized(self.module, weights, self._dims, inputs)
+        num = len(inputs[0])
+        if not isinstance(output, Tensor) or output.dim() <= lead or output.shape[lead] != num:
+            given = isinstance(output, Tensor)
+            what = f"shape {tuple(output.shape)}" if given else f"type {type(output).__name__}"
+            raise ValueError(
+                f"The module returns an output of {what} for a batch of {num} examples; it must "
+                f"return one tensor whose first dimension is the batch (for recurrent layers "
+                f"batch_first=True, in a module that returns the output alone)."
+            )
+        fn = self.likelihood(output, lead)
+        if fn.batch_shape[-1:] != (num,):
+            raise ValueError(
+                f"The likelihood ({self.likelihood}) makes of an output of shape "
+                f"{tuple(output.shape)} a distribution of batch shape {tuple(fn.batch_shape)}; that "
+                f"must be the number of examples, ({num},)."
+            )
+        return output, fn
+
+    def _sample_weights(self) -> dict[str, Tensor]:
+        weights = {}
+        for name, (parameter, prior) in self._parameters_and_priors().items():
+            rule = self._priors[name]
+            if callable(rule):
+                prior = prior_from(rule, name, parameter)
+            weights[name] = pyro.sample(name, prior)
+        return weights
+
+    def _parameters_and_priors(self) -> dict[str, tuple[Tensor, Any]]:
+        """By name the parameter and its prior; a prior given by a function is made at each run."""
+        if not self._made:
+            for name, rule in self._priors.items():
+                parameter = self.module.get_parameter(name)
+                prior = None if callable(rule) else normal_prior(rule, parameter)
+                self._made[name] = (parameter, prior)
+        return self._made
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        self._made = {}  # .to() changes device or dtype
+        return super()._apply(fn, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": {}}

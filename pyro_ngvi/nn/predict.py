@@ -1,0 +1,228 @@
+r"""Predictions of a Bayesian network, averaged over draws of its weights, batch by batch.
+
+With weights w_s ~ q, s = 1 ... S, the same for all batches,
+
+    p(y | x)      ~  1/S sum_s p(y | x, w_s)
+    log density   =  log p(y | x) = logsumexp_s log p(y | x, w_s) - log S          (nats)
+    sd^2          =  mean_s Var[y | x, w_s] + var_s E[y | x, w_s]
+
+The log density is that of the averaged prediction, the honest score; the average of the log densities
+is lower, and judges one draw. A finite S makes the estimate too low on average (Jensen), by about
+var_s[p] / (2 S p^2).
+
+Memory: S draws of all weights, and S outputs for one batch. Draws of ``y``:
+``pyro.infer.Predictive(model, guide=guide, num_samples=S, parallel=True)(x)``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from .._draws import random_state, run_batched
+from .._particles import Minibatches, Sites, run_particles, run_plainly
+from .bayesianize import BayesianModule
+
+__all__ = ["Prediction", "predict"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What :func:`predict` returns, for n examples and S draws of the weights.
+
+    ``mean`` is the predictive mean of y, (n, ...); for classes their probabilities, (n, ..., K).
+    ``sd`` is the predictive sd of y in the same shape; for classes that of the indicator.
+    ``log_density`` (n,) is log p(y | x) in nats, or None without y. ``draws`` (S, n, ...) are the
+    means at each draw of the weights, or None.
+    """
+
+    mean: Tensor
+    sd: Tensor
+    log_density: Tensor | None
+    draws: Tensor | None
+
+
+def predict(
+    model: BayesianModule,
+    guide: Callable[..., Any],
+    x: Any,
+    y: Tensor | None = None,
+    *,
+    num_samples: int = 100,
+    batch_size: int = 1000,
+    chunk_size: int | None = None,
+    keep_draws: bool = False,
+    seed: int | None = None,
+) -> Prediction:
+    """Predictive means, sds and log densities, averaged over draws of the weights.
+
+    Args:
+        model: made by :func:`bayesianize`.
+        guide: a trained guide of it.
+        x: inputs (n, ...), or a tuple of them; or an iterable of batches such as a ``DataLoader``,
+            each x or a pair (x, y).
+        y: targets (n, ...), for the log density; with batches they come from there.
+        num_samples: S, the number of draws of the weights.
+        batch_size: examples that the network sees at once, when ``x`` is a tensor.
+        chunk_size: draws that it runs at once, to bound memory; ``None`` for all.
+        keep_draws: whether to keep the means at each draw.
+        seed: makes the result repeatable and leaves the global random state as it was.
+
+    Raises:
+        TypeError: when ``model`` was not made by :func:`bayesianize`.
+        ValueError: when there is no batch, when the guide was never called or lacks a latent site of
+            the model, or when y fits neither the batches nor the likelihood.
+
+    Example:
+        >>> import torch
+        >>> import pyro_ngvi as ngvi
+        >>> model = ngvi.nn.bayesianize(torch.nn.Linear(2, 1), "normal", num_data=4, noise=0.5)
+        >>> x, y = torch.randn(4, 2), torch.randn(4)
+        >>> guide = ngvi.AutoMeanFieldNormal(model)
+        >>> guide(x, y).keys()
+        dict_keys(['weight', 'bias'])
+        >>> prediction = predict(model, guide, x, y, num_samples=50)
+        >>> prediction.mean.shape, prediction.sd.shape, prediction.log_density.shape
+        (torch.Size([4]), torch.Size([4]), torch.Size([4]))
+    """
+    if not isinstance(model, BayesianModule):
+        raise TypeError(
+            f"predict takes a model made by bayesianize, got {type(model).__name__}. For another "
+            f"model use pyro.infer.Predictive."
+        )
+    if num_samples < 1 or batch_size < 1:
+        raise ValueError(
+            f"num_samples is {num_samples} and batch_size {batch_size}; both must be at least 1."
+        )
+    if getattr(guide, "prototype_trace", guide) is None:
+        raise ValueError(f"{type(guide).__name__} has never been called. Train it first.")
+    batches = _batches(x, y, batch_size)
+    first = next(batches, None)
+    if first is None:
+        raise ValueError("There is nothing to predict: x gives no batch.")
+    args = tuple(part for part in first if part is not None)  # a guide may look at its arguments
+    with torch.no_grad():
+        with random_state(seed):  # not around the batches: a loader may draw too
+            drawn = run_batched(guide, {}, args, {}, num_samples).sites.items()
+        values = {name: site.value for name, site in drawn if site.kind == "latent"}
+        parts = [
+            _average(_run(model, *batch, values, num_samples, chunk_size), keep_draws)
+            for batch in itertools.chain([first], batches)
+        ]
+    if any(part.keys() != parts[0].keys() for part in parts):
+        raise ValueError("Some batches come with y and others do not.")
+    whole = {
+        key: torch.cat([part[key] for part in parts], dim=1 if key == "draws" else 0)
+        for key in parts[0]
+    }
+    return Prediction(
+        whole["mean"], whole["sd"], log_density=whole.get("log_density"), draws=whole.get("draws")
+    )
+
+
+def _batches(x: Any, y: Tensor | None, batch_size: int) -> Iterator[tuple[Any, Tensor | None]]:
+    """Pairs (x, y) of batches; y may be None."""
+    if isinstance(x, Tensor | tuple):
+        inputs = x if isinstance(x, tuple) else (x,)
+        if y is not None and len(y) != len(inputs[0]):
+            raise ValueError(f"There are {len(inputs[0])} examples in x and {len(y)} in y.")
+        for start in range(0, len(inputs[0]), batch_size):
+            part = slice(start, start + batch_size)
+            batch = tuple(t[part] for t in inputs)
+            yield batch if isinstance(x, tuple) else batch[0], None if y is None else y[part]
+        return
+    if not isinstance(x, Iterable):
+        raise TypeError(f"x is a {type(x).__name__}; give a tensor, a tuple of them, or batches.")
+    if y is not None:
+        raise ValueError(
+            "x is an iterable of batches, so y has to come with them, as pairs (x, y)."
+        )
+    for batch in x:
+        if isinstance(batch, Tensor):
+            yield batch, None
+        elif isinstance(batch, list | tuple) and len(batch) in (1, 2):
+            yield batch[0], batch[1] if len(batch) == 2 else None
+        else:
+            raise ValueError(
+                f"A batch is a {type(batch).__name__}; it must be a tensor x or a pair (x, y)."
+            )
+
+
+def _run(
+    model: BayesianModule,
+    x: Any,
+    y: Tensor | None,
+    values: dict[str, Tensor],
+    num_samples: int,
+    chunk_size: int | None,
+) -> dict[str, Tensor]:
+    """Mean and variance of y by draw of the weights (S, M, ...), and log p(y | x, w) (S, M)."""
+    fn: Any = None
+
+    def program(x: Any) -> None:
+        nonlocal fn
+        fn = model.distribution(x)
+
+    def reduce(sites: Sites) -> dict[str, Tensor]:
+        for name, site in sites.items():
+            if name not in values and not site["is_observed"]:
+                raise ValueError(f"The guide does not sample the model's latent site {name!r}.")
+        mean, variance = _moments(fn)
+        result = {"mean": mean, "variance": variance}
+        if y is not None:
+            result["log_density"] = fn.log_prob(model.observed(fn, y))
+        return result
+
+    minibatches = Minibatches()
+    try:
+        return run_particles(
+            program,
+            reduce,
+            values,
+            num_samples,
+            (x,),
+            {},
+            minibatches=minibatches,
+            chunk_size=chunk_size,
+        )
+    except RuntimeError:  # no batching rule, as for recurrent layers: one draw at a time
+        runs = []
+        for s in range(num_samples):
+            at_draw = {name: value[s] for name, value in values.items()}
+            runs.append(reduce(run_plainly(program, at_draw, (x,), {}, minibatches)))
+        return {key: torch.stack([run[key] for run in runs]) for key in runs[0]}
+
+
+def _moments(fn: Any) -> tuple[Tensor, Tensor]:
+    """Mean and variance; for classes those of their indicators."""
+    base = fn
+    while isinstance(base, dist.Independent):
+        base = base.base_dist
+    if isinstance(base, dist.Categorical):
+        return base.probs, base.probs * (1.0 - base.probs)
+    try:
+        return fn.mean, fn.variance
+    except NotImplementedError as error:
+        raise ValueError(
+            f"The likelihood {type(base).__name__} has no mean or variance in closed form. Draw from "
+            f"it: pyro.infer.Predictive(model, guide=guide, num_samples=..., parallel=True)(x)."
+        ) from error
+
+
+def _average(per_draw: dict[str, Tensor], keep_draws: bool) -> dict[str, Tensor]:
+    mean, variance = per_draw["mean"], per_draw["variance"]
+    total = variance.mean(0) + mean.var(0, correction=0)
+    result = {"mean": mean.mean(0), "sd": total.sqrt()}
+    if "log_density" in per_draw:
+        terms = per_draw["log_density"]
+        result["log_density"] = terms.logsumexp(0) - math.log(len(terms))
+    if keep_draws:
+        result["draws"] = mean
+    return result

@@ -1,0 +1,247 @@
+r"""VON: variational online Newton, the Bayesian learning rule for Gaussians with curvature.
+
+With H_k the expected Hessian of the loss -log p(y, z) (prior included) and g_k its expected gradient,
+both estimated at draws from q_k = N(mu_k, P_k^-1):
+
+    S_k     = H_k - P_k
+    P_{k+1} = P_k + b_k S_k                                    as printed (``safe=False``)
+    P_{k+1} = P_k + b_k S_k + b_k^2 / 2 S_k P_k^-1 S_k         positive definite for every b, S
+    m_k     = beta m_{k-1} + (1 - beta) g_k
+    mu_{k+1} = mu_k - a_k (P_{k+1} + damping I)^-1 m_k / (1 - beta^{k+1}).
+
+P is its own moving average of curvature, with weight b on the new value; the mean uses the new P.  Full
+rank or diagonal, as the guide is.  With b = a = 1 and a quadratic loss one step is exact.
+
+*Where curvature comes from* is the loss's affair, ``BatchedELBO(curvature=...)``.  Without it, or with
+"price", H_k is read off the gradient of the scales (Price's theorem): noisy and indefinite, which the
+safe form survives.
+
+*Damping* acts on the mean alone, never on the posterior. *The trust radius* bounds the Fisher
+length of the move of the mean. A step that is not finite is skipped.
+
+Sources: Khan & Nielsen (2018, arXiv:1807.04489), Khan et al. (2018, arXiv:1806.04854), the safe
+form Lin, Schmidt & Khan (2020, arXiv:2002.10060). In their symbols P = N s + delta, H = N h +
+delta, and our g is N g + delta mu: sums over data, with the prior of the model.
+
+Not for runs without a schedule to tune: :class:`~pyro_ngvi.NGVB` takes the same curvature and needs no
+rates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, ClassVar
+
+import torch
+from pyro.optim import PyroOptim
+from torch import Tensor
+
+from .._known import choose, known
+from ..families.base import Family, Tensors
+from ..guides.base import Curvature
+from .averaging import Averaging, as_averaging, update_average
+from .base import NaturalGradientOptim, Report, describe, part
+from .schedules import PowerDecay, Rate, as_rate, rate_at
+
+__all__ = ["VON", "VONRule"]
+
+#: 1 at the start, then the average of all that has been seen with a bias to what is new
+NEWTON_RATE = PowerDecay(1.0, 0.51)
+
+
+@dataclass(frozen=True)
+class VONRule:
+    """The mathematics: ``init(params) -> state``, ``update(params, grads, state)``.  Pure functions."""
+
+    family: Family
+    lr: Rate
+    curvature_lr: Rate
+    momentum: float = 0.0
+    safe: bool = True
+    damping: float = 0.0
+    trust_radius: float = torch.inf
+    averaging: Averaging | None = None
+
+    uses_curvature: ClassVar[bool] = True
+
+    def init(self, params: Tensors) -> Tensors:
+        like = params["loc"]
+        zero = torch.zeros((), dtype=like.dtype, device=like.device)
+        state = {"count": zero, "skipped": zero.clone(), "gradient": torch.zeros_like(like)}
+        state["bad_entries"] = torch.zeros_like(self.family.not_finite(params))
+        if self.averaging is not None:
+            state |= {"average_total": zero.clone(), "average_square": zero.clone()}
+            state |= {"average." + name: v.clone() for name, v in params.items()}
+        return state
+
+    def update(
+        self, params: Tensors, grads: Tensors, state: Tensors
+    ) -> tuple[Tensors, Tensors, Report]:
+        """One step from ``params`` (the iterate); nothing in it waits for the device."""
+        k = state["count"]
+        a, b = rate_at(self.lr, k), rate_at(self.curvature_lr, k)
+        still = self._precision_step(params, grads, b)
+
+        m = torch.lerp(grads["loc"], state["gradient"], self.momentum)
+        unbiased = m / (1.0 - self.momentum ** (k + 1.0))
+        move, length = self._move(still, unbiased, a, grads, k)
+        shrink = (self.trust_radius / length).clamp_max(1.0)
+        new = still | {"loc": still["loc"] - shrink * move}
+        # a length that overflows is refused too: nothing says how far such a step should go
+        total = reduce(torch.add, (v.sum() for v in new.values())) + length
+        finite = total.abs() < torch.inf
+
+        accepted = {"count": k + 1.0, "gradient": m}
+        if self.averaging is not None:
+            rate, weight = self.averaging.rate(k + 1.0, state["average_total"])
+            average = update_average(part(state, "average."), new, rate)
+            accepted |= {"average." + name: v for name, v in average.items()}
+            square = (1.0 - rate).square() * state["average_square"] + rate.square()
+            accepted |= {"average_total": weight, "average_square": square}
+        new_state = state | accepted
+        step_norm = shrink * length
+        if not known(finite):
+            refused = state | {
+                "skipped": state["skipped"] + 1.0,
+                "bad_entries": self._bad_entries(grads),
+            }
+            new = choose(finite, new, params)
+            new_state = choose(finite, new_state, refused)
+            step_norm = torch.where(finite, step_norm, 0.0)
+        report = Report(
+            finite=finite,
+            step_norm=step_norm,
+            gain=a,
+            radius=torch.full_like(a, self.trust_radius),
+            damped=shrink < 1.0,
+            skipped=new_state["skipped"],
+            bad_entries=new_state["bad_entries"],
+        )
+        return new, new_state, report
+
+    def _precision_step(self, params: Tensors, grads: Tensors, b: Tensor) -> Tensors:
+        """``params`` with P_{k+1} and the old mean."""
+        gradient = self.family.pull(params, grads)
+        curvature = part(grads, "curvature.")
+        if curvature:
+            gradient = self.family.pull_curvature(params, gradient, curvature)
+        tangent = self.family.natural_gradient(params, gradient)
+        tangent["loc"] = torch.zeros_like(tangent["loc"])
+        return self.family.retract(params, tangent, -b, "improved" if self.safe else "natural")
+
+    def _move(
+        self, params: Tensors, m: Tensor, a: Tensor, grads: Tensors, k: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The move of the mean (to be subtracted), and its Fisher length at ``params``.
+
+        With damping it is the length for P + damping, a little longer.
+        """
+        move = a * self.family.covariance_product(params, m, self.damping)
+        tiny = torch.finfo(m.dtype).tiny
+        return move, (a * torch.dot(m, move)).clamp_min(tiny).sqrt()
+
+    def _bad_entries(self, grads: Tensors) -> Tensor:
+        bad = self.family.not_finite(grads)
+        diagonal = grads.get("curvature.diagonal")
+        if diagonal is None and "curvature.dense" in grads:
+            diagonal = grads["curvature.dense"].sum(-1)
+        return bad if diagonal is None else bad | ~torch.isfinite(diagonal)
+
+
+class VON(NaturalGradientOptim):
+    """Variational online Newton for mean-field and full-rank Gaussian guides.
+
+    The equations are in :mod:`pyro_ngvi.optim.von`.  Pass the curvature with the loss:
+    ``BatchedELBO(num_particles, curvature="hessian")`` (exact), ``"gauss_newton"``, or ``"price"``.
+
+    Args:
+        guide: an ``AutoMeanFieldNormal`` or ``AutoFullRankNormal``.
+        lr: rate a of the mean, in (0, 1], or a function of the step count k = 0, 1, ... (a 0-dim
+            tensor), for instance ``PowerDecay(1.0, 0.51)``.
+        curvature_lr: rate b of the precision, likewise.
+        momentum: weight beta in [0, 1) of the past in the average of the gradients.
+        safe: keep the precision positive definite by the second-order term.  ``False``: the printed
+            update, shortened where it would leave the domain.
+        damping: added to the precision in the step of the mean, never in the posterior.
+        trust_radius: largest Fisher length of a move of the mean, nats^(1/2), or ``None``.
+        averaging: as in :class:`~pyro_ngvi.NGVB`; by default the last iterate is the answer.
+        others: a ``PyroOptim`` for parameters that are not the guide's.
+
+    Raises:
+        ValueError: for another guide, or arguments out of range.
+        RuntimeError: at a step whose loss left no curvature; the message names the loss to pass.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> import pyro_ngvi as ngvi
+        >>> def model(y):
+        ...     mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        >>> guide = ngvi.AutoFullRankNormal(model)
+        >>> loss = ngvi.BatchedELBO(8, curvature="hessian")
+        >>> svi = SVI(model, guide, ngvi.VON(guide), loss)
+        >>> for _ in range(100):
+        ...     _ = svi.step(torch.tensor([1.0, 2.0, 3.0]))
+        >>> round(guide.median()["mu"].item(), 2)  # exactly 6 / 3.01
+        1.99
+    """
+
+    #: kinds of curvature that the optimizer takes; ``None`` stands for a loss without any
+    kinds: ClassVar[tuple[str | None, ...]] = ("hessian", "gauss_newton", "price")
+
+    def __init__(
+        self,
+        guide: Any,
+        lr: Rate = NEWTON_RATE,
+        curvature_lr: Rate = NEWTON_RATE,
+        momentum: float = 0.0,
+        safe: bool = True,
+        damping: float = 0.0,
+        trust_radius: float | None = 1.0,
+        averaging: Averaging | float | bool = False,
+        others: PyroOptim | None = None,
+    ) -> None:
+        if not 0.0 <= momentum < 1.0:
+            raise ValueError(f"momentum must lie in [0, 1), got {momentum!r}.")
+        if not 0.0 <= damping < float("inf"):
+            raise ValueError(f"damping must not be negative, got {damping!r}.")
+        if trust_radius is not None and not trust_radius > 0.0:
+            raise ValueError(f"trust_radius must be positive or None, got {trust_radius!r}.")
+        average = as_averaging(averaging)
+        self._arguments: dict[str, Any] = {
+            "lr": as_rate("lr", lr),
+            "curvature_lr": as_rate("curvature_lr", curvature_lr),
+            "momentum": float(momentum),
+            "safe": bool(safe),
+            "damping": float(damping),
+            "trust_radius": torch.inf if trust_radius is None else float(trust_radius),
+            "averaging": None if isinstance(average, bool) else average,
+        }
+        super().__init__(guide, others)
+        if not self._rules:
+            raise ValueError(self._wrong_guide(describe(guide)))
+
+    def _wrong_guide(self, found: str) -> str:
+        return (
+            f"{type(self).__name__} trains Gaussian guides through their precision, diagonal or full, "
+            f"and got {found}. Use pyro_ngvi.AutoMeanFieldNormal(model) or AutoFullRankNormal(model); "
+            f"for other guides there are pyro_ngvi.NGVB and pyro_ngvi.IFVB."
+        )
+
+    def make_rule(self, family: Any) -> VONRule:
+        if "improved" not in family.coordinates or family.curvature_form is None:
+            raise ValueError(self._wrong_guide(f"the family {type(family).__name__}"))
+        return VONRule(family, **self._arguments)
+
+    def _check_curvature(self, block: Any, curvature: Curvature | None) -> None:
+        kind = None if curvature is None else curvature.kind
+        if kind not in self.kinds:
+            found = "the loss left none" if kind is None else f'the loss leaves "{kind}"'
+            raise RuntimeError(
+                f"{type(self).__name__} builds the precision of {type(block).__name__} from curvature, "
+                f"and {found}. Pass SVI "
+                f'loss=pyro_ngvi.BatchedELBO(num_particles, curvature="{self.kinds[0]}").'
+            )

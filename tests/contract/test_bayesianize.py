@@ -1,0 +1,399 @@
+"""A module as a Pyro model: its sites, its log joint by hand, training, copies, predictions."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro import poutine
+from pyro.infer import SVI, Predictive, Trace_ELBO
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.nn import bayesianize, predict
+from tests.contract.same_noise import GUIDES, assert_same_as_trace_elbo
+
+N = 40
+
+
+def mlp(out: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, out))
+
+
+def classes() -> tuple[Tensor, Tensor]:
+    x = torch.randn(N, 2)
+    return x, (x.sum(-1) > 0).long() + (x[:, 0] > 1).long()
+
+
+def trained(model: Any, *args: Any, steps: int = 20) -> Any:
+    guide = ngvi.AutoMeanFieldNormal(model, init_loc_fn=model.init_to_module)
+    svi = SVI(model, guide, ngvi.NGVB(guide), loss=ngvi.BatchedELBO(2))
+    for _ in range(steps):
+        svi.step(*args)
+    return guide
+
+
+def log_normal(x: Tensor, sd: float) -> Tensor:
+    return (-0.5 * (x / sd).square() - math.log(sd) - 0.5 * math.log(2 * math.pi)).sum()
+
+
+def draw_weights(net: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.randn_like(p) for name, p in net.named_parameters()}
+
+
+def output_by_hand(w: dict[str, Tensor], x: Tensor) -> Tensor:
+    """That of :func:`mlp`."""
+    hidden = torch.tanh(x @ w["0.weight"].mT + w["0.bias"])
+    return hidden @ w["2.weight"].mT + w["2.bias"]
+
+
+def log_likelihood(kind: str, f: Tensor, y: Tensor) -> Tensor:
+    if kind == "categorical":
+        return f.log_softmax(-1)[torch.arange(len(y)), y].sum()
+    if kind == "bernoulli":
+        return -F.binary_cross_entropy_with_logits(f[:, 0], y.to(f), reduction="sum")
+    return log_normal(y - f[:, 0], 0.5)
+
+
+@pytest.mark.parametrize("kind", ["categorical", "bernoulli", "normal"])
+@pytest.mark.parametrize("num", [8, 5])
+def test_log_joint_is_the_sum_by_hand(kind: str, num: int) -> None:
+    net = mlp(3 if kind == "categorical" else 1)
+    x, y = torch.randn(num, 2), torch.randint(2, (num,))
+    prior: Any = {"*.bias": 3.0, "2.*": lambda name, p: dist.Laplace(0.0, 0.7), "*": 2}
+    noise = {"noise": 0.5} if kind == "normal" else {}
+    model = bayesianize(net, kind, num_data=N, prior=prior, **noise)
+    w = draw_weights(net)
+    trace: Any = poutine.trace(poutine.condition(model, w)).get_trace(x, y)
+    laplace = (-w["2.weight"].abs() / 0.7 - math.log(2 * 0.7)).sum()
+    expected = (
+        log_normal(w["0.weight"], 2.0)
+        + log_normal(w["0.bias"], 3.0)
+        + laplace
+        + log_normal(w["2.bias"], 3.0)
+        + N / num * log_likelihood(kind, output_by_hand(w, x), y)
+    )
+    torch.testing.assert_close(torch.as_tensor(trace.log_prob_sum()), expected)
+    returned = trace.nodes["_RETURN"]["value"]
+    torch.testing.assert_close(returned, output_by_hand(w, x))
+
+
+def test_latent_noise() -> None:
+    model = bayesianize(mlp(1), "normal", num_data=N)
+    x, y = torch.randn(N, 2), torch.randn(N, 1)
+    trace: Any = poutine.trace(model).get_trace(x, y)
+    noise = trace.nodes["noise"]["value"]
+    density = ngvi.ModelDensity(model, (x, y))
+    values = {name: trace.nodes[name]["value"][None] for name in [*model.sites, "noise"]}
+    theta = density.pack(values)
+    w = {name: value[0] for name, value in values.items()}
+    expected = (
+        sum(log_normal(w[name], 1.0) for name in model.sites)
+        + (2 / math.pi / (1 + noise**2)).log()  # half-Cauchy
+        + dist.Normal(output_by_hand(w, x), noise).log_prob(y).sum()
+        + noise.log()  # Jacobian of noise = exp(theta)
+    )
+    torch.testing.assert_close(density(theta)[0], expected)
+
+
+def test_sites_have_dotted_names_and_the_shapes_of_the_parameters() -> None:
+    net = mlp()
+    model = bayesianize(net, "categorical", num_data=N)
+    assert model.sites == {name: p.shape for name, p in net.named_parameters()}
+    trace: Any = poutine.trace(model).get_trace(*classes())
+    latent = {n: s for n, s in trace.iter_stochastic_nodes() if n != "data"}
+    assert list(latent) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    for name, site in latent.items():
+        assert site["fn"].event_shape == model.sites[name] and site["fn"].batch_shape == ()
+    frame = trace.nodes["y"]["cond_indep_stack"][0]
+    assert (frame.name, frame.size, frame.full_size) == ("data", N, N)
+
+
+def test_frozen_parameters_and_buffers_keep_their_values() -> None:
+    net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).eval()
+    nn.init.normal_(net[1].running_mean)  # pyright: ignore
+    net[0].requires_grad_(False)
+    model = bayesianize(net, "categorical", num_data=N)
+    assert list(model.sites) == ["1.weight", "1.bias", "2.weight", "2.bias"]
+    x, _ = classes()
+    values = {name: net.get_parameter(name).detach() for name in model.sites}
+    torch.testing.assert_close(poutine.condition(model, values)(x), net(x))
+
+
+def test_tied_parameters_are_one_site() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    net[2].weight = net[0].weight
+    model = bayesianize(net, "categorical", num_data=N)
+    assert list(model.sites) == ["0.weight", "0.bias", "2.bias"]
+    w = {name: torch.randn(shape) for name, shape in model.sites.items()}
+    x, _ = classes()
+    expected = output_by_hand({**w, "2.weight": w["0.weight"]}, x)
+    torch.testing.assert_close(poutine.condition(model, w)(x), expected)
+
+
+def test_the_users_module_stays_as_it_is() -> None:
+    net = mlp()
+    before = copy.deepcopy(net.state_dict())
+    model = bayesianize(net, "categorical", num_data=N)
+    trained(model, *classes())
+    model.float()
+    assert type(net) is nn.Sequential and type(net[0]) is nn.Linear
+    assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
+    assert all(p.requires_grad and p.grad is None for p in net.parameters())
+    assert not any(name in pyro.get_param_store() for name in before)
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy", "torch.save"])
+def test_copies_have_the_same_log_joint(how: str) -> None:
+    model = bayesianize(mlp(), "categorical", num_data=N, prior={"*.bias": 2.0, "*": 1.0})
+    x, y = classes()
+    w = draw_weights(model.module)
+    log_joint = poutine.trace(poutine.condition(model, w)).get_trace(x, y).log_prob_sum()
+    if how == "pickle":
+        other = pickle.loads(pickle.dumps(model))
+    elif how == "deepcopy":
+        other = copy.deepcopy(model)
+    else:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        other = torch.load(buffer, weights_only=False)
+    assert other.module[0].weight is not model.module[0].weight  # pyright: ignore
+    again = poutine.trace(poutine.condition(other, w)).get_trace(x, y).log_prob_sum()
+    assert again == log_joint
+
+
+def test_float32() -> None:
+    x, y = classes()
+    net = mlp().float()
+    guide = trained(bayesianize(net, "categorical", num_data=N), x.float(), y)
+    assert guide.loc.dtype == torch.float32
+    model = bayesianize(mlp(1), "normal", num_data=N).float()
+    guide = trained(model, x.float(), x[:, :1])  # y in float64
+    assert guide.loc.dtype == torch.float32 and torch.isfinite(guide.loc).all()
+    assert predict(model, guide, x.float(), x[:, 0], num_samples=5).mean.dtype == torch.float32
+
+
+@pytest.mark.parametrize("lead", [(), (3, 1)], ids=["one draw", "vectorised"])
+def test_runs_on_meta_tensors(lead: tuple[int, ...]) -> None:
+    model = bayesianize(mlp(), "categorical", num_data=N).to("meta")
+    x, y = torch.empty(8, 2, device="meta"), torch.empty(8, device="meta", dtype=torch.long)
+    w = {name: torch.empty(*lead, *shape, device="meta") for name, shape in model.sites.items()}
+    handler: Any = poutine.condition(model, w)
+    with pyro.validation_enabled(False):
+        trace: Any = poutine.trace(handler).get_trace(x, y)
+        trace.compute_log_prob()
+    assert trace.nodes["y"]["log_prob"].shape == (*lead[:1], 8)
+    assert trace.nodes["y"]["log_prob"].device.type == "meta"
+
+
+def test_guide_starts_at_the_weights_of_the_module() -> None:
+    net = mlp(1)
+    model = bayesianize(net, "normal", num_data=N)
+    guide = ngvi.AutoMeanFieldNormal(model, init_loc_fn=model.init_to_module)
+    guide(torch.randn(N, 2), torch.randn(N))
+    median = guide.median()
+    for name, p in net.named_parameters():
+        torch.testing.assert_close(median[name], p.detach())
+    torch.testing.assert_close(median["noise"], torch.tensor(1.0))  # the median of its prior
+
+
+@pytest.mark.parametrize("guide", ["full rank", "site by site"])
+@pytest.mark.parametrize("kind", ["normal", "categorical"])
+def test_batched_elbo_is_trace_elbo(kind: str, guide: str) -> None:
+    """Loss and gradients at the same noise, on a minibatch."""
+    model = bayesianize(mlp(3 if kind == "categorical" else 1), kind, num_data=N)
+    x, y = torch.randn(8, 2), torch.randint(2, (8,))
+    assert_same_as_trace_elbo(model, GUIDES[guide](model), (x, y), 3)
+
+
+def test_vectorised_particles_are_the_particles_one_by_one() -> None:
+    """``check_vectorized`` compares the log_prob of every site, and of the examples of ``y``."""
+    x = torch.randn(6, 5, 2)  # an event of 5 for each example
+    net = nn.Sequential(nn.Linear(2, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+    for kind, y in (("normal", torch.randn(6, 5)), ("bernoulli", torch.ones(6, 5))):
+        model = bayesianize(net, kind, num_data=N)
+        guide = ngvi.AutoMeanFieldNormal(model)
+        guide(x, y)
+        ngvi.check_vectorized(model, guide, x, y)
+        out = Predictive(model, guide=guide, num_samples=7, parallel=True)(x)
+        assert out["y"].shape == (7, 6, 5)
+
+
+def test_predictive_in_parallel_is_predictive_in_a_loop() -> None:
+    model = bayesianize(mlp(), "categorical", num_data=N)
+    x, y = classes()
+    guide = trained(model, x, y)
+    w = {name: torch.randn(5, *shape) for name, shape in model.sites.items()}
+    both = [
+        Predictive(model, w, return_sites=["_RETURN"], parallel=parallel)(x)["_RETURN"]
+        for parallel in (False, True)
+    ]
+    assert both[0].shape == (5, N, 3)
+    torch.testing.assert_close(both[1], both[0])
+    more = torch.randn(N + 10, 2)  # more examples than there are training data
+    drawn = Predictive(model, guide=guide, num_samples=7, parallel=True)(more)
+    assert drawn["y"].shape == (7, N + 10)
+
+
+def test_dataloader_loop_trains() -> None:
+    """Batches of 16 of 40: the last one of an epoch has 8."""
+    x, y = classes()
+    model = bayesianize(mlp(), "categorical", num_data=N)
+    guide = ngvi.AutoMeanFieldNormal(model, init_loc_fn=model.init_to_module)
+    svi = SVI(model, guide, ngvi.NGVB(guide), loss=ngvi.BatchedELBO(4))
+    guide(x, y)
+    before = predict(model, guide, x, y, seed=0).log_density
+    sizes: list[int] = []
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True)
+    for _ in range(30):
+        for batch in loader:
+            svi.step(*batch)
+            sizes.append(len(batch[0]))
+    assert sizes[:3] == [16, 16, 8]
+    after = predict(model, guide, loader, seed=0).log_density
+    assert before is not None and after is not None
+    assert after.mean() > before.mean() + 0.3  # nats an example
+
+
+def test_arviz_of_all_data_and_its_refusal_of_a_minibatch() -> None:
+    x, y = classes()
+    model = bayesianize(mlp(), "categorical", num_data=N)
+    guide = trained(model, x, y)
+    data: Any = ngvi.to_arviz(model, guide, x, y, num_samples=30, seed=0)
+    assert data["log_likelihood"]["y"].shape == (1, 30, N)
+    assert data["posterior"]["2.weight"].shape == (1, 30, 3, 4)
+    with pytest.raises(ValueError, match="'data' takes 10 of 40 examples"):
+        ngvi.to_arviz(model, guide, x[:10], y[:10], num_samples=30)
+
+
+def test_convolutions_on_digits() -> None:
+    """From the weights of torch's initialisation to better than chance in 80 minibatches."""
+    sklearn = pytest.importorskip("sklearn.datasets")
+    digits = sklearn.load_digits()
+    x = torch.as_tensor(digits.images, dtype=torch.float32)[:600, None] / 16.0
+    y = torch.as_tensor(digits.target)[:600]
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(54, 10)
+    ).float()
+    model = bayesianize(net, "categorical", num_data=len(x))
+    guide = ngvi.AutoMeanFieldNormal(model, init_loc_fn=model.init_to_module)
+    svi = SVI(model, guide, ngvi.NGVB(guide), loss=ngvi.BatchedELBO(2))
+    for index in torch.randint(len(x), (80, 100)):
+        svi.step(x[index], y[index])
+    prediction = predict(model, guide, x, y, num_samples=10, batch_size=250, seed=0)
+    assert prediction.log_density is not None
+    assert prediction.log_density.mean() > math.log(0.1) + 0.5  # chance gives log 1/10
+    accuracy = (prediction.mean.argmax(-1) == y).double().mean()
+    assert accuracy > 0.5
+
+
+def test_predict_is_the_average_by_hand() -> None:
+    x, y = classes()
+    model = bayesianize(mlp(), "categorical", num_data=N)
+    guide = trained(model, x, y)
+    p = predict(model, guide, x, y, num_samples=6, batch_size=16, keep_draws=True, seed=3)
+    assert p.draws is not None and p.log_density is not None
+    assert p.draws.shape == (6, N, 3)
+    torch.testing.assert_close(p.mean, p.draws.mean(0))
+    torch.testing.assert_close(p.sd, (p.mean * (1 - p.mean)).sqrt())
+    torch.testing.assert_close(p.log_density, p.mean[torch.arange(N), y].log())
+    again = predict(model, guide, x, y, num_samples=6, chunk_size=2, keep_draws=True, seed=3)
+    torch.testing.assert_close(again.draws, p.draws)
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=16)
+    by_loader = predict(model, guide, loader, num_samples=6, seed=3)
+    torch.testing.assert_close(by_loader.log_density, p.log_density)
+    only_x: Any = DataLoader(TensorDataset(x), batch_size=16)
+    assert predict(model, guide, only_x, num_samples=6, seed=3).log_density is None
+
+
+def test_predictions_of_a_regression_are_its_closed_form() -> None:
+    """One weight with a known q: y | x ~ N(m x, (s x)^2 + noise^2) in the limit of many draws.
+
+    The standard error of the mean over S draws is s |x| / sqrt(S); that of the variance is
+    (s x)^2 sqrt(2 / S), and that of the log density is bounded through the sd of the density.
+    """
+    S, noise = 4000, 0.5
+    model = bayesianize(nn.Linear(1, 1, bias=False), "normal", num_data=10, noise=noise)
+    x, y = torch.tensor([[0.5], [2.0]]), torch.tensor([0.7, 1.0])
+    guide = ngvi.AutoMeanFieldNormal(model)
+    guide(x, y)
+    m, s = 0.8, 0.3
+    with torch.no_grad():
+        guide.loc.fill_(m)
+        guide.log_scale.fill_(math.log(s))
+    p = predict(model, guide, x, y, num_samples=S, keep_draws=True, seed=0)
+    mean, variance = m * x[:, 0], (s * x[:, 0]).square()
+    assert ((p.mean - mean).abs() < 4 * (variance / S).sqrt()).all()
+    error = p.sd.square() - variance - noise**2
+    assert (error.abs() < 4 * variance * math.sqrt(2 / S)).all()
+    assert p.draws is not None and p.log_density is not None
+    densities = dist.Normal(p.draws, noise).log_prob(y).exp()
+    relative_error = densities.std(0) / densities.mean(0) / math.sqrt(S)
+    exact = dist.Normal(mean, (variance + noise**2).sqrt()).log_prob(y)
+    assert ((p.log_density - exact).abs() < 4 * relative_error).all()
+
+
+def test_predict_a_recurrent_network_draw_by_draw() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(2, 3, batch_first=True)
+            self.head = nn.Linear(3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.rnn(x)[0][:, -1])
+
+    x, y = torch.randn(8, 5, 2), torch.ones(8)
+    model = bayesianize(Recurrent(), "bernoulli", num_data=N)
+    guide = ngvi.AutoMeanFieldNormal(model)
+    svi = SVI(model, guide, ngvi.NGVB(guide), loss=Trace_ELBO(2))
+    svi.step(x, y)
+    p = predict(model, guide, x, y, num_samples=4, keep_draws=True)
+    assert p.draws is not None and p.draws.shape == (4, 8)
+    assert len(p.draws.unique(dim=0)) == 4
+
+
+def test_several_inputs_and_a_likelihood_with_latents_of_its_own() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2))
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a * self.w[0] + b * self.w[1]
+
+    def student(f: Tensor) -> Any:
+        scale = pyro.sample("scale", dist.HalfNormal(1.0))
+        return dist.StudentT(4.0, f, scale)
+
+    a, b, y = torch.randn(3, 8)
+    model = bayesianize(Two(), student, num_data=N)
+    w = {"w": torch.tensor([0.5, -1.0]), "scale": torch.tensor(0.8)}
+    trace: Any = poutine.trace(poutine.condition(model, w)).get_trace((a, b), y)
+    trace.compute_log_prob()
+    expected = N / 8 * dist.StudentT(4.0, 0.5 * a - b, 0.8).log_prob(y)
+    torch.testing.assert_close(trace.nodes["y"]["log_prob"], expected)
+    guide = trained(model, (a, b), y, steps=2)
+    assert predict(model, guide, (a, b), y, num_samples=5, batch_size=3).mean.shape == (8,)
+
+
+def test_prior_function_may_sample_hyperparameters() -> None:
+    def hierarchical(name: str, p: Tensor) -> Any:
+        return dist.Normal(0.0, pyro.sample(f"{name}.sd", dist.HalfNormal(1.0)))
+
+    x, y = classes()
+    model = bayesianize(mlp(), "categorical", num_data=N, prior=hierarchical)
+    guide = trained(model, x, y, steps=2)
+    assert guide.median()["0.weight.sd"].shape == ()
+    assert guide.median()["0.weight"].shape == (4, 2)

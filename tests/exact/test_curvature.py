@@ -1,0 +1,196 @@
+"""The curvature that a loss leaves, against loops over data and torch's own Hessian."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoNormal
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.density import ModelDensity
+from pyro_ngvi.guides.base import Curvature
+
+N, M = 7, 3
+X = torch.linspace(-1.0, 1.0, N * 2, dtype=torch.float64).reshape(N, 2).sin() + 0.3
+Y = torch.tensor([1.0, 0.0, 2.0, 1.0, 3.0, 0.0, 1.0], dtype=torch.float64)
+GROUPS = torch.linspace(0.0, 2.0, 6, dtype=torch.float64).reshape(2, 3)
+
+
+def hierarchical(mask=None):
+    """A constrained site in the prior of another one, two observed sites, nested plates."""
+    scale = pyro.sample("scale", dist.HalfNormal(1.0))
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    b = pyro.sample("b", dist.Normal(0.0, scale))
+    with pyro.plate("data", N), poutine.scale(scale=2.5):
+        noise = dist.Poisson((X @ w + b).exp())
+        pyro.sample("y", noise if mask is None else noise.mask(mask), obs=Y)
+    with pyro.plate("columns", 3, dim=-1), pyro.plate("rows", 2, dim=-2):
+        pyro.sample("g", dist.StudentT(4.0, b, scale), obs=GROUPS)
+    pyro.factor("extra", -0.1 * w.pow(4).sum())
+
+
+def flat(mask=None):
+    """Independent priors: the Hessian of the rest is diagonal."""
+    w = pyro.sample("w", dist.Laplace(torch.zeros(2), 1.0).to_event(1))
+    b = pyro.sample("b", dist.StudentT(3.0, 0.0, 2.0))
+    s = pyro.sample("s", dist.Exponential(1.0))
+    with pyro.plate("data", N), poutine.mask(mask=True if mask is None else mask):
+        pyro.sample("y", dist.Normal(X @ w + b, s), obs=Y)
+
+
+def curvature(model, guide_class, kind, **kwargs):
+    """What the loss leaves, and the draws it was taken at."""
+    torch.manual_seed(1)
+    guide = guide_class(model)
+    loss = ngvi.BatchedELBO(2, curvature=kind)
+    loss.loss_and_grads(model, guide, **kwargs)
+    left = guide.take_curvature()
+    assert isinstance(left, Curvature) and left.kind == kind
+    assert guide.take_curvature() is None
+    assert loss._draws is not None
+    return left.parts, loss._draws
+
+
+def hessian(f, t) -> torch.Tensor:
+    return torch.as_tensor(torch.autograd.functional.hessian(f, t))
+
+
+def reference(model, theta, kind, **kwargs):
+    """The dense curvature at one draw: torch's Hessian, and a loop over data for the products."""
+    density = ModelDensity(model, (), kwargs)
+
+    def terms(t):
+        return density.per_example(t[None])
+
+    if kind == "hessian":
+        return hessian(lambda t: -density(t[None])[0], theta)
+    total = torch.zeros(len(theta), len(theta))
+
+    sites = density.trace(theta[None]).sites
+    observed = [name for name, site in sites.items() if site.kind == "observed"]
+    for name in observed:
+        scale = 2.5 if name == "y" and model is hierarchical else 1.0
+        count = terms(theta)[name].numel()
+        for i in range(count):
+            t = theta.clone().requires_grad_()
+            (g,) = torch.autograd.grad(terms(t)[name].reshape(-1)[i], t, allow_unused=True)
+            g = torch.zeros_like(theta) if g is None else g
+            total += torch.outer(g, g) / scale  # the term carries its scale, the square once only
+
+    def rest(t):
+        return -density(t[None])[0] + sum(terms(t)[name].sum() for name in observed)
+
+    return total + hessian(rest, theta)
+
+
+@pytest.mark.parametrize("model", [hierarchical, flat])
+@pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_dense_and_diagonal(model, kind, masked):
+    kwargs = {"mask": torch.arange(N) % 3 != 1} if masked else {}
+    for guide_class, form in (
+        (ngvi.AutoFullRankNormal, "dense"),
+        (ngvi.AutoMeanFieldNormal, "diagonal"),
+    ):
+        parts, theta = curvature(model, guide_class, kind, **kwargs)
+        expected = torch.stack([reference(model, t, kind, **kwargs) for t in theta]).mean(0)
+        expected = expected if form == "dense" else expected.diagonal()
+        torch.testing.assert_close(parts[form], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("model", [hierarchical, flat])
+def test_squared_gradient(model):
+    parts, theta = curvature(model, ngvi.AutoMeanFieldNormal, "squared_gradient")
+    density = ModelDensity(model)
+    weights = N * 2.5 + 6 if model is hierarchical else N
+
+    def likelihood(t):
+        sites = density.trace(t[None]).sites.values()
+        return sum(site.log_prob_sum[0] for site in sites if site.kind == "observed")
+
+    squares = [torch.func.grad(likelihood)(t).square() for t in theta]
+    prior = [hessian(lambda t: likelihood(t) - density(t[None])[0], t).diagonal() for t in theta]
+    torch.testing.assert_close(parts["prior"], sum(prior) / len(theta))
+    torch.testing.assert_close(parts["count"], torch.tensor(float(weights)))
+    expected = sum(squares) / len(theta) / weights + parts["prior"]
+    torch.testing.assert_close(parts["diagonal"], expected)
+
+
+def test_minibatches_average_to_the_whole():
+    """Over all minibatches of a partition the Gauss-Newton curvature averages to the whole one."""
+    w = torch.tensor([[0.3, -0.2]])
+
+    def model(index, size):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", size, subsample=index):
+            pyro.sample("y", dist.Normal(X[index] @ w, 0.5), obs=Y[index])
+
+    def at(index):
+        guide = ngvi.AutoFullRankNormal(model, init_scale=1e-30)
+        guide(index, 6)
+        with torch.no_grad():
+            guide.loc.copy_(w[0])
+        ngvi.BatchedELBO(1, curvature="gauss_newton").loss_and_grads(model, guide, index, 6)
+        left = guide.take_curvature()
+        assert left is not None
+        return left.parts["dense"]
+
+    parts = [at(torch.tensor(index)) for index in ([0, 4], [1, 5], [2, 3])]
+    torch.testing.assert_close(sum(parts) / 3, at(torch.arange(6)))
+
+
+def test_price_leaves_nothing_but_its_name():
+    parts, _ = curvature(flat, ngvi.AutoMeanFieldNormal, "price")
+    assert parts == {}
+
+
+def test_ngvb_takes_curvature_too():
+    """The exact Hessian in the place of the gradient of the scales: one particle converges."""
+
+    def model():
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", N):
+            pyro.sample("y", dist.Normal(X @ w, 0.5), obs=Y)
+
+    torch.manual_seed(0)
+    guide = ngvi.AutoFullRankNormal(model)
+    svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(1, curvature="hessian"))
+    for _ in range(150):
+        svi.step()
+    P = torch.eye(2) + 4.0 * X.T @ X
+    q = guide.get_posterior()
+    torch.testing.assert_close(q.covariance_matrix, torch.linalg.inv(P), rtol=1e-6, atol=0)
+    torch.testing.assert_close(q.mean, torch.linalg.solve(P, 4.0 * X.T @ Y), rtol=1e-3, atol=1e-3)
+
+
+def no_plate():
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    pyro.sample("y", dist.Normal(X @ w, 0.5).to_event(1), obs=Y)
+
+
+@pytest.mark.parametrize(
+    "guide_class, kind, model, message",
+    [
+        (ngvi.AutoMeanFieldNormal, "gauss_newton", no_plate, "no observed site of the model lies"),
+        (ngvi.AutoFullRankNormal, "squared_gradient", flat, "AutoMeanFieldNormal"),
+        (
+            lambda m: ngvi.AutoFactorNormal(m, rank=1),
+            "hessian",
+            flat,
+            "FactorNormal.*has no use for a curvature",
+        ),
+        (AutoNormal, "hessian", flat, "a guide of this package"),
+    ],
+)
+def test_refusals(guide_class, kind, model, message):
+    guide = guide_class(model)
+    loss = ngvi.BatchedELBO(1, curvature=kind)
+    with pytest.raises(ValueError, match=message):
+        loss.loss_and_grads(model, guide)
+
+
+def test_unknown_kind():
+    with pytest.raises(ValueError, match=r"'exact'.*'gauss_newton'"):
+        ngvi.BatchedELBO(1, curvature="exact")

@@ -1,0 +1,241 @@
+"""What ``bayesianize`` and ``predict`` refuse, and that they say what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from pyro.nn import PyroModule
+from torch import Tensor, nn
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.nn import bayesianize, predict
+
+X, Y = torch.randn(8, 2, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+
+
+def linear(**more: Any) -> Any:
+    return bayesianize(nn.Linear(2, 1), "normal", **{"num_data": 8, "noise": 1.0, **more})
+
+
+@pytest.mark.parametrize(
+    "layer, message",
+    [
+        (nn.BatchNorm1d(4), r"'1' \(BatchNorm1d\) is in training mode.*eval\(\).*LayerNorm"),
+        (nn.BatchNorm1d(4, track_running_stats=False).eval(), "no running statistics.*GroupNorm"),
+        (nn.InstanceNorm1d(4, track_running_stats=True), r"\(InstanceNorm1d\).*updates its"),
+        (nn.Dropout(0.1), r"'1' \(Dropout\) is in training mode.*eval\(\)"),
+        (nn.RReLU(), r"\(RReLU\).*random"),
+        (nn.LSTM(4, 4, num_layers=2, dropout=0.1), r"\(LSTM\).*random"),
+        (nn.MultiheadAttention(4, 2, dropout=0.1), r"\(MultiheadAttention\).*random"),
+        (nn.LazyLinear(3), "'1.weight' has no shape yet"),
+        (PyroModule(), "PyroModule already"),
+    ],
+)
+def test_layers_that_are_refused(layer: nn.Module, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bayesianize(nn.Sequential(nn.Linear(2, 4), layer), "normal", num_data=8)
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm1d(4).eval(), nn.Dropout(0.1).eval(), nn.Dropout(0.0), nn.GroupNorm(2, 4)]
+)
+@pytest.mark.parametrize("loss", [Trace_ELBO(2), ngvi.BatchedELBO(2)], ids=["Trace", "Batched"])
+def test_layers_that_are_fine(layer: nn.Module, loss: Any) -> None:
+    net = nn.Sequential(nn.Linear(2, 4), layer, nn.Linear(4, 1)).double()
+    model = bayesianize(net, "normal", num_data=8)
+    guide = ngvi.AutoMeanFieldNormal(model)
+    SVI(model, guide, ngvi.NGVB(guide), loss=loss).step(X, Y)
+    assert torch.isfinite(guide.loc).all()
+
+
+def test_training_mode_that_is_switched_on_later() -> None:
+    net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).eval()
+    model = bayesianize(net, "normal", num_data=8)
+    net.train()  # the model has a copy
+    model(X, Y)
+    model.train()
+    with pytest.raises(ValueError, match=r"BatchNorm1d.*training mode"):
+        model(X, Y)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"num_data": None}, ValueError, r"num_data is missing: .*len\(dataset\)"),
+        ({"num_data": 0}, ValueError, "num_data is 0"),
+        ({"num_data": 8.0}, ValueError, "positive integer"),
+        ({"prior": 0.0}, ValueError, "'weight' has sd 0.0"),
+        ({"prior": True}, TypeError, "'weight' is True"),
+        ({"prior": dist.Normal(0.0, 1.0)}, TypeError, "give the sd .* or a function"),
+        ({"prior": {"*.bias": 1.0}}, ValueError, r"'weight'; its patterns are \['\*.bias'\]"),
+        ({"noise": -1.0}, ValueError, "noise is -1.0"),
+        ({"noise": dist.HalfNormal(1.0)}, TypeError, "a function that returns the prior"),
+    ],
+)
+def test_arguments_that_are_refused(arguments: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        linear(**arguments)
+
+
+@pytest.mark.parametrize(
+    "likelihood, error, message",
+    [
+        ("poisson", ValueError, '"categorical", "bernoulli", "normal" or a function'),
+        (3, TypeError, "a name or a function"),
+    ],
+)
+def test_likelihoods_that_are_refused(likelihood: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        bayesianize(nn.Linear(2, 1), likelihood, num_data=8)
+
+
+def test_noise_of_another_likelihood() -> None:
+    with pytest.raises(ValueError, match='noise belongs to likelihood="normal"'):
+        bayesianize(nn.Linear(2, 1), "bernoulli", num_data=8, noise=1.0)
+
+
+def test_modules_without_parameters_to_sample() -> None:
+    with pytest.raises(TypeError, match=r"torch.nn.Module, got function"):
+        bayesianize(lambda x: x, "normal", num_data=8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Tanh has no parameter to sample."):
+        bayesianize(nn.Tanh(), "normal", num_data=8)
+    with pytest.raises(ValueError, match="all have requires_grad=False"):
+        bayesianize(nn.Linear(2, 1).requires_grad_(False), "normal", num_data=8)
+
+
+def test_complex_and_integer_parameters() -> None:
+    net = nn.Linear(2, 1)
+    net.count = nn.Parameter(torch.tensor(3), requires_grad=False)  # stays as it is
+    assert list(bayesianize(net, "normal", num_data=8).sites) == ["weight", "bias"]
+    with pytest.raises(ValueError, match=r"'weight' has dtype torch.complex64.*requires_grad_"):
+        bayesianize(nn.Linear(2, 1, dtype=torch.complex64), "normal", num_data=8)
+
+
+@pytest.mark.parametrize("name", ["y", "data", "noise"])
+def test_parameter_with_the_name_of_another_site(name: str) -> None:
+    net = nn.Linear(2, 1)
+    net.register_parameter(name, nn.Parameter(torch.zeros(())))
+    with pytest.raises(ValueError, match=f"'{name}' has the name of .*'0.{name}'"):
+        bayesianize(net, "normal", num_data=8)
+    assert f"0.{name}" in bayesianize(nn.Sequential(net), "normal", num_data=8).sites
+
+
+def test_minibatch_larger_than_the_data() -> None:
+    with pytest.raises(ValueError, match="8 examples, but num_data is 4"):
+        linear(num_data=4)(X, Y)
+
+
+@pytest.mark.parametrize("shape", [(7,), (8, 2), (1, 8)])
+def test_targets_of_another_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"y has shape .*one of y with shape \(8,\)"):
+        linear()(X, torch.zeros(shape))
+
+
+def test_outputs_of_another_shape() -> None:
+    class Sum(nn.Linear):
+        def forward(self, input: Tensor) -> Any:
+            return super().forward(input).sum()
+
+    class Pair(nn.Linear):
+        def forward(self, input: Tensor) -> Any:
+            return super().forward(input), None
+
+    with pytest.raises(ValueError, match=r"output of shape \(\) for a batch of 8 examples"):
+        bayesianize(Sum(2, 1), "normal", num_data=8)(X, Y)
+    with pytest.raises(ValueError, match="output of type tuple for a batch of 8"):
+        bayesianize(Pair(2, 1), "normal", num_data=8)(X, Y)
+    with pytest.raises(ValueError, match=r"batch shape \(\); that must be .* \(8,\)"):
+        bayesianize(nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)), "categorical", num_data=8)(X, Y)
+
+
+@pytest.mark.parametrize(
+    "prior, error, message",
+    [
+        (lambda name, p: dist.Normal(torch.zeros(3), 1.0), ValueError, r"shape \(3,\).*\(1, 2\)"),
+        (lambda name, p: p, TypeError, "'weight' returns Parameter"),
+        (lambda name, p: torch.distributions.Normal(0.0, 1.0), TypeError, "pyro.distributions"),
+    ],
+)
+def test_functions_that_return_no_prior(prior: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        linear(prior=prior)(X, Y)
+
+
+def test_prior_functions_may_return_any_shape_that_fits() -> None:
+    def rows(name: str, p: Tensor) -> Any:
+        if p.dim() == 1:
+            return dist.Normal(0.0, 1.0)
+        return dist.MultivariateNormal(torch.zeros(p.shape[-1]), torch.eye(p.shape[-1]))
+
+    model = linear(prior=rows)
+    site: Any = pyro.poutine.trace(model).get_trace(X, Y).nodes["weight"]
+    assert site["fn"].event_shape == (1, 2) and site["fn"].batch_shape == ()
+
+
+def test_likelihood_function_that_returns_no_distribution() -> None:
+    with pytest.raises(TypeError, match="the function <lambda> returns Tensor"):
+        bayesianize(nn.Linear(2, 1), lambda f: f, num_data=8)(X, Y)
+
+
+def test_recurrent_layers_need_single_particles() -> None:
+    class Recurrent(nn.RNN):
+        def forward(self, input: Tensor, hx: Any = None) -> Any:
+            return super().forward(input, hx)[0][:, -1]
+
+    x = torch.randn(8, 3, 2)
+    model = bayesianize(Recurrent(2, 1, batch_first=True), "normal", num_data=8)
+    guide = ngvi.AutoMeanFieldNormal(model)
+    SVI(model, guide, ngvi.NGVB(guide), loss=Trace_ELBO(2)).step(x, Y)
+    vectorised: Any = Trace_ELBO(2, vectorize_particles=True, max_plate_nesting=1)
+    with pytest.raises(
+        Exception, match=r"Recurrent can not run at vectorised particles.*Trace_ELBO"
+    ):
+        vectorised.loss(model, guide, x, Y)
+    with pytest.raises(RuntimeError, match=r"torch\.func\.vmap.*pyro\.infer\.Trace_ELBO"):
+        ngvi.BatchedELBO(2).loss(model, guide, x, Y)
+
+
+def test_weights_with_two_dimensions_of_particles() -> None:
+    model = linear()
+    handler: Any = pyro.poutine.condition(
+        model, {"weight": torch.zeros(3, 1, 1, 2), "bias": torch.zeros(4, 1, 1)}
+    )
+    with pytest.raises(ValueError, match=r"batch shapes \[\(3,\), \(4,\)\]"):
+        handler(X, Y)
+
+
+def test_predict_refuses() -> None:
+    model = linear()
+    guide = ngvi.AutoMeanFieldNormal(model)
+    with pytest.raises(ValueError, match=r"never been called. Train it first"):
+        predict(model, guide, X)
+    guide(X, Y)
+    with pytest.raises(TypeError, match="made by bayesianize, got Linear"):
+        predict(nn.Linear(2, 1), guide, X)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_samples is 0"):
+        predict(model, guide, X, num_samples=0)
+    with pytest.raises(ValueError, match="8 examples in x and 3 in y"):
+        predict(model, guide, X, Y[:3])
+    with pytest.raises(ValueError, match="no batch"):
+        predict(model, guide, X[:0])
+    with pytest.raises(ValueError, match=r"pairs \(x, y\)"):
+        predict(model, guide, [X], Y)
+    with pytest.raises(ValueError, match="Some batches come with y"):
+        predict(model, guide, [(X, Y), X])
+    with pytest.raises(TypeError, match="x is a float"):
+        predict(model, guide, 1.0)
+    with pytest.raises(ValueError, match="A batch is a dict"):
+        predict(model, guide, [{"x": X}])
+
+
+def test_predict_needs_every_latent_site() -> None:
+    def guide(x: Any, y: Any = None) -> None:
+        pyro.sample("weight", dist.Normal(torch.zeros(1, 2), 1.0).to_event(2))
+
+    with pytest.raises(ValueError, match="does not sample the model's latent site 'bias'"):
+        predict(linear(), guide, X, Y)

@@ -1,0 +1,149 @@
+"""Where layer taps do not apply they say so, and other latents are still covered."""
+
+import re
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+from pyro_ngvi.elbo.layer_taps import LayerTaps
+from tests.exact.layer_models import (
+    N,
+    assert_same,
+    by_taps,
+    draw,
+    expected,
+    inputs,
+    latent,
+    observe,
+)
+
+
+def no_square() -> None:
+    w = latent("w", 2, 3)
+    x = inputs(N, 3)
+    observe(F.linear(x, w) + F.linear(x, w**2) + latent("b", 2))
+
+
+def batch_norm_in_training() -> None:
+    h = F.linear(inputs(N, 3), latent("w", 2, 3)) + latent("b", 2)
+    observe(F.batch_norm(h, None, None, training=True) + h)
+
+
+def attention_over_the_batch() -> None:
+    h = F.linear(inputs(N, 3), latent("w", 2, 3))
+    observe((h @ h.T).softmax(-1) @ h + latent("b", 2))
+
+
+def rows_in_another_order() -> None:
+    observe(F.linear(inputs(N, 3), latent("w", 2, 3)).flip(0) + latent("b", 2))
+
+
+def layer_before_the_examples() -> None:
+    h = F.linear(inputs(3, 3), latent("w", 2, 3))
+    observe(h[torch.tensor([0, 1, 2, 2, 1])] + latent("b", 2))
+
+
+def penalty_on_an_output() -> None:
+    h = F.linear(inputs(N, 3), latent("w", 2, 3))
+    pyro.factor("penalty", -h.square().sum())
+    observe(h + latent("b", 2))
+
+
+def layer_in_a_prior() -> None:
+    h = F.linear(inputs(N, 3), latent("w", 2, 3))
+    z = pyro.sample("z", dist.Normal(h, 1.0).to_event(2))
+    observe(h * z + latent("b", 2))
+
+
+REFUSED = {
+    no_square: "other ways than through the layers",
+    attention_over_the_batch: "Examples mix after a layer",
+    rows_in_another_order: "Examples mix after a layer",
+    layer_before_the_examples: r"of shape \(3, 2\), does not start with the dimensions \(5,\)",
+    penalty_on_an_output: "belongs to no example",
+    layer_in_a_prior: "belongs to no example",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
+def test_a_latent_that_is_not_covered_has_a_reason_and_the_others_are(case: Any) -> None:
+    values = draw(case, 2)
+    taps = LayerTaps.discover(case, values)
+    assert re.search(REFUSED[case], taps.reasons["w"])
+    assert_same(by_taps(taps, values), expected(case, values), "b")
+
+
+def test_batch_normalisation_in_training_is_refused_by_name() -> None:
+    values = draw(batch_norm_in_training, 2)
+    taps = LayerTaps.discover(batch_norm_in_training, values)
+    assert all(r"calls F.batch_norm with training=True" in why for why in taps.reasons.values())
+    assert set(taps.reasons) == {"w", "b"} and by_taps(taps, values) == {}
+
+
+def no_plate() -> None:
+    y = F.linear(inputs(N, 3), latent("w", 2, 3))
+    pyro.sample("y", dist.Normal(y, 1.0).to_event(2), obs=torch.zeros(N, 2))
+
+
+def two_observed_sites() -> None:
+    h = F.linear(inputs(N, 3), latent("w", 2, 3))
+    with pyro.plate("data", N):
+        pyro.sample("y", dist.Normal(h[:, 0], 1.0), obs=torch.zeros(N))
+        pyro.sample("x", dist.Normal(h[:, 1], 1.0), obs=torch.zeros(N))
+
+
+def a_scale_for_each_example() -> None:
+    with pyro.poutine.scale(scale=torch.linspace(0.5, 1, N)):
+        observe(F.linear(inputs(N, 3), latent("w", 2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (no_plate, "need one observed site in a plate, which numbers the examples, not none"),
+        (two_observed_sites, "not 'y', 'x'"),
+        (a_scale_for_each_example, "scale of the observed site 'y' is a tensor"),
+    ],
+)
+def test_models_without_one_set_of_examples_are_not_covered(case: Any, reason: str) -> None:
+    values = draw(case, 1)
+    taps = LayerTaps.discover(case, values)
+    assert reason in taps.reasons["w"] and by_taps(taps, values) == {}
+
+
+def test_a_run_unlike_the_checked_one_gives_nothing_and_says_so() -> None:
+    def model(layers: int, scale: Any = 1.0) -> None:
+        h, w = x, latent("w", 3, 3)
+        for _ in range(layers):
+            h = F.linear(h, w)
+        with pyro.poutine.scale(scale=scale):
+            observe(h)
+
+    x = inputs(N, 3)
+    values = draw(model, 1, 1)
+    taps = LayerTaps.discover(model, values, (1,))
+    assert by_taps(taps, values, (2,)) == {}
+    assert taps.failure is not None and "other layers" in taps.failure
+    assert by_taps(taps, values, (1, torch.tensor(2.0))) == {}
+    assert taps.failure is not None and "is a tensor" in taps.failure
+    assert_same(by_taps(taps, values, (1,)), expected(model, values, (1,)), "w")
+    assert taps.failure is None
+
+
+def test_attention_module_is_not_covered() -> None:
+    """It is one torch call, inside which no layer is seen."""
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def model() -> None:
+        weights = {name: latent(name, *p.shape) for name, p in attention.named_parameters()}
+        x = inputs(N, 3, 4)
+        observe(functional_call(attention, weights, (x, x, x))[0])
+
+    taps = LayerTaps.discover(model, draw(model, 1))
+    assert taps.sites == () and len(taps.reasons) == 4
