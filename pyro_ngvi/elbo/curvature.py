@@ -39,6 +39,7 @@ from torch.func import grad, jvp, vmap
 
 from pyro_ngvi._particles import Sites
 from pyro_ngvi.density import site_kind, site_log_prob
+from pyro_ngvi.elbo.per_example import outer_sum, squared_sum, weighted_rows
 from pyro_ngvi.guides.base import AutoFamily
 
 __all__ = ["KINDS", "check_guide_takes_curvature", "expected_curvature"]
@@ -137,22 +138,19 @@ def expected_curvature(
     return {form: products + prior}
 
 
-def _products(data: Callable[[Tensor], tuple[Tensor, Tensor]], theta: Tensor, form: str) -> Tensor:
+def _products(
+    data: Callable[[Tensor], tuple[Tensor, Tensor]], theta: Tensor, form: str
+) -> Tensor:
     """The average over draws of sum_i s_i g_i g_i', or its rows, in the form asked for."""
+    _, weights = data(theta[0])  # the same for all draws, as the minibatch is
 
-    def rows(t: Tensor) -> Tensor:
-        return data(t)[1].sqrt().unsqueeze(-1) * _jacobian(lambda t: data(t)[0], t)
+    def reduced(t: Tensor) -> Tensor:
+        reduce = {"diagonal": squared_sum, "dense": outer_sum, "low_rank": weighted_rows}[form]
+        return reduce(lambda t: data(t)[0], t, weights)
 
     if form == "low_rank":
-        return torch.cat([rows(t) for t in theta]) / len(theta) ** 0.5
-    if form == "diagonal":
-        return _average(lambda t: rows(t).square().sum(0), theta)
-
-    def outer(t: Tensor) -> Tensor:
-        scaled = rows(t)
-        return scaled.mT @ scaled
-
-    return _average(outer, theta)
+        return torch.cat([reduced(t) for t in theta]) / len(theta) ** 0.5
+    return _average(reduced, theta)
 
 
 def _average(function: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:

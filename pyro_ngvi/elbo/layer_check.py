@@ -187,7 +187,7 @@ class _Probe:
     def _compare(self, name: str, uses: Sequence[Use]) -> str | None:
         flat = self.leaves[name].new_zeros(self.leaves[name].numel())
         for use in uses:
-            if False and use in self.others and self.others[use][1].any():
+            if use in self.others and self.others[use][1].any():
                 return (
                     f"A layer of the latent {name!r} also enters a term that belongs to no example: "
                     f"the prior of another latent, or a factor outside the data plate."

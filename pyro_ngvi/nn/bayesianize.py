@@ -5,16 +5,16 @@ For a module f with weights w, priors p_j, N examples and a minibatch of M of th
     log p(y, w)  ~  sum_j log p_j(w_j) + N/M sum_{i in minibatch} log p(y_i | f(x_i; w)).
 
 The factor N/M comes from ``pyro.plate("data", size=N, subsample=...)`` around the M examples that the
-caller passes.  Of the three idioms that give the same gradients:
+caller passes. Of the three idioms that give the same gradients:
 
 * ``plate(size=N, subsample_size=M)`` draws indices that nobody uses, N random numbers a step;
 * ``poutine.scale(scale=N / M)`` around a plate of size M hides from every reader of the trace that the
-  data are a minibatch: ``to_arviz`` and ``khat`` would take M examples for the whole posterior;
-* ``plate(size=N, subsample=range)``, taken here, draws nothing, follows M from step to step (the last
-  minibatch of an epoch is smaller), and tells N and M to ``to_arviz``, which then refuses.
+  data are a minibatch: ``to_arviz`` and ``khat`` would judge q by an estimate from M examples;
+* ``plate(size=N, subsample=range(M))``, taken here, draws nothing, follows M from step to step, and
+  tells N and M to ``to_arviz``, which then refuses.
 
-The last minibatch of an epoch has a scale of its own, larger, as its examples are fewer: unbiased
-when the loader shuffles, since it is then a random subset like the others.
+The last minibatch of an epoch is smaller and gets a larger scale, N over its own size. That is
+unbiased when the loader shuffles, since it is a random subset like the others.
 
 Not for modules whose output for one example depends on the others in the batch, or on random numbers:
 see :mod:`pyro_ngvi.nn._refuse`.
@@ -132,7 +132,7 @@ class BayesianModule(nn.Module):
         self._priors = {name: choose_prior(prior, name) for name in named}
         self._dims = {name: p.dim() for name, p in named.items()}
         self._watched = _refuse.to_watch(self.module)
-        self._made: dict[str, tuple[Tensor, Any]] = {}
+        self._sites = self._make_sites()
 
     @property
     def sites(self) -> dict[str, torch.Size]:
@@ -170,7 +170,7 @@ class BayesianModule(nn.Module):
             ValueError: when the shape of ``y`` is another.
         """
         shape = fn.batch_shape[-1:] + fn.event_shape
-        parameter, _ = next(iter(self._parameters_and_priors().values()))
+        parameter, _ = next(iter(self._sites.values()))
         y = self.likelihood.cast(y, parameter.dtype, shape)
         if y.shape != shape:
             raise ValueError(
@@ -221,25 +221,32 @@ class BayesianModule(nn.Module):
 
     def _sample_weights(self) -> dict[str, Tensor]:
         weights = {}
-        for name, (parameter, prior) in self._parameters_and_priors().items():
-            rule = self._priors[name]
-            if callable(rule):
-                prior = prior_from(rule, name, parameter)
+        for name, (parameter, prior) in self._sites.items():
+            if prior is None:
+                prior = prior_from(self._priors[name], name, parameter)
             weights[name] = pyro.sample(name, prior)
         return weights
 
-    def _parameters_and_priors(self) -> dict[str, tuple[Tensor, Any]]:
-        """By name the parameter and its prior; a prior given by a function is made at each run."""
-        if not self._made:
-            for name, rule in self._priors.items():
-                parameter = self.module.get_parameter(name)
-                prior = None if callable(rule) else normal_prior(rule, parameter)
-                self._made[name] = (parameter, prior)
-        return self._made
+    def _make_sites(self) -> dict[str, tuple[Tensor, Any]]:
+        """By name the parameter and its prior; None for one that a function makes at each run.
+
+        Not made at the first run, which may be under ``torch.func`` transforms or inference mode,
+        where tensors are not ones to keep.
+        """
+        made = {}
+        for name, rule in self._priors.items():
+            parameter = self.module.get_parameter(name)
+            made[name] = (parameter, None if callable(rule) else normal_prior(rule, parameter))
+        return made
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        self._made = {}  # .to() changes device or dtype
-        return super()._apply(fn, *args, **kwargs)
+        super()._apply(fn, *args, **kwargs)
+        self._sites = self._make_sites()  # .to() changes device or dtype
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": {}}
+        return {**self.__dict__, "_sites": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._sites = self._make_sites()

@@ -54,7 +54,7 @@ def normal_prior(sd: float, like: Tensor) -> Any:
     return base.expand(like.shape).to_event(like.dim())
 
 
-def prior_from(function: Callable[[str, Tensor], Any], name: str, parameter: Tensor) -> Any:
+def prior_from(function: Any, name: str, parameter: Tensor) -> Any:
     """What the user's function returns, in the shape of the parameter, which is one event.
 
     Raises:

@@ -1,7 +1,7 @@
 r"""Noisy K-FAC: matrix-normal posteriors from Kronecker-factored curvature.
 
-For a layer y = W x, W (n, m), the Gauss-Newton matrix (or the Fisher matrix of the likelihood) of vec W is
-approximated by S kron A, where over data i with layer inputs x_i and g_i = d log p(y_i) / d(W x_i)
+For a layer y = W x, W (n, m), the Gauss-Newton matrix (or the Fisher matrix of the likelihood) of vec W
+is approximated by S kron A, where over data i with layer inputs x_i and g_i = d log p(y_i) / d(W x_i)
 
     A = mean_i E[x_i x_i'] (m, m),       S = sum_i E[g_i g_i'] (n, n),
 
@@ -11,16 +11,17 @@ G the gradient of the loss in M:
     A <- (1 - b) A + b A_k,    S <- (1 - b) S + b S_k
     pi   = sqrt( (tr A / m) / (tr S / n) )
     A_t  = A + sqrt(t) pi I,   S_t = S + sqrt(t) / pi I                  damped factors
-    q(W) = N(M, S_t^-1 kron A_t^-1)              with t = tau            eq. (16)
-    M    <- M - a S_t^-1 G A_t^-1                with t = tau + damping  eq. (17)
+    q(W) = N(M, S_t^-1 kron A_t^-1)              with t = tau
+    M    <- M - a S_t^-1 G A_t^-1                with t = tau + damping
 
 The new factors serve the step of the mean.  G has the prior in it.  In the paper's symbols A = A-bar,
 S = N S-bar, tau = 1 / eta, lambda = 1, and gamma_in = tau / N.
 
-**Damping comes from the prior.**  The exact precision is S kron A + tau I, which is no Kronecker product.
-The damped factors multiply out to S kron A + tau I + sqrt(tau) (pi S kron I + I kron A / pi): too large,
-so sds are too small, most where prior and likelihood are of like size.  :class:`~pyro_ngvi.NGVB` on
-the same guide finds the best Kronecker product instead.  ``damping`` acts on the mean alone.
+**Damping comes from the prior.**  The precision S kron A + tau I is no Kronecker product.  The damped
+factors multiply out to S kron A + tau I + sqrt(tau) (pi S kron I + I kron A / pi): too large, so sds are
+too small, by 12 % where the likelihood's precision is 50 tau and by 29 % where it is tau (A and S
+multiples of I).  :class:`~pyro_ngvi.NGVB` on the same guide finds the best Kronecker product instead.
+``damping`` acts on the mean alone.
 
 The averages start with the first step's statistics (b is at least 1 / (k + 1)).  Moves, of all sites
 together, are shortened to a Fisher length of ``trust_radius``: the paper's code clips them so.  Sites
@@ -62,14 +63,14 @@ def damped_factors(
 ) -> tuple[Tensor, Tensor]:
     """(S_t, A_t) for S = ``kron_out`` (n, n), A = ``kron_in`` (m, m) and t = ``precision`` > 0."""
     precision = torch.as_tensor(precision, dtype=kron_in.dtype, device=kron_in.device)
-    tiny = torch.finfo(kron_in.dtype).eps
-    # a layer without input or gradient: the limit is the prior, to which any split leads
-    mean_in = kron_in.diagonal().mean().clamp_min(tiny)
-    mean_out = kron_out.diagonal().mean().clamp_min(tiny)
-    root = precision.sqrt()
-    rows = root * (mean_out / mean_in).sqrt()
-    columns = root * (mean_in / mean_out).sqrt()
-    return _shifted(kron_out, rows), _shifted(kron_in, columns)
+    tiny = torch.finfo(kron_in.dtype).tiny
+    # of a layer without input or gradient the prior remains, to which every pi leads
+    root_in = kron_in.diagonal().mean().clamp_min(tiny).sqrt()
+    root_out = kron_out.diagonal().mean().clamp_min(tiny).sqrt()
+    rows, columns = root_out / root_in, root_in / root_out
+    return _shifted(kron_out, precision.sqrt() * rows), _shifted(
+        kron_in, precision.sqrt() * columns
+    )
 
 
 def _shifted(K: Tensor, by: Tensor) -> Tensor:
@@ -206,17 +207,17 @@ class NoisyKFACRule:
 
 
 class NoisyKFAC(NaturalGradientOptim):
-    """Noisy K-FAC for :class:`~pyro_ngvi.AutoMatrixNormal`; equations in :mod:`pyro_ngvi.optim.noisy_kfac`.
+    """Noisy K-FAC for :class:`~pyro_ngvi.AutoMatrixNormal`, from the factors of each layer's curvature.
 
-    The loss has to leave, on the guide, the statistics of each matrix W (n, m) of a layer y = W x, as
-    the parts "kron_in.<site>" (m, m), mean of x x' over data and draws, the column of a bias excluded,
-    and "kron_out.<site>" (n, n), sum over all data of g g', mean over draws, g the gradient of a datum's
-    log likelihood in y; and "prior" (d,), the diagonal of the prior's curvature at the flat latent
-    vector.  The minibatch of a plate stands for all data.
+    The equations are in :mod:`pyro_ngvi.optim.noisy_kfac`.  The loss has to leave the statistics of each
+    matrix W (n, m) of a layer y = W x on the guide (``guide.curvature``): "kron_in.<site>" (m, m), mean
+    of x x' over data and draws, the column of a bias excluded; "kron_out.<site>" (n, n), sum over all
+    data of g g', mean over draws, with g the gradient of a datum's log likelihood in y; and "prior" (d,),
+    the diagonal of the prior's curvature at the flat latent vector.  A minibatch stands for all data.
 
     Args:
         guide: an ``AutoMatrixNormal``, or a list of such guides.
-        lr: rate a of the mean, in (0, 1], or a function of the step count k = 0, 1, ... (a 0-dim tensor).
+        lr: rate a of the mean, in (0, 1], or a function of the step count k = 0, 1, ... (0-dim tensor).
         curvature_lr: rate b of the averages, likewise.
         damping: precision added in the step of the mean, never in the posterior.
         prior_precision: tau of every site; ``None``: from the loss, see above.
@@ -272,9 +273,9 @@ class NoisyKFAC(NaturalGradientOptim):
         if missing:
             raise RuntimeError(
                 f"NoisyKFAC needs the Kronecker factors of every matrix, and the loss left no "
-                f"{', '.join(map(repr, missing))} on {type(block).__name__}. Pass a loss that leaves them"
-                f"{', or prior_precision,' if 'prior' in missing else ''} or use pyro_ngvi.NGVB, which "
-                f"needs gradients only."
+                f"{', '.join(map(repr, missing))} on {type(block).__name__}. Pass a loss that leaves "
+                f"them{', or prior_precision,' if 'prior' in missing else ''} or use pyro_ngvi.NGVB, "
+                f"which needs gradients only."
             )
 
     def _update(

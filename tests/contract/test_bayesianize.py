@@ -183,6 +183,14 @@ def test_float32() -> None:
     assert predict(model, guide, x.float(), x[:, 0], num_samples=5).mean.dtype == torch.float32
 
 
+def test_first_run_in_inference_mode_leaves_nothing_behind() -> None:
+    model = bayesianize(mlp(), "categorical", num_data=N)
+    x, y = classes()
+    with torch.inference_mode():
+        model(x)
+    assert torch.isfinite(trained(model, x, y, steps=2).loc).all()
+
+
 @pytest.mark.parametrize("lead", [(), (3, 1)], ids=["one draw", "vectorised"])
 def test_runs_on_meta_tensors(lead: tuple[int, ...]) -> None:
     model = bayesianize(mlp(), "categorical", num_data=N).to("meta")

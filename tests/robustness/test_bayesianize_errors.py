@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pyro
@@ -54,13 +55,14 @@ def test_layers_that_are_fine(layer: nn.Module, loss: Any) -> None:
 
 
 def test_training_mode_that_is_switched_on_later() -> None:
-    net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).eval()
+    net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double().eval()
     model = bayesianize(net, "normal", num_data=8)
     net.train()  # the model has a copy
-    model(X, Y)
-    model.train()
-    with pytest.raises(ValueError, match=r"BatchNorm1d.*training mode"):
-        model(X, Y)
+    for each in (model, copy.deepcopy(model)):
+        each(X, Y)
+        each.train()
+        with pytest.raises(ValueError, match=r"BatchNorm1d.*training mode"):
+            each(X, Y)
 
 
 @pytest.mark.parametrize(
