@@ -40,7 +40,7 @@ class LatentLayout:
             raise ValueError("The model has no latent site: every sample site is observed.")
         self.dim = sum(prod(shape) for shape in self.unconstrained_shapes.values())
 
-    def _unconstrained(self, theta: Tensor) -> Iterator[tuple[str, Any, Tensor]]:
+    def unconstrained(self, theta: Tensor) -> Iterator[tuple[str, Any, Tensor]]:
         if theta.dim() != 2 or theta.shape[1] != self.dim:
             raise ValueError(
                 f"theta has shape {tuple(theta.shape)}; it must be (S, {self.dim}), a row for "
@@ -53,13 +53,13 @@ class LatentLayout:
 
     def unpack(self, theta: Tensor) -> dict[str, Tensor]:
         """Flat unconstrained (S, d) to constrained values (S, *shape) by site."""
-        return {name: transform(x) for name, transform, x in self._unconstrained(theta)}
+        return {name: transform(x) for name, transform, x in self.unconstrained(theta)}
 
     def unpack_with_log_det(self, theta: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """As :meth:`unpack`, and log |det dz/dtheta|, (S,)."""
         values: dict[str, Tensor] = {}
         log_det = theta.new_zeros(len(theta))
-        for name, transform, x in self._unconstrained(theta):
+        for name, transform, x in self.unconstrained(theta):
             values[name] = z = transform(x)
             if z is not x:  # the identity returns its argument, and its log det is zero
                 terms = transform.log_abs_det_jacobian(x, z)

@@ -40,7 +40,8 @@ from pyro_ngvi.elbo.check import (
     check_model_site,
     check_values,
 )
-from pyro_ngvi.elbo.curvature import KINDS, check_guide_takes_curvature, expected_curvature
+from pyro_ngvi.elbo.curvature import KINDS, check_guide_takes_curvature
+from pyro_ngvi.elbo.estimator import CurvatureEstimator
 from pyro_ngvi.guides.base import AutoFamily, Curvature
 from pyro_ngvi.layout import LatentLayout
 
@@ -107,10 +108,9 @@ class BatchedELBO(ELBO):
             raise ValueError(f"curvature is {curvature!r}; it must be None or one of {kinds}.")
         self.curvature = curvature
         self._minibatches = Minibatches()
-        self._draws: Tensor | None = None
+        self._estimator: CurvatureEstimator | None = None
         self._prepared: tuple[Program, Program] | None = None
         self._layout: tuple[Trace, LatentLayout] | None = None
-        self._diagonal_prior: dict[str, bool] = {}
 
     def loss(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
         """An estimate of the negative ELBO, as a number and without gradients."""
@@ -127,26 +127,15 @@ class BatchedELBO(ELBO):
         if self.curvature is not None:
             check_guide_takes_curvature(guide, self.curvature, _is_joint(guide))
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
-        if loss.requires_grad:
-            loss.backward(retain_graph=self.retain_graph)
-        if self.curvature is not None:
-            parts = self._curvature(model, guide, args, kwargs)
-            cast(AutoFamily, guide).curvature = Curvature(self.curvature, parts)
+        if self._estimator is None:
+            if loss.requires_grad:
+                loss.backward(retain_graph=self.retain_graph)
+            return loss.detach()
+        self._estimator.before_backward()
+        loss.backward(retain_graph=self.retain_graph)
+        parts = self._estimator.after_backward(model, self._minibatches, args, kwargs)
+        cast(AutoFamily, guide).curvature = Curvature(self._estimator.kind, parts)
         return loss.detach()
-
-    def _curvature(self, model: Program, guide: Any, args: Any, kwargs: Any) -> dict[str, Tensor]:
-        """The expected curvature at the draws of the loss, in the form that the guide asks for."""
-        assert self._draws is not None and self._layout is not None and self.curvature is not None
-        layout = self._layout[1]
-
-        def run(theta: Tensor, reduce: Any) -> Any:
-            values, log_det = layout.unpack_with_log_det(theta[None])
-            how: Any = {"minibatches": self._minibatches}
-            result = run_particles(model, reduce, values, 1, args, kwargs, **how)
-            return result, log_det[0]
-
-        form = guide.family.curvature_form
-        return expected_curvature(run, self._draws, self.curvature, form, self._diagonal_prior)
 
     def differentiable_loss(
         self, model: Program, guide: Program, *args: Any, **kwargs: Any
@@ -155,7 +144,7 @@ class BatchedELBO(ELBO):
         prepared = self._prepared
         if prepared is None or prepared[0] is not model or prepared[1] is not guide:
             self._get_trace(model, guide, args, kwargs)
-            self._diagonal_prior = {}
+            self._estimator = None
             self._prepared = (model, guide)
         self._minibatches.redraw()
         shared: dict[str, Tensor] = {}
@@ -164,12 +153,17 @@ class BatchedELBO(ELBO):
         else:
             values, log_q = self._draw(guide, args, kwargs, shared)
 
-        def log_joint(sites: Sites) -> Tensor:
+        estimator = self._estimator
+
+        def log_joint(sites: Sites) -> Any:
             _check_model(sites, values, shared)
-            return _sum_log_prob(sites)
+            return _sum_log_prob(sites) if estimator is None else estimator.terms(sites)
 
         how: Any = {"shared": shared, "chunk_size": self.chunk_size}
-        log_p = self._run(model, log_joint, values, args, kwargs, **how)
+        program = model if estimator is None else estimator.program(model)
+        log_p = self._run(program, log_joint, values, args, kwargs, **how)
+        if estimator is not None:
+            log_p = estimator.log_joint(log_p)
         return (log_q - log_p).sum() / self.num_particles
 
     def _run(self, program: Program, reduce: Any, values: Any, args: Any, kwargs: Any, **how: Any):
@@ -215,10 +209,20 @@ class BatchedELBO(ELBO):
         with pyro.validation_enabled(False), Conditioned({}, self._minibatches) as handler:
             q = _posterior(guide, *args, **kwargs)
             theta = q.rsample((self.num_particles,))
-            self._draws = theta.detach() if self.curvature is not None else None
             values, log_det = layout.unpack_with_log_det(theta)
+            if self.curvature is not None and theta.requires_grad:
+                self._start_curvature(guide, layout, theta, log_det)
             pyro.factor("_log_q", q.log_prob(theta) - log_det, has_rsample=True)
         return values, site_log_prob(handler.sites["_log_q"])[1]
+
+    def _start_curvature(
+        self, guide: AutoContinuous, layout: LatentLayout, theta: Tensor, log_det: Tensor
+    ) -> None:
+        if self._estimator is None and self.curvature is not None and isinstance(guide, AutoFamily):
+            form = guide.family.curvature_form
+            self._estimator = CurvatureEstimator(self.curvature, form, layout, _sum_log_prob)
+        if self._estimator is not None:
+            self._estimator.start(theta, log_det)
 
     def _get_trace(self, model: Program, guide: Program, args: Any, kwargs: Any) -> Any:
         """Run guide and model once without ``vmap``, with every check; return their sites."""

@@ -42,7 +42,7 @@ from pyro_ngvi.density import site_kind, site_log_prob
 from pyro_ngvi.elbo.per_example import outer_sum, squared_sum, weighted_rows
 from pyro_ngvi.guides.base import AutoFamily
 
-__all__ = ["KINDS", "check_guide_takes_curvature", "expected_curvature"]
+__all__ = ["KINDS", "Run", "check_guide_takes_curvature", "expected_curvature", "squares_of"]
 
 KINDS = ("price", "hessian", "gauss_newton", "squared_gradient")
 
@@ -101,10 +101,7 @@ def expected_curvature(
         (_, _, other), log_det = run(t, _terms)
         return -(other[0] + log_det)
 
-    def data(t: Tensor) -> tuple[Tensor, Tensor]:
-        (log_prob, weight, _), _ = run(t, _terms)
-        return log_prob[0], weight[0]
-
+    data = data_terms(run)
     if kind == "hessian":
         if form == "dense":
             return {"dense": _average(lambda t: _hessian(joint, t), theta)}
@@ -138,9 +135,31 @@ def expected_curvature(
     return {form: products + prior}
 
 
-def _products(
-    data: Callable[[Tensor], tuple[Tensor, Tensor]], theta: Tensor, form: str
-) -> Tensor:
+def data_terms(run: Run) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """theta (d,) to the log probability of each datum and its weight, both (N,)."""
+
+    def data(t: Tensor) -> tuple[Tensor, Tensor]:
+        (log_prob, weight, _), _ = run(t, _terms)
+        return log_prob[0], weight[0]
+
+    return data
+
+
+def squares_of(run: Run, theta: Tensor, entries: Tensor) -> Tensor:
+    """The average over draws of sum_i s_i g_i^2, of some ``entries`` (k,) of theta (S, d) only."""
+    data = data_terms(run)
+    _, weights = data(theta[0])
+
+    def squares(t: Tensor) -> Tensor:
+        def some(part: Tensor) -> Tensor:
+            return data(t.index_copy(0, entries, part))[0]
+
+        return squared_sum(some, t[entries], weights)
+
+    return _average(squares, theta)
+
+
+def _products(data: Callable[[Tensor], tuple[Tensor, Tensor]], theta: Tensor, form: str) -> Tensor:
     """The average over draws of sum_i s_i g_i g_i', or its rows, in the form asked for."""
     _, weights = data(theta[0])  # the same for all draws, as the minibatch is
 

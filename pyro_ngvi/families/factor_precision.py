@@ -1,17 +1,19 @@
 r"""Factor-precision Gaussian, q(z) = N(z; mu, P^-1) with P = U U' + diag(s) and U of any rank L.
 
 Stored: ``loc`` = mu (d,), ``factor`` = U (d, L), ``log_precision`` = log s (d,).
-Local frame: everything in units of e = s^(1/2).  With B = U / e and P~ = I + B B', a tangent (t, V, v)
-means dmu = t / e, dU = e V, d log s = 2 v, hence F t = P~ t.  The metric of P is that of a covariance
-of the same form, tr(P^-1 dP P^-1 dP) / 2, so the equations for (V, v), and their exact solution without
-a d x d matrix, stand in :mod:`pyro_ngvi.families._factors`, with M = P.
+In units of e = s^(1/2), B = U / e and P~ = I + B B'.
 
 **Draws** take d normals.  With R R' = I + B'B = C, R lower triangular,
 
-    e (z - mu) = [I - B R^-T (I + R)^-1 B'] eps
+    z = mu + T eps,   T = e^-1 [I - B R^-T (I + R)^-1 B'],
 
-has covariance P~^-1 = I - B C^-1 B': for K = R^-T (I + R)^-1, K + K' - K (C - I) K' = C^-1.  No
-symmetric root of an L x L matrix, hence no eigenvalues, are needed.
+has covariance T T' = e^-1 (I - B C^-1 B') e^-1: for K = R^-T (I + R)^-1, K + K' - K (C - I) K' = C^-1.
+No symmetric root of an L x L matrix, hence no eigenvalues, are needed.
+
+**Local frame:** a tangent (t, V, v) means dmu = T t, dU = e V, d log s = 2 v, hence F t = t.  (In units
+of e, F t = P~ t is so large along B that a move of the step before, where B was another, throws q away.)
+The metric of P is that of a covariance of the same form, tr(P^-1 dP P^-1 dP) / 2, so the equations for
+(V, v), and their exact solution without a d x d matrix, stand in :mod:`pyro_ngvi.families._factors`.
 
 **Gradients** of E f(z), with Price's dE/dSigma = sym(E[g (z - mu)'] P) / 2, g = grad f, x = z - mu:
 
@@ -48,20 +50,32 @@ def _factors(params: Tensors) -> Factors:
     return Factors(params["factor"], 0.5 * params["log_precision"])
 
 
+def _spread(factors: Factors, x: Tensor) -> Tensor:
+    """T x' for rows x (n, d)."""
+    B, R = factors.B, factors.C_chol
+    m = solve_triangular((factors.identity + R).mT, x @ B.mT, upper=True, left=False)
+    m = solve_triangular(R, m, upper=False, left=False)
+    return (x - m @ B) / factors.c
+
+
+def _spread_transposed(factors: Factors, x: Tensor) -> Tensor:
+    """T' x' for rows x (n, d)."""
+    B, R, y = factors.B, factors.C_chol, x / factors.c
+    m = solve_triangular(R.mT, y @ B.mT, upper=True, left=False)
+    m = solve_triangular(factors.identity + R, m, upper=False, left=False)
+    return y - m @ B
+
+
 class _Sample(torch.autograd.Function):
-    """z = mu + [I - B R^-T (I + R)^-1 B'] eps / e, with the gradient at the head of this file."""
+    """z = mu + T eps, with the gradient at the head of this file."""
 
     generate_vmap_rule = True
 
     @staticmethod
     @keep_signature
     def forward(loc: Tensor, factor: Tensor, log_precision: Tensor, noise: Tensor) -> Tensor:
-        factors = Factors(factor, 0.5 * log_precision)
-        B, R, eps = factors.B, factors.C_chol, noise.reshape(-1, noise.shape[-1])
-        # rows times (I + R)^-T R^-1, the transpose of K
-        m = solve_triangular((factors.identity + R).mT, eps @ B.mT, upper=True, left=False)
-        m = solve_triangular(R, m, upper=False, left=False)
-        return loc + ((eps - m @ B) / factors.c).reshape(noise.shape)
+        eps = noise.reshape(-1, noise.shape[-1])
+        return loc + _spread(Factors(factor, 0.5 * log_precision), eps).reshape(noise.shape)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -182,16 +196,20 @@ class FactorPrecisionNormal(Family):
         return (1.0 - self._leverage(factors)).sqrt() / factors.c
 
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
-        e = (0.5 * params["log_precision"]).exp()
+        factors = _factors(params)
         return {
-            "loc": tangent["loc"] / e,
-            "factor": e.unsqueeze(-1) * tangent["factor"],
+            "loc": _spread(factors, tangent["loc"].unsqueeze(-2)).squeeze(-2),
+            "factor": factors.c.unsqueeze(-1) * tangent["factor"],
             "log_precision": 2.0 * tangent["log_precision"],
         }
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        # push is diagonal, hence its own transpose; the copy puts the factors into rows, see Factors
-        return self.push(params, grads | {"factor": grads["factor"].mT.contiguous().mT})
+        factors = _factors(params)
+        return {
+            "loc": _spread_transposed(factors, grads["loc"].unsqueeze(-2)).squeeze(-2),
+            "factor": (grads["factor"].mT * factors.c).mT,  # in rows, see Factors
+            "log_precision": 2.0 * grads["log_precision"],
+        }
 
     def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors:
         factors = _factors(params)
@@ -221,15 +239,13 @@ class FactorPrecisionNormal(Family):
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
         factors = _factors(params)
         along_B, along_s = factors.fisher_product(tangent["factor"].mT, tangent["log_precision"])
-        t = torch.addmv(tangent["loc"], factors.B.mT, factors.B @ tangent["loc"])
-        return {"loc": t, "factor": along_B.mT, "log_precision": along_s}
+        return {"loc": tangent["loc"], "factor": along_B.mT, "log_precision": along_s}
 
     def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
         factors = _factors(params)
         G = gradient["factor"].mT.contiguous()
         V, v = factors.fisher_solve(G, gradient["log_precision"], self.cg_iterations)
-        t = factors.inverse_product(gradient["loc"].unsqueeze(-2)).squeeze(-2)
-        return {"loc": t, "factor": V.mT, "log_precision": v}
+        return {"loc": gradient["loc"], "factor": V.mT, "log_precision": v}
 
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
@@ -237,7 +253,7 @@ class FactorPrecisionNormal(Family):
         factors = _factors(params)
         move, change = factors.move(step * tangent["factor"].mT, step * tangent["log_precision"])
         return {
-            "loc": params["loc"] + step * tangent["loc"] / factors.c,
+            "loc": params["loc"] + step * _spread(factors, tangent["loc"].unsqueeze(-2)).squeeze(-2),
             "factor": params["factor"] + move.mT,
             "log_precision": clamp_exponent(params["log_precision"] + 2.0 * change),
         }

@@ -18,9 +18,9 @@ The new factors serve the step of the mean.  G has the prior in it.  In the pape
 S = N S-bar, tau = 1 / eta, lambda = 1, and gamma_in = tau / N.
 
 **Damping comes from the prior.**  The precision S kron A + tau I is no Kronecker product.  The damped
-factors multiply out to S kron A + tau I + sqrt(tau) (pi S kron I + I kron A / pi): too large, so sds are
-too small, by 12 % where the likelihood's precision is 50 tau and by 29 % where it is tau (A and S
-multiples of I).  :class:`~pyro_ngvi.NGVB` on the same guide finds the best Kronecker product instead.
+factors multiply out to S kron A + tau I + sqrt(tau) (pi S kron I + I kron A / pi): too large, so that
+sds are too small, by 12 % where the likelihood's precision is 50 tau and by 29 % where it is tau (A and
+S multiples of I).  :class:`~pyro_ngvi.NGVB` on the same guide finds the best Kronecker product instead.
 ``damping`` acts on the mean alone.
 
 The averages start with the first step's statistics (b is at least 1 / (k + 1)).  Moves, of all sites
@@ -209,11 +209,11 @@ class NoisyKFACRule:
 class NoisyKFAC(NaturalGradientOptim):
     """Noisy K-FAC for :class:`~pyro_ngvi.AutoMatrixNormal`, from the factors of each layer's curvature.
 
-    The equations are in :mod:`pyro_ngvi.optim.noisy_kfac`.  The loss has to leave the statistics of each
-    matrix W (n, m) of a layer y = W x on the guide (``guide.curvature``): "kron_in.<site>" (m, m), mean
-    of x x' over data and draws, the column of a bias excluded; "kron_out.<site>" (n, n), sum over all
-    data of g g', mean over draws, with g the gradient of a datum's log likelihood in y; and "prior" (d,),
-    the diagonal of the prior's curvature at the flat latent vector.  A minibatch stands for all data.
+    The equations are in :mod:`pyro_ngvi.optim.noisy_kfac`.  The loss has to leave the statistics of
+    each matrix W (n, m) of a layer y = W x on the guide (``guide.curvature``): "kron_in.<site>" (m, m),
+    mean of x x' over data and draws, the column of a bias excluded; "kron_out.<site>" (n, n), sum over
+    all data of g g', mean over draws, with g the gradient of a datum's log likelihood in y; and "prior"
+    (d,), the diagonal of the prior's curvature at the flat latent vector.  A minibatch stands for all.
 
     Args:
         guide: an ``AutoMatrixNormal``, or a list of such guides.

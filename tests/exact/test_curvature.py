@@ -49,8 +49,8 @@ def curvature(model, guide_class, kind, **kwargs):
     left = guide.take_curvature()
     assert isinstance(left, Curvature) and left.kind == kind
     assert guide.take_curvature() is None
-    assert loss._draws is not None
-    return left.parts, loss._draws
+    torch.manual_seed(1)
+    return left.parts, guide.get_posterior().rsample((2,)).detach()
 
 
 def hessian(f, t) -> torch.Tensor:
@@ -194,3 +194,63 @@ def test_refusals(guide_class, kind, model, message):
 def test_unknown_kind():
     with pytest.raises(ValueError, match=r"'exact'.*'gauss_newton'"):
         ngvi.BatchedELBO(1, curvature="exact")
+
+
+def regression_network(x, y=None):
+    """A network with a latent, constrained noise scale, a bias and a Laplace prior."""
+    w1 = pyro.sample("w1", dist.Normal(torch.zeros(4, 2), 1.0).to_event(2))
+    b1 = pyro.sample("b1", dist.StudentT(3.0, torch.zeros(4), 1.0).to_event(1))
+    w2 = pyro.sample("w2", dist.Laplace(torch.zeros(1, 4), 1.0).to_event(2))
+    noise = pyro.sample("noise", dist.HalfCauchy(1.0))
+    with pyro.plate("data", 20, subsample=torch.arange(len(x))):
+        hidden = torch.nn.functional.linear(x, w1, b1).tanh()
+        mean = torch.nn.functional.linear(hidden, w2).squeeze(-1)
+        pyro.sample("y", dist.Normal(mean, noise), obs=y)
+
+
+def partly_covered(x, y=None):
+    """The layers see w; the exponent a acts on the data in another way."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(1, 2), 1.0).to_event(2))
+    a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        mean = torch.nn.functional.linear(x, w).squeeze(-1)
+        pyro.sample("y", dist.Normal(mean, a.exp()), obs=y)
+
+
+def hierarchical_network(x, y=None):
+    """The Hessian of the prior is not diagonal, so there is no fast route."""
+    scale = pyro.sample("scale", dist.Normal(0.0, 1.0))
+    w = pyro.sample("w", dist.Normal(torch.zeros(1, 2), scale.exp()).to_event(2))
+    with pyro.plate("data", len(x)):
+        mean = torch.nn.functional.linear(x, w).squeeze(-1)
+        pyro.sample("y", dist.Normal(mean, 0.5), obs=y)
+
+
+@pytest.mark.parametrize(
+    "model, uncovered",
+    [
+        (regression_network, {"noise"}),
+        (partly_covered, {"a"}),
+        (hierarchical_network, {"scale", "w"}),
+    ],
+)
+@pytest.mark.parametrize("particles", [1, 3])
+def test_fast_route_equals_the_general_one(model, uncovered, particles):
+    """From the second step on a network's squares come from the loss's own backward pass."""
+    guide = ngvi.AutoMeanFieldNormal(model, init_scale=0.3)
+    batches = [(X[:5], Y[:5]), (X, Y), (X[2:], Y[2:])]
+    fast = ngvi.BatchedELBO(particles, curvature="gauss_newton")
+    for seed, (x, y) in enumerate(batches):
+        left = []
+        for loss in (fast, ngvi.BatchedELBO(particles, curvature="gauss_newton")):
+            torch.manual_seed(seed)
+            guide.zero_grad()
+            value = loss.loss_and_grads(model, guide, x, y)
+            curvature = guide.take_curvature()
+            assert curvature is not None
+            grads = torch.cat([p.grad.reshape(-1) for p in guide.parameters()])
+            left.append((value, grads, curvature.parts["diagonal"]))
+        for one, other in zip(*left, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    assert fast._estimator is not None
+    assert set(fast._estimator.reasons) == uncovered

@@ -32,7 +32,7 @@ def data():
 
 
 def stationary_precision(family, kind, data, expected):
-    """Mean ratio of P to ``expected(params)``, or of its inverse for "price"; and its standard error."""
+    """Mean ratio of P to ``expected(params)``, of its inverse for "price"; and its standard error."""
     X, y = data
     g = torch.Generator().manual_seed(1)
     rule = VONRule(family, RATE, RATE, momentum=0.9)
