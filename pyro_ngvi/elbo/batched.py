@@ -42,6 +42,7 @@ from pyro_ngvi.elbo.check import (
 )
 from pyro_ngvi.elbo.curvature import KINDS, check_guide_takes_curvature
 from pyro_ngvi.elbo.estimator import CurvatureEstimator
+from pyro_ngvi.elbo.tempering import Tempered
 from pyro_ngvi.guides.base import AutoFamily, Curvature
 from pyro_ngvi.layout import LatentLayout
 
@@ -72,6 +73,9 @@ class BatchedELBO(ELBO):
         the exact curvature of the prior; "squared_gradient": squares of the gradient of the
         minibatch, as Adam has them; "price": none, the gradients of the scales carry it. For a guide
         of ours that has a use for it.
+    :param kl_weight: tau, a weight on the KL term: the loss becomes that of the tempered posterior,
+        prior x likelihood^(1 / tau). An attribute too, so that a loop can let it grow to 1 (a
+        warm-up): ``loss.kl_weight = min(1.0, (k + 1) / 1000)``.
     :param chunk_size: run at most that many particles of the model at a time, to bound memory.
     :param retain_graph: passed to ``backward``.
     :raises ValueError: when a site can not be handled, or its ``log_prob`` has a shape that its
@@ -96,6 +100,7 @@ class BatchedELBO(ELBO):
         num_particles: int = 1,
         *,
         curvature: str | None = None,
+        kl_weight: float = 1.0,
         chunk_size: int | None = None,
         retain_graph: bool | None = None,
     ) -> None:
@@ -107,6 +112,7 @@ class BatchedELBO(ELBO):
             kinds = ", ".join(map(repr, KINDS))
             raise ValueError(f"curvature is {curvature!r}; it must be None or one of {kinds}.")
         self.curvature = curvature
+        self.kl_weight = kl_weight
         self._minibatches = Minibatches()
         self._estimator: CurvatureEstimator | None = None
         self._prepared: tuple[Program, Program] | None = None
@@ -133,7 +139,8 @@ class BatchedELBO(ELBO):
             return loss.detach()
         self._estimator.before_backward()
         loss.backward(retain_graph=self.retain_graph)
-        parts = self._estimator.after_backward(model, self._minibatches, args, kwargs)
+        with Tempered(self.kl_weight):
+            parts = self._estimator.after_backward(model, self._minibatches, args, kwargs)
         cast(AutoFamily, guide).curvature = Curvature(self._estimator.kind, parts)
         return loss.detach()
 
@@ -146,6 +153,8 @@ class BatchedELBO(ELBO):
             self._get_trace(model, guide, args, kwargs)
             self._estimator = None
             self._prepared = (model, guide)
+        if not 0.0 < self.kl_weight < float("inf"):
+            raise ValueError(f"kl_weight is {self.kl_weight}; it must be a positive number.")
         self._minibatches.redraw()
         shared: dict[str, Tensor] = {}
         if _is_joint(guide):
@@ -161,7 +170,8 @@ class BatchedELBO(ELBO):
 
         how: Any = {"shared": shared, "chunk_size": self.chunk_size}
         program = model if estimator is None else estimator.program(model)
-        log_p = self._run(program, log_joint, values, args, kwargs, **how)
+        with Tempered(self.kl_weight):
+            log_p = self._run(program, log_joint, values, args, kwargs, **how)
         if estimator is not None:
             log_p = estimator.log_joint(log_p)
         return (log_q - log_p).sum() / self.num_particles

@@ -217,6 +217,20 @@ class Family(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no use for curvature.")
 
+    def precision_step(
+        self, params: Tensors, grads: Tensors, curvature: Tensors, rate: Tensor, safe: bool
+    ) -> Tensors:
+        """``params`` with precision P + rate (H - P), and, if ``safe``, the second-order term.
+
+        H is the ``curvature``, or, if that is empty, what the gradient of the scales in ``grads`` says.
+        """
+        gradient = self.pull(params, grads)
+        if curvature:
+            gradient = self.pull_curvature(params, gradient, curvature)
+        tangent = self.natural_gradient(params, gradient)
+        tangent["loc"] = torch.zeros_like(tangent["loc"])
+        return self.retract(params, tangent, -rate, "improved" if safe else "natural")
+
     def covariance_product(
         self, params: Tensors, v: Tensor, damping: Tensor | float = 0.0
     ) -> Tensor:

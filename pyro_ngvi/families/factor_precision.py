@@ -10,10 +10,11 @@ In units of e = s^(1/2), B = U / e and P~ = I + B B'.
 has covariance T T' = e^-1 (I - B C^-1 B') e^-1: for K = R^-T (I + R)^-1, K + K' - K (C - I) K' = C^-1.
 No symmetric root of an L x L matrix, hence no eigenvalues, are needed.
 
-**Local frame:** a tangent (t, V, v) means dmu = T t, dU = e V, d log s = 2 v, hence F t = t.  (In units
-of e, F t = P~ t is so large along B that a move of the step before, where B was another, throws q away.)
-The metric of P is that of a covariance of the same form, tr(P^-1 dP P^-1 dP) / 2, so the equations for
-(V, v), and their exact solution without a d x d matrix, stand in :mod:`pyro_ngvi.families._factors`.
+**Local frame:** a tangent (t, V, v) means dmu = T t, dU = e V, d log s = 2 v, hence F t = t.  (With
+dmu = t / e, F t = P~ t is so large along B that momentum from the step before, made with another B,
+throws q away.)  The metric of P is that of a covariance of the same form, tr(P^-1 dP P^-1 dP) / 2, so
+the equations for (V, v), and their exact solution without a d x d matrix, stand in
+:mod:`pyro_ngvi.families._factors`.
 
 **Gradients** of E f(z), with Price's dE/dSigma = sym(E[g (z - mu)'] P) / 2, g = grad f, x = z - mu:
 
@@ -27,7 +28,8 @@ H = rows'rows + diag.
 
 Few factors of a *precision* are directions that the data determine well; all others stay as wide as the
 diagonal has them.  Posteriors with few *wide* directions are for ``FactorNormal``.  Not for posteriors
-close to independent (``MeanFieldNormal``) nor for d below about 100 (``FullRankNormal``).
+close to independent (``MeanFieldNormal``), for d below about 100 (``FullRankNormal``), nor for L above
+some d / 3: where s is superfluous, NGVB's steps in log s are slow and at times astray.
 
 Source: the form is that of Mishkin et al. (2018, arXiv:1811.04504), the formulas are derived here.
 """
@@ -40,6 +42,9 @@ import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
+from .._known import known
+from ..linalg.cholesky import SMALLEST
+from ..linalg.leading import leading_rows
 from ._factors import Factors, cosine_columns
 from .base import LOG_2PI, Family, Tensors, clamp_exponent, keep_signature
 
@@ -227,6 +232,34 @@ class FactorPrecisionNormal(Family):
             "log_precision": 1.0 - self._leverage(factors) - diagonal,
         }
 
+    def precision_step(
+        self, params: Tensors, grads: Tensors, curvature: Tensors, rate: Tensor, safe: bool
+    ) -> Tensors:
+        """The best that rank L can do for P + rate (H - P), its diagonal kept; see ``optim/slang.py``.
+
+        Outer products keep the factors' part positive by themselves, so ``safe`` has nothing to add.
+        """
+        if "rows" not in curvature:
+            raise ValueError(
+                "A step of a factor precision needs the gradients of single data: pass "
+                'loss=pyro_ngvi.BatchedELBO(num_particles, curvature="gauss_newton").'
+            )
+        G, delta, s = curvature["rows"], curvature["diagonal"], params["log_precision"].exp()
+        A = torch.cat([(1.0 - rate).sqrt() * params["factor"].mT, rate.sqrt() * G])
+        diagonal = A.square().sum(0)
+        # a finite sum of squares bounds every entry of the matrices whose eigenvalues are sought
+        finite = torch.isfinite(diagonal.sum() + delta.abs().sum())
+        if not known(finite):
+            A = torch.where(finite, A, 0.0)
+        rows = leading_rows(A, params["factor"].shape[-1])
+        correction = (diagonal - rows.square().sum(0)).clamp_min(0.0)
+        # precisions stay positive, in flat directions (delta = 0) at rate 1 too
+        floor = torch.where(delta < 0.0, SMALLEST * s, torch.finfo(s.dtype).eps * s)
+        s = torch.maximum((1.0 - rate) * s + rate * delta + correction, floor)
+        # what is not finite refuses the step
+        log_precision = torch.where(finite & torch.isfinite(s), clamp_exponent(s.log()), torch.nan)
+        return params | {"factor": rows.mT, "log_precision": log_precision}
+
     def covariance_product(
         self, params: Tensors, v: Tensor, damping: Tensor | float = 0.0
     ) -> Tensor:
@@ -253,7 +286,8 @@ class FactorPrecisionNormal(Family):
         factors = _factors(params)
         move, change = factors.move(step * tangent["factor"].mT, step * tangent["log_precision"])
         return {
-            "loc": params["loc"] + step * _spread(factors, tangent["loc"].unsqueeze(-2)).squeeze(-2),
+            "loc": params["loc"]
+            + step * _spread(factors, tangent["loc"].unsqueeze(-2)).squeeze(-2),
             "factor": params["factor"] + move.mT,
             "log_precision": clamp_exponent(params["log_precision"] + 2.0 * change),
         }

@@ -98,12 +98,29 @@ class MeanFieldNormal(Family):
             h = curvature["dense"].diagonal()
         else:
             h = curvature["diagonal"]
-        return gradient | {"log_scale": (2.0 * params["log_scale"]).exp() * h - 1.0}
+        return gradient | {"log_scale": (2.0 * params["log_scale"]).exp_().mul_(h).sub_(1.0)}
 
     def covariance_product(
         self, params: Tensors, v: Tensor, damping: Tensor | float = 0.0
     ) -> Tensor:
+        if not isinstance(damping, Tensor) and not damping:
+            return (2.0 * params["log_scale"]).exp_().mul_(v)
         return v / ((-2.0 * params["log_scale"]).exp() + damping)
+
+    def precision_step(
+        self, params: Tensors, grads: Tensors, curvature: Tensors, rate: Tensor, safe: bool
+    ) -> Tensors:
+        if not safe:
+            return super().precision_step(params, grads, curvature, rate, safe)
+        # the same in few passes over memory, which is what a step costs with a network's weights
+        log_scale = params["log_scale"]
+        if curvature:
+            change = self.pull_curvature(params, {}, curvature)["log_scale"].mul_(rate)
+        else:
+            change = rate * grads["log_scale"]
+        log_root = torch.hypot(change.add_(1.0), torch.ones_like(rate)).log_()
+        new = torch.sub(log_scale, log_root).add_(0.5 * LOG_2)
+        return {"loc": params["loc"], "log_scale": clamp_exponent(new)}
 
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
         return {"loc": tangent["loc"], "log_scale": 2.0 * tangent["log_scale"]}

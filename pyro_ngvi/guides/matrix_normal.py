@@ -122,4 +122,6 @@ class AutoMatrixNormal(AutoFamily):
 def _part_name(site: str, taken: dict[str, Family]) -> str:
     """A name that a parameter of a module may have, different for every site."""
     name = "matrix_" + site.replace(".", "_")
-    return name if name not in taken else f"{name}_{len(taken)}"
+    while name in taken:
+        name += "_"
+    return name

@@ -1,7 +1,8 @@
 r"""SLANG: a precision U U' + diag(s) that averages outer products of gradients, U of rank L.
 
-:mod:`pyro_ngvi.optim.von` with another step of the precision.  With b = b_k, beta = 1 - b, rows G
-(n, d) and the diagonal delta of the expected curvature H = G'G + diag(delta) of -log p(y, z):
+:mod:`pyro_ngvi.optim.von` with the best that rank L can do for beta P + b H.  With b = b_k,
+beta = 1 - b, rows G (n, d) and the diagonal delta of the expected curvature H = G'G + diag(delta) of
+-log p(y, z):
 
     U_new U_new' = the L leading eigenpairs of   A'A = beta U U' + b G'G
     Delta = diag(A'A) - diag(U_new U_new'), negative entries set to 0
@@ -36,11 +37,8 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from .._known import known
 from ..families import FactorPrecisionNormal
-from ..families.base import Tensors, clamp_exponent
-from ..linalg.cholesky import SMALLEST
-from ..linalg.leading import leading_rows
+from ..families.base import Tensors
 from .averaging import Averaging
 from .schedules import Rate
 from .von import VON, VONRule
@@ -52,26 +50,9 @@ __all__ = ["SLANG", "SLANGRule"]
 class SLANGRule(VONRule):
     """The mathematics: ``init(params) -> state``, ``update(params, grads, state)``.  Pure functions.
 
-    ``grads`` holds "curvature.rows" (n, d) and "curvature.diagonal" (d,) beside the gradient of "loc".
+    ``grads`` holds "curvature.rows" (n, d) and "curvature.diagonal" (d,) beside the gradient of "loc";
+    the step of the precision is the family's, ``FactorPrecisionNormal.precision_step``.
     """
-
-    def _precision_step(self, params: Tensors, grads: Tensors, b: Tensor) -> Tensors:
-        G, delta = grads["curvature.rows"], grads["curvature.diagonal"]
-        beta, s = 1.0 - b, params["log_precision"].exp()
-        A = torch.cat([beta.sqrt() * params["factor"].mT, b.sqrt() * G])
-        diagonal = A.square().sum(0)
-        # a finite sum of squares bounds every entry of the matrices whose eigenvalues are sought
-        finite = torch.isfinite(diagonal.sum() + delta.abs().sum())
-        if not known(finite):
-            A = torch.where(finite, A, 0.0)
-        rows = leading_rows(A, params["factor"].shape[-1])
-        correction = (diagonal - rows.square().sum(0)).clamp_min(0.0)
-        # precisions stay positive, in flat directions (delta = 0) at beta = 0 too
-        floor = torch.where(delta < 0.0, SMALLEST * s, torch.finfo(s.dtype).eps * s)
-        s = torch.maximum(beta * s + b * delta + correction, floor)
-        # what is not finite refuses the step
-        log_precision = torch.where(finite & torch.isfinite(s), clamp_exponent(s.log()), torch.nan)
-        return params | {"factor": rows.mT, "log_precision": log_precision}
 
     def _bad_entries(self, grads: Tensors) -> Tensor:
         rows = grads["curvature.rows"]

@@ -42,8 +42,8 @@ class VOGN(VON):
         trust_radius: largest Fisher length of a move of the mean, or ``None``.
         averaging, others: as in :class:`~pyro_ngvi.VON`.
 
-    A warm-up of the KL term is ``poutine.scale`` by 1 / tau on the observed site of the model, for a
-    tau that grows from below to 1.
+    A warm-up of the KL term is the loss's affair: ``loss.kl_weight``, see
+    :class:`~pyro_ngvi.BatchedELBO`.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist

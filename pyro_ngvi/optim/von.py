@@ -81,7 +81,8 @@ class VONRule:
         """One step from ``params`` (the iterate); nothing in it waits for the device."""
         k = state["count"]
         a, b = rate_at(self.lr, k), rate_at(self.curvature_lr, k)
-        still = self._precision_step(params, grads, b)
+        curvature = part(grads, "curvature.")
+        still = self.family.precision_step(params, grads, curvature, b, self.safe)
 
         m = torch.lerp(grads["loc"], state["gradient"], self.momentum)
         unbiased = m / (1.0 - self.momentum ** (k + 1.0))
@@ -119,16 +120,6 @@ class VONRule:
             bad_entries=new_state["bad_entries"],
         )
         return new, new_state, report
-
-    def _precision_step(self, params: Tensors, grads: Tensors, b: Tensor) -> Tensors:
-        """``params`` with P_{k+1} and the old mean."""
-        gradient = self.family.pull(params, grads)
-        curvature = part(grads, "curvature.")
-        if curvature:
-            gradient = self.family.pull_curvature(params, gradient, curvature)
-        tangent = self.family.natural_gradient(params, gradient)
-        tangent["loc"] = torch.zeros_like(tangent["loc"])
-        return self.family.retract(params, tangent, -b, "improved" if self.safe else "natural")
 
     def _move(
         self, params: Tensors, m: Tensor, a: Tensor, grads: Tensors, k: Tensor

@@ -248,9 +248,41 @@ def test_fast_route_equals_the_general_one(model, uncovered, particles):
             value = loss.loss_and_grads(model, guide, x, y)
             curvature = guide.take_curvature()
             assert curvature is not None
-            grads = torch.cat([p.grad.reshape(-1) for p in guide.parameters()])
+            grads = torch.cat([torch.as_tensor(p.grad).reshape(-1) for p in guide.parameters()])
             left.append((value, grads, curvature.parts["diagonal"]))
         for one, other in zip(*left, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
     assert fast._estimator is not None
     assert set(fast._estimator.reasons) == uncovered
+
+
+@pytest.mark.parametrize("guide_class", [ngvi.AutoFullRankNormal, ngvi.AutoMeanFieldNormal])
+def test_kl_weight_is_a_tempered_likelihood(guide_class):
+    """Loss, gradient and curvature are those of the model with its data scaled by 1 / tau."""
+
+    def scaled(weight):
+        def model(x, y):
+            w = pyro.sample("w", dist.Normal(torch.zeros(1, 2), 2.0).to_event(2))
+            mean = torch.nn.functional.linear(x, w).squeeze(-1)
+            with pyro.plate("data", len(x)), poutine.scale(scale=weight):
+                pyro.sample("y", dist.Normal(mean, 0.5), obs=y)
+            pyro.factor("extra", -w.pow(4).sum())
+
+        return model
+
+    left = []
+    for model, weight in ((scaled(4.0), 1.0), (scaled(1.0), 0.25)):
+        guide = guide_class(model)
+        loss = ngvi.BatchedELBO(2, curvature="gauss_newton", kl_weight=weight)
+        for seed in range(2):
+            torch.manual_seed(seed)
+            value = loss.loss_and_grads(model, guide, X, Y)
+            curvature = guide.take_curvature()
+        assert curvature is not None
+        grads = [torch.as_tensor(p.grad).clone() for p in guide.parameters()]
+        left.append([value, *grads, *curvature.parts.values()])
+    for one, other in zip(*left, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    loss.kl_weight = 0.0
+    with pytest.raises(ValueError, match="kl_weight is 0"):
+        loss.loss_and_grads(model, guide, X, Y)

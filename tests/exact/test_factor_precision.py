@@ -92,6 +92,18 @@ def test_same_metric_as_the_covariance_of_the_same_form(rank: int) -> None:
     torch.testing.assert_close(ours["log_precision"], theirs["log_scale"])
 
 
+def test_a_move_of_the_mean_keeps_its_length_when_the_shape_changes() -> None:
+    """Momentum adds a move of the step before, made in another frame (with other B, other e)."""
+    family = FactorPrecisionNormal(2)
+    t = torch.randn(D)
+    for seed in range(3):
+        params = member(family, seed=seed)
+        zero = {k: torch.zeros_like(v) for k, v in params.items()}
+        moved = family.retract(params, zero | {"loc": t}, 1.0)
+        change = moved["loc"] - params["loc"]
+        torch.testing.assert_close(change @ precision(params) @ change, t @ t)
+
+
 def pulled_loss_gradient(family: FactorPrecisionNormal, params: Tensors, H: Tensor) -> Tensors:
     """The gradient of tr(H Sigma) / 2 - entropy, pulled: dLoss/dSigma = (H - Sigma^-1) / 2."""
 
