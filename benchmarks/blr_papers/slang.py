@@ -38,6 +38,9 @@ from .common import Row, presplit
 DRAWS = 12
 PRECISION = {"australian": 1e-5, "breast_cancer": 1.0, "a1a": 2.8072}
 RATE = ngvi.PowerDecay(1.0, 0.75)
+#: Fisher norm of the gradient that is left at the exact optima, which then are right to about 1e-4 nats;
+#: for logits of sd 100 and more, as in australian, quadrature at 128 points allows no less
+TOLERANCE = 0.012
 
 #: -ELBO / N by the published convention, NLL, KL; nats
 PAPER: dict[str, dict[str, tuple[str, str, str]]] = {
@@ -89,13 +92,13 @@ class Method:
 
 
 def _methods(quick: bool) -> dict[str, Method]:
-    few, many = (300, 1000) if quick else (1000, 5000)
+    few, many = (200, 300) if quick else (1000, 5000)
     mean_field, full = ngvi.AutoMeanFieldNormal, ngvi.AutoFullRankNormal
     von = ngvi.VON
     vogn = partial(ngvi.VOGN, lr=RATE, curvature_lr=RATE, momentum=0.0)
     slang = partial(ngvi.SLANG, lr=RATE, momentum=0.0)
     found = {
-        "full Hessian": Method(full, von, "hessian", few),
+        "full Hessian": Method(full, von, "hessian", 300 if quick else many),
         "full EF": Method(full, vogn, "gauss_newton", few),
         "MF Hessian": Method(mean_field, von, "hessian", many),
         "MF EF": Method(mean_field, vogn, "gauss_newton", many),
@@ -114,11 +117,11 @@ def run(quick: bool, seeds: int, data: Sequence[str] | None) -> Iterator[Row]:
             where = f"slang {name}" + ("" if half is None else f", half {half}")
             regression, X_test, y_test = _split(name, half)
             score = partial(_score, name, where, regression, X_test, y_test)
-            best = gaussian_optimum(regression, "full_rank", 1e-6)
+            best = gaussian_optimum(regression, "full_rank", TOLERANCE)
             exact = best.loc, best.covariance
             yield score("full exact", exact, exact, "")
             try:
-                factorised = gaussian_optimum(regression, "mean_field", 1e-3, 20_000)
+                factorised = gaussian_optimum(regression, "mean_field", TOLERANCE, 500)
                 yield score("MF exact", (factorised.loc, factorised.covariance), exact, "")
             except ArithmeticError as error:
                 yield Row(f"{where}, MF exact", PAPER[name]["MF exact"][0], str(error))

@@ -7,7 +7,7 @@ the fully reparameterised estimator of ``pyro.infer.Trace_ELBO`` (Kingma & Welli
 et al. 2017), particle for particle.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeGuard, cast
 
 import pyro
@@ -32,12 +32,11 @@ from pyro_ngvi._particles import (
 )
 from pyro_ngvi.density import site_kind, site_log_prob
 from pyro_ngvi.elbo.check import (
+    check_guide,
     check_guide_of_this_model,
-    check_guide_site,
     check_joint_guide,
     check_log_prob_shape,
-    check_minibatch,
-    check_model_site,
+    check_model,
     check_values,
 )
 from pyro_ngvi.elbo.curvature import KINDS, check_guide_takes_curvature
@@ -165,7 +164,7 @@ class BatchedELBO(ELBO):
         estimator = self._estimator
 
         def log_joint(sites: Sites) -> Any:
-            _check_model(sites, values, shared)
+            check_model(sites, values, shared)
             return _sum_log_prob(sites) if estimator is None else estimator.terms(sites)
 
         how: Any = {"shared": shared, "chunk_size": self.chunk_size}
@@ -202,7 +201,7 @@ class BatchedELBO(ELBO):
                     shared[name] = site["value"]
                 elif is_minibatch(site) or _is_latent(site):
                     values[name] = torch.as_tensor(site["value"])
-            _check_guide(sites)
+            check_guide(sites)
             return values, _sum_log_prob(sites)
 
         return self._run(guide, reduce, {}, args, kwargs, sampling=True)
@@ -246,7 +245,7 @@ class BatchedELBO(ELBO):
         # The random state is restored so that a resumed run draws what an unbroken one does.
         with torch.random.fork_rng(devices), poutine.block(), torch.no_grad():
             guide_sites = run_plainly(guide, {}, args, kwargs, minibatches)
-            _check_guide(guide_sites)
+            check_guide(guide_sites)
             shared, values = {}, {}
             for name, site in guide_sites.items():
                 if is_minibatch(site):
@@ -255,7 +254,7 @@ class BatchedELBO(ELBO):
                     values[name] = site["value"]
             model_sites = run_plainly(model, values | shared, args, kwargs, minibatches)
             check_guide_of_this_model(guide_sites, model_sites)
-            _check_model(model_sites, values, shared)
+            check_model(model_sites, values, shared)
             for sites in (guide_sites, model_sites):
                 check_values(sites)
         return model_sites, guide_sites
@@ -280,20 +279,6 @@ def _is_joint(guide: Program) -> TypeGuard[AutoContinuous]:
 
 def _is_latent(site: Any) -> bool:
     return not site["is_observed"] and not site_is_subsample(site)
-
-
-def _check_guide(sites: Sites) -> None:
-    for site in sites.values():
-        if not site_is_subsample(site):
-            check_guide_site(site)
-
-
-def _check_model(sites: Sites, values: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
-    for site in sites.values():
-        if site_is_subsample(site):
-            check_minibatch(site, shared)
-        elif not site["is_observed"]:
-            check_model_site(site, values)
 
 
 def _sum_log_prob(sites: Sites) -> Tensor:

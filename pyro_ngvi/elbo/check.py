@@ -126,3 +126,19 @@ def check_values(sites: Sites) -> None:
         except ValueError as error:
             raise ValueError(f"The site {site['name']!r} can not be evaluated: {error}") from error
         check_log_prob_shape(site, log_prob)
+
+
+def check_guide(sites: Sites) -> None:
+    """Refuse a guide one of whose sites can not be handled."""
+    for site in sites.values():
+        if not site_is_subsample(site):
+            check_guide_site(site)
+
+
+def check_model(sites: Sites, values: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
+    """Refuse a model one of whose sites does not fit the guide's ``values`` and ``shared`` ones."""
+    for site in sites.values():
+        if site_is_subsample(site):
+            check_minibatch(site, shared)
+        elif not site["is_observed"]:
+            check_model_site(site, values)
