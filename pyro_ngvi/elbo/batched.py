@@ -30,6 +30,7 @@ from pyro_ngvi._particles import (
     run_particles,
     run_plainly,
 )
+from pyro_ngvi._random import own_random_state
 from pyro_ngvi.density import site_kind, site_log_prob
 from pyro_ngvi.elbo.check import (
     check_guide,
@@ -241,9 +242,7 @@ class BatchedELBO(ELBO):
                 f"BatchedELBO can not run on its own; use pyro.infer.Trace_ELBO."
             )
         minibatches = self._minibatches = Minibatches()
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        # The random state is restored so that a resumed run draws what an unbroken one does.
-        with torch.random.fork_rng(devices), poutine.block(), torch.no_grad():
+        with own_random_state(), poutine.block(), torch.no_grad():
             guide_sites = run_plainly(guide, {}, args, kwargs, minibatches)
             check_guide(guide_sites)
             shared, values = {}, {}

@@ -25,6 +25,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_ngvi._particles import Minibatches, Sites, run_particles
+from pyro_ngvi._random import own_random_state
 from pyro_ngvi.density import site_kind, site_log_prob
 from pyro_ngvi.elbo.layer_run import Run, Use
 from pyro_ngvi.elbo.layer_squares import row_sum
@@ -61,7 +62,7 @@ def check_taps(
                     observed.append(name)
         return terms
 
-    with _collecting(taps), _own_random_state():
+    with _collecting(taps), own_random_state():
         batches = Minibatches() if minibatches is None else minibatches
         how: Any = {"minibatches": batches, "shared": shared}
         terms = run_particles(taps, log_probs, leaves, 1, args, kwargs, **how)
@@ -96,13 +97,6 @@ def _collecting(taps: LayerTaps) -> Iterator[None]:
             yield
     finally:
         taps.arrivals = None
-
-
-@contextmanager
-def _own_random_state() -> Iterator[None]:
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
-        yield
 
 
 def _refusal(run: Run, observed: Sequence[str]) -> str | None:

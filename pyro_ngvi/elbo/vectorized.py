@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pyro_ngvi._particles import Site, Sites
 from pyro_ngvi._pyro_adapter import has_model, model_as_given
+from pyro_ngvi._random import own_random_state
 from pyro_ngvi.density import BatchedSite, batched_trace, site_kind, site_log_prob
 
 Program = Callable[..., Any]
@@ -85,11 +86,10 @@ def check_vectorized_call(
     """
     if not has_model(guide) or guide.master is not None:
         return  # a part of a list does not know the guide of the other sites
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     store, error = pyro.get_param_store(), None
     known = set(store.keys())
     with (
-        torch.random.fork_rng(devices),
+        own_random_state(),
         poutine.block(),
         torch.no_grad(),
         warnings.catch_warnings(),

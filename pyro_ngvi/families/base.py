@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any, Protocol
 
@@ -38,6 +38,7 @@ __all__ = [
     "Tensors",
     "clamp_exponent",
     "dot",
+    "entry_name",
     "keep_signature",
     "pack",
     "unpack",
@@ -61,6 +62,16 @@ def unpack(vector: Tensor, like: Tensors) -> Tensors:
     """The inverse of :func:`pack`, with the names and shapes of ``like``."""
     parts = vector.split([v.numel() for v in like.values()])
     return {name: part.reshape(like[name].shape) for name, part in zip(like, parts, strict=True)}
+
+
+def entry_name(index: int, sizes: Mapping[str, Tensor | torch.Size]) -> str:
+    """The name of the part that holds entry ``index`` of all parts in a row."""
+    end = 0
+    for name, part in sizes.items():
+        end += part.numel()
+        if index < end:
+            return name
+    raise IndexError(f"There are {end} entries, and there is no entry {index}.")
 
 
 def clamp_exponent(x: Tensor) -> Tensor:

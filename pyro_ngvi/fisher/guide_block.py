@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..families.base import Tensors
+from ..families.base import Tensors, entry_name
 from .geometry import Coordinates
 from .scores import GuideScores
 
@@ -48,12 +48,7 @@ class GuideBlock:
 
     def site_of(self, index: int) -> str:
         """Name of the parameter that holds entry ``index`` of all of them in a row."""
-        end = 0
-        for name, p in self._leaves.items():
-            end += p.numel()
-            if index < end:
-                return name
-        raise IndexError(f"The guide has {end} parameters, there is no parameter {index}.")
+        return entry_name(index, self._leaves)
 
     def lag(self, intact: Tensor | None = None) -> Tensors:
         return {}

@@ -23,7 +23,7 @@ from .._pyro_adapter import (
     particle_plate,
     rename,
 )
-from ..families.base import Family, Tensors
+from ..families.base import Family, Tensors, entry_name
 from .initialization import init_to_center
 from .posterior import FamilyDistribution
 from .warm_start import find_mode
@@ -284,12 +284,7 @@ class AutoFamily(OwnName, AutoContinuous):
     def site_of(self, index: int) -> str:
         """Name of the latent site that holds entry ``index`` of the flat latent vector."""
         self._require_setup()
-        end = 0
-        for name, shape in self._unconstrained_shapes.items():
-            end += shape.numel()
-            if index < end:
-                return name
-        raise IndexError(f"The latent vector has {end} entries, there is no entry {index}.")
+        return entry_name(index, self._unconstrained_shapes)
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         # .to(), .double() and the like move the parameters, and the lag with them

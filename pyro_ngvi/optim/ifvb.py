@@ -41,6 +41,7 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
+from .._random import own_random_state
 from ..families.base import Tensors
 from ..fisher import Dense, InverseFisher, LowRank, PaperWindow
 from ..fisher.first_guess import first_guess
@@ -259,9 +260,7 @@ class IFVB(NaturalGradientOptim):
     def _find_rest(self) -> None:
         assert self._rest is not None
         ours = {id(p) for _, b in find_blocks(self.guide) for p in b.natural_params().values()}
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        # the random state is restored so that a resumed run draws what an unbroken one does
-        with torch.random.fork_rng(devices):
+        with own_random_state():
             self._rest.find(ours)
         self._rest_known = True
         if self._rest.natural_params():

@@ -34,7 +34,8 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from ..families.base import Tensors, pack, unpack
+from .._random import own_random_state
+from ..families.base import Tensors, entry_name, pack, unpack
 
 __all__ = ["AsymptoticCovariance", "measure_covariance", "widened_draws", "without_lag"]
 
@@ -87,7 +88,6 @@ def measure_covariance(
     gradients = torch.stack([gradient() for _ in range(num_gradients)]) * scale
     noise = torch.cov(gradients.mT).reshape(len(center), len(center))
     hessian = torch.zeros_like(noise)
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
         for _ in range(num_hessians):
             seed = int(torch.randint(2**31, ()))
@@ -98,8 +98,7 @@ def measure_covariance(
                     moved = center.clone()
                     moved[i] += sign * WIDTH * scale[i]
                     _install(leaves, unpack(moved, average))
-                    with torch.random.fork_rng(devices):
-                        torch.manual_seed(seed)  # common random numbers
+                    with own_random_state(seed):  # common random numbers
                         ends.append(gradient() * scale)
                 rows.append((ends[0] - ends[1]) / (2.0 * WIDTH))
             hessian += torch.stack(rows) / num_hessians
@@ -111,7 +110,7 @@ def measure_covariance(
         raise ValueError(
             f"The loss curves downwards at the average (eigenvalue {float(values[0]):.2g} of the "
             f"Hessian in Fisher units, the largest is {float(values[-1]):.2g}; foremost parameter "
-            f"{_name_of(worst, average)!r}): the run has not converged, so there is no asymptotic "
+            f"{entry_name(worst, average)!r}): the run has not converged, so there is no asymptotic "
             f"covariance. Take more steps, or raise num_hessians."
         )
     inverse = torch.where(values > FLAT * values[-1], 1.0 / values, 0.0)
@@ -157,11 +156,3 @@ def without_lag(blocks: list[Any]) -> Iterator[None]:
 def _install(leaves: Tensors, values: Tensors) -> None:
     for name, p in leaves.items():
         p.copy_(values[name])
-
-
-def _name_of(index: int, tensors: Tensors) -> str:
-    for name, value in tensors.items():
-        index -= value.numel()
-        if index < 0:
-            return name
-    raise IndexError(index)

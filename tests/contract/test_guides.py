@@ -171,7 +171,7 @@ def test_site_of_an_entry_of_the_latent_vector() -> None:
     names = [guide.site_of(i) for i in range(guide.latent_dim)]
     assert names.count("gamma") == names.count("simplex") == names.count("correlation") == D
     assert names[0] == "real" and len(names) == 3 + 3 * D
-    with pytest.raises(IndexError, match="has 12 entries, there is no entry 12"):
+    with pytest.raises(IndexError, match="12 entries, and there is no entry 12"):
         guide.site_of(12)
 
 
