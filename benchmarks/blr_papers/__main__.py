@@ -28,9 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the parts, prints a line for each result, and saves them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument(
-        "--data", nargs="+", help="names of data sets, by default those of the part"
-    )
+    parser.add_argument("--data", nargs="+", help="data sets of one part (--only), by default all")
     parser.add_argument("--quick", action="store_true", help="one seed or split, fewer steps")
     parser.add_argument("--seeds", type=int, default=1, help="seeds, or splits, of each run")
     parser.add_argument("--out", type=Path, help="folder for a JSON file by part")

@@ -2,7 +2,11 @@
 
 1,797 images of 8 x 8, standardised to [0, 1]; 1,200 to train and 597 to test, drawn by seed.  Two
 convolutions (8 and 16 channels) and a linear layer, 1,898 weights with N(0, 1) priors; minibatches of
-100, 4 draws a step.  All start at the weights that PyTorch gives the network, sd 0.1.
+100, 4 draws a step.  All start at the weights that PyTorch gives the network, sd 0.03.
+
+**The initial sd matters**: from 0.1, the default of the guides, VOGN and IVON at their default rates
+lose the signal: the sds grow towards the prior's before the means have learned, and all units are
+switched off (accuracy 0.08 after 40 epochs).
 
 No published numbers.  NLL in nats, of probabilities averaged over 100 draws; ECE: expected calibration
 error in 15 bins of confidence of equal width.
@@ -26,7 +30,7 @@ import pyro_ngvi as ngvi
 
 from .common import Row, bbb, spread, train, trained_by
 
-TRAIN, BATCH, DRAWS, SCALE = 1200, 100, 4, 0.1
+TRAIN, BATCH, DRAWS, SCALE = 1200, 100, 4, 0.03
 EPOCHS, QUICK_EPOCHS = 200, 40
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.infer import SVI
+from pyro.infer import SVI, Predictive
 from torch import Tensor, nn
 from torch.random import fork_rng
 
@@ -112,9 +112,7 @@ def _curve(
 @torch.no_grad()
 def _bits(model: Any, guide: Any, X: Tensor, y: Tensor) -> tuple[float, float]:
     """The two log losses at the head of this file, averages over 20 sets of 10 draws."""
-    draw = pyro.infer.Predictive(
-        model, guide=guide, num_samples=200, return_sites=["_RETURN"], parallel=True
-    )
+    draw = Predictive(model, guide=guide, num_samples=200, return_sites=["_RETURN"], parallel=True)
     with fork_rng():
         torch.manual_seed(0)
         logits = draw(X)["_RETURN"].reshape(20, 10, len(y))

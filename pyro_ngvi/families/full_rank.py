@@ -18,8 +18,8 @@ Hessian minus the identity:
     P <- P + b L^-T H L^-1,   mu <- mu - b P_new^-1 g_mu,
 
 kept positive definite by halving b until the Cholesky factorisation exists.  "improved" adds the
-second-order term of Lin, Schmidt & Khan (2020), P_new = L^-T (I + A + A^2 / 2) L^-1 with A = b H, which
-is positive definite for every step.
+second-order term of Lin, Schmidt & Khan (2020), P_new = L^-T (I + A + A^2 / 2) L^-1 with A = b H, b
+shortened until the eigenvalues of A lie in [-1, 1].
 
 Cost: O(d^2) per draw, O(d^3) per step.  Not for d above a few thousand: use ``FactorNormal``.
 """

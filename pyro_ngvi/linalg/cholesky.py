@@ -31,12 +31,16 @@ def inverse_cholesky(K: Tensor) -> Tensor:
 def inverse_cholesky_of_improved(H: Tensor, step: Tensor | float) -> tuple[Tensor, Tensor]:
     """Lower triangular T with T T' = (I + A + A^2 / 2)^-1, A = s H, and s / step.
 
-    I + A + A^2 / 2 = (I + (I + A)^2) / 2 is positive definite for every A.  Its Cholesky factor is lost
-    to rounding once |A|^2 eps nears 1, so s = step only up to |A| = eps^(-1/4), about 50 in float32.
+    I + A + A^2 / 2 = (I + (I + A)^2) / 2 is positive definite for every A, but it stands for exp(A) only
+    near 0, and below -1 it rises again.  So s is shortened until the eigenvalues of A lie within [-1, 1]
+    by the bound |A^4|^(1/4), at most d^(1/8) times the largest.
     """
     A = step * H
-    limit = torch.finfo(H.dtype).eps ** -0.25
-    shrink = (limit / torch.linalg.matrix_norm(A)).clamp_max(1.0)
+    size = torch.linalg.matrix_norm(A).clamp_min(torch.finfo(H.dtype).tiny)
+    unit = A / size
+    square = unit @ unit
+    largest = size * torch.linalg.matrix_norm(square @ square) ** 0.25
+    shrink = (1.0 / largest).clamp_max(1.0)
     identity = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
     shifted = identity + shrink * A
     return inverse_cholesky(0.5 * (identity + shifted @ shifted)), shrink

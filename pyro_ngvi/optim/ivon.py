@@ -45,7 +45,7 @@ class IVON(VON):
         lr: rate a of the mean, in (0, 1], or a function of the step count.
         curvature_lr: rate b of the precision, likewise.
         momentum: weight of the past in the average of the gradients.
-        trust_radius: largest Fisher length of a move of the mean, or ``None``.
+        trust_radius: largest move of the mean in sds, root mean square over the entries, or ``None``.
         averaging, others: as in :class:`~pyro_ngvi.VON`.
 
     Example:
@@ -70,7 +70,7 @@ class IVON(VON):
         lr: Rate = DEFAULT_RATE,
         curvature_lr: Rate = DEFAULT_RATE,
         momentum: float = 0.9,
-        trust_radius: float | None = None,
+        trust_radius: float | None = 1.0,
         averaging: Averaging | float | bool = False,
         others: PyroOptim | None = None,
     ) -> None:

@@ -39,7 +39,7 @@ class VOGN(VON):
         curvature_lr: rate b of the precision, likewise; small enough to average over the data.
         momentum: weight of the past in the average of the gradients, bias-corrected.
         damping: added to the precision in the step of the mean, never in the posterior.
-        trust_radius: largest Fisher length of a move of the mean, or ``None``.
+        trust_radius: largest move of the mean in sds, root mean square over the entries, or ``None``.
         averaging, others: as in :class:`~pyro_ngvi.VON`.
 
     A warm-up of the KL term is the loss's affair: ``loss.kl_weight``, see
@@ -74,7 +74,7 @@ class VOGN(VON):
         curvature_lr: Rate = DEFAULT_RATE,
         momentum: float = 0.9,
         damping: float = 0.0,
-        trust_radius: float | None = None,
+        trust_radius: float | None = 1.0,
         averaging: Averaging | float | bool = False,
         others: PyroOptim | None = None,
     ) -> None:

@@ -5,7 +5,8 @@ both estimated at draws from q_k = N(mu_k, P_k^-1):
 
     S_k     = H_k - P_k
     P_{k+1} = P_k + b_k S_k                                    as printed (``safe=False``)
-    P_{k+1} = P_k + b_k S_k + b_k^2 / 2 S_k P_k^-1 S_k         positive definite for every b, S
+    P_{k+1} = P_k + b_k S_k + b_k^2 / 2 S_k P_k^-1 S_k         positive definite for every b, S;
+                                                               b S P^-1 is cut to [-1, 1]
     m_k     = beta m_{k-1} + (1 - beta) g_k
     mu_{k+1} = mu_k - a_k (P_{k+1} + damping I)^-1 m_k / (1 - beta^{k+1}).
 
@@ -16,8 +17,8 @@ rank or diagonal, as the guide is.  With b = a = 1 and a quadratic loss one step
 "price", H_k is read off the gradient of the scales (Price's theorem): noisy and indefinite, which the
 safe form survives.
 
-*Damping* acts on the mean alone, never on the posterior. *The trust radius* bounds the Fisher
-length of the move of the mean. A step that is not finite is skipped.
+*Damping* acts on the mean alone, never on the posterior. *The trust radius* bounds
+the move of the mean in units of the sds of q, root mean square over the entries. A step that is not finite is skipped.
 
 Sources: Khan & Nielsen (2018, arXiv:1807.04489), Khan et al. (2018, arXiv:1806.04854), the safe
 form Lin, Schmidt & Khan (2020, arXiv:2002.10060). In their symbols P = N s + delta, H = N h +
@@ -87,7 +88,9 @@ class VONRule:
         m = torch.lerp(grads["loc"], state["gradient"], self.momentum)
         unbiased = m / (1.0 - self.momentum ** (k + 1.0))
         move, length = self._move(still, unbiased, a, grads, k)
-        shrink = (self.trust_radius / length).clamp_max(1.0)
+        # in sds, root mean square: the bound then means the same in any dimension
+        radius = self.trust_radius * params["loc"].shape[-1] ** 0.5
+        shrink = (radius / length).clamp_max(1.0)
         new = still | {"loc": still["loc"] - shrink * move}
         # a length that overflows is refused too: nothing says how far such a step should go
         total = reduce(torch.add, (v.sum() for v in new.values())) + length
@@ -114,7 +117,7 @@ class VONRule:
             finite=finite,
             step_norm=step_norm,
             gain=a,
-            radius=torch.full_like(a, self.trust_radius),
+            radius=torch.full_like(a, radius),
             damped=shrink < 1.0,
             skipped=new_state["skipped"],
             bad_entries=new_state["bad_entries"],
@@ -155,7 +158,8 @@ class VON(NaturalGradientOptim):
         safe: keep the precision positive definite by the second-order term.  ``False``: the printed
             update, shortened where it would leave the domain.
         damping: added to the precision in the step of the mean, never in the posterior.
-        trust_radius: largest Fisher length of a move of the mean, nats^(1/2), or ``None``.
+        trust_radius: largest move of the mean in sds of q, root mean square over the entries (its
+            Fisher length over sqrt(d)), or ``None``.
         averaging: as in :class:`~pyro_ngvi.NGVB`; by default the last iterate is the answer.
         others: a ``PyroOptim`` for parameters that are not the guide's.
 

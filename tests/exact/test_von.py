@@ -50,7 +50,7 @@ def precision(family, params):
 def test_update_is_the_printed_one(family, safe, price):
     """P + b S (+ b^2 / 2 S P^-1 S), then the mean by the new P; momentum corrected for its start."""
     H, m = target()
-    a, b, beta = 0.3, 0.4, 0.8
+    a, b, beta = 0.3, 0.2, 0.8
     rule = VONRule(family, a, b, momentum=beta, safe=safe)
     params = family.init(torch.ones(D), 0.4)
     state, average = rule.init(params), torch.zeros(D)
