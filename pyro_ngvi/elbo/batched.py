@@ -40,7 +40,7 @@ from pyro_ngvi.elbo.check import (
     check_model,
     check_values,
 )
-from pyro_ngvi.elbo.curvature import KINDS, check_guide_takes_curvature
+from pyro_ngvi.elbo.curvature import KINDS, check_guide_takes_curvature, check_unscaled
 from pyro_ngvi.elbo.estimator import CurvatureEstimator
 from pyro_ngvi.elbo.tempering import Tempered
 from pyro_ngvi.guides.base import AutoFamily, Curvature
@@ -72,7 +72,7 @@ class BatchedELBO(ELBO):
         "hessian": the exact Hessian; "gauss_newton": products of the gradients of single data, with
         the exact curvature of the prior; "squared_gradient": squares of the gradient of the
         minibatch, as Adam has them; "price": none, the gradients of the scales carry it. For a guide
-        of ours that has a use for it.
+        of ours that has a use for it; it is that of one call, so call this once a step.
     :param kl_weight: tau, a weight on the KL term: the loss becomes that of the tempered posterior,
         prior x likelihood^(1 / tau). An attribute too, so that a loop can let it grow to 1 (a
         warm-up): ``loss.kl_weight = min(1.0, (k + 1) / 1000)``.
@@ -115,6 +115,7 @@ class BatchedELBO(ELBO):
         self.kl_weight = kl_weight
         self._minibatches = Minibatches()
         self._estimator: CurvatureEstimator | None = None
+        self._active: CurvatureEstimator | None = None  # the estimator, in a step that records
         self._prepared: tuple[Program, Program] | None = None
         self._layout: tuple[Trace, LatentLayout] | None = None
 
@@ -133,16 +134,24 @@ class BatchedELBO(ELBO):
         if self.curvature is not None:
             check_guide_takes_curvature(guide, self.curvature, _is_joint(guide))
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
-        if self._estimator is None:
-            if loss.requires_grad:
-                loss.backward(retain_graph=self.retain_graph)
-            return loss.detach()
-        self._estimator.before_backward()
-        loss.backward(retain_graph=self.retain_graph)
-        with Tempered(self.kl_weight):
-            parts = self._estimator.after_backward(model, self._minibatches, args, kwargs)
-        cast(AutoFamily, guide).curvature = Curvature(self._estimator.kind, parts)
+        estimator = self._active
+        if estimator is not None:
+            estimator.before_backward()
+        if loss.requires_grad:
+            loss.backward(retain_graph=self.retain_graph)
+        if estimator is not None:
+            with Tempered(self.kl_weight):
+                parts = estimator.after_backward(model, self._minibatches, args, kwargs)
+            cast(AutoFamily, guide).curvature = Curvature(estimator.kind, parts)
         return loss.detach()
+
+    @property
+    def curvature_reasons(self) -> dict[str, str]:
+        """Why the fast route of "gauss_newton" does not cover a latent site: a sentence by name.
+
+        Known after the first step.  What is not covered takes a slower route to the same numbers.
+        """
+        return {} if self._estimator is None else dict(self._estimator.reasons)
 
     def differentiable_loss(
         self, model: Program, guide: Program, *args: Any, **kwargs: Any
@@ -153,6 +162,7 @@ class BatchedELBO(ELBO):
             self._get_trace(model, guide, args, kwargs)
             self._estimator = None
             self._prepared = (model, guide)
+        self._active = None
         if not 0.0 < self.kl_weight < float("inf"):
             raise ValueError(f"kl_weight is {self.kl_weight}; it must be a positive number.")
         self._minibatches.redraw()
@@ -162,7 +172,7 @@ class BatchedELBO(ELBO):
         else:
             values, log_q = self._draw(guide, args, kwargs, shared)
 
-        estimator = self._estimator
+        estimator = self._active
 
         def log_joint(sites: Sites) -> Any:
             check_model(sites, values, shared)
@@ -220,19 +230,17 @@ class BatchedELBO(ELBO):
             q = _posterior(guide, *args, **kwargs)
             theta = q.rsample((self.num_particles,))
             values, log_det = layout.unpack_with_log_det(theta)
-            if self.curvature is not None and theta.requires_grad:
-                self._start_curvature(guide, layout, theta, log_det)
             pyro.factor("_log_q", q.log_prob(theta) - log_det, has_rsample=True)
-        return values, site_log_prob(handler.sites["_log_q"])[1]
-
-    def _start_curvature(
-        self, guide: AutoContinuous, layout: LatentLayout, theta: Tensor, log_det: Tensor
-    ) -> None:
-        if self._estimator is None and self.curvature is not None and isinstance(guide, AutoFamily):
-            form = guide.family.curvature_form
-            self._estimator = CurvatureEstimator(self.curvature, form, layout, _sum_log_prob)
-        if self._estimator is not None:
-            self._estimator.start(theta, log_det)
+        site = handler.sites["_log_q"]
+        records = theta.requires_grad and isinstance(guide, AutoFamily)
+        if records and self.curvature is not None:
+            check_unscaled(site, self.curvature)
+            if self._estimator is None:
+                how = self.curvature, guide.family.curvature_form
+                self._estimator = CurvatureEstimator(*how, layout, _sum_log_prob)
+            self._active = self._estimator
+            self._active.start(theta, log_det)
+        return values, site_log_prob(site)[1]
 
     def _get_trace(self, model: Program, guide: Program, args: Any, kwargs: Any) -> Any:
         """Run guide and model once without ``vmap``, with every check; return their sites."""

@@ -18,6 +18,9 @@ large elsewhere. Their scale enters once: a minibatch of M of N data estimates t
 Squares of the sum over a minibatch, as Adam and Vadam have them, are M times smaller for M
 independent terms.
 
+A datum is an entry of the log probability of an observed site in a plate; with nested plates,
+subjects by times, each entry is one.
+
 A guide asks for a form: "dense" (d, d); "diagonal" (d,); "low_rank", rows (n, d) beside a diagonal.
 The diagonal forms keep the diagonal of the rest's curvature.
 
@@ -39,10 +42,18 @@ from torch.func import grad, jvp, vmap
 
 from pyro_ngvi._particles import Sites
 from pyro_ngvi.density import site_kind, site_log_prob
-from pyro_ngvi.elbo.per_example import outer_sum, squared_sum, weighted_rows
+from pyro_ngvi.elbo.per_example import BUDGET, outer_sum, squared_sum, weighted_rows
 from pyro_ngvi.guides.base import AutoFamily
 
-__all__ = ["KINDS", "Run", "check_guide_takes_curvature", "expected_curvature", "squares_of"]
+__all__ = [
+    "KINDS",
+    "Run",
+    "check_guide_takes_curvature",
+    "check_unscaled",
+    "data_terms",
+    "expected_curvature",
+    "squares_of",
+]
 
 KINDS = ("price", "hessian", "gauss_newton", "squared_gradient")
 
@@ -81,6 +92,19 @@ def check_guide_takes_curvature(guide: Any, kind: str, joint: bool) -> None:
         )
 
 
+def check_unscaled(log_q: Any, kind: str) -> None:
+    """Refuse a scale or mask around model and guide: rules set the curvature against q's own."""
+    scale = log_q["scale"]
+    unscaled = isinstance(scale, int | float) and scale == 1.0 and log_q["mask"] is None
+    if kind != "price" and not unscaled:
+        raise ValueError(
+            f"BatchedELBO(curvature={kind!r}) stands under a poutine.scale or mask around model and "
+            f"guide, which would change the curvature but not the precision of q that it becomes. "
+            f"Leave the scale out: natural-gradient steps need none. To temper the posterior there is "
+            f"kl_weight."
+        )
+
+
 def expected_curvature(
     run: Run, theta: Tensor, kind: str, form: str, diagonal_rest: dict[str, bool]
 ) -> dict[str, Tensor]:
@@ -112,8 +136,10 @@ def expected_curvature(
     else:
         if "known" not in diagonal_rest:  # at the first call: it waits for the device
             diagonal_rest["known"] = _is_diagonal(rest, theta[0])
-        diagonal = _row_sums if diagonal_rest["known"] else _hessian_diagonal
-        prior = _average(lambda t: diagonal(rest, t), theta)
+        if diagonal_rest["known"]:
+            prior = _average(lambda t: _row_sums(rest, t), theta, columns=1)
+        else:
+            prior = _average(lambda t: _hessian_diagonal(rest, t), theta)
 
     if kind == "squared_gradient":
         _, weight = data(theta[0])
@@ -126,7 +152,7 @@ def expected_curvature(
 
             return grad(weighted)(t).square()
 
-        likelihood = _average(square, theta) / count
+        likelihood = _average(square, theta, columns=1) / count
         return {"diagonal": likelihood + prior, "prior": prior, "count": count}
 
     products = _products(data, theta, form)
@@ -154,7 +180,7 @@ def squares_of(run: Run, theta: Tensor, entries: Tensor) -> Tensor:
         def some(part: Tensor) -> Tensor:
             return data(t.index_copy(0, entries, part))[0]
 
-        return squared_sum(some, t[entries], weights)
+        return squared_sum(some, t[entries], weights, budget=BUDGET // _at_a_time(theta))
 
     return _average(squares, theta)
 
@@ -165,17 +191,27 @@ def _products(data: Callable[[Tensor], tuple[Tensor, Tensor]], theta: Tensor, fo
 
     def reduced(t: Tensor) -> Tensor:
         reduce = {"diagonal": squared_sum, "dense": outer_sum, "low_rank": weighted_rows}[form]
-        return reduce(lambda t: data(t)[0], t, weights)
+        return reduce(lambda t: data(t)[0], t, weights, budget=BUDGET // _at_a_time(theta))
 
     if form == "low_rank":
-        return torch.cat([reduced(t) for t in theta]) / len(theta) ** 0.5
+        rows = vmap(reduced, chunk_size=_at_a_time(theta), randomness="same")(theta)
+        return rows.flatten(0, 1) / len(theta) ** 0.5
     return _average(reduced, theta)
 
 
-def _average(function: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
-    """The mean of ``function`` over the rows of ``theta`` (S, d), as many at a time as fit."""
-    at_a_time = max(1, COLUMNS // theta.shape[1])
-    return vmap(function, chunk_size=at_a_time, randomness="same")(theta).mean(0)
+def _average(
+    function: Callable[[Tensor], Tensor], theta: Tensor, columns: int | None = None
+) -> Tensor:
+    """The mean of ``function`` over the rows of ``theta`` (S, d), as many at a time as fit.
+
+    ``columns`` is how many passes through the model one value holds at a time; by default d.
+    """
+    chunk = _at_a_time(theta, columns)
+    return vmap(function, chunk_size=chunk, randomness="same")(theta).mean(0)
+
+
+def _at_a_time(theta: Tensor, columns: int | None = None) -> int:
+    return max(1, min(len(theta), COLUMNS // (columns or theta.shape[1])))
 
 
 def _hessian(function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
@@ -210,8 +246,14 @@ def _row_sums(function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
 def _is_diagonal(function: Callable[[Tensor], Tensor], t: Tensor) -> bool:
     """Whether the Hessian is diagonal: H v = (H 1) o v for a v whose entries are all different."""
     v = 1.0 + torch.linspace(0.0, 1.0, len(t), dtype=t.dtype, device=t.device).sqrt()
-    whole, product = _row_sums(function, t), jvp(grad(function), (t,), (v,))[1]
-    return bool(torch.allclose(product, whole * v, rtol=1e-4, atol=1e-6))
+    away = torch.arange(1, len(t) + 1, dtype=t.dtype, device=t.device).sin()
+    # at points away from the draw too: where it lies, terms may vanish that do so nowhere else
+    for point in (t, t + away, t - 0.7 * away):
+        whole, product = _row_sums(function, point), jvp(grad(function), (point,), (v,))[1]
+        size = float(whole.abs().max())
+        if not torch.allclose(product, whole * v, rtol=1e-4, atol=1e-6 * size):
+            return False
+    return True
 
 
 def _total(sites: Sites) -> Tensor:

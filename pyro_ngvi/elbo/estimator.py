@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyro_ngvi._particles import Minibatches, Sites, run_particles
-from pyro_ngvi.elbo.curvature import Run, expected_curvature, squares_of
+from pyro_ngvi.elbo.curvature import Run, data_terms, expected_curvature, squares_of
 from pyro_ngvi.elbo.layer_taps import LayerTaps
 from pyro_ngvi.layout import LatentLayout
 
@@ -95,8 +95,10 @@ class CurvatureEstimator:
             parts = {"diagonal": self._assembled(run, theta, squares) + self._prior}
         else:
             parts = expected_curvature(run, theta, self.kind, self.form, self._diagonal_rest)
-        if not self._searched:
-            self._search(model, theta, args, kwargs, minibatches)
+        if not self._searched and self.kind == "gauss_newton" and self.form == "diagonal":
+            _, weights = data_terms(run)(theta[0])
+            if len(weights) > 1:  # a single datum could not show whether data mix
+                self._search(model, theta, args, kwargs, minibatches)
         self._draws = self._log_det = self._rest = torch.empty(0)  # their graph is no longer needed
         return parts
 
@@ -122,8 +124,6 @@ class CurvatureEstimator:
     ) -> None:
         """After the first step: look for layers, and check that they give the right squares."""
         self._searched = True
-        if self.kind != "gauss_newton" or self.form != "diagonal":
-            return
         values = self.layout.unpack(theta)
         if not self._diagonal_rest["known"]:
             self.reasons = dict.fromkeys(values, "The Hessian of the log prior is not diagonal.")

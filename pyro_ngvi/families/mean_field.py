@@ -9,8 +9,8 @@ Natural coordinates (Khan & Nielsen 2018, eq. 14, diagonal form), with precision
 
     p <- p (1 + 2 b m),   mu <- mu - b g_mu / p_new;
 
-"improved" adds the second-order term of Lin, Schmidt & Khan (2020), p (1 + a + a^2 / 2) with a = 2 b m cut
-to [-1, 1], so that a step multiplies a precision by 1/2 to 5/2.
+"improved" adds the second-order term of Lin, Schmidt & Khan (2020), p (1 + a + a^2 / 2) with
+a = 2 b m cut to [-1, 1], so that a step multiplies a precision by 1/2 to 5/2.
 
 Use it when d is large or the posterior is close to independent.  Not when posteriors are strongly
 correlated: the fitted sds are then those of the conditionals, far too small.
@@ -109,16 +109,18 @@ class MeanFieldNormal(Family):
     def precision_step(
         self, params: Tensors, grads: Tensors, curvature: Tensors, rate: Tensor, safe: bool
     ) -> Tensors:
-        if not safe:
-            return super().precision_step(params, grads, curvature, rate, safe)
         # the same in few passes over memory, which is what a step costs with a network's weights
         log_scale = params["log_scale"]
         if curvature:
             change = self.pull_curvature(params, {}, curvature)["log_scale"].mul_(rate)
         else:
             change = rate * grads["log_scale"]
-        change = change.clamp_(-LARGEST, LARGEST)
-        log_ratio = torch.addcmul(change, change, change, value=0.5).log1p_()
+        if safe:
+            change = change.clamp_(-LARGEST, LARGEST)
+            change = torch.addcmul(change, change, change, value=0.5)
+        else:
+            change = change.clamp_min_(SMALLEST - 1.0)
+        log_ratio = change.log1p_()
         new = torch.add(log_scale, log_ratio, alpha=-0.5)
         return {"loc": params["loc"], "log_scale": clamp_exponent(new)}
 

@@ -31,9 +31,9 @@ def inverse_cholesky(K: Tensor) -> Tensor:
 def inverse_cholesky_of_improved(H: Tensor, step: Tensor | float) -> tuple[Tensor, Tensor]:
     """Lower triangular T with T T' = (I + A + A^2 / 2)^-1, A = s H, and s / step.
 
-    I + A + A^2 / 2 = (I + (I + A)^2) / 2 is positive definite for every A, but it stands for exp(A) only
-    near 0, and below -1 it rises again.  So s is shortened until the eigenvalues of A lie within [-1, 1]
-    by the bound |A^4|^(1/4), at most d^(1/8) times the largest.
+    I + A + A^2 / 2 = (I + (I + A)^2) / 2 is positive definite for every A, but it stands for exp(A)
+    only near 0, and below -1 it rises again. So s is shortened until the eigenvalues of A lie
+    within [-1, 1] by the bound |A^4|^(1/4), at most d^(1/8) times the largest.
     """
     A = step * H
     size = torch.linalg.matrix_norm(A).clamp_min(torch.finfo(H.dtype).tiny)

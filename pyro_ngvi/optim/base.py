@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pyro
 import torch
@@ -21,7 +21,7 @@ from .._known import choose, known
 from ..families.base import Tensors
 from ..guides.base import Curvature, find_blocks
 
-__all__ = ["NaturalGradientOptim", "Report", "StepReport", "describe", "part"]
+__all__ = ["NaturalGradientOptim", "Report", "StepReport", "bad_entries", "describe", "part"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,9 @@ class StepReport:
 
 class NaturalGradientOptim(PyroOptim):
     """A ``PyroOptim`` that steps the natural blocks of a guide by a rule.  Subclasses make the rule."""
+
+    #: kinds of curvature that the optimizer takes; ``None`` stands for a loss without any
+    kinds: ClassVar[tuple[str | None, ...]] = (None, "price")
 
     def __init__(self, guide: Any, others: PyroOptim | None = None) -> None:
         super().__init__(torch.optim.SGD, {"lr": 0.0})  # never used: __call__ does the work
@@ -133,10 +136,9 @@ class NaturalGradientOptim(PyroOptim):
             name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in tensors.items()
         }
         curvature = block.take_curvature() if hasattr(block, "take_curvature") else None
-        if getattr(self._rules[path], "uses_curvature", False):
-            self._check_curvature(block, curvature)
-            parts = {} if curvature is None else curvature.parts
-            grads |= {"curvature." + name: v for name, v in parts.items()}
+        self._check_curvature(block, curvature)
+        parts = {} if curvature is None else curvature.parts
+        grads |= {"curvature." + name: v for name, v in parts.items()}
         # the gradient was taken at the iterate, which lies at a lag from an averaged answer
         intact = block.lag_is_intact()
         lag = block.lag(intact)
@@ -156,7 +158,21 @@ class NaturalGradientOptim(PyroOptim):
             self._warn_skipped(block, report)
 
     def _check_curvature(self, block: Any, curvature: Curvature | None) -> None:
-        """For optimizers that can not do without curvature: refuse a loss that left none."""
+        """Refuse curvature of which no use would be made, and a loss without what is needed."""
+        kind = None if curvature is None else curvature.kind
+        if kind in self.kinds:
+            return
+        name = type(self).__name__
+        if None in self.kinds:
+            raise RuntimeError(
+                f'{name} makes no use of curvature="{kind}". Leave it out of BatchedELBO(...), or take '
+                f"pyro_ngvi.NGVB, VON or VOGN."
+            )
+        found = "the loss left none" if kind is None else f'the loss leaves "{kind}"'
+        raise RuntimeError(
+            f"{name} builds the precision of {type(block).__name__} from curvature, and {found}. "
+            f'Pass SVI loss=pyro_ngvi.BatchedELBO(num_particles, curvature="{self.kinds[0]}").'
+        )
 
     def _state_of(self, path: str, block: Any, values: Tensors) -> Tensors:
         if path in self._waiting:
@@ -196,9 +212,10 @@ class NaturalGradientOptim(PyroOptim):
         count = int(report.skipped)
         if count & (count - 1):  # warn at 1, 2, 4, 8, ... skips
             return
+        what = "gradient" if None in self.kinds else "gradient or curvature"
         sites = ", ".join(map(repr, _sites(block, report.bad_entries))) or "the whole latent vector"
         warnings.warn(
-            f"{type(self).__name__} skipped a step: the gradient is not finite at {sites} "
+            f"{type(self).__name__} skipped a step: the {what} is not finite at {sites} "
             f"({count} skipped so far; the parameters are unchanged). If this goes on, look for NaN "
             f"in the data, a likelihood of -inf at the start, or lower init_scale.",
             RuntimeWarning,
@@ -264,6 +281,17 @@ class NaturalGradientOptim(PyroOptim):
             # the parameters may be restored before or after this call
             saved = state_dict["natural"].get(path, {})
             block.set_lag(part(saved, "lag.") or None)
+
+
+def bad_entries(family: Any, grads: Tensors) -> Tensor:
+    """Entries of z (d,) at which gradient or curvature is not finite."""
+    bad = family.not_finite(grads)
+    for name, curvature in part(grads, "curvature.").items():
+        if name in ("diagonal", "prior"):
+            bad = bad | ~torch.isfinite(curvature)
+        elif name in ("dense", "rows"):  # rows stand for their products
+            bad = bad | ~torch.isfinite(curvature.square().sum(0))
+    return bad
 
 
 def part(state: Tensors, prefix: str) -> Tensors:

@@ -20,6 +20,10 @@ as q approaches the posterior.
 steps a share (1 - b)^k of the initial precision is left.  The default b = max(0.01, 1 / (10 + k^0.75))
 is an average over all that has been seen, later over the last hundred steps.
 
+For a network start at ``init_loc_fn=model.init_to_module`` (see ``pyro_ngvi.nn.bayesianize``) with
+a small ``init_scale``, 0.01 to 0.03: from the default 0.1 the sds can grow to the prior's before
+the means learn.
+
 Not for guides with correlations (:class:`~pyro_ngvi.VON`, :class:`~pyro_ngvi.NGVB`).
 """
 

@@ -10,7 +10,7 @@ can not make up for it), and guides of other packages, whose Fisher matrix is no
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from pyro.optim import PyroOptim
 from torch import Tensor
@@ -69,6 +69,9 @@ class NGVB(NaturalGradientOptim):
         >>> optim.report().skipped
         0
     """
+
+    #: curvature in the loss takes the place of the gradient of the scales
+    kinds: ClassVar[tuple[str | None, ...]] = (None, "price", "hessian", "gauss_newton")
 
     def __init__(
         self,

@@ -101,7 +101,6 @@ class NoisyKFACRule:
     prior_precision: float | None = None
     trust_radius: float = 1.0
 
-    uses_curvature: ClassVar[bool] = True
     #: the answer is the last iterate
     averaging: ClassVar[None] = None
 

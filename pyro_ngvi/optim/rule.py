@@ -53,7 +53,7 @@ from torch import Tensor
 from .._known import choose, known
 from ..families.base import Geometry, Tensors, dot, pack
 from .averaging import Averaging, Tail, as_averaging, update_average
-from .base import Report, part
+from .base import Report, bad_entries, part
 from .schedules import NoiseClock, RobbinsMonro, Schedule, as_schedule
 
 __all__ = ["NaturalGradientRule", "make_rule", "rule_arguments"]
@@ -82,9 +82,6 @@ class NaturalGradientRule:
     momentum: float = 0.0
     averaging: Averaging | None = None
     coordinates: str = "local"
-
-    #: curvature in the loss takes the place of the gradient of the scales
-    uses_curvature = True
 
     def init(self, params: Tensors) -> Tensors:
         like = next(iter(params.values()))
@@ -176,7 +173,7 @@ class NaturalGradientRule:
             refused = state | {
                 "skipped": state["skipped"] + 1.0,
                 "skipped_in_a_row": state["skipped_in_a_row"] + 1.0,
-                "bad_entries": self.family.not_finite(grads),
+                "bad_entries": bad_entries(self.family, grads),
             }
             new = choose(finite, new, params)
             new_state = choose(finite, new_state, refused)

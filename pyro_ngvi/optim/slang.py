@@ -33,12 +33,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from pyro.optim import PyroOptim
-from torch import Tensor
 
 from ..families import FactorPrecisionNormal
-from ..families.base import Tensors
 from .averaging import Averaging
 from .schedules import Rate
 from .von import VON, VONRule
@@ -53,10 +50,6 @@ class SLANGRule(VONRule):
     ``grads`` holds "curvature.rows" (n, d) and "curvature.diagonal" (d,) beside the gradient of "loc";
     the step of the precision is the family's, ``FactorPrecisionNormal.precision_step``.
     """
-
-    def _bad_entries(self, grads: Tensors) -> Tensor:
-        rows = grads["curvature.rows"]
-        return super()._bad_entries(grads) | ~torch.isfinite(rows.square().sum(0))
 
 
 class SLANG(VON):

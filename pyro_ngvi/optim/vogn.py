@@ -11,6 +11,10 @@ here the curvature of the model's own prior, whatever it is; the published 1 - b
 damping enters the standard deviations too; here it does not, so that the posterior stays the
 model's.
 
+For a network start at ``init_loc_fn=model.init_to_module`` (see ``pyro_ngvi.nn.bayesianize``) with
+a small ``init_scale``, 0.01 to 0.03: from the default 0.1 the sds of a network of some thousand
+weights can grow to the prior's before the means have learnt.
+
 Not for small models: :class:`~pyro_ngvi.NGVB` needs no rates there, and the exact Hessian is cheap.
 """
 
@@ -83,7 +87,7 @@ class VOGN(VON):
             lr,
             curvature_lr,
             momentum,
-            safe=True,
+            safe=False,
             damping=damping,
             trust_radius=trust_radius,
             averaging=averaging,

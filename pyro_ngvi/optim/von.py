@@ -11,14 +11,15 @@ both estimated at draws from q_k = N(mu_k, P_k^-1):
     mu_{k+1} = mu_k - a_k (P_{k+1} + damping I)^-1 m_k / (1 - beta^{k+1}).
 
 P is its own moving average of curvature, with weight b on the new value; the mean uses the new P.  Full
-rank or diagonal, as the guide is.  With b = a = 1 and a quadratic loss one step is exact.
+rank or diagonal, as the guide is.  With b = a = 1 and a quadratic loss the printed step is exact.
 
 *Where curvature comes from* is the loss's affair, ``BatchedELBO(curvature=...)``.  Without it, or with
 "price", H_k is read off the gradient of the scales (Price's theorem): noisy and indefinite, which the
 safe form survives.
 
 *Damping* acts on the mean alone, never on the posterior. *The trust radius* bounds
-the move of the mean in units of the sds of q, root mean square over the entries. A step that is not finite is skipped.
+the move of the mean in units of the sds of q, root mean square over the entries. A step that is not
+finite is skipped.
 
 Sources: Khan & Nielsen (2018, arXiv:1807.04489), Khan et al. (2018, arXiv:1806.04854), the safe
 form Lin, Schmidt & Khan (2020, arXiv:2002.10060). In their symbols P = N s + delta, H = N h +
@@ -40,9 +41,8 @@ from torch import Tensor
 
 from .._known import choose, known
 from ..families.base import Family, Tensors
-from ..guides.base import Curvature
 from .averaging import Averaging, as_averaging, update_average
-from .base import NaturalGradientOptim, Report, describe, part
+from .base import NaturalGradientOptim, Report, bad_entries, describe, part
 from .schedules import PowerDecay, Rate, as_rate, rate_at
 
 __all__ = ["VON", "VONRule"]
@@ -64,12 +64,12 @@ class VONRule:
     trust_radius: float = torch.inf
     averaging: Averaging | None = None
 
-    uses_curvature: ClassVar[bool] = True
-
     def init(self, params: Tensors) -> Tensors:
         like = params["loc"]
         zero = torch.zeros((), dtype=like.dtype, device=like.device)
-        state = {"count": zero, "skipped": zero.clone(), "gradient": torch.zeros_like(like)}
+        # "step" is the clock of the rates, "count" that of the average, which may start again
+        state = {name: zero.clone() for name in ("step", "count", "skipped")}
+        state["gradient"] = torch.zeros_like(like)
         state["bad_entries"] = torch.zeros_like(self.family.not_finite(params))
         if self.averaging is not None:
             state |= {"average_total": zero.clone(), "average_square": zero.clone()}
@@ -80,7 +80,7 @@ class VONRule:
         self, params: Tensors, grads: Tensors, state: Tensors
     ) -> tuple[Tensors, Tensors, Report]:
         """One step from ``params`` (the iterate); nothing in it waits for the device."""
-        k = state["count"]
+        k = state["step"]
         a, b = rate_at(self.lr, k), rate_at(self.curvature_lr, k)
         curvature = part(grads, "curvature.")
         still = self.family.precision_step(params, grads, curvature, b, self.safe)
@@ -95,10 +95,13 @@ class VONRule:
         # a length that overflows is refused too: nothing says how far such a step should go
         total = reduce(torch.add, (v.sum() for v in new.values())) + length
         finite = total.abs() < torch.inf
+        for part_of_it in curvature.values():
+            finite = finite & (part_of_it.sum().abs() < torch.inf)
 
-        accepted = {"count": k + 1.0, "gradient": m}
+        count = state["count"] + 1.0
+        accepted = {"step": k + 1.0, "count": count, "gradient": m}
         if self.averaging is not None:
-            rate, weight = self.averaging.rate(k + 1.0, state["average_total"])
+            rate, weight = self.averaging.rate(count, state["average_total"])
             average = update_average(part(state, "average."), new, rate)
             accepted |= {"average." + name: v for name, v in average.items()}
             square = (1.0 - rate).square() * state["average_square"] + rate.square()
@@ -108,7 +111,7 @@ class VONRule:
         if not known(finite):
             refused = state | {
                 "skipped": state["skipped"] + 1.0,
-                "bad_entries": self._bad_entries(grads),
+                "bad_entries": bad_entries(self.family, grads),
             }
             new = choose(finite, new, params)
             new_state = choose(finite, new_state, refused)
@@ -134,13 +137,6 @@ class VONRule:
         move = a * self.family.covariance_product(params, m, self.damping)
         tiny = torch.finfo(m.dtype).tiny
         return move, (a * torch.dot(m, move)).clamp_min(tiny).sqrt()
-
-    def _bad_entries(self, grads: Tensors) -> Tensor:
-        bad = self.family.not_finite(grads)
-        diagonal = grads.get("curvature.diagonal")
-        if diagonal is None and "curvature.dense" in grads:
-            diagonal = grads["curvature.dense"].sum(-1)
-        return bad if diagonal is None else bad | ~torch.isfinite(diagonal)
 
 
 class VON(NaturalGradientOptim):
@@ -184,7 +180,6 @@ class VON(NaturalGradientOptim):
         1.99
     """
 
-    #: kinds of curvature that the optimizer takes; ``None`` stands for a loss without any
     kinds: ClassVar[tuple[str | None, ...]] = ("hessian", "gauss_newton", "price")
 
     def __init__(
@@ -218,6 +213,12 @@ class VON(NaturalGradientOptim):
         super().__init__(guide, others)
         if not self._rules:
             raise ValueError(self._wrong_guide(describe(guide)))
+        if None not in self.kinds and any(path for path, _ in self._blocks()):
+            raise ValueError(
+                f"{type(self).__name__} needs curvature, which a loss can leave on one guide over all "
+                f"latent sites only. Use one guide of this package in the place of {describe(guide)}, "
+                f"or pyro_ngvi.NGVB."
+            )
 
     def _wrong_guide(self, found: str) -> str:
         return (
@@ -230,13 +231,3 @@ class VON(NaturalGradientOptim):
         if "improved" not in family.coordinates or family.curvature_form is None:
             raise ValueError(self._wrong_guide(f"the family {type(family).__name__}"))
         return VONRule(family, **self._arguments)
-
-    def _check_curvature(self, block: Any, curvature: Curvature | None) -> None:
-        kind = None if curvature is None else curvature.kind
-        if kind not in self.kinds:
-            found = "the loss left none" if kind is None else f'the loss leaves "{kind}"'
-            raise RuntimeError(
-                f"{type(self).__name__} builds the precision of {type(block).__name__} from curvature, "
-                f"and {found}. Pass SVI "
-                f'loss=pyro_ngvi.BatchedELBO(num_particles, curvature="{self.kinds[0]}").'
-            )

@@ -286,3 +286,76 @@ def test_kl_weight_is_a_tempered_likelihood(guide_class):
     loss.kl_weight = 0.0
     with pytest.raises(ValueError, match="kl_weight is 0"):
         loss.loss_and_grads(model, guide, X, Y)
+
+
+def linear(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(1, 2), 1.0).to_event(2))
+    with pyro.plate("data", len(x)):
+        mean = torch.nn.functional.linear(x, w).squeeze(-1)
+        pyro.sample("y", dist.Normal(mean, 0.5), obs=y)
+
+
+def mixing(x, y=None):
+    """Each datum sees the mean over the minibatch, which one datum alone does not show."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(1, 2), 1.0).to_event(2))
+    with pyro.plate("data", len(x)):
+        h = torch.nn.functional.linear(x, w).squeeze(-1)
+        pyro.sample("y", dist.Normal(h - 0.5 * h.mean(), 0.5), obs=y)
+
+
+def test_evaluate_loss_between_steps():
+    guide = ngvi.AutoMeanFieldNormal(linear)
+    loss = ngvi.BatchedELBO(4, curvature="gauss_newton")
+    svi = SVI(linear, guide, ngvi.VOGN(guide), loss)
+    for _ in range(3):
+        svi.step(X, Y)
+        assert isinstance(svi.evaluate_loss(X, Y), float)
+    assert loss.curvature_reasons == {}
+    loss.curvature = None
+    SVI(linear, guide, ngvi.NGVB(guide), loss).step(X, Y)
+
+
+def test_a_first_minibatch_of_one_decides_nothing():
+    guide = ngvi.AutoMeanFieldNormal(mixing)
+    loss = ngvi.BatchedELBO(2, curvature="gauss_newton")
+    for x, y in ((X[:1], Y[:1]), (X, Y), (X, Y)):
+        loss.loss_and_grads(mixing, guide, x, y)
+    assert "w" in loss.curvature_reasons
+
+
+def test_a_diagonal_prior_is_not_taken_from_a_degenerate_start():
+    """Near w = 0 with a tiny sd the Hessian of the prior of (t, w) only looks diagonal."""
+
+    def model():
+        t = pyro.sample("t", dist.LogNormal(0.0, 1.0))
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), t).to_event(1))
+        with pyro.plate("data", N):
+            pyro.sample("y", dist.Normal(X @ w, 1.0), obs=Y)
+
+    guide = ngvi.AutoMeanFieldNormal(model, init_scale=1e-5)
+    loss = ngvi.BatchedELBO(1, curvature="gauss_newton")
+    loss.loss_and_grads(model, guide)
+    assert loss.curvature_reasons.keys() == {"t", "w"}
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
+def test_a_scale_around_model_and_guide_is_refused(kind):
+    guide = ngvi.AutoMeanFieldNormal(linear)
+    svi = SVI(linear, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(1, curvature=kind))
+    with poutine.scale(scale=0.01), pytest.raises(ValueError, match=r"scale out.*kl_weight"):
+        svi.step(X, Y)
+
+
+@pytest.mark.parametrize(
+    "make, kind",
+    [
+        (ngvi.NGVB, "squared_gradient"),
+        (ngvi.IFVB, "hessian"),
+        (ngvi.IVON, "gauss_newton"),
+    ],
+)
+def test_curvature_without_a_use_is_refused(make, kind):
+    guide = ngvi.AutoMeanFieldNormal(linear)
+    svi = SVI(linear, guide, make(guide), ngvi.BatchedELBO(1, curvature=kind))
+    with pytest.raises(RuntimeError, match=f'makes no use of curvature="{kind}"'):
+        svi.step(X, Y)
