@@ -156,7 +156,7 @@ class VON(NaturalGradientOptim):
         damping: added to the precision in the step of the mean, never in the posterior.
         trust_radius: largest move of the mean in sds of q, root mean square over the entries (its
             Fisher length over sqrt(d)), or ``None``.
-        averaging: as in :class:`~pyro_ngvi.NGVB`; by default the last iterate is the answer.
+        averaging: as in :class:`~pyro_ngvi.NGVB`; by default the average of the last quarter.
         others: a ``PyroOptim`` for parameters that are not the guide's.
 
     Raises:
@@ -191,7 +191,7 @@ class VON(NaturalGradientOptim):
         safe: bool = True,
         damping: float = 0.0,
         trust_radius: float | None = 1.0,
-        averaging: Averaging | float | bool = False,
+        averaging: Averaging | float | bool = True,
         others: PyroOptim | None = None,
     ) -> None:
         if not 0.0 <= momentum < 1.0:
