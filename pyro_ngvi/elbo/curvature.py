@@ -62,6 +62,9 @@ CHUNK = 64
 #: and for all draws together
 COLUMNS = 1024
 
+#: the diagonal of a Hessian that is not diagonal takes so many passes at the most
+MOST_COLUMNS = 20_000
+
 Run = Callable[[Tensor, Callable[[Sites], Any]], Any]
 
 
@@ -89,6 +92,15 @@ def check_guide_takes_curvature(guide: Any, kind: str, joint: bool) -> None:
         raise ValueError(
             f"{what} is diagonal, and {type(guide.family).__name__} has correlations. Use "
             f'curvature="gauss_newton" or "hessian", or AutoMeanFieldNormal.'
+        )
+
+
+def _check_affordable(d: int) -> None:
+    if d > MOST_COLUMNS:
+        raise ValueError(
+            f"The Hessian of the log prior is not diagonal (one latent site in the prior of another), "
+            f"and its diagonal would take a pass through the model for each of {d:,} latent variables. "
+            f'Use independent priors, or curvature="price" with pyro_ngvi.IVON.'
         )
 
 
@@ -139,6 +151,7 @@ def expected_curvature(
         if diagonal_rest["known"]:
             prior = _average(lambda t: _row_sums(rest, t), theta, columns=1)
         else:
+            _check_affordable(theta.shape[1])
             prior = _average(lambda t: _hessian_diagonal(rest, t), theta)
 
     if kind == "squared_gradient":

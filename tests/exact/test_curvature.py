@@ -359,3 +359,16 @@ def test_curvature_without_a_use_is_refused(make, kind):
     svi = SVI(linear, guide, make(guide), ngvi.BatchedELBO(1, curvature=kind))
     with pytest.raises(RuntimeError, match=f'makes no use of curvature="{kind}"'):
         svi.step(X, Y)
+
+
+def test_a_hierarchical_prior_over_many_weights_is_refused():
+    def model(x):
+        scale = pyro.sample("scale", dist.Normal(0.0, 1.0))
+        w = pyro.sample("w", dist.Normal(torch.zeros(30_000), scale.exp()).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w.sum(), 1.0).expand([len(x)]), obs=x)
+
+    guide = ngvi.AutoMeanFieldNormal(model)
+    loss = ngvi.BatchedELBO(1, curvature="gauss_newton")
+    with pytest.raises(ValueError, match="30,001 latent variables"):
+        loss.loss_and_grads(model, guide, Y)
