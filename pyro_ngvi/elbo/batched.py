@@ -31,14 +31,14 @@ from pyro_ngvi._particles import (
     run_plainly,
 )
 from pyro_ngvi._random import own_random_state
-from pyro_ngvi.density import site_kind, site_log_prob
+from pyro_ngvi.density import site_log_prob
 from pyro_ngvi.elbo.check import (
     check_guide,
     check_guide_of_this_model,
     check_joint_guide,
-    check_log_prob_shape,
     check_model,
     check_values,
+    sum_log_prob,
 )
 from pyro_ngvi.elbo.curvature import KINDS, check_guide_takes_curvature, check_unscaled
 from pyro_ngvi.elbo.estimator import CurvatureEstimator
@@ -176,7 +176,7 @@ class BatchedELBO(ELBO):
 
         def log_joint(sites: Sites) -> Any:
             check_model(sites, values, shared)
-            return _sum_log_prob(sites) if estimator is None else estimator.terms(sites)
+            return sum_log_prob(sites) if estimator is None else estimator.terms(sites)
 
         how: Any = {"shared": shared, "chunk_size": self.chunk_size}
         program = model if estimator is None else estimator.program(model)
@@ -213,7 +213,7 @@ class BatchedELBO(ELBO):
                 elif is_minibatch(site) or _is_latent(site):
                     values[name] = torch.as_tensor(site["value"])
             check_guide(sites)
-            return values, _sum_log_prob(sites)
+            return values, sum_log_prob(sites)
 
         return self._run(guide, reduce, {}, args, kwargs, sampling=True)
 
@@ -237,7 +237,7 @@ class BatchedELBO(ELBO):
             check_unscaled(site, self.curvature)
             if self._estimator is None:
                 how = self.curvature, guide.family.curvature_form
-                self._estimator = CurvatureEstimator(*how, layout, _sum_log_prob)
+                self._estimator = CurvatureEstimator(*how, layout)
             self._active = self._estimator
             self._active.start(theta, log_det)
         return values, site_log_prob(site)[1]
@@ -286,15 +286,3 @@ def _is_joint(guide: Program) -> TypeGuard[AutoContinuous]:
 
 def _is_latent(site: Any) -> bool:
     return not site["is_observed"] and not site_is_subsample(site)
-
-
-def _sum_log_prob(sites: Sites) -> Tensor:
-    """The log probability of all sites of one particle, a scalar."""
-    total: Any = None
-    for site in sites.values():
-        if site_is_subsample(site) or site_kind(site) == "deterministic":
-            continue
-        log_prob = site_log_prob(site)[1]
-        check_log_prob_shape(site, log_prob)
-        total = log_prob.sum() if total is None else total + log_prob.sum()
-    return torch.zeros(()) if total is None else total

@@ -142,3 +142,15 @@ def check_model(sites: Sites, values: Mapping[str, Any], shared: Mapping[str, An
             check_minibatch(site, shared)
         elif not site["is_observed"]:
             check_model_site(site, values)
+
+
+def sum_log_prob(sites: Sites) -> Tensor:
+    """The log probability of all sites of one particle, a scalar; each has the shape of its plates."""
+    total: Any = None
+    for site in sites.values():
+        if site_is_subsample(site) or site_kind(site) == "deterministic":
+            continue
+        log_prob = site_log_prob(site)[1]
+        check_log_prob_shape(site, log_prob)
+        total = log_prob.sum() if total is None else total + log_prob.sum()
+    return torch.zeros(()) if total is None else total

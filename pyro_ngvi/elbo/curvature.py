@@ -42,6 +42,7 @@ from torch.func import grad, jvp, vmap
 
 from pyro_ngvi._particles import Sites
 from pyro_ngvi.density import site_kind, site_log_prob
+from pyro_ngvi.elbo.check import sum_log_prob
 from pyro_ngvi.elbo.per_example import BUDGET, outer_sum, squared_sum, weighted_rows
 from pyro_ngvi.guides.base import AutoFamily
 
@@ -130,7 +131,7 @@ def expected_curvature(
         return {}
 
     def joint(t: Tensor) -> Tensor:
-        total, log_det = run(t, _total)
+        total, log_det = run(t, sum_log_prob)
         return -(total[0] + log_det)
 
     def rest(t: Tensor) -> Tensor:
@@ -267,15 +268,6 @@ def _is_diagonal(function: Callable[[Tensor], Tensor], t: Tensor) -> bool:
         if not torch.allclose(product, whole * v, rtol=1e-4, atol=1e-6 * size):
             return False
     return True
-
-
-def _total(sites: Sites) -> Tensor:
-    terms = [
-        site_log_prob(site)[1].sum()
-        for site in sites.values()
-        if not site_is_subsample(site) and site_kind(site) != "deterministic"
-    ]
-    return torch.stack(terms).sum()
 
 
 def _terms(sites: Sites) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pyro_ngvi._particles import Minibatches, Sites, run_particles
+from pyro_ngvi.elbo.check import sum_log_prob
 from pyro_ngvi.elbo.curvature import Run, data_terms, expected_curvature, squares_of
 from pyro_ngvi.elbo.layer_taps import LayerTaps
 from pyro_ngvi.layout import LatentLayout
@@ -29,11 +30,9 @@ class CurvatureEstimator:
     ``reasons`` says, by latent site, why the fast route does not cover it.
     """
 
-    def __init__(
-        self, kind: str, form: str | None, layout: LatentLayout, total: Callable[[Sites], Tensor]
-    ) -> None:
+    def __init__(self, kind: str, form: str | None, layout: LatentLayout) -> None:
         assert form is not None
-        self.kind, self.form, self.layout, self.total = kind, form, layout, total
+        self.kind, self.form, self.layout = kind, form, layout
         self.reasons: dict[str, str] = {}
         self._diagonal_rest: dict[str, bool] = {}
         self._searched = False
@@ -53,10 +52,10 @@ class CurvatureEstimator:
     def terms(self, sites: Sites) -> Any:
         """The log probability of one particle; with taps, of the data that they see and of the rest."""
         if self._taps is None:
-            return self.total(sites)
+            return sum_log_prob(sites)
         seen = self._taps.observed
         rest = {name: site for name, site in sites.items() if name != seen}
-        return self.total({seen: sites[seen]}), self.total(rest)
+        return sum_log_prob({seen: sites[seen]}), sum_log_prob(rest)
 
     def log_joint(self, terms: Any) -> Tensor:
         """The log joint (S,) from the ``terms`` of all particles."""

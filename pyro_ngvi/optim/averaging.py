@@ -10,7 +10,15 @@ from torch import Tensor
 
 from ..families.base import Tensors
 
-__all__ = ["Averaging", "LogPower", "Tail", "UsingAverage", "as_averaging", "update_average"]
+__all__ = [
+    "Averaging",
+    "LogPower",
+    "Tail",
+    "UsingAverage",
+    "as_averaging",
+    "start_average",
+    "step_average",
+]
 
 
 class Averaging(Protocol):
@@ -65,6 +73,25 @@ def as_averaging(averaging: Averaging | float | bool) -> Averaging | bool:
 def update_average(average: Tensors, params: Tensors, rate: Tensor) -> Tensors:
     """x_bar + rate (x - x_bar).  Families are convex in their stored coordinates."""
     return {name: torch.lerp(average[name], params[name], rate) for name in params}
+
+
+def start_average(params: Tensors) -> Tensors:
+    """The state of an average that nothing has entered yet."""
+    like = next(iter(params.values()))
+    zero = torch.zeros((), dtype=like.dtype, device=like.device)
+    state = {"average_total": zero, "average_square": zero.clone()}
+    return state | {"average." + name: v.clone() for name, v in params.items()}
+
+
+def step_average(averaging: Averaging, state: Tensors, params: Tensors, count: Tensor) -> Tensors:
+    """The entries of ``state`` after iterate number ``count`` has entered."""
+    rate, total = averaging.rate(count, state["average_total"])
+    past = {name: state["average." + name] for name in params}
+    average = update_average(past, params, rate)
+    # sum of squared weights: what averaging leaves of the noise of one step
+    square = (1.0 - rate).square() * state["average_square"] + rate.square()
+    new = {"average_total": total, "average_square": square}
+    return new | {"average." + name: v for name, v in average.items()}
 
 
 class UsingAverage:

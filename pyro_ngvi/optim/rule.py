@@ -52,7 +52,7 @@ from torch import Tensor
 
 from .._known import choose, known
 from ..families.base import Geometry, Tensors, dot, pack
-from .averaging import Averaging, Tail, as_averaging, update_average
+from .averaging import Averaging, Tail, as_averaging, start_average, step_average
 from .base import Report, bad_entries, part
 from .schedules import NoiseClock, RobbinsMonro, Schedule, as_schedule
 
@@ -96,8 +96,7 @@ class NaturalGradientRule:
             names = self.family.location
             state |= {"move." + name: torch.zeros_like(params[name]) for name in names}
         if self.averaging is not None:
-            state |= {"average_total": zero.clone(), "average_square": zero.clone()}
-            state |= {"average." + name: v.clone() for name, v in params.items()}
+            state |= start_average(params)
         return state
 
     def update(
@@ -162,12 +161,7 @@ class NaturalGradientRule:
             accepted |= {"move." + name: move[name] for name in self.family.location}
             accepted["move_energy"] = move_energy
         if self.averaging is not None:
-            rate, total = self.averaging.rate(count, state["average_total"])
-            average = update_average(part(state, "average."), new, rate)
-            accepted |= {"average." + name: v for name, v in average.items()}
-            # sum of squared weights: what averaging leaves of the noise of one step
-            square = (1.0 - rate).square() * state["average_square"] + rate.square()
-            accepted |= {"average_total": total, "average_square": square}
+            accepted |= step_average(self.averaging, state, new, count)
         new_state = state | accepted
         if not known(finite):
             refused = state | {

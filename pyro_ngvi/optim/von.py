@@ -41,7 +41,7 @@ from torch import Tensor
 
 from .._known import choose, known
 from ..families.base import Family, Tensors
-from .averaging import Averaging, as_averaging, update_average
+from .averaging import Averaging, as_averaging, start_average, step_average
 from .base import NaturalGradientOptim, Report, bad_entries, describe, part
 from .schedules import PowerDecay, Rate, as_rate, rate_at
 
@@ -72,8 +72,7 @@ class VONRule:
         state["gradient"] = torch.zeros_like(like)
         state["bad_entries"] = torch.zeros_like(self.family.not_finite(params))
         if self.averaging is not None:
-            state |= {"average_total": zero.clone(), "average_square": zero.clone()}
-            state |= {"average." + name: v.clone() for name, v in params.items()}
+            state |= start_average(params)
         return state
 
     def update(
@@ -101,11 +100,7 @@ class VONRule:
         count = state["count"] + 1.0
         accepted = {"step": k + 1.0, "count": count, "gradient": m}
         if self.averaging is not None:
-            rate, weight = self.averaging.rate(count, state["average_total"])
-            average = update_average(part(state, "average."), new, rate)
-            accepted |= {"average." + name: v for name, v in average.items()}
-            square = (1.0 - rate).square() * state["average_square"] + rate.square()
-            accepted |= {"average_total": weight, "average_square": square}
+            accepted |= step_average(self.averaging, state, new, count)
         new_state = state | accepted
         step_norm = shrink * length
         if not known(finite):
