@@ -235,7 +235,7 @@ class BatchedELBO(ELBO):
         records = theta.requires_grad and isinstance(guide, AutoFamily)
         if records and self.curvature is not None:
             check_unscaled(site, self.curvature)
-            if self._estimator is None:
+            if self._estimator is None or self._estimator.kind != self.curvature:
                 how = self.curvature, guide.family.curvature_form
                 self._estimator = CurvatureEstimator(*how, layout)
             self._active = self._estimator

@@ -53,6 +53,7 @@ __all__ = [
     "check_unscaled",
     "data_terms",
     "expected_curvature",
+    "rest_is_diagonal",
     "squares_of",
 ]
 
@@ -119,13 +120,13 @@ def check_unscaled(log_q: Any, kind: str) -> None:
 
 
 def expected_curvature(
-    run: Run, theta: Tensor, kind: str, form: str, diagonal_rest: dict[str, bool]
+    run: Run, theta: Tensor, kind: str, form: str, diagonal_rest: bool = False
 ) -> dict[str, Tensor]:
     """The average curvature at draws ``theta`` (S, d), in nats; see the head of this file.
 
     ``run(theta_s, reduce)`` runs the model at one draw (d,) and returns ``reduce(sites)`` with a
-    leading dimension 1, and the log-Jacobian.  ``diagonal_rest`` remembers between calls whether the
-    rest has a diagonal Hessian.
+    leading dimension 1, and the log-Jacobian.  ``diagonal_rest``: whether the Hessian of the rest is
+    diagonal (:func:`rest_is_diagonal`), which then costs one pass.
     """
     if kind == "price":
         return {}
@@ -134,11 +135,7 @@ def expected_curvature(
         total, log_det = run(t, sum_log_prob)
         return -(total[0] + log_det)
 
-    def rest(t: Tensor) -> Tensor:
-        (_, _, other), log_det = run(t, _terms)
-        return -(other[0] + log_det)
-
-    data = data_terms(run)
+    rest, data = _rest(run), data_terms(run)
     if kind == "hessian":
         if form == "dense":
             return {"dense": _average(lambda t: _hessian(joint, t), theta)}
@@ -146,14 +143,11 @@ def expected_curvature(
 
     if form == "dense":
         prior = _average(lambda t: _hessian(rest, t), theta)
+    elif diagonal_rest:
+        prior = _average(lambda t: _row_sums(rest, t), theta, columns=1)
     else:
-        if "known" not in diagonal_rest:  # at the first call: it waits for the device
-            diagonal_rest["known"] = _is_diagonal(rest, theta[0])
-        if diagonal_rest["known"]:
-            prior = _average(lambda t: _row_sums(rest, t), theta, columns=1)
-        else:
-            _check_affordable(theta.shape[1])
-            prior = _average(lambda t: _hessian_diagonal(rest, t), theta)
+        _check_affordable(theta.shape[1])
+        prior = _average(lambda t: _hessian_diagonal(rest, t), theta)
 
     if kind == "squared_gradient":
         _, weight = data(theta[0])
@@ -173,6 +167,19 @@ def expected_curvature(
     if form == "low_rank":
         return {"rows": products, "diagonal": prior}
     return {form: products + prior}
+
+
+def rest_is_diagonal(run: Run, t: Tensor) -> bool:
+    """Whether the Hessian of the rest is diagonal, probed around a draw ``t`` (d,).  It waits."""
+    return _is_diagonal(_rest(run), t)
+
+
+def _rest(run: Run) -> Callable[[Tensor], Tensor]:
+    def rest(t: Tensor) -> Tensor:
+        (_, _, other), log_det = run(t, _terms)
+        return -(other[0] + log_det)
+
+    return rest
 
 
 def data_terms(run: Run) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

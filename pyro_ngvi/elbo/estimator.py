@@ -17,7 +17,13 @@ from torch import Tensor
 
 from pyro_ngvi._particles import Minibatches, Sites, run_particles
 from pyro_ngvi.elbo.check import sum_log_prob
-from pyro_ngvi.elbo.curvature import Run, data_terms, expected_curvature, squares_of
+from pyro_ngvi.elbo.curvature import (
+    Run,
+    data_terms,
+    expected_curvature,
+    rest_is_diagonal,
+    squares_of,
+)
 from pyro_ngvi.elbo.layer_taps import LayerTaps
 from pyro_ngvi.layout import LatentLayout
 
@@ -34,7 +40,7 @@ class CurvatureEstimator:
         assert form is not None
         self.kind, self.form, self.layout = kind, form, layout
         self.reasons: dict[str, str] = {}
-        self._diagonal_rest: dict[str, bool] = {}
+        self._diagonal_rest: bool | None = None  # not asked yet
         self._searched = False
         self._taps: LayerTaps | None = None
         self._draws = self._log_det = self._rest = self._prior = torch.empty(0)
@@ -93,6 +99,9 @@ class CurvatureEstimator:
         if squares:
             parts = {"diagonal": self._assembled(run, theta, squares) + self._prior}
         else:
+            if self._diagonal_rest is None:
+                asked = self.kind in ("gauss_newton", "squared_gradient") and self.form != "dense"
+                self._diagonal_rest = asked and rest_is_diagonal(run, theta[0])
             parts = expected_curvature(run, theta, self.kind, self.form, self._diagonal_rest)
         if not self._searched and self.kind == "gauss_newton" and self.form == "diagonal":
             _, weights = data_terms(run)(theta[0])
@@ -124,7 +133,7 @@ class CurvatureEstimator:
         """After the first step: look for layers, and check that they give the right squares."""
         self._searched = True
         values = self.layout.unpack(theta)
-        if not self._diagonal_rest["known"]:
+        if not self._diagonal_rest:
             self.reasons = dict.fromkeys(values, "The Hessian of the log prior is not diagonal.")
             return
         free = {
