@@ -15,6 +15,7 @@ from .guides import (
     AutoFullRankNormal,
     AutoMatrixNormal,
     AutoMeanFieldNormal,
+    AutoWalshHadamard,
     init_to_center,
 )
 from .optim import (
@@ -29,11 +30,13 @@ from .optim import (
     Constant,
     LogPower,
     NoiseClock,
+    NoisyKFAC,
     PowerDecay,
     RobbinsMonro,
     Tail,
     Vadam,
 )
+from .reparam import WalshHadamardReparam
 
 __all__ = [
     "AIFVB",
@@ -50,16 +53,19 @@ __all__ = [
     "AutoFullRankNormal",
     "AutoMatrixNormal",
     "AutoMeanFieldNormal",
+    "AutoWalshHadamard",
     "BatchedELBO",
     "Constant",
     "KHat",
     "LogPower",
     "ModelDensity",
     "NoiseClock",
+    "NoisyKFAC",
     "PowerDecay",
     "RobbinsMonro",
     "Tail",
     "Vadam",
+    "WalshHadamardReparam",
     "__version__",
     "check_vectorized",
     "families",

@@ -9,6 +9,7 @@ from .normal import (
     AutoFullRankNormal,
     AutoMeanFieldNormal,
 )
+from .walsh_hadamard import AutoWalshHadamard
 
 __all__ = [
     "AutoExponentialFamily",
@@ -17,5 +18,6 @@ __all__ = [
     "AutoFullRankNormal",
     "AutoMatrixNormal",
     "AutoMeanFieldNormal",
+    "AutoWalshHadamard",
     "init_to_center",
 ]

@@ -1,5 +1,6 @@
 """Small exact tools of linear algebra and integration."""
 
 from .cubature import gauss_hermite, sphere_points
+from .walsh_hadamard import walsh_hadamard_transform
 
-__all__ = ["gauss_hermite", "sphere_points"]
+__all__ = ["gauss_hermite", "sphere_points", "walsh_hadamard_transform"]

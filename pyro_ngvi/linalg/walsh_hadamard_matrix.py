@@ -1,0 +1,153 @@
+r"""Matrices S1 H diag(g) H S2 of any shape, made of Walsh-Hadamard blocks.
+
+Rossi, Marmin & Filippone (2020, NeurIPS, "Walsh-Hadamard variational inference for Bayesian deep
+learning", eq. 3) write a D x D matrix as S1 H diag(g) H S2 with H the orthonormal Hadamard matrix
+(D, D), S1 and S2 diagonal.  A matrix (n, m) is a stack of ceil(n / D) blocks, D the power of two from m
+on; rows and columns beyond n and m are cut off.  Times sqrt(D), so that independent g_k of variance 1
+and diagonals of +-1 make entries of variance 1, block b is
+
+    U_ij = s_i t_bj h_b[i xor j],        h_b = H g_b,                                        (1)
+
+because H_ik H_jk sqrt(D) = H_(i xor j)k in Sylvester's order (i counts within the block).  So a block
+holds D different numbers up to the diagonals: entries of one class i xor j are fully correlated,
+and for diagonal Cov(g) all entries have the same variance, s_i^2 t_bj^2 mean_k Var(g_k).
+
+(1) builds U in O(n m) without a product of matrices, and a product with x never builds it:
+
+    U x = sqrt(D) s o H (g o H (t o x))        in O(D log D) for each block.                 (2)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .walsh_hadamard import walsh_hadamard_transform
+
+__all__ = ["WalshHadamardMatrix"]
+
+
+@dataclass(frozen=True)
+class WalshHadamardMatrix:
+    """The shape of a matrix (rows, columns) of Walsh-Hadamard blocks; it holds no numbers.
+
+    ``g`` is (..., num_g), ``left`` (rows,) and ``right`` (blocks, columns): the diagonals S1 and S2
+    of all blocks, without the entries that are cut off.
+
+    Args:
+        rows, columns: n and m, at least 1.
+        shared: one g for all blocks, which then differ by their diagonals only.
+
+    Raises:
+        ValueError: for a size below 1.
+
+    Example:
+        >>> import torch
+        >>> matrix = WalshHadamardMatrix(50, 13)
+        >>> matrix.size, matrix.blocks, matrix.num_g
+        (16, 4, 64)
+        >>> left, right = torch.ones(50), torch.ones(4, 13)
+        >>> g, x = torch.randn(64), torch.randn(5, 13)
+        >>> U = matrix.dense(g, left, right)
+        >>> torch.allclose(matrix.product(x, g, left, right), x @ U.mT, atol=1e-4)
+        True
+    """
+
+    rows: int
+    columns: int
+    shared: bool = False
+    size: int = field(init=False)
+    blocks: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.columns < 1:
+            raise ValueError(
+                f"A matrix of {self.rows} rows and {self.columns} columns has no entries."
+            )
+        size = 1 << (self.columns - 1).bit_length()
+        object.__setattr__(self, "size", size)
+        object.__setattr__(self, "blocks", -(-self.rows // size))
+
+    @property
+    def num_g(self) -> int:
+        """Length of g."""
+        return self.size if self.shared else self.blocks * self.size
+
+    def signs(self, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Diagonals of +-1 drawn from ``seed``: ``left`` (rows,) and ``right`` (blocks, columns).
+
+        The random state of torch stays as it is.
+        """
+        drawn = np.random.RandomState(seed).choice(
+            (-1.0, 1.0), self.rows + self.blocks * self.columns
+        )
+        drawn = torch.from_numpy(drawn).to(like.device, like.dtype)
+        return drawn[: self.rows].clone(), drawn[self.rows :].reshape(
+            self.blocks, self.columns
+        ).clone()
+
+    def classes(self, device: torch.device) -> Tensor:
+        """For each entry the index of its number in the vector h of all blocks, (rows, columns)."""
+        i = torch.arange(self.rows, device=device).unsqueeze(-1)
+        within = (i % self.size) ^ torch.arange(self.columns, device=device)
+        return within if self.shared else within + i // self.size * self.size
+
+    def diagonals(self, left: Tensor, right: Tensor) -> Tensor:
+        """s_i t_bj for each entry, (rows, columns)."""
+        every_row = right.repeat_interleave(self.size, dim=-2, output_size=self.blocks * self.size)
+        return left.unsqueeze(-1) * every_row[..., : self.rows, :]
+
+    def transform(self, g: Tensor) -> Tensor:
+        """h = H g, block by block: (..., num_g) to (..., num_g).  It is its own inverse."""
+        h = walsh_hadamard_transform(g.unflatten(-1, (-1, self.size)))
+        return h.flatten(-2)
+
+    def dense(self, g: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """U of equation (1), (..., rows, columns)."""
+        index = self.classes(g.device).flatten()
+        h = self.transform(g).index_select(-1, index)
+        return h.unflatten(-1, (self.rows, self.columns)) * self.diagonals(left, right)
+
+    def product(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """x U' without building U: ``x`` (..., columns) with ``g`` (..., num_g) to (..., rows).
+
+        The leading dimensions of ``x`` and ``g`` broadcast: a g for each row of x is as good as one.
+        """
+        g = g.unflatten(-1, (-1, self.size))  # (..., blocks or 1, size)
+        y = torch.nn.functional.pad(x.unsqueeze(-2) * right, (0, self.size - self.columns))
+        y = walsh_hadamard_transform(walsh_hadamard_transform(y) * g)
+        return y.flatten(-2)[..., : self.rows] * (left * math.sqrt(self.size))
+
+    def counts(self, left: Tensor, right: Tensor) -> Tensor:
+        """Sum of (s_i t_bj)^2 over the entries of each class, (num_g,): the Gram matrix of (1) in h."""
+        squares = self.diagonals(left, right).square().flatten()
+        index = self.classes(left.device).flatten()
+        return squares.new_zeros(self.num_g).index_add(0, index, squares)
+
+    def projection(self, U: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """g (..., num_g) whose matrix (1) is nearest to U (..., rows, columns), entry by entry.
+
+        Numbers of h that no entry holds, because all of theirs are cut off, are zero.
+        """
+        index = self.classes(U.device).flatten()
+        weighted = (U * self.diagonals(left, right)).flatten(-2)
+        sums = weighted.new_zeros((*weighted.shape[:-1], self.num_g))
+        counts = self.counts(left, right)
+        h = sums.index_add(-1, index, weighted) / torch.where(counts > 0.0, counts, 1.0)
+        return self.transform(h)
+
+    def covariance(self, g_covariance: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """Cov(vec U), row by row, (rows columns, rows columns), from Cov(g) (num_g, num_g)."""
+        h = self.transform(self.transform(g_covariance).mT)
+        index, weights = self.classes(left.device).flatten(), self.diagonals(left, right).flatten()
+        return h[index][:, index] * weights * weights.unsqueeze(-1)
+
+    def variance(self, g_variance: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """Var(U_ij), (rows, columns), for uncorrelated g of variance ``g_variance`` (num_g,)."""
+        mean = g_variance.unflatten(-1, (-1, self.size)).mean(-1)
+        per_row = mean.expand(self.blocks).repeat_interleave(self.size)[: self.rows]
+        return per_row.unsqueeze(-1) * self.diagonals(left, right).square()
