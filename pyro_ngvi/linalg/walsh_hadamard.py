@@ -7,10 +7,16 @@ symmetric and orthonormal: H H = I, so that the transform is its own inverse and
 A Kronecker product of Hadamard matrices is one, H_ab = H_a kron H_b, and for x viewed as a matrix
 X (a, b) the transform is H_a X H_b: D (a + b) multiplications a row in place of D^2, and in products of
 small matrices, which a CPU does faster than the D log2(D) additions of the butterfly (Fino & Algazi
-1976).  D is split into factors of at most 32.  Seconds on one thread of a CPU (EPYC, MKL), 256 rows,
-float32, each divided by those of the split used here:
+1976).  D is split into factors of at most 32.  256 rows, float32, one thread of an EPYC with MKL, times
+over those of this split (`benchmarks/whvi_paper/transform.py`; medians of 15 rounds):
 
-TABLE
+    D                       64   128   256   512  1024  2048  4096  8192
+    dense product         0.88  1.08  2.83  5.99  11.1  20.5  34.7  69.4
+    butterfly              6.8   4.2   5.2   5.4   4.8   4.6   4.1   4.5
+    two equal factors     2.90  0.97  0.98  0.99  0.99  1.12  1.38  1.81
+
+So: one dense product to D = 64, two factors to 1024, three to 2^15.  On a GPU, where Triton is
+installed, a kernel does the same (`_walsh_hadamard_triton`).
 
 Not for x H with another order of the rows (sequency, dyadic): permute the result.
 """
@@ -25,6 +31,7 @@ from torch import Tensor
 
 __all__ = ["walsh_hadamard_transform"]
 
+HALVES = (torch.float16, torch.bfloat16)
 #: largest D for which one product with a dense matrix costs least
 DENSE = 64
 #: log2 of the largest factor of a larger D
@@ -41,7 +48,7 @@ def walsh_hadamard_transform(x: Tensor) -> Tensor:
 
     Raises:
         ValueError: D is not a power of two, or ``x`` has no axis.
-        TypeError: ``x`` is not of a real floating dtype.
+        TypeError: ``x`` is not float16, bfloat16, float32 or float64.
 
     Example:
         >>> import torch
@@ -62,13 +69,23 @@ def walsh_hadamard_transform(x: Tensor) -> Tensor:
             f"walsh_hadamard_transform needs a last axis whose length is a power of two, got shape "
             f"{tuple(x.shape)}; pad it with zeros to {1 << D.bit_length() if D else 1}."
         )
-    if not x.dtype.is_floating_point:
+    if x.dtype not in (*HALVES, torch.float32, torch.float64):
         raise TypeError(
-            f"walsh_hadamard_transform needs a real floating dtype, got {x.dtype}; convert with x.to()."
+            f"walsh_hadamard_transform needs float16, bfloat16, float32 or float64, got {x.dtype}; "
+            "convert with x.to(torch.float32)."
         )
-    if x.dtype in (torch.float16, torch.bfloat16):
+    if _on_gpu(x):
+        from ._walsh_hadamard_triton import available, transform_rows
+
+        if available(x):
+            return transform_rows(x)
+    if x.dtype in HALVES:
         return _by_factors(x.float()).to(x.dtype)
     return _by_factors(x)
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 def _by_factors(x: Tensor) -> Tensor:
@@ -105,10 +122,13 @@ def _matrix(n: int, squared_scale: int, x: Tensor) -> Tensor:
         # the modes of torch (vmap, grad, inference, tracing) hold for a thread: a new one has none of
         # them, so that what is kept is a plain tensor
         with ThreadPoolExecutor(1) as thread:
-            # from the host, because a copy, unlike a kernel on the new thread's stream, is waited for
-            cpu = thread.submit(_build, n, squared_scale, x.dtype, torch.device("cpu"))
-            _matrices[key] = thread.submit(cpu.result().to, x.device).result()
+            _matrices[key] = thread.submit(_from_host, *key).result()
     return _matrices[key]
+
+
+def _from_host(n: int, squared_scale: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # a copy is waited for; a kernel on the stream of the new thread would not be
+    return _build(n, squared_scale, dtype, torch.device("cpu")).to(device)
 
 
 def _build(n: int, squared_scale: int, dtype: torch.dtype, device: torch.device) -> Tensor:

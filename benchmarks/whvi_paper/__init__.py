@@ -1,0 +1,1 @@
+"""Walsh-Hadamard variational inference (Rossi, Marmin & Filippone 2020): its figures run again."""
