@@ -109,6 +109,8 @@ def sample(name: str, points: int, seed: int) -> tuple[Tensor, Tensor, Tensor, T
 class Process(PyroModule):
     """Random features and a linear layer of independent weights, or of Walsh-Hadamard ones."""
 
+    noise: Any
+
     def __init__(self, inputs: int, features: int, num_data: int, whvi: bool) -> None:
         super().__init__()
         self.num_data = num_data
@@ -140,7 +142,8 @@ def features_process(
     svi = SVI(model, guide, ngvi.NGVB(guide, others=Adam({"lr": 0.01})), ngvi.BatchedELBO(DRAWS))
     seconds = train(svi, X, y, BATCH, max(1, round(steps * BATCH / len(X))))
     with torch.no_grad():  # the mean is linear in the latent vector
-        mean = pyro.condition(model, data=guide.median())(X_test)
+        median: Any = guide.median()
+        mean = pyro.condition(model, data=median)(X_test)
     count = sum(p.numel() for module in (guide, model) for p in module.parameters())
     return float((mean - y_test).square().mean().sqrt()), count, seconds
 

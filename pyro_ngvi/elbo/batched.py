@@ -35,13 +35,16 @@ from pyro_ngvi.density import site_log_prob
 from pyro_ngvi.elbo.check import (
     check_guide,
     check_guide_of_this_model,
+    check_guide_takes_curvature,
     check_joint_guide,
     check_model,
+    check_unscaled,
     check_values,
     sum_log_prob,
 )
-from pyro_ngvi.elbo.curvature import KINDS, check_guide_takes_curvature, check_unscaled
+from pyro_ngvi.elbo.curvature import KINDS
 from pyro_ngvi.elbo.estimator import CurvatureEstimator
+from pyro_ngvi.elbo.kronecker import make_estimator
 from pyro_ngvi.elbo.tempering import Tempered
 from pyro_ngvi.guides.base import AutoFamily, Curvature
 from pyro_ngvi.layout import LatentLayout
@@ -71,8 +74,9 @@ class BatchedELBO(ELBO):
         gradients: an expected curvature of -log p(y, z), see :mod:`pyro_ngvi.elbo.curvature`.
         "hessian": the exact Hessian; "gauss_newton": products of the gradients of single data, with
         the exact curvature of the prior; "squared_gradient": squares of the gradient of the
-        minibatch, as Adam has them; "price": none, the gradients of the scales carry it. For a guide
-        of ours that has a use for it; it is that of one call, so call this once a step.
+        minibatch, as Adam has them; "price": none, the gradients of the scales carry it;
+        "kronecker": the factors of each layer, for ``AutoMatrixNormal`` and ``NoisyKFAC``. For a
+        guide of ours that has a use for it; it is that of one call, so call this once a step.
     :param kl_weight: tau, a weight on the KL term: the loss becomes that of the tempered posterior,
         prior x likelihood^(1 / tau). An attribute too, so that a loop can let it grow to 1 (a
         warm-up): ``loss.kl_weight = min(1.0, (k + 1) / 1000)``.
@@ -236,8 +240,7 @@ class BatchedELBO(ELBO):
         if records and self.curvature is not None:
             check_unscaled(site, self.curvature)
             if self._estimator is None or self._estimator.kind != self.curvature:
-                how = self.curvature, guide.family.curvature_form
-                self._estimator = CurvatureEstimator(*how, layout)
+                self._estimator = make_estimator(self.curvature, guide, layout)
             self._active = self._estimator
             self._active.start(theta, log_det)
         return values, site_log_prob(site)[1]

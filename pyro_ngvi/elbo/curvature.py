@@ -11,6 +11,7 @@ outside a plate.  Averages over the draws theta ~ q of
     "gauss_newton"       sum_i s_i g_i g_i' + grad^2 (-rest),   g_i = grad log p(y_i | theta)
     "squared_gradient"   diag(G o G / N) + grad^2 (-rest),      G = sum_i s_i g_i,  N = sum_i s_i
     "price"              nothing: the gradients of the scales carry it (Price's theorem)
+    "kronecker"          two factors for each matrix: see :mod:`pyro_ngvi.elbo.kronecker`
 
 The outer products g_i g_i' stand for the Hessian as in VOGN and SLANG (Khan et al. 2018, Mishkin et al.
 2018): positive semi-definite, right in expectation at parameters that fit the data, too small or too
@@ -42,81 +43,27 @@ from torch.func import grad, jvp, vmap
 
 from pyro_ngvi._particles import Sites
 from pyro_ngvi.density import site_kind, site_log_prob
-from pyro_ngvi.elbo.check import sum_log_prob
+from pyro_ngvi.elbo.check import check_affordable, sum_log_prob
 from pyro_ngvi.elbo.per_example import BUDGET, outer_sum, squared_sum, weighted_rows
-from pyro_ngvi.guides.base import AutoFamily
 
 __all__ = [
     "KINDS",
     "Run",
-    "check_guide_takes_curvature",
-    "check_unscaled",
     "data_terms",
     "expected_curvature",
+    "rest_curvature",
     "rest_is_diagonal",
     "squares_of",
 ]
 
-KINDS = ("price", "hessian", "gauss_newton", "squared_gradient")
+KINDS = ("price", "hessian", "gauss_newton", "squared_gradient", "kronecker")
 
 #: columns of a Hessian that are computed at a time, for each draw
 CHUNK = 64
 #: and for all draws together
 COLUMNS = 1024
 
-#: the diagonal of a Hessian that is not diagonal takes so many passes at the most
-MOST_COLUMNS = 20_000
-
 Run = Callable[[Tensor, Callable[[Sites], Any]], Any]
-
-
-def check_guide_takes_curvature(guide: Any, kind: str, joint: bool) -> None:
-    """Refuse a guide that has no use for curvature, in a sentence that names the fix."""
-    what = f"BatchedELBO(curvature={kind!r})"
-    if not isinstance(guide, AutoFamily) or not joint:
-        raise ValueError(
-            f"{what} leaves its curvature on a guide of this package, and the guide is "
-            f"{type(guide).__name__}. Pass for instance pyro_ngvi.AutoMeanFieldNormal(model) itself "
-            f"(not within an AutoGuideList), or leave curvature out."
-        )
-    if guide.family.curvature_form is None:
-        raise ValueError(
-            f"{what}: {type(guide.family).__name__}, the family of {type(guide).__name__}, has no use "
-            f"for a curvature. Take AutoMeanFieldNormal, AutoFullRankNormal or AutoFactorPrecision, or "
-            f"leave curvature out."
-        )
-    if guide.family.curvature_form == "low_rank" and kind in ("hessian", "squared_gradient"):
-        raise ValueError(
-            f"{what}: {type(guide.family).__name__} takes curvature as a sum of outer products. Use "
-            f'curvature="gauss_newton".'
-        )
-    if guide.family.curvature_form == "dense" and kind == "squared_gradient":
-        raise ValueError(
-            f"{what} is diagonal, and {type(guide.family).__name__} has correlations. Use "
-            f'curvature="gauss_newton" or "hessian", or AutoMeanFieldNormal.'
-        )
-
-
-def _check_affordable(d: int) -> None:
-    if d > MOST_COLUMNS:
-        raise ValueError(
-            f"The Hessian of the log prior is not diagonal (one latent site in the prior of another), "
-            f"and its diagonal would take a pass through the model for each of {d:,} latent variables. "
-            f'Use independent priors, or curvature="price" with pyro_ngvi.IVON.'
-        )
-
-
-def check_unscaled(log_q: Any, kind: str) -> None:
-    """Refuse a scale or mask around model and guide: rules set the curvature against q's own."""
-    scale = log_q["scale"]
-    unscaled = isinstance(scale, int | float) and scale == 1.0 and log_q["mask"] is None
-    if kind != "price" and not unscaled:
-        raise ValueError(
-            f"BatchedELBO(curvature={kind!r}) stands under a poutine.scale or mask around model and "
-            f"guide, which would change the curvature but not the precision of q that it becomes. "
-            f"Leave the scale out: natural-gradient steps need none. To temper the posterior there is "
-            f"kl_weight."
-        )
 
 
 def expected_curvature(
@@ -135,19 +82,17 @@ def expected_curvature(
         total, log_det = run(t, sum_log_prob)
         return -(total[0] + log_det)
 
-    rest, data = _rest(run), data_terms(run)
     if kind == "hessian":
         if form == "dense":
             return {"dense": _average(lambda t: _hessian(joint, t), theta)}
         return {"diagonal": _average(lambda t: _hessian_diagonal(joint, t), theta)}
 
+    data = data_terms(run)
     if form == "dense":
+        rest = _rest(run)
         prior = _average(lambda t: _hessian(rest, t), theta)
-    elif diagonal_rest:
-        prior = _average(lambda t: _row_sums(rest, t), theta, columns=1)
     else:
-        _check_affordable(theta.shape[1])
-        prior = _average(lambda t: _hessian_diagonal(rest, t), theta)
+        prior = rest_curvature(run, theta, diagonal_rest)
 
     if kind == "squared_gradient":
         _, weight = data(theta[0])
@@ -167,6 +112,15 @@ def expected_curvature(
     if form == "low_rank":
         return {"rows": products, "diagonal": prior}
     return {form: products + prior}
+
+
+def rest_curvature(run: Run, theta: Tensor, diagonal_rest: bool) -> Tensor:
+    """The diagonal of the rest's Hessian, averaged over draws ``theta`` (S, d): (d,)."""
+    rest = _rest(run)
+    if diagonal_rest:
+        return _average(lambda t: _row_sums(rest, t), theta, columns=1)
+    check_affordable(theta.shape[1])
+    return _average(lambda t: _hessian_diagonal(rest, t), theta)
 
 
 def rest_is_diagonal(run: Run, t: Tensor) -> bool:

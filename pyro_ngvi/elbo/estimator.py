@@ -88,11 +88,7 @@ class CurvatureEstimator:
     ) -> dict[str, Tensor]:
         """The parts of the curvature at the draws of this step."""
 
-        def run(theta: Tensor, reduce: Any) -> Any:
-            values, log_det = self.layout.unpack_with_log_det(theta[None])
-            how: Any = {"minibatches": minibatches}
-            return run_particles(model, reduce, values, 1, args, kwargs, **how), log_det[0]
-
+        run = self._runner(model, minibatches, args, kwargs)
         theta, squares = self._draws.detach(), {}
         if self._taps is not None:
             squares = self._taps.squared_gradients(len(theta))
@@ -107,8 +103,19 @@ class CurvatureEstimator:
             _, weights = data_terms(run)(theta[0])
             if len(weights) > 1:  # a single datum could not show whether data mix
                 self._search(model, theta, args, kwargs, minibatches)
-        self._draws = self._log_det = self._rest = torch.empty(0)  # their graph is no longer needed
+        self._forget()
         return parts
+
+    def _forget(self) -> None:
+        self._draws = self._log_det = self._rest = torch.empty(0)  # their graph is no longer needed
+
+    def _runner(self, model: Any, minibatches: Minibatches, args: Any, kwargs: Any) -> Run:
+        def run(theta: Tensor, reduce: Any) -> Any:
+            values, log_det = self.layout.unpack_with_log_det(theta[None])
+            how: Any = {"minibatches": minibatches}
+            return run_particles(model, reduce, values, 1, args, kwargs, **how), log_det[0]
+
+        return run
 
     def _assembled(self, run: Run, theta: Tensor, squares: dict[str, Tensor]) -> Tensor:
         pieces, uncovered, start = [], [], 0
@@ -136,11 +143,7 @@ class CurvatureEstimator:
         if not self._diagonal_rest:
             self.reasons = dict.fromkeys(values, "The Hessian of the log prior is not diagonal.")
             return
-        free = {
-            name: values[name]
-            for name, transform, x in self.layout.unconstrained(theta)
-            if transform(x) is x
-        }
+        free = {name: values[name] for name in self._free(theta)}
         shared = {name: value[0] for name, value in values.items() if name not in free}
         how: Any = {"minibatches": minibatches, "shared": shared}
         with torch.enable_grad():
@@ -148,3 +151,8 @@ class CurvatureEstimator:
         self.reasons = dict.fromkeys(shared, "Its support is constrained.") | taps.reasons
         if taps.sites:
             self._taps = taps
+
+    def _free(self, theta: Tensor) -> list[str]:
+        """The sites whose values are the entries of theta themselves."""
+        parts = self.layout.unconstrained(theta)
+        return [name for name, transform, x in parts if transform(x) is x]

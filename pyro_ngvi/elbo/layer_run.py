@@ -36,11 +36,12 @@ class Use:
 
 @dataclass(eq=False)
 class Run:
-    """What one run of the model leaves: uses, scales of observed sites, and uses that wait."""
+    """What one run of the model leaves: uses, observed sites' scales and masks, uses that wait."""
 
     uses: list[Use] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     scales: dict[str, Any] = field(default_factory=dict)
+    masked: set[str] = field(default_factory=set)
     batch_norm: bool = False
     as_checked: bool = False
     waiting: dict[tuple[str, int], list[Member]] = field(default_factory=dict)
@@ -65,6 +66,8 @@ class SiteWatch(Messenger):
         name, value = msg["name"], msg["value"]
         if msg["is_observed"]:
             self._run.scales[name] = msg["scale"]
+            if msg["mask"] is not None and msg["mask"] is not True:
+                self._run.masked.add(name)
         elif name in self._twins and isinstance(value, Tensor):
             twin = self._twins[name]
             if value.shape == twin.shape:

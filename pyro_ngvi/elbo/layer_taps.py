@@ -182,10 +182,7 @@ class LayerTaps:
             return
         if not run.as_checked:
             return
-        dtype = self._like[uses[0].site].dtype  # autocast may have others
-        g = g.detach().to(dtype).flatten(1, self.examples)
-        if x is not None:
-            x = (x.to(dtype) if x.is_floating_point() else x).flatten(1, self.examples)
+        x, g = self._rows(uses, x, g)
         for use in uses:
             groups = self.groups[use.site]
             group = groups[use.ordinal]
@@ -197,6 +194,14 @@ class LayerTaps:
             members.append((use.layer, use.view, None if isinstance(use.layer, Add) else x, g))
             if len(members) == groups.count(group):
                 self._reduce_jointly(use.site, run.waiting.pop((use.site, group)))
+
+    def _rows(self, uses: list[Use], x: Tensor | None, g: Tensor) -> tuple[Tensor | None, Tensor]:
+        """x (S or 1, n, ...) and g (S, n, ...), one row an example, in the dtype of the sites."""
+        dtype = self._like[uses[0].site].dtype  # autocast may have others
+        g = g.detach().to(dtype).flatten(1, self.examples)
+        if x is not None:
+            x = (x.to(dtype) if x.is_floating_point() else x).flatten(1, self.examples)
+        return x, g
 
     def _reduce_jointly(self, site: str, members: list[Member]) -> None:
         twin = self.twins[site]

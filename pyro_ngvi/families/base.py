@@ -145,7 +145,8 @@ class Family(ABC):
     orthogonal_frame: bool = False
 
     #: the form of curvature that the family asks a loss for: "diagonal" (d,), "dense" (d, d), or
-    #: "low_rank" (rows (n, d) beside a diagonal); ``None``: it has no use for curvature
+    #: "low_rank" (rows (n, d) beside a diagonal), "kronecker" (two factors for each matrix among the
+    #: sites); ``None``: it has no use for curvature
     curvature_form: str | None = None
 
     @abstractmethod

@@ -65,6 +65,7 @@ class ProductFamily(Family):
         segments: (part, length) in the order of z.
         linear: move linearly in the natural parameters (exponential families); else along the local
             frame of each part, with momentum on what each part calls its location.
+        curvature_form: the form of curvature that the parts have a use for together.
 
     Example:
         >>> import torch
@@ -77,11 +78,16 @@ class ProductFamily(Family):
     """
 
     def __init__(
-        self, parts: Mapping[str, Family], segments: Sequence[tuple[str, int]], linear: bool = True
+        self,
+        parts: Mapping[str, Family],
+        segments: Sequence[tuple[str, int]],
+        linear: bool = True,
+        curvature_form: str | None = None,
     ) -> None:
         self.linear = linear
         # linear moves are local and natural ones in one
         self.coordinates = ("local", "natural") if linear else ("local",)
+        self.curvature_form = curvature_form
         self.define(parts, segments)
 
     def define(self, parts: Mapping[str, Family], segments: Sequence[tuple[str, int]]) -> None:

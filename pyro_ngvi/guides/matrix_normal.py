@@ -70,7 +70,8 @@ class AutoMatrixNormal(AutoFamily):
         super().__init__(model, **kwargs)
 
     def _make_family(self) -> Family:
-        return ProductFamily({}, [], linear=False)  # its parts are known once the sites are
+        # its parts are known once the sites are
+        return ProductFamily({}, [], linear=False, curvature_form="kronecker")
 
     def _define_family(self) -> None:
         prototype: Any = self.prototype_trace

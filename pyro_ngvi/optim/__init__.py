@@ -6,6 +6,7 @@ from .ifvb import IFVB
 from .ivon import IVON
 from .nagvac import NAGVAC
 from .ngvb import NGVB
+from .noisy_kfac import NoisyKFAC
 from .schedules import Constant, NoiseClock, PowerDecay, RobbinsMonro
 from .slang import SLANG
 from .vadam import Vadam
@@ -24,6 +25,7 @@ __all__ = [
     "Constant",
     "LogPower",
     "NoiseClock",
+    "NoisyKFAC",
     "PowerDecay",
     "RobbinsMonro",
     "Tail",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pyro
@@ -20,42 +19,9 @@ from torch import Tensor
 from .._known import choose, known
 from ..families.base import Tensors
 from ..guides.base import Curvature, find_blocks
+from .report import Report, StepReport, part
 
-__all__ = ["NaturalGradientOptim", "Report", "StepReport", "bad_entries", "describe", "part"]
-
-
-@dataclass(frozen=True)
-class Report:
-    """What one update did, as tensors: nothing here waits for the device."""
-
-    finite: Tensor
-    step_norm: Tensor
-    gain: Tensor
-    radius: Tensor
-    damped: Tensor
-    skipped: Tensor
-    bad_entries: Tensor
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What the last step did, in numbers.
-
-    Attributes:
-        outcome: "accepted", "damped" (by the trust region, or as an outlier) or "skipped" (not finite).
-        step_norm: Fisher length of the step; KL from the q before is about step_norm^2 / 2 nats.
-        gain: factor on the natural gradient that the schedule asked for.
-        radius: trust radius in force.
-        skipped: number of steps skipped so far.
-        skipped_sites: latent sites whose gradient was not finite at the last skipped step.
-    """
-
-    outcome: str
-    step_norm: float
-    gain: float
-    radius: float
-    skipped: int
-    skipped_sites: tuple[str, ...]
+__all__ = ["NaturalGradientOptim", "Report", "StepReport", "describe", "part"]
 
 
 class NaturalGradientOptim(PyroOptim):
@@ -157,6 +123,15 @@ class NaturalGradientOptim(PyroOptim):
         if known(report.finite) is False:
             self._warn_skipped(block, report)
 
+    def _require_one_guide(self) -> None:
+        """Refuse a list of guides to an optimizer that can not do without curvature."""
+        if None not in self.kinds and any(path for path, _ in self._blocks()):
+            raise ValueError(
+                f"{type(self).__name__} needs curvature, which a loss can leave on one guide over all "
+                f"latent sites only. Use one guide of this package in the place of "
+                f"{describe(self.guide)}, or pyro_ngvi.NGVB."
+            )
+
     def _check_curvature(self, block: Any, curvature: Curvature | None) -> None:
         """Refuse curvature of which no use would be made, and a loss without what is needed."""
         kind = None if curvature is None else curvature.kind
@@ -166,7 +141,7 @@ class NaturalGradientOptim(PyroOptim):
         if None in self.kinds:
             raise RuntimeError(
                 f'{name} makes no use of curvature="{kind}". Leave it out of BatchedELBO(...), or take '
-                f"pyro_ngvi.NGVB, VON or VOGN."
+                f"pyro_ngvi.{'NoisyKFAC' if kind == 'kronecker' else 'NGVB, VON or VOGN'}."
             )
         found = "the loss left none" if kind is None else f'the loss leaves "{kind}"'
         raise RuntimeError(
@@ -281,21 +256,6 @@ class NaturalGradientOptim(PyroOptim):
             # the parameters may be restored before or after this call
             saved = state_dict["natural"].get(path, {})
             block.set_lag(part(saved, "lag.") or None)
-
-
-def bad_entries(family: Any, grads: Tensors) -> Tensor:
-    """Entries of z (d,) at which gradient or curvature is not finite."""
-    bad = family.not_finite(grads)
-    for name, curvature in part(grads, "curvature.").items():
-        if name in ("diagonal", "prior"):
-            bad = bad | ~torch.isfinite(curvature)
-        elif name in ("dense", "rows"):  # rows stand for their products
-            bad = bad | ~torch.isfinite(curvature.square().sum(0))
-    return bad
-
-
-def part(state: Tensors, prefix: str) -> Tensors:
-    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
 
 
 def _moved(value: Tensor, like: Tensor) -> Tensor:

@@ -40,10 +40,10 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from .._known import choose, known
 from ..families import FactorNormal
 from ..families.base import Tensors, clamp_exponent, pack
-from .base import NaturalGradientOptim, Report, describe, part
+from .base import NaturalGradientOptim, describe
+from .report import Report, finish, part
 
 __all__ = ["NAGVAC", "NAGVACRule", "approximate_natural_gradient"]
 
@@ -146,25 +146,16 @@ class NAGVACRule:
         accepted = {"count": count}
         accepted |= {"momentum." + name: v for name, v in m.items()}
         accepted["momentum.scale"] = torch.where(signed < 0, -m["scale"], m["scale"])
-        new_state = state | accepted
-        if not known(finite):
-            refused = state | {
-                "skipped": state["skipped"] + 1.0,
-                "bad_entries": self.family.not_finite(grads),
-            }
-            new = choose(finite, new, params)
-            new_state = choose(finite, new_state, refused)
-            step_norm = torch.where(finite, step_norm, 0.0)
-        report = Report(
-            finite=finite,
+        return finish(
+            finite,
+            (params, state),
+            (new, state | accepted),
+            lambda: {"bad_entries": self.family.not_finite(grads)},
             step_norm=step_norm,
             gain=lr,
             radius=torch.full_like(norm, torch.inf),
             damped=shrink < 1.0,
-            skipped=new_state["skipped"],
-            bad_entries=new_state["bad_entries"],
         )
-        return new, new_state, report
 
 
 class NAGVAC(NaturalGradientOptim):

@@ -5,8 +5,9 @@ is approximated by S kron A, where over data i with layer inputs x_i and g_i = d
 
     A = mean_i E[x_i x_i'] (m, m),       S = sum_i E[g_i g_i'] (n, n),
 
-a sum in S, so that no data count enters below.  With moving averages of both, prior precision tau, and
-G the gradient of the loss in M:
+a sum in S, so that no data count enters below.  The y_i are those observed, not drawn from the model:
+products of the gradients of single data, as in VOGN.  With moving averages of both, prior precision
+tau, and G the gradient of the loss in M:
 
     A <- (1 - b) A + b A_k,    S <- (1 - b) S + b S_k
     pi   = sqrt( (tr A / m) / (tr S / n) )
@@ -21,14 +22,16 @@ S = N S-bar, tau = 1 / eta, lambda = 1, and gamma_in = tau / N.
 factors multiply out to S kron A + tau I + sqrt(tau) (pi S kron I + I kron A / pi): too large, so that
 sds are too small, by 12 % where the likelihood's precision is 50 tau and by 29 % where it is tau (A and
 S multiples of I).  :class:`~pyro_ngvi.NGVB` on the same guide finds the best Kronecker product instead.
-``damping`` acts on the mean alone.
+``damping`` acts on the mean alone.  In a linear regression with known noise the mean is exact, and so
+is the covariance in the limit of a vague prior, if the residuals have the covariance of the noise.
 
 The averages start with the first step's statistics (b is at least 1 / (k + 1)).  Moves, of all sites
 together, are shortened to a Fisher length of ``trust_radius``: the paper's code clips them so.  Sites
 that are no matrices take natural-gradient steps of length a.
 
 Source: Zhang, Sun, Duvenaud & Grosse (2018, arXiv:1712.02390), Algorithm 2; the factors are those of
-Martens & Grosse (2015).  Not for posteriors far from S kron A: few data, shared weights.
+Martens & Grosse (2015).  Not for posteriors far from S kron A: few data, shared weights; nor for a
+start far from the data, where S grows with the squares of the residuals and steps get short.
 """
 
 from __future__ import annotations
@@ -42,13 +45,12 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 from torch.linalg import solve_triangular
 
-from .._known import choose, known
 from ..families import MatrixNormal, ProductFamily
 from ..families.base import Tensors, dot
 from ..guides import AutoMatrixNormal
-from ..guides.base import Curvature
 from ..linalg.cholesky import inverse_cholesky
-from .base import NaturalGradientOptim, Report, describe, part
+from .base import NaturalGradientOptim, describe
+from .report import Report, finish, part
 from .schedules import Rate, as_rate, rate_at
 
 __all__ = ["NoisyKFAC", "NoisyKFACRule", "covariance_factors", "damped_factors"]
@@ -59,17 +61,17 @@ CURVATURE_RATE = 0.001
 
 
 def damped_factors(
-    kron_in: Tensor, kron_out: Tensor, precision: Tensor | float
+    rows: Tensor, columns: Tensor, precision: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """(S_t, A_t) for S = ``kron_out`` (n, n), A = ``kron_in`` (m, m) and t = ``precision`` > 0."""
-    precision = torch.as_tensor(precision, dtype=kron_in.dtype, device=kron_in.device)
-    tiny = torch.finfo(kron_in.dtype).tiny
+    """(S_t, A_t) for S = ``rows`` (n, n), A = ``columns`` (m, m) and t = ``precision`` > 0."""
+    precision = torch.as_tensor(precision, dtype=rows.dtype, device=rows.device)
+    tiny = torch.finfo(rows.dtype).tiny
     # of a layer without input or gradient the prior remains, to which every pi leads
-    root_in = kron_in.diagonal().mean().clamp_min(tiny).sqrt()
-    root_out = kron_out.diagonal().mean().clamp_min(tiny).sqrt()
-    rows, columns = root_out / root_in, root_in / root_out
-    return _shifted(kron_out, precision.sqrt() * rows), _shifted(
-        kron_in, precision.sqrt() * columns
+    root_columns = columns.diagonal().mean().clamp_min(tiny).sqrt()
+    root_rows = rows.diagonal().mean().clamp_min(tiny).sqrt()
+    by_rows, by_columns = root_rows / root_columns, root_columns / root_rows
+    return _shifted(rows, precision.sqrt() * by_rows), _shifted(
+        columns, precision.sqrt() * by_columns
     )
 
 
@@ -78,20 +80,20 @@ def _shifted(K: Tensor, by: Tensor) -> Tensor:
 
 
 def covariance_factors(
-    kron_in: Tensor, kron_out: Tensor, precision: Tensor | float
+    rows: Tensor, columns: Tensor, precision: Tensor | float
 ) -> tuple[Tensor, Tensor]:
     """Lower triangular (A (n, n), B (m, m)) with A A' = S_t^-1 and B B' = A_t^-1."""
-    rows, columns = damped_factors(kron_in, kron_out, precision)
-    return inverse_cholesky(rows), inverse_cholesky(columns)
+    damped_rows, damped_columns = damped_factors(rows, columns, precision)
+    return inverse_cholesky(damped_rows), inverse_cholesky(damped_columns)
 
 
 @dataclass(frozen=True)
 class NoisyKFACRule:
     """The mathematics: ``init(params) -> state``, ``update(params, grads, state)``.  Pure functions.
 
-    ``grads`` has the statistics of each matrix part as "curvature.kron_in.{part}" (m, m) and
-    "curvature.kron_out.{part}" (n, n), and, if ``prior_precision`` is ``None``, "curvature.prior" (d,),
-    the diagonal of the prior's curvature, whose mean over a part is its tau.
+    ``grads`` has the statistics of each matrix part as "curvature.kron_rows.{part}" (n, n) and
+    "curvature.kron_columns.{part}" (m, m), and, if ``prior_precision`` is ``None``, "curvature.prior"
+    (d,), the diagonal of the prior's curvature, whose mean over a part is its tau.
     """
 
     family: ProductFamily
@@ -113,8 +115,8 @@ class NoisyKFACRule:
         state = {"count": zero, "skipped": zero.clone()}
         state["bad_entries"] = torch.zeros_like(self.family.not_finite(params))
         for name, f in self._matrices().items():
-            state["kron_in." + name] = like.new_zeros(f.columns, f.columns)
-            state["kron_out." + name] = like.new_zeros(f.rows, f.rows)
+            state["kron_rows." + name] = like.new_zeros(f.rows, f.rows)
+            state["kron_columns." + name] = like.new_zeros(f.columns, f.columns)
         return state
 
     def update(
@@ -130,7 +132,7 @@ class NoisyKFACRule:
                 state[f"{kind}.{name}"], grads[f"curvature.{kind}.{name}"], b
             )
             for name in matrices
-            for kind in ("kron_in", "kron_out")
+            for kind in ("kron_rows", "kron_columns")
         }
         priors = self._priors(grads)
 
@@ -140,7 +142,7 @@ class NoisyKFACRule:
         for name, f in self.family.parts.items():
             own, gradient = self.family.own(name, params), self.family.own(name, grads)
             if name in matrices:
-                K = averages["kron_in." + name], averages["kron_out." + name]
+                K = averages["kron_rows." + name], averages["kron_columns." + name]
                 A, B = covariances[name] = covariance_factors(*K, priors[name])
                 if self.damping:
                     A_mean, B_mean = covariance_factors(*K, priors[name] + self.damping)
@@ -170,36 +172,26 @@ class NoisyKFACRule:
             new |= {f"{name}_{k}": v for k, v in moved.items()}
 
         finite = torch.isfinite(reduce(torch.add, (v.sum() for v in new.values())) + length)
-        new_state = state | averages | {"count": count + 1.0}
-        step_norm = shrink * length
-        if not known(finite):
-            refused = state | {
-                "skipped": state["skipped"] + 1.0,
-                "bad_entries": self._bad_entries(params, grads),
-            }
-            new = choose(finite, new, params)
-            new_state = choose(finite, new_state, refused)
-            step_norm = torch.where(finite, step_norm, 0.0)
-        report = Report(
-            finite=finite,
-            step_norm=step_norm,
+        return finish(
+            finite,
+            (params, state),
+            (new, state | averages | {"count": count + 1.0}),
+            lambda: {"bad_entries": self._bad_entries(grads)},
+            step_norm=shrink * length,
             gain=a,
             radius=torch.full_like(length, self.trust_radius),
             damped=shrink < 1.0,
-            skipped=new_state["skipped"],
-            bad_entries=new_state["bad_entries"],
         )
-        return new, new_state, report
 
     def _priors(self, grads: Tensors) -> dict[str, Tensor | float]:
         if self.prior_precision is not None:
             return dict.fromkeys(self.family.parts, self.prior_precision)
         return {p: v.mean() for p, v in self.family.split(grads["curvature.prior"]).items()}
 
-    def _bad_entries(self, params: Tensors, grads: Tensors) -> Tensor:
+    def _bad_entries(self, grads: Tensors) -> Tensor:
         bad = self.family.split(self.family.not_finite(grads))
         for name in self._matrices():
-            kinds = (grads[f"curvature.{kind}.{name}"] for kind in ("kron_in", "kron_out"))
+            kinds = (grads[f"curvature.{kind}.{name}"] for kind in ("kron_rows", "kron_columns"))
             broken = reduce(torch.logical_or, (~torch.isfinite(K).all() for K in kinds))
             bad[name] = bad[name] | broken
         return self.family.join(bad)
@@ -208,25 +200,45 @@ class NoisyKFACRule:
 class NoisyKFAC(NaturalGradientOptim):
     """Noisy K-FAC for :class:`~pyro_ngvi.AutoMatrixNormal`, from the factors of each layer's curvature.
 
-    The equations are in :mod:`pyro_ngvi.optim.noisy_kfac`.  The loss has to leave the statistics of
-    each matrix W (n, m) of a layer y = W x on the guide (``guide.curvature``): "kron_in.<site>" (m, m),
-    mean of x x' over data and draws, the column of a bias excluded; "kron_out.<site>" (n, n), sum over
-    all data of g g', mean over draws, with g the gradient of a datum's log likelihood in y; and "prior"
-    (d,), the diagonal of the prior's curvature at the flat latent vector.  A minibatch stands for all.
+    ``loss=BatchedELBO(num_particles, curvature="kronecker")``; the data must lie in a plate, and each
+    matrix of the guide must be the weight of one linear layer over them (F.linear, ``x @ W``).  The
+    equations are in :mod:`pyro_ngvi.optim.noisy_kfac`, the statistics in
+    :mod:`pyro_ngvi.elbo.kronecker`.
 
     Args:
-        guide: an ``AutoMatrixNormal``, or a list of such guides.
+        guide: an ``AutoMatrixNormal``.
         lr: rate a of the mean, in (0, 1], or a function of the step count k = 0, 1, ... (0-dim tensor).
         curvature_lr: rate b of the averages, likewise.
         damping: precision added in the step of the mean, never in the posterior.
-        prior_precision: tau of every site; ``None``: from the loss, see above.
+        prior_precision: tau of every site; ``None``: the mean over the site of the prior's curvature.
         trust_radius: largest Fisher length of a move, nats^(1/2); ``None``: no bound.
         others: a ``PyroOptim`` for parameters that are not the guide's.
 
     Raises:
-        ValueError: for another guide, or arguments out of range.
-        RuntimeError: at a step whose loss left no statistics for a site.
+        ValueError: for another guide, or arguments out of range.  From the loss, at the first step: for
+            a matrix that is no weight of a linear layer, by name.
+        RuntimeError: at a step whose loss left no factors.
+
+    Example:
+        >>> import torch
+        >>> from pyro.infer import SVI
+        >>> import pyro_ngvi as ngvi
+        >>> _ = torch.manual_seed(0)
+        >>> x = torch.randn(100, 2)
+        >>> y = x[:, 0] * x[:, 1]
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+        >>> model = ngvi.nn.bayesianize(net, "normal", num_data=100, noise=0.1)
+        >>> guide = ngvi.AutoMatrixNormal(model, init_loc_fn=model.init_to_module, init_scale=0.03)
+        >>> loss = ngvi.BatchedELBO(8, curvature="kronecker")
+        >>> svi = SVI(model, guide, ngvi.NoisyKFAC(guide, lr=0.1, curvature_lr=0.05), loss)
+        >>> for _ in range(300):
+        ...     _ = svi.step(x, y)
+        >>> prediction = ngvi.nn.predict(model, guide, x, num_samples=50)
+        >>> bool((prediction.mean - y).square().mean() < 0.05 * y.var())
+        True
     """
+
+    kinds: ClassVar[tuple[str | None, ...]] = ("kronecker",)
 
     def __init__(
         self,
@@ -254,6 +266,7 @@ class NoisyKFAC(NaturalGradientOptim):
         super().__init__(guide, others)
         if not self._rules:
             raise ValueError(_wrong_guide(describe(guide)))
+        self._require_one_guide()
 
     def make_rule(self, family: Any) -> NoisyKFACRule:
         return NoisyKFACRule(family, **self._arguments)
@@ -263,31 +276,17 @@ class NoisyKFAC(NaturalGradientOptim):
             raise ValueError(_wrong_guide(type(block).__name__))
         super()._adopt(path, block)
 
-    def _check_curvature(self, block: Any, curvature: Curvature | None) -> None:
-        parts = {} if curvature is None else curvature.parts
-        wanted = [f"{kind}.{site}" for site in block.matrices for kind in ("kron_in", "kron_out")]
-        if self._arguments["prior_precision"] is None:
-            wanted.append("prior")
-        missing = [name for name in wanted if name not in parts]
-        if missing:
-            raise RuntimeError(
-                f"NoisyKFAC needs the Kronecker factors of every matrix, and the loss left no "
-                f"{', '.join(map(repr, missing))} on {type(block).__name__}. Pass a loss that leaves "
-                f"them{', or prior_precision,' if 'prior' in missing else ''} or use pyro_ngvi.NGVB, "
-                f"which needs gradients only."
-            )
-
     def _update(
         self, path: str, block: Any, values: Tensors, grads: Tensors, state: Tensors
     ) -> tuple[Tensors, Tensors, Report]:
         # losses speak of sites, the family of its parts
         own = {name: g for name, g in grads.items() if not name.startswith("curvature.")}
         statistics = part(grads, "curvature.")
-        for site, name in block.matrices.items():
-            for kind in ("kron_in", "kron_out"):
-                own[f"curvature.{kind}.{name}"] = statistics[f"{kind}.{site}"]
         if "prior" in statistics:
             own["curvature.prior"] = statistics["prior"]
+        for site, name in block.matrices.items():
+            for kind in ("kron_rows", "kron_columns"):
+                own[f"curvature.{kind}.{name}"] = statistics[f"{kind}.{site}"]
         return self._rules[path].update(values, own, state)
 
 

@@ -50,10 +50,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._known import choose, known
+from .._known import known
 from ..families.base import Geometry, Tensors, dot, pack
 from .averaging import Averaging, Tail, as_averaging, start_average, step_average
-from .base import Report, bad_entries, part
+from .report import Report, bad_entries, finish, part
 from .schedules import NoiseClock, RobbinsMonro, Schedule, as_schedule
 
 __all__ = ["NaturalGradientRule", "make_rule", "rule_arguments"]
@@ -162,26 +162,19 @@ class NaturalGradientRule:
             accepted["move_energy"] = move_energy
         if self.averaging is not None:
             accepted |= step_average(self.averaging, state, new, count)
-        new_state = state | accepted
-        if not known(finite):
-            refused = state | {
-                "skipped": state["skipped"] + 1.0,
+        return finish(
+            finite,
+            (params, state),
+            (new, state | accepted),
+            lambda: {
                 "skipped_in_a_row": state["skipped_in_a_row"] + 1.0,
                 "bad_entries": bad_entries(self.family, grads),
-            }
-            new = choose(finite, new, params)
-            new_state = choose(finite, new_state, refused)
-            move_norm = torch.where(finite, move_norm, torch.zeros_like(move_norm))
-        report = Report(
-            finite=finite,
+            },
             step_norm=move_norm,
             gain=gain,
             radius=radius,
             damped=damped,
-            skipped=new_state["skipped"],
-            bad_entries=new_state["bad_entries"],
         )
-        return new, new_state, report
 
     def _natural_direction(
         self, params: Tensors, grads: Tensors

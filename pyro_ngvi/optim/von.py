@@ -39,10 +39,10 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from .._known import choose, known
 from ..families.base import Family, Tensors
 from .averaging import Averaging, as_averaging, start_average, step_average
-from .base import NaturalGradientOptim, Report, bad_entries, describe, part
+from .base import NaturalGradientOptim, describe
+from .report import Report, bad_entries, finish, part
 from .schedules import PowerDecay, Rate, as_rate, rate_at
 
 __all__ = ["VON", "VONRule"]
@@ -101,26 +101,16 @@ class VONRule:
         accepted = {"step": k + 1.0, "count": count, "gradient": m}
         if self.averaging is not None:
             accepted |= step_average(self.averaging, state, new, count)
-        new_state = state | accepted
-        step_norm = shrink * length
-        if not known(finite):
-            refused = state | {
-                "skipped": state["skipped"] + 1.0,
-                "bad_entries": bad_entries(self.family, grads),
-            }
-            new = choose(finite, new, params)
-            new_state = choose(finite, new_state, refused)
-            step_norm = torch.where(finite, step_norm, 0.0)
-        report = Report(
-            finite=finite,
-            step_norm=step_norm,
+        return finish(
+            finite,
+            (params, state),
+            (new, state | accepted),
+            lambda: {"bad_entries": bad_entries(self.family, grads)},
+            step_norm=shrink * length,
             gain=a,
             radius=torch.full_like(a, radius),
             damped=shrink < 1.0,
-            skipped=new_state["skipped"],
-            bad_entries=new_state["bad_entries"],
         )
-        return new, new_state, report
 
     def _move(
         self, params: Tensors, m: Tensor, a: Tensor, grads: Tensors, k: Tensor
@@ -208,12 +198,7 @@ class VON(NaturalGradientOptim):
         super().__init__(guide, others)
         if not self._rules:
             raise ValueError(self._wrong_guide(describe(guide)))
-        if None not in self.kinds and any(path for path, _ in self._blocks()):
-            raise ValueError(
-                f"{type(self).__name__} needs curvature, which a loss can leave on one guide over all "
-                f"latent sites only. Use one guide of this package in the place of {describe(guide)}, "
-                f"or pyro_ngvi.NGVB."
-            )
+        self._require_one_guide()
 
     def _wrong_guide(self, found: str) -> str:
         return (

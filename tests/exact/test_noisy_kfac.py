@@ -35,8 +35,8 @@ def problem(seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     g = torch.Generator().manual_seed(seed)
     params = FAMILY.init(torch.randn(2 + N * M, generator=g), 0.5)
     grads = {k: torch.randn(v.shape, generator=g) for k, v in params.items()}
-    grads["curvature.kron_in.w"] = positive(M, seed + 1)
-    grads["curvature.kron_out.w"] = 30.0 * positive(N, seed + 2)
+    grads["curvature.kron_columns.w"] = positive(M, seed + 1)
+    grads["curvature.kron_rows.w"] = 30.0 * positive(N, seed + 2)
     grads["curvature.prior"] = torch.cat(
         [torch.full((2,), 9.0), 2.0 + torch.rand(N * M, generator=g)]
     )
@@ -45,7 +45,7 @@ def problem(seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def precision(grads: dict[str, Tensor], t: Tensor) -> Tensor:
     """(S + sqrt(t) / pi) kron (A + sqrt(t) pi), written out as in the paper."""
-    A, S = grads["curvature.kron_in.w"], grads["curvature.kron_out.w"]
+    A, S = grads["curvature.kron_columns.w"], grads["curvature.kron_rows.w"]
     pi = ((A.trace() / M) / (S.trace() / N)).sqrt()
     return torch.kron(S + t.sqrt() / pi * torch.eye(N), A + t.sqrt() * pi * torch.eye(M))
 
@@ -53,14 +53,14 @@ def precision(grads: dict[str, Tensor], t: Tensor) -> Tensor:
 def test_damping_multiplies_out_to_the_prior() -> None:
     """S kron A + tau I and the two cross terms that the head names; their traces are alike."""
     _, grads = problem()
-    A, S, tau = grads["curvature.kron_in.w"], grads["curvature.kron_out.w"], torch.tensor(2.5)
-    rows, columns = damped_factors(A, S, tau)
+    A, S, tau = grads["curvature.kron_columns.w"], grads["curvature.kron_rows.w"], torch.tensor(2.5)
+    rows, columns = damped_factors(S, A, tau)
     pi = ((A.trace() / M) / (S.trace() / N)).sqrt()
     cross = pi * torch.kron(S, torch.eye(M)), torch.kron(torch.eye(N), A) / pi
     expected = torch.kron(S, A) + tau * torch.eye(N * M) + tau.sqrt() * (cross[0] + cross[1])
     torch.testing.assert_close(torch.kron(rows, columns), expected)
     torch.testing.assert_close(cross[0].trace(), cross[1].trace())
-    factors = covariance_factors(A, S, tau)
+    factors = covariance_factors(S, A, tau)
     assert all(torch.equal(L, L.tril()) for L in factors)
     root = torch.kron(*factors)
     torch.testing.assert_close(root @ root.mT, torch.linalg.inv(expected))
@@ -68,8 +68,8 @@ def test_damping_multiplies_out_to_the_prior() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_without_statistics_the_prior_remains(dtype: torch.dtype) -> None:
-    for A, S in ((torch.zeros(M, M), torch.zeros(N, N)), (torch.zeros(M, M), positive(N, 0))):
-        root = torch.kron(*covariance_factors(A.to(dtype), S.to(dtype), 4.0))
+    for S, A in ((torch.zeros(N, N), torch.zeros(M, M)), (positive(N, 0), torch.zeros(M, M))):
+        root = torch.kron(*covariance_factors(S.to(dtype), A.to(dtype), 4.0))
         torch.testing.assert_close(root @ root.mT, 0.25 * torch.eye(N * M, dtype=dtype))
 
 
@@ -118,8 +118,8 @@ def test_averages_start_with_the_first_statistics() -> None:
     state, seen = rule.init(params), []
     for grads in (first, second, third):
         params, state, _ = rule.update(params, grads, state)
-        seen.append(state["kron_in.w"])
-    A = [grads["curvature.kron_in.w"] for grads in (first, second, third)]
+        seen.append(state["kron_columns.w"])
+    A = [grads["curvature.kron_columns.w"] for grads in (first, second, third)]
     torch.testing.assert_close(seen[0], A[0])
     torch.testing.assert_close(seen[1], 0.5 * (A[0] + A[1]))
     torch.testing.assert_close(seen[2], 0.6 * seen[1] + 0.4 * A[2])
@@ -129,11 +129,11 @@ def test_a_step_that_is_not_finite_is_refused() -> None:
     params, grads = problem()
     rule = NoisyKFACRule(FAMILY)
     _, state, _ = rule.update(params, grads, rule.init(params))
-    broken = grads | {"curvature.kron_out.w": torch.full((N, N), torch.nan)}
+    broken = grads | {"curvature.kron_rows.w": torch.full((N, N), torch.nan)}
     new, after, report = rule.update(params, broken, state)
     assert not report.finite and report.skipped == 1
     assert all(torch.equal(new[k], v) for k, v in params.items())
-    assert torch.equal(after["kron_out.w"], state["kron_out.w"])
+    assert torch.equal(after["kron_rows.w"], state["kron_rows.w"])
     assert report.bad_entries.tolist() == [False] * 2 + [True] * (N * M)
 
 
@@ -173,18 +173,17 @@ class WithFactors(BatchedELBO):
         loss = super().loss_and_grads(model, guide, *args, **kwargs)
         X = args[0]
         parts = {
-            "kron_in.W": X.mT @ X / len(X),
-            "kron_out.W": len(X) / NOISE**2 * torch.eye(N),
+            "kron_columns.W": X.mT @ X / len(X),
+            "kron_rows.W": len(X) / NOISE**2 * torch.eye(N),
             "prior": torch.full((N * M,), TAU),
         }
         guide.curvature = Curvature("kronecker", parts)
         return loss
 
 
-def test_regression_of_one_layer() -> None:
-    """The exact mean, and the covariance of the damped factors, from gradients without noise."""
-    X, Y = data()
-    guide = AutoMatrixNormal(layer)
+def fit(model: Any, X: Tensor, Y: Tensor, loss: Any, steps: int) -> Any:
+    """The guide after steps whose draws make the moments of q, up to the second, exact."""
+    guide = AutoMatrixNormal(model)
     guide(X, Y)
     family, points = guide.family, sphere_points(N * M)
 
@@ -193,20 +192,64 @@ def test_regression_of_one_layer() -> None:
         return family.rsample(params, noise)
 
     family.draw = draw
-    optim = NoisyKFAC(guide, lr=0.5, trust_radius=None)
-    svi = SVI(layer, guide, optim, WithFactors(2 * N * M))
-    for _ in range(60):
+    optim = NoisyKFAC(guide, lr=0.5, curvature_lr=0.5, trust_radius=None)
+    svi = SVI(model, guide, optim, loss)
+    for _ in range(steps):
         svi.step(X, Y)
+    return guide
+
+
+def test_regression_of_one_layer() -> None:
+    """The exact mean, and the covariance of the damped factors, from gradients without noise."""
+    X, Y = data()
+    guide = fit(layer, X, Y, WithFactors(2 * N * M), 60)
     exact = X.mT @ X / NOISE**2 + TAU * torch.eye(M)
     mean = torch.linalg.solve(exact, X.mT @ Y / NOISE**2).mT
     torch.testing.assert_close(guide.median()["W"], mean, rtol=1e-8, atol=1e-8)
     A, S = X.mT @ X / DATA, DATA / NOISE**2 * torch.eye(N)
-    statistics = {"curvature.kron_in.w": A, "curvature.kron_out.w": S}
+    statistics = {"curvature.kron_columns.w": A, "curvature.kron_rows.w": S}
     P = precision(statistics, torch.tensor(TAU))
     torch.testing.assert_close(guide.get_posterior().covariance_matrix, torch.linalg.inv(P))
     # the damped precision exceeds the exact one, as the head says
     excess = P - torch.kron(torch.eye(N), exact)
     assert torch.linalg.eigvalsh(excess).min() > 0
+
+
+def test_regression_with_the_factors_of_the_loss() -> None:
+    """The exact mean; the covariance of the damped factors of E_q of products of residuals."""
+    X, Y = data()
+    guide = fit(layer, X, Y, BatchedELBO(2 * N * M, curvature="kronecker"), 120)
+    exact = X.mT @ X / NOISE**2 + TAU * torch.eye(M)
+    mean = torch.linalg.solve(exact, X.mT @ Y / NOISE**2).mT
+    torch.testing.assert_close(guide.median()["W"], mean, rtol=1e-8, atol=1e-8)
+    residual = Y - X @ mean.mT
+    A, rows, columns = X.mT @ X / DATA, torch.eye(N), torch.eye(M)
+    for _ in range(200):  # S depends on q, by the covariance of W x
+        products = residual.mT @ residual + (X @ columns * X).sum() * rows
+        L, R = covariance_factors(products / NOISE**4, A, TAU)
+        rows, columns = L @ L.mT, R @ R.mT
+    wanted = torch.kron(rows, columns)
+    torch.testing.assert_close(guide.get_posterior().covariance_matrix, wanted)
+
+
+def test_a_vague_prior_and_fitting_residuals_give_the_exact_posterior() -> None:
+    """Residuals of covariance NOISE^2 with DATA - M degrees of freedom, across the inputs."""
+    tau = 1e-12
+
+    def vague(X: Tensor, Y: Tensor) -> None:
+        W = pyro.sample("W", dist.Normal(torch.zeros(N, M), tau**-0.5).to_event(2))
+        with pyro.plate("data", len(Y)):
+            pyro.sample("Y", dist.Normal(X @ W.mT, NOISE).to_event(1), obs=Y)
+
+    X, Y = data()
+    Q, _ = torch.linalg.qr(torch.cat([X, Y], 1))
+    W = 0.1 * torch.arange(N * M, dtype=X.dtype).reshape(N, M)
+    Y = X @ W.mT + NOISE * (DATA - M) ** 0.5 * Q[:, M:]
+    guide = fit(vague, X, Y, BatchedELBO(2 * N * M, curvature="kronecker"), 120)
+    exact = torch.kron(torch.eye(N), NOISE**2 * torch.linalg.inv(X.mT @ X).contiguous())
+    covariance = guide.get_posterior().covariance_matrix
+    torch.testing.assert_close(covariance, exact, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(guide.median()["W"], W, rtol=1e-6, atol=1e-6)
 
 
 def test_what_is_refused() -> None:
@@ -221,5 +264,5 @@ def test_what_is_refused() -> None:
         NoisyKFAC(AutoMeanFieldNormal(layer))
     guide = AutoMatrixNormal(layer)
     svi = SVI(layer, guide, NoisyKFAC(guide), BatchedELBO(2))
-    with pytest.raises(RuntimeError, match=r"no 'kron_in\.W', 'kron_out\.W', 'prior' on"):
+    with pytest.raises(RuntimeError, match=r'left none\. Pass .*curvature="kronecker"\)'):
         svi.step(X, Y)
