@@ -1,0 +1,149 @@
+r"""Random Fourier features of a squared-exponential kernel, for Gaussian processes as linear layers.
+
+    k(x, x') = s^2 exp(-1/2 sum_d (x_d - x'_d)^2 / l_d^2)
+             = s^2 E cos(w'(x - x') / l),                w ~ N(0, I),
+
+so with R draws of w, the columns of Omega (m, R),
+
+    phi(x) = s / sqrt(R) [cos(x/l Omega), sin(x/l Omega)],        phi(x) phi(x')' -> k(x, x')
+
+(Rahimi & Recht 2007).  The error of one entry has variance s^4 ((1 + rho^4) / 2 - rho^2) / R with
+rho = k / s^2; the diagonal is exact.  A linear layer with independent N(0, 1) weights behind them is
+a draw of the process, and layers of both a deep Gaussian process (Cutajar, Bonilla, Michiardi &
+Filippone 2017).  With :class:`~pyro_ngvi.nn.WalshHadamardLinear` of ``weight_sd=1`` as that layer
+(Rossi, Marmin & Filippone 2020, section 3.2) each output is still such a draw, with R numbers
+for all.
+
+The default length-scale sqrt(m) / 2, for standardised x, is that of the code of these papers.
+
+Not for rough functions in many dimensions, where an error 1 / sqrt(R) is large beside a small kernel,
+nor for a few hundred data, where an exact Gaussian process is as cheap.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroModule, PyroParam, PyroSample
+from torch import Tensor
+from torch.distributions import constraints
+
+from .walsh_hadamard import check_input, check_size
+
+__all__ = ["RandomFourierFeatures"]
+
+
+class RandomFourierFeatures(PyroModule):
+    r"""phi(x) = s / sqrt(R) [cos(x/l Omega), sin(x/l Omega)]: x (..., in) to (..., 2 R).
+
+    ``lengthscale`` l is (in_features,), or () without ``ard``, and ``variance`` s^2 is (): positive
+    parameters, which a natural-gradient optimizer leaves to its ``others``; set one to a
+    ``PyroSample`` to make it latent.  With vectorised particles, of a latent Omega or of x, the result
+    is (S, M, 2 R).
+
+    Args:
+        in_features, num_features: m and R.
+        lengthscale: a positive number, or a tensor (in_features,); by default sqrt(m) / 2.
+        ard: a length-scale for every input.
+        variance: s^2, a positive number.
+        omega: "fixed" keeps one draw of Omega, a buffer; "variational" makes it a latent site "omega"
+            (in_features, R) with prior N(0, 1).
+        train_lengthscale, train_variance: ``False`` makes it a buffer.
+        seed: of a fixed Omega; by default it comes from torch's random state.
+        device, dtype: as for ``nn.Linear``.
+
+    Raises:
+        ValueError: for sizes below 1, a length-scale or variance that is not positive or of a wrong
+            shape, an unknown ``omega``; when called, for an x whose last dimension is not m.
+        TypeError: when called, for an x that is not of a floating dtype.
+
+    Example:
+        >>> import torch
+        >>> layer = RandomFourierFeatures(2, 2000, lengthscale=1.0, seed=0)
+        >>> x = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
+        >>> phi = layer(x)
+        >>> (phi @ phi.mT).detach().round(decimals=1)  # exp(-1/2) = 0.61
+        tensor([[1.0000, 0.6000],
+                [0.6000, 1.0000]])
+    """
+
+    lengthscale: Any
+    variance: Any
+    omega: Any
+
+    def __init__(
+        self,
+        in_features: int,
+        num_features: int,
+        *,
+        lengthscale: float | Tensor | None = None,
+        ard: bool = True,
+        variance: float = 1.0,
+        omega: str = "fixed",
+        train_lengthscale: bool = True,
+        train_variance: bool = True,
+        seed: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (("in_features", in_features), ("num_features", num_features)):
+            check_size("RandomFourierFeatures", name, size)
+        if omega not in ("fixed", "variational"):
+            raise ValueError(f'omega must be "fixed" or "variational", got {omega!r}.')
+        self.in_features, self.num_features = in_features, num_features
+        how: Any = {"device": device, "dtype": dtype}
+        if lengthscale is None:
+            lengthscale = 0.5 * math.sqrt(in_features)
+        shape = (in_features,) if ard else ()
+        self._hold("lengthscale", lengthscale, shape, train_lengthscale, how)
+        self._hold("variance", variance, (), train_variance, how)
+        if omega == "variational":
+            self.omega = PyroSample(partial(_normal, shape=(in_features, num_features)))
+        else:
+            draws = None if seed is None else torch.Generator("cpu").manual_seed(seed)
+            drawn = torch.randn(in_features, num_features, generator=draws, dtype=dtype)
+            self.register_buffer("omega", drawn.to(device=device))
+
+    def _hold(self, name: str, value: Any, shape: tuple[int, ...], train: bool, how: Any) -> None:
+        value = torch.as_tensor(value, **how).detach()
+        if not value.dtype.is_floating_point:
+            value = value.to(torch.get_default_dtype())
+        if value.shape not in ((), shape):
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}; it must be a number"
+                + (f", or have shape {shape}." if shape else ".")
+            )
+        if value.device.type != "meta" and not bool((value > 0.0).all() and value.isfinite().all()):
+            raise ValueError(f"{name} must be positive and finite, got {value.tolist()}.")
+        value = value.expand(shape).clone()
+        if train:
+            setattr(self, name, PyroParam(value, constraints.positive))
+        else:
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) to (..., 2 num_features)."""
+        check_input(self, x)
+        omega = self.omega
+        if omega.dim() > 3:  # particles (S, 1, in, R): the rows of x take the place of the 1
+            omega = omega.squeeze(-3)
+        angles = (x / self.lengthscale) @ omega
+        # a latent variance has the dimensions of particles, a parameter none
+        scale = (self.variance / self.num_features).sqrt().unsqueeze(-1)
+        return scale * torch.cat([angles.cos(), angles.sin()], -1)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, num_features={self.num_features}"
+
+
+def _normal(module: Any, shape: tuple[int, ...]) -> Any:
+    """Independent standard normals in the dtype and place of a layer; not validated, see the layer
+    :mod:`pyro_ngvi.nn.walsh_hadamard`."""
+    like = module.lengthscale.detach()
+    base: Any = dist.Normal(like.new_zeros(()), like.new_ones(()), validate_args=False)
+    return base.expand(shape).to_event(len(shape))

@@ -1,0 +1,191 @@
+r"""A linear layer whose weight matrix is made of Walsh-Hadamard blocks.
+
+    y = x W' + b,      W = sd U(g),      U(g) = sqrt(D) S1 H diag(g) H S2,      g ~ N(0, g_scale^2 I),
+
+block by block (Rossi, Marmin & Filippone 2020, NeurIPS, "Walsh-Hadamard variational inference for
+Bayesian deep learning", eq. 3; :mod:`pyro_ngvi.linalg.walsh_hadamard_matrix`).  The product is taken by
+two transforms, O(D log D) for each row of x, and W is never formed.  A layer n x m has about max(n, m)
+latent numbers and as many in its diagonals.
+
+The prior.  With diagonals of +-1, as they start, and g_scale 1 the entries of one row of W are
+independent N(0, sd^2): one output of the layer is a priori what it is under independent weights.
+Outputs of one block are permutations of the same numbers up to signs, so they are uncorrelated at one x
+but not independent.
+
+One output only: the row W (1, m) would take m numbers; ``square`` makes it of the rows of a square
+matrix, which takes about sqrt(m) (ibid., section 3.1), no longer independent.
+
+Not for layers of fewer than some hundred weights, where a mean-field or full-rank guide of a plain
+``nn.Linear`` fits better and costs little, nor for layers with m far above n: D is at least m.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroModule, PyroSample
+from torch import Tensor, nn
+
+from ..reparam import check_g_scale, matrix_for
+from .local import draws_for_data
+
+__all__ = ["WalshHadamardLinear"]
+
+
+class WalshHadamardLinear(PyroModule):
+    r"""y = x W' + b with W of Walsh-Hadamard blocks: ``nn.Linear`` with a latent g.
+
+    ``x`` (..., in_features) goes to (..., out_features).  The latent sites are "g" (num_g,), with prior
+    N(0, g_scale^2), and "bias" (out_features,), with prior N(0, 1); replace a prior by setting the
+    attribute to another ``PyroSample``.  The diagonals S1 and S2 are parameters ``left`` and ``right``,
+    which a natural-gradient optimizer leaves to its ``others``.  The layer is part of a
+    ``PyroModule`` and takes any guide and any ELBO.  With vectorised particles, g (S, 1, num_g), it
+    takes (M, in_features) or (S, M, in_features) to (S, M, out_features).
+
+    Start guides at a draw of the prior: ``init_loc_fn=pyro.infer.autoguide.init_to_sample``.  At g = 0,
+    where most guides start, W is 0 and no gradient reaches the layer below.
+
+    Args:
+        in_features, out_features: m and n.
+        bias: whether there is a b.
+        weight_sd: prior sd of each weight while g_scale is 1; by default 1 / sqrt(in_features).
+            Behind :class:`RandomFourierFeatures` take 1: the outputs are then draws of its process.
+        g_scale: prior sd of each g_k.
+        shared: one g for all blocks of a layer with more outputs than D, the power of two from m on.
+        train_diagonals: ``False`` keeps the diagonals at their random signs, as buffers.
+        square: for one output, make the m weights of about sqrt(m) numbers.
+        device, dtype: as for ``nn.Linear``.
+
+    Raises:
+        ValueError: for sizes below 1, a ``weight_sd`` or ``g_scale`` that is not positive, ``square``
+            with several outputs; when called, for an x whose last dimension is not m.
+        TypeError: when called, for an x that is not of a floating dtype.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist
+        >>> from pyro.nn import PyroModule
+        >>> from pyro.infer import SVI
+        >>> from pyro.infer.autoguide import init_to_sample
+        >>> import pyro_ngvi as ngvi
+        >>> class Net(PyroModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.hidden = ngvi.nn.WalshHadamardLinear(4, 64)
+        ...         self.out = ngvi.nn.WalshHadamardLinear(64, 1, square=True)
+        ...     def forward(self, x, y=None):
+        ...         mean = self.out(self.hidden(x).tanh()).squeeze(-1)
+        ...         with pyro.plate("data", len(x)):
+        ...             pyro.sample("y", dist.Normal(mean, 0.1), obs=y)
+        ...         return mean
+        >>> model = Net()
+        >>> guide = ngvi.AutoMeanFieldNormal(model, init_loc_fn=init_to_sample)
+        >>> optim = ngvi.NGVB(guide, others=pyro.optim.Adam({"lr": 0.01}))
+        >>> svi = SVI(model, guide, optim, ngvi.BatchedELBO(4))
+        >>> x = torch.randn(50, 4)
+        >>> loss = svi.step(x, x.sum(-1))
+        >>> {name: tuple(value.shape) for name, value in guide.median().items()}
+        {'hidden.g': (64,), 'hidden.bias': (64,), 'out.g': (8,), 'out.bias': (1,)}
+    """
+
+    g: Any
+    bias: Any
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        weight_sd: float | None = None,
+        g_scale: float = 1.0,
+        shared: bool = False,
+        train_diagonals: bool = True,
+        square: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            check_size("WalshHadamardLinear", name, size)
+        check_g_scale(g_scale)
+        sd = 1.0 / math.sqrt(in_features) if weight_sd is None else weight_sd
+        if not isinstance(sd, int | float) or not 0.0 < sd < math.inf:
+            raise ValueError(f"weight_sd must be a positive number, got {weight_sd!r}.")
+        if square and out_features != 1:
+            raise ValueError(
+                f"square=True is for a layer of one output, and this has {out_features}."
+            )
+        self.in_features, self.out_features = in_features, out_features
+        self.weight_sd, self.g_scale, self.square = float(sd), float(g_scale), square
+        shape = (in_features,) if square else (out_features, in_features)
+        self.matrix = matrix_for(torch.Size(shape), shared)
+        seed = int(torch.randint(2**31, ()))
+        like = torch.empty(0, device=device, dtype=dtype)
+        for name, signs in zip(("left", "right"), self.matrix.signs(seed, like), strict=True):
+            if train_diagonals:
+                setattr(self, name, nn.Parameter(signs))
+            else:
+                self.register_buffer(name, signs)
+        self.g = PyroSample(partial(_normal, size=self.matrix.num_g, sd=self.g_scale))
+        self.has_bias = bool(bias)
+        if bias:
+            self.bias = PyroSample(partial(_normal, size=out_features, sd=1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) to (..., out_features); with particles see the class."""
+        check_input(self, x)
+        g = draws_for_data(self.g, x)
+        if self.square:
+            y = (x * self._dense(g)).sum(-1, keepdim=True)
+        else:
+            y = self.matrix.product(x, g, self.left, self.right)
+        y = self.weight_sd * y
+        if not self.has_bias:
+            return y
+        return y + draws_for_data(self.bias, x, needed=False)
+
+    def weight(self, g: Tensor) -> Tensor:
+        """W (..., out_features, in_features) for g (..., num_g): to look at; ``forward`` has none."""
+        W = self.weight_sd * self._dense(g)
+        return W.unsqueeze(-2) if self.square else W
+
+    def _dense(self, g: Tensor) -> Tensor:
+        U = self.matrix.dense(g, self.left, self.right)
+        return U.flatten(-2)[..., : self.in_features] if self.square else U
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.has_bias}, num_g={self.matrix.num_g}"
+        )
+
+
+def _normal(module: Any, size: int, sd: float) -> Any:
+    """Independent centred normals in the dtype and place of a layer.
+
+    Arguments are not validated: they are right, and under ``vmap`` and on a GPU it would cost.
+    """
+    like = module.left
+    base: Any = dist.Normal(like.new_zeros(()), like.new_full((), sd), validate_args=False)
+    return base.expand([size]).to_event(1)
+
+
+def check_size(kind: str, name: str, size: Any) -> None:
+    """Refuse a number of features that is none."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"{kind}: {name} must be a positive integer, got {size!r}.")
+
+
+def check_input(layer: Any, x: Tensor) -> None:
+    """Refuse an input of the wrong width or of integers."""
+    kind, m = type(layer).__name__, layer.in_features
+    if x.dim() == 0 or x.shape[-1] != m:
+        raise ValueError(
+            f"{kind} takes an x of shape (..., {m}), its in_features, and got shape {tuple(x.shape)}."
+        )
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"{kind} takes an x of a floating dtype, got {x.dtype}: use x.float().")

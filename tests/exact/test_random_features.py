@@ -1,0 +1,134 @@
+"""Random Fourier features: their kernel and its error, particles, and deep processes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI
+from pyro.infer.autoguide import init_to_sample
+from pyro.nn import PyroModule, PyroSample
+from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
+from torch import Tensor
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.nn import RandomFourierFeatures, WalshHadamardLinear
+
+
+class Deep(PyroModule):
+    """A deep Gaussian process of two layers."""
+
+    def __init__(self, omega: str) -> None:
+        super().__init__()
+        self.features_1 = RandomFourierFeatures(2, 16, omega=omega, seed=0)
+        self.layer_1 = WalshHadamardLinear(32, 3, weight_sd=1.0)
+        self.features_2 = RandomFourierFeatures(3, 16, omega=omega, seed=1)
+        self.layer_2 = WalshHadamardLinear(32, 1, weight_sd=1.0)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        f = self.layer_1(self.features_1(x))
+        f = self.layer_2(self.features_2(f)).squeeze(-1)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+        return f
+
+
+def run(layer: Any, x: Tensor, **values: Tensor) -> Tensor:
+    """The layer at given values of its sites."""
+    return poutine.condition(layer, values)(x)
+
+
+def kernel(x: Tensor, other: Tensor, lengthscale: Tensor) -> Tensor:
+    scaled = (x.unsqueeze(-2) - other) / lengthscale
+    return (-0.5 * scaled.square().sum(-1)).exp()
+
+
+def test_random_features_give_the_kernel() -> None:
+    R, variance, lengthscale = 4000, 2.5, torch.tensor([0.7, 1.5, 3.0])
+    layer = RandomFourierFeatures(3, R, lengthscale=lengthscale, variance=variance, seed=0)
+    x = torch.randn(12, 3)
+    phi = layer(x)
+    assert phi.shape == (12, 2 * R)
+    rho = kernel(x, x, lengthscale)
+    gram = (phi @ phi.mT).detach()
+    standard_error = variance * ((0.5 * (1.0 + rho**4) - rho.square()).clamp_min(0.0) / R).sqrt()
+    torch.testing.assert_close(gram.diagonal(), torch.full((12,), variance))
+    off = ~torch.eye(12, dtype=torch.bool)
+    z = ((gram - variance * rho) / standard_error)[off]
+    assert z.abs().max() < 4.5  # 66 pairs
+    assert z.square().mean() < 3.0  # and the stated error is that size
+
+
+def test_random_features_of_particles_and_of_latent_omega() -> None:
+    layer: Any = RandomFourierFeatures(3, 4, omega="variational", ard=False)
+    assert layer.lengthscale.shape == ()
+    S, x = 2, torch.randn(5, 3)
+    omega = torch.randn(S, 1, 3, 4)
+    each = torch.stack([run(layer, x, omega=omega[s, 0]) for s in range(S)])
+    torch.testing.assert_close(run(layer, x, omega=omega), each)
+    torch.testing.assert_close(run(layer, x, omega=omega[:, 0]), each)
+    layer.lengthscale = PyroSample(dist.LogNormal(torch.zeros(3), 1.0).to_event(1))
+    layer.variance = PyroSample(dist.LogNormal(0.0, 1.0))
+    values = {"lengthscale": torch.rand(S, 1, 3) + 0.5, "variance": torch.rand(S, 1) + 0.5}
+    each = torch.stack(
+        [
+            run(
+                layer,
+                x,
+                omega=omega[s, 0],
+                lengthscale=values["lengthscale"][s, 0],
+                variance=values["variance"][s, 0],
+            )
+            for s in range(S)
+        ]
+    )
+    torch.testing.assert_close(run(layer, x, omega=omega, **values), each)
+
+
+def test_seed_and_trained_parameters_of_random_features() -> None:
+    state = torch.get_rng_state()
+    one, other = (RandomFourierFeatures(2, 3, seed=5) for _ in range(2))
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(one.omega, other.omega)
+    names = {name for name, _ in one.named_parameters()}
+    assert names == {"lengthscale_unconstrained", "variance_unconstrained"}
+    torch.testing.assert_close(one.lengthscale, torch.full((2,), math.sqrt(2.0) / 2.0))
+    fixed = RandomFourierFeatures(2, 3, train_lengthscale=False, train_variance=False)
+    assert not list(fixed.parameters())
+    assert {name for name, _ in fixed.named_buffers()} == {"omega", "lengthscale", "variance"}
+
+
+@pytest.mark.parametrize("omega", ["fixed", "variational"])
+def test_deep_process_learns(omega: str) -> None:
+    x = torch.randn(60, 2)
+    y = torch.sin(2.0 * x[:, 0]) + 0.2 * torch.randn(60)
+    model = Deep(omega)
+    guide = ngvi.AutoMeanFieldNormal(model, init_loc_fn=init_to_sample)
+    optim = ngvi.NGVB(guide, others=Adam({"lr": 0.01}))
+    svi = SVI(model, guide, optim, ngvi.BatchedELBO(4))
+    guide(x, y)
+    before = ngvi.BatchedELBO(200).loss(model, guide, x, y)
+    for _ in range(300):
+        svi.step(x, y)
+    after = ngvi.BatchedELBO(200).loss(model, guide, x, y)
+    assert after < 0.5 * before
+    residual = y - guide_mean(model, guide, x)
+    assert residual.square().mean() < 0.5 * y.var()
+
+
+def guide_mean(model: Any, guide: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        draws = [
+            poutine.replay(model, trace=poutine.trace(guide).get_trace(x))(x) for _ in range(50)
+        ]
+    return torch.stack(draws).mean(0)
+
+
+def test_features_without_values() -> None:
+    layer = RandomFourierFeatures(3, 5, device="meta", train_lengthscale=False)
+    assert layer(torch.empty(4, 3, device="meta")).shape == (4, 10)

@@ -1,0 +1,157 @@
+"""What the layers and local reparameterisation refuse, and that they say what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoGuideList, AutoMultivariateNormal, AutoNormal
+from pyro.nn import PyroModule, PyroSample
+from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
+from torch import Tensor
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.nn import RandomFourierFeatures, WalshHadamardLinear, local_reparameterization
+
+X = torch.randn(6, 4, dtype=torch.float64)
+
+
+class Net(PyroModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = WalshHadamardLinear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Folded(Net):
+    """Calls its layer for six data, and for three with two rows each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.layer(x.reshape(3, 2, 4)).reshape(6, 3)
+
+
+@pytest.mark.parametrize(
+    "sizes, options, message",
+    [
+        ((0, 3), {}, "WalshHadamardLinear: in_features must be a positive integer, got 0"),
+        ((4, -1), {}, "out_features must be a positive integer, got -1"),
+        ((4.0, 3), {}, r"in_features must be a positive integer, got 4\.0"),
+        ((4, 3), {"g_scale": 0.0}, "g_scale must be a positive number"),
+        ((4, 3), {"weight_sd": float("nan")}, "weight_sd must be a positive number, got nan"),
+        ((4, 3), {"square": True}, "one output, and this has 3"),
+    ],
+)
+def test_layers_that_can_not_be(sizes: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WalshHadamardLinear(*sizes, **options)
+
+
+@pytest.mark.parametrize(
+    "sizes, options, message",
+    [
+        ((0, 3), {}, "RandomFourierFeatures: in_features must be a positive integer"),
+        ((4, 0), {}, "num_features must be a positive integer"),
+        ((4, 3), {"omega": "random"}, "omega must be .*'random'"),
+        ((4, 3), {"lengthscale": -1.0}, r"lengthscale must be positive and finite, got -1\.0"),
+        ((2, 3), {"lengthscale": torch.tensor([1.0, 0.0])}, "lengthscale must be positive"),
+        ((4, 3), {"lengthscale": torch.ones(3)}, r"lengthscale has shape \(3,\).*shape \(4,\)"),
+        ((4, 3), {"lengthscale": torch.ones(4), "ard": False}, "shape .4,.; it must be a number"),
+        ((4, 3), {"variance": float("inf")}, "variance must be positive and finite"),
+    ],
+)
+def test_features_that_can_not_be(sizes: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RandomFourierFeatures(*sizes, **options)
+
+
+@pytest.mark.parametrize("kind", [WalshHadamardLinear, RandomFourierFeatures])
+def test_inputs_that_do_not_fit(kind: Any) -> None:
+    layer = kind(4, 3)
+    with pytest.raises(ValueError, match=rf"{kind.__name__} takes .* \(\.\.\., 4\).* \(6, 5\)"):
+        layer(torch.randn(6, 5))
+    with pytest.raises(ValueError, match=r"got shape \(\)"):
+        layer(torch.tensor(1.0))
+    with pytest.raises(TypeError, match=r"floating dtype, got torch.int64.*x.float\(\)"):
+        layer(torch.ones(6, 4, dtype=torch.long))
+
+
+def step(model: Any, local: Any, guide: Any) -> None:
+    SVI(local, guide, Adam({"lr": 0.01}), Trace_ELBO()).step(X)
+
+
+def test_what_is_no_guide_or_no_kl() -> None:
+    with pytest.raises(TypeError, match=r"autoguide.*got function"):
+        local_reparameterization(Net(), lambda x: None)  # pyright: ignore[reportArgumentType]
+    model = Net()
+    with pytest.raises(ValueError, match='"exact" or "sampled", got \'closed\''):
+        local_reparameterization(model, AutoNormal(model), kl="closed")
+
+
+def test_a_guide_that_was_never_called() -> None:
+    model = Net()
+    local = local_reparameterization(model, ngvi.AutoMeanFieldNormal(model))
+    with pytest.raises(RuntimeError, match=r"was never called.*'layer.g'.*same guide to SVI"):
+        step(model, local, AutoNormal(model))
+
+
+def test_a_guide_without_the_site() -> None:
+    model = Net()
+    other = AutoNormal(lambda x: pyro.sample("z", dist.Normal(0.0, 1.0)))
+    other(X)
+    local = local_reparameterization(model, other)
+    with pytest.raises(ValueError, match=r"AutoNormal, has no site 'layer.g'; it has 'z'"):
+        step(model, local, ngvi.AutoMeanFieldNormal(model))
+
+
+def test_guides_that_correlate_g() -> None:
+    model = Net()
+    ours = ngvi.AutoFullRankNormal(model)
+    with pytest.raises(ValueError, match=r"AutoFullRankNormal correlates 'layer.g'.*AutoGuideList"):
+        step(model, local_reparameterization(model, ours), ours)
+    theirs = AutoMultivariateNormal(model)
+    with pytest.raises(ValueError, match=r"can not draw 'layer.g' alone from AutoMultivariate"):
+        step(model, local_reparameterization(model, theirs), theirs)
+    listed = AutoGuideList(model)
+    listed.append(ngvi.AutoFactorNormal(model, rank=2))
+    with pytest.raises(ValueError, match=r"AutoFactorNormal correlates 'layer.g'"):
+        step(model, local_reparameterization(model, listed), listed)
+
+
+def test_priors_without_a_closed_form() -> None:
+    model = Net()
+    model.layer.g = PyroSample(dist.Laplace(torch.zeros(4), 1.0).to_event(1))
+    guide = ngvi.AutoMeanFieldNormal(model)
+    with pytest.raises(ValueError, match=r"'layer.g' is not independent normals.*sampled"):
+        step(model, local_reparameterization(model, guide), guide)
+    step(model, local_reparameterization(model, guide, kl="sampled"), guide)
+    model.layer.g = PyroSample(dist.LogNormal(torch.zeros(4), 1.0).to_event(1))
+    guide = ngvi.AutoMeanFieldNormal(model)
+    with pytest.raises(ValueError, match=r"'layer.g' is constrained or in a plate"):
+        step(model, local_reparameterization(model, guide, kl="sampled"), guide)
+
+
+def test_data_that_can_not_be_told() -> None:
+    model = Folded()
+    guide = ngvi.AutoMeanFieldNormal(model)
+    with pytest.raises(
+        ValueError, match=r"'layer.g' is called for data of shapes \(6,\) and \(3, 1"
+    ):
+        step(model, local_reparameterization(model, guide), guide)
+
+
+def test_sequences_with_vectorised_particles() -> None:
+    model, x = Net(), torch.randn(6, 2, 5, 4)
+    guide = AutoNormal(model)
+    guide(x)
+    particles = pyro.plate("particles", 5, dim=-2)
+    trace = poutine.trace(particles(guide)).get_trace(x)
+    local: Any = local_reparameterization(model, guide)
+    with pytest.raises(ValueError, match=r"\(5, 1, 4\).*\(6, 2, 5, 4\).*BatchedELBO"):
+        poutine.replay(particles(local), trace=trace)(x)
