@@ -102,12 +102,12 @@ class WalshHadamardTransform(Transform):
 
     def _inverse(self, y: Tensor) -> Tensor:
         U = ((y - self.loc) / self.scale).flatten(-self.value_dim)
-        whole = self.matrix.rows * self.matrix.columns
-        U = torch.nn.functional.pad(U, (0, whole - U.shape[-1]))
+        long, entries = U.square().sum(-1), U.shape[-1]
+        U = torch.nn.functional.pad(U, (0, self.matrix.rows * self.matrix.columns - entries))
         U = U.unflatten(-1, (self.matrix.rows, self.matrix.columns))
-        g = self.matrix.projection(U, *self.diagonals())
+        g = self.matrix.projection(U, *self.diagonals(), entries)
         near = self._shaped(self.matrix.dense(g, *self.diagonals()))
-        long, short = U.square().sum((-2, -1)), near.flatten(-self.value_dim).square().sum(-1)
+        short = near.flatten(-self.value_dim).square().sum(-1)
         return g * torch.where(short > 0.0, long / short, 1.0).sqrt().unsqueeze(-1)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
@@ -182,7 +182,10 @@ class WalshHadamardReparam(Reparam):
         transform = self._transform(name, fn.event_shape, loc, scale)
         K = transform.matrix.num_g
         prior = dist.Normal(loc.new_zeros(K), loc.new_full((K,), self.g_scale)).to_event(1)
-        start = None if value is None else transform.inv(value)
+        start = None
+        if value is not None:  # of an init_loc_fn
+            start = transform.inv(value)
+            value._pyro_custom_init = False  # it is not lost, as Pyro would warn where W differs
         g = pyro.sample(
             f"{name}_g", prior.expand(fn.batch_shape), obs=start, infer={"is_observed": False}
         )

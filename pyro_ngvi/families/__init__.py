@@ -9,6 +9,7 @@ from .full_rank import FullRankNormal
 from .gamma import MeanFieldGamma
 from .matrix_normal import MatrixNormal
 from .mean_field import MeanFieldNormal
+from .walsh_hadamard import WalshHadamardNormal
 
 __all__ = [
     "FactorNormal",
@@ -20,4 +21,5 @@ __all__ = [
     "MeanFieldGamma",
     "MeanFieldNormal",
     "ProductFamily",
+    "WalshHadamardNormal",
 ]

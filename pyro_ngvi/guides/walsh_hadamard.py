@@ -10,47 +10,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from pyro import poutine
-from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor, nn
-from torch.distributions import biject_to, constraints
+from torch.distributions import AffineTransform, Transform
 
 from .._pyro_adapter import model_as_given
-from ..families import FullRankNormal, MeanFieldNormal, ProductFamily
+from ..families import FullRankNormal, MeanFieldNormal, ProductFamily, WalshHadamardNormal
 from ..families.base import Family, Tensors
-from ..layout import feasible_value
+from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix
 from ..reparam import WalshHadamardTransform, check_g_scale, matrix_for, normal_of, seed_of
+from ._walsh_hadamard_sites import Stub, check_priors, choose_sites, start_within_memory
 from .base import AutoFamily
+from .initialization import init_to_center
 
 __all__ = ["AutoWalshHadamard"]
 
 NORMAL: dict[str, type[Family]] = {"mean_field": MeanFieldNormal, "full_rank": FullRankNormal}
-
-
-class _Support(constraints.Constraint):
-    """Of a site in the guide's own copy of the model's trace: where its values come from."""
-
-    def __init__(self, transform: WalshHadamardTransform) -> None:
-        self.transform = transform
-        self.event_dim = transform.value_dim
-
-    def check(self, value: Tensor) -> Tensor:
-        return torch.isfinite(value).flatten(-self.event_dim).all(-1)
-
-
-@biject_to.register(_Support)
-def _to_support(support: _Support) -> WalshHadamardTransform:
-    return support.transform
-
-
-class _Stub:
-    """What autoguides read of the distribution of a site: its support, and how long an event is."""
-
-    def __init__(self, support: _Support, shape: torch.Size) -> None:
-        self.support, self.event_dim, self._shape = support, support.event_dim, shape
-
-    def shape(self) -> torch.Size:
-        return self._shape
 
 
 class AutoWalshHadamard(AutoFamily):
@@ -69,8 +43,20 @@ class AutoWalshHadamard(AutoFamily):
     carries log p(W) - log p(g) in its log density, which puts p(g) in the place of p(W) in every ELBO.
     So do not compare this ELBO with those of other guides; compare predictions.
 
-    The prior of a chosen site has to be the same at every call, and may not depend on other latent
-    sites: use :class:`~pyro_ngvi.WalshHadamardReparam` with ``poutine.reparam`` for these.
+    ``TraceMeanField_ELBO`` leaves that density out, as it leaves out the Jacobians of all autoguides:
+    do not use it here.
+
+    The prior of a chosen site has to be the same at every call, which is not checked, and may not
+    depend on other latent sites: use :class:`~pyro_ngvi.WalshHadamardReparam` with ``poutine.reparam``
+    for these.
+
+    ``proper=True`` **bounds the evidence of your own model**: white noise on every entry,
+    W = loc + scale o (A g + sigma E) with A g the matrix of g and E standard normal, gives W a density
+    (:class:`~pyro_ngvi.families.WalshHadamardNormal`).  The diagonals keep their signs, and all is
+    trained by natural gradients.  The bound is often loose: the mean of q moves in about max(n, m) of
+    n m directions, and one number sigma is the sd in all others, about that of the prior unless the
+    data say much about most of them.  A step is O(n m), as with a mean-field guide.  The prior of W may
+    then change from call to call, or with other latent sites: loc and scale stay those of the first.
 
     For a few hundred weights :class:`AutoMatrixNormal` or :class:`AutoFullRankNormal` fit better;
     this is for layers so wide that n m numbers are too many, or that mean-field guides drive to the
@@ -85,7 +71,9 @@ class AutoWalshHadamard(AutoFamily):
         g_scale: prior sd of g; 1 keeps the prior variance of each W_ij while the diagonals are signs.
         shared: one g for all blocks of a site that has more rows than D, the power of two from its
             columns on.
-        train_diagonals: ``False`` keeps S1 and S2 at their random signs, a function of the site's name.
+        train_diagonals: ``False`` keeps S1 and S2 at their random signs, a function of the site's name;
+            the default is ``True``, or ``False`` with ``proper``.
+        proper: see above.
 
     g starts at the matrix nearest to the starting value of W, made as long: start networks at the
     weights of a module (``init_loc_fn=model.init_to_module``) or at draws of the prior
@@ -96,10 +84,11 @@ class AutoWalshHadamard(AutoFamily):
     not for this guide.
 
     Raises:
-        ValueError: at the first call, for a named site that does not exist, has no dimension or
-        entries,
-            is in a plate, scaled or masked, or whose prior is not Gaussian or depends on other latent
-            sites; when nothing is named and there is no such matrix.
+        ValueError: for arguments that do not go together; at the first call, for a named site that
+            does not exist, has no dimension or entries, is in a plate, scaled or masked, or whose prior
+            is not Gaussian or (unless ``proper``) depends on other latent sites; for a site of more
+            than 2^30 entries, since every draw of W is made; when nothing is named and there is no such
+            matrix.
 
     Example:
         >>> import pyro, torch
@@ -127,7 +116,8 @@ class AutoWalshHadamard(AutoFamily):
         rest: str = "mean_field",
         g_scale: float = 1.0,
         shared: bool = False,
-        train_diagonals: bool = True,
+        train_diagonals: bool | None = None,
+        proper: bool = False,
         **kwargs: Any,
     ) -> None:
         for argument, value in (("g", g), ("rest", rest)):
@@ -138,35 +128,52 @@ class AutoWalshHadamard(AutoFamily):
             raise ValueError(f"sites must be a list of names, got the string {sites!r}.")
         if kwargs.get("init") is not None:
             raise ValueError("AutoWalshHadamard has no init; start it by init_loc_fn.")
+        if sites is not None and not list(sites):
+            raise ValueError(
+                "sites is empty, so nothing would be made of g. Name some, leave sites out, or use "
+                "pyro_ngvi.AutoMeanFieldNormal(model)."
+            )
         check_g_scale(g_scale)
+        if proper and train_diagonals:
+            raise ValueError(
+                "With proper=True the diagonals stay signs: leave train_diagonals out, or proper."
+            )
+        if proper and g_scale != 1.0:
+            raise ValueError(
+                f"With proper=True the prior is that of the model, and g has none whose sd could be "
+                f"{g_scale!r}: leave g_scale out."
+            )
         self._sites = None if sites is None else list(sites)
         self._g, self._rest = g, rest
         self._g_scale, self._shared = float(g_scale), shared
-        self._train_diagonals = train_diagonals
+        self._proper = proper
+        self._train_diagonals = not proper if train_diagonals is None else train_diagonals
         #: names of the parts of the family, by the site that is made of g
         self.parts: dict[str, str] = {}
+        self._blocks: dict[str, WalshHadamardMatrix] = {}
+        kwargs["init_loc_fn"] = start_within_memory(kwargs.get("init_loc_fn", init_to_center))
         super().__init__(model, **kwargs)
 
     def _make_family(self) -> Family:
         return ProductFamily({}, [], linear=False)  # its parts are known once the sites are
 
     @property
-    def matrices(self) -> dict[str, Any]:
+    def matrices(self) -> dict[str, WalshHadamardMatrix]:
         """The blocks of each reparameterised site, by name."""
         self._require_setup()
-        return {name: self._transform(name).matrix for name in self.parts}
+        return dict(self._blocks)
 
-    def _transform(self, name: str) -> WalshHadamardTransform:
+    def _transform(self, name: str) -> Any:
         prototype: Any = self.prototype_trace
         return prototype.nodes[name]["fn"].support.transform
 
     def _setup_latents(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_latents(*args, **kwargs)
-        chosen = self._choose()
-        if chosen:
-            self._check_priors(chosen, args, kwargs)
         prototype: Any = self.prototype_trace
-        self.parts = {}
+        chosen = choose_sites(prototype, self._sites)
+        if not self._proper:
+            check_priors(prototype, model_as_given(self), chosen, args, kwargs)
+        self.parts, self._blocks = {}, {}
         for name in chosen:
             site = prototype.nodes[name]
             part = "g_" + name.replace(".", "_")
@@ -174,81 +181,38 @@ class AutoWalshHadamard(AutoFamily):
                 part += "_"
             self.parts[name] = part
             transform = self._make_transform(name, part, site["fn"])
-            site["fn"] = _Stub(_Support(transform), site["value"].shape)
-            self._unconstrained_shapes[name] = torch.Size([transform.matrix.num_g])
+            site["fn"] = Stub(transform, site["value"].shape)
+            if not self._proper:
+                self._unconstrained_shapes[name] = torch.Size([self._blocks[name].num_g])
         self.latent_dim = sum(shape.numel() for shape in self._unconstrained_shapes.values())
 
-    def _make_transform(self, name: str, part: str, fn: Any) -> WalshHadamardTransform:
+    def _make_transform(self, name: str, part: str, fn: Any) -> Transform:
         normal = normal_of(fn)
         assert normal is not None
         loc, scale = (x.detach() for x in normal)
-        matrix = matrix_for(loc.shape, self._shared)
+        matrix = self._blocks[name] = matrix_for(loc.shape, self._shared)
         for side, signs in zip(("left", "right"), matrix.signs(seed_of(name), loc), strict=True):
             if self._train_diagonals:
                 setattr(self, f"{side}_{part}", nn.Parameter(signs))
             else:
                 self.register_buffer(f"{side}_{part}", signs)
+        if self._proper:
+            return AffineTransform(loc, scale, event_dim=loc.dim())
         diagonals = _Diagonals(self, part)
         return WalshHadamardTransform(matrix, loc, scale, diagonals, loc.dim(), self._g_scale)
-
-    def _choose(self) -> list[str]:
-        """The sites to reparameterise; refuses what can not be."""
-        prototype: Any = self.prototype_trace
-        sites = dict(prototype.iter_stochastic_nodes())
-        if self._sites is not None:
-            for name in self._sites:
-                if name not in sites:
-                    raise ValueError(
-                        f"AutoWalshHadamard: the model has no latent site {name!r}; it has "
-                        f"{', '.join(map(repr, sites))}."
-                    )
-                if reason := _refusal(sites[name]):
-                    raise ValueError(f"AutoWalshHadamard: the site {name!r} {reason}")
-            return [name for name in sites if name in self._sites]
-        matrices = [name for name, site in sites.items() if site["value"].dim() == 2]
-        hidden = matrices[:-1] if len(matrices) > 1 else matrices
-        chosen = [
-            name
-            for name in hidden
-            if min(sites[name]["value"].shape) > 1 and not _refusal(sites[name])
-        ]
-        if not chosen:
-            shapes = ", ".join(f"{n!r} {tuple(site['value'].shape)}" for n, site in sites.items())
-            raise ValueError(
-                f"AutoWalshHadamard found no Gaussian matrix, declared by .to_event(2), to "
-                f"reparameterise, the last one left out: {shapes}. Name some by sites=[...], or use "
-                f"pyro_ngvi.AutoMeanFieldNormal(model)."
-            )
-        return chosen
-
-    def _check_priors(self, chosen: list[str], args: Any, kwargs: Any) -> None:
-        """Refuse a prior that moves when other latent sites do."""
-        prototype: Any = self.prototype_trace
-
-        def moved(site: Any) -> Tensor:
-            if site["name"] not in prototype.nodes:
-                return feasible_value(site)
-            transform = biject_to(site["fn"].support)
-            return transform(transform.inv(prototype.nodes[site["name"]]["value"]) + 0.37)
-
-        with poutine.block():
-            model = InitMessenger(moved)(model_as_given(self))
-            other: Any = poutine.trace(model).get_trace(*args, **kwargs)
-        for name in chosen:
-            before, after = (normal_of(t.nodes[name]["fn"]) for t in (prototype, other))
-            if after is None or not all(map(torch.equal, before or (), after)):
-                raise ValueError(
-                    f"AutoWalshHadamard: the prior of the site {name!r} depends on other latent sites. "
-                    f"Use poutine.reparam(model, {{{name!r}: pyro_ngvi.WalshHadamardReparam()}}) and "
-                    f"a guide of its result, or name other sites."
-                )
 
     def _define_family(self) -> None:
         parts: dict[str, Family] = {}
         segments: list[tuple[str, int]] = []
         for name, shape in self._unconstrained_shapes.items():
             part = self.parts.get(name, "rest")
-            parts.setdefault(part, NORMAL[self._g if name in self.parts else self._rest]())
+            if part not in parts:
+                parts[part] = NORMAL[self._g if name in self.parts else self._rest]()
+                if name in self.parts and self._proper:
+                    signs = _Diagonals(self, part)
+                    parts[part] = WalshHadamardNormal(
+                        self._blocks[name], signs, shape.numel(), parts[part]
+                    )
             segments.append((part, shape.numel()))
         self.family.define(parts, segments)
 
@@ -261,9 +225,11 @@ class AutoWalshHadamard(AutoFamily):
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         moved = super()._apply(fn, *args, **kwargs)
+        prototype: Any = self.prototype_trace
         for name in self.parts:
-            transform = self._transform(name)
+            transform, site = self._transform(name), prototype.nodes[name]
             transform.loc, transform.scale = fn(transform.loc), fn(transform.scale)
+            site["value"] = fn(site["value"])  # whose shape in g a loss asks the transform for
         return moved
 
     def site_moments(self, name: str) -> tuple[Tensor, Tensor]:
@@ -278,11 +244,16 @@ class AutoWalshHadamard(AutoFamily):
                 f"The guide makes no site {name!r} of g; it makes {', '.join(map(repr, self.parts))}."
             )
         part = self.parts[name]
-        transform: Any = self._transform(name)
+        transform = self._transform(name)
         own, family = self.family.own(part, self._current()), self.family.parts[part]
-        full = isinstance(family, FullRankNormal)
-        spread = family.covariance(own) if full else family.stddev(own).square()
-        return transform(family.mean(own)).detach(), transform.stddev(spread).detach()
+        mean = family.mean(own)
+        if self._proper:
+            mean = mean.view(transform.loc.shape)
+            sd = transform.scale * family.stddev(own).view(mean.shape)
+        else:
+            full = isinstance(family, FullRankNormal)
+            sd = transform.stddev(family.covariance(own) if full else family.stddev(own).square())
+        return transform(mean).detach(), sd.detach()
 
     @torch.no_grad()
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -306,20 +277,3 @@ class _Diagonals:
         held: Any = {**self.guide._parameters, **self.guide._buffers}
         left, right = (held[name] for name in self.names)
         return left, right
-
-
-def _refusal(site: Any) -> str | None:
-    """Why a site can not be reparameterised: the end of a sentence."""
-    fn, shape = site["fn"], tuple(site["value"].shape)
-    if normal_of(fn) is None:
-        return f"has a prior that is not independent normals ({type(fn).__name__})."
-    if site["cond_indep_stack"] or fn.event_dim != len(shape) or not shape:
-        return (
-            f"has shape {shape} and event shape {tuple(fn.event_shape)}; declare all its dimensions "
-            f"as one event by .to_event({len(shape) or 1}), outside of plates."
-        )
-    if not site["value"].numel():
-        return f"has shape {shape} and no entries."
-    if site["scale"] != 1.0 or site["mask"] is not None:
-        return "is scaled or masked by poutine, which the prior of g would not follow."
-    return None

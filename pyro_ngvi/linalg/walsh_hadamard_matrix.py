@@ -122,21 +122,27 @@ class WalshHadamardMatrix:
         y = walsh_hadamard_transform(walsh_hadamard_transform(y) * g)
         return y.flatten(-2)[..., : self.rows] * (left * math.sqrt(self.size))
 
-    def counts(self, left: Tensor, right: Tensor) -> Tensor:
-        """Sum of (s_i t_bj)^2 over the entries of each class, (num_g,): the Gram matrix of (1) in h."""
-        squares = self.diagonals(left, right).square().flatten()
-        index = self.classes(left.device).flatten()
+    def counts(self, left: Tensor, right: Tensor, entries: int | None = None) -> Tensor:
+        """Sum of (s_i t_bj)^2 over the entries of each class, (num_g,): the Gram matrix of (1) in h.
+
+        ``entries``: the number of entries that there are, counted row by row; all by default.
+        """
+        squares = self.diagonals(left, right).square().flatten()[:entries]
+        index = self.classes(left.device).flatten()[:entries]
         return squares.new_zeros(self.num_g).index_add(0, index, squares)
 
-    def projection(self, U: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    def projection(
+        self, U: Tensor, left: Tensor, right: Tensor, entries: int | None = None
+    ) -> Tensor:
         """g (..., num_g) whose matrix (1) is nearest to U (..., rows, columns), entry by entry.
 
-        Numbers of h that no entry holds, because all of theirs are cut off, are zero.
+        Numbers of h that no entry holds, because all of theirs are cut off, are zero.  ``entries``, as
+        in :meth:`counts`: what U holds beyond does not matter.
         """
-        index = self.classes(U.device).flatten()
-        weighted = (U * self.diagonals(left, right)).flatten(-2)
+        index = self.classes(U.device).flatten()[:entries]
+        weighted = (U * self.diagonals(left, right)).flatten(-2)[..., :entries]
         sums = weighted.new_zeros((*weighted.shape[:-1], self.num_g))
-        counts = self.counts(left, right)
+        counts = self.counts(left, right, entries)
         h = sums.index_add(-1, index, weighted) / torch.where(counts > 0.0, counts, 1.0)
         return self.transform(h)
 

@@ -1,0 +1,162 @@
+"""What AutoWalshHadamard and WalshHadamardReparam refuse, in sentences that name the fix."""
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from pyro_ngvi import AutoWalshHadamard, WalshHadamardReparam
+
+
+def one(fn: Any, plate: int | None = None, scale: float = 1.0) -> Any:
+    """A model of one site "W", and another matrix after it."""
+
+    def model() -> None:
+        if plate is None:
+            with poutine.scale(scale=scale):
+                pyro.sample("W", fn)
+        else:
+            with pyro.plate("p", plate):
+                pyro.sample("W", fn)
+        pyro.sample("last", dist.Normal(torch.zeros(3, 3), 1.0).to_event(2))
+
+    return model
+
+
+NORMAL = dist.Normal(torch.zeros(4, 3), 1.0)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "scalar": (one(dist.Normal(0.0, 1.0)), r"has shape \(\) .* by \.to_event\(1\)"),
+    "no event": (one(NORMAL), r"shape \(4, 3\) and event shape \(\); .* by \.to_event\(2\)"),
+    "half an event": (one(NORMAL.to_event(1)), r"event shape \(3,\); .*\.to_event\(2\)"),
+    "no entries": (one(dist.Normal(torch.zeros(0, 3), 1.0).to_event(2)), "and no entries"),
+    "plate": (one(NORMAL.to_event(2), plate=2), r"shape \(2, 4, 3\) .* outside of plates"),
+    "scaled": (one(NORMAL.to_event(2), scale=0.5), "is scaled or masked"),
+    "masked": (one(NORMAL.mask(torch.tensor(True)).to_event(2)), "not independent normals"),
+    "Laplace": (one(dist.Laplace(torch.zeros(4, 3), 1.0).to_event(2)), r"not independent.*Indep"),
+    "Gamma": (one(dist.Gamma(torch.ones(4, 3), 1.0).to_event(2)), "not independent normals"),
+    "correlated": (
+        one(dist.MultivariateNormal(torch.zeros(4, 3), torch.eye(3)).to_event(1)),
+        "not independent normals",
+    ),
+}
+
+
+@pytest.mark.parametrize("proper", [False, True])
+@pytest.mark.parametrize(("model", "words"), REFUSED.values(), ids=REFUSED)
+def test_site_that_can_not_be_made_of_g(model: Any, words: str, proper: bool) -> None:
+    guide = AutoWalshHadamard(model, ["W"], proper=proper)
+    for _ in range(2):  # the second call says the same again
+        with pytest.raises(ValueError, match=f"AutoWalshHadamard: the site 'W' (.|\n)*{words}"):
+            guide()
+
+
+def test_arguments() -> None:
+    model = one(NORMAL.to_event(2))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"g": "x"}, r"g must be 'mean_field' or 'full_rank', got 'x'"),
+        ({"rest": "low_rank"}, r"rest must be .*, got 'low_rank'"),
+        ({"sites": "W"}, r"sites must be a list of names, got the string 'W'"),
+        ({"sites": []}, r"sites is empty.*AutoMeanFieldNormal"),
+        ({"g_scale": 0.0}, r"g_scale must be a positive number, got 0\.0"),
+        ({"g_scale": "1"}, r"g_scale must be a positive number, got '1'"),
+        ({"init": "map"}, r"has no init; start it by init_loc_fn"),
+        ({"proper": True, "train_diagonals": True}, r"the diagonals stay signs: leave train_diag"),
+        ({"proper": True, "g_scale": 2.0}, r"g has none whose sd could be 2\.0: leave g_scale out"),
+    ]
+    for how, words in cases:
+        with pytest.raises(ValueError, match=words):
+            AutoWalshHadamard(model, **how)
+
+
+def test_named_site_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match=r"no latent site 'V'; it has 'W', 'last'"):
+        AutoWalshHadamard(one(NORMAL.to_event(2)), ["W", "V"])()
+
+    def observed() -> None:
+        pyro.sample("W", NORMAL.to_event(2), obs=torch.zeros(4, 3))
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match=r"no latent site 'W'; it has 'z'"):
+        AutoWalshHadamard(observed, ["W"])()
+
+
+def test_no_matrix_to_find() -> None:
+    def model() -> None:
+        pyro.sample("row", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
+        pyro.sample("plain", NORMAL.to_event(1))
+        pyro.sample("last", NORMAL.to_event(2))
+
+    words = r"found no Gaussian matrix.*'row' \(1, 3\), .*Name some by sites=.*AutoMeanFieldNormal"
+    with pytest.raises(ValueError, match=words):
+        AutoWalshHadamard(model)()
+
+
+def test_moments_of_another_site() -> None:
+    guide = AutoWalshHadamard(one(NORMAL.to_event(2)))
+    with pytest.raises(RuntimeError, match="call it once"):
+        guide.site_moments("W")
+    guide()
+    with pytest.raises(ValueError, match=r"makes no site 'last' of g; it makes 'W'"):
+        guide.site_moments("last")
+
+
+@pytest.mark.parametrize("where", ["loc", "scale", "other matrix"])
+def test_prior_that_depends_on_another_site(where: str) -> None:
+    def model() -> None:
+        z = pyro.sample("z", dist.Gamma(2.0, 1.0))
+        V = pyro.sample("V", NORMAL.to_event(2))
+        loc = z * torch.ones(4, 3) if where == "loc" else torch.zeros(4, 3)
+        loc = V if where == "other matrix" else loc
+        scale = z if where == "scale" else torch.ones(())
+        pyro.sample("W", dist.Normal(loc, scale).to_event(2))
+        pyro.sample("last", NORMAL.to_event(2))
+
+    words = r"prior of the site 'W' depends on other latent sites\. Use poutine\.reparam"
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=words):
+        AutoWalshHadamard(model)()
+    assert torch.equal(state, torch.get_rng_state())
+    AutoWalshHadamard(model, ["V"])()  # another one may be named
+
+
+def test_site_too_large_to_make() -> None:
+    """Refused before anything of that size is made: the entries would be a few petabytes."""
+
+    def model() -> None:
+        loc, scale = (x.expand(2**24, 2**24) for x in (torch.zeros(()), torch.ones(())))
+        pyro.sample("W", dist.Normal(loc, scale, validate_args=False).to_event(2))
+
+    words = (
+        r"'W' has shape \(16777216, 16777216\).*281,474,976,710,656 entries.*WalshHadamardLinear"
+    )
+    with pytest.raises(ValueError, match=words):
+        AutoWalshHadamard(model)()
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (dist.Laplace(torch.zeros(4, 3), 1.0).to_event(2), r"'W' is Independent"),
+        (NORMAL, r"'W' is Normal with batch shape \(4, 3\) and event shape \(\)"),
+        (dist.Normal(torch.zeros(0, 3), 1.0).to_event(2), r"'W' .*event shape \(0, 3\)"),
+    ],
+    ids=["Laplace", "no event", "no entries"],
+)
+def test_reparam_of_another_site(fn: Any, words: str) -> None:
+    model = poutine.reparam(one(fn), {"W": WalshHadamardReparam()})
+    with pytest.raises(ValueError, match=r"by \.to_event\(\.\.\.\), and the site " + words):
+        model()
+
+
+def test_reparam_of_an_observed_site() -> None:
+    def model(W: Tensor) -> None:
+        pyro.sample("W", NORMAL.to_event(2), obs=W)
+
+    with pytest.raises(ValueError, match=r"'W' is observed; WalshHadamardReparam is for latent"):
+        poutine.reparam(model, {"W": WalshHadamardReparam()})(torch.zeros(4, 3))
+    with pytest.raises(ValueError, match=r"g_scale must be a positive number, got -1"):
+        WalshHadamardReparam(g_scale=-1)
