@@ -282,7 +282,7 @@ def _is_joint(guide: Program) -> TypeGuard[AutoContinuous]:
     """Whether a guide samples one flat vector in Pyro's own way, and can do so in a batch."""
     return (
         isinstance(guide, AutoContinuous)
-        and type(guide).forward is AutoContinuous.forward
+        and type(guide).forward in (AutoContinuous.forward, AutoFamily.forward)
         and type(guide).sample_latent in (AutoContinuous.sample_latent, AutoFamily.sample_latent)
     )
 

@@ -25,7 +25,7 @@ from .._pyro_adapter import (
 )
 from ..families.base import Family, Tensors, entry_name
 from .initialization import init_to_center
-from .posterior import FamilyDistribution
+from .posterior import FamilyDistribution, WithDensity
 from .warm_start import find_mode
 
 __all__ = ["AutoFamily", "Curvature", "find_blocks"]
@@ -207,6 +207,11 @@ class AutoFamily(OwnName, AutoContinuous):
         if lag:
             params = {name: p + lag[name] for name, p in params.items()}
         return self._distribution(params)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Draw all latent sites: a dict of values by name."""
+        with WithDensity():
+            return super().forward(*args, **kwargs)
 
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
         """Draw the flat latent vector, as an auxiliary sample site."""

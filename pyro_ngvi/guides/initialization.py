@@ -30,6 +30,13 @@ def init_to_center(site: Any = None) -> Any:
     """
     if site is None:
         return init_to_center
+    value = _center(site)
+    # to Pyro's reparameterizers: a default, which they may replace without a warning
+    setattr(value, "_pyro_custom_init", False)  # noqa: B010
+    return value
+
+
+def _center(site: Any) -> Tensor:
     fn = site["fn"]
     for center in (_median, _mean, _mode):
         value = _attempt(center, fn)

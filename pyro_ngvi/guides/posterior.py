@@ -1,17 +1,19 @@
-"""A member of a family as a Pyro distribution over the flat latent vector."""
+"""A member of a family as a Pyro distribution over the flat latent vector, and values of its sites."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
 import torch
-from pyro.distributions import TorchDistribution
+from pyro.distributions import Delta, Distribution, TorchDistribution
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import constraints
+from torch.distributions.kl import register_kl
 
 from ..families.base import Family, Tensors
 
-__all__ = ["FamilyDistribution"]
+__all__ = ["FamilyDistribution", "WithDensity"]
 
 
 class FamilyDistribution(TorchDistribution):
@@ -85,3 +87,24 @@ class FamilyDistribution(TorchDistribution):
     def covariance_matrix(self) -> Tensor:
         """The d x d covariance (d, d): for small d."""
         return self.family.covariance(self.params)
+
+
+class SiteValue(Delta):
+    """The value of a site within the flat vector, with its share of log q, a log-Jacobian."""
+
+
+@register_kl(SiteValue, Distribution)
+def _kl_of_value(p: SiteValue, q: Any) -> Tensor:
+    # Pyro's own for Delta leaves log_density out, and with it the Jacobians of autoguides under
+    # TraceMeanField_ELBO
+    return p.log_density - q.log_prob(p.v)
+
+
+class WithDensity(Messenger):
+    """Around ``AutoContinuous.forward``: makes each ``Delta`` a :class:`SiteValue`."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        fn = msg["fn"]
+        if type(fn) is Delta:
+            log_density: Any = fn.log_density
+            msg["fn"] = SiteValue(fn.v, log_density, fn.event_dim)

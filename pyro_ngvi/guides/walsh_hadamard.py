@@ -37,14 +37,14 @@ class AutoWalshHadamard(AutoFamily):
 
         NGVB(guide, others=pyro.optim.Adam({"lr": 0.01}))
 
+    By default all is one mean-field Gaussian, for VON, VOGN and IVON too; with a full one among its
+    parts it is for NGVB, IFVB and AIFVB.
+
     **The objective** is the bound of the reparameterised model, not of yours: the KL term is that
     between q(g) and p(g) = N(0, g_scale^2 I), for W, a linear image of fewer dimensions, has no density
     (:mod:`pyro_ngvi.reparam`).  The guide still goes with the model as it is written: its site W
     carries log p(W) - log p(g) in its log density, which puts p(g) in the place of p(W) in every ELBO.
     So do not compare this ELBO with those of other guides; compare predictions.
-
-    ``TraceMeanField_ELBO`` leaves that density out, as it leaves out the Jacobians of all autoguides:
-    do not use it here.
 
     The prior of a chosen site has to be the same at every call, which is not checked, and may not
     depend on other latent sites: use :class:`~pyro_ngvi.WalshHadamardReparam` with ``poutine.reparam``
@@ -105,8 +105,6 @@ class AutoWalshHadamard(AutoFamily):
         (64, torch.Size([64, 4]))
     """
 
-    family: ProductFamily
-
     def __init__(
         self,
         model: Callable[..., Any],
@@ -155,6 +153,8 @@ class AutoWalshHadamard(AutoFamily):
         super().__init__(model, **kwargs)
 
     def _make_family(self) -> Family:
+        if self._g == self._rest == "mean_field" and not self._proper:
+            return MeanFieldNormal()
         return ProductFamily({}, [], linear=False)  # its parts are known once the sites are
 
     @property
@@ -202,6 +202,8 @@ class AutoWalshHadamard(AutoFamily):
         return WalshHadamardTransform(matrix, loc, scale, diagonals, loc.dim(), self._g_scale)
 
     def _define_family(self) -> None:
+        if not isinstance(self.family, ProductFamily):
+            return
         parts: dict[str, Family] = {}
         segments: list[tuple[str, int]] = []
         for name, shape in self._unconstrained_shapes.items():
@@ -243,9 +245,8 @@ class AutoWalshHadamard(AutoFamily):
             raise ValueError(
                 f"The guide makes no site {name!r} of g; it makes {', '.join(map(repr, self.parts))}."
             )
-        part = self.parts[name]
         transform = self._transform(name)
-        own, family = self.family.own(part, self._current()), self.family.parts[part]
+        family, own = self._marginal(name)
         mean = family.mean(own)
         if self._proper:
             mean = mean.view(transform.loc.shape)
@@ -254,6 +255,19 @@ class AutoWalshHadamard(AutoFamily):
             full = isinstance(family, FullRankNormal)
             sd = transform.stddev(family.covariance(own) if full else family.stddev(own).square())
         return transform(mean).detach(), sd.detach()
+
+    def _marginal(self, name: str) -> tuple[Family, Tensors]:
+        """The family of the numbers that make a site, and its parameters."""
+        if isinstance(self.family, ProductFamily):
+            part = self.parts[name]
+            return self.family.parts[part], self.family.own(part, self._current())
+        start = 0
+        for site, shape in self._unconstrained_shapes.items():
+            if site == name:
+                break
+            start += shape.numel()
+        entries = slice(start, start + self._unconstrained_shapes[name].numel())
+        return self.family, {key: value[entries] for key, value in self._current().items()}
 
     @torch.no_grad()
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
