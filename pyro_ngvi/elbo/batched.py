@@ -144,7 +144,8 @@ class BatchedELBO(ELBO):
         if loss.requires_grad:
             loss.backward(retain_graph=self.retain_graph)
         if estimator is not None:
-            with Tempered(self.kl_weight):
+            # parameters of the model need no graph of the curvature
+            with torch.no_grad(), Tempered(self.kl_weight):
                 parts = estimator.after_backward(model, self._minibatches, args, kwargs)
             cast(AutoFamily, guide).curvature = Curvature(estimator.kind, parts)
         return loss.detach()
