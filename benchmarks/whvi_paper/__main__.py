@@ -11,6 +11,7 @@ from ..paper_main import run_parts
 #: module of this package -> what it repeats
 PARTS = {
     "table1": "Table 1: UCI regression, RMSE / test MNLL in nats",
+    "optimizers": "The bound by NGVB and by Adam",
     "cost": "Parameters and the time of a step against width",
     "figure2": "Figure 2: Gaussian processes by random features, RMSE against parameters",
 }

@@ -46,8 +46,9 @@ class AutoFamily(OwnName, AutoContinuous):
     """A guide whose flat latent vector follows a :class:`~pyro_ngvi.families.Family`.
 
     Subclasses name their family; everything else is here.  The parameters are plain tensors in the
-    coordinates of the family, so any optimizer may train them; the natural-gradient optimizers find
-    them through :func:`find_blocks`.
+    coordinates of the family; the natural-gradient optimizers find them through :func:`find_blocks`.
+    Any optimizer may train them, but only the natural ones keep a triangular factor from becoming
+    singular: for Adam on a full covariance take Pyro's ``AutoMultivariateNormal``.
 
     Under an optimizer that averages its iterates the parameters hold the *average*.  ``median``,
     ``quantiles``, ``get_posterior``, ``Predictive``, ``SVI.evaluate_loss`` and copies of the guide see
