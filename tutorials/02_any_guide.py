@@ -169,10 +169,8 @@ print(
 # there than across. The steps must be short for the steep direction, and so are far too short for
 # the flat one.
 #
-# In units of the Fisher matrix both directions look alike. `IFVB` covers the distance in a dozen
-# steps, but in no straight line: its first steps are taken with a poor guess of the matrix and noisy
-# gradients, and it overshoots. From the second start (dashed on the right) it even leaves
-# the picture for a few steps, and needs a hundred to calm down. `NGVB`, which knows the matrix, ends
+# In units of the Fisher matrix both directions look alike. `IFVB` covers the distance in two dozen
+# steps from either start, with a matrix that it learns on the way. `NGVB`, which knows the matrix, ends
 # nearer by far. Use it where you can.
 
 # %%
@@ -294,7 +292,8 @@ assert final["IFVB"] > max(final["Adam, 0.03"], final["Adam, 0.1"])
 # - start the components apart, and wide enough to feel the posterior;
 # - use more particles (here 16), and if need be `num_scores`, which draws more scores a step;
 # - try several starts, and keep the one with the highest ELBO;
-# - look at the weights afterwards. No optimizer brings back a component that has died.
+# - look at the weights afterwards. A component that has all but died comes back now and then, while
+#   steps are long; do not count on it.
 
 # %% [markdown]
 # ## Was the run long enough?

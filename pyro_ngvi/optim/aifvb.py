@@ -12,7 +12,6 @@ there averaging only delays.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,19 +19,14 @@ from pyro import poutine
 from torch import Tensor
 
 from ..families.base import Tensors
-from ..fisher.geometry import Coordinates
 from ..fisher.guide_block import GuideBlock
 from ..fisher.scores import family_scores
 from .averaging import Averaging, UsingAverage
 from .base import part
-from .ifvb import IFVB, IFVBRule
-from .schedules import RobbinsMonro
+from .ifvb import IFVB
 from .uncertainty import AsymptoticCovariance, measure_covariance, widened_draws, without_lag
 
 __all__ = ["AIFVB"]
-
-#: for guides that are not ours: above k^-1, as averages need it, and waiting for the signal
-SLOW = RobbinsMonro(scale=0.3, offset=20.0, power=2.0 / 3.0, patience=0.3)
 
 
 class AIFVB(IFVB):
@@ -75,12 +69,6 @@ class AIFVB(IFVB):
     ) -> Any:
         """Algorithm 2 as printed, with weights (log(k + 1))^2; arguments as for IFVB.paper."""
         return super().paper(guide, averaging=averaging, **arguments)
-
-    def make_rule(self, family: Any) -> IFVBRule:
-        rule = super().make_rule(family)
-        if self._rule_arguments["schedule"] is None and isinstance(rule.step.family, Coordinates):
-            return replace(rule, step=replace(rule.step, schedule=SLOW))
-        return rule
 
     def asymptotic_covariance(
         self, svi: Any, *args: Any, num_gradients: int = 256, num_hessians: int = 16, **kwargs: Any

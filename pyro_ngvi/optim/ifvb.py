@@ -16,10 +16,15 @@ AIFVB averages the iterates with the weights (log k)^w and draws the scores at t
 Fisher matrix is wanted in the end.
 
 Defaults are this project's: the calibrated low-rank estimate (:class:`~pyro_ngvi.fisher.LowRank`)
-with the steps of NGVB, for guides of other packages those of the noise clock without momentum and
-with less room for noise (0.6 in place of 3 times sqrt(b_k): far from the optimum of a mixture, larger
-noisy steps in coordinates that are not q's own kill components).  ``IFVB.paper`` and ``AIFVB.paper``
-make Algorithms 1 and 2 as printed: steps c_a / (c_a' + k)^alpha, no trust region.  There
+with the steps of NGVB.  A gain of 1/k relies on a Fisher matrix that is the Hessian of the loss, which
+nothing says of guides of other packages.  There the gain falls as k^(-2/3), without momentum, and with
+less room for noise (0.6 in place of 3 times sqrt(b_k): far from the optimum of a mixture, larger noisy
+steps in coordinates that are not q's own kill components).  A component of a mixture that fits worse
+for a while loses its weight along the exact natural gradient too; it comes back only while steps are
+long enough, another reason for a slow decay.
+
+``IFVB.paper`` and ``AIFVB.paper`` make Algorithms 1 and 2 as printed: steps c_a / (c_a' + k)^alpha, no
+trust region.  There
 
     1/2 < alpha < 1   and   0 < beta < alpha - 1/2                     (theorems 5.1 to 5.3)
 
@@ -64,6 +69,8 @@ KNOWN_WEIGHT = 100.0
 RANK = 32
 #: score k has weight k^GROWTH: the estimate follows a Fisher matrix that moves with q
 GROWTH = 1.0
+#: in stored coordinates: above k^-1, which averages need too, and waiting for the signal
+SLOW = RobbinsMonro(scale=0.3, offset=20.0, power=2.0 / 3.0, patience=0.3)
 #: path of the block of parameters that belong to no guide of ours
 REST = "others' guides"
 
@@ -122,7 +129,8 @@ class IFVB(NaturalGradientOptim):
             function.  A function with arguments has to be wrapped, see
             :func:`~pyro_ngvi.remember_arguments`.
         lr: factor in (0, 1] on the gain of the schedule.
-        schedule: as for NGVB; a :class:`RobbinsMonro` has the conditions above.
+        schedule: as for NGVB; a :class:`RobbinsMonro` has the conditions above.  ``None``: that of
+            NGVB; in stored coordinates ``RobbinsMonro(0.3, 20, 2/3, patience=0.3)``.
         window: K, number of D-vectors that the estimate holds; ``None``: 32, or D if that is less.
         form: "low_rank" (default), "dense" (D x D), or "paper" (the printed window of K vectors).
         eps, c_beta, beta: start and regularisation of the forms "dense" and "paper"; beta must be
@@ -249,7 +257,10 @@ class IFVB(NaturalGradientOptim):
     def make_rule(self, family: Any) -> IFVBRule:
         if self._stored:
             family = Coordinates(family.names)
-        return IFVBRule(make_rule(family, self._rule_arguments), self._fisher)
+        arguments = self._rule_arguments
+        if isinstance(family, Coordinates) and arguments["schedule"] is None:
+            arguments = arguments | {"schedule": SLOW}
+        return IFVBRule(make_rule(family, arguments), self._fisher)
 
     def __call__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         params = list(params)

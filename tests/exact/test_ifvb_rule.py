@@ -22,9 +22,9 @@ from pyro_ngvi.fisher import Dense, InverseFisher, LowRank, PaperWindow
 from pyro_ngvi.fisher.geometry import Coordinates
 from pyro_ngvi.fisher.scores import family_scores
 from pyro_ngvi.optim.averaging import LogPower
-from pyro_ngvi.optim.ifvb import IFVBRule
+from pyro_ngvi.optim.ifvb import SLOW, IFVBRule
 from pyro_ngvi.optim.rule import make_rule, rule_arguments
-from pyro_ngvi.optim.schedules import Custom, check_convergence
+from pyro_ngvi.optim.schedules import Custom, NoiseClock, check_convergence
 from tests.contract.registry import data, regression
 
 D, STEPS = 4, 50
@@ -283,6 +283,23 @@ def test_no_average_no_use() -> None:
         optim.use_average()
     with pytest.raises(RuntimeError, match="take a step first"):
         AIFVB(AutoNormal(normal_model)).use_average()
+
+
+@pytest.mark.parametrize("optimizer", [IFVB, AIFVB])
+def test_the_gain_falls_slowly_where_the_hessian_is_not_known(optimizer: type[IFVB]) -> None:
+    """1/k is for guides whose Fisher matrix is the Hessian at a Gaussian posterior."""
+
+    def schedule(guide: Any, **arguments: Any) -> Any:
+        optim = optimizer(guide, **arguments)
+        fit(guide, optim, 1)
+        (rule,) = optim._rules.values()
+        return rule.step.schedule
+
+    assert schedule(AutoNormal(normal_model)) == SLOW
+    assert schedule(AutoFullRankNormal(normal_model), frame="stored") == SLOW
+    assert schedule(AutoFullRankNormal(normal_model)) == NoiseClock()
+    own = RobbinsMonro(power=0.6)
+    assert schedule(AutoNormal(normal_model), schedule=own) == own
 
 
 # --- the conditions of the theorems ---------------------------------------------------------------

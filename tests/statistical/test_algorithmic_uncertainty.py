@@ -12,8 +12,7 @@ from pyro_ngvi.families.base import pack
 from pyro_ngvi.fisher import Dense
 from pyro_ngvi.fisher.geometry import Coordinates
 from pyro_ngvi.optim import Tail
-from pyro_ngvi.optim.aifvb import SLOW
-from pyro_ngvi.optim.ifvb import IFVBRule
+from pyro_ngvi.optim.ifvb import SLOW, IFVBRule
 from pyro_ngvi.optim.rule import NaturalGradientRule
 from pyro_ngvi.optim.uncertainty import measure_covariance
 

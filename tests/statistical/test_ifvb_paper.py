@@ -179,7 +179,7 @@ def test_normal_model_by_exponential_family_guide() -> None:
 
 @pytest.mark.slow
 def test_normal_model_with_default_ifvb() -> None:
-    """32 particles; the mean of the last 200 gaps, which fluctuate around some 0.005 nat."""
+    """32 particles; the mean of the last 200 gaps, some 0.0004 nat."""
     found = normal_model.through_svi(ngvi.IFVB, 1500, positive=True, particles=32)
     assert math.fsum(normal_model.BEST - x for x in found[-200:]) / 200 < 0.01
 
