@@ -38,7 +38,8 @@ class AutoWalshHadamard(AutoFamily):
         NGVB(guide, others=pyro.optim.Adam({"lr": 0.01}))
 
     By default all is one mean-field Gaussian, for VON, VOGN and IVON too; with a full one among its
-    parts it is for NGVB, IFVB and AIFVB.
+    parts it is for NGVB, IFVB and AIFVB.  While diagonals are trained, the guide holds the last iterate
+    and not the average that NGVB would make: the past's g does not fit today's diagonals.
 
     **The objective** is the bound of the reparameterised model, not of yours: the KL term is that
     between q(g) and p(g) = N(0, g_scale^2 I), for W, a linear image of fewer dimensions, has no density
@@ -146,6 +147,8 @@ class AutoWalshHadamard(AutoFamily):
         self._g_scale, self._shared = float(g_scale), shared
         self._proper = proper
         self._train_diagonals = not proper if train_diagonals is None else train_diagonals
+        # an average of g over the past would not belong to the diagonals of today
+        self.holds_average = not self._train_diagonals
         #: names of the parts of the family, by the site that is made of g
         self.parts: dict[str, str] = {}
         self._blocks: dict[str, WalshHadamardMatrix] = {}
