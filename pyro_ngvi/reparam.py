@@ -4,7 +4,7 @@ A site W ~ N(loc, scale^2), entry by entry, of shape (n, m) becomes
 
     g ~ N(0, g_scale^2 I),        W = loc + scale o U(g),        U(g) = sqrt(D) S1 H diag(g) H S2,
 
-with the diagonals S1 and S2 optimised or fixed (Rossi, Marmin & Filippone 2020, NeurIPS, section 3;
+with the diagonals S1 and S2 optimised or fixed (Rossi, Marmin & Filippone 2020, NeurIPS;
 :mod:`pyro_ngvi.linalg.walsh_hadamard_matrix` has the blocks for any n and m).  With ``g_scale`` 1 and
 signs as diagonals every W_ij keeps the prior mean and variance of the site; the entries of a block are
 no longer independent: they are D numbers up to signs.
@@ -133,7 +133,8 @@ class WalshHadamardReparam(Reparam):
     The site "W" becomes a deterministic one, with the latent "W_g" (num_g,), g ~ N(0, g_scale^2 I), in
     its place; loc and scale may depend on other sites.  The diagonals start as random signs, a function
     of the name of the site, and are parameters "W_left" and "W_right", which a natural-gradient
-    optimizer leaves to ``others``.
+    optimizer leaves to ``others``. With ``NGVB`` pass ``averaging=False`` while they are trained:
+    an average of g over the past does not belong to the diagonals of today.
 
     Args:
         g_scale: prior sd of g; 1 keeps the prior variance of each entry while the diagonals are signs.

@@ -38,6 +38,7 @@ from pyro_ngvi.elbo.check import (
     check_guide_takes_curvature,
     check_joint_guide,
     check_model,
+    check_replaced_priors,
     check_unscaled,
     check_values,
     sum_log_prob,
@@ -46,7 +47,7 @@ from pyro_ngvi.elbo.curvature import KINDS
 from pyro_ngvi.elbo.estimator import CurvatureEstimator
 from pyro_ngvi.elbo.kronecker import make_estimator
 from pyro_ngvi.elbo.tempering import Tempered
-from pyro_ngvi.guides.base import AutoFamily, Curvature
+from pyro_ngvi.guides.base import AutoFamily, Curvature, find_blocks
 from pyro_ngvi.layout import LatentLayout
 
 Program = Callable[..., Any]
@@ -265,6 +266,8 @@ class BatchedELBO(ELBO):
                     values[name] = site["value"]
             model_sites = run_plainly(model, values | shared, args, kwargs, minibatches)
             check_guide_of_this_model(guide_sites, model_sites)
+            for _, block in find_blocks(guide):
+                check_replaced_priors(block.replaced_priors, guide_sites, model_sites)
             check_model(model_sites, values, shared)
             for sites in (guide_sites, model_sites):
                 check_values(sites)

@@ -1,6 +1,6 @@
 """What an ELBO refuses, site by site: each check raises a sentence with the name and the remedy."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -54,6 +54,22 @@ def check_guide_of_this_model(guide_sites: Sites, model_sites: Sites) -> None:
             f"The guide samples {name!r}, which is no site of the model. Is it the guide of "
             f"another model? A guide's own helper variable needs infer={{'is_auxiliary': True}}."
         )
+
+
+def check_replaced_priors(names: Collection[str], guide_sites: Sites, model_sites: Sites) -> None:
+    """Refuse another scale or mask in the model for a site whose prior the guide takes back."""
+    for name in names:
+        if name not in model_sites or name not in guide_sites:
+            continue
+        ours, theirs = guide_sites[name], model_sites[name]
+        scales = torch.as_tensor(ours["scale"]), torch.as_tensor(theirs["scale"])
+        masked = any(site["mask"] not in (None, True) for site in (ours, theirs))
+        if masked or not bool((scales[0] == scales[1]).all()):
+            raise ValueError(
+                f"Model and guide differ in scale or mask at the site {name!r}, which the guide makes "
+                f"of g: it takes the site's prior back, so a share of it would stay, without bound. "
+                f"Scale both alike, or use BatchedELBO(kl_weight=...) to weigh the KL term."
+            )
 
 
 def _check_enumerated(site: Site) -> None:

@@ -58,9 +58,9 @@ def start_within_memory(init_loc_fn: Callable[..., Any]) -> Callable[..., Any]:
         if shape.numel() > MOST_ENTRIES:
             raise ValueError(
                 f"{GUIDE}: the site {site['name']!r} has shape {tuple(shape)}, and a step would make "
-                f"each of its {shape.numel():,} entries, more than the {MOST_ENTRIES:,} allowed. Put "
-                f"pyro_ngvi.nn.WalshHadamardLinear in the network, which multiplies without making "
-                f"the matrix."
+                f"each of its {shape.numel():,} entries, more than the {MOST_ENTRIES:,} allowed. "
+                f"Write the model as a PyroModule with pyro_ngvi.nn.WalshHadamardLinear layers, which "
+                f"multiply without making the matrix."
             )
         return init_loc_fn(site)
 
@@ -80,11 +80,15 @@ def choose_sites(prototype: Any, names: Sequence[str] | None) -> list[str]:
             if reason := _refusal(sites[name]):
                 raise ValueError(f"{GUIDE}: the site {name!r} {reason}")
         return [name for name in sites if name in names]
-    matrices = [name for name, site in sites.items() if site["value"].dim() == 2]
+    matrices = [name for name, site in sites.items() if len(site["fn"].event_shape) == 2]
+    matrices = [name for name in matrices if not sites[name]["cond_indep_stack"]]
     hidden = matrices[:-1] if len(matrices) > 1 else matrices
-    chosen = [
-        name for name in hidden if min(sites[name]["value"].shape) > 1 and not _refusal(sites[name])
-    ]
+    chosen = []
+    for name in hidden:
+        if min(sites[name]["value"].shape) > 1 and normal_of(sites[name]["fn"]) is not None:
+            if reason := _refusal(sites[name]):
+                raise ValueError(f"{GUIDE}: the site {name!r} {reason}")
+            chosen.append(name)
     if not chosen:
         shapes = ", ".join(f"{n!r} {tuple(site['value'].shape)}" for n, site in sites.items())
         raise ValueError(
@@ -98,7 +102,7 @@ def choose_sites(prototype: Any, names: Sequence[str] | None) -> list[str]:
 def check_priors(
     prototype: Any, model: Callable[..., Any], chosen: list[str], args: Any, kwargs: Any
 ) -> None:
-    """Refuse a prior that moves when other latent sites do."""
+    """Refuse a prior that moves when other latent sites do, or that is trained."""
 
     def moved(site: Any) -> Tensor:
         if site["name"] not in prototype.nodes:
@@ -106,9 +110,16 @@ def check_priors(
         transform = biject_to(site["fn"].support)
         return transform(transform.inv(prototype.nodes[site["name"]]["value"]) + 0.37)
 
-    with poutine.block():
+    with poutine.block(), torch.enable_grad():
         other: Any = poutine.trace(InitMessenger(moved)(model)).get_trace(*args, **kwargs)
     for name in chosen:
+        trained = normal_of(other.nodes[name]["fn"])
+        if trained is not None and any(x.requires_grad for x in trained):
+            raise ValueError(
+                f"{GUIDE}: the prior of the site {name!r} has a parameter that is trained, which the "
+                f"guide would not follow. Use poutine.reparam(model, {{{name!r}: "
+                f"pyro_ngvi.WalshHadamardReparam()}}) and a guide of its result, or proper=True."
+            )
         before, after = (normal_of(t.nodes[name]["fn"]) for t in (prototype, other))
         if after is None or not all(map(torch.equal, before or (), after)):
             raise ValueError(

@@ -77,6 +77,9 @@ class AutoFamily(OwnName, AutoContinuous):
             (:func:`~pyro_ngvi.check_vectorized`).
     """
 
+    #: sites whose log density in the guide takes the model's prior back
+    replaced_priors: tuple[str, ...] = ()
+
     #: under an optimizer that averages, the guide itself holds the average
     holds_average = True
 

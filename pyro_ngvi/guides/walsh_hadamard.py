@@ -30,8 +30,8 @@ NORMAL: dict[str, type[Family]] = {"mean_field": MeanFieldNormal, "full_rank": F
 class AutoWalshHadamard(AutoFamily):
     r"""Weight matrices W = loc + scale o sqrt(D) S1 H diag(g) H S2 with a Gaussian g.
 
-    Each chosen site W ~ N(loc, scale^2), n x m, gets max(n, m) numbers g, up to rounding to powers of
-    two, and as many in the diagonals S1 and S2, in place of 2 n m for a mean-field guide.  q(g) is
+    Each chosen site W ~ N(loc, scale^2), n x m, gets max(n, m) latent numbers g, up to rounding to
+    powers of two, in place of n m, and about n + m or more numbers in the diagonals S1 and S2.  q(g) is
     Gaussian; all other sites share one more Gaussian; both are trained by the rules for Gaussian
     families, the diagonals by ``others``:
 
@@ -47,9 +47,14 @@ class AutoWalshHadamard(AutoFamily):
     carries log p(W) - log p(g) in its log density, which puts p(g) in the place of p(W) in every ELBO.
     So do not compare this ELBO with those of other guides; compare predictions.
 
+    So scale and mask of such a site have to be the same in model and guide: ``poutine.scale``
+    around the model alone leaves a share of log p(W) behind, without bound. ``BatchedELBO`` refuses
+    that at its first call, Pyro's losses do not. To weigh the KL term use
+    ``BatchedELBO(kl_weight=...)``.
+
     The prior of a chosen site has to be the same at every call, which is not checked, and may not
-    depend on other latent sites: use :class:`~pyro_ngvi.WalshHadamardReparam` with ``poutine.reparam``
-    for these.
+    depend on other latent sites or have trained parameters: use
+    :class:`~pyro_ngvi.WalshHadamardReparam` with ``poutine.reparam`` for these.
 
     ``proper=True`` **bounds the evidence of your own model**: white noise on every entry,
     W = loc + scale o (A g + sigma E) with A g the matrix of g and E standard normal, gives W a density
@@ -78,8 +83,8 @@ class AutoWalshHadamard(AutoFamily):
 
     g starts at the matrix nearest to the starting value of W, made as long: start networks at the
     weights of a module (``init_loc_fn=model.init_to_module``) or at draws of the prior
-    (``init_loc_fn=pyro.infer.autoguide.init_to_sample``), not at zero, where no gradient
-    reaches a hidden layer.
+    (``init_loc_fn=pyro.infer.autoguide.init_to_sample``).  At zero, the default start, hidden
+    layers get a gradient from the noise of q alone.
 
     See :class:`~pyro_ngvi.guides.base.AutoFamily` for the other arguments and errors; ``init="map"`` is
     not for this guide.
@@ -87,9 +92,9 @@ class AutoWalshHadamard(AutoFamily):
     Raises:
         ValueError: for arguments that do not go together; at the first call, for a named site that
             does not exist, has no dimension or entries, is in a plate, scaled or masked, or whose prior
-            is not Gaussian or (unless ``proper``) depends on other latent sites; for a site of more
-            than 2^30 entries, since every draw of W is made; when nothing is named and there is no such
-            matrix.
+            is not Gaussian or (unless ``proper``) is trained or depends on other latent sites; for
+            a site of more than 2^30 entries, since every draw of W is made; when nothing is named
+            and there is no such matrix.
 
     Example:
         >>> import pyro, torch
@@ -159,6 +164,11 @@ class AutoWalshHadamard(AutoFamily):
         if self._g == self._rest == "mean_field" and not self._proper:
             return MeanFieldNormal()
         return ProductFamily({}, [], linear=False)  # its parts are known once the sites are
+
+    @property
+    def replaced_priors(self) -> tuple[str, ...]:
+        """The sites whose prior in the model gives way to that of g."""
+        return () if self._proper else tuple(self.parts)
 
     @property
     def matrices(self) -> dict[str, WalshHadamardMatrix]:

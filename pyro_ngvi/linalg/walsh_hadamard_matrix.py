@@ -1,7 +1,7 @@
 r"""Matrices S1 H diag(g) H S2 of any shape, made of Walsh-Hadamard blocks.
 
 Rossi, Marmin & Filippone (2020, NeurIPS, "Walsh-Hadamard variational inference for Bayesian deep
-learning", eq. 3) write a D x D matrix as S1 H diag(g) H S2 with H the orthonormal Hadamard matrix
+learning") write a D x D matrix as S1 H diag(g) H S2 with H the orthonormal Hadamard matrix
 (D, D), S1 and S2 diagonal.  A matrix (n, m) is a stack of ceil(n / D) blocks, D the power of two from m
 on; rows and columns beyond n and m are cut off.  Times sqrt(D), so that independent g_k of variance 1
 and diagonals of +-1 make entries of variance 1, block b is

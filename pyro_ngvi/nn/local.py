@@ -10,7 +10,7 @@ Welling 2015, section 2.2).  With one draw for all data the noise of its gradien
     Var(sum_i grad_i) = sum_i Var(grad_i) + 2 sum_{i<j} Cov(grad_i, grad_j),
 
 and the covariances, nearly all of it where there are many data, are zero with a draw for each.  Rossi,
-Marmin & Filippone (2020, section 2) do this for matrices S1 H diag(g) H S2, where it costs little more:
+Marmin & Filippone (2020) do this for matrices S1 H diag(g) H S2, where it costs little more:
 the product is taken datum by datum anyway.
 
 The KL term of (1) is exact by default, as in that paper, or ("sampled") stays log q(g) - log p(g) at
@@ -71,7 +71,8 @@ def local_reparameterization(
     each call of the layer; "bias" likewise, where the guide does not correlate it with other sites.
     Otherwise (evaluation, prediction, curvature) all data share the values of the sites.  The ELBO
     and its expected gradient are those of the model; :mod:`pyro_ngvi.nn.local` says when their noise
-    is smaller.  Hand the model itself to ``khat``, ``to_arviz`` and the like.
+    is smaller. The result is a function, no module: hand the model itself to ``khat``, ``to_arviz``
+    and ``Predictive``, and call its ``train()`` and ``eval()``.
 
     Args:
         model: a Pyro model with :class:`~pyro_ngvi.nn.WalshHadamardLinear` layers, whose likelihood

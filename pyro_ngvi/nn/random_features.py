@@ -95,7 +95,7 @@ class RandomFourierFeatures(PyroModule):
             check_size("RandomFourierFeatures", name, size)
         if omega not in ("fixed", "variational"):
             raise ValueError(f'omega must be "fixed" or "variational", got {omega!r}.')
-        self.in_features, self.num_features = in_features, num_features
+        self.in_features, self.num_features, self.ard = in_features, num_features, bool(ard)
         how: Any = {"device": device, "dtype": dtype}
         if lengthscale is None:
             lengthscale = 0.5 * math.sqrt(in_features)
@@ -110,9 +110,8 @@ class RandomFourierFeatures(PyroModule):
             self.register_buffer("omega", drawn.to(device=device))
 
     def _hold(self, name: str, value: Any, shape: tuple[int, ...], train: bool, how: Any) -> None:
-        value = torch.as_tensor(value, **how).detach()
-        if not value.dtype.is_floating_point:
-            value = value.to(torch.get_default_dtype())
+        value = torch.as_tensor(value, device=how["device"]).detach()
+        value = value.to(how["dtype"] or torch.get_default_dtype())
         if value.shape not in ((), shape):
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}; it must be a number"
@@ -132,7 +131,10 @@ class RandomFourierFeatures(PyroModule):
         omega = self.omega
         if omega.dim() > 3:  # particles (S, 1, in, R): the rows of x take the place of the 1
             omega = omega.squeeze(-3)
-        angles = (x / self.lengthscale) @ omega
+        lengthscale = self.lengthscale
+        if not self.ard:  # one number, behind the dimensions of particles if it is latent
+            lengthscale = lengthscale.unsqueeze(-1)
+        angles = (x / lengthscale) @ omega
         # a latent variance has the dimensions of particles, a parameter none
         scale = (self.variance / self.num_features).sqrt().unsqueeze(-1)
         return scale * torch.cat([angles.cos(), angles.sin()], -1)

@@ -3,9 +3,9 @@ r"""A linear layer whose weight matrix is made of Walsh-Hadamard blocks.
     y = x W' + b,      W = sd U(g),      U(g) = sqrt(D) S1 H diag(g) H S2,      g ~ N(0, g_scale^2 I),
 
 block by block (Rossi, Marmin & Filippone 2020, NeurIPS, "Walsh-Hadamard variational inference for
-Bayesian deep learning", eq. 3; :mod:`pyro_ngvi.linalg.walsh_hadamard_matrix`).  The product is taken by
-two transforms, O(D log D) for each row of x, and W is never formed.  A layer n x m has about max(n, m)
-latent numbers and as many in its diagonals.
+Bayesian deep learning"; :mod:`pyro_ngvi.linalg.walsh_hadamard_matrix`).  The product is taken by
+two transforms, O(D log D) for each row of x, and W is never formed.  A layer D x D has D latent
+numbers and 2 D in its diagonals, where independent weights are D^2 latent numbers.
 
 The prior.  With diagonals of +-1, as they start, and g_scale 1 the entries of one row of W are
 independent N(0, sd^2): one output of the layer is a priori what it is under independent weights.
@@ -13,7 +13,7 @@ Outputs of one block are permutations of the same numbers up to signs, so they a
 but not independent.
 
 One output only: the row W (1, m) would take m numbers; ``square`` makes it of the rows of a square
-matrix, which takes about sqrt(m) (ibid., section 3.1), no longer independent.
+matrix, which takes about sqrt(m) (ibid.), no longer independent; it is made for every draw.
 
 Not for layers of fewer than some hundred weights, where a mean-field or full-rank guide of a plain
 ``nn.Linear`` fits better and costs little, nor for layers with m far above n: D is at least m.
@@ -46,8 +46,12 @@ class WalshHadamardLinear(PyroModule):
     ``PyroModule`` and takes any guide and any ELBO.  With vectorised particles, g (S, 1, num_g), it
     takes (M, in_features) or (S, M, in_features) to (S, M, out_features).
 
-    Start guides at a draw of the prior: ``init_loc_fn=pyro.infer.autoguide.init_to_sample``.  At g = 0,
-    where most guides start, W is 0 and no gradient reaches the layer below.
+    Start guides at a draw of the prior, ``init_loc_fn=pyro.infer.autoguide.init_to_sample``: at g = 0,
+    where most guides start, W is 0, and the layer below gets a gradient from the noise of q alone.
+    With ``NGVB`` pass ``averaging=False`` while the diagonals are trained: an average of g over the
+    past does not belong to the diagonals of today.  In containers of Pyro, such as
+    ``PyroModule[torch.nn.Sequential]``, each layer's sites get names of their own;
+    ``nn.bayesianize`` is for modules without such layers.
 
     Args:
         in_features, out_features: m and n.
@@ -83,7 +87,7 @@ class WalshHadamardLinear(PyroModule):
         ...         return mean
         >>> model = Net()
         >>> guide = ngvi.AutoMeanFieldNormal(model, init_loc_fn=init_to_sample)
-        >>> optim = ngvi.NGVB(guide, others=pyro.optim.Adam({"lr": 0.01}))
+        >>> optim = ngvi.NGVB(guide, averaging=False, others=pyro.optim.Adam({"lr": 0.01}))
         >>> svi = SVI(model, guide, optim, ngvi.BatchedELBO(4))
         >>> x = torch.randn(50, 4)
         >>> loss = svi.step(x, x.sum(-1))
@@ -123,7 +127,7 @@ class WalshHadamardLinear(PyroModule):
         self.weight_sd, self.g_scale, self.square = float(sd), float(g_scale), square
         shape = (in_features,) if square else (out_features, in_features)
         self.matrix = matrix_for(torch.Size(shape), shared)
-        seed = int(torch.randint(2**31, ()))
+        seed = int(torch.randint(2**31, (), device="cpu"))
         like = torch.empty(0, device=device, dtype=dtype)
         for name, signs in zip(("left", "right"), self.matrix.signs(seed, like), strict=True):
             if train_diagonals:

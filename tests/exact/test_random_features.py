@@ -72,6 +72,7 @@ def test_random_features_of_particles_and_of_latent_omega() -> None:
     each = torch.stack([run(layer, x, omega=omega[s, 0]) for s in range(S)])
     torch.testing.assert_close(run(layer, x, omega=omega), each)
     torch.testing.assert_close(run(layer, x, omega=omega[:, 0]), each)
+    layer = RandomFourierFeatures(3, 4, omega="variational")
     layer.lengthscale = PyroSample(dist.LogNormal(torch.zeros(3), 1.0).to_event(1))
     layer.variance = PyroSample(dist.LogNormal(0.0, 1.0))
     values = {"lengthscale": torch.rand(S, 1, 3) + 0.5, "variance": torch.rand(S, 1) + 0.5}
@@ -132,3 +133,28 @@ def guide_mean(model: Any, guide: Any, x: Tensor) -> Tensor:
 def test_features_without_values() -> None:
     layer = RandomFourierFeatures(3, 5, device="meta", train_lengthscale=False)
     assert layer(torch.empty(4, 3, device="meta")).shape == (4, 10)
+
+
+@pytest.mark.parametrize("rows", [3, 5])
+def test_one_latent_lengthscale_with_particles(rows: int) -> None:
+    """Particles (S, 1, ...) and rows of x do not meet, whether S is the number of rows or not."""
+    S = 5
+    layer: Any = RandomFourierFeatures(2, 7, ard=False, seed=0)
+    x, lengthscales = torch.randn(rows, 2), torch.rand(S) + 0.5
+    layer.lengthscale = PyroSample(dist.LogNormal(0.0, 1.0))
+    # (S, 1), as a plate of particles makes it
+    found = run(layer, x, lengthscale=lengthscales.unsqueeze(-1))
+    for s, lengthscale in enumerate(lengthscales):
+        torch.testing.assert_close(found[s], run(layer, x, lengthscale=lengthscale))
+
+
+def test_dtype_of_the_lengthscale_is_that_of_the_layer() -> None:
+    layer = RandomFourierFeatures(
+        2, 3, lengthscale=torch.ones(2, dtype=torch.float64), dtype=torch.float32
+    )
+    assert layer(torch.randn(4, 2, dtype=torch.float32)).dtype == torch.float32
+
+
+def test_construction_under_a_meta_device() -> None:
+    with torch.device("meta"):
+        assert WalshHadamardLinear(4, 8).left.device.type == "meta"

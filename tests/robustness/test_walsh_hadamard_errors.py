@@ -9,7 +9,8 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_ngvi import AutoWalshHadamard, WalshHadamardReparam
+from pyro_ngvi import AutoWalshHadamard, BatchedELBO, WalshHadamardReparam
+from tests.contract.walsh_hadamard_model import COLUMNS, ROWS, data, weights
 
 
 def one(fn: Any, plate: int | None = None, scale: float = 1.0) -> Any:
@@ -160,3 +161,41 @@ def test_reparam_of_an_observed_site() -> None:
         poutine.reparam(model, {"W": WalshHadamardReparam()})(torch.zeros(4, 3))
     with pytest.raises(ValueError, match=r"g_scale must be a positive number, got -1"):
         WalshHadamardReparam(g_scale=-1)
+
+
+def test_a_scale_around_the_model_alone_is_refused() -> None:
+    """It would leave a share of log p(W) in the objective, without bound."""
+    scaled = poutine.scale(weights, scale=0.1)
+    guide = AutoWalshHadamard(weights, ["W"])
+    with pytest.raises(ValueError, match=r"differ in scale or mask at the site 'W'"):
+        BatchedELBO(2).loss(scaled, guide, *data())
+    with poutine.scale(scale=0.1):  # around both
+        BatchedELBO(2).loss(weights, guide, *data())
+    proper = AutoWalshHadamard(weights, ["W"], proper=True)
+    BatchedELBO(2).loss(scaled, proper, *data())
+
+
+def test_a_trained_prior_is_refused() -> None:
+    def model(X: Tensor, Y: Tensor) -> None:
+        sd = pyro.param("sd", torch.tensor(1.0), constraint=dist.constraints.positive)
+        W = pyro.sample("W", dist.Normal(X.new_zeros(ROWS, COLUMNS), sd).to_event(2))
+        with pyro.plate("data", len(X)):
+            pyro.sample("Y", dist.Normal(X @ W.mT, 1.0).to_event(1), obs=Y)
+
+    with pytest.raises(ValueError, match="has a parameter that is trained"):
+        AutoWalshHadamard(model, ["W"])(*data())
+    AutoWalshHadamard(model, ["W"], proper=True)(*data())
+
+
+def test_the_last_matrix_is_the_last_event_of_two_dimensions() -> None:
+    def model() -> None:
+        for name, shape in (("W", (8, 4)), ("U", (8, 8)), ("Z", (3, 2))):
+            pyro.sample(name, dist.Normal(torch.zeros(shape), 1.0).to_event(2))
+        with pyro.plate("groups", 5):
+            pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    guide = AutoWalshHadamard(model)
+    guide()
+    assert list(guide.matrices) == ["W", "U"]
+    with pytest.raises(ValueError, match="'W' is scaled or masked"):
+        AutoWalshHadamard(poutine.scale(model, scale=0.5))()
