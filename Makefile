@@ -32,6 +32,12 @@ bench: $(BENCH_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.particles
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.step_cost
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.any_guide
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ifvb_paper
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.blr_papers --only fig1 slang digits
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.blr_papers --only uci --seeds 20
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.whvi_paper.transform
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.whvi_paper --seeds 5
 
 # The pinned torch goes in first, by its exact version, so that no later requirement can choose another build of it.
 $(STAMP): pyproject.toml constraints.txt
