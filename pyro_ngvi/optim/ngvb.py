@@ -44,7 +44,9 @@ class NGVB(NaturalGradientOptim):
             (:class:`Tail`); or a number w for weights (log k)^w.  The guide then holds the average.
         coordinates: "local" (default) or "natural".
         others: a ``PyroOptim`` for parameters that are not natural, for instance
-            ``pyro.optim.Adam({"lr": 1e-3})``.
+            ``pyro.optim.Adam({"lr": 1e-3})``.  Where the best q moves with them (diagonals of
+            Walsh-Hadamard layers, length-scales) pass ``averaging=False`` for a mean-field or factor
+            guide: its average lags behind, and they do not.
 
     ``None`` for schedule, momentum or averaging takes what suits the family, see there:
     the noise clock alone for full rank; a slow decay with momentum and averaging for the others.
