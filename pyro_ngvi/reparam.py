@@ -117,13 +117,7 @@ class WalshHadamardTransform(Transform):
 
     def stddev(self, g_covariance: Tensor) -> Tensor:
         """sd of each entry of W, from the variances (num_g,) or the covariance (num_g, num_g) of g."""
-        if g_covariance.dim() == 1:
-            variance = self.matrix.variance(g_covariance, *self.diagonals())
-        else:
-            h = self.matrix.transform(self.matrix.transform(g_covariance).mT).diagonal()
-            entries = h.index_select(0, self.matrix.classes(h.device).flatten())
-            variance = entries.view(self.matrix.rows, -1)
-            variance = variance * self.matrix.diagonals(*self.diagonals()).square()
+        variance = self.matrix.variance(g_covariance, *self.diagonals())
         return self.scale * self._shaped(variance).sqrt()
 
 
@@ -198,12 +192,13 @@ class WalshHadamardReparam(Reparam):
         self, name: str, shape: torch.Size, loc: Tensor, scale: Tensor
     ) -> WalshHadamardTransform:
         matrix, event_dim = matrix_for(shape, self.shared), len(shape)
-        signs = matrix.signs(seed_of(name), loc)
-        if self.train_diagonals:
-            left = pyro.param(f"{name}_left", signs[0])
-            right = pyro.param(f"{name}_right", signs[1])
-            signs = left, right
-        return WalshHadamardTransform(matrix, loc, scale, lambda: signs, event_dim, self.g_scale)
+        if self.train_diagonals:  # the signs are drawn at the first run only
+            left = pyro.param(f"{name}_left", lambda: matrix.signs(seed_of(name), loc)[0])
+            right = pyro.param(f"{name}_right", lambda: matrix.signs(seed_of(name), loc)[1])
+        else:
+            left, right = matrix.signs(seed_of(name), loc)
+        both = left, right
+        return WalshHadamardTransform(matrix, loc, scale, lambda: both, event_dim, self.g_scale)
 
 
 def seed_of(name: str) -> int:

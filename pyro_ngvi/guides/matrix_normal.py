@@ -7,13 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..families import FullRankNormal, MatrixNormal, MeanFieldNormal, ProductFamily
+from ..families import MatrixNormal, ProductFamily
 from ..families.base import Family
+from ._parts import NORMAL, check_normal, part_name
 from .base import AutoFamily
 
 __all__ = ["AutoMatrixNormal"]
-
-REST: dict[str, type[Family]] = {"mean_field": MeanFieldNormal, "full_rank": FullRankNormal}
 
 
 class AutoMatrixNormal(AutoFamily):
@@ -62,8 +61,7 @@ class AutoMatrixNormal(AutoFamily):
     family: ProductFamily
 
     def __init__(self, model: Callable[..., Any], rest: str = "mean_field", **kwargs: Any) -> None:
-        if rest not in REST:
-            raise ValueError(f"rest must be {' or '.join(map(repr, REST))}, got {rest!r}.")
+        check_normal("rest", rest)
         self._rest = rest
         #: names of the parts of the family, by the site that is a matrix
         self.matrices: dict[str, str] = {}
@@ -81,12 +79,12 @@ class AutoMatrixNormal(AutoFamily):
         for name, site in prototype.iter_stochastic_nodes():
             shape = self._unconstrained_shapes[name]
             if len(shape) == 2 and min(shape) > 1 and shape == site["value"].shape:
-                part = _part_name(name, parts)
+                part = part_name("matrix", name, parts)
                 parts[part] = MatrixNormal(*shape)
                 self.matrices[name] = part
             else:
                 part = "rest"
-                parts.setdefault(part, REST[self._rest]())
+                parts.setdefault(part, NORMAL[self._rest]())
             segments.append((part, shape.numel()))
         if not self.matrices:
             sites = ", ".join(
@@ -118,11 +116,3 @@ class AutoMatrixNormal(AutoFamily):
         own = self.family.own(self.matrices[name], self._current())
         A, B = own["row_tril"].detach().tril(), own["column_tril"].detach().tril()
         return own["loc"].detach().reshape(len(A), len(B)), A, B
-
-
-def _part_name(site: str, taken: dict[str, Family]) -> str:
-    """A name that a parameter of a module may have, different for every site."""
-    name = "matrix_" + site.replace(".", "_")
-    while name in taken:
-        name += "_"
-    return name

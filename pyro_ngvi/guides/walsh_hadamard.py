@@ -18,13 +18,12 @@ from ..families import FullRankNormal, MeanFieldNormal, ProductFamily, WalshHada
 from ..families.base import Family, Tensors
 from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix
 from ..reparam import WalshHadamardTransform, check_g_scale, matrix_for, normal_of, seed_of
+from ._parts import NORMAL, check_normal, factor, part_name, place
 from ._walsh_hadamard_sites import Stub, check_priors, choose_sites, start_within_memory
 from .base import AutoFamily
 from .initialization import init_to_center
 
 __all__ = ["AutoWalshHadamard"]
-
-NORMAL: dict[str, type[Family]] = {"mean_field": MeanFieldNormal, "full_rank": FullRankNormal}
 
 
 class AutoWalshHadamard(AutoFamily):
@@ -124,10 +123,8 @@ class AutoWalshHadamard(AutoFamily):
         proper: bool = False,
         **kwargs: Any,
     ) -> None:
-        for argument, value in (("g", g), ("rest", rest)):
-            if value not in NORMAL:
-                names = " or ".join(map(repr, NORMAL))
-                raise ValueError(f"{argument} must be {names}, got {value!r}.")
+        check_normal("g", g)
+        check_normal("rest", rest)
         if isinstance(sites, str):
             raise ValueError(f"sites must be a list of names, got the string {sites!r}.")
         if kwargs.get("init") is not None:
@@ -189,10 +186,7 @@ class AutoWalshHadamard(AutoFamily):
         self.parts, self._blocks = {}, {}
         for name in chosen:
             site = prototype.nodes[name]
-            part = "g_" + name.replace(".", "_")
-            while part in self.parts.values():
-                part += "_"
-            self.parts[name] = part
+            part = self.parts[name] = part_name("g", name, self.parts.values())
             transform = self._make_transform(name, part, site["fn"])
             site["fn"] = Stub(transform, site["value"].shape)
             if not self._proper:
@@ -259,7 +253,9 @@ class AutoWalshHadamard(AutoFamily):
                 f"The guide makes no site {name!r} of g; it makes {', '.join(map(repr, self.parts))}."
             )
         transform = self._transform(name)
-        family, own = self._marginal(name)
+        found = factor(self.family, self._current(), place(self._unconstrained_shapes, name))
+        assert found is not None  # g of a site is independent of the rest
+        family, own = found
         mean = family.mean(own)
         if self._proper:
             mean = mean.view(transform.loc.shape)
@@ -268,19 +264,6 @@ class AutoWalshHadamard(AutoFamily):
             full = isinstance(family, FullRankNormal)
             sd = transform.stddev(family.covariance(own) if full else family.stddev(own).square())
         return transform(mean).detach(), sd.detach()
-
-    def _marginal(self, name: str) -> tuple[Family, Tensors]:
-        """The family of the numbers that make a site, and its parameters."""
-        if isinstance(self.family, ProductFamily):
-            part = self.parts[name]
-            return self.family.parts[part], self.family.own(part, self._current())
-        start = 0
-        for site, shape in self._unconstrained_shapes.items():
-            if site == name:
-                break
-            start += shape.numel()
-        entries = slice(start, start + self._unconstrained_shapes[name].numel())
-        return self.family, {key: value[entries] for key, value in self._current().items()}
 
     @torch.no_grad()
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

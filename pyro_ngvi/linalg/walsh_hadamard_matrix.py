@@ -148,12 +148,19 @@ class WalshHadamardMatrix:
 
     def covariance(self, g_covariance: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """Cov(vec U), row by row, (rows columns, rows columns), from Cov(g) (num_g, num_g)."""
-        h = self.transform(self.transform(g_covariance).mT)
+        h = self._number_covariance(g_covariance)
         index, weights = self.classes(left.device).flatten(), self.diagonals(left, right).flatten()
         return h[index][:, index] * weights * weights.unsqueeze(-1)
 
     def variance(self, g_variance: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """Var(U_ij), (rows, columns), for uncorrelated g of variance ``g_variance`` (num_g,)."""
-        mean = g_variance.unflatten(-1, (-1, self.size)).mean(-1)
-        per_row = mean.expand(self.blocks).repeat_interleave(self.size)[: self.rows]
-        return per_row.unsqueeze(-1) * self.diagonals(left, right).square()
+        """Var(U_ij), (rows, columns), from variances (num_g,) of g or its covariance (num_g, num_g)."""
+        if g_variance.dim() == 1:
+            mean = g_variance.unflatten(-1, (-1, self.size)).mean(-1)
+            numbers = mean.repeat_interleave(self.size)
+        else:
+            numbers = self._number_covariance(g_variance).diagonal()
+        return numbers[self.classes(left.device)] * self.diagonals(left, right).square()
+
+    def _number_covariance(self, g_covariance: Tensor) -> Tensor:
+        """Cov(h), (num_g, num_g)."""
+        return self.transform(self.transform(g_covariance).mT)

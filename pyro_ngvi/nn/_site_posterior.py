@@ -11,8 +11,9 @@ from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide, AutoGuideList, A
 from torch import Tensor
 from torch.distributions import biject_to
 
-from ..families import MeanFieldNormal, ProductFamily
+from ..families import MeanFieldNormal
 from ..families.base import LOG_2PI, Family, Tensors
+from ..guides._parts import factor, place
 from ..guides.base import AutoFamily
 
 __all__ = ["NoFactor", "SitePosterior", "SitePosteriors"]
@@ -93,7 +94,7 @@ class SitePosteriors:
             loc, scale = (attrgetter(name)(module) for module in (guide.locs, guide.scales))
             return _normal(loc, scale)
         if isinstance(guide, AutoDiagonalNormal):
-            own = _place(guide, name)
+            own = place(guide._unconstrained_shapes, name)
             scale: Any = guide.scale
             return _normal(guide.loc[own], scale[own])
         if not isinstance(guide, AutoFamily):
@@ -104,7 +105,8 @@ class SitePosteriors:
         if id(guide) not in self._joint:
             self._joint[id(guide)] = guide.sampling_posterior()
         q = self._joint[id(guide)]
-        found = _factor(q.family, q.params, _place(guide, name), alone=len(sites) == 1)
+        own = place(guide._unconstrained_shapes, name)
+        found = factor(q.family, q.params, own, alone=len(sites) == 1)
         if found is None:
             raise NoFactor(
                 f"{type(guide).__name__} correlates {name!r} with other sites, which draws of it alone "
@@ -124,32 +126,3 @@ def _parts(guide: AutoGuide) -> Iterator[Any]:
 
 def _normal(loc: Tensor, scale: Tensor) -> SitePosterior:
     return SitePosterior(MeanFieldNormal(), {"loc": loc, "log_scale": scale.log()}, False)
-
-
-def _place(guide: Any, name: str) -> slice:
-    """Where a site lies in the flat latent vector of an ``AutoContinuous``."""
-    start = 0
-    for other, shape in guide._unconstrained_shapes.items():
-        if other == name:
-            return slice(start, start + shape.numel())
-        start += shape.numel()
-    raise KeyError(name)
-
-
-def _factor(
-    family: Family, params: Tensors, own: slice, alone: bool
-) -> tuple[Family, Tensors] | None:
-    """The factor of q over the entries ``own`` of its vector; None where there is none."""
-    if isinstance(family, MeanFieldNormal):
-        return family, {name: value[own] for name, value in params.items()}
-    if not isinstance(family, ProductFamily):
-        return (family, params) if alone else None
-    start = 0
-    for index, (part, length) in enumerate(family.segments):
-        if slice(start, start + length) == own:
-            if sum(owner == part for owner, _ in family.segments) == 1:
-                return family.parts[part], family.own(part, params)
-            if isinstance(family.parts[part], MeanFieldNormal):
-                return family.parts[part], family.segment(params, index)
-        start += length
-    return None
