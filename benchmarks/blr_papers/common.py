@@ -77,11 +77,16 @@ def bbb(model: Any, draws: int, lr: float, init_scale: float) -> tuple[Any, SVI]
 
 
 def trained_by(
-    optim: Callable[[Any], Any], curvature: str | None, model: Any, draws: int, **kwargs: Any
+    optim: Callable[[Any], Any],
+    curvature: str | None,
+    model: Any,
+    draws: int,
+    guide_of: Callable[..., Any] = ngvi.AutoMeanFieldNormal,
+    **kwargs: Any,
 ) -> tuple[Any, SVI]:
-    """A mean-field guide of this package, started at the module, and its SVI."""
+    """A guide of this package, started at the module, and its SVI."""
     pyro.clear_param_store()
-    guide = ngvi.AutoMeanFieldNormal(model, init_loc_fn=model.init_to_module, **kwargs)
+    guide = guide_of(model, init_loc_fn=model.init_to_module, **kwargs)
     return guide, SVI(model, guide, optim(guide), ngvi.BatchedELBO(draws, curvature=curvature))
 
 

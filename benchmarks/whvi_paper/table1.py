@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import pyro_ngvi as ngvi
 
-from ..blr_papers.common import Row, bbb, spread, train
+from ..blr_papers.common import Row, bbb, spread, train, trained_by
 from ..blr_papers.uci import load
 
 WIDTH, DRAWS, SCALE = 128, 4, 0.1
@@ -66,10 +66,12 @@ def prior(name: str, p: Tensor) -> Any:
     return dist.Normal(p.new_zeros(()), p.new_tensor(sd), validate_args=False)
 
 
-def _natural(guide_of: Callable[..., Any], diagonals: bool, model: Any) -> tuple[Any, SVI]:
-    guide = guide_of(model, init_loc_fn=model.init_to_module, init_scale=SCALE)
-    optim = ngvi.NGVB(guide, others=Adam({"lr": 0.01}) if diagonals else None)
-    return guide, SVI(model, guide, optim, ngvi.BatchedELBO(DRAWS))
+def _with_diagonals(guide: Any) -> ngvi.NGVB:
+    return ngvi.NGVB(guide, others=Adam({"lr": 0.01}))
+
+
+_ours = partial(trained_by, draws=DRAWS, init_scale=SCALE)
+whvi = partial(_ours, _with_diagonals, None)
 
 
 def variational(
@@ -116,13 +118,15 @@ def dropout(data: Sequence[Tensor], batch: int, epochs: int) -> tuple[Score, flo
 
 
 METHODS: dict[str, Callable[[Sequence[Tensor], int, int], tuple[Score, float]]] = {
-    "WHVI, diagonal g": partial(variational, partial(_natural, ngvi.AutoWalshHadamard, True)),
+    "WHVI, diagonal g": partial(variational, partial(whvi, guide_of=ngvi.AutoWalshHadamard)),
     "WHVI, full g": partial(
-        variational, partial(_natural, partial(ngvi.AutoWalshHadamard, g="full_rank"), True)
+        variational, partial(whvi, guide_of=partial(ngvi.AutoWalshHadamard, g="full_rank"))
     ),
     "MC dropout": dropout,
     "mean field, Adam": partial(variational, partial(bbb, draws=DRAWS, lr=0.01, init_scale=SCALE)),
-    "matrix normal, NGVB": partial(variational, partial(_natural, ngvi.AutoMatrixNormal, False)),
+    "matrix normal, NGVB": partial(
+        variational, partial(_ours, ngvi.NGVB, None, guide_of=ngvi.AutoMatrixNormal)
+    ),
 }
 
 
@@ -132,8 +136,8 @@ def run(quick: bool, seeds: int, data: Sequence[str] | None) -> Iterator[Row]:
         for label, method in METHODS.items():
             runs = [_trained(name, split, method, quick) for split in range(seeds)]
             rmse, mnll, seconds, steps = zip(*runs, strict=True)
-            whvi, nng = PAPER[name]
-            paper = whvi if label.startswith("WHVI") else nng if "matrix" in label else "-"
+            theirs, nng = PAPER[name]
+            paper = theirs if label.startswith("WHVI") else nng if "matrix" in label else "-"
             ours = f"{spread(rmse, 4 if name == 'naval' else 3)} / {spread(mnll, 2)}"
             ours += f" ({seeds} splits, {steps[0]:,} steps, {1e3 * np.mean(seconds):.0f} ms a step)"
             detail = {"rmse": rmse, "mnll": mnll, "seconds_per_step": seconds, "steps": steps}
