@@ -17,7 +17,8 @@ TINY = 1e-30
 
 def trust(times_seen: Tensor) -> Tensor:
     """Weight in [0, 1) of the mean square of that many scores, the rest being the guess's."""
-    return 1.0 / (1.0 + (FEW / times_seen.clamp_min(1e-6)).square())
+    square = times_seen.square()
+    return square / (square + FEW**2)
 
 
 def first_guess(scores: Tensor, sizes: list[int]) -> Tensor:

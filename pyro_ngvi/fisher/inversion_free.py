@@ -37,7 +37,7 @@ from torch import Tensor
 
 from ..families.base import Tensors
 
-__all__ = ["Dense", "InverseFisher", "PaperWindow", "finite_rows"]
+__all__ = ["Dense", "InverseFisher", "PaperWindow", "finite_rows", "good_rows"]
 
 
 class InverseFisher(Protocol):
@@ -50,9 +50,14 @@ class InverseFisher(Protocol):
     def product(self, state: Tensors, g: Tensor) -> Tensor: ...
 
 
+def good_rows(scores: Tensor) -> Tensor:
+    """Which of scores (S, D) have a finite length, (S, 1)."""
+    return torch.isfinite(scores.square().sum(-1, keepdim=True))  # their squares must not overflow
+
+
 def finite_rows(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Scores (S, D) with rows of no finite length set to zero, and the number of good ones."""
-    good = torch.isfinite(scores.square().sum(-1, keepdim=True))  # their squares must not overflow
+    good = good_rows(scores)
     return torch.where(good, scores, 0.0), good.to(scores).sum()
 
 

@@ -30,6 +30,7 @@ The estimate is this project's; the debiasing is that of Donoho, Gavish & Johnst
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -38,12 +39,14 @@ from torch import Tensor
 from ..families.base import Tensors
 from ..linalg.eigen import symmetric_eigen
 from .first_guess import TINY, trust
-from .inversion_free import finite_rows
+from .inversion_free import good_rows
 
 __all__ = ["LowRank"]
 
-#: columns that a merge treats at once: 150 rows of them in float32 stay in a processor's cache
-CHUNK = 8192
+#: numbers treated at once on a processor, so that what is computed from them stays in its cache
+CHUNK = 1 << 20
+#: the same on other devices, where every call costs
+CHUNK_ELSEWHERE = 1 << 25
 #: rows in the buffer at the first merge; doubled until the buffer is full
 FIRST_MERGE = 8
 
@@ -57,7 +60,8 @@ class LowRank:
         growth: score k has weight k^growth, so that a moving F is followed: weights k^3 average over
             about the last two fifths of the run.
 
-    Memory: (K + max(8, K/2)) D numbers, and a copy of the K D during a merge.
+    Memory: (K + max(8, K/2) + 5) D numbers, and some four D during a merge.  ``update`` writes into
+    the tensors of the state that it is given.
 
     Example:
         >>> import torch
@@ -84,12 +88,14 @@ class LowRank:
             "diagonal": diagonal.clone(),
             "guess": diagonal.clone(),
             "times_seen": torch.zeros_like(diagonal),
+            # of the diagonal as it is, and square roots of that of the last merge
+            "inverse_unit": diagonal.clamp_min(TINY).rsqrt(),
+            "merged_unit": diagonal.clamp_min(TINY).sqrt(),
             "diagonal_total": zero + weight,
             "total": zero.clone(),
             "mean_weight": zero.clone(),
             "basis": diagonal.new_zeros(rank, D),
             "values": diagonal.new_zeros(rank),
-            "merged_unit": diagonal.sqrt(),
             "level": zero + 1.0,
             "spikes": diagonal.new_ones(rank),
             "buffer": diagonal.new_zeros(self._buffer_rows(), D),
@@ -108,45 +114,33 @@ class LowRank:
         waiting = int(state["waiting"])
         if waiting + len(scores) > len(state["buffer"]):
             state, waiting = self._merge(state), 0
-        rows, added = finite_rows(scores)
         updates = int(state["updates"]) + 1
         weight = float(updates) ** self.growth
-        state["buffer"][waiting : waiting + len(rows)] = weight**0.5 * rows
+        added = _write(state, scores, weight)
         total = state["diagonal_total"] + weight * added
-        rate = weight / total
-        squares = rows.square().sum(0)
         seen = state["total"] + weight * added
         # sum w^2 / sum w, as a running mean: the sums of squares would overflow in float32
         share = weight * added / seen.clamp_min(torch.finfo(seen.dtype).tiny)
         state = state | {
-            "diagonal": state["diagonal"] + rate * (squares - added * state["diagonal"]),
-            "times_seen": state["times_seen"] + (rows != 0).to(rows).sum(0),
             "diagonal_total": total,
             "total": seen,
             "mean_weight": state["mean_weight"] + share * (weight - state["mean_weight"]),
             "updates": torch.tensor(updates, device="cpu"),
-            "waiting": torch.tensor(waiting + len(rows), device="cpu"),
+            "waiting": torch.tensor(waiting + len(scores), device="cpu"),
         }
-        return self._merge(state) if waiting + len(rows) >= int(state["next_merge"]) else state
+        return self._merge(state) if waiting + len(scores) >= int(state["next_merge"]) else state
 
     def _merge(self, state: Tensors) -> Tensors:
         """Take the waiting rows into the leading eigenvectors."""
         waiting, rank = int(state["waiting"]), len(state["basis"])
         if not waiting:
             return state
-        D = state["diagonal"].shape[0]
-        unit = _unit(state)
-        scale = state["values"].clamp_min(0.0).sqrt()[:, None]
-        change = state["merged_unit"] / unit
-
-        def columns():
-            for i in range(0, D, CHUNK):
-                part = slice(i, i + CHUNK)
-                old = state["basis"][:, part] * (scale * change[part])
-                yield part, torch.cat([old, state["buffer"][:waiting, part] / unit[part]])
-
-        gram = sum(rows @ rows.mT for _, rows in columns())
-        assert isinstance(gram, Tensor)
+        scale = state["values"].clamp_min(0.0).sqrt()
+        scale = torch.cat([scale, scale.new_ones(waiting)])
+        gram = scale.new_zeros(len(scale), len(scale))
+        for _, rows in _whitened(state):
+            gram.addmm_(rows, rows.mT)
+        gram = scale[:, None] * gram * scale
         values, vectors = symmetric_eigen(gram)
         values, vectors = values[:rank].clamp_min(0.0), vectors[:, :rank]
         tiny = torch.finfo(values.dtype).tiny
@@ -154,28 +148,24 @@ class LowRank:
         real = values > values[0] * torch.finfo(values.dtype).eps * len(gram) + tiny
         values = torch.where(real, values, 0.0)
         project = torch.where(real, vectors * values.clamp_min(tiny).rsqrt(), 0.0).mT
-        basis = torch.empty_like(state["basis"])
+        for old, rows in _whitened(state):
+            torch.mm(project * scale, rows, out=old)
+        torch.reciprocal(state["inverse_unit"], out=state["merged_unit"])
         total = state["total"].clamp_min(tiny)
-        seen = torch.zeros_like(total)
-        for part, rows in columns():
-            basis[:, part] = project @ rows
-            # coordinates that never had a score have no share in the trace and none in the noise
-            seen = seen + (basis[:, part].abs().sum(0) > 0.0).sum()
-        seen = seen.clamp_min(1.0)
         n = total / state["mean_weight"].clamp_min(tiny)
+        # coordinates that never had a score have no share in the trace and none in the noise
+        seen = torch.count_nonzero(state["times_seen"]).to(total).clamp_min(1.0)
         # the scores alone, without the first guess, may have another trace than the diagonal
         guessed = state["diagonal_total"] - state["total"]
         alone = (state["diagonal"] * state["diagonal_total"] - state["guess"] * guessed) / total
-        trace = (alone / unit.square()).sum().clamp_min(tiny)
+        trace = (alone * state["inverse_unit"].square()).sum().clamp_min(tiny)
         spikes, level = _debias(values / total * (seen / trace), seen, n)
         # the first guess has no spikes, and counts like its weight of scores
         share = state["total"] / state["diagonal_total"].clamp_min(tiny)
         spikes, level = 1.0 + share * (spikes - 1.0), 1.0 + share * (level - 1.0)
         grown = min(2 * int(state["next_merge"]), len(state["buffer"]))
         return state | {
-            "basis": basis,
             "values": values,
-            "merged_unit": unit,
             "spikes": spikes,
             "level": level,
             "waiting": torch.zeros((), dtype=torch.long, device="cpu"),
@@ -183,20 +173,61 @@ class LowRank:
         }
 
     def product(self, state: Tensors, g: Tensor) -> Tensor:
-        unit = _unit(state)
-        y = g / unit
-        weights = 1.0 / state["spikes"] - 1.0 / state["level"]
-        return (y / state["level"] + (weights * (state["basis"] @ y)) @ state["basis"]) / unit
+        y = g * state["inverse_unit"]
+        weights = state["level"] / state["spikes"] - 1.0
+        y.addmv_(state["basis"].mT, weights * (state["basis"] @ y))
+        return y.mul_(state["inverse_unit"]).div_(state["level"])
 
 
-def _unit(state: Tensors) -> Tensor:
-    """Square roots of the diagonal, near the first guess where few scores were not zero.
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of the same columns of all ``tensors`` (..., D)."""
+    chunk = CHUNK if tensors[0].device.type == "cpu" else CHUNK_ELSEWHERE
+    size = max(1, chunk // sum(t.numel() // t.shape[-1] for t in tensors))
+    return zip(*(t.split(size, -1) for t in tensors), strict=True)
 
-    In minibatches of a plate a local parameter has a score once in a while.  The mean square of one
-    or two may be next to nothing, and its inverse anything.
+
+def _write(state: Tensors, scores: Tensor, weight: float) -> Tensor:
+    """Write scores into buffer, diagonal and unit; returns the number of those that are finite.
+
+    The unit is the root of the diagonal, but near the first guess where few scores were not zero.  In
+    minibatches of a plate a local parameter has a score once in a while.  The mean square of one or
+    two may be next to nothing, and its inverse anything.
     """
-    diagonal = torch.lerp(state["guess"], state["diagonal"], trust(state["times_seen"]))
-    return diagonal.clamp_min(TINY).sqrt()
+    good = good_rows(scores)
+    added = good.to(scores).sum()
+    rate = weight * added / (state["diagonal_total"] + weight * added)
+    start = int(state["waiting"])
+    waiting = state["buffer"][start : start + len(scores)]
+    vectors = (state[name] for name in ("diagonal", "guess", "times_seen", "inverse_unit"))
+    for rows, kept, diagonal, guess, times, inverse in _parts(scores, waiting, *vectors):
+        rows = torch.where(good, rows, 0.0)
+        torch.mul(rows, weight**0.5, out=kept)
+        squares = rows.square()
+        seen = rows.ne_(0.0)  # in floats: adding up booleans takes many times longer
+        # the sum of one row would cost as much as another step
+        one = len(rows) == 1
+        diagonal.lerp_(squares[0] if one else squares.sum(0) / added.clamp_min(1.0), rate)
+        times.add_(seen[0] if one else seen.sum(0))
+        believed = torch.lerp(guess, diagonal, trust(times))
+        torch.rsqrt(believed.clamp_min_(TINY), out=inverse)
+    return added
+
+
+def _whitened(state: Tensors) -> Iterator[tuple[Tensor, Tensor]]:
+    """Columns of the basis, to be written, and those of the basis and the waiting rows whitened.
+
+    The whitened ones of all turns share their memory.
+    """
+    basis, waiting = state["basis"], state["buffer"][: int(state["waiting"])]
+    change = state["merged_unit"] * state["inverse_unit"]
+    memory: Tensor | None = None
+    for old, new, changed, inverse in _parts(basis, waiting, change, state["inverse_unit"]):
+        if memory is None:
+            memory = basis.new_empty(len(old) + len(new), len(inverse))
+        rows = memory[:, : len(inverse)]
+        torch.mul(old, changed, out=rows[: len(old)])
+        torch.mul(new, inverse, out=rows[len(old) :])
+        yield old, rows
 
 
 def _debias(values: Tensor, D: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:

@@ -154,7 +154,8 @@ class NaturalGradientOptim(PyroOptim):
             saved = self._waiting.pop(path)
             fresh = self._rules[path].init(values)
             _check_state(path, fresh, saved)
-            self._states[path] = {k: saved[k].to(fresh[k]) for k in fresh}
+            # a copy, since a rule may write into the state that it is given
+            self._states[path] = {k: saved[k].to(fresh[k], copy=True) for k in fresh}
         if path not in self._states:
             self._states[path] = self._init_state(path, block, values)
         state, like = self._states[path], next(iter(values.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -448,6 +449,23 @@ def test_a_run_resumes_bit_for_bit(
     resumed.restore(tmp_path)
     assert resumed.steps(9) == losses
     assert same(held(resumed.guide), wanted)
+
+
+@pytest.mark.parametrize("form", SAVED)
+def test_one_state_restores_twice(form: str) -> None:
+    """Steps write into the tensors of their own state, not into those of the caller."""
+    run = Run("full rank", IFVB, form)
+    run.steps(5)
+    state, guide = run.optim.get_state(), copy.deepcopy(run.guide.state_dict())
+    rng = torch.get_rng_state()
+
+    def again() -> list[Any]:
+        run.guide.load_state_dict(guide)
+        run.optim.set_state(state)
+        torch.set_rng_state(rng)
+        return run.steps(9)
+
+    assert again() == again()
 
 
 def layout(tensors: Tensors) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from pyro_ngvi.families.base import Tensors
 from pyro_ngvi.fisher import LowRank
-from pyro_ngvi.fisher.low_rank import _unit
 
 D = 12
 FIRST_GUESS = torch.linspace(0.5, 3.0, D, dtype=torch.float64)
@@ -50,7 +49,7 @@ def test_product_is_the_inverse(rank: int, growth: float, n: int) -> None:
     state = start(estimate)
     for row in some_scores(n).split(1):
         state = estimate.update(state, row)
-    W, U = torch.diag(_unit(state)), state["basis"]
+    W, U = torch.diag(1.0 / state["inverse_unit"]), state["basis"]
     spikes, level = state["spikes"], state["level"]
     assert n == 9 or (spikes > 1.5 * level).any()
     F = W @ (U.T @ torch.diag(spikes - level) @ U + level * torch.eye(D)) @ W
@@ -173,16 +172,19 @@ def test_starts_at_the_first_guess() -> None:
     torch.testing.assert_close(estimate.product(start(estimate), g), g / FIRST_GUESS)
 
 
-def test_a_state_is_consumed_by_update_and_the_returned_one_is_right() -> None:
-    """The buffer is written in place, so what is kept must be a copy."""
-    estimate, scores = LowRank(4), some_scores(3)
+@pytest.mark.parametrize("n", [3, 20])  # with and without a merge
+def test_a_state_is_consumed_by_update_and_the_returned_one_is_right(n: int) -> None:
+    """The large tensors are written in place, so what is kept must be a copy."""
+    estimate, scores = LowRank(4), some_scores(n)
     state = start(estimate)
-    kept, buffer = copy(state), state["buffer"]
+    kept, before = copy(state), dict(state)
     after = estimate.update(state, scores)
-    assert after["buffer"] is buffer and torch.equal(buffer[:3], scores)
+    assert n == 20 or torch.equal(after["buffer"][:3], scores)
     assert same(after, estimate.update(kept, scores))
-    for name in state.keys() - {"buffer"}:  # nothing but the buffer is written
-        assert name in kept and torch.equal(state[name], start(estimate)[name])
+    assert state == before  # the dict itself is left alone
+    for name in ("buffer", "basis", "diagonal", "times_seen", "inverse_unit", "merged_unit"):
+        assert after[name] is state[name]
+    assert torch.equal(after["guess"], FIRST_GUESS)
 
 
 @pytest.mark.parametrize("cut", [5, 16, 50])
