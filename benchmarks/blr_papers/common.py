@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
@@ -91,6 +90,7 @@ def trained_by(
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """``mean +- sd`` over runs."""
-    extra = f" +- {stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{mean(values):.{digits}f}{extra}"
+    """``mean +- sd`` over runs; nan where one of them is not finite."""
+    with np.errstate(invalid="ignore"):
+        extra = f" +- {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
+        return f"{np.mean(values):.{digits}f}{extra}"

@@ -29,12 +29,14 @@ from typing import Any
 
 import numpy as np
 import pyro
+import pyro.distributions as dist
 import torch
 from pyro.infer import SVI
+from torch import Tensor
 
 import pyro_ngvi as ngvi
 
-from ..problems.logistic import BIAS_PRECISION, logistic_regression, with_intercept
+from ..problems.logistic import BIAS_PRECISION, with_intercept
 from ..problems.optimum import Array, BinaryRegression, gaussian_optimum
 from ..problems.problem import data_file
 from .common import Row, presplit
@@ -156,14 +158,23 @@ def _split(name: str, half: int | None) -> tuple[BinaryRegression, Array, Array]
     return BinaryRegression(with_intercept(X), y, precision), with_intercept(X_test), y_test
 
 
+def _model(X: Tensor, y: Tensor, prior_sd: Tensor) -> None:
+    """``problems.logistic.logistic_regression``, by matrix products: a1a is ten times as fast."""
+    w = pyro.sample("w", dist.Normal(torch.zeros_like(prior_sd), prior_sd).to_event(1))
+    logits = torch.nn.functional.linear(w, X)  # (..., N), with the plate's 1 before it for many w
+    with pyro.plate("data", len(y)):
+        logits = logits if w.dim() == 1 else logits.squeeze(-2)
+        pyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
+
+
 def _fit(regression: BinaryRegression, method: Method) -> tuple[tuple[Array, Array], float]:
     """Mean and covariance of the trained guide, and seconds a step."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     args = [torch.as_tensor(a) for a in (regression.X, regression.y, regression.precision**-0.5)]
-    guide = method.guide(logistic_regression, init_scale=1.0)
+    guide = method.guide(_model, init_scale=1.0)
     loss = ngvi.BatchedELBO(DRAWS, curvature=method.curvature)
-    svi = SVI(logistic_regression, guide, method.optim(guide), loss)
+    svi = SVI(_model, guide, method.optim(guide), loss)
     start = time.perf_counter()
     for _ in range(method.steps):
         svi.step(*args)

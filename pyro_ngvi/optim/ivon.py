@@ -20,6 +20,16 @@ as q approaches the posterior.
 steps a share (1 - b)^k of the initial precision is left.  The default b = max(0.01, 1 / (10 + k^0.75))
 is an average over all that has been seen, later over the last hundred steps.
 
+**Trust region.**  Entry by entry, as the precision is diagonal, with r = ``trust_radius``:
+
+    |move_i| <= r sigma_i,        and |g_i| <= 3 r / (a sigma_i) before g enters m,
+
+so that q gains at most r^2 / 2 nats an entry in a step, and no one gradient asks for more than 3 r sds.
+A bound on the root mean square over d entries lets a single stiff one move by sqrt(d) sds: the log of
+a noise sd among the weights of a network has curvature 2 N, which a start at sd 0.1 does not know.
+It is then thrown to where the likelihood has no curvature, its sd grows, and the gradients it met
+on the way stay in m.
+
 For a network start at ``init_loc_fn=model.init_to_module`` (see ``pyro_ngvi.nn.bayesianize``) with
 a small ``init_scale``, 0.01 to 0.03: from the default 0.1 the sds can grow to the prior's before
 the means learn.
@@ -29,16 +39,39 @@ Not for guides with correlations (:class:`~pyro_ngvi.VON`, :class:`~pyro_ngvi.NG
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from pyro.optim import PyroOptim
+from torch import Tensor
 
 from ..families import MeanFieldNormal
+from ..families.base import Tensors
 from .averaging import Averaging
+from .rule import OUTLIER
 from .schedules import DEFAULT_RATE, Rate
 from .von import VON, VONRule
 
-__all__ = ["IVON"]
+__all__ = ["IVON", "IVONRule"]
+
+
+@dataclass(frozen=True)
+class IVONRule(VONRule):
+    """The mathematics: ``init(params) -> state``, ``update(params, grads, state)``.  Pure functions."""
+
+    def _mean_step(
+        self, params: Tensors, grads: Tensors, state: Tensors, a: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        # few passes over memory, which is what a step costs with a network's weights
+        radius, sd = self.trust_radius, params["log_scale"].exp()
+        bound = (OUTLIER * radius / a) / sd
+        gradient = grads["loc"].clamp(-bound, bound)
+        m = torch.lerp(gradient, state["gradient"], self.momentum)
+        wanted = (m * sd).mul_(a / (1.0 - self.momentum ** (state["step"] + 1.0)))
+        kept = wanted.clamp(-radius, radius)
+        damped = torch.linalg.vector_norm(wanted, torch.inf) > radius
+        return m, sd.mul_(kept), torch.linalg.vector_norm(kept), damped
 
 
 class IVON(VON):
@@ -49,7 +82,7 @@ class IVON(VON):
         lr: rate a of the mean, in (0, 1], or a function of the step count.
         curvature_lr: rate b of the precision, likewise.
         momentum: weight of the past in the average of the gradients.
-        trust_radius: largest move of the mean in sds, root mean square over the entries, or ``None``.
+        trust_radius: largest move of each entry of the mean in its sds, or ``None``.
         averaging, others: as in :class:`~pyro_ngvi.VON`.
 
     Example:
@@ -95,4 +128,4 @@ class IVON(VON):
                 f"{type(family).__name__}. Use pyro_ngvi.AutoMeanFieldNormal(model), or "
                 f"pyro_ngvi.VON for a full precision."
             )
-        return super().make_rule(family)
+        return IVONRule(family, **self._arguments)

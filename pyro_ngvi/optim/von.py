@@ -84,33 +84,46 @@ class VONRule:
         curvature = part(grads, "curvature.")
         still = self.family.precision_step(params, grads, curvature, b, self.safe)
 
-        m = torch.lerp(grads["loc"], state["gradient"], self.momentum)
-        unbiased = m / (1.0 - self.momentum ** (k + 1.0))
-        move, length = self._move(still, unbiased, a, grads, k)
-        # in sds, root mean square: the bound then means the same in any dimension
-        radius = self.trust_radius * params["loc"].shape[-1] ** 0.5
-        shrink = (radius / length).clamp_max(1.0)
-        new = still | {"loc": still["loc"] - shrink * move}
+        m, move, length, damped = self._mean_step(still, grads, state, a)
+        new = still | {"loc": still["loc"] - move}
         # a length that overflows is refused too: nothing says how far such a step should go
         total = reduce(torch.add, (v.sum() for v in new.values())) + length
         finite = total.abs() < torch.inf
-        for part_of_it in curvature.values():
-            finite = finite & (part_of_it.sum().abs() < torch.inf)
+        for given in (grads["loc"], *curvature.values()):
+            finite = finite & (given.sum().abs() < torch.inf)
 
         count = state["count"] + 1.0
         accepted = {"step": k + 1.0, "count": count, "gradient": m}
         if self.averaging is not None:
-            accepted |= step_average(self.averaging, state, new, count)
+            accepted |= step_average(self.averaging, self.family, state, new, count)
         return finish(
             finite,
             (params, state),
             (new, state | accepted),
             lambda: {"bad_entries": bad_entries(self.family, grads)},
-            step_norm=shrink * length,
+            step_norm=length,
             gain=a,
-            radius=torch.full_like(a, radius),
-            damped=shrink < 1.0,
+            radius=torch.full_like(a, self._radius(params)),
+            damped=damped,
         )
+
+    def _radius(self, params: Tensors) -> float:
+        # in sds, root mean square: the bound then means the same in any dimension
+        return self.trust_radius * params["loc"].shape[-1] ** 0.5
+
+    def _mean_step(
+        self, params: Tensors, grads: Tensors, state: Tensors, a: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """m, the move of the mean (to be subtracted), its length, and whether it was shortened.
+
+        ``params`` have the new precision.
+        """
+        k = state["step"]
+        m = torch.lerp(grads["loc"], state["gradient"], self.momentum)
+        unbiased = m / (1.0 - self.momentum ** (k + 1.0))
+        move, length = self._move(params, unbiased, a, grads, k)
+        shrink = (self._radius(params) / length).clamp_max(1.0)
+        return m, shrink * move, shrink * length, shrink < 1.0
 
     def _move(
         self, params: Tensors, m: Tensor, a: Tensor, grads: Tensors, k: Tensor

@@ -16,6 +16,7 @@ from pyro.infer.autoguide import AutoGuideList, init_to_value
 import pyro_ngvi as ngvi
 from pyro_ngvi.families import FullRankNormal, MeanFieldNormal
 from pyro_ngvi.linalg import sphere_points
+from pyro_ngvi.optim.ivon import IVONRule
 from pyro_ngvi.optim.schedules import rate_at
 from pyro_ngvi.optim.vadam import VadamRule
 from pyro_ngvi.optim.von import VONRule
@@ -118,7 +119,7 @@ def test_ivon_equals_von_with_the_hessian_on_a_diagonal_quadratic():
     """With noise that integrates quadratics exactly Price's curvature is the Hessian."""
     family = MeanFieldNormal()
     H, m = torch.diag(torch.logspace(-1, 1, D)), torch.arange(D) * 1.0
-    ivon = VONRule(family, 0.1, 0.05, momentum=0.9)
+    ivon = IVONRule(family, 0.1, 0.05, momentum=0.9)
     one = other = family.init(torch.zeros(D), 0.5)
     state_one, state_other = ivon.init(one), ivon.init(other)
     for _ in range(20):

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from pyro_ngvi.families import FactorPrecisionNormal, FullRankNormal, MeanFieldNormal
+from pyro_ngvi.optim.ivon import IVONRule
 from pyro_ngvi.optim.schedules import DEFAULT_RATE
 from pyro_ngvi.optim.slang import SLANGRule
 from pyro_ngvi.optim.vadam import VadamRule
@@ -90,7 +91,7 @@ def stationary_precision(rule, kind, data, expected):
         (VONRule, FullRankNormal(), "hessian"),
         (VONRule, MeanFieldNormal(), "gauss_newton"),
         (VONRule, FullRankNormal(), "gauss_newton"),
-        (VONRule, MeanFieldNormal(), "price"),  # that of IVON
+        (IVONRule, MeanFieldNormal(), "price"),
         (SLANGRule, FactorPrecisionNormal(1), "rows"),
         (SLANGRule, FactorPrecisionNormal(2), "rows"),
     ],
