@@ -22,6 +22,7 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 __all__ = [
     "OwnName",
     "claim_name",
+    "forget_cached",
     "has_model",
     "kept_whole",
     "model_as_given",
@@ -82,6 +83,21 @@ def particle_plate(site: Any) -> CondIndepStackFrame | None:
     frames = site["cond_indep_stack"]
     vectorised = len(frames) == 1 and frames[0].name == "num_particles_vectorized"
     return frames[0] if vectorised else None
+
+
+def forget_cached(transform: Any) -> None:
+    """Make a transform forget its last argument and what it computed from it.
+
+    Pyro's transforms keep them, as tensors that belong to a graph: they can not be copied or pickled,
+    and under ``torch.func`` outlive the function that they belong to.
+    """
+    members = [transform, *getattr(transform, "parts", ())]
+    for t in {id(t): t for t in members}.values():
+        if t is not transform:
+            forget_cached(t)
+        for name in vars(t):
+            if name.startswith("_cached"):
+                setattr(t, name, (None, None) if name == "_cached_x_y" else None)
 
 
 @contextmanager

@@ -1,7 +1,11 @@
 """A fitted guide as ArviZ groups."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+import torch
 
 from pyro_ngvi import _groups
 from pyro_ngvi._arviz_compat import from_groups
@@ -14,7 +18,8 @@ from pyro_ngvi._draws import (
     sites_of_kind,
 )
 from pyro_ngvi._version import __version__
-from pyro_ngvi.diagnostics.khat import khat_of
+from pyro_ngvi.diagnostics._pareto import systematic_resample
+from pyro_ngvi.diagnostics.khat import KHat, khat_of
 
 __all__ = ["to_arviz"]
 
@@ -31,6 +36,7 @@ def to_arviz(
     dims: Mapping[str, Sequence[str]] | None = None,
     seed: int | None = None,
     batch_size: int | None = None,
+    resample: str | None = None,
     **kwargs: Any,
 ) -> Any:
     r"""Draws from any Pyro guide as ArviZ's ``InferenceData`` (0.x) or ``DataTree`` (1.x).
@@ -49,10 +55,20 @@ def to_arviz(
     * ``observed_data``: observed sites. ``constant_data``: the model's arguments that are tensors
       or arrays, unless they are the data of an observed site.
 
+    With ``resample="psis"`` the posterior is corrected by importance sampling: the draws are resampled
+    in proportion to their Pareto-smoothed weights (systematically: a draw of weight w comes S w
+    times, rounded up or down), in the groups ``posterior``, ``log_likelihood`` and
+    ``posterior_predictive``. ``sample_stats`` stays that of the guide's own draws, and gains
+    ``resampled_from``, the number of the one that each posterior draw is. Repeated draws stand side
+    by side, so ArviZ's ESS and errors count them about right. It can correct what k-hat finds
+    correctable, no more.
+
     The attributes of the container and of ``posterior`` hold ``khat``, ``khat_threshold``,
-    ``num_samples``, ``guide``, ``inference_library`` and its version. ``arviz.summary`` shows
+    ``num_samples``, ``guide``, ``inference_library`` and its version, and where asked ``resample``
+    and ``resample_ess``, how many exact draws the smoothed weights are worth. ``arviz.summary`` shows
     R-hat and ESS as if the draws were a chain's: use :func:`pyro_ngvi.summary`. The
-    ``arviz.loo_approximate_posterior`` of ArviZ 1.x takes ``lp`` and ``log_q``.
+    ``arviz.loo_approximate_posterior`` of ArviZ 1.x takes ``lp`` and ``log_q``; resampled draws need
+    no such correction, nor fit to these.
 
     The parameter store and gradients are left alone. The model runs batched over the draws, or
     once for each where it can not. Not for a model that subsamples its data: give the full data.
@@ -69,10 +85,12 @@ def to_arviz(
     :param dims: names of all dimensions by site or argument, instead of the ones above.
     :param seed: makes the result repeatable and leaves the global random state as it was.
     :param batch_size: draws that the model sees at once, to bound memory; ``None`` for all.
+    :param resample: ``"psis"`` for importance resampling, ``None`` for the guide's own draws.
     :param kwargs: keyword arguments of the model.
+    :warns RuntimeWarning: with ``resample``, when k-hat says that the weights are not to be relied on.
     :raises ValueError: when a plate is subsampled; when the guide is a point mass, lacks a latent
         site of the model or is of another model; for fewer than 25 draws; when ``coords`` or
-        ``dims`` do not fit.
+        ``dims`` do not fit; for another ``resample``, and with it for weights that are not finite.
 
     >>> import pyro, torch, pyro.distributions as dist
     >>> from pyro.infer.autoguide import AutoNormal
@@ -86,6 +104,8 @@ def to_arviz(
     >>> data.attrs["guide"]
     'AutoNormal'
     """
+    if resample not in (None, "psis"):
+        raise ValueError(f'resample must be None or "psis", got {resample!r}.')
     with random_state(
         seed
     ):  # apart, because a guide's first run ever may draw more than later ones
@@ -96,24 +116,34 @@ def to_arviz(
     groups: _groups.Groups = {}
     with random_state(seed):
         draws = draw_and_evaluate(model, guide, args, kwargs, latent, num_samples, batch_size)
+        diagnostic = khat_of(draws.log_joint, draws.log_q)
+        values = draws.values
         groups["posterior"] = _groups.site_values(draws.model, exported)
         if log_likelihood:
             groups["log_likelihood"] = _groups.log_likelihoods(draws.model, observed)
+        stats: dict[str, Any] = {"lp": draws.log_joint, "log_q": draws.log_q}
+        stats["log_weights"] = diagnostic.log_weights
+        if resample:
+            stats["resampled_from"] = kept = _resample(diagnostic)
+            values = {name: x[torch.from_numpy(kept).to(x.device)] for name, x in values.items()}
+            for group in groups.values():
+                group |= {name: x[:, kept] for name, x in group.items()}
+        groups["sample_stats"] = _groups.per_draw(**stats)
         predict = SampleObserved(observed)(model)
         if posterior_predictive:
-            run = run_batched(predict, draws.values, args, kwargs, num_samples, batch_size)
+            run = run_batched(predict, values, args, kwargs, num_samples, batch_size)
             groups["posterior_predictive"] = _groups.site_values(run, observed)
         if prior:
             run = run_batched(predict, {}, args, kwargs, num_samples, batch_size)
             groups["prior"] = _groups.site_values(run, exported)
             groups["prior_predictive"] = _groups.site_values(run, observed)
-    diagnostic = khat_of(draws.log_joint, draws.log_q)
-    groups["sample_stats"] = _groups.per_draw(
-        lp=draws.log_joint, log_q=draws.log_q, log_weights=diagnostic.log_weights
-    )
     groups["observed_data"] = _groups.observations(prototype, observed)
     groups["constant_data"] = _groups.constants(model, args, kwargs, prototype)
     groups = {name: group for name, group in groups.items() if group}
+    resampling: dict[str, str | float] = {}
+    if resample:
+        ess = float(1 / np.exp(2 * diagnostic.psis_log_weights).sum())
+        resampling = {"resample": resample, "resample_ess": ess}
     return from_groups(
         groups,
         coords=coords,
@@ -125,5 +155,18 @@ def to_arviz(
             "num_samples": num_samples,
             "khat": diagnostic.khat,
             "khat_threshold": diagnostic.threshold,
+            **resampling,
         },
     )
+
+
+def _resample(diagnostic: KHat) -> np.ndarray:
+    """Numbers (S,) of the draws that stand for the posterior."""
+    log_weights = diagnostic.psis_log_weights
+    if not diagnostic.ok:
+        warnings.warn(
+            f'resample="psis" can not be relied on here. {diagnostic.verdict}',
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return systematic_resample(log_weights, float(torch.rand((), dtype=torch.float64)))

@@ -1,15 +1,11 @@
 r"""PSIS k-hat: can importance weights take the guide's draws to the posterior?
 
-With log weights l_s = log p(x, z_s) - log q(z_s) of draws z_s ~ q, s = 1..S, the largest
-M = ceil(min(S/5, 3 sqrt(S))) weights are taken for the tail of a generalised Pareto distribution.
-Its shape k is fitted by the quasi-Bayesian estimate of Zhang & Stephens (2009) and pulled towards
-1/2 with the weight of ten draws. A tail of shape k has 1/k finite moments, so k tells how far the
-guide's tails fall short of the posterior's.
+With log weights l_s = log p(x, z_s) - log q(z_s) of draws z_s ~ q, s = 1..S, the largest ones are
+taken for the tail of a generalised Pareto distribution, see ``_pareto.py``. A tail of shape k has 1/k
+finite moments, so k tells how far the guide's tails fall short of the posterior's.
 
 Sources: Vehtari, Simpson, Gelman, Yao & Gabry (2024), "Pareto smoothed importance sampling",
 JMLR 25(72), section 3; Yao, Vehtari, Simpson & Gelman (2018), "Yes, but did it work?", ICML.
-The fit is our own, because ArviZ's differs between versions (length of the tail, sign of the
-argument) and has no answer for an exact guide, whose weights are all equal.
 
 When not to use it: it judges the joint posterior, so with hundreds of latents it is large for
 guides whose single marginals are good; and it sees only where the guide puts its draws, so a mode
@@ -24,6 +20,7 @@ import numpy as np
 import torch
 
 from pyro_ngvi._draws import draw_and_evaluate, prototype_sites, random_state, sites_of_kind
+from pyro_ngvi.diagnostics._pareto import find_tail, smoothed
 
 __all__ = ["KHat", "khat", "khat_from_log_weights"]
 
@@ -68,6 +65,24 @@ class KHat:
     def nearly_equal(self) -> bool:
         """Whether the weights correct next to nothing."""
         return self.kl < NEGLIGIBLE and self.ess >= 0.95 * len(self.log_weights)
+
+    @property
+    def psis_log_weights(self) -> np.ndarray:
+        """Logarithms of the Pareto-smoothed weights, (S,), in nats; the weights sum to one.
+
+        The largest weights are replaced by quantiles of the tail fitted to them, none above the
+        largest of them. Weights that are equal, or without a tail to fit, stay as they are.
+
+        :raises ValueError: when the weights are not finite numbers.
+        """
+        if not np.isfinite(self.log_weights.max()):
+            raise ValueError(
+                "The log weights are not finite: the model or the guide gives NaN or an infinite "
+                "density at draws of the guide, or zero at all of them. There is nothing to smooth."
+            )
+        if not np.isfinite(self.khat) or self.khat == 0.0:
+            return self.log_weights
+        return smoothed(self.log_weights)
 
     @property
     def verdict(self) -> str:
@@ -175,31 +190,6 @@ def khat_from_log_weights(log_weights: np.ndarray, resolution: float = 0.0) -> K
     ess = float(1 / np.exp(2 * normalised).sum())
     if -x.min() <= resolution and resolution > COARSE:
         return KHat(float("nan"), threshold, ess, normalised)
-    return KHat(_tail_shape(x, resolution), threshold, ess, normalised)
-
-
-def _tail_shape(x: np.ndarray, resolution: float) -> float:
-    """Shape of the generalised Pareto tail of exp(x), for x with maximum 0."""
-    ordered = np.sort(x)
-    if -ordered[0] <= resolution:
-        return 0.0  # equal weights: the guide is the posterior, and there is no tail to fit
-    length = int(np.ceil(min(len(x) / 5, 3 * np.sqrt(len(x)))))
-    cutoff = max(ordered[-length - 1], np.log(np.finfo(np.float64).tiny))
-    tail = ordered[ordered > cutoff]
-    if len(tail) < 5:
-        return float("inf")
-    return _fit_generalised_pareto(np.exp(tail) - np.exp(cutoff))
-
-
-def _fit_generalised_pareto(y: np.ndarray) -> float:
-    """Zhang & Stephens (2009) with k = -(their k), for ascending y > 0; then the pull to 1/2."""
-    n = len(y)
-    m = 30 + int(np.sqrt(n))
-    quartile = y[int(n / 4 + 0.5) - 1]
-    theta = 1 / y[-1] + (1 - np.sqrt(m / (np.arange(1, m + 1) - 0.5))) / (3 * quartile)
-    k = np.log1p(-theta[:, None] * y).mean(1)
-    profile = n * (np.log(-theta / k) - k - 1)
-    weights = np.exp(profile - profile.max())
-    theta_hat = (weights / weights.sum()) @ theta
-    k_hat = np.log1p(-theta_hat * y).mean()
-    return float((n * k_hat + 10 * 0.5) / (n + 10))
+    # equal weights: the guide is the posterior, and there is no tail to fit
+    shape = 0.0 if -x.min() <= resolution else find_tail(x).shape
+    return KHat(shape, threshold, ess, normalised)

@@ -76,8 +76,9 @@ class BatchedELBO(ELBO):
         "hessian": the exact Hessian; "gauss_newton": products of the gradients of single data, with
         the exact curvature of the prior; "squared_gradient": squares of the gradient of the
         minibatch, as Adam has them; "price": none, the gradients of the scales carry it;
-        "kronecker": the factors of each layer, for ``AutoMatrixNormal`` and ``NoisyKFAC``. For a
-        guide of ours that has a use for it; it is that of one call, so call this once a step.
+        "kronecker": the factors of each layer, for ``AutoMatrixNormal`` and ``NoisyKFAC``;
+        "scores": the draws and log q - log p at each, for ``SPRING``, and no gradients. For a guide
+        of ours that has a use for it; it is that of one call, so call this once a step.
     :param kl_weight: tau, a weight on the KL term: the loss becomes that of the tempered posterior,
         prior x likelihood^(1 / tau). An attribute too, so that a loop can let it grow to 1 (a
         warm-up): ``loss.kl_weight = min(1.0, (k + 1) / 1000)``.
@@ -190,7 +191,10 @@ class BatchedELBO(ELBO):
             log_p = self._run(program, log_joint, values, args, kwargs, **how)
         if estimator is not None:
             log_p = estimator.log_joint(log_p)
-        return (log_q - log_p).sum() / self.num_particles
+        losses = log_q - log_p
+        if estimator is not None:
+            estimator.losses(losses)
+        return losses.sum() / self.num_particles
 
     def _run(self, program: Program, reduce: Any, values: Any, args: Any, kwargs: Any, **how: Any):
         return run_particles(
@@ -234,15 +238,18 @@ class BatchedELBO(ELBO):
         # poutine.scale, act on log q as they do on the model.
         with pyro.validation_enabled(False), Conditioned({}, self._minibatches) as handler:
             q = _posterior(guide, *args, **kwargs)
-            theta = q.rsample((self.num_particles,))
-            values, log_det = layout.unpack_with_log_det(theta)
-            pyro.factor("_log_q", q.log_prob(theta) - log_det, has_rsample=True)
+            ours = isinstance(guide, AutoFamily) and torch.is_grad_enabled()
+            kind = self.curvature if ours else None
+            # with scores of its own, the optimizer needs no gradient through the draws
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.curvature != "scores"):
+                theta = q.rsample((self.num_particles,))
+                values, log_det = layout.unpack_with_log_det(theta)
+                pyro.factor("_log_q", q.log_prob(theta) - log_det, has_rsample=True)
         site = handler.sites["_log_q"]
-        records = theta.requires_grad and isinstance(guide, AutoFamily)
-        if records and self.curvature is not None:
-            check_unscaled(site, self.curvature)
-            if self._estimator is None or self._estimator.kind != self.curvature:
-                self._estimator = make_estimator(self.curvature, guide, layout)
+        if kind is not None and (theta.requires_grad or kind == "scores"):
+            check_unscaled(site, kind)
+            if self._estimator is None or self._estimator.kind != kind:
+                self._estimator = make_estimator(kind, guide, layout)
             self._active = self._estimator
             self._active.start(theta, log_det)
         return values, site_log_prob(site)[1]

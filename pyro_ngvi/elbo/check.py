@@ -173,6 +173,8 @@ def check_guide_takes_curvature(guide: Any, kind: str, joint: bool) -> None:
             f"{type(guide).__name__}. Pass for instance pyro_ngvi.AutoMeanFieldNormal(model) itself "
             f"(not within an AutoGuideList), or leave curvature out."
         )
+    if kind == "scores":
+        return
     form = guide.family.curvature_form
     if kind == "kronecker" and form != kind:
         raise ValueError(

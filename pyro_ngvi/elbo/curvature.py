@@ -56,7 +56,7 @@ __all__ = [
     "squares_of",
 ]
 
-KINDS = ("price", "hessian", "gauss_newton", "squared_gradient", "kronecker")
+KINDS = ("price", "hessian", "gauss_newton", "squared_gradient", "kronecker", "scores")
 
 #: columns of a Hessian that are computed at a time, for each draw
 CHUNK = 64

@@ -71,6 +71,9 @@ class CurvatureEstimator:
         self._rest = -(rest + self._log_det)
         return data + rest
 
+    def losses(self, each: Tensor) -> None:
+        """log q - log p (S,) of each particle."""
+
     def before_backward(self) -> None:
         """The curvature of the rest, while its graph is there: H 1, for a diagonal H."""
         if self._taps is None:

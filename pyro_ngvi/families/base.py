@@ -39,6 +39,7 @@ __all__ = [
     "clamp_exponent",
     "dot",
     "entry_name",
+    "interpolate",
     "keep_signature",
     "pack",
     "unpack",
@@ -62,6 +63,11 @@ def unpack(vector: Tensor, like: Tensors) -> Tensors:
     """The inverse of :func:`pack`, with the names and shapes of ``like``."""
     parts = vector.split([v.numel() for v in like.values()])
     return {name: part.reshape(like[name].shape) for name, part in zip(like, parts, strict=True)}
+
+
+def interpolate(a: Tensors, b: Tensors, share: Tensor) -> Tensors:
+    """a + share (b - a), tensor by tensor."""
+    return {name: torch.lerp(a[name], b[name], share) for name in b}
 
 
 def entry_name(index: int, sizes: Mapping[str, Tensor | torch.Size]) -> str:
@@ -103,6 +109,8 @@ class Geometry(Protocol):
 
     @property
     def location(self) -> tuple[str, ...]: ...
+
+    def average(self, average: Tensors, params: Tensors, rate: Tensor) -> Tensors: ...
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors: ...
 
@@ -149,6 +157,14 @@ class Family(ABC):
     #: sites); ``None``: it has no use for curvature
     curvature_form: str | None = None
 
+    #: whether ``fisher_product`` and ``natural_gradient`` are known; where not, the Fisher matrix
+    #: has to be estimated from scores
+    known_fisher: bool = True
+
+    #: whether :meth:`transport` and :meth:`noise_of` are known: draws are a smooth one-to-one map of d
+    #: standard normal variables onto R^d
+    has_transport: bool = False
+
     @abstractmethod
     def init(self, loc: Tensor, scale: float) -> Tensors:
         """Parameters of a member centred at ``loc`` (d,) with every sd equal to ``scale``."""
@@ -161,12 +177,32 @@ class Family(ABC):
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         """Draws (..., d) from standard normal ``noise`` (..., noise_dim), differentiably."""
 
+    def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """z = rsample(noise) (..., d) and log |det dz/dnoise| (...), differentiable in the noise."""
+        raise NotImplementedError(
+            f"{type(self).__name__} is no map of d normal variables onto R^d."
+        )
+
+    def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
+        """The noise (..., d) that makes the draws ``z`` (..., d): the inverse of :meth:`transport`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} is no map of d normal variables onto R^d."
+        )
+
     def draw(self, params: Tensors, shape: torch.Size) -> Tensor:
         """Draws (*shape, d), differentiably.  Families whose noise is not normal have their own."""
         like = params["loc"]
         noise_shape = (*shape, self.noise_dim(params))
         noise = torch.randn(noise_shape, dtype=like.dtype, device=like.device)
         return self.rsample(params, noise)
+
+    def draw_scores(self, params: Tensors, n: int) -> Tensors:
+        """Scores of n fresh draws; each entry has a leading n."""
+        return self.score(params, self.draw(params, torch.Size((n,))))
+
+    def average(self, average: Tensors, params: Tensors, rate: Tensor) -> Tensors:
+        """Move a running average towards ``params`` by the share ``rate``: (1 - rate) average + ..."""
+        return interpolate(average, params, rate)
 
     def dim(self, params: Tensors) -> int:
         """d, the length of the latent vector."""
@@ -270,6 +306,10 @@ class Family(ABC):
     def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
         """The inverse of :meth:`pack`; ``like`` gives names and shapes."""
         return unpack(vector, like)
+
+    def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
+        """Numbers of consecutive entries of :meth:`pack` that form a layer each; here all form one."""
+        return (len(self.pack(params)),)
 
     def inner(self, params: Tensors, u: Tensors, v: Tensors) -> Tensor:
         """Fisher inner product <u, F v> of two tangents, a 0-dim tensor.

@@ -163,10 +163,29 @@ class ProductFamily(Family):
     def noise_dim(self, params: Tensors) -> int:
         return sum(f.noise_dim(self.own(p, params)) for p, f in self.parts.items())
 
-    def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
+    def _split_noise(self, params: Tensors, noise: Tensor) -> Tensors:
         lengths = [f.noise_dim(self.own(p, params)) for p, f in self.parts.items()]
-        own = dict(zip(self.parts, noise.split(lengths, -1), strict=True))
+        return dict(zip(self.parts, noise.split(lengths, -1), strict=True))
+
+    def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
+        own = self._split_noise(params, noise)
         return self._join(lambda p, f: f.rsample(self.own(p, params), own[p]))
+
+    @property
+    def has_transport(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether all parts have one."""
+        return all(f.has_transport for f in self.parts.values())
+
+    def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
+        own = self._split_noise(params, noise)
+        moved = {p: f.transport(self.own(p, params), own[p]) for p, f in self.parts.items()}
+        z = self.join({p: part for p, (part, _) in moved.items()})
+        return z, torch.stack([log_det for _, log_det in moved.values()]).sum(0)
+
+    def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
+        zs = self.split(z)
+        own = [f.noise_of(self.own(p, params), zs[p]) for p, f in self.parts.items()]
+        return torch.cat(own, -1)
 
     def draw(self, params: Tensors, shape: torch.Size) -> Tensor:
         return self._join(lambda p, f: f.draw(self.own(p, params), shape))

@@ -110,6 +110,7 @@ class FullRankNormal(Family):
     newton_like = True
     orthogonal_frame = True
     curvature_form = "dense"
+    has_transport = True
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
         return {"loc": loc.clone(), "scale_tril": torch.diag(torch.full_like(loc, scale))}
@@ -129,6 +130,14 @@ class FullRankNormal(Family):
 
     def _log_det(self, params: Tensors) -> Tensor:
         return params["scale_tril"].diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
+
+    def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
+        # rsample has no gradient in the noise
+        z = params["loc"] + noise @ params["scale_tril"].tril().mT
+        return z, self._log_det(params).expand(noise.shape[:-1])
+
+    def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
+        return self._whiten(params, z)
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
         w = self._whiten(params, z)

@@ -103,6 +103,7 @@ class MatrixNormal(Family):
     """
 
     names = ("loc", "row_tril", "column_tril")
+    has_transport = True
 
     def __init__(self, rows: int, columns: int) -> None:
         for name, size in {"rows": rows, "columns": columns}.items():
@@ -151,6 +152,16 @@ class MatrixNormal(Family):
         A, B = params["row_tril"], params["column_tril"]
         log_a = A.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
         return self.columns * log_a + self.rows * B.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
+
+    def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
+        # rsample has no gradient in the noise
+        A, B = self._factors(params)
+        z = params["loc"] + (A @ self._matrix(noise) @ B.mT).reshape(noise.shape)
+        return z, self._log_det(params).expand(noise.shape[:-1])
+
+    def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
+        w = self._whiten(params, self._matrix(z - params["loc"]))
+        return w.transpose(0, 1).reshape(z.shape)
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
         w = self._whiten(params, self._matrix(z - params["loc"]))

@@ -45,6 +45,7 @@ class MeanFieldNormal(Family):
     coordinates = ("local", "natural", "improved")
     orthogonal_frame = True
     curvature_form = "diagonal"
+    has_transport = True
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
         return {"loc": loc.clone(), "log_scale": torch.full_like(loc, scale).log()}
@@ -57,6 +58,12 @@ class MeanFieldNormal(Family):
 
     def _whiten(self, params: Tensors, z: Tensor) -> Tensor:
         return (z - params["loc"]) * (-params["log_scale"]).exp()
+
+    def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rsample(params, noise), params["log_scale"].sum(-1).expand(noise.shape[:-1])
+
+    def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
+        return self._whiten(params, z)
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
         w = self._whiten(params, z)

@@ -1,7 +1,17 @@
 """Estimates of the inverse Fisher matrix from scores, for families that have none in closed form."""
 
+from .blocks import Blocks
 from .inversion_free import Dense, InverseFisher, PaperWindow
 from .low_rank import LowRank
 from .scores import remember_arguments
+from .window import Window
 
-__all__ = ["Dense", "InverseFisher", "LowRank", "PaperWindow", "remember_arguments"]
+__all__ = [
+    "Blocks",
+    "Dense",
+    "InverseFisher",
+    "LowRank",
+    "PaperWindow",
+    "Window",
+    "remember_arguments",
+]

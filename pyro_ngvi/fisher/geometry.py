@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..families.base import Family, Tensors, pack, unpack
+from ..families.base import Family, Tensors, interpolate, pack, unpack
 
 __all__ = ["Coordinates", "EstimatedGeometry"]
 
@@ -28,6 +28,7 @@ class Coordinates:
     newton_like: bool = True
     noise_radius: float = 0.6
     orthogonal_frame: bool = False
+    known_fisher: bool = False
 
     @property
     def location(self) -> tuple[str, ...]:
@@ -50,11 +51,18 @@ class Coordinates:
     ) -> Tensors:
         return {name: p + step * tangent[name] for name, p in params.items()}
 
+    def average(self, average: Tensors, params: Tensors, rate: Tensor) -> Tensors:
+        return interpolate(average, params, rate)
+
     def pack(self, tensors: Tensors) -> Tensor:
         return pack(tensors)
 
     def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
         return unpack(vector, like)
+
+    def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
+        """One part: names do not tell which parameters belong together."""
+        return (sum(v.numel() for v in params.values()),)
 
     def not_finite(self, params: Tensors) -> Tensor:
         return ~torch.isfinite(pack(params))

@@ -175,7 +175,7 @@ class LowRank:
     def product(self, state: Tensors, g: Tensor) -> Tensor:
         y = g * state["inverse_unit"]
         weights = state["level"] / state["spikes"] - 1.0
-        y.addmv_(state["basis"].mT, weights * (state["basis"] @ y))
+        y = y + (weights * (state["basis"] @ y)) @ state["basis"]
         return y.mul_(state["inverse_unit"]).div_(state["level"])
 
 

@@ -25,19 +25,26 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
+from .._each_gradient import each_gradient
 from .._particles import Minibatches, Site, Sites, run_particles, run_plainly
 from ..density import scale_and_mask
 from ..families.base import Family, Tensors
 from .moved_draws import MovedDraws
 
-__all__ = ["GuideScores", "family_scores", "remember_arguments"]
+__all__ = ["GuideScores", "family_scores", "packed_scores", "remember_arguments"]
 
 
 def family_scores(family: Family, params: Tensors, n: int, stored: bool = False) -> Tensor:
     """n scores (n, D) from fresh draws: packed in the local frame of the family, or as ``stored``."""
-    score = family.score(params, family.draw(params, torch.Size((n,))))
+    score = family.draw_scores(params, n)
     if stored:
         return torch.cat([v.reshape(n, -1) for v in score.values()], 1)
+    return packed_scores(family, params, score)
+
+
+def packed_scores(family: Family, params: Tensors, score: Tensors) -> Tensor:
+    """Scores (n, D), packed in the local frame, from those in the stored coordinates."""
+    n = len(next(iter(score.values())))
     if n == 1:
         return family.pack(family.pull(params, {k: v[0] for k, v in score.items()}))[None]
     return torch.func.vmap(lambda s: family.pack(family.pull(params, s)))(score)
@@ -131,7 +138,7 @@ class GuideScores:
                     f"scores. Point estimates (AutoDelta) are trained by pyro.optim.Adam."
                 )
             wanted = [leaves[name] for name in (leaves if names is None else names)]
-            grads = _each_gradient(log_q, wanted)
+            grads = each_gradient(log_q, wanted)
         return torch.cat([g.reshape(n, -1) for g in grads], 1)
 
     def dependent(self) -> dict[str, Tensor]:
@@ -273,28 +280,3 @@ def _sum(sites: Sites) -> Tensor:
         log_prob = scale_and_mask(log_prob, weight, site["mask"]).sum()
         total = log_prob if total is None else total + log_prob
     return torch.zeros(()) if total is None else total
-
-
-def _each_gradient(values: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    """Gradients of each of ``values`` (n,) in each leaf, (n, *shape); zero where there is none."""
-    n = len(values)
-    if n == 1:
-        grads = torch.autograd.grad(values.sum(), leaves, allow_unused=True)
-        grads = [None if g is None else g[None] for g in grads]
-    else:
-        unit = torch.eye(n, dtype=values.dtype, device=values.device)
-        try:
-            grads = torch.autograd.grad(
-                values, leaves, unit, is_grads_batched=True, allow_unused=True, retain_graph=True
-            )
-        except RuntimeError:  # an operation without a batching rule
-            rows = [
-                torch.autograd.grad(v, leaves, allow_unused=True, retain_graph=True) for v in values
-            ]
-            grads = [
-                torch.stack([torch.zeros_like(p) if g is None else g for g in column])
-                for p, column in zip(leaves, zip(*rows, strict=True), strict=True)
-            ]
-    return [
-        p.new_zeros((n, *p.shape)) if g is None else g for p, g in zip(leaves, grads, strict=True)
-    ]

@@ -1,23 +1,31 @@
 """Pyro guides, one per family."""
 
 from .exponential import AutoExponentialFamily
+from .flow import AutoCouplingFlow, AutoFlow
 from .initialization import init_to_center
 from .matrix_normal import AutoMatrixNormal
+from .neutra import NeuTra, neutra
 from .normal import (
     AutoFactorNormal,
     AutoFactorPrecision,
     AutoFullRankNormal,
     AutoMeanFieldNormal,
 )
+from .orthogonal_flow import AutoOrthogonalFlow
 from .walsh_hadamard import AutoWalshHadamard
 
 __all__ = [
+    "AutoCouplingFlow",
     "AutoExponentialFamily",
     "AutoFactorNormal",
     "AutoFactorPrecision",
+    "AutoFlow",
     "AutoFullRankNormal",
     "AutoMatrixNormal",
     "AutoMeanFieldNormal",
+    "AutoOrthogonalFlow",
     "AutoWalshHadamard",
+    "NeuTra",
     "init_to_center",
+    "neutra",
 ]

@@ -19,12 +19,14 @@ from .._pyro_adapter import (
     claim_name,
     has_model,
     kept_whole,
+    model_as_given,
     module_name,
     particle_plate,
     rename,
 )
 from ..families.base import Family, Tensors, entry_name
 from .initialization import init_to_center
+from .neutra import FamilyTransform, base_of
 from .posterior import FamilyDistribution, WithDensity
 from .warm_start import find_mode
 
@@ -77,6 +79,9 @@ class AutoFamily(OwnName, AutoContinuous):
             (:func:`~pyro_ngvi.check_vectorized`).
     """
 
+    #: what ``init`` may be
+    starts: tuple[str | None, ...] = (None, "map")
+
     #: sites whose log density in the guide takes the model's prior back
     replaced_priors: tuple[str, ...] = ()
 
@@ -95,8 +100,9 @@ class AutoFamily(OwnName, AutoContinuous):
     ) -> None:
         if not isinstance(init_scale, int | float) or not 0.0 < init_scale < float("inf"):
             raise ValueError(f"init_scale must be a positive number, got {init_scale!r}.")
-        if init not in (None, "map"):
-            raise ValueError(f'init must be None or "map", got {init!r}.')
+        if init not in self.starts:
+            known = " or ".join("None" if s is None else f'"{s}"' for s in self.starts)
+            raise ValueError(f"init must be {known}, got {init!r}.")
         super().__init__(model, init_loc_fn=init_loc_fn)
         rename(self, claim_name(type(self).__name__) if name is None else name)
         self.family = self._make_family()
@@ -134,10 +140,19 @@ class AutoFamily(OwnName, AutoContinuous):
                 f"site(s) {', '.join(map(repr, dict.fromkeys(bad)))}. Pass another one, for instance "
                 f"init_loc_fn=pyro.infer.autoguide.init_to_feasible."
             )
-        if self.init == "map":
-            loc = find_mode(self.model, loc, args, kwargs)
-        for key, value in self.family.init(loc, self.init_scale).items():
-            setattr(self, key, nn.Parameter(value))
+        with poutine.block():  # handlers around the first call are not to see the runs of a search
+            if self.init == "map":
+                loc = find_mode(model_as_given(self), loc, args, kwargs)
+            params = self._start(loc, args, kwargs)
+        self._register_params(params)
+
+    def _start(self, loc: Tensor, args: Any, kwargs: Any) -> Tensors:
+        """The first parameters, around ``loc``."""
+        return self.family.init(loc, self.init_scale)
+
+    def _register_params(self, values: Tensors) -> None:
+        for name, value in values.items():
+            setattr(self, name, nn.Parameter(value))
 
     def _setup_latents(self, *args: Any, **kwargs: Any) -> None:
         guide = type(self).__name__
@@ -192,6 +207,14 @@ class AutoFamily(OwnName, AutoContinuous):
         """q as a distribution over the flat, unconstrained latent vector (d,): the answer so far."""
         self._require_setup()
         return self._distribution(self._current())
+
+    def get_base_dist(self) -> Any:
+        """N(0, I) over R^d, the noise that :meth:`get_transform` makes draws of."""
+        return base_of(self.get_posterior())
+
+    def get_transform(self, *args: Any, **kwargs: Any) -> FamilyTransform:
+        """The map from noise to the flat latent vector, detached: see :func:`pyro_ngvi.neutra`."""
+        return FamilyTransform(self)
 
     def sampling_posterior(self) -> FamilyDistribution:
         """The distribution that the guide draws from.

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributions import biject_to, transforms
 
 from ..families import MeanFieldDirichlet, MeanFieldGamma, MeanFieldNormal, ProductFamily
-from ..families.base import Family, Tensors
-from .base import AutoFamily
+from ..families.base import Family
+from .quantiles import AutoWithQuantiles
 
 __all__ = ["AutoExponentialFamily"]
 
@@ -25,7 +25,7 @@ HEADS: dict[str, type[transforms.Transform]] = {
 }
 
 
-class AutoExponentialFamily(AutoFamily):
+class AutoExponentialFamily(AutoWithQuantiles):
     """Each latent site, and each element of its batch, independently in a family for its support.
 
     ============================  ==========================================================
@@ -163,25 +163,6 @@ class AutoExponentialFamily(AutoFamily):
             one, zero = concentration.unbind(-1)
             base = dist.Beta(one.reshape(shape), zero.reshape(shape))
         return _transformed(base, _moves(_parts(transform)[1:])).to_event(event_dim)
-
-    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Posterior median of each latent site; on a simplex that of its stick-breaking coordinates."""
-        return {name: q[0] for name, q in self.quantiles([0.5], *args, **kwargs).items()}
-
-    @torch.no_grad()
-    def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Posterior quantiles (len(quantiles), ...) of each latent site, for levels in (0, 1)."""
-        self._require_setup()
-        params: Tensors = self._current()
-        like = next(iter(params.values()))
-        levels = torch.as_tensor(quantiles, dtype=like.dtype, device=like.device)
-        result: dict[str, list[Tensor]] = {}
-        for z in self.family.icdf(params, levels):
-            unpacked: Any = self._unpack_latent(z)
-            for site, value in unpacked:
-                transform: Any = biject_to(site["fn"].support)
-                result.setdefault(site["name"], []).append(transform(value))
-        return {name: torch.stack(values) for name, values in result.items()}
 
 
 def _parts(transform: Any) -> list[Any]:

@@ -9,6 +9,7 @@ from .ngvb import NGVB
 from .noisy_kfac import NoisyKFAC
 from .schedules import Constant, NoiseClock, PowerDecay, RobbinsMonro
 from .slang import SLANG
+from .spring import SPRING
 from .vadam import Vadam
 from .vogn import VOGN
 from .von import VON
@@ -20,6 +21,7 @@ __all__ = [
     "NAGVAC",
     "NGVB",
     "SLANG",
+    "SPRING",
     "VOGN",
     "VON",
     "Constant",

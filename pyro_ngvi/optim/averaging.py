@@ -70,11 +70,6 @@ def as_averaging(averaging: Averaging | float | bool) -> Averaging | bool:
     return averaging
 
 
-def update_average(average: Tensors, params: Tensors, rate: Tensor) -> Tensors:
-    """x_bar + rate (x - x_bar).  Families are convex in their stored coordinates."""
-    return {name: torch.lerp(average[name], params[name], rate) for name in params}
-
-
 def start_average(params: Tensors) -> Tensors:
     """The state of an average that nothing has entered yet."""
     like = next(iter(params.values()))
@@ -83,11 +78,13 @@ def start_average(params: Tensors) -> Tensors:
     return state | {"average." + name: v.clone() for name, v in params.items()}
 
 
-def step_average(averaging: Averaging, state: Tensors, params: Tensors, count: Tensor) -> Tensors:
-    """The entries of ``state`` after iterate number ``count`` has entered."""
+def step_average(
+    averaging: Averaging, family: Any, state: Tensors, params: Tensors, count: Tensor
+) -> Tensors:
+    """The entries of ``state`` after iterate number ``count`` has entered, by the family's mean."""
     rate, total = averaging.rate(count, state["average_total"])
     past = {name: state["average." + name] for name in params}
-    average = update_average(past, params, rate)
+    average = family.average(past, params, rate)
     # sum of squared weights: what averaging leaves of the noise of one step
     square = (1.0 - rate).square() * state["average_square"] + rate.square()
     new = {"average_total": total, "average_square": square}

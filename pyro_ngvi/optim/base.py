@@ -30,6 +30,12 @@ class NaturalGradientOptim(PyroOptim):
     #: kinds of curvature that the optimizer takes; ``None`` stands for a loss without any
     kinds: ClassVar[tuple[str | None, ...]] = (None, "price")
 
+    #: whether the optimizer learns the Fisher matrix where the family does not know it
+    learns_fisher: ClassVar[bool] = False
+
+    #: whether a step takes the gradients of the loss in the guide's parameters
+    needs_gradients: ClassVar[bool] = True
+
     def __init__(self, guide: Any, others: PyroOptim | None = None) -> None:
         super().__init__(torch.optim.SGD, {"lr": 0.0})  # never used: __call__ does the work
         if others is not None and not isinstance(others, PyroOptim):
@@ -63,6 +69,12 @@ class NaturalGradientOptim(PyroOptim):
         return self._rules[path].update(values, grads, state)
 
     def _adopt(self, path: str, block: Any) -> None:
+        if not (self.learns_fisher or block.family.known_fisher):
+            raise ValueError(
+                f"{type(self).__name__} needs a Fisher matrix in closed form, and "
+                f"{type(block).__name__} has none. Use pyro_ngvi.SPRING, pyro_ngvi.IFVB or "
+                f"pyro_ngvi.AIFVB, which learn it from scores."
+            )
         self._rules[path] = self.make_rule(block.family)
         block.set_lag(None)  # an optimizer before this one may have left its own
         block.averaged = block.holds_average and self._rules[path].averaging is not None
@@ -92,7 +104,7 @@ class NaturalGradientOptim(PyroOptim):
     def _step_block(self, path: str, block: Any, tensors: dict[str, Any]) -> None:
         values = {name: p.detach() for name, p in tensors.items()}
         state = self._state_of(path, block, values)
-        if all(p.grad is None for p in tensors.values()):
+        if self.needs_gradients and all(p.grad is None for p in tensors.values()):
             raise ValueError(
                 f"{type(self).__name__}: the loss has no gradient in the parameters of "
                 f"{type(block).__name__}. With sticking_the_landing=True log q(z) at a fixed z has "
@@ -139,13 +151,14 @@ class NaturalGradientOptim(PyroOptim):
             return
         name = type(self).__name__
         if None in self.kinds:
+            takers = {"kronecker": "NoisyKFAC", "scores": "SPRING"}
             raise RuntimeError(
                 f'{name} makes no use of curvature="{kind}". Leave it out of BatchedELBO(...), or take '
-                f"pyro_ngvi.{'NoisyKFAC' if kind == 'kronecker' else 'NGVB, VON or VOGN'}."
+                f"pyro_ngvi.{takers.get(str(kind), 'NGVB, VON or VOGN')}."
             )
         found = "the loss left none" if kind is None else f'the loss leaves "{kind}"'
         raise RuntimeError(
-            f"{name} builds the precision of {type(block).__name__} from curvature, and {found}. "
+            f"{name} steps {type(block).__name__} by a curvature, and {found}. "
             f'Pass SVI loss=pyro_ngvi.BatchedELBO(num_particles, curvature="{self.kinds[0]}").'
         )
 

@@ -23,6 +23,10 @@ steps in coordinates that are not q's own kill components).  A component of a mi
 for a while loses its weight along the exact natural gradient too; it comes back only while steps are
 long enough, another reason for a slow decay.
 
+Flows have thousands of parameters and a nearly singular Fisher matrix.  Their default is a damped
+window (:class:`~pyro_ngvi.fisher.Window`), which moves little where the scores say little, with the
+same slow gain; the low-rank estimate takes huge steps there (benchmarks/flows/README.md).
+
 ``IFVB.paper`` and ``AIFVB.paper`` make Algorithms 1 and 2 as printed: steps c_a / (c_a' + k)^alpha, no
 trust region.  There
 
@@ -39,7 +43,6 @@ Source: Godichon-Baggioni, Nguyen & Tran (2024, JASA), equations (4.6), Algorith
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,75 +51,25 @@ from torch import Tensor
 
 from .._random import own_random_state
 from ..families.base import Tensors
-from ..fisher import Dense, InverseFisher, LowRank, PaperWindow
-from ..fisher.first_guess import first_guess
-from ..fisher.geometry import Coordinates, EstimatedGeometry
+from ..fisher.geometry import Coordinates
 from ..fisher.guide_block import GuideBlock
 from ..fisher.scores import family_scores
 from ..guides.base import AutoFamily, find_blocks
+from ._fisher_forms import FisherForm
 from .averaging import Averaging, UsingAverage
 from .base import NaturalGradientOptim, Report, part
-from .rule import NaturalGradientRule, make_rule, rule_arguments
+from .ifvb_rule import IFVBRule
+from .rule import make_rule, rule_arguments
 from .schedules import Custom, RobbinsMonro, Schedule, check_convergence
 
 __all__ = ["IFVB", "IFVBRule"]
 
 #: scores that make the first guess of the diagonal, where it is not known
 FIRST_SCORES = 32
-#: how many scores a diagonal that is known counts for
-KNOWN_WEIGHT = 100.0
-#: number of eigenvectors of the low-rank estimate
-RANK = 32
-#: score k has weight k^GROWTH: the estimate follows a Fisher matrix that moves with q
-GROWTH = 1.0
-#: in stored coordinates: above k^-1, which averages need too, and waiting for the signal
+#: where the Fisher matrix is not known: above k^-1, which averages need too, and waiting for the signal
 SLOW = RobbinsMonro(scale=0.3, offset=20.0, power=2.0 / 3.0, patience=0.3)
 #: path of the block of parameters that belong to no guide of ours
 REST = "others' guides"
-
-
-@dataclass(frozen=True)
-class IFVBRule:
-    """The mathematics, as two pure functions.
-
-    ``step`` is the rule that steps once the natural gradient is known, ``fisher`` the estimate of the
-    inverse Fisher matrix, ``step.family`` the frame.
-    """
-
-    step: NaturalGradientRule
-    fisher: InverseFisher
-
-    @property
-    def averaging(self) -> Averaging | None:
-        return self.step.averaging
-
-    def init(self, params: Tensors, scores: Tensor | None = None) -> Tensors:
-        frame: Any = self.step.family
-        if scores is not None:
-            diagonal, weight = first_guess(scores, [v.numel() for v in params.values()]), 1.0
-        elif frame.orthogonal_frame:
-            ones = {name: torch.ones_like(v) for name, v in params.items()}
-            diagonal, weight = frame.pack(frame.fisher_product(params, ones)), KNOWN_WEIGHT
-        else:
-            diagonal, weight = torch.ones_like(frame.pack(params)), 1.0
-        if isinstance(self.fisher, Dense):
-            # directions that no score has shown yet would else look as if they were free
-            weight = max(weight, float(len(diagonal)))
-        fisher = self.fisher.init(diagonal, weight)
-        if scores is not None:
-            fisher = self.fisher.update(fisher, scores)
-        return self.step.init(params) | {"fisher." + k: v for k, v in fisher.items()}
-
-    def update(
-        self, params: Tensors, grads: Tensors, state: Tensors, scores: Tensor
-    ) -> tuple[Tensors, Tensors, Report]:
-        """One step from ``params``, with packed ``scores`` (S, D) of the frame."""
-        fisher = self.fisher.update(part(state, "fisher."), scores)
-        frame: Any = self.step.family
-        geometry = EstimatedGeometry(frame, lambda g: self.fisher.product(fisher, g))
-        own = {k: v for k, v in state.items() if not k.startswith("fisher.")}
-        new, own, report = replace(self.step, family=geometry).update(params, grads, own)
-        return new, own | {"fisher." + k: v for k, v in fisher.items()}, report
 
 
 class IFVB(NaturalGradientOptim):
@@ -130,12 +83,16 @@ class IFVB(NaturalGradientOptim):
             :func:`~pyro_ngvi.remember_arguments`.
         lr: factor in (0, 1] on the gain of the schedule.
         schedule: as for NGVB; a :class:`RobbinsMonro` has the conditions above.  ``None``: that of
-            NGVB; in stored coordinates ``RobbinsMonro(0.3, 20, 2/3, patience=0.3)``.
-        window: K, number of D-vectors that the estimate holds; ``None``: 32, or D if that is less.
-        form: "low_rank" (default), "dense" (D x D), or "paper" (the printed window of K vectors).
+            NGVB; in stored coordinates and for flows ``RobbinsMonro(0.3, 20, 2/3, patience=0.3)``.
+        window: K, number of D-vectors that the estimate holds; ``None``: 128 for the form "window",
+            else 32, or D if that is less.
+        form: "low_rank", "window" (the last K scores and a ridge), "dense" (D x D), or "paper" (the
+            printed window of K vectors).  ``None``: "window" for our flows, else "low_rank".
+        damping: ridge of the form "window", as a share of the mean of diag(F); ``None``: 1.
+        by_layer: no entries of F between the layers of a flow; other guides are one layer.
         eps, c_beta, beta: start and regularisation of the forms "dense" and "paper"; beta must be
             smaller than the power of a :class:`RobbinsMonro` schedule minus 1/2.
-        num_scores: scores drawn per step.
+        num_scores: scores drawn per step; ``None``: 8 for the form "window", else 1.
         trust_radius: largest length of a step in the estimated Fisher norm, nats^(1/2); ``None``: none.
         clip_norm: largest Euclidean norm of the natural gradient (the paper's device); ``None``: none.
         momentum: heavy-ball coefficient in [0, 1); ``None``: what suits the guide.
@@ -164,37 +121,37 @@ class IFVB(NaturalGradientOptim):
         True
     """
 
+    learns_fisher = True
+
     def __init__(
         self,
         guide: Any,
         lr: float = 1.0,
         schedule: Schedule | Callable[[Tensor], Tensor] | str | None = None,
         window: int | None = None,
-        form: str = "low_rank",
+        form: str | None = None,
         eps: float | None = None,
         c_beta: float = 0.0,
         beta: float = 0.25,
-        num_scores: int = 1,
+        num_scores: int | None = None,
         trust_radius: float | None = 1.0,
         clip_norm: float | None = None,
         momentum: float | None = None,
         averaging: Averaging | float | bool | None = None,
         frame: str = "family",
         others: PyroOptim | None = None,
+        *,
+        damping: float | None = None,
+        by_layer: bool = False,
     ) -> None:
         if frame not in ("family", "stored"):
             raise ValueError(f'frame must be "family" or "stored", got {frame!r}.')
         if isinstance(schedule, RobbinsMonro) and c_beta:
             check_convergence(schedule.power, beta)
         self._stored = frame == "stored"
-        self._fisher = _make_fisher(form, window, eps, c_beta, beta)
-        if not isinstance(num_scores, int) or num_scores < 1:
-            raise ValueError(
-                f"num_scores must be a whole number of at least 1, got {num_scores!r}."
-            )
+        self._form = FisherForm(form, window, damping, eps, c_beta, beta, by_layer, num_scores)
         if clip_norm is not None and not clip_norm > 0.0:
             raise ValueError(f"clip_norm must be positive or None, got {clip_norm!r}.")
-        self.num_scores = num_scores
         self._rule_arguments = rule_arguments(
             lr, trust_radius, schedule, momentum, averaging, clip_norm=clip_norm
         )
@@ -255,12 +212,13 @@ class IFVB(NaturalGradientOptim):
         )
 
     def make_rule(self, family: Any) -> IFVBRule:
+        estimate = self._form.estimate(family)
         if self._stored:
             family = Coordinates(family.names)
         arguments = self._rule_arguments
-        if isinstance(family, Coordinates) and arguments["schedule"] is None:
+        if not family.known_fisher and arguments["schedule"] is None:
             arguments = arguments | {"schedule": SLOW}
-        return IFVBRule(make_rule(family, arguments), self._fisher)
+        return IFVBRule(make_rule(family, arguments), estimate, self._form.by_layer)
 
     def __call__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         params = list(params)
@@ -291,9 +249,7 @@ class IFVB(NaturalGradientOptim):
 
     def _init_state(self, path: str, block: Any, values: Tensors) -> Tensors:
         known = block.family.orthogonal_frame and not self._stored
-        # H_0 = eps I needs no first guess, and the paper's count of scores starts at 0
-        known = known or getattr(self._fisher, "eps", None) is not None
-        if known:
+        if known or self._form.counts_from_zero:
             return self._rules[path].init(values)
         # one by one: draws made together share the minibatch of a subsampled plate
         draws = [self._draw(path, block, values, 1) for _ in range(FIRST_SCORES)]
@@ -303,8 +259,9 @@ class IFVB(NaturalGradientOptim):
     def _update(
         self, path: str, block: Any, values: Tensors, grads: Tensors, state: Tensors
     ) -> tuple[Tensors, Tensors, Report]:
-        scores = self._draw(path, block, values, self.num_scores)
-        return self._rules[path].update(values, grads, state, scores)
+        rule = self._rules[path]
+        scores = self._draw(path, block, values, self._form.scores_a_step(rule.fisher))
+        return rule.update(values, grads, state, scores)
 
     def use_average(self) -> UsingAverage:
         """Put the averages of the iterates into the guide; as a context manager, for a while.
@@ -332,23 +289,3 @@ class IFVB(NaturalGradientOptim):
                 "There is no average: take a step first, with AIFVB or IFVB(averaging=True)."
             )
         return UsingAverage(averages)
-
-
-def _make_fisher(
-    form: str, window: int | None, eps: float | None, c_beta: float, beta: float
-) -> InverseFisher:
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ValueError(f"window must be a whole number of at least 1 or None, got {window!r}.")
-    if eps is not None and not eps > 0:
-        raise ValueError(f"eps must be positive or None, got {eps!r}.")
-    if not (c_beta >= 0 and beta >= 0):
-        raise ValueError(f"c_beta and beta must not be negative, got {c_beta!r} and {beta!r}.")
-    if form == "low_rank":
-        return LowRank(RANK if window is None else window, growth=GROWTH)
-    if form == "dense":
-        return Dense(eps=eps, c_beta=c_beta, beta=beta)
-    if form == "paper":
-        if window is None:
-            raise ValueError('form="paper" is a window of K vectors: say how many, window=100.')
-        return PaperWindow(window, 1.0 if eps is None else eps, c_beta, beta)
-    raise ValueError(f'form must be "low_rank", "dense" or "paper", got {form!r}.')

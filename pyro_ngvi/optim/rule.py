@@ -161,7 +161,7 @@ class NaturalGradientRule:
             accepted |= {"move." + name: move[name] for name in self.family.location}
             accepted["move_energy"] = move_energy
         if self.averaging is not None:
-            accepted |= step_average(self.averaging, state, new, count)
+            accepted |= step_average(self.averaging, self.family, state, new, count)
         return finish(
             finite,
             (params, state),

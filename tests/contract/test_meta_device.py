@@ -21,7 +21,7 @@ from pyro_ngvi.families import (
     FullRankNormal,
     MeanFieldNormal,
 )
-from pyro_ngvi.fisher import Dense, InverseFisher, LowRank, PaperWindow
+from pyro_ngvi.fisher import Blocks, Dense, InverseFisher, LowRank, PaperWindow, Window
 from pyro_ngvi.fisher.scores import GuideScores, family_scores
 from pyro_ngvi.optim.rule import NaturalGradientRule
 from pyro_ngvi.optim.schedules import as_schedule
@@ -109,17 +109,25 @@ def test_functions_of_a_family(family: Family) -> None:
 
 @pytest.mark.parametrize(
     "estimate",
-    [Dense(), Dense(eps=1.0, c_beta=0.5, growth=2.0), PaperWindow(4, c_beta=0.5), LowRank(3, 2.0)],
+    [
+        Dense(),
+        Dense(eps=1.0, c_beta=0.5, growth=2.0),
+        PaperWindow(4, c_beta=0.5),
+        LowRank(3, 2.0),
+        Window(7, decay=0.9),
+        Blocks((2, 4), Window(7)),
+    ],
     ids=repr,
 )
 def test_inverse_fisher(estimate: InverseFisher) -> None:
-    """The low-rank estimate decides when to merge by three counters that stay with the host."""
+    """Counters that say when to merge and where to write stay with the host."""
     scores, g = torch.randn(20, 6, dtype=torch.float32), torch.randn(6, dtype=torch.float32)
     state = estimate.init(torch.ones_like(g), 1.0)
     meta = estimate.init(torch.ones_like(g).to("meta"), 1.0)
     for rows in scores.split(3):  # the low-rank estimate merges twice
         state, meta = estimate.update(state, rows), estimate.update(meta, rows.to("meta"))
-        host = {"updates", "waiting", "next_merge"} if isinstance(estimate, LowRank) else set()
+        host = {name for name, value in meta.items() if value.device.type == "cpu"}
+        assert len(host) == {LowRank: 3, Window: 1, Blocks: 2}.get(type(estimate), 0)
         assert all(torch.equal(state[name], meta[name]) for name in host)
         assert same_layout(
             {name: value for name, value in state.items() if name not in host},

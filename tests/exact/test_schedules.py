@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from pyro_ngvi.families.base import interpolate
 from pyro_ngvi.optim import Constant, LogPower, NoiseClock, RobbinsMonro, Tail
-from pyro_ngvi.optim.averaging import as_averaging, update_average
+from pyro_ngvi.optim.averaging import as_averaging
 from pyro_ngvi.optim.schedules import as_schedule
 
 
@@ -99,7 +100,7 @@ def test_log_power_average_is_the_weighted_mean(power):
     average, total = {"x": torch.zeros(())}, torch.zeros(())
     for k, value in enumerate(x, start=1):
         rate, total = averaging.rate(torch.tensor(float(k)), total)
-        average = update_average(average, {"x": value}, rate)
+        average = interpolate(average, {"x": value}, rate)
     weights = torch.log(torch.arange(1.0, 21.0) + 1.0) ** power
     torch.testing.assert_close(average["x"], (weights * x).sum() / weights.sum())
 
@@ -110,7 +111,7 @@ def test_tail_average_forgets_the_start():
     for k in range(1, 101):
         value = 1e6 if k <= 10 else 1.0
         rate, total = averaging.rate(torch.tensor(float(k)), total)
-        average = update_average(average, {"x": torch.full((), value)}, rate)
+        average = interpolate(average, {"x": torch.full((), value)}, rate)
     # the first tenth keeps a share of about 0.1^4
     assert 1.0 < float(average["x"]) < 1.0 + 1e6 * 2e-4
 

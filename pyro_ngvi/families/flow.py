@@ -1,0 +1,206 @@
+r"""Normalizing flows behind an affine map: z = mu + A T(eps), eps ~ N(0, I), T any invertible network.
+
+    log q(z) = log N(eps; 0, I) - log |det A| - log |det dT/deps|,    eps = T^-1(A^-1 (z - mu)).
+
+Stored: mu and A as a Gaussian family stores them ("loc" with "log_scale" or "scale_tril"), and the
+parameters of T by their own names behind "flow.".  Local frame: the Gaussian's for mu and A (moves in
+units of q), plain coordinates for T.
+
+The Fisher matrix has no closed form, and is singular: networks have many parameters that say the same.
+
+**Scores** at a fixed z take the inverse, phi = grad_lambda log q(z): one vmapped pass.  Where the
+inverse takes d passes (inverse autoregressive flows) it is used once, without gradients, and the rest
+is the path identity.  With J = dz/deps,
+
+    s = grad_z log q = J^-T grad_eps [log N(eps) - log |det J|],
+    phi = -grad_lambda log |det J| - (dz/dlambda)' s,
+
+one d x d solve a draw.  "Sticking the landing", the path gradient of the ELBO, is
+(dz/dlambda)' (s - grad_z log p); :class:`~pyro_ngvi.guides.posterior.FamilyDistribution` takes its s
+from the inverse at detached parameters.
+
+Not for: discrete structure, d in the thousands (a score is as long as all parameters together).
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev, vjp, vmap
+
+from .._each_gradient import each_gradient
+from ._monte_carlo import MonteCarloFamily
+from .base import LOG_2PI, Family, Tensors
+from .full_rank import FullRankNormal
+from .mean_field import MeanFieldNormal
+
+__all__ = ["FlowFamily"]
+
+#: what the names of a flow's parameters begin with
+PREFIX = "flow."
+
+GAUSSIANS: dict[str, type[Family]] = {"diagonal": MeanFieldNormal, "full": FullRankNormal}
+
+
+class FlowFamily(MonteCarloFamily):
+    """Densities of z = mu + A T(eps); see the head of this file.
+
+    Args:
+        affine: "diagonal" or "full", the form of A.
+
+    The flow is set by :meth:`define`.
+    """
+
+    # no Newton steps and no momentum: as for all guides whose Fisher matrix is estimated
+    newton_like = True
+    noise_radius = 0.6
+    names: tuple[str, ...] = ()
+
+    def __init__(self, affine: str = "full") -> None:
+        self.gaussian = GAUSSIANS[affine]()
+        self.flow: Any = None
+        self._vmaps = True
+
+    def define(self, flow: nn.Module) -> None:
+        """Set T: ``flow(x, inverse)`` gives the image (..., d) and log |det| (...) of either direction.
+
+        Its attribute ``cheap_inverse`` says whether the inverse takes about as long as the flow.
+        """
+        self.flow = flow
+        self.names = (*self.gaussian.names, *(PREFIX + name for name, _ in flow.named_parameters()))
+
+    def init(self, loc: Tensor, scale: float) -> Tensors:
+        own = {PREFIX + name: p.detach().clone() for name, p in self.flow.named_parameters()}
+        return self.gaussian.init(loc, scale) | own
+
+    def _affine(self, tensors: Tensors) -> Tensors:
+        return {name: tensors[name] for name in self.gaussian.names}
+
+    def _flow(self, tensors: Tensors) -> Tensors:
+        return {name: v for name, v in tensors.items() if name.startswith(PREFIX)}
+
+    def _run(self, params: Tensors, x: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+        own = {name.removeprefix(PREFIX): v for name, v in self._flow(params).items()}
+        return functional_call(self.flow, own, (x, inverse))
+
+    def noise_dim(self, params: Tensors) -> int:
+        return params["loc"].shape[-1]
+
+    def _forward(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """z (..., d) and log |det dz/deps| (...)."""
+        x, log_det = self._run(params, noise, False)
+        if "log_scale" in params:
+            log_scale = params["log_scale"]
+            return params["loc"] + log_scale.exp() * x, log_det + log_scale.sum()
+        L = params["scale_tril"].tril()
+        return params["loc"] + x @ L.mT, log_det + L.diagonal().abs().log().sum()
+
+    def _backward(self, params: Tensors, z: Tensor) -> tuple[Tensor, Tensor]:
+        """eps (..., d) and log |det deps/dz| (...)."""
+        gaussian: Any = self.gaussian
+        x = gaussian._whiten(params, z)
+        noise, log_det = self._run(params, x, True)
+        if "log_scale" in params:
+            return noise, log_det - params["log_scale"].sum()
+        return noise, log_det - params["scale_tril"].diagonal().abs().log().sum()
+
+    has_transport = True
+    transport = _forward
+
+    def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
+        return self._backward(params, z)[0]
+
+    def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
+        return self._forward(params, noise)[0]
+
+    def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
+        noise, log_det = self._backward(params, z)
+        return _log_normal(noise) + log_det
+
+    def score(self, params: Tensors, z: Tensor) -> Tensors:
+        if self.flow.cheap_inverse:
+            if self._vmaps:
+                try:
+                    return vmap(grad(self.log_prob), in_dims=(None, 0))(params, z)
+                except RuntimeError:  # Pyro's splines index by masks
+                    self._vmaps = False
+            return self._score_by_autograd(params, z)
+        with torch.no_grad():
+            noise, _ = self._backward(params, z)
+        return self.path_score(params, noise)
+
+    def _score_by_autograd(self, params: Tensors, z: Tensor) -> Tensors:
+        with torch.enable_grad():
+            leaves = {name: v.detach().requires_grad_() for name, v in params.items()}
+            grads = each_gradient(self.log_prob(leaves, z), list(leaves.values()))
+        return dict(zip(leaves, grads, strict=True))
+
+    def path_score(self, params: Tensors, noise: Tensor) -> Tensors:
+        """Scores at z = rsample(noise), for noise (n, d), without the inverse."""
+
+        def one(eps: Tensor) -> Tensors:
+            def log_base(e: Tensor) -> Tensor:
+                return _log_normal(e) - self._forward(params, e)[1]
+
+            J = jacrev(lambda e: self._forward(params, e)[0])(eps)
+            s = torch.linalg.solve_ex(J.mT, grad(log_base)(eps))[0]
+            (_, log_det), pull, *_ = vjp(lambda p: self._forward(p, eps), params)
+            return pull((-s, -torch.ones_like(log_det)))[0]
+
+        return vmap(one)(noise)
+
+    def not_finite(self, params: Tensors) -> Tensor:
+        bad = self.gaussian.not_finite(params)
+        for v in self._flow(params).values():
+            bad = bad | ~torch.isfinite(v).all()
+        return bad
+
+    def push(self, params: Tensors, tangent: Tensors) -> Tensors:
+        return self.gaussian.push(params, self._affine(tangent)) | self._flow(tangent)
+
+    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
+        return self.gaussian.pull(params, self._affine(grads)) | self._flow(grads)
+
+    def retract(
+        self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
+    ) -> Tensors:
+        affine = self.gaussian.retract(params, self._affine(tangent), step)
+        return affine | {k: params[k] + step * v for k, v in self._flow(tangent).items()}
+
+    def pack(self, tensors: Tensors) -> Tensor:
+        own = [v.reshape(-1) for v in self._flow(tensors).values()]
+        return torch.cat([self.gaussian.pack(self._affine(tensors)), *own])
+
+    def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
+        own = self._flow(like)
+        sizes = [v.numel() for v in own.values()]
+        first, *rest = vector.split([len(vector) - sum(sizes), *sizes])
+        parts = zip(own.items(), rest, strict=True)
+        return self.gaussian.unpack(first, self._affine(like)) | {
+            name: part.reshape(v.shape) for (name, v), part in parts
+        }
+
+    def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
+        """The affine part, then each layer of T, in the order of :meth:`pack`.
+
+        A layer has the parameters whose names agree up to the first number ("transforms.0"): one
+        coupling of a list.  Those without a number go by the module that holds them.
+        """
+        own = self._flow(params)
+        layers = itertools.groupby(own, key=_layer_of)
+        affine = len(self.gaussian.pack(self._affine(params)))
+        return (affine, *(sum(own[name].numel() for name in names) for _, names in layers))
+
+
+def _layer_of(name: str) -> str:
+    """The path of the layer to which a parameter of a flow belongs."""
+    path = name.split(".")
+    numbers = (k for k, part in enumerate(path) if part.isdigit())
+    return ".".join(path[: next(numbers, len(path) - 2) + 1])
+
+
+def _log_normal(x: Tensor) -> Tensor:
+    return -0.5 * (x.square() + LOG_2PI).sum(-1)
