@@ -1,0 +1,1 @@
+"""Guides that are normalizing flows, on targets that Gaussians fail at."""

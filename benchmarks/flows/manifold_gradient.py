@@ -1,0 +1,172 @@
+r"""First-order methods on the rotations of an orthogonal flow: what IFVB is compared with.
+
+With Proj_W(G) = W skew(W'G), the tangent part of G at an orthogonal W, and g the Euclidean gradient:
+
+    ManifoldGradient    m <- 0.6 Proj(m) + 0.4 g min(1, c / |g|),   W <- cholesky-qr(W - b Proj(m))
+    ProjectedAdam       W <- polar(Adam(W, g))
+    AdamOnTangents      a <- Adam's step for tril(W'g - g'W),       W <- retract(W, a)
+
+The projection of m from one W to the next is its transport.  In the frame of the family Proj(G) has the
+coordinates pull(G) / 2; those of shifts are pull(g), for an orthogonal W.
+
+Sources: Godichon-Baggioni, Nguyen & Tran (2024, JASA), example 3; Tran, Nguyen & Nguyen (2021,
+Statistics and Computing 31:71) for the first with Riemannian gradients; Kingma & Ba (2015).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from pyro.optim import PyroOptim
+from torch import Tensor
+
+from pyro_ngvi.families.base import Tensors, pack
+from pyro_ngvi.families.orthogonal_flow import is_rotation
+from pyro_ngvi.optim.base import NaturalGradientOptim, part
+from pyro_ngvi.optim.report import Report, bad_entries, finish
+
+__all__ = ["AdamOnTangents", "ManifoldGradient", "ProjectedAdam"]
+
+
+def _start(family: Any, params: Tensors) -> Tensors:
+    zero = torch.zeros_like(params["loc"][0])
+    bad = torch.zeros_like(family.not_finite(params))
+    return {"count": zero, "skipped": zero.clone(), "bad_entries": bad}
+
+
+def _end(
+    family: Any,
+    grads: Tensors,
+    before: tuple[Tensors, Tensors],
+    after: tuple[Tensors, Tensors],
+    length: Tensor,
+) -> tuple[Tensors, Tensors, Report]:
+    finite = torch.isfinite(sum((v.sum() for v in after[0].values()), length))
+    return finish(
+        finite,
+        before,
+        after,
+        lambda: {"bad_entries": bad_entries(family, grads)},
+        step_norm=length,
+        gain=torch.ones_like(length),
+        radius=torch.full_like(length, torch.inf),
+        damped=length < 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class GradientRule:
+    """``init(params) -> state``, ``update(params, grads, state)``: the first method above.
+
+    ``normal=False`` clips and averages Proj(g) in place of g.
+    """
+
+    family: Any
+    step: float
+    clip: float
+    momentum: float
+    flat: int
+    normal: bool
+    averaging: None = None
+
+    def init(self, params: Tensors) -> Tensors:
+        moving = {"m." + name: torch.zeros_like(v) for name, v in params.items()}
+        return _start(self.family, params) | moving
+
+    def _tangent(self, params: Tensors, G: Tensors) -> Tensors:
+        pulled = self.family.pull(params, G)
+        return {name: 0.5 * v if is_rotation(name) else v for name, v in pulled.items()}
+
+    def _project(self, params: Tensors, G: Tensors) -> Tensors:
+        return self.family.push(params, self._tangent(params, G))
+
+    def update(
+        self, params: Tensors, grads: Tensors, state: Tensors
+    ) -> tuple[Tensors, Tensors, Report]:
+        g = grads if self.normal else self._project(params, grads)
+        shrink = (self.clip / torch.linalg.vector_norm(pack(g))).clamp_max(1.0)
+        past = self._project(params, part(state, "m."))
+        share = (1.0 - self.momentum) * shrink
+        m = {name: self.momentum * past[name] + share * g[name] for name in past}
+        tangent, count = self._tangent(params, m), state["count"] + 1.0
+        step = self.step * (self.flat / count).clamp_max(1.0)
+        new = self.family.retract(params, tangent, -step)
+        after = state | {"count": count} | {"m." + name: v for name, v in m.items()}
+        length = step * torch.linalg.vector_norm(pack(m))
+        return _end(self.family, grads, (params, state), (new, after), length)
+
+
+@dataclass(frozen=True)
+class TangentAdamRule:
+    """Adam on the packed gradient of the local frame."""
+
+    family: Any
+    rate: float
+    decays: tuple[float, float] = (0.9, 0.999)
+    averaging: None = None
+
+    def init(self, params: Tensors) -> Tensors:
+        zero = torch.zeros_like(self.family.pack(params))
+        return _start(self.family, params) | {"first": zero, "second": zero.clone()}
+
+    def update(
+        self, params: Tensors, grads: Tensors, state: Tensors
+    ) -> tuple[Tensors, Tensors, Report]:
+        g, count = self.family.pack(self.family.pull(params, grads)), state["count"] + 1.0
+        one, two = self.decays
+        first = torch.lerp(state["first"], g, 1.0 - one)
+        second = torch.lerp(state["second"], g.square(), 1.0 - two)
+        scale = (second / (1.0 - two**count)).sqrt() + 1e-8
+        move = self.rate * first / (1.0 - one**count) / scale
+        new = self.family.retract(params, self.family.unpack(move, params), -1.0)
+        after = state | {"count": count, "first": first, "second": second}
+        length = torch.linalg.vector_norm(move)
+        return _end(self.family, grads, (params, state), (new, after), length)
+
+
+class ManifoldGradient(NaturalGradientOptim):
+    """The Euclidean gradient, clipped, with momentum; steps fall as 1/k after ``flat`` of them."""
+
+    learns_fisher = True
+
+    def __init__(
+        self, guide: Any, step: float, clip: float, momentum: float, flat: int, normal: bool = True
+    ) -> None:
+        arguments: dict[str, Any] = {"step": step, "clip": clip, "momentum": momentum}
+        self._make = partial(GradientRule, flat=flat, normal=normal, **arguments)
+        super().__init__(guide)
+
+    def make_rule(self, family: Any) -> GradientRule:
+        return self._make(family)
+
+
+class AdamOnTangents(NaturalGradientOptim):
+    """Adam in the local frame of the flow."""
+
+    learns_fisher = True
+
+    def __init__(self, guide: Any, rate: float) -> None:
+        self._rate = rate
+        super().__init__(guide)
+
+    def make_rule(self, family: Any) -> TangentAdamRule:
+        return TangentAdamRule(family, self._rate)
+
+
+class ProjectedAdam(PyroOptim):
+    """Adam on the stored matrices, each then replaced by the nearest orthogonal one."""
+
+    def __init__(self, guide: Any, rate: float) -> None:
+        super().__init__(torch.optim.Adam, {"lr": rate})
+        self._guide = guide
+
+    @torch.no_grad()
+    def __call__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        super().__call__(params, *args, **kwargs)
+        for name, p in self._guide.natural_params().items():
+            if is_rotation(name):
+                U, _, V = torch.linalg.svd(p)
+                p.copy_(U @ V)
