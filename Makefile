@@ -38,6 +38,7 @@ bench: $(BENCH_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.blr_papers --only uci --seeds 20
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.whvi_paper.transform
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.whvi_paper --seeds 5
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.flows --seeds 10
 
 # The pinned torch goes in first, by its exact version, so that no later requirement can choose another build of it.
 $(STAMP): pyproject.toml constraints.txt

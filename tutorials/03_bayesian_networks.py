@@ -397,11 +397,11 @@ for name in ("init_scale 1", "lr 0.5"):
 
 # %% [markdown]
 # - **The start is too wide** (`init_scale 1`). The draws are so far apart that the gradients are
-#   mostly noise, and the mean runs away. Start narrow, at 0.1, or 0.03 for many inputs. Much
+#   mostly noise, and the mean wanders off. Start narrow, at 0.1, or 0.03 for many inputs. Much
 #   narrower (`init_scale 0.01`) costs time at first, and no more.
 # - **The rate is too small** (`lr 0.003`): it is behind for as long as we looked. **Too large**
-#   (`lr 0.5`): the mean runs away on noisy minibatches. If the loss jumps, take the default, which
-#   falls, or `trust_radius=1.0`, which bounds each step.
+#   (`lr 0.5`): it stays behind too, for the noise of the minibatches. IVON moves no weight by more
+#   than its sd at a step (`trust_radius=1.0`), so nothing runs away. Take the default, which falls.
 # - **The guide collapses to the prior.** Count the sds near that of the prior, as here. Take a
 #   smaller network, a narrower prior, or a `kl_weight` below 1; then say so, for it is not Bayes'
 #   rule any more, and choose it on validation data. The weight 0.1 of the digits was not: we
