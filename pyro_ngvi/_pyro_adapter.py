@@ -18,6 +18,7 @@ from pyro.infer.autoguide import AutoContinuous, AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.nn import PyroModule
 from pyro.poutine.indep_messenger import CondIndepStackFrame
+from torch.distributions import Transform
 
 __all__ = [
     "OwnName",
@@ -29,6 +30,7 @@ __all__ = [
     "module_name",
     "particle_plate",
     "rename",
+    "with_inner",
 ]
 
 _counters: dict[str, itertools.count[int]] = defaultdict(itertools.count)
@@ -56,6 +58,7 @@ def module_name(module: PyroModule) -> str:
 def rename(module: PyroModule, name: str) -> None:
     """Give ``module`` a name before its first parameter is registered."""
     module._pyro_name = name
+    _claimed.add(name)  # or a copy would take it, and with it the parameters
 
 
 class OwnName:
@@ -85,16 +88,26 @@ def particle_plate(site: Any) -> CondIndepStackFrame | None:
     return frames[0] if vectorised else None
 
 
+def with_inner(transform: Transform) -> list[Transform]:
+    """A transform and all those that it holds: parts, the one that it is the inverse of, and so on."""
+    found = {id(transform): transform}
+    todo = [transform]
+    while todo:
+        for held in vars(todo.pop()).values():
+            for t in held if isinstance(held, list | tuple) else (held,):
+                if isinstance(t, Transform) and id(t) not in found:
+                    found[id(t)] = t
+                    todo.append(t)
+    return list(found.values())
+
+
 def forget_cached(transform: Any) -> None:
     """Make a transform forget its last argument and what it computed from it.
 
     Pyro's transforms keep them, as tensors that belong to a graph: they can not be copied or pickled,
     and under ``torch.func`` outlive the function that they belong to.
     """
-    members = [transform, *getattr(transform, "parts", ())]
-    for t in {id(t): t for t in members}.values():
-        if t is not transform:
-            forget_cached(t)
+    for t in with_inner(transform):
         for name in vars(t):
             if name.startswith("_cached"):
                 setattr(t, name, (None, None) if name == "_cached_x_y" else None)

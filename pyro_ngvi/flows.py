@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Transform
 
-from ._pyro_adapter import forget_cached
-from .families.base import LOG_2PI
+from ._flow_checks import check_base, check_fixed, check_round_trip, check_steps
+from ._pyro_adapter import forget_cached, with_inner
 
 __all__ = ["CouplingFlow", "PyroFlow", "ZukoFlow", "as_flow", "coupling_flow"]
 
@@ -52,7 +52,12 @@ class PyroFlow(nn.Module):
     def __init__(self, transforms: Iterable[Any], cheap_inverse: bool = True) -> None:
         super().__init__()
         self.steps = list(transforms)
-        self.modules_of_steps = nn.ModuleList([t for t in self.steps if isinstance(t, nn.Module)])
+        # networks may lie inside of a ComposeTransform or an inverse; each once, since functional_call
+        # leaves a module with two names without its parameters
+        inner: list[nn.Module] = [
+            t for step in self.steps for t in with_inner(step) if isinstance(t, nn.Module)
+        ]
+        self.modules_of_steps = nn.ModuleList(_outermost(inner))
         self.cheap_inverse = cheap_inverse
 
     def forward(self, x: Tensor, inverse: bool = False) -> tuple[Tensor, Tensor]:
@@ -67,6 +72,12 @@ class PyroFlow(nn.Module):
             forget_cached(t)
             x = end
         return x, total
+
+
+def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    """Each module once, without those that lie inside of another."""
+    inside = {id(part) for m in modules for part in m.modules() if part is not m}
+    return list({id(m): m for m in modules if id(m) not in inside}.values())
 
 
 class Stretch:
@@ -152,10 +163,11 @@ def as_flow(flow: Any, d: int) -> nn.Module:
         module = flow
     elif isinstance(flow, Transform) or _is_list_of_transforms(flow):
         steps = flow if isinstance(flow, list | tuple | nn.ModuleList) else [flow]
+        check_steps(steps, d)
         module = PyroFlow(steps, cheap_inverse=not any(_inverts_one_by_one(t) for t in steps))
     elif isinstance(flow, nn.Module) and type(flow).__module__.startswith("zuko"):
         if hasattr(flow, "base"):
-            _check_base(flow, name, d)
+            check_base(flow, name, d)
         module = ZukoFlow(getattr(flow, "transform", flow))
     else:
         raise TypeError(
@@ -163,7 +175,8 @@ def as_flow(flow: Any, d: int) -> nn.Module:
             f"pyro.distributions.transforms or a list of them, or a function of the dimension that "
             f"makes one."
         )
-    _check_round_trip(module, name, d)
+    check_fixed(module, name)
+    check_round_trip(module, name, d)
     return module
 
 
@@ -179,57 +192,6 @@ def _inverts_one_by_one(transform: Any) -> bool:
     if parts is not None:
         return any(_inverts_one_by_one(t) for t in parts)
     return getattr(transform, "autoregressive", False)
-
-
-def _check_base(flow: Any, name: str, d: int) -> None:
-    base = flow.base()
-    with torch.no_grad():
-        like = next(flow.parameters())
-        x = torch.linspace(-1.0, 2.0, d, dtype=like.dtype, device=like.device)
-        try:
-            found = base.log_prob(x)
-        except (RuntimeError, ValueError):
-            return  # another dimension: the round trip says so
-        wanted = -0.5 * (x.square() + LOG_2PI).sum(-1)
-    if found.shape != wanted.shape or not torch.allclose(found, wanted, rtol=1e-4):
-        raise ValueError(
-            f"The base of {name} is {type(base).__name__}, and not the standard normal from which the "
-            f"guide draws. Pass the transform alone, if it is a map of R^{d}."
-        )
-
-
-@torch.no_grad()
-def _check_round_trip(flow: nn.Module, name: str, d: int) -> None:
-    like = next(iter(flow.parameters()), torch.zeros(()))
-    x = torch.linspace(-1.0, 1.5, 2 * d, dtype=like.dtype, device=like.device).reshape(2, d)
-    try:
-        y, log_det = flow(x, False)
-        back, inverse_log_det = flow(y, True)
-    except (
-        NotImplementedError,
-        KeyError,
-    ) as error:  # KeyError: Pyro's that look in their cache only
-        raise ValueError(
-            f"The flow {name} has no inverse, so log q can not be evaluated at a given point, and "
-            f"there are no scores. Take one with an inverse, such as a coupling or a spline."
-        ) from error
-    except (RuntimeError, ValueError, AssertionError) as error:
-        raise ValueError(
-            f"The flow {name} does not map vectors of length {d}, the number of unconstrained latent "
-            f"variables of the model: {error}"
-        ) from error
-    if y.shape != x.shape or log_det.shape != x.shape[:1]:
-        raise ValueError(
-            f"The flow {name} gives an image of shape {tuple(y.shape)} and log-determinants of shape "
-            f"{tuple(log_det.shape)} for {tuple(x.shape)}: it has to map R^{d} to itself."
-        )
-    if not (
-        torch.allclose(back, x, atol=1e-3) and torch.allclose(log_det, -inverse_log_det, atol=1e-2)
-    ):
-        raise ValueError(
-            f"The flow {name} is not inverted by its inverse: the round trip of a point is off by "
-            f"{float((back - x).abs().max()):.2g}."
-        )
 
 
 def coupling_flow(d: int, kind: str, layers: int, hidden: tuple[int, ...], bins: int) -> nn.Module:

@@ -33,6 +33,7 @@ from pyro_ngvi._particles import (
 from pyro_ngvi._random import own_random_state
 from pyro_ngvi.density import site_log_prob
 from pyro_ngvi.elbo.check import (
+    check_all_have_scores,
     check_guide,
     check_guide_of_this_model,
     check_guide_takes_curvature,
@@ -249,6 +250,8 @@ class BatchedELBO(ELBO):
         if kind is not None and (theta.requires_grad or kind == "scores"):
             check_unscaled(site, kind)
             if self._estimator is None or self._estimator.kind != kind:
+                if kind == "scores":
+                    check_all_have_scores(cast(AutoFamily, guide))
                 self._estimator = make_estimator(kind, guide, layout)
             self._active = self._estimator
             self._active.start(theta, log_det)

@@ -205,6 +205,18 @@ def check_guide_takes_curvature(guide: Any, kind: str, joint: bool) -> None:
         )
 
 
+def check_all_have_scores(guide: AutoFamily) -> None:
+    """Refuse a guide with parameters beside its family's to a loss that gives them no gradient."""
+    own = {id(p) for p in guide.natural_params().values()}
+    rest = [k for k, p in guide.named_parameters() if p.requires_grad and id(p) not in own]
+    if rest:
+        raise ValueError(
+            f'BatchedELBO(curvature="scores") gives the parameters of a guide no gradient, and '
+            f"{type(guide).__name__} has some that are not its family's: {', '.join(rest)}. Nothing "
+            f"would train them; leave curvature out and take pyro_ngvi.NGVB or pyro_ngvi.IFVB."
+        )
+
+
 def check_affordable(d: int) -> None:
     """Refuse the diagonal of a dense Hessian of the log prior, a pass for each of ``d`` columns."""
     if d > MOST_COLUMNS:

@@ -62,6 +62,7 @@ class FlowFamily(MonteCarloFamily):
     def __init__(self, affine: str = "full") -> None:
         self.gaussian = GAUSSIANS[affine]()
         self.flow: Any = None
+        self._places: dict[str, str] = {}
         self._vmaps = True
 
     def define(self, flow: nn.Module) -> None:
@@ -70,10 +71,20 @@ class FlowFamily(MonteCarloFamily):
         Its attribute ``cheap_inverse`` says whether the inverse takes about as long as the flow.
         """
         self.flow = flow
-        self.names = (*self.gaussian.names, *(PREFIX + name for name, _ in flow.named_parameters()))
+        trainable = _trainable(flow)
+        self.names = (*self.gaussian.names, *trainable)
+        # a parameter may stand in several places, a module under several names; functional_call loses
+        # the parameters of the latter if it is left to find the places
+        name_of = {id(p): name for name, p in trainable.items()}
+        self._places = {
+            f"{path}.{leaf}".lstrip("."): name_of[id(p)]
+            for path, module in flow.named_modules()
+            for leaf, p in module.named_parameters(recurse=False)
+            if id(p) in name_of
+        }
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
-        own = {PREFIX + name: p.detach().clone() for name, p in self.flow.named_parameters()}
+        own = {name: p.detach().clone() for name, p in _trainable(self.flow).items()}
         return self.gaussian.init(loc, scale) | own
 
     def _affine(self, tensors: Tensors) -> Tensors:
@@ -83,8 +94,8 @@ class FlowFamily(MonteCarloFamily):
         return {name: v for name, v in tensors.items() if name.startswith(PREFIX)}
 
     def _run(self, params: Tensors, x: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-        own = {name.removeprefix(PREFIX): v for name, v in self._flow(params).items()}
-        return functional_call(self.flow, own, (x, inverse))
+        own = {place: params[name] for place, name in self._places.items()}
+        return functional_call(self.flow, own, (x, inverse), tie_weights=False)
 
     def noise_dim(self, params: Tensors) -> int:
         return params["loc"].shape[-1]
@@ -130,7 +141,12 @@ class FlowFamily(MonteCarloFamily):
             return self._score_by_autograd(params, z)
         with torch.no_grad():
             noise, _ = self._backward(params, z)
-        return self.path_score(params, noise)
+        if self._vmaps:
+            try:
+                return self.path_score(params, noise)
+            except RuntimeError:
+                self._vmaps = False
+        return self._score_by_autograd(params, z)
 
     def _score_by_autograd(self, params: Tensors, z: Tensor) -> Tensors:
         with torch.enable_grad():
@@ -193,6 +209,11 @@ class FlowFamily(MonteCarloFamily):
         layers = itertools.groupby(own, key=_layer_of)
         affine = len(self.gaussian.pack(self._affine(params)))
         return (affine, *(sum(own[name].numel() for name in names) for _, names in layers))
+
+
+def _trainable(flow: nn.Module) -> Tensors:
+    """The parameters of a flow, without those that its owner has frozen."""
+    return {PREFIX + name: p for name, p in flow.named_parameters() if p.requires_grad}
 
 
 def _layer_of(name: str) -> str:

@@ -6,9 +6,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pyro
+from pyro import poutine
 from torch import Tensor, nn
 
-from .._pyro_adapter import model_as_given
+from .._pyro_adapter import model_as_given, module_name
 from ..families import FlowFamily
 from ..families.base import Family, Tensors
 from ..families.flow import GAUSSIANS, PREFIX
@@ -25,8 +27,9 @@ class AutoFlow(AutoWithQuantiles):
     T is the flow that you pass, mu and A an affine map behind it, so that a flow that stays near the
     identity is a Gaussian guide.  mu and A start at a Gaussian that is fitted first.
 
-    Train it by :class:`~pyro_ngvi.SPRING` with ``BatchedELBO(num_particles=128, curvature="scores")``;
-    :class:`~pyro_ngvi.IFVB` and any ordinary optimizer work too. ``median`` and ``quantiles`` are
+    Train it by :class:`~pyro_ngvi.SPRING` with ``BatchedELBO(num_particles=128, curvature="scores")``,
+    above some twenty latent variables by :class:`~pyro_ngvi.IFVB` with ``BatchedELBO(16)``; ordinary
+    optimizers work too. ``median`` and ``quantiles`` are
     those of 4,096 draws. For HMC in the coordinates of the trained flow see :func:`~pyro_ngvi.neutra`.
 
     Not for: posteriors close to a Gaussian (:class:`~pyro_ngvi.AutoFullRankNormal` is exact there and
@@ -116,30 +119,38 @@ class AutoFlow(AutoWithQuantiles):
 
     def _register_params(self, values: Tensors) -> None:
         super()._register_params({k: v for k, v in values.items() if not k.startswith(PREFIX)})
+        with (
+            poutine.block()
+        ):  # takes over what a parameter store that was loaded holds, as for mu and A
+            pyro.module(f"{module_name(self)}.flow", self.flow, update_module_params=True)
 
     def natural_params(self) -> dict[str, nn.Parameter]:
         """mu and A, and the parameters of the flow; empty before the first call."""
         flow: Any = self._modules.get("flow")
         if flow is None:
             return {}
-        return super().natural_params() | {PREFIX + k: p for k, p in flow.named_parameters()}
+        return super().natural_params() | self._of_flow(flow)
 
     def _current(self) -> Tensors:
         affine = {name: getattr(self, name) for name in self.family.names if PREFIX not in name}
         flow: Any = self.flow  # this registers its parameters with Pyro
-        return affine | {PREFIX + name: p for name, p in flow.named_parameters()}
+        return affine | self._of_flow(flow)
+
+    def _of_flow(self, flow: nn.Module) -> dict[str, Any]:
+        named = {PREFIX + name: p for name, p in flow.named_parameters()}
+        return {name: named[name] for name in self.family.names if name in named}
 
 
 class AutoCouplingFlow(AutoFlow):
-    """A flow of couplings or masked autoregressive layers, built with Zuko.
+    """A flow of couplings or masked autoregressive layers, ready to be trained.
 
     It starts as a Gaussian, T being the identity.
 
     Args:
         kind: "affine" couplings (RealNVP, Dinh et al. 2017), "spline" couplings (monotone
-        rational-quadratic
-            splines on [-5, 5], Durkan et al. 2019; for several modes), or "autoregressive" (affine,
-            masked; Papamakarios et al. 2017: more flexible a layer, and a draw takes d passes).
+            rational-quadratic splines on [-5, 5], Durkan et al. 2019; for several modes, with
+            ``init=None``), or "autoregressive" (affine, masked; Papamakarios et al. 2017: more flexible
+            a layer, and a draw takes d passes).  The last two need Zuko.
         layers: number of layers; with two couplings every variable depends on every other.
         hidden: widths of the hidden layers of each network.
         bins: number of bins of a spline.
@@ -149,7 +160,7 @@ class AutoCouplingFlow(AutoFlow):
     See :class:`AutoFlow` and :class:`~pyro_ngvi.guides.base.AutoFamily` for the other arguments.
 
     Raises:
-        ImportError: if Zuko is not installed.
+        ImportError: where Zuko is needed and not installed: ``pip install "pyro-ngvi[flows]"``.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist

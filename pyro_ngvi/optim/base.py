@@ -202,6 +202,8 @@ class NaturalGradientOptim(PyroOptim):
         if count & (count - 1):  # warn at 1, 2, 4, 8, ... skips
             return
         what = "gradient" if None in self.kinds else "gradient or curvature"
+        if not self.needs_gradients:
+            what = "log p or log q of some draw"
         sites = ", ".join(map(repr, _sites(block, report.bad_entries))) or "the whole latent vector"
         warnings.warn(
             f"{type(self).__name__} skipped a step: the {what} is not finite at {sites} "

@@ -12,8 +12,9 @@ from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.families import FullRankNormal, MeanFieldNormal
+from pyro_ngvi.families import FlowFamily, FullRankNormal, MeanFieldNormal
 from pyro_ngvi.fisher.scores import packed_scores
+from pyro_ngvi.flows import coupling_flow
 from pyro_ngvi.optim.spring import SpringRule
 
 FAMILIES: dict[str, Any] = {"mean field": MeanFieldNormal(), "full rank": FullRankNormal()}
@@ -198,9 +199,12 @@ def test_evaluation_leaves_no_residuals() -> None:
     plain.step()
 
 
-@families
+@pytest.mark.parametrize("kind", [*FAMILIES, "flow"])
 def test_meta_device(kind: str) -> None:
-    family = FAMILIES[kind]
+    family = FAMILIES.get(kind)
+    if family is None:
+        family = FlowFamily("full")
+        family.define(coupling_flow(3, "affine", 2, (4,), 4).to("meta"))
     rule = SpringRule(family, 0.3)
     params = family.init(torch.zeros(3, device="meta"), 0.1)
     z, r = torch.empty(5, 3, device="meta"), torch.empty(5, device="meta")
