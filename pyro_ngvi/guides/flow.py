@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,9 @@ from .quantiles import AutoWithQuantiles
 from .warm_start import find_gaussian
 
 __all__ = ["AutoCouplingFlow", "AutoFlow"]
+
+#: flows that were passed to a guide
+_TAKEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class AutoFlow(AutoWithQuantiles):
@@ -85,9 +89,8 @@ class AutoFlow(AutoWithQuantiles):
                 f"affine must be {' or '.join(map(repr, sorted(GAUSSIANS)))}, got {affine!r}."
             )
         self._affine = affine
-        self._given: tuple[Any, ...] = (
-            flow,
-        )  # a module can not be assigned before Module.__init__
+        # within a tuple, since a module can not be assigned before Module.__init__
+        self._given: tuple[Any, ...] = (flow,)
         super().__init__(model, init=init, **kwargs)
 
     def _make_family(self) -> Family:
@@ -99,7 +102,6 @@ class AutoFlow(AutoWithQuantiles):
     def _define_family(self) -> None:
         family: Any = self.family
         flow = self._make_flow(self.latent_dim).to(self._init_loc())
-        self._given = ()  # the guide's own from here on
         self.flow = flow
         family.define(flow)
 
@@ -119,10 +121,26 @@ class AutoFlow(AutoWithQuantiles):
 
     def _register_params(self, values: Tensors) -> None:
         super()._register_params({k: v for k, v in values.items() if not k.startswith(PREFIX)})
-        with (
-            poutine.block()
-        ):  # takes over what a parameter store that was loaded holds, as for mu and A
+        for given in self._given:
+            self._claim(given)
+        self._given = ()  # the guide's own from here on
+        # takes over what a parameter store that was loaded holds, as for mu and A
+        with poutine.block():
             pyro.module(f"{module_name(self)}.flow", self.flow, update_module_params=True)
+
+    def _claim(self, given: Any) -> None:
+        """Warn where a flow has another guide already."""
+        if not isinstance(given, nn.Module):
+            return
+        if given in _TAKEN:
+            warnings.warn(
+                f"{type(self).__name__}: the flow {type(given).__name__} belongs to another guide too, "
+                f"whose answer changes when this one is trained. Pass copy.deepcopy(flow), or a "
+                f"function that makes a flow.",
+                UserWarning,
+                stacklevel=2,
+            )
+        _TAKEN.add(given)
 
     def natural_params(self) -> dict[str, nn.Parameter]:
         """mu and A, and the parameters of the flow; empty before the first call."""

@@ -189,3 +189,21 @@ def test_scores_are_refused_to_a_guide_whose_other_parameters_they_would_not_tra
     svi = SVI(layer, guide, optim, ngvi.BatchedELBO(8, curvature="scores"))
     with pytest.raises(ValueError, match="left_g_w, right_g_w"):
         svi.step()
+
+
+def test_a_flow_of_two_guides_is_told() -> None:
+    flow = coupling()
+    ngvi.AutoFlow(model, flow, init=None)()
+    with pytest.warns(UserWarning, match="another guide"):
+        ngvi.AutoFlow(model, flow, init=None)()
+
+
+def test_a_first_call_that_failed_says_the_same_again() -> None:
+    def branching() -> None:
+        x = pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(float(x[0]), 1.0), obs=torch.tensor(0.0))
+
+    guide = ngvi.AutoFlow(branching, transforms.affine_coupling(3, [4]))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="vmap"):
+            guide()
