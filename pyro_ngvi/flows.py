@@ -36,10 +36,11 @@ LARGEST = 10.0
 class ZukoFlow(nn.Module):
     """A lazy transform of Zuko from z to eps, turned round."""
 
-    def __init__(self, transform: nn.Module, cheap_inverse: bool = True) -> None:
+    cheap_inverse = True
+
+    def __init__(self, transform: nn.Module) -> None:
         super().__init__()
         self.transform = transform
-        self.cheap_inverse = cheap_inverse
 
     def forward(self, x: Tensor, inverse: bool = False) -> tuple[Tensor, Tensor]:
         to_noise = self.transform()
@@ -138,10 +139,14 @@ def _network(inputs: int, outputs: int, hidden: tuple[int, ...]) -> nn.Sequentia
     sizes, parts = [inputs, *hidden], list[nn.Module]()
     for before, after in zip(sizes, hidden, strict=False):
         parts += [nn.Linear(before, after), nn.SiLU()]
-    last = nn.Linear(sizes[-1], outputs)
-    nn.init.zeros_(last.weight)
-    nn.init.zeros_(last.bias)
-    return nn.Sequential(*parts, last)
+    return nn.Sequential(*parts, _silent(nn.Linear(sizes[-1], outputs)))
+
+
+def _silent(layer: Any) -> Any:
+    """A linear layer that gives zeros until it is trained."""
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
 
 
 def as_flow(flow: Any, d: int) -> nn.Module:
@@ -203,9 +208,7 @@ def coupling_flow(d: int, kind: str, layers: int, hidden: tuple[int, ...], bins:
     how: dict[str, Any] = {"hidden_features": hidden, "activation": nn.SiLU, "univariate": stretch}
     flow = zuko.flows.MAF(d, transforms=layers, **how)
     for part in flow.transform.transforms:
-        last: Any = [m for m in part.hyper.modules() if hasattr(m, "weight")][-1]
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
+        _silent([m for m in part.hyper.modules() if hasattr(m, "weight")][-1])
     return ZukoFlow(flow.transform)
 
 

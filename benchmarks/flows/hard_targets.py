@@ -1,8 +1,9 @@
 """Guides on the hard targets at equal time: gap to log Z, k-hat, distance to exact draws.
 
-All methods but SPRING have 16 vectorised particles; all have float64, and the same seconds of the
-stands while the ELBO is evaluated.  Adam runs at three rates for each of its guides; the table has the
-rate with the highest median ELBO at the end, chosen with the knowledge of the answer.
+All methods but SPRING have 16 vectorised particles.  All have float64 and the same seconds of the
+thread's own clock, which stands while the ELBO is evaluated.  Adam runs at three rates for each of its
+guides; the table has the rate with the highest median ELBO at the end, chosen with the knowledge of the
+answer.
 
 * **AutoCouplingFlow, SPRING**: ours, default settings (4 affine layers behind a Gaussian that is fitted
   first, which the clock sees), 128 particles; "spline" and "autoregressive" are its other kinds, "from

@@ -46,7 +46,7 @@ from pyro_ngvi.elbo.check import (
 )
 from pyro_ngvi.elbo.curvature import KINDS
 from pyro_ngvi.elbo.estimator import CurvatureEstimator
-from pyro_ngvi.elbo.kronecker import make_estimator
+from pyro_ngvi.elbo.make_estimator import make_estimator
 from pyro_ngvi.elbo.tempering import Tempered
 from pyro_ngvi.guides.base import AutoFamily, Curvature, find_blocks
 from pyro_ngvi.layout import LatentLayout

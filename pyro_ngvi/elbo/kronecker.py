@@ -24,19 +24,9 @@ from pyro_ngvi._particles import Minibatches, run_particles
 from pyro_ngvi.elbo.curvature import data_terms, rest_curvature, rest_is_diagonal
 from pyro_ngvi.elbo.estimator import CurvatureEstimator
 from pyro_ngvi.elbo.layer_kronecker import KroneckerTaps
-from pyro_ngvi.elbo.residuals import ResidualEstimator
 from pyro_ngvi.layout import LatentLayout
 
-__all__ = ["KroneckerEstimator", "make_estimator"]
-
-
-def make_estimator(kind: str, guide: Any, layout: LatentLayout) -> CurvatureEstimator:
-    """The estimator of that kind of curvature for a guide of ours that takes it."""
-    if kind == "kronecker":
-        return KroneckerEstimator(layout, guide.matrices)
-    if kind == "scores":
-        return ResidualEstimator(layout)
-    return CurvatureEstimator(kind, guide.family.curvature_form, layout)
+__all__ = ["KroneckerEstimator"]
 
 
 class KroneckerEstimator(CurvatureEstimator):

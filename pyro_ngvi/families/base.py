@@ -41,6 +41,7 @@ __all__ = [
     "entry_name",
     "interpolate",
     "keep_signature",
+    "log_normal",
     "pack",
     "unpack",
 ]
@@ -84,6 +85,11 @@ def clamp_exponent(x: Tensor) -> Tensor:
     """Clamp so that ``exp(x)`` neither underflows to 0 nor overflows (leave a wide margin)."""
     limit = 0.5 * math.log(torch.finfo(x.dtype).max)
     return x.clamp(-limit, limit)
+
+
+def log_normal(x: Tensor) -> Tensor:
+    """log N(x; 0, I), shape (...), of x (..., d)."""
+    return -0.5 * (x.square() + LOG_2PI).sum(-1)
 
 
 def keep_signature(forward: Callable[..., Any]) -> Callable[..., Any]:

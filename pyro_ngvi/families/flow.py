@@ -33,7 +33,7 @@ from torch.func import functional_call, grad, jacrev, vjp, vmap
 
 from .._each_gradient import each_gradient
 from ._monte_carlo import MonteCarloFamily
-from .base import LOG_2PI, Family, Tensors
+from .base import Tensors, log_normal
 from .full_rank import FullRankNormal
 from .mean_field import MeanFieldNormal
 
@@ -42,7 +42,10 @@ __all__ = ["FlowFamily"]
 #: what the names of a flow's parameters begin with
 PREFIX = "flow."
 
-GAUSSIANS: dict[str, type[Family]] = {"diagonal": MeanFieldNormal, "full": FullRankNormal}
+GAUSSIANS: dict[str, type[MeanFieldNormal | FullRankNormal]] = {
+    "diagonal": MeanFieldNormal,
+    "full": FullRankNormal,
+}
 
 
 class FlowFamily(MonteCarloFamily):
@@ -56,6 +59,7 @@ class FlowFamily(MonteCarloFamily):
 
     # no Newton steps and no momentum: as for all guides whose Fisher matrix is estimated
     newton_like = True
+    has_transport = True
     noise_radius = 0.6
     names: tuple[str, ...] = ()
 
@@ -100,51 +104,36 @@ class FlowFamily(MonteCarloFamily):
     def noise_dim(self, params: Tensors) -> int:
         return params["loc"].shape[-1]
 
-    def _forward(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
         """z (..., d) and log |det dz/deps| (...)."""
         x, log_det = self._run(params, noise, False)
-        if "log_scale" in params:
-            log_scale = params["log_scale"]
-            return params["loc"] + log_scale.exp() * x, log_det + log_scale.sum()
-        L = params["scale_tril"].tril()
-        return params["loc"] + x @ L.mT, log_det + L.diagonal().abs().log().sum()
+        z, outer = self.gaussian.transport(params, x)
+        return z, log_det + outer
 
     def _backward(self, params: Tensors, z: Tensor) -> tuple[Tensor, Tensor]:
         """eps (..., d) and log |det deps/dz| (...)."""
-        gaussian: Any = self.gaussian
-        x = gaussian._whiten(params, z)
-        noise, log_det = self._run(params, x, True)
-        if "log_scale" in params:
-            return noise, log_det - params["log_scale"].sum()
-        return noise, log_det - params["scale_tril"].diagonal().abs().log().sum()
-
-    has_transport = True
-    transport = _forward
+        noise, log_det = self._run(params, self.gaussian.noise_of(params, z), True)
+        return noise, log_det - self.gaussian.log_det(params)
 
     def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
         return self._backward(params, z)[0]
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        return self._forward(params, noise)[0]
+        return self.transport(params, noise)[0]
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
         noise, log_det = self._backward(params, z)
-        return _log_normal(noise) + log_det
+        return log_normal(noise) + log_det
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
-        if self.flow.cheap_inverse:
-            if self._vmaps:
-                try:
-                    return vmap(grad(self.log_prob), in_dims=(None, 0))(params, z)
-                except RuntimeError:  # Pyro's splines index by masks
-                    self._vmaps = False
-            return self._score_by_autograd(params, z)
-        with torch.no_grad():
-            noise, _ = self._backward(params, z)
         if self._vmaps:
             try:
+                if self.flow.cheap_inverse:
+                    return vmap(grad(self.log_prob), in_dims=(None, 0))(params, z)
+                with torch.no_grad():
+                    noise = self.noise_of(params, z)
                 return self.path_score(params, noise)
-            except RuntimeError:
+            except RuntimeError:  # Pyro's splines index by masks
                 self._vmaps = False
         return self._score_by_autograd(params, z)
 
@@ -159,11 +148,11 @@ class FlowFamily(MonteCarloFamily):
 
         def one(eps: Tensor) -> Tensors:
             def log_base(e: Tensor) -> Tensor:
-                return _log_normal(e) - self._forward(params, e)[1]
+                return log_normal(e) - self.transport(params, e)[1]
 
-            J = jacrev(lambda e: self._forward(params, e)[0])(eps)
+            J = jacrev(lambda e: self.transport(params, e)[0])(eps)
             s = torch.linalg.solve_ex(J.mT, grad(log_base)(eps))[0]
-            (_, log_det), pull, *_ = vjp(lambda p: self._forward(p, eps), params)
+            (_, log_det), pull, *_ = vjp(lambda p: self.transport(p, eps), params)
             return pull((-s, -torch.ones_like(log_det)))[0]
 
         return vmap(one)(noise)
@@ -221,7 +210,3 @@ def _layer_of(name: str) -> str:
     path = name.split(".")
     numbers = (k for k, part in enumerate(path) if part.isdigit())
     return ".".join(path[: next(numbers, len(path) - 2) + 1])
-
-
-def _log_normal(x: Tensor) -> Tensor:
-    return -0.5 * (x.square() + LOG_2PI).sum(-1)

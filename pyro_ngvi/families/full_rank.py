@@ -36,7 +36,7 @@ from ..linalg.cholesky import (
     inverse_cholesky_of_improved,
     inverse_cholesky_of_shifted,
 )
-from .base import LOG_2PI, Family, Tensors, keep_signature
+from .base import LOG_2PI, Family, Tensors, keep_signature, log_normal
 
 __all__ = ["FullRankNormal"]
 
@@ -128,20 +128,20 @@ class FullRankNormal(Family):
         flat = x.reshape(-1, x.shape[-1])
         return solve_triangular(params["scale_tril"], flat.mT, upper=False).mT.reshape(x.shape)
 
-    def _log_det(self, params: Tensors) -> Tensor:
+    def log_det(self, params: Tensors) -> Tensor:
+        """log |det dz/deps|, a 0-dim tensor: the same for all draws."""
         return params["scale_tril"].diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
 
     def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
         # rsample has no gradient in the noise
         z = params["loc"] + noise @ params["scale_tril"].tril().mT
-        return z, self._log_det(params).expand(noise.shape[:-1])
+        return z, self.log_det(params).expand(noise.shape[:-1])
 
     def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
         return self._whiten(params, z)
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
-        w = self._whiten(params, z)
-        return -0.5 * (w.square() + LOG_2PI).sum(-1) - self._log_det(params)
+        return log_normal(self._whiten(params, z)) - self.log_det(params)
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         L = params["scale_tril"].tril()
@@ -153,7 +153,7 @@ class FullRankNormal(Family):
 
     def entropy(self, params: Tensors) -> Tensor:
         d = params["loc"].shape[-1]
-        return self._log_det(params) + 0.5 * d * (1.0 + LOG_2PI)
+        return self.log_det(params) + 0.5 * d * (1.0 + LOG_2PI)
 
     def kl(self, params: Tensors, other: Tensors) -> Tensor:
         d = params["loc"].shape[-1]
@@ -161,7 +161,7 @@ class FullRankNormal(Family):
             other["scale_tril"].tril(), params["scale_tril"].tril(), upper=False
         )
         w = self._whiten(other, params["loc"])
-        log_ratio = self._log_det(params) - self._log_det(other)
+        log_ratio = self.log_det(params) - self.log_det(other)
         return 0.5 * (ratio.square().sum() - d + w.square().sum()) - log_ratio
 
     def covariance(self, params: Tensors) -> Tensor:

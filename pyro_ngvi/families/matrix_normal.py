@@ -147,7 +147,7 @@ class MatrixNormal(Family):
         left = solve_triangular(A, wide.reshape(n, -1), upper=False)
         return solve_triangular(B.mT, left.reshape(-1, m), upper=True, left=False).reshape(n, -1, m)
 
-    def _log_det(self, params: Tensors) -> Tensor:
+    def log_det(self, params: Tensors) -> Tensor:
         """log det (A kron B)."""
         A, B = params["row_tril"], params["column_tril"]
         log_a = A.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
@@ -157,7 +157,7 @@ class MatrixNormal(Family):
         # rsample has no gradient in the noise
         A, B = self._factors(params)
         z = params["loc"] + (A @ self._matrix(noise) @ B.mT).reshape(noise.shape)
-        return z, self._log_det(params).expand(noise.shape[:-1])
+        return z, self.log_det(params).expand(noise.shape[:-1])
 
     def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
         w = self._whiten(params, self._matrix(z - params["loc"]))
@@ -166,7 +166,7 @@ class MatrixNormal(Family):
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
         w = self._whiten(params, self._matrix(z - params["loc"]))
         square = w.square().sum((0, 2)).reshape(z.shape[:-1])
-        return -0.5 * (square + z.shape[-1] * LOG_2PI) - self._log_det(params)
+        return -0.5 * (square + z.shape[-1] * LOG_2PI) - self.log_det(params)
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         A, B = self._factors(params)
@@ -181,13 +181,13 @@ class MatrixNormal(Family):
         }
 
     def entropy(self, params: Tensors) -> Tensor:
-        return self._log_det(params) + 0.5 * self.rows * self.columns * (1.0 + LOG_2PI)
+        return self.log_det(params) + 0.5 * self.rows * self.columns * (1.0 + LOG_2PI)
 
     def kl(self, params: Tensors, other: Tensors) -> Tensor:
         pairs = zip(self._factors(other), self._factors(params), strict=True)
         a, b = (solve_triangular(p, q, upper=False).square().sum() for p, q in pairs)
         w = self._whiten(other, self._matrix(params["loc"] - other["loc"]))
-        log_ratio = self._log_det(params) - self._log_det(other)
+        log_ratio = self.log_det(params) - self.log_det(other)
         return 0.5 * (a * b - self.rows * self.columns + w.square().sum()) - log_ratio
 
     def covariance(self, params: Tensors) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..linalg.cholesky import SMALLEST
-from .base import LOG_2PI, Family, Tensors, clamp_exponent
+from .base import LOG_2PI, Family, Tensors, clamp_exponent, log_normal
 
 __all__ = ["MeanFieldNormal"]
 
@@ -59,15 +59,18 @@ class MeanFieldNormal(Family):
     def _whiten(self, params: Tensors, z: Tensor) -> Tensor:
         return (z - params["loc"]) * (-params["log_scale"]).exp()
 
+    def log_det(self, params: Tensors) -> Tensor:
+        """log |det dz/deps|, a 0-dim tensor: the same for all draws."""
+        return params["log_scale"].sum(-1)
+
     def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rsample(params, noise), params["log_scale"].sum(-1).expand(noise.shape[:-1])
+        return self.rsample(params, noise), self.log_det(params).expand(noise.shape[:-1])
 
     def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
         return self._whiten(params, z)
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
-        w = self._whiten(params, z)
-        return -0.5 * (w.square() + LOG_2PI).sum(-1) - params["log_scale"].sum(-1)
+        return log_normal(self._whiten(params, z)) - self.log_det(params)
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         w = self._whiten(params, z)

@@ -50,7 +50,7 @@ from ..linalg import stiefel
 from ._activation import ACTIVATIONS
 from ._affine_map import AffineMap, free_numbers, pack_part, unpack_part
 from ._monte_carlo import MonteCarloFamily
-from .base import LOG_2PI, Tensors
+from .base import Tensors, log_normal
 
 __all__ = ["OrthogonalFlow"]
 
@@ -201,8 +201,7 @@ class OrthogonalFlow(MonteCarloFamily):
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
         noise, entering, _, inside = self._backward(params, z)
-        base = -0.5 * (noise.square() + LOG_2PI).sum(-1)
-        return torch.where(inside, base - self._log_det(params, entering), -torch.inf)
+        return torch.where(inside, log_normal(noise) - self._log_det(params, entering), -torch.inf)
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         noise, entering, leaving, _ = self._backward(params, z)

@@ -33,8 +33,8 @@ class AutoFlow(AutoWithQuantiles):
 
     Train it by :class:`~pyro_ngvi.SPRING` with ``BatchedELBO(num_particles=128, curvature="scores")``,
     above some twenty latent variables by :class:`~pyro_ngvi.IFVB` with ``BatchedELBO(16)``; ordinary
-    optimizers work too. ``median`` and ``quantiles`` are
-    those of 4,096 draws. For HMC in the coordinates of the trained flow see :func:`~pyro_ngvi.neutra`.
+    optimizers work too.  ``median`` and ``quantiles`` are those of 4,096 draws.  For HMC in the
+    coordinates of the trained flow see :func:`~pyro_ngvi.neutra`.
 
     Not for: posteriors close to a Gaussian (:class:`~pyro_ngvi.AutoFullRankNormal` is exact there and
     ten times faster a step), nor for thousands of latent variables.

@@ -43,7 +43,7 @@ from torch import Tensor
 from ..families import FactorNormal
 from ..families.base import Tensors, clamp_exponent, pack
 from .base import NaturalGradientOptim, describe
-from .report import Report, finish, part
+from .report import Report, finish, part, start_counts
 
 __all__ = ["NAGVAC", "NAGVACRule", "approximate_natural_gradient"]
 
@@ -106,11 +106,7 @@ class NAGVACRule:
 
     def init(self, params: Tensors) -> Tensors:
         like = params["loc"]
-        zero = torch.zeros((), dtype=like.dtype, device=like.device)
-        return {
-            "count": zero,
-            "skipped": zero.clone(),
-            "bad_entries": torch.zeros_like(self.family.not_finite(params)),
+        return start_counts(self.family, params, ("count",)) | {
             "momentum.loc": torch.zeros_like(like),
             "momentum.factor": torch.zeros_like(params["factor"]),
             "momentum.scale": torch.zeros_like(like),

@@ -50,7 +50,7 @@ from ..families.base import Tensors, dot
 from ..guides import AutoMatrixNormal
 from ..linalg.cholesky import inverse_cholesky
 from .base import NaturalGradientOptim, describe
-from .report import Report, finish, part
+from .report import Report, finish, part, start_counts
 from .schedules import Rate, as_rate, rate_at
 
 __all__ = ["NoisyKFAC", "NoisyKFACRule", "covariance_factors", "damped_factors"]
@@ -111,9 +111,7 @@ class NoisyKFACRule:
 
     def init(self, params: Tensors) -> Tensors:
         like = next(iter(params.values()))
-        zero = torch.zeros((), dtype=like.dtype, device=like.device)
-        state = {"count": zero, "skipped": zero.clone()}
-        state["bad_entries"] = torch.zeros_like(self.family.not_finite(params))
+        state = start_counts(self.family, params, ("count",))
         for name, f in self._matrices().items():
             state["kron_rows." + name] = like.new_zeros(f.rows, f.rows)
             state["kron_columns." + name] = like.new_zeros(f.columns, f.columns)

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._known import choose, known
 from ..families.base import Tensors
 
-__all__ = ["Report", "StepReport", "bad_entries", "finish", "part"]
+__all__ = ["Report", "StepReport", "bad_entries", "finish", "part", "start_counts"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,14 @@ class StepReport:
     radius: float
     skipped: int
     skipped_sites: tuple[str, ...]
+
+
+def start_counts(family: Any, params: Tensors, names: tuple[str, ...]) -> Tensors:
+    """What the state of every rule begins with: zeros by ``names``, "skipped", "bad_entries" (d,)."""
+    like = next(iter(params.values()))
+    zero = torch.zeros((), dtype=like.dtype, device=like.device)
+    state = {name: zero.clone() for name in (*names, "skipped")}
+    return state | {"bad_entries": torch.zeros_like(family.not_finite(params))}
 
 
 def finish(

@@ -53,7 +53,7 @@ from torch import Tensor
 from .._known import known
 from ..families.base import Geometry, Tensors, dot, pack
 from .averaging import Averaging, Tail, as_averaging, start_average, step_average
-from .report import Report, bad_entries, finish, part
+from .report import Report, bad_entries, finish, part, start_counts
 from .schedules import NoiseClock, RobbinsMonro, Schedule, as_schedule
 
 __all__ = ["NaturalGradientRule", "make_rule", "rule_arguments"]
@@ -85,14 +85,12 @@ class NaturalGradientRule:
 
     def init(self, params: Tensors) -> Tensors:
         like = next(iter(params.values()))
-        zero = torch.zeros((), dtype=like.dtype, device=like.device)
-        scalars = ("count", "skipped", "skipped_in_a_row", "length", "log_typical", "descent")
-        state = {name: zero.clone() for name in scalars}
-        state["bad_entries"] = torch.zeros_like(self.family.not_finite(params))
+        scalars = ("count", "skipped_in_a_row", "length", "log_typical", "descent")
+        state = start_counts(self.family, params, scalars)
         state |= {"direction." + name: torch.zeros_like(v) for name, v in params.items()}
         state |= {"schedule." + name: v for name, v in self.schedule.init(like).items()}
         if self.momentum:
-            state["move_energy"] = zero.clone()
+            state["move_energy"] = torch.zeros_like(state["count"])
             names = self.family.location
             state |= {"move." + name: torch.zeros_like(params[name]) for name in names}
         if self.averaging is not None:

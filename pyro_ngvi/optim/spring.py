@@ -43,7 +43,7 @@ from ..families.base import Family, Tensors
 from ..fisher.scores import packed_scores
 from .averaging import Averaging, as_averaging, start_average, step_average
 from .base import NaturalGradientOptim, describe
-from .report import Report, finish
+from .report import Report, finish, start_counts
 from .schedules import Rate, as_rate, rate_at
 
 __all__ = ["SPRING", "SpringRule"]
@@ -64,18 +64,9 @@ class SpringRule:
     averaging: Averaging | None = None
 
     def init(self, params: Tensors) -> Tensors:
-        like = next(iter(params.values()))
-        zero = torch.zeros((), dtype=like.dtype, device=like.device)
         # "step" is the clock of the rate, "count" that of the average, which may start again
-        state = {name: zero.clone() for name in ("step", "count", "skipped")}
+        state = start_counts(self.family, params, ("step", "count"))
         state["increment"] = torch.zeros_like(self.family.pack(params))
-        state["bad_entries"] = torch.zeros_like(self.family.not_finite(params))
-        state |= {
-            "radius": zero + self.trust_radius,
-            "loss": zero + torch.inf,
-            "error": zero.clone(),
-        }
-        state |= {"before." + name: v.clone() for name, v in params.items()}
         if self.averaging is not None:
             state |= start_average(params)
         return state

@@ -42,7 +42,7 @@ from torch import Tensor
 from ..families.base import Family, Tensors
 from .averaging import Averaging, as_averaging, start_average, step_average
 from .base import NaturalGradientOptim, describe
-from .report import Report, bad_entries, finish, part
+from .report import Report, bad_entries, finish, part, start_counts
 from .schedules import PowerDecay, Rate, as_rate, rate_at
 
 __all__ = ["VON", "VONRule"]
@@ -65,12 +65,9 @@ class VONRule:
     averaging: Averaging | None = None
 
     def init(self, params: Tensors) -> Tensors:
-        like = params["loc"]
-        zero = torch.zeros((), dtype=like.dtype, device=like.device)
         # "step" is the clock of the rates, "count" that of the average, which may start again
-        state = {name: zero.clone() for name in ("step", "count", "skipped")}
-        state["gradient"] = torch.zeros_like(like)
-        state["bad_entries"] = torch.zeros_like(self.family.not_finite(params))
+        state = start_counts(self.family, params, ("step", "count"))
+        state["gradient"] = torch.zeros_like(params["loc"])
         if self.averaging is not None:
             state |= start_average(params)
         return state

@@ -14,6 +14,7 @@ from torch import Tensor
 import pyro_ngvi as ngvi
 from pyro_ngvi.fisher import Blocks, LowRank, Window
 from pyro_ngvi.optim.ifvb import SLOW
+from tests.contract.resume import assert_resumes
 
 ORIGIN = torch.zeros(3, dtype=torch.float64)
 
@@ -154,23 +155,7 @@ def test_resumed_run_is_the_unbroken_one(
     optimizer: Any, by_layer: bool, before: int, tmp_path: Path
 ) -> None:
     """15 steps are beyond the first turn of the ring."""
-    pyro.set_rng_seed(2)
-    unbroken = Run(optimizer, by_layer=by_layer)
-    unbroken.steps(before)
-    unbroken.optim.save(str(tmp_path / "optim"))
-    torch.save((unbroken.guide.state_dict(), torch.get_rng_state()), tmp_path / "rest")
-    losses = unbroken.steps(6)
-
-    pyro.clear_param_store()
-    resumed = Run(optimizer, by_layer=by_layer)
-    resumed.guide(ORIGIN)  # it learns its sites
-    state, rng = torch.load(tmp_path / "rest")
-    resumed.guide.load_state_dict(state)
-    resumed.optim.load(str(tmp_path / "optim"))
-    torch.set_rng_state(rng)
-    assert resumed.steps(6) == losses
-    for name, p in unbroken.guide.natural_params().items():
-        assert torch.equal(p, resumed.guide.natural_params()[name]), name
+    assert_resumes(lambda: Run(optimizer, by_layer=by_layer), (ORIGIN,), before, 6, tmp_path)
 
 
 @pytest.mark.parametrize(

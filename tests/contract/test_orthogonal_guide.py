@@ -23,6 +23,7 @@ from pyro_ngvi import (
     BatchedELBO,
     to_arviz,
 )
+from tests.contract.resume import assert_resumes
 
 COUNTS = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
 FORMS = ("scaled", "whitened", "paper")
@@ -150,22 +151,7 @@ class Run:
 @pytest.mark.parametrize("optimizer", [IFVB, AIFVB])
 @pytest.mark.parametrize("form", FORMS)
 def test_resumed_run_is_the_unbroken_one(form: str, optimizer: Any, tmp_path: Path) -> None:
-    pyro.set_rng_seed(2)
-    unbroken = Run(optimizer, form)
-    unbroken.steps(12)
-    unbroken.optim.save(str(tmp_path / "optim"))
-    torch.save((unbroken.guide.state_dict(), torch.get_rng_state()), tmp_path / "rest")
-    losses = unbroken.steps(12)
-
-    resumed = Run(optimizer, form)
-    resumed.guide(COUNTS)  # it learns its sites
-    state, rng = torch.load(tmp_path / "rest")
-    resumed.guide.load_state_dict(state)
-    resumed.optim.load(str(tmp_path / "optim"))
-    torch.set_rng_state(rng)
-    assert resumed.steps(12) == losses
-    for name, p in unbroken.guide.natural_params().items():
-        assert torch.equal(p, resumed.guide.natural_params()[name]), name
+    assert_resumes(lambda: Run(optimizer, form), (COUNTS,), 12, 12, tmp_path)
 
 
 def test_quantiles_and_copies() -> None:
