@@ -5,7 +5,7 @@ from ._arviz_compat import summary
 from ._version import __version__
 from .density import ModelDensity
 from .diagnostics import KHat, khat
-from .elbo import BatchedELBO, check_vectorized
+from .elbo import BatchedELBO, SitesELBO, check_vectorized
 from .export import to_arviz
 from .fisher import remember_arguments
 from .guides import (
@@ -18,6 +18,7 @@ from .guides import (
     AutoMatrixNormal,
     AutoMeanFieldNormal,
     AutoOrthogonalFlow,
+    AutoSites,
     AutoWalshHadamard,
     NeuTra,
     init_to_center,
@@ -25,6 +26,7 @@ from .guides import (
 )
 from .optim import (
     AIFVB,
+    CVI,
     IFVB,
     IVON,
     NAGVAC,
@@ -46,6 +48,7 @@ from .reparam import WalshHadamardReparam
 
 __all__ = [
     "AIFVB",
+    "CVI",
     "IFVB",
     "IVON",
     "NAGVAC",
@@ -63,6 +66,7 @@ __all__ = [
     "AutoMatrixNormal",
     "AutoMeanFieldNormal",
     "AutoOrthogonalFlow",
+    "AutoSites",
     "AutoWalshHadamard",
     "BatchedELBO",
     "Constant",
@@ -74,6 +78,7 @@ __all__ = [
     "NoisyKFAC",
     "PowerDecay",
     "RobbinsMonro",
+    "SitesELBO",
     "Tail",
     "Vadam",
     "WalshHadamardReparam",

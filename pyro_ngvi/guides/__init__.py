@@ -12,6 +12,7 @@ from .normal import (
     AutoMeanFieldNormal,
 )
 from .orthogonal_flow import AutoOrthogonalFlow
+from .sites import AutoSites
 from .walsh_hadamard import AutoWalshHadamard
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "AutoMatrixNormal",
     "AutoMeanFieldNormal",
     "AutoOrthogonalFlow",
+    "AutoSites",
     "AutoWalshHadamard",
     "NeuTra",
     "init_to_center",

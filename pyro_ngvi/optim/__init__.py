@@ -2,6 +2,7 @@
 
 from .aifvb import AIFVB
 from .averaging import LogPower, Tail
+from .cvi import CVI
 from .ifvb import IFVB
 from .ivon import IVON
 from .nagvac import NAGVAC
@@ -16,6 +17,7 @@ from .von import VON
 
 __all__ = [
     "AIFVB",
+    "CVI",
     "IFVB",
     "IVON",
     "NAGVAC",

@@ -157,6 +157,11 @@ class NaturalGradientOptim(PyroOptim):
                 f"pyro_ngvi.{takers.get(str(kind), 'NGVB, VON or VOGN')}."
             )
         found = "the loss left none" if kind is None else f'the loss leaves "{kind}"'
+        if self.kinds == ("sites",):
+            raise RuntimeError(
+                f"{name} steps the sites of {type(block).__name__} by expectations under q, and "
+                f"{found}. Pass SVI loss=pyro_ngvi.SitesELBO()."
+            )
         raise RuntimeError(
             f"{name} steps {type(block).__name__} by a curvature, and {found}. "
             f'Pass SVI loss=pyro_ngvi.BatchedELBO(num_particles, curvature="{self.kinds[0]}").'

@@ -1,0 +1,215 @@
+r"""A Gaussian process at given inputs, with nothing computed before it is asked for.
+
+    f ~ N(mean(X), k(X, X) + jitter I),        f (N,).
+
+The jitter is part of the model: white noise of variance ``jitter`` at every input, independent of that at
+other inputs, new ones too.  Given u at other inputs Z, white in the sense u = mean(Z) + L eps with
+L L' = k(Z, Z) + jitter I,
+
+    f = mean(X) + A eps + rest,   A = k(X, Z) L^-T,   rest ~ N(0, k(X, X) + jitter I - A A'),
+
+which is what inducing points (Titsias 2009) and predictions need (:meth:`GaussianProcess.regression`).
+
+Not for more than a few thousand inputs where a draw or a density is asked for: both take the Cholesky
+factor of the N x N matrix.  ``AutoSites(model, inducing=Z)`` asks for neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from math import log, pi
+from typing import Any
+
+import torch
+from pyro.distributions import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+
+from .._known import known
+
+__all__ = ["GaussianProcess", "draws_are_means"]
+
+_MEANS: ContextVar[bool] = ContextVar("draws_are_means", default=False)
+
+
+@contextmanager
+def draws_are_means(active: bool = True) -> Iterator[None]:
+    """While it lasts, draws of a :class:`GaussianProcess` are its mean: to look at a model's structure."""
+    token = _MEANS.set(active)
+    try:
+        yield
+    finally:
+        _MEANS.reset(token)
+
+
+class GaussianProcess(TorchDistribution):
+    """f ~ N(mean(inputs), kernel(inputs) + jitter I), one draw at all inputs together; event shape (N,).
+
+    A site of its own, outside of the plate of the data.  With minibatches (and ``inducing=`` given to
+    :class:`~pyro_ngvi.AutoSites`) make the plate first and f at its indices.
+
+    Args:
+        kernel: any callable with the calls of ``pyro.contrib.gp.kernels``: ``kernel(X)`` (N, N),
+            ``kernel(X, Z)`` (N, M), ``kernel(X, diag=True)`` (N,).
+        inputs: X (N, ...), in whatever form the kernel takes it.
+        mean: a number, a function of the inputs to (N,), or ``None`` for 0.
+        jitter: variance of white noise that is added at every input.  1e-6 suits unit variances in
+            float64; an RBF kernel in float32 needs 1e-4 and more.
+
+    Raises:
+        ValueError: for a kernel that is no callable, inputs without a first dimension, a negative
+            jitter; where a factor is asked for, for a kernel matrix that is not positive definite; in
+            a plate.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> import pyro_ngvi as ngvi
+        >>> from pyro_ngvi.distributions import GaussianProcess
+        >>> kernel = lambda X, Z=None, diag=False: (
+        ...     torch.ones(len(X)) if diag else (-(X[:, None] - (X if Z is None else Z)).abs()).exp())
+        >>> X = torch.linspace(0, 5, 60)
+        >>> y = (X.sin() > 0).float()
+        >>> def model(X, y=None, batch=None):
+        ...     data = pyro.plate("data", len(X), subsample_size=batch)
+        ...     f = pyro.sample("f", GaussianProcess(kernel, X[data.indices]))
+        ...     with data:
+        ...         pyro.sample("y", dist.Bernoulli(logits=f), obs=None if y is None else y[data.indices])
+        >>> guide = ngvi.AutoSites(model, inducing=X[::6])
+        >>> svi = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
+        >>> losses = [svi.step(X, y, batch=20) for _ in range(60)]  # minibatches of 20
+        >>> mean, variance = guide.predict(torch.tensor([1.5, 4.5]))["f"]  # at new inputs
+        >>> mean.sign(), variance.shape
+        (tensor([ 1., -1.]), torch.Size([2]))
+    """
+
+    arg_constraints: Any = {}  # noqa: RUF012 - as in torch
+    support: Any = constraints.real_vector
+    has_rsample = True
+
+    def __init__(
+        self,
+        kernel: Callable[..., Tensor],
+        inputs: Tensor,
+        mean: Callable[[Tensor], Tensor] | Tensor | float | None = None,
+        jitter: float = 1e-6,
+        validate_args: bool | None = None,
+    ) -> None:
+        if not callable(kernel):
+            raise ValueError(
+                f"GaussianProcess: kernel must be a callable with the calls kernel(X), kernel(X, Z) and "
+                f"kernel(X, diag=True), such as pyro.contrib.gp.kernels.RBF(1); got {kernel!r}."
+            )
+        if not isinstance(inputs, Tensor) or inputs.dim() == 0:
+            raise ValueError("GaussianProcess: inputs must be a tensor (N, ...), one row an input.")
+        if not isinstance(jitter, int | float) or not jitter >= 0.0:
+            raise ValueError(f"GaussianProcess: jitter must be a number >= 0, got {jitter!r}.")
+        self.kernel, self.inputs, self.jitter = kernel, inputs, float(jitter)
+        self.mean_function = mean
+        self._loc: Tensor | None = None
+        self._scale_tril: Tensor | None = None
+        shape = torch.Size(inputs.shape[:1])
+        super().__init__(torch.Size(), shape, validate_args=validate_args)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> GaussianProcess:
+        """Itself for batch shape (); there are no batches."""
+        if torch.Size(batch_shape) == self.batch_shape:
+            return self
+        raise ValueError(
+            f"A GaussianProcess is one draw at all of its {len(self.inputs)} inputs, and can not be "
+            f"expanded to batch shape {tuple(batch_shape)}. Take its site out of the plate: "
+            f'data = pyro.plate("data", N, subsample_size=B); '
+            f'f = pyro.sample("f", GaussianProcess(kernel, X[data.indices])); with data: ... '
+            f"Several independent processes are sites of their own."
+        )
+
+    @property
+    def loc(self) -> Tensor:
+        """mean(X), (N,)."""
+        if self._loc is None:
+            X, mean = self.inputs, self.mean_function
+            if callable(mean):
+                loc = mean(X)
+                if loc.shape != self.event_shape:
+                    raise ValueError(
+                        f"GaussianProcess: mean(inputs) has shape {tuple(loc.shape)}, and must have "
+                        f"{tuple(self.event_shape)}: a number for each input."
+                    )
+            else:
+                dtype = X.dtype if X.is_floating_point() else torch.get_default_dtype()
+                loc = torch.as_tensor(0.0 if mean is None else mean, dtype=dtype, device=X.device)
+                loc = loc.expand(self.event_shape)
+            self._loc = loc
+        return self._loc
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """k(X, X) + jitter I, (N, N)."""
+        return _with_jitter(self.kernel(self.inputs), self.jitter)
+
+    @property
+    def scale_tril(self) -> Tensor:
+        """Lower triangular R (N, N) with R R' the covariance; kept."""
+        if self._scale_tril is None:
+            self._scale_tril = factor(self.covariance_matrix, self.jitter)
+        return self._scale_tril
+
+    @property
+    def mean(self) -> Tensor:
+        return self.loc
+
+    @property
+    def variance(self) -> Tensor:
+        """k(x, x) + jitter at every input, (N,)."""
+        return self.kernel(self.inputs, diag=True) + self.jitter
+
+    def from_noise(self, noise: Tensor) -> Tensor:
+        """loc + R noise for white ``noise`` (..., N)."""
+        return self.loc + (self.scale_tril @ noise.unsqueeze(-1)).squeeze(-1)
+
+    def log_det_root(self) -> Tensor:
+        """log |det R|, a 0-dim tensor."""
+        return self.scale_tril.diagonal().log().sum()
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        """Draws (*sample_shape, N)."""
+        shape = torch.Size(sample_shape) + self.event_shape
+        if _MEANS.get():
+            return self.loc.expand(shape)
+        return self.from_noise(torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """log p(value) (...) in nats for ``value`` (..., N)."""
+        if self._validate_args:
+            self._validate_sample(value)
+        off = (value - self.loc).unsqueeze(-1)
+        noise = torch.linalg.solve_triangular(self.scale_tril, off, upper=False).squeeze(-1)
+        size = noise.shape[-1]
+        return -0.5 * (noise.square().sum(-1) + size * log(2 * pi)) - self.log_det_root()
+
+    def rest_covariance(self, design: Tensor) -> Tensor:
+        """k(X, X) + jitter I - A A' (N, N) for A (N, M): what is left of f given eps at other inputs."""
+        return self.covariance_matrix - design @ design.mT
+
+
+def _with_jitter(matrix: Tensor, jitter: float) -> Tensor:
+    size = matrix.shape[-1]
+    return matrix + jitter * torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+
+
+def factor(matrix: Tensor, jitter: float) -> Tensor:
+    """The lower Cholesky factor; a kernel matrix that has none is refused, or NaN where nobody can look."""
+    root, info = torch.linalg.cholesky_ex(matrix)
+    definite = known(info == 0)
+    if definite is False:
+        raise ValueError(
+            f"GaussianProcess: a kernel matrix of {matrix.shape[-1]} inputs is not positive definite in "
+            f"{str(matrix.dtype).removeprefix('torch.')} with jitter={jitter:g}. Raise jitter (smooth "
+            f"kernels such as RBF in float32 need 1e-4 of their variance and more), or use float64; a "
+            f"NaN among inputs or hyperparameters has the same effect."
+        )
+    if definite is None:
+        root = torch.where(info == 0, root, torch.nan)
+    return root

@@ -1,0 +1,328 @@
+r"""AutoSites: prior times one Gaussian site per datum, with conjugate algebra for the rest.
+
+    q(z)  propto  p(z) prod_n t_n(f_n),  t_n(f) = exp(nu_n' f - f' Lambda_n f / 2),  f_n = A_n z + b_n,
+
+for a model whose latent block z is jointly Gaussian and whose datum n sees it through f_n alone (Khan &
+Lin 2017; Opper & Archambeau 2009 for the parametrisation).  The sites (nu_n, Lambda_n) are the
+parameters; everything about the prior and the f_n is read off the model at each call.
+
+How the block and the f_n are found: :mod:`pyro_ngvi.sites.predictor`; the algebra:
+:mod:`pyro_ngvi.sites.dense`, :mod:`pyro_ngvi.sites.chain`, :mod:`pyro_ngvi.sites.inducing`.
+
+Not for: latent blocks that are not Gaussian a priori (a scale with a prior goes to another guide of an
+``AutoGuideList``), likelihoods that tie several data's predictors together, networks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import AutoGuide
+from pyro.nn.module import pyro_method
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
+
+from .._particles import Minibatches
+from .._pyro_adapter import OwnName, claim_name, has_model, kept_whole, module_name, rename
+from .._random import own_random_state
+from ..families.base import entry_name
+from ..sites.make_algebra import make_algebra
+from ..sites.plan import Call, Plan, make_plan
+from ..sites.run import Runner
+from .posterior import SiteValue
+
+__all__ = ["AutoSites", "find_sites"]
+
+#: seed of the values that stand for latent sites of other guides while the structure is looked for
+SEED = 20_180_216
+
+
+class AutoSites(OwnName, AutoGuide):
+    r"""Prior times one Gaussian site per datum: a Gaussian guide for :class:`~pyro_ngvi.CVI`.
+
+    q(z) propto p(z) prod_n exp(nu_n' f_n - f_n' Lambda_n f_n / 2), f_n = A_n z + b_n.  Linear and
+    generalised linear models, Gaussian processes, random effects, state-space models: any latent
+    block that is jointly Gaussian a priori (``Normal``, ``MultivariateNormal``,
+    :class:`~pyro_ngvi.distributions.GaussianProcess`,
+    :class:`~pyro_ngvi.distributions.GaussianStateSpace`, and Gaussians given other Gaussians), any
+    likelihood whose datum n depends on k <= 64 linear combinations f_n (k,) of it.
+
+    The structure is found by running the model at a few points at the first call, with the data.
+    Memory: N k (k + 1) numbers for the sites, and what the algebra needs: O(min(D, N k)^2) for a dense
+    block of D latent variables, O(M^2) with M inducing points, O(T) for a state-space prior.
+
+    Args:
+        model: a Pyro model.
+        latent: name of the site to take as f, latent or ``pyro.deterministic``; found where not given.
+        inducing: inputs (M, ...) of inducing points for a latent ``GaussianProcess``.  A tensor is
+            kept fixed, an ``nn.Parameter`` is trained with the hyperparameters.
+        name: name of the guide in Pyro's parameter store, as for our other guides.
+
+    Raises:
+        ValueError: at the first call, for a model outside the class, in a sentence that says which
+            dependence is not Gaussian, not linear or not local; at later calls for data of
+            another number.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> import pyro_ngvi as ngvi
+        >>> X, y = torch.randn(50, 2), torch.arange(50) % 2.0
+        >>> def model(X, y=None):
+        ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        ...     with pyro.plate("data", len(X)):
+        ...         pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+        >>> guide = ngvi.AutoSites(model)
+        >>> svi = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
+        >>> losses = [svi.step(X, y) for _ in range(10)]  # ten sweeps
+        >>> abs(losses[-1] - losses[-2]) < 1e-6
+        True
+        >>> guide.sites()["y"].precision.shape
+        torch.Size([50, 1, 1])
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        *,
+        latent: str | None = None,
+        inducing: Tensor | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(model)
+        rename(self, claim_name(type(self).__name__) if name is None else name)
+        self.latent = latent
+        if isinstance(inducing, nn.Parameter):
+            self.inducing = inducing
+        else:
+            self.register_buffer("inducing", inducing)
+        self.plan: Plan | None = None
+        #: what the loss leaves for the optimizer, once
+        self.curvature: Any = None
+        self.averaged = False
+        #: whether no site has been moved yet
+        self.fresh = True
+        self._rest: dict[str, Tensor] = {}
+        self._last: tuple[Any, Any] | None = None
+        self._stale = False
+
+    # --- the model, and what is found about it
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            with poutine.block(), own_random_state(SEED), torch.no_grad():
+                self._find_structure(args, kwargs)
+        except BaseException:
+            self.prototype_trace = self.plan = None  # so that the next call says the same again
+            raise
+
+    def _find_structure(self, args: Any, kwargs: Any) -> None:
+        if not has_model(self):
+            raise RuntimeError(
+                "This AutoSites is a copy made before its original was called, and a copy does not "
+                "carry the model. Call the original once, then copy it."
+            )
+        super()._setup_prototype(*args, **kwargs)
+        prototype: Any = self.prototype_trace
+        own = {name for name, _ in prototype.iter_stochastic_nodes()}
+        rests = [self._draw_rest(own, args, kwargs) for _ in range(2)]
+        self._rest = rests[0]
+        runners = [self.runner(args, kwargs, values=rest) for rest in rests]
+        self.plan = make_plan(runners[0], runners[1] if self._rest else None, self.latent)
+        self.algebra = make_algebra(self.plan, Call(self.plan, runners[0]), self.inducing)
+        for group in self.plan.groups:
+            n, k = group.size, group.width
+            like = {"dtype": self.plan.dtype, "device": self.plan.device}
+            setattr(self, f"linear_{group.name}", nn.Parameter(torch.zeros(n, k, **like)))
+            setattr(self, f"precision_{group.name}", nn.Parameter(torch.zeros(n, k, k, **like)))
+
+    def _draw_rest(self, own: set[str], args: Any, kwargs: Any) -> dict[str, Tensor]:
+        """A value from the prior for every latent site that other guides of a list infer."""
+        with torch.no_grad():
+            trace = poutine.trace(self.whole_model()).get_trace(*args, **kwargs)
+        sites: Any = trace.iter_stochastic_nodes()
+        return {n: s["value"] for n, s in sites if n not in own and not site_is_subsample(s)}
+
+    def whole_model(self) -> Callable[..., Any]:
+        """The model; in an ``AutoGuideList`` that of the list, with sites of other guides."""
+        return self.model if self.master is None else self.master().model
+
+    def runner(
+        self, args: Any, kwargs: Any, values: Any = None, minibatches: Minibatches | None = None
+    ) -> Runner:
+        """Runs of the model at these arguments, with ``values`` of the latent sites of other guides."""
+        return Runner(
+            self.whole_model(),
+            args,
+            kwargs,
+            self._rest if values is None else values,
+            Minibatches() if minibatches is None else minibatches,
+            None if self.plan is None else self.plan.shapes,
+        )
+
+    def call_of(self, args: Any, kwargs: Any, values: Any = None, minibatches: Any = None) -> Call:
+        """The structure at these arguments; the first call finds it."""
+        if self.plan is None:
+            self._setup_prototype(*args, **kwargs)
+        assert self.plan is not None
+        chosen = Minibatches(minibatches)
+        return Call(self.plan, self.runner(args, kwargs, values, chosen))
+
+    def owns(self, name: str) -> bool:
+        """Whether a sample site of the guide's trace is one of this guide."""
+        shapes = {} if self.plan is None else self.plan.shapes
+        return name in shapes or name == f"_{module_name(self)}_noise"
+
+    def _require_setup(self) -> None:
+        if self.plan is None:
+            raise RuntimeError(
+                "AutoSites does not know the model's sites yet: call it once with the arguments of the "
+                "model and the data, or take a step of SVI."
+            )
+
+    # --- parameters
+
+    def natural_params(self) -> dict[str, nn.Parameter]:
+        """The sites' tensors by name; empty before the first call."""
+        own: Any = self._parameters
+        return {n: p for n, p in own.items() if n.startswith(("linear_", "precision_"))}
+
+    @pyro_method
+    def site_tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """nu (N, k) and Lambda (N, k, k) by group; access registers them with Pyro."""
+        self._require_setup()
+        assert self.plan is not None
+        return {
+            g.name: (getattr(self, f"linear_{g.name}"), getattr(self, f"precision_{g.name}"))
+            for g in self.plan.groups
+        }
+
+    def set_lag(self, lag: Any, answer: Any = None) -> None:
+        """Sites are never averaged; the optimizers of our other guides ask for it."""
+
+    def lag(self) -> dict[str, Tensor]:
+        """None, see :meth:`set_lag`."""
+        return {}
+
+    def take_curvature(self) -> Any:
+        """What the loss left for the optimizer at this step, once."""
+        left, self.curvature = self.curvature, None
+        return left
+
+    def site_of(self, index: int) -> str:
+        """Name of the latent site that holds entry ``index`` of the flat latent vector."""
+        self._require_setup()
+        assert self.plan is not None
+        return entry_name(index, self.plan.shapes)
+
+    # --- the posterior
+
+    def remember(self, args: Any, kwargs: Any, stale: bool) -> None:
+        """For the loss: the arguments of the last step, and whether it moves hyperparameters."""
+        self._last, self._stale = (args, kwargs), stale
+
+    def refresh(self, *args: Any, **kwargs: Any) -> None:
+        """Make q anew from the sites, at the current hyperparameters and all data.
+
+        Needed where parameters of the model were changed by other means than the optimizer.
+
+        Raises:
+            ValueError: for a minibatch, which does not know what the other sites see.
+        """
+        call = self.call_of(args, kwargs)
+        if not call.whole:
+            raise ValueError("AutoSites.refresh needs all data; this call has a minibatch.")
+        with torch.no_grad():
+            view = self.algebra.view(call)
+            self.algebra.evidence = self.algebra.collect(view, self.site_tensors())
+        self.remember(args, kwargs, False)
+
+    def _up_to_date(self) -> None:
+        if self._stale and self._last is not None:
+            self.refresh(*self._last[0], **self._last[1])
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Draw all latent sites of the block: a dict of values by name."""
+        call = self.call_of(args, kwargs)
+        self._up_to_date()
+        self.site_tensors()
+        with poutine.block():
+            self._create_plates(*args, **kwargs)
+        drawn = self.algebra.sample(call, f"_{module_name(self)}")
+        prototype: Any = self.prototype_trace
+        result = {}
+        for name, site in prototype.iter_stochastic_nodes():
+            value, log_q = drawn[name]
+            with ExitStack() as stack:
+                for frame in site["cond_indep_stack"]:
+                    stack.enter_context(self.plates[frame.name])
+                density: Any = log_q
+                q = SiteValue(value, density, site["fn"].event_dim)
+                result[name] = pyro.sample(name, q)
+        return result
+
+    def _moments(self, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
+        self._require_setup()
+        self._up_to_date()
+        if not args and not kwargs and self._last is not None:
+            args, kwargs = self._last
+        with torch.no_grad():
+            return self.algebra.moments(self.call_of(args, kwargs))
+
+    def get_posterior(self, *args: Any, **kwargs: Any) -> dist.MultivariateNormal:
+        """q over the flat latent vector (D,), its sites in the order of the model: for small D."""
+        mean, half = self._moments(args, kwargs)
+        return dist.MultivariateNormal(mean, covariance_matrix=half.mT @ half)
+
+    def _unpack(self, flat: Tensor) -> dict[str, Tensor]:
+        assert self.plan is not None
+        parts = flat.split([shape.numel() for shape in self.plan.shapes.values()], -1)
+        return {
+            name: part.reshape(part.shape[:-1] + shape)
+            for (name, shape), part in zip(self.plan.shapes.items(), parts, strict=True)
+        }
+
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The posterior median of every latent site, by name; arguments: those of the last step."""
+        return self._unpack(self._moments(args, kwargs)[0])
+
+    def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Posterior quantiles of every latent site, (Q, *shape) by name."""
+        mean, half = self._moments(args, kwargs)
+        levels = torch.as_tensor(quantiles, dtype=mean.dtype, device=mean.device)
+        sd = torch.linalg.vector_norm(half, dim=0)
+        z = torch.special.ndtri(levels).reshape(*levels.shape, 1)
+        return self._unpack(mean + z * sd)
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        moved = super()._apply(fn, *args, **kwargs)
+        if self.plan is not None:  # .to(), .double() and the like
+            like = self.algebra.constant
+            self.plan = replace(self.plan, dtype=like.dtype, device=like.device)
+        return moved
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._up_to_date()
+        with kept_whole(self):
+            state = {**super().__getstate__(), "_last": None, "curvature": None}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # a copy in the process of its original gets parameters of its own
+        rename(self, claim_name(module_name(self)))
+
+
+def find_sites(guide: Any) -> Iterator[tuple[str, AutoSites]]:
+    """The ``AutoSites`` within ``guide``: itself, or its parts, each with its path ("" for itself)."""
+    if isinstance(guide, nn.Module):
+        for path, module in guide.named_modules():
+            if isinstance(module, AutoSites):
+                yield path, module

@@ -1,0 +1,222 @@
+r"""CVI: conjugate-computation variational inference (Khan & Lin 2017, eq. 21) for Gaussian sites.
+
+    lambda_n <- (1 - b) lambda_n + b grad_mu_n E_q log p(y_n | f_n),
+
+lambda_n the natural parameters of site n, mu_n the mean parameters of f_n: a natural-gradient step of
+length b in all of q, of which only the sites move, since the prior is conjugate.  In Gaussian terms,
+with g_n = E grad log p and H_n = E hess log p under q(f_n) = N(m_n, C_n),
+
+    Lambda_n <- (1 - b) Lambda_n - b H_n,        nu_n <- (1 - b) nu_n + b (g_n - H_n m_n).
+
+With b = 1 a Gaussian likelihood is exact after one step, and others converge as fixed points do.  Three
+things keep it safe:
+
+* With all data at hand the ELBO and its slope are known exactly: b is the gain of a secant, at most lr,
+  and a sweep after which the ELBO fell is halved (:mod:`pyro_ngvi.optim._secant`).
+* A term that is quadratic in f_n is conjugate: its site moves all the way, whatever lr is.
+* A step after which q would not be proper (a likelihood that is not log-concave) is halved until it is.
+
+Data whose expectations are not finite keep their site as it was.
+
+Not for: models outside of :class:`~pyro_ngvi.AutoSites`; :class:`~pyro_ngvi.NGVB` is the general rule.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, ClassVar, cast
+
+import torch
+from pyro.optim import PyroOptim
+from torch import Tensor
+
+from .._known import known
+from ..elbo.sites import SiteTargets
+from ..families.base import Tensors
+from ..guides.sites import AutoSites, find_sites
+from ..sites.dense import Evidence
+from ._secant import Pairs, next_sweep, pairing, same, shortened, start_sweeps
+from .base import NaturalGradientOptim, describe
+from .report import Report
+
+__all__ = ["CVI", "site_targets"]
+
+#: halvings of a step that would leave the proper densities
+HALVINGS = 6
+
+
+def site_targets(gradient: Tensor, hessian: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """grad_mu E log p as (nu, Lambda) = (g - H m, -H), from g (n, k), H (n, k, k) and m (n, k)."""
+    return gradient - (hessian @ mean.unsqueeze(-1)).squeeze(-1), -hessian
+
+
+class CVI(NaturalGradientOptim):
+    """Conjugate-computation VI: an optimizer for ``pyro.infer.SVI`` that steps the sites of AutoSites.
+
+    The loss must be :class:`~pyro_ngvi.SitesELBO`.  One step with all data is a sweep; some ten usually
+    do, and ``report().step_norm`` says how far the last one went.  Equations:
+    :mod:`pyro_ngvi.optim.cvi`.
+
+    Args:
+        guide: an :class:`~pyro_ngvi.AutoSites`, or an ``AutoGuideList`` that contains one.
+        lr: largest gain in (0, 1].  1 is right with all data, and for minibatches whose sites are
+            visited in turn.  Take less where the targets are noisy: other guides in the list.
+        others: a ``PyroOptim`` for parameters of the model (length-scales, noise) and of other guides.
+
+    Raises:
+        ValueError: for a guide without ``AutoSites``, or ``lr`` out of range.
+        RuntimeError: at a step, for another loss.
+
+    Example: see :class:`~pyro_ngvi.AutoSites`.
+    """
+
+    kinds: ClassVar[tuple[str | None, ...]] = ("sites",)
+    needs_gradients: ClassVar[bool] = False
+
+    def __init__(self, guide: Any, lr: float = 1.0, others: PyroOptim | None = None) -> None:
+        if not isinstance(lr, int | float) or not 0.0 < lr <= 1.0:
+            raise ValueError(f"lr is a share of the way to the targets, in (0, 1], got {lr!r}.")
+        self.lr = float(lr)
+        self._told: dict[str, int] = {}
+        super().__init__(guide, others)
+        if not self._rules:
+            raise ValueError(
+                f"CVI trains pyro_ngvi.AutoSites(model), and found none in {describe(guide)}. For "
+                f"other guides of this package there is pyro_ngvi.NGVB."
+            )
+
+    def _blocks(self) -> Any:
+        return find_sites(self.guide)
+
+    def _adopt(self, path: str, block: Any) -> None:
+        self._rules[path] = self
+
+    def init(self, values: Tensors) -> Tensors:
+        """The state before the first step, from the sites."""
+        like = next(iter(values.values()))
+        zero = torch.zeros((), dtype=like.dtype, device=like.device)
+        counts = {name: zero.clone() for name in ("count", "damped", "skipped", "left")}
+        return counts | start_sweeps(values)
+
+    @torch.no_grad()
+    def _step_block(self, path: str, block: AutoSites, tensors: dict[str, Any]) -> None:
+        targets: SiteTargets | None = block.take_curvature()
+        self._check_curvature(block, cast(Any, targets))
+        assert targets is not None
+        state = dict(self._state_of(path, block, {n: p.detach() for n, p in tensors.items()}))
+        moments = {n: (m.mean, m.second_moment) for n, m in targets.marginals.items()}
+        residual, exact, left = _residuals(targets, block)
+        if targets.whole:
+            prints = targets.call.fingerprint()
+            sweep = next_sweep(
+                state, residual, exact, moments, targets.elbo, self.lr, same(state, prints)
+            )
+            # the first targets of all are not those at q, and start no secant
+            kept = {
+                n: torch.full_like(v, torch.inf) if block.fresh else v for n, v in prints.items()
+            }
+            memory = sweep.memory | {"sweep.print." + name: v for name, v in kept.items()}
+            change, gain, back = sweep.change, sweep.gain, sweep.back
+        else:
+            memory = {}
+            gain = torch.full_like(targets.elbo, self.lr)
+            back = torch.zeros_like(gain, dtype=torch.bool)
+            change: Pairs = {}
+            for name, (nu, Lambda) in residual.items():
+                b = torch.where(exact[name], 1.0, gain)
+                change[name] = (b.unsqueeze(-1) * nu, b.reshape(-1, 1, 1) * Lambda)
+        algebra = block.algebra
+        step = algebra.collect(targets.view, change)
+        share, log_normalizer, algebra.evidence = _proper_share(algebra, targets, step)
+        _move(block, targets, change, share)
+        state |= shortened(memory, share)
+        block.fresh = False
+        along = share * pairing(change, moments)
+        kl = log_normalizer - targets.posterior.log_normalizer - along
+        damped = back | (share < 1.0)
+        state["count"] = state["count"] + 1.0
+        state["damped"] = state["damped"] + damped
+        state["skipped"] = state["skipped"] + (share == 0.0)
+        state["left"] = left
+        self._states[path] = state
+        self._reports[path] = Report(
+            finite=share > 0.0,
+            step_norm=(2.0 * kl).clamp_min(0.0).sqrt(),
+            gain=gain * share,
+            radius=torch.full_like(gain, torch.inf),
+            damped=damped,
+            skipped=state["skipped"],
+            bad_entries=torch.zeros(0, device=gain.device),
+        )
+        self._tell(path, targets, left)
+
+    def _tell(self, path: str, targets: SiteTargets, left: Tensor) -> None:
+        if known(left > 0) and int(left) != self._told.get(path):
+            count = self._told[path] = int(left)
+            names = ", ".join(map(repr, targets.expected))
+            warnings.warn(
+                f"CVI left {count} site(s) of {names} as they were: the expected log likelihood of "
+                f"these data is not finite. Look for data outside of the support, a likelihood of "
+                f"-inf, or a prior so wide that it overflows.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+
+def _residuals(targets: SiteTargets, block: AutoSites) -> tuple[Pairs, dict[str, Tensor], Tensor]:
+    """Target - site for the data of the call, which of them are exact, and how many are not finite."""
+    residual: Pairs = {}
+    exact = {}
+    left = torch.zeros_like(targets.elbo)
+    for name, tensors in block.site_tensors().items():
+        linear, precision = targets.call.rows(name, *tensors)
+        e, index = targets.expected[name], targets.call.index[name]
+        nu, Lambda = site_targets(e.gradient, e.hessian, targets.marginals[name].mean)
+        finite = torch.isfinite(nu).all(-1) & torch.isfinite(Lambda).flatten(1).all(-1)
+        finite = finite & torch.isfinite(e.value)
+        left = left + (~finite).sum()
+        moves = finite & _first_of_each(index, len(tensors[0]), finite)
+        residual[name] = (
+            torch.where(moves.unsqueeze(-1), nu - linear, 0.0),
+            torch.where(moves.reshape(-1, 1, 1), Lambda - precision, 0.0),
+        )
+        exact[name] = e.quadratic
+    return residual, exact, left
+
+
+def _first_of_each(index: Tensor | None, size: int, like: Tensor) -> Tensor:
+    """Marks one place of every number in ``index``: a datum that comes twice is updated once."""
+    if index is None:
+        return torch.ones_like(like)
+    order = torch.arange(len(index), device=index.device)
+    last = torch.zeros(size, dtype=order.dtype, device=index.device).scatter_(0, index, order)
+    return last[index] == order
+
+
+def _move(block: AutoSites, targets: SiteTargets, change: Pairs, share: Tensor) -> None:
+    for name, tensors in block.site_tensors().items():
+        index = targets.call.index[name]
+        for p, c in zip(tensors, change[name], strict=True):
+            if index is None:
+                p.add_(share * c)
+            else:
+                p.index_add_(0, index, share * c)
+
+
+def _proper_share(
+    algebra: Any, targets: SiteTargets, step: Evidence
+) -> tuple[Tensor, Tensor, Evidence]:
+    """The largest share 2^-j of a step that leaves q proper (or 0), log Z and evidence there."""
+    before = algebra.evidence
+    found = torch.zeros_like(targets.posterior.proper)
+    share = torch.zeros_like(before.constant)
+    log_normalizer = targets.posterior.log_normalizer
+    for j in range(HALVINGS + 1):
+        q = algebra.posterior(targets.view, before.plus(step, 0.5**j))
+        fits = q.proper & ~found
+        share = torch.where(fits, 0.5**j, share)
+        log_normalizer = torch.where(fits, q.log_normalizer, log_normalizer)
+        found = found | fits
+        if known(found):
+            break
+    return share, log_normalizer, before.plus(step, share)

@@ -1,0 +1,1 @@
+"""Gaussian sites for single data: what AutoSites, SitesELBO and CVI are made of."""

@@ -1,0 +1,164 @@
+r"""Gaussian algebra of a block with white prior noise: D x D, or smaller where there are fewer data.
+
+    p(eps) = N(0, I),   f_n = A_n eps + b_n,   t_n(f_n) = exp(nu_n' f_n - f_n' Lambda_n f_n / 2),
+    prod_n t_n = exp(c + h' eps - eps' P eps / 2),
+    c = sum nu_n' b_n - b_n' Lambda_n b_n / 2,
+    h = sum A_n' (nu_n - Lambda_n b_n),  P = sum A_n' Lambda_n A_n,
+    q(eps) = N(W^-1 h, W^-1),  W = I + P,   log Z = c + h' W^-1 h / 2 - log |W| / 2.
+
+q is proper where W is positive definite, whatever the signs of single Lambda_n.  W >= I where all are
+positive semi-definite, so nothing is badly conditioned, however wide or degenerate the prior.
+
+With fewer rows in A than D, the data see Q' eps only, A = A~ Q' (A~ square and triangular, Q D x R with
+orthonormal columns): everything happens in these R directions, and the others keep the prior.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import log, pi
+from typing import Any, ClassVar
+
+import torch
+from pyro.distributions import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+
+from .plan import LinearMap
+
+__all__ = ["Evidence", "NoisePosterior", "WhitePosterior", "collect", "reduced"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What sites say of eps: exp(constant + linear' eps - eps' precision eps / 2); (), (R,), (R, R)."""
+
+    constant: Tensor
+    linear: Tensor
+    precision: Tensor
+
+    def __add__(self, other: Evidence) -> Evidence:
+        return Evidence(
+            self.constant + other.constant,
+            self.linear + other.linear,
+            self.precision + other.precision,
+        )
+
+    def plus(self, step: Evidence, share: float | Tensor) -> Evidence:
+        """self + share * step."""
+        return Evidence(
+            self.constant + share * step.constant,
+            self.linear + share * step.linear,
+            self.precision + share * step.precision,
+        )
+
+
+def collect(at: LinearMap, linear: Tensor, precision: Tensor) -> Evidence:
+    """The evidence of sites ``linear`` (N, k), ``precision`` (N, k, k)."""
+    weighted = (precision @ at.offset.unsqueeze(-1)).squeeze(-1)
+    A = at.design.flatten(0, 1)
+    return Evidence(
+        (linear * at.offset - 0.5 * weighted * at.offset).sum(),
+        A.mT @ (linear - weighted).flatten(),
+        A.mT @ (precision @ at.design).flatten(0, 1),
+    )
+
+
+class WhitePosterior:
+    """q(eps) = N(mean, W^-1), W = chol chol'.  ``proper`` is a 0-dim bool; without it nothing holds."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        h, P = evidence.linear, evidence.precision
+        W = torch.eye(len(h), dtype=h.dtype, device=h.device) + 0.5 * (P + P.mT)
+        self.chol, info = torch.linalg.cholesky_ex(W)
+        self.proper = info == 0
+        self.mean = torch.cholesky_solve(h.unsqueeze(-1), self.chol).squeeze(-1)
+        log_det = 2.0 * self.chol.diagonal().log().sum()
+        self.log_normalizer = evidence.constant + 0.5 * (h @ self.mean) - 0.5 * log_det
+
+    def marginals(self, at: LinearMap) -> tuple[Tensor, Tensor]:
+        """Mean (N, k) and covariance (N, k, k) of A eps + b, without the rest."""
+        n, k, _ = at.design.shape
+        half = self.half(at.design.reshape(n * k, -1)).reshape(-1, n, k)
+        return at.design @ self.mean + at.offset, torch.einsum("rni,rnj->nij", half, half)
+
+    def half(self, rows: Tensor) -> Tensor:
+        """chol^-1 rows', (R, M): its columns' products are the covariances of the rows (M, R)."""
+        return torch.linalg.solve_triangular(self.chol, rows.mT, upper=False)
+
+    def draw(self, noise: Tensor) -> Tensor:
+        """mean + chol^-T noise for white ``noise`` (..., R)."""
+        scaled = torch.linalg.solve_triangular(self.chol.mT, noise.unsqueeze(-1), upper=True)
+        return self.mean + scaled.squeeze(-1)
+
+    def log_prob(self, eta: Tensor) -> Tensor:
+        """log q(eta) for eta (..., R), in nats."""
+        z = (eta - self.mean) @ self.chol
+        log_det = self.chol.diagonal().log().sum()
+        return log_det - 0.5 * (z.square().sum(-1) + len(self.mean) * log(2 * pi))
+
+
+class NoisePosterior(TorchDistribution):
+    """q(eps) over all D entries: ``white`` in the directions of ``basis`` (D, R), else the prior."""
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    support: Any = constraints.real_vector
+    has_rsample = True
+
+    def __init__(self, white: WhitePosterior, basis: Tensor | None, batch_shape: Any = ()) -> None:
+        self.white, self.basis = white, basis
+        dim = len(white.mean) if basis is None else len(basis)
+        super().__init__(torch.Size(batch_shape), torch.Size((dim,)), validate_args=False)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> NoisePosterior:
+        return NoisePosterior(self.white, self.basis, batch_shape)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        white = self.white
+        shape = torch.Size(sample_shape) + self.batch_shape + self.event_shape
+        noise = torch.randn(shape, dtype=white.mean.dtype, device=white.mean.device)
+        if self.basis is None:
+            return white.draw(noise)
+        seen = noise @ self.basis
+        return noise + (white.draw(seen) - seen) @ self.basis.mT
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        if self.basis is None:
+            return self.white.log_prob(value)
+        seen = value @ self.basis
+        unseen = value.square().sum(-1) - seen.square().sum(-1)
+        others = len(self.basis) - self.basis.shape[-1]
+        return self.white.log_prob(seen) - 0.5 * (unseen + others * log(2 * pi))
+
+    @property
+    def mean(self) -> Tensor:
+        mean = self.white.mean
+        return mean if self.basis is None else self.basis @ mean
+
+    def root(self) -> Tensor:
+        """Rows whose products sum to the covariance of eps: S (D, D) with cov = S' S."""
+        white = self.white
+        identity = torch.eye(len(white.mean), dtype=white.mean.dtype, device=white.mean.device)
+        inner = white.half(identity)
+        if self.basis is None:
+            return inner
+        full = torch.eye(len(self.basis), dtype=inner.dtype, device=inner.device)
+        return (full - self.basis @ self.basis.mT) + self.basis @ inner @ self.basis.mT
+
+
+def reduced(maps: Mapping[str, LinearMap]) -> tuple[dict[str, LinearMap], Tensor | None]:
+    """The maps in the directions that the data see, and these (D, R); ``None`` for all D.
+
+    Only where the data have fewer rows than D.
+    """
+    rows = torch.cat([m.design.flatten(0, 1) for m in maps.values()])
+    if len(rows) >= rows.shape[-1]:
+        return dict(maps), None
+    basis, triangle = torch.linalg.qr(rows.mT)
+    parts = triangle.mT.split([m.offset.numel() for m in maps.values()])
+    smaller = {
+        name: LinearMap(part.reshape(*m.offset.shape, -1), m.offset, m.rest)
+        for (name, m), part in zip(maps.items(), parts, strict=True)
+    }
+    return smaller, basis

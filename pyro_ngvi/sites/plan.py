@@ -1,0 +1,296 @@
+"""What AutoSites found out about a model: its Gaussian block, and groups of data with their predictors.
+
+A :class:`Plan` is made once, by :func:`make_plan`.  A :class:`Call` is the plan at the arguments of one
+call of the model, which may be a minibatch; it gives, at the current hyperparameters,
+
+    f(eps) = A eps + b      for every group (``linear_maps``), by running the model at the unit vectors,
+    log p(y_n | f_n)        for given f (``log_likelihood``), by running it with f put in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from .._particles import Sites, is_minibatch
+from ..density import site_kind, site_log_prob
+from .predictor import Predictor, find_predictor
+from .run import Place, Runner, WhitenedRun, for_each
+from .terms import data_shape, data_terms
+from .whitening import log_det_root
+
+__all__ = ["Call", "Group", "LinearMap", "Plan", "make_plan"]
+
+#: entries of A that are made at once
+CHUNK = 2**24
+
+
+@dataclass(frozen=True)
+class Group:
+    """Data with one predictor f (N, k): one site a datum.
+
+    ``batch`` is the shape of all data, N entries; ``observed`` are the observed sites of the model that
+    they belong to, more than one where several see the same f.
+    """
+
+    name: str
+    observed: tuple[str, ...]
+    predictor: Predictor
+    batch: torch.Size
+
+    @property
+    def size(self) -> int:
+        """N."""
+        return self.batch.numel()
+
+    @property
+    def width(self) -> int:
+        """k."""
+        return self.predictor.width
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """f = A eps + b + rest: A (N, k, D), b (N, k); the rest is noise of covariance (N, k, k)."""
+
+    design: Tensor
+    offset: Tensor
+    rest: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``shapes`` and ``event_dims`` of the block's sites; ``dim`` is the length D of their noise."""
+
+    shapes: dict[str, torch.Size]
+    event_dims: dict[str, int]
+    groups: tuple[Group, ...]
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where the predictors of all groups appear."""
+        return tuple(place for group in self.groups for place in group.predictor.places)
+
+    @property
+    def block_places(self) -> tuple[Place, ...]:
+        """The sites of the block."""
+        return tuple(Place(site=name) for name in self.shapes)
+
+    def zero(self) -> Tensor:
+        """The noise of the prior's mean, (D,)."""
+        return torch.zeros(self.dim, dtype=self.dtype, device=self.device)
+
+
+class Call:
+    """A plan at the arguments of one call.
+
+    The model is run when something is asked for: up to the last site of the block for what concerns the
+    prior, as a whole, with data, for what concerns these.
+
+    Raises:
+        ValueError: where a group has another number of data than the plan.
+    """
+
+    def __init__(self, plan: Plan, runner: Runner) -> None:
+        self.plan, self.runner = plan, runner
+
+    @cached_property
+    def block(self) -> dict[str, Any]:
+        """The Gaussians of the block's sites, with their graph in the parameters of the model."""
+        return self.runner(self.plan.zero(), look_at=self.plan.block_places).own
+
+    @cached_property
+    def probe(self) -> Tensor:
+        """A fixed random noise (D,), at which two linear maps would differ."""
+        generator = torch.Generator().manual_seed(self.plan.dim)
+        noise = torch.randn(self.plan.dim, generator=generator, dtype=torch.float64)
+        return noise.to(self.plan.zero())
+
+    @cached_property
+    def _run(self) -> WhitenedRun:
+        # it makes parameters, and draws minibatches
+        return self.runner(self.probe, keep=self.plan.places)
+
+    @property
+    def sites(self) -> Sites:
+        """All sites of the model, the block at the probe."""
+        return self._run.sites
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of each group's data now."""
+        return {g.name: data_shape(self.sites[g.observed[0]]) for g in self.plan.groups}
+
+    @cached_property
+    def index(self) -> dict[str, Tensor | None]:
+        """Numbers (n,) of the data among all of the group; ``None`` where these are all, in order."""
+        sites = self.sites
+        return {g.name: _index(g, sites[g.observed[0]], sites) for g in self.plan.groups}
+
+    @cached_property
+    def at_probe(self) -> dict[str, Tensor]:
+        """The predictors (n, k) at the probe."""
+        seen = self._run.seen
+        return {g.name: g.predictor.join(seen, self.shapes[g.name]) for g in self.plan.groups}
+
+    def fingerprint(self) -> dict[str, Tensor]:
+        """f and log p at the probe, (n, k + 1) by group: other hyperparameters or data change it."""
+        with torch.no_grad():
+            return {
+                g.name: torch.cat([self.at_probe[g.name], self._terms(g, self.sites)[:, None]], -1)
+                for g in self.plan.groups
+            }
+
+    @staticmethod
+    def _terms(group: Group, sites: Sites) -> Tensor:
+        """log p (n,) of a group's data in a run."""
+        terms = [data_terms(sites[name]).reshape(-1) for name in group.observed]
+        return torch.stack(terms).sum(0)
+
+    def rows(self, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The rows (n, ...) of this call of tensors (N, ...) over all data of a group."""
+        index = self.index[name]
+        return tensors if index is None else tuple(t.index_select(0, index) for t in tensors)
+
+    def weight(self, name: str) -> float:
+        """N / n: how many data of the group one datum of this call stands for."""
+        return self.group(name).size / max(self.shapes[name].numel(), 1)
+
+    def group(self, name: str) -> Group:
+        """The group of that name."""
+        return next(g for g in self.plan.groups if g.name == name)
+
+    def other_terms(self) -> Tensor:
+        """log p, a 0-dim tensor, of sites that are neither of the block nor data with a predictor."""
+        total = self.plan.zero().new_zeros(())
+        seen = {name for group in self.plan.groups for name in group.observed}
+        for name, site in self.sites.items():
+            if name not in seen and name not in self.block and not site_is_subsample(site):
+                total = total + site_log_prob(site)[1].sum()
+        return total
+
+    def block_at(self, noise: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Every site of the block at a noise (D,): its value, and -log |det dz / deps| by its batch."""
+        run = self.runner(noise, look_at=self.plan.block_places)
+        return {
+            name: (run.seen[Place(site=name)], -log_det_root(run.own[name], event_dim))
+            for name, event_dim in self.plan.event_dims.items()
+        }
+
+    @property
+    def whole(self) -> bool:
+        """Whether all data of all groups are here."""
+        return all(index is None for index in self.index.values())
+
+    def linear_maps(self) -> dict[str, LinearMap]:
+        """A and b of every group, with their graph in the parameters of the model."""
+        plan = self.plan
+        identity = torch.eye(plan.dim, dtype=plan.dtype, device=plan.device)
+
+        def predictors(noise: Tensor) -> dict[str, Tensor]:
+            seen = self.runner(noise, look_at=plan.places).seen
+            return {g.name: g.predictor.join(seen, self.shapes[g.name]) for g in plan.groups}
+
+        at_zero = predictors(plan.zero())
+        rows = max(1, CHUNK // max(f.numel() for f in at_zero.values()))
+        chunk = None if rows >= plan.dim else rows
+        at_units = for_each(predictors, identity, chunk)
+        return {
+            name: LinearMap((at_units[name] - b).movedim(0, -1), b) for name, b in at_zero.items()
+        }
+
+    def log_likelihood(self, predictors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """log p(y_n | f_n) (Q, n) for f (Q, n, k) by group, in nats; NaN where the datum is."""
+        groups, zero = self.plan.groups, self.plan.zero()
+
+        def terms(f: dict[str, Tensor]) -> dict[str, Tensor]:
+            replace = {}
+            for g in groups:
+                replace |= g.predictor.split(f[g.name], self.shapes[g.name])
+            sites = self.runner.sites(zero, replace=replace)
+            return {g.name: self._terms(g, sites) for g in groups}
+
+        return for_each(terms, dict(predictors))
+
+
+def _index(group: Group, site: Any, sites: Sites) -> Tensor | None:
+    """Numbers (n,) of the data of a call among those of the group; ``None`` for all in order."""
+    shape, full = data_shape(site), list(data_shape(site))
+    rank = len(site["fn"].batch_shape)
+    chosen = None
+    for frame in site["cond_indep_stack"]:
+        if frame.name in sites and is_minibatch(sites[frame.name]):
+            dim = rank + frame.dim
+            full[dim] = frame.full_size
+            chosen = dim, sites[frame.name]["value"]
+    if tuple(full) != tuple(group.batch):
+        raise ValueError(
+            f"AutoSites: the observed site {site['name']!r} has data of shape {tuple(full)} in this "
+            f"call, and the guide has sites for shape {tuple(group.batch)}. Data that come or go are "
+            f"announced first, by guide.add(count) or guide.remove(indices); for new inputs "
+            f"without data call the model with obs=None."
+        )
+    if chosen is None:
+        return None
+    dim, index = chosen
+    numbers = torch.arange(group.size, device=index.device).reshape(full)
+    return numbers.index_select(dim, index.reshape(-1)).reshape(shape).reshape(-1)
+
+
+def make_plan(runner: Runner, other: Runner | None = None, latent: str | None = None) -> Plan:
+    """Find the Gaussian block of a model and the predictors of its data.
+
+    ``other`` is a runner at other values of latent sites outside of the block, ``latent`` the site to
+    take as the predictor.
+
+    Raises:
+        ValueError: for a latent site that is not Gaussian, data without a local linear predictor, a
+            model without latent or without observed sites.
+    """
+    run = runner(None)
+    if not run.own:
+        raise ValueError("AutoSites: the model has no latent site of its own to infer.")
+    first = run.sites[next(iter(run.own))]["value"]
+    shapes = {name: run.sites[name]["value"].shape for name in run.own}
+    grouped: dict[Predictor, list[str]] = {}
+    for name, site in run.sites.items():
+        if site_kind(site) == "observed":
+            predictor = find_predictor(runner, run.used, name, other, latent)
+            if predictor is not None:
+                grouped.setdefault(predictor, []).append(name)
+        elif site_kind(site) == "factor":
+            _refuse_factor(name, runner, run)
+    if not grouped:
+        raise ValueError(
+            "AutoSites: no observed site depends on the latent block, so the posterior is the prior. "
+            "Pass the data (obs=...) at the guide's first call."
+        )
+    groups = []
+    for predictor, names in grouped.items():
+        site = run.sites[names[0]]
+        full = list(data_shape(site))
+        for frame in site["cond_indep_stack"]:
+            if frame.full_size is not None:
+                full[len(site["fn"].batch_shape) + frame.dim] = frame.full_size
+        groups.append(Group(names[0], tuple(names), predictor, torch.Size(full)))
+    event_dims = {name: run.sites[name]["fn"].event_dim for name in run.own}
+    return Plan(shapes, event_dims, tuple(groups), run.used, first.dtype, first.device)
+
+
+def _refuse_factor(name: str, runner: Runner, run: WhitenedRun) -> None:
+    moved = runner(torch.ones(run.used, dtype=torch.get_default_dtype())).sites[name]
+    before, after = (s["fn"].log_prob(s["value"]) for s in (run.sites[name], moved))
+    if not torch.equal(before, after):
+        raise ValueError(
+            f"AutoSites: the factor {name!r} depends on the latent block, and is neither a Gaussian "
+            f"prior nor a datum with a likelihood. Write it as an observed site."
+        )

@@ -1,0 +1,277 @@
+"""Finds the predictor of every observed site: what its data see of the latent block.
+
+A predictor f (N, k) of a site with N data must be
+
+* *affine* in the noise: f(e + u + v) - f(e + u) - f(e + v) + f(e) = 0,
+* *sufficient*: with f held, the log likelihood does not change with the noise,
+* *local*: the term of datum n changes with f_n only.
+
+All three are tried in runs of the model at a few points, not read from its text: any operation of
+torch that happens to be affine counts, whatever its name.  Data are told apart by the binary digits
+of their numbers, so locality takes 2 log2(N) runs, batched.  Of the predictors that pass, the one
+with the fewest entries per datum is taken, and of these the first; where none passes alone, pairs are
+tried, such as the location and the log scale of a Normal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._particles import Sites
+from .run import Place, Runner, for_each
+from .terms import data_shape, data_terms
+
+__all__ = ["Predictor", "find_predictor"]
+
+#: most entries of a predictor for one datum, and candidates among which pairs are tried
+MOST_ENTRIES, MOST_CANDIDATES = 64, 12
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """The places whose values, side by side, are the predictor (N, k) of some data.
+
+    ``widths`` are the numbers of entries per datum at each place; ``shapes`` those of the values.
+    """
+
+    places: tuple[Place, ...]
+    widths: tuple[int, ...]
+    trailing: tuple[torch.Size, ...]
+
+    @property
+    def width(self) -> int:
+        return sum(self.widths)
+
+    def join(self, seen: dict[Place, Tensor], batch: torch.Size) -> Tensor:
+        """Values at the places, each (*batch, ...), as one tensor (N, k)."""
+        parts = [seen[place].reshape(batch.numel(), -1) for place in self.places]
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+
+    def split(self, f: Tensor, batch: torch.Size) -> dict[Place, Tensor]:
+        """The other way round: f (N, k) as the value at each place."""
+        parts = f.split(self.widths, -1)
+        return {
+            place: part.reshape(batch + shape)
+            for place, part, shape in zip(self.places, parts, self.trailing, strict=True)
+        }
+
+
+@dataclass
+class _Candidate:
+    place: Place
+    values: list[Tensor]  # at the four points, with the shape (*batch, *trailing)
+    trailing: torch.Size
+    name: str = ""
+
+
+def find_predictor(
+    runner: Runner, dim: int, name: str, other: Runner | None = None, declared: str | None = None
+) -> Predictor | None:
+    """The predictor of the observed site ``name``; ``None`` if it does not depend on the noise.
+
+    ``other`` is a runner with other values of the latent sites outside of the block, of which the
+    predictor must be free.  ``declared`` names a site to take as the predictor.
+    """
+    return _Search(runner, dim, name, other, declared).find()
+
+
+class _Search:
+    def __init__(
+        self, runner: Runner, dim: int, name: str, other: Runner | None, declared: str | None
+    ) -> None:
+        self.runner, self.name, self.other, self.declared = runner, name, other, declared
+        self.points = self._points(dim)
+        sites = runner.sites(self.points[0])
+        self.batch = data_shape(sites[name])
+        self.observed = data_terms(sites[name])
+        dtype = self.observed.dtype
+        self.tolerance = 1e3 * torch.finfo(dtype).eps
+        self.first_nonlinear: str | None = None
+        self.nonlocal_place: Place | None = None
+        self.other_moves = False
+
+    def _points(self, dim: int) -> list[Tensor]:
+        """Corners e, e + u, e + v, e + u + v at which the likelihood is finite where it is at 0."""
+        generator = torch.Generator().manual_seed(20_170_615)
+        e, u, v = torch.randn(3, dim, generator=generator, dtype=torch.float64).to(
+            torch.get_default_dtype()
+        )
+        at_zero = torch.isfinite(self._terms(torch.zeros_like(e)))
+        points = [e, e + u, e + v, e + u + v]
+        for _ in range(12):
+            if all(bool((torch.isfinite(self._terms(p)) == at_zero).all()) for p in points):
+                break
+            points = [0.25 * p for p in points]
+        return points
+
+    def _terms(self, noise: Tensor, replace: dict[Place, Tensor] | None = None) -> Tensor:
+        return data_terms(self.runner.sites(noise, replace=replace)[self.name])
+
+    def find(self) -> Predictor | None:
+        moved = self._terms(self.points[3])
+        if _same(moved, self.observed):
+            return None
+        candidates = self._candidates()
+        candidates.sort(key=lambda c: c.trailing.numel())  # stable: the first of each width leads
+        for candidate in candidates:
+            if self._passes((candidate,)):
+                return self._predictor((candidate,))
+        pairs = list(combinations(candidates[:MOST_CANDIDATES], 2))
+        for pair in sorted(pairs, key=lambda p: sum(c.trailing.numel() for c in p)):
+            if self._passes(pair):
+                return self._predictor(pair)
+        raise ValueError(self._refusal(candidates))
+
+    def _predictor(self, chosen: tuple[_Candidate, ...]) -> Predictor:
+        shapes = tuple(c.trailing for c in chosen)
+        return Predictor(tuple(c.place for c in chosen), tuple(s.numel() for s in shapes), shapes)
+
+    def _candidates(self) -> list[_Candidate]:
+        """Values of the right shape that depend on the noise, and are affine in it."""
+        first, names = self._record(self.points[0], None)
+        last, _ = self._record(self.points[3], None)
+        if first.keys() != last.keys():
+            raise ValueError(
+                "AutoSites: the model does not run the same operations at every value of its latent "
+                "sites (an if or a loop that depends on them), so no predictor can be found. Name "
+                'it: f = pyro.deterministic("f", ...) and AutoSites(model, latent="f").'
+            )
+        moving = {
+            place: [first[place], value]
+            for place, value in last.items()
+            if value.shape == first[place].shape and not _same(value, first[place])
+        }
+        second, _ = self._record(self.points[1], moving.keys())
+        third, _ = self._record(self.points[2], moving.keys())
+        others = None if self.other is None else self._record_other(moving.keys())
+        candidates = []
+        for place, (a, d) in moving.items():
+            b, c = second[place], third[place]
+            size = torch.stack([x.abs().max() for x in (a, b, c, d)]).max()
+            bend = (d - b - c + a).abs().max()
+            affine = bool(bend <= self.tolerance * size)
+            if not affine:
+                self.first_nonlinear = self.first_nonlinear or names[place]
+                continue
+            trailing = self._trailing(a.shape)
+            if trailing is None:
+                continue
+            if others is not None and not _same(others[place], a):
+                self.other_moves = True
+                continue
+            if self.declared is None or place.site == self.declared:
+                candidates.append(_Candidate(place, [a, b, c, d], trailing, names[place]))
+        return candidates
+
+    def _trailing(self, shape: torch.Size) -> torch.Size | None:
+        """What is left of ``shape`` after the batch of the data; ``None`` where it does not fit."""
+        rank = len(self.batch)
+        if shape[:rank] != self.batch or shape[rank:].numel() > MOST_ENTRIES:
+            return None
+        return torch.Size(shape[rank:])
+
+    def _record(
+        self, noise: Tensor, only: Any, runner: Runner | None = None
+    ) -> tuple[dict[Place, Tensor], dict[Place, str]]:
+        """The tensors of a run by place: results of operations, and values of sites before them."""
+        results: dict[Place, Tensor] = {}
+        names: dict[Place, str] = {}
+
+        def keep(place: Place, result: Tensor) -> None:
+            if result.is_floating_point() and (only is None or place in only):
+                # a copy where somebody may write into it later
+                results[place] = result.detach().clone() if only is None else result.detach()
+                names[place] = place.name
+
+        run = (runner or self.runner)(noise, on_operation=keep)
+        values: dict[Place, Tensor] = {}
+        for name, site in run.sites.items():
+            made = name in run.own or (site["infer"] or {}).get("_deterministic")
+            place = Place(site=name)
+            if made and (only is None or place in only):
+                values[place] = site["value"].detach()
+                names[place] = f"the site {name!r}"
+        return values | results, names
+
+    def _record_other(self, only: Any) -> dict[Place, Tensor]:
+        return self._record(self.points[0], only, self.other)[0]
+
+    def _passes(self, chosen: tuple[_Candidate, ...]) -> bool:
+        held = {c.place: c.values[0] for c in chosen}
+        if not _same(self._terms(self.points[3], held), self.observed, self.tolerance):
+            return False
+        if not self._is_local(chosen):
+            self.nonlocal_place = self.nonlocal_place or chosen[0].place
+            return False
+        return True
+
+    def _is_local(self, chosen: tuple[_Candidate, ...]) -> bool:
+        """Move f at the data whose number has a certain binary digit; the others' terms must stay."""
+        count = self.batch.numel()
+        if count < 2:
+            return True
+        device = self.observed.device
+        bits = torch.arange((count - 1).bit_length(), device=device).unsqueeze(-1)
+        ones = ((torch.arange(count, device=device) >> bits) & 1).bool()
+        moved = torch.cat([ones, ~ones])
+
+        def terms(moved: Tensor) -> Tensor:
+            held = {}
+            for c in chosen:
+                where = moved.reshape(self.batch + (1,) * len(c.trailing))
+                held[c.place] = torch.where(where, c.values[3], c.values[0])
+            return self._terms(self.points[0], held).reshape(-1)
+
+        after = for_each(terms, moved, 8)
+        before = self.observed.reshape(-1).expand_as(after)
+        return _same(after[~moved], before[~moved], self.tolerance)
+
+    def _refusal(self, candidates: list[_Candidate]) -> str:
+        start = f"AutoSites: no predictor was found for the observed site {self.name!r}"
+        shape = tuple(self.batch)
+        if self.declared is not None and not candidates:
+            return (
+                f"{start}: {self.declared!r} is no site whose value is linear in the latent block and "
+                f"has the shape {shape} of the data, or that and a last dimension."
+            )
+        if self.nonlocal_place is not None:
+            return (
+                f"{start}: its data depend on {self.nonlocal_place} not one by one, so the likelihood "
+                f"of one datum changes with the linear predictor of another. One site per datum needs "
+                f"a likelihood that is local; use AutoFullRankNormal and NGVB."
+            )
+        if self.other_moves:
+            return (
+                f"{start}: every linear predictor of it also depends on a latent site outside of the "
+                f"block. Write the Gaussian part as a site of its own: "
+                f'f = pyro.deterministic("f", ...), free of the others.'
+            )
+        nonlinear = self.first_nonlinear or "an operation"
+        return (
+            f"{start}: it does not depend on the latent block through at most {MOST_ENTRIES} linear "
+            f"combinations a datum (the first result that is not linear is that of {nonlinear}; the "
+            f"data have the shape {shape}). Use AutoFullRankNormal and NGVB for this model."
+        )
+
+
+def _same(a: Tensor, b: Tensor, tolerance: float = 0.0) -> bool:
+    if a.shape != b.shape:
+        return False
+    if tolerance == 0.0:
+        return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    finite = torch.isfinite(a) & torch.isfinite(b)
+    size = torch.where(finite, b, 0.0).abs().max() if b.numel() else 0.0
+    close = (a - b).abs() <= tolerance * size
+    return bool(torch.where(finite, close, (a == b) | (a.isnan() & b.isnan())).all())
+
+
+def observed_names(sites: Sites) -> list[str]:
+    """Observed sites with a likelihood: neither deterministic nor a factor."""
+    from ..density import site_kind
+
+    return [n for n, s in sites.items() if site_kind(s) == "observed"]

@@ -1,0 +1,251 @@
+"""Runs of a model with its Gaussian block made from white noise, its predictors seen or replaced.
+
+A *predictor* is what a datum sees of the latent block, f_n = A_n z + b_n.  In a run of the model it is
+either the value of a sample site (a latent Gaussian process, ``pyro.deterministic``), or the result of
+one torch operation of the model's own code, found again in every run by its number: ``X @ w`` may be
+the third.  Operations inside handlers are not counted, so the number does not depend on how latent
+sites get their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pyro
+import torch
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .._particles import Conditioned, Minibatches, Site, Sites
+from .whitening import colour, gaussian_of, noise_size
+
+__all__ = ["Found", "Place", "Runner", "WhitenedRun", "for_each"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a predictor appears in a run: the value of a site, or the result of operation ``number``.
+
+    ``name`` is that of the operation, to find out where a run took another course.
+    """
+
+    site: str | None = None
+    number: int = -1
+    name: str = ""
+
+    def __str__(self) -> str:
+        if self.site is not None:
+            return f"the site {self.site!r}"
+        return f"the result of {self.name} (operation {self.number} of the model)"
+
+
+class Found(Exception):
+    """Everything that a run was to look at has been seen; the rest of it is not needed."""
+
+
+class _Operations(TorchFunctionMode):
+    """Counts the torch operations of the model's own code, shows or replaces their results."""
+
+    def __init__(self, run: WhitenedRun) -> None:
+        super().__init__()
+        self.run = run
+        self.count = 0
+        self.paused = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.paused:
+            return func(*args, **(kwargs or {}))
+        number, self.count = self.count, self.count + 1
+        place = Place(number=number, name=getattr(func, "__name__", str(func)))
+        if place in self.run.replace:
+            self.run.replaced += 1
+            return self.run.replace[place]
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.run.on_operation(place, result)
+        return result
+
+
+class WhitenedRun(Conditioned):
+    """One run: latent sites that have no value in ``values`` are made from ``noise`` (D,).
+
+    With ``block``, only those: another one, such as data to be predicted, is drawn as usual.
+    ``replace`` gives values for predictors by place.  After the run ``own`` holds the Gaussians of
+    the block by site, and ``seen`` the values at the places to ``look_at``, after which the run stops,
+    or to ``keep``.
+    """
+
+    def __init__(
+        self,
+        noise: Tensor | None,
+        values: Mapping[str, Tensor],
+        minibatches: Minibatches,
+        *,
+        replace: Mapping[Place, Tensor] | None = None,
+        look_at: tuple[Place, ...] = (),
+        keep: tuple[Place, ...] = (),
+        on_operation: Callable[[Place, Tensor], None] | None = None,
+        block: Collection[str] | None = None,
+    ) -> None:
+        super().__init__(values, minibatches)
+        self.noise = noise
+        self._block = block
+        self.own: dict[str, Any] = {}
+        self.used = 0
+        self.seen: dict[Place, Tensor] = {}
+        self._look_at, self._keep = set(look_at), set(keep)
+        self._report = on_operation
+        self.replace = dict(replace or {})
+        self.replaced = 0
+        self.operations = _Operations(self)
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        self.operations.paused += 1
+        try:
+            yield
+        finally:
+            self.operations.paused -= 1
+
+    def on_operation(self, place: Place, result: Tensor) -> None:
+        """Called with every result of the model's own operations."""
+        with self._paused():
+            if self._report is not None:
+                self._report(place, result)
+            self._see(place, result)
+
+    def check_course(self) -> None:
+        """Refuse a run that did not come by every place that it was to see or to replace."""
+        missed = [p for p in self._look_at | self._keep if p not in self.seen]
+        if missed or self.replaced < len(self.replace):
+            what = ", ".join(map(str, missed or self.replace))
+            raise RuntimeError(
+                f"AutoSites: the model took another course than at the guide's first call, and did not "
+                f"come by {what}. A model must run the same operations every time; what changes "
+                f"between calls (an if, a loop, a value kept by a module) has to stay out of it."
+            )
+
+    def _see(self, place: Place, value: Tensor) -> None:
+        if place in self._keep:
+            self.seen[place] = value
+        elif place in self._look_at:
+            self.seen[place] = value
+            if len(self.seen) == len(self._look_at):
+                raise Found
+
+    def _pyro_sample(self, msg: Site) -> None:
+        with self._paused():
+            super()._pyro_sample(msg)
+            name = msg["name"]
+            latent = not msg["is_observed"] and not msg["done"]
+            wanted = self._block is None or name in self._block
+            if latent and wanted and not site_is_subsample(msg):
+                self._make(msg)
+            place = Place(site=name)
+            if place in self.replace:
+                msg["value"], msg["done"] = self.replace[place], True
+                self.replaced += 1
+            if msg["value"] is not None:
+                self._see(place, msg["value"])
+
+    def _make(self, msg: Site) -> None:
+        fn = self.own[msg["name"]] = gaussian_of(msg)
+        size = noise_size(fn)
+        noise = self.noise
+        if noise is None:
+            noise = torch.zeros(self.used + size)
+        if self.used + size > len(noise):
+            raise ValueError(
+                f"AutoSites: the latent site {msg['name']!r} has {size} entries now, more than at the "
+                f"guide's first call. A block of another size needs a guide of its own."
+            )
+        loc = fn.loc if hasattr(fn, "loc") else None
+        own = noise[self.used : self.used + size]
+        if loc is not None:
+            own = own.to(loc)
+        msg["value"] = colour(fn, own).reshape(msg["fn"].shape())
+        msg["done"] = True
+        self.used += size
+
+    def _pyro_post_sample(self, msg: Site) -> None:
+        with self._paused():
+            super()._pyro_post_sample(msg)
+
+
+def for_each(body: Callable[[Any], T], inputs: Any, chunk_size: int | None = None) -> T:
+    """``body`` at every row of ``inputs`` (a tensor, or a dict of them), stacked.
+
+    By ``torch.func.vmap``; one after the other where the model can not run under it (Pyro's
+    ``OrderedLogistic`` fills a tensor in place).
+    """
+    try:
+        return torch.func.vmap(body, randomness="same", chunk_size=chunk_size)(inputs)
+    except RuntimeError:
+        # a model that is wrong rather than unbatchable shows its own error here
+        if isinstance(inputs, Tensor):
+            return _stack([body(row) for row in inputs])
+        count = len(next(iter(inputs.values())))
+        return _stack([body({k: x[i] for k, x in inputs.items()}) for i in range(count)])
+
+
+def _stack(results: list[Any]) -> Any:
+    first = results[0]
+    if isinstance(first, dict):
+        return {name: _stack([r[name] for r in results]) for name in first}
+    if isinstance(first, tuple):
+        return tuple(_stack(list(parts)) for parts in zip(*results, strict=True))
+    return torch.stack(results)
+
+
+@dataclass
+class Runner:
+    """A model with its arguments and the values of latent sites outside of the block."""
+
+    model: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    values: Mapping[str, Tensor]
+    minibatches: Minibatches
+    block: Collection[str] | None = None
+
+    def __call__(self, noise: Tensor | None, **options: Any) -> WhitenedRun:
+        """One run, as far as needed."""
+        run = WhitenedRun(noise, self.values, self.minibatches, block=self.block, **options)
+        hidden = pyro.poutine.block(hide_fn=_is_no_parameter)
+        with hidden, pyro.validation_enabled(False), run:
+            try:
+                with run.operations:
+                    self.model(*self.args, **self.kwargs)
+            except Found:
+                return run
+            except ZeroDivisionError as error:
+                if any(len(index) == 0 for index in self.minibatches.values()) or _is_empty(run):
+                    raise ValueError(
+                        "AutoSites: a plate got an empty minibatch (subsample= of length 0). Leave "
+                        "such a step out."
+                    ) from error
+                raise
+        run.check_course()
+        return run
+
+    def sites(self, noise: Tensor | None, **options: Any) -> Sites:
+        """The recorded sites of one run."""
+        return self(noise, **options).sites
+
+
+def _is_empty(run: WhitenedRun) -> bool:
+    values = [s["value"] for s in run.sites.values() if site_is_subsample(s)]
+    return any(len(value) == 0 for value in values)
+
+
+def _is_no_parameter(msg: Any) -> bool:
+    """Handlers around a step are to see the parameters of the model, not the sites of every run."""
+    return msg["type"] != "param"

@@ -1,0 +1,80 @@
+"""The log likelihood of an observed site, a number for each datum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from .._particles import Site
+
+__all__ = ["data_shape", "data_terms", "missing", "unwrapped"]
+
+
+def unwrapped(site: Site) -> Any:
+    """The distribution of an observed site without ``to_event``, so that its entries stand alone."""
+    fn = site["fn"]
+    while isinstance(fn, dist.Independent):
+        fn = fn.base_dist
+    return fn
+
+
+def data_shape(site: Site) -> torch.Size:
+    """The shape of :func:`data_terms`."""
+    return torch.Size(unwrapped(site).batch_shape)
+
+
+def missing(site: Site) -> Tensor | None:
+    """Which data are NaN: bool, ``data_shape``; ``None`` for whole numbers, of which none can be."""
+    value = site["value"]
+    if not value.is_floating_point():
+        return None
+    absent = value.isnan()
+    events = len(unwrapped(site).event_shape)
+    return absent.flatten(absent.dim() - events).any(-1) if events else absent
+
+
+def _filled(value: Tensor, absent: Tensor, fn: Any) -> Tensor:
+    """A datum that is there in the place of each that is missing: gradients at NaN would be NaN."""
+    events = len(fn.event_shape)
+    flat = value.reshape((-1, *fn.event_shape))
+    there = (~absent).reshape(-1).to(torch.uint8).argmax()
+    where = absent.reshape(absent.shape + (1,) * events)
+    return torch.where(where, flat.index_select(0, there.reshape(1))[0], value)
+
+
+def data_terms(site: Site) -> Tensor:
+    """log p of each datum, ``data_shape``, in nats: with masks, without the scale of a minibatch.
+
+    A scale that is not that of a subsampled plate stays: it makes a datum count more, or less.  A
+    datum that is NaN is missing, and its term 0.
+    """
+    fn = unwrapped(site)
+    value, absent = site["value"], missing(site)
+    if absent is not None:
+        value = _filled(value, absent, fn)
+    terms = fn.log_prob(value)
+    if absent is not None:
+        terms = torch.where(absent, torch.zeros_like(terms), terms)
+    wrapped = site["fn"].batch_shape
+    weight: Any = site["scale"]
+    for frame in site["cond_indep_stack"]:
+        if frame.full_size is not None and frame.full_size != frame.size:
+            weight = weight * (frame.size / frame.full_size)
+    mask = site["mask"]
+    if isinstance(weight, Tensor) or weight != 1.0:
+        terms = terms * _aligned(weight, wrapped, terms)
+    if mask is False:
+        return torch.zeros_like(terms)
+    if isinstance(mask, Tensor):
+        terms = torch.where(_aligned(mask, wrapped, terms), terms, torch.zeros_like(terms))
+    return terms
+
+
+def _aligned(x: Any, batch: torch.Size, terms: Tensor) -> Any:
+    """``x``, which broadcasts against the site's batch, made to broadcast against its entries."""
+    if not isinstance(x, Tensor) or x.dim() == 0:
+        return x
+    return x.reshape(x.shape + (1,) * (terms.dim() - len(batch)))
