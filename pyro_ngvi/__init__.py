@@ -1,6 +1,6 @@
 """Natural-gradient variational inference for Pyro."""
 
-from . import families, linalg, nn
+from . import distributions, families, linalg, nn
 from ._arviz_compat import summary
 from ._version import __version__
 from .density import ModelDensity
@@ -84,6 +84,7 @@ __all__ = [
     "WalshHadamardReparam",
     "__version__",
     "check_vectorized",
+    "distributions",
     "families",
     "init_to_center",
     "khat",

@@ -24,6 +24,7 @@ __all__ = [
     "OwnName",
     "claim_name",
     "forget_cached",
+    "give_model",
     "has_model",
     "kept_whole",
     "model_as_given",
@@ -72,6 +73,11 @@ class OwnName:
 def has_model(guide: AutoGuide) -> bool:
     """Whether ``guide`` can run its model: Pyro leaves the model out of copies."""
     return guide._model is not None
+
+
+def give_model(guide: AutoGuide, model: Callable[..., Any]) -> None:
+    """Let ``guide``, a copy that came without one, run this model."""
+    guide._model = (model,)
 
 
 def model_as_given(guide: AutoContinuous) -> Callable[..., Any]:

@@ -2,13 +2,13 @@ r"""A Gaussian process at given inputs, with nothing computed before it is asked
 
     f ~ N(mean(X), k(X, X) + jitter I),        f (N,).
 
-The jitter is part of the model: white noise of variance ``jitter`` at every input, independent of that at
-other inputs, new ones too.  Given u at other inputs Z, white in the sense u = mean(Z) + L eps with
+The jitter is part of the model: white noise of variance ``jitter`` at every input, independent of that
+at other inputs, new ones too.  Given u = mean(Z) + L eps at other inputs Z, with
 L L' = k(Z, Z) + jitter I,
 
     f = mean(X) + A eps + rest,   A = k(X, Z) L^-T,   rest ~ N(0, k(X, X) + jitter I - A A'),
 
-which is what inducing points (Titsias 2009) and predictions need (:meth:`GaussianProcess.regression`).
+which is what inducing points (Titsias 2009) and predictions need (:mod:`pyro_ngvi.sites.regression`).
 
 Not for more than a few thousand inputs where a draw or a density is asked for: both take the Cholesky
 factor of the N x N matrix.  ``AutoSites(model, inducing=Z)`` asks for neither.
@@ -36,7 +36,7 @@ _MEANS: ContextVar[bool] = ContextVar("draws_are_means", default=False)
 
 @contextmanager
 def draws_are_means(active: bool = True) -> Iterator[None]:
-    """While it lasts, draws of a :class:`GaussianProcess` are its mean: to look at a model's structure."""
+    """While it lasts, draws of a :class:`GaussianProcess` are its mean: to see a model's structure."""
     token = _MEANS.set(active)
     try:
         yield
@@ -45,7 +45,7 @@ def draws_are_means(active: bool = True) -> Iterator[None]:
 
 
 class GaussianProcess(TorchDistribution):
-    """f ~ N(mean(inputs), kernel(inputs) + jitter I), one draw at all inputs together; event shape (N,).
+    """f ~ N(mean(inputs), kernel(inputs) + jitter I): one draw at all inputs, event shape (N,).
 
     A site of its own, outside of the plate of the data.  With minibatches (and ``inducing=`` given to
     :class:`~pyro_ngvi.AutoSites`) make the plate first and f at its indices.
@@ -75,8 +75,9 @@ class GaussianProcess(TorchDistribution):
         >>> def model(X, y=None, batch=None):
         ...     data = pyro.plate("data", len(X), subsample_size=batch)
         ...     f = pyro.sample("f", GaussianProcess(kernel, X[data.indices]))
+        ...     y = None if y is None else y[data.indices]
         ...     with data:
-        ...         pyro.sample("y", dist.Bernoulli(logits=f), obs=None if y is None else y[data.indices])
+        ...         pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
         >>> guide = ngvi.AutoSites(model, inducing=X[::6])
         >>> svi = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
         >>> losses = [svi.step(X, y, batch=20) for _ in range(60)]  # minibatches of 20
@@ -99,8 +100,8 @@ class GaussianProcess(TorchDistribution):
     ) -> None:
         if not callable(kernel):
             raise ValueError(
-                f"GaussianProcess: kernel must be a callable with the calls kernel(X), kernel(X, Z) and "
-                f"kernel(X, diag=True), such as pyro.contrib.gp.kernels.RBF(1); got {kernel!r}."
+                f"GaussianProcess: kernel must be a callable with the calls kernel(X), kernel(X, Z) "
+                f"and kernel(X, diag=True), such as pyro.contrib.gp.kernels.RBF(1); got {kernel!r}."
             )
         if not isinstance(inputs, Tensor) or inputs.dim() == 0:
             raise ValueError("GaussianProcess: inputs must be a tensor (N, ...), one row an input.")
@@ -173,7 +174,7 @@ class GaussianProcess(TorchDistribution):
         """log |det R|, a 0-dim tensor."""
         return self.scale_tril.diagonal().log().sum()
 
-    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draws (*sample_shape, N)."""
         shape = torch.Size(sample_shape) + self.event_shape
         if _MEANS.get():
@@ -190,7 +191,7 @@ class GaussianProcess(TorchDistribution):
         return -0.5 * (noise.square().sum(-1) + size * log(2 * pi)) - self.log_det_root()
 
     def rest_covariance(self, design: Tensor) -> Tensor:
-        """k(X, X) + jitter I - A A' (N, N) for A (N, M): what is left of f given eps at other inputs."""
+        """k(X, X) + jitter I - A A' (N, N) for A (N, M): f given eps at other inputs."""
         return self.covariance_matrix - design @ design.mT
 
 
@@ -200,15 +201,15 @@ def _with_jitter(matrix: Tensor, jitter: float) -> Tensor:
 
 
 def factor(matrix: Tensor, jitter: float) -> Tensor:
-    """The lower Cholesky factor; a kernel matrix that has none is refused, or NaN where nobody can look."""
+    """The lower Cholesky factor; where there is none an error, or NaN where the host can not look."""
     root, info = torch.linalg.cholesky_ex(matrix)
     definite = known(info == 0)
     if definite is False:
         raise ValueError(
-            f"GaussianProcess: a kernel matrix of {matrix.shape[-1]} inputs is not positive definite in "
-            f"{str(matrix.dtype).removeprefix('torch.')} with jitter={jitter:g}. Raise jitter (smooth "
-            f"kernels such as RBF in float32 need 1e-4 of their variance and more), or use float64; a "
-            f"NaN among inputs or hyperparameters has the same effect."
+            f"GaussianProcess: a kernel matrix of {matrix.shape[-1]} inputs is not positive definite "
+            f"in {str(matrix.dtype).removeprefix('torch.')} with jitter={jitter:g}. Raise jitter "
+            f"(smooth kernels such as RBF in float32 need 1e-4 of their variance and more), or use "
+            f"float64; a NaN among inputs or hyperparameters has the same effect."
         )
     if definite is None:
         root = torch.where(info == 0, root, torch.nan)

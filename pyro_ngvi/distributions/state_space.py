@@ -146,10 +146,19 @@ class GaussianStateSpace(TorchDistribution):
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draws (*sample_shape, *batch_shape, T, S), differentiable in the parameters."""
-        A, c, L = self._steps()
+        like = self.initial_loc
         shape = self._extended_shape(torch.Size(sample_shape))
-        noise = torch.randn(shape, dtype=c.dtype, device=c.device)
+        return self.from_noise(torch.randn(shape, dtype=like.dtype, device=like.device))
+
+    def from_noise(self, noise: Tensor) -> Tensor:
+        """The draw that white ``noise`` (..., T, S) makes."""
+        A, c, L = self._steps()
         return scan(A, c + apply(L, noise))
+
+    def log_det_root(self) -> Tensor:
+        """log |det ds / dnoise|, a 0-dim tensor."""
+        L = self._steps()[2]
+        return L.diagonal(dim1=-2, dim2=-1).log().sum()
 
     def log_prob(self, value: Tensor) -> Tensor:
         """log p(s) in nats, (...), for ``value`` (..., T, S)."""

@@ -28,8 +28,8 @@ from torch import Tensor
 from .._known import known
 from ..density import site_log_prob
 from ..guides.sites import AutoSites, find_sites
-from ..sites.algebra import Marginals, View
-from ..sites.expectation import Expected, Points, expectations, quadrature_points
+from ..sites.algebra import Marginals, View, apart
+from ..sites.expectation import Expected, Points, default_count, expectations, quadrature_points
 from ..sites.plan import Call
 
 __all__ = ["SiteTargets", "SitesELBO"]
@@ -78,20 +78,21 @@ class SitesELBO(ELBO):
         super().__init__(num_particles=num_particles)
         self.num_points = num_points
         self._points: dict[Any, Points] = {}
+        self._refinement = 1
 
     def loss(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
         """The negative ELBO, as a number and without gradients."""
         with torch.no_grad():
-            elbo, _ = self._estimate(guide, args, kwargs, derivatives=False)
+            elbo, _ = self._estimate(model, guide, args, kwargs, derivatives=False)
         return -float(elbo)
 
     def differentiable_loss(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> Any:
         """The negative ELBO, a scalar tensor that can be differentiated in parameters of the model."""
-        return -self._estimate(guide, args, kwargs, derivatives=False)[0]
+        return -self._estimate(model, guide, args, kwargs, derivatives=False)[0]
 
     def loss_and_grads(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> Tensor:
         """The negative ELBO; adds its gradient to ``.grad`` and leaves targets on the guide."""
-        elbo, targets = self._estimate(guide, args, kwargs, derivatives=True)
+        elbo, targets = self._estimate(model, guide, args, kwargs, derivatives=True)
         block = self._block_of(guide)
         block.curvature = targets
         block.remember(args, kwargs, targets.view.learns)
@@ -101,17 +102,11 @@ class SitesELBO(ELBO):
 
     def quadrature_error(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
         """Difference in nats between the ELBO with these points and with twice as many."""
-        count = self.num_points
-        finer = SitesELBO(self.num_particles)
+        finer = SitesELBO(self.num_particles, num_points=self.num_points)
+        finer._refinement = 2
         with torch.no_grad():
-            coarse, targets = self._estimate(guide, args, kwargs, derivatives=False)
-            widths = {g.width for g in targets.call.plan.groups}
-            defaults = {k: len(self._points_for(targets.call, k).x) for k in widths}
-            finer.num_points = 2 * (
-                count
-                or max(round(n ** (1 / min(k, 3))) if k <= 3 else n for k, n in defaults.items())
-            )
-            fine, _ = finer._estimate(guide, args, kwargs, derivatives=False)
+            coarse, _ = self._estimate(model, guide, args, kwargs, derivatives=False)
+            fine, _ = finer._estimate(model, guide, args, kwargs, derivatives=False)
         return abs(float(fine - coarse))
 
     def _get_trace(self, model: Program, guide: Program, args: Any, kwargs: Any) -> Any:
@@ -132,15 +127,18 @@ class SitesELBO(ELBO):
     def _points_for(self, call: Call, k: int) -> Points:
         key = k, call.plan.dtype, call.plan.device
         if key not in self._points:
-            self._points[key] = quadrature_points(k, self.num_points, *key[1:])
+            count = (self.num_points or default_count(k)) * self._refinement
+            self._points[key] = quadrature_points(k, count, *key[1:])
         return self._points[key]
 
     def _estimate(
-        self, guide: Any, args: Any, kwargs: Any, derivatives: bool
+        self, model: Program, guide: Any, args: Any, kwargs: Any, derivatives: bool
     ) -> tuple[Tensor, SiteTargets]:
         block = self._block_of(guide)
+        block.adopt(model)
         if guide is block:
             call = block.call_of(args, kwargs)
+            call.hidden = False
             return self._at(block, call, derivatives, exact=True)
         estimates = [
             self._at_draw(block, guide, args, kwargs, derivatives)
@@ -165,25 +163,31 @@ class SitesELBO(ELBO):
                 if not site["infer"].get("is_auxiliary"):
                     values[name] = site["value"]
         call = block.call_of(args, kwargs, values, minibatches)
+        call.hidden = False
         elbo, targets = self._at(block, call, derivatives, exact=False)
         return elbo - log_q, targets
 
     def _at(
         self, block: AutoSites, call: Call, derivatives: bool, exact: bool
     ) -> tuple[Tensor, SiteTargets]:
-        algebra = block.algebra
+        # a look at other data, or at other parameters, leaves q as it is
+        algebra = block.algebra if derivatives else apart(block.algebra)
         view = algebra.view(call)
         tensors = {
             name: (nu.detach(), Lambda.detach())
             for name, (nu, Lambda) in block.site_tensors().items()
         }
         chosen = {n: call.rows(n, *pair) for n, pair in tensors.items()}
-        if call.whole:
-            evidence = algebra.collect(view, tensors)
-            algebra.evidence = evidence
-        else:
+        q = None
+        if not call.whole:
+            block._up_to_date()  # a step before, with all data, may have moved the prior
             evidence = algebra.evidence
-        q = algebra.posterior(view, evidence)
+        else:
+            q = algebra.kept(view, block.natural_params().values())
+            new = q is None and not block.fresh  # without sites, their evidence is none
+            evidence = algebra.collect(view, tensors) if new else algebra.evidence
+            algebra.evidence = evidence
+        q = algebra.posterior(view, evidence) if q is None else q
         if known(q.proper) is False:
             raise RuntimeError(
                 "SitesELBO: with the parameters of the model as they are now, prior and sites do not "

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import pyro
-import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
@@ -30,12 +30,23 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from .._particles import Minibatches
-from .._pyro_adapter import OwnName, claim_name, has_model, kept_whole, module_name, rename
+from .._pyro_adapter import (
+    OwnName,
+    claim_name,
+    give_model,
+    has_model,
+    kept_whole,
+    module_name,
+    rename,
+)
 from .._random import own_random_state
+from ..distributions.gaussian_process import draws_are_means
 from ..families.base import entry_name
 from ..sites.make_algebra import make_algebra
 from ..sites.plan import Call, Plan, make_plan
 from ..sites.run import Runner
+from ._site_data import SiteData
+from ._site_prediction import SitePrediction
 from .posterior import SiteValue
 
 __all__ = ["AutoSites", "find_sites"]
@@ -44,7 +55,7 @@ __all__ = ["AutoSites", "find_sites"]
 SEED = 20_180_216
 
 
-class AutoSites(OwnName, AutoGuide):
+class AutoSites(SiteData, SitePrediction, OwnName, AutoGuide):
     r"""Prior times one Gaussian site per datum: a Gaussian guide for :class:`~pyro_ngvi.CVI`.
 
     q(z) propto p(z) prod_n exp(nu_n' f_n - f_n' Lambda_n f_n / 2), f_n = A_n z + b_n.  Linear and
@@ -118,7 +129,8 @@ class AutoSites(OwnName, AutoGuide):
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         try:
             with poutine.block(), own_random_state(SEED), torch.no_grad():
-                self._find_structure(args, kwargs)
+                with draws_are_means(self.inducing is not None):  # no N x N matrix
+                    self._find_structure(args, kwargs)
         except BaseException:
             self.prototype_trace = self.plan = None  # so that the next call says the same again
             raise
@@ -152,7 +164,19 @@ class AutoSites(OwnName, AutoGuide):
 
     def whole_model(self) -> Callable[..., Any]:
         """The model; in an ``AutoGuideList`` that of the list, with sites of other guides."""
-        return self.model if self.master is None else self.master().model
+        holder: Any = self if self.master is None else self.master()
+        if not has_model(holder):
+            raise RuntimeError(
+                "This AutoSites was unpickled or loaded, and does not carry the model. Take a step or "
+                "evaluate the loss by SVI(model, guide, ...) first: the guide gets the model from there."
+            )
+        return holder.model
+
+    def adopt(self, model: Callable[..., Any]) -> None:
+        """Take ``model``, if this is a copy that came without."""
+        holder: Any = self if self.master is None else self.master()
+        if not has_model(holder):
+            give_model(holder, model)
 
     def runner(
         self, args: Any, kwargs: Any, values: Any = None, minibatches: Minibatches | None = None
@@ -165,6 +189,7 @@ class AutoSites(OwnName, AutoGuide):
             self._rest if values is None else values,
             Minibatches() if minibatches is None else minibatches,
             None if self.plan is None else self.plan.shapes,
+            self.inducing is not None or (self.plan is not None and self.plan.direct),
         )
 
     def call_of(self, args: Any, kwargs: Any, values: Any = None, minibatches: Any = None) -> Call:
@@ -199,6 +224,7 @@ class AutoSites(OwnName, AutoGuide):
         """nu (N, k) and Lambda (N, k, k) by group; access registers them with Pyro."""
         self._require_setup()
         assert self.plan is not None
+        _ = self.inducing  # so does an nn.Parameter
         return {
             g.name: (getattr(self, f"linear_{g.name}"), getattr(self, f"precision_{g.name}"))
             for g in self.plan.groups
@@ -250,12 +276,14 @@ class AutoSites(OwnName, AutoGuide):
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latent sites of the block: a dict of values by name."""
-        call = self.call_of(args, kwargs)
+        given = self._given_minibatches()
+        call = self.call_of(args, kwargs, minibatches=given)
         self._up_to_date()
         self.site_tensors()
         with poutine.block():
             self._create_plates(*args, **kwargs)
         drawn = self.algebra.sample(call, f"_{module_name(self)}")
+        self._announce_minibatches(call, given)
         prototype: Any = self.prototype_trace
         result = {}
         for name, site in prototype.iter_stochastic_nodes():
@@ -268,44 +296,51 @@ class AutoSites(OwnName, AutoGuide):
                 result[name] = pyro.sample(name, q)
         return result
 
-    def _moments(self, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
+    def _call_of_last(self, args: Any, kwargs: Any) -> Call:
         self._require_setup()
         self._up_to_date()
         if not args and not kwargs and self._last is not None:
             args, kwargs = self._last
+        return self.call_of(args, kwargs)
+
+    def get_posterior(self, *args: Any, **kwargs: Any) -> Any:
+        """q over the flat latent vector (D,), its sites in the order of the model: for small D.
+
+        For a state-space prior q is a chain too, a ``GaussianStateSpace`` over (T, S).
+        """
         with torch.no_grad():
-            return self.algebra.moments(self.call_of(args, kwargs))
+            return self.algebra.distribution(self._call_of_last(args, kwargs))
 
-    def get_posterior(self, *args: Any, **kwargs: Any) -> dist.MultivariateNormal:
-        """q over the flat latent vector (D,), its sites in the order of the model: for small D."""
-        mean, half = self._moments(args, kwargs)
-        return dist.MultivariateNormal(mean, covariance_matrix=half.mT @ half)
-
-    def _unpack(self, flat: Tensor) -> dict[str, Tensor]:
-        assert self.plan is not None
-        parts = flat.split([shape.numel() for shape in self.plan.shapes.values()], -1)
+    @staticmethod
+    def _unpack(flat: Tensor, call: Call) -> dict[str, Tensor]:
+        shapes = {name: fn.shape() for name, fn in call.block.items()}
+        parts = flat.split([shape.numel() for shape in shapes.values()], -1)
         return {
             name: part.reshape(part.shape[:-1] + shape)
-            for (name, shape), part in zip(self.plan.shapes.items(), parts, strict=True)
+            for (name, shape), part in zip(shapes.items(), parts, strict=True)
         }
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The posterior median of every latent site, by name; arguments: those of the last step."""
-        return self._unpack(self._moments(args, kwargs)[0])
+        with torch.no_grad():
+            call = self._call_of_last(args, kwargs)
+            return self._unpack(self.algebra.mean_and_sd(call)[0], call)
 
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Posterior quantiles of every latent site, (Q, *shape) by name."""
-        mean, half = self._moments(args, kwargs)
+        with torch.no_grad():
+            call = self._call_of_last(args, kwargs)
+            mean, sd = self.algebra.mean_and_sd(call)
         levels = torch.as_tensor(quantiles, dtype=mean.dtype, device=mean.device)
-        sd = torch.linalg.vector_norm(half, dim=0)
         z = torch.special.ndtri(levels).reshape(*levels.shape, 1)
-        return self._unpack(mean + z * sd)
+        return self._unpack(mean + z * sd, call)
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         moved = super()._apply(fn, *args, **kwargs)
         if self.plan is not None:  # .to(), .double() and the like
             like = self.algebra.constant
             self.plan = replace(self.plan, dtype=like.dtype, device=like.device)
+            self._rest = {name: fn(value) for name, value in self._rest.items()}
         return moved
 
     def __getstate__(self) -> dict[str, Any]:
@@ -313,6 +348,18 @@ class AutoSites(OwnName, AutoGuide):
         with kept_whole(self):
             state = {**super().__getstate__(), "_last": None, "curvature": None}
         return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AutoSites:
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other.__setstate__(deepcopy(self.__getstate__(), memo))
+        if has_model(self):
+            give_model(other, self.model)
+        return other
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.fresh = not any(bool(p.any()) for p in self.natural_params().values())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

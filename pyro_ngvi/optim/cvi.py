@@ -34,7 +34,6 @@ from .._known import known
 from ..elbo.sites import SiteTargets
 from ..families.base import Tensors
 from ..guides.sites import AutoSites, find_sites
-from ..sites.dense import Evidence
 from ._secant import Pairs, next_sweep, pairing, same, shortened, start_sweeps
 from .base import NaturalGradientOptim, describe
 from .report import Report
@@ -78,6 +77,7 @@ class CVI(NaturalGradientOptim):
             raise ValueError(f"lr is a share of the way to the targets, in (0, 1], got {lr!r}.")
         self.lr = float(lr)
         self._told: dict[str, int] = {}
+        self._editions: dict[str, int] = {}
         super().__init__(guide, others)
         if not self._rules:
             raise ValueError(
@@ -97,6 +97,14 @@ class CVI(NaturalGradientOptim):
         zero = torch.zeros((), dtype=like.dtype, device=like.device)
         counts = {name: zero.clone() for name in ("count", "damped", "skipped", "left")}
         return counts | start_sweeps(values)
+
+    def _state_of(self, path: str, block: Any, values: Tensors) -> Tensors:
+        state = super()._state_of(path, block, values)
+        if self._editions.setdefault(path, block.edition) != block.edition:
+            # sites came, went or were reset by hand: no sweep before compares with the next
+            self._editions[path] = block.edition
+            state = state | start_sweeps(values)
+        return state
 
     @torch.no_grad()
     def _step_block(self, path: str, block: AutoSites, tensors: dict[str, Any]) -> None:
@@ -125,10 +133,10 @@ class CVI(NaturalGradientOptim):
             for name, (nu, Lambda) in residual.items():
                 b = torch.where(exact[name], 1.0, gain)
                 change[name] = (b.unsqueeze(-1) * nu, b.reshape(-1, 1, 1) * Lambda)
-        algebra = block.algebra
-        step = algebra.collect(targets.view, change)
-        share, log_normalizer, algebra.evidence = _proper_share(algebra, targets, step)
+        share, log_normalizer, q = _step_evidence(block, targets, change)
         _move(block, targets, change, share)
+        if targets.call.whole and q is not None:
+            block.algebra.keep(targets.view, block.natural_params().values(), q)
         state |= shortened(memory, share)
         block.fresh = False
         along = share * pairing(change, moments)
@@ -203,20 +211,37 @@ def _move(block: AutoSites, targets: SiteTargets, change: Pairs, share: Tensor) 
                 p.index_add_(0, index, share * c)
 
 
-def _proper_share(
-    algebra: Any, targets: SiteTargets, step: Evidence
-) -> tuple[Tensor, Tensor, Evidence]:
-    """The largest share 2^-j of a step that leaves q proper (or 0), log Z and evidence there."""
+def _step_evidence(
+    block: AutoSites, targets: SiteTargets, change: Pairs
+) -> tuple[Tensor, Tensor, Any]:
+    """Step the evidence by the largest share 2^-j that leaves q proper, or 0.
+
+    Returns the share, log Z there, and q where it is known to be that of the whole step.
+    """
+    algebra, view = block.algebra, targets.view
     before = algebra.evidence
-    found = torch.zeros_like(targets.posterior.proper)
+    if targets.call.whole:  # summed anew, so that roundings do not add up from sweep to sweep
+        sites = block.site_tensors()
+        moved = {n: (sites[n][0] + a, sites[n][1] + b) for n, (a, b) in change.items()}
+        after = algebra.collect(view, moved)
+        q = algebra.posterior(view, after)
+        if known(q.proper):  # nothing to halve
+            algebra.evidence = after
+            return torch.ones_like(before.constant), q.log_normalizer, q
+        step = after.plus(before, -1.0)
+    else:
+        step = algebra.collect(view, change)
+        after = before.plus(step, 1.0)
     share = torch.zeros_like(before.constant)
+    found = torch.zeros_like(share, dtype=torch.bool)
     log_normalizer = targets.posterior.log_normalizer
     for j in range(HALVINGS + 1):
-        q = algebra.posterior(targets.view, before.plus(step, 0.5**j))
+        q = algebra.posterior(view, after if j == 0 else before.plus(step, 0.5**j))
         fits = q.proper & ~found
         share = torch.where(fits, 0.5**j, share)
         log_normalizer = torch.where(fits, q.log_normalizer, log_normalizer)
         found = found | fits
         if known(found):
             break
-    return share, log_normalizer, before.plus(step, share)
+    algebra.evidence = after.where(share == 1.0, before.plus(step, share))
+    return share, log_normalizer, q if known(share == 1.0) else None

@@ -10,20 +10,23 @@ of its own, and turns it into q.  It sees the model through *views*: the plan at
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import pyro
+import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
 from .._known import at_hand
 from .dense import Evidence, NoisePosterior, WhitePosterior, collect, reduced
+from .new_inputs import KnownInputs, WhiteNoise, split_draw
 from .plan import Call, LinearMap, Plan
 from .run import for_each
 
-__all__ = ["Algebra", "DenseAlgebra", "Marginals", "Posterior", "SiteTensors", "View"]
+__all__ = ["Algebra", "DenseAlgebra", "Marginals", "Posterior", "SiteTensors", "View", "apart"]
 
 #: nu (n, k) and Lambda (n, k, k) by group
 SiteTensors = Mapping[str, tuple[Tensor, Tensor]]
@@ -68,9 +71,18 @@ class View:
     def learns(self) -> bool:
         """Whether it depends on parameters of the model."""
         tensors = [t for m in self.maps.values() for t in (m.design, m.offset, m.rest)]
-        return any(t is not None and t.requires_grad for t in tensors) or bool(
-            getattr(self.prior, "learns", False)
-        )
+        if self.prior is not None:
+            tensors += [v for v in vars(self.prior).values() if isinstance(v, Tensor)]
+        return any(t is not None and t.requires_grad for t in tensors)
+
+
+def apart(module: Any) -> Any:
+    """A copy of a module that shares its tensors: what it is given afterwards stays with the copy."""
+    other = copy(module)
+    for name, value in vars(module).items():
+        other.__dict__[name] = value.copy() if isinstance(value, dict) else value
+    other._modules = {name: apart(m) for name, m in module._modules.items()}
+    return other
 
 
 class Algebra(nn.Module):
@@ -79,6 +91,7 @@ class Algebra(nn.Module):
     constant: Tensor
     linear: Tensor
     precision: Tensor
+    _kept: tuple[View, Any, Any] | None = None
 
     def __init__(self, evidence: Evidence) -> None:
         super().__init__()
@@ -98,6 +111,16 @@ class Algebra(nn.Module):
 
     def view(self, call: Call) -> View:
         raise NotImplementedError
+
+    def keep(self, view: View, sites: Iterable[Tensor], q: Any) -> None:
+        """Keep the ``q`` of these site tensors, as they are now, for the next to ask."""
+        self._kept = None if view.learns else (view, _stamp(sites), q)
+
+    def kept(self, view: View, sites: Iterable[Tensor]) -> Any:
+        """The q that was kept, if nobody wrote to the sites and the view is the same; else None."""
+        if self._kept is None or self._kept[0] is not view or self._kept[1] != _stamp(sites):
+            return None
+        return self._kept[2]
 
     def collect(self, view: View, sites: SiteTensors) -> Evidence:
         """The evidence of the sites of the view's data."""
@@ -124,15 +147,31 @@ class Algebra(nn.Module):
         """Mean (D,) of the flat block z under q, and S (M, D) with S'S its covariance."""
         raise NotImplementedError
 
+    def mean_and_sd(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Mean and sd (D,) of every entry of the flat block."""
+        mean, half = self.moments(call)
+        return mean, torch.linalg.vector_norm(half, dim=0)
+
+    def distribution(self, call: Call) -> Any:
+        """q over the flat block, as a distribution."""
+        mean, half = self.moments(call)
+        return dist.MultivariateNormal(mean, covariance_matrix=half.mT @ half)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_cached", "_view")}
+        passing = ("_cached", "_view", "_regression", "_drawn")
+        return {k: v for k, v in self.__dict__.items() if k not in passing}
+
+
+def _stamp(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
+    return tuple((id(t), t._version) for t in tensors)
 
 
 class DenseAlgebra(Algebra):
     """White noise eps (D,), or the R directions of it that the data see (``basis`` (D, R))."""
 
     basis: Tensor | None
-    _cached: dict[str, LinearMap] | None = None
+    #: the predictors at the probe of the call for which ``_view`` was made
+    _cached: dict[str, Tensor] | None = None
     _view: View | None = None
 
     def __init__(self, plan: Plan, call: Call) -> None:
@@ -146,11 +185,14 @@ class DenseAlgebra(Algebra):
         if size < plan.dim:
             basis = torch.eye(plan.dim, size, dtype=plan.dtype, device=plan.device)
         self.register_buffer("basis", basis)
+        #: where Gaussian processes of the block are at the data
+        self.known = KnownInputs(call)
 
     def view(self, call: Call) -> View:
         """Maps made by running the model, or those of the last call where they still hold.
 
-        That they hold is tried at one random point, wherever the host can look without waiting.
+        That they hold is tried at one random point, wherever the host can look without waiting: bit
+        for bit, since a small column of covariates hides behind a large one from any tolerance.
         """
         if self.basis is not None and not call.whole:
             raise ValueError(
@@ -158,13 +200,17 @@ class DenseAlgebra(Algebra):
                 f"of {self.basis.shape[0]} latent variables, so it can not take minibatches. Begin "
                 f"with a minibatch."
             )
+        self.known.follow(call)
         if self._cached is None or not self._still_hold(self._cached, call):
             maps = call.linear_maps()
             self._cached = None
             view = self._reduced_view(maps)
             if view.learns:
+                if not call.whole:
+                    _refuse_learning()
                 return view
-            self._cached, self._view = maps, view
+            self._cached = {name: f.detach() for name, f in call.at_probe.items()}
+            self._view = view
         assert self._view is not None
         return self._view
 
@@ -177,14 +223,12 @@ class DenseAlgebra(Algebra):
         return View(smaller)
 
     @staticmethod
-    def _still_hold(maps: Mapping[str, LinearMap], call: Call) -> bool:
-        for name, at in maps.items():
+    def _still_hold(cached: Mapping[str, Tensor], call: Call) -> bool:
+        for name, before in cached.items():
             seen = call.at_probe[name]
-            if seen.requires_grad or not at_hand(seen) or seen.shape != at.offset.shape:
+            if seen.requires_grad or seen.dtype != before.dtype:
                 return False
-            expected = at.design @ call.probe + at.offset
-            size = seen.abs().max() + at.design.abs().max()
-            if not bool((seen - expected).abs().max() <= 1e4 * torch.finfo(seen.dtype).eps * size):
+            if not (at_hand(seen) and at_hand(before) and torch.equal(seen, before)):
                 return False
         return True
 
@@ -192,7 +236,11 @@ class DenseAlgebra(Algebra):
         return WhitePosterior(evidence)
 
     def sample(self, call: Call, name: str) -> dict[str, tuple[Tensor, Tensor]]:
-        q = NoisePosterior(self.posterior(None, self.evidence), self.basis)
+        q = self._noise_posterior()
+        if self.known.moved(call.block):
+            mean, root = self.known.joint(call, q, self.linear)
+            noise = pyro.sample(name + "_noise", WhiteNoise(mean), infer={"is_auxiliary": True})
+            return split_draw(call, mean, root, noise)
         noise = pyro.sample(name + "_noise", q, infer={"is_auxiliary": True})
         lead = noise.shape[:-1]
 
@@ -207,8 +255,21 @@ class DenseAlgebra(Algebra):
             for site, (z, log_q) in batched.items()
         }
 
+    def _noise_posterior(self) -> NoisePosterior:
+        return NoisePosterior(self.posterior(None, self.evidence), self.basis)
+
+    def mean_and_sd(self, call: Call) -> tuple[Tensor, Tensor]:
+        if self.known.moved(call.block):
+            found = self.known.variances(call, self._noise_posterior())
+            if found is not None:
+                return found[0], found[1].sqrt()
+        return super().mean_and_sd(call)
+
     def moments(self, call: Call) -> tuple[Tensor, Tensor]:
-        q = NoisePosterior(self.posterior(None, self.evidence), self.basis)
+        q = self._noise_posterior()
+        if self.known.moved(call.block):
+            mean, root = self.known.joint(call, q, self.linear)
+            return mean, root.mT
 
         def flat(noise: Tensor) -> Tensor:
             return torch.cat([z.reshape(-1) for z, _ in call.block_at(noise).values()])
@@ -216,6 +277,15 @@ class DenseAlgebra(Algebra):
         origin = flat(call.plan.zero())
         mean = flat(q.mean)
         return mean, for_each(lambda e: flat(e) - origin, q.root())
+
+
+def _refuse_learning() -> None:
+    raise ValueError(
+        "AutoSites: this step has a minibatch, and the prior or the linear predictors have parameters "
+        "that are learned; what the sites of the other data say was collected at their old values. "
+        "Learn them in steps with all data, or hold them in steps with minibatches by "
+        "requires_grad_(False) or .detach(). Parameters of the likelihood alone may be learned in both."
+    )
 
 
 def _spread(x: Tensor, lead: torch.Size, event_dim: int) -> Tensor:

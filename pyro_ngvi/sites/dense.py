@@ -45,6 +45,14 @@ class Evidence:
             self.precision + other.precision,
         )
 
+    def where(self, condition: Tensor, other: Evidence) -> Evidence:
+        """self where the 0-dim ``condition`` holds, else ``other``."""
+        return Evidence(
+            torch.where(condition, self.constant, other.constant),
+            torch.where(condition, self.linear, other.linear),
+            torch.where(condition, self.precision, other.precision),
+        )
+
     def plus(self, step: Evidence, share: float | Tensor) -> Evidence:
         """self + share * step."""
         return Evidence(
@@ -58,10 +66,11 @@ def collect(at: LinearMap, linear: Tensor, precision: Tensor) -> Evidence:
     """The evidence of sites ``linear`` (N, k), ``precision`` (N, k, k)."""
     weighted = (precision @ at.offset.unsqueeze(-1)).squeeze(-1)
     A = at.design.flatten(0, 1)
+    scaled = precision.flatten(1) * A if A.shape[0] == len(linear) else precision @ at.design
     return Evidence(
         (linear * at.offset - 0.5 * weighted * at.offset).sum(),
         A.mT @ (linear - weighted).flatten(),
-        A.mT @ (precision @ at.design).flatten(0, 1),
+        A.mT @ scaled.reshape(A.shape),
     )
 
 
@@ -70,8 +79,8 @@ class WhitePosterior:
 
     def __init__(self, evidence: Evidence) -> None:
         h, P = evidence.linear, evidence.precision
-        W = torch.eye(len(h), dtype=h.dtype, device=h.device) + 0.5 * (P + P.mT)
-        self.chol, info = torch.linalg.cholesky_ex(W)
+        W = P + torch.eye(len(h), dtype=h.dtype, device=h.device)
+        self.chol, info = torch.linalg.cholesky_ex(W)  # it reads the lower half only
         self.proper = info == 0
         self.mean = torch.cholesky_solve(h.unsqueeze(-1), self.chol).squeeze(-1)
         log_det = 2.0 * self.chol.diagonal().log().sum()
@@ -81,7 +90,11 @@ class WhitePosterior:
         """Mean (N, k) and covariance (N, k, k) of A eps + b, without the rest."""
         n, k, _ = at.design.shape
         half = self.half(at.design.reshape(n * k, -1)).reshape(-1, n, k)
-        return at.design @ self.mean + at.offset, torch.einsum("rni,rnj->nij", half, half)
+        if k == 1:  # a row's square, without the n products of 1 x 1
+            covariance = half.square().sum(0).unsqueeze(-1)
+        else:
+            covariance = torch.einsum("rni,rnj->nij", half, half)
+        return at.design @ self.mean + at.offset, covariance
 
     def half(self, rows: Tensor) -> Tensor:
         """chol^-1 rows', (R, M): its columns' products are the covariances of the rows (M, R)."""

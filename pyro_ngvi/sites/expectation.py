@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..linalg.cubature import gauss_hermite
 
-__all__ = ["Expected", "Points", "expectations", "quadrature_points"]
+__all__ = ["Expected", "Points", "default_count", "expectations", "quadrature_points"]
 
 #: orders of the product rules by the number of entries of f, and the number of Sobol points beyond
 ORDERS, SOBOL = {1: 32, 2: 14, 3: 9}, 1024
@@ -49,20 +50,23 @@ class Expected:
     quadratic: Tensor
 
 
-def quadrature_points(
-    k: int, count: int | None, dtype: torch.dtype, device: torch.device | str
-) -> Points:
-    """Points for k entries: ``count`` a dimension (k <= 3) or in all; ``None`` for the default."""
-    how = {"dtype": dtype, "device": device}
+def default_count(k: int) -> int:
+    """How many points: a dimension for k <= 3, else in all."""
+    return ORDERS.get(k, SOBOL)
+
+
+def quadrature_points(k: int, count: int, dtype: torch.dtype, device: torch.device | str) -> Points:
+    """Points for k entries: ``count`` a dimension (k <= 3) or in all."""
+    how: dict[str, Any] = {"dtype": dtype, "device": device}
     if k > 3:
-        return _sobol(k, SOBOL if count is None else count, how)
-    x, w = gauss_hermite(ORDERS[k] if count is None else count, **how)
+        return _sobol(k, count, how)
+    x, w = gauss_hermite(count, **how)
     grid = torch.cartesian_prod(*[x] * k).reshape(-1, k)
     weights = torch.cartesian_prod(*[w] * k).reshape(-1, k).prod(-1)
     return Points(grid, weights)
 
 
-def _sobol(k: int, count: int, how: dict) -> Points:
+def _sobol(k: int, count: int, how: dict[str, Any]) -> Points:
     half = max(count // 2, k + 1)
     u = torch.quasirandom.SobolEngine(k, scramble=True, seed=0).draw(half).double()
     x = torch.special.ndtri(u.clamp(1e-6, 1 - 1e-6))

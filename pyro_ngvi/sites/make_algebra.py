@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from .algebra import Algebra, DenseAlgebra
+from .chain import ChainAlgebra
+from .inducing import InducingAlgebra
 from .plan import Call, Plan
 
 __all__ = ["make_algebra"]
@@ -12,4 +14,8 @@ __all__ = ["make_algebra"]
 
 def make_algebra(plan: Plan, call: Call, inducing: Tensor | None) -> Algebra:
     """The dense algebra, unless the prior has a structure that makes another one cheaper."""
+    if inducing is not None:
+        return InducingAlgebra(plan, call, inducing)
+    if plan.direct:
+        return ChainAlgebra(plan, call)
     return DenseAlgebra(plan, call)

@@ -18,12 +18,14 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from .._known import at_hand
 from .._particles import Sites, is_minibatch
 from ..density import site_kind, site_log_prob
+from ..distributions import GaussianProcess, GaussianStateSpace
 from .predictor import Predictor, find_predictor
 from .run import Place, Runner, WhitenedRun, for_each
-from .terms import data_shape, data_terms
-from .whitening import log_det_root
+from .terms import data_shape, data_terms, missing, unwrapped
+from .whitening import log_det_root, refuse_other_prior
 
 __all__ = ["Call", "Group", "LinearMap", "Plan", "make_plan"]
 
@@ -74,6 +76,16 @@ class Plan:
     dim: int
     dtype: torch.dtype
     device: torch.device
+    direct: bool = False
+    """whether "noise" stands for the values of the block themselves: a state-space prior, or a
+    Gaussian process with inducing points"""
+
+    @property
+    def is_one_vector(self) -> bool:
+        """Whether datum n sees entry n of the only site, a Gaussian vector: a latent process."""
+        (site, shape), *others = self.shapes.items()
+        seen = {place.site for place in self.places}
+        return not (others or self.direct) and seen == {site} and len(shape) == 1
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -102,11 +114,13 @@ class Call:
 
     def __init__(self, plan: Plan, runner: Runner) -> None:
         self.plan, self.runner = plan, runner
+        #: whether handlers around this are not to see the run that looks at all sites
+        self.hidden = True
 
     @cached_property
     def block(self) -> dict[str, Any]:
         """The Gaussians of the block's sites, with their graph in the parameters of the model."""
-        return self.runner(self.plan.zero(), look_at=self.plan.block_places).own
+        return self.runner(self.plan.zero(), look_at=self.plan.block_places, at_mean=True).own
 
     @cached_property
     def probe(self) -> Tensor:
@@ -118,7 +132,7 @@ class Call:
     @cached_property
     def _run(self) -> WhitenedRun:
         # it makes parameters, and draws minibatches
-        return self.runner(self.probe, keep=self.plan.places)
+        return self.runner(self.probe, hidden=self.hidden, keep=self.plan.places)
 
     @property
     def sites(self) -> Sites:
@@ -128,13 +142,27 @@ class Call:
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
         """The shape of each group's data now."""
+        for group in self.plan.groups:
+            for name in group.observed:
+                if name not in self.sites:
+                    raise ValueError(
+                        f"AutoSites: the observed site {name!r}, which was there at the guide's first "
+                        f"call, does not come in this one."
+                    )
         return {g.name: data_shape(self.sites[g.observed[0]]) for g in self.plan.groups}
 
     @cached_property
     def index(self) -> dict[str, Tensor | None]:
         """Numbers (n,) of the data among all of the group; ``None`` where these are all, in order."""
-        sites = self.sites
-        return {g.name: _index(g, sites[g.observed[0]], sites) for g in self.plan.groups}
+        sites, shapes = self.sites, self.shapes
+        index = {g.name: _index(g, sites[g.observed[0]], sites) for g in self.plan.groups if shapes}
+        if not self.plan.direct and self._run.used < self.plan.dim:
+            raise ValueError(
+                f"AutoSites: the latent block has {self._run.used} entries now, fewer than the "
+                f"{self.plan.dim} of the guide's first call. A block of another size needs a guide of "
+                f"its own."
+            )
+        return index
 
     @cached_property
     def at_probe(self) -> dict[str, Tensor]:
@@ -144,11 +172,14 @@ class Call:
 
     def fingerprint(self) -> dict[str, Tensor]:
         """f and log p at the probe, (n, k + 1) by group: other hyperparameters or data change it."""
+        prior: Any = 0.0
+        if self.plan.direct:  # elsewhere f at the probe depends on the prior
+            for name, fn in self.block.items():
+                if not isinstance(fn, GaussianProcess):  # whose algebra replaces the probe
+                    prior = prior + site_log_prob(self.sites[name])[0].sum()
         with torch.no_grad():
-            return {
-                g.name: torch.cat([self.at_probe[g.name], self._terms(g, self.sites)[:, None]], -1)
-                for g in self.plan.groups
-            }
+            terms = {g.name: self._terms(g, self.sites) + prior for g in self.plan.groups}
+            return {n: torch.cat([self.at_probe[n], t[:, None]], -1) for n, t in terms.items()}
 
     @staticmethod
     def _terms(group: Group, sites: Sites) -> Tensor:
@@ -174,7 +205,7 @@ class Call:
         total = self.plan.zero().new_zeros(())
         seen = {name for group in self.plan.groups for name in group.observed}
         for name, site in self.sites.items():
-            if name not in seen and name not in self.block and not site_is_subsample(site):
+            if name not in seen and name not in self.plan.shapes and not site_is_subsample(site):
                 total = total + site_log_prob(site)[1].sum()
         return total
 
@@ -194,6 +225,10 @@ class Call:
     def linear_maps(self) -> dict[str, LinearMap]:
         """A and b of every group, with their graph in the parameters of the model."""
         plan = self.plan
+        fn = next(iter(self.block.values()))
+        if plan.is_one_vector and hasattr(fn, "scale_tril"):  # what the runs would find
+            own = LinearMap(fn.scale_tril.unsqueeze(1), fn.loc.expand(fn.shape()).unsqueeze(-1))
+            return {group.name: own for group in plan.groups}
         identity = torch.eye(plan.dim, dtype=plan.dtype, device=plan.device)
 
         def predictors(noise: Tensor) -> dict[str, Tensor]:
@@ -211,6 +246,13 @@ class Call:
     def log_likelihood(self, predictors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """log p(y_n | f_n) (Q, n) for f (Q, n, k) by group, in nats; NaN where the datum is."""
         groups, zero = self.plan.groups, self.plan.zero()
+        for group in groups:
+            for name in group.observed:
+                if not self.sites[name]["is_observed"]:
+                    raise ValueError(
+                        f"AutoSites: the site {name!r} has no data in this call (obs=None). A step and "
+                        f"the loss need them; to predict, call the guide or use Predictive."
+                    )
 
         def terms(f: dict[str, Tensor]) -> dict[str, Tensor]:
             replace = {}
@@ -226,12 +268,12 @@ def _index(group: Group, site: Any, sites: Sites) -> Tensor | None:
     """Numbers (n,) of the data of a call among those of the group; ``None`` for all in order."""
     shape, full = data_shape(site), list(data_shape(site))
     rank = len(site["fn"].batch_shape)
-    chosen = None
+    chosen: dict[int, Tensor] = {}
     for frame in site["cond_indep_stack"]:
-        if frame.name in sites and is_minibatch(sites[frame.name]):
+        if frame.dim is not None and frame.name in sites and _is_chosen(sites[frame.name]):
             dim = rank + frame.dim
             full[dim] = frame.full_size
-            chosen = dim, sites[frame.name]["value"]
+            chosen[dim] = sites[frame.name]["value"].reshape(-1)
     if tuple(full) != tuple(group.batch):
         raise ValueError(
             f"AutoSites: the observed site {site['name']!r} has data of shape {tuple(full)} in this "
@@ -239,11 +281,24 @@ def _index(group: Group, site: Any, sites: Sites) -> Tensor | None:
             f"announced first, by guide.add(count) or guide.remove(indices); for new inputs "
             f"without data call the model with obs=None."
         )
-    if chosen is None:
+    if not chosen:
         return None
-    dim, index = chosen
-    numbers = torch.arange(group.size, device=index.device).reshape(full)
-    return numbers.index_select(dim, index.reshape(-1)).reshape(shape).reshape(-1)
+    device = next(iter(chosen.values())).device
+    numbers = torch.arange(group.size, device=device).reshape(full)
+    for dim, index in chosen.items():
+        numbers = numbers.index_select(dim, index.to(device))
+    return numbers.reshape(-1)
+
+
+def _is_chosen(plate: Any) -> bool:
+    """Whether the index of a plate is other than 0, 1, 2, ..., or can not be looked at.
+
+    A loader whose batch holds all data may have shuffled them.
+    """
+    index = plate["value"]
+    if is_minibatch(plate) or not at_hand(index):
+        return True
+    return not torch.equal(index.reshape(-1), torch.arange(len(index)))
 
 
 def make_plan(runner: Runner, other: Runner | None = None, latent: str | None = None) -> Plan:
@@ -259,6 +314,13 @@ def make_plan(runner: Runner, other: Runner | None = None, latent: str | None = 
     run = runner(None)
     if not run.own:
         raise ValueError("AutoSites: the model has no latent site of its own to infer.")
+    first_fn, *more = run.own.values()
+    chain = not more and isinstance(first_fn, GaussianStateSpace)
+    runner.direct = runner.direct or chain
+    if other is not None:
+        other.direct = runner.direct
+        if runner.direct:  # elsewhere the search for predictors finds out
+            refuse_other_prior(run.own, other(None).own)
     first = run.sites[next(iter(run.own))]["value"]
     shapes = {name: run.sites[name]["value"].shape for name in run.own}
     grouped: dict[Predictor, list[str]] = {}
@@ -276,14 +338,27 @@ def make_plan(runner: Runner, other: Runner | None = None, latent: str | None = 
         )
     groups = []
     for predictor, names in grouped.items():
+        for name in names:
+            _check_support(run.sites[name])
         site = run.sites[names[0]]
         full = list(data_shape(site))
         for frame in site["cond_indep_stack"]:
-            if frame.full_size is not None:
+            if frame.full_size is not None and frame.dim is not None:
                 full[len(site["fn"].batch_shape) + frame.dim] = frame.full_size
-        groups.append(Group(names[0], tuple(names), predictor, torch.Size(full)))
+        taken = [group.name for group in groups]
+        groups.append(Group(_key(names[0], taken), tuple(names), predictor, torch.Size(full)))
     event_dims = {name: run.sites[name]["fn"].event_dim for name in run.own}
-    return Plan(shapes, event_dims, tuple(groups), run.used, first.dtype, first.device)
+    return Plan(
+        shapes, event_dims, tuple(groups), run.used, first.dtype, first.device, runner.direct
+    )
+
+
+def _key(name: str, taken: list[str]) -> str:
+    """The name of a group: that of a site, made into one that a parameter of a module may have."""
+    key = name.replace(".", "_")
+    while key in taken:
+        key += "_"
+    return key
 
 
 def _refuse_factor(name: str, runner: Runner, run: WhitenedRun) -> None:
@@ -293,4 +368,25 @@ def _refuse_factor(name: str, runner: Runner, run: WhitenedRun) -> None:
         raise ValueError(
             f"AutoSites: the factor {name!r} depends on the latent block, and is neither a Gaussian "
             f"prior nor a datum with a likelihood. Write it as an observed site."
+        )
+
+
+def _check_support(site: Any) -> None:
+    """Refuse data that the likelihood can not produce: its log_prob may be a number all the same."""
+    fn, value = unwrapped(site), site["value"]
+    allowed = fn.support.check(value)
+    if isinstance(site["mask"], torch.Tensor):
+        mask = site["mask"].reshape(
+            site["mask"].shape + (1,) * (allowed.dim() - site["mask"].dim())
+        )
+        allowed = allowed | ~mask
+    absent = missing(site)
+    if absent is not None:
+        allowed = allowed | absent
+    if not bool(allowed.all()):
+        wrong = (~allowed).reshape(-1).nonzero().reshape(-1)
+        raise ValueError(
+            f"AutoSites: {len(wrong)} of the data of {site['name']!r} lie outside of the support of "
+            f"{type(fn).__name__}, the first is number {int(wrong[0])}. Correct them, or mark data "
+            f"that are not there by NaN or by a mask."
         )

@@ -136,11 +136,7 @@ class _Search:
         first, names = self._record(self.points[0], None)
         last, _ = self._record(self.points[3], None)
         if first.keys() != last.keys():
-            raise ValueError(
-                "AutoSites: the model does not run the same operations at every value of its latent "
-                "sites (an if or a loop that depends on them), so no predictor can be found. Name "
-                'it: f = pyro.deterministic("f", ...) and AutoSites(model, latent="f").'
-            )
+            raise ValueError(self._other_course())
         moving = {
             place: [first[place], value]
             for place, value in last.items()
@@ -148,12 +144,18 @@ class _Search:
         }
         second, _ = self._record(self.points[1], moving.keys())
         third, _ = self._record(self.points[2], moving.keys())
+        # the other side of 0, where a hinge or a branch on a sign shows
+        e, eu, ev, _ = self.points
+        far, _ = self._record(e - 4.0 * (eu - e) - 4.0 * (ev - e), moving.keys())
+        if far.keys() != moving.keys():
+            raise ValueError(self._other_course())
         others = None if self.other is None else self._record_other(moving.keys())
         candidates = []
         for place, (a, d) in moving.items():
             b, c = second[place], third[place]
             size = torch.stack([x.abs().max() for x in (a, b, c, d)]).max()
             bend = (d - b - c + a).abs().max()
+            bend = torch.maximum(bend, (far[place] - 9.0 * a + 4.0 * (b + c)).abs().max() / 9.0)
             affine = bool(bend <= self.tolerance * size)
             if not affine:
                 self.first_nonlinear = self.first_nonlinear or names[place]
@@ -167,6 +169,14 @@ class _Search:
             if self.declared is None or place.site == self.declared:
                 candidates.append(_Candidate(place, [a, b, c, d], trailing, names[place]))
         return candidates
+
+    @staticmethod
+    def _other_course() -> str:
+        return (
+            "AutoSites: the model does not run the same operations at every value of its latent "
+            "sites (an if or a loop that depends on them), so no predictor can be found. Name "
+            'it: f = pyro.deterministic("f", ...) and AutoSites(model, latent="f").'
+        )
 
     def _trailing(self, shape: torch.Size) -> torch.Size | None:
         """What is left of ``shape`` after the batch of the data; ``None`` where it does not fit."""
@@ -183,7 +193,7 @@ class _Search:
         names: dict[Place, str] = {}
 
         def keep(place: Place, result: Tensor) -> None:
-            if result.is_floating_point() and (only is None or place in only):
+            if only is None or place in only:
                 # a copy where somebody may write into it later
                 results[place] = result.detach().clone() if only is None else result.detach()
                 names[place] = place.name

@@ -10,7 +10,7 @@ sites get their values.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._particles import Conditioned, Minibatches, Site, Sites
-from .whitening import colour, gaussian_of, noise_size
+from ..distributions.gaussian_process import GaussianProcess
+from .whitening import colour, gaussian_of, noise_size, refuse_weights
 
 __all__ = ["Found", "Place", "Runner", "WhitenedRun", "for_each"]
 
@@ -50,7 +51,7 @@ class Found(Exception):
 
 
 class _Operations(TorchFunctionMode):
-    """Counts the torch operations of the model's own code, shows or replaces their results."""
+    """Counts the model's own operations with real numbers, shows or replaces their results."""
 
     def __init__(self, run: WhitenedRun) -> None:
         super().__init__()
@@ -63,24 +64,31 @@ class _Operations(TorchFunctionMode):
     ) -> Any:
         if self.paused:
             return func(*args, **(kwargs or {}))
-        number, self.count = self.count, self.count + 1
-        place = Place(number=number, name=getattr(func, "__name__", str(func)))
+        result = func(*args, **(kwargs or {}))
+        # only what may be a predictor counts: a plate makes whole numbers, or not, as it subsamples
+        if not (isinstance(result, Tensor) and result.is_floating_point()):
+            return result
+        place = Place(number=self.count, name=getattr(func, "__name__", str(func)))
+        self.count += 1
         if place in self.run.replace:
             self.run.replaced += 1
             return self.run.replace[place]
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.run.on_operation(place, result)
+        self.run.on_operation(place, result)
         return result
 
 
 class WhitenedRun(Conditioned):
     """One run: latent sites that have no value in ``values`` are made from ``noise`` (D,).
 
-    With ``block``, only those: another one, such as data to be predicted, is drawn as usual.
+    With ``block``, only those: another one, such as data to be predicted, is drawn as usual.  With
+    ``direct`` the noise is not coloured: it stands for the values of the block themselves.
     ``replace`` gives values for predictors by place.  After the run ``own`` holds the Gaussians of
     the block by site, and ``seen`` the values at the places to ``look_at``, after which the run stops,
     or to ``keep``.
+
+    Of Gaussian processes, whose inputs may be others at each call, ``makers`` make single sites from
+    noise of another length; with ``at_mean`` the noise counts as 0 whatever its length, and no kernel
+    matrix is factored; with ``direct`` noise of a wrong length counts as 0.
     """
 
     def __init__(
@@ -94,10 +102,15 @@ class WhitenedRun(Conditioned):
         keep: tuple[Place, ...] = (),
         on_operation: Callable[[Place, Tensor], None] | None = None,
         block: Collection[str] | None = None,
+        direct: bool = False,
+        makers: Mapping[str, Any] | None = None,
+        at_mean: bool = False,
     ) -> None:
         super().__init__(values, minibatches)
         self.noise = noise
+        self._makers, self._at_mean = makers or {}, at_mean
         self._block = block
+        self._direct = direct
         self.own: dict[str, Any] = {}
         self.used = 0
         self.seen: dict[Place, Tensor] = {}
@@ -145,10 +158,16 @@ class WhitenedRun(Conditioned):
         with self._paused():
             super()._pyro_sample(msg)
             name = msg["name"]
+            if site_is_subsample(msg) and msg["value"] is None:
+                msg["value"] = msg["fn"]()  # of all data: drawn here, it counts as no operation
             latent = not msg["is_observed"] and not msg["done"]
             wanted = self._block is None or name in self._block
             if latent and wanted and not site_is_subsample(msg):
                 self._make(msg)
+            elif site_is_subsample(msg) and msg["value"] is None:
+                # made here, where it does not count: a plate of all data makes its index by another
+                # operation than a minibatch
+                msg["value"] = msg["fn"].sample()
             place = Place(site=name)
             if place in self.replace:
                 msg["value"], msg["done"] = self.replace[place], True
@@ -158,10 +177,14 @@ class WhitenedRun(Conditioned):
 
     def _make(self, msg: Site) -> None:
         fn = self.own[msg["name"]] = gaussian_of(msg)
-        size = noise_size(fn)
+        maker = self._makers.get(msg["name"])
+        size = noise_size(fn) if maker is None else maker.size
+        process = isinstance(fn, GaussianProcess)
         noise = self.noise
         if noise is None:
             noise = torch.zeros(self.used + size)
+        elif self._at_mean or (self._direct and process and len(noise) != size):
+            noise = noise.new_zeros(self.used + size)
         if self.used + size > len(noise):
             raise ValueError(
                 f"AutoSites: the latent site {msg['name']!r} has {size} entries now, more than at the "
@@ -171,13 +194,29 @@ class WhitenedRun(Conditioned):
         own = noise[self.used : self.used + size]
         if loc is not None:
             own = own.to(loc)
-        msg["value"] = colour(fn, own).reshape(msg["fn"].shape())
+        if maker is not None or self._direct:
+            value = maker(own) if maker is not None else own
+        elif process and (self._at_mean or Place(site=msg["name"]) in self.replace):
+            value = fn.loc  # the kernel matrix would be factored for nothing
+        else:
+            value = colour(fn, own)
+        msg["value"] = value.reshape(msg["fn"].shape())
         msg["done"] = True
         self.used += size
+
+    def _pyro_param(self, msg: Site) -> None:
+        with self._paused():
+            super()._pyro_param(msg)
+            if (
+                msg["value"] is None
+            ):  # one that is made takes more operations than one that is there
+                msg["value"] = msg["fn"](*msg["args"], **msg["kwargs"])
 
     def _pyro_post_sample(self, msg: Site) -> None:
         with self._paused():
             super()._pyro_post_sample(msg)
+            if msg["name"] in self.own:  # only now have all handlers had their say
+                refuse_weights(msg)
 
 
 def for_each(body: Callable[[Any], T], inputs: Any, chunk_size: int | None = None) -> T:
@@ -207,7 +246,11 @@ def _stack(results: list[Any]) -> Any:
 
 @dataclass
 class Runner:
-    """A model with its arguments and the values of latent sites outside of the block."""
+    """A model with its arguments and the values of latent sites outside of the block.
+
+    Handlers around a run see nothing of it but parameters, unless it is not ``hidden``: then a
+    ``poutine.scale`` around a step of SVI acts on its sites as it does on any loss.
+    """
 
     model: Callable[..., Any]
     args: tuple[Any, ...]
@@ -215,12 +258,14 @@ class Runner:
     values: Mapping[str, Tensor]
     minibatches: Minibatches
     block: Collection[str] | None = None
+    direct: bool = False
 
-    def __call__(self, noise: Tensor | None, **options: Any) -> WhitenedRun:
+    def __call__(self, noise: Tensor | None, hidden: bool = True, **options: Any) -> WhitenedRun:
         """One run, as far as needed."""
-        run = WhitenedRun(noise, self.values, self.minibatches, block=self.block, **options)
-        hidden = pyro.poutine.block(hide_fn=_is_no_parameter)
-        with hidden, pyro.validation_enabled(False), run:
+        how = {"block": self.block, "direct": self.direct, **options}
+        run = WhitenedRun(noise, self.values, self.minibatches, **how)
+        shield = pyro.poutine.block(hide_fn=_is_no_parameter) if hidden else nullcontext()
+        with shield, pyro.validation_enabled(False), run:
             try:
                 with run.operations:
                     self.model(*self.args, **self.kwargs)
@@ -247,5 +292,4 @@ def _is_empty(run: WhitenedRun) -> bool:
 
 
 def _is_no_parameter(msg: Any) -> bool:
-    """Handlers around a step are to see the parameters of the model, not the sites of every run."""
     return msg["type"] != "param"

@@ -11,6 +11,7 @@ N(0, I), whatever the scales and correlations of the model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pyro.distributions as dist
@@ -19,8 +20,16 @@ from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 
 from .._particles import Site
+from ..distributions.gaussian_process import GaussianProcess
 
-__all__ = ["colour", "gaussian_of", "log_det_root", "noise_size"]
+__all__ = [
+    "colour",
+    "gaussian_of",
+    "log_det_root",
+    "noise_size",
+    "refuse_other_prior",
+    "refuse_weights",
+]
 
 
 def gaussian_of(site: Site) -> Any:
@@ -38,18 +47,18 @@ def gaussian_of(site: Site) -> Any:
             f"guide.append(ngvi.AutoMeanFieldNormal(poutine.block(model, "
             f"expose=[{site['name']!r}])))."
         )
-    _refuse_weights(site)
     return fn
 
 
-def _refuse_weights(site: Site) -> None:
+def refuse_weights(site: Site) -> None:
+    """Refuse a prior under a scale or a mask."""
     scale, mask = site["scale"], site["mask"]
     plain = not isinstance(scale, Tensor) and scale == 1.0
     if not plain or not (mask is None or mask is True):
         raise ValueError(
             f"AutoSites: the prior of {site['name']!r} stands under a scale or a mask (a subsampled "
-            f"plate, poutine.scale, poutine.mask), and would not be a Gaussian of its own. Take "
-            f"the site out of it."
+            f"plate, poutine.scale or poutine.mask, in the model or around the step), and would not "
+            f"be a Gaussian of its own. Take the site out of it."
         )
 
 
@@ -65,7 +74,8 @@ def colour(fn: Any, noise: Tensor) -> Tensor:
         return fn.loc + fn.scale * shaped
     if hasattr(fn, "from_noise"):
         return fn.from_noise(shaped)
-    return fn.loc + (fn.scale_tril @ shaped.unsqueeze(-1)).squeeze(-1)
+    # as a row: under vmap that is one product of matrices, and not many with a vector
+    return fn.loc + (shaped.unsqueeze(-2) @ fn.scale_tril.mT).squeeze(-2)
 
 
 def log_det_root(fn: Any, event_dim: int) -> Tensor:
@@ -79,3 +89,23 @@ def log_det_root(fn: Any, event_dim: int) -> Tensor:
         each, summed = diagonal.log().sum(-1).expand(fn.batch_shape), event_dim - 1
     total: Any = sum_rightmost(each, summed)
     return total
+
+
+def refuse_other_prior(block: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Refuse a block whose prior is another one at other values of the sites outside of it."""
+    for name, fn in block.items():
+        marks = [_mark(f) for f in (fn, other[name])]
+        if marks[0].shape != marks[1].shape or not torch.equal(*marks):
+            raise ValueError(
+                f"AutoSites: the prior of {name!r} depends on a latent site outside of the block, such "
+                f"as a length-scale that has a prior of its own. Make that one a parameter of the "
+                f"model (pyro.param, PyroParam), which CVI(guide, others=...) learns."
+            )
+
+
+def _mark(fn: Any) -> Tensor:
+    """Numbers that tell a prior from another one, without a matrix of all data."""
+    if isinstance(fn, GaussianProcess):
+        some = fn.inputs[:8]
+        return torch.cat([fn.kernel(some, fn.inputs).flatten(), fn.loc])
+    return fn.log_prob(torch.zeros(fn.shape()).to(fn.mean))

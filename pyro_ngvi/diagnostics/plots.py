@@ -1,0 +1,136 @@
+"""Pictures of what the sites of an AutoSites guide say; they need matplotlib, imported when called.
+
+Not for groups of a million data: every datum is drawn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .influence import Influence
+
+__all__ = ["plot_influence", "plot_sites"]
+
+
+def plot_influence(influence: Influence, ax: Any = None, *, label: int = 5) -> Any:
+    """A stem for each datum: how far the posterior mean moves without it, in standard deviations.
+
+    Args:
+        influence: what ``guide.influence()`` gives.
+        ax: matplotlib ``Axes``; ``None`` for those of a new figure.
+        label: how many of the most influential get their number.
+
+    Returns:
+        The ``Axes``.
+
+    Raises:
+        ImportError: where matplotlib is not installed.
+    """
+    ax = _axes(ax)
+    distance = influence.distance.detach().cpu()
+    numbers = torch.arange(len(distance))
+    markers, stems, base = ax.stem(numbers.numpy(), distance.numpy(), basefmt=" ", markerfmt=".")
+    markers.set_markersize(4)
+    stems.set_linewidth(0.8)
+    base.set_visible(False)
+    for n in influence.most(label).tolist():
+        if torch.isfinite(distance[n]):
+            at = (n, float(distance[n]))
+            ax.annotate(str(n), at, textcoords="offset points", xytext=(4, 2), fontsize="small")
+    for n in distance.isnan().nonzero().reshape(-1).tolist():
+        ax.axvline(
+            n, color="tab:red", linestyle=":", linewidth=1.0
+        )  # no proper Gaussian without it
+    ax.set_ylim(bottom=0.0)
+    ax.set_xlabel(f"number in {influence.group!r}")
+    ax.set_ylabel("shift of the posterior mean [sd]")
+    return ax
+
+
+def plot_sites(guide: Any, group: str | None = None, ax: Any = None) -> Any:
+    """The sites as observations of f, Lambda^-1 nu +- Lambda^-1/2, against the posterior mean of f.
+
+    Points on the diagonal are data that the posterior agrees with.  A site whose bar
+    would be longer than the picture says little, and is a pale point; one without a peak (Lambda not
+    positive definite) is left out.  At the arguments of the last step.
+
+    Args:
+        guide: a :class:`~pyro_ngvi.AutoSites`.
+        group: name of a group of its data; not needed where there is one.
+        ax: matplotlib ``Axes``; ``None`` for those of a new figure.
+
+    Returns:
+        The ``Axes``.
+
+    Raises:
+        ImportError: where matplotlib is not installed.
+        ValueError: for a group that is not there, and before the data of the last step are known.
+    """
+    group, mean = guide._predictor_means(group)
+    ax = _axes(ax)
+    site = guide.sites()[group]
+    variance = _variances(site.precision)
+    shown = site.mean.isfinite() & (variance > 0.0)
+    low, high = _limits(mean, site.mean[shown])
+    says = variance.sqrt() < 0.5 * (high - low)
+    for j in range(mean.shape[-1]):
+        columns = (t[:, j].detach().cpu().numpy() for t in (mean, site.mean, variance.sqrt()))
+        x, y, sd = columns
+        told, untold = ((shown & c)[:, j].cpu().numpy() for c in (says, ~says))
+        name, colour = f"f[{j}]" if mean.shape[-1] > 1 else None, f"C{j}"
+        ax.plot(x[untold], y[untold], ".", markersize=3, alpha=0.3, color=colour)
+        ax.errorbar(
+            x[told],
+            y[told],
+            sd[told],
+            fmt=".",
+            markersize=4,
+            elinewidth=0.5,
+            label=name,
+            color=colour,
+        )
+    ax.plot([low, high], [low, high], color="0.5", linewidth=0.8, zorder=0)
+    ax.set_ylim(low, high)
+    ax.set_xlabel("posterior mean of f")
+    ax.set_ylabel("site, as an observation of f")
+    if mean.shape[-1] > 1:
+        ax.legend()
+    return ax
+
+
+def _variances(precision: Tensor) -> Tensor:
+    """The diagonal (N, k) of Lambda^-1, 0 where Lambda is not positive definite."""
+    k = precision.shape[-1]
+    identity = torch.eye(k, dtype=precision.dtype, device=precision.device)
+    chol, info = torch.linalg.cholesky_ex(precision)
+    chol = torch.where((info == 0).reshape(-1, 1, 1), chol, identity)
+    half = torch.linalg.solve_triangular(chol, identity.expand_as(chol), upper=False)
+    return torch.where((info == 0).unsqueeze(-1), half.square().sum(-2), 0.0)
+
+
+def _limits(mean: Tensor, peaks: Tensor) -> tuple[float, float]:
+    """A range with all posterior means and most peaks: flat sites have theirs anywhere."""
+    low, high = float(mean.min()), float(mean.max())
+    if peaks.numel():
+        inner = torch.quantile(peaks.reshape(-1)[:100_000], peaks.new_tensor([0.05, 0.95]))
+        span = max(high - low, 1e-12)
+        low = min(low, max(float(inner[0]), low - span))
+        high = max(high, min(float(inner[1]), high + span))
+    margin = 0.05 * max(high - low, 1e-12)
+    return low - margin, high + margin
+
+
+def _axes(ax: Any) -> Any:
+    if ax is not None:
+        return ax
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError(
+            "pyro_ngvi.diagnostics.plots needs matplotlib, which is not installed: "
+            "pip install matplotlib."
+        ) from error
+    return pyplot.subplots()[1]

@@ -1,0 +1,59 @@
+"""What an AutoSites guide says of its latent functions at any inputs, without draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+
+from .._particles import Minibatches
+
+__all__ = ["SitePrediction"]
+
+
+class SitePrediction:
+    """Mixed into :class:`~pyro_ngvi.AutoSites`."""
+
+    algebra: Any
+    master: Any
+    inducing: Tensor | None
+    call_of: Any
+    _require_setup: Any
+    _up_to_date: Any
+
+    def predict(self, *args: Any, **kwargs: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        """Mean and variance of every entry of every latent site under q, by name, in their shapes.
+
+        Arguments are those of the model, without data: ``guide.predict(X_new)``.  A
+        ``GaussianProcess`` follows to new inputs by its conditional, and its jitter is part of the
+        variance.  No draws, and no matrix in the number of new inputs (unless other latent sites
+        depend on the process).
+
+        Raises:
+            RuntimeError: before the guide's first call with data.
+
+        Example: see :class:`~pyro_ngvi.distributions.GaussianProcess`.
+        """
+        self._require_setup()
+        self._up_to_date()
+        with torch.no_grad():
+            call = self.call_of(args, kwargs)
+            mean, sd = self.algebra.mean_and_sd(call)
+            shapes = {name: fn.shape() for name, fn in call.block.items()}
+            sizes = [shape.numel() for shape in shapes.values()]
+            parts = zip(shapes.items(), mean.split(sizes), sd.square().split(sizes), strict=True)
+            return {name: (m.reshape(shape), v.reshape(shape)) for (name, shape), m, v in parts}
+
+    def _given_minibatches(self) -> dict[str, Tensor]:
+        """Those of plates that a list of guides has made: a process at their data is drawn there."""
+        plates = {} if self.master is None else getattr(self.master(), "plates", {})
+        return {n: p.indices for n, p in plates.items() if p.subsample_size < p.size}
+
+    def _announce_minibatches(self, call: Any, given: dict[str, Tensor]) -> None:
+        """Tell the model which data a process was drawn at, by the sites of the plates' indices."""
+        drawn: Minibatches = call.runner.minibatches
+        for name, index in drawn.items():
+            if self.inducing is not None and name not in given:
+                pyro.plate(name, call.sites[name]["fn"].size, subsample=index)

@@ -1,0 +1,174 @@
+r"""State-space algebra: a block of states s_1, ..., s_T with a Gauss-Markov prior, in O(T).
+
+Datum t sees state t, f_t = H_t s_t + b_t, so that sites become Gaussian factors of single states,
+
+    h_t = H_t'(nu_t - Lambda_t b_t),  P_t = H_t' Lambda_t H_t,  c = sum nu_t'b_t - b_t'Lambda_t b_t / 2,
+
+and q is a Gauss-Markov chain again (:func:`pyro_ngvi.sites.state_space.chain_posterior`).  Times
+without data are data that are NaN, or masked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+
+from .._known import equal, known
+from .algebra import Algebra, SiteTensors, View
+from .dense import Evidence
+from .plan import Call, LinearMap, Plan
+from .run import for_each
+from .state_space import ChainPosterior, chain_posterior
+
+__all__ = ["ChainAlgebra"]
+
+
+class _Smoothed:
+    """q, with the constant of the sites."""
+
+    def __init__(self, chain: ChainPosterior, constant: Tensor) -> None:
+        self.chain = chain
+        self.log_normalizer = chain.log_normalizer + constant
+        self.proper = chain.proper
+
+    def marginals(self, at: LinearMap) -> tuple[Tensor, Tensor]:
+        H, q = at.design, self.chain
+        mean = (H @ q.mean.unsqueeze(-1)).squeeze(-1) + at.offset
+        return mean, H @ q.covariance @ H.mT
+
+
+class ChainAlgebra(Algebra):
+    """Evidence of single states: h (T, S) and P (T, S, S).
+
+    Raises:
+        ValueError: where the predictor of datum t depends on other states than s_t, or there are not
+            as many data as states; at a call with a minibatch.
+    """
+
+    _view: View | None = None
+
+    def __init__(self, plan: Plan, call: Call) -> None:
+        (shape,) = plan.shapes.values()
+        T, S = shape
+        zero = plan.zero()
+        super().__init__(
+            Evidence(zero.new_zeros(()), zero.new_zeros(T, S), zero.new_zeros(T, S, S))
+        )
+        for group in plan.groups:
+            if tuple(group.batch) != (T,):
+                raise ValueError(
+                    f"AutoSites: {group.name!r} has data of shape {tuple(group.batch)}, and the prior "
+                    f"{next(iter(plan.shapes))!r} has {T} states. A state-space prior takes a datum "
+                    f"per state, in order: make times without a datum NaN (or mask them), and let "
+                    f"several data at one time be one datum with an event dimension."
+                )
+        _refuse_minibatch(call)
+        self._check_local(plan, call)
+
+    @staticmethod
+    def _check_local(plan: Plan, call: Call) -> None:
+        """Move the states whose number has a certain binary digit; the f of the others must stay."""
+        (shape,) = plan.shapes.values()
+        T, _ = shape
+        bits = torch.arange(max(T - 1, 1).bit_length(), device=plan.device).unsqueeze(-1)
+        ones = ((torch.arange(T, device=plan.device) >> bits) & 1).bool()
+        moved = torch.cat([ones, ~ones])
+        states = call.probe.reshape(shape)
+
+        def predictors(moved: Tensor) -> dict[str, Tensor]:
+            noise = torch.where(moved.unsqueeze(-1), states, torch.zeros_like(states)).reshape(-1)
+            seen = call.runner(noise, look_at=plan.places).seen
+            return {g.name: g.predictor.join(seen, call.shapes[g.name]) for g in plan.groups}
+
+        still = predictors(torch.zeros_like(moved[0]))
+        for name, f in for_each(predictors, moved, 8).items():
+            if not torch.equal(f[~moved], still[name].expand_as(f)[~moved]):
+                raise ValueError(
+                    f"AutoSites: the predictor of datum t of {name!r} depends on other states than "
+                    f"that of time t. Put what it needs into the state, or write the prior as a "
+                    f"MultivariateNormal for the dense algebra."
+                )
+
+    def view(self, call: Call) -> View:
+        """H and b, by running the model at the unit vectors of a state, at all times at once."""
+        _refuse_minibatch(call)
+        plan = call.plan
+        (prior,) = call.block.values()
+        T, S = prior.event_shape
+        units = torch.eye(S, dtype=plan.dtype, device=plan.device)
+
+        def predictors(state: Tensor) -> dict[str, Tensor]:
+            seen = call.runner(state.expand(T, S).reshape(-1), look_at=plan.places).seen
+            return {g.name: g.predictor.join(seen, call.shapes[g.name]) for g in plan.groups}
+
+        at_zero = predictors(torch.zeros_like(units[0]))
+        at_units = for_each(predictors, units)
+        maps = {n: LinearMap((at_units[n] - b).movedim(0, -1), b) for n, b in at_zero.items()}
+        return self._same_or(View(maps, prior))
+
+    def _same_or(self, view: View) -> View:
+        """The view of the last call, where the host sees that nothing has changed."""
+        last, self._view = self._view, None if view.learns else view
+        if last is not None and not view.learns and known(equal(_tensors(last), _tensors(view))):
+            self._view = last
+        return self._view or view
+
+    def collect(self, view: View, sites: SiteTensors) -> Evidence:
+        total = None
+        for name, (linear, precision) in sites.items():
+            at = view.maps[name]
+            weighted = (precision @ at.offset.unsqueeze(-1)).squeeze(-1)
+            found = Evidence(
+                (linear * at.offset - 0.5 * weighted * at.offset).sum(),
+                (at.design.mT @ (linear - weighted).unsqueeze(-1)).squeeze(-1),
+                at.design.mT @ precision @ at.design,
+            )
+            total = found if total is None else total + found
+        assert total is not None
+        return total
+
+    def posterior(self, view: View | None, evidence: Evidence) -> _Smoothed:
+        assert view is not None
+        chain = chain_posterior(view.prior, evidence.linear, evidence.precision)
+        return _Smoothed(chain, evidence.constant)
+
+    def _chain(self, call: Call) -> ChainPosterior:
+        (prior,) = call.block.values()
+        if prior.event_shape != self.linear.shape:
+            raise ValueError(
+                f"AutoSites: the state-space prior has {prior.event_shape[0]} states in this call, and "
+                f"the guide knows of {len(self.linear)}. To predict, make the chain longer from the "
+                f"start, with NaN for the data that are not there yet."
+            )
+        return chain_posterior(prior, self.linear, self.precision)
+
+    def sample(self, call: Call, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+        (site,) = call.plan.shapes
+        q = self._chain(call).posterior()
+        states = pyro.sample(name + "_noise", q, infer={"is_auxiliary": True})
+        return {
+            site: (states, torch.zeros(states.shape[:-2], dtype=states.dtype, device=states.device))
+        }
+
+    def mean_and_sd(self, call: Call) -> tuple[Tensor, Tensor]:
+        q = self._chain(call)
+        variance = q.covariance.diagonal(dim1=-2, dim2=-1)
+        return q.mean.reshape(-1), variance.sqrt().reshape(-1)
+
+    def distribution(self, call: Call) -> Any:
+        return self._chain(call).posterior()
+
+
+def _tensors(view: View) -> dict[str, Tensor]:
+    found = {n: v for n, v in vars(view.prior).items() if isinstance(v, Tensor)}
+    for name, at in view.maps.items():
+        found |= {f"design {name}": at.design, f"offset {name}": at.offset}
+    return found
+
+
+def _refuse_minibatch(call: Call) -> None:
+    if not call.whole:
+        raise ValueError("AutoSites: a state-space prior takes all data, not a minibatch.")

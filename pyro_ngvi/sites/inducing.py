@@ -1,0 +1,130 @@
+r"""Inducing points: a Gaussian process seen through its values at M inputs Z.
+
+    u = f(Z) = mean(Z) + L eps,  eps ~ N(0, I_M),   f_n = b_n + a_n' eps + rest_n
+    q(eps) propto N(eps; 0, I) prod_n exp(nu_n g_n - Lambda_n g_n^2 / 2),   g_n = b_n + a_n' eps,
+    ELBO = log Z + sum_n E log p(y_n | f_n) - E log t_n(g_n),
+
+with a_n and rest_n as in :mod:`pyro_ngvi.sites.regression`, q(eps) = N(m, C) and E log p under
+N(b_n + a_n' m, a_n' C a_n + var rest_n).  The sites are the dual parameters of Adam, Chang, Khan &
+Solin (2021); for a Gaussian likelihood the bound is that of Titsias (2009) after one step.  The sites
+of a minibatch see its data only, so each replaces its own share of the evidence, O(B M^2 + M^3), and no
+gradient noise is left: minibatches converge to where all data do.
+
+The evidence of a site is kept in coordinates eps of the prior as it was.  So hyperparameters and Z are
+learned with all data, where the evidence is collected anew at each step, and minibatches hold them.
+
+Not for several processes or other latent sites in the same block, nor for data that see f at inputs
+other than their own; the dense algebra does these.
+"""
+
+from __future__ import annotations
+
+import pyro
+from torch import Tensor, nn
+
+from ..distributions.gaussian_process import GaussianProcess, factor
+from .algebra import Algebra, View
+from .dense import Evidence, WhitePosterior
+from .new_inputs import WhiteNoise, split_draw
+from .plan import Call, LinearMap, Plan
+from .regression import Regression, regress
+
+__all__ = ["InducingAlgebra"]
+
+
+class InducingAlgebra(Algebra):
+    """White noise eps (M,) at ``inducing`` (M, ...)."""
+
+    inducing: Tensor
+    _regression: Regression | None = None
+    _drawn: tuple[Regression, Tensor, Tensor, Tensor] | None = None
+
+    def __init__(self, plan: Plan, call: Call, inducing: Tensor) -> None:
+        site = _only_process(plan, call)
+        inputs = call.block[site].inputs
+        if inducing.shape[1:] != inputs.shape[1:] or not len(inducing):
+            raise ValueError(
+                f"AutoSites: inducing has shape {tuple(inducing.shape)}, and the inputs of the "
+                f"GaussianProcess {site!r} have {tuple(inputs.shape)}. They must agree in all but "
+                f"the first dimension."
+            )
+        zero, M = plan.zero(), len(inducing)
+        super().__init__(Evidence(zero.new_zeros(()), zero.new_zeros(M), zero.new_zeros(M, M)))
+        self.site, self.group = site, plan.groups[0].name
+        if isinstance(inducing, nn.Parameter):
+            self.inducing = inducing  # that of the guide, not a second one
+        else:
+            self.register_buffer("inducing", inducing)
+
+    def view(self, call: Call) -> View:
+        """The maps at the inputs of the call."""
+        found = regress(call.block[self.site], self.inducing, self._regression)
+        if found.learns and not call.whole:
+            raise ValueError(
+                f"AutoSites: this step has a minibatch, and the prior of {self.site!r} or its inducing "
+                f"inputs have parameters that are learned; what the sites of the other data say was "
+                f"collected at their old values. Learn them in steps with all data, or hold them in "
+                f"steps with minibatches: no gradients (requires_grad_(False), .detach()) in kernel "
+                f"and mean, and inducing= a tensor that is no nn.Parameter."
+            )
+        self._regression = found if call.whole and not found.learns else None
+        # in direct runs f at the probe is the probe itself, and would not show another prior
+        probe = found.probe()
+        call.at_probe = {self.group: probe.unsqueeze(-1)}
+        design, offset = found.design.unsqueeze(1), found.offset.unsqueeze(-1)
+        return View({self.group: LinearMap(design, offset, found.rest.reshape(-1, 1, 1))})
+
+    def posterior(self, view: View | None, evidence: Evidence) -> WhitePosterior:
+        return WhitePosterior(evidence)
+
+    def mean_and_sd(self, call: Call) -> tuple[Tensor, Tensor]:
+        q = self.posterior(None, self.evidence)
+        found = regress(call.block[self.site], self.inducing)
+        mean, variance = found.marginals(q.mean, q.half(found.design))
+        return mean, variance.sqrt()
+
+    def moments(self, call: Call) -> tuple[Tensor, Tensor]:
+        mean, root = self._joint(call)
+        return mean, root.mT
+
+    def sample(self, call: Call, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+        mean, root = self._joint(call)
+        noise = pyro.sample(name + "_noise", WhiteNoise(mean), infer={"is_auxiliary": True})
+        return split_draw(call, mean, root, noise)
+
+    def _joint(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Mean (N,) and root R (N, N) of f at the inputs of the call: covariance R R', triangular."""
+        fn, last = call.block[self.site], self._drawn
+        found = regress(fn, self.inducing, None if last is None else last[0])
+        if last is not None and found is last[0] and self.linear is last[1]:
+            return last[2:]
+        q = self.posterior(None, self.evidence)
+        half = q.half(found.design)
+        root = factor(fn.rest_covariance(found.design) + half.mT @ half, fn.jitter)
+        mean = found.design @ q.mean + found.offset
+        self._drawn = None if found.learns else (found, self.linear, mean, root)
+        return mean, root
+
+
+def _only_process(plan: Plan, call: Call) -> str:
+    """The name of the block's one site, a GaussianProcess that is the predictor; refuses others."""
+    names = [name for name, fn in call.block.items() if isinstance(fn, GaussianProcess)]
+    if len(call.block) != 1 or not names:
+        found = ", ".join(f"{name!r} ({type(fn).__name__})" for name, fn in call.block.items())
+        raise ValueError(
+            f"AutoSites(inducing=...) is for a model whose only Gaussian latent site is one "
+            f"GaussianProcess, and this model has {found}. Put linear terms into its kernel, give "
+            f"other sites to other guides of an AutoGuideList, or leave inducing out."
+        )
+    site = names[0]
+    for group in plan.groups:
+        places = [place.site for place in group.predictor.places]
+        if places != [site] or group.width != 1:
+            where = " and ".join(str(place) for place in group.predictor.places)
+            raise ValueError(
+                f"AutoSites(inducing=...): the data of {group.name!r}, of shape {tuple(group.batch)}, "
+                f"see the GaussianProcess {site!r} through {where}, {group.width} number(s) a datum. "
+                f"With inducing points datum n must see {site!r} at its own input n only: "
+                f"GaussianProcess(kernel, X) with the inputs of the data, in their order."
+            )
+    return site

@@ -1,0 +1,259 @@
+r"""The block at inputs of a Gaussian process other than those of the data: predictions.
+
+The dense algebra knows q over the noise eps (D,) that makes the block at the inputs Z of training.  At
+other inputs X a process is
+
+    f(X) = mean(X) + A eps_f + R eps',    eps' ~ N(0, I),  R R' = k(X, X) + jitter I - A A'
+
+(:mod:`pyro_ngvi.sites.regression`), and every other site is made as before.  So the block at X is
+affine in (eps, eps'); its mean and covariance under q follow from runs of the model at unit vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import log, pi
+from typing import Any
+
+import torch
+from pyro.distributions import TorchDistribution
+from pyro.distributions.util import sum_rightmost
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from .._known import at_hand
+from ..distributions.gaussian_process import GaussianProcess, factor
+from .dense import NoisePosterior
+from .plan import Call
+from .regression import Regression, regress
+from .run import for_each
+
+__all__ = ["KnownInputs", "Maker", "WhiteNoise", "split_draw"]
+
+
+class WhiteNoise(TorchDistribution):
+    """N(0, I) of the shape and kind of ``like`` (D,), of which plates make more."""
+
+    arg_constraints: Any = {}  # noqa: RUF012 - as in torch
+    support: Any = constraints.real_vector
+
+    def __init__(self, like: Tensor, batch_shape: Any = ()) -> None:
+        self.like = like
+        super().__init__(torch.Size(batch_shape), like.shape, validate_args=False)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> WhiteNoise:
+        return WhiteNoise(self.like, batch_shape)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        shape = torch.Size(sample_shape) + self.batch_shape + self.event_shape
+        return torch.randn(shape, dtype=self.like.dtype, device=self.like.device)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return -0.5 * (value.square().sum(-1) + value.shape[-1] * log(2 * pi))
+
+
+def split_draw(
+    call: Call, mean: Tensor, root: Tensor, noise: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """z = mean + root noise by site, each with its share of log q(z) - log N(noise; 0, I).
+
+    ``root`` (D, D) is lower triangular, ``noise`` (..., D).
+    """
+    lead = noise.shape[:-1]
+    z = mean + noise @ root.mT
+    shares = -root.diagonal().abs().log()
+    drawn, used = {}, 0
+    for name in call.block:
+        shape, event_dim = call.block[name].shape(), call.plan.event_dims[name]
+        size = shape.numel()
+        value = z[..., used : used + size].reshape(lead.numel(), *shape)
+        share = sum_rightmost(shares[used : used + size].reshape(shape), event_dim)
+        used += size
+        full = torch.broadcast_shapes(shape, lead + (1,) * event_dim)
+        drawn[name] = value.reshape(full), share
+    return drawn
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes a process at new inputs from the noise of the old ones; ``rest`` (N,) is added."""
+
+    regression: Regression
+    rest: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Entries of the block's noise that it takes."""
+        return self.regression.design.shape[-1]
+
+    def __call__(self, noise: Tensor) -> Tensor:
+        f = self.regression.offset + self.regression.design @ noise
+        return f if self.rest is None else f + self.rest
+
+
+class KnownInputs(nn.Module):
+    """The inputs of the processes of a block with the data, as buffers."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        if not call.whole:
+            _refuse_minibatch(call)
+        self._stamps: dict[str, Any] = {}
+        self._found: dict[str, tuple[Regression, Tensor]] = {}
+        self._last: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self._keep(call.block)
+
+    def at(self, name: str) -> Tensor:
+        """The inputs (N, ...) of a process."""
+        return getattr(self, _buffer(name))
+
+    def follow(self, call: Call) -> None:
+        """Take the inputs of a call with data; a minibatch must be at those that are known."""
+        if call.whole:
+            self._keep(call.block)
+        elif any(at_hand(fn.inputs) for fn in self.moved(call.block).values()):
+            _refuse(*self.moved(call.block))
+
+    def _keep(self, block: Mapping[str, Any]) -> None:
+        """Take the inputs of this block for those of the data."""
+        for name, fn in _processes(block).items():
+            stamp = _stamp(fn.inputs)
+            if stamp is None or stamp != self._stamps.get(name):
+                # a copy, since the caller may write into his tensor
+                self.register_buffer(_buffer(name), fn.inputs.detach().clone())
+                self._stamps[name] = stamp
+
+    def moved(self, block: Mapping[str, Any]) -> dict[str, GaussianProcess]:
+        """The processes of a block that are at other inputs."""
+        return {n: fn for n, fn in _processes(block).items() if not self._is_at(n, fn.inputs)}
+
+    def _is_at(self, name: str, inputs: Tensor) -> bool:
+        stamp, known = _stamp(inputs), self.at(name)
+        if stamp is not None and stamp == self._stamps.get(name):
+            return True
+        return inputs.shape == known.shape and torch.equal(inputs, known.to(inputs))
+
+    def joint(self, call: Call, q: NoisePosterior, evidence: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean (D,) and root R (D, D) of the flat block at the call's inputs: covariance R R'.
+
+        R is lower triangular, with signs on its diagonal.
+        ``evidence`` is a tensor that is another one when q is.  Where a run at a random noise shows
+        that nothing else has changed since the last call, the same is given back.
+        """
+        moved = self.moved(call.block)
+        maps = {name: self._map(name, fn) for name, fn in moved.items()}
+        ends = [len(root) for _, root in maps.values()]
+
+        def flat(noise: Tensor) -> Tensor:
+            own, *rests = noise.split([len(q.mean), *ends])
+            makers = {
+                name: Maker(regression, root @ rest)
+                for (name, (regression, root)), rest in zip(maps.items(), rests, strict=True)
+            }
+            return self._flat(call, own, makers)
+
+        zero = q.mean.new_zeros(len(q.mean) + sum(ends))
+        probe = flat(_probe(zero))
+        last = self._last
+        if last is not None and last[0] is evidence and _equal(last[1], probe):
+            return last[2:]
+        mean = flat(torch.cat([q.mean, zero[len(q.mean) :]]))
+        origin = flat(zero)
+        rows = torch.block_diag(
+            q.root(), torch.eye(sum(ends), dtype=zero.dtype, device=zero.device)
+        )
+        half = for_each(lambda e: flat(e) - origin, rows)
+        root = torch.linalg.qr(half, mode="r").R.mT
+        self._last = None if root.requires_grad else (evidence, probe.detach(), mean, root)
+        return mean, root
+
+    def variances(self, call: Call, q: NoisePosterior) -> tuple[Tensor, Tensor] | None:
+        """Means and variances (D,) without a factor at the new inputs.
+
+        ``None`` where other sites depend on the process, so that its rest moves them too.
+        """
+        found = {name: regress(fn, self.at(name)) for name, fn in self.moved(call.block).items()}
+
+        def flat(noise: Tensor, rests: Mapping[str, Tensor] | None = None) -> Tensor:
+            makers = {n: Maker(r, None if rests is None else rests[n]) for n, r in found.items()}
+            return self._flat(call, noise, makers)
+
+        mean = flat(q.mean)
+        rest = torch.zeros_like(mean)
+        for name, r in found.items():
+            rest[_entries(call, name)] = r.rest
+        moved = flat(q.mean, {name: r.rest for name, r in found.items()})
+        if not torch.equal(moved != mean, (mean + rest) != mean):
+            return None
+        origin = flat(torch.zeros_like(q.mean))
+        half = for_each(lambda e: flat(e) - origin, q.root())
+        return mean, half.square().sum(0) + rest
+
+    def _flat(self, call: Call, noise: Tensor, makers: Mapping[str, Maker]) -> Tensor:
+        run = call.runner(noise, look_at=call.plan.block_places, makers=makers)
+        return torch.cat([run.seen[p].reshape(-1) for p in call.plan.block_places])
+
+    def _map(self, name: str, fn: GaussianProcess) -> tuple[Regression, Tensor]:
+        before = self._found.get(name)
+        found = regress(fn, self.at(name), None if before is None else before[0])
+        if before is not None and found is before[0]:
+            return before
+        both = found, factor(fn.rest_covariance(found.design), fn.jitter)
+        if found.learns:
+            self._found.pop(name, None)
+        else:
+            self._found[name] = both
+        return both
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_stamps": {}, "_found": {}, "_last": None}
+
+
+def _refuse_minibatch(call: Call) -> None:
+    """A process with one input for each datum of a minibatch would be another one in the next."""
+    sizes = {call.shapes[n].numel() for n, index in call.index.items() if index is not None}
+    _refuse(*[n for n, fn in _processes(call.block).items() if len(fn.inputs) in sizes])
+
+
+def _refuse(*names: str) -> None:
+    if names:
+        raise ValueError(
+            f"AutoSites: the GaussianProcess {names[0]!r} is at other inputs in each minibatch, and "
+            f"the guide keeps q over its values at one set of inputs. Give inducing inputs, "
+            f"AutoSites(model, inducing=Z), or take all data."
+        )
+
+
+def _probe(like: Tensor) -> Tensor:
+    """A fixed random noise of the shape of ``like`` (D,)."""
+    generator = torch.Generator().manual_seed(len(like))
+    return torch.randn(len(like), generator=generator, dtype=torch.float64).to(like)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return at_hand(b) and not b.requires_grad and a.shape == b.shape and torch.equal(a, b)
+
+
+def _processes(block: Mapping[str, Any]) -> dict[str, GaussianProcess]:
+    return {name: fn for name, fn in block.items() if isinstance(fn, GaussianProcess)}
+
+
+def _buffer(name: str) -> str:
+    return "inputs_" + name.replace(".", "_")
+
+
+def _stamp(x: Tensor) -> tuple[int, int, Tensor] | None:
+    """Equal for the same tensor, not written to since; ``None`` where that is not known."""
+    return None if x.is_inference() else (id(x), x._version, x)
+
+
+def _entries(call: Call, name: str) -> slice:
+    """Where a site's entries are in the flat block."""
+    start = 0
+    for other, fn in call.block.items():
+        size = fn.shape().numel()
+        if other == name:
+            break
+        start += size
+    return slice(start, start + size)

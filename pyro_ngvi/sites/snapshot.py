@@ -1,0 +1,53 @@
+"""q, its marginals and its sites at one call with all data: what diagnostics of sites start from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._known import known
+from .algebra import Marginals, View
+from .plan import Call
+
+__all__ = ["Snapshot", "take_snapshot"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """``sites`` are nu (N, k) and Lambda (N, k, k) by group, copies without a graph.
+
+    ``basis`` (D, R) are the directions of a dense algebra that does not keep all.
+    """
+
+    call: Call
+    view: View
+    posterior: Any
+    marginals: dict[str, Marginals]
+    sites: dict[str, tuple[Tensor, Tensor]]
+    basis: Tensor | None
+
+
+@torch.no_grad()
+def take_snapshot(guide: Any, call: Call) -> Snapshot:
+    """q as its sites and the model's parameters make it now, for a call with all data.
+
+    Raises:
+        RuntimeError: where prior and sites do not make a proper Gaussian.
+    """
+    algebra = guide.algebra
+    view = algebra.view(call)
+    sites = {name: (a.clone(), b.clone()) for name, (a, b) in guide.site_tensors().items()}
+    # the view may have changed the coordinates of the evidence, so it is made anew
+    algebra.evidence = evidence = algebra.collect(view, sites)
+    q = algebra.posterior(view, evidence)
+    if known(q.proper) is False:
+        raise RuntimeError(
+            "AutoSites: with the parameters of the model as they are now, prior and sites do not make "
+            "a proper Gaussian. Take more steps, or guide.reset()."
+        )
+    return Snapshot(
+        call, view, q, algebra.marginals(view, q), sites, getattr(algebra, "basis", None)
+    )

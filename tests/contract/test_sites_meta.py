@@ -1,0 +1,119 @@
+"""No step of CVI waits for the device: it runs on tensors that hold no values."""
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from torch import Tensor
+
+import pyro_ngvi as ngvi
+
+N, D, B = 12, 3, 5
+
+
+def regression(X: Tensor, y: Tensor) -> None:
+    w: Any = pyro.sample("w", dist.Normal(X.new_zeros(X.shape[1]), X.new_ones(())).to_event(1))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+
+def robust(X: Tensor, y: Tensor) -> None:
+    """Not log-concave, so that steps may have to be halved or taken back."""
+    w: Any = pyro.sample("w", dist.Normal(X.new_zeros(X.shape[1]), X.new_ones(())).to_event(1))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.StudentT(X.new_tensor(3.0), X @ w, X.new_ones(())), obs=y)
+
+
+def pair(X: Tensor, y: Tensor) -> None:
+    zeros, one = X.new_zeros(X.shape[1]), X.new_ones(())
+    w: Any = pyro.sample("w", dist.Normal(zeros, one).to_event(1))
+    v: Any = pyro.sample("v", dist.Normal(zeros, one).to_event(1))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Normal(X @ w, (X @ v).exp()), obs=y)
+
+
+def minibatch(X: Tensor, y: Tensor, i: Tensor) -> None:
+    w: Any = pyro.sample("w", dist.Normal(X.new_zeros(X.shape[1]), X.new_ones(())).to_event(1))
+    with pyro.plate("data", N, subsample=i):
+        pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+
+def learned(X: Tensor, y: Tensor) -> None:
+    sd = pyro.param("sd", X.new_ones(()), constraint=dist.constraints.positive)
+    w: Any = pyro.sample("w", dist.Normal(X.new_zeros(X.shape[1]), sd).to_event(1))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Normal(X @ w, X.new_ones(())), obs=y)
+
+
+def data(n: int = N, d: int = D) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(n, d, generator=generator, dtype=torch.float32)
+    return [X, (X[:, 0] > 0).to(X)]
+
+
+CASES = {
+    "all data": (regression, data()),
+    "more latent variables than data": (regression, data(N, 2 * N)),
+    "not log-concave": (robust, data()),
+    "pairs": (pair, data()),
+    "minibatch": (minibatch, [*data(B), torch.arange(B)]),
+    "hyperparameter": (learned, data()),
+}
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_step(case: Any, steps_before: int) -> None:
+    """What ``SVI.step`` does up to the number that it returns, in the dtype of the data."""
+    model, args = case
+    pyro.clear_param_store()
+    guide = ngvi.AutoSites(model)
+    others = None if model is not learned else pyro.optim.Adam({"lr": 0.01})
+    optim, elbo = ngvi.CVI(guide, others=others), ngvi.SitesELBO()
+
+    def step(args: list[Tensor]) -> Tensor:
+        with pyro.validation_enabled(False), poutine.trace(param_only=True) as capture:
+            loss = elbo.loss_and_grads(model, guide, *args)
+        nodes: Any = capture.trace.nodes
+        optim({site["value"].unconstrained() for site in nodes.values()})
+        return loss
+
+    guide(*args)  # the structure is found where values are
+    for _ in range(steps_before):
+        step(args)
+    pyro.clear_param_store()
+    guide.to("meta")
+    away = [x.to("meta") for x in args]
+    shapes = {name: p.shape for name, p in guide.natural_params().items()}
+    for _ in range(2):
+        loss = step(away)
+        assert loss.device.type == "meta" and loss.shape == () and loss.dtype == torch.float32
+    after = guide.natural_params()
+    assert {name: p.shape for name, p in after.items()} == shapes
+    assert all(p.device.type == "meta" and p.dtype == torch.float32 for p in after.values())
+    assert all(t.device.type == "meta" for t in guide.algebra.buffers())
+    with pyro.validation_enabled(False):
+        drawn = guide(*away)
+    assert all(z.device.type == "meta" for z in drawn.values())
+
+
+def test_moves_between_dtypes_and_goes_on() -> None:
+    """``guide.double()`` after steps in float32: the posterior of the same data, now more exact."""
+    guide = ngvi.AutoSites(regression)
+    optim = ngvi.CVI(guide)
+    svi = pyro.infer.SVI(regression, guide, optim, ngvi.SitesELBO())
+    for _ in range(5):
+        svi.step(*data())
+    guide.double()
+    args = [x.double() for x in data()]
+    for _ in range(8):
+        loss = svi.step(*args)
+    other = ngvi.AutoSites(regression)
+    fresh = pyro.infer.SVI(regression, other, ngvi.CVI(other), ngvi.SitesELBO())
+    for _ in range(13):
+        reference = fresh.step(*args)
+    assert abs(loss - reference) < 1e-10
+    assert guide.get_posterior().mean.dtype == torch.float64

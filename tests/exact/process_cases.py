@@ -1,0 +1,63 @@
+"""Kernels, data and models of Gaussian processes for the tests."""
+
+import math
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.infer import SVI
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.distributions import GaussianProcess
+
+NOISE, LEVEL = 0.3, 0.2
+
+
+class Matern(torch.nn.Module):
+    """Matern-3/2 with parameters; exact on its diagonal."""
+
+    def __init__(self, variance=1.3, lengthscale=0.7, learn=False):
+        super().__init__()
+        self.log_variance = torch.nn.Parameter(torch.tensor(math.log(variance)), learn)
+        self.log_lengthscale = torch.nn.Parameter(torch.tensor(math.log(lengthscale)), learn)
+
+    def forward(self, X, Z=None, diag=False):
+        variance = self.log_variance.exp()
+        if diag:
+            return variance.expand(len(X))
+        Z = X if Z is None else Z
+        r = math.sqrt(3) * (X[:, None] - Z).abs() / self.log_lengthscale.exp()
+        return variance * (1 + r) * (-r).exp()
+
+
+def data(N=40, binary=False):
+    generator = torch.Generator().manual_seed(1)
+    X = 5 * torch.rand(N, generator=generator)
+    y = (2 * X).sin() + NOISE * torch.randn(N, generator=generator)
+    return X, (y > 0).double() if binary else y
+
+
+def make_model(kernel, jitter=1e-4, binary=False, learn=False):
+    """f at the inputs of the data or of a minibatch of them."""
+
+    def model(X, y=None, batch=None):
+        if learn:
+            pyro.module("kernel", kernel)
+        plate = pyro.plate("data", len(X), subsample_size=batch)
+        f = pyro.sample("f", GaussianProcess(kernel, X[plate.indices], mean=LEVEL, jitter=jitter))
+        with plate:
+            y = None if y is None else y[plate.indices]
+            pyro.sample("y", dist.Bernoulli(logits=f) if binary else dist.Normal(f, NOISE), obs=y)
+
+    return model
+
+
+def trained(model, X, y, steps, inducing=None, others=None, **how):
+    guide = ngvi.AutoSites(model, inducing=inducing)
+    svi = SVI(model, guide, ngvi.CVI(guide, others=others), ngvi.SitesELBO())
+    return guide, [_number(svi.step(X, y, **how)) for _ in range(steps)]
+
+
+def _number(loss: Any) -> float:
+    return float(loss)

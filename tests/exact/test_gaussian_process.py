@@ -1,0 +1,288 @@
+"""Gaussian processes: the distribution, exact regression, and prediction at new inputs."""
+
+import copy
+import io
+import math
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.contrib.gp.kernels import RBF
+from pyro.infer import SVI, Predictive
+from pyro.nn import PyroModule
+from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.distributions import GaussianProcess
+from tests.exact.process_cases import LEVEL, NOISE, Matern, data, make_model, trained
+
+JITTER = 1e-4
+
+
+def covariance(X, kernel=None):
+    return (kernel or Matern())(X) + JITTER * torch.eye(len(X))
+
+
+def closed_form(X, y, new, kernel=None):
+    """Mean and covariance of f at new inputs, which have jitter of their own."""
+    kernel = kernel or Matern()
+    cross = kernel(new, X)
+    gain = torch.linalg.solve(covariance(X, kernel) + NOISE**2 * torch.eye(len(X)), cross.mT).mT
+    return LEVEL + gain @ (y - LEVEL), covariance(new, kernel) - gain @ cross.mT
+
+
+def test_density_draws_and_noise_are_those_of_the_multivariate_normal():
+    X, y = data(7)
+    f = GaussianProcess(Matern(), X, mean=lambda x: x.cos(), jitter=JITTER)
+    reference = dist.MultivariateNormal(X.cos(), covariance(X))
+    values = torch.stack([y, 2 * y])
+    torch.testing.assert_close(f.log_prob(values), reference.log_prob(values))
+    torch.testing.assert_close(f.variance, reference.variance)
+    pyro.set_rng_seed(3)
+    draws = f.rsample((2,))
+    pyro.set_rng_seed(3)
+    noise = torch.randn(2, 7)
+    torch.testing.assert_close(draws, f.from_noise(noise))
+    white = dist.Normal(0.0, 1.0).log_prob(noise).sum(-1)
+    torch.testing.assert_close(f.log_prob(draws), white - f.log_det_root())
+
+
+def test_nothing_is_computed_before_it_is_asked_for():
+    calls = []
+
+    def kernel(X, Z=None, diag=False):
+        calls.append(diag)
+        return Matern()(X, Z, diag)
+
+    f = GaussianProcess(kernel, torch.arange(3.0))
+    assert f.shape() == (3,) and torch.equal(f.loc, torch.zeros(3)) and not calls
+    assert f.scale_tril is f.scale_tril
+    assert calls == [False]
+
+
+def test_regression_is_exact_after_one_step():
+    X, y = data()
+    guide, losses = trained(make_model(Matern(), JITTER), X, y, 2)
+    evidence = dist.MultivariateNormal(
+        torch.full_like(y, LEVEL), covariance(X) + NOISE**2 * torch.eye(len(X))
+    ).log_prob(y)
+    assert abs(losses[1] + evidence) < 1e-10
+    q = guide.get_posterior()
+    K = covariance(X)
+    gain = torch.linalg.solve(K + NOISE**2 * torch.eye(len(X)), K).mT
+    torch.testing.assert_close(q.mean, LEVEL + gain @ (y - LEVEL), rtol=0, atol=1e-10)
+    torch.testing.assert_close(q.covariance_matrix, K - gain @ K, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("count", [23, 40])  # 40 is also the number of data
+def test_prediction_at_new_inputs_is_exact(count):
+    X, y = data()
+    new = torch.linspace(-1, 6, count)
+    guide, _ = trained(make_model(Matern(), JITTER), X, y, 1)
+    mean, C = closed_form(X, y, new)
+    found, variance = guide.predict(new)["f"]
+    torch.testing.assert_close(found, mean, rtol=0, atol=1e-10)
+    torch.testing.assert_close(variance, C.diagonal(), rtol=0, atol=1e-10)
+    q = guide.get_posterior(new)
+    torch.testing.assert_close(q.covariance_matrix, C, rtol=0, atol=1e-10)
+    assert guide.quantiles([0.1, 0.9], new)["f"].shape == (2, count)
+    torch.testing.assert_close(guide.median(new)["f"], mean, rtol=0, atol=1e-10)
+    # and the training inputs are still themselves
+    torch.testing.assert_close(guide.predict(X)["f"][0], guide.get_posterior().mean)
+
+
+def test_draws_at_new_inputs_have_their_density():
+    X, y = data(20)
+    new = torch.linspace(-1, 6, 5)
+    guide, _ = trained(make_model(Matern(), JITTER), X, y, 1)
+    q = dist.MultivariateNormal(*closed_form(X, y, new))
+    for _ in range(2):  # the second one reuses what the first has computed
+        trace: Any = pyro.poutine.trace(guide).get_trace(new)
+        torch.testing.assert_close(
+            trace.log_prob_sum(), q.log_prob(trace.nodes["f"]["value"]), rtol=1e-9, atol=1e-9
+        )
+    S = 1000
+    drawn = Predictive(guide, num_samples=S)(new)["f"].reshape(S, -1)
+    z = (drawn - q.mean) / q.variance.sqrt()
+    assert (z.mean(0).abs() < 4 / math.sqrt(S)).all()  # standard error 1 / sqrt(S)
+    assert ((z.var(0) - 1).abs() < 4 * math.sqrt(2 / S)).all()
+    C = z.mT @ z / S - torch.linalg.inv(q.variance.sqrt().diag()) @ q.covariance_matrix @ (
+        torch.linalg.inv(q.variance.sqrt().diag())
+    )
+    assert (C.abs() < 5 * math.sqrt(2 / S)).all()
+
+
+def test_pyro_predictive_takes_new_inputs():
+    X, y = data(20)
+    model = make_model(Matern(), JITTER)
+    guide, _ = trained(model, X, y, 1)
+    new = torch.linspace(-1, 6, 5)
+    S = 500
+    drawn = Predictive(model, guide=guide, num_samples=S)(new, None)["y"].reshape(S, -1)
+    mean, C = closed_form(X, y, new)
+    z = (drawn.mean(0) - mean) / ((C.diagonal() + NOISE**2) / S).sqrt()
+    assert z.abs().max() < 4  # in standard errors
+
+
+def test_a_new_step_changes_what_is_predicted_at_the_same_inputs():
+    X, y = data(20)
+    model = make_model(Matern(), JITTER)
+    guide = ngvi.AutoSites(model)
+    svi = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
+    new = torch.linspace(-1, 6, 5)
+    for sign in (1, -1):
+        svi.step(X, sign * y)
+        expected = closed_form(X, sign * y, new)[0]
+        torch.testing.assert_close(guide.get_posterior(new).mean, expected, rtol=0, atol=1e-10)
+
+
+def test_other_training_inputs_of_the_same_number_are_followed():
+    X, y = data(20)
+    model = make_model(Matern(), JITTER)
+    guide = ngvi.AutoSites(model)
+    svi = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
+    new = torch.linspace(-1, 6, 5)
+    for inputs in (X, X + 0.5):
+        svi.step(inputs, y)
+        expected = closed_form(inputs, y, new)[0]
+        torch.testing.assert_close(guide.predict(new)["f"][0], expected, rtol=0, atol=1e-10)
+    svi.step(X, y)
+    X.add_(0.25)  # written into: these are new inputs now
+    expected = closed_form(X - 0.25, y, X)[0]
+    torch.testing.assert_close(guide.predict(X)["f"][0], expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_block_with_other_sites_predicts_them_together(nested):
+    """A line and a process, or a process whose values have noise of their own: one Gaussian."""
+    X, y = data(15)
+    new = torch.linspace(-1, 6, 4)
+    kernel = Matern()
+
+    def model(X, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 2.0))
+        f = pyro.sample("f", GaussianProcess(kernel, X, jitter=JITTER))
+        g = pyro.sample("g", dist.Normal(f, 0.1).to_event(1)) if nested else f
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(g + w * X, NOISE), obs=y)
+
+    guide, _ = trained(model, X, y, 1)
+    own = 0.01 if nested else 0.0
+    lines = torch.cat([X, new])
+    K = kernel(lines) + JITTER * torch.eye(19)
+    rows = torch.cat([torch.cat([torch.zeros(1, 19), torch.eye(19)]).mT, torch.eye(20)[:1]])
+    rows = rows[15:]  # f at new inputs, then w
+    prior = torch.block_diag(torch.tensor([[4.0]]), K)
+    see = torch.cat([X[:, None], torch.eye(15), torch.zeros(15, 4)], 1)
+    S = see @ prior @ see.mT + (NOISE**2 + own) * torch.eye(15)
+    gain = torch.linalg.solve(S, see @ prior).mT
+    C = rows @ (prior - gain @ see @ prior) @ rows.mT
+    mean = rows @ gain @ y
+    found = guide.predict(new)
+    torch.testing.assert_close(found["f"][0], mean[:4], rtol=0, atol=1e-10)
+    torch.testing.assert_close(found["f"][1], C.diagonal()[:4], rtol=0, atol=1e-10)
+    torch.testing.assert_close(found["w"][0], mean[4], rtol=0, atol=1e-10)
+    torch.testing.assert_close(found["w"][1], C[4, 4], rtol=0, atol=1e-10)
+    q = guide.get_posterior(new)
+    keep = torch.tensor([1, 2, 3, 4, 0])
+    torch.testing.assert_close(q.covariance_matrix[keep][:, keep], C, rtol=0, atol=1e-10)
+    trace: Any = pyro.poutine.trace(guide).get_trace(new)
+    z = torch.cat(
+        [trace.nodes[n]["value"].reshape(-1) for n in ("w", "f", "g") if n in trace.nodes]
+    )
+    torch.testing.assert_close(trace.log_prob_sum(), q.log_prob(z), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_gradients_in_hyperparameters_hold_the_sites(binary):
+    X, y = data(15, binary)
+    kernel = Matern(learn=True)
+    model = make_model(kernel, JITTER, binary, learn=True)
+    guide, _ = trained(model, X, y, 2, others=Adam({"lr": 0.02}))
+    loss = ngvi.SitesELBO()
+    parameters = [kernel.log_variance, kernel.log_lengthscale]
+    for p in parameters:
+        p.grad = None
+    loss.loss_and_grads(model, guide, X, y)
+    for p in parameters:
+        assert p.grad is not None
+        at = p.detach().clone()
+        ends = []
+        for step in (1e-5, -1e-5):
+            p.data.copy_(at + step)
+            ends.append(loss.loss(model, guide, X, y))
+        p.data.copy_(at)
+        slope = (ends[0] - ends[1]) / 2e-5
+        assert abs(float(p.grad) - slope) < 1e-6 * (1 + abs(slope))
+
+
+def test_learning_follows_the_gradient_of_the_marginal_likelihood():
+    X, y = data()
+    kernel = Matern(0.2, 3.0, learn=True)
+    model = make_model(kernel, JITTER, learn=True)
+
+    def evidence():
+        S = covariance(X, kernel) + NOISE**2 * torch.eye(len(X))
+        return dist.MultivariateNormal(torch.full_like(y, LEVEL), S).log_prob(y)
+
+    guide, losses = trained(model, X, y, 30, others=Adam({"lr": 0.05}))
+    assert losses[-1] < losses[1] - 5
+    expected = torch.autograd.grad(evidence(), list(kernel.parameters()))
+    loss = ngvi.SitesELBO()
+    kernel.zero_grad()
+    value = loss.loss_and_grads(model, guide, X, y)
+    assert abs(float(value) + float(evidence().detach())) < 1e-9
+    for p, slope in zip(kernel.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, -slope, rtol=1e-8, atol=1e-8)
+    # q is that of the hyperparameters as they are now, at new inputs too
+    new = torch.linspace(-1, 6, 5)
+    with torch.no_grad():
+        mean = closed_form(X, y, new, kernel)[0]
+    torch.testing.assert_close(guide.predict(new)["f"][0], mean, rtol=0, atol=1e-9)
+
+
+def test_pyro_kernels_learn_as_parts_of_a_module():
+    class Model(PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.kernel = RBF(1, torch.tensor(0.5), torch.tensor(1.5))
+
+        def forward(self, X, y=None):
+            f = pyro.sample("f", GaussianProcess(self.kernel, X, jitter=JITTER))
+            with pyro.plate("data", len(X)):
+                pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    X, y = data()
+    model = Model()
+    guide, _ = trained(model, X, y, 60, others=Adam({"lr": 0.05}))
+    assert model.kernel.lengthscale_unconstrained.exp().item() < 1.2
+    with torch.no_grad():
+        S = covariance(X, model.kernel) + NOISE**2 * torch.eye(len(X))
+    evidence = dist.MultivariateNormal(torch.zeros_like(y), S).log_prob(y)
+    assert abs(ngvi.SitesELBO().loss(model, guide, X, y) + float(evidence)) < 1e-9
+
+
+def test_a_copy_and_a_saved_guide_predict_the_same():
+    X, y = data(20)
+    guide, _ = trained(make_model(Matern(), JITTER), X, y, 1)
+    new = torch.linspace(-1, 6, 5)
+    expected = guide.predict(new)["f"]
+    buffer = io.BytesIO()
+    torch.save(guide.state_dict(), buffer)
+    buffer.seek(0)
+    other, _ = trained(make_model(Matern(), JITTER), X + 1, -y, 1)
+    other.load_state_dict(torch.load(buffer))
+    twin = copy.deepcopy(guide)
+    twin._model = guide._model
+    for g in (other, twin):
+        torch.testing.assert_close(g.predict(new)["f"], expected)
+
+
+def test_float32_all_the_way():
+    X, y = (t.float() for t in data(15))
+    guide, losses = trained(make_model(Matern().float(), 1e-3), X, y, 2)
+    mean, variance = guide.predict(torch.linspace(-1, 6, 5, dtype=torch.float32))["f"]
+    assert mean.dtype == variance.dtype == torch.float32
+    assert torch.isfinite(mean).all() and math.isfinite(losses[1])

@@ -1,0 +1,173 @@
+"""Gaussian processes and inducing points: what is refused, and in which words."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoGuideList
+from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.distributions import GaussianProcess, local_level
+from tests.exact.process_cases import Matern, data, make_model, trained
+
+Z = torch.linspace(0.1, 4.9, 9, dtype=torch.float64)
+
+
+def rbf(X, Z=None, diag=False):
+    if diag:
+        return torch.ones(len(X), dtype=X.dtype)
+    return (-0.5 * (X[:, None] - (X if Z is None else Z)).square()).exp()
+
+
+def step(model, *args, inducing=None, **how):
+    guide = ngvi.AutoSites(model, inducing=inducing)
+    svi = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
+    svi.step(*args, **how)
+    return guide, svi
+
+
+def test_arguments_of_the_distribution():
+    X, _ = data(5)
+    with pytest.raises(ValueError, match="kernel must be a callable"):
+        GaussianProcess(torch.eye(5), X)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="one row an input"):
+        GaussianProcess(rbf, torch.tensor(1.0))
+    with pytest.raises(ValueError, match="jitter must be a number >= 0"):
+        GaussianProcess(rbf, X, jitter=-1.0)
+    with pytest.raises(ValueError, match=r"mean\(inputs\) has shape \(1,\)"):
+        GaussianProcess(rbf, X, mean=lambda x: x[:1]).loc  # noqa: B018
+
+
+def test_a_singular_kernel_matrix_names_the_jitter():
+    X = torch.linspace(0, 1, 50)
+    f = GaussianProcess(rbf, X.float(), jitter=1e-9)
+    with pytest.raises(
+        ValueError, match=r"not positive definite in float32 with jitter=1e-09\. Raise"
+    ):
+        f.rsample()
+    assert torch.isfinite(GaussianProcess(rbf, X.float(), jitter=1e-4).rsample()).all()
+
+
+def test_a_process_in_a_plate_is_refused():
+    X, y = data(10)
+
+    def model(X, y):
+        with pyro.plate("data", len(X), subsample_size=5) as i:
+            f = pyro.sample("f", GaussianProcess(rbf, X[i]))
+            pyro.sample("y", dist.Normal(f, 1.0), obs=y[i])
+
+    for inducing in (None, Z):
+        with pytest.raises(ValueError, match="Take its site out of the plate"):
+            step(model, X, y, inducing=inducing)
+
+
+def test_minibatches_of_inputs_need_inducing_points():
+    X, y = data(20)
+    model = make_model(Matern())
+    with pytest.raises(ValueError, match=r"'f' is at other inputs in each minibatch.*inducing=Z"):
+        step(model, X, y, batch=5)
+    _, svi = step(model, X[:10], y[:10])
+    with pytest.raises(ValueError, match="at other inputs in each minibatch"):
+        svi.step(X[:10], y[:10], batch=5)
+
+
+def test_the_dense_algebra_takes_minibatches_of_the_likelihood():
+    """All inputs at every call, some of the data: the same block each time."""
+    X, y = data(20)
+    kernel = Matern()
+
+    def model(X, y, batch=None):
+        f = pyro.sample("f", GaussianProcess(kernel, X))
+        with pyro.plate("data", len(X), subsample_size=batch) as i:
+            pyro.sample("y", dist.Normal(f[i], 0.5), obs=y[i])
+
+    whole, _ = trained(model, X, y, 1)
+    small, _ = trained(model, X, y, 40, batch=10)
+    assert (small.site_tensors()["y"][1] > 0).all()  # each datum was seen
+    torch.testing.assert_close(small.predict(Z, y)["f"], whole.predict(Z, y)["f"])
+
+
+def test_learned_priors_need_all_data():
+    X, y = data(20)
+    kernel = Matern(learn=True)
+    model = make_model(kernel, learn=True)
+    with pytest.raises(ValueError, match=r"has a minibatch, and the prior of 'f'.*with all data"):
+        trained(model, X, y, 1, Z, Adam({"lr": 0.01}), batch=5)
+    points = torch.nn.Parameter(Z.clone())
+    with pytest.raises(ValueError, match="inducing inputs have parameters that are learned"):
+        trained(make_model(Matern()), X, y, 1, points, Adam({"lr": 0.01}), batch=5)
+    # the value of the bound needs no gradients
+    guide, _ = trained(model, X, y, 1, Z, Adam({"lr": 0.01}))
+    ngvi.SitesELBO().loss(model, guide, X, y, batch=5)
+
+
+def test_other_latent_sites_are_refused():
+    X, y = data(20)
+
+    def model(X, y):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        f = pyro.sample("f", GaussianProcess(rbf, X))
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(f + w * X, 1.0), obs=y)
+
+    with pytest.raises(ValueError, match=r"has 'w' \(Normal\), 'f' \(GaussianProcess\)"):
+        step(model, X, y, inducing=Z)
+
+
+def test_no_process_at_all():
+    def model(y):
+        f = pyro.sample("f", dist.Normal(torch.zeros(5), 1.0).to_event(1))
+        with pyro.plate("data", 5):
+            pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+    with pytest.raises(ValueError, match="only Gaussian latent site is one GaussianProcess"):
+        step(model, torch.ones(5), inducing=Z)
+
+
+def test_data_that_see_other_inputs_are_refused():
+    X, y = data(20)
+
+    def model(X, y):
+        f = pyro.sample("f", GaussianProcess(rbf, X))
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(f.flip(0), 1.0), obs=y)
+
+    with pytest.raises(ValueError, match="see the GaussianProcess 'f' through the result of flip"):
+        step(model, X, y, inducing=Z)
+
+
+@pytest.mark.parametrize("points", [Z[:, None], Z[:0]])
+def test_inducing_inputs_of_a_wrong_shape(points):
+    X, y = data(20)
+    with pytest.raises(ValueError, match=r"inducing has shape .* of the GaussianProcess 'f' have"):
+        step(make_model(Matern()), X, y, inducing=points)
+
+
+def test_predictions_before_the_first_call():
+    guide = ngvi.AutoSites(make_model(Matern()))
+    with pytest.raises(RuntimeError, match="does not know the model's sites yet"):
+        guide.predict(Z)
+
+
+@pytest.mark.parametrize("kind", ["process", "chain"])
+def test_a_prior_that_depends_on_other_latent_sites_is_refused(kind):
+    X, y = data(20)
+
+    def model(X, y):
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        if kind == "process":
+            kernel = lambda *args, **how: scale * rbf(*args, **how)  # noqa: E731
+            f = pyro.sample("f", GaussianProcess(kernel, X))
+        else:
+            f = pyro.sample("f", local_level(len(X), scale, scale))[:, 0]
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+    guide = AutoGuideList(model)
+    inducing = Z if kind == "process" else None
+    guide.append(ngvi.AutoSites(pyro.poutine.block(model, hide=["scale"]), inducing=inducing))
+    guide.append(ngvi.AutoMeanFieldNormal(pyro.poutine.block(model, expose=["scale"])))
+    with pytest.raises(ValueError, match="the prior of 'f' depends on a latent site outside"):
+        guide(X, y)

@@ -1,0 +1,233 @@
+"""What AutoSites refuses where data come, go or are left out, in sentences that name the fix."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoGuideList
+from torch import Tensor
+
+from pyro_ngvi import CVI, AutoMeanFieldNormal, AutoSites, SitesELBO
+from pyro_ngvi.diagnostics.plots import plot_influence
+from pyro_ngvi.distributions import local_level
+
+N = 6
+X = torch.linspace(-1.0, 1.0, N, dtype=torch.float64)
+Y = (X + 1.0) ** 2
+
+
+def line(X: Tensor, y: Tensor | None = None) -> None:
+    b = pyro.sample("b", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Normal(b * X, 1.0), obs=y)
+
+
+def two_groups(X: Tensor, y: Tensor) -> None:
+    b = pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Normal(b[0] * X, 1.0), obs=y)
+        pyro.sample("other", dist.Normal(b[1] + X, 1.0), obs=y)
+
+
+def table(X: Tensor, y: Tensor) -> None:
+    b = pyro.sample("b", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", len(X)), pyro.plate("columns", 2):
+        pyro.sample("y", dist.Normal(b * X, 1.0), obs=y.expand(2, N))
+
+
+def effects(X: Tensor, y: Tensor) -> None:
+    with pyro.plate("data", len(X)):
+        f = pyro.sample("f", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(f * X, 1.0), obs=y)
+
+
+def process(X: Tensor, y: Tensor) -> None:
+    f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(len(X)), torch.eye(len(X))))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+
+def chain(X: Tensor, y: Tensor) -> None:
+    z = pyro.sample("z", local_level(len(X), initial_scale=1.0, step_scale=0.3))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Normal(z[:, 0], 1.0), obs=y)
+
+
+def stepped(model: Callable[..., Any] = line, *args: Any) -> AutoSites:
+    guide = AutoSites(model)
+    SVI(model, guide, CVI(guide), SitesELBO()).step(X, Y, *args)
+    return guide
+
+
+BAD_NUMBERS: dict[str, tuple[Any, str]] = {
+    "too large": ([0, N], "'y' has 6 data, numbered from 0, and there is no number 6"),
+    "negative": (-1, "'y' has 6 data, numbered from 0, and there is no number -1"),
+    "twice": ([1, 3, 1], "number 1 comes more than once"),
+    "fraction": ([0.5], r"whole numbers .* shape \(1,\) and torch.float64"),
+    "table": (torch.zeros(2, 2).long(), r"whole numbers .* shape \(2, 2\) and torch.int64"),
+    "short mask": (torch.ones(3).bool(), r"the mask has the shape \(3,\) instead of \(6,\)"),
+}
+CHANGES: dict[str, Callable[[AutoSites, Any], Any]] = {
+    "remove": lambda guide, numbers: guide.remove(numbers),
+    "reset": lambda guide, numbers: guide.reset(numbers),
+    "influence": lambda guide, numbers: guide.influence(groups=[numbers]),
+}
+
+
+def unchanged(guide: AutoSites) -> tuple[Tensor, ...]:
+    q = guide.get_posterior()
+    return (
+        q.mean,
+        q.covariance_matrix,
+        *(p.detach().clone() for p in guide.natural_params().values()),
+    )
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("case", BAD_NUMBERS)
+def test_numbers_that_are_not_there(case: str, change: str) -> None:
+    """Nothing has changed after the refusal."""
+    numbers, message = BAD_NUMBERS[case]
+    guide = stepped()
+    before = unchanged(guide)
+    with pytest.raises(ValueError, match=f"AutoSites.{change}.*{message}"):
+        CHANGES[change](guide, numbers)
+    assert all(torch.equal(a, b) for a, b in zip(before, unchanged(guide), strict=True))
+
+
+def test_nothing_to_remove_is_no_error() -> None:
+    guide = stepped()
+    guide.remove([])
+    guide.reset(torch.zeros(N).bool())
+    assert guide.sites()["y"].linear.shape == (N, 1)
+
+
+def test_all_data_can_not_be_removed() -> None:
+    with pytest.raises(ValueError, match=r"all 6 data of 'y'.*guide\.reset\(\)"):
+        stepped().remove(range(N))
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.0, True, "2"])
+def test_counts(count: Any) -> None:
+    with pytest.raises(ValueError, match="a number of data of at least 1, got"):
+        stepped().add(count)
+
+
+def test_groups_have_names() -> None:
+    guide = stepped(two_groups)
+    for change in (lambda: guide.remove(0), lambda: guide.add(1), lambda: guide.reset(0)):
+        with pytest.raises(ValueError, match="name a group of data, one of 'y', 'other'"):
+            change()
+    with pytest.raises(ValueError, match="no group 'z'; there are 'y', 'other'"):
+        guide.remove(0, group="z")
+    with pytest.raises(ValueError, match=r"AutoSites\.influence: name a group of data"):
+        guide.influence()
+    assert len(guide.influence(group="other").distance) == N
+
+
+@pytest.mark.parametrize("change", ["remove", "add"])
+def test_data_of_two_dimensions_stay(change: str) -> None:
+    guide = stepped(table)
+    with pytest.raises(ValueError, match=r"shape \(2, 6\).*one dimension.*NaN.*reset"):
+        getattr(guide, change)(1)
+    guide.reset(1)  # which can be done
+    assert guide.sites()["y"].precision.flatten().count_nonzero() == 2 * N - 1
+
+
+@pytest.mark.parametrize("change", ["remove", "add"])
+@pytest.mark.parametrize("model", [effects, process, chain])
+def test_blocks_with_an_entry_for_each_datum(model: Callable[..., Any], change: str) -> None:
+    guide = stepped(model)
+    with pytest.raises(ValueError, match=r"has an entry for each datum of 'y'.*fit a new guide"):
+        getattr(guide, change)(1)
+    guide.reset([0])
+    assert guide.sites()["y"].precision[0].item() == 0.0
+
+
+def test_before_the_first_call() -> None:
+    guide = AutoSites(line)
+    for ask in (guide.sites, guide.loo, guide.influence, guide.reset, lambda: guide.remove(0)):
+        with pytest.raises(RuntimeError, match="does not know the model's sites yet"):
+            ask()
+    with pytest.raises(RuntimeError, match="does not know the model's sites yet"):
+        guide.add(1)
+
+
+def minibatch(X: Tensor, y: Tensor, size: int) -> None:
+    b = pyro.sample("b", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(X), subsample_size=size) as i:
+        pyro.sample("y", dist.Normal(b * X[i], 1.0), obs=y[i])
+
+
+def test_minibatches_do_not_know_the_other_data() -> None:
+    guide = stepped(minibatch, 4)
+    index = guide.sites()["y"].precision[:, 0, 0].nonzero().squeeze(-1)
+    before = unchanged_sites = [p.detach().clone() for p in guide.natural_params().values()]
+    with pytest.raises(RuntimeError, match=r"what these data see.*guide\.refresh\(\*args\)"):
+        guide.remove(index[:1])
+    after = guide.natural_params().values()
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), unchanged_sites
+    for ask in (guide.loo, guide.influence):
+        with pytest.raises(ValueError, match="needs all data; this call has a minibatch"):
+            ask()
+    guide.refresh(X, Y, N)
+    guide.remove(index[:1])
+
+
+def test_diagnostics_after_a_change_need_the_data() -> None:
+    guide = stepped()
+    guide.remove(0)
+    for what in ("loo", "influence"):
+        with pytest.raises(ValueError, match=f"AutoSites.{what}: data were added or removed"):
+            getattr(guide, what)()
+        with pytest.raises(ValueError, match=r"data of shape \(6,\) in this call.*shape \(5,\)"):
+            getattr(guide, what)(X, Y)
+        getattr(guide, what)(X[1:], Y[1:])
+
+
+def test_step_with_data_that_were_not_announced() -> None:
+    guide = AutoSites(line)
+    svi = SVI(line, guide, CVI(guide), SitesELBO())
+    svi.step(X, Y)
+    with pytest.raises(ValueError, match=r"announced first, by guide\.add\(count\)"):
+        svi.step(X[1:], Y[1:])
+    guide.remove(0)
+    svi.step(X[1:], Y[1:])
+
+
+def test_guides_of_part_of_the_latent_sites() -> None:
+    def model(X: Tensor, y: Tensor) -> None:
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(b * X, scale), obs=y)
+
+    guide = AutoGuideList(model)
+    part = AutoSites(pyro.poutine.block(model, hide=["scale"]))
+    guide.append(part)
+    guide.append(AutoMeanFieldNormal(pyro.poutine.block(model, expose=["scale"])))
+    guide(X, Y)
+    for ask in (part.loo, part.influence):
+        with pytest.raises(NotImplementedError, match="other guides of the list infer 'scale'"):
+            ask(X, Y)
+
+
+def test_state_space_prior_has_no_joint_shift() -> None:
+    influence = (guide := stepped(chain)).influence()
+    assert influence.distance.shape == (N,)
+    with pytest.raises(NotImplementedError, match=r"shift\(\) needs the joint posterior"):
+        influence.shift([0])
+    with pytest.raises(NotImplementedError, match="groups= needs the joint posterior"):
+        guide.influence(groups=[[0, 1]])
+
+
+def test_plots_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    influence = stepped().influence()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"needs matplotlib.*pip install matplotlib"):
+        plot_influence(influence)
