@@ -39,6 +39,7 @@ bench: $(BENCH_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.whvi_paper.transform
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.whvi_paper --seeds 5
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.flows --seeds 10
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.cvi
 
 # The pinned torch goes in first, by its exact version, so that no later requirement can choose another build of it.
 $(STAMP): pyproject.toml constraints.txt

@@ -97,7 +97,7 @@ def run(quick: bool, seeds: int, data: Sequence[str] | None) -> Iterator[Row]:
         left = r["losses"][-2] - r["losses"][-1]
         settled = sum(loss - r["losses"][-1] > 1e-3 for loss in r["losses"])
         measured = (
-            f"{spread(r['seconds'][1:])} s a sweep, {r['seconds'][0]:#.3g} s the first with the search, "
+            f"{spread(r['seconds'][1:])} s a sweep, {r['seconds'][0]:#.3g} s the first, "
             f"{r['memory'] / 2**20:.0f} MiB, within 1e-3 nat after {settled} sweeps "
             f"(the last gained {left:.0e})"
         )

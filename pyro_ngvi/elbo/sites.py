@@ -29,8 +29,8 @@ from .._known import known
 from ..density import site_log_prob
 from ..guides.sites import AutoSites, find_sites
 from ..sites.algebra import Marginals, View, apart
+from ..sites.call import Call
 from ..sites.expectation import Expected, Points, default_count, expectations, quadrature_points
-from ..sites.plan import Call
 
 __all__ = ["SiteTargets", "SitesELBO"]
 

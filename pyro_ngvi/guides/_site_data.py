@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..sites.call import Call
 from ..sites.dense import Evidence
-from ..sites.plan import Call, Group, Plan
+from ..sites.plan import Group, Plan
 from ._site_views import Indices, checked
 from ._without_data import WithoutData
 

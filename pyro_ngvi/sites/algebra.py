@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from .._known import at_hand
+from .call import Call
 from .dense import Evidence, NoisePosterior, WhitePosterior, collect, reduced
 from .new_inputs import KnownInputs, WhiteNoise, split_draw
-from .plan import Call, LinearMap, Plan
+from .plan import LinearMap, Plan
 from .run import for_each
 
 __all__ = ["Algebra", "DenseAlgebra", "Marginals", "Posterior", "SiteTensors", "View", "apart"]

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from .._known import equal, known
 from .algebra import Algebra, SiteTensors, View
+from .call import Call
 from .dense import Evidence
-from .plan import Call, LinearMap, Plan
+from .plan import LinearMap, Plan
 from .run import for_each
 from .state_space import ChainPosterior, chain_posterior
 

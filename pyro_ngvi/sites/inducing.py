@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from ..distributions.gaussian_process import GaussianProcess, factor
 from .algebra import Algebra, View
+from .call import Call
 from .dense import Evidence, WhitePosterior
 from .new_inputs import WhiteNoise, split_draw
-from .plan import Call, LinearMap, Plan
+from .plan import LinearMap, Plan
 from .regression import Regression, regress
 
 __all__ = ["InducingAlgebra"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from .algebra import Algebra, DenseAlgebra
+from .call import Call
 from .chain import ChainAlgebra
 from .inducing import InducingAlgebra
-from .plan import Call, Plan
+from .plan import Plan
 
 __all__ = ["make_algebra"]
 

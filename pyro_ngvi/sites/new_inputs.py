@@ -24,8 +24,8 @@ from torch.distributions import constraints
 
 from .._known import at_hand
 from ..distributions.gaussian_process import GaussianProcess, factor
+from .call import Call
 from .dense import NoisePosterior
-from .plan import Call
 from .regression import Regression, regress
 from .run import for_each
 

@@ -112,6 +112,8 @@ class WhitenedRun(Conditioned):
         self._block = block
         self._direct = direct
         self.own: dict[str, Any] = {}
+        #: plates to which the model itself passes the numbers of their data
+        self.given: set[str] = set()
         self.used = 0
         self.seen: dict[Place, Tensor] = {}
         self._look_at, self._keep = set(look_at), set(keep)
@@ -156,8 +158,10 @@ class WhitenedRun(Conditioned):
 
     def _pyro_sample(self, msg: Site) -> None:
         with self._paused():
-            super()._pyro_sample(msg)
             name = msg["name"]
+            if site_is_subsample(msg) and msg["value"] is not None:
+                self.given.add(name)
+            super()._pyro_sample(msg)
             if site_is_subsample(msg) and msg["value"] is None:
                 msg["value"] = msg["fn"]()  # of all data: drawn here, it counts as no operation
             latent = not msg["is_observed"] and not msg["done"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._known import known
 from .algebra import Marginals, View
-from .plan import Call
+from .call import Call
 
 __all__ = ["Snapshot", "take_snapshot"]
 

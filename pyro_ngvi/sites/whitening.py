@@ -45,7 +45,8 @@ def gaussian_of(site: Site) -> Any:
             f"guide = AutoGuideList(model); "
             f"guide.append(ngvi.AutoSites(poutine.block(model, hide=[{site['name']!r}]))); "
             f"guide.append(ngvi.AutoMeanFieldNormal(poutine.block(model, "
-            f"expose=[{site['name']!r}])))."
+            f"expose=[{site['name']!r}]))). If it stands for data, pass them (obs=...) at the guide's "
+            f"first call."
         )
     return fn
 

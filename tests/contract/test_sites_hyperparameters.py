@@ -9,6 +9,7 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoGuideList
+from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 import pyro_ngvi as ngvi
@@ -44,9 +45,9 @@ def robust(X: Tensor, y: Tensor | None = None) -> None:
         pyro.sample("y", dist.StudentT(4.0, X @ w + shift, noise), obs=y)
 
 
-def made(model: Any, lr: float) -> tuple[Any, SVI]:
+def made(model: Any, lr: float) -> tuple[Any, Any]:
     guide = ngvi.AutoSites(model)
-    optim = ngvi.CVI(guide, others=pyro.optim.Adam({"lr": lr}))
+    optim = ngvi.CVI(guide, others=Adam({"lr": lr}))
     return guide, SVI(model, guide, optim, ngvi.SitesELBO())
 
 
@@ -62,7 +63,7 @@ def test_gradient_holds_the_sites(model: Any) -> None:
     _, svi = made(model, 0.0)
     for _ in range(3):
         svi.step(*data())
-    store = pyro.get_param_store()
+    store: Any = pyro.get_param_store()
     names = [n for n in store if n in ("sd", "noise", "shift")]
     ngvi.SitesELBO().loss_and_grads(model, svi.guide, *data())
     for name in names:
@@ -81,7 +82,8 @@ def test_gradient_at_the_exact_posterior_is_that_of_the_evidence() -> None:
     _, svi = made(conjugate, 0.0)
     svi.step(*data())
     ngvi.SitesELBO().loss_and_grads(conjugate, svi.guide, *data())
-    raw = {n: pyro.get_param_store().get_param(n).unconstrained() for n in ("sd", "noise")}
+    store: Any = pyro.get_param_store()
+    raw = {n: store.get_param(n).unconstrained() for n in ("sd", "noise")}
     logs = [torch.tensor(2.0).log().requires_grad_(), torch.tensor(1.0).log().requires_grad_()]
     exact = torch.autograd.grad(log_evidence(logs[0].exp(), logs[1].exp()), logs)
     for p, g in zip(raw.values(), exact, strict=True):
@@ -111,6 +113,26 @@ def test_type_two_optimum() -> None:
     precision = X.mT @ X / best[1] ** 2 + torch.eye(3) / best[0] ** 2
     q = guide.get_posterior()
     assert (q.mean - torch.linalg.solve(precision, X.mT @ y / best[1] ** 2)).abs().max() < 1e-3
+
+
+def test_refresh_follows_a_parameter_that_was_changed() -> None:
+    def scaled(X: Tensor, y: Tensor | None = None) -> None:
+        sd = pyro.param("sd", torch.tensor(1.0), constraint=dist.constraints.positive)
+        w: Any = pyro.sample("w", dist.Normal(torch.zeros(3), sd).to_event(1))
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(X @ w, 0.5), obs=y)
+
+    X = data()[0]
+    y = X.sum(-1)
+    guide = ngvi.AutoSites(scaled)
+    svi: Any = SVI(scaled, guide, ngvi.CVI(guide, others=Adam({"lr": 1e-3})), ngvi.SitesELBO())
+    svi.step(X, y)
+    pyro.get_param_store()["sd"] = torch.tensor(0.1)
+    guide.refresh(X, y)
+    precision = 4.0 * X.mT @ X + 100.0 * torch.eye(3)
+    q = guide.get_posterior()
+    assert (q.mean - torch.linalg.solve(precision, 4.0 * X.mT @ y)).abs().max() < 1e-10
+    assert (q.precision_matrix - precision).abs().max() < 1e-8
 
 
 def test_minibatches_learn_parameters_of_the_likelihood() -> None:
@@ -177,7 +199,7 @@ def test_noise_scale_by_another_guide() -> None:
     torch.manual_seed(0)
     guide = listed(noisy)
     optim = ngvi.CVI(guide, lr=0.3, others=ngvi.NGVB(guide))
-    svi = SVI(noisy, guide, optim, ngvi.SitesELBO(num_particles=4))
+    svi: Any = SVI(noisy, guide, optim, ngvi.SitesELBO(num_particles=4))
     for _ in range(100):
         svi.step(*data())
     full = ngvi.AutoFullRankNormal(noisy)
@@ -202,7 +224,7 @@ def test_either_order_and_reports_by_part(first: bool) -> None:
     guide = listed(noisy, first)
     others = ngvi.NGVB(guide)
     optim = ngvi.CVI(guide, lr=0.3, others=others)
-    svi = SVI(noisy, guide, optim, ngvi.SitesELBO())
+    svi: Any = SVI(noisy, guide, optim, ngvi.SitesELBO())
     for _ in range(3):
         svi.step(*data())
     own, other = ("0", "1") if first else ("1", "0")
@@ -221,6 +243,6 @@ def test_prior_scale_of_another_guide_is_refused() -> None:
             pyro.sample("y", dist.Normal(X @ w, 0.5), obs=y)
 
     guide = listed(model)
-    svi = SVI(model, guide, ngvi.CVI(guide, others=ngvi.NGVB(guide)), ngvi.SitesELBO())
+    svi: Any = SVI(model, guide, ngvi.CVI(guide, others=ngvi.NGVB(guide)), ngvi.SitesELBO())
     with pytest.raises(ValueError, match="also depends on a latent site outside of the block"):
         svi.step(*data())

@@ -7,6 +7,8 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer import SVI
+from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 import pyro_ngvi as ngvi
@@ -71,7 +73,7 @@ def test_step(case: Any, steps_before: int) -> None:
     model, args = case
     pyro.clear_param_store()
     guide = ngvi.AutoSites(model)
-    others = None if model is not learned else pyro.optim.Adam({"lr": 0.01})
+    others = None if model is not learned else Adam({"lr": 0.01})
     optim, elbo = ngvi.CVI(guide, others=others), ngvi.SitesELBO()
 
     def step(args: list[Tensor]) -> Tensor:
@@ -104,16 +106,14 @@ def test_moves_between_dtypes_and_goes_on() -> None:
     """``guide.double()`` after steps in float32: the posterior of the same data, now more exact."""
     guide = ngvi.AutoSites(regression)
     optim = ngvi.CVI(guide)
-    svi = pyro.infer.SVI(regression, guide, optim, ngvi.SitesELBO())
+    svi: Any = SVI(regression, guide, optim, ngvi.SitesELBO())
     for _ in range(5):
         svi.step(*data())
     guide.double()
     args = [x.double() for x in data()]
-    for _ in range(8):
-        loss = svi.step(*args)
+    loss = [svi.step(*args) for _ in range(8)][-1]
     other = ngvi.AutoSites(regression)
-    fresh = pyro.infer.SVI(regression, other, ngvi.CVI(other), ngvi.SitesELBO())
-    for _ in range(13):
-        reference = fresh.step(*args)
+    fresh: Any = SVI(regression, other, ngvi.CVI(other), ngvi.SitesELBO())
+    reference = [fresh.step(*args) for _ in range(13)][-1]
     assert abs(loss - reference) < 1e-10
     assert guide.get_posterior().mean.dtype == torch.float64

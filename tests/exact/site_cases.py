@@ -46,7 +46,7 @@ def fit(
 ) -> Fit:
     """So many steps with all of ``args``; ``options`` are those of ``SitesELBO``."""
     guide = ngvi.AutoSites(model)
-    svi = SVI(model, guide, ngvi.CVI(guide, lr=lr), ngvi.SitesELBO(**options))
+    svi: Any = SVI(model, guide, ngvi.CVI(guide, lr=lr), ngvi.SitesELBO(**options))
     return Fit(guide, svi, [float(svi.step(*args)) for _ in range(sweeps)])
 
 
@@ -135,6 +135,19 @@ def gaussian_process() -> Conjugate:
 
     linear = Linear(torch.ones(N), K, torch.eye(N), torch.zeros(N))
     return Conjugate(model, (K, y), linear, y, 0.2)
+
+
+def student(K: Tensor, y: Tensor) -> None:
+    """A likelihood that is not log-concave, so that sweeps overshoot."""
+    f: Any = pyro.sample("f", dist.MultivariateNormal(torch.zeros(len(K)), K))
+    with pyro.plate("data", len(K)):
+        pyro.sample("y", dist.StudentT(3.0, f, 0.2), obs=y)
+
+
+def with_outliers() -> Tensor:
+    y = torch.linspace(0.0, 6.0, N).sin() + 0.2 * torch.randn(N, generator=seeded(6))
+    y[::7] += 3.0 * torch.randn(len(y[::7]), generator=seeded(7))
+    return y
 
 
 def local_level() -> Conjugate:

@@ -10,7 +10,7 @@ from pyro.infer import SVI
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from tests.exact.site_cases import N, Fit, Linear, covariates, fit, normal_weights, seeded
+from tests.exact.site_cases import Fit, Linear, N, covariates, fit, normal_weights, seeded
 
 D, B = 3, 10
 
@@ -40,9 +40,9 @@ def given(X: Tensor, y: Tensor, i: Tensor) -> None:
         pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
 
 
-def made(model: Any) -> tuple[Any, Any]:
+def made(model: Any, lr: float = 1.0) -> tuple[Any, Any]:
     guide = ngvi.AutoSites(model)
-    return guide, SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
+    return guide, SVI(model, guide, ngvi.CVI(guide, lr=lr), ngvi.SitesELBO())
 
 
 def assert_same(guide: Any, reference: Fit, *args: Any, tolerance: float = 1e-8) -> None:
@@ -99,7 +99,8 @@ def test_all_data_in_another_order_each_time(reference: Fit) -> None:
     assert_same(guide, reference, X, y, torch.arange(N))
 
 
-def test_one_round_is_exact_where_the_model_is_conjugate() -> None:
+@pytest.mark.parametrize("lr", [1.0, 0.3])
+def test_one_round_is_exact_where_the_model_is_conjugate(lr: float) -> None:
     X, _ = data()
     y = X.sum(-1)
 
@@ -108,7 +109,7 @@ def test_one_round_is_exact_where_the_model_is_conjugate() -> None:
         with pyro.plate("data", N, subsample=i):
             pyro.sample("y", dist.Normal(X @ w, 0.5), obs=y)
 
-    guide, svi = made(model)
+    guide, svi = made(model, lr)
     for i in torch.randperm(N, generator=seeded(3)).split(7):
         svi.step(X[i], y[i], i)
     every = torch.arange(N)

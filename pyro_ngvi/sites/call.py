@@ -1,0 +1,233 @@
+"""A plan at the arguments of one call of the model, which may be a minibatch.
+
+At the current hyperparameters it gives
+
+    f(eps) = A eps + b      for every group (``linear_maps``), by running the model at the unit vectors,
+    log p(y_n | f_n)        for given f (``log_likelihood``), by running it with f put in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from .._known import at_hand
+from .._particles import Sites, is_minibatch
+from ..density import site_log_prob
+from ..distributions import GaussianProcess
+from .plan import Group, LinearMap, Plan
+from .run import Place, Runner, WhitenedRun, for_each
+from .terms import data_shape, data_terms
+from .whitening import log_det_root
+
+__all__ = ["Call"]
+
+#: entries of A that are made at once
+CHUNK = 2**24
+
+
+class Call:
+    """A plan at the arguments of one call.
+
+    The model is run when something is asked for: up to the last site of the block for what concerns the
+    prior, as a whole, with data, for what concerns these.
+
+    Raises:
+        ValueError: where a group has another number of data than the plan.
+    """
+
+    def __init__(self, plan: Plan, runner: Runner) -> None:
+        self.plan, self.runner = plan, runner
+        #: whether handlers around this are not to see the run that looks at all sites
+        self.hidden = True
+
+    @cached_property
+    def block(self) -> dict[str, Any]:
+        """The Gaussians of the block's sites, with their graph in the parameters of the model."""
+        return self.runner(self.plan.zero(), look_at=self.plan.block_places, at_mean=True).own
+
+    @cached_property
+    def probe(self) -> Tensor:
+        """A fixed random noise (D,), at which two linear maps would differ."""
+        generator = torch.Generator().manual_seed(self.plan.dim)
+        noise = torch.randn(self.plan.dim, generator=generator, dtype=torch.float64)
+        return noise.to(self.plan.zero())
+
+    @cached_property
+    def _run(self) -> WhitenedRun:
+        # it makes parameters, and draws minibatches
+        return self.runner(self.probe, hidden=self.hidden, keep=self.plan.places)
+
+    @property
+    def sites(self) -> Sites:
+        """All sites of the model, the block at the probe."""
+        return self._run.sites
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of each group's data now."""
+        return {g.name: data_shape(self._observed(g)) for g in self.plan.groups}
+
+    def _observed(self, group: Group) -> Any:
+        """The first observed site of a group, whose others come too."""
+        for name in group.observed:
+            if name not in self.sites:
+                raise ValueError(
+                    f"AutoSites: the observed site {name!r}, which was there at the guide's first "
+                    f"call, does not come in this one."
+                )
+        return self.sites[group.observed[0]]
+
+    @cached_property
+    def index(self) -> dict[str, Tensor | None]:
+        """Numbers (n,) of the data among all of the group; ``None`` where these are all, in order."""
+        index = {g.name: _index(g, self._observed(g), self._run) for g in self.plan.groups}
+        process = any(isinstance(fn, GaussianProcess) for fn in self._run.own.values())
+        if not (self.plan.direct or process) and self._run.used < self.plan.dim:
+            raise ValueError(
+                f"AutoSites: the latent block has {self._run.used} entries now, fewer than the "
+                f"{self.plan.dim} of the guide's first call. A block of another size needs a guide of "
+                f"its own."
+            )
+        return index
+
+    @cached_property
+    def at_probe(self) -> dict[str, Tensor]:
+        """The predictors (n, k) at the probe."""
+        seen = self._run.seen
+        return {g.name: g.predictor.join(seen, self.shapes[g.name]) for g in self.plan.groups}
+
+    def fingerprint(self) -> dict[str, Tensor]:
+        """f and log p at the probe, (n, k + 1) by group: other hyperparameters or data change it."""
+        prior: Any = 0.0
+        if self.plan.direct:  # elsewhere f at the probe depends on the prior
+            for name, fn in self.block.items():
+                if not isinstance(fn, GaussianProcess):  # whose algebra replaces the probe
+                    prior = prior + site_log_prob(self.sites[name])[0].sum()
+        with torch.no_grad():
+            terms = {g.name: self._terms(g, self.sites) + prior for g in self.plan.groups}
+            return {n: torch.cat([self.at_probe[n], t[:, None]], -1) for n, t in terms.items()}
+
+    @staticmethod
+    def _terms(group: Group, sites: Sites) -> Tensor:
+        """log p (n,) of a group's data in a run."""
+        terms = [data_terms(sites[name]).reshape(-1) for name in group.observed]
+        return torch.stack(terms).sum(0)
+
+    def rows(self, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The rows (n, ...) of this call of tensors (N, ...) over all data of a group."""
+        index = self.index[name]
+        return tensors if index is None else tuple(t.index_select(0, index) for t in tensors)
+
+    def weight(self, name: str) -> float:
+        """N / n: how many data of the group one datum of this call stands for."""
+        return self.group(name).size / max(self.shapes[name].numel(), 1)
+
+    def group(self, name: str) -> Group:
+        """The group of that name."""
+        return next(g for g in self.plan.groups if g.name == name)
+
+    def other_terms(self) -> Tensor:
+        """log p, a 0-dim tensor, of sites that are neither of the block nor data with a predictor."""
+        total = self.plan.zero().new_zeros(())
+        seen = {name for group in self.plan.groups for name in group.observed}
+        for name, site in self.sites.items():
+            if name not in seen and name not in self.plan.shapes and not site_is_subsample(site):
+                total = total + site_log_prob(site)[1].sum()
+        return total
+
+    def block_at(self, noise: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Every site of the block at a noise (D,): its value, and -log |det dz / deps| by its batch."""
+        run = self.runner(noise, look_at=self.plan.block_places)
+        return {
+            name: (run.seen[Place(site=name)], -log_det_root(run.own[name], event_dim))
+            for name, event_dim in self.plan.event_dims.items()
+        }
+
+    @property
+    def whole(self) -> bool:
+        """Whether all data of all groups are here."""
+        return all(index is None for index in self.index.values())
+
+    def linear_maps(self) -> dict[str, LinearMap]:
+        """A and b of every group, with their graph in the parameters of the model."""
+        plan = self.plan
+        fn = next(iter(self.block.values()))
+        if plan.is_one_vector and hasattr(fn, "scale_tril"):  # what the runs would find
+            own = LinearMap(fn.scale_tril.unsqueeze(1), fn.loc.expand(fn.shape()).unsqueeze(-1))
+            return {group.name: own for group in plan.groups}
+        identity = torch.eye(plan.dim, dtype=plan.dtype, device=plan.device)
+
+        def predictors(noise: Tensor) -> dict[str, Tensor]:
+            seen = self.runner(noise, look_at=plan.places).seen
+            return {g.name: g.predictor.join(seen, self.shapes[g.name]) for g in plan.groups}
+
+        at_zero = predictors(plan.zero())
+        rows = max(1, CHUNK // max(f.numel() for f in at_zero.values()))
+        chunk = None if rows >= plan.dim else rows
+        at_units = for_each(predictors, identity, chunk)
+        return {
+            name: LinearMap((at_units[name] - b).movedim(0, -1), b) for name, b in at_zero.items()
+        }
+
+    def log_likelihood(self, predictors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """log p(y_n | f_n) (Q, n) for f (Q, n, k) by group, in nats; NaN where the datum is."""
+        groups, zero = self.plan.groups, self.plan.zero()
+        for group in groups:
+            for name in group.observed:
+                if not self.sites[name]["is_observed"]:
+                    raise ValueError(
+                        f"AutoSites: the site {name!r} has no data in this call (obs=None). A step and "
+                        f"the loss need them; to predict, call the guide or use Predictive."
+                    )
+
+        def terms(f: dict[str, Tensor]) -> dict[str, Tensor]:
+            replace = {}
+            for g in groups:
+                replace |= g.predictor.split(f[g.name], self.shapes[g.name])
+            sites = self.runner.sites(zero, replace=replace)
+            return {g.name: self._terms(g, sites) for g in groups}
+
+        return for_each(terms, dict(predictors))
+
+
+def _index(group: Group, site: Any, run: WhitenedRun) -> Tensor | None:
+    """Numbers (n,) of the data of a call among those of the group; ``None`` for all in order."""
+    full, rank = list(data_shape(site)), len(site["fn"].batch_shape)
+    chosen: dict[int, Tensor] = {}
+    for frame in site["cond_indep_stack"]:
+        plate = run.sites.get(frame.name)
+        if frame.dim is not None and plate and _is_chosen(plate, frame.name in run.given):
+            dim = rank + frame.dim
+            full[dim] = frame.full_size
+            chosen[dim] = plate["value"].reshape(-1)
+    if tuple(full) != tuple(group.batch):
+        raise ValueError(
+            f"AutoSites: the observed site {site['name']!r} has data of shape {tuple(full)} in this "
+            f"call, and the guide has sites for shape {tuple(group.batch)}. Data that come or go are "
+            f"announced first, by guide.add(count) or guide.remove(indices); for new inputs "
+            f"without data call the model with obs=None."
+        )
+    if not chosen:
+        return None
+    device = next(iter(chosen.values())).device
+    numbers = torch.arange(group.size, device=device).reshape(full)
+    for dim, index in chosen.items():
+        numbers = numbers.index_select(dim, index.to(device))
+    return numbers.reshape(-1)
+
+
+def _is_chosen(plate: Any, given: bool) -> bool:
+    """Whether the index of a plate is a minibatch, or ``given`` and in another order than 0, 1, 2, ...
+
+    A loader whose batch holds all data may have shuffled them.
+    """
+    index = plate["value"]
+    if is_minibatch(plate) or not given:
+        return is_minibatch(plate)
+    return not at_hand(index) or not torch.equal(index.reshape(-1), torch.arange(len(index)))

@@ -1,0 +1,108 @@
+"""Finds the Gaussian block of a model and the predictors of its data, once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..density import site_kind
+from ..distributions import GaussianStateSpace
+from .plan import Group, Plan
+from .predictor import Predictor, find_predictor
+from .run import Runner, WhitenedRun
+from .terms import data_shape, missing, unwrapped
+from .whitening import refuse_other_prior
+
+__all__ = ["make_plan"]
+
+
+def make_plan(runner: Runner, other: Runner | None = None, latent: str | None = None) -> Plan:
+    """Find the Gaussian block of a model and the predictors of its data.
+
+    ``other`` is a runner at other values of latent sites outside of the block, ``latent`` the site to
+    take as the predictor.
+
+    Raises:
+        ValueError: for a latent site that is not Gaussian, data without a local linear predictor, a
+            model without latent or without observed sites.
+    """
+    run = runner(None)
+    if not run.own:
+        raise ValueError("AutoSites: the model has no latent site of its own to infer.")
+    first_fn, *more = run.own.values()
+    chain = not more and isinstance(first_fn, GaussianStateSpace)
+    runner.direct = runner.direct or chain
+    if other is not None:
+        other.direct = runner.direct
+        if runner.direct:  # elsewhere the search for predictors finds out
+            refuse_other_prior(run.own, other(None).own)
+    first = run.sites[next(iter(run.own))]["value"]
+    shapes = {name: run.sites[name]["value"].shape for name in run.own}
+    grouped: dict[Predictor, list[str]] = {}
+    for name, site in run.sites.items():
+        if site_kind(site) == "observed":
+            predictor = find_predictor(runner, run.used, name, other, latent)
+            if predictor is not None:
+                grouped.setdefault(predictor, []).append(name)
+        elif site_kind(site) == "factor":
+            _refuse_factor(name, runner, run)
+    if not grouped:
+        raise ValueError(
+            "AutoSites: no observed site depends on the latent block, so the posterior is the prior. "
+            "Pass the data (obs=...) at the guide's first call."
+        )
+    groups = []
+    for predictor, names in grouped.items():
+        for name in names:
+            _check_support(run.sites[name])
+        site = run.sites[names[0]]
+        full = list(data_shape(site))
+        for frame in site["cond_indep_stack"]:
+            if frame.full_size is not None and frame.dim is not None:
+                full[len(site["fn"].batch_shape) + frame.dim] = frame.full_size
+        taken = [group.name for group in groups]
+        groups.append(Group(_key(names[0], taken), tuple(names), predictor, torch.Size(full)))
+    event_dims = {name: run.sites[name]["fn"].event_dim for name in run.own}
+    return Plan(
+        shapes, event_dims, tuple(groups), run.used, first.dtype, first.device, runner.direct
+    )
+
+
+def _key(name: str, taken: list[str]) -> str:
+    """The name of a group: that of a site, made into one that a parameter of a module may have."""
+    key = name.replace(".", "_")
+    while key in taken:
+        key += "_"
+    return key
+
+
+def _refuse_factor(name: str, runner: Runner, run: WhitenedRun) -> None:
+    moved = runner(torch.ones(run.used, dtype=torch.get_default_dtype())).sites[name]
+    before, after = (s["fn"].log_prob(s["value"]) for s in (run.sites[name], moved))
+    if not torch.equal(before, after):
+        raise ValueError(
+            f"AutoSites: the factor {name!r} depends on the latent block, and is neither a Gaussian "
+            f"prior nor a datum with a likelihood. Write it as an observed site."
+        )
+
+
+def _check_support(site: Any) -> None:
+    """Refuse data that the likelihood can not produce: its log_prob may be a number all the same."""
+    fn, value = unwrapped(site), site["value"]
+    allowed = fn.support.check(value)
+    if isinstance(site["mask"], torch.Tensor):
+        mask = site["mask"].reshape(
+            site["mask"].shape + (1,) * (allowed.dim() - site["mask"].dim())
+        )
+        allowed = allowed | ~mask
+    absent = missing(site)
+    if absent is not None:
+        allowed = allowed | absent
+    if not bool(allowed.all()):
+        wrong = (~allowed).reshape(-1).nonzero().reshape(-1)
+        raise ValueError(
+            f"AutoSites: {len(wrong)} of the data of {site['name']!r} lie outside of the support of "
+            f"{type(fn).__name__}, the first is number {int(wrong[0])}. Correct them, or mark data "
+            f"that are not there by NaN or by a mask."
+        )

@@ -1,0 +1,262 @@
+"""What a step of CVI refuses: data, parameters, settings, guides, losses and optimizers of others."""
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoGuideList
+from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
+from torch import Tensor
+
+import pyro_ngvi as ngvi
+from tests.exact.site_cases import N, covariates, gp_kernel, normal_weights, seeded
+
+X = covariates
+D = 3
+
+
+def y_real() -> Tensor:
+    return X().sum(-1)
+
+
+def made(model: Any, **options: Any) -> tuple[Any, Any]:
+    guide = ngvi.AutoSites(model, **options)
+    optim = ngvi.CVI(guide, others=Adam({"lr": 0.01}))
+    return guide, SVI(model, guide, optim, ngvi.SitesELBO())
+
+
+def plain(X: Tensor, y: Tensor | None = None) -> None:
+    w = normal_weights(X.shape[1])
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Normal(X @ w, 0.5), obs=y)
+
+
+def logistic(X: Tensor, y: Tensor | None = None) -> None:
+    f: Any = pyro.deterministic("f", X @ normal_weights(D))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+def given(X: Tensor, y: Tensor, i: Tensor) -> None:
+    w = normal_weights(X.shape[1])
+    with pyro.plate("data", N, subsample=i):
+        pyro.sample("y", dist.Normal(X @ w, 0.5), obs=y)
+
+
+# --- data
+
+
+def test_data_outside_of_the_support() -> None:
+    y = (y_real() > 0).double()
+    y[3] = 2.0
+    _, svi = made(logistic)
+    with pytest.raises(
+        ValueError, match=r"1 of the data of 'y' lie outside .* the first is number 3"
+    ):
+        svi.step(X(), y)
+
+
+@pytest.mark.parametrize("model", [plain, logistic])
+def test_first_call_without_data(model: Any) -> None:
+    guide, svi = made(model)
+    for call in (svi.step, guide):
+        with pytest.raises(ValueError, match="data"):
+            call(X())
+
+
+def test_step_without_data() -> None:
+    _, svi = made(plain)
+    svi.step(X(), y_real())
+    for call in (svi.step, svi.evaluate_loss):
+        with pytest.raises(ValueError, match=r"'y' has no data in this call \(obs=None\)"):
+            call(X())
+
+
+def test_another_number_of_data() -> None:
+    guide, svi = made(plain)
+    svi.step(X(), y_real())
+    before = guide.get_posterior().mean
+    for call in (svi.step, svi.evaluate_loss, guide.refresh):
+        with pytest.raises(ValueError, match=r"data of shape \(39,\) in this call, .* \(40,\)"):
+            call(X()[1:], y_real()[1:])
+    assert torch.equal(guide.get_posterior(X(), y_real()).mean, before)
+
+
+@pytest.mark.parametrize("columns", [2, 4])
+def test_a_block_of_another_size(columns: int) -> None:
+    _, svi = made(plain)
+    svi.step(X(), y_real())
+    Z = torch.randn(N, columns, generator=seeded())
+    with pytest.raises(ValueError, match="of another size needs a guide of its own"):
+        svi.step(Z, y_real())
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_empty_minibatch(first: bool) -> None:
+    _, svi = made(given)
+    if not first:
+        svi.step(X()[:5], y_real()[:5], torch.arange(5))
+    with pytest.raises(ValueError, match="empty minibatch"):
+        svi.step(X()[:0], y_real()[:0], torch.arange(0))
+
+
+def test_minibatches_of_a_guide_that_keeps_what_all_data_see() -> None:
+    Z = torch.randn(N, 2 * N, generator=seeded())
+    _, svi = made(given)
+    svi.step(Z, y_real(), torch.arange(N))
+    with pytest.raises(ValueError, match="keeps 40 directions of 80 latent variables"):
+        svi.step(Z[:5], y_real()[:5], torch.arange(5))
+
+
+def test_refresh_by_a_minibatch() -> None:
+    guide, svi = made(given)
+    svi.step(X()[:5], y_real()[:5], torch.arange(5))
+    with pytest.raises(ValueError, match="refresh needs all data"):
+        guide.refresh(X()[:5], y_real()[:5], torch.arange(5))
+
+
+def test_observed_site_that_stays_away() -> None:
+    def model(X: Tensor, y: Tensor | None, z: Tensor | None) -> None:
+        f = X @ normal_weights(D)
+        for name, value in (("y", y), ("z", z)):
+            if value is not None:
+                pyro.sample(name, dist.Normal(f, 0.5), obs=value)
+
+    _, svi = made(model)
+    svi.step(X(), y_real(), y_real())
+    with pytest.raises(ValueError, match=r"observed site 'y', which was there .* does not come"):
+        svi.step(X(), None, y_real())
+
+
+def test_another_course() -> None:
+    def model(X: Tensor, y: Tensor, more: bool) -> None:
+        w = normal_weights(D)
+        if more:
+            w = w + 0.0 * w.sum() + 1.0
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(X @ w, 0.5), obs=y)
+
+    _, svi = made(model)
+    svi.step(X(), y_real(), False)
+    with pytest.raises(RuntimeError, match=r"took another course .* the result of matmul"):
+        svi.step(X(), y_real(), True)
+
+
+# --- parameters, optimizers and losses
+
+
+def test_hyperparameters_that_leave_the_proper_densities() -> None:
+    """Sites of outliers have a negative precision, which only their neighbours make up for."""
+
+    def model(K: Tensor, y: Tensor) -> None:
+        own = pyro.param("own", torch.tensor(1e-4), constraint=dist.constraints.positive)
+        f: Any = pyro.sample("f", dist.MultivariateNormal(torch.zeros(N), K + own * torch.eye(N)))
+        with pyro.plate("data", N):
+            pyro.sample("y", dist.StudentT(3.0, f, 0.1), obs=y)
+
+    pyro.clear_param_store()
+    y = torch.linspace(0.0, 6.0, N).sin()
+    y[::8] += 4.0
+    _, svi = made(model)
+    for _ in range(15):
+        svi.step(gp_kernel(), y)
+    pyro.get_param_store()["own"] = torch.tensor(1e3)
+    with pytest.raises(RuntimeError, match="do not make a proper Gaussian"):
+        svi.step(gp_kernel(), y)
+
+
+def test_parameters_that_nobody_trains() -> None:
+    def model(X: Tensor, y: Tensor) -> None:
+        noise = pyro.param("noise", torch.tensor(1.0), constraint=dist.constraints.positive)
+        f = X @ normal_weights(D)
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    pyro.clear_param_store()
+    guide = ngvi.AutoSites(model)
+    svi: Any = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
+    with pytest.raises(ValueError, match="this step has others: noise"):
+        svi.step(X(), y_real())
+
+
+@pytest.mark.parametrize("lr", [0.0, -0.1, 1.5, float("nan"), "1", None])
+def test_lr_out_of_range(lr: Any) -> None:
+    with pytest.raises(ValueError, match=r"in \(0, 1\]"):
+        ngvi.CVI(ngvi.AutoSites(plain), lr=lr)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_particles": 0}, {"num_particles": 1.5}, {"num_points": 1}, {"num_points": 2.5}],
+)
+def test_numbers_of_the_loss(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))} must be at least"):
+        ngvi.SitesELBO(**options)
+
+
+def test_other_losses() -> None:
+    guide = ngvi.AutoSites(plain)
+    svi: Any = SVI(plain, guide, ngvi.CVI(guide), Trace_ELBO())
+    with pytest.raises(RuntimeError, match=r"Pass SVI loss=pyro_ngvi\.SitesELBO\(\)"):
+        svi.step(X(), y_real())
+
+
+def test_other_guides() -> None:
+    full = ngvi.AutoFullRankNormal(plain)
+    with pytest.raises(ValueError, match="found none in AutoFullRankNormal"):
+        ngvi.CVI(full)
+    svi: Any = SVI(plain, full, ngvi.NGVB(full), ngvi.SitesELBO())
+    with pytest.raises(ValueError, match="SitesELBO is the loss of one AutoSites guide"):
+        svi.step(X(), y_real())
+
+
+def test_other_optimizers() -> None:
+    with pytest.raises(ValueError, match="AutoSites"):
+        ngvi.NGVB(ngvi.AutoSites(plain))
+
+
+def test_two_guides_of_sites_in_a_list() -> None:
+    def model(X: Tensor, y: Tensor) -> None:
+        w, v = normal_weights(D), normal_weights(D, "v")
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(X @ w, (X @ v).exp()), obs=y)
+
+    guide: Any = AutoGuideList(model)
+    for name in "wv":
+        guide.append(ngvi.AutoSites(poutine.block(model, expose=[name])))
+    svi: Any = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
+    with pytest.raises(ValueError, match="AutoGuideList has 2"):
+        svi.step(X(), y_real())
+
+
+def test_optimizer_of_another_guide() -> None:
+    one, other = ngvi.AutoSites(plain), ngvi.AutoSites(plain)
+    svi: Any = SVI(plain, one, ngvi.CVI(other), ngvi.SitesELBO())
+    with pytest.raises(ValueError, match="was given no parameter of its guide"):
+        svi.step(X(), y_real())
+
+
+def test_state_of_another_model() -> None:
+    _, svi = made(plain)
+    svi.step(X(), y_real())
+    guide = ngvi.AutoSites(plain)
+    optim = ngvi.CVI(guide)
+    optim.set_state(svi.optim.get_state() | {"others": None})
+    with pytest.raises(ValueError, match="state does not fit the guide"):
+        SVI(plain, guide, optim, ngvi.SitesELBO()).step(X()[:9], y_real()[:9])
+
+
+@pytest.mark.parametrize("call", ["median", "sites", "get_posterior", "quantiles"])
+def test_before_the_first_call(call: str) -> None:
+    guide = ngvi.AutoSites(plain)
+    with pytest.raises(RuntimeError, match="does not know the model's sites yet"):
+        getattr(guide, call)(*([0.5] if call == "quantiles" else []))
+
+
+def test_report_before_the_first_step() -> None:
+    with pytest.raises(RuntimeError, match="no report before the first step"):
+        ngvi.CVI(ngvi.AutoSites(plain)).report()
