@@ -21,7 +21,7 @@ from torch import Tensor
 from ..families.base import Tensors
 from .report import part
 
-__all__ = ["Sweep", "next_sweep", "pairing", "same", "shortened", "start_sweeps"]
+__all__ = ["Sweep", "next_sweep", "pairing", "same", "start_sweeps", "taken"]
 
 #: changes of every group's sites, or their mean parameters: (n, k) and (n, k, k)
 Pairs = dict[str, tuple[Tensor, Tensor]]
@@ -103,10 +103,15 @@ def next_sweep(
     return Sweep(change, kept["sweep.gain"], back, kept)
 
 
-def shortened(memory: Tensors, share: Tensor) -> Tensors:
-    """The memory of a sweep of which only that share was taken."""
-    taken = ("sweep.gain", "sweep.step.")
-    return {name: share * v if name.startswith(taken) else v for name, v in memory.items()}
+def taken(sweep: Sweep, change: Pairs, share: Tensor) -> Tensors:
+    """The memory of a sweep of which that ``share`` of a ``change`` was made.
+
+    A sweep that goes back remembers the half of the step before that is left of it.
+    """
+    made = _named("sweep.step.", {n: (share * a, share * b) for n, (a, b) in change.items()})
+    made["sweep.gain"] = share * sweep.gain
+    chosen = {n: torch.where(sweep.back, sweep.memory[n], v) for n, v in made.items()}
+    return sweep.memory | chosen
 
 
 def _named(prefix: str, pairs: Pairs) -> Tensors:

@@ -14,7 +14,8 @@ things keep it safe:
 * With all data at hand the ELBO and its slope are known exactly: b is the gain of a secant, at most lr,
   and a sweep after which the ELBO fell is halved (:mod:`pyro_ngvi.optim._secant`).
 * A term that is quadratic in f_n is conjugate: its site moves all the way, whatever lr is.
-* A step after which q would not be proper (a likelihood that is not log-concave) is halved until it is.
+* A step after which q would not be proper (a likelihood that is not log-concave) is shortened until it
+  is (:mod:`pyro_ngvi.optim._proper_step`).
 
 Data whose expectations are not finite keep their site as it was.
 
@@ -24,6 +25,7 @@ Not for: models outside of :class:`~pyro_ngvi.AutoSites`; :class:`~pyro_ngvi.NGV
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -34,14 +36,12 @@ from .._known import known
 from ..elbo.sites import SiteTargets
 from ..families.base import Tensors
 from ..guides.sites import AutoSites, find_sites
-from ._secant import Pairs, next_sweep, pairing, same, shortened, start_sweeps
+from ._proper_step import proper_step
+from ._secant import Pairs, next_sweep, pairing, same, start_sweeps, taken
 from .base import NaturalGradientOptim, describe
-from .report import Report
+from .report import Report, StepReport
 
-__all__ = ["CVI", "site_targets"]
-
-#: halvings of a step that would leave the proper densities
-HALVINGS = 6
+__all__ = ["CVI", "SweepReport", "site_targets"]
 
 
 def site_targets(gradient: Tensor, hessian: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,12 +49,26 @@ def site_targets(gradient: Tensor, hessian: Tensor, mean: Tensor) -> tuple[Tenso
     return gradient - (hessian @ mean.unsqueeze(-1)).squeeze(-1), -hessian
 
 
+@dataclass(frozen=True)
+class SweepReport(StepReport):
+    """What the last step did, in numbers; ``skipped_sites`` is always empty.
+
+    Attributes:
+        damped: number of steps so far that were shortened or taken back.
+        left: number of data whose sites stayed as they were at this step, as their expectations
+            are not finite.
+    """
+
+    damped: int
+    left: int
+
+
 class CVI(NaturalGradientOptim):
     """Conjugate-computation VI: an optimizer for ``pyro.infer.SVI`` that steps the sites of AutoSites.
 
     The loss must be :class:`~pyro_ngvi.SitesELBO`.  One step with all data is a sweep; some ten usually
-    do, and ``report().step_norm`` says how far the last one went.  Equations:
-    :mod:`pyro_ngvi.optim.cvi`.
+    do; ``report()`` (:class:`SweepReport`) says how far the last one went, a difference of log
+    normalizers, which in float32 is rounding below about 0.1.  Equations: :mod:`pyro_ngvi.optim.cvi`.
 
     Args:
         guide: an :class:`~pyro_ngvi.AutoSites`, or an ``AutoGuideList`` that contains one.
@@ -123,24 +137,27 @@ class CVI(NaturalGradientOptim):
             kept = {
                 n: torch.full_like(v, torch.inf) if block.fresh else v for n, v in prints.items()
             }
-            memory = sweep.memory | {"sweep.print." + name: v for name, v in kept.items()}
+            memory = {"sweep.print." + name: v for name, v in kept.items()}
             change, gain, back = sweep.change, sweep.gain, sweep.back
         else:
-            memory = {}
+            sweep, memory = None, {}
             gain = torch.full_like(targets.elbo, self.lr)
             back = torch.zeros_like(gain, dtype=torch.bool)
             change: Pairs = {}
             for name, (nu, Lambda) in residual.items():
                 b = torch.where(exact[name], 1.0, gain)
                 change[name] = (b.unsqueeze(-1) * nu, b.reshape(-1, 1, 1) * Lambda)
-        share, log_normalizer, q = _step_evidence(block, targets, change)
+        step = proper_step(block, targets, change)
+        change, share = step.change, step.share
+        block.algebra.evidence = step.evidence
         _move(block, targets, change, share)
-        if targets.call.whole and q is not None:
-            block.algebra.keep(targets.view, block.natural_params().values(), q)
-        state |= shortened(memory, share)
+        if targets.call.whole and step.q is not None:
+            block.algebra.keep(targets.view, block.natural_params().values(), step.q)
+        if sweep is not None:
+            state |= taken(sweep, change, share) | memory
         block.fresh = False
         along = share * pairing(change, moments)
-        kl = log_normalizer - targets.posterior.log_normalizer - along
+        kl = step.log_normalizer - targets.posterior.log_normalizer - along
         damped = back | (share < 1.0)
         state["count"] = state["count"] + 1.0
         state["damped"] = state["damped"] + damped
@@ -157,6 +174,13 @@ class CVI(NaturalGradientOptim):
             bad_entries=torch.zeros(0, device=gain.device),
         )
         self._tell(path, targets, left)
+
+    def report(self, path: str | None = None) -> SweepReport:
+        """What the last step did.  Waits for the device, so do not call it at every step on a GPU."""
+        plain = super().report(path)
+        state = self._states[next(iter(self._reports)) if path is None else path]
+        damped, left = (int(state[name].item()) for name in ("damped", "left"))
+        return SweepReport(**vars(plain), damped=damped, left=left)
 
     def _tell(self, path: str, targets: SiteTargets, left: Tensor) -> None:
         if known(left > 0) and int(left) != self._told.get(path):
@@ -209,39 +233,3 @@ def _move(block: AutoSites, targets: SiteTargets, change: Pairs, share: Tensor) 
                 p.add_(share * c)
             else:
                 p.index_add_(0, index, share * c)
-
-
-def _step_evidence(
-    block: AutoSites, targets: SiteTargets, change: Pairs
-) -> tuple[Tensor, Tensor, Any]:
-    """Step the evidence by the largest share 2^-j that leaves q proper, or 0.
-
-    Returns the share, log Z there, and q where it is known to be that of the whole step.
-    """
-    algebra, view = block.algebra, targets.view
-    before = algebra.evidence
-    if targets.call.whole:  # summed anew, so that roundings do not add up from sweep to sweep
-        sites = block.site_tensors()
-        moved = {n: (sites[n][0] + a, sites[n][1] + b) for n, (a, b) in change.items()}
-        after = algebra.collect(view, moved)
-        q = algebra.posterior(view, after)
-        if known(q.proper):  # nothing to halve
-            algebra.evidence = after
-            return torch.ones_like(before.constant), q.log_normalizer, q
-        step = after.plus(before, -1.0)
-    else:
-        step = algebra.collect(view, change)
-        after = before.plus(step, 1.0)
-    share = torch.zeros_like(before.constant)
-    found = torch.zeros_like(share, dtype=torch.bool)
-    log_normalizer = targets.posterior.log_normalizer
-    for j in range(HALVINGS + 1):
-        q = algebra.posterior(view, after if j == 0 else before.plus(step, 0.5**j))
-        fits = q.proper & ~found
-        share = torch.where(fits, 0.5**j, share)
-        log_normalizer = torch.where(fits, q.log_normalizer, log_normalizer)
-        found = found | fits
-        if known(found):
-            break
-    algebra.evidence = after.where(share == 1.0, before.plus(step, share))
-    return share, log_normalizer, q if known(share == 1.0) else None

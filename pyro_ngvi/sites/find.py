@@ -9,8 +9,8 @@ import torch
 from ..density import site_kind
 from ..distributions import GaussianStateSpace
 from .plan import Group, Plan
-from .predictor import Predictor, find_predictor
-from .run import Runner, WhitenedRun
+from .predictor import TOLERANCE, Predictor, find_predictor
+from .run import Place, Runner, WhitenedRun
 from .terms import data_shape, missing, unwrapped
 from .whitening import refuse_other_prior
 
@@ -52,6 +52,8 @@ def make_plan(runner: Runner, other: Runner | None = None, latent: str | None = 
             "AutoSites: no observed site depends on the latent block, so the posterior is the prior. "
             "Pass the data (obs=...) at the guide's first call."
         )
+    if not runner.direct:
+        _check_block(runner, run)
     groups = []
     for predictor, names in grouped.items():
         for name in names:
@@ -67,6 +69,26 @@ def make_plan(runner: Runner, other: Runner | None = None, latent: str | None = 
     return Plan(
         shapes, event_dims, tuple(groups), run.used, first.dtype, first.device, runner.direct
     )
+
+
+def _check_block(runner: Runner, run: WhitenedRun) -> None:
+    """Refuse a site that is Gaussian given the others, and not jointly: no data may have shown it."""
+    generator = torch.Generator().manual_seed(run.used)
+    e, u, v = torch.randn(3, run.used, generator=generator, dtype=torch.float64)
+    places = tuple(Place(site=name) for name in run.own)
+    a, b, c, d = (
+        runner(noise.to(torch.get_default_dtype()), look_at=places).seen
+        for noise in (e, e + u, e + v, e + u + v)
+    )
+    for place in places:
+        size = torch.stack([x[place].abs().max() for x in (a, b, c, d)]).max()
+        bend = (d[place] - b[place] - c[place] + a[place]).abs().max()
+        if not bool(bend <= TOLERANCE * torch.finfo(bend.dtype).eps * size):
+            raise ValueError(
+                f"AutoSites: the prior of {place} is Gaussian given the other latent sites, but not "
+                f"together with them: its mean is not linear in them, or its scale changes with them. "
+                f"Infer one of them by another guide of an AutoGuideList."
+            )
 
 
 def _key(name: str, taken: list[str]) -> str:

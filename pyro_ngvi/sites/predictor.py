@@ -26,8 +26,10 @@ from .._particles import Sites
 from .run import Place, Runner, for_each
 from .terms import data_shape, data_terms
 
-__all__ = ["Predictor", "find_predictor"]
+__all__ = ["TOLERANCE", "Predictor", "find_predictor"]
 
+#: a difference of so many roundings of the largest value is none
+TOLERANCE = 1e3
 #: most entries of a predictor for one datum, and candidates among which pairs are tried
 MOST_ENTRIES, MOST_CANDIDATES = 64, 12
 
@@ -90,7 +92,7 @@ class _Search:
         self.batch = data_shape(sites[name])
         self.observed = data_terms(sites[name])
         dtype = self.observed.dtype
-        self.tolerance = 1e3 * torch.finfo(dtype).eps
+        self.tolerance = TOLERANCE * torch.finfo(dtype).eps
         self.first_nonlinear: str | None = None
         self.nonlocal_place: Place | None = None
         self.other_moves = False

@@ -42,7 +42,8 @@ def _filled(value: Tensor, absent: Tensor, fn: Any) -> Tensor:
     flat = value.reshape((-1, *fn.event_shape))
     there = (~absent).reshape(-1).to(torch.uint8).argmax()
     where = absent.reshape(absent.shape + (1,) * events)
-    return torch.where(where, flat.index_select(0, there.reshape(1))[0], value)
+    stand_in = flat.index_select(0, there.reshape(1))[0].nan_to_num(0.5)  # where none is there
+    return torch.where(where, stand_in, value)
 
 
 def data_terms(site: Site) -> Tensor:

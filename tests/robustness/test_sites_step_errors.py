@@ -260,3 +260,23 @@ def test_before_the_first_call(call: str) -> None:
 def test_report_before_the_first_step() -> None:
     with pytest.raises(RuntimeError, match="no report before the first step"):
         ngvi.CVI(ngvi.AutoSites(plain)).report()
+
+
+def test_no_share_of_the_step_is_proper_and_sites_lose_their_negative_part():
+    """A likelihood with two modes, far from the prior: the first targets have negative precisions."""
+    X, w = torch.randn(200, 3), torch.tensor([1.0, -1.0, 0.5])
+    y = (X @ w).square() + torch.randn(200)
+
+    def model(X, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal((X @ w).square(), 1.0), obs=y)
+
+    guide = ngvi.AutoSites(model)
+    optim = ngvi.CVI(guide)
+    svi = SVI(model, guide, optim, ngvi.SitesELBO())
+    losses = [svi.step(X, y) for _ in range(20)]
+    report = optim.report()
+    assert report.skipped == 0 and report.damped > 0
+    assert losses[-1] < losses[1] < losses[0]
+    assert bool(guide.algebra.posterior(None, guide.algebra.evidence).proper)
