@@ -193,7 +193,8 @@ class NaturalGradientOptim(PyroOptim):
             )
         store = pyro.get_param_store()
         # a set has no order; sorting by name makes runs repeatable
-        ordered = sorted(remaining.values(), key=lambda p: str(store.param_name(p)))
+        learnt = (p for p in remaining.values() if p.requires_grad)  # frozen ones want no trainer
+        ordered = sorted(learnt, key=lambda p: str(store.param_name(p)))
         if ordered and self.others is None:
             raise ValueError(
                 f"{type(self).__name__} trains the guide's natural parameters only, and this step "

@@ -246,3 +246,41 @@ def test_prior_scale_of_another_guide_is_refused() -> None:
     svi: Any = SVI(model, guide, ngvi.CVI(guide, others=ngvi.NGVB(guide)), ngvi.SitesELBO())
     with pytest.raises(ValueError, match="also depends on a latent site outside of the block"):
         svi.step(*data())
+
+
+def test_others_begin_at_the_second_step() -> None:
+    """At the prior the gradients are so large that Adam's moments would not forget them."""
+    pyro.clear_param_store()
+
+    def model(y):
+        scale = pyro.param("scale", torch.tensor(3.0), constraint=dist.constraints.positive)
+        z = pyro.sample("z", dist.Normal(torch.zeros(5), scale).to_event(1))
+        with pyro.plate("data", 5):
+            pyro.sample("y", dist.Poisson(z.exp()), obs=y)
+
+    guide = ngvi.AutoSites(model)
+    optim = ngvi.CVI(guide, others=Adam({"lr": 0.1}))
+    svi = SVI(model, guide, optim, ngvi.SitesELBO())
+    y = torch.tensor([1.0, 0.0, 3.0, 7.0, 2.0])
+    svi.step(y)
+    assert pyro.param("scale").item() == pytest.approx(3.0, abs=1e-12)
+    svi.step(y)
+    assert abs(pyro.param("scale").item() - 3.0) > 1e-3
+    with pytest.raises(ValueError, match="this step has others: scale"):
+        fresh = ngvi.AutoSites(model)
+        SVI(model, fresh, ngvi.CVI(fresh), ngvi.SitesELBO()).step(y)
+
+
+def test_frozen_parameters_want_no_trainer() -> None:
+    pyro.clear_param_store()
+    kernel = torch.nn.Linear(2, 1, bias=False).requires_grad_(False)
+
+    def model(y):
+        pyro.module("kernel", kernel.eval())
+        z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", 2):
+            pyro.sample("y", dist.Normal(z * kernel.weight[0], 1.0), obs=y)
+
+    guide = ngvi.AutoSites(model)
+    SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO()).step(torch.ones(2))
+    assert guide.sites()["y"].precision.min() > 0
