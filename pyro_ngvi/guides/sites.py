@@ -26,10 +26,8 @@ import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
 from pyro.nn.module import pyro_method
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from .._particles import Minibatches
 from .._pyro_adapter import (
     OwnName,
     claim_name,
@@ -39,25 +37,18 @@ from .._pyro_adapter import (
     module_name,
     rename,
 )
-from .._random import own_random_state
-from ..distributions.gaussian_process import draws_are_means
 from ..families.base import entry_name
 from ..sites.call import Call
-from ..sites.find import make_plan
-from ..sites.make_algebra import make_algebra
 from ..sites.plan import Plan
-from ..sites.run import Runner
 from ._site_data import SiteData
+from ._site_model import SiteModel
 from ._site_prediction import SitePrediction
 from .posterior import SiteValue
 
 __all__ = ["AutoSites", "find_sites"]
 
-#: seed of the values that stand for latent sites of other guides while the structure is looked for
-SEED = 20_180_216
 
-
-class AutoSites(SiteData, SitePrediction, OwnName, AutoGuide):
+class AutoSites(SiteData, SitePrediction, SiteModel, OwnName, AutoGuide):
     r"""Prior times one Gaussian site per datum: a Gaussian guide for :class:`~pyro_ngvi.CVI`.
 
     q(z) propto p(z) prod_n exp(nu_n' f_n - f_n' Lambda_n f_n / 2), f_n = A_n z + b_n.  Linear and
@@ -125,98 +116,6 @@ class AutoSites(SiteData, SitePrediction, OwnName, AutoGuide):
         self._rest: dict[str, Tensor] = {}
         self._last: tuple[Any, Any] | None = None
         self._stale = False
-
-    # --- the model, and what is found about it
-
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        try:
-            with poutine.block(), own_random_state(SEED), torch.no_grad():
-                with draws_are_means(self.inducing is not None):  # no N x N matrix
-                    self._find_structure(args, kwargs)
-        except BaseException:
-            self.prototype_trace = self.plan = None  # so that the next call says the same again
-            raise
-
-    def _find_structure(self, args: Any, kwargs: Any) -> None:
-        if not has_model(self):
-            raise RuntimeError(
-                "This AutoSites is a copy made before its original was called, and a copy does not "
-                "carry the model. Call the original once, then copy it."
-            )
-        try:
-            super()._setup_prototype(*args, **kwargs)
-        except ZeroDivisionError:
-            self.runner(args, kwargs)(None)  # which says so if it was an empty minibatch
-            raise
-        prototype: Any = self.prototype_trace
-        own = {name for name, _ in prototype.iter_stochastic_nodes()}
-        rests = [self._draw_rest(own, args, kwargs) for _ in range(2)]
-        self._rest = rests[0]
-        runners = [self.runner(args, kwargs, values=rest) for rest in rests]
-        self.plan = make_plan(runners[0], runners[1] if self._rest else None, self.latent)
-        self.algebra = make_algebra(self.plan, Call(self.plan, runners[0]), self.inducing)
-        for group in self.plan.groups:
-            n, k = group.size, group.width
-            like = {"dtype": self.plan.dtype, "device": self.plan.device}
-            setattr(self, f"linear_{group.name}", nn.Parameter(torch.zeros(n, k, **like)))
-            setattr(self, f"precision_{group.name}", nn.Parameter(torch.zeros(n, k, k, **like)))
-
-    def _draw_rest(self, own: set[str], args: Any, kwargs: Any) -> dict[str, Tensor]:
-        """A value from the prior for every latent site that other guides of a list infer."""
-        with torch.no_grad():
-            trace = poutine.trace(self.whole_model()).get_trace(*args, **kwargs)
-        sites: Any = trace.iter_stochastic_nodes()
-        return {n: s["value"] for n, s in sites if n not in own and not site_is_subsample(s)}
-
-    def whole_model(self) -> Callable[..., Any]:
-        """The model; in an ``AutoGuideList`` that of the list, with sites of other guides."""
-        holder: Any = self if self.master is None else self.master()
-        if not has_model(holder):
-            raise RuntimeError(
-                "This AutoSites was unpickled or loaded, and does not carry the model. Take a step, or "
-                "evaluate the loss, by SVI(model, guide, ...) first: the guide gets the model from it."
-            )
-        return holder.model
-
-    def adopt(self, model: Callable[..., Any]) -> None:
-        """Take ``model``, if this is a copy that came without."""
-        holder: Any = self if self.master is None else self.master()
-        if not has_model(holder):
-            give_model(holder, model)
-
-    def runner(
-        self, args: Any, kwargs: Any, values: Any = None, minibatches: Minibatches | None = None
-    ) -> Runner:
-        """Runs of the model at these arguments, with ``values`` of the latent sites of other guides."""
-        return Runner(
-            self.whole_model(),
-            args,
-            kwargs,
-            self._rest if values is None else values,
-            Minibatches() if minibatches is None else minibatches,
-            None if self.plan is None else self.plan.shapes,
-            self.inducing is not None or (self.plan is not None and self.plan.direct),
-        )
-
-    def call_of(self, args: Any, kwargs: Any, values: Any = None, minibatches: Any = None) -> Call:
-        """The structure at these arguments; the first call finds it."""
-        if self.plan is None:
-            self._setup_prototype(*args, **kwargs)
-        assert self.plan is not None
-        chosen = Minibatches(minibatches)
-        return Call(self.plan, self.runner(args, kwargs, values, chosen))
-
-    def owns(self, name: str) -> bool:
-        """Whether a sample site of the guide's trace is one of this guide."""
-        shapes = {} if self.plan is None else self.plan.shapes
-        return name in shapes or name == f"_{module_name(self)}_noise"
-
-    def _require_setup(self) -> None:
-        if self.plan is None:
-            raise RuntimeError(
-                "AutoSites does not know the model's sites yet: call it once with the arguments of the "
-                "model and the data, or take a step of SVI."
-            )
 
     # --- parameters
 

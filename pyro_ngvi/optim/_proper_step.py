@@ -75,13 +75,12 @@ def _halved(block: AutoSites, targets: SiteTargets, change: Pairs) -> ProperStep
         sites = block.site_tensors()
         moved = {n: (sites[n][0] + a, sites[n][1] + b) for n, (a, b) in change.items()}
         after = algebra.collect(view, moved)
-        step = after.plus(before, -1.0)
     else:
-        step = algebra.collect(view, change)
-        after = before.plus(step, 1.0)
+        after = before.plus(algebra.collect(view, change), 1.0)
     q = algebra.posterior(view, after)
     if known(q.proper):  # nothing to halve
         return ProperStep(change, one, q.log_normalizer, after, q)
+    step = after.plus(before, -1.0)
     found, log_normalizer = q.proper, q.log_normalizer
     share = torch.where(found, one, torch.zeros_like(one))
     log_normalizer = torch.where(found, log_normalizer, targets.posterior.log_normalizer)

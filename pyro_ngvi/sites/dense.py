@@ -91,7 +91,7 @@ class WhitePosterior:
         n, k, _ = at.design.shape
         half = self.half(at.design.reshape(n * k, -1)).reshape(-1, n, k)
         if k == 1:  # a row's square, without the n products of 1 x 1
-            covariance = half.square().sum(0).unsqueeze(-1)
+            covariance = torch.linalg.vector_norm(half, dim=0).square().unsqueeze(-1)
         else:
             covariance = torch.einsum("rni,rnj->nij", half, half)
         return at.design @ self.mean + at.offset, covariance

@@ -275,7 +275,7 @@ def test_no_share_of_the_step_is_proper_and_sites_lose_their_negative_part():
     guide = ngvi.AutoSites(model)
     optim = ngvi.CVI(guide)
     svi = SVI(model, guide, optim, ngvi.SitesELBO())
-    losses = [svi.step(X, y) for _ in range(20)]
+    losses: list[Any] = [svi.step(X, y) for _ in range(20)]
     report = optim.report()
     assert report.skipped == 0 and report.damped > 0
     assert losses[-1] < losses[1] < losses[0]
