@@ -223,3 +223,13 @@ def whitened_slope(
         log_p, design, prior, q.loc + root @ shift, root @ (torch.eye(d) + turn.tril()), count
     )
     return max(float(g.abs().max()) for g in torch.autograd.grad(elbo, (shift, turn)))
+
+
+def binary() -> Tensor:
+    return (covariates().sum(-1) + torch.randn(N, generator=seeded(8)) > 0).double()
+
+
+def same_q(one: Any, other: Any, tolerance: float) -> None:
+    a, b = one.guide.get_posterior(), other.guide.get_posterior()
+    assert (a.mean - b.mean).abs().max() < tolerance
+    assert (a.covariance_matrix - b.covariance_matrix).abs().max() < tolerance

@@ -9,20 +9,10 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from tests.exact.site_cases import N, covariates, fit, normal_weights, seeded
+from tests.exact.site_cases import N, binary, covariates, fit, normal_weights, same_q
 
 X = covariates
 D = 3
-
-
-def binary() -> Tensor:
-    return (X().sum(-1) + torch.randn(N, generator=seeded(8)) > 0).double()
-
-
-def same_q(one: Any, other: Any, tolerance: float) -> None:
-    a, b = one.guide.get_posterior(), other.guide.get_posterior()
-    assert (a.mean - b.mean).abs().max() < tolerance
-    assert (a.covariance_matrix - b.covariance_matrix).abs().max() < tolerance
 
 
 def plain(X: Tensor, y: Tensor) -> None:

@@ -12,25 +12,17 @@ from torch import Tensor
 from tests.exact.site_cases import (
     Linear,
     N,
+    binary,
     covariates,
     fit,
     normal_weights,
+    same_q,
     seeded,
     whitened_slope,
 )
 
 X = covariates
 D = 3
-
-
-def binary() -> Tensor:
-    return (X().sum(-1) + torch.randn(N, generator=seeded(8)) > 0).double()
-
-
-def same_q(one: Any, other: Any, tolerance: float) -> None:
-    a, b = one.guide.get_posterior(), other.guide.get_posterior()
-    assert (a.mean - b.mean).abs().max() < tolerance
-    assert (a.covariance_matrix - b.covariance_matrix).abs().max() < tolerance
 
 
 # --- predictors of more than one entry, and likelihoods that can not be batched

@@ -9,43 +9,11 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoGuideList
-from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from tests.exact.site_cases import N, covariates, gp_kernel, normal_weights, seeded
-
-X = covariates
-D = 3
-
-
-def y_real() -> Tensor:
-    return X().sum(-1)
-
-
-def made(model: Any, **options: Any) -> tuple[Any, Any]:
-    guide = ngvi.AutoSites(model, **options)
-    optim = ngvi.CVI(guide, others=Adam({"lr": 0.01}))
-    return guide, SVI(model, guide, optim, ngvi.SitesELBO())
-
-
-def plain(X: Tensor, y: Tensor | None = None) -> None:
-    w = normal_weights(X.shape[1])
-    with pyro.plate("data", len(X)):
-        pyro.sample("y", dist.Normal(X @ w, 0.5), obs=y)
-
-
-def logistic(X: Tensor, y: Tensor | None = None) -> None:
-    f: Any = pyro.deterministic("f", X @ normal_weights(D))
-    with pyro.plate("data", len(X)):
-        pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
-
-
-def given(X: Tensor, y: Tensor, i: Tensor) -> None:
-    w = normal_weights(X.shape[1])
-    with pyro.plate("data", N, subsample=i):
-        pyro.sample("y", dist.Normal(X @ w, 0.5), obs=y)
-
+from tests.exact.site_cases import N, gp_kernel, normal_weights, seeded
+from tests.robustness.site_error_cases import D, X, given, logistic, made, plain, y_real
 
 # --- data
 
