@@ -16,7 +16,7 @@ log p(r) - log q(r) added: an estimate with ``num_particles`` draws.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from ..guides.sites import AutoSites, find_sites
 from ..sites.algebra import Marginals, View, apart
 from ..sites.call import Call
 from ..sites.expectation import Expected, Points, default_count, expectations, quadrature_points
+from ..sites.start import first_targets
 
 __all__ = ["SiteTargets", "SitesELBO"]
 
@@ -198,10 +199,7 @@ class SitesELBO(ELBO):
         whole = {name: m.whole for name, m in marginals.items()}
         expected = expectations(call.log_likelihood, whole, points, derivatives)
         if derivatives and block.fresh:
-            # far from everything the first targets are those of narrower predictors, see _narrowed
-            start = {name: _narrowed(*pair) for name, pair in whole.items()}
-            begun = expectations(call.log_likelihood, start, points)
-            targets = {n: replace(e, value=expected[n].value) for n, e in begun.items()}
+            targets = first_targets(call.log_likelihood, _detached(whole), points)
         else:
             targets = expected
         elbo = q.log_normalizer
@@ -218,14 +216,10 @@ def site_terms(at: Marginals, linear: Tensor, precision: Tensor) -> Tensor:
     return (linear * at.mean).sum(-1) - 0.5 * (precision * at.second_moment).sum((-2, -1))
 
 
-def _narrowed(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """The marginals (n, k), (n, k, k) with variances of at most 1, for the first targets of all.
-
-    Under a wide prior (an intercept with variance 1e5, a Poisson rate) expectations tell nothing of
-    where the data are, or overflow.  Quadratic terms do not see the difference.
-    """
-    size = torch.diagonal(covariance, dim1=-2, dim2=-1).mean(-1).clamp_min(1.0)
-    return mean.detach(), covariance.detach() / size.reshape(-1, 1, 1)
+def _detached(marginals: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
+    return {
+        name: (mean.detach(), covariance.detach()) for name, (mean, covariance) in marginals.items()
+    }
 
 
 def _averaged(targets: list[SiteTargets]) -> SiteTargets:

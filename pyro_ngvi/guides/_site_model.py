@@ -35,6 +35,8 @@ class SiteModel:
     inducing: Any
     algebra: Any
     plan: Plan | None
+    fresh: bool
+    site_tensors: Any
     _rest: dict[str, Tensor]
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
@@ -71,6 +73,23 @@ class SiteModel:
             like = {"dtype": self.plan.dtype, "device": self.plan.device}
             setattr(self, f"linear_{group.name}", nn.Parameter(torch.zeros(n, k, **like)))
             setattr(self, f"precision_{group.name}", nn.Parameter(torch.zeros(n, k, k, **like)))
+        self._take_stored(args, kwargs)
+
+    def _take_stored(self, args: Any, kwargs: Any) -> None:
+        """Where a parameter store was loaded before this first call, its sites are those of q."""
+        sites = self.site_tensors()
+        if not any(bool(t.any()) for pair in sites.values() for t in pair):
+            return
+        self.fresh = False
+        assert self.plan is not None
+        call = Call(self.plan, self.runner(args, kwargs))
+        if not call.whole:
+            raise ValueError(
+                "AutoSites: its sites were restored with the parameter store, and this first call has "
+                "a minibatch. Make it with all data, from which q is made."
+            )
+        view = self.algebra.view(call)
+        self.algebra.evidence = self.algebra.collect(view, sites)
 
     def _draw_rest(self, own: set[str], args: Any, kwargs: Any) -> dict[str, Tensor]:
         """A value from the prior for every latent site that other guides of a list infer."""

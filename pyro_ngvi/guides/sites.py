@@ -59,6 +59,9 @@ class AutoSites(SiteData, SitePrediction, SiteModel, OwnName, AutoGuide):
     likelihood whose datum n depends on k <= 64 linear combinations f_n (k,) of it.
 
     The structure is found by running the model at a few points at the first call, with the data.
+    Row n of the data is the same datum at every call: a minibatch, or rows in another order, pass
+    their numbers, ``pyro.plate("data", N, subsample=index)``.  After parameters of the model were
+    changed by hand, or loaded, call :meth:`refresh`.
     Memory: N k (k + 1) numbers for the sites, and what the algebra needs: O(min(D, N k)^2) for a dense
     block of D latent variables, O(M^2) with M inducing points, O(T) for a state-space prior.
 

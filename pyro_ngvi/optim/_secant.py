@@ -26,10 +26,12 @@ __all__ = ["Sweep", "next_sweep", "pairing", "same", "start_sweeps", "taken"]
 #: changes of every group's sites, or their mean parameters: (n, k) and (n, k, k)
 Pairs = dict[str, tuple[Tensor, Tensor]]
 
-#: a fall of the ELBO by less than this many roundings of its size is none
+#: a fall of the ELBO by less than this many roundings of its terms is none
 ROUNDINGS = 256.0
 #: smallest share of lr that a secant asks for
 SMALLEST = 1.0 / 16.0
+#: how often a step is halved; 2^-30 of it that still lowers the ELBO led nowhere up
+MOST_BACKS = 30
 
 
 def pairing(change: Pairs, moments: Pairs) -> Tensor:
@@ -56,6 +58,7 @@ def start_sweeps(values: Tensors) -> Tensors:
     like = next(iter(values.values()))
     zero = torch.zeros((), dtype=like.dtype, device=like.device)
     memory = {"sweep.elbo": zero - torch.inf, "sweep.gain": zero.clone()}
+    memory["sweep.backs"] = zero.clone()
     for name, v in values.items():
         memory |= {f"sweep.step.{name}": torch.zeros_like(v)}
         memory |= {f"sweep.moment.{name}": torch.zeros_like(v)}
@@ -70,20 +73,22 @@ def next_sweep(
     exact: dict[str, Tensor],
     moments: Pairs,
     elbo: Tensor,
+    size: Tensor,
     lr: float,
     comparable: Tensor,
 ) -> Sweep:
     """What to do from here.
 
     ``residual`` is target - site, ``exact`` (n,) marks conjugate terms, which go all the way, and
+    ``size`` () is that of the terms that the ELBO is the sum of, and with it of its roundings.
     ``comparable`` () says whether the sweep before had the same data and model.  Nothing waits.
     """
     last, before = _pairs(part(memory, "sweep.step.")), _pairs(part(memory, "sweep.moment."))
     moved = {n: (m - before[n][0], M - before[n][1]) for n, (m, M) in moments.items()}
     best = memory["sweep.elbo"]
-    slack = ROUNDINGS * torch.finfo(elbo.dtype).eps * (1.0 + elbo.abs())
-    fell = (elbo < best - slack) | (elbo.isnan() & best.isfinite())
-    back = comparable & fell
+    slack = ROUNDINGS * torch.finfo(elbo.dtype).eps * (1.0 + size)
+    fell = best.isfinite() & ~(elbo >= best - slack)
+    back = comparable & fell & (memory["sweep.backs"] < MOST_BACKS)
     along, slope = pairing(last, moved), pairing(residual, moved)
     secant = along / (along / memory["sweep.gain"] - slope)
     gain = torch.where(comparable & (along > 0) & (secant > 0), secant, lr).clamp(SMALLEST * lr, lr)
@@ -97,6 +102,7 @@ def next_sweep(
         for name, value in _named("sweep.moment.", moments).items()
     }
     kept |= _named("sweep.step.", _choose(back, half, step))
+    kept["sweep.backs"] = torch.where(back, memory["sweep.backs"] + 1.0, 0.0)
     kept["sweep.elbo"] = torch.where(back, best, elbo)
     kept["sweep.gain"] = torch.where(back, 0.5 * memory["sweep.gain"], gain)
     change = _choose(back, {n: (-a, -b) for n, (a, b) in half.items()}, step)

@@ -146,14 +146,12 @@ class CVI(NaturalGradientOptim):
         residual, exact, left = _residuals(targets, block)
         if targets.whole:
             prints = targets.call.fingerprint()
-            sweep = next_sweep(
-                state, residual, exact, moments, targets.elbo, self.lr, same(state, prints)
-            )
-            # the first targets of all are not those at q, and start no secant
-            kept = {
-                n: torch.full_like(v, torch.inf) if block.fresh else v for n, v in prints.items()
-            }
-            memory = {"sweep.print." + name: v for name, v in kept.items()}
+            size = targets.elbo.abs() + targets.posterior.log_normalizer.abs()
+            again = same(state, prints)
+            sweep = next_sweep(state, residual, exact, moments, targets.elbo, size, self.lr, again)
+            memory = {"sweep.print." + name: v for name, v in prints.items()}
+            if block.fresh:  # the first targets of all are not those at q, and make no secant
+                memory["sweep.gain"] = torch.full_like(targets.elbo, torch.nan)
             change, gain, back = sweep.change, sweep.gain, sweep.back
         else:
             sweep, memory = None, {}
@@ -171,7 +169,7 @@ class CVI(NaturalGradientOptim):
             block.algebra.keep(targets.view, block.natural_params().values(), step.q)
         if sweep is not None:
             state |= taken(sweep, change, share) | memory
-        block.fresh = False
+        block.fresh = block.fresh and known(share > 0.0) is False
         along = share * pairing(change, moments)
         kl = step.log_normalizer - targets.posterior.log_normalizer - along
         damped = back | (share < 1.0)
@@ -183,7 +181,7 @@ class CVI(NaturalGradientOptim):
         self._reports[path] = Report(
             finite=share > 0.0,
             step_norm=(2.0 * kl).clamp_min(0.0).sqrt(),
-            gain=gain * share,
+            gain=(gain * share).nan_to_num(self.lr),  # unknown after the first step went back
             radius=torch.full_like(gain, torch.inf),
             damped=damped,
             skipped=state["skipped"],

@@ -104,10 +104,10 @@ def expectations(
             f[name] = f[name].detach().requires_grad_()
     with torch.set_grad_enabled(derivatives or torch.is_grad_enabled()):
         log_p = log_likelihood(f)
+        total = torch.stack([v.sum() for v in log_p.values()]).sum()
     expected = {}
     slopes = dict.fromkeys(f)
     if derivatives:
-        total = torch.stack([v.sum() for v in log_p.values()]).sum()
         found = torch.autograd.grad(total, list(f.values()), retain_graph=True, allow_unused=True)
         slopes = dict(zip(f, found, strict=True))
     for name, p in padded.items():
@@ -139,5 +139,6 @@ def _assemble(value: Tensor, d: Tensor, f: Tensor, L: Tensor, p: Points) -> Expe
     centre = f - torch.einsum("q,qni->ni", p.weights, f)
     bend = d - g - torch.einsum("nij,qnj->qni", H, centre)
     size = d.abs().amax((0, 2)) + torch.finfo(d.dtype).tiny
-    quadratic = bend.abs().amax((0, 2)) <= 1e5 * torch.finfo(d.dtype).eps * size
+    tolerance = max(1e3 * torch.finfo(d.dtype).eps, 2e-11)
+    quadratic = bend.abs().amax((0, 2)) <= tolerance * size
     return Expected(value, g, H, quadratic)

@@ -76,10 +76,7 @@ def _check_block(runner: Runner, run: WhitenedRun) -> None:
     generator = torch.Generator().manual_seed(run.used)
     e, u, v = torch.randn(3, run.used, generator=generator, dtype=torch.float64)
     places = tuple(Place(site=name) for name in run.own)
-    a, b, c, d = (
-        runner(noise.to(torch.get_default_dtype()), look_at=places).seen
-        for noise in (e, e + u, e + v, e + u + v)
-    )
+    a, b, c, d = (runner(noise, look_at=places).seen for noise in (e, e + u, e + v, e + u + v))
     for place in places:
         size = torch.stack([x[place].abs().max() for x in (a, b, c, d)]).max()
         bend = (d[place] - b[place] - c[place] + a[place]).abs().max()

@@ -30,6 +30,8 @@ __all__ = ["TOLERANCE", "Predictor", "find_predictor"]
 
 #: a difference of so many roundings of the largest value is none
 TOLERANCE = 1e3
+#: share of its own size by which an entry may bend for rounding's sake
+OWN = 1e-3
 #: most entries of a predictor for one datum, and candidates among which pairs are tried
 MOST_ENTRIES, MOST_CANDIDATES = 64, 12
 
@@ -51,7 +53,10 @@ class Predictor:
 
     def join(self, seen: dict[Place, Tensor], batch: torch.Size) -> Tensor:
         """Values at the places, each (*batch, ...), as one tensor (N, k)."""
-        parts = [seen[place].reshape(batch.numel(), -1) for place in self.places]
+        parts = []
+        for place in self.places:
+            value = seen[place]
+            parts.append((value if value.dim() else value.expand(batch)).reshape(batch.numel(), -1))
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
     def split(self, f: Tensor, batch: torch.Size) -> dict[Place, Tensor]:
@@ -69,6 +74,7 @@ class _Candidate:
     values: list[Tensor]  # at the four points, with the shape (*batch, *trailing)
     trailing: torch.Size
     name: str = ""
+    shared: bool = False
 
 
 def find_predictor(
@@ -100,9 +106,7 @@ class _Search:
     def _points(self, dim: int) -> list[Tensor]:
         """Corners e, e + u, e + v, e + u + v at which the likelihood is finite where it is at 0."""
         generator = torch.Generator().manual_seed(20_170_615)
-        e, u, v = torch.randn(3, dim, generator=generator, dtype=torch.float64).to(
-            torch.get_default_dtype()
-        )
+        e, u, v = torch.randn(3, dim, generator=generator, dtype=torch.float64)
         at_zero = torch.isfinite(self._terms(torch.zeros_like(e)))
         points = [e, e + u, e + v, e + u + v]
         for _ in range(12):
@@ -119,7 +123,8 @@ class _Search:
         if _same(moved, self.observed):
             return None
         candidates = self._candidates()
-        candidates.sort(key=lambda c: c.trailing.numel())  # stable: the first of each width leads
+        # stable: the first of each width leads, and a number that all data share comes last
+        candidates.sort(key=lambda c: (c.shared, c.trailing.numel()))
         for candidate in candidates:
             if self._passes((candidate,)):
                 return self._predictor((candidate,))
@@ -155,10 +160,11 @@ class _Search:
         candidates = []
         for place, (a, d) in moving.items():
             b, c = second[place], third[place]
-            size = torch.stack([x.abs().max() for x in (a, b, c, d)]).max()
-            bend = (d - b - c + a).abs().max()
-            bend = torch.maximum(bend, (far[place] - 9.0 * a + 4.0 * (b + c)).abs().max() / 9.0)
-            affine = bool(bend <= self.tolerance * size)
+            size = torch.stack([x.abs() for x in (a, b, c, d)]).amax(0)
+            bend = (d - b - c + a).abs()
+            bend = torch.maximum(bend, (far[place] - 9.0 * a + 4.0 * (b + c)).abs() / 9.0)
+            # rounding is that of the largest entry, but no entry may bend by much of its own size
+            affine = bool(((bend <= self.tolerance * size.max()) & (bend <= OWN * size)).all())
             if not affine:
                 self.first_nonlinear = self.first_nonlinear or names[place]
                 continue
@@ -169,7 +175,9 @@ class _Search:
                 self.other_moves = True
                 continue
             if self.declared is None or place.site == self.declared:
-                candidates.append(_Candidate(place, [a, b, c, d], trailing, names[place]))
+                shared = a.shape[: len(self.batch)] != self.batch
+                values = [x.expand(self.batch) if shared else x for x in (a, b, c, d)]
+                candidates.append(_Candidate(place, values, trailing, names[place], shared))
         return candidates
 
     @staticmethod
@@ -183,6 +191,8 @@ class _Search:
     def _trailing(self, shape: torch.Size) -> torch.Size | None:
         """What is left of ``shape`` after the batch of the data; ``None`` where it does not fit."""
         rank = len(self.batch)
+        if not shape and self.batch.numel() > 1:
+            return shape  # one number that all data share, such as an intercept alone
         if shape[:rank] != self.batch or shape[rank:].numel() > MOST_ENTRIES:
             return None
         return torch.Size(shape[rank:])
@@ -215,12 +225,18 @@ class _Search:
 
     def _passes(self, chosen: tuple[_Candidate, ...]) -> bool:
         held = {c.place: c.values[0] for c in chosen}
-        if not _same(self._terms(self.points[3], held), self.observed, self.tolerance):
-            return False
-        if not self._is_local(chosen):
+        try:
+            # bit for bit: nothing else may change with the noise, however little
+            if not _same(self._terms(self.points[3], held), self._terms(self.points[0], held)):
+                return False
+            local = self._is_local(chosen)
+        except (RuntimeError, ValueError):
+            if any(c.shared for c in chosen):  # the model wants one number there
+                return False
+            raise
+        if not local:
             self.nonlocal_place = self.nonlocal_place or chosen[0].place
-            return False
-        return True
+        return local
 
     def _is_local(self, chosen: tuple[_Candidate, ...]) -> bool:
         """Move f at the data whose number has a certain binary digit; the others' terms must stay."""
@@ -278,8 +294,7 @@ def _same(a: Tensor, b: Tensor, tolerance: float = 0.0) -> bool:
     if tolerance == 0.0:
         return bool(((a == b) | (a.isnan() & b.isnan())).all())
     finite = torch.isfinite(a) & torch.isfinite(b)
-    size = torch.where(finite, b, 0.0).abs().max() if b.numel() else 0.0
-    close = (a - b).abs() <= tolerance * size
+    close = (a - b).abs() <= tolerance * (1.0 + b.abs())
     return bool(torch.where(finite, close, (a == b) | (a.isnan() & b.isnan())).all())
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._particles import Conditioned, Minibatches, Site, Sites
-from ..distributions.gaussian_process import GaussianProcess
+from ..distributions import GaussianProcess, GaussianStateSpace
 from .whitening import colour, gaussian_of, noise_size, refuse_weights
 
 __all__ = ["Found", "Place", "Runner", "WhitenedRun", "for_each"]
@@ -194,10 +194,7 @@ class WhitenedRun(Conditioned):
                 f"AutoSites: the latent site {msg['name']!r} has {size} entries now, more than at the "
                 f"guide's first call. A block of another size needs a guide of its own."
             )
-        loc = fn.loc if hasattr(fn, "loc") else None
-        own = noise[self.used : self.used + size]
-        if loc is not None:
-            own = own.to(loc)
+        own = noise[self.used : self.used + size].to(_like(fn))
         if maker is not None or self._direct:
             value = maker(own) if maker is not None else own
         elif process and (self._at_mean or Place(site=msg["name"]) in self.replace):
@@ -288,6 +285,14 @@ class Runner:
     def sites(self, noise: Tensor | None, **options: Any) -> Sites:
         """The recorded sites of one run."""
         return self(noise, **options).sites
+
+
+def _like(fn: Any) -> Tensor:
+    """A tensor of the kind that draws of ``fn`` are."""
+    if not isinstance(fn, GaussianStateSpace | GaussianProcess):
+        return fn.loc
+    tensors = (v for v in vars(fn).values() if isinstance(v, Tensor))
+    return next(v for v in tensors if v.is_floating_point())
 
 
 def _is_empty(run: WhitenedRun) -> bool:

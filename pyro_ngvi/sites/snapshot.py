@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._known import known
-from .algebra import Marginals, View
+from .algebra import Marginals, View, apart
 from .call import Call
 
 __all__ = ["Snapshot", "take_snapshot"]
@@ -37,7 +37,7 @@ def take_snapshot(guide: Any, call: Call) -> Snapshot:
     Raises:
         RuntimeError: where prior and sites do not make a proper Gaussian.
     """
-    algebra = guide.algebra
+    algebra = apart(guide.algebra)  # a look at other data leaves q alone
     view = algebra.view(call)
     sites = {name: (a.clone(), b.clone()) for name, (a, b) in guide.site_tensors().items()}
     # the view may have changed the coordinates of the evidence, so it is made anew

@@ -1,0 +1,82 @@
+r"""First targets of all: every datum for itself, from its own prior.
+
+At the prior, expectations tell nothing of where the data are: under a wide one they are flat or
+overflow, and the first Newton step of a count of 1,000 goes to f = 600.  So each site starts as the one
+that its datum would have alone, under N(m_n, C_n) with C_n made narrower than 1:
+
+    a <- V (C_n^-1 m_n + nu),  nu = g + Lambda a,  Lambda = -H >= 0,  V = (C_n^-1 + Lambda)^-1,
+
+g and H the expectations under N(a, V), with steps of at most 2 in every entry: the scale of the usual
+links.  Quadratic terms come out as they are, whatever the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .expectation import Expected, Points, expectations
+
+__all__ = ["first_targets"]
+
+#: rounds, and the longest step of one
+ROUNDS, LONGEST = 8, 2.0
+
+
+@torch.no_grad()
+def first_targets(
+    log_likelihood: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
+    marginals: Mapping[str, tuple[Tensor, Tensor]],
+    points: Mapping[str, Points],
+) -> dict[str, Expected]:
+    """Expectations whose targets, at the mean of ``marginals``, are the sites of data alone."""
+    prior = {name: _narrowed(*pair) for name, pair in marginals.items()}
+    inverse = {name: torch.linalg.inv_ex(C)[0] for name, (_, C) in prior.items()}
+    state = dict(prior)
+    expected = expectations(log_likelihood, state, points)
+    for _ in range(ROUNDS):
+        moved = {}
+        for name, (a, V) in state.items():
+            mean, S = prior[name][0], inverse[name]
+            e = expected[name]
+            Lambda = _positive(-e.hessian)
+            new = torch.linalg.inv_ex(S + Lambda)[0]
+            natural = (S @ mean.unsqueeze(-1)).squeeze(-1) + e.gradient
+            natural = natural + (Lambda @ a.unsqueeze(-1)).squeeze(-1)
+            step = (new @ natural.unsqueeze(-1)).squeeze(-1) - a
+            step = step.clamp(-LONGEST, LONGEST)
+            usable = torch.isfinite(step).all(-1) & torch.isfinite(new).flatten(1).all(-1)
+            moved[name] = (
+                torch.where(usable.unsqueeze(-1), a + step, a),
+                torch.where(usable.reshape(-1, 1, 1), new, V),
+            )
+        state = moved
+        expected = expectations(log_likelihood, state, points)
+    targets = {}
+    for name, e in expected.items():
+        # as a function of f at the mean of q, from which CVI takes its targets
+        Lambda = torch.where(e.quadratic.reshape(-1, 1, 1), -e.hessian, _positive(-e.hessian))
+        shift = state[name][0] - marginals[name][0]
+        gradient = e.gradient + (Lambda @ shift.unsqueeze(-1)).squeeze(-1)
+        targets[name] = replace(e, gradient=gradient, hessian=-Lambda)
+    return targets
+
+
+def _narrowed(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """The marginals (n, k), (n, k, k) with variances of at most about 1."""
+    size = torch.diagonal(covariance, dim1=-2, dim2=-1).mean(-1).clamp_min(1.0)
+    floor = torch.finfo(mean.dtype).eps * torch.ones_like(mean)
+    return mean, covariance / size.reshape(-1, 1, 1) + torch.diag_embed(floor)
+
+
+def _positive(precision: Tensor) -> Tensor:
+    """The nearest positive semi-definite matrices to (n, k, k); NaN where they are not finite."""
+    if precision.shape[-1] == 1:
+        return precision.clamp_min(0.0)
+    finite = torch.isfinite(precision).flatten(1).all(-1).reshape(-1, 1, 1)
+    values, vectors = torch.linalg.eigh(torch.where(finite, precision, torch.zeros_like(precision)))
+    projected = vectors @ (values.clamp_min(0.0).unsqueeze(-1) * vectors.mT)
+    return torch.where(finite, projected, torch.full_like(precision, torch.nan))
