@@ -239,7 +239,7 @@ print(f"in the data {there:+.2f}, without {gone:+.2f} by refit and {predicted:+.
 # `GaussianProcess(kernel, X)` takes the kernels of Pyro, and is a site of its own outside of the
 # plate. The kernel's parameters are learnt by `others=`: their gradient holds the *sites* and lets q
 # follow the prior, so Adam and the sweeps disturb each other little. Adam with a short memory: the
-# first gradients, from the prior, are large and mean nothing.
+# gradients of the first sweeps are large and mean little.
 
 # %%
 points, classes = make_moons(600, noise=0.3, random_state=0)

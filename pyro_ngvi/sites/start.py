@@ -18,12 +18,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .._known import known
 from .expectation import Expected, Points, expectations
 
 __all__ = ["first_targets"]
 
-#: rounds, and the longest step of one
-ROUNDS, LONGEST = 8, 2.0
+#: rounds at most, the longest step of one, and steps so short that they end them
+ROUNDS, LONGEST, SHORT = 8, 2.0, 0.2
 
 
 @torch.no_grad()
@@ -37,8 +38,9 @@ def first_targets(
     inverse = {name: torch.linalg.inv_ex(C)[0] for name, (_, C) in prior.items()}
     state = dict(prior)
     expected = expectations(log_likelihood, state, points)
+    settled = torch.zeros((), dtype=torch.bool, device=next(iter(points.values())).x.device)
     for _ in range(ROUNDS):
-        moved = {}
+        moved, longest = {}, []
         for name, (a, V) in state.items():
             mean, S = prior[name][0], inverse[name]
             e = expected[name]
@@ -48,13 +50,19 @@ def first_targets(
             natural = natural + (Lambda @ a.unsqueeze(-1)).squeeze(-1)
             step = (new @ natural.unsqueeze(-1)).squeeze(-1) - a
             step = step.clamp(-LONGEST, LONGEST)
-            usable = torch.isfinite(step).all(-1) & torch.isfinite(new).flatten(1).all(-1)
+            longest.append(step.abs().nan_to_num(0.0).max() if step.numel() else step.sum())
+            usable = (
+                torch.isfinite(step).all(-1) & torch.isfinite(new).flatten(1).all(-1) & ~settled
+            )
             moved[name] = (
                 torch.where(usable.unsqueeze(-1), a + step, a),
                 torch.where(usable.reshape(-1, 1, 1), new, V),
             )
         state = moved
         expected = expectations(log_likelihood, state, points)
+        settled = settled | (torch.stack(longest).max() < SHORT)
+        if known(settled):  # elsewhere the rounds left change nothing
+            break
     targets = {}
     for name, e in expected.items():
         # as a function of f at the mean of q, from which CVI takes its targets
