@@ -5,10 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["symmetric_eigen"]
+__all__ = ["positive_part", "symmetric_eigen"]
 
 #: QR iterations; neighbours a factor 1.3 apart are separated to 1e-3, closer ones stay mixed
 ITERATIONS = 30
+
+
+def positive_part(G: Tensor) -> Tensor:
+    """The nearest positive semi-definite matrices to symmetric ones (n, k, k); NaN where not finite.
+
+    For k > 1 a GPU waits for it.
+
+    Example:
+        >>> positive_part(torch.tensor([[[-1.0]], [[2.0]]])).flatten()
+        tensor([0., 2.])
+    """
+    if G.shape[-1] == 1:
+        return G.clamp_min(0.0)
+    finite = torch.isfinite(G).flatten(1).all(-1).reshape(-1, 1, 1)
+    values, vectors = torch.linalg.eigh(torch.where(finite, G, torch.zeros_like(G)))
+    projected = vectors @ (values.clamp_min(0.0).unsqueeze(-1) * vectors.mT)
+    return torch.where(finite, projected, torch.full_like(G, torch.nan))
 
 
 def symmetric_eigen(G: Tensor, iterations: int = ITERATIONS) -> tuple[Tensor, Tensor]:

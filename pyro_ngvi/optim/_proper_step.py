@@ -16,6 +16,7 @@ from torch import Tensor
 from .._known import known
 from ..elbo.sites import SiteTargets
 from ..guides.sites import AutoSites
+from ..linalg.eigen import positive_part
 from ..sites.dense import Evidence
 from ._secant import Pairs
 
@@ -45,7 +46,7 @@ def proper_step(block: AutoSites, targets: SiteTargets, change: Pairs) -> Proper
     positive: Pairs = {}
     for name, (nu, Lambda) in change.items():
         (before,) = targets.call.rows(name, sites[name][1])
-        positive[name] = nu, _positive(before + Lambda) - before
+        positive[name] = nu, positive_part(before + Lambda) - before
     other = _halved(block, targets, positive)
     found = step.share > 0.0
     chosen = {
@@ -56,14 +57,6 @@ def proper_step(block: AutoSites, targets: SiteTargets, change: Pairs) -> Proper
     log_normalizer = torch.where(found, step.log_normalizer, other.log_normalizer)
     evidence = step.evidence.where(found, other.evidence)
     return ProperStep(chosen, share, log_normalizer, evidence, None)
-
-
-def _positive(precision: Tensor) -> Tensor:
-    """The nearest positive semi-definite matrices to (n, k, k)."""
-    if precision.shape[-1] == 1:
-        return precision.clamp_min(0.0)
-    values, vectors = torch.linalg.eigh(precision)
-    return vectors @ (values.clamp_min(0.0).unsqueeze(-1) * vectors.mT)
 
 
 def _halved(block: AutoSites, targets: SiteTargets, change: Pairs) -> ProperStep:

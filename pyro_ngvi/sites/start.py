@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .._known import known
+from ..linalg.eigen import positive_part
 from .expectation import Expected, Points, expectations
 
 __all__ = ["first_targets"]
@@ -44,7 +45,7 @@ def first_targets(
         for name, (a, V) in state.items():
             mean, S = prior[name][0], inverse[name]
             e = expected[name]
-            Lambda = _positive(-e.hessian)
+            Lambda = positive_part(-e.hessian)
             new = torch.linalg.inv_ex(S + Lambda)[0]
             natural = (S @ mean.unsqueeze(-1)).squeeze(-1) + e.gradient
             natural = natural + (Lambda @ a.unsqueeze(-1)).squeeze(-1)
@@ -66,7 +67,7 @@ def first_targets(
     targets = {}
     for name, e in expected.items():
         # as a function of f at the mean of q, from which CVI takes its targets
-        Lambda = torch.where(e.quadratic.reshape(-1, 1, 1), -e.hessian, _positive(-e.hessian))
+        Lambda = torch.where(e.quadratic.reshape(-1, 1, 1), -e.hessian, positive_part(-e.hessian))
         shift = state[name][0] - marginals[name][0]
         gradient = e.gradient + (Lambda @ shift.unsqueeze(-1)).squeeze(-1)
         targets[name] = replace(e, gradient=gradient, hessian=-Lambda)
@@ -78,13 +79,3 @@ def _narrowed(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
     size = torch.diagonal(covariance, dim1=-2, dim2=-1).mean(-1).clamp_min(1.0)
     floor = torch.finfo(mean.dtype).eps * torch.ones_like(mean)
     return mean, covariance / size.reshape(-1, 1, 1) + torch.diag_embed(floor)
-
-
-def _positive(precision: Tensor) -> Tensor:
-    """The nearest positive semi-definite matrices to (n, k, k); NaN where they are not finite."""
-    if precision.shape[-1] == 1:
-        return precision.clamp_min(0.0)
-    finite = torch.isfinite(precision).flatten(1).all(-1).reshape(-1, 1, 1)
-    values, vectors = torch.linalg.eigh(torch.where(finite, precision, torch.zeros_like(precision)))
-    projected = vectors @ (values.clamp_min(0.0).unsqueeze(-1) * vectors.mT)
-    return torch.where(finite, projected, torch.full_like(precision, torch.nan))
