@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
-__all__ = ["own_random_state"]
+__all__ = ["fixed_normal", "own_random_state"]
 
 
 @contextmanager
@@ -21,3 +22,9 @@ def own_random_state(seed: int | None = None) -> Iterator[None]:
         if seed is not None:
             torch.manual_seed(seed)
         yield
+
+
+def fixed_normal(*shape: int, seed: int) -> Tensor:
+    """Normal numbers in float64 on the CPU, the same for the same seed; no random state is touched."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from ..sites.cavity import Cavity, divide_out
 from ..sites.dense import WhitePosterior
-from ..sites.run import for_each
 from ..sites.snapshot import Snapshot
 
 __all__ = ["Influence", "influence_of"]
@@ -167,10 +166,4 @@ def _in_latent(at: Snapshot, white: Tensor) -> Tensor:
         (only,) = at.view.maps.values()
         return white @ only.design.flatten(0, 1).mT
 
-    def flat(noise: Tensor) -> Tensor:
-        return torch.cat([z.reshape(-1) for z, _ in at.call.block_at(noise).values()])
-
-    basis = at.basis
-    noise = white if basis is None else white @ basis.mT
-    origin = flat(at.call.plan.zero())
-    return for_each(lambda e: flat(e) - origin, noise)
+    return at.call.moves_of_block(white if at.basis is None else white @ at.basis.mT)

@@ -11,12 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["apply", "interleave", "scan", "scan_moments"]
+from ..linalg.products import matvec
 
-
-def apply(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Products (..., S) of ``matrix`` (..., S, S) with ``vector`` (..., S)."""
-    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+__all__ = ["interleave", "scan", "scan_moments"]
 
 
 def interleave(even: Tensor, odd: Tensor, dim: int) -> Tensor:
@@ -41,8 +38,8 @@ def scan(transition: Tensor, shift: Tensor) -> Tensor:
     pairs, rest = n // 2, (n - 1) // 2
     A_even, A_odd = transition[0::2], transition[1::2]
     c_even, c_odd = shift[..., 0::2, :], shift[..., 1::2, :]
-    odd = scan(A_odd @ A_even[:pairs], c_odd + apply(A_odd, c_even[..., :pairs, :]))
-    later = c_even[..., 1:, :] + apply(A_even[1:], odd[..., :rest, :])
+    odd = scan(A_odd @ A_even[:pairs], c_odd + matvec(A_odd, c_even[..., :pairs, :]))
+    later = c_even[..., 1:, :] + matvec(A_even[1:], odd[..., :rest, :])
     return interleave(torch.cat((c_even[..., :1, :], later), -2), odd, -2)
 
 
@@ -59,9 +56,9 @@ def scan_moments(transition: Tensor, shift: Tensor, noise: Tensor) -> tuple[Tens
     c_even, c_odd = shift[0::2], shift[1::2]
     Q_even, Q_odd = noise[0::2], noise[1::2]
     joined = A_odd @ Q_even[:pairs] @ A_odd.mT + Q_odd
-    c_joined = c_odd + apply(A_odd, c_even[:pairs])
+    c_joined = c_odd + matvec(A_odd, c_even[:pairs])
     mean, covariance = scan_moments(A_odd @ A_even[:pairs], c_joined, joined)
     A = A_even[1:]
-    mean_even = torch.cat((c_even[:1], c_even[1:] + apply(A, mean[:rest])))
+    mean_even = torch.cat((c_even[:1], c_even[1:] + matvec(A, mean[:rest])))
     covariance_even = torch.cat((Q_even[:1], A @ covariance[:rest] @ A.mT + Q_even[1:]))
     return interleave(mean_even, mean, -2), interleave(covariance_even, covariance, -3)

@@ -168,7 +168,7 @@ class GaussianProcess(TorchDistribution):
 
     def from_noise(self, noise: Tensor) -> Tensor:
         """loc + R noise for white ``noise`` (..., N)."""
-        return self.loc + (self.scale_tril @ noise.unsqueeze(-1)).squeeze(-1)
+        return self.loc + noise @ self.scale_tril.mT
 
     def log_det_root(self) -> Tensor:
         """log |det R|, a 0-dim tensor."""

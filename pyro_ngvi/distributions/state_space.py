@@ -23,7 +23,8 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from ._scan import apply, scan, scan_moments
+from ..linalg.products import matvec
+from ._scan import scan, scan_moments
 
 __all__ = ["GaussianStateSpace", "local_level"]
 
@@ -153,7 +154,7 @@ class GaussianStateSpace(TorchDistribution):
     def from_noise(self, noise: Tensor) -> Tensor:
         """The draw that white ``noise`` (..., T, S) makes."""
         A, c, L = self._steps()
-        return scan(A, c + apply(L, noise))
+        return scan(A, c + matvec(L, noise))
 
     def log_det_root(self) -> Tensor:
         """log |det ds / dnoise|, a 0-dim tensor."""
@@ -171,7 +172,7 @@ class GaussianStateSpace(TorchDistribution):
             self._validate_sample(value)
         A, c, L = self._steps()
         before = torch.nn.functional.pad(value[..., :-1, :], (0, 0, 1, 0))
-        left = (value - c - apply(A, before)).unsqueeze(-1)
+        left = (value - c - matvec(A, before)).unsqueeze(-1)
         noise = torch.linalg.solve_triangular(L, left, upper=False)
         log_det = L.diagonal(dim1=-2, dim2=-1).log().sum()
         size = value.shape[-2] * value.shape[-1]

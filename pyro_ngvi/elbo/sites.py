@@ -196,10 +196,10 @@ class SitesELBO(ELBO):
             )
         marginals = algebra.marginals(view, q)
         points = {g.name: self._points_for(call, g.width) for g in call.plan.groups}
-        whole = {name: m.whole for name, m in marginals.items()}
-        expected = expectations(call.log_likelihood, whole, points, derivatives)
+        of_f = {name: m.whole for name, m in marginals.items()}
+        expected = expectations(call.log_likelihood, of_f, points, derivatives)
         if derivatives and block.fresh:
-            targets = first_targets(call.log_likelihood, _detached(whole), points)
+            targets = first_targets(call.log_likelihood, _detached(of_f), points)
         else:
             targets = expected
         elbo = q.log_normalizer
@@ -207,8 +207,8 @@ class SitesELBO(ELBO):
             local = expected[name].value - site_terms(m, *chosen[name])
             elbo = elbo + call.weight(name) * local.sum()
         elbo = elbo + call.other_terms()
-        whole = call.whole and exact
-        return elbo, SiteTargets(call, view, q, marginals, targets, elbo.detach(), whole)
+        exact = exact and call.whole
+        return elbo, SiteTargets(call, view, q, marginals, targets, elbo.detach(), exact)
 
 
 def site_terms(at: Marginals, linear: Tensor, precision: Tensor) -> Tensor:

@@ -132,10 +132,8 @@ class SiteData(WithoutData):
             for each in plan.groups:
                 for p in self._tensors(each):
                     p.detach().zero_()
-            before = self.algebra.evidence
-            self.algebra.evidence = Evidence(
-                *(torch.zeros_like(t) for t in (before.constant, before.linear, before.precision))
-            )
+            before = self.algebra.evidence.linear
+            self.algebra.evidence = Evidence.none(before, *before.shape)
             self.fresh = True
         else:
             chosen = self._group("reset", group)

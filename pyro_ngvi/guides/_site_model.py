@@ -63,11 +63,12 @@ class SiteModel:
             raise
         prototype: Any = self.prototype_trace
         own = {name for name, _ in prototype.iter_stochastic_nodes()}
-        rests = [self._draw_rest(own, args, kwargs) for _ in range(2)]
-        self._rest = rests[0]
-        runners = [self.runner(args, kwargs, values=rest) for rest in rests]
-        self.plan = make_plan(runners[0], runners[1] if self._rest else None, self.latent)
-        self.algebra = make_algebra(self.plan, Call(self.plan, runners[0]), self.inducing)
+        self._rest = self._draw_rest(own, args, kwargs)
+        runner, other = self.runner(args, kwargs), None
+        if self._rest:
+            other = self.runner(args, kwargs, values=self._draw_rest(own, args, kwargs))
+        self.plan = make_plan(runner, other, self.latent)
+        self.algebra = make_algebra(self.plan, Call(self.plan, runner), self.inducing)
         for group in self.plan.groups:
             n, k = group.size, group.width
             like = {"dtype": self.plan.dtype, "device": self.plan.device}

@@ -22,6 +22,7 @@ class SitePrediction:
     call_of: Any
     _require_setup: Any
     _up_to_date: Any
+    _unpack: Any
 
     def predict(self, *args: Any, **kwargs: Any) -> dict[str, tuple[Tensor, Tensor]]:
         """Mean and variance of every entry of every latent site under q, by name, in their shapes.
@@ -40,11 +41,8 @@ class SitePrediction:
         self._up_to_date()
         with torch.no_grad():
             call = self.call_of(args, kwargs)
-            mean, sd = self.algebra.mean_and_sd(call)
-            shapes = {name: fn.shape() for name, fn in call.block.items()}
-            sizes = [shape.numel() for shape in shapes.values()]
-            parts = zip(shapes.items(), mean.split(sizes), sd.square().split(sizes), strict=True)
-            return {name: (m.reshape(shape), v.reshape(shape)) for (name, shape), m, v in parts}
+            mean, sd = (self._unpack(x, call) for x in self.algebra.mean_and_sd(call))
+        return {name: (m, sd[name].square()) for name, m in mean.items()}
 
     def _given_minibatches(self) -> dict[str, Tensor]:
         """Those of plates that a list of guides has made: a process at their data is drawn there."""

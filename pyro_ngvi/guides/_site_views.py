@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..linalg.products import matvec
 from ..sites.plan import Group, Plan
 
 __all__ = ["Indices", "SiteView", "SiteViews", "checked"]
@@ -79,8 +80,8 @@ def _peak(linear: Tensor, precision: Tensor) -> Tensor:
     size = values.abs()
     least = precision.shape[-1] * torch.finfo(precision.dtype).eps * size.amax(-1)
     exists = (size.amin(-1) > least).unsqueeze(-1)
-    along = (vectors.mT @ linear.unsqueeze(-1)).squeeze(-1)
-    peak = (vectors @ (along / values).unsqueeze(-1)).squeeze(-1)
+    along = matvec(vectors.mT, linear)
+    peak = matvec(vectors, along / values)
     return torch.where(exists, peak, torch.nan)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..families.base import Tensors
 from .report import part
 
-__all__ = ["Sweep", "next_sweep", "pairing", "same", "start_sweeps", "taken"]
+__all__ = ["Sweep", "next_sweep", "pairing", "same", "start_sweeps", "taken", "towards"]
 
 #: changes of every group's sites, or their mean parameters: (n, k) and (n, k, k)
 Pairs = dict[str, tuple[Tensor, Tensor]]
@@ -92,10 +92,7 @@ def next_sweep(
     along, slope = pairing(last, moved), pairing(residual, moved)
     secant = along / (along / memory["sweep.gain"] - slope)
     gain = torch.where(comparable & (along > 0) & (secant > 0), secant, lr).clamp(SMALLEST * lr, lr)
-    step: Pairs = {}
-    for name, (nu, Lambda) in residual.items():
-        b = torch.where(exact[name], 1.0, gain)
-        step[name] = (b.unsqueeze(-1) * nu, b.reshape(-1, 1, 1) * Lambda)
+    step = towards(residual, exact, gain)
     half: Pairs = {n: (0.5 * a, 0.5 * b) for n, (a, b) in last.items()}
     kept = {
         name: torch.where(back, memory[name], value)
@@ -107,6 +104,15 @@ def next_sweep(
     kept["sweep.gain"] = torch.where(back, 0.5 * memory["sweep.gain"], gain)
     change = _choose(back, {n: (-a, -b) for n, (a, b) in half.items()}, step)
     return Sweep(change, kept["sweep.gain"], back, kept)
+
+
+def towards(residual: Pairs, exact: dict[str, Tensor], gain: Tensor) -> Pairs:
+    """The share ``gain`` () of every residual, and all of those that are ``exact`` (n,)."""
+    step: Pairs = {}
+    for name, (nu, Lambda) in residual.items():
+        b = torch.where(exact[name], 1.0, gain)
+        step[name] = (b.unsqueeze(-1) * nu, b.reshape(-1, 1, 1) * Lambda)
+    return step
 
 
 def taken(sweep: Sweep, change: Pairs, share: Tensor) -> Tensors:

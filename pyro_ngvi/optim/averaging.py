@@ -70,8 +70,10 @@ def as_averaging(averaging: Averaging | float | bool) -> Averaging | bool:
     return averaging
 
 
-def start_average(params: Tensors) -> Tensors:
-    """The state of an average that nothing has entered yet."""
+def start_average(averaging: Averaging | None, params: Tensors) -> Tensors:
+    """The state of an average that nothing has entered yet; empty for ``None``."""
+    if averaging is None:
+        return {}
     like = next(iter(params.values()))
     zero = torch.zeros((), dtype=like.dtype, device=like.device)
     state = {"average_total": zero, "average_square": zero.clone()}
@@ -79,9 +81,11 @@ def start_average(params: Tensors) -> Tensors:
 
 
 def step_average(
-    averaging: Averaging, family: Any, state: Tensors, params: Tensors, count: Tensor
+    averaging: Averaging | None, family: Any, state: Tensors, params: Tensors, count: Tensor
 ) -> Tensors:
     """The entries of ``state`` after iterate number ``count`` has entered, by the family's mean."""
+    if averaging is None:
+        return {}
     rate, total = averaging.rate(count, state["average_total"])
     past = {name: state["average." + name] for name in params}
     average = family.average(past, params, rate)

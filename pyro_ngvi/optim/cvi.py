@@ -37,8 +37,9 @@ from .._known import known
 from ..elbo.sites import SiteTargets
 from ..families.base import Tensors
 from ..guides.sites import AutoSites, find_sites
+from ..linalg.products import matvec
 from ._proper_step import proper_step
-from ._secant import Pairs, next_sweep, pairing, same, start_sweeps, taken
+from ._secant import Pairs, next_sweep, pairing, same, start_sweeps, taken, towards
 from .base import NaturalGradientOptim, describe
 from .report import Report, StepReport
 
@@ -47,7 +48,7 @@ __all__ = ["CVI", "SweepReport", "site_targets"]
 
 def site_targets(gradient: Tensor, hessian: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     """grad_mu E log p as (nu, Lambda) = (g - H m, -H), from g (n, k), H (n, k, k) and m (n, k)."""
-    return gradient - (hessian @ mean.unsqueeze(-1)).squeeze(-1), -hessian
+    return gradient - matvec(hessian, mean), -hessian
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,7 @@ class CVI(NaturalGradientOptim):
             sweep, memory = None, {}
             gain = torch.full_like(targets.elbo, self.lr)
             back = torch.zeros_like(gain, dtype=torch.bool)
-            change: Pairs = {}
-            for name, (nu, Lambda) in residual.items():
-                b = torch.where(exact[name], 1.0, gain)
-                change[name] = (b.unsqueeze(-1) * nu, b.reshape(-1, 1, 1) * Lambda)
+            change = towards(residual, exact, gain)
         step = proper_step(block, targets, change)
         change, share = step.change, step.share
         block.algebra.evidence = step.evidence

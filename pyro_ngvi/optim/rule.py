@@ -93,9 +93,7 @@ class NaturalGradientRule:
             state["move_energy"] = torch.zeros_like(state["count"])
             names = self.family.location
             state |= {"move." + name: torch.zeros_like(params[name]) for name in names}
-        if self.averaging is not None:
-            state |= start_average(params)
-        return state
+        return state | start_average(self.averaging, params)
 
     def update(
         self, params: Tensors, grads: Tensors, state: Tensors
@@ -158,8 +156,7 @@ class NaturalGradientRule:
         if self.momentum:
             accepted |= {"move." + name: move[name] for name in self.family.location}
             accepted["move_energy"] = move_energy
-        if self.averaging is not None:
-            accepted |= step_average(self.averaging, self.family, state, new, count)
+        accepted |= step_average(self.averaging, self.family, state, new, count)
         return finish(
             finite,
             (params, state),

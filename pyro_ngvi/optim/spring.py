@@ -67,9 +67,7 @@ class SpringRule:
         # "step" is the clock of the rate, "count" that of the average, which may start again
         state = start_counts(self.family, params, ("step", "count"))
         state["increment"] = torch.zeros_like(self.family.pack(params))
-        if self.averaging is not None:
-            state |= start_average(params)
-        return state
+        return state | start_average(self.averaging, params)
 
     def update(
         self, params: Tensors, grads: Tensors, state: Tensors
@@ -104,8 +102,7 @@ class SpringRule:
 
         steps = state["count"] + 1.0
         accepted = {"step": state["step"] + 1.0, "count": steps, "increment": increment}
-        if self.averaging is not None:
-            accepted |= step_average(self.averaging, self.family, state, new, steps)
+        accepted |= step_average(self.averaging, self.family, state, new, steps)
         return finish(
             finite,
             (params, state),

@@ -68,9 +68,7 @@ class VONRule:
         # "step" is the clock of the rates, "count" that of the average, which may start again
         state = start_counts(self.family, params, ("step", "count"))
         state["gradient"] = torch.zeros_like(params["loc"])
-        if self.averaging is not None:
-            state |= start_average(params)
-        return state
+        return state | start_average(self.averaging, params)
 
     def update(
         self, params: Tensors, grads: Tensors, state: Tensors
@@ -91,8 +89,7 @@ class VONRule:
 
         count = state["count"] + 1.0
         accepted = {"step": k + 1.0, "count": count, "gradient": m}
-        if self.averaging is not None:
-            accepted |= step_average(self.averaging, self.family, state, new, count)
+        accepted |= step_average(self.averaging, self.family, state, new, count)
         return finish(
             finite,
             (params, state),

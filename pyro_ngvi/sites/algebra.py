@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .._known import at_hand
 from .call import Call
 from .dense import Evidence, NoisePosterior, WhitePosterior, collect, reduced
-from .new_inputs import KnownInputs, WhiteNoise, split_draw
+from .new_inputs import KnownInputs, split_draw, spread, white_noise
 from .plan import LinearMap, Plan
 from .run import for_each
 
@@ -125,8 +125,13 @@ class Algebra(nn.Module):
 
     def collect(self, view: View, sites: SiteTensors) -> Evidence:
         """The evidence of the sites of the view's data."""
-        found = [collect(view.maps[name], *tensors) for name, tensors in sites.items()]
+        found = [self.of_group(view.maps[name], *tensors) for name, tensors in sites.items()]
         return sum(found[1:], found[0])
+
+    @staticmethod
+    def of_group(at: LinearMap, linear: Tensor, precision: Tensor) -> Evidence:
+        """The evidence of the sites nu (n, k), Lambda (n, k, k) of one group."""
+        return collect(at, linear, precision)
 
     def posterior(self, view: View | None, evidence: Evidence) -> Any:
         """q for that evidence, a :class:`Posterior`."""
@@ -159,7 +164,7 @@ class Algebra(nn.Module):
         return dist.MultivariateNormal(mean, covariance_matrix=half.mT @ half)
 
     def __getstate__(self) -> dict[str, Any]:
-        passing = ("_cached", "_view", "_regression", "_drawn")
+        passing = ("_cached", "_view", "_kept", "_regression", "_drawn")
         return {k: v for k, v in self.__dict__.items() if k not in passing}
 
 
@@ -178,10 +183,7 @@ class DenseAlgebra(Algebra):
     def __init__(self, plan: Plan, call: Call) -> None:
         rows = sum(group.size * group.width for group in plan.groups)
         size = min(plan.dim, rows) if call.whole else plan.dim
-        zero = plan.zero()
-        super().__init__(
-            Evidence(zero.new_zeros(()), zero.new_zeros(size), zero.new_zeros(size, size))
-        )
+        super().__init__(Evidence.none(plan.zero(), size))
         basis = None
         if size < plan.dim:
             basis = torch.eye(plan.dim, size, dtype=plan.dtype, device=plan.device)
@@ -240,7 +242,7 @@ class DenseAlgebra(Algebra):
         q = self._noise_posterior()
         if self.known.moved(call.block):
             mean, root = self.known.joint(call, q, self.linear)
-            noise = pyro.sample(name + "_noise", WhiteNoise(mean), infer={"is_auxiliary": True})
+            noise = pyro.sample(name + "_noise", white_noise(mean), infer={"is_auxiliary": True})
             return split_draw(call, mean, root, noise)
         noise = pyro.sample(name + "_noise", q, infer={"is_auxiliary": True})
         lead = noise.shape[:-1]
@@ -252,7 +254,7 @@ class DenseAlgebra(Algebra):
             return values(noise)
         batched = for_each(values, noise.reshape(-1, noise.shape[-1]))
         return {
-            site: (_spread(z, lead, call.plan.event_dims[site]), _spread(log_q, lead, 0))
+            site: (spread(z, lead, call.plan.event_dims[site]), spread(log_q, lead, 0))
             for site, (z, log_q) in batched.items()
         }
 
@@ -272,12 +274,7 @@ class DenseAlgebra(Algebra):
             mean, root = self.known.joint(call, q, self.linear)
             return mean, root.mT
 
-        def flat(noise: Tensor) -> Tensor:
-            return torch.cat([z.reshape(-1) for z, _ in call.block_at(noise).values()])
-
-        origin = flat(call.plan.zero())
-        mean = flat(q.mean)
-        return mean, for_each(lambda e: flat(e) - origin, q.root())
+        return call.flat_block(q.mean), call.moves_of_block(q.root())
 
 
 def _refuse_learning() -> None:
@@ -287,9 +284,3 @@ def _refuse_learning() -> None:
         "Learn them in steps with all data, or hold them in steps with minibatches by "
         "requires_grad_(False) or .detach(). Parameters of the likelihood alone may be learned in both."
     )
-
-
-def _spread(x: Tensor, lead: torch.Size, event_dim: int) -> Tensor:
-    """x (S, *shape) with S = lead.numel(), for plates to the left of those of the site."""
-    shape = torch.broadcast_shapes(x.shape[1:], lead + (1,) * event_dim)
-    return x.reshape(shape)

@@ -8,7 +8,7 @@ At the current hyperparameters it gives
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .._known import at_hand
 from .._particles import Sites, is_minibatch
+from .._random import fixed_normal
 from ..density import site_log_prob
 from ..distributions import GaussianProcess
 from .plan import Group, LinearMap, Plan
@@ -25,7 +26,7 @@ from .run import Place, Runner, WhitenedRun, for_each
 from .terms import data_shape, data_terms
 from .whitening import log_det_root
 
-__all__ = ["Call"]
+__all__ = ["Call", "affine_maps", "moves"]
 
 #: entries of A that are made at once
 CHUNK = 2**24
@@ -46,17 +47,20 @@ class Call:
         #: whether handlers around this are not to see the run that looks at all sites
         self.hidden = True
 
-    @cached_property
+    @property
     def block(self) -> dict[str, Any]:
         """The Gaussians of the block's sites, with their graph in the parameters of the model."""
+        return self._run.own if "_run" in self.__dict__ else self._block
+
+    @cached_property
+    def _block(self) -> dict[str, Any]:
+        """Found without the data, which need not be there."""
         return self.runner(self.plan.zero(), look_at=self.plan.block_places, at_mean=True).own
 
     @cached_property
     def probe(self) -> Tensor:
         """A fixed random noise (D,), at which two linear maps would differ."""
-        generator = torch.Generator().manual_seed(self.plan.dim)
-        noise = torch.randn(self.plan.dim, generator=generator, dtype=torch.float64)
-        return noise.to(self.plan.zero())
+        return fixed_normal(self.plan.dim, seed=self.plan.dim).to(self.plan.zero())
 
     @cached_property
     def _run(self) -> WhitenedRun:
@@ -99,8 +103,14 @@ class Call:
     @cached_property
     def at_probe(self) -> dict[str, Tensor]:
         """The predictors (n, k) at the probe."""
-        seen = self._run.seen
-        return {g.name: g.predictor.join(seen, self.shapes[g.name]) for g in self.plan.groups}
+        return self._joined(self._run)
+
+    def predictors(self, noise: Tensor) -> dict[str, Tensor]:
+        """f (n, k) of every group at a noise (D,)."""
+        return self._joined(self.runner(noise, look_at=self.plan.places))
+
+    def _joined(self, run: WhitenedRun) -> dict[str, Tensor]:
+        return {g.name: g.predictor.join(run.seen, self.shapes[g.name]) for g in self.plan.groups}
 
     def fingerprint(self) -> dict[str, Tensor]:
         """f and log p at the probe, (n, k + 1) by group: other hyperparameters or data change it."""
@@ -149,6 +159,15 @@ class Call:
             for name, event_dim in self.plan.event_dims.items()
         }
 
+    def flat_block(self, noise: Tensor, makers: Mapping[str, Any] | None = None) -> Tensor:
+        """The block z (D,) in a row at a noise; ``makers`` as in a :class:`WhitenedRun`."""
+        run = self.runner(noise, look_at=self.plan.block_places, makers=makers)
+        return torch.cat([run.seen[place].reshape(-1) for place in self.plan.block_places])
+
+    def moves_of_block(self, noises: Tensor) -> Tensor:
+        """How far the block (n, D) moves from where it is at noise 0, for ``noises`` (n, D)."""
+        return moves(self.flat_block, noises)
+
     @property
     def whole(self) -> bool:
         """Whether all data of all groups are here."""
@@ -163,17 +182,7 @@ class Call:
             return {group.name: own for group in plan.groups}
         identity = torch.eye(plan.dim, dtype=plan.dtype, device=plan.device)
 
-        def predictors(noise: Tensor) -> dict[str, Tensor]:
-            seen = self.runner(noise, look_at=plan.places).seen
-            return {g.name: g.predictor.join(seen, self.shapes[g.name]) for g in plan.groups}
-
-        at_zero = predictors(plan.zero())
-        rows = max(1, CHUNK // max(f.numel() for f in at_zero.values()))
-        chunk = None if rows >= plan.dim else rows
-        at_units = for_each(predictors, identity, chunk)
-        return {
-            name: LinearMap((at_units[name] - b).movedim(0, -1), b) for name, b in at_zero.items()
-        }
+        return affine_maps(self.predictors, identity)
 
     def log_likelihood(self, predictors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """log p(y_n | f_n) (Q, n) for f (Q, n, k) by group, in nats; NaN where the datum is."""
@@ -194,6 +203,22 @@ class Call:
             return {g.name: self._terms(g, sites) for g in groups}
 
         return for_each(terms, dict(predictors))
+
+
+def affine_maps(
+    predictors: Callable[[Tensor], dict[str, Tensor]], units: Tensor
+) -> dict[str, LinearMap]:
+    """A and b of affine ``predictors`` by group, from their values at 0 and at ``units``."""
+    at_zero = predictors(torch.zeros_like(units[0]))
+    rows = max(1, CHUNK // max(f.numel() for f in at_zero.values()))
+    at_units = for_each(predictors, units, None if rows >= len(units) else rows)
+    return {name: LinearMap((at_units[name] - b).movedim(0, -1), b) for name, b in at_zero.items()}
+
+
+def moves(affine: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """What an affine function adds to its value at 0, at every row of ``inputs``."""
+    origin = affine(torch.zeros_like(inputs[0]))
+    return for_each(lambda x: affine(x) - origin, inputs)
 
 
 def _index(group: Group, site: Any, run: WhitenedRun) -> Tensor | None:

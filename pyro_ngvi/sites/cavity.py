@@ -30,6 +30,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..linalg.products import matvec
+
 __all__ = ["Cavity", "divide_out", "square_root"]
 
 
@@ -67,13 +69,13 @@ def divide_out(mean: Tensor, covariance: Tensor, linear: Tensor, precision: Tens
     Lambda = 0.5 * (precision + precision.mT)
     identity = torch.eye(k, dtype=mean.dtype, device=mean.device)
     chol, info = torch.linalg.cholesky_ex(identity - S.mT @ Lambda @ S)
-    g = linear - _times(Lambda, mean)
+    g = linear - matvec(Lambda, mean)
     proper = (info == 0) & finite & torch.isfinite(g).all(-1)
     inverse = torch.linalg.solve_triangular(chol, identity.expand_as(chol), upper=False)
     half = inverse @ S.mT
     left = half.mT @ half
-    move = _times(left, g)
-    pull = g + _times(Lambda, move)
+    move = matvec(left, g)
+    pull = g + matvec(Lambda, move)
     square = (move * pull).sum(-1).clamp_min(0.0)
     log_det = 2.0 * torch.diagonal(chol, dim1=-2, dim2=-1).log().sum(-1)
     kl = 0.5 * (inverse.square().sum((-2, -1)) - k + log_det + square)
@@ -98,7 +100,3 @@ def square_root(covariance: Tensor) -> Tensor:
         return covariance.clamp_min(0.0).sqrt()
     values, vectors = torch.linalg.eigh(covariance)
     return vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
-
-
-def _times(matrix: Tensor, vector: Tensor) -> Tensor:
-    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)

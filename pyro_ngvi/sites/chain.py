@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from .._known import equal, known
-from .algebra import Algebra, SiteTensors, View
-from .call import Call
+from ..linalg.products import matvec
+from .algebra import Algebra, View
+from .call import Call, affine_maps
 from .dense import Evidence
 from .plan import LinearMap, Plan
+from .predictor import digit_masks
 from .run import for_each
 from .state_space import ChainPosterior, chain_posterior
 
@@ -37,7 +39,7 @@ class _Smoothed:
 
     def marginals(self, at: LinearMap) -> tuple[Tensor, Tensor]:
         H, q = at.design, self.chain
-        mean = (H @ q.mean.unsqueeze(-1)).squeeze(-1) + at.offset
+        mean = matvec(H, q.mean) + at.offset
         return mean, H @ q.covariance @ H.mT
 
 
@@ -54,10 +56,7 @@ class ChainAlgebra(Algebra):
     def __init__(self, plan: Plan, call: Call) -> None:
         (shape,) = plan.shapes.values()
         T, S = shape
-        zero = plan.zero()
-        super().__init__(
-            Evidence(zero.new_zeros(()), zero.new_zeros(T, S), zero.new_zeros(T, S, S))
-        )
+        super().__init__(Evidence.none(plan.zero(), T, S))
         for group in plan.groups:
             if tuple(group.batch) != (T,):
                 raise ValueError(
@@ -73,16 +72,12 @@ class ChainAlgebra(Algebra):
     def _check_local(plan: Plan, call: Call) -> None:
         """Move the states whose number has a certain binary digit; the f of the others must stay."""
         (shape,) = plan.shapes.values()
-        T, _ = shape
-        bits = torch.arange(max(T - 1, 1).bit_length(), device=plan.device).unsqueeze(-1)
-        ones = ((torch.arange(T, device=plan.device) >> bits) & 1).bool()
-        moved = torch.cat([ones, ~ones])
+        moved = digit_masks(shape[0], plan.device)
         states = call.probe.reshape(shape)
 
         def predictors(moved: Tensor) -> dict[str, Tensor]:
-            noise = torch.where(moved.unsqueeze(-1), states, torch.zeros_like(states)).reshape(-1)
-            seen = call.runner(noise, look_at=plan.places).seen
-            return {g.name: g.predictor.join(seen, call.shapes[g.name]) for g in plan.groups}
+            noise = torch.where(moved.unsqueeze(-1), states, torch.zeros_like(states))
+            return call.predictors(noise.reshape(-1))
 
         still = predictors(torch.zeros_like(moved[0]))
         for name, f in for_each(predictors, moved, 8).items():
@@ -102,12 +97,9 @@ class ChainAlgebra(Algebra):
         units = torch.eye(S, dtype=plan.dtype, device=plan.device)
 
         def predictors(state: Tensor) -> dict[str, Tensor]:
-            seen = call.runner(state.expand(T, S).reshape(-1), look_at=plan.places).seen
-            return {g.name: g.predictor.join(seen, call.shapes[g.name]) for g in plan.groups}
+            return call.predictors(state.expand(T, S).reshape(-1))
 
-        at_zero = predictors(torch.zeros_like(units[0]))
-        at_units = for_each(predictors, units)
-        maps = {n: LinearMap((at_units[n] - b).movedim(0, -1), b) for n, b in at_zero.items()}
+        maps = affine_maps(predictors, units)
         return self._same_or(View(maps, prior))
 
     def _same_or(self, view: View) -> View:
@@ -117,19 +109,14 @@ class ChainAlgebra(Algebra):
             self._view = last
         return self._view or view
 
-    def collect(self, view: View, sites: SiteTensors) -> Evidence:
-        total = None
-        for name, (linear, precision) in sites.items():
-            at = view.maps[name]
-            weighted = (precision @ at.offset.unsqueeze(-1)).squeeze(-1)
-            found = Evidence(
-                (linear * at.offset - 0.5 * weighted * at.offset).sum(),
-                (at.design.mT @ (linear - weighted).unsqueeze(-1)).squeeze(-1),
-                at.design.mT @ precision @ at.design,
-            )
-            total = found if total is None else total + found
-        assert total is not None
-        return total
+    @staticmethod
+    def of_group(at: LinearMap, linear: Tensor, precision: Tensor) -> Evidence:
+        weighted = matvec(precision, at.offset)
+        return Evidence(
+            (linear * at.offset - 0.5 * weighted * at.offset).sum(),
+            matvec(at.design.mT, linear - weighted),
+            at.design.mT @ precision @ at.design,
+        )
 
     def posterior(self, view: View | None, evidence: Evidence) -> _Smoothed:
         assert view is not None

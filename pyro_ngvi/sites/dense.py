@@ -25,6 +25,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from ..linalg.products import matvec
 from .plan import LinearMap
 
 __all__ = ["Evidence", "NoisePosterior", "WhitePosterior", "collect", "reduced"]
@@ -38,12 +39,14 @@ class Evidence:
     linear: Tensor
     precision: Tensor
 
+    @staticmethod
+    def none(like: Tensor, *shape: int) -> Evidence:
+        """That of no sites: zeros (), ``shape`` and (*shape, R) of the kind of ``like``, R last."""
+        zeros = (), shape, (*shape, shape[-1])
+        return Evidence(*(like.new_zeros(s) for s in zeros))
+
     def __add__(self, other: Evidence) -> Evidence:
-        return Evidence(
-            self.constant + other.constant,
-            self.linear + other.linear,
-            self.precision + other.precision,
-        )
+        return self.plus(other, 1.0)
 
     def where(self, condition: Tensor, other: Evidence) -> Evidence:
         """self where the 0-dim ``condition`` holds, else ``other``."""
@@ -64,7 +67,7 @@ class Evidence:
 
 def collect(at: LinearMap, linear: Tensor, precision: Tensor) -> Evidence:
     """The evidence of sites ``linear`` (N, k), ``precision`` (N, k, k)."""
-    weighted = (precision @ at.offset.unsqueeze(-1)).squeeze(-1)
+    weighted = matvec(precision, at.offset)
     A = at.design.flatten(0, 1)
     scaled = precision.flatten(1) * A if A.shape[0] == len(linear) else precision @ at.design
     return Evidence(

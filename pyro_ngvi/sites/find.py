@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .._random import fixed_normal
 from ..density import site_kind
 from ..distributions import GaussianStateSpace
 from .plan import Group, Plan
@@ -73,8 +74,7 @@ def make_plan(runner: Runner, other: Runner | None = None, latent: str | None = 
 
 def _check_block(runner: Runner, run: WhitenedRun) -> None:
     """Refuse a site that is Gaussian given the others, and not jointly: no data may have shown it."""
-    generator = torch.Generator().manual_seed(run.used)
-    e, u, v = torch.randn(3, run.used, generator=generator, dtype=torch.float64)
+    e, u, v = fixed_normal(3, run.used, seed=run.used)
     places = tuple(Place(site=name) for name in run.own)
     a, b, c, d = (runner(noise, look_at=places).seen for noise in (e, e + u, e + v, e + u + v))
     for place in places:

@@ -26,7 +26,7 @@ from ..distributions.gaussian_process import GaussianProcess, factor
 from .algebra import Algebra, View
 from .call import Call
 from .dense import Evidence, WhitePosterior
-from .new_inputs import WhiteNoise, split_draw
+from .new_inputs import split_draw, white_noise
 from .plan import LinearMap, Plan
 from .regression import Regression, regress
 
@@ -49,8 +49,7 @@ class InducingAlgebra(Algebra):
                 f"GaussianProcess {site!r} have {tuple(inputs.shape)}. They must agree in all but "
                 f"the first dimension."
             )
-        zero, M = plan.zero(), len(inducing)
-        super().__init__(Evidence(zero.new_zeros(()), zero.new_zeros(M), zero.new_zeros(M, M)))
+        super().__init__(Evidence.none(plan.zero(), len(inducing)))
         self.site, self.group = site, plan.groups[0].name
         if isinstance(inducing, nn.Parameter):
             self.inducing = inducing  # that of the guide, not a second one
@@ -90,7 +89,7 @@ class InducingAlgebra(Algebra):
 
     def sample(self, call: Call, name: str) -> dict[str, tuple[Tensor, Tensor]]:
         mean, root = self._joint(call)
-        noise = pyro.sample(name + "_noise", WhiteNoise(mean), infer={"is_auxiliary": True})
+        noise = pyro.sample(name + "_noise", white_noise(mean), infer={"is_auxiliary": True})
         return split_draw(call, mean, root, noise)
 
     def _joint(self, call: Call) -> tuple[Tensor, Tensor]:

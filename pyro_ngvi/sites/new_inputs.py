@@ -13,44 +13,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import log, pi
 from typing import Any
 
+import pyro.distributions as dist
 import torch
-from pyro.distributions import TorchDistribution
 from pyro.distributions.util import sum_rightmost
 from torch import Tensor, nn
-from torch.distributions import constraints
 
 from .._known import at_hand
+from .._random import fixed_normal
 from ..distributions.gaussian_process import GaussianProcess, factor
-from .call import Call
+from .call import Call, moves
 from .dense import NoisePosterior
 from .regression import Regression, regress
-from .run import for_each
 
-__all__ = ["KnownInputs", "Maker", "WhiteNoise", "split_draw"]
+__all__ = ["KnownInputs", "Maker", "split_draw", "spread", "white_noise"]
 
 
-class WhiteNoise(TorchDistribution):
-    """N(0, I) of the shape and kind of ``like`` (D,), of which plates make more."""
+def white_noise(like: Tensor) -> Any:
+    """N(0, I) of the shape and kind of ``like`` (D,)."""
+    return dist.Normal(torch.zeros_like(like), 1.0).to_event(1)
 
-    arg_constraints: Any = {}  # noqa: RUF012 - as in torch
-    support: Any = constraints.real_vector
 
-    def __init__(self, like: Tensor, batch_shape: Any = ()) -> None:
-        self.like = like
-        super().__init__(torch.Size(batch_shape), like.shape, validate_args=False)
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> WhiteNoise:
-        return WhiteNoise(self.like, batch_shape)
-
-    def sample(self, sample_shape: Any = ()) -> Tensor:
-        shape = torch.Size(sample_shape) + self.batch_shape + self.event_shape
-        return torch.randn(shape, dtype=self.like.dtype, device=self.like.device)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        return -0.5 * (value.square().sum(-1) + value.shape[-1] * log(2 * pi))
+def spread(x: Tensor, lead: torch.Size, event_dim: int) -> Tensor:
+    """x (S, *shape) with S = lead.numel(), for plates to the left of those of the site."""
+    return x.reshape(torch.broadcast_shapes(x.shape[1:], lead + (1,) * event_dim))
 
 
 def split_draw(
@@ -70,8 +57,7 @@ def split_draw(
         value = z[..., used : used + size].reshape(lead.numel(), *shape)
         share = sum_rightmost(shares[used : used + size].reshape(shape), event_dim)
         used += size
-        full = torch.broadcast_shapes(shape, lead + (1,) * event_dim)
-        drawn[name] = value.reshape(full), share
+        drawn[name] = spread(value, lead, event_dim), share
     return drawn
 
 
@@ -110,6 +96,8 @@ class KnownInputs(nn.Module):
 
     def follow(self, call: Call) -> None:
         """Take the inputs of a call with data; a minibatch must be at those that are known."""
+        if not self._buffers:  # no process in the block
+            return
         if call.whole:
             self._keep(call.block)
         elif any(at_hand(fn.inputs) for fn in self.moved(call.block).values()):
@@ -151,19 +139,18 @@ class KnownInputs(nn.Module):
                 name: Maker(regression, root @ rest)
                 for (name, (regression, root)), rest in zip(maps.items(), rests, strict=True)
             }
-            return self._flat(call, own, makers)
+            return call.flat_block(own, makers)
 
         zero = q.mean.new_zeros(len(q.mean) + sum(ends))
-        probe = flat(_probe(zero))
+        probe = flat(fixed_normal(len(zero), seed=len(zero)).to(zero))
         last = self._last
         if last is not None and last[0] is evidence and _equal(last[1], probe):
             return last[2:]
         mean = flat(torch.cat([q.mean, zero[len(q.mean) :]]))
-        origin = flat(zero)
         rows = torch.block_diag(
             q.root(), torch.eye(sum(ends), dtype=zero.dtype, device=zero.device)
         )
-        half = for_each(lambda e: flat(e) - origin, rows)
+        half = moves(flat, rows)
         root = torch.linalg.qr(half, mode="r").R.mT
         self._last = None if root.requires_grad else (evidence, probe.detach(), mean, root)
         return mean, root
@@ -177,7 +164,7 @@ class KnownInputs(nn.Module):
 
         def flat(noise: Tensor, rests: Mapping[str, Tensor] | None = None) -> Tensor:
             makers = {n: Maker(r, None if rests is None else rests[n]) for n, r in found.items()}
-            return self._flat(call, noise, makers)
+            return call.flat_block(noise, makers)
 
         mean = flat(q.mean)
         rest = torch.zeros_like(mean)
@@ -186,13 +173,7 @@ class KnownInputs(nn.Module):
         moved = flat(q.mean, {name: r.rest for name, r in found.items()})
         if not torch.equal(moved != mean, (mean + rest) != mean):
             return None
-        origin = flat(torch.zeros_like(q.mean))
-        half = for_each(lambda e: flat(e) - origin, q.root())
-        return mean, half.square().sum(0) + rest
-
-    def _flat(self, call: Call, noise: Tensor, makers: Mapping[str, Maker]) -> Tensor:
-        run = call.runner(noise, look_at=call.plan.block_places, makers=makers)
-        return torch.cat([run.seen[p].reshape(-1) for p in call.plan.block_places])
+        return mean, moves(flat, q.root()).square().sum(0) + rest
 
     def _map(self, name: str, fn: GaussianProcess) -> tuple[Regression, Tensor]:
         before = self._found.get(name)
@@ -223,12 +204,6 @@ def _refuse(*names: str) -> None:
             f"the guide keeps q over its values at one set of inputs. Give inducing inputs, "
             f"AutoSites(model, inducing=Z), or take all data."
         )
-
-
-def _probe(like: Tensor) -> Tensor:
-    """A fixed random noise of the shape of ``like`` (D,)."""
-    generator = torch.Generator().manual_seed(len(like))
-    return torch.randn(len(like), generator=generator, dtype=torch.float64).to(like)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

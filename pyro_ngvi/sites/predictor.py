@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._particles import Sites
+from .._random import fixed_normal
 from .run import Place, Runner, for_each
 from .terms import data_shape, data_terms
 
-__all__ = ["TOLERANCE", "Predictor", "find_predictor"]
+__all__ = ["TOLERANCE", "Predictor", "digit_masks", "find_predictor"]
 
 #: a difference of so many roundings of the largest value is none
 TOLERANCE = 1e3
@@ -40,16 +40,15 @@ MOST_ENTRIES, MOST_CANDIDATES = 64, 12
 class Predictor:
     """The places whose values, side by side, are the predictor (N, k) of some data.
 
-    ``widths`` are the numbers of entries per datum at each place; ``shapes`` those of the values.
+    ``trailing`` are the shapes of what there is for one datum at each place.
     """
 
     places: tuple[Place, ...]
-    widths: tuple[int, ...]
     trailing: tuple[torch.Size, ...]
 
     @property
     def width(self) -> int:
-        return sum(self.widths)
+        return sum(shape.numel() for shape in self.trailing)
 
     def join(self, seen: dict[Place, Tensor], batch: torch.Size) -> Tensor:
         """Values at the places, each (*batch, ...), as one tensor (N, k)."""
@@ -61,7 +60,7 @@ class Predictor:
 
     def split(self, f: Tensor, batch: torch.Size) -> dict[Place, Tensor]:
         """The other way round: f (N, k) as the value at each place."""
-        parts = f.split(self.widths, -1)
+        parts = f.split([shape.numel() for shape in self.trailing], -1)
         return {
             place: part.reshape(batch + shape)
             for place, part, shape in zip(self.places, parts, self.trailing, strict=True)
@@ -71,10 +70,10 @@ class Predictor:
 @dataclass
 class _Candidate:
     place: Place
-    values: list[Tensor]  # at the four points, with the shape (*batch, *trailing)
+    first: Tensor  # at the first and the last point, with the shape (*batch, *trailing)
+    last: Tensor
     trailing: torch.Size
-    name: str = ""
-    shared: bool = False
+    shared: bool
 
 
 def find_predictor(
@@ -105,8 +104,7 @@ class _Search:
 
     def _points(self, dim: int) -> list[Tensor]:
         """Corners e, e + u, e + v, e + u + v at which the likelihood is finite where it is at 0."""
-        generator = torch.Generator().manual_seed(20_170_615)
-        e, u, v = torch.randn(3, dim, generator=generator, dtype=torch.float64)
+        e, u, v = fixed_normal(3, dim, seed=20_170_615)
         at_zero = torch.isfinite(self._terms(torch.zeros_like(e)))
         points = [e, e + u, e + v, e + u + v]
         for _ in range(12):
@@ -135,19 +133,18 @@ class _Search:
         raise ValueError(self._refusal(candidates))
 
     def _predictor(self, chosen: tuple[_Candidate, ...]) -> Predictor:
-        shapes = tuple(c.trailing for c in chosen)
-        return Predictor(tuple(c.place for c in chosen), tuple(s.numel() for s in shapes), shapes)
+        return Predictor(tuple(c.place for c in chosen), tuple(c.trailing for c in chosen))
 
     def _candidates(self) -> list[_Candidate]:
         """Values of the right shape that depend on the noise, and are affine in it."""
-        first, names = self._record(self.points[0], None)
-        last, _ = self._record(self.points[3], None)
-        if first.keys() != last.keys():
+        at_first, names = self._record(self.points[0], None)
+        at_last, _ = self._record(self.points[3], None)
+        if at_first.keys() != at_last.keys():
             raise ValueError(self._other_course())
         moving = {
-            place: [first[place], value]
-            for place, value in last.items()
-            if value.shape == first[place].shape and not _same(value, first[place])
+            place: (at_first[place], value)
+            for place, value in at_last.items()
+            if value.shape == at_first[place].shape and not _same(value, at_first[place])
         }
         second, _ = self._record(self.points[1], moving.keys())
         third, _ = self._record(self.points[2], moving.keys())
@@ -156,7 +153,9 @@ class _Search:
         far, _ = self._record(e - 4.0 * (eu - e) - 4.0 * (ev - e), moving.keys())
         if far.keys() != moving.keys():
             raise ValueError(self._other_course())
-        others = None if self.other is None else self._record_other(moving.keys())
+        others = None
+        if self.other is not None:
+            others, _ = self._record(self.points[0], moving.keys(), self.other)
         candidates = []
         for place, (a, d) in moving.items():
             b, c = second[place], third[place]
@@ -176,8 +175,8 @@ class _Search:
                 continue
             if self.declared is None or place.site == self.declared:
                 shared = a.shape[: len(self.batch)] != self.batch
-                values = [x.expand(self.batch) if shared else x for x in (a, b, c, d)]
-                candidates.append(_Candidate(place, values, trailing, names[place], shared))
+                first, last = (x.expand(self.batch) if shared else x for x in (a, d))
+                candidates.append(_Candidate(place, first, last, trailing, shared))
         return candidates
 
     @staticmethod
@@ -220,11 +219,8 @@ class _Search:
                 names[place] = f"the site {name!r}"
         return values | results, names
 
-    def _record_other(self, only: Any) -> dict[Place, Tensor]:
-        return self._record(self.points[0], only, self.other)[0]
-
     def _passes(self, chosen: tuple[_Candidate, ...]) -> bool:
-        held = {c.place: c.values[0] for c in chosen}
+        held = {c.place: c.first for c in chosen}
         try:
             # bit for bit: nothing else may change with the noise, however little
             if not _same(self._terms(self.points[3], held), self._terms(self.points[0], held)):
@@ -243,16 +239,13 @@ class _Search:
         count = self.batch.numel()
         if count < 2:
             return True
-        device = self.observed.device
-        bits = torch.arange((count - 1).bit_length(), device=device).unsqueeze(-1)
-        ones = ((torch.arange(count, device=device) >> bits) & 1).bool()
-        moved = torch.cat([ones, ~ones])
+        moved = digit_masks(count, self.observed.device)
 
         def terms(moved: Tensor) -> Tensor:
             held = {}
             for c in chosen:
                 where = moved.reshape(self.batch + (1,) * len(c.trailing))
-                held[c.place] = torch.where(where, c.values[3], c.values[0])
+                held[c.place] = torch.where(where, c.last, c.first)
             return self._terms(self.points[0], held).reshape(-1)
 
         after = for_each(terms, moved, 8)
@@ -298,8 +291,11 @@ def _same(a: Tensor, b: Tensor, tolerance: float = 0.0) -> bool:
     return bool(torch.where(finite, close, (a == b) | (a.isnan() & b.isnan())).all())
 
 
-def observed_names(sites: Sites) -> list[str]:
-    """Observed sites with a likelihood: neither deterministic nor a factor."""
-    from ..density import site_kind
+def digit_masks(count: int, device: torch.device) -> Tensor:
+    """Bool (2 b, count): which of 0, 1, ... have a 1 as a binary digit, for all b of them; and a 0.
 
-    return [n for n, s in sites.items() if site_kind(s) == "observed"]
+    Any two numbers are told apart by some row.
+    """
+    bits = torch.arange(max(count - 1, 1).bit_length(), device=device).unsqueeze(-1)
+    ones = ((torch.arange(count, device=device) >> bits) & 1).bool()
+    return torch.cat([ones, ~ones])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .._known import at_hand
+from .._random import fixed_normal
 from ..distributions.gaussian_process import GaussianProcess, factor
 
 __all__ = ["Regression", "regress"]
@@ -66,8 +67,7 @@ def regress(fn: GaussianProcess, known: Tensor, before: Regression | None = None
 
 
 def _probe(like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(20_090_416)
-    return torch.randn(len(like), generator=generator, dtype=torch.float64).to(like)
+    return fixed_normal(len(like), seed=20_090_416).to(like)
 
 
 def _same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:

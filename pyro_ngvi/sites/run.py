@@ -168,10 +168,6 @@ class WhitenedRun(Conditioned):
             wanted = self._block is None or name in self._block
             if latent and wanted and not site_is_subsample(msg):
                 self._make(msg)
-            elif site_is_subsample(msg) and msg["value"] is None:
-                # made here, where it does not count: a plate of all data makes its index by another
-                # operation than a minibatch
-                msg["value"] = msg["fn"].sample()
             place = Place(site=name)
             if place in self.replace:
                 msg["value"], msg["done"] = self.replace[place], True

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .._known import known
 from ..linalg.eigen import positive_part
+from ..linalg.products import matvec
 from .expectation import Expected, Points, expectations
 
 __all__ = ["first_targets"]
@@ -47,9 +48,9 @@ def first_targets(
             e = expected[name]
             Lambda = positive_part(-e.hessian)
             new = torch.linalg.inv_ex(S + Lambda)[0]
-            natural = (S @ mean.unsqueeze(-1)).squeeze(-1) + e.gradient
-            natural = natural + (Lambda @ a.unsqueeze(-1)).squeeze(-1)
-            step = (new @ natural.unsqueeze(-1)).squeeze(-1) - a
+            natural = matvec(S, mean) + e.gradient
+            natural = natural + matvec(Lambda, a)
+            step = matvec(new, natural) - a
             step = step.clamp(-LONGEST, LONGEST)
             longest.append(step.abs().nan_to_num(0.0).max() if step.numel() else step.sum())
             usable = (
@@ -69,7 +70,7 @@ def first_targets(
         # as a function of f at the mean of q, from which CVI takes its targets
         Lambda = torch.where(e.quadratic.reshape(-1, 1, 1), -e.hessian, positive_part(-e.hessian))
         shift = state[name][0] - marginals[name][0]
-        gradient = e.gradient + (Lambda @ shift.unsqueeze(-1)).squeeze(-1)
+        gradient = e.gradient + matvec(Lambda, shift)
         targets[name] = replace(e, gradient=gradient, hessian=-Lambda)
     return targets
 

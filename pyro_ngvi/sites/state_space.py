@@ -36,9 +36,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributions._scan import apply, interleave, scan_moments
+from ..distributions._scan import interleave, scan_moments
 from ..distributions.state_space import GaussianStateSpace
 from ..linalg.cholesky import inverse_cholesky
+from ..linalg.products import matvec
 
 __all__ = ["ChainPosterior", "chain_posterior"]
 
@@ -68,7 +69,7 @@ class ChainPosterior:
         return GaussianStateSpace(
             self.mean[0],
             transition=A,
-            offset=self.mean[1:] - apply(A, self.mean[:-1]),
+            offset=self.mean[1:] - matvec(A, self.mean[:-1]),
             initial_scale_tril=self._scale_tril[0],
             noise_scale_tril=self._scale_tril[1:],
             validate_args=False,
@@ -116,7 +117,7 @@ def chain_posterior(prior: GaussianStateSpace, linear: Tensor, precision: Tensor
     L = torch.cat((prior.initial_scale_tril.unsqueeze(0), prior.noise_scale_tril))
     A = torch.cat((torch.zeros_like(L[:1]), prior.transition))
     center = prior.mean
-    drift = apply(P, center)
+    drift = matvec(P, center)
     constant = (center * (linear - 0.5 * drift)).sum()
     h = linear - drift
 
@@ -127,10 +128,10 @@ def chain_posterior(prior: GaussianStateSpace, linear: Tensor, precision: Tensor
     identity = torch.eye(S, dtype=L.dtype, device=L.device)
     root = inverse_cholesky(identity + L.mT @ P @ L)  # root root' = M^-1
     scale = L @ root
-    y = apply(scale.mT, h)
+    y = matvec(scale.mT, h)
     log_det = root.diagonal(dim1=-2, dim2=-1).log().sum()
     log_normalizer = 0.5 * y.square().sum() + log_det + constant
-    mean, covariance = scan_moments(transition, apply(scale, y), scale @ scale.mT)
+    mean, covariance = scan_moments(transition, matvec(scale, y), scale @ scale.mT)
     proper = proper & torch.isfinite(log_normalizer)
     return ChainPosterior(center + mean, covariance, log_normalizer, proper, transition, scale)
 
