@@ -47,19 +47,21 @@ class BinaryRegression:
         return nodes, weights / weights.sum()
 
     def expected_terms(self, loc: Array, covariance: Array) -> tuple[Array, Array, Array]:
-        """E[l_n], E[l_n'], E[l_n''] of every datum's log likelihood, each (N,)."""
+        """E[l_n], E[l_n'], E[l_n''] of every datum's log likelihood, each (N,).
+
+        The last as E[l' (f - m)] / var (Price), by the same points: then these are the derivatives of
+        the quadrature sum itself, and its optimum can be found however wide f is.
+        """
         nodes, weights = self._quadrature
         sd = np.sqrt(np.einsum("nd,de,ne->n", self.X, covariance, self.X, optimize=True))
         f = (self.X @ loc)[:, None] + sd[:, None] * nodes
         sign = (2 * self.y - 1)[:, None]
         if self.link == "logit":
-            value, first = log_expit(sign * f), expit(-sign * f)
-            second = -first * (1 - first)
+            value, slope = log_expit(sign * f), sign * expit(-sign * f)
         else:
             value = log_ndtr(sign * f)
-            first = np.exp(-(f**2) / 2 - value) / np.sqrt(2 * np.pi)
-            second = -first * (sign * f + first)
-        return value @ weights, (sign * first) @ weights, second @ weights
+            slope = sign * np.exp(-(f**2) / 2 - value) / np.sqrt(2 * np.pi)
+        return value @ weights, slope @ weights, slope @ (weights * nodes) / sd
 
     def elbo(self, loc: Array, covariance: Array) -> float:
         """The ELBO of N(loc, covariance), in nats."""
