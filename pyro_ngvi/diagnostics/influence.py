@@ -92,7 +92,7 @@ def influence_of(at: Snapshot, group: str, sets: Sequence[Tensor] | None) -> Inf
     def shift(chosen: Tensor) -> Tensor:
         q = _white(at, "shift()")
         design = at.view.maps[group].design[chosen]
-        return _in_latent(at, _spread(q, torch.einsum("nkr,nk->nr", design, cavity.pull[chosen])))
+        return _in_latent(at, q.solve(torch.einsum("nkr,nk->nr", design, cavity.pull[chosen])))
 
     return _influence(group, cavity, cavity.move, shift)
 
@@ -116,7 +116,7 @@ def _of_sets(at: Snapshot, group: str, sets: Sequence[Tensor]) -> Influence:
         cavities.append(cavity)
         pull = cavity.pull[0] if rows is None else rows.mT @ cavity.pull[0]
         pulls.append(pull)
-        predictions.append((A @ _spread(q, pull[None])[0]).reshape(len(index), -1))
+        predictions.append((A @ q.solve(pull)).reshape(len(index), -1))
     joined = {
         name: torch.cat([getattr(c, name) for c in cavities])
         for name in ("proper", "distance", "kl")
@@ -124,7 +124,7 @@ def _of_sets(at: Snapshot, group: str, sets: Sequence[Tensor]) -> Influence:
     stack = torch.stack(pulls)
 
     def shift(chosen: Tensor) -> Tensor:
-        return _in_latent(at, _spread(q, stack[chosen]))
+        return _in_latent(at, q.solve(stack[chosen]))
 
     return Influence(
         group,
@@ -151,11 +151,6 @@ def _white(at: Snapshot, what: str) -> WhitePosterior:
             f"there."
         )
     return at.posterior
-
-
-def _spread(q: WhitePosterior, pull: Tensor) -> Tensor:
-    """V pull (n, R), for rows of A' r."""
-    return torch.cholesky_solve(pull.mT, q.chol).mT
 
 
 @torch.no_grad()

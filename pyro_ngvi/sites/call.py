@@ -178,7 +178,8 @@ class Call:
         plan = self.plan
         fn = next(iter(self.block.values()))
         if plan.is_one_vector and hasattr(fn, "scale_tril"):  # what the runs would find
-            own = LinearMap(fn.scale_tril.unsqueeze(1), fn.loc.expand(fn.shape()).unsqueeze(-1))
+            loc = fn.loc.expand(fn.shape()).unsqueeze(-1)
+            own = LinearMap(fn.scale_tril.unsqueeze(1), loc, triangular=True)
             return {group.name: own for group in plan.groups}
         identity = torch.eye(plan.dim, dtype=plan.dtype, device=plan.device)
 

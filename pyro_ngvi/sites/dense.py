@@ -25,7 +25,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from ..linalg.products import matvec
+from ..linalg.products import BLOCK, matvec, symmetric_product
 from .plan import LinearMap
 
 __all__ = ["Evidence", "NoisePosterior", "WhitePosterior", "collect", "reduced"]
@@ -70,48 +70,71 @@ def collect(at: LinearMap, linear: Tensor, precision: Tensor) -> Evidence:
     weighted = matvec(precision, at.offset)
     A = at.design.flatten(0, 1)
     scaled = precision.flatten(1) * A if A.shape[0] == len(linear) else precision @ at.design
+    scaled = scaled.reshape(A.shape)
     return Evidence(
         (linear * at.offset - 0.5 * weighted * at.offset).sum(),
         A.mT @ (linear - weighted).flatten(),
-        A.mT @ scaled.reshape(A.shape),
+        symmetric_product(A, scaled) if at.triangular else A.mT @ scaled,
     )
 
 
 class WhitePosterior:
-    """q(eps) = N(mean, W^-1), W = chol chol'.  ``proper`` is a 0-dim bool; without it nothing holds."""
+    """q(eps) = N(mean, W^-1).  ``proper`` is a 0-dim bool; without it nothing holds.
+
+    W is factored from its last row on: with J the reversal of the entries, J W J = C C', C lower
+    triangular.  Where A is triangular C^-1 J A' is too, after the reversal, and costs half as much.
+    """
 
     def __init__(self, evidence: Evidence) -> None:
-        h, P = evidence.linear, evidence.precision
-        W = P + torch.eye(len(h), dtype=h.dtype, device=h.device)
-        self.chol, info = torch.linalg.cholesky_ex(W)  # it reads the lower half only
+        W = evidence.precision.flip(0, 1)
+        W.diagonal().add_(1.0)
+        self.root, info = torch.linalg.cholesky_ex(W)
         self.proper = info == 0
-        self.mean = torch.cholesky_solve(h.unsqueeze(-1), self.chol).squeeze(-1)
-        log_det = 2.0 * self.chol.diagonal().log().sum()
-        self.log_normalizer = evidence.constant + 0.5 * (h @ self.mean) - 0.5 * log_det
+        self.mean = self.solve(evidence.linear)
+        log_det = self.root.diagonal().log().sum()
+        self.log_normalizer = evidence.constant + 0.5 * (evidence.linear @ self.mean) - log_det
 
     def marginals(self, at: LinearMap) -> tuple[Tensor, Tensor]:
         """Mean (N, k) and covariance (N, k, k) of A eps + b, without the rest."""
         n, k, _ = at.design.shape
-        half = self.half(at.design.reshape(n * k, -1)).reshape(-1, n, k)
-        if k == 1:  # a row's square, without the n products of 1 x 1
-            covariance = torch.linalg.vector_norm(half, dim=0).square().unsqueeze(-1)
-        else:
-            covariance = torch.einsum("rni,rnj->nij", half, half)
-        return at.design @ self.mean + at.offset, covariance
+        A = at.design.flatten(0, 1)
+        learns = A.requires_grad or self.root.requires_grad  # slices would each leave a gradient
+        block = max(1, BLOCK // k) if at.triangular and not learns else max(n, 1)
+        parts = []
+        for start in range(0, n, block):
+            stop = min(start + block, n)
+            rows = A[start * k : stop * k]
+            half = self.half(rows[:, : stop * k] if at.triangular else rows)
+            half = half.reshape(-1, stop - start, k)
+            if k == 1:  # a row's square, without the n products of 1 x 1
+                parts.append(torch.linalg.vector_norm(half, dim=0).square().unsqueeze(-1))
+            else:
+                parts.append(torch.einsum("rni,rnj->nij", half, half))
+        covariance = torch.cat(parts) if parts else A.new_zeros(0, k, k)
+        return (A @ self.mean).reshape(n, k) + at.offset, covariance
 
     def half(self, rows: Tensor) -> Tensor:
-        """chol^-1 rows', (R, M): its columns' products are the covariances of the rows (M, R)."""
-        return torch.linalg.solve_triangular(self.chol, rows.mT, upper=False)
+        """H (r, M) with H'H the covariance of rows (M, R) of eps; of R columns the last may be left
+        out where they are 0: then ``rows`` is (M, r)."""
+        rest = self.root[len(self.root) - rows.shape[-1] :, len(self.root) - rows.shape[-1] :]
+        return torch.linalg.solve_triangular(rest, rows.flip(-1).mT, upper=False)
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        """W^-1 times each of ``vectors`` (..., R)."""
+        columns = vectors.reshape(-1, vectors.shape[-1]).flip(-1).mT
+        half = torch.linalg.solve_triangular(self.root, columns, upper=False)
+        full = torch.linalg.solve_triangular(self.root.mT, half, upper=True)
+        return full.mT.flip(-1).reshape(vectors.shape)
 
     def draw(self, noise: Tensor) -> Tensor:
-        """mean + chol^-T noise for white ``noise`` (..., R)."""
-        scaled = torch.linalg.solve_triangular(self.chol.mT, noise.unsqueeze(-1), upper=True)
-        return self.mean + scaled.squeeze(-1)
+        """A draw for white ``noise`` (..., R)."""
+        scaled = torch.linalg.solve_triangular(self.root.mT, noise.unsqueeze(-1), upper=True)
+        return self.mean + scaled.squeeze(-1).flip(-1)
 
     def log_prob(self, eta: Tensor) -> Tensor:
         """log q(eta) for eta (..., R), in nats."""
-        z = (eta - self.mean) @ self.chol
-        log_det = self.chol.diagonal().log().sum()
+        z = (eta - self.mean).flip(-1) @ self.root
+        log_det = self.root.diagonal().log().sum()
         return log_det - 0.5 * (z.square().sum(-1) + len(self.mean) * log(2 * pi))
 
 
@@ -174,7 +197,7 @@ def reduced(maps: Mapping[str, LinearMap]) -> tuple[dict[str, LinearMap], Tensor
     basis, triangle = torch.linalg.qr(rows.mT)
     parts = triangle.mT.split([m.offset.numel() for m in maps.values()])
     smaller = {
-        name: LinearMap(part.reshape(*m.offset.shape, -1), m.offset, m.rest)
+        name: LinearMap(part.reshape(*m.offset.shape, -1), m.offset, m.rest, len(maps) == 1)
         for (name, m), part in zip(maps.items(), parts, strict=True)
     }
     return smaller, basis

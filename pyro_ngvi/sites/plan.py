@@ -43,11 +43,15 @@ class Group:
 
 @dataclass(frozen=True)
 class LinearMap:
-    """f = A eps + b + rest: A (N, k, D), b (N, k); the rest is noise of covariance (N, k, k)."""
+    """f = A eps + b + rest: A (N, k, D), b (N, k); the rest is noise of covariance (N, k, k).
+
+    ``triangular``: A as (N k, D) is known to be square and lower triangular.
+    """
 
     design: Tensor
     offset: Tensor
     rest: Tensor | None = None
+    triangular: bool = False
 
 
 @dataclass(frozen=True)
