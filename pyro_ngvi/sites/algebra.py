@@ -29,6 +29,9 @@ from .run import for_each
 
 __all__ = ["Algebra", "DenseAlgebra", "Marginals", "Posterior", "SiteTensors", "View", "apart"]
 
+#: what an algebra keeps from call to call, and can make again
+PASSING = ("_cached", "_view", "_kept", "_regression", "_drawn")
+
 #: nu (n, k) and Lambda (n, k, k) by group
 SiteTensors = Mapping[str, tuple[Tensor, Tensor]]
 
@@ -163,9 +166,13 @@ class Algebra(nn.Module):
         mean, half = self.moments(call)
         return dist.MultivariateNormal(mean, covariance_matrix=half.mT @ half)
 
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        for name in PASSING:  # it may be of another device or dtype
+            self.__dict__.pop(name, None)
+        return super()._apply(fn, *args, **kwargs)
+
     def __getstate__(self) -> dict[str, Any]:
-        passing = ("_cached", "_view", "_kept", "_regression", "_drawn")
-        return {k: v for k, v in self.__dict__.items() if k not in passing}
+        return {k: v for k, v in self.__dict__.items() if k not in PASSING}
 
 
 def _stamp(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:

@@ -12,6 +12,7 @@ from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 import pyro_ngvi as ngvi
+from pyro_ngvi.distributions import GaussianProcess, matern_state_space
 
 N, D, B = 12, 3, 5
 
@@ -50,19 +51,55 @@ def learned(X: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Normal(X @ w, X.new_ones(())), obs=y)
 
 
+def kernel(a: Tensor, b: Tensor | None = None, diag: bool = False) -> Tensor:
+    if diag:
+        return a.new_ones(len(a))
+    b = a if b is None else b
+    return torch.exp(-0.5 * (a.unsqueeze(-2) - b.unsqueeze(-3)).square().sum(-1))
+
+
+def process(X: Tensor, y: Tensor) -> None:
+    f: Any = pyro.sample("f", GaussianProcess(kernel, X, jitter=1e-3))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+def part_of_process(X: Tensor, y: Tensor, i: Tensor) -> None:
+    f: Any = pyro.sample("f", GaussianProcess(kernel, X, jitter=1e-3))
+    with pyro.plate("data", N, subsample=i):
+        pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+def series(X: Tensor, y: Tensor) -> None:
+    one = X.new_ones(())
+    x: Any = pyro.sample("x", matern_state_space(X[:, 0].cumsum(0), one, one))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Bernoulli(logits=x[..., 0]), obs=y)
+
+
 def data(n: int = N, d: int = D) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     X = torch.randn(n, d, generator=generator, dtype=torch.float32)
     return [X, (X[:, 0] > 0).to(X)]
 
 
-CASES = {
-    "all data": (regression, data()),
-    "more latent variables than data": (regression, data(N, 2 * N)),
-    "not log-concave": (robust, data()),
-    "pairs": (pair, data()),
-    "minibatch": (minibatch, [*data(B), torch.arange(B)]),
-    "hyperparameter": (learned, data()),
+def times() -> list[Tensor]:
+    X, y = data()
+    return [X.abs() + 0.1, y]
+
+
+#: model, arguments, and inputs of inducing points
+CASES: dict[str, tuple[Any, list[Tensor], Tensor | None]] = {
+    "all data": (regression, data(), None),
+    "more latent variables than data": (regression, data(N, 2 * N), None),
+    "not log-concave": (robust, data(), None),
+    "pairs": (pair, data(), None),
+    "minibatch": (minibatch, [*data(B), torch.arange(B)], None),
+    "hyperparameter": (learned, data(), None),
+    "process": (process, data(), None),
+    "inducing points": (process, data(), data(4)[0]),
+    "inducing points, minibatch": (part_of_process, [*data(B), torch.arange(B)], data(4)[0]),
+    "state space": (series, times(), None),
 }
 
 
@@ -70,17 +107,18 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_step(case: Any, steps_before: int) -> None:
     """What ``SVI.step`` does up to the number that it returns, in the dtype of the data."""
-    model, args = case
+    model, args, inducing = case
     pyro.clear_param_store()
-    guide = ngvi.AutoSites(model)
+    guide = ngvi.AutoSites(model, inducing=inducing)
     others = None if model is not learned else Adam({"lr": 0.01})
     optim, elbo = ngvi.CVI(guide, others=others), ngvi.SitesELBO()
 
     def step(args: list[Tensor]) -> Tensor:
-        with pyro.validation_enabled(False), poutine.trace(param_only=True) as capture:
-            loss = elbo.loss_and_grads(model, guide, *args)
-        nodes: Any = capture.trace.nodes
-        optim({site["value"].unconstrained() for site in nodes.values()})
+        with pyro.validation_enabled(False):
+            with poutine.trace(param_only=True) as capture:
+                loss = elbo.loss_and_grads(model, guide, *args)
+            nodes: Any = capture.trace.nodes
+            optim({site["value"].unconstrained() for site in nodes.values()})
         return loss
 
     guide(*args)  # the structure is found where values are
