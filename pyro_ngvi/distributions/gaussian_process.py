@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import log, pi
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pyro.distributions import TorchDistribution
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import constraints
 
 from .._known import known
@@ -189,6 +189,14 @@ class GaussianProcess(TorchDistribution):
         noise = torch.linalg.solve_triangular(self.scale_tril, off, upper=False).squeeze(-1)
         size = noise.shape[-1]
         return -0.5 * (noise.square().sum(-1) + size * log(2 * pi)) - self.log_det_root()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if isinstance(
+            self.kernel, nn.Module
+        ):  # Pyro leaves a weakref on every parameter, each time anew
+            for p in self.kernel.parameters():
+                cast(dict[str, Any], vars(p)).pop("unconstrained", None)
+        return self.__dict__
 
     def rest_covariance(self, design: Tensor) -> Tensor:
         """k(X, X) + jitter I - A A' (N, N) for A (N, M): f given eps at other inputs."""

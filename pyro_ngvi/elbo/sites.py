@@ -4,9 +4,10 @@ r"""SitesELBO: the exact ELBO of an AutoSites guide, up to quadrature.
     log Z = log int p(z) prod_n t_n(f_n) dz,
 
 with E log p by the points of :mod:`pyro_ngvi.sites.expectation` and all the rest in closed form; w_n is
-1, or N / B in a minibatch of B, where log Z is still that of all sites.  Gradients in parameters of the
-model hold the *sites* and let q move with the prior (Adam, Chang, Khan & Solin 2021, "Dual
-parameterization of sparse variational Gaussian processes"), which gives a tighter bound for the
+1, or N / B in a minibatch of B, where log Z is still that of all sites.  Where minibatches learn the
+prior (:mod:`pyro_ngvi.sites.inducing`) it is sum_n w_n E_q log p(y_n | f_n) - KL(q || p).  Gradients in
+parameters of the model hold the *sites* and let q move with the prior (Adam, Chang, Khan & Solin 2021,
+"Dual parameterization of sparse variational Gaussian processes"), which gives a tighter bound for the
 hyperparameters than holding q.
 
 Where other guides infer further latent sites r (in an ``AutoGuideList``), these are drawn, and
@@ -96,7 +97,7 @@ class SitesELBO(ELBO):
         elbo, targets = self._estimate(model, guide, args, kwargs, derivatives=True)
         block = self._block_of(guide)
         block.curvature = targets
-        block.remember(args, kwargs, targets.view.learns)
+        block.remember(args, kwargs, targets.view.learns and targets.call.whole)
         if elbo.requires_grad:
             (-elbo).backward()
         return -elbo.detach()
@@ -182,12 +183,13 @@ class SitesELBO(ELBO):
         q = None
         if not call.whole:
             block._up_to_date()  # a step before, with all data, may have moved the prior
+            if view.learns:
+                algebra.begin_running(view)
             evidence = algebra.evidence
         else:
             q = algebra.kept(view, block.natural_params().values())
             new = q is None and not block.fresh  # without sites, their evidence is none
-            evidence = algebra.collect(view, tensors) if new else algebra.evidence
-            algebra.evidence = evidence
+            evidence = algebra.recollect(view, tensors) if new else algebra.evidence
         q = algebra.posterior(view, evidence) if q is None else q
         if known(q.proper) is False:
             raise RuntimeError(
@@ -202,9 +204,11 @@ class SitesELBO(ELBO):
             targets = first_targets(call.log_likelihood, _detached(of_f), points)
         else:
             targets = expected
-        elbo = q.log_normalizer
+        elbo = -q.kl() if algebra.running else q.log_normalizer
         for name, m in marginals.items():
-            local = expected[name].value - site_terms(m, *chosen[name])
+            local = expected[name].value
+            if not algebra.running:  # whose evidence is not quite that of the sites
+                local = local - site_terms(m, *chosen[name])
             elbo = elbo + call.weight(name) * local.sum()
         elbo = elbo + call.other_terms()
         exact = exact and call.whole

@@ -208,7 +208,7 @@ class SiteData(WithoutData):
                 p.new_zeros(size, *p.shape[1:]).index_copy(0, numbers[there], p[there])
                 for p in self._tensors(g)
             )
-        self.algebra.evidence = self.algebra.collect(view, full)
+        self.algebra.recollect(view, full)
         self._stale = False
 
     def _resize(self, group: Group, tensors: Sequence[Tensor], numbers: Tensor) -> None:

@@ -90,7 +90,7 @@ class SiteModel:
                 "a minibatch. Make it with all data, from which q is made."
             )
         view = self.algebra.view(call)
-        self.algebra.evidence = self.algebra.collect(view, sites)
+        self.algebra.recollect(view, sites)
 
     def _draw_rest(self, own: set[str], args: Any, kwargs: Any) -> dict[str, Tensor]:
         """A value from the prior for every latent site that other guides of a list infer."""

@@ -175,7 +175,7 @@ class AutoSites(SiteData, SitePrediction, SiteModel, OwnName, AutoGuide):
             raise ValueError("AutoSites.refresh needs all data; this call has a minibatch.")
         with torch.no_grad():
             view = self.algebra.view(call)
-            self.algebra.evidence = self.algebra.collect(view, self.site_tensors())
+            self.algebra.recollect(view, self.site_tensors())
         self.remember(args, kwargs, False)
 
     def _up_to_date(self) -> None:

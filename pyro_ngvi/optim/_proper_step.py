@@ -64,12 +64,12 @@ def _halved(block: AutoSites, targets: SiteTargets, change: Pairs) -> ProperStep
     algebra, view = block.algebra, targets.view
     before = algebra.evidence
     one = torch.ones_like(before.constant)
+    sites = {n: targets.call.rows(n, *pair) for n, pair in block.site_tensors().items()}
+    moved = {n: (sites[n][0] + a, sites[n][1] + b) for n, (a, b) in change.items()}
     if targets.call.whole:  # summed anew, so that roundings do not add up from sweep to sweep
-        sites = block.site_tensors()
-        moved = {n: (sites[n][0] + a, sites[n][1] + b) for n, (a, b) in change.items()}
         after = algebra.collect(view, moved)
     else:
-        after = before.plus(algebra.collect(view, change), 1.0)
+        after = algebra.after(view, change, moved, targets.call)
     q = algebra.posterior(view, after)
     if known(q.proper):  # nothing to halve
         return ProperStep(change, one, q.log_normalizer, after, q)

@@ -169,6 +169,9 @@ class CVI(NaturalGradientOptim):
             state |= taken(sweep, change, share) | memory
         block.fresh = block.fresh and known(share > 0.0) is False
         along = share * pairing(change, moments)
+        if block.algebra.running:  # where more has changed than these sites
+            q, after = targets.posterior, block.algebra.white(targets.view, step.evidence)
+            along = q.expected(after) - q.expected(q.evidence)
         kl = step.log_normalizer - targets.posterior.log_normalizer - along
         damped = back | (share < 1.0)
         state["count"] = state["count"] + 1.0
@@ -186,6 +189,14 @@ class CVI(NaturalGradientOptim):
             bad_entries=torch.zeros(0, device=gain.device),
         )
         self._tell(path, targets, left)
+        if block.algebra.running and targets.view.learns and self.others is None:
+            warnings.warn(
+                "CVI: the prior has parameters that require gradients, and no optimizer learns them. "
+                "In minibatches q is then a running average where it could be exact: hold them by "
+                "requires_grad_(False), or pass CVI(guide, others=...).",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def report(self, path: str | None = None) -> SweepReport:
         """What the last step did.  Waits for the device, so do not call it at every step on a GPU."""

@@ -66,7 +66,10 @@ class Posterior(Protocol):
 
 @dataclass(frozen=True)
 class View:
-    """The block at one call's arguments: linear maps by group, and a prior that has a structure."""
+    """The block at one call's arguments: linear maps by group, and a prior that has a structure.
+
+    ``prior`` is a ``GaussianStateSpace``, or the root L of a process at inducing points.
+    """
 
     maps: dict[str, LinearMap]
     prior: Any = None
@@ -75,7 +78,9 @@ class View:
     def learns(self) -> bool:
         """Whether it depends on parameters of the model."""
         tensors = [t for m in self.maps.values() for t in (m.design, m.offset, m.rest)]
-        if self.prior is not None:
+        if isinstance(self.prior, Tensor):
+            tensors.append(self.prior)
+        elif self.prior is not None:
             tensors += [v for v in vars(self.prior).values() if isinstance(v, Tensor)]
         return any(t is not None and t.requires_grad for t in tensors)
 
@@ -95,6 +100,8 @@ class Algebra(nn.Module):
     constant: Tensor
     linear: Tensor
     precision: Tensor
+    #: whether the evidence is a running average over minibatches, see :meth:`begin_running`
+    running = False
     _kept: tuple[View, Any, Any] | None = None
 
     def __init__(self, evidence: Evidence) -> None:
@@ -136,6 +143,30 @@ class Algebra(nn.Module):
         """The evidence of the sites nu (n, k), Lambda (n, k, k) of one group."""
         return collect(at, linear, precision)
 
+    def recollect(self, view: View, sites: SiteTensors) -> Evidence:
+        """Make the evidence anew, of the sites of all data."""
+        evidence = self.collect(view, sites)
+        self.evidence, self.running = evidence, False
+        return evidence
+
+    def begin_running(self, view: View) -> None:
+        """Before a step with a minibatch in which parameters of the prior are learned."""
+        raise ValueError(
+            "AutoSites: this step has a minibatch, and the prior or the linear predictors have "
+            "parameters that are learned; what the sites of the other data say was collected at their "
+            "old values. Learn them in steps with all data, or hold them in steps with minibatches by "
+            "requires_grad_(False) or .detach(). Parameters of the likelihood alone may be learned in "
+            "both, and those of a GaussianProcess with inducing= too."
+        )
+
+    def after(self, view: View, change: SiteTensors, sites: SiteTensors, call: Call) -> Evidence:
+        """The evidence after a ``change`` of the sites of a minibatch, which makes them ``sites``."""
+        return self.evidence + self.collect(view, change)
+
+    def white(self, view: View, evidence: Evidence) -> Evidence:
+        """Evidence in white coordinates, at the hyperparameters of the view."""
+        return evidence
+
     def posterior(self, view: View | None, evidence: Evidence) -> Any:
         """q for that evidence, a :class:`Posterior`."""
         raise NotImplementedError
@@ -165,6 +196,14 @@ class Algebra(nn.Module):
         """q over the flat block, as a distribution."""
         mean, half = self.moments(call)
         return dist.MultivariateNormal(mean, covariance_matrix=half.mT @ half)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """For ``state_dict``, beside the buffers."""
+        return {"running": self.running}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """What :meth:`get_extra_state` gave."""
+        self.running = state["running"]
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         for name in PASSING:  # it may be of another device or dtype
@@ -216,8 +255,6 @@ class DenseAlgebra(Algebra):
             self._cached = None
             view = self._reduced_view(maps)
             if view.learns:
-                if not call.whole:
-                    _refuse_learning()
                 return view
             self._cached = {name: f.detach() for name, f in call.at_probe.items()}
             self._view = view
@@ -282,12 +319,3 @@ class DenseAlgebra(Algebra):
             return mean, root.mT
 
         return call.flat_block(q.mean), call.moves_of_block(q.root())
-
-
-def _refuse_learning() -> None:
-    raise ValueError(
-        "AutoSites: this step has a minibatch, and the prior or the linear predictors have parameters "
-        "that are learned; what the sites of the other data say was collected at their old values. "
-        "Learn them in steps with all data, or hold them in steps with minibatches by "
-        "requires_grad_(False) or .detach(). Parameters of the likelihood alone may be learned in both."
-    )

@@ -56,6 +56,10 @@ class Evidence:
             torch.where(condition, self.precision, other.precision),
         )
 
+    def of(self, root: Tensor) -> Evidence:
+        """The same, said of eta (R,) with eps = root eta."""
+        return Evidence(self.constant, root.mT @ self.linear, root.mT @ self.precision @ root)
+
     def plus(self, step: Evidence, share: float | Tensor) -> Evidence:
         """self + share * step."""
         return Evidence(
@@ -88,6 +92,7 @@ class WhitePosterior:
     def __init__(self, evidence: Evidence) -> None:
         W = evidence.precision.flip(0, 1)
         W.diagonal().add_(1.0)
+        self.evidence = evidence
         self.root, info = torch.linalg.cholesky_ex(W)
         self.proper = info == 0
         self.mean = self.solve(evidence.linear)
@@ -125,6 +130,17 @@ class WhitePosterior:
         half = torch.linalg.solve_triangular(self.root, columns, upper=False)
         full = torch.linalg.solve_triangular(self.root.mT, half, upper=True)
         return full.mT.flip(-1).reshape(vectors.shape)
+
+    def expected(self, evidence: Evidence) -> Tensor:
+        """E_q of the logarithm of what some sites say, 0-dim, in nats."""
+        half = self.half(torch.eye(len(self.mean), dtype=self.mean.dtype, device=self.mean.device))
+        second = half.mT @ half + torch.outer(self.mean, self.mean)
+        at_mean = evidence.constant + evidence.linear @ self.mean
+        return at_mean - 0.5 * (evidence.precision * second).sum()
+
+    def kl(self) -> Tensor:
+        """KL(q || p), 0-dim, in nats."""
+        return self.expected(self.evidence) - self.log_normalizer
 
     def draw(self, noise: Tensor) -> Tensor:
         """A draw for white ``noise`` (..., R)."""

@@ -10,8 +10,12 @@ Solin (2021); for a Gaussian likelihood the bound is that of Titsias (2009) afte
 of a minibatch see its data only, so each replaces its own share of the evidence, O(B M^2 + M^3), and no
 gradient noise is left: minibatches converge to where all data do.
 
-The evidence of a site is kept in coordinates eps of the prior as it was.  So hyperparameters and Z are
-learned with all data, where the evidence is collected anew at each step, and minibatches hold them.
+Where minibatches learn hyperparameters, what the other sites say would be that of an older prior.  The
+coordinates eps change most with it; those of u hardly do, in which f_n is an interpolation of u with
+weights L^-T a_n.  So the evidence is then kept for L eps, and hyperparameters see q(u) move with the
+prior at held evidence, as they do with all data.  What is left of older weights is forgotten: the
+evidence is a *running* average, of which one pass of the data replaces a tenth by its own estimate.
+``guide.refresh`` with all data, or a step with them, makes it exact again.
 
 Not for several processes or other latent sites in the same block, nor for data that see f at inputs
 other than their own; the dense algebra does these.
@@ -20,10 +24,11 @@ other than their own; the dense algebra does these.
 from __future__ import annotations
 
 import pyro
+import torch
 from torch import Tensor, nn
 
 from ..distributions.gaussian_process import GaussianProcess, factor
-from .algebra import Algebra, View
+from .algebra import Algebra, SiteTensors, View
 from .call import Call
 from .dense import Evidence, WhitePosterior
 from .new_inputs import split_draw, white_noise
@@ -31,6 +36,9 @@ from .plan import LinearMap, Plan
 from .regression import Regression, regress
 
 __all__ = ["InducingAlgebra"]
+
+#: share of a running average that one pass of the data replaces: more is noise, less is old
+FORGOTTEN = 0.1
 
 
 class InducingAlgebra(Algebra):
@@ -59,27 +67,40 @@ class InducingAlgebra(Algebra):
     def view(self, call: Call) -> View:
         """The maps at the inputs of the call."""
         found = regress(call.block[self.site], self.inducing, self._regression)
-        if found.learns and not call.whole:
-            raise ValueError(
-                f"AutoSites: this step has a minibatch, and the prior of {self.site!r} or its inducing "
-                f"inputs have parameters that are learned; what the sites of the other data say was "
-                f"collected at their old values. Learn them in steps with all data, or hold them in "
-                f"steps with minibatches: no gradients (requires_grad_(False), .detach()) in kernel "
-                f"and mean, and inducing= a tensor that is no nn.Parameter."
-            )
         self._regression = found if call.whole and not found.learns else None
         # in direct runs f at the probe is the probe itself, and would not show another prior
         probe = found.probe()
         call.at_probe = {self.group: probe.unsqueeze(-1)}
         design, offset = found.design.unsqueeze(1), found.offset.unsqueeze(-1)
-        return View({self.group: LinearMap(design, offset, found.rest.reshape(-1, 1, 1))})
+        rest = found.rest.reshape(-1, 1, 1)
+        return View({self.group: LinearMap(design, offset, rest)}, prior=found.root)
+
+    def begin_running(self, view: View) -> None:
+        if not self.running:
+            size = torch.eye(len(view.prior)).to(view.prior)
+            inverse = torch.linalg.solve_triangular(view.prior.detach(), size, upper=False)
+            self.evidence, self.running = self.evidence.of(inverse), True
+
+    def white(self, view: View, evidence: Evidence) -> Evidence:
+        return evidence.of(view.prior) if self.running else evidence
+
+    def after(self, view: View, change: SiteTensors, sites: SiteTensors, call: Call) -> Evidence:
+        if not self.running:
+            return super().after(view, change, sites, call)
+        lasting = View({name: _of_values(at, view.prior) for name, at in view.maps.items()})
+        replaced = super().after(lasting, change, sites, call)
+        weights = {name: call.weight(name) for name in sites}
+        scaled = {n: (weights[n] * nu, weights[n] * Lambda) for n, (nu, Lambda) in sites.items()}
+        away = self.collect(lasting, scaled).plus(replaced, -1.0)
+        return replaced.plus(away, FORGOTTEN / max(weights.values()))
 
     def posterior(self, view: View | None, evidence: Evidence) -> WhitePosterior:
-        return WhitePosterior(evidence)
+        assert view is not None
+        return WhitePosterior(self.white(view, evidence))
 
     def mean_and_sd(self, call: Call) -> tuple[Tensor, Tensor]:
-        q = self.posterior(None, self.evidence)
         found = regress(call.block[self.site], self.inducing)
+        q = self.posterior(View({}, found.root), self.evidence)
         mean, variance = found.marginals(q.mean, q.half(found.design))
         return mean, variance.sqrt()
 
@@ -98,12 +119,18 @@ class InducingAlgebra(Algebra):
         found = regress(fn, self.inducing, None if last is None else last[0])
         if last is not None and found is last[0] and self.linear is last[1]:
             return last[2:]
-        q = self.posterior(None, self.evidence)
+        q = self.posterior(View({}, found.root), self.evidence)
         half = q.half(found.design)
         root = factor(fn.rest_covariance(found.design) + half.mT @ half, fn.jitter)
         mean = found.design @ q.mean + found.offset
         self._drawn = None if found.learns else (found, self.linear, mean, root)
         return mean, root
+
+
+def _of_values(at: LinearMap, root: Tensor) -> LinearMap:
+    """A map of eps as one of L eps."""
+    A = torch.linalg.solve_triangular(root, at.design.flatten(0, 1), upper=False, left=False)
+    return LinearMap(A.reshape(at.design.shape), at.offset, at.rest)
 
 
 def _only_process(plan: Plan, call: Call) -> str:

@@ -60,6 +60,13 @@ class Predictor:
 
     def split(self, f: Tensor, batch: torch.Size) -> dict[Place, Tensor]:
         """The other way round: f (N, k) as the value at each place."""
+        if f.shape[-2] != batch.numel():
+            raise ValueError(
+                f"AutoSites: {' and '.join(map(str, self.places))}, the predictor since the guide's "
+                f"first call, has {f.shape[-2]} rows, and the data of this call have the shape "
+                f"{tuple(batch)}. With all data a latent site and a selection of its entries look the "
+                f"same: where minibatches are to come, make the guide's first call with one."
+            )
         parts = f.split([shape.numel() for shape in self.trailing], -1)
         return {
             place: part.reshape(batch + shape)

@@ -24,11 +24,15 @@ __all__ = ["Regression", "regress"]
 
 @dataclass(frozen=True)
 class Regression:
-    """A (N, M), mean(X) (N,), variances of the rest (N,), and ``marks`` that tell others from it."""
+    """A (N, M), mean(X) (N,), variances of the rest (N,), the root L (M, M) of the values known.
+
+    ``marks`` tell others from it.
+    """
 
     design: Tensor
     offset: Tensor
     rest: Tensor
+    root: Tensor
     marks: tuple[Tensor, ...]
 
     @property
@@ -63,7 +67,7 @@ def regress(fn: GaussianProcess, known: Tensor, before: Regression | None = None
     root = factor(inner + noise, fn.jitter)
     half = torch.linalg.solve_triangular(root, cross, upper=False)
     rest = (variance - half.square().sum(0)).clamp_min(0.0)
-    return Regression(half.mT, loc, rest, marks)
+    return Regression(half.mT, loc, rest, root, marks)
 
 
 def _probe(like: Tensor) -> Tensor:

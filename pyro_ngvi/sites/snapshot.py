@@ -41,8 +41,7 @@ def take_snapshot(guide: Any, call: Call) -> Snapshot:
     view = algebra.view(call)
     sites = {name: (a.clone(), b.clone()) for name, (a, b) in guide.site_tensors().items()}
     # the view may have changed the coordinates of the evidence, so it is made anew
-    algebra.evidence = evidence = algebra.collect(view, sites)
-    q = algebra.posterior(view, evidence)
+    q = algebra.posterior(view, algebra.recollect(view, sites))
     if known(q.proper) is False:
         raise RuntimeError(
             "AutoSites: with the parameters of the model as they are now, prior and sites do not make "

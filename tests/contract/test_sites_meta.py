@@ -70,6 +70,17 @@ def part_of_process(X: Tensor, y: Tensor, i: Tensor) -> None:
         pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
 
 
+def learned_process(X: Tensor, y: Tensor, i: Tensor) -> None:
+    sd = pyro.param("sd", X.new_ones(()), constraint=dist.constraints.positive)
+
+    def scaled(a: Tensor, b: Tensor | None = None, diag: bool = False) -> Tensor:
+        return sd**2 * kernel(a, b, diag)
+
+    f: Any = pyro.sample("f", GaussianProcess(scaled, X, jitter=1e-3))
+    with pyro.plate("data", N, subsample=i):
+        pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
 def series(X: Tensor, y: Tensor) -> None:
     one = X.new_ones(())
     x: Any = pyro.sample("x", matern_state_space(X[:, 0].cumsum(0), one, one))
@@ -99,6 +110,11 @@ CASES: dict[str, tuple[Any, list[Tensor], Tensor | None]] = {
     "process": (process, data(), None),
     "inducing points": (process, data(), data(4)[0]),
     "inducing points, minibatch": (part_of_process, [*data(B), torch.arange(B)], data(4)[0]),
+    "inducing points, learned": (
+        learned_process,
+        [*data(B), torch.arange(B)],
+        data(4)[0],
+    ),
     "state space": (series, times(), None),
 }
 
@@ -110,7 +126,7 @@ def test_step(case: Any, steps_before: int) -> None:
     model, args, inducing = case
     pyro.clear_param_store()
     guide = ngvi.AutoSites(model, inducing=inducing)
-    others = None if model is not learned else Adam({"lr": 0.01})
+    others = None if model not in (learned, learned_process) else Adam({"lr": 0.01})
     optim, elbo = ngvi.CVI(guide, others=others), ngvi.SitesELBO()
 
     def step(args: list[Tensor]) -> Tensor:

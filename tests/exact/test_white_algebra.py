@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_ngvi.linalg.products import BLOCK, symmetric_product
-from pyro_ngvi.sites.dense import WhitePosterior, collect, reduced
+from pyro_ngvi.sites.dense import Evidence, WhitePosterior, collect, reduced
 from pyro_ngvi.sites.plan import LinearMap
 
 SIZES = [1, 3, BLOCK, 2 * BLOCK + 6]
@@ -81,6 +81,31 @@ def test_draws_densities_and_solutions(n: int) -> None:
     torch.testing.assert_close(root.mT @ root, covariance)
     reference = torch.distributions.MultivariateNormal(q.mean, covariance)
     torch.testing.assert_close(q.log_prob(vectors), reference.log_prob(vectors))
+
+
+def test_divergence_and_what_sites_are_expected_to_say() -> None:
+    q = WhitePosterior(collect(*problem(9, 1, True)))
+    plain = torch.distributions.MultivariateNormal
+    mean, covariance = q.mean, q.half(torch.eye(9).to(q.mean)).mT @ q.half(torch.eye(9).to(q.mean))
+    prior = plain(torch.zeros_like(mean), torch.eye(9).to(mean))
+    kl = torch.distributions.kl_divergence(plain(mean, covariance), prior)
+    torch.testing.assert_close(q.kl(), kl)
+    other = collect(*problem(9, 2, False))
+    other = Evidence(other.constant, normal(9, seed=3), torch.cov(normal(9, 40, seed=4)))
+    x, P = other.linear, other.precision
+    quadratic = (P * covariance).sum() + mean @ P @ mean
+    torch.testing.assert_close(q.expected(other), other.constant + x @ mean - 0.5 * quadratic)
+
+
+def test_evidence_of_other_coordinates() -> None:
+    evidence, root = collect(*problem(5, 1, True)), normal(5, 5).tril()
+    eta = normal(5, seed=5)
+    eps = root @ eta
+
+    def says(e: Evidence, x: Tensor) -> Tensor:
+        return e.constant + e.linear @ x - 0.5 * x @ e.precision @ x
+
+    torch.testing.assert_close(says(evidence.of(root), eta), says(evidence, eps))
 
 
 def test_columns_that_are_zero_may_be_left_out() -> None:

@@ -89,18 +89,31 @@ def test_the_dense_algebra_takes_minibatches_of_the_likelihood():
     torch.testing.assert_close(small.predict(Z, y)["f"], whole.predict(Z, y)["f"])
 
 
-def test_learned_priors_need_all_data():
+def test_the_dense_algebra_learns_priors_with_all_data_only():
     X, y = data(20)
     kernel = Matern(learn=True)
-    model = make_model(kernel, learn=True)
-    with pytest.raises(ValueError, match=r"has a minibatch, and the prior of 'f'.*with all data"):
-        trained(model, X, y, 1, Z, Adam({"lr": 0.01}), batch=5)
-    points = torch.nn.Parameter(Z.clone())
-    with pytest.raises(ValueError, match="inducing inputs have parameters that are learned"):
-        trained(make_model(Matern()), X, y, 1, points, Adam({"lr": 0.01}), batch=5)
-    # the value of the bound needs no gradients
-    guide, _ = trained(model, X, y, 1, Z, Adam({"lr": 0.01}))
-    ngvi.SitesELBO().loss(model, guide, X, y, batch=5)
+
+    def model(X, y, batch=None):
+        pyro.module("kernel", kernel)
+        f = pyro.sample("f", GaussianProcess(kernel, X))
+        with pyro.plate("data", len(X), subsample_size=batch) as i:
+            pyro.sample("y", dist.Normal(f[i], 0.5), obs=y[i])
+
+    guide, _ = trained(model, X, y, 1, others=Adam({"lr": 0.01}))
+    with pytest.raises(ValueError, match=r"has a minibatch, and the prior.*with all data"):
+        SVI(model, guide, ngvi.CVI(guide, others=Adam({"lr": 0.01})), ngvi.SitesELBO()).step(
+            X, y, batch=5
+        )
+    # the value of the bound needs no gradients, but f[i] is to be told from f
+    with pytest.raises(ValueError, match=r"'f', the predictor .* has 20 rows.*\(5,\).*first call"):
+        ngvi.SitesELBO().loss(model, guide, X, y, batch=5)
+
+
+def test_parameters_that_nobody_learns_are_to_be_held():
+    X, y = data(20)
+    kernel = Matern(learn=True)
+    with pytest.warns(RuntimeWarning, match="hold them by requires_grad_"):
+        trained(make_model(kernel), X, y, 1, Z, batch=5)
 
 
 def test_other_latent_sites_are_refused():
