@@ -157,8 +157,9 @@ def _white(at: Snapshot, what: str) -> WhitePosterior:
 def _in_latent(at: Snapshot, white: Tensor) -> Tensor:
     """Shifts (n, R) of the white block as shifts (n, D) of the latent variables."""
 
-    if at.call.plan.direct:  # a process with inducing points: its own values, at all inputs
-        (only,) = at.view.maps.values()
-        return white @ only.design.flatten(0, 1).mT
+    designs = [process.design for process in at.view.processes]
+    if designs:  # inducing points: the processes' own values, at all inputs
+        parts = white.split([A.shape[-1] for A in designs], -1)
+        return torch.cat([part @ A.mT for part, A in zip(parts, designs, strict=True)], -1)
 
     return at.call.moves_of_block(white if at.basis is None else white @ at.basis.mT)

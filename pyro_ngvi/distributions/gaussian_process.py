@@ -145,6 +145,13 @@ class GaussianProcess(TorchDistribution):
             self._loc = loc
         return self._loc
 
+    def mean_at(self, inputs: Tensor) -> Tensor:
+        """mean(Z) (M,) at other inputs; 0 for a mean that is given as a number for each of its own."""
+        mean: Any = self.mean_function
+        if isinstance(mean, Tensor) and mean.dim():
+            mean = None
+        return GaussianProcess(self.kernel, inputs, mean, self.jitter).loc
+
     @property
     def covariance_matrix(self) -> Tensor:
         """k(X, X) + jitter I, (N, N)."""

@@ -159,7 +159,7 @@ class SiteData(WithoutData):
     def _refuse_latent_each(self, what: str, group: Group) -> None:
         """Latent sites in a plate of the data, or the predictor itself, would come and go too."""
         if self.inducing is not None:
-            return  # the block is the process at the inducing points, whatever the data
+            return  # the block are processes at the inducing points, whatever the data
         call, plan = self._call_before(), self._changes().plan
         frames = {f.name for f in call.sites[group.observed[0]]["cond_indep_stack"]}
         for name in plan.shapes:
@@ -219,10 +219,10 @@ class SiteData(WithoutData):
         size = torch.Size((len(numbers),))
         groups = tuple(replace(g, batch=size) if g is group else g for g in plan.groups)
         self.plan = replace(plan, groups=groups)
-        if plan.direct and plan.dim == group.size:  # the process at the inputs of all data
-            self.plan = replace(
-                self.plan, dim=size.numel(), shapes=dict.fromkeys(plan.shapes, size)
-            )
+        if plan.direct:  # processes at the inputs of all data
+            shapes = {n: size if s == group.batch else s for n, s in plan.shapes.items()}
+            dim = sum(s.numel() for s in shapes.values())
+            self.plan = replace(self.plan, dim=dim, shapes=shapes)
         self._since = replace(before, numbers={**before.numbers, group.name: numbers})
         self._changed()
 

@@ -63,13 +63,16 @@ class AutoSites(SiteData, SitePrediction, SiteModel, OwnName, AutoGuide):
     their numbers, ``pyro.plate("data", N, subsample=index)``.  After parameters of the model were
     changed by hand, or loaded, call :meth:`refresh`.
     Memory: N k (k + 1) numbers for the sites, and what the algebra needs: O(min(D, N k)^2) for a dense
-    block of D latent variables, O(M^2) with M inducing points, O(T) for a state-space prior.
+    block of D latent variables, O(M^2) with M inducing points (of all processes together), O(T) for a
+    state-space prior.
 
     Args:
         model: a Pyro model.
         latent: name of the site to take as f, latent or ``pyro.deterministic``; found where not given.
-        inducing: inputs (M, ...) of inducing points for a latent ``GaussianProcess``.  A tensor is
-            kept fixed, an ``nn.Parameter`` is trained with the hyperparameters.
+        inducing: inputs (M, ...) of inducing points for a latent ``GaussianProcess``, or for several
+            that are independent and each at the inputs of the data (softmax classification, a
+            location and a log scale, additive models).  A tensor is kept fixed, an ``nn.Parameter``
+            is trained with the hyperparameters.
         name: name of the guide in Pyro's parameter store, as for our other guides.
 
     Raises:

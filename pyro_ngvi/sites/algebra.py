@@ -25,6 +25,7 @@ from .call import Call
 from .dense import Evidence, NoisePosterior, WhitePosterior, collect, reduced
 from .new_inputs import KnownInputs, split_draw, spread, white_noise
 from .plan import LinearMap, Plan
+from .regression import Regression
 from .run import for_each
 
 __all__ = ["Algebra", "DenseAlgebra", "Marginals", "Posterior", "SiteTensors", "View", "apart"]
@@ -68,19 +69,18 @@ class Posterior(Protocol):
 class View:
     """The block at one call's arguments: linear maps by group, and a prior that has a structure.
 
-    ``prior`` is a ``GaussianStateSpace``, or the root L of a process at inducing points.
+    ``processes`` are those of the block on their inducing points, in order.
     """
 
     maps: dict[str, LinearMap]
     prior: Any = None
+    processes: tuple[Regression, ...] = ()
 
     @property
     def learns(self) -> bool:
         """Whether it depends on parameters of the model."""
         tensors = [t for m in self.maps.values() for t in (m.design, m.offset, m.rest)]
-        if isinstance(self.prior, Tensor):
-            tensors.append(self.prior)
-        elif self.prior is not None:
+        if self.prior is not None:
             tensors += [v for v in vars(self.prior).values() if isinstance(v, Tensor)]
         return any(t is not None and t.requires_grad for t in tensors)
 

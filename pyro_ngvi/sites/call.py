@@ -8,7 +8,7 @@ At the current hyperparameters it gives
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -105,9 +105,11 @@ class Call:
         """The predictors (n, k) at the probe."""
         return self._joined(self._run)
 
-    def predictors(self, noise: Tensor) -> dict[str, Tensor]:
-        """f (n, k) of every group at a noise (D,)."""
-        return self._joined(self.runner(noise, look_at=self.plan.places))
+    def predictors(
+        self, noise: Tensor, makers: Mapping[str, Any] | None = None
+    ) -> dict[str, Tensor]:
+        """f (n, k) of every group at a noise (D,); ``makers`` as in a :class:`WhitenedRun`."""
+        return self._joined(self.runner(noise, look_at=self.plan.places, makers=makers))
 
     def _joined(self, run: WhitenedRun) -> dict[str, Tensor]:
         return {g.name: g.predictor.join(run.seen, self.shapes[g.name]) for g in self.plan.groups}
@@ -197,13 +199,31 @@ class Call:
                     )
 
         def terms(f: dict[str, Tensor]) -> dict[str, Tensor]:
-            replace = {}
-            for g in groups:
-                replace |= g.predictor.split(f[g.name], self.shapes[g.name])
-            sites = self.runner.sites(zero, replace=replace)
-            return {g.name: self._terms(g, sites) for g in groups}
+            found = {}
+            for together in _apart(groups):
+                replace = {}
+                for g in together:
+                    replace |= g.predictor.split(f[g.name], self.shapes[g.name])
+                sites = self.runner.sites(zero, replace=replace, at_mean=True)
+                found |= {g.name: self._terms(g, sites) for g in together}
+            return found
 
         return for_each(terms, dict(predictors))
+
+
+def _apart(groups: Sequence[Group]) -> list[list[Group]]:
+    """The groups in sets of which no two see one place: each sees it at points of its own."""
+    sets: list[tuple[set[Place], list[Group]]] = []
+    for group in groups:
+        places = set(group.predictor.places)
+        for taken, members in sets:
+            if not taken & places:
+                taken |= places
+                members.append(group)
+                break
+        else:
+            sets.append((places, [group]))
+    return [members for _, members in sets]
 
 
 def affine_maps(

@@ -56,9 +56,11 @@ class Evidence:
             torch.where(condition, self.precision, other.precision),
         )
 
-    def of(self, root: Tensor) -> Evidence:
-        """The same, said of eta (R,) with eps = root eta."""
-        return Evidence(self.constant, root.mT @ self.linear, root.mT @ self.precision @ root)
+    def of(self, root: Tensor, shift: Tensor) -> Evidence:
+        """The same, said of eta (R,) with eps = root eta + shift."""
+        slope = self.linear - self.precision @ shift
+        constant = self.constant + 0.5 * (self.linear + slope) @ shift
+        return Evidence(constant, root.mT @ slope, root.mT @ self.precision @ root)
 
     def plus(self, step: Evidence, share: float | Tensor) -> Evidence:
         """self + share * step."""

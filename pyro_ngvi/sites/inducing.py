@@ -1,39 +1,49 @@
-r"""Inducing points: a Gaussian process seen through its values at M inputs Z.
+r"""Inducing points: Gaussian processes seen through their values at the same M inputs Z.
 
-    u = f(Z) = mean(Z) + L eps,  eps ~ N(0, I_M),   f_n = b_n + a_n' eps + rest_n
-    q(eps) propto N(eps; 0, I) prod_n exp(nu_n g_n - Lambda_n g_n^2 / 2),   g_n = b_n + a_n' eps,
-    ELBO = log Z + sum_n E log p(y_n | f_n) - E log t_n(g_n),
+    u^c = f^c(Z) = mean^c(Z) + L^c eps^c,  eps = (eps^1, ..., eps^C) ~ N(0, I),
+    f^c_n = m^c_n + a^c_n' eps^c + rest^c_n,      h_n = H_n (f^1_n, ..., f^C_n) + b_n,
+    q(eps) propto N(eps; 0, I) prod_n exp(nu_n' g_n - g_n' Lambda_n g_n / 2),   g_n = E[h_n | eps],
+    ELBO = log Z + sum_n E log p(y_n | h_n) - E log t_n(g_n),
 
-with a_n and rest_n as in :mod:`pyro_ngvi.sites.regression`, q(eps) = N(m, C) and E log p under
-N(b_n + a_n' m, a_n' C a_n + var rest_n).  The sites are the dual parameters of Adam, Chang, Khan &
-Solin (2021); for a Gaussian likelihood the bound is that of Titsias (2009) after one step.  The sites
-of a minibatch see its data only, so each replaces its own share of the evidence, O(B M^2 + M^3), and no
-gradient noise is left: minibatches converge to where all data do.
+with a_n and rest_n as in :mod:`pyro_ngvi.sites.regression`, H and b as in :mod:`pyro_ngvi.sites.seen`:
+g_n = A_n eps + H_n m_n + b_n, A_n = (H_n[:, 1] a^1_n', ..., H_n[:, C] a^C_n').  With S the covariance
+of q(eps), E log p is under the mean of g_n and A_n S A_n' + sum_c H_n[:, c] H_n[:, c]' var rest^c_n.
+For one process seen as it is H = 1 and b = 0; softmax classification has C = k classes, a Normal of
+unknown scale C = k = 2, an additive model C components and k = 1.
+
+The sites are the dual parameters of Adam, Chang, Khan & Solin (2021); for a Gaussian likelihood the
+bound is that of Titsias (2009) after one step.  The sites of a minibatch see its data only, so each
+replaces its own share of the evidence, O(k B (C M)^2 + (C M)^3), and no gradient noise is left:
+minibatches converge to where all data do.
 
 Where minibatches learn hyperparameters, what the other sites say would be that of an older prior.  The
 coordinates eps change most with it; those of u hardly do, in which f_n is an interpolation of u with
-weights L^-T a_n.  So the evidence is then kept for L eps, and hyperparameters see q(u) move with the
+weights L^-T a_n.  So the evidence is then kept for u, and hyperparameters see q(u) move with the
 prior at held evidence, as they do with all data.  What is left of older weights is forgotten: the
 evidence is a *running* average, of which one pass of the data replaces a tenth by its own estimate.
 ``guide.refresh`` with all data, or a step with them, makes it exact again.
 
-Not for several processes or other latent sites in the same block, nor for data that see f at inputs
-other than their own; the dense algebra does these.
+Not for other latent sites in the same block, processes that depend on each other a priori, nor for
+data that see them at inputs other than their own; the dense algebra does these.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import pyro
 import torch
 from torch import Tensor, nn
 
-from ..distributions.gaussian_process import GaussianProcess, factor
+from ..distributions.gaussian_process import factor
 from .algebra import Algebra, SiteTensors, View
 from .call import Call
 from .dense import Evidence, WhitePosterior
 from .new_inputs import split_draw, white_noise
 from .plan import LinearMap, Plan
-from .regression import Regression, regress
+from .regression import Regression, probe, regress
+from .seen import find_axes, only_processes, seen_by_group
 
 __all__ = ["InducingAlgebra"]
 
@@ -42,23 +52,17 @@ FORGOTTEN = 0.1
 
 
 class InducingAlgebra(Algebra):
-    """White noise eps (M,) at ``inducing`` (M, ...)."""
+    """White noise eps (C M,) of C processes at ``inducing`` (M, ...)."""
 
     inducing: Tensor
-    _regression: Regression | None = None
-    _drawn: tuple[Regression, Tensor, Tensor, Tensor] | None = None
+    _regression: dict[str, Regression] | None = None
+    _drawn: tuple[dict[str, Regression], Tensor, Tensor, Tensor] | None = None
 
     def __init__(self, plan: Plan, call: Call, inducing: Tensor) -> None:
-        site = _only_process(plan, call)
-        inputs = call.block[site].inputs
-        if inducing.shape[1:] != inputs.shape[1:] or not len(inducing):
-            raise ValueError(
-                f"AutoSites: inducing has shape {tuple(inducing.shape)}, and the inputs of the "
-                f"GaussianProcess {site!r} have {tuple(inputs.shape)}. They must agree in all but "
-                f"the first dimension."
-            )
-        super().__init__(Evidence.none(plan.zero(), len(inducing)))
-        self.site, self.group = site, plan.groups[0].name
+        only_processes(plan, call, inducing)
+        super().__init__(Evidence.none(plan.zero(), len(plan.shapes) * len(inducing)))
+        #: along which dimension of its data the inputs are, by group
+        self.axes = find_axes(plan, call)
         if isinstance(inducing, nn.Parameter):
             self.inducing = inducing  # that of the guide, not a second one
         else:
@@ -66,28 +70,45 @@ class InducingAlgebra(Algebra):
 
     def view(self, call: Call) -> View:
         """The maps at the inputs of the call."""
-        found = regress(call.block[self.site], self.inducing, self._regression)
-        self._regression = found if call.whole and not found.learns else None
+        whole, maps = call.whole, {}
+        found = self._regress(call, self._regression)
+        for name, seen in seen_by_group(call, self.axes).items():
+            if seen is None:
+                (own,) = found.values()
+                rest = own.rest.reshape(-1, 1, 1)
+                maps[name] = LinearMap(own.design.unsqueeze(1), own.offset.unsqueeze(-1), rest)
+            else:
+                maps[name] = seen.on(list(found.values()))
+            if seen is not None and seen.learns and not whole:
+                _refuse_learning(name)
+        kept = {name: r for name, r in found.items() if not r.learns}
+        self._regression = kept if whole else None
         # in direct runs f at the probe is the probe itself, and would not show another prior
-        probe = found.probe()
-        call.at_probe = {self.group: probe.unsqueeze(-1)}
-        design, offset = found.design.unsqueeze(1), found.offset.unsqueeze(-1)
-        rest = found.rest.reshape(-1, 1, 1)
-        return View({self.group: LinearMap(design, offset, rest)}, prior=found.root)
+        call.at_probe = {name: _at_probe(at) for name, at in maps.items()}
+        return View(maps, processes=tuple(found.values()))
+
+    def _regress(
+        self, call: Call, before: Mapping[str, Regression] | None = None
+    ) -> dict[str, Regression]:
+        """Every process of a call on its values at the inducing inputs."""
+        old = before or {}
+        return {n: regress(fn, self.inducing, old.get(n)) for n, fn in call.block.items()}
 
     def begin_running(self, view: View) -> None:
         if not self.running:
-            size = torch.eye(len(view.prior)).to(view.prior)
-            inverse = torch.linalg.solve_triangular(view.prior.detach(), size, upper=False)
-            self.evidence, self.running = self.evidence.of(inverse), True
+            root, level = _values(view)
+            size = torch.eye(len(root)).to(root)
+            inverse = torch.linalg.solve_triangular(root, size, upper=False)
+            self.evidence, self.running = self.evidence.of(inverse, -inverse @ level), True
 
     def white(self, view: View, evidence: Evidence) -> Evidence:
-        return evidence.of(view.prior) if self.running else evidence
+        return evidence.of(*_values(view)) if self.running else evidence
 
     def after(self, view: View, change: SiteTensors, sites: SiteTensors, call: Call) -> Evidence:
         if not self.running:
             return super().after(view, change, sites, call)
-        lasting = View({name: _of_values(at, view.prior) for name, at in view.maps.items()})
+        root, level = _values(view)
+        lasting = View({name: _of_values(at, root, level) for name, at in view.maps.items()})
         replaced = super().after(lasting, change, sites, call)
         weights = {name: call.weight(name) for name in sites}
         scaled = {n: (weights[n] * nu, weights[n] * Lambda) for n, (nu, Lambda) in sites.items()}
@@ -98,11 +119,21 @@ class InducingAlgebra(Algebra):
         assert view is not None
         return WhitePosterior(self.white(view, evidence))
 
+    def _posterior(self, processes: Mapping[str, Regression]) -> WhitePosterior:
+        """q at the hyperparameters as they are now."""
+        return self.posterior(View({}, processes=tuple(processes.values())), self.evidence)
+
     def mean_and_sd(self, call: Call) -> tuple[Tensor, Tensor]:
-        found = regress(call.block[self.site], self.inducing)
-        q = self.posterior(View({}, found.root), self.evidence)
-        mean, variance = found.marginals(q.mean, q.half(found.design))
-        return mean, variance.sqrt()
+        processes, M = self._regress(call), len(self.inducing)
+        q = self._posterior(processes)
+        means, variances = [], []
+        for c, found in enumerate(processes.values()):
+            # the rows of the first processes are 0, and those of the last are left out
+            rows = nn.functional.pad(found.design, (c * M, 0)) if c else found.design
+            mean, variance = found.marginals(q.mean[c * M : (c + 1) * M], q.half(rows))
+            means.append(mean)
+            variances.append(variance)
+        return torch.cat(means), torch.cat(variances).sqrt()
 
     def moments(self, call: Call) -> tuple[Tensor, Tensor]:
         mean, root = self._joint(call)
@@ -114,44 +145,49 @@ class InducingAlgebra(Algebra):
         return split_draw(call, mean, root, noise)
 
     def _joint(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Mean (N,) and root R (N, N) of f at the inputs of the call: covariance R R', triangular."""
-        fn, last = call.block[self.site], self._drawn
-        found = regress(fn, self.inducing, None if last is None else last[0])
-        if last is not None and found is last[0] and self.linear is last[1]:
+        """Mean (D,) and root R (D, D) of the flat block at the call's inputs, triangular: R R'."""
+        last = self._drawn
+        found = self._regress(call, None if last is None else last[0])
+        same = last is not None and all(r is last[0][n] for n, r in found.items())
+        if last is not None and same and self.linear is last[1]:
             return last[2:]
-        q = self.posterior(View({}, found.root), self.evidence)
-        half = q.half(found.design)
-        root = factor(fn.rest_covariance(found.design) + half.mT @ half, fn.jitter)
-        mean = found.design @ q.mean + found.offset
-        self._drawn = None if found.learns else (found, self.linear, mean, root)
+        q = self._posterior(found)
+        design = torch.block_diag(*(r.design for r in found.values()))
+        half = q.half(design)
+        rests = [fn.rest_covariance(found[n].design) for n, fn in call.block.items()]
+        jitter = max(fn.jitter for fn in call.block.values())
+        root = factor(torch.block_diag(*rests) + half.mT @ half, jitter)
+        mean = design @ q.mean + torch.cat([r.offset for r in found.values()])
+        learns = any(r.learns for r in found.values())
+        self._drawn = None if learns else (found, self.linear, mean, root)
         return mean, root
 
 
-def _of_values(at: LinearMap, root: Tensor) -> LinearMap:
-    """A map of eps as one of L eps."""
+def _at_probe(at: LinearMap) -> Tensor:
+    """h (n, k) at one fixed eps, plus the sd of its rest: another prior changes it."""
+    assert at.rest is not None
+    rest: Any = torch.diagonal(at.rest, dim1=-2, dim2=-1)
+    return at.design @ probe(at.design.movedim(-1, 0)) + at.offset + rest.sqrt()
+
+
+def _values(view: View) -> tuple[Tensor, Tensor]:
+    """L and mean(Z) of all processes, u = mean(Z) + L eps."""
+    root = torch.block_diag(*(r.root for r in view.processes))
+    return root, torch.cat([r.level for r in view.processes])
+
+
+def _of_values(at: LinearMap, root: Tensor, level: Tensor) -> LinearMap:
+    """A map of eps as one of u."""
     A = torch.linalg.solve_triangular(root, at.design.flatten(0, 1), upper=False, left=False)
-    return LinearMap(A.reshape(at.design.shape), at.offset, at.rest)
+    offset = at.offset - (A @ level).reshape(at.offset.shape)
+    return LinearMap(A.reshape(at.design.shape), offset, at.rest)
 
 
-def _only_process(plan: Plan, call: Call) -> str:
-    """The name of the block's one site, a GaussianProcess that is the predictor; refuses others."""
-    names = [name for name, fn in call.block.items() if isinstance(fn, GaussianProcess)]
-    if len(call.block) != 1 or not names:
-        found = ", ".join(f"{name!r} ({type(fn).__name__})" for name, fn in call.block.items())
-        raise ValueError(
-            f"AutoSites(inducing=...) is for a model whose only Gaussian latent site is one "
-            f"GaussianProcess, and this model has {found}. Put linear terms into its kernel, give "
-            f"other sites to other guides of an AutoGuideList, or leave inducing out."
-        )
-    site = names[0]
-    for group in plan.groups:
-        places = [place.site for place in group.predictor.places]
-        if places != [site] or group.width != 1:
-            where = " and ".join(str(place) for place in group.predictor.places)
-            raise ValueError(
-                f"AutoSites(inducing=...): the data of {group.name!r}, of shape {tuple(group.batch)}, "
-                f"see the GaussianProcess {site!r} through {where}, {group.width} number(s) a datum. "
-                f"With inducing points datum n must see {site!r} at its own input n only: "
-                f"GaussianProcess(kernel, X) with the inputs of the data, in their order."
-            )
-    return site
+def _refuse_learning(group: str) -> None:
+    raise ValueError(
+        f"AutoSites: this step has a minibatch, and the numbers by which the data of {group!r} see the "
+        f"latent processes (a factor, an offset) have parameters that are learned; what the sites of "
+        f"the other data say was collected at their old values. Learn them in steps with all data, or "
+        f"hold them in steps with minibatches: requires_grad_(False) or .detach(). Those of kernels "
+        f"and means may be learned in both."
+    )

@@ -65,8 +65,8 @@ class Plan:
     dtype: torch.dtype
     device: torch.device
     direct: bool = False
-    """whether "noise" stands for the values of the block themselves: a state-space prior, or a
-    Gaussian process with inducing points"""
+    """whether "noise" stands for the values of the block themselves: a state-space prior, or
+    Gaussian processes with inducing points"""
 
     @property
     def is_one_vector(self) -> bool:

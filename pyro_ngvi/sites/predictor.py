@@ -17,12 +17,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._random import fixed_normal
+from .corners import OTHER_COURSE, corners, record, same
 from .run import Place, Runner, for_each
 from .terms import data_shape, data_terms
 
@@ -99,33 +98,19 @@ class _Search:
         self, runner: Runner, dim: int, name: str, other: Runner | None, declared: str | None
     ) -> None:
         self.runner, self.name, self.other, self.declared = runner, name, other, declared
-        self.points = self._points(dim)
-        sites = runner.sites(self.points[0])
-        self.batch = data_shape(sites[name])
-        self.observed = data_terms(sites[name])
-        dtype = self.observed.dtype
-        self.tolerance = TOLERANCE * torch.finfo(dtype).eps
+        self.corners = corners(runner, dim, name)
+        site = self.corners[0].sites[name]
+        self.batch, self.observed = data_shape(site), data_terms(site)
+        self.tolerance = TOLERANCE * torch.finfo(self.observed.dtype).eps
         self.first_nonlinear: str | None = None
         self.nonlocal_place: Place | None = None
         self.other_moves = False
-
-    def _points(self, dim: int) -> list[Tensor]:
-        """Corners e, e + u, e + v, e + u + v at which the likelihood is finite where it is at 0."""
-        e, u, v = fixed_normal(3, dim, seed=20_170_615)
-        at_zero = torch.isfinite(self._terms(torch.zeros_like(e)))
-        points = [e, e + u, e + v, e + u + v]
-        for _ in range(12):
-            if all(bool((torch.isfinite(self._terms(p)) == at_zero).all()) for p in points):
-                break
-            points = [0.25 * p for p in points]
-        return points
 
     def _terms(self, noise: Tensor, replace: dict[Place, Tensor] | None = None) -> Tensor:
         return data_terms(self.runner.sites(noise, replace=replace)[self.name])
 
     def find(self) -> Predictor | None:
-        moved = self._terms(self.points[3])
-        if _same(moved, self.observed):
+        if same(data_terms(self.corners[3].sites[self.name]), self.observed):
             return None
         candidates = self._candidates()
         # stable: the first of each width leads, and a number that all data share comes last
@@ -144,40 +129,30 @@ class _Search:
 
     def _candidates(self) -> list[_Candidate]:
         """Values of the right shape that depend on the noise, and are affine in it."""
-        at_first, names = self._record(self.points[0], None)
-        at_last, _ = self._record(self.points[3], None)
-        if at_first.keys() != at_last.keys():
-            raise ValueError(self._other_course())
-        moving = {
-            place: (at_first[place], value)
-            for place, value in at_last.items()
-            if value.shape == at_first[place].shape and not _same(value, at_first[place])
-        }
-        second, _ = self._record(self.points[1], moving.keys())
-        third, _ = self._record(self.points[2], moving.keys())
+        e, eu, ev = (corner.noise for corner in self.corners[:3])
+        at_e, at_eu, at_ev, at_both = (corner.values for corner in self.corners)
         # the other side of 0, where a hinge or a branch on a sign shows
-        e, eu, ev, _ = self.points
-        far, _ = self._record(e - 4.0 * (eu - e) - 4.0 * (ev - e), moving.keys())
-        if far.keys() != moving.keys():
-            raise ValueError(self._other_course())
+        far = record(self.runner, e - 4.0 * (eu - e) - 4.0 * (ev - e), at_e.keys()).values
+        if far.keys() != at_e.keys():
+            raise ValueError(OTHER_COURSE)
         others = None
         if self.other is not None:
-            others, _ = self._record(self.points[0], moving.keys(), self.other)
+            others = record(self.other, e, at_e.keys()).values
         candidates = []
-        for place, (a, d) in moving.items():
-            b, c = second[place], third[place]
+        for place, a in at_e.items():
+            b, c, d = at_eu[place], at_ev[place], at_both[place]
             size = torch.stack([x.abs() for x in (a, b, c, d)]).amax(0)
             bend = (d - b - c + a).abs()
             bend = torch.maximum(bend, (far[place] - 9.0 * a + 4.0 * (b + c)).abs() / 9.0)
             # rounding is that of the largest entry, but no entry may bend by much of its own size
             affine = bool(((bend <= self.tolerance * size.max()) & (bend <= OWN * size)).all())
             if not affine:
-                self.first_nonlinear = self.first_nonlinear or names[place]
+                self.first_nonlinear = self.first_nonlinear or self.corners[0].names[place]
                 continue
             trailing = self._trailing(a.shape)
             if trailing is None:
                 continue
-            if others is not None and not _same(others[place], a):
+            if others is not None and not same(others[place], a):
                 self.other_moves = True
                 continue
             if self.declared is None or place.site == self.declared:
@@ -185,14 +160,6 @@ class _Search:
                 first, last = (x.expand(self.batch) if shared else x for x in (a, d))
                 candidates.append(_Candidate(place, first, last, trailing, shared))
         return candidates
-
-    @staticmethod
-    def _other_course() -> str:
-        return (
-            "AutoSites: the model does not run the same operations at every value of its latent "
-            "sites (an if or a loop that depends on them), so no predictor can be found. Name "
-            'it: f = pyro.deterministic("f", ...) and AutoSites(model, latent="f").'
-        )
 
     def _trailing(self, shape: torch.Size) -> torch.Size | None:
         """What is left of ``shape`` after the batch of the data; ``None`` where it does not fit."""
@@ -203,34 +170,13 @@ class _Search:
             return None
         return torch.Size(shape[rank:])
 
-    def _record(
-        self, noise: Tensor, only: Any, runner: Runner | None = None
-    ) -> tuple[dict[Place, Tensor], dict[Place, str]]:
-        """The tensors of a run by place: results of operations, and values of sites before them."""
-        results: dict[Place, Tensor] = {}
-        names: dict[Place, str] = {}
-
-        def keep(place: Place, result: Tensor) -> None:
-            if only is None or place in only:
-                # a copy where somebody may write into it later
-                results[place] = result.detach().clone() if only is None else result.detach()
-                names[place] = place.name
-
-        run = (runner or self.runner)(noise, on_operation=keep)
-        values: dict[Place, Tensor] = {}
-        for name, site in run.sites.items():
-            made = name in run.own or (site["infer"] or {}).get("_deterministic")
-            place = Place(site=name)
-            if made and (only is None or place in only):
-                values[place] = site["value"].detach()
-                names[place] = f"the site {name!r}"
-        return values | results, names
-
     def _passes(self, chosen: tuple[_Candidate, ...]) -> bool:
         held = {c.place: c.first for c in chosen}
         try:
             # bit for bit: nothing else may change with the noise, however little
-            if not _same(self._terms(self.points[3], held), self._terms(self.points[0], held)):
+            if not same(
+                self._terms(self.corners[3].noise, held), self._terms(self.corners[0].noise, held)
+            ):
                 return False
             local = self._is_local(chosen)
         except (RuntimeError, ValueError):
@@ -253,11 +199,11 @@ class _Search:
             for c in chosen:
                 where = moved.reshape(self.batch + (1,) * len(c.trailing))
                 held[c.place] = torch.where(where, c.last, c.first)
-            return self._terms(self.points[0], held).reshape(-1)
+            return self._terms(self.corners[0].noise, held).reshape(-1)
 
         after = for_each(terms, moved, 8)
         before = self.observed.reshape(-1).expand_as(after)
-        return _same(after[~moved], before[~moved], self.tolerance)
+        return same(after[~moved], before[~moved], self.tolerance)
 
     def _refusal(self, candidates: list[_Candidate]) -> str:
         start = f"AutoSites: no predictor was found for the observed site {self.name!r}"
@@ -286,16 +232,6 @@ class _Search:
             f"combinations a datum (the first result that is not linear is that of {nonlinear}; the "
             f"data have the shape {shape}). Use AutoFullRankNormal and NGVB for this model."
         )
-
-
-def _same(a: Tensor, b: Tensor, tolerance: float = 0.0) -> bool:
-    if a.shape != b.shape:
-        return False
-    if tolerance == 0.0:
-        return bool(((a == b) | (a.isnan() & b.isnan())).all())
-    finite = torch.isfinite(a) & torch.isfinite(b)
-    close = (a - b).abs() <= tolerance * (1.0 + b.abs())
-    return bool(torch.where(finite, close, (a == b) | (a.isnan() & b.isnan())).all())
 
 
 def digit_masks(count: int, device: torch.device) -> Tensor:

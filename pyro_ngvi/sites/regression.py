@@ -19,12 +19,12 @@ from .._known import at_hand
 from .._random import fixed_normal
 from ..distributions.gaussian_process import GaussianProcess, factor
 
-__all__ = ["Regression", "regress"]
+__all__ = ["Regression", "probe", "regress"]
 
 
 @dataclass(frozen=True)
 class Regression:
-    """A (N, M), mean(X) (N,), variances of the rest (N,), the root L (M, M) of the values known.
+    """A (N, M), mean(X) (N,), variances of the rest (N,); L (M, M) and mean(Z) (M,) of u.
 
     ``marks`` tell others from it.
     """
@@ -33,6 +33,7 @@ class Regression:
     offset: Tensor
     rest: Tensor
     root: Tensor
+    level: Tensor
     marks: tuple[Tensor, ...]
 
     @property
@@ -40,10 +41,12 @@ class Regression:
         """Whether it depends on parameters of the model."""
         return any(t.requires_grad for t in (self.design, self.offset, self.rest))
 
-    def probe(self) -> Tensor:
-        """f (N,) at one fixed eps, plus the sd of its rest: another prior changes it."""
-        eps = _probe(self.design.mT)
-        return self.design @ eps + self.offset + self.rest.sqrt()
+    def at(self, index: Tensor) -> Regression:
+        """f at the inputs of these numbers (n,), of which each may come several times."""
+        design, offset, rest = (
+            t.index_select(0, index) for t in (self.design, self.offset, self.rest)
+        )
+        return Regression(design, offset, rest, self.root, self.level, self.marks)
 
     def marginals(self, mean: Tensor, half: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of f (N,), for eps of mean (M,) and A eps of covariance half' half."""
@@ -58,7 +61,7 @@ def regress(fn: GaussianProcess, known: Tensor, before: Regression | None = None
     """
     cross, inner = fn.kernel(known, fn.inputs), fn.kernel(known)
     variance, loc = fn.variance, fn.loc
-    v = _probe(cross)
+    v = probe(cross)
     marks = (v @ cross, v @ inner, variance, loc)
     if before is not None and _same(marks, before.marks):
         return before
@@ -67,10 +70,11 @@ def regress(fn: GaussianProcess, known: Tensor, before: Regression | None = None
     root = factor(inner + noise, fn.jitter)
     half = torch.linalg.solve_triangular(root, cross, upper=False)
     rest = (variance - half.square().sum(0)).clamp_min(0.0)
-    return Regression(half.mT, loc, rest, root, marks)
+    return Regression(half.mT, loc, rest, root, fn.mean_at(known), marks)
 
 
-def _probe(like: Tensor) -> Tensor:
+def probe(like: Tensor) -> Tensor:
+    """A fixed eps (M,) for ``like`` (M, ...), at which two maps would differ."""
     return fixed_normal(len(like), seed=20_090_416).to(like)
 
 

@@ -9,7 +9,7 @@ sites get their values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -80,15 +80,15 @@ class _Operations(TorchFunctionMode):
 class WhitenedRun(Conditioned):
     """One run: latent sites that have no value in ``values`` are made from ``noise`` (D,).
 
-    With ``block``, only those: another one, such as data to be predicted, is drawn as usual.  With
-    ``direct`` the noise is not coloured: it stands for the values of the block themselves.
-    ``replace`` gives values for predictors by place.  After the run ``own`` holds the Gaussians of
-    the block by site, and ``seen`` the values at the places to ``look_at``, after which the run stops,
-    or to ``keep``.
+    With ``block``, shapes by site at the guide's first call, only those: another one, such as data to
+    be predicted, is drawn as usual.  With ``direct`` the noise is not coloured: it stands for the
+    values of the block themselves.  ``replace`` gives values for predictors by place.  After the run
+    ``own`` holds the Gaussians of the block by site, and ``seen`` the values at the places to
+    ``look_at``, after which the run stops, or to ``keep``.
 
     Of Gaussian processes, whose inputs may be others at each call, ``makers`` make single sites from
     noise of another length; with ``at_mean`` the noise counts as 0 whatever its length, and no kernel
-    matrix is factored; with ``direct`` noise of a wrong length counts as 0.
+    matrix is factored; with ``direct`` that of a process of another shape than in ``block`` does.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class WhitenedRun(Conditioned):
         look_at: tuple[Place, ...] = (),
         keep: tuple[Place, ...] = (),
         on_operation: Callable[[Place, Tensor], None] | None = None,
-        block: Collection[str] | None = None,
+        block: Mapping[str, torch.Size] | None = None,
         direct: bool = False,
         makers: Mapping[str, Any] | None = None,
         at_mean: bool = False,
@@ -176,30 +176,30 @@ class WhitenedRun(Conditioned):
                 self._see(place, msg["value"])
 
     def _make(self, msg: Site) -> None:
-        fn = self.own[msg["name"]] = gaussian_of(msg)
-        maker = self._makers.get(msg["name"])
-        size = noise_size(fn) if maker is None else maker.size
-        process = isinstance(fn, GaussianProcess)
-        noise = self.noise
-        if noise is None:
-            noise = torch.zeros(self.used + size)
-        elif self._at_mean or (self._direct and process and len(noise) != size):
-            noise = noise.new_zeros(self.used + size)
-        if self.used + size > len(noise):
+        name, noise, fn = msg["name"], self.noise, gaussian_of(msg)
+        self.own[name] = fn
+        maker, process = self._makers.get(name), isinstance(fn, GaussianProcess)
+        share = size = noise_size(fn) if maker is None else maker.size
+        if self._direct and process and maker is None and self._block is not None:
+            share = self._block[name].numel()
+        if noise is None or self._at_mean or share != size:
+            own = torch.zeros(size) if noise is None else noise.new_zeros(size)
+        else:
+            own = noise[self.used : self.used + size]
+        if len(own) < size:
             raise ValueError(
-                f"AutoSites: the latent site {msg['name']!r} has {size} entries now, more than at the "
+                f"AutoSites: the latent site {name!r} has {size} entries now, more than at the "
                 f"guide's first call. A block of another size needs a guide of its own."
             )
-        own = noise[self.used : self.used + size].to(_like(fn))
+        own = own.to(_like(fn))
         if maker is not None or self._direct:
             value = maker(own) if maker is not None else own
-        elif process and (self._at_mean or Place(site=msg["name"]) in self.replace):
+        elif process and (self._at_mean or Place(site=name) in self.replace):
             value = fn.loc  # the kernel matrix would be factored for nothing
         else:
             value = colour(fn, own)
-        msg["value"] = value.reshape(msg["fn"].shape())
-        msg["done"] = True
-        self.used += size
+        msg["value"], msg["done"] = value.reshape(msg["fn"].shape()), True
+        self.used += share
 
     def _pyro_param(self, msg: Site) -> None:
         with self._paused():
@@ -254,7 +254,7 @@ class Runner:
     kwargs: dict[str, Any]
     values: Mapping[str, Tensor]
     minibatches: Minibatches
-    block: Collection[str] | None = None
+    block: Mapping[str, torch.Size] | None = None
     direct: bool = False
 
     def __call__(self, noise: Tensor | None, hidden: bool = True, **options: Any) -> WhitenedRun:

@@ -27,6 +27,7 @@ __all__ = [
     "gaussian_of",
     "log_det_root",
     "noise_size",
+    "other_priors",
     "refuse_other_prior",
     "refuse_weights",
 ]
@@ -94,14 +95,18 @@ def log_det_root(fn: Any, event_dim: int) -> Tensor:
 
 def refuse_other_prior(block: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     """Refuse a block whose prior is another one at other values of the sites outside of it."""
-    for name, fn in block.items():
-        marks = [_mark(f) for f in (fn, other[name])]
-        if marks[0].shape != marks[1].shape or not torch.equal(*marks):
-            raise ValueError(
-                f"AutoSites: the prior of {name!r} depends on a latent site outside of the block, such "
-                f"as a length-scale that has a prior of its own. Make that one a parameter of the "
-                f"model (pyro.param, PyroParam), which CVI(guide, others=...) learns."
-            )
+    for name in other_priors(block, other):
+        raise ValueError(
+            f"AutoSites: the prior of {name!r} depends on a latent site outside of the block, such "
+            f"as a length-scale that has a prior of its own. Make that one a parameter of the "
+            f"model (pyro.param, PyroParam), which CVI(guide, others=...) learns."
+        )
+
+
+def other_priors(block: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The sites of two runs of a block whose priors are not the same."""
+    marks = {name: (_mark(fn), _mark(other[name])) for name, fn in block.items()}
+    return [name for name, (a, b) in marks.items() if a.shape != b.shape or not torch.equal(a, b)]
 
 
 def _mark(fn: Any) -> Tensor:

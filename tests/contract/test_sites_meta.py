@@ -81,6 +81,20 @@ def learned_process(X: Tensor, y: Tensor, i: Tensor) -> None:
         pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
 
 
+def additive(X: Tensor, y: Tensor) -> None:
+    f: Any = pyro.sample("f", GaussianProcess(kernel, X, jitter=1e-3))
+    g: Any = pyro.sample("g", GaussianProcess(lambda *a, **k: 2 * kernel(*a, **k), X, jitter=1e-3))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Bernoulli(logits=f + 0.5 * g), obs=y)
+
+
+def part_of_pair(X: Tensor, y: Tensor, i: Tensor) -> None:
+    f: Any = pyro.sample("f", GaussianProcess(kernel, X, jitter=1e-3))
+    g: Any = pyro.sample("g", GaussianProcess(kernel, X, jitter=1e-3))
+    with pyro.plate("data", N, subsample=i):
+        pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
+
+
 def series(X: Tensor, y: Tensor) -> None:
     one = X.new_ones(())
     x: Any = pyro.sample("x", matern_state_space(X[:, 0].cumsum(0), one, one))
@@ -115,6 +129,8 @@ CASES: dict[str, tuple[Any, list[Tensor], Tensor | None]] = {
         [*data(B), torch.arange(B)],
         data(4)[0],
     ),
+    "two processes": (additive, data(), data(4)[0]),
+    "two processes, minibatch": (part_of_pair, [*data(B), torch.arange(B)], data(4)[0]),
     "state space": (series, times(), None),
 }
 

@@ -60,13 +60,14 @@ class Case:
     def bound(self):
         """The ELBO of Hensman, Matthews & Ghahramani (2015) for Gaussian noise, in plain formulas.
 
-        q(u - mean(Z)) is the prior times the evidence that the guide holds.
+        q(u) is the prior times the evidence that the guide holds; ``loc`` is its mean less mean(Z).
         """
         root = self.prior_root()
         held = self.guide.algebra
         S = torch.linalg.inv(torch.cholesky_inverse(root) + held.precision)
         S = 0.5 * (S + S.mT)
-        loc, K = S @ held.linear, root @ root.mT
+        loc = S @ (held.linear - LEVEL * held.precision.sum(-1))
+        K = root @ root.mT
         weights = torch.linalg.solve(K, self.kernel(Z, self.X)).mT
         mean = LEVEL + weights @ loc
         variance = self.kernel(self.X, diag=True) + JITTER + ((weights @ (S - K)) * weights).sum(-1)
@@ -140,14 +141,13 @@ def test_a_step_with_all_data_is_exact_too():
 def test_q_follows_the_prior_between_steps():
     """Predictions are made at the hyperparameters as they are now, with the evidence for u held."""
     case = Case().epochs(5)
-    before = case.guide.algebra.linear.clone()
     with torch.no_grad():
         case.kernel.log_lengthscale.add_(0.3)
         root = case.prior_root()
-    S = torch.linalg.inv(torch.cholesky_inverse(root) + case.guide.algebra.precision)
-    u = LEVEL + S @ before
-    weights = torch.linalg.solve(root @ root.mT, case.kernel(Z, NEW)).mT
-    expected = LEVEL + weights @ (u - LEVEL)
+    held = case.guide.algebra
+    S = torch.linalg.inv(torch.cholesky_inverse(root) + held.precision)
+    loc = S @ (held.linear - LEVEL * held.precision.sum(-1))
+    expected = LEVEL + torch.linalg.solve(root @ root.mT, case.kernel(Z, NEW)).mT @ loc
 
     def at_new(index=None):
         pyro.sample("f", GaussianProcess(case.kernel, NEW, mean=LEVEL, jitter=JITTER))
@@ -172,6 +172,66 @@ def _collapsed(case, points):
     fit = MultivariateNormal(torch.full((N,), LEVEL), Q + NOISE**2 * torch.eye(N)).log_prob(case.y)
     rest = case.kernel(case.X, diag=True) + JITTER - Q.diagonal()
     return (fit - 0.5 * rest.sum() / NOISE**2).detach()
+
+
+def test_a_level_that_is_learned():
+    """The mean of the process: the least-squares estimate under the prior and noise."""
+    case = Case(learn=False)
+    case.y = case.y + 3.0
+
+    def model(index=None):
+        level = pyro.param("level", torch.tensor(0.0))
+        plate = pyro.plate("data", N, subsample=index)
+        X = case.X[plate.indices]
+        f = pyro.sample("f", GaussianProcess(case.kernel, X, mean=level, jitter=JITTER))
+        with plate:
+            pyro.sample("y", dist.Normal(f, NOISE), obs=case.y[plate.indices])
+
+    guide = ngvi.AutoSites(model, inducing=Z)
+    loss = ngvi.SitesELBO()
+    svi = SVI(model, guide, ngvi.CVI(guide, others=Adam({"lr": 0.05})), loss)
+    for _ in range(100):
+        for index in torch.randperm(N).split(B):
+            svi.step(index)
+    cross = case.kernel(Z, case.X)
+    Q = cross.mT @ torch.linalg.solve(case.kernel(Z) + JITTER * torch.eye(len(Z)), cross)
+    weights = torch.linalg.solve(Q + NOISE**2 * torch.eye(N), torch.ones(N))
+    best = weights @ case.y / weights.sum()
+    assert abs(float(pyro.param("level").detach() - best)) < 0.02
+
+
+def test_two_processes():
+    """Location and log scale: all data after a refresh, against learning with all data."""
+    X, y = data(N)
+    found = []
+    for minibatches in (False, True):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        kernels = torch.nn.ModuleList([Matern(0.5, 1.0, learn=True), Matern(0.3, 2.0, learn=True)])
+
+        def model(index=None, kernels=kernels):
+            pyro.module("kernels", kernels)
+            plate = pyro.plate("data", N, subsample=index)
+            at, (first, second) = X[plate.indices], kernels
+            f = pyro.sample("f", GaussianProcess(first, at, jitter=JITTER))
+            g = pyro.sample("g", GaussianProcess(second, at, mean=-1.0, jitter=JITTER))
+            with plate:
+                pyro.sample("y", dist.Normal(f, g.exp()), obs=y[plate.indices])
+
+        guide = ngvi.AutoSites(model, inducing=Z)
+        loss = ngvi.SitesELBO()
+        svi: Any = SVI(model, guide, ngvi.CVI(guide, others=Adam({"lr": 0.05})), loss)
+        if not minibatches:
+            found.append(min(svi.step() for _ in range(200)))
+            continue
+        for _ in range(150):
+            for index in torch.randperm(N).split(B):
+                svi.step(index)
+        guide.refresh()
+        kernels.requires_grad_(False).train(False)
+        held: Any = SVI(model, guide, ngvi.CVI(guide), loss)
+        found.append([held.step() for _ in range(8)][-1])
+    assert found[1] < found[0] + 0.3
 
 
 def test_binary_data():

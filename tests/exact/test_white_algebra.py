@@ -98,14 +98,14 @@ def test_divergence_and_what_sites_are_expected_to_say() -> None:
 
 
 def test_evidence_of_other_coordinates() -> None:
-    evidence, root = collect(*problem(5, 1, True)), normal(5, 5).tril()
+    evidence, root, shift = collect(*problem(5, 1, True)), normal(5, 5).tril(), normal(5, seed=6)
     eta = normal(5, seed=5)
-    eps = root @ eta
+    eps = root @ eta + shift
 
     def says(e: Evidence, x: Tensor) -> Tensor:
         return e.constant + e.linear @ x - 0.5 * x @ e.precision @ x
 
-    torch.testing.assert_close(says(evidence.of(root), eta), says(evidence, eps))
+    torch.testing.assert_close(says(evidence.of(root, shift), eta), says(evidence, eps))
 
 
 def test_columns_that_are_zero_may_be_left_out() -> None:

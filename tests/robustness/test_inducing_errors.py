@@ -135,7 +135,7 @@ def test_no_process_at_all():
         with pyro.plate("data", 5):
             pyro.sample("y", dist.Normal(f, 1.0), obs=y)
 
-    with pytest.raises(ValueError, match="only Gaussian latent site is one GaussianProcess"):
+    with pytest.raises(ValueError, match=r"sites are all of them GaussianProcess.*'f' \(Normal\)"):
         step(model, torch.ones(5), inducing=Z)
 
 
@@ -149,6 +149,85 @@ def test_data_that_see_other_inputs_are_refused():
 
     with pytest.raises(ValueError, match="see the GaussianProcess 'f' through the result of flip"):
         step(model, X, y, inducing=Z)
+
+
+def additive(second, seen=lambda f, g: f + g):
+    """f at the inputs of the data, and ``second(X, f)``."""
+
+    def model(X, y, batch=None):
+        plate = pyro.plate("data", len(X), subsample_size=batch)
+        f = pyro.sample("f", GaussianProcess(Matern(), X[plate.indices]))
+        g = pyro.sample("g", second(X[plate.indices], f))
+        with plate:
+            pyro.sample("y", dist.Normal(seen(f, g), 1.0), obs=y[plate.indices])
+
+    return model
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        lambda f, g: f + g.flip(0),
+        lambda f, g: f + g - g.mean(),
+        lambda f, g: f + g.roll(1),
+        lambda f, g: (f + g)[:1].expand(20),
+    ],
+)
+def test_data_that_see_one_of_several_processes_elsewhere(seen):
+    X, y = data(20)
+    model = additive(lambda X, f: GaussianProcess(Matern(), X), seen)
+    with pytest.raises(
+        ValueError, match=r"data of 'y'.* see 'f' and 'g' through .* own input only"
+    ):
+        step(model, X, y, inducing=Z)
+
+
+def test_processes_at_other_numbers_or_kinds_of_inputs():
+    X, y = data(20)
+    fewer = additive(lambda X, f: GaussianProcess(Matern(), X[:5]), lambda f, g: f + g.repeat(4))
+    with pytest.raises(ValueError, match=r"'f' has 20 inputs, and 'g' has 5\. With inducing"):
+        step(fewer, X, y, inducing=Z)
+
+    def plane(X, Z=None, diag=False):
+        return torch.ones(len(X)) if diag else (-torch.cdist(X, X if Z is None else Z)).exp()
+
+    model = additive(lambda X, f: GaussianProcess(plane, X[:, None]))
+    with pytest.raises(ValueError, match=r"has shape \(9,\), .*'g' have \(20, 1\)"):
+        step(model, X, y, inducing=Z)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda X, f: GaussianProcess(Matern(), X, mean=f),
+        lambda X, f: GaussianProcess(Matern(), X + f),
+        lambda X, f: GaussianProcess(lambda *a, **how: (1 + f[0] ** 2) * rbf(*a, **how), X),
+    ],
+)
+def test_processes_that_depend_on_each_other(second):
+    X, y = data(20)
+    with pytest.raises(
+        ValueError, match="prior of the GaussianProcess 'g' depends on the value of"
+    ):
+        step(additive(second), X, y, inducing=Z)
+
+
+@pytest.mark.parametrize("seen", [lambda f, i: f[i], lambda f, i: 2 * f[i] + 1])
+def test_minibatches_of_a_process_at_all_inputs(seen):
+    X, y = data(20)
+
+    def model(X, y, batch=None):
+        f = pyro.sample("f", GaussianProcess(Matern(), X))
+        with pyro.plate("data", len(X), subsample_size=batch) as i:
+            pyro.sample("y", dist.Normal(seen(f, i), 1.0), obs=y[i])
+
+    _, svi = step(model, X, y, inducing=Z)
+    with pytest.raises(
+        ValueError, match=r"'f' has 20 inputs in this call.*'y' have the shape \(5,"
+    ):
+        svi.step(X, y, batch=5)
+    with pytest.raises(ValueError, match="'f'"):
+        step(model, X, y, inducing=Z, batch=5)
 
 
 @pytest.mark.parametrize("points", [Z[:, None], Z[:0]])
