@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .algebra import Algebra, DenseAlgebra
+from .algebra import Algebra
 from .call import Call
 from .chain import ChainAlgebra
+from .dense_algebra import DenseAlgebra
 from .inducing import InducingAlgebra
 from .plan import Plan
 
