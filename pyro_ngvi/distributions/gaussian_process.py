@@ -48,7 +48,9 @@ class GaussianProcess(TorchDistribution):
     """f ~ N(mean(inputs), kernel(inputs) + jitter I): one draw at all inputs, event shape (N,).
 
     A site of its own, outside of the plate of the data.  With minibatches (and ``inducing=`` given to
-    :class:`~pyro_ngvi.AutoSites`) make the plate first and f at its indices.
+    :class:`~pyro_ngvi.AutoSites`) make the plate first and f at its indices.  Parameters of kernel
+    and mean are learned by ``CVI(guide, others=Adam(...))``, in minibatches too; hold others by
+    ``requires_grad_(False)``.
 
     Args:
         kernel: any callable with the calls of ``pyro.contrib.gp.kernels``: ``kernel(X)`` (N, N),

@@ -61,7 +61,9 @@ class AutoSites(SiteData, SitePrediction, SiteModel, OwnName, AutoGuide):
     The structure is found by running the model at a few points at the first call, with the data.
     Row n of the data is the same datum at every call: a minibatch, or rows in another order, pass
     their numbers, ``pyro.plate("data", N, subsample=index)``.  After parameters of the model were
-    changed by hand, or loaded, call :meth:`refresh`.
+    changed by hand, or loaded, call :meth:`refresh`.  Hyperparameters are learned with all data, and
+    with inducing points in minibatches too; q is then close to what all sites say, and exactly that
+    after :meth:`refresh` with all data.
     Memory: N k (k + 1) numbers for the sites, and what the algebra needs: O(min(D, N k)^2) for a dense
     block of D latent variables, O(M^2) with M inducing points (of all processes together), O(T) for a
     state-space prior.
