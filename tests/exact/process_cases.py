@@ -7,6 +7,8 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro.infer import SVI
+from pyro.infer.autoguide import AutoGuideList
+from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.distributions import GaussianProcess
@@ -57,6 +59,27 @@ def trained(model, X, y, steps, inducing=None, others=None, **how):
     guide = ngvi.AutoSites(model, inducing=inducing)
     svi = SVI(model, guide, ngvi.CVI(guide, others=others), ngvi.SitesELBO())
     return guide, [_number(svi.step(X, y, **how)) for _ in range(steps)]
+
+
+def minibatches_agree_with_all_data(model, Z, X, y, batch):
+    """A list of guides, "scale" by mean field: the losses, within 4 of their standard errors.
+
+    Gives a trace of the guides under a minibatch.
+    """
+    guide = AutoGuideList(model)
+    guide.append(ngvi.AutoSites(pyro.poutine.block(model, hide=["scale"]), inducing=Z))
+    guide.append(ngvi.AutoMeanFieldNormal(pyro.poutine.block(model, expose=["scale"])))
+    optimizer = ngvi.CVI(guide, lr=0.5, others=Adam({"lr": 0.01}))
+    loss = ngvi.SitesELBO()
+    svi = SVI(model, guide, optimizer, loss)
+    for _ in range(20):
+        svi.step(X, y)
+    few = torch.tensor([loss.loss(model, guide, X, y, batch=batch) for _ in range(200)])
+    every = torch.tensor([loss.loss(model, guide, X, y) for _ in range(100)])
+    error = (few.var() / 200 + every.var() / 100).sqrt()
+    assert abs(few.mean() - every.mean()) < 4 * error
+    trace: Any = pyro.poutine.trace(guide).get_trace(X, y, batch=batch)
+    return trace
 
 
 def _number(loss: Any) -> float:

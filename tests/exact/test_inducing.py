@@ -9,13 +9,20 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI, Predictive, Trace_ELBO
-from pyro.infer.autoguide import AutoGuideList
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import nn
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.distributions import GaussianProcess
-from tests.exact.process_cases import LEVEL, NOISE, Matern, data, make_model, trained
+from tests.exact.process_cases import (
+    LEVEL,
+    NOISE,
+    Matern,
+    data,
+    make_model,
+    minibatches_agree_with_all_data,
+    trained,
+)
 
 JITTER = 1e-4
 Z = torch.linspace(0.1, 4.9, 9, dtype=torch.float64)
@@ -300,17 +307,5 @@ def test_minibatches_in_a_list_of_guides():
         with plate:
             pyro.sample("y", dist.Normal(f, scale), obs=y[plate.indices])
 
-    guide = AutoGuideList(model)
-    guide.append(ngvi.AutoSites(pyro.poutine.block(model, hide=["scale"]), inducing=Z))
-    guide.append(ngvi.AutoMeanFieldNormal(pyro.poutine.block(model, expose=["scale"])))
-    optimizer = ngvi.CVI(guide, lr=0.5, others=Adam({"lr": 0.01}))
-    svi = SVI(model, guide, optimizer, ngvi.SitesELBO())
-    for _ in range(20):
-        svi.step(X, y)
-    loss = ngvi.SitesELBO()
-    few = torch.tensor([loss.loss(model, guide, X, y, batch=5) for _ in range(200)])
-    all_data = torch.tensor([loss.loss(model, guide, X, y) for _ in range(100)])
-    error = (few.var() / 200 + all_data.var() / 100).sqrt()
-    assert abs(few.mean() - all_data.mean()) < 4 * error
-    trace: Any = pyro.poutine.trace(guide).get_trace(X, y, batch=5)
+    trace = minibatches_agree_with_all_data(model, Z, X, y, batch=5)
     assert len(trace.nodes["data"]["value"]) == 5 == len(trace.nodes["f"]["value"])

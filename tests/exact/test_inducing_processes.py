@@ -10,7 +10,6 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI, Predictive
-from pyro.infer.autoguide import AutoGuideList
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor, nn
 
@@ -18,7 +17,12 @@ import pyro_ngvi as ngvi
 from pyro_ngvi._particles import Minibatches
 from pyro_ngvi.distributions import GaussianProcess
 from pyro_ngvi.sites.run import Runner
-from tests.exact.process_cases import NOISE, Matern, trained
+from tests.exact.process_cases import (
+    NOISE,
+    Matern,
+    minibatches_agree_with_all_data,
+    trained,
+)
 
 N, M, JITTER = 24, 7, 1e-4
 Z = torch.linspace(0.1, 4.9, M, dtype=torch.float64)
@@ -435,17 +439,5 @@ def test_minibatches_in_a_list_of_guides() -> None:
         with plate:
             pyro.sample("y", dist.Normal(f + g, scale), obs=y[plate.indices])
 
-    guide = AutoGuideList(model)
-    guide.append(ngvi.AutoSites(pyro.poutine.block(model, hide=["scale"]), inducing=Z))
-    guide.append(ngvi.AutoMeanFieldNormal(pyro.poutine.block(model, expose=["scale"])))
-    optimizer = ngvi.CVI(guide, lr=0.5, others=Adam({"lr": 0.01}))
-    svi = SVI(model, guide, optimizer, ngvi.SitesELBO())
-    for _ in range(20):
-        svi.step(X, y)
-    loss = ngvi.SitesELBO()
-    few = torch.tensor([loss.loss(model, guide, X, y, batch=8) for _ in range(200)])
-    every = torch.tensor([loss.loss(model, guide, X, y) for _ in range(100)])
-    error = (few.var() / 200 + every.var() / 100).sqrt()
-    assert abs(few.mean() - every.mean()) < 4 * error
-    trace: Any = pyro.poutine.trace(guide).get_trace(X, y, batch=8)
+    trace = minibatches_agree_with_all_data(model, Z, X, y, batch=8)
     assert [len(trace.nodes[name]["value"]) for name in ("data", "f", "g")] == [8, 8, 8]
