@@ -16,7 +16,7 @@ log p(r) - log q(r) added: an estimate with ``num_particles`` draws.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,19 +142,26 @@ class SitesELBO(ELBO):
             call = block.call_of(args, kwargs)
             call.hidden = False
             return self._at(block, call, derivatives, exact=True)
-        estimates = [
-            self._at_draw(block, guide, args, kwargs, derivatives)
-            for _ in range(self.num_particles)
-        ]
+        estimates: list[tuple[Tensor, SiteTargets]] = []
+        for _ in range(self.num_particles):  # one minibatch for all, so that their data agree
+            given = estimates[0][1].call.runner.minibatches if estimates else {}
+            estimates.append(self._at_draw(block, guide, args, kwargs, derivatives, given))
         elbo = torch.stack([elbo for elbo, _ in estimates]).mean(0)
         return elbo, _averaged([targets for _, targets in estimates])
 
     def _at_draw(
-        self, block: AutoSites, guide: Any, args: Any, kwargs: Any, derivatives: bool
+        self,
+        block: AutoSites,
+        guide: Any,
+        args: Any,
+        kwargs: Any,
+        derivatives: bool,
+        given: Mapping[str, Tensor],
     ) -> tuple[Tensor, SiteTargets]:
-        """At one draw of the latent sites that other guides infer."""
-        trace = poutine.trace(guide).get_trace(*args, **kwargs)
-        values, minibatches, log_q = {}, {}, torch.zeros(())
+        """At one draw of the latent sites that other guides infer, with ``given`` minibatches."""
+        drawn: Any = poutine.condition(guide, data=dict(given)) if given else guide
+        trace: Any = poutine.trace(drawn).get_trace(*args, **kwargs)
+        values, minibatches, log_q = {}, dict(given), torch.zeros(())
         for name, site in trace.nodes.items():
             if site["type"] != "sample" or site["is_observed"]:
                 continue
@@ -187,8 +194,9 @@ class SitesELBO(ELBO):
                 algebra.begin_running(view)
             evidence = algebra.evidence
         else:
-            q = algebra.kept(view, block.natural_params().values())
-            new = q is None and not block.fresh  # without sites, their evidence is none
+            q = None if algebra.running else algebra.kept(view, block.natural_params().values())
+            # without sites, their evidence is none
+            new = algebra.running or (q is None and not block.fresh)
             evidence = algebra.recollect(view, tensors) if new else algebra.evidence
         q = algebra.posterior(view, evidence) if q is None else q
         if known(q.proper) is False:

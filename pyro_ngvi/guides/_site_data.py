@@ -134,6 +134,7 @@ class SiteData(WithoutData):
                     p.detach().zero_()
             before = self.algebra.evidence.linear
             self.algebra.evidence = Evidence.none(before, *before.shape)
+            self.algebra.running = False
             self.fresh = True
         else:
             chosen = self._group("reset", group)

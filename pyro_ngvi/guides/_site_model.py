@@ -66,7 +66,8 @@ class SiteModel:
         self._rest = self._draw_rest(own, args, kwargs)
         runner, other = self.runner(args, kwargs), None
         if self._rest:
-            other = self.runner(args, kwargs, values=self._draw_rest(own, args, kwargs))
+            values = self._draw_rest(own, args, kwargs)
+            other = self.runner(args, kwargs, values, runner.minibatches)  # with the same data
         self.plan = make_plan(runner, other, self.latent)
         self.algebra = make_algebra(self.plan, Call(self.plan, runner), self.inducing)
         for group in self.plan.groups:

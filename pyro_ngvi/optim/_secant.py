@@ -8,7 +8,8 @@ evaluation, and the secant through them crosses zero at the gain
 
 <d, mu - mu_old> is KL(q || q_old) + KL(q_old || q) > 0.  A sweep that overshoots makes the second
 slope negative, and the next one is shorter (Barzilai & Borwein 1988, in the geometry of the family).
-Where the ELBO fell all the same, half of d is taken back, again and again.
+Where the ELBO fell all the same, half of d is taken back, again and again; nearly all of it, where the
+ELBO is not finite.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ Pairs = dict[str, tuple[Tensor, Tensor]]
 ROUNDINGS = 256.0
 #: smallest share of lr that a secant asks for
 SMALLEST = 1.0 / 16.0
+#: what is left of a step after which the ELBO is not finite: halves of it could be lost as well
+LOST = 2.0**-8
 #: how often a step is halved; 2^-30 of it that still lowers the ELBO led nowhere up
 MOST_BACKS = 30
 
@@ -93,16 +96,18 @@ def next_sweep(
     secant = along / (along / memory["sweep.gain"] - slope)
     gain = torch.where(comparable & (along > 0) & (secant > 0), secant, lr).clamp(SMALLEST * lr, lr)
     step = towards(residual, exact, gain)
-    half: Pairs = {n: (0.5 * a, 0.5 * b) for n, (a, b) in last.items()}
+    share = torch.where(elbo.isfinite(), 0.5, LOST).to(elbo)
+    left: Pairs = {n: (share * a, share * b) for n, (a, b) in last.items()}
     kept = {
         name: torch.where(back, memory[name], value)
         for name, value in _named("sweep.moment.", moments).items()
     }
-    kept |= _named("sweep.step.", _choose(back, half, step))
+    kept |= _named("sweep.step.", _choose(back, left, step))
     kept["sweep.backs"] = torch.where(back, memory["sweep.backs"] + 1.0, 0.0)
     kept["sweep.elbo"] = torch.where(back, best, elbo)
-    kept["sweep.gain"] = torch.where(back, 0.5 * memory["sweep.gain"], gain)
-    change = _choose(back, {n: (-a, -b) for n, (a, b) in half.items()}, step)
+    kept["sweep.gain"] = torch.where(back, share * memory["sweep.gain"], gain)
+    undone = {n: (left[n][0] - a, left[n][1] - b) for n, (a, b) in last.items()}
+    change = _choose(back, undone, step)
     return Sweep(change, kept["sweep.gain"], back, kept)
 
 

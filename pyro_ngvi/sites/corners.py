@@ -50,8 +50,7 @@ def record(runner: Runner, noise: Tensor, only: Collection[Place] | None = None)
 
     def keep(place: Place, result: Tensor) -> None:
         if only is None or place in only:
-            # a copy where somebody may write into it later
-            results[place] = result.detach().clone() if only is None else result.detach()
+            results[place] = result.detach().clone()  # the model may write into it later
             names[place] = place.name
 
     run = runner(noise, on_operation=keep)

@@ -72,7 +72,7 @@ class _Operations(TorchFunctionMode):
         self.count += 1
         if place in self.run.replace:
             self.run.replaced += 1
-            return self.run.replace[place]
+            return self.run.replace[place].clone()  # the model may write into it
         self.run.on_operation(place, result)
         return result
 

@@ -138,6 +138,17 @@ def test_a_step_with_all_data_is_exact_too():
     assert not case.guide.algebra.running
 
 
+def test_reset_forgets_the_running_average():
+    case = Case().epochs(3)
+    case.hold()
+    case.guide.reset()
+    assert not case.guide.algebra.running
+    held: Any = SVI(case.model, case.guide, ngvi.CVI(case.guide), case.loss)
+    held.step()
+    bound = float(collapsed_bound(case.X, case.y, case.kernel))
+    assert abs(held.evaluate_loss() + bound) < 1e-7
+
+
 def test_q_follows_the_prior_between_steps():
     """Predictions are made at the hyperparameters as they are now, with the evidence for u held."""
     case = Case().epochs(5)
