@@ -200,9 +200,8 @@ class GaussianProcess(TorchDistribution):
         return -0.5 * (noise.square().sum(-1) + size * log(2 * pi)) - self.log_det_root()
 
     def __getstate__(self) -> dict[str, Any]:
-        if isinstance(
-            self.kernel, nn.Module
-        ):  # Pyro leaves a weakref on every parameter, each time anew
+        if isinstance(self.kernel, nn.Module):
+            # Pyro leaves a weakref on every parameter, each time anew
             for p in self.kernel.parameters():
                 cast(dict[str, Any], vars(p)).pop("unconstrained", None)
         return self.__dict__

@@ -171,7 +171,7 @@ class CVI(NaturalGradientOptim):
         along = share * pairing(change, moments)
         if block.algebra.running:  # where more has changed than these sites
             q, after = targets.posterior, block.algebra.white(targets.view, step.evidence)
-            along = q.expected(after) - q.expected(q.evidence)
+            along = q.expected(after.plus(q.evidence, -1.0))
         kl = step.log_normalizer - targets.posterior.log_normalizer - along
         damped = back | (share < 1.0)
         state["count"] = state["count"] + 1.0

@@ -198,9 +198,11 @@ class Call:
                         f"the loss need them; to predict, call the guide or use Predictive."
                     )
 
+        sets = _apart(groups)
+
         def terms(f: dict[str, Tensor]) -> dict[str, Tensor]:
             found = {}
-            for together in _apart(groups):
+            for together in sets:
                 replace = {}
                 for g in together:
                     replace |= g.predictor.split(f[g.name], self.shapes[g.name])

@@ -61,6 +61,23 @@ def trained(model, X, y, steps, inducing=None, others=None, **how):
     return guide, [_number(svi.step(X, y, **how)) for _ in range(steps)]
 
 
+def gradients_are_slopes(loss, parameters, *args):
+    """Gradients that the loss leaves in parameters, against differences of its values."""
+    for p in parameters:
+        p.grad = None
+    loss.loss_and_grads(*args)
+    for p in parameters:
+        assert p.grad is not None
+        for i in range(p.numel()):
+            at, ends = p.detach().clone(), []
+            for step in (1e-5, -1e-5):
+                p.data.reshape(-1)[i] = at.reshape(-1)[i] + step
+                ends.append(loss.loss(*args))
+            p.data.copy_(at)
+            slope = (ends[0] - ends[1]) / 2e-5
+            assert abs(float(p.grad.reshape(-1)[i]) - slope) < 1e-6 * (1 + abs(slope))
+
+
 def minibatches_agree_with_all_data(model, Z, X, y, batch):
     """A list of guides, "scale" by mean field: the losses, within 4 of their standard errors.
 
