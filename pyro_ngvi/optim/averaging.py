@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .._known import choose
 from ..families.base import Tensors
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Tail",
     "UsingAverage",
     "as_averaging",
+    "restart_average",
     "start_average",
     "step_average",
 ]
@@ -93,6 +95,14 @@ def step_average(
     square = (1.0 - rate).square() * state["average_square"] + rate.square()
     new = {"average_total": total, "average_square": square}
     return new | {"average." + name: v for name, v in average.items()}
+
+
+def restart_average(state: Tensors, params: Tensors, keep: Tensor) -> Tensors:
+    """``state``, with the average begun afresh at ``params`` unless ``keep``; its count too."""
+    fresh = {"average." + name: v for name, v in params.items()}
+    zeros = ("count", "average_total", "average_square")
+    fresh |= {name: torch.zeros_like(state[name]) for name in zeros}
+    return state | choose(keep, {k: state[k] for k in fresh}, fresh)
 
 
 class UsingAverage:

@@ -16,9 +16,10 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from .._known import choose, known
+from .._known import known
 from ..families.base import Tensors
 from ..guides.base import Curvature, find_blocks
+from .averaging import restart_average
 from .report import Report, StepReport, part
 
 __all__ = ["NaturalGradientOptim", "Report", "StepReport", "describe", "part"]
@@ -123,7 +124,8 @@ class NaturalGradientOptim(PyroOptim):
         if lag:
             values = {name: p + lag[name] for name, p in values.items()}
             if not known(intact):
-                state = _restart_average(state, values, intact)
+                # averages of what was there before somebody else wrote to the parameters are void
+                state = restart_average(state, values, intact)
         new, state, report = self._update(path, block, values, grads, state)
         answer = (block.averaged and part(state, "average.")) or new
         for name, p in tensors.items():
@@ -285,15 +287,6 @@ def _moved(value: Tensor, like: Tensor) -> Tensor:
         return value.to(like)
     # whole numbers that count something are read by the host, and stay there
     return value if value.dim() == 0 and value.dtype == torch.long else value.to(like.device)
-
-
-def _restart_average(state: Tensors, values: Tensors, intact: Tensor) -> Tensors:
-    """Averages of what was there before somebody else wrote to the parameters are void."""
-    restarted = {"average." + name: v for name, v in values.items()}
-    restarted |= {
-        name: torch.zeros_like(state[name]) for name in ("count", "average_total", "average_square")
-    }
-    return state | choose(intact, {k: state[k] for k in restarted}, restarted)
 
 
 def _check_state(path: str, fresh: Tensors, saved: Tensors) -> None:

@@ -15,6 +15,7 @@ import pyro_ngvi as ngvi
 from pyro_ngvi.families import FlowFamily, FullRankNormal, MeanFieldNormal
 from pyro_ngvi.fisher.scores import packed_scores
 from pyro_ngvi.flows import coupling_flow
+from pyro_ngvi.optim.averaging import Tail
 from pyro_ngvi.optim.spring import SpringRule
 
 FAMILIES: dict[str, Any] = {"mean field": MeanFieldNormal(), "full rank": FullRankNormal()}
@@ -94,6 +95,22 @@ def test_radius_bounds_the_step() -> None:
     assert bool(report.damped)
     # 200 draws see all nine directions, so the length is right to a fifth and KL to two fifths
     assert 0.5 < float(family.kl(new, params)) / (0.5 * 0.05**2) < 1.5
+
+
+@families
+@pytest.mark.parametrize(("nats", "begins_anew"), [(0.5, False), (2.0, True), (float("nan"), True)])
+def test_an_average_far_from_the_iterate_begins_anew(
+    kind: str, nats: float, begins_anew: bool
+) -> None:
+    family, params, z = setting(kind, 2000)
+    rule = SpringRule(family, 0.3, averaging=Tail())
+    state = rule.init(params)
+    # KL = |shift|^2 / (2 sd^2), whose estimate from 2,000 draws has a standard error below 0.05
+    state["average.loc"] = params["loc"] + 0.8 * torch.tensor([(2 * nats) ** 0.5, 0.0, 0.0])
+    state["count"] = torch.tensor(12.0)
+    new, after, _ = updated(rule, params, z, torch.randn(2000), state)
+    assert after["count"] == (1.0 if begins_anew else 13.0)
+    assert torch.equal(after["average.loc"], new["loc"]) == begins_anew
 
 
 def funnel() -> None:
@@ -205,7 +222,7 @@ def test_meta_device(kind: str) -> None:
     if family is None:
         family = FlowFamily("full")
         family.define(coupling_flow(3, "affine", 2, (4,), 4).to("meta"))
-    rule = SpringRule(family, 0.3)
+    rule = SpringRule(family, 0.3, averaging=Tail())
     params = family.init(torch.zeros(3, device="meta"), 0.1)
     z, r = torch.empty(5, 3, device="meta"), torch.empty(5, device="meta")
     new, state, _ = updated(rule, params, z, r)
