@@ -18,6 +18,7 @@ from pyro.infer.autoguide import AutoContinuous, AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.nn import PyroModule
 from pyro.poutine.indep_messenger import CondIndepStackFrame
+from pyro.poutine.messenger import Messenger
 from torch.distributions import Transform
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "has_model",
     "kept_whole",
     "model_as_given",
+    "model_under",
     "module_name",
     "particle_plate",
     "rename",
@@ -78,6 +80,17 @@ def has_model(guide: AutoGuide) -> bool:
 def give_model(guide: AutoGuide, model: Callable[..., Any]) -> None:
     """Let ``guide``, a copy that came without one, run this model."""
     guide._model = (model,)
+
+
+@contextmanager
+def model_under(guide: AutoGuide, handler: Messenger) -> Iterator[None]:
+    """Run the model of ``guide`` under ``handler``, inside of those that its guide puts around."""
+    given = guide._model
+    guide._model = (handler(guide.model),)
+    try:
+        yield
+    finally:
+        guide._model = given
 
 
 def model_as_given(guide: AutoContinuous) -> Callable[..., Any]:

@@ -63,7 +63,7 @@ class GaussianProcess(TorchDistribution):
     Raises:
         ValueError: for a kernel that is no callable, inputs without a first dimension, a negative
             jitter; where a factor is asked for, for a kernel matrix that is not positive definite; in
-            a plate.
+            the plate of the data.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -117,10 +117,24 @@ class GaussianProcess(TorchDistribution):
         super().__init__(torch.Size(), shape, validate_args=validate_args)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> GaussianProcess:
-        """Itself for batch shape (); there are no batches."""
-        if torch.Size(batch_shape) == self.batch_shape:
+        """Independent draws of the process, such as those of a vectorised plate of particles.
+
+        Refused for the plate of the data, where f would be drawn once for each of its own inputs.
+        """
+        batch_shape, size = torch.Size(batch_shape), len(self.inputs)
+        if batch_shape == self.batch_shape:
             return self
-        raise ValueError(
+        if batch_shape[-1] == size > 1:
+            raise self.in_plate(batch_shape)
+        new: Any = self._get_checked_instance(GaussianProcess, _instance)
+        vars(new).update(vars(self))
+        TorchDistribution.__init__(new, batch_shape, self.event_shape, validate_args=False)
+        new._validate_args = self._validate_args
+        return new
+
+    def in_plate(self, batch_shape: torch.Size) -> ValueError:
+        """What is wrong where the site of a process stands in a plate of the model."""
+        return ValueError(
             f"A GaussianProcess is one draw at all of its {len(self.inputs)} inputs, and can not be "
             f"expanded to batch shape {tuple(batch_shape)}. Take its site out of the plate: "
             f'data = pyro.plate("data", N, subsample_size=B); '
@@ -130,7 +144,7 @@ class GaussianProcess(TorchDistribution):
 
     @property
     def loc(self) -> Tensor:
-        """mean(X), (N,)."""
+        """mean(X), (*batch_shape, N)."""
         if self._loc is None:
             X, mean = self.inputs, self.mean_function
             if callable(mean):
@@ -145,7 +159,7 @@ class GaussianProcess(TorchDistribution):
                 loc = torch.as_tensor(0.0 if mean is None else mean, dtype=dtype, device=X.device)
                 loc = loc.expand(self.event_shape)
             self._loc = loc
-        return self._loc
+        return self._loc.expand(self._extended_shape()) if self.batch_shape else self._loc
 
     def mean_at(self, inputs: Tensor) -> Tensor:
         """mean(Z) (M,) at other inputs; 0 for a mean that is given as a number for each of its own."""
@@ -172,8 +186,9 @@ class GaussianProcess(TorchDistribution):
 
     @property
     def variance(self) -> Tensor:
-        """k(x, x) + jitter at every input, (N,)."""
-        return self.kernel(self.inputs, diag=True) + self.jitter
+        """k(x, x) + jitter at every input, (*batch_shape, N)."""
+        variance = self.kernel(self.inputs, diag=True) + self.jitter
+        return variance.expand(self._extended_shape()) if self.batch_shape else variance
 
     def from_noise(self, noise: Tensor) -> Tensor:
         """loc + R noise for white ``noise`` (..., N)."""
@@ -184,14 +199,14 @@ class GaussianProcess(TorchDistribution):
         return self.scale_tril.diagonal().log().sum()
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draws (*sample_shape, N)."""
-        shape = torch.Size(sample_shape) + self.event_shape
+        """Draws (*sample_shape, *batch_shape, N)."""
+        shape = self._extended_shape(torch.Size(sample_shape))
         if _MEANS.get():
             return self.loc.expand(shape)
         return self.from_noise(torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device))
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """log p(value) (...) in nats for ``value`` (..., N)."""
+        """log p(value) (...) in nats for ``value`` (..., N), in the batch shape at least."""
         if self._validate_args:
             self._validate_sample(value)
         off = (value - self.loc).unsqueeze(-1)

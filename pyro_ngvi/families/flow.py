@@ -19,7 +19,8 @@ one d x d solve a draw.  "Sticking the landing", the path gradient of the ELBO, 
 (dz/dlambda)' (s - grad_z log p); :class:`~pyro_ngvi.guides.posterior.FamilyDistribution` takes its s
 from the inverse at detached parameters.
 
-Not for: discrete structure, d in the thousands (a score is as long as all parameters together).
+Not for: discrete structure, d in the thousands (a score is as long as all parameters together); the
+optimizers that need scores, where the flow's own backward pass reads its module (Zuko's UNAF and CNF).
 """
 
 from __future__ import annotations
@@ -140,7 +141,17 @@ class FlowFamily(MonteCarloFamily):
     def _score_by_autograd(self, params: Tensors, z: Tensor) -> Tensors:
         with torch.enable_grad():
             leaves = {name: v.detach().requires_grad_() for name, v in params.items()}
-            grads = each_gradient(self.log_prob(leaves, z), list(leaves.values()))
+            value = self.log_prob(leaves, z)
+            try:
+                grads = each_gradient(value, list(leaves.values()))
+            except RuntimeError as error:  # Zuko's UNAF and CNF run their networks anew to go back
+                raise RuntimeError(
+                    f"AutoFlow: log q of this flow can not be differentiated in parameters that are "
+                    f"passed to it, so that there are no scores ({str(error).split('.')[0]}). Zuko's "
+                    f"UNAF and CNF are such: train them by an ordinary optimizer, such as "
+                    f"pyro.optim.Adam with Trace_ELBO, or take another flow, such as zuko.flows.NSF "
+                    f"or NAF."
+                ) from error
         return dict(zip(leaves, grads, strict=True))
 
     def path_score(self, params: Tensors, noise: Tensor) -> Tensors:

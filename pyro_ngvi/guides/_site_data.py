@@ -59,7 +59,7 @@ class SiteData(WithoutData):
                 there, whose data have more than one dimension or a latent variable each, and for
                 all data of a group.
             RuntimeError: where the guide does not know what these data see of the latent block:
-                before its first call, after a call with a minibatch, in a copy.
+                before its first call, after a call with a minibatch, unpickled.
 
         Example:
             >>> import torch, pyro, pyro.distributions as dist, pyro_ngvi as ngvi
@@ -194,7 +194,7 @@ class SiteData(WithoutData):
         if call is None or not call.whole:
             raise RuntimeError(
                 f"AutoSites.{what}: the guide does not know what these data see of the latent block, "
-                f"as its last call had a minibatch, or it is a copy without one. Call "
+                f"as its last call had a minibatch, or it is an unpickled copy without one. Call "
                 f"guide.refresh(*args) with all data before."
             )
         view = self.algebra.view(call)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.nn.module import pyro_method
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
+from .._module_params import ModuleParams
 from .._particles import Minibatches
-from .._pyro_adapter import give_model, has_model, module_name
+from .._pyro_adapter import give_model, has_model, model_under, module_name
 from .._random import own_random_state
 from ..distributions.gaussian_process import draws_are_means
 from ..sites.call import Call
@@ -39,9 +42,12 @@ class SiteModel:
     site_tensors: Any
     _rest: dict[str, Tensor]
 
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+    @pyro_method  # a loss may ask before the guide is called, and the store's sites are wanted then too
+    def _setup_prototype(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             with poutine.block(), own_random_state(SEED), torch.no_grad():
+                with ModuleParams():
+                    _ = self.inducing  # read, so that a parameter is the one of the store
                 with draws_are_means(self.inducing is not None):  # no N x N matrix
                     self._find_structure(args, kwargs)
         except BaseException:
@@ -57,7 +63,8 @@ class SiteModel:
             )
         try:
             parent: Any = super()
-            parent._setup_prototype(*args, **kwargs)
+            with model_under(guide, ModuleParams()):
+                parent._setup_prototype(*args, **kwargs)
         except ZeroDivisionError:
             self.runner(args, kwargs)(None)  # which says so if it was an empty minibatch
             raise
@@ -137,6 +144,18 @@ class SiteModel:
         assert self.plan is not None
         chosen = Minibatches(minibatches)
         return Call(self.plan, self.runner(args, kwargs, values, chosen))
+
+    def check_arguments(self, args: Any, kwargs: Any) -> None:
+        """Refuse arguments that the model does not take: no step has left those of a user."""
+        model: Any = self.whole_model()
+        program = model.forward if isinstance(model, nn.Module) else model
+        try:
+            inspect.signature(program).bind(*args, **kwargs)
+        except TypeError as error:
+            raise RuntimeError(
+                f"AutoSites has not made a step whose arguments it could take ({error}): pass those of "
+                f"the model, as in guide.median(X)."
+            ) from error
 
     def owns(self, name: str) -> bool:
         """Whether a sample site of the guide's trace is one of this guide."""

@@ -77,6 +77,8 @@ class WithoutData(SiteViews):
                 )
             args, kwargs = self._last
         guide: Any = self
+        if not args and not kwargs:
+            guide.check_arguments(args, kwargs)
         call = guide.call_of(args, kwargs)
         if not call.whole:
             raise ValueError(

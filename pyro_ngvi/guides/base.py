@@ -14,12 +14,14 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
 from .._known import choose, equal, known
+from .._module_params import ModuleParams
 from .._pyro_adapter import (
     OwnName,
     claim_name,
     has_model,
     kept_whole,
     model_as_given,
+    model_under,
     module_name,
     particle_plate,
     rename,
@@ -162,7 +164,8 @@ class AutoFamily(OwnName, AutoContinuous):
                 f"carry the model. Call the original once, then copy it."
             )
         try:
-            super()._setup_prototype(*args, **kwargs)
+            with model_under(self, ModuleParams()):
+                super()._setup_prototype(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             if "found no latent variables" in str(error):
                 raise ValueError(

@@ -212,8 +212,9 @@ class AutoSites(SiteData, SitePrediction, SiteModel, OwnName, AutoGuide):
     def _call_of_last(self, args: Any, kwargs: Any) -> Call:
         self._require_setup()
         self._up_to_date()
-        if not args and not kwargs and self._last is not None:
-            args, kwargs = self._last
+        if not args and not kwargs:
+            args, kwargs = ((), {}) if self._last is None else self._last
+            self.check_arguments(args, kwargs)
         return self.call_of(args, kwargs)
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,6 +270,8 @@ class AutoSites(SiteData, SitePrediction, SiteModel, OwnName, AutoGuide):
         other.__setstate__(deepcopy(self.__getstate__(), memo))
         if has_model(self):
             give_model(other, self.model)
+            # the model runs, so it can at the arguments of the last step, which are not copied
+            other._last, other._since = self._last, self._since
         return other
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

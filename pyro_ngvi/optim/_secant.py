@@ -90,7 +90,8 @@ def next_sweep(
     moved = {n: (m - before[n][0], M - before[n][1]) for n, (m, M) in moments.items()}
     best = memory["sweep.elbo"]
     slack = ROUNDINGS * torch.finfo(elbo.dtype).eps * (1.0 + size)
-    fell = best.isfinite() & ~(elbo >= best - slack)
+    # where the ELBO is -inf so is best - slack
+    fell = best.isfinite() & ~(elbo.isfinite() & (elbo >= best - slack))
     back = comparable & fell & (memory["sweep.backs"] < MOST_BACKS)
     along, slope = pairing(last, moved), pairing(residual, moved)
     secant = along / (along / memory["sweep.gain"] - slope)

@@ -70,14 +70,24 @@ def corners(runner: Runner, dim: int, name: str) -> list[Record]:
     All have the tensors that are not the same in the first and in the last.
 
     Raises:
-        ValueError: where these two do not run the same operations.
+        ValueError: where these two do not run the same operations, or the second writes into tensors of
+            the first.
     """
     e, u, v = fixed_normal(3, dim, seed=20_170_615)
     at_zero = torch.isfinite(data_terms(runner.sites(torch.zeros_like(e))[name]))
     found: list[Record] = []
     for k in range(SHRINKS + 1):
         share = 0.25**k
-        first, last = record(runner, share * e), record(runner, share * (e + u + v))
+        first = record(runner, share * e)
+        terms = data_terms(first.sites[name])
+        last = record(runner, share * (e + u + v))
+        if not same(data_terms(first.sites[name]), terms):
+            raise ValueError(
+                f"AutoSites: the model keeps the tensor that the observed site {name!r} is made of "
+                f"and writes into it at every call (a buffer of a module, say), so that each run "
+                f"overwrites the one before. Write into a new tensor: start with "
+                f"f = self.f.clone() or torch.zeros(...), or use torch.cat."
+            )
         if first.values.keys() != last.values.keys():
             raise ValueError(OTHER_COURSE)
         moving = {

@@ -49,6 +49,8 @@ def gaussian_of(site: Site) -> Any:
             f"expose=[{site['name']!r}]))). If it stands for data, pass them (obs=...) at the guide's "
             f"first call."
         )
+    if isinstance(fn, GaussianProcess) and fn.batch_shape:
+        raise fn.in_plate(fn.batch_shape)
     return fn
 
 

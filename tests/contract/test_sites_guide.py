@@ -189,6 +189,27 @@ def test_deepcopy_is_a_guide_of_its_own() -> None:
     assert abs(loss - fitted().losses[-1]) < 1e-9
 
 
+def test_deepcopy_knows_the_last_step() -> None:
+    guide = fitted(3).guide
+    other = copy.deepcopy(guide)
+    assert same(other.median(), guide.median())
+    assert same(other.quantiles([0.1, 0.9]), guide.quantiles([0.1, 0.9]))
+    guide.remove([0, 1])
+    assert same(copy.deepcopy(guide).median(), guide.median())
+    assert other.sites()["y"].linear.shape[0] == N
+
+
+def test_median_without_arguments_before_a_step() -> None:
+    guide = ngvi.AutoSites(model)
+    guide(*data())
+    for ask in (guide.median, guide.get_posterior, guide.loo):
+        with pytest.raises(
+            RuntimeError, match=r"has not made a step.*'X'.*pass those of the model"
+        ):
+            ask()
+    guide.median(*data())
+
+
 def test_pickle_goes_on_with_the_model_of_svi() -> None:
     run = fitted(3)
     other = pickle.loads(pickle.dumps(run.guide))

@@ -185,6 +185,26 @@ def test_step_that_is_not_finite_is_skipped() -> None:
     assert optim.report().outcome != "skipped"
 
 
+@families
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])  # of -log p at a support's edge
+def test_one_draw_that_is_not_finite_leaves_no_trace(kind: str, value: float) -> None:
+    """The whole step is skipped and counted; what follows is as if it had not been."""
+    family, params, z = setting(kind, 20)
+    rule = SpringRule(family, 0.1, averaging=Tail())
+    residuals = torch.randn(20)
+    params, state, _ = updated(rule, params, z, residuals)
+    broken = residuals.clone()
+    broken[3] = value
+    same, skipped, report = updated(rule, params, z, broken, state)
+    assert not report.finite and report.skipped == 1.0 and report.step_norm == 0.0
+    assert all(torch.equal(same[name], params[name]) for name in params)
+    counts = ("skipped", "bad_entries")
+    assert all(torch.equal(skipped[k], v) for k, v in state.items() if k not in counts)
+    after, *_ = updated(rule, params, z, residuals, state)
+    again, *_ = updated(rule, same, z, residuals, skipped)
+    assert all(torch.equal(after[name], again[name]) for name in params)
+
+
 def test_refusals() -> None:
     guide = ngvi.AutoFullRankNormal(funnel)
     with pytest.raises(RuntimeError, match='curvature="scores"'):

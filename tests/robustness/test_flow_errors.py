@@ -8,7 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
+from pyro.infer import SVI, Trace_ELBO
 from torch import Tensor, nn
 
 import pyro_ngvi as ngvi
@@ -109,6 +109,11 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda d: transforms.AffineTransform(torch.zeros(d, requires_grad=True), 1.0),
         "'loc' of the transform AffineTransform requires a gradient",
     ),
+    "leaky relu": (
+        lambda d: [coupling(), transforms.LeakyReLUTransform()],
+        "LeakyReLUTransform has a kink at 0.*density.*jumps",
+    ),
+    "its inverse": (lambda d: transforms.LeakyReLUTransform().inv, "LeakyReLUTransform has a kink"),
     "batch norm": (lambda d: [coupling(), transforms.BatchNorm(d)], "BatchNorm"),
     "dropout": (Dropping, "has a Dropout"),
 }
@@ -119,6 +124,20 @@ def test_what_is_no_map_of_the_whole_space_is_refused(name: str) -> None:
     flow, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         called(flow)
+
+
+@pytest.mark.parametrize("kind", ["UNAF", "CNF"])
+def test_flows_without_scores_say_what_trains_them(kind: str) -> None:
+    """Their backward pass runs the module with its own parameters, whatever it was called with."""
+    zuko = pytest.importorskip("zuko")
+    how = {"hidden_features": (4,)} | ({"transforms": 1, "signal": 4} if kind == "UNAF" else {})
+    guide = called(lambda d: getattr(zuko.flows, kind)(d, **how))
+    svi = SVI(model, guide, ngvi.SPRING(guide), ngvi.BatchedELBO(4, curvature="scores"))
+    with pytest.raises(RuntimeError, match=r"no scores.*UNAF and CNF.*pyro\.optim\.Adam.*NSF"):
+        svi.step()
+    adam: Any = pyro.optim.Adam({"lr": 0.01})  # pyright: ignore[reportAttributeAccessIssue]
+    SVI(model, guide, adam, Trace_ELBO()).step()
+    assert all(p.isfinite().all() for p in guide.parameters())
 
 
 def test_positive_steps_between_real_ones_are_fine() -> None:

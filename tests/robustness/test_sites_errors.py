@@ -8,6 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.nn import PyroModule
 from torch import Tensor
 
 from tests.exact.site_cases import N, normal_weights
@@ -121,6 +122,24 @@ def too_wide(X: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Categorical(logits=X @ W), obs=y.abs().long())
 
 
+class Buffered(PyroModule):
+    """Writes its predictor into a buffer in parts, or into a copy of it."""
+
+    def __init__(self, copied: bool) -> None:
+        super().__init__()
+        self.copied = copied
+        self.register_buffer("f", torch.zeros(N, dtype=torch.float64))
+
+    def forward(self, X: Tensor, y: Tensor) -> None:
+        w = normal_weights(D)
+        f: Any = self.f
+        f = f.clone() if self.copied else f
+        f[: N // 2] = X[: N // 2] @ w
+        f[N // 2 :] = X[N // 2 :] @ w
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+
 OUTSIDE = {
     "latent scale": (latent_scale, r"latent site 's' is HalfNormal.*AutoGuideList\(model\)"),
     "bilinear": (bilinear, r"not depend on the latent block .* linear.*result that is not linear"),
@@ -146,6 +165,7 @@ OUTSIDE = {
     "local latent site": (local_latent, "prior of 'a' stands under a scale or a mask"),
     "no latent site": (no_latent, "no latent site of its own"),
     "no data that depend": (unseen, "no observed site depends on the latent block"),
+    "overwritten": (Buffered(False), r"keeps the tensor .* 'y'.*new tensor: .*self\.f\.clone\(\)"),
     "too many entries": (too_wide, "at most 64 linear combinations"),
 }
 
@@ -159,6 +179,14 @@ def test_model_outside_of_the_class(name: str) -> None:
         with pytest.raises(ValueError, match=message):
             svi.step(X(), y_real())
     assert guide.plan is None
+
+
+def test_a_copy_of_a_buffer_is_fine() -> None:
+    losses = []
+    for model in (Buffered(True), likelihood(lambda w: X() @ w)):
+        _, svi = made(model)
+        losses.append([svi.step(X(), y_real()) for _ in range(2)])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-9)
 
 
 def test_scale_around_the_step() -> None:

@@ -1,0 +1,94 @@
+"""Parameters of modules as their user left them, where a model runs for the first time.
+
+Reading ``module.x``, an ``nn.Parameter`` of a ``PyroModule``, Pyro registers x with its store, and
+
+* uses the module's x even where the store, loaded before, holds another one by that name: the value
+  that was loaded is ignored, and an optimizer trains a tensor that nobody reads;
+* makes x require gradients, although the user froze it.
+
+Under this handler the store's value goes into the module, as for ``pyro.param``, and a frozen parameter
+stays frozen.  A warning names what was replaced: a store that was left from another fit looks like one
+that was loaded.  A ``PyroParam`` and ``pyro.param`` need none of it.
+
+Too late for a frozen parameter that was read before the first call of a guide of ours, by a run of
+the model or by an ``AutoGuideList`` around the guide: freeze it again after that call.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pyro
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import nn
+from torch.distributions import constraints
+
+__all__ = ["ModuleParams"]
+
+
+class ModuleParams(Messenger):
+    """Around the first run of a model: the store's values go into modules, frozen ones stay so.
+
+    Raises:
+        ValueError: where the store holds a parameter of another shape.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._frozen: set[int] = set()
+        self._replaced: list[str] = []
+
+    def __exit__(self, *exception: Any) -> Any:
+        if self._replaced and exception[0] is None:
+            names = ", ".join(map(repr, self._replaced[:5])) + ", ..." * (len(self._replaced) > 5)
+            warnings.warn(
+                f"Pyro's parameter store held other values than the modules of the model, and these "
+                f"have taken them: {names}. If they are not from a store that you loaded, call "
+                f"pyro.clear_param_store() before a new fit, and make the model anew.",
+                stacklevel=2,
+            )
+        self._replaced.clear()
+        return super().__exit__(*exception)
+
+    def _pyro_param(self, msg: Any) -> None:
+        own = _own(msg)
+        if own is not None and not own.requires_grad:
+            self._frozen.add(id(own))
+
+    def _pyro_post_param(self, msg: Any) -> None:
+        own, value = _own(msg), msg["value"]
+        if own is None:
+            return
+        if value is not own:
+            self._take(msg["name"], own, value)
+            msg["value"] = pyro.get_param_store()[msg["name"]]
+        if id(own) in self._frozen:
+            own.requires_grad_(False)
+
+    def _take(self, name: str, own: nn.Parameter, value: torch.Tensor) -> None:
+        if value.shape != own.shape:
+            raise ValueError(
+                f"Pyro's parameter store holds {name!r} with the shape {tuple(value.shape)}, and the "
+                f"module's parameter has the shape {tuple(own.shape)}. It is from another model: call "
+                f"pyro.clear_param_store() first, or load the store that belongs to this one."
+            )
+        if not (
+            own.is_meta or torch.equal(own, value.to(own))
+        ):  # before the first step one may wait
+            self._replaced.append(name)
+        with torch.no_grad():
+            own.copy_(value)
+        store = pyro.get_param_store()
+        del store[name]
+        store[name] = own
+
+
+def _own(msg: Any) -> nn.Parameter | None:
+    """The parameter of a module that a message registers, if it is one."""
+    first = next(iter(msg["args"][1:]), None)
+    how = msg["kwargs"]
+    # under a constraint the store holds another tensor in any case; in a plate it may give some rows
+    plain = how.get("constraint") is constraints.real and how.get("event_dim") is None
+    return first if plain and isinstance(first, nn.Parameter) else None

@@ -1,0 +1,185 @@
+"""A parameter store that was loaded before a guide's first use, and parameters that were frozen."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.contrib.gp as gp
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoGuideList
+from pyro.nn import PyroModule, PyroParam
+from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
+from torch import Tensor, nn
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.distributions import GaussianProcess
+from tests.exact.site_cases import N, covariates, seeded
+
+positive = dist.constraints.positive
+pytestmark = pytest.mark.filterwarnings("ignore:Pyro's parameter store held other values")
+
+
+@pytest.fixture(autouse=True)
+def empty_store() -> None:
+    pyro.clear_param_store()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    X = covariates()
+    return X, X @ torch.tensor([1.0, -1.0, 0.5]) + 0.5 * torch.randn(N, generator=seeded(1))
+
+
+def with_params(X: Tensor, y: Tensor) -> None:
+    sd = pyro.param("sd", torch.tensor(2.0), constraint=positive)
+    noise = pyro.param("noise", torch.tensor(1.0), constraint=positive)
+    w: Any = pyro.sample("w", dist.Normal(torch.zeros(3), sd).to_event(1))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.StudentT(4.0, X @ w, noise), obs=y)
+
+
+class Module(PyroModule):
+    """Parameters of every kind: plain, constrained, and of an ordinary module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_sd = nn.Parameter(torch.tensor(0.7))
+        self.noise = PyroParam(torch.tensor(1.0), positive)
+        self.shift = nn.Linear(3, 1)
+        with torch.no_grad():
+            for p in self.shift.parameters():
+                p.fill_(0.1)
+
+    def forward(self, X: Tensor, y: Tensor) -> None:
+        w: Any = pyro.sample("w", dist.Normal(torch.zeros(3), self.log_sd.exp()).to_event(1))
+        with pyro.plate("data", len(X)):
+            mean = X @ w + self.shift(X).squeeze(-1)
+            pyro.sample("y", dist.StudentT(4.0, mean, self.noise), obs=y)
+
+
+def process(X: Tensor, y: Tensor) -> None:
+    f: Any = pyro.sample("f", GaussianProcess(gp.kernels.Matern32(3), X))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+
+def sites(model: Any) -> Any:
+    guide = ngvi.AutoSites(model, name="mine")
+    return SVI(model, guide, ngvi.CVI(guide, others=Adam({"lr": 0.1})), ngvi.SitesELBO())
+
+
+def full_rank(model: Any) -> Any:
+    guide = ngvi.AutoFullRankNormal(model, name="mine")
+    return SVI(model, guide, ngvi.NGVB(guide, others=Adam({"lr": 0.1})), Trace_ELBO(4))
+
+
+def batched(model: Any) -> Any:
+    guide = ngvi.AutoMeanFieldNormal(model, name="mine")
+    optim = ngvi.NGVB(guide, averaging=False, others=Adam({"lr": 0.1}))
+    return SVI(model, guide, optim, ngvi.BatchedELBO(4))
+
+
+def first(svi: Any, use: str) -> float:
+    pyro.set_rng_seed(3)
+    return float(getattr(svi, use)(*data()))
+
+
+@pytest.mark.parametrize("use", ["evaluate_loss", "step"])
+@pytest.mark.parametrize("make", [sites, full_rank, batched], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("model", [lambda: with_params, Module], ids=["params", "module"])
+def test_a_store_loaded_before_the_first_use_counts(
+    model: Callable[[], Any], make: Any, use: str, tmp_path: Path
+) -> None:
+    """Whatever uses the guide first: the value is the one of the run that was saved."""
+    trained = make(model())
+    for _ in range(4):
+        trained.step(*data())
+    pyro.get_param_store().save(str(tmp_path / "store"))
+    saved = first(trained, use)
+    pyro.clear_param_store()
+    resumed = make(model())
+    pyro.get_param_store().load(str(tmp_path / "store"))
+    assert first(resumed, use) == pytest.approx(saved, abs=1e-9)
+    # and what the optimizer trains is what the model reads
+    before = {name: p.detach().clone() for name, p in pyro.get_param_store().items()}
+    resumed.step(*data())
+    resumed.step(*data())
+    moved = {name for name, p in pyro.get_param_store().items() if not torch.equal(p, before[name])}
+    assert moved == set(before)
+
+
+def test_inducing_inputs_of_a_loaded_store(tmp_path: Path) -> None:
+    def made() -> tuple[Any, Any]:
+        start = nn.Parameter(torch.linspace(-1.0, 1.0, 12).reshape(4, 3))
+        guide = ngvi.AutoSites(process, inducing=start, name="mine")  # pyright: ignore[reportArgumentType]
+        optim = ngvi.CVI(guide, others=Adam({"lr": 0.1}))
+        return start, SVI(process, guide, optim, ngvi.SitesELBO())
+
+    inducing, svi = made()
+    for _ in range(4):
+        svi.step(*data())
+    moved, saved = inducing.detach().clone(), svi.evaluate_loss(*data())
+    pyro.get_param_store().save(str(tmp_path / "store"))
+    pyro.clear_param_store()
+    inducing, svi = made()
+    pyro.get_param_store().load(str(tmp_path / "store"))
+    assert svi.evaluate_loss(*data()) == pytest.approx(saved, abs=1e-9)
+    assert torch.equal(inducing, moved)
+
+
+def test_what_is_taken_from_the_store_is_named() -> None:
+    model = Module()
+    pyro.get_param_store()["log_sd"] = torch.tensor(0.3)
+    with pytest.warns(UserWarning, match=r"other values.*taken them: 'log_sd'\. If"):
+        ngvi.AutoSites(model)(*data())
+    with warnings.catch_warnings():  # the same values, or a store without them
+        warnings.simplefilter("error")
+        ngvi.AutoSites(model)(*data())
+        pyro.clear_param_store()
+        ngvi.AutoSites(Module())(*data())
+
+
+def test_a_store_of_another_model_is_refused() -> None:
+    model = Module()
+    pyro.get_param_store()["log_sd"] = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"'log_sd' with the shape \(2,\).*shape \(\)"):
+        ngvi.AutoSites(model)(*data())
+
+
+@pytest.mark.parametrize("make", [sites, full_rank, batched], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_frozen_parameter_stays_frozen(make: Any, stored: bool) -> None:
+    """Pyro makes every parameter that it registers require gradients."""
+    model = Module()
+    model.log_sd.requires_grad_(False)
+    if stored:
+        pyro.get_param_store()["log_sd"] = torch.tensor(0.3)
+    svi = make(model)
+    for _ in range(3):
+        svi.step(*data())
+    assert not model.log_sd.requires_grad
+    assert float(model.log_sd) == (0.3 if stored else 0.7)
+    noise: Any = model.noise
+    assert noise.item() != 1.0  # the others are learned
+
+
+def test_no_trainer_is_asked_for_where_all_parameters_are_frozen() -> None:
+    model = Module()
+    for p in model.parameters():
+        p.requires_grad_(False)
+    model.shift.eval()  # or Pyro warns that it does not register them
+    guide = ngvi.AutoSites(model)
+    SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO()).step(*data())
+
+
+def test_part_of_a_list_takes_what_was_loaded() -> None:
+    model = Module()
+    pyro.get_param_store()["log_sd"] = torch.tensor(0.3)
+    guide = AutoGuideList(model)
+    guide.append(ngvi.AutoFullRankNormal(model))
+    guide(*data())
+    assert model.log_sd.item() == 0.3
