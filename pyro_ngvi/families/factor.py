@@ -1,9 +1,17 @@
 r"""Factor-covariance Gaussian, q(z) = N(z; mu, B B' + diag(c^2)) with B of any rank r.
 
 Stored: ``loc`` = mu (d,), ``factor`` = B (d, r), ``log_scale`` = log c (d,).
-Local frame: everything in units of c.  With B~ = B / c and Sigma~ = I + B~ B~', a tangent (t, U, v)
-means dmu = c t, dB = c U, d log c = v, hence F t = Sigma~^-1 t; the equations for (U, v), and their
-exact solution without a d x d matrix, stand in :mod:`pyro_ngvi.families._factors`, with M = Sigma.
+In units of c, B~ = B / c and Sigma~ = I + B~ B~'.  With R R' = I + B~' B~, R lower triangular,
+
+    T = c [I + B~ (I + R)^-1 B~'],   T T' = Sigma
+
+(check: (I + R) (I + R') = I + R + R' + R R').
+
+**Local frame:** a tangent (t, U, v) means dmu = T t, dB = c U, d log c = v, hence F t = t, for every q.
+(With dmu = c t, F t = Sigma~^-1 t is small along B~, where t is then long.  Momentum carries t to the
+next step, and once B~ points elsewhere this throws q away: 1,000 nats at a step, in four dimensions.)
+The equations for (U, v), and their exact solution without a d x d matrix, stand in
+:mod:`pyro_ngvi.families._factors`, with M = Sigma.
 
 Not for posteriors that are close to independent (use ``MeanFieldNormal``) nor for d below about 100
 (use ``FullRankNormal``).
@@ -15,6 +23,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.linalg import solve_triangular
 
 from ._factors import Factors, cosine_columns
 from .base import LOG_2PI, Family, Tensors, clamp_exponent, keep_signature
@@ -24,6 +33,21 @@ __all__ = ["FactorNormal"]
 
 def _factors(params: Tensors) -> Factors:
     return Factors(params["factor"], params["log_scale"])
+
+
+def _root_times(factors: Factors, t: Tensor) -> Tensor:
+    """T t for t (d,)."""
+    along = (factors.B @ t).unsqueeze(-1)
+    m = solve_triangular(factors.identity + factors.C_chol, along, upper=False)
+    return factors.c * (t + m.squeeze(-1) @ factors.B)
+
+
+def _root_transposed_times(factors: Factors, g: Tensor) -> Tensor:
+    """T' g for g (d,)."""
+    scaled = factors.c * g
+    along = (factors.B @ scaled).unsqueeze(-1)
+    m = solve_triangular((factors.identity + factors.C_chol).mT, along, upper=True)
+    return scaled + m.squeeze(-1) @ factors.B
 
 
 def _precision_times(B: Tensor, log_scale: Tensor, x: Tensor) -> Tensor:
@@ -199,29 +223,44 @@ class FactorNormal(Family):
         return torch.linalg.vector_norm(torch.cat([params["factor"], c.unsqueeze(-1)], -1), dim=-1)
 
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
-        c = params["log_scale"].exp()
+        factors = _factors(params)
         return {
-            "loc": c * tangent["loc"],
-            "factor": c.unsqueeze(-1) * tangent["factor"],
+            "loc": _root_times(factors, tangent["loc"]),
+            "factor": factors.c.unsqueeze(-1) * tangent["factor"],
             "log_scale": tangent["log_scale"],
         }
 
+    def tangent_of(self, params: Tensors, velocity: Tensors) -> Tensors:
+        """The tangent of a velocity of ``params``: the inverse of :meth:`push`."""
+        factors = _factors(params)
+        # T^-1 = [I - B~ (R + R R')^-1 B~'] / c, by Woodbury's identity
+        x, R = velocity["loc"] / factors.c, factors.C_chol
+        m = solve_triangular(R, (factors.B @ x).unsqueeze(-1), upper=False)
+        m = solve_triangular((factors.identity + R).mT, m, upper=True)
+        return {
+            "loc": x - m.squeeze(-1) @ factors.B,
+            "factor": velocity["factor"] / factors.c.unsqueeze(-1),
+            "log_scale": velocity["log_scale"],
+        }
+
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        # push is diagonal, hence its own transpose; the copy puts the factors into rows, see _Geometry
-        return self.push(params, grads | {"factor": grads["factor"].mT.contiguous().mT})
+        factors = _factors(params)
+        return {
+            "loc": _root_transposed_times(factors, grads["loc"]),
+            "factor": (grads["factor"].mT.contiguous() * factors.c).mT,  # in rows, see Factors
+            "log_scale": grads["log_scale"],
+        }
 
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
         factors = _factors(params)
         along_B, along_c = factors.fisher_product(tangent["factor"].mT, tangent["log_scale"])
-        t = factors.inverse_product(tangent["loc"].unsqueeze(-2)).squeeze(-2)
-        return {"loc": t, "factor": along_B.mT, "log_scale": along_c}
+        return {"loc": tangent["loc"], "factor": along_B.mT, "log_scale": along_c}
 
     def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
         factors = _factors(params)
         G = gradient["factor"].mT.contiguous()
         U, v = factors.fisher_solve(G, gradient["log_scale"], self.cg_iterations)
-        t = torch.addmv(gradient["loc"], factors.B.mT, factors.B @ gradient["loc"])
-        return {"loc": t, "factor": U.mT, "log_scale": v}
+        return {"loc": gradient["loc"], "factor": U.mT, "log_scale": v}
 
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
@@ -229,7 +268,7 @@ class FactorNormal(Family):
         factors = _factors(params)
         move, change = factors.move(step * tangent["factor"].mT, step * tangent["log_scale"])
         return {
-            "loc": params["loc"] + step * factors.c * tangent["loc"],
+            "loc": params["loc"] + step * _root_times(factors, tangent["loc"]),
             "factor": params["factor"] + move.mT,
             "log_scale": clamp_exponent(params["log_scale"] + change),
         }

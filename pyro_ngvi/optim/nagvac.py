@@ -133,9 +133,8 @@ class NAGVACRule:
             "factor": params["factor"] - lr * m["factor"],
             "log_scale": clamp_exponent(torch.maximum(signed.abs(), nearest).log()),
         }
-        move = {"loc": m["loc"] / c, "factor": m["factor"] / c.unsqueeze(-1)}
-        move |= {"log_scale": m["scale"] / c}
-        step_norm = lr * self.family.fisher_norm(params, move)
+        move = {"loc": m["loc"], "factor": m["factor"], "log_scale": m["scale"] / c}
+        step_norm = lr * self.family.fisher_norm(params, self.family.tangent_of(params, move))
 
         # a NaN in the gradient is one in the norm
         finite = torch.isfinite(norm + reduce(torch.add, (v.sum() for v in new.values())))

@@ -126,7 +126,9 @@ class NaturalGradientRule:
             past = {name: self.momentum * state["move." + name] for name in names}
             past_along = dot({name: gradient[name] for name in names}, past)
             square = wanted.square()
-            added = 2.0 * wanted * past_along + self.momentum**2 * state["move_energy"]
+            # an estimate of F is another one now; Cauchy-Schwarz holds for each
+            past_energy = (self.momentum**2 * state["move_energy"]).maximum(past_along.square())
+            added = 2.0 * wanted * past_along + past_energy
             own = square * dot({name: gradient[name] for name in names}, direction)
             full_norm = (square + added).clamp_min(torch.finfo(wanted.dtype).tiny).sqrt()
             move_norm = torch.minimum(full_norm, radius)

@@ -172,6 +172,15 @@ def test_pull_is_the_transpose_of_push(name):
     torch.testing.assert_close(left, right)
 
 
+def test_tangent_of_a_velocity_is_the_inverse_of_push():
+    for name in ("factor_1", "factor_3"):
+        family = FAMILIES[name]
+        params, u = random_member(family), random_member(family, 3)
+        found = family.tangent_of(params, family.push(params, u))
+        for key, value in u.items():
+            torch.testing.assert_close(found[key], value)
+
+
 @family_cases
 def test_natural_gradient_solves_with_the_fisher_matrix(name):
     family = FAMILIES[name]
