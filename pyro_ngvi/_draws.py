@@ -18,6 +18,8 @@ from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 
 from pyro_ngvi._particles import Minibatches, Site, Sites, run_plainly
+from pyro_ngvi._random import own_random_state
+from pyro_ngvi._support import check_data
 from pyro_ngvi.density import (
     BatchedSite,
     BatchedTrace,
@@ -71,7 +73,8 @@ def prototype_sites(
 ) -> Sites:
     """The model's sample sites in one plain run at a draw from the guide, plates left out.
 
-    :raises ValueError: when a plate is subsampled, or the guide's latent sites are not the model's.
+    :raises ValueError: when a plate is subsampled, the guide's latent sites are not the model's, or
+        data lie outside the support of their site.
     """
     minibatches = Minibatches()
     with torch.no_grad():
@@ -105,6 +108,13 @@ def prototype_sites(
             "guide of another model? A guide's own helper variable needs "
             "infer={'is_auxiliary': True}."
         )
+
+    def unchecked() -> Sites:
+        with pyro.validation_enabled(False), own_random_state():
+            return run_plainly(model, drawn, args, kwargs, minibatches)
+
+    with torch.no_grad():
+        check_data(sites, unchecked)
     return sites
 
 

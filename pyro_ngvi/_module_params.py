@@ -61,9 +61,11 @@ class ModuleParams(Messenger):
         own, value = _own(msg), msg["value"]
         if own is None:
             return
-        if value is not own:
+        store = pyro.get_param_store()
+        # a handler such as poutine.substitute may have given another value, for this run alone
+        if value is not own and msg["name"] in store and store[msg["name"]] is value:
             self._take(msg["name"], own, value)
-            msg["value"] = pyro.get_param_store()[msg["name"]]
+            msg["value"] = store[msg["name"]]
         if id(own) in self._frozen:
             own.requires_grad_(False)
 

@@ -8,6 +8,7 @@ Three things a Pyro program does can not happen inside ``vmap`` and are moved ou
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import pyro
@@ -16,6 +17,9 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from pyro_ngvi._random import own_random_state
+from pyro_ngvi._vmap_error import vmap_error
 
 T = TypeVar("T")
 # Pyro's Message of a sample site, as Any: to a type checker each of its keys may be absent.
@@ -222,12 +226,15 @@ def run_particles(
             missing.add((need.name, size))
             if need.subsample is None:
                 with torch.no_grad(), pyro.poutine.block():
-                    first = {name: value[0] for name, value in values.items()}
-                    run_plainly(program, first | dict(shared or {}), args, kwargs, minibatches)
+                    first = _first_particle(values, shared)
+                    run_plainly(program, first, args, kwargs, minibatches)
             else:
                 minibatches.draw(need.name, need.subsample)
         except RuntimeError as error:
-            raise _vmap_error(error, sites) from error
+            following = partial(
+                _sites_of_plain_run, program, values, shared, args, kwargs, minibatches
+            )
+            raise vmap_error(error, sites, following) from error
 
 
 def run_plainly(
@@ -243,14 +250,20 @@ def run_plainly(
     return handler.sites
 
 
-def _vmap_error(error: RuntimeError, sites: Sites) -> RuntimeError:
-    where = f"the last site it reached is {next(reversed(sites))!r}" if sites else "at its start"
-    where = next(iter(getattr(error, "__notes__", ())), where)
-    reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
-    return RuntimeError(
-        f"The program can not run under torch.func.vmap ({where}): {reason}. "
-        f"Under vmap a program can not bring the value of a latent site into Python (.item(), "
-        f"if, while, NumPy), write it in place into a tensor made without it, or use an operation "
-        f"that has no batching rule. Rewrite that line, or use pyro.infer.Trace_ELBO, which runs "
-        f"the program once for each particle."
-    )
+def _first_particle(
+    values: Mapping[str, Tensor], shared: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    return {name: value[0] for name, value in values.items()} | dict(shared or {})
+
+
+def _sites_of_plain_run(
+    program: Callable[..., Any],
+    values: Mapping[str, Tensor],
+    shared: Mapping[str, Tensor] | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    minibatches: Minibatches,
+) -> Sites:
+    """The sites of a run without ``vmap``, for what an error says."""
+    with torch.no_grad(), pyro.poutine.block(), own_random_state():
+        return run_plainly(program, _first_particle(values, shared), args, kwargs, minibatches)

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from pyro.distributions import Independent, MaskedDistribution
 from pyro.infer.autoguide import AutoContinuous, AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.nn import PyroModule
+from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.messenger import Messenger
 from torch.distributions import Transform
@@ -28,11 +30,13 @@ __all__ = [
     "give_model",
     "has_model",
     "kept_whole",
+    "masks_of",
     "model_as_given",
     "model_under",
     "module_name",
     "particle_plate",
     "rename",
+    "unblocked",
     "with_inner",
 ]
 
@@ -97,6 +101,24 @@ def model_as_given(guide: AutoContinuous) -> Callable[..., Any]:
     """The model of a guide without the handler, around ``guide.model``, that starts its sites."""
     handler, *rest = getattr(getattr(guide.model, "func", None), "args", (None,))
     return rest[0] if isinstance(handler, InitMessenger) else guide.model
+
+
+def unblocked(model: Callable[..., Any]) -> Callable[..., Any]:
+    """``model`` without the ``poutine.block`` around it, so that a handler sees all its sites."""
+    handler, *rest = getattr(getattr(model, "func", None), "args", None) or (None,)
+    return unblocked(rest[0]) if isinstance(handler, BlockMessenger) else model
+
+
+def masks_of(site: Any) -> list[tuple[Any, int]]:
+    """The masks on a sample site, by ``poutine.mask`` and ``.mask``: a bool or a tensor, and how many
+    dimensions of the value it leaves out on the right."""
+    fn = site["fn"]
+    masks = [] if site["mask"] is None else [(site["mask"], fn.event_dim)]
+    while isinstance(fn, Independent | MaskedDistribution):
+        if isinstance(fn, MaskedDistribution):
+            masks.append((fn._mask, fn.event_dim))
+        fn = fn.base_dist
+    return masks
 
 
 def particle_plate(site: Any) -> CondIndepStackFrame | None:

@@ -10,6 +10,7 @@ The model is written for one draw (``X @ w``) and needs no plate for the particl
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from pyro_ngvi._particles import (
     Minibatches,
@@ -41,16 +43,40 @@ def site_kind(site: Site) -> Kind:
         return "latent"
     if (site["infer"] or {}).get("_deterministic"):
         return "deterministic"
-    fn = site["fn"]
+    return "factor" if isinstance(innermost(site["fn"]), dist.Unit) else "observed"
+
+
+def innermost(fn: Any) -> Any:
+    """The distribution within ``to_event`` and ``mask``."""
     while isinstance(fn, (dist.Independent, dist.MaskedDistribution)):
         fn = fn.base_dist
-    return "factor" if isinstance(fn, dist.Unit) else "observed"
+    return fn
+
+
+class _MaskedWrites(TorchFunctionMode):
+    """Writes ``x[mask] = number``, which has no rule under ``vmap``, as ``masked_fill_``."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__setitem__:
+            x, mask, value = args
+            if getattr(mask, "dtype", None) is torch.bool and isinstance(value, int | float):
+                return x.masked_fill_(mask, value)
+        return func(*args, **(kwargs or {}))
+
+
+def _evaluated(site: Site) -> Tensor:
+    fn = site["fn"]
+    # torch's Multinomial writes by a mask; only there, because a mode makes every call slower
+    with _MaskedWrites() if isinstance(innermost(fn), dist.Multinomial) else nullcontext():
+        return fn.log_prob(site["value"], *site["args"], **site["kwargs"])
 
 
 def site_log_prob(site: Site) -> tuple[Tensor, Tensor]:
     """The log probability of a recorded site in nats: unscaled, and with scale and mask."""
     try:
-        log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
+        log_prob = _evaluated(site)
         return log_prob, scale_and_mask(log_prob, site["scale"], site["mask"])
     except RuntimeError as error:
         error.add_note(f"in the log_prob of the site {site['name']!r}")

@@ -88,7 +88,8 @@ def to_arviz(
     :param resample: ``"psis"`` for importance resampling, ``None`` for the guide's own draws.
     :param kwargs: keyword arguments of the model.
     :warns RuntimeWarning: with ``resample``, when k-hat says that the weights are not to be relied on.
-    :raises ValueError: when a plate is subsampled; when the guide is a point mass, lacks a latent
+    :raises ValueError: when a plate is subsampled; for data outside the support of their site;
+        when the guide is a point mass, lacks a latent
         site of the model or is of another model; for fewer than 25 draws; when ``coords`` or
         ``dims`` do not fit; for another ``resample``, and with it for weights that are not finite.
 

@@ -134,7 +134,7 @@ def khat(
     :param batch_size: draws that the model sees at once, to bound memory; ``None`` for all.
     :param kwargs: keyword arguments of the model.
     :raises ValueError: for fewer than 25 draws, a subsampled plate, a guide that is a point mass
-        or does not sample the model's latent sites.
+        or does not sample the model's latent sites, and data outside the support of their site.
 
     >>> import pyro, pyro.distributions as dist
     >>> def model():

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeGuard, cast
 
 import pyro
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer import ELBO
@@ -31,6 +32,7 @@ from pyro_ngvi._particles import (
     run_plainly,
 )
 from pyro_ngvi._random import own_random_state
+from pyro_ngvi._support import LaterData
 from pyro_ngvi.density import site_log_prob
 from pyro_ngvi.elbo.check import (
     check_all_have_scores,
@@ -69,7 +71,10 @@ class BatchedELBO(ELBO):
     ``TraceEnum_ELBO`` are for these. ``pyro.poutine`` handlers around ``SVI.step`` act as usual.
 
     The first call for a pair of model and guide also runs both once without ``vmap``. That creates
-    their parameters, validates the data against the supports, and leaves the random state alone.
+    their parameters, validates the data against the supports, and leaves the random state alone. Data
+    of later calls are checked against the supports on a CPU only, and only against supports that do
+    not depend on latent sites (elsewhere it would have to wait for the answer): on a GPU they are
+    yours to check. NaN in later data is not refused there, nor what a mask hides.
 
     :param num_particles: S, the number of draws of the guide.
     :param curvature: what ``loss_and_grads`` leaves on the guide for its optimizer, beside the
@@ -125,6 +130,7 @@ class BatchedELBO(ELBO):
         self._active: CurvatureEstimator | None = None  # the estimator, in a step that records
         self._prepared: tuple[Program, Program] | None = None
         self._layout: tuple[Trace, LatentLayout] | None = None
+        self._later_data = LaterData({})
 
     def loss(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
         """An estimate of the negative ELBO, as a number and without gradients."""
@@ -167,7 +173,8 @@ class BatchedELBO(ELBO):
         """An estimate of the negative ELBO, a scalar tensor that can be differentiated."""
         prepared = self._prepared
         if prepared is None or prepared[0] is not model or prepared[1] is not guide:
-            self._get_trace(model, guide, args, kwargs)
+            sites, _ = self._get_trace(model, guide, args, kwargs)
+            self._later_data = LaterData(sites)
             self._estimator = None
             self._prepared = (model, guide)
         self._active = None
@@ -181,9 +188,12 @@ class BatchedELBO(ELBO):
             values, log_q = self._draw(guide, args, kwargs, shared)
 
         estimator = self._active
+        validates = dist.is_validation_enabled()  # it is off under vmap
 
         def log_joint(sites: Sites) -> Any:
             check_model(sites, values, shared)
+            if validates:
+                self._later_data.check(sites)
             return sum_log_prob(sites) if estimator is None else estimator.terms(sites)
 
         how: Any = {"shared": shared, "chunk_size": self.chunk_size}

@@ -9,6 +9,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_ngvi._particles import Site, Sites
+from pyro_ngvi._support import validated_log_prob
 from pyro_ngvi.density import site_kind, site_log_prob
 from pyro_ngvi.guides.base import AutoFamily
 
@@ -63,7 +64,7 @@ def check_replaced_priors(names: Collection[str], guide_sites: Sites, model_site
             continue
         ours, theirs = guide_sites[name], model_sites[name]
         scales = torch.as_tensor(ours["scale"]), torch.as_tensor(theirs["scale"])
-        masked = any(site["mask"] not in (None, True) for site in (ours, theirs))
+        masked = any(not (s["mask"] is None or s["mask"] is True) for s in (ours, theirs))
         if masked or not bool((scales[0] == scales[1]).all()):
             raise ValueError(
                 f"Model and guide differ in scale or mask at the site {name!r}, which the guide makes "
@@ -141,11 +142,7 @@ def check_values(sites: Sites) -> None:
     for site in sites.values():
         if site_is_subsample(site) or site_kind(site) == "deterministic":
             continue
-        try:
-            log_prob = site_log_prob(site)[1]
-        except ValueError as error:
-            raise ValueError(f"The site {site['name']!r} can not be evaluated: {error}") from error
-        check_log_prob_shape(site, log_prob)
+        check_log_prob_shape(site, validated_log_prob(site))
 
 
 def check_guide(sites: Sites) -> None:

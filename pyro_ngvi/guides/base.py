@@ -25,11 +25,15 @@ from .._pyro_adapter import (
     module_name,
     particle_plate,
     rename,
+    unblocked,
 )
 from ..families.base import Family, Tensors, entry_name
+from ._latent_checks import check_latents
+from ._made_at_first_call import MadeAtFirstCall
 from .initialization import init_to_center
 from .neutra import FamilyTransform, base_of
 from .posterior import FamilyDistribution, WithDensity
+from .quantiles import site_quantiles
 from .warm_start import find_mode
 
 __all__ = ["AutoFamily", "Curvature", "find_blocks"]
@@ -46,7 +50,7 @@ class Curvature:
     parts: Tensors
 
 
-class AutoFamily(OwnName, AutoContinuous):
+class AutoFamily(MadeAtFirstCall, OwnName, AutoContinuous):
     """A guide whose flat latent vector follows a :class:`~pyro_ngvi.families.Family`.
 
     Subclasses name their family; everything else is here.  The parameters are plain tensors in the
@@ -58,6 +62,9 @@ class AutoFamily(OwnName, AutoContinuous):
     ``quantiles``, ``get_posterior``, ``Predictive``, ``SVI.evaluate_loss`` and copies of the guide see
     it; draws made while gradients are recorded, as in ``SVI.step``, come from the iterate
     (:meth:`sampling_posterior`).
+
+    The first call runs the model once for the sites, and again, with other values, where a support is
+    not the real line or a site is masked.
 
     Copies (``copy.deepcopy``, ``pickle``, ``torch.save``) have parameters of their own and do not carry
     the model, so they have to be made after the first call.
@@ -76,7 +83,8 @@ class AutoFamily(OwnName, AutoContinuous):
 
     Raises:
         ValueError: at the first call, for a latent site that is discrete or inside a subsampled
-            plate, or a model without latent sites.  At the first call with Pyro's vectorised
+            plate, whose support moves with other latent sites, or with masked entries that nothing
+            depends on; or for a model without latent sites.  At the first call with Pyro's vectorised
             particles, for a model that broadcasts wrongly against them
             (:func:`~pyro_ngvi.check_vectorized`).
     """
@@ -190,6 +198,8 @@ class AutoFamily(OwnName, AutoContinuous):
                         f"give this site to pyro.infer.autoguide.AutoNormal(create_plates=...) in "
                         f"an AutoGuideList."
                     )
+        sites = dict(prototype.iter_stochastic_nodes())
+        check_latents(guide, unblocked(model_as_given(self)), sites, args, kwargs)
 
     def _create_plates(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         # Out of sight of the model: replayed there, the indices of a plate that has grown since the
@@ -308,6 +318,16 @@ class AutoFamily(OwnName, AutoContinuous):
         self._require_setup()
         params = self._current()
         return self.family.mean(params), self.family.stddev(params)
+
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Posterior median of each latent site; on a simplex that of its stick-breaking coordinates."""
+        return {name: q[0] for name, q in self.quantiles([0.5]).items()}
+
+    @torch.no_grad()
+    def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Posterior quantiles (len(quantiles), ...) of each latent site, for levels in (0, 1)."""
+        self._require_setup()
+        return site_quantiles(self, quantiles)
 
     def _require_setup(self) -> None:
         if self.prototype_trace is None:

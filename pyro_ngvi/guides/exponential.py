@@ -12,7 +12,7 @@ from torch.distributions import biject_to, transforms
 
 from ..families import MeanFieldDirichlet, MeanFieldGamma, MeanFieldNormal, ProductFamily
 from ..families.base import Family
-from .quantiles import AutoWithQuantiles
+from .base import AutoFamily
 
 __all__ = ["AutoExponentialFamily"]
 
@@ -25,7 +25,7 @@ HEADS: dict[str, type[transforms.Transform]] = {
 }
 
 
-class AutoExponentialFamily(AutoWithQuantiles):
+class AutoExponentialFamily(AutoFamily):
     """Each latent site, and each element of its batch, independently in a family for its support.
 
     ============================  ==========================================================

@@ -16,7 +16,7 @@ from ..families import FlowFamily
 from ..families.base import Family, Tensors
 from ..families.flow import GAUSSIANS, PREFIX
 from ..flows import KINDS, as_flow, coupling_flow, spline_of_one
-from .quantiles import AutoWithQuantiles
+from .base import AutoFamily
 from .warm_start import find_gaussian
 
 __all__ = ["AutoCouplingFlow", "AutoFlow"]
@@ -25,7 +25,7 @@ __all__ = ["AutoCouplingFlow", "AutoFlow"]
 _TAKEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-class AutoFlow(AutoWithQuantiles):
+class AutoFlow(AutoFamily):
     r"""A normalizing flow over all unconstrained latent variables: z = mu + A T(eps), eps ~ N(0, I).
 
     T is the flow that you pass, mu and A an affine map behind it, so that a flow that stays near the

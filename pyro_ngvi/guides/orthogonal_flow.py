@@ -8,8 +8,8 @@ from typing import Any
 from .._known import known
 from ..families import OrthogonalFlow
 from ..families.base import Family, Tensors
+from .base import AutoFamily
 from .posterior import FamilyDistribution
-from .quantiles import AutoWithQuantiles
 
 __all__ = ["AutoOrthogonalFlow"]
 
@@ -17,7 +17,7 @@ __all__ = ["AutoOrthogonalFlow"]
 TOLERANCE = 1e-3
 
 
-class AutoOrthogonalFlow(AutoWithQuantiles):
+class AutoOrthogonalFlow(AutoFamily):
     r"""A normalizing flow of elementwise activations psi between rotations W of all latent variables.
 
     With eps ~ N(0, I), over the flat unconstrained vector z (d,), for one layer

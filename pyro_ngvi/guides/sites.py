@@ -40,6 +40,7 @@ from .._pyro_adapter import (
 from ..families.base import entry_name
 from ..sites.call import Call
 from ..sites.plan import Plan
+from ._made_at_first_call import MadeAtFirstCall
 from ._site_data import SiteData
 from ._site_model import SiteModel
 from ._site_prediction import SitePrediction
@@ -48,7 +49,7 @@ from .posterior import SiteValue
 __all__ = ["AutoSites", "find_sites"]
 
 
-class AutoSites(SiteData, SitePrediction, SiteModel, OwnName, AutoGuide):
+class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, AutoGuide):
     r"""Prior times one Gaussian site per datum: a Gaussian guide for :class:`~pyro_ngvi.CVI`.
 
     q(z) propto p(z) prod_n exp(nu_n' f_n - f_n' Lambda_n f_n / 2), f_n = A_n z + b_n.  Linear and

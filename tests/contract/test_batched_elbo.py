@@ -44,6 +44,14 @@ def constrained(X: Tensor, y: Tensor) -> None:
         pyro.sample("x", dist.MultivariateNormal(u + p, scale_tril=rate * L), obs=X)
 
 
+def counts(X: Tensor, y: Tensor) -> None:
+    """Multinomial: its log_prob writes by a boolean mask."""
+    p = pyro.sample("p", dist.Dirichlet(X.new_ones(D)))
+    with pyro.plate("data", len(y)):
+        pyro.sample("c", dist.Multinomial(6, p), obs=X.new_tensor([1, 0, 5]).expand(len(y), D))
+    pyro.sample("e", dist.Multinomial(3, p[None]).to_event(1), obs=X.new_tensor([[1, 0, 2]]))
+
+
 def masked(X: Tensor, y: Tensor) -> None:
     w = pyro.sample("w", dist.Normal(X.new_zeros(D), 1.0).to_event(1))
     positive: Any = y > 0
@@ -107,6 +115,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     for f in (
         logistic,
         constrained,
+        counts,
         masked,
         scaled,
         factor_and_deterministic,

@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import (
     AutoDiagonalNormal,
@@ -14,6 +15,7 @@ from pyro.infer.autoguide import (
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
+from pyro_ngvi import NGVB, AutoFullRankNormal
 from pyro_ngvi.elbo import BatchedELBO
 from tests.contract.same_noise import Local, N, assert_same_as_trace_elbo, data
 
@@ -89,3 +91,67 @@ def test_minibatch_is_drawn_anew_and_may_change_its_size() -> None:
     assert [len(index) for index in steps] == [5, 5, 8, 8]
     assert not torch.equal(steps[0].sort()[0], steps[1].sort()[0])
     assert not torch.equal(steps[2].sort()[0], steps[3].sort()[0])
+
+
+def coins(y: Tensor, mask: Any = True) -> None:
+    p = pyro.sample("p", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(y)), poutine.mask(mask=mask):
+        pyro.sample("y", dist.Bernoulli(logits=p.expand(len(y))), obs=y)
+
+
+@pytest.mark.parametrize("kind", ["new tensor", "written in place"])
+def test_later_data_outside_the_support(kind: str) -> None:
+    elbo, guide, y = BatchedELBO(2), AutoDiagonalNormal(coins), torch.tensor([0.0, 1.0])
+    for _ in range(2):
+        elbo.loss_and_grads(coins, guide, y)
+    bad = torch.tensor([1.0, 2.0]) if kind == "new tensor" else y.add_(1.0)
+    with pytest.raises(ValueError, match=r"'y' can not be evaluated.*not within the support"):
+        elbo.loss_and_grads(coins, guide, bad)
+    with pytest.raises(ValueError, match=r"'y' can not be evaluated.*not within the support"):
+        elbo.loss_and_grads(coins, guide, bad)  # and once more
+    elbo.loss_and_grads(coins, guide, bad, bad == 1.0)
+    with pyro.validation_enabled(False):
+        elbo.loss_and_grads(coins, guide, bad)
+
+
+def test_later_data_that_are_not_numbers_skip_the_step() -> None:
+    guide = AutoFullRankNormal(coins)
+    svi = SVI(coins, guide, NGVB(guide), BatchedELBO(2))
+    svi.step(torch.tensor([0.0, 1.0]))
+    before = guide.loc.detach().clone()
+    with pytest.warns(RuntimeWarning, match="NGVB skipped a step"):
+        svi.step(torch.tensor([torch.nan, 1.0]))
+    assert torch.equal(guide.loc, before)
+
+
+def test_support_that_depends_on_a_latent_site_is_not_asked_later() -> None:
+    def model(y: Tensor) -> None:
+        z = pyro.sample("z", dist.Normal(0.0, 1.0)).exp()
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Uniform(0.0, 10.0 + z), obs=y)
+
+    elbo, guide = BatchedELBO(2), AutoDiagonalNormal(model)
+    elbo.loss(model, guide, torch.tensor([1.0, 2.0]))
+    assert elbo.loss(model, guide, torch.tensor([1.0, 99.0])) == float("inf")
+
+
+def test_support_that_moves_with_a_parameter_is_not_the_data_s_fault() -> None:
+    def model(y: Tensor) -> None:
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Uniform(0.0, pyro.param("end", torch.tensor(2.0))), obs=y)
+
+    elbo, guide = BatchedELBO(2), AutoDiagonalNormal(model)
+    elbo.loss(model, guide, torch.tensor([0.5, 1.0]))
+    pyro.param("end").data.fill_(0.7)
+    assert elbo.loss(model, guide, torch.tensor([0.5, 1.0])) == float("inf")
+
+
+def test_support_whose_check_branches_is_not_asked_under_vmap() -> None:
+    def model() -> None:
+        z = pyro.sample("z", dist.HalfNormal(1.0).expand([2]).to_event(1))
+        prior = dist.Wishart(torch.tensor(5.0), torch.eye(2))  # pyright: ignore
+        pyro.sample("S", prior, obs=torch.diag_embed(z) + 0.1)
+
+    elbo, guide = BatchedELBO(2), AutoDiagonalNormal(model)
+    assert all(elbo.loss(model, guide) < 1e3 for _ in range(2))

@@ -1,7 +1,7 @@
 """to_arviz: every group against slow references, for Pyro's own guides and hand-written ones."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import arviz as az
 import matplotlib
@@ -286,3 +286,16 @@ def test_unconstrained_log_det_cancels_in_the_weights(data: tuple[Tensor, Tensor
     )
     expected = torch.log_softmax(log_p - log_q, 0)
     torch.testing.assert_close(values_of(result, "sample_stats")["log_weights"], expected)
+
+
+@pytest.mark.parametrize("diagnostic", [khat, to_arviz])
+def test_data_outside_the_support_are_refused(diagnostic: Any) -> None:
+    def model(y: Tensor) -> None:
+        p, seen = pyro.sample("p", dist.Beta(2.0, 2.0)), cast(Any, y < 5)
+        with pyro.plate("data", len(y)), poutine.mask(mask=seen):
+            pyro.sample("y", dist.Bernoulli(p), obs=y)
+
+    guide = AutoNormal(model)
+    diagnostic(model, guide, torch.tensor([0.0, 1.0, 7.0]), num_samples=50)  # 7 is masked
+    with pytest.raises(ValueError, match=r"'y' can not be evaluated: Expected value argument"):
+        diagnostic(model, guide, torch.tensor([1.0, 2.0, 7.0]), num_samples=50)

@@ -227,3 +227,14 @@ def test_a_guide_can_be_given_up_and_built_again() -> None:
         guide = AutoMeanFieldNormal(model)
         guide(d)
         assert guide.loc.shape == (d,)
+
+
+@guides
+def test_state_dict_before_the_first_call(kind: str) -> None:
+    guide, _ = trained(kind)
+    fresh = GUIDES[kind](regression)
+    with pytest.raises(RuntimeError, match=r"before its first call.*call the guide once with"):
+        fresh.load_state_dict(guide.state_dict())
+    fresh(*data())
+    fresh.load_state_dict(guide.state_dict())
+    assert same(state(fresh), state(guide))

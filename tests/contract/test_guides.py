@@ -8,7 +8,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import Predictive, Trace_ELBO
-from torch.distributions import biject_to
+from torch.distributions import biject_to, constraints
 
 from pyro_ngvi import AutoFullRankNormal
 from tests.contract.registry import (
@@ -99,6 +99,32 @@ def test_quantiles_are_those_of_the_samples(kind: str) -> None:
         quantiles = guide.quantiles(levels)[name]
         for level, quantile in zip(levels, quantiles, strict=True):
             below = (samples[name].reshape(n, -1) < quantile.reshape(1, -1)).double().mean(0)
+            standard_error = (level * (1 - level) / n) ** 0.5
+            assert ((below - level).abs() < 4.5 * standard_error).all()
+
+
+def decreasing() -> None:
+    """The transform of "below" falls in every entry, that of "mixed" in the last two."""
+    below = constraints.less_than(torch.tensor([1.0, -2.0]))
+    pyro.sample("below", dist.ImproperUniform(below, (), (2,)))
+    halves = [constraints.positive, constraints.less_than(1.0)]
+    mixed = constraints.cat(halves, dim=-1, lengths=[1, 2])
+    pyro.sample("mixed", dist.ImproperUniform(mixed, (), (3,)))
+
+
+@guides
+def test_quantiles_where_the_transform_decreases(kind: str) -> None:
+    """As for the increasing ones: the share of the draws below each quantile is its level."""
+    guide = perturbed(called(kind, decreasing))
+    levels, n = [0.1, 0.5, 0.8], 4000
+    nodes: Any = poutine.trace(poutine.condition(decreasing, guide())).get_trace().nodes
+    z = guide.get_posterior().sample((n,))
+    for name, own in (("below", z[:, :2]), ("mixed", z[:, 2:])):
+        samples: Any = biject_to(nodes[name]["fn"].support)(own)
+        quantiles = guide.quantiles(levels)[name]
+        torch.testing.assert_close(quantiles[1], guide.median()[name])
+        for level, quantile in zip(levels, quantiles, strict=True):
+            below = (samples < quantile).double().mean(0)
             standard_error = (level * (1 - level) / n) ** 0.5
             assert ((below - level).abs() < 4.5 * standard_error).all()
 

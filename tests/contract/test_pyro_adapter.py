@@ -4,6 +4,7 @@ A failure here says that Pyro has changed: mend the adapter, the one file that k
 """
 
 import inspect
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -18,10 +19,12 @@ from pyro_ngvi._pyro_adapter import (
     claim_name,
     has_model,
     kept_whole,
+    masks_of,
     model_as_given,
     module_name,
     particle_plate,
     rename,
+    unblocked,
 )
 
 
@@ -94,6 +97,28 @@ def test_pyro_wraps_the_model_of_a_guide_in_an_init_messenger() -> None:
             "AutoContinuous no longer wraps its model in one InitMessenger as a partial of (handler, "
             "model): change model_as_given() in pyro_ngvi/_pyro_adapter.py."
         )
+
+
+def test_pyro_blocks_a_model_by_a_messenger_around_it() -> None:
+    twice = poutine.block(poutine.block(model, hide=["x"]), hide=["y"])
+    assert unblocked(model) is model
+    assert unblocked(twice) is model, (
+        "poutine.block(model) is no longer a partial of (BlockMessenger, model): change unblocked() in "
+        "pyro_ngvi/_pyro_adapter.py."
+    )
+
+
+def test_pyro_keeps_the_mask_of_a_distribution_in_mask() -> None:
+    mask: Any = torch.tensor([True, False])
+
+    def masked() -> None:
+        with poutine.mask(mask=False):
+            pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).mask(mask).to_event(1))
+
+    site = poutine.trace(masked).get_trace().nodes["x"]
+    (outer, outer_dim), (inner, inner_dim) = masks_of(site)
+    assert outer is False and outer_dim == 1
+    assert torch.equal(inner, mask) and inner_dim == 0
 
 
 def test_pyro_names_the_plate_of_vectorised_particles() -> None:

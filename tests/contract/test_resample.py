@@ -145,3 +145,17 @@ def test_weights_that_are_not_finite_are_refused() -> None:
 
     with pytest.raises(ValueError, match="nothing to smooth"):
         ngvi.to_arviz(broken, guide_of(0.0, 1.0), X, num_samples=50, resample="psis")
+
+
+def test_draw_whose_support_misses_the_data_has_no_weight() -> None:
+    """Uniform(0, z) at a draw z below the datum: impossible, not wrong."""
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Uniform(1.0, 3.0))
+        pyro.sample("y", dist.Uniform(0.0, z), obs=torch.tensor(2.0))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Uniform(1.0, 3.0))
+
+    weights = np.exp(ngvi.khat(model, guide, num_samples=200, seed=0).log_weights)
+    assert 50 < (weights == 0).sum() < 150  # Binomial(200, 1/2): 100, with standard deviation 7

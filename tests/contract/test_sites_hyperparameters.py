@@ -13,7 +13,8 @@ from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from tests.exact.site_cases import N, covariates, normal_weights, seeded
+from tests.exact.site_cases import N, normal_weights, seeded
+from tests.exact.site_cases import linear_data as data
 
 positive = dist.constraints.positive
 
@@ -21,11 +22,6 @@ positive = dist.constraints.positive
 @pytest.fixture(autouse=True)
 def empty_store() -> None:
     pyro.clear_param_store()
-
-
-def data() -> tuple[Tensor, Tensor]:
-    X = covariates()
-    return X, X @ torch.tensor([1.0, -1.0, 0.5]) + 0.5 * torch.randn(N, generator=seeded(1))
 
 
 def conjugate(X: Tensor, y: Tensor | None = None) -> None:

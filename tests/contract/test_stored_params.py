@@ -10,6 +10,7 @@ import pyro.contrib.gp as gp
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoGuideList
 from pyro.nn import PyroModule, PyroParam
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.distributions import GaussianProcess
-from tests.exact.site_cases import N, covariates, seeded
+from tests.exact.site_cases import linear_data as data
 
 positive = dist.constraints.positive
 pytestmark = pytest.mark.filterwarnings("ignore:Pyro's parameter store held other values")
@@ -27,11 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Pyro's parameter store held othe
 @pytest.fixture(autouse=True)
 def empty_store() -> None:
     pyro.clear_param_store()
-
-
-def data() -> tuple[Tensor, Tensor]:
-    X = covariates()
-    return X, X @ torch.tensor([1.0, -1.0, 0.5]) + 0.5 * torch.randn(N, generator=seeded(1))
 
 
 def with_params(X: Tensor, y: Tensor) -> None:
@@ -183,3 +179,11 @@ def test_part_of_a_list_takes_what_was_loaded() -> None:
     guide.append(ngvi.AutoFullRankNormal(model))
     guide(*data())
     assert model.log_sd.item() == 0.3
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pyro's, of parameters not substituted
+def test_a_value_that_a_handler_gives_stays_out_of_the_module() -> None:
+    model = Module()
+    with poutine.substitute(data={"log_sd": torch.tensor(5.0)}):
+        ngvi.AutoFullRankNormal(model)(*data())
+    assert model.log_sd.item() == pytest.approx(0.7)

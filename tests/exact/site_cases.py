@@ -25,6 +25,12 @@ def covariates(n: int = N, d: int = 3) -> Tensor:
     return torch.randn(n, d, generator=seeded())
 
 
+def linear_data() -> tuple[Tensor, Tensor]:
+    """Covariates (N, 3) and real data with noise of sd 0.5."""
+    X = covariates()
+    return X, X @ torch.tensor([1.0, -1.0, 0.5]) + 0.5 * torch.randn(N, generator=seeded(1))
+
+
 def counts(rate: Tensor) -> Tensor:
     return torch.poisson(rate, generator=seeded(3))
 

@@ -1,6 +1,8 @@
 """Wrong models, guides, data and arguments: refused in a sentence that names what and where."""
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pyro
@@ -10,6 +12,7 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
+from pyro.nn import PyroModule
 from torch import Tensor
 
 from pyro_ngvi import NGVB, AutoFactorNormal, AutoFullRankNormal, BatchedELBO, Constant
@@ -104,6 +107,163 @@ def test_support_without_a_transform(kind: str) -> None:
 
     with pytest.raises(ValueError, match="spherical sample site 'direction'"):
         GUIDES[kind](model)()
+
+
+SEEN: Any = torch.tensor([True, False, True])
+
+
+def obs_mask(seen: Any) -> Callable[[], None]:
+    def model() -> None:
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 3):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=torch.ones(3), obs_mask=seen)
+
+    return model
+
+
+def padded(seen: Any) -> Callable[[], None]:
+    def model() -> None:
+        mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 3), poutine.mask(mask=seen):
+            a = pyro.sample("a", dist.Normal(mean, 1.0))
+            pyro.sample("y", dist.Normal(a, 1.0), obs=torch.ones(3))
+
+    return model
+
+
+def masked_events() -> None:
+    fn: Any = dist.Gamma(torch.ones(2, 3), 1.0).mask(SEEN)
+    pyro.sample("a", fn.to_event(2))
+
+
+def flat_and_unseen() -> None:
+    normal()
+    pyro.sample("a", dist.Normal(0.0, 1.0).mask(False))
+
+
+MASKED = {
+    "obs_mask": (obs_mask(SEEN), "2 of the 3 entries of the latent site 'y_unobserved'"),
+    "nothing missing": (obs_mask(SEEN | True), "3 of the 3 entries of .* 'y_unobserved'"),
+    "padding": (padded(SEEN), "1 of the 3 entries of the latent site 'a'"),
+    "in the distribution": (masked_events, "2 of the 6 entries of the latent site 'a'"),
+    "flat and unseen": (flat_and_unseen, "1 of the 1 entries of the latent site 'a'"),
+}
+
+
+@guides
+@pytest.mark.parametrize("case", MASKED)
+def test_masked_latent_entries_that_nothing_depends_on(kind: str, case: str) -> None:
+    """q has a density there and p has none: the ELBO would grow without bound."""
+    model, message = MASKED[case]
+    guide = GUIDES[kind](model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"{message}.*Mask the observed site alone"):
+            guide()
+
+
+def mask_on_the_data() -> None:
+    with pyro.plate("data", 3):
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        with poutine.mask(mask=SEEN):
+            pyro.sample("y", dist.Normal(a, 1.0), obs=torch.ones(3))
+
+
+def flat_prior(minibatch: int = 3) -> Callable[[], None]:
+    def model() -> None:
+        a = pyro.sample("a", dist.Normal(torch.zeros(3), 1.0).to_event(1).mask(False))
+        with pyro.plate("data", 3, subsample_size=minibatch) as index:
+            pyro.sample("y", dist.Normal(a[index], 1.0), obs=torch.ones(3)[index])
+
+    return model
+
+
+def partly_flat(
+    link: Callable[[torch.Tensor], torch.Tensor], minibatch: int = 3
+) -> Callable[[], None]:
+    def model() -> None:
+        seen: Any = torch.tensor([True, False, False])
+        with poutine.mask(mask=seen):
+            a = pyro.sample("a", dist.Normal(torch.zeros(3), 1.0))
+        with pyro.plate("data", 3, subsample_size=minibatch) as index:
+            pyro.sample("y", dist.Normal(link(a)[index], 1.0), obs=torch.ones(3)[index])
+
+    return model
+
+
+class WithFunction(PyroModule):
+    """Its attribute is called as Pyro calls the function within its handlers."""
+
+    func = functools.partial(torch.clamp, min=-9.0)
+
+    def forward(self) -> None:
+        z = pyro.sample("z", dist.LogNormal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(self.func(z), 1.0).to_event(1), obs=torch.ones(3))
+
+
+ALLOWED = {
+    "partly flat, no gradient": partly_flat(lambda a: torch.round(100.0 * a) / 100.0),
+    "partly flat, kinked": partly_flat(torch.relu),
+    "partly flat, minibatch": partly_flat(lambda a: a, minibatch=1),
+    "attribute func": WithFunction(),
+    "all true": padded(SEEN | True),
+    "nothing observed": obs_mask(~SEEN & SEEN),
+    "mask on the data": mask_on_the_data,
+    "flat prior": flat_prior(),
+    "flat prior, minibatch": flat_prior(minibatch=1),
+    "flat prior, data hidden from the guide": poutine.block(flat_prior(), hide=["y"]),
+}
+
+
+@guides
+@pytest.mark.parametrize("case", ALLOWED)
+def test_masks_that_leave_every_entry_a_density(kind: str, case: str) -> None:
+    state = torch.get_rng_state()
+    GUIDES[kind](ALLOWED[case])._setup_prototype()
+    if "minibatch" not in case:  # which the first run itself draws
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def nested_uniform() -> None:
+    s = pyro.sample("s", dist.Gamma(5.0, 1.0))
+    with pyro.plate("data", 3):
+        pyro.sample("x", dist.Uniform(0.0, s))
+
+
+def nested_below() -> None:
+    s = pyro.sample("s", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    pyro.sample("x", dist.ImproperUniform(dist.constraints.less_than(s), (), (2,)))
+
+
+MOVING = {"interval": nested_uniform, "half-line": nested_below}
+
+
+@guides
+@pytest.mark.parametrize("case", MOVING)
+def test_support_that_moves_with_another_latent_site(kind: str, case: str) -> None:
+    """The guide would keep the support of the first run."""
+    guide = GUIDES[kind](MOVING[case])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"support of the latent site 'x' is not fixed.*x = s"):
+            guide()
+
+
+@guides
+def test_support_is_not_checked_where_the_model_fails(kind: str) -> None:
+    """Only the first run's values suit this model; the check leaves neither error nor draws."""
+    runs = []
+
+    def model() -> None:
+        runs.append(1)
+        s = pyro.sample("s", dist.Gamma(torch.full((3,), 5.0), 1.0).to_event(1))
+        pyro.sample("x", dist.Uniform(0.0, s).to_event(1))
+        torch.rand(len(runs) - 1)
+        if len(runs) == 2:
+            raise RuntimeError(f"no answer at {s}")
+
+    state = torch.get_rng_state()
+    GUIDES[kind](model)._setup_prototype()
+    assert len(runs) == 2
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @guides

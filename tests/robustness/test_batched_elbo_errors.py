@@ -257,3 +257,33 @@ def test_latent_site_of_other_shape_in_the_guide() -> None:
 
     with pytest.raises(ValueError, match=r"'w' has shape \(3,\) in the model, but .* shape \(\)"):
         loss(model, normal_guide)
+
+
+def test_line_of_a_library() -> None:
+    """OrderedLogistic writes into a tensor of its own: the site is named, and what to write instead."""
+
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", N):
+            cutpoints = torch.stack([w, w + 1.0])
+            pyro.sample("y", dist.OrderedLogistic(torch.zeros(N), cutpoints), obs=torch.zeros(N))
+
+    message = r"on the way to 'y'.*in Pyro's OrderedLogistic: Categorical.*or use pyro.infer.Trace_"
+    with pytest.raises(RuntimeError, match=message) as info:
+        loss(model, normal_guide)
+    assert "Rewrite that line" not in str(info.value)
+
+
+@pytest.mark.parametrize("how", ["poutine", "distribution"])
+def test_nan_under_a_mask(how: str) -> None:
+    def model(y: Tensor) -> None:
+        seen: Any = ~y.isnan()
+        fn = dist.Normal(pyro.sample("w", dist.Normal(0.0, 1.0)).expand(N), 1.0)
+        with pyro.plate("data", N), poutine.mask(mask=seen if how == "poutine" else True):
+            pyro.sample("y", fn if how == "poutine" else fn.mask(seen), obs=y)
+
+    y = torch.where(Y == 2, torch.nan, Y)
+    with pytest.raises(
+        ValueError, match=r"(?s)'y' can not be evaluated.*obs=torch.nan_to_num\(y\)"
+    ):
+        loss(model, normal_guide, y)
