@@ -97,16 +97,22 @@ def model_under(guide: AutoGuide, handler: Messenger) -> Iterator[None]:
         guide._model = given
 
 
+def _inside(model: Any, handler: type[Messenger]) -> Any:
+    """What ``model`` runs under a handler of that type, ``None`` where it is under none."""
+    outer, *rest = getattr(getattr(model, "func", None), "args", None) or (None,)
+    return rest[0] if isinstance(outer, handler) else None
+
+
 def model_as_given(guide: AutoContinuous) -> Callable[..., Any]:
     """The model of a guide without the handler, around ``guide.model``, that starts its sites."""
-    handler, *rest = getattr(getattr(guide.model, "func", None), "args", (None,))
-    return rest[0] if isinstance(handler, InitMessenger) else guide.model
+    inner = _inside(guide.model, InitMessenger)
+    return guide.model if inner is None else inner
 
 
 def unblocked(model: Callable[..., Any]) -> Callable[..., Any]:
     """``model`` without the ``poutine.block`` around it, so that a handler sees all its sites."""
-    handler, *rest = getattr(getattr(model, "func", None), "args", None) or (None,)
-    return unblocked(rest[0]) if isinstance(handler, BlockMessenger) else model
+    inner = _inside(model, BlockMessenger)
+    return model if inner is None else unblocked(inner)
 
 
 def masks_of(site: Any) -> list[tuple[Any, int]]:

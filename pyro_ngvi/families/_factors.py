@@ -78,6 +78,32 @@ class Factors:
         # |x - B~ m|^2 + |m|^2 = x' M~^-1 x without a difference of large numbers
         return rest.square().sum(-1) + m.square().sum(-1), rest
 
+    def root(self, x: Tensor) -> Tensor:
+        """T x' for rows x (n, d), with T = c [I + B~ (I + R)^-1 B~'], R R' = C, so that T T' = M."""
+        corner = self.identity + self.C_chol
+        m = solve_triangular(corner.mT, x @ self.B.mT, upper=True, left=False)
+        return self.c * (x + m @ self.B)
+
+    def root_transposed(self, x: Tensor) -> Tensor:
+        """T' x' for rows x (n, d)."""
+        y = self.c * x
+        m = solve_triangular(self.identity + self.C_chol, y @ self.B.mT, upper=False, left=False)
+        return y + m @ self.B
+
+    def inverse_root(self, x: Tensor) -> Tensor:
+        """T^-1 x' = [I - B~ (R + R R')^-1 B~'] x' / c for rows x (n, d), by Woodbury's identity."""
+        R, y = self.C_chol, x / self.c
+        m = solve_triangular(R.mT, y @ self.B.mT, upper=True, left=False)
+        m = solve_triangular(self.identity + R, m, upper=False, left=False)
+        return y - m @ self.B
+
+    def inverse_root_transposed(self, x: Tensor) -> Tensor:
+        """T'^-1 x' for rows x (n, d): a root of M^-1, as T'^-1 T^-1 = M^-1."""
+        R = self.C_chol
+        m = solve_triangular((self.identity + R).mT, x @ self.B.mT, upper=True, left=False)
+        m = solve_triangular(R, m, upper=False, left=False)
+        return (x - m @ self.B) / self.c
+
     @property
     def W(self) -> Tensor:
         """C^-1 B~' (r, d): substitution from the right is ten times faster than from the left."""

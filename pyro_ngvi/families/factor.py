@@ -23,7 +23,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.linalg import solve_triangular
 
 from ._factors import Factors, cosine_columns
 from .base import LOG_2PI, Family, Tensors, clamp_exponent, keep_signature
@@ -33,21 +32,6 @@ __all__ = ["FactorNormal"]
 
 def _factors(params: Tensors) -> Factors:
     return Factors(params["factor"], params["log_scale"])
-
-
-def _root_times(factors: Factors, t: Tensor) -> Tensor:
-    """T t for t (d,)."""
-    along = (factors.B @ t).unsqueeze(-1)
-    m = solve_triangular(factors.identity + factors.C_chol, along, upper=False)
-    return factors.c * (t + m.squeeze(-1) @ factors.B)
-
-
-def _root_transposed_times(factors: Factors, g: Tensor) -> Tensor:
-    """T' g for g (d,)."""
-    scaled = factors.c * g
-    along = (factors.B @ scaled).unsqueeze(-1)
-    m = solve_triangular((factors.identity + factors.C_chol).mT, along, upper=True)
-    return scaled + m.squeeze(-1) @ factors.B
 
 
 def _precision_times(B: Tensor, log_scale: Tensor, x: Tensor) -> Tensor:
@@ -225,7 +209,7 @@ class FactorNormal(Family):
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
         factors = _factors(params)
         return {
-            "loc": _root_times(factors, tangent["loc"]),
+            "loc": factors.root(tangent["loc"].unsqueeze(-2)).squeeze(-2),
             "factor": factors.c.unsqueeze(-1) * tangent["factor"],
             "log_scale": tangent["log_scale"],
         }
@@ -233,12 +217,8 @@ class FactorNormal(Family):
     def tangent_of(self, params: Tensors, velocity: Tensors) -> Tensors:
         """The tangent of a velocity of ``params``: the inverse of :meth:`push`."""
         factors = _factors(params)
-        # T^-1 = [I - B~ (R + R R')^-1 B~'] / c, by Woodbury's identity
-        x, R = velocity["loc"] / factors.c, factors.C_chol
-        m = solve_triangular(R, (factors.B @ x).unsqueeze(-1), upper=False)
-        m = solve_triangular((factors.identity + R).mT, m, upper=True)
         return {
-            "loc": x - m.squeeze(-1) @ factors.B,
+            "loc": factors.inverse_root(velocity["loc"].unsqueeze(-2)).squeeze(-2),
             "factor": velocity["factor"] / factors.c.unsqueeze(-1),
             "log_scale": velocity["log_scale"],
         }
@@ -246,7 +226,7 @@ class FactorNormal(Family):
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
         factors = _factors(params)
         return {
-            "loc": _root_transposed_times(factors, grads["loc"]),
+            "loc": factors.root_transposed(grads["loc"].unsqueeze(-2)).squeeze(-2),
             "factor": (grads["factor"].mT.contiguous() * factors.c).mT,  # in rows, see Factors
             "log_scale": grads["log_scale"],
         }
@@ -268,7 +248,7 @@ class FactorNormal(Family):
         factors = _factors(params)
         move, change = factors.move(step * tangent["factor"].mT, step * tangent["log_scale"])
         return {
-            "loc": params["loc"] + step * _root_times(factors, tangent["loc"]),
+            "loc": params["loc"] + step * factors.root(tangent["loc"].unsqueeze(-2)).squeeze(-2),
             "factor": params["factor"] + move.mT,
             "log_scale": clamp_exponent(params["log_scale"] + change),
         }

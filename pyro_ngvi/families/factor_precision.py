@@ -8,6 +8,7 @@ In units of e = s^(1/2), B = U / e and P~ = I + B B'.
     z = mu + T eps,   T = e^-1 [I - B R^-T (I + R)^-1 B'],
 
 has covariance T T' = e^-1 (I - B C^-1 B') e^-1: for K = R^-T (I + R)^-1, K + K' - K (C - I) K' = C^-1.
+T is the transposed inverse of the root of P in :class:`~pyro_ngvi.families._factors.Factors`.
 No symmetric root of an L x L matrix, hence no eigenvalues, are needed.
 
 **Local frame:** a tangent (t, V, v) means dmu = T t, dU = e V, d log s = 2 v, hence F t = t.  (With
@@ -55,22 +56,6 @@ def _factors(params: Tensors) -> Factors:
     return Factors(params["factor"], 0.5 * params["log_precision"])
 
 
-def _spread(factors: Factors, x: Tensor) -> Tensor:
-    """T x' for rows x (n, d)."""
-    B, R = factors.B, factors.C_chol
-    m = solve_triangular((factors.identity + R).mT, x @ B.mT, upper=True, left=False)
-    m = solve_triangular(R, m, upper=False, left=False)
-    return (x - m @ B) / factors.c
-
-
-def _spread_transposed(factors: Factors, x: Tensor) -> Tensor:
-    """T' x' for rows x (n, d)."""
-    B, R, y = factors.B, factors.C_chol, x / factors.c
-    m = solve_triangular(R.mT, y @ B.mT, upper=True, left=False)
-    m = solve_triangular(factors.identity + R, m, upper=False, left=False)
-    return y - m @ B
-
-
 class _Sample(torch.autograd.Function):
     """z = mu + T eps, with the gradient at the head of this file."""
 
@@ -80,7 +65,9 @@ class _Sample(torch.autograd.Function):
     @keep_signature
     def forward(loc: Tensor, factor: Tensor, log_precision: Tensor, noise: Tensor) -> Tensor:
         eps = noise.reshape(-1, noise.shape[-1])
-        return loc + _spread(Factors(factor, 0.5 * log_precision), eps).reshape(noise.shape)
+        return loc + Factors(factor, 0.5 * log_precision).inverse_root_transposed(eps).reshape(
+            noise.shape
+        )
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -203,7 +190,7 @@ class FactorPrecisionNormal(Family):
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
         factors = _factors(params)
         return {
-            "loc": _spread(factors, tangent["loc"].unsqueeze(-2)).squeeze(-2),
+            "loc": factors.inverse_root_transposed(tangent["loc"].unsqueeze(-2)).squeeze(-2),
             "factor": factors.c.unsqueeze(-1) * tangent["factor"],
             "log_precision": 2.0 * tangent["log_precision"],
         }
@@ -211,7 +198,7 @@ class FactorPrecisionNormal(Family):
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
         factors = _factors(params)
         return {
-            "loc": _spread_transposed(factors, grads["loc"].unsqueeze(-2)).squeeze(-2),
+            "loc": factors.inverse_root(grads["loc"].unsqueeze(-2)).squeeze(-2),
             "factor": (grads["factor"].mT * factors.c).mT,  # in rows, see Factors
             "log_precision": 2.0 * grads["log_precision"],
         }
@@ -287,7 +274,7 @@ class FactorPrecisionNormal(Family):
         move, change = factors.move(step * tangent["factor"].mT, step * tangent["log_precision"])
         return {
             "loc": params["loc"]
-            + step * _spread(factors, tangent["loc"].unsqueeze(-2)).squeeze(-2),
+            + step * factors.inverse_root_transposed(tangent["loc"].unsqueeze(-2)).squeeze(-2),
             "factor": params["factor"] + move.mT,
             "log_precision": clamp_exponent(params["log_precision"] + 2.0 * change),
         }
