@@ -41,7 +41,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 
-from pyro_ngvi._particles import Sites
+from pyro_ngvi._particles import Site, Sites
 from pyro_ngvi.density import site_kind, site_log_prob
 from pyro_ngvi.elbo.check import check_affordable, sum_log_prob
 from pyro_ngvi.elbo.per_example import BUDGET, outer_sum, squared_sum, weighted_rows
@@ -130,8 +130,8 @@ def rest_is_diagonal(run: Run, t: Tensor) -> bool:
 
 def _rest(run: Run) -> Callable[[Tensor], Tensor]:
     def rest(t: Tensor) -> Tensor:
-        (_, _, other), log_det = run(t, _terms)
-        return -(other[0] + log_det)
+        total, log_det = run(t, _log_prob_of_rest)
+        return -(total[0] + log_det)
 
     return rest
 
@@ -140,7 +140,7 @@ def data_terms(run: Run) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """theta (d,) to the log probability of each datum and its weight, both (N,)."""
 
     def data(t: Tensor) -> tuple[Tensor, Tensor]:
-        (log_prob, weight, _), _ = run(t, _terms)
+        (log_prob, weight), _ = run(t, _data)
         return log_prob[0], weight[0]
 
     return data
@@ -155,9 +155,10 @@ def squares_of(run: Run, theta: Tensor, entries: Tensor) -> Tensor:
         def some(part: Tensor) -> Tensor:
             return data(t.index_copy(0, entries, part))[0]
 
-        return squared_sum(some, t[entries], weights, budget=BUDGET // _at_a_time(theta))
+        return squared_sum(some, t[entries], weights, budget=BUDGET // at_a_time)
 
-    return _average(squares, theta)
+    at_a_time = _at_a_time(theta, len(entries))
+    return _average(squares, theta, columns=len(entries))
 
 
 def _products(data: Callable[[Tensor], tuple[Tensor, Tensor]], theta: Tensor, form: str) -> Tensor:
@@ -215,7 +216,12 @@ def _hessian_diagonal(function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor
 
 def _row_sums(function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
     """H 1: the diagonal, for a diagonal H."""
-    return jvp(grad(function), (t,), (torch.ones_like(t),))[1]
+    return _product(function, t, torch.ones_like(t))
+
+
+def _product(function: Callable[[Tensor], Tensor], t: Tensor, v: Tensor) -> Tensor:
+    """H v, by reverse over reverse mode: for one v far cheaper than forward over reverse."""
+    return grad(lambda t: grad(function)(t) @ v)(t)
 
 
 def _is_diagonal(function: Callable[[Tensor], Tensor], t: Tensor) -> bool:
@@ -224,27 +230,20 @@ def _is_diagonal(function: Callable[[Tensor], Tensor], t: Tensor) -> bool:
     away = torch.arange(1, len(t) + 1, dtype=t.dtype, device=t.device).sin()
     # at points away from the draw too: where it lies, terms may vanish that do so nowhere else
     for point in (t, t + away, t - 0.7 * away):
-        whole, product = _row_sums(function, point), jvp(grad(function), (point,), (v,))[1]
+        whole, product = _row_sums(function, point), _product(function, point, v)
         size = float(whole.abs().max())
         if not torch.allclose(product, whole * v, rtol=1e-4, atol=1e-6 * size):
             return False
     return True
 
 
-def _terms(sites: Sites) -> tuple[Tensor, Tensor, Tensor]:
-    """Log probability of each datum (N,), without scale, its scale times mask (N,), and the rest."""
-    log_probs, weights, rest = [], [], []
-    for site in sites.values():
-        kind = site_kind(site)
-        if site_is_subsample(site) or kind == "deterministic":
-            continue
-        plain, scaled = site_log_prob(site)
-        if kind != "observed" or not any(f.vectorized for f in site["cond_indep_stack"]):
-            rest.append(scaled.sum())
-            continue
-        masked = scale_and_mask(plain, 1.0, site["mask"])
+def _data(sites: Sites) -> tuple[Tensor, Tensor]:
+    """Log probability of each datum (N,), without scale, and its scale times mask (N,)."""
+    log_probs, weights = [], []
+    for site in filter(_is_data, sites.values()):
+        plain, _ = site_log_prob(site)
         ones = torch.ones_like(plain)
-        log_probs.append(masked.reshape(-1))
+        log_probs.append(scale_and_mask(plain, 1.0, site["mask"]).reshape(-1))
         weights.append(scale_and_mask(ones, site["scale"], site["mask"]).reshape(-1))
     if not log_probs:
         raise ValueError(
@@ -252,5 +251,14 @@ def _terms(sites: Sites) -> tuple[Tensor, Tensor, Tensor]:
             'site of the model lies in a plate. Put it in one (with pyro.plate("data", N): '
             'pyro.sample("y", ..., obs=y)), or use curvature="hessian".'
         )
-    zero = log_probs[0].new_zeros(())
-    return torch.cat(log_probs), torch.cat(weights), torch.stack([zero, *rest]).sum()
+    return torch.cat(log_probs), torch.cat(weights)
+
+
+def _log_prob_of_rest(sites: Sites) -> Tensor:
+    return sum_log_prob({name: site for name, site in sites.items() if not _is_data(site)})
+
+
+def _is_data(site: Site) -> bool:
+    if site_is_subsample(site) or site_kind(site) != "observed":
+        return False
+    return any(f.vectorized for f in site["cond_indep_stack"])

@@ -194,18 +194,9 @@ def _reduced(
     """``reduce`` of the Jacobian in the cheaper mode; ``pairs``: of each two of its blocks."""
     if mode not in ("auto", "forward", "reverse"):
         raise ValueError(f"mode is {mode!r}; it must be 'auto', 'forward' or 'reverse'.")
-    with torch.no_grad():
-        shape = f(theta).shape
-    if theta.dim() != 1 or len(shape) != 1:
-        raise ValueError(
-            f"f maps theta of shape {tuple(theta.shape)} to {tuple(shape)}; both must be vectors, "
-            f"(d,) and (N,)."
-        )
-    if weights is not None and weights.shape != shape:
-        raise ValueError(
-            f"The weights have shape {tuple(weights.shape)} for {shape[0]} examples; give (N,)."
-        )
-    d, n = len(theta), shape[0]
+    f = _checked(f, weights)
+    n = len(f(theta.detach())) if weights is None else weights.numel()
+    d = len(theta)
     room = budget // theta.element_size()
     columns = max(1, room // max(1, n * (width + 3)))
     rows = max(1, room // (3 * d + n * width))
@@ -220,6 +211,25 @@ def _reduced(
             if mode == "forward":
                 raise
     return reduce(_Jacobian(f, theta, weights, n, rows, False))
+
+
+def _checked(f: Function, weights: Tensor | None) -> Function:
+    """f, whose shapes are looked at when it is called: a run for that alone would cost a pass."""
+
+    def checked(theta: Tensor) -> Tensor:
+        shape = (value := f(theta)).shape
+        if theta.dim() != 1 or len(shape) != 1:
+            raise ValueError(
+                f"f maps theta of shape {tuple(theta.shape)} to {tuple(shape)}; both must be vectors, "
+                f"(d,) and (N,)."
+            )
+        if weights is not None and weights.shape != shape:
+            raise ValueError(
+                f"The weights have shape {tuple(weights.shape)} for {shape[0]} examples; give (N,)."
+            )
+        return value
+
+    return checked
 
 
 def _total(terms: Iterator[Tensor]) -> Tensor:

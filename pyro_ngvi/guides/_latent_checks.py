@@ -3,13 +3,13 @@
 * An entry without a density: its prior is masked out, and nothing else depends on it.  q has a density
   there, so the ELBO grows without bound as q widens.  A flat prior, ``.mask(False)`` on a site that the
   likelihood sees, is not meant.
-* A support that moves with other latent sites, such as that of x ~ Uniform(0, s).  The guide maps R^d
-  to the supports of the first run, whatever s is.
+* A support that moves with other latent sites, such as that of x ~ Uniform(0, s), or with a parameter
+  that is learned.  The guide maps R^d to the supports of the first run, whatever s is.
 
-Both show in further runs of the model, with the latent sites moved: by the log joint, and by the
-transforms to the supports, which must map the same numbers to the same values.  There is none where all
-supports are the real line and nothing is masked.  Not checked: a model that fails at the moved values,
-what only other arguments would show, and supports that move with a ``pyro.param``.
+Both show in further runs of the model, with the latent sites moved: by the log joint, by the transforms
+to the supports, which must map the same numbers to the same values, and by a support whose bounds
+require gradients.  There is none where all supports are the real line and nothing is masked.  Not
+checked: a model that fails at the moved values, and what only other arguments would show.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pyro import poutine
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
+from torch.distributions.constraints import Constraint
 
 from .._particles import Conditioned
 from .._pyro_adapter import masks_of
@@ -42,7 +43,7 @@ def check_latents(
         return
     leaves = {name: values[name].clone().requires_grad_() for name in masked}
     try:
-        with torch.set_grad_enabled(bool(masked)):
+        with torch.enable_grad():
             again = _run(model, values | leaves, args, kwargs)
     except Exception:  # whatever a model may raise at values that are not its own choice
         return
@@ -53,6 +54,13 @@ def check_latents(
                 f"latent sites, and the guide would keep that of the first run. Give the site a fixed "
                 f"support and move its value: instead of x ~ Uniform(0, s) write "
                 f'x = s * pyro.sample("u", Uniform(0, 1)).'
+            )
+        if name in again and _learned(again[name]["fn"].support):
+            raise ValueError(
+                f"{guide}: the support of the latent site {name!r} moves with a parameter that is "
+                f"learned, and the guide would keep that of the first run. Give the site a fixed "
+                f"support and move its value: instead of x ~ Uniform(0, hi) write "
+                f'x = hi * pyro.sample("u", Uniform(0, 1)); or fix the parameter: hi.detach().'
             )
     if masked:
         _, elsewhere = _moved(sites, -3.0)
@@ -101,6 +109,15 @@ def _differ(value: Tensor, site: Any, u: Tensor) -> bool:
     few = 4.0 * torch.finfo(value.dtype).eps
     same_shape = other.shape == value.shape
     return same_shape and not torch.allclose(value, other, rtol=few, atol=0.0, equal_nan=True)
+
+
+def _learned(part: Any) -> bool:
+    """Whether gradients reach a number that a support is made of."""
+    if isinstance(part, Tensor):
+        return part.requires_grad
+    if isinstance(part, list | tuple):
+        return any(map(_learned, part))
+    return isinstance(part, Constraint) and any(map(_learned, vars(part).values()))
 
 
 def _masked(site: Any) -> Tensor:

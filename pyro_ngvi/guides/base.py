@@ -83,9 +83,9 @@ class AutoFamily(MadeAtFirstCall, OwnName, AutoContinuous):
 
     Raises:
         ValueError: at the first call, for a latent site that is discrete or inside a subsampled
-            plate, whose support moves with other latent sites, or with masked entries that nothing
-            depends on; or for a model without latent sites.  At the first call with Pyro's vectorised
-            particles, for a model that broadcasts wrongly against them
+            plate, whose support moves with other latent sites or a learned parameter, or with masked
+            entries that nothing depends on; or for a model without latent sites.  At the first call
+            with Pyro's vectorised particles, for a model that broadcasts wrongly against them
             (:func:`~pyro_ngvi.check_vectorized`).
     """
 

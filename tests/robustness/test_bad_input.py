@@ -247,6 +247,21 @@ def test_support_that_moves_with_another_latent_site(kind: str, case: str) -> No
             guide()
 
 
+def learned_interval(learn: bool = True) -> None:
+    hi = pyro.param("hi", torch.arange(3.0, 7.0), constraint=dist.constraints.positive)
+    hi = hi if learn else hi.detach()
+    pyro.sample("x", dist.Uniform(0.0, hi).to_event(1))
+
+
+@guides
+def test_support_that_moves_with_a_learned_parameter(kind: str) -> None:
+    guide = GUIDES[kind](learned_interval)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"site 'x' moves with a parameter that is learned"):
+            guide()
+    GUIDES[kind](lambda: learned_interval(learn=False))()
+
+
 @guides
 def test_support_is_not_checked_where_the_model_fails(kind: str) -> None:
     """Only the first run's values suit this model; the check leaves neither error nor draws."""
