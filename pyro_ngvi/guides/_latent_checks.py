@@ -3,13 +3,14 @@
 * An entry without a density: its prior is masked out, and nothing else depends on it.  q has a density
   there, so the ELBO grows without bound as q widens.  A flat prior, ``.mask(False)`` on a site that the
   likelihood sees, is not meant.
+* A site in a subsampled plate, of which a run shows a part.
 * A support that moves with other latent sites, such as that of x ~ Uniform(0, s), or with a parameter
   that is learned.  The guide maps R^d to the supports of the first run, whatever s is.
 
-Both show in further runs of the model, with the latent sites moved: by the log joint, by the transforms
-to the supports, which must map the same numbers to the same values, and by a support whose bounds
-require gradients.  There is none where all supports are the real line and nothing is masked.  Not
-checked: a model that fails at the moved values, and what only other arguments would show.
+The first and the last show in further runs of the model, with the latent sites moved: by the log joint,
+by the transforms to the supports, which must map the same numbers to the same values, and by a support
+whose bounds require gradients.  There is none where all supports are the real line and nothing is
+masked.  Not checked: a model that fails at the moved values, and what only other arguments would show.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def check_latents(
     guide: str, model: Callable[..., Any], sites: dict[str, Any], args: Any, kwargs: Any
 ) -> None:
     """Run ``model``, which hides no site, once more and compare with ``sites``, the latent ones."""
+    _check_plates(guide, sites)
     masked = {name: mask for name, site in sites.items() if (mask := _masked(site)).any()}
     moved, values = _moved(sites)
     if not masked and _all_real(moved, values):
@@ -70,6 +72,20 @@ def check_latents(
             return _log_joint(_run(model, values | {name: there}, args, kwargs))
 
         _check_masked(guide, masked, leaves, again, log_joint)
+
+
+def _check_plates(guide: str, sites: dict[str, Any]) -> None:
+    for name, site in sites.items():
+        for frame in site["cond_indep_stack"]:
+            full = frame.full_size
+            if full is not None and full != frame.size:
+                raise ValueError(
+                    f"{guide}: latent site {name!r} lies in the subsampled plate "
+                    f"{frame.name!r} ({frame.size} of {full}). A joint guide would need all "
+                    f"{full} values at every step. Use the plate without subsample_size, or "
+                    f"give this site to pyro.infer.autoguide.AutoNormal(create_plates=...) in "
+                    f"an AutoGuideList."
+                )
 
 
 def _moved(

@@ -10,10 +10,8 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoContinuous
-from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
-from .._known import choose, equal, known
 from .._module_params import ModuleParams
 from .._pyro_adapter import (
     OwnName,
@@ -28,6 +26,7 @@ from .._pyro_adapter import (
     unblocked,
 )
 from ..families.base import Family, Tensors, entry_name
+from ._average import HoldsAverage
 from ._latent_checks import check_latents
 from ._made_at_first_call import MadeAtFirstCall
 from .initialization import init_to_center
@@ -50,7 +49,7 @@ class Curvature:
     parts: Tensors
 
 
-class AutoFamily(MadeAtFirstCall, OwnName, AutoContinuous):
+class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
     """A guide whose flat latent vector follows a :class:`~pyro_ngvi.families.Family`.
 
     Subclasses name their family; everything else is here.  The parameters are plain tensors in the
@@ -95,9 +94,6 @@ class AutoFamily(MadeAtFirstCall, OwnName, AutoContinuous):
     #: sites whose log density in the guide takes the model's prior back
     replaced_priors: tuple[str, ...] = ()
 
-    #: under an optimizer that averages, the guide itself holds the average
-    holds_average = True
-
     def __init__(
         self,
         model: Callable[..., Any],
@@ -119,10 +115,7 @@ class AutoFamily(MadeAtFirstCall, OwnName, AutoContinuous):
         self.init_scale = float(init_scale)
         self.sticking_the_landing = sticking_the_landing
         self.init = init
-        self.averaged = False
         self._broadcasting_checked = False
-        self._lag: Tensors | None = None
-        self._lag_of: Tensors | None = None
         self.curvature: Curvature | None = None
 
     def _make_family(self) -> Family:
@@ -187,17 +180,6 @@ class AutoFamily(MadeAtFirstCall, OwnName, AutoContinuous):
                 ) from error
             raise
         prototype: Any = self.prototype_trace
-        for name, site in prototype.iter_stochastic_nodes():
-            for frame in site["cond_indep_stack"]:
-                full = frame.full_size
-                if full is not None and full != frame.size:
-                    raise ValueError(
-                        f"{guide}: latent site {name!r} lies in the subsampled plate "
-                        f"{frame.name!r} ({frame.size} of {full}). A joint guide would need all "
-                        f"{full} values at every step. Use the plate without subsample_size, or "
-                        f"give this site to pyro.infer.autoguide.AutoNormal(create_plates=...) in "
-                        f"an AutoGuideList."
-                    )
         sites = dict(prototype.iter_stochastic_nodes())
         check_latents(guide, unblocked(model_as_given(self)), sites, args, kwargs)
 
@@ -277,33 +259,6 @@ class AutoFamily(MadeAtFirstCall, OwnName, AutoContinuous):
             self._broadcasting_checked = False  # so that the next call says the same again
             raise
 
-    def set_lag(self, lag: Tensors | None, answer: Tensors | None = None) -> None:
-        """For optimizers that average: iterate minus average, by name; ``None`` for no averaging.
-
-        The lag belongs to ``answer``, the parameters as the optimizer left them.  Whoever writes to
-        them next (another optimizer, ``load_state_dict``) thereby drops it.
-        """
-        self._lag, self._lag_of = lag, answer
-
-    def lag(self, intact: Tensor | None = None) -> Tensors:
-        """The lag of each parameter, by name; empty where there is none.
-
-        ``intact`` spares a caller who already has :meth:`lag_is_intact` a second look.
-        """
-        if self._lag is None:
-            return {}
-        intact = self.lag_is_intact() if intact is None else intact
-        if known(intact):
-            return dict(self._lag)
-        return choose(intact, self._lag, {k: torch.zeros_like(v) for k, v in self._lag.items()})
-
-    def lag_is_intact(self) -> Tensor:
-        """Whether the parameters are as the optimizer left them: a 0-dim tensor, not waited for."""
-        params = self.natural_params()
-        if self._lag_of is None:
-            return torch.ones((), dtype=torch.bool, device=next(iter(params.values())).device)
-        return equal(params, self._lag_of)
-
     def take_curvature(self) -> Curvature | None:
         """The curvature that the loss left beside the gradients of this step, once."""
         curvature, self.curvature = self.curvature, None
@@ -341,38 +296,14 @@ class AutoFamily(MadeAtFirstCall, OwnName, AutoContinuous):
         self._require_setup()
         return entry_name(index, self._unconstrained_shapes)
 
-    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        # .to(), .double() and the like move the parameters, and the lag with them
-        moved = super()._apply(fn, *args, **kwargs)
-        for name in ("_lag", "_lag_of"):
-            tensors = getattr(self, name)
-            setattr(self, name, None if tensors is None else {k: fn(v) for k, v in tensors.items()})
-        return moved
-
     def __getstate__(self) -> dict[str, Any]:
-        # the lag belongs to a running optimizer; a copy is the answer alone
         with kept_whole(self):
-            return {
-                **super().__getstate__(),
-                "_lag": None,
-                "_lag_of": None,
-                "averaged": False,
-                "curvature": None,
-            }
+            return {**super().__getstate__(), "curvature": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # a copy in the process of its original gets parameters of its own
         rename(self, claim_name(module_name(self)))
-
-
-class _SeePlates(Messenger):
-    """Remembers the plates around a sample site; cheaper than a trace."""
-
-    plates: Any = ()
-
-    def _pyro_post_sample(self, msg: Any) -> None:
-        self.plates = msg["cond_indep_stack"]
 
 
 def find_blocks(guide: Any) -> Iterator[tuple[str, AutoFamily]]:
