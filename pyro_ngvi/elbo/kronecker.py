@@ -51,8 +51,9 @@ class KroneckerEstimator(CurvatureEstimator):
         theta = self._draws.detach()
         if self._diagonal_rest is None:
             self._diagonal_rest = rest_is_diagonal(run, theta[0])
-        known = self._taps
+        known, enough = self._taps, True
         if known is None:
+            enough = len(data_terms(run)(theta[0])[1]) > 1  # and this refuses data without a plate
             self._taps = self._found(model, theta, args, kwargs, minibatches)
             self._again(theta, args, kwargs, minibatches)
         taps = self._taps
@@ -61,7 +62,7 @@ class KroneckerEstimator(CurvatureEstimator):
         if taps.failure is not None:
             raise ValueError(f'BatchedELBO(curvature="kronecker"): {taps.failure}')
         prior = self._prior if self._diagonal_rest else rest_curvature(run, theta, False)
-        if known is None and len(data_terms(run)(theta[0])[1]) < 2:
+        if not enough:
             self._taps = None  # a single datum could not show whether data mix
         self._forget()
         parts = {"prior": prior}
