@@ -80,8 +80,8 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
 
     Raises:
         ValueError: at the first call, for a model outside the class, in a sentence that says which
-            dependence is not Gaussian, not linear or not local; at later calls for data of
-            another number.
+            dependence is not Gaussian, not linear or not local; for a minibatch whose plate has drawn
+            numbers that the model does not look at; at later calls for data of another number.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist

@@ -56,7 +56,8 @@ def bayesianize(
     The model takes a batch ``x`` (M, ...), or a tuple of them for a module of several inputs, and
     ``y`` (M, ...), or ``None`` to draw it; it returns the output of the module. ``y`` is the
     observed site of that name, in a plate "data" of ``num_data`` examples, so that minibatches from a
-    ``DataLoader`` go straight into ``svi.step(x, y)``.
+    ``DataLoader`` go straight into ``svi.step(x, y)``.  :class:`~pyro_ngvi.AutoSites`, with a site for
+    every datum, asks for their numbers too: ``svi.step(x, y, index)``.
 
     Start the guide at the weights of the module, for a guide that starts at the centre of the priors
     starts all hidden units alike: ``AutoMeanFieldNormal(model, init_loc_fn=model.init_to_module)``.
@@ -139,10 +140,11 @@ class BayesianModule(nn.Module):
         """The sampled parameters: name and shape."""
         return {name: self.module.get_parameter(name).shape for name in self._dims}
 
-    def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
+    def forward(self, x: Any, y: Tensor | None = None, index: Tensor | None = None) -> Tensor:
         """Sample the weights, and ``y`` unless it is given; the output of the module.
 
-        The output is (M, ...), with vectorised particles (S, M, ...).
+        The output is (M, ...), with vectorised particles (S, M, ...).  ``index`` (M,) holds the numbers
+        of the examples among all ``num_data``, which :class:`~pyro_ngvi.AutoSites` asks for.
         """
         output, fn = self._run(x)
         num = fn.batch_shape[-1]
@@ -153,8 +155,12 @@ class BayesianModule(nn.Module):
                     f"The minibatch has {num} examples, but num_data is {self.num_data}: it must be "
                     f"the size of the whole training set, len(dataset)."
                 )
-        # Nobody reads the indices; their number is that of the minibatch.
-        index = torch.arange(num, device=output.device)
+        if index is None:
+            index = torch.arange(num, device=output.device)
+            if (
+                num < self.num_data
+            ):  # nobody but AutoSites asks which, and -1 says that it is not known
+                index = torch.full_like(index, -1)
         with pyro.plate("data", max(self.num_data, num), subsample=index):
             pyro.sample("y", fn, obs=y)
         return output

@@ -252,6 +252,7 @@ def _index(group: Group, site: Any, run: WhitenedRun) -> Tensor | None:
         plate = run.sites.get(frame.name)
         if frame.dim is not None and plate and _is_chosen(plate, frame.name in run.given):
             dim = rank + frame.dim
+            _refuse_unnumbered(site["name"], plate, run)
             full[dim] = frame.full_size
             chosen[dim] = plate["value"].reshape(-1)
     if tuple(full) != tuple(group.batch):
@@ -268,6 +269,20 @@ def _index(group: Group, site: Any, run: WhitenedRun) -> Tensor | None:
     for dim, index in chosen.items():
         numbers = numbers.index_select(dim, index.to(device))
     return numbers.reshape(-1)
+
+
+def _refuse_unnumbered(name: str, plate: Any, run: WhitenedRun) -> None:
+    """Refuse a minibatch whose data have no numbers: drawn, and not looked at, or -1."""
+    index = plate["value"]
+    if id(index) in run.unread or (at_hand(index) and bool((index < 0).any())):
+        raise ValueError(
+            f"AutoSites: the observed site {name!r} lies in the plate {plate['name']!r}, which is a "
+            f"minibatch of {len(index)} of {plate['fn'].size}, and the model does not say which: it "
+            f"never looks at the numbers of the plate. Each datum has a site of its own here, so pass "
+            f"the numbers with the data, as in pyro.plate({plate['name']!r}, "
+            f"{plate['fn'].size}, subsample=index); models of pyro_ngvi.nn.bayesianize take them as "
+            f"svi.step(x, y, index)."
+        )
 
 
 def _is_chosen(plate: Any, given: bool) -> bool:

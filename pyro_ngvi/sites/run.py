@@ -65,6 +65,8 @@ class _Operations(TorchFunctionMode):
         if self.paused:
             return func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
+        if self.run.unread and not isinstance(result, int | torch.Size | torch.device):
+            self.run.unread.difference_update(map(id, _flat((args, kwargs))))
         # only what may be a predictor counts: a plate makes whole numbers, or not, as it subsamples
         if not (isinstance(result, Tensor) and result.is_floating_point()):
             return result
@@ -114,6 +116,8 @@ class WhitenedRun(Conditioned):
         self.own: dict[str, Any] = {}
         #: plates to which the model itself passes the numbers of their data
         self.given: set[str] = set()
+        #: ids of the numbers that were drawn for a plate, and that the model has not looked at
+        self.unread: set[int] = set()
         self.used = 0
         self.seen: dict[Place, Tensor] = {}
         self._look_at, self._keep = set(look_at), set(keep)
@@ -164,6 +168,8 @@ class WhitenedRun(Conditioned):
             super()._pyro_sample(msg)
             if site_is_subsample(msg) and msg["value"] is None:
                 msg["value"] = msg["fn"]()  # of all data: drawn here, it counts as no operation
+            if site_is_subsample(msg) and name not in self.given:
+                self.unread.add(id(msg["value"]))
             latent = not msg["is_observed"] and not msg["done"]
             wanted = self._block is None or name in self._block
             if latent and wanted and not site_is_subsample(msg):
@@ -289,6 +295,17 @@ def _like(fn: Any) -> Tensor:
         return fn.loc
     tensors = (v for v in vars(fn).values() if isinstance(v, Tensor))
     return next(v for v in tensors if v.is_floating_point())
+
+
+def _flat(arguments: Any) -> Iterator[Any]:
+    """What a torch function is called with, without the containers."""
+    if isinstance(arguments, dict):
+        arguments = arguments.values()
+    elif not isinstance(arguments, tuple | list):
+        yield arguments
+        return
+    for part in arguments:
+        yield from _flat(part)
 
 
 def _is_empty(run: WhitenedRun) -> bool:

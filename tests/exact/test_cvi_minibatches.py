@@ -89,6 +89,39 @@ def test_numbers_are_given(reference: Fit, order: str, twice: bool) -> None:
     assert_same(guide, reference, X, y, torch.arange(N))
 
 
+def subsampled(X: Tensor, y: Tensor) -> None:
+    w = normal_weights(X.shape[1])
+    with pyro.plate("data", len(X), subsample_size=B):
+        X, y = pyro.subsample(X, event_dim=1), pyro.subsample(y, event_dim=0)
+        pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+
+def listed(X: Tensor, y: Tensor) -> None:
+    w = normal_weights(X.shape[1])
+    with pyro.plate("data", len(X), subsample_size=B) as i:
+        rows = i.tolist()
+        pyro.sample("y", dist.Bernoulli(logits=X[rows] @ w), obs=y[rows])
+
+
+@pytest.mark.parametrize("model", [subsampled, listed])
+def test_models_look_at_the_numbers_in_several_ways(reference: Fit, model: Any) -> None:
+    guide, svi = made(model)
+    for _ in range(160):
+        svi.step(*data())
+    assert_same(guide, reference, *data())
+
+
+def test_numbers_go_through_bayesianize(reference: Fit) -> None:
+    X, y = data()
+    linear = torch.nn.Linear(X.shape[1], 1, bias=False)
+    generator = seeded(1)
+    guide, svi = made(ngvi.nn.bayesianize(linear, "bernoulli", num_data=N))
+    for _ in range(25):
+        for i in torch.randperm(N, generator=generator).split(16):
+            svi.step(X[i], y[i], i)
+    assert_same(guide, reference, X, y)
+
+
 def test_all_data_in_another_order_each_time(reference: Fit) -> None:
     """A loader whose batch holds all data shuffles them too."""
     X, y = data()

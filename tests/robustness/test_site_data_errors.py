@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_ngvi import CVI, AutoMeanFieldNormal, AutoSites, SitesELBO
 from pyro_ngvi.diagnostics.plots import plot_influence
 from pyro_ngvi.distributions import local_level
+from pyro_ngvi.nn import bayesianize
 
 N = 6
 X = torch.linspace(-1.0, 1.0, N, dtype=torch.float64)
@@ -198,6 +199,29 @@ def test_step_with_data_that_were_not_announced() -> None:
         svi.step(X[1:], Y[1:])
     guide.remove(0)
     svi.step(X[1:], Y[1:])
+
+
+def unnumbered(X: Tensor, y: Tensor) -> None:
+    """A loader hands over the rows, and the plate draws numbers that nobody looks at."""
+    b = pyro.sample("b", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", N, subsample_size=len(X)):
+        pyro.sample("y", dist.Normal(b * X, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("first", [2, N])
+@pytest.mark.parametrize(
+    "model",
+    [unnumbered, bayesianize(torch.nn.Linear(1, 1).double(), "normal", num_data=N, noise=1.0)],
+)
+def test_minibatches_without_numbers(model: Any, first: int) -> None:
+    """Each datum would take the site of another one, and the answer would be far off."""
+    guide = AutoSites(model)
+    svi = SVI(model, guide, CVI(guide), SitesELBO())
+    x = X if model is unnumbered else X[:, None]
+    if first == N:
+        svi.step(x, Y)
+    with pytest.raises(ValueError, match="does not say which: it never looks at the numbers"):
+        svi.step(x[:2], Y[:2])
 
 
 def test_guides_of_part_of_the_latent_sites() -> None:
