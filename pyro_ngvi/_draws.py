@@ -17,6 +17,7 @@ from pyro.poutine.util import site_is_subsample
 from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 
+from pyro_ngvi._latent_supports import LatentSupports
 from pyro_ngvi._particles import Minibatches, Site, Sites, run_plainly
 from pyro_ngvi._random import own_random_state
 from pyro_ngvi._support import check_data
@@ -73,8 +74,8 @@ def prototype_sites(
 ) -> Sites:
     """The model's sample sites in one plain run at a draw from the guide, plates left out.
 
-    :raises ValueError: when a plate is subsampled, the guide's latent sites are not the model's, or
-        data lie outside the support of their site.
+    :raises ValueError: when a plate is subsampled, the guide's latent sites are not the model's or have
+        other supports, or data lie outside the support of their site.
     """
     minibatches = Minibatches()
     with torch.no_grad():
@@ -108,6 +109,8 @@ def prototype_sites(
             "guide of another model? A guide's own helper variable needs "
             "infer={'is_auxiliary': True}."
         )
+
+    LatentSupports(guide).check(sites)
 
     def unchecked() -> Sites:
         with pyro.validation_enabled(False), own_random_state():

@@ -234,6 +234,8 @@ def run_particles(
             following = partial(
                 _sites_of_plain_run, program, values, shared, args, kwargs, minibatches
             )
+            if not sampling:  # a site that the caller refuses may be what can not run
+                _refuse(reduce, following, error)
             raise vmap_error(error, sites, following) from error
 
 
@@ -248,6 +250,15 @@ def run_plainly(
     with Conditioned(values, minibatches) as handler:
         program(*args, **kwargs)
     return handler.sites
+
+
+def _refuse(reduce: Callable[[Sites], Any], run: Callable[[], Sites], error: Exception) -> None:
+    try:
+        reduce(run())
+    except ValueError as refused:
+        raise refused from error
+    except Exception:  # of a program that is wrong without vmap too
+        return
 
 
 def _first_particle(

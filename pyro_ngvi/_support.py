@@ -17,7 +17,7 @@ from pyro_ngvi._particles import Site, Sites
 from pyro_ngvi._pyro_adapter import masks_of
 from pyro_ngvi.density import innermost, site_kind, site_log_prob
 
-__all__ = ["LaterData", "check_data", "validated_log_prob"]
+__all__ = ["LaterData", "bounds", "check_data", "validated_log_prob"]
 
 
 def validated_log_prob(site: Site) -> Tensor:
@@ -89,7 +89,7 @@ class LaterData:
         # the tensor that was good, and its version: most runs pass the same one at every step
         self._good = {name: _identity(site["value"]) for name, site in told.items()}
         # a support that moves, with a parameter say, is no fault of the data
-        self._bounds = {name: _bounds(site["fn"].support) for name, site in told.items()}
+        self._bounds = {name: bounds(site["fn"].support) for name, site in told.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         # a reference can not be stored
@@ -115,7 +115,7 @@ class LaterData:
                 answer = known(value.isfinite().any())
                 good = value.isfinite() if answer is None else support.check(value)
                 answer = None if answer is None else known(good.all())
-                if answer is False and not _same(self._bounds[name], _bounds(support)):
+                if answer is False and not _same(self._bounds[name], bounds(support)):
                     answer = None
             except RuntimeError:  # a check that branches by values has no answer under vmap
                 answer = None
@@ -135,12 +135,12 @@ def _identity(value: Tensor) -> tuple[Callable[[], Tensor | None], int]:
     return ref(value), -1 if value.is_inference() else value._version
 
 
-def _bounds(support: Any) -> list[Any]:
+def bounds(support: Any) -> list[Any]:
     """The numbers that a support is made of."""
     within = getattr(support, "base_constraint", None)
     own = [v for v in vars(support).values() if isinstance(v, Tensor | int | float)]
     own = [v.detach().clone() if isinstance(v, Tensor) else v for v in own]
-    return own if within is None else own + _bounds(within)
+    return own if within is None else own + bounds(within)
 
 
 def _same(a: list[Any], b: list[Any]) -> bool:

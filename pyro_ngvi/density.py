@@ -41,9 +41,18 @@ def site_kind(site: Site) -> Kind:
     """What a recorded sample site is: latent, observed, deterministic or factor."""
     if not site["is_observed"]:
         return "latent"
-    if (site["infer"] or {}).get("_deterministic"):
+    if (site["infer"] or {}).get("_deterministic") or _is_function(site["fn"]):
         return "deterministic"
     return "factor" if isinstance(innermost(site["fn"]), dist.Unit) else "observed"
+
+
+def _is_function(fn: Any) -> bool:
+    """Whether a distribution is what Pyro's reparametrisations leave of a site: a point, masked out."""
+    masked = False
+    while isinstance(fn, (dist.Independent, dist.MaskedDistribution)):
+        masked |= isinstance(fn, dist.MaskedDistribution) and fn._mask is False
+        fn = fn.base_dist
+    return masked and isinstance(fn, dist.Delta)
 
 
 def innermost(fn: Any) -> Any:

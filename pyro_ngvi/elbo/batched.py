@@ -23,6 +23,7 @@ from pyro.poutine.util import site_is_subsample
 from pyro.util import warn_if_nan
 from torch import Tensor
 
+from pyro_ngvi._latent_supports import LatentSupports
 from pyro_ngvi._particles import (
     Conditioned,
     Minibatches,
@@ -131,6 +132,8 @@ class BatchedELBO(ELBO):
         self._prepared: tuple[Program, Program] | None = None
         self._layout: tuple[Trace, LatentLayout] | None = None
         self._later_data = LaterData({})
+        self._supports = LatentSupports(None)
+        self._helpers: set[str] = set()
 
     def loss(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
         """An estimate of the negative ELBO, as a number and without gradients."""
@@ -175,6 +178,7 @@ class BatchedELBO(ELBO):
         if prepared is None or prepared[0] is not model or prepared[1] is not guide:
             sites, _ = self._get_trace(model, guide, args, kwargs)
             self._later_data = LaterData(sites)
+            self._supports = LatentSupports(guide)
             self._estimator = None
             self._prepared = (model, guide)
         self._active = None
@@ -192,7 +196,9 @@ class BatchedELBO(ELBO):
 
         def log_joint(sites: Sites) -> Any:
             check_model(sites, values, shared)
+            check_guide_of_this_model(values.keys() - self._helpers, sites)
             if validates:
+                self._supports.check(sites)
                 self._later_data.check(sites)
             return sum_log_prob(sites) if estimator is None else estimator.terms(sites)
 
@@ -234,6 +240,7 @@ class BatchedELBO(ELBO):
                 elif is_minibatch(site) or _is_latent(site):
                     values[name] = torch.as_tensor(site["value"])
             check_guide(sites)
+            self._helpers = _helpers(sites)
             return values, sum_log_prob(sites)
 
         return self._run(guide, reduce, {}, args, kwargs, sampling=True)
@@ -285,7 +292,9 @@ class BatchedELBO(ELBO):
                 elif _is_latent(site):
                     values[name] = site["value"]
             model_sites = run_plainly(model, values | shared, args, kwargs, minibatches)
-            check_guide_of_this_model(guide_sites, model_sites)
+            own = {name for name, site in guide_sites.items() if not site["is_observed"]}
+            check_guide_of_this_model(own - _helpers(guide_sites), model_sites)
+            LatentSupports(guide).check(model_sites)
             for _, block in find_blocks(guide):
                 check_replaced_priors(block.replaced_priors, guide_sites, model_sites)
             check_model(model_sites, values, shared)
@@ -309,6 +318,11 @@ def _is_joint(guide: Program) -> TypeGuard[AutoContinuous]:
         and type(guide).forward in (AutoContinuous.forward, AutoFamily.forward)
         and type(guide).sample_latent in (AutoContinuous.sample_latent, AutoFamily.sample_latent)
     )
+
+
+def _helpers(sites: Sites) -> set[str]:
+    """The names of a guide's own helper variables."""
+    return {name for name, site in sites.items() if site["infer"].get("is_auxiliary")}
 
 
 def _is_latent(site: Any) -> bool:

@@ -1,6 +1,6 @@
 """What an ELBO refuses, site by site: each check raises a sentence with the name and the remedy."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -46,15 +46,15 @@ def check_model_site(site: Site, values: Mapping[str, Any]) -> None:
         )
 
 
-def check_guide_of_this_model(guide_sites: Sites, model_sites: Sites) -> None:
-    """Refuse a guide with a latent site that the model does not have."""
-    for name, site in guide_sites.items():
-        if site["is_observed"] or name in model_sites or site["infer"].get("is_auxiliary"):
-            continue
-        raise ValueError(
-            f"The guide samples {name!r}, which is no site of the model. Is it the guide of "
-            f"another model? A guide's own helper variable needs infer={{'is_auxiliary': True}}."
-        )
+def check_guide_of_this_model(names: Iterable[str], model_sites: Sites) -> None:
+    """Refuse a guide with latent sites, ``names``, that a run of the model does not have."""
+    for name in names:
+        if name not in model_sites:
+            raise ValueError(
+                f"The guide samples {name!r}, which is no site of the model, or not of this run of it: "
+                f"-log q would count with no prior against it. Is it the guide of another model? A "
+                f"guide's own helper variable needs infer={{'is_auxiliary': True}}."
+            )
 
 
 def check_replaced_priors(names: Collection[str], guide_sites: Sites, model_sites: Sites) -> None:

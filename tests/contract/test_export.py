@@ -11,6 +11,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+from pyro.infer.reparam import LocScaleReparam
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
@@ -299,3 +300,44 @@ def test_data_outside_the_support_are_refused(diagnostic: Any) -> None:
     diagnostic(model, guide, torch.tensor([0.0, 1.0, 7.0]), num_samples=50)  # 7 is masked
     with pytest.raises(ValueError, match=r"'y' can not be evaluated: Expected value argument"):
         diagnostic(model, guide, torch.tensor([1.0, 2.0, 7.0]), num_samples=50)
+
+
+def school_model(y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("schools", len(y)):
+        theta = pyro.sample("theta", dist.Normal(mu, 2.0))
+        pyro.sample("y", dist.Normal(theta, 1.0), obs=y)
+
+
+def test_a_reparametrised_site_is_a_quantity_of_the_posterior() -> None:
+    """Pyro leaves an observed point of it, masked out: no data."""
+    y = torch.tensor([1.0, 2.0, 4.0])
+    decentred = poutine.reparam(school_model, config={"theta": LocScaleReparam(0.0)})
+    found = to_arviz(decentred, guide_of(decentred, y), y, num_samples=S)
+    posterior = found["posterior"]
+    assert list(found["observed_data"]) == list(found["log_likelihood"]) == ["y"]
+    assert list(found["posterior_predictive"]) == ["y"]
+    expected = posterior["mu"] + 2.0 * posterior["theta_decentered"]
+    np.testing.assert_allclose(posterior["theta"], expected.transpose(*posterior["theta"].dims))
+
+
+def guide_of(model: Any, *args: Any) -> Any:
+    guide = AutoMultivariateNormal(model)
+    guide(*args)
+    return guide
+
+
+def test_support_that_other_data_move_is_refused() -> None:
+    """The guide would go on to draw from the support of its first call."""
+
+    def bounded(y: Tensor) -> None:
+        x = pyro.sample("x", dist.Uniform(y.max(), 10.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+    y = torch.tensor([1.0, 2.0, 4.0])
+    guide = guide_of(bounded, y)
+    for diagnostic in (khat, to_arviz):
+        diagnostic(bounded, guide, y, num_samples=S)
+        with pytest.raises(ValueError, match="support of the latent site 'x' is another one"):
+            diagnostic(bounded, guide, y - 1.0, num_samples=S)

@@ -99,7 +99,7 @@ def subsampled(X: Tensor, y: Tensor) -> None:
 def listed(X: Tensor, y: Tensor) -> None:
     w = normal_weights(X.shape[1])
     with pyro.plate("data", len(X), subsample_size=B) as i:
-        rows = i.tolist()
+        rows: Any = list(map(int, i))  # pyright: ignore[reportArgumentType]
         pyro.sample("y", dist.Bernoulli(logits=X[rows] @ w), obs=y[rows])
 
 

@@ -13,11 +13,13 @@ from pyro.infer import config_enumerate
 from pyro.infer.autoguide import (
     AutoDiagonalNormal,
     AutoMultivariateNormal,
+    AutoNormal,
     AutoNormalMessenger,
 )
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from pyro_ngvi import AutoFullRankNormal
 from pyro_ngvi.elbo import BatchedELBO
 
 N = 5
@@ -287,3 +289,59 @@ def test_nan_under_a_mask(how: str) -> None:
         ValueError, match=r"(?s)'y' can not be evaluated.*obs=torch.nan_to_num\(y\)"
     ):
         loss(model, normal_guide, y)
+
+
+def switched(two: bool) -> None:
+    a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    b = pyro.sample("b", dist.Normal(0.0, 1.0)) if two else 0.0
+    pyro.sample("y", dist.Normal(a + b, 1.0), obs=torch.tensor(1.0))
+
+
+def hand_written_pair(two: bool) -> None:
+    pyro.sample("a", dist.Normal(pyro.param("at", torch.tensor(0.0)), 1.0))
+    if two:
+        pyro.sample("b", dist.Normal(pyro.param("bt", torch.tensor(0.0)), 1.0))
+
+
+@pytest.mark.parametrize("make", [AutoFullRankNormal, AutoDiagonalNormal])
+def test_latent_site_that_a_later_run_leaves_out(make: Any) -> None:
+    """Without its prior, -log q alone would count, and grow without bound."""
+    guide, elbo = make(switched), BatchedELBO(num_particles=2)
+    elbo.loss(switched, guide, True)
+    with pytest.raises(ValueError, match=r"guide samples 'b', which is no site .* this run of it"):
+        elbo.loss(switched, guide, False)
+
+
+@pytest.mark.parametrize("make", [AutoFullRankNormal, AutoDiagonalNormal])
+def test_latent_site_that_a_later_run_adds(make: Any) -> None:
+    guide, elbo = make(switched), BatchedELBO(num_particles=2)
+    elbo.loss(switched, guide, False)
+    with pytest.raises(
+        ValueError, match="latent site 'b' of the model is not sampled by the guide"
+    ):
+        elbo.loss(switched, guide, True)
+
+
+def test_guide_that_follows_its_model() -> None:
+    elbo = BatchedELBO(num_particles=2)
+    for two in (True, False, True):
+        elbo.loss(switched, hand_written_pair, two)
+
+
+def bounded(y: Tensor) -> None:
+    x = pyro.sample("x", dist.Uniform(y.max(), 10.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("make", [AutoFullRankNormal, AutoDiagonalNormal, AutoNormal])
+@pytest.mark.parametrize("shift", [-1.0, 1.0])
+def test_support_that_other_data_move(make: Any, shift: float) -> None:
+    """The guide maps to the support of its first call, and would go on to draw there."""
+    guide, elbo = make(bounded), BatchedELBO(num_particles=2)
+    elbo.loss(bounded, guide, Y)
+    elbo.loss(bounded, guide, Y.flip(0))  # the same maximum
+    with pytest.raises(ValueError, match="support of the latent site 'x' is another one"):
+        elbo.loss(bounded, guide, Y + shift)
+    with pytest.raises(ValueError, match="support of the latent site 'x' is another one"):
+        BatchedELBO(num_particles=2).loss(bounded, guide, Y + shift)
