@@ -35,8 +35,13 @@ def validated_log_prob(site: Site) -> Tensor:
 
 def _hint(site: Site) -> str:
     value = site["value"]
-    if not isinstance(value, Tensor) or not bool(value.isnan().any()) or not _masks(site):
+    if not isinstance(value, Tensor) or not bool(value.isnan().any()):
         return ""
+    if not _masks(site):
+        return (
+            "\nNaN stands for missing data in the steps of AutoSites alone. For all else mask them: "
+            "with poutine.mask(mask=~y.isnan()): pyro.sample(..., obs=torch.nan_to_num(y))."
+        )
     return (
         "\nA mask hides the log_prob of an entry, but not the NaN of its gradient. Under the mask, "
         "observe numbers: obs=torch.nan_to_num(y), or another value of the support."

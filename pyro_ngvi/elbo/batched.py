@@ -87,8 +87,8 @@ class BatchedELBO(ELBO):
         "scores": the draws and log q - log p at each, for ``SPRING``, and no gradients. For a guide
         of ours that has a use for it; it is that of one call, so call this once a step.
     :param kl_weight: tau, a weight on the KL term: the loss becomes that of the tempered posterior,
-        prior x likelihood^(1 / tau). An attribute too, so that a loop can let it grow to 1 (a
-        warm-up): ``loss.kl_weight = min(1.0, (k + 1) / 1000)``.
+        prior x likelihood^(1 / tau), where a ``pyro.factor`` counts as prior. An attribute too, so
+        that a loop can let it grow to 1 (a warm-up): ``loss.kl_weight = min(1.0, (k + 1) / 1000)``.
     :param chunk_size: run at most that many particles of the model at a time, to bound memory.
     :param retain_graph: passed to ``backward``.
     :raises ValueError: when a site can not be handled, or its ``log_prob`` has a shape that its

@@ -6,7 +6,10 @@ every run. That leaves out
 * batch normalisation by the statistics of the minibatch (training mode, or no running statistics);
 * instance normalisation that updates running statistics;
 * layers that draw random numbers in training mode: dropout, ``RReLU``, the ``dropout`` of recurrent
-  and attention layers.
+  and attention layers;
+* embeddings whose gradient is not that of their output, or that write into their weight
+  (``padding_idx``, ``scale_grad_by_freq``, ``max_norm``);
+* modules that update buffers when they run (seen at the first run).
 
 ``F.dropout`` and the like inside a ``forward`` can not be seen from here.
 """
@@ -16,14 +19,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from pyro.nn import PyroModule
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-__all__ = ["checked_num_data", "refuse_mode", "refuse_module", "refuse_names", "to_watch"]
+__all__ = [
+    "checked_num_data",
+    "refuse_mode",
+    "refuse_module",
+    "refuse_names",
+    "refuse_updates",
+    "to_watch",
+]
 
 _CONTAIN_DROPOUT = (nn.RNNBase, nn.MultiheadAttention)
 
@@ -39,6 +50,7 @@ def refuse_module(module: Any) -> None:
                 f"modules of torch."
             )
         refuse_mode(path, part)
+        _refuse_embedding(path, part)
     sampled = {name: p for name, p in module.named_parameters() if p.requires_grad}
     for name, p in sampled.items():
         if is_lazy(p):
@@ -55,6 +67,44 @@ def refuse_module(module: Any) -> None:
         raise ValueError(
             f"{type(module).__name__} has no parameter to sample"
             + (": all have requires_grad=False." if frozen else ".")
+        )
+
+
+def _refuse_embedding(path: str, part: Any) -> None:
+    if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or not part.weight.requires_grad:
+        return
+    if part.max_norm is not None:
+        raise ValueError(
+            f"{_name(path, part)} has max_norm={part.max_norm}: it rescales its weight in place when "
+            f"it runs, so that the densities would be those of other values. Leave max_norm out; the "
+            f"prior keeps the weights small."
+        )
+    if part.padding_idx is not None:
+        raise ValueError(
+            f"{_name(path, part)} has padding_idx={part.padding_idx}: torch gives that row no "
+            f"gradient, but it would be sampled, and q would not be fitted there. Leave padding_idx "
+            f"out and multiply the embedded tokens by a mask, (tokens != {part.padding_idx})"
+            f".unsqueeze(-1); or freeze the weight by requires_grad_(False)."
+        )
+    if part.scale_grad_by_freq:
+        raise ValueError(
+            f"{_name(path, part)} has scale_grad_by_freq=True: its gradients would not be those of the "
+            f"log-likelihood. Leave it out."
+        )
+
+
+def refuse_updates(before: Mapping[str, Tensor], module: nn.Module) -> None:
+    """Refuse a module whose buffers are not what they were ``before`` a run; these are put back."""
+    for name, buffer in module.named_buffers():
+        old = before.get(name)
+        if old is None or torch.equal(buffer.nan_to_num(), old.nan_to_num()):
+            continue
+        with torch.no_grad():
+            buffer.copy_(old)
+        raise ValueError(
+            f"The buffer {name!r} of the module is another one after a run, so that the log-likelihood "
+            f"would not be the same at every run. Call module.eval(), if that stops it, or take the "
+            f"layer that updates it out."
         )
 
 

@@ -10,8 +10,9 @@ caller passes. Of the three idioms that give the same gradients:
 * ``plate(size=N, subsample_size=M)`` draws indices that nobody uses, N random numbers a step;
 * ``poutine.scale(scale=N / M)`` around a plate of size M hides from every reader of the trace that the
   data are a minibatch: ``to_arviz`` and ``khat`` would judge q by an estimate from M examples;
-* ``plate(size=N, subsample=range(M))``, taken here, draws nothing, follows M from step to step, and
-  tells N and M to ``to_arviz``, which then refuses.
+* ``plate(size=N, subsample=index)``, taken here, draws nothing, follows M from step to step, and
+  tells N and M to ``to_arviz``, which then refuses.  The index of a minibatch is -1, not known, unless
+  the caller passes one.
 
 The last minibatch of an epoch is smaller and gets a larger scale, N over its own size. That is
 unbiased when the loader shuffles, since it is a random subset like the others.
@@ -23,7 +24,8 @@ see :mod:`pyro_ngvi.nn._refuse`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pyro
@@ -53,8 +55,8 @@ def bayesianize(
     prior. Parameters with ``requires_grad=False`` and buffers keep their values. The module itself
     is copied and left alone.
 
-    The model takes a batch ``x`` (M, ...), or a tuple of them for a module of several inputs, and
-    ``y`` (M, ...), or ``None`` to draw it; it returns the output of the module. ``y`` is the
+    The model takes a batch ``x`` (M, ...), or a tuple or list of them for a module of several inputs,
+    and ``y`` (M, ...), or ``None`` to draw it; it returns the output of the module. ``y`` is the
     observed site of that name, in a plate "data" of ``num_data`` examples, so that minibatches from a
     ``DataLoader`` go straight into ``svi.step(x, y)``.  :class:`~pyro_ngvi.AutoSites`, with a site for
     every datum, asks for their numbers too: ``svi.step(x, y, index)``.
@@ -79,7 +81,8 @@ def bayesianize(
             sample hyperparameters. Or a dict of these by name pattern, the first that matches
             (``{"*.bias": 10.0, "*": 1.0}``).
         noise: for "normal" its sd: a number, or a function that returns the prior of a latent site
-            "noise". By default that prior is ``HalfCauchy(1)``.
+            "noise", a scalar one or, with one sd for each output, as one event of their shape. By
+            default ``HalfCauchy(1)``.
 
     Raises:
         TypeError: when ``module`` is no module.
@@ -104,6 +107,16 @@ def bayesianize(
         torch.Size([20, 3])
     """
     return BayesianModule(module, likelihood, num_data=num_data, prior=prior, noise=noise)
+
+
+def inputs_of(x: Any) -> tuple[Any, ...]:
+    """The inputs of a module from what the model takes; a ``DataLoader`` makes a list of a tuple."""
+    if isinstance(x, Mapping):
+        raise TypeError(
+            f"x is a {type(x).__name__} with the entries {list(x)}; give a tensor, or a tuple of them "
+            f"in the order in which the module takes them."
+        )
+    return tuple(x) if isinstance(x, tuple | list) else (x,)
 
 
 class BayesianModule(nn.Module):
@@ -133,6 +146,7 @@ class BayesianModule(nn.Module):
         self._priors = {name: choose_prior(prior, name) for name in named}
         self._dims = {name: p.dim() for name, p in named.items()}
         self._watched = _refuse.to_watch(self.module)
+        self._seen_to_run = False
         self._sites = self._make_sites()
 
     @property
@@ -200,13 +214,14 @@ class BayesianModule(nn.Module):
         """The output (*lead, M, ...) of the module and the distribution of y, batch (*lead, M)."""
         for path, part in self._watched:
             _refuse.refuse_mode(path, part)
-        inputs = x if isinstance(x, tuple) else (x,)
+        inputs = inputs_of(x)
         weights = self._sample_weights()
         # Vectorised particles put dimensions in front of those of a weight; nothing else does.
         if all(w.dim() == n for w, n in zip(weights.values(), self._dims.values(), strict=True)):
-            output, lead = torch.func.functional_call(self.module, weights, inputs), 0
+            output, lead = self._run_module(weights, inputs), 0
         else:
-            output, lead = run_vectorized(self.module, weights, self._dims, inputs)
+            with self._slow_attention():
+                output, lead = run_vectorized(self.module, weights, self._dims, inputs)
         num = len(inputs[0])
         if not isinstance(output, Tensor) or output.dim() <= lead or output.shape[lead] != num:
             given = isinstance(output, Tensor)
@@ -224,6 +239,28 @@ class BayesianModule(nn.Module):
                 f"must be the number of examples, ({num},)."
             )
         return output, fn
+
+    def _run_module(self, weights: dict[str, Tensor], inputs: tuple[Any, ...]) -> Any:
+        buffers = {}
+        if not self._seen_to_run:
+            at_hand = [(k, b) for k, b in self.module.named_buffers() if b.device.type != "meta"]
+            buffers = {name: buffer.clone() for name, buffer in at_hand}
+        with self._slow_attention():
+            output = torch.func.functional_call(self.module, weights, inputs)
+        if buffers:
+            _refuse.refuse_updates(buffers, self.module)
+        self._seen_to_run = True
+        return output
+
+    @contextmanager
+    def _slow_attention(self) -> Iterator[None]:
+        """Without the kernels of attention layers in eval mode, which have no derivative."""
+        enabled = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(enabled)
 
     def _sample_weights(self) -> dict[str, Tensor]:
         weights = {}

@@ -67,7 +67,11 @@ class _Normal(_Bernoulli):
         if not isinstance(sd, float):
             prior: Any = sd() if callable(sd) else dist.HalfCauchy(output.new_ones(()))
             sd = pyro.sample("noise", prior)
-            sd = sd.reshape(sd.shape + (1,) * event_dim)  # vectorised: (*lead, 1)
+            _refuse_noise(prior, mean.shape[lead + 1 :], lead)
+            # vectorised: (*lead, 1) before what is one event
+            split = sd.dim() - prior.event_dim
+            ones = (1,) * (event_dim - prior.event_dim)
+            sd = sd.reshape(sd.shape[:split] + ones + sd.shape[split:])
         return dist.Normal(mean, sd).to_event(event_dim)
 
     def __str__(self) -> str:
@@ -92,6 +96,26 @@ class _Custom(Likelihood):
 
     def __str__(self) -> str:
         return f"the function {getattr(self.function, '__name__', type(self.function).__name__)}"
+
+
+def _refuse_noise(prior: Any, outputs: torch.Size, lead: int) -> None:
+    """Refuse a prior of the noise that is neither scalar nor one for each output of an example."""
+    event, batch = prior.event_shape, prior.batch_shape
+    scalar = not event and (lead > 0 or not batch)
+    if scalar or (len(event) == len(outputs) and _broadcast(event, outputs) == outputs):
+        return
+    raise ValueError(
+        f"The prior of the noise has batch shape {tuple(batch)} and event shape {tuple(event)}, and an "
+        f"example has outputs of shape {tuple(outputs)}. Return a scalar prior, or one sd for each "
+        f"output as one event: dist.HalfCauchy(torch.ones(3)).to_event(1) for outputs of shape (3,)."
+    )
+
+
+def _broadcast(a: torch.Size, b: torch.Size) -> torch.Size | None:
+    try:
+        return torch.broadcast_shapes(a, b)
+    except RuntimeError:
+        return None
 
 
 def _without_last(output: Tensor, lead: int) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 import pyro.distributions as dist
 import torch
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 __all__ = ["Prior", "choose_prior", "normal_prior", "prior_from"]
@@ -61,26 +63,63 @@ def prior_from(function: Any, name: str, parameter: Tensor) -> Any:
         TypeError: when it returns no distribution.
         ValueError: when the shape does not fit.
     """
-    fn = function(name, parameter)
+    with _Hyperparameters(name, parameter.dim()) as seen:
+        fn = function(name, parameter)
     if not isinstance(fn, torch.distributions.Distribution):
         raise TypeError(
             f"The prior of {name!r} returns {type(fn).__name__}; it must return a distribution of "
             f"pyro.distributions."
         )
     fn, shape = _pyro(fn), parameter.shape
-    if fn.shape() != shape:
-        outer = shape[: len(shape) - fn.event_dim]
+    if seen.lead or fn.shape() != shape:
+        outer = seen.lead + shape[: len(shape) - fn.event_dim]
         try:
             fits = torch.broadcast_shapes(fn.batch_shape, outer) == outer
         except RuntimeError:
             fits = False
-        if not fits or outer + fn.event_shape != shape:
+        if not fits or outer + fn.event_shape != seen.lead + shape:
             raise ValueError(
                 f"The prior of {name!r} has shape {tuple(fn.shape())}, the parameter has shape "
-                f"{tuple(shape)}. Return a distribution of that shape, or a scalar one."
+                f"{tuple(seen.lead + shape)}. Return a distribution of that shape, or a scalar one."
             )
         fn = fn.expand(outer)
-    return fn.to_event(len(fn.batch_shape))
+    return fn.to_event(len(fn.batch_shape) - len(seen.lead))
+
+
+class _Hyperparameters(Messenger):
+    """Gives a prior function its hyperparameters of vectorised particles as (*lead, 1, ..., 1).
+
+    They come as (*lead,), which would be broadcast against the parameter's own dimensions.
+    """
+
+    def __init__(self, name: str, dims: int) -> None:
+        super().__init__()
+        self.name, self.dims = name, dims
+        self.lead = torch.Size()
+        self._inside: set[str] = set()
+
+    def _pyro_sample(self, msg: Any) -> None:
+        # plates around the run add themselves after this, those of the function itself did before
+        self._inside = {frame.name for frame in msg["cond_indep_stack"]}
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if site_is_subsample(msg):
+            return
+        value, event_dim = msg["value"], msg["fn"].event_dim
+        frames = [f for f in msg["cond_indep_stack"] if f.dim is not None]
+        if all(frame.name in self._inside for frame in frames):
+            return
+        if self._inside:
+            raise ValueError(
+                f"The prior function of {self.name!r} samples {msg['name']!r} in a plate of its own, "
+                f"which can not be told from vectorised particles. Declare its dimensions as one "
+                f"event, .to_event(...), instead of the plate."
+            )
+        split = value.dim() - event_dim
+        self.lead = value.shape[:split]
+        ones = (1,) * (self.dims - event_dim)
+        # the trace has its copy of the message already: this is what the function gets
+        msg["value"] = value.reshape(self.lead + ones + value.shape[split:])
 
 
 def _pyro(fn: Any) -> Any:

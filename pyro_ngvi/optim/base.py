@@ -13,10 +13,12 @@ from typing import Any, ClassVar
 
 import pyro
 import torch
+from pyro.nn import PyroModule
 from pyro.optim import PyroOptim
 from torch import Tensor
 
 from .._known import known
+from .._pyro_adapter import module_name
 from ..families.base import Tensors
 from ..guides.base import Curvature, find_blocks
 from .averaging import restart_average
@@ -244,15 +246,23 @@ class NaturalGradientOptim(PyroOptim):
             skipped_sites=_sites(block, r.bad_entries),
         )
 
+    @property
+    def _guide_name(self) -> str:
+        """What the names of the guide's parameters begin with: another one in another run, maybe."""
+        return module_name(self.guide) if isinstance(self.guide, PyroModule) else ""
+
     def get_state(self) -> dict[str, Any]:
         """Everything that the next step depends on, except parameters and the random state."""
         natural = {path: dict(state) for path, state in (self._states | self._waiting).items()}
         for path, block in self._blocks():
             if path in natural and block.natural_params():
                 natural[path] |= {"lag." + k: v for k, v in block.lag().items()}
+        others = None
+        if self.others is not None:
+            others = _renamed(self.others.get_state(), f"{self._guide_name}.", ".")
         return {
             "natural": {path: {k: v.clone() for k, v in s.items()} for path, s in natural.items()},
-            "others": None if self.others is None else self.others.get_state(),
+            "others": others,
         }
 
     def set_state(self, state_dict: dict[str, Any]) -> None:
@@ -270,7 +280,7 @@ class NaturalGradientOptim(PyroOptim):
             # a PyroOptim reads a state only for parameters that it has not seen
             self.others.optim_objs.clear()
             self.others.grad_clip.clear()
-            self.others.set_state(state_dict["others"])
+            self.others.set_state(_renamed(state_dict["others"], ".", f"{self._guide_name}."))
         self._states.clear()
         self._waiting = {
             path: {k: v for k, v in state.items() if not k.startswith("lag.")}
@@ -280,6 +290,16 @@ class NaturalGradientOptim(PyroOptim):
             # the parameters may be restored before or after this call
             saved = state_dict["natural"].get(path, {})
             block.set_lag(part(saved, "lag.") or None)
+
+
+def _renamed(state: dict[str, Any], before: str, after: str) -> dict[str, Any]:
+    """The states of parameters by name, with another beginning of the names."""
+    if "." in (before, after) and len(before) == len(after):
+        return state  # a guide without a name
+    return {
+        after + name.removeprefix(before) if name.startswith(before) else name: own
+        for name, own in state.items()
+    }
 
 
 def _moved(value: Tensor, like: Tensor) -> Tensor:

@@ -2,9 +2,10 @@
 
 The step, its equations and their sources: :mod:`pyro_ngvi.optim.rule`.
 
-Not for: losses that are not an ELBO (RenyiELBO with sticking the landing, EnergyDistance), losses
-scaled by ``poutine.scale(..., 1 / N)`` (natural gradients need no such scale, and the gain, at most 1,
-can not make up for it), and guides of other packages, whose Fisher matrix is not known here.
+Not for: losses that are not an ELBO (RenyiELBO, ReweightedWakeSleep, EnergyDistance: the first left
+the posterior of a linear regression by thousands of nats), losses scaled by ``poutine.scale(...,
+1 / N)`` (natural gradients need no such scale, and the gain, at most 1, can not make up for it), and
+guides of other packages, whose Fisher matrix is not known here.
 """
 
 from __future__ import annotations

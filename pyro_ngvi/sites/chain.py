@@ -54,14 +54,19 @@ class ChainAlgebra(Algebra):
     _view: View | None = None
 
     def __init__(self, plan: Plan, call: Call) -> None:
-        (shape,) = plan.shapes.values()
+        ((name, shape),) = plan.shapes.items()
+        if len(shape) != 2:
+            raise ValueError(
+                f"AutoSites: the state-space site {name!r} has shape {tuple(shape)}, several chains of "
+                f"states. Here it is one chain: make a guide for each, in a loop over the series."
+            )
         T, S = shape
         super().__init__(Evidence.none(plan.zero(), T, S))
         for group in plan.groups:
             if tuple(group.batch) != (T,):
                 raise ValueError(
                     f"AutoSites: {group.name!r} has data of shape {tuple(group.batch)}, and the prior "
-                    f"{next(iter(plan.shapes))!r} has {T} states. A state-space prior takes a datum "
+                    f"{name!r} has {T} states. A state-space prior takes a datum "
                     f"per state, in order: make times without a datum NaN (or mask them), and let "
                     f"several data at one time be one datum with an event dimension."
                 )

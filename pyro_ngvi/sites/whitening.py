@@ -62,7 +62,8 @@ def refuse_weights(site: Site) -> None:
         raise ValueError(
             f"AutoSites: the prior of {site['name']!r} stands under a scale or a mask (a subsampled "
             f"plate, poutine.scale or poutine.mask, in the model or around the step), and would not "
-            f"be a Gaussian of its own. Take the site out of it."
+            f"be a Gaussian of its own. Take the site out of it; missing data of obs_mask= are better "
+            f"masked in the observed site alone, by poutine.mask, or left NaN."
         )
 
 

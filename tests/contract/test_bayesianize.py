@@ -405,3 +405,123 @@ def test_prior_function_may_sample_hyperparameters() -> None:
     guide = trained(model, x, y, steps=2)
     assert guide.median()["0.weight.sd"].shape == ()
     assert guide.median()["0.weight"].shape == (4, 2)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_hyperparameters_of_vectorised_particles(rows: int) -> None:
+    """Three particles: their sds must not be taken for those of the rows of the weight."""
+
+    def prior(name: str, p: Tensor) -> Any:
+        return dist.Normal(p.new_zeros(()), pyro.sample(f"{name}.sd", dist.HalfNormal(1.0)))
+
+    def column(name: str, p: Tensor) -> Any:
+        one_each = dist.HalfNormal(p.new_ones(p.shape[-1])).to_event(1)
+        return dist.Normal(0.0, pyro.sample(f"{name}.sd", one_each))
+
+    x, S = torch.randn(5, 2), 3
+    for function in (prior, column):
+        net = nn.Linear(2, rows, bias=False).double()
+        model = bayesianize(net, lambda out: dist.Normal(out, 1.0), num_data=5, prior=function)
+        y = torch.randn(5, rows)
+        shape = () if function is prior else (2,)
+        sds, weights = 0.1 + torch.rand(S, *shape), torch.randn(S, rows, 2)
+        single = [
+            poutine.trace(
+                poutine.condition(model, data={"weight.sd": sds[s], "weight": weights[s]})
+            )
+            .get_trace(x, y)
+            .log_prob_sum()
+            for s in range(S)
+        ]
+
+        def particles() -> None:
+            with pyro.plate("particles", S, dim=-2):
+                model(x, y)  # noqa: B023 (called within the loop)
+
+        values = {"weight.sd": sds.unsqueeze(1), "weight": weights.unsqueeze(1)}
+        trace = poutine.trace(poutine.condition(particles, data=values)).get_trace()
+        torch.testing.assert_close(trace.log_prob_sum(), torch.as_tensor(sum(single)))
+
+
+def test_predictive_in_parallel_with_hyperparameters() -> None:
+    x, y = classes()
+    model = bayesianize(
+        mlp(),
+        "categorical",
+        num_data=N,
+        prior=lambda name, p: dist.Normal(0.0, pyro.sample(f"{name}.sd", dist.HalfNormal(1.0))),
+    )
+    guide = trained(model, x, y, steps=2)
+    drawn = Predictive(model, guide=guide, num_samples=7, parallel=True)(x)
+    assert drawn["y"].shape == (7, len(x))
+
+
+def test_noise_of_each_output() -> None:
+    """Also where a minibatch has as many examples as an example has outputs."""
+    sds = torch.tensor([0.1, 1.0, 3.0])
+    x, y = torch.randn(3, 2), torch.randn(3, 3)
+    one_each = dist.HalfCauchy(torch.ones(3, dtype=x.dtype)).to_event(1)
+    model = bayesianize(nn.Linear(2, 3).double(), "normal", num_data=3, noise=lambda: one_each)
+    weights = {"weight": torch.randn(3, 2), "bias": torch.randn(3)}
+    conditioned = poutine.condition(model, data={"noise": sds, **weights})
+    trace: Any = poutine.trace(conditioned).get_trace(x, y)
+    trace.compute_log_prob()
+    mean = x @ weights["weight"].T + weights["bias"]
+    expected = dist.Normal(mean, sds).log_prob(y).sum(-1)
+    torch.testing.assert_close(trace.nodes["y"]["log_prob"], expected)
+
+    def particles() -> None:
+        with pyro.plate("particles", 4, dim=-2):
+            model(x, y)
+
+    values = {"noise": sds.expand(4, 1, 3)} | {
+        k: w.expand(4, 1, *w.shape) for k, w in weights.items()
+    }
+    trace = poutine.trace(poutine.condition(particles, data=values)).get_trace()
+    trace.compute_log_prob()
+    torch.testing.assert_close(trace.nodes["y"]["log_prob"], expected.expand(4, 3))
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dtype=torch.float64)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+        self.out = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.encoder(x).mean(1))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_attention_in_eval_mode_has_gradients() -> None:
+    """torch's fast kernels for it have none."""
+    x, y = torch.randn(6, 5, 4), torch.arange(6) % 3
+    model = bayesianize(Encoder().eval(), "categorical", num_data=6)
+    guide = ngvi.AutoMeanFieldNormal(model, init_loc_fn=model.init_to_module)
+    svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(2))
+    fast = torch.backends.mha.get_fastpath_enabled()
+    assert all(math.isfinite(float(svi.step(x, y))) for _ in range(3))  # type: ignore[arg-type]
+    assert torch.backends.mha.get_fastpath_enabled() == fast
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 1).double(), nn.Linear(3, 1).double()
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.a(a) + self.b(b)
+
+
+def test_inputs_from_a_data_loader() -> None:
+    """It makes a list of the tuple of a dataset."""
+    a, b, y = torch.randn(8, 2), torch.randn(8, 3), torch.randn(8)
+    model = bayesianize(Sum(), "normal", num_data=8)
+    data = [((a[i], b[i]), y[i]) for i in range(8)]
+    loader = torch.utils.data.DataLoader(data, batch_size=4)  # type: ignore[arg-type]
+    guide = ngvi.AutoMeanFieldNormal(model)
+    svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(2))
+    for x, target in loader:
+        svi.step(x, target)
+    assert predict(model, guide, loader, num_samples=5).mean.shape == (8,)

@@ -1,5 +1,6 @@
 """Saving and resuming NGVB: bit for bit what an unbroken run does."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,19 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoGuideList
-from pyro.nn import PyroModule
+from pyro.nn import PyroModule, PyroParam
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
-from pyro_ngvi import NGVB, AutoFactorNormal, AutoFullRankNormal, BatchedELBO, RobbinsMonro
+from pyro_ngvi import (
+    NGVB,
+    AutoFactorNormal,
+    AutoFullRankNormal,
+    AutoMeanFieldNormal,
+    BatchedELBO,
+    RobbinsMonro,
+)
+from pyro_ngvi._pyro_adapter import module_name
 from tests.contract.registry import GUIDES, LOSSES, D, N, data, regression
 
 guides = pytest.mark.parametrize("kind", GUIDES)
@@ -152,6 +161,46 @@ def test_state_of_a_list_of_guides(tmp_path: Path) -> None:
     optim.load(str(tmp_path / "optim"))
     torch.set_rng_state(rng)
     assert steps() == losses
+
+
+def test_others_go_on_under_another_name_of_the_guide() -> None:
+    """A second guide of a process gets another name, and the names of its parameters begin with it."""
+    y = torch.tensor([1.0, 2.0, 4.0])
+
+    class Shifted(AutoMeanFieldNormal):
+        def __init__(self, model: Any) -> None:
+            super().__init__(model)
+            self.shift: Any = PyroParam(torch.zeros(3))
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            pyro.factor("pull", -(self.shift - y).square().sum(), has_rsample=True)
+            return super().forward(*args, **kwargs)
+
+    def model() -> None:
+        x = pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(x, 1.0).to_event(1), obs=y)
+
+    def run() -> tuple[Any, NGVB, Callable[[], list[Tensor]]]:
+        guide = Shifted(model)
+        optim = NGVB(guide, others=Adam({"lr": 0.1}))
+        svi = SVI(model, guide, optim, Trace_ELBO())
+        return (
+            guide,
+            optim,
+            lambda: [(svi.step(), guide.shift.detach().clone())[1] for _ in range(5)],
+        )
+
+    guide, optim, steps = run()
+    steps()
+    saved, parameters = copy.deepcopy(optim.get_state()), copy.deepcopy(guide.state_dict())
+    shifts = steps()
+    other, optim, steps = run()
+    assert module_name(other) != module_name(guide)
+    poutine.trace(other).get_trace()
+    other.load_state_dict(parameters)
+    optim.set_state(saved)
+    for again, shift in zip(steps(), shifts, strict=True):
+        assert torch.equal(again, shift)
 
 
 @guides

@@ -161,6 +161,17 @@ def test_a_minibatch_is_refused():
         svi.step(series(), torch.arange(5))
 
 
+def test_several_chains_are_refused():
+    def model(y):
+        with pyro.plate("series", 2):
+            s = pyro.sample("s", local_level(T, initial_scale=2.0, step_scale=0.3))
+        with pyro.plate("rows", 2, dim=-2), pyro.plate("time", T, dim=-1):
+            pyro.sample("y", dist.Normal(s[..., 0], 0.5), obs=y)
+
+    with pytest.raises(ValueError, match=r"'s' has shape \(2, \d+, 1\), several chains"):
+        ngvi.AutoSites(model)(series().expand(2, -1))
+
+
 def test_a_chain_beside_another_site_takes_the_dense_algebra():
     def model(y):
         level = pyro.sample("level", dist.Normal(0.0, 2.0))

@@ -10,6 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoDiagonalNormal
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
@@ -35,6 +36,9 @@ def linear(**more: Any) -> Any:
         (nn.MultiheadAttention(4, 2, dropout=0.1), r"\(MultiheadAttention\).*random"),
         (nn.LazyLinear(3), "'1.weight' has no shape yet"),
         (PyroModule(), "PyroModule already"),
+        (nn.Embedding(5, 4, padding_idx=0), r"'1' \(Embedding\) has padding_idx=0.*tokens != 0"),
+        (nn.Embedding(5, 4, max_norm=1.0), "max_norm=1.0: it rescales its weight in place"),
+        (nn.EmbeddingBag(5, 4, scale_grad_by_freq=True), "scale_grad_by_freq=True"),
     ],
 )
 def test_layers_that_are_refused(layer: nn.Module, message: str) -> None:
@@ -241,3 +245,57 @@ def test_predict_needs_every_latent_site() -> None:
 
     with pytest.raises(ValueError, match="does not sample the model's latent site 'bias'"):
         predict(linear(), guide, X, Y)
+
+
+class Running(nn.Module):
+    """Keeps a running mean of what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1).double()
+        self.register_buffer("mean", torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean += 0.1 * (x.mean(0) - self.mean)
+        return self.linear(x - self.mean)
+
+
+def test_modules_that_update_a_buffer() -> None:
+    model = bayesianize(Running(), "normal", num_data=8)
+    with pytest.raises(ValueError, match="buffer 'mean' of the module is another one after a run"):
+        ngvi.AutoMeanFieldNormal(model)(X, Y)
+    assert not model.module.get_buffer("mean").any()
+
+
+@pytest.mark.parametrize("noise", [torch.ones(3), torch.ones(2), torch.ones(8)])
+@pytest.mark.parametrize("event_dim", [0, 1])
+def test_noise_of_another_shape_than_the_outputs(noise: Tensor, event_dim: int) -> None:
+    """Eight examples: a noise of batch shape (8,) would be one for each of them."""
+    if event_dim == 1 and len(noise) == 3:
+        return
+    model = bayesianize(
+        nn.Linear(2, 3).double(),
+        "normal",
+        num_data=8,
+        noise=lambda: dist.HalfNormal(noise.double()).to_event(event_dim),
+    )
+    with pytest.raises(ValueError, match=r"noise has batch shape .* outputs of shape \(3,\)"):
+        ngvi.AutoMeanFieldNormal(model)(X, Y[:, None].expand(8, 3))
+
+
+def test_inputs_in_a_dict() -> None:
+    with pytest.raises(TypeError, match=r"x is a dict with the entries \['a'\]; give a tensor"):
+        linear()({"a": X}, Y)
+
+
+def test_hyperparameters_in_a_plate_of_the_prior_function() -> None:
+    def prior(name: str, p: Tensor) -> Any:
+        with pyro.plate(f"{name}.rows", p.shape[-1], dim=-1):
+            return dist.Normal(0.0, pyro.sample(f"{name}.sd", dist.HalfNormal(p.new_tensor(1.0))))
+
+    model = bayesianize(nn.Linear(2, 2).double(), "categorical", num_data=8, prior=prior)
+    guide = AutoDiagonalNormal(model)
+    y = torch.arange(8) % 2
+    guide(X, y)
+    with pytest.raises(ValueError, match=r"'weight' samples 'weight.sd' in a plate of its own"):
+        Trace_ELBO(2, vectorize_particles=True, max_plate_nesting=1).loss(model, guide, X, y)
