@@ -78,7 +78,8 @@ def bayesianize(
         num_data: N, the number of examples that the minibatches come from.
         prior: the sd of a centred normal, or a function ``prior(name, parameter)`` that returns a
             distribution, a scalar one for independent entries; it is called at every run and may
-            sample hyperparameters. Or a dict of these by name pattern, the first that matches
+            sample hyperparameters (one that it samples under the same name for several parameters is
+            one site, which they share). Or a dict of these by name pattern, the first that matches
             (``{"*.bias": 10.0, "*": 1.0}``).
         noise: for "normal" its sd: a number, or a function that returns the prior of a latent site
             "noise", a scalar one or, with one sd for each output, as one event of their shape. By
@@ -263,10 +264,10 @@ class BayesianModule(nn.Module):
             torch.backends.mha.set_fastpath_enabled(enabled)
 
     def _sample_weights(self) -> dict[str, Tensor]:
-        weights = {}
+        weights, hyperparameters = {}, {}
         for name, (parameter, prior) in self._sites.items():
             if prior is None:
-                prior = prior_from(self._priors[name], name, parameter)
+                prior = prior_from(self._priors[name], name, parameter, hyperparameters)
             weights[name] = pyro.sample(name, prior)
         return weights
 

@@ -18,6 +18,9 @@ __all__ = ["Prior", "choose_prior", "normal_prior", "prior_from"]
 # A distribution is Any: to a type checker Pyro's are abstract.
 Prior: TypeAlias = float | Callable[[str, Tensor], Any]
 
+#: hyperparameters by name: the value, and its dimensions of vectorised particles
+Sampled: TypeAlias = dict[str, tuple[Tensor, torch.Size]]
+
 
 def choose_prior(prior: Prior | Mapping[str, Prior], name: str) -> Prior:
     """The prior of the parameter ``name``.
@@ -56,14 +59,16 @@ def normal_prior(sd: float, like: Tensor) -> Any:
     return base.expand(like.shape).to_event(like.dim())
 
 
-def prior_from(function: Any, name: str, parameter: Tensor) -> Any:
+def prior_from(function: Any, name: str, parameter: Tensor, sampled: Sampled) -> Any:
     """What the user's function returns, in the shape of the parameter, which is one event.
+
+    ``sampled`` holds the hyperparameters of this run of the model so far; new ones are added.
 
     Raises:
         TypeError: when it returns no distribution.
         ValueError: when the shape does not fit.
     """
-    with _Hyperparameters(name, parameter.dim()) as seen:
+    with _Hyperparameters(name, parameter.dim(), sampled) as seen:
         fn = function(name, parameter)
     if not isinstance(fn, torch.distributions.Distribution):
         raise TypeError(
@@ -89,25 +94,31 @@ def prior_from(function: Any, name: str, parameter: Tensor) -> Any:
 class _Hyperparameters(Messenger):
     """Gives a prior function its hyperparameters of vectorised particles as (*lead, 1, ..., 1).
 
-    They come as (*lead,), which would be broadcast against the parameter's own dimensions.
+    They come as (*lead,), which would be broadcast against the parameter's own dimensions.  One that
+    the function of another parameter has sampled is given again: it is one site, which they share.
     """
 
-    def __init__(self, name: str, dims: int) -> None:
+    def __init__(self, name: str, dims: int, sampled: Sampled) -> None:
         super().__init__()
-        self.name, self.dims = name, dims
+        self.name, self.dims, self.sampled = name, dims, sampled
         self.lead = torch.Size()
         self._inside: set[str] = set()
 
     def _pyro_sample(self, msg: Any) -> None:
         # plates around the run add themselves after this, those of the function itself did before
         self._inside = {frame.name for frame in msg["cond_indep_stack"]}
+        if msg["name"] in self.sampled:
+            msg["value"], msg["done"], msg["stop"] = self.sampled[msg["name"]][0], True, True
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if site_is_subsample(msg):
             return
         value, event_dim = msg["value"], msg["fn"].event_dim
-        frames = [f for f in msg["cond_indep_stack"] if f.dim is not None]
-        if all(frame.name in self._inside for frame in frames):
+        frames = {f.name for f in msg["cond_indep_stack"] if f.dim is not None}
+        split = value.dim() - event_dim
+        lead = value.shape[:split] if frames - self._inside else torch.Size()
+        _, lead = self.sampled.setdefault(msg["name"], (value, lead))
+        if not lead:
             return
         if self._inside:
             raise ValueError(
@@ -115,8 +126,7 @@ class _Hyperparameters(Messenger):
                 f"which can not be told from vectorised particles. Declare its dimensions as one "
                 f"event, .to_event(...), instead of the plate."
             )
-        split = value.dim() - event_dim
-        self.lead = value.shape[:split]
+        self.lead = lead
         ones = (1,) * (self.dims - event_dim)
         # the trace has its copy of the message already: this is what the function gets
         msg["value"] = value.reshape(self.lead + ones + value.shape[split:])

@@ -443,6 +443,37 @@ def test_hyperparameters_of_vectorised_particles(rows: int) -> None:
         torch.testing.assert_close(trace.log_prob_sum(), torch.as_tensor(sum(single)))
 
 
+def test_parameters_share_a_hyperparameter_of_one_name() -> None:
+    x, y = classes()
+
+    def prior(name: str, p: Tensor) -> Any:
+        return dist.Normal(0.0, pyro.sample("sd", dist.HalfNormal(1.0)))
+
+    model = bayesianize(mlp(), "categorical", num_data=N, prior=prior)
+    guide = trained(model, x, y, steps=2)
+    assert [name for name in guide.median() if "sd" in name] == ["sd"]
+    at = {name: torch.randn(shape) for name, shape in model.sites.items()}
+    sds = torch.tensor([0.5, 1.0, 2.0])
+
+    def log_prior(trace: Any) -> Tensor:
+        trace.compute_log_prob()
+        return torch.stack([trace.nodes[n]["log_prob"].flatten() for n in (*at, "sd")]).sum(0)
+
+    single = [
+        log_prior(poutine.trace(poutine.condition(model, {"sd": sd, **at})).get_trace(x, y))
+        for sd in sds
+    ]
+
+    def particles() -> None:
+        with pyro.plate("particles", 3, dim=-2):
+            model(x, y)
+
+    values = {name: w.expand(3, 1, *w.shape) for name, w in at.items()}
+    values |= {"sd": sds.unsqueeze(1)}
+    together = log_prior(poutine.trace(poutine.condition(particles, values)).get_trace())
+    torch.testing.assert_close(together, torch.cat(single))
+
+
 def test_predictive_in_parallel_with_hyperparameters() -> None:
     x, y = classes()
     model = bayesianize(
