@@ -59,10 +59,11 @@ def check_latents(
             )
         if name in again and _learned(again[name]["fn"].support):
             raise ValueError(
-                f"{guide}: the support of the latent site {name!r} moves with a parameter that is "
-                f"learned, and the guide would keep that of the first run. Give the site a fixed "
-                f"support and move its value: instead of x ~ Uniform(0, hi) write "
-                f'x = hi * pyro.sample("u", Uniform(0, 1)); or fix the parameter: hi.detach().'
+                f"{guide}: the support of the latent site {name!r} is made of a tensor that requires "
+                f"gradients, such as a parameter that is learned, and the guide would keep that of the "
+                f"first run. Give the site a fixed support and move its value: instead of "
+                f'x ~ Uniform(0, hi) write x = hi * pyro.sample("u", Uniform(0, 1)); or, where hi is '
+                f"not learned, hi.detach()."
             )
     if masked:
         _, elsewhere = _moved(sites, -3.0)

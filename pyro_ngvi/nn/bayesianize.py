@@ -24,6 +24,7 @@ see :mod:`pyro_ngvi.nn._refuse`.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +33,7 @@ import pyro
 import torch
 from torch import Tensor, nn
 
+from .._known import known
 from ..guides.initialization import init_to_center
 from . import _refuse
 from ._vectorized import run_vectorized
@@ -39,6 +41,8 @@ from .likelihoods import make_likelihood
 from .priors import Prior, choose_prior, normal_prior, prior_from
 
 __all__ = ["BayesianModule", "bayesianize"]
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def bayesianize(
@@ -110,14 +114,13 @@ def bayesianize(
     return BayesianModule(module, likelihood, num_data=num_data, prior=prior, noise=noise)
 
 
-def inputs_of(x: Any) -> tuple[Any, ...]:
-    """The inputs of a module from what the model takes; a ``DataLoader`` makes a list of a tuple."""
-    if isinstance(x, Mapping):
-        raise TypeError(
-            f"x is a {type(x).__name__} with the entries {list(x)}; give a tensor, or a tuple of them "
-            f"in the order in which the module takes them."
-        )
-    return tuple(x) if isinstance(x, tuple | list) else (x,)
+def inputs_of(x: Any, module: nn.Module) -> tuple[Any, ...]:
+    """The inputs of ``module`` from what the model takes; a ``DataLoader`` makes a list of a tuple."""
+    if isinstance(x, list):
+        takes = inspect.signature(module.forward).parameters.values()
+        several = sum(p.kind in _POSITIONAL and p.default is p.empty for p in takes) > 1
+        return tuple(x) if several else (x,)
+    return x if isinstance(x, tuple) else (x,)
 
 
 class BayesianModule(nn.Module):
@@ -125,6 +128,9 @@ class BayesianModule(nn.Module):
 
     It is a module around a copy of yours, ``model.module``: ``.to()``, ``copy`` and ``pickle`` work.
     """
+
+    #: whether two runs of the module gave the same output
+    _seen_to_repeat = False
 
     def __init__(
         self,
@@ -147,7 +153,6 @@ class BayesianModule(nn.Module):
         self._priors = {name: choose_prior(prior, name) for name in named}
         self._dims = {name: p.dim() for name, p in named.items()}
         self._watched = _refuse.to_watch(self.module)
-        self._seen_to_run = False
         self._sites = self._make_sites()
 
     @property
@@ -170,15 +175,25 @@ class BayesianModule(nn.Module):
                     f"The minibatch has {num} examples, but num_data is {self.num_data}: it must be "
                     f"the size of the whole training set, len(dataset)."
                 )
-        if index is None:
-            index = torch.arange(num, device=output.device)
-            if (
-                num < self.num_data
-            ):  # nobody but AutoSites asks which, and -1 says that it is not known
-                index = torch.full_like(index, -1)
-        with pyro.plate("data", max(self.num_data, num), subsample=index):
+        with pyro.plate(
+            "data", max(self.num_data, num), subsample=self._numbers(index, num, output)
+        ):
             pyro.sample("y", fn, obs=y)
         return output
+
+    def _numbers(self, index: Any, num: int, output: Tensor) -> Tensor:
+        """The numbers (num,) of the examples; -1, not known, for those of a minibatch without any."""
+        if index is None:  # nobody but AutoSites asks
+            all_here = torch.arange(num, device=output.device)
+            return all_here if num >= self.num_data else torch.full_like(all_here, -1)
+        index = torch.as_tensor(index, device=output.device)
+        within = known(((index >= 0) & (index < self.num_data)).all())
+        if index.shape != (num,) or index.is_floating_point() or within is False:
+            raise ValueError(
+                f"index is of shape {tuple(index.shape)} and dtype {index.dtype}; it must hold the "
+                f"number, from 0 to {self.num_data - 1}, of each of the {num} examples."
+            )
+        return index
 
     def distribution(self, x: Any) -> Any:
         """Sample the weights; the distribution of ``y`` given them and ``x``, batch shape (M,)."""
@@ -215,7 +230,7 @@ class BayesianModule(nn.Module):
         """The output (*lead, M, ...) of the module and the distribution of y, batch (*lead, M)."""
         for path, part in self._watched:
             _refuse.refuse_mode(path, part)
-        inputs = inputs_of(x)
+        inputs = inputs_of(x, self.module)
         weights = self._sample_weights()
         # Vectorised particles put dimensions in front of those of a weight; nothing else does.
         if all(w.dim() == n for w, n in zip(weights.values(), self._dims.values(), strict=True)):
@@ -242,15 +257,14 @@ class BayesianModule(nn.Module):
         return output, fn
 
     def _run_module(self, weights: dict[str, Tensor], inputs: tuple[Any, ...]) -> Any:
-        buffers = {}
-        if not self._seen_to_run:
-            at_hand = [(k, b) for k, b in self.module.named_buffers() if b.device.type != "meta"]
-            buffers = {name: buffer.clone() for name, buffer in at_hand}
         with self._slow_attention():
             output = torch.func.functional_call(self.module, weights, inputs)
-        if buffers:
-            _refuse.refuse_updates(buffers, self.module)
-        self._seen_to_run = True
+            if not self._seen_to_repeat:
+                with (
+                    torch.no_grad()
+                ):  # at its own weights: at zero, where a guide starts, all is alike
+                    _refuse.refuse_change(self.module(*inputs), self.module(*inputs))
+                self._seen_to_repeat = True
         return output
 
     @contextmanager

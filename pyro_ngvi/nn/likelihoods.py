@@ -101,8 +101,9 @@ class _Custom(Likelihood):
 def _refuse_noise(prior: Any, outputs: torch.Size, lead: int) -> None:
     """Refuse a prior of the noise that is neither scalar nor one for each output of an example."""
     event, batch = prior.event_shape, prior.batch_shape
-    scalar = not event and (lead > 0 or not batch)
-    if scalar or (len(event) == len(outputs) and _broadcast(event, outputs) == outputs):
+    one = lead > 0 or batch.numel() == 1  # in front are vectorised particles alone
+    fits = not event or (len(event) == len(outputs) and _broadcast(event, outputs) == outputs)
+    if one and fits:
         return
     raise ValueError(
         f"The prior of the noise has batch shape {tuple(batch)} and event shape {tuple(event)}, and an "

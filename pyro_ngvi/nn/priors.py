@@ -69,7 +69,16 @@ def prior_from(function: Any, name: str, parameter: Tensor, sampled: Sampled) ->
         ValueError: when the shape does not fit.
     """
     with _Hyperparameters(name, parameter.dim(), sampled) as seen:
-        fn = function(name, parameter)
+        try:
+            fn = function(name, parameter)
+        except RuntimeError as error:
+            if seen.lead:
+                error.add_note(
+                    f"The prior function of {name!r} has a hyperparameter of {seen.lead.numel()} "
+                    f"vectorised particles, in dimensions in front. Return a scalar distribution "
+                    f"rather than one expanded to the shape of the parameter."
+                )
+            raise
     if not isinstance(fn, torch.distributions.Distribution):
         raise TypeError(
             f"The prior of {name!r} returns {type(fn).__name__}; it must return a distribution of "
@@ -111,12 +120,16 @@ class _Hyperparameters(Messenger):
             msg["value"], msg["done"], msg["stop"] = self.sampled[msg["name"]][0], True, True
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        if site_is_subsample(msg):
+        if site_is_subsample(msg) or (msg["is_observed"] and _is_function(msg)):
             return
         value, event_dim = msg["value"], msg["fn"].event_dim
-        frames = {f.name for f in msg["cond_indep_stack"] if f.dim is not None}
-        split = value.dim() - event_dim
-        lead = value.shape[:split] if frames - self._inside else torch.Size()
+        outside = [f for f in msg["cond_indep_stack"] if f.dim and f.name not in self._inside]
+        split, lead = value.dim() - event_dim, torch.Size()
+        if (
+            outside
+        ):  # as many dimensions as the outermost plate asks for, those that are left out too
+            missing = max(0, max(-f.dim for f in outside) - split)
+            lead = value.shape[:split] + (1,) * missing
         _, lead = self.sampled.setdefault(msg["name"], (value, lead))
         if not lead:
             return
@@ -126,10 +139,15 @@ class _Hyperparameters(Messenger):
                 f"which can not be told from vectorised particles. Declare its dimensions as one "
                 f"event, .to_event(...), instead of the plate."
             )
-        self.lead = lead
+        self.lead = torch.broadcast_shapes(self.lead, lead)
         ones = (1,) * (self.dims - event_dim)
         # the trace has its copy of the message already: this is what the function gets
-        msg["value"] = value.reshape(self.lead + ones + value.shape[split:])
+        msg["value"] = value.reshape(lead + ones + value.shape[split:])
+
+
+def _is_function(msg: Any) -> bool:
+    """Whether an observed site is a ``pyro.deterministic`` or ``pyro.factor``: nothing is drawn."""
+    return bool(msg["infer"].get("_deterministic")) or isinstance(msg["fn"], dist.Unit)
 
 
 def _pyro(fn: Any) -> Any:

@@ -13,12 +13,10 @@ from typing import Any, ClassVar
 
 import pyro
 import torch
-from pyro.nn import PyroModule
 from pyro.optim import PyroOptim
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._known import known
-from .._pyro_adapter import module_name
 from ..families.base import Tensors
 from ..guides.base import Curvature, find_blocks
 from .averaging import restart_average
@@ -53,6 +51,7 @@ class NaturalGradientOptim(PyroOptim):
             self._adopt(path, block)
         self._states: dict[str, Tensors] = {}
         self._waiting: dict[str, Tensors] = {}
+        self._waiting_others: dict[str, Any] | None = None
         self._reports: dict[str, Report] = {}
 
     def make_rule(self, family: Any) -> Any:
@@ -101,6 +100,9 @@ class NaturalGradientOptim(PyroOptim):
             for p in others:  # one bad gradient would stay in the moments of Adam for good
                 if p.grad is not None:
                     p.grad = torch.where(torch.isfinite(p.grad).all(), p.grad, 0.0)
+            if self._waiting_others is not None:  # only now have all parameters their names
+                waiting, self._waiting_others = self._waiting_others, None
+                self._restore_others(self.others, waiting)
             self.others(others)
 
     @torch.no_grad()
@@ -246,10 +248,26 @@ class NaturalGradientOptim(PyroOptim):
             skipped_sites=_sites(block, r.bad_entries),
         )
 
-    @property
-    def _guide_name(self) -> str:
-        """What the names of the guide's parameters begin with: another one in another run, maybe."""
-        return module_name(self.guide) if isinstance(self.guide, PyroModule) else ""
+    def _paths(self) -> dict[str, str]:
+        """By its name in the store, the path of each parameter within the guide, after a ".".
+
+        The name begins with that of the guide, which may be another one in another run.
+        """
+        if not isinstance(self.guide, nn.Module):
+            return {}
+        store, named = pyro.get_param_store(), self.guide.named_parameters()
+        found = {store.param_name(p): f".{path}" for path, p in named}
+        return {name: path for name, path in found.items() if name is not None}
+
+    def _restore_others(self, others: PyroOptim, state: dict[str, Any]) -> None:
+        names = {path: name for name, path in self._paths().items()}
+        unknown = [path for path in state if path.startswith(".") and path not in names]
+        if unknown:
+            raise ValueError(
+                f"The saved state of others= has parameters that the guide {describe(self.guide)} does "
+                f"not have: {', '.join(unknown)}. It comes from another guide."
+            )
+        others.set_state({names.get(path, path): s for path, s in state.items()})
 
     def get_state(self) -> dict[str, Any]:
         """Everything that the next step depends on, except parameters and the random state."""
@@ -257,9 +275,10 @@ class NaturalGradientOptim(PyroOptim):
         for path, block in self._blocks():
             if path in natural and block.natural_params():
                 natural[path] |= {"lag." + k: v for k, v in block.lag().items()}
-        others = None
-        if self.others is not None:
-            others = _renamed(self.others.get_state(), f"{self._guide_name}.", ".")
+        others = self._waiting_others
+        if others is None and self.others is not None:
+            paths = self._paths()
+            others = {paths.get(name, name): s for name, s in self.others.get_state().items()}
         return {
             "natural": {path: {k: v.clone() for k, v in s.items()} for path, s in natural.items()},
             "others": others,
@@ -280,7 +299,7 @@ class NaturalGradientOptim(PyroOptim):
             # a PyroOptim reads a state only for parameters that it has not seen
             self.others.optim_objs.clear()
             self.others.grad_clip.clear()
-            self.others.set_state(_renamed(state_dict["others"], ".", f"{self._guide_name}."))
+            self._waiting_others = dict(state_dict["others"])
         self._states.clear()
         self._waiting = {
             path: {k: v for k, v in state.items() if not k.startswith("lag.")}
@@ -290,16 +309,6 @@ class NaturalGradientOptim(PyroOptim):
             # the parameters may be restored before or after this call
             saved = state_dict["natural"].get(path, {})
             block.set_lag(part(saved, "lag.") or None)
-
-
-def _renamed(state: dict[str, Any], before: str, after: str) -> dict[str, Any]:
-    """The states of parameters by name, with another beginning of the names."""
-    if "." in (before, after) and len(before) == len(after):
-        return state  # a guide without a name
-    return {
-        after + name.removeprefix(before) if name.startswith(before) else name: own
-        for name, own in state.items()
-    }
 
 
 def _moved(value: Tensor, like: Tensor) -> Tensor:

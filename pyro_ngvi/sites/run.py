@@ -28,6 +28,15 @@ __all__ = ["Found", "Place", "Runner", "WhitenedRun", "for_each"]
 
 T = TypeVar("T")
 
+#: torch functions that look at a tensor's kind alone
+_DESCRIBE = {
+    *("size", "__len__", "dim", "ndimension", "numel", "nelement", "stride", "element_size"),
+    *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "get_device", "type"),
+    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
+    *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
+    *("__repr__", "__str__", "__format__", "__hash__"),
+}
+
 
 @dataclass(frozen=True)
 class Place:
@@ -65,7 +74,7 @@ class _Operations(TorchFunctionMode):
         if self.paused:
             return func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        if self.run.unread and not isinstance(result, int | torch.Size | torch.device):
+        if self.run.unread and not _only_describes(func, result):
             self.run.unread.difference_update(map(id, _flat((args, kwargs))))
         # only what may be a predictor counts: a plate makes whole numbers, or not, as it subsamples
         if not (isinstance(result, Tensor) and result.is_floating_point()):
@@ -295,6 +304,12 @@ def _like(fn: Any) -> Tensor:
         return fn.loc
     tensors = (v for v in vars(fn).values() if isinstance(v, Tensor))
     return next(v for v in tensors if v.is_floating_point())
+
+
+def _only_describes(func: Any, result: Any) -> bool:
+    """Whether a torch function tells the kind of a tensor, and nothing of its numbers."""
+    name = getattr(func, "__name__", "")
+    return name in _DESCRIBE or (name == "__get__" and not isinstance(result, Tensor))
 
 
 def _flat(arguments: Any) -> Iterator[Any]:

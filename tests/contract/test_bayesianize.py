@@ -419,11 +419,16 @@ def test_hyperparameters_of_vectorised_particles(rows: int) -> None:
         return dist.Normal(0.0, pyro.sample(f"{name}.sd", one_each))
 
     x, S = torch.randn(5, 2), 3
-    for function in (prior, column):
+
+    def told(name: str, p: Tensor) -> Any:
+        sd = pyro.sample(f"{name}.sd", dist.HalfNormal(1.0))
+        return dist.Normal(0.0, pyro.deterministic("twice", 2.0 * sd))
+
+    for function in (prior, column, told):
         net = nn.Linear(2, rows, bias=False).double()
         model = bayesianize(net, lambda out: dist.Normal(out, 1.0), num_data=5, prior=function)
         y = torch.randn(5, rows)
-        shape = () if function is prior else (2,)
+        shape = (2,) if function is column else ()
         sds, weights = 0.1 + torch.rand(S, *shape), torch.randn(S, rows, 2)
         single = [
             poutine.trace(
@@ -474,14 +479,20 @@ def test_parameters_share_a_hyperparameter_of_one_name() -> None:
     torch.testing.assert_close(together, torch.cat(single))
 
 
-def test_predictive_in_parallel_with_hyperparameters() -> None:
+def horseshoe(name: str, p: Tensor) -> Any:
+    scale = pyro.sample(f"{name}.scale", dist.HalfCauchy(1.0))
+    local = pyro.sample(f"{name}.local", dist.HalfCauchy(p.new_ones(p.shape[-1])).to_event(1))
+    return dist.Normal(0.0, scale * local)
+
+
+def one_sd(name: str, p: Tensor) -> Any:
+    return dist.Normal(0.0, pyro.sample(f"{name}.sd", dist.HalfNormal(1.0)))
+
+
+@pytest.mark.parametrize("prior", [one_sd, horseshoe])
+def test_predictive_in_parallel_with_hyperparameters(prior: Any) -> None:
     x, y = classes()
-    model = bayesianize(
-        mlp(),
-        "categorical",
-        num_data=N,
-        prior=lambda name, p: dist.Normal(0.0, pyro.sample(f"{name}.sd", dist.HalfNormal(1.0))),
-    )
+    model = bayesianize(mlp(), "categorical", num_data=N, prior=prior)
     guide = trained(model, x, y, steps=2)
     drawn = Predictive(model, guide=guide, num_samples=7, parallel=True)(x)
     assert drawn["y"].shape == (7, len(x))

@@ -163,7 +163,8 @@ def test_state_of_a_list_of_guides(tmp_path: Path) -> None:
     assert steps() == losses
 
 
-def test_others_go_on_under_another_name_of_the_guide() -> None:
+@pytest.mark.parametrize("listed", [False, True])
+def test_others_go_on_under_another_name_of_the_guide(listed: bool) -> None:
     """A second guide of a process gets another name, and the names of its parameters begin with it."""
     y = torch.tensor([1.0, 2.0, 4.0])
 
@@ -181,13 +182,17 @@ def test_others_go_on_under_another_name_of_the_guide() -> None:
         pyro.sample("y", dist.Normal(x, 1.0).to_event(1), obs=y)
 
     def run() -> tuple[Any, NGVB, Callable[[], list[Tensor]]]:
-        guide = Shifted(model)
+        guide: Any = Shifted(model)
+        own = guide
+        if listed:
+            guide = AutoGuideList(model)
+            guide.append(own)
         optim = NGVB(guide, others=Adam({"lr": 0.1}))
         svi = SVI(model, guide, optim, Trace_ELBO())
         return (
             guide,
             optim,
-            lambda: [(svi.step(), guide.shift.detach().clone())[1] for _ in range(5)],
+            lambda: [(svi.step(), own.shift.detach().clone())[1] for _ in range(5)],
         )
 
     guide, optim, steps = run()
@@ -195,7 +200,8 @@ def test_others_go_on_under_another_name_of_the_guide() -> None:
     saved, parameters = copy.deepcopy(optim.get_state()), copy.deepcopy(guide.state_dict())
     shifts = steps()
     other, optim, steps = run()
-    assert module_name(other) != module_name(guide)
+    names = [module_name(g[0] if listed else g) for g in (guide, other)]
+    assert names[0] != names[1]
     poutine.trace(other).get_trace()
     other.load_state_dict(parameters)
     optim.set_state(saved)

@@ -103,6 +103,23 @@ def listed(X: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Bernoulli(logits=X[rows] @ w), obs=y[rows])
 
 
+def test_a_single_datum_whose_number_goes_into_python() -> None:
+    X, y = data()
+
+    def one(X: Tensor, y: Tensor) -> None:
+        w = normal_weights(X.shape[1])
+        with pyro.plate("data", len(X), subsample_size=1) as i:
+            k = int(i)  # pyright: ignore[reportArgumentType]
+            pyro.sample("y", dist.Normal(X[k : k + 1] @ w, 1.0), obs=y[k : k + 1])
+
+    guide, svi = made(one)
+    for _ in range(400):
+        svi.step(X, y)
+    precision = torch.eye(X.shape[1]).to(X) + X.T @ X
+    exact = torch.linalg.solve(precision, X.T @ y)
+    torch.testing.assert_close(guide.get_posterior(X, y).mean, exact, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("model", [subsampled, listed])
 def test_models_look_at_the_numbers_in_several_ways(reference: Fit, model: Any) -> None:
     guide, svi = made(model)

@@ -345,3 +345,17 @@ def test_support_that_other_data_move(make: Any, shift: float) -> None:
         elbo.loss(bounded, guide, Y + shift)
     with pytest.raises(ValueError, match="support of the latent site 'x' is another one"):
         BatchedELBO(num_particles=2).loss(bounded, guide, Y + shift)
+
+
+def test_support_that_moves_by_rounding() -> None:
+    """Of data in another order."""
+
+    def model(y: Tensor) -> None:
+        pyro.sample("x", dist.Uniform(0.0, (y - y.mean()).square().sum()))
+
+    y = torch.rand(1001, generator=torch.Generator().manual_seed(0)) * 300.0
+    orders = [torch.arange(1001), *(y.roll(k).argsort() for k in range(20))]
+    assert len({float((y[i] - y[i].mean()).square().sum()) for i in orders}) > 1
+    guide, elbo = AutoFullRankNormal(model), BatchedELBO(num_particles=2)
+    for i in orders:
+        elbo.loss(model, guide, y[i])

@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDiagonalNormal
 from pyro.nn import PyroModule
@@ -260,32 +261,67 @@ class Running(nn.Module):
         return self.linear(x - self.mean)
 
 
-def test_modules_that_update_a_buffer() -> None:
-    model = bayesianize(Running(), "normal", num_data=8)
-    with pytest.raises(ValueError, match="buffer 'mean' of the module is another one after a run"):
-        ngvi.AutoMeanFieldNormal(model)(X, Y)
-    assert not model.module.get_buffer("mean").any()
+class Dropped(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(input))
 
 
-@pytest.mark.parametrize("noise", [torch.ones(3), torch.ones(2), torch.ones(8)])
-@pytest.mark.parametrize("event_dim", [0, 1])
-def test_noise_of_another_shape_than_the_outputs(noise: Tensor, event_dim: int) -> None:
+@pytest.mark.parametrize("module", [Running(), Dropped(2, 1).double()])
+def test_modules_that_do_not_repeat_their_output(module: nn.Module) -> None:
+    guide = ngvi.AutoMeanFieldNormal(bayesianize(module, "normal", num_data=8))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="returns another output when it is run again"):
+            guide(X, Y)
+
+
+class Cached(nn.Module):
+    """Counts its runs, keeps constants in a buffer that it makes at the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1).double()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scale", torch.zeros(0))
+        self.register_buffer("graph", torch.eye(2).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if len(self.scale) != x.shape[1]:
+            self.scale = torch.arange(1.0, 1.0 + x.shape[1]).to(x)
+        return self.linear(x * self.scale)
+
+
+def test_buffers_that_do_not_change_the_output_are_fine() -> None:
+    model = bayesianize(Cached(), "normal", num_data=8, noise=1.0)
+    guide = ngvi.AutoMeanFieldNormal(model)
+    guide(X, Y)
+    weights = {"linear.weight": X[:1], "linear.bias": X[0, :1]}
+    expected = (X * torch.tensor([1.0, 2.0])) @ X[0] + X[0, 0]
+    output = poutine.condition(model, data=weights)(X, Y)
+    torch.testing.assert_close(output.squeeze(-1), expected)
+
+
+@pytest.mark.parametrize(
+    "outputs, size, event_dim",
+    [(3, 3, 0), (3, 2, 0), (3, 2, 1), (3, 8, 0), (3, 8, 1), (1, 8, 0), (1, 8, 1)],
+)
+def test_noise_of_another_shape_than_the_outputs(outputs: int, size: int, event_dim: int) -> None:
     """Eight examples: a noise of batch shape (8,) would be one for each of them."""
-    if event_dim == 1 and len(noise) == 3:
-        return
     model = bayesianize(
-        nn.Linear(2, 3).double(),
+        nn.Linear(2, outputs).double(),
         "normal",
         num_data=8,
-        noise=lambda: dist.HalfNormal(noise.double()).to_event(event_dim),
+        noise=lambda: dist.HalfNormal(torch.ones(size).double()).to_event(event_dim),
     )
-    with pytest.raises(ValueError, match=r"noise has batch shape .* outputs of shape \(3,\)"):
-        ngvi.AutoMeanFieldNormal(model)(X, Y[:, None].expand(8, 3))
+    with pytest.raises(ValueError, match=r"noise has batch shape .* outputs of shape"):
+        ngvi.AutoMeanFieldNormal(model)(X, Y[:, None].expand(8, outputs))
 
 
-def test_inputs_in_a_dict() -> None:
-    with pytest.raises(TypeError, match=r"x is a dict with the entries \['a'\]; give a tensor"):
-        linear()({"a": X}, Y)
+@pytest.mark.parametrize("index", [[0, 1], list(range(1, 9)), [0.0] * 8])
+def test_numbers_of_the_examples(index: Any) -> None:
+    with pytest.raises(ValueError, match=r"index is of shape .* from 0 to 7, of each of the 8"):
+        linear()(X, Y, index)
+    linear()(X, Y, list(range(7, -1, -1)))
 
 
 def test_hyperparameters_in_a_plate_of_the_prior_function() -> None:

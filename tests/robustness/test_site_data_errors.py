@@ -204,8 +204,9 @@ def test_step_with_data_that_were_not_announced() -> None:
 def unnumbered(X: Tensor, y: Tensor) -> None:
     """A loader hands over the rows, and the plate draws numbers that nobody looks at."""
     b = pyro.sample("b", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", N, subsample_size=len(X)):
-        pyro.sample("y", dist.Normal(b * X, 1.0), obs=y)
+    with pyro.plate("data", N, subsample_size=len(X)) as i:
+        assert str(i) and i is not None and i.dtype == torch.long and len(i) == len(X)
+        pyro.sample("y", dist.Normal(b * X + torch.zeros_like(i), 1.0), obs=y)
 
 
 @pytest.mark.parametrize("first", [2, N])
