@@ -68,7 +68,7 @@ def unpack(vector: Tensor, like: Tensors) -> Tensors:
 
 def interpolate(a: Tensors, b: Tensors, share: Tensor) -> Tensors:
     """a + share (b - a), tensor by tensor."""
-    return {name: torch.lerp(a[name], b[name], share) for name in b}
+    return {name: torch.lerp(a[name], b[name], share.to(b[name])) for name in b}
 
 
 def entry_name(index: int, sizes: Mapping[str, Tensor | torch.Size]) -> str:

@@ -250,7 +250,7 @@ class OrthogonalFlow(MonteCarloFamily):
         return {
             name: stiefel.average(average[name], v, rate)
             if is_rotation(name)
-            else torch.lerp(average[name], v, rate)
+            else torch.lerp(average[name], v, rate.to(v))
             for name, v in params.items()
         }
 
