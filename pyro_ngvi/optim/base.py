@@ -14,12 +14,13 @@ from typing import Any, ClassVar
 import pyro
 import torch
 from pyro.optim import PyroOptim
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._known import known
 from ..families.base import Tensors
 from ..guides.base import Curvature, find_blocks
 from .averaging import restart_average
+from .others_state import OthersState
 from .report import Report, StepReport, part
 
 __all__ = ["NaturalGradientOptim", "Report", "StepReport", "describe", "part"]
@@ -46,12 +47,12 @@ class NaturalGradientOptim(PyroOptim):
             )
         self.guide = guide
         self.others = others
+        self._others_state = OthersState(guide)
         self._rules: dict[str, Any] = {}
         for path, block in self._blocks():
             self._adopt(path, block)
         self._states: dict[str, Tensors] = {}
         self._waiting: dict[str, Tensors] = {}
-        self._waiting_others: dict[str, Any] | None = None
         self._reports: dict[str, Report] = {}
 
     def make_rule(self, family: Any) -> Any:
@@ -100,9 +101,7 @@ class NaturalGradientOptim(PyroOptim):
             for p in others:  # one bad gradient would stay in the moments of Adam for good
                 if p.grad is not None:
                     p.grad = torch.where(torch.isfinite(p.grad).all(), p.grad, 0.0)
-            if self._waiting_others is not None:  # only now have all parameters their names
-                waiting, self._waiting_others = self._waiting_others, None
-                self._restore_others(self.others, waiting)
+            self._others_state.restore(self.others)
             self.others(others)
 
     @torch.no_grad()
@@ -248,40 +247,15 @@ class NaturalGradientOptim(PyroOptim):
             skipped_sites=_sites(block, r.bad_entries),
         )
 
-    def _paths(self) -> dict[str, str]:
-        """By its name in the store, the path of each parameter within the guide, after a ".".
-
-        The name begins with that of the guide, which may be another one in another run.
-        """
-        if not isinstance(self.guide, nn.Module):
-            return {}
-        store, named = pyro.get_param_store(), self.guide.named_parameters()
-        found = {store.param_name(p): f".{path}" for path, p in named}
-        return {name: path for name, path in found.items() if name is not None}
-
-    def _restore_others(self, others: PyroOptim, state: dict[str, Any]) -> None:
-        names = {path: name for name, path in self._paths().items()}
-        unknown = [path for path in state if path.startswith(".") and path not in names]
-        if unknown:
-            raise ValueError(
-                f"The saved state of others= has parameters that the guide {describe(self.guide)} does "
-                f"not have: {', '.join(unknown)}. It comes from another guide."
-            )
-        others.set_state({names.get(path, path): s for path, s in state.items()})
-
     def get_state(self) -> dict[str, Any]:
         """Everything that the next step depends on, except parameters and the random state."""
         natural = {path: dict(state) for path, state in (self._states | self._waiting).items()}
         for path, block in self._blocks():
             if path in natural and block.natural_params():
                 natural[path] |= {"lag." + k: v for k, v in block.lag().items()}
-        others = self._waiting_others
-        if others is None and self.others is not None:
-            paths = self._paths()
-            others = {paths.get(name, name): s for name, s in self.others.get_state().items()}
         return {
             "natural": {path: {k: v.clone() for k, v in s.items()} for path, s in natural.items()},
-            "others": others,
+            "others": self._others_state.save(self.others),
         }
 
     def set_state(self, state_dict: dict[str, Any]) -> None:
@@ -291,15 +265,7 @@ class NaturalGradientOptim(PyroOptim):
                 f"This is not the state of {type(self).__name__}: it has the entries "
                 f"{sorted(map(str, state_dict))} instead of 'natural' and 'others'."
             )
-        if state_dict["others"] is not None:
-            if self.others is None:
-                raise ValueError(
-                    "The state has a part for `others`: pass others= to the optimizer."
-                )
-            # a PyroOptim reads a state only for parameters that it has not seen
-            self.others.optim_objs.clear()
-            self.others.grad_clip.clear()
-            self._waiting_others = dict(state_dict["others"])
+        self._others_state.load(self.others, state_dict["others"])
         self._states.clear()
         self._waiting = {
             path: {k: v for k, v in state.items() if not k.startswith("lag.")}

@@ -209,6 +209,17 @@ def test_others_go_on_under_another_name_of_the_guide(listed: bool) -> None:
         assert torch.equal(again, shift)
 
 
+def test_others_of_another_guide() -> None:
+    def guide() -> None:
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    optim = NGVB(AutoMeanFieldNormal(guide), others=Adam({"lr": 0.1}))
+    optim.set_state({"natural": {}, "others": {".gone": {}}})
+    assert optim.get_state()["others"] == {".gone": {}}
+    with pytest.raises(ValueError, match=r"AutoMeanFieldNormal does not have: \.gone"):
+        optim._others_state.restore(optim.others)  # type: ignore[arg-type]
+
+
 @guides
 def test_a_second_optimizer_starts_from_the_answer_of_the_first(kind: str) -> None:
     """It does not inherit the lag behind the average of an optimizer that is no longer there."""
