@@ -11,13 +11,14 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.distributions.constraints import Constraint
 
 from pyro_ngvi._known import at_hand, known
 from pyro_ngvi._particles import Site, Sites
 from pyro_ngvi._pyro_adapter import masks_of
 from pyro_ngvi.density import innermost, site_kind, site_log_prob
 
-__all__ = ["LaterData", "bounds", "check_data", "validated_log_prob"]
+__all__ = ["LaterData", "bounds", "check_data", "kept_bounds", "validated_log_prob"]
 
 
 def validated_log_prob(site: Site) -> Tensor:
@@ -94,7 +95,7 @@ class LaterData:
         # the tensor that was good, and its version: most runs pass the same one at every step
         self._good = {name: _identity(site["value"]) for name, site in told.items()}
         # a support that moves, with a parameter say, is no fault of the data
-        self._bounds = {name: bounds(site["fn"].support) for name, site in told.items()}
+        self._bounds = {name: kept_bounds(site["fn"].support) for name, site in told.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         # a reference can not be stored
@@ -141,11 +142,19 @@ def _identity(value: Tensor) -> tuple[Callable[[], Tensor | None], int]:
 
 
 def bounds(support: Any) -> list[Any]:
-    """The numbers that a support is made of."""
-    within = getattr(support, "base_constraint", None)
-    own = [v for v in vars(support).values() if isinstance(v, Tensor | int | float)]
-    own = [v.detach().clone() if isinstance(v, Tensor) else v for v in own]
-    return own if within is None else own + bounds(within)
+    """The numbers that a support is made of, and those within it: tensors as they are, or numbers."""
+    if isinstance(support, Tensor | int | float):
+        return [support]
+    if isinstance(support, Constraint):
+        support = list(vars(support).values())
+    return (
+        [v for part in support for v in bounds(part)] if isinstance(support, list | tuple) else []
+    )
+
+
+def kept_bounds(support: Any) -> list[Any]:
+    """:func:`bounds` to be compared with later: without a graph, whoever writes into them."""
+    return [v.detach().clone() if isinstance(v, Tensor) else v for v in bounds(support)]
 
 
 def _same(a: list[Any], b: list[Any]) -> bool:

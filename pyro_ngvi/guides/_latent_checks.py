@@ -24,11 +24,11 @@ from pyro import poutine
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
-from torch.distributions.constraints import Constraint
 
 from .._particles import Conditioned
 from .._pyro_adapter import masks_of
 from .._random import fixed_normal, own_random_state
+from .._support import bounds
 from ..density import site_log_prob
 
 __all__ = ["check_latents"]
@@ -57,7 +57,8 @@ def check_latents(
                 f"support and move its value: instead of x ~ Uniform(0, s) write "
                 f'x = s * pyro.sample("u", Uniform(0, 1)).'
             )
-        if name in again and _learned(again[name]["fn"].support):
+        numbers = bounds(again[name]["fn"].support) if name in again else []
+        if any(isinstance(v, Tensor) and v.requires_grad for v in numbers):
             raise ValueError(
                 f"{guide}: the support of the latent site {name!r} is made of a tensor that requires "
                 f"gradients, such as a parameter that is learned, and the guide would keep that of the "
@@ -126,15 +127,6 @@ def _differ(value: Tensor, site: Any, u: Tensor) -> bool:
     few = 4.0 * torch.finfo(value.dtype).eps
     same_shape = other.shape == value.shape
     return same_shape and not torch.allclose(value, other, rtol=few, atol=0.0, equal_nan=True)
-
-
-def _learned(part: Any) -> bool:
-    """Whether gradients reach a number that a support is made of."""
-    if isinstance(part, Tensor):
-        return part.requires_grad
-    if isinstance(part, list | tuple):
-        return any(map(_learned, part))
-    return isinstance(part, Constraint) and any(map(_learned, vars(part).values()))
 
 
 def _masked(site: Any) -> Tensor:

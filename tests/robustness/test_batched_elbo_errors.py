@@ -347,6 +347,27 @@ def test_support_that_other_data_move(make: Any, shift: float) -> None:
         BatchedELBO(num_particles=2).loss(bounded, guide, Y + shift)
 
 
+def bounded_vector(high: Tensor) -> None:
+    pyro.sample("x", dist.Uniform(torch.zeros(3), high).to_event(1))
+
+
+def bounded_pair(high: Tensor) -> None:
+    parts = [constraints.interval(0.0, h) for h in high]
+    support = constraints.stack(parts, dim=-1)  # type: ignore[attr-defined]
+    pyro.sample("x", dist.ImproperUniform(support, (), (3,)))
+
+
+@pytest.mark.parametrize("model", [bounded_vector, bounded_pair])
+def test_bounds_of_vectors(model: Any) -> None:
+    """An event of several entries has whole numbers in its support beside the bounds."""
+    high = torch.tensor([1.0, 2.0, 3.0])
+    guide, elbo = AutoFullRankNormal(model), BatchedELBO(num_particles=2)
+    elbo.loss(model, guide, high)
+    elbo.loss(model, guide, high.clone())
+    with pytest.raises(ValueError, match="support of the latent site 'x' is another one"):
+        elbo.loss(model, guide, high + torch.tensor([0.0, 0.0, 1.0]))
+
+
 def test_support_that_moves_by_rounding() -> None:
     """Of data in another order."""
 
