@@ -178,7 +178,6 @@ class BatchedELBO(ELBO):
         if prepared is None or prepared[0] is not model or prepared[1] is not guide:
             sites, _ = self._get_trace(model, guide, args, kwargs)
             self._later_data = LaterData(sites)
-            self._supports = LatentSupports(guide)
             self._estimator = None
             self._prepared = (model, guide)
         self._active = None
@@ -294,7 +293,8 @@ class BatchedELBO(ELBO):
             model_sites = run_plainly(model, values | shared, args, kwargs, minibatches)
             own = {name for name, site in guide_sites.items() if not site["is_observed"]}
             check_guide_of_this_model(own - _helpers(guide_sites), model_sites)
-            LatentSupports(guide).check(model_sites)
+            self._supports = LatentSupports(guide)
+            self._supports.check(model_sites)
             for _, block in find_blocks(guide):
                 check_replaced_priors(block.replaced_priors, guide_sites, model_sites)
             check_model(model_sites, values, shared)

@@ -30,6 +30,7 @@ from .._known import known
 
 __all__ = [
     "checked_num_data",
+    "refuse_change",
     "refuse_mode",
     "refuse_module",
     "refuse_names",

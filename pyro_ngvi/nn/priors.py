@@ -120,7 +120,7 @@ class _Hyperparameters(Messenger):
             msg["value"], msg["done"], msg["stop"] = self.sampled[msg["name"]][0], True, True
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        if site_is_subsample(msg) or (msg["is_observed"] and _is_function(msg)):
+        if site_is_subsample(msg) or (msg["is_observed"] and _draws_nothing(msg)):
             return
         value, event_dim = msg["value"], msg["fn"].event_dim
         outside = [f for f in msg["cond_indep_stack"] if f.dim and f.name not in self._inside]
@@ -145,8 +145,11 @@ class _Hyperparameters(Messenger):
         msg["value"] = value.reshape(lead + ones + value.shape[split:])
 
 
-def _is_function(msg: Any) -> bool:
-    """Whether an observed site is a ``pyro.deterministic`` or ``pyro.factor``: nothing is drawn."""
+def _draws_nothing(msg: Any) -> bool:
+    """Whether an observed site is a ``pyro.deterministic`` or ``pyro.factor``.
+
+    What a reparametrisation leaves of a site is none: its value has the dimensions of a draw.
+    """
     return bool(msg["infer"].get("_deterministic")) or isinstance(msg["fn"], dist.Unit)
 
 
