@@ -179,6 +179,8 @@ class SitesELBO(ELBO):
     def _at(
         self, block: AutoSites, call: Call, derivatives: bool, exact: bool
     ) -> tuple[Tensor, SiteTargets]:
+        if derivatives:
+            block.check_data(call)
         # a look at other data, or at other parameters, leaves q as it is
         algebra = block.algebra if derivatives else apart(block.algebra)
         view = algebra.view(call)

@@ -41,6 +41,7 @@ from ..families.base import entry_name
 from ..sites.call import Call
 from ..sites.plan import Plan
 from ._made_at_first_call import MadeAtFirstCall
+from ._scaled_data import ScaledData
 from ._site_data import SiteData
 from ._site_model import SiteModel
 from ._site_prediction import SitePrediction
@@ -125,6 +126,7 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
         self._rest: dict[str, Tensor] = {}
         self._last: tuple[Any, Any] | None = None
         self._stale = False
+        self._scaled = ScaledData()
 
     # --- parameters
 
@@ -167,6 +169,10 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
     def remember(self, args: Any, kwargs: Any, stale: bool) -> None:
         """For the loss: the arguments of the last step, and whether it moves hyperparameters."""
         self._last, self._stale = (args, kwargs), stale
+
+    def check_data(self, call: Call) -> None:
+        """For the loss: refuse batch after batch under a scale, each in the place of the one before."""
+        self._scaled.check(call, self.edition)
 
     def refresh(self, *args: Any, **kwargs: Any) -> None:
         """Make q anew from the sites, at the current hyperparameters and all data.

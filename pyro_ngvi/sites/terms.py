@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._particles import Site
 
-__all__ = ["data_shape", "data_terms", "missing", "unwrapped"]
+__all__ = ["data_shape", "data_terms", "missing", "own_scale", "unwrapped"]
 
 
 def unwrapped(site: Site) -> Any:
@@ -46,6 +46,15 @@ def _filled(value: Tensor, absent: Tensor, fn: Any) -> Tensor:
     return torch.where(where, stand_in, value)
 
 
+def own_scale(site: Site) -> Any:
+    """The scale of a site, a number or a tensor, without that of a minibatch's plate."""
+    scale: Any = site["scale"]
+    for frame in site["cond_indep_stack"]:
+        if frame.full_size is not None and frame.full_size != frame.size:
+            scale = scale * (frame.size / frame.full_size)
+    return scale
+
+
 def data_terms(site: Site) -> Tensor:
     """log p of each datum, ``data_shape``, in nats: with masks, without the scale of a minibatch.
 
@@ -60,11 +69,7 @@ def data_terms(site: Site) -> Tensor:
     if absent is not None:
         terms = torch.where(absent, torch.zeros_like(terms), terms)
     wrapped = site["fn"].batch_shape
-    weight: Any = site["scale"]
-    for frame in site["cond_indep_stack"]:
-        if frame.full_size is not None and frame.full_size != frame.size:
-            weight = weight * (frame.size / frame.full_size)
-    mask = site["mask"]
+    weight, mask = own_scale(site), site["mask"]
     if isinstance(weight, Tensor) or weight != 1.0:
         terms = terms * _aligned(weight, wrapped, terms)
     if mask is False:

@@ -72,6 +72,38 @@ def test_empty_minibatch(first: bool) -> None:
         svi.step(X()[:0], y_real()[:0], torch.arange(0))
 
 
+def scaled(X: Tensor, y: Tensor, scale: float | Tensor) -> None:
+    w = normal_weights(D)
+    with pyro.plate("rows", len(X)), poutine.scale(scale=scale):
+        pyro.sample("y", dist.Normal(X @ w, 0.5), obs=y)
+
+
+@pytest.mark.parametrize("scale", [4.0, torch.tensor(4.0)])
+def test_minibatches_by_a_scale_alone(scale: float | Tensor) -> None:
+    guide, svi = made(scaled)
+    y = y_real()
+    y[1] = torch.nan  # missing, in both steps
+    for _ in range(2):
+        svi.step(X()[:10], y[:10].clone(), scale)
+    before = guide.get_posterior().mean
+    with pytest.raises(ValueError, match=r"the data of 'y' are not .*plate\('rows', N, subsample="):
+        svi.step(X()[10:20], y[10:20], scale)
+    assert torch.equal(guide.get_posterior(X()[:10], y[:10], scale).mean, before)
+    guide.reset()
+    svi.step(X()[10:20], y[10:20], scale)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_other_data_under_a_scale_that_is_no_minibatch(scale: float) -> None:
+    guide, svi = made(scaled)
+    _, fresh = made(scaled)
+    svi.step(X()[:10], y_real()[:10], scale)
+    svi.step(X()[10:20], y_real()[10:20], scale)
+    fresh.step(X()[10:20], y_real()[10:20], scale)
+    q, other = guide.get_posterior(), fresh.guide.get_posterior()
+    assert torch.allclose(q.mean, other.mean, atol=1e-10)
+
+
 def test_minibatches_of_a_guide_that_keeps_what_all_data_see() -> None:
     Z = torch.randn(N, 2 * N, generator=seeded())
     _, svi = made(given)
