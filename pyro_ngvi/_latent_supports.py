@@ -40,8 +40,12 @@ class LatentSupports:
             trace: Any = getattr(part, "prototype_trace", None)
             if not isinstance(part, AutoGuide) or trace is None:
                 continue
-            for name, site in trace.iter_stochastic_nodes():
-                found = kept_bounds(site["fn"].support)
+            for name, site in trace.nodes.items():
+                # some guides of Pyro keep no more of a site than they need, which is not its type
+                fn = site.get("fn")
+                if site.get("is_observed") or not hasattr(fn, "support"):
+                    continue
+                found = kept_bounds(fn.support)
                 if any(isinstance(v, Tensor) for v in found):
                     self._bounds[name] = found
 

@@ -1,23 +1,30 @@
 """What a model computes at a few values of its latent block: where predictors are looked for.
 
 Four runs, at the corners e, e + u, e + v, e + u + v of a parallelogram of noises, show which results
-change with the noise, and which of them bend.
+change with the noise, and which of them bend.  Two circles around it, in the plane of u and v, show
+what happens only further off: the other side of a hinge, a limit, a fold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._particles import Sites
 from .._random import fixed_normal
-from .run import Place, Runner
+from .run import OtherCourse, Place, Runner, for_each
 from .terms import data_terms
 
-__all__ = ["OTHER_COURSE", "Record", "corners", "record", "same"]
+__all__ = ["OTHER_COURSE", "TOLERANCE", "Plane", "Record", "corners", "record", "same"]
+
+#: a difference of so many roundings of the largest value is none
+TOLERANCE = 1e3
+#: share of its own size by which an entry may bend for rounding's sake
+OWN = 1e-3
 
 OTHER_COURSE = (
     "AutoSites: the model does not run the same operations at every value of its latent sites (an if "
@@ -26,6 +33,10 @@ OTHER_COURSE = (
 )
 #: how often the corners are drawn towards 0
 SHRINKS = 12
+#: the circles around e, in units of u and v, and the points on each of them
+RADII, ANGLES = (4.0, 16.0), 8
+#: runs at once
+CHUNK = 8
 
 
 @dataclass
@@ -101,6 +112,63 @@ def corners(runner: Runner, dim: int, name: str) -> list[Record]:
         if all(bool((torch.isfinite(t) == at_zero).all()) for t in terms):
             break
     return found
+
+
+@dataclass
+class Plane:
+    """The noises e + alpha u + beta v, all (D,)."""
+
+    e: Tensor
+    u: Tensor
+    v: Tensor
+
+    @property
+    def circles(self) -> dict[str, Tensor]:
+        """alpha and beta (K,) of points on the circles, and their noises (K, D)."""
+        angles = torch.arange(ANGLES).to(self.e) * (2.0 * torch.pi / ANGLES)
+        radii = torch.tensor(RADII).to(self.e).unsqueeze(-1)
+        alpha, beta = ((radii * f(angles)).reshape(-1, 1) for f in (torch.cos, torch.sin))
+        noise = self.e + alpha * self.u + beta * self.v
+        return {"noise": noise, "alpha": alpha.squeeze(-1), "beta": beta.squeeze(-1)}
+
+    def on_circles(self, result: Callable[[Tensor], Tensor]) -> Tensor:
+        """``result`` (of a noise) at all points of the circles, stacked."""
+        return for_each(result, self.circles["noise"], CHUNK)
+
+    def affine(
+        self, runner: Runner, corners: Sequence[Mapping[Place, Tensor]]
+    ) -> dict[Place, bool]:
+        """Which values are affine in the noise, from those ``corners`` at e, e + u, e + v, e + u + v.
+
+        Raises:
+            ValueError: where a run does not come by the places of these.
+        """
+        at_e, at_eu, at_ev, at_both = corners
+        places = tuple(at_e)
+        if not places:
+            return {}
+        size = {p: torch.stack([c[p].abs() for c in corners]).amax(0) for p in places}
+
+        def straight(value: Tensor, place: Place, alpha: Any, beta: Any, length: Any) -> Tensor:
+            a, b, c = at_e[place], at_eu[place], at_ev[place]
+            bend = (value - a - alpha * (b - a) - beta * (c - a)).abs() / length
+            tolerance = TOLERANCE * torch.finfo(a.dtype).eps
+            # rounding is that of the largest entry, but no entry may bend by much of its own size
+            return ((bend <= tolerance * size[place].max()) & (bend <= OWN * size[place])).all()
+
+        def on_circle(point: dict[str, Tensor]) -> Tensor:
+            seen = runner(point["noise"], look_at=places).seen
+            alpha, beta = point["alpha"], point["beta"]
+            length = 1.0 + alpha.abs() + beta.abs()
+            like = {p: [x.to(seen[p].dtype) for x in (alpha, beta, length)] for p in places}
+            return torch.stack([straight(seen[p], p, *like[p]) for p in places])
+
+        near = torch.stack([straight(at_both[p], p, 1.0, 1.0, 1.0) for p in places])
+        try:
+            far = for_each(on_circle, self.circles, CHUNK).all(0)
+        except OtherCourse as error:
+            raise ValueError(OTHER_COURSE) from error
+        return dict(zip(places, (near & far).tolist(), strict=True))
 
 
 def same(a: Tensor, b: Tensor, tolerance: float = 0.0) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .._random import fixed_normal
-from ..density import site_kind
+from ..density import site_kind, site_log_prob
 from ..distributions import GaussianStateSpace
+from .corners import Plane, same
 from .plan import Group, Plan
-from .predictor import TOLERANCE, Predictor, find_predictor
+from .predictor import Predictor, find_predictor
 from .run import Place, Runner, WhitenedRun
 from .terms import data_shape, missing, unwrapped
 from .whitening import refuse_other_prior
@@ -40,12 +42,14 @@ def make_plan(runner: Runner, other: Runner | None = None, latent: str | None = 
             refuse_other_prior(run.own, other(None).own)
     first = run.sites[next(iter(run.own))]["value"]
     shapes = {name: run.sites[name]["value"].shape for name in run.own}
-    grouped: dict[Predictor, list[str]] = {}
+    # sites share a group where they are of the same data, so in the same plates, and see the same
+    grouped: dict[tuple[Predictor, Any, Any], list[str]] = {}
     for name, site in run.sites.items():
         if site_kind(site) == "observed":
             predictor = find_predictor(runner, run.used, name, other, latent)
             if predictor is not None:
-                grouped.setdefault(predictor, []).append(name)
+                plates = tuple(frame.name for frame in site["cond_indep_stack"])
+                grouped.setdefault((predictor, data_shape(site), plates), []).append(name)
         elif site_kind(site) == "factor":
             _refuse_factor(name, runner, run)
     if not grouped:
@@ -56,7 +60,7 @@ def make_plan(runner: Runner, other: Runner | None = None, latent: str | None = 
     if not runner.direct:
         _check_block(runner, run)
     groups = []
-    for predictor, names in grouped.items():
+    for (predictor, *_), names in grouped.items():
         for name in names:
             _check_support(run.sites[name])
         site = run.sites[names[0]]
@@ -74,13 +78,12 @@ def make_plan(runner: Runner, other: Runner | None = None, latent: str | None = 
 
 def _check_block(runner: Runner, run: WhitenedRun) -> None:
     """Refuse a site that is Gaussian given the others, and not jointly: no data may have shown it."""
-    e, u, v = fixed_normal(3, run.used, seed=run.used)
+    plane = Plane(*fixed_normal(3, run.used, seed=run.used))
+    e, u, v = plane.e, plane.u, plane.v
     places = tuple(Place(site=name) for name in run.own)
-    a, b, c, d = (runner(noise, look_at=places).seen for noise in (e, e + u, e + v, e + u + v))
-    for place in places:
-        size = torch.stack([x[place].abs().max() for x in (a, b, c, d)]).max()
-        bend = (d[place] - b[place] - c[place] + a[place]).abs().max()
-        if not bool(bend <= TOLERANCE * torch.finfo(bend.dtype).eps * size):
+    corners = [runner(noise, look_at=places).seen for noise in (e, e + u, e + v, e + u + v)]
+    for place, straight in plane.affine(runner, corners).items():
+        if not straight:
             raise ValueError(
                 f"AutoSites: the prior of {place} is Gaussian given the other latent sites, but not "
                 f"together with them: its mean is not linear in them, or its scale changes with them. "
@@ -97,9 +100,22 @@ def _key(name: str, taken: list[str]) -> str:
 
 
 def _refuse_factor(name: str, runner: Runner, run: WhitenedRun) -> None:
-    moved = runner(torch.ones(run.used, dtype=torch.get_default_dtype())).sites[name]
-    before, after = (s["fn"].log_prob(s["value"]) for s in (run.sites[name], moved))
-    if not torch.equal(before, after):
+    """Refuse a factor that depends on the noise: by its graph, which sees what is zero here too, or
+    by its values, which show a branch."""
+
+    def factor(noise: Tensor) -> Tensor:
+        return site_log_prob(runner(noise).sites[name])[0]
+
+    noise = torch.zeros(run.used, dtype=torch.float64, requires_grad=True)
+    with torch.enable_grad():
+        value: Any = factor(noise)
+        depends = value.requires_grad and bool(
+            torch.autograd.grad(value.sum(), noise, allow_unused=True)[0] is not None
+        )
+    if not depends:
+        far = Plane(*fixed_normal(3, run.used, seed=run.used)).on_circles(factor)
+        depends = not same(far, value.detach().expand_as(far))
+    if depends:
         raise ValueError(
             f"AutoSites: the factor {name!r} depends on the latent block, and is neither a Gaussian "
             f"prior nor a datum with a likelihood. Write it as an observed site."

@@ -2,7 +2,7 @@
 
 A predictor f (N, k) of a site with N data must be
 
-* *affine* in the noise: f(e + u + v) - f(e + u) - f(e + v) + f(e) = 0,
+* *affine* in the noise: f(e + a u + b v) - f(e) = a (f(e + u) - f(e)) + b (f(e + v) - f(e)),
 * *sufficient*: with f held, the log likelihood does not change with the noise,
 * *local*: the term of datum n changes with f_n only.
 
@@ -15,22 +15,19 @@ tried, such as the location and the log scale of a Normal.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from .corners import OTHER_COURSE, corners, record, same
+from .corners import TOLERANCE, Plane, corners, record, same
 from .run import Place, Runner, for_each
 from .terms import data_shape, data_terms
 
-__all__ = ["TOLERANCE", "Predictor", "digit_masks", "find_predictor"]
+__all__ = ["Predictor", "digit_masks", "find_predictor"]
 
-#: a difference of so many roundings of the largest value is none
-TOLERANCE = 1e3
-#: share of its own size by which an entry may bend for rounding's sake
-OWN = 1e-3
 #: most entries of a predictor for one datum, and candidates among which pairs are tried
 MOST_ENTRIES, MOST_CANDIDATES = 64, 12
 
@@ -99,6 +96,8 @@ class _Search:
     ) -> None:
         self.runner, self.name, self.other, self.declared = runner, name, other, declared
         self.corners = corners(runner, dim, name)
+        e, eu, ev = (corner.noise for corner in self.corners[:3])
+        self.plane = Plane(e, eu - e, ev - e)
         site = self.corners[0].sites[name]
         self.batch, self.observed = data_shape(site), data_terms(site)
         self.tolerance = TOLERANCE * torch.finfo(self.observed.dtype).eps
@@ -110,7 +109,8 @@ class _Search:
         return data_terms(self.runner.sites(noise, replace=replace)[self.name])
 
     def find(self) -> Predictor | None:
-        if same(data_terms(self.corners[3].sites[self.name]), self.observed):
+        after = data_terms(self.corners[3].sites[self.name])
+        if same(after, self.observed) and self._stays(self._terms):
             return None
         candidates = self._candidates()
         # stable: the first of each width leads, and a number that all data share comes last
@@ -129,24 +129,14 @@ class _Search:
 
     def _candidates(self) -> list[_Candidate]:
         """Values of the right shape that depend on the noise, and are affine in it."""
-        e, eu, ev = (corner.noise for corner in self.corners[:3])
-        at_e, at_eu, at_ev, at_both = (corner.values for corner in self.corners)
-        # the other side of 0, where a hinge or a branch on a sign shows
-        far = record(self.runner, e - 4.0 * (eu - e) - 4.0 * (ev - e), at_e.keys()).values
-        if far.keys() != at_e.keys():
-            raise ValueError(OTHER_COURSE)
+        first, last = self.corners[0].values, self.corners[3].values
+        affine = self.plane.affine(self.runner, [corner.values for corner in self.corners])
         others = None
         if self.other is not None:
-            others = record(self.other, e, at_e.keys()).values
+            others = record(self.other, self.corners[0].noise, first.keys()).values
         candidates = []
-        for place, a in at_e.items():
-            b, c, d = at_eu[place], at_ev[place], at_both[place]
-            size = torch.stack([x.abs() for x in (a, b, c, d)]).amax(0)
-            bend = (d - b - c + a).abs()
-            bend = torch.maximum(bend, (far[place] - 9.0 * a + 4.0 * (b + c)).abs() / 9.0)
-            # rounding is that of the largest entry, but no entry may bend by much of its own size
-            affine = bool(((bend <= self.tolerance * size.max()) & (bend <= OWN * size)).all())
-            if not affine:
+        for place, a in first.items():
+            if not affine[place]:
                 self.first_nonlinear = self.first_nonlinear or self.corners[0].names[place]
                 continue
             trailing = self._trailing(a.shape)
@@ -157,14 +147,16 @@ class _Search:
                 continue
             if self.declared is None or place.site == self.declared:
                 shared = a.shape[: len(self.batch)] != self.batch
-                first, last = (x.expand(self.batch) if shared else x for x in (a, d))
-                candidates.append(_Candidate(place, first, last, trailing, shared))
+                b = last[place]
+                if shared:
+                    a, b = a.expand(self.batch), b.expand(self.batch)
+                candidates.append(_Candidate(place, a, b, trailing, shared))
         return candidates
 
     def _trailing(self, shape: torch.Size) -> torch.Size | None:
         """What is left of ``shape`` after the batch of the data; ``None`` where it does not fit."""
         rank = len(self.batch)
-        if not shape and self.batch.numel() > 1:
+        if not shape and self.batch:
             return shape  # one number that all data share, such as an intercept alone
         if shape[:rank] != self.batch or shape[rank:].numel() > MOST_ENTRIES:
             return None
@@ -174,9 +166,8 @@ class _Search:
         held = {c.place: c.first for c in chosen}
         try:
             # bit for bit: nothing else may change with the noise, however little
-            if not same(
-                self._terms(self.corners[3].noise, held), self._terms(self.corners[0].noise, held)
-            ):
+            before, after = (self._terms(self.corners[k].noise, held) for k in (0, 3))
+            if not (same(after, before) and self._stays(lambda x: self._terms(x, held))):
                 return False
             local = self._is_local(chosen)
         except (RuntimeError, ValueError):
@@ -186,6 +177,11 @@ class _Search:
         if not local:
             self.nonlocal_place = self.nonlocal_place or chosen[0].place
         return local
+
+    def _stays(self, terms: Callable[[Tensor], Tensor]) -> bool:
+        """Whether terms, the same at two corners, are the same further off too."""
+        far = self.plane.on_circles(terms)
+        return same(far, far[:1].expand_as(far))
 
     def _is_local(self, chosen: tuple[_Candidate, ...]) -> bool:
         """Move f at the data whose number has a certain binary digit; the others' terms must stay."""

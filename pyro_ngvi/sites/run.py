@@ -24,7 +24,7 @@ from .._particles import Conditioned, Minibatches, Site, Sites
 from ..distributions import GaussianProcess, GaussianStateSpace
 from .whitening import colour, gaussian_of, noise_size, refuse_weights
 
-__all__ = ["Found", "Place", "Runner", "WhitenedRun", "for_each"]
+__all__ = ["Found", "OtherCourse", "Place", "Runner", "WhitenedRun", "for_each"]
 
 T = TypeVar("T")
 
@@ -57,6 +57,10 @@ class Place:
 
 class Found(Exception):
     """Everything that a run was to look at has been seen; the rest of it is not needed."""
+
+
+class OtherCourse(RuntimeError):
+    """A run did not come by what it was to see or to replace."""
 
 
 class _Operations(TorchFunctionMode):
@@ -155,7 +159,7 @@ class WhitenedRun(Conditioned):
         missed = [p for p in self._look_at | self._keep if p not in self.seen]
         if missed or self.replaced < len(self.replace):
             what = ", ".join(map(str, missed or self.replace))
-            raise RuntimeError(
+            raise OtherCourse(
                 f"AutoSites: the model took another course than at the guide's first call, and did not "
                 f"come by {what}. A model must run the same operations every time; what changes "
                 f"between calls (an if, a loop, a value kept by a module) has to stay out of it."

@@ -1,5 +1,6 @@
 """to_arviz: every group against slow references, for Pyro's own guides and hand-written ones."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import pyro
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+from pyro.infer.autoguide import AutoGaussian, AutoMultivariateNormal, AutoNormal, AutoStructured
 from pyro.infer.reparam import LocScaleReparam
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.distributions import biject_to, constraints
 
 from pyro_ngvi._arviz_compat import summary
 from pyro_ngvi.diagnostics import khat
+from pyro_ngvi.elbo import BatchedELBO
 from pyro_ngvi.export import to_arviz
 from tests.contract.export_examples import (
     GUIDES,
@@ -341,3 +343,18 @@ def test_support_that_other_data_move_is_refused() -> None:
         diagnostic(bounded, guide, y, num_samples=S)
         with pytest.raises(ValueError, match="support of the latent site 'x' is another one"):
             diagnostic(bounded, guide, y - 1.0, num_samples=S)
+
+
+@pytest.mark.parametrize("make", [AutoStructured, AutoGaussian])
+def test_guides_that_empty_their_record_of_the_sites(
+    make: Callable[..., Any], data: tuple[Tensor, Tensor]
+) -> None:
+    guide = make(model)
+    result = to_arviz(model, guide, *data, num_samples=S, seed=1)
+    assert result.attrs["khat"] == khat(model, guide, *data, num_samples=S, seed=1).khat
+    stats = values_of(result, "sample_stats")
+    terms = stats["lp"] - stats["log_q"]
+    losses = torch.tensor([BatchedELBO(32).loss(model, guide, *data) for _ in range(20)])
+    # means of S and of 20 * 32 draws, each with its standard error
+    error = terms.std() / S**0.5 + losses.std() / 20**0.5
+    assert abs(terms.mean() + losses.mean()) < 4.0 * error
