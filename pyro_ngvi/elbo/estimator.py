@@ -104,7 +104,7 @@ class CurvatureEstimator:
             parts = expected_curvature(run, theta, self.kind, self.form, self._diagonal_rest)
         if not self._searched and self.kind == "gauss_newton" and self.form == "diagonal":
             _, weights = data_terms(run)(theta[0])
-            if len(weights) > 1:  # a single datum could not show whether data mix
+            if int((weights != 0).sum()) > 1:  # one that counts could not show whether data mix
                 self._search(model, theta, args, kwargs, minibatches)
         self._forget()
         return parts

@@ -53,7 +53,8 @@ class KroneckerEstimator(CurvatureEstimator):
             self._diagonal_rest = rest_is_diagonal(run, theta[0])
         known, enough = self._taps, True
         if known is None:
-            enough = len(data_terms(run)(theta[0])[1]) > 1  # and this refuses data without a plate
+            _, weights = data_terms(run)(theta[0])  # which refuses data without a plate
+            enough = int((weights != 0).sum()) > 1
             self._taps = self._found(model, theta, args, kwargs, minibatches)
             self._again(theta, args, kwargs, minibatches)
         taps = self._taps
@@ -63,7 +64,7 @@ class KroneckerEstimator(CurvatureEstimator):
             raise ValueError(f'BatchedELBO(curvature="kronecker"): {taps.failure}')
         prior = self._prior if self._diagonal_rest else rest_curvature(run, theta, False)
         if not enough:
-            self._taps = None  # a single datum could not show whether data mix
+            self._taps = None  # a single datum that counts could not show whether data mix
         self._forget()
         parts = {"prior": prior}
         for name, (rows, columns) in factors.items():

@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from pyro_ngvi._particles import Site
+from pyro_ngvi._pyro_adapter import masks_of
 from pyro_ngvi.elbo.layer_calls import LAYERS, VIEWS, Call, Weights, is_training_batch_norm
 from pyro_ngvi.elbo.layer_squares import Layer, Member, View
 
@@ -66,7 +67,7 @@ class SiteWatch(Messenger):
         name, value = msg["name"], msg["value"]
         if msg["is_observed"]:
             self._run.scales[name] = msg["scale"]
-            if msg["mask"] is not None and msg["mask"] is not True:
+            if any(mask is not True for mask, _ in masks_of(msg)):
                 self._run.masked.add(name)
         elif name in self._twins and isinstance(value, Tensor):
             twin = self._twins[name]

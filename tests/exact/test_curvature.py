@@ -338,6 +338,66 @@ def test_a_diagonal_prior_is_not_taken_from_a_degenerate_start():
     assert loss.curvature_reasons.keys() == {"t", "w"}
 
 
+@pytest.mark.parametrize("unit", [1.0, 1e5])
+def test_a_coupled_prior_in_any_units(unit):
+    """A change of units changes no precision in units; the entries of b are far smaller here."""
+
+    def model():
+        mu = pyro.sample("mu", dist.Normal(0.0, unit))
+        pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("groups", 3):
+            a = pyro.sample("a", dist.Normal(mu, unit))
+        with pyro.plate("data", 3):
+            pyro.sample("y", dist.Normal(a, 3 * unit), obs=unit * torch.tensor([-1.0, 0.0, 1.0]))
+
+    guide = ngvi.AutoMeanFieldNormal(model)
+    loss = ngvi.BatchedELBO(2, curvature="squared_gradient")
+    loss.loss_and_grads(model, guide)
+    prior = guide.take_curvature().parts["prior"]
+    exact = torch.tensor([4.0, unit**2, 1.0, 1.0, 1.0])  # times unit^2, by hand
+    torch.testing.assert_close(prior * unit**2, exact)
+
+
+@pytest.mark.parametrize("first", ["all", "masked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_predictor_centred_over_many_data_mixes_them(dtype, first):
+    """Each datum moves another by 1 / N only; a first batch that is masked shows nothing."""
+    rows = 10_000 if first == "all" else 50
+    X, Y = 5.0 + torch.randn(rows, 2, dtype=dtype), torch.randn(rows, dtype=dtype)
+
+    def model(mask):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=dtype), 1.0).to_event(1))
+        with pyro.plate("data", rows), poutine.mask(mask=mask):
+            f = X @ w
+            pyro.sample("y", dist.Normal(f - f.mean(), 1.0), obs=Y)
+
+    guide = ngvi.AutoMeanFieldNormal(model)
+    loss = ngvi.BatchedELBO(1, curvature="gauss_newton")
+    start = torch.full((rows,), first == "all")
+    for mask in (start, torch.ones(rows, dtype=torch.bool), torch.ones(rows, dtype=torch.bool)):
+        loss.loss_and_grads(model, guide, mask)
+    assert "mix" in loss.curvature_reasons["w"]
+
+
+@pytest.mark.parametrize("on", ["site", "distribution", "parts"])
+def test_masks_of_the_distribution_count_as_those_of_the_site(on):
+    seen = torch.tensor([True] * 4 + [False] * 4)
+    y = torch.linspace(-1.0, 1.0, 16).reshape(8, 2)
+
+    def model():
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        fn = dist.Normal(w + torch.zeros(8, 2), 1.0)
+        parts = torch.stack([seen, torch.zeros_like(seen)], -1)
+        fn = fn.mask(parts).to_event(1) if on == "parts" else fn.to_event(1)
+        with pyro.plate("data", 8), poutine.mask(mask=seen if on == "site" else True):
+            pyro.sample("y", fn.mask(seen) if on == "distribution" else fn, obs=y)
+
+    guide = ngvi.AutoMeanFieldNormal(model)
+    loss = ngvi.BatchedELBO(2, curvature="squared_gradient")
+    loss.loss_and_grads(model, guide)
+    assert guide.take_curvature().parts["count"] == 4
+
+
 @pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
 def test_a_scale_around_model_and_guide_is_refused(kind):
     guide = ngvi.AutoMeanFieldNormal(linear)

@@ -79,6 +79,19 @@ def test_a_latent_that_is_not_covered_has_a_reason_and_the_others_are(case: Any)
     assert_same(by_taps(taps, values), expected(case, values), "b")
 
 
+def test_an_unseen_use_beside_a_far_larger_entry() -> None:
+    def model() -> None:
+        w = pyro.sample(
+            "w", dist.Normal(torch.zeros(3), torch.tensor([1e-4, 1.0, 1.0])).to_event(1)
+        )
+        X = inputs(N, 3) * torch.tensor([1e4, 1.0, 1.0])
+        observe(X @ w + 10.0 * torch.tanh(w[1]))
+
+    torch.set_default_dtype(torch.float32)
+    taps = LayerTaps.discover(model, draw(model, 1))
+    assert "other ways than through the layers" in taps.reasons["w"]
+
+
 def test_batch_normalisation_in_training_is_refused_by_name() -> None:
     values = draw(batch_norm_in_training, 2)
     taps = LayerTaps.discover(batch_norm_in_training, values)
