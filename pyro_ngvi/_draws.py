@@ -216,7 +216,11 @@ def _stack(sites: list[Site]) -> BatchedSite:
 
 
 class SampleObserved(Messenger):
-    """Draws the named observed sites from the model instead of taking their data."""
+    """Draws the named observed sites from the model instead of taking their data.
+
+    A draw has the shape of the data, where these are more than the site itself says (no plate around
+    many data of one distribution).
+    """
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
@@ -224,4 +228,9 @@ class SampleObserved(Messenger):
 
     def _pyro_sample(self, msg: Site) -> None:
         if msg["name"] in self.names:
+            fn, data = msg["fn"], msg["value"]
+            if isinstance(data, torch.Tensor):
+                shape = torch.broadcast_shapes(data.shape, fn.shape())
+                batch = shape[: len(shape) - fn.event_dim]
+                msg["fn"] = fn if batch == fn.batch_shape else fn.expand(batch)
             msg["is_observed"], msg["value"], msg["done"] = False, None, False

@@ -1,7 +1,7 @@
 """A fitted guide as ArviZ groups."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from pyro_ngvi._draws import (
     run_batched,
     sites_of_kind,
 )
+from pyro_ngvi._particles import Sites
 from pyro_ngvi._version import __version__
 from pyro_ngvi.diagnostics._pareto import systematic_resample
 from pyro_ngvi.diagnostics.khat import KHat, khat_of
@@ -48,8 +49,8 @@ def to_arviz(
     * ``sample_stats``: ``lp`` = log p(data, z) and ``log_q`` = log q(z), both over the sites as the
       model writes them (over the unconstrained space both would gain the same log-Jacobian), and
       ``log_weights`` = lp - log_q, normalised so that the weights sum to one. In nats.
-    * ``log_likelihood``: per example and observed site, in nats, without ``poutine.scale``; zero
-      where the site is masked.
+    * ``log_likelihood``: per example and observed site, in nats, without ``poutine.scale`` (with a
+      warning: ``az.loo`` would be wrong); zero where the site is masked.
     * ``posterior_predictive``, and where asked ``prior`` and ``prior_predictive``: observed sites
       drawn anew.
     * ``observed_data``: observed sites. ``constant_data``: the model's arguments that are tensors
@@ -121,6 +122,7 @@ def to_arviz(
         values = draws.values
         groups["posterior"] = _groups.site_values(draws.model, exported)
         if log_likelihood:
+            _warn_of_scales(prototype, observed)
             groups["log_likelihood"] = _groups.log_likelihoods(draws.model, observed)
         stats: dict[str, Any] = {"lp": draws.log_joint, "log_q": draws.log_q}
         stats["log_weights"] = diagnostic.log_weights
@@ -159,6 +161,19 @@ def to_arviz(
             **resampling,
         },
     )
+
+
+def _warn_of_scales(sites: Sites, observed: Iterable[str]) -> None:
+    """ArviZ takes for granted that the posterior holds each likelihood once."""
+    for name in observed:
+        if bool((torch.as_tensor(sites[name]["scale"]) != 1.0).any()):
+            warnings.warn(
+                f"The observed site {name!r} stands under poutine.scale, so the posterior holds p^c, "
+                f"and log_likelihood is log p. az.loo and az.waic weigh draws by 1 / p and are wrong "
+                f"here; AutoSites.loo() is not. log_likelihood=False leaves the group out.",
+                UserWarning,
+                stacklevel=3,
+            )
 
 
 def _resample(diagnostic: KHat) -> np.ndarray:

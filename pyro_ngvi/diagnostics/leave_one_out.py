@@ -6,7 +6,8 @@ with the cavity q_-n of :mod:`pyro_ngvi.sites.cavity` and quadrature at points p
 (Liu & Pierce 1994, "A note on Gauss-Hermite quadrature").  The other sites stay as they are with all
 data.  For a Gaussian likelihood that is exact; for others they would follow a little, as they see the
 datum through their own marginals (Vehtari, Mononen, Tolvanen, Sivula & Winther 2016, "Bayesian
-leave-one-out cross-validation approximations for Gaussian latent variable models", JMLR).
+leave-one-out cross-validation approximations for Gaussian latent variable models", JMLR).  Under
+``poutine.scale`` the sites are those of p^c, and what is predicted is p.
 
 PSIS-LOO, ``arviz.loo(ngvi.to_arviz(model, guide, *args))``, weighs draws of q by 1 / p(y_n | z).  It
 fails, with a large k-hat, for data of much influence; here are no draws.  On logistic regression with
@@ -119,7 +120,7 @@ def _log_predictive(
     for x, w in zip(points.x.split(rows), points.weights.split(rows), strict=True):
         f = {n: m.mean.expand(len(x), *m.mean.shape) for n, m in at.marginals.items()}
         f[name], log_ratio = where.at(x)
-        log_p = at.call.log_likelihood(f)[name]
+        log_p = at.call.log_likelihood(f, scaled=False)[name]
         silent = silent & (log_p == 0.0).all(0)
         terms = log_p + log_ratio + w.log().unsqueeze(-1)
         total = torch.logaddexp(total, torch.logsumexp(terms, 0))

@@ -8,7 +8,11 @@ import pyro
 import torch
 from torch import Tensor
 
+from .._known import at_hand
 from .._particles import Minibatches
+from ..distributions.gaussian_process import GaussianProcess
+from ..sites.call import Call
+from ..sites.whitening import other_priors
 
 __all__ = ["SitePrediction"]
 
@@ -34,6 +38,8 @@ class SitePrediction:
 
         Raises:
             RuntimeError: before the guide's first call with data.
+            ValueError: where the prior of another site is not the one of the last step: it is made
+                of the arguments, as that of a state-space process at other times.
 
         Example: see :class:`~pyro_ngvi.distributions.GaussianProcess`.
         """
@@ -41,8 +47,36 @@ class SitePrediction:
         self._up_to_date()
         with torch.no_grad():
             call = self.call_of(args, kwargs)
+            self.check_prior(call)
             mean, sd = (self._unpack(x, call) for x in self.algebra.mean_and_sd(call))
         return {name: (m, sd[name].square()) for name, m in mean.items()}
+
+    def check_prior(self, call: Call) -> None:
+        """Refuse a call at which q would be the sites with another prior than that of the last step.
+
+        A ``GaussianProcess`` knows its inputs, and follows to others; of no other prior that is made
+        of the model's arguments can be told which of its entries saw which datum.
+
+        Raises:
+            ValueError: with the name of the latent site.
+        """
+        guide: Any = self
+        if guide._last is None or not at_hand(call.plan.zero()):
+            return
+        with torch.no_grad():
+            before, now = guide._call_before().block, call.block
+            fixed = {
+                name: fn
+                for name, fn in before.items()
+                if not isinstance(fn, GaussianProcess) and now[name].shape() == fn.shape()
+            }
+            for name in other_priors(fixed, now):
+                raise ValueError(
+                    f"AutoSites: the prior of {name!r} is another one with these arguments than with "
+                    f"those of the last step, so the guide does not know q here. To predict at other "
+                    f"times or inputs let them be among those of the steps, with NaN for their data, "
+                    f"or give the site a GaussianProcess, which predicts at any inputs."
+                )
 
     def _given_minibatches(self) -> dict[str, Tensor]:
         """Those of plates that a list of guides has made: a process at their data is drawn there."""

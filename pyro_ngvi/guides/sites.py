@@ -199,6 +199,7 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
         given = self._given_minibatches()
         call = self.call_of(args, kwargs, minibatches=given)
         self._up_to_date()
+        self.check_prior(call)
         self.site_tensors()
         with poutine.block():
             self._create_plates(*args, **kwargs)

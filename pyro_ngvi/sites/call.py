@@ -126,9 +126,9 @@ class Call:
             return {n: torch.cat([self.at_probe[n], t[:, None]], -1) for n, t in terms.items()}
 
     @staticmethod
-    def _terms(group: Group, sites: Sites) -> Tensor:
+    def _terms(group: Group, sites: Sites, scaled: bool = True) -> Tensor:
         """log p (n,) of a group's data in a run."""
-        terms = [data_terms(sites[name]).reshape(-1) for name in group.observed]
+        terms = [data_terms(sites[name], scaled).reshape(-1) for name in group.observed]
         return torch.stack(terms).sum(0)
 
     def rows(self, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -187,8 +187,10 @@ class Call:
 
         return affine_maps(self.predictors, identity)
 
-    def log_likelihood(self, predictors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """log p(y_n | f_n) (Q, n) for f (Q, n, k) by group, in nats; NaN where the datum is."""
+    def log_likelihood(
+        self, predictors: Mapping[str, Tensor], scaled: bool = True
+    ) -> dict[str, Tensor]:
+        """log p(y_n | f_n) (Q, n) for f (Q, n, k) by group, in nats; times the scale, if ``scaled``."""
         groups, zero = self.plan.groups, self.plan.zero()
         for group in groups:
             for name in group.observed:
@@ -207,7 +209,7 @@ class Call:
                 for g in together:
                     replace |= g.predictor.split(f[g.name], self.shapes[g.name])
                 sites = self.runner.sites(zero, replace=replace, at_mean=True)
-                found |= {g.name: self._terms(g, sites) for g in together}
+                found |= {g.name: self._terms(g, sites, scaled) for g in together}
             return found
 
         return for_each(terms, dict(predictors))

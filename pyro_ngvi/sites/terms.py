@@ -55,11 +55,11 @@ def own_scale(site: Site) -> Any:
     return scale
 
 
-def data_terms(site: Site) -> Tensor:
+def data_terms(site: Site, scaled: bool = True) -> Tensor:
     """log p of each datum, ``data_shape``, in nats: with masks, without the scale of a minibatch.
 
-    A scale that is not that of a subsampled plate stays: it makes a datum count more, or less.  A
-    datum that is NaN is missing, and its term 0.
+    A scale that is not that of a subsampled plate stays, unless not ``scaled``: it makes a datum count
+    more, or less.  A datum that is NaN is missing, and its term 0.
     """
     fn = unwrapped(site)
     value, absent = site["value"], missing(site)
@@ -69,7 +69,7 @@ def data_terms(site: Site) -> Tensor:
     if absent is not None:
         terms = torch.where(absent, torch.zeros_like(terms), terms)
     wrapped = site["fn"].batch_shape
-    weight, mask = own_scale(site), site["mask"]
+    weight, mask = own_scale(site) if scaled else 1.0, site["mask"]
     if isinstance(weight, Tensor) or weight != 1.0:
         terms = terms * _aligned(weight, wrapped, terms)
     if mask is False:

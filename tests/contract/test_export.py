@@ -179,13 +179,30 @@ def branching_model(y: Tensor) -> None:
 
 def test_model_that_branches_on_a_draw_runs_in_a_loop() -> None:
     y = torch.linspace(-1, 1, 5)
-    result = to_arviz(branching_model, AutoNormal(branching_model), y, num_samples=S, seed=1)
+    with pytest.warns(UserWarning, match=r"'y' stands under poutine.scale.*az.loo .* are wrong"):
+        result = to_arviz(branching_model, AutoNormal(branching_model), y, num_samples=S, seed=1)
     mu, ll = values_of(result)["mu"], values_of(result, "log_likelihood")["y"]
     scale = torch.where(mu > 0, 1.0, 2.0)
     expected = dist.Normal(mu[:, None], scale[:, None]).log_prob(y)
     torch.testing.assert_close(ll, expected)
     lp = dist.Normal(0.0, 1.0).log_prob(mu) + 3.0 * expected.sum(1)
     torch.testing.assert_close(values_of(result, "sample_stats")["lp"], lp)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_predictive_draws_have_the_shape_of_the_data(shape: tuple[int, ...]) -> None:
+    """Many data of one distribution, without a plate."""
+
+    def many(y: Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(shape), 1.0).to_event(len(shape)))
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+    y = torch.tensor([1.0, 2.0, 3.0])
+    result = to_arviz(many, AutoNormal(many), y, num_samples=S, seed=1)
+    drawn = values_of(result, "posterior_predictive")["y"]
+    assert drawn.shape == values_of(result, "log_likelihood")["y"].shape == (S, 3)
+    assert len(drawn[0].unique()) == 3
+    assert result["observed_data"]["y"].shape == (3,)
 
 
 def test_sites_that_vmap_can_not_draw() -> None:

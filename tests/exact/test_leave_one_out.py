@@ -249,3 +249,27 @@ def test_plots_return_their_axes() -> None:
         mean = torch.einsum("nkd,d->nk", case.A, guide.get_posterior().mean)
         assert low < float(mean.min()) and high > float(mean.max())
     pyplot.close("all")
+
+
+@pytest.mark.parametrize("c", [0.5, 3.0])
+def test_leave_one_out_under_a_scale_predicts_the_datum_itself(c: float) -> None:
+    """q holds p^c of the others, by conjugate algebra; what it predicts is p."""
+    X, y = torch.randn(10, 2), torch.randn(10)
+
+    def model() -> None:
+        w: Any = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", 10), pyro.poutine.scale(scale=c):
+            pyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
+
+    guide = AutoSites(model)
+    svi = SVI(model, guide, CVI(guide), SitesELBO())
+    for _ in range(2):
+        svi.step()
+    exact = []
+    for n in range(10):
+        Xn, yn = X[all_but(10, n)], y[all_but(10, n)]
+        P = torch.eye(2) + c * Xn.T @ Xn
+        mean = X[n] @ torch.linalg.solve(P, c * Xn.T @ yn)
+        variance = X[n] @ torch.linalg.solve(P, X[n])
+        exact.append(dist.Normal(mean, (1.0 + variance).sqrt()).log_prob(y[n]))
+    torch.testing.assert_close(guide.loo().pointwise["y"], torch.stack(exact), rtol=1e-9, atol=1e-9)

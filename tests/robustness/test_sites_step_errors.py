@@ -7,11 +7,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import SVI, Trace_ELBO
+from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoGuideList
 from torch import Tensor
 
 import pyro_ngvi as ngvi
+from pyro_ngvi.distributions import matern_state_space
 from tests.exact.site_cases import N, gp_kernel, normal_weights, seeded
 from tests.robustness.site_error_cases import D, X, given, logistic, made, plain, y_real
 
@@ -70,6 +71,35 @@ def test_empty_minibatch(first: bool) -> None:
         svi.step(X()[:5], y_real()[:5], torch.arange(5))
     with pytest.raises(ValueError, match="empty minibatch"):
         svi.step(X()[:0], y_real()[:0], torch.arange(0))
+
+
+def other_times(t: Tensor, y: Tensor | None = None) -> None:
+    f: Any = pyro.sample("f", matern_state_space(t, 1.0, 1.0))
+    with pyro.plate("data", len(t)):
+        pyro.sample("y", dist.Normal(f[..., 0], 0.5), obs=y)
+
+
+def other_covariance(t: Tensor, y: Tensor | None = None) -> None:
+    K = torch.exp(-0.5 * (t[:, None] - t).square()) + 1e-6 * torch.eye(len(t))
+    f: Any = pyro.sample("f", dist.MultivariateNormal(torch.zeros(len(t)), K))
+    with pyro.plate("data", len(t)):
+        pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+
+@pytest.mark.parametrize("model", [other_times, other_covariance])
+def test_as_many_other_times_as_there_are_data(model: Any) -> None:
+    """Row n of the sites was seen at time n: at others q is not known."""
+    guide, svi = made(model)
+    times = torch.linspace(0.0, 5.0, 8)
+    svi.step(times, times.sin())
+    mean, _ = guide.predict(times)["f"]
+    others = times + 0.3
+    for call in (guide.predict, guide, Predictive(model, guide=guide, num_samples=2)):
+        with pytest.raises(ValueError, match=r"prior of 'f' is another one .* NaN for their data"):
+            call(others)
+    assert torch.equal(guide.predict(times)["f"][0], mean)
+    svi.step(others, others.sin())  # other data are a new fit
+    guide.predict(others)
 
 
 def scaled(X: Tensor, y: Tensor, scale: float | Tensor) -> None:
