@@ -16,16 +16,75 @@ the model or by an ``AutoGuideList`` around the guide: freeze it again after tha
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
 import pyro
 import torch
+from pyro.nn import PyroModule
 from pyro.poutine.messenger import Messenger
 from torch import nn
 from torch.distributions import constraints
 
-__all__ = ["ModuleParams"]
+from ._pyro_adapter import is_claimed, module_name
+
+__all__ = ["ModuleParams", "as_stored", "warn_of_other_names"]
+
+
+def as_stored(name: str, own: nn.Parameter) -> nn.Parameter:
+    """The parameter that the store holds by this name: ``own``, or another where one was restored.
+
+    Another tensor replaces the module's own and is not copied into it, which an outer scope of the
+    store may still hold.
+
+    Raises:
+        ValueError: where the store holds a parameter of another shape.
+    """
+    store = pyro.get_param_store()
+    # under functional_call a plain tensor stands in the place of the parameter
+    if type(own) is not nn.Parameter or name not in store:
+        return own
+    value = store[name]
+    if value is own:
+        return own
+    _check_shape(name, own, value)
+    if not isinstance(value, nn.Parameter) or (value.dtype, value.device) != (
+        own.dtype,
+        own.device,
+    ):
+        value = nn.Parameter(value.detach().to(own, copy=True))
+        del store[name]
+        store[name] = value
+    return value
+
+
+def warn_of_other_names(guide: PyroModule) -> None:
+    """Say so where the store was loaded, and its guide of this class has another name than ``guide``.
+
+    Names are counted in a process: the guide of a notebook cell that was run twice ends in ``_2``.
+    """
+    own, kind = module_name(guide), type(guide).__name__
+    roots = {name.split(".")[0] for name in pyro.get_param_store()}
+    if own in roots:
+        return
+    strange = sorted(r for r in roots if re.fullmatch(rf"{kind}(_\d+)?", r) and not is_claimed(r))
+    if strange:
+        warnings.warn(
+            f"Pyro's parameter store holds the parameters of {strange[0]!r}, which no guide of this "
+            f"process is called, and this {kind} is called {own!r}: it starts anew. To take them "
+            f"over, make it with name={strange[0]!r}.",
+            stacklevel=2,
+        )
+
+
+def _check_shape(name: str, own: nn.Parameter, value: torch.Tensor) -> None:
+    if value.shape != own.shape:
+        raise ValueError(
+            f"Pyro's parameter store holds {name!r} with the shape {tuple(value.shape)}, and the "
+            f"module's parameter has the shape {tuple(own.shape)}. It is from another model: call "
+            f"pyro.clear_param_store() first, or load the store that belongs to this one."
+        )
 
 
 class ModuleParams(Messenger):
@@ -70,12 +129,7 @@ class ModuleParams(Messenger):
             own.requires_grad_(False)
 
     def _take(self, name: str, own: nn.Parameter, value: torch.Tensor) -> None:
-        if value.shape != own.shape:
-            raise ValueError(
-                f"Pyro's parameter store holds {name!r} with the shape {tuple(value.shape)}, and the "
-                f"module's parameter has the shape {tuple(own.shape)}. It is from another model: call "
-                f"pyro.clear_param_store() first, or load the store that belongs to this one."
-            )
+        _check_shape(name, own, value)
         if not (
             own.is_meta or torch.equal(own, value.to(own))
         ):  # before the first step one may wait

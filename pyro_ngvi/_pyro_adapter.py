@@ -29,6 +29,7 @@ __all__ = [
     "forget_cached",
     "give_model",
     "has_model",
+    "is_claimed",
     "kept_whole",
     "masks_of",
     "model_as_given",
@@ -55,6 +56,11 @@ def claim_name(wanted: str) -> str:
         name = f"{wanted}_{next(_counters[wanted]) + 2}"
     _claimed.add(name)
     return name
+
+
+def is_claimed(name: str) -> bool:
+    """Whether a guide of this process has, or had, this name."""
+    return name in _claimed
 
 
 def module_name(module: PyroModule) -> str:

@@ -73,13 +73,15 @@ def matern_state_space(
     order = round(nu + 0.5)
     stationary = torch.tensor(STATIONARY[order], dtype=times.dtype, device=times.device)
     transition, noise = STEPS[order](x)
-    return GaussianStateSpace(
+    chain = GaussianStateSpace(
         torch.zeros_like(stationary[0]),
         variance * stationary,
         transition,
         variance * noise,
         validate_args=validate_args,
     )
+    chain.times = times
+    return chain
 
 
 def _check_sorted(gaps: Tensor) -> None:

@@ -69,6 +69,8 @@ class GaussianStateSpace(TorchDistribution):
     }
     support: Any = constraints.independent(constraints.real, 2)
     has_rsample = True
+    #: times (T,) of the states, where whoever made the chain knows them
+    times: Tensor | None = None
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class GaussianStateSpace(TorchDistribution):
             raise ValueError(
                 f"Batch shape {tuple(old)} can not be expanded to {tuple(batch_shape)}."
             )
-        for name in self.arg_constraints:
+        for name in (*self.arg_constraints, "times"):
             setattr(new, name, getattr(self, name))
         TorchDistribution.__init__(new, batch_shape, self.event_shape, validate_args=False)
         new._validate_args = self._validate_args

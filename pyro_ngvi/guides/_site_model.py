@@ -12,7 +12,7 @@ from pyro.nn.module import pyro_method
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from .._module_params import ModuleParams
+from .._module_params import ModuleParams, warn_of_other_names
 from .._particles import Minibatches
 from .._pyro_adapter import give_model, has_model, model_under, module_name
 from .._random import own_random_state
@@ -77,6 +77,7 @@ class SiteModel:
             other = self.runner(args, kwargs, values, runner.minibatches)  # with the same data
         self.plan = make_plan(runner, other, self.latent)
         self.algebra = make_algebra(self.plan, Call(self.plan, runner), self.inducing)
+        warn_of_other_names(guide)
         for group in self.plan.groups:
             n, k = group.size, group.width
             like = {"dtype": self.plan.dtype, "device": self.plan.device}

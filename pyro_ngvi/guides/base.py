@@ -12,7 +12,7 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoContinuous
 from torch import Tensor, nn
 
-from .._module_params import ModuleParams
+from .._module_params import ModuleParams, as_stored, warn_of_other_names
 from .._pyro_adapter import (
     OwnName,
     claim_name,
@@ -147,6 +147,7 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
             if self.init == "map":
                 loc = find_mode(model_as_given(self), loc, args, kwargs)
             params = self._start(loc, args, kwargs)
+        warn_of_other_names(self)
         self._register_params(params)
 
     def _start(self, loc: Tensor, args: Any, kwargs: Any) -> Tensors:
@@ -194,7 +195,15 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
         own: Any = self._parameters
         return {name: own[name] for name in self.family.names if name in own}
 
+    def _follow_store(self) -> None:
+        """Take the parameters that Pyro's store holds now: it may have been restored in between."""
+        own: Any = self._parameters
+        for name, p in own.items():
+            if p is not None:
+                own[name] = as_stored(f"{module_name(self)}.{name}", p)
+
     def _current(self) -> Tensors:
+        self._follow_store()
         # attribute access registers the parameters with Pyro
         return {name: getattr(self, name) for name in self.family.names}
 

@@ -11,6 +11,7 @@ import pyro
 from pyro import poutine
 from torch import Tensor, nn
 
+from .._module_params import as_stored
 from .._pyro_adapter import model_as_given, module_name
 from ..families import FlowFamily
 from ..families.base import Family, Tensors
@@ -149,7 +150,17 @@ class AutoFlow(AutoFamily):
             return {}
         return super().natural_params() | self._of_flow(flow)
 
+    def _follow_store(self) -> None:
+        super()._follow_store()
+        for path, module in self._modules["flow"].named_modules():  # pyright: ignore[reportOptionalMemberAccess]
+            own: Any = module._parameters
+            for name, p in own.items():
+                if p is not None:
+                    full = f"{path}.{name}" if path else name
+                    own[name] = as_stored(f"{module_name(self)}.flow$$${full}", p)
+
     def _current(self) -> Tensors:
+        self._follow_store()
         affine = {name: getattr(self, name) for name in self.family.names if PREFIX not in name}
         flow: Any = self.flow  # this registers its parameters with Pyro
         return affine | self._of_flow(flow)

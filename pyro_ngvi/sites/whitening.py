@@ -117,4 +117,6 @@ def _mark(fn: Any) -> Tensor:
     if isinstance(fn, GaussianProcess):
         some = fn.inputs[:8]
         return torch.cat([fn.kernel(some, fn.inputs).flatten(), fn.loc])
-    return fn.log_prob(torch.zeros(fn.shape()).to(fn.mean))
+    mark = fn.log_prob(torch.zeros(fn.shape()).to(fn.mean))
+    times = getattr(fn, "times", None)  # a stationary chain is the same at all times as far apart
+    return mark if times is None else torch.cat([mark.reshape(-1), times.to(mark)])

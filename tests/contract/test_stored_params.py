@@ -1,5 +1,6 @@
 """A parameter store that was loaded before a guide's first use, and parameters that were frozen."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -106,6 +107,68 @@ def test_a_store_loaded_before_the_first_use_counts(
     resumed.step(*data())
     moved = {name for name, p in pyro.get_param_store().items() if not torch.equal(p, before[name])}
     assert moved == set(before)
+
+
+def matrix(X: Tensor, y: Tensor) -> None:
+    W: Any = pyro.sample("W", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Normal((X @ W).sum(-1), 1.0), obs=y)
+
+
+NGVB, IFVB = ngvi.NGVB, ngvi.IFVB
+IN_USE: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "mean field": (ngvi.AutoMeanFieldNormal, NGVB),
+    "full rank": (ngvi.AutoFullRankNormal, NGVB),
+    "factor": (lambda m: ngvi.AutoFactorNormal(m, rank=2), NGVB),
+    "precision": (lambda m: ngvi.AutoFactorPrecision(m, rank=2), NGVB),
+    "matrix": (ngvi.AutoMatrixNormal, NGVB),
+    "exponential": (ngvi.AutoExponentialFamily, NGVB),
+    "walsh hadamard": (lambda m: ngvi.AutoWalshHadamard(m, sites=["W"]), NGVB),
+    "coupling": (lambda m: ngvi.AutoCouplingFlow(m, layers=2, hidden=(8,)), IFVB),
+    "orthogonal": (ngvi.AutoOrthogonalFlow, IFVB),
+}
+
+
+@pytest.mark.parametrize("kind", IN_USE)
+def test_a_store_restored_while_the_guide_is_in_use_counts(kind: str) -> None:
+    """As with Pyro's guides: what reads the guide, and the steps to come, have the restored values."""
+    make, rule = IN_USE[kind]
+    X, y = data()
+    guide = make(matrix)
+    svi = SVI(matrix, guide, rule(guide, others=Adam({"lr": 0.01})), Trace_ELBO(4))
+    for _ in range(10):
+        svi.step(X, y)
+    state = {name: p.detach().clone() for name, p in guide.state_dict().items()}
+    loss = first(svi, "evaluate_loss")
+    best = copy.deepcopy(pyro.get_param_store().get_state())
+    for _ in range(10):
+        svi.step(X, y - 10.0)
+    last = pyro.get_param_store().get_state()
+    moved = {name: p.detach().clone() for name, p in guide.state_dict().items()}
+    pyro.get_param_store().set_state(best)
+    assert first(svi, "evaluate_loss") == loss
+    assert all(torch.equal(p, state[name]) for name, p in guide.state_dict().items())
+    # and the other way round: what was replaced has not been written to
+    pyro.get_param_store().set_state(last)
+    guide(X, y)
+    assert all(torch.equal(p, moved[name]) for name, p in guide.state_dict().items())
+    pyro.get_param_store().set_state(best)
+    svi.step(X, y)
+    store = pyro.get_param_store()
+    assert all(p is store[str(store.param_name(p))] for p in guide.parameters())
+    assert not all(torch.equal(p, state[name]) for name, p in guide.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", [ngvi.AutoFullRankNormal, ngvi.AutoSites])
+def test_a_loaded_guide_of_another_name_is_spoken_of(kind: Any) -> None:
+    """A cell that was run twice: its second guide is another one than that of a new process."""
+    name = f"{kind.__name__}_2000"
+    pyro.get_param_store()[f"{name}.loc"] = torch.zeros(3)
+    with pytest.warns(UserWarning, match=rf"'{name}', which no guide .* name='{name}'"):
+        kind(with_params)(*data())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kind(with_params, name=name)(*data())
 
 
 def test_inducing_inputs_of_a_loaded_store(tmp_path: Path) -> None:
