@@ -40,7 +40,7 @@ class KHat:
 
     k-hat does not depend on the scale of the weights: weights that are all equal to within a
     percent may still have a tail of some shape. So ``ok`` also holds where there is next to nothing
-    to correct, that is where ``kl`` = log S - mean(log weights), an estimate of KL(q || p), is below
+    to correct, that is where ``kl`` = -log S - mean(log weights), an estimate of KL(q || p), is below
     ``NEGLIGIBLE`` nats and the draws are worth at least 95 % of their number.
     """
 

@@ -3,7 +3,7 @@
     lambda_bar_k = sum_j w_j lambda_j / sum_j w_j,   phi ~ scores at lambda_bar.
 
 The paper has w_j = (log j)^2 (0/0 at the first step; here (log(j + 1))^2), which weighs the way to the
-optimum almost like the stay there; the default is the average over about the last quarter of the run.
+optimum almost like the stay there; the default is the average over about the last two fifths.
 
 Source: Godichon-Baggioni, Nguyen & Tran (2024, JASA), Algorithm 2.  Not where gradients are exact:
 there averaging only delays.

@@ -188,8 +188,9 @@ class IFVB(NaturalGradientOptim):
         """Algorithm 1 (for AIFVB: 2) as printed: steps c_a / (c_a' + k)^alpha on n_s H_s^-1 g.
 
         No trust region, stored coordinates, H_0 = eps I; all of H^-1 without ``window``, else the
-        last K vectors.  ``clip_norm`` and ``momentum``, m <- momentum m + (1 - momentum) G, are in the
-        authors' scripts only.  ``check=False`` permits what the theorems exclude (as example 4 does).
+        last K vectors.  ``clip_norm`` and ``momentum``, a move of
+        m <- momentum m + (1 - momentum) b_k G with the step b_k of its time, are in the authors'
+        scripts only.  ``check=False`` permits what the theorems exclude (as example 4 does).
         """
         if check:
             check_convergence(alpha, beta if c_beta else None)

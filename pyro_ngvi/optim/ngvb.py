@@ -42,7 +42,7 @@ class NGVB(NaturalGradientOptim):
             from the step count (0-dim tensor, 0, 1, ...) to the gain.
         momentum: heavy-ball coefficient in [0, 1) for the location of a Gaussian, and for all of an
             exponential family.
-        averaging: ``False``; ``True`` for the average of about the last quarter of the run
+        averaging: ``False``; ``True`` for the average of about the last two fifths of the run
             (:class:`Tail`); or a number w for weights (log k)^w.  The guide then holds the average.
         coordinates: "local" (default) or "natural".
         others: a ``PyroOptim`` for parameters that are not natural, for instance

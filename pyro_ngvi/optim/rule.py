@@ -3,7 +3,7 @@ r"""One step along a natural gradient: a trust region in nats, and no step size 
 For a family with Fisher matrix F, from the Euclidean gradient g of the loss, with |.| the Fisher norm:
 
     G = F^-1 g                                            natural gradient
-    b = min(lr b_k, 3 b_k |G|_typical / |G|)              gain, outliers shortened
+    b = lr b_k min(1, 3 max(|G|_typical, 1) / |G|)        gain, outliers shortened
     move = b G + beta move                                momentum beta, of a Gaussian on its location
     move <- move min(1, R_k / |move|)                     trust radius
     lambda <- retract(lambda, -move)                      never leaves the domain
@@ -21,7 +21,7 @@ proportion to what the following steps take out.
 
 **Outliers.**  |G|_typical is the geometric mean of the last ten or so lengths; a gradient of more than
 three times that length counts as one of three times (heavy-tailed scores would else throw q away once
-in a while).
+in a while).  A length below 1 nat^(1/2) is never unusual.
 
 **Averaging** (Polyak & Juditsky 1992).  With averaging the *guide holds the average*, which is the
 answer, and adds the lag of the iterate behind it whenever gradients are recorded.

@@ -19,7 +19,7 @@ the scores.  And residuals vanish as q approaches the posterior, so that noise d
 It asks for values of log p alone, never for its gradient in z: models that can not be differentiated
 in z are fine.  Scores come from the family, in its local frame.
 
-The guide holds an average of about the last quarter of the run.  Averages make sense where networks
+The guide holds an average of about the last two fifths of the run.  Averages make sense where networks
 move little: on a target with several modes, whose fit jumps between them, one of 1.5 nats above the
 optimum had an average of 76.  So the draws compare the two at every step, and where
 KL(q || q_average) > 1 nat the average begins anew at the iterate.
@@ -149,7 +149,7 @@ class SPRING(NaturalGradientOptim):
         momentum: m in [0, 1), how much of the increment before stays.
         damping: ridge of the S x S system, as a share of the mean of its diagonal.
         trust_radius: largest length of a step in the Fisher norm of the draws, nats^(1/2).
-        averaging: ``True`` (default) for the average of about the last quarter of the run (the guide
+        averaging: ``True`` (default) for the average of about the last two fifths of the run (the guide
             then holds it), ``False``, or a number w for the weights (log k)^w.
         others: a ``PyroOptim`` for parameters of the model; they get ordinary gradients.
 

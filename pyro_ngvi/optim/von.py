@@ -5,13 +5,18 @@ both estimated at draws from q_k = N(mu_k, P_k^-1):
 
     S_k     = H_k - P_k
     P_{k+1} = P_k + b_k S_k                                    as printed (``safe=False``)
-    P_{k+1} = P_k + b_k S_k + b_k^2 / 2 S_k P_k^-1 S_k         positive definite for every b, S;
-                                                               b S P^-1 is cut to [-1, 1]
+    P_{k+1} = P_k + b_k S_k + b_k^2 / 2 S_k P_k^-1 S_k         positive definite for every b, S
     m_k     = beta m_{k-1} + (1 - beta) g_k
     mu_{k+1} = mu_k - a_k (P_{k+1} + damping I)^-1 m_k / (1 - beta^{k+1}).
 
 P is its own moving average of curvature, with weight b on the new value; the mean uses the new P.  Full
-rank or diagonal, as the guide is.  With b = a = 1 and a quadratic loss the printed step is exact.
+rank or diagonal, as the guide is.
+
+*Bounds on a step.*  As printed, P_{k+1} is kept at P_k / 4 or more in every direction: full rank by
+halving b, diagonal entry by entry.  In the safe form the eigenvalues of b S P^-1 are kept within
+[-1, 1]: full rank by shortening b (a bound on the largest, up to d^(1/8) too much), diagonal by cutting
+entries.  So with b = a = 1 and a quadratic loss the printed step is exact from any start that is less
+than twice as wide as the posterior.  The report's "damped" speaks of the mean alone.
 
 *Where curvature comes from* is the loss's affair, ``BatchedELBO(curvature=...)``.  Without it, or with
 "price", H_k is read off the gradient of the scales (Price's theorem): noisy and indefinite, which the
@@ -144,11 +149,11 @@ class VON(NaturalGradientOptim):
         curvature_lr: rate b of the precision, likewise.
         momentum: weight beta in [0, 1) of the past in the average of the gradients.
         safe: keep the precision positive definite by the second-order term.  ``False``: the printed
-            update, shortened where it would leave the domain.
+            update, shortened where a variance would grow more than 4-fold.
         damping: added to the precision in the step of the mean, never in the posterior.
         trust_radius: largest move of the mean in sds of q, root mean square over the entries (its
             Fisher length over sqrt(d)), or ``None``.
-        averaging: as in :class:`~pyro_ngvi.NGVB`; by default the average of the last quarter.
+        averaging: as in :class:`~pyro_ngvi.NGVB`; by default the average of about the last two fifths.
         others: a ``PyroOptim`` for parameters that are not the guide's.
 
     Raises:
