@@ -100,8 +100,8 @@ def prototype_sites(
     if missing := sorted(latent - drawn.keys()):
         raise ValueError(
             f"The guide does not sample the model's latent sites {missing}, so the two densities "
-            "are not over the same space. Give a guide of every latent site; sum discrete ones out "
-            "of the model."
+            "are not over the same space. If they stand for data, pass these; else give a guide of "
+            "every latent site, and sum discrete ones out of the model."
         )
     if unknown := sorted(drawn.keys() - latent):
         raise ValueError(

@@ -68,6 +68,13 @@ class SiteModel:
         except ZeroDivisionError:
             self.runner(args, kwargs)(None)  # which says so if it was an empty minibatch
             raise
+        except NotImplementedError as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"AutoSites: a latent site can not be drawn ({reason}), and the latent block must be "
+                f"jointly Gaussian a priori. Give the site a proper Normal prior, however wide, or use "
+                f"AutoFullRankNormal and NGVB."
+            ) from error
         prototype: Any = self.prototype_trace
         own = {name for name, _ in prototype.iter_stochastic_nodes()}
         self._rest = self._draw_rest(own, args, kwargs)

@@ -290,8 +290,8 @@ class Runner:
             except ZeroDivisionError as error:
                 if any(len(index) == 0 for index in self.minibatches.values()) or _is_empty(run):
                     raise ValueError(
-                        "AutoSites: a plate got an empty minibatch (subsample= of length 0). Leave "
-                        "such a step out."
+                        "AutoSites: a plate is empty: there are no data, or an empty minibatch "
+                        "(subsample= of length 0). Leave such a step out."
                     ) from error
                 raise
         run.check_course()
