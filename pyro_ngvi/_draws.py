@@ -16,6 +16,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
+from torch.distributions import Independent
 
 from pyro_ngvi._latent_supports import LatentSupports
 from pyro_ngvi._particles import Minibatches, Site, Sites, run_plainly
@@ -215,6 +216,13 @@ def _stack(sites: list[Site]) -> BatchedSite:
     )
 
 
+def _expanded(fn: Any, shape: torch.Size) -> Any:
+    """``fn`` with draws of this shape, which it broadcasts to."""
+    if isinstance(fn, Independent):
+        return _expanded(fn.base_dist, shape).to_event(fn.reinterpreted_batch_ndims)
+    return fn.expand(shape[: len(shape) - fn.event_dim])
+
+
 class SampleObserved(Messenger):
     """Draws the named observed sites from the model instead of taking their data.
 
@@ -231,6 +239,6 @@ class SampleObserved(Messenger):
             fn, data = msg["fn"], msg["value"]
             if isinstance(data, torch.Tensor):
                 shape = torch.broadcast_shapes(data.shape, fn.shape())
-                batch = shape[: len(shape) - fn.event_dim]
-                msg["fn"] = fn if batch == fn.batch_shape else fn.expand(batch)
+                if shape != fn.shape():
+                    msg["fn"] = _expanded(fn, shape)
             msg["is_observed"], msg["value"], msg["done"] = False, None, False

@@ -42,11 +42,14 @@ def as_stored(name: str, own: nn.Parameter) -> nn.Parameter:
         ValueError: where the store holds a parameter of another shape.
     """
     store = pyro.get_param_store()
-    # under functional_call a plain tensor stands in the place of the parameter
-    if type(own) is not nn.Parameter or name not in store:
+    if name not in store:
         return own
     value = store[name]
     if value is own:
+        own._stored_as = name  # pyright: ignore[reportAttributeAccessIssue]
+        return own
+    # what never was in the store stands here for a call of torch.func.functional_call, say
+    if getattr(own, "_stored_as", None) != name:
         return own
     _check_shape(name, own, value)
     if not isinstance(value, nn.Parameter) or (value.dtype, value.device) != (

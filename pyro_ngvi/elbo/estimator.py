@@ -152,7 +152,8 @@ class CurvatureEstimator:
         with torch.enable_grad():
             taps = LayerTaps.discover(model, free, args, kwargs, **how)
         self.reasons = dict.fromkeys(shared, "Its support is constrained.") | taps.reasons
-        if taps.sites:
+        self._searched = not taps.undecided  # or the next step tries again
+        if taps.sites and not taps.undecided:
             self._taps = taps
 
     def _free(self, theta: Tensor) -> list[str]:

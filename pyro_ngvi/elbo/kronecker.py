@@ -56,6 +56,7 @@ class KroneckerEstimator(CurvatureEstimator):
             _, weights = data_terms(run)(theta[0])  # which refuses data without a plate
             enough = int((weights != 0).sum()) > 1
             self._taps = self._found(model, theta, args, kwargs, minibatches)
+            enough = enough and not self._taps.undecided
             self._again(theta, args, kwargs, minibatches)
         taps = self._taps
         assert isinstance(taps, KroneckerTaps)
@@ -64,7 +65,7 @@ class KroneckerEstimator(CurvatureEstimator):
             raise ValueError(f'BatchedELBO(curvature="kronecker"): {taps.failure}')
         prior = self._prior if self._diagonal_rest else rest_curvature(run, theta, False)
         if not enough:
-            self._taps = None  # a single datum that counts could not show whether data mix
+            self._taps = None  # it could not be seen whether data mix: the next step tries again
         self._forget()
         parts = {"prior": prior}
         for name, (rows, columns) in factors.items():

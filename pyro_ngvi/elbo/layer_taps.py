@@ -57,6 +57,8 @@ class LayerTaps:
         """The latent sites that are covered."""
         self.reasons: dict[str, str] = {}
         """Why another latent site is not covered: a sentence by name."""
+        self.undecided = False
+        """Whether some latent had no gradient when the taps were checked, so that nothing was seen."""
         self.failure: str | None = None
         """Why the last :meth:`squared_gradients` returned nothing, if it did."""
         self.examples = 0

@@ -13,16 +13,17 @@ from torch import Tensor
 
 from .._known import at_hand
 from ..sites.call import Call
+from ..sites.corners import same
 from ..sites.terms import own_scale
 
 __all__ = ["ScaledData"]
 
 
 class ScaledData:
-    """The data of the last step that a scale above 1 makes count for more than themselves."""
+    """The data of the last step, if a scale above 1 makes them count for more than themselves."""
 
     def __init__(self) -> None:
-        self._before: dict[str, Tensor] = {}
+        self._before: list[Tensor] | None = None
         self._edition = 0
 
     def __reduce__(self) -> Any:  # a copy begins anew
@@ -34,34 +35,46 @@ class ScaledData:
         Raises:
             ValueError: with the name of the site.
         """
-        now = _scaled(call)
-        for name, value in now.items() if edition == self._edition else ():
-            before = self._before.get(name)
-            if before is not None and before.shape == value.shape and not _equal(before, value):
-                raise ValueError(
-                    f"AutoSites: the data of {name!r} are not those of the step before, and "
-                    f"poutine.scale makes each of them count for more than one. A minibatch that "
-                    f"stands for all data needs a plate of all of them, since every datum has a site "
-                    f"of its own: pyro.plate({_plate(call, name)!r}, N, subsample=index), without the "
-                    f"scale. For new data in the place of the old call guide.reset() before."
-                )
-        self._before, self._edition = now, edition
+        name = _scaled(call)
+        now = None if name is None else _data(call, name)
+        before = self._before if edition == self._edition else None
+        if name and now and before and not all(map(_same, before, now)):
+            raise ValueError(
+                f"AutoSites: the data of {name!r} are not those of the step before, and poutine.scale "
+                f"makes each of them count for more than one. A minibatch that stands for all data "
+                f"needs a plate of all of them, since every datum has a site of its own: "
+                f"pyro.plate({_plate(call, name)!r}, N, subsample=index), without the scale. For new "
+                f"data in the place of the old call guide.reset() before."
+            )
+        # copies, since a loader may write each batch into the same tensors
+        self._before = None if now is None else [x.detach().clone() for x in now]
+        self._edition = edition
 
 
-def _scaled(call: Call) -> dict[str, Tensor]:
-    """The observed values whose scale is a number above 1, of groups with all their data here."""
-    found = {}
+def _scaled(call: Call) -> str | None:
+    """An observed site whose scale is a number above 1, of a group with all its data here."""
     for group in call.plan.groups:
         for name in group.observed if call.index[group.name] is None else ():
-            scale, value = torch.as_tensor(own_scale(call.sites[name])), call.sites[name]["value"]
-            at_host = at_hand(scale) and at_hand(value)
-            if at_host and scale.numel() == 1 and float(scale) > 1.0:
-                found[name] = value
-    return found
+            scale = torch.as_tensor(own_scale(call.sites[name]))
+            if at_hand(scale) and scale.numel() == 1 and float(scale) > 1.0:
+                return name
+    return None
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a is b or torch.equal(a.nan_to_num(), b.nan_to_num())
+def _data(call: Call, name: str) -> list[Tensor]:
+    """The tensors among the arguments; where there are none, what is observed.
+
+    What is observed may be made of parameters and draws, and be another tensor with the same data.
+    """
+    given = [*call.runner.args, *call.runner.kwargs.values()]
+    tensors = [x for x in given if isinstance(x, Tensor) and x.numel() > 1]
+    found = tensors or [call.sites[name]["value"]]
+    return [x for x in found if at_hand(x) and not x.requires_grad]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors agree; data of another number were announced, or are refused elsewhere."""
+    return a.shape != b.shape or same(a, b)
 
 
 def _plate(call: Call, name: str) -> str:

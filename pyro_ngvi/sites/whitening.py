@@ -20,6 +20,7 @@ from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 
 from .._particles import Site
+from .._random import fixed_normal
 from ..distributions.gaussian_process import GaussianProcess
 
 __all__ = [
@@ -117,6 +118,9 @@ def _mark(fn: Any) -> Tensor:
     if isinstance(fn, GaussianProcess):
         some = fn.inputs[:8]
         return torch.cat([fn.kernel(some, fn.inputs).flatten(), fn.loc])
-    mark = fn.log_prob(torch.zeros(fn.shape()).to(fn.mean))
+    # at a point where nothing is zero by symmetry
+    size = fn.shape().numel()
+    point = fixed_normal(size, seed=size).to(fn.mean).reshape(fn.shape())
+    mark = fn.log_prob(point)
     times = getattr(fn, "times", None)  # a stationary chain is the same at all times as far apart
     return mark if times is None else torch.cat([mark.reshape(-1), times.to(mark)])

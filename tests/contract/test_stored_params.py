@@ -159,6 +159,17 @@ def test_a_store_restored_while_the_guide_is_in_use_counts(kind: str) -> None:
     assert not all(torch.equal(p, state[name]) for name, p in guide.state_dict().items())
 
 
+@pytest.mark.parametrize("wrap", [lambda p: p.detach(), nn.Parameter], ids=["tensor", "parameter"])
+def test_functional_call_takes_what_it_is_given(wrap: Any) -> None:
+    X, y = data()
+    guide = ngvi.AutoFullRankNormal(matrix)
+    guide(X, y)
+    given = {name: wrap(torch.full_like(p, 50.0)) for name, p in guide.named_parameters()}
+    assert torch.func.functional_call(guide, given, (X, y))["W"].mean() > 40.0
+    assert all((p == 50.0).all() for p in given.values())
+    assert guide(X, y)["W"].abs().mean() < 5.0
+
+
 @pytest.mark.parametrize("kind", [ngvi.AutoFullRankNormal, ngvi.AutoSites])
 def test_a_loaded_guide_of_another_name_is_spoken_of(kind: Any) -> None:
     """A cell that was run twice: its second guide is another one than that of a new process."""

@@ -361,6 +361,34 @@ def test_a_coupled_prior_in_any_units(unit):
     torch.testing.assert_close(left.parts["prior"] * unit**2, exact)
 
 
+@pytest.mark.parametrize("prior", ["StudentT", "Cauchy", "mixture", "Laplace", "HalfCauchy"])
+def test_many_independent_priors_in_float32_are_diagonal(prior):
+    """Of 40,000 entries some lie where the terms of their second derivative cancel."""
+    zeros, ones = torch.zeros(40_000, dtype=torch.float32), torch.ones(40_000, dtype=torch.float32)
+    spike, slab = dist.Normal(zeros, 0.1), dist.Normal(zeros, 1.0)
+    fns = {
+        "StudentT": dist.StudentT(3.0 * ones, zeros, ones),
+        "Cauchy": dist.Cauchy(zeros, ones),
+        "mixture": slab,
+        "Laplace": dist.Laplace(zeros, ones),
+        "HalfCauchy": dist.HalfCauchy(ones),
+    }
+
+    def model():
+        w = pyro.sample("w", fns[prior].to_event(1))
+        if prior == "mixture":
+            pyro.factor("spike", torch.logaddexp(spike.log_prob(w), slab.log_prob(w)).sum())
+        with pyro.plate("data", 3):
+            pyro.sample("y", dist.Normal(w.sum(), 1.0).expand([3]), obs=zeros[:3])
+
+    torch.set_default_dtype(torch.float32)
+    guide = ngvi.AutoMeanFieldNormal(model, init_scale=1.0)
+    loss = ngvi.BatchedELBO(1, curvature="squared_gradient")
+    loss.loss_and_grads(model, guide)  # not diagonal, so many would be refused
+    left = guide.take_curvature()
+    assert left is not None and bool(left.parts["prior"].isfinite().all())
+
+
 @pytest.mark.parametrize("first", ["all", "masked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_predictor_centred_over_many_data_mixes_them(dtype, first):

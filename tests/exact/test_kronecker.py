@@ -132,6 +132,25 @@ def test_a_first_minibatch_of_one_decides_nothing() -> None:
         leave(guide, loss, mixing, x, y)
 
 
+def test_a_matrix_without_a_gradient_at_first_is_seen_later() -> None:
+    """Two heads, and first data of one of them."""
+
+    def heads(x: Tensor, y: Tensor, first: Tensor) -> None:
+        one, two = (F.linear(x, latent(name, OUT, WIDTH)) for name in ("v", "w"))
+        mean = torch.where(first.unsqueeze(-1), one, two)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, 1.0).to_event(1), obs=y)
+
+    x, y = data()
+    guide = AutoMatrixNormal(heads)
+    loss = BatchedELBO(2, curvature="kronecker")
+    all_first = torch.ones(len(x), dtype=torch.bool)
+    parts = leave(guide, loss, heads, x, y, all_first)
+    assert (parts["kron_rows.w"] == 0.0).all() and (parts["kron_rows.v"] != 0.0).any()
+    parts = leave(guide, loss, heads, x, y, ~all_first)
+    assert (parts["kron_rows.v"] == 0.0).all() and (parts["kron_rows.w"] != 0.0).any()
+
+
 def test_a_prior_that_depends_on_a_latent_scale() -> None:
     def hierarchical(x: Tensor, y: Tensor) -> None:
         sd = pyro.sample("sd", dist.LogNormal(0.0, 1.0))

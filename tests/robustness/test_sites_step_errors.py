@@ -9,10 +9,11 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoGuideList
+from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.distributions import matern_state_space
+from pyro_ngvi.distributions import GaussianStateSpace, matern_state_space
 from tests.exact.site_cases import N, gp_kernel, normal_weights, seeded
 from tests.robustness.site_error_cases import D, X, given, logistic, made, plain, y_real
 
@@ -86,7 +87,16 @@ def other_covariance(t: Tensor, y: Tensor | None = None) -> None:
         pyro.sample("y", dist.Normal(f, 0.5), obs=y)
 
 
-@pytest.mark.parametrize("model", [other_times, other_covariance])
+def other_steps(t: Tensor, y: Tensor | None = None) -> None:
+    """Of mean zero, so that nothing but the transitions tells the priors apart."""
+    A = torch.eye(2) + torch.tensor([[0.0, 1.0], [0.0, 0.0]]) * t[1]
+    Q = 0.1 * torch.eye(2)
+    x: Any = pyro.sample("f", GaussianStateSpace(torch.zeros(2), Q, A, Q, num_steps=len(t)))
+    with pyro.plate("data", len(t)):
+        pyro.sample("y", dist.Normal(x[..., 0], 0.5), obs=y)
+
+
+@pytest.mark.parametrize("model", [other_times, other_covariance, other_steps])
 def test_as_many_other_times_as_there_are_data(model: Any) -> None:
     """Row n of the sites was seen at time n: at others q is not known."""
     guide, svi = made(model)
@@ -121,6 +131,33 @@ def test_minibatches_by_a_scale_alone(scale: float | Tensor) -> None:
     assert torch.equal(guide.get_posterior(X()[:10], y[:10], scale).mean, before)
     guide.reset()
     svi.step(X()[10:20], y[10:20], scale)
+
+
+def test_minibatches_by_a_scale_in_a_buffer_or_of_equal_labels() -> None:
+    """A loader that writes into the same tensors; batches of one class."""
+    for y in (lambda k: y_real()[10 * k : 10 * k + 10], lambda k: torch.ones(10)):
+        x_buffer, y_buffer = torch.empty(10, D), torch.empty(10)
+        _, svi = made(scaled)
+        x_buffer.copy_(X()[:10])
+        y_buffer.copy_(y(0))
+        svi.step(x_buffer, y_buffer, 4.0)
+        x_buffer.copy_(X()[10:20])
+        y_buffer.copy_(y(1))
+        with pytest.raises(ValueError, match="are not those of the step before"):
+            svi.step(x_buffer, y_buffer, 4.0)
+
+
+def test_the_same_data_moved_by_a_parameter_under_a_scale() -> None:
+    def shifted(y: Tensor) -> None:
+        shift = pyro.param("shift", torch.tensor(0.5))
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        with poutine.scale(scale=2.0), pyro.plate("data", len(y)):
+            pyro.sample("y", dist.StudentT(4.0, m, 1.0), obs=y - shift)
+
+    guide = ngvi.AutoSites(shifted)
+    svi = SVI(shifted, guide, ngvi.CVI(guide, others=Adam({"lr": 0.1})), ngvi.SitesELBO())
+    losses = [svi.step(y_real()) for _ in range(5)]
+    assert losses[-1] < losses[1]
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
