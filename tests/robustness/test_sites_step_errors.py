@@ -154,8 +154,8 @@ def test_the_same_data_moved_by_a_parameter_under_a_scale() -> None:
         with poutine.scale(scale=2.0), pyro.plate("data", len(y)):
             pyro.sample("y", dist.StudentT(4.0, m, 1.0), obs=y - shift)
 
-    guide = ngvi.AutoSites(shifted)
-    svi = SVI(shifted, guide, ngvi.CVI(guide, others=Adam({"lr": 0.1})), ngvi.SitesELBO())
+    guide: Any = ngvi.AutoSites(shifted)
+    svi: Any = SVI(shifted, guide, ngvi.CVI(guide, others=Adam({"lr": 0.1})), ngvi.SitesELBO())
     losses = [svi.step(y_real()) for _ in range(5)]
     assert losses[-1] < losses[1]
 
