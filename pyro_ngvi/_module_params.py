@@ -29,11 +29,11 @@ from torch.distributions import constraints
 
 from ._pyro_adapter import is_claimed, module_name
 
-__all__ = ["ModuleParams", "as_stored", "warn_of_other_names"]
+__all__ = ["ModuleParams", "follow_store", "warn_of_other_names"]
 
 
-def as_stored(name: str, own: nn.Parameter) -> nn.Parameter:
-    """The parameter that the store holds by this name: ``own``, or another where one was restored.
+def follow_store(module: nn.Module, prefix: str) -> None:
+    """Give ``module`` the parameters that the store holds by its ``prefix``, where some were restored.
 
     Another tensor replaces the module's own and is not copied into it, which an outer scope of the
     store may still hold.
@@ -41,6 +41,14 @@ def as_stored(name: str, own: nn.Parameter) -> nn.Parameter:
     Raises:
         ValueError: where the store holds a parameter of another shape.
     """
+    own: Any = module._parameters
+    for name, p in own.items():
+        if p is not None:
+            own[name] = _as_stored(prefix + name, p)
+
+
+def _as_stored(name: str, own: nn.Parameter) -> nn.Parameter:
+    """The parameter that the store holds by this name: ``own``, or another where one was restored."""
     store = pyro.get_param_store()
     if name not in store:
         return own

@@ -251,10 +251,8 @@ def _data(sites: Sites) -> tuple[Tensor, Tensor]:
     log_probs, weights = [], []
     for site in filter(_is_data, sites.values()):
         plain, _ = site_log_prob(site)
-        ones = torch.ones_like(plain)
         log_probs.append(scale_and_mask(plain, 1.0, site["mask"]).reshape(-1))
-        ones = scale_and_mask(ones, site["scale"], site["mask"])
-        weights.append((ones * _unhidden(site, plain)).reshape(-1))
+        weights.append(scale_and_mask(_shown(site, plain), site["scale"], None).reshape(-1))
     if not log_probs:
         raise ValueError(
             "Products of the gradients of single data need to know what a datum is, and no observed "
@@ -264,17 +262,16 @@ def _data(sites: Sites) -> tuple[Tensor, Tensor]:
     return torch.cat(log_probs), torch.cat(weights)
 
 
-def _unhidden(site: Site, log_prob: Tensor) -> Any:
-    """Which data the masks of the distribution itself leave: numbers or tensors like ``log_prob``."""
-    shown: Any = 1.0
+def _shown(site: Site, log_prob: Tensor) -> Tensor:
+    """1 for the data that the site's masks leave, 0 for others."""
+    shown = torch.ones_like(log_prob)
     for mask, left_out in masks_of(site):
         within = site["fn"].event_dim - left_out
-        if mask is site["mask"] or isinstance(mask, bool):
-            shown = shown * (1.0 if mask is site["mask"] else float(mask))
-            continue
-        # of an event some parts may be hidden: the datum is there while one of them is
-        parts = mask.expand(log_prob.shape + site["fn"].event_shape[:within])
-        shown = shown * (parts.flatten(-within).any(-1) if within else parts)
+        if within and isinstance(mask, Tensor):
+            # of an event some parts may be hidden: the datum is there while one of them is
+            mask = mask.expand(log_prob.shape + site["fn"].event_shape[:within])
+            mask = mask.flatten(-within).any(-1)
+        shown = shown * mask
     return shown
 
 

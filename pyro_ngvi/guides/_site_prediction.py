@@ -63,6 +63,8 @@ class SitePrediction:
         guide: Any = self
         if guide._last is None or not at_hand(call.plan.zero()):
             return
+        if _same_objects(guide._last, (call.runner.args, call.runner.kwargs)):
+            return
         with torch.no_grad():
             before, now = guide._call_before().block, call.block
             fixed = {
@@ -89,3 +91,12 @@ class SitePrediction:
         for name, index in drawn.items():
             if self.inducing is not None and name not in given:
                 pyro.plate(name, call.sites[name]["fn"].size, subsample=index)
+
+
+def _same_objects(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
+    """Whether two calls have the very same arguments and keyword arguments."""
+    (args, kwargs), (others, other_kwargs) = a, b
+    if len(args) != len(others) or kwargs.keys() != other_kwargs.keys():
+        return False
+    same = all(x is y for x, y in zip(args, others, strict=True))
+    return same and all(x is other_kwargs[name] for name, x in kwargs.items())

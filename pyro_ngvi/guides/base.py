@@ -12,7 +12,7 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoContinuous
 from torch import Tensor, nn
 
-from .._module_params import ModuleParams, as_stored, warn_of_other_names
+from .._module_params import ModuleParams, follow_store, warn_of_other_names
 from .._pyro_adapter import (
     OwnName,
     claim_name,
@@ -197,10 +197,7 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
 
     def _follow_store(self) -> None:
         """Take the parameters that Pyro's store holds now: it may have been restored in between."""
-        own: Any = self._parameters
-        for name, p in own.items():
-            if p is not None:
-                own[name] = as_stored(f"{module_name(self)}.{name}", p)
+        follow_store(self, f"{module_name(self)}.")
 
     def _current(self) -> Tensors:
         self._follow_store()

@@ -11,7 +11,7 @@ import pyro
 from pyro import poutine
 from torch import Tensor, nn
 
-from .._module_params import as_stored
+from .._module_params import follow_store
 from .._pyro_adapter import model_as_given, module_name
 from ..families import FlowFamily
 from ..families.base import Family, Tensors
@@ -152,12 +152,9 @@ class AutoFlow(AutoFamily):
 
     def _follow_store(self) -> None:
         super()._follow_store()
-        for path, module in self._modules["flow"].named_modules():  # pyright: ignore[reportOptionalMemberAccess]
-            own: Any = module._parameters
-            for name, p in own.items():
-                if p is not None:
-                    full = f"{path}.{name}" if path else name
-                    own[name] = as_stored(f"{module_name(self)}.flow$$${full}", p)
+        flow: Any = self._modules["flow"]
+        for path, module in flow.named_modules():
+            follow_store(module, f"{module_name(self)}.flow$$$" + (f"{path}." if path else ""))
 
     def _current(self) -> Tensors:
         self._follow_store()
