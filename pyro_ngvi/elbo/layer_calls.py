@@ -1,8 +1,8 @@
 """Which torch calls are layers with a latent weight, and which only rearrange a latent's entries.
 
-F.linear, F.conv1d/2d/3d, F.embedding, ``x @ W``, ``h + b`` and ``W[index]``, and the modules that call
-them. What is not recognised here is found out by :mod:`pyro_ngvi.elbo.layer_check`: the gradient of
-that latent is then not explained by its layers.
+F.linear, F.conv1d/2d/3d, F.embedding, F.layer_norm and its like, ``x @ W``, ``h + b``, ``h * w`` and
+``W[index]``, and the modules that call them. What is not recognised here is found out by
+:mod:`pyro_ngvi.elbo.layer_check`: the gradient of that latent is then not explained by its layers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_ngvi.elbo.layer_squares import Add, Conv, Embedding, Layer, Linear
+from pyro_ngvi.elbo.layer_squares import Add, Conv, Embedding, Layer, Linear, Scale
 
 Call = tuple[Tensor, Layer, Tensor | None]
 """A weight, its layer, and the layer's input if the gradient depends on it."""
@@ -80,6 +80,75 @@ def _add(weights: Weights, input: Any, other: Any, *, alpha: Any = 1, **_: Any) 
                 yield x, Add(tuple(x.shape)), None
 
 
+def _mul(weights: Weights, input: Any, other: Any, **_: Any) -> Iterator[Call]:
+    if isinstance(input, Tensor) and isinstance(other, Tensor):
+        for w, x in ((input, other), (other, input)):
+            if w in weights and x not in weights:
+                x = x.expand(torch.broadcast_shapes(x.shape, w.shape))
+                yield w, Scale(tuple(w.shape)), x
+
+
+def _normalised(
+    weights: Weights, x: Tensor, weight: Tensor | None, bias: Tensor | None, places: int
+) -> Iterator[Call]:
+    """Of x weight + bias, each broadcast over ``places`` at the end."""
+    if weight is not None and weight in weights:
+        yield weight, Scale(tuple(weight.shape), places), x
+    if bias is not None and bias in weights:
+        yield bias, Add(tuple(bias.shape), places), None
+
+
+def _layer_norm(
+    weights: Weights,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Iterator[Call]:
+    x = F.layer_norm(input.detach(), normalized_shape, eps=eps)
+    yield from _normalised(weights, x, weight, bias, 0)
+
+
+def _rms_norm(
+    weights: Weights,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Iterator[Call]:
+    x = F.rms_norm(input.detach(), normalized_shape, eps=eps)
+    yield from _normalised(weights, x, weight, None, 0)
+
+
+def _group_norm(
+    weights: Weights,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Iterator[Call]:
+    x = F.group_norm(input.detach(), num_groups, eps=eps)
+    yield from _normalised(weights, x, weight, bias, x.dim() - 2)
+
+
+def _batch_norm(
+    weights: Weights,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Iterator[Call]:
+    if not training:
+        x = F.batch_norm(input.detach(), running_mean, running_var, eps=eps)
+        yield from _normalised(weights, x, weight, bias, x.dim() - 2)
+
+
 def _embedding(
     weights: Weights,
     input: Tensor,
@@ -139,10 +208,15 @@ LAYERS: dict[Any, Callable[..., Iterator[Call]]] = {
     F.conv2d: _conv,
     F.conv3d: _conv,
     F.embedding: _embedding,
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    F.group_norm: _group_norm,
+    F.batch_norm: _batch_norm,
     Tensor.__getitem__: _getitem,
     **dict.fromkeys((torch.matmul, torch.mm, torch.mv), _matmul),
     **dict.fromkeys((Tensor.matmul, Tensor.mm, Tensor.mv, Tensor.__matmul__), _matmul),
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _add),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _mul),
 }
 
 _VIEWS = """t transpose swapaxes permute movedim reshape flatten unflatten squeeze unsqueeze

@@ -164,7 +164,8 @@ class _Probe:
         if not uses:
             return (
                 f"The latent {name!r} is not seen as the weight of a layer: F.linear, F.conv1d/2d/3d, "
-                f"F.embedding, x @ W, h + b or W[index], with its value or a view of it."
+                f"F.embedding, F.layer_norm and its like, x @ W, h + b, h * w or W[index], with its "
+                f"value or a view of it."
             )
         for use in uses:
             shape = self.plain[use][1].shape[1:] if use in self.plain else None

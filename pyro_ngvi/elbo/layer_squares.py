@@ -26,7 +26,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Add", "Conv", "Embedding", "Layer", "Linear", "View", "joint_squares", "row_sum"]
+__all__ = [
+    "Add",
+    "Conv",
+    "Embedding",
+    "Layer",
+    "Linear",
+    "Scale",
+    "View",
+    "joint_squares",
+    "row_sum",
+]
 
 Member = tuple["Layer", "View", Tensor | None, Tensor]
 
@@ -212,13 +222,16 @@ def _sum_repeats(index: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Add(Layer):
-    """out = x + b: a bias b that is broadcast over the examples, and over ``places`` at the end."""
+class _Broadcast(Layer):
+    """A weight that is broadcast over the examples, and over ``places`` at the end of the output."""
 
     places: int = 0
 
     def fits(self, examples: int, out_dim: int) -> bool:
         return len(self._bare()) + examples <= out_dim
+
+    def row_size(self, x: Tensor | None, g: Tensor) -> int:
+        return max(prod(self.shape), prod(g.shape[2:]))
 
     def _bare(self) -> tuple[int, ...]:
         """The shape that is broadcast, without the ones it starts with."""
@@ -231,6 +244,20 @@ class Add(Layer):
         shape = self._bare()
         ones = (1,) * (g.dim() - 1 - len(shape))
         return g.sum_to_size(len(g), *ones, *shape).reshape(len(g), *self.shape)
+
+
+@dataclass(frozen=True)
+class Add(_Broadcast):
+    """out = x + b, b a bias."""
+
+
+@dataclass(frozen=True)
+class Scale(_Broadcast):
+    """out = x * w entry by entry, x (r, ...) in the shape of out: the scales of a normalisation."""
+
+    def rows(self, x: Tensor | None, g: Tensor) -> Tensor:
+        assert x is not None
+        return super().rows(None, x * g)
 
 
 def row_sum(layer: Layer, x: Tensor | None, g: Tensor, budget: int) -> Tensor:

@@ -1,7 +1,7 @@
 r"""Per-example squared gradients of a network's weights, from the backward pass that is run anyway.
 
 For a latent site W that a model uses as the weight or bias of F.linear, a convolution, an embedding, a
-matrix product or a sum,
+normalisation, a matrix product, a sum or a product by entries,
 
     H_W = 1/S sum_s sum_i scale_i mask_i g_si^2,     g_si = d log p(y_i | z_s) / dW,
 

@@ -179,6 +179,45 @@ def through_functional_call() -> None:
     observe(functional_call(NETWORK, weights, inputs(N, 3)))
 
 
+def scales() -> None:
+    h = inputs(N, 3) * latent("w", 3) + latent("b", 3)
+    observe((latent("c").squeeze() * h.tanh()).mul(latent("v", 1, 3)))
+
+
+def scales_of_one_number() -> None:
+    observe((inputs(N, 1) * latent("w", 3)).tanh() * latent("c", 1))
+
+
+def layer_norm() -> None:
+    h = F.layer_norm(
+        F.linear(inputs(N, 3), latent("v", 4, 3)), (4,), latent("w", 4), latent("b", 4)
+    )
+    observe(h.tanh())
+
+
+def layer_norm_over_time() -> None:
+    h = F.layer_norm(inputs(N, 6, 3), (3,), latent("w", 3), latent("b", 3), eps=0.1).tanh()
+    observe(F.rms_norm(h, (3,), latent("v", 3), eps=0.2).tanh().sum(1))
+
+
+def group_norm() -> None:
+    h = F.conv2d(inputs(N, 2, 5, 5), latent("v", 4, 2, 3, 3))
+    h = F.group_norm(h, 2, latent("w", 4), latent("b", 4)).tanh()
+    observe(h.sum((2, 3)))
+
+
+def batch_norm_with_running_statistics() -> None:
+    mean, variance = inputs(4), 1.0 + inputs(4).square()
+    h = F.conv1d(inputs(N, 2, 5), latent("v", 4, 2, 3))
+    h = F.batch_norm(h, mean, variance, latent("w", 4), latent("b", 4)).tanh()
+    observe(h.sum(-1))
+
+
+def scale_used_twice() -> None:
+    w = latent("w", 3)
+    observe((inputs(N, 3) * w).tanh() * w + F.layer_norm(inputs(N, 3), (3,), w))
+
+
 CASES: dict[Callable[[], None], tuple[str, ...]] = {
     linear: ("w", "b"),
     linear_shared_over_time: ("w", "b"),
@@ -195,5 +234,12 @@ CASES: dict[Callable[[], None], tuple[str, ...]] = {
     tied_embedding: ("w",),
     tied_and_transposed: ("w",),
     one_vector_of_weights: ("w",),
+    scales: ("w", "b", "c", "v"),
+    scales_of_one_number: ("w", "c"),
+    layer_norm: ("v", "w", "b"),
+    layer_norm_over_time: ("w", "b", "v"),
+    group_norm: ("v", "w", "b"),
+    batch_norm_with_running_statistics: ("v", "w", "b"),
+    scale_used_twice: ("w",),
     through_functional_call: ("0.weight", "0.bias", "2.weight", "2.bias"),
 }

@@ -61,11 +61,23 @@ def layer_in_a_prior() -> None:
     observe(h * z + latent("b", 2))
 
 
+def scale_of_a_weight() -> None:
+    w = latent("w", N, N)
+    observe(F.linear(inputs(N, N), w * inputs(N, N)) + latent("b", N))
+
+
+def scale_times_its_own_square() -> None:
+    w = latent("w", 3)
+    observe(inputs(N, 3) * (w * w) + latent("b", 3))
+
+
 REFUSED = {
     no_square: "other ways than through the layers",
     attention_over_the_batch: "Examples mix after a layer",
     rows_in_another_order: "Examples mix after a layer",
     layer_before_the_examples: r"of shape \(3, 2\), does not start with the dimensions \(5,\)",
+    scale_of_a_weight: "Scale.*does not start with the dimensions",
+    scale_times_its_own_square: "not seen as the weight of a layer",
     penalty_on_an_output: "belongs to no example",
     layer_in_a_prior: "belongs to no example",
 }
