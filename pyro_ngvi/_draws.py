@@ -12,6 +12,7 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from pyro.util import get_rng_state, set_rng_state
@@ -75,9 +76,13 @@ def prototype_sites(
 ) -> Sites:
     """The model's sample sites in one plain run at a draw from the guide, plates left out.
 
-    :raises ValueError: when a plate is subsampled, the guide's latent sites are not the model's or have
-        other supports, or data lie outside the support of their site.
+    :raises ValueError: when the model is a guide, a plate is subsampled, the guide's latent sites are
+        not the model's or have other supports, or data lie outside the support of their site.
     """
+    if isinstance(model, AutoGuide):
+        raise ValueError(
+            f"The model is an {type(model).__name__}, a guide: give the model first, then the guide."
+        )
     minibatches = Minibatches()
     with torch.no_grad():
         in_guide = run_plainly(guide, {}, args, kwargs, minibatches)

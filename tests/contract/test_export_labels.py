@@ -133,6 +133,13 @@ def test_guide_without_a_latent_site_is_refused(data: tuple[Tensor, Tensor]) -> 
         to_arviz(model, partial, *data, num_samples=S)
 
 
+def test_guide_in_the_place_of_the_model_is_refused(data: tuple[Tensor, Tensor]) -> None:
+    with pytest.raises(
+        ValueError, match="The model is an AutoNormal, a guide: give the model first"
+    ):
+        to_arviz(AutoNormal(model), model, *data, num_samples=S)
+
+
 def test_guide_of_another_model_is_refused(data: tuple[Tensor, Tensor]) -> None:
     def other(X: Tensor, y: Tensor) -> None:
         hand_written(X, y)
