@@ -14,7 +14,8 @@ float16, bfloat16 and float32 are summed in float32: additions only, no tensor c
 
 Not for D above 8192, whose rows do not fit into registers, nor for float64: there the products with
 small matrices of `walsh_hadamard` are used.  **So far this kernel has run in Triton's interpreter
-(TRITON_INTERPRET=1) and has been compiled for sm_80 and sm_90, but it has not run on a GPU.**
+(TRITON_INTERPRET=1) and has been compiled for sm_80 and sm_90, but it has not run on a GPU**;
+`walsh_hadamard` compares it with those products before it is used.
 """
 
 from __future__ import annotations

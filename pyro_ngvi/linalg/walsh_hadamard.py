@@ -16,7 +16,8 @@ over those of this split (`benchmarks/whvi_paper/transform.py`; medians of 15 ro
     two equal factors     2.90  0.97  0.98  0.99  0.99  1.12  1.38  1.81
 
 So: one dense product to D = 64, two factors to 1024, three to 2^15.  On a GPU, where Triton is
-installed, a kernel does the same (`_walsh_hadamard_triton`).
+installed, a kernel does the same (`_walsh_hadamard_triton`), if it compiles there and a first try of
+each length and dtype agrees with the products.
 
 Not for x H with another order of the rows (sequency, dyadic): permute the result.
 """
@@ -24,10 +25,13 @@ Not for x H with another order of the rows (sequency, dyadic): permute the resul
 from __future__ import annotations
 
 import math
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+
+from .._random import fixed_normal
 
 __all__ = ["walsh_hadamard_transform"]
 
@@ -38,6 +42,8 @@ DENSE = 64
 LARGEST = 5
 
 _matrices: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
+#: whether the kernel serves rows of a length and dtype on a device
+_tried: dict[tuple[int, torch.dtype, torch.device], bool] = {}
 
 
 def walsh_hadamard_transform(x: Tensor) -> Tensor:
@@ -77,7 +83,7 @@ def walsh_hadamard_transform(x: Tensor) -> Tensor:
     if _on_gpu(x):
         from ._walsh_hadamard_triton import available, transform_rows
 
-        if available(x):
+        if available(x) and _kernel_serves(x):
             return transform_rows(x)
     if x.dtype in HALVES:
         return _by_factors(x.float()).to(x.dtype)
@@ -86,6 +92,41 @@ def walsh_hadamard_transform(x: Tensor) -> Tensor:
 
 def _on_gpu(x: Tensor) -> bool:
     return x.is_cuda
+
+
+def _kernel_serves(x: Tensor) -> bool:
+    """Whether the kernel does; tried once, which waits for the device, and not while tracing."""
+    key = x.shape[-1], x.dtype, x.device
+    if torch.compiler.is_compiling():
+        return _tried.get(key, True)
+    if key not in _tried:
+        with ThreadPoolExecutor(1) as thread:  # where no mode of torch holds, as in _matrix
+            why = thread.submit(_try_kernel, *key).result()
+        if why is not None:
+            warnings.warn(
+                f"Triton's kernel for the Walsh-Hadamard transform is not used on {x.device} with rows "
+                f"of {x.shape[-1]} in {x.dtype}: {why} Products with small matrices take its place; "
+                f"they are slower there, and right.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        _tried[key] = why is None
+    return _tried[key]
+
+
+def _try_kernel(D: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the kernel must not be used, if so: it fails, or does not give what the products give."""
+    from ._walsh_hadamard_triton import BLOCK, transform_rows
+
+    rows = 2 * BLOCK // D + 3  # several programs, one of them not full
+    try:
+        x = fixed_normal(rows, D, seed=D).to(device, dtype)
+        y = transform_rows(x).double()
+    except Exception as error:  # no compiler, another version of Triton, another kind of GPU
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    exact = _by_factors(x.double())
+    bound = 8.0 * torch.finfo(dtype).eps * exact.abs().max()
+    return None if bool(((y - exact).abs() <= bound).all()) else "its numbers are wrong."
 
 
 def _by_factors(x: Tensor) -> Tensor:

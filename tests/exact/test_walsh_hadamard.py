@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call, grad, jvp, vmap
 
-from pyro_ngvi.linalg import walsh_hadamard, walsh_hadamard_transform
+from pyro_ngvi.linalg import _walsh_hadamard_triton, walsh_hadamard, walsh_hadamard_transform
 
 LENGTHS = [2**p for p in range(13)]
 #: one product, two factors, three factors
@@ -256,8 +256,6 @@ def kernel_is_used() -> None:
     """On what says that it is on a GPU; in float64 and beyond the largest D the products are."""
     from unittest.mock import patch
 
-    from pyro_ngvi.linalg import _walsh_hadamard_triton
-
     for x, calls in (
         (torch.randn(3, 64).float(), 1),
         (torch.randn(3, 64), 0),
@@ -269,8 +267,10 @@ def kernel_is_used() -> None:
             patch.object(walsh_hadamard, "_on_gpu", lambda x: True),
             patch.object(_walsh_hadamard_triton, "transform_rows", side_effect=inner) as used,
         ):
+            walsh_hadamard_transform(x)
+            tried = used.call_count
             y = walsh_hadamard_transform(x)
-        assert used.call_count == calls
+        assert tried == 2 * calls and used.call_count == tried + calls
         exact = walsh_hadamard_transform(x.double())
         torch.testing.assert_close(y.double(), exact, rtol=0, atol=1e-5)
 
@@ -287,6 +287,48 @@ def test_kernel_in_the_interpreter(check: Callable[[], None]) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def _broken(x: Tensor) -> Tensor:
+    raise RuntimeError("Failed to find C compiler.")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "why"),
+    [(_broken, "RuntimeError: Failed to find C compiler"), (torch.cos, "its numbers are wrong")],
+)
+def test_a_kernel_that_fails_its_first_try_is_not_used(
+    kernel: Callable[[Tensor], Tensor], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(walsh_hadamard, "_tried", {})
+    monkeypatch.setattr(walsh_hadamard, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(_walsh_hadamard_triton, "available", lambda x: True)
+    monkeypatch.setattr(_walsh_hadamard_triton, "transform_rows", kernel)
+    x = torch.randn(3, 8)
+    with pytest.warns(RuntimeWarning, match=f"is not used on cpu with rows of 8 .*{why}"):
+        y = walsh_hadamard_transform(x)
+    torch.testing.assert_close(y, x @ dense(8), rtol=0, atol=1e-13)
+    walsh_hadamard_transform(x)  # without a second try or warning
+    # another length is tried for itself, and under vmap too
+    with pytest.warns(RuntimeWarning, match="with rows of 16"):
+        y = vmap(walsh_hadamard_transform, 1, 1)(torch.eye(16).expand(2, 16, 16))
+    torch.testing.assert_close(y[1], dense(16), rtol=0, atol=1e-13)
+
+
+def test_a_kernel_that_agrees_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+
+    def kernel(x: Tensor) -> Tensor:
+        shapes.append(tuple(x.shape))
+        return x @ dense(8)
+
+    monkeypatch.setattr(walsh_hadamard, "_tried", {})
+    monkeypatch.setattr(walsh_hadamard, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(_walsh_hadamard_triton, "available", lambda x: True)
+    monkeypatch.setattr(_walsh_hadamard_triton, "transform_rows", kernel)
+    for _ in range(2):
+        walsh_hadamard_transform(torch.randn(3, 8))
+    assert shapes[1:] == [(3, 8), (3, 8)]  # the first was the try
 
 
 if __name__ == "__main__":
