@@ -225,7 +225,7 @@ def run_particles(
                 ) from need
             missing.add((need.name, size))
             if need.subsample is None:
-                with torch.no_grad(), pyro.poutine.block():
+                with torch.no_grad(), pyro.poutine.block(), own_random_state():
                     first = _first_particle(values, shared)
                     run_plainly(program, first, args, kwargs, minibatches)
             else:

@@ -137,8 +137,7 @@ class WalshHadamardReparam(Reparam):
 
     Raises:
         ValueError: at a run of the model, for a site that is observed, not Gaussian, or whose event
-        shape
-            is empty.
+            shape is empty; where the parameter store holds diagonals of another shape.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -195,6 +194,13 @@ class WalshHadamardReparam(Reparam):
         if self.train_diagonals:  # the signs are drawn at the first run only
             left = pyro.param(f"{name}_left", lambda: matrix.signs(seed_of(name), loc)[0])
             right = pyro.param(f"{name}_right", lambda: matrix.signs(seed_of(name), loc)[1])
+            found, needed = (left.shape, right.shape), ((matrix.rows,), matrix.right_shape)
+            if found != needed:
+                raise ValueError(
+                    f"The parameter store holds diagonals of shapes {[tuple(s) for s in found]} for "
+                    f"the site {name!r}, of another model; this site of shape {tuple(shape)} needs "
+                    f"{list(needed)}. Call pyro.clear_param_store() before, or rename the site."
+                )
         else:
             left, right = matrix.signs(seed_of(name), loc)
         both = left, right

@@ -80,10 +80,11 @@ class BatchedELBO(ELBO):
     :param num_particles: S, the number of draws of the guide.
     :param curvature: what ``loss_and_grads`` leaves on the guide for its optimizer, beside the
         gradients: an expected curvature of -log p(y, z), see :mod:`pyro_ngvi.elbo.curvature`.
-        "hessian": the exact Hessian; "gauss_newton": products of the gradients of single data, with
-        the exact curvature of the prior; "squared_gradient": squares of the gradient of the
-        minibatch, as Adam has them; "price": none, the gradients of the scales carry it;
-        "kronecker": the factors of each layer, for ``AutoMatrixNormal`` and ``NoisyKFAC``;
+        "hessian": the Hessian; "gauss_newton": products of the gradients of single data, with the
+        Hessian of the prior (both wrong, with a warning, where the gradient of what they are taken of
+        jumps: Laplace distributions, and for "hessian" ReLU); "squared_gradient": squares of the
+        gradient of the minibatch, as Adam has them; "price": none, the gradients of the scales carry
+        it; "kronecker": the factors of each layer, for ``AutoMatrixNormal`` and ``NoisyKFAC``;
         "scores": the draws and log q - log p at each, for ``SPRING``, and no gradients. For a guide
         of ours that has a use for it; it is that of one call, so call this once a step.
     :param kl_weight: tau, a weight on the KL term: the loss becomes that of the tempered posterior,

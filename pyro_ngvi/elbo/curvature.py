@@ -7,7 +7,7 @@ With z = z(theta), theta (d,) unconstrained, and one term per datum,
 s_i the scale (and mask) of datum i, rest the prior, the log-Jacobian, factors and what is observed
 outside a plate.  Averages over the draws theta ~ q of
 
-    "hessian"            grad^2 (-log p~), exact, by forward over reverse mode
+    "hessian"            grad^2 (-log p~), by forward over reverse mode
     "gauss_newton"       sum_i s_i g_i g_i' + grad^2 (-rest),   g_i = grad log p(y_i | theta)
     "squared_gradient"   diag(G o G / N) + grad^2 (-rest),      G = sum_i s_i g_i,  N = sum_i s_i
     "price"              nothing: the gradients of the scales carry it (Price's theorem)
@@ -24,6 +24,10 @@ subjects by times, each entry is one.
 
 A guide asks for a form: "dense" (d, d); "diagonal" (d,); "low_rank", rows (n, d) beside a diagonal.
 The diagonal forms keep the diagonal of the rest's curvature.
+
+Averages of second derivatives are the curvature of E_q[-log p] only where gradients are continuous:
+those of Laplace distributions and of networks with ReLU jump, and the jumps are left out.  The first
+step looks for them and warns (:mod:`pyro_ngvi.elbo.kinks`).
 
 Cost, for S draws: "hessian" d gradients, "gauss_newton" min(d, number of data) directional derivatives.
 Not for d above some thousands with "hessian", nor with many data and many parameters at once
@@ -53,6 +57,7 @@ __all__ = [
     "Run",
     "data_terms",
     "expected_curvature",
+    "is_data",
     "rest_curvature",
     "rest_is_diagonal",
     "squares_of",
@@ -249,7 +254,7 @@ def _is_diagonal(function: Callable[[Tensor], Tensor], t: Tensor) -> bool:
 def _data(sites: Sites) -> tuple[Tensor, Tensor]:
     """Log probability of each datum (N,), without scale, and its scale times mask (N,)."""
     log_probs, weights = [], []
-    for site in filter(_is_data, sites.values()):
+    for site in filter(is_data, sites.values()):
         plain, _ = site_log_prob(site)
         log_probs.append(scale_and_mask(plain, 1.0, site["mask"]).reshape(-1))
         weights.append(scale_and_mask(_shown(site, plain), site["scale"], None).reshape(-1))
@@ -276,10 +281,11 @@ def _shown(site: Site, log_prob: Tensor) -> Tensor:
 
 
 def _log_prob_of_rest(sites: Sites) -> Tensor:
-    return sum_log_prob({name: site for name, site in sites.items() if not _is_data(site)})
+    return sum_log_prob({name: site for name, site in sites.items() if not is_data(site)})
 
 
-def _is_data(site: Site) -> bool:
+def is_data(site: Site) -> bool:
+    """Whether a site is observed in a plate, so that its entries are data."""
     if site_is_subsample(site) or site_kind(site) != "observed":
         return False
     return any(f.vectorized for f in site["cond_indep_stack"])

@@ -9,6 +9,7 @@ as a noise scale, take the general route on their own entries.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +17,17 @@ import torch
 from torch import Tensor
 
 from pyro_ngvi._particles import Minibatches, Sites, run_particles
+from pyro_ngvi._random import own_random_state
 from pyro_ngvi.elbo.check import sum_log_prob
 from pyro_ngvi.elbo.curvature import (
     Run,
     data_terms,
     expected_curvature,
+    is_data,
     rest_is_diagonal,
     squares_of,
 )
+from pyro_ngvi.elbo.kinks import kinked_sites
 from pyro_ngvi.elbo.layer_taps import LayerTaps
 from pyro_ngvi.layout import LatentLayout
 
@@ -41,7 +45,7 @@ class CurvatureEstimator:
         self.kind, self.form, self.layout = kind, form, layout
         self.reasons: dict[str, str] = {}
         self._diagonal_rest: bool | None = None  # not asked yet
-        self._searched = False
+        self._searched = self._looked_for_kinks = False
         self._taps: LayerTaps | None = None
         self._draws = self._log_det = self._rest = self._prior = torch.empty(0)
 
@@ -93,6 +97,7 @@ class CurvatureEstimator:
 
         run = self._runner(model, minibatches, args, kwargs)
         theta, squares = self._draws.detach(), {}
+        self._warn_of_kinks(run, theta[0])
         if self._taps is not None:
             squares = self._taps.squared_gradients(len(theta))
         if squares:
@@ -108,6 +113,28 @@ class CurvatureEstimator:
                 self._search(model, theta, args, kwargs, minibatches)
         self._forget()
         return parts
+
+    def _warn_of_kinks(self, run: Run, t: Tensor) -> None:
+        """At the first step: where second derivatives are taken of what has none."""
+        if self._looked_for_kinks or self.kind in ("price", "scores") or t.is_meta:
+            return
+        self._looked_for_kinks = True
+
+        def repeatable(t: Tensor, reduce: Any) -> Any:
+            with own_random_state(seed=0):
+                return run(t, reduce)
+
+        whole = self.kind == "hessian"
+        names = kinked_sites(repeatable, t, self.layout, lambda site: whole or not is_data(site))
+        if names:
+            warnings.warn(
+                f'BatchedELBO(curvature="{self.kind}"): the gradient of the log probability of '
+                f"{', '.join(map(repr, names))} jumps, as that of Laplace distributions, |x| and "
+                f"max(0, x) does. Second derivatives do not see it, so standard deviations come out "
+                f'wrong. Take NGVB without curvature, IVON, or VON with curvature="price".',
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _forget(self) -> None:
         self._draws = self._log_det = self._rest = torch.empty(0)  # their graph is no longer needed

@@ -49,6 +49,7 @@ class KroneckerEstimator(CurvatureEstimator):
     ) -> dict[str, Tensor]:
         run = self._runner(model, minibatches, args, kwargs)
         theta = self._draws.detach()
+        self._warn_of_kinks(run, theta[0])
         if self._diagonal_rest is None:
             self._diagonal_rest = rest_is_diagonal(run, theta[0])
         known, enough = self._taps, True

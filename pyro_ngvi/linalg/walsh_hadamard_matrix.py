@@ -77,6 +77,11 @@ class WalshHadamardMatrix:
         """Length of g."""
         return self.size if self.shared else self.blocks * self.size
 
+    @property
+    def right_shape(self) -> tuple[int, int]:
+        """Of the diagonals on the right, one a block."""
+        return self.blocks, self.columns
+
     def signs(self, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Diagonals of +-1 drawn from ``seed``: ``left`` (rows,) and ``right`` (blocks, columns).
 
@@ -86,9 +91,7 @@ class WalshHadamardMatrix:
             (-1.0, 1.0), self.rows + self.blocks * self.columns
         )
         drawn = torch.from_numpy(drawn).to(like.device, like.dtype)
-        return drawn[: self.rows].clone(), drawn[self.rows :].reshape(
-            self.blocks, self.columns
-        ).clone()
+        return drawn[: self.rows].clone(), drawn[self.rows :].reshape(self.right_shape).clone()
 
     def classes(self, device: torch.device) -> Tensor:
         """For each entry the index of its number in the vector h of all blocks, (rows, columns)."""

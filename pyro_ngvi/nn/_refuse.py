@@ -16,6 +16,7 @@ every run. That leaves out
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -45,6 +46,11 @@ def refuse_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"bayesianize takes a torch.nn.Module, got {type(module).__name__}.")
     for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{_name(path, part)} is compiled by torch.jit, which takes no other weights than its "
+                f"own. Give the module that it was made of."
+            )
         if isinstance(part, PyroModule):
             raise ValueError(
                 f"{_name(path, part)} is a PyroModule already, with sites of its own. Give ordinary "
@@ -128,9 +134,10 @@ def checked_num_data(num_data: Any) -> int:
             "num_data is missing: give the number of examples in the training set, len(dataset). It "
             "tells how much of the data a minibatch is; without it the prior would count too much."
         )
-    if isinstance(num_data, bool) or not isinstance(num_data, int) or num_data < 1:
+    number = num_data if isinstance(num_data, Integral) and not isinstance(num_data, bool) else 0
+    if number < 1:
         raise ValueError(f"num_data is {num_data!r}; it must be a positive integer, len(dataset).")
-    return num_data
+    return int(number)
 
 
 def to_watch(module: nn.Module) -> list[tuple[str, nn.Module]]:

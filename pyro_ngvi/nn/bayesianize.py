@@ -70,7 +70,8 @@ def bayesianize(
 
     ``Trace_ELBO`` works with and without vectorised particles, and ``BatchedELBO``; recurrent layers
     (``nn.LSTM`` ...) can not be batched over weights by torch and need ``Trace_ELBO`` without
-    vectorised particles.
+    vectorised particles.  So do hyperparameters whose priors depend on other ones (a horseshoe), unless
+    by ``BatchedELBO``.
 
     Args:
         module: maps (M, ...) to (M, ...), example by example.
@@ -117,9 +118,9 @@ def bayesianize(
 def inputs_of(x: Any, module: nn.Module) -> tuple[Any, ...]:
     """The inputs of ``module`` from what the model takes; a ``DataLoader`` makes a list of a tuple."""
     if isinstance(x, list):
-        takes = inspect.signature(module.forward).parameters.values()
-        several = sum(p.kind in _POSITIONAL and p.default is p.empty for p in takes) > 1
-        return tuple(x) if several else (x,)
+        takes = [p.kind for p in inspect.signature(module.forward).parameters.values()]
+        several = sum(kind in _POSITIONAL for kind in takes) > 1
+        return tuple(x) if several or inspect.Parameter.VAR_POSITIONAL in takes else (x,)
     return x if isinstance(x, tuple) else (x,)
 
 

@@ -66,11 +66,16 @@ class _Normal(_Bernoulli):
         sd: Any = self.noise
         if not isinstance(sd, float):
             prior: Any = sd() if callable(sd) else dist.HalfCauchy(output.new_ones(()))
+            if not hasattr(prior, "to_event"):
+                raise TypeError(
+                    f"The function noise returns {type(prior).__name__}; it must return a distribution "
+                    f"of pyro.distributions, the prior of the sd. Give a fixed sd as a number."
+                )
             sd = pyro.sample("noise", prior)
             _refuse_noise(prior, mean.shape[lead + 1 :], lead)
-            # vectorised: (*lead, 1) before what is one event
+            # vectorised: (*lead, 1) before what is one event; Predictive(parallel=True) leaves it out
             split = sd.dim() - prior.event_dim
-            ones = (1,) * (event_dim - prior.event_dim)
+            ones = (1,) * (event_dim - prior.event_dim + (split == 1))
             sd = sd.reshape(sd.shape[:split] + ones + sd.shape[split:])
         return dist.Normal(mean, sd).to_event(event_dim)
 

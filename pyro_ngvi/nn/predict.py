@@ -22,12 +22,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pyro
 import pyro.distributions as dist
 import torch
 from torch import Tensor
 
 from .._draws import random_state, run_batched
 from .._particles import Minibatches, Sites, run_particles, run_plainly
+from .._random import own_random_state
+from .._support import check_data
 from .bayesianize import BayesianModule
 
 __all__ = ["Prediction", "predict"]
@@ -78,7 +81,7 @@ def predict(
     Raises:
         TypeError: when ``model`` was not made by :func:`bayesianize`.
         ValueError: when there is no batch, when the guide was never called or lacks a latent site of
-            the model, or when y fits neither the batches nor the likelihood.
+            the model, or when y fits neither the batches nor the likelihood and its support.
 
     Example:
         >>> import torch
@@ -181,6 +184,8 @@ def _run(
         return result
 
     minibatches = Minibatches()
+    if y is not None:
+        _check_targets(model, x, y, {name: value[0] for name, value in values.items()})
     try:
         return run_particles(
             program,
@@ -200,20 +205,48 @@ def _run(
         return {key: torch.stack([run[key] for run in runs]) for key in runs[0]}
 
 
+def _check_targets(model: BayesianModule, x: Any, y: Tensor, at_draw: dict[str, Tensor]) -> None:
+    """Refuse y outside the support of the likelihood: under ``vmap`` nothing is validated."""
+
+    def program() -> None:
+        fn = model.distribution(x)
+        with pyro.plate("data", fn.batch_shape[-1]):
+            pyro.sample("y", fn, obs=model.observed(fn, y))
+
+    def run() -> Sites:
+        with own_random_state():
+            return run_plainly(program, at_draw, (), {}, Minibatches())
+
+    def unchecked() -> Sites:
+        with pyro.validation_enabled(False):
+            return run()
+
+    check_data({"y": run()["y"]}, unchecked)
+
+
 def _moments(fn: Any) -> tuple[Tensor, Tensor]:
     """Mean and variance; for classes those of their indicators."""
     base = fn
-    while isinstance(base, dist.Independent):
+    while isinstance(base, dist.Independent | dist.MaskedDistribution):
         base = base.base_dist
     if isinstance(base, dist.Categorical):
         return base.probs, base.probs * (1.0 - base.probs)
     try:
+        if _has_other_moments(base):
+            raise NotImplementedError
         return fn.mean, fn.variance
     except NotImplementedError as error:
         raise ValueError(
             f"The likelihood {type(base).__name__} has no mean or variance in closed form. Draw from "
             f"it: pyro.infer.Predictive(model, guide=guide, num_samples=..., parallel=True)(x)."
         ) from error
+
+
+def _has_other_moments(base: Any) -> bool:
+    """Whether ``mean`` and ``variance`` are not those of y: of classes, or of an angle."""
+    if isinstance(base, dist.MixtureSameFamily):
+        return _has_other_moments(base.component_distribution)
+    return isinstance(base, dist.Categorical | dist.VonMises)
 
 
 def _average(per_draw: dict[str, Tensor], keep_draws: bool) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ def choose_prior(prior: Prior | Mapping[str, Prior], name: str) -> Prior:
         raise TypeError(
             f"The prior of {name!r} is {prior!r}; give the sd of a centred normal as a number, or a "
             f"function prior(name, parameter) that returns a distribution, for instance "
-            f"lambda name, p: dist.Laplace(p.new_tensor(0.0), p.new_tensor(1.0))."
+            f"lambda name, p: dist.Cauchy(p.new_tensor(0.0), p.new_tensor(1.0))."
         )
     if not 0.0 < prior < math.inf:
         raise ValueError(f"The prior of {name!r} has sd {prior}; it must be positive and finite.")
@@ -118,6 +118,13 @@ class _Hyperparameters(Messenger):
         self._inside = {frame.name for frame in msg["cond_indep_stack"]}
         if msg["name"] in self.sampled:
             msg["value"], msg["done"], msg["stop"] = self.sampled[msg["name"]][0], True, True
+        elif self.lead and len(msg["fn"].batch_shape) > len(self.lead):
+            raise ValueError(
+                f"The prior of the hyperparameter {msg['name']!r} depends on another one, of "
+                f"{self.lead.numel()} vectorised particles: its values could not be told from entries "
+                f"of {self.name!r}. Give it a prior of its own and multiply the two, or use "
+                f"BatchedELBO, or Trace_ELBO without vectorize_particles."
+            )
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if site_is_subsample(msg) or (msg["is_observed"] and _draws_nothing(msg)):

@@ -140,7 +140,7 @@ class VON(NaturalGradientOptim):
     """Variational online Newton for mean-field and full-rank Gaussian guides.
 
     The equations are in :mod:`pyro_ngvi.optim.von`.  Pass the curvature with the loss:
-    ``BatchedELBO(num_particles, curvature="hessian")`` (exact), ``"gauss_newton"``, or ``"price"``.
+    ``BatchedELBO(num_particles, curvature="hessian")``, ``"gauss_newton"``, or ``"price"``.
 
     Args:
         guide: an ``AutoMeanFieldNormal`` or ``AutoFullRankNormal``.

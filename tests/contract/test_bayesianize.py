@@ -8,6 +8,7 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -498,6 +499,27 @@ def test_predictive_in_parallel_with_hyperparameters(prior: Any) -> None:
     assert drawn["y"].shape == (7, len(x))
 
 
+@pytest.mark.parametrize("S", [3, 6, 7])
+def test_predictive_in_parallel_with_the_noise_of_each_output(S: int) -> None:
+    """S = 6 draws for 6 examples of 3 outputs: nothing meets by its size."""
+    x = torch.randn(6, 2, dtype=torch.float64)
+    for event in ((3,), (1,), ()):
+        noise = dist.LogNormal(x.new_zeros(event), 1.0).to_event(len(event))
+        net = nn.Linear(2, 3).double()
+        model = bayesianize(net, "normal", num_data=6, noise=lambda noise=noise: noise)
+        sds = (
+            torch.logspace(-9, 9, S, dtype=x.dtype).reshape(S, *[1] * len(event)).expand(S, *event)
+        )
+        latents = {"weight": x.new_zeros(S, 3, 2), "bias": x.new_zeros(S, 3), "noise": sds}
+        both = [
+            Predictive(model, latents, return_sites=["y"], parallel=parallel)(x)["y"]
+            for parallel in (False, True)
+        ]
+        for y in both:  # of 18 numbers: within a factor 10 of their sd but for one in 1e9
+            size = y.reshape(S, -1).square().mean(1).sqrt() / sds.reshape(S, -1)[:, 0]
+            assert y.shape == (S, 6, 3) and bool(((size > 0.1) & (size < 10.0)).all())
+
+
 def test_noise_of_each_output() -> None:
     """Also where a minibatch has as many examples as an example has outputs."""
     sds = torch.tensor([0.1, 1.0, 3.0])
@@ -567,3 +589,45 @@ def test_inputs_from_a_data_loader() -> None:
     for x, target in loader:
         svi.step(x, target)
     assert predict(model, guide, loader, num_samples=5).mean.shape == (8,)
+
+
+class Several(nn.Module):
+    """Takes a second input, or any number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+
+class Optional(Several):
+    def forward(self, a: Tensor, b: Tensor | None = None) -> Tensor:
+        return self.linear(a if b is None else a + b)
+
+
+class Star(Several):
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.linear(torch.stack(inputs).sum(0))
+
+
+@pytest.mark.parametrize("module", [Optional, Star])
+def test_lists_for_modules_of_optional_inputs(module: type[Several]) -> None:
+    model = bayesianize(module(), "normal", num_data=6, noise=1.0)
+    a, b, y = torch.randn(6, 2), torch.randn(6, 2), torch.randn(6)
+    values = {"linear.weight": torch.randn(1, 2), "linear.bias": torch.randn(1)}
+    weights = poutine.condition(model, data=values)
+    assert torch.equal(weights([a, b], y), weights((a, b), y))
+    assert torch.equal(weights([a], y), weights(a, y))
+    assert torch.equal(weights([a, b], y), weights(a + b, y))
+
+
+def test_seeds_of_predict_are_those_of_a_copy_too() -> None:
+    """The first run of a copied guide makes its parameters, and draws for nobody."""
+    model = bayesianize(mlp(), "categorical", num_data=np.int64(N))
+    x, y = classes()
+    guide = trained(model, x, y, steps=2)
+    first = predict(model, guide, x, num_samples=5, seed=0).mean
+    again = copy.deepcopy(guide)
+    for _ in range(2):
+        assert torch.equal(predict(model, again, x, num_samples=5, seed=0).mean, first)
+    pyro.clear_param_store()
+    assert torch.equal(predict(model, guide, x, num_samples=5, seed=0).mean, first)

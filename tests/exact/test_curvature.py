@@ -35,7 +35,7 @@ def hierarchical(mask=None):
 
 def flat(mask=None):
     """Independent priors: the Hessian of the rest is diagonal."""
-    w = pyro.sample("w", dist.Laplace(torch.zeros(2), 1.0).to_event(1))
+    w = pyro.sample("w", dist.SoftLaplace(torch.zeros(2), 1.0).to_event(1))
     b = pyro.sample("b", dist.StudentT(3.0, 0.0, 2.0))
     s = pyro.sample("s", dist.Exponential(1.0))
     with pyro.plate("data", N), poutine.mask(mask=True if mask is None else mask):
@@ -199,10 +199,10 @@ def test_unknown_kind():
 
 
 def regression_network(x, y=None):
-    """A network with a latent, constrained noise scale, a bias and a Laplace prior."""
+    """A network with a latent, constrained noise scale, a bias and other priors than normal ones."""
     w1 = pyro.sample("w1", dist.Normal(torch.zeros(4, 2), 1.0).to_event(2))
     b1 = pyro.sample("b1", dist.StudentT(3.0, torch.zeros(4), 1.0).to_event(1))
-    w2 = pyro.sample("w2", dist.Laplace(torch.zeros(1, 4), 1.0).to_event(2))
+    w2 = pyro.sample("w2", dist.SoftLaplace(torch.zeros(1, 4), 1.0).to_event(2))
     noise = pyro.sample("noise", dist.HalfCauchy(1.0))
     with pyro.plate("data", 20, subsample=torch.arange(len(x))):
         hidden = torch.nn.functional.linear(x, w1, b1).tanh()
@@ -361,6 +361,7 @@ def test_a_coupled_prior_in_any_units(unit):
     torch.testing.assert_close(left.parts["prior"] * unit**2, exact)
 
 
+@pytest.mark.filterwarnings("ignore:.*of 'w' jumps:RuntimeWarning")  # Laplace
 @pytest.mark.parametrize("prior", ["StudentT", "Cauchy", "mixture", "Laplace", "HalfCauchy"])
 def test_many_independent_priors_in_float32_are_diagonal(prior):
     """Of 40,000 entries some lie where the terms of their second derivative cancel."""

@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import SVI
+from pyro.infer import SVI, Predictive
 from pyro.infer.autoguide import init_to_sample
 from pyro.nn import PyroModule, PyroSample
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
@@ -146,6 +146,43 @@ def test_one_latent_lengthscale_with_particles(rows: int) -> None:
     found = run(layer, x, lengthscale=lengthscales.unsqueeze(-1))
     for s, lengthscale in enumerate(lengthscales):
         torch.testing.assert_close(found[s], run(layer, x, lengthscale=lengthscale))
+
+
+@pytest.mark.parametrize("plate", [True, False], ids=["plate", "event"])
+@pytest.mark.parametrize("S", [4, 5])
+@pytest.mark.parametrize("ard", [True, False])
+def test_predictive_in_parallel_with_latent_hyperparameters(ard: bool, S: int, plate: bool) -> None:
+    """Predictive leaves the dimension of the plate out where a value has one of its own."""
+
+    class Process(PyroModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features: Any = RandomFourierFeatures(2, 7, ard=ard, seed=0)
+            prior = dist.LogNormal(torch.zeros(2 if ard else ()), 0.3).to_event(int(ard))
+            self.features.lengthscale = PyroSample(prior)
+            self.features.variance = PyroSample(dist.LogNormal(0.0, 1.0))
+            self.layer = WalshHadamardLinear(14, 1, weight_sd=1.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            f = self.layer(self.features(x)).squeeze(-1)
+            if plate:
+                with pyro.plate("data", len(x)):
+                    pyro.sample("y", dist.Normal(f, 0.1))
+            else:
+                pyro.sample("y", dist.Normal(f, 0.1).to_event(1))
+            return f
+
+    model, x = Process(), torch.randn(4, 2)
+    shapes = poutine.trace(model).get_trace(x).nodes
+    latents = {
+        name: shapes[name]["fn"].expand(torch.Size([S])).sample()
+        for name in ("features.lengthscale", "features.variance", "layer.g", "layer.bias")
+    }
+    both = [
+        Predictive(model, latents, return_sites=["_RETURN"], parallel=parallel)(x)["_RETURN"]
+        for parallel in (False, True)
+    ]
+    torch.testing.assert_close(both[1].reshape(S, 4), both[0].reshape(S, 4))
 
 
 def test_dtype_of_the_lengthscale_is_that_of_the_layer() -> None:

@@ -163,6 +163,16 @@ def test_reparam_of_an_observed_site() -> None:
         WalshHadamardReparam(g_scale=-1)
 
 
+def test_reparam_beside_the_diagonals_of_another_model() -> None:
+    small, large = one(NORMAL.to_event(2)), one(dist.Normal(torch.zeros(9, 3), 1.0).to_event(2))
+    poutine.reparam(small, {"W": WalshHadamardReparam()})()
+    message = (
+        r"shapes \[\(4,\), \(1, 3\)\] for the site 'W', of another model.*of shape \(9, 3\) needs"
+    )
+    with pytest.raises(ValueError, match=message):
+        poutine.reparam(large, {"W": WalshHadamardReparam()})()
+
+
 def test_a_scale_around_the_model_alone_is_refused() -> None:
     """It would leave a share of log p(W) in the objective, without bound."""
     scaled = poutine.scale(weights, scale=0.1)
