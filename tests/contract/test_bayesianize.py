@@ -622,7 +622,8 @@ def test_lists_for_modules_of_optional_inputs(module: type[Several]) -> None:
 
 def test_seeds_of_predict_are_those_of_a_copy_too() -> None:
     """The first run of a copied guide makes its parameters, and draws for nobody."""
-    model = bayesianize(mlp(), "categorical", num_data=np.int64(N))
+    num_data: Any = np.int64(N)
+    model = bayesianize(mlp(), "categorical", num_data=num_data)
     x, y = classes()
     guide = trained(model, x, y, steps=2)
     first = predict(model, guide, x, num_samples=5, seed=0).mean

@@ -173,7 +173,7 @@ def test_predictive_in_parallel_with_latent_hyperparameters(ard: bool, S: int, p
             return f
 
     model, x = Process(), torch.randn(4, 2)
-    shapes = poutine.trace(model).get_trace(x).nodes
+    shapes: Any = poutine.trace(model).get_trace(x).nodes
     latents = {
         name: shapes[name]["fn"].expand(torch.Size([S])).sample()
         for name in ("features.lengthscale", "features.variance", "layer.g", "layer.bias")

@@ -382,7 +382,7 @@ def test_a_noise_function_that_makes_no_distribution(made: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
 def test_compiled_modules_are_refused() -> None:
-    traced = torch.jit.trace(nn.Linear(2, 1).double(), X)
+    traced: Any = torch.jit.trace(nn.Linear(2, 1).double(), X)
     with pytest.raises(ValueError, match=r"is compiled by torch.jit"):
         bayesianize(traced, "normal", num_data=8)
 
