@@ -48,6 +48,11 @@ class Draws:
     model: BatchedTrace
 
     @property
+    def point_masses(self) -> list[str]:
+        """Latent sites of which all draws are one point, as from an AutoDelta for a part."""
+        return [name for name, x in self.values.items() if x.numel() and bool((x == x[0]).all())]
+
+    @property
     def log_joint(self) -> Tensor:
         """log p(data, latents), (S,), in nats, with the scales and masks of the model."""
         return self.model.log_joint()
@@ -112,8 +117,8 @@ def prototype_sites(
     if unknown := sorted(drawn.keys() - latent):
         raise ValueError(
             f"The guide samples the sites {unknown}, which are not latent in the model. Is it a "
-            "guide of another model? A guide's own helper variable needs "
-            "infer={'is_auxiliary': True}."
+            "guide of another model? Only a variable that other sites are functions of, as Delta "
+            "distributions with their log_density, may be infer={'is_auxiliary': True}."
         )
 
     LatentSupports(guide).check(sites)

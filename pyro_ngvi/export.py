@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,7 @@ def to_arviz(
     :param batch_size: draws that the model sees at once, to bound memory; ``None`` for all.
     :param resample: ``"psis"`` for importance resampling, ``None`` for the guide's own draws.
     :param kwargs: keyword arguments of the model.
+    :warns UserWarning: for a guide that is a point mass in some latent sites.
     :warns RuntimeWarning: with ``resample``, when k-hat says that the weights are not to be relied on.
     :raises ValueError: when a plate is subsampled; for data outside the support of their site;
         when the guide is a point mass, lacks a latent
@@ -119,6 +121,15 @@ def to_arviz(
     with random_state(seed):
         draws = draw_and_evaluate(model, guide, args, kwargs, latent, num_samples, batch_size)
         diagnostic = khat_of(draws.log_joint, draws.log_q)
+        if fixed := draws.point_masses:
+            diagnostic = replace(diagnostic, khat=float("inf"))
+            warnings.warn(
+                f"All draws of {', '.join(map(repr, fixed))} from the guide are the same point "
+                f"(AutoDelta?): what is exported is the posterior of the rest given that point, with "
+                f"sds of 0 for it, and no weights could correct that; k-hat is set to infinity.",
+                UserWarning,
+                stacklevel=2,
+            )
         values = draws.values
         groups["posterior"] = _groups.site_values(draws.model, exported)
         if log_likelihood:

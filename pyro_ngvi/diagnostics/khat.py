@@ -134,7 +134,8 @@ def khat(
     :param batch_size: draws that the model sees at once, to bound memory; ``None`` for all.
     :param kwargs: keyword arguments of the model.
     :raises ValueError: for fewer than 25 draws, a subsampled plate, a guide that is a point mass
-        or does not sample the model's latent sites, and data outside the support of their site.
+        in some latent sites or does not sample the model's latent sites, and data outside the support
+        of their site.
 
     >>> import pyro, pyro.distributions as dist
     >>> def model():
@@ -152,6 +153,13 @@ def khat(
         latent = sites_of_kind(prototype_sites(model, guide, args, kwargs), "latent")
     with random_state(seed):
         draws = draw_and_evaluate(model, guide, args, kwargs, latent, num_samples, batch_size)
+    if fixed := draws.point_masses:
+        raise ValueError(
+            f"All draws of {', '.join(map(repr, fixed))} from the guide are the same point "
+            f"(AutoDelta?): it has no density there to compare with the posterior, and no weights "
+            f"could correct it. Judge the rest given that point: pass pyro.poutine.condition(model, "
+            f"data=...) with it, and the guide of the other sites."
+        )
     return khat_of(draws.log_joint, draws.log_q)
 
 

@@ -15,7 +15,8 @@ fails, with a large k-hat, for data of much influence; here are no draws.  On lo
 0.0010 nats for this and 0.0068 for PSIS with 4,000 draws, 97 of whose k-hats are above 0.7.  A datum
 that matters can be refitted without: ``guide.remove(n)`` and a few steps.
 
-Not for: a comparison of models on part of the data (each datum here is one value of an observed site).
+Not for: a comparison of models on part of the data (each datum here is one value of an observed site,
+or of several where these see the same predictor: they have one site, and are left out together).
 """
 
 from __future__ import annotations

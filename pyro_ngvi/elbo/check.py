@@ -52,8 +52,9 @@ def check_guide_of_this_model(names: Iterable[str], model_sites: Sites) -> None:
         if name not in model_sites:
             raise ValueError(
                 f"The guide samples {name!r}, which is no site of the model, or not of this run of it: "
-                f"-log q would count with no prior against it. Is it the guide of another model? A "
-                f"guide's own helper variable needs infer={{'is_auxiliary': True}}."
+                f"-log q would count with no prior against it. Is it the guide of another model? Only "
+                f"a variable that other sites are functions of, as Delta distributions with their "
+                f"log_density, may be infer={{'is_auxiliary': True}}."
             )
 
 

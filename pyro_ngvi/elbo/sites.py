@@ -31,6 +31,7 @@ from ..density import site_log_prob
 from ..guides.sites import AutoSites, find_sites
 from ..sites.algebra import Marginals, View, apart
 from ..sites.call import Call
+from ..sites.dense import WhitePosterior
 from ..sites.expectation import Expected, Points, default_count, expectations, quadrature_points
 from ..sites.start import first_targets
 
@@ -198,7 +199,7 @@ class SitesELBO(ELBO):
         else:
             q = None if algebra.running else algebra.kept(view, block.natural_params().values())
             # without sites, their evidence is none
-            new = algebra.running or (q is None and not block.fresh)
+            new = algebra.running or (q is None and (not block.fresh or _resized(view, algebra)))
             evidence = algebra.recollect(view, tensors) if new else algebra.evidence
         q = algebra.posterior(view, evidence) if q is None else q
         if known(q.proper) is False:
@@ -214,15 +215,28 @@ class SitesELBO(ELBO):
             targets = first_targets(call.log_likelihood, _detached(of_f), points)
         else:
             targets = expected
-        elbo = -q.kl() if algebra.running else q.log_normalizer
+        of_sites = True  # whether what they say is taken back datum by datum
+        if algebra.running:  # whose evidence is not quite that of the sites
+            elbo, of_sites = -q.kl(), False
+        elif call.whole and isinstance(q, WhitePosterior):
+            pairs = [(chosen[name][1], m.covariance) for name, m in marginals.items()]
+            elbo, of_sites = -q.kl_of_whole(pairs), False
+        else:
+            elbo = q.log_normalizer
         for name, m in marginals.items():
             local = expected[name].value
-            if not algebra.running:  # whose evidence is not quite that of the sites
+            if of_sites:
                 local = local - site_terms(m, *chosen[name])
             elbo = elbo + call.weight(name) * local.sum()
         elbo = elbo + call.other_terms()
         exact = exact and call.whole
         return elbo, SiteTargets(call, view, q, marginals, targets, elbo.detach(), exact)
+
+
+def _resized(view: View, algebra: Any) -> bool:
+    """Whether evidence without sites is one of as many directions as the view has."""
+    sizes = {at.design.shape[-1] for at in view.maps.values()}
+    return view.prior is None and sizes != {algebra.linear.shape[-1]}
 
 
 def site_terms(at: Marginals, linear: Tensor, precision: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ class Coordinates:
     noise_radius: float = 0.6
     orthogonal_frame: bool = False
     known_fisher: bool = False
+    nearly_singular: bool = False
+    """Whether some are weights of networks or transforms, as in a flow: their Fisher matrix is so."""
 
     @property
     def location(self) -> tuple[str, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from pyro.distributions import TransformModule
+from torch import Tensor, nn
 
 from ..families.base import Tensors, entry_name
 from .geometry import Coordinates
@@ -29,15 +30,30 @@ class GuideBlock:
     def __init__(self, guide: Callable[..., Any]) -> None:
         self.scores = GuideScores(guide)
         self._leaves: dict[str, Tensor] = {}
+        self._networks = False
 
     def find(self, taken: set[int]) -> None:
         """Find the parameters, leaving out those (by identity) that belong to other blocks."""
         found = self.scores.dependent()
         self._leaves = {name: p for name, p in found.items() if id(p) not in taken}
+        weights = {id(p) for module in self._modules() for p in module.parameters(recurse=False)}
+        # pyro.module("net", net) in a guide function gives names of the form "net$$$weight"
+        self._networks = any("$$$" in name or id(p) in weights for name, p in self._leaves.items())
+
+    def _modules(self) -> Iterator[nn.Module]:
+        """The layers and transforms of a guide."""
+        guide = self.scores.guide
+        for module in guide.modules() if isinstance(guide, nn.Module) else ():
+            kinds = [
+                c for c in type(module).__mro__ if c.__module__.startswith("torch.nn.modules.")
+            ]
+            plain = {nn.Module, nn.ModuleDict, nn.ModuleList, nn.Sequential}
+            if isinstance(module, TransformModule) or not plain.issuperset(kinds):
+                yield module
 
     @property
     def family(self) -> Coordinates:
-        return Coordinates(tuple(self._leaves))
+        return Coordinates(tuple(self._leaves), nearly_singular=self._networks)
 
     def natural_params(self) -> dict[str, Tensor]:
         return dict(self._leaves)

@@ -3,6 +3,8 @@
 * An entry without a density: its prior is masked out, and nothing else depends on it.  q has a density
   there, so the ELBO grows without bound as q widens.  A flat prior, ``.mask(False)`` on a site that the
   likelihood sees, is not meant.
+* An angle: its density on the circle is periodic on the real line, where torch puts it, and q has no
+  end there either.
 * A site in a subsampled plate, of which a run shows a part.
 * A support that moves with other latent sites, such as that of x ~ Uniform(0, s), or with a parameter
   that is learned.  The guide maps R^d to the supports of the first run, whatever s is.
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.distributions import VonMises
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
@@ -29,7 +32,7 @@ from .._particles import Conditioned
 from .._pyro_adapter import masks_of
 from .._random import fixed_normal, own_random_state
 from .._support import bounds
-from ..density import site_log_prob
+from ..density import innermost, site_log_prob
 
 __all__ = ["check_latents"]
 
@@ -39,6 +42,7 @@ def check_latents(
 ) -> None:
     """Run ``model``, which hides no site, once more and compare with ``sites``, the latent ones."""
     _check_plates(guide, sites)
+    _check_angles(guide, sites)
     masked = {name: mask for name, site in sites.items() if (mask := _masked(site)).any()}
     moved, values = _moved(sites)
     if not masked and _all_real(moved, values):
@@ -74,6 +78,18 @@ def check_latents(
             return _log_joint(_run(model, values | {name: there}, args, kwargs))
 
         _check_masked(guide, masked, leaves, again, log_joint)
+
+
+def _check_angles(guide: str, sites: dict[str, Any]) -> None:
+    for name, site in sites.items():
+        if isinstance(innermost(site["fn"]), VonMises):
+            raise ValueError(
+                f"{guide}: the latent site {name!r} is an angle, whose density (VonMises) repeats "
+                f"itself on the real line without end, so q would widen without end. Give it the "
+                f'support of one turn: z = pyro.sample("{name}", dist.Uniform(-math.pi, math.pi)) with '
+                f'pyro.factor("prior", dist.VonMises(loc, concentration).log_prob(z)), or a '
+                f"ProjectedNormal."
+            )
 
 
 def _check_plates(guide: str, sites: dict[str, Any]) -> None:

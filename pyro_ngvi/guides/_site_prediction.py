@@ -14,7 +14,7 @@ from ..distributions.gaussian_process import GaussianProcess
 from ..sites.call import Call
 from ..sites.whitening import other_priors
 
-__all__ = ["SitePrediction"]
+__all__ = ["SitePrediction", "same_objects"]
 
 
 class SitePrediction:
@@ -34,7 +34,8 @@ class SitePrediction:
         Arguments are those of the model, without data: ``guide.predict(X_new)``.  A
         ``GaussianProcess`` follows to new inputs by its conditional, and its jitter is part of the
         variance.  No draws, and no matrix in the number of new inputs (unless other latent sites
-        depend on the process).
+        depend on the process).  Beside a process, sites of another shape with these arguments, such as
+        a noise of every datum, are left out: q says nothing of their new entries.
 
         Raises:
             RuntimeError: before the guide's first call with data.
@@ -47,38 +48,46 @@ class SitePrediction:
         self._up_to_date()
         with torch.no_grad():
             call = self.call_of(args, kwargs)
-            self.check_prior(call)
+            others = self.check_prior(call, leave_out=True)
             mean, sd = (self._unpack(x, call) for x in self.algebra.mean_and_sd(call))
-        return {name: (m, sd[name].square()) for name, m in mean.items()}
+        return {name: (m, sd[name].square()) for name, m in mean.items() if name not in others}
 
-    def check_prior(self, call: Call) -> None:
+    def check_prior(self, call: Call, leave_out: bool = False) -> list[str]:
         """Refuse a call at which q would be the sites with another prior than that of the last step.
 
         A ``GaussianProcess`` knows its inputs, and follows to others; of no other prior that is made
-        of the model's arguments can be told which of its entries saw which datum.
+        of the model's arguments can be told which of its entries saw which datum.  With ``leave_out``
+        the names of sites that have another shape now are returned instead, where a process is there
+        to be predicted.
 
         Raises:
             ValueError: with the name of the latent site.
         """
         guide: Any = self
         if guide._last is None or not at_hand(call.plan.zero()):
-            return
-        if _same_objects(guide._last, (call.runner.args, call.runner.kwargs)):
-            return
+            return []
+        if same_objects(guide._last, (call.runner.args, call.runner.kwargs)):
+            return []
         with torch.no_grad():
-            before, now = guide._call_before().block, call.block
-            fixed = {
-                name: fn
-                for name, fn in before.items()
-                if not isinstance(fn, GaussianProcess) and now[name].shape() == fn.shape()
-            }
-            for name in other_priors(fixed, now):
+            before, now = _blocks(guide._call_before(), call)
+            fixed = {n: fn for n, fn in before.items() if not isinstance(fn, GaussianProcess)}
+            others = [name for name, fn in fixed.items() if now[name].shape() != fn.shape()]
+            for name in [] if leave_out and len(fixed) < len(now) else others:
+                raise ValueError(
+                    f"AutoSites: {name!r} has the shape {tuple(now[name].shape())} with these "
+                    f"arguments, and {tuple(fixed[name].shape())} with those of the last step: which "
+                    f"of its entries are the same can not be told. A site with an entry for every "
+                    f"datum can not be predicted for others; give it a GaussianProcess, which predicts "
+                    f"at any inputs, or let its effect be a part of the likelihood."
+                )
+            for name in other_priors({n: fixed[n] for n in fixed if n not in others}, now):
                 raise ValueError(
                     f"AutoSites: the prior of {name!r} is another one with these arguments than with "
                     f"those of the last step, so the guide does not know q here. To predict at other "
                     f"times or inputs let them be among those of the steps, with NaN for their data, "
                     f"or give the site a GaussianProcess, which predicts at any inputs."
                 )
+        return others
 
     def _given_minibatches(self) -> dict[str, Tensor]:
         """Those of plates that a list of guides has made: a process at their data is drawn there."""
@@ -93,7 +102,18 @@ class SitePrediction:
                 pyro.plate(name, call.sites[name]["fn"].size, subsample=index)
 
 
-def _same_objects(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
+def _blocks(before: Call, now: Call) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The Gaussians of the block at two calls, given others of it that are not 0.
+
+    At 0 the prior of a site given another one, such as Normal(X @ w, 1), is the same for all X.
+    """
+    if any(isinstance(fn, GaussianProcess) for fn in now.block.values()):
+        return before.block, now.block  # whose noise has another length with other inputs
+    first, second = (c.runner(c.probe, look_at=c.plan.block_places).own for c in (before, now))
+    return first, second
+
+
+def same_objects(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
     """Whether two calls have the very same arguments and keyword arguments."""
     (args, kwargs), (others, other_kwargs) = a, b
     if len(args) != len(others) or kwargs.keys() != other_kwargs.keys():

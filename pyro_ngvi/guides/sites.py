@@ -39,12 +39,13 @@ from .._pyro_adapter import (
 )
 from ..families.base import entry_name
 from ..sites.call import Call
+from ..sites.later import check_later_data, likelihood_learns
 from ..sites.plan import Plan
 from ._made_at_first_call import MadeAtFirstCall
 from ._scaled_data import ScaledData
 from ._site_data import SiteData
 from ._site_model import SiteModel
-from ._site_prediction import SitePrediction
+from ._site_prediction import SitePrediction, same_objects
 from .posterior import SiteValue
 
 __all__ = ["AutoSites", "find_sites"]
@@ -173,6 +174,9 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
     def check_data(self, call: Call) -> None:
         """For the loss: refuse batch after batch under a scale, each in the place of the one before."""
         self._scaled.check(call, self.edition)
+        now = call.runner.args, call.runner.kwargs
+        if self._last is None or not same_objects(self._last, now) or likelihood_learns(call):
+            check_later_data(call)
 
     def refresh(self, *args: Any, **kwargs: Any) -> None:
         """Make q anew from the sites, at the current hyperparameters and all data.
@@ -223,7 +227,9 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
         if not args and not kwargs:
             args, kwargs = ((), {}) if self._last is None else self._last
             self.check_arguments(args, kwargs)
-        return self.call_of(args, kwargs)
+        call = self.call_of(args, kwargs)
+        self.check_prior(call)
+        return call
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> Any:
         """q over the flat latent vector (D,), its sites in the order of the model: for small D.

@@ -75,8 +75,10 @@ class FisherForm:
 
     def estimate(self, family: Any) -> InverseFisher:
         """The estimate for a family, or for the plain coordinates of a guide that is not ours."""
-        # a flow of ours, whose networks have a nearly singular Fisher matrix
-        flow = not (family.known_fisher or isinstance(family, Coordinates))
+        if isinstance(family, Coordinates):
+            flow = family.nearly_singular
+        else:
+            flow = not family.known_fisher
         form = self.form or ("window" if flow else "low_rank")
         self._check_damping(form)
         if form == "window":

@@ -23,9 +23,10 @@ steps in coordinates that are not q's own kill components).  A component of a mi
 for a while loses its weight along the exact natural gradient too; it comes back only while steps are
 long enough, another reason for a slow decay.
 
-Flows have thousands of parameters and a nearly singular Fisher matrix.  Their default is a damped
-window (:class:`~pyro_ngvi.fisher.Window`), which moves little where the scores say little, with the
-same slow gain; the low-rank estimate takes huge steps there (benchmarks/flows/README.md).
+Flows, ours and Pyro's, and guides with networks have thousands of parameters and a nearly singular
+Fisher matrix.  Their default is a damped window (:class:`~pyro_ngvi.fisher.Window`), which moves
+little where the scores say little, with the same slow gain; the low-rank estimate takes huge steps
+there (benchmarks/flows/README.md).
 
 ``IFVB.paper`` and ``AIFVB.paper`` make Algorithms 1 and 2 as printed: steps c_a / (c_a' + k)^alpha, no
 trust region.  There
@@ -87,7 +88,8 @@ class IFVB(NaturalGradientOptim):
         window: K, number of D-vectors that the estimate holds; ``None``: 128 for the form "window",
             else 32, or D if that is less.
         form: "low_rank", "window" (the last K scores and a ridge), "dense" (D x D), or "paper" (the
-            printed window of K vectors).  ``None``: "window" for our flows, else "low_rank".
+            printed window of K vectors).  ``None``: "window" for flows
+            and guides with networks, else "low_rank".
         damping: ridge of the form "window", as a share of the mean of diag(F); ``None``: 1.
         by_layer: no entries of F between the layers of a flow; other guides are one layer.
         eps, c_beta, beta: start and regularisation of the forms "dense" and "paper"; beta must be
@@ -215,7 +217,7 @@ class IFVB(NaturalGradientOptim):
     def make_rule(self, family: Any) -> IFVBRule:
         estimate = self._form.estimate(family)
         if self._stored:
-            family = Coordinates(family.names)
+            family = Coordinates(family.names, nearly_singular=not family.known_fisher)
         arguments = self._rule_arguments
         if not family.known_fisher and arguments["schedule"] is None:
             arguments = arguments | {"schedule": SLOW}

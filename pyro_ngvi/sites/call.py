@@ -19,14 +19,14 @@ from torch import Tensor
 from .._known import at_hand
 from .._particles import Sites, is_minibatch
 from .._random import fixed_normal
-from ..density import site_log_prob
+from ..density import site_kind, site_log_prob
 from ..distributions import GaussianProcess
 from .plan import Group, LinearMap, Plan
 from .run import Place, Runner, WhitenedRun, for_each
-from .terms import data_shape, data_terms
+from .terms import data_shape, data_terms, minibatch_scale
 from .whitening import log_det_root
 
-__all__ = ["Call", "affine_maps", "moves"]
+__all__ = ["Call", "affine_maps", "apart", "moves"]
 
 #: entries of A that are made at once
 CHUNK = 2**24
@@ -150,7 +150,11 @@ class Call:
         seen = {name for group in self.plan.groups for name in group.observed}
         for name, site in self.sites.items():
             if name not in seen and name not in self.plan.shapes and not site_is_subsample(site):
-                total = total + site_log_prob(site)[1].sum()
+                if site_kind(site) == "observed":  # without what is missing
+                    term = data_terms(site) * minibatch_scale(site)
+                else:
+                    term = site_log_prob(site)[1]
+                total = total + term.sum()
         return total
 
     def block_at(self, noise: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -200,7 +204,7 @@ class Call:
                         f"the loss need them; to predict, call the guide or use Predictive."
                     )
 
-        sets = _apart(groups)
+        sets = apart(groups)
 
         def terms(f: dict[str, Tensor]) -> dict[str, Tensor]:
             found = {}
@@ -215,7 +219,7 @@ class Call:
         return for_each(terms, dict(predictors))
 
 
-def _apart(groups: Sequence[Group]) -> list[list[Group]]:
+def apart(groups: Sequence[Group]) -> list[list[Group]]:
     """The groups in sets of which no two see one place: each sees it at points of its own."""
     sets: list[tuple[set[Place], list[Group]]] = []
     for group in groups:

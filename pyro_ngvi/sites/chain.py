@@ -68,7 +68,7 @@ class ChainAlgebra(Algebra):
                     f"AutoSites: {group.name!r} has data of shape {tuple(group.batch)}, and the prior "
                     f"{name!r} has {T} states. A state-space prior takes a datum "
                     f"per state, in order: make times without a datum NaN (or mask them), and let "
-                    f"several data at one time be one datum with an event dimension."
+                    f"several data at one time be one datum, a MultivariateNormal."
                 )
         _refuse_minibatch(call)
         self._check_local(plan, call)

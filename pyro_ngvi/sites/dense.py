@@ -15,7 +15,7 @@ orthonormal columns): everything happens in these R directions, and the others k
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import log, pi
 from typing import Any, ClassVar
@@ -139,6 +139,17 @@ class WhitePosterior:
         second = half.mT @ half + torch.outer(self.mean, self.mean)
         at_mean = evidence.constant + evidence.linear @ self.mean
         return at_mean - 0.5 * (evidence.precision * second).sum()
+
+    def kl_of_whole(self, sites: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """KL(q || p) where all that q knows is these sites: their Lambda (N, k, k), and the marginal
+        covariances C (N, k, k) of A eps.
+
+        (|mean|^2 - sum_n tr Lambda_n C_n + log det W) / 2, since tr W^-1 = R - sum_n tr Lambda_n C_n:
+        without terms of the size of the data in units of their noise, which cancel in :meth:`kl`.
+        """
+        seen = [(Lambda * C).sum() for Lambda, C in sites]
+        squares = self.mean.square().sum() - sum(seen)
+        return 0.5 * squares + self.root.diagonal().log().sum()
 
     def kl(self) -> Tensor:
         """KL(q || p), 0-dim, in nats."""

@@ -111,7 +111,8 @@ def expectations(
         found = torch.autograd.grad(total, list(f.values()), retain_graph=True, allow_unused=True)
         slopes = dict(zip(f, found, strict=True))
     for name, p in padded.items():
-        value = p.weights @ log_p[name]
+        # data of another dtype than the latent block, as from NumPy, make a log p of theirs
+        value = p.weights @ log_p[name].to(p.weights.dtype)
         d = slopes[name]
         if d is None:
             d = torch.zeros_like(f[name])
@@ -120,10 +121,18 @@ def expectations(
 
 
 def _root(mean: Tensor, covariance: Tensor) -> Tensor:
-    """L (N, k, k) with L L' = C, kept so far from 0 that points differ after rounding."""
-    floor = torch.finfo(mean.dtype).eps * (1.0 + mean.detach().square())
+    """L (N, k, k) with L L' = C, kept so far from 0 that points differ after rounding.
+
+    By some 1 / eps^(1/3) roundings of the mean: fewer would leave nothing of H, and more would be
+    seen in E log p, where the mean is large beside the noise of the data.
+    """
+    eps = torch.finfo(mean.dtype).eps
+    floor = eps ** (4.0 / 3.0) * (1.0 + mean.detach().square())
     if mean.shape[-1] == 1:
         return covariance.clamp_min(floor.unsqueeze(-1)).sqrt()
+    # and above the rounding of a singular C, which has no factor otherwise
+    size = torch.diagonal(covariance.detach(), dim1=-2, dim2=-1).amax(-1, keepdim=True)
+    floor = floor + 8.0 * eps * size
     factor, _ = torch.linalg.cholesky_ex(covariance + torch.diag_embed(floor))
     return factor
 

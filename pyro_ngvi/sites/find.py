@@ -11,10 +11,11 @@ from .._random import fixed_normal
 from ..density import site_kind, site_log_prob
 from ..distributions import GaussianStateSpace
 from .corners import Plane, same
+from .later import check_support
 from .plan import Group, Plan
 from .predictor import Predictor, find_predictor
 from .run import Place, Runner, WhitenedRun
-from .terms import data_shape, missing, unwrapped
+from .terms import data_shape
 from .whitening import refuse_other_prior
 
 __all__ = ["make_plan"]
@@ -38,7 +39,7 @@ def make_plan(runner: Runner, other: Runner | None = None, latent: str | None = 
     runner.direct = runner.direct or chain
     if other is not None:
         other.direct = runner.direct
-        if runner.direct:  # elsewhere the search for predictors finds out
+        if runner.direct:
             refuse_other_prior(run.own, other(None).own)
     first = run.sites[next(iter(run.own))]["value"]
     shapes = {name: run.sites[name]["value"].shape for name in run.own}
@@ -59,10 +60,12 @@ def make_plan(runner: Runner, other: Runner | None = None, latent: str | None = 
         )
     if not runner.direct:
         _check_block(runner, run)
+        if other is not None:  # of sites that no datum sees the search has not found it out
+            refuse_other_prior(run.own, other(None).own)
     groups = []
     for (predictor, *_), names in grouped.items():
         for name in names:
-            _check_support(run.sites[name])
+            check_support(run.sites[name])
         site = run.sites[names[0]]
         full = list(data_shape(site))
         for frame in site["cond_indep_stack"]:
@@ -119,25 +122,4 @@ def _refuse_factor(name: str, runner: Runner, run: WhitenedRun) -> None:
         raise ValueError(
             f"AutoSites: the factor {name!r} depends on the latent block, and is neither a Gaussian "
             f"prior nor a datum with a likelihood. Write it as an observed site."
-        )
-
-
-def _check_support(site: Any) -> None:
-    """Refuse data that the likelihood can not produce: its log_prob may be a number all the same."""
-    fn, value = unwrapped(site), site["value"]
-    allowed = fn.support.check(value)
-    if isinstance(site["mask"], torch.Tensor):
-        mask = site["mask"].reshape(
-            site["mask"].shape + (1,) * (allowed.dim() - site["mask"].dim())
-        )
-        allowed = allowed | ~mask
-    absent = missing(site)
-    if absent is not None:
-        allowed = allowed | absent
-    if not bool(allowed.all()):
-        wrong = (~allowed).reshape(-1).nonzero().reshape(-1)
-        raise ValueError(
-            f"AutoSites: {len(wrong)} of the data of {site['name']!r} lie outside of the support of "
-            f"{type(fn).__name__}, the first is number {int(wrong[0])}. Correct them, or mark data "
-            f"that are not there by NaN or by a mask."
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._particles import Site
 
-__all__ = ["data_shape", "data_terms", "missing", "own_scale", "unwrapped"]
+__all__ = ["data_shape", "data_terms", "minibatch_scale", "missing", "own_scale", "unwrapped"]
 
 
 def unwrapped(site: Site) -> Any:
@@ -48,10 +48,15 @@ def _filled(value: Tensor, absent: Tensor, fn: Any) -> Tensor:
 
 def own_scale(site: Site) -> Any:
     """The scale of a site, a number or a tensor, without that of a minibatch's plate."""
-    scale: Any = site["scale"]
+    return site["scale"] / minibatch_scale(site)
+
+
+def minibatch_scale(site: Site) -> float:
+    """How many data one of the site stands for, by its subsampled plates."""
+    scale = 1.0
     for frame in site["cond_indep_stack"]:
         if frame.full_size is not None and frame.full_size != frame.size:
-            scale = scale * (frame.size / frame.full_size)
+            scale *= frame.full_size / frame.size
     return scale
 
 

@@ -185,6 +185,12 @@ def test_a_block_with_other_sites_predicts_them_together(nested):
     torch.testing.assert_close(found["f"][1], C.diagonal()[:4], rtol=0, atol=1e-10)
     torch.testing.assert_close(found["w"][0], mean[4], rtol=0, atol=1e-10)
     torch.testing.assert_close(found["w"][1], C[4, 4], rtol=0, atol=1e-10)
+    assert set(found) == {"w", "f"}
+    if nested:  # the noise of new data is not that of the first four
+        for ask in (guide.get_posterior, guide.median, guide):
+            with pytest.raises(ValueError, match=r"'g' has the shape \(4,\) with these arguments"):
+                ask(new)
+        return
     q = guide.get_posterior(new)
     keep = torch.tensor([1, 2, 3, 4, 0])
     torch.testing.assert_close(q.covariance_matrix[keep][:, keep], C, rtol=0, atol=1e-10)
