@@ -20,6 +20,7 @@ from pyro_ngvi._draws import (
 )
 from pyro_ngvi._particles import Sites
 from pyro_ngvi._version import __version__
+from pyro_ngvi.density import site_kind
 from pyro_ngvi.diagnostics._pareto import systematic_resample
 from pyro_ngvi.diagnostics.khat import KHat, khat_of
 
@@ -51,9 +52,11 @@ def to_arviz(
       model writes them (over the unconstrained space both would gain the same log-Jacobian), and
       ``log_weights`` = lp - log_q, normalised so that the weights sum to one. In nats.
     * ``log_likelihood``: per example and observed site, in nats, without ``poutine.scale`` (with a
-      warning: ``az.loo`` would be wrong); zero where the site is masked.
+      warning: ``az.loo`` would be wrong) and without ``pyro.factor`` (a warning where one lies in a
+      plate with data); zero where the site is masked.
     * ``posterior_predictive``, and where asked ``prior`` and ``prior_predictive``: observed sites
-      drawn anew.
+      drawn anew. A site that ``poutine.condition`` has fixed is one of them; fix parameters by
+      ``poutine.do``.
     * ``observed_data``: observed sites. ``constant_data``: the model's arguments that are tensors
       or arrays, unless they are the data of an observed site.
 
@@ -134,6 +137,7 @@ def to_arviz(
         groups["posterior"] = _groups.site_values(draws.model, exported)
         if log_likelihood:
             _warn_of_scales(prototype, observed)
+            _warn_of_factors(prototype, observed)
             groups["log_likelihood"] = _groups.log_likelihoods(draws.model, observed)
         stats: dict[str, Any] = {"lp": draws.log_joint, "log_q": draws.log_q}
         stats["log_weights"] = diagnostic.log_weights
@@ -144,6 +148,7 @@ def to_arviz(
                 group |= {name: x[:, kept] for name, x in group.items()}
         groups["sample_stats"] = _groups.per_draw(**stats)
         predict = SampleObserved(observed)(model)
+        _warn_of_fixed(prototype, observed)
         if posterior_predictive:
             run = run_batched(predict, values, args, kwargs, num_samples, batch_size)
             groups["posterior_predictive"] = _groups.site_values(run, observed)
@@ -185,6 +190,35 @@ def _warn_of_scales(sites: Sites, observed: Iterable[str]) -> None:
                 UserWarning,
                 stacklevel=3,
             )
+
+
+def _warn_of_factors(sites: Sites, observed: Iterable[str]) -> None:
+    """A factor in the plate of data may be a part of their likelihood, as of censored data."""
+    plates = {frame.name for name in observed for frame in sites[name]["cond_indep_stack"]}
+    for name, site in sites.items():
+        if site_kind(site) == "factor" and plates & {f.name for f in site["cond_indep_stack"]}:
+            warnings.warn(
+                f"The pyro.factor {name!r} lies in a plate with data, and log_likelihood does not have "
+                f"it. Where it stands for a likelihood (of censored data, say) az.loo and az.waic are "
+                f"wrong: write it as an observed site.",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+def _warn_of_fixed(sites: Sites, observed: Iterable[str]) -> None:
+    """Sites that poutine.condition has fixed count as data, whatever they stand for."""
+    in_plates = [name for name in observed if sites[name]["cond_indep_stack"]]
+    numbers = [n for n in observed if n not in in_plates and sites[n]["fn"].shape().numel() == 1]
+    if in_plates and numbers:
+        warnings.warn(
+            f"The observed sites {', '.join(map(repr, numbers))} are one number each, as parameters "
+            f"are that poutine.condition has fixed: here they count as data, have a log_likelihood, "
+            f"and are drawn anew in posterior_predictive, with all that depends on them. Fix "
+            f"parameters by pyro.poutine.do(model, data=...), or in the model.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _resample(diagnostic: KHat) -> np.ndarray:

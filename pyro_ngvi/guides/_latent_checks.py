@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.distributions import VonMises
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.distributions import biject_to
+from torch.distributions import VonMises, biject_to
 
 from .._particles import Conditioned
 from .._pyro_adapter import masks_of
@@ -87,8 +86,7 @@ def _check_angles(guide: str, sites: dict[str, Any]) -> None:
                 f"{guide}: the latent site {name!r} is an angle, whose density (VonMises) repeats "
                 f"itself on the real line without end, so q would widen without end. Give it the "
                 f'support of one turn: z = pyro.sample("{name}", dist.Uniform(-math.pi, math.pi)) with '
-                f'pyro.factor("prior", dist.VonMises(loc, concentration).log_prob(z)), or a '
-                f"ProjectedNormal."
+                f'pyro.factor("prior", dist.VonMises(loc, concentration).log_prob(z)).'
             )
 
 

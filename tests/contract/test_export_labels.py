@@ -7,11 +7,12 @@ import pyro
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoDelta, AutoNormal
+from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_ngvi._arviz_compat import summary
+from pyro_ngvi.diagnostics import khat
 from pyro_ngvi.export import to_arviz
 from tests.contract.export_examples import (
     N,
@@ -192,3 +193,40 @@ def test_prior_that_can_not_sample_is_an_error() -> None:
     assert "posterior" in groups_of(to_arviz(improper, guide, num_samples=S))
     with pytest.raises(NotImplementedError, match="does not support sampling"):
         to_arviz(improper, guide, num_samples=S, prior=True)
+
+
+def test_a_point_mass_in_a_part_of_the_latents(data: tuple[Tensor, Tensor]) -> None:
+    """No weights correct it: k-hat of the rest would say that all is well."""
+    guide = AutoGuideList(model)
+    guide.append(AutoDelta(poutine.block(model, expose=["sigma"])))
+    guide.append(AutoNormal(poutine.block(model, hide=["sigma"])))
+    with pytest.raises(ValueError, match="All draws of 'sigma' from the guide are the same point"):
+        khat(model, guide, *data, num_samples=S)
+    with pytest.warns(UserWarning, match="All draws of 'sigma'.*k-hat is set to infinity"):
+        result = to_arviz(model, guide, *data, num_samples=S)
+    assert result.attrs["khat"] == float("inf")
+
+
+def test_a_factor_in_the_plate_of_the_data_is_warned_of() -> None:
+    y, censored = torch.rand(20) + 0.1, torch.arange(20) % 4 == 0
+
+    def survival(y: Tensor) -> None:
+        rate = pyro.sample("rate", dist.LogNormal(0.0, 1.0))
+        pyro.factor("tilt", -0.1 * rate)  # of the prior
+        with pyro.plate("unit", len(y)):
+            with poutine.mask(mask=~censored):
+                pyro.sample("y", dist.Exponential(rate), obs=y)
+            with poutine.mask(mask=censored):
+                pyro.factor("censored", -rate * y)
+
+    with pytest.warns(UserWarning, match="'censored' lies in a plate with data") as seen:
+        to_arviz(survival, AutoNormal(survival), y, num_samples=S)
+    assert not any("'tilt'" in str(warning.message) for warning in seen)
+
+
+def test_a_parameter_fixed_by_condition_is_warned_of(data: tuple[Tensor, Tensor]) -> None:
+    fixed = poutine.condition(model, data={"sigma": torch.tensor(0.1)})
+    with pytest.warns(UserWarning, match="The observed sites 'sigma' are one number"):
+        to_arviz(fixed, AutoNormal(fixed), *data, num_samples=S)
+    fixed = poutine.do(model, data={"sigma": torch.tensor(0.1)})
+    to_arviz(fixed, AutoNormal(fixed), *data, num_samples=S)  # where warnings are errors

@@ -13,13 +13,16 @@ from pyro.infer.autoguide import (
     AutoDelta,
     AutoDiagonalNormal,
     AutoGuideList,
+    AutoIAFNormal,
     AutoLowRankMultivariateNormal,
     AutoMultivariateNormal,
     AutoNormal,
+    AutoNormalizingFlow,
 )
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 
 import pyro_ngvi as ngvi
+from pyro_ngvi.fisher import LowRank, Window
 
 from .registry import GUIDES, LOSSES, D, data, exact_posterior, regression
 
@@ -82,6 +85,59 @@ def test_every_guide_learns(kind, optimizer):
     assert ((draws.mean(0) - mean).abs() < 0.3 * sd).all()
     if kind in CLOSE:
         assert ((draws.std(0) / sd).log().abs() < 0.2).all()
+
+
+def amortised(model):
+    """A guide function with a network."""
+    net = torch.nn.Linear(D, 2 * D)
+
+    def guide(X, y):
+        pyro.module("net", net)
+        loc, log_scale = net(X.mT @ y / len(y)).chunk(2)
+        pyro.sample("w", dist.Normal(loc, log_scale.exp()).to_event(1))
+
+    return ngvi.remember_arguments(guide)
+
+
+FLOWS: dict[str, Any] = {
+    "AutoIAFNormal": lambda m: AutoIAFNormal(m, hidden_dim=[8]),
+    "AutoNormalizingFlow": lambda m: AutoNormalizingFlow(
+        m, pyro.distributions.transforms.affine_coupling
+    ),
+    "amortised": amortised,
+}
+
+
+@pytest.mark.parametrize("optimizer", [ngvi.IFVB, ngvi.AIFVB])
+@pytest.mark.parametrize("kind", FLOWS)
+def test_networks_of_others_get_the_damped_window(kind, optimizer):
+    """The low-rank estimate would take huge steps; log Z is exact, and q of the right family."""
+    X, y = data()
+    guide = FLOWS[kind](regression)
+    optim = optimizer(guide)
+    svi = SVI(regression, guide, optim, Trace_ELBO(8))
+    for _ in range(250):
+        svi.step(X, y)
+    (rule,) = optim._rules.values()
+    assert isinstance(rule.fisher, Window)
+    mean, precision = exact_posterior(X, y)
+    q = dist.MultivariateNormal(mean, precision_matrix=precision)
+    trace: Any = pyro.poutine.trace(pyro.poutine.condition(regression, data={"w": mean})).get_trace(
+        X, y
+    )
+    log_z = trace.log_prob_sum() - q.log_prob(mean)
+    loss = Trace_ELBO(100).loss(regression, guide, X, y)
+    assert -loss > float(log_z) - 1.5
+
+
+@pytest.mark.parametrize("kind", ["AutoNormal", "AutoMultivariateNormal", "AutoLowRank", "by hand"])
+def test_other_guides_of_others_get_the_low_rank_estimate(kind):
+    X, y = data()
+    guide = OTHERS[kind](regression)
+    optim = ngvi.IFVB(guide)
+    SVI(regression, guide, optim, Trace_ELBO(2)).step(X, y)
+    (rule,) = optim._rules.values()
+    assert isinstance(rule.fisher, LowRank)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

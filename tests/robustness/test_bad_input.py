@@ -469,3 +469,15 @@ def test_nan_in_the_data(kind: str, loss: str) -> None:
     y[N // 2] = math.nan
     with pytest.raises(ValueError, match=r"site '?y'?(.|\n)*found invalid values"):
         step(kind, loss, regression, X, y)
+
+
+@guides
+def test_angles_are_refused(kind: str) -> None:
+    """Their density has no end on the real line: the bound grows as q widens, above log Z."""
+
+    def model() -> None:
+        with pyro.plate("angles", 2):
+            pyro.sample("z", dist.VonMises(torch.tensor(0.0), torch.tensor(2.0)))
+
+    with pytest.raises(ValueError, match=r"the latent site 'z' is an angle.*Uniform\(-math.pi"):
+        GUIDES[kind](model)()

@@ -21,7 +21,7 @@ N = 30
 MORE = r"the data of {!r} depend on more of the latent block in this call.*where they saw {}"
 
 
-def made(model: Any, **more: Any) -> tuple[ngvi.AutoSites, SVI]:
+def made(model: Any, **more: Any) -> tuple[ngvi.AutoSites, Any]:
     guide = ngvi.AutoSites(model)
     return guide, SVI(model, guide, ngvi.CVI(guide, **more), ngvi.SitesELBO())
 
@@ -42,6 +42,7 @@ def test_a_covariate_that_is_zero_in_the_first_data() -> None:
     with pytest.raises(ValueError, match=MORE.format("y", "the result of matmul")):
         svi.step(X, treated, y)
     guide, svi = made(treatment)  # a guide of its own
+    loss: Any = None
     for _ in range(2):
         loss = svi.step(X, treated, y)
     A = torch.cat([X, treated[:, None]], 1)
@@ -215,6 +216,7 @@ def test_the_loss_where_data_are_large_beside_their_noise() -> None:
         pyro.clear_param_store()
         data = x.to(dtype), y.to(dtype)
         guide, svi = made(model, others=pyro.optim.SGD({"lr": 0.0}))  # type: ignore[attr-defined]
+        loss: Any = None
         for _ in range(3):
             loss = svi.step(*data)
         assert -float(loss) == pytest.approx(float(evidence.detach()), abs=tolerance)
@@ -238,6 +240,7 @@ def test_data_come_and_go_after_a_reset_with_more_latents_than_data(change: str)
     svi.step(X[:before], y[:before])
     guide.reset()
     guide.add(3) if change == "add" else guide.remove(11)
+    loss: Any = None
     for _ in range(2):
         loss = svi.step(X[:after], y[:after])
     S = torch.eye(after) + X[:after] @ X[:after].mT
