@@ -17,7 +17,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
-from torch.distributions import Independent
+from torch.distributions import Independent, constraints
 
 from pyro_ngvi._latent_supports import LatentSupports
 from pyro_ngvi._particles import Minibatches, Site, Sites, run_plainly
@@ -165,6 +165,38 @@ def draw_and_evaluate(
         )
     at_draws = run_batched(model, values, args, kwargs, num_samples, batch_size)
     return Draws(values, drawn.log_joint(), at_draws)
+
+
+def warn_of_edges(sites: Sites, values: Mapping[str, Tensor]) -> None:
+    """Warn where rounding has put many draws onto the upper end of an interval, or of a simplex.
+
+    There Pyro's transforms end at 1 - eps, and the density of the model is flat: whatever lies beyond
+    in the posterior is lost, to training and to k-hat.  Numbers near 0 are not rounded like that.
+    """
+    for name, x in values.items():
+        support = sites[name]["fn"].support
+        while isinstance(support, constraints.independent):
+            support = support.base_constraint
+        if not x.numel() or not x.is_floating_point():
+            continue
+        near = 4.0 * torch.finfo(x.dtype).eps
+        if isinstance(support, constraints.interval):
+            x = (x - support.lower_bound) / (support.upper_bound - support.lower_bound)
+            rounded = x >= 1.0 - near
+        elif support is constraints.simplex:  # whose last entry is what the others leave
+            rounded = x[..., -1] <= near
+        else:
+            continue
+        share = float(rounded.double().mean(0).max())
+        if share > 0.002:
+            warnings.warn(
+                f"{100.0 * share:.1f} % of the draws of {name!r} are rounded to the end of their "
+                f"support, where the density of the model is flat: neither the guide nor k-hat knows "
+                f"the posterior beyond. Use float64, or the other end: the probability that is near 0 "
+                f"in place of the one near 1, for a simplex another entry as the last.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 def run_batched(

@@ -1,7 +1,7 @@
 """A fitted guide as ArviZ groups."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +17,12 @@ from pyro_ngvi._draws import (
     random_state,
     run_batched,
     sites_of_kind,
+    warn_of_edges,
 )
-from pyro_ngvi._particles import Sites
+from pyro_ngvi._particles import Minibatches, Sites, run_plainly
+from pyro_ngvi._random import own_random_state
 from pyro_ngvi._version import __version__
-from pyro_ngvi.density import site_kind
+from pyro_ngvi.density import site_kind, site_log_prob
 from pyro_ngvi.diagnostics._pareto import systematic_resample
 from pyro_ngvi.diagnostics.khat import KHat, khat_of
 
@@ -92,6 +94,7 @@ def to_arviz(
     :param batch_size: draws that the model sees at once, to bound memory; ``None`` for all.
     :param resample: ``"psis"`` for importance resampling, ``None`` for the guide's own draws.
     :param kwargs: keyword arguments of the model.
+    :warns RuntimeWarning: where rounding has put draws onto the end of their support.
     :warns UserWarning: for a guide that is a point mass in some latent sites.
     :warns RuntimeWarning: with ``resample``, when k-hat says that the weights are not to be relied on.
     :raises ValueError: when a plate is subsampled; for data outside the support of their site;
@@ -124,6 +127,7 @@ def to_arviz(
     with random_state(seed):
         draws = draw_and_evaluate(model, guide, args, kwargs, latent, num_samples, batch_size)
         diagnostic = khat_of(draws.log_joint, draws.log_q)
+        warn_of_edges(prototype, draws.values)
         if fixed := draws.point_masses:
             diagnostic = replace(diagnostic, khat=float("inf"))
             warnings.warn(
@@ -147,8 +151,14 @@ def to_arviz(
             for group in groups.values():
                 group |= {name: x[:, kept] for name, x in group.items()}
         groups["sample_stats"] = _groups.per_draw(**stats)
+        at = {name: x[0] for name, x in draws.values.items()}
+
+        def drawn_anew(names: Collection[str]) -> Sites:
+            with own_random_state():
+                return run_plainly(SampleObserved(names)(model), at, args, kwargs, Minibatches())
+
+        _warn_of_fixed(drawn_anew, observed)
         predict = SampleObserved(observed)(model)
-        _warn_of_fixed(prototype, observed)
         if posterior_predictive:
             run = run_batched(predict, values, args, kwargs, num_samples, batch_size)
             groups["posterior_predictive"] = _groups.site_values(run, observed)
@@ -206,19 +216,26 @@ def _warn_of_factors(sites: Sites, observed: Iterable[str]) -> None:
             )
 
 
-def _warn_of_fixed(sites: Sites, observed: Iterable[str]) -> None:
-    """Sites that poutine.condition has fixed count as data, whatever they stand for."""
-    in_plates = [name for name in observed if sites[name]["cond_indep_stack"]]
-    numbers = [n for n in observed if n not in in_plates and sites[n]["fn"].shape().numel() == 1]
-    if in_plates and numbers:
-        warnings.warn(
-            f"The observed sites {', '.join(map(repr, numbers))} are one number each, as parameters "
-            f"are that poutine.condition has fixed: here they count as data, have a log_likelihood, "
-            f"and are drawn anew in posterior_predictive, with all that depends on them. Fix "
-            f"parameters by pyro.poutine.do(model, data=...), or in the model.",
-            UserWarning,
-            stacklevel=3,
-        )
+def _warn_of_fixed(run: Callable[[Collection[str]], Sites], observed: Collection[str]) -> None:
+    """Sites that poutine.condition has fixed count as data, whatever they stand for.
+
+    What other data depend on, and is one number, is taken for a parameter; ``run`` draws some observed
+    sites anew.
+    """
+    sites = run(())
+    numbers = [name for name in observed if sites[name]["fn"].shape().numel() == 1]
+    for name in numbers if len(observed) > 1 else ():
+        drawn = run((name,))
+        before, after = ({o: site_log_prob(s[o])[0] for o in observed} for s in (sites, drawn))
+        if any(o != name and not torch.equal(before[o], after[o]) for o in observed):
+            warnings.warn(
+                f"The observed site {name!r} is one number, and others depend on it, as on a parameter "
+                f"that poutine.condition has fixed: here it counts as data, has a log_likelihood, and "
+                f"is drawn anew in posterior_predictive, with all that depends on it. Fix parameters "
+                f"by pyro.poutine.do(model, data=...), or in the model.",
+                UserWarning,
+                stacklevel=3,
+            )
 
 
 def _resample(diagnostic: KHat) -> np.ndarray:

@@ -19,7 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from pyro_ngvi._draws import draw_and_evaluate, prototype_sites, random_state, sites_of_kind
+from pyro_ngvi._draws import (
+    draw_and_evaluate,
+    prototype_sites,
+    random_state,
+    sites_of_kind,
+    warn_of_edges,
+)
 from pyro_ngvi.diagnostics._pareto import find_tail, smoothed
 
 __all__ = ["KHat", "khat", "khat_from_log_weights"]
@@ -150,9 +156,11 @@ def khat(
     with random_state(
         seed
     ):  # apart, because a guide's first run ever may draw more than later ones
-        latent = sites_of_kind(prototype_sites(model, guide, args, kwargs), "latent")
+        prototype = prototype_sites(model, guide, args, kwargs)
+    latent = sites_of_kind(prototype, "latent")
     with random_state(seed):
         draws = draw_and_evaluate(model, guide, args, kwargs, latent, num_samples, batch_size)
+    warn_of_edges(prototype, draws.values)
     if fixed := draws.point_masses:
         raise ValueError(
             f"All draws of {', '.join(map(repr, fixed))} from the guide are the same point "

@@ -83,7 +83,9 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
     Raises:
         ValueError: at the first call, for a model outside the class, in a sentence that says which
             dependence is not Gaussian, not linear or not local; for a minibatch whose plate has drawn
-            numbers that the model does not look at; at later calls for data of another number.
+            numbers that the model does not look at; at later calls for data of another number, out of
+            the support, or that see more of the block than those of the first call: a covariate that
+            was 0 in all of these, an outcome that was missing in all.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist

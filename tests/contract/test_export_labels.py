@@ -7,10 +7,12 @@ import pyro
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_ngvi import NGVB, AutoExponentialFamily, BatchedELBO
 from pyro_ngvi._arviz_compat import summary
 from pyro_ngvi.diagnostics import khat
 from pyro_ngvi.export import to_arviz
@@ -214,9 +216,9 @@ def test_a_factor_in_the_plate_of_the_data_is_warned_of() -> None:
         rate = pyro.sample("rate", dist.LogNormal(0.0, 1.0))
         pyro.factor("tilt", -0.1 * rate)  # of the prior
         with pyro.plate("unit", len(y)):
-            with poutine.mask(mask=~censored):
+            with mask(mask=~censored):
                 pyro.sample("y", dist.Exponential(rate), obs=y)
-            with poutine.mask(mask=censored):
+            with mask(mask=censored):
                 pyro.factor("censored", -rate * y)
 
     with pytest.warns(UserWarning, match="'censored' lies in a plate with data") as seen:
@@ -226,7 +228,44 @@ def test_a_factor_in_the_plate_of_the_data_is_warned_of() -> None:
 
 def test_a_parameter_fixed_by_condition_is_warned_of(data: tuple[Tensor, Tensor]) -> None:
     fixed = poutine.condition(model, data={"sigma": torch.tensor(0.1)})
-    with pytest.warns(UserWarning, match="The observed sites 'sigma' are one number"):
+    with pytest.warns(
+        UserWarning, match="The observed site 'sigma' is one number, and others depend"
+    ):
         to_arviz(fixed, AutoNormal(fixed), *data, num_samples=S)
     fixed = poutine.do(model, data={"sigma": torch.tensor(0.1)})
     to_arviz(fixed, AutoNormal(fixed), *data, num_samples=S)  # where warnings are errors
+
+
+@pytest.mark.parametrize("successes", [0.0, 10.0, 20.0])
+def test_draws_rounded_to_the_end_of_their_support_are_warned_of(successes: float) -> None:
+    """Of Beta(20.1, 0.1) a quarter lies within float32's rounding of 1; none of it near 0 is lost."""
+    torch.set_default_dtype(torch.float32)
+
+    def rare() -> None:
+        p = pyro.sample("p", dist.Beta(torch.tensor(0.1), 0.1))
+        pyro.sample("y", dist.Binomial(20, p), obs=torch.tensor(successes))
+
+    guide = AutoExponentialFamily(rare)
+    svi = SVI(rare, guide, NGVB(guide), BatchedELBO(16))
+    for _ in range(100):
+        svi.step()
+    if successes == 20.0:
+        with pytest.warns(RuntimeWarning, match="of the draws of 'p' are rounded to the end"):
+            khat(rare, guide, num_samples=1000)
+        with pytest.warns(RuntimeWarning, match="of the draws of 'p' are rounded to the end"):
+            to_arviz(rare, guide, num_samples=1000)
+    else:
+        khat(rare, guide, num_samples=1000)  # where warnings are errors
+
+
+def test_a_simplex_whose_last_entry_is_rounded_away() -> None:
+    torch.set_default_dtype(torch.float32)
+
+    def model() -> None:
+        pyro.sample("p", dist.Dirichlet(torch.tensor([5.0, 5.0, 0.1])))
+
+    def guide() -> None:
+        pyro.sample("p", dist.Dirichlet(torch.tensor([5.0, 5.0, 0.1])))
+
+    with pytest.warns(RuntimeWarning, match="of the draws of 'p' are rounded to the end"):
+        khat(model, guide, num_samples=1000)

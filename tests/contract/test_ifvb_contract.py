@@ -8,6 +8,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.distributions import constraints
+from pyro.distributions.transforms import affine_coupling
 from pyro.infer import SVI, Predictive, Trace_ELBO, autoguide
 from pyro.infer.autoguide import (
     AutoDelta,
@@ -101,9 +102,7 @@ def amortised(model):
 
 FLOWS: dict[str, Any] = {
     "AutoIAFNormal": lambda m: AutoIAFNormal(m, hidden_dim=[8]),
-    "AutoNormalizingFlow": lambda m: AutoNormalizingFlow(
-        m, pyro.distributions.transforms.affine_coupling
-    ),
+    "AutoNormalizingFlow": lambda m: AutoNormalizingFlow(m, affine_coupling),
     "amortised": amortised,
 }
 
