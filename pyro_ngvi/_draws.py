@@ -50,7 +50,8 @@ class Draws:
     @property
     def point_masses(self) -> list[str]:
         """Latent sites of which all draws are one point, as from an AutoDelta for a part."""
-        return [name for name, x in self.values.items() if x.numel() and bool((x == x[0]).all())]
+        drawn = {n: x for n, x in self.values.items() if x.numel() and x.is_floating_point()}
+        return [name for name, x in drawn.items() if bool((x == x[0]).all())]
 
     @property
     def log_joint(self) -> Tensor:

@@ -219,15 +219,16 @@ def _warn_of_factors(sites: Sites, observed: Iterable[str]) -> None:
 def _warn_of_fixed(run: Callable[[Collection[str]], Sites], observed: Collection[str]) -> None:
     """Sites that poutine.condition has fixed count as data, whatever they stand for.
 
-    What other data depend on, and is one number, is taken for a parameter; ``run`` draws some observed
-    sites anew.
+    What other data, of more than a number, depend on, and is one number, is taken for a parameter;
+    ``run`` draws some observed sites anew.
     """
     sites = run(())
     numbers = [name for name in observed if sites[name]["fn"].shape().numel() == 1]
-    for name in numbers if len(observed) > 1 else ():
+    others = [name for name in observed if name not in numbers]
+    for name in numbers if others else ():
         drawn = run((name,))
-        before, after = ({o: site_log_prob(s[o])[0] for o in observed} for s in (sites, drawn))
-        if any(o != name and not torch.equal(before[o], after[o]) for o in observed):
+        before, after = ([site_log_prob(s[o])[0] for o in others] for s in (sites, drawn))
+        if not all(map(torch.equal, before, after)):
             warnings.warn(
                 f"The observed site {name!r} is one number, and others depend on it, as on a parameter "
                 f"that poutine.condition has fixed: here it counts as data, has a log_likelihood, and "

@@ -89,9 +89,16 @@ def _mul(weights: Weights, input: Any, other: Any, **_: Any) -> Iterator[Call]:
 
 
 def _normalised(
-    weights: Weights, x: Tensor, weight: Tensor | None, bias: Tensor | None, places: int
+    weights: Weights,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    places: int,
+    normalise: Callable[[], Tensor],
 ) -> Iterator[Call]:
-    """Of x weight + bias, each broadcast over ``places`` at the end."""
+    """Of x weight + bias, x what ``normalise`` gives, each broadcast over ``places`` at the end."""
+    if weight not in weights and bias not in weights:
+        return
+    x = normalise()
     if weight is not None and weight in weights:
         yield weight, Scale(tuple(weight.shape), places), x
     if bias is not None and bias in weights:
@@ -106,8 +113,10 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Iterator[Call]:
-    x = F.layer_norm(input.detach(), normalized_shape, eps=eps)
-    yield from _normalised(weights, x, weight, bias, 0)
+    def normalise() -> Tensor:
+        return F.layer_norm(input.detach(), normalized_shape, eps=eps)
+
+    return _normalised(weights, weight, bias, 0, normalise)
 
 
 def _rms_norm(
@@ -117,8 +126,10 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Iterator[Call]:
-    x = F.rms_norm(input.detach(), normalized_shape, eps=eps)
-    yield from _normalised(weights, x, weight, None, 0)
+    def normalise() -> Tensor:
+        return F.rms_norm(input.detach(), normalized_shape, eps=eps)
+
+    return _normalised(weights, weight, None, 0, normalise)
 
 
 def _group_norm(
@@ -129,8 +140,10 @@ def _group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Iterator[Call]:
-    x = F.group_norm(input.detach(), num_groups, eps=eps)
-    yield from _normalised(weights, x, weight, bias, x.dim() - 2)
+    def normalise() -> Tensor:
+        return F.group_norm(input.detach(), num_groups, eps=eps)
+
+    return _normalised(weights, weight, bias, input.dim() - 2, normalise)
 
 
 def _batch_norm(
@@ -144,9 +157,10 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Iterator[Call]:
-    if not training:
-        x = F.batch_norm(input.detach(), running_mean, running_var, eps=eps)
-        yield from _normalised(weights, x, weight, bias, x.dim() - 2)
+    def normalise() -> Tensor:
+        return F.batch_norm(input.detach(), running_mean, running_var, eps=eps)
+
+    return iter(()) if training else _normalised(weights, weight, bias, input.dim() - 2, normalise)
 
 
 def _embedding(
