@@ -40,7 +40,8 @@ class SitePrediction:
         Raises:
             RuntimeError: before the guide's first call with data.
             ValueError: where the prior of another site is not the one of the last step: it is made
-                of the arguments, as that of a state-space process at other times.
+                of the arguments, as that of a state-space process at other times.  A guide that was
+                unpickled can not tell before its next step.
 
         Example: see :class:`~pyro_ngvi.distributions.GaussianProcess`.
         """

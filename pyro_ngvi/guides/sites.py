@@ -66,7 +66,8 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
     their numbers, ``pyro.plate("data", N, subsample=index)``.  After parameters of the model were
     changed by hand, or loaded, call :meth:`refresh`.  Hyperparameters are learned with all data, and
     with inducing points in minibatches too; q is then close to what all sites say, and exactly that
-    after :meth:`refresh` with all data.
+    after :meth:`refresh` with all data.  Data that are NaN are missing: entries of a Normal with
+    ``to_event`` one by one, a row of a MultivariateNormal as a whole.
     Memory: N k (k + 1) numbers for the sites, and what the algebra needs: O(min(D, N k)^2) for a dense
     block of D latent variables, O(M^2) with M inducing points (of all processes together), O(T) for a
     state-space prior.

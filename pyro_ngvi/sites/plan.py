@@ -73,7 +73,8 @@ class Plan:
         """Whether datum n sees entry n of the only site, a Gaussian vector: a latent process."""
         (site, shape), *others = self.shapes.items()
         seen = {place.site for place in self.places}
-        return not (others or self.direct) and seen == {site} and len(shape) == 1
+        each = all(group.width == 1 for group in self.groups)
+        return each and not (others or self.direct) and seen == {site} and len(shape) == 1
 
     @property
     def places(self) -> tuple[Place, ...]:

@@ -100,6 +100,13 @@ class _Search:
         self.plane = Plane(e, eu - e, ev - e)
         site = self.corners[0].sites[name]
         self.batch, self.observed = data_shape(site), data_terms(site)
+        if self.batch != self.observed.shape:
+            raise ValueError(
+                f"AutoSites: the observed site {name!r} has data of shape {tuple(site['value'].shape)} "
+                f"and a distribution of batch shape {tuple(self.batch)}, so that it is not said what "
+                f"one datum is. Put it into a plate of its data: with pyro.plate('data', "
+                f"{self.observed.shape[-1]}): pyro.sample({name!r}, ...)."
+            )
         self.tolerance = TOLERANCE * torch.finfo(self.observed.dtype).eps
         self.first_nonlinear: str | None = None
         self.nonlocal_place: Place | None = None

@@ -266,3 +266,46 @@ def test_a_process_beside_noise_of_every_datum() -> None:
     torch.testing.assert_close(far["f"][1], torch.ones(3), rtol=1e-3, atol=0)
     with pytest.raises(ValueError, match=r"'h' has the shape \(3,\)"):
         guide(X[:3] + 100.0)
+
+
+def test_a_vector_that_is_one_datum_of_a_latent_vector() -> None:
+    """Not a latent process of which datum n sees entry n."""
+    root = torch.randn(5, 5)
+    S, R = root @ root.mT + torch.eye(5), torch.eye(5) + 0.5
+
+    def model(y: Tensor) -> None:
+        f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(5), S))
+        pyro.sample("y", dist.MultivariateNormal(f, R), obs=y)
+
+    y = torch.randn(5)
+    _, svi = made(model)
+    loss = [svi.step(y) for _ in range(2)][1]
+    evidence = dist.MultivariateNormal(torch.zeros(5), S + R).log_prob(y)
+    assert -loss == pytest.approx(float(evidence), rel=1e-10)
+
+
+def test_data_without_a_plate_that_are_more_than_their_distribution() -> None:
+    def model(y: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(m, 1.0), obs=y)
+
+    with pytest.raises(
+        ValueError, match=r"'y' has data of shape \(12,\).*pyro.plate\('data', 12\)"
+    ):
+        made(model)[1].step(torch.randn(12))
+
+
+def test_latents_in_float32_beside_data_in_float64() -> None:
+    x, y = torch.randn(N), torch.randn(N)  # of the tests' default, float64
+    torch.set_default_dtype(torch.float32)
+
+    def model(x: Tensor, y: Tensor) -> None:
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", N):
+            pyro.sample("y", dist.Normal(b * x, 1.0), obs=y)
+
+    _, svi = made(model)
+    loss = [svi.step(x, y) for _ in range(2)][1]
+    S = torch.eye(N, dtype=x.dtype) + torch.outer(x, x)
+    evidence = dist.MultivariateNormal(torch.zeros_like(x), S).log_prob(y)
+    assert -loss == pytest.approx(float(evidence), rel=1e-5)
