@@ -118,6 +118,8 @@ def _jump(f: Callable[[Tensor], Tensor], a: Tensor, u: Tensor) -> tuple[float, f
         halves = sorted([(low, middle), (middle, high)], key=_error)
         history.append([_error(half) for half in halves])
         low, high = halves[1]
+    if len(history) < LAST:  # in half precision there is no tiny part
+        return None
     smaller, larger = zip(*history[-LAST:], strict=True)
     kept = min(larger) >= KEPT * max(larger)
     return (low.s, high.s) if kept and min(larger) > CLEAR * max(smaller) else None
