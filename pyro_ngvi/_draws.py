@@ -22,7 +22,7 @@ from torch.distributions import Independent, constraints
 from pyro_ngvi._latent_supports import LatentSupports
 from pyro_ngvi._particles import Minibatches, Site, Sites, run_plainly
 from pyro_ngvi._random import own_random_state
-from pyro_ngvi._support import check_data
+from pyro_ngvi._support import check_data, plain_support
 from pyro_ngvi.density import (
     BatchedSite,
     BatchedTrace,
@@ -175,9 +175,7 @@ def warn_of_edges(sites: Sites, values: Mapping[str, Tensor]) -> None:
     in the posterior is lost, to training and to k-hat.  Numbers near 0 are not rounded like that.
     """
     for name, x in values.items():
-        support = sites[name]["fn"].support
-        while isinstance(support, constraints.independent):
-            support = support.base_constraint
+        support = plain_support(sites[name]["fn"].support)
         if not x.numel() or not x.is_floating_point():
             continue
         near = 4.0 * torch.finfo(x.dtype).eps

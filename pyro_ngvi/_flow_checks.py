@@ -8,9 +8,9 @@ from typing import Any
 import pyro
 import torch
 from torch import Tensor, nn
-from torch.distributions import constraints
 
 from ._pyro_adapter import with_inner
+from ._support import plain_support
 from .families.base import log_normal
 
 __all__ = ["check_base", "check_fixed", "check_round_trip", "check_steps"]
@@ -45,10 +45,10 @@ def check_steps(steps: Iterable[Any], d: int) -> None:
     """
     before, last = "Real()", "its base"
     for t in (part for step in steps for part in getattr(step, "parts", [step])):
-        if _plain(t.domain) != before:
+        if str(plain_support(t.domain)) != before:
             raise ValueError(
-                f"The transform {type(t).__name__} begins at {_plain(t.domain)}, and what comes before "
-                f"it ({last}) fills {before}. A flow is a smooth map of R^{d} onto itself."
+                f"The transform {type(t).__name__} begins at {plain_support(t.domain)}, and what "
+                f"comes before it ({last}) fills {before}. A flow is a smooth map of R^{d} onto itself."
             )
         if kinked := [part for part in with_inner(t) if isinstance(part, KINKED)]:
             raise ValueError(
@@ -56,7 +56,7 @@ def check_steps(steps: Iterable[Any], d: int) -> None:
                 f"draws jumps. Gradients do not see a jump, so the answer would be wrong. Take a "
                 f"smooth map of R^{d} onto itself, such as a coupling or a spline."
             )
-        before, last = _plain(t.codomain), type(t).__name__
+        before, last = str(plain_support(t.codomain)), type(t).__name__
         for name, v in (pair for part in with_inner(t) for pair in vars(part).items()):
             if isinstance(v, Tensor) and v.requires_grad and v.is_leaf:
                 raise ValueError(
@@ -69,12 +69,6 @@ def check_steps(steps: Iterable[Any], d: int) -> None:
             f"The transform {last} maps onto {before}, by its codomain. A flow is a smooth map of "
             f"R^{d} onto itself."
         )
-
-
-def _plain(constraint: Any) -> str:
-    while isinstance(constraint, constraints.independent):
-        constraint = constraint.base_constraint  # pyright: ignore[reportAttributeAccessIssue]
-    return str(constraint)
 
 
 def check_base(flow: Any, name: str, d: int) -> None:

@@ -11,6 +11,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.distributions import constraints
 from torch.distributions.constraints import Constraint
 
 from pyro_ngvi._known import at_hand, known
@@ -18,7 +19,14 @@ from pyro_ngvi._particles import Site, Sites
 from pyro_ngvi._pyro_adapter import masks_of
 from pyro_ngvi.density import innermost, site_kind, site_log_prob
 
-__all__ = ["LaterData", "bounds", "check_data", "kept_bounds", "validated_log_prob"]
+__all__ = [
+    "LaterData",
+    "bounds",
+    "check_data",
+    "kept_bounds",
+    "plain_support",
+    "validated_log_prob",
+]
 
 
 def validated_log_prob(site: Site) -> Tensor:
@@ -150,6 +158,13 @@ def bounds(support: Any) -> list[Any]:
     return (
         [v for part in support for v in bounds(part)] if isinstance(support, list | tuple) else []
     )
+
+
+def plain_support(support: Any) -> Any:
+    """A support without the ``independent`` around it."""
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint  # pyright: ignore[reportAttributeAccessIssue]
+    return support
 
 
 def kept_bounds(support: Any) -> list[Any]:

@@ -157,7 +157,7 @@ def to_arviz(
             with own_random_state():
                 return run_plainly(SampleObserved(names)(model), at, args, kwargs, Minibatches())
 
-        _warn_of_fixed(drawn_anew, observed)
+        _warn_of_fixed(prototype, observed, drawn_anew)
         predict = SampleObserved(observed)(model)
         if posterior_predictive:
             run = run_batched(predict, values, args, kwargs, num_samples, batch_size)
@@ -216,18 +216,26 @@ def _warn_of_factors(sites: Sites, observed: Iterable[str]) -> None:
             )
 
 
-def _warn_of_fixed(run: Callable[[Collection[str]], Sites], observed: Collection[str]) -> None:
+def _warn_of_fixed(
+    prototype: Sites, observed: Iterable[str], run: Callable[[Collection[str]], Sites]
+) -> None:
     """Sites that poutine.condition has fixed count as data, whatever they stand for.
 
     What other data, of more than a number, depend on, and is one number, is taken for a parameter;
     ``run`` draws some observed sites anew.
     """
-    sites = run(())
-    numbers = [name for name in observed if sites[name]["fn"].shape().numel() == 1]
+    numbers = [name for name in observed if prototype[name]["fn"].shape().numel() == 1]
     others = [name for name in observed if name not in numbers]
-    for name in numbers if others else ():
-        drawn = run((name,))
-        before, after = ([site_log_prob(s[o])[0] for o in others] for s in (sites, drawn))
+    if not (numbers and others):
+        return
+
+    def terms(anew: Collection[str]) -> list[torch.Tensor]:
+        sites = run(anew)
+        return [site_log_prob(sites[name])[0] for name in others]
+
+    before = terms(())
+    for name in numbers:
+        after = terms((name,))
         if not all(map(torch.equal, before, after)):
             warnings.warn(
                 f"The observed site {name!r} is one number, and others depend on it, as on a parameter "

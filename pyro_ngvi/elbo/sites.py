@@ -215,17 +215,15 @@ class SitesELBO(ELBO):
             targets = first_targets(call.log_likelihood, _detached(of_f), points)
         else:
             targets = expected
-        of_sites = True  # whether what they say is taken back datum by datum
+        kl: Any = None
         if algebra.running:  # whose evidence is not quite that of the sites
-            elbo, of_sites = -q.kl(), False
+            kl = q.kl()
         elif call.whole and isinstance(q, WhitePosterior):
-            pairs = [(chosen[name][1], m.covariance) for name, m in marginals.items()]
-            elbo, of_sites = -q.kl_of_whole(pairs), False
-        else:
-            elbo = q.log_normalizer
+            kl = q.kl([(chosen[name][1], m.covariance) for name, m in marginals.items()])
+        elbo = q.log_normalizer if kl is None else -kl
         for name, m in marginals.items():
             local = expected[name].value
-            if of_sites:
+            if kl is None:  # what the sites say is taken back datum by datum
                 local = local - site_terms(m, *chosen[name])
             elbo = elbo + call.weight(name) * local.sum()
         elbo = elbo + call.other_terms()

@@ -18,6 +18,7 @@ class MonteCarloFamily(Family):
     """Answers from 4,096 draws of a fixed seed: the same q always gives the same numbers."""
 
     known_fisher = False
+    nearly_singular = True
 
     def fixed_draws(self, params: Tensors) -> Tensor:
         """The draws (4096, d) behind the moments."""

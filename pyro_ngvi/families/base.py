@@ -167,6 +167,9 @@ class Family(ABC):
     #: has to be estimated from scores
     known_fisher: bool = True
 
+    #: whether the Fisher matrix is nearly singular, as that of a flow's networks is
+    nearly_singular: bool = False
+
     #: whether :meth:`transport` and :meth:`noise_of` are known: draws are a smooth one-to-one map of d
     #: standard normal variables onto R^d
     has_transport: bool = False

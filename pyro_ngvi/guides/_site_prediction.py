@@ -73,7 +73,8 @@ class SitePrediction:
             before, now = _blocks(guide._call_before(), call)
             fixed = {n: fn for n, fn in before.items() if not isinstance(fn, GaussianProcess)}
             others = [name for name, fn in fixed.items() if now[name].shape() != fn.shape()]
-            for name in [] if leave_out and len(fixed) < len(now) else others:
+            if others and not (leave_out and len(fixed) < len(now)):
+                name = others[0]
                 raise ValueError(
                     f"AutoSites: {name!r} has the shape {tuple(now[name].shape())} with these "
                     f"arguments, and {tuple(fixed[name].shape())} with those of the last step: which "

@@ -175,7 +175,7 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
         self._last, self._stale = (args, kwargs), stale
 
     def check_data(self, call: Call) -> None:
-        """For the loss: refuse batch after batch under a scale, each in the place of the one before."""
+        """For the loss: refuse data unlike the first call's, and batch after batch under a scale."""
         self._scaled.check(call, self.edition)
         now = call.runner.args, call.runner.kwargs
         if self._last is None or not same_objects(self._last, now) or likelihood_learns(call):

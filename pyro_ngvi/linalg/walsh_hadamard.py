@@ -26,7 +26,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +36,8 @@ from torch import Tensor
 from .._random import fixed_normal
 
 __all__ = ["walsh_hadamard_transform"]
+
+T = TypeVar("T")
 
 HALVES = (torch.float16, torch.bfloat16)
 #: largest D for which one product with a dense matrix costs least
@@ -100,8 +104,7 @@ def _kernel_serves(x: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return _tried.get(key, True)
     if key not in _tried:
-        with ThreadPoolExecutor(1) as thread:  # where no mode of torch holds, as in _matrix
-            why = thread.submit(_try_kernel, *key).result()
+        why = _outside_modes(_try_kernel, *key)
         if why is not None:
             warnings.warn(
                 f"Triton's kernel for the Walsh-Hadamard transform is not used on {x.device} with rows "
@@ -123,7 +126,7 @@ def _try_kernel(D: int, dtype: torch.dtype, device: torch.device) -> str | None:
         x = fixed_normal(rows, D, seed=D).to(device, dtype)
         y = transform_rows(x).double()
     except Exception as error:  # no compiler, another version of Triton, another kind of GPU
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     exact = _by_factors(x.double())
     bound = 8.0 * torch.finfo(dtype).eps * exact.abs().max()
     return None if bool(((y - exact).abs() <= bound).all()) else "its numbers are wrong."
@@ -160,11 +163,14 @@ def _matrix(n: int, squared_scale: int, x: Tensor) -> Tensor:
     if key not in _matrices:
         if torch.compiler.is_compiling():  # part of the graph, kept by nobody
             return _build(*key)
-        # the modes of torch (vmap, grad, inference, tracing) hold for a thread: a new one has none of
-        # them, so that what is kept is a plain tensor
-        with ThreadPoolExecutor(1) as thread:
-            _matrices[key] = thread.submit(_from_host, *key).result()
+        _matrices[key] = _outside_modes(_from_host, *key)  # so that what is kept is a plain tensor
     return _matrices[key]
+
+
+def _outside_modes(function: Callable[..., T], *args: Any) -> T:
+    """Call it where no mode of torch holds (vmap, grad, inference, tracing): in a thread of its own."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args).result()
 
 
 def _from_host(n: int, squared_scale: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["run_vectorized"]
+__all__ = ["over_rows", "run_vectorized"]
+
+
+def over_rows(value: Tensor, event_dim: int) -> Tensor:
+    """A latent value of particles (S, *event) as (S, 1, *event), to meet the rows of the data.
+
+    ``pyro.infer.Predictive(parallel=True)`` leaves that dimension out; any other value stays as it is.
+    """
+    split = value.dim() - event_dim
+    return value.unsqueeze(1) if split == 1 else value
 
 
 def run_vectorized(

@@ -15,6 +15,8 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from ._vectorized import over_rows
+
 __all__ = ["Likelihood", "make_likelihood"]
 
 
@@ -66,16 +68,14 @@ class _Normal(_Bernoulli):
         sd: Any = self.noise
         if not isinstance(sd, float):
             prior: Any = sd() if callable(sd) else dist.HalfCauchy(output.new_ones(()))
-            if not hasattr(prior, "to_event"):
-                raise TypeError(
-                    f"The function noise returns {type(prior).__name__}; it must return a distribution "
-                    f"of pyro.distributions, the prior of the sd. Give a fixed sd as a number."
-                )
+            wanted = "the prior of the sd; give a fixed sd as a number"
+            _refuse_other_than_pyro("The function noise", prior, f", {wanted}")
             sd = pyro.sample("noise", prior)
             _refuse_noise(prior, mean.shape[lead + 1 :], lead)
-            # vectorised: (*lead, 1) before what is one event; Predictive(parallel=True) leaves it out
+            # vectorised: (*lead, 1) before what is one event
+            sd = over_rows(sd, prior.event_dim)
             split = sd.dim() - prior.event_dim
-            ones = (1,) * (event_dim - prior.event_dim + (split == 1))
+            ones = (1,) * (event_dim - prior.event_dim)
             sd = sd.reshape(sd.shape[:split] + ones + sd.shape[split:])
         return dist.Normal(mean, sd).to_event(event_dim)
 
@@ -89,11 +89,7 @@ class _Custom(Likelihood):
 
     def __call__(self, output: Tensor, lead: int) -> Any:
         fn: Any = self.function(output)
-        if not hasattr(fn, "to_event"):
-            raise TypeError(
-                f"{self} returns {type(fn).__name__}; it must return a distribution of "
-                f"pyro.distributions."
-            )
+        _refuse_other_than_pyro(str(self), fn)
         return fn.to_event(max(0, len(fn.batch_shape) - lead - 1))
 
     def cast(self, y: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
@@ -101,6 +97,14 @@ class _Custom(Likelihood):
 
     def __str__(self) -> str:
         return f"the function {getattr(self.function, '__name__', type(self.function).__name__)}"
+
+
+def _refuse_other_than_pyro(function: str, returned: Any, what: str = "") -> None:
+    if not hasattr(returned, "to_event"):
+        raise TypeError(
+            f"{function} returns {type(returned).__name__}; it must return a distribution of "
+            f"pyro.distributions{what}."
+        )
 
 
 def _refuse_noise(prior: Any, outputs: torch.Size, lead: int) -> None:

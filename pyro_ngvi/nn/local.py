@@ -51,6 +51,7 @@ from torch import Tensor
 
 from ..reparam import normal_of
 from ._site_posterior import NoFactor, SitePosteriors
+from ._vectorized import over_rows
 
 __all__ = ["LocalModel", "draws_for_data", "local_reparameterization"]
 
@@ -148,8 +149,7 @@ def draws_for_data(value: Tensor, x: Tensor, needed: bool = True) -> Tensor:
     The result broadcasts with the rows of ``x`` (..., in).  Where the site can not have draws of its
     own, a ``value`` that is not ``needed`` stays shared.
     """
-    # Predictive(parallel=True) of a model without plates has no dimension for the rows
-    shared = value.unsqueeze(-2) if value.dim() == 2 else value
+    shared = over_rows(value, 1)
     draws = _active.get()
     return shared if draws is None else draws.for_data(value, shared, x, needed)
 

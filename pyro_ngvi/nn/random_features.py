@@ -32,6 +32,7 @@ from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
+from ._vectorized import over_rows
 from .walsh_hadamard import check_input, check_size
 
 __all__ = ["RandomFourierFeatures"]
@@ -132,20 +133,15 @@ class RandomFourierFeatures(PyroModule):
         if omega.dim() > 3:  # particles (S, 1, in, R): the rows of x take the place of the 1
             omega = omega.squeeze(-3)
         # a latent has the dimensions of particles, a parameter none
-        lengthscale = _over_rows(self.lengthscale, int(self.ard))
+        lengthscale = over_rows(self.lengthscale, int(self.ard))
         if not self.ard:
             lengthscale = lengthscale.unsqueeze(-1)
         angles = (x / lengthscale) @ omega
-        scale = (_over_rows(self.variance, 0) / self.num_features).sqrt().unsqueeze(-1)
+        scale = (over_rows(self.variance, 0) / self.num_features).sqrt().unsqueeze(-1)
         return scale * torch.cat([angles.cos(), angles.sin()], -1)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, num_features={self.num_features}"
-
-
-def _over_rows(value: Tensor, event_dim: int) -> Tensor:
-    """(S, *event) as (S, 1, *event): ``Predictive(parallel=True)`` leaves the rows' dimension out."""
-    return value.unsqueeze(1) if value.dim() - event_dim == 1 else value
 
 
 def _normal(module: Any, shape: tuple[int, ...]) -> Any:

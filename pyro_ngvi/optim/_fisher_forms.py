@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..fisher import Dense, InverseFisher, LowRank, PaperWindow, Window
-from ..fisher.geometry import Coordinates
 
 __all__ = ["FisherForm"]
 
@@ -75,11 +74,7 @@ class FisherForm:
 
     def estimate(self, family: Any) -> InverseFisher:
         """The estimate for a family, or for the plain coordinates of a guide that is not ours."""
-        if isinstance(family, Coordinates):
-            flow = family.nearly_singular
-        else:
-            flow = not family.known_fisher
-        form = self.form or ("window" if flow else "low_rank")
+        form = self.form or ("window" if family.nearly_singular else "low_rank")
         self._check_damping(form)
         if form == "window":
             return Window(self.window or WINDOW, DAMPING if self.damping is None else self.damping)

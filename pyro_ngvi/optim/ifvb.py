@@ -217,7 +217,7 @@ class IFVB(NaturalGradientOptim):
     def make_rule(self, family: Any) -> IFVBRule:
         estimate = self._form.estimate(family)
         if self._stored:
-            family = Coordinates(family.names, nearly_singular=not family.known_fisher)
+            family = Coordinates(family.names)
         arguments = self._rule_arguments
         if not family.known_fisher and arguments["schedule"] is None:
             arguments = arguments | {"schedule": SLOW}

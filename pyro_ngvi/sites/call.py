@@ -105,6 +105,13 @@ class Call:
         """The predictors (n, k) at the probe."""
         return self._joined(self._run)
 
+    @cached_property
+    def terms_at_probe(self) -> dict[str, Tensor]:
+        """log p of each datum at the probe, by observed site, with their graph in parameters."""
+        with torch.enable_grad():
+            observed = {n: s for n, s in self.sites.items() if site_kind(s) == "observed"}
+            return {name: data_terms(site) for name, site in observed.items()}
+
     def predictors(
         self, noise: Tensor, makers: Mapping[str, Any] | None = None
     ) -> dict[str, Tensor]:
@@ -122,8 +129,11 @@ class Call:
                 if not isinstance(fn, GaussianProcess):  # whose algebra replaces the probe
                     prior = prior + site_log_prob(self.sites[name])[0].sum()
         with torch.no_grad():
-            terms = {g.name: self._terms(g, self.sites) + prior for g in self.plan.groups}
-            return {n: torch.cat([self.at_probe[n], t[:, None]], -1) for n, t in terms.items()}
+            prints = {}
+            for g in self.plan.groups:
+                terms = torch.stack([self.terms_at_probe[n].reshape(-1) for n in g.observed]).sum(0)
+                prints[g.name] = torch.cat([self.at_probe[g.name], (terms + prior)[:, None]], -1)
+            return prints
 
     @staticmethod
     def _terms(group: Group, sites: Sites, scaled: bool = True) -> Tensor:
@@ -151,7 +161,7 @@ class Call:
         for name, site in self.sites.items():
             if name not in seen and name not in self.plan.shapes and not site_is_subsample(site):
                 if site_kind(site) == "observed":  # without what is missing
-                    term = data_terms(site) * minibatch_scale(site)
+                    term = self.terms_at_probe[name] * minibatch_scale(site)
                 else:
                     term = site_log_prob(site)[1]
                 total = total + term.sum()

@@ -140,20 +140,20 @@ class WhitePosterior:
         at_mean = evidence.constant + evidence.linear @ self.mean
         return at_mean - 0.5 * (evidence.precision * second).sum()
 
-    def kl_of_whole(self, sites: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """KL(q || p) where all that q knows is these sites: their Lambda (N, k, k), and the marginal
-        covariances C (N, k, k) of A eps.
+    def kl(self, sites: Iterable[tuple[Tensor, Tensor]] | None = None) -> Tensor:
+        """KL(q || p) = (|mean|^2 + tr W^-1 - R + log det W) / 2, 0-dim, in nats.
 
-        (|mean|^2 - sum_n tr Lambda_n C_n + log det W) / 2, since tr W^-1 = R - sum_n tr Lambda_n C_n:
-        without terms of the size of the data in units of their noise, which cancel in :meth:`kl`.
+        Without terms of the size of the data in units of their noise, which cancel in log normalizers.
+        ``sites`` spare a matrix where they are all that q knows: their Lambda (N, k, k), and the
+        marginal covariances C (N, k, k) of A eps, for tr W^-1 - R = -sum_n tr Lambda_n C_n.
         """
-        seen = [(Lambda * C).sum() for Lambda, C in sites]
-        squares = self.mean.square().sum() - sum(seen)
-        return 0.5 * squares + self.root.diagonal().log().sum()
-
-    def kl(self) -> Tensor:
-        """KL(q || p), 0-dim, in nats."""
-        return self.expected(self.evidence) - self.log_normalizer
+        if sites is None:
+            size = len(self.mean)
+            one = torch.eye(size, dtype=self.mean.dtype, device=self.mean.device)
+            trace = self.half(one).square().sum() - size
+        else:
+            trace = -sum((Lambda * C).sum() for Lambda, C in sites)
+        return 0.5 * (self.mean.square().sum() + trace) + self.root.diagonal().log().sum()
 
     def draw(self, noise: Tensor) -> Tensor:
         """A draw for white ``noise`` (..., R)."""

@@ -39,8 +39,6 @@ def make_plan(runner: Runner, other: Runner | None = None, latent: str | None = 
     runner.direct = runner.direct or chain
     if other is not None:
         other.direct = runner.direct
-        if runner.direct:
-            refuse_other_prior(run.own, other(None).own)
     first = run.sites[next(iter(run.own))]["value"]
     shapes = {name: run.sites[name]["value"].shape for name in run.own}
     # sites share a group where they are of the same data, so in the same plates, and see the same
@@ -60,8 +58,8 @@ def make_plan(runner: Runner, other: Runner | None = None, latent: str | None = 
         )
     if not runner.direct:
         _check_block(runner, run)
-        if other is not None:  # of sites that no datum sees the search has not found it out
-            refuse_other_prior(run.own, other(None).own)
+    if other is not None:  # of sites that no datum sees the search has not found it out
+        refuse_other_prior(run.own, other(None).own)
     groups = []
     for (predictor, *_), names in grouped.items():
         for name in names:

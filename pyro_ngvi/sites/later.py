@@ -17,7 +17,7 @@ from ..density import site_kind
 from .call import Call, apart
 from .corners import TOLERANCE, same
 from .run import Place
-from .terms import data_terms, missing, unwrapped
+from .terms import aligned, data_terms, missing, unwrapped
 
 __all__ = ["check_later_data", "check_support", "likelihood_learns"]
 
@@ -45,7 +45,7 @@ def check_later_data(call: Call) -> None:
             others = call.runner.sites(-1.7 * call.probe, replace=held)
             names = [name for group in together for name in group.observed]
             for name in names if number else names + unseen:
-                before, after = data_terms(sites[name]), data_terms(others[name])
+                before, after = call.terms_at_probe[name], data_terms(others[name])
                 if not same(after, before, TOLERANCE * torch.finfo(before.dtype).eps):
                     raise ValueError(_message(call, name))
         if not all(map(_in_support, (sites[name] for name in seen))):
@@ -58,8 +58,7 @@ def check_later_data(call: Call) -> None:
 
 def likelihood_learns(call: Call) -> bool:
     """Whether the log likelihood has parameters, which may bring in what it did not see at first."""
-    names = [n for n, s in call.sites.items() if site_kind(s) == "observed" and s["value"].numel()]
-    return any(data_terms(call.sites[name]).requires_grad for name in names)
+    return any(terms.requires_grad for terms in call.terms_at_probe.values())
 
 
 def _message(call: Call, name: str) -> str:
@@ -84,7 +83,7 @@ def _allowed(site: Site) -> torch.Tensor:
     if mask is False:
         return torch.ones_like(allowed)
     if isinstance(mask, torch.Tensor):
-        allowed = allowed | ~mask.reshape(mask.shape + (1,) * (allowed.dim() - mask.dim()))
+        allowed = allowed | ~aligned(mask, site["fn"].batch_shape, allowed)
     absent = missing(site)
     return allowed if absent is None else allowed | absent
 

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from .._particles import Site
 
-__all__ = ["data_shape", "data_terms", "minibatch_scale", "missing", "own_scale", "unwrapped"]
+__all__ = [
+    "aligned",
+    "data_shape",
+    "data_terms",
+    "minibatch_scale",
+    "missing",
+    "own_scale",
+    "unwrapped",
+]
 
 
 def unwrapped(site: Site) -> Any:
@@ -68,7 +76,7 @@ def data_terms(site: Site, scaled: bool = True) -> Tensor:
     """
     fn = unwrapped(site)
     value, absent = site["value"], missing(site)
-    if absent is not None:
+    if absent is not None and absent.numel():
         value = _filled(value, absent, fn)
     terms = fn.log_prob(value)
     if absent is not None:
@@ -76,15 +84,15 @@ def data_terms(site: Site, scaled: bool = True) -> Tensor:
     wrapped = site["fn"].batch_shape
     weight, mask = own_scale(site) if scaled else 1.0, site["mask"]
     if isinstance(weight, Tensor) or weight != 1.0:
-        terms = terms * _aligned(weight, wrapped, terms)
+        terms = terms * aligned(weight, wrapped, terms)
     if mask is False:
         return torch.zeros_like(terms)
     if isinstance(mask, Tensor):
-        terms = torch.where(_aligned(mask, wrapped, terms), terms, torch.zeros_like(terms))
+        terms = torch.where(aligned(mask, wrapped, terms), terms, torch.zeros_like(terms))
     return terms
 
 
-def _aligned(x: Any, batch: torch.Size, terms: Tensor) -> Any:
+def aligned(x: Any, batch: torch.Size, terms: Tensor) -> Any:
     """``x``, which broadcasts against the site's batch, made to broadcast against its entries."""
     if not isinstance(x, Tensor) or x.dim() == 0:
         return x
