@@ -1,10 +1,9 @@
 """Natural-gradient variational inference for Pyro."""
 
 from . import distributions, families, linalg, nn
-from ._arviz_compat import summary
 from ._version import __version__
 from .density import ModelDensity
-from .diagnostics import KHat, khat
+from .diagnostics import KHat, khat, summary
 from .elbo import BatchedELBO, SitesELBO, check_vectorized
 from .export import to_arviz
 from .fisher import remember_arguments

@@ -12,7 +12,7 @@ from typing import Any
 import arviz
 import numpy as np
 
-__all__ = ["from_groups", "summary"]
+__all__ = ["from_groups", "labelled", "summary"]
 
 ARVIZ_MAJOR = int(arviz.__version__.split(".")[0])
 
@@ -100,3 +100,32 @@ def summary(data: Any, **kwargs: Any) -> Any:
             "arviz.summary shows the columns regardless."
         )
     return arviz.summary(data, kind=kind, **kwargs)
+
+
+def labelled(data: Any, values: Mapping[str, np.ndarray], **selection: Any) -> Any:
+    """One number for each entry of the posterior as a series with the labels of :func:`summary`.
+
+    Args:
+        data: what :func:`from_groups` returned.
+        values: an array without dimensions of draws for some variables of the posterior.
+        selection: ``var_names``, ``coords`` and so on, as for :func:`summary`.
+    """
+    import xarray as xr
+
+    posterior = data["posterior"]
+    few = {
+        name: (posterior[name].dims, np.broadcast_to(x, (1, 4, *np.shape(x))))
+        for name, x in values.items()
+    }
+    dims = {dim for names, _ in few.values() for dim in names} - {"chain", "draw"}
+    coords = {dim: posterior[dim].values for dim in dims if dim in posterior.coords}
+    group = xr.Dataset(few, coords | {"chain": [0], "draw": np.arange(4)})
+    table = arviz.summary(
+        arviz.convert_to_inference_data(group)
+        if ARVIZ_MAJOR == 0
+        else xr.DataTree.from_dict({"posterior": group}),
+        kind="stats",
+        round_to=12 if ARVIZ_MAJOR == 0 else "none",
+        **selection,
+    )
+    return table["mean"]

@@ -39,12 +39,12 @@ Program = Callable[..., Any]
 class Draws:
     """S draws from a guide.
 
-    ``values`` are the model's latent sites, each (S, *shape); ``log_q`` (S,) is the guide's log
-    density there and ``model`` the model's trace, both over the sites as the model writes them.
+    ``values`` are the model's latent sites, each (S, *shape); ``guide`` and ``model`` are the traces
+    there, both over the sites as the model writes them.
     """
 
     values: dict[str, Tensor]
-    log_q: Tensor
+    guide: BatchedTrace
     model: BatchedTrace
 
     @property
@@ -55,8 +55,13 @@ class Draws:
 
     @property
     def log_joint(self) -> Tensor:
-        """log p(data, latents), (S,), in nats, with the scales and masks of the model."""
-        return self.model.log_joint()
+        """log p(data, latents), (S,), in nats, with the scales and masks of the model, in float64."""
+        return self.model.log_joint(torch.float64)
+
+    @property
+    def log_q(self) -> Tensor:
+        """The guide's log density, (S,), in nats, in float64."""
+        return self.guide.log_joint(torch.float64)
 
 
 @contextmanager
@@ -165,7 +170,7 @@ def draw_and_evaluate(
             "compare with the posterior. Use guide.median(), or pyro.infer.Predictive with it."
         )
     at_draws = run_batched(model, values, args, kwargs, num_samples, batch_size)
-    return Draws(values, drawn.log_joint(), at_draws)
+    return Draws(values, drawn, at_draws)
 
 
 def warn_of_edges(sites: Sites, values: Mapping[str, Tensor]) -> None:

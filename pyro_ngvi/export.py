@@ -24,7 +24,7 @@ from pyro_ngvi._random import own_random_state
 from pyro_ngvi._version import __version__
 from pyro_ngvi.density import site_kind, site_log_prob
 from pyro_ngvi.diagnostics._pareto import systematic_resample
-from pyro_ngvi.diagnostics.khat import KHat, khat_of
+from pyro_ngvi.diagnostics.khat import KHat, judge
 
 __all__ = ["to_arviz"]
 
@@ -62,20 +62,21 @@ def to_arviz(
     * ``observed_data``: observed sites. ``constant_data``: the model's arguments that are tensors
       or arrays, unless they are the data of an observed site.
 
-    With ``resample="psis"`` the posterior is corrected by importance sampling: the draws are resampled
-    in proportion to their Pareto-smoothed weights (systematically: a draw of weight w comes S w
-    times, rounded up or down), in the groups ``posterior``, ``log_likelihood`` and
+    With ``resample="psis"`` the posterior is corrected by importance sampling: the draws are
+    resampled in proportion to their Pareto-smoothed weights (systematically: a draw of weight w
+    comes S w times, rounded up or down), in the groups ``posterior``, ``log_likelihood`` and
     ``posterior_predictive``. ``sample_stats`` stays that of the guide's own draws, and gains
     ``resampled_from``, the number of the one that each posterior draw is. Repeated draws stand side
     by side, so ArviZ's ESS and errors count them about right. It can correct what k-hat finds
     correctable, no more.
 
-    The attributes of the container and of ``posterior`` hold ``khat``, ``khat_threshold``,
-    ``num_samples``, ``guide``, ``inference_library`` and its version, and where asked ``resample``
-    and ``resample_ess``, how many exact draws the smoothed weights are worth. ``arviz.summary`` shows
-    R-hat and ESS as if the draws were a chain's: use :func:`pyro_ngvi.summary`. The
-    ``arviz.loo_approximate_posterior`` of ArviZ 1.x takes ``lp`` and ``log_q``; resampled draws need
-    no such correction, nor fit to these.
+    The attributes of the container and of ``posterior`` hold ``decision`` ("intervals", "resample" or
+    "unusable") and ``verdict``, the same in words (:class:`~pyro_ngvi.diagnostics.KHat`); ``khat``,
+    ``khat_threshold``, ``kl`` and ``ess``; ``num_samples``, ``guide``, ``inference_library`` and
+    its version, and where asked ``resample`` and ``resample_ess``, how many exact draws the
+    smoothed weights are worth. ``arviz.summary`` shows R-hat and ESS as if the draws were a
+    chain's: use :func:`pyro_ngvi.summary`. The ``arviz.loo_approximate_posterior`` of ArviZ 1.x
+    takes ``lp`` and ``log_q``; resampled draws need no such correction, nor fit to these.
 
     The parameter store and gradients are left alone. The model runs batched over the draws, or
     once for each where it can not. Not for a model that subsamples its data: give the full data.
@@ -96,8 +97,8 @@ def to_arviz(
     :param kwargs: keyword arguments of the model.
     :warns RuntimeWarning: where rounding has put draws onto the end of their support.
     :warns UserWarning: for a guide that is a point mass in some latent sites.
-    :warns RuntimeWarning: with ``resample``, when k-hat says that the weights are not to be relied on.
-    :raises ValueError: when a plate is subsampled; for data outside the support of their site;
+    :warns RuntimeWarning: with ``resample``, when k-hat says that the weights are not to be relied
+    on. :raises ValueError: when a plate is subsampled; for data outside the support of their site;
         when the guide is a point mass, lacks a latent
         site of the model or is of another model; for fewer than 25 draws; when ``coords`` or
         ``dims`` do not fit; for another ``resample``, and with it for weights that are not finite.
@@ -126,7 +127,7 @@ def to_arviz(
     groups: _groups.Groups = {}
     with random_state(seed):
         draws = draw_and_evaluate(model, guide, args, kwargs, latent, num_samples, batch_size)
-        diagnostic = khat_of(draws.log_joint, draws.log_q)
+        diagnostic = judge(model, args, kwargs, prototype, draws, batch_size)
         warn_of_edges(prototype, draws.values)
         if fixed := draws.point_masses:
             diagnostic = replace(diagnostic, khat=float("inf"))
@@ -184,6 +185,10 @@ def to_arviz(
             "num_samples": num_samples,
             "khat": diagnostic.khat,
             "khat_threshold": diagnostic.threshold,
+            "kl": diagnostic.kl,
+            "ess": diagnostic.ess,
+            "decision": diagnostic.decision,
+            "verdict": diagnostic.verdict,
             **resampling,
         },
     )
@@ -250,7 +255,7 @@ def _warn_of_fixed(
 def _resample(diagnostic: KHat) -> np.ndarray:
     """Numbers (S,) of the draws that stand for the posterior."""
     log_weights = diagnostic.psis_log_weights
-    if not diagnostic.ok:
+    if diagnostic.decision == "unusable":
         warnings.warn(
             f'resample="psis" can not be relied on here. {diagnostic.verdict}',
             RuntimeWarning,

@@ -21,7 +21,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_ngvi.diagnostics.khat import khat_of
+from pyro_ngvi.diagnostics.khat import khat_from_log_weights
 
 from .targets import Target
 
@@ -60,7 +60,12 @@ def evaluate(target: Target, guide: Any, seed: int = 5) -> Evaluation:
     reference = target.draws(DRAWS, 1)
     distance = sliced_wasserstein(theta[: len(reference)], reference)
     error = float(weights.std()) / math.sqrt(DRAWS)
-    return Evaluation(float(weights.mean()), error, khat_of(log_joint, log_q).khat, distance)
+    return Evaluation(
+        float(weights.mean()),
+        error,
+        khat_from_log_weights((log_joint - log_q).double().cpu().numpy()).khat,
+        distance,
+    )
 
 
 @torch.no_grad()

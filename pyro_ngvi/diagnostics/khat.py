@@ -1,66 +1,108 @@
-r"""PSIS k-hat: can importance weights take the guide's draws to the posterior?
+r"""Whether to take a guide's draws as they are, to resample them, or not to use them.
 
 With log weights l_s = log p(x, z_s) - log q(z_s) of draws z_s ~ q, s = 1..S, the largest ones are
 taken for the tail of a generalised Pareto distribution, see ``_pareto.py``. A tail of shape k has 1/k
-finite moments, so k tells how far the guide's tails fall short of the posterior's.
+finite moments, so k tells how far the guide's tails fall short of the posterior's. A good k-hat
+says that weighted draws can be relied on, *not* that the draws can: what the weights move is in
+``shifts.py``.
 
 Sources: Vehtari, Simpson, Gelman, Yao & Gabry (2024), "Pareto smoothed importance sampling",
 JMLR 25(72), section 3; Yao, Vehtari, Simpson & Gelman (2018), "Yes, but did it work?", ICML.
 
-When not to use it: it judges the joint posterior, so with hundreds of latents it is large for
-guides whose single marginals are good; and it sees only where the guide puts its draws, so a mode
-that the guide never visits goes unseen.
+When not to use it: it judges the joint posterior, so with hundreds of latents it refuses
+guides whose single marginals are good; and it sees only where the guide, or a draw from the prior,
+goes: a mode that neither visits goes unseen, and weights from the wrong place look fine. Where
+several modes are possible fit from several starts.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributions import biject_to
 
 from pyro_ngvi._draws import (
+    Draws,
     draw_and_evaluate,
     prototype_sites,
     random_state,
     sites_of_kind,
     warn_of_edges,
 )
+from pyro_ngvi._particles import Sites
+from pyro_ngvi.diagnostics import _verdict
 from pyro_ngvi.diagnostics._pareto import find_tail, smoothed
+from pyro_ngvi.diagnostics.prior_evidence import SURPRISE, prior_log_evidence
+from pyro_ngvi.diagnostics.shifts import Shift, Slope, shift_of, steepest
 
-__all__ = ["KHat", "khat", "khat_from_log_weights"]
+__all__ = ["KHat", "judge", "khat", "khat_from_log_weights"]
 
-NEGLIGIBLE = 0.01  # nats of KL that no reader of a posterior would notice
 COARSE = 0.05  # nats of rounding above which equal and unequal weights look alike
 MIN_DRAWS = 25  # fewer leave less than five weights for the tail
 
 
 @dataclass(frozen=True)
 class KHat:
-    """A guide's k-hat and what it means.
+    """A guide's importance weights and what they say.
 
-    ``khat`` is the estimated shape of the tail of the importance weights, infinite where there is
-    none to estimate; ``threshold`` is min(1 - 1/log10(S), 0.7), above which the weights are not
-    to be relied on; ``ess`` = 1 / sum_s w_s^2 is how many exact draws the normalised weights w are
-    worth; ``log_weights`` are their logarithms, (S,), in nats.
+    ``decision`` is one of
 
-    k-hat does not depend on the scale of the weights: weights that are all equal to within a
-    percent may still have a tail of some shape. So ``ok`` also holds where there is next to nothing
-    to correct, that is where ``kl`` = -log S - mean(log weights), an estimate of KL(q || p), is below
-    ``NEGLIGIBLE`` nats and the draws are worth at least 95 % of their number.
+    * ``"intervals"``: means, sds and intervals of the draws may be taken as they are: two standard
+      errors included, smoothed weights move no mean by more than 0.3 sds and no sd by more than 30 %;
+    * ``"resample"``: take resampled draws, as ``to_arviz(..., resample="psis")`` gives;
+    * ``"unusable"``: neither can be relied on.
+
+    ``verdict`` says so in words, with the reason, and ``ok`` is true for ``"intervals"`` alone.
+    None of them can see a mode that neither the guide nor a draw of the prior visits.
+
+    Attributes:
+        khat: estimated shape of the tail of the weights, infinite where there is none to estimate.
+        Weights
+            that are equal to within a percent have a tail of some shape too, which then means
+            nothing.
+        threshold: min(1 - 1/log10(S), 0.7), above which the weights are not to be relied on.
+        ess: 1 / sum_s w_s^2, the number of exact draws that the normalised weights w are worth.
+        log_weights: their logarithms, (S,), in nats.
+        shifts: by latent or deterministic site, what weights would change in each mean and sd.
+        slope: the steepest slope of the ELBO along a latent entry, see ``diagnostics/shifts.py``; a
+        fit
+            that had ended has none that stands out of its noise.
+        missed: nats by which draws from the prior show more evidence than the guide's, less the 4.6
+        nats
+            that chance may give them; positive where the guide has missed a mode. ``None`` where the
+            prior can not be drawn from.
     """
 
     khat: float
     threshold: float
     ess: float
     log_weights: np.ndarray = field(repr=False)
+    shifts: Mapping[str, Shift] = field(default_factory=dict, repr=False)
+    slope: Slope | None = None
+    missed: float | None = None
+
+    @cached_property
+    def decision(self) -> str:
+        """ "intervals", "resample" or "unusable": see the class."""
+        return _verdict.decide(self)
 
     @property
     def ok(self) -> bool:
-        """Whether k-hat is at most its threshold, or the weights are equal in practice."""
-        if np.isnan(self.khat):
-            return False
-        return self.khat <= self.threshold or self.nearly_equal
+        """Whether the guide's draws may be taken as they are."""
+        return self.decision == "intervals"
+
+    @property
+    def reliable(self) -> bool:
+        """Whether the weights may be relied on: k-hat is small, or they are equal in practice."""
+        return not np.isnan(self.khat) and (self.khat <= self.threshold or self.nearly_equal)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no slope of the ELBO stands out of its noise by more than 0.1 sd."""
+        return self.slope is None or self.slope.excess <= _verdict.STEEP
 
     @property
     def kl(self) -> float:
@@ -69,8 +111,8 @@ class KHat:
 
     @property
     def nearly_equal(self) -> bool:
-        """Whether the weights correct next to nothing."""
-        return self.kl < NEGLIGIBLE and self.ess >= 0.95 * len(self.log_weights)
+        """Whether the weights correct next to nothing: less than 0.01 nats, and 5 % of the draws."""
+        return self.kl < _verdict.NEGLIGIBLE and self.ess >= 0.95 * len(self.log_weights)
 
     @property
     def psis_log_weights(self) -> np.ndarray:
@@ -92,30 +134,8 @@ class KHat:
 
     @property
     def verdict(self) -> str:
-        """What was found and what to do about it, in a sentence."""
-        found = f"k-hat is {self.khat:.2f} from {len(self.log_weights)} draws"
-        if np.isnan(self.khat):
-            return (
-                "The importance weights can not be told from rounding in this dtype, so k-hat says "
-                "nothing: evaluate the model in float64."
-            )
-        if self.nearly_equal and self.khat > self.threshold:
-            return (
-                f"{found}, but all weights are nearly equal (KL of about {max(self.kl, 0.0):.1g} "
-                f"nat): where the guide draws, it is the posterior."
-            )
-        if self.ok:
-            return (
-                f"{found}, within {self.threshold:.2f}: importance weights can correct what the "
-                f"guide misses (the draws are worth {self.ess:.0f} exact ones)."
-            )
-        if self.khat <= 0.7:
-            return f"{found}, above {self.threshold:.2f}: too few draws to tell; raise num_samples."
-        return (
-            f"{found}, above {self.threshold:.2f}: the guide misses part of the posterior, and its "
-            "intervals may be too narrow; train longer, use a richer guide, reparametrise the "
-            "model, or check against NUTS."
-        )
+        """The decision and its reasons, in words."""
+        return _verdict.sentence(self)
 
 
 def khat(
@@ -127,7 +147,7 @@ def khat(
     batch_size: int | None = None,
     **kwargs: Any,
 ) -> KHat:
-    """PSIS k-hat of a trained Pyro guide.
+    """Whether a trained Pyro guide's draws may be taken as they are: :class:`KHat`.
 
     The same ``num_samples`` and ``seed`` give the draws of :func:`pyro_ngvi.to_arviz`. The
     parameter store and gradients are left alone.
@@ -148,10 +168,10 @@ def khat(
     ...     pyro.sample("z", dist.Normal(0.0, 1.0))
     >>> def narrow():
     ...     pyro.sample("z", dist.Normal(0.0, 0.3))
-    >>> khat(model, model, seed=0).khat  # an exact guide: all weights are equal
-    0.0
-    >>> khat(model, narrow, seed=0).ok
-    False
+    >>> khat(model, model, seed=0).decision  # an exact guide: all weights are equal
+    'intervals'
+    >>> khat(model, narrow, seed=0).decision
+    'unusable'
     """
     with random_state(
         seed
@@ -160,6 +180,7 @@ def khat(
     latent = sites_of_kind(prototype, "latent")
     with random_state(seed):
         draws = draw_and_evaluate(model, guide, args, kwargs, latent, num_samples, batch_size)
+        found = judge(model, args, kwargs, prototype, draws, batch_size)
     warn_of_edges(prototype, draws.values)
     if fixed := draws.point_masses:
         raise ValueError(
@@ -168,16 +189,53 @@ def khat(
             f"could correct it. Judge the rest given that point: pass pyro.poutine.condition(model, "
             f"data=...) with it, and the guide of the other sites."
         )
-    return khat_of(draws.log_joint, draws.log_q)
+    return found
 
 
-def khat_of(log_joint: torch.Tensor, log_q: torch.Tensor) -> KHat:
-    """k-hat from the model's and the guide's log densities at the guide's draws, both (S,)."""
-    # A log density is a sum, rounded relative to its own size, not to that of the difference.
-    size = torch.stack([log_joint, log_q]).abs().nan_to_num(0.0, 0.0, 0.0).amax()
-    resolution = 64 * torch.finfo(log_joint.dtype).eps * float(size)
-    log_weights = log_joint.double() - log_q.double()
-    return khat_from_log_weights(log_weights.cpu().numpy(), resolution)
+def judge(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    prototype: Sites,
+    draws: Draws,
+    batch_size: int | None = None,
+) -> KHat:
+    """What the weights of ``draws`` say; ``prototype`` are the model's sites in a plain run."""
+    log_ratio = (draws.log_joint - draws.log_q).cpu().numpy()
+    # The guide's log density is one number a draw, rounded relative to its own size.
+    resolution = draws.model.rounding() + draws.guide.rounding()
+    found = khat_from_log_weights(log_ratio, resolution)
+    latent = draws.values.keys()
+    shown = [n for n, s in draws.model.sites.items() if n in latent or s.kind == "deterministic"]
+    values = {name: _numbers(draws.model.sites[name].value) for name in shown}
+    weights = found.psis_log_weights if found.ess > 0.0 else found.log_weights
+    missed = None
+    if found.ess > 0.0:
+        few = max(len(log_ratio) // 4, MIN_DRAWS)
+        prior = prior_log_evidence(model, args, kwargs, latent, few, batch_size)
+        top = log_ratio.max()
+        evidence = top + float(np.log(np.mean(np.exp(log_ratio - top))))
+        missed = None if prior is None else prior - evidence - SURPRISE
+    return replace(
+        found,
+        shifts={name: shift_of(x, weights) for name, x in values.items() if x.dtype.kind == "f"},
+        slope=steepest(dict(_unconstrained(prototype, draws)), log_ratio),
+        missed=missed,
+    )
+
+
+def _numbers(x: torch.Tensor) -> np.ndarray:
+    return x.detach().cpu().numpy()
+
+
+def _unconstrained(prototype: Sites, draws: Draws) -> Iterable[tuple[str, np.ndarray]]:
+    for name, x in draws.values.items():
+        try:
+            theta = biject_to(prototype[name]["fn"].support).inv(x)
+        except NotImplementedError:  # discrete, circular: no direction to move along
+            continue
+        if theta.is_floating_point():
+            yield name, _numbers(theta)
 
 
 def khat_from_log_weights(log_weights: np.ndarray, resolution: float = 0.0) -> KHat:

@@ -93,24 +93,31 @@ def test_too_few_or_misshapen_log_weights_are_refused(shape: tuple[int, ...]) ->
 
 
 def test_verdict_says_what_to_do() -> None:
-    weights = np.zeros(100)
-    assert "can correct what the guide misses" in KHat(0.2, 0.5, 80.0, weights).verdict
-    assert "raise num_samples" in KHat(0.6, 0.5, 30.0, weights).verdict
-    assert "check against NUTS" in KHat(0.9, 0.5, 3.0, weights).verdict
+    equal = np.full(100, -np.log(100.0))
+    apart = equal - np.linspace(-1.0, 1.0, 100) - 0.16  # normalised: a KL of .16 nats
+    assert KHat(0.2, 0.5, 80.0, equal).verdict.startswith("Take the intervals as they are")
+    assert 'resample="psis"' in KHat(0.2, 0.5, 80.0, apart).verdict
+    assert "raise num_samples" in KHat(0.6, 0.5, 30.0, apart).verdict
+    assert "check against NUTS" in KHat(0.9, 0.5, 3.0, apart).verdict
 
 
 def target() -> None:
     pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
 
 
-@pytest.mark.parametrize(("scale", "ok"), [(0.3, False), (0.9, True), (1.5, True)])
-def test_judges_a_gaussian_guide_by_its_scale(scale: float, ok: bool) -> None:
-    # The weights of q = N(0, scale^2) for p = N(0, 1) have a tail of shape 1 - scale^2.
+@pytest.mark.parametrize(
+    ("scale", "decision"), [(0.3, "unusable"), (0.9, "intervals"), (1.5, "resample")]
+)
+def test_judges_a_gaussian_guide_by_its_scale(scale: float, decision: str) -> None:
+    # The weights of q = N(0, scale^2) for p = N(0, 1) have a tail of shape 1 - scale^2: good for a wide
+    # guide, whose raw intervals are half as wide again.
     def guide() -> None:
         pyro.sample("z", dist.Normal(torch.zeros(()), scale))
 
     result = khat(target, guide, num_samples=4000, seed=1)
-    assert result.ok is ok
+    # the derivative of the ELBO in log scale, 1 - scale^2, says that the fit of 1.5 has not ended
+    assert result.reliable is (scale != 0.3)
+    assert (result.decision, result.ok) == (decision, decision == "intervals")
     assert len(result.log_weights) == 4000
 
 

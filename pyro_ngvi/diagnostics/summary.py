@@ -1,0 +1,98 @@
+"""A table of the posterior that says whether to believe it."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from .. import _arviz_compat
+from . import _verdict
+from .shifts import shift_of
+
+__all__ = ["summary"]
+
+SELECTION = ("var_names", "filter_vars", "coords", "labeller")
+
+
+def summary(data: Any, **kwargs: Any) -> Any:
+    """``arviz.summary`` of a guide's draws, and under the table whether to believe it.
+
+    R-hat, the effective sample size and the Monte-Carlo error built on it ask how well a *chain*
+    has mixed. Draws from a guide are independent, so these figures look perfect however wrong the
+    guide is, and are left out.  The line under the table is the verdict that
+    :func:`pyro_ngvi.to_arviz` wrote, also in ``table.attrs["verdict"]``; it judges all latent
+    sites, whatever ``var_names`` shows.
+
+    Where raw draws are not to be taken as they are, two columns say which rows importance weights
+    move by more than 0.3 sds or 30 %: ``mean_shift``, the mean's change in sds, and ``sd_ratio``,
+    the weighted sd over the sd shown; NaN where neither moves that far.  Where the verdict is "not
+    usable", these are hints.
+
+    Args:
+        data: what :func:`pyro_ngvi.to_arviz` returned.
+        kwargs: passed on to ``arviz.summary``; ``kind`` may be one of its kinds that start with
+            ``"stats"``, the default.
+
+    Returns:
+        A ``pandas.DataFrame`` (with ``fmt="xarray"`` what ArviZ gives, without columns or line).
+
+    Raises:
+        ValueError: when ``kind`` asks for diagnostics of chains.
+    """
+    table = _arviz_compat.summary(data, **kwargs)
+    attrs = getattr(data, "attrs", {})
+    verdict = attrs.get("verdict")
+    if verdict is None or not hasattr(table, "index"):
+        return table
+    if "resample" in attrs:
+        verdict = (
+            f"Resampled: worth {attrs['resample_ess']:.0f} exact draws. Of the raw draws: {verdict}"
+        )
+    elif attrs["decision"] != "intervals":
+        _add_shifts(table, data, {k: v for k, v in kwargs.items() if k in SELECTION})
+    return _with_line(table, verdict)
+
+
+def _add_shifts(table: Any, data: Any, selection: dict[str, Any]) -> None:
+    """Columns for the rows that weights move."""
+    log_weights = np.asarray(data["sample_stats"]["log_weights"]).reshape(-1)
+    mean, ratio = {}, {}
+    for name, draws in data["posterior"].data_vars.items():
+        if draws.dtype.kind == "f":
+            shift = shift_of(draws.values.reshape(len(log_weights), *draws.shape[2:]), log_weights)
+            far = np.abs(shift.mean) > _verdict.COARSE_MEAN
+            far |= np.abs(shift.log_sd) > _verdict.COARSE_SD
+            mean[name] = np.where(far, shift.mean, np.nan)
+            ratio[name] = np.where(far, np.exp(shift.log_sd), np.nan)
+    if any(np.isfinite(x).any() for x in mean.values()):
+        table["mean_shift"] = (
+            _arviz_compat.labelled(data, mean, **selection).reindex(table.index).round(2)
+        )
+        table["sd_ratio"] = (
+            _arviz_compat.labelled(data, ratio, **selection).reindex(table.index).round(2)
+        )
+
+
+def _with_line(table: Any, line: str) -> Any:
+    """The table, printed with a line under it."""
+    import pandas as pd
+
+    class Table(pd.DataFrame):
+        """A DataFrame that prints a line under itself; what is made from it is a plain one."""
+
+        @property
+        def _constructor(self) -> Any:
+            return pd.DataFrame
+
+        def __repr__(self) -> str:
+            return f"{super().__repr__()}\n\n{line}"
+
+        def _repr_html_(self) -> str | None:
+            html = super()._repr_html_()
+            return html and f"{html}<p>{escape(line)}</p>"
+
+    table = Table(table)
+    table.attrs["verdict"] = line
+    return table

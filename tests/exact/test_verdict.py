@@ -1,0 +1,193 @@
+"""The three decisions about a guide's draws: closed forms for Gaussians, and the ways to be wrong."""
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.diagnostics.prior_evidence import prior_log_evidence
+from pyro_ngvi.diagnostics.shifts import shift_of, slope_of
+
+S = 4000
+
+
+def gaussian_log_ratio(x: np.ndarray, mean: float, sd: float) -> np.ndarray:
+    """log N(x; 0, 1) - log N(x; mean, sd^2)."""
+    return -0.5 * x**2 + 0.5 * ((x - mean) / sd) ** 2 + np.log(sd)
+
+
+def normalised(x: np.ndarray) -> np.ndarray:
+    return x - np.logaddexp.reduce(x)
+
+
+@pytest.mark.parametrize(("mean", "sd"), [(0.0, 1.0), (0.3, 1.0), (0.0, 1.3), (-0.2, 0.9)])
+def test_shifts_are_those_of_gaussians(mean: float, sd: float) -> None:
+    x = mean + sd * np.random.default_rng(3).standard_normal((S, 1))
+    shift = shift_of(x, normalised(gaussian_log_ratio(x[:, 0], mean, sd)))
+    # both moments come from the same draws, so their difference has the stated standard error
+    assert abs(shift.mean[0] + mean) < 4 * shift.mean_error[0] + 1e-9
+    assert abs(shift.log_sd[0] + np.log(sd)) < 4 * shift.log_sd_error[0] + 1e-9
+
+
+def test_standard_errors_of_shifts_are_those_of_many_runs() -> None:
+    runs = 400
+    rng, found = np.random.default_rng(5), []
+    for _ in range(runs):
+        x = 0.2 + 1.2 * rng.standard_normal((500, 1))
+        found.append(shift_of(x, normalised(gaussian_log_ratio(x[:, 0], 0.2, 1.2))))
+    for name in ("mean", "log_sd"):
+        spread = np.std([getattr(f, name) for f in found])
+        stated = np.mean([getattr(f, f"{name}_error") for f in found])
+        # the sd of 400 numbers has a relative standard error of 1 / sqrt(800) = 3.5 %
+        assert abs(stated / spread - 1) < 4 * 0.035
+
+
+def test_slopes_are_the_natural_gradient_of_the_elbo() -> None:
+    # -KL(N(m, s^2) || N(0, 1)) has the derivatives -m in m and 1 - s^2 in log s; over the Fisher
+    # information, 1 / s^2 and 2, the first in sds of q: -m s and (1 - s^2) / 2
+    for mean, sd in ((0.5, 1.0), (0.0, 1.4), (0.0, 0.5)):
+        x = mean + sd * np.random.default_rng(7).standard_normal(S)
+        slope = slope_of("z", x, gaussian_log_ratio(x, mean, sd))
+        expected = {"mean": -mean * sd, "sd": (1 - sd**2) / 2}[slope.what]
+        assert abs(slope.size - expected) < 4 * slope.error
+    x = np.random.default_rng(7).standard_normal(S)
+    assert slope_of("z", x, gaussian_log_ratio(x, 0.0, 1.0)).excess <= 0.0
+
+
+def test_constant_and_infinite_draws_have_an_answer() -> None:
+    log_weights = np.full(100, -np.log(100.0))
+    still = shift_of(np.ones((100, 2)), log_weights)
+    assert not still.mean.any() and not still.log_sd.any()
+    wild = shift_of(np.full((100, 1), np.inf), log_weights)
+    assert np.isinf(wild.largest_mean) and np.isinf(wild.largest_log_sd)
+
+
+def target() -> None:
+    pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
+
+
+def normal_guide(mean: float, sd: float):
+    def guide() -> None:
+        pyro.sample("z", dist.Normal(torch.full((), mean), sd))
+
+    return guide
+
+
+@pytest.mark.parametrize(
+    ("mean", "sd", "decision", "ended"),
+    [
+        (0.0, 1.0, "intervals", True),
+        (0.08, 1.0, "intervals", True),
+        (0.5, 1.0, "resample", False),
+        (0.0, 1.6, "resample", False),
+        (0.0, 0.3, "unusable", False),
+        (4.0, 1.0, "unusable", False),
+    ],
+)
+def test_decision_on_gaussians(mean: float, sd: float, decision: str, ended: bool) -> None:
+    found = ngvi.khat(target, normal_guide(mean, sd), num_samples=2000, seed=2)
+    assert (found.decision, found.ok) == (decision, decision == "intervals")
+    assert ("has not ended" in found.verdict) is not ended
+
+
+def test_a_good_khat_licenses_no_raw_draws_of_a_heavy_tail() -> None:
+    # In log space the best Gaussians of Gamma(0.1, 0.1) have far too long a right tail: the raw sd is
+    # hundreds where the exact one is 3.2, and the smoothed weights take these draws away.
+    def model() -> None:
+        pyro.sample("x", dist.Gamma(torch.tensor(0.1), torch.tensor(0.1)))
+
+    def guide() -> None:
+        pyro.sample("x", dist.LogNormal(torch.tensor(-8.0), 9.0))
+
+    found = ngvi.khat(model, guide, num_samples=1000, seed=0)
+    assert found.reliable and found.kl > 10.0
+    assert not found.ok and "x" in found.verdict
+
+
+def test_a_mode_that_the_prior_knows_is_missed() -> None:
+    def model() -> None:
+        x = pyro.sample("x", dist.Normal(torch.zeros(()), 5.0))
+        near, far = -0.5 * ((x - 4) / 0.3) ** 2, 10.0 - 0.5 * ((x + 4) / 0.3) ** 2
+        pyro.factor("likelihood", torch.logaddexp(near, far))
+
+    def guide() -> None:  # the smaller mode, to within its own shape
+        pyro.sample("x", dist.Normal(torch.tensor(4.0), 0.3))
+
+    found = ngvi.khat(model, guide, seed=0)
+    assert found.reliable and found.missed is not None and found.missed > 0.0
+    assert found.decision == "unusable" and "misses a mode" in found.verdict
+
+
+def test_evidence_from_the_prior() -> None:
+    y = torch.tensor(0.7, dtype=torch.float64)
+
+    def model(y: torch.Tensor) -> None:
+        z = pyro.sample("z", dist.Normal(y.new_zeros(()), 1.0))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    before = torch.get_rng_state()
+    found = prior_log_evidence(model, (y,), {}, ["z"], 100_000)
+    assert torch.equal(torch.get_rng_state(), before)
+    exact = float(dist.Normal(0.0, 2.0**0.5).log_prob(y))
+    assert found is not None
+    assert abs(found - exact) < 4 * 0.5 / 100_000**0.5  # the likelihood's sd is below half its mean
+
+    def improper(y: torch.Tensor) -> None:
+        support = dist.constraints.real
+        z = pyro.sample("z", dist.ImproperUniform(support, (), ()))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    assert prior_log_evidence(improper, (y,), {}, ["z"], 100) is None
+
+
+@pytest.mark.parametrize("rows", [50_000])
+def test_float32_with_many_rows_has_a_khat(rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randn(rows, generator=generator)
+    precision = rows + 1
+
+    def model(y: torch.Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(y.new_zeros(()), 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+    def guide(y: torch.Tensor) -> None:
+        pyro.sample("mu", dist.Normal(y.sum() / precision, 1.2 * precision**-0.5))
+
+    single = ngvi.khat(model, guide, y, seed=3, batch_size=100)
+    assert np.isfinite(single.khat)
+    # KL of the wide guide: (1.44 - 1) / 2 - log 1.2, the sd over draws of the ratio is about .3
+    assert abs(single.kl - (0.22 - np.log(1.2))) < 4 * 0.32 / 1000**0.5
+
+
+def test_summary_says_the_verdict_and_marks_the_rows_that_move() -> None:
+    def model() -> None:
+        pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("b", dist.Normal(torch.zeros(()), 1.0))
+
+    def guide() -> None:
+        sds = torch.tensor([1.0, 1.0, 1.5])
+        pyro.sample("w", dist.Normal(torch.tensor([0.0, 0.6, 0.0]), sds).to_event(1))
+        pyro.sample("b", dist.Normal(torch.zeros(()), 1.0))
+
+    def exported(guide, **how):
+        return ngvi.to_arviz(model, guide, num_samples=2000, seed=1, **how)
+
+    data = exported(guide, coords={"k": ["p", "q", "r"]}, dims={"w": ["k"]})
+    assert data.attrs["decision"] == "resample"
+    table = ngvi.summary(data)
+    assert data.attrs["verdict"] in repr(table) and data.attrs["verdict"] == table.attrs["verdict"]
+    assert data.attrs["verdict"].split(":")[0] in table._repr_html_()
+    assert list(table.index) == ["w[p]", "w[q]", "w[r]", "b"]
+    moved = table["mean_shift"].notna()
+    assert list(moved) == [False, True, True, False]
+    assert table["mean_shift"]["w[q]"] == pytest.approx(-0.6, abs=0.1)
+    assert table["sd_ratio"]["w[r]"] == pytest.approx(1 / 1.5, abs=0.05)
+    assert list(ngvi.summary(data, var_names="b").index) == ["b"]
+
+    good = ngvi.summary(exported(model))
+    assert "Take the intervals as they are" in repr(good) and "mean_shift" not in good
+    again = ngvi.summary(exported(guide, resample="psis"))
+    assert "Resampled" in repr(again) and "mean_shift" not in again
