@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from ._factors import Factors, cosine_columns
-from .base import LOG_2PI, Family, Tensors, clamp_exponent, keep_signature
+from ._normal import NormalFamily
+from .base import LOG_2PI, Tensors, clamp_exponent, keep_signature
 
 __all__ = ["FactorNormal"]
 
@@ -116,7 +117,7 @@ class _LogDensity(torch.autograd.Function):
         return z, None, None, None
 
 
-class FactorNormal(Family):
+class FactorNormal(NormalFamily):
     """Gaussians with covariance B B' + diag(c^2).
 
     Args:

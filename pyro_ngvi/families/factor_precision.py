@@ -47,7 +47,8 @@ from .._known import known
 from ..linalg.cholesky import SMALLEST
 from ..linalg.leading import leading_rows
 from ._factors import Factors, cosine_columns
-from .base import LOG_2PI, Family, Tensors, clamp_exponent, keep_signature
+from ._normal import NormalFamily
+from .base import LOG_2PI, Tensors, clamp_exponent, keep_signature
 
 __all__ = ["FactorPrecisionNormal"]
 
@@ -85,7 +86,7 @@ class _Sample(torch.autograd.Function):
         return g.sum(0), rows.mT, -0.5 * (h * x).sum(0) * log_precision.exp(), None
 
 
-class FactorPrecisionNormal(Family):
+class FactorPrecisionNormal(NormalFamily):
     """Gaussians with precision U U' + diag(s).
 
     Args:

@@ -36,7 +36,8 @@ from ..linalg.cholesky import (
     inverse_cholesky_of_improved,
     inverse_cholesky_of_shifted,
 )
-from .base import LOG_2PI, Family, Tensors, keep_signature, log_normal
+from ._normal import NormalFamily
+from .base import LOG_2PI, Tensors, keep_signature, log_normal
 
 __all__ = ["FullRankNormal"]
 
@@ -93,7 +94,7 @@ class _SymmetrisedSample(torch.autograd.Function):
         return g.sum(0), (0.5 * left.mT @ right).tril(), None
 
 
-class FullRankNormal(Family):
+class FullRankNormal(NormalFamily):
     """Gaussians with any covariance.
 
     Example:

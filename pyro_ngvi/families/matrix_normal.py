@@ -41,7 +41,8 @@ import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
-from .base import LOG_2PI, Family, Tensors, keep_signature
+from ._normal import NormalFamily
+from .base import LOG_2PI, Tensors, keep_signature
 
 __all__ = ["MatrixNormal"]
 
@@ -82,7 +83,7 @@ class _SymmetrisedSample(torch.autograd.Function):
         )
 
 
-class MatrixNormal(Family):
+class MatrixNormal(NormalFamily):
     """Gaussians over matrices (rows, columns) with a Kronecker product as covariance.
 
     Args:

@@ -281,14 +281,28 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
         return self.family.mean(params), self.family.stddev(params)
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Posterior median of each latent site; on a simplex that of its stick-breaking coordinates."""
+        """Posterior median of every entry of each latent site: ``quantiles([0.5])[0]``.
+
+        The medians of the entries of a simplex do not sum to 1, nor need those of a Cholesky factor of
+        a correlation be one.  To put a point of such a support into a model, take a draw.
+        """
         return {name: q[0] for name, q in self.quantiles([0.5]).items()}
 
     @torch.no_grad()
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Posterior quantiles (len(quantiles), ...) of each latent site, for levels in (0, 1)."""
+        """Posterior quantiles (len(quantiles), ...) of each latent site, for levels in (0, 1).
+
+        Each entry has its own, as if it were alone.  Where the transform to the support mixes entries
+        (simplices, ordered vectors, Cholesky factors of correlations) and q has no closed form there,
+        they are those of 16,384 draws of a fixed seed, with standard errors of 0.01 sd at the median
+        and 0.016 sd at 5 and 95 % of a Gaussian entry (:mod:`pyro_ngvi.guides.quantiles`).
+        """
         self._require_setup()
         return site_quantiles(self, quantiles)
+
+    def _exact_quantiles(self, name: str, levels: Tensor) -> Tensor | None:
+        """Quantiles (L, *shape) of a site at ``levels`` (L,) that do not follow from its transform."""
+        return None
 
     def _require_setup(self) -> None:
         if self.prototype_trace is None:

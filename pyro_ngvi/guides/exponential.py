@@ -133,6 +133,15 @@ class AutoExponentialFamily(AutoFamily):
             )
         return chosen
 
+    def _exact_quantiles(self, name: str, levels: Tensor) -> Tensor | None:
+        if self._members[name] != "dirichlet":
+            return None
+        index = list(self._members).index(name)
+        part: Any = self.family.parts[self.family.segments[index][0]]
+        prototype: Any = self.prototype_trace
+        found = part.entry_icdf(self.family.segment(self._current(), index), levels)
+        return found.reshape(levels.shape + prototype.nodes[name]["value"].shape)
+
     def site_distribution(self, name: str) -> Any:
         """The distribution of one latent site, as a Pyro distribution over its own support.
 

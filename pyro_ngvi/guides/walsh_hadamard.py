@@ -265,16 +265,11 @@ class AutoWalshHadamard(AutoFamily):
             sd = transform.stddev(family.covariance(own) if full else family.stddev(own).square())
         return transform(mean).detach(), sd.detach()
 
-    @torch.no_grad()
-    def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Marginal quantiles of every latent site, by name; a dimension for the levels in front."""
-        result = super().quantiles(quantiles, *args, **kwargs)
-        for name in self.parts:
-            mean, sd = self.site_moments(name)
-            levels = torch.as_tensor(quantiles, dtype=mean.dtype, device=mean.device)
-            z = torch.special.ndtri(levels)
-            result[name] = mean + sd * z.reshape(z.shape + (1,) * mean.dim())
-        return result
+    def _exact_quantiles(self, name: str, levels: Tensor) -> Tensor | None:
+        if name not in self.parts:
+            return None
+        mean, sd = self.site_moments(name)
+        return mean + sd * torch.special.ndtri(levels).reshape(-1, *(1 for _ in mean.shape))
 
 
 class _Diagonals:
