@@ -47,7 +47,7 @@ from .._known import known
 from ..linalg.cholesky import SMALLEST
 from ..linalg.leading import leading_rows
 from ._factors import Factors, cosine_columns
-from ._normal import NormalFamily
+from ._normal import NormalFamily, exportable
 from .base import LOG_2PI, Tensors, clamp_exponent, keep_signature
 
 __all__ = ["FactorPrecisionNormal"]
@@ -116,8 +116,8 @@ class FactorPrecisionNormal(NormalFamily):
         d, L = loc.shape[-1], self.rank
         if L >= d:
             raise ValueError(
-                f"FactorPrecisionNormal has rank={L}, but the latent vector has only {d} dimensions. "
-                f"Use a rank of at most {d - 1}, or the full-rank family."
+                f"FactorPrecisionNormal has rank={L}, but the latent vector has only {d} dimension(s). "
+                f"Use {f'a rank of at most {d - 1}, or ' if d > 1 else ''}the full-rank family."
             )
         # Orthogonal columns of B that double the precision along each; at U = 0 its gradient is zero.
         # s then makes every sd exact.
@@ -131,7 +131,9 @@ class FactorPrecisionNormal(NormalFamily):
         return params["loc"].shape[-1]
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        result = _Sample.apply(params["loc"], params["factor"], params["log_precision"], noise)
+        result = exportable(_Sample)(
+            params["loc"], params["factor"], params["log_precision"], noise
+        )
         assert isinstance(result, Tensor)
         return result
 

@@ -36,7 +36,7 @@ from ..linalg.cholesky import (
     inverse_cholesky_of_improved,
     inverse_cholesky_of_shifted,
 )
-from ._normal import NormalFamily
+from ._normal import NormalFamily, exportable
 from .base import LOG_2PI, Tensors, keep_signature, log_normal
 
 __all__ = ["FullRankNormal"]
@@ -120,7 +120,7 @@ class FullRankNormal(NormalFamily):
         return params["loc"].shape[-1]
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        result = _SymmetrisedSample.apply(params["loc"], params["scale_tril"].tril(), noise)
+        result = exportable(_SymmetrisedSample)(params["loc"], params["scale_tril"].tril(), noise)
         assert isinstance(result, Tensor)
         return result
 

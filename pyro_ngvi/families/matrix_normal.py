@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
-from ._normal import NormalFamily
+from ._normal import NormalFamily, exportable
 from .base import LOG_2PI, Tensors, keep_signature
 
 __all__ = ["MatrixNormal"]
@@ -136,7 +136,7 @@ class MatrixNormal(NormalFamily):
         return z.reshape(*z.shape[:-1], self.rows, self.columns)
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        result = _SymmetrisedSample.apply(params["loc"], *self._factors(params), noise)
+        result = exportable(_SymmetrisedSample)(params["loc"], *self._factors(params), noise)
         assert isinstance(result, Tensor)
         return result
 

@@ -33,7 +33,7 @@ from .initialization import init_to_center
 from .neutra import FamilyTransform, base_of
 from .posterior import FamilyDistribution, WithDensity
 from .quantiles import site_quantiles
-from .warm_start import find_mode
+from .warm_start import find_mode, others_fixed
 
 __all__ = ["AutoFamily", "Curvature", "find_blocks"]
 
@@ -97,8 +97,8 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
     def __init__(
         self,
         model: Callable[..., Any],
-        *,
         init_loc_fn: Callable[..., Any] = init_to_center,
+        *,
         init_scale: float = 0.1,
         sticking_the_landing: bool = True,
         init: str | None = None,
@@ -145,10 +145,15 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
             )
         with poutine.block():  # handlers around the first call are not to see the runs of a search
             if self.init == "map":
-                loc = find_mode(model_as_given(self), loc, args, kwargs)
+                loc = find_mode(self._model_alone(args, kwargs), loc, args, kwargs)
             params = self._start(loc, args, kwargs)
         warn_of_other_names(self)
         self._register_params(params)
+
+    def _model_alone(self, args: Any, kwargs: Any) -> Callable[..., Any]:
+        """The model with the latent sites of other guides fixed, for searches before the first step."""
+        prototype: Any = self.prototype_trace
+        return others_fixed(model_as_given(self), set(prototype.nodes), args, kwargs)
 
     def _start(self, loc: Tensor, args: Any, kwargs: Any) -> Tensors:
         """The first parameters, around ``loc``."""
@@ -225,7 +230,7 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
         """
         self._require_setup()
         params = self._current()
-        if self.averaged and torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        if self.averaged and torch.is_grad_enabled() and torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             raise RuntimeError(
                 f"{type(self).__name__} can not be traced by torch.jit while its optimizer averages: "
                 f"the trace would freeze the lag between iterate and average. Use Trace_ELBO or "
@@ -240,6 +245,12 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
         """Draw all latent sites: a dict of values by name."""
         with WithDensity():
             return super().forward(*args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Draw all latent sites: a tuple, for ``torch.jit.trace_module``, without gradients there."""
+        tracing = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not tracing):
+            return super().call(*args, **kwargs)
 
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
         """Draw the flat latent vector, as an auxiliary sample site."""

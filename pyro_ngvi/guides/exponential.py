@@ -13,6 +13,7 @@ from torch.distributions import biject_to, transforms
 from ..families import MeanFieldDirichlet, MeanFieldGamma, MeanFieldNormal, ProductFamily
 from ..families.base import Family
 from .base import AutoFamily
+from .initialization import check_position
 
 __all__ = ["AutoExponentialFamily"]
 
@@ -87,6 +88,7 @@ class AutoExponentialFamily(AutoFamily):
         families: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
+        check_position(self, "families", families)
         self._families = dict(families or {})
         for name, family in self._families.items():
             if family not in NAMES:

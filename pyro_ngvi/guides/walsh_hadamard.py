@@ -21,7 +21,7 @@ from ..reparam import WalshHadamardTransform, check_g_scale, matrix_for, normal_
 from ._parts import NORMAL, check_normal, factor, part_name, place
 from ._walsh_hadamard_sites import Stub, check_priors, choose_sites, start_within_memory
 from .base import AutoFamily
-from .initialization import init_to_center
+from .initialization import check_position, init_to_center
 
 __all__ = ["AutoWalshHadamard"]
 
@@ -123,6 +123,7 @@ class AutoWalshHadamard(AutoFamily):
         proper: bool = False,
         **kwargs: Any,
     ) -> None:
+        check_position(self, "sites", sites)
         check_normal("g", g)
         check_normal("rest", rest)
         if isinstance(sites, str):
