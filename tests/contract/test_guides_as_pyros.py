@@ -14,7 +14,7 @@ from pyro import poutine
 from pyro.infer import MCMC, NUTS, SVI, JitTrace_ELBO, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoGuideList, AutoNormal, init_to_median
 from pyro.infer.reparam import NeuTraReparam, ProjectedNormalReparam
-from pyro.optim import Adam
+from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 
 import pyro_ngvi as ngvi
 
