@@ -1,4 +1,4 @@
-"""Moments and quantiles by draws, for families that do not know them: good to about 0.02 sd."""
+"""Moments by draws, for families that do not know them: good to about 0.02 sd."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .base import Family, Tensors
 
 __all__ = ["MonteCarloFamily"]
 
-#: draws behind moments and quantiles
+#: draws behind entropies and divergences
 DRAWS = 4096
 
 
@@ -19,11 +19,6 @@ class MonteCarloFamily(Family):
 
     known_fisher = False
     nearly_singular = True
-
-    def fixed_draws(self, params: Tensors) -> Tensor:
-        """The draws (4096, d) behind the moments."""
-        with torch.no_grad(), own_random_state(0):
-            return self.draw(params, torch.Size((DRAWS,)))
 
     def mean(self, params: Tensors) -> Tensor:
         return self.fixed_draws(params).mean(0)
@@ -34,9 +29,6 @@ class MonteCarloFamily(Family):
     def covariance(self, params: Tensors) -> Tensor:
         d = self.dim(params)
         return torch.cov(self.fixed_draws(params).mT).reshape(d, d)
-
-    def icdf(self, params: Tensors, levels: Tensor) -> Tensor:
-        return torch.quantile(self.fixed_draws(params), levels, dim=0)
 
     def entropy(self, params: Tensors) -> Tensor:
         with own_random_state(0):

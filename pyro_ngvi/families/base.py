@@ -27,6 +27,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .._random import own_random_state
+
 Tensors = dict[str, Tensor]
 
 LOG_2PI = math.log(2.0 * math.pi)
@@ -43,6 +45,7 @@ __all__ = [
     "keep_signature",
     "log_normal",
     "pack",
+    "sample_quantiles",
     "unpack",
 ]
 
@@ -90,6 +93,13 @@ def clamp_exponent(x: Tensor) -> Tensor:
 def log_normal(x: Tensor) -> Tensor:
     """log N(x; 0, I), shape (...), of x (..., d)."""
     return -0.5 * (x.square() + LOG_2PI).sum(-1)
+
+
+def sample_quantiles(x: Tensor, levels: Tensor) -> Tensor:
+    """Quantiles (L, *shape) at ``levels`` (L,) of the sample x (n, *shape), entry by entry."""
+    columns = x.flatten(1).split(max(1, 2**24 // len(x)), 1)  # torch.quantile takes 2^24 numbers
+    found = torch.cat([torch.quantile(c, levels, 0) for c in columns], 1)
+    return found.reshape(levels.shape + x.shape[1:])
 
 
 def keep_signature(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,6 +215,11 @@ class Family(ABC):
         noise = torch.randn(noise_shape, dtype=like.dtype, device=like.device)
         return self.rsample(params, noise)
 
+    def fixed_draws(self, params: Tensors, n: int = 4096) -> Tensor:
+        """Draws (n, d) of a fixed seed, without gradients: the same q always gives the same."""
+        with torch.no_grad(), own_random_state(0):
+            return self.draw(params, torch.Size((n,)))
+
     def draw_scores(self, params: Tensors, n: int) -> Tensors:
         """Scores of n fresh draws; each entry has a leading n."""
         return self.score(params, self.draw(params, torch.Size((n,))))
@@ -222,8 +237,11 @@ class Family(ABC):
         return params["loc"]
 
     def icdf(self, params: Tensors, levels: Tensor) -> Tensor:
-        """Marginal quantiles (n, d) of z at ``levels`` (n,), each in (0, 1)."""
-        return self.mean(params) + self.stddev(params) * torch.special.ndtri(levels).unsqueeze(-1)
+        """Marginal quantiles (n, d) of z at ``levels`` (n,), each in (0, 1).
+
+        By default of 4,096 draws: standard error 0.02 sd at a Gaussian's median, 0.03 sd at 5 and 95 %.
+        """
+        return sample_quantiles(self.fixed_draws(params), levels)
 
     def not_finite(self, params: Tensors) -> Tensor:
         """Entries of z (d,) whose numbers in ``params`` (or ``grads``) are not all finite."""

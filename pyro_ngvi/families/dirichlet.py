@@ -177,6 +177,13 @@ class MeanFieldDirichlet(WhitenedFamily):
         offset = self._log_offset(alpha).expand(alpha[..., 1:].shape).flatten()
         return log_x - log_rest + offset
 
+    def entry_icdf(self, params: Tensors, levels: Tensor) -> Tensor:
+        """Quantiles (L, n, size) at ``levels`` (L,) of the entries x_k ~ Beta(alpha_k, T - alpha_k)."""
+        alpha = params["log_concentration"].detach().double().exp()
+        rest = _total(alpha) - alpha
+        p = levels.reshape(-1, 1, 1)
+        return _log_beta_quantile(alpha, rest, p).exp().to(levels)
+
     def _root(self, params: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         """D^(-1/2), the unit vector along w, and sqrt(r)."""
         alpha = params["log_concentration"].exp()

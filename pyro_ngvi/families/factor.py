@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from ._factors import Factors, cosine_columns
-from .base import LOG_2PI, Family, Tensors, clamp_exponent, keep_signature
+from ._normal import NormalFamily, exportable
+from .base import LOG_2PI, Tensors, clamp_exponent, keep_signature
 
 __all__ = ["FactorNormal"]
 
@@ -116,7 +117,7 @@ class _LogDensity(torch.autograd.Function):
         return z, None, None, None
 
 
-class FactorNormal(Family):
+class FactorNormal(NormalFamily):
     """Gaussians with covariance B B' + diag(c^2).
 
     Args:
@@ -147,8 +148,8 @@ class FactorNormal(Family):
         d, r = loc.shape[-1], self.rank
         if r >= d:
             raise ValueError(
-                f"FactorNormal has rank={r}, but the latent vector has only {d} dimensions. "
-                f"Use a rank of at most {d - 1}, or the full-rank family."
+                f"FactorNormal has rank={r}, but the latent vector has only {d} dimension(s). "
+                f"Use {f'a rank of at most {d - 1}, or ' if d > 1 else ''}the full-rank family."
             )
         # Orthogonal cosine columns give every coordinate about half of its variance; rescaling the
         # rest makes every sd exact.  Deterministic, so that equal models start equal.
@@ -160,7 +161,7 @@ class FactorNormal(Family):
         return params["loc"].shape[-1] + self.rank
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        result = _ConditionalSample.apply(
+        result = exportable(_ConditionalSample)(
             params["loc"], params["factor"], params["log_scale"], noise
         )
         assert isinstance(result, Tensor)

@@ -47,7 +47,8 @@ from .._known import known
 from ..linalg.cholesky import SMALLEST
 from ..linalg.leading import leading_rows
 from ._factors import Factors, cosine_columns
-from .base import LOG_2PI, Family, Tensors, clamp_exponent, keep_signature
+from ._normal import NormalFamily, exportable
+from .base import LOG_2PI, Tensors, clamp_exponent, keep_signature
 
 __all__ = ["FactorPrecisionNormal"]
 
@@ -85,7 +86,7 @@ class _Sample(torch.autograd.Function):
         return g.sum(0), rows.mT, -0.5 * (h * x).sum(0) * log_precision.exp(), None
 
 
-class FactorPrecisionNormal(Family):
+class FactorPrecisionNormal(NormalFamily):
     """Gaussians with precision U U' + diag(s).
 
     Args:
@@ -115,8 +116,8 @@ class FactorPrecisionNormal(Family):
         d, L = loc.shape[-1], self.rank
         if L >= d:
             raise ValueError(
-                f"FactorPrecisionNormal has rank={L}, but the latent vector has only {d} dimensions. "
-                f"Use a rank of at most {d - 1}, or the full-rank family."
+                f"FactorPrecisionNormal has rank={L}, but the latent vector has only {d} dimension(s). "
+                f"Use {f'a rank of at most {d - 1}, or ' if d > 1 else ''}the full-rank family."
             )
         # Orthogonal columns of B that double the precision along each; at U = 0 its gradient is zero.
         # s then makes every sd exact.
@@ -130,7 +131,9 @@ class FactorPrecisionNormal(Family):
         return params["loc"].shape[-1]
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        result = _Sample.apply(params["loc"], params["factor"], params["log_precision"], noise)
+        result = exportable(_Sample)(
+            params["loc"], params["factor"], params["log_precision"], noise
+        )
         assert isinstance(result, Tensor)
         return result
 

@@ -99,8 +99,15 @@ class FlowFamily(MonteCarloFamily):
         return {name: v for name, v in tensors.items() if name.startswith(PREFIX)}
 
     def _run(self, params: Tensors, x: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+        if torch.jit.is_tracing() and self._is_current(params):  # pyright: ignore[reportPrivateImportUsage]
+            return self.flow(x, inverse)  # traces know no functional_call
         own = {place: params[name] for place, name in self._places.items()}
         return functional_call(self.flow, own, (x, inverse), tie_weights=False)
+
+    def _is_current(self, params: Tensors) -> bool:
+        """Whether ``params``, detached or not, are the flow's own tensors."""
+        own = _trainable(self.flow)
+        return all(params[name].data_ptr() == p.data_ptr() for name, p in own.items())
 
     def noise_dim(self, params: Tensors) -> int:
         return params["loc"].shape[-1]

@@ -36,7 +36,8 @@ from ..linalg.cholesky import (
     inverse_cholesky_of_improved,
     inverse_cholesky_of_shifted,
 )
-from .base import LOG_2PI, Family, Tensors, keep_signature, log_normal
+from ._normal import NormalFamily, exportable
+from .base import LOG_2PI, Tensors, keep_signature, log_normal
 
 __all__ = ["FullRankNormal"]
 
@@ -93,7 +94,7 @@ class _SymmetrisedSample(torch.autograd.Function):
         return g.sum(0), (0.5 * left.mT @ right).tril(), None
 
 
-class FullRankNormal(Family):
+class FullRankNormal(NormalFamily):
     """Gaussians with any covariance.
 
     Example:
@@ -119,7 +120,7 @@ class FullRankNormal(Family):
         return params["loc"].shape[-1]
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        result = _SymmetrisedSample.apply(params["loc"], params["scale_tril"].tril(), noise)
+        result = exportable(_SymmetrisedSample)(params["loc"], params["scale_tril"].tril(), noise)
         assert isinstance(result, Tensor)
         return result
 

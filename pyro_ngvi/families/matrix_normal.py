@@ -41,7 +41,8 @@ import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
-from .base import LOG_2PI, Family, Tensors, keep_signature
+from ._normal import NormalFamily, exportable
+from .base import LOG_2PI, Tensors, keep_signature
 
 __all__ = ["MatrixNormal"]
 
@@ -82,7 +83,7 @@ class _SymmetrisedSample(torch.autograd.Function):
         )
 
 
-class MatrixNormal(Family):
+class MatrixNormal(NormalFamily):
     """Gaussians over matrices (rows, columns) with a Kronecker product as covariance.
 
     Args:
@@ -135,7 +136,7 @@ class MatrixNormal(Family):
         return z.reshape(*z.shape[:-1], self.rows, self.columns)
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        result = _SymmetrisedSample.apply(params["loc"], *self._factors(params), noise)
+        result = exportable(_SymmetrisedSample)(params["loc"], *self._factors(params), noise)
         assert isinstance(result, Tensor)
         return result
 

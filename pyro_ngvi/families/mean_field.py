@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ..linalg.cholesky import SMALLEST
-from .base import LOG_2PI, Family, Tensors, clamp_exponent, log_normal
+from ._normal import NormalFamily
+from .base import LOG_2PI, Tensors, clamp_exponent, log_normal
 
 __all__ = ["MeanFieldNormal"]
 
@@ -30,7 +31,7 @@ __all__ = ["MeanFieldNormal"]
 LARGEST = 1.0
 
 
-class MeanFieldNormal(Family):
+class MeanFieldNormal(NormalFamily):
     """Gaussians with a diagonal covariance.
 
     Example:

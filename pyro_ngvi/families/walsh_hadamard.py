@@ -41,6 +41,7 @@ from torch import Tensor
 
 from ..linalg.walsh_hadamard import walsh_hadamard_transform
 from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix
+from ._normal import NormalFamily
 from .base import LOG_2PI, Family, Tensors, clamp_exponent
 from .mean_field import MeanFieldNormal
 
@@ -57,7 +58,7 @@ class _Frame(NamedTuple):
     counts: Tensor
 
 
-class WalshHadamardNormal(Family):
+class WalshHadamardNormal(NormalFamily):
     """Gaussians on the entries of a matrix: any in a Walsh-Hadamard space, white noise outside of it.
 
     Args:

@@ -33,7 +33,7 @@ from .initialization import init_to_center
 from .neutra import FamilyTransform, base_of
 from .posterior import FamilyDistribution, WithDensity
 from .quantiles import site_quantiles
-from .warm_start import find_mode
+from .warm_start import find_mode, others_fixed
 
 __all__ = ["AutoFamily", "Curvature", "find_blocks"]
 
@@ -97,8 +97,8 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
     def __init__(
         self,
         model: Callable[..., Any],
-        *,
         init_loc_fn: Callable[..., Any] = init_to_center,
+        *,
         init_scale: float = 0.1,
         sticking_the_landing: bool = True,
         init: str | None = None,
@@ -145,10 +145,15 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
             )
         with poutine.block():  # handlers around the first call are not to see the runs of a search
             if self.init == "map":
-                loc = find_mode(model_as_given(self), loc, args, kwargs)
+                loc = find_mode(self._model_alone(args, kwargs), loc, args, kwargs)
             params = self._start(loc, args, kwargs)
         warn_of_other_names(self)
         self._register_params(params)
+
+    def _model_alone(self, args: Any, kwargs: Any) -> Callable[..., Any]:
+        """The model with the latent sites of other guides fixed, for searches before the first step."""
+        prototype: Any = self.prototype_trace
+        return others_fixed(model_as_given(self), set(prototype.nodes), args, kwargs)
 
     def _start(self, loc: Tensor, args: Any, kwargs: Any) -> Tensors:
         """The first parameters, around ``loc``."""
@@ -225,7 +230,7 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
         """
         self._require_setup()
         params = self._current()
-        if self.averaged and torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        if self.averaged and torch.is_grad_enabled() and torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             raise RuntimeError(
                 f"{type(self).__name__} can not be traced by torch.jit while its optimizer averages: "
                 f"the trace would freeze the lag between iterate and average. Use Trace_ELBO or "
@@ -240,6 +245,12 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
         """Draw all latent sites: a dict of values by name."""
         with WithDensity():
             return super().forward(*args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Draw all latent sites: a tuple, for ``torch.jit.trace_module``, without gradients there."""
+        tracing = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not tracing):
+            return super().call(*args, **kwargs)
 
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
         """Draw the flat latent vector, as an auxiliary sample site."""
@@ -281,14 +292,28 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
         return self.family.mean(params), self.family.stddev(params)
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Posterior median of each latent site; on a simplex that of its stick-breaking coordinates."""
+        """Posterior median of every entry of each latent site: ``quantiles([0.5])[0]``.
+
+        The medians of the entries of a simplex do not sum to 1, nor need those of a Cholesky factor of
+        a correlation be one.  To put a point of such a support into a model, take a draw.
+        """
         return {name: q[0] for name, q in self.quantiles([0.5]).items()}
 
     @torch.no_grad()
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Posterior quantiles (len(quantiles), ...) of each latent site, for levels in (0, 1)."""
+        """Posterior quantiles (len(quantiles), ...) of each latent site, for levels in (0, 1).
+
+        Each entry has its own, as if it were alone.  Where the transform to the support mixes entries
+        (simplices, ordered vectors, Cholesky factors of correlations) and q has no closed form there,
+        they are those of 16,384 draws of a fixed seed, with standard errors of 0.01 sd at the median
+        and 0.016 sd at 5 and 95 % of a Gaussian entry (:mod:`pyro_ngvi.guides.quantiles`).
+        """
         self._require_setup()
         return site_quantiles(self, quantiles)
+
+    def _exact_quantiles(self, name: str, levels: Tensor) -> Tensor | None:
+        """Quantiles (L, *shape) of a site at ``levels`` (L,) that do not follow from its transform."""
+        return None
 
     def _require_setup(self) -> None:
         if self.prototype_trace is None:

@@ -13,6 +13,7 @@ from torch.distributions import biject_to, transforms
 from ..families import MeanFieldDirichlet, MeanFieldGamma, MeanFieldNormal, ProductFamily
 from ..families.base import Family
 from .base import AutoFamily
+from .initialization import check_position
 
 __all__ = ["AutoExponentialFamily"]
 
@@ -87,6 +88,7 @@ class AutoExponentialFamily(AutoFamily):
         families: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
+        check_position(self, "families", families)
         self._families = dict(families or {})
         for name, family in self._families.items():
             if family not in NAMES:
@@ -132,6 +134,15 @@ class AutoExponentialFamily(AutoFamily):
                 f"site. Choose {' or '.join(map(repr, choices))}."
             )
         return chosen
+
+    def _exact_quantiles(self, name: str, levels: Tensor) -> Tensor | None:
+        if self._members[name] != "dirichlet":
+            return None
+        index = list(self._members).index(name)
+        part: Any = self.family.parts[self.family.segments[index][0]]
+        prototype: Any = self.prototype_trace
+        found = part.entry_icdf(self.family.segment(self._current(), index), levels)
+        return found.reshape(levels.shape + prototype.nodes[name]["value"].shape)
 
     def site_distribution(self, name: str) -> Any:
         """The distribution of one latent site, as a Pyro distribution over its own support.

@@ -12,12 +12,13 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from .._module_params import follow_store
-from .._pyro_adapter import model_as_given, module_name
+from .._pyro_adapter import module_name
 from ..families import FlowFamily
 from ..families.base import Family, Tensors
 from ..families.flow import GAUSSIANS, PREFIX
 from ..flows import KINDS, as_flow, coupling_flow, spline_of_one
 from .base import AutoFamily
+from .initialization import init_to_center
 from .warm_start import find_gaussian
 
 __all__ = ["AutoCouplingFlow", "AutoFlow"]
@@ -114,7 +115,7 @@ class AutoFlow(AutoFamily):
         affine = {name: params[name] for name in family.gaussian.names}
         try:
             return params | find_gaussian(
-                model_as_given(self), family.gaussian, affine, args, kwargs
+                self._model_alone(args, kwargs), family.gaussian, affine, args, kwargs
             )
         except RuntimeError as error:
             error.add_note("This was the start of the flow: init=None does without. See AutoFlow.")
@@ -203,6 +204,7 @@ class AutoCouplingFlow(AutoFlow):
     def __init__(
         self,
         model: Callable[..., Any],
+        init_loc_fn: Callable[..., Any] = init_to_center,
         *,
         kind: str = "affine",
         layers: int = 4,
@@ -225,7 +227,7 @@ class AutoCouplingFlow(AutoFlow):
                 )
         self._kind, self._layers = kind, layers
         self._hidden, self._bins = tuple(hidden), bins
-        super().__init__(model, None, **kwargs)
+        super().__init__(model, None, init_loc_fn=init_loc_fn, **kwargs)
 
     def _make_flow(self, d: int) -> nn.Module:
         if d > 1:

@@ -11,7 +11,17 @@ from torch.distributions import biject_to
 
 from ..layout import feasible_value
 
-__all__ = ["init_to_center"]
+__all__ = ["check_position", "init_to_center"]
+
+
+def check_position(guide: Any, argument: str, value: Any) -> None:
+    """Refuse an ``init_loc_fn`` in the place where the class of ``guide`` has another argument."""
+    if callable(value):
+        name = type(guide).__name__
+        raise TypeError(
+            f"{name}: the second argument is {argument}, and got a function. Pass a start by its "
+            f"name, {name}(model, init_loc_fn=...)."
+        )
 
 
 def init_to_center(site: Any = None) -> Any:
@@ -75,4 +85,10 @@ def _inside(fn: Any, value: Tensor) -> bool:
         torch.as_tensor(fn.support.check(value)).all()
     ):
         return False
-    return bool(torch.isfinite(biject_to(fn.support).inv(value)).all())  # not on the boundary
+    try:
+        transform: Any = biject_to(fn.support)
+    except (
+        NotImplementedError
+    ):  # a sphere: it has no boundary, and its reparameteriser no transform
+        return True
+    return bool(torch.isfinite(transform.inv(value)).all())  # not on the boundary

@@ -11,6 +11,7 @@ from ..families import MatrixNormal, ProductFamily
 from ..families.base import Family
 from ._parts import NORMAL, check_normal, part_name
 from .base import AutoFamily
+from .initialization import check_position
 
 __all__ = ["AutoMatrixNormal"]
 
@@ -61,6 +62,7 @@ class AutoMatrixNormal(AutoFamily):
     family: ProductFamily
 
     def __init__(self, model: Callable[..., Any], rest: str = "mean_field", **kwargs: Any) -> None:
+        check_position(self, "rest", rest)
         check_normal("rest", rest)
         self._rest = rest
         #: names of the parts of the family, by the site that is a matrix

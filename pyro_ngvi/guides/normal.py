@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from .._known import known
 from ..families import FactorNormal, FactorPrecisionNormal, FullRankNormal, MeanFieldNormal
 from ..families.base import Family
 from .base import AutoFamily
+from .initialization import check_position
+from .posterior import FamilyDistribution
 
 __all__ = [
     "AutoFactorNormal",
@@ -59,6 +64,10 @@ class AutoFullRankNormal(AutoFamily):
 
     See :class:`~pyro_ngvi.guides.base.AutoFamily` for the arguments and the errors.
 
+    Raises:
+        RuntimeError: when an ordinary optimizer has stepped the diagonal of L to 0 or below, as Adam
+            does in its first step at a learning rate of ``init_scale``; looked at on a CPU alone.
+
     Example:
         >>> import pyro, torch, pyro.distributions as dist
         >>> from pyro.infer import SVI, Trace_ELBO
@@ -80,6 +89,17 @@ class AutoFullRankNormal(AutoFamily):
     def _make_family(self) -> Family:
         return FullRankNormal()
 
+    def sampling_posterior(self) -> FamilyDistribution:
+        if torch.is_grad_enabled() and not torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+            crossed = self.natural_params()["scale_tril"].detach().diagonal() <= 0.0
+            if known(crossed.any()):
+                raise RuntimeError(
+                    f"AutoFullRankNormal: the optimizer took the diagonal of scale_tril to 0 or below "
+                    f"(site {self.site_of(int(crossed.nonzero()[0]))!r}). Train it by pyro_ngvi.NGVB, "
+                    f"lower the learning rate, or use Pyro's AutoMultivariateNormal."
+                )
+        return super().sampling_posterior()
+
 
 class AutoFactorNormal(AutoFamily):
     """A Gaussian with covariance B B' + diag(c^2) over all unconstrained latent variables.
@@ -89,7 +109,7 @@ class AutoFactorNormal(AutoFamily):
     few hundred :class:`AutoFullRankNormal` is both better and faster.
 
     Args:
-        rank: number of columns of B, from 1 to d - 1.
+        rank: number of columns of B, from 1 to d - 1; by default about sqrt(d), as in Pyro.
 
     See :class:`~pyro_ngvi.guides.base.AutoFamily` for the other arguments and the errors.
 
@@ -104,12 +124,18 @@ class AutoFactorNormal(AutoFamily):
         torch.Size([6, 2])
     """
 
-    def __init__(self, model: Callable[..., Any], rank: int, **kwargs: Any) -> None:
+    def __init__(self, model: Callable[..., Any], rank: int | None = None, **kwargs: Any) -> None:
+        check_position(self, "rank", rank)
         self._rank = rank
         super().__init__(model, **kwargs)
 
     def _make_family(self) -> Family:
-        return FactorNormal(self._rank)
+        return FactorNormal(1 if self._rank is None else self._rank)
+
+    def _define_family(self) -> None:
+        if self._rank is None:
+            family: Any = self.family
+            family.rank = max(1, min(self.latent_dim - 1, round(self.latent_dim**0.5)))
 
 
 class AutoFactorPrecision(AutoFamily):
@@ -122,7 +148,7 @@ class AutoFactorPrecision(AutoFamily):
     :class:`~pyro_ngvi.NGVB` and :class:`~pyro_ngvi.IFVB` train it too.
 
     Args:
-        rank: number of columns of U, from 1 to d - 1.
+        rank: number of columns of U, from 1 to d - 1; by default about sqrt(d).
 
     See :class:`~pyro_ngvi.guides.base.AutoFamily` for the other arguments and the errors.
 
@@ -137,9 +163,15 @@ class AutoFactorPrecision(AutoFamily):
         torch.Size([6])
     """
 
-    def __init__(self, model: Callable[..., Any], rank: int, **kwargs: Any) -> None:
+    def __init__(self, model: Callable[..., Any], rank: int | None = None, **kwargs: Any) -> None:
+        check_position(self, "rank", rank)
         self._rank = rank
         super().__init__(model, **kwargs)
 
     def _make_family(self) -> Family:
-        return FactorPrecisionNormal(self._rank)
+        return FactorPrecisionNormal(1 if self._rank is None else self._rank)
+
+    def _define_family(self) -> None:
+        if self._rank is None:
+            family: Any = self.family
+            family.rank = max(1, min(self.latent_dim - 1, round(self.latent_dim**0.5)))

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from .._known import known
 from ..families import OrthogonalFlow
 from ..families.base import Family, Tensors
 from .base import AutoFamily
+from .initialization import check_position
 from .posterior import FamilyDistribution
 
 __all__ = ["AutoOrthogonalFlow"]
@@ -53,7 +56,7 @@ class AutoOrthogonalFlow(AutoFamily):
     Raises:
         ValueError: for other values of these arguments.
         RuntimeError: when a W is not orthogonal, because an optimizer that does not know rotations
-            has stepped it.
+            has stepped it; for losses that trace by torch.jit, which could not tell.
 
     Source: Godichon-Baggioni, Nguyen & Tran (2024, JASA), example 3, for the printed form.
 
@@ -86,6 +89,7 @@ class AutoOrthogonalFlow(AutoFamily):
         retraction: str = "cayley",
         **kwargs: Any,
     ) -> None:
+        check_position(self, "layers", layers)
         if activation is None:
             activation = "sigmoid" if form == "paper" else "sinh-arcsinh"
         self._flow = OrthogonalFlow(layers, activation, form, base, retraction)
@@ -93,6 +97,14 @@ class AutoOrthogonalFlow(AutoFamily):
 
     def _make_family(self) -> Family:
         return self._flow
+
+    def sampling_posterior(self) -> FamilyDistribution:
+        if torch.jit.is_tracing() and torch.is_grad_enabled():  # pyright: ignore[reportPrivateImportUsage]
+            raise RuntimeError(
+                f"{type(self).__name__} cannot be trained through torch.jit: its trace would no longer "
+                f"check that the rotations are orthogonal. Use Trace_ELBO or BatchedELBO."
+            )
+        return super().sampling_posterior()
 
     def _distribution(self, params: Tensors) -> FamilyDistribution:
         detached = {name: p.detach() for name, p in params.items()}

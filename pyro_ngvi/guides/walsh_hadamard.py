@@ -21,7 +21,7 @@ from ..reparam import WalshHadamardTransform, check_g_scale, matrix_for, normal_
 from ._parts import NORMAL, check_normal, factor, part_name, place
 from ._walsh_hadamard_sites import Stub, check_priors, choose_sites, start_within_memory
 from .base import AutoFamily
-from .initialization import init_to_center
+from .initialization import check_position, init_to_center
 
 __all__ = ["AutoWalshHadamard"]
 
@@ -123,6 +123,7 @@ class AutoWalshHadamard(AutoFamily):
         proper: bool = False,
         **kwargs: Any,
     ) -> None:
+        check_position(self, "sites", sites)
         check_normal("g", g)
         check_normal("rest", rest)
         if isinstance(sites, str):
@@ -265,16 +266,11 @@ class AutoWalshHadamard(AutoFamily):
             sd = transform.stddev(family.covariance(own) if full else family.stddev(own).square())
         return transform(mean).detach(), sd.detach()
 
-    @torch.no_grad()
-    def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Marginal quantiles of every latent site, by name; a dimension for the levels in front."""
-        result = super().quantiles(quantiles, *args, **kwargs)
-        for name in self.parts:
-            mean, sd = self.site_moments(name)
-            levels = torch.as_tensor(quantiles, dtype=mean.dtype, device=mean.device)
-            z = torch.special.ndtri(levels)
-            result[name] = mean + sd * z.reshape(z.shape + (1,) * mean.dim())
-        return result
+    def _exact_quantiles(self, name: str, levels: Tensor) -> Tensor | None:
+        if name not in self.parts:
+            return None
+        mean, sd = self.site_moments(name)
+        return mean + sd * torch.special.ndtri(levels).reshape(-1, *(1 for _ in mean.shape))
 
 
 class _Diagonals:

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from pyro import poutine
+from pyro.infer.autoguide.initialization import InitMessenger
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from .._pyro_adapter import unblocked
 from .._random import own_random_state
 from ..density import ModelDensity
 from ..families.base import Family, Tensors
+from .initialization import init_to_center
 
 #: steps and draws of the Gaussian start
 STEPS, DRAWS = 200, 8
 
-__all__ = ["find_gaussian", "find_mode"]
+__all__ = ["find_gaussian", "find_mode", "others_fixed"]
+
+
+def others_fixed(
+    model: Callable[..., Any], own: Collection[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """``model`` with its latent sites but ``own`` at the centres of their priors, discrete ones drawn.
+
+    A part of an ``AutoGuideList`` does not see the sites of the others, and the model would draw them
+    anew at each run: a search needs one function, and not every distribution draws under ``vmap``.
+    """
+    whole = unblocked(model)
+
+    def center(site: Any) -> Tensor:
+        return site["fn"].sample() if site["fn"].support.is_discrete else init_to_center(site)
+
+    with torch.no_grad(), own_random_state(0):
+        trace: Any = poutine.trace(InitMessenger(center)(whole)).get_trace(*args, **kwargs)
+    sites = trace.iter_stochastic_nodes()
+    fixed = {n: s["value"] for n, s in sites if n not in own and not site_is_subsample(s)}
+    return poutine.condition(whole, data=fixed) if fixed else model
 
 
 def find_mode(

@@ -11,6 +11,7 @@ import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from torch import Tensor
+from torch.distributions import constraints
 
 from pyro_ngvi import (
     AutoExponentialFamily,
@@ -119,8 +120,10 @@ SHAPES = {
 def perturbed(guide: AutoFamily, scale: float = 0.3) -> AutoFamily:
     """Move a guide, already called once, away from its symmetric start."""
     with torch.no_grad():
-        for parameter in guide.natural_params().values():
+        for name, parameter in guide.natural_params().items():
             parameter.add_(scale * torch.randn_like(parameter))
+            if name == "scale_tril":
+                parameter.diagonal().abs_()
     return guide
 
 
@@ -129,6 +132,12 @@ def called(kind: str, model: Any, *args: Any, **kwargs: Any) -> Any:
     guide = GUIDES[kind](model, **kwargs)
     guide(*args)
     return guide
+
+
+def entry_supports(model: Any) -> dict[str, Any]:
+    """:func:`supports` of single entries: their medians know nothing of the others of a simplex."""
+    whole = {"simplex": constraints.interval(0, 1), "correlation": constraints.interval(-1, 1)}
+    return {name: whole.get(name, support) for name, support in supports(model).items()}
 
 
 def supports(model: Any) -> dict[str, Any]:

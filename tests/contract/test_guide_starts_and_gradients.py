@@ -23,11 +23,11 @@ from tests.contract.registry import (
     called,
     constrained,
     data,
+    entry_supports,
     exact_posterior,
     perturbed,
     plates,
     regression,
-    supports,
 )
 
 guides = pytest.mark.parametrize("kind", GUIDES)
@@ -58,7 +58,7 @@ STARTS = {
 def test_init_loc_fn(kind: str, start: str) -> None:
     guide = called(kind, constrained, init_loc_fn=STARTS[start])
     median = guide.median()
-    for name, support in supports(constrained).items():
+    for name, support in entry_supports(constrained).items():
         assert support.check(median[name]).all()
     if start == "value":
         assert median["real"].item() == 0.75
