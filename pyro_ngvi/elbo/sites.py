@@ -199,7 +199,8 @@ class SitesELBO(ELBO):
         else:
             q = None if algebra.running else algebra.kept(view, block.natural_params().values())
             # without sites, their evidence is none
-            new = algebra.running or (q is None and (not block.fresh or _resized(view, algebra)))
+            new = q is None and (not block.fresh or block._stale or _resized(view, algebra))
+            new = new or algebra.running
             evidence = algebra.recollect(view, tensors) if new else algebra.evidence
         q = algebra.posterior(view, evidence) if q is None else q
         if known(q.proper) is False:

@@ -1,14 +1,18 @@
-"""What a guide that makes its parameters at its first call says of a state loaded before it."""
+"""A state that is loaded into a guide before the call that makes its parameters."""
 
+from __future__ import annotations
+
+from copy import deepcopy
 from typing import Any
 
 __all__ = ["MadeAtFirstCall"]
 
 
 class MadeAtFirstCall:
-    """Mixed into an ``AutoGuide``: ``load_state_dict`` before the first call names the remedy."""
+    """Mixed into an ``AutoGuide``: what ``load_state_dict`` gets before the first call waits for it."""
 
     prototype_trace: Any
+    _waiting_state: tuple[dict[str, Any], bool] | None = None
 
     def _load_from_state_dict(
         self,
@@ -20,12 +24,22 @@ class MadeAtFirstCall:
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        if self.prototype_trace is None:
+            own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+            self._waiting_state = deepcopy(own), strict
+            return
         module: Any = super()
-        before = len(unexpected_keys)
         lists = missing_keys, unexpected_keys, error_msgs
         module._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
-        if len(unexpected_keys) > before and self.prototype_trace is None:
-            error_msgs.append(
-                f"{type(self).__name__} has no parameters before its first call: call the guide once "
-                f"with the model's arguments, then load."
-            )
+
+    def _load_waiting_state(self) -> None:
+        """At the end of the first call's set-up.
+
+        Raises:
+            RuntimeError: where the state does not fit, in the words of ``load_state_dict``.
+        """
+        if self._waiting_state is not None:
+            module: Any = self
+            state, strict = self._waiting_state
+            module.load_state_dict(state, strict=strict)
+            self._waiting_state = None
