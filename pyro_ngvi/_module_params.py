@@ -120,9 +120,11 @@ def check_names(guide: Any, in_use: bool) -> None:
     own, kind, stem = module_name(guide), type(guide).__name__, guide.counted_from
     found: dict[str, bool] = {}  # names of fits, and whether they were restored
     pattern = re.compile(rf"({re.escape(stem or kind)}(?:_\d+)*)\.")
+    held = {id(p) for p in guide.parameters()}
     for name, value in pyro.get_param_store().named_parameters():
         match = pattern.match(name)
-        if match:
+        # a subclass may have read parameters of its own before
+        if match and not (match[1] == own and id(value) in held):
             found[match[1]] = found.get(match[1], True) and not _is_registered(name, value)
     restored = found.pop(own, False)
     if in_use:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
+
+from .._random import own_random_state
 
 __all__ = ["MadeAtFirstCall"]
 
@@ -32,14 +36,21 @@ class MadeAtFirstCall:
         lists = missing_keys, unexpected_keys, error_msgs
         module._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
-    def _load_waiting_state(self) -> None:
-        """At the end of the first call's set-up.
+    @contextmanager
+    def _loading_waiting_state(self) -> Iterator[None]:
+        """Around the set-up of the first call, which then leaves the random state alone.
+
+        So it may have been restored before, and the run goes on as if nothing had come between.
 
         Raises:
             RuntimeError: where the state does not fit, in the words of ``load_state_dict``.
         """
-        if self._waiting_state is not None:
-            module: Any = self
-            state, strict = self._waiting_state
-            module.load_state_dict(state, strict=strict)
-            self._waiting_state = None
+        if self._waiting_state is None:
+            yield
+            return
+        with own_random_state():
+            yield
+        module: Any = self
+        state, strict = self._waiting_state
+        module.load_state_dict(state, strict=strict)
+        self._waiting_state = None

@@ -45,13 +45,13 @@ class SiteModel:
     @pyro_method  # a loss may ask before the guide is called, and the store's sites are wanted then too
     def _setup_prototype(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            with poutine.block(), own_random_state(SEED), torch.no_grad():
+            loading = self._loading_waiting_state()
+            with loading, poutine.block(), own_random_state(SEED), torch.no_grad():
                 check_names(self, in_use=False)
                 with ModuleParams():
                     _ = self.inducing  # read, so that a parameter is the one of the store
                 with draws_are_means(self.inducing is not None):  # no N x N matrix
                     self._find_structure(args, kwargs)
-                self._load_waiting_state()
         except BaseException:
             self.prototype_trace = self.plan = None  # so that the next call says the same again
             raise

@@ -132,8 +132,8 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         try:
-            self._setup_family(*args, **kwargs)
-            self._load_waiting_state()
+            with self._loading_waiting_state():
+                self._setup_family(*args, **kwargs)
         except BaseException:
             self.prototype_trace = None  # so that the next call says the same again
             raise
