@@ -18,47 +18,72 @@ from __future__ import annotations
 
 import re
 import warnings
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pyro
 import torch
-from pyro.nn import PyroModule
 from pyro.poutine.messenger import Messenger
-from torch import nn
+from torch import Tensor, nn
 from torch.distributions import constraints
 
 from ._pyro_adapter import is_claimed, module_name
 
-__all__ = ["ModuleParams", "follow_store", "warn_of_other_names"]
+__all__ = ["ModuleParams", "check_names", "follow_store"]
+
+# a store's file then loads with weights_only=True: our parameters have no other constraint
+torch.serialization.add_safe_globals([type(constraints.real)])
+
+#: the tensors that guides of this process have in the store, by name
+_registered: dict[str, weakref.ref[Tensor]] = {}
 
 
-def follow_store(module: nn.Module, prefix: str) -> None:
-    """Give ``module`` the parameters that the store holds by its ``prefix``, where some were restored.
+def follow_store(guide: Any, modules: Mapping[str, nn.Module]) -> bool:
+    """Give the modules of a guide the parameters that the store holds, where some were restored.
 
     Another tensor replaces the module's own and is not copied into it, which an outer scope of the
     store may still hold.
 
+    Args:
+        guide: a guide with an ``OwnName``.
+        modules: by the prefix of the names of their own parameters in the store.
+
+    Returns:
+        Whether a parameter was replaced.
+
     Raises:
-        ValueError: where the store holds a parameter of another shape.
+        ValueError: where the store holds a parameter of another shape, or several fits that the guide
+            could be.
     """
-    own: Any = module._parameters
-    for name, p in own.items():
-        if p is not None:
-            own[name] = _as_stored(prefix + name, p)
+    replaced = False
+    for prefix, module in modules.items():
+        own: Any = module._parameters
+        for name, p in own.items():
+            if p is not None:
+                own[name] = _as_stored(guide, prefix + name, p)
+                replaced = replaced or own[name] is not p
+    size, before = len(pyro.get_param_store()), guide.__dict__.get("_store_size")
+    if before not in (None, size):  # another guide's parameters were made, or loaded
+        check_names(guide, in_use=True)
+    guide.__dict__["_store_size"] = size
+    return replaced
 
 
-def _as_stored(name: str, own: nn.Parameter) -> nn.Parameter:
+def _as_stored(guide: Any, name: str, own: nn.Parameter) -> nn.Parameter:
     """The parameter that the store holds by this name: ``own``, or another where one was restored."""
     store = pyro.get_param_store()
     if name not in store:
         return own
-    value = store[name]
+    value: Any = store[name]
     if value is own:
-        own._stored_as = name  # pyright: ignore[reportAttributeAccessIssue]
+        if not _is_registered(name, own):
+            _registered[name] = weakref.ref(own)
         return own
     # what never was in the store stands here for a call of torch.func.functional_call, say
-    if getattr(own, "_stored_as", None) != name:
+    if not _is_registered(name, own):
         return own
+    check_names(guide, in_use=True)
     _check_shape(name, own, value)
     if not isinstance(value, nn.Parameter) or (value.dtype, value.device) != (
         own.dtype,
@@ -67,29 +92,73 @@ def _as_stored(name: str, own: nn.Parameter) -> nn.Parameter:
         value = nn.Parameter(value.detach().to(own, copy=True))
         del store[name]
         store[name] = value
+    _registered[name] = weakref.ref(value)
     return value
 
 
-def warn_of_other_names(guide: PyroModule) -> None:
-    """Say so where the store was loaded, and its guide of this class has another name than ``guide``.
+def _is_registered(name: str, value: Any) -> bool:
+    """Whether a guide of this process has put this very tensor into the store, or taken it over."""
+    kept = _registered.get(name)
+    return kept is not None and kept() is value
 
-    Names are counted in a process: the guide of a notebook cell that was run twice ends in ``_2``.
+
+def check_names(guide: Any, in_use: bool) -> None:
+    """Refuse a store that was restored from elsewhere and holds several fits that ``guide`` could be.
+
+    Names are counted in a process.  A notebook cell that was run twice leaves ``AutoX`` and
+    ``AutoX_2``, the first guide of a new process is called ``AutoX``, and nothing says that the user
+    means the first run.  A warning says where the store holds a fit of this class by another name.
+
+    Args:
+        guide: a guide with an ``OwnName``.
+        in_use: whether it has parameters.  Then the store may be back at a state of this process,
+            whose names are right.
+
+    Raises:
+        ValueError: with the names, unless the user gave ``guide`` its name.
     """
-    own, kind = module_name(guide), type(guide).__name__
-    roots = {name.split(".")[0] for name in pyro.get_param_store()}
-    if own in roots:
-        return
-    strange = sorted(r for r in roots if re.fullmatch(rf"{kind}(_\d+)?", r) and not is_claimed(r))
-    if strange:
+    own, kind, stem = module_name(guide), type(guide).__name__, guide.counted_from
+    found: dict[str, bool] = {}  # names of fits, and whether they were restored
+    pattern = re.compile(rf"({re.escape(stem or kind)}(?:_\d+)*)\.")
+    held = {id(p) for p in guide.parameters()}
+    for name, value in pyro.get_param_store().named_parameters():
+        match = pattern.match(name)
+        # a subclass may have read parameters of its own before
+        if match and not (match[1] == own and id(value) in held):
+            found[match[1]] = found.get(match[1], True) and not _is_registered(name, value)
+    restored = found.pop(own, False)
+    if in_use:
+        found = {name: new for name, new in found.items() if not is_claimed(name)}
+    if restored and found and stem is not None:
+        latest = max([own, *found], key=_count)
+        raise ValueError(
+            f"{kind}: Pyro's parameter store was loaded and holds several fits: "
+            f"{_listed([own, *found])}. Name the one that you mean, the last by name={latest!r}, or "
+            f"begin anew after pyro.clear_param_store()."
+        )
+    strange = sorted((name for name, new in found.items() if new), key=_count)
+    if strange and not restored:
         warnings.warn(
-            f"Pyro's parameter store holds the parameters of {strange[0]!r}, which no guide of this "
-            f"process is called, and this {kind} is called {own!r}: it starts anew. To take them "
-            f"over, make it with name={strange[0]!r}.",
+            f"Pyro's parameter store holds parameters of {strange[-1]!r}, which no guide of this "
+            f"process has made, and this {kind} is called {own!r}: it does not take them. To take "
+            f"them over, make it with name={strange[-1]!r}.",
             stacklevel=2,
         )
 
 
-def _check_shape(name: str, own: nn.Parameter, value: torch.Tensor) -> None:
+def _count(name: str) -> list[int]:
+    """A key that sorts names in the order in which they were counted."""
+    numbers = re.search(r"(?:_\d+)*$", name)
+    assert numbers is not None
+    return [int(n) for n in numbers[0].split("_")[1:]]
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names, key=_count)
+    return ", ".join(map(repr, ordered[:3])) + ", ..." * (len(ordered) > 3)
+
+
+def _check_shape(name: str, own: nn.Parameter, value: Tensor) -> None:
     if value.shape != own.shape:
         raise ValueError(
             f"Pyro's parameter store holds {name!r} with the shape {tuple(value.shape)}, and the "
@@ -139,7 +208,7 @@ class ModuleParams(Messenger):
         if id(own) in self._frozen:
             own.requires_grad_(False)
 
-    def _take(self, name: str, own: nn.Parameter, value: torch.Tensor) -> None:
+    def _take(self, name: str, own: nn.Parameter, value: Tensor) -> None:
         _check_shape(name, own, value)
         if not (
             own.is_meta or torch.equal(own, value.to(own))

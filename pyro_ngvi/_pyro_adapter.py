@@ -49,7 +49,8 @@ def claim_name(wanted: str) -> str:
     """A name that no guide of this process has had: ``wanted``, or ``wanted_2``, ``wanted_3`` ...
 
     Names are not given back when a guide is deleted, since its parameters stay in the parameter
-    store.  They depend on the order of construction alone, so a restarted script gets the same.
+    store.  They depend on the order of construction alone; what a store restored by such a name is
+    meant for, ``check_names`` in ``_module_params.py`` decides.
     """
     name = wanted
     while name in _claimed:
@@ -75,11 +76,28 @@ def rename(module: PyroModule, name: str) -> None:
 
 
 class OwnName:
-    """Mixed into a ``PyroModule``: as a part of another module it has a name of its own too."""
+    """Mixed into a ``PyroModule``: a name in the parameter store that no other module has.
+
+    As a part of another module it gets a new one, unless its user gave it a name.
+    """
+
+    #: what the name was made of by counting; ``None`` for a name that the user gave
+    counted_from: str | None = None
+
+    def take_name(self, name: str | None) -> None:
+        """Take the user's ``name``, or for ``None`` one that is counted from that of the class."""
+        module: Any = self
+        self.counted_from = type(self).__name__ if name is None else None
+        rename(module, claim_name(type(self).__name__) if name is None else name)
 
     def _pyro_set_supermodule(self, name: str, context: Any) -> None:
         parent: Any = super()
-        parent._pyro_set_supermodule(claim_name(name), context)
+        module: Any = self
+        if self.counted_from is None:
+            name = module_name(module)
+        else:
+            self.counted_from, name = name, claim_name(name)
+        parent._pyro_set_supermodule(name, context)
 
 
 def has_model(guide: AutoGuide) -> bool:

@@ -35,6 +35,7 @@ from pyro_ngvi._particles import (
 from pyro_ngvi._random import own_random_state
 from pyro_ngvi._support import LaterData
 from pyro_ngvi.density import site_log_prob
+from pyro_ngvi.elbo._whole_gradients import whole_gradients
 from pyro_ngvi.elbo.check import (
     check_all_have_scores,
     check_guide,
@@ -146,21 +147,24 @@ class BatchedELBO(ELBO):
     def loss_and_grads(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> Tensor:
         """An estimate of the negative ELBO; adds its gradient to every parameter's ``.grad``.
 
+        Where it raises, no ``.grad`` of a parameter in Pyro's store has changed.
+
         The estimate stays a tensor on its device, so that nothing waits for it here.
         """
         if self.curvature is not None:
             check_guide_takes_curvature(guide, self.curvature, _is_joint(guide))
-        loss = self.differentiable_loss(model, guide, *args, **kwargs)
-        estimator = self._active
-        if estimator is not None:
-            estimator.before_backward()
-        if loss.requires_grad:
-            loss.backward(retain_graph=self.retain_graph)
-        if estimator is not None:
-            # parameters of the model need no graph of the curvature
-            with torch.no_grad(), Tempered(self.kl_weight):
-                parts = estimator.after_backward(model, self._minibatches, args, kwargs)
-            cast(AutoFamily, guide).curvature = Curvature(estimator.kind, parts)
+        with whole_gradients():
+            loss = self.differentiable_loss(model, guide, *args, **kwargs)
+            estimator = self._active
+            if estimator is not None:
+                estimator.before_backward()
+            if loss.requires_grad:
+                loss.backward(retain_graph=self.retain_graph)
+            if estimator is not None:
+                # parameters of the model need no graph of the curvature
+                with torch.no_grad(), Tempered(self.kl_weight):
+                    parts = estimator.after_backward(model, self._minibatches, args, kwargs)
+                cast(AutoFamily, guide).curvature = Curvature(estimator.kind, parts)
         return loss.detach()
 
     @property

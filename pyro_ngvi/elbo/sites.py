@@ -34,6 +34,7 @@ from ..sites.call import Call
 from ..sites.dense import WhitePosterior
 from ..sites.expectation import Expected, Points, default_count, expectations, quadrature_points
 from ..sites.start import first_targets
+from ._whole_gradients import whole_gradients
 
 __all__ = ["SiteTargets", "SitesELBO"]
 
@@ -95,12 +96,13 @@ class SitesELBO(ELBO):
 
     def loss_and_grads(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> Tensor:
         """The negative ELBO; adds its gradient to ``.grad`` and leaves targets on the guide."""
-        elbo, targets = self._estimate(model, guide, args, kwargs, derivatives=True)
-        block = self._block_of(guide)
-        block.curvature = targets
-        block.remember(args, kwargs, targets.view.learns and targets.call.whole)
-        if elbo.requires_grad:
-            (-elbo).backward()
+        with whole_gradients():
+            elbo, targets = self._estimate(model, guide, args, kwargs, derivatives=True)
+            if elbo.requires_grad:
+                (-elbo).backward()
+            block = self._block_of(guide)
+            block.remember(args, kwargs, targets.view.learns and targets.call.whole)
+            block.curvature = targets
         return -elbo.detach()
 
     def quadrature_error(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
@@ -199,7 +201,8 @@ class SitesELBO(ELBO):
         else:
             q = None if algebra.running else algebra.kept(view, block.natural_params().values())
             # without sites, their evidence is none
-            new = algebra.running or (q is None and (not block.fresh or _resized(view, algebra)))
+            new = q is None and (not block.fresh or block._stale or _resized(view, algebra))
+            new = new or algebra.running
             evidence = algebra.recollect(view, tensors) if new else algebra.evidence
         q = algebra.posterior(view, evidence) if q is None else q
         if known(q.proper) is False:

@@ -60,8 +60,8 @@ class LowRank:
         growth: score k has weight k^growth, so that a moving F is followed: weights k^3 average over
             about the last two fifths of the run.
 
-    Memory: (K + max(8, K/2) + 5) D numbers, and some four D during a merge.  ``update`` writes into
-    the tensors of the state that it is given.
+    Memory: (K + max(8, K/2) + 5) D numbers, and as many again during a merge.  The state that
+    ``update`` is given stays as it was, but for rows of its buffer that do not count yet.
 
     Example:
         >>> import torch
@@ -116,18 +116,22 @@ class LowRank:
             state, waiting = self._merge(state), 0
         updates = int(state["updates"]) + 1
         weight = float(updates) ** self.growth
-        added = _write(state, scores, weight)
+        vectors, added = _write(state, scores, weight)
         total = state["diagonal_total"] + weight * added
         seen = state["total"] + weight * added
         # sum w^2 / sum w, as a running mean: the sums of squares would overflow in float32
         share = weight * added / seen.clamp_min(torch.finfo(seen.dtype).tiny)
-        state = state | {
-            "diagonal_total": total,
-            "total": seen,
-            "mean_weight": state["mean_weight"] + share * (weight - state["mean_weight"]),
-            "updates": torch.tensor(updates, device="cpu"),
-            "waiting": torch.tensor(waiting + len(scores), device="cpu"),
-        }
+        state = (
+            state
+            | vectors
+            | {
+                "diagonal_total": total,
+                "total": seen,
+                "mean_weight": state["mean_weight"] + share * (weight - state["mean_weight"]),
+                "updates": torch.tensor(updates, device="cpu"),
+                "waiting": torch.tensor(waiting + len(scores), device="cpu"),
+            }
+        )
         return self._merge(state) if waiting + len(scores) >= int(state["next_merge"]) else state
 
     def _merge(self, state: Tensors) -> Tensors:
@@ -138,7 +142,7 @@ class LowRank:
         scale = state["values"].clamp_min(0.0).sqrt()
         scale = torch.cat([scale, scale.new_ones(waiting)])
         gram = scale.new_zeros(len(scale), len(scale))
-        for _, rows in _whitened(state):
+        for _, rows in _whitened(state, state["basis"]):
             gram.addmm_(rows, rows.mT)
         gram = scale[:, None] * gram * scale
         values, vectors = symmetric_eigen(gram)
@@ -148,9 +152,9 @@ class LowRank:
         real = values > values[0] * torch.finfo(values.dtype).eps * len(gram) + tiny
         values = torch.where(real, values, 0.0)
         project = torch.where(real, vectors * values.clamp_min(tiny).rsqrt(), 0.0).mT
-        for old, rows in _whitened(state):
-            torch.mm(project * scale, rows, out=old)
-        torch.reciprocal(state["inverse_unit"], out=state["merged_unit"])
+        basis = torch.empty_like(state["basis"])
+        for new, rows in _whitened(state, basis):
+            torch.mm(project * scale, rows, out=new)
         total = state["total"].clamp_min(tiny)
         n = total / state["mean_weight"].clamp_min(tiny)
         # coordinates that never had a score have no share in the trace and none in the noise
@@ -165,6 +169,10 @@ class LowRank:
         spikes, level = 1.0 + share * (spikes - 1.0), 1.0 + share * (level - 1.0)
         grown = min(2 * int(state["next_merge"]), len(state["buffer"]))
         return state | {
+            "basis": basis,
+            "merged_unit": state["inverse_unit"].reciprocal(),
+            # the rows before belong to the state before
+            "buffer": torch.zeros_like(state["buffer"]),
             "values": values,
             "spikes": spikes,
             "level": level,
@@ -186,8 +194,9 @@ def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(t.split(size, -1) for t in tensors), strict=True)
 
 
-def _write(state: Tensors, scores: Tensor, weight: float) -> Tensor:
-    """Write scores into buffer, diagonal and unit; returns the number of those that are finite.
+def _write(state: Tensors, scores: Tensor, weight: float) -> tuple[Tensors, Tensor]:
+    """Write scores into the free rows of the buffer; returns the new vectors by name, and the number of
+    scores that are finite.
 
     The unit is the root of the diagonal, but near the first guess where few scores were not zero.  In
     minibatches of a plate a local parameter has a score once in a while.  The mean square of one or
@@ -198,7 +207,8 @@ def _write(state: Tensors, scores: Tensor, weight: float) -> Tensor:
     rate = weight * added / (state["diagonal_total"] + weight * added)
     start = int(state["waiting"])
     waiting = state["buffer"][start : start + len(scores)]
-    vectors = (state[name] for name in ("diagonal", "guess", "times_seen", "inverse_unit"))
+    new = {name: state[name].clone() for name in ("diagonal", "times_seen", "inverse_unit")}
+    vectors = new["diagonal"], state["guess"], new["times_seen"], new["inverse_unit"]
     for rows, kept, diagonal, guess, times, inverse in _parts(scores, waiting, *vectors):
         rows = torch.where(good, rows, 0.0)
         torch.mul(rows, weight**0.5, out=kept)
@@ -210,24 +220,25 @@ def _write(state: Tensors, scores: Tensor, weight: float) -> Tensor:
         times.add_(seen[0] if one else seen.sum(0))
         believed = torch.lerp(guess, diagonal, trust(times))
         torch.rsqrt(believed.clamp_min_(TINY), out=inverse)
-    return added
+    return new, added
 
 
-def _whitened(state: Tensors) -> Iterator[tuple[Tensor, Tensor]]:
-    """Columns of the basis, to be written, and those of the basis and the waiting rows whitened.
+def _whitened(state: Tensors, result: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Columns of ``result``, to be written, and those of the basis and the waiting rows whitened.
 
     The whitened ones of all turns share their memory.
     """
     basis, waiting = state["basis"], state["buffer"][: int(state["waiting"])]
     change = state["merged_unit"] * state["inverse_unit"]
     memory: Tensor | None = None
-    for old, new, changed, inverse in _parts(basis, waiting, change, state["inverse_unit"]):
+    every = _parts(result, basis, waiting, change, state["inverse_unit"])
+    for written, old, new, changed, inverse in every:
         if memory is None:
             memory = basis.new_empty(len(old) + len(new), len(inverse))
         rows = memory[:, : len(inverse)]
         torch.mul(old, changed, out=rows[: len(old)])
         torch.mul(new, inverse, out=rows[len(old) :])
-        yield old, rows
+        yield written, rows
 
 
 def _debias(values: Tensor, D: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:

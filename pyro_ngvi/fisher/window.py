@@ -49,8 +49,7 @@ class Window:
         decay: rho in (0, 1], the factor on the weight of a score at each further update.
 
     Before the first score the estimate is the ridge alone, from the first guess of the diagonal.  A
-    score that is not finite leaves its place to the one that was there.  ``update`` writes into the
-    tensors of the state that it is given.
+    score that is not finite leaves its place to the one that was there.
 
     Example:
         >>> import torch
@@ -77,7 +76,7 @@ class Window:
         }
 
     def update(self, state: Tensors, scores: Tensor) -> Tensors:
-        rows, gram, weights = state["rows"], state["gram"], state["weights"]
+        rows, gram, weights = (state[name].clone() for name in ("rows", "gram", "weights"))
         if self.decay != 1.0:
             weights.mul_(self.decay)
         start, left = int(state["next"]), scores[-self.size :]
@@ -92,7 +91,8 @@ class Window:
             gram[place] = products
             gram[:, place] = products.mT
             start = stop % self.size
-        return state | {"next": torch.tensor(start, device="cpu")}
+        kept = {"rows": rows, "gram": gram, "weights": weights}
+        return state | kept | {"next": torch.tensor(start, device="cpu")}
 
     def product(self, state: Tensors, g: Tensor) -> Tensor:
         rows, weights = state["rows"], state["weights"]

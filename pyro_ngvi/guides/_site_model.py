@@ -12,7 +12,7 @@ from pyro.nn.module import pyro_method
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from .._module_params import ModuleParams, warn_of_other_names
+from .._module_params import ModuleParams, check_names
 from .._particles import Minibatches
 from .._pyro_adapter import give_model, has_model, model_under, module_name
 from .._random import own_random_state
@@ -45,7 +45,9 @@ class SiteModel:
     @pyro_method  # a loss may ask before the guide is called, and the store's sites are wanted then too
     def _setup_prototype(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            with poutine.block(), own_random_state(SEED), torch.no_grad():
+            loading = self._loading_waiting_state()
+            with loading, poutine.block(), own_random_state(SEED), torch.no_grad():
+                check_names(self, in_use=False)
                 with ModuleParams():
                     _ = self.inducing  # read, so that a parameter is the one of the store
                 with draws_are_means(self.inducing is not None):  # no N x N matrix
@@ -84,7 +86,6 @@ class SiteModel:
             other = self.runner(args, kwargs, values, runner.minibatches)  # with the same data
         self.plan = make_plan(runner, other, self.latent)
         self.algebra = make_algebra(self.plan, Call(self.plan, runner), self.inducing)
-        warn_of_other_names(guide)
         for group in self.plan.groups:
             n, k = group.size, group.width
             like = {"dtype": self.plan.dtype, "device": self.plan.device}

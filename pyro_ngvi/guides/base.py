@@ -12,7 +12,7 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoContinuous
 from torch import Tensor, nn
 
-from .._module_params import ModuleParams, follow_store, warn_of_other_names
+from .._module_params import ModuleParams, check_names, follow_store
 from .._pyro_adapter import (
     OwnName,
     claim_name,
@@ -77,8 +77,14 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
             :class:`~pyro_ngvi.guides.posterior.FamilyDistribution`).  Turn it off to get the plain
             reparameterised gradient.
         init: ``None``, or ``"map"`` to move the location to the posterior mode by L-BFGS first.
-        name: name of the guide in Pyro's parameter store.  By default a name that no other guide
-            of the process has, so that two guides never share parameters by accident.
+        name: name of the guide in Pyro's parameter store.  By default one that is counted from the
+            class, so that two guides never share parameters by accident: name a guide whose store
+            will be loaded in another process beside other fits of its class.
+
+    Saving: ``torch.save((guide.state_dict(), optim.get_state(), torch.get_rng_state()), path)``, with
+    the ``state_dict`` of a model that is a module.  To go on make model, guide and optimizer, load the
+    first into the guide, the second by ``optim.set_state``, and then the random state.  A state that
+    comes before the first call waits for it.  The parameter store restores the guide as well.
 
     Raises:
         ValueError: at the first call, for a latent site that is discrete or inside a subsampled
@@ -110,7 +116,7 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
             known = " or ".join("None" if s is None else f'"{s}"' for s in self.starts)
             raise ValueError(f"init must be {known}, got {init!r}.")
         super().__init__(model, init_loc_fn=init_loc_fn)
-        rename(self, claim_name(type(self).__name__) if name is None else name)
+        self.take_name(name)
         self.family = self._make_family()
         self.init_scale = float(init_scale)
         self.sticking_the_landing = sticking_the_landing
@@ -126,7 +132,8 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         try:
-            self._setup_family(*args, **kwargs)
+            with self._loading_waiting_state():
+                self._setup_family(*args, **kwargs)
         except BaseException:
             self.prototype_trace = None  # so that the next call says the same again
             raise
@@ -147,8 +154,9 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
             if self.init == "map":
                 loc = find_mode(self._model_alone(args, kwargs), loc, args, kwargs)
             params = self._start(loc, args, kwargs)
-        warn_of_other_names(self)
+        check_names(self, in_use=False)
         self._register_params(params)
+        self._follow_store()
 
     def _model_alone(self, args: Any, kwargs: Any) -> Callable[..., Any]:
         """The model with the latent sites of other guides fixed, for searches before the first step."""
@@ -202,7 +210,11 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
 
     def _follow_store(self) -> None:
         """Take the parameters that Pyro's store holds now: it may have been restored in between."""
-        follow_store(self, f"{module_name(self)}.")
+        follow_store(self, self._stored_modules())
+
+    def _stored_modules(self) -> dict[str, nn.Module]:
+        """Modules with parameters in Pyro's store, by the prefix of their names there."""
+        return {f"{module_name(self)}.": self}
 
     def _current(self) -> Tensors:
         self._follow_store()

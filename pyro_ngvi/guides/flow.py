@@ -151,11 +151,11 @@ class AutoFlow(AutoFamily):
             return {}
         return super().natural_params() | self._of_flow(flow)
 
-    def _follow_store(self) -> None:
-        super()._follow_store()
+    def _stored_modules(self) -> dict[str, nn.Module]:
         flow: Any = self._modules["flow"]
-        for path, module in flow.named_modules():
-            follow_store(module, f"{module_name(self)}.flow$$$" + (f"{path}." if path else ""))
+        root = f"{module_name(self)}.flow$$$"
+        parts = {root + (f"{path}." if path else ""): m for path, m in flow.named_modules()}
+        return super()._stored_modules() | parts
 
     def _current(self) -> Tensors:
         self._follow_store()

@@ -28,6 +28,7 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.nn.module import pyro_method
 from torch import Tensor, nn
 
+from .._module_params import follow_store
 from .._pyro_adapter import (
     OwnName,
     claim_name,
@@ -79,7 +80,8 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
             that are independent and each at the inputs of the data (softmax classification, a
             location and a log scale, additive models).  A tensor is kept fixed, an ``nn.Parameter``
             is trained with the hyperparameters.
-        name: name of the guide in Pyro's parameter store, as for our other guides.
+        name: name of the guide in Pyro's parameter store, as for our other guides.  Sites that are
+            restored by the store make q anew at the next call, which needs all data.
 
     Raises:
         ValueError: at the first call, for a model outside the class, in a sentence that says which
@@ -115,7 +117,7 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
         name: str | None = None,
     ) -> None:
         super().__init__(model)
-        rename(self, claim_name(type(self).__name__) if name is None else name)
+        self.take_name(name)
         self.latent = latent
         if isinstance(inducing, nn.Parameter):
             self.inducing = inducing
@@ -144,6 +146,7 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
         """nu (N, k) and Lambda (N, k, k) by group; access registers them with Pyro."""
         self._require_setup()
         assert self.plan is not None
+        self._follow_store()
         _ = self.inducing  # so does an nn.Parameter
         return {
             g.name: (getattr(self, f"linear_{g.name}"), getattr(self, f"precision_{g.name}"))
@@ -168,6 +171,11 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
         assert self.plan is not None
         return entry_name(index, self.plan.shapes)
 
+    def _follow_store(self) -> None:
+        """Take the sites that Pyro's store holds now: it may have been restored in between."""
+        if follow_store(self, {f"{module_name(self)}.": self}):
+            self.fresh, self._stale, self.algebra._kept = not self._any_moved(), True, None
+
     # --- the posterior
 
     def remember(self, args: Any, kwargs: Any, stale: bool) -> None:
@@ -191,21 +199,30 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
         """
         call = self.call_of(args, kwargs)
         if not call.whole:
-            raise ValueError("AutoSites.refresh needs all data; this call has a minibatch.")
+            raise ValueError(
+                "AutoSites.refresh needs all data; this call has a minibatch. After sites were "
+                "restored call guide.refresh(*args) with all data first: q is made anew from them."
+            )
         with torch.no_grad():
             view = self.algebra.view(call)
             self.algebra.recollect(view, self.site_tensors())
         self.remember(args, kwargs, False)
 
-    def _up_to_date(self) -> None:
-        if self._stale and self._last is not None:
-            self.refresh(*self._last[0], **self._last[1])
+    def _up_to_date(self, *call: Any) -> None:
+        """Make q anew where it is not that of the sites: at the last step's arguments, or ``call``."""
+        if self.plan is None:
+            return
+        self._follow_store()
+        if self._stale:
+            args, kwargs = self._last or call or ((), {})
+            self.check_arguments(args, kwargs)
+            self.refresh(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latent sites of the block: a dict of values by name."""
         given = self._given_minibatches()
         call = self.call_of(args, kwargs, minibatches=given)
-        self._up_to_date()
+        self._up_to_date(args, kwargs)
         self.check_prior(call)
         self.site_tensors()
         with poutine.block():
@@ -226,7 +243,7 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
 
     def _call_of_last(self, args: Any, kwargs: Any) -> Call:
         self._require_setup()
-        self._up_to_date()
+        self._up_to_date(args, kwargs)
         if not args and not kwargs:
             args, kwargs = ((), {}) if self._last is None else self._last
             self.check_arguments(args, kwargs)
@@ -293,7 +310,10 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self.fresh = not any(bool(p.any()) for p in self.natural_params().values())
+        self.fresh = not self._any_moved()
+
+    def _any_moved(self) -> bool:
+        return any(bool(p.any()) for p in self.natural_params().values())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

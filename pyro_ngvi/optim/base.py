@@ -19,6 +19,7 @@ from torch import Tensor
 from .._known import known
 from ..families.base import Tensors
 from ..guides.base import Curvature, find_blocks
+from ._atomic import all_or_nothing
 from .averaging import restart_average
 from .others_state import OthersState
 from .report import Report, StepReport, part
@@ -83,7 +84,16 @@ class NaturalGradientOptim(PyroOptim):
         block.averaged = block.holds_average and self._rules[path].averaging is not None
 
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        """One step for every parameter in ``params``, from the gradients in ``.grad``."""
+        """One step for every parameter in ``params``, from the gradients in ``.grad``.
+
+        It uses the gradients up: they are ``None`` afterwards.  An exception, Ctrl-C included, leaves
+        parameters and states as they were, without gradients.
+        """
+        params = list(params)
+        with all_or_nothing(self, params):
+            self._step(params)
+
+    def _step(self, params: list[Tensor]) -> None:
         remaining = {id(p): p for p in params}
         blocks = []
         for path, block in self._blocks():

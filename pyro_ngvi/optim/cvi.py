@@ -25,7 +25,6 @@ Not for: models outside of :class:`~pyro_ngvi.AutoSites`; :class:`~pyro_ngvi.NGV
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -108,19 +107,18 @@ class CVI(NaturalGradientOptim):
     def _adopt(self, path: str, block: Any) -> None:
         self._rules[path] = self
 
-    def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+    def _step(self, params: list[Tensor]) -> None:
         """One step; the first of all leaves every other parameter alone.
 
         Before a site has moved q is the prior, and the gradients in hyperparameters are so large that
         the moments of Adam would remember them for a thousand steps.
         """
-        params = list(params)
         blocks = [block for _, block in self._blocks() if block.fresh]
         own = {id(p) for block in blocks for p in block.natural_params().values()}
         if any(id(p) in own for p in params):
             self._sorted_others({id(p): p for p in params if id(p) not in own}, True)
             params = [p for p in params if id(p) in own]
-        super().__call__(params, *args, **kwargs)
+        super()._step(params)
 
     def init(self, values: Tensors) -> Tensors:
         """The state before the first step, from the sites."""

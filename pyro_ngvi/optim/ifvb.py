@@ -223,11 +223,10 @@ class IFVB(NaturalGradientOptim):
             arguments = arguments | {"schedule": SLOW}
         return IFVBRule(make_rule(family, arguments), estimate, self._form.by_layer)
 
-    def __call__(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        params = list(params)
+    def _step(self, params: list[Tensor]) -> None:
         if self._rest is not None and not self._rest_known:
             self._find_rest()
-        super().__call__(params, *args, **kwargs)
+        super()._step(params)
 
     def _find_rest(self) -> None:
         assert self._rest is not None

@@ -159,6 +159,56 @@ def test_a_store_restored_while_the_guide_is_in_use_counts(kind: str) -> None:
     assert not all(torch.equal(p, state[name]) for name, p in guide.state_dict().items())
 
 
+@pytest.mark.parametrize("use", ["loss", "median", "draw", "step", "copy"])
+def test_sites_restored_while_the_guide_is_in_use_count(use: str) -> None:
+    X, y = data()
+    guide = ngvi.AutoSites(matrix)
+    svi = SVI(matrix, guide, ngvi.CVI(guide), ngvi.SitesELBO())
+    svi.step(X, y)
+    median, loss = guide.median()["W"], svi.evaluate_loss(X, y)
+    best = copy.deepcopy(pyro.get_param_store().get_state())
+    for _ in range(2):
+        svi.step(X, y - 10.0)
+    assert not torch.allclose(guide.median()["W"], median)
+    svi.evaluate_loss(X, y)
+    pyro.get_param_store().set_state(best)
+    if use == "loss":
+        assert svi.evaluate_loss(X, y) == pytest.approx(loss, abs=1e-9)
+    if use == "draw":
+        guide(X, y)
+    if use == "step":
+        assert svi.step(X, y) == pytest.approx(loss, abs=1e-9)
+        store = pyro.get_param_store()
+        assert all(p is store[str(store.param_name(p))] for p in guide.natural_params().values())
+    other = copy.deepcopy(guide) if use == "copy" else guide
+    torch.testing.assert_close(other.median()["W"], median)
+
+
+def test_sites_restored_before_any_step_take_the_data_of_the_next_call() -> None:
+    X, y = data()
+    trained = ngvi.AutoSites(matrix, name="mine")
+    SVI(matrix, trained, ngvi.CVI(trained), ngvi.SitesELBO()).step(X, y)
+    saved, median = pyro.get_param_store().get_state(), trained.median()["W"]
+    pyro.clear_param_store()
+    guide = ngvi.AutoSites(matrix, name="mine")
+    guide(X, y)
+    pyro.get_param_store().set_state(saved)
+    with pytest.raises(RuntimeError, match="pass those of the model"):
+        guide.median()
+    torch.testing.assert_close(guide.median(X, y)["W"], median)
+
+
+def test_state_dict_of_sites_before_the_first_call() -> None:
+    X, y = data()
+    trained = ngvi.AutoSites(matrix)
+    SVI(matrix, trained, ngvi.CVI(trained), ngvi.SitesELBO()).step(X, y)
+    guide = ngvi.AutoSites(matrix)
+    guide.load_state_dict(trained.state_dict())
+    guide(X, y)
+    assert not guide.fresh
+    torch.testing.assert_close(guide.median(X, y)["W"], trained.median()["W"])
+
+
 @pytest.mark.parametrize("wrap", [lambda p: p.detach(), nn.Parameter], ids=["tensor", "parameter"])
 def test_functional_call_takes_what_it_is_given(wrap: Any) -> None:
     X, y = data()
