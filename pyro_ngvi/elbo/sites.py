@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .._known import known
 from ..density import site_log_prob
+from ..guides.base import leave_curvature
 from ..guides.sites import AutoSites, find_sites
 from ..sites.algebra import Marginals, View, apart
 from ..sites.call import Call
@@ -97,7 +98,11 @@ class SitesELBO(ELBO):
         """The negative ELBO; adds its gradient to ``.grad`` and leaves targets on the guide."""
         elbo, targets = self._estimate(model, guide, args, kwargs, derivatives=True)
         block = self._block_of(guide)
-        block.curvature = targets
+        if (
+            not block.fresh
+        ):  # sites that have moved may be held, for the gradients in hyperparameters
+            block.curvature = None
+        leave_curvature(block, targets)
         block.remember(args, kwargs, targets.view.learns and targets.call.whole)
         if elbo.requires_grad:
             (-elbo).backward()

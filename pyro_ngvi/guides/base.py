@@ -319,3 +319,21 @@ def find_blocks(guide: Any) -> Iterator[tuple[str, AutoFamily]]:
     for path, module in guide.named_modules():
         if isinstance(module, AutoFamily):
             yield path, module
+
+
+def leave_curvature(block: Any, curvature: Any) -> None:
+    """Leave on ``block`` what the loss has for its optimizer beside the gradients.
+
+    Raises:
+        RuntimeError: where nobody has taken what the call before left.
+    """
+    if block.curvature is not None and curvature.kind != "price":  # which is in the gradients
+        block.curvature = None
+        kind = curvature.kind
+        taker = {"sites": "CVI", "scores": "SPRING", "kronecker": "NoisyKFAC"}.get(kind, "NGVB")
+        raise RuntimeError(
+            f"No optimizer took what the loss last left on {type(block).__name__} ({kind}): it would "
+            f"train wrongly or not at all. Take one step for each loss_and_grads, by an optimizer "
+            f"that uses it: pyro_ngvi.{taker}(guide)."
+        )
+    block.curvature = curvature

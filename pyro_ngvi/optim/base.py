@@ -39,7 +39,7 @@ class NaturalGradientOptim(PyroOptim):
     needs_gradients: ClassVar[bool] = True
 
     def __init__(self, guide: Any, others: PyroOptim | None = None) -> None:
-        super().__init__(torch.optim.SGD, {"lr": 0.0})  # never used: __call__ does the work
+        super().__init__(_refuse_wrappers, {})  # __call__ does the work
         if others is not None and not isinstance(others, PyroOptim):
             raise ValueError(
                 f"others must be a pyro.optim.PyroOptim such as pyro.optim.Adam({{'lr': 1e-3}}), "
@@ -80,6 +80,7 @@ class NaturalGradientOptim(PyroOptim):
             )
         self._rules[path] = self.make_rule(block.family)
         block.set_lag(None)  # an optimizer before this one may have left its own
+        block.curvature = None  # as may a step that failed
         block.averaged = block.holds_average and self._rules[path].averaging is not None
 
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
@@ -275,6 +276,14 @@ class NaturalGradientOptim(PyroOptim):
             # the parameters may be restored before or after this call
             saved = state_dict["natural"].get(path, {})
             block.set_lag(part(saved, "lag.") or None)
+
+
+def _refuse_wrappers(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "An optimizer of pyro_ngvi steps a whole guide, and Pyro's HorovodOptimizer and learning-rate "
+        "schedulers want one for each tensor. Give it to SVI itself; for rates that fall it has "
+        "schedule=, as in NGVB(guide, schedule=lambda k: 0.5 / (1 + k))."
+    )
 
 
 def _moved(value: Tensor, like: Tensor) -> Tensor:

@@ -107,6 +107,7 @@ class CVI(NaturalGradientOptim):
 
     def _adopt(self, path: str, block: Any) -> None:
         self._rules[path] = self
+        block.curvature = None  # a step that failed may have left some
 
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
         """One step; the first of all leaves every other parameter alone.
