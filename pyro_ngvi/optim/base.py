@@ -20,7 +20,7 @@ from .._known import known
 from ..families.base import Tensors
 from ..guides.base import Curvature, find_blocks
 from .averaging import restart_average
-from .others_state import OthersState
+from .others_state import ADAM, DefaultAdam, OthersState, own_others
 from .report import Report, StepReport, part
 
 __all__ = ["NaturalGradientOptim", "Report", "StepReport", "describe", "part"]
@@ -38,7 +38,7 @@ class NaturalGradientOptim(PyroOptim):
     #: whether a step takes the gradients of the loss in the guide's parameters
     needs_gradients: ClassVar[bool] = True
 
-    def __init__(self, guide: Any, others: PyroOptim | None = None) -> None:
+    def __init__(self, guide: Any, others: PyroOptim | None = ADAM) -> None:
         super().__init__(_refuse_wrappers, {})  # __call__ does the work
         if others is not None and not isinstance(others, PyroOptim):
             raise ValueError(
@@ -46,7 +46,9 @@ class NaturalGradientOptim(PyroOptim):
                 f"got {type(others).__name__}."
             )
         self.guide = guide
-        self.others = others
+        self.others = own_others(others)
+        self._is_to_tell = isinstance(self.others, DefaultAdam)
+        self._has_others = False
         self._others_state = OthersState(guide)
         self._rules: dict[str, Any] = {}
         for path, block in self._blocks():
@@ -201,13 +203,26 @@ class NaturalGradientOptim(PyroOptim):
         # a set has no order; sorting by name makes runs repeatable
         learnt = (p for p in remaining.values() if p.requires_grad)  # frozen ones want no trainer
         ordered = sorted(learnt, key=lambda p: str(store.param_name(p)))
-        if ordered and self.others is None:
+        self._has_others = self._has_others or bool(ordered)
+        if ordered and (self.others is None or self._is_to_tell):
+            names = ", ".join(str(store.param_name(p)) for p in ordered[:3])
+            self._tell_of_others(names + ", ..." * (len(ordered) > 3))
+        return ordered
+
+    def _tell_of_others(self, names: str) -> None:
+        if self.others is None:
             raise ValueError(
                 f"{type(self).__name__} trains the guide's natural parameters only, and this step "
-                f"has others: {', '.join(str(store.param_name(p)) for p in ordered)}. Say who "
-                f"trains them, for instance others=pyro.optim.Adam({{'lr': 1e-3}})."
+                f"has others: {names}. Say who trains them, for instance "
+                f"others=pyro.optim.Adam({{'lr': 1e-3}})."
             )
-        return ordered
+        self._is_to_tell = False
+        warnings.warn(
+            f"{type(self).__name__} leaves what is not natural ({names}) to {self.others!r}. Pass "
+            f"others= for another rate or optimizer, or others=None to have it refused.",
+            UserWarning,
+            stacklevel=5,
+        )
 
     def _warn_skipped(self, block: Any, report: Report) -> None:
         count = int(report.skipped)
