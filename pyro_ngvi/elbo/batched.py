@@ -53,6 +53,7 @@ from pyro_ngvi.elbo.make_estimator import make_estimator
 from pyro_ngvi.elbo.tempering import Tempered
 from pyro_ngvi.guides.base import AutoFamily, Curvature, find_blocks, leave_curvature
 from pyro_ngvi.layout import LatentLayout
+from pyro_ngvi.linalg.autocast import outside_autocast
 
 Program = Callable[..., Any]
 Draw = tuple[dict[str, Tensor], Tensor]
@@ -155,7 +156,7 @@ class BatchedELBO(ELBO):
         if estimator is not None:
             estimator.before_backward()
         if loss.requires_grad:
-            loss.backward(retain_graph=self.retain_graph)
+            outside_autocast(loss.backward)(retain_graph=self.retain_graph)
         if estimator is not None:
             # parameters of the model need no graph of the curvature
             with torch.no_grad(), Tempered(self.kl_weight):

@@ -30,6 +30,7 @@ from .._known import known
 from ..density import site_log_prob
 from ..guides.base import leave_curvature
 from ..guides.sites import AutoSites, find_sites
+from ..linalg.autocast import outside_autocast
 from ..sites.algebra import Marginals, View, apart
 from ..sites.call import Call
 from ..sites.dense import WhitePosterior
@@ -139,6 +140,7 @@ class SitesELBO(ELBO):
             self._points[key] = quadrature_points(k, count, *key[1:])
         return self._points[key]
 
+    @outside_autocast
     def _estimate(
         self, model: Program, guide: Any, args: Any, kwargs: Any, derivatives: bool
     ) -> tuple[Tensor, SiteTargets]:

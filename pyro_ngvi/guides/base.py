@@ -26,6 +26,7 @@ from .._pyro_adapter import (
     unblocked,
 )
 from ..families.base import Family, Tensors, entry_name
+from ..linalg.autocast import outside_autocast
 from ._average import HoldsAverage
 from ._latent_checks import check_latents
 from ._made_at_first_call import MadeAtFirstCall
@@ -124,6 +125,7 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
     def _define_family(self) -> None:
         """Complete a family that depends on the sites of the model, once they are known."""
 
+    @outside_autocast
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         try:
             self._setup_family(*args, **kwargs)

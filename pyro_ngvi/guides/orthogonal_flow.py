@@ -8,6 +8,7 @@ from typing import Any
 from .._known import known
 from ..families import OrthogonalFlow
 from ..families.base import Family, Tensors
+from ..linalg.autocast import outside_autocast
 from .base import AutoFamily
 from .posterior import FamilyDistribution
 
@@ -94,6 +95,7 @@ class AutoOrthogonalFlow(AutoFamily):
     def _make_family(self) -> Family:
         return self._flow
 
+    @outside_autocast
     def _distribution(self, params: Tensors) -> FamilyDistribution:
         detached = {name: p.detach() for name, p in params.items()}
         if known(self.family.drift(detached) > TOLERANCE):

@@ -38,6 +38,7 @@ from .._pyro_adapter import (
     rename,
 )
 from ..families.base import entry_name
+from ..linalg.autocast import outside_autocast
 from ..sites.call import Call
 from ..sites.later import check_later_data, likelihood_learns
 from ..sites.plan import Plan
@@ -201,6 +202,7 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
         if self._stale and self._last is not None:
             self.refresh(*self._last[0], **self._last[1])
 
+    @outside_autocast
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latent sites of the block: a dict of values by name."""
         given = self._given_minibatches()

@@ -19,6 +19,7 @@ from torch import Tensor
 from .._known import known
 from ..families.base import Tensors
 from ..guides.base import Curvature, find_blocks
+from ..linalg.autocast import outside_autocast
 from .averaging import restart_average
 from .others_state import ADAM, DefaultAdam, OthersState, own_others
 from .report import Report, StepReport, part
@@ -85,6 +86,7 @@ class NaturalGradientOptim(PyroOptim):
         block.curvature = None  # as may a step that failed
         block.averaged = block.holds_average and self._rules[path].averaging is not None
 
+    @outside_autocast
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
         """One step for every parameter in ``params``, from the gradients in ``.grad``."""
         remaining = {id(p): p for p in params}
@@ -123,6 +125,10 @@ class NaturalGradientOptim(PyroOptim):
         curvature = block.take_curvature() if hasattr(block, "take_curvature") else None
         self._check_curvature(block, curvature)
         parts = {} if curvature is None else curvature.parts
+        # under autocast a model may leave curvature in half precision
+        like = next(iter(values.values()))
+        halves = (torch.float16, torch.bfloat16)
+        parts = {k: v.to(like) if v.dtype in halves else v for k, v in parts.items()}
         grads |= {"curvature." + name: v for name, v in parts.items()}
         # the gradient was taken at the iterate, which lies at a lag from an averaged answer
         intact = block.lag_is_intact()

@@ -37,6 +37,7 @@ from .._known import known
 from ..elbo.sites import SiteTargets
 from ..families.base import Tensors
 from ..guides.sites import AutoSites, find_sites
+from ..linalg.autocast import outside_autocast
 from ..linalg.products import matvec
 from ._proper_step import proper_step
 from ._secant import Pairs, next_sweep, pairing, same, start_sweeps, taken, towards
@@ -110,6 +111,7 @@ class CVI(NaturalGradientOptim):
         self._rules[path] = self
         block.curvature = None  # a step that failed may have left some
 
+    @outside_autocast
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
         """One step; the first of all leaves every other parameter alone.
 

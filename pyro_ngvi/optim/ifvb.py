@@ -56,6 +56,7 @@ from ..fisher.geometry import Coordinates
 from ..fisher.guide_block import GuideBlock
 from ..fisher.scores import family_scores
 from ..guides.base import AutoFamily, find_blocks
+from ..linalg.autocast import outside_autocast
 from ._fisher_forms import FisherForm
 from .averaging import Averaging, UsingAverage
 from .base import NaturalGradientOptim, Report, part
@@ -224,6 +225,7 @@ class IFVB(NaturalGradientOptim):
             arguments = arguments | {"schedule": SLOW}
         return IFVBRule(make_rule(family, arguments), estimate, self._form.by_layer)
 
+    @outside_autocast
     def __call__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         params = list(params)
         if self._rest is not None and not self._rest_known:
