@@ -111,6 +111,11 @@ class BatchedSite:
     event_dim: int
     plates: tuple[CondIndepStackFrame, ...]
 
+    @property
+    def log_prob_sum(self) -> Tensor:
+        """``log_prob`` summed over the batch, (S,)."""
+        return sum_per_particle(self.log_prob)
+
 
 @dataclass(frozen=True)
 class BatchedTrace:

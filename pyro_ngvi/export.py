@@ -19,6 +19,7 @@ from pyro_ngvi._draws import (
     sites_of_kind,
     warn_of_edges,
 )
+from pyro_ngvi._fitted import fitted_parameters
 from pyro_ngvi._particles import Minibatches, Sites, run_plainly
 from pyro_ngvi._random import own_random_state
 from pyro_ngvi._version import __version__
@@ -60,7 +61,8 @@ def to_arviz(
       drawn anew. A site that ``poutine.condition`` has fixed is one of them; fix parameters by
       ``poutine.do``.
     * ``observed_data``: observed sites. ``constant_data``: the model's arguments that are tensors
-      or arrays, unless they are the data of an observed site.
+      or arrays, unless they are the data of an observed site, and the fitted values of its parameters
+      (``pyro.param``, modules), by name.
 
     With ``resample="psis"`` the posterior is corrected by importance sampling: the draws are
     resampled in proportion to their Pareto-smoothed weights (systematically: a draw of weight w
@@ -168,7 +170,10 @@ def to_arviz(
             groups["prior"] = _groups.site_values(run, exported)
             groups["prior_predictive"] = _groups.site_values(run, observed)
     groups["observed_data"] = _groups.observations(prototype, observed)
-    groups["constant_data"] = _groups.constants(model, args, kwargs, prototype)
+    constants = _groups.constants(model, args, kwargs, prototype)
+    for name, value in fitted_parameters(model, guide, args, kwargs).items():
+        constants[f"{name}_parameter" if name in constants else name] = value
+    groups["constant_data"] = constants
     groups = {name: group for name, group in groups.items() if group}
     resampling: dict[str, str | float] = {}
     if resample:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_ngvi._particles import Site, sum_per_particle
+from pyro_ngvi.linalg.autocast import outside_autocast
 
 
 class LatentLayout:
@@ -55,6 +56,7 @@ class LatentLayout:
         """Flat unconstrained (S, d) to constrained values (S, *shape) by site."""
         return {name: transform(x) for name, transform, x in self.unconstrained(theta)}
 
+    @outside_autocast
     def unpack_with_log_det(self, theta: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """As :meth:`unpack`, and log |det dz/dtheta|, (S,)."""
         values: dict[str, Tensor] = {}

@@ -52,8 +52,10 @@ from pyro_ngvi.elbo.curvature import KINDS
 from pyro_ngvi.elbo.estimator import CurvatureEstimator
 from pyro_ngvi.elbo.make_estimator import make_estimator
 from pyro_ngvi.elbo.tempering import Tempered
-from pyro_ngvi.guides.base import AutoFamily, Curvature, find_blocks
+from pyro_ngvi.guides._curvature import Curvature, leave_curvature
+from pyro_ngvi.guides.base import AutoFamily, find_blocks
 from pyro_ngvi.layout import LatentLayout
+from pyro_ngvi.linalg.autocast import outside_autocast
 
 Program = Callable[..., Any]
 Draw = tuple[dict[str, Tensor], Tensor]
@@ -154,17 +156,17 @@ class BatchedELBO(ELBO):
         if self.curvature is not None:
             check_guide_takes_curvature(guide, self.curvature, _is_joint(guide))
         with whole_gradients():
-            loss = self.differentiable_loss(model, guide, *args, **kwargs)
+            loss = self._estimate(model, guide, args, kwargs)
             estimator = self._active
             if estimator is not None:
                 estimator.before_backward()
             if loss.requires_grad:
-                loss.backward(retain_graph=self.retain_graph)
+                outside_autocast(loss.backward)(retain_graph=self.retain_graph)
             if estimator is not None:
                 # parameters of the model need no graph of the curvature
                 with torch.no_grad(), Tempered(self.kl_weight):
                     parts = estimator.after_backward(model, self._minibatches, args, kwargs)
-                cast(AutoFamily, guide).curvature = Curvature(estimator.kind, parts)
+                leave_curvature(cast(AutoFamily, guide), Curvature(estimator.kind, parts))
         return loss.detach()
 
     @property
@@ -178,7 +180,20 @@ class BatchedELBO(ELBO):
     def differentiable_loss(
         self, model: Program, guide: Program, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """An estimate of the negative ELBO, a scalar tensor that can be differentiated."""
+        """An estimate of the negative ELBO, a scalar tensor that can be differentiated.
+
+        It leaves no curvature, and neither does a module ``BatchedELBO(...)(model, guide)``, which
+        calls it: with ``curvature`` it raises a ValueError while gradients are recorded.
+        """
+        if self.curvature is not None and torch.is_grad_enabled():
+            raise ValueError(
+                f"BatchedELBO(curvature={self.curvature!r}) leaves its curvature in loss_and_grads "
+                f"only, and this is differentiable_loss, or a loss module. Pass it as SVI's loss=, "
+                f"or leave curvature out."
+            )
+        return self._estimate(model, guide, args, kwargs)
+
+    def _estimate(self, model: Program, guide: Program, args: Any, kwargs: Any) -> Tensor:
         prepared = self._prepared
         if prepared is None or prepared[0] is not model or prepared[1] is not guide:
             sites, _ = self._get_trace(model, guide, args, kwargs)

@@ -30,6 +30,7 @@ from pyro_ngvi.elbo.curvature import (
 from pyro_ngvi.elbo.kinks import kinked_sites
 from pyro_ngvi.elbo.layer_taps import LayerTaps
 from pyro_ngvi.layout import LatentLayout
+from pyro_ngvi.linalg.autocast import outside_autocast
 
 __all__ = ["CurvatureEstimator"]
 
@@ -78,6 +79,7 @@ class CurvatureEstimator:
     def losses(self, each: Tensor) -> None:
         """log q - log p (S,) of each particle."""
 
+    @outside_autocast
     def before_backward(self) -> None:
         """The curvature of the rest, while its graph is there: H 1, for a diagonal H."""
         if self._taps is None:
@@ -90,6 +92,7 @@ class CurvatureEstimator:
                 (product,) = torch.autograd.grad(g.sum(), self._draws, **how)
                 self._prior = product.mean(0).detach()
 
+    @outside_autocast
     def after_backward(
         self, model: Callable[..., Any], minibatches: Minibatches, args: Any, kwargs: Any
     ) -> dict[str, Tensor]:

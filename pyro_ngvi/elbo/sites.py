@@ -28,7 +28,9 @@ from torch import Tensor
 
 from .._known import known
 from ..density import site_log_prob
+from ..guides._curvature import leave_curvature
 from ..guides.sites import AutoSites, find_sites
+from ..linalg.autocast import outside_autocast
 from ..sites.algebra import Marginals, View, apart
 from ..sites.call import Call
 from ..sites.dense import WhitePosterior
@@ -101,8 +103,10 @@ class SitesELBO(ELBO):
             if elbo.requires_grad:
                 (-elbo).backward()
             block = self._block_of(guide)
+            if not block.fresh:  # sites that have moved may be held, to learn hyperparameters
+                block.curvature = None
+            leave_curvature(block, targets)
             block.remember(args, kwargs, targets.view.learns and targets.call.whole)
-            block.curvature = targets
         return -elbo.detach()
 
     def quadrature_error(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
@@ -136,6 +140,7 @@ class SitesELBO(ELBO):
             self._points[key] = quadrature_points(k, count, *key[1:])
         return self._points[key]
 
+    @outside_autocast
     def _estimate(
         self, model: Program, guide: Any, args: Any, kwargs: Any, derivatives: bool
     ) -> tuple[Tensor, SiteTargets]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pyro
@@ -26,7 +25,9 @@ from .._pyro_adapter import (
     unblocked,
 )
 from ..families.base import Family, Tensors, entry_name
+from ..linalg.autocast import outside_autocast
 from ._average import HoldsAverage
+from ._curvature import Curvature
 from ._latent_checks import check_latents
 from ._made_at_first_call import MadeAtFirstCall
 from .initialization import init_to_center
@@ -35,18 +36,7 @@ from .posterior import FamilyDistribution, WithDensity
 from .quantiles import site_quantiles
 from .warm_start import find_mode, others_fixed
 
-__all__ = ["AutoFamily", "Curvature", "find_blocks"]
-
-
-@dataclass(frozen=True)
-class Curvature:
-    """What a loss leaves beside the gradients: the expected Hessian of -log p(y, z), in nats.
-
-    ``parts`` are those of :meth:`pyro_ngvi.families.Family.pull_curvature`; empty for "price".
-    """
-
-    kind: str
-    parts: Tensors
+__all__ = ["AutoFamily", "find_blocks"]
 
 
 class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
@@ -130,6 +120,7 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
     def _define_family(self) -> None:
         """Complete a family that depends on the sites of the model, once they are known."""
 
+    @outside_autocast
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         try:
             with self._loading_waiting_state():

@@ -11,7 +11,6 @@ import pyro
 from pyro import poutine
 from torch import Tensor, nn
 
-from .._module_params import follow_store
 from .._pyro_adapter import module_name
 from ..families import FlowFamily
 from ..families.base import Family, Tensors

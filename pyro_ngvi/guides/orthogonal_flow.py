@@ -10,6 +10,7 @@ import torch
 from .._known import known
 from ..families import OrthogonalFlow
 from ..families.base import Family, Tensors
+from ..linalg.autocast import outside_autocast
 from .base import AutoFamily
 from .initialization import check_position
 from .posterior import FamilyDistribution
@@ -106,6 +107,7 @@ class AutoOrthogonalFlow(AutoFamily):
             )
         return super().sampling_posterior()
 
+    @outside_autocast
     def _distribution(self, params: Tensors) -> FamilyDistribution:
         detached = {name: p.detach() for name, p in params.items()}
         if known(self.family.drift(detached) > TOLERANCE):

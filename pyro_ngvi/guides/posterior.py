@@ -12,6 +12,7 @@ from torch.distributions import constraints
 from torch.distributions.kl import register_kl
 
 from ..families.base import Family, Tensors
+from ..linalg.autocast import outside_autocast
 
 __all__ = ["FamilyDistribution", "WithDensity"]
 
@@ -55,9 +56,11 @@ class FamilyDistribution(TorchDistribution):
             batch_shape=torch.Size(batch_shape),
         )
 
+    @outside_autocast
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         return self.family.draw(self.params, torch.Size(sample_shape) + self.batch_shape)
 
+    @outside_autocast
     def log_prob(self, value: Tensor) -> Tensor:
         params = self.params
         if self.sticking_the_landing:
@@ -67,6 +70,7 @@ class FamilyDistribution(TorchDistribution):
             return result
         return result.expand(torch.broadcast_shapes(self.batch_shape, result.shape))
 
+    @outside_autocast
     def entropy(self) -> Tensor:
         return self.family.entropy(self.params).expand(self.batch_shape)
 

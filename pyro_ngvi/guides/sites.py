@@ -39,6 +39,7 @@ from .._pyro_adapter import (
     rename,
 )
 from ..families.base import entry_name
+from ..linalg.autocast import outside_autocast
 from ..sites.call import Call
 from ..sites.later import check_later_data, likelihood_learns
 from ..sites.plan import Plan
@@ -218,13 +219,15 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
             self.check_arguments(args, kwargs)
             self.refresh(*args, **kwargs)
 
+    @outside_autocast
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latent sites of the block: a dict of values by name."""
         given = self._given_minibatches()
         call = self.call_of(args, kwargs, minibatches=given)
         self._up_to_date(args, kwargs)
         self.check_prior(call)
-        self.site_tensors()
+        sites = [p for pair in self.site_tensors().values() for p in pair]
+        trap = _NoGradient.apply(*sites) if self.fresh and torch.is_grad_enabled() else None
         with poutine.block():
             self._create_plates(*args, **kwargs)
         drawn = self.algebra.sample(call, f"_{module_name(self)}")
@@ -233,6 +236,7 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
         result = {}
         for name, site in prototype.iter_stochastic_nodes():
             value, log_q = drawn[name]
+            value = value if trap is None else value + trap.to(value)
             with ExitStack() as stack:
                 for frame in site["cond_indep_stack"]:
                     stack.enter_context(self.plates[frame.name])
@@ -319,6 +323,27 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
         super().__setstate__(state)
         # a copy in the process of its original gets parameters of its own
         rename(self, claim_name(module_name(self)))
+
+
+class _NoGradient(torch.autograd.Function):
+    """Zero; that a gradient is asked for shows an optimizer at work that can not move the sites."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*sites: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return sites[0].new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(
+            "The draws of AutoSites give its sites no gradient, so this loss leaves q at the prior. "
+            "Train them by pyro_ngvi.CVI(guide). Pass SVI loss=pyro_ngvi.SitesELBO()."
+        )
 
 
 def find_sites(guide: Any) -> Iterator[tuple[str, AutoSites]]:

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from .._known import known
 from ..families.base import Tensors
-from ..guides.base import Curvature, find_blocks
+from ..guides._curvature import Curvature
+from ..guides.base import find_blocks
+from ..linalg.autocast import outside_autocast
 from ._atomic import all_or_nothing
 from .averaging import restart_average
-from .others_state import OthersState
+from .others_state import ADAM, DefaultAdam, OthersState, own_others
 from .report import Report, StepReport, part
 
 __all__ = ["NaturalGradientOptim", "Report", "StepReport", "describe", "part"]
@@ -39,15 +41,17 @@ class NaturalGradientOptim(PyroOptim):
     #: whether a step takes the gradients of the loss in the guide's parameters
     needs_gradients: ClassVar[bool] = True
 
-    def __init__(self, guide: Any, others: PyroOptim | None = None) -> None:
-        super().__init__(torch.optim.SGD, {"lr": 0.0})  # never used: __call__ does the work
+    def __init__(self, guide: Any, others: PyroOptim | None = ADAM) -> None:
+        super().__init__(_refuse_wrappers, {})  # __call__ does the work
         if others is not None and not isinstance(others, PyroOptim):
             raise ValueError(
                 f"others must be a pyro.optim.PyroOptim such as pyro.optim.Adam({{'lr': 1e-3}}), "
                 f"got {type(others).__name__}."
             )
         self.guide = guide
-        self.others = others
+        self.others = own_others(others)
+        self._is_to_tell = isinstance(self.others, DefaultAdam)
+        self._has_others = False
         self._others_state = OthersState(guide)
         self._rules: dict[str, Any] = {}
         for path, block in self._blocks():
@@ -81,8 +85,10 @@ class NaturalGradientOptim(PyroOptim):
             )
         self._rules[path] = self.make_rule(block.family)
         block.set_lag(None)  # an optimizer before this one may have left its own
+        block.curvature = None  # as may a step that failed
         block.averaged = block.holds_average and self._rules[path].averaging is not None
 
+    @outside_autocast
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
         """One step for every parameter in ``params``, from the gradients in ``.grad``.
 
@@ -130,6 +136,10 @@ class NaturalGradientOptim(PyroOptim):
         curvature = block.take_curvature() if hasattr(block, "take_curvature") else None
         self._check_curvature(block, curvature)
         parts = {} if curvature is None else curvature.parts
+        # under autocast a model may leave curvature in half precision
+        like = next(iter(values.values()))
+        halves = (torch.float16, torch.bfloat16)
+        parts = {k: v.to(like) if v.dtype in halves else v for k, v in parts.items()}
         grads |= {"curvature." + name: v for name, v in parts.items()}
         # the gradient was taken at the iterate, which lies at a lag from an averaged answer
         intact = block.lag_is_intact()
@@ -210,13 +220,26 @@ class NaturalGradientOptim(PyroOptim):
         # a set has no order; sorting by name makes runs repeatable
         learnt = (p for p in remaining.values() if p.requires_grad)  # frozen ones want no trainer
         ordered = sorted(learnt, key=lambda p: str(store.param_name(p)))
-        if ordered and self.others is None:
+        self._has_others = self._has_others or bool(ordered)
+        if ordered and (self.others is None or self._is_to_tell):
+            names = ", ".join(str(store.param_name(p)) for p in ordered[:3])
+            self._tell_of_others(names + ", ..." * (len(ordered) > 3))
+        return ordered
+
+    def _tell_of_others(self, names: str) -> None:
+        if self.others is None:
             raise ValueError(
                 f"{type(self).__name__} trains the guide's natural parameters only, and this step "
-                f"has others: {', '.join(str(store.param_name(p)) for p in ordered)}. Say who "
-                f"trains them, for instance others=pyro.optim.Adam({{'lr': 1e-3}})."
+                f"has others: {names}. Say who trains them, for instance "
+                f"others=pyro.optim.Adam({{'lr': 1e-3}})."
             )
-        return ordered
+        self._is_to_tell = False
+        warnings.warn(
+            f"{type(self).__name__} leaves what is not natural ({names}) to {self.others!r}. Pass "
+            f"others= for another rate or optimizer, or others=None to have it refused.",
+            UserWarning,
+            stacklevel=5,
+        )
 
     def _warn_skipped(self, block: Any, report: Report) -> None:
         count = int(report.skipped)
@@ -285,6 +308,14 @@ class NaturalGradientOptim(PyroOptim):
             # the parameters may be restored before or after this call
             saved = state_dict["natural"].get(path, {})
             block.set_lag(part(saved, "lag.") or None)
+
+
+def _refuse_wrappers(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "An optimizer of pyro_ngvi steps a whole guide, and Pyro's HorovodOptimizer and learning-rate "
+        "schedulers want one for each tensor. Give it to SVI itself; for rates that fall it has "
+        "schedule=, as in NGVB(guide, schedule=lambda k: 0.5 / (1 + k))."
+    )
 
 
 def _moved(value: Tensor, like: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from ..linalg.products import matvec
 from ._proper_step import proper_step
 from ._secant import Pairs, next_sweep, pairing, same, start_sweeps, taken, towards
 from .base import NaturalGradientOptim, describe
+from .others_state import ADAM
 from .report import Report, StepReport
 
 __all__ = ["CVI", "SweepReport", "site_targets"]
@@ -88,7 +89,7 @@ class CVI(NaturalGradientOptim):
     kinds: ClassVar[tuple[str | None, ...]] = ("sites",)
     needs_gradients: ClassVar[bool] = False
 
-    def __init__(self, guide: Any, lr: float = 1.0, others: PyroOptim | None = None) -> None:
+    def __init__(self, guide: Any, lr: float = 1.0, others: PyroOptim | None = ADAM) -> None:
         if not isinstance(lr, int | float) or not 0.0 < lr <= 1.0:
             raise ValueError(f"lr is a share of the way to the targets, in (0, 1], got {lr!r}.")
         self.lr = float(lr)
@@ -106,6 +107,7 @@ class CVI(NaturalGradientOptim):
 
     def _adopt(self, path: str, block: Any) -> None:
         self._rules[path] = self
+        block.curvature = None  # a step that failed may have left some
 
     def _step(self, params: list[Tensor]) -> None:
         """One step; the first of all leaves every other parameter alone.
@@ -187,7 +189,7 @@ class CVI(NaturalGradientOptim):
             bad_entries=torch.zeros(0, device=gain.device),
         )
         self._tell(path, targets, left)
-        if block.algebra.running and targets.view.learns and self.others is None:
+        if block.algebra.running and targets.view.learns and not self._has_others:
             warnings.warn(
                 "CVI: the prior has parameters that require gradients, and no optimizer learns them. "
                 "In minibatches q is then a running average where it could be exact: hold them by "

@@ -60,6 +60,7 @@ from ._fisher_forms import FisherForm
 from .averaging import Averaging, UsingAverage
 from .base import NaturalGradientOptim, Report, part
 from .ifvb_rule import IFVBRule
+from .others_state import ADAM
 from .rule import make_rule, rule_arguments
 from .schedules import Custom, RobbinsMonro, Schedule, check_convergence
 
@@ -102,7 +103,7 @@ class IFVB(NaturalGradientOptim):
             kept by the optimizer, see :meth:`use_average`.
         frame: "family" (default): scores and steps of our guides in the local frame of their family;
             "stored": in the coordinates of their parameters, as for all other guides.
-        others: a ``PyroOptim`` for all other parameters.
+        others: a ``PyroOptim`` for all other parameters; see :class:`~pyro_ngvi.NGVB`.
 
     Raises:
         ValueError: for arguments out of range; at the first step for a guide without scores.
@@ -141,7 +142,7 @@ class IFVB(NaturalGradientOptim):
         momentum: float | None = None,
         averaging: Averaging | float | bool | None = None,
         frame: str = "family",
-        others: PyroOptim | None = None,
+        others: PyroOptim | None = ADAM,
         *,
         damping: float | None = None,
         by_layer: bool = False,
@@ -184,7 +185,7 @@ class IFVB(NaturalGradientOptim):
         clip_norm: float | None = None,
         momentum: float = 0.0,
         check: bool = True,
-        others: PyroOptim | None = None,
+        others: PyroOptim | None = ADAM,
         **further: Any,
     ) -> Any:
         """Algorithm 1 (for AIFVB: 2) as printed: steps c_a / (c_a' + k)^alpha on n_s H_s^-1 g.

@@ -49,6 +49,7 @@ from torch import Tensor
 from ..families import MeanFieldNormal
 from ..families.base import Tensors
 from .averaging import Averaging
+from .others_state import ADAM
 from .rule import OUTLIER
 from .schedules import DEFAULT_RATE, Rate
 from .von import VON, VONRule
@@ -109,7 +110,7 @@ class IVON(VON):
         momentum: float = 0.9,
         trust_radius: float | None = 1.0,
         averaging: Averaging | float | bool = False,
-        others: PyroOptim | None = None,
+        others: PyroOptim | None = ADAM,
     ) -> None:
         super().__init__(
             guide,

@@ -43,6 +43,7 @@ from torch import Tensor
 from ..families import FactorNormal
 from ..families.base import Tensors, clamp_exponent, pack
 from .base import NaturalGradientOptim, describe
+from .others_state import ADAM
 from .report import Report, finish, part, start_counts
 
 __all__ = ["NAGVAC", "NAGVACRule", "approximate_natural_gradient"]
@@ -167,7 +168,7 @@ class NAGVAC(NaturalGradientOptim):
         tau: number of steps after which the learning rate falls as lr * tau / step.
         momentum: weight in [0, 1) of the past in the average of the natural gradients.
         clip_norm: largest Euclidean norm of the natural gradient in (mu, b, c).
-        others: a ``PyroOptim`` for parameters that are not the guide's.
+        others: a ``PyroOptim`` for parameters that are not the guide's; see :class:`~pyro_ngvi.NGVB`.
 
     Raises:
         ValueError: for another guide or rank, or arguments out of range.
@@ -194,7 +195,7 @@ class NAGVAC(NaturalGradientOptim):
         tau: float = TAU,
         momentum: float = MOMENTUM,
         clip_norm: float = CLIP_NORM,
-        others: PyroOptim | None = None,
+        others: PyroOptim | None = ADAM,
     ) -> None:
         for name, value in {"lr": lr, "tau": tau, "clip_norm": clip_norm}.items():
             if not 0.0 < value < float("inf"):

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..families.base import Family
 from .averaging import Averaging
 from .base import NaturalGradientOptim, describe
+from .others_state import ADAM
 from .rule import NaturalGradientRule, make_rule, rule_arguments
 from .schedules import Schedule
 
@@ -46,7 +47,9 @@ class NGVB(NaturalGradientOptim):
             (:class:`Tail`); or a number w for weights (log k)^w.  The guide then holds the average.
         coordinates: "local" (default) or "natural".
         others: a ``PyroOptim`` for parameters that are not natural, for instance
-            ``pyro.optim.Adam({"lr": 1e-3})``.  Where the best q moves with them (diagonals of
+            ``pyro.optim.Adam({"lr": 1e-3})``.  By default Adam with a learning rate of 0.01, which a
+            UserWarning says at the first step that has some; ``None`` refuses them.  Where the best
+            q moves with them (diagonals of
             Walsh-Hadamard layers, length-scales) pass ``averaging=False`` for a mean-field or factor
             guide: its average lags behind, and they do not.
 
@@ -86,7 +89,7 @@ class NGVB(NaturalGradientOptim):
         momentum: float | None = None,
         averaging: Averaging | float | bool | None = None,
         coordinates: str = "local",
-        others: PyroOptim | None = None,
+        others: PyroOptim | None = ADAM,
     ) -> None:
         self._rule_arguments = rule_arguments(
             lr, trust_radius, schedule, momentum, averaging, coordinates=coordinates

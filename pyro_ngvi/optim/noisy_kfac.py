@@ -50,6 +50,7 @@ from ..families.base import Tensors, dot
 from ..guides import AutoMatrixNormal
 from ..linalg.cholesky import inverse_cholesky
 from .base import NaturalGradientOptim, describe
+from .others_state import ADAM
 from .report import Report, finish, part, start_counts
 from .schedules import Rate, as_rate, rate_at
 
@@ -210,7 +211,7 @@ class NoisyKFAC(NaturalGradientOptim):
         damping: precision added in the step of the mean, never in the posterior.
         prior_precision: tau of every site; ``None``: the mean over the site of the prior's curvature.
         trust_radius: largest Fisher length of a move, nats^(1/2); ``None``: no bound.
-        others: a ``PyroOptim`` for parameters that are not the guide's.
+        others: a ``PyroOptim`` for parameters that are not the guide's; see :class:`~pyro_ngvi.NGVB`.
 
     Raises:
         ValueError: for another guide, or arguments out of range.  From the loss, at the first step: for
@@ -246,7 +247,7 @@ class NoisyKFAC(NaturalGradientOptim):
         damping: float = 0.0,
         prior_precision: float | None = None,
         trust_radius: float | None = 1.0,
-        others: PyroOptim | None = None,
+        others: PyroOptim | None = ADAM,
     ) -> None:
         if not 0.0 <= damping < float("inf"):
             raise ValueError(f"damping must not be negative, got {damping!r}.")

@@ -11,10 +11,32 @@ from __future__ import annotations
 from typing import Any
 
 import pyro
+import torch
 from pyro.optim import PyroOptim
 from torch import nn
 
-__all__ = ["OthersState"]
+__all__ = ["ADAM", "OthersState", "own_others"]
+
+
+class DefaultAdam(PyroOptim):
+    """What ``others`` is where nobody says so: Adam with a learning rate of 0.01."""
+
+    rate = 0.01
+
+    def __init__(self) -> None:
+        super().__init__(torch.optim.Adam, {"lr": self.rate})
+
+    def __repr__(self) -> str:
+        return f"pyro.optim.Adam({{'lr': {self.rate}}})"
+
+
+#: the default of ``others=``; each optimizer makes one of its own
+ADAM = DefaultAdam()
+
+
+def own_others(others: PyroOptim | None) -> PyroOptim | None:
+    """``others``, and for the default an Adam that nobody else has."""
+    return DefaultAdam() if others is ADAM else others
 
 
 class OthersState:
@@ -34,7 +56,7 @@ class OthersState:
     def load(self, others: PyroOptim | None, state: dict[str, Any] | None) -> None:
         """Take what :meth:`save` returned; it is put to use by :meth:`restore`."""
         self._waiting = None
-        if state is None:
+        if not state:
             return
         if others is None:
             raise ValueError("The state has a part for `others`: pass others= to the optimizer.")

@@ -37,6 +37,7 @@ from pyro.optim import PyroOptim
 
 from ..families import FactorPrecisionNormal
 from .averaging import Averaging
+from .others_state import ADAM
 from .schedules import Rate
 from .von import VON, VONRule
 
@@ -102,7 +103,7 @@ class SLANG(VON):
         damping: float = 0.0,
         trust_radius: float | None = None,
         averaging: Averaging | float | bool = False,
-        others: PyroOptim | None = None,
+        others: PyroOptim | None = ADAM,
     ) -> None:
         super().__init__(
             guide,

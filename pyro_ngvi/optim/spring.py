@@ -47,6 +47,7 @@ from ..families.base import Family, Tensors
 from ..fisher.scores import packed_scores
 from .averaging import Averaging, as_averaging, restart_average, start_average, step_average
 from .base import NaturalGradientOptim, describe
+from .others_state import ADAM
 from .report import Report, finish, part, start_counts
 from .schedules import Rate, as_rate, rate_at
 
@@ -151,7 +152,7 @@ class SPRING(NaturalGradientOptim):
         trust_radius: largest length of a step in the Fisher norm of the draws, nats^(1/2).
         averaging: ``True`` (default) for the average of about the last two fifths of the run (the guide
             then holds it), ``False``, or a number w for the weights (log k)^w.
-        others: a ``PyroOptim`` for parameters of the model; they get ordinary gradients.
+        others: a ``PyroOptim`` for parameters of the model; see :class:`~pyro_ngvi.NGVB`.
 
     Raises:
         ValueError: for a guide that is not ours, or arguments out of range.
@@ -185,7 +186,7 @@ class SPRING(NaturalGradientOptim):
         damping: float = 1e-3,
         trust_radius: float = 0.25,
         averaging: Averaging | float | bool = True,
-        others: PyroOptim | None = None,
+        others: PyroOptim | None = ADAM,
     ) -> None:
         if not 0.0 <= momentum < 1.0:
             raise ValueError(f"momentum must lie in [0, 1), got {momentum!r}.")

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..families import MeanFieldNormal
 from ..families.base import Tensors
+from .others_state import ADAM
 from .schedules import Rate, rate_at
 from .von import VON, VONRule
 
@@ -62,7 +63,7 @@ class Vadam(VON):
         lr: learning rate, in the units of the parameters, or a function of the step count.
         curvature_lr: 1 - beta_2, weight of a new squared gradient.
         momentum: beta_1.
-        others: a ``PyroOptim`` for parameters that are not the guide's.
+        others: a ``PyroOptim`` for parameters that are not the guide's; see :class:`~pyro_ngvi.NGVB`.
 
     Example:
         >>> import pyro_ngvi as ngvi
@@ -79,7 +80,7 @@ class Vadam(VON):
         lr: Rate = 0.001,
         curvature_lr: Rate = 0.001,
         momentum: float = 0.9,
-        others: PyroOptim | None = None,
+        others: PyroOptim | None = ADAM,
     ) -> None:
         super().__init__(
             guide, lr, curvature_lr, momentum, safe=False, trust_radius=None, others=others

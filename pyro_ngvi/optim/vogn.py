@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 from pyro.optim import PyroOptim
 
 from .averaging import Averaging
+from .others_state import ADAM
 from .schedules import DEFAULT_RATE, Rate
 from .von import VON
 
@@ -80,7 +81,7 @@ class VOGN(VON):
         damping: float = 0.0,
         trust_radius: float | None = 1.0,
         averaging: Averaging | float | bool = False,
-        others: PyroOptim | None = None,
+        others: PyroOptim | None = ADAM,
     ) -> None:
         super().__init__(
             guide,

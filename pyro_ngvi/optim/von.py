@@ -47,6 +47,7 @@ from torch import Tensor
 from ..families.base import Family, Tensors
 from .averaging import Averaging, as_averaging, start_average, step_average
 from .base import NaturalGradientOptim, describe
+from .others_state import ADAM
 from .report import Report, bad_entries, finish, part, start_counts
 from .schedules import PowerDecay, Rate, as_rate, rate_at
 
@@ -154,7 +155,7 @@ class VON(NaturalGradientOptim):
         trust_radius: largest move of the mean in sds of q, root mean square over the entries (its
             Fisher length over sqrt(d)), or ``None``.
         averaging: as in :class:`~pyro_ngvi.NGVB`; by default the average of about the last two fifths.
-        others: a ``PyroOptim`` for parameters that are not the guide's.
+        others: a ``PyroOptim`` for parameters that are not the guide's; see :class:`~pyro_ngvi.NGVB`.
 
     Raises:
         ValueError: for another guide, or arguments out of range.
@@ -189,7 +190,7 @@ class VON(NaturalGradientOptim):
         damping: float = 0.0,
         trust_radius: float | None = 1.0,
         averaging: Averaging | float | bool = True,
-        others: PyroOptim | None = None,
+        others: PyroOptim | None = ADAM,
     ) -> None:
         if not 0.0 <= momentum < 1.0:
             raise ValueError(f"momentum must lie in [0, 1), got {momentum!r}.")

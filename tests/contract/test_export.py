@@ -253,7 +253,7 @@ def test_network_in_a_pyro_module(data: tuple[Tensor, Tensor]) -> None:
     torch.testing.assert_close(
         values_of(result, "log_likelihood")["y"], dist.Normal(mean, 1.0).log_prob(y)
     )
-    assert {*result["constant_data"].data_vars} == {"X"}
+    assert {*result["constant_data"].data_vars} == {"X", "linear.bias"}
     assert network.linear.bias.grad is None
 
 

@@ -133,7 +133,7 @@ def test_other_parameters_in_the_same_backward(kind: str, loss: str) -> None:
 def test_other_parameters_without_an_optimizer(kind: str) -> None:
     model = Network()
     guide = GUIDES[kind](model)
-    svi = SVI(model, guide, NGVB(guide), Trace_ELBO())
+    svi = SVI(model, guide, NGVB(guide, others=None), Trace_ELBO())
     with pytest.raises(ValueError, match=r"others: hidden.*, noise.*others=pyro.optim.Adam"):
         svi.step(*data())
 

@@ -245,7 +245,9 @@ def test_state_of_something_else() -> None:
     with pytest.raises(ValueError, match=r"not the state of NGVB: it has the entries \['loc'\]"):
         optim.set_state({"loc": {}})
     with pytest.raises(ValueError, match=r"part for `others`: pass others= to the optimizer"):
-        optim.set_state({"natural": {}, "others": {}})
+        NGVB(AutoFullRankNormal(regression), others=None).set_state(
+            {"natural": {}, "others": {".gone": {}}}
+        )
 
 
 def small(X: Tensor, y: Tensor) -> None:

@@ -264,7 +264,7 @@ def test_others_begin_at_the_second_step() -> None:
     assert abs(pyro.param("scale").item() - 3.0) > 1e-3
     with pytest.raises(ValueError, match="this step has others: scale"):
         fresh = ngvi.AutoSites(model)
-        SVI(model, fresh, ngvi.CVI(fresh), ngvi.SitesELBO()).step(y)
+        SVI(model, fresh, ngvi.CVI(fresh, others=None), ngvi.SitesELBO()).step(y)
 
 
 def test_frozen_parameters_want_no_trainer() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_ngvi import AutoMatrixNormal, AutoMeanFieldNormal, BatchedELBO
 from pyro_ngvi.families import MatrixNormal, MeanFieldNormal, ProductFamily
-from pyro_ngvi.guides.base import Curvature
+from pyro_ngvi.guides._curvature import Curvature
 from pyro_ngvi.linalg import sphere_points
 from pyro_ngvi.optim.noisy_kfac import (
     NoisyKFAC,

@@ -374,7 +374,7 @@ def test_part_of_pyro_in_a_list_needs_others() -> None:
     guide.append(AutoFullRankNormal(poutine.block(model, expose=["x"])))
     guide.append(AutoDelta(poutine.block(model, hide=["x"])))
     with pytest.raises(ValueError, match=r"has others: AutoGuideList.1.z. .*others=pyro.optim"):
-        SVI(model, guide, NGVB(guide), Trace_ELBO()).step()
+        SVI(model, guide, NGVB(guide, others=None), Trace_ELBO()).step()
 
 
 # --- arguments --------------------------------------------------------------------------------

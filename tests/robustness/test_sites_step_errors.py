@@ -245,7 +245,7 @@ def test_parameters_that_nobody_trains() -> None:
 
     pyro.clear_param_store()
     guide = ngvi.AutoSites(model)
-    svi: Any = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
+    svi: Any = SVI(model, guide, ngvi.CVI(guide, others=None), ngvi.SitesELBO())
     with pytest.raises(ValueError, match="this step has others: noise"):
         svi.step(X(), y_real())
 
