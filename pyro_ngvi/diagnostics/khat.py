@@ -26,6 +26,7 @@ from pyro_ngvi._draws import (
     sites_of_kind,
     warn_of_edges,
 )
+from pyro_ngvi._summed_out import summed_out
 from pyro_ngvi.diagnostics._pareto import find_tail, smoothed
 
 __all__ = ["KHat", "khat", "khat_from_log_weights"]
@@ -130,7 +131,8 @@ def khat(
     """PSIS k-hat of a trained Pyro guide.
 
     The same ``num_samples`` and ``seed`` give the draws of :func:`pyro_ngvi.to_arviz`. The
-    parameter store and gradients are left alone.
+    parameter store and gradients are left alone. Latent sites that are marked
+    ``infer={"enumerate": "parallel"}`` and not in the guide are summed out.
 
     :param model: the Pyro model.
     :param guide: any trained Pyro guide of it.
@@ -159,7 +161,8 @@ def khat(
         prototype = prototype_sites(model, guide, args, kwargs)
     latent = sites_of_kind(prototype, "latent")
     with random_state(seed):
-        draws = draw_and_evaluate(model, guide, args, kwargs, latent, num_samples, batch_size)
+        joint = summed_out(model, prototype)
+        draws = draw_and_evaluate(joint, guide, args, kwargs, latent, num_samples, batch_size)
     warn_of_edges(prototype, draws.values)
     if fixed := draws.point_masses:
         raise ValueError(
