@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pyro
 import pyro.distributions as dist
@@ -71,7 +71,8 @@ def _rank(site: Site) -> int:
 def _batch_dim(site: Site) -> int:
     fn, value = site["fn"], site["value"]
     given = value.dim() - fn.event_dim if isinstance(value, Tensor) else 0
-    return max(len(fn.batch_shape), given)
+    mask = site["mask"].dim() if isinstance(site["mask"], Tensor) else 0
+    return max(len(fn.batch_shape), given, mask)
 
 
 class SummedOut:
@@ -84,7 +85,7 @@ class SummedOut:
     def __init__(self, model: Program, names: Collection[str], nesting: int) -> None:
         self.names = tuple(names)
         self._first = -1 - nesting
-        self._model = poutine.infer_config(model, self._config)
+        self._model = poutine.infer_config(model, cast(Any, self._config))
 
     def _config(self, site: Site) -> dict[str, Any]:
         return {"enumerate": None} if is_marked(site) and site["name"] not in self.names else {}
@@ -135,10 +136,8 @@ class _Collector(Messenger):
         self.names, self.nesting, self.sites = names, nesting, Sites()
 
     def _pyro_sample(self, msg: Any) -> None:
-        if (
-            site_is_subsample(msg)
-            or _batch_dim(msg) <= self.nesting
-            and msg["name"] not in self.names
+        if site_is_subsample(msg) or (
+            _batch_dim(msg) <= self.nesting and msg["name"] not in self.names
         ):
             return
         self.sites[msg["name"]] = msg.copy()
@@ -156,7 +155,7 @@ class _WithoutDensity(dist.TorchDistribution):
     """Shape, support and draws of a prior that depends on enumerated variables, for one of their
     values."""
 
-    arg_constraints = {}
+    arg_constraints: ClassVar[Any] = {}  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(self, fn: Any, nesting: int) -> None:
         self.fn, self._extra = fn, max(len(fn.batch_shape) - nesting, 0)
@@ -171,7 +170,7 @@ class _WithoutDensity(dist.TorchDistribution):
     def support(self) -> Any:
         return self.fn.support
 
-    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
         draw = self.fn.rsample if self.fn.has_rsample else self.fn.sample
         return draw(sample_shape)[(slice(None),) * len(sample_shape) + (0,) * self._extra]
 
@@ -182,7 +181,7 @@ class _WithoutDensity(dist.TorchDistribution):
 class _Summed(dist.TorchDistribution):
     """A log probability that is known already; support and event shape are those of the data."""
 
-    arg_constraints = {}
+    arg_constraints: ClassVar[Any] = {}  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(self, log_prob: Tensor, fn: Any = None) -> None:
         self._log_prob, self._fn = log_prob, fn

@@ -21,7 +21,11 @@ _INSTEAD = {
 
 
 class CannotBatch(RuntimeError):
-    """A program can not run under ``torch.func.vmap``."""
+    """A program can not run under ``torch.func.vmap``; ``where`` it stopped."""
+
+    def __init__(self, message: str, where: str) -> None:
+        super().__init__(message)
+        self.where = where
 
 
 def vmap_error(
@@ -35,7 +39,8 @@ def vmap_error(
         f"Under vmap a program can not bring the value of a latent site into Python (.item(), "
         f"if, while, NumPy), write it in place into a tensor made without it, or use an operation "
         f"that has no batching rule. {_remedy(error.__traceback__)} pyro.infer.Trace_ELBO, which "
-        f"runs the program once for each particle."
+        f"runs the program once for each particle.",
+        where,
     )
 
 

@@ -200,7 +200,9 @@ def to_arviz(
             if predict is not model:
                 groups["prior_predictive"] = _groups.site_values(run, observed)
     with torch.no_grad(), own_random_state():
-        prototype = run_plainly(joint, at, args, kwargs, Minibatches()) | prototype
+        in_joint = run_plainly(joint, at, args, kwargs, Minibatches())
+    sums = groups.get("log_likelihood", {}).keys() - prototype.keys()
+    prototype |= {name: in_joint[name] for name in sums}
     groups["observed_data"] = _groups.observations(prototype, observed)
     groups["constant_data"] = _groups.constants(model, args, kwargs, prototype)
     groups = {name: group for name, group in groups.items() if group}

@@ -7,7 +7,6 @@ the fully reparameterised estimator of ``pyro.infer.Trace_ELBO`` (Kingma & Welli
 et al. 2017), particle for particle.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeGuard, cast
 
@@ -30,14 +29,11 @@ from pyro_ngvi._particles import (
     Minibatches,
     Sites,
     is_minibatch,
-    run_in_loop,
-    run_particles,
     run_plainly,
 )
 from pyro_ngvi._random import own_random_state
 from pyro_ngvi._summed_out import summed_out
 from pyro_ngvi._support import LaterData
-from pyro_ngvi._vmap_error import CannotBatch
 from pyro_ngvi.density import site_log_prob
 from pyro_ngvi.elbo.check import (
     check_all_have_scores,
@@ -53,6 +49,7 @@ from pyro_ngvi.elbo.check import (
 )
 from pyro_ngvi.elbo.curvature import KINDS
 from pyro_ngvi.elbo.estimator import CurvatureEstimator
+from pyro_ngvi.elbo.loop import Runs
 from pyro_ngvi.elbo.make_estimator import make_estimator
 from pyro_ngvi.elbo.tempering import Tempered
 from pyro_ngvi.guides.base import AutoFamily, Curvature, find_blocks
@@ -139,9 +136,8 @@ class BatchedELBO(ELBO):
         self._estimator: CurvatureEstimator | None = None
         self._active: CurvatureEstimator | None = None  # the estimator, in a step that records
         self._prepared: tuple[Program, Program] | None = None
-        self._model: Program | None = None  # the one of the pair, without its enumerated sites
-        self._looped: list[Program] = []  # what vmap can not run
-        self._noticed = False
+        self._model: Any = None  # the one of the pair, without its enumerated sites
+        self._runs = Runs()
         self._layout: tuple[Trace, LatentLayout] | None = None
         self._later_data = LaterData({})
         self._supports = LatentSupports(None)
@@ -191,7 +187,8 @@ class BatchedELBO(ELBO):
             sites, _ = self._get_trace(model, guide, args, kwargs)
             self._later_data = LaterData(sites)
             self._estimator = None
-            self._prepared, self._looped = (model, guide), []
+            self._prepared = (model, guide)
+            self._runs.forget()
         self._active = None
         if not 0.0 < self.kl_weight < float("inf"):
             raise ValueError(f"kl_weight is {self.kl_weight}; it must be a positive number.")
@@ -225,32 +222,18 @@ class BatchedELBO(ELBO):
         return losses.sum() / self.num_particles
 
     def _run(self, program: Program, reduce: Any, values: Any, args: Any, kwargs: Any, **how: Any):
-        given = program, reduce, values, self.num_particles, args, kwargs
-        if all(program is not known for known in self._looped):
-            try:
-                return run_particles(*given, minibatches=self._minibatches, **how)
-            except CannotBatch as error:
-                kind = None if self._active is None else self._active.kind
-                no_memory = isinstance(error.__cause__, torch.OutOfMemoryError)
-                if no_memory or kind not in (None, "price", "scores"):
-                    raise
-                reason = error
-        else:
-            reason = None
-        shared = how.get("shared")
-        # of a program that is wrong without vmap too, this shows the error
-        result = run_in_loop(*given, minibatches=self._minibatches, shared=shared)
-        if reason is not None:
-            self._looped.append(program)
-            if not self._noticed:
-                self._noticed = True
-                warnings.warn(
-                    f"BatchedELBO runs this program once for each of its {self.num_particles} "
-                    f"particles, which takes about as many times as long. {reason}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        return result
+        kind = None if self._active is None else self._active.kind
+        return self._runs(
+            program,
+            reduce,
+            values,
+            self.num_particles,
+            args,
+            kwargs,
+            loops=kind in (None, "price", "scores"),
+            minibatches=self._minibatches,
+            **how,
+        )
 
     def _draw(self, guide: Program, args: Any, kwargs: Any, shared: dict[str, Tensor]) -> Draw:
         """Run a guide of any kind under ``vmap``: values (S, ...) by site, and log q, (S,).
