@@ -64,7 +64,7 @@ class Runs:
                 warnings.warn(
                     f"BatchedELBO: torch.func.vmap can not run the program ({reason.where}), so each "
                     f"of {num_particles} particles has a run of its own: a step takes about that many "
-                    f"times as long. Without a branch there on a latent site, or .item(), it would not.",
+                    f"times as long. Rewrite what branches on a latent site there.",
                     RuntimeWarning,
                     stacklevel=5,
                 )

@@ -278,8 +278,10 @@ def test_line_of_a_library() -> None:
             pyro.sample("y", dist.OrderedLogistic(torch.zeros(N), cutpoints), obs=torch.zeros(N))
 
     message = r"on the way to 'y'.*in Pyro's OrderedLogistic: Categorical.*or use pyro.infer.Trace_"
+    with pytest.warns(RuntimeWarning, match="on the way to 'y'"):
+        assert torch.isfinite(loss(model, normal_guide))
     with pytest.raises(RuntimeError, match=message) as info:
-        loss(model, normal_guide)
+        batched_trace(model, {"w": torch.ones(2)})
     assert "Rewrite that line" not in str(info.value)
 
 
