@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributions import Independent, constraints
 
 from pyro_ngvi._latent_supports import LatentSupports
+from pyro_ngvi._marked import is_marked
 from pyro_ngvi._particles import Minibatches, Site, Sites, run_plainly
 from pyro_ngvi._random import own_random_state
 from pyro_ngvi._support import check_data, plain_support
@@ -100,8 +101,8 @@ def prototype_sites(
         own = _without_plates(in_guide)
         drawn = {
             name: own[name]["value"]
-            for name in sites_of_kind(own, "latent")
-            if not (own[name]["infer"] or {}).get("is_auxiliary")
+            for name, site in own.items()
+            if site_kind(site) == "latent" and not (site["infer"] or {}).get("is_auxiliary")
         }
         in_model = run_plainly(model, drawn, args, kwargs, minibatches)
     for name, site in in_model.items():
@@ -113,12 +114,15 @@ def prototype_sites(
                 "the full data."
             )
     sites = _without_plates(in_model)
+    for name in drawn.keys() & sites.keys():  # what the guide samples is not summed out
+        sites[name]["infer"] = {**(sites[name]["infer"] or {}), "enumerate": None}
     latent = set(sites_of_kind(sites, "latent"))
     if missing := sorted(latent - drawn.keys()):
         raise ValueError(
             f"The guide does not sample the model's latent sites {missing}, so the two densities "
             "are not over the same space. If they stand for data, pass these; else give a guide of "
-            "every latent site, and sum discrete ones out of the model."
+            "every latent site, and mark discrete ones infer={'enumerate': 'parallel'}: they are "
+            "summed out."
         )
     if unknown := sorted(drawn.keys() - latent):
         raise ValueError(
@@ -143,8 +147,8 @@ def _without_plates(sites: Sites) -> Sites:
 
 
 def sites_of_kind(sites: Sites, kind: Kind) -> list[str]:
-    """The names of the sample sites of a kind, in the order of the model."""
-    return [name for name, site in sites.items() if site_kind(site) == kind]
+    """The names of the sample sites of a kind, in the order of the model, but those summed out."""
+    return [n for n, site in sites.items() if site_kind(site) == kind and not is_marked(site)]
 
 
 def draw_and_evaluate(

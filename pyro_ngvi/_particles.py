@@ -18,6 +18,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pyro_ngvi._pyro_adapter import batched_safe_log
 from pyro_ngvi._random import own_random_state
 from pyro_ngvi._vmap_error import vmap_error
 
@@ -211,7 +212,8 @@ def run_particles(
     missing: set[tuple[str, tuple[int, int] | None]] = set()
     while True:
         try:
-            with pyro.validation_enabled(False):  # validation branches on tensors
+            # validation branches on tensors
+            with pyro.validation_enabled(False), batched_safe_log():
                 if not sampling:
                     return batched(*inputs)
                 with _BatchedSamplers():
@@ -237,6 +239,35 @@ def run_particles(
             if not sampling:  # a site that the caller refuses may be what can not run
                 _refuse(reduce, following, error)
             raise vmap_error(error, sites, following) from error
+
+
+def run_in_loop(
+    program: Callable[..., Any],
+    reduce: Callable[[Sites], Any],
+    values: Mapping[str, Tensor],
+    num_particles: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    minibatches: Minibatches,
+    shared: Mapping[str, Tensor] | None = None,
+) -> Any:
+    """As :func:`run_particles`, one particle after the other and without ``vmap``."""
+    runs = []
+    with pyro.validation_enabled(False):
+        for s in range(num_particles):
+            at = {name: value[s] for name, value in values.items()} | dict(shared or {})
+            runs.append(reduce(run_plainly(program, at, args, kwargs, minibatches)))
+    return _stacked(runs)
+
+
+def _stacked(runs: list[Any]) -> Any:
+    first = runs[0]
+    if isinstance(first, dict):
+        return {key: _stacked([run[key] for run in runs]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(map(_stacked, map(list, zip(*runs, strict=True))))
+    return torch.stack(runs)
 
 
 def run_plainly(

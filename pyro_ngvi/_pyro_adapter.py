@@ -14,17 +14,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from pyro.distributions import Independent, MaskedDistribution
 from pyro.infer.autoguide import AutoContinuous, AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.nn import PyroModule
+from pyro.ops import special
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.messenger import Messenger
+from torch import Tensor
 from torch.distributions import Transform
+
+from ._marked import HidesMarked
 
 __all__ = [
     "OwnName",
+    "batched_safe_log",
     "claim_name",
     "forget_cached",
     "give_model",
@@ -128,9 +134,13 @@ def _inside(model: Any, handler: type[Messenger]) -> Any:
 
 
 def model_as_given(guide: AutoContinuous) -> Callable[..., Any]:
-    """The model of a guide without the handler, around ``guide.model``, that starts its sites."""
-    inner = _inside(guide.model, InitMessenger)
-    return guide.model if inner is None else inner
+    """The model of a guide without the handlers, around ``guide.model``, that start its sites and
+    hide those that are enumerated."""
+    model: Any = guide.model
+    for handler in (InitMessenger, HidesMarked):
+        inner = _inside(model, handler)
+        model = model if inner is None else inner
+    return model
 
 
 def unblocked(model: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,3 +202,24 @@ def kept_whole(guide: AutoGuide) -> Iterator[None]:
         yield
     finally:
         guide._model, guide.master = model, master
+
+
+class _SafeLog:
+    """Pyro's logarithm with a gradient of at most 1 / eps, of functions that ``torch.func`` knows."""
+
+    @staticmethod
+    def apply(x: Tensor) -> Tensor:
+        eps, here = torch.finfo(x.dtype).eps, x.detach()
+        return torch.where(here < eps, here.log() + (x - here) / eps, x.clamp(min=eps).log())
+
+
+@contextmanager
+def batched_safe_log() -> Iterator[None]:
+    """Let ``pyro.ops.special.safe_log`` run under ``vmap``: tensor variable elimination and
+    ``DiscreteHMM`` call it, and Pyro's own function has no rule for that."""
+    given = special._SafeLog
+    special._SafeLog = _SafeLog  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        special._SafeLog = given

@@ -7,7 +7,7 @@ from types import FrameType, TracebackType
 import pyro
 import torch
 
-__all__ = ["vmap_error"]
+__all__ = ["CannotBatch", "vmap_error"]
 
 _PACKAGES = {
     name: Path(module.__file__ or "").parent for name, module in (("torch", torch), ("Pyro", pyro))
@@ -20,18 +20,27 @@ _INSTEAD = {
 }
 
 
+class CannotBatch(RuntimeError):
+    """A program can not run under ``torch.func.vmap``; ``where`` it stopped."""
+
+    def __init__(self, message: str, where: str) -> None:
+        super().__init__(message)
+        self.where = where
+
+
 def vmap_error(
     error: RuntimeError, reached: Collection[str], all_sites: Callable[[], Collection[str]]
-) -> RuntimeError:
+) -> CannotBatch:
     """The sentence for ``error``, raised after the sites ``reached`` of ``all_sites()``."""
     where = next(iter(getattr(error, "__notes__", ())), None) or _where(reached, all_sites)
     reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
-    return RuntimeError(
+    return CannotBatch(
         f"The program can not run under torch.func.vmap ({where}): {reason}. "
         f"Under vmap a program can not bring the value of a latent site into Python (.item(), "
         f"if, while, NumPy), write it in place into a tensor made without it, or use an operation "
         f"that has no batching rule. {_remedy(error.__traceback__)} pyro.infer.Trace_ELBO, which "
-        f"runs the program once for each particle."
+        f"runs the program once for each particle.",
+        where,
     )
 
 

@@ -24,6 +24,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pyro_ngvi._marked import HidesMarked
 from pyro_ngvi._particles import (
     Minibatches,
     Randomness,
@@ -263,14 +264,17 @@ class ModelDensity:
         init_loc_fn: Callable[[Site], Tensor] = feasible_value,
         chunk_size: int | None = None,
     ) -> None:
-        self.model = model
+        from pyro_ngvi._summed_out import summed_out  # it imports this module
+
         self.args = args
         self.kwargs = dict(kwargs or {})
         self.indices = dict(indices or {})
         self.chunk_size = chunk_size
         with poutine.block(), torch.no_grad():
-            prototype = poutine.trace(InitMessenger(init_loc_fn)(model))
+            whole = poutine.trace(model)
+            prototype = poutine.trace(InitMessenger(init_loc_fn)(HidesMarked()(whole)))
             trace = prototype.get_trace(*args, **self.kwargs)
+        self.model = summed_out(model, whole.trace.nodes)
         self.layout = LatentLayout(trace)
         nodes: Sites = dict(trace.nodes)
         initial = {name: nodes[name]["value"][None] for name in self.layout.transforms}

@@ -22,8 +22,9 @@ from pyro_ngvi._draws import (
 from pyro_ngvi._fitted import fitted_parameters
 from pyro_ngvi._particles import Minibatches, Sites, run_plainly
 from pyro_ngvi._random import own_random_state
+from pyro_ngvi._summed_out import SummedOut, given_name, summed_out
 from pyro_ngvi._version import __version__
-from pyro_ngvi.density import site_kind, site_log_prob
+from pyro_ngvi.density import BatchedTrace, site_kind, site_log_prob
 from pyro_ngvi.diagnostics._pareto import systematic_resample
 from pyro_ngvi.diagnostics.khat import KHat, judge
 
@@ -43,6 +44,7 @@ def to_arviz(
     seed: int | None = None,
     batch_size: int | None = None,
     resample: str | None = None,
+    discrete: bool = False,
     **kwargs: Any,
 ) -> Any:
     r"""Draws from any Pyro guide as ArviZ's ``InferenceData`` (0.x) or ``DataTree`` (1.x).
@@ -80,6 +82,14 @@ def to_arviz(
     chain's: use :func:`pyro_ngvi.summary`. The ``arviz.loo_approximate_posterior`` of ArviZ 1.x
     takes ``lp`` and ``log_q``; resampled draws need no such correction, nor fit to these.
 
+    Latent sites that are marked ``infer={"enumerate": "parallel"}`` and not in the guide are summed
+    out. ``log_likelihood`` is then that of the data without them: where data share such a variable,
+    by the cells of the plates around all of it (``y_1..y_9_by_animal``), and left out with a warning
+    where there is no such plate, as in a hidden Markov model of one series. With ``discrete`` they are
+    drawn, given each draw of the others and the data, into ``posterior``, with the deterministic sites
+    that depend on them (by ``pyro.infer.infer_discrete``, once for each draw), and predictions are
+    made with them. A likelihood that can not be drawn from has no predictive groups (a warning).
+
     The parameter store and gradients are left alone. The model runs batched over the draws, or
     once for each where it can not. Not for a model that subsamples its data: give the full data.
 
@@ -96,6 +106,7 @@ def to_arviz(
     :param seed: makes the result repeatable and leaves the global random state as it was.
     :param batch_size: draws that the model sees at once, to bound memory; ``None`` for all.
     :param resample: ``"psis"`` for importance resampling, ``None`` for the guide's own draws.
+    :param discrete: whether to draw the sites that are summed out.
     :param kwargs: keyword arguments of the model.
     :warns RuntimeWarning: where rounding has put draws onto the end of their support.
     :warns UserWarning: for a guide that is a point mass in some latent sites.
@@ -128,8 +139,9 @@ def to_arviz(
     exported = [*latent, *sites_of_kind(prototype, "deterministic")]
     groups: _groups.Groups = {}
     with random_state(seed):
-        draws = draw_and_evaluate(model, guide, args, kwargs, latent, num_samples, batch_size)
-        diagnostic = judge(model, args, kwargs, prototype, draws, batch_size)
+        joint = summed_out(model, prototype)
+        draws = draw_and_evaluate(joint, guide, args, kwargs, latent, num_samples, batch_size)
+        diagnostic = judge(joint, args, kwargs, prototype, draws, batch_size)
         warn_of_edges(prototype, draws.values)
         if fixed := draws.point_masses:
             diagnostic = replace(diagnostic, khat=float("inf"))
@@ -140,12 +152,20 @@ def to_arviz(
                 UserWarning,
                 stacklevel=2,
             )
-        values = draws.values
-        groups["posterior"] = _groups.site_values(draws.model, exported)
+        values, source = draws.values, draws.model
+        if discrete and isinstance(joint, SummedOut):
+            given = {given_name(name): x for name, x in values.items()}
+            source = run_batched(joint.with_draws(latent), given, args, kwargs, num_samples)
+            values = values | {name: source.sites[name].value for name in joint.names}
+            exported += joint.names
+        # without draws of them, a function of enumerated sites has the shape of all their values
+        exported = [n for n in exported if _has_shape(source, n, prototype[n]["value"].shape)]
+        groups["posterior"] = _groups.site_values(source, exported)
         if log_likelihood:
             _warn_of_scales(prototype, observed)
             _warn_of_factors(prototype, observed)
-            groups["log_likelihood"] = _groups.log_likelihoods(draws.model, observed)
+            data = _data_sites(draws.model, prototype)
+            groups["log_likelihood"] = _groups.log_likelihoods(draws.model, data)
         stats: dict[str, Any] = {"lp": draws.log_joint, "log_q": draws.log_q}
         stats["log_weights"] = diagnostic.log_weights
         if resample:
@@ -160,15 +180,32 @@ def to_arviz(
             with own_random_state():
                 return run_plainly(SampleObserved(names)(model), at, args, kwargs, Minibatches())
 
-        _warn_of_fixed(prototype, observed, drawn_anew)
         predict = SampleObserved(observed)(model)
+        try:
+            drawn_anew(observed)
+        except NotImplementedError as error:
+            warnings.warn(
+                f"An observed site can not be drawn ({error or 'it has no sample method'}): the "
+                f"predictive groups are left out. Give its distribution a sample method, or pass "
+                f"posterior_predictive=False.",
+                UserWarning,
+                stacklevel=2,
+            )
+            posterior_predictive, predict = False, model
+        else:
+            _warn_of_fixed(prototype, observed, drawn_anew)
         if posterior_predictive:
             run = run_batched(predict, values, args, kwargs, num_samples, batch_size)
             groups["posterior_predictive"] = _groups.site_values(run, observed)
         if prior:
             run = run_batched(predict, {}, args, kwargs, num_samples, batch_size)
             groups["prior"] = _groups.site_values(run, exported)
-            groups["prior_predictive"] = _groups.site_values(run, observed)
+            if predict is not model:
+                groups["prior_predictive"] = _groups.site_values(run, observed)
+    with torch.no_grad(), own_random_state():
+        in_joint = run_plainly(joint, at, args, kwargs, Minibatches())
+    sums = groups.get("log_likelihood", {}).keys() - prototype.keys()
+    prototype |= {name: in_joint[name] for name in sums}
     groups["observed_data"] = _groups.observations(prototype, observed)
     constants = _groups.constants(model, args, kwargs, prototype)
     for name, value in fitted_parameters(model, guide, args, kwargs).items():
@@ -197,6 +234,25 @@ def to_arviz(
             **resampling,
         },
     )
+
+
+def _has_shape(trace: BatchedTrace, name: str, shape: torch.Size) -> bool:
+    return name in trace.sites and trace.sites[name].value.shape[1:] == shape
+
+
+def _data_sites(trace: BatchedTrace, prototype: Sites) -> list[str]:
+    """The observed sites with a likelihood by example: all but the sums without a plate."""
+    data = [name for name, site in trace.sites.items() if site.kind == "observed"]
+    whole = [n for n in data if n not in prototype and not trace.sites[n].plates]
+    if whole:
+        warnings.warn(
+            f"The data {', '.join(map(repr, whole))} share an enumerated variable and have no "
+            f"likelihood by example: log_likelihood leaves them out. A plate of independent series "
+            f"around them gives it their likelihoods.",
+            UserWarning,
+            stacklevel=3,
+        )
+    return [name for name in data if name not in whole]
 
 
 def _warn_of_scales(sites: Sites, observed: Iterable[str]) -> None:

@@ -33,6 +33,7 @@ from pyro_ngvi._draws import (
     warn_of_edges,
 )
 from pyro_ngvi._particles import Sites
+from pyro_ngvi._summed_out import summed_out
 from pyro_ngvi.diagnostics import _verdict
 from pyro_ngvi.diagnostics._pareto import find_tail, smoothed
 from pyro_ngvi.diagnostics.prior_evidence import SURPRISE, prior_log_evidence
@@ -150,7 +151,8 @@ def khat(
     """Whether a trained Pyro guide's draws may be taken as they are: :class:`KHat`.
 
     The same ``num_samples`` and ``seed`` give the draws of :func:`pyro_ngvi.to_arviz`. The
-    parameter store and gradients are left alone.
+    parameter store and gradients are left alone. Latent sites that are marked
+    ``infer={"enumerate": "parallel"}`` and not in the guide are summed out.
 
     :param model: the Pyro model.
     :param guide: any trained Pyro guide of it.
@@ -179,8 +181,9 @@ def khat(
         prototype = prototype_sites(model, guide, args, kwargs)
     latent = sites_of_kind(prototype, "latent")
     with random_state(seed):
-        draws = draw_and_evaluate(model, guide, args, kwargs, latent, num_samples, batch_size)
-        found = judge(model, args, kwargs, prototype, draws, batch_size)
+        joint = summed_out(model, prototype)
+        draws = draw_and_evaluate(joint, guide, args, kwargs, latent, num_samples, batch_size)
+        found = judge(joint, args, kwargs, prototype, draws, batch_size)
     warn_of_edges(prototype, draws.values)
     if fixed := draws.point_masses:
         raise ValueError(

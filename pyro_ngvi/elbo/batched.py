@@ -29,10 +29,10 @@ from pyro_ngvi._particles import (
     Minibatches,
     Sites,
     is_minibatch,
-    run_particles,
     run_plainly,
 )
 from pyro_ngvi._random import own_random_state
+from pyro_ngvi._summed_out import summed_out
 from pyro_ngvi._support import LaterData
 from pyro_ngvi.density import site_log_prob
 from pyro_ngvi.elbo._whole_gradients import whole_gradients
@@ -50,6 +50,7 @@ from pyro_ngvi.elbo.check import (
 )
 from pyro_ngvi.elbo.curvature import KINDS
 from pyro_ngvi.elbo.estimator import CurvatureEstimator
+from pyro_ngvi.elbo.loop import Runs
 from pyro_ngvi.elbo.make_estimator import make_estimator
 from pyro_ngvi.elbo.tempering import Tempered
 from pyro_ngvi.guides._curvature import Curvature, leave_curvature
@@ -70,9 +71,12 @@ class BatchedELBO(ELBO):
     ``get_posterior()``; any other guide is run under ``vmap`` too. A subsampled plate has one
     minibatch a step, shared by model, guide and particles.
 
-    Do not use it with latent sites that are not reparameterised (discrete ones above all), with
-    enumeration, or with models that branch on the value of a latent site: ``Trace_ELBO`` and
-    ``TraceEnum_ELBO`` are for these. ``pyro.poutine`` handlers around ``SVI.step`` act as usual.
+    Latent sites of the model that are marked ``infer={"enumerate": "parallel"}`` and not in the guide
+    are summed out, as in ``TraceEnum_ELBO``.  A program that ``vmap`` can not run, because it branches
+    on the value of a latent site, say, runs once for each particle, with one notice.
+
+    Do not use it with a guide whose draws are not reparameterised (discrete ones above all):
+    ``Trace_ELBO`` is for these. ``pyro.poutine`` handlers around ``SVI.step`` act as usual.
 
     The first call for a pair of model and guide also runs both once without ``vmap``. That creates
     their parameters, validates the data against the supports, and leaves the random state alone. Data
@@ -97,7 +101,8 @@ class BatchedELBO(ELBO):
     :param retain_graph: passed to ``backward``.
     :raises ValueError: when a site can not be handled, or its ``log_prob`` has a shape that its
         plates and its value do not explain.
-    :raises RuntimeError: when model or guide can not run under ``vmap``.
+    :warns RuntimeWarning: when model or guide can not run under ``vmap``, so that a step takes S runs.
+    :raises RuntimeError: the same, with a curvature that needs ``vmap``.
 
     >>> import torch, pyro, pyro.distributions as dist
     >>> from pyro.infer import SVI
@@ -134,6 +139,8 @@ class BatchedELBO(ELBO):
         self._estimator: CurvatureEstimator | None = None
         self._active: CurvatureEstimator | None = None  # the estimator, in a step that records
         self._prepared: tuple[Program, Program] | None = None
+        self._model: Any = None  # the one of the pair, without its enumerated sites
+        self._runs = Runs()
         self._layout: tuple[Trace, LatentLayout] | None = None
         self._later_data = LaterData({})
         self._supports = LatentSupports(None)
@@ -165,7 +172,7 @@ class BatchedELBO(ELBO):
             if estimator is not None:
                 # parameters of the model need no graph of the curvature
                 with torch.no_grad(), Tempered(self.kl_weight):
-                    parts = estimator.after_backward(model, self._minibatches, args, kwargs)
+                    parts = estimator.after_backward(self._model, self._minibatches, args, kwargs)
                 leave_curvature(cast(AutoFamily, guide), Curvature(estimator.kind, parts))
         return loss.detach()
 
@@ -200,6 +207,7 @@ class BatchedELBO(ELBO):
             self._later_data = LaterData(sites)
             self._estimator = None
             self._prepared = (model, guide)
+            self._runs.forget()
         self._active = None
         if not 0.0 < self.kl_weight < float("inf"):
             raise ValueError(f"kl_weight is {self.kl_weight}; it must be a positive number.")
@@ -222,7 +230,7 @@ class BatchedELBO(ELBO):
             return sum_log_prob(sites) if estimator is None else estimator.terms(sites)
 
         how: Any = {"shared": shared, "chunk_size": self.chunk_size}
-        program = model if estimator is None else estimator.program(model)
+        program: Any = self._model if estimator is None else estimator.program(self._model)
         with Tempered(self.kl_weight):
             log_p = self._run(program, log_joint, values, args, kwargs, **how)
         if estimator is not None:
@@ -233,13 +241,15 @@ class BatchedELBO(ELBO):
         return losses.sum() / self.num_particles
 
     def _run(self, program: Program, reduce: Any, values: Any, args: Any, kwargs: Any, **how: Any):
-        return run_particles(
+        kind = None if self._active is None else self._active.kind
+        return self._runs(
             program,
             reduce,
             values,
             self.num_particles,
             args,
             kwargs,
+            loops=kind in (None, "price", "scores"),
             minibatches=self._minibatches,
             **how,
         )
@@ -311,6 +321,11 @@ class BatchedELBO(ELBO):
                 elif _is_latent(site):
                     values[name] = site["value"]
             model_sites = run_plainly(model, values | shared, args, kwargs, minibatches)
+            plain_sites = model_sites
+            self._model = summed_out(model, model_sites, values)
+            if self._model is not model:
+                again = values | shared
+                model_sites = run_plainly(self._model, again, args, kwargs, minibatches)
             own = {name for name, site in guide_sites.items() if not site["is_observed"]}
             check_guide_of_this_model(own - _helpers(guide_sites), model_sites)
             self._supports = LatentSupports(guide)
@@ -318,7 +333,7 @@ class BatchedELBO(ELBO):
             for _, block in find_blocks(guide):
                 check_replaced_priors(block.replaced_priors, guide_sites, model_sites)
             check_model(model_sites, values, shared)
-            for sites in (guide_sites, model_sites):
+            for sites in (guide_sites, plain_sites):
                 check_values(sites)
         return model_sites, guide_sites
 

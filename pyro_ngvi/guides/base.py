@@ -11,6 +11,7 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoContinuous
 from torch import Tensor, nn
 
+from .._marked import HidesMarked
 from .._module_params import ModuleParams, check_names, follow_store
 from .._pyro_adapter import (
     OwnName,
@@ -105,7 +106,7 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
         if init not in self.starts:
             known = " or ".join("None" if s is None else f'"{s}"' for s in self.starts)
             raise ValueError(f"init must be {known}, got {init!r}.")
-        super().__init__(model, init_loc_fn=init_loc_fn)
+        super().__init__(HidesMarked()(model), init_loc_fn=init_loc_fn)
         self.take_name(name)
         self.family = self._make_family()
         self.init_scale = float(init_scale)

@@ -13,9 +13,11 @@ from pyro import poutine
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoContinuous, AutoGuideList, AutoMultivariateNormal
 from pyro.nn import PyroModule
+from pyro.ops.special import safe_log
 
 from pyro_ngvi import AutoMeanFieldNormal
 from pyro_ngvi._pyro_adapter import (
+    batched_safe_log,
     claim_name,
     has_model,
     kept_whole,
@@ -163,3 +165,13 @@ def test_methods_of_autocontinuous_that_the_guides_rely_on() -> None:
         "AutoContinuous no longer keeps the shapes of its sites, in order, in "
         "`_unconstrained_shapes`: AutoFamily.site_of() in pyro_ngvi/guides/base.py reads them."
     )
+
+
+def test_pyro_takes_its_safe_logarithm_from_a_class_of_pyro_ops_special() -> None:
+    x = torch.tensor([0.0, 1e-20, 0.3, 2.0], dtype=torch.float64, requires_grad=True)
+    (theirs,) = torch.autograd.grad(safe_log(x).sum(), x)
+    with batched_safe_log():
+        batched = torch.func.vmap(torch.func.grad(safe_log))(x.detach())
+        values = torch.func.vmap(safe_log)(x.detach())
+    assert torch.equal(values, safe_log(x)), "safe_log no longer looks up `_SafeLog` when called"
+    torch.testing.assert_close(batched, theirs)

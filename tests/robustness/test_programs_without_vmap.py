@@ -1,0 +1,141 @@
+"""BatchedELBO and to_arviz with programs that torch.func.vmap can not run."""
+
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import pyro_ngvi as ngvi
+
+Y = torch.tensor([0.3, -1.2])
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    torch.set_default_dtype(torch.float64)
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+
+
+def branching(y=Y):
+    z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    slope = 2.0 if z > 0 else 0.5
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(slope * z, 1.0), obs=y.double())
+
+
+def test_a_branch_runs_in_a_loop_with_one_notice():
+    guide = ngvi.AutoMeanFieldNormal(branching, sticking_the_landing=False)
+    guide()
+    loss = ngvi.BatchedELBO(5)
+    with pytest.warns(RuntimeWarning, match="each of 5 particles has a run of its own") as caught:
+        pyro.set_rng_seed(1)
+        ours = loss.loss(branching, guide)
+        loss.loss_and_grads(branching, guide)
+        loss.loss_and_grads(branching, guide)
+    assert sum("a run of its own" in str(w.message) for w in caught) == 1
+    pyro.set_rng_seed(1)
+    q = guide.get_posterior()
+    draws = q.rsample((5,))
+    total = 0.0
+    for z in draws:
+        fixed = pyro.poutine.condition(branching, data={"z": z[0]})
+        total += pyro.poutine.trace(fixed).get_trace().log_prob_sum() - q.log_prob(z)
+    torch.testing.assert_close(torch.tensor(ours), -total.detach() / 5)
+
+
+def test_a_guide_that_branches_runs_in_a_loop():
+    def guide():
+        loc = pyro.param("loc", torch.tensor(0.1))
+        z = pyro.sample("z", dist.Normal(loc, 1.0))
+        if z > 100:
+            raise ArithmeticError
+
+    def model():
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    with pytest.warns(RuntimeWarning, match="a run of its own"):
+        ngvi.BatchedELBO(300).loss_and_grads(model, guide)
+    grad = pyro.param("loc").grad
+    assert abs(float(grad) - 0.1) < 4 / 300**0.5  # the mean of 300 draws of unit variance
+
+
+def test_an_error_of_the_program_is_shown_and_not_the_notice():
+    calls = 0
+
+    def model():
+        nonlocal calls
+        calls += 1
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        if calls > 3:
+            raise RuntimeError("a mistake of the user")
+        return z
+
+    guide = ngvi.AutoMeanFieldNormal(model)
+    guide()
+    calls = 0
+    loss = ngvi.BatchedELBO(2)
+    loss.loss(model, guide)
+    calls = 10
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match=r"^a mistake of the user$"):
+            loss.loss(model, guide)
+
+
+def test_curvature_keeps_the_error():
+    guide = ngvi.AutoMeanFieldNormal(branching)
+    guide()
+    with pytest.warns(RuntimeWarning, match="a run of its own"):
+        ngvi.BatchedELBO(2, curvature="price").loss_and_grads(branching, guide)
+    assert guide.take_curvature().kind == "price"
+    with pytest.raises(RuntimeError, match=r"can not run under torch\.func\.vmap"):
+        ngvi.BatchedELBO(2, curvature="hessian").loss_and_grads(branching, guide)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_discrete_hmm_runs_under_vmap():
+    y = torch.tensor([0.3, 1.1, -0.4])
+
+    def model():
+        loc = pyro.sample("loc", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        initial, transition = torch.zeros(2), torch.tensor([[0.0, 1.0], [0.5, 0.0]])
+        hmm = dist.DiscreteHMM(initial, transition, dist.Normal(loc, 1.0), duration=3)
+        pyro.sample("y", hmm, obs=y)
+
+    guide = ngvi.AutoFullRankNormal(model)
+    guide()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert torch.isfinite(ngvi.BatchedELBO(3).loss_and_grads(model, guide))
+    density, theta = ngvi.ModelDensity(model), torch.randn(2, 2)
+    for each, z in zip(density(theta), theta, strict=True):
+        fixed = pyro.poutine.condition(model, data={"loc": z})
+        torch.testing.assert_close(each, pyro.poutine.trace(fixed).get_trace().log_prob_sum())
+
+
+class NoSample(dist.Normal):
+    def sample(self, *args, **kwargs):
+        raise NotImplementedError
+
+    def rsample(self, *args, **kwargs):
+        raise NotImplementedError
+
+
+def test_arviz_without_sample_gives_the_other_groups():
+    def model():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 2):
+            pyro.sample("y", NoSample(z, 1.0), obs=torch.zeros(2))
+
+    guide = ngvi.AutoMeanFieldNormal(model)
+    guide()
+    with pytest.warns(UserWarning, match="predictive groups are left out") as caught:
+        data = ngvi.to_arviz(model, guide, num_samples=30, seed=0, prior=True)
+    assert len([w for w in caught if issubclass(w.category, UserWarning)]) == 1
+    assert data["log_likelihood"]["y"].shape == (1, 30, 2)
+    assert data["prior"]["z"].shape == (1, 30)
+    with pytest.raises(KeyError):
+        data["posterior_predictive"]
