@@ -11,8 +11,9 @@ import torch
 from scipy.linalg import hadamard
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, vmap
 
+from pyro_ngvi.elbo.forward import jvp
 from pyro_ngvi.linalg import _walsh_hadamard_triton, walsh_hadamard, walsh_hadamard_transform
 
 LENGTHS = [2**p for p in range(13)]
