@@ -134,7 +134,7 @@ def test_batch_norm_in_training() -> None:
         loss(model, normal_guide)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_log_prob_without_a_batching_rule() -> None:
     """The forward algorithm of Pyro's HMM is an autograd function that vmap does not know."""
 
