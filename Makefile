@@ -6,9 +6,11 @@ BENCH_STAMP := .venv/.installed-bench
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 # One process per core, each with one thread: threads of several test processes would only fight for the cores.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1, 16))")
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+LATEST_INSTALL := .venv-latest/bin/pip install --disable-pip-version-check --upgrade --upgrade-strategy eager
 PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: quickstart test test-slow lint tutorials bench clean
+.PHONY: quickstart test test-slow test-latest lint tutorials bench clean
 
 quickstart: $(STAMP)
 	MPLBACKEND=Agg $(BIN)/python -m pyro_ngvi.quickstart
@@ -18,6 +20,15 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(PYTEST) -m slow
+
+# The newest releases that pip gives, in an environment of their own; ArviZ 1.x needs PYTHON to be 3.12 or newer.
+# PyPI's Linux build of torch comes with 5 GB of CUDA libraries, without which it cannot be imported even where there is no
+# GPU. torch's own index has builds without CUDA; PyPI is the second choice, for machines that cannot reach that index.
+test-latest:
+	$(PYTHON) -m venv .venv-latest
+	$(LATEST_INSTALL) torch --index-url $(TORCH_INDEX) --timeout 15 --retries 1 || $(LATEST_INSTALL) torch
+	$(LATEST_INSTALL) -e ".[test]"
+	$(PYTEST:$(BIN)/%=.venv-latest/bin/%)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -55,5 +66,5 @@ $(BENCH_STAMP): $(STAMP)
 	touch $@
 
 clean:
-	rm -rf .venv .venv-arviz1 dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-arviz1 .venv-latest dist build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,18 +3,17 @@
 ArviZ 1.0 replaced ``InferenceData`` by xarray's ``DataTree`` and changed the form of ``from_dict``:
 what either version expects the other one misreads, in part without an error. This file needs
 neither torch nor Pyro, and imports nothing else of this package, so that it can be tested where
-only ArviZ is installed.
+only ArviZ is installed. ArviZ takes as long to import as torch, so it is imported at the first use.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
-import arviz
 import numpy as np
 
 __all__ = ["from_groups", "labelled", "summary"]
-
-ARVIZ_MAJOR = int(arviz.__version__.split(".")[0])
 
 GROUPS = (
     "posterior",
@@ -65,9 +64,19 @@ def from_groups(
         "dims": {name: list(names) for name, names in _without_slashes(dims or {}).items()},
     }
     root = dict(attrs or {})
-    if ARVIZ_MAJOR == 0:
+    arviz = _arviz()
+    if arviz.__version__.startswith("0."):
         return arviz.from_dict(**plain, **shared, attrs=dict(root), posterior_attrs=root)
     return arviz.from_dict(plain, **shared, attrs={"/": root, "posterior": root})
+
+
+@cache
+def _arviz() -> Any:
+    with warnings.catch_warnings():
+        # Once a day ArviZ 0.23 announces 1.0; both work here, so the user need not choose.
+        warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing a major refactor")
+        import arviz
+    return arviz
 
 
 def _without_slashes(by_name: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +108,7 @@ def summary(data: Any, **kwargs: Any) -> Any:
             "guide's independent draws. Use kind='stats' and judge the guide by its k-hat; "
             "arviz.summary shows the columns regardless."
         )
-    return arviz.summary(data, kind=kind, **kwargs)
+    return _arviz().summary(data, kind=kind, **kwargs)
 
 
 def labelled(data: Any, values: Mapping[str, np.ndarray], **selection: Any) -> Any:
@@ -120,12 +129,12 @@ def labelled(data: Any, values: Mapping[str, np.ndarray], **selection: Any) -> A
     dims = {dim for names, _ in few.values() for dim in names} - {"chain", "draw"}
     coords = {dim: posterior[dim].values for dim in dims if dim in posterior.coords}
     group = xr.Dataset(few, coords | {"chain": [0], "draw": np.arange(4)})
-    table = arviz.summary(
-        arviz.convert_to_inference_data(group)
-        if ARVIZ_MAJOR == 0
-        else xr.DataTree.from_dict({"posterior": group}),
+    az = _arviz()
+    old = az.__version__.startswith("0.")
+    table = az.summary(
+        az.convert_to_inference_data(group) if old else xr.DataTree.from_dict({"posterior": group}),
         kind="stats",
-        round_to=12 if ARVIZ_MAJOR == 0 else "none",
+        round_to=12 if old else "none",
         **selection,
     )
     return table["mean"]

@@ -12,6 +12,7 @@ it alone came within 0.1 nat, after about 7,300 steps.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -119,14 +120,14 @@ def both_fits(X: Tensor, y: Tensor) -> tuple[Fit, Fit]:
 
 
 def train_both(X: Tensor, y: Tensor, steps: int) -> tuple[Fit, Fit]:
-    """NGVB for ``steps`` steps and Adam for 12 times as many, by turns, under a progress bar."""
+    """NGVB for ``steps`` steps and Adam for 12 times as many, by turns, showing progress."""
     for fit in both_fits(X, y):
         fit.train_until(1)  # the first step of a process waits for parts of torch to load
     pyro.clear_param_store()
     ngvb, adam = both_fits(X, y)
     log_joint = ngvi.ModelDensity(model, (X, y), chunk_size=50)
     noise = fixed_noise(400, X.shape[1])
-    with tqdm(total=steps * (1 + ADAM_STEPS), unit=" steps") as bar:
+    with tqdm(total=steps * (1 + ADAM_STEPS), unit=" steps", disable=None) as bar:
         for i in range(1, LOOKS + 1):
             for fit, total in ((ngvb, steps), (adam, steps * ADAM_STEPS)):
                 done = fit.train_until(round(total ** (i / LOOKS)))  # evenly on a logarithmic scale
@@ -135,7 +136,10 @@ def train_both(X: Tensor, y: Tensor, steps: int) -> tuple[Fit, Fit]:
                     fit.curve.append(Look(fit.steps, fit.seconds, gap))
                     bar.update(done)
             now = (f"{fit.name} {OPTIMUM - fit.curve[-1].gap:.2f}" for fit in (ngvb, adam))
-            bar.set_description("ELBO: " + ", ".join(now))
+            elbos = "ELBO: " + ", ".join(now)
+            bar.set_description(elbos)
+            if bar.disable and (i & (i - 1) == 0 or i == LOOKS):  # no terminal: after 1, 2, 4, ...
+                print(f"{ngvb.steps + adam.steps} of {bar.total} steps, {elbos}", file=sys.stderr)
     return ngvb, adam
 
 

@@ -43,13 +43,14 @@ import torch
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.func import grad, jvp, vmap
+from torch.func import grad, vmap
 
 from pyro_ngvi._particles import Site, Sites
 from pyro_ngvi._pyro_adapter import masks_of
 from pyro_ngvi._random import fixed_normal
 from pyro_ngvi.density import site_kind, site_log_prob
 from pyro_ngvi.elbo.check import check_affordable, sum_log_prob
+from pyro_ngvi.elbo.forward import jvp
 from pyro_ngvi.elbo.per_example import BUDGET, outer_sum, squared_sum, weighted_rows
 
 __all__ = [

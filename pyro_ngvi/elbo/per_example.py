@@ -25,7 +25,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vjp, vmap
+from torch.func import vjp, vmap
+
+from .forward import jvp
 
 __all__ = ["BUDGET", "outer_sum", "per_example_jacobian", "squared_sum", "weighted_rows"]
 

@@ -64,9 +64,7 @@ def test_moving_the_guide_moves_the_optimizer():
     assert guide.loc.dtype == torch.float32
 
 
-@pytest.mark.filterwarnings(
-    "ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.*:DeprecationWarning"
-)
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
 def test_tracing_an_averaged_guide_is_refused():
     guide = ngvi.AutoMeanFieldNormal(model)
     guide(y)

@@ -26,7 +26,11 @@ def test_prints_the_tour_and_saves_the_figure(
     ngvb = re.search(r"^NGVB +\d+\.\d+ s, (\d+) steps.*after.* 100 steps$", shown.out, re.M)
     assert ngvb and int(ngvb[1]) <= 100
     assert re.search(r"^Adam +not reached +not reached.*after.* 300 steps$", shown.out, re.M)
-    assert "ELBO: NGVB -" in shown.err
+    # no terminal: a line after each look that is a power of two, and at the end, and no bar
+    assert "\r" not in shown.err
+    found = re.findall(r"^(\d+) of 400 steps, ELBO: NGVB -[\d.]+, Adam -[\d.]+$", shown.err, re.M)
+    assert len(found) == len(shown.err.splitlines()) == 6
+    assert found[-1] == "400" and found == sorted(found, key=int)
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert str(figure) in shown.out
 

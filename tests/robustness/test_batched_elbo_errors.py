@@ -140,7 +140,7 @@ def test_batch_norm_in_training() -> None:
         batched_trace(model, {"w": torch.ones(2)})
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_log_prob_without_a_batching_rule() -> None:
     """The forward algorithm of Pyro's HMM is an autograd function that vmap would not know."""
 

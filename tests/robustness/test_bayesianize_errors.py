@@ -380,7 +380,7 @@ def test_a_noise_function_that_makes_no_distribution(made: Any) -> None:
         linear(noise=lambda: made)(X, Y)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_compiled_modules_are_refused() -> None:
     traced: Any = torch.jit.trace(nn.Linear(2, 1).double(), X)
     with pytest.raises(ValueError, match=r"is compiled by torch.jit"):

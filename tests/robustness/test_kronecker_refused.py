@@ -102,7 +102,7 @@ def test_a_list_of_guides_is_refused() -> None:
         NoisyKFAC(guide)
 
 
-@pytest.mark.filterwarnings("ignore:Encountered NaN:UserWarning")
+@pytest.mark.filterwarnings("ignore:Encountered NaN")
 def test_a_step_that_is_not_finite_is_skipped() -> None:
     """With a NaN among the data every site has one, in its gradient or its factors."""
     x, y = data()

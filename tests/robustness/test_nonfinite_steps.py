@@ -219,7 +219,7 @@ def test_impossible_data_at_the_start(kind: str, loss: str) -> None:
 
 
 @guides
-@pytest.mark.filterwarnings("ignore:Encountered NaN:UserWarning")
+@pytest.mark.filterwarnings("ignore:Encountered NaN")
 def test_likelihood_with_a_gradient_of_nan_at_the_start(kind: str) -> None:
     def overflow(y: Tensor) -> None:
         rate = pyro.sample("rate", dist.Normal(torch.full((3,), 800.0), 0.01).to_event(1))

@@ -1,0 +1,68 @@
+"""What a new process loads and says: each script here runs in an interpreter of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script: str) -> str:
+    """What the script has printed; its warnings are on stderr, and are an error of this test."""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
+def test_the_import_leaves_arviz_and_matplotlib_alone() -> None:
+    script = """
+import sys, torch, pyro
+before = set(sys.modules)
+import pyro_ngvi
+heavy = {"arviz", "matplotlib", "pandas", "scipy", "sklearn", "xarray", "zuko"}
+print(sorted(heavy & (set(sys.modules) - before)))
+"""
+    assert run(script) == "[]\n"
+
+
+def test_the_first_forward_mode_derivative_says_nothing() -> None:
+    """torch 2.13 warns at it by DeprecationWarning, torch 2.15 by FutureWarning."""
+    script = """
+import warnings, torch, pyro, pyro.distributions as dist, pyro_ngvi as ngvi
+def model():
+    pyro.sample("z", dist.StudentT(3.0, torch.zeros(3), 1.0).to_event(1))
+guide = ngvi.AutoFullRankNormal(model)
+loss = ngvi.BatchedELBO(2, curvature="hessian")
+svi = pyro.infer.SVI(model, guide, ngvi.VON(guide, lr=0.1), loss)
+warnings.simplefilter("error")
+svi.step()
+import sys; print("torch._decomp.decompositions_for_jvp" in sys.modules)
+"""
+    assert run(script) == "True\n"
+
+
+def test_arviz_does_not_announce_its_plans_and_other_warnings_pass() -> None:
+    script = """
+import sys, types, warnings
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "arviz":
+            sys.meta_path.remove(self)
+            warnings.warn("\\nArviZ is undergoing a major refactor to improve", FutureWarning)
+            warnings.warn("of another kind", FutureWarning)
+sys.meta_path.insert(0, Finder())
+import numpy as np
+from pyro_ngvi._arviz_compat import from_groups, summary
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    summary(from_groups({"posterior": {"x": np.zeros((1, 50))}}))
+print([str(w.message) for w in seen if w.category is FutureWarning])
+"""
+    assert run(script) == "['of another kind']\n"
