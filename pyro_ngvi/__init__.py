@@ -43,6 +43,7 @@ from .optim import (
     Tail,
     Vadam,
 )
+from .prediction import predict
 from .reparam import WalshHadamardReparam
 
 __all__ = [
@@ -90,6 +91,7 @@ __all__ = [
     "linalg",
     "neutra",
     "nn",
+    "predict",
     "remember_arguments",
     "summary",
     "to_arviz",

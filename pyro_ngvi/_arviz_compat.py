@@ -22,8 +22,10 @@ GROUPS = (
     "posterior_predictive",
     "prior",
     "prior_predictive",
+    "predictions",
     "observed_data",
     "constant_data",
+    "predictions_constant_data",
 )
 
 
@@ -32,16 +34,19 @@ def from_groups(
     *,
     coords: Mapping[str, Sequence[Any]] | None = None,
     dims: Mapping[str, Sequence[str]] | None = None,
+    pred_dims: Mapping[str, Sequence[str]] | None = None,
     attrs: Mapping[str, str | float] | None = None,
 ) -> Any:
     """Builds ArviZ's container from plain arrays.
 
     :param groups: group name to variable name to array. Arrays of sampled groups have shape
-        (chain, draw, *rest), those of ``observed_data`` and ``constant_data`` have shape ``rest``.
+        (chain, draw, *rest), those of groups of data have shape ``rest``.
         A slash in the name of a variable, which netCDF and ``DataTree`` refuse, becomes a dot.
     :param coords: dimension name to labels; a dimension without labels counts from 0.
     :param dims: variable name to the names of its dimensions ``rest``; it holds in every group. In
         ``log_likelihood``, where event dimensions are summed out, the leading names are taken.
+    :param pred_dims: the same for the groups ``predictions`` and ``predictions_constant_data``, where
+        neither ``coords`` nor ``dims`` hold, because their rows are others.
     :param attrs: stored on the root and on the group ``posterior``.
     :returns: ``arviz.InferenceData`` under ArviZ 0.x, ``xarray.DataTree`` under ArviZ 1.x.
     :raises ValueError: when a group is not one of ArviZ's schema, or not a mapping of arrays.
@@ -59,15 +64,22 @@ def from_groups(
                 "variables to arrays."
             )
     plain: dict[str, Any] = {name: _without_slashes(group) for name, group in groups.items()}
-    shared = {
-        "coords": dict(coords or {}),
-        "dims": {name: list(names) for name, names in _without_slashes(dims or {}).items()},
-    }
+    labels = {"coords": dict(coords or {}), "dims": _names(dims)}
     root = dict(attrs or {})
     arviz = _arviz()
-    if arviz.__version__.startswith("0."):
-        return arviz.from_dict(**plain, **shared, attrs=dict(root), posterior_attrs=root)
-    return arviz.from_dict(plain, **shared, attrs={"/": root, "posterior": root})
+    if not arviz.__version__.startswith("0."):
+        attributes = {"/": root, "posterior": root}
+        return arviz.from_dict(plain, **labels, pred_dims=_names(pred_dims), attrs=attributes)
+    # apart, since ArviZ 0.x would label the rows of new data as those of the old
+    new = {name: plain.pop(name) for name in GROUPS if "predictions" in name and name in plain}
+    data = arviz.from_dict(**plain, **labels, attrs=dict(root), posterior_attrs=root)
+    if new:
+        data.extend(arviz.from_dict(**new, dims=_names(pred_dims)))
+    return data
+
+
+def _names(dims: Mapping[str, Sequence[str]] | None) -> dict[str, list[str]]:
+    return {name: list(names) for name, names in _without_slashes(dims or {}).items()}
 
 
 @cache

@@ -1,15 +1,12 @@
-"""Draws from any Pyro guide, with the model and the guide evaluated at them.
-
-Everything runs under ``torch.func.vmap``, one batch element per draw; a program that can not
-(data-dependent control flow, a sampler without a batching rule) runs once for each draw instead.
-"""
+"""Draws from any Pyro guide, with the model and the guide evaluated at them."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyro
 import torch
 from pyro.infer.autoguide import AutoGuide
@@ -20,33 +17,33 @@ from torch import Tensor
 from torch.distributions import Independent, constraints
 
 from pyro_ngvi._latent_supports import LatentSupports
+from pyro_ngvi._map_draws import Parts, Program, map_draws, without_plates
 from pyro_ngvi._marked import is_marked
 from pyro_ngvi._particles import Minibatches, Site, Sites, run_plainly
 from pyro_ngvi._random import own_random_state
 from pyro_ngvi._support import check_data, plain_support
-from pyro_ngvi.density import (
-    BatchedSite,
-    BatchedTrace,
-    Kind,
-    batched_trace,
-    site_kind,
-    site_log_prob,
-)
+from pyro_ngvi.density import Kind, site_kind, site_log_prob
 
-Program = Callable[..., Any]
+MOST_DOUBLES = 10_000_000  # in an array that is stored in float64
 
 
 @dataclass(frozen=True)
 class Draws:
     """S draws from a guide.
 
-    ``values`` are the model's latent sites, each (S, *shape); ``guide`` and ``model`` are the traces
-    there, both over the sites as the model writes them.
+    ``values`` are the model's latent sites, each (S, *shape); ``log_q`` (S,) is the guide's log
+    density there and ``log_joint`` (S,) the model's, log p(data, latents) with scales and masks, both
+    in nats, in float64 and over the sites as the model writes them.  ``rounding`` bounds, in nats,
+    what rounding may do to their difference.  ``sites`` are values of the model's sites,
+    ``log_likelihood`` their log probabilities, those that were asked for.
     """
 
     values: dict[str, Tensor]
-    guide: BatchedTrace
-    model: BatchedTrace
+    log_q: Tensor
+    log_joint: Tensor
+    rounding: float
+    sites: dict[str, Tensor]
+    log_likelihood: dict[str, Tensor]
 
     @property
     def point_masses(self) -> list[str]:
@@ -54,23 +51,15 @@ class Draws:
         drawn = {n: x for n, x in self.values.items() if x.numel() and x.is_floating_point()}
         return [name for name, x in drawn.items() if bool((x == x[0]).all())]
 
-    @property
-    def log_joint(self) -> Tensor:
-        """log p(data, latents), (S,), in nats, with the scales and masks of the model, in float64."""
-        return self.model.log_joint(torch.float64)
-
-    @property
-    def log_q(self) -> Tensor:
-        """The guide's log density, (S,), in nats, in float64."""
-        return self.guide.log_joint(torch.float64)
-
 
 @contextmanager
-def random_state(seed: int | None) -> Iterator[None]:
+def random_state(seed: int | None, stream: int = 0) -> Iterator[None]:
     """Seeds every generator that Pyro uses, and puts their states back at the end.
 
-    Without a seed it does nothing.
+    Without a seed it does nothing.  Streams of one seed share no random numbers.
     """
+    if seed is not None and stream:
+        seed = int(np.random.SeedSequence([seed, stream]).generate_state(1)[0])
     if seed is None:
         yield
         return
@@ -98,12 +87,7 @@ def prototype_sites(
     minibatches = Minibatches()
     with torch.no_grad():
         in_guide = run_plainly(guide, {}, args, kwargs, minibatches)
-        own = _without_plates(in_guide)
-        drawn = {
-            name: own[name]["value"]
-            for name, site in own.items()
-            if site_kind(site) == "latent" and not (site["infer"] or {}).get("is_auxiliary")
-        }
+        drawn = _of_guide(without_plates(in_guide))
         in_model = run_plainly(model, drawn, args, kwargs, minibatches)
     for name, site in in_model.items():
         if site_is_subsample(site) and len(site["value"]) != site["fn"].size:
@@ -113,16 +97,16 @@ def prototype_sites(
                 "size of the minibatch an argument of the model, and pass the full size here, with "
                 "the full data."
             )
-    sites = _without_plates(in_model)
+    sites = without_plates(in_model)
     for name in drawn.keys() & sites.keys():  # what the guide samples is not summed out
         sites[name]["infer"] = {**(sites[name]["infer"] or {}), "enumerate": None}
     latent = set(sites_of_kind(sites, "latent"))
     if missing := sorted(latent - drawn.keys()):
         raise ValueError(
             f"The guide does not sample the model's latent sites {missing}, so the two densities "
-            "are not over the same space. If they stand for data, pass these; else give a guide of "
-            "every latent site, and mark discrete ones infer={'enumerate': 'parallel'}: they are "
-            "summed out."
+            "are not over the same space. If they stand for data, pass these (new data: "
+            "to_arviz(predictions=) or pyro_ngvi.predict); else give a guide of every latent site, and "
+            "mark discrete ones infer={'enumerate': 'parallel'}: they are summed out."
         )
     if unknown := sorted(drawn.keys() - latent):
         raise ValueError(
@@ -142,10 +126,6 @@ def prototype_sites(
     return sites
 
 
-def _without_plates(sites: Sites) -> Sites:
-    return {name: site for name, site in sites.items() if not site_is_subsample(site)}
-
-
 def sites_of_kind(sites: Sites, kind: Kind) -> list[str]:
     """The names of the sample sites of a kind, in the order of the model, but those summed out."""
     return [n for n, site in sites.items() if site_kind(site) == kind and not is_marked(site)]
@@ -159,6 +139,8 @@ def draw_and_evaluate(
     latent: Collection[str],
     num_samples: int,
     batch_size: int | None,
+    values_of: Collection[str] = (),
+    log_likelihood_of: Collection[str] = (),
 ) -> Draws:
     """Draws from the guide and the model there; ``latent`` names the model's latent sites.
 
@@ -166,15 +148,114 @@ def draw_and_evaluate(
     """
     if num_samples < 2:
         raise ValueError(f"num_samples is {num_samples}; give at least 2, better 1000.")
-    drawn = run_batched(guide, {}, args, kwargs, num_samples)
-    values = {name: drawn.sites[name].value for name in latent}
+    drawn, of_guide = guide_draws(guide, args, kwargs, num_samples)
+    values = {name: drawn[name] for name in latent}
     if all((x == x[0]).all() for x in values.values()):
         raise ValueError(
             "All draws from the guide are the same point (AutoDelta?), so it has no density to "
-            "compare with the posterior. Use guide.median(), or pyro.infer.Predictive with it."
+            "compare with the posterior. Use guide.median(), or pyro_ngvi.predict with it."
         )
-    at_draws = run_batched(model, values, args, kwargs, num_samples, batch_size)
-    return Draws(values, drawn, at_draws)
+
+    def evaluated(sites: Sites) -> Parts:
+        terms = {name: site_log_prob(site) for name, site in sites.items()}
+        likelihood = {
+            name: _seen(terms[name][0], sites[name]["mask"]) for name in log_likelihood_of
+        }
+        return {
+            "density": _density(sites, terms),
+            "values": {name: sites[name]["value"] for name in values_of},
+            "log_likelihood": {n: compact(x, num_samples) for n, x in likelihood.items()},
+        }
+
+    found = map_draws(model, evaluated, values, args, kwargs, num_samples, batch_size)
+    rounding = _rounding(found["density"]) + _rounding(of_guide)
+    return Draws(
+        values,
+        of_guide["log"],
+        found["density"]["log"],
+        rounding,
+        found["values"],
+        found["log_likelihood"],
+    )
+
+
+def guide_draws(
+    guide: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_samples: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Draws of the guide's latent sites by name, (S, *shape), and what ``_density`` says there.
+
+    :raises ValueError: when an autoguide was never called.
+    """
+    if getattr(guide, "prototype_trace", guide) is None:
+        raise ValueError(f"{type(guide).__name__} has never been called. Train it first.")
+
+    def drawn(sites: Sites) -> Parts:
+        terms = {name: site_log_prob(site) for name, site in sites.items()}
+        return {"values": _of_guide(sites), "density": _density(sites, terms)}
+
+    found = map_draws(guide, drawn, {}, args, kwargs, num_samples, batch_size=num_samples)
+    return found["values"], found["density"]
+
+
+def _of_guide(sites: Sites) -> dict[str, Tensor]:
+    """Values of the latent sites of the model; the guide may draw from others to get there."""
+    latent = {name: site for name, site in sites.items() if site_kind(site) == "latent"}
+    auxiliary = {name for name, site in latent.items() if (site["infer"] or {}).get("is_auxiliary")}
+    return {name: site["value"] for name, site in latent.items() if name not in auxiliary}
+
+
+def sites_of_sum(
+    joint: Program, prototype: Sites, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Sites:
+    """The sites of ``joint``, the model with its enumerated sites summed out, in one plain run."""
+    if not any(map(is_marked, prototype.values())):
+        return prototype
+    values = {name: prototype[name]["value"] for name in sites_of_kind(prototype, "latent")}
+    with torch.no_grad(), own_random_state():
+        return without_plates(run_plainly(joint, values, args, kwargs, Minibatches()))
+
+
+def shown_sites(prototype: Sites, in_sum: Sites) -> list[str]:
+    """The latent and deterministic sites whose values the sum leaves as they are.
+
+    A function of an enumerated site has the shape of all its values there.
+    """
+    names = [*sites_of_kind(prototype, "latent"), *sites_of_kind(prototype, "deterministic")]
+    shape = {name: prototype[name]["value"].shape for name in names}
+    return [n for n in names if n in in_sum and in_sum[n]["value"].shape == shape[n]]
+
+
+def _density(sites: Sites, terms: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """The log density of one draw, summed in float64, and the sum of squares of terms' roundings.
+
+    Each term is rounded relative to its own size, and independently, so the squares add up.
+    """
+    logs, squares = [], []
+    for name, site in sites.items():
+        # Improper priors put their log_prob on the CPU, whatever their value lies on.
+        term = terms[name][1].to(site["value"].device)
+        eps = torch.finfo(term.dtype).eps if term.is_floating_point() else 0.0
+        logs.append(term.double().sum())
+        squares.append((eps * term.double().nan_to_num(0.0, 0.0, 0.0)).square().sum())
+    return {"log": torch.stack(logs).sum(), "squares": torch.stack(squares).sum()}
+
+
+def _rounding(density: Mapping[str, Tensor]) -> float:
+    """Nats by which rounding may move a log density."""
+    return 64.0 * float(density["squares"].max()) ** 0.5
+
+
+def _seen(log_prob: Tensor, mask: bool | Tensor | None) -> Tensor:
+    """Zero where the mask hides an entry."""
+    if mask is None or mask is True:
+        return log_prob
+    return torch.where(torch.as_tensor(mask, device=log_prob.device), log_prob, 0.0)
+
+
+def compact(x: Tensor, num_samples: int) -> Tensor:
+    """In float32 where that many of them would make a large array."""
+    large = x.dtype is torch.float64 and x.numel() * num_samples > MOST_DOUBLES
+    return x.float() if large else x
 
 
 def warn_of_edges(sites: Sites, values: Mapping[str, Tensor]) -> None:
@@ -205,65 +286,6 @@ def warn_of_edges(sites: Sites, values: Mapping[str, Tensor]) -> None:
                 RuntimeWarning,
                 stacklevel=3,
             )
-
-
-def run_batched(
-    program: Program,
-    values: Mapping[str, Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    num_samples: int,
-    batch_size: int | None = None,
-) -> BatchedTrace:
-    """``batched_trace``; where the program can not run under vmap, the same by a loop."""
-    with torch.no_grad(), warnings.catch_warnings():
-        # torch.binomial under vmap resizes its own output, correctly, and warns about it.
-        warnings.filterwarnings("ignore", "An output with one or more elements was resized")
-        try:
-            return batched_trace(
-                program, values, args, kwargs, num_particles=num_samples, chunk_size=batch_size
-            )
-        except RuntimeError:
-            # A program that is wrong rather than unbatchable shows its own error in the loop.
-            return _run_in_loop(program, values, args, kwargs, num_samples)
-
-
-def _run_in_loop(
-    program: Program,
-    values: Mapping[str, Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    num_samples: int,
-) -> BatchedTrace:
-    runs: list[Sites] = []
-    for s in range(num_samples):
-        at_draw = {name: x[s] for name, x in values.items()}
-        runs.append(_without_plates(run_plainly(program, at_draw, args, kwargs, Minibatches())))
-        if changed := runs[0].keys() ^ runs[-1].keys():
-            raise ValueError(
-                f"The sites {sorted(changed)} are there in some draws and not in others, so they "
-                "can not be stored as arrays. Write the model with the same sites in every run."
-            )
-    return BatchedTrace({name: _stack([run[name] for run in runs]) for name in runs[0]})
-
-
-def _stack(sites: list[Site]) -> BatchedSite:
-    log_probs = [site_log_prob(site) for site in sites]
-    first = sites[0]
-    tensors = {
-        key: torch.stack([site[key] for site in sites])
-        for key in ("scale", "mask")
-        if isinstance(first[key], Tensor)
-    }
-    return BatchedSite(
-        kind=site_kind(first),
-        value=torch.stack([site["value"] for site in sites]),
-        log_prob=torch.stack([log_prob for _, log_prob in log_probs]),
-        unscaled_log_prob=torch.stack([unscaled for unscaled, _ in log_probs]),
-        event_dim=first["fn"].event_dim,
-        plates=first["cond_indep_stack"],
-        **{"scale": first["scale"], "mask": first["mask"], **tensors},
-    )
 
 
 def _expanded(fn: Any, shape: torch.Size) -> Any:

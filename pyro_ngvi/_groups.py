@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_ngvi._particles import Site, Sites
-from pyro_ngvi.density import BatchedSite, BatchedTrace, site_kind
+from pyro_ngvi.density import site_kind
 
 Groups = dict[str, dict[str, np.ndarray]]
 
@@ -21,26 +21,6 @@ def _array(x: Tensor | np.ndarray) -> np.ndarray:
 def per_draw(**variables: Tensor | np.ndarray) -> dict[str, np.ndarray]:
     """Adds the dimension of the chain, (1, S, ...)."""
     return {name: _array(x)[None] for name, x in variables.items()}
-
-
-def site_values(trace: BatchedTrace, names: Collection[str]) -> dict[str, np.ndarray]:
-    """The values of the named sites, (1, S, *shape)."""
-    return per_draw(**{name: trace.sites[name].value for name in names})
-
-
-def log_likelihoods(trace: BatchedTrace, names: Collection[str]) -> dict[str, np.ndarray]:
-    """The log probabilities of the named sites without their scales, (1, S, *batch_shape)."""
-    return per_draw(**{name: _without_masked(trace.sites[name]) for name in names})
-
-
-def _without_masked(site: BatchedSite) -> Tensor:
-    log_prob, mask = site.unscaled_log_prob, site.mask
-    if mask is None or mask is True:
-        return log_prob
-    if not isinstance(mask, Tensor):
-        return torch.zeros_like(log_prob)
-    missing = log_prob.dim() - mask.dim()  # a mask broadcasts from the right, behind the draws
-    return torch.where(mask.reshape(len(mask), *[1] * missing, *mask.shape[1:]), log_prob, 0.0)
 
 
 def observations(prototype: Sites, names: Collection[str]) -> dict[str, np.ndarray]:

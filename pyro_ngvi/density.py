@@ -125,22 +125,10 @@ class BatchedTrace:
     sites: dict[str, BatchedSite]
     indices: dict[str, Tensor] = field(default_factory=dict)
 
-    def log_joint(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The sum of all sites' log probabilities, (S,), in nats, taken in ``dtype``."""
-        terms = [site.log_prob.to(dtype or site.log_prob.dtype) for site in self.sites.values()]
-        return torch.stack([sum_per_particle(term) for term in terms]).sum(0)
-
-    def rounding(self) -> float:
-        """Nats by which single terms' rounding may move :meth:`log_joint` when summed in float64.
-
-        Each term is rounded relative to its own size, and independently, so the squares add up.
-        """
-        total = 0.0
-        for site in self.sites.values():
-            eps = torch.finfo(site.log_prob.dtype).eps if site.log_prob.is_floating_point() else 0.0
-            finite = site.log_prob.double().nan_to_num(0.0, 0.0, 0.0)
-            total += eps**2 * float(sum_per_particle(finite.square()).amax())
-        return 64.0 * total**0.5
+    def log_joint(self) -> Tensor:
+        """The sum of all sites' log probabilities, (S,), in nats."""
+        terms = [sum_per_particle(site.log_prob) for site in self.sites.values()]
+        return torch.stack(terms).sum(0)
 
 
 def batched_trace(

@@ -1,7 +1,7 @@
 """A fitted guide as ArviZ groups."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,22 +11,23 @@ import torch
 from pyro_ngvi import _groups
 from pyro_ngvi._arviz_compat import from_groups
 from pyro_ngvi._draws import (
-    SampleObserved,
     draw_and_evaluate,
     prototype_sites,
     random_state,
-    run_batched,
+    shown_sites,
     sites_of_kind,
+    sites_of_sum,
     warn_of_edges,
 )
+from pyro_ngvi._export_checks import can_be_drawn, warn_of_factors, warn_of_scales, with_likelihood
 from pyro_ngvi._fitted import fitted_parameters
-from pyro_ngvi._particles import Minibatches, Sites, run_plainly
-from pyro_ngvi._random import own_random_state
+from pyro_ngvi._map_draws import map_draws
+from pyro_ngvi._particles import Sites
 from pyro_ngvi._summed_out import SummedOut, given_name, summed_out
 from pyro_ngvi._version import __version__
-from pyro_ngvi.density import BatchedTrace, site_kind, site_log_prob
 from pyro_ngvi.diagnostics._pareto import systematic_resample
 from pyro_ngvi.diagnostics.khat import KHat, judge
+from pyro_ngvi.prediction import PREDICTIONS, NewData, fixed_parameters, simulate
 
 __all__ = ["to_arviz"]
 
@@ -45,6 +46,7 @@ def to_arviz(
     batch_size: int | None = None,
     resample: str | None = None,
     discrete: bool = False,
+    predictions: tuple[Any, ...] | Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
     r"""Draws from any Pyro guide as ArviZ's ``InferenceData`` (0.x) or ``DataTree`` (1.x).
@@ -65,14 +67,20 @@ def to_arviz(
     * ``observed_data``: observed sites. ``constant_data``: the model's arguments that are tensors
       or arrays, unless they are the data of an observed site, and the fitted values of its parameters
       (``pyro.param``, modules), by name.
+    * ``predictions``, ``predictions_constant_data`` where asked: what :func:`predict` draws at other
+      arguments from the draws in ``posterior``, and those arguments.
 
-    With ``resample="psis"`` the posterior is corrected by importance sampling: the draws are
-    resampled in proportion to their Pareto-smoothed weights (systematically: a draw of weight w
-    comes S w times, rounded up or down), in the groups ``posterior``, ``log_likelihood`` and
-    ``posterior_predictive``. ``sample_stats`` stays that of the guide's own draws, and gains
-    ``resampled_from``, the number of the one that each posterior draw is. Repeated draws stand side
-    by side, so ArviZ's ESS and errors count them about right. It can correct what k-hat finds
-    correctable, no more.
+    Arrays of more than ten million numbers (1,000 draws at 10,000 rows) are stored in float32, but
+    for ``posterior``; leave out ``log_likelihood`` and ``posterior_predictive`` where even that is
+    too much.
+
+    With ``resample="psis"`` the posterior is corrected by importance sampling: the draws are resampled
+    in proportion to their Pareto-smoothed weights (systematically: a draw of weight w comes S w
+    times, rounded up or down), in the groups ``posterior``, ``log_likelihood``,
+    ``posterior_predictive`` and ``predictions``. ``sample_stats`` stays that of the guide's own draws,
+    and gains ``resampled_from``, the number of the one that each posterior draw is. Repeated draws
+    stand side by side, so ArviZ's ESS and errors count them about right. It can correct what k-hat
+    finds correctable, no more.
 
     The attributes of the container and of ``posterior`` hold ``decision`` ("intervals", "resample" or
     "unusable") and ``verdict``, the same in words (:class:`~pyro_ngvi.diagnostics.KHat`); ``khat``,
@@ -104,17 +112,21 @@ def to_arviz(
     :param coords: labels by dimension; without them a dimension counts from 0.
     :param dims: names of all dimensions by site or argument, instead of the ones above.
     :param seed: makes the result repeatable and leaves the global random state as it was.
-    :param batch_size: draws that the model sees at once, to bound memory; ``None`` for all.
+    :param batch_size: draws that the model sees at once; ``None`` for a number that bounds the
+        memory beside the result.
     :param resample: ``"psis"`` for importance resampling, ``None`` for the guide's own draws.
     :param discrete: whether to draw the sites that are summed out.
+    :param predictions: the model's arguments at new data, ``(X_new,)``, or its keyword arguments,
+        ``{"X": X_new}``. Names of dimensions hold for them, ``coords`` do not: the rows are others.
     :param kwargs: keyword arguments of the model.
     :warns RuntimeWarning: where rounding has put draws onto the end of their support.
     :warns UserWarning: for a guide that is a point mass in some latent sites.
-    :warns RuntimeWarning: with ``resample``, when k-hat says that the weights are not to be relied
-    on. :raises ValueError: when a plate is subsampled; for data outside the support of their site;
+    :warns RuntimeWarning: with ``resample``, when the weights are not to be relied on.
+    :raises ValueError: when a plate is subsampled; for data outside the support of their site;
         when the guide is a point mass, lacks a latent
         site of the model or is of another model; for fewer than 25 draws; when ``coords`` or
-        ``dims`` do not fit; for another ``resample``, and with it for weights that are not finite.
+        ``dims`` do not fit; for another ``resample``, and with it for weights that are not finite;
+        where :func:`predict` refuses ``predictions``.
 
     >>> import pyro, torch, pyro.distributions as dist
     >>> from pyro.infer.autoguide import AutoNormal
@@ -136,11 +148,22 @@ def to_arviz(
         prototype = prototype_sites(model, guide, args, kwargs)
     latent = sites_of_kind(prototype, "latent")
     observed = sites_of_kind(prototype, "observed")
-    exported = [*latent, *sites_of_kind(prototype, "deterministic")]
     groups: _groups.Groups = {}
     with random_state(seed):
         joint = summed_out(model, prototype)
-        draws = draw_and_evaluate(joint, guide, args, kwargs, latent, num_samples, batch_size)
+        in_sum = sites_of_sum(joint, prototype, args, kwargs)
+        exported = shown_sites(prototype, in_sum)
+        draws = draw_and_evaluate(
+            joint,
+            guide,
+            args,
+            kwargs,
+            latent,
+            num_samples,
+            batch_size,
+            values_of=exported,
+            log_likelihood_of=with_likelihood(in_sum, prototype) if log_likelihood else (),
+        )
         diagnostic = judge(joint, args, kwargs, prototype, draws, batch_size)
         warn_of_edges(prototype, draws.values)
         if fixed := draws.point_masses:
@@ -152,20 +175,16 @@ def to_arviz(
                 UserWarning,
                 stacklevel=2,
             )
-        values, source = draws.values, draws.model
+        values, posterior = draws.values, draws.sites
         if discrete and isinstance(joint, SummedOut):
-            given = {given_name(name): x for name, x in values.items()}
-            source = run_batched(joint.with_draws(latent), given, args, kwargs, num_samples)
-            values = values | {name: source.sites[name].value for name in joint.names}
-            exported += joint.names
-        # without draws of them, a function of enumerated sites has the shape of all their values
-        exported = [n for n in exported if _has_shape(source, n, prototype[n]["value"].shape)]
-        groups["posterior"] = _groups.site_values(source, exported)
+            posterior = _with_discrete(joint, prototype, values, args, kwargs, num_samples)
+            values = values | {name: posterior[name] for name in joint.names}
+            exported = list(posterior)
+        groups["posterior"] = _groups.per_draw(**posterior)
         if log_likelihood:
-            _warn_of_scales(prototype, observed)
-            _warn_of_factors(prototype, observed)
-            data = _data_sites(draws.model, prototype)
-            groups["log_likelihood"] = _groups.log_likelihoods(draws.model, data)
+            warn_of_scales(prototype, observed)
+            warn_of_factors(prototype, observed)
+            groups["log_likelihood"] = _groups.per_draw(**draws.log_likelihood)
         stats: dict[str, Any] = {"lp": draws.log_joint, "log_q": draws.log_q}
         stats["log_weights"] = diagnostic.log_weights
         if resample:
@@ -174,38 +193,43 @@ def to_arviz(
             for group in groups.values():
                 group |= {name: x[:, kept] for name, x in group.items()}
         groups["sample_stats"] = _groups.per_draw(**stats)
-        at = {name: x[0] for name, x in draws.values.items()}
-
-        def drawn_anew(names: Collection[str]) -> Sites:
-            with own_random_state():
-                return run_plainly(SampleObserved(names)(model), at, args, kwargs, Minibatches())
-
-        predict = SampleObserved(observed)(model)
-        try:
-            drawn_anew(observed)
-        except NotImplementedError as error:
-            warnings.warn(
-                f"An observed site can not be drawn ({error or 'it has no sample method'}): the "
-                f"predictive groups are left out. Give its distribution a sample method, or pass "
-                f"posterior_predictive=False.",
-                UserWarning,
-                stacklevel=2,
-            )
-            posterior_predictive, predict = False, model
-        else:
-            _warn_of_fixed(prototype, observed, drawn_anew)
+        first = {name: x[0] for name, x in draws.values.items()}
+        drawable = observed if can_be_drawn(model, observed, first, args, kwargs) else []
+        if drawable:
+            for note in fixed_parameters(model, prototype, first, args, kwargs):
+                warnings.warn(note, UserWarning, stacklevel=2)
+        predictive: list[tuple[Mapping[str, Any], dict[str, list[str]]]] = []
         if posterior_predictive:
-            run = run_batched(predict, values, args, kwargs, num_samples, batch_size)
-            groups["posterior_predictive"] = _groups.site_values(run, observed)
+            predictive.append((values, {"posterior_predictive": drawable}))
         if prior:
-            run = run_batched(predict, {}, args, kwargs, num_samples, batch_size)
-            groups["prior"] = _groups.site_values(run, exported)
-            if predict is not model:
-                groups["prior_predictive"] = _groups.site_values(run, observed)
-    with torch.no_grad(), own_random_state():
-        in_joint = run_plainly(joint, at, args, kwargs, Minibatches())
+            predictive.append(({}, {"prior": exported, "prior_predictive": drawable}))
+        for at, sites in predictive:
+            parts = simulate(
+                model,
+                {name: prototype[name] for name in drawable},
+                sites,
+                at,
+                args,
+                kwargs,
+                num_samples,
+                batch_size,
+                small=True,
+            )
+            groups |= {group: _groups.per_draw(**part) for group, part in parts.items()}
+    pred_dims: dict[str, list[str]] = {}
+    if predictions is not None:
+        new = _new_data(model, values, predictions)
+        for note in new.same_units():
+            warnings.warn(note, UserWarning, stacklevel=2)
+        with random_state(seed, PREDICTIONS):
+            drawn = _groups.per_draw(**new.draw(batch_size=batch_size, small=True))
+        constants = _groups.constants(model, new.args, new.kwargs, new.sites)
+        named = {name: names for name, names in (dims or {}).items() if name in drawn | constants}
+        of_new = {"predictions": drawn, "constant_data": constants}
+        pred_dims = _groups.name_dims(of_new, new.sites, named, {})
+        groups |= {"predictions": drawn, "predictions_constant_data": constants}
     sums = groups.get("log_likelihood", {}).keys() - prototype.keys()
-    prototype |= {name: in_joint[name] for name in sums}
+    prototype |= {name: in_sum[name] for name in sums}
     groups["observed_data"] = _groups.observations(prototype, observed)
     constants = _groups.constants(model, args, kwargs, prototype)
     for name, value in fitted_parameters(model, guide, args, kwargs).items():
@@ -220,6 +244,7 @@ def to_arviz(
         groups,
         coords=coords,
         dims=_groups.name_dims(groups, prototype, dims or {}, coords or {}),
+        pred_dims=pred_dims,
         attrs={
             "inference_library": "pyro_ngvi",
             "inference_library_version": __version__,
@@ -236,81 +261,34 @@ def to_arviz(
     )
 
 
-def _has_shape(trace: BatchedTrace, name: str, shape: torch.Size) -> bool:
-    return name in trace.sites and trace.sites[name].value.shape[1:] == shape
+def _with_discrete(
+    joint: SummedOut,
+    prototype: Sites,
+    values: Mapping[str, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    num_samples: int,
+) -> dict[str, torch.Tensor]:
+    """All sites of the posterior, where those that are summed out are drawn given the others."""
+    names = [*values, *sites_of_kind(prototype, "deterministic"), *joint.names]
+    given = {given_name(name): x for name, x in values.items()}
+
+    def drawn(sites: Sites) -> Any:
+        return {"values": {name: sites[name]["value"] for name in names}}
+
+    program = joint.with_draws(values.keys())
+    return map_draws(program, drawn, given, args, kwargs, num_samples)["values"]
 
 
-def _data_sites(trace: BatchedTrace, prototype: Sites) -> list[str]:
-    """The observed sites with a likelihood by example: all but the sums without a plate."""
-    data = [name for name, site in trace.sites.items() if site.kind == "observed"]
-    whole = [n for n in data if n not in prototype and not trace.sites[n].plates]
-    if whole:
-        warnings.warn(
-            f"The data {', '.join(map(repr, whole))} share an enumerated variable and have no "
-            f"likelihood by example: log_likelihood leaves them out. A plate of independent series "
-            f"around them gives it their likelihoods.",
-            UserWarning,
-            stacklevel=3,
-        )
-    return [name for name in data if name not in whole]
-
-
-def _warn_of_scales(sites: Sites, observed: Iterable[str]) -> None:
-    """ArviZ takes for granted that the posterior holds each likelihood once."""
-    for name in observed:
-        if bool((torch.as_tensor(sites[name]["scale"]) != 1.0).any()):
-            warnings.warn(
-                f"The observed site {name!r} stands under poutine.scale, so the posterior holds p^c, "
-                f"and log_likelihood is log p. az.loo and az.waic weigh draws by 1 / p and are wrong "
-                f"here; AutoSites.loo() is not. log_likelihood=False leaves the group out.",
-                UserWarning,
-                stacklevel=3,
-            )
-
-
-def _warn_of_factors(sites: Sites, observed: Iterable[str]) -> None:
-    """A factor in the plate of data may be a part of their likelihood, as of censored data."""
-    plates = {frame.name for name in observed for frame in sites[name]["cond_indep_stack"]}
-    for name, site in sites.items():
-        if site_kind(site) == "factor" and plates & {f.name for f in site["cond_indep_stack"]}:
-            warnings.warn(
-                f"The pyro.factor {name!r} lies in a plate with data, and log_likelihood does not have "
-                f"it. Where it stands for a likelihood (of censored data, say) az.loo and az.waic are "
-                f"wrong: write it as an observed site.",
-                UserWarning,
-                stacklevel=3,
-            )
-
-
-def _warn_of_fixed(
-    prototype: Sites, observed: Iterable[str], run: Callable[[Collection[str]], Sites]
-) -> None:
-    """Sites that poutine.condition has fixed count as data, whatever they stand for.
-
-    What other data, of more than a number, depend on, and is one number, is taken for a parameter;
-    ``run`` draws some observed sites anew.
-    """
-    numbers = [name for name in observed if prototype[name]["fn"].shape().numel() == 1]
-    others = [name for name in observed if name not in numbers]
-    if not (numbers and others):
-        return
-
-    def terms(anew: Collection[str]) -> list[torch.Tensor]:
-        sites = run(anew)
-        return [site_log_prob(sites[name])[0] for name in others]
-
-    before = terms(())
-    for name in numbers:
-        after = terms((name,))
-        if not all(map(torch.equal, before, after)):
-            warnings.warn(
-                f"The observed site {name!r} is one number, and others depend on it, as on a parameter "
-                f"that poutine.condition has fixed: here it counts as data, has a log_likelihood, and "
-                f"is drawn anew in posterior_predictive, with all that depends on it. Fix parameters "
-                f"by pyro.poutine.do(model, data=...), or in the model.",
-                UserWarning,
-                stacklevel=3,
-            )
+def _new_data(model: Callable[..., Any], values: Mapping[str, Any], call: Any) -> NewData:
+    if isinstance(call, Mapping):
+        return NewData(model, values, (), call)
+    if isinstance(call, tuple):
+        return NewData(model, values, call, {})
+    raise TypeError(
+        f"predictions is a {type(call).__name__}; give the tuple of the model's arguments, (X_new,), "
+        f"or a dict of its keyword arguments."
+    )
 
 
 def _resample(diagnostic: KHat) -> np.ndarray:

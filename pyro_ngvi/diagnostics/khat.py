@@ -29,7 +29,9 @@ from pyro_ngvi._draws import (
     draw_and_evaluate,
     prototype_sites,
     random_state,
+    shown_sites,
     sites_of_kind,
+    sites_of_sum,
     warn_of_edges,
 )
 from pyro_ngvi._particles import Sites
@@ -159,7 +161,7 @@ def khat(
     :param args: what the model is called with: the full data.
     :param num_samples: number of draws S, at least 25.
     :param seed: makes the result repeatable and leaves the global random state as it was.
-    :param batch_size: draws that the model sees at once, to bound memory; ``None`` for all.
+    :param batch_size: draws that the model sees at once; ``None`` for a number that bounds the memory.
     :param kwargs: keyword arguments of the model.
     :raises ValueError: for fewer than 25 draws, a subsampled plate, a guide that is a point mass
         in some latent sites or does not sample the model's latent sites, and data outside the support
@@ -182,7 +184,10 @@ def khat(
     latent = sites_of_kind(prototype, "latent")
     with random_state(seed):
         joint = summed_out(model, prototype)
-        draws = draw_and_evaluate(joint, guide, args, kwargs, latent, num_samples, batch_size)
+        shown = shown_sites(prototype, sites_of_sum(joint, prototype, args, kwargs))
+        draws = draw_and_evaluate(
+            joint, guide, args, kwargs, latent, num_samples, batch_size, values_of=shown
+        )
         found = judge(joint, args, kwargs, prototype, draws, batch_size)
     warn_of_edges(prototype, draws.values)
     if fixed := draws.point_masses:
@@ -205,12 +210,9 @@ def judge(
 ) -> KHat:
     """What the weights of ``draws`` say; ``prototype`` are the model's sites in a plain run."""
     log_ratio = (draws.log_joint - draws.log_q).cpu().numpy()
-    # The guide's log density is one number a draw, rounded relative to its own size.
-    resolution = draws.model.rounding() + draws.guide.rounding()
-    found = khat_from_log_weights(log_ratio, resolution)
+    found = khat_from_log_weights(log_ratio, draws.rounding)
     latent = draws.values.keys()
-    shown = [n for n, s in draws.model.sites.items() if n in latent or s.kind == "deterministic"]
-    values = {name: _numbers(draws.model.sites[name].value) for name in shown}
+    values = {name: _numbers(x) for name, x in draws.sites.items()}
     weights = found.psis_log_weights if found.ess > 0.0 else found.log_weights
     missed = None
     if found.ess > 0.0:

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._draws import run_batched
-from .._particles import sum_per_particle
+from .._map_draws import Parts, map_draws
+from .._particles import Sites
 from .._random import own_random_state
+from ..density import site_log_prob
 
 __all__ = ["SURPRISE", "prior_log_evidence"]
 
@@ -35,15 +36,19 @@ def prior_log_evidence(
 
     Leaves the random state alone.
     """
+
+    def likelihood(sites: Sites) -> Parts:
+        terms = {name: site_log_prob(site) for name, site in sites.items()}
+        log_joint = [scaled.double().sum() for _, scaled in terms.values()]
+        # what the draws came from: a masked prior is improper and still draws
+        drawn_from = [-terms[name][0].double().sum() for name in latent]
+        return {"sums": {"log_weight": torch.stack([*log_joint, *drawn_from]).sum()}}
+
     with own_random_state():
         try:
-            run = run_batched(model, {}, args, kwargs, num_samples, batch_size)
+            run = map_draws(model, likelihood, {}, args, kwargs, num_samples, batch_size)
         except Exception:  # improper priors; models that fail far from the posterior, in any way
             return None
-    log_weights = run.log_joint(torch.float64)
-    for name in latent:  # what the draws came from: a masked prior is improper and still draws
-        site = run.sites[name]
-        drawn_from = sum_per_particle(site.unscaled_log_prob.double())
-        log_weights = log_weights - drawn_from
+    log_weights = run["sums"]["log_weight"]
     log_weights = torch.where(torch.isfinite(log_weights), log_weights, -torch.inf)
     return float(log_weights.logsumexp(0)) - float(np.log(num_samples))

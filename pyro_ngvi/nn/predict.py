@@ -11,7 +11,7 @@ is lower, and judges one draw. A finite S makes the estimate too low on average 
 var_s[p] / (2 S p^2).
 
 Memory: S draws of all weights, and S outputs for one batch. Draws of ``y``:
-``pyro.infer.Predictive(model, guide=guide, num_samples=S, parallel=True)(x)``.
+``pyro_ngvi.predict(model, guide, x)``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from .._draws import random_state, run_batched
-from .._particles import Minibatches, Sites, run_particles, run_plainly
+from .._draws import guide_draws, random_state
+from .._map_draws import Parts, map_draws
+from .._particles import Minibatches, Sites, run_plainly
 from .._random import own_random_state
 from .._support import check_data
 from .bayesianize import BayesianModule
@@ -74,7 +75,7 @@ def predict(
         y: targets (n, ...), for the log density; with batches they come from there.
         num_samples: S, the number of draws of the weights.
         batch_size: examples that the network sees at once, when ``x`` is a tensor.
-        chunk_size: draws that it runs at once, to bound memory; ``None`` for all.
+        chunk_size: draws that it runs at once; ``None`` for a number that bounds the memory.
         keep_draws: whether to keep the means at each draw.
         seed: makes the result repeatable and leaves the global random state as it was.
 
@@ -97,15 +98,13 @@ def predict(
     """
     if not isinstance(model, BayesianModule):
         raise TypeError(
-            f"predict takes a model made by bayesianize, got {type(model).__name__}. For another "
-            f"model use pyro.infer.Predictive."
+            f"nn.predict takes a model made by bayesianize, got {type(model).__name__}. For another "
+            f"model use pyro_ngvi.predict."
         )
     if num_samples < 1 or batch_size < 1:
         raise ValueError(
             f"num_samples is {num_samples} and batch_size {batch_size}; both must be at least 1."
         )
-    if getattr(guide, "prototype_trace", guide) is None:
-        raise ValueError(f"{type(guide).__name__} has never been called. Train it first.")
     batches = _batches(x, y, batch_size)
     first = next(batches, None)
     if first is None:
@@ -113,8 +112,7 @@ def predict(
     args = tuple(part for part in first if part is not None)  # a guide may look at its arguments
     with torch.no_grad():
         with random_state(seed):  # not around the batches: a loader may draw too
-            drawn = run_batched(guide, {}, args, {}, num_samples).sites.items()
-        values = {name: site.value for name, site in drawn if site.kind == "latent"}
+            values, _ = guide_draws(guide, args, {}, num_samples)
         parts = [
             _average(_run(model, *batch, values, num_samples, chunk_size), keep_draws)
             for batch in itertools.chain([first], batches)
@@ -173,7 +171,7 @@ def _run(
         nonlocal fn
         fn = model.distribution(x)
 
-    def reduce(sites: Sites) -> dict[str, Tensor]:
+    def reduce(sites: Sites) -> Parts:
         for name, site in sites.items():
             if name not in values and not site["is_observed"]:
                 raise ValueError(f"The guide does not sample the model's latent site {name!r}.")
@@ -181,28 +179,12 @@ def _run(
         result = {"mean": mean, "variance": variance}
         if y is not None:
             result["log_density"] = fn.log_prob(model.observed(fn, y))
-        return result
+        return {"y": result}
 
-    minibatches = Minibatches()
     if y is not None:
         _check_targets(model, x, y, {name: value[0] for name, value in values.items()})
-    try:
-        return run_particles(
-            program,
-            reduce,
-            values,
-            num_samples,
-            (x,),
-            {},
-            minibatches=minibatches,
-            chunk_size=chunk_size,
-        )
-    except RuntimeError:  # no batching rule, as for recurrent layers: one draw at a time
-        runs = []
-        for s in range(num_samples):
-            at_draw = {name: value[s] for name, value in values.items()}
-            runs.append(reduce(run_plainly(program, at_draw, (x,), {}, minibatches)))
-        return {key: torch.stack([run[key] for run in runs]) for key in runs[0]}
+    # no batching rule, as for recurrent layers: one draw at a time
+    return map_draws(program, reduce, values, (x,), {}, num_samples, chunk_size)["y"]
 
 
 def _check_targets(model: BayesianModule, x: Any, y: Tensor, at_draw: dict[str, Tensor]) -> None:
@@ -238,7 +220,7 @@ def _moments(fn: Any) -> tuple[Tensor, Tensor]:
     except NotImplementedError as error:
         raise ValueError(
             f"The likelihood {type(base).__name__} has no mean or variance in closed form. Draw from "
-            f"it: pyro.infer.Predictive(model, guide=guide, num_samples=..., parallel=True)(x)."
+            f"it: pyro_ngvi.predict(model, guide, x)."
         ) from error
 
 

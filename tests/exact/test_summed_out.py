@@ -127,7 +127,7 @@ def test_density_gradient_and_hessian(model, by_hand):
     ours, theirs = ngvi.ModelDensity(model), ngvi.ModelDensity(by_hand)
     theta = torch.randn(3, ours.dim)
     torch.testing.assert_close(ours(theta), theirs(theta), rtol=0, atol=1e-10)
-    for derivative in (torch.func.grad, torch.func.hessian):
+    for derivative in (torch.func.grad, lambda f: torch.func.jacrev(torch.func.grad(f))):
         a, b = (derivative(lambda t, d=d: d(t[None])[0])(theta[0]) for d in (ours, theirs))
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
