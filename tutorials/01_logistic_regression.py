@@ -22,7 +22,7 @@
 #
 # We fit one small model in several ways, ask each answer how far it can be trusted, and compare
 # all of them with NUTS, which is slower but makes no assumption about the shape of the posterior.
-# Not every answer will be good. The notebook takes about a minute on one core.
+# Not every answer will be good. The notebook takes less than a minute on one core.
 
 # %%
 import arviz as az

@@ -32,7 +32,7 @@
 # | no density (`AutoDelta`), or one that cannot be evaluated | `pyro.optim.Adam` |
 #
 # Three examples: one where we know the answer, one with two modes, and one that asks whether the
-# run was long enough. The notebook takes about two minutes on one core.
+# run was long enough. The notebook takes a little over a minute on one core.
 
 # %%
 import time

@@ -280,8 +280,9 @@ assert best_of["VOGN"].mean() > best_of["BBB"].mean() - 0.02
 # ## Digits
 #
 # Handwritten digits of 8 x 8 pixels, a thousand to train and the others to test. We add MAP:
-# `AutoDelta` and Adam, one best network instead of a distribution. The *expected calibration error* sorts the test digits
-# by the confidence of the prediction, and is the average gap between confidence and accuracy.
+# `AutoDelta` and Adam, one best network instead of a distribution. The *expected calibration error*
+# sorts the test digits by the confidence of the prediction, and is the average gap between confidence
+# and accuracy.
 #
 # Every method runs twice. `kl_weight` is the weight of the KL term in the loss. At 1 it is Bayes'
 # rule with the prior N(0, 1). At 0.1 it is a *tempered* posterior, as if each digit had been seen
