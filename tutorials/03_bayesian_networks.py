@@ -30,7 +30,7 @@
 # | IVON | `AutoMeanFieldNormal` | `ngvi.IVON` | gradients, as a natural step |
 #
 # First a regression with error bars, then handwritten digits, then what to do when it fails. It
-# does fail: the digits show how. The notebook takes a minute or so on one core.
+# does fail: the digits show how. The notebook takes about a minute and a half on one core.
 
 # %%
 import time
@@ -49,12 +49,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_ngvi as ngvi
 
+torch.set_num_threads(1)
+
 # %% [markdown]
 # ## The colour of wine
 #
-# 178 Italian wines come with scikit-learn. How strong is the colour of a wine with so many
-# flavanoids? Not a line: pale wines are in the middle, and on the left the colours scatter more.
-# 58 wines are kept for testing.
+# Italian wines come with scikit-learn. How strong is the colour of a wine with so many flavanoids? Not
+# a line: pale wines are in the middle, and on the left the colours scatter more. A third of the wines
+# is kept for testing.
 
 # %%
 wines = load_wine(as_frame=True).frame.drop(columns="target")
@@ -101,9 +103,8 @@ print(model.sites)
 # hidden units alike. `BatchedELBO` runs eight draws of the weights at once, for Pyro's guide as for
 # ours. VOGN needs a loss that brings the squared gradients.
 #
-# All rates were chosen by hand: Adam's among 0.003, 0.01 and 0.03, those of VOGN and IVON among their
-# default, 0.05 and 0.1. We looked at the test wines when we chose, for all three, so take the scores as
-# a comparison and not as what new wines would give. Each method is run with one seed.
+# The rates below are one choice, for the pictures. Which method does better at its best rate is
+# asked further down, over a grid of rates and several splits of the wines.
 
 
 # %%
@@ -143,10 +144,10 @@ def fit(make_model, method, data, tested=None, epochs=100, batch=40, every=5, **
     loader = DataLoader(TensorDataset(*data), batch_size=batch, shuffle=True)
     seconds, curve = 0.0, []
     for epoch in range(1, epochs + 1):
-        began = time.perf_counter()
+        began = time.process_time()
         for x, y in loader:
             svi.step(x, y)
-        seconds += time.perf_counter() - began
+        seconds += time.process_time() - began
         if tested is not None and (epoch % every == 0 or epoch == 1):
             score = ngvi.nn.predict(model, guide, *tested, num_samples=200, seed=1).log_density
             curve.append((epoch, seconds, score.mean().item()))
@@ -220,31 +221,68 @@ rows = [
 columns = ["method", "epoch 1", "epoch 10", "epoch 50", "epoch 100", "seconds"]
 print(pd.DataFrame(rows, columns=columns).round(2).to_string(index=False))
 
-finals = {}
-for name, (model, guide, _) in every.items():
-    finals[name] = ngvi.nn.predict(model, guide, *tested, num_samples=200, seed=1).log_density
+# %% [markdown]
+# One split and one rate for each method prove little. So: four rates for each, four splits of the
+# wines, and the same processor time for every run. The score is the test log density, the mean over
+# the splits; the best rate of a method is the one with the best mean. It is chosen on the test wines,
+# for all three alike, so the scores compare methods and promise nothing for new wines.
+
+
+# %%
+def split_score(method, rate, seed, budget=1.0):
+    order = torch.randperm(len(wines), generator=torch.Generator().manual_seed(seed))
+    train, test = order[:120], order[120:]
+    y = (colour - colour[train].mean()) / colour[train].std()
+    x = (measured - measured[train].mean(0)) / measured[train].std(0)
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    model = wine_model(12)
+    guide, optim, loss = method(model, lr=rate, curvature_lr=rate)
+    svi = SVI(model, guide, optim, loss)
+    loader = DataLoader(TensorDataset(x[train], y[train]), batch_size=40, shuffle=True)
+    began = time.process_time()
+    while time.process_time() - began < budget:
+        for batch in loader:
+            svi.step(*batch)
+    seen = ngvi.nn.predict(model, guide, x[test], y[test], num_samples=200, seed=1)
+    return seen.log_density.mean().item()
+
+
+grids = {"BBB": (0.001, 0.003, 0.01, 0.03), "VOGN": (0.05, 0.1, 0.2, 0.4)}
+grids["IVON"] = grids["VOGN"]
+found = {
+    (name, rate): np.array([split_score(methods[name], rate, seed) for seed in range(4)])
+    for name, grid_of_rates in grids.items()
+    for rate in grid_of_rates
+}
+rows = [(name, rate, scores.mean(), *scores) for (name, rate), scores in found.items()]
+columns = ["method", "rate", "mean", *(f"split {seed}" for seed in range(4))]
+print(pd.DataFrame(rows, columns=columns).round(3).to_string(index=False))
+best_of = {name: max((found[name, rate] for rate in grids[name]), key=np.mean) for name in methods}
 for name in ("VOGN", "IVON"):
-    gap = finals[name] - finals["BBB"]
-    error = gap.std() / len(gap) ** 0.5
-    print(f"{name} - BBB: {gap.mean():+.3f} nats a wine, standard error {error:.3f}")
+    gap = best_of[name] - best_of["BBB"]
+    print(
+        f"{name} - BBB, best rates: {gap.mean():+.3f} nats a wine,",
+        f"standard error over splits {gap.std(ddof=1) / 2:.3f}",
+    )
 
 # %% [markdown]
-# BBB is a little ahead at epoch 10, and VOGN at epoch 100. The test set is small: hold each
-# difference against its standard error. A step of IVON costs least: it asks nothing but gradients,
-# and its guide is one flat vector, where `AutoNormal` has two parameters for each weight matrix.
-# The seconds are those of a small network; in a large one the network itself takes most of them.
+# Hold each difference against its standard error. A step of IVON costs least: it asks nothing but
+# gradients, and its guide is one flat vector, where `AutoNormal` has two parameters for each weight
+# matrix. The seconds are those of a small network; in a large one the network takes most of them.
 
 # %%
 for name in methods:
-    assert finals[name].mean() > bell + 0.25, (name, finals[name].mean())
-assert finals["VOGN"].mean() > finals["BBB"].mean() - 0.02
+    assert best_of[name].mean() > bell + 0.15, (name, best_of[name].mean())
+assert best_of["VOGN"].mean() > best_of["BBB"].mean() - 0.02
 
 # %% [markdown]
 # ## Digits
 #
-# 1,000 handwritten digits of 8 x 8 pixels to train, 797 to test. We add MAP: `AutoDelta` and Adam,
-# one best network instead of a distribution. The *expected calibration error* sorts the test digits
-# by the confidence of the prediction, and is the average gap between confidence and accuracy.
+# Handwritten digits of 8 x 8 pixels, a thousand to train and the others to test. We add MAP:
+# `AutoDelta` and Adam, one best network instead of a distribution. The *expected calibration error*
+# sorts the test digits by the confidence of the prediction, and is the average gap between confidence
+# and accuracy.
 #
 # Every method runs twice. `kl_weight` is the weight of the KL term in the loss. At 1 it is Bayes'
 # rule with the prior N(0, 1). At 0.1 it is a *tempered* posterior, as if each digit had been seen
@@ -332,12 +370,12 @@ axes[0].set(ylabel="accuracy")
 _ = axes[1].legend()
 
 # %% [markdown]
-# At weight 1 the Bayesian networks are all too modest, and MAP has the better log-likelihood; of the
-# three, BBB does best. All three show it, so the optimizer is not the main reason. Our guess is the
-# family: with independent Gaussians over 2,410 weights and 1,000 digits, many weights stay near the
-# prior, and their noise reaches the prediction. The next cell counts them.
-# At 0.1 all are much better calibrated, but MAP still has the lowest negative
-# log-likelihood and calibration error: on easy data like these a single good network is hard to beat.
+# At weight 1 the Bayesian networks are all too modest, and MAP has the better log-likelihood. All three
+# show it, so the optimizer is not the main reason. Our guess is the family: with independent Gaussians
+# over more weights than digits, many weights stay near the prior, and their noise reaches the
+# prediction. The next cell counts them. At 0.1 all are much better calibrated, and then none is ahead
+# of MAP: hold the differences against their standard errors, most are within two of them. This is one
+# seed, with one rate for each method, so it does not rank the three.
 
 # %%
 rows = [
@@ -365,8 +403,8 @@ for name in ("BBB", "VOGN", "IVON"):
 # ## When it fails
 #
 # Three numbers decide most runs. We vary them one at a time with IVON, the cheapest, on the wines
-# with all measurements. `near the prior` is the share of weights whose sd is above 0.5, where the
-# prior has 1.
+# with all measurements (one seed). `near the prior` is the share of weights whose sd is above 0.5,
+# where the prior has 1.
 
 # %%
 wine_order = torch.randperm(len(wines), generator=torch.Generator().manual_seed(0))
@@ -398,7 +436,8 @@ for name in ("init_scale 1", "lr 0.5"):
 # %% [markdown]
 # - **The start is too wide** (`init_scale 1`). The draws are so far apart that the gradients are
 #   mostly noise, and the mean wanders off. Start narrow, at 0.1, or 0.03 for many inputs. Much
-#   narrower (`init_scale 0.01`) costs time at first, and no more.
+#   narrower (`init_scale 0.01`) costs time at first; after 50 epochs its sds are still far from those
+#   of the other runs.
 # - **The rate is too small** (`lr 0.003`): it is behind for as long as we looked. **Too large**
 #   (`lr 0.5`): it stays behind too, for the noise of the minibatches. IVON moves no weight by more
 #   than its sd at a step (`trust_radius=1.0`), so nothing runs away. Take the default, which falls.
@@ -410,12 +449,11 @@ for name in ("init_scale 1", "lr 0.5"):
 #
 # And which method?
 #
-# - **MAP** if you need a label and one number of confidence: on the digits it was the best, for the
-#   least work.
-# - **BBB** if you have a guide of Pyro that is not a Gaussian of ours, or only a few epochs: Adam
-#   made the fastest start on the wines. Its rate is in the units of the weights and has to be
-#   searched.
-# - **IVON** for the cheapest step. **VOGN** where its step is affordable: it had the best densities
-#   on the wines. Its squares of gradients come almost free for layers such as `nn.Linear` and
+# - **MAP** if you need a label and one number of confidence: on the digits nothing was better, and it
+#   is the least work.
+# - **BBB** if you have a guide of Pyro that is not a Gaussian of ours. Its rate is in the units of the
+#   weights and has to be searched.
+# - **IVON** for the cheapest step. **VOGN** where its step is affordable: the table of the wines says
+#   what it gained there. Its squares of gradients are cheap for layers such as `nn.Linear` and
 #   `nn.Conv2d`; a latent variable outside of layers, such as the noise of `bayesianize(net,
-#   "normal")`, makes its steps several times as dear.
+#   "normal")`, makes its steps dearer.
