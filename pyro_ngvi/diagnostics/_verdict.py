@@ -70,13 +70,14 @@ def _decision(found: KHat) -> str:
             f"Resample, do not take the intervals as they are: {_moves(found)}. The weights can "
             f'correct that ({figures}): to_arviz(..., resample="psis").'
         )
-    if (found.missed or 0.0) > 0.0:
+    if found.reliable and (found.missed or 0.0) > 0.0:
         return (
             f"Not usable: draws from the prior show at least {found.missed:.1f} nats more evidence "
             f"than the guide's. It misses a mode: start elsewhere, or from several points ({figures})."
         )
     if found.reliable:
-        return f"Not usable: {_moves(found)}, and the weights rest on few draws ({figures})."
+        few = ", and the weights rest on few draws" if found.ess < FEWEST * draws else ""
+        return f"Not usable yet: {_moves(found)}{few} ({figures})."
     if found.khat <= 0.7:
         return f"Not usable yet: too few draws to tell ({figures}); raise num_samples."
     return (
