@@ -10,6 +10,8 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
+from .._pyro_adapter import states_to_restore
+
 __all__ = ["all_or_nothing"]
 
 #: what a step replaces in an optimizer, on its blocks and on the algebra of sites: never written into
@@ -79,10 +81,11 @@ def _others(others: PyroOptim) -> list[Callable[[], Any]]:
         for p in [p for p in others.optim_objs if p not in known]:
             del others.optim_objs[p]
             others.grad_clip.pop(p, None)
-        others._state_waiting_to_be_consumed = dict(waiting)
+        states_to_restore(others).clear()
+        states_to_restore(others).update(waiting)
 
     known = set(others.optim_objs)
-    waiting = dict(others._state_waiting_to_be_consumed)
+    waiting = dict(states_to_restore(others))
     undo: list[Callable[[], Any]] = [forget]
     for held in others.optim_objs.values():
         optim = getattr(held, "optimizer", held)  # that of a scheduler
