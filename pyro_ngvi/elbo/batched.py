@@ -8,7 +8,7 @@ et al. 2017), particle for particle.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import pyro
 import pyro.distributions as dist
@@ -16,7 +16,6 @@ import torch
 from pyro import poutine
 from pyro.infer import ELBO
 from pyro.infer.autoguide import AutoContinuous
-from pyro.nn.module import pyro_method
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
@@ -50,6 +49,7 @@ from pyro_ngvi.elbo.check import (
 )
 from pyro_ngvi.elbo.curvature import KINDS
 from pyro_ngvi.elbo.estimator import CurvatureEstimator
+from pyro_ngvi.elbo.joint import is_joint, posterior_of
 from pyro_ngvi.elbo.loop import Runs
 from pyro_ngvi.elbo.make_estimator import make_estimator
 from pyro_ngvi.elbo.tempering import Tempered
@@ -161,7 +161,7 @@ class BatchedELBO(ELBO):
         The estimate stays a tensor on its device, so that nothing waits for it here.
         """
         if self.curvature is not None:
-            check_guide_takes_curvature(guide, self.curvature, _is_joint(guide))
+            check_guide_takes_curvature(guide, self.curvature, is_joint(guide))
         with whole_gradients():
             loss = self._estimate(model, guide, args, kwargs)
             estimator = self._active
@@ -213,7 +213,7 @@ class BatchedELBO(ELBO):
             raise ValueError(f"kl_weight is {self.kl_weight}; it must be a positive number.")
         self._minibatches.redraw()
         shared: dict[str, Tensor] = {}
-        if _is_joint(guide):
+        if is_joint(guide):
             values, log_q = self._draw_jointly(guide, args, kwargs)
         else:
             values, log_q = self._draw(guide, args, kwargs, shared)
@@ -284,7 +284,7 @@ class BatchedELBO(ELBO):
         # Validation would wait for the device. The factor lets handlers around SVI.step, such as
         # poutine.scale, act on log q as they do on the model.
         with pyro.validation_enabled(False), Conditioned({}, self._minibatches) as handler:
-            q = _posterior(guide, *args, **kwargs)
+            q = posterior_of(guide, *args, **kwargs)
             ours = isinstance(guide, AutoFamily) and torch.is_grad_enabled()
             kind = self.curvature if ours else None
             # with scores of its own, the optimizer needs no gradient through the draws
@@ -336,23 +336,6 @@ class BatchedELBO(ELBO):
             for sites in (guide_sites, plain_sites):
                 check_values(sites)
         return model_sites, guide_sites
-
-
-@pyro_method
-def _posterior(guide: AutoContinuous, *args: Any, **kwargs: Any) -> Any:
-    # As a method of the module, so that its parameters are registered as in a call of the guide.
-    if isinstance(guide, AutoFamily):
-        return guide.sampling_posterior()
-    return guide.get_posterior(*args, **kwargs)
-
-
-def _is_joint(guide: Program) -> TypeGuard[AutoContinuous]:
-    """Whether a guide samples one flat vector in Pyro's own way, and can do so in a batch."""
-    return (
-        isinstance(guide, AutoContinuous)
-        and type(guide).forward in (AutoContinuous.forward, AutoFamily.forward)
-        and type(guide).sample_latent in (AutoContinuous.sample_latent, AutoFamily.sample_latent)
-    )
 
 
 def _helpers(sites: Sites) -> set[str]:

@@ -14,7 +14,7 @@ from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoContinuous, AutoGuideList, AutoMultivariateNormal
 from pyro.nn import PyroModule
 from pyro.ops.special import safe_log
-from pyro.optim import Adam
+from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 
 from pyro_ngvi import AutoMeanFieldNormal
 from pyro_ngvi._pyro_adapter import (
