@@ -144,12 +144,11 @@ def train_both(X: Tensor, y: Tensor, steps: int) -> tuple[Fit, Fit]:
 
 
 def print_posterior(guide: Any, X: Tensor, y: Tensor, features: list[str]) -> None:
-    """The ArviZ summary of some coefficients, and k-hat with its verdict."""
+    """The ArviZ summary of some coefficients, with the verdict under it."""
     labels: Any = {"coords": {"feature": features}, "dims": {"w": ["feature"]}}
     data = ngvi.to_arviz(model, guide, X, y, num_samples=2000, seed=0, **labels)
     print("\nCoefficients, as ArviZ sums them up (positive: benign):\n")
     print(ngvi.summary(data, var_names=["w"], coords={"feature": SHOWN}))
-    print("\n" + ngvi.khat(model, guide, X, y, num_samples=2000, seed=0).verdict)
 
 
 def print_comparison(fits: Sequence[Fit]) -> None:

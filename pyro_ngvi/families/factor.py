@@ -148,7 +148,8 @@ class FactorNormal(NormalFamily):
         d, r = loc.shape[-1], self.rank
         if r >= d:
             raise ValueError(
-                f"FactorNormal has rank={r}, but the latent vector has only {d} dimension(s). "
+                f"FactorNormal has rank={r}, but the latent vector has only {d} "
+                f"dimension{'s' * (d > 1)}. "
                 f"Use {f'a rank of at most {d - 1}, or ' if d > 1 else ''}the full-rank family."
             )
         # Orthogonal cosine columns give every coordinate about half of its variance; rescaling the

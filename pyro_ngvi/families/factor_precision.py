@@ -116,7 +116,8 @@ class FactorPrecisionNormal(NormalFamily):
         d, L = loc.shape[-1], self.rank
         if L >= d:
             raise ValueError(
-                f"FactorPrecisionNormal has rank={L}, but the latent vector has only {d} dimension(s). "
+                f"FactorPrecisionNormal has rank={L}, but the latent vector has only {d} "
+                f"dimension{'s' * (d > 1)}. "
                 f"Use {f'a rank of at most {d - 1}, or ' if d > 1 else ''}the full-rank family."
             )
         # Orthogonal columns of B that double the precision along each; at U = 0 its gradient is zero.

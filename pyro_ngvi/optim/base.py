@@ -124,6 +124,8 @@ class NaturalGradientOptim(PyroOptim):
     def _step_block(self, path: str, block: Any, tensors: dict[str, Any]) -> None:
         values = {name: p.detach() for name, p in tensors.items()}
         state = self._state_of(path, block, values)
+        curvature = block.take_curvature() if hasattr(block, "take_curvature") else None
+        self._check_curvature(block, curvature)
         if self.needs_gradients and all(p.grad is None for p in tensors.values()):
             raise ValueError(
                 f"{type(self).__name__}: the loss has no gradient in the parameters of "
@@ -133,8 +135,6 @@ class NaturalGradientOptim(PyroOptim):
         grads: Tensors = {
             name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in tensors.items()
         }
-        curvature = block.take_curvature() if hasattr(block, "take_curvature") else None
-        self._check_curvature(block, curvature)
         parts = {} if curvature is None else curvature.parts
         # under autocast a model may leave curvature in half precision
         like = next(iter(values.values()))
@@ -238,7 +238,7 @@ class NaturalGradientOptim(PyroOptim):
             f"{type(self).__name__} leaves what is not natural ({names}) to {self.others!r}. Pass "
             f"others= for another rate or optimizer, or others=None to have it refused.",
             UserWarning,
-            stacklevel=5,
+            stacklevel=7,
         )
 
     def _warn_skipped(self, block: Any, report: Report) -> None:
@@ -254,7 +254,7 @@ class NaturalGradientOptim(PyroOptim):
             f"({count} skipped so far; the parameters are unchanged). If this goes on, look for NaN "
             f"in the data, a likelihood of -inf at the start, or lower init_scale.",
             RuntimeWarning,
-            stacklevel=6,
+            stacklevel=8,
         )
 
     def report(self, path: str | None = None) -> StepReport:
