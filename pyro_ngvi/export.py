@@ -218,7 +218,7 @@ def to_arviz(
             groups |= {group: _groups.per_draw(**part) for group, part in parts.items()}
     pred_dims: dict[str, list[str]] = {}
     if predictions is not None:
-        new = _new_data(model, values, predictions)
+        new = _new_data(model, {name: values[name] for name in latent}, predictions)
         for note in new.same_units():
             warnings.warn(note, UserWarning, stacklevel=2)
         with random_state(seed, PREDICTIONS):

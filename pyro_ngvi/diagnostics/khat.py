@@ -35,10 +35,10 @@ from pyro_ngvi._draws import (
     warn_of_edges,
 )
 from pyro_ngvi._particles import Sites
-from pyro_ngvi._summed_out import summed_out
+from pyro_ngvi._summed_out import SummedOut, summed_out
 from pyro_ngvi.diagnostics import _verdict
 from pyro_ngvi.diagnostics._pareto import find_tail, smoothed
-from pyro_ngvi.diagnostics.prior_evidence import SURPRISE, prior_log_evidence
+from pyro_ngvi.diagnostics.prior_evidence import evidence_of, missed_nats, prior_evidence
 from pyro_ngvi.diagnostics.shifts import Shift, Slope, shift_of, steepest
 
 __all__ = ["KHat", "judge", "khat", "khat_from_log_weights"]
@@ -58,8 +58,11 @@ class KHat:
     * ``"resample"``: take resampled draws, as ``to_arviz(..., resample="psis")`` gives;
     * ``"unusable"``: neither can be relied on.
 
-    ``verdict`` says so in words, with the reason, and ``ok`` is true for ``"intervals"`` alone.
-    None of them can see a mode that neither the guide nor a draw of the prior visits.
+    ``verdict`` says so in words, with the reason, and ``ok`` is true for ``"intervals"`` alone. It
+    judges the latent and deterministic sites one by one: sums and predictions of a mean-field guide
+    may be worse. It cannot see a mode where neither the guide nor enough draws of the prior go: where
+    there may be several, start from several points. Near its bounds another ``seed`` may decide
+    otherwise.
 
     Attributes:
         khat: estimated shape of the tail of the weights, infinite where there is none to estimate.
@@ -73,10 +76,9 @@ class KHat:
         slope: the steepest slope of the ELBO along a latent entry, see ``diagnostics/shifts.py``; a
         fit
             that had ended has none that stands out of its noise.
-        missed: nats by which draws from the prior show more evidence than the guide's, less the 4.6
-        nats
-            that chance may give them; positive where the guide has missed a mode. ``None`` where the
-            prior can not be drawn from.
+        missed: nats by which lower bounds on the evidence from draws of the prior exceed the guide's
+            own estimate; positive where the guide has missed a mode. ``None`` where the prior cannot
+            be drawn from, or sites are summed out.
     """
 
     khat: float
@@ -215,12 +217,11 @@ def judge(
     values = {name: _numbers(x) for name, x in draws.sites.items()}
     weights = found.psis_log_weights if found.ess > 0.0 else found.log_weights
     missed = None
-    if found.ess > 0.0:
+    # what depends on enumerated sites has no density of its own to draw from
+    if found.ess > 0.0 and not isinstance(model, SummedOut):
         few = max(len(log_ratio) // 4, MIN_DRAWS)
-        prior = prior_log_evidence(model, args, kwargs, latent, few, batch_size)
-        top = log_ratio.max()
-        evidence = top + float(np.log(np.mean(np.exp(log_ratio - top))))
-        missed = None if prior is None else prior - evidence - SURPRISE
+        prior = prior_evidence(model, args, kwargs, latent, few, batch_size)
+        missed = None if prior is None else missed_nats(prior, evidence_of(log_ratio))
     return replace(
         found,
         shifts={name: shift_of(x, weights) for name, x in values.items() if x.dtype.kind == "f"},

@@ -98,6 +98,8 @@ def shift_of(draws: np.ndarray, log_weights: np.ndarray) -> Shift:
 
 def _shift(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     even = 1 / len(x)
+    fixed = (x == x[0]).all(0)  # infinite, perhaps
+    x = np.where(fixed, 0.0, x)
     x = x - x.mean(0)  # the digits of what varies
     square = x * x
     variance = square.mean(0)
@@ -105,7 +107,6 @@ def _shift(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     centred_w = x - mean_w
     square_w = centred_w * centred_w
     variance_w = w @ square_w
-    fixed = (variance == 0.0) & (variance_w == 0.0)
     sd_w = np.sqrt(np.where(fixed, 1.0, variance_w))
     of_mean = w[:, None] * centred_w - even * x
     ratio = w[:, None] * (square_w / sd_w**2 - 1) - even * (

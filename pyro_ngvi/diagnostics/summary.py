@@ -44,7 +44,8 @@ def summary(data: Any, **kwargs: Any) -> Any:
     table = _arviz_compat.summary(data, **kwargs)
     attrs = getattr(data, "attrs", {})
     verdict = attrs.get("verdict")
-    if verdict is None or not hasattr(table, "index"):
+    of_posterior = kwargs.get("group") in (None, "posterior")
+    if not (isinstance(verdict, str) and hasattr(table, "index") and of_posterior):
         return table
     if "resample" in attrs:
         verdict = (
@@ -57,7 +58,11 @@ def summary(data: Any, **kwargs: Any) -> Any:
 
 def _add_shifts(table: Any, data: Any, selection: dict[str, Any]) -> None:
     """Columns for the rows that weights move."""
-    log_weights = np.asarray(data["sample_stats"]["log_weights"]).reshape(-1)
+    try:
+        log_weights = np.asarray(data["sample_stats"]["log_weights"]).reshape(-1)
+    except KeyError:  # the group of the posterior alone
+        return
+    log_weights = log_weights - np.logaddexp.reduce(log_weights)  # of a part of the draws, perhaps
     mean, ratio = {}, {}
     for name, draws in data["posterior"].data_vars.items():
         if draws.dtype.kind == "f":
@@ -81,6 +86,9 @@ def _with_line(table: Any, line: str) -> Any:
 
     class Table(pd.DataFrame):
         """A DataFrame that prints a line under itself; what is made from it is a plain one."""
+
+        def __reduce__(self) -> Any:
+            return pd.DataFrame, (pd.DataFrame(self),)
 
         @property
         def _constructor(self) -> Any:

@@ -58,6 +58,7 @@ class NaturalGradientOptim(PyroOptim):
             self._adopt(path, block)
         self._states: dict[str, Tensors] = {}
         self._waiting: dict[str, Tensors] = {}
+        self._bad_others = 0
         self._reports: dict[str, Report] = {}
 
     def make_rule(self, family: Any) -> Any:
@@ -114,11 +115,27 @@ class NaturalGradientOptim(PyroOptim):
                 self._adopt(path, block)
             self._step_block(path, block, tensors)
         if others and self.others is not None:
-            for p in others:  # one bad gradient would stay in the moments of Adam for good
-                if p.grad is not None:
-                    p.grad = torch.where(torch.isfinite(p.grad).all(), p.grad, 0.0)
+            self._zero_bad(others)
             self._others_state.restore(self.others)
             self.others(others)
+
+    def _zero_bad(self, others: list[Tensor]) -> None:
+        """One gradient that is not finite would stay in the moments of Adam for good."""
+        bad = []
+        for p in others:
+            if p.grad is not None:
+                finite = torch.isfinite(p.grad).all()
+                p.grad = torch.where(finite, p.grad, 0.0)
+                if known(finite) is False:
+                    bad.append(str(pyro.get_param_store().param_name(p)))
+        self._bad_others += bool(bad)
+        if bad and not self._bad_others & (self._bad_others - 1):  # 1, 2, 4, 8, ... times
+            warnings.warn(
+                f"{type(self).__name__}: the gradient of {', '.join(bad[:3])} is not finite; it "
+                f"counted as zero ({self._bad_others} steps so far). Look for NaN in the model there.",
+                RuntimeWarning,
+                stacklevel=7,
+            )
 
     @torch.no_grad()
     def _step_block(self, path: str, block: Any, tensors: dict[str, Any]) -> None:
