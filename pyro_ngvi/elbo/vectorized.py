@@ -9,6 +9,7 @@ Do not use it for models that draw random numbers of their own, branch on the va
 site, or are enumerated: there is nothing to compare with.
 """
 
+import textwrap
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -28,11 +29,8 @@ from pyro_ngvi.density import BatchedSite, batched_trace, site_kind, site_log_pr
 
 Program = Callable[..., Any]
 
-_REMEDY = (
-    "Latent sites have extra dimensions on the left there, so write `(X * w).sum(-1)` rather than "
-    "`X @ w` and index from the right (`w[..., 0]`), or use pyro_ngvi's BatchedELBO, which runs "
-    "the model as it is written for one draw."
-)
+#: the model gets latent sites with dimensions on the left; the other two run it as for one draw
+_REMEDY = "Write `(X * w).sum(-1)`, or take BatchedELBO or vectorize_particles=False."
 
 
 class BroadcastError(ValueError):
@@ -218,6 +216,7 @@ def _sample_sites(trace: Any) -> Sites:
 
 def _failure(where: str, error: Exception) -> BroadcastError:
     reason = next(iter(str(error).splitlines()), type(error).__name__)
+    reason = textwrap.shorten(reason, 80, placeholder=" ...")
     return BroadcastError(
         f"With vectorised particles the program fails {where}: {reason}. {_REMEDY}"
     )
@@ -230,9 +229,8 @@ def _per_particle(site: Site, single: Site, num_particles: int) -> Tensor:
         return value.reshape(shape).expand(num_particles, *shape)
     if value.numel() != num_particles * shape.numel():
         raise BroadcastError(
-            f"With {num_particles} vectorised particles the latent site {site['name']!r} has shape "
-            f"{tuple(value.shape)}, but one draw has shape {tuple(shape)}: the guide or its prior "
-            f"broadcasts against the particles. {_REMEDY}"
+            f"With vectorised particles the latent site {site['name']!r} has shape "
+            f"{tuple(value.shape)}, but one draw has {tuple(shape)}: it broadcasts. {_REMEDY}"
         )
     return value.reshape(num_particles, *shape)
 
@@ -253,7 +251,6 @@ def _compare(site: Site, expected: BatchedSite) -> None:
             return
     raise BroadcastError(
         f"With vectorised particles the log_prob of the site {site['name']!r} has shape "
-        f"{tuple(actual.shape)} and differs from that of the model run once for each particle, "
-        f"whose shape is {tuple(wanted.shape)}: Trace_ELBO(vectorize_particles=True) would "
-        f"give a wrong loss. {_REMEDY}"
+        f"{tuple(actual.shape)} and differs from one by one, {tuple(wanted.shape)}: the loss is "
+        f"wrong. {_REMEDY}"
     )

@@ -104,7 +104,7 @@ class GuideScores:
     The guide is called with the arguments of its last call.
 
     Raises:
-        ValueError: for a function that needs arguments and does not remember them; for a site whose
+        ValueError: for a function that takes arguments and does not remember them; for a site whose
             density can not be evaluated at a given value; when log q depends on no parameter.
     """
 
@@ -114,7 +114,7 @@ class GuideScores:
         if isinstance(guide, nn.Module):
             self._watch: Any = _Watch()
             guide.register_forward_pre_hook(self._watch, with_kwargs=True)
-        elif hasattr(guide, "last_call") or not _needs_arguments(guide):
+        elif hasattr(guide, "last_call") or not _takes_arguments(guide):
             self._watch = guide
         else:
             raise ValueError(
@@ -183,7 +183,7 @@ class GuideScores:
         call = getattr(self._watch, "last_call", None)
         if call is not None:
             return call
-        if not isinstance(self.guide, nn.Module) and _needs_arguments(self.guide):
+        if not isinstance(self.guide, nn.Module) and _takes_arguments(self.guide):
             raise ValueError(
                 f"The guide {_name(self.guide)} was not called yet, so its arguments are not known. "
                 f"Give SVI the guide that pyro_ngvi.remember_arguments returned, and step it."
@@ -248,11 +248,9 @@ def _name(guide: Any) -> str:
     return repr(getattr(guide, "__name__", type(guide).__name__))
 
 
-def _needs_arguments(guide: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(guide).parameters.values()
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    return any(p.default is p.empty and p.kind in (*positional, keyword) for p in parameters)
+def _takes_arguments(guide: Callable[..., Any]) -> bool:
+    # optional ones too: without them the scores would be those of another q than SVI's
+    return bool(inspect.signature(guide).parameters)
 
 
 def _evaluated(what: str, fn: Any, value: Tensor) -> Tensor:

@@ -4,10 +4,14 @@ A ``PyroOptim`` keeps its states by the names of the parameters in the parameter
 the name of the guide, which another run of the same program may give another one: a second guide of a
 process gets a number.  So states are saved under "." and the path within the guide, and get their names
 back at the first step, when all parameters stand in the store.
+
+PyTorch's optimizers save their own tensors, write into them at the next step, and take those that they
+load as their own.  So a state is copied on its way out and on its way in.
 """
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pyro
@@ -49,8 +53,8 @@ class OthersState:
     def save(self, others: PyroOptim | None) -> dict[str, Any] | None:
         """The states by path; those of the model's own parameters by name."""
         if others is None or self._waiting is not None:
-            return self._waiting
-        paths, state = self._paths(), others.get_state()
+            return deepcopy(self._waiting)
+        paths, state = self._paths(), deepcopy(others.get_state())
         return {paths.get(str(name), str(name)): s for name, s in state.items()}
 
     def load(self, others: PyroOptim | None, state: dict[str, Any] | None) -> None:
@@ -63,7 +67,7 @@ class OthersState:
         # a PyroOptim reads a state only for parameters that it has not seen
         others.optim_objs.clear()
         others.grad_clip.clear()
-        self._waiting = dict(state)
+        self._waiting = deepcopy(state)
 
     def restore(self, others: PyroOptim) -> None:
         """At a step, when the parameters have their names.

@@ -1,5 +1,6 @@
 """Parameters that are not natural: trained by Adam unless something else is said, and exported."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -40,10 +41,10 @@ MODELS: dict[str, Any] = {
 models = pytest.mark.parametrize("kind", MODELS)
 
 
-def made(model: Any, optimizer: Any, **how: Any) -> Any:
+def made(model: Any, optimizer: Any, name: str | None = None, **how: Any) -> Any:
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    guide = ngvi.AutoMeanFieldNormal(model)
+    guide = ngvi.AutoMeanFieldNormal(model, name=name)
     return SVI(model, guide, optimizer(guide, **how), Trace_ELBO())
 
 
@@ -106,6 +107,37 @@ def test_its_state_is_saved_and_restored() -> None:
     again.optim.set_state(state)
     again.step(Y)
     assert again.optim.get_state()["others"]["noise"]["state"][0]["step"] == 4
+
+
+@models
+@pytest.mark.parametrize("kept", ["by the process", "in a file"])
+@pytest.mark.filterwarnings("ignore:NGVB leaves what is not natural:UserWarning")
+def test_restored_fit_goes_on_to_the_last_digit(kind: str, kept: str) -> None:
+    """Twice from one state, which the steps after it, here and there, leave as it was."""
+    model, name = MODELS[kind]
+
+    def goes_on(svi: Any) -> list[Tensor]:
+        pyro.set_rng_seed(1)
+        for _ in range(3):
+            svi.step(Y)
+        return [stored(name), *(p.detach().clone() for p in svi.guide.parameters())]
+
+    svi = made(model, ngvi.NGVB, name="fit")
+    for _ in range(5):
+        svi.step(Y)
+    # the store and the modules hand out their own tensors
+    modules, store = copy.deepcopy((svi.guide.state_dict(), pyro.get_param_store().get_state()))
+    state = svi.optim.get_state()
+    if kept == "in a file":
+        state = copy.deepcopy(state)
+    expected = goes_on(svi)
+    for _ in range(2):
+        again = made(model, ngvi.NGVB, name="fit")
+        pyro.get_param_store().set_state(copy.deepcopy(store))
+        again.guide.load_state_dict(modules)
+        again.optim.set_state(state)
+        found = goes_on(again)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 @models

@@ -1,15 +1,18 @@
 """Guides that have no scores are refused in a sentence that says which site and what to do."""
 
 import functools
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from pyro.distributions import transforms
+from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGaussian, AutoNormalizingFlow, AutoStructured
-from torch import Tensor
+from torch import Tensor, nn
 
+from pyro_ngvi import IFVB
 from pyro_ngvi.fisher.scores import GuideScores, remember_arguments
 
 
@@ -25,7 +28,52 @@ def with_data(x: Tensor, y: Tensor | None = None) -> None:
 def test_function_with_arguments_that_are_not_remembered() -> None:
     with pytest.raises(ValueError, match=r"'with_data' takes arguments.*remember_arguments"):
         GuideScores(with_data)
-    GuideScores(lambda x=1: None)  # can be called without
+    for takes in (lambda x=1: None, lambda *args: None, lambda **kwargs: None):
+        with pytest.raises(ValueError, match=r"remember_arguments"):
+            GuideScores(takes)  # SVI may call it with some, and q depends on them
+    GuideScores(lambda: None)
+
+
+class VAE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.decoder = nn.Linear(3, 2), nn.Linear(1, 3)
+
+    def model(self, x: Tensor) -> None:
+        pyro.module("decoder", self.decoder)
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(len(x), 1), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(self.decoder(z), 1.0).to_event(1), obs=x)
+
+    def guide(self, x: Tensor) -> None:
+        pyro.module("encoder", self.encoder)
+        with pyro.plate("data", len(x)):
+            loc, log_scale = self.encoder(x).chunk(2, -1)
+            pyro.sample("z", dist.Normal(loc, log_scale.exp()).to_event(1))
+
+    def forward(self, x: Tensor) -> None:
+        self.guide(x)
+
+
+@pytest.mark.filterwarnings("ignore:IFVB leaves what is not natural:UserWarning")
+def test_networks_over_data_say_how_to_pass_it_and_then_train() -> None:
+    """By the function that remembers, and by the module itself, which needs no help."""
+    x = torch.randn(30, 3)
+    with pytest.raises(ValueError, match=r"remember_arguments") as error:
+        IFVB(VAE().guide)
+    assert len(str(error.value)) <= 240
+    losses = []
+    for wrap in (lambda vae: remember_arguments(vae.guide), lambda vae: vae):
+        pyro.clear_param_store()
+        vae = VAE()
+        guide: Any = wrap(vae)
+        before = vae.encoder.weight.detach().clone()
+        svi = SVI(vae.model, guide, IFVB(guide), Trace_ELBO())
+        pyro.set_rng_seed(0)
+        losses.append([svi.step(x[i : i + 10 + i % 2]) for i in range(10)])
+        assert not torch.equal(vae.encoder.weight, before)
+    assert losses[0] == losses[1]
 
 
 def test_remembered_function_that_svi_never_called() -> None:
