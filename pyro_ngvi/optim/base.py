@@ -20,6 +20,7 @@ from .._known import known
 from ..families.base import Tensors
 from ..guides._curvature import Curvature
 from ..guides.base import find_blocks
+from ..guides.sites import find_sites
 from ..linalg.autocast import outside_autocast
 from ._atomic import all_or_nothing
 from .averaging import restart_average
@@ -48,6 +49,12 @@ class NaturalGradientOptim(PyroOptim):
                 f"others must be a pyro.optim.PyroOptim such as pyro.optim.Adam({{'lr': 1e-3}}), "
                 f"got {type(others).__name__}."
             )
+        if self.kinds != ("sites",) and any(find_sites(guide)):
+            name, use = (
+                type(self).__name__,
+                "pyro_ngvi.CVI(guide), with SVI's loss=pyro_ngvi.SitesELBO()",
+            )
+            raise ValueError(f"{name} cannot step the sites of AutoSites. Use {use}.")
         self.guide = guide
         self.others = own_others(others)
         self._is_to_tell = isinstance(self.others, DefaultAdam)
