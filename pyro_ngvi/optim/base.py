@@ -50,11 +50,10 @@ class NaturalGradientOptim(PyroOptim):
                 f"got {type(others).__name__}."
             )
         if self.kinds != ("sites",) and any(find_sites(guide)):
-            name, use = (
-                type(self).__name__,
-                "pyro_ngvi.CVI(guide), with SVI's loss=pyro_ngvi.SitesELBO()",
+            raise ValueError(
+                f"{type(self).__name__} cannot step the sites of AutoSites. Use pyro_ngvi.CVI(guide) "
+                f"and SVI's loss=pyro_ngvi.SitesELBO()."
             )
-            raise ValueError(f"{name} cannot step the sites of AutoSites. Use {use}.")
         self.guide = guide
         self.others = own_others(others)
         self._is_to_tell = isinstance(self.others, DefaultAdam)

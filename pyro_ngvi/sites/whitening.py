@@ -43,9 +43,9 @@ def gaussian_of(site: Site) -> Any:
         raise ValueError(
             f"AutoSites: the latent site {site['name']!r} is {type(fn).__name__}, not Gaussian. Append "
             f"to AutoGuideList(model): ngvi.AutoSites(poutine.block(model, hide=[{site['name']!r}])) "
-            f"and ngvi.AutoMeanFieldNormal(poutine.block(model, expose=[{site['name']!r}])). Where it is "
-            f"the scale of a latent site, write z ~ Normal(0, 1) and scale * z in the likelihood. If "
-            f"it stands for data, pass them (obs=...) at the first call."
+            f"and ngvi.AutoMeanFieldNormal(poutine.block(model, expose=[{site['name']!r}])). Where it "
+            f"is the scale of a latent site, write z ~ Normal(0, 1) and scale * z in the likelihood. "
+            f"If it stands for data, pass them (obs=...) at the first call."
         )
     if isinstance(fn, GaussianProcess) and fn.batch_shape:
         raise fn.in_plate(fn.batch_shape)
