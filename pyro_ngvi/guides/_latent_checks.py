@@ -96,11 +96,10 @@ def _check_plates(guide: str, sites: dict[str, Any]) -> None:
             full = frame.full_size
             if full is not None and full != frame.size:
                 raise ValueError(
-                    f"{guide}: latent site {name!r} lies in the subsampled plate "
-                    f"{frame.name!r} ({frame.size} of {full}). A joint guide would need all "
-                    f"{full} values at every step. Use the plate without subsample_size, or "
-                    f"give this site to pyro.infer.autoguide.AutoNormal(create_plates=...) in "
-                    f"an AutoGuideList."
+                    f"{guide}: latent site {name!r} lies in the subsampled plate {frame.name!r} "
+                    f"({frame.size} of {full}). Use the whole plate, or AutoGuideList(model, "
+                    f"create_plates=f), f(*args) returning the plate, with Pyro's "
+                    f"AutoNormal(poutine.block(model, expose=[{name!r}]))."
                 )
 
 

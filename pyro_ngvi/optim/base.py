@@ -20,6 +20,7 @@ from .._known import known
 from ..families.base import Tensors
 from ..guides._curvature import Curvature
 from ..guides.base import find_blocks
+from ..guides.sites import AutoSites
 from ..linalg.autocast import outside_autocast
 from ._atomic import all_or_nothing
 from .averaging import restart_average
@@ -47,6 +48,11 @@ class NaturalGradientOptim(PyroOptim):
             raise ValueError(
                 f"others must be a pyro.optim.PyroOptim such as pyro.optim.Adam({{'lr': 1e-3}}), "
                 f"got {type(others).__name__}."
+            )
+        if self.kinds != ("sites",) and isinstance(guide, AutoSites):
+            raise ValueError(
+                f"{type(self).__name__} cannot step the sites of AutoSites. Use pyro_ngvi.CVI(guide) "
+                f"and SVI's loss=pyro_ngvi.SitesELBO()."
             )
         self.guide = guide
         self.others = own_others(others)

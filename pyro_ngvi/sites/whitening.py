@@ -41,14 +41,11 @@ def gaussian_of(site: Site) -> Any:
         fn = fn.base_dist
     if not (isinstance(fn, dist.Normal | dist.MultivariateNormal) or hasattr(fn, "from_noise")):
         raise ValueError(
-            f"AutoSites: the latent site {site['name']!r} is {type(fn).__name__}, and the latent "
-            f"block must be jointly Gaussian (Normal, MultivariateNormal, GaussianProcess, "
-            f"GaussianStateSpace). Give this site to another guide: "
-            f"guide = AutoGuideList(model); "
-            f"guide.append(ngvi.AutoSites(poutine.block(model, hide=[{site['name']!r}]))); "
-            f"guide.append(ngvi.AutoMeanFieldNormal(poutine.block(model, "
-            f"expose=[{site['name']!r}]))). If it stands for data, pass them (obs=...) at the guide's "
-            f"first call."
+            f"AutoSites: the latent site {site['name']!r} is {type(fn).__name__}, not Gaussian. Append "
+            f"to AutoGuideList(model): ngvi.AutoSites(poutine.block(model, hide=[{site['name']!r}])) "
+            f"and ngvi.AutoMeanFieldNormal(poutine.block(model, expose=[{site['name']!r}])). Where it "
+            f"is the scale of a latent site, write z ~ Normal(0, 1) and scale * z in the likelihood. "
+            f"If it stands for data, pass them (obs=...) at the first call."
         )
     if isinstance(fn, GaussianProcess) and fn.batch_shape:
         raise fn.in_plate(fn.batch_shape)
