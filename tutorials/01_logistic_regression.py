@@ -25,7 +25,8 @@
 # Not every answer will be good. The notebook takes less than a minute on one core.
 
 # %%
-import arviz as az
+import warnings
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -36,6 +37,10 @@ from pyro.infer import MCMC, NUTS, SVI
 from sklearn.datasets import load_breast_cancer
 
 import pyro_ngvi as ngvi
+
+with warnings.catch_warnings():  # ArviZ announces its next major release
+    warnings.simplefilter("ignore", FutureWarning)
+    import arviz as az
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)

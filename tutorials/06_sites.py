@@ -29,8 +29,8 @@
 
 # %%
 import time
+import warnings
 
-import arviz as az
 import matplotlib.pyplot as plt
 import numpy as np
 import pyro
@@ -45,6 +45,10 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, make_moons
 import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics import plot_influence, plot_sites
 from pyro_ngvi.distributions import GaussianProcess, matern_state_space
+
+with warnings.catch_warnings():  # ArviZ announces its next major release
+    warnings.simplefilter("ignore", FutureWarning)
+    import arviz as az
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)

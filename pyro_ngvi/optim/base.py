@@ -23,6 +23,7 @@ from ..guides.base import find_blocks
 from ..guides.sites import AutoSites
 from ..linalg.autocast import outside_autocast
 from ._atomic import all_or_nothing
+from ._saved_state import check_state, moved
 from .averaging import restart_average
 from .others_state import ADAM, DefaultAdam, OthersState, own_others
 from .report import Report, StepReport, part
@@ -159,9 +160,8 @@ class NaturalGradientOptim(PyroOptim):
             name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in tensors.items()
         }
         parts = {} if curvature is None else curvature.parts
-        # under autocast a model may leave curvature in half precision
         like = next(iter(values.values()))
-        halves = (torch.float16, torch.bfloat16)
+        halves = (torch.float16, torch.bfloat16)  # of a model under autocast
         parts = {k: v.to(like) if v.dtype in halves else v for k, v in parts.items()}
         grads |= {"curvature." + name: v for name, v in parts.items()}
         # the gradient was taken at the iterate, which lies at a lag from an averaged answer
@@ -219,7 +219,7 @@ class NaturalGradientOptim(PyroOptim):
         if path in self._waiting:
             saved = self._waiting.pop(path)
             fresh = self._rules[path].init(values)
-            _check_state(path, fresh, saved)
+            check_state(path, fresh, saved)
             # a copy, since a rule may write into the state that it is given
             self._states[path] = {k: saved[k].to(fresh[k], copy=True) for k in fresh}
         if path not in self._states:
@@ -227,7 +227,7 @@ class NaturalGradientOptim(PyroOptim):
         state, like = self._states[path], next(iter(values.values()))
         if state["count"].device != like.device or state["count"].dtype != like.dtype:
             # the guide was moved, for instance by guide.to(device)
-            state = {k: _moved(v, like) for k, v in state.items()}
+            state = {k: moved(v, like) for k, v in state.items()}
         return state
 
     def _sorted_others(self, remaining: dict[int, Tensor], natural: bool) -> list[Tensor]:
@@ -339,23 +339,6 @@ def _refuse_wrappers(*args: Any, **kwargs: Any) -> None:
         "schedulers want one for each tensor. Give it to SVI itself; for rates that fall it has "
         "schedule=, as in NGVB(guide, schedule=lambda k: 0.5 / (1 + k))."
     )
-
-
-def _moved(value: Tensor, like: Tensor) -> Tensor:
-    if value.is_floating_point():
-        return value.to(like)
-    # whole numbers that count something are read by the host, and stay there
-    return value if value.dim() == 0 and value.dtype == torch.long else value.to(like.device)
-
-
-def _check_state(path: str, fresh: Tensors, saved: Tensors) -> None:
-    wrong = [k for k in fresh if k not in saved or saved[k].shape != fresh[k].shape]
-    wrong += [k for k in saved if k not in fresh]
-    if wrong:
-        raise ValueError(
-            f"The saved optimizer state does not fit the guide {path!r} (entries "
-            f"{', '.join(wrong)}): it comes from another model, rank or setting of the optimizer."
-        )
 
 
 def _sites(block: Any, bad_entries: Tensor) -> tuple[str, ...]:

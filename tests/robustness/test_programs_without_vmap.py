@@ -1,6 +1,7 @@
 """BatchedELBO and to_arviz with programs that torch.func.vmap can not run."""
 
 import warnings
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -39,7 +40,7 @@ def test_a_branch_runs_in_a_loop_with_one_notice():
     pyro.set_rng_seed(1)
     q = guide.get_posterior()
     draws = q.rsample((5,))
-    total = 0.0
+    total: Any = 0.0
     for z in draws:
         fixed = pyro.poutine.condition(branching, data={"z": z[0]})
         total += pyro.poutine.trace(fixed).get_trace().log_prob_sum() - q.log_prob(z)
@@ -58,7 +59,7 @@ def test_a_guide_that_branches_runs_in_a_loop():
 
     with pytest.warns(RuntimeWarning, match="a run of its own"):
         ngvi.BatchedELBO(300).loss_and_grads(model, guide)
-    grad = pyro.param("loc").grad
+    grad: Any = pyro.param("loc").grad
     assert abs(float(grad) - 0.1) < 4 / 300**0.5  # the mean of 300 draws of unit variance
 
 
@@ -90,7 +91,8 @@ def test_curvature_keeps_the_error():
     guide()
     with pytest.warns(RuntimeWarning, match="a run of its own"):
         ngvi.BatchedELBO(2, curvature="price").loss_and_grads(branching, guide)
-    assert guide.take_curvature().kind == "price"
+    left: Any = guide.take_curvature()
+    assert left.kind == "price"
     with pytest.raises(RuntimeError, match=r"can not run under torch\.func\.vmap"):
         ngvi.BatchedELBO(2, curvature="hessian").loss_and_grads(branching, guide)
 
