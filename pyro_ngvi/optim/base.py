@@ -141,7 +141,7 @@ class NaturalGradientOptim(PyroOptim):
                 f"{type(self).__name__}: the gradient of {', '.join(bad[:3])} is not finite; it "
                 f"counted as zero ({self._bad_others} steps so far). Look for NaN in the model there.",
                 RuntimeWarning,
-                stacklevel=7,
+                stacklevel=6,
             )
 
     @torch.no_grad()
