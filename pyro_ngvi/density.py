@@ -127,8 +127,7 @@ class BatchedTrace:
 
     def log_joint(self) -> Tensor:
         """The sum of all sites' log probabilities, (S,), in nats."""
-        terms = [sum_per_particle(site.log_prob) for site in self.sites.values()]
-        return torch.stack(terms).sum(0)
+        return torch.stack([site.log_prob_sum for site in self.sites.values()]).sum(0)
 
 
 def batched_trace(

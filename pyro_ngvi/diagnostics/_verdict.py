@@ -6,7 +6,7 @@ called good there has no mean off by more than 0.3 sds and no sd by more than 30
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -31,7 +31,8 @@ def decide(found: KHat) -> str:
     share = found.ess / len(found.log_weights)
     trusted = found.khat <= HALF or share >= HALF
     if found.shifts:
-        small = _largest_mean(found)[1] <= COARSE_MEAN and _largest_sd(found)[1] <= COARSE_SD
+        small = _largest(found, "largest_mean")[1] <= COARSE_MEAN
+        small = small and _largest(found, "largest_log_sd")[1] <= COARSE_SD
     else:
         small = found.kl <= SMALL_KL
     if trusted and small:
@@ -40,13 +41,9 @@ def decide(found: KHat) -> str:
     return "resample" if correctable else "unusable"
 
 
-def _largest_mean(found: KHat) -> tuple[str, float]:
-    sizes = ((name, shift.largest_mean) for name, shift in found.shifts.items())
-    return max(sizes, key=lambda pair: pair[1], default=("", 0.0))
-
-
-def _largest_sd(found: KHat) -> tuple[str, float]:
-    sizes = ((name, shift.largest_log_sd) for name, shift in found.shifts.items())
+def _largest(found: KHat, what: Literal["largest_mean", "largest_log_sd"]) -> tuple[str, float]:
+    """The site that weights move most, and how far."""
+    sizes = ((name, getattr(shift, what)) for name, shift in found.shifts.items())
     return max(sizes, key=lambda pair: pair[1], default=("", 0.0))
 
 
@@ -90,7 +87,8 @@ def _decision(found: KHat) -> str:
 def _moves(found: KHat) -> str:
     if not found.shifts:
         return f"KL(q || posterior) is about {max(found.kl, 0.0):.2g} nats"
-    (at_mean, mean), (at_sd, log_sd) = _largest_mean(found), _largest_sd(found)
+    at_mean, mean = _largest(found, "largest_mean")
+    at_sd, log_sd = _largest(found, "largest_log_sd")
     if mean <= COARSE_MEAN and log_sd <= COARSE_SD:
         percent = 100 * np.expm1(log_sd)
         return f"weights move no mean by more than {mean:.2f} sd and no sd by more than {percent:.0f} %"

@@ -66,16 +66,14 @@ class KHat:
 
     Attributes:
         khat: estimated shape of the tail of the weights, infinite where there is none to estimate.
-        Weights
-            that are equal to within a percent have a tail of some shape too, which then means
+            Weights that are equal to within a percent have a tail of some shape too, which then means
             nothing.
         threshold: min(1 - 1/log10(S), 0.7), above which the weights are not to be relied on.
         ess: 1 / sum_s w_s^2, the number of exact draws that the normalised weights w are worth.
         log_weights: their logarithms, (S,), in nats.
         shifts: by latent or deterministic site, what weights would change in each mean and sd.
         slope: the steepest slope of the ELBO along a latent entry, see ``diagnostics/shifts.py``; a
-        fit
-            that had ended has none that stands out of its noise.
+            fit that had ended has none that stands out of its noise.
         missed: nats by which lower bounds on the evidence from draws of the prior exceed the guide's
             own estimate; positive where the guide has missed a mode. ``None`` where the prior cannot
             be drawn from, or sites are summed out.

@@ -72,12 +72,9 @@ def _add_shifts(table: Any, data: Any, selection: dict[str, Any]) -> None:
             mean[name] = np.where(far, shift.mean, np.nan)
             ratio[name] = np.where(far, np.exp(shift.log_sd), np.nan)
     if any(np.isfinite(x).any() for x in mean.values()):
-        table["mean_shift"] = (
-            _arviz_compat.labelled(data, mean, **selection).reindex(table.index).round(2)
-        )
-        table["sd_ratio"] = (
-            _arviz_compat.labelled(data, ratio, **selection).reindex(table.index).round(2)
-        )
+        for column, values in (("mean_shift", mean), ("sd_ratio", ratio)):
+            series = _arviz_compat.labelled(data, values, **selection)
+            table[column] = series.reindex(table.index).round(2)
 
 
 def _with_line(table: Any, line: str) -> Any:
