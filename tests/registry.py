@@ -1,0 +1,151 @@
+"""Every family, guide, rule, curvature and loss of the package, one table each.
+
+The contract tests walk these tables.  Who adds one of these things adds a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pyro.distributions as dist
+import zuko
+from pyro import poutine
+from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer.autoguide import AutoGuideList, AutoMultivariateNormal, AutoNormal
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.elbo.curvature import KINDS
+from pyro_ngvi.families import (
+    FactorNormal,
+    FactorPrecisionNormal,
+    Family,
+    FullRankNormal,
+    MatrixNormal,
+    MeanFieldDirichlet,
+    MeanFieldGamma,
+    MeanFieldNormal,
+    ProductFamily,
+)
+
+__all__ = ["CURVATURES", "FAMILIES", "FOREIGN", "GUIDES", "LOSSES", "RULES", "VARIANTS"]
+
+Model = Callable[..., Any]
+coupling = dist.transforms.affine_coupling
+
+#: a family, and a number of entries that it takes
+FAMILIES: dict[str, tuple[Family, int]] = {
+    "mean field": (MeanFieldNormal(), 5),
+    "full rank": (FullRankNormal(), 5),
+    "factor": (FactorNormal(3, cg_iterations=40), 5),
+    "factor precision": (FactorPrecisionNormal(3, cg_iterations=40), 5),
+    "matrix": (
+        ProductFamily(
+            {"W": MatrixNormal(2, 3), "rest": FullRankNormal()},
+            [("rest", 1), ("W", 6), ("rest", 1)],
+            linear=False,
+        ),
+        8,
+    ),
+    "gamma": (MeanFieldGamma(), 4),
+    "dirichlet": (MeanFieldDirichlet(4), 6),
+    "product": (
+        ProductFamily(
+            {
+                "dirichlet": MeanFieldDirichlet(3),
+                "normal": MeanFieldNormal(),
+                "gamma": MeanFieldGamma(),
+            },
+            [("gamma", 2), ("dirichlet", 2), ("normal", 1), ("gamma", 1), ("dirichlet", 4)],
+        ),
+        10,
+    ),
+}
+
+
+def listed(model: Model) -> AutoGuideList:
+    """Ours beside Pyro's: the site ``s`` is Pyro's, the others are ours."""
+    guide = AutoGuideList(model)
+    guide.append(AutoNormal(poutine.block(model, expose=["s"])))
+    guide.append(ngvi.AutoFullRankNormal(poutine.block(model, hide=["s"])))
+    return guide
+
+
+#: guides of this package, for a model with a matrix site ``W`` and a positive site ``s``
+GUIDES: dict[str, Callable[[Model], Any]] = {
+    "mean field": ngvi.AutoMeanFieldNormal,
+    "full rank": ngvi.AutoFullRankNormal,
+    "factor": partial(ngvi.AutoFactorNormal, rank=2),
+    "one factor": partial(ngvi.AutoFactorNormal, rank=1),
+    "factor precision": partial(ngvi.AutoFactorPrecision, rank=2),
+    "matrix": ngvi.AutoMatrixNormal,
+    "exponential": ngvi.AutoExponentialFamily,
+    "Walsh-Hadamard": partial(ngvi.AutoWalshHadamard, sites=["W"]),
+    "proper Walsh-Hadamard": partial(ngvi.AutoWalshHadamard, sites=["W"], proper=True),
+    "affine coupling": partial(ngvi.AutoCouplingFlow, layers=2, hidden=(8,)),
+    "spline coupling": partial(ngvi.AutoCouplingFlow, kind="spline", layers=2, hidden=(8,), bins=4),
+    "Pyro's flow": lambda m: ngvi.AutoFlow(m, lambda d: [coupling(d, [8]), coupling(d, [8])]),
+    "Zuko's flow": lambda m: ngvi.AutoFlow(
+        m, lambda d: zuko.flows.MAF(d, transforms=2, hidden_features=(8,))
+    ),
+    "orthogonal flow": ngvi.AutoOrthogonalFlow,
+}
+
+#: guides of Pyro, which only the rules with an estimated Fisher matrix step
+FOREIGN: dict[str, Callable[[Model], Any]] = {
+    "AutoNormal": AutoNormal,
+    "AutoMultivariateNormal": AutoMultivariateNormal,
+    "list": listed,
+}
+
+#: optimizers with the settings that they need
+RULES: dict[str, Callable[[Any], Any]] = {
+    "NGVB": ngvi.NGVB,
+    "VON": ngvi.VON,
+    "VOGN": ngvi.VOGN,
+    "IVON": ngvi.IVON,
+    "SLANG": partial(ngvi.SLANG, lr=0.1),
+    "Vadam": ngvi.Vadam,
+    "NAGVAC": ngvi.NAGVAC,
+    "NoisyKFAC": partial(ngvi.NoisyKFAC, lr=0.1, curvature_lr=0.05),
+    "SPRING": ngvi.SPRING,
+    "IFVB": ngvi.IFVB,
+    "AIFVB": ngvi.AIFVB,
+    "CVI": ngvi.CVI,
+}
+
+PRINTED: Any = {"c_a": 0.1, "alpha": 0.7}
+
+#: other settings of them
+VARIANTS: dict[str, Callable[[Any], Any]] = {
+    "NGVB, averaged": partial(ngvi.NGVB, averaging=True),
+    "NGVB, log averaged": partial(ngvi.NGVB, averaging=2.0),
+    "NGVB, momentum": partial(ngvi.NGVB, momentum=0.5, lr=0.7),
+    "NGVB, natural coordinates": partial(ngvi.NGVB, coordinates="natural", schedule="constant"),
+    "NGVB, unbounded": partial(ngvi.NGVB, trust_radius=None, schedule=lambda k: 0.5 / (1 + k)),
+    "VON, printed": partial(ngvi.VON, safe=False, averaging=False),
+    "VON, damped": partial(ngvi.VON, momentum=0.5, damping=0.1, trust_radius=0.5),
+    "NoisyKFAC, own prior": partial(ngvi.NoisyKFAC, prior_precision=1.0, damping=0.1),
+    "SPRING, last iterate": partial(ngvi.SPRING, averaging=False, momentum=0.0),
+    "IFVB, window": partial(ngvi.IFVB, form="window", window=16, num_scores=4),
+    "IFVB, dense": partial(ngvi.IFVB, form="dense"),
+    "IFVB, stored": partial(ngvi.IFVB, frame="stored", clip_norm=10.0),
+    "IFVB, by layer": partial(ngvi.IFVB, by_layer=True),
+    "IFVB, printed": partial(ngvi.IFVB.paper, **PRINTED),
+    "IFVB, printed window": partial(ngvi.IFVB.paper, window=8, **PRINTED),
+    "AIFVB, printed": partial(ngvi.AIFVB.paper, **PRINTED),
+}
+
+#: what a loss can leave beside the gradients
+CURVATURES: tuple[str, ...] = KINDS
+
+#: losses by the number of particles
+LOSSES: dict[str, Callable[[int], Any]] = {
+    "Trace": Trace_ELBO,
+    "Trace vectorised": lambda n: Trace_ELBO(n, vectorize_particles=True, max_plate_nesting=1),
+    "TraceMeanField": TraceMeanField_ELBO,
+    "Batched": ngvi.BatchedELBO,
+    **{f"Batched {c}": partial(ngvi.BatchedELBO, curvature=c) for c in CURVATURES},
+    "Sites": lambda n: ngvi.SitesELBO(),
+}
