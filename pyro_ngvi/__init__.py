@@ -2,10 +2,9 @@
 
 from . import distributions, families, linalg, nn
 from ._version import __version__
-from .density import ModelDensity
 from .diagnostics import KHat, khat, summary
-from .elbo import BatchedELBO, SitesELBO, check_vectorized
-from .export import to_arviz
+from .diagnostics.export import to_arviz
+from .diagnostics.prediction import predict
 from .fisher import remember_arguments
 from .guides import (
     AutoCouplingFlow,
@@ -23,6 +22,8 @@ from .guides import (
     init_to_center,
     neutra,
 )
+from .guides.reparam import WalshHadamardReparam
+from .losses import BatchedELBO, SitesELBO, check_vectorized
 from .optim import (
     AIFVB,
     CVI,
@@ -43,8 +44,7 @@ from .optim import (
     Tail,
     Vadam,
 )
-from .prediction import predict
-from .reparam import WalshHadamardReparam
+from .runtime.density import ModelDensity
 
 __all__ = [
     "AIFVB",

@@ -16,7 +16,7 @@ from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoGuideList, AutoMultivariateNormal, AutoNormal
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.elbo.curvature import KINDS
+from pyro_ngvi.curvature.kinds import KINDS
 from pyro_ngvi.families import (
     FactorNormal,
     FactorPrecisionNormal,

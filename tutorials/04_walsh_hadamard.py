@@ -43,8 +43,8 @@ from torch import nn
 from torch.distributions import constraints
 
 import pyro_ngvi as ngvi
+from pyro_ngvi.guides.reparam import WalshHadamardTransform
 from pyro_ngvi.linalg.walsh_hadamard_matrix import WalshHadamardMatrix
-from pyro_ngvi.reparam import WalshHadamardTransform
 
 torch.set_num_threads(1)  # so that seconds below are those of one core
 

@@ -1,10 +1,10 @@
 """Whether to believe the answer."""
 
-from pyro_ngvi.diagnostics.influence import Influence
-from pyro_ngvi.diagnostics.khat import KHat, khat, khat_from_log_weights
-from pyro_ngvi.diagnostics.leave_one_out import SiteLOO
-from pyro_ngvi.diagnostics.plots import plot_influence, plot_sites
-from pyro_ngvi.diagnostics.summary import summary
+from ..sites.influence import Influence
+from ..sites.leave_one_out import SiteLOO
+from .khat import KHat, khat, khat_from_log_weights
+from .plots import plot_influence, plot_sites
+from .summary import summary
 
 __all__ = [
     "Influence",

@@ -24,7 +24,11 @@ import numpy as np
 import torch
 from torch.distributions import biject_to
 
-from pyro_ngvi._draws import (
+from ..runtime.summed_out import SummedOut, summed_out
+from ..runtime.vmap import Sites
+from . import _verdict
+from ._pareto import find_tail, smoothed
+from .draws import (
     Draws,
     draw_and_evaluate,
     prototype_sites,
@@ -34,12 +38,8 @@ from pyro_ngvi._draws import (
     sites_of_sum,
     warn_of_edges,
 )
-from pyro_ngvi._particles import Sites
-from pyro_ngvi._summed_out import SummedOut, summed_out
-from pyro_ngvi.diagnostics import _verdict
-from pyro_ngvi.diagnostics._pareto import find_tail, smoothed
-from pyro_ngvi.diagnostics.prior_evidence import evidence_of, missed_nats, prior_evidence
-from pyro_ngvi.diagnostics.shifts import Shift, Slope, shift_of, steepest
+from .prior_evidence import evidence_of, missed_nats, prior_evidence
+from .shifts import Shift, Slope, shift_of, steepest
 
 __all__ = ["KHat", "judge", "khat", "khat_from_log_weights"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .influence import Influence
+from ..sites.influence import Influence
 
 __all__ = ["plot_influence", "plot_sites"]
 

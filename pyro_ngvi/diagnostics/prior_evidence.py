@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .._map_draws import Parts, map_draws
-from .._particles import Sites
-from .._random import own_random_state
-from ..density import site_log_prob
+from ..linalg.random import own_random_state
+from ..runtime.density import site_log_prob
+from ..runtime.map_draws import Parts, map_draws
+from ..runtime.vmap import Sites
 
 __all__ = ["Evidence", "evidence_of", "missed_nats", "prior_evidence"]
 

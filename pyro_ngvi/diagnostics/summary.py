@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import _arviz_compat
 from . import _verdict
+from . import arviz_compat as _arviz_compat
 from .shifts import shift_of
 
 __all__ = ["summary"]

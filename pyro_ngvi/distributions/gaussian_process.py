@@ -27,7 +27,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from .._known import known
+from ..linalg.host_bool import host_bool
 
 __all__ = ["GaussianProcess", "draws_are_means"]
 
@@ -234,7 +234,7 @@ def _with_jitter(matrix: Tensor, jitter: float) -> Tensor:
 def factor(matrix: Tensor, jitter: float) -> Tensor:
     """The lower Cholesky factor; where there is none an error, or NaN where the host can not look."""
     root, info = torch.linalg.cholesky_ex(matrix)
-    definite = known(info == 0)
+    definite = host_bool(info == 0)
     if definite is False:
         raise ValueError(
             f"GaussianProcess: a kernel matrix of {matrix.shape[-1]} inputs is not positive definite "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._random import own_random_state
+from ..linalg.random import own_random_state
 from .base import Family, Tensors
 
 __all__ = ["MonteCarloFamily"]

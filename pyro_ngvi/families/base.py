@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .._random import own_random_state
+from ..linalg.random import own_random_state
 
 Tensors = dict[str, Tensor]
 

@@ -43,8 +43,8 @@ import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
-from .._known import known
 from ..linalg.cholesky import SMALLEST
+from ..linalg.host_bool import host_bool
 from ..linalg.leading import leading_rows
 from ._factors import Factors, cosine_columns
 from ._normal import NormalFamily, exportable
@@ -240,7 +240,7 @@ class FactorPrecisionNormal(NormalFamily):
         diagonal = A.square().sum(0)
         # a finite sum of squares bounds every entry of the matrices whose eigenvalues are sought
         finite = torch.isfinite(diagonal.sum() + delta.abs().sum())
-        if not known(finite):
+        if not host_bool(finite):
             A = torch.where(finite, A, 0.0)
         rows = leading_rows(A, params["factor"].shape[-1])
         correction = (diagonal - rows.square().sum(0)).clamp_min(0.0)

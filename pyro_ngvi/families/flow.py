@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vjp, vmap
 
-from .._each_gradient import each_gradient
+from ..linalg.each_gradient import each_gradient
 from ._monte_carlo import MonteCarloFamily
 from .base import Tensors, log_normal
 from .full_rank import FullRankNormal

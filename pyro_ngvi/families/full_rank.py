@@ -31,11 +31,7 @@ from torch import Tensor
 from torch.linalg import solve_triangular
 from torch.nn.functional import pad
 
-from ..linalg.cholesky import (
-    HALVINGS,
-    inverse_cholesky_of_improved,
-    inverse_cholesky_of_shifted,
-)
+from ..linalg.cholesky import HALVINGS, inverse_cholesky_of_improved, inverse_cholesky_of_shifted
 from ._normal import NormalFamily, exportable
 from .base import LOG_2PI, Tensors, keep_signature, log_normal
 

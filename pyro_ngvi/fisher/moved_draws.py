@@ -12,7 +12,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from .._particles import Site
+from ..runtime.vmap import Site
 
 __all__ = ["MovedDraws"]
 

@@ -25,10 +25,10 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from .._each_gradient import each_gradient
-from .._particles import Minibatches, Site, Sites, run_particles, run_plainly
-from ..density import scale_and_mask
 from ..families.base import Family, Tensors
+from ..linalg.each_gradient import each_gradient
+from ..runtime.density import scale_and_mask
+from ..runtime.vmap import Minibatches, Site, Sites, run_particles, run_plainly
 from .moved_draws import MovedDraws
 
 __all__ = ["GuideScores", "family_scores", "packed_scores", "remember_arguments"]

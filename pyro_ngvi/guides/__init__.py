@@ -1,18 +1,13 @@
 """Pyro guides, one per family."""
 
+from ..sites.guide import AutoSites
 from .exponential import AutoExponentialFamily
 from .flow import AutoCouplingFlow, AutoFlow
 from .initialization import init_to_center
 from .matrix_normal import AutoMatrixNormal
 from .neutra import NeuTra, neutra
-from .normal import (
-    AutoFactorNormal,
-    AutoFactorPrecision,
-    AutoFullRankNormal,
-    AutoMeanFieldNormal,
-)
+from .normal import AutoFactorNormal, AutoFactorPrecision, AutoFullRankNormal, AutoMeanFieldNormal
 from .orthogonal_flow import AutoOrthogonalFlow
-from .sites import AutoSites
 from .walsh_hadamard import AutoWalshHadamard
 
 __all__ = [

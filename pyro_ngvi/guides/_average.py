@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._known import choose, equal, known
 from ..families.base import Tensors
+from ..linalg.host_bool import choose, equal, host_bool
 
 __all__ = ["HoldsAverage"]
 
@@ -44,7 +44,7 @@ class HoldsAverage:
         if self._lag is None:
             return {}
         intact = self.lag_is_intact() if intact is None else intact
-        if known(intact):
+        if host_bool(intact):
             return dict(self._lag)
         return choose(intact, self._lag, {k: torch.zeros_like(v) for k, v in self._lag.items()})
 

@@ -11,8 +11,8 @@ from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor
 from torch.distributions import Transform, biject_to, constraints
 
-from ..layout import feasible_value
-from ..reparam import normal_of
+from ..runtime.layout import feasible_value
+from .reparam import normal_of
 
 __all__ = ["MOST_ENTRIES", "Stub", "check_priors", "choose_sites", "start_within_memory"]
 

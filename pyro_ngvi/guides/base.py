@@ -11,9 +11,13 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoContinuous
 from torch import Tensor, nn
 
-from .._marked import HidesMarked
-from .._module_params import ModuleParams, check_names, follow_store
-from .._pyro_adapter import (
+from ..curvature.record import Curvature
+from ..families.base import Family, Tensors, entry_name
+from ..linalg.autocast import outside_autocast
+from ..probing.latents import check_latents
+from ..runtime.marked import HidesMarked
+from ..runtime.module_params import ModuleParams, check_names, follow_store
+from ..runtime.pyro_adapter import (
     OwnName,
     claim_name,
     has_model,
@@ -25,11 +29,7 @@ from .._pyro_adapter import (
     rename,
     unblocked,
 )
-from ..families.base import Family, Tensors, entry_name
-from ..linalg.autocast import outside_autocast
 from ._average import HoldsAverage
-from ._curvature import Curvature
-from ._latent_checks import check_latents
 from ._made_at_first_call import MadeAtFirstCall
 from .initialization import init_to_center
 from .neutra import FamilyTransform, base_of
@@ -272,7 +272,7 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
     def _check_broadcasting(self, frame: Any, args: Any, kwargs: Any) -> None:
         """At the first call with vectorised particles: refuse a model that they make wrong."""
         self._broadcasting_checked = True  # the check calls the guide
-        from ..elbo.vectorized import check_vectorized_call  # it imports the guides
+        from ..probing.vectorized import check_vectorized_call  # it imports the guides
 
         try:
             check_vectorized_call(self, frame, args, kwargs)

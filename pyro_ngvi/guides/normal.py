@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from .._known import known
 from ..families import FactorNormal, FactorPrecisionNormal, FullRankNormal, MeanFieldNormal
 from ..families.base import Family
+from ..linalg.host_bool import host_bool
 from .base import AutoFamily
 from .initialization import check_position
 from .posterior import FamilyDistribution
@@ -92,7 +92,7 @@ class AutoFullRankNormal(AutoFamily):
     def sampling_posterior(self) -> FamilyDistribution:
         if torch.is_grad_enabled() and not torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             crossed = self.natural_params()["scale_tril"].detach().diagonal() <= 0.0
-            if known(crossed.any()):
+            if host_bool(crossed.any()):
                 raise RuntimeError(
                     f"AutoFullRankNormal: the optimizer took the diagonal of scale_tril to 0 or below "
                     f"(site {self.site_of(int(crossed.nonzero()[0]))!r}). Train it by pyro_ngvi.NGVB, "

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from .._known import known
 from ..families import OrthogonalFlow
 from ..families.base import Family, Tensors
 from ..linalg.autocast import outside_autocast
+from ..linalg.host_bool import host_bool
 from .base import AutoFamily
 from .initialization import check_position
 from .posterior import FamilyDistribution
@@ -110,7 +110,7 @@ class AutoOrthogonalFlow(AutoFamily):
     @outside_autocast
     def _distribution(self, params: Tensors) -> FamilyDistribution:
         detached = {name: p.detach() for name, p in params.items()}
-        if known(self.family.drift(detached) > TOLERANCE):
+        if host_bool(self.family.drift(detached) > TOLERANCE):
             raise RuntimeError(
                 f"The rotations of {type(self).__name__} are no longer orthogonal, so its density "
                 f"would be wrong. An optimizer that does not know rotations has stepped them: train "

@@ -1,7 +1,7 @@
 """The guide that makes the weight matrices of a model from few Gaussian numbers.
 
 Rossi, Marmin & Filippone (2020, NeurIPS), "Walsh-Hadamard variational inference for Bayesian deep
-learning"; the equations are in :mod:`pyro_ngvi.reparam`.
+learning"; the equations are in :mod:`pyro_ngvi.guides.reparam`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import AffineTransform, Transform
 
-from .._pyro_adapter import model_as_given
 from ..families import FullRankNormal, MeanFieldNormal, ProductFamily, WalshHadamardNormal
 from ..families.base import Family, Tensors
 from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix
-from ..reparam import WalshHadamardTransform, check_g_scale, matrix_for, normal_of, seed_of
+from ..runtime.pyro_adapter import model_as_given
 from ._parts import NORMAL, check_normal, factor, part_name, place
 from ._walsh_hadamard_sites import Stub, check_priors, choose_sites, start_within_memory
 from .base import AutoFamily
 from .initialization import check_position, init_to_center
+from .reparam import WalshHadamardTransform, check_g_scale, matrix_for, normal_of, seed_of
 
 __all__ = ["AutoWalshHadamard"]
 
@@ -42,7 +42,7 @@ class AutoWalshHadamard(AutoFamily):
 
     **The objective** is the bound of the reparameterised model, not of yours: the KL term is that
     between q(g) and p(g) = N(0, g_scale^2 I), for W, a linear image of fewer dimensions, has no density
-    (:mod:`pyro_ngvi.reparam`).  The guide still goes with the model as it is written: its site W
+    (:mod:`pyro_ngvi.guides.reparam`).  The guide still goes with the model as it is written: its site W
     carries log p(W) - log p(g) in its log density, which puts p(g) in the place of p(W) in every ELBO.
     So do not compare this ELBO with those of other guides; compare predictions.
 

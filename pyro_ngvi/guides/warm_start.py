@@ -11,10 +11,10 @@ from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from .._pyro_adapter import unblocked
-from .._random import own_random_state
-from ..density import ModelDensity
 from ..families.base import Family, Tensors
+from ..linalg.random import own_random_state
+from ..runtime.density import ModelDensity
+from ..runtime.pyro_adapter import unblocked
 from .initialization import init_to_center
 
 #: steps and draws of the Gaussian start

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._known import known
+from .host_bool import host_bool
 
 __all__ = ["solve_squared_projection"]
 
@@ -58,7 +58,7 @@ def _conjugate_gradients(Q: Tensor, b: Tensor, floor: float, iterations: int) ->
     tiny = torch.finfo(Q.dtype).tiny
     stop = rho * torch.finfo(Q.dtype).eps ** 2  # converged: further steps are set to zero
     for _ in range(iterations):
-        if known(rho <= stop):
+        if host_bool(rho <= stop):
             break
         image = product(direction)
         alpha = torch.where(rho > stop, rho / torch.dot(direction, image).clamp_min(tiny), 0.0)

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._random import fixed_normal
+from .random import fixed_normal
 
 __all__ = ["walsh_hadamard_transform"]
 

@@ -33,8 +33,8 @@ import pyro
 import torch
 from torch import Tensor, nn
 
-from .._known import known
 from ..guides.initialization import init_to_center
+from ..linalg.host_bool import host_bool
 from . import _refuse
 from ._vectorized import run_vectorized
 from .likelihoods import make_likelihood
@@ -188,7 +188,7 @@ class BayesianModule(nn.Module):
             all_here = torch.arange(num, device=output.device)
             return all_here if num >= self.num_data else torch.full_like(all_here, -1)
         index = torch.as_tensor(index, device=output.device)
-        within = known(((index >= 0) & (index < self.num_data)).all())
+        within = host_bool(((index >= 0) & (index < self.num_data)).all())
         if index.shape != (num,) or index.is_floating_point() or within is False:
             raise ValueError(
                 f"index is of shape {tuple(index.shape)} and dtype {index.dtype}; it must hold the "

@@ -49,7 +49,7 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from ..reparam import normal_of
+from ..guides.reparam import normal_of
 from ._site_posterior import NoFactor, SitePosteriors
 from ._vectorized import over_rows
 

@@ -27,11 +27,11 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from .._draws import guide_draws, random_state
-from .._map_draws import Parts, map_draws
-from .._particles import Minibatches, Sites, run_plainly
-from .._random import own_random_state
-from .._support import check_data
+from ..diagnostics.draws import guide_draws, random_state
+from ..linalg.random import own_random_state
+from ..runtime.map_draws import Parts, map_draws
+from ..runtime.support import check_data
+from ..runtime.vmap import Minibatches, Sites, run_plainly
 from .bayesianize import BayesianModule
 
 __all__ = ["Prediction", "predict"]

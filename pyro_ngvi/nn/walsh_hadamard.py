@@ -30,7 +30,7 @@ import torch
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor, nn
 
-from ..reparam import check_g_scale, matrix_for
+from ..guides.reparam import check_g_scale, matrix_for
 from .local import draws_for_data
 
 __all__ = ["WalshHadamardLinear"]

@@ -1,8 +1,8 @@
 """Optimizers for ``pyro.infer.SVI``, one rule a file."""
 
+from ..sites.cvi import CVI
 from .aifvb import AIFVB
 from .averaging import LogPower, Tail
-from .cvi import CVI
 from .ifvb import IFVB
 from .ivon import IVON
 from .nagvac import NAGVAC

@@ -19,8 +19,8 @@ from pyro import poutine
 from torch import Tensor
 
 from ..families.base import Tensors
-from ..fisher.guide_block import GuideBlock
 from ..fisher.scores import family_scores
+from ..guides.block import GuideBlock
 from .averaging import Averaging, UsingAverage
 from .base import part
 from .ifvb import IFVB

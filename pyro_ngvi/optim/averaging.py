@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .._known import choose
 from ..families.base import Tensors
+from ..linalg.host_bool import choose
 
 __all__ = [
     "Averaging",

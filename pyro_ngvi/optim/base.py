@@ -16,12 +16,12 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from .._known import known
+from ..curvature.record import Curvature
 from ..families.base import Tensors
-from ..guides._curvature import Curvature
 from ..guides.base import find_blocks
-from ..guides.sites import AutoSites
 from ..linalg.autocast import outside_autocast
+from ..linalg.host_bool import host_bool
+from ..sites.guide import AutoSites
 from ._atomic import all_or_nothing
 from ._saved_state import check_state, moved
 from .averaging import restart_average
@@ -133,7 +133,7 @@ class NaturalGradientOptim(PyroOptim):
             if p.grad is not None:
                 finite = torch.isfinite(p.grad).all()
                 p.grad = torch.where(finite, p.grad, 0.0)
-                if known(finite) is False:
+                if host_bool(finite) is False:
                     bad.append(str(pyro.get_param_store().param_name(p)))
         self._bad_others += bool(bad)
         if bad and not self._bad_others & (self._bad_others - 1):  # 1, 2, 4, 8, ... times
@@ -169,7 +169,7 @@ class NaturalGradientOptim(PyroOptim):
         lag = block.lag(intact)
         if lag:
             values = {name: p + lag[name] for name, p in values.items()}
-            if not known(intact):
+            if not host_bool(intact):
                 # averages of what was there before somebody else wrote to the parameters are void
                 state = restart_average(state, values, intact)
         new, state, report = self._update(path, block, values, grads, state)
@@ -180,7 +180,7 @@ class NaturalGradientOptim(PyroOptim):
             block.set_lag({name: new[name] - answer[name] for name in new}, answer)
         self._states[path] = state
         self._reports[path] = report
-        if known(report.finite) is False:
+        if host_bool(report.finite) is False:
             self._warn_skipped(block, report)
 
     def _require_one_guide(self) -> None:

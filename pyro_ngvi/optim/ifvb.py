@@ -50,12 +50,12 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from .._random import own_random_state
 from ..families.base import Tensors
 from ..fisher.geometry import Coordinates
-from ..fisher.guide_block import GuideBlock
 from ..fisher.scores import family_scores
 from ..guides.base import AutoFamily, find_blocks
+from ..guides.block import GuideBlock
+from ..linalg.random import own_random_state
 from ._fisher_forms import FisherForm
 from .averaging import Averaging, UsingAverage
 from .base import NaturalGradientOptim, Report, part

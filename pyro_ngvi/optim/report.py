@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._known import choose, known
 from ..families.base import Tensors
+from ..linalg.host_bool import choose, host_bool
 
 __all__ = ["Report", "StepReport", "bad_entries", "finish", "part", "start_counts"]
 
@@ -81,7 +81,7 @@ def finish(
     "bad_entries" (d,) among them; it is asked only where a step may have to be refused.
     """
     new, new_state = after
-    if not known(finite):
+    if not host_bool(finite):
         params, state = before
         refused = state | {"skipped": state["skipped"] + 1.0} | refusal()
         new = choose(finite, new, params)

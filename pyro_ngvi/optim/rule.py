@@ -50,8 +50,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._known import known
 from ..families.base import Geometry, Tensors, dot, pack
+from ..linalg.host_bool import host_bool
 from .averaging import Averaging, Tail, as_averaging, start_average, step_average
 from .report import Report, bad_entries, finish, part, start_counts
 from .schedules import NoiseClock, RobbinsMonro, Schedule, as_schedule
@@ -111,7 +111,7 @@ class NaturalGradientRule:
             euclidean = torch.linalg.vector_norm(pack(direction))
             kept_length = torch.minimum(kept_length, self.clip_norm / euclidean)
         radius = torch.clamp(self.noise_radius * gain.sqrt(), max=self.trust_radius)
-        if not known(state["skipped_in_a_row"] <= PATIENCE):
+        if not host_bool(state["skipped_in_a_row"] <= PATIENCE):
             radius = radius * torch.exp2((PATIENCE - state["skipped_in_a_row"]).clamp_max(0.0))
 
         wanted = torch.minimum(self.lr * gain * kept_length, radius)
@@ -190,7 +190,7 @@ class NaturalGradientRule:
         finite = largest < torch.inf  # false for a NaN too
         unit = torch.where(finite & (largest > 0), largest, 1.0)
         gradient = {name: g / unit for name, g in gradient.items()}
-        if not known(finite):
+        if not host_bool(finite):
             gradient = {name: torch.where(finite, g, 0.0) for name, g in gradient.items()}
         tangent = self.family.natural_gradient(params, gradient)
         norm = dot(gradient, tangent).clamp_min(torch.finfo(unit.dtype).tiny).sqrt()
@@ -198,7 +198,7 @@ class NaturalGradientRule:
         direction = {name: t / norm for name, t in tangent.items()}
         gradient = {name: g / norm for name, g in gradient.items()}
         length = norm * unit
-        if not known(finite):
+        if not host_bool(finite):
             length = torch.where(finite, length, torch.ones_like(length))
         return direction, gradient, length, finite
 

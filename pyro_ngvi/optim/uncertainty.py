@@ -34,8 +34,8 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from .._random import own_random_state
 from ..families.base import Tensors, entry_name, pack, unpack
+from ..linalg.random import own_random_state
 
 __all__ = ["AsymptoticCovariance", "measure_covariance", "widened_draws", "without_lag"]
 

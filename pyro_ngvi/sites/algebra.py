@@ -1,6 +1,6 @@
 """What every algebra of AutoSites does.
 
-An algebra holds what the sites together say of the latent block (:class:`Evidence`), in coordinates
+An algebra holds what the sites together say of the latent block (:class:`GaussianPotential`), in coordinates
 of its own, and turns it into q.  It sees the model through *views*: the plan at one call's arguments.
 
     view = algebra.view(call)                       # prior and linear maps, at current hyperparameters
@@ -19,10 +19,10 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
-from .call import Call
-from .dense import Evidence, collect
-from .plan import LinearMap
+from .bound_model import BoundModel
+from .dense import GaussianPotential, collect
 from .regression import Regression
+from .structure import LinearMap
 
 __all__ = ["Algebra", "Marginals", "Posterior", "SiteTensors", "View", "apart"]
 
@@ -100,23 +100,23 @@ class Algebra(nn.Module):
     running = False
     _kept: tuple[View, Any, Any] | None = None
 
-    def __init__(self, evidence: Evidence) -> None:
+    def __init__(self, evidence: GaussianPotential) -> None:
         super().__init__()
         for name in ("constant", "linear", "precision"):
             self.register_buffer(name, getattr(evidence, name))
 
     @property
-    def evidence(self) -> Evidence:
+    def evidence(self) -> GaussianPotential:
         """What all sites say, as of the last step."""
-        return Evidence(self.constant, self.linear, self.precision)
+        return GaussianPotential(self.constant, self.linear, self.precision)
 
     @evidence.setter
-    def evidence(self, value: Evidence) -> None:
+    def evidence(self, value: GaussianPotential) -> None:
         self.constant = value.constant.detach()
         self.linear = value.linear.detach()
         self.precision = value.precision.detach()
 
-    def view(self, call: Call) -> View:
+    def view(self, call: BoundModel) -> View:
         raise NotImplementedError
 
     def keep(self, view: View, sites: Iterable[Tensor], q: Any) -> None:
@@ -129,17 +129,17 @@ class Algebra(nn.Module):
             return None
         return self._kept[2]
 
-    def collect(self, view: View, sites: SiteTensors) -> Evidence:
+    def collect(self, view: View, sites: SiteTensors) -> GaussianPotential:
         """The evidence of the sites of the view's data."""
         found = [self.of_group(view.maps[name], *tensors) for name, tensors in sites.items()]
         return sum(found[1:], found[0])
 
     @staticmethod
-    def of_group(at: LinearMap, linear: Tensor, precision: Tensor) -> Evidence:
+    def of_group(at: LinearMap, linear: Tensor, precision: Tensor) -> GaussianPotential:
         """The evidence of the sites nu (n, k), Lambda (n, k, k) of one group."""
         return collect(at, linear, precision)
 
-    def recollect(self, view: View, sites: SiteTensors) -> Evidence:
+    def recollect(self, view: View, sites: SiteTensors) -> GaussianPotential:
         """Make the evidence anew, of the sites of all data."""
         evidence = self.collect(view, sites)
         self.evidence, self.running = evidence, False
@@ -155,15 +155,17 @@ class Algebra(nn.Module):
             "both, and those of a GaussianProcess with inducing= too."
         )
 
-    def after(self, view: View, change: SiteTensors, sites: SiteTensors, call: Call) -> Evidence:
+    def after(
+        self, view: View, change: SiteTensors, sites: SiteTensors, call: BoundModel
+    ) -> GaussianPotential:
         """The evidence after a ``change`` of the sites of a minibatch, which makes them ``sites``."""
         return self.evidence + self.collect(view, change)
 
-    def white(self, view: View, evidence: Evidence) -> Evidence:
+    def white(self, view: View, evidence: GaussianPotential) -> GaussianPotential:
         """Evidence in white coordinates, at the hyperparameters of the view."""
         return evidence
 
-    def posterior(self, view: View | None, evidence: Evidence) -> Any:
+    def posterior(self, view: View | None, evidence: GaussianPotential) -> Any:
         """q for that evidence, a :class:`Posterior`."""
         raise NotImplementedError
 
@@ -175,20 +177,20 @@ class Algebra(nn.Module):
             found[name] = Marginals(mean, covariance, at.rest)
         return found
 
-    def sample(self, call: Call, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    def sample(self, call: BoundModel, name: str) -> dict[str, tuple[Tensor, Tensor]]:
         """A draw of every site of the block, and its share of log q; ``name`` begins helpers' names."""
         raise NotImplementedError
 
-    def moments(self, call: Call) -> tuple[Tensor, Tensor]:
+    def moments(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         """Mean (D,) of the flat block z under q, and S (M, D) with S'S its covariance."""
         raise NotImplementedError
 
-    def mean_and_sd(self, call: Call) -> tuple[Tensor, Tensor]:
+    def mean_and_sd(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         """Mean and sd (D,) of every entry of the flat block."""
         mean, half = self.moments(call)
         return mean, torch.linalg.vector_norm(half, dim=0)
 
-    def distribution(self, call: Call) -> Any:
+    def distribution(self, call: BoundModel) -> Any:
         """q over the flat block, as a distribution."""
         mean, half = self.moments(call)
         return dist.MultivariateNormal(mean, covariance_matrix=half.mT @ half)

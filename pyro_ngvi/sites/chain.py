@@ -16,15 +16,15 @@ import pyro
 import torch
 from torch import Tensor
 
-from .._known import equal, known
+from ..linalg.host_bool import equal, host_bool
 from ..linalg.products import matvec
 from .algebra import Algebra, View
-from .call import Call, affine_maps
-from .dense import Evidence
-from .plan import LinearMap, Plan
+from .bound_model import BoundModel, affine_maps
+from .conditioned_model import for_each
+from .dense import GaussianPotential
 from .predictor import digit_masks
-from .run import for_each
 from .state_space import ChainPosterior, chain_posterior
+from .structure import LinearMap, ModelStructure
 
 __all__ = ["ChainAlgebra"]
 
@@ -53,7 +53,7 @@ class ChainAlgebra(Algebra):
 
     _view: View | None = None
 
-    def __init__(self, plan: Plan, call: Call) -> None:
+    def __init__(self, plan: ModelStructure, call: BoundModel) -> None:
         ((name, shape),) = plan.shapes.items()
         if len(shape) != 2:
             raise ValueError(
@@ -61,7 +61,7 @@ class ChainAlgebra(Algebra):
                 f"states. Here it is one chain: make a guide for each, in a loop over the series."
             )
         T, S = shape
-        super().__init__(Evidence.none(plan.zero(), T, S))
+        super().__init__(GaussianPotential.none(plan.zero(), T, S))
         for group in plan.groups:
             if tuple(group.batch) != (T,):
                 raise ValueError(
@@ -74,7 +74,7 @@ class ChainAlgebra(Algebra):
         self._check_local(plan, call)
 
     @staticmethod
-    def _check_local(plan: Plan, call: Call) -> None:
+    def _check_local(plan: ModelStructure, call: BoundModel) -> None:
         """Move the states whose number has a certain binary digit; the f of the others must stay."""
         (shape,) = plan.shapes.values()
         moved = digit_masks(shape[0], plan.device)
@@ -93,7 +93,7 @@ class ChainAlgebra(Algebra):
                     f"MultivariateNormal for the dense algebra."
                 )
 
-    def view(self, call: Call) -> View:
+    def view(self, call: BoundModel) -> View:
         """H and b, by running the model at the unit vectors of a state, at all times at once."""
         _refuse_minibatch(call)
         plan = call.plan
@@ -110,25 +110,29 @@ class ChainAlgebra(Algebra):
     def _same_or(self, view: View) -> View:
         """The view of the last call, where the host sees that nothing has changed."""
         last, self._view = self._view, None if view.learns else view
-        if last is not None and not view.learns and known(equal(_tensors(last), _tensors(view))):
+        if (
+            last is not None
+            and not view.learns
+            and host_bool(equal(_tensors(last), _tensors(view)))
+        ):
             self._view = last
         return self._view or view
 
     @staticmethod
-    def of_group(at: LinearMap, linear: Tensor, precision: Tensor) -> Evidence:
+    def of_group(at: LinearMap, linear: Tensor, precision: Tensor) -> GaussianPotential:
         weighted = matvec(precision, at.offset)
-        return Evidence(
+        return GaussianPotential(
             (linear * at.offset - 0.5 * weighted * at.offset).sum(),
             matvec(at.design.mT, linear - weighted),
             at.design.mT @ precision @ at.design,
         )
 
-    def posterior(self, view: View | None, evidence: Evidence) -> _Smoothed:
+    def posterior(self, view: View | None, evidence: GaussianPotential) -> _Smoothed:
         assert view is not None
         chain = chain_posterior(view.prior, evidence.linear, evidence.precision)
         return _Smoothed(chain, evidence.constant)
 
-    def _chain(self, call: Call) -> ChainPosterior:
+    def _chain(self, call: BoundModel) -> ChainPosterior:
         (prior,) = call.block.values()
         if prior.event_shape != self.linear.shape:
             raise ValueError(
@@ -138,7 +142,7 @@ class ChainAlgebra(Algebra):
             )
         return chain_posterior(prior, self.linear, self.precision)
 
-    def sample(self, call: Call, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    def sample(self, call: BoundModel, name: str) -> dict[str, tuple[Tensor, Tensor]]:
         (site,) = call.plan.shapes
         q = self._chain(call).posterior()
         states = pyro.sample(name + "_noise", q, infer={"is_auxiliary": True})
@@ -146,12 +150,12 @@ class ChainAlgebra(Algebra):
             site: (states, torch.zeros(states.shape[:-2], dtype=states.dtype, device=states.device))
         }
 
-    def mean_and_sd(self, call: Call) -> tuple[Tensor, Tensor]:
+    def mean_and_sd(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         q = self._chain(call)
         variance = q.covariance.diagonal(dim1=-2, dim2=-1)
         return q.mean.reshape(-1), variance.sqrt().reshape(-1)
 
-    def distribution(self, call: Call) -> Any:
+    def distribution(self, call: BoundModel) -> Any:
         return self._chain(call).posterior()
 
 
@@ -162,6 +166,6 @@ def _tensors(view: View) -> dict[str, Tensor]:
     return found
 
 
-def _refuse_minibatch(call: Call) -> None:
+def _refuse_minibatch(call: BoundModel) -> None:
     if not call.whole:
         raise ValueError("AutoSites: a state-space prior takes all data, not a minibatch.")

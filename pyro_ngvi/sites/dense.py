@@ -26,13 +26,13 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from ..linalg.products import BLOCK, matvec, symmetric_product
-from .plan import LinearMap
+from .structure import LinearMap
 
-__all__ = ["Evidence", "NoisePosterior", "WhitePosterior", "collect", "reduced"]
+__all__ = ["GaussianPotential", "NoisePosterior", "WhitePosterior", "collect", "reduced"]
 
 
 @dataclass(frozen=True)
-class Evidence:
+class GaussianPotential:
     """What sites say of eps: exp(constant + linear' eps - eps' precision eps / 2); (), (R,), (R, R)."""
 
     constant: Tensor
@@ -40,44 +40,44 @@ class Evidence:
     precision: Tensor
 
     @staticmethod
-    def none(like: Tensor, *shape: int) -> Evidence:
+    def none(like: Tensor, *shape: int) -> GaussianPotential:
         """That of no sites: zeros (), ``shape`` and (*shape, R) of the kind of ``like``, R last."""
         zeros = (), shape, (*shape, shape[-1])
-        return Evidence(*(like.new_zeros(s) for s in zeros))
+        return GaussianPotential(*(like.new_zeros(s) for s in zeros))
 
-    def __add__(self, other: Evidence) -> Evidence:
+    def __add__(self, other: GaussianPotential) -> GaussianPotential:
         return self.plus(other, 1.0)
 
-    def where(self, condition: Tensor, other: Evidence) -> Evidence:
+    def where(self, condition: Tensor, other: GaussianPotential) -> GaussianPotential:
         """self where the 0-dim ``condition`` holds, else ``other``."""
-        return Evidence(
+        return GaussianPotential(
             torch.where(condition, self.constant, other.constant),
             torch.where(condition, self.linear, other.linear),
             torch.where(condition, self.precision, other.precision),
         )
 
-    def of(self, root: Tensor, shift: Tensor) -> Evidence:
+    def of(self, root: Tensor, shift: Tensor) -> GaussianPotential:
         """The same, said of eta (R,) with eps = root eta + shift."""
         slope = self.linear - self.precision @ shift
         constant = self.constant + 0.5 * (self.linear + slope) @ shift
-        return Evidence(constant, root.mT @ slope, root.mT @ self.precision @ root)
+        return GaussianPotential(constant, root.mT @ slope, root.mT @ self.precision @ root)
 
-    def plus(self, step: Evidence, share: float | Tensor) -> Evidence:
+    def plus(self, step: GaussianPotential, share: float | Tensor) -> GaussianPotential:
         """self + share * step."""
-        return Evidence(
+        return GaussianPotential(
             self.constant + share * step.constant,
             self.linear + share * step.linear,
             self.precision + share * step.precision,
         )
 
 
-def collect(at: LinearMap, linear: Tensor, precision: Tensor) -> Evidence:
+def collect(at: LinearMap, linear: Tensor, precision: Tensor) -> GaussianPotential:
     """The evidence of sites ``linear`` (N, k), ``precision`` (N, k, k)."""
     weighted = matvec(precision, at.offset)
     A = at.design.flatten(0, 1)
     scaled = precision.flatten(1) * A if A.shape[0] == len(linear) else precision @ at.design
     scaled = scaled.reshape(A.shape)
-    return Evidence(
+    return GaussianPotential(
         (linear * at.offset - 0.5 * weighted * at.offset).sum(),
         A.mT @ (linear - weighted).flatten(),
         symmetric_product(A, scaled) if at.triangular else A.mT @ scaled,
@@ -91,7 +91,7 @@ class WhitePosterior:
     triangular.  Where A is triangular C^-1 J A' is too, after the reversal, and costs half as much.
     """
 
-    def __init__(self, evidence: Evidence) -> None:
+    def __init__(self, evidence: GaussianPotential) -> None:
         W = evidence.precision.flip(0, 1)
         W.diagonal().add_(1.0)
         self.evidence = evidence
@@ -133,7 +133,7 @@ class WhitePosterior:
         full = torch.linalg.solve_triangular(self.root.mT, half, upper=True)
         return full.mT.flip(-1).reshape(vectors.shape)
 
-    def expected(self, evidence: Evidence) -> Tensor:
+    def expected(self, evidence: GaussianPotential) -> Tensor:
         """E_q of the logarithm of what some sites say, 0-dim, in nats."""
         half = self.half(torch.eye(len(self.mean), dtype=self.mean.dtype, device=self.mean.device))
         second = half.mT @ half + torch.outer(self.mean, self.mean)

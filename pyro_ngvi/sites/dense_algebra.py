@@ -12,13 +12,13 @@ import pyro
 import torch
 from torch import Tensor
 
-from .._known import at_hand
+from ..linalg.host_bool import at_hand
 from .algebra import Algebra, View
-from .call import Call
-from .dense import Evidence, NoisePosterior, WhitePosterior, reduced
+from .bound_model import BoundModel
+from .conditioned_model import for_each
+from .dense import GaussianPotential, NoisePosterior, WhitePosterior, reduced
 from .new_inputs import KnownInputs, split_draw, spread, white_noise
-from .plan import LinearMap, Plan
-from .run import for_each
+from .structure import LinearMap, ModelStructure
 
 __all__ = ["DenseAlgebra"]
 
@@ -31,10 +31,10 @@ class DenseAlgebra(Algebra):
     _cached: dict[str, Tensor] | None = None
     _view: View | None = None
 
-    def __init__(self, plan: Plan, call: Call) -> None:
+    def __init__(self, plan: ModelStructure, call: BoundModel) -> None:
         rows = sum(group.size * group.width for group in plan.groups)
         size = min(plan.dim, rows) if call.whole else plan.dim
-        super().__init__(Evidence.none(plan.zero(), size))
+        super().__init__(GaussianPotential.none(plan.zero(), size))
         basis = None
         if size < plan.dim:
             basis = torch.eye(plan.dim, size, dtype=plan.dtype, device=plan.device)
@@ -42,7 +42,7 @@ class DenseAlgebra(Algebra):
         #: where Gaussian processes of the block are at the data
         self.known = KnownInputs(call)
 
-    def view(self, call: Call) -> View:
+    def view(self, call: BoundModel) -> View:
         """Maps made by running the model, or those of the last call where they still hold.
 
         That they hold is tried at one random point, wherever the host can look without waiting: bit
@@ -75,7 +75,7 @@ class DenseAlgebra(Algebra):
         return View(smaller)
 
     @staticmethod
-    def _still_hold(cached: Mapping[str, Tensor], call: Call) -> bool:
+    def _still_hold(cached: Mapping[str, Tensor], call: BoundModel) -> bool:
         for name, before in cached.items():
             seen = call.at_probe[name]
             if seen.requires_grad or seen.dtype != before.dtype:
@@ -84,10 +84,10 @@ class DenseAlgebra(Algebra):
                 return False
         return True
 
-    def posterior(self, view: View | None, evidence: Evidence) -> WhitePosterior:
+    def posterior(self, view: View | None, evidence: GaussianPotential) -> WhitePosterior:
         return WhitePosterior(evidence)
 
-    def sample(self, call: Call, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    def sample(self, call: BoundModel, name: str) -> dict[str, tuple[Tensor, Tensor]]:
         q = self._noise_posterior()
         if self.known.moved(call.block):
             mean, root = self.known.joint(call, q, self.linear)
@@ -110,14 +110,14 @@ class DenseAlgebra(Algebra):
     def _noise_posterior(self) -> NoisePosterior:
         return NoisePosterior(self.posterior(None, self.evidence), self.basis)
 
-    def mean_and_sd(self, call: Call) -> tuple[Tensor, Tensor]:
+    def mean_and_sd(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         if self.known.moved(call.block):
             found = self.known.variances(call, self._noise_posterior())
             if found is not None:
                 return found[0], found[1].sqrt()
         return super().mean_and_sd(call)
 
-    def moments(self, call: Call) -> tuple[Tensor, Tensor]:
+    def moments(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         q = self._noise_posterior()
         if self.known.moved(call.block):
             mean, root = self.known.joint(call, q, self.linear)

@@ -7,21 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._random import fixed_normal
-from ..density import site_kind, site_log_prob
 from ..distributions import GaussianStateSpace
-from .corners import Plane, same
-from .later import check_support
-from .plan import Group, Plan
+from ..linalg.random import fixed_normal
+from ..runtime.density import site_kind, site_log_prob
+from .check_new_data import check_support
+from .conditioned_model import ConditionedModel, TensorRef, WhitenedRun
+from .log_likelihood import data_shape
 from .predictor import Predictor, find_predictor
-from .run import Place, Runner, WhitenedRun
-from .terms import data_shape
+from .probe_points import Plane, same
+from .structure import Group, ModelStructure
 from .whitening import refuse_other_prior
 
 __all__ = ["make_plan"]
 
 
-def make_plan(runner: Runner, other: Runner | None = None, latent: str | None = None) -> Plan:
+def make_plan(
+    runner: ConditionedModel, other: ConditionedModel | None = None, latent: str | None = None
+) -> ModelStructure:
     """Find the Gaussian block of a model and the predictors of its data.
 
     ``other`` is a runner at other values of latent sites outside of the block, ``latent`` the site to
@@ -72,16 +74,16 @@ def make_plan(runner: Runner, other: Runner | None = None, latent: str | None = 
         taken = [group.name for group in groups]
         groups.append(Group(_key(names[0], taken), tuple(names), predictor, torch.Size(full)))
     event_dims = {name: run.sites[name]["fn"].event_dim for name in run.own}
-    return Plan(
+    return ModelStructure(
         shapes, event_dims, tuple(groups), run.used, first.dtype, first.device, runner.direct
     )
 
 
-def _check_block(runner: Runner, run: WhitenedRun) -> None:
+def _check_block(runner: ConditionedModel, run: WhitenedRun) -> None:
     """Refuse a site that is Gaussian given the others, and not jointly: no data may have shown it."""
     plane = Plane(*fixed_normal(3, run.used, seed=run.used))
     e, u, v = plane.e, plane.u, plane.v
-    places = tuple(Place(site=name) for name in run.own)
+    places = tuple(TensorRef(site=name) for name in run.own)
     corners = [runner(noise, look_at=places).seen for noise in (e, e + u, e + v, e + u + v)]
     for place, straight in plane.affine(runner, corners).items():
         if not straight:
@@ -100,7 +102,7 @@ def _key(name: str, taken: list[str]) -> str:
     return key
 
 
-def _refuse_factor(name: str, runner: Runner, run: WhitenedRun) -> None:
+def _refuse_factor(name: str, runner: ConditionedModel, run: WhitenedRun) -> None:
     """Refuse a factor that depends on the noise: by its graph, which sees what is zero here too, or
     by its values, which show a branch."""
 

@@ -5,7 +5,7 @@ r"""Inducing points: Gaussian processes seen through their values at the same M 
     q(eps) propto N(eps; 0, I) prod_n exp(nu_n' g_n - g_n' Lambda_n g_n / 2),   g_n = E[h_n | eps],
     ELBO = log Z + sum_n E log p(y_n | h_n) - E log t_n(g_n),
 
-with a_n and rest_n as in :mod:`pyro_ngvi.sites.regression`, H and b as in :mod:`pyro_ngvi.sites.seen`:
+with a_n and rest_n as in :mod:`pyro_ngvi.sites.regression`, H and b as in :mod:`pyro_ngvi.sites.output_mixing`:
 g_n = A_n eps + H_n m_n + b_n, A_n = (H_n[:, 1] a^1_n', ..., H_n[:, C] a^C_n').  With S the covariance
 of q(eps), E log p is under the mean of g_n and A_n S A_n' + sum_c H_n[:, c] H_n[:, c]' var rest^c_n.
 For one process seen as it is H = 1 and b = 0; softmax classification has C = k classes, a Normal of
@@ -38,12 +38,12 @@ from torch import Tensor, nn
 
 from ..distributions.gaussian_process import factor
 from .algebra import Algebra, SiteTensors, View
-from .call import Call
-from .dense import Evidence, WhitePosterior
+from .bound_model import BoundModel
+from .dense import GaussianPotential, WhitePosterior
 from .new_inputs import split_draw, white_noise
-from .plan import LinearMap, Plan
+from .output_mixing import find_axes, only_processes, seen_by_group
 from .regression import Regression, probe, regress
-from .seen import find_axes, only_processes, seen_by_group
+from .structure import LinearMap, ModelStructure
 
 __all__ = ["InducingAlgebra"]
 
@@ -58,9 +58,9 @@ class InducingAlgebra(Algebra):
     _regression: dict[str, Regression] | None = None
     _drawn: tuple[dict[str, Regression], Tensor, Tensor, Tensor] | None = None
 
-    def __init__(self, plan: Plan, call: Call, inducing: Tensor) -> None:
+    def __init__(self, plan: ModelStructure, call: BoundModel, inducing: Tensor) -> None:
         only_processes(plan, call, inducing)
-        super().__init__(Evidence.none(plan.zero(), len(plan.shapes) * len(inducing)))
+        super().__init__(GaussianPotential.none(plan.zero(), len(plan.shapes) * len(inducing)))
         #: along which dimension of its data the inputs are, by group
         self.axes = find_axes(plan, call)
         if isinstance(inducing, nn.Parameter):
@@ -68,7 +68,7 @@ class InducingAlgebra(Algebra):
         else:
             self.register_buffer("inducing", inducing)
 
-    def view(self, call: Call) -> View:
+    def view(self, call: BoundModel) -> View:
         """The maps at the inputs of the call."""
         whole, maps = call.whole, {}
         found = self._regress(call, self._regression)
@@ -88,7 +88,7 @@ class InducingAlgebra(Algebra):
         return View(maps, processes=tuple(found.values()))
 
     def _regress(
-        self, call: Call, before: Mapping[str, Regression] | None = None
+        self, call: BoundModel, before: Mapping[str, Regression] | None = None
     ) -> dict[str, Regression]:
         """Every process of a call on its values at the inducing inputs."""
         old = before or {}
@@ -101,10 +101,12 @@ class InducingAlgebra(Algebra):
             inverse = torch.linalg.solve_triangular(root, size, upper=False)
             self.evidence, self.running = self.evidence.of(inverse, -inverse @ level), True
 
-    def white(self, view: View, evidence: Evidence) -> Evidence:
+    def white(self, view: View, evidence: GaussianPotential) -> GaussianPotential:
         return evidence.of(*_values(view)) if self.running else evidence
 
-    def after(self, view: View, change: SiteTensors, sites: SiteTensors, call: Call) -> Evidence:
+    def after(
+        self, view: View, change: SiteTensors, sites: SiteTensors, call: BoundModel
+    ) -> GaussianPotential:
         if not self.running:
             return super().after(view, change, sites, call)
         root, level = _values(view)
@@ -115,7 +117,7 @@ class InducingAlgebra(Algebra):
         away = self.collect(lasting, scaled).plus(replaced, -1.0)
         return replaced.plus(away, FORGOTTEN / max(weights.values()))
 
-    def posterior(self, view: View | None, evidence: Evidence) -> WhitePosterior:
+    def posterior(self, view: View | None, evidence: GaussianPotential) -> WhitePosterior:
         assert view is not None
         return WhitePosterior(self.white(view, evidence))
 
@@ -123,7 +125,7 @@ class InducingAlgebra(Algebra):
         """q at the hyperparameters as they are now."""
         return self.posterior(View({}, processes=tuple(processes.values())), self.evidence)
 
-    def mean_and_sd(self, call: Call) -> tuple[Tensor, Tensor]:
+    def mean_and_sd(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         processes, M = self._regress(call), len(self.inducing)
         q = self._posterior(processes)
         means, variances = [], []
@@ -135,16 +137,16 @@ class InducingAlgebra(Algebra):
             variances.append(variance)
         return torch.cat(means), torch.cat(variances).sqrt()
 
-    def moments(self, call: Call) -> tuple[Tensor, Tensor]:
+    def moments(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         mean, root = self._joint(call)
         return mean, root.mT
 
-    def sample(self, call: Call, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    def sample(self, call: BoundModel, name: str) -> dict[str, tuple[Tensor, Tensor]]:
         mean, root = self._joint(call)
         noise = pyro.sample(name + "_noise", white_noise(mean), infer={"is_auxiliary": True})
         return split_draw(call, mean, root, noise)
 
-    def _joint(self, call: Call) -> tuple[Tensor, Tensor]:
+    def _joint(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         """Mean (D,) and root R (D, D) of the flat block at the call's inputs, triangular: R R'."""
         last = self._drawn
         found = self._regress(call, None if last is None else last[0])

@@ -5,16 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from .algebra import Algebra
-from .call import Call
+from .bound_model import BoundModel
 from .chain import ChainAlgebra
 from .dense_algebra import DenseAlgebra
 from .inducing import InducingAlgebra
-from .plan import Plan
+from .structure import ModelStructure
 
 __all__ = ["make_algebra"]
 
 
-def make_algebra(plan: Plan, call: Call, inducing: Tensor | None) -> Algebra:
+def make_algebra(plan: ModelStructure, call: BoundModel, inducing: Tensor | None) -> Algebra:
     """The dense algebra, unless the prior has a structure that makes another one cheaper."""
     if inducing is not None:
         return InducingAlgebra(plan, call, inducing)

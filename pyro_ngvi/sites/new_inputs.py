@@ -20,10 +20,10 @@ import torch
 from pyro.distributions.util import sum_rightmost
 from torch import Tensor, nn
 
-from .._known import at_hand
-from .._random import fixed_normal
 from ..distributions.gaussian_process import GaussianProcess, factor
-from .call import Call, moves
+from ..linalg.host_bool import at_hand
+from ..linalg.random import fixed_normal
+from .bound_model import BoundModel, moves
 from .dense import NoisePosterior
 from .regression import Regression, regress
 
@@ -41,7 +41,7 @@ def spread(x: Tensor, lead: torch.Size, event_dim: int) -> Tensor:
 
 
 def split_draw(
-    call: Call, mean: Tensor, root: Tensor, noise: Tensor
+    call: BoundModel, mean: Tensor, root: Tensor, noise: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """z = mean + root noise by site, each with its share of log q(z) - log N(noise; 0, I).
 
@@ -81,7 +81,7 @@ class Maker:
 class KnownInputs(nn.Module):
     """The inputs of the processes of a block with the data, as buffers."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: BoundModel) -> None:
         super().__init__()
         if not call.whole:
             _refuse_minibatch(call)
@@ -94,7 +94,7 @@ class KnownInputs(nn.Module):
         """The inputs (N, ...) of a process."""
         return getattr(self, _buffer(name))
 
-    def follow(self, call: Call) -> None:
+    def follow(self, call: BoundModel) -> None:
         """Take the inputs of a call with data; a minibatch must be at those that are known."""
         if not self._buffers:  # no process in the block
             return
@@ -122,7 +122,7 @@ class KnownInputs(nn.Module):
             return True
         return inputs.shape == known.shape and torch.equal(inputs, known.to(inputs))
 
-    def joint(self, call: Call, q: NoisePosterior, evidence: Tensor) -> tuple[Tensor, Tensor]:
+    def joint(self, call: BoundModel, q: NoisePosterior, evidence: Tensor) -> tuple[Tensor, Tensor]:
         """Mean (D,) and root R (D, D) of the flat block at the call's inputs: covariance R R'.
 
         R is lower triangular, with signs on its diagonal.
@@ -155,7 +155,7 @@ class KnownInputs(nn.Module):
         self._last = None if root.requires_grad else (evidence, probe.detach(), mean, root)
         return mean, root
 
-    def variances(self, call: Call, q: NoisePosterior) -> tuple[Tensor, Tensor] | None:
+    def variances(self, call: BoundModel, q: NoisePosterior) -> tuple[Tensor, Tensor] | None:
         """Means and variances (D,) without a factor at the new inputs.
 
         ``None`` where other sites depend on the process, so that its rest moves them too.
@@ -191,7 +191,7 @@ class KnownInputs(nn.Module):
         return self.__dict__ | {"_stamps": {}, "_found": {}, "_last": None}
 
 
-def _refuse_minibatch(call: Call) -> None:
+def _refuse_minibatch(call: BoundModel) -> None:
     """A process with one input for each datum of a minibatch would be another one in the next."""
     sizes = {call.shapes[n].numel() for n, index in call.index.items() if index is not None}
     _refuse(*[n for n, fn in _processes(call.block).items() if len(fn.inputs) in sizes])
@@ -223,7 +223,7 @@ def _stamp(x: Tensor) -> tuple[int, int, Tensor] | None:
     return None if x.is_inference() else (id(x), x._version, x)
 
 
-def _entries(call: Call, name: str) -> slice:
+def _entries(call: BoundModel, name: str) -> slice:
     """Where a site's entries are in the flat block."""
     start = 0
     for other, fn in call.block.items():

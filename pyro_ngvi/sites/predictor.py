@@ -22,9 +22,9 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from .corners import TOLERANCE, Plane, corners, record, same
-from .run import Place, Runner, for_each
-from .terms import data_shape, data_terms
+from .conditioned_model import ConditionedModel, TensorRef, for_each
+from .log_likelihood import data_shape, data_terms
+from .probe_points import TOLERANCE, Plane, corners, record, same
 
 __all__ = ["Predictor", "digit_masks", "find_predictor"]
 
@@ -39,14 +39,14 @@ class Predictor:
     ``trailing`` are the shapes of what there is for one datum at each place.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[TensorRef, ...]
     trailing: tuple[torch.Size, ...]
 
     @property
     def width(self) -> int:
         return sum(shape.numel() for shape in self.trailing)
 
-    def join(self, seen: dict[Place, Tensor], batch: torch.Size) -> Tensor:
+    def join(self, seen: dict[TensorRef, Tensor], batch: torch.Size) -> Tensor:
         """Values at the places, each (*batch, ...), as one tensor (N, k)."""
         parts = []
         for place in self.places:
@@ -54,7 +54,7 @@ class Predictor:
             parts.append((value if value.dim() else value.expand(batch)).reshape(batch.numel(), -1))
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
-    def split(self, f: Tensor, batch: torch.Size) -> dict[Place, Tensor]:
+    def split(self, f: Tensor, batch: torch.Size) -> dict[TensorRef, Tensor]:
         """The other way round: f (N, k) as the value at each place."""
         if f.shape[-2] != batch.numel():
             raise ValueError(
@@ -72,7 +72,7 @@ class Predictor:
 
 @dataclass
 class _Candidate:
-    place: Place
+    place: TensorRef
     first: Tensor  # at the first and the last point, with the shape (*batch, *trailing)
     last: Tensor
     trailing: torch.Size
@@ -80,7 +80,11 @@ class _Candidate:
 
 
 def find_predictor(
-    runner: Runner, dim: int, name: str, other: Runner | None = None, declared: str | None = None
+    runner: ConditionedModel,
+    dim: int,
+    name: str,
+    other: ConditionedModel | None = None,
+    declared: str | None = None,
 ) -> Predictor | None:
     """The predictor of the observed site ``name``; ``None`` if it does not depend on the noise.
 
@@ -92,7 +96,12 @@ def find_predictor(
 
 class _Search:
     def __init__(
-        self, runner: Runner, dim: int, name: str, other: Runner | None, declared: str | None
+        self,
+        runner: ConditionedModel,
+        dim: int,
+        name: str,
+        other: ConditionedModel | None,
+        declared: str | None,
     ) -> None:
         self.runner, self.name, self.other, self.declared = runner, name, other, declared
         self.corners = corners(runner, dim, name)
@@ -109,10 +118,10 @@ class _Search:
             )
         self.tolerance = TOLERANCE * torch.finfo(self.observed.dtype).eps
         self.first_nonlinear: str | None = None
-        self.nonlocal_place: Place | None = None
+        self.nonlocal_place: TensorRef | None = None
         self.other_moves = False
 
-    def _terms(self, noise: Tensor, replace: dict[Place, Tensor] | None = None) -> Tensor:
+    def _terms(self, noise: Tensor, replace: dict[TensorRef, Tensor] | None = None) -> Tensor:
         return data_terms(self.runner.sites(noise, replace=replace)[self.name])
 
     def find(self) -> Predictor | None:

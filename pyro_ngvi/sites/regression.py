@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._known import at_hand
-from .._random import fixed_normal
 from ..distributions.gaussian_process import GaussianProcess, factor
+from ..linalg.host_bool import at_hand
+from ..linalg.random import fixed_normal
 
 __all__ = ["Regression", "probe", "regress"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._known import known
+from ..linalg.host_bool import host_bool
 from .algebra import Marginals, View, apart
-from .call import Call
+from .bound_model import BoundModel
 
 __all__ = ["Snapshot", "take_snapshot"]
 
@@ -22,7 +22,7 @@ class Snapshot:
     ``basis`` (D, R) are the directions of a dense algebra that does not keep all.
     """
 
-    call: Call
+    call: BoundModel
     view: View
     posterior: Any
     marginals: dict[str, Marginals]
@@ -31,7 +31,7 @@ class Snapshot:
 
 
 @torch.no_grad()
-def take_snapshot(guide: Any, call: Call) -> Snapshot:
+def take_snapshot(guide: Any, call: BoundModel) -> Snapshot:
     """q as its sites and the model's parameters make it now, for a call with all data.
 
     Raises:
@@ -42,7 +42,7 @@ def take_snapshot(guide: Any, call: Call) -> Snapshot:
     sites = {name: (a.clone(), b.clone()) for name, (a, b) in guide.site_tensors().items()}
     # the view may have changed the coordinates of the evidence, so it is made anew
     q = algebra.posterior(view, algebra.recollect(view, sites))
-    if known(q.proper) is False:
+    if host_bool(q.proper) is False:
         raise RuntimeError(
             "AutoSites: with the parameters of the model as they are now, prior and sites do not make "
             "a proper Gaussian. Take more steps, or guide.reset()."

@@ -19,9 +19,9 @@ import torch
 from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 
-from .._particles import Site
-from .._random import fixed_normal
 from ..distributions.gaussian_process import GaussianProcess
+from ..linalg.random import fixed_normal
+from ..runtime.vmap import Site
 
 __all__ = [
     "colour",

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.overrides import TorchFunctionMode
 
-from pyro_ngvi.elbo import BatchedELBO
+from pyro_ngvi.losses import BatchedELBO
 
 N, D = 7, 3
 

@@ -20,7 +20,7 @@ from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_ngvi.elbo import BatchedELBO
+from pyro_ngvi.losses import BatchedELBO
 from tests.contract.same_noise import (
     GUIDES,
     D,

@@ -16,7 +16,7 @@ from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 from pyro_ngvi import NGVB, AutoFullRankNormal
-from pyro_ngvi.elbo import BatchedELBO
+from pyro_ngvi.losses import BatchedELBO
 from tests.contract.same_noise import Local, N, assert_same_as_trace_elbo, data
 
 

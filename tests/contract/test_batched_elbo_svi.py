@@ -14,7 +14,7 @@ from pyro.infer.autoguide import (
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
-from pyro_ngvi.elbo import BatchedELBO
+from pyro_ngvi.losses import BatchedELBO
 from tests.contract.same_noise import (
     GUIDES,
     D,

@@ -17,10 +17,10 @@ from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from pyro_ngvi._arviz_compat import summary
 from pyro_ngvi.diagnostics import khat
-from pyro_ngvi.elbo import BatchedELBO
-from pyro_ngvi.export import to_arviz
+from pyro_ngvi.diagnostics.arviz_compat import summary
+from pyro_ngvi.diagnostics.export import to_arviz
+from pyro_ngvi.losses import BatchedELBO
 from tests.contract.export_examples import (
     GUIDES,
     D,

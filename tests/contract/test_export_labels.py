@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_ngvi import NGVB, AutoExponentialFamily, BatchedELBO
-from pyro_ngvi._arviz_compat import summary
 from pyro_ngvi.diagnostics import khat
-from pyro_ngvi.export import to_arviz
+from pyro_ngvi.diagnostics.arviz_compat import summary
+from pyro_ngvi.diagnostics.export import to_arviz
 from tests.contract.export_examples import (
     N,
     S,

@@ -59,7 +59,7 @@ class Finder:
             warnings.warn("of another kind", FutureWarning)
 sys.meta_path.insert(0, Finder())
 import numpy as np
-from pyro_ngvi._arviz_compat import from_groups, summary
+from pyro_ngvi.diagnostics.arviz_compat import from_groups, summary
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     summary(from_groups({"posterior": {"x": np.zeros((1, 50))}}))

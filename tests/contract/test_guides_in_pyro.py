@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_ngvi import NGVB, AutoFullRankNormal, AutoMeanFieldNormal, BatchedELBO, Constant
-from pyro_ngvi._pyro_adapter import module_name
+from pyro_ngvi.runtime.pyro_adapter import module_name
 from tests.contract.registry import GUIDES, LOSSES, D, N, called, data, exact_posterior, regression
 
 guides = pytest.mark.parametrize("kind", GUIDES)

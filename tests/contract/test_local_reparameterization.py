@@ -18,8 +18,8 @@ from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi._particles import Minibatches, run_particles
 from pyro_ngvi.nn import WalshHadamardLinear, local_reparameterization
+from pyro_ngvi.runtime.vmap import Minibatches, run_particles
 
 M = 4
 

@@ -24,7 +24,7 @@ from pyro_ngvi import (
     BatchedELBO,
     RobbinsMonro,
 )
-from pyro_ngvi._pyro_adapter import module_name
+from pyro_ngvi.runtime.pyro_adapter import module_name
 from tests.contract.registry import GUIDES, LOSSES, D, N, data, regression
 
 guides = pytest.mark.parametrize("kind", GUIDES)

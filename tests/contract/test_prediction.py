@@ -15,7 +15,8 @@ from pyro.infer.reparam import LocScaleReparam
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi import _draws, _map_draws
+from pyro_ngvi.diagnostics import draws as _draws
+from pyro_ngvi.runtime import map_draws as _map_draws
 from tests.contract.export_examples import GUIDES, D, dist, groups_of, values_of
 
 S, N, M = 400, 12, 5

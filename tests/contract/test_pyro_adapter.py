@@ -17,7 +17,7 @@ from pyro.ops.special import safe_log
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 
 from pyro_ngvi import AutoMeanFieldNormal
-from pyro_ngvi._pyro_adapter import (
+from pyro_ngvi.runtime.pyro_adapter import (
     batched_safe_log,
     claim_name,
     has_model,

@@ -17,8 +17,9 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi import _module_params, _pyro_adapter
-from pyro_ngvi._pyro_adapter import module_name
+from pyro_ngvi.runtime import module_params as _module_params
+from pyro_ngvi.runtime import pyro_adapter as _pyro_adapter
+from pyro_ngvi.runtime.pyro_adapter import module_name
 from tests.exact.site_cases import linear_data as data
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pyro_ngvi import NGVB, AutoFullRankNormal, AutoMeanFieldNormal, BatchedELBO
 from pyro_ngvi import WalshHadamardReparam as Reparam
+from pyro_ngvi.guides.reparam import seed_of
 from pyro_ngvi.linalg.walsh_hadamard_matrix import WalshHadamardMatrix
-from pyro_ngvi.reparam import seed_of
 
 N, GROUPS, ROWS, COLUMNS = 10, 2, 5, 3
 MATRIX = WalshHadamardMatrix(ROWS, COLUMNS)

@@ -12,8 +12,8 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from pyro_ngvi._particles import Minibatches, run_particles
-from pyro_ngvi.density import batched_trace, site_kind, site_log_prob
+from pyro_ngvi.runtime.density import batched_trace, site_kind, site_log_prob
+from pyro_ngvi.runtime.vmap import Minibatches, run_particles
 
 Values = dict[str, Tensor]
 N = 5

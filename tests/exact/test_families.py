@@ -8,12 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import jacrev, vmap
 
-from pyro_ngvi.families import (
-    FactorNormal,
-    FactorPrecisionNormal,
-    FullRankNormal,
-    MeanFieldNormal,
-)
+from pyro_ngvi.families import FactorNormal, FactorPrecisionNormal, FullRankNormal, MeanFieldNormal
 from pyro_ngvi.linalg import projection
 
 D = 5

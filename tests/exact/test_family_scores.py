@@ -7,12 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_ngvi.families import (
-    FactorNormal,
-    FactorPrecisionNormal,
-    FullRankNormal,
-    MeanFieldNormal,
-)
+from pyro_ngvi.families import FactorNormal, FactorPrecisionNormal, FullRankNormal, MeanFieldNormal
 from pyro_ngvi.fisher.scores import family_scores
 
 FAMILIES = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_ngvi.families import FlowFamily
 from pyro_ngvi.families.base import dot
-from pyro_ngvi.flows import KINDS, as_flow, coupling_flow, spline_of_one
+from pyro_ngvi.flows.transforms import KINDS, as_flow, coupling_flow, spline_of_one
 
 D = 3
 FLOWS: dict[str, Any] = {

@@ -14,9 +14,9 @@ from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor, nn
 
 import pyro_ngvi as ngvi
-from pyro_ngvi._particles import Minibatches
 from pyro_ngvi.distributions import GaussianProcess
-from pyro_ngvi.sites.run import Runner
+from pyro_ngvi.runtime.vmap import Minibatches
+from pyro_ngvi.sites.conditioned_model import ConditionedModel
 from tests.exact.process_cases import (
     NOISE,
     Matern,
@@ -412,7 +412,7 @@ def test_noise_counts_as_zero_for_processes_at_other_inputs_only() -> None:
     noise = torch.arange(1.0, N + 4)
     for sizes in ((N, 3), (5, 3), (N, 2), (N + 3, 3)):
         args = X.repeat(2)[: sizes[0]], X[: sizes[1]]
-        run = Runner(model, args, {}, {}, Minibatches(), shapes, True)(noise)
+        run = ConditionedModel(model, args, {}, {}, Minibatches(), shapes, True)(noise)
         for name, own, size in zip("fg", noise.split([N, 3]), sizes, strict=True):
             expected = own if len(own) == size else torch.zeros(size)
             assert torch.equal(run.sites[name]["value"], expected)

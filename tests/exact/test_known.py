@@ -10,9 +10,9 @@ from pyro.infer import SVI, Trace_ELBO
 from torch.func import vmap
 
 import pyro_ngvi as ngvi
-from pyro_ngvi import _known
-from pyro_ngvi._known import choose, known
 from pyro_ngvi.families import FactorNormal, FullRankNormal, MeanFieldNormal
+from pyro_ngvi.linalg import host_bool as _known
+from pyro_ngvi.linalg.host_bool import choose, host_bool
 from pyro_ngvi.optim import NoiseClock, Tail
 from pyro_ngvi.optim.rule import NaturalGradientRule
 
@@ -32,10 +32,10 @@ def unknown(monkeypatch):
 
 def test_known_and_choose():
     yes, no = torch.tensor(True), torch.tensor(False)
-    assert known(yes) is True and known(no) is False
-    assert known(yes.to("meta")) is None
+    assert host_bool(yes) is True and host_bool(no) is False
+    assert host_bool(yes.to("meta")) is None
     seen = []
-    vmap(lambda x: seen.append(known(x > 0)) or x)(torch.ones(2))
+    vmap(lambda x: seen.append(host_bool(x > 0)) or x)(torch.ones(2))
     assert seen == [None]
     x, y = {"a": torch.ones(3)}, {"a": torch.zeros(3)}
     assert torch.equal(choose(yes, x, y)["a"], x["a"])

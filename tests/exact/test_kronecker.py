@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import pyro_ngvi as ngvi
 from pyro_ngvi import AutoMatrixNormal, BatchedELBO, NoisyKFAC
-from pyro_ngvi._particles import Minibatches, run_particles
-from pyro_ngvi.elbo.layer_kronecker import KroneckerTaps
+from pyro_ngvi.curvature.taps.kronecker import KroneckerTaps
+from pyro_ngvi.runtime.vmap import Minibatches, run_particles
 
 WIDTH, HIDDEN, OUT, N = 3, 4, 2, 7
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor, nn
 
-from pyro_ngvi._particles import Minibatches, run_particles
-from pyro_ngvi.density import site_log_prob
-from pyro_ngvi.elbo.layer_taps import LayerTaps
-from pyro_ngvi.elbo.per_example import squared_sum
+from pyro_ngvi.curvature.per_example import squared_sum
+from pyro_ngvi.curvature.taps.taps import LayerTaps
+from pyro_ngvi.runtime.density import site_log_prob
+from pyro_ngvi.runtime.vmap import Minibatches, run_particles
 from tests.exact.layer_models import (
     CASES,
     N,

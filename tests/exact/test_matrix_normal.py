@@ -10,11 +10,7 @@ from torch import Tensor
 from torch.distributions import kl_divergence
 from torch.func import jacrev, vmap
 
-from pyro_ngvi.families import (
-    Family,
-    FullRankNormal,
-    MatrixNormal,
-)
+from pyro_ngvi.families import Family, FullRankNormal, MatrixNormal
 from pyro_ngvi.linalg import gauss_hermite, sphere_points
 from tests.exact.matrix_members import (
     PRODUCT,

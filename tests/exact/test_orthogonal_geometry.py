@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyro_ngvi.elbo.forward import jvp
+from pyro_ngvi.curvature.forward import jvp
 from pyro_ngvi.families import OrthogonalFlow
 from pyro_ngvi.families.base import dot
 from pyro_ngvi.fisher.scores import family_scores

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.func import jacrev, vmap
 
-from pyro_ngvi.elbo.per_example import (
+from pyro_ngvi.curvature.per_example import (
     outer_sum,
     per_example_jacobian,
     squared_sum,

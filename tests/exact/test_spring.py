@@ -14,7 +14,7 @@ from torch import Tensor
 import pyro_ngvi as ngvi
 from pyro_ngvi.families import FlowFamily, FullRankNormal, MeanFieldNormal
 from pyro_ngvi.fisher.scores import packed_scores
-from pyro_ngvi.flows import coupling_flow
+from pyro_ngvi.flows.transforms import coupling_flow
 from pyro_ngvi.optim.averaging import Tail
 from pyro_ngvi.optim.spring import SpringRule
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_ngvi.elbo.forward import jvp
+from pyro_ngvi.curvature.forward import jvp
 from pyro_ngvi.linalg import stiefel
 
 

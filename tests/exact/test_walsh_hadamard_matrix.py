@@ -8,8 +8,8 @@ import torch
 from scipy.linalg import hadamard
 from torch import Tensor
 
+from pyro_ngvi.guides.reparam import WalshHadamardTransform, matrix_for
 from pyro_ngvi.linalg.walsh_hadamard_matrix import WalshHadamardMatrix
-from pyro_ngvi.reparam import WalshHadamardTransform, matrix_for
 
 SHAPES = [(50, 13), (8, 8), (1, 128), (3, 1), (5, 30), (9, 3)]
 cases = pytest.mark.parametrize(

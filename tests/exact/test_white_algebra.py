@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pyro_ngvi.linalg.products import BLOCK, symmetric_product
-from pyro_ngvi.sites.dense import Evidence, WhitePosterior, collect, reduced
-from pyro_ngvi.sites.plan import LinearMap
+from pyro_ngvi.sites.dense import GaussianPotential, WhitePosterior, collect, reduced
+from pyro_ngvi.sites.structure import LinearMap
 
 SIZES = [1, 3, BLOCK, 2 * BLOCK + 6]
 
@@ -91,7 +91,7 @@ def test_divergence_and_what_sites_are_expected_to_say() -> None:
     kl = torch.distributions.kl_divergence(plain(mean, covariance), prior)
     torch.testing.assert_close(q.kl(), kl)
     other = collect(*problem(9, 2, False))
-    other = Evidence(other.constant, normal(9, seed=3), torch.cov(normal(9, 40, seed=4)))
+    other = GaussianPotential(other.constant, normal(9, seed=3), torch.cov(normal(9, 40, seed=4)))
     x, P = other.linear, other.precision
     quadratic = (P * covariance).sum() + mean @ P @ mean
     torch.testing.assert_close(q.expected(other), other.constant + x @ mean - 0.5 * quadratic)
@@ -102,7 +102,7 @@ def test_evidence_of_other_coordinates() -> None:
     eta = normal(5, seed=5)
     eps = root @ eta + shift
 
-    def says(e: Evidence, x: Tensor) -> Tensor:
+    def says(e: GaussianPotential, x: Tensor) -> Tensor:
         return e.constant + e.linear @ x - 0.5 * x @ e.precision @ x
 
     torch.testing.assert_close(says(evidence.of(root, shift), eta), says(evidence, eps))

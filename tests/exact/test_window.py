@@ -12,7 +12,7 @@ from pyro_ngvi.families import FlowFamily, FullRankNormal
 from pyro_ngvi.families.base import Tensors
 from pyro_ngvi.fisher import Blocks, Dense, InverseFisher, LowRank, Window
 from pyro_ngvi.fisher.geometry import Coordinates
-from pyro_ngvi.flows import as_flow
+from pyro_ngvi.flows.transforms import as_flow
 from pyro_ngvi.optim.ifvb_rule import IFVBRule
 from pyro_ngvi.optim.rule import NaturalGradientRule
 

@@ -10,7 +10,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_ngvi.elbo import BatchedELBO
+from pyro_ngvi.losses import BatchedELBO
 
 N = 5
 Y = torch.arange(float(N), dtype=torch.float64)

@@ -12,9 +12,9 @@ from pyro.infer import SVI
 from torch import Tensor, nn
 
 import pyro_ngvi as ngvi
-from pyro_ngvi._particles import Minibatches, run_particles
-from pyro_ngvi.elbo.kinks import kinked_sites
-from pyro_ngvi.layout import LatentLayout
+from pyro_ngvi.probing.kinks import kinked_sites
+from pyro_ngvi.runtime.layout import LatentLayout
+from pyro_ngvi.runtime.vmap import Minibatches, run_particles
 
 
 def with_prior(prior: Callable[[], Any]) -> Callable[[], None]:
@@ -158,7 +158,7 @@ def test_the_search_leaves_the_random_state_alone(monkeypatch: pytest.MonkeyPatc
         model = SMOOTH["tanh network"]()
         guide = ngvi.AutoMeanFieldNormal(model)
         if not search:
-            monkeypatch.setattr("pyro_ngvi.elbo.estimator.kinked_sites", lambda *args: [])
+            monkeypatch.setattr("pyro_ngvi.curvature.estimator.kinked_sites", lambda *args: [])
         step(model, guide, ngvi.VOGN, "gauss_newton", times=2)
         states.append(torch.get_rng_state())
     assert torch.equal(*states)

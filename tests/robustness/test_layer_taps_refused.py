@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from pyro_ngvi.elbo.layer_taps import LayerTaps
+from pyro_ngvi.curvature.taps.taps import LayerTaps
 from tests.exact.layer_models import (
     N,
     assert_same,

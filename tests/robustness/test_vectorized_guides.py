@@ -21,7 +21,7 @@ from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 from pyro_ngvi import NGVB, AutoFullRankNormal, AutoMeanFieldNormal
-from pyro_ngvi.elbo import vectorized
+from pyro_ngvi.probing import vectorized
 from tests.contract.registry import GUIDES, D, N, data, plates, regression
 from tests.robustness.test_vectorized_check import silent_broadcast, wrong_matmul
 

@@ -1,0 +1,1 @@
+"""Expected curvatures that a loss leaves for its optimizer."""

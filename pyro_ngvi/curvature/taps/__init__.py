@@ -1,0 +1,1 @@
+"""Squares and Kronecker factors of gradients per example, at the layers of a network."""

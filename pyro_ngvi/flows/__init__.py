@@ -1,0 +1,1 @@
+"""Normalizing flows of other libraries, in one form."""

@@ -1,0 +1,232 @@
+"""Flows of other libraries behind one small interface, and the couplings that AutoCouplingFlow takes.
+
+A flow here is a module with ``flow(x, inverse) -> (image, log |det|)`` for x (..., d) and a flag
+``cheap_inverse``: what :class:`~pyro_ngvi.families.FlowFamily` asks for.  :func:`as_flow` makes one of
+
+- a flow or lazy transform of Zuko (Rozet et al. 2022), which maps z to eps;
+- a transform of ``pyro.distributions.transforms``, or a list of them, which map eps to z.
+
+Nothing is cached between calls: transforms of Pyro that remember their last argument would otherwise
+answer for parameters of an earlier step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Transform
+
+from ..runtime.pyro_adapter import forget_cached, with_inner
+from .checks import check_base, check_fixed, check_round_trip, check_steps
+
+__all__ = ["CouplingFlow", "PyroFlow", "ZukoFlow", "as_flow", "coupling_flow"]
+
+#: kinds of layers
+KINDS = ("affine", "spline", "autoregressive")
+#: an affine layer stretches by a factor between 1 / LARGEST and LARGEST, so that it can not throw draws
+#: far away in the tails of eps, where no training was
+LARGEST = 10.0
+
+
+class ZukoFlow(nn.Module):
+    """A lazy transform of Zuko from z to eps, turned round."""
+
+    cheap_inverse = True
+
+    def __init__(self, transform: nn.Module) -> None:
+        super().__init__()
+        self.transform = transform
+
+    def forward(self, x: Tensor, inverse: bool = False) -> tuple[Tensor, Tensor]:
+        to_noise = self.transform()
+        return (to_noise if inverse else to_noise.inv).call_and_ladj(x)
+
+
+class PyroFlow(nn.Module):
+    """Transforms of Pyro from eps to z, in the order in which they act."""
+
+    def __init__(self, transforms: Iterable[Any], cheap_inverse: bool = True) -> None:
+        super().__init__()
+        self.steps = list(transforms)
+        # networks may lie inside of a ComposeTransform or an inverse; each once, since functional_call
+        # leaves a module with two names without its parameters
+        inner: list[nn.Module] = [
+            t for step in self.steps for t in with_inner(step) if isinstance(t, nn.Module)
+        ]
+        self.modules_of_steps = nn.ModuleList(_outermost(inner))
+        self.cheap_inverse = cheap_inverse
+
+    def forward(self, x: Tensor, inverse: bool = False) -> tuple[Tensor, Tensor]:
+        total = x.new_zeros(x.shape[:-1])
+        for t in reversed(self.steps) if inverse else self.steps:
+            # a new tensor is in no cache, so nothing is looked up that belongs to other parameters
+            start = x.view_as(x)
+            end = t.inv(start) if inverse else t(start)
+            log_det = t.log_abs_det_jacobian(*((end, start) if inverse else (start, end)))
+            log_det = log_det.reshape(*log_det.shape[: x.dim() - 1], -1).sum(-1)
+            total = total - log_det if inverse else total + log_det
+            forget_cached(t)
+            x = end
+        return x, total
+
+
+def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    """Each module once, without those that lie inside of another."""
+    inside = {id(part) for m in modules for part in m.modules() if part is not m}
+    return list({id(m): m for m in modules if id(m) not in inside}.values())
+
+
+class Stretch:
+    """x <- x e^s + t, element by element, with |s| < log(LARGEST)."""
+
+    size = 2
+
+    def __call__(self, x: Tensor, raw: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+        limit = math.log(LARGEST)
+        s, t = limit * torch.tanh(raw[..., 0] / limit), raw[..., 1]
+        return ((x - t) * (-s).exp(), -s) if inverse else (x * s.exp() + t, s)
+
+
+class Spline:
+    """A monotone rational-quadratic spline of Zuko on [-5, 5], the identity beyond."""
+
+    def __init__(self, bins: int) -> None:
+        self.transform, self.bins = _zuko().transforms.MonotonicRQSTransform, bins
+        self.size = 3 * bins - 1
+
+    def __call__(self, x: Tensor, raw: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+        t = self.transform(*raw.split([self.bins, self.bins, self.bins - 1], -1))
+        return (t.inv if inverse else t).call_and_ladj(x)
+
+
+class CouplingFlow(nn.Module):
+    """Layers (a, b) -> (f(b; network(a)), a) from z to eps, f element by element (Dinh et al. 2017).
+
+    The networks see z and not eps, as in masked autoregressive flows: with affine layers that came five
+    times closer to a funnel than the other way round.  By slices: Zuko's couplings look up the entries
+    of a mask at every call, which waits for a GPU.
+    """
+
+    cheap_inverse = True
+
+    def __init__(self, d: int, element: Any, layers: int, hidden: tuple[int, ...]) -> None:
+        super().__init__()
+        self.element = element
+        # in turn the first half of the variables and the second
+        self.given = [(d + 1) // 2 if i % 2 == 0 else d // 2 for i in range(layers)]
+        self.layers = nn.ModuleList(_network(k, (d - k) * element.size, hidden) for k in self.given)
+
+    def forward(self, x: Tensor, inverse: bool = False) -> tuple[Tensor, Tensor]:
+        total = x.new_zeros(x.shape[:-1])
+        pairs = list(zip(self.given, self.layers, strict=True))
+        for k, network in pairs if inverse else reversed(pairs):
+            moved = x.shape[-1] - k
+            a, b = x.split([k, moved], -1) if inverse else x.split([moved, k], -1)[::-1]
+            raw = network(a).unflatten(-1, (moved, self.element.size))
+            b, log_det = self.element(b, raw, not inverse)
+            total = total + log_det.sum(-1)
+            x = torch.cat([b, a] if inverse else [a, b], -1)
+        return x, total
+
+
+def _network(inputs: int, outputs: int, hidden: tuple[int, ...]) -> nn.Sequential:
+    """A network that gives zeros until it is trained."""
+    sizes, parts = [inputs, *hidden], list[nn.Module]()
+    for before, after in zip(sizes, hidden, strict=False):
+        parts += [nn.Linear(before, after), nn.SiLU()]
+    return nn.Sequential(*parts, _silent(nn.Linear(sizes[-1], outputs)))
+
+
+def _silent(layer: Any) -> Any:
+    """A linear layer that gives zeros until it is trained."""
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def as_flow(flow: Any, d: int) -> nn.Module:
+    """A flow of this module from what a user passes, checked on a point of R^d.
+
+    Args:
+        flow: a flow or lazy transform of Zuko, a transform of Pyro or a list of them, a module
+            with the interface of this file, or a function of d that makes one of these.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for a flow of another dimension, without an inverse, or over another base than
+            N(0, I).
+    """
+    if not isinstance(flow, nn.Module | Transform) and callable(flow):
+        flow = flow(d)
+    name = type(flow).__name__
+    if isinstance(flow, nn.Module) and hasattr(flow, "cheap_inverse"):
+        module = flow
+    elif isinstance(flow, Transform) or _is_list_of_transforms(flow):
+        steps = flow if isinstance(flow, list | tuple | nn.ModuleList) else [flow]
+        check_steps(steps, d)
+        module = PyroFlow(steps, cheap_inverse=not any(_inverts_one_by_one(t) for t in steps))
+    elif isinstance(flow, nn.Module) and type(flow).__module__.startswith("zuko"):
+        if hasattr(flow, "base"):
+            check_base(flow, name, d)
+        module = ZukoFlow(getattr(flow, "transform", flow))
+    else:
+        raise TypeError(
+            f"flow is a {name}. Pass a flow of Zuko (zuko.flows.NSF({d}), say), a transform of "
+            f"pyro.distributions.transforms or a list of them, or a function of the dimension that "
+            f"makes one."
+        )
+    check_fixed(module, name)
+    check_round_trip(module, name, d)
+    return module
+
+
+def _is_list_of_transforms(flow: Any) -> bool:
+    return isinstance(flow, list | tuple | nn.ModuleList) and all(
+        isinstance(t, Transform) for t in flow
+    )
+
+
+def _inverts_one_by_one(transform: Any) -> bool:
+    # the autoregressive transforms of Pyro find the entries of x in turn
+    parts = getattr(transform, "parts", None)
+    if parts is not None:
+        return any(_inverts_one_by_one(t) for t in parts)
+    return getattr(transform, "autoregressive", False)
+
+
+def coupling_flow(d: int, kind: str, layers: int, hidden: tuple[int, ...], bins: int) -> nn.Module:
+    """The identity (up to the order of variables) as a flow of ``layers`` layers, to be trained."""
+    if kind != "autoregressive":
+        return CouplingFlow(d, Stretch() if kind == "affine" else Spline(bins), layers, hidden)
+    zuko = _zuko()
+    stretch = functools.partial(zuko.transforms.MonotonicAffineTransform, slope=1.0 / LARGEST)
+    how: dict[str, Any] = {"hidden_features": hidden, "activation": nn.SiLU, "univariate": stretch}
+    flow = zuko.flows.MAF(d, transforms=layers, **how)
+    for part in flow.transform.transforms:
+        _silent([m for m in part.hyper.modules() if hasattr(m, "weight")][-1])
+    return ZukoFlow(flow.transform)
+
+
+def spline_of_one(bins: int) -> nn.Module:
+    """The identity as a monotone spline of one variable."""
+    zuko = _zuko()
+    flow = zuko.flows.NSF(1, transforms=1, bins=bins, hidden_features=())
+    for p in flow.parameters():
+        nn.init.zeros_(p)
+    return ZukoFlow(flow.transform)
+
+
+def _zuko() -> Any:
+    try:
+        import zuko
+    except ImportError as error:
+        raise ImportError(
+            "AutoCouplingFlow takes splines and autoregressive layers from Zuko, which is not "
+            'installed: pip install zuko, or pip install "pyro-ngvi[flows]".'
+        ) from error
+    return zuko

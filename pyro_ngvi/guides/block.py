@@ -1,0 +1,77 @@
+"""A guide that is not ours, as a block of parameters that a natural-gradient rule can step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from pyro.distributions import TransformModule
+from torch import Tensor, nn
+
+from ..families.base import Tensors, entry_name
+from ..fisher.geometry import Coordinates
+from ..fisher.scores import GuideScores
+
+__all__ = ["GuideBlock"]
+
+
+class GuideBlock:
+    """The parameters of a guide on which its log q depends, in unconstrained coordinates.
+
+    It offers to optimizers what :class:`~pyro_ngvi.guides.base.AutoFamily` does.  The parameters are
+    found at the first step, by running the guide.  The guide holds the iterate: an average is kept by
+    the optimizer.
+    """
+
+    holds_average = False
+    averaged = False
+
+    def __init__(self, guide: Callable[..., Any]) -> None:
+        self.scores = GuideScores(guide)
+        self._leaves: dict[str, Tensor] = {}
+        self._networks = False
+
+    def find(self, taken: set[int]) -> None:
+        """Find the parameters, leaving out those (by identity) that belong to other blocks."""
+        found = self.scores.dependent()
+        self._leaves = {name: p for name, p in found.items() if id(p) not in taken}
+        weights = {id(p) for module in self._modules() for p in module.parameters(recurse=False)}
+        # pyro.module("net", net) in a guide function gives names of the form "net$$$weight"
+        self._networks = any("$$$" in name or id(p) in weights for name, p in self._leaves.items())
+
+    def _modules(self) -> Iterator[nn.Module]:
+        """The layers and transforms of a guide."""
+        guide = self.scores.guide
+        for module in guide.modules() if isinstance(guide, nn.Module) else ():
+            kinds = [
+                c for c in type(module).__mro__ if c.__module__.startswith("torch.nn.modules.")
+            ]
+            plain = {nn.Module, nn.ModuleDict, nn.ModuleList, nn.Sequential}
+            if isinstance(module, TransformModule) or not plain.issuperset(kinds):
+                yield module
+
+    @property
+    def family(self) -> Coordinates:
+        return Coordinates(tuple(self._leaves), nearly_singular=self._networks)
+
+    def natural_params(self) -> dict[str, Tensor]:
+        return dict(self._leaves)
+
+    def draw_scores(self, n: int) -> Tensor:
+        """n scores (n, D) at the present parameters."""
+        return self.scores.draw(n, list(self._leaves))
+
+    def site_of(self, index: int) -> str:
+        """Name of the parameter that holds entry ``index`` of all of them in a row."""
+        return entry_name(index, self._leaves)
+
+    def lag(self, intact: Tensor | None = None) -> Tensors:
+        return {}
+
+    def set_lag(self, lag: Tensors | None, answer: Tensors | None = None) -> None:
+        pass
+
+    def lag_is_intact(self) -> Tensor:
+        device = next(iter(self._leaves.values())).device
+        return torch.ones((), dtype=torch.bool, device=device)

@@ -1,0 +1,218 @@
+r"""Walsh-Hadamard reparameterisation of Gaussian sites: from W to the few numbers g that make it.
+
+A site W ~ N(loc, scale^2), entry by entry, of shape (n, m) becomes
+
+    g ~ N(0, g_scale^2 I),        W = loc + scale o U(g),        U(g) = sqrt(D) S1 H diag(g) H S2,
+
+with the diagonals S1 and S2 optimised or fixed (Rossi, Marmin & Filippone 2020, NeurIPS;
+:mod:`pyro_ngvi.linalg.walsh_hadamard_matrix` has the blocks for any n and m).  With ``g_scale`` 1 and
+signs as diagonals every W_ij keeps the prior mean and variance of the site; the entries of a block are
+no longer independent: they are D numbers up to signs.
+
+So this is another model, with another evidence. A bound for it says nothing of the user's own
+model, and W has no density. Not for sites that need every entry to move on its own.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.infer.reparam.reparam import Reparam
+from torch import Tensor
+from torch.distributions import Transform, constraints
+
+from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix
+
+__all__ = ["WalshHadamardReparam", "WalshHadamardTransform", "matrix_for", "normal_of"]
+
+Diagonals = Callable[[], tuple[Tensor, Tensor]]
+
+
+def matrix_for(shape: torch.Size, shared: bool = False) -> WalshHadamardMatrix:
+    """The blocks for a site of that event shape.
+
+    (n, m) is a matrix; (n, m, k, ...) the matrix (n, m k ...); a vector (n,) fills the rows of a square
+    matrix of the power of two from sqrt(n) on, so that it needs O(sqrt n) numbers.
+    """
+    if len(shape) >= 2:
+        return WalshHadamardMatrix(shape[0], shape[1:].numel(), shared)
+    (n,) = shape
+    side = 1
+    while side * side < n:
+        side *= 2
+    return WalshHadamardMatrix(-(-n // side), side, shared)
+
+
+def normal_of(fn: Any) -> tuple[Tensor, Tensor] | None:
+    """loc and scale, in the shape of a value, of a distribution of independent normals; else None."""
+    shape = fn.shape()
+    while isinstance(fn, torch.distributions.Independent):
+        fn = fn.base_dist
+    if not isinstance(fn, torch.distributions.Normal):
+        return None
+    return fn.loc.expand(shape), fn.scale.expand(shape)
+
+
+class WalshHadamardTransform(Transform):
+    """g (..., num_g) to W (..., *shape), the event shape of a site.
+
+    ``inv`` takes W to the g whose matrix lies nearest, lengthened so that its entries are as large as
+    those of W: a start for g from weights as networks start.
+
+    ``log_abs_det_jacobian`` is log p(g) - log p(W) with the priors of g and W: added to the log joint
+    density of a model of W it gives that of the reparameterised model, of g.  (W has no density of its
+    own: the image of g has fewer dimensions.)
+    """
+
+    domain = constraints.real_vector
+    bijective = False
+
+    def __init__(
+        self,
+        matrix: WalshHadamardMatrix,
+        loc: Tensor,
+        scale: Tensor,
+        diagonals: Diagonals,
+        event_dim: int,
+        g_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.matrix, self.diagonals, self.g_scale = matrix, diagonals, g_scale
+        self.loc, self.scale, self.value_dim = loc, scale, event_dim
+
+    @property
+    def codomain(self) -> Any:
+        return constraints.independent(constraints.real, self.value_dim)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The event shape of W."""
+        return self.loc.shape[self.loc.dim() - self.value_dim :]
+
+    def _call(self, x: Tensor) -> Tensor:
+        return self.loc + self.scale * self._shaped(self.matrix.dense(x, *self.diagonals()))
+
+    def _shaped(self, U: Tensor) -> Tensor:
+        return U.flatten(-2)[..., : self.shape.numel()].unflatten(-1, self.shape)
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        U = ((y - self.loc) / self.scale).flatten(-self.value_dim)
+        long, entries = U.square().sum(-1), U.shape[-1]
+        U = torch.nn.functional.pad(U, (0, self.matrix.rows * self.matrix.columns - entries))
+        U = U.unflatten(-1, (self.matrix.rows, self.matrix.columns))
+        g = self.matrix.projection(U, *self.diagonals(), entries)
+        near = self._shaped(self.matrix.dense(g, *self.diagonals()))
+        short = near.flatten(-self.value_dim).square().sum(-1)
+        return g * torch.where(short > 0.0, long / short, 1.0).sqrt().unsqueeze(-1)
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        p_g = dist.Normal(0.0, self.g_scale, validate_args=False).log_prob(x).sum(-1)
+        p_W = dist.Normal(self.loc, self.scale, validate_args=False).log_prob(y)
+        return p_g - p_W.flatten(-self.value_dim).sum(-1)
+
+    def stddev(self, g_covariance: Tensor) -> Tensor:
+        """sd of each entry of W, from the variances (num_g,) or the covariance (num_g, num_g) of g."""
+        variance = self.matrix.variance(g_covariance, *self.diagonals())
+        return self.scale * self._shaped(variance).sqrt()
+
+
+class WalshHadamardReparam(Reparam):
+    """A Gaussian site as W = loc + scale o sqrt(D) S1 H diag(g) H S2, for ``poutine.reparam``.
+
+    The site "W" becomes a deterministic one, with the latent "W_g" (num_g,), g ~ N(0, g_scale^2 I), in
+    its place; loc and scale may depend on other sites.  The diagonals start as random signs, a function
+    of the name of the site, and are parameters "W_left" and "W_right", which a natural-gradient
+    optimizer leaves to ``others``. With ``NGVB`` pass ``averaging=False`` while they are trained:
+    an average of g over the past does not belong to the diagonals of today.
+
+    Args:
+        g_scale: prior sd of g; 1 keeps the prior variance of each entry while the diagonals are signs.
+        shared: one g for all blocks of a site.
+        train_diagonals: ``False`` keeps the signs.
+
+    Raises:
+        ValueError: at a run of the model, for a site that is observed, not Gaussian, or whose event
+            shape is empty; where the parameter store holds diagonals of another shape.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist
+        >>> from pyro import poutine
+        >>> import pyro_ngvi as ngvi
+        >>> def model(X):
+        ...     W = pyro.sample("W", dist.Normal(0.0, 1.0).expand([50, 13]).to_event(2))
+        ...     return X @ W.mT
+        >>> small = poutine.reparam(model, {"W": ngvi.WalshHadamardReparam()})
+        >>> trace = poutine.trace(small).get_trace(torch.ones(2, 13))
+        >>> trace.nodes["W_g"]["value"].shape, trace.nodes["W"]["value"].shape
+        (torch.Size([64]), torch.Size([50, 13]))
+    """
+
+    def __init__(
+        self, *, g_scale: float = 1.0, shared: bool = False, train_diagonals: bool = True
+    ) -> None:
+        check_g_scale(g_scale)
+        self.g_scale, self.shared = float(g_scale), shared
+        self.train_diagonals = train_diagonals
+
+    def apply(self, msg: Any) -> Any:
+        name, fn, value = msg["name"], msg["fn"], msg["value"]
+        if msg["is_observed"]:
+            raise ValueError(
+                f"The site {name!r} is observed; WalshHadamardReparam is for latent sites."
+            )
+        normal = normal_of(fn)
+        if normal is None or not fn.event_shape.numel() or not fn.event_dim:
+            raise ValueError(
+                f"WalshHadamardReparam is for independent normals declared as one event by "
+                f".to_event(...), and the site {name!r} is {type(fn).__name__} with batch shape "
+                f"{tuple(fn.batch_shape)} and event shape {tuple(fn.event_shape)}."
+            )
+        loc, scale = normal
+        transform = self._transform(name, fn.event_shape, loc, scale)
+        K = transform.matrix.num_g
+        prior = dist.Normal(loc.new_zeros(K), loc.new_full((K,), self.g_scale)).to_event(1)
+        start = None
+        if value is not None:  # of an init_loc_fn
+            start = transform.inv(value)
+            value._pyro_custom_init = False  # it is not lost, as Pyro would warn where W differs
+        g = pyro.sample(
+            f"{name}_g", prior.expand(fn.batch_shape), obs=start, infer={"is_observed": False}
+        )
+        W = transform(g)
+        delta = dist.Delta(W, event_dim=fn.event_dim).mask(False)
+        return {"fn": delta, "value": W, "is_observed": True}
+
+    def _transform(
+        self, name: str, shape: torch.Size, loc: Tensor, scale: Tensor
+    ) -> WalshHadamardTransform:
+        matrix, event_dim = matrix_for(shape, self.shared), len(shape)
+        if self.train_diagonals:  # the signs are drawn at the first run only
+            left = pyro.param(f"{name}_left", lambda: matrix.signs(seed_of(name), loc)[0])
+            right = pyro.param(f"{name}_right", lambda: matrix.signs(seed_of(name), loc)[1])
+            found, needed = (left.shape, right.shape), ((matrix.rows,), matrix.right_shape)
+            if found != needed:
+                raise ValueError(
+                    f"The parameter store holds diagonals of shapes {[tuple(s) for s in found]} for "
+                    f"the site {name!r}, of another model; this site of shape {tuple(shape)} needs "
+                    f"{list(needed)}. Call pyro.clear_param_store() before, or rename the site."
+                )
+        else:
+            left, right = matrix.signs(seed_of(name), loc)
+        both = left, right
+        return WalshHadamardTransform(matrix, loc, scale, lambda: both, event_dim, self.g_scale)
+
+
+def seed_of(name: str) -> int:
+    """A seed for the signs of a site, the same in every process."""
+    return zlib.crc32(name.encode())
+
+
+def check_g_scale(g_scale: float) -> None:
+    """Refuse a prior sd of g that is none."""
+    if not isinstance(g_scale, int | float) or not 0.0 < g_scale < float("inf"):
+        raise ValueError(f"g_scale must be a positive number, got {g_scale!r}.")

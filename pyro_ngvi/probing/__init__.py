@@ -1,0 +1,1 @@
+"""What a model is like, found by running it again."""

@@ -1,0 +1,132 @@
+r"""Where the gradient of a log density jumps, averages of its second derivatives are wrong.
+
+|x| has the second derivative 0 almost everywhere, and E |x| under N(m, v) the curvature 2 N(0; m, v):
+all of it is in the kink, which no draw meets.  So Laplace terms, max(0, x) and the like give to
+averages of Hessians less than they should, down to nothing.  They are looked for along two segments
+a + s u, s in [0, 1], with phi(s) = u' grad f(a + s u): over a part of length h
+
+    phi(s + h) - phi(s) - h (phi'(s) + phi'(s + h)) / 2
+
+is O(h^3) where f is smooth, O(h) where its second derivative jumps, and the jump where phi does.  The
+part where it is largest is halved again and again: a jump stays as it is, all in one of the halves.
+So that one jump is no small part of phi, u moves a few entries of each latent site, and a few data of
+each site are looked at.
+
+What is not found: jumps that neither segment meets, or that are small beside rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+from torch.func import grad, jacrev
+
+from ..runtime.density import site_kind, site_log_prob
+from ..runtime.layout import LatentLayout
+from ..runtime.vmap import Site, Sites
+
+__all__ = ["kinked_sites"]
+
+#: entries of a latent site that move, and data of a site
+ENTRIES, DATA = 4, 16
+#: parts of a segment at first, and the last halvings, which tell a jump from what is smooth
+PARTS, LAST = 4, 4
+#: a jump is so many times what is left in the other half, and keeps this share of itself
+CLEAR, KEPT = 30.0, 0.5
+
+
+class _Point(NamedTuple):
+    s: float
+    phi: float
+    slope: float
+
+
+def kinked_sites(
+    run: Callable[[Tensor, Callable[[Sites], Any]], Any],
+    t: Tensor,
+    layout: LatentLayout,
+    of: Callable[[Site], bool],
+) -> list[str]:
+    """Sites, of those that ``of`` keeps, whose log probability has a gradient in theta that jumps.
+
+    ``run`` as in :mod:`pyro_ngvi.curvature.kinds`; the segments lie around the draw t (d,).  It waits.
+    """
+    names: list[str] = []
+
+    def terms(t: Tensor) -> Tensor:
+        def reduce(sites: Sites) -> Tensor:
+            names.clear()
+            kept = [t.new_zeros(())]
+            for name, site in sites.items():
+                plain = site_is_subsample(site) or site_kind(site) == "deterministic"
+                if not plain and of(site):
+                    names.append(name)
+                    kept.append(_few(site_log_prob(site)[1].reshape(-1), DATA).sum())
+            return torch.stack(kept)
+
+        log_probs, log_det = run(t, reduce)
+        return torch.cat([log_probs[0, 1:], log_det[None]])
+
+    moved, start = torch.zeros_like(t), 0
+    for shape in layout.unconstrained_shapes.values():
+        _few(moved[start : start + shape.numel()], ENTRIES).fill_(1.0)
+        start += shape.numel()
+    away = torch.arange(1, len(t) + 1, dtype=t.dtype, device=t.device).sin()
+    wide = away.abs() + 0.1
+    # around the draw, and through zero, where most priors have their kinks
+    for a, b in ((t - 2.0 * away, t + 2.0 * away), (t + 0.3 * wide, -0.7 * t - 0.9 * wide)):
+        a, u = torch.where(moved > 0.0, a, t), moved * (b - a)
+        found = _jump(lambda t: terms(t).sum(), a, u)
+        if found is not None:
+            low, high = (jacrev(terms)(a + s * u) @ u for s in found)
+            change = (high - low).abs()[:-1]
+            large = change > 0.25 * change.max()
+            return [name for name, is_large in zip(names, large.tolist(), strict=True) if is_large]
+    return []
+
+
+def _few(x: Tensor, count: int) -> Tensor:
+    """At most so many entries of x (n,), evenly spaced, as a view."""
+    return x[:: max(1, -(-len(x) // count))]
+
+
+def _jump(f: Callable[[Tensor], Tensor], a: Tensor, u: Tensor) -> tuple[float, float] | None:
+    """The two ends, in s, of a tiny part of the segment over which phi jumps."""
+
+    def point(s: float) -> _Point:
+        def along(t: Tensor) -> tuple[Tensor, Tensor]:
+            phi = grad(f)(t) @ u
+            return phi, phi
+
+        product, phi = grad(along, has_aux=True)(a + s * u)
+        return _Point(s, float(phi), float(product @ u))
+
+    points = [point(k / PARTS) for k in range(PARTS + 1)]
+    size = max(abs(p.phi) for p in points)
+    eps = torch.finfo(a.dtype).eps
+    low, high = max(pairwise(points), key=_error)
+    history = []
+    while high.s - low.s > 64.0 * eps:
+        if not _error((low, high)) > 1e3 * eps * size:
+            return None
+        middle = point(0.5 * (low.s + high.s))
+        halves = sorted([(low, middle), (middle, high)], key=_error)
+        history.append([_error(half) for half in halves])
+        low, high = halves[1]
+    if len(history) < LAST:  # in half precision there is no tiny part
+        return None
+    smaller, larger = zip(*history[-LAST:], strict=True)
+    kept = min(larger) >= KEPT * max(larger)
+    return (low.s, high.s) if kept and min(larger) > CLEAR * max(smaller) else None
+
+
+def _error(part: tuple[_Point, _Point]) -> float:
+    """What the slopes do not explain; nothing where a number is not finite."""
+    low, high = part
+    error = abs(high.phi - low.phi - 0.5 * (high.s - low.s) * (low.slope + high.slope))
+    return error if error < float("inf") else 0.0

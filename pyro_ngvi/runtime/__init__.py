@@ -1,0 +1,1 @@
+"""Pyro as pure functions: vmap over particles, densities, layouts, supports."""

@@ -1,0 +1,250 @@
+"""What an ELBO refuses, site by site: each check raises a sentence with the name and the remedy."""
+
+from collections.abc import Collection, Iterable, Mapping
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from ..guides.base import AutoFamily
+from .density import site_kind, site_log_prob
+from .support import validated_log_prob
+from .vmap import Site, Sites
+
+#: the diagonal of a Hessian that is not diagonal takes so many passes at the most
+MOST_COLUMNS = 20_000
+
+
+def check_guide_site(site: Site) -> None:
+    """Refuse a site of a guide that is enumerated or not reparameterised."""
+    _check_enumerated(site)
+    if not site["fn"].has_rsample:
+        raise ValueError(
+            f"The site {site['name']!r} of the guide samples {type(site['fn']).__name__}, which "
+            f"is not reparameterised, so no gradient passes through its draws. Use "
+            f"pyro.infer.Trace_ELBO, which adds the score function term."
+        )
+
+
+def check_model_site(site: Site, values: Mapping[str, Any]) -> None:
+    """Refuse a latent site of a model to which the guide gives no value, or one of other shape."""
+    if site["name"] not in values:
+        _check_enumerated(site)
+        raise ValueError(
+            f"The latent site {site['name']!r} of the model is not sampled by the guide. Add it "
+            f"to the guide, give it obs=..., or use pyro.infer.TraceEnum_ELBO to sum it out."
+        )
+    shape, value_shape = site["fn"].shape(), site["value"].shape
+    sizes = zip_longest(reversed(shape), reversed(value_shape), fillvalue=1)
+    if any(n != m for n, m in sizes):
+        raise ValueError(
+            f"The latent site {site['name']!r} has shape {tuple(shape)} in the model, but the "
+            f"guide gives it shape {tuple(value_shape)}. Is the guide made for another model, or "
+            f"for data of another size?"
+        )
+
+
+def check_guide_of_this_model(names: Iterable[str], model_sites: Sites) -> None:
+    """Refuse a guide with latent sites, ``names``, that a run of the model does not have."""
+    for name in names:
+        if name not in model_sites:
+            raise ValueError(
+                f"The guide samples {name!r}, which is no site of the model, or not of this run of it: "
+                f"-log q would count with no prior against it. Is it the guide of another model? Only "
+                f"a variable that other sites are functions of, as Delta distributions with their "
+                f"log_density, may be infer={{'is_auxiliary': True}}."
+            )
+
+
+def check_replaced_priors(names: Collection[str], guide_sites: Sites, model_sites: Sites) -> None:
+    """Refuse another scale or mask in the model for a site whose prior the guide takes back."""
+    for name in names:
+        if name not in model_sites or name not in guide_sites:
+            continue
+        ours, theirs = guide_sites[name], model_sites[name]
+        scales = torch.as_tensor(ours["scale"]), torch.as_tensor(theirs["scale"])
+        masked = any(not (s["mask"] is None or s["mask"] is True) for s in (ours, theirs))
+        if masked or not bool((scales[0] == scales[1]).all()):
+            raise ValueError(
+                f"Model and guide differ in scale or mask at the site {name!r}, which the guide makes "
+                f"of g: it takes the site's prior back, so a share of it would stay, without bound. "
+                f"Scale both alike, or use BatchedELBO(kl_weight=...) to weigh the KL term."
+            )
+
+
+def _check_enumerated(site: Site) -> None:
+    if site["infer"].get("enumerate"):
+        raise ValueError(
+            f"The site {site['name']!r} asks for enumeration, which BatchedELBO does not do; use "
+            f"pyro.infer.TraceEnum_ELBO, or pyro.infer.Trace_ELBO to sample the site."
+        )
+
+
+def check_minibatch(site: Site, shared: Mapping[str, Tensor]) -> None:
+    """Refuse a plate of a model whose minibatch is not that of the guide."""
+    index, expected = site["value"], shared.get(site["name"])
+    if expected is None or index is expected:
+        return
+    if len(index) != len(expected) or not torch.equal(torch.as_tensor(index), expected):
+        raise ValueError(
+            f"The plate {site['name']!r} has another minibatch in the model ({len(index)} "
+            f"examples) than in the guide ({len(expected)}), so the local latents would belong "
+            f"to other data. Use one subsample_size, or give both the same index: pass "
+            f"create_plates=... to the autoguide, with the plate that the model uses."
+        )
+
+
+def check_joint_guide(prototype: Any) -> None:
+    """Refuse a guide with one flat latent vector over a model with subsampled local latents."""
+    for name, site in prototype.iter_stochastic_nodes():
+        for frame in site["cond_indep_stack"]:
+            if frame.full_size is not None and frame.size < frame.full_size:
+                raise ValueError(
+                    f"The latent site {name!r} lies in the subsampled plate {frame.name!r} "
+                    f"({frame.size} of {frame.full_size}), but the guide has one joint vector with "
+                    f"room for {frame.size} of its values only. Use the whole plate, or "
+                    f"AutoNormal, which holds {frame.full_size} and picks those of the minibatch."
+                )
+
+
+def check_log_prob_shape(site: Site, log_prob: Tensor) -> None:
+    """Refuse a site whose ``log_prob`` was broadcast to a shape that nothing asks for.
+
+    Inside plates, each dimension larger than 1 must be that of a plate. Outside plates, the shape
+    must be that of the value, unless the value is a single event.
+    """
+    shape = log_prob.shape
+    if not shape:
+        return
+    value, fn = site["value"], site["fn"]
+    sizes = {frame.dim: frame.size for frame in site["cond_indep_stack"] if frame.dim is not None}
+    batch_shape = value.shape[: value.dim() - fn.event_dim]
+    if sizes:
+        good = all(n == 1 or sizes.get(i - len(shape)) == n for i, n in enumerate(shape))
+        plates = [f"{f.name!r} ({f.size} at dim {f.dim})" for f in site["cond_indep_stack"]]
+        given = f"its plates are {', '.join(plates)}"
+    else:
+        good = shape == batch_shape or batch_shape.numel() == 1
+        given = "it is in no plate"
+    if not good:
+        raise ValueError(
+            f"The site {site['name']!r} has a log_prob of shape {tuple(shape)}, but {given} and "
+            f"its value has batch shape {tuple(batch_shape)}: shapes were broadcast against each "
+            f"other. Give the distribution (batch shape {tuple(fn.batch_shape)}) and any mask the "
+            f"shape of the value, for example mean.squeeze(-1) for a mean of shape (N, 1), and "
+            f"declare the dimensions of one event by .to_event(...)."
+        )
+
+
+def check_values(sites: Sites) -> None:
+    """Refuse a value outside the support of its site, as far as Pyro's validation is on."""
+    for site in sites.values():
+        if site_is_subsample(site) or site_kind(site) == "deterministic":
+            continue
+        check_log_prob_shape(site, validated_log_prob(site))
+
+
+def check_guide(sites: Sites) -> None:
+    """Refuse a guide one of whose sites can not be handled."""
+    for site in sites.values():
+        if not site_is_subsample(site):
+            check_guide_site(site)
+
+
+def check_model(sites: Sites, values: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
+    """Refuse a model one of whose sites does not fit the guide's ``values`` and ``shared`` ones."""
+    for site in sites.values():
+        if site_is_subsample(site):
+            check_minibatch(site, shared)
+        elif not site["is_observed"]:
+            check_model_site(site, values)
+
+
+def check_guide_takes_curvature(guide: Any, kind: str, joint: bool) -> None:
+    """Refuse a guide that has no use for curvature, in a sentence that names the fix."""
+    what = f"BatchedELBO(curvature={kind!r})"
+    if not isinstance(guide, AutoFamily) or not joint:
+        raise ValueError(
+            f"{what} leaves its curvature on a guide of this package, and the guide is "
+            f"{type(guide).__name__}. Pass for instance pyro_ngvi.AutoMeanFieldNormal(model) itself "
+            f"(not within an AutoGuideList), or leave curvature out."
+        )
+    if kind == "scores":
+        return
+    form = guide.family.curvature_form
+    if kind == "kronecker" and form != kind:
+        raise ValueError(
+            f"{what} leaves two factors for each matrix of a matrix-normal guide, and the guide is "
+            f"{type(guide).__name__}. Take AutoMatrixNormal with pyro_ngvi.NoisyKFAC, or "
+            f'curvature="gauss_newton".'
+        )
+    if form == "kronecker" and kind != form:
+        raise ValueError(
+            f'{what}: {type(guide).__name__} takes curvature="kronecker", for pyro_ngvi.NoisyKFAC, and '
+            f"no other. Use that, or leave curvature out and take pyro_ngvi.NGVB."
+        )
+    if form is None:
+        raise ValueError(
+            f"{what}: {type(guide.family).__name__}, the family of {type(guide).__name__}, has no use "
+            f"for a curvature. Take AutoMeanFieldNormal, AutoFullRankNormal or AutoFactorPrecision, or "
+            f"leave curvature out."
+        )
+    if form == "low_rank" and kind in ("hessian", "squared_gradient"):
+        raise ValueError(
+            f"{what}: {type(guide.family).__name__} takes curvature as a sum of outer products. Use "
+            f'curvature="gauss_newton".'
+        )
+    if form == "dense" and kind == "squared_gradient":
+        raise ValueError(
+            f"{what} is diagonal, and {type(guide.family).__name__} has correlations. Use "
+            f'curvature="gauss_newton" or "hessian", or AutoMeanFieldNormal.'
+        )
+
+
+def check_all_have_scores(guide: AutoFamily) -> None:
+    """Refuse a guide with parameters beside its family's to a loss that gives them no gradient."""
+    own = {id(p) for p in guide.natural_params().values()}
+    rest = [k for k, p in guide.named_parameters() if p.requires_grad and id(p) not in own]
+    if rest:
+        raise ValueError(
+            f'BatchedELBO(curvature="scores") gives the parameters of a guide no gradient, and '
+            f"{type(guide).__name__} has some that are not its family's: {', '.join(rest)}. Nothing "
+            f"would train them; leave curvature out and take pyro_ngvi.NGVB or pyro_ngvi.IFVB."
+        )
+
+
+def check_affordable(d: int) -> None:
+    """Refuse the diagonal of a dense Hessian of the log prior, a pass for each of ``d`` columns."""
+    if d > MOST_COLUMNS:
+        raise ValueError(
+            f"The Hessian of the log prior is not diagonal (one latent site in the prior of another), "
+            f"and its diagonal would take a pass through the model for each of {d:,} latent variables. "
+            f'Use independent priors, or curvature="price" with pyro_ngvi.IVON.'
+        )
+
+
+def check_unscaled(log_q: Any, kind: str) -> None:
+    """Refuse a scale or mask around model and guide: rules set the curvature against q's own."""
+    scale = log_q["scale"]
+    unscaled = isinstance(scale, int | float) and scale == 1.0 and log_q["mask"] is None
+    if kind != "price" and not unscaled:
+        raise ValueError(
+            f"BatchedELBO(curvature={kind!r}) stands under a poutine.scale or mask around model and "
+            f"guide, which would change the curvature but not the precision of q that it becomes. "
+            f"Leave the scale out: natural-gradient steps need none. To temper the posterior there is "
+            f"kl_weight."
+        )
+
+
+def sum_log_prob(sites: Sites) -> Tensor:
+    """The log probability of all sites of one particle, a scalar; each has the shape of its plates."""
+    total: Any = None
+    for site in sites.values():
+        if site_is_subsample(site) or site_kind(site) == "deterministic":
+            continue
+        log_prob = site_log_prob(site)[1]
+        check_log_prob_shape(site, log_prob)
+        total = log_prob.sum() if total is None else total + log_prob.sum()
+    return torch.zeros(()) if total is None else total

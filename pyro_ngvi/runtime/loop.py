@@ -1,0 +1,71 @@
+"""Particles under ``vmap``, or one after the other where a program can not run under it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .vmap import run_in_loop, run_particles
+from .vmap_error import CannotBatch
+
+__all__ = ["Runs"]
+
+Program = Callable[..., Any]
+
+
+class Runs:
+    """Runs programs as ``run_particles`` does; what it can not run, in a loop, with one notice."""
+
+    def __init__(self) -> None:
+        self._looped: list[Program] = []
+        self._noticed = False
+
+    def forget(self) -> None:
+        """Try ``vmap`` again for every program."""
+        self._looped = []
+
+    def __call__(
+        self,
+        program: Program,
+        reduce: Any,
+        values: Any,
+        num_particles: int,
+        args: Any,
+        kwargs: Any,
+        *,
+        loops: bool,
+        minibatches: Any,
+        shared: Any = None,
+        **how: Any,
+    ) -> Any:
+        """What ``reduce`` makes of the sites, batched; ``loops`` allows the loop.
+
+        Raises:
+            CannotBatch: where ``vmap`` can not run the program and ``loops`` is False.
+        """
+        given: Any = program, reduce, values, num_particles, args, kwargs
+        common: Any = {"minibatches": minibatches, "shared": shared}
+        reason: CannotBatch | None = None
+        if all(program is not known for known in self._looped):
+            try:
+                return run_particles(*given, **common, **how)
+            except CannotBatch as error:
+                if not loops or isinstance(error.__cause__, torch.OutOfMemoryError):
+                    raise
+                reason = error
+        result = run_in_loop(*given, **common)  # shows the error of a program that is just wrong
+        if reason is not None:
+            self._looped.append(program)
+            if not self._noticed:
+                self._noticed = True
+                warnings.warn(
+                    f"BatchedELBO: torch.func.vmap can not run the program ({reason.where}), so each "
+                    f"of {num_particles} particles has a run of its own: a step takes about that many "
+                    f"times as long. Rewrite what branches on a latent site there.",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
+        return result

@@ -1,0 +1,223 @@
+"""Whether observed values lie in the support of their distribution.
+
+``log_prob`` checks it while Pyro's validation is on, with one answer for all entries: it has to be
+waited for, and there is none under ``vmap``.  So training checks the first data of all in a plain run,
+and later ones here, where the answer is at hand: on a CPU, by supports without latent variables.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+from torch.distributions.constraints import Constraint
+
+from ..linalg.host_bool import at_hand, host_bool
+from .density import innermost, site_kind, site_log_prob
+from .pyro_adapter import masks_of
+from .vmap import Site, Sites
+
+__all__ = [
+    "LaterData",
+    "bounds",
+    "check_data",
+    "kept_bounds",
+    "plain_support",
+    "validated_log_prob",
+]
+
+
+def validated_log_prob(site: Site) -> Tensor:
+    """``log_prob`` with scale and mask, under Pyro's validation where that is on.
+
+    :raises ValueError: when the value is outside the support, with the name of the site.
+    """
+    try:
+        return site_log_prob(site)[1]
+    except ValueError as error:
+        raise ValueError(
+            f"The site {site['name']!r} can not be evaluated: {error}{_hint(site)}"
+        ) from error
+
+
+def _hint(site: Site) -> str:
+    value = site["value"]
+    if not isinstance(value, Tensor) or not bool(value.isnan().any()):
+        return ""
+    if not _masks(site):
+        return (
+            "\nNaN stands for missing data in the steps of AutoSites alone. For all else mask them: "
+            "with poutine.mask(mask=~y.isnan()): pyro.sample(..., obs=torch.nan_to_num(y))."
+        )
+    return (
+        "\nA mask hides the log_prob of an entry, but not the NaN of its gradient. Under the mask, "
+        "observe numbers: obs=torch.nan_to_num(y), or another value of the support."
+    )
+
+
+def check_data(checked: Sites, run_unchecked: Callable[[], Sites]) -> None:
+    """Refuse observed values outside the support; the second run is at the same draw, unvalidated.
+
+    A support may depend on the latents (Uniform(0, z)).  Where the density is then zero by itself, the
+    draw is merely impossible.  What a mask hides may be anything.
+
+    :raises ValueError: with the name of the site.
+    """
+    for name, site in checked.items():
+        if site_kind(site) != "observed":
+            continue
+        try:
+            validated_log_prob(site)
+        except ValueError:
+            unchecked = run_unchecked().get(name)
+            if unchecked is None:
+                raise
+            impossible = float(site_log_prob(unchecked)[1].sum()) == -torch.inf
+            good = site["fn"].support.check(site["value"])
+            hidden = not good.all() and not _unhidden(~good, site).any()
+            if not impossible and not hidden:
+                raise
+
+
+class LaterData:
+    """The observed values of later runs, against the supports of their sites.
+
+    Only sites that validate and whose support holds the data of the first, plain run take part: that
+    of a distribution which never looks at its support need not be true.
+
+    >>> import torch, pyro.distributions as dist
+    >>> def run(y):
+    ...     return {"y": {"name": "y", "is_observed": True, "value": y, "fn": dist.Bernoulli(0.5),
+    ...         "infer": {}, "mask": None}}
+    >>> later = LaterData(run(torch.ones(2)))
+    >>> later.check(run(torch.zeros(2)))
+    >>> later.check(run(torch.tensor([1.0, 2.0])))
+    Traceback (most recent call last):
+    ValueError: The site 'y' can not be evaluated: its value in this step, of shape (2,), is not ...
+    """
+
+    def __init__(self, sites: Sites) -> None:
+        told = {name: site for name, site in sites.items() if _told(site)}
+        # the tensor that was good, and its version: most runs pass the same one at every step
+        self._good = {name: _identity(site["value"]) for name, site in told.items()}
+        # a support that moves, with a parameter say, is no fault of the data
+        self._bounds = {name: kept_bounds(site["fn"].support) for name, site in told.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a reference can not be stored
+        return vars(self) | {"_good": dict.fromkeys(self._good, (_gone, -1))}
+
+    def check(self, sites: Sites) -> None:
+        """Refuse values outside the support, under ``vmap`` too; NaN is left to the optimizer.
+
+        :raises ValueError: with the name of the site.
+        """
+        for name, (seen, version) in list(self._good.items()):
+            site = sites.get(name)
+            if site is None or not site["is_observed"]:
+                continue
+            value = site["value"]
+            if seen() is value and not value.is_inference() and value._version == version:
+                continue
+            if not isinstance(value, Tensor) or not at_hand(value):
+                continue
+            support = site["fn"].support
+            try:
+                # made of latent variables itself, it has no answer: ask it before slower checks do
+                answer = host_bool(value.isfinite().any())
+                good = value.isfinite() if answer is None else support.check(value)
+                answer = None if answer is None else host_bool(good.all())
+                if answer is False and not _same(self._bounds[name], bounds(support)):
+                    answer = None
+            except RuntimeError:  # a check that branches by values has no answer under vmap
+                answer = None
+            if answer is None:  # the support depends on latent sites, say
+                del self._good[name]
+            elif answer:
+                self._good[name] = _identity(value)
+            else:
+                _refuse(site, good)
+
+
+def _gone() -> None:
+    """What a dead reference answers."""
+
+
+def _identity(value: Tensor) -> tuple[Callable[[], Tensor | None], int]:
+    return ref(value), -1 if value.is_inference() else value._version
+
+
+def bounds(support: Any) -> list[Any]:
+    """The numbers that a support is made of, and those within it: tensors as they are, or numbers."""
+    if isinstance(support, Tensor | int | float):
+        return [support]
+    if isinstance(support, Constraint):
+        support = list(vars(support).values())
+    return (
+        [v for part in support for v in bounds(part)] if isinstance(support, list | tuple) else []
+    )
+
+
+def plain_support(support: Any) -> Any:
+    """A support without the ``independent`` around it."""
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint  # pyright: ignore[reportAttributeAccessIssue]
+    return support
+
+
+def kept_bounds(support: Any) -> list[Any]:
+    """:func:`bounds` to be compared with later: without a graph, whoever writes into them."""
+    return [v.detach().clone() if isinstance(v, Tensor) else v for v in bounds(support)]
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    pairs = [(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b, strict=True)]
+    return all(x.shape == y.shape and host_bool((x == y).all()) is True for x, y in pairs)
+
+
+def _refuse(site: Site, good: Tensor) -> None:
+    fn, value = site["fn"], site["value"]
+    nan = value.isnan()
+    bad = ~(good | (nan.flatten(-fn.event_dim).any(-1) if fn.event_dim else nan))
+    if host_bool(_unhidden(bad, site).any()):
+        raise ValueError(
+            f"The site {site['name']!r} can not be evaluated: its value in this step, of shape "
+            f"{tuple(value.shape)}, is not within the support ({fn.support!r}) of "
+            f"{type(fn).__name__}. Invalid values:\n{value}"
+        )
+
+
+def _told(site: Site) -> bool:
+    if site_kind(site) != "observed" or not isinstance(site["value"], Tensor):
+        return False
+    if not at_hand(site["value"]):
+        return False
+    try:
+        return (
+            innermost(site["fn"])._validate_args
+            and host_bool(site["fn"].support.check(site["value"]).all()) is True
+        )
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError):
+        return False  # a distribution without a support, or with one that tells nothing
+
+
+def _unhidden(bad: Tensor, site: Site) -> Tensor:
+    for mask in _masks(site):
+        bad = bad & mask
+    return bad
+
+
+def _masks(site: Site) -> list[Any]:
+    """The masks on a site; empty where every entry counts."""
+    masks = []
+    for mask, left_out in masks_of(site):
+        within = site["fn"].event_dim - left_out
+        if within and isinstance(mask, Tensor):
+            mask = mask.flatten(-within).all(
+                -1
+            )  # of an event that is masked in part nothing is said
+        if mask is not True:
+            masks.append(mask)
+    return masks

@@ -1,0 +1,311 @@
+"""Run Pyro code once under ``torch.func.vmap``, one batch element per particle.
+
+Three things a Pyro program does can not happen inside ``vmap`` and are moved out of it here:
+
+* creating a parameter: the program is run once without ``vmap`` and then again with it;
+* drawing a minibatch: it is drawn outside and shared by all particles;
+* filling a tensor with random numbers in place, as ``torch.distributions`` does.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import pyro
+import torch
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..linalg.random import own_random_state
+from .pyro_adapter import batched_safe_log
+from .vmap_error import vmap_error
+
+T = TypeVar("T")
+# Pyro's Message of a sample site, as Any: to a type checker each of its keys may be absent.
+Site: TypeAlias = Any
+Sites: TypeAlias = dict[str, Site]
+Randomness = Literal["same", "different", "error"]
+
+
+def sum_per_particle(x: Tensor) -> Tensor:
+    """Sum over every dimension but the first, (S, ...) to (S,)."""
+    return x.flatten(1).sum(1) if x.dim() > 1 else x
+
+
+class _Missing(Exception):
+    """Something that has to be made outside ``vmap``: a parameter, or a minibatch of a plate."""
+
+    def __init__(self, name: str, subsample: Any = None) -> None:
+        super().__init__(name)
+        self.name = name
+        self.subsample = subsample
+
+
+class Minibatches(dict[str, Tensor]):
+    """The index (n,) of each subsampled plate, shared by the particles, and how to redraw it."""
+
+    def __init__(self, fixed: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__(fixed or {})
+        self._subsamples: dict[str, Any] = {}
+
+    def fits(self, name: str, subsample: Any) -> bool:
+        """Whether there is an index for ``name`` that is a draw from ``subsample``."""
+        if name not in self:
+            return False
+        drawn_from = self._subsamples.get(name)
+        if drawn_from is None:  # given by the caller
+            return len(self[name]) == subsample.subsample_size
+        return plate_sizes(drawn_from) == plate_sizes(subsample)
+
+    def draw(self, name: str, subsample: Any) -> Tensor:
+        """Draw the index of the plate ``name`` and remember how."""
+        self._subsamples[name] = subsample
+        self[name] = subsample()
+        return self[name]
+
+    def redraw(self) -> None:
+        """Draw a new index for every plate that was drawn before."""
+        for name, subsample in self._subsamples.items():
+            self[name] = subsample()
+
+
+def plate_sizes(subsample: Any) -> tuple[int, int]:
+    """Number of examples, and how many of them are drawn."""
+    return subsample.size, subsample.subsample_size
+
+
+def is_minibatch(site: Site) -> bool:
+    """Whether a recorded site is the index of a plate, of fewer examples than there are."""
+    return site_is_subsample(site) and len(site["value"]) < site["fn"].size
+
+
+class Conditioned(Messenger):
+    """Fixes latent sites and minibatches, which stay latent, and records every sample site.
+
+    It does in one handler what ``poutine.replay`` and ``poutine.trace`` do in two, except that a
+    minibatch passed by the program itself (``plate(..., subsample=index)``) is never replaced.
+
+    :param values: value by site; for a plate's name, its minibatch.
+    :param minibatches: those of subsampled plates to which ``values`` gives none.
+    :param in_vmap: raise :class:`_Missing` where a parameter or a minibatch has to be made.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Tensor], minibatches: Mapping[str, Tensor], in_vmap: bool = False
+    ) -> None:
+        super().__init__()
+        self.values = values
+        shared = isinstance(minibatches, Minibatches)
+        self.minibatches = minibatches if shared else Minibatches(minibatches)
+        self.in_vmap = in_vmap
+        self.sites: Sites = {}
+
+    def _pyro_sample(self, msg: Site) -> None:
+        name = msg["name"]
+        if msg["is_observed"] or (site_is_subsample(msg) and msg["value"] is not None):
+            return
+        if name in self.values:
+            msg["value"] = self.values[name]
+            msg["done"] = True
+        elif site_is_subsample(msg):
+            fn = msg["fn"]
+            if fn.subsample_size is not None and fn.subsample_size < fn.size:
+                msg["value"] = self._minibatch(name, fn)
+
+    def _minibatch(self, name: str, subsample: Any) -> Tensor:
+        if self.minibatches.fits(name, subsample):
+            return self.minibatches[name]
+        if self.in_vmap:
+            raise _Missing(name, subsample)
+        return self.minibatches.draw(name, subsample)
+
+    def _pyro_post_sample(self, msg: Site) -> None:
+        name = msg["name"]
+        if name in self.sites:
+            raise ValueError(f"Two sample sites have the name {name!r}; rename one of them.")
+        self.sites[name] = msg.copy()
+
+    def _pyro_param(self, msg: Site) -> None:
+        new = msg["value"] is None and msg["name"] not in pyro.get_param_store()
+        # Modules with local parameters made them before, and keep them out of the store.
+        if self.in_vmap and new and not pyro.settings.get("module_local_params"):
+            raise _Missing(msg["name"])
+
+
+class _BatchedSamplers(TorchFunctionMode):
+    """Replaces what samplers do in place and ``vmap`` can not do, or only slowly.
+
+    An in-place random fill can not differ between particles, so it becomes a draw out of place.
+    The tensor that should have been filled becomes NaN, so that code which goes on to use it
+    rather than the returned tensor is found out.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.clamp_:  # of gamma variates; it has no batching rule
+            return args[0].copy_(torch.clamp(*args, **kwargs))
+        fill = _FILLS.get(func)
+        if fill is None:
+            return func(*args, **kwargs)
+        drawn = fill(*args, **kwargs)
+        args[0].fill_(float("nan"))
+        return drawn
+
+
+def _uniform(x: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+    # rand_like may return 0, where an inverse distribution function is infinite.
+    u = torch.rand_like(x).clamp_min(torch.finfo(x.dtype).tiny)
+    return low + (high - low) * u
+
+
+_FILLS: dict[Any, Callable[..., Tensor]] = {
+    torch.Tensor.normal_: lambda x, mean=0.0, std=1.0: mean + std * torch.randn_like(x),
+    torch.Tensor.uniform_: _uniform,
+    torch.Tensor.exponential_: lambda x, lambd=1.0: -_uniform(x).log() / lambd,
+    torch.Tensor.cauchy_: lambda x, median=0.0, sigma=1.0: (
+        median + sigma * (torch.pi * (_uniform(x) - 0.5)).tan()
+    ),
+}
+
+
+def run_particles(
+    program: Callable[..., Any],
+    reduce: Callable[[Sites], T],
+    values: Mapping[str, Tensor],
+    num_particles: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    minibatches: Minibatches,
+    shared: Mapping[str, Tensor] | None = None,
+    randomness: Randomness = "different",
+    sampling: bool = False,
+    chunk_size: int | None = None,
+) -> T:
+    """Run ``program`` under ``vmap`` over particles and return ``reduce(sites)``, batched.
+
+    :param program: a model or a guide.
+    :param reduce: maps the recorded sites of one particle to a pytree of tensors.
+    :param values: site name to constrained value, with a leading dimension of size S.
+    :param minibatches: those of subsampled plates; what is missing is drawn and added.
+    :param shared: further values by site, which have no particle dimension.
+    :param sampling: whether the program draws sites itself, so that in-place random fills must
+        be supported (it makes every torch call slower).
+    :raises RuntimeError: when the program can not run under ``vmap``.
+    """
+    sites: Sites = {}
+
+    def body(values: dict[str, Tensor], _: Tensor) -> T:
+        nonlocal sites
+        handler = Conditioned({**values, **(shared or {})}, minibatches, in_vmap=True)
+        sites = handler.sites
+        with handler:
+            program(*args, **kwargs)
+        return reduce(sites)
+
+    batched = torch.func.vmap(body, randomness=randomness, chunk_size=chunk_size)
+    inputs = (dict(values), torch.empty(num_particles, device="cpu"))
+    missing: set[tuple[str, tuple[int, int] | None]] = set()
+    while True:
+        try:
+            # validation branches on tensors
+            with pyro.validation_enabled(False), batched_safe_log():
+                if not sampling:
+                    return batched(*inputs)
+                with _BatchedSamplers():
+                    return batched(*inputs)
+        except _Missing as need:
+            size = None if need.subsample is None else plate_sizes(need.subsample)
+            if (need.name, size) in missing:
+                raise RuntimeError(
+                    f"{need.name!r} changes between two runs of the same model; parameters and "
+                    f"the sizes of subsampled plates must not be random."
+                ) from need
+            missing.add((need.name, size))
+            if need.subsample is None:
+                with torch.no_grad(), pyro.poutine.block(), own_random_state():
+                    first = _first_particle(values, shared)
+                    run_plainly(program, first, args, kwargs, minibatches)
+            else:
+                minibatches.draw(need.name, need.subsample)
+        except RuntimeError as error:
+            following = partial(
+                _sites_of_plain_run, program, values, shared, args, kwargs, minibatches
+            )
+            if not sampling:  # a site that the caller refuses may be what can not run
+                _refuse(reduce, following, error)
+            raise vmap_error(error, sites, following) from error
+
+
+def run_in_loop(
+    program: Callable[..., Any],
+    reduce: Callable[[Sites], Any],
+    values: Mapping[str, Tensor],
+    num_particles: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    minibatches: Minibatches,
+    shared: Mapping[str, Tensor] | None = None,
+) -> Any:
+    """As :func:`run_particles`, one particle after the other and without ``vmap``."""
+    runs = []
+    with pyro.validation_enabled(False):
+        for s in range(num_particles):
+            at = {name: value[s] for name, value in values.items()} | dict(shared or {})
+            runs.append(reduce(run_plainly(program, at, args, kwargs, minibatches)))
+    return _stacked(runs)
+
+
+def _stacked(runs: list[Any]) -> Any:
+    first = runs[0]
+    if isinstance(first, dict):
+        return {key: _stacked([run[key] for run in runs]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(map(_stacked, map(list, zip(*runs, strict=True))))
+    return torch.stack(runs)
+
+
+def run_plainly(
+    program: Callable[..., Any],
+    values: Mapping[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    minibatches: Minibatches,
+) -> Sites:
+    """Run one particle without ``vmap``, which creates parameters, and return its sites."""
+    with Conditioned(values, minibatches) as handler:
+        program(*args, **kwargs)
+    return handler.sites
+
+
+def _refuse(reduce: Callable[[Sites], Any], run: Callable[[], Sites], error: Exception) -> None:
+    try:
+        reduce(run())
+    except ValueError as refused:
+        raise refused from error
+    except Exception:  # of a program that is wrong without vmap too
+        return
+
+
+def _first_particle(
+    values: Mapping[str, Tensor], shared: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    return {name: value[0] for name, value in values.items()} | dict(shared or {})
+
+
+def _sites_of_plain_run(
+    program: Callable[..., Any],
+    values: Mapping[str, Tensor],
+    shared: Mapping[str, Tensor] | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    minibatches: Minibatches,
+) -> Sites:
+    """The sites of a run without ``vmap``, for what an error says."""
+    with torch.no_grad(), pyro.poutine.block(), own_random_state():
+        return run_plainly(program, _first_particle(values, shared), args, kwargs, minibatches)

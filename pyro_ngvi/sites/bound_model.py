@@ -1,0 +1,312 @@
+"""A plan at the arguments of one call of the model, which may be a minibatch.
+
+At the current hyperparameters it gives
+
+    f(eps) = A eps + b      for every group (``linear_maps``), by running the model at the unit vectors,
+    log p(y_n | f_n)        for given f (``log_likelihood``), by running it with f put in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from ..distributions import GaussianProcess
+from ..linalg.host_bool import at_hand
+from ..linalg.random import fixed_normal
+from ..runtime.density import site_kind, site_log_prob
+from ..runtime.vmap import Sites, is_minibatch
+from .conditioned_model import ConditionedModel, TensorRef, WhitenedRun, for_each
+from .log_likelihood import data_shape, data_terms, minibatch_scale
+from .structure import Group, LinearMap, ModelStructure
+from .whitening import log_det_root
+
+__all__ = ["BoundModel", "affine_maps", "apart", "moves"]
+
+#: entries of A that are made at once
+CHUNK = 2**24
+
+
+class BoundModel:
+    """A plan at the arguments of one call.
+
+    The model is run when something is asked for: up to the last site of the block for what concerns the
+    prior, as a whole, with data, for what concerns these.
+
+    Raises:
+        ValueError: where a group has another number of data than the plan.
+    """
+
+    def __init__(self, plan: ModelStructure, runner: ConditionedModel) -> None:
+        self.plan, self.runner = plan, runner
+        #: whether handlers around this are not to see the run that looks at all sites
+        self.hidden = True
+
+    @property
+    def block(self) -> dict[str, Any]:
+        """The Gaussians of the block's sites, with their graph in the parameters of the model."""
+        return self._run.own if "_run" in self.__dict__ else self._block
+
+    @cached_property
+    def _block(self) -> dict[str, Any]:
+        """Found without the data, which need not be there."""
+        return self.runner(self.plan.zero(), look_at=self.plan.block_places, at_mean=True).own
+
+    @cached_property
+    def probe(self) -> Tensor:
+        """A fixed random noise (D,), at which two linear maps would differ."""
+        return fixed_normal(self.plan.dim, seed=self.plan.dim).to(self.plan.zero())
+
+    @cached_property
+    def _run(self) -> WhitenedRun:
+        # it makes parameters, and draws minibatches
+        return self.runner(self.probe, hidden=self.hidden, keep=self.plan.places)
+
+    @property
+    def sites(self) -> Sites:
+        """All sites of the model, the block at the probe."""
+        return self._run.sites
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of each group's data now."""
+        return {g.name: data_shape(self._observed(g)) for g in self.plan.groups}
+
+    def _observed(self, group: Group) -> Any:
+        """The first observed site of a group, whose others come too."""
+        for name in group.observed:
+            if name not in self.sites:
+                raise ValueError(
+                    f"AutoSites: the observed site {name!r}, which was there at the guide's first "
+                    f"call, does not come in this one."
+                )
+        return self.sites[group.observed[0]]
+
+    @cached_property
+    def index(self) -> dict[str, Tensor | None]:
+        """Numbers (n,) of the data among all of the group; ``None`` where these are all, in order."""
+        index = {g.name: _index(g, self._observed(g), self._run) for g in self.plan.groups}
+        process = any(isinstance(fn, GaussianProcess) for fn in self._run.own.values())
+        if not (self.plan.direct or process) and self._run.used < self.plan.dim:
+            raise ValueError(
+                f"AutoSites: the latent block has {self._run.used} entries now, fewer than the "
+                f"{self.plan.dim} of the guide's first call. A block of another size needs a guide of "
+                f"its own."
+            )
+        return index
+
+    @cached_property
+    def at_probe(self) -> dict[str, Tensor]:
+        """The predictors (n, k) at the probe."""
+        return self._joined(self._run)
+
+    @cached_property
+    def terms_at_probe(self) -> dict[str, Tensor]:
+        """log p of each datum at the probe, by observed site, with their graph in parameters."""
+        with torch.enable_grad():
+            observed = {n: s for n, s in self.sites.items() if site_kind(s) == "observed"}
+            return {name: data_terms(site) for name, site in observed.items()}
+
+    def predictors(
+        self, noise: Tensor, makers: Mapping[str, Any] | None = None
+    ) -> dict[str, Tensor]:
+        """f (n, k) of every group at a noise (D,); ``makers`` as in a :class:`WhitenedRun`."""
+        return self._joined(self.runner(noise, look_at=self.plan.places, makers=makers))
+
+    def _joined(self, run: WhitenedRun) -> dict[str, Tensor]:
+        return {g.name: g.predictor.join(run.seen, self.shapes[g.name]) for g in self.plan.groups}
+
+    def fingerprint(self) -> dict[str, Tensor]:
+        """f and log p at the probe, (n, k + 1) by group: other hyperparameters or data change it."""
+        prior: Any = 0.0
+        if self.plan.direct:  # elsewhere f at the probe depends on the prior
+            for name, fn in self.block.items():
+                if not isinstance(fn, GaussianProcess):  # whose algebra replaces the probe
+                    prior = prior + site_log_prob(self.sites[name])[0].sum()
+        with torch.no_grad():
+            prints = {}
+            for g in self.plan.groups:
+                terms = torch.stack([self.terms_at_probe[n].reshape(-1) for n in g.observed]).sum(0)
+                prints[g.name] = torch.cat([self.at_probe[g.name], (terms + prior)[:, None]], -1)
+            return prints
+
+    @staticmethod
+    def _terms(group: Group, sites: Sites, scaled: bool = True) -> Tensor:
+        """log p (n,) of a group's data in a run."""
+        terms = [data_terms(sites[name], scaled).reshape(-1) for name in group.observed]
+        return torch.stack(terms).sum(0)
+
+    def rows(self, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The rows (n, ...) of this call of tensors (N, ...) over all data of a group."""
+        index = self.index[name]
+        return tensors if index is None else tuple(t.index_select(0, index) for t in tensors)
+
+    def weight(self, name: str) -> float:
+        """N / n: how many data of the group one datum of this call stands for."""
+        return self.group(name).size / max(self.shapes[name].numel(), 1)
+
+    def group(self, name: str) -> Group:
+        """The group of that name."""
+        return next(g for g in self.plan.groups if g.name == name)
+
+    def other_terms(self) -> Tensor:
+        """log p, a 0-dim tensor, of sites that are neither of the block nor data with a predictor."""
+        total = self.plan.zero().new_zeros(())
+        seen = {name for group in self.plan.groups for name in group.observed}
+        for name, site in self.sites.items():
+            if name not in seen and name not in self.plan.shapes and not site_is_subsample(site):
+                if site_kind(site) == "observed":  # without what is missing
+                    term = self.terms_at_probe[name] * minibatch_scale(site)
+                else:
+                    term = site_log_prob(site)[1]
+                total = total + term.sum()
+        return total
+
+    def block_at(self, noise: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Every site of the block at a noise (D,): its value, and -log |det dz / deps| by its batch."""
+        run = self.runner(noise, look_at=self.plan.block_places)
+        return {
+            name: (run.seen[TensorRef(site=name)], -log_det_root(run.own[name], event_dim))
+            for name, event_dim in self.plan.event_dims.items()
+        }
+
+    def flat_block(self, noise: Tensor, makers: Mapping[str, Any] | None = None) -> Tensor:
+        """The block z (D,) in a row at a noise; ``makers`` as in a :class:`WhitenedRun`."""
+        run = self.runner(noise, look_at=self.plan.block_places, makers=makers)
+        return torch.cat([run.seen[place].reshape(-1) for place in self.plan.block_places])
+
+    def moves_of_block(self, noises: Tensor) -> Tensor:
+        """How far the block (n, D) moves from where it is at noise 0, for ``noises`` (n, D)."""
+        return moves(self.flat_block, noises)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all data of all groups are here."""
+        return all(index is None for index in self.index.values())
+
+    def linear_maps(self) -> dict[str, LinearMap]:
+        """A and b of every group, with their graph in the parameters of the model."""
+        plan = self.plan
+        fn = next(iter(self.block.values()))
+        if plan.is_one_vector and hasattr(fn, "scale_tril"):  # what the runs would find
+            loc = fn.loc.expand(fn.shape()).unsqueeze(-1)
+            own = LinearMap(fn.scale_tril.unsqueeze(1), loc, triangular=True)
+            return {group.name: own for group in plan.groups}
+        identity = torch.eye(plan.dim, dtype=plan.dtype, device=plan.device)
+
+        return affine_maps(self.predictors, identity)
+
+    def log_likelihood(
+        self, predictors: Mapping[str, Tensor], scaled: bool = True
+    ) -> dict[str, Tensor]:
+        """log p(y_n | f_n) (Q, n) for f (Q, n, k) by group, in nats; times the scale, if ``scaled``."""
+        groups, zero = self.plan.groups, self.plan.zero()
+        for group in groups:
+            for name in group.observed:
+                if not self.sites[name]["is_observed"]:
+                    raise ValueError(
+                        f"AutoSites: the site {name!r} has no data in this call (obs=None). A step and "
+                        f"the loss need them; to predict, call the guide or use Predictive."
+                    )
+
+        sets = apart(groups)
+
+        def terms(f: dict[str, Tensor]) -> dict[str, Tensor]:
+            found = {}
+            for together in sets:
+                replace = {}
+                for g in together:
+                    replace |= g.predictor.split(f[g.name], self.shapes[g.name])
+                sites = self.runner.sites(zero, replace=replace, at_mean=True)
+                found |= {g.name: self._terms(g, sites, scaled) for g in together}
+            return found
+
+        return for_each(terms, dict(predictors))
+
+
+def apart(groups: Sequence[Group]) -> list[list[Group]]:
+    """The groups in sets of which no two see one place: each sees it at points of its own."""
+    sets: list[tuple[set[TensorRef], list[Group]]] = []
+    for group in groups:
+        places = set(group.predictor.places)
+        for taken, members in sets:
+            if not taken & places:
+                taken |= places
+                members.append(group)
+                break
+        else:
+            sets.append((places, [group]))
+    return [members for _, members in sets]
+
+
+def affine_maps(
+    predictors: Callable[[Tensor], dict[str, Tensor]], units: Tensor
+) -> dict[str, LinearMap]:
+    """A and b of affine ``predictors`` by group, from their values at 0 and at ``units``."""
+    at_zero = predictors(torch.zeros_like(units[0]))
+    rows = max(1, CHUNK // max(f.numel() for f in at_zero.values()))
+    at_units = for_each(predictors, units, None if rows >= len(units) else rows)
+    return {name: LinearMap((at_units[name] - b).movedim(0, -1), b) for name, b in at_zero.items()}
+
+
+def moves(affine: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """What an affine function adds to its value at 0, at every row of ``inputs``."""
+    origin = affine(torch.zeros_like(inputs[0]))
+    return for_each(lambda x: affine(x) - origin, inputs)
+
+
+def _index(group: Group, site: Any, run: WhitenedRun) -> Tensor | None:
+    """Numbers (n,) of the data of a call among those of the group; ``None`` for all in order."""
+    full, rank = list(data_shape(site)), len(site["fn"].batch_shape)
+    chosen: dict[int, Tensor] = {}
+    for frame in site["cond_indep_stack"]:
+        plate = run.sites.get(frame.name)
+        if frame.dim is not None and plate and _is_chosen(plate, frame.name in run.given):
+            dim = rank + frame.dim
+            _refuse_unnumbered(site["name"], plate, run)
+            full[dim] = frame.full_size
+            chosen[dim] = plate["value"].reshape(-1)
+    if tuple(full) != tuple(group.batch):
+        raise ValueError(
+            f"AutoSites: the observed site {site['name']!r} has data of shape {tuple(full)} in this "
+            f"call, and the guide has sites for shape {tuple(group.batch)}. Data that come or go are "
+            f"announced first, by guide.add(count) or guide.remove(indices); for new inputs "
+            f"without data call the model with obs=None."
+        )
+    if not chosen:
+        return None
+    device = next(iter(chosen.values())).device
+    numbers = torch.arange(group.size, device=device).reshape(full)
+    for dim, index in chosen.items():
+        numbers = numbers.index_select(dim, index.to(device))
+    return numbers.reshape(-1)
+
+
+def _refuse_unnumbered(name: str, plate: Any, run: WhitenedRun) -> None:
+    """Refuse a minibatch whose data have no numbers: drawn, and not looked at, or -1."""
+    index = plate["value"]
+    if id(index) in run.unread or (at_hand(index) and bool((index < 0).any())):
+        raise ValueError(
+            f"AutoSites: the observed site {name!r} lies in the plate {plate['name']!r}, which is a "
+            f"minibatch of {len(index)} of {plate['fn'].size}, and the model does not say which: it "
+            f"never looks at the numbers of the plate. Each datum has a site of its own here, so pass "
+            f"the numbers with the data, as in pyro.plate({plate['name']!r}, "
+            f"{plate['fn'].size}, subsample=index); models of pyro_ngvi.nn.bayesianize take them as "
+            f"svi.step(x, y, index)."
+        )
+
+
+def _is_chosen(plate: Any, given: bool) -> bool:
+    """Whether the index of a plate is a minibatch, or ``given`` and in another order than 0, 1, 2, ...
+
+    A loader whose batch holds all data may have shuffled them.
+    """
+    index = plate["value"]
+    if is_minibatch(plate) or not given:
+        return is_minibatch(plate)
+    return not at_hand(index) or not torch.equal(index.reshape(-1), torch.arange(len(index)))

@@ -1,0 +1,258 @@
+r"""CVI: conjugate-computation variational inference (Khan & Lin 2017, eq. 21) for Gaussian sites.
+
+    lambda_n <- (1 - b) lambda_n + b grad_mu_n E_q log p(y_n | f_n),
+
+lambda_n the natural parameters of site n, mu_n the mean parameters of f_n: a natural-gradient step of
+length b in all of q, of which only the sites move, since the prior is conjugate.  In Gaussian terms,
+with g_n = E grad log p and H_n = E hess log p under q(f_n) = N(m_n, C_n),
+
+    Lambda_n <- (1 - b) Lambda_n - b H_n,        nu_n <- (1 - b) nu_n + b (g_n - H_n m_n).
+
+With b = 1 a Gaussian likelihood is exact after one step, and others converge as fixed points do.  Three
+things keep it safe:
+
+* With all data at hand the ELBO and its slope are known exactly: b is the gain of a secant, at most lr,
+  and a sweep after which the ELBO fell is halved (:mod:`pyro_ngvi.sites.secant`).
+* A term that is quadratic in f_n is conjugate: its site moves all the way, whatever lr is.
+* A step after which q would not be proper (a likelihood that is not log-concave) is shortened until it
+  is (:mod:`pyro_ngvi.sites.proper_step`).
+
+Data whose expectations are not finite keep their site as it was.
+
+Not for: models outside of :class:`~pyro_ngvi.AutoSites`; :class:`~pyro_ngvi.NGVB` is the general rule.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from pyro.optim import PyroOptim
+from torch import Tensor
+
+from ..families.base import Tensors
+from ..linalg.host_bool import host_bool
+from ..linalg.products import matvec
+from ..optim.base import NaturalGradientOptim, describe
+from ..optim.others_state import ADAM
+from ..optim.report import Report, StepReport
+from .guide import AutoSites, find_sites
+from .loss import SiteTargets
+from .proper_step import proper_step
+from .secant import Pairs, next_sweep, pairing, same, start_sweeps, taken, towards
+
+__all__ = ["CVI", "SweepReport", "site_targets"]
+
+
+def site_targets(gradient: Tensor, hessian: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """grad_mu E log p as (nu, Lambda) = (g - H m, -H), from g (n, k), H (n, k, k) and m (n, k)."""
+    return gradient - matvec(hessian, mean), -hessian
+
+
+@dataclass(frozen=True)
+class SweepReport(StepReport):
+    """What the last step did, in numbers; ``skipped_sites`` is always empty.
+
+    Attributes:
+        damped: number of steps so far that were shortened or taken back.
+        left: number of data whose sites stayed as they were at this step, as their expectations
+            are not finite.
+    """
+
+    damped: int
+    left: int
+
+
+class CVI(NaturalGradientOptim):
+    """Conjugate-computation VI: an optimizer for ``pyro.infer.SVI`` that steps the sites of AutoSites.
+
+    The loss must be :class:`~pyro_ngvi.SitesELBO`.  One step with all data is a sweep; some ten usually
+    do; ``report()`` (:class:`SweepReport`) says how far the last one went, a difference of log
+    normalizers, which in float32 is rounding below about 0.1.  Equations: :mod:`pyro_ngvi.sites.cvi`.
+
+    Args:
+        guide: an :class:`~pyro_ngvi.AutoSites`, or an ``AutoGuideList`` that contains one.
+        lr: largest gain in (0, 1].  1 is right with all data, and for minibatches whose sites are
+            visited in turn.  Take less where the targets are noisy: other guides in the list.
+        others: a ``PyroOptim`` for parameters of the model (length-scales, noise) and of other guides;
+            it begins at the second step.
+
+    Raises:
+        ValueError: for a guide without ``AutoSites``, or ``lr`` out of range.
+        RuntimeError: at a step, for another loss.
+
+    Example: see :class:`~pyro_ngvi.AutoSites`.
+    """
+
+    kinds: ClassVar[tuple[str | None, ...]] = ("sites",)
+    needs_gradients: ClassVar[bool] = False
+
+    def __init__(self, guide: Any, lr: float = 1.0, others: PyroOptim | None = ADAM) -> None:
+        if not isinstance(lr, int | float) or not 0.0 < lr <= 1.0:
+            raise ValueError(f"lr is a share of the way to the targets, in (0, 1], got {lr!r}.")
+        self.lr = float(lr)
+        self._told: dict[str, int] = {}
+        self._editions: dict[str, int] = {}
+        super().__init__(guide, others)
+        if not self._rules:
+            raise ValueError(
+                f"CVI trains pyro_ngvi.AutoSites(model), and found none in {describe(guide)}. For "
+                f"other guides of this package there is pyro_ngvi.NGVB."
+            )
+
+    def _blocks(self) -> Any:
+        return find_sites(self.guide)
+
+    def _adopt(self, path: str, block: Any) -> None:
+        self._rules[path] = self
+        block.curvature = None  # a step that failed may have left some
+
+    def _step(self, params: list[Tensor]) -> None:
+        """One step; the first of all leaves every other parameter alone.
+
+        Before a site has moved q is the prior, and the gradients in hyperparameters are so large that
+        the moments of Adam would remember them for a thousand steps.
+        """
+        blocks = [block for _, block in self._blocks() if block.fresh]
+        own = {id(p) for block in blocks for p in block.natural_params().values()}
+        if any(id(p) in own for p in params):
+            self._sorted_others({id(p): p for p in params if id(p) not in own}, True)
+            params = [p for p in params if id(p) in own]
+        super()._step(params)
+
+    def init(self, values: Tensors) -> Tensors:
+        """The state before the first step, from the sites."""
+        like = next(iter(values.values()))
+        zero = torch.zeros((), dtype=like.dtype, device=like.device)
+        counts = {name: zero.clone() for name in ("count", "damped", "skipped", "left")}
+        return counts | start_sweeps(values)
+
+    def _state_of(self, path: str, block: Any, values: Tensors) -> Tensors:
+        state = super()._state_of(path, block, values)
+        if self._editions.setdefault(path, block.edition) != block.edition:
+            # sites came, went or were reset by hand: no sweep before compares with the next
+            self._editions[path] = block.edition
+            state = state | start_sweeps(values)
+        return state
+
+    @torch.no_grad()
+    def _step_block(self, path: str, block: AutoSites, tensors: dict[str, Any]) -> None:
+        targets: SiteTargets | None = block.take_curvature()
+        self._check_curvature(block, cast(Any, targets))
+        assert targets is not None
+        state = dict(self._state_of(path, block, {n: p.detach() for n, p in tensors.items()}))
+        moments = {n: (m.mean, m.second_moment) for n, m in targets.marginals.items()}
+        residual, exact, left = _residuals(targets, block)
+        if targets.whole:
+            prints = targets.call.fingerprint()
+            size = targets.elbo.abs() + targets.posterior.log_normalizer.abs()
+            again = same(state, prints)
+            sweep = next_sweep(state, residual, exact, moments, targets.elbo, size, self.lr, again)
+            memory = {"sweep.print." + name: v for name, v in prints.items()}
+            if block.fresh:  # the first targets of all are not those at q, and make no secant
+                memory["sweep.gain"] = torch.full_like(targets.elbo, torch.nan)
+            change, gain, back = sweep.change, sweep.gain, sweep.back
+        else:
+            sweep, memory = None, {}
+            gain = torch.full_like(targets.elbo, self.lr)
+            back = torch.zeros_like(gain, dtype=torch.bool)
+            change = towards(residual, exact, gain)
+        step = proper_step(block, targets, change)
+        change, share = step.change, step.share
+        block.algebra.evidence = step.evidence
+        _move(block, targets, change, share)
+        if targets.call.whole and step.q is not None:
+            block.algebra.keep(targets.view, block.natural_params().values(), step.q)
+        if sweep is not None:
+            state |= taken(sweep, change, share) | memory
+        block.fresh = block.fresh and host_bool(share > 0.0) is False
+        along = share * pairing(change, moments)
+        if block.algebra.running:  # where more has changed than these sites
+            q, after = targets.posterior, block.algebra.white(targets.view, step.evidence)
+            along = q.expected(after.plus(q.evidence, -1.0))
+        kl = step.log_normalizer - targets.posterior.log_normalizer - along
+        damped = back | (share < 1.0)
+        state["count"] = state["count"] + 1.0
+        state["damped"] = state["damped"] + damped
+        state["skipped"] = state["skipped"] + (share == 0.0)
+        state["left"] = left
+        self._states[path] = state
+        self._reports[path] = Report(
+            finite=share > 0.0,
+            step_norm=(2.0 * kl).clamp_min(0.0).sqrt(),
+            gain=(gain * share).nan_to_num(self.lr),  # unknown after the first step went back
+            radius=torch.full_like(gain, torch.inf),
+            damped=damped,
+            skipped=state["skipped"],
+            bad_entries=torch.zeros(0, device=gain.device),
+        )
+        self._tell(path, targets, left)
+        if block.algebra.running and targets.view.learns and not self._has_others:
+            warnings.warn(
+                "CVI: the prior has parameters that require gradients, and no optimizer learns them. "
+                "In minibatches q is then a running average where it could be exact: hold them by "
+                "requires_grad_(False), or pass CVI(guide, others=...).",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def report(self, path: str | None = None) -> SweepReport:
+        """What the last step did.  Waits for the device, so do not call it at every step on a GPU."""
+        plain = super().report(path)
+        state = self._states[next(iter(self._reports)) if path is None else path]
+        damped, left = (int(state[name].item()) for name in ("damped", "left"))
+        return SweepReport(**vars(plain), damped=damped, left=left)
+
+    def _tell(self, path: str, targets: SiteTargets, left: Tensor) -> None:
+        if host_bool(left > 0) and int(left) != self._told.get(path):
+            count = self._told[path] = int(left)
+            names = ", ".join(map(repr, targets.expected))
+            warnings.warn(
+                f"CVI left {count} site(s) of {names} as they were: the expected log likelihood of "
+                f"these data is not finite. Look for data outside of the support, a likelihood of "
+                f"-inf, or a prior so wide that it overflows.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+
+def _residuals(targets: SiteTargets, block: AutoSites) -> tuple[Pairs, dict[str, Tensor], Tensor]:
+    """Target - site for the data of the call, which of them are exact, and how many are not finite."""
+    residual: Pairs = {}
+    exact = {}
+    left = torch.zeros_like(targets.elbo)
+    for name, tensors in block.site_tensors().items():
+        linear, precision = targets.call.rows(name, *tensors)
+        e, index = targets.expected[name], targets.call.index[name]
+        nu, Lambda = site_targets(e.gradient, e.hessian, targets.marginals[name].mean)
+        finite = torch.isfinite(nu).all(-1) & torch.isfinite(Lambda).flatten(1).all(-1)
+        finite = finite & torch.isfinite(e.value)
+        left = left + (~finite).sum()
+        moves = finite & _first_of_each(index, len(tensors[0]), finite)
+        residual[name] = (
+            torch.where(moves.unsqueeze(-1), nu - linear, 0.0),
+            torch.where(moves.reshape(-1, 1, 1), Lambda - precision, 0.0),
+        )
+        exact[name] = e.quadratic
+    return residual, exact, left
+
+
+def _first_of_each(index: Tensor | None, size: int, like: Tensor) -> Tensor:
+    """Marks one place of every number in ``index``: a datum that comes twice is updated once."""
+    if index is None:
+        return torch.ones_like(like)
+    order = torch.arange(len(index), device=index.device)
+    last = torch.zeros(size, dtype=order.dtype, device=index.device).scatter_(0, index, order)
+    return last[index] == order
+
+
+def _move(block: AutoSites, targets: SiteTargets, change: Pairs, share: Tensor) -> None:
+    for name, tensors in block.site_tensors().items():
+        index = targets.call.index[name]
+        for p, c in zip(tensors, change[name], strict=True):
+            if index is None:
+                p.add_(share * c)
+            else:
+                p.index_add_(0, index, share * c)

@@ -1,0 +1,271 @@
+r"""SitesELBO: the exact ELBO of an AutoSites guide, up to quadrature.
+
+    ELBO = log Z + sum_n w_n (E_q log p(y_n | f_n) - E_q log t_n(f_n)),
+    log Z = log int p(z) prod_n t_n(f_n) dz,
+
+with E log p by the points of :mod:`pyro_ngvi.sites.expectation` and all the rest in closed form; w_n is
+1, or N / B in a minibatch of B, where log Z is still that of all sites.  Where minibatches learn the
+prior (:mod:`pyro_ngvi.sites.inducing`) it is sum_n w_n E_q log p(y_n | f_n) - KL(q || p).  Gradients in
+parameters of the model hold the *sites* and let q move with the prior (Adam, Chang, Khan & Solin 2021,
+"Dual parameterization of sparse variational Gaussian processes"), which gives a tighter bound for the
+hyperparameters than holding q.
+
+Where other guides infer further latent sites r (in an ``AutoGuideList``), these are drawn, and
+log p(r) - log q(r) added: an estimate with ``num_particles`` draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.infer import ELBO
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from ..curvature.record import leave_curvature
+from ..linalg.autocast import outside_autocast
+from ..linalg.host_bool import host_bool
+from ..runtime.density import site_log_prob
+from ..runtime.whole_gradients import whole_gradients
+from .algebra import Marginals, View, apart
+from .bound_model import BoundModel
+from .dense import WhitePosterior
+from .expectation import Expected, Points, default_count, expectations, quadrature_points
+from .guide import AutoSites, find_sites
+from .initial_sites import first_targets
+
+__all__ = ["SiteTargets", "SitesELBO"]
+
+Program = Callable[..., Any]
+
+
+@dataclass
+class SiteTargets:
+    """What the loss leaves on the guide for :class:`~pyro_ngvi.CVI`."""
+
+    kind = "sites"
+    call: BoundModel
+    view: View
+    posterior: Any
+    marginals: dict[str, Marginals]
+    expected: dict[str, Expected]
+    elbo: Tensor
+    whole: bool
+    """all data, and no draws of other guides: the ELBO is exact"""
+
+
+class SitesELBO(ELBO):
+    """Negative ELBO of an :class:`~pyro_ngvi.AutoSites` guide for ``pyro.infer.SVI``, by quadrature.
+
+    ``loss_and_grads`` leaves on the guide what :class:`~pyro_ngvi.CVI` needs, and adds the gradient in
+    parameters of the model to their ``.grad``.  The value is that of q before the step.
+
+    Args:
+        num_particles: draws of latent sites of other guides in an ``AutoGuideList``; without such
+            guides the bound is deterministic and this has no effect.
+        num_points: quadrature points per entry of f for up to three (default 32, 14, 9), in all for
+            more (default 1024).  :meth:`quadrature_error` says what they are worth.
+
+    Raises:
+        ValueError: for a guide without an ``AutoSites``, or with two.
+
+    Example: see :class:`~pyro_ngvi.AutoSites`.
+    """
+
+    def __init__(self, num_particles: int = 1, *, num_points: int | None = None) -> None:
+        if not isinstance(num_particles, int) or num_particles < 1:
+            raise ValueError(f"num_particles must be at least 1, got {num_particles!r}.")
+        if num_points is not None and (not isinstance(num_points, int) or num_points < 2):
+            raise ValueError(f"num_points must be at least 2 or None, got {num_points!r}.")
+        super().__init__(num_particles=num_particles)
+        self.num_points = num_points
+        self._points: dict[Any, Points] = {}
+        self._refinement = 1
+
+    def loss(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
+        """The negative ELBO, as a number and without gradients."""
+        with torch.no_grad():
+            elbo, _ = self._estimate(model, guide, args, kwargs, derivatives=False)
+        return -float(elbo)
+
+    def differentiable_loss(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> Any:
+        """The negative ELBO, a scalar tensor that can be differentiated in parameters of the model."""
+        return -self._estimate(model, guide, args, kwargs, derivatives=False)[0]
+
+    def loss_and_grads(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> Tensor:
+        """The negative ELBO; adds its gradient to ``.grad`` and leaves targets on the guide."""
+        with whole_gradients():
+            elbo, targets = self._estimate(model, guide, args, kwargs, derivatives=True)
+            if elbo.requires_grad:
+                (-elbo).backward()
+            block = self._block_of(guide)
+            if not block.fresh:  # sites that have moved may be held, to learn hyperparameters
+                block.curvature = None
+            leave_curvature(block, targets)
+            block.remember(args, kwargs, targets.view.learns and targets.call.whole)
+        return -elbo.detach()
+
+    def quadrature_error(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
+        """Difference in nats between the ELBO with these points and with twice as many."""
+        finer = SitesELBO(self.num_particles, num_points=self.num_points)
+        finer._refinement = 2
+        with torch.no_grad():
+            coarse, _ = self._estimate(model, guide, args, kwargs, derivatives=False)
+            fine, _ = finer._estimate(model, guide, args, kwargs, derivatives=False)
+        return abs(float(fine - coarse))
+
+    def _get_trace(self, model: Program, guide: Program, args: Any, kwargs: Any) -> Any:
+        """One draw: a trace of the model and one of the guide, for Pyro's own tools."""
+        guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
+        replayed = poutine.replay(model, trace=guide_trace)
+        return poutine.trace(replayed).get_trace(*args, **kwargs), guide_trace
+
+    def _block_of(self, guide: Any) -> AutoSites:
+        found = [block for _, block in find_sites(guide)]
+        if len(found) != 1:
+            raise ValueError(
+                f"SitesELBO is the loss of one AutoSites guide, and {type(guide).__name__} has "
+                f"{len(found)}. Other guides take Trace_ELBO or pyro_ngvi.BatchedELBO."
+            )
+        return found[0]
+
+    def _points_for(self, call: BoundModel, k: int) -> Points:
+        key = k, call.plan.dtype, call.plan.device
+        if key not in self._points:
+            count = (self.num_points or default_count(k)) * self._refinement
+            self._points[key] = quadrature_points(k, count, *key[1:])
+        return self._points[key]
+
+    @outside_autocast
+    def _estimate(
+        self, model: Program, guide: Any, args: Any, kwargs: Any, derivatives: bool
+    ) -> tuple[Tensor, SiteTargets]:
+        block = self._block_of(guide)
+        block.adopt(model)
+        if guide is block:
+            call = block.call_of(args, kwargs)
+            call.hidden = False
+            return self._at(block, call, derivatives, exact=True)
+        estimates: list[tuple[Tensor, SiteTargets]] = []
+        for _ in range(self.num_particles):  # one minibatch for all, so that their data agree
+            given = estimates[0][1].call.runner.minibatches if estimates else {}
+            estimates.append(self._at_draw(block, guide, args, kwargs, derivatives, given))
+        elbo = torch.stack([elbo for elbo, _ in estimates]).mean(0)
+        return elbo, _averaged([targets for _, targets in estimates])
+
+    def _at_draw(
+        self,
+        block: AutoSites,
+        guide: Any,
+        args: Any,
+        kwargs: Any,
+        derivatives: bool,
+        given: Mapping[str, Tensor],
+    ) -> tuple[Tensor, SiteTargets]:
+        """At one draw of the latent sites that other guides infer, with ``given`` minibatches."""
+        drawn: Any = poutine.condition(guide, data=dict(given)) if given else guide
+        trace: Any = poutine.trace(drawn).get_trace(*args, **kwargs)
+        values, minibatches, log_q = {}, dict(given), torch.zeros(())
+        for name, site in trace.nodes.items():
+            if site["type"] != "sample" or site["is_observed"]:
+                continue
+            if site_is_subsample(site):
+                minibatches[name] = site["value"]
+            elif not block.owns(name):
+                log_q = log_q + site_log_prob(site)[1].sum()
+                if not site["infer"].get("is_auxiliary"):
+                    values[name] = site["value"]
+        call = block.call_of(args, kwargs, values, minibatches)
+        call.hidden = False
+        elbo, targets = self._at(block, call, derivatives, exact=False)
+        return elbo - log_q, targets
+
+    def _at(
+        self, block: AutoSites, call: BoundModel, derivatives: bool, exact: bool
+    ) -> tuple[Tensor, SiteTargets]:
+        if derivatives:
+            block.check_data(call)
+        # a look at other data, or at other parameters, leaves q as it is
+        algebra = block.algebra if derivatives else apart(block.algebra)
+        view = algebra.view(call)
+        tensors = {
+            name: (nu.detach(), Lambda.detach())
+            for name, (nu, Lambda) in block.site_tensors().items()
+        }
+        chosen = {n: call.rows(n, *pair) for n, pair in tensors.items()}
+        q = None
+        if not call.whole:
+            block._up_to_date()  # a step before, with all data, may have moved the prior
+            if view.learns:
+                algebra.begin_running(view)
+            evidence = algebra.evidence
+        else:
+            q = None if algebra.running else algebra.kept(view, block.natural_params().values())
+            # without sites, their evidence is none
+            new = q is None and (not block.fresh or block._stale or _resized(view, algebra))
+            new = new or algebra.running
+            evidence = algebra.recollect(view, tensors) if new else algebra.evidence
+        q = algebra.posterior(view, evidence) if q is None else q
+        if host_bool(q.proper) is False:
+            raise RuntimeError(
+                "SitesELBO: with the parameters of the model as they are now, prior and sites do not "
+                "make a proper Gaussian. Take smaller steps for them, or guide.reset()."
+            )
+        marginals = algebra.marginals(view, q)
+        points = {g.name: self._points_for(call, g.width) for g in call.plan.groups}
+        of_f = {name: m.whole for name, m in marginals.items()}
+        expected = expectations(call.log_likelihood, of_f, points, derivatives)
+        if derivatives and block.fresh:
+            targets = first_targets(call.log_likelihood, _detached(of_f), points)
+        else:
+            targets = expected
+        kl: Any = None
+        if algebra.running:  # whose evidence is not quite that of the sites
+            kl = q.kl()
+        elif call.whole and isinstance(q, WhitePosterior):
+            kl = q.kl([(chosen[name][1], m.covariance) for name, m in marginals.items()])
+        elbo = q.log_normalizer if kl is None else -kl
+        for name, m in marginals.items():
+            local = expected[name].value
+            if kl is None:  # what the sites say is taken back datum by datum
+                local = local - site_terms(m, *chosen[name])
+            elbo = elbo + call.weight(name) * local.sum()
+        elbo = elbo + call.other_terms()
+        exact = exact and call.whole
+        return elbo, SiteTargets(call, view, q, marginals, targets, elbo.detach(), exact)
+
+
+def _resized(view: View, algebra: Any) -> bool:
+    """Whether evidence without sites is one of as many directions as the view has."""
+    sizes = {at.design.shape[-1] for at in view.maps.values()}
+    return view.prior is None and sizes != {algebra.linear.shape[-1]}
+
+
+def site_terms(at: Marginals, linear: Tensor, precision: Tensor) -> Tensor:
+    """E_q log t_n (n,): nu' m - tr Lambda (C + m m') / 2."""
+    return (linear * at.mean).sum(-1) - 0.5 * (precision * at.second_moment).sum((-2, -1))
+
+
+def _detached(marginals: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
+    return {
+        name: (mean.detach(), covariance.detach()) for name, (mean, covariance) in marginals.items()
+    }
+
+
+def _averaged(targets: list[SiteTargets]) -> SiteTargets:
+    """Expectations averaged over draws; none of them counts as exact."""
+    first = targets[0]
+    for name, e in first.expected.items():
+        every = [t.expected[name] for t in targets]
+        first.expected[name] = Expected(
+            torch.stack([x.value for x in every]).mean(0),
+            torch.stack([x.gradient for x in every]).mean(0),
+            torch.stack([x.hessian for x in every]).mean(0),
+            torch.zeros_like(e.quadratic),
+        )
+    first.elbo = torch.stack([t.elbo for t in targets]).mean(0)
+    return first

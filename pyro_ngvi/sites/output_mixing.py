@@ -1,0 +1,211 @@
+r"""What data see of several Gaussian processes, each at the data's own inputs.
+
+    h_n = H_n (f^1_i, ..., f^C_i) + b_n  (k,),      i = i(n) the number of the input of datum n.
+
+Of data of shape (N,) datum n is at input n; where they have more dimensions, such as N inputs with K
+outputs each, i is the number along one of them.  H and b are found by running the model at the C unit
+vectors, at all inputs at once, and need no run where the data see processes as they are.
+
+Not for data that see a process at another input than their own: that is looked for at the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..distributions.gaussian_process import GaussianProcess
+from ..linalg.products import matvec
+from ..linalg.random import fixed_normal
+from .bound_model import BoundModel, affine_maps
+from .conditioned_model import for_each
+from .predictor import digit_masks
+from .regression import Regression
+from .structure import Group, LinearMap, ModelStructure
+from .whitening import other_priors
+
+__all__ = ["Seen", "find_axes", "only_processes", "seen_by_group"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """H (n, k, C) and b (n, k) of a group, and i (n,), ``None`` for 0, 1, 2, ..."""
+
+    weights: Tensor
+    offset: Tensor
+    inputs: Tensor | None
+
+    @property
+    def learns(self) -> bool:
+        """Whether it depends on parameters of the model."""
+        return self.weights.requires_grad or self.offset.requires_grad
+
+    def on(self, processes: Sequence[Regression]) -> LinearMap:
+        """h on the white values (C M,) of all processes at their inducing inputs."""
+        H, at = self.weights, [r if self.inputs is None else r.at(self.inputs) for r in processes]
+        rows = [H[..., c, None] * r.design.unsqueeze(1) for c, r in enumerate(at)]
+        means = torch.stack([r.offset for r in at], -1)
+        rests = torch.stack([r.rest for r in at], -1)
+        return LinearMap(
+            torch.cat(rows, -1),
+            matvec(H, means) + self.offset,
+            (H * rests.unsqueeze(1)) @ H.mT,
+        )
+
+
+def seen_by_group(call: BoundModel, axes: Mapping[str, int]) -> dict[str, Seen | None]:
+    """What the data of every group see; ``None`` where that is the value of the only process.
+
+    ``axes``: along which dimension of its data the inputs are, by group.
+
+    Raises:
+        ValueError: where there are not as many inputs as data.
+    """
+    groups, count = call.plan.groups, _count(call)
+    for group in groups:
+        shape = call.shapes[group.name]
+        if shape and shape[axes[group.name]] != count:
+            raise ValueError(
+                f"AutoSites(inducing=...): {_names(call)} {_has(call)} {count} inputs in this call, "
+                f"and the data of {group.name!r} have the shape {tuple(shape)}. In minibatches make "
+                f"the plate first, and processes at its data: GaussianProcess(kernel, "
+                f"X[plate.indices])."
+            )
+    columns = {group.name: _columns(call.plan, group) for group in groups}
+    if len(call.block) == 1 and None not in columns.values():
+        return dict.fromkeys(columns)
+    maps = {}
+    if None in columns.values():
+        units = torch.eye(len(call.block), dtype=call.plan.dtype, device=call.plan.device)
+        makers = {name: _Values(1, count) for name in call.block}
+        maps = affine_maps(lambda noise: call.predictors(noise, makers), units)
+    found: dict[str, Seen | None] = {}
+    for name, chosen in columns.items():
+        shape = call.shapes[name]
+        if chosen is None:
+            i = None if len(shape) == 1 else _numbers(shape, axes[name], call.plan.device)
+            found[name] = Seen(maps[name].design, maps[name].offset, i)
+        else:
+            H = call.plan.zero().new_zeros(len(chosen), len(call.block))
+            for row, c in enumerate(chosen):
+                H[row, c] = 1.0
+            found[name] = Seen(H.expand(count, -1, -1), H.new_zeros(count, len(chosen)), None)
+    return found
+
+
+def only_processes(plan: ModelStructure, call: BoundModel, inducing: Tensor) -> None:
+    """Refuse a block that is not of independent processes at inputs of the kind of ``inducing``."""
+    block = call.block
+    if not all(isinstance(fn, GaussianProcess) for fn in block.values()):
+        found = ", ".join(f"{name!r} ({type(fn).__name__})" for name, fn in block.items())
+        raise ValueError(
+            f"AutoSites(inducing=...) is for a model whose Gaussian latent sites are all of them "
+            f"GaussianProcess, and this model has {found}. Put linear terms into a kernel, give other "
+            f"sites to other guides of an AutoGuideList, or leave inducing out."
+        )
+    for name, fn in block.items():
+        if inducing.shape[1:] != fn.inputs.shape[1:] or not len(inducing):
+            raise ValueError(
+                f"AutoSites: inducing has shape {tuple(inducing.shape)}, and the inputs of the "
+                f"GaussianProcess {name!r} have {tuple(fn.inputs.shape)}. They must agree in all but "
+                f"the first dimension."
+            )
+    if len(block) > 1:
+        runs = [call.runner(x, look_at=plan.block_places).own for x in (plan.zero(), call.probe)]
+        for name in other_priors(*runs):
+            raise ValueError(
+                f"AutoSites(inducing=...): the prior of the GaussianProcess {name!r} depends on the "
+                f"value of another one, by its mean, its kernel or its inputs. With inducing points "
+                f"processes must be independent a priori: write a sum of two as f + g in the model. "
+                f"A process of processes is not Gaussian."
+            )
+
+
+def find_axes(plan: ModelStructure, call: BoundModel) -> dict[str, int]:
+    """Along which dimension of a group's data the inputs of the processes are, at the first call.
+
+    Raises:
+        ValueError: where the data see processes at other inputs than their own.
+    """
+    count = _count(call)
+    others = [group for group in plan.groups if _columns(plan, group) is None]
+    axes = {group.name: 0 for group in plan.groups if group not in others}
+    if not others:
+        return axes
+    moved = digit_masks(count, plan.device)
+    values = fixed_normal(len(call.block), count, seed=count).to(plan.zero())
+    makers = {name: _Values(count, count) for name in call.block}
+
+    def predictors(moved: Tensor) -> dict[str, Tensor]:
+        noise = torch.where(moved, values, torch.zeros_like(values))
+        return call.predictors(noise.reshape(-1), makers)
+
+    still = predictors(torch.zeros_like(moved[0]))
+    after = for_each(predictors, moved, 8)
+    for group in others:
+        f, shape = after[group.name], call.shapes[group.name]
+        for axis in [d for d, size in enumerate(shape) if size == count]:
+            held = ~moved[:, _numbers(shape, axis, plan.device)]
+            if torch.equal(f[held], still[group.name].expand_as(f)[held]):
+                axes[group.name] = axis
+                break
+        else:
+            where = " and ".join(str(place) for place in group.predictor.places)
+            raise ValueError(
+                f"AutoSites(inducing=...): the data of {group.name!r}, of shape {tuple(group.batch)}, "
+                f"see {_names(call)} through {where}, and not each at its own input only. With "
+                f"inducing points datum n must see {_names(call)} at input n: "
+                f"GaussianProcess(kernel, X) with the inputs of the data, in their order."
+            )
+    return axes
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Makes the values (count,) of a process of ``size`` entries of the noise: 1, or all of them."""
+
+    size: int
+    count: int
+
+    def __call__(self, noise: Tensor) -> Tensor:
+        return noise.expand(self.count)
+
+
+def _count(call: BoundModel) -> int:
+    """The number of inputs, the same of all processes."""
+    counts = {name: len(fn.inputs) for name, fn in call.block.items()}
+    first, *others = counts
+    for name in others:
+        if counts[name] != counts[first]:
+            raise ValueError(
+                f"AutoSites(inducing=...): the GaussianProcess {first!r} has {counts[first]} inputs, "
+                f"and {name!r} has {counts[name]}. With inducing points every process of the block is "
+                f"at the inputs of the data, one for each."
+            )
+    return counts[first]
+
+
+def _columns(plan: ModelStructure, group: Group) -> list[int] | None:
+    """The numbers of the processes whose values are what a datum sees; ``None`` for anything else."""
+    sites, predictor = list(plan.shapes), group.predictor
+    chosen = [sites.index(p.site) for p in predictor.places if p.site in plan.shapes]
+    single = all(shape.numel() == 1 for shape in predictor.trailing)
+    return chosen if single and len(chosen) == len(predictor.places) else None
+
+
+def _numbers(shape: torch.Size, axis: int, device: torch.device) -> Tensor:
+    """i (n,) of data of this shape in a row, whose inputs are along ``axis``."""
+    along = [-1 if d == axis else 1 for d in range(len(shape))]
+    return torch.arange(shape[axis], device=device).reshape(along).expand(shape).reshape(-1)
+
+
+def _names(call: BoundModel) -> str:
+    names = [repr(name) for name in call.block]
+    return "the GaussianProcess " + names[0] if len(names) == 1 else " and ".join(names)
+
+
+def _has(call: BoundModel) -> str:
+    return "has" if len(call.block) == 1 else "have"

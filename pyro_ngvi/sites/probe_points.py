@@ -1,0 +1,184 @@
+"""What a model computes at a few values of its latent block: where predictors are looked for.
+
+Four runs, at the corners e, e + u, e + v, e + u + v of a parallelogram of noises, show which results
+change with the noise, and which of them bend.  Two circles around it, in the plane of u and v, show
+what happens only further off: the other side of a hinge, a limit, a fold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..linalg.random import fixed_normal
+from ..runtime.vmap import Sites
+from .conditioned_model import ConditionedModel, OtherCourse, TensorRef, for_each
+from .log_likelihood import data_terms
+
+__all__ = ["OTHER_COURSE", "TOLERANCE", "Plane", "Record", "corners", "record", "same"]
+
+#: a difference of so many roundings of the largest value is none
+TOLERANCE = 1e3
+#: share of its own size by which an entry may bend for rounding's sake
+OWN = 1e-3
+
+OTHER_COURSE = (
+    "AutoSites: the model does not run the same operations at every value of its latent sites (an if "
+    "or a loop that depends on them), so no predictor can be found. Name it: "
+    'f = pyro.deterministic("f", ...) and AutoSites(model, latent="f").'
+)
+#: how often the corners are drawn towards 0
+SHRINKS = 12
+#: the circles around e, in units of u and v, and the points on each of them
+RADII, ANGLES = (4.0, 16.0), 8
+#: runs at once
+CHUNK = 8
+
+
+@dataclass
+class Record:
+    """What a run at a noise (D,) has shown: its sites, tensors by place, and names for these."""
+
+    noise: Tensor
+    sites: Sites
+    values: dict[TensorRef, Tensor]
+    names: dict[TensorRef, str]
+
+    def only(self, places: Collection[TensorRef]) -> Record:
+        """Without the other tensors."""
+        values = {place: value for place, value in self.values.items() if place in places}
+        return Record(self.noise, self.sites, values, self.names)
+
+
+def record(
+    runner: ConditionedModel, noise: Tensor, only: Collection[TensorRef] | None = None
+) -> Record:
+    """A run, with the results of its operations, and the values of sites before them."""
+    results: dict[TensorRef, Tensor] = {}
+    names: dict[TensorRef, str] = {}
+
+    def keep(place: TensorRef, result: Tensor) -> None:
+        if only is None or place in only:
+            results[place] = result.detach().clone()  # the model may write into it later
+            names[place] = place.name
+
+    run = runner(noise, on_operation=keep)
+    values: dict[TensorRef, Tensor] = {}
+    for name, site in run.sites.items():
+        made = name in run.own or (site["infer"] or {}).get("_deterministic")
+        place = TensorRef(site=name)
+        if made and (only is None or place in only):
+            values[place] = site["value"].detach()
+            names[place] = f"the site {name!r}"
+    return Record(noise, run.sites, values | results, names)
+
+
+def corners(runner: ConditionedModel, dim: int, name: str) -> list[Record]:
+    """The four runs, where the likelihood of ``name`` is finite wherever it is at 0.
+
+    All have the tensors that are not the same in the first and in the last.
+
+    Raises:
+        ValueError: where these two do not run the same operations, or the second writes into tensors of
+            the first.
+    """
+    e, u, v = fixed_normal(3, dim, seed=20_170_615)
+    at_zero = torch.isfinite(data_terms(runner.sites(torch.zeros_like(e))[name]))
+    found: list[Record] = []
+    for k in range(SHRINKS + 1):
+        share = 0.25**k
+        first = record(runner, share * e)
+        terms = data_terms(first.sites[name])
+        last = record(runner, share * (e + u + v))
+        if not same(data_terms(first.sites[name]), terms):
+            raise ValueError(
+                f"AutoSites: the model keeps the tensor that the observed site {name!r} is made of "
+                f"and writes into it at every call (a buffer of a module, say), so that each run "
+                f"overwrites the one before. Write into a new tensor: start with "
+                f"f = self.f.clone() or torch.zeros(...), or use torch.cat."
+            )
+        if first.values.keys() != last.values.keys():
+            raise ValueError(OTHER_COURSE)
+        moving = {
+            place
+            for place, value in last.values.items()
+            if value.shape == first.values[place].shape and not same(value, first.values[place])
+        }
+        between = [record(runner, share * (e + x), moving) for x in (u, v)]
+        found = [first.only(moving), *between, last.only(moving)]
+        terms = [data_terms(corner.sites[name]) for corner in found]
+        if all(bool((torch.isfinite(t) == at_zero).all()) for t in terms):
+            break
+    return found
+
+
+@dataclass
+class Plane:
+    """The noises e + alpha u + beta v, all (D,)."""
+
+    e: Tensor
+    u: Tensor
+    v: Tensor
+
+    @property
+    def circles(self) -> dict[str, Tensor]:
+        """alpha and beta (K,) of points on the circles, and their noises (K, D)."""
+        angles = torch.arange(ANGLES).to(self.e) * (2.0 * torch.pi / ANGLES)
+        radii = torch.tensor(RADII).to(self.e).unsqueeze(-1)
+        alpha, beta = ((radii * f(angles)).reshape(-1, 1) for f in (torch.cos, torch.sin))
+        noise = self.e + alpha * self.u + beta * self.v
+        return {"noise": noise, "alpha": alpha.squeeze(-1), "beta": beta.squeeze(-1)}
+
+    def on_circles(self, result: Callable[[Tensor], Tensor]) -> Tensor:
+        """``result`` (of a noise) at all points of the circles, stacked."""
+        return for_each(result, self.circles["noise"], CHUNK)
+
+    def affine(
+        self, runner: ConditionedModel, corners: Sequence[Mapping[TensorRef, Tensor]]
+    ) -> dict[TensorRef, bool]:
+        """Which values are affine in the noise, from those ``corners`` at e, e + u, e + v, e + u + v.
+
+        Raises:
+            ValueError: where a run does not come by the places of these.
+        """
+        at_e, at_eu, at_ev, at_both = corners
+        places = tuple(at_e)
+        if not places:
+            return {}
+        size = {p: torch.stack([c[p].abs() for c in corners]).amax(0) for p in places}
+
+        def straight(value: Tensor, place: TensorRef, alpha: Any, beta: Any, length: Any) -> Tensor:
+            a, b, c = at_e[place], at_eu[place], at_ev[place]
+            bend = (value - a - alpha * (b - a) - beta * (c - a)).abs() / length
+            tolerance = TOLERANCE * torch.finfo(a.dtype).eps
+            # rounding is that of the largest entry, but no entry may bend by much of its own size
+            return ((bend <= tolerance * size[place].max()) & (bend <= OWN * size[place])).all()
+
+        def on_circle(point: dict[str, Tensor]) -> Tensor:
+            seen = runner(point["noise"], look_at=places).seen
+            alpha, beta = point["alpha"], point["beta"]
+            length = 1.0 + alpha.abs() + beta.abs()
+            like = {p: [x.to(seen[p].dtype) for x in (alpha, beta, length)] for p in places}
+            return torch.stack([straight(seen[p], p, *like[p]) for p in places])
+
+        near = torch.stack([straight(at_both[p], p, 1.0, 1.0, 1.0) for p in places])
+        try:
+            far = for_each(on_circle, self.circles, CHUNK).all(0)
+        except OtherCourse as error:
+            raise ValueError(OTHER_COURSE) from error
+        return dict(zip(places, (near & far).tolist(), strict=True))
+
+
+def same(a: Tensor, b: Tensor, tolerance: float = 0.0) -> bool:
+    """Whether two tensors agree, bit for bit or within a ``tolerance``; NaN agrees with NaN."""
+    if a.shape != b.shape:
+        return False
+    if tolerance == 0.0:
+        return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    finite = torch.isfinite(a) & torch.isfinite(b)
+    close = (a - b).abs() <= tolerance * (1.0 + b.abs())
+    return bool(torch.where(finite, close, (a == b) | (a.isnan() & b.isnan())).all())
