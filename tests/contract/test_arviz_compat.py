@@ -12,7 +12,7 @@ import arviz as az
 import numpy as np
 import pytest
 
-SHIM = Path(__file__).parents[2] / "pyro_ngvi" / "_arviz_compat.py"
+SHIM = Path(__file__).parents[2] / "pyro_ngvi" / "diagnostics" / "arviz_compat.py"
 DRAWS, N = 4000, 7
 
 
