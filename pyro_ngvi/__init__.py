@@ -16,17 +16,15 @@ from .guides import (
     AutoMatrixNormal,
     AutoMeanFieldNormal,
     AutoOrthogonalFlow,
-    AutoSites,
     AutoWalshHadamard,
     NeuTra,
     init_to_center,
     neutra,
 )
 from .guides.reparam import WalshHadamardReparam
-from .losses import BatchedELBO, SitesELBO, check_vectorized
+from .losses import BatchedELBO
 from .optim import (
     AIFVB,
-    CVI,
     IFVB,
     IVON,
     NAGVAC,
@@ -44,7 +42,9 @@ from .optim import (
     Tail,
     Vadam,
 )
-from .runtime.density import ModelDensity
+from .probing.vectorized import check_vectorized
+from .runtime.model_density import ModelDensity
+from .sites import CVI, AutoSites, SitesELBO
 
 __all__ = [
     "AIFVB",

@@ -26,7 +26,7 @@ from torch import Tensor
 from pyro_ngvi.families.base import Tensors, pack
 from pyro_ngvi.families.orthogonal_flow import is_rotation
 from pyro_ngvi.optim.base import NaturalGradientOptim, part
-from pyro_ngvi.optim.report import Report, bad_entries, finish
+from pyro_ngvi.rules.report import Report, bad_entries, finish
 
 __all__ = ["AdamOnTangents", "ManifoldGradient", "ProjectedAdam"]
 

@@ -2,8 +2,8 @@
 
 The general route (:mod:`pyro_ngvi.curvature.kinds`) runs the model again.  For the diagonal products of
 single data, "gauss_newton", in a network there is another: the weights of its layers get theirs in the
-loss's own backward pass (:mod:`pyro_ngvi.curvature.taps.taps`), and a prior whose Hessian H is diagonal has
-it from H 1, a second backward pass through the prior alone. Latent sites that no layer covers, such
+loss's own backward pass (:mod:`pyro_ngvi.curvature.taps.taps`), and a prior whose Hessian H is diagonal
+has it from H 1, a second backward pass through the prior alone. Latent sites that no layer covers, such
 as a noise scale, take the general route on their own entries.
 """
 

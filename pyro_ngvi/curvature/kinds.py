@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from ..linalg.random import fixed_normal
-from ..runtime.checks import check_affordable, sum_log_prob
+from ..runtime.checks import sum_log_prob
 from ..runtime.density import site_kind, site_log_prob
 from ..runtime.pyro_adapter import masks_of
 from ..runtime.vmap import Site, Sites
@@ -66,6 +66,8 @@ __all__ = [
 
 KINDS = ("price", "hessian", "gauss_newton", "squared_gradient", "kronecker", "scores")
 
+#: the diagonal of a Hessian that is not diagonal takes so many passes at the most
+MOST_COLUMNS = 20_000
 #: columns of a Hessian that are computed at a time, for each draw
 CHUNK = 64
 #: and for all draws together
@@ -129,7 +131,7 @@ def rest_curvature(run: Run, theta: Tensor, diagonal_rest: bool) -> Tensor:
     rest = _rest(run)
     if diagonal_rest:
         return _average(lambda t: _row_sums(rest, t), theta, columns=1)
-    check_affordable(theta.shape[1])
+    _check_affordable(theta.shape[1])
     return _average(lambda t: _hessian_diagonal(rest, t), theta)
 
 
@@ -290,3 +292,13 @@ def is_data(site: Site) -> bool:
     if site_is_subsample(site) or site_kind(site) != "observed":
         return False
     return any(f.vectorized for f in site["cond_indep_stack"])
+
+
+def _check_affordable(d: int) -> None:
+    """Refuse the diagonal of a dense Hessian of the log prior, a pass for each of ``d`` columns."""
+    if d > MOST_COLUMNS:
+        raise ValueError(
+            f"The Hessian of the log prior is not diagonal (one latent site in the prior of another), "
+            f"and its diagonal would take a pass through the model for each of {d:,} latent variables. "
+            f'Use independent priors, or curvature="price" with pyro_ngvi.IVON.'
+        )

@@ -3,7 +3,7 @@ r"""Gauss-Markov chains (linear Gaussian state-space models), with all times at 
     s_1 ~ N(m, C),    s_{t+1} = A_t s_t + c_t + noise_t,    noise_t ~ N(0, Q_t),    t = 1..T-1.
 
 Log densities are sums over t of independent terms; draws and moments are scans of log2(T) rounds
-(:mod:`pyro_ngvi.distributions._scan`).  Both are O(T S^3) and have no loop over t in Python.
+(:mod:`pyro_ngvi.distributions.scan`).  Both are O(T S^3) and have no loop over t in Python.
 
 The name is NumPyro's.  Theirs has one transition and one covariance for all t, starts at
 s_1 = noise_1 (that is m = 0, C = Q) and has no offset; here every step has its own and the first state
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from ..linalg.products import matvec
-from ._scan import scan, scan_moments
+from .scan import scan, scan_moments
 
 __all__ = ["GaussianStateSpace", "local_level"]
 

@@ -1,6 +1,5 @@
 """Pyro guides, one per family."""
 
-from ..sites.guide import AutoSites
 from .exponential import AutoExponentialFamily
 from .flow import AutoCouplingFlow, AutoFlow
 from .initialization import init_to_center
@@ -20,7 +19,6 @@ __all__ = [
     "AutoMatrixNormal",
     "AutoMeanFieldNormal",
     "AutoOrthogonalFlow",
-    "AutoSites",
     "AutoWalshHadamard",
     "NeuTra",
     "init_to_center",

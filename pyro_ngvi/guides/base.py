@@ -15,6 +15,7 @@ from ..curvature.record import Curvature
 from ..families.base import Family, Tensors, entry_name
 from ..linalg.autocast import outside_autocast
 from ..probing.latents import check_latents
+from ..probing.vectorized import check_vectorized_call
 from ..runtime.marked import HidesMarked
 from ..runtime.module_params import ModuleParams, check_names, follow_store
 from ..runtime.pyro_adapter import (
@@ -30,8 +31,8 @@ from ..runtime.pyro_adapter import (
     unblocked,
 )
 from ._average import HoldsAverage
-from ._made_at_first_call import MadeAtFirstCall
 from .initialization import init_to_center
+from .made_at_first_call import MadeAtFirstCall
 from .neutra import FamilyTransform, base_of
 from .posterior import FamilyDistribution, WithDensity
 from .quantiles import site_quantiles
@@ -272,8 +273,6 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
     def _check_broadcasting(self, frame: Any, args: Any, kwargs: Any) -> None:
         """At the first call with vectorised particles: refuse a model that they make wrong."""
         self._broadcasting_checked = True  # the check calls the guide
-        from ..probing.vectorized import check_vectorized_call  # it imports the guides
-
         try:
             check_vectorized_call(self, frame, args, kwargs)
         except BaseException:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..families import MatrixNormal, ProductFamily
 from ..families.base import Family
-from ._parts import NORMAL, check_normal, part_name
 from .base import AutoFamily
 from .initialization import check_position
+from .parts import NORMAL, check_normal, part_name
 
 __all__ = ["AutoMatrixNormal"]
 

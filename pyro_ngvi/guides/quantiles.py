@@ -24,7 +24,7 @@ from torch.distributions import Transform, biject_to
 from torch.distributions.transforms import IndependentTransform
 
 from ..families.base import sample_quantiles
-from ._parts import place
+from .parts import place
 
 __all__ = ["site_quantiles"]
 

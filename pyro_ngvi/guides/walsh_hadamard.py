@@ -17,10 +17,10 @@ from ..families import FullRankNormal, MeanFieldNormal, ProductFamily, WalshHada
 from ..families.base import Family, Tensors
 from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix
 from ..runtime.pyro_adapter import model_as_given
-from ._parts import NORMAL, check_normal, factor, part_name, place
 from ._walsh_hadamard_sites import Stub, check_priors, choose_sites, start_within_memory
 from .base import AutoFamily
 from .initialization import check_position, init_to_center
+from .parts import NORMAL, check_normal, factor, part_name, place
 from .reparam import WalshHadamardTransform, check_g_scale, matrix_for, normal_of, seed_of
 
 __all__ = ["AutoWalshHadamard"]

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..families.base import Family, Tensors
 from ..linalg.random import own_random_state
-from ..runtime.density import ModelDensity
+from ..rules.natural_gradient import make_rule, rule_arguments
+from ..runtime.model_density import ModelDensity
 from ..runtime.pyro_adapter import unblocked
 from .initialization import init_to_center
 
@@ -89,8 +90,6 @@ def find_gaussian(
     200 steps of :class:`~pyro_ngvi.NGVB`, 8 draws each, from a seed of its own.  If it ends with a
     lower ELBO than it began, or none, ``params`` comes back.
     """
-    from ..optim.rule import make_rule, rule_arguments  # they import the guides
-
     density = ModelDensity(model, tuple(args), kwargs)
     rule = make_rule(family, rule_arguments(1.0, 1.0, None, None, False))
 

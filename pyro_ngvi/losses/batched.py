@@ -30,14 +30,11 @@ from ..guides.base import AutoFamily, find_blocks
 from ..linalg.autocast import outside_autocast
 from ..linalg.random import own_random_state
 from ..runtime.checks import (
-    check_all_have_scores,
     check_guide,
     check_guide_of_this_model,
-    check_guide_takes_curvature,
     check_joint_guide,
     check_model,
     check_replaced_priors,
-    check_unscaled,
     check_values,
     sum_log_prob,
 )
@@ -49,6 +46,7 @@ from ..runtime.summed_out import summed_out
 from ..runtime.support import LaterData
 from ..runtime.vmap import Conditioned, Minibatches, Sites, is_minibatch, run_plainly
 from ..runtime.whole_gradients import whole_gradients
+from .guide_checks import check_all_have_scores, check_guide_takes_curvature, check_unscaled
 from .joint import is_joint, posterior_of
 from .tempering import Tempered
 

@@ -1,14 +1,13 @@
 """Optimizers for ``pyro.infer.SVI``, one rule a file."""
 
-from ..sites.cvi import CVI
+from ..rules.averaging import LogPower, Tail
+from ..rules.schedules import Constant, NoiseClock, PowerDecay, RobbinsMonro
 from .aifvb import AIFVB
-from .averaging import LogPower, Tail
 from .ifvb import IFVB
 from .ivon import IVON
 from .nagvac import NAGVAC
 from .ngvb import NGVB
 from .noisy_kfac import NoisyKFAC
-from .schedules import Constant, NoiseClock, PowerDecay, RobbinsMonro
 from .slang import SLANG
 from .spring import SPRING
 from .vadam import Vadam
@@ -17,7 +16,6 @@ from .von import VON
 
 __all__ = [
     "AIFVB",
-    "CVI",
     "IFVB",
     "IVON",
     "NAGVAC",

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..families.base import Tensors
 from ..fisher.scores import family_scores
 from ..guides.block import GuideBlock
-from .averaging import Averaging, UsingAverage
+from ..rules.averaging import Averaging, UsingAverage
 from .base import part
 from .ifvb import IFVB
 from .uncertainty import AsymptoticCovariance, measure_covariance, widened_draws, without_lag

@@ -21,12 +21,11 @@ from ..families.base import Tensors
 from ..guides.base import find_blocks
 from ..linalg.autocast import outside_autocast
 from ..linalg.host_bool import host_bool
-from ..sites.guide import AutoSites
+from ..rules.averaging import restart_average
+from ..rules.report import Report, StepReport, part
 from ._atomic import all_or_nothing
 from ._saved_state import check_state, moved
-from .averaging import restart_average
 from .others_state import ADAM, DefaultAdam, OthersState, own_others
-from .report import Report, StepReport, part
 
 __all__ = ["NaturalGradientOptim", "Report", "StepReport", "describe", "part"]
 
@@ -50,10 +49,10 @@ class NaturalGradientOptim(PyroOptim):
                 f"others must be a pyro.optim.PyroOptim such as pyro.optim.Adam({{'lr': 1e-3}}), "
                 f"got {type(others).__name__}."
             )
-        if self.kinds != ("sites",) and isinstance(guide, AutoSites):
+        if getattr(guide, "holds_sites", False) and "sites" not in self.kinds:
             raise ValueError(
-                f"{type(self).__name__} cannot step the sites of AutoSites. Use pyro_ngvi.CVI(guide) "
-                f"and SVI's loss=pyro_ngvi.SitesELBO()."
+                f"{type(self).__name__} cannot step the sites of {type(guide).__name__}. Use "
+                f"pyro_ngvi.CVI(guide) and SVI's loss=pyro_ngvi.SitesELBO()."
             )
         self.guide = guide
         self.others = own_others(others)

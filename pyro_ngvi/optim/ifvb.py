@@ -56,13 +56,13 @@ from ..fisher.scores import family_scores
 from ..guides.base import AutoFamily, find_blocks
 from ..guides.block import GuideBlock
 from ..linalg.random import own_random_state
+from ..rules.averaging import Averaging, UsingAverage
+from ..rules.natural_gradient import make_rule, rule_arguments
+from ..rules.schedules import Custom, RobbinsMonro, Schedule, check_convergence
 from ._fisher_forms import FisherForm
-from .averaging import Averaging, UsingAverage
 from .base import NaturalGradientOptim, Report, part
 from .ifvb_rule import IFVBRule
 from .others_state import ADAM
-from .rule import make_rule, rule_arguments
-from .schedules import Custom, RobbinsMonro, Schedule, check_convergence
 
 __all__ = ["IFVB", "IFVBRule"]
 

@@ -12,9 +12,9 @@ from ..families.base import Tensors
 from ..fisher import Blocks, Dense, InverseFisher
 from ..fisher.first_guess import first_guess
 from ..fisher.geometry import EstimatedGeometry
-from .averaging import Averaging
-from .report import Report, part
-from .rule import NaturalGradientRule
+from ..rules.averaging import Averaging
+from ..rules.natural_gradient import NaturalGradientRule
+from ..rules.report import Report, part
 
 __all__ = ["IFVBRule"]
 

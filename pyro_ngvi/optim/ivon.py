@@ -48,10 +48,10 @@ from torch import Tensor
 
 from ..families import MeanFieldNormal
 from ..families.base import Tensors
-from .averaging import Averaging
+from ..rules.averaging import Averaging
+from ..rules.natural_gradient import OUTLIER
+from ..rules.schedules import DEFAULT_RATE, Rate
 from .others_state import ADAM
-from .rule import OUTLIER
-from .schedules import DEFAULT_RATE, Rate
 from .von import VON, VONRule
 
 __all__ = ["IVON", "IVONRule"]

@@ -42,9 +42,9 @@ from torch import Tensor
 
 from ..families import FactorNormal
 from ..families.base import Tensors, clamp_exponent, pack
+from ..rules.report import Report, finish, part, start_counts
 from .base import NaturalGradientOptim, describe
 from .others_state import ADAM
-from .report import Report, finish, part, start_counts
 
 __all__ = ["NAGVAC", "NAGVACRule", "approximate_natural_gradient"]
 

@@ -1,6 +1,6 @@
 """NGVB: natural-gradient variational Bayes for families whose Fisher matrix is known.
 
-The step, its equations and their sources: :mod:`pyro_ngvi.optim.rule`.
+The step, its equations and their sources: :mod:`pyro_ngvi.rules.natural_gradient`.
 
 Not for: losses that are not an ELBO (RenyiELBO, ReweightedWakeSleep, EnergyDistance: the first left
 the posterior of a linear regression by thousands of nats), losses scaled by ``poutine.scale(...,
@@ -17,11 +17,11 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from ..families.base import Family
-from .averaging import Averaging
+from ..rules.averaging import Averaging
+from ..rules.natural_gradient import NaturalGradientRule, make_rule, rule_arguments
+from ..rules.schedules import Schedule
 from .base import NaturalGradientOptim, describe
 from .others_state import ADAM
-from .rule import NaturalGradientRule, make_rule, rule_arguments
-from .schedules import Schedule
 
 __all__ = ["NGVB"]
 
@@ -31,7 +31,7 @@ class NGVB(NaturalGradientOptim):
 
     It trains our guides (or those parts of an ``AutoGuideList`` that are ours) by natural gradient
     and hands every other parameter, in the same backward pass, to ``others``.  The defaults need no
-    tuning; the equations are in :mod:`pyro_ngvi.optim.rule`.
+    tuning; the equations are in :mod:`pyro_ngvi.rules.natural_gradient`.
 
     Args:
         guide: the guide that SVI trains, or a list that contains guides of ours.

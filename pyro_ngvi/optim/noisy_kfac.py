@@ -49,10 +49,10 @@ from ..families import MatrixNormal, ProductFamily
 from ..families.base import Tensors, dot
 from ..guides import AutoMatrixNormal
 from ..linalg.cholesky import inverse_cholesky
+from ..rules.report import Report, finish, part, start_counts
+from ..rules.schedules import Rate, as_rate, rate_at
 from .base import NaturalGradientOptim, describe
 from .others_state import ADAM
-from .report import Report, finish, part, start_counts
-from .schedules import Rate, as_rate, rate_at
 
 __all__ = ["NoisyKFAC", "NoisyKFACRule", "covariance_factors", "damped_factors"]
 

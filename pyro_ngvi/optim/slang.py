@@ -36,9 +36,9 @@ from typing import Any, ClassVar
 from pyro.optim import PyroOptim
 
 from ..families import FactorPrecisionNormal
-from .averaging import Averaging
+from ..rules.averaging import Averaging
+from ..rules.schedules import Rate
 from .others_state import ADAM
-from .schedules import Rate
 from .von import VON, VONRule
 
 __all__ = ["SLANG", "SLANGRule"]

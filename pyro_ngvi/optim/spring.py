@@ -45,11 +45,11 @@ from torch import Tensor
 
 from ..families.base import Family, Tensors
 from ..fisher.scores import packed_scores
-from .averaging import Averaging, as_averaging, restart_average, start_average, step_average
+from ..rules.averaging import Averaging, as_averaging, restart_average, start_average, step_average
+from ..rules.report import Report, finish, part, start_counts
+from ..rules.schedules import Rate, as_rate, rate_at
 from .base import NaturalGradientOptim, describe
 from .others_state import ADAM
-from .report import Report, finish, part, start_counts
-from .schedules import Rate, as_rate, rate_at
 
 __all__ = ["SPRING", "SpringRule"]
 

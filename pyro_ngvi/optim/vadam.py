@@ -30,8 +30,8 @@ from torch import Tensor
 
 from ..families import MeanFieldNormal
 from ..families.base import Tensors
+from ..rules.schedules import Rate, rate_at
 from .others_state import ADAM
-from .schedules import Rate, rate_at
 from .von import VON, VONRule
 
 __all__ = ["Vadam", "VadamRule"]

@@ -24,9 +24,9 @@ from typing import Any, ClassVar
 
 from pyro.optim import PyroOptim
 
-from .averaging import Averaging
+from ..rules.averaging import Averaging
+from ..rules.schedules import DEFAULT_RATE, Rate
 from .others_state import ADAM
-from .schedules import DEFAULT_RATE, Rate
 from .von import VON
 
 __all__ = ["VOGN"]

@@ -45,11 +45,11 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from ..families.base import Family, Tensors
-from .averaging import Averaging, as_averaging, start_average, step_average
+from ..rules.averaging import Averaging, as_averaging, start_average, step_average
+from ..rules.report import Report, bad_entries, finish, part, start_counts
+from ..rules.schedules import PowerDecay, Rate, as_rate, rate_at
 from .base import NaturalGradientOptim, describe
 from .others_state import ADAM
-from .report import Report, bad_entries, finish, part, start_counts
-from .schedules import PowerDecay, Rate, as_rate, rate_at
 
 __all__ = ["VON", "VONRule"]
 

@@ -8,13 +8,9 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..guides.base import AutoFamily
 from .density import site_kind, site_log_prob
 from .support import validated_log_prob
 from .vmap import Site, Sites
-
-#: the diagonal of a Hessian that is not diagonal takes so many passes at the most
-MOST_COLUMNS = 20_000
 
 
 def check_guide_site(site: Site) -> None:
@@ -160,82 +156,6 @@ def check_model(sites: Sites, values: Mapping[str, Any], shared: Mapping[str, An
             check_minibatch(site, shared)
         elif not site["is_observed"]:
             check_model_site(site, values)
-
-
-def check_guide_takes_curvature(guide: Any, kind: str, joint: bool) -> None:
-    """Refuse a guide that has no use for curvature, in a sentence that names the fix."""
-    what = f"BatchedELBO(curvature={kind!r})"
-    if not isinstance(guide, AutoFamily) or not joint:
-        raise ValueError(
-            f"{what} leaves its curvature on a guide of this package, and the guide is "
-            f"{type(guide).__name__}. Pass for instance pyro_ngvi.AutoMeanFieldNormal(model) itself "
-            f"(not within an AutoGuideList), or leave curvature out."
-        )
-    if kind == "scores":
-        return
-    form = guide.family.curvature_form
-    if kind == "kronecker" and form != kind:
-        raise ValueError(
-            f"{what} leaves two factors for each matrix of a matrix-normal guide, and the guide is "
-            f"{type(guide).__name__}. Take AutoMatrixNormal with pyro_ngvi.NoisyKFAC, or "
-            f'curvature="gauss_newton".'
-        )
-    if form == "kronecker" and kind != form:
-        raise ValueError(
-            f'{what}: {type(guide).__name__} takes curvature="kronecker", for pyro_ngvi.NoisyKFAC, and '
-            f"no other. Use that, or leave curvature out and take pyro_ngvi.NGVB."
-        )
-    if form is None:
-        raise ValueError(
-            f"{what}: {type(guide.family).__name__}, the family of {type(guide).__name__}, has no use "
-            f"for a curvature. Take AutoMeanFieldNormal, AutoFullRankNormal or AutoFactorPrecision, or "
-            f"leave curvature out."
-        )
-    if form == "low_rank" and kind in ("hessian", "squared_gradient"):
-        raise ValueError(
-            f"{what}: {type(guide.family).__name__} takes curvature as a sum of outer products. Use "
-            f'curvature="gauss_newton".'
-        )
-    if form == "dense" and kind == "squared_gradient":
-        raise ValueError(
-            f"{what} is diagonal, and {type(guide.family).__name__} has correlations. Use "
-            f'curvature="gauss_newton" or "hessian", or AutoMeanFieldNormal.'
-        )
-
-
-def check_all_have_scores(guide: AutoFamily) -> None:
-    """Refuse a guide with parameters beside its family's to a loss that gives them no gradient."""
-    own = {id(p) for p in guide.natural_params().values()}
-    rest = [k for k, p in guide.named_parameters() if p.requires_grad and id(p) not in own]
-    if rest:
-        raise ValueError(
-            f'BatchedELBO(curvature="scores") gives the parameters of a guide no gradient, and '
-            f"{type(guide).__name__} has some that are not its family's: {', '.join(rest)}. Nothing "
-            f"would train them; leave curvature out and take pyro_ngvi.NGVB or pyro_ngvi.IFVB."
-        )
-
-
-def check_affordable(d: int) -> None:
-    """Refuse the diagonal of a dense Hessian of the log prior, a pass for each of ``d`` columns."""
-    if d > MOST_COLUMNS:
-        raise ValueError(
-            f"The Hessian of the log prior is not diagonal (one latent site in the prior of another), "
-            f"and its diagonal would take a pass through the model for each of {d:,} latent variables. "
-            f'Use independent priors, or curvature="price" with pyro_ngvi.IVON.'
-        )
-
-
-def check_unscaled(log_q: Any, kind: str) -> None:
-    """Refuse a scale or mask around model and guide: rules set the curvature against q's own."""
-    scale = log_q["scale"]
-    unscaled = isinstance(scale, int | float) and scale == 1.0 and log_q["mask"] is None
-    if kind != "price" and not unscaled:
-        raise ValueError(
-            f"BatchedELBO(curvature={kind!r}) stands under a poutine.scale or mask around model and "
-            f"guide, which would change the curvature but not the precision of q that it becomes. "
-            f"Leave the scale out: natural-gradient steps need none. To temper the posterior there is "
-            f"kl_weight."
-        )
 
 
 def sum_log_prob(sites: Sites) -> Tensor:

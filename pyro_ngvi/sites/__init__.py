@@ -1,1 +1,7 @@
-"""Gaussian sites for single data: what AutoSites, SitesELBO and CVI are made of."""
+"""Gaussian sites for single data: the guide AutoSites, its loss SitesELBO, its optimizer CVI."""
+
+from .cvi import CVI
+from .guide import AutoSites
+from .loss import SitesELBO
+
+__all__ = ["CVI", "AutoSites", "SitesELBO"]

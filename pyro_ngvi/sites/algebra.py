@@ -1,7 +1,8 @@
 """What every algebra of AutoSites does.
 
-An algebra holds what the sites together say of the latent block (:class:`GaussianPotential`), in coordinates
-of its own, and turns it into q.  It sees the model through *views*: the plan at one call's arguments.
+An algebra holds what the sites together say of the latent block (:class:`GaussianPotential`), in
+coordinates of its own, and turns it into q.  It sees the model through *views*: the plan at one call's
+arguments.
 
     view = algebra.view(call)                       # prior and linear maps, at current hyperparameters
     evidence = algebra.collect(view, sites)         # of the sites of the view's data

@@ -37,7 +37,7 @@ from ..linalg.host_bool import host_bool
 from ..linalg.products import matvec
 from ..optim.base import NaturalGradientOptim, describe
 from ..optim.others_state import ADAM
-from ..optim.report import Report, StepReport
+from ..rules.report import Report, StepReport
 from .guide import AutoSites, find_sites
 from .loss import SiteTargets
 from .proper_step import proper_step

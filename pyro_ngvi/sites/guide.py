@@ -29,7 +29,7 @@ from pyro.nn.module import pyro_method
 from torch import Tensor, nn
 
 from ..families.base import entry_name
-from ..guides._made_at_first_call import MadeAtFirstCall
+from ..guides.made_at_first_call import MadeAtFirstCall
 from ..guides.posterior import SiteValue
 from ..linalg.autocast import outside_autocast
 from ..runtime.module_params import follow_store
@@ -108,6 +108,9 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
         >>> guide.sites()["y"].precision.shape
         torch.Size([50, 1, 1])
     """
+
+    #: what a guide of ours says whose blocks are sites, which CVI alone steps
+    holds_sites = True
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributions._scan import interleave, scan_moments
+from ..distributions.scan import interleave, scan_moments
 from ..distributions.state_space import GaussianStateSpace
 from ..linalg.cholesky import inverse_cholesky
 from ..linalg.products import matvec

@@ -12,7 +12,7 @@ from pyro.infer.autoguide import AutoNormal
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.curvature.record import Curvature
-from pyro_ngvi.runtime.density import ModelDensity
+from pyro_ngvi.runtime.model_density import ModelDensity
 
 N, M = 7, 3
 X = torch.linspace(-1.0, 1.0, N * 2, dtype=torch.float64).reshape(N, 2).sin() + 0.3

@@ -22,10 +22,10 @@ from pyro_ngvi.families.base import Tensors
 from pyro_ngvi.fisher import Dense, InverseFisher, LowRank, PaperWindow
 from pyro_ngvi.fisher.geometry import Coordinates
 from pyro_ngvi.fisher.scores import family_scores
-from pyro_ngvi.optim.averaging import LogPower
 from pyro_ngvi.optim.ifvb import SLOW, IFVBRule
-from pyro_ngvi.optim.rule import make_rule, rule_arguments
-from pyro_ngvi.optim.schedules import Custom, NoiseClock, check_convergence
+from pyro_ngvi.rules.averaging import LogPower
+from pyro_ngvi.rules.natural_gradient import make_rule, rule_arguments
+from pyro_ngvi.rules.schedules import Custom, NoiseClock, check_convergence
 from tests.contract.registry import data, regression
 
 D, STEPS = 4, 50

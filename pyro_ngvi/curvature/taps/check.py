@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pyro import poutine
@@ -28,9 +28,11 @@ from torch import Tensor
 from ...linalg.random import own_random_state
 from ...runtime.density import site_kind, site_log_prob
 from ...runtime.vmap import Minibatches, Sites, run_particles
-from .run import Run, Use
+from .run import Run, Use, scale_refusal
 from .squares import row_sum
-from .taps import LayerTaps, scale_refusal
+
+if TYPE_CHECKING:
+    from .taps import LayerTaps
 
 __all__ = ["check_taps"]
 

@@ -140,3 +140,14 @@ class _Tap(Function):
             x = x[None] if in_dims[1] is None else x.movedim(in_dims[1], 0)
         out = out.movedim(in_dims[0], 0)
         return _Tap.apply(out, x, arrived, True), 0
+
+
+def scale_refusal(name: str, scale: Any) -> str | None:
+    """Why the scale of the observed site is none that all examples share, if so."""
+    if isinstance(scale, int | float) and scale > 0:
+        return None
+    found = "a tensor" if isinstance(scale, Tensor) else scale
+    return (
+        f"The scale of the observed site {name!r} is {found}; layer taps need one positive number "
+        f"for all examples."
+    )

@@ -6,8 +6,9 @@ normalisation, a matrix product, a sum or a product by entries,
     H_W = 1/S sum_s sum_i scale_i mask_i g_si^2,     g_si = d log p(y_i | z_s) / dW,
 
 the diagonal of VOGN (Khan et al. 2018, arXiv:1806.04854), follows from the inputs of the layer and the
-gradients of its outputs (:mod:`pyro_ngvi.curvature.taps.squares`; Goodfellow 2015), at the cost of about
-one more matrix product a layer. No prior is in it, and it is in the constrained value of the site.
+gradients of its outputs (:mod:`pyro_ngvi.curvature.taps.squares`; Goodfellow 2015), at the cost of
+about one more matrix product a layer. No prior is in it, and it is in the constrained value of the
+site.
 
 How: while the model runs, a ``TorchFunctionMode`` sees the layers and puts behind each an identity
 whose backward reduces what comes by, at once (:mod:`pyro_ngvi.curvature.taps.run`). So the loss's own
@@ -33,7 +34,8 @@ import torch
 from torch import Tensor
 
 from ...runtime.vmap import Minibatches
-from .run import LayerMode, Run, SiteWatch, Use
+from .check import check_taps
+from .run import LayerMode, Run, SiteWatch, Use, scale_refusal
 from .squares import Add, Member, View, joint_squares
 
 __all__ = ["BUDGET", "LayerTaps"]
@@ -118,8 +120,6 @@ class LayerTaps:
         >>> taps.squared_gradients(num_particles=1)
         {'w': tensor([9., 1.])}
         """
-        from .check import check_taps  # which imports this file
-
         taps = cls(model, budget)
         for name, value in values.items():
             taps.twins[name] = torch.empty(value.shape[1:], device="meta")
@@ -218,14 +218,3 @@ class LayerTaps:
         if total is None:
             total = self._totals[site] = squares.new_zeros(twin.numel())
         view.of(total).add_(squares)
-
-
-def scale_refusal(name: str, scale: Any) -> str | None:
-    """Why the scale of the observed site is none that all examples share, if so."""
-    if isinstance(scale, int | float) and scale > 0:
-        return None
-    found = "a tensor" if isinstance(scale, Tensor) else scale
-    return (
-        f"The scale of the observed site {name!r} is {found}; layer taps need one positive number "
-        f"for all examples."
-    )

@@ -10,7 +10,7 @@ For a family with Fisher matrix F, from the Euclidean gradient g of the loss, wi
 
 **Gain.**  b_k comes from the schedule.  For families whose Fisher matrix is the Hessian of the loss at
 a Gaussian posterior (full rank) it is the Kalman gain of
-:class:`~pyro_ngvi.optim.schedules.NoiseClock`, and beta is 0.  For the others (mean field, factor) the
+:class:`~pyro_ngvi.rules.schedules.NoiseClock`, and beta is 0.  For the others (mean field, factor) the
 Hessian in the Fisher metric has eigenvalues from near 0 to about d, so no single gain suits all
 directions: there b_k = (1 + k/20)^(-1/2) / 6, where k waits while signal dominates, with momentum
 beta = 0.9, and iterates are averaged.

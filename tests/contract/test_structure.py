@@ -1,0 +1,99 @@
+"""Which file may import which: layers, no circles, no private names of another subpackage."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "pyro_ngvi"
+
+#: from the ground up: a file imports from its own subpackage and from those before it
+LAYERS = (
+    "_version",
+    "linalg",
+    "runtime",
+    "distributions",
+    "probing",
+    "families",
+    "curvature",
+    "flows",
+    "fisher",
+    "rules",
+    "guides",
+    "optim",
+    "losses",
+    "sites",
+    "diagnostics",
+    "nn",
+)
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if len(p.relative_to(PACKAGE).parts) > 1)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer(module: str) -> str:
+    return module.split(".")[1]
+
+
+@cache
+def imports(path: Path) -> list[tuple[str, str]]:
+    """(module, name) of every import of the package in a file, those inside functions too.
+
+    A module is the file that the name comes from.  Imports for type checkers alone are left out.
+    """
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    own = module_name(path).split(".")
+    folder = own if path.name == "__init__.py" else own[:-1]
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.level or "pyro_ngvi" in str(node.module)):
+            base = folder[: len(folder) - node.level + 1] if node.level else []
+            source = ".".join([*base, *(node.module or "").split(".")]).rstrip(".")
+            for alias in node.names:
+                whole = f"{source}.{alias.name}"
+                is_file = (PACKAGE.parent / whole.replace(".", "/")).with_suffix(".py").exists()
+                found.append((whole if is_file else source, alias.name))
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_go_down(path: Path) -> None:
+    own = layer(module_name(path))
+    for module, _ in imports(path):
+        assert LAYERS.index(layer(module)) <= LAYERS.index(own), f"{module} lies above {own}"
+
+
+def test_there_is_no_circle_of_files() -> None:
+    files = {module_name(p): {m for m, _ in imports(p)} for p in FILES}
+    left = dict(files)
+    while left:
+        free = [m for m, needs in left.items() if not (needs - {m}) & left.keys()]
+        assert free, f"these import each other: {sorted(left)}"
+        for module in free:
+            del left[module]
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_private_names_stay_in_their_subpackage(path: Path) -> None:
+    own = layer(module_name(path))
+    for module, name in imports(path):
+        parts = [*module.split(".")[2:], name]
+        private = [p for p in parts if p.startswith("_") and not p.startswith("__")]
+        assert layer(module) in (own, "_version") or not private, f"{module}.{name}"
+
+
+def test_every_subpackage_has_a_layer() -> None:
+    assert {layer(module_name(p)) for p in FILES} == {*LAYERS} - {"_version"}
+
+
+def test_the_root_has_few_private_files() -> None:
+    assert len([p for p in PACKAGE.glob("_*.py") if not p.name.startswith("__")]) <= 3
