@@ -21,60 +21,31 @@ from typing import Any
 
 import torch
 from pyro.optim import PyroOptim
-from torch import Tensor
 
 from pyro_ngvi.families.base import Tensors, pack
 from pyro_ngvi.families.orthogonal_flow import is_rotation
 from pyro_ngvi.optim.base import NaturalGradientOptim, part
-from pyro_ngvi.rules.report import Report, bad_entries, finish
+from pyro_ngvi.rules.rule import Rule, Step
 
 __all__ = ["AdamOnTangents", "ManifoldGradient", "ProjectedAdam"]
 
 
-def _start(family: Any, params: Tensors) -> Tensors:
-    zero = torch.zeros_like(params["loc"][0])
-    bad = torch.zeros_like(family.not_finite(params))
-    return {"count": zero, "skipped": zero.clone(), "bad_entries": bad}
-
-
-def _end(
-    family: Any,
-    grads: Tensors,
-    before: tuple[Tensors, Tensors],
-    after: tuple[Tensors, Tensors],
-    length: Tensor,
-) -> tuple[Tensors, Tensors, Report]:
-    finite = torch.isfinite(sum((v.sum() for v in after[0].values()), length))
-    return finish(
-        finite,
-        before,
-        after,
-        lambda: {"bad_entries": bad_entries(family, grads)},
-        step_norm=length,
-        gain=torch.ones_like(length),
-        radius=torch.full_like(length, torch.inf),
-        damped=length < 0.0,
-    )
-
-
 @dataclass(frozen=True)
-class GradientRule:
-    """``init(params) -> state``, ``update(params, grads, state)``: the first method above.
+class GradientRule(Rule):
+    """The first method above.
 
     ``normal=False`` clips and averages Proj(g) in place of g.
     """
 
     family: Any
-    step: float
+    rate: float
     clip: float
     momentum: float
     flat: int
     normal: bool
-    averaging: None = None
 
-    def init(self, params: Tensors) -> Tensors:
-        moving = {"m." + name: torch.zeros_like(v) for name, v in params.items()}
-        return _start(self.family, params) | moving
+    def start(self, params: Tensors) -> Tensors:
+        return {"m." + name: torch.zeros_like(v) for name, v in params.items()}
 
     def _tangent(self, params: Tensors, G: Tensors) -> Tensors:
         pulled = self.family.pull(params, G)
@@ -83,20 +54,17 @@ class GradientRule:
     def _project(self, params: Tensors, G: Tensors) -> Tensors:
         return self.family.push(params, self._tangent(params, G))
 
-    def update(
-        self, params: Tensors, grads: Tensors, state: Tensors
-    ) -> tuple[Tensors, Tensors, Report]:
+    def step(self, params: Tensors, grads: Tensors, state: Tensors) -> Step:
         g = grads if self.normal else self._project(params, grads)
         shrink = (self.clip / torch.linalg.vector_norm(pack(g))).clamp_max(1.0)
         past = self._project(params, part(state, "m."))
         share = (1.0 - self.momentum) * shrink
         m = {name: self.momentum * past[name] + share * g[name] for name in past}
         tangent, count = self._tangent(params, m), state["count"] + 1.0
-        step = self.step * (self.flat / count).clamp_max(1.0)
+        step = self.rate * (self.flat / count).clamp_max(1.0)
         new = self.family.retract(params, tangent, -step)
-        after = state | {"count": count} | {"m." + name: v for name, v in m.items()}
         length = step * torch.linalg.vector_norm(pack(m))
-        return _end(self.family, grads, (params, state), (new, after), length)
+        return Step(new, length, step, {"m." + name: v for name, v in m.items()})
 
 
 @dataclass(frozen=True)
@@ -106,15 +74,12 @@ class TangentAdamRule:
     family: Any
     rate: float
     decays: tuple[float, float] = (0.9, 0.999)
-    averaging: None = None
 
-    def init(self, params: Tensors) -> Tensors:
+    def start(self, params: Tensors) -> Tensors:
         zero = torch.zeros_like(self.family.pack(params))
-        return _start(self.family, params) | {"first": zero, "second": zero.clone()}
+        return {"first": zero, "second": zero.clone()}
 
-    def update(
-        self, params: Tensors, grads: Tensors, state: Tensors
-    ) -> tuple[Tensors, Tensors, Report]:
+    def step(self, params: Tensors, grads: Tensors, state: Tensors) -> Step:
         g, count = self.family.pack(self.family.pull(params, grads)), state["count"] + 1.0
         one, two = self.decays
         first = torch.lerp(state["first"], g, 1.0 - one)
@@ -122,9 +87,8 @@ class TangentAdamRule:
         scale = (second / (1.0 - two**count)).sqrt() + 1e-8
         move = self.rate * first / (1.0 - one**count) / scale
         new = self.family.retract(params, self.family.unpack(move, params), -1.0)
-        after = state | {"count": count, "first": first, "second": second}
         length = torch.linalg.vector_norm(move)
-        return _end(self.family, grads, (params, state), (new, after), length)
+        return Step(new, length, torch.ones_like(length), {"first": first, "second": second})
 
 
 class ManifoldGradient(NaturalGradientOptim):
@@ -135,7 +99,7 @@ class ManifoldGradient(NaturalGradientOptim):
     def __init__(
         self, guide: Any, step: float, clip: float, momentum: float, flat: int, normal: bool = True
     ) -> None:
-        arguments: dict[str, Any] = {"step": step, "clip": clip, "momentum": momentum}
+        arguments: dict[str, Any] = {"rate": step, "clip": clip, "momentum": momentum}
         self._make = partial(GradientRule, flat=flat, normal=normal, **arguments)
         super().__init__(guide)
 

@@ -33,7 +33,6 @@ a training loop and is not here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
@@ -42,7 +41,8 @@ from torch import Tensor
 
 from ..families import FactorNormal
 from ..families.base import Tensors, clamp_exponent, pack
-from ..rules.report import Report, finish, part, start_counts
+from ..rules.report import part
+from ..rules.rule import Rule, Step
 from .base import NaturalGradientOptim, describe
 from .others_state import ADAM
 
@@ -93,8 +93,8 @@ def approximate_natural_gradient(params: Tensors, grads: Tensors) -> Tensors:
 
 
 @dataclass(frozen=True)
-class NAGVACRule:
-    """The mathematics: ``init(params) -> state``, ``update(params, grads, state)``.  Pure functions."""
+class NAGVACRule(Rule):
+    """The mathematics, as pure functions of tensors."""
 
     family: FactorNormal
     lr: float = LEARNING_RATE
@@ -102,21 +102,15 @@ class NAGVACRule:
     momentum: float = MOMENTUM
     clip_norm: float = CLIP_NORM
 
-    #: the answer is the last iterate
-    averaging = None
-
-    def init(self, params: Tensors) -> Tensors:
+    def start(self, params: Tensors) -> Tensors:
         like = params["loc"]
-        return start_counts(self.family, params, ("count",)) | {
+        return {
             "momentum.loc": torch.zeros_like(like),
             "momentum.factor": torch.zeros_like(params["factor"]),
             "momentum.scale": torch.zeros_like(like),
         }
 
-    def update(
-        self, params: Tensors, grads: Tensors, state: Tensors
-    ) -> tuple[Tensors, Tensors, Report]:
-        """One step from ``params``; nothing in it waits for the device."""
+    def step(self, params: Tensors, grads: Tensors, state: Tensors) -> Step:
         G = approximate_natural_gradient(params, grads)
         norm = torch.linalg.vector_norm(pack(G))
         shrink = (self.clip_norm / norm).clamp_max(1.0)
@@ -124,8 +118,7 @@ class NAGVACRule:
         past = part(state, "momentum.")
         m = {name: torch.lerp(past[name], shrink * v, new_share) for name, v in G.items()}
 
-        count = state["count"] + 1.0
-        lr = self.lr * (self.tau / count).clamp_max(1.0)
+        lr = self.lr * (self.tau / (state["count"] + 1.0)).clamp_max(1.0)
         c = params["log_scale"].exp()
         signed = c - lr * m["scale"]
         nearest = torch.finfo(c.dtype).eps ** 0.5 * c
@@ -137,21 +130,10 @@ class NAGVACRule:
         move = {"loc": m["loc"], "factor": m["factor"], "log_scale": m["scale"] / c}
         step_norm = lr * self.family.fisher_norm(params, self.family.tangent_of(params, move))
 
+        changed = {"momentum." + name: v for name, v in m.items()}
+        changed["momentum.scale"] = torch.where(signed < 0, -m["scale"], m["scale"])
         # a NaN in the gradient is one in the norm
-        finite = torch.isfinite(norm + reduce(torch.add, (v.sum() for v in new.values())))
-        accepted = {"count": count}
-        accepted |= {"momentum." + name: v for name, v in m.items()}
-        accepted["momentum.scale"] = torch.where(signed < 0, -m["scale"], m["scale"])
-        return finish(
-            finite,
-            (params, state),
-            (new, state | accepted),
-            lambda: {"bad_entries": self.family.not_finite(grads)},
-            step_norm=step_norm,
-            gain=lr,
-            radius=torch.full_like(norm, torch.inf),
-            damped=shrink < 1.0,
-        )
+        return Step(new, step_norm, lr, changed, damped=shrink < 1.0, finite=torch.isfinite(norm))
 
 
 class NAGVAC(NaturalGradientOptim):

@@ -49,7 +49,8 @@ from ..families import MatrixNormal, ProductFamily
 from ..families.base import Tensors, dot
 from ..guides import AutoMatrixNormal
 from ..linalg.cholesky import inverse_cholesky
-from ..rules.report import Report, finish, part, start_counts
+from ..rules.report import Report, part
+from ..rules.rule import Rule, Step
 from ..rules.schedules import Rate, as_rate, rate_at
 from .base import NaturalGradientOptim, describe
 from .others_state import ADAM
@@ -89,8 +90,8 @@ def covariance_factors(
 
 
 @dataclass(frozen=True)
-class NoisyKFACRule:
-    """The mathematics: ``init(params) -> state``, ``update(params, grads, state)``.  Pure functions.
+class NoisyKFACRule(Rule):
+    """The mathematics, as pure functions of tensors.
 
     ``grads`` has the statistics of each matrix part as "curvature.kron_rows.{part}" (n, n) and
     "curvature.kron_columns.{part}" (m, m), and, if ``prior_precision`` is ``None``, "curvature.prior"
@@ -104,24 +105,17 @@ class NoisyKFACRule:
     prior_precision: float | None = None
     trust_radius: float = 1.0
 
-    #: the answer is the last iterate
-    averaging: ClassVar[None] = None
-
     def _matrices(self) -> dict[str, MatrixNormal]:
         return {p: f for p, f in self.family.parts.items() if isinstance(f, MatrixNormal)}
 
-    def init(self, params: Tensors) -> Tensors:
-        like = next(iter(params.values()))
-        state = start_counts(self.family, params, ("count",))
+    def start(self, params: Tensors) -> Tensors:
+        like, state = next(iter(params.values())), {}
         for name, f in self._matrices().items():
             state["kron_rows." + name] = like.new_zeros(f.rows, f.rows)
             state["kron_columns." + name] = like.new_zeros(f.columns, f.columns)
         return state
 
-    def update(
-        self, params: Tensors, grads: Tensors, state: Tensors
-    ) -> tuple[Tensors, Tensors, Report]:
-        """One step from ``params``; nothing in it waits for the device."""
+    def step(self, params: Tensors, grads: Tensors, state: Tensors) -> Step:
         count = state["count"]
         a, b = rate_at(self.lr, count), rate_at(self.curvature_lr, count)
         b = torch.maximum(b, 1.0 / (count + 1.0))
@@ -170,24 +164,16 @@ class NoisyKFACRule:
                 moved = f.retract(own, moves[name], -shrink * a)
             new |= {f"{name}_{k}": v for k, v in moved.items()}
 
-        finite = torch.isfinite(reduce(torch.add, (v.sum() for v in new.values())) + length)
-        return finish(
-            finite,
-            (params, state),
-            (new, state | averages | {"count": count + 1.0}),
-            lambda: {"bad_entries": self._bad_entries(grads)},
-            step_norm=shrink * length,
-            gain=a,
-            radius=torch.full_like(length, self.trust_radius),
-            damped=shrink < 1.0,
-        )
+        radius = torch.full_like(length, self.trust_radius)
+        damped, finite = shrink < 1.0, torch.isfinite(length)
+        return Step(new, shrink * length, a, averages, radius, damped, finite)
 
     def _priors(self, grads: Tensors) -> dict[str, Tensor | float]:
         if self.prior_precision is not None:
             return dict.fromkeys(self.family.parts, self.prior_precision)
         return {p: v.mean() for p, v in self.family.split(grads["curvature.prior"]).items()}
 
-    def _bad_entries(self, grads: Tensors) -> Tensor:
+    def bad_entries(self, grads: Tensors) -> Tensor:
         bad = self.family.split(self.family.not_finite(grads))
         for name in self._matrices():
             kinds = (grads[f"curvature.{kind}.{name}"] for kind in ("kron_rows", "kron_columns"))

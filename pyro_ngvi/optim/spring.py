@@ -45,8 +45,9 @@ from torch import Tensor
 
 from ..families.base import Family, Tensors
 from ..fisher.scores import packed_scores
-from ..rules.averaging import Averaging, as_averaging, restart_average, start_average, step_average
-from ..rules.report import Report, finish, part, start_counts
+from ..rules.averaging import Averaging, as_averaging
+from ..rules.report import part
+from ..rules.rule import Rule, Step
 from ..rules.schedules import Rate, as_rate, rate_at
 from .base import NaturalGradientOptim, describe
 from .others_state import ADAM
@@ -58,8 +59,8 @@ FAR = 1.0
 
 
 @dataclass(frozen=True)
-class SpringRule:
-    """The mathematics: ``init(params) -> state``, ``update(params, grads, state)``.  Pure functions.
+class SpringRule(Rule):
+    """The mathematics, as pure functions of tensors.
 
     ``grads`` holds "curvature.draws" (S, d) and "curvature.residuals" (S,).
     """
@@ -71,16 +72,12 @@ class SpringRule:
     trust_radius: float = 0.25
     averaging: Averaging | None = None
 
-    def init(self, params: Tensors) -> Tensors:
-        # "step" is the clock of the rate, "count" that of the average, which may start again
-        state = start_counts(self.family, params, ("step", "count"))
-        state["increment"] = torch.zeros_like(self.family.pack(params))
-        return state | start_average(self.averaging, params)
+    def start(self, params: Tensors) -> Tensors:
+        # the clock of the rate; "count" is that of the average, which may start again
+        increment = torch.zeros_like(self.family.pack(params))
+        return {"step": increment.new_zeros(()), "increment": increment}
 
-    def update(
-        self, params: Tensors, grads: Tensors, state: Tensors
-    ) -> tuple[Tensors, Tensors, Report]:
-        """One step from ``params`` (the iterate); nothing in it waits for the device."""
+    def step(self, params: Tensors, grads: Tensors, state: Tensors) -> Step:
         draws, residuals = grads["curvature.draws"], grads["curvature.residuals"]
         if len(draws) < 2:
             raise ValueError(
@@ -106,30 +103,27 @@ class SpringRule:
         # a shortened move is also what the next step remembers
         increment = shrink * increment
         new = self.family.retract(params, self.family.unpack(increment, params), -a)
-        finite = torch.isfinite(sum((v.sum() for v in new.values()), length))
-
-        begun = self._near_average(params, draws, state)
-        steps = begun["count"] + 1.0
-        accepted = {"step": state["step"] + 1.0, "count": steps, "increment": increment}
-        accepted |= step_average(self.averaging, self.family, begun, new, steps)
-        return finish(
-            finite,
-            (params, state),
-            (new, state | accepted),
-            lambda: {"bad_entries": ~torch.isfinite(draws).all(0)},
-            step_norm=a * shrink * length,
+        return Step(
+            new,
+            a * shrink * length,
             gain=a,
+            state={"step": state["step"] + 1.0, "increment": increment},
             radius=torch.full_like(a, self.trust_radius),
             damped=shrink < 1.0,
+            finite=torch.isfinite(length),
+            keep_average=self._is_near_average(params, draws, state),
         )
 
-    def _near_average(self, params: Tensors, draws: Tensor, state: Tensors) -> Tensors:
-        """``state``, with an average that is far from the iterate, or not finite, begun anew there."""
+    def bad_entries(self, grads: Tensors) -> Tensor:
+        return ~torch.isfinite(grads["curvature.draws"]).all(0)
+
+    def _is_near_average(self, params: Tensors, draws: Tensor, state: Tensors) -> Tensor | None:
+        """Whether the average is finite and no further than ``FAR`` from the iterate."""
         if self.averaging is None:
-            return state
+            return None
         average = part(state, "average.")
         gap = self.family.log_prob(params, draws) - self.family.log_prob(average, draws)
-        return restart_average(state, params, gap.mean() < FAR)
+        return gap.mean() < FAR
 
 
 def _centred(x: Tensor) -> Tensor:

@@ -37,7 +37,6 @@ rates.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, ClassVar
 
 import torch
@@ -45,8 +44,9 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from ..families.base import Family, Tensors
-from ..rules.averaging import Averaging, as_averaging, start_average, step_average
-from ..rules.report import Report, bad_entries, finish, part, start_counts
+from ..rules.averaging import Averaging, as_averaging
+from ..rules.report import part
+from ..rules.rule import Rule, Step
 from ..rules.schedules import PowerDecay, Rate, as_rate, rate_at
 from .base import NaturalGradientOptim, describe
 from .others_state import ADAM
@@ -58,8 +58,8 @@ NEWTON_RATE = PowerDecay(1.0, 0.51)
 
 
 @dataclass(frozen=True)
-class VONRule:
-    """The mathematics: ``init(params) -> state``, ``update(params, grads, state)``.  Pure functions."""
+class VONRule(Rule):
+    """The mathematics, as pure functions of tensors."""
 
     family: Family
     lr: Rate
@@ -70,41 +70,28 @@ class VONRule:
     trust_radius: float = torch.inf
     averaging: Averaging | None = None
 
-    def init(self, params: Tensors) -> Tensors:
-        # "step" is the clock of the rates, "count" that of the average, which may start again
-        state = start_counts(self.family, params, ("step", "count"))
-        state["gradient"] = torch.zeros_like(params["loc"])
-        return state | start_average(self.averaging, params)
+    def start(self, params: Tensors) -> Tensors:
+        # the clock of the rates; "count" is that of the average, which may start again
+        return {
+            "step": params["loc"].new_zeros(()),
+            "gradient": torch.zeros_like(params["loc"]),
+        }
 
-    def update(
-        self, params: Tensors, grads: Tensors, state: Tensors
-    ) -> tuple[Tensors, Tensors, Report]:
-        """One step from ``params`` (the iterate); nothing in it waits for the device."""
+    def step(self, params: Tensors, grads: Tensors, state: Tensors) -> Step:
         k = state["step"]
         a, b = rate_at(self.lr, k), rate_at(self.curvature_lr, k)
         curvature = part(grads, "curvature.")
         still = self.family.precision_step(params, grads, curvature, b, self.safe)
-
         m, move, length, damped = self._mean_step(still, grads, state, a)
-        new = still | {"loc": still["loc"] - move}
-        # a length that overflows is refused too: nothing says how far such a step should go
-        total = reduce(torch.add, (v.sum() for v in new.values())) + length
-        finite = total.abs() < torch.inf
-        for given in (grads["loc"], *curvature.values()):
-            finite = finite & (given.sum().abs() < torch.inf)
-
-        count = state["count"] + 1.0
-        accepted = {"step": k + 1.0, "count": count, "gradient": m}
-        accepted |= step_average(self.averaging, self.family, state, new, count)
-        return finish(
-            finite,
-            (params, state),
-            (new, state | accepted),
-            lambda: {"bad_entries": bad_entries(self.family, grads)},
-            step_norm=length,
+        sums = torch.stack([v.sum() for v in (grads["loc"], *curvature.values())])
+        return Step(
+            still | {"loc": still["loc"] - move},
+            length,
             gain=a,
+            state={"step": k + 1.0, "gradient": m},
             radius=torch.full_like(a, self._radius(params)),
             damped=damped,
+            finite=torch.isfinite(sums).all(),
         )
 
     def _radius(self, params: Tensors) -> float:

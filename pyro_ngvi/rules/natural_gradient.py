@@ -52,8 +52,9 @@ from torch import Tensor
 
 from ..families.base import Geometry, Tensors, dot, pack
 from ..linalg.host_bool import host_bool
-from .averaging import Averaging, Tail, as_averaging, start_average, step_average
-from .report import Report, bad_entries, finish, part, start_counts
+from .averaging import Averaging, Tail, as_averaging
+from .report import part
+from .rule import Rule, Step
 from .schedules import NoiseClock, RobbinsMonro, Schedule, as_schedule
 
 __all__ = ["NaturalGradientRule", "make_rule", "rule_arguments"]
@@ -69,8 +70,8 @@ SLOW_DECAY = RobbinsMonro(scale=1.0 / 6.0, offset=20.0, power=0.5, patience=0.5)
 
 
 @dataclass(frozen=True)
-class NaturalGradientRule:
-    """The mathematics: ``init(params) -> state``, ``update(params, grads, state)``.  Pure functions."""
+class NaturalGradientRule(Rule):
+    """The mathematics, as pure functions of tensors."""
 
     family: Geometry
     lr: float = 1.0
@@ -83,22 +84,22 @@ class NaturalGradientRule:
     averaging: Averaging | None = None
     coordinates: str = "local"
 
-    def init(self, params: Tensors) -> Tensors:
+    def start(self, params: Tensors) -> Tensors:
         like = next(iter(params.values()))
-        scalars = ("count", "skipped_in_a_row", "length", "log_typical", "descent")
-        state = start_counts(self.family, params, scalars)
+        scalars = ("skipped_in_a_row", "length", "log_typical", "descent")
+        state = {name: like.new_zeros(()) for name in scalars}
         state |= {"direction." + name: torch.zeros_like(v) for name, v in params.items()}
         state |= {"schedule." + name: v for name, v in self.schedule.init(like).items()}
         if self.momentum:
-            state["move_energy"] = torch.zeros_like(state["count"])
+            state["move_energy"] = like.new_zeros(())
             names = self.family.location
             state |= {"move." + name: torch.zeros_like(params[name]) for name in names}
-        return state | start_average(self.averaging, params)
+        return state
 
-    def update(
-        self, params: Tensors, grads: Tensors, state: Tensors
-    ) -> tuple[Tensors, Tensors, Report]:
-        """One step from ``params`` (the iterate); nothing in it waits for the device."""
+    def refused(self, state: Tensors) -> Tensors:
+        return {"skipped_in_a_row": state["skipped_in_a_row"] + 1.0}
+
+    def step(self, params: Tensors, grads: Tensors, state: Tensors) -> Step:
         direction, gradient, length, finite = self._natural_direction(params, grads)
         shared = state["length"] * dot(gradient, part(state, "direction."))
         signal = (shared + state["descent"] / length) / length
@@ -142,36 +143,19 @@ class NaturalGradientRule:
         move |= {name: move[name] + v for name, v in past.items()}
 
         new = self.family.retract(params, move, -1.0, self.coordinates)
-        finite = finite & (reduce(torch.add, (v.sum() for v in new.values())).abs() < torch.inf)
-
-        count = state["count"] + 1.0
-        memory = (1.0 / count).clamp_min(1.0 / MEMORY)
-        accepted = {
-            "count": count,
-            "skipped_in_a_row": torch.zeros_like(count),
+        memory = (1.0 / (state["count"] + 1.0)).clamp_min(1.0 / MEMORY)
+        changed = {
+            "skipped_in_a_row": torch.zeros_like(length),
             "length": length,
             "log_typical": torch.lerp(log_typical, kept_length.log(), memory),
             "descent": length * along,
         }
-        accepted |= {"direction." + name: v for name, v in direction.items()}
-        accepted |= {"schedule." + name: v for name, v in schedule_state.items()}
+        changed |= {"direction." + name: v for name, v in direction.items()}
+        changed |= {"schedule." + name: v for name, v in schedule_state.items()}
         if self.momentum:
-            accepted |= {"move." + name: move[name] for name in self.family.location}
-            accepted["move_energy"] = move_energy
-        accepted |= step_average(self.averaging, self.family, state, new, count)
-        return finish(
-            finite,
-            (params, state),
-            (new, state | accepted),
-            lambda: {
-                "skipped_in_a_row": state["skipped_in_a_row"] + 1.0,
-                "bad_entries": bad_entries(self.family, grads),
-            },
-            step_norm=move_norm,
-            gain=gain,
-            radius=radius,
-            damped=damped,
-        )
+            changed |= {"move." + name: move[name] for name in self.family.location}
+            changed["move_energy"] = move_energy
+        return Step(new, move_norm, gain, changed, radius, damped, finite)
 
     def _natural_direction(
         self, params: Tensors, grads: Tensors

@@ -37,7 +37,7 @@ def projected(W: Tensor, G: Tensor) -> Tensor:
 @pytest.mark.parametrize("normal", [True, False])
 def test_a_gradient_step_is_the_printed_one(normal: bool) -> None:
     params, g = rotated()
-    rule = GradientRule(FAMILY, step=0.05, clip=1.0, momentum=0.6, flat=1, normal=normal)
+    rule = GradientRule(FAMILY, rate=0.05, clip=1.0, momentum=0.6, flat=1, normal=normal)
     state, W = rule.init(params), dict(params)
     m = {name: torch.zeros_like(v) for name, v in W.items()}
     for k in (1, 2):

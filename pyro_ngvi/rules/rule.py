@@ -1,0 +1,147 @@
+"""A rule says where to go; whether we go is decided here, once for all rules.
+
+A rule is a frozen dataclass with a ``family`` and the method ``step``.  Around each of its steps
+:meth:`Rule.update` refuses one that is not finite, counts, averages the iterates and reports.  These
+are pure functions of tensors, and nothing in them waits for the device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..families.base import Tensors
+from ..linalg.host_bool import choose, host_bool
+from .averaging import Averaging, restart_average, start_average, step_average
+from .report import Report, part
+
+__all__ = ["Rule", "Step"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where a rule goes from the iterate.
+
+    Attributes:
+        params: the next iterate.
+        length: its distance in the Fisher norm, nats^(1/2), 0-dim.
+        gain: the factor on the direction that was asked for, 0-dim.
+        state: those entries of the rule's state that change.
+        radius: bound on the length, 0-dim; ``None``: there is none.
+        damped: whether the bound was met, 0-dim; ``None``: it never is.
+        finite: whether what the step was made of is finite, 0-dim, where ``params`` may hide that it
+            is not.
+        keep_average: whether the average so far goes on, 0-dim; else it begins anew at the iterate.
+    """
+
+    params: Tensors
+    length: Tensor
+    gain: Tensor
+    state: Tensors = field(default_factory=dict)
+    radius: Tensor | None = None
+    damped: Tensor | None = None
+    finite: Tensor | None = None
+    keep_average: Tensor | None = None
+
+
+class Rule(ABC):
+    """The base of rules: ``init(params) -> state``, ``update(params, grads, state)``.
+
+    ``grads`` has the Euclidean gradient of the loss by parameter, and beside it, as "curvature." and a
+    name, what the loss left of the curvature.  Write :meth:`step`, and :meth:`start` if it remembers
+    anything.
+
+    Example:
+        A step of fixed length along the natural gradient.
+
+        >>> import torch
+        >>> from pyro_ngvi.families import MeanFieldNormal
+        >>> @dataclass(frozen=True)
+        ... class FixedLength(Rule):
+        ...     family: MeanFieldNormal
+        ...     length: float = 0.1
+        ...     def step(self, params, grads, state):
+        ...         G = self.family.natural_gradient(params, self.family.pull(params, grads))
+        ...         gain = self.length / self.family.fisher_norm(params, G)
+        ...         new = self.family.retract(params, G, -gain)
+        ...         return Step(new, length=torch.tensor(self.length), gain=gain)
+        >>> params = {"loc": torch.zeros(2), "log_scale": torch.zeros(2)}
+        >>> rule = FixedLength(MeanFieldNormal())
+        >>> grads = {"loc": torch.tensor([3.0, 4.0]), "log_scale": torch.zeros(2)}
+        >>> rule.update(params, grads, rule.init(params))[0]["loc"]
+        tensor([-0.0600, -0.0800])
+    """
+
+    family: Any
+    averaging: Averaging | None = None
+
+    @abstractmethod
+    def step(self, params: Tensors, grads: Tensors, state: Tensors) -> Step:
+        """The step from ``params``; ``state["count"]`` iterates came before."""
+
+    def start(self, params: Tensors) -> Tensors:
+        """What the rule remembers before its first step."""
+        return {}
+
+    def refused(self, state: Tensors) -> Tensors:
+        """The entries of the state that a refused step changes."""
+        return {}
+
+    def bad_entries(self, grads: Tensors) -> Tensor:
+        """Entries of z (d,) at which gradient or curvature is not finite."""
+        bad = self.family.not_finite(grads)
+        for name, curvature in part(grads, "curvature.").items():
+            if name in ("diagonal", "prior"):
+                bad = bad | ~torch.isfinite(curvature)
+            elif name in ("dense", "rows"):  # rows stand for their products
+                bad = bad | ~torch.isfinite(curvature.square().sum(0))
+        return bad
+
+    def init(self, params: Tensors) -> Tensors:
+        """The state before the first step."""
+        zero = next(iter(params.values())).new_zeros(())
+        state = {"count": zero, "skipped": zero.clone()}
+        state["bad_entries"] = torch.zeros_like(self.family.not_finite(params))
+        return state | self.start(params) | start_average(self.averaging, params)
+
+    def update(
+        self, params: Tensors, grads: Tensors, state: Tensors
+    ) -> tuple[Tensors, Tensors, Report]:
+        """One step from ``params`` (the iterate), or none where it is not finite."""
+        step = self.step(params, grads, state)
+        # a length that overflows is refused too: nothing says how far such a step should go
+        total = reduce(torch.add, (v.sum() for v in step.params.values())) + step.length
+        finite = total.abs() < torch.inf
+        if step.finite is not None:
+            finite = finite & step.finite
+
+        keep = step.keep_average
+        before = state if keep is None else restart_average(state, params, keep)
+        count = before["count"] + 1.0
+        new, length = step.params, step.length
+        new_state = state | {"count": count} | step.state
+        new_state |= step_average(self.averaging, self.family, before, new, count)
+        if not host_bool(finite):
+            refused = state | {"skipped": state["skipped"] + 1.0} | self.refused(state)
+            refused["bad_entries"] = self.bad_entries(grads)
+            new = choose(finite, new, params)
+            new_state = choose(finite, new_state, refused)
+            length = torch.where(finite, length, 0.0)
+        return (
+            new,
+            new_state,
+            Report(
+                finite=finite,
+                step_norm=length,
+                gain=step.gain,
+                radius=torch.full_like(length, torch.inf) if step.radius is None else step.radius,
+                damped=torch.zeros_like(finite) if step.damped is None else step.damped,
+                skipped=new_state["skipped"],
+                bad_entries=new_state["bad_entries"],
+            ),
+        )
