@@ -68,7 +68,7 @@ class GradientRule(Rule):
 
 
 @dataclass(frozen=True)
-class TangentAdamRule:
+class TangentAdamRule(Rule):
     """Adam on the packed gradient of the local frame."""
 
     family: Any
