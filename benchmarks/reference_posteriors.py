@@ -42,7 +42,7 @@ class Row(NamedTuple):
     seed: int
     raw: tuple[float, float]
     resampled: tuple[float, float]
-    found: ngvi.KHat
+    found: ngvi.diagnostics.KHat
 
     @property
     def good(self) -> bool:

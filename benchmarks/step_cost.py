@@ -22,8 +22,9 @@ from pyro.infer.autoguide import AutoNormal
 from pyro.optim import PyroOptim
 from torch import nn
 
-from pyro_ngvi import IVON, VOGN, AutoMeanFieldNormal, BatchedELBO
+from pyro_ngvi import AutoMeanFieldNormal, BatchedELBO
 from pyro_ngvi.nn import bayesianize
+from pyro_ngvi.optim import IVON, VOGN
 
 from .problems import load
 from .stepping import (

@@ -1,11 +1,12 @@
 """Natural-gradient variational inference for Pyro."""
 
-from . import distributions, families, linalg, nn
+import warnings as _warnings
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
+from . import diagnostics, distributions, families, flows, guides, linalg, losses, nn, optim, sites
 from ._version import __version__
-from .diagnostics import KHat, khat, summary
-from .diagnostics.export import to_arviz
-from .diagnostics.prediction import predict
-from .fisher import remember_arguments
+from .diagnostics import khat, predict, summary, to_arviz
 from .guides import (
     AutoCouplingFlow,
     AutoExponentialFamily,
@@ -17,46 +18,17 @@ from .guides import (
     AutoMeanFieldNormal,
     AutoOrthogonalFlow,
     AutoWalshHadamard,
-    NeuTra,
-    init_to_center,
     neutra,
 )
-from .guides.reparam import WalshHadamardReparam
 from .losses import BatchedELBO
-from .optim import (
-    AIFVB,
-    IFVB,
-    IVON,
-    NAGVAC,
-    NGVB,
-    SLANG,
-    SPRING,
-    VOGN,
-    VON,
-    Constant,
-    LogPower,
-    NoiseClock,
-    NoisyKFAC,
-    PowerDecay,
-    RobbinsMonro,
-    Tail,
-    Vadam,
-)
-from .probing.vectorized import check_vectorized
-from .runtime.model_density import ModelDensity
+from .optim import AIFVB, IFVB, NGVB
 from .sites import CVI, AutoSites, SitesELBO
 
 __all__ = [
     "AIFVB",
     "CVI",
     "IFVB",
-    "IVON",
-    "NAGVAC",
     "NGVB",
-    "SLANG",
-    "SPRING",
-    "VOGN",
-    "VON",
     "AutoCouplingFlow",
     "AutoExponentialFamily",
     "AutoFactorNormal",
@@ -69,30 +41,42 @@ __all__ = [
     "AutoSites",
     "AutoWalshHadamard",
     "BatchedELBO",
-    "Constant",
-    "KHat",
-    "LogPower",
-    "ModelDensity",
-    "NeuTra",
-    "NoiseClock",
-    "NoisyKFAC",
-    "PowerDecay",
-    "RobbinsMonro",
     "SitesELBO",
-    "Tail",
-    "Vadam",
-    "WalshHadamardReparam",
     "__version__",
-    "check_vectorized",
+    "diagnostics",
     "distributions",
     "families",
-    "init_to_center",
+    "flows",
+    "guides",
     "khat",
     "linalg",
+    "losses",
     "neutra",
     "nn",
+    "optim",
     "predict",
-    "remember_arguments",
+    "sites",
     "summary",
     "to_arviz",
 ]
+
+#: names that stood here in version 0.1, by where they stand now
+_MOVED = {
+    "optim": "VON VOGN IVON SLANG Vadam NAGVAC NoisyKFAC SPRING Constant LogPower NoiseClock "
+    "PowerDecay RobbinsMonro Tail remember_arguments",
+    "diagnostics": "KHat ModelDensity check_vectorized",
+    "guides": "NeuTra init_to_center",
+    "nn": "WalshHadamardReparam",
+}
+
+
+def __getattr__(name: str) -> _Any:
+    for place, names in _MOVED.items():
+        if name in names.split():
+            _warnings.warn(
+                f"pyro_ngvi.{name} is now pyro_ngvi.{place}.{name}; the old name is deprecated.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            return getattr(_import_module(f"pyro_ngvi.{place}"), name)
+    raise AttributeError(f"module 'pyro_ngvi' has no attribute {name!r}")

@@ -104,7 +104,7 @@ def fixed_noise(pairs: int, dim: int) -> Tensor:
 
 
 @torch.no_grad()
-def elbo_of(guide: Any, log_joint: ngvi.ModelDensity, noise: Tensor) -> float:
+def elbo_of(guide: Any, log_joint: ngvi.diagnostics.ModelDensity, noise: Tensor) -> float:
     """ELBO = E_q[log p(y, w) - log q(w)] in nats, with ``noise`` for the draws of w."""
     q = guide.get_posterior()
     w = q.mean + noise @ q.scale_tril.mT
@@ -125,7 +125,7 @@ def train_both(X: Tensor, y: Tensor, steps: int) -> tuple[Fit, Fit]:
         fit.train_until(1)  # the first step of a process waits for parts of torch to load
     pyro.clear_param_store()
     ngvb, adam = both_fits(X, y)
-    log_joint = ngvi.ModelDensity(model, (X, y), chunk_size=50)
+    log_joint = ngvi.diagnostics.ModelDensity(model, (X, y), chunk_size=50)
     noise = fixed_noise(400, X.shape[1])
     with tqdm(total=steps * (1 + ADAM_STEPS), unit=" steps", disable=None) as bar:
         for i in range(1, LOOKS + 1):

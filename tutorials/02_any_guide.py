@@ -74,7 +74,7 @@ def coin(throws):
 
 
 def beta_guide(a, b):
-    @ngvi.remember_arguments
+    @ngvi.optim.remember_arguments
     def guide(throws):
         q_a = pyro.param("a", torch.tensor(a), constraint=constraints.positive)
         q_b = pyro.param("b", torch.tensor(b), constraint=constraints.positive)
@@ -253,7 +253,7 @@ def opposite():
     return torch.stack([centre, -centre])
 
 
-@ngvi.remember_arguments
+@ngvi.optim.remember_arguments
 def mixture(X, y):
     locs = pyro.param("locs", opposite)
     scales = pyro.param("scales", 0.5 * torch.ones(2, 2), constraint=constraints.positive)

@@ -26,8 +26,8 @@
 # | | guide | optimizer | what it learns the widths from |
 # |---|---|---|---|
 # | BBB (Bayes by backprop) | Pyro's `AutoNormal` | `pyro.optim.Adam` | gradients |
-# | VOGN | `AutoMeanFieldNormal` | `ngvi.VOGN` | squared gradients of single examples |
-# | IVON | `AutoMeanFieldNormal` | `ngvi.IVON` | gradients, as a natural step |
+# | VOGN | `AutoMeanFieldNormal` | `ngvi.optim.VOGN` | squared gradients of single examples |
+# | IVON | `AutoMeanFieldNormal` | `ngvi.optim.IVON` | gradients, as a natural step |
 #
 # First a regression with error bars, then handwritten digits, then what to do when it fails. It
 # does fail: the digits show how. The notebook takes about a minute and a half on one core.
@@ -118,14 +118,14 @@ def vogn(model, lr=0.05, curvature_lr=0.05, init_scale=0.1, particles=8, kl_weig
     start = {"init_loc_fn": model.init_to_module, "init_scale": init_scale}
     guide = ngvi.AutoMeanFieldNormal(model, **start)
     loss = ngvi.BatchedELBO(particles, curvature="gauss_newton", kl_weight=kl_weight)
-    return guide, ngvi.VOGN(guide, lr=lr, curvature_lr=curvature_lr), loss
+    return guide, ngvi.optim.VOGN(guide, lr=lr, curvature_lr=curvature_lr), loss
 
 
 def ivon(model, lr=0.05, curvature_lr=0.05, init_scale=0.1, particles=8, kl_weight=1.0):
     start = {"init_loc_fn": model.init_to_module, "init_scale": init_scale}
     guide = ngvi.AutoMeanFieldNormal(model, **start)
     loss = ngvi.BatchedELBO(particles, kl_weight=kl_weight)
-    return guide, ngvi.IVON(guide, lr=lr, curvature_lr=curvature_lr), loss
+    return guide, ngvi.optim.IVON(guide, lr=lr, curvature_lr=curvature_lr), loss
 
 
 # %% [markdown]

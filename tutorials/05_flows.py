@@ -74,7 +74,10 @@ def fit_gaussian(model):
 def fit_flow(model, steps):
     guide = ngvi.AutoCouplingFlow(model)
     svi = SVI(
-        model, guide, ngvi.SPRING(guide), ngvi.BatchedELBO(num_particles=128, curvature="scores")
+        model,
+        guide,
+        ngvi.optim.SPRING(guide),
+        ngvi.BatchedELBO(num_particles=128, curvature="scores"),
     )
     losses = [float(svi.step()) for _ in range(steps)]
     return guide, losses
@@ -216,7 +219,9 @@ plt.show()
 
 # %%
 SECONDS = 3.0
-flows = {"SPRING": lambda guide: (ngvi.SPRING(guide), ngvi.BatchedELBO(128, curvature="scores"))}
+flows = {
+    "SPRING": lambda guide: (ngvi.optim.SPRING(guide), ngvi.BatchedELBO(128, curvature="scores"))
+}
 for rate in (0.001, 0.003, 0.01):
     flows[f"Adam {rate}"] = lambda guide, rate=rate: (
         pyro.optim.Adam({"lr": rate}),

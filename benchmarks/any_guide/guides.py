@@ -27,7 +27,7 @@ from pyro.distributions import constraints
 from pyro.infer.autoguide import AutoLowRankMultivariateNormal, init_to_feasible
 from torch import Tensor
 
-from pyro_ngvi import remember_arguments
+from pyro_ngvi.optim import remember_arguments
 
 from ..problems import load
 

@@ -42,8 +42,10 @@ def _map(model: Any) -> tuple[Any, SVI]:
 METHODS: dict[str, Callable[[Any], tuple[Any, SVI]]] = {
     "MAP, Adam 0.003": _map,
     "BBB, Adam 0.003": partial(bbb, draws=DRAWS, lr=0.003, init_scale=SCALE),
-    "VOGN, defaults": partial(trained_by, ngvi.VOGN, "gauss_newton", draws=DRAWS, init_scale=SCALE),
-    "IVON, defaults": partial(trained_by, ngvi.IVON, None, draws=DRAWS, init_scale=SCALE),
+    "VOGN, defaults": partial(
+        trained_by, ngvi.optim.VOGN, "gauss_newton", draws=DRAWS, init_scale=SCALE
+    ),
+    "IVON, defaults": partial(trained_by, ngvi.optim.IVON, None, draws=DRAWS, init_scale=SCALE),
 }
 
 

@@ -50,7 +50,7 @@ METHODS: dict[str, Callable[[Any], tuple[Any, SVI]]] = {
     "BBB": partial(bbb, draws=DRAWS, lr=0.001, init_scale=1.0),
     "Vadam": partial(
         trained_by,
-        partial(ngvi.Vadam, lr=0.001, curvature_lr=0.001, momentum=0.9),
+        partial(ngvi.optim.Vadam, lr=0.001, curvature_lr=0.001, momentum=0.9),
         "squared_gradient",
         draws=DRAWS,
         init_scale=1.0,
@@ -58,13 +58,15 @@ METHODS: dict[str, Callable[[Any], tuple[Any, SVI]]] = {
     ),
     "VOGN": partial(
         trained_by,
-        partial(ngvi.VOGN, lr=0.001, curvature_lr=0.001, momentum=0.0),
+        partial(ngvi.optim.VOGN, lr=0.001, curvature_lr=0.001, momentum=0.0),
         "gauss_newton",
         draws=DRAWS,
         init_scale=1.0,
         sticking_the_landing=False,
     ),
-    "VOGN, defaults": partial(trained_by, ngvi.VOGN, "gauss_newton", draws=DRAWS, init_scale=1.0),
+    "VOGN, defaults": partial(
+        trained_by, ngvi.optim.VOGN, "gauss_newton", draws=DRAWS, init_scale=1.0
+    ),
 }
 
 

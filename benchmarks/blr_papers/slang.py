@@ -102,12 +102,18 @@ class Method:
 def _methods(quick: bool) -> dict[str, Method]:
     full_rank, slang_steps, mean_field_steps = (400, 200, 2000) if quick else (2000, 2000, 5000)
     mean_field, full = ngvi.AutoMeanFieldNormal, ngvi.AutoFullRankNormal
-    von = partial(ngvi.VON, averaging=True)
+    von = partial(ngvi.optim.VON, averaging=True)
     # the plain step, as printed: the second-order term squares the start, far below the curvature
-    rates = {"lr": ngvi.PowerDecay(1.0, 0.55), "curvature_lr": ngvi.PowerDecay(1.0, 0.75)}
-    vogn = partial(ngvi.VON, **rates, averaging=True, safe=False)
-    rates = {"lr": ngvi.PowerDecay(1.0, 0.75), "curvature_lr": ngvi.PowerDecay(1.0, 0.9)}
-    slang = partial(ngvi.SLANG, **rates, momentum=0.0)
+    rates = {
+        "lr": ngvi.optim.PowerDecay(1.0, 0.55),
+        "curvature_lr": ngvi.optim.PowerDecay(1.0, 0.75),
+    }
+    vogn = partial(ngvi.optim.VON, **rates, averaging=True, safe=False)
+    rates = {
+        "lr": ngvi.optim.PowerDecay(1.0, 0.75),
+        "curvature_lr": ngvi.optim.PowerDecay(1.0, 0.9),
+    }
+    slang = partial(ngvi.optim.SLANG, **rates, momentum=0.0)
     found = {
         "full Hessian": Method(full, von, "hessian", full_rank),
         "full EF": Method(full, vogn, "gauss_newton", full_rank),

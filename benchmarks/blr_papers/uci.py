@@ -55,18 +55,18 @@ _ours = partial(trained_by, draws=DRAWS, init_scale=SCALE)
 
 METHODS: dict[str, Callable[[Any], tuple[Any, SVI]]] = {
     "BBB": partial(bbb, draws=DRAWS, lr=0.01, init_scale=SCALE),
-    "VOGN": partial(_ours, ngvi.VOGN, "gauss_newton"),
-    "IVON": partial(_ours, ngvi.IVON, None),
+    "VOGN": partial(_ours, ngvi.optim.VOGN, "gauss_newton"),
+    "IVON": partial(_ours, ngvi.optim.IVON, None),
     "matrix normal, NGVB": partial(_ours, ngvi.NGVB, None, guide_of=ngvi.AutoMatrixNormal),
     "matrix normal, NoisyKFAC": partial(
         _ours,
-        partial(ngvi.NoisyKFAC, lr=0.05, curvature_lr=0.01),
+        partial(ngvi.optim.NoisyKFAC, lr=0.05, curvature_lr=0.01),
         "kronecker",
         guide_of=ngvi.AutoMatrixNormal,
     ),
     "SLANG 1": partial(
         _ours,
-        partial(ngvi.SLANG, lr=0.02),
+        partial(ngvi.optim.SLANG, lr=0.02),
         "gauss_newton",
         guide_of=partial(ngvi.AutoFactorPrecision, rank=1),
     ),

@@ -124,9 +124,9 @@ def _methods() -> dict[str, Maker]:
         for rate in (0.001, 0.003, 0.01, 0.03)
     }
     return made | {
-        "SPRING": lambda: _printed(pyro_ngvi.SPRING, None, _scores()),
+        "SPRING": lambda: _printed(pyro_ngvi.optim.SPRING, None, _scores()),
         "full rank, NGVB": lambda: _contrast(pyro_ngvi.AutoFullRankNormal, pyro_ngvi.NGVB),
-        "2 layers, SPRING": lambda: _contrast(deep, pyro_ngvi.SPRING, _scores()),
+        "2 layers, SPRING": lambda: _contrast(deep, pyro_ngvi.optim.SPRING, _scores()),
         "2 layers, IFVB": lambda: _contrast(deep, pyro_ngvi.IFVB),
         "mean field, NGVB": lambda: _contrast(pyro_ngvi.AutoMeanFieldNormal, pyro_ngvi.NGVB),
     }

@@ -105,7 +105,7 @@ FLOWS: dict[str, Callable[..., Any]] = {
 def _spring(model: Callable[..., Any], **kwargs: Any) -> Contestant:
     guide = pyro_ngvi.AutoCouplingFlow(model, **kwargs)
     loss = pyro_ngvi.BatchedELBO(DRAWS, curvature="scores")
-    return guide, SVI(model, guide, pyro_ngvi.SPRING(guide), loss), lambda: nullcontext(guide)
+    return guide, SVI(model, guide, pyro_ngvi.optim.SPRING(guide), loss), lambda: nullcontext(guide)
 
 
 def _ifvb(model: Callable[..., Any]) -> Contestant:

@@ -156,7 +156,7 @@ METHODS: dict[str, Maker] = {
     "conjugate gradient": _maker(ConjugateGradient),
     "SPRING": partial(
         _contestant,
-        pyro_ngvi.SPRING,
+        pyro_ngvi.optim.SPRING,
         pyro_ngvi.BatchedELBO(SPRING_PARTICLES, curvature="scores"),
     ),
 }

@@ -44,7 +44,7 @@ def ours(model: Any, g: str) -> tuple[Any, Any, Any]:
 
 def adam(model: Any, g: str, rate: float) -> tuple[Any, Any, Any]:
     """The same family in Pyro's own guides, on the model of g."""
-    small = poutine.reparam(model, {name: ngvi.WalshHadamardReparam() for name in HIDDEN})
+    small = poutine.reparam(model, {name: ngvi.nn.WalshHadamardReparam() for name in HIDDEN})
     how: Any = {"init_loc_fn": model.init_to_module, "init_scale": SCALE}
     if g == "mean_field":
         return small, AutoNormal(small, **how), Adam({"lr": rate})

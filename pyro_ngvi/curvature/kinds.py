@@ -300,5 +300,5 @@ def _check_affordable(d: int) -> None:
         raise ValueError(
             f"The Hessian of the log prior is not diagonal (one latent site in the prior of another), "
             f"and its diagonal would take a pass through the model for each of {d:,} latent variables. "
-            f'Use independent priors, or curvature="price" with pyro_ngvi.IVON.'
+            f'Use independent priors, or curvature="price" with pyro_ngvi.optim.IVON.'
         )

@@ -1,8 +1,8 @@
 """What ``BatchedELBO(curvature="scores")`` leaves: the draws of a step, and log q - log p at each.
 
 Scores of q at the draws then give the Fisher matrix, and their regression on the residuals the natural
-gradient (:class:`pyro_ngvi.SPRING`).  No gradient passes through the draws, so the model is evaluated
-and not differentiated, but for its own parameters.
+gradient (:class:`pyro_ngvi.optim.SPRING`).  No gradient passes through the draws, so the model is
+evaluated and not differentiated, but for its own parameters.
 """
 
 from __future__ import annotations

@@ -1,18 +1,26 @@
 """Whether to believe the answer."""
 
+from ..probing.vectorized import check_vectorized
+from ..runtime.model_density import ModelDensity
 from ..sites.influence import Influence
 from ..sites.leave_one_out import SiteLOO
+from .export import to_arviz
 from .khat import KHat, khat, khat_from_log_weights
 from .plots import plot_influence, plot_sites
+from .prediction import predict
 from .summary import summary
 
 __all__ = [
     "Influence",
     "KHat",
+    "ModelDensity",
     "SiteLOO",
+    "check_vectorized",
     "khat",
     "khat_from_log_weights",
     "plot_influence",
     "plot_sites",
+    "predict",
     "summary",
+    "to_arviz",
 ]

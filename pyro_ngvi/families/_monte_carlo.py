@@ -48,5 +48,5 @@ class MonteCarloFamily(Family):
     def _unknown(self) -> str:
         return (
             f"{type(self).__name__} has no Fisher matrix in closed form: estimate it from scores, by "
-            f"pyro_ngvi.SPRING, IFVB or AIFVB."
+            f"pyro_ngvi.optim.SPRING, IFVB or AIFVB."
         )

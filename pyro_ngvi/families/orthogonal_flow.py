@@ -29,8 +29,8 @@ Local frame: shifts in units of what enters their map, logs of scales, left-triv
 W_k (:mod:`pyro_ngvi.linalg.stiefel`), relative moves of triangles.  Scores there are *tangent* scores:
 directions that leave the orthogonal matrices are not in it.  Momentum keeps its numbers in this frame,
 which is its transport by left translation.  The Fisher matrix has no closed form: train by
-:class:`pyro_ngvi.SPRING`, :class:`pyro_ngvi.IFVB` or :class:`pyro_ngvi.AIFVB`.  Averages of iterates
-are Riemannian means of the W_k.
+:class:`pyro_ngvi.optim.SPRING`, :class:`pyro_ngvi.IFVB` or :class:`pyro_ngvi.AIFVB`.  Averages of
+iterates are Riemannian means of the W_k.
 
 log q takes W' for the inverse of W, so W must stay orthogonal: optimizers that do not know the frame
 (Adam, ``frame="stored"``) make it wrong, and the guide refuses what they leave.

@@ -119,8 +119,8 @@ class GuideScores:
         else:
             raise ValueError(
                 f"The guide {_name(guide)} takes arguments, and scores are drawn by calling it "
-                f"again. Wrap it: guide = pyro_ngvi.remember_arguments(guide), and give the result "
-                f"to the optimizer and to SVI."
+                f"again. Wrap it: guide = pyro_ngvi.optim.remember_arguments(guide), and give the "
+                f"result to the optimizer and to SVI."
             )
 
     def leaves(self) -> dict[str, Tensor]:
@@ -186,7 +186,7 @@ class GuideScores:
         if not isinstance(self.guide, nn.Module) and _takes_arguments(self.guide):
             raise ValueError(
                 f"The guide {_name(self.guide)} was not called yet, so its arguments are not known. "
-                f"Give SVI the guide that pyro_ngvi.remember_arguments returned, and step it."
+                f"Give SVI the guide that pyro_ngvi.optim.remember_arguments returned, and step it."
             )
         return (), {}
 

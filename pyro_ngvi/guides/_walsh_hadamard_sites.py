@@ -118,13 +118,13 @@ def check_priors(
             raise ValueError(
                 f"{GUIDE}: the prior of the site {name!r} has a parameter that is trained, which the "
                 f"guide would not follow. Use poutine.reparam(model, {{{name!r}: "
-                f"pyro_ngvi.WalshHadamardReparam()}}) and a guide of its result, or proper=True."
+                f"pyro_ngvi.nn.WalshHadamardReparam()}}) and a guide of its result, or proper=True."
             )
         before, after = (normal_of(t.nodes[name]["fn"]) for t in (prototype, other))
         if after is None or not all(map(torch.equal, before or (), after)):
             raise ValueError(
                 f"{GUIDE}: the prior of the site {name!r} depends on other latent sites. "
-                f"Use poutine.reparam(model, {{{name!r}: pyro_ngvi.WalshHadamardReparam()}}) and "
+                f"Use poutine.reparam(model, {{{name!r}: pyro_ngvi.nn.WalshHadamardReparam()}}) and "
                 f"a guide of its result, or name other sites."
             )
 

@@ -83,7 +83,7 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
             plate, whose support moves with other latent sites or a learned parameter, or with masked
             entries that nothing depends on; or for a model without latent sites.  At the first call
             with Pyro's vectorised particles, for a model that broadcasts wrongly against them
-            (:func:`~pyro_ngvi.check_vectorized`).
+            (:func:`~pyro_ngvi.diagnostics.check_vectorized`).
     """
 
     #: what ``init`` may be

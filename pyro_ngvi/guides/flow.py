@@ -32,10 +32,10 @@ class AutoFlow(AutoFamily):
     T is the flow that you pass, mu and A an affine map behind it, so that a flow that stays near the
     identity is a Gaussian guide.  mu and A start at a Gaussian that is fitted first.
 
-    Train it by :class:`~pyro_ngvi.SPRING` with ``BatchedELBO(num_particles=128, curvature="scores")``,
-    above some twenty latent variables by :class:`~pyro_ngvi.IFVB` with ``BatchedELBO(16)``; ordinary
-    optimizers work too.  ``median`` and ``quantiles`` are those of 4,096 draws.  For HMC in the
-    coordinates of the trained flow see :func:`~pyro_ngvi.neutra`.
+    Train it by :class:`~pyro_ngvi.optim.SPRING` with ``BatchedELBO(num_particles=128,
+    curvature="scores")``, above some twenty latent variables by :class:`~pyro_ngvi.IFVB` with
+    ``BatchedELBO(16)``; ordinary optimizers work too.  ``median`` and ``quantiles`` are those of 4,096
+    draws.  For HMC in the coordinates of the trained flow see :func:`~pyro_ngvi.neutra`.
 
     Not for: posteriors close to a Gaussian (:class:`~pyro_ngvi.AutoFullRankNormal` is exact there and
     ten times faster a step), nor for thousands of latent variables.
@@ -67,7 +67,7 @@ class AutoFlow(AutoFamily):
         >>> coupling = dist.transforms.affine_coupling
         >>> guide = ngvi.AutoFlow(model, lambda d: [coupling(d, [16])])
         >>> loss = ngvi.BatchedELBO(64, curvature="scores")
-        >>> svi = SVI(model, guide, ngvi.SPRING(guide), loss)
+        >>> svi = SVI(model, guide, ngvi.optim.SPRING(guide), loss)
         >>> for _ in range(100):
         ...     _ = svi.step()
         >>> svi.evaluate_loss() < 1.0  # nats above log Z = 0; the best Gaussian is at 1.6

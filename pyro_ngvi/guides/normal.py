@@ -144,7 +144,7 @@ class AutoFactorPrecision(AutoFamily):
     U is d x rank.  The factors are directions that the data determine well, all others keep the
     width that the diagonal gives them: the counterpart of :class:`AutoFactorNormal`, whose factors are
     directions that the data leave wide.  Costs are the same, O(d rank) for memory and a draw and
-    O(d rank^2) for a natural-gradient step.  :class:`~pyro_ngvi.SLANG` is written for this guide;
+    O(d rank^2) for a natural-gradient step.  :class:`~pyro_ngvi.optim.SLANG` is written for this guide;
     :class:`~pyro_ngvi.NGVB` and :class:`~pyro_ngvi.IFVB` train it too.
 
     Args:

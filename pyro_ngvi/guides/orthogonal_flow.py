@@ -38,7 +38,7 @@ class AutoOrthogonalFlow(AutoFamily):
     nothing in it.
 
     One layer says skewness; curved posteriors need ``layers=2`` or more.  Train it by
-    :class:`~pyro_ngvi.SPRING` with ``BatchedELBO(128, curvature="scores")``, by
+    :class:`~pyro_ngvi.optim.SPRING` with ``BatchedELBO(128, curvature="scores")``, by
     :class:`~pyro_ngvi.IFVB` or by :class:`~pyro_ngvi.AIFVB`, which all move the W as rotations.
     Not for thousands of latent variables (a step costs O(d^3)), nor for posteriors close to a
     Gaussian: :class:`AutoFullRankNormal` is exact there and far faster.
@@ -114,6 +114,6 @@ class AutoOrthogonalFlow(AutoFamily):
             raise RuntimeError(
                 f"The rotations of {type(self).__name__} are no longer orthogonal, so its density "
                 f"would be wrong. An optimizer that does not know rotations has stepped them: train "
-                f"this guide by pyro_ngvi.SPRING, IFVB or AIFVB, in their default frame."
+                f"this guide by pyro_ngvi.optim.SPRING, IFVB or AIFVB, in their default frame."
             )
         return super()._distribution(params)

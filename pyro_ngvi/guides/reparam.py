@@ -146,7 +146,7 @@ class WalshHadamardReparam(Reparam):
         >>> def model(X):
         ...     W = pyro.sample("W", dist.Normal(0.0, 1.0).expand([50, 13]).to_event(2))
         ...     return X @ W.mT
-        >>> small = poutine.reparam(model, {"W": ngvi.WalshHadamardReparam()})
+        >>> small = poutine.reparam(model, {"W": ngvi.nn.WalshHadamardReparam()})
         >>> trace = poutine.trace(small).get_trace(torch.ones(2, 13))
         >>> trace.nodes["W_g"]["value"].shape, trace.nodes["W"]["value"].shape
         (torch.Size([64]), torch.Size([50, 13]))

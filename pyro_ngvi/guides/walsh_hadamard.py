@@ -53,7 +53,7 @@ class AutoWalshHadamard(AutoFamily):
 
     The prior of a chosen site has to be the same at every call, which is not checked, and may not
     depend on other latent sites or have trained parameters: use
-    :class:`~pyro_ngvi.WalshHadamardReparam` with ``poutine.reparam`` for these.
+    :class:`~pyro_ngvi.nn.WalshHadamardReparam` with ``poutine.reparam`` for these.
 
     ``proper=True`` **bounds the evidence of your own model**: white noise on every entry,
     W = loc + scale o (A g + sigma E) with A g the matrix of g and E standard normal, gives W a density

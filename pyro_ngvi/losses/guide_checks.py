@@ -20,13 +20,14 @@ def check_guide_takes_curvature(guide: Any, kind: str, joint: bool) -> None:
     if kind == "kronecker" and form != kind:
         raise ValueError(
             f"{what} leaves two factors for each matrix of a matrix-normal guide, and the guide is "
-            f"{type(guide).__name__}. Take AutoMatrixNormal with pyro_ngvi.NoisyKFAC, or "
+            f"{type(guide).__name__}. Take AutoMatrixNormal with pyro_ngvi.optim.NoisyKFAC, or "
             f'curvature="gauss_newton".'
         )
     if form == "kronecker" and kind != form:
         raise ValueError(
-            f'{what}: {type(guide).__name__} takes curvature="kronecker", for pyro_ngvi.NoisyKFAC, and '
-            f"no other. Use that, or leave curvature out and take pyro_ngvi.NGVB."
+            f'{what}: {type(guide).__name__} takes curvature="kronecker", for '
+            f"pyro_ngvi.optim.NoisyKFAC, and no other. Use that, or leave curvature out and "
+            f"take pyro_ngvi.NGVB."
         )
     if form is None:
         raise ValueError(

@@ -1,5 +1,6 @@
 """Neural networks as Pyro models: weights become sample sites, layers with few latent numbers."""
 
+from ..guides.reparam import WalshHadamardReparam
 from .bayesianize import BayesianModule, bayesianize
 from .local import LocalModel, local_reparameterization
 from .predict import Prediction, predict
@@ -12,6 +13,7 @@ __all__ = [
     "Prediction",
     "RandomFourierFeatures",
     "WalshHadamardLinear",
+    "WalshHadamardReparam",
     "bayesianize",
     "local_reparameterization",
     "predict",

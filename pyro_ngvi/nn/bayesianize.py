@@ -219,7 +219,7 @@ class BayesianModule(nn.Module):
     def init_to_module(self, site: Any = None) -> Any:
         """For ``init_loc_fn`` of a guide: start at the module's own weights.
 
-        Latent sites that are no weights start as in :func:`~pyro_ngvi.init_to_center`.
+        Latent sites that are no weights start as in :func:`~pyro_ngvi.guides.init_to_center`.
         """
         if site is None:
             return self.init_to_module

@@ -1,5 +1,6 @@
 """Optimizers for ``pyro.infer.SVI``, one rule a file."""
 
+from ..fisher import remember_arguments
 from ..rules.averaging import LogPower, Tail
 from ..rules.schedules import Constant, NoiseClock, PowerDecay, RobbinsMonro
 from .aifvb import AIFVB
@@ -32,4 +33,5 @@ __all__ = [
     "RobbinsMonro",
     "Tail",
     "Vadam",
+    "remember_arguments",
 ]

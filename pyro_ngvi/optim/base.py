@@ -87,7 +87,7 @@ class NaturalGradientOptim(PyroOptim):
         if not (self.learns_fisher or block.family.known_fisher):
             raise ValueError(
                 f"{type(self).__name__} needs a Fisher matrix in closed form, and "
-                f"{type(block).__name__} has none. Use pyro_ngvi.SPRING, pyro_ngvi.IFVB or "
+                f"{type(block).__name__} has none. Use pyro_ngvi.optim.SPRING, pyro_ngvi.IFVB or "
                 f"pyro_ngvi.AIFVB, which learn it from scores."
             )
         self._rules[path] = self.make_rule(block.family)
@@ -201,7 +201,7 @@ class NaturalGradientOptim(PyroOptim):
             takers = {"kronecker": "NoisyKFAC", "scores": "SPRING"}
             raise RuntimeError(
                 f'{name} makes no use of curvature="{kind}". Leave it out of BatchedELBO(...), or take '
-                f"pyro_ngvi.{takers.get(str(kind), 'NGVB, VON or VOGN')}."
+                f"pyro_ngvi.optim.{takers.get(str(kind), 'NGVB, VON or VOGN')}."
             )
         found = "the loss left none" if kind is None else f'the loss leaves "{kind}"'
         if self.kinds == ("sites",):

@@ -82,7 +82,7 @@ class IFVB(NaturalGradientOptim):
     Args:
         guide: the guide that SVI trains: ours, Pyro's, a mixture of both in an ``AutoGuideList``, or a
             function.  A function with arguments has to be wrapped, see
-            :func:`~pyro_ngvi.remember_arguments`.
+            :func:`~pyro_ngvi.optim.remember_arguments`.
         lr: factor in (0, 1] on the gain of the schedule.
         schedule: as for NGVB; a :class:`RobbinsMonro` has the conditions above.  ``None``: that of
             NGVB; in stored coordinates and for flows ``RobbinsMonro(0.3, 20, 2/3, patience=0.3)``.

@@ -34,7 +34,7 @@ For a network start at ``init_loc_fn=model.init_to_module`` (see ``pyro_ngvi.nn.
 a small ``init_scale``, 0.01 to 0.03: from the default 0.1 the sds can grow to the prior's before
 the means learn.
 
-Not for guides with correlations (:class:`~pyro_ngvi.VON`, :class:`~pyro_ngvi.NGVB`).
+Not for guides with correlations (:class:`~pyro_ngvi.optim.VON`, :class:`~pyro_ngvi.NGVB`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class IVON(VON):
         curvature_lr: rate b of the precision, likewise.
         momentum: weight of the past in the average of the gradients.
         trust_radius: largest move of each entry of the mean in its sds, or ``None``.
-        averaging, others: as in :class:`~pyro_ngvi.VON`.
+        averaging, others: as in :class:`~pyro_ngvi.optim.VON`.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -93,7 +93,7 @@ class IVON(VON):
         >>> def model():
         ...     pyro.sample("x", dist.Normal(torch.tensor([3.0, -1.0]), 2.0).to_event(1))
         >>> guide = ngvi.AutoMeanFieldNormal(model)
-        >>> svi = SVI(model, guide, ngvi.IVON(guide), Trace_ELBO())
+        >>> svi = SVI(model, guide, ngvi.optim.IVON(guide), Trace_ELBO())
         >>> for _ in range(500):
         ...     _ = svi.step()
         >>> guide.median()["x"].round(decimals=1), guide.log_scale.exp().round(decimals=1)
@@ -127,6 +127,6 @@ class IVON(VON):
             raise ValueError(
                 f"IVON has a diagonal precision, and the family of this guide is "
                 f"{type(family).__name__}. Use pyro_ngvi.AutoMeanFieldNormal(model), or "
-                f"pyro_ngvi.VON for a full precision."
+                f"pyro_ngvi.optim.VON for a full precision."
             )
         return IVONRule(family, **self._arguments)

@@ -162,7 +162,7 @@ class NAGVAC(NaturalGradientOptim):
         >>> def model():
         ...     pyro.sample("x", dist.Normal(torch.tensor([3.0, -1.0]), 2.0).to_event(1))
         >>> guide = ngvi.AutoFactorNormal(model, rank=1)
-        >>> optim = ngvi.NAGVAC(guide, lr=0.05)
+        >>> optim = ngvi.optim.NAGVAC(guide, lr=0.05)
         >>> svi = SVI(model, guide, optim, Trace_ELBO(8, vectorize_particles=True))
         >>> for _ in range(600):
         ...     loss = svi.step()

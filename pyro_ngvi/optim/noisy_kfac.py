@@ -215,7 +215,7 @@ class NoisyKFAC(NaturalGradientOptim):
         >>> model = ngvi.nn.bayesianize(net, "normal", num_data=100, noise=0.1)
         >>> guide = ngvi.AutoMatrixNormal(model, init_loc_fn=model.init_to_module, init_scale=0.03)
         >>> loss = ngvi.BatchedELBO(8, curvature="kronecker")
-        >>> svi = SVI(model, guide, ngvi.NoisyKFAC(guide, lr=0.1, curvature_lr=0.05), loss)
+        >>> svi = SVI(model, guide, ngvi.optim.NoisyKFAC(guide, lr=0.1, curvature_lr=0.05), loss)
         >>> for _ in range(300):
         ...     _ = svi.step(x, y)
         >>> prediction = ngvi.nn.predict(model, guide, x, num_samples=50)

@@ -21,9 +21,9 @@ Where delta is negative (a prior that is not log-concave, a Jacobian), s falls a
 G'G stands for the Hessian ("gauss_newton"): right where the model fits, and never indefinite.
 Published rates, a and b alike: 0.05 / (1 + k^0.51) for logistic regression, 0.02 for small networks.
 
-Not for: d so small that :class:`~pyro_ngvi.VON` with a full-rank guide, which drops nothing, costs no
-more; models without a plate over the data; runs without rates to tune (:class:`~pyro_ngvi.NGVB` trains
-the same guide).
+Not for: d so small that :class:`~pyro_ngvi.optim.VON` with a full-rank guide, which drops nothing,
+costs no more; models without a plate over the data; runs without rates to tune
+(:class:`~pyro_ngvi.NGVB` trains the same guide).
 
 Source: Mishkin, Kunstner, Nielsen, Schmidt & Khan (2018, NeurIPS; arXiv:1811.04504), algorithm 1.
 """
@@ -67,7 +67,7 @@ class SLANG(VON):
         curvature_lr: rate b of the precision, likewise; ``None`` for ``lr``.  At a constant b the
             precision averages over the last 1/b steps or so.
         momentum: weight in [0, 1) of the past in the average of the gradients.
-        damping, trust_radius, averaging, others: as in :class:`~pyro_ngvi.VON`.
+        damping, trust_radius, averaging, others: as in :class:`~pyro_ngvi.optim.VON`.
 
     Raises:
         ValueError: for another guide, or arguments out of range.
@@ -85,7 +85,7 @@ class SLANG(VON):
         ...         pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
         >>> guide = ngvi.AutoFactorPrecision(model, rank=1)
         >>> loss = ngvi.BatchedELBO(8, curvature="gauss_newton")
-        >>> svi = SVI(model, guide, ngvi.SLANG(guide, lr=ngvi.PowerDecay(0.2, 0.51)), loss)
+        >>> svi = SVI(model, guide, ngvi.optim.SLANG(guide, lr=ngvi.optim.PowerDecay(0.2, 0.51)), loss)
         >>> for _ in range(200):
         ...     _ = svi.step(X, y)
         >>> bool((guide.median()["w"] > 0.5).all())

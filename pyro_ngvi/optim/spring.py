@@ -161,7 +161,7 @@ class SPRING(NaturalGradientOptim):
         ...     pyro.sample("x", dist.Normal(torch.zeros(2), (v / 2).exp()).to_event(1))
         >>> guide = ngvi.AutoCouplingFlow(model)
         >>> loss = ngvi.BatchedELBO(num_particles=128, curvature="scores")
-        >>> svi = SVI(model, guide, ngvi.SPRING(guide), loss)
+        >>> svi = SVI(model, guide, ngvi.optim.SPRING(guide), loss)
         >>> for _ in range(150):
         ...     _ = svi.step()
         >>> svi.evaluate_loss() < 0.3  # log Z = 0; the best Gaussian is 1.1 nats below

@@ -69,7 +69,7 @@ class Vadam(VON):
         >>> import pyro_ngvi as ngvi
         >>> def model():
         ...     pass
-        >>> optim = ngvi.Vadam(ngvi.AutoMeanFieldNormal(model), lr=0.01)
+        >>> optim = ngvi.optim.Vadam(ngvi.AutoMeanFieldNormal(model), lr=0.01)
     """
 
     kinds: ClassVar[tuple[str | None, ...]] = ("squared_gradient",)

@@ -45,7 +45,7 @@ class VOGN(VON):
         momentum: weight of the past in the average of the gradients, bias-corrected.
         damping: added to the precision in the step of the mean, never in the posterior.
         trust_radius: largest move of the mean in sds, root mean square over the entries, or ``None``.
-        averaging, others: as in :class:`~pyro_ngvi.VON`.
+        averaging, others: as in :class:`~pyro_ngvi.optim.VON`.
 
     A warm-up of the KL term is the loss's affair: ``loss.kl_weight``, see
     :class:`~pyro_ngvi.BatchedELBO`.
@@ -63,7 +63,7 @@ class VOGN(VON):
         ...         pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
         >>> guide = ngvi.AutoMeanFieldNormal(model)
         >>> loss = ngvi.BatchedELBO(4, curvature="gauss_newton")
-        >>> svi = SVI(model, guide, ngvi.VOGN(guide), loss)
+        >>> svi = SVI(model, guide, ngvi.optim.VOGN(guide), loss)
         >>> for _ in range(200):
         ...     _ = svi.step(X, y)
         >>> bool(guide.median()["w"][0] > 1.0)

@@ -158,7 +158,7 @@ class VON(NaturalGradientOptim):
         ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
         >>> guide = ngvi.AutoFullRankNormal(model)
         >>> loss = ngvi.BatchedELBO(8, curvature="hessian")
-        >>> svi = SVI(model, guide, ngvi.VON(guide), loss)
+        >>> svi = SVI(model, guide, ngvi.optim.VON(guide), loss)
         >>> for _ in range(100):
         ...     _ = svi.step(torch.tensor([1.0, 2.0, 3.0]))
         >>> round(guide.median()["mu"].item(), 2)  # exactly 6 / 3.01

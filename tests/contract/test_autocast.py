@@ -28,10 +28,18 @@ def elbo(curvature: str | None = None) -> Any:
 
 CASES: dict[str, Any] = {
     "full rank, NGVB": (ngvi.AutoFullRankNormal, ngvi.NGVB, elbo()),
-    "full rank, VON": (ngvi.AutoFullRankNormal, lambda g: ngvi.VON(g, lr=0.3), elbo("hessian")),
+    "full rank, VON": (
+        ngvi.AutoFullRankNormal,
+        lambda g: ngvi.optim.VON(g, lr=0.3),
+        elbo("hessian"),
+    ),
     "full rank, Gauss-Newton": (ngvi.AutoFullRankNormal, ngvi.NGVB, elbo("gauss_newton")),
     "full rank, IFVB": (ngvi.AutoFullRankNormal, ngvi.IFVB, elbo()),
-    "factor, SPRING": (lambda m: ngvi.AutoFactorNormal(m, rank=1), ngvi.SPRING, elbo("scores")),
+    "factor, SPRING": (
+        lambda m: ngvi.AutoFactorNormal(m, rank=1),
+        ngvi.optim.SPRING,
+        elbo("scores"),
+    ),
     "factor precision, NGVB": (lambda m: ngvi.AutoFactorPrecision(m, rank=1), ngvi.NGVB, elbo()),
     "rotations, IFVB": (ngvi.AutoOrthogonalFlow, ngvi.IFVB, elbo()),
     "coupling flow, IFVB": (ngvi.AutoCouplingFlow, ngvi.IFVB, elbo()),

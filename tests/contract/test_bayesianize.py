@@ -93,7 +93,7 @@ def test_latent_noise() -> None:
     x, y = torch.randn(N, 2), torch.randn(N, 1)
     trace: Any = poutine.trace(model).get_trace(x, y)
     noise = trace.nodes["noise"]["value"]
-    density = ngvi.ModelDensity(model, (x, y))
+    density = ngvi.diagnostics.ModelDensity(model, (x, y))
     values = {name: trace.nodes[name]["value"][None] for name in [*model.sites, "noise"]}
     theta = density.pack(values)
     w = {name: value[0] for name, value in values.items()}
@@ -233,7 +233,7 @@ def test_vectorised_particles_are_the_particles_one_by_one() -> None:
         model = bayesianize(net, kind, num_data=N)
         guide = ngvi.AutoMeanFieldNormal(model)
         guide(x, y)
-        ngvi.check_vectorized(model, guide, x, y)
+        ngvi.diagnostics.check_vectorized(model, guide, x, y)
         out = Predictive(model, guide=guide, num_samples=7, parallel=True)(x)
         assert out["y"].shape == (7, 6, 5)
 

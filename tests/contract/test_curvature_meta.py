@@ -23,20 +23,24 @@ import pyro_ngvi as ngvi
 N, D, H, C = 12, 3, 5, 2
 
 RULES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any], str | None]] = {
-    "VON, mean field, Hessian": (ngvi.AutoMeanFieldNormal, ngvi.VON, "hessian"),
-    "VON, full rank, Hessian": (ngvi.AutoFullRankNormal, ngvi.VON, "hessian"),
-    "VON, Price": (ngvi.AutoMeanFieldNormal, ngvi.VON, "price"),
-    "VON, averaged": (ngvi.AutoFullRankNormal, partial(ngvi.VON, averaging=True), "gauss_newton"),
-    "VOGN": (ngvi.AutoMeanFieldNormal, ngvi.VOGN, "gauss_newton"),
-    "IVON": (ngvi.AutoMeanFieldNormal, ngvi.IVON, None),
-    "Vadam": (ngvi.AutoMeanFieldNormal, ngvi.Vadam, "squared_gradient"),
+    "VON, mean field, Hessian": (ngvi.AutoMeanFieldNormal, ngvi.optim.VON, "hessian"),
+    "VON, full rank, Hessian": (ngvi.AutoFullRankNormal, ngvi.optim.VON, "hessian"),
+    "VON, Price": (ngvi.AutoMeanFieldNormal, ngvi.optim.VON, "price"),
+    "VON, averaged": (
+        ngvi.AutoFullRankNormal,
+        partial(ngvi.optim.VON, averaging=True),
+        "gauss_newton",
+    ),
+    "VOGN": (ngvi.AutoMeanFieldNormal, ngvi.optim.VOGN, "gauss_newton"),
+    "IVON": (ngvi.AutoMeanFieldNormal, ngvi.optim.IVON, None),
+    "Vadam": (ngvi.AutoMeanFieldNormal, ngvi.optim.Vadam, "squared_gradient"),
     "SLANG": (
         partial(ngvi.AutoFactorPrecision, rank=2),
-        partial(ngvi.SLANG, lr=0.1),
+        partial(ngvi.optim.SLANG, lr=0.1),
         "gauss_newton",
     ),
     "NGVB, Hessian": (ngvi.AutoFullRankNormal, ngvi.NGVB, "hessian"),
-    "noisy K-FAC": (ngvi.AutoMatrixNormal, ngvi.NoisyKFAC, "kronecker"),
+    "noisy K-FAC": (ngvi.AutoMatrixNormal, ngvi.optim.NoisyKFAC, "kronecker"),
 }
 
 

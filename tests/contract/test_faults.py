@@ -77,12 +77,12 @@ def sites() -> Any:
 
 RUNS: dict[str, Callable[[], Any]] = {
     "NGVB": full(ngvi.NGVB, averaging=True),
-    "VON": full(ngvi.VON, "hessian"),
+    "VON": full(ngvi.optim.VON, "hessian"),
     "SLANG": lambda: factor(),
-    "IVON": mean_field(ngvi.IVON, "price"),
-    "VOGN": mean_field(ngvi.VOGN, "gauss_newton"),
+    "IVON": mean_field(ngvi.optim.IVON, "price"),
+    "VOGN": mean_field(ngvi.optim.VOGN, "gauss_newton"),
     "Vadam": mean_field(Vadam, "squared_gradient"),
-    "SPRING": full(ngvi.SPRING, "scores"),
+    "SPRING": full(ngvi.optim.SPRING, "scores"),
     "IFVB low rank": foreign(ngvi.IFVB, num_scores=3),
     "IFVB window": foreign(ngvi.IFVB, form="window", window=5),
     "IFVB dense": full(ngvi.IFVB, form="dense"),
@@ -195,7 +195,7 @@ def cut_off(svi: Any, patch: Any, k: int) -> None:
 
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_a_loss_of_ours_leaves_no_part_of_its_gradients(accumulated: bool) -> None:
-    for make in (mean_field(ngvi.VOGN, "gauss_newton"), sites):
+    for make in (mean_field(ngvi.optim.VOGN, "gauss_newton"), sites):
         pyro.clear_param_store()
         svi = make()
         for _ in range(3):

@@ -40,7 +40,7 @@ def model():
     pyro.sample("z", dist.StudentT(3.0, torch.zeros(3), 1.0).to_event(1))
 guide = ngvi.AutoFullRankNormal(model)
 loss = ngvi.BatchedELBO(2, curvature="hessian")
-svi = pyro.infer.SVI(model, guide, ngvi.VON(guide, lr=0.1), loss)
+svi = pyro.infer.SVI(model, guide, ngvi.optim.VON(guide, lr=0.1), loss)
 warnings.simplefilter("error")
 svi.step()
 import sys; print("torch._decomp.decompositions_for_jvp" in sys.modules)

@@ -52,7 +52,7 @@ def made(kind: str, **kwargs: Any) -> Any:
 
 def spring(guide: Any, steps: int, **kwargs: Any) -> SVI:
     loss = ngvi.BatchedELBO(64, curvature="scores")
-    svi = SVI(model, guide, ngvi.SPRING(guide, **kwargs), loss)
+    svi = SVI(model, guide, ngvi.optim.SPRING(guide, **kwargs), loss)
     for _ in range(steps):
         svi.step()
     return svi
@@ -212,7 +212,7 @@ def test_one_latent_variable() -> None:
     with pytest.warns(UserWarning, match="'only'"):
         guide()
     loss = ngvi.BatchedELBO(64, curvature="scores")
-    svi = SVI(single, guide, ngvi.SPRING(guide), loss)
+    svi = SVI(single, guide, ngvi.optim.SPRING(guide), loss)
     for _ in range(150):
         svi.step()
     loss_now: Any = svi.evaluate_loss()
@@ -242,7 +242,7 @@ def test_bad_arguments() -> None:
     part = AutoGuideList(model)
     part.append(ngvi.AutoCouplingFlow(pyro.poutine.block(model, hide=["v"])))
     with pytest.raises(ValueError, match="one guide"):
-        ngvi.SPRING(part)
+        ngvi.optim.SPRING(part)
 
 
 def test_the_average_is_the_answer() -> None:

@@ -14,8 +14,9 @@ from pyro.infer.autoguide import (
     init_to_value,
 )
 
-from pyro_ngvi import NGVB, BatchedELBO, Constant
+from pyro_ngvi import NGVB, BatchedELBO
 from pyro_ngvi.linalg import sphere_points
+from pyro_ngvi.optim import Constant
 from tests.contract.registry import (
     GUIDES,
     INDEPENDENT,

@@ -16,7 +16,8 @@ from pyro.optim import Adam, ClippedAdam  # pyright: ignore[reportAttributeAcces
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_ngvi import NGVB, AutoFullRankNormal, AutoMeanFieldNormal, BatchedELBO, Constant
+from pyro_ngvi import NGVB, AutoFullRankNormal, AutoMeanFieldNormal, BatchedELBO
+from pyro_ngvi.optim import Constant
 from pyro_ngvi.runtime.pyro_adapter import module_name
 from tests.contract.registry import GUIDES, LOSSES, D, N, called, data, exact_posterior, regression
 

@@ -31,7 +31,7 @@ from .registry import GUIDES, LOSSES, D, data, exact_posterior, regression
 def by_hand(model: Any) -> Any:
     """A guide function with constrained parameters; it takes the arguments of the model."""
 
-    @ngvi.remember_arguments
+    @ngvi.optim.remember_arguments
     def guide(X: torch.Tensor, *args: Any) -> None:
         loc = pyro.param("loc", lambda: X.new_zeros(D))
         scale = pyro.param("scale", lambda: X.new_full((D,), 0.1), constraint=constraints.positive)
@@ -41,7 +41,7 @@ def by_hand(model: Any) -> Any:
 
 
 def mixture(model: Any) -> Any:
-    @ngvi.remember_arguments
+    @ngvi.optim.remember_arguments
     def guide(X: torch.Tensor, *args: Any) -> None:
         locs = pyro.param("locs", lambda: 0.1 * torch.ones(2, D).cumsum(0).to(X))
         scales = pyro.param(
@@ -97,7 +97,7 @@ def amortised(model):
         loc, log_scale = net(X.mT @ y / len(y)).chunk(2)
         pyro.sample("w", dist.Normal(loc, log_scale.exp()).to_event(1))
 
-    return ngvi.remember_arguments(guide)
+    return ngvi.optim.remember_arguments(guide)
 
 
 FLOWS: dict[str, Any] = {

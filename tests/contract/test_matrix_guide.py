@@ -16,17 +16,10 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoGuideList, init_to_value
 from torch import Tensor
 
-from pyro_ngvi import (
-    AIFVB,
-    IFVB,
-    NGVB,
-    AutoMatrixNormal,
-    AutoMeanFieldNormal,
-    BatchedELBO,
-    Constant,
-)
+from pyro_ngvi import AIFVB, IFVB, NGVB, AutoMatrixNormal, AutoMeanFieldNormal, BatchedELBO
 from pyro_ngvi.families import MatrixNormal
 from pyro_ngvi.linalg import sphere_points
+from pyro_ngvi.optim import Constant
 from tests.contract.registry import perturbed, plates, regression
 
 N, ROWS, COLUMNS = 20, 3, 2

@@ -13,7 +13,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_ngvi import NGVB, BatchedELBO, Constant, LogPower, NoiseClock, RobbinsMonro, Tail
+from pyro_ngvi import NGVB, BatchedELBO
 from pyro_ngvi.families import (
     FactorNormal,
     FactorPrecisionNormal,
@@ -23,6 +23,7 @@ from pyro_ngvi.families import (
 )
 from pyro_ngvi.fisher import Blocks, Dense, InverseFisher, LowRank, PaperWindow, Window
 from pyro_ngvi.fisher.scores import GuideScores, family_scores
+from pyro_ngvi.optim import Constant, LogPower, NoiseClock, RobbinsMonro, Tail
 from pyro_ngvi.rules.natural_gradient import NaturalGradientRule
 from pyro_ngvi.rules.schedules import as_schedule
 from tests.contract.registry import GUIDES, D, N, data

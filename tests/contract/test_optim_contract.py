@@ -19,7 +19,8 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_ngvi import NGVB, BatchedELBO, LogPower, RobbinsMonro, Tail
+from pyro_ngvi import NGVB, BatchedELBO
+from pyro_ngvi.optim import LogPower, RobbinsMonro, Tail
 from pyro_ngvi.optim.base import StepReport
 from tests.contract.registry import GUIDES, LOSSES, D, data, regression
 

@@ -16,14 +16,8 @@ from pyro.nn import PyroModule, PyroParam
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
-from pyro_ngvi import (
-    NGVB,
-    AutoFactorNormal,
-    AutoFullRankNormal,
-    AutoMeanFieldNormal,
-    BatchedELBO,
-    RobbinsMonro,
-)
+from pyro_ngvi import NGVB, AutoFactorNormal, AutoFullRankNormal, AutoMeanFieldNormal, BatchedELBO
+from pyro_ngvi.optim import RobbinsMonro
 from pyro_ngvi.runtime.pyro_adapter import module_name
 from tests.contract.registry import GUIDES, LOSSES, D, N, data, regression
 

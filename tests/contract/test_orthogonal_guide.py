@@ -17,12 +17,12 @@ from pyro_ngvi import (
     AIFVB,
     IFVB,
     NGVB,
-    SPRING,
     AutoFullRankNormal,
     AutoOrthogonalFlow,
     BatchedELBO,
     to_arviz,
 )
+from pyro_ngvi.optim import SPRING
 from tests.contract.resume import assert_resumes
 
 COUNTS = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)

@@ -46,7 +46,7 @@ def test_measures_the_elbo_within_1_nat_of_the_optimum_to_0_02_nat() -> None:
     guide = ngvi.AutoFullRankNormal(quickstart.model)
     loss = Trace_ELBO(num_particles=8, vectorize_particles=True, max_plate_nesting=1)
     svi = SVI(quickstart.model, guide, ngvi.NGVB(guide), loss=loss)
-    log_joint = ngvi.ModelDensity(quickstart.model, (X, y), chunk_size=50)
+    log_joint = ngvi.diagnostics.ModelDensity(quickstart.model, (X, y), chunk_size=50)
     noise = quickstart.fixed_noise(400, problem.dim)
     for steps in (100, 100, 200):
         for _ in range(steps):

@@ -8,7 +8,8 @@ from pyro.infer import SVI
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
-from pyro_ngvi import IVON, VOGN, VON, AutoWalshHadamard, BatchedELBO
+from pyro_ngvi import AutoWalshHadamard, BatchedELBO
+from pyro_ngvi.optim import IVON, VOGN, VON
 from tests.contract.walsh_hadamard_model import data, exact, weights, weights_and_bias
 
 

@@ -13,8 +13,10 @@ from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi import NGVB, AutoWalshHadamard, BatchedELBO, Constant, WalshHadamardReparam
+from pyro_ngvi import NGVB, AutoWalshHadamard, BatchedELBO
 from pyro_ngvi.linalg import sphere_points
+from pyro_ngvi.nn import WalshHadamardReparam
+from pyro_ngvi.optim import Constant
 from tests.contract.registry import perturbed
 from tests.contract.walsh_hadamard_model import (
     COLUMNS,

@@ -11,8 +11,9 @@ from pyro.infer.autoguide import init_to_value
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from pyro_ngvi import NGVB, AutoFullRankNormal, AutoWalshHadamard, BatchedELBO, Constant
+from pyro_ngvi import NGVB, AutoFullRankNormal, AutoWalshHadamard, BatchedELBO
 from pyro_ngvi.linalg import sphere_points
+from pyro_ngvi.optim import Constant
 from tests.contract.registry import perturbed
 from tests.contract.walsh_hadamard_model import (
     COLUMNS,

@@ -13,9 +13,9 @@ from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 from pyro_ngvi import NGVB, AutoFullRankNormal, AutoMeanFieldNormal, BatchedELBO
-from pyro_ngvi import WalshHadamardReparam as Reparam
 from pyro_ngvi.guides.reparam import seed_of
 from pyro_ngvi.linalg.walsh_hadamard_matrix import WalshHadamardMatrix
+from pyro_ngvi.nn import WalshHadamardReparam as Reparam
 
 N, GROUPS, ROWS, COLUMNS = 10, 2, 5, 3
 MATRIX = WalshHadamardMatrix(ROWS, COLUMNS)

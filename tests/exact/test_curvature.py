@@ -308,7 +308,7 @@ def mixing(x, y=None):
 def test_evaluate_loss_between_steps():
     guide = ngvi.AutoMeanFieldNormal(linear)
     loss = ngvi.BatchedELBO(4, curvature="gauss_newton")
-    svi = SVI(linear, guide, ngvi.VOGN(guide), loss)
+    svi = SVI(linear, guide, ngvi.optim.VOGN(guide), loss)
     for _ in range(3):
         svi.step(X, Y)
         assert isinstance(svi.evaluate_loss(X, Y), float)
@@ -448,7 +448,7 @@ def test_a_scale_around_model_and_guide_is_refused(kind):
     [
         (ngvi.NGVB, "squared_gradient"),
         (ngvi.IFVB, "hessian"),
-        (ngvi.IVON, "gauss_newton"),
+        (ngvi.optim.IVON, "gauss_newton"),
     ],
 )
 def test_curvature_without_a_use_is_refused(make, kind):

@@ -16,12 +16,13 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
-from pyro_ngvi import AIFVB, IFVB, AutoFullRankNormal, AutoMeanFieldNormal, RobbinsMonro
+from pyro_ngvi import AIFVB, IFVB, AutoFullRankNormal, AutoMeanFieldNormal
 from pyro_ngvi.families import FullRankNormal, MeanFieldNormal
 from pyro_ngvi.families.base import Tensors
 from pyro_ngvi.fisher import Dense, InverseFisher, LowRank, PaperWindow
 from pyro_ngvi.fisher.geometry import Coordinates
 from pyro_ngvi.fisher.scores import family_scores
+from pyro_ngvi.optim import RobbinsMonro
 from pyro_ngvi.optim.ifvb import SLOW, IFVBRule
 from pyro_ngvi.rules.averaging import LogPower
 from pyro_ngvi.rules.natural_gradient import make_rule, rule_arguments

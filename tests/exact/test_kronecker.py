@@ -14,8 +14,9 @@ from pyro.infer.autoguide.initialization import init_to_sample
 from torch import Tensor, nn
 
 import pyro_ngvi as ngvi
-from pyro_ngvi import AutoMatrixNormal, BatchedELBO, NoisyKFAC
+from pyro_ngvi import AutoMatrixNormal, BatchedELBO
 from pyro_ngvi.curvature.taps.kronecker import KroneckerTaps
+from pyro_ngvi.optim import NoisyKFAC
 from pyro_ngvi.runtime.vmap import Minibatches, run_particles
 
 WIDTH, HIDDEN, OUT, N = 3, 4, 2, 7

@@ -11,8 +11,9 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch import Tensor
 
-from pyro_ngvi import NAGVAC, AutoFactorNormal, AutoMeanFieldNormal, BatchedELBO
+from pyro_ngvi import AutoFactorNormal, AutoMeanFieldNormal, BatchedELBO
 from pyro_ngvi.families import FactorNormal
+from pyro_ngvi.optim import NAGVAC
 from pyro_ngvi.optim.nagvac import NAGVACRule, approximate_natural_gradient
 
 D = 7

@@ -10,8 +10,9 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
-from pyro_ngvi import SLANG, AutoFactorPrecision, AutoMeanFieldNormal, BatchedELBO, PowerDecay
+from pyro_ngvi import AutoFactorPrecision, AutoMeanFieldNormal, BatchedELBO
 from pyro_ngvi.families import FactorPrecisionNormal
+from pyro_ngvi.optim import SLANG, PowerDecay
 from pyro_ngvi.optim.slang import SLANGRule
 
 D, N = 7, 12

@@ -127,7 +127,7 @@ def test_resume_bit_for_bit(tmp_path: Any) -> None:
     def start() -> tuple[Any, Any]:
         pyro.set_rng_seed(0)
         guide = ngvi.AutoCouplingFlow(funnel, layers=2, hidden=(8,))
-        return guide, ngvi.SPRING(guide)
+        return guide, ngvi.optim.SPRING(guide)
 
     guide, optim = start()
     run(optim, guide, 5)
@@ -155,7 +155,7 @@ def test_model_parameters_get_gradients() -> None:
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     guide = ngvi.AutoFullRankNormal(model)
-    optim = ngvi.SPRING(guide, others=Adam({"lr": 0.05}))
+    optim = ngvi.optim.SPRING(guide, others=Adam({"lr": 0.05}))
     run(optim, guide, 200, model=model)
     # q follows the posterior for each m, and m maximises the evidence N(3; m, 2)
     assert abs(float(pyro.param("m").detach()) - 3.0) < 0.2
@@ -171,7 +171,7 @@ def test_step_that_is_not_finite_is_skipped() -> None:
         pyro.factor("f", -x.square() + broken[0])
 
     guide = ngvi.AutoFullRankNormal(model)
-    optim = ngvi.SPRING(guide, averaging=False)
+    optim = ngvi.optim.SPRING(guide, averaging=False)
     run(optim, guide, 1, model=model)
     before = {k: p.detach().clone() for k, p in guide.natural_params().items()}
     broken[0] = torch.nan
@@ -208,11 +208,11 @@ def test_one_draw_that_is_not_finite_leaves_no_trace(kind: str, value: float) ->
 def test_refusals() -> None:
     guide = ngvi.AutoFullRankNormal(funnel)
     with pytest.raises(RuntimeError, match='curvature="scores"'):
-        SVI(funnel, guide, ngvi.SPRING(guide), ngvi.BatchedELBO(4)).step()
+        SVI(funnel, guide, ngvi.optim.SPRING(guide), ngvi.BatchedELBO(4)).step()
     with pytest.raises(RuntimeError, match="SPRING"):
         SVI(funnel, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(4, curvature="scores")).step()
     with pytest.raises(ValueError, match="IFVB"):
-        ngvi.SPRING(AutoNormal(funnel))
+        ngvi.optim.SPRING(AutoNormal(funnel))
     with pytest.raises(ValueError, match="of this package"):
         other = AutoNormal(funnel)
         loss = ngvi.BatchedELBO(4, curvature="scores")
@@ -220,7 +220,7 @@ def test_refusals() -> None:
     wrong: dict[str, Any]
     for wrong in ({"lr": 0.0}, {"momentum": 1.0}, {"damping": 0.0}, {"trust_radius": -1.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            ngvi.SPRING(guide, **wrong)
+            ngvi.optim.SPRING(guide, **wrong)
     with pytest.raises(ValueError, match="closed form"):
         ngvi.NGVB(ngvi.AutoCouplingFlow(funnel))
 
@@ -228,7 +228,7 @@ def test_refusals() -> None:
 def test_evaluation_leaves_no_residuals() -> None:
     guide = ngvi.AutoFullRankNormal(funnel)
     loss = ngvi.BatchedELBO(4, curvature="scores")
-    svi = SVI(funnel, guide, ngvi.SPRING(guide), loss)
+    svi = SVI(funnel, guide, ngvi.optim.SPRING(guide), loss)
     svi.step()
     svi.evaluate_loss()
     assert guide.curvature is None

@@ -126,7 +126,7 @@ pairs = pytest.mark.parametrize(("model", "by_hand"), PAIRS.values(), ids=PAIRS)
 
 @pairs
 def test_density_gradient_and_hessian(model, by_hand):
-    ours, theirs = ngvi.ModelDensity(model), ngvi.ModelDensity(by_hand)
+    ours, theirs = ngvi.diagnostics.ModelDensity(model), ngvi.diagnostics.ModelDensity(by_hand)
     theta = torch.randn(3, ours.dim)
     torch.testing.assert_close(ours(theta), theirs(theta), rtol=0, atol=1e-10)
     for derivative in (torch.func.grad, lambda f: torch.func.jacrev(torch.func.grad(f))):
@@ -136,7 +136,7 @@ def test_density_gradient_and_hessian(model, by_hand):
 
 @pairs
 def test_density_is_that_of_nuts(model, by_hand):
-    density = ngvi.ModelDensity(model)
+    density = ngvi.diagnostics.ModelDensity(model)
     theta = torch.randn(1, density.dim)
     _, potential, transforms, _ = initialize_model(model)
     values = density.unpack(theta)
@@ -211,7 +211,7 @@ def test_arviz_of_series():
     data = ngvi.to_arviz(capture_recapture, guide, num_samples=30, seed=0)
     each = data["log_likelihood"]["y_1..y_3_by_animal"]
     assert each.dims == ("chain", "draw", "animal")
-    density = ngvi.ModelDensity(capture_recapture_by_hand)
+    density = ngvi.diagnostics.ModelDensity(capture_recapture_by_hand)
     at = {name: torch.tensor(data["posterior"][name].values[0]) for name in ("stay", "see")}
     theirs = density.per_example(density.pack(at))["y"]
     torch.testing.assert_close(torch.tensor(each.values[0]), theirs, rtol=0, atol=1e-10)
@@ -240,8 +240,8 @@ def test_latents_whose_prior_depends_on_enumerated_sites():
                 b = pyro.sample("b", dist.Normal(0.0, sds[z.long()]))
             pyro.sample("y", dist.Normal(b, 1.0), obs=torch.tensor([0.1, 2.0, -3.0]))
 
-    ours = ngvi.ModelDensity(spike_and_slab)
-    theirs = ngvi.ModelDensity(spike_and_slab, kwargs={"by_hand": True})
+    ours = ngvi.diagnostics.ModelDensity(spike_and_slab)
+    theirs = ngvi.diagnostics.ModelDensity(spike_and_slab, kwargs={"by_hand": True})
     theta = torch.randn(4, ours.dim)
     torch.testing.assert_close(ours(theta), theirs(theta), rtol=0, atol=1e-10)
 
@@ -253,7 +253,7 @@ def test_minibatches_scale_the_logarithm_of_the_sum():
             z = pyro.sample("z", dist.Bernoulli(0.3), infer=DISCRETE)
             pyro.sample("y", dist.Normal(loc + z, 1.0), obs=torch.tensor([0.2, 1.0]))
 
-    density = ngvi.ModelDensity(model)
+    density = ngvi.diagnostics.ModelDensity(model)
     loc = torch.tensor([0.4])
     each = torch.stack(
         [dist.Normal(0.4 + z, 1.0).log_prob(torch.tensor([0.2, 1.0])) for z in (0, 1)]
@@ -271,7 +271,7 @@ def test_scales_that_differ_are_refused():
             pyro.sample("y", dist.Normal(loc + z, 1.0), obs=torch.tensor(0.2))
 
     with pytest.raises(ValueError, match="not their scale"):
-        ngvi.ModelDensity(model)(torch.zeros(1, 1))
+        ngvi.diagnostics.ModelDensity(model)(torch.zeros(1, 1))
 
 
 def test_neutra_runs_under_nuts():
@@ -286,7 +286,7 @@ def test_neutra_runs_under_nuts():
     assert draws["loc"].shape == (5, 2)
     noise = torch.randn(2, 4)
     _, potential, _, _ = initialize_model(reparameterised)
-    density = ngvi.ModelDensity(mixture_by_hand)
+    density = ngvi.diagnostics.ModelDensity(mixture_by_hand)
     z = reparameterised.transform(noise)
     theirs = density(z.detach()) + reparameterised.transform.log_abs_det_jacobian(noise, z)
     ours = torch.stack([-potential({reparameterised.name: x}) for x in noise])

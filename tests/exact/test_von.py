@@ -89,7 +89,7 @@ def test_one_step_is_exact_on_linear_regression():
     P = 4.0 * X.T @ X + 0.25 * torch.eye(D)
     mean = torch.linalg.solve(P, 4.0 * X.T @ y)
     loss = ngvi.BatchedELBO(1, curvature="hessian")
-    optim = ngvi.VON(guide, lr=1.0, curvature_lr=1.0, safe=False, trust_radius=None)
+    optim = ngvi.optim.VON(guide, lr=1.0, curvature_lr=1.0, safe=False, trust_radius=None)
     loss.loss_and_grads(model, guide)
     guide.loc.grad.copy_(P @ (guide.loc.detach() - mean))  # the expectation over draws
     optim([guide.loc, guide.scale_tril])
@@ -179,7 +179,7 @@ def test_adversarial_curvature_never_leaves_the_domain(family, seed, log_size, d
 
 
 @families
-@pytest.mark.parametrize("averaging", [None, ngvi.Tail()], ids=["iterate", "average"])
+@pytest.mark.parametrize("averaging", [None, ngvi.optim.Tail()], ids=["iterate", "average"])
 def test_non_finite_steps_are_refused(family, averaging):
     H, m = target()
     rule = VONRule(family, 0.5, 0.5, momentum=0.5, averaging=averaging)
@@ -205,7 +205,9 @@ def test_non_finite_steps_are_refused(family, averaging):
 @families
 def test_meta_device_and_vmap(family):
     params = {k: v.to("meta") for k, v in family.init(torch.zeros(D), 0.5).items()}
-    rule = VONRule(family, ngvi.PowerDecay(0.1), 0.1, 0.9, damping=0.1, averaging=ngvi.Tail())
+    rule = VONRule(
+        family, ngvi.optim.PowerDecay(0.1), 0.1, 0.9, damping=0.1, averaging=ngvi.optim.Tail()
+    )
     state = rule.init(params)
     grads = {k: torch.zeros_like(v) for k, v in params.items()}
     grads["curvature.diagonal"] = torch.zeros(D, device="meta")
@@ -221,10 +223,10 @@ def network(X, y):
 
 
 RULES = {
-    "von": (lambda g: ngvi.VON(g, averaging=True), ngvi.AutoFullRankNormal, "hessian"),
-    "vogn": (ngvi.VOGN, ngvi.AutoMeanFieldNormal, "gauss_newton"),
-    "ivon": (ngvi.IVON, ngvi.AutoMeanFieldNormal, None),
-    "vadam": (ngvi.Vadam, ngvi.AutoMeanFieldNormal, "squared_gradient"),
+    "von": (lambda g: ngvi.optim.VON(g, averaging=True), ngvi.AutoFullRankNormal, "hessian"),
+    "vogn": (ngvi.optim.VOGN, ngvi.AutoMeanFieldNormal, "gauss_newton"),
+    "ivon": (ngvi.optim.IVON, ngvi.AutoMeanFieldNormal, None),
+    "vadam": (ngvi.optim.Vadam, ngvi.AutoMeanFieldNormal, "squared_gradient"),
 }
 rules = pytest.mark.parametrize("make, guide_class, kind", RULES.values(), ids=RULES)
 
@@ -298,7 +300,7 @@ def test_somebody_elses_write_restarts_the_average_and_not_the_rates():
     for averaging in (False, True):
         torch.manual_seed(0)
         guide = ngvi.AutoMeanFieldNormal(network)
-        optim = ngvi.IVON(guide, averaging=averaging)
+        optim = ngvi.optim.IVON(guide, averaging=averaging)
         svi = SVI(network, guide, optim, Trace_ELBO())
         for _ in range(8):
             svi.step(X, X[:, 0])
@@ -315,8 +317,8 @@ def test_lists_of_guides_are_refused_where_curvature_is_needed():
     guide.append(ngvi.AutoMeanFieldNormal(poutine.block(network, expose=["w1"])))
     guide.append(ngvi.AutoMeanFieldNormal(poutine.block(network, expose=["w2"])))
     with pytest.raises(ValueError, match="one guide over all latent sites only"):
-        ngvi.VOGN(guide)
-    ngvi.IVON(guide)
+        ngvi.optim.VOGN(guide)
+    ngvi.optim.IVON(guide)
 
 
 @rules
@@ -334,15 +336,18 @@ def test_a_loss_without_the_curvature_is_refused(make, guide_class, kind):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda g: ngvi.VON(g, lr=0.0), "lr must be a number in"),
-        (lambda g: ngvi.VON(g, curvature_lr=1.5), "curvature_lr"),
-        (lambda g: ngvi.VOGN(g, momentum=1.0), "momentum"),
-        (lambda g: ngvi.VOGN(g, damping=-1.0), "damping"),
-        (lambda g: ngvi.IVON(g, trust_radius=0.0), "trust_radius"),
-        (lambda g: ngvi.VON(ngvi.AutoFactorNormal(network, 1)), "AutoMeanFieldNormal"),
-        (lambda g: ngvi.IVON(ngvi.AutoFullRankNormal(network)), "IVON has a diagonal precision"),
-        (lambda g: ngvi.Vadam(ngvi.AutoFullRankNormal(network)), "Vadam has a diagonal"),
-        (lambda g: ngvi.VOGN(network), "VOGN trains Gaussian guides"),
+        (lambda g: ngvi.optim.VON(g, lr=0.0), "lr must be a number in"),
+        (lambda g: ngvi.optim.VON(g, curvature_lr=1.5), "curvature_lr"),
+        (lambda g: ngvi.optim.VOGN(g, momentum=1.0), "momentum"),
+        (lambda g: ngvi.optim.VOGN(g, damping=-1.0), "damping"),
+        (lambda g: ngvi.optim.IVON(g, trust_radius=0.0), "trust_radius"),
+        (lambda g: ngvi.optim.VON(ngvi.AutoFactorNormal(network, 1)), "AutoMeanFieldNormal"),
+        (
+            lambda g: ngvi.optim.IVON(ngvi.AutoFullRankNormal(network)),
+            "IVON has a diagonal precision",
+        ),
+        (lambda g: ngvi.optim.Vadam(ngvi.AutoFullRankNormal(network)), "Vadam has a diagonal"),
+        (lambda g: ngvi.optim.VOGN(network), "VOGN trains Gaussian guides"),
     ],
 )
 def test_bad_arguments(make, message):
@@ -353,7 +358,7 @@ def test_bad_arguments(make, message):
 def test_rates():
     k = torch.tensor([0.0, 3.0])
     torch.testing.assert_close(
-        rate_at(ngvi.PowerDecay(0.5, 1.0), k), 0.5 / (1.0 + torch.tensor([0.0, 3.0]))
+        rate_at(ngvi.optim.PowerDecay(0.5, 1.0), k), 0.5 / (1.0 + torch.tensor([0.0, 3.0]))
     )
     with pytest.raises(ValueError, match="power"):
-        ngvi.PowerDecay(0.5, 2.0)
+        ngvi.optim.PowerDecay(0.5, 2.0)

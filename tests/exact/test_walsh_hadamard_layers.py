@@ -179,7 +179,7 @@ def test_closed_form_kl_needs_a_guide_of_normal_sites() -> None:
 def test_any_guide_and_loss(kind: Any, loss: Any) -> None:
     model, x, y = Net(), torch.randn(7, 3), torch.randn(7)
     guide = kind(model, init_loc_fn=init_to_sample)
-    ngvi.check_vectorized(model, guide, x, y)
+    ngvi.diagnostics.check_vectorized(model, guide, x, y)
     adam = Adam({"lr": 0.01})
     ours = isinstance(guide, ngvi.AutoFullRankNormal)
     optim = ngvi.NGVB(guide, others=adam) if ours else adam

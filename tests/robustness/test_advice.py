@@ -122,29 +122,29 @@ def cvi_of_another(part: str) -> None:
 
 
 def spring_of_pyros_guide(part: str) -> None:
-    message = said(lambda: ngvi.SPRING(AutoNormal(line)), part)
+    message = said(lambda: ngvi.optim.SPRING(AutoNormal(line)), part)
     guide = advised(message, "pyro_ngvi.AutoCouplingFlow(", model=line)
     loss = ngvi.BatchedELBO(num_particles=16, curvature="scores")
-    steps(line, guide, ngvi.SPRING(guide), loss)
+    steps(line, guide, ngvi.optim.SPRING(guide), loss)
 
 
 def spring_with_one_draw(part: str) -> None:
     guide = ngvi.AutoFullRankNormal(line)
     one = ngvi.BatchedELBO(num_particles=1, curvature="scores")
-    message = said(lambda: steps(line, guide, ngvi.SPRING(guide), one), part)
+    message = said(lambda: steps(line, guide, ngvi.optim.SPRING(guide), one), part)
     fresh = ngvi.AutoFullRankNormal(line)
     steps(
         line,
         fresh,
-        ngvi.SPRING(fresh),
+        ngvi.optim.SPRING(fresh),
         advised(message, "BatchedELBO(", BatchedELBO=ngvi.BatchedELBO),
     )
 
 
 def nagvac(part: str) -> None:
-    message = said(lambda: ngvi.NAGVAC(ngvi.AutoMeanFieldNormal(line)), part)
+    message = said(lambda: ngvi.optim.NAGVAC(ngvi.AutoMeanFieldNormal(line)), part)
     guide = advised(message, "pyro_ngvi.AutoFactorNormal(", model=line)
-    steps(line, guide, ngvi.NAGVAC(guide))
+    steps(line, guide, ngvi.optim.NAGVAC(guide))
 
 
 def diagonal_of(kind: str, loss: str) -> Callable[[str], None]:
@@ -212,7 +212,7 @@ def scores_without_arguments(part: str) -> None:
             pyro.sample(name, dist.Normal(pyro.param(f"mean of {name}", y.mean().detach()), 1.0))
 
     message = said(lambda: SVI(model, of, ngvi.IFVB(of), Trace_ELBO()).step(Y), part)
-    guide = advised(message, "pyro_ngvi.remember_arguments(", guide=of)
+    guide = advised(message, "pyro_ngvi.optim.remember_arguments(", guide=of)
     svi: Any = SVI(model, guide, ngvi.IFVB(guide), Trace_ELBO())
     assert all(math.isfinite(svi.step(Y)) for _ in range(3))
 

@@ -15,7 +15,8 @@ from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
 from pyro.nn import PyroModule
 from torch import Tensor
 
-from pyro_ngvi import NGVB, AutoFactorNormal, AutoFullRankNormal, BatchedELBO, Constant
+from pyro_ngvi import NGVB, AutoFactorNormal, AutoFullRankNormal, BatchedELBO
+from pyro_ngvi.optim import Constant
 from tests.contract.registry import GUIDES, LOSSES, D, N, data, regression
 
 guides = pytest.mark.parametrize("kind", GUIDES)

@@ -35,7 +35,7 @@ def factor(k: int) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "kind"),
-    [(ngvi.VOGN, "gauss_newton"), (ngvi.IVON, None)],
+    [(ngvi.optim.VOGN, "gauss_newton"), (ngvi.optim.IVON, None)],
     ids=["VOGN", "IVON"],
 )
 def test_parameters_stay_finite(make: Any, kind: str | None) -> None:

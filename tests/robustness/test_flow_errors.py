@@ -45,7 +45,7 @@ def test_networks_inside_of_other_transforms_are_trained(name: str) -> None:
     flows = {k: p for k, p in guide.natural_params().items() if k.startswith("flow.")}
     before = {k: p.detach().clone() for k, p in flows.items()}
     loss = ngvi.BatchedELBO(16, curvature="scores")
-    SVI(model, guide, ngvi.SPRING(guide, averaging=False), loss).step()
+    SVI(model, guide, ngvi.optim.SPRING(guide, averaging=False), loss).step()
     assert len(flows) >= 4
     assert all(not torch.equal(p, before[k]) for k, p in flows.items() if "bias" in k)
     copy.deepcopy(guide)
@@ -73,7 +73,7 @@ def test_a_module_with_two_names_keeps_its_parameters() -> None:
     # Pyro's holds its network under two names, and its splines do not run under vmap
     guide = called(lambda d: transforms.spline_autoregressive(d, [4], count_bins=4))
     loss = ngvi.BatchedELBO(8, curvature="scores")
-    svi = SVI(model, guide, ngvi.SPRING(guide), loss)
+    svi = SVI(model, guide, ngvi.optim.SPRING(guide), loss)
     before = [p.detach().clone() for p in guide.flow.parameters()]
     svi.step()
     svi.step()
@@ -132,7 +132,7 @@ def test_flows_without_scores_say_what_trains_them(kind: str) -> None:
     zuko = pytest.importorskip("zuko")
     how = {"hidden_features": (4,)} | ({"transforms": 1, "signal": 4} if kind == "UNAF" else {})
     guide = called(lambda d: getattr(zuko.flows, kind)(d, **how))
-    svi = SVI(model, guide, ngvi.SPRING(guide), ngvi.BatchedELBO(4, curvature="scores"))
+    svi = SVI(model, guide, ngvi.optim.SPRING(guide), ngvi.BatchedELBO(4, curvature="scores"))
     with pytest.raises(RuntimeError, match=r"no scores.*UNAF and CNF.*pyro\.optim\.Adam.*NSF"):
         svi.step()
     adam: Any = pyro.optim.Adam({"lr": 0.01})  # pyright: ignore[reportAttributeAccessIssue]
@@ -151,7 +151,7 @@ def test_frozen_parameters_stay() -> None:
         guide = called([flow])
         frozen = first.detach().clone()
         loss = ngvi.BatchedELBO(16, curvature="scores")
-        SVI(model, guide, ngvi.SPRING(guide), loss).step()
+        SVI(model, guide, ngvi.optim.SPRING(guide), loss).step()
     assert torch.equal(first, frozen)
     assert sum(name.startswith("flow.") for name in guide.natural_params()) == 3
 
@@ -164,7 +164,7 @@ def test_a_loaded_parameter_store_restores_the_whole_flow(kind: str, tmp_path: P
         return ngvi.AutoFlow(model, lambda d: [coupling()], init=None, name="stored")
 
     guide = make()
-    svi = SVI(model, guide, ngvi.SPRING(guide), ngvi.BatchedELBO(16, curvature="scores"))
+    svi = SVI(model, guide, ngvi.optim.SPRING(guide), ngvi.BatchedELBO(16, curvature="scores"))
     for _ in range(3):
         svi.step()
     saved = {k: p.detach().clone() for k, p in guide.natural_params().items()}
@@ -175,7 +175,7 @@ def test_a_loaded_parameter_store_restores_the_whole_flow(kind: str, tmp_path: P
     again()
     found = again.natural_params()
     assert all(torch.equal(found[k], v) for k, v in saved.items())
-    optim = ngvi.SPRING(again)
+    optim = ngvi.optim.SPRING(again)
     SVI(model, again, optim, ngvi.BatchedELBO(16, curvature="scores")).step()
     assert optim.report().outcome != "skipped"
 
@@ -194,7 +194,7 @@ def test_a_copy_of_a_guide_with_a_given_name_has_another(kind: Any) -> None:
 
 def test_spring_refuses_a_single_draw() -> None:
     guide = called(lambda d: [coupling()])
-    svi = SVI(model, guide, ngvi.SPRING(guide), ngvi.BatchedELBO(1, curvature="scores"))
+    svi = SVI(model, guide, ngvi.optim.SPRING(guide), ngvi.BatchedELBO(1, curvature="scores"))
     with pytest.raises(ValueError, match="with each other"):
         svi.step()
 
@@ -204,7 +204,7 @@ def test_scores_are_refused_to_a_guide_whose_other_parameters_they_would_not_tra
         pyro.sample("w", dist.Normal(torch.zeros(4, 3), 1.0).to_event(2))
 
     guide = ngvi.AutoWalshHadamard(layer)
-    optim = ngvi.SPRING(guide, others=pyro.optim.Adam({"lr": 0.01}))  # pyright: ignore[reportAttributeAccessIssue]
+    optim = ngvi.optim.SPRING(guide, others=pyro.optim.Adam({"lr": 0.01}))  # pyright: ignore[reportAttributeAccessIssue]
     svi = SVI(layer, guide, optim, ngvi.BatchedELBO(8, curvature="scores"))
     with pytest.raises(ValueError, match="left_g_w, right_g_w"):
         svi.step()

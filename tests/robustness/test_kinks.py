@@ -123,11 +123,11 @@ def step(model: Any, guide: Any, rule: Any, curvature: str, times: int = 1) -> N
     ("rule", "curvature", "prior", "likelihood"),
     [
         (ngvi.NGVB, "hessian", True, True),
-        (ngvi.VON, "hessian", True, True),
-        (ngvi.VON, "gauss_newton", True, False),
-        (ngvi.VOGN, "gauss_newton", True, False),
-        (ngvi.Vadam, "squared_gradient", True, False),
-        (ngvi.VON, "price", False, False),
+        (ngvi.optim.VON, "hessian", True, True),
+        (ngvi.optim.VON, "gauss_newton", True, False),
+        (ngvi.optim.VOGN, "gauss_newton", True, False),
+        (ngvi.optim.Vadam, "squared_gradient", True, False),
+        (ngvi.optim.VON, "price", False, False),
     ],
 )
 def test_a_warning_where_they_matter_and_once(
@@ -159,7 +159,7 @@ def test_the_search_leaves_the_random_state_alone(monkeypatch: pytest.MonkeyPatc
         guide = ngvi.AutoMeanFieldNormal(model)
         if not search:
             monkeypatch.setattr("pyro_ngvi.curvature.estimator.kinked_sites", lambda *args: [])
-        step(model, guide, ngvi.VOGN, "gauss_newton", times=2)
+        step(model, guide, ngvi.optim.VOGN, "gauss_newton", times=2)
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
 
@@ -174,6 +174,6 @@ def test_kronecker_factors_beside_a_laplace_prior() -> None:
         net, "normal", num_data=20, noise=0.5, prior={"2.*": prior, "*": 1.0}
     )
     guide = ngvi.AutoMatrixNormal(model)
-    svi = SVI(model, guide, ngvi.NoisyKFAC(guide), ngvi.BatchedELBO(2, curvature="kronecker"))
+    svi = SVI(model, guide, ngvi.optim.NoisyKFAC(guide), ngvi.BatchedELBO(2, curvature="kronecker"))
     with pytest.warns(RuntimeWarning, match="of '2.(weight|bias)' jumps"):
         svi.step(torch.randn(20, 3), torch.randn(20))

@@ -12,7 +12,8 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoGuideList
 from torch import Tensor
 
-from pyro_ngvi import NGVB, VON, AutoMatrixNormal, AutoMeanFieldNormal, BatchedELBO, NoisyKFAC
+from pyro_ngvi import NGVB, AutoMatrixNormal, AutoMeanFieldNormal, BatchedELBO
+from pyro_ngvi.optim import VON, NoisyKFAC
 from tests.exact.test_kronecker import OUT, WIDTH, N, data, latent, network
 
 
@@ -81,10 +82,15 @@ def test_models_that_are_refused(model: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("guide_class", "optim", "kind", "message"),
     [
-        (AutoMeanFieldNormal, VON, "kronecker", "Take AutoMatrixNormal with pyro_ngvi.NoisyKFAC"),
+        (
+            AutoMeanFieldNormal,
+            VON,
+            "kronecker",
+            "Take AutoMatrixNormal with pyro_ngvi.optim.NoisyKFAC",
+        ),
         (AutoMatrixNormal, NoisyKFAC, "gauss_newton", 'takes curvature="kronecker"'),
         (AutoMatrixNormal, NoisyKFAC, None, 'left none.*curvature="kronecker"'),
-        (AutoMatrixNormal, NGVB, "kronecker", "or take pyro_ngvi.NoisyKFAC"),
+        (AutoMatrixNormal, NGVB, "kronecker", "or take pyro_ngvi.optim.NoisyKFAC"),
     ],
 )
 def test_pairs_that_are_refused(guide_class: Any, optim: Any, kind: Any, message: str) -> None:

@@ -15,7 +15,8 @@ from pyro.infer.autoguide import AutoGuideList
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
-from pyro_ngvi import NGVB, AutoFullRankNormal, AutoMeanFieldNormal, BatchedELBO, Constant
+from pyro_ngvi import NGVB, AutoFullRankNormal, AutoMeanFieldNormal, BatchedELBO
+from pyro_ngvi.optim import Constant
 from tests.contract.registry import GUIDES, LOSSES
 
 guides = pytest.mark.parametrize("kind", GUIDES)

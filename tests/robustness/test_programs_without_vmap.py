@@ -112,7 +112,7 @@ def test_discrete_hmm_runs_under_vmap():
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         assert torch.isfinite(ngvi.BatchedELBO(3).loss_and_grads(model, guide))
-    density, theta = ngvi.ModelDensity(model), torch.randn(2, 2)
+    density, theta = ngvi.diagnostics.ModelDensity(model), torch.randn(2, 2)
     for each, z in zip(density(theta), theta, strict=True):
         fixed = pyro.poutine.condition(model, data={"loc": z})
         torch.testing.assert_close(each, pyro.poutine.trace(fixed).get_trace().log_prob_sum())

@@ -114,7 +114,9 @@ def wrapped_by_schedule(optim: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("wrap", [wrapped_by_horovod, wrapped_by_schedule])
-@pytest.mark.parametrize("make", [ngvi.NGVB, ngvi.IFVB, lambda guide: ngvi.VON(guide, lr=0.5)])
+@pytest.mark.parametrize(
+    "make", [ngvi.NGVB, ngvi.IFVB, lambda guide: ngvi.optim.VON(guide, lr=0.5)]
+)
 def test_wrappers_that_want_an_optimizer_for_each_tensor(
     wrap: Any, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
-from pyro_ngvi import check_vectorized
+from pyro_ngvi.diagnostics import check_vectorized
 from tests.contract.same_noise import GUIDES, D, N, data, nested_plates
 
 

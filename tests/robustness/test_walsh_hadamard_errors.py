@@ -9,7 +9,8 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_ngvi import AutoWalshHadamard, BatchedELBO, WalshHadamardReparam
+from pyro_ngvi import AutoWalshHadamard, BatchedELBO
+from pyro_ngvi.nn import WalshHadamardReparam
 from tests.contract.walsh_hadamard_model import COLUMNS, ROWS, data, weights
 
 

@@ -31,7 +31,7 @@ def test_fifty_points(init_scale):
     for seed in range(SEEDS):
         torch.manual_seed(seed)
         guide = ngvi.AutoMeanFieldNormal(model, init_scale=init_scale)
-        svi = SVI(model, guide, ngvi.IVON(guide), Trace_ELBO())
+        svi = SVI(model, guide, ngvi.optim.IVON(guide), Trace_ELBO())
         for _ in range(1_000):
             svi.step()
         q = guide.get_posterior()
@@ -65,7 +65,7 @@ def test_a_stiff_entry_among_many_is_not_thrown_away(seed):
     torch.manual_seed(seed)
     start = init_to_value(values={"sd": torch.ones(()), "w": torch.zeros(weights)})
     guide = ngvi.AutoMeanFieldNormal(model, init_scale=0.1, init_loc_fn=start)
-    svi = SVI(model, guide, ngvi.IVON(guide), Trace_ELBO())
+    svi = SVI(model, guide, ngvi.optim.IVON(guide), Trace_ELBO())
     for _ in range(100):
         index = torch.randint(rows, (batch,))
         svi.step(X[index], y[index])

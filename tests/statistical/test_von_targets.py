@@ -18,7 +18,7 @@ def test_full_rank_optimum(name):
     torch.manual_seed(0)
     guide = ngvi.AutoFullRankNormal(problem.model)
     loss = ngvi.BatchedELBO(4, curvature="hessian")
-    svi = SVI(problem.model, guide, ngvi.VON(guide), loss)
+    svi = SVI(problem.model, guide, ngvi.optim.VON(guide), loss)
     for _ in range(300):
         svi.step(*problem.args)
     q = guide.get_posterior()
