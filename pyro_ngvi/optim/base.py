@@ -51,8 +51,8 @@ class NaturalGradientOptim(PyroOptim):
             )
         if getattr(guide, "holds_sites", False) and "sites" not in self.kinds:
             raise ValueError(
-                f"{type(self).__name__} cannot step the sites of {type(guide).__name__}. Use "
-                f"pyro_ngvi.CVI(guide) and SVI's loss=pyro_ngvi.SitesELBO()."
+                f"{type(self).__name__} cannot step the sites of AutoSites. Use pyro_ngvi.CVI(guide) "
+                f"and SVI's loss=pyro_ngvi.SitesELBO()."
             )
         self.guide = guide
         self.others = own_others(others)
