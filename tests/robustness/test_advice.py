@@ -58,7 +58,7 @@ def scale_beside_sites(noncentred: bool) -> Callable[[str], None]:
 def optimizer_of_sites(kind: str) -> Callable[[str], None]:
     def check(part: str) -> None:
         guide = ngvi.AutoSites(line)
-        message = said(lambda: getattr(ngvi, kind)(guide), part)
+        message = said(lambda: getattr(ngvi.optim, kind)(guide), part)
         optim = advised(message, "pyro_ngvi.CVI(", guide=guide)
         steps(line, guide, optim, advised(message, "pyro_ngvi.SitesELBO("))
 
@@ -81,7 +81,7 @@ def sites_with_adam(part: str) -> None:
 def no_curvature(kind: str, guide_of: Callable[[Any], Any]) -> Callable[[str], None]:
     def check(part: str) -> None:
         guide = guide_of(line)
-        optim = getattr(ngvi, kind)(guide, lr=0.1)
+        optim = getattr(ngvi.optim, kind)(guide, lr=0.1)
         message = said(lambda: steps(line, guide, optim), part)
         loss = advised(message, "pyro_ngvi.BatchedELBO(", num_particles=4)
         steps(line, guide, optim, loss)
@@ -149,9 +149,9 @@ def nagvac(part: str) -> None:
 
 def diagonal_of(kind: str, loss: str) -> Callable[[str], None]:
     def check(part: str) -> None:
-        message = said(lambda: getattr(ngvi, kind)(ngvi.AutoFullRankNormal(line), lr=0.1), part)
+        message = said(lambda: getattr(ngvi.optim, kind)(ngvi.AutoFullRankNormal(line), lr=0.1), part)
         guide = advised(message, "pyro_ngvi.AutoMeanFieldNormal(", model=line)
-        optim = getattr(ngvi, kind)(guide, lr=0.1)
+        optim = getattr(ngvi.optim, kind)(guide, lr=0.1)
         steps(line, guide, optim, ngvi.BatchedELBO(num_particles=4, curvature=loss))
 
     return check

@@ -60,7 +60,7 @@ def test_curvature_that_nobody_takes(kind: str) -> None:
     with pytest.raises(RuntimeError, match=rf"No optimizer took .*pyro_ngvi.{taker}\(guide\)"):
         take_steps(guide, adam(guide), ngvi.BatchedELBO(2, curvature=kind))
     # a new optimizer, as the sentence says, and what the failed step left is not in its way
-    take_steps(guide, getattr(ngvi, taker)(guide), ngvi.BatchedELBO(2, curvature=kind))
+    take_steps(guide, getattr(ngvi.optim, taker)(guide), ngvi.BatchedELBO(2, curvature=kind))
 
 
 def test_a_step_that_failed_is_not_in_the_way_of_the_next_optimizer() -> None:
