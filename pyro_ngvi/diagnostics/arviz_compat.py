@@ -43,8 +43,9 @@ def from_groups(
         (chain, draw, *rest), those of groups of data have shape ``rest``.
         A slash in the name of a variable, which netCDF and ``DataTree`` refuse, becomes a dot.
     :param coords: dimension name to labels; a dimension without labels counts from 0.
-    :param dims: variable name to the names of its dimensions ``rest``; it holds in every group. In
-        ``log_likelihood``, where event dimensions are summed out, the leading names are taken.
+    :param dims: variable name to the names of its dimensions ``rest``; it holds in every group but
+        ``sample_stats``, whose variables have none. In ``log_likelihood``, where event dimensions are
+        summed out, the leading names are taken.
     :param pred_dims: the same for the groups ``predictions`` and ``predictions_constant_data``, where
         neither ``coords`` nor ``dims`` hold, because their rows are others.
     :param attrs: stored on the root and on the group ``posterior``.
@@ -64,17 +65,23 @@ def from_groups(
                 "variables to arrays."
             )
     plain: dict[str, Any] = {name: _without_slashes(group) for name, group in groups.items()}
+    # apart, since both versions would give a statistic the dimensions of a site of its name
+    stats = {name: plain.pop(name) for name in ("sample_stats",) if name in plain}
     labels = {"coords": dict(coords or {}), "dims": _names(dims)}
     root = dict(attrs or {})
     arviz = _arviz()
     if not arviz.__version__.startswith("0."):
         attributes = {"/": root, "posterior": root}
-        return arviz.from_dict(plain, **labels, pred_dims=_names(pred_dims), attrs=attributes)
+        data = arviz.from_dict(plain, **labels, pred_dims=_names(pred_dims), attrs=attributes)
+        for name, group in arviz.from_dict(stats).children.items():
+            data[name] = group
+        return data
     # apart, since ArviZ 0.x would label the rows of new data as those of the old
     new = {name: plain.pop(name) for name in GROUPS if "predictions" in name and name in plain}
     data = arviz.from_dict(**plain, **labels, attrs=dict(root), posterior_attrs=root)
-    if new:
-        data.extend(arviz.from_dict(**new, dims=_names(pred_dims)))
+    for apart, names in ((stats, None), (new, pred_dims)):
+        if apart:
+            data.extend(arviz.from_dict(**apart, dims=_names(names)))
     return data
 
 

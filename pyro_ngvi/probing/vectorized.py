@@ -3,10 +3,11 @@
 ``Trace_ELBO(vectorize_particles=True)`` runs model and guide inside one plate of S particles, so a
 latent vector of d elements arrives with shape (S, 1, ..., d).  A model written for one draw then
 fails or, worse, broadcasts to a wrong loss.  Here each site's log probability is compared, particle
-by particle, with that of the model under ``torch.func.vmap``, which can not broadcast.
+by particle, with that of the model under ``torch.func.vmap``, which can not broadcast, or, where
+``vmap`` can not run it, of one plain run for each particle.
 
-Do not use it for models that draw random numbers of their own, branch on the value of a latent
-site, or are enumerated: there is nothing to compare with.
+Do not use it for models that draw random numbers of their own or are enumerated: there is nothing
+to compare with.
 """
 
 import textwrap
@@ -23,13 +24,13 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..linalg.random import own_random_state
-from ..runtime.density import BatchedSite, batched_trace, site_kind, site_log_prob
+from ..runtime.density import batched_trace, site_kind, site_log_prob
 from ..runtime.pyro_adapter import has_model, model_as_given
-from ..runtime.vmap import Site, Sites
+from ..runtime.vmap import Minibatches, Site, Sites, run_in_loop, run_particles
+from ..runtime.vmap_error import CannotBatch
 
 Program = Callable[..., Any]
 
-#: the model gets latent sites with dimensions on the left; the other two run it as for one draw
 _REMEDY = "Write `(X * w).sum(-1)`, or take BatchedELBO or vectorize_particles=False."
 
 
@@ -49,9 +50,9 @@ def check_vectorized(
     Pyro's vectorised particles are a plate around the model: a latent vector ``w`` of d elements
     arrives with shape (S, 1, ..., d), and ``X @ w`` then fails or, worse, broadcasts to a wrong
     loss. This draws S particles so, and compares each site's log probability, particle by
-    particle, with that of the model run under ``vmap``. ``BatchedELBO`` needs no such check. The
-    guides of pyro_ngvi do it themselves at their first vectorised call, unless they are part of an
-    ``AutoGuideList`` or the two can not be compared.
+    particle, with that of the model run under ``vmap``, or one by one where ``vmap`` can not run it.
+    ``BatchedELBO`` needs no such check. The guides of pyro_ngvi do it themselves at their first
+    vectorised call, unless they are part of an ``AutoGuideList`` or ``vmap`` can not run the model.
 
     :param num_particles: S, at least 2.
     :raises ValueError: naming the first site that differs, and its shape.
@@ -165,7 +166,7 @@ def _check(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Compare the model inside ``particles``, a plate of S, with the model under ``vmap``."""
+    """Compare the model inside ``particles``, a plate of S, with the model run for each of them."""
     vectorized = _vectorized_trace(model, guide, particles, args, kwargs)
     values, indices = {}, {}
     for name, site in vectorized.items():
@@ -173,12 +174,22 @@ def _check(
             indices[name] = site["value"]
         elif not site["is_observed"]:
             values[name] = _per_particle(site, single.nodes[name], num_particles)
-    expected = batched_trace(
-        model, values, args, kwargs, num_particles=num_particles, indices=indices
-    ).sites
-    for name, site in vectorized.items():
-        if name in expected and site_kind(site) != "deterministic":
-            _compare(site, expected[name])
+    given: Any = model, _log_probs, values, num_particles, args, kwargs
+    try:
+        expected = run_particles(*given, minibatches=Minibatches(indices), sampling=True)
+    except CannotBatch:
+        expected = run_in_loop(*given, minibatches=Minibatches(indices))
+    for name, wanted in expected.items():
+        if name in vectorized:
+            _compare(vectorized[name], wanted)
+
+
+def _log_probs(sites: Sites) -> dict[str, Tensor]:
+    return {
+        name: site_log_prob(site)[1]
+        for name, site in sites.items()
+        if not site_is_subsample(site) and site_kind(site) != "deterministic"
+    }
 
 
 def _vectorized_trace(
@@ -235,8 +246,7 @@ def _per_particle(site: Site, single: Site, num_particles: int) -> Tensor:
     return value.reshape(num_particles, *shape)
 
 
-def _compare(site: Site, expected: BatchedSite) -> None:
-    wanted = expected.log_prob
+def _compare(site: Site, wanted: Tensor) -> None:
     actual = site["log_prob"].to(wanted)
     if actual.numel() == wanted.numel():
         # Rounding grows with the largest term; a wrong shape mixes the particles up, and moves the

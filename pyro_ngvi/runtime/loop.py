@@ -62,9 +62,10 @@ class Runs:
             if not self._noticed:
                 self._noticed = True
                 warnings.warn(
-                    f"BatchedELBO: torch.func.vmap can not run the program ({reason.where}), so each "
-                    f"of {num_particles} particles has a run of its own: a step takes about that many "
-                    f"times as long. Rewrite what branches on a latent site there.",
+                    f"BatchedELBO: vmap can not run the program ({reason.where}), so each of "
+                    f"{num_particles} particles has a run of its own. If ngvi.check_vectorized(model, "
+                    f"guide, *args) passes, Trace_ELBO({num_particles}, vectorize_particles=True) runs "
+                    f"all at once.",
                     RuntimeWarning,
                     stacklevel=5,
                 )

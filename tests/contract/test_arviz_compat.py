@@ -112,6 +112,16 @@ def test_log_likelihood_may_lack_the_event_dimensions() -> None:
     assert data["observed_data"]["y"].dims == ("row", "y_dim_0")
 
 
+def test_a_statistic_of_the_draws_has_no_dimensions_of_a_site_of_its_name() -> None:
+    lp = np.zeros((1, 5))
+    data = shim.from_groups(
+        {"posterior": {"lp": np.zeros((1, 5, 2))}, "sample_stats": {"lp": lp}},
+        dims={"lp": ["feature"]},
+    )
+    assert data["posterior"]["lp"].dims == ("chain", "draw", "feature")
+    assert data["sample_stats"]["lp"].dims == ("chain", "draw")
+
+
 def test_slashes_in_names_become_dots() -> None:
     data = shim.from_groups(
         {"posterior": {"scope/w": np.zeros((1, 5, 2))}}, dims={"scope/w": ["feature"]}

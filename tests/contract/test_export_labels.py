@@ -1,5 +1,6 @@
 """to_arviz: names of dimensions, plates and masks, arguments, and what it refuses."""
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,24 @@ def test_plates_events_and_masks() -> None:
     expected = dist.Normal(theta[:, None, :], noise).log_prob(y.nan_to_num()) * ~y.isnan()
     for name in ("score", "double"):
         torch.testing.assert_close(values_of(result, "log_likelihood")[name], expected)
+
+
+@pytest.mark.parametrize("name", ["lp", "log_q", "log_weights", "resampled_from"])
+def test_a_site_may_have_the_name_of_a_statistic(name: str) -> None:
+    def named(y: Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(y.new_zeros(2), 1.0).to_event(1))
+        pyro.deterministic(name, 2 * mu)
+        with pyro.plate("unit", len(y)):
+            pyro.sample("y", dist.Normal(mu.sum(), 1.0), obs=y)
+
+    pyro.set_rng_seed(0)
+    guide = AutoExponentialFamily(named)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of weights that are not to be relied on
+        result = to_arviz(named, guide, torch.zeros(3), num_samples=S, seed=1, resample="psis")
+    assert result["posterior"][name].dims == ("chain", "draw", f"{name}_dim_0")
+    assert result["sample_stats"][name].dims == ("chain", "draw")
+    np.testing.assert_array_equal(result["posterior"][name], 2 * result["posterior"]["mu"])
 
 
 def test_labels_of_the_user(data: tuple[Tensor, Tensor]) -> None:

@@ -84,6 +84,38 @@ def test_vectorized_check_names_a_latent_site_of_other_shape() -> None:
         check_vectorized(model, guide)
 
 
+def ordered(X: Tensor, y: Tensor) -> None:
+    """OrderedLogistic fills a tensor of its own, which vmap can not run."""
+    w = pyro.sample("w", dist.Normal(X.new_zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        cutpoints = X.new_tensor([-1.0, 0.5])
+        pyro.sample("y", dist.OrderedLogistic((X * w).sum(-1), cutpoints), obs=y)
+
+
+def ordered_broadcast(X: Tensor, y: Tensor) -> None:
+    w = pyro.sample("w", dist.Normal(X.new_zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        cutpoints = X.new_tensor([-1.0, 0.5])
+        pyro.sample("y", dist.OrderedLogistic(w[0].sum() * X[:, 0], cutpoints), obs=y)
+
+
+def branching(X: Tensor, y: Tensor) -> None:
+    """One branch for all particles."""
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(w, 1.0 if bool((w > 0).all()) else 2.0), obs=y)
+
+
+def test_vectorized_check_compares_one_by_one_what_vmap_can_not_run() -> None:
+    args = torch.randn(4, 2), torch.tensor([0.0, 1.0, 2.0, 1.0])
+    check_vectorized(ordered, AutoNormal(ordered), *args, num_particles=4)
+    for wrong, shape in ((ordered_broadcast, r"\(4, 4\)"), (branching, r"\(4, 4\)")):
+        pyro.clear_param_store()
+        guide = AutoNormal(wrong, init_scale=1.0)
+        with pytest.raises(ValueError, match=rf"the site 'y' has shape {shape} and differs"):
+            check_vectorized(wrong, guide, *args, num_particles=4)
+
+
 def test_vectorized_check_needs_two_particles() -> None:
     with pytest.raises(ValueError, match="num_particles is 1; a check needs at least 2"):
         check_vectorized(wrong_matmul, AutoNormal(wrong_matmul), num_particles=1)
