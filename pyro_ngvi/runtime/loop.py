@@ -62,10 +62,10 @@ class Runs:
             if not self._noticed:
                 self._noticed = True
                 warnings.warn(
-                    f"BatchedELBO: vmap can not run the program ({reason.where}), so each of "
-                    f"{num_particles} particles has a run of its own. If ngvi.check_vectorized(model, "
-                    f"guide, *args) passes, Trace_ELBO({num_particles}, vectorize_particles=True) runs "
-                    f"all at once.",
+                    f"BatchedELBO: vmap can not run the program ({reason.where}): each of "
+                    f"{num_particles} particles has a run of its own, at so many times the cost. If "
+                    f"pyro_ngvi.diagnostics.check_vectorized passes, take "
+                    f"Trace_ELBO(vectorize_particles=True).",
                     RuntimeWarning,
                     stacklevel=5,
                 )

@@ -149,7 +149,9 @@ def nagvac(part: str) -> None:
 
 def diagonal_of(kind: str, loss: str) -> Callable[[str], None]:
     def check(part: str) -> None:
-        message = said(lambda: getattr(ngvi.optim, kind)(ngvi.AutoFullRankNormal(line), lr=0.1), part)
+        message = said(
+            lambda: getattr(ngvi.optim, kind)(ngvi.AutoFullRankNormal(line), lr=0.1), part
+        )
         guide = advised(message, "pyro_ngvi.AutoMeanFieldNormal(", model=line)
         optim = getattr(ngvi.optim, kind)(guide, lr=0.1)
         steps(line, guide, optim, ngvi.BatchedELBO(num_particles=4, curvature=loss))
