@@ -103,10 +103,10 @@ def prototype_sites(
     latent = set(sites_of_kind(sites, "latent"))
     if missing := sorted(latent - drawn.keys()):
         raise ValueError(
-            f"The guide does not sample the model's latent sites {missing}, so the two densities "
-            "are not over the same space. If they stand for data, pass these (new data: "
-            "to_arviz(predictions=) or pyro_ngvi.predict); else give a guide of every latent site, and "
-            "mark discrete ones infer={'enumerate': 'parallel'}: they are summed out."
+            f"The guide does not sample the model's latent sites {missing}. If they stand for "
+            f"data, pass "
+            "these (new data: to_arviz(predictions=) or pyro_ngvi.predict); else give a guide of every "
+            "latent site, and mark discrete ones infer={'enumerate': 'parallel'}."
         )
     if unknown := sorted(drawn.keys() - latent):
         raise ValueError(
@@ -280,9 +280,8 @@ def warn_of_edges(sites: Sites, values: Mapping[str, Tensor]) -> None:
         if share > 0.002:
             warnings.warn(
                 f"{100.0 * share:.1f} % of the draws of {name!r} are rounded to the end of their "
-                f"support, where the density of the model is flat: neither the guide nor k-hat knows "
-                f"the posterior beyond. Use float64, or the other end: the probability that is near 0 "
-                f"in place of the one near 1, for a simplex another entry as the last.",
+                f"support: neither the guide nor k-hat knows the posterior beyond. Use float64, or the "
+                f"other end: the probability near 0, for a simplex another last entry.",
                 RuntimeWarning,
                 stacklevel=3,
             )

@@ -137,9 +137,7 @@ class GaussianProcess(TorchDistribution):
         return ValueError(
             f"A GaussianProcess is one draw at all of its {len(self.inputs)} inputs, and can not be "
             f"expanded to batch shape {tuple(batch_shape)}. Take its site out of the plate: "
-            f'data = pyro.plate("data", N, subsample_size=B); '
-            f'f = pyro.sample("f", GaussianProcess(kernel, X[data.indices])); with data: ... '
-            f"Several independent processes are sites of their own."
+            f'f = pyro.sample("f", GaussianProcess(kernel, X[data.indices])); with data: ...'
         )
 
     @property

@@ -111,9 +111,8 @@ def refuse_change(first: Any, second: Any) -> None:
             return
     raise ValueError(
         "The module returns another output when it is run again, at the same weights and inputs: it "
-        "updates a buffer (spectral_norm in training mode, a running mean), or draws random numbers "
-        "(F.dropout). The log-likelihood must be the same at every run. Call module.eval(), if that "
-        "stops it, or take that layer out."
+        "updates a buffer (spectral_norm in training mode), or draws random numbers (F.dropout). Call "
+        "module.eval(), if that stops it, or take that layer out."
     )
 
 

@@ -234,9 +234,7 @@ class NaturalGradientOptim(PyroOptim):
             raise ValueError(
                 f"{type(self).__name__} was given no parameter of its guide "
                 f"{describe(self.guide)}: SVI trains another guide. Build the optimizer with the "
-                f"guide that SVI gets. (If the parameter store was loaded while the guide was in "
-                f"use, the two have come apart: load it before the guide's first call, or restore "
-                f"the guide by load_state_dict.)"
+                f"guide that SVI gets. (Load a parameter store before the guide's first call.)"
             )
         store = pyro.get_param_store()
         # a set has no order; sorting by name makes runs repeatable

@@ -64,10 +64,9 @@ def check_latents(
         if any(isinstance(v, Tensor) and v.requires_grad for v in numbers):
             raise ValueError(
                 f"{guide}: the support of the latent site {name!r} is made of a tensor that requires "
-                f"gradients, such as a parameter that is learned, and the guide would keep that of the "
-                f"first run. Give the site a fixed support and move its value: instead of "
-                f'x ~ Uniform(0, hi) write x = hi * pyro.sample("u", Uniform(0, 1)); or, where hi is '
-                f"not learned, hi.detach()."
+                f"gradients, and the guide would keep that of the first run. Instead of x ~ "
+                f"Uniform(0, hi) "
+                f'write x = hi * pyro.sample("u", Uniform(0, 1)), or hi.detach().'
             )
     if masked:
         _, elsewhere = _moved(sites, -3.0)
@@ -83,9 +82,9 @@ def _check_angles(guide: str, sites: dict[str, Any]) -> None:
     for name, site in sites.items():
         if isinstance(innermost(site["fn"]), VonMises):
             raise ValueError(
-                f"{guide}: the latent site {name!r} is an angle, whose density (VonMises) repeats "
-                f"itself on the real line without end, so q would widen without end. Give it the "
-                f'support of one turn: z = pyro.sample("{name}", dist.Uniform(-math.pi, math.pi)) with '
+                f"{guide}: the latent site {name!r} is an angle: its density has no end on the "
+                f"real line. "
+                f'Write z = pyro.sample("{name}", dist.Uniform(-math.pi, math.pi)) and '
                 f'pyro.factor("prior", dist.VonMises(loc, concentration).log_prob(z)).'
             )
 
@@ -191,9 +190,8 @@ def _check_masked(
         if not depends:
             raise ValueError(
                 f"{guide}: {int(lost.sum())} of the {lost.numel()} entries of the latent "
-                f"site {name!r} are masked out (by poutine.mask, .mask or obs_mask), and nothing else "
-                f"in the model depends on them. They have no density, and q would widen there without "
-                f"end. Mask the observed site alone: latent entries that no datum sees then keep their "
-                f"prior, at no cost. Instead of obs_mask, mask the missing data in the observed site, "
-                f"or sample them as a latent site of their own, with its prior unmasked."
+                f"site {name!r} are masked out and nothing else depends on them, so q would widen "
+                f"there "
+                f"without end. Mask the observed site alone (instead of obs_mask too): they keep their "
+                f"prior."
             )

@@ -47,10 +47,9 @@ def check_guide_of_this_model(names: Iterable[str], model_sites: Sites) -> None:
     for name in names:
         if name not in model_sites:
             raise ValueError(
-                f"The guide samples {name!r}, which is no site of the model, or not of this run of it: "
-                f"-log q would count with no prior against it. Is it the guide of another model? Only "
-                f"a variable that other sites are functions of, as Delta distributions with their "
-                f"log_density, may be infer={{'is_auxiliary': True}}."
+                f"The guide samples {name!r}, which is no site of the model, or not of this run of it. "
+                f"Is it the guide of another model? Only a variable without a prior that other sites "
+                f"are functions of may be infer={{'is_auxiliary': True}}."
             )
 
 
@@ -127,10 +126,9 @@ def check_log_prob_shape(site: Site, log_prob: Tensor) -> None:
     if not good:
         raise ValueError(
             f"The site {site['name']!r} has a log_prob of shape {tuple(shape)}, but {given} and "
-            f"its value has batch shape {tuple(batch_shape)}: shapes were broadcast against each "
-            f"other. Give the distribution (batch shape {tuple(fn.batch_shape)}) and any mask the "
-            f"shape of the value, for example mean.squeeze(-1) for a mean of shape (N, 1), and "
-            f"declare the dimensions of one event by .to_event(...)."
+            f"its value has batch shape {tuple(batch_shape)}: shapes were broadcast. Give distribution "
+            f"(now {tuple(fn.batch_shape)}) and mask the value's shape (mean.squeeze(-1)?), and "
+            f"declare events by .to_event(...)."
         )
 
 

@@ -58,10 +58,8 @@ class LatentSupports:
             if name in sites and _moved(before, bounds(sites[name]["fn"].support)):
                 raise ValueError(
                     f"The support of the latent site {name!r} is another one than at the guide's first "
-                    f"call ({sites[name]['fn'].support!r}), and the guide still draws from the first. "
-                    f"Make a guide for these data, or give the site a fixed support and move its "
-                    f'value: instead of x ~ Uniform(a, b) write x = a + (b - a) * pyro.sample("u", '
-                    f"Uniform(0, 1))."
+                    f"call ({sites[name]['fn'].support!r}). Make a guide for these data, or instead of "
+                    f'x ~ Uniform(a, b) write x = a + (b - a) * pyro.sample("u", Uniform(0, 1)).'
                 )
 
 

@@ -150,10 +150,8 @@ class Algebra(nn.Module):
         """Before a step with a minibatch in which parameters of the prior are learned."""
         raise ValueError(
             "AutoSites: this step has a minibatch, and the prior or the linear predictors have "
-            "parameters that are learned; what the sites of the other data say was collected at their "
-            "old values. Learn them in steps with all data, or hold them in steps with minibatches by "
-            "requires_grad_(False) or .detach(). Parameters of the likelihood alone may be learned in "
-            "both, and those of a GaussianProcess with inducing= too."
+            "parameters that are learned. Learn them in steps with all data, or hold them by "
+            "requires_grad_(False) or .detach(). Those of the likelihood may be learned in both."
         )
 
     def after(

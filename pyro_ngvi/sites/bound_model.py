@@ -292,11 +292,9 @@ def _refuse_unnumbered(name: str, plate: Any, run: WhitenedRun) -> None:
     index = plate["value"]
     if id(index) in run.unread or (at_hand(index) and bool((index < 0).any())):
         raise ValueError(
-            f"AutoSites: the observed site {name!r} lies in the plate {plate['name']!r}, which is a "
-            f"minibatch of {len(index)} of {plate['fn'].size}, and the model does not say which: it "
-            f"never looks at the numbers of the plate. Each datum has a site of its own here, so pass "
-            f"the numbers with the data, as in pyro.plate({plate['name']!r}, "
-            f"{plate['fn'].size}, subsample=index); models of pyro_ngvi.nn.bayesianize take them as "
+            f"AutoSites: the observed site {name!r} lies in the plate {plate['name']!r}, and the "
+            f"model does not say which: it never looks at the numbers. Pass them with the data: "
+            f"pyro.plate({plate['name']!r}, {plate['fn'].size}, subsample=index), for bayesianize "
             f"svi.step(x, y, index)."
         )
 

@@ -66,9 +66,8 @@ def _message(call: BoundModel, name: str) -> str:
     seen = "nothing" if group is None else " and ".join(map(str, group.predictor.places))
     return (
         f"AutoSites: the data of {name!r} depend on more of the latent block in this call than in the "
-        f"guide's first one, where they saw {seen}: a covariate that was 0 in all of them, a parameter "
-        f"that was 0, or data that were all missing. The guide would leave the rest at its prior. Make "
-        f"a guide's first call with data, and parameters, that show all that the data can see."
+        f"guide's first one, where they saw {seen} (a covariate was 0, data were missing). Make a "
+        f"guide's first call with data and parameters that show all that the data can see."
     )
 
 

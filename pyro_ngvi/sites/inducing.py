@@ -189,8 +189,6 @@ def _of_values(at: LinearMap, root: Tensor, level: Tensor) -> LinearMap:
 def _refuse_learning(group: str) -> None:
     raise ValueError(
         f"AutoSites: this step has a minibatch, and the numbers by which the data of {group!r} see the "
-        f"latent processes (a factor, an offset) have parameters that are learned; what the sites of "
-        f"the other data say was collected at their old values. Learn them in steps with all data, or "
-        f"hold them in steps with minibatches: requires_grad_(False) or .detach(). Those of kernels "
-        f"and means may be learned in both."
+        f"latent processes have parameters that are learned. Learn them in steps with all data, or "
+        f"hold them by requires_grad_(False) or .detach()."
     )

@@ -77,17 +77,15 @@ class SitePrediction:
                 name = others[0]
                 raise ValueError(
                     f"AutoSites: {name!r} has the shape {tuple(now[name].shape())} with these "
-                    f"arguments, and {tuple(fixed[name].shape())} with those of the last step: which "
-                    f"of its entries are the same can not be told. A site with an entry for every "
-                    f"datum can not be predicted for others; give it a GaussianProcess, which predicts "
-                    f"at any inputs, or let its effect be a part of the likelihood."
+                    f"arguments, "
+                    f"and {tuple(fixed[name].shape())} with those of the last step, so it can not be "
+                    f"predicted. Give it a GaussianProcess, or make it a part of the likelihood."
                 )
             for name in other_priors({n: fixed[n] for n in fixed if n not in others}, now):
                 raise ValueError(
                     f"AutoSites: the prior of {name!r} is another one with these arguments than with "
-                    f"those of the last step, so the guide does not know q here. To predict at other "
-                    f"times or inputs let them be among those of the steps, with NaN for their data, "
-                    f"or give the site a GaussianProcess, which predicts at any inputs."
+                    f"those of the last step. Let the times or inputs to predict at be among those of "
+                    f"the steps, with NaN for their data, or give the site a GaussianProcess."
                 )
         return others
 

@@ -234,9 +234,8 @@ class _Search:
         if self.other_moves:
             return (
                 f"{start}: every linear predictor of it also depends on a latent site outside of the "
-                f"block. Write the Gaussian part as a site of its own, free of the others: "
-                f'f = pyro.deterministic("f", ...). Where the prior itself depends on such a site (a '
-                f"latent scale), write it noncentred: z ~ Normal(0, 1), scale * z in the likelihood."
+                f'block. Write the Gaussian part as f = pyro.deterministic("f", ...), free of the '
+                f"others; for a latent scale z ~ Normal(0, 1), and scale * z in the likelihood."
             )
         nonlinear = self.first_nonlinear or "an operation"
         return (

@@ -40,11 +40,11 @@ class ScaledData:
         before = self._before if edition == self._edition else None
         if name and now and before and not all(map(_same, before, now)):
             raise ValueError(
-                f"AutoSites: the data of {name!r} are not those of the step before, and poutine.scale "
-                f"makes each of them count for more than one. A minibatch that stands for all data "
-                f"needs a plate of all of them, since every datum has a site of its own: "
-                f"pyro.plate({_plate(call, name)!r}, N, subsample=index), without the scale. For new "
-                f"data in the place of the old call guide.reset() before."
+                f"AutoSites: the data of {name!r} are not those of the step before, under a "
+                f"poutine.scale. "
+                f"For a minibatch write pyro.plate({_plate(call, name)!r}, N, subsample=index), "
+                f"without "
+                f"the scale. For new data in the place of the old call guide.reset() before."
             )
         # copies, since a loader may write each batch into the same tensors
         self._before = None if now is None else [x.detach().clone() for x in now]

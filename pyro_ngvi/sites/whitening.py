@@ -43,9 +43,8 @@ def gaussian_of(site: Site) -> Any:
         raise ValueError(
             f"AutoSites: the latent site {site['name']!r} is {type(fn).__name__}, not Gaussian. Append "
             f"to AutoGuideList(model): ngvi.AutoSites(poutine.block(model, hide=[{site['name']!r}])) "
-            f"and ngvi.AutoMeanFieldNormal(poutine.block(model, expose=[{site['name']!r}])). Where it "
-            f"is the scale of a latent site, write z ~ Normal(0, 1) and scale * z in the likelihood. "
-            f"If it stands for data, pass them (obs=...) at the first call."
+            f"and ngvi.AutoMeanFieldNormal(poutine.block(model, expose=[{site['name']!r}])), or "
+            f"take z ~ Normal(0, 1) and scale * z in the likelihood."
         )
     if isinstance(fn, GaussianProcess) and fn.batch_shape:
         raise fn.in_plate(fn.batch_shape)
@@ -59,9 +58,8 @@ def refuse_weights(site: Site) -> None:
     if not plain or not (mask is None or mask is True):
         raise ValueError(
             f"AutoSites: the prior of {site['name']!r} stands under a scale or a mask (a subsampled "
-            f"plate, poutine.scale or poutine.mask, in the model or around the step), and would not "
-            f"be a Gaussian of its own. Take the site out of it; missing data of obs_mask= are better "
-            f"masked in the observed site alone, by poutine.mask, or left NaN."
+            f"plate, poutine.scale or poutine.mask), and would not be Gaussian. Take the site out of "
+            f"it; missing data are better masked in the observed site alone, or left NaN."
         )
 
 

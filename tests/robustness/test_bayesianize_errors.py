@@ -204,7 +204,7 @@ def test_recurrent_layers_run_one_particle_at_a_time() -> None:
         Exception, match=r"Recurrent can not run at vectorised particles.*Trace_ELBO"
     ):
         vectorised.loss(model, guide, x, Y)
-    with pytest.warns(RuntimeWarning, match=r"torch\.func\.vmap.*each of 2 particles"):
+    with pytest.warns(RuntimeWarning, match=r"vmap can not run.*each of 2 particles"):
         assert np.isfinite(ngvi.BatchedELBO(2).loss(model, guide, x, Y))
 
 

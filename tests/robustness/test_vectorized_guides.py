@@ -21,6 +21,7 @@ from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 from pyro_ngvi import NGVB, AutoFullRankNormal, AutoMeanFieldNormal
+from pyro_ngvi.guides import base
 from pyro_ngvi.probing import vectorized
 from tests.contract.registry import GUIDES, D, N, data, plates, regression
 from tests.robustness.test_vectorized_check import silent_broadcast, wrong_matmul
@@ -50,7 +51,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vectorized, "check_vectorized_call", lambda *_: None)
+    monkeypatch.setattr(base, "check_vectorized_call", lambda *_: None)
 
 
 @pytest.mark.parametrize("kind", GUIDES)
@@ -131,14 +132,14 @@ def test_nothing_leaks(checks: list[str], monkeypatch: pytest.MonkeyPatch) -> No
     guide = AutoFullRankNormal(model)
     guide(torch.ones(()))
     names: list[set[str]] = []
-    check = vectorized.check_vectorized_call
+    check = base.check_vectorized_call
 
     def spied(*args: Any) -> None:
         names.append(set(pyro.get_param_store().keys()))
         check(*args)
         names.append(set(pyro.get_param_store().keys()))
 
-    monkeypatch.setattr(vectorized, "check_vectorized_call", spied)
+    monkeypatch.setattr(base, "check_vectorized_call", spied)
     with pyro.plate("num_particles_vectorized", 3, dim=-1):
         trace: Any = poutine.trace(guide).get_trace(torch.ones(()))
     assert checks == ["z", "y"] and names[0] == names[1] and "late" not in names[0]
