@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,14 @@ def test_relative_links_lead_to_files() -> None:
     links = [link for link in LINK.findall(prose(README)) if not link.startswith("http")]
     assert {f"tutorials/{p.name}" for p in ROOT.glob("tutorials/*.ipynb")} <= set(links)
     assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.stem)
+def test_links_of_the_documents_lead_to_files(page: Path) -> None:
+    assert f"](docs/{page.name})" in README
+    links = LINK.findall(prose(page.read_text(encoding="utf-8")))
+    wrong = [k for k in links if not k.startswith("http") and not (page.parent / k).is_file()]
+    assert wrong == []
 
 
 def test_links_of_the_metadata_are_absolute_and_below_the_repository() -> None:
