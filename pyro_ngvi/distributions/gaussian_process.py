@@ -135,9 +135,9 @@ class GaussianProcess(TorchDistribution):
     def in_plate(self, batch_shape: torch.Size) -> ValueError:
         """What is wrong where the site of a process stands in a plate of the model."""
         return ValueError(
-            f"A GaussianProcess is one draw at all of its {len(self.inputs)} inputs, and can not be "
-            f"expanded to batch shape {tuple(batch_shape)}. Take its site out of the plate: "
-            f'f = pyro.sample("f", GaussianProcess(kernel, X[data.indices])); with data: ...'
+            f"A GaussianProcess is one draw at all of its {len(self.inputs)} inputs, and cannot be "
+            f"expanded to batch shape {tuple(batch_shape)}. Take its site out of the plate, at "
+            f"X[data.indices]; independent processes are sites of their own."
         )
 
     @property

@@ -41,10 +41,11 @@ def gaussian_of(site: Site) -> Any:
         fn = fn.base_dist
     if not (isinstance(fn, dist.Normal | dist.MultivariateNormal) or hasattr(fn, "from_noise")):
         raise ValueError(
-            f"AutoSites: the latent site {site['name']!r} is {type(fn).__name__}, not Gaussian. Append "
-            f"to AutoGuideList(model): ngvi.AutoSites(poutine.block(model, hide=[{site['name']!r}])) "
-            f"and ngvi.AutoMeanFieldNormal(poutine.block(model, expose=[{site['name']!r}])), or "
-            f"take z ~ Normal(0, 1) and scale * z in the likelihood."
+            f"AutoSites: the latent site {site['name']!r} is {type(fn).__name__} (no data), "
+            f"not Gaussian. Append to AutoGuideList(model): ngvi.AutoSites("
+            f"poutine.block(model, hide=[{site['name']!r}])) and ngvi.AutoMeanFieldNormal("
+            f"poutine.block(model, expose=[{site['name']!r}])), or take z ~ Normal(0, 1) "
+            f"and scale * z in the likelihood."
         )
     if isinstance(fn, GaussianProcess) and fn.batch_shape:
         raise fn.in_plate(fn.batch_shape)
