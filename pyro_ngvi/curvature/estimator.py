@@ -124,10 +124,10 @@ class CurvatureEstimator:
         names = kinked_sites(repeatable, t, self.layout, lambda site: whole or not is_data(site))
         if names:
             warnings.warn(
-                f'BatchedELBO(curvature="{self.kind}"): the gradient of the log probability of '
-                f"{', '.join(map(repr, names))} jumps, as that of Laplace distributions, |x| and "
-                f"max(0, x) does. Second derivatives do not see it, so standard deviations come out "
-                f'wrong. Take NGVB without curvature, IVON, or VON with curvature="price".',
+                f"BatchedELBO(curvature={self.kind!r}): the gradient of the log probability of "
+                f"{', '.join(map(repr, names))} jumps, as that of Laplace and |x| does, which "
+                "second derivatives miss: sds come out wrong. Take NGVB without curvature, IVON, "
+                "or curvature='price'.",
                 RuntimeWarning,
                 stacklevel=2,
             )

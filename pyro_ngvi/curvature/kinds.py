@@ -298,7 +298,7 @@ def _check_affordable(d: int) -> None:
     """Refuse the diagonal of a dense Hessian of the log prior, a pass for each of ``d`` columns."""
     if d > MOST_COLUMNS:
         raise ValueError(
-            f"The Hessian of the log prior is not diagonal (one latent site in the prior of another), "
-            f"and its diagonal would take a pass through the model for each of {d:,} latent variables. "
-            f'Use independent priors, or curvature="price" with pyro_ngvi.optim.IVON.'
+            "The Hessian of the log prior is not diagonal (one latent site in the prior of "
+            f"another), and its diagonal would take {d:,} passes through the model. Use "
+            "independent priors, or curvature='price' with pyro_ngvi.optim.IVON."
         )

@@ -104,15 +104,14 @@ def prototype_sites(
     if missing := sorted(latent - drawn.keys()):
         raise ValueError(
             f"The guide does not sample the model's latent sites {missing}. If they stand for "
-            f"data, pass "
-            "these (new data: to_arviz(predictions=) or pyro_ngvi.predict); else give a guide of every "
-            "latent site, and mark discrete ones infer={'enumerate': 'parallel'}."
+            "data, pass these (new data: pyro_ngvi.predict); else give a guide of every latent "
+            f"site, and mark discrete ones infer={{'enumerate': 'parallel'}}."
         )
     if unknown := sorted(drawn.keys() - latent):
         raise ValueError(
             f"The guide samples the sites {unknown}, which are not latent in the model. Is it a "
-            "guide of another model? Only a variable that other sites are functions of, as Delta "
-            "distributions with their log_density, may be infer={'is_auxiliary': True}."
+            "guide of another model? Only a variable of which other sites are functions (Delta "
+            f"with log_density) may be infer={{'is_auxiliary': True}}."
         )
 
     LatentSupports(guide).check(sites)

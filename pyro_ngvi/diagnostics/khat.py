@@ -193,9 +193,8 @@ def khat(
     if fixed := draws.point_masses:
         raise ValueError(
             f"All draws of {', '.join(map(repr, fixed))} from the guide are the same point "
-            f"(AutoDelta?): it has no density there to compare with the posterior, and no weights "
-            f"could correct it. Judge the rest given that point: pass pyro.poutine.condition(model, "
-            f"data=...) with it, and the guide of the other sites."
+            "(AutoDelta?), where it has no density to compare. Judge the rest given that point: "
+            "pass pyro.poutine.condition(model, data=...) and the guide of the other sites."
         )
     return found
 

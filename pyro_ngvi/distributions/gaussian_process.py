@@ -235,10 +235,10 @@ def factor(matrix: Tensor, jitter: float) -> Tensor:
     definite = host_bool(info == 0)
     if definite is False:
         raise ValueError(
-            f"GaussianProcess: a kernel matrix of {matrix.shape[-1]} inputs is not positive definite "
-            f"in {str(matrix.dtype).removeprefix('torch.')} with jitter={jitter:g}. Raise jitter "
-            f"(smooth kernels such as RBF in float32 need 1e-4 of their variance and more), or use "
-            f"float64; a NaN among inputs or hyperparameters has the same effect."
+            f"GaussianProcess: a kernel matrix of {matrix.shape[-1]} inputs is not positive "
+            f"definite in {str(matrix.dtype).removeprefix('torch.')} with jitter={jitter:g}. Raise "
+            "jitter (RBF in float32: 1e-4 of its variance and more), use float64, or look for a "
+            "NaN."
         )
     if definite is None:
         root = torch.where(info == 0, root, torch.nan)

@@ -153,11 +153,10 @@ class FlowFamily(MonteCarloFamily):
                 grads = each_gradient(value, list(leaves.values()))
             except RuntimeError as error:  # Zuko's UNAF and CNF run their networks anew to go back
                 raise RuntimeError(
-                    f"AutoFlow: log q of this flow can not be differentiated in parameters that are "
-                    f"passed to it, so that there are no scores ({str(error).split('.')[0]}). Zuko's "
-                    f"UNAF and CNF are such: train them by an ordinary optimizer, such as "
-                    f"pyro.optim.Adam with Trace_ELBO, or take another flow, such as zuko.flows.NSF "
-                    f"or NAF."
+                    "AutoFlow: this flow has no scores, since log q cannot be differentiated in "
+                    f"parameters passed to it ({str(error).split('.')[0]}), as in Zuko's UNAF and "
+                    "CNF. Train it by pyro.optim.Adam with Trace_ELBO, or take zuko.flows.NSF or "
+                    "NAF."
                 ) from error
         return dict(zip(leaves, grads, strict=True))
 

@@ -169,9 +169,9 @@ class GuideScores:
         if name is not None:
             raise ValueError(
                 f"The guide {_name(self.guide)} computes the site {name!r} from a draw and from "
-                f"parameters, so log q can not be differentiated at a fixed value and there are no "
-                f"scores. Use a guide that draws its sites, such as AutoMultivariateNormal or "
-                f"pyro_ngvi.AutoFullRankNormal, or train this one by pyro.optim.Adam."
+                "parameters, so log q has no scores at a fixed value. Use a guide that draws its "
+                "sites, such as pyro_ngvi.AutoFullRankNormal, or train this one by "
+                "pyro.optim.Adam."
             )
 
     def _capture(self, run: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

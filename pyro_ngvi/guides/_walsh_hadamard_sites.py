@@ -57,10 +57,9 @@ def start_within_memory(init_loc_fn: Callable[..., Any]) -> Callable[..., Any]:
         shape = site["fn"].shape()
         if shape.numel() > MOST_ENTRIES:
             raise ValueError(
-                f"{GUIDE}: the site {site['name']!r} has shape {tuple(shape)}, and a step would make "
-                f"each of its {shape.numel():,} entries, more than the {MOST_ENTRIES:,} allowed. "
-                f"Write the model as a PyroModule with pyro_ngvi.nn.WalshHadamardLinear layers, which "
-                f"multiply without making the matrix."
+                f"{GUIDE}: the site {site['name']!r} has shape {tuple(shape)}, and a step would "
+                f"make all of its {shape.numel():,} entries (allowed: {MOST_ENTRIES:,}). Write the "
+                "model with pyro_ngvi.nn.WalshHadamardLinear layers, which never make the matrix."
             )
         return init_loc_fn(site)
 

@@ -65,8 +65,7 @@ def check_unscaled(log_q: Any, kind: str) -> None:
     unscaled = isinstance(scale, int | float) and scale == 1.0 and log_q["mask"] is None
     if kind != "price" and not unscaled:
         raise ValueError(
-            f"BatchedELBO(curvature={kind!r}) stands under a poutine.scale or mask around model and "
-            f"guide, which would change the curvature but not the precision of q that it becomes. "
-            f"Leave the scale out: natural-gradient steps need none. To temper the posterior there is "
-            f"kl_weight."
+            f"BatchedELBO(curvature={kind!r}) stands under a poutine.scale or mask around model "
+            "and guide, which changes the curvature but not the precision of q that it becomes. "
+            "Leave it out; to temper the posterior there is kl_weight."
         )

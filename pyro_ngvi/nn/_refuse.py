@@ -89,9 +89,9 @@ def _refuse_embedding(path: str, part: Any) -> None:
     if part.padding_idx is not None:
         raise ValueError(
             f"{_name(path, part)} has padding_idx={part.padding_idx}: torch gives that row no "
-            f"gradient, but it would be sampled, and q would not be fitted there. Leave padding_idx "
-            f"out and multiply the embedded tokens by a mask, (tokens != {part.padding_idx})"
-            f".unsqueeze(-1); or freeze the weight by requires_grad_(False)."
+            "gradient, so q would not be fitted there. Leave it out and multiply the embedded "
+            f"tokens by (tokens != {part.padding_idx}).unsqueeze(-1), or freeze the weight by "
+            "requires_grad_(False)."
         )
     if part.scale_grad_by_freq:
         raise ValueError(

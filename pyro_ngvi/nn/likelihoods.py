@@ -115,9 +115,9 @@ def _refuse_noise(prior: Any, outputs: torch.Size, lead: int) -> None:
     if one and fits:
         return
     raise ValueError(
-        f"The prior of the noise has batch shape {tuple(batch)} and event shape {tuple(event)}, and an "
-        f"example has outputs of shape {tuple(outputs)}. Return a scalar prior, or one sd for each "
-        f"output as one event: dist.HalfCauchy(torch.ones(3)).to_event(1) for outputs of shape (3,)."
+        f"The prior of the noise has batch shape {tuple(batch)} and event shape {tuple(event)}, an "
+        f"example outputs of shape {tuple(outputs)}. Return a scalar prior, or one sd for each "
+        "output as one event: dist.HalfCauchy(torch.ones(3)).to_event(1) for (3,)."
     )
 
 

@@ -121,9 +121,9 @@ class _Hyperparameters(Messenger):
         elif self.lead and len(msg["fn"].batch_shape) > len(self.lead):
             raise ValueError(
                 f"The prior of the hyperparameter {msg['name']!r} depends on another one, of "
-                f"{self.lead.numel()} vectorised particles: its values could not be told from entries "
-                f"of {self.name!r}. Give it a prior of its own and multiply the two, or use "
-                f"BatchedELBO, or Trace_ELBO without vectorize_particles."
+                f"{self.lead.numel()} vectorised particles, which look like entries of "
+                f"{self.name!r}. Give it a prior of its own and multiply the two, or use "
+                "BatchedELBO."
             )
 
     def _pyro_post_sample(self, msg: Any) -> None:

@@ -332,9 +332,9 @@ class NaturalGradientOptim(PyroOptim):
 
 def _refuse_wrappers(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
-        "An optimizer of pyro_ngvi steps a whole guide, and Pyro's HorovodOptimizer and learning-rate "
-        "schedulers want one for each tensor. Give it to SVI itself; for rates that fall it has "
-        "schedule=, as in NGVB(guide, schedule=lambda k: 0.5 / (1 + k))."
+        "An optimizer of pyro_ngvi steps a whole guide; Pyro's HorovodOptimizer and learning-rate "
+        "schedulers want one for each tensor. Give it to SVI itself; for falling rates there is "
+        "NGVB(guide, schedule=lambda k: 0.5 / (1 + k))."
     )
 
 

@@ -108,10 +108,10 @@ def measure_covariance(
     if bool(values[0] < -0.05 * values[-1]):
         worst = int(vectors[:, 0].abs().argmax())
         raise ValueError(
-            f"The loss curves downwards at the average (eigenvalue {float(values[0]):.2g} of the "
-            f"Hessian in Fisher units, the largest is {float(values[-1]):.2g}; foremost parameter "
-            f"{entry_name(worst, average)!r}): the run has not converged, so there is no asymptotic "
-            f"covariance. Take more steps, or raise num_hessians."
+            f"The loss curves downwards at the average (least eigenvalue {float(values[0]):.2g}, "
+            f"largest {float(values[-1]):.2g}, foremost parameter {entry_name(worst, average)!r}): "
+            "the run has not converged, so there is no asymptotic covariance. Take more steps, or "
+            "raise num_hessians."
         )
     inverse = torch.where(values > FLAT * values[-1], 1.0 / values, 0.0)
     solved = (vectors * inverse) @ vectors.mT

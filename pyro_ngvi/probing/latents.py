@@ -55,10 +55,9 @@ def check_latents(
     for name, u in moved.items():
         if name in again and _differ(values[name], again[name], u):
             raise ValueError(
-                f"{guide}: the support of the latent site {name!r} is not fixed: it moves with other "
-                f"latent sites, and the guide would keep that of the first run. Give the site a fixed "
-                f"support and move its value: instead of x ~ Uniform(0, s) write "
-                f'x = s * pyro.sample("u", Uniform(0, 1)).'
+                f"{guide}: the support of the latent site {name!r} is not fixed: it moves with "
+                "other latent sites, and the guide would keep the first. Move the value instead: "
+                "for x ~ Uniform(0, s) write x = s * pyro.sample('u', Uniform(0, 1))."
             )
         numbers = bounds(again[name]["fn"].support) if name in again else []
         if any(isinstance(v, Tensor) and v.requires_grad for v in numbers):
@@ -97,8 +96,8 @@ def _check_plates(guide: str, sites: dict[str, Any]) -> None:
                 raise ValueError(
                     f"{guide}: latent site {name!r} lies in the subsampled plate {frame.name!r} "
                     f"({frame.size} of {full}). Use the whole plate, or AutoGuideList(model, "
-                    f"create_plates=f), f(*args) returning the plate, with Pyro's "
-                    f"AutoNormal(poutine.block(model, expose=[{name!r}]))."
+                    "create_plates=f), f the plate, with AutoNormal(poutine.block(model, "
+                    f"expose=[{name!r}]))."
                 )
 
 
@@ -189,9 +188,7 @@ def _check_masked(
             return
         if not depends:
             raise ValueError(
-                f"{guide}: {int(lost.sum())} of the {lost.numel()} entries of the latent "
-                f"site {name!r} are masked out and nothing else depends on them, so q would widen "
-                f"there "
-                f"without end. Mask the observed site alone (instead of obs_mask too): they keep their "
-                f"prior."
+                f"{guide}: {int(lost.sum())} of the {lost.numel()} entries of the latent site "
+                f"{name!r} are masked out and nothing else depends on them, so q would widen there "
+                "without end. Mask the observed site alone: they keep their prior."
             )

@@ -63,9 +63,9 @@ def check_replaced_priors(names: Collection[str], guide_sites: Sites, model_site
         masked = any(not (s["mask"] is None or s["mask"] is True) for s in (ours, theirs))
         if masked or not bool((scales[0] == scales[1]).all()):
             raise ValueError(
-                f"Model and guide differ in scale or mask at the site {name!r}, which the guide makes "
-                f"of g: it takes the site's prior back, so a share of it would stay, without bound. "
-                f"Scale both alike, or use BatchedELBO(kl_weight=...) to weigh the KL term."
+                f"Model and guide differ in scale or mask at the site {name!r}, which the guide "
+                "makes of g: it takes the site's prior back, so a share of it would stay. Scale "
+                "both alike, or use BatchedELBO(kl_weight=...) to weigh the KL term."
             )
 
 
@@ -85,9 +85,8 @@ def check_minibatch(site: Site, shared: Mapping[str, Tensor]) -> None:
     if len(index) != len(expected) or not torch.equal(torch.as_tensor(index), expected):
         raise ValueError(
             f"The plate {site['name']!r} has another minibatch in the model ({len(index)} "
-            f"examples) than in the guide ({len(expected)}), so the local latents would belong "
-            f"to other data. Use one subsample_size, or give both the same index: pass "
-            f"create_plates=... to the autoguide, with the plate that the model uses."
+            f"examples) than in the guide ({len(expected)}). Use one subsample_size, or give both "
+            "one index: pass create_plates=... to the autoguide, with the plate of the model."
         )
 
 
@@ -99,8 +98,8 @@ def check_joint_guide(prototype: Any) -> None:
                 raise ValueError(
                     f"The latent site {name!r} lies in the subsampled plate {frame.name!r} "
                     f"({frame.size} of {frame.full_size}), but the guide has one joint vector with "
-                    f"room for {frame.size} of its values only. Use the whole plate, or "
-                    f"AutoNormal, which holds {frame.full_size} and picks those of the minibatch."
+                    f"{frame.size} of its values. Use the whole plate, or AutoNormal, which holds "
+                    f"all {frame.full_size}."
                 )
 
 
@@ -126,9 +125,9 @@ def check_log_prob_shape(site: Site, log_prob: Tensor) -> None:
     if not good:
         raise ValueError(
             f"The site {site['name']!r} has a log_prob of shape {tuple(shape)}, but {given} and "
-            f"its value has batch shape {tuple(batch_shape)}: shapes were broadcast. Give distribution "
-            f"(now {tuple(fn.batch_shape)}) and mask the value's shape (mean.squeeze(-1)?), and "
-            f"declare events by .to_event(...)."
+            f"its value has batch shape {tuple(batch_shape)}: shapes were broadcast. Give "
+            f"distribution ({tuple(fn.batch_shape)}) and mask its shape (mean.squeeze(-1)?), "
+            "events by .to_event(...)."
         )
 
 

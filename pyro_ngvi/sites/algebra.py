@@ -149,7 +149,7 @@ class Algebra(nn.Module):
     def begin_running(self, view: View) -> None:
         """Before a step with a minibatch in which parameters of the prior are learned."""
         raise ValueError(
-            "AutoSites: this step has a minibatch, and the prior or the linear predictors have "
+            "AutoSites: this step has a minibatch, and the prior or the predictors have "
             "parameters that are learned. Learn them in steps with all data, or hold them by "
             "requires_grad_(False) or .detach(). Those of the likelihood may be learned in both."
         )

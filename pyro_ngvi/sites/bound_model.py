@@ -273,10 +273,10 @@ def _index(group: Group, site: Any, run: WhitenedRun) -> Tensor | None:
             chosen[dim] = plate["value"].reshape(-1)
     if tuple(full) != tuple(group.batch):
         raise ValueError(
-            f"AutoSites: the observed site {site['name']!r} has data of shape {tuple(full)} in this "
-            f"call, and the guide has sites for shape {tuple(group.batch)}. Data that come or go are "
-            f"announced first, by guide.add(count) or guide.remove(indices); for new inputs "
-            f"without data call the model with obs=None."
+            f"AutoSites: the observed site {site['name']!r} has data of shape {tuple(full)} in "
+            f"this call, the guide has sites for shape {tuple(group.batch)}. Data that come or go "
+            "are announced first, by guide.add(count) or guide.remove(indices); new inputs take "
+            "obs=None."
         )
     if not chosen:
         return None
@@ -293,9 +293,8 @@ def _refuse_unnumbered(name: str, plate: Any, run: WhitenedRun) -> None:
     if id(index) in run.unread or (at_hand(index) and bool((index < 0).any())):
         raise ValueError(
             f"AutoSites: the observed site {name!r} lies in the plate {plate['name']!r}, and the "
-            f"model does not say which: it never looks at the numbers. Pass them with the data: "
-            f"pyro.plate({plate['name']!r}, {plate['fn'].size}, subsample=index), for bayesianize "
-            f"svi.step(x, y, index)."
+            f"model does not say which data: pass their numbers, pyro.plate({plate['name']!r}, "
+            f"{plate['fn'].size}, subsample=index), for bayesianize svi.step(x, y, index)."
         )
 
 

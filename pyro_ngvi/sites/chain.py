@@ -65,10 +65,10 @@ class ChainAlgebra(Algebra):
         for group in plan.groups:
             if tuple(group.batch) != (T,):
                 raise ValueError(
-                    f"AutoSites: {group.name!r} has data of shape {tuple(group.batch)}, and the prior "
-                    f"{name!r} has {T} states. A state-space prior takes a datum "
-                    f"per state, in order: make times without a datum NaN (or mask them), and let "
-                    f"several data at one time be one datum, a MultivariateNormal."
+                    f"AutoSites: {group.name!r} has data of shape {tuple(group.batch)}, and the "
+                    f"prior {name!r} has {T} states. A state-space prior takes a datum per state, "
+                    "in order: make times without a datum NaN, and several data at a time one "
+                    "MultivariateNormal."
                 )
         _refuse_minibatch(call)
         self._check_local(plan, call)

@@ -160,9 +160,9 @@ class WhitenedRun(Conditioned):
         if missed or self.replaced < len(self.replace):
             what = ", ".join(map(str, missed or self.replace))
             raise OtherCourse(
-                f"AutoSites: the model took another course than at the guide's first call, and did not "
-                f"come by {what}. A model must run the same operations every time; what changes "
-                f"between calls (an if, a loop, a value kept by a module) has to stay out of it."
+                "AutoSites: the model took another course than at the guide's first call, and did "
+                f"not come by {what}. It must run the same operations every time: keep what "
+                "changes between calls (an if, a loop, a module's value) out of it."
             )
 
     def _see(self, place: TensorRef, value: Tensor) -> None:

@@ -117,10 +117,9 @@ def only_processes(plan: ModelStructure, call: BoundModel, inducing: Tensor) -> 
         runs = [call.runner(x, look_at=plan.block_places).own for x in (plan.zero(), call.probe)]
         for name in other_priors(*runs):
             raise ValueError(
-                f"AutoSites(inducing=...): the prior of the GaussianProcess {name!r} depends on the "
-                f"value of another one, by its mean, its kernel or its inputs. With inducing points "
-                f"processes must be independent a priori: write a sum of two as f + g in the model. "
-                f"A process of processes is not Gaussian."
+                f"AutoSites(inducing=...): the prior of the GaussianProcess {name!r} depends on "
+                "the value of another one, by mean, kernel or inputs. With inducing points "
+                "processes must be independent a priori: write a sum of two as f + g in the model."
             )
 
 
@@ -155,10 +154,10 @@ def find_axes(plan: ModelStructure, call: BoundModel) -> dict[str, int]:
         else:
             where = " and ".join(str(place) for place in group.predictor.places)
             raise ValueError(
-                f"AutoSites(inducing=...): the data of {group.name!r}, of shape {tuple(group.batch)}, "
-                f"see {_names(call)} through {where}, and not each at its own input only. With "
-                f"inducing points datum n must see {_names(call)} at input n: "
-                f"GaussianProcess(kernel, X) with the inputs of the data, in their order."
+                f"AutoSites(inducing=...): the data of {group.name!r}, of shape "
+                f"{tuple(group.batch)}, see {_names(call)} through {where}, not each at its own "
+                f"input only. Datum n must see {_names(call)} at input n: GaussianProcess(kernel, "
+                "X), X in the order of the data."
             )
     return axes
 

@@ -58,10 +58,9 @@ class Predictor:
         """The other way round: f (N, k) as the value at each place."""
         if f.shape[-2] != batch.numel():
             raise ValueError(
-                f"AutoSites: {' and '.join(map(str, self.places))}, the predictor since the guide's "
-                f"first call, has {f.shape[-2]} rows, and the data of this call have the shape "
-                f"{tuple(batch)}. With all data a latent site and a selection of its entries look the "
-                f"same: where minibatches are to come, make the guide's first call with one."
+                f"AutoSites: {' and '.join(map(str, self.places))} was the predictor at the "
+                f"guide's first call and has {f.shape[-2]} rows; the data of this call have shape "
+                f"{tuple(batch)}. Where minibatches are to come, make the first call with one."
             )
         parts = f.split([shape.numel() for shape in self.trailing], -1)
         return {
@@ -111,9 +110,9 @@ class _Search:
         self.batch, self.observed = data_shape(site), data_terms(site)
         if self.batch != self.observed.shape:
             raise ValueError(
-                f"AutoSites: the observed site {name!r} has data of shape {tuple(site['value'].shape)} "
-                f"and a distribution of batch shape {tuple(self.batch)}, so that it is not said what "
-                f"one datum is. Put it into a plate of its data: with pyro.plate('data', "
+                f"AutoSites: the observed site {name!r} has data of shape "
+                f"{tuple(site['value'].shape)} and batch shape {tuple(self.batch)}: what is one "
+                "datum? Put it into a plate of its data: with pyro.plate('data', "
                 f"{self.observed.shape[-1]}): pyro.sample({name!r}, ...)."
             )
         self.tolerance = TOLERANCE * torch.finfo(self.observed.dtype).eps

@@ -97,9 +97,8 @@ def corners(runner: ConditionedModel, dim: int, name: str) -> list[Record]:
         if not same(data_terms(first.sites[name]), terms):
             raise ValueError(
                 f"AutoSites: the model keeps the tensor that the observed site {name!r} is made of "
-                f"and writes into it at every call (a buffer of a module, say), so that each run "
-                f"overwrites the one before. Write into a new tensor: start with "
-                f"f = self.f.clone() or torch.zeros(...), or use torch.cat."
+                "and writes into it at every call (a module's buffer, say). Write into a new "
+                "tensor: start with f = self.f.clone() or torch.zeros(...), or use torch.cat."
             )
         if first.values.keys() != last.values.keys():
             raise ValueError(OTHER_COURSE)

@@ -36,16 +36,14 @@ __all__ = [
 
 def gaussian_of(site: Site) -> Any:
     """The Gaussian of a latent site, without ``to_event``; refuses any other distribution."""
-    fn = site["fn"]
+    fn, name = site["fn"], site["name"]
     while isinstance(fn, dist.Independent):
         fn = fn.base_dist
     if not (isinstance(fn, dist.Normal | dist.MultivariateNormal) or hasattr(fn, "from_noise")):
         raise ValueError(
-            f"AutoSites: the latent site {site['name']!r} is {type(fn).__name__} (no data), "
-            f"not Gaussian. Append to AutoGuideList(model): ngvi.AutoSites("
-            f"poutine.block(model, hide=[{site['name']!r}])) and ngvi.AutoMeanFieldNormal("
-            f"poutine.block(model, expose=[{site['name']!r}])), or take z ~ Normal(0, 1) "
-            f"and scale * z in the likelihood."
+            f"AutoSites: latent site {name!r} is {type(fn).__name__}, not Gaussian, or has no "
+            f"data. Use AutoGuideList(model) of AutoSites(block(model, hide=[{name!r}])), "
+            f"AutoMeanFieldNormal(block(model, expose=[{name!r}])), or scale * z in the likelihood."
         )
     if isinstance(fn, GaussianProcess) and fn.batch_shape:
         raise fn.in_plate(fn.batch_shape)
@@ -58,9 +56,9 @@ def refuse_weights(site: Site) -> None:
     plain = not isinstance(scale, Tensor) and scale == 1.0
     if not plain or not (mask is None or mask is True):
         raise ValueError(
-            f"AutoSites: the prior of {site['name']!r} stands under a scale or a mask (a subsampled "
-            f"plate, poutine.scale or poutine.mask), and would not be Gaussian. Take the site out of "
-            f"it; missing data are better masked in the observed site alone, or left NaN."
+            f"AutoSites: the prior of {site['name']!r} stands under a scale or a mask (a "
+            "subsampled plate, poutine.scale or poutine.mask): it would not be Gaussian. Take the "
+            "site out; mask missing data in the observed site alone, or leave them NaN."
         )
 
 

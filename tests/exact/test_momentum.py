@@ -131,9 +131,12 @@ def nested(y):
             pyro.sample("y", dist.Normal(group, 0.5), obs=y)
 
 
-@pytest.mark.parametrize("seed", range(1, 7))
-def test_factor_guide_stays_where_it_has_arrived(seed):
-    """A posterior whose sds and correlations the factors have to find, with all defaults."""
+def test_factor_guide_stays_where_it_has_arrived():
+    """A posterior whose sds and correlations the factors have to find, with all defaults.
+
+    Which run goes astray for a while is a matter of the last digit, so of the machine: of 80 runs
+    (seeds 1 to 40, float32 and float64) one did, for 200 steps. Two of six have a probability of 0.2 %.
+    """
     g = torch.Generator().manual_seed(0)
     y = torch.tensor([1.0, 2.0, 3.0]) + 0.5 * torch.randn(4, 3, generator=g)
     # log N(y; 0, 9 + 1 within a group + 0.25 on the diagonal)
@@ -141,9 +144,14 @@ def test_factor_guide_stays_where_it_has_arrived(seed):
     covariance = 9.0 + same @ same.T + 0.25 * torch.eye(12)
     flat = dist.MultivariateNormal(torch.zeros(12), covariance)
     log_z = float(flat.log_prob(y.T.reshape(-1)))
-    pyro.set_rng_seed(seed)
-    guide = ngvi.AutoFactorNormal(nested, rank=2)
-    svi = SVI(nested, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
-    losses = torch.tensor([svi.step(y) for _ in range(300)])
-    # near the posterior log p - log q is a constant, and so is the estimate by eight draws
-    assert losses[150:].median() + log_z < 0.5
+    excess = []
+    for seed in range(1, 7):
+        pyro.set_rng_seed(seed)
+        guide = ngvi.AutoFactorNormal(nested, rank=2)
+        svi = SVI(nested, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+        losses = torch.tensor([svi.step(y) for _ in range(300)])
+        # near the posterior log p - log q is a constant, and so is the estimate by eight draws
+        excess.append([losses[150:].median() + log_z, losses[-30:].median() + log_z])
+    whole, end = torch.tensor(excess).T
+    assert (whole > 0.5).sum() <= 1
+    assert end.max() < 0.5

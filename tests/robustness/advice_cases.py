@@ -16,10 +16,12 @@ from pyro import poutine  # noqa: F401  (advised)
 from pyro.distributions import Uniform  # noqa: F401  (advised)
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoGuideList, AutoNormal  # noqa: F401  (advised)
+from pyro.poutine import block  # noqa: F401  (advised)
 from torch import Tensor
 
 import pyro_ngvi
 import pyro_ngvi as ngvi  # noqa: F401  (advised)
+from pyro_ngvi import AutoMeanFieldNormal, AutoSites  # noqa: F401  (advised)
 
 N = 20
 X = torch.linspace(-1.0, 1.0, N, dtype=torch.float64)

@@ -48,8 +48,8 @@ def scale_beside_sites(noncentred: bool) -> Callable[[str], None]:
         message = said(lambda: ngvi.AutoSites(model)(centred), part)
         assert "scale * z in the likelihood" in message
         guide = advised(message, "AutoGuideList(", model=model)
-        guide.append(advised(message, "ngvi.AutoSites(", model=model))
-        guide.append(advised(message, "ngvi.AutoMeanFieldNormal(", model=model))
+        guide.append(advised(message, "AutoSites(block", model=model))
+        guide.append(advised(message, "AutoMeanFieldNormal(", model=model))
         steps(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
 
     return check
@@ -264,7 +264,7 @@ def guide_of_data(guide: Any) -> Any:
 
 CASES: dict[str, list[Callable[[str], None]]] = {
     "lies in the subsampled plate": [subsampled_plate],
-    ", not Gaussian. Append": [scale_beside_sites(True), scale_beside_sites(False)],
+    ", not Gaussian, or has no data": [scale_beside_sites(True), scale_beside_sites(False)],
     "cannot step the sites of AutoSites": [
         *map(optimizer_of_sites, ("NGVB", "IFVB", "AIFVB", "SPRING", "VON", "NAGVAC", "NoisyKFAC"))
     ],

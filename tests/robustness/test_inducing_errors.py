@@ -105,7 +105,9 @@ def test_the_dense_algebra_learns_priors_with_all_data_only():
             X, y, batch=5
         )
     # the value of the bound needs no gradients, but f[i] is to be told from f
-    with pytest.raises(ValueError, match=r"'f', the predictor .* has 20 rows.*\(5,\).*first call"):
+    with pytest.raises(
+        ValueError, match=r"'f' was the predictor .* has 20 rows.*\(5,\).*first call"
+    ):
         ngvi.SitesELBO().loss(model, guide, X, y, batch=5)
 
 

@@ -141,7 +141,7 @@ def test_a_warning_where_they_matter_and_once(
         guide()
         if warns:
             name = KINKED[case][1]
-            message = f'curvature="{curvature}".*log probability of {name!r} jumps'
+            message = f"curvature={curvature!r}.*log probability of {name!r} jumps"
             with pytest.warns(RuntimeWarning, match=message) as seen:
                 step(model, guide, rule, curvature, times=3)
             assert sum("jumps" in str(warning.message) for warning in seen) == 1

@@ -221,7 +221,7 @@ def test_minibatches_without_numbers(model: Any, first: int) -> None:
     x = X if model is unnumbered else X[:, None]
     if first == N:
         svi.step(x, Y)
-    with pytest.raises(ValueError, match="does not say which: it never looks at the numbers"):
+    with pytest.raises(ValueError, match="does not say which data: pass their numbers"):
         svi.step(x[:2], Y[:2])
 
 

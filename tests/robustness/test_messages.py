@@ -1,0 +1,185 @@
+"""Every message of the package, read from its source: its length, and that the code in it exists.
+
+tests/robustness/test_advice.py runs the advice of a part of them; here each call, dotted name and
+keyword of all of them is looked up where a reader would: in this package, Pyro, torch and ArviZ.
+"""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import arviz
+import numpy
+import pyro
+import pyro.contrib.gp
+import pyro.distributions
+import pyro.infer.autoguide
+import pyro.optim
+import pytest
+import torch
+from pyro import poutine
+
+import pyro_ngvi
+from tests.robustness.advice_cases import literal
+
+MOST = 240
+PLACEHOLDER = 10  # characters that a value put in is taken for
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Place and text of every message of an exception or a warning, {} where a value is put in."""
+    root = Path(pyro_ngvi.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and node.args
+                and isinstance(node.func, ast.Name | ast.Attribute)
+            ):
+                name = ast.unparse(node.func)
+                if re.search(r"(Error|Warning|warnings\.warn|OtherCourse)$", name):
+                    yield f"{path.relative_to(root)}:{node.lineno}", literal(node.args[0])
+
+
+TEXTS = dict(texts())
+
+
+def test_the_messages_are_found() -> None:
+    assert len(TEXTS) > 300
+
+
+def test_no_message_is_longer_than_it_may_be() -> None:
+    lengths = {place: len(text.replace("{}", "x" * PLACEHOLDER)) for place, text in TEXTS.items()}
+    assert not {place: n for place, n in lengths.items() if n > MOST}
+
+
+# What a word before a dot stands for in the messages.
+ROOTS: dict[str, Any] = {
+    "pyro_ngvi": pyro_ngvi,
+    "ngvi": pyro_ngvi,
+    "pyro": pyro,
+    "poutine": poutine,
+    "torch": torch,
+    "dist": pyro.distributions,
+    "az": arviz,
+    "arviz": arviz,
+    "np": numpy,
+    "constraints": torch.distributions.constraints,
+    "transforms": pyro.distributions.transforms,
+    "nn": pyro_ngvi.nn,
+    "diagnostics": pyro_ngvi.diagnostics,
+    "optim": pyro_ngvi.optim,
+    "losses": pyro_ngvi,
+    "math": importlib.import_module("math"),
+    "functools": importlib.import_module("functools"),
+    "copy": importlib.import_module("copy"),
+    "module": torch.nn.Module,
+    "svi": pyro.infer.SVI,
+    "guide": pyro_ngvi.AutoSites,
+    "store": type(pyro.get_param_store()),
+}
+# Where a word without a dot is looked up, in this order.
+PLACES: list[Any] = [
+    pyro_ngvi,
+    pyro_ngvi.optim,
+    pyro_ngvi.nn,
+    pyro_ngvi.flows,
+    pyro_ngvi.diagnostics,
+    pyro_ngvi.distributions,
+    pyro_ngvi.AutoSites,
+    pyro_ngvi.families,
+    pyro.distributions,
+    pyro.infer,
+    pyro.infer.autoguide,
+    pyro.optim,
+    pyro.nn,
+    poutine,
+    pyro,
+    torch.Tensor,
+    torch.nn.Module,
+    torch.nn,
+    __builtins__ if not isinstance(__builtins__, dict) else type("B", (), __builtins__),
+]
+# Names of the reader's own program; words with a bracket, as site(s) and q(z); an optional library.
+READERS = set("kernel prior mean self f p hi noise x site q rate init gain zuko".split())
+
+
+def looked_up(path: str) -> Any:
+    """What a dotted name stands for; None where nothing does."""
+    first, *rest = path.split(".")
+    found = ROOTS.get(first)
+    if found is None:
+        found = next((getattr(p, first) for p in PLACES if hasattr(p, first)), None)
+    for part in rest:
+        if found is not None and not hasattr(found, part):
+            return None
+        found = getattr(found, part, None)
+    return found
+
+
+def calls(text: str) -> Iterator[tuple[str, list[str]]]:
+    """The calls in a message: what is called, and the names of the keywords given."""
+    for match in re.finditer(r"(?<![\w.\]})'\"])((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)\(", text):
+        depth, end = 1, match.end()
+        while depth and end < len(text):
+            depth += (text[end] in "([{") - (text[end] in ")]}")
+            end += 1
+        inside, flat = text[match.end() : end - 1], ""
+        depth = 0
+        for c in inside:  # keywords of this call, not of a call in it
+            depth += (c in "([{") - (c in ")]}")
+            flat += c if depth == 0 else " "
+        yield match[1], re.findall(r"(\w+)=(?!=)", flat)
+
+
+@pytest.mark.parametrize("place", TEXTS)
+def test_the_calls_and_names_in_a_message_exist(place: str) -> None:
+    text = TEXTS[place]
+    for path, keywords in calls(text):
+        if path.split(".")[0] in READERS:
+            continue
+        found = looked_up(path)
+        assert found is not None, f"{path}( in: {text}"
+        if keywords and callable(found):
+            parameters, others = named(found)
+            assert others or set(keywords) <= parameters, f"{path}{keywords} in: {text}"
+    for path in re.findall(r"\b(?:pyro_ngvi|ngvi|pyro|torch|poutine|az)(?:\.\w+)+", text):
+        assert looked_up(path) is not None, f"{path} in: {text}"
+
+
+def named(call: Callable[..., Any]) -> tuple[set[str], bool]:
+    """The parameters of ``call``, and whether it takes others besides, or does not say."""
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):
+        return set(), True
+    return {p.name for p in parameters}, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+@cache
+def keywords_of_all() -> set[str]:
+    """Every parameter of a function or class of this package, or of one that its messages send to."""
+    modules = [
+        importlib.import_module(m.name)
+        for m in pkgutil.walk_packages(pyro_ngvi.__path__, "pyro_ngvi.")
+    ]
+    found: set[str] = set()
+    for home in [*modules, pyro, pyro.infer, pyro.infer.autoguide, pyro.distributions, poutine]:
+        for value in vars(home).values():
+            members = vars(value).values() if isinstance(value, type) else ()
+            for call in (value, *members):
+                if callable(call):
+                    found |= named(call)[0]
+    return found | {"batch_first", "diag"}  # of torch.nn's recurrent layers, of Pyro's kernels
+
+
+@pytest.mark.parametrize("place", TEXTS)
+def test_the_keywords_in_a_message_are_parameters(place: str) -> None:
+    for keyword in re.findall(r"(?<![\w.])([a-z]\w{3,})=(?![= ])", TEXTS[place]):
+        assert keyword in keywords_of_all(), f"{keyword}= in: {TEXTS[place]}"
