@@ -1,6 +1,7 @@
 """Faults at any operation of a step: it happened or not, and the next is as if undisturbed."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyro
@@ -14,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.optim import SLANG, Vadam
 from tests.exact.site_cases import linear_data as data
+from tests.registry import RULES, VARIANTS
 
 
 def model(X: Tensor, y: Tensor) -> None:
@@ -44,57 +45,50 @@ class FaultAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def full(rule: Any, curvature: str | None = None, **how: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        guide = ngvi.AutoFullRankNormal(model)
-        loss: Any = Trace_ELBO(2) if curvature is None else ngvi.BatchedELBO(2, curvature=curvature)
-        return SVI(model, guide, rule(guide, others=Adam({"lr": 0.1}), **how), loss)
-
-    return make
+def matrix_model(X: Tensor, y: Tensor) -> None:
+    scale = pyro.param("scale", torch.tensor(1.0), constraint=dist.constraints.positive)
+    W: Any = pyro.sample("w", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Normal(X @ W, scale).to_event(1), obs=torch.stack([y, -y], -1))
 
 
-def mean_field(rule: Any, curvature: str) -> Callable[[], Any]:
-    def make() -> Any:
-        guide = ngvi.AutoMeanFieldNormal(model)
-        optim = rule(guide, others=Adam({"lr": 0.1}))
-        return SVI(model, guide, optim, ngvi.BatchedELBO(2, curvature=curvature))
-
-    return make
+Fit = tuple[Callable[[Any], Any], Callable[[], Any]]
 
 
-def foreign(rule: Any, **how: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        guide = AutoNormal(model)
-        return SVI(model, guide, rule(guide, others=Adam({"lr": 0.1}), **how), Trace_ELBO(2))
-
-    return make
+def curved(kind: str) -> Callable[[], Any]:
+    return lambda: ngvi.BatchedELBO(2, curvature=kind)
 
 
-def sites() -> Any:
-    guide = ngvi.AutoSites(model)
-    return SVI(model, guide, ngvi.CVI(guide, others=Adam({"lr": 0.1})), ngvi.SitesELBO())
-
-
-RUNS: dict[str, Callable[[], Any]] = {
-    "NGVB": full(ngvi.NGVB, averaging=True),
-    "VON": full(ngvi.optim.VON, "hessian"),
-    "SLANG": lambda: factor(),
-    "IVON": mean_field(ngvi.optim.IVON, "price"),
-    "VOGN": mean_field(ngvi.optim.VOGN, "gauss_newton"),
-    "Vadam": mean_field(Vadam, "squared_gradient"),
-    "SPRING": full(ngvi.optim.SPRING, "scores"),
-    "IFVB low rank": foreign(ngvi.IFVB, num_scores=3),
-    "IFVB window": foreign(ngvi.IFVB, form="window", window=5),
-    "IFVB dense": full(ngvi.IFVB, form="dense"),
-    "AIFVB": foreign(ngvi.AIFVB),
-    "CVI": sites,
+#: a guide and a loss for each rule of the registry, and for forms of it that keep other state
+FITS: dict[str, Fit] = {
+    "NGVB": (ngvi.AutoFullRankNormal, lambda: Trace_ELBO(2)),
+    "NGVB, averaged": (ngvi.AutoFullRankNormal, lambda: Trace_ELBO(2)),
+    "VON": (ngvi.AutoFullRankNormal, curved("hessian")),
+    "SLANG": (partial(ngvi.AutoFactorPrecision, rank=1), curved("gauss_newton")),
+    "IVON": (ngvi.AutoMeanFieldNormal, curved("price")),
+    "VOGN": (ngvi.AutoMeanFieldNormal, curved("gauss_newton")),
+    "Vadam": (ngvi.AutoMeanFieldNormal, curved("squared_gradient")),
+    "NAGVAC": (partial(ngvi.AutoFactorNormal, rank=1), lambda: ngvi.BatchedELBO(2)),
+    "NoisyKFAC": (ngvi.AutoMatrixNormal, curved("kronecker")),
+    "SPRING": (ngvi.AutoFullRankNormal, curved("scores")),
+    "IFVB": (AutoNormal, lambda: Trace_ELBO(2)),
+    "IFVB, window": (AutoNormal, lambda: Trace_ELBO(2)),
+    "IFVB, dense": (ngvi.AutoFullRankNormal, lambda: Trace_ELBO(2)),
+    "AIFVB": (AutoNormal, lambda: Trace_ELBO(2)),
+    "CVI": (ngvi.AutoSites, ngvi.SitesELBO),
 }
 
 
-def factor() -> Any:
-    guide = ngvi.AutoFactorPrecision(model, rank=1)
-    optim = SLANG(guide, lr=0.1, others=Adam({"lr": 0.1}))
-    return SVI(model, guide, optim, ngvi.BatchedELBO(2, curvature="gauss_newton"))
+def fit(name: str) -> Any:
+    make_guide, make_loss = FITS[name]
+    program = matrix_model if name == "NoisyKFAC" else model
+    guide = make_guide(program)
+    optim: Any = (RULES | VARIANTS)[name]
+    return SVI(program, guide, optim(guide, others=Adam({"lr": 0.1})), make_loss())
+
+
+def test_every_rule_is_tried() -> None:
+    assert set(RULES) <= set(FITS)
 
 
 def flat(state: Any) -> list[Any]:
@@ -126,11 +120,11 @@ def gradients() -> list[Tensor]:
     return [g for g in grads if g is not None and bool(g.any())]
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", FITS)
 def test_a_step_happens_or_not(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    svi = RUNS[kind]()
+    svi = fit(kind)
     for _ in range(9):
         svi.step(*data())
     optim_type, call = type(svi.optim), type(svi.optim).__call__
@@ -163,13 +157,13 @@ def test_a_step_happens_or_not(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
             assert not same(everything(svi), before)
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", FITS)
 def test_the_next_step_is_as_if_undisturbed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = []
     for disturbed in (False, True):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
-        svi = RUNS[kind]()
+        svi = fit(kind)
         for turn in range(14):
             if disturbed and turn > 2:
                 with monkeypatch.context() as patch:
@@ -195,9 +189,9 @@ def cut_off(svi: Any, patch: Any, k: int) -> None:
 
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_a_loss_of_ours_leaves_no_part_of_its_gradients(accumulated: bool) -> None:
-    for make in (mean_field(ngvi.optim.VOGN, "gauss_newton"), sites):
+    for name in ("VOGN", "CVI"):
         pyro.clear_param_store()
-        svi = make()
+        svi = fit(name)
         for _ in range(3):
             svi.step(*data())
         if accumulated:
