@@ -1,0 +1,855 @@
+"""Whether the tests notice a wrong coefficient: small errors put into the mathematics, one at a time.
+
+Run from the root of the repository: ``python -m benchmarks.mutants --help``.
+
+A mutant replaces one piece of text in one file of a temporary copy of the checkout, and the test files
+that ought to notice run on the copy until the first failure.  The table says which mutants die.  The
+exit status is 0 when all of them do, except those for which a proof says that nothing changes.
+
+Text that is not found exactly once is an error: the source has moved on, and so must its mutant.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+#: seconds for the tests of one mutant; an endless loop is noticed too
+TIMEOUT = 300.0
+PACKAGE, TESTS = "pyro_ngvi", "tests/exact"
+#: exit codes of pytest: all passed, and some failed
+PASSED, FAILED = 0, 1
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One error in the mathematics.
+
+    Attributes:
+        name: what is wrong, in words.
+        path: the file, below ``pyro_ngvi``.
+        old: a text that occurs exactly once in it.
+        new: what stands there instead.
+        tests: names of the files below ``tests/exact`` that should notice, the quickest first.
+        equivalent: why nothing changes, for a mutant that nothing can notice.
+    """
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    equivalent: str = ""
+
+    @property
+    def files(self) -> list[str]:
+        return [f"{TESTS}/{name}.py" for name in self.tests]
+
+
+RULES = (
+    Mutant(
+        "outliers: no floor of 1 nat",
+        "rules/natural_gradient.py",
+        "log_typical.exp().clamp_min(1.0)",
+        "log_typical.exp()",
+        ("test_trust_region", "test_one_step"),
+    ),
+    Mutant(
+        "descent of the unshortened step",
+        "rules/natural_gradient.py",
+        '"descent": length * along,',
+        '"descent": length * self.lr * gain * length,',
+        ("test_trust_region", "test_one_step"),
+    ),
+    Mutant(
+        "descent of the gradient without its past",
+        "rules/natural_gradient.py",
+        "along = shrink * (wanted + past_along)",
+        "along = shrink * wanted",
+        ("test_trust_region", "test_momentum"),
+    ),
+    Mutant(
+        "share of signal: descent in another unit",
+        "rules/natural_gradient.py",
+        'signal = (shared + state["descent"] / length) / length',
+        'signal = (shared + state["descent"]) / length',
+        ("test_trust_region", "test_one_step"),
+    ),
+    Mutant(
+        "memory of the typical length from a first guess of 0",
+        "rules/natural_gradient.py",
+        'torch.where(state["count"] == 0, length.log(), state["log_typical"])',
+        'state["log_typical"]',
+        ("test_trust_region", "test_one_step"),
+    ),
+    Mutant(
+        "noise radius: b for sqrt(b)",
+        "rules/natural_gradient.py",
+        "self.noise_radius * gain.sqrt()",
+        "self.noise_radius * gain",
+        ("test_trust_region", "test_momentum"),
+    ),
+    Mutant(
+        "radius grows with skipped steps",
+        "rules/natural_gradient.py",
+        'torch.exp2((PATIENCE - state["skipped_in_a_row"]).clamp_max(0.0))',
+        'torch.exp2((state["skipped_in_a_row"] - PATIENCE).clamp_min(0.0))',
+        ("test_trust_region",),
+    ),
+    Mutant(
+        "momentum: cross term of the length once",
+        "rules/natural_gradient.py",
+        "added = 2.0 * wanted * past_along + past_energy",
+        "added = wanted * past_along + past_energy",
+        ("test_momentum",),
+    ),
+    Mutant(
+        "momentum uphill",
+        "rules/natural_gradient.py",
+        'past = {name: self.momentum * state["move." + name] for name in names}',
+        'past = {name: -self.momentum * state["move." + name] for name in names}',
+        ("test_trust_region", "test_momentum"),
+    ),
+    Mutant(
+        "noise clock: window c for c / 2",
+        "rules/schedules.py",
+        "torch.clamp(0.5 * clock, min=self.min_window)",
+        "torch.clamp(clock, min=self.min_window)",
+        ("test_schedules",),
+    ),
+    Mutant(
+        "noise clock: weights not squared",
+        "rules/schedules.py",
+        'weight = (1 - a).square() * state["weight"] + a.square()',
+        'weight = (1 - a) * state["weight"] + a.square()',
+        ("test_schedules",),
+    ),
+    Mutant(
+        "noise clock: a standard error added",
+        "rules/schedules.py",
+        "(mean - self.standard_errors * (variance * weight).sqrt())",
+        "(mean + self.standard_errors * (variance * weight).sqrt())",
+        ("test_schedules",),
+    ),
+    Mutant(
+        "noise clock: one signal too few in the first means",
+        "rules/schedules.py",
+        "1.0 / count.clamp_min(1.0)",
+        "1.0 / (count + 1.0)",
+        ("test_schedules",),
+    ),
+    Mutant(
+        "Robbins-Monro waits for noise",
+        "rules/schedules.py",
+        "advance = mean <= self.patience",
+        "advance = mean >= self.patience",
+        ("test_schedules",),
+    ),
+    Mutant(
+        "tail average: eta for eta - 1",
+        "rules/averaging.py",
+        "self.eta / (k + (self.eta - 1.0))",
+        "self.eta / (k + self.eta)",
+        ("test_schedules",),
+    ),
+    Mutant(
+        "averages: weights of their noise not squared",
+        "rules/averaging.py",
+        'square = (1.0 - rate).square() * state["average_square"] + rate.square()',
+        'square = (1.0 - rate) * state["average_square"] + rate.square()',
+        ("test_schedules",),
+    ),
+    Mutant(
+        "rule: a refused step counts",
+        "rules/rule.py",
+        'refused = state | {"skipped": state["skipped"] + 1.0} | self.refused(state)',
+        'refused = state | {"count": count, "skipped": state["skipped"] + 1.0}',
+        ("test_trust_region", "test_ivon"),
+    ),
+)
+
+FAMILIES = (
+    Mutant(
+        "full rank: retraction's second order 1 for 1/2",
+        "families/full_rank.py",
+        "L + LA + 0.5 * _tril_product(LA, A)",
+        "L + LA + 1.0 * _tril_product(LA, A)",
+        ("test_retractions", "test_families"),
+    ),
+    Mutant(
+        "full rank: Fisher matrix without the 2 of the diagonal",
+        "families/full_rank.py",
+        "torch.diagonal_scatter(M, 0.5 * M.diagonal())",
+        "torch.diagonal_scatter(M, 1.0 * M.diagonal())",
+        ("test_one_step", "test_families"),
+    ),
+    Mutant(
+        "full rank: curvature without the identity",
+        "families/full_rank.py",
+        "(0.5 * (whitened + whitened.mT) - identity).tril()",
+        "(0.5 * (whitened + whitened.mT) + identity).tril()",
+        ("test_von",),
+    ),
+    Mutant(
+        "mean field: Fisher information 1 of a log sd",
+        "families/mean_field.py",
+        '"log_scale": 0.5 * gradient["log_scale"]',
+        '"log_scale": gradient["log_scale"]',
+        ("test_one_step", "test_families"),
+    ),
+    Mutant(
+        "mean field: safe step's second order 1 for 1/2",
+        "families/mean_field.py",
+        "torch.addcmul(change, change, change, value=0.5)",
+        "torch.addcmul(change, change, change, value=1.0)",
+        ("test_von",),
+    ),
+    Mutant(
+        "mean field: improved retraction's second order 1 for 1/2",
+        "families/mean_field.py",
+        "torch.log1p(a + 0.5 * a.square())",
+        "torch.log1p(a + a.square())",
+        ("test_retractions", "test_families"),
+    ),
+    Mutant(
+        "mean field: log of a precision moves the log sd whole",
+        "families/mean_field.py",
+        "torch.add(log_scale, log_ratio, alpha=-0.5)",
+        "torch.add(log_scale, log_ratio, alpha=-1.0)",
+        ("test_von",),
+    ),
+    Mutant(
+        "factors: solution's cross term 1 for 1/2",
+        "families/_factors.py",
+        "K = torch.addmm(H, H_R, E_inverse, alpha=-0.5)",
+        "K = torch.addmm(H, H_R, E_inverse, alpha=-1.0)",
+        ("test_families",),
+    ),
+    Mutant(
+        "factors: twice the row sums of G o B+ once",
+        "families/_factors.py",
+        "torch.addmm(G, H, B_plus, beta=-2.0)",
+        "torch.addmm(G, H, B_plus, beta=-1.0)",
+        ("test_families",),
+    ),
+    Mutant(
+        "factors: long moves not bounded",
+        "families/_factors.py",
+        "U * (self.c * (1.0 + second).rsqrt())",
+        "U * self.c",
+        ("test_retractions", "test_families"),
+    ),
+    Mutant(
+        "factor: gradient of the factor twice",
+        "families/factor.py",
+        "rows = 0.5 * torch.addmm((w @ B).mT @ g, (g @ B).mT, w)",
+        "rows = torch.addmm((w @ B).mT @ g, (g @ B).mT, w)",
+        ("test_families",),
+    ),
+    Mutant(
+        "factor: score without the leverage",
+        "families/factor.py",
+        '"log_scale": (w * c).square() - (1.0 - leverage),',
+        '"log_scale": (w * c).square() - (1.0 + leverage),',
+        ("test_families",),
+    ),
+    Mutant(
+        "factor precision: sign of the gradient of U",
+        "families/factor_precision.py",
+        "rows = -0.5 * torch.addmm((h @ U).mT @ x, (x @ U).mT, h)",
+        "rows = 0.5 * torch.addmm((h @ U).mT @ x, (x @ U).mT, h)",
+        ("test_families",),
+    ),
+    Mutant(
+        "factor precision: log s moves by half",
+        "families/factor_precision.py",
+        'clamp_exponent(params["log_precision"] + 2.0 * change)',
+        'clamp_exponent(params["log_precision"] + change)',
+        ("test_families",),
+    ),
+    Mutant(
+        "factor precision: curvature without the leverage",
+        "families/factor_precision.py",
+        '"log_precision": 1.0 - self._leverage(factors) - diagonal,',
+        '"log_precision": 1.0 - diagonal,',
+        ("test_factor_precision",),
+    ),
+    Mutant(
+        "factor precision: no correction of the diagonal",
+        "families/factor_precision.py",
+        "(1.0 - rate) * s + rate * delta + correction",
+        "(1.0 - rate) * s + rate * delta",
+        ("test_slang",),
+    ),
+    Mutant(
+        "gamma: rate moves with the mean",
+        "families/gamma.py",
+        'rate = w - step * velocity["log_mean"]',
+        'rate = w + step * velocity["log_mean"]',
+        ("test_exponential_families",),
+    ),
+    Mutant(
+        "gamma: variance without the trigamma's excess",
+        "families/gamma.py",
+        "return (a + trigamma_excess(a)).sqrt() / a",
+        "return (a - trigamma_excess(a)).sqrt() / a",
+        ("test_exponential_families",),
+    ),
+    Mutant(
+        "gamma: sign of Stirling's rest in the entropy",
+        "families/gamma.py",
+        "(a * digamma_gap(a) - 0.5 * (log_a - LOG_2PI) + stirling(a)).sum()",
+        "(a * digamma_gap(a) - 0.5 * (log_a - LOG_2PI) - stirling(a)).sum()",
+        ("test_exponential_families",),
+    ),
+    Mutant(
+        "Dirichlet: frame shrinks where it stretches",
+        "families/dirichlet.py",
+        "(1.0 / root - 1.0)",
+        "(root - 1.0)",
+        ("test_exponential_families",),
+    ),
+    Mutant(
+        "Dirichlet: entropy's constant added",
+        "families/dirichlet.py",
+        "(alpha * self._gap(alpha)).sum() - constant.sum()",
+        "(alpha * self._gap(alpha)).sum() + constant.sum()",
+        ("test_exponential_families",),
+    ),
+    Mutant(
+        "matrix normal: retraction's second order 1 for 1/2",
+        "families/matrix_normal.py",
+        "L + LX + 0.5 * (LX @ X)",
+        "L + LX + 1.0 * (LX @ X)",
+        ("test_retractions", "test_matrix_normal"),
+    ),
+    Mutant(
+        "matrix normal: gauge drifts",
+        "families/matrix_normal.py",
+        '"row_tril": t * A,',
+        '"row_tril": A / t,',
+        ("test_matrix_normal",),
+    ),
+    Mutant(
+        "matrix normal: cross block of the natural gradient twice",
+        "families/matrix_normal.py",
+        "s = (a + b) / (2.0 * (n + m) ** 2)",
+        "s = (a + b) / (1.0 * (n + m) ** 2)",
+        ("test_matrix_normal",),
+    ),
+)
+
+OPTIM = (
+    Mutant(
+        "VON: no bias correction",
+        "optim/von.py",
+        "unbiased = m / (1.0 - self.momentum ** (k + 1.0))",
+        "unbiased = m",
+        ("test_von",),
+    ),
+    Mutant(
+        "VON: mean moves uphill",
+        "optim/von.py",
+        'still["loc"] - move',
+        'still["loc"] + move',
+        ("test_von",),
+    ),
+    Mutant(
+        "VON: radius in nats where it is in sds",
+        "optim/von.py",
+        'self.trust_radius * params["loc"].shape[-1] ** 0.5',
+        "self.trust_radius",
+        ("test_trust_region", "test_von"),
+    ),
+    Mutant(
+        "IVON: bias correction a step late",
+        "optim/ivon.py",
+        '(state["step"] + 1.0)',
+        '(state["step"] + 2.0)',
+        ("test_ivon",),
+    ),
+    Mutant(
+        "SPRING: the past explains with the wrong sign",
+        "optim/spring.py",
+        "_centred(residuals) / count**0.5 - predicted",
+        "_centred(residuals) / count**0.5 + predicted",
+        ("test_spring",),
+    ),
+    Mutant(
+        "SPRING: ridge of the sum of the diagonal",
+        "optim/spring.py",
+        "kernel.diagonal().mean()",
+        "kernel.diagonal().sum()",
+        ("test_spring",),
+    ),
+    Mutant(
+        "SPRING: length without the past",
+        "optim/spring.py",
+        "torch.linalg.vector_norm(predicted + kernel @ x)",
+        "torch.linalg.vector_norm(kernel @ x)",
+        ("test_spring",),
+    ),
+    Mutant(
+        "SPRING: distance to the average backwards",
+        "optim/spring.py",
+        "self.family.log_prob(params, draws) - self.family.log_prob(average, draws)",
+        "self.family.log_prob(average, draws) - self.family.log_prob(params, draws)",
+        ("test_spring",),
+    ),
+    Mutant(
+        "IFVB as printed: steps not damped by the momentum",
+        "optim/ifvb.py",
+        "scale = c_a / c_a_prime**alpha * (1.0 - momentum)",
+        "scale = c_a / c_a_prime**alpha",
+        ("test_fisher_guesses", "test_ifvb_rule"),
+    ),
+    Mutant(
+        "IFVB: dense estimate starts with the weight of one score",
+        "optim/ifvb_rule.py",
+        "weight = max(weight, float(len(diagonal)))",
+        "weight = max(weight, 1.0)",
+        ("test_fisher_guesses", "test_ifvb_rule"),
+    ),
+    Mutant(
+        "noisy K-FAC: first statistics count half",
+        "optim/noisy_kfac.py",
+        "torch.maximum(b, 1.0 / (count + 1.0))",
+        "torch.maximum(b, 1.0 / (count + 2.0))",
+        ("test_noisy_kfac",),
+    ),
+    Mutant(
+        "noisy K-FAC: pi upside down",
+        "optim/noisy_kfac.py",
+        "by_rows, by_columns = root_rows / root_columns, root_columns / root_rows",
+        "by_columns, by_rows = root_rows / root_columns, root_columns / root_rows",
+        ("test_noisy_kfac",),
+    ),
+)
+
+FISHER = (
+    Mutant(
+        "low rank: sign in the debiasing",
+        "fisher/low_rank.py",
+        "b = x + 1.0 - ratio",
+        "b = x + 1.0 + ratio",
+        ("test_spiked_covariance", "test_low_rank"),
+    ),
+    Mutant(
+        "low rank: the smaller root of the debiasing",
+        "fisher/low_rank.py",
+        "(b + (b.square() - 4.0 * x).clamp_min(0.0).sqrt())",
+        "(b - (b.square() - 4.0 * x).clamp_min(0.0).sqrt())",
+        ("test_spiked_covariance", "test_low_rank"),
+    ),
+    Mutant(
+        "low rank: edge of the noise at 1 + D / n",
+        "fisher/low_rank.py",
+        "edge = (1.0 + ratio.sqrt()).square()",
+        "edge = 1.0 + ratio",
+        ("test_spiked_covariance", "test_low_rank"),
+    ),
+    Mutant(
+        "low rank: the first guess has no share",
+        "fisher/low_rank.py",
+        'share = state["total"] / state["diagonal_total"].clamp_min(tiny)',
+        "share = torch.ones_like(total)",
+        ("test_fisher_guesses", "test_low_rank"),
+    ),
+    Mutant(
+        "low rank: rare coordinates believed at once",
+        "fisher/low_rank.py",
+        "believed = torch.lerp(guess, diagonal, trust(times))",
+        "believed = torch.where(times > 0, diagonal, guess)",
+        ("test_fisher_guesses", "test_low_rank"),
+    ),
+    Mutant(
+        "low rank: the first guess in the trace of the scores",
+        "fisher/low_rank.py",
+        'alone = (state["diagonal"] * state["diagonal_total"] - state["guess"] * guessed) / total',
+        'alone = state["diagonal"]',
+        ("test_fisher_guesses", "test_low_rank"),
+    ),
+    Mutant(
+        "first guess: rare coordinates believed at once",
+        "fisher/first_guess.py",
+        "return torch.lerp(mean, square, trust(seen))",
+        "return torch.where(seen > 0, square, mean)",
+        ("test_fisher_guesses",),
+    ),
+    Mutant(
+        "first guess: mean of a parameter over unseen entries too",
+        "fisher/first_guess.py",
+        "own.sum() / count.sum().clamp_min(1)",
+        "own.mean()",
+        ("test_fisher_guesses",),
+    ),
+    Mutant(
+        "trust of few scores linear",
+        "fisher/first_guess.py",
+        "return square / (square + FEW**2)",
+        "return times_seen / (times_seen + 1.0)",
+        ("test_fisher_guesses",),
+    ),
+    Mutant(
+        "dense: sign in Sherman-Morrison",
+        "fisher/inversion_free.py",
+        "(1.0 + rows[0] @ b[0])",
+        "(1.0 - rows[0] @ b[0])",
+        ("test_inversion_free",),
+    ),
+    Mutant(
+        "window: sign in Woodbury",
+        "fisher/window.py",
+        "(g - rows.mT @ (root * weight) / ridge) / ridge",
+        "(g + rows.mT @ (root * weight) / ridge) / ridge",
+        ("test_window",),
+    ),
+    Mutant(
+        "plain coordinates move backwards",
+        "fisher/geometry.py",
+        "p + step * tangent[name]",
+        "p - step * tangent[name]",
+        ("test_ifvb_rule",),
+    ),
+)
+
+CURVATURE = (
+    Mutant(
+        "rows by their weights, not the roots",
+        "curvature/per_example.py",
+        "weights.sqrt().unsqueeze(-1) * J",
+        "weights.unsqueeze(-1) * J",
+        ("test_per_example",),
+    ),
+    Mutant(
+        "squared gradient not divided by the count",
+        "curvature/kinds.py",
+        "likelihood = _average(square, theta, columns=1) / count",
+        "likelihood = _average(square, theta, columns=1)",
+        ("test_curvature",),
+    ),
+    Mutant(
+        "rows of several draws divided by S",
+        "curvature/kinds.py",
+        "rows.flatten(0, 1) / len(theta) ** 0.5",
+        "rows.flatten(0, 1) / len(theta)",
+        ("test_slang", "test_curvature"),
+    ),
+    Mutant(
+        "sign of the rest's curvature",
+        "curvature/kinds.py",
+        "total, log_det = run(t, _log_prob_of_rest)\n        return -(total[0] + log_det)",
+        "total, log_det = run(t, _log_prob_of_rest)\n        return total[0] + log_det",
+        ("test_curvature",),
+    ),
+    Mutant(
+        "taps: squares of averages over the draws",
+        "curvature/taps/taps.py",
+        "return num_particles / scale if self.failure is None else None",
+        "return 1.0 / scale if self.failure is None else None",
+        ("test_layer_taps",),
+    ),
+    Mutant(
+        "taps: several uses of an embedding squared apart",
+        "curvature/taps/squares.py",
+        "flat.index_add_(0, places.flatten(), sums.square().flatten(0, 1))",
+        "flat.index_add_(0, xs[0].flatten(), gs[0].square().flatten(0, 1))",
+        ("test_layer_taps",),
+    ),
+    Mutant(
+        "taps: several uses of a site squared apart",
+        "curvature/taps/squares.py",
+        "total = _add(total, gradient.square_().sum(0))",
+        "total = _add(total, gradient.sum(0).square_())",
+        ("test_layer_taps",),
+    ),
+)
+
+SITES = (
+    Mutant(
+        "CVI: sign of H m in the targets",
+        "sites/cvi.py",
+        "return gradient - matvec(hessian, mean), -hessian",
+        "return gradient + matvec(hessian, mean), -hessian",
+        ("test_cvi",),
+    ),
+    Mutant(
+        "CVI: a datum that comes twice moves twice",
+        "sites/cvi.py",
+        "return last[index] == order",
+        "return torch.ones_like(like)",
+        ("test_cvi_minibatches",),
+    ),
+    Mutant(
+        "pairing without the 1/2 of the second moments",
+        "sites/secant.py",
+        "(nu * m).sum() - 0.5 * (Lambda * M).sum()",
+        "(nu * m).sum() - (Lambda * M).sum()",
+        ("test_secant", "test_cvi"),
+    ),
+    Mutant(
+        "secant: sign of the new slope",
+        "sites/secant.py",
+        '(along / memory["sweep.gain"] - slope)',
+        '(along / memory["sweep.gain"] + slope)',
+        ("test_secant", "test_cvi"),
+    ),
+    Mutant(
+        "secant: a step taken back keeps its gain",
+        "sites/secant.py",
+        'torch.where(back, share * memory["sweep.gain"], gain)',
+        'torch.where(back, memory["sweep.gain"], gain)',
+        ("test_secant", "test_cvi"),
+    ),
+    Mutant(
+        "cavity: sign in the pull",
+        "sites/cavity.py",
+        "pull = g + matvec(Lambda, move)",
+        "pull = g - matvec(Lambda, move)",
+        ("test_leave_one_out",),
+    ),
+    Mutant(
+        "cavity: sign of the log determinant in the KL",
+        "sites/cavity.py",
+        "- k + log_det + square",
+        "- k - log_det + square",
+        ("test_leave_one_out",),
+    ),
+    Mutant(
+        "leave one out: points without their Jacobian",
+        "sites/leave_one_out.py",
+        "0.5 * (x.square().sum(-1, keepdim=True) - v.square().sum(-1)) + self.log_det",
+        "0.5 * (x.square().sum(-1, keepdim=True) - v.square().sum(-1))",
+        ("test_leave_one_out",),
+    ),
+    Mutant(
+        "initial sites: targets not moved to the mean of q",
+        "sites/initial_sites.py",
+        "gradient = e.gradient + matvec(Lambda, matvec(roots[name], best[name].x))",
+        "gradient = e.gradient",
+        ("test_initial_sites", "test_cvi_hard_starts"),
+    ),
+    Mutant(
+        "initial sites: sign of the log determinant in the KL",
+        "sites/initial_sites.py",
+        "self.x.square().sum(-1)) - self.log_det",
+        "self.x.square().sum(-1)) + self.log_det",
+        ("test_initial_sites", "test_cvi_hard_starts"),
+    ),
+    Mutant(
+        "initial sites: spread the reciprocal of what it should be",
+        "sites/initial_sites.py",
+        "half = -0.5 * share.unsqueeze(-1) * self.r.log()",
+        "half = 0.5 * share.unsqueeze(-1) * self.r.log()",
+        ("test_initial_sites", "test_cvi_hard_starts"),
+    ),
+    Mutant(
+        "expectations: Hessians of the transposed root",
+        "sites/expectation.py",
+        "L.mT, moments.mT, upper=True",
+        "L.mT, moments, upper=True",
+        ("test_site_expectations",),
+    ),
+)
+
+DIAGNOSTICS = (
+    Mutant(
+        "k-hat: threshold 1 - 1 / ln S",
+        "diagnostics/khat.py",
+        "1 - 1 / np.log10(len(x))",
+        "1 - 1 / np.log(len(x))",
+        ("test_khat",),
+    ),
+    Mutant(
+        "k-hat: size of the sample from plain weights",
+        "diagnostics/khat.py",
+        "np.exp(2 * normalised)",
+        "np.exp(normalised)",
+        ("test_khat",),
+    ),
+    Mutant(
+        "k-hat: KL with the wrong sign of log S",
+        "diagnostics/khat.py",
+        "-np.mean(self.log_weights) - np.log(len(self.log_weights))",
+        "-np.mean(self.log_weights) + np.log(len(self.log_weights))",
+        ("test_decisions", "test_khat", "test_verdict"),
+    ),
+    Mutant(
+        "verdict: KL of Gaussians a mean apart without its 1/2",
+        "diagnostics/_verdict.py",
+        "SMALL_KL = 0.5 * COARSE_MEAN**2",
+        "SMALL_KL = COARSE_MEAN**2",
+        ("test_decisions", "test_verdict"),
+    ),
+    Mutant(
+        "verdict: a change of 30 % is 0.3 in the log",
+        "diagnostics/_verdict.py",
+        "COARSE_SD = float(np.log(1.3))",
+        "COARSE_SD = 0.3",
+        ("test_decisions", "test_verdict"),
+    ),
+    Mutant(
+        "verdict: few draws correct a fit that has not ended",
+        "diagnostics/_verdict.py",
+        "(share >= FEWEST and found.ended)",
+        "(share >= FEWEST)",
+        ("test_decisions", "test_verdict"),
+    ),
+    Mutant(
+        "shifts: log of a variance for that of a sd",
+        "diagnostics/shifts.py",
+        "0.5 * np.log(np.where(fixed, 1.0, variance_w / variance))",
+        "np.log(np.where(fixed, 1.0, variance_w / variance))",
+        ("test_verdict",),
+    ),
+    Mutant(
+        "shifts: standard error of a variance for that of a log sd",
+        "diagnostics/shifts.py",
+        "0.5 * np.sqrt((ratio**2).sum(0))",
+        "np.sqrt((ratio**2).sum(0))",
+        ("test_verdict",),
+    ),
+    Mutant(
+        "shifts: one standard error in the largest mean",
+        "diagnostics/shifts.py",
+        "np.abs(self.mean) + 2 * self.mean_error",
+        "np.abs(self.mean) + self.mean_error",
+        ("test_decisions", "test_verdict"),
+    ),
+    Mutant(
+        "slopes: of u^2 for that of u^2 / 2",
+        "diagnostics/shifts.py",
+        '("sd", (u * u - 1) / 2)',
+        '("sd", u * u - 1)',
+        ("test_verdict",),
+    ),
+    Mutant(
+        "Pareto tail: quantiles at i / M",
+        "diagnostics/_pareto.py",
+        "(np.arange(len(tail.at)) + 0.5) / len(tail.at)",
+        "np.arange(len(tail.at)) / len(tail.at)",
+        ("test_psis",),
+    ),
+)
+
+MUTANTS = (*RULES, *FAMILIES, *OPTIM, *FISHER, *CURVATURE, *SITES, *DIAGNOSTICS)
+
+
+def checkout(target: Path) -> None:
+    """Copy what git knows of, and new files that it does not ignore, as they stand."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+def mutated(source: str, mutant: Mutant) -> str:
+    found = source.count(mutant.old)
+    if found != 1:
+        raise SystemExit(
+            f"{mutant.path} has {found} times what {mutant.name!r} replaces, {mutant.old!r}; "
+            "it must be there exactly once."
+        )
+    return source.replace(mutant.old, mutant.new)
+
+
+def run_tests(copy: Path, files: list[str], log: Path) -> None:
+    """In a process of its own: pytest on the copy.  Its exit status is that of the process."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    sys.dont_write_bytecode = True  # a mutant of the same length would be taken for the original
+    os.chdir(copy)
+    sys.path.insert(0, str(copy))
+
+    import pytest
+
+    import pyro_ngvi
+
+    if not Path(pyro_ngvi.__file__).is_relative_to(copy):
+        print(f"The tests would see {pyro_ngvi.__file__}, which is not the copy.")
+        os._exit(pytest.ExitCode.INTERNAL_ERROR)
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={copy}"]
+    code = pytest.main([*options, *files])
+    sys.stdout.flush()
+    os._exit(int(code))
+
+
+def outcome(copy: Path, files: list[str], log: Path, timeout: float) -> int | None:
+    """The exit status of pytest, or ``None`` when it took too long."""
+    process = get_context("fork").Process(target=run_tests, args=(copy, files, log))
+    process.start()
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return None
+    return process.exitcode
+
+
+def culprit(log: Path) -> str:
+    """The first test that failed."""
+    lines = (line for line in log.read_text().splitlines() if line.startswith("FAILED "))
+    return next(lines, "FAILED ").removeprefix("FAILED ").split(" - ")[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="mutants with this in their name"
+    )
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds a mutant")
+    parser.add_argument("--unchecked", action="store_true", help="do not run the sound code first")
+    arguments = parser.parse_args()
+    chosen = [m for m in MUTANTS if arguments.only in m.name]
+    if not chosen:
+        parser.error(f"No mutant has {arguments.only!r} in its name.")
+
+    os.environ |= {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    # what every process would import, without this package
+    import pyro.infer.autoguide  # noqa: F401
+    import pytest  # noqa: F401
+    import scipy.special  # noqa: F401
+
+    survivors = 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        copy, log = Path(directory).resolve() / "checkout", Path(directory).resolve() / "log"
+        checkout(copy)
+        changed = {m: mutated((copy / PACKAGE / m.path).read_text(), m) for m in chosen}
+        if not arguments.unchecked:
+            files = sorted({name for m in chosen for name in m.files})
+            if outcome(copy, files, log, len(files) * arguments.timeout) != PASSED:
+                raise SystemExit(f"The tests fail without a mutant:\n{log.read_text()[-3000:]}")
+            print(f"{len(files)} test files pass without a mutant", flush=True)
+        for mutant, text in changed.items():
+            path = copy / PACKAGE / mutant.path
+            sound = path.read_text()
+            path.write_text(text)
+            start = time.perf_counter()
+            code = outcome(copy, mutant.files, log, arguments.timeout)
+            seconds = time.perf_counter() - start
+            path.write_text(sound)
+            if code not in (PASSED, FAILED, None):
+                raise SystemExit(f"{mutant.name!r} broke the run:\n{log.read_text()[-3000:]}")
+            word, by = "killed", culprit(log) if code == FAILED else "time ran out"
+            if code == PASSED:
+                word, by = "SURVIVED", ", ".join(mutant.tests)
+                if mutant.equivalent:
+                    word, by = "equivalent", mutant.equivalent
+                survivors += not mutant.equivalent
+            print(f"{word:10} {seconds:4.0f} s  {mutant.path}: {mutant.name} ({by})", flush=True)
+    print(f"{len(chosen)} mutants, {survivors} of them survive and should not.")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
