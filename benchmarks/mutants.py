@@ -408,7 +408,7 @@ OPTIM = (
         "optim/ifvb.py",
         "scale = c_a / c_a_prime**alpha * (1.0 - momentum)",
         "scale = c_a / c_a_prime**alpha",
-        ("test_fisher_guesses", "test_ifvb_rule"),
+        ("test_ifvb_rule",),
     ),
     Mutant(
         "IFVB: dense estimate starts with the weight of one score",

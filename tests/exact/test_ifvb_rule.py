@@ -146,9 +146,11 @@ def test_the_average_is_the_weighted_mean(power: float) -> None:
         torch.testing.assert_close(averages[k - 1], mean, rtol=1e-12, atol=1e-12)
 
 
-def test_paper_makes_algorithm_1() -> None:
+@pytest.mark.parametrize("momentum", [0.0, 0.6])
+def test_paper_makes_algorithm_1(momentum: float) -> None:
     """``IFVB.paper`` in SVI: the count of scores starts at 0, steps at c_a / c_a'^alpha.
 
+    With momentum a move is an average of steps, each with the rate of its time.
     Written out again from the scores that the optimizer draws and the gradients that it gets.
     """
     scores: list[Tensor] = []
@@ -170,19 +172,26 @@ def test_paper_makes_algorithm_1() -> None:
 
     guide = AutoNormal(model, init_scale=1.0)
     optim = Watched.paper(
-        guide, c_a=C_A, c_a_prime=C_A_PRIME, alpha=ALPHA, eps=EPS, c_beta=0.0, num_scores=3
+        guide,
+        c_a=C_A,
+        c_a_prime=C_A_PRIME,
+        alpha=ALPHA,
+        eps=EPS,
+        c_beta=0.0,
+        num_scores=3,
+        momentum=momentum,
     )
     svi = SVI(model, guide, optim, Trace_ELBO(4, vectorize_particles=True))
     for _ in range(STEPS):
         svi.step()
     assert len(scores) == STEPS
     assert scores[0].shape == (3, 4)
-    H = EPS * torch.eye(4)
+    H, move = EPS * torch.eye(4), torch.zeros(4)
     for k in range(STEPS - 1):
         H = H + scores[k].T @ scores[k]
         step = C_A * (C_A_PRIME + k) ** -ALPHA * 3 * (k + 1)
-        wanted = values[k] - step * torch.linalg.solve(H, grads[k])
-        torch.testing.assert_close(values[k + 1], wanted, rtol=1e-9, atol=1e-9)
+        move = momentum * move + (1.0 - momentum) * step * torch.linalg.solve(H, grads[k])
+        torch.testing.assert_close(values[k + 1], values[k] - move, rtol=1e-9, atol=1e-9)
 
 
 # --- AIFVB in SVI ---------------------------------------------------------------------------------

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
+from pyro_ngvi.families import MeanFieldNormal
 from pyro_ngvi.families.base import interpolate
 from pyro_ngvi.optim import Constant, LogPower, NoiseClock, RobbinsMonro, Tail
-from pyro_ngvi.rules.averaging import as_averaging
+from pyro_ngvi.rules.averaging import as_averaging, start_average, step_average
 from pyro_ngvi.rules.schedules import as_schedule
 
 
@@ -68,6 +69,55 @@ def test_noise_clock_is_set_back_when_signal_returns():
     assert gain > 0.3
 
 
+def noise_clock_by_hand(signals, schedule):
+    """The gains, with every mean and standard error formed anew from the weights of all signals."""
+    clock, weights, gains = schedule.start, [], [1.0 / schedule.start]
+    squares = []
+    for k in range(1, len(signals)):
+        # an average over the last max(10, c / 2) signals, at first over those there are
+        a = max(1.0 / max(schedule.min_window, clock / 2), 1.0 / k)
+        weights = [w * (1.0 - a) for w in weights] + [a]
+        mean = sum(w * s for w, s in zip(weights, signals[1:], strict=False))
+        squares.append((signals[k] - mean) ** 2)
+        variance = sum(w * q for w, q in zip(weights, squares, strict=True))
+        # of a weighted mean of independent numbers
+        error = math.sqrt(variance * sum(w * w for w in weights))
+        certain = min(max(mean - schedule.standard_errors * error, 1e-12), 1.0)
+        clock = max(min(clock + schedule.increment, 1.0 / certain), 1.0)
+        gains.append(1.0 / clock)
+    return gains
+
+
+@pytest.mark.parametrize("start", [10.0, 80.0])  # a window of 10, and one of half the clock
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3])
+def test_noise_clock_by_hand(start, share):
+    schedule = NoiseClock(start=start)
+    signals = (share + 0.1 * torch.randn(150)).clamp(-1.0, 1.0)
+    state, gains = schedule.init(torch.zeros(1)), []
+    for signal in signals:
+        gain, state = schedule.gain(signal, state)
+        gains.append(float(gain))
+    assert gains == pytest.approx(noise_clock_by_hand(signals.tolist(), schedule), rel=1e-9)
+    if share == 0.3:
+        assert any(b < 1 / c for b, c in zip(gains[1:], gains[2:], strict=False))
+
+
+def test_robbins_monro_waits_for_noise():
+    """The count stands still while signal dominates, and goes on when it does not."""
+    schedule = RobbinsMonro(scale=1.0, offset=10.0, power=1.0, patience=0.5)
+    state = schedule.init(torch.zeros(1))
+    for _ in range(30):
+        waiting, state = schedule.gain(torch.ones(()), state)
+    assert state["mean"] > 0.5
+    for _ in range(10):
+        gain, state = schedule.gain(torch.ones(()), state)
+        assert gain == waiting
+    for _ in range(50):
+        gain, state = schedule.gain(torch.zeros(()), state)
+    # of fifty steps with nothing but noise some seven pass until a mean of ten falls to a half
+    assert 1 / (1 + 6.0) < float(gain / waiting) < 1 / (1 + 2.0)
+
+
 def test_robbins_monro_formula():
     schedule = RobbinsMonro(scale=0.5, offset=10.0, power=0.75)
     state = schedule.init(torch.zeros(1))
@@ -103,6 +153,31 @@ def test_log_power_average_is_the_weighted_mean(power):
         average = interpolate(average, {"x": value}, rate)
     weights = torch.log(torch.arange(1.0, 21.0) + 1.0) ** power
     torch.testing.assert_close(average["x"], (weights * x).sum() / weights.sum())
+
+
+@pytest.mark.parametrize("averaging", [LogPower(2.0), Tail(4.0)], ids=["log", "tail"])
+def test_average_square_is_what_averaging_leaves_of_the_noise_of_a_step(averaging):
+    """The sum of the squares of all weights: the variance of a mean of independent numbers."""
+    family, params = MeanFieldNormal(), {"loc": torch.zeros(2), "log_scale": torch.zeros(2)}
+    state, weights = start_average(averaging, params), []
+    for k in range(1, 40):
+        rate = float(averaging.rate(torch.tensor(float(k)), state["average_total"])[0])
+        weights = [w * (1.0 - rate) for w in weights] + [rate]
+        state = step_average(averaging, family, state, params, torch.tensor(float(k)))
+        wanted = sum(w * w for w in weights)
+        assert sum(weights) == pytest.approx(1.0)
+        assert float(state["average_square"]) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("eta", [1.0, 3.0, 4.0])
+def test_weights_of_the_tail_grow_as_a_power(eta):
+    """w_k+1 / w_k = (k + eta - 1) / k, that of k^(eta - 1) in the long run; the mean for eta = 1."""
+    weights = []
+    for k in range(1, 31):
+        rate = float(Tail(eta).rate(torch.tensor(float(k)), torch.zeros(()))[0])
+        weights = [w * (1.0 - rate) for w in weights] + [rate]
+    for k in range(1, 30):
+        assert weights[k] / weights[k - 1] == pytest.approx((k + eta - 1.0) / k)
 
 
 def test_tail_average_forgets_the_start():
