@@ -137,6 +137,17 @@ def test_dirichlet_density_against_torch(size: int, seed: int) -> None:
     torch.testing.assert_close(family._log_x(z), x.log(), rtol=1e-10, atol=1e-10)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.parametrize("name", ["beta", "dirichlet"])
+def test_dirichlet_entropy_against_torch(name: str) -> None:
+    """That of x = x(z) less E log |det dx/dz| = E sum log x, the sum over all entries of the simplex."""
+    for seed in range(3):
+        family, p = member(name, seed)
+        alpha = p["log_concentration"].exp()
+        log_x = alpha.digamma() - alpha.sum(-1, keepdim=True).digamma()
+        expected = (Dirichlet(alpha).entropy() - log_x.sum(-1)).sum()
+        torch.testing.assert_close(family.entropy(p), expected)
+
+
 def test_beta_density_against_torch() -> None:
     family, p = member("beta")
     a, b = p["log_concentration"].exp().unbind(-1)

@@ -75,7 +75,7 @@ def test_the_distance_from_the_prior_is_a_kl() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_the_spread_moves_along_the_geodesic(share: float) -> None:
-    """V^1/2 (V^-1/2 V_new V^-1/2)^t V^1/2 for V_new^-1 = V^-1 r: det V falls by r^t, and all is tracked."""
+    """V^1/2 (V^-1/2 V_new V^-1/2)^t V^1/2, where r are the precisions of V_new in units of V^-1."""
     g = torch.Generator().manual_seed(0)
     n, k = 3, 2
     W = torch.randn(n, k, k, generator=g) + 2.0 * torch.eye(k)
@@ -84,7 +84,6 @@ def test_the_spread_moves_along_the_geodesic(share: float) -> None:
     at = _Place(torch.zeros(n, k), W, log_det)
     moved = _Newton(torch.ones(n, k), W, r).moved(at, torch.full((n,), share))
     torch.testing.assert_close(moved.log_det, torch.linalg.slogdet(moved.W)[1])
-    # W has the axes in its columns: W r^-t W' with r of precisions, so wide ones of r become narrow
     wanted = W @ torch.diag_embed(r**-share) @ W.mT
     torch.testing.assert_close(moved.W @ moved.W.mT, wanted)
     torch.testing.assert_close(moved.x, torch.full((n, k), share))

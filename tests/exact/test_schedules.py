@@ -1,6 +1,7 @@
 """The gains against what theory says of them, in the model that they are derived from."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -99,23 +100,21 @@ def test_noise_clock_by_hand(start, share):
         gains.append(float(gain))
     assert gains == pytest.approx(noise_clock_by_hand(signals.tolist(), schedule), rel=1e-9)
     if share == 0.3:
-        assert any(b < 1 / c for b, c in zip(gains[1:], gains[2:], strict=False))
+        assert any(before < after for before, after in pairwise(gains))
 
 
 def test_robbins_monro_waits_for_noise():
     """The count stands still while signal dominates, and goes on when it does not."""
     schedule = RobbinsMonro(scale=1.0, offset=10.0, power=1.0, patience=0.5)
     state = schedule.init(torch.zeros(1))
-    for _ in range(30):
-        waiting, state = schedule.gain(torch.ones(()), state)
-    assert state["mean"] > 0.5
-    for _ in range(10):
-        gain, state = schedule.gain(torch.ones(()), state)
-        assert gain == waiting
-    for _ in range(50):
-        gain, state = schedule.gain(torch.zeros(()), state)
-    # of fifty steps with nothing but noise some seven pass until a mean of ten falls to a half
-    assert 1 / (1 + 6.0) < float(gain / waiting) < 1 / (1 + 2.0)
+    counts = []
+    for signal in [1.0] * 40 + [0.0] * 50:
+        _, state = schedule.gain(torch.tensor(signal), state)
+        counts.append(float(state["count"]))
+    # 1 - 0.9^k passes a half at the seventh step, and halves again seven steps after the signal
+    assert counts[5] == counts[39] == counts[45] == 6.0
+    assert counts[46] == 7.0 and counts[-1] == 50.0
+    assert float(schedule.gain(torch.zeros(()), state)[0]) == pytest.approx(1 / 6)
 
 
 def test_robbins_monro_formula():
