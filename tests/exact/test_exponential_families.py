@@ -139,7 +139,7 @@ def test_dirichlet_density_against_torch(size: int, seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["beta", "dirichlet"])
 def test_dirichlet_entropy_against_torch(name: str) -> None:
-    """That of x = x(z) less E log |det dx/dz| = E sum log x, the sum over all entries of the simplex."""
+    """That of x = x(z) less E log |det dx/dz| = E sum log x, over all entries of the simplex."""
     for seed in range(3):
         family, p = member(name, seed)
         alpha = p["log_concentration"].exp()
