@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -172,6 +173,30 @@ RULES = (
         'refused = state | {"skipped": state["skipped"] + 1.0} | self.refused(state)',
         'refused = state | {"count": count, "skipped": state["skipped"] + 1.0}',
         ("test_trust_region", "test_ivon"),
+    ),
+    Mutant(
+        "the usual length is that of all gradients",
+        "rules/natural_gradient.py",
+        '(1.0 / (state["count"] + 1.0)).clamp_min(1.0 / MEMORY)',
+        '(1.0 / (state["count"] + 1.0))',
+        ("test_trust_region",),
+    ),
+    Mutant(
+        "momentum: energy of the past once too large",
+        "rules/natural_gradient.py",
+        'self.momentum**2 * state["move_energy"]',
+        'self.momentum * state["move_energy"]',
+        (
+            "test_trust_region",
+            "test_momentum",
+        ),
+    ),
+    Mutant(
+        "power decay from half of the scale",
+        "rules/schedules.py",
+        "self.scale / (1.0 + k**self.power)",
+        "self.scale / (2.0 + k**self.power)",
+        ("test_von",),
     ),
 )
 
@@ -344,6 +369,37 @@ FAMILIES = (
         "s = (a + b) / (1.0 * (n + m) ** 2)",
         ("test_matrix_normal",),
     ),
+    Mutant(
+        "mean field: natural step of half the length",
+        "families/mean_field.py",
+        "torch.log1p(-2.0 * shrink * change)",
+        "torch.log1p(-shrink * change)",
+        ("test_one_step",),
+    ),
+    Mutant(
+        "mean field: KL without the -1",
+        "families/mean_field.py",
+        "(2.0 * log_ratio).exp() - 1.0 - 2.0 * log_ratio",
+        "(2.0 * log_ratio).exp() - 2.0 * log_ratio",
+        ("test_families",),
+    ),
+    Mutant(
+        "factors: corner of the root of M without its identity",
+        "families/_factors.py",
+        "corner = self.identity + self.C_chol",
+        "corner = self.C_chol",
+        ("test_families",),
+    ),
+    Mutant(
+        "full rank: draws' gradient not symmetrised by halves",
+        "families/full_rank.py",
+        "(0.5 * left.mT @ right).tril()",
+        "(left.mT @ right).tril()",
+        (
+            "test_one_step",
+            "test_families",
+        ),
+    ),
 )
 
 OPTIM = (
@@ -430,6 +486,20 @@ OPTIM = (
         "by_rows, by_columns = root_rows / root_columns, root_columns / root_rows",
         "by_columns, by_rows = root_rows / root_columns, root_columns / root_rows",
         ("test_noisy_kfac",),
+    ),
+    Mutant(
+        "Vadam: bias correction a step late",
+        "optim/vadam.py",
+        "rate_at(self.curvature_lr, k)) ** (k + 1.0)",
+        "rate_at(self.curvature_lr, k)) ** (k + 2.0)",
+        ("test_von",),
+    ),
+    Mutant(
+        "NAGVAC: the first move is not a whole one",
+        "optim/nagvac.py",
+        'torch.where(state["count"] == 0, 1.0, 1.0 - self.momentum).to(norm)',
+        "torch.full_like(norm, 1.0 - self.momentum)",
+        ("test_nagvac",),
     ),
 )
 
@@ -518,6 +588,27 @@ FISHER = (
         "p - step * tangent[name]",
         ("test_ifvb_rule",),
     ),
+    Mutant(
+        "low rank: growing weights not rooted",
+        "fisher/low_rank.py",
+        "torch.mul(rows, weight**0.5, out=kept)",
+        "torch.mul(rows, weight, out=kept)",
+        ("test_low_rank",),
+    ),
+    Mutant(
+        "window: ridge of the mean over the window",
+        "fisher/window.py",
+        "gram.diagonal().sum() / len(g)",
+        "gram.diagonal().mean()",
+        ("test_window",),
+    ),
+    Mutant(
+        "scores of subsampled plates times N / n",
+        "fisher/scores.py",
+        "(frame.full_size / frame.size) ** 0.5",
+        "(frame.full_size / frame.size)",
+        ("test_scores",),
+    ),
 )
 
 CURVATURE = (
@@ -569,6 +660,21 @@ CURVATURE = (
         "total = _add(total, gradient.square_().sum(0))",
         "total = _add(total, gradient.sum(0).square_())",
         ("test_layer_taps",),
+    ),
+    Mutant(
+        "taps: inputs shared by all draws counted once",
+        "curvature/taps/kronecker.py",
+        "inputs = a.mT @ a * (S // len(x))",
+        "inputs = a.mT @ a",
+        ("test_kronecker",),
+    ),
+    Mutant(
+        "Hessians not symmetrised",
+        "curvature/kinds.py",
+        "H = _jacobian(grad(function), t)\n    return 0.5 * (H + H.mT)",
+        "return _jacobian(grad(function), t)",
+        ("test_curvature",),
+        equivalent="second derivatives commute, so H = H' but for rounding",
     ),
 )
 
@@ -657,6 +763,33 @@ SITES = (
         "L.mT, moments, upper=True",
         ("test_site_expectations",),
     ),
+    Mutant(
+        "CVI: sign of the linear part of the KL of a step",
+        "sites/cvi.py",
+        "kl = step.log_normalizer - targets.posterior.log_normalizer - along",
+        "kl = step.log_normalizer - targets.posterior.log_normalizer + along",
+        (
+            "test_secant",
+            "test_cvi",
+        ),
+    ),
+    Mutant(
+        "proper step: evidence of the whole step after a share of it",
+        "sites/proper_step.py",
+        "evidence = after.where(share == 1.0, before.plus(step, share))",
+        "evidence = after",
+        (
+            "test_secant",
+            "test_cvi_hard_starts",
+        ),
+    ),
+    Mutant(
+        "leave one out: effective parameters negative",
+        "sites/leave_one_out.py",
+        "with_it - without",
+        "without - with_it",
+        ("test_leave_one_out",),
+    ),
 )
 
 DIAGNOSTICS = (
@@ -736,6 +869,20 @@ DIAGNOSTICS = (
         "(np.arange(len(tail.at)) + 0.5) / len(tail.at)",
         "np.arange(len(tail.at)) / len(tail.at)",
         ("test_psis",),
+    ),
+    Mutant(
+        "Pareto tail: shape not pulled to 1/2",
+        "diagnostics/_pareto.py",
+        "shape = (n * k_hat + PRIOR_DRAWS * PRIOR_SHAPE) / (n + PRIOR_DRAWS)",
+        "shape = k_hat",
+        ("test_khat",),
+    ),
+    Mutant(
+        "missed modes: the chance of luck added",
+        "diagnostics/prior_evidence.py",
+        "by_markov = prior.log - SURPRISE - guide.log",
+        "by_markov = prior.log + SURPRISE - guide.log",
+        ("test_verdict",),
     ),
 )
 
@@ -820,7 +967,7 @@ def main() -> int:
     import pytest  # noqa: F401
     import scipy.special  # noqa: F401
 
-    survivors = 0
+    counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
         copy, log = Path(directory).resolve() / "checkout", Path(directory).resolve() / "log"
         checkout(copy)
@@ -840,15 +987,17 @@ def main() -> int:
             path.write_text(sound)
             if code not in (PASSED, FAILED, None):
                 raise SystemExit(f"{mutant.name!r} broke the run:\n{log.read_text()[-3000:]}")
-            word, by = "killed", culprit(log) if code == FAILED else "time ran out"
+            by = culprit(log) if code == FAILED else "time ran out"
+            word = "killed"
             if code == PASSED:
                 word, by = "SURVIVED", ", ".join(mutant.tests)
-                if mutant.equivalent:
-                    word, by = "equivalent", mutant.equivalent
-                survivors += not mutant.equivalent
+            if mutant.equivalent:
+                word = "equivalent" if code == PASSED else "NOT EQUIVALENT"
+                by = mutant.equivalent if code == PASSED else by
+            counts[word] += 1
             print(f"{word:10} {seconds:4.0f} s  {mutant.path}: {mutant.name} ({by})", flush=True)
-    print(f"{len(chosen)} mutants, {survivors} of them survive and should not.")
-    return 1 if survivors else 0
+    print(f"{len(chosen)} mutants: " + ", ".join(f"{n} {word}" for word, n in counts.items()))
+    return 1 if counts["SURVIVED"] + counts["NOT EQUIVALENT"] else 0
 
 
 if __name__ == "__main__":

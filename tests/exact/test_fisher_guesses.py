@@ -36,7 +36,7 @@ def updated(guess: Tensor, weight: float, scores: Tensor) -> tuple[LowRank, Tens
 @pytest.mark.parametrize("share", [0.5, 0.9])
 def test_the_first_guess_counts_like_its_weight_of_scores(share: float) -> None:
     """F = (n F_scores + w diag(guess)) / (n + w), here with a guess that is right on the diagonal."""
-    scores = correlated(800)
+    scores = correlated(400)
     guess, n = scores.square().mean(0), float(len(scores))
     alone = fisher(*updated(guess, 1e-9, scores))
     both = fisher(*updated(guess, n * (1.0 - share) / share, scores))
@@ -49,16 +49,16 @@ def test_the_first_guess_counts_like_its_weight_of_scores(share: float) -> None:
 def test_a_wrong_guess_of_the_sizes_leaves_the_correlations(factor: float) -> None:
     """In units of its own diagonal the estimate has the correlations of the scores, by their share.
 
-    20,000 scores leave eigenvalues an uncertainty of sqrt(D / n) = 2 %.
+    4,000 scores leave eigenvalues an uncertainty of sqrt(D / n) = 4 %.
     """
-    scores = correlated(20_000)
+    scores = correlated(4000)
     square = scores.square().mean(0)
     correlation = scores.T @ scores / len(scores) / torch.outer(square, square).sqrt()
     estimate, state = updated(factor * square, float(len(scores)), scores)
     unit = state["inverse_unit"]
     found = fisher(estimate, state) * torch.outer(unit, unit)
     wanted = 0.5 * correlation + 0.5 * torch.eye(D)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0.05)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0.1)
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -80,9 +80,9 @@ def test_a_coordinate_with_few_scores_stays_near_its_guess(times: int) -> None:
 
 
 def test_a_coordinate_with_many_scores_forgets_its_guess() -> None:
-    scores = correlated(5000)
+    scores = correlated(1000)
     _, state = updated(torch.full((D,), 1e4), 1.0, scores)
-    wanted = (1e4 + scores.square().sum(0)) / 5001.0
+    wanted = (1e4 + scores.square().sum(0)) / 1001.0
     torch.testing.assert_close(state["inverse_unit"] ** -2, wanted, rtol=1e-2, atol=0)
 
 
