@@ -153,6 +153,20 @@ def test_elbo_at_convergence(name: str) -> None:
     assert whitened_slope(log_p, A[:, None], prior, q, 32) < 1e-5
 
 
+@pytest.mark.parametrize("sweeps", [1, 3])
+@converged
+def test_reported_length_is_that_of_a_kl(name: str, sweeps: int) -> None:
+    """length^2 / 2 = KL(q before || q after): the rest of log Z after its linear part at q before."""
+    model, args, *_ = cases()[name]
+    run = fit(model, *args, sweeps=sweeps, lr=0.7)
+    before = run.guide.get_posterior()
+    run.svi.step(*args)
+    kl = torch.distributions.kl_divergence(before, run.guide.get_posterior())
+    length = run.svi.optim.report().step_norm
+    assert kl > 1e-4
+    assert 0.5 * length**2 == pytest.approx(float(kl), rel=1e-6)
+
+
 def test_targets_are_gradients_in_mean_parameters() -> None:
     """For k = 2, by the chain rule through m and C = M - m m'."""
     generator = seeded(11)
