@@ -105,7 +105,7 @@ def test_dense_and_diagonal(model, kind, masked):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_rows_and_the_diagonal_of_the_rest(masked):
-    """Of a prior with a diagonal Hessian they make the whole Gauss-Newton matrix, two draws averaged."""
+    """With a prior of a diagonal Hessian they are all of the Gauss-Newton matrix, over two draws."""
     kwargs = {"mask": torch.arange(N) % 3 != 1} if masked else {}
     guide = partial(ngvi.AutoFactorPrecision, rank=1)
     parts, theta = curvature(flat, guide, "gauss_newton", **kwargs)
