@@ -769,7 +769,7 @@ SITES = (
         "sites/proper_step.py",
         "evidence = after.where(share == 1.0, before.plus(step, share))",
         "evidence = after",
-        ("test_cvi_hard_starts",),
+        ("test_proper_step",),
     ),
     Mutant(
         "leave one out: effective parameters negative",
@@ -938,7 +938,7 @@ def culprit(log: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="mutants with this in their name"
     )
