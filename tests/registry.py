@@ -16,6 +16,7 @@ from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoGuideList, AutoMultivariateNormal, AutoNormal
 
 import pyro_ngvi as ngvi
+from benchmarks.baselines import NAGVAC
 from pyro_ngvi.curvature.kinds import KINDS
 from pyro_ngvi.families import (
     FactorNormal,
@@ -29,7 +30,16 @@ from pyro_ngvi.families import (
     ProductFamily,
 )
 
-__all__ = ["CURVATURES", "FAMILIES", "FOREIGN", "GUIDES", "LOSSES", "RULES", "VARIANTS"]
+__all__ = [
+    "BASELINES",
+    "CURVATURES",
+    "FAMILIES",
+    "FOREIGN",
+    "GUIDES",
+    "LOSSES",
+    "RULES",
+    "VARIANTS",
+]
 
 Model = Callable[..., Any]
 coupling = dist.transforms.affine_coupling
@@ -107,7 +117,6 @@ RULES: dict[str, Callable[[Any], Any]] = {
     "IVON": ngvi.optim.IVON,
     "SLANG": partial(ngvi.optim.SLANG, lr=0.1),
     "Vadam": ngvi.optim.Vadam,
-    "NAGVAC": ngvi.optim.NAGVAC,
     "NoisyKFAC": partial(ngvi.optim.NoisyKFAC, lr=0.1, curvature_lr=0.05),
     "SPRING": ngvi.optim.SPRING,
     "IFVB": ngvi.IFVB,
@@ -136,6 +145,9 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
     "IFVB, printed window": partial(ngvi.IFVB.paper, window=8, **PRINTED),
     "AIFVB, printed": partial(ngvi.AIFVB.paper, **PRINTED),
 }
+
+#: published rules to compare with, which are no part of the package
+BASELINES: dict[str, Callable[[Any], Any]] = {"NAGVAC": NAGVAC}
 
 #: what a loss can leave beside the gradients
 CURVATURES: tuple[str, ...] = KINDS

@@ -31,8 +31,8 @@ from pyro.infer import SVI
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 
 from pyro_ngvi import AIFVB, IFVB, NGVB, AutoFactorNormal, BatchedELBO
-from pyro_ngvi.optim import NAGVAC
 
+from ..baselines import NAGVAC
 from .marketing import Marketing, least_squares
 from .report import Row
 
