@@ -16,7 +16,7 @@ from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoGuideList, AutoMultivariateNormal, AutoNormal
 
 import pyro_ngvi as ngvi
-from benchmarks.baselines import NAGVAC
+from benchmarks.baselines import NAGVAC, algorithm_1, algorithm_2
 from pyro_ngvi.curvature.kinds import KINDS
 from pyro_ngvi.families import (
     FactorNormal,
@@ -124,8 +124,6 @@ RULES: dict[str, Callable[[Any], Any]] = {
     "CVI": ngvi.CVI,
 }
 
-PRINTED: Any = {"c_a": 0.1, "alpha": 0.7}
-
 #: other settings of them
 VARIANTS: dict[str, Callable[[Any], Any]] = {
     "NGVB, averaged": partial(ngvi.NGVB, averaging=True),
@@ -141,13 +139,17 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
     "IFVB, dense": partial(ngvi.IFVB, form="dense"),
     "IFVB, stored": partial(ngvi.IFVB, frame="stored", clip_norm=10.0),
     "IFVB, by layer": partial(ngvi.IFVB, by_layer=True),
-    "IFVB, printed": partial(ngvi.IFVB.paper, **PRINTED),
-    "IFVB, printed window": partial(ngvi.IFVB.paper, window=8, **PRINTED),
-    "AIFVB, printed": partial(ngvi.AIFVB.paper, **PRINTED),
 }
 
+PRINTED: Any = {"c_a": 0.1, "alpha": 0.7}
+
 #: published rules to compare with, which are no part of the package
-BASELINES: dict[str, Callable[[Any], Any]] = {"NAGVAC": NAGVAC}
+BASELINES: dict[str, Callable[[Any], Any]] = {
+    "NAGVAC": NAGVAC,
+    "IFVB, printed": partial(algorithm_1, **PRINTED),
+    "IFVB, printed window": partial(algorithm_1, window=8, **PRINTED),
+    "AIFVB, printed": partial(algorithm_2, **PRINTED),
+}
 
 #: what a loss can leave beside the gradients
 CURVATURES: tuple[str, ...] = KINDS

@@ -227,10 +227,16 @@ def scheduled_by_pyro(part: str) -> None:
     steps(line, guide, advised(message, "NGVB(", NGVB=ngvi.NGVB, guide=guide))
 
 
-def elided_window(part: str) -> None:
+def damping_without_a_window(part: str) -> None:
     guide = ngvi.AutoFullRankNormal(line)
-    assert "window=100" in said(lambda: ngvi.IFVB(guide, form="paper"), part)
-    steps(line, guide, ngvi.IFVB(guide, form="paper", window=100))
+    assert 'form="window"' in said(lambda: ngvi.IFVB(guide, damping=1.0), part)
+    steps(line, guide, ngvi.IFVB(guide, form="window", damping=1.0))
+
+
+def no_estimate(part: str) -> None:
+    guide, wrong = ngvi.AutoFullRankNormal(line), "low_rank"
+    message = said(lambda: ngvi.IFVB(guide, fisher=wrong), part)  # pyright: ignore[reportArgumentType]
+    steps(line, guide, ngvi.IFVB(guide, fisher=advised(message, "pyro_ngvi.fisher.LowRank(")))
 
 
 def kernel(part: str) -> None:
@@ -287,7 +293,8 @@ CASES: dict[str, list[Callable[[str], None]]] = {
     "scores are drawn by calling it again": [scores_without_arguments],
     "is for latent sites that are matrices": [no_matrix],
     "want one for each tensor": [scheduled_by_pyro],
-    'form="paper" is a window': [elided_window],
+    'is the ridge of form="window"': [damping_without_a_window],
+    "fisher must be an estimate": [no_estimate],
     "kernel must be a callable": [kernel],
     "give the sd as a number, or a function that returns": [noise],
 }
