@@ -41,7 +41,8 @@ def as_estimate(fisher: InverseFisher | None, **keywords: Any) -> InverseFisher 
         return named_estimate(**keywords)
     if not hasattr(fisher, "product"):
         raise ValueError(
-            f"fisher must be an estimate such as pyro_ngvi.fisher.LowRank(32), got {fisher!r}."
+            f"fisher must be an estimate such as pyro_ngvi.fisher.LowRank(32, growth=1.0), "
+            f"got {fisher!r}."
         )
     if keywords:
         raise ValueError(
