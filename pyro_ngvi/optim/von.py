@@ -43,8 +43,8 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from ..families import MeanFieldNormal
-from ..families.base import Family, Tensors
+from ..families import MeanFieldNormal, NormalFamily
+from ..families.base import Tensors
 from ..rules.averaging import Averaging, as_averaging
 from ..rules.report import part
 from ..rules.rule import Rule, Step
@@ -65,7 +65,7 @@ class VONRule(Rule):
     #: whether it is for a diagonal precision alone
     diagonal: ClassVar[bool] = False
 
-    family: Family
+    family: NormalFamily
     lr: Rate
     curvature_lr: Rate
     momentum: float = 0.0
