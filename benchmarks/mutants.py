@@ -454,13 +454,6 @@ OPTIM = (
         ("test_spring",),
     ),
     Mutant(
-        "IFVB as printed: steps not damped by the momentum",
-        "optim/ifvb.py",
-        "scale = c_a / c_a_prime**alpha * (1.0 - momentum)",
-        "scale = c_a / c_a_prime**alpha",
-        ("test_ifvb_rule",),
-    ),
-    Mutant(
         "IFVB: dense estimate starts with the weight of one score",
         "optim/ifvb_rule.py",
         "weight = max(weight, float(len(diagonal)))",
@@ -487,13 +480,6 @@ OPTIM = (
         "rate_at(self.curvature_lr, k)) ** (k + 1.0)",
         "rate_at(self.curvature_lr, k)) ** (k + 2.0)",
         ("test_von",),
-    ),
-    Mutant(
-        "NAGVAC: the first move is not a whole one",
-        "optim/nagvac.py",
-        'torch.where(state["count"] == 0, 1.0, 1.0 - self.momentum).to(norm)',
-        "torch.full_like(norm, 1.0 - self.momentum)",
-        ("test_nagvac",),
     ),
 )
 
