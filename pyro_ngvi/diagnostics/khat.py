@@ -24,20 +24,10 @@ import numpy as np
 import torch
 from torch.distributions import biject_to
 
-from ..runtime.summed_out import SummedOut, summed_out
 from ..runtime.vmap import Sites
 from . import _verdict
 from ._pareto import find_tail, smoothed
-from .draws import (
-    Draws,
-    draw_and_evaluate,
-    prototype_sites,
-    random_state,
-    shown_sites,
-    sites_of_kind,
-    sites_of_sum,
-    warn_of_edges,
-)
+from .draws import Draws, Fitted, random_state, warn_of_edges
 from .prior_evidence import evidence_of, missed_nats, prior_evidence
 from .shifts import Shift, Slope, shift_of, steepest
 
@@ -177,19 +167,12 @@ def khat(
     >>> khat(model, narrow, seed=0).decision
     'unusable'
     """
-    with random_state(
-        seed
-    ):  # apart, because a guide's first run ever may draw more than later ones
-        prototype = prototype_sites(model, guide, args, kwargs)
-    latent = sites_of_kind(prototype, "latent")
+    with random_state(seed):  # apart: a guide's first run ever may draw more than later ones
+        fitted = Fitted(model, guide, args, kwargs)
     with random_state(seed):
-        joint = summed_out(model, prototype)
-        shown = shown_sites(prototype, sites_of_sum(joint, prototype, args, kwargs))
-        draws = draw_and_evaluate(
-            joint, guide, args, kwargs, latent, num_samples, batch_size, values_of=shown
-        )
-        found = judge(joint, args, kwargs, prototype, draws, batch_size)
-    warn_of_edges(prototype, draws.values)
+        draws = fitted.draw(num_samples, batch_size)
+        found = judge(fitted, draws, batch_size)
+    warn_of_edges(fitted.sites, draws.values)
     if fixed := draws.point_masses:
         raise ValueError(
             f"All draws of {', '.join(map(repr, fixed))} from the guide are the same point "
@@ -199,30 +182,22 @@ def khat(
     return found
 
 
-def judge(
-    model: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    prototype: Sites,
-    draws: Draws,
-    batch_size: int | None = None,
-) -> KHat:
-    """What the weights of ``draws`` say; ``prototype`` are the model's sites in a plain run."""
+def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
+    """What the weights of ``draws`` say."""
     log_ratio = (draws.log_joint - draws.log_q).cpu().numpy()
     found = khat_from_log_weights(log_ratio, draws.rounding)
-    latent = draws.values.keys()
     values = {name: _numbers(x) for name, x in draws.sites.items()}
     weights = found.psis_log_weights if found.ess > 0.0 else found.log_weights
     missed = None
     # what depends on enumerated sites has no density of its own to draw from
-    if found.ess > 0.0 and not isinstance(model, SummedOut):
+    if found.ess > 0.0 and fitted.joint is fitted.model:
         few = max(len(log_ratio) // 4, MIN_DRAWS)
-        prior = prior_evidence(model, args, kwargs, latent, few, batch_size)
+        prior = prior_evidence(fitted.model, fitted.latent, few, batch_size)
         missed = None if prior is None else missed_nats(prior, evidence_of(log_ratio))
     return replace(
         found,
         shifts={name: shift_of(x, weights) for name, x in values.items() if x.dtype.kind == "f"},
-        slope=steepest(dict(_unconstrained(prototype, draws)), log_ratio),
+        slope=steepest(dict(_unconstrained(fitted.sites, draws)), log_ratio),
         missed=missed,
     )
 
@@ -231,10 +206,10 @@ def _numbers(x: torch.Tensor) -> np.ndarray:
     return x.detach().cpu().numpy()
 
 
-def _unconstrained(prototype: Sites, draws: Draws) -> Iterable[tuple[str, np.ndarray]]:
+def _unconstrained(sites: Sites, draws: Draws) -> Iterable[tuple[str, np.ndarray]]:
     for name, x in draws.values.items():
         try:
-            theta = biject_to(prototype[name]["fn"].support).inv(x)
+            theta = biject_to(sites[name]["fn"].support).inv(x)
         except NotImplementedError:  # discrete, circular: no direction to move along
             continue
         if theta.is_floating_point():

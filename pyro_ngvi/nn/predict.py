@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from ..diagnostics.draws import guide_draws, random_state
-from ..linalg.random import own_random_state
+from ..runtime.density import innermost
 from ..runtime.map_draws import Parts, map_draws
 from ..runtime.support import check_data
-from ..runtime.vmap import Minibatches, Sites, run_plainly
+from ..runtime.vmap import Sites, look
 from .bayesianize import BayesianModule
 
 __all__ = ["Prediction", "predict"]
@@ -167,7 +167,7 @@ def _run(
     """Mean and variance of y by draw of the weights (S, M, ...), and log p(y | x, w) (S, M)."""
     fn: Any = None
 
-    def program(x: Any) -> None:
+    def program() -> None:
         nonlocal fn
         fn = model.distribution(x)
 
@@ -184,7 +184,7 @@ def _run(
     if y is not None:
         _check_targets(model, x, y, {name: value[0] for name, value in values.items()})
     # no batching rule, as for recurrent layers: one draw at a time
-    return map_draws(program, reduce, values, (x,), {}, num_samples, chunk_size)["y"]
+    return map_draws(program, reduce, values, num_samples, chunk_size)["y"]
 
 
 def _check_targets(model: BayesianModule, x: Any, y: Tensor, at_draw: dict[str, Tensor]) -> None:
@@ -195,22 +195,16 @@ def _check_targets(model: BayesianModule, x: Any, y: Tensor, at_draw: dict[str, 
         with pyro.plate("data", fn.batch_shape[-1]):
             pyro.sample("y", fn, obs=model.observed(fn, y))
 
-    def run() -> Sites:
-        with own_random_state():
-            return run_plainly(program, at_draw, (), {}, Minibatches())
-
     def unchecked() -> Sites:
         with pyro.validation_enabled(False):
-            return run()
+            return look(program, at_draw)
 
-    check_data({"y": run()["y"]}, unchecked)
+    check_data({"y": look(program, at_draw)["y"]}, unchecked)
 
 
 def _moments(fn: Any) -> tuple[Tensor, Tensor]:
     """Mean and variance; for classes those of their indicators."""
-    base = fn
-    while isinstance(base, dist.Independent | dist.MaskedDistribution):
-        base = base.base_dist
+    base = innermost(fn)
     if isinstance(base, dist.Categorical):
         return base.probs, base.probs * (1.0 - base.probs)
     try:

@@ -14,6 +14,7 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from ..linalg.random import own_random_state
 from .vmap import Minibatches, Sites, run_particles, run_plainly
@@ -30,19 +31,15 @@ def map_draws(
     program: Program,
     reduce: Callable[[Sites], Parts],
     values: Mapping[str, Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
     num_samples: int,
     batch_size: int | None = None,
 ) -> Parts:
     """``reduce`` of the sites of ``program`` at each draw, stacked along a new first dimension.
 
     Args:
-        program: a model or a guide.
+        program: a model or a guide, its arguments bound.
         reduce: maps the sites of one draw, without those of plates, to tensors in two levels of names.
         values: constrained values by site, (S, ...); other sites are drawn.
-        args: positional arguments of the program.
-        kwargs: its keyword arguments.
         num_samples: S.
         batch_size: draws that run at once; ``None`` for as many as leave every tensor of the run
             below a million numbers.
@@ -52,30 +49,41 @@ def map_draws(
 
     Example:
         >>> import pyro, pyro.distributions as dist
-        >>> def model(x):
-        ...     pyro.deterministic("y", x * pyro.sample("w", dist.Normal(0.0, 1.0)))
+        >>> def model():
+        ...     pyro.deterministic("y", torch.ones(2) * pyro.sample("w", dist.Normal(0.0, 1.0)))
         >>> def reduce(sites):
         ...     return {"model": {"y": sites["y"]["value"]}}
         >>> w = torch.tensor([1.0, 2.0, 3.0])
-        >>> map_draws(model, reduce, {"w": w}, (torch.ones(2),), {}, 3)["model"]["y"]
+        >>> map_draws(model, reduce, {"w": w}, 3)["model"]["y"]
         tensor([[1., 1.],
                 [2., 2.],
                 [3., 3.]])
     """
     minibatches = Minibatches()
+    names: set[str] = set()
 
     def piece(start: int, stop: int) -> Parts:
-        at = {name: x[start:stop] for name, x in values.items()}
         return run_particles(
             program,
             lambda sites: reduce(without_plates(sites)),
-            at,
+            {name: x[start:stop] for name, x in values.items()},
             stop - start,
-            args,
-            kwargs,
+            (),
+            {},
             minibatches=minibatches,
             sampling=True,
         )
+
+    def single(s: int, _: int) -> Parts:
+        at = {name: x[s] for name, x in values.items()}
+        sites = without_plates(run_plainly(program, at, (), {}, minibatches))
+        if s and (changed := names ^ sites.keys()):
+            raise ValueError(
+                f"The sites {sorted(changed)} are there in some draws and not in others, so they "
+                "can not be stored as arrays. Write the model with the same sites in every run."
+            )
+        names.update(sites)
+        return tree_map(lambda x: x[None], reduce(sites))
 
     with torch.no_grad(), warnings.catch_warnings():
         # torch.binomial under vmap resizes its own output, correctly, and warns about it.
@@ -85,15 +93,10 @@ def map_draws(
                 with own_random_state(), _Largest() as largest:
                     piece(0, 1)
                 batch_size = max(1, MOST_NUMBERS // largest.numel)
-            if batch_size >= num_samples:
-                return piece(0, num_samples)
-            starts = range(0, num_samples, batch_size)
-            pieces = (piece(start, min(start + batch_size, num_samples)) for start in starts)
-            return _joined(pieces, num_samples)
+            return _joined(piece, num_samples, batch_size)
         except RuntimeError:
             # A program that is wrong rather than unbatchable shows its own error in the loop.
-            each = _one_by_one(program, reduce, values, args, kwargs, num_samples, minibatches)
-            return _joined(each, num_samples)
+            return _joined(single, num_samples, 1)
 
 
 def without_plates(sites: Sites) -> Sites:
@@ -118,39 +121,20 @@ class _Largest(TorchFunctionMode):
         return result
 
 
-def _joined(pieces: Any, num_samples: int) -> Parts:
-    """Pieces along the first dimension, written into place so that none is held twice."""
+def _joined(piece: Callable[[int, int], Parts], num_samples: int, size: int) -> Parts:
+    """``piece(start, stop)`` of that size, one after the other, written into place.
+
+    So none of them is held twice.
+    """
+    if size >= num_samples:
+        return piece(0, num_samples)
     whole: Parts = {}
-    start = size = 0
-    for piece in pieces:
-        for group, tensors in piece.items():
+    for start in range(0, num_samples, size):
+        stop = min(start + size, num_samples)
+        for group, tensors in piece(start, stop).items():
             parts = whole.setdefault(group, {})
             for name, x in tensors.items():
                 if start == 0:
                     parts[name] = x.new_empty(num_samples, *x.shape[1:])
-                size = len(x)
-                parts[name][start : start + size] = x
-        start += size
+                parts[name][start:stop] = x
     return whole
-
-
-def _one_by_one(
-    program: Program,
-    reduce: Callable[[Sites], Parts],
-    values: Mapping[str, Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    num_samples: int,
-    minibatches: Minibatches,
-) -> Any:
-    names: set[str] = set()
-    for s in range(num_samples):
-        at_draw = {name: x[s] for name, x in values.items()}
-        sites = without_plates(run_plainly(program, at_draw, args, kwargs, minibatches))
-        if s and (changed := names ^ sites.keys()):
-            raise ValueError(
-                f"The sites {sorted(changed)} are there in some draws and not in others, so they "
-                "can not be stored as arrays. Write the model with the same sites in every run."
-            )
-        names = set(sites)
-        yield {g: {n: x[None] for n, x in part.items()} for g, part in reduce(sites).items()}

@@ -8,7 +8,6 @@ Three things a Pyro program does can not happen inside ``vmap`` and are moved ou
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import pyro
@@ -17,6 +16,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from ..linalg.random import own_random_state
 from .pyro_adapter import batched_safe_log
@@ -82,7 +82,7 @@ def is_minibatch(site: Site) -> bool:
 
 
 class Conditioned(Messenger):
-    """Fixes latent sites and minibatches, which stay latent, and records every sample site.
+    """Fixes latent sites and minibatches, which stay latent; records sample sites and parameters.
 
     It does in one handler what ``poutine.replay`` and ``poutine.trace`` do in two, except that a
     minibatch passed by the program itself (``plate(..., subsample=index)``) is never replaced.
@@ -101,6 +101,7 @@ class Conditioned(Messenger):
         self.minibatches = minibatches if shared else Minibatches(minibatches)
         self.in_vmap = in_vmap
         self.sites: Sites = {}
+        self.params: dict[str, Tensor] = {}
 
     def _pyro_sample(self, msg: Site) -> None:
         name = msg["name"]
@@ -132,6 +133,9 @@ class Conditioned(Messenger):
         # Modules with local parameters made them before, and keep them out of the store.
         if self.in_vmap and new and not pyro.settings.get("module_local_params"):
             raise _Missing(msg["name"])
+
+    def _pyro_post_param(self, msg: Any) -> None:
+        self.params[msg["name"]] = msg["value"]
 
 
 class _BatchedSamplers(TorchFunctionMode):
@@ -207,6 +211,12 @@ def run_particles(
             program(*args, **kwargs)
         return reduce(sites)
 
+    def plain_run() -> Sites:
+        """The first particle without ``vmap``, which creates parameters."""
+        first = {name: value[0] for name, value in values.items()} | dict(shared or {})
+        with pyro.poutine.block():
+            return look(program, first, args, kwargs, minibatches)
+
     batched = torch.func.vmap(body, randomness=randomness, chunk_size=chunk_size)
     inputs = (dict(values), torch.empty(num_particles, device="cpu"))
     missing: set[tuple[str, tuple[int, int] | None]] = set()
@@ -227,18 +237,13 @@ def run_particles(
                 ) from need
             missing.add((need.name, size))
             if need.subsample is None:
-                with torch.no_grad(), pyro.poutine.block(), own_random_state():
-                    first = _first_particle(values, shared)
-                    run_plainly(program, first, args, kwargs, minibatches)
+                plain_run()
             else:
                 minibatches.draw(need.name, need.subsample)
         except RuntimeError as error:
-            following = partial(
-                _sites_of_plain_run, program, values, shared, args, kwargs, minibatches
-            )
             if not sampling:  # a site that the caller refuses may be what can not run
-                _refuse(reduce, following, error)
-            raise vmap_error(error, sites, following) from error
+                _refuse(reduce, plain_run, error)
+            raise vmap_error(error, sites, plain_run) from error
 
 
 def run_in_loop(
@@ -253,21 +258,13 @@ def run_in_loop(
     shared: Mapping[str, Tensor] | None = None,
 ) -> Any:
     """As :func:`run_particles`, one particle after the other and without ``vmap``."""
-    runs = []
+
+    def one(s: int) -> Any:
+        at = {name: value[s] for name, value in values.items()} | dict(shared or {})
+        return reduce(run_plainly(program, at, args, kwargs, minibatches))
+
     with pyro.validation_enabled(False):
-        for s in range(num_particles):
-            at = {name: value[s] for name, value in values.items()} | dict(shared or {})
-            runs.append(reduce(run_plainly(program, at, args, kwargs, minibatches)))
-    return _stacked(runs)
-
-
-def _stacked(runs: list[Any]) -> Any:
-    first = runs[0]
-    if isinstance(first, dict):
-        return {key: _stacked([run[key] for run in runs]) for key in first}
-    if isinstance(first, tuple):
-        return tuple(map(_stacked, map(list, zip(*runs, strict=True))))
-    return torch.stack(runs)
+        return tree_map(lambda *x: torch.stack(x), *map(one, range(num_particles)))
 
 
 def run_plainly(
@@ -283,6 +280,19 @@ def run_plainly(
     return handler.sites
 
 
+def look(
+    program: Callable[..., Any],
+    values: Mapping[str, Tensor],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    minibatches: Minibatches | None = None,
+) -> Sites:
+    """As :func:`run_plainly`, without a graph and with the random state put back at the end."""
+    drawn = Minibatches() if minibatches is None else minibatches
+    with torch.no_grad(), own_random_state():
+        return run_plainly(program, values, args, kwargs or {}, drawn)
+
+
 def _refuse(reduce: Callable[[Sites], Any], run: Callable[[], Sites], error: Exception) -> None:
     try:
         reduce(run())
@@ -290,22 +300,3 @@ def _refuse(reduce: Callable[[Sites], Any], run: Callable[[], Sites], error: Exc
         raise refused from error
     except Exception:  # of a program that is wrong without vmap too
         return
-
-
-def _first_particle(
-    values: Mapping[str, Tensor], shared: Mapping[str, Tensor] | None
-) -> dict[str, Tensor]:
-    return {name: value[0] for name, value in values.items()} | dict(shared or {})
-
-
-def _sites_of_plain_run(
-    program: Callable[..., Any],
-    values: Mapping[str, Tensor],
-    shared: Mapping[str, Tensor] | None,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    minibatches: Minibatches,
-) -> Sites:
-    """The sites of a run without ``vmap``, for what an error says."""
-    with torch.no_grad(), pyro.poutine.block(), own_random_state():
-        return run_plainly(program, _first_particle(values, shared), args, kwargs, minibatches)
