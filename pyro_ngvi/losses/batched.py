@@ -32,10 +32,10 @@ from ..linalg.random import own_random_state
 from ..runtime.checks import (
     check_guide,
     check_guide_of_this_model,
-    check_joint_guide,
     check_model,
     check_replaced_priors,
     check_values,
+    check_whole_plates,
     sum_log_prob,
 )
 from ..runtime.density import site_log_prob
@@ -270,7 +270,7 @@ class BatchedELBO(ELBO):
         """Draw all particles from the guide's joint distribution: values by site, and log q."""
         trace: Any = guide.prototype_trace
         if self._layout is None or self._layout[0] is not trace:
-            check_joint_guide(trace)
+            check_whole_plates(type(guide).__name__, dict(trace.iter_stochastic_nodes()))
             self._layout = (trace, LatentLayout(trace))
         _, layout = self._layout
         # Validation would wait for the device. The factor lets handlers around SVI.step, such as

@@ -4,6 +4,23 @@ from typing import Any
 
 from ..guides.base import AutoFamily
 
+#: by the form of curvature that a family has a use for, the kinds of which it can be made
+_KINDS = {
+    "diagonal": ("hessian", "gauss_newton", "squared_gradient", "price"),
+    "dense": ("hessian", "gauss_newton", "price"),
+    "low_rank": ("gauss_newton", "price"),
+    "kronecker": ("kronecker",),
+}
+
+#: by kind, the guide to take
+_GUIDES = {
+    "hessian": "AutoMeanFieldNormal or AutoFullRankNormal",
+    "gauss_newton": "AutoMeanFieldNormal, AutoFullRankNormal or AutoFactorPrecision",
+    "price": "AutoMeanFieldNormal, AutoFullRankNormal or AutoFactorPrecision",
+    "squared_gradient": "AutoMeanFieldNormal",
+    "kronecker": "AutoMatrixNormal with pyro_ngvi.optim.NoisyKFAC",
+}
+
 
 def check_guide_takes_curvature(guide: Any, kind: str, joint: bool) -> None:
     """Refuse a guide that has no use for curvature, in a sentence that names the fix."""
@@ -14,37 +31,15 @@ def check_guide_takes_curvature(guide: Any, kind: str, joint: bool) -> None:
             f"{type(guide).__name__}. Pass for instance pyro_ngvi.AutoMeanFieldNormal(model) itself "
             f"(not within an AutoGuideList), or leave curvature out."
         )
-    if kind == "scores":
+    kinds = _KINDS.get(guide.family.curvature_form or "", ())
+    if kind in kinds or kind == "scores":
         return
-    form = guide.family.curvature_form
-    if kind == "kronecker" and form != kind:
-        raise ValueError(
-            f"{what} leaves two factors for each matrix of a matrix-normal guide, and the guide is "
-            f"{type(guide).__name__}. Take AutoMatrixNormal with pyro_ngvi.optim.NoisyKFAC, or "
-            f'curvature="gauss_newton".'
-        )
-    if form == "kronecker" and kind != form:
-        raise ValueError(
-            f'{what}: {type(guide).__name__} takes curvature="kronecker", for '
-            f"pyro_ngvi.optim.NoisyKFAC, and no other. Use that, or leave curvature out and "
-            f"take pyro_ngvi.NGVB."
-        )
-    if form is None:
-        raise ValueError(
-            f"{what}: {type(guide.family).__name__}, the family of {type(guide).__name__}, has no use "
-            f"for a curvature. Take AutoMeanFieldNormal, AutoFullRankNormal or AutoFactorPrecision, or "
-            f"leave curvature out."
-        )
-    if form == "low_rank" and kind in ("hessian", "squared_gradient"):
-        raise ValueError(
-            f"{what}: {type(guide.family).__name__} takes curvature as a sum of outer products. Use "
-            f'curvature="gauss_newton".'
-        )
-    if form == "dense" and kind == "squared_gradient":
-        raise ValueError(
-            f"{what} is diagonal, and {type(guide.family).__name__} has correlations. Use "
-            f'curvature="gauss_newton" or "hessian", or AutoMeanFieldNormal.'
-        )
+    taken = " or ".join(f'"{k}"' for k in kinds)
+    takes = f"takes curvature={taken}" if kinds else "has no use for a curvature"
+    raise ValueError(
+        f"{what}: {type(guide.family).__name__}, the family of {type(guide).__name__}, {takes}. Take "
+        f"{_GUIDES[kind]}, or leave curvature out."
+    )
 
 
 def check_all_have_scores(guide: AutoFamily) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributions import VonMises, biject_to
 
 from ..linalg.random import fixed_normal, own_random_state
+from ..runtime.checks import check_whole_plates
 from ..runtime.density import innermost, site_log_prob
 from ..runtime.pyro_adapter import masks_of
 from ..runtime.support import bounds
@@ -40,7 +41,7 @@ def check_latents(
     guide: str, model: Callable[..., Any], sites: dict[str, Any], args: Any, kwargs: Any
 ) -> None:
     """Run ``model``, which hides no site, once more and compare with ``sites``, the latent ones."""
-    _check_plates(guide, sites)
+    check_whole_plates(guide, sites)
     _check_angles(guide, sites)
     masked = {name: mask for name, site in sites.items() if (mask := _masked(site)).any()}
     moved, values = _moved(sites)
@@ -86,19 +87,6 @@ def _check_angles(guide: str, sites: dict[str, Any]) -> None:
                 f'Write z = pyro.sample("{name}", dist.Uniform(-math.pi, math.pi)) and '
                 f'pyro.factor("prior", dist.VonMises(loc, concentration).log_prob(z)).'
             )
-
-
-def _check_plates(guide: str, sites: dict[str, Any]) -> None:
-    for name, site in sites.items():
-        for frame in site["cond_indep_stack"]:
-            full = frame.full_size
-            if full is not None and full != frame.size:
-                raise ValueError(
-                    f"{guide}: latent site {name!r} lies in the subsampled plate {frame.name!r} "
-                    f"({frame.size} of {full}). Use the whole plate, or AutoGuideList(model, "
-                    "create_plates=f), f the plate, with AutoNormal(poutine.block(model, "
-                    f"expose=[{name!r}]))."
-                )
 
 
 def _moved(

@@ -90,16 +90,16 @@ def check_minibatch(site: Site, shared: Mapping[str, Tensor]) -> None:
         )
 
 
-def check_joint_guide(prototype: Any) -> None:
-    """Refuse a guide with one flat latent vector over a model with subsampled local latents."""
-    for name, site in prototype.iter_stochastic_nodes():
+def check_whole_plates(guide: str, sites: Sites) -> None:
+    """Refuse latent sites in a subsampled plate to a guide that has one flat vector of them all."""
+    for name, site in sites.items():
         for frame in site["cond_indep_stack"]:
-            if frame.full_size is not None and frame.size < frame.full_size:
+            if frame.full_size not in (None, frame.size):
                 raise ValueError(
-                    f"The latent site {name!r} lies in the subsampled plate {frame.name!r} "
-                    f"({frame.size} of {frame.full_size}), but the guide has one joint vector with "
-                    f"{frame.size} of its values. Use the whole plate, or AutoNormal, which holds "
-                    f"all {frame.full_size}."
+                    f"{guide}: latent site {name!r} lies in the subsampled plate {frame.name!r} "
+                    f"({frame.size} of {frame.full_size}). Use the whole plate, or "
+                    "AutoGuideList(model, create_plates=f), f the plate, with "
+                    f"AutoNormal(poutine.block(model, expose=[{name!r}]))."
                 )
 
 
