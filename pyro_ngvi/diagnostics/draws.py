@@ -23,7 +23,7 @@ from ..runtime.map_draws import Parts, map_draws, without_plates
 from ..runtime.marked import is_marked
 from ..runtime.summed_out import summed_out
 from ..runtime.support import check_data, plain_support
-from ..runtime.vmap import Conditioned, Minibatches, Site, Sites, look
+from ..runtime.vmap import Minibatches, Site, Sites, is_auxiliary, is_latent, look, run_both
 
 MOST_DOUBLES = 10_000_000  # in an array that is stored in float64
 
@@ -103,11 +103,8 @@ class Fitted:
         self.guide, self.args, self.kwargs = guide, args, kwargs
         self.model = partial(model, *args, **kwargs)
         with torch.no_grad():
-            with Conditioned({}, Minibatches()) as of_guide:
-                guide(*args, **kwargs)
-            drawn = _of_guide(without_plates(of_guide.sites))
-            with Conditioned(drawn, of_guide.minibatches) as of_model:
-                self.model()
+            of_guide, of_model = run_both(model, guide, args, kwargs, Minibatches())
+        drawn = _of_guide(of_guide.sites)
         _refuse_minibatches(of_model.sites)
         self.sites = without_plates(of_model.sites)
         for name in drawn.keys() & self.sites.keys():  # what the guide samples is not summed out
@@ -236,9 +233,8 @@ def guide_draws(
 
 def _of_guide(sites: Sites) -> dict[str, Tensor]:
     """Values of the latent sites of the model; the guide may draw from others to get there."""
-    latent = {name: site for name, site in sites.items() if site_kind(site) == "latent"}
-    auxiliary = {name for name, site in latent.items() if (site["infer"] or {}).get("is_auxiliary")}
-    return {name: site["value"] for name, site in latent.items() if name not in auxiliary}
+    latent = {name: site for name, site in sites.items() if is_latent(site)}
+    return {name: site["value"] for name, site in latent.items() if not is_auxiliary(site)}
 
 
 def _density(sites: Sites, terms: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:

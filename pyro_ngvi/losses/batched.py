@@ -18,7 +18,6 @@ from pyro.infer import ELBO
 from pyro.infer.autoguide import AutoContinuous
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
-from pyro.poutine.util import site_is_subsample
 from pyro.util import warn_if_nan
 from torch import Tensor
 
@@ -41,13 +40,22 @@ from ..runtime.checks import (
 from ..runtime.density import site_log_prob
 from ..runtime.latent_supports import LatentSupports
 from ..runtime.layout import LatentLayout
-from ..runtime.loop import Runs
 from ..runtime.summed_out import summed_out
 from ..runtime.support import LaterData
-from ..runtime.vmap import Conditioned, Minibatches, Sites, is_minibatch, run_plainly
+from ..runtime.vmap import (
+    Conditioned,
+    Minibatches,
+    Sites,
+    is_auxiliary,
+    is_latent,
+    is_minibatch,
+    run_both,
+    run_plainly,
+)
 from ..runtime.whole_gradients import whole_gradients
 from .guide_checks import check_all_have_scores, check_guide_takes_curvature, check_unscaled
 from .joint import is_joint, posterior_of
+from .loop import Runs
 from .tempering import Tempered
 
 Program = Callable[..., Any]
@@ -258,10 +266,10 @@ class BatchedELBO(ELBO):
             for name, site in sites.items():
                 if is_minibatch(site) and site["value"] is self._minibatches.get(name):
                     shared[name] = site["value"]
-                elif is_minibatch(site) or _is_latent(site):
+                elif is_minibatch(site) or is_latent(site):
                     values[name] = torch.as_tensor(site["value"])
             check_guide(sites)
-            self._helpers = _helpers(sites)
+            self._helpers = {name for name, site in sites.items() if is_auxiliary(site)}
             return values, sum_log_prob(sites)
 
         return self._run(guide, reduce, {}, args, kwargs, sampling=True)
@@ -304,36 +312,20 @@ class BatchedELBO(ELBO):
             )
         minibatches = self._minibatches = Minibatches()
         with own_random_state(), poutine.block(), torch.no_grad():
-            guide_sites = run_plainly(guide, {}, args, kwargs, minibatches)
+            of_guide, of_model = run_both(model, guide, args, kwargs, minibatches)
+            guide_sites, drawn, model_sites = of_guide.sites, of_model.values, of_model.sites
             check_guide(guide_sites)
-            shared, values = {}, {}
-            for name, site in guide_sites.items():
-                if is_minibatch(site):
-                    shared[name] = torch.as_tensor(site["value"])
-                elif _is_latent(site):
-                    values[name] = site["value"]
-            model_sites = run_plainly(model, values | shared, args, kwargs, minibatches)
-            plain_sites = model_sites
-            self._model = summed_out(model, model_sites, values)
+            self._model = summed_out(model, model_sites, drawn)
             if self._model is not model:
-                again = values | shared
-                model_sites = run_plainly(self._model, again, args, kwargs, minibatches)
+                model_sites = run_plainly(self._model, drawn, args, kwargs, minibatches)
+            self._helpers = {n for n, site in guide_sites.items() if is_auxiliary(site)}
             own = {name for name, site in guide_sites.items() if not site["is_observed"]}
-            check_guide_of_this_model(own - _helpers(guide_sites), model_sites)
+            check_guide_of_this_model(own - self._helpers, model_sites)
             self._supports = LatentSupports(guide)
             self._supports.check(model_sites)
             for _, block in find_blocks(guide):
                 check_replaced_priors(block.replaced_priors, guide_sites, model_sites)
-            check_model(model_sites, values, shared)
-            for sites in (guide_sites, plain_sites):
+            check_model(model_sites, drawn, drawn)
+            for sites in (guide_sites, of_model.sites):
                 check_values(sites)
         return model_sites, guide_sites
-
-
-def _helpers(sites: Sites) -> set[str]:
-    """The names of a guide's own helper variables."""
-    return {name for name, site in sites.items() if site["infer"].get("is_auxiliary")}
-
-
-def _is_latent(site: Any) -> bool:
-    return not site["is_observed"] and not site_is_subsample(site)

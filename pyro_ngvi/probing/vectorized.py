@@ -24,9 +24,19 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..linalg.random import own_random_state
-from ..runtime.density import batched_trace, site_kind, site_log_prob
+from ..runtime.density import batched_trace, site_log_prob, with_density
 from ..runtime.pyro_adapter import has_model, model_as_given
-from ..runtime.vmap import Minibatches, Site, Sites, run_in_loop, run_particles
+from ..runtime.vmap import (
+    Conditioned,
+    Minibatches,
+    Site,
+    Sites,
+    is_latent,
+    run_both,
+    run_in_loop,
+    run_particles,
+    run_plainly,
+)
 from ..runtime.vmap_error import CannotBatch
 
 Program = Callable[..., Any]
@@ -68,9 +78,9 @@ def check_vectorized(
     if num_particles < 2:
         raise ValueError(f"num_particles is {num_particles}; a check needs at least 2.")
     with poutine.block(), torch.no_grad():
-        single = _single_trace(model, guide, args, kwargs)[1]
-        stacks = [site.get("cond_indep_stack", ()) for site in single.nodes.values()]
-        dims = [frame.dim for frames in stacks for frame in frames if frame.dim is not None]
+        single = run_both(model, guide, args, kwargs, Minibatches())[1].sites
+        frames = [frame for site in single.values() for frame in site["cond_indep_stack"]]
+        dims = [frame.dim for frame in frames if frame.dim is not None]
         particles = pyro.plate("_particles", num_particles, dim=min(dims, default=0) - 1)
         _check(model, guide, single, particles, num_particles, args, kwargs)
 
@@ -96,10 +106,10 @@ def check_vectorized_call(
         warnings.simplefilter("ignore")  # the run itself says the same
         try:
             model = model_as_given(guide)
-            draws, single = _single_trace(model, guide, args, kwargs)
-            if _is_comparable(model, draws, single, args, kwargs):
+            _, single = run_both(model, guide, args, kwargs, Minibatches())
+            if _is_comparable(model, single, args, kwargs):
                 particles: Any = _Inside(frame)
-                _check(model, guide, single, particles, frame.size, args, kwargs)
+                _check(model, guide, single.sites, particles, frame.size, args, kwargs)
         except BroadcastError as found:
             error = found
         except Exception:  # whatever keeps the two from being compared is no fault of the model
@@ -124,31 +134,24 @@ class _Inside(Messenger):
         msg["cond_indep_stack"] = (self.frame,) + msg["cond_indep_stack"]
 
 
-def _single_trace(model: Program, guide: Program, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """One draw of the guide, and the model run against it."""
-    draws = poutine.trace(guide).get_trace(*args, **kwargs)
-    return draws, poutine.trace(poutine.replay(model, trace=draws)).get_trace(*args, **kwargs)
-
-
-def _is_comparable(model: Program, draws: Any, single: Any, args: Any, kwargs: Any) -> bool:
+def _is_comparable(model: Program, single: Conditioned, args: Any, kwargs: Any) -> bool:
     """Whether the guide gives all that is random in the model, and ``vmap`` can run it."""
     latents, indices = {}, {}
-    for name, site in _sample_sites(single).items():
-        if site["is_observed"]:
-            continue
+    for name, site in single.sites.items():
         if site_is_subsample(site):
             indices[name] = site["value"]
-        elif name not in draws.nodes or site["infer"].get("enumerate"):
-            return False
-        else:
-            latents[name] = site["value"].expand(2, *site["value"].shape)
+        elif is_latent(site):
+            if name not in single.values or site["infer"].get("enumerate"):
+                return False
+            latents[name] = site["value"]
     # Numbers that are drawn although all sites are given differ between two runs of any kind: noise,
     # dropout, or latent sites that a poutine.block hides.
     before = _random_state()
-    poutine.replay(model, trace=single)(*args, **kwargs)
+    run_plainly(model, latents | indices, args, kwargs, Minibatches())
     if any(not torch.equal(a, b) for a, b in zip(before, _random_state(), strict=True)):
         return False
-    batched_trace(model, latents, args, kwargs, num_particles=2, indices=indices)
+    twice = {name: value.expand(2, *value.shape) for name, value in latents.items()}
+    batched_trace(model, twice, args, kwargs, num_particles=2, indices=indices)
     return True
 
 
@@ -173,7 +176,7 @@ def _check(
         if site_is_subsample(site):
             indices[name] = site["value"]
         elif not site["is_observed"]:
-            values[name] = _per_particle(site, single.nodes[name], num_particles)
+            values[name] = _per_particle(site, single[name], num_particles)
     given: Any = model, _log_probs, values, num_particles, args, kwargs
     try:
         expected = run_particles(*given, minibatches=Minibatches(indices), sampling=True)
@@ -185,11 +188,7 @@ def _check(
 
 
 def _log_probs(sites: Sites) -> dict[str, Tensor]:
-    return {
-        name: site_log_prob(site)[1]
-        for name, site in sites.items()
-        if not site_is_subsample(site) and site_kind(site) != "deterministic"
-    }
+    return {name: site_log_prob(site)[1] for name, site in with_density(sites).items()}
 
 
 def _vectorized_trace(

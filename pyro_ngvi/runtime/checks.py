@@ -8,7 +8,7 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from .density import site_kind, site_log_prob
+from .density import site_log_prob, with_density
 from .support import validated_log_prob
 from .vmap import Site, Sites
 
@@ -133,9 +133,7 @@ def check_log_prob_shape(site: Site, log_prob: Tensor) -> None:
 
 def check_values(sites: Sites) -> None:
     """Refuse a value outside the support of its site, as far as Pyro's validation is on."""
-    for site in sites.values():
-        if site_is_subsample(site) or site_kind(site) == "deterministic":
-            continue
+    for site in with_density(sites).values():
         check_log_prob_shape(site, validated_log_prob(site))
 
 
@@ -158,9 +156,7 @@ def check_model(sites: Sites, values: Mapping[str, Any], shared: Mapping[str, An
 def sum_log_prob(sites: Sites) -> Tensor:
     """The log probability of all sites of one particle, a scalar; each has the shape of its plates."""
     total: Any = None
-    for site in sites.values():
-        if site_is_subsample(site) or site_kind(site) == "deterministic":
-            continue
+    for site in with_density(sites).values():
         log_prob = site_log_prob(site)[1]
         check_log_prob_shape(site, log_prob)
         total = log_prob.sum() if total is None else total + log_prob.sum()

@@ -31,6 +31,15 @@ def site_kind(site: Site) -> Kind:
     return "factor" if isinstance(innermost(site["fn"]), dist.Unit) else "observed"
 
 
+def with_density(sites: Sites) -> Sites:
+    """The sites that have a term in the log joint: no index of a plate, nothing deterministic."""
+    return {
+        name: site
+        for name, site in sites.items()
+        if not site_is_subsample(site) and site_kind(site) != "deterministic"
+    }
+
+
 def _is_function(fn: Any) -> bool:
     """Whether a distribution is what Pyro's reparametrisations leave of a site: a point, masked out."""
     masked = False

@@ -81,6 +81,16 @@ def is_minibatch(site: Site) -> bool:
     return site_is_subsample(site) and len(site["value"]) < site["fn"].size
 
 
+def is_latent(site: Site) -> bool:
+    """Whether a recorded site is a latent variable, and not the index of a plate."""
+    return not site["is_observed"] and not site_is_subsample(site)
+
+
+def is_auxiliary(site: Site) -> bool:
+    """Whether a guide draws the site only on the way to those of the model."""
+    return bool((site["infer"] or {}).get("is_auxiliary"))
+
+
 class Conditioned(Messenger):
     """Fixes latent sites and minibatches, which stay latent; records sample sites and parameters.
 
@@ -278,6 +288,29 @@ def run_plainly(
     with Conditioned(values, minibatches) as handler:
         program(*args, **kwargs)
     return handler.sites
+
+
+def run_both(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    minibatches: Minibatches,
+) -> tuple[Conditioned, Conditioned]:
+    """One plain run of a guide, and of its model at the draw: the handlers, guide's and model's.
+
+    They hold what they saw; the model's ``values`` are the guide's latent sites and minibatches.
+    """
+    with Conditioned({}, minibatches) as of_guide:
+        guide(*args, **kwargs)
+    drawn = {
+        name: torch.as_tensor(site["value"])
+        for name, site in of_guide.sites.items()
+        if is_minibatch(site) or is_latent(site)
+    }
+    with Conditioned(drawn, minibatches) as of_model:
+        model(*args, **kwargs)
+    return of_guide, of_model
 
 
 def look(

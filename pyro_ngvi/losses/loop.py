@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .vmap import run_in_loop, run_particles
-from .vmap_error import CannotBatch
+from ..runtime.vmap import run_in_loop, run_particles
+from ..runtime.vmap_error import CannotBatch
 
 __all__ = ["Runs"]
 
