@@ -105,10 +105,7 @@ def _without_slashes(by_name: Mapping[str, Any]) -> dict[str, Any]:
 def summary(data: Any, **kwargs: Any) -> Any:
     """``arviz.summary`` of independent draws: moments and intervals, no figure of a Markov chain.
 
-    R-hat, the effective sample size and the Monte-Carlo error built on it ask how well a *chain*
-    has mixed. Draws from a guide are independent, so there these figures look perfect however
-    wrong the guide is, and are left out. Whether to believe the guide is k-hat's question, see
-    :func:`pyro_ngvi.khat`.
+    The user's is :func:`pyro_ngvi.summary`, which says why.
 
     :param data: what :func:`pyro_ngvi.to_arviz` returned.
     :param kwargs: passed on to ``arviz.summary``; ``kind`` may be one of its kinds that start with

@@ -38,10 +38,9 @@ from ..runtime.checks import (
     sum_log_prob,
 )
 from ..runtime.density import site_log_prob
-from ..runtime.latent_supports import LatentSupports
 from ..runtime.layout import LatentLayout
 from ..runtime.summed_out import summed_out
-from ..runtime.support import LaterData
+from ..runtime.support import LatentSupports, LaterData
 from ..runtime.vmap import (
     Conditioned,
     Minibatches,
@@ -242,17 +241,9 @@ class BatchedELBO(ELBO):
 
     def _run(self, program: Program, reduce: Any, values: Any, args: Any, kwargs: Any, **how: Any):
         kind = None if self._active is None else self._active.kind
-        return self._runs(
-            program,
-            reduce,
-            values,
-            self.num_particles,
-            args,
-            kwargs,
-            loops=kind in (None, "price", "scores"),
-            minibatches=self._minibatches,
-            **how,
-        )
+        given = program, reduce, values, self.num_particles, args, kwargs
+        loops = kind in (None, "price", "scores")
+        return self._runs(loops, *given, minibatches=self._minibatches, **how)
 
     def _draw(self, guide: Program, args: Any, kwargs: Any, shared: dict[str, Tensor]) -> Draw:
         """Run a guide of any kind under ``vmap``: values (S, ...) by site, and log q, (S,).

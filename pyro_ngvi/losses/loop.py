@@ -28,25 +28,14 @@ class Runs:
         self._looped = []
 
     def __call__(
-        self,
-        program: Program,
-        reduce: Any,
-        values: Any,
-        num_particles: int,
-        args: Any,
-        kwargs: Any,
-        *,
-        loops: bool,
-        minibatches: Any,
-        shared: Any = None,
-        **how: Any,
+        self, loops: bool, *given: Any, minibatches: Any, shared: Any = None, **how: Any
     ) -> Any:
-        """What ``reduce`` makes of the sites, batched; ``loops`` allows the loop.
+        """What ``run_particles`` makes of ``given``; ``loops`` allows the loop.
 
         Raises:
             CannotBatch: where ``vmap`` can not run the program and ``loops`` is False.
         """
-        given: Any = program, reduce, values, num_particles, args, kwargs
+        program, _, _, num_particles, *_ = given
         common: Any = {"minibatches": minibatches, "shared": shared}
         reason: CannotBatch | None = None
         if all(program is not known for known in self._looped):

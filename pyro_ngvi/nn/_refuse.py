@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.parameter import is_lazy
 
 from ..linalg.host_bool import host_bool
 
@@ -134,10 +133,6 @@ def refuse_module(module: Any) -> None:
         _refuse(path, part, [*_BY_KIND, *_BY_MODE])
     sampled = {name: p for name, p in module.named_parameters() if p.requires_grad}
     for name, p in sampled.items():
-        if is_lazy(p):
-            raise ValueError(
-                f"The parameter {name!r} has no shape yet. Run the module once on a batch first."
-            )
         if not p.is_floating_point():
             raise ValueError(
                 f"The parameter {name!r} has dtype {p.dtype}; only real floating-point parameters can "

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,8 +139,6 @@ def _batches(x: Any, y: Tensor | None, batch_size: int) -> Iterator[tuple[Any, T
             batch = tuple(t[part] for t in inputs)
             yield batch if isinstance(x, tuple) else batch[0], None if y is None else y[part]
         return
-    if not isinstance(x, Iterable):
-        raise TypeError(f"x is a {type(x).__name__}; give a tensor, a tuple of them, or batches.")
     if y is not None:
         raise ValueError(
             "x is an iterable of batches, so y has to come with them, as pairs (x, y)."

@@ -17,6 +17,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .pyro_adapter import layers_of
 from .vmap import Minibatches, Randomness, Site, Sites, run_particles, sum_per_particle
 
 Kind = Literal["latent", "observed", "deterministic", "factor"]
@@ -42,18 +43,14 @@ def with_density(sites: Sites) -> Sites:
 
 def _is_function(fn: Any) -> bool:
     """Whether a distribution is what Pyro's reparametrisations leave of a site: a point, masked out."""
-    masked = False
-    while isinstance(fn, (dist.Independent, dist.MaskedDistribution)):
-        masked |= isinstance(fn, dist.MaskedDistribution) and fn._mask is False
-        fn = fn.base_dist
-    return masked and isinstance(fn, dist.Delta)
+    *outer, base = layers_of(fn)
+    masked = any(isinstance(f, dist.MaskedDistribution) and f._mask is False for f in outer)
+    return masked and isinstance(base, dist.Delta)
 
 
 def innermost(fn: Any) -> Any:
     """The distribution within ``to_event`` and ``mask``."""
-    while isinstance(fn, (dist.Independent, dist.MaskedDistribution)):
-        fn = fn.base_dist
-    return fn
+    return layers_of(fn)[-1]
 
 
 class _MaskedWrites(TorchFunctionMode):
