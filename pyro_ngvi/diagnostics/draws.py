@@ -216,7 +216,8 @@ def guide_draws(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Draws of the guide's latent sites by name, (S, *shape), and what ``_density`` says there.
 
-    :raises ValueError: when an autoguide was never called.
+    Raises:
+        ValueError: when an autoguide was never called.
     """
     if getattr(guide, "prototype_trace", guide) is None:
         raise ValueError(f"{type(guide).__name__} has never been called. Train it first.")

@@ -92,44 +92,51 @@ def to_arviz(
     The parameter store and gradients are left alone. The model runs batched over the draws, or
     once for each where it can not. Not for a model that subsamples its data: give the full data.
 
-    :param model: the Pyro model. If a keyword argument of it has the name of an option here, bind
-        it first with ``functools.partial``.
-    :param guide: any trained Pyro guide of it.
-    :param args: what the model is called with: the full data.
-    :param num_samples: S, at least 25.
-    :param prior: whether to add ``prior`` and ``prior_predictive``; every prior must be proper.
-    :param posterior_predictive: whether to add that group.
-    :param log_likelihood: whether to add that group.
-    :param coords: labels by dimension; without them a dimension counts from 0.
-    :param dims: names of all dimensions by site or argument, instead of the ones above.
-    :param seed: makes the result repeatable and leaves the global random state as it was.
-    :param batch_size: draws that the model sees at once; ``None`` for a number that bounds the
-        memory beside the result.
-    :param resample: ``"psis"`` for importance resampling, ``None`` for the guide's own draws.
-    :param discrete: whether to draw the sites that are summed out.
-    :param predictions: the model's arguments at new data, ``(X_new,)``, or its keyword arguments,
-        ``{"X": X_new}``. Names of dimensions hold for them, ``coords`` do not: the rows are others.
-    :param kwargs: keyword arguments of the model.
-    :warns RuntimeWarning: where rounding has put draws onto the end of their support.
-    :warns UserWarning: for a guide that is a point mass in some latent sites.
-    :warns RuntimeWarning: with ``resample``, when the weights are not to be relied on.
-    :raises ValueError: when a plate is subsampled; for data outside the support of their site;
-        when the guide is a point mass, lacks a latent
-        site of the model or is of another model; for fewer than 25 draws; when ``coords`` or
-        ``dims`` do not fit; for another ``resample``, and with it for weights that are not finite;
-        where :func:`predict` refuses ``predictions``.
+    Args:
+        model: the Pyro model. If a keyword argument of it has the name of an option here, bind
+            it first with ``functools.partial``.
+        guide: any trained Pyro guide of it.
+        args: what the model is called with: the full data.
+        num_samples: S, at least 25.
+        prior: whether to add ``prior`` and ``prior_predictive``; every prior must be proper.
+        posterior_predictive: whether to add that group.
+        log_likelihood: whether to add that group.
+        coords: labels by dimension; without them a dimension counts from 0.
+        dims: names of all dimensions by site or argument, instead of the ones above.
+        seed: makes the result repeatable and leaves the global random state as it was.
+        batch_size: draws that the model sees at once; ``None`` for a number that bounds the
+            memory beside the result.
+        resample: ``"psis"`` for importance resampling, ``None`` for the guide's own draws.
+        discrete: whether to draw the sites that are summed out.
+        predictions: the model's arguments at new data, ``(X_new,)``, or its keyword arguments,
+            ``{"X": X_new}``. Names of dimensions hold for them, ``coords`` do not: the rows are
+            others.
+        kwargs: keyword arguments of the model.
 
-    >>> import pyro, torch, pyro.distributions as dist
-    >>> from pyro.infer.autoguide import AutoNormal
-    >>> def model(y):
-    ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-    ...     with pyro.plate("unit", len(y)):
-    ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-    >>> data = to_arviz(model, AutoNormal(model), torch.ones(3), num_samples=100, seed=0)
-    >>> data["log_likelihood"]["y"].dims
-    ('chain', 'draw', 'unit')
-    >>> data.attrs["guide"]
-    'AutoNormal'
+    Raises:
+        ValueError: when a plate is subsampled; for data outside the support of their site; when
+            the guide is a point mass, lacks a latent site of the model or is of another model;
+            for fewer than 25 draws; when ``coords`` or ``dims`` do not fit; for another
+            ``resample``, and with it for weights that are not finite; where :func:`predict`
+            refuses ``predictions``.
+
+    Warns:
+        RuntimeWarning: where rounding has put draws onto the end of their support.
+        UserWarning: for a guide that is a point mass in some latent sites.
+        RuntimeWarning: with ``resample``, when the weights are not to be relied on.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist
+        >>> from pyro.infer.autoguide import AutoNormal
+        >>> def model(y):
+        ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("unit", len(y)):
+        ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        >>> data = to_arviz(model, AutoNormal(model), torch.ones(3), num_samples=100, seed=0)
+        >>> data["log_likelihood"]["y"].dims
+        ('chain', 'draw', 'unit')
+        >>> data.attrs["guide"]
+        'AutoNormal'
     """
     if resample not in (None, "psis"):
         raise ValueError(f'resample must be None or "psis", got {resample!r}.')

@@ -114,7 +114,8 @@ class KHat:
         The largest weights are replaced by quantiles of the tail fitted to them, none above the
         largest of them. Weights that are equal, or without a tail to fit, stay as they are.
 
-        :raises ValueError: when the weights are not finite numbers.
+        Raises:
+            ValueError: when the weights are not finite numbers.
         """
         if not np.isfinite(self.log_weights.max()):
             raise ValueError(
@@ -146,26 +147,31 @@ def khat(
     parameter store and gradients are left alone. Latent sites that are marked
     ``infer={"enumerate": "parallel"}`` and not in the guide are summed out.
 
-    :param model: the Pyro model.
-    :param guide: any trained Pyro guide of it.
-    :param args: what the model is called with: the full data.
-    :param num_samples: number of draws S, at least 25.
-    :param seed: makes the result repeatable and leaves the global random state as it was.
-    :param batch_size: draws that the model sees at once; ``None`` for a number that bounds the memory.
-    :param kwargs: keyword arguments of the model.
-    :raises ValueError: for fewer than 25 draws, a subsampled plate, a guide that is a point mass
-        in some latent sites or does not sample the model's latent sites, and data outside the support
-        of their site.
+    Args:
+        model: the Pyro model.
+        guide: any trained Pyro guide of it.
+        args: what the model is called with: the full data.
+        num_samples: number of draws S, at least 25.
+        seed: makes the result repeatable and leaves the global random state as it was.
+        batch_size: draws that the model sees at once; ``None`` for a number that bounds the
+            memory.
+        kwargs: keyword arguments of the model.
 
-    >>> import pyro, pyro.distributions as dist
-    >>> def model():
-    ...     pyro.sample("z", dist.Normal(0.0, 1.0))
-    >>> def narrow():
-    ...     pyro.sample("z", dist.Normal(0.0, 0.3))
-    >>> khat(model, model, seed=0).decision  # an exact guide: all weights are equal
-    'intervals'
-    >>> khat(model, narrow, seed=0).decision
-    'unusable'
+    Raises:
+        ValueError: for fewer than 25 draws, a subsampled plate, a guide that is a point mass in
+            some latent sites or does not sample the model's latent sites, and data outside the
+            support of their site.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> def model():
+        ...     pyro.sample("z", dist.Normal(0.0, 1.0))
+        >>> def narrow():
+        ...     pyro.sample("z", dist.Normal(0.0, 0.3))
+        >>> khat(model, model, seed=0).decision  # an exact guide: all weights are equal
+        'intervals'
+        >>> khat(model, narrow, seed=0).decision
+        'unusable'
     """
     with random_state(seed):  # apart: a guide's first run ever may draw more than later ones
         fitted = Fitted(model, guide, args, kwargs)
@@ -219,14 +225,18 @@ def _unconstrained(sites: Sites, draws: Draws) -> Iterable[tuple[str, np.ndarray
 def khat_from_log_weights(log_weights: np.ndarray, resolution: float = 0.0) -> KHat:
     """PSIS k-hat of given log weights.
 
-    :param log_weights: log p - log q up to a constant, (S,), in nats; -inf is a weight of zero.
-    :param resolution: log weights that all lie within that many nats are taken for equal.
-    :raises ValueError: when they are not a vector of at least 25.
+    Args:
+        log_weights: log p - log q up to a constant, (S,), in nats; -inf is a weight of zero.
+        resolution: log weights that all lie within that many nats are taken for equal.
 
-    >>> uniform = (np.arange(4000) + 0.5) / 4000
-    >>> pareto = khat_from_log_weights(-0.9 * np.log1p(-uniform))  # a tail of shape 0.9
-    >>> print(f"{pareto.khat:.2f} {pareto.threshold:.2f} {pareto.ok}")
-    0.87 0.70 False
+    Raises:
+        ValueError: when they are not a vector of at least 25.
+
+    Example:
+        >>> uniform = (np.arange(4000) + 0.5) / 4000
+        >>> pareto = khat_from_log_weights(-0.9 * np.log1p(-uniform))  # a tail of shape 0.9
+        >>> print(f"{pareto.khat:.2f} {pareto.threshold:.2f} {pareto.ok}")
+        0.87 0.70 False
     """
     x = np.asarray(log_weights, dtype=np.float64)
     if x.ndim != 1 or len(x) < MIN_DRAWS:

@@ -83,37 +83,47 @@ class BatchedELBO(ELBO):
     not depend on latent sites (elsewhere it would have to wait for the answer): on a GPU they are
     yours to check. NaN in later data is not refused there, nor what a mask hides.
 
-    :param num_particles: S, the number of draws of the guide.
-    :param curvature: what ``loss_and_grads`` leaves on the guide for its optimizer, beside the
-        gradients: an expected curvature of -log p(y, z), see :mod:`pyro_ngvi.curvature.kinds`.
-        "hessian": the Hessian; "gauss_newton": products of the gradients of single data, with the
-        Hessian of the prior (both wrong, with a warning, where the gradient of what they are taken of
-        jumps: Laplace distributions, and for "hessian" ReLU); "squared_gradient": squares of the
-        gradient of the minibatch, as Adam has them; "price": none, the gradients of the scales carry
-        it; "kronecker": the factors of each layer, for ``AutoMatrixNormal`` and ``NoisyKFAC``;
-        "scores": the draws and log q - log p at each, for ``SPRING``, and no gradients. For a guide
-        of ours that has a use for it; it is that of one call, so call this once a step.
-    :param kl_weight: tau, a weight on the KL term: the loss becomes that of the tempered posterior,
-        prior x likelihood^(1 / tau), where a ``pyro.factor`` counts as prior. An attribute too, so
-        that a loop can let it grow to 1 (a warm-up): ``loss.kl_weight = min(1.0, (k + 1) / 1000)``.
-    :param chunk_size: run at most that many particles of the model at a time, to bound memory.
-    :param retain_graph: passed to ``backward``.
-    :raises ValueError: when a site can not be handled, or its ``log_prob`` has a shape that its
-        plates and its value do not explain.
-    :warns RuntimeWarning: when model or guide can not run under ``vmap``, so that a step takes S runs.
-    :raises RuntimeError: the same, with a curvature that needs ``vmap``.
+    Args:
+        num_particles: S, the number of draws of the guide.
+        curvature: what ``loss_and_grads`` leaves on the guide for its optimizer, beside the
+            gradients: an expected curvature of -log p(y, z), see
+            :mod:`pyro_ngvi.curvature.kinds`. "hessian": the Hessian; "gauss_newton": products
+            of the gradients of single data, with the Hessian of the prior (both wrong, with a
+            warning, where the gradient of what they are taken of jumps: Laplace distributions,
+            and for "hessian" ReLU); "squared_gradient": squares of the gradient of the
+            minibatch, as Adam has them; "price": none, the gradients of the scales carry it;
+            "kronecker": the factors of each layer, for ``AutoMatrixNormal`` and ``NoisyKFAC``;
+            "scores": the draws and log q - log p at each, for ``SPRING``, and no gradients. For
+            a guide of ours that has a use for it; it is that of one call, so call this once a
+            step.
+        kl_weight: tau, a weight on the KL term: the loss becomes that of the tempered
+            posterior, prior x likelihood^(1 / tau), where a ``pyro.factor`` counts as prior. An
+            attribute too, so that a loop can let it grow to 1 (a warm-up): ``loss.kl_weight =
+            min(1.0, (k + 1) / 1000)``.
+        chunk_size: run at most that many particles of the model at a time, to bound memory.
+        retain_graph: passed to ``backward``.
 
-    >>> import torch, pyro, pyro.distributions as dist
-    >>> from pyro.infer import SVI
-    >>> from pyro.infer.autoguide import AutoMultivariateNormal
-    >>> def model(X, y):
-    ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    ...     with pyro.plate("data", len(y)):
-    ...         pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
-    >>> guide, adam = AutoMultivariateNormal(model), pyro.optim.Adam({"lr": 0.01})
-    >>> svi = SVI(model, guide, adam, loss=BatchedELBO(num_particles=8))
-    >>> isinstance(svi.step(torch.eye(2), torch.ones(2)), float)
-    True
+    Raises:
+        ValueError: when a site can not be handled, or its ``log_prob`` has a shape that its
+            plates and its value do not explain.
+        RuntimeError: when model or guide can not run under ``vmap``, with a curvature that needs it.
+
+    Warns:
+        RuntimeWarning: when model or guide can not run under ``vmap``, so that a step takes S
+            runs.
+
+    Example:
+        >>> import torch, pyro, pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> from pyro.infer.autoguide import AutoMultivariateNormal
+        >>> def model(X, y):
+        ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+        >>> guide, adam = AutoMultivariateNormal(model), pyro.optim.Adam({"lr": 0.01})
+        >>> svi = SVI(model, guide, adam, loss=BatchedELBO(num_particles=8))
+        >>> isinstance(svi.step(torch.eye(2), torch.ones(2)), float)
+        True
     """
 
     def __init__(

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pyro
 import torch
 
 from ..runtime.vmap import run_in_loop, run_particles
@@ -45,7 +46,10 @@ class Runs:
                 if not loops or isinstance(error.__cause__, torch.OutOfMemoryError):
                     raise
                 reason = error
-        result = run_in_loop(*given, **common)  # shows the error of a program that is just wrong
+        with pyro.validation_enabled(False):
+            result = run_in_loop(
+                *given, **common
+            )  # shows the error of a program that is just wrong
         if reason is not None:
             self._looped.append(program)
             if not self._noticed:

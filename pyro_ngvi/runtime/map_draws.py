@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from ..linalg.random import own_random_state
-from .vmap import Minibatches, Sites, run_particles, run_plainly
+from .vmap import Minibatches, Sites, run_in_loop, run_particles
 
 __all__ = ["Parts", "Program", "map_draws", "without_plates"]
 
@@ -62,41 +62,33 @@ def map_draws(
     minibatches = Minibatches()
     names: set[str] = set()
 
-    def piece(start: int, stop: int) -> Parts:
-        return run_particles(
-            program,
-            lambda sites: reduce(without_plates(sites)),
-            {name: x[start:stop] for name, x in values.items()},
-            stop - start,
-            (),
-            {},
-            minibatches=minibatches,
-            sampling=True,
-        )
-
-    def single(s: int, _: int) -> Parts:
-        at = {name: x[s] for name, x in values.items()}
-        sites = without_plates(run_plainly(program, at, (), {}, minibatches))
-        if s and (changed := names ^ sites.keys()):
+    def chosen(sites: Sites) -> Parts:
+        sites = without_plates(sites)
+        if names and (changed := names ^ sites.keys()):
             raise ValueError(
                 f"The sites {sorted(changed)} are there in some draws and not in others, so they "
                 "can not be stored as arrays. Write the model with the same sites in every run."
             )
         names.update(sites)
-        return tree_map(lambda x: x[None], reduce(sites))
+        return reduce(sites)
 
+    def piece(run: Callable[..., Parts], start: int, stop: int) -> Parts:
+        at = {name: x[start:stop] for name, x in values.items()}
+        return run(program, chosen, at, stop - start, (), {}, minibatches=minibatches)
+
+    together = partial(piece, partial(run_particles, sampling=True))
     with torch.no_grad(), warnings.catch_warnings():
         # torch.binomial under vmap resizes its own output, correctly, and warns about it.
         warnings.filterwarnings("ignore", "An output with one or more elements was resized")
         try:
             if batch_size is None:
                 with own_random_state(), _Largest() as largest:
-                    piece(0, 1)
+                    together(0, 1)
                 batch_size = max(1, MOST_NUMBERS // largest.numel)
-            return _joined(piece, num_samples, batch_size)
+            return _joined(together, num_samples, batch_size)
         except RuntimeError:
             # A program that is wrong rather than unbatchable shows its own error in the loop.
-            return _joined(single, num_samples, 1)
+            return _joined(partial(piece, run_in_loop), num_samples, 1)
 
 
 def without_plates(sites: Sites) -> Sites:

@@ -34,7 +34,8 @@ __all__ = [
 def validated_log_prob(site: Site) -> Tensor:
     """``log_prob`` with scale and mask, under Pyro's validation where that is on.
 
-    :raises ValueError: when the value is outside the support, with the name of the site.
+    Raises:
+        ValueError: when the value is outside the support, with the name of the site.
     """
     try:
         return site_log_prob(site)[1]
@@ -65,7 +66,8 @@ def check_data(checked: Sites, run_unchecked: Callable[[], Sites]) -> None:
     A support may depend on the latents (Uniform(0, z)).  Where the density is then zero by itself, the
     draw is merely impossible.  What a mask hides may be anything.
 
-    :raises ValueError: with the name of the site.
+    Raises:
+        ValueError: with the name of the site.
     """
     for name, site in checked.items():
         if site_kind(site) != "observed":
@@ -114,7 +116,8 @@ class LaterData:
     def check(self, sites: Sites) -> None:
         """Refuse values outside the support, under ``vmap`` too; NaN is left to the optimizer.
 
-        :raises ValueError: with the name of the site.
+        Raises:
+            ValueError: with the name of the site.
         """
         for name, (seen, version) in list(self._good.items()):
             site = sites.get(name)
@@ -179,7 +182,8 @@ class LatentSupports:
     def check(self, sites: Sites) -> None:
         """Refuse a support that has moved, where that can be told without waiting for a device.
 
-        :raises ValueError: with the name of the site.
+        Raises:
+            ValueError: with the name of the site.
         """
         for name, before in self._bounds.items():
             if name in sites and _moved(before, bounds(sites[name]["fn"].support)):

@@ -97,9 +97,10 @@ class Conditioned(Messenger):
     It does in one handler what ``poutine.replay`` and ``poutine.trace`` do in two, except that a
     minibatch passed by the program itself (``plate(..., subsample=index)``) is never replaced.
 
-    :param values: value by site; for a plate's name, its minibatch.
-    :param minibatches: those of subsampled plates to which ``values`` gives none.
-    :param in_vmap: raise :class:`_Missing` where a parameter or a minibatch has to be made.
+    Args:
+        values: value by site; for a plate's name, its minibatch.
+        minibatches: those of subsampled plates to which ``values`` gives none.
+        in_vmap: raise :class:`_Missing` where a parameter or a minibatch has to be made.
     """
 
     def __init__(
@@ -202,14 +203,17 @@ def run_particles(
 ) -> T:
     """Run ``program`` under ``vmap`` over particles and return ``reduce(sites)``, batched.
 
-    :param program: a model or a guide.
-    :param reduce: maps the recorded sites of one particle to a pytree of tensors.
-    :param values: site name to constrained value, with a leading dimension of size S.
-    :param minibatches: those of subsampled plates; what is missing is drawn and added.
-    :param shared: further values by site, which have no particle dimension.
-    :param sampling: whether the program draws sites itself, so that in-place random fills must
-        be supported (it makes every torch call slower).
-    :raises RuntimeError: when the program can not run under ``vmap``.
+    Args:
+        program: a model or a guide.
+        reduce: maps the recorded sites of one particle to a pytree of tensors.
+        values: site name to constrained value, with a leading dimension of size S.
+        minibatches: those of subsampled plates; what is missing is drawn and added.
+        shared: further values by site, which have no particle dimension.
+        sampling: whether the program draws sites itself, so that in-place random fills must be
+            supported (it makes every torch call slower).
+
+    Raises:
+        RuntimeError: when the program can not run under ``vmap``.
     """
     sites: Sites = {}
 
@@ -267,14 +271,13 @@ def run_in_loop(
     minibatches: Minibatches,
     shared: Mapping[str, Tensor] | None = None,
 ) -> Any:
-    """As :func:`run_particles`, one particle after the other and without ``vmap``."""
+    """As :func:`run_particles`, one after the other, without ``vmap``, and validated as Pyro is set."""
 
     def one(s: int) -> Any:
         at = {name: value[s] for name, value in values.items()} | dict(shared or {})
         return reduce(run_plainly(program, at, args, kwargs, minibatches))
 
-    with pyro.validation_enabled(False):
-        return tree_map(lambda *x: torch.stack(x), *map(one, range(num_particles)))
+    return tree_map(lambda *x: torch.stack(x), *map(one, range(num_particles)))
 
 
 def run_plainly(
