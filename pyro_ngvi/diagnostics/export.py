@@ -87,10 +87,10 @@ def to_arviz(
     where there is no such plate, as in a hidden Markov model of one series. With ``discrete`` they are
     drawn, given each draw of the others and the data, into ``posterior``, with the deterministic sites
     that depend on them (by ``pyro.infer.infer_discrete``, once for each draw), and predictions are
-    made with them. A likelihood that can not be drawn from has no predictive groups (a warning).
+    made with them. A likelihood that cannot be drawn from has no predictive groups (a warning).
 
     The parameter store and gradients are left alone. The model runs batched over the draws, or
-    once for each where it can not. Not for a model that subsamples its data: give the full data.
+    once for each where it cannot. Not for a model that subsamples its data: give the full data.
 
     Args:
         model: the Pyro model. If a keyword argument of it has the name of an option here, bind

@@ -75,7 +75,7 @@ def name_dims(
     taken = {*shapes, "chain", "draw"}
     for name in sites:
         for i, plate in _plates(prototype[name]).items():
-            # A dimension can not have the name of a variable that is not its coordinate.
+            # A dimension cannot have the name of a variable that is not its coordinate.
             named[name][i] = f"{plate}_dim" if plate in taken else plate
     for name, given in dims.items():
         if name not in shapes:

@@ -65,13 +65,13 @@ class BatchedELBO(ELBO):
     """Negative ELBO for ``pyro.infer.SVI``, in nats, with the particles batched by ``vmap``.
 
     The model is written for *one* draw of its latent sites (``X @ w``): it needs no plate for the
-    particles and can not broadcast against them. A guide that derives from ``AutoContinuous``, and
+    particles and cannot broadcast against them. A guide that derives from ``AutoContinuous``, and
     overrides neither ``forward`` nor ``sample_latent``, draws all its particles in one call of
     ``get_posterior()``; any other guide is run under ``vmap`` too. A subsampled plate has one
     minibatch a step, shared by model, guide and particles.
 
     Latent sites of the model that are marked ``infer={"enumerate": "parallel"}`` and not in the guide
-    are summed out, as in ``TraceEnum_ELBO``.  A program that ``vmap`` can not run, because it branches
+    are summed out, as in ``TraceEnum_ELBO``.  A program that ``vmap`` cannot run, because it branches
     on the value of a latent site, say, runs once for each particle, with one notice.
 
     Do not use it with a guide whose draws are not reparameterised (discrete ones above all):
@@ -109,7 +109,7 @@ class BatchedELBO(ELBO):
         RuntimeError: when model or guide can not run under ``vmap``, with a curvature that needs it.
 
     Warns:
-        RuntimeWarning: when model or guide can not run under ``vmap``, so that a step takes S
+        RuntimeWarning: when model or guide cannot run under ``vmap``, so that a step takes S
             runs.
 
     Example:

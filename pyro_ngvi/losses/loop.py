@@ -1,4 +1,4 @@
-"""Particles under ``vmap``, or one after the other where a program can not run under it."""
+"""Particles under ``vmap``, or one after the other where a program cannot run under it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Program = Callable[..., Any]
 
 
 class Runs:
-    """Runs programs as ``run_particles`` does; what it can not run, in a loop, with one notice."""
+    """Runs programs as ``run_particles`` does; what it cannot run, in a loop, with one notice."""
 
     def __init__(self) -> None:
         self._looped: list[Program] = []
@@ -34,7 +34,7 @@ class Runs:
         """What ``run_particles`` makes of ``given``; ``loops`` allows the loop.
 
         Raises:
-            CannotBatch: where ``vmap`` can not run the program and ``loops`` is False.
+            CannotBatch: where ``vmap`` cannot run the program and ``loops`` is False.
         """
         program, _, _, num_particles, *_ = given
         common: Any = {"minibatches": minibatches, "shared": shared}

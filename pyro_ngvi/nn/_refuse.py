@@ -1,4 +1,4 @@
-"""What can not become a Pyro model, each refused in a sentence that names the module and the fix.
+"""What cannot become a Pyro model, each refused in a sentence that names the module and the fix.
 
 The log-likelihood must be a sum over examples that are independent given the weights, and the same at
 every run.  That leaves out the modules in the two tables below, and those whose second run returns
@@ -126,7 +126,7 @@ def to_watch(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def refuse_module(module: Any) -> None:
-    """Refuse what is no module, or has nothing to sample, or can not be sampled."""
+    """Refuse what is no module, or has nothing to sample, or cannot be sampled."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"bayesianize takes a torch.nn.Module, got {type(module).__name__}.")
     for path, part in module.named_modules():

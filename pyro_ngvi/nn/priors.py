@@ -56,7 +56,7 @@ def choose_prior(prior: Prior | Mapping[str, Prior], name: str) -> Prior:
 def normal_prior(sd: float, like: Tensor) -> Any:
     """Independent centred normals in the shape, dtype and device of ``like``.
 
-    It is made once and used in and out of ``vmap``, where validation can not branch on values.
+    It is made once and used in and out of ``vmap``, where validation cannot branch on values.
     """
     base: Any = dist.Normal(like.new_zeros(()), like.new_full((), sd), validate_args=False)
     return base.expand(like.shape).to_event(like.dim())

@@ -138,7 +138,7 @@ def check_values(sites: Sites) -> None:
 
 
 def check_guide(sites: Sites) -> None:
-    """Refuse a guide one of whose sites can not be handled."""
+    """Refuse a guide one of whose sites cannot be handled."""
     for site in sites.values():
         if not site_is_subsample(site):
             check_guide_site(site)

@@ -93,7 +93,7 @@ def _refuse_discrete(site: Site) -> None:
 
 
 def feasible_value(site: Site) -> Tensor:
-    """A point inside the support of a site; an improper prior, which can not sample, has one too.
+    """A point inside the support of a site; an improper prior, which cannot sample, has one too.
 
     It is the image of zero, so that no prior, however wide, starts far away.
     """

@@ -196,7 +196,7 @@ def with_inner(transform: Transform) -> list[Transform]:
 def forget_cached(transform: Any) -> None:
     """Make a transform forget its last argument and what it computed from it.
 
-    Pyro's transforms keep them, as tensors that belong to a graph: they can not be copied or pickled,
+    Pyro's transforms keep them, as tensors that belong to a graph: they cannot be copied or pickled,
     and under ``torch.func`` outlive the function that they belong to.
     """
     for t in with_inner(transform):

@@ -110,7 +110,7 @@ class LaterData:
         self._bounds = {name: kept_bounds(site["fn"].support) for name, site in told.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        # a reference can not be stored
+        # a reference cannot be stored
         return vars(self) | {"_good": dict.fromkeys(self._good, (_gone, -1))}
 
     def check(self, sites: Sites) -> None:

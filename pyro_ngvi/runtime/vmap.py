@@ -1,6 +1,6 @@
 """Run Pyro code once under ``torch.func.vmap``, one batch element per particle.
 
-Three things a Pyro program does can not happen inside ``vmap`` and are moved out of it here:
+Three things a Pyro program does cannot happen inside ``vmap`` and are moved out of it here:
 
 * creating a parameter: the program is run once without ``vmap`` and then again with it;
 * drawing a minibatch: it is drawn outside and shared by all particles;
@@ -104,12 +104,11 @@ class Conditioned(Messenger):
     """
 
     def __init__(
-        self, values: Mapping[str, Tensor], minibatches: Mapping[str, Tensor], in_vmap: bool = False
+        self, values: Mapping[str, Tensor], minibatches: Minibatches, in_vmap: bool = False
     ) -> None:
         super().__init__()
         self.values = values
-        shared = isinstance(minibatches, Minibatches)
-        self.minibatches = minibatches if shared else Minibatches(minibatches)
+        self.minibatches = minibatches
         self.in_vmap = in_vmap
         self.sites: Sites = {}
         self.params: dict[str, Tensor] = {}
@@ -150,9 +149,9 @@ class Conditioned(Messenger):
 
 
 class _BatchedSamplers(TorchFunctionMode):
-    """Replaces what samplers do in place and ``vmap`` can not do, or only slowly.
+    """Replaces what samplers do in place and ``vmap`` cannot do, or only slowly.
 
-    An in-place random fill can not differ between particles, so it becomes a draw out of place.
+    An in-place random fill cannot differ between particles, so it becomes a draw out of place.
     The tensor that should have been filled becomes NaN, so that code which goes on to use it
     rather than the returned tensor is found out.
     """
@@ -255,7 +254,7 @@ def run_particles(
             else:
                 minibatches.draw(need.name, need.subsample)
         except RuntimeError as error:
-            if not sampling:  # a site that the caller refuses may be what can not run
+            if not sampling:  # a site that the caller refuses may be what cannot run
                 _refuse(reduce, plain_run, error)
             raise vmap_error(error, sites, plain_run) from error
 
