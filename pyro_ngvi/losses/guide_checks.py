@@ -4,22 +4,23 @@ from typing import Any
 
 from ..guides.base import AutoFamily
 
-#: by the form of curvature that a family has a use for, the kinds of which it can be made
-_KINDS = {
-    "diagonal": ("hessian", "gauss_newton", "squared_gradient", "price"),
-    "dense": ("hessian", "gauss_newton", "price"),
-    "low_rank": ("gauss_newton", "price"),
-    "kronecker": ("kronecker",),
-}
+#: by the form of curvature that a family takes, the kinds that do not have it
+_OF_OTHER_FORM = {"dense": ["squared_gradient"], "low_rank": ["squared_gradient", "hessian"]}
 
-#: by kind, the guide to take
+#: by kind, the guides to take
 _GUIDES = {
     "hessian": "AutoMeanFieldNormal or AutoFullRankNormal",
-    "gauss_newton": "AutoMeanFieldNormal, AutoFullRankNormal or AutoFactorPrecision",
-    "price": "AutoMeanFieldNormal, AutoFullRankNormal or AutoFactorPrecision",
     "squared_gradient": "AutoMeanFieldNormal",
     "kronecker": "AutoMatrixNormal with pyro_ngvi.optim.NoisyKFAC",
 }
+
+
+def _takes(form: str | None, kind: str) -> bool:
+    if kind == "scores":
+        return True
+    if form is None or "kronecker" in (form, kind):
+        return form == kind
+    return kind not in _OF_OTHER_FORM.get(form, ())
 
 
 def check_guide_takes_curvature(guide: Any, kind: str, joint: bool) -> None:
@@ -31,15 +32,15 @@ def check_guide_takes_curvature(guide: Any, kind: str, joint: bool) -> None:
             f"{type(guide).__name__}. Pass for instance pyro_ngvi.AutoMeanFieldNormal(model) itself "
             f"(not within an AutoGuideList), or leave curvature out."
         )
-    kinds = _KINDS.get(guide.family.curvature_form or "", ())
-    if kind in kinds or kind == "scores":
-        return
-    taken = " or ".join(f'"{k}"' for k in kinds)
-    takes = f"takes curvature={taken}" if kinds else "has no use for a curvature"
-    raise ValueError(
-        f"{what}: {type(guide.family).__name__}, the family of {type(guide).__name__}, {takes}. Take "
-        f"{_GUIDES[kind]}, or leave curvature out."
-    )
+    form = guide.family.curvature_form
+    if not _takes(form, kind):
+        own = "kronecker" if form == "kronecker" else "gauss_newton"
+        takes = "has no use for a curvature" if form is None else f'takes curvature="{own}"'
+        guides = _GUIDES.get(kind, "AutoMeanFieldNormal, AutoFullRankNormal or AutoFactorPrecision")
+        raise ValueError(
+            f"{what}: {type(guide.family).__name__}, the family of {type(guide).__name__}, {takes}. "
+            f"Take {guides}, or leave curvature out."
+        )
 
 
 def check_all_have_scores(guide: AutoFamily) -> None:
