@@ -145,7 +145,7 @@ class Drawn:
         if d > MOST_COLUMNS:
             raise ValueError(
                 "The Hessian of the log prior is not diagonal (one latent site in the prior of "
-                f"another): a pass through the model for each of {d:,} latent variables. Use "
+                f"another), and its diagonal would take {d:,} passes through the model. Use "
                 "independent priors, or curvature='price' with pyro_ngvi.optim.IVON."
             )
 

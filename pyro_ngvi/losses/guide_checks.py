@@ -67,5 +67,5 @@ def check_unscaled(log_q: Any, kind: str) -> None:
         raise ValueError(
             f"BatchedELBO(curvature={kind!r}) stands under a poutine.scale or mask around model "
             "and guide, which changes the curvature but not the precision of q that it becomes. "
-            "Leave the scale out; to temper the posterior there is kl_weight."
+            "Leave it out; to temper the posterior there is kl_weight."
         )
