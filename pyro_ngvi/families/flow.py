@@ -33,8 +33,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vjp, vmap
 
 from ..linalg.each_gradient import each_gradient
-from ._monte_carlo import MonteCarloFamily
-from .base import Tensors, log_normal
+from .base import Family, Tensors, log_normal
 from .full_rank import FullRankNormal
 from .mean_field import MeanFieldNormal
 
@@ -49,7 +48,7 @@ GAUSSIANS: dict[str, type[MeanFieldNormal | FullRankNormal]] = {
 }
 
 
-class FlowFamily(MonteCarloFamily):
+class FlowFamily(Family):
     """Densities of z = mu + A T(eps); see the head of this file.
 
     Args:
@@ -60,6 +59,7 @@ class FlowFamily(MonteCarloFamily):
 
     # no Newton steps and no momentum: as for all guides whose Fisher matrix is estimated
     newton_like = True
+    nearly_singular = True
     has_transport = True
     noise_radius = 0.6
     names: tuple[str, ...] = ()

@@ -49,8 +49,7 @@ from torch import Tensor
 from ..linalg import stiefel
 from ._activation import ACTIVATIONS
 from ._affine_map import AffineMap, free_numbers, pack_part, unpack_part
-from ._monte_carlo import MonteCarloFamily
-from .base import Tensors, log_normal
+from .base import Family, Tensors, log_normal
 
 __all__ = ["OrthogonalFlow"]
 
@@ -60,7 +59,7 @@ START = 1.0
 NODES = 100
 
 
-class OrthogonalFlow(MonteCarloFamily):
+class OrthogonalFlow(Family):
     """Flows of ``layers`` elementwise activations between rotations; see the head of this file.
 
     Args:
@@ -83,6 +82,7 @@ class OrthogonalFlow(MonteCarloFamily):
 
     coordinates = ("local",)
     newton_like = True
+    nearly_singular = True
     noise_radius = 0.6
 
     def __init__(

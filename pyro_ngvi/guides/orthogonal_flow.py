@@ -96,7 +96,7 @@ class AutoOrthogonalFlow(AutoFamily):
         self._flow = OrthogonalFlow(layers, activation, form, base, retraction)
         super().__init__(model, **kwargs)
 
-    def _make_family(self) -> Family:
+    def make_family(self) -> Family:
         return self._flow
 
     def sampling_posterior(self) -> FamilyDistribution:

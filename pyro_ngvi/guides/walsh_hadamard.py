@@ -158,7 +158,7 @@ class AutoWalshHadamard(AutoFamily):
         kwargs["init_loc_fn"] = start_within_memory(kwargs.get("init_loc_fn", init_to_center))
         super().__init__(model, **kwargs)
 
-    def _make_family(self) -> Family:
+    def make_family(self) -> Family:
         if self._g == self._rest == "mean_field" and not self._proper:
             return MeanFieldNormal()
         return ProductFamily({}, [], linear=False)  # its parts are known once the sites are

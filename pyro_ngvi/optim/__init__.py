@@ -2,11 +2,13 @@
 
 from ..fisher import remember_arguments
 from ..rules.averaging import LogPower, Tail
+from ..rules.rule import Rule, Step
 from ..rules.schedules import Constant, NoiseClock, PowerDecay, RobbinsMonro
 from .aifvb import AIFVB
 from .ifvb import IFVB
 from .ivon import IVON
 from .nagvac import NAGVAC
+from .natural_gradient import NaturalGradient
 from .ngvb import NGVB
 from .noisy_kfac import NoisyKFAC
 from .slang import SLANG
@@ -27,10 +29,13 @@ __all__ = [
     "VON",
     "Constant",
     "LogPower",
+    "NaturalGradient",
     "NoiseClock",
     "NoisyKFAC",
     "PowerDecay",
     "RobbinsMonro",
+    "Rule",
+    "Step",
     "Tail",
     "Vadam",
     "remember_arguments",

@@ -43,7 +43,8 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from ..families.base import Family, Tensors
+from ..families import NormalFamily
+from ..families.base import Tensors
 from ..rules.averaging import Averaging, as_averaging
 from ..rules.report import part
 from ..rules.rule import Rule, Step
@@ -61,7 +62,7 @@ NEWTON_RATE = PowerDecay(1.0, 0.51)
 class VONRule(Rule):
     """The mathematics, as pure functions of tensors."""
 
-    family: Family
+    family: NormalFamily
     lr: Rate
     curvature_lr: Rate
     momentum: float = 0.0
