@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pyro.distributions.util import scale_and_mask
@@ -19,7 +19,9 @@ from ..runtime.density import site_kind, site_log_prob
 from ..runtime.pyro_adapter import masks_of
 from ..runtime.vmap import Minibatches, Site, Sites, run_particles
 from .derivatives import average, hessian, hessian_diagonal, is_diagonal, row_sums
-from .pair import Pair
+
+if TYPE_CHECKING:
+    from .estimator import CurvatureEstimator
 
 __all__ = ["Drawn"]
 
@@ -36,7 +38,6 @@ class Drawn:
     is observed outside a plate.
 
     Attributes:
-        kind: the name of the estimator.
         guide: the guide that was drawn from.
         draws: theta (S, d), unconstrained, without a graph.
         losses: log q - log p (S,) at the draws, in nats.
@@ -44,11 +45,10 @@ class Drawn:
         model, minibatches, args, kwargs: the model, and how to run it again.
     """
 
-    kind: str
     guide: Any
     draws: Tensor
     losses: Tensor
-    pair: Pair
+    pair: CurvatureEstimator
     model: Callable[..., Any]
     minibatches: Minibatches
     args: tuple[Any, ...]
@@ -107,9 +107,9 @@ class Drawn:
 
     def rest_is_diagonal(self) -> bool:
         """Whether the Hessian of the rest is diagonal, probed once, around a draw."""
-        if self.pair.diagonal_prior is None:
-            self.pair.diagonal_prior = is_diagonal(self.rest, self.draws[0])
-        return self.pair.diagonal_prior
+        if self.pair.rest_is_diagonal is None:
+            self.pair.rest_is_diagonal = is_diagonal(self.rest, self.draws[0])
+        return self.pair.rest_is_diagonal
 
     def warn_of_kinks(self, whole: bool = False) -> None:
         """At the first step: where second derivatives are taken of what has none.
@@ -131,7 +131,7 @@ class Drawn:
         names = kinked_sites(repeatable, t, self.pair.layout, differentiated)
         if names:
             warnings.warn(
-                f"BatchedELBO(curvature={self.kind!r}): the gradient of the log probability of "
+                f"BatchedELBO(curvature={self.pair.kind!r}): the gradient of the log probability of "
                 f"{', '.join(map(repr, names))} jumps, as that of Laplace and |x| does, which "
                 "second derivatives miss: sds come out wrong. Take NGVB without curvature, IVON, "
                 "or curvature='price'.",

@@ -74,7 +74,7 @@ def gauss_newton(drawn: Drawn) -> Parts:
     if drawn.form == "diagonal":
         squares = tapped_squares(drawn)
         if squares is not None:
-            return {"diagonal": squares + drawn.pair.prior}
+            return {"diagonal": squares + drawn.pair.rest_curvature}
     rest, data = drawn.rest_curvature(), _products(drawn)
     if drawn.form == "low_rank":
         return {"rows": data, "diagonal": rest}

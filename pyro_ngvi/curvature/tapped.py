@@ -123,7 +123,7 @@ def kronecker(drawn: Drawn) -> dict[str, Tensor]:
     factors = taps.factors(len(drawn.draws))
     if taps.failure is not None:
         raise ValueError(f'BatchedELBO(curvature="kronecker"): {taps.failure}')
-    parts = {"prior": pair.prior if diagonal else drawn.rest_curvature()}
+    parts = {"prior": pair.rest_curvature if diagonal else drawn.rest_curvature()}
     for name, (rows, columns) in factors.items():
         parts |= {f"kron_rows.{name}": rows, f"kron_columns.{name}": columns}
     if not decided:
