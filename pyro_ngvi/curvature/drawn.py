@@ -11,6 +11,7 @@ import torch
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch.func import grad, vmap
 
 from ..linalg.random import own_random_state
 from ..probing.kinks import kinked_sites
@@ -18,7 +19,7 @@ from ..runtime.checks import sum_log_prob
 from ..runtime.density import site_kind, site_log_prob
 from ..runtime.pyro_adapter import masks_of
 from ..runtime.vmap import Minibatches, Site, Sites, run_particles
-from .derivatives import average, hessian, hessian_diagonal, is_diagonal, row_sums
+from .derivatives import at_a_time, average, hessian, hessian_diagonal, is_diagonal, row_sums
 
 if TYPE_CHECKING:
     from .estimator import CurvatureEstimator
@@ -78,6 +79,11 @@ class Drawn:
         """-log p(y, z(t)) with the log-Jacobian, a number."""
         total, log_det = self.run(t, sum_log_prob)
         return -(total[0] + log_det)
+
+    def gradients(self) -> Tensor:
+        """The gradients of :meth:`potential` at all draws, (S, d)."""
+        chunk = at_a_time(self.draws, columns=1)
+        return vmap(grad(self.potential), chunk_size=chunk, randomness="same")(self.draws)
 
     def rest(self, t: Tensor) -> Tensor:
         """The part of :meth:`potential` that belongs to no datum."""

@@ -118,6 +118,25 @@ def test_rules_that_need_products_of_single_data_refuse_it() -> None:
         trained("empirical_fisher", ngvi.optim.VOGN, ngvi.AutoMeanFieldNormal)
 
 
+def test_gradients_and_losses_at_the_draws() -> None:
+    def checked(drawn: Drawn) -> dict[str, Tensor]:
+        def potential(w: Tensor) -> Tensor:
+            log_prior = dist.Normal(0.0, TAU**-0.5).log_prob(w).sum()
+            log_lik = dist.Poisson((X[INDEX] @ w).exp()).log_prob(Y[INDEX]).sum()
+            return -log_prior - N / M * log_lik
+
+        q = drawn.guide.get_posterior()
+        with torch.enable_grad():
+            for w, g, loss in zip(drawn.draws, drawn.gradients(), drawn.losses, strict=True):
+                torch.testing.assert_close(g, torch.func.grad(potential)(w))
+                torch.testing.assert_close(loss, (q.log_prob(w) + potential(w)).detach())
+        return {"diagonal": drawn.curvature()}
+
+    ESTIMATORS["loops"] = checked
+    got, want = (left_by(kind, ngvi.AutoMeanFieldNormal) for kind in ("loops", "hessian"))
+    assert torch.equal(got["diagonal"], want["diagonal"])
+
+
 def test_names_that_are_not_registered_are_refused_with_those_that_are() -> None:
     with pytest.raises(ValueError, match="'scores', 'empirical_fisher', 'loops'"):
         ngvi.BatchedELBO(1, curvature="fisher")
