@@ -7,18 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from pyro.distributions.util import scale_and_mask
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.func import grad, vmap
 
 from ..linalg.random import own_random_state
 from ..probing.kinks import kinked_sites
 from ..runtime.checks import sum_log_prob
-from ..runtime.density import site_kind, site_log_prob
-from ..runtime.pyro_adapter import masks_of
 from ..runtime.vmap import Minibatches, Site, Sites, run_particles
+from .data import data_of, is_data, log_prob_of_rest
 from .derivatives import at_a_time, average, hessian, hessian_diagonal, is_diagonal, row_sums
 
 if TYPE_CHECKING:
@@ -87,12 +83,12 @@ class Drawn:
 
     def rest(self, t: Tensor) -> Tensor:
         """The part of :meth:`potential` that belongs to no datum."""
-        total, log_det = self.run(t, _log_prob_of_rest)
+        total, log_det = self.run(t, log_prob_of_rest)
         return -(total[0] + log_det)
 
     def data(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """The log probability of each datum, and its weight (scale times mask), both (N,)."""
-        (log_prob, weight), _ = self.run(t, _data)
+        (log_prob, weight), _ = self.run(t, data_of)
         return log_prob[0], weight[0]
 
     def curvature(self) -> Tensor:
@@ -132,7 +128,7 @@ class Drawn:
                 return self.run(t, reduce)
 
         def differentiated(site: Site) -> bool:
-            return whole or not _is_data(site)
+            return whole or not is_data(site)
 
         names = kinked_sites(repeatable, t, self.pair.layout, differentiated)
         if names:
@@ -154,43 +150,3 @@ class Drawn:
                 f"another), and its diagonal would take {d:,} passes through the model. Use "
                 "independent priors, or curvature='price' with pyro_ngvi.optim.IVON."
             )
-
-
-def _data(sites: Sites) -> tuple[Tensor, Tensor]:
-    """Log probability of each datum (N,), without scale, and its scale times mask (N,)."""
-    log_probs, weights = [], []
-    for site in filter(_is_data, sites.values()):
-        plain, _ = site_log_prob(site)
-        log_probs.append(scale_and_mask(plain, 1.0, site["mask"]).reshape(-1))
-        weights.append(scale_and_mask(_shown(site, plain), site["scale"], None).reshape(-1))
-    if not log_probs:
-        raise ValueError(
-            "Products of the gradients of single data need to know what a datum is, and no observed "
-            'site of the model lies in a plate. Put it in one (with pyro.plate("data", N): '
-            'pyro.sample("y", ..., obs=y)), or use curvature="hessian".'
-        )
-    return torch.cat(log_probs), torch.cat(weights)
-
-
-def _shown(site: Site, log_prob: Tensor) -> Tensor:
-    """1 for the data that the site's masks leave, 0 for others."""
-    shown = torch.ones_like(log_prob)
-    for mask, left_out in masks_of(site):
-        within = site["fn"].event_dim - left_out
-        if within and isinstance(mask, Tensor):
-            # of an event some parts may be hidden: the datum is there while one of them is
-            mask = mask.expand(log_prob.shape + site["fn"].event_shape[:within])
-            mask = mask.flatten(-within).any(-1)
-        shown = shown * mask
-    return shown
-
-
-def _log_prob_of_rest(sites: Sites) -> Tensor:
-    return sum_log_prob({name: site for name, site in sites.items() if not _is_data(site)})
-
-
-def _is_data(site: Site) -> bool:
-    """Whether a site is observed in a plate, so that its entries are data."""
-    if site_is_subsample(site) or site_kind(site) != "observed":
-        return False
-    return any(f.vectorized for f in site["cond_indep_stack"])

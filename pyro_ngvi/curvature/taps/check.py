@@ -27,7 +27,8 @@ from torch import Tensor
 
 from ...linalg.random import own_random_state
 from ...runtime.density import site_kind, site_log_prob
-from ...runtime.vmap import Minibatches, Sites, run_particles
+from ...runtime.vmap import Minibatches, Site, Sites, run_particles
+from ..data import is_data
 from .run import Run, Use, scale_refusal
 from .squares import Inputs
 
@@ -55,15 +56,8 @@ def check_taps(
     observed: list[str] = []
 
     def log_probs(sites: Sites) -> dict[str, Tensor]:
-        observed.clear()
-        terms = {}
-        for name, site in sites.items():
-            if not site_is_subsample(site) and site_kind(site) != "deterministic":
-                terms[name] = site_log_prob(site)[1]
-                frames = site["cond_indep_stack"]
-                if site_kind(site) == "observed" and any(frame.vectorized for frame in frames):
-                    observed.append(name)
-        return terms
+        observed[:] = [name for name, site in sites.items() if is_data(site)]
+        return {name: site_log_prob(site)[1] for name, site in sites.items() if _has_density(site)}
 
     with _collecting(taps), own_random_state():
         batches = Minibatches() if minibatches is None else minibatches
@@ -90,6 +84,10 @@ def check_taps(
     for name in taps.sites:
         views = [use for use in run.uses if use.site == name]
         taps.groups[name] = _overlaps(taps.twins[name].numel(), views)
+
+
+def _has_density(site: Site) -> bool:
+    return not site_is_subsample(site) and site_kind(site) != "deterministic"
 
 
 @contextmanager
