@@ -35,7 +35,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,20 +50,18 @@ NOISE = "log_noise"
 
 
 class _Frame(NamedTuple):
-    """Of each entry: its class, and w_e c_k^(-1/2); of each class: c_k."""
+    """Of each entry: its class, and w_e c_k^(-1/2)."""
 
     index: Tensor
     weights: Tensor
-    counts: Tensor
 
 
 class WalshHadamardNormal(NormalFamily):
     """Gaussians on the entries of a matrix: any in a Walsh-Hadamard space, white noise outside of it.
 
     Args:
-        matrix: the blocks.
+        matrix: the blocks; d is the number of its entries.
         diagonals: returns ``left`` and ``right`` of ``matrix``, all of them +-1.
-        entries: d; the entries count row by row, and those from ``entries`` on do not exist.
         base: the family of v (2): ``MeanFieldNormal`` or ``FullRankNormal``.
 
     ``params``: those of ``base``, K-dimensional, and ``log_noise`` = log sigma if d > K.
@@ -85,24 +82,11 @@ class WalshHadamardNormal(NormalFamily):
         self,
         matrix: WalshHadamardMatrix,
         diagonals: Callable[[], tuple[Tensor, Tensor]],
-        entries: int | None = None,
         base: Family | None = None,
     ) -> None:
         self.matrix, self.diagonals = matrix, diagonals
         self.base = MeanFieldNormal() if base is None else base
-        self.entries = matrix.rows * matrix.columns if entries is None else entries
-        if not 0 < self.entries <= matrix.rows * matrix.columns:
-            raise ValueError(
-                f"entries is {entries}; a matrix of {matrix.rows} rows and {matrix.columns} columns "
-                f"has from 1 to {matrix.rows * matrix.columns} of them."
-            )
-        # from the shape alone, so by numpy, whatever the device and mode of torch
-        i, j = np.divmod(np.arange(self.entries), matrix.columns)
-        used = (i % matrix.size) ^ j
-        if not matrix.shared:
-            used += i // matrix.size * matrix.size
-        live = np.zeros(matrix.num_g, dtype=bool)
-        live[used] = True
+        self.entries, live = matrix.entries, matrix.has_entries()
         #: K, the dimension of the space
         self.rank = int(live.sum())
         # coordinates of whole blocks; only the last one can lack a class
@@ -113,14 +97,13 @@ class WalshHadamardNormal(NormalFamily):
 
     def _frame(self) -> _Frame:
         left, right = self.diagonals()
-        index = self.matrix.classes(left.device).flatten()[: self.entries]
-        weights = self.matrix.diagonals(left, right).flatten()[: self.entries]
-        if self.rank < self.matrix.num_g:
-            live = torch.zeros(self.matrix.num_g, dtype=torch.long, device=left.device)
-            index = (live.index_fill(0, index, 1).cumsum(0) - 1)[index]
-        counts = torch.zeros(self.rank, dtype=left.dtype, device=left.device)
+        index, weights = self.matrix.classes(left.device), self.matrix.weights(left, right)
+        counts = torch.zeros(self.matrix.num_g, dtype=left.dtype, device=left.device)
         counts = counts.index_add(0, index, torch.ones_like(weights))
-        return _Frame(index, weights * counts.rsqrt()[index], counts)
+        weights = weights * counts.rsqrt()[index]
+        if self.rank < self.matrix.num_g:  # the classes that stay, counted
+            index = ((counts > 0.0).cumsum(0) - 1)[index]
+        return _Frame(index, weights)
 
     def _rotate(self, y: Tensor) -> Tensor:
         """R y of (2), its own inverse, along the last dimension."""

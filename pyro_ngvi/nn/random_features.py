@@ -26,14 +26,13 @@ import math
 from functools import partial
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
 from ._vectorized import over_rows
-from .walsh_hadamard import check_input, check_size
+from .walsh_hadamard import check_input, check_size, normal_prior
 
 __all__ = ["RandomFourierFeatures"]
 
@@ -104,7 +103,8 @@ class RandomFourierFeatures(PyroModule):
         self._hold("lengthscale", lengthscale, shape, train_lengthscale, how)
         self._hold("variance", variance, (), train_variance, how)
         if omega == "variational":
-            self.omega = PyroSample(partial(_normal, shape=(in_features, num_features)))
+            shape = (in_features, num_features)
+            self.omega = PyroSample(partial(normal_prior, like="lengthscale", shape=shape))
         else:
             draws = None if seed is None else torch.Generator("cpu").manual_seed(seed)
             drawn = torch.randn(in_features, num_features, generator=draws, dtype=dtype)
@@ -142,11 +142,3 @@ class RandomFourierFeatures(PyroModule):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, num_features={self.num_features}"
-
-
-def _normal(module: Any, shape: tuple[int, ...]) -> Any:
-    """Independent standard normals in the dtype and place of a layer; not validated, see the layer
-    :mod:`pyro_ngvi.nn.walsh_hadamard`."""
-    like = module.lengthscale.detach()
-    base: Any = dist.Normal(like.new_zeros(()), like.new_ones(()), validate_args=False)
-    return base.expand(shape).to_event(len(shape))

@@ -28,9 +28,10 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro.nn import PyroModule, PyroSample
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..guides.reparam import check_g_scale, matrix_for
+from ..guides.reparam import check_g_scale, hold_diagonals
+from ..linalg.walsh_hadamard_matrix import matrix_for
 from .local import draws_for_data
 
 __all__ = ["WalshHadamardLinear"]
@@ -129,22 +130,20 @@ class WalshHadamardLinear(PyroModule):
         self.matrix = matrix_for(torch.Size(shape), shared)
         seed = int(torch.randint(2**31, (), device="cpu"))
         like = torch.empty(0, device=device, dtype=dtype)
-        for name, signs in zip(("left", "right"), self.matrix.signs(seed, like), strict=True):
-            if train_diagonals:
-                setattr(self, name, nn.Parameter(signs))
-            else:
-                self.register_buffer(name, signs)
-        self.g = PyroSample(partial(_normal, size=self.matrix.num_g, sd=self.g_scale))
+        signs = self.matrix.signs(seed, like)
+        hold_diagonals(self, ("left", "right"), signs, train_diagonals)
+        prior = partial(normal_prior, like="left")
+        self.g = PyroSample(partial(prior, shape=(self.matrix.num_g,), sd=self.g_scale))
         self.has_bias = bool(bias)
         if bias:
-            self.bias = PyroSample(partial(_normal, size=out_features, sd=1.0))
+            self.bias = PyroSample(partial(prior, shape=(out_features,)))
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) to (..., out_features); with particles see the class."""
         check_input(self, x)
         g = draws_for_data(self.g, x)
         if self.square:
-            y = (x * self._dense(g)).sum(-1, keepdim=True)
+            y = (x * self.matrix.dense(g, self.left, self.right)).sum(-1, keepdim=True)
         else:
             y = self.matrix.product(x, g, self.left, self.right)
         y = self.weight_sd * y
@@ -154,12 +153,8 @@ class WalshHadamardLinear(PyroModule):
 
     def weight(self, g: Tensor) -> Tensor:
         """W (..., out_features, in_features) for g (..., num_g): to look at; ``forward`` has none."""
-        W = self.weight_sd * self._dense(g)
+        W = self.weight_sd * self.matrix.dense(g, self.left, self.right)
         return W.unsqueeze(-2) if self.square else W
-
-    def _dense(self, g: Tensor) -> Tensor:
-        U = self.matrix.dense(g, self.left, self.right)
-        return U.flatten(-2)[..., : self.in_features] if self.square else U
 
     def extra_repr(self) -> str:
         return (
@@ -168,14 +163,14 @@ class WalshHadamardLinear(PyroModule):
         )
 
 
-def _normal(module: Any, size: int, sd: float) -> Any:
-    """Independent centred normals in the dtype and place of a layer.
+def normal_prior(module: Any, like: str, shape: tuple[int, ...], sd: float = 1.0) -> Any:
+    """Independent centred normals, in dtype and place those of the tensor ``like`` of a layer.
 
     Arguments are not validated: they are right, and under ``vmap`` and on a GPU it would cost.
     """
-    like = module.left
-    base: Any = dist.Normal(like.new_zeros(()), like.new_full((), sd), validate_args=False)
-    return base.expand([size]).to_event(1)
+    zero = getattr(module, like).detach().new_zeros(())
+    base: Any = dist.Normal(zero, zero.new_full((), sd), validate_args=False)
+    return base.expand(shape).to_event(len(shape))
 
 
 def check_size(kind: str, name: str, size: Any) -> None:
