@@ -73,8 +73,8 @@ class FamilyTransform(Transform):
         if not self.family.has_transport or guide.replaced_priors:
             raise NotImplementedError(
                 f"{type(guide).__name__} does not map d standard normal variables onto R^d, one to "
-                f"one. NeuTra needs a guide that does: AutoCouplingFlow, AutoFlow, AutoOrthogonalFlow "
-                f"(activation unbounded), AutoFullRankNormal, AutoMatrixNormal or AutoMeanFieldNormal."
+                f"one. NeuTra needs a guide that does: AutoCouplingFlow, AutoFlow, "
+                f"AutoOrthogonalFlow, AutoFullRankNormal, AutoMatrixNormal or AutoMeanFieldNormal."
             )
         # optimizers write to parameters in place
         self.params = {name: p.detach().clone() for name, p in posterior.params.items()}
