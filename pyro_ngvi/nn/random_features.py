@@ -14,8 +14,6 @@ Filippone 2017).  With :class:`~pyro_ngvi.nn.WalshHadamardLinear` of ``weight_sd
 (Rossi, Marmin & Filippone 2020, section 3.2) each output is still such a draw, with R numbers
 for all.
 
-The default length-scale sqrt(m) / 2, for standardised x, is that of the code of these papers.
-
 Not for rough functions in many dimensions, where an error 1 / sqrt(R) is large beside a small kernel,
 nor for a few hundred data, where an exact Gaussian process is as cheap.
 """
@@ -47,7 +45,8 @@ class RandomFourierFeatures(PyroModule):
 
     Args:
         in_features, num_features: m and R.
-        lengthscale: a positive number, or a tensor (in_features,); by default sqrt(m) / 2.
+        lengthscale: a positive number, or a tensor (in_features,); by default sqrt(m) / 2, as in the
+            code of these papers, for standardised x.
         ard: a length-scale for every input.
         variance: s^2, a positive number.
         omega: "fixed" keeps one draw of Omega, a buffer; "variational" makes it a latent site "omega"

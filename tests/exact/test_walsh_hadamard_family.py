@@ -96,7 +96,7 @@ def coordinates_of(
     QA = basis(family).mT @ linear_map(family)
     inside = QA @ S @ QA.mT + sigma.square() * torch.eye(family.rank)
     params = {"loc": QA @ m}
-    if isinstance(family.base, FullRankNormal):
+    if isinstance(family.gaussian, FullRankNormal):
         params["scale_tril"] = torch.linalg.cholesky(inside)
     else:
         params["log_scale"] = 0.5 * inside.diagonal().log()
@@ -319,7 +319,7 @@ def test_dtype_and_device_are_kept(
 ) -> None:
     matrix, d = family.matrix, family.entries
     signs = matrix.signs(0, torch.zeros((), dtype=dtype, device=device))
-    family = WalshHadamardNormal(matrix, lambda: signs, family.base)
+    family = WalshHadamardNormal(matrix, lambda: signs, family.gaussian)
     params = family.init(torch.zeros(d, dtype=dtype, device=device), 0.5)
     noise = torch.zeros(3, d, dtype=dtype, device=device)
     leaves = {k: v.requires_grad_() for k, v in params.items()}
