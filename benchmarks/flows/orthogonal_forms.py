@@ -206,7 +206,8 @@ class OrthogonalForm(OrthogonalFlow):
         if self.has_transport:
             return value
         _, _, leaving = self._backward(params, z)
-        inside = torch.stack([self.bends[0].inside(y).all(-1) for y in leaving]).all(0)
+        psi: Any = self.bends[0]
+        inside = torch.stack([psi.inside(y).all(-1) for y in leaving]).all(0)
         return torch.where(inside, value, -torch.inf)
 
     def retract(

@@ -90,7 +90,7 @@ class _WalshHadamardGuide(AutoFamily):
             matrix = self._blocks[name] = matrix_for(loc.shape, self._shared)
             signs = matrix.signs(seed_of(name), loc)
             hold_diagonals(self, (f"left_{part}", f"right_{part}"), signs, self._train_diagonals)
-            transform = self._make_transform(matrix, loc, scale, part)
+            transform: Any = self._make_transform(matrix, loc, scale, part)
             site["fn"] = Stub(transform, site["value"].shape)
             self._unconstrained_shapes[name] = transform.inv(site["value"]).shape
         self.latent_dim = sum(shape.numel() for shape in self._unconstrained_shapes.values())

@@ -2,18 +2,12 @@ r"""A linear layer whose weight matrix is made of Walsh-Hadamard blocks.
 
     y = x W' + b,      W = sd U(g),      U(g) = sqrt(D) S1 H diag(g) H S2,      g ~ N(0, g_scale^2 I),
 
-block by block (Rossi, Marmin & Filippone 2020, NeurIPS, "Walsh-Hadamard variational inference for
-Bayesian deep learning"; :mod:`pyro_ngvi.linalg.walsh_hadamard_matrix`).  The product is taken by
-two transforms, O(D log D) for each row of x, and W is never formed.  A layer D x D has D latent
-numbers and 2 D in its diagonals, where independent weights are D^2 latent numbers.
+block by block (Rossi, Marmin & Filippone 2020, NeurIPS; :mod:`pyro_ngvi.linalg.walsh_hadamard_matrix`).
+The product is taken by two transforms, O(D log D) for each row of x, and W is never formed.  A layer
+D x D has D latent numbers and 2 D in its diagonals, where independent weights are D^2 latent numbers.
 
-The prior.  With diagonals of +-1, as they start, and g_scale 1 the entries of one row of W are
-independent N(0, sd^2): one output of the layer is a priori what it is under independent weights.
-Outputs of one block are permutations of the same numbers up to signs, so they are uncorrelated at one x
-but not independent.
-
-One output only: the row W (1, m) would take m numbers; ``square`` makes it of the rows of a square
-matrix, which takes about sqrt(m) (ibid.), no longer independent; it is made for every draw.
+With diagonals of +-1, as they start, and g_scale 1 the entries of one row of W are a priori
+independent N(0, sd^2); outputs of one block are uncorrelated at one x but not independent.
 
 Not for layers of fewer than some hundred weights, where a mean-field or full-rank guide of a plain
 ``nn.Linear`` fits better and costs little, nor for layers with m far above n: D is at least m.
@@ -62,7 +56,8 @@ class WalshHadamardLinear(PyroModule):
         g_scale: prior sd of each g_k.
         shared: one g for all blocks of a layer with more outputs than D, the power of two from m on.
         train_diagonals: ``False`` keeps the diagonals at their random signs, as buffers.
-        square: for one output, make the m weights of about sqrt(m) numbers.
+        square: for one output, make the m weights of about sqrt(m) numbers, the rows of a square
+            matrix; they are no longer independent a priori, and made for every draw.
         device, dtype: as for ``nn.Linear``.
 
     Raises:

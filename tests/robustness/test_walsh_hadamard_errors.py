@@ -72,10 +72,11 @@ def test_arguments() -> None:
         with pytest.raises(ValueError, match=words):
             AutoWalshHadamard(model, **how)
     # the proper guide's diagonals stay signs, and its prior is that of the model
-    for name in ("train_diagonals", "g_scale"):
+    other: dict[str, Any]
+    for other in ({"train_diagonals": True}, {"g_scale": 2.0}):
         for kind in (partial(AutoWalshHadamard, proper=True), AutoProperWalshHadamard):
-            with pytest.raises(TypeError, match=name):
-                kind(model, **{name: 1.0})
+            with pytest.raises(TypeError, match=next(iter(other))):
+                kind(model, **other)
 
 
 def test_named_site_that_is_not_there() -> None:
