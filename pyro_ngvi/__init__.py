@@ -64,7 +64,7 @@ __all__ = [
 
 #: names that stood here in version 0.1, by where they stand now
 _MOVED = {
-    "optim": "VON VOGN IVON SLANG Vadam NAGVAC NoisyKFAC SPRING Constant LogPower NoiseClock "
+    "optim": "VON VOGN IVON SLANG Vadam NoisyKFAC SPRING Constant LogPower NoiseClock "
     "PowerDecay RobbinsMonro Tail remember_arguments",
     "diagnostics": "KHat ModelDensity check_vectorized",
     "guides": "NeuTra init_to_center",

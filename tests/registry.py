@@ -16,6 +16,7 @@ from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoGuideList, AutoMultivariateNormal, AutoNormal
 
 import pyro_ngvi as ngvi
+from benchmarks.baselines import NAGVAC, algorithm_1, algorithm_2
 from pyro_ngvi.curvature.kinds import KINDS
 from pyro_ngvi.families import (
     FactorNormal,
@@ -29,7 +30,16 @@ from pyro_ngvi.families import (
     ProductFamily,
 )
 
-__all__ = ["CURVATURES", "FAMILIES", "FOREIGN", "GUIDES", "LOSSES", "RULES", "VARIANTS"]
+__all__ = [
+    "BASELINES",
+    "CURVATURES",
+    "FAMILIES",
+    "FOREIGN",
+    "GUIDES",
+    "LOSSES",
+    "RULES",
+    "VARIANTS",
+]
 
 Model = Callable[..., Any]
 coupling = dist.transforms.affine_coupling
@@ -107,15 +117,12 @@ RULES: dict[str, Callable[[Any], Any]] = {
     "IVON": ngvi.optim.IVON,
     "SLANG": partial(ngvi.optim.SLANG, lr=0.1),
     "Vadam": ngvi.optim.Vadam,
-    "NAGVAC": ngvi.optim.NAGVAC,
     "NoisyKFAC": partial(ngvi.optim.NoisyKFAC, lr=0.1, curvature_lr=0.05),
     "SPRING": ngvi.optim.SPRING,
     "IFVB": ngvi.IFVB,
     "AIFVB": ngvi.AIFVB,
     "CVI": ngvi.CVI,
 }
-
-PRINTED: Any = {"c_a": 0.1, "alpha": 0.7}
 
 #: other settings of them
 VARIANTS: dict[str, Callable[[Any], Any]] = {
@@ -132,9 +139,16 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
     "IFVB, dense": partial(ngvi.IFVB, form="dense"),
     "IFVB, stored": partial(ngvi.IFVB, frame="stored", clip_norm=10.0),
     "IFVB, by layer": partial(ngvi.IFVB, by_layer=True),
-    "IFVB, printed": partial(ngvi.IFVB.paper, **PRINTED),
-    "IFVB, printed window": partial(ngvi.IFVB.paper, window=8, **PRINTED),
-    "AIFVB, printed": partial(ngvi.AIFVB.paper, **PRINTED),
+}
+
+PRINTED: Any = {"c_a": 0.1, "alpha": 0.7}
+
+#: published rules to compare with, which are no part of the package
+BASELINES: dict[str, Callable[[Any], Any]] = {
+    "NAGVAC": NAGVAC,
+    "IFVB, printed": partial(algorithm_1, **PRINTED),
+    "IFVB, printed window": partial(algorithm_1, window=8, **PRINTED),
+    "AIFVB, printed": partial(algorithm_2, **PRINTED),
 }
 
 #: what a loss can leave beside the gradients

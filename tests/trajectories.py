@@ -26,7 +26,7 @@ from torch.nn.functional import linear
 
 import pyro_ngvi as ngvi
 from tests.exact import process_cases, site_cases
-from tests.registry import FOREIGN, GUIDES, LOSSES, RULES, VARIANTS
+from tests.registry import BASELINES, FOREIGN, GUIDES, LOSSES, RULES, VARIANTS
 
 STEPS, PARTICLES, SEEDS = 20, 3, (0, 1)
 N, ROWS, COLUMNS = 12, 2, 3
@@ -165,7 +165,7 @@ def runs() -> Iterator[tuple[str, Callable[[], Any]]]:
         for guide, new in (GUIDES | FOREIGN).items():
             for loss, elbo in LOSSES.items():
                 yield f"{rule} / {guide} / {loss}", partial(trained, make, new, elbo)
-    for rule, make in VARIANTS.items():
+    for rule, make in (VARIANTS | BASELINES).items():
         for guide, new in (GUIDES | FOREIGN).items():
             for loss in (
                 "Trace",

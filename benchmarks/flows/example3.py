@@ -45,6 +45,7 @@ from pyro.infer.autoguide import init_to_value
 import pyro_ngvi
 from pyro_ngvi.rules.schedules import Custom
 
+from ..baselines import PaperWindow
 from ..stepping import heading, line
 from .german_credit import DIM, Credit, evaluate, least_kl
 from .manifold_gradient import AdamOnTangents, ManifoldGradient, ProjectedAdam
@@ -89,10 +90,7 @@ def _paper_ifvb(guide: Any) -> Any:
     return pyro_ngvi.IFVB(
         guide,
         schedule=Custom(lambda k: STEP * (1.0 - MOMENTUM) * (FLAT / (k + 1.0)).clamp_max(1.0)),
-        window=100,
-        form="paper",
-        eps=1.0,
-        num_scores=1,
+        fisher=PaperWindow(100),
         trust_radius=None,
         clip_norm=CLIP,
         momentum=MOMENTUM,

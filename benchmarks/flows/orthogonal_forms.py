@@ -239,7 +239,7 @@ class AutoOrthogonalForm(pyro_ngvi.AutoOrthogonalFlow):
         self._form = OrthogonalForm(layers, activation, form, base, retraction)
         super().__init__(model, layers, **kwargs)
 
-    def _make_family(self) -> Family:
+    def make_family(self) -> Family:
         return self._form
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pyro_ngvi.fisher import Dense, InverseFisher, LowRank, PaperWindow
+from pyro_ngvi.fisher import Dense, InverseFisher, LowRank
 
+from ..baselines import PaperWindow
 from .report import Row, save
 
 __all__ = ["eigenvalues", "fisher_matrix", "run"]

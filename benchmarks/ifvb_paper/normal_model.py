@@ -25,6 +25,7 @@ from torch.distributions import constraints
 
 import pyro_ngvi as ngvi
 
+from ..baselines import algorithm_1, algorithm_2
 from .report import Row, save, steps
 
 __all__ = [
@@ -209,14 +210,14 @@ def run(quick: bool, out: Path | None = None) -> list[Row]:
     script = "script's settings, exact gradient"
     lines = {
         "NGVB, exact, step 0.1": ngvb(n),
-        f"IFVB.paper, {script}, (m, v, a, b)": through_svi(
-            lambda g: ngvi.IFVB.paper(g, **SCRIPT_IFVB), n, positive=False
+        f"algorithm_1, {script}, (m, v, a, b)": through_svi(
+            lambda g: algorithm_1(g, **SCRIPT_IFVB), n, positive=False
         ),
-        f"AIFVB.paper, {script}, (m, v, a, b)": through_svi(
-            lambda g: ngvi.AIFVB.paper(g, **SCRIPT_AIFVB), long, positive=False, average=True
+        f"algorithm_2, {script}, (m, v, a, b)": through_svi(
+            lambda g: algorithm_2(g, **SCRIPT_AIFVB), long, positive=False, average=True
         ),
-        f"AIFVB.paper, {script}, averaging=True, (m, v, a, b)": through_svi(
-            lambda g: ngvi.AIFVB.paper(g, **SCRIPT_AIFVB, averaging=True),
+        f"algorithm_2, {script}, averaging=True, (m, v, a, b)": through_svi(
+            lambda g: algorithm_2(g, **SCRIPT_AIFVB, averaging=True),
             n,
             positive=False,
             average=True,
@@ -224,11 +225,11 @@ def run(quick: bool, out: Path | None = None) -> list[Row]:
         "AIFVB, our default, exact gradient, (m, v, a, b)": through_svi(
             ngvi.AIFVB, short, positive=False, average=True
         ),
-        f"IFVB.paper, {script}, logarithms": through_svi(
-            lambda g: ngvi.IFVB.paper(g, **SCRIPT_IFVB), short, positive=True
+        f"algorithm_1, {script}, logarithms": through_svi(
+            lambda g: algorithm_1(g, **SCRIPT_IFVB), short, positive=True
         ),
-        f"AIFVB.paper, {script}, logarithms": through_svi(
-            lambda g: ngvi.AIFVB.paper(g, **SCRIPT_AIFVB), short, positive=True, average=True
+        f"algorithm_2, {script}, logarithms": through_svi(
+            lambda g: algorithm_2(g, **SCRIPT_AIFVB), short, positive=True, average=True
         ),
         "IFVB, our default, 32 particles, logarithms": through_svi(
             ngvi.IFVB, short, positive=True, particles=32

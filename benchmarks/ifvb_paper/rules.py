@@ -1,7 +1,7 @@
 """Algorithms 1 and 2 as pure rules, on one vector in the coordinates of the paper.
 
-What ``IFVB.paper`` and ``AIFVB.paper`` do within SVI, without Pyro: the gradient and the scores are
-functions of the vector.  Step k = 1, 2, ... has the length c_a / (c_a' + k)^alpha.
+What ``benchmarks.baselines`` does within SVI, without Pyro: the gradient and the scores are functions
+of the vector.  Step k = 1, 2, ... has the length c_a / (c_a' + k)^alpha.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ def from_groups(
 
     :param groups: group name to variable name to array. Arrays of sampled groups have shape
         (chain, draw, *rest), those of groups of data have shape ``rest``.
-        A slash in the name of a variable, which netCDF and ``DataTree`` refuse, becomes a dot.
+        A slash in the name of a variable or a dimension, which netCDF and ``DataTree`` refuse,
+        becomes a dot.
     :param coords: dimension name to labels; a dimension without labels counts from 0.
     :param dims: variable name to the names of its dimensions ``rest``; it holds in every group but
         ``sample_stats``, whose variables have none. In ``log_likelihood``, where event dimensions are
@@ -67,7 +68,7 @@ def from_groups(
     plain: dict[str, Any] = {name: _without_slashes(group) for name, group in groups.items()}
     # apart, since both versions would give a statistic the dimensions of a site of its name
     stats = {name: plain.pop(name) for name in ("sample_stats",) if name in plain}
-    labels = {"coords": dict(coords or {}), "dims": _names(dims)}
+    labels = {"coords": _without_slashes(coords or {}), "dims": _names(dims)}
     root = dict(attrs or {})
     arviz = _arviz()
     if not arviz.__version__.startswith("0."):
@@ -86,7 +87,8 @@ def from_groups(
 
 
 def _names(dims: Mapping[str, Sequence[str]] | None) -> dict[str, list[str]]:
-    return {name: list(names) for name, names in _without_slashes(dims or {}).items()}
+    plain = _without_slashes(dims or {})
+    return {name: [dim.replace("/", ".") for dim in names] for name, names in plain.items()}
 
 
 @cache

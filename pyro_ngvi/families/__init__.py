@@ -1,5 +1,6 @@
 """Variational families: pure functions, no state, no Pyro."""
 
+from ._normal import NormalFamily
 from .base import Family
 from .dirichlet import MeanFieldDirichlet
 from .exponential import ProductFamily
@@ -23,6 +24,7 @@ __all__ = [
     "MeanFieldDirichlet",
     "MeanFieldGamma",
     "MeanFieldNormal",
+    "NormalFamily",
     "OrthogonalFlow",
     "ProductFamily",
     "WalshHadamardNormal",

@@ -22,10 +22,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import grad, vmap
 
 from ..linalg.random import own_random_state
 
@@ -33,10 +34,12 @@ Tensors = dict[str, Tensor]
 
 LOG_2PI = math.log(2.0 * math.pi)
 
+#: draws behind moments, entropies and divergences that have no closed form
+DRAWS = 4096
+
 __all__ = [
     "LOG_2PI",
     "Family",
-    "Geometry",
     "Tensors",
     "clamp_exponent",
     "dot",
@@ -108,44 +111,17 @@ def keep_signature(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-class Geometry(Protocol):
-    """The part of a family that a rule needs in order to step; see :class:`Family`."""
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
-
-    @property
-    def coordinates(self) -> tuple[str, ...]: ...
-
-    @property
-    def newton_like(self) -> bool: ...
-
-    @property
-    def noise_radius(self) -> float: ...
-
-    @property
-    def location(self) -> tuple[str, ...]: ...
-
-    def average(self, average: Tensors, params: Tensors, rate: Tensor) -> Tensors: ...
-
-    def pull(self, params: Tensors, grads: Tensors) -> Tensors: ...
-
-    def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors: ...
-
-    def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors: ...
-
-    def retract(
-        self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
-    ) -> Tensors: ...
-
-    def not_finite(self, params: Tensors) -> Tensor: ...
-
-
 class Family(ABC):
     """A family of distributions over R^d with its information geometry.
 
     Shapes: ``d`` is the dimension of the latent vector, ``n`` a number of draws.
     Densities are in nats.
+
+    To make one, give ``names``, :meth:`init`, :meth:`draw` (or :meth:`rsample`), :meth:`log_prob`,
+    and, where the Fisher matrix is known, :meth:`fisher_product` and :meth:`natural_gradient`: six
+    functions (see docs/extending.md).  The rest follows from them by automatic differentiation or,
+    for moments, from draws; closed forms replace it.  The local frame is that of ``params`` unless
+    :meth:`frame` says otherwise.
     """
 
     #: names of the tensors in ``params``
@@ -158,9 +134,9 @@ class Family(ABC):
     #: step of length 1 would be Newton's.  Where it is not, optimizers help with momentum.
     newton_like: bool = False
 
-    #: names of the tensors that momentum acts on: in the local frame their block of the Fisher matrix
-    #: is the same for every q, and has no entries between it and the rest
-    location: tuple[str, ...] = ("loc",)
+    #: names of the tensors that momentum acts on, maybe none: in the local frame their block of the
+    #: Fisher matrix is the same for every q, and has no entries between it and the rest
+    location: tuple[str, ...] = ()
 
     #: steps of gain b have at most this Fisher length times sqrt(b)
     noise_radius: float = 3.0
@@ -173,10 +149,6 @@ class Family(ABC):
     #: sites); ``None``: it has no use for curvature
     curvature_form: str | None = None
 
-    #: whether ``fisher_product`` and ``natural_gradient`` are known; where not, the Fisher matrix
-    #: has to be estimated from scores
-    known_fisher: bool = True
-
     #: whether the Fisher matrix is nearly singular, as that of a flow's networks is
     nearly_singular: bool = False
 
@@ -184,17 +156,25 @@ class Family(ABC):
     #: standard normal variables onto R^d
     has_transport: bool = False
 
+    @property
+    def known_fisher(self) -> bool:
+        """Whether the Fisher matrix is known; where not, it has to be estimated from scores."""
+        return type(self).natural_gradient is not Family.natural_gradient
+
     @abstractmethod
     def init(self, loc: Tensor, scale: float) -> Tensors:
         """Parameters of a member centred at ``loc`` (d,) with every sd equal to ``scale``."""
 
-    @abstractmethod
     def noise_dim(self, params: Tensors) -> int:
         """Number of standard normal variables that make one draw."""
+        return self.dim(params)
 
-    @abstractmethod
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         """Draws (..., d) from standard normal ``noise`` (..., noise_dim), differentiably."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no closed form for its draws from normal noise; use "
+            f"draw(params, shape)."
+        )
 
     def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
         """z = rsample(noise) (..., d) and log |det dz/dnoise| (...), differentiable in the noise."""
@@ -210,12 +190,12 @@ class Family(ABC):
 
     def draw(self, params: Tensors, shape: torch.Size) -> Tensor:
         """Draws (*shape, d), differentiably.  Families whose noise is not normal have their own."""
-        like = params["loc"]
+        like = next(iter(params.values()))
         noise_shape = (*shape, self.noise_dim(params))
         noise = torch.randn(noise_shape, dtype=like.dtype, device=like.device)
         return self.rsample(params, noise)
 
-    def fixed_draws(self, params: Tensors, n: int = 4096) -> Tensor:
+    def fixed_draws(self, params: Tensors, n: int = DRAWS) -> Tensor:
         """Draws (n, d) of a fixed seed, without gradients: the same q always gives the same."""
         with torch.no_grad(), own_random_state(0):
             return self.draw(params, torch.Size((n,)))
@@ -233,8 +213,8 @@ class Family(ABC):
         return params["loc"].shape[-1]
 
     def mean(self, params: Tensors) -> Tensor:
-        """Expectation of z, (d,)."""
-        return params["loc"]
+        """Expectation of z, (d,).  By default that of 4,096 draws, as all moments here."""
+        return self.fixed_draws(params).mean(0)
 
     def icdf(self, params: Tensors, levels: Tensor) -> Tensor:
         """Marginal quantiles (n, d) of z at ``levels`` (n,), each in (0, 1).
@@ -251,37 +231,48 @@ class Family(ABC):
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
         """log q(z), shape (...), of points ``z`` (..., d)."""
 
-    @abstractmethod
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         """Gradient of log q(z) in ``params`` at fixed ``z`` (n, d); each entry has a leading n."""
+        return vmap(grad(self.log_prob), in_dims=(None, 0))(params, z)
 
-    @abstractmethod
     def entropy(self, params: Tensors) -> Tensor:
         """Entropy in nats, a 0-dim tensor."""
+        with own_random_state(0):
+            return -self.log_prob(params, self.draw(params, torch.Size((DRAWS,)))).mean()
 
-    @abstractmethod
     def kl(self, params: Tensors, other: Tensors) -> Tensor:
         """KL(q || other) in nats between two members, a 0-dim tensor."""
+        with own_random_state(0):
+            z = self.draw(params, torch.Size((DRAWS,)))
+        return (self.log_prob(params, z) - self.log_prob(other, z)).mean()
 
-    @abstractmethod
     def covariance(self, params: Tensors) -> Tensor:
         """The d x d covariance matrix.  For small d: plots, tests, summaries."""
+        d = self.dim(params)
+        return torch.cov(self.fixed_draws(params).mT).reshape(d, d)
 
     def scale_tril(self, params: Tensors) -> Tensor:
         """Lower triangular L (d, d) with L L' the covariance.  For small d."""
         return torch.linalg.cholesky(self.covariance(params))
 
-    @abstractmethod
     def stddev(self, params: Tensors) -> Tensor:
         """Marginal standard deviations (d,)."""
+        return self.fixed_draws(params).std(0)
 
-    @abstractmethod
+    def frame(self, params: Tensors) -> Tensors:
+        """The units of the local frame, by name and entry; a name that is left out has units of 1."""
+        return {}
+
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
         """The velocity of ``params`` along a tangent."""
+        units = self.frame(params)
+        return {name: units[name] * v if name in units else v for name, v in tangent.items()}
 
-    @abstractmethod
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
         """Gradients in the local frame: the transpose of ``push``, <pull(g), u> = <g, push(u)>."""
+        units = self.frame(params)
+        names = self.names
+        return {n: units[n] * grads[n] if n in units else grads[n] for n in names}
 
     def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors:
         """``gradient`` (local frame) with its scale part made from the expected Hessian H.
@@ -292,39 +283,28 @@ class Family(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no use for curvature.")
 
-    def precision_step(
-        self, params: Tensors, grads: Tensors, curvature: Tensors, rate: Tensor, safe: bool
-    ) -> Tensors:
-        """``params`` with precision P + rate (H - P), and, if ``safe``, the second-order term.
-
-        H is the ``curvature``, or, if that is empty, what the gradient of the scales in ``grads`` says.
-        """
-        gradient = self.pull(params, grads)
-        if curvature:
-            gradient = self.pull_curvature(params, gradient, curvature)
-        tangent = self.natural_gradient(params, gradient)
-        tangent["loc"] = torch.zeros_like(tangent["loc"])
-        return self.retract(params, tangent, -rate, "improved" if safe else "natural")
-
-    def covariance_product(
-        self, params: Tensors, v: Tensor, damping: Tensor | float = 0.0
-    ) -> Tensor:
-        """(Sigma^-1 + damping I)^-1 v for v (d,): a natural step of the mean."""
-        raise NotImplementedError(f"{type(self).__name__} has no covariance product.")
-
-    @abstractmethod
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
         """F u for a tangent u: a gradient in the local frame."""
+        raise NotImplementedError(self._no_fisher())
 
-    @abstractmethod
     def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
         """The tangent u with F u = ``gradient``, for a gradient in the local frame."""
+        raise NotImplementedError(self._no_fisher())
 
-    @abstractmethod
+    def _no_fisher(self) -> str:
+        return (
+            f"{type(self).__name__} has no Fisher matrix in closed form: estimate it from scores, by "
+            f"pyro_ngvi.optim.SPRING, IFVB or AIFVB."
+        )
+
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
-        """Move by ``step`` along ``tangent``; no step, however long, leaves the domain."""
+        """Move by ``step`` along ``tangent``; no step, however long, leaves the domain.
+
+        By default in a straight line, which is right where every tensor may have any value.
+        """
+        return {name: params[name] + step * v for name, v in self.push(params, tangent).items()}
 
     def pack(self, tensors: Tensors) -> Tensor:
         """The free coordinates of a gradient or tangent in the local frame, one vector (D,)."""

@@ -28,12 +28,6 @@ class WhitenedFamily(Family):
     coordinates = ("local", "natural")  # one and the same
     orthogonal_frame = True
 
-    def noise_dim(self, params: Tensors) -> int:
-        raise NotImplementedError(_no_noise(self))
-
-    def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        raise NotImplementedError(_no_noise(self))
-
     def covariance(self, params: Tensors) -> Tensor:
         return torch.diag(self.stddev(params).square())
 
@@ -45,13 +39,6 @@ class WhitenedFamily(Family):
 
     def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
         return dict(gradient)
-
-
-def _no_noise(family: Family) -> str:
-    return (
-        f"{type(family).__name__} has no closed form for its draws from normal noise; use "
-        f"draw(params, shape)."
-    )
 
 
 class ProductFamily(Family):

@@ -34,7 +34,6 @@ from torch.func import functional_call, grad, jacrev, vjp, vmap
 
 from ..linalg.each_gradient import each_gradient
 from ._augmented import AugmentedGaussian
-from ._monte_carlo import MonteCarloFamily
 from .base import Tensors, log_normal
 from .full_rank import FullRankNormal
 from .mean_field import MeanFieldNormal
@@ -50,7 +49,7 @@ GAUSSIANS: dict[str, type[MeanFieldNormal | FullRankNormal]] = {
 }
 
 
-class FlowFamily(AugmentedGaussian, MonteCarloFamily):
+class FlowFamily(AugmentedGaussian):
     """Densities of z = mu + A T(eps); see the head of this file.
 
     Args:
@@ -61,6 +60,7 @@ class FlowFamily(AugmentedGaussian, MonteCarloFamily):
 
     # no Newton steps and no momentum: as for all guides whose Fisher matrix is estimated
     newton_like = True
+    nearly_singular = True
     has_transport = True
     noise_radius = 0.6
     names: tuple[str, ...] = ()
@@ -103,9 +103,6 @@ class FlowFamily(AugmentedGaussian, MonteCarloFamily):
         """Whether ``params``, detached or not, are the flow's own tensors."""
         own = _trainable(self.flow)
         return all(params[name].data_ptr() == p.data_ptr() for name, p in own.items())
-
-    def noise_dim(self, params: Tensors) -> int:
-        return params["loc"].shape[-1]
 
     def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
         """z (..., d) and log |det dz/deps| (...)."""

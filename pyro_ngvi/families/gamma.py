@@ -112,16 +112,10 @@ class MeanFieldGamma(WhitenedFamily):
         z = torch.where(x > 1e-30, x.log().to(a), small)
         return z + (params["log_mean"] - params["log_concentration"]).detach()
 
-    def _frame(self, params: Tensors) -> Tensors:
+    def frame(self, params: Tensors) -> Tensors:
         log_a = params["log_concentration"]
         excess = trigamma_excess(log_a.exp())
         return {"log_mean": (-0.5 * log_a).exp(), "log_concentration": excess.rsqrt()}
-
-    def push(self, params: Tensors, tangent: Tensors) -> Tensors:
-        return {name: scale * tangent[name] for name, scale in self._frame(params).items()}
-
-    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        return {name: scale * grads[name] for name, scale in self._frame(params).items()}
 
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"

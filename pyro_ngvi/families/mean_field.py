@@ -94,14 +94,8 @@ class MeanFieldNormal(NormalFamily):
     def stddev(self, params: Tensors) -> Tensor:
         return params["log_scale"].exp()
 
-    def push(self, params: Tensors, tangent: Tensors) -> Tensors:
-        return {
-            "loc": params["log_scale"].exp() * tangent["loc"],
-            "log_scale": tangent["log_scale"],
-        }
-
-    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        return {"loc": params["log_scale"].exp() * grads["loc"], "log_scale": grads["log_scale"]}
+    def frame(self, params: Tensors) -> Tensors:
+        return {"loc": params["log_scale"].exp()}
 
     def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors:
         if "dense" in curvature:

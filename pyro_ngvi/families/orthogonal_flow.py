@@ -41,8 +41,7 @@ from torch import Tensor
 from ..linalg import stiefel
 from ._activation import SinhArcsinh
 from ._affine_map import AffineMap
-from ._monte_carlo import MonteCarloFamily
-from .base import Tensors, log_normal
+from .base import Family, Tensors, log_normal
 
 __all__ = ["OrthogonalFlow"]
 
@@ -52,7 +51,7 @@ START = 1.0
 NODES = 100
 
 
-class OrthogonalFlow(MonteCarloFamily):
+class OrthogonalFlow(Family):
     """Flows of ``layers`` elementwise activations between rotations; see the head of this file.
 
     Args:
@@ -70,6 +69,7 @@ class OrthogonalFlow(MonteCarloFamily):
     """
 
     newton_like = True
+    nearly_singular = True
     noise_radius = 0.6
     has_transport = True
 
@@ -115,9 +115,6 @@ class OrthogonalFlow(MonteCarloFamily):
             params |= affine.start(loc, factor, shift)
         params["loc"] = params["loc"] + loc
         return {name: params[name] for name in self.names}
-
-    def noise_dim(self, params: Tensors) -> int:
-        return params["loc"].shape[-1]
 
     def _forward(self, params: Tensors, noise: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """z, and for each activation what enters it and what leaves it."""

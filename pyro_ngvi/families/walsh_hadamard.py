@@ -146,9 +146,6 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
     def dim(self, params: Tensors) -> int:
         return self.entries
 
-    def noise_dim(self, params: Tensors) -> int:
-        return self.entries
-
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         # coordinates of white noise within and without the space are independent
         frame = self._frame()

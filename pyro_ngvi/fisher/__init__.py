@@ -1,7 +1,7 @@
 """Estimates of the inverse Fisher matrix from scores, for families that have none in closed form."""
 
 from .blocks import Blocks
-from .inversion_free import Dense, InverseFisher, PaperWindow
+from .inversion_free import Dense, InverseFisher
 from .low_rank import LowRank
 from .scores import remember_arguments
 from .window import Window
@@ -11,7 +11,6 @@ __all__ = [
     "Dense",
     "InverseFisher",
     "LowRank",
-    "PaperWindow",
     "Window",
     "remember_arguments",
 ]

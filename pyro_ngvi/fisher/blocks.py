@@ -27,7 +27,7 @@ __all__ = ["Blocks"]
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(InverseFisher):
     """``inner``, an estimate, for consecutive slices of the packed vector of those ``sizes``.
 
     A score that is not finite in one slice is left out of all.

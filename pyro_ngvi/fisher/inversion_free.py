@@ -9,8 +9,8 @@ H_s = H_0 + sum_{k <= s} g_k phi_k phi_k', the inverse follows by rank-one updat
 and n_s H_s^-1 with n_s = sum_k g_k is the estimate of F^-1.  The second line keeps H_s / s away from
 singular matrices.  A block of S scores is one update of rank S (Woodbury).
 
-:class:`Dense` holds all of H^-1, O(D^2) memory and time.  :class:`PaperWindow` is the limited-memory
-form as printed in the paper, for comparisons: it is *not* an estimate of F^-1.  For large D use
+:class:`Dense` holds all of H^-1, O(D^2) memory and time.  The limited-memory form as printed in the
+paper is *not* an estimate of F^-1; ``benchmarks/baselines`` has it.  For large D use
 :class:`~pyro_ngvi.fisher.low_rank.LowRank`, which is one.
 
 Each estimate is a trio of pure functions over a dict of tensors, and nothing waits for the device:
@@ -23,25 +23,32 @@ Each estimate is a trio of pure functions over a dict of tensors, and nothing wa
 memory of the state that it is given.  Scores that are not finite are left out.
 
 Source: Godichon-Baggioni, Nguyen & Tran (2024), Natural gradient variational Bayes without Fisher
-matrix analytic calculation and its inversion, JASA; equation numbers are theirs.  Remark 4.2 there
-has a misprint: the window's product is g / eps - sum_k (psi_k' g) psi_k.
+matrix analytic calculation and its inversion, JASA; equation numbers are theirs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from ..families.base import Tensors
 
-__all__ = ["Dense", "InverseFisher", "PaperWindow", "finite_rows", "good_rows"]
+__all__ = ["Dense", "InverseFisher", "finite_rows", "good_rows"]
 
 
 class InverseFisher(Protocol):
-    """A trio of pure functions; see the head of this file."""
+    """A trio of pure functions; see the head of this file.  Inherit from it for the defaults."""
+
+    #: scores that IFVB draws for it at a step unless told how many
+    scores_a_step: ClassVar[int] = 1
+
+    @property
+    def starts_from_guess(self) -> bool:
+        """Whether ``init`` heeds the first guess of the diagonal, which is otherwise not made."""
+        return True
 
     def init(self, diagonal: Tensor, weight: float) -> Tensors: ...
 
@@ -76,7 +83,7 @@ def _add_outer_products(inverse: Tensor, rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(InverseFisher):
     """H^-1 as a (D, D) matrix: recursion (4.6).
 
     Converges to F^-1 as the number of scores grows; usable from about 2 D scores on.  Not for D above
@@ -103,6 +110,18 @@ class Dense:
     beta: float = 0.25
     growth: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.eps is not None and not self.eps > 0:
+            raise ValueError(f"eps must be positive or None, got {self.eps!r}.")
+        if not (self.c_beta >= 0 and self.beta >= 0):
+            raise ValueError(
+                f"c_beta and beta must not be negative, got {self.c_beta!r} and {self.beta!r}."
+            )
+
+    @property
+    def starts_from_guess(self) -> bool:
+        return self.eps is None
+
     def init(self, diagonal: Tensor, weight: float) -> Tensors:
         zero = torch.zeros((), dtype=diagonal.dtype, device=diagonal.device)
         start = torch.full_like(diagonal, self.eps) if self.eps is not None else weight * diagonal
@@ -128,56 +147,3 @@ class Dense:
 
     def product(self, state: Tensors, g: Tensor) -> Tensor:
         return state["total"] * (state["inverse"] @ g)
-
-
-@dataclass(frozen=True)
-class PaperWindow:
-    """The last K vectors psi = H^-1 phi / sqrt(1 + phi' H^-1 phi) of H^-1 = I / eps - sum psi psi'.
-
-    The form printed in the paper (Remark 4.2, with its misprint mended) and used in its examples 3
-    and 4.  Once more than K vectors have been seen, the product g s (I / eps - sum psi psi') grows
-    like s in every direction that the window does not span: it is no estimate of F^-1, and works only
-    where the step is clipped to a fixed length.  Kept to reproduce the paper.
-
-    Args:
-        window: K.  Scores and regularisation vectors share it.
-        eps, c_beta, beta: as in :class:`Dense`.
-    """
-
-    window: int
-    eps: float = 1.0
-    c_beta: float = 0.0
-    beta: float = 0.25
-
-    def init(self, diagonal: Tensor, weight: float) -> Tensors:
-        zero = torch.zeros((), dtype=diagonal.dtype, device=diagonal.device)
-        return {
-            "psi": diagonal.new_zeros(self.window, len(diagonal)),
-            "next": torch.zeros((1,), dtype=torch.long, device=diagonal.device),
-            "updates": zero.clone(),
-            "total": zero.clone(),
-        }
-
-    def _inverse_times(self, psi: Tensor, g: Tensor) -> Tensor:
-        return g / self.eps - (psi @ g) @ psi
-
-    def _append(self, psi: Tensor, position: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-        b = self._inverse_times(psi, row)
-        b = b / (1.0 + row @ b).sqrt()
-        return psi.index_copy(0, position, b[None]), (position + 1) % self.window
-
-    def update(self, state: Tensors, scores: Tensor) -> Tensors:
-        rows, added = finite_rows(scores)
-        psi, position = state["psi"], state["next"]
-        updates = state["updates"] + 1.0
-        for row in rows:
-            psi, position = self._append(psi, position, row)
-        if self.c_beta:
-            z = torch.randn_like(rows[0])
-            w = self.c_beta * updates**-self.beta
-            psi, position = self._append(psi, position, w.sqrt() * z)
-        total = state["total"] + added
-        return {"psi": psi, "next": position, "updates": updates, "total": total}
-
-    def product(self, state: Tensors, g: Tensor) -> Tensor:
-        return state["total"] * self._inverse_times(state["psi"], g)

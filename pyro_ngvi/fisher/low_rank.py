@@ -39,7 +39,7 @@ from torch import Tensor
 from ..families.base import Tensors
 from ..linalg.eigen import symmetric_eigen
 from .first_guess import TINY, trust
-from .inversion_free import good_rows
+from .inversion_free import InverseFisher, good_rows
 
 __all__ = ["LowRank"]
 
@@ -52,7 +52,7 @@ FIRST_MERGE = 8
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRank(InverseFisher):
     """Running diagonal and leading eigenvectors of the whitened scores; see the head of this file.
 
     Args:
@@ -76,6 +76,10 @@ class LowRank:
 
     rank: int
     growth: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"rank must be a whole number of at least 1, got {self.rank!r}.")
 
     def _buffer_rows(self) -> int:
         return max(8, self.rank // 2)

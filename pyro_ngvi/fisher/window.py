@@ -28,19 +28,20 @@ A ridge on an empirical Fisher matrix is Levenberg's and Marquardt's damping; Ma
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..families.base import Tensors
 from .first_guess import TINY
-from .inversion_free import good_rows
+from .inversion_free import InverseFisher, good_rows
 
 __all__ = ["Window"]
 
 
 @dataclass(frozen=True)
-class Window:
+class Window(InverseFisher):
     """The last ``size`` scores and a ridge; see the head of this file.
 
     Args:
@@ -61,9 +62,19 @@ class Window:
         tensor([1., 2.])
     """
 
+    scores_a_step: ClassVar[int] = 8
+
     size: int
     damping: float = 1.0
     decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(
+                f"The size of a window must be a whole number of at least 1, got {self.size!r}."
+            )
+        if not 0.0 < self.damping < float("inf"):
+            raise ValueError(f"damping must be a positive number, got {self.damping!r}.")
 
     def init(self, diagonal: Tensor, weight: float) -> Tensors:
         return {

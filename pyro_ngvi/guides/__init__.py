@@ -1,5 +1,6 @@
 """Pyro guides, one per family."""
 
+from .base import AutoFamily
 from .exponential import AutoExponentialFamily
 from .flow import AutoCouplingFlow, AutoFlow
 from .initialization import init_to_center
@@ -14,6 +15,7 @@ __all__ = [
     "AutoExponentialFamily",
     "AutoFactorNormal",
     "AutoFactorPrecision",
+    "AutoFamily",
     "AutoFlow",
     "AutoFullRankNormal",
     "AutoMatrixNormal",

@@ -44,10 +44,10 @@ __all__ = ["AutoFamily", "find_blocks"]
 class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
     """A guide whose flat latent vector follows a :class:`~pyro_ngvi.families.Family`.
 
-    Subclasses name their family; everything else is here.  The parameters are plain tensors in the
-    coordinates of the family; the natural-gradient optimizers find them through :func:`find_blocks`.
-    Any optimizer may train them, but only the natural ones keep a triangular factor from becoming
-    singular: for Adam on a full covariance take Pyro's ``AutoMultivariateNormal``.
+    Subclasses name their family by :meth:`make_family`; everything else is here.  The parameters are
+    plain tensors in the coordinates of the family; the natural-gradient optimizers find them through
+    :func:`find_blocks`.  Any optimizer may train them, but only the natural ones keep a triangular
+    factor from becoming singular: for Adam on a full covariance take Pyro's ``AutoMultivariateNormal``.
 
     Under an optimizer that averages its iterates the parameters hold the *average*.  ``median``,
     ``quantiles``, ``get_posterior``, ``Predictive``, ``SVI.evaluate_loss`` and copies of the guide see
@@ -109,15 +109,16 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
             raise ValueError(f"init must be {known}, got {init!r}.")
         super().__init__(HidesMarked()(model), init_loc_fn=init_loc_fn)
         self.take_name(name)
-        self.family = self._make_family()
+        self.family = self.make_family()
         self.init_scale = float(init_scale)
         self.sticking_the_landing = sticking_the_landing
         self.init = init
         self._broadcasting_checked = False
         self.curvature: Curvature | None = None
 
-    def _make_family(self) -> Family:
-        raise NotImplementedError
+    def make_family(self) -> Family:
+        """The family of the flat latent vector; what a guide of your own has to say."""
+        raise NotImplementedError(f"{type(self).__name__}.make_family() says which family it is.")
 
     def _define_family(self) -> None:
         """Complete a family that depends on the sites of the model, once they are known."""

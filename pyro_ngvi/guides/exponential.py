@@ -97,7 +97,7 @@ class AutoExponentialFamily(AutoFamily):
                 )
         super().__init__(model, **kwargs)
 
-    def _make_family(self) -> Family:
+    def make_family(self) -> Family:
         return ProductFamily({}, [])  # its parts are known once the sites are
 
     def _define_family(self) -> None:

@@ -94,7 +94,7 @@ class AutoFlow(AutoFamily):
         self._given: tuple[Any, ...] = (flow,)
         super().__init__(model, init=init, **kwargs)
 
-    def _make_family(self) -> Family:
+    def make_family(self) -> Family:
         return FlowFamily(self._affine)
 
     def _make_flow(self, d: int) -> nn.Module:

@@ -69,7 +69,7 @@ class AutoMatrixNormal(AutoFamily):
         self.matrices: dict[str, str] = {}
         super().__init__(model, **kwargs)
 
-    def _make_family(self) -> Family:
+    def make_family(self) -> Family:
         # its parts are known once the sites are
         return ProductFamily({}, [], linear=False, curvature_form="kronecker")
 

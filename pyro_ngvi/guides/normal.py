@@ -49,7 +49,7 @@ class AutoMeanFieldNormal(AutoFamily):
         1.99
     """
 
-    def _make_family(self) -> Family:
+    def make_family(self) -> Family:
         return MeanFieldNormal()
 
 
@@ -86,7 +86,7 @@ class AutoFullRankNormal(AutoFamily):
         True
     """
 
-    def _make_family(self) -> Family:
+    def make_family(self) -> Family:
         return FullRankNormal()
 
     def sampling_posterior(self) -> FamilyDistribution:
@@ -129,7 +129,7 @@ class AutoFactorNormal(AutoFamily):
         self._rank = rank
         super().__init__(model, **kwargs)
 
-    def _make_family(self) -> Family:
+    def make_family(self) -> Family:
         return FactorNormal(1 if self._rank is None else self._rank)
 
     def _define_family(self) -> None:
@@ -168,7 +168,7 @@ class AutoFactorPrecision(AutoFamily):
         self._rank = rank
         super().__init__(model, **kwargs)
 
-    def _make_family(self) -> Family:
+    def make_family(self) -> Family:
         return FactorPrecisionNormal(1 if self._rank is None else self._rank)
 
     def _define_family(self) -> None:

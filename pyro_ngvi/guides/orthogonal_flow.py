@@ -73,7 +73,7 @@ class AutoOrthogonalFlow(AutoFamily):
         self._layers = layers
         super().__init__(model, **kwargs)
 
-    def _make_family(self) -> Family:
+    def make_family(self) -> Family:
         return OrthogonalFlow(self._layers)
 
     def sampling_posterior(self) -> FamilyDistribution:

@@ -63,7 +63,7 @@ class _WalshHadamardGuide(AutoFamily):
         start = kwargs.pop("init_loc_fn", init_to_center)
         super().__init__(model, init_loc_fn=start_within_memory(name, start), **kwargs)
 
-    def _make_family(self) -> Family:
+    def make_family(self) -> Family:
         return ProductFamily({}, [], linear=False)  # its parts are known once the sites are
 
     @property
@@ -264,10 +264,10 @@ class AutoWalshHadamard(_WalshHadamardGuide):
         self.holds_average = not train_diagonals
         super().__init__(model, sites, g, rest, shared, **kwargs)
 
-    def _make_family(self) -> Family:
+    def make_family(self) -> Family:
         if self._g == self._rest == "mean_field":
             return MeanFieldNormal()
-        return super()._make_family()
+        return super().make_family()
 
     @property
     def replaced_priors(self) -> tuple[str, ...]:

@@ -1,12 +1,15 @@
 """Optimizers for ``pyro.infer.SVI``, one rule a file."""
 
+from typing import Any
+
 from ..fisher import remember_arguments
 from ..rules.averaging import LogPower, Tail
+from ..rules.rule import Rule, Step
 from ..rules.schedules import Constant, NoiseClock, PowerDecay, RobbinsMonro
 from .aifvb import AIFVB
 from .ifvb import IFVB
 from .ivon import IVON
-from .nagvac import NAGVAC
+from .natural_gradient import NaturalGradient
 from .ngvb import NGVB
 from .noisy_kfac import NoisyKFAC
 from .slang import SLANG
@@ -19,7 +22,6 @@ __all__ = [
     "AIFVB",
     "IFVB",
     "IVON",
-    "NAGVAC",
     "NGVB",
     "SLANG",
     "SPRING",
@@ -27,11 +29,19 @@ __all__ = [
     "VON",
     "Constant",
     "LogPower",
+    "NaturalGradient",
     "NoiseClock",
     "NoisyKFAC",
     "PowerDecay",
     "RobbinsMonro",
+    "Rule",
+    "Step",
     "Tail",
     "Vadam",
     "remember_arguments",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    moved = ", a baseline, is now benchmarks.baselines.NAGVAC" if name == "NAGVAC" else ""
+    raise AttributeError(f"module 'pyro_ngvi.optim' has no attribute {name!r}{moved}")

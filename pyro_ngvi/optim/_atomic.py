@@ -14,10 +14,6 @@ from ..runtime.pyro_adapter import states_to_restore
 
 __all__ = ["all_or_nothing"]
 
-#: what a step replaces in an optimizer, on its blocks and on the algebra of sites: never written into
-REPLACED = ("_states", "_waiting", "_reports", "_told", "_editions", "_lag", "_lag_of", "fresh")
-ALGEBRA = ("constant", "linear", "precision", "running", "_kept")
-
 
 @contextmanager
 def all_or_nothing(optim: Any, params: list[Tensor]) -> Iterator[None]:
@@ -43,13 +39,12 @@ def all_or_nothing(optim: Any, params: list[Tensor]) -> Iterator[None]:
 
 def _undo(optim: Any, blocks: list[Any], leaves: list[Tensor]) -> list[Callable[[], Any]]:
     undo = [_restorer(p) for p in leaves]
-    for holder in (optim, *blocks):
-        undo.append(_attributes(holder, REPLACED))
-        if hasattr(holder, "algebra"):
-            undo.append(_attributes(holder.algebra, ALGEBRA))
+    algebras = [block.algebra for block in blocks if hasattr(block, "algebra")]
+    for holder in (optim, *blocks, *algebras):
+        undo.append(_attributes(holder))
     if optim.others is not None:
         undo += _others(optim.others)
-        undo.append(_attributes(optim._others_state, ("_waiting",)))
+        undo.append(_attributes(optim._others_state))
     return undo
 
 
@@ -63,13 +58,16 @@ def _restorer(p: Tensor) -> Callable[[], Any]:
     return restore
 
 
-def _attributes(holder: Any, names: tuple[str, ...]) -> Callable[[], Any]:
-    found = {n: getattr(holder, n) for n in names if hasattr(holder, n)}
-    before = {n: dict(v) if isinstance(v, dict) else v for n, v in found.items()}
+def _attributes(holder: Any) -> Callable[[], Any]:
+    """What undoes a step, which replaces attributes and entries of dicts and never writes into them."""
+    own = vars(holder)
+    dicts = [own, *(v for v in own.values() if isinstance(v, dict))]
+    before = [dict(d) for d in dicts]
 
     def restore() -> None:
-        for name, value in before.items():
-            setattr(holder, name, value)
+        for held, entries in zip(dicts, before, strict=True):
+            held.clear()
+            held.update(entries)
 
     return restore
 

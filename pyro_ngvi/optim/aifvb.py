@@ -63,13 +63,6 @@ class AIFVB(IFVB):
             raise ValueError("AIFVB averages; without averaging use IFVB.")
         super().__init__(guide, *args, averaging=averaging, **kwargs)
 
-    @classmethod
-    def paper(
-        cls, guide: Any, *, averaging: Averaging | float | bool = 2.0, **arguments: Any
-    ) -> Any:
-        """Algorithm 2 as printed, with weights (log(k + 1))^2; arguments as for IFVB.paper."""
-        return super().paper(guide, averaging=averaging, **arguments)
-
     def asymptotic_covariance(
         self, svi: Any, *args: Any, num_gradients: int = 256, num_hessians: int = 16, **kwargs: Any
     ) -> AsymptoticCovariance:

@@ -34,7 +34,7 @@ class NaturalGradientOptim(PyroOptim):
     """A ``PyroOptim`` that steps the natural blocks of a guide by a rule.  Subclasses make the rule."""
 
     #: kinds of curvature that the optimizer takes; ``None`` stands for a loss without any
-    kinds: ClassVar[tuple[str | None, ...]] = (None, "price")
+    kinds: tuple[str | None, ...] = (None, "price")
 
     #: whether the optimizer learns the Fisher matrix where the family does not know it
     learns_fisher: ClassVar[bool] = False

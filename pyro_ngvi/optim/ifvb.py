@@ -12,9 +12,6 @@ Our own families offer their frame besides: scores and gradients are then taken 
 where the Fisher matrix hardly changes while q moves, which is what makes its running average a good
 estimate.  Other guides are stepped in the unconstrained coordinates in which Pyro stores them.
 
-AIFVB averages the iterates with the weights (log k)^w and draws the scores at the average, where the
-Fisher matrix is wanted in the end.
-
 Defaults are this project's: the calibrated low-rank estimate (:class:`~pyro_ngvi.fisher.LowRank`)
 with the steps of NGVB.  A gain of 1/k relies on a Fisher matrix that is the Hessian of the loss, which
 nothing says of guides of other packages.  There the gain falls as k^(-2/3), without momentum, and with
@@ -28,12 +25,9 @@ Fisher matrix.  Their default is a damped window (:class:`~pyro_ngvi.fisher.Wind
 little where the scores say little, with the same slow gain; the low-rank estimate takes huge steps
 there (benchmarks/flows/README.md).
 
-``IFVB.paper`` and ``AIFVB.paper`` make Algorithms 1 and 2 as printed: steps c_a / (c_a' + k)^alpha, no
-trust region.  There
-
-    1/2 < alpha < 1   and   0 < beta < alpha - 1/2                     (theorems 5.1 to 5.3)
-
-are checked.  Printed weights (log k)^w give 0/0 at the first step; here they are (log(k + 1))^w.
+With a :class:`RobbinsMonro` schedule of power alpha, the regularisation c_beta k^-beta of
+:class:`~pyro_ngvi.fisher.Dense` has to keep to 1/2 < alpha < 1 and 0 < beta < alpha - 1/2 (theorems 5.1
+to 5.3).  Algorithms 1 and 2 as printed stand in ``benchmarks/baselines``.
 
 Not for: guides whose Fisher matrix is known (NGVB is as good and cheaper), guides without a density
 (AutoDelta), densities that can not be evaluated at a given point (flows without an inverse).
@@ -51,6 +45,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from ..families.base import Tensors
+from ..fisher import InverseFisher
 from ..fisher.geometry import Coordinates
 from ..fisher.scores import family_scores
 from ..guides.base import AutoFamily, find_blocks
@@ -58,8 +53,8 @@ from ..guides.block import GuideBlock
 from ..linalg.random import own_random_state
 from ..rules.averaging import Averaging, UsingAverage
 from ..rules.natural_gradient import make_rule, rule_arguments
-from ..rules.schedules import Custom, RobbinsMonro, Schedule, check_convergence
-from ._fisher_forms import FisherForm
+from ..rules.schedules import RobbinsMonro, Schedule, check_convergence
+from ._fisher_forms import Suited, as_estimate
 from .base import NaturalGradientOptim, Report, part
 from .ifvb_rule import IFVBRule
 from .others_state import ADAM
@@ -84,18 +79,12 @@ class IFVB(NaturalGradientOptim):
             function.  A function with arguments has to be wrapped, see
             :func:`~pyro_ngvi.optim.remember_arguments`.
         lr: factor in (0, 1] on the gain of the schedule.
-        schedule: as for NGVB; a :class:`RobbinsMonro` has the conditions above.  ``None``: that of
-            NGVB; in stored coordinates and for flows ``RobbinsMonro(0.3, 20, 2/3, patience=0.3)``.
-        window: K, number of D-vectors that the estimate holds; ``None``: 128 for the form "window",
-            else 32, or D if that is less.
-        form: "low_rank", "window" (the last K scores and a ridge), "dense" (D x D), or "paper" (the
-            printed window of K vectors).  ``None``: "window" for flows
-            and guides with networks, else "low_rank".
-        damping: ridge of the form "window", as a share of the mean of diag(F); ``None``: 1.
-        by_layer: no entries of F between the layers of a flow; other guides are one layer.
-        eps, c_beta, beta: start and regularisation of the forms "dense" and "paper"; beta must be
-            smaller than the power of a :class:`RobbinsMonro` schedule minus 1/2.
-        num_scores: scores drawn per step; ``None``: 8 for the form "window", else 1.
+        schedule: as for NGVB.  ``None``: that of NGVB; in stored coordinates and for flows
+            ``RobbinsMonro(0.3, 20, 2/3, patience=0.3)``.
+        fisher: the estimate of the inverse Fisher matrix, from ``pyro_ngvi.fisher``:
+            ``LowRank(32, growth=1.0)``, ``Window(128)`` (the last scores and a ridge) or ``Dense()``
+            (D x D).  ``None``: that window for flows and guides with networks, else that low rank.
+        num_scores: scores drawn per step; ``None``: 8 for a window, else 1.
         trust_radius: largest length of a step in the estimated Fisher norm, nats^(1/2); ``None``: none.
         clip_norm: largest Euclidean norm of the natural gradient (the paper's device); ``None``: none.
         momentum: heavy-ball coefficient in [0, 1); ``None``: what suits the guide.
@@ -104,6 +93,10 @@ class IFVB(NaturalGradientOptim):
         frame: "family" (default): scores and steps of our guides in the local frame of their family;
             "stored": in the coordinates of their parameters, as for all other guides.
         others: a ``PyroOptim`` for all other parameters; see :class:`~pyro_ngvi.NGVB`.
+        by_layer: no entries of F between the layers of a flow; other guides are one layer.
+        keywords: in place of ``fisher``.  ``window`` (K) and ``damping`` change the default;
+            ``form="low_rank"``, "window" or "dense" chooses, with ``eps``, ``c_beta`` and ``beta`` of
+            ``Dense``.
 
     Raises:
         ValueError: for arguments out of range; at the first step for a guide without scores.
@@ -131,11 +124,7 @@ class IFVB(NaturalGradientOptim):
         guide: Any,
         lr: float = 1.0,
         schedule: Schedule | Callable[[Tensor], Tensor] | str | None = None,
-        window: int | None = None,
-        form: str | None = None,
-        eps: float | None = None,
-        c_beta: float = 0.0,
-        beta: float = 0.25,
+        fisher: InverseFisher | None = None,
         num_scores: int | None = None,
         trust_radius: float | None = 1.0,
         clip_norm: float | None = None,
@@ -144,15 +133,21 @@ class IFVB(NaturalGradientOptim):
         frame: str = "family",
         others: PyroOptim | None = ADAM,
         *,
-        damping: float | None = None,
         by_layer: bool = False,
+        **keywords: Any,
     ) -> None:
         if frame not in ("family", "stored"):
             raise ValueError(f'frame must be "family" or "stored", got {frame!r}.')
-        if isinstance(schedule, RobbinsMonro) and c_beta:
-            check_convergence(schedule.power, beta)
+        if num_scores is not None and (not isinstance(num_scores, int) or num_scores < 1):
+            raise ValueError(
+                f"num_scores must be a whole number of at least 1 or None, got {num_scores!r}."
+            )
         self._stored = frame == "stored"
-        self._form = FisherForm(form, window, damping, eps, c_beta, beta, by_layer, num_scores)
+        self._fisher = as_estimate(fisher, **keywords)
+        if isinstance(schedule, RobbinsMonro) and getattr(self._fisher, "c_beta", 0.0):
+            check_convergence(schedule.power, getattr(self._fisher, "beta", None))
+        self._by_layer = by_layer
+        self._num_scores = num_scores
         if clip_norm is not None and not clip_norm > 0.0:
             raise ValueError(f"clip_norm must be positive or None, got {clip_norm!r}.")
         self._rule_arguments = rule_arguments(
@@ -169,60 +164,15 @@ class IFVB(NaturalGradientOptim):
         if self._rest is not None and self._rest.natural_params():
             yield REST, self._rest
 
-    @classmethod
-    def paper(
-        cls,
-        guide: Any,
-        *,
-        c_a: float,
-        c_a_prime: float = 1.0,
-        alpha: float,
-        eps: float = 1.0,
-        c_beta: float = 1.0,
-        beta: float = 0.1,
-        window: int | None = None,
-        num_scores: int = 1,
-        clip_norm: float | None = None,
-        momentum: float = 0.0,
-        check: bool = True,
-        others: PyroOptim | None = ADAM,
-        **further: Any,
-    ) -> Any:
-        """Algorithm 1 (for AIFVB: 2) as printed: steps c_a / (c_a' + k)^alpha on n_s H_s^-1 g.
-
-        No trust region, stored coordinates, H_0 = eps I; all of H^-1 without ``window``, else the
-        last K vectors.  ``clip_norm`` and ``momentum``, a move of
-        m <- momentum m + (1 - momentum) b_k G with the step b_k of its time, are in the authors'
-        scripts only.  ``check=False`` permits what the theorems exclude (as example 4 does).
-        """
-        if check:
-            check_convergence(alpha, beta if c_beta else None)
-        scale = c_a / c_a_prime**alpha * (1.0 - momentum)
-        return cls(
-            guide,
-            schedule=Custom(lambda k: scale * (1.0 + k / c_a_prime) ** -alpha),
-            window=window,
-            form="dense" if window is None else "paper",
-            eps=eps,
-            c_beta=c_beta,
-            beta=beta,
-            num_scores=num_scores,
-            trust_radius=None,
-            clip_norm=clip_norm,
-            momentum=momentum,
-            frame="stored",
-            others=others,
-            **further,
-        )
-
     def make_rule(self, family: Any) -> IFVBRule:
-        estimate = self._form.estimate(family)
+        fisher = self._fisher
+        estimate = fisher.estimate(family) if isinstance(fisher, Suited) else fisher
         if self._stored:
             family = Coordinates(family.names)
         arguments = self._rule_arguments
         if not family.known_fisher and arguments["schedule"] is None:
             arguments = arguments | {"schedule": SLOW}
-        return IFVBRule(make_rule(family, arguments), estimate, self._form.by_layer)
+        return IFVBRule(make_rule(family, arguments), estimate, self._by_layer)
 
     def _step(self, params: list[Tensor]) -> None:
         if self._rest is not None and not self._rest_known:
@@ -252,7 +202,7 @@ class IFVB(NaturalGradientOptim):
 
     def _init_state(self, path: str, block: Any, values: Tensors) -> Tensors:
         known = block.family.orthogonal_frame and not self._stored
-        if known or self._form.counts_from_zero:
+        if known or not self._rules[path].fisher.starts_from_guess:
             return self._rules[path].init(values)
         # one by one: draws made together share the minibatch of a subsampled plate
         draws = [self._draw(path, block, values, 1) for _ in range(FIRST_SCORES)]
@@ -263,7 +213,8 @@ class IFVB(NaturalGradientOptim):
         self, path: str, block: Any, values: Tensors, grads: Tensors, state: Tensors
     ) -> tuple[Tensors, Tensors, Report]:
         rule = self._rules[path]
-        scores = self._draw(path, block, values, self._form.scores_a_step(rule.fisher))
+        count = self._num_scores or rule.fisher.scores_a_step
+        scores = self._draw(path, block, values, count)
         return rule.update(values, grads, state, scores)
 
     def use_average(self) -> UsingAverage:

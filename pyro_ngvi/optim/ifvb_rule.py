@@ -35,6 +35,13 @@ class IFVBRule:
     fisher: InverseFisher
     by_layer: bool = False
 
+    def __post_init__(self) -> None:
+        if self.by_layer and not self.fisher.starts_from_guess:
+            raise ValueError(
+                f"by_layer=True needs an estimate that starts from the first guess of the diagonal, "
+                f"and {self.fisher} does not. Leave its eps out, or use pyro_ngvi.fisher.Window(128)."
+            )
+
     @property
     def averaging(self) -> Averaging | None:
         return self.step.averaging

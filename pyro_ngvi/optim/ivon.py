@@ -46,7 +46,6 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from ..families import MeanFieldNormal
 from ..families.base import Tensors
 from ..rules.averaging import Averaging
 from ..rules.natural_gradient import OUTLIER
@@ -59,7 +58,9 @@ __all__ = ["IVON", "IVONRule"]
 
 @dataclass(frozen=True)
 class IVONRule(VONRule):
-    """The mathematics: ``init(params) -> state``, ``update(params, grads, state)``.  Pure functions."""
+    """VON with a trust region in the step of the mean, entry by entry."""
+
+    diagonal: ClassVar[bool] = True
 
     def _mean_step(
         self, params: Tensors, grads: Tensors, state: Tensors, a: Tensor
@@ -101,6 +102,7 @@ class IVON(VON):
     """
 
     kinds: ClassVar[tuple[str | None, ...]] = ("price", None)
+    rule_type: ClassVar[type[VONRule]] = IVONRule
 
     def __init__(
         self,
@@ -121,12 +123,3 @@ class IVON(VON):
             averaging=averaging,
             others=others,
         )
-
-    def make_rule(self, family: Any) -> VONRule:
-        if not isinstance(family, MeanFieldNormal):
-            raise ValueError(
-                f"IVON has a diagonal precision, and the family of this guide is "
-                f"{type(family).__name__}. Use pyro_ngvi.AutoMeanFieldNormal(model), or "
-                f"pyro_ngvi.optim.VON for a full precision."
-            )
-        return IVONRule(family, **self._arguments)

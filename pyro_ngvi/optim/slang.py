@@ -30,35 +30,21 @@ Source: Mishkin, Kunstner, Nielsen, Schmidt & Khan (2018, NeurIPS; arXiv:1811.04
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
-
-from pyro.optim import PyroOptim
 
 from ..families import FactorPrecisionNormal
 from ..rules.averaging import Averaging
 from ..rules.schedules import Rate
-from .others_state import ADAM
-from .von import VON, VONRule
+from .von import VON
 
-__all__ = ["SLANG", "SLANGRule"]
-
-
-@dataclass(frozen=True)
-class SLANGRule(VONRule):
-    """The mathematics: ``init(params) -> state``, ``update(params, grads, state)``.  Pure functions.
-
-    ``grads`` holds "curvature.rows" (n, d) and "curvature.diagonal" (d,) beside the gradient of "loc";
-    the step of the precision is the family's, ``FactorPrecisionNormal.precision_step``.
-    """
+__all__ = ["SLANG"]
 
 
 class SLANG(VON):
-    """Stochastic, low-rank, approximate natural gradients for a factor precision.
+    """Stochastic, low-rank, approximate natural gradients: VON for a factor precision.
 
-    For :class:`~pyro_ngvi.AutoFactorPrecision`, with the loss
-    ``BatchedELBO(num_particles, curvature="gauss_newton")``; the data must lie in a plate.  The
-    equations, and what differs from the paper, stand in :mod:`pyro_ngvi.optim.slang`.
+    ``loss=BatchedELBO(num_particles, curvature="gauss_newton")``; the data must lie in a plate.  The
+    step of the precision is ``FactorPrecisionNormal.precision_step``.
 
     Args:
         guide: an ``AutoFactorPrecision``.
@@ -67,7 +53,8 @@ class SLANG(VON):
         curvature_lr: rate b of the precision, likewise; ``None`` for ``lr``.  At a constant b the
             precision averages over the last 1/b steps or so.
         momentum: weight in [0, 1) of the past in the average of the gradients.
-        damping, trust_radius, averaging, others: as in :class:`~pyro_ngvi.optim.VON`.
+        trust_radius, averaging: as in :class:`~pyro_ngvi.optim.VON`; none by default.
+        further: ``damping`` and ``others`` of :class:`~pyro_ngvi.optim.VON`.
 
     Raises:
         ValueError: for another guide, or arguments out of range.
@@ -100,20 +87,20 @@ class SLANG(VON):
         lr: Rate,
         curvature_lr: Rate | None = None,
         momentum: float = 0.9,
-        damping: float = 0.0,
+        *,
         trust_radius: float | None = None,
         averaging: Averaging | float | bool = False,
-        others: PyroOptim | None = ADAM,
+        **further: Any,
     ) -> None:
         super().__init__(
             guide,
             lr,
             lr if curvature_lr is None else curvature_lr,
             momentum,
-            damping=damping,
+            safe=True,
             trust_radius=trust_radius,
             averaging=averaging,
-            others=others,
+            **further,
         )
 
     def _wrong_guide(self, found: str) -> str:
@@ -122,7 +109,5 @@ class SLANG(VON):
             f"Use that guide, or for another one pyro_ngvi.NGVB."
         )
 
-    def make_rule(self, family: Any) -> SLANGRule:
-        if not isinstance(family, FactorPrecisionNormal):
-            raise ValueError(self._wrong_guide(f"the family {type(family).__name__}"))
-        return SLANGRule(family, **self._arguments)
+    def _fits(self, family: Any) -> bool:
+        return isinstance(family, FactorPrecisionNormal)

@@ -28,7 +28,6 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from ..families import MeanFieldNormal
 from ..families.base import Tensors
 from ..rules.schedules import Rate, rate_at
 from .others_state import ADAM
@@ -39,7 +38,9 @@ __all__ = ["Vadam", "VadamRule"]
 
 @dataclass(frozen=True)
 class VadamRule(VONRule):
-    """The mathematics: ``init(params) -> state``, ``update(params, grads, state)``.  Pure functions."""
+    """VON with the square root of Adam in the step of the mean."""
+
+    diagonal: ClassVar[bool] = True
 
     def _move(
         self, params: Tensors, m: Tensor, a: Tensor, grads: Tensors, k: Tensor
@@ -73,6 +74,7 @@ class Vadam(VON):
     """
 
     kinds: ClassVar[tuple[str | None, ...]] = ("squared_gradient",)
+    rule_type: ClassVar[type[VONRule]] = VadamRule
 
     def __init__(
         self,
@@ -85,11 +87,3 @@ class Vadam(VON):
         super().__init__(
             guide, lr, curvature_lr, momentum, safe=False, trust_radius=None, others=others
         )
-
-    def make_rule(self, family: Any) -> VONRule:
-        if not isinstance(family, MeanFieldNormal):
-            raise ValueError(
-                f"Vadam has a diagonal precision, and the family of this guide is "
-                f"{type(family).__name__}. Use pyro_ngvi.AutoMeanFieldNormal(model)."
-            )
-        return VadamRule(family, **self._arguments)

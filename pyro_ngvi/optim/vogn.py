@@ -22,18 +22,15 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pyro.optim import PyroOptim
-
 from ..rules.averaging import Averaging
 from ..rules.schedules import DEFAULT_RATE, Rate
-from .others_state import ADAM
 from .von import VON
 
 __all__ = ["VOGN"]
 
 
 class VOGN(VON):
-    """Variational online Gauss-Newton, for mean-field (or full-rank) Gaussian guides.
+    """Variational online Gauss-Newton: :class:`~pyro_ngvi.optim.VON` with the settings for networks.
 
     ``loss=BatchedELBO(num_particles, curvature="gauss_newton")``; the data must lie in a plate.
 
@@ -43,9 +40,8 @@ class VOGN(VON):
             max(0.01, 1 / (10 + k^0.75)).
         curvature_lr: rate b of the precision, likewise; small enough to average over the data.
         momentum: weight of the past in the average of the gradients, bias-corrected.
-        damping: added to the precision in the step of the mean, never in the posterior.
-        trust_radius: largest move of the mean in sds, root mean square over the entries, or ``None``.
-        averaging, others: as in :class:`~pyro_ngvi.optim.VON`.
+        averaging: as in :class:`~pyro_ngvi.optim.VON`; none by default.
+        further: ``damping``, ``trust_radius`` and ``others`` of :class:`~pyro_ngvi.optim.VON`.
 
     A warm-up of the KL term is the loss's affair: ``loss.kl_weight``, see
     :class:`~pyro_ngvi.BatchedELBO`.
@@ -78,19 +74,10 @@ class VOGN(VON):
         lr: Rate = DEFAULT_RATE,
         curvature_lr: Rate = DEFAULT_RATE,
         momentum: float = 0.9,
-        damping: float = 0.0,
-        trust_radius: float | None = 1.0,
+        *,
         averaging: Averaging | float | bool = False,
-        others: PyroOptim | None = ADAM,
+        **further: Any,
     ) -> None:
         super().__init__(
-            guide,
-            lr,
-            curvature_lr,
-            momentum,
-            safe=False,
-            damping=damping,
-            trust_radius=trust_radius,
-            averaging=averaging,
-            others=others,
+            guide, lr, curvature_lr, momentum, safe=False, averaging=averaging, **further
         )

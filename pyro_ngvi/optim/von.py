@@ -43,7 +43,8 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from ..families.base import Family, Tensors
+from ..families import MeanFieldNormal, NormalFamily
+from ..families.base import Tensors
 from ..rules.averaging import Averaging, as_averaging
 from ..rules.report import part
 from ..rules.rule import Rule, Step
@@ -61,7 +62,10 @@ NEWTON_RATE = PowerDecay(1.0, 0.51)
 class VONRule(Rule):
     """The mathematics, as pure functions of tensors."""
 
-    family: Family
+    #: whether it is for a diagonal precision alone
+    diagonal: ClassVar[bool] = False
+
+    family: NormalFamily
     lr: Rate
     curvature_lr: Rate
     momentum: float = 0.0
@@ -166,6 +170,7 @@ class VON(NaturalGradientOptim):
     """
 
     kinds: ClassVar[tuple[str | None, ...]] = ("hessian", "gauss_newton", "price")
+    rule_type: ClassVar[type[VONRule]] = VONRule
 
     def __init__(
         self,
@@ -207,7 +212,16 @@ class VON(NaturalGradientOptim):
             f"for other guides there are pyro_ngvi.NGVB and pyro_ngvi.IFVB."
         )
 
+    def _fits(self, family: Any) -> bool:
+        return "improved" in family.coordinates and family.curvature_form is not None
+
     def make_rule(self, family: Any) -> VONRule:
-        if "improved" not in family.coordinates or family.curvature_form is None:
-            raise ValueError(self._wrong_guide(f"the family {type(family).__name__}"))
-        return VONRule(family, **self._arguments)
+        found = f"the family {type(family).__name__}"
+        if self.rule_type.diagonal and not isinstance(family, MeanFieldNormal):
+            raise ValueError(
+                f"{type(self).__name__} has a diagonal precision, and got {found}. Use "
+                f"pyro_ngvi.AutoMeanFieldNormal(model), or pyro_ngvi.optim.VON for a full precision."
+            )
+        if not self._fits(family):
+            raise ValueError(self._wrong_guide(found))
+        return self.rule_type(family, **self._arguments)

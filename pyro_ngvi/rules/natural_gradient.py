@@ -45,12 +45,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..families.base import Geometry, Tensors, dot, pack
+from ..families.base import Tensors, dot, pack
 from ..linalg.host_bool import host_bool
 from .averaging import Averaging, Tail, as_averaging
 from .report import part
@@ -67,6 +67,39 @@ OUTLIER = 3.0
 PATIENCE = 3.0
 #: gains for families whose Fisher matrix is not the Hessian of the loss
 SLOW_DECAY = RobbinsMonro(scale=1.0 / 6.0, offset=20.0, power=0.5, patience=0.5)
+
+
+class Geometry(Protocol):
+    """The part of a :class:`~pyro_ngvi.families.Family` that the rule needs."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def coordinates(self) -> tuple[str, ...]: ...
+
+    @property
+    def newton_like(self) -> bool: ...
+
+    @property
+    def noise_radius(self) -> float: ...
+
+    @property
+    def location(self) -> tuple[str, ...]: ...
+
+    def average(self, average: Tensors, params: Tensors, rate: Tensor) -> Tensors: ...
+
+    def pull(self, params: Tensors, grads: Tensors) -> Tensors: ...
+
+    def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors: ...
+
+    def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors: ...
+
+    def retract(
+        self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
+    ) -> Tensors: ...
+
+    def not_finite(self, params: Tensors) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -120,7 +153,7 @@ class NaturalGradientRule(Rule):
         # along the gradient: <g, move> / |G|, as <g, direction> = 1
         move_norm, move_energy, along, own_length = wanted, wanted, wanted, wanted
         past: Tensors = {}
-        if self.momentum:
+        if self.momentum and self.family.location:
             # |b G + beta m|^2 for a past move m of a Gaussian's location, say; in the local frame its
             # length stays what it was when it was made, and F has no block between it and the rest
             names = self.family.location

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -76,6 +76,9 @@ class Rule(ABC):
         >>> rule.update(params, grads, rule.init(params))[0]["loc"]
         tensor([-0.0600, -0.0800])
     """
+
+    #: kinds of curvature of a loss that the rule takes; ``None`` stands for a loss without any
+    accepts: ClassVar[tuple[str | None, ...]] = (None,)
 
     family: Any
     averaging: Averaging | None = None

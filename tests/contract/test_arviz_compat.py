@@ -124,9 +124,12 @@ def test_a_statistic_of_the_draws_has_no_dimensions_of_a_site_of_its_name() -> N
 
 def test_slashes_in_names_become_dots() -> None:
     data = shim.from_groups(
-        {"posterior": {"scope/w": np.zeros((1, 5, 2))}}, dims={"scope/w": ["feature"]}
+        {"posterior": {"scope/w": np.zeros((1, 5, 2))}},
+        dims={"scope/w": ["scope/w_dim_0"]},
+        coords={"scope/w_dim_0": ["a", "b"]},
     )
-    assert data["posterior"]["scope.w"].dims == ("chain", "draw", "feature")
+    assert data["posterior"]["scope.w"].dims == ("chain", "draw", "scope.w_dim_0")
+    assert list(data["posterior"].coords["scope.w_dim_0"].values) == ["a", "b"]
 
 
 def test_inputs_are_not_changed() -> None:

@@ -12,7 +12,8 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.fisher import Blocks, LowRank, Window
+from benchmarks.baselines import PaperWindow
+from pyro_ngvi.fisher import Blocks, Dense, InverseFisher, LowRank, Window
 from pyro_ngvi.optim.ifvb import SLOW
 from tests.contract.resume import assert_resumes
 
@@ -125,6 +126,26 @@ def test_low_rank_can_be_chosen() -> None:
     assert run.fisher()["basis"].shape[0] == 4
 
 
+@pytest.mark.parametrize(
+    ("fisher", "keywords"),
+    [
+        (LowRank(4, growth=1.0), {"form": "low_rank", "window": 4}),
+        (Window(16, 0.5), {"window": 16, "damping": 0.5}),
+        (Dense(c_beta=0.5), {"form": "dense", "c_beta": 0.5}),
+    ],
+    ids=repr,
+)
+def test_keywords_stand_for_an_estimate(fisher: InverseFisher, keywords: dict[str, Any]) -> None:
+    found = []
+    for arguments in ({"fisher": fisher}, keywords):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        run = Run(**arguments)
+        assert run.rule.fisher == fisher
+        found.append(run.steps(3))
+    assert found[0] == found[1]
+
+
 def test_the_window_can_be_chosen_for_other_guides() -> None:
     pyro.set_rng_seed(0)
     run = Run(guide=ngvi.AutoFullRankNormal, form="window", window=16, damping=0.5)
@@ -167,7 +188,7 @@ def test_resumed_run_is_the_unbroken_one(
         ({"form": "low_rank", "damping": 1.0}, 'damping=1.0 is the ridge of form="window"'),
         ({"form": "window", "window": 0}, "window must be"),
         ({"num_scores": 2.0}, "num_scores must be"),
-        ({"form": "paper", "window": 10, "by_layer": True}, "by_layer=True"),
+        ({"fisher": PaperWindow(10), "by_layer": True}, "by_layer=True"),
         ({"form": "dense", "eps": 1.0, "by_layer": True}, "by_layer=True"),
     ],
 )

@@ -223,7 +223,9 @@ def test_minibatches_of_local_latents():
     "arguments, message",
     [
         ({"form": "magic"}, "form must be"),
-        ({"form": "paper"}, "window=100"),
+        ({"form": "paper"}, "form must be"),
+        ({"fisher": 16}, "fisher must be an estimate"),
+        ({"fisher": LowRank(4), "damping": 2.0}, "is the whole estimate, and damping would"),
         ({"window": 0}, "window must be"),
         ({"eps": -1.0}, "eps must be positive"),
         ({"c_beta": -1.0}, "must not be negative"),

@@ -13,6 +13,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
+from benchmarks.baselines import PaperWindow
 from pyro_ngvi import NGVB, BatchedELBO
 from pyro_ngvi.families import (
     FactorNormal,
@@ -21,7 +22,7 @@ from pyro_ngvi.families import (
     FullRankNormal,
     MeanFieldNormal,
 )
-from pyro_ngvi.fisher import Blocks, Dense, InverseFisher, LowRank, PaperWindow, Window
+from pyro_ngvi.fisher import Blocks, Dense, InverseFisher, LowRank, Window
 from pyro_ngvi.fisher.scores import GuideScores, family_scores
 from pyro_ngvi.optim import Constant, LogPower, NoiseClock, RobbinsMonro, Tail
 from pyro_ngvi.rules.natural_gradient import NaturalGradientRule

@@ -16,10 +16,11 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
+from benchmarks.baselines import PaperWindow, algorithm_1, algorithm_2
 from pyro_ngvi import AIFVB, IFVB, AutoFullRankNormal, AutoMeanFieldNormal
 from pyro_ngvi.families import FullRankNormal, MeanFieldNormal
 from pyro_ngvi.families.base import Tensors
-from pyro_ngvi.fisher import Dense, InverseFisher, LowRank, PaperWindow
+from pyro_ngvi.fisher import Dense, InverseFisher, LowRank
 from pyro_ngvi.fisher.geometry import Coordinates
 from pyro_ngvi.fisher.scores import family_scores
 from pyro_ngvi.optim import RobbinsMonro
@@ -28,6 +29,7 @@ from pyro_ngvi.rules.averaging import LogPower
 from pyro_ngvi.rules.natural_gradient import make_rule, rule_arguments
 from pyro_ngvi.rules.schedules import Custom, NoiseClock, check_convergence
 from tests.contract.registry import data, regression
+from tests.robustness.advice_cases import line, steps
 
 D, STEPS = 4, 50
 C_A, C_A_PRIME, ALPHA, EPS, BETA = 0.3, 20.0, 0.7, 2.0, 0.15
@@ -146,8 +148,8 @@ def test_the_average_is_the_weighted_mean(power: float) -> None:
         torch.testing.assert_close(averages[k - 1], mean, rtol=1e-12, atol=1e-12)
 
 
-def test_paper_makes_algorithm_1() -> None:
-    """``IFVB.paper`` in SVI: the count of scores starts at 0, steps at c_a / c_a'^alpha.
+def test_the_baseline_is_algorithm_1() -> None:
+    """In SVI: the count of scores starts at 0, steps at c_a / c_a'^alpha.
 
     Written out again from the scores that the optimizer draws and the gradients that it gets.
     """
@@ -169,8 +171,15 @@ def test_paper_makes_algorithm_1() -> None:
         pyro.sample("x", dist.Normal(torch.tensor([3.0, -1.0]), 2.0).to_event(1))
 
     guide = AutoNormal(model, init_scale=1.0)
-    optim = Watched.paper(
-        guide, c_a=C_A, c_a_prime=C_A_PRIME, alpha=ALPHA, eps=EPS, c_beta=0.0, num_scores=3
+    optim = algorithm_1(
+        guide,
+        c_a=C_A,
+        c_a_prime=C_A_PRIME,
+        alpha=ALPHA,
+        eps=EPS,
+        c_beta=0.0,
+        num_scores=3,
+        optimizer=Watched,
     )
     svi = SVI(model, guide, optim, Trace_ELBO(4, vectorize_particles=True))
     for _ in range(STEPS):
@@ -183,6 +192,11 @@ def test_paper_makes_algorithm_1() -> None:
         step = C_A * (C_A_PRIME + k) ** -ALPHA * 3 * (k + 1)
         wanted = values[k] - step * torch.linalg.solve(H, grads[k])
         torch.testing.assert_close(values[k + 1], wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_the_printed_window_steps_a_guide_of_ours() -> None:
+    guide = AutoFullRankNormal(line)
+    steps(line, guide, IFVB(guide, fisher=PaperWindow(100)))
 
 
 # --- AIFVB in SVI ---------------------------------------------------------------------------------
@@ -312,7 +326,7 @@ def test_alpha_outside_the_theorems(alpha: float) -> None:
     with pytest.raises(ValueError, match=rf"1/2 < alpha < 1 .* and alpha = {alpha:g}\."):
         check_convergence(alpha)
     with pytest.raises(ValueError, match="1/2 < alpha < 1"):
-        IFVB.paper(AutoNormal(normal_model), c_a=1.0, alpha=alpha, c_beta=0.0)
+        algorithm_1(AutoNormal(normal_model), c_a=1.0, alpha=alpha, c_beta=0.0)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.25, 0.4])
@@ -322,11 +336,11 @@ def test_beta_outside_the_theorems(beta: float) -> None:
         check_convergence(0.75, beta)
     guide = AutoNormal(normal_model)
     with pytest.raises(ValueError, match=message):
-        AIFVB.paper(guide, c_a=1.0, alpha=0.75, beta=beta)
+        algorithm_2(guide, c_a=1.0, alpha=0.75, beta=beta)
     with pytest.raises(ValueError, match=message):
         IFVB(guide, schedule=RobbinsMonro(power=0.75), form="dense", c_beta=1.0, beta=beta)
-    IFVB.paper(guide, c_a=1.0, alpha=0.75, beta=beta, c_beta=0.0)  # beta is then of no account
-    IFVB.paper(guide, c_a=1.0, alpha=0.75, beta=beta, check=False)
+    algorithm_1(guide, c_a=1.0, alpha=0.75, beta=beta, c_beta=0.0)  # beta is then of no account
+    algorithm_1(guide, c_a=1.0, alpha=0.75, beta=beta, check=False)
 
 
 # --- bad scores, singular Fisher matrices ---------------------------------------------------------
@@ -402,7 +416,7 @@ def test_singular_fisher_matrices_stay_finite(form: str) -> None:
 SAVED: dict[str, dict[str, Any]] = {
     "dense": {"form": "dense", "eps": 1.0, "c_beta": 0.5},
     "low rank": {"form": "low_rank", "window": 3},
-    "paper": {"form": "paper", "window": 4, "c_beta": 0.5},
+    "paper": {"fisher": PaperWindow(4, c_beta=0.5)},
 }
 
 

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.baselines import PaperWindow
 from pyro_ngvi.families.base import Tensors
-from pyro_ngvi.fisher import Dense, InverseFisher, PaperWindow
+from pyro_ngvi.fisher import Dense, InverseFisher
 
 D = 6
 FORMS = {

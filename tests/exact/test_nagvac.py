@@ -11,10 +11,12 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch import Tensor
 
+import pyro_ngvi
+from benchmarks.baselines import NAGVAC
+from benchmarks.baselines.nagvac import NAGVACRule, approximate_natural_gradient
 from pyro_ngvi import AutoFactorNormal, AutoMeanFieldNormal, BatchedELBO
 from pyro_ngvi.families import FactorNormal
-from pyro_ngvi.optim import NAGVAC
-from pyro_ngvi.optim.nagvac import NAGVACRule, approximate_natural_gradient
+from tests.robustness.advice_cases import advised, line, said, steps
 
 D = 7
 
@@ -310,6 +312,17 @@ def test_reaches_the_best_factor_covariance_of_a_regression() -> None:
     with torch.no_grad():
         found = kl({k: p.detach() for k, p in guide.natural_params().items()}) - kl(best)
     assert 0.0 <= float(found) < 0.05
+
+
+def test_the_advice_of_a_refusal_can_be_followed() -> None:
+    message = said(lambda: NAGVAC(AutoMeanFieldNormal(line)), "NAGVAC is an algorithm for")
+    guide = advised(message, "pyro_ngvi.AutoFactorNormal(", model=line)
+    steps(line, guide, NAGVAC(guide))
+
+
+def test_the_package_says_where_it_went() -> None:
+    with pytest.raises(AttributeError, match=r"is now benchmarks\.baselines\.NAGVAC"):
+        _ = pyro_ngvi.optim.NAGVAC
 
 
 def test_refuses_other_guides_and_settings() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_ngvi import AutoFactorPrecision, AutoMeanFieldNormal, BatchedELBO
 from pyro_ngvi.families import FactorPrecisionNormal
 from pyro_ngvi.optim import SLANG, PowerDecay
-from pyro_ngvi.optim.slang import SLANGRule
+from pyro_ngvi.optim.von import VONRule
 
 D, N = 7, 12
 Tensors = dict[str, Tensor]
@@ -45,9 +45,9 @@ def precision(params: Tensors) -> Tensor:
     return U @ U.mT + torch.diag(params["log_precision"].exp())
 
 
-def make(rank: int, **settings: Any) -> SLANGRule:
+def make(rank: int, **settings: Any) -> VONRule:
     how: dict[str, Any] = {"lr": 0.1, "curvature_lr": 0.3, "momentum": 0.9} | settings
-    return SLANGRule(FactorPrecisionNormal(rank), **how)
+    return VONRule(FactorPrecisionNormal(rank), **how)
 
 
 @pytest.mark.parametrize("rank", [1, 3, 6])

@@ -22,6 +22,7 @@ from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 import pyro_ngvi as ngvi
+from tests.registry import BASELINES, RULES
 from tests.robustness.advice_cases import N, X, Y, advised, line, local, messages, said, steps
 
 
@@ -55,10 +56,10 @@ def scale_beside_sites(noncentred: bool) -> Callable[[str], None]:
     return check
 
 
-def optimizer_of_sites(kind: str) -> Callable[[str], None]:
+def optimizer_of_sites(rule: Callable[[Any], Any]) -> Callable[[str], None]:
     def check(part: str) -> None:
         guide = ngvi.AutoSites(line)
-        message = said(lambda: getattr(ngvi.optim, kind)(guide), part)
+        message = said(lambda: rule(guide), part)
         optim = advised(message, "pyro_ngvi.CVI(", guide=guide)
         steps(line, guide, optim, advised(message, "pyro_ngvi.SitesELBO("))
 
@@ -139,12 +140,6 @@ def spring_with_one_draw(part: str) -> None:
         ngvi.optim.SPRING(fresh),
         advised(message, "BatchedELBO(", BatchedELBO=ngvi.BatchedELBO),
     )
-
-
-def nagvac(part: str) -> None:
-    message = said(lambda: ngvi.optim.NAGVAC(ngvi.AutoMeanFieldNormal(line)), part)
-    guide = advised(message, "pyro_ngvi.AutoFactorNormal(", model=line)
-    steps(line, guide, ngvi.optim.NAGVAC(guide))
 
 
 def diagonal_of(kind: str, loss: str) -> Callable[[str], None]:
@@ -232,10 +227,16 @@ def scheduled_by_pyro(part: str) -> None:
     steps(line, guide, advised(message, "NGVB(", NGVB=ngvi.NGVB, guide=guide))
 
 
-def elided_window(part: str) -> None:
+def damping_without_a_window(part: str) -> None:
     guide = ngvi.AutoFullRankNormal(line)
-    assert "window=100" in said(lambda: ngvi.IFVB(guide, form="paper"), part)
-    steps(line, guide, ngvi.IFVB(guide, form="paper", window=100))
+    assert 'form="window"' in said(lambda: ngvi.IFVB(guide, damping=1.0), part)
+    steps(line, guide, ngvi.IFVB(guide, form="window", damping=1.0))
+
+
+def no_estimate(part: str) -> None:
+    guide, wrong = ngvi.AutoFullRankNormal(line), "low_rank"
+    message = said(lambda: ngvi.IFVB(guide, fisher=wrong), part)  # pyright: ignore[reportArgumentType]
+    steps(line, guide, ngvi.IFVB(guide, fisher=advised(message, "pyro_ngvi.fisher.LowRank(")))
 
 
 def kernel(part: str) -> None:
@@ -266,7 +267,8 @@ CASES: dict[str, list[Callable[[str], None]]] = {
     "lies in the subsampled plate": [subsampled_plate],
     ", not Gaussian, or has no data": [scale_beside_sites(True), scale_beside_sites(False)],
     "cannot step the sites of AutoSites": [
-        *map(optimizer_of_sites, ("NGVB", "IFVB", "AIFVB", "SPRING", "VON", "NAGVAC", "NoisyKFAC"))
+        optimizer_of_sites((RULES | BASELINES)[name])
+        for name in ("NGVB", "IFVB", "AIFVB", "SPRING", "VON", "NAGVAC", "NoisyKFAC")
     ],
     "give its sites no gradient": [sites_in_another_loss],
     "No optimizer took": [sites_with_adam],
@@ -279,7 +281,6 @@ CASES: dict[str, list[Callable[[str], None]]] = {
     "others must be a pyro.optim.PyroOptim": [others_is_no_optimizer],
     "trains guides whose Fisher matrix it knows": [ngvb_of_pyros_guide],
     "and found none in": [cvi_of_another, spring_of_pyros_guide],
-    "NAGVAC is an algorithm for": [nagvac],
     "compares the draws of a step": [spring_with_one_draw],
     "has a diagonal precision": [
         diagonal_of("IVON", "price"),
@@ -292,7 +293,8 @@ CASES: dict[str, list[Callable[[str], None]]] = {
     "scores are drawn by calling it again": [scores_without_arguments],
     "is for latent sites that are matrices": [no_matrix],
     "want one for each tensor": [scheduled_by_pyro],
-    'form="paper" is a window': [elided_window],
+    'is the ridge of form="window"': [damping_without_a_window],
+    "fisher must be an estimate": [no_estimate],
     "kernel must be a callable": [kernel],
     "give the sd as a number, or a function that returns": [noise],
 }

@@ -194,7 +194,7 @@ def partly_flat(
 class WithFunction(PyroModule):
     """Its attribute is called as Pyro calls the function within its handlers."""
 
-    func = functools.partial(torch.clamp, min=-9.0)
+    func = staticmethod(functools.partial(torch.clamp, min=-9.0))
 
     def forward(self) -> None:
         z = pyro.sample("z", dist.LogNormal(torch.zeros(3), 1.0).to_event(1))

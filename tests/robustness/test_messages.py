@@ -94,6 +94,7 @@ PLACES: list[Any] = [
     pyro_ngvi.distributions,
     pyro_ngvi.AutoSites,
     pyro_ngvi.families,
+    pyro_ngvi.families.Family,
     pyro.distributions,
     pyro.infer,
     pyro.infer.autoguide,

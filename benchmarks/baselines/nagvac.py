@@ -39,12 +39,12 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from ..families import FactorNormal
-from ..families.base import Tensors, clamp_exponent, pack
-from ..rules.report import part
-from ..rules.rule import Rule, Step
-from .base import NaturalGradientOptim, describe
-from .others_state import ADAM
+from pyro_ngvi.families import FactorNormal
+from pyro_ngvi.families.base import Tensors, clamp_exponent, pack
+from pyro_ngvi.optim.base import NaturalGradientOptim, describe
+from pyro_ngvi.optim.others_state import ADAM
+from pyro_ngvi.rules.report import part
+from pyro_ngvi.rules.rule import Rule, Step
 
 __all__ = ["NAGVAC", "NAGVACRule", "approximate_natural_gradient"]
 
@@ -141,8 +141,8 @@ class NAGVAC(NaturalGradientOptim):
 
     For ``AutoFactorNormal(model, rank=1)``, to compare with: its Fisher matrix is an approximation
     whose block of the factor b is 2 s Sigma^-1 in place of s Sigma^-1 + Sigma^-1 b b' Sigma^-1, which
-    halves steps across b, and which has no block between b and c.  :class:`NGVB` uses the exact matrix
-    and needs no learning rate.  The equations are in :mod:`pyro_ngvi.optim.nagvac`.
+    halves steps across b, and which has no block between b and c.  :class:`~pyro_ngvi.NGVB` uses the
+    exact matrix and needs no learning rate.  The equations stand at the head of this file.
 
     Args:
         guide: an ``AutoFactorNormal`` of rank 1, or a list of guides that contains some.
@@ -159,10 +159,11 @@ class NAGVAC(NaturalGradientOptim):
         >>> import pyro, torch, pyro.distributions as dist
         >>> from pyro.infer import SVI, Trace_ELBO
         >>> import pyro_ngvi as ngvi
+        >>> from benchmarks.baselines import NAGVAC
         >>> def model():
         ...     pyro.sample("x", dist.Normal(torch.tensor([3.0, -1.0]), 2.0).to_event(1))
         >>> guide = ngvi.AutoFactorNormal(model, rank=1)
-        >>> optim = ngvi.optim.NAGVAC(guide, lr=0.05)
+        >>> optim = NAGVAC(guide, lr=0.05)
         >>> svi = SVI(model, guide, optim, Trace_ELBO(8, vectorize_particles=True))
         >>> for _ in range(600):
         ...     loss = svi.step()

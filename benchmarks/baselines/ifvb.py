@@ -1,0 +1,72 @@
+r"""Algorithms 1 and 2 of the paper on IFVB as printed, for ``pyro.infer.SVI``.
+
+    H_0 = eps I,   lambda <- lambda - c_a / (c_a' + k)^alpha  n_s H_s^-1 g,   k = 0, 1, ...
+
+in the coordinates in which the guide stores lambda, without a trust region.  All of H^-1 without
+``window``, else its last K vectors (:class:`~benchmarks.baselines.PaperWindow`).  Algorithm 2 draws the
+scores at the average of the iterates, with the weights (log(k + 1))^2: the printed (log k)^2 give 0/0
+at the first step.
+
+    1/2 < alpha < 1   and   0 < beta < alpha - 1/2                     (theorems 5.1 to 5.3)
+
+are checked unless ``check=False``, which permits what the theorems exclude (as example 4 does).
+
+Not for use beyond comparisons: :class:`pyro_ngvi.IFVB` and ``AIFVB`` have an estimate of the Fisher
+matrix that keeps its size, and steps that need no tuning.
+
+Source: Godichon-Baggioni, Nguyen & Tran (2024, JASA).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyro_ngvi import AIFVB, IFVB
+from pyro_ngvi.fisher import Dense
+from pyro_ngvi.rules.schedules import check_convergence
+
+from .paper_window import PaperWindow
+
+__all__ = ["algorithm_1", "algorithm_2"]
+
+
+def algorithm_1(
+    guide: Any,
+    *,
+    c_a: float,
+    c_a_prime: float = 1.0,
+    alpha: float,
+    eps: float = 1.0,
+    c_beta: float = 1.0,
+    beta: float = 0.1,
+    window: int | None = None,
+    num_scores: int = 1,
+    momentum: float = 0.0,
+    check: bool = True,
+    optimizer: type[IFVB] = IFVB,
+    **further: Any,
+) -> IFVB:
+    """Algorithm 1; ``further`` arguments are those of ``optimizer``.
+
+    ``momentum``, a move of m <- momentum m + (1 - momentum) b_k G with the step b_k of its time, and
+    ``clip_norm`` are in the authors' scripts only.
+    """
+    if check:
+        check_convergence(alpha, beta if c_beta else None)
+    scale = c_a / c_a_prime**alpha * (1.0 - momentum)
+    dense = Dense(eps, c_beta, beta)
+    return optimizer(
+        guide,
+        schedule=lambda k: scale * (1.0 + k / c_a_prime) ** -alpha,
+        fisher=dense if window is None else PaperWindow(window, eps, c_beta, beta),
+        num_scores=num_scores,
+        trust_radius=None,
+        momentum=momentum,
+        frame="stored",
+        **further,
+    )
+
+
+def algorithm_2(guide: Any, *, averaging: Any = 2.0, **arguments: Any) -> IFVB:
+    """Algorithm 2; ``arguments`` are those of :func:`algorithm_1`."""
+    return algorithm_1(guide, optimizer=AIFVB, averaging=averaging, **arguments)
