@@ -90,10 +90,12 @@ def systematic_resample(log_weights: np.ndarray, offset: float) -> np.ndarray:
     Each place s comes floor(S w_s) or ceil(S w_s) times: less noise than independent draws, and equal
     weights take every place once.
 
-    :param offset: uniform in [0, 1).
+    Args:
+        offset: uniform in [0, 1).
 
-    >>> systematic_resample(np.log([0.5, 0.25, 0.125, 0.125]), 0.3)
-    array([0, 0, 1, 2])
+    Example:
+        >>> systematic_resample(np.log([0.5, 0.25, 0.125, 0.125]), 0.3)
+        array([0, 0, 1, 2])
     """
     share = np.cumsum(np.exp(log_weights))
     points = (np.arange(len(share)) + offset) / len(share)

@@ -39,23 +39,28 @@ def from_groups(
 ) -> Any:
     """Builds ArviZ's container from plain arrays.
 
-    :param groups: group name to variable name to array. Arrays of sampled groups have shape
-        (chain, draw, *rest), those of groups of data have shape ``rest``.
-        A slash in the name of a variable or a dimension, which netCDF and ``DataTree`` refuse,
-        becomes a dot.
-    :param coords: dimension name to labels; a dimension without labels counts from 0.
-    :param dims: variable name to the names of its dimensions ``rest``; it holds in every group but
-        ``sample_stats``, whose variables have none. In ``log_likelihood``, where event dimensions are
-        summed out, the leading names are taken.
-    :param pred_dims: the same for the groups ``predictions`` and ``predictions_constant_data``, where
-        neither ``coords`` nor ``dims`` hold, because their rows are others.
-    :param attrs: stored on the root and on the group ``posterior``.
-    :returns: ``arviz.InferenceData`` under ArviZ 0.x, ``xarray.DataTree`` under ArviZ 1.x.
-    :raises ValueError: when a group is not one of ArviZ's schema, or not a mapping of arrays.
+    Args:
+        groups: group name to variable name to array. Arrays of sampled groups have shape
+            (chain, draw, *rest), those of groups of data have shape ``rest``. A slash in the
+            name of a variable or a dimension, which netCDF and ``DataTree`` refuse, becomes a dot.
+        coords: dimension name to labels; a dimension without labels counts from 0.
+        dims: variable name to the names of its dimensions ``rest``; it holds in every group but
+            ``sample_stats``, whose variables have none. In ``log_likelihood``, where event
+            dimensions are summed out, the leading names are taken.
+        pred_dims: the same for the groups ``predictions`` and ``predictions_constant_data``,
+            where neither ``coords`` nor ``dims`` hold, because their rows are others.
+        attrs: stored on the root and on the group ``posterior``.
 
-    >>> data = from_groups({"posterior": {"w": np.zeros((1, 4, 2))}}, dims={"w": ["feature"]})
-    >>> data["posterior"]["w"].dims
-    ('chain', 'draw', 'feature')
+    Returns:
+        ``arviz.InferenceData`` under ArviZ 0.x, ``xarray.DataTree`` under ArviZ 1.x.
+
+    Raises:
+        ValueError: when a group is not one of ArviZ's schema, or not a mapping of arrays.
+
+    Example:
+        >>> data = from_groups({"posterior": {"w": np.zeros((1, 4, 2))}}, dims={"w": ["feature"]})
+        >>> data["posterior"]["w"].dims
+        ('chain', 'draw', 'feature')
     """
     for name, variables in groups.items():
         if name not in GROUPS:
@@ -107,20 +112,21 @@ def _without_slashes(by_name: Mapping[str, Any]) -> dict[str, Any]:
 def summary(data: Any, **kwargs: Any) -> Any:
     """``arviz.summary`` of independent draws: moments and intervals, no figure of a Markov chain.
 
-    R-hat, the effective sample size and the Monte-Carlo error built on it ask how well a *chain*
-    has mixed. Draws from a guide are independent, so there these figures look perfect however
-    wrong the guide is, and are left out. Whether to believe the guide is k-hat's question, see
-    :func:`pyro_ngvi.khat`.
+    The user's is :func:`pyro_ngvi.summary`, which says why.
 
-    :param data: what :func:`pyro_ngvi.to_arviz` returned.
-    :param kwargs: passed on to ``arviz.summary``; ``kind`` may be one of its kinds that start with
-        ``"stats"``, the default.
-    :raises ValueError: when ``kind`` asks for diagnostics of chains.
+    Args:
+        data: what :func:`pyro_ngvi.to_arviz` returned.
+        kwargs: passed on to ``arviz.summary``; ``kind`` may be one of its kinds that start with
+            ``"stats"``, the default.
 
-    >>> draws = np.linspace(-1.0, 1.0, 101).reshape(1, 101)
-    >>> table = summary(from_groups({"posterior": {"x": draws}}))
-    >>> [name for name in table.columns if "hat" in name or "ess" in name or "mcse" in name]
-    []
+    Raises:
+        ValueError: when ``kind`` asks for diagnostics of chains.
+
+    Example:
+        >>> draws = np.linspace(-1.0, 1.0, 101).reshape(1, 101)
+        >>> table = summary(from_groups({"posterior": {"x": draws}}))
+        >>> [name for name in table.columns if "hat" in name or "ess" in name or "mcse" in name]
+        []
     """
     kind = kwargs.pop("kind", "stats")
     if not str(kind).startswith("stats"):

@@ -1,9 +1,10 @@
 """Draws from any Pyro guide, with the model and the guide evaluated at them."""
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,12 @@ from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 from torch.distributions import Independent, constraints
 
-from ..linalg.random import own_random_state
 from ..runtime.density import Kind, site_kind, site_log_prob
-from ..runtime.latent_supports import LatentSupports
-from ..runtime.map_draws import Parts, Program, map_draws, without_plates
+from ..runtime.map_draws import Parts, map_draws, without_plates
 from ..runtime.marked import is_marked
-from ..runtime.support import check_data, plain_support
-from ..runtime.vmap import Minibatches, Site, Sites, run_plainly
+from ..runtime.summed_out import summed_out
+from ..runtime.support import LatentSupports, check_data, plain_support
+from ..runtime.vmap import Minibatches, Site, Sites, is_auxiliary, is_latent, look, run_both
 
 MOST_DOUBLES = 10_000_000  # in an array that is stored in float64
 
@@ -72,24 +72,113 @@ def random_state(seed: int | None, stream: int = 0) -> Iterator[None]:
             set_rng_state(before)
 
 
-def prototype_sites(
-    model: Program, guide: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Sites:
-    """The model's sample sites in one plain run at a draw from the guide, plates left out.
+class Fitted:
+    """A model and its guide at the full data, and what one plain run of both shows.
 
-    :raises ValueError: when the model is a guide, a plate is subsampled, the guide's latent sites are
-        not the model's or have other supports, or data lie outside the support of their site.
+    Attributes:
+        sites: the model's sample sites at a draw from the guide, plates left out.
+        latent: the names of its latent sites, but for those that are summed out.
+        joint: the model with its enumerated sites summed out, all arguments bound.
+        in_sum: the sites of ``joint``.
+        parameters: those of the model, constrained; those of the guide are in its draws.
+
+    Raises:
+        ValueError: when the model is a guide, a plate is subsampled, the guide's latent sites are
+            not the model's or have other supports, or data lie outside the support of their site.
     """
-    if isinstance(model, AutoGuide):
-        raise ValueError(
-            f"The model is an {type(model).__name__}, a guide: give the model first, then the guide."
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        guide: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        if isinstance(model, AutoGuide):
+            raise ValueError(
+                f"The model is an {type(model).__name__}, a guide: give the model first, then the "
+                f"guide."
+            )
+        self.guide, self.args, self.kwargs = guide, args, kwargs
+        self.model = partial(model, *args, **kwargs)
+        with torch.no_grad():
+            of_guide, of_model = run_both(model, guide, args, kwargs, Minibatches())
+        drawn = _of_guide(of_guide.sites)
+        _refuse_minibatches(of_model.sites)
+        self.sites = without_plates(of_model.sites)
+        for name in drawn.keys() & self.sites.keys():  # what the guide samples is not summed out
+            self.sites[name]["infer"] = {**(self.sites[name]["infer"] or {}), "enumerate": None}
+        self.latent = sites_of_kind(self.sites, "latent")
+        _refuse_other_sites(drawn.keys(), set(self.latent))
+        LatentSupports(guide).check(self.sites)
+
+        def unchecked() -> Sites:
+            with pyro.validation_enabled(False):
+                return look(self.model, drawn)
+
+        with torch.no_grad():
+            check_data(self.sites, unchecked)
+        self.parameters = {
+            name: x.detach().cpu().numpy()
+            for name, x in of_model.params.items()
+            if name not in of_guide.params
+        }
+        self.joint = summed_out(self.model, self.sites)
+        values = {name: self.sites[name]["value"] for name in self.latent}
+        summed = self.joint is not self.model
+        self.in_sum = without_plates(look(self.joint, values)) if summed else self.sites
+
+    @property
+    def shown(self) -> list[str]:
+        """The latent and deterministic sites whose values the sum leaves as they are.
+
+        A function of an enumerated site has the shape of all its values there.
+        """
+        shape = {name: site["value"].shape for name, site in self.in_sum.items()}
+        names = [*self.latent, *sites_of_kind(self.sites, "deterministic")]
+        return [n for n in names if n in shape and shape[n] == self.sites[n]["value"].shape]
+
+    def draw(
+        self, num_samples: int, batch_size: int | None, log_likelihood_of: Collection[str] = ()
+    ) -> Draws:
+        """Draws from the guide, and the model there.
+
+        Raises:
+            ValueError: when the guide is a point mass, or fewer than 2 draws are asked for.
+        """
+        if num_samples < 2:
+            raise ValueError(f"num_samples is {num_samples}; give at least 2, better 1000.")
+        drawn, of_guide = guide_draws(self.guide, self.args, self.kwargs, num_samples)
+        values = {name: drawn[name] for name in self.latent}
+        if all((x == x[0]).all() for x in values.values()):
+            raise ValueError(
+                "All draws from the guide are the same point (AutoDelta?), so it has no density to "
+                "compare with the posterior. Use guide.median(), or pyro_ngvi.predict with it."
+            )
+        shown = self.shown
+
+        def evaluated(sites: Sites) -> Parts:
+            terms = {name: site_log_prob(site) for name, site in sites.items()}
+            likelihood = {n: _seen(terms[n][0], sites[n]["mask"]) for n in log_likelihood_of}
+            return {
+                "density": _density(sites, terms),
+                "values": {name: sites[name]["value"] for name in shown},
+                "log_likelihood": {n: compact(x, num_samples) for n, x in likelihood.items()},
+            }
+
+        found = map_draws(self.joint, evaluated, values, num_samples, batch_size)
+        return Draws(
+            values,
+            of_guide["log"],
+            found["density"]["log"],
+            rounding=_rounding(found["density"]) + _rounding(of_guide),
+            sites=found["values"],
+            log_likelihood=found["log_likelihood"],
         )
-    minibatches = Minibatches()
-    with torch.no_grad():
-        in_guide = run_plainly(guide, {}, args, kwargs, minibatches)
-        drawn = _of_guide(without_plates(in_guide))
-        in_model = run_plainly(model, drawn, args, kwargs, minibatches)
-    for name, site in in_model.items():
+
+
+def _refuse_minibatches(sites: Sites) -> None:
+    for name, site in sites.items():
         if site_is_subsample(site) and len(site["value"]) != site["fn"].size:
             raise ValueError(
                 f"The plate {name!r} takes {len(site['value'])} of {site['fn'].size} examples. "
@@ -97,32 +186,21 @@ def prototype_sites(
                 "size of the minibatch an argument of the model, and pass the full size here, with "
                 "the full data."
             )
-    sites = without_plates(in_model)
-    for name in drawn.keys() & sites.keys():  # what the guide samples is not summed out
-        sites[name]["infer"] = {**(sites[name]["infer"] or {}), "enumerate": None}
-    latent = set(sites_of_kind(sites, "latent"))
-    if missing := sorted(latent - drawn.keys()):
+
+
+def _refuse_other_sites(drawn: Collection[str], latent: set[str]) -> None:
+    if missing := sorted(latent.difference(drawn)):
         raise ValueError(
             f"The guide does not sample the model's latent sites {missing}. If they stand for "
             "data, pass these (new data: pyro_ngvi.predict); else give a guide of every latent "
             f"site, and mark discrete ones infer={{'enumerate': 'parallel'}}."
         )
-    if unknown := sorted(drawn.keys() - latent):
+    if unknown := sorted(set(drawn) - latent):
         raise ValueError(
             f"The guide samples the sites {unknown}, which are not latent in the model. Is it a "
             "guide of another model? Only a variable of which other sites are functions (Delta "
             f"with log_density) may be infer={{'is_auxiliary': True}}."
         )
-
-    LatentSupports(guide).check(sites)
-
-    def unchecked() -> Sites:
-        with pyro.validation_enabled(False), own_random_state():
-            return run_plainly(model, drawn, args, kwargs, minibatches)
-
-    with torch.no_grad():
-        check_data(sites, unchecked)
-    return sites
 
 
 def sites_of_kind(sites: Sites, kind: Kind) -> list[str]:
@@ -130,60 +208,16 @@ def sites_of_kind(sites: Sites, kind: Kind) -> list[str]:
     return [n for n, site in sites.items() if site_kind(site) == kind and not is_marked(site)]
 
 
-def draw_and_evaluate(
-    model: Program,
-    guide: Program,
+def guide_draws(
+    guide: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    latent: Collection[str],
     num_samples: int,
-    batch_size: int | None,
-    values_of: Collection[str] = (),
-    log_likelihood_of: Collection[str] = (),
-) -> Draws:
-    """Draws from the guide and the model there; ``latent`` names the model's latent sites.
-
-    :raises ValueError: when the guide is a point mass, or fewer than 2 draws are asked for.
-    """
-    if num_samples < 2:
-        raise ValueError(f"num_samples is {num_samples}; give at least 2, better 1000.")
-    drawn, of_guide = guide_draws(guide, args, kwargs, num_samples)
-    values = {name: drawn[name] for name in latent}
-    if all((x == x[0]).all() for x in values.values()):
-        raise ValueError(
-            "All draws from the guide are the same point (AutoDelta?), so it has no density to "
-            "compare with the posterior. Use guide.median(), or pyro_ngvi.predict with it."
-        )
-
-    def evaluated(sites: Sites) -> Parts:
-        terms = {name: site_log_prob(site) for name, site in sites.items()}
-        likelihood = {
-            name: _seen(terms[name][0], sites[name]["mask"]) for name in log_likelihood_of
-        }
-        return {
-            "density": _density(sites, terms),
-            "values": {name: sites[name]["value"] for name in values_of},
-            "log_likelihood": {n: compact(x, num_samples) for n, x in likelihood.items()},
-        }
-
-    found = map_draws(model, evaluated, values, args, kwargs, num_samples, batch_size)
-    rounding = _rounding(found["density"]) + _rounding(of_guide)
-    return Draws(
-        values,
-        of_guide["log"],
-        found["density"]["log"],
-        rounding,
-        found["values"],
-        found["log_likelihood"],
-    )
-
-
-def guide_draws(
-    guide: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_samples: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Draws of the guide's latent sites by name, (S, *shape), and what ``_density`` says there.
 
-    :raises ValueError: when an autoguide was never called.
+    Raises:
+        ValueError: when an autoguide was never called.
     """
     if getattr(guide, "prototype_trace", guide) is None:
         raise ValueError(f"{type(guide).__name__} has never been called. Train it first.")
@@ -192,36 +226,15 @@ def guide_draws(
         terms = {name: site_log_prob(site) for name, site in sites.items()}
         return {"values": _of_guide(sites), "density": _density(sites, terms)}
 
-    found = map_draws(guide, drawn, {}, args, kwargs, num_samples, batch_size=num_samples)
+    program = partial(guide, *args, **kwargs)
+    found = map_draws(program, drawn, {}, num_samples, batch_size=num_samples)
     return found["values"], found["density"]
 
 
 def _of_guide(sites: Sites) -> dict[str, Tensor]:
     """Values of the latent sites of the model; the guide may draw from others to get there."""
-    latent = {name: site for name, site in sites.items() if site_kind(site) == "latent"}
-    auxiliary = {name for name, site in latent.items() if (site["infer"] or {}).get("is_auxiliary")}
-    return {name: site["value"] for name, site in latent.items() if name not in auxiliary}
-
-
-def sites_of_sum(
-    joint: Program, prototype: Sites, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Sites:
-    """The sites of ``joint``, the model with its enumerated sites summed out, in one plain run."""
-    if not any(map(is_marked, prototype.values())):
-        return prototype
-    values = {name: prototype[name]["value"] for name in sites_of_kind(prototype, "latent")}
-    with torch.no_grad(), own_random_state():
-        return without_plates(run_plainly(joint, values, args, kwargs, Minibatches()))
-
-
-def shown_sites(prototype: Sites, in_sum: Sites) -> list[str]:
-    """The latent and deterministic sites whose values the sum leaves as they are.
-
-    A function of an enumerated site has the shape of all its values there.
-    """
-    names = [*sites_of_kind(prototype, "latent"), *sites_of_kind(prototype, "deterministic")]
-    shape = {name: prototype[name]["value"].shape for name in names}
-    return [n for n in names if n in in_sum and in_sum[n]["value"].shape == shape[n]]
+    latent = {name: site for name, site in sites.items() if is_latent(site)}
+    return {name: site["value"] for name, site in latent.items() if not is_auxiliary(site)}
 
 
 def _density(sites: Sites, terms: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:

@@ -10,22 +10,13 @@ import torch
 
 from .._version import __version__
 from ..runtime.map_draws import map_draws
-from ..runtime.summed_out import SummedOut, given_name, summed_out
+from ..runtime.summed_out import SummedOut, given_name
 from ..runtime.vmap import Sites
 from . import groups as _groups
 from ._pareto import systematic_resample
 from .arviz_compat import from_groups
-from .draws import (
-    draw_and_evaluate,
-    prototype_sites,
-    random_state,
-    shown_sites,
-    sites_of_kind,
-    sites_of_sum,
-    warn_of_edges,
-)
+from .draws import Fitted, random_state, sites_of_kind, warn_of_edges
 from .export_checks import can_be_drawn, warn_of_factors, warn_of_scales, with_likelihood
-from .fitted import fitted_parameters
 from .khat import KHat, judge
 from .prediction import PREDICTIONS, NewData, fixed_parameters, simulate
 
@@ -96,75 +87,68 @@ def to_arviz(
     where there is no such plate, as in a hidden Markov model of one series. With ``discrete`` they are
     drawn, given each draw of the others and the data, into ``posterior``, with the deterministic sites
     that depend on them (by ``pyro.infer.infer_discrete``, once for each draw), and predictions are
-    made with them. A likelihood that can not be drawn from has no predictive groups (a warning).
+    made with them. A likelihood that cannot be drawn from has no predictive groups (a warning).
 
     The parameter store and gradients are left alone. The model runs batched over the draws, or
-    once for each where it can not. Not for a model that subsamples its data: give the full data.
+    once for each where it cannot. Not for a model that subsamples its data: give the full data.
 
-    :param model: the Pyro model. If a keyword argument of it has the name of an option here, bind
-        it first with ``functools.partial``.
-    :param guide: any trained Pyro guide of it.
-    :param args: what the model is called with: the full data.
-    :param num_samples: S, at least 25.
-    :param prior: whether to add ``prior`` and ``prior_predictive``; every prior must be proper.
-    :param posterior_predictive: whether to add that group.
-    :param log_likelihood: whether to add that group.
-    :param coords: labels by dimension; without them a dimension counts from 0.
-    :param dims: names of all dimensions by site or argument, instead of the ones above.
-    :param seed: makes the result repeatable and leaves the global random state as it was.
-    :param batch_size: draws that the model sees at once; ``None`` for a number that bounds the
-        memory beside the result.
-    :param resample: ``"psis"`` for importance resampling, ``None`` for the guide's own draws.
-    :param discrete: whether to draw the sites that are summed out.
-    :param predictions: the model's arguments at new data, ``(X_new,)``, or its keyword arguments,
-        ``{"X": X_new}``. Names of dimensions hold for them, ``coords`` do not: the rows are others.
-    :param kwargs: keyword arguments of the model.
-    :warns RuntimeWarning: where rounding has put draws onto the end of their support.
-    :warns UserWarning: for a guide that is a point mass in some latent sites.
-    :warns RuntimeWarning: with ``resample``, when the weights are not to be relied on.
-    :raises ValueError: when a plate is subsampled; for data outside the support of their site;
-        when the guide is a point mass, lacks a latent
-        site of the model or is of another model; for fewer than 25 draws; when ``coords`` or
-        ``dims`` do not fit; for another ``resample``, and with it for weights that are not finite;
-        where :func:`predict` refuses ``predictions``.
+    Args:
+        model: the Pyro model. If a keyword argument of it has the name of an option here, bind
+            it first with ``functools.partial``.
+        guide: any trained Pyro guide of it.
+        args: what the model is called with: the full data.
+        num_samples: S, at least 25.
+        prior: whether to add ``prior`` and ``prior_predictive``; every prior must be proper.
+        posterior_predictive: whether to add that group.
+        log_likelihood: whether to add that group.
+        coords: labels by dimension; without them a dimension counts from 0.
+        dims: names of all dimensions by site or argument, instead of the ones above.
+        seed: makes the result repeatable and leaves the global random state as it was.
+        batch_size: draws that the model sees at once; ``None`` for a number that bounds the
+            memory beside the result.
+        resample: ``"psis"`` for importance resampling, ``None`` for the guide's own draws.
+        discrete: whether to draw the sites that are summed out.
+        predictions: the model's arguments at new data, ``(X_new,)``, or its keyword arguments,
+            ``{"X": X_new}``. Names of dimensions hold for them, ``coords`` do not: the rows are
+            others.
+        kwargs: keyword arguments of the model.
 
-    >>> import pyro, torch, pyro.distributions as dist
-    >>> from pyro.infer.autoguide import AutoNormal
-    >>> def model(y):
-    ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-    ...     with pyro.plate("unit", len(y)):
-    ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-    >>> data = to_arviz(model, AutoNormal(model), torch.ones(3), num_samples=100, seed=0)
-    >>> data["log_likelihood"]["y"].dims
-    ('chain', 'draw', 'unit')
-    >>> data.attrs["guide"]
-    'AutoNormal'
+    Raises:
+        ValueError: when a plate is subsampled; for data outside the support of their site; when
+            the guide is a point mass, lacks a latent site of the model or is of another model;
+            for fewer than 25 draws; when ``coords`` or ``dims`` do not fit; for another
+            ``resample``, and with it for weights that are not finite; where :func:`predict`
+            refuses ``predictions``.
+
+    Warns:
+        RuntimeWarning: where rounding has put draws onto the end of their support.
+        UserWarning: for a guide that is a point mass in some latent sites.
+        RuntimeWarning: with ``resample``, when the weights are not to be relied on.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist
+        >>> from pyro.infer.autoguide import AutoNormal
+        >>> def model(y):
+        ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("unit", len(y)):
+        ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        >>> data = to_arviz(model, AutoNormal(model), torch.ones(3), num_samples=100, seed=0)
+        >>> data["log_likelihood"]["y"].dims
+        ('chain', 'draw', 'unit')
+        >>> data.attrs["guide"]
+        'AutoNormal'
     """
     if resample not in (None, "psis"):
         raise ValueError(f'resample must be None or "psis", got {resample!r}.')
-    with random_state(
-        seed
-    ):  # apart, because a guide's first run ever may draw more than later ones
-        prototype = prototype_sites(model, guide, args, kwargs)
-    latent = sites_of_kind(prototype, "latent")
-    observed = sites_of_kind(prototype, "observed")
+    with random_state(seed):  # apart: a guide's first run ever may draw more than later ones
+        fitted = Fitted(model, guide, args, kwargs)
+    prototype, observed = fitted.sites, sites_of_kind(fitted.sites, "observed")
+    exported = fitted.shown
     groups: _groups.Groups = {}
     with random_state(seed):
-        joint = summed_out(model, prototype)
-        in_sum = sites_of_sum(joint, prototype, args, kwargs)
-        exported = shown_sites(prototype, in_sum)
-        draws = draw_and_evaluate(
-            joint,
-            guide,
-            args,
-            kwargs,
-            latent,
-            num_samples,
-            batch_size,
-            values_of=exported,
-            log_likelihood_of=with_likelihood(in_sum, prototype) if log_likelihood else (),
-        )
-        diagnostic = judge(joint, args, kwargs, prototype, draws, batch_size)
+        with_terms = with_likelihood(fitted.in_sum, prototype) if log_likelihood else ()
+        draws = fitted.draw(num_samples, batch_size, with_terms)
+        diagnostic = judge(fitted, draws, batch_size)
         warn_of_edges(prototype, draws.values)
         if fixed := draws.point_masses:
             diagnostic = replace(diagnostic, khat=float("inf"))
@@ -176,9 +160,9 @@ def to_arviz(
                 stacklevel=2,
             )
         values, posterior = draws.values, draws.sites
-        if discrete and isinstance(joint, SummedOut):
-            posterior = _with_discrete(joint, prototype, values, args, kwargs, num_samples)
-            values = values | {name: posterior[name] for name in joint.names}
+        if discrete and isinstance(fitted.joint, SummedOut):
+            posterior = _with_discrete(fitted, fitted.joint, values, num_samples)
+            values = values | {name: posterior[name] for name in fitted.joint.names}
             exported = list(posterior)
         groups["posterior"] = _groups.per_draw(**posterior)
         if log_likelihood:
@@ -194,31 +178,22 @@ def to_arviz(
                 group |= {name: x[:, kept] for name, x in group.items()}
         groups["sample_stats"] = _groups.per_draw(**stats)
         first = {name: x[0] for name, x in draws.values.items()}
-        drawable = observed if can_be_drawn(model, observed, first, args, kwargs) else []
+        drawable = observed if can_be_drawn(fitted.model, observed, first) else []
         if drawable:
-            for note in fixed_parameters(model, prototype, first, args, kwargs):
+            for note in fixed_parameters(fitted.model, prototype, first):
                 warnings.warn(note, UserWarning, stacklevel=2)
+        of_data = {name: prototype[name] for name in drawable}
         predictive: list[tuple[Mapping[str, Any], dict[str, list[str]]]] = []
         if posterior_predictive:
             predictive.append((values, {"posterior_predictive": drawable}))
         if prior:
             predictive.append(({}, {"prior": exported, "prior_predictive": drawable}))
         for at, sites in predictive:
-            parts = simulate(
-                model,
-                {name: prototype[name] for name in drawable},
-                sites,
-                at,
-                args,
-                kwargs,
-                num_samples,
-                batch_size,
-                small=True,
-            )
+            parts = simulate(fitted.model, of_data, sites, at, num_samples, batch_size, small=True)
             groups |= {group: _groups.per_draw(**part) for group, part in parts.items()}
     pred_dims: dict[str, list[str]] = {}
     if predictions is not None:
-        new = _new_data(model, {name: values[name] for name in latent}, predictions)
+        new = _new_data(model, {name: values[name] for name in fitted.latent}, predictions)
         for note in new.same_units():
             warnings.warn(note, UserWarning, stacklevel=2)
         with random_state(seed, PREDICTIONS):
@@ -229,10 +204,10 @@ def to_arviz(
         pred_dims = _groups.name_dims(of_new, new.sites, named, {})
         groups |= {"predictions": drawn, "predictions_constant_data": constants}
     sums = groups.get("log_likelihood", {}).keys() - prototype.keys()
-    prototype |= {name: in_sum[name] for name in sums}
+    prototype = prototype | {name: fitted.in_sum[name] for name in sums}
     groups["observed_data"] = _groups.observations(prototype, observed)
     constants = _groups.constants(model, args, kwargs, prototype)
-    for name, value in fitted_parameters(model, guide, args, kwargs).items():
+    for name, value in fitted.parameters.items():
         constants[f"{name}_parameter" if name in constants else name] = value
     groups["constant_data"] = constants
     groups = {name: group for name, group in groups.items() if group}
@@ -262,22 +237,16 @@ def to_arviz(
 
 
 def _with_discrete(
-    joint: SummedOut,
-    prototype: Sites,
-    values: Mapping[str, torch.Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    num_samples: int,
+    fitted: Fitted, joint: SummedOut, values: Mapping[str, torch.Tensor], num_samples: int
 ) -> dict[str, torch.Tensor]:
     """All sites of the posterior, where those that are summed out are drawn given the others."""
-    names = [*values, *sites_of_kind(prototype, "deterministic"), *joint.names]
+    names = [*values, *sites_of_kind(fitted.sites, "deterministic"), *joint.names]
     given = {given_name(name): x for name, x in values.items()}
 
     def drawn(sites: Sites) -> Any:
         return {"values": {name: sites[name]["value"] for name in names}}
 
-    program = joint.with_draws(values.keys())
-    return map_draws(program, drawn, given, args, kwargs, num_samples)["values"]
+    return map_draws(joint.with_draws(values.keys()), drawn, given, num_samples)["values"]
 
 
 def _new_data(model: Callable[..., Any], values: Mapping[str, Any], call: Any) -> NewData:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..linalg.random import own_random_state
 from ..runtime.density import site_kind
-from ..runtime.vmap import Minibatches, Sites, run_plainly
+from ..runtime.vmap import Sites, look
 from .draws import SampleObserved, sites_of_kind
 
 __all__ = ["can_be_drawn", "warn_of_factors", "warn_of_scales", "with_likelihood"]
@@ -59,16 +59,11 @@ def with_likelihood(in_sum: Sites, prototype: Sites) -> list[str]:
 
 
 def can_be_drawn(
-    model: Callable[..., Any],
-    observed: Collection[str],
-    at: Mapping[str, torch.Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    model: Callable[[], Any], observed: Collection[str], at: Mapping[str, Tensor]
 ) -> bool:
     """Whether the data can be drawn anew; else a warning says which groups that leaves out."""
     try:
-        with torch.no_grad(), own_random_state():
-            run_plainly(SampleObserved(observed)(model), at, args, kwargs, Minibatches())
+        look(SampleObserved(observed)(model), at)
     except NotImplementedError as error:
         warnings.warn(
             f"An observed site cannot be drawn ({error or 'it has no sample method'}): the predictive "

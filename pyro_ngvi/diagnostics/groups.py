@@ -64,8 +64,9 @@ def name_dims(
 ) -> dict[str, list[str]]:
     """Names of the dimensions of every variable: the user's, else plates, else numbers.
 
-    :raises ValueError: when ``dims`` or ``coords`` name something that is not there, or have
-        another length than it.
+    Raises:
+        ValueError: when ``dims`` or ``coords`` name something that is not there, or have
+            another length than it.
     """
     shapes = {name: x.shape for name, x in groups.get("constant_data", {}).items()}
     sites = {name for group in groups.values() for name in group} & set(prototype)
@@ -74,7 +75,7 @@ def name_dims(
     taken = {*shapes, "chain", "draw"}
     for name in sites:
         for i, plate in _plates(prototype[name]).items():
-            # A dimension can not have the name of a variable that is not its coordinate.
+            # A dimension cannot have the name of a variable that is not its coordinate.
             named[name][i] = f"{plate}_dim" if plate in taken else plate
     for name, given in dims.items():
         if name not in shapes:

@@ -24,20 +24,10 @@ import numpy as np
 import torch
 from torch.distributions import biject_to
 
-from ..runtime.summed_out import SummedOut, summed_out
 from ..runtime.vmap import Sites
 from . import _verdict
 from ._pareto import find_tail, smoothed
-from .draws import (
-    Draws,
-    draw_and_evaluate,
-    prototype_sites,
-    random_state,
-    shown_sites,
-    sites_of_kind,
-    sites_of_sum,
-    warn_of_edges,
-)
+from .draws import Draws, Fitted, random_state, warn_of_edges
 from .prior_evidence import evidence_of, missed_nats, prior_evidence
 from .shifts import Shift, Slope, shift_of, steepest
 
@@ -124,7 +114,8 @@ class KHat:
         The largest weights are replaced by quantiles of the tail fitted to them, none above the
         largest of them. Weights that are equal, or without a tail to fit, stay as they are.
 
-        :raises ValueError: when the weights are not finite numbers.
+        Raises:
+            ValueError: when the weights are not finite numbers.
         """
         if not np.isfinite(self.log_weights.max()):
             raise ValueError(
@@ -156,40 +147,38 @@ def khat(
     parameter store and gradients are left alone. Latent sites that are marked
     ``infer={"enumerate": "parallel"}`` and not in the guide are summed out.
 
-    :param model: the Pyro model.
-    :param guide: any trained Pyro guide of it.
-    :param args: what the model is called with: the full data.
-    :param num_samples: number of draws S, at least 25.
-    :param seed: makes the result repeatable and leaves the global random state as it was.
-    :param batch_size: draws that the model sees at once; ``None`` for a number that bounds the memory.
-    :param kwargs: keyword arguments of the model.
-    :raises ValueError: for fewer than 25 draws, a subsampled plate, a guide that is a point mass
-        in some latent sites or does not sample the model's latent sites, and data outside the support
-        of their site.
+    Args:
+        model: the Pyro model.
+        guide: any trained Pyro guide of it.
+        args: what the model is called with: the full data.
+        num_samples: number of draws S, at least 25.
+        seed: makes the result repeatable and leaves the global random state as it was.
+        batch_size: draws that the model sees at once; ``None`` for a number that bounds the
+            memory.
+        kwargs: keyword arguments of the model.
 
-    >>> import pyro, pyro.distributions as dist
-    >>> def model():
-    ...     pyro.sample("z", dist.Normal(0.0, 1.0))
-    >>> def narrow():
-    ...     pyro.sample("z", dist.Normal(0.0, 0.3))
-    >>> khat(model, model, seed=0).decision  # an exact guide: all weights are equal
-    'intervals'
-    >>> khat(model, narrow, seed=0).decision
-    'unusable'
+    Raises:
+        ValueError: for fewer than 25 draws, a subsampled plate, a guide that is a point mass in
+            some latent sites or does not sample the model's latent sites, and data outside the
+            support of their site.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> def model():
+        ...     pyro.sample("z", dist.Normal(0.0, 1.0))
+        >>> def narrow():
+        ...     pyro.sample("z", dist.Normal(0.0, 0.3))
+        >>> khat(model, model, seed=0).decision  # an exact guide: all weights are equal
+        'intervals'
+        >>> khat(model, narrow, seed=0).decision
+        'unusable'
     """
-    with random_state(
-        seed
-    ):  # apart, because a guide's first run ever may draw more than later ones
-        prototype = prototype_sites(model, guide, args, kwargs)
-    latent = sites_of_kind(prototype, "latent")
+    with random_state(seed):  # apart: a guide's first run ever may draw more than later ones
+        fitted = Fitted(model, guide, args, kwargs)
     with random_state(seed):
-        joint = summed_out(model, prototype)
-        shown = shown_sites(prototype, sites_of_sum(joint, prototype, args, kwargs))
-        draws = draw_and_evaluate(
-            joint, guide, args, kwargs, latent, num_samples, batch_size, values_of=shown
-        )
-        found = judge(joint, args, kwargs, prototype, draws, batch_size)
-    warn_of_edges(prototype, draws.values)
+        draws = fitted.draw(num_samples, batch_size)
+        found = judge(fitted, draws, batch_size)
+    warn_of_edges(fitted.sites, draws.values)
     if fixed := draws.point_masses:
         raise ValueError(
             f"All draws of {', '.join(map(repr, fixed))} from the guide are the same point "
@@ -199,30 +188,22 @@ def khat(
     return found
 
 
-def judge(
-    model: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    prototype: Sites,
-    draws: Draws,
-    batch_size: int | None = None,
-) -> KHat:
-    """What the weights of ``draws`` say; ``prototype`` are the model's sites in a plain run."""
+def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
+    """What the weights of ``draws`` say."""
     log_ratio = (draws.log_joint - draws.log_q).cpu().numpy()
     found = khat_from_log_weights(log_ratio, draws.rounding)
-    latent = draws.values.keys()
     values = {name: _numbers(x) for name, x in draws.sites.items()}
     weights = found.psis_log_weights if found.ess > 0.0 else found.log_weights
     missed = None
     # what depends on enumerated sites has no density of its own to draw from
-    if found.ess > 0.0 and not isinstance(model, SummedOut):
+    if found.ess > 0.0 and fitted.joint is fitted.model:
         few = max(len(log_ratio) // 4, MIN_DRAWS)
-        prior = prior_evidence(model, args, kwargs, latent, few, batch_size)
+        prior = prior_evidence(fitted.model, fitted.latent, few, batch_size)
         missed = None if prior is None else missed_nats(prior, evidence_of(log_ratio))
     return replace(
         found,
         shifts={name: shift_of(x, weights) for name, x in values.items() if x.dtype.kind == "f"},
-        slope=steepest(dict(_unconstrained(prototype, draws)), log_ratio),
+        slope=steepest(dict(_unconstrained(fitted.sites, draws)), log_ratio),
         missed=missed,
     )
 
@@ -231,10 +212,10 @@ def _numbers(x: torch.Tensor) -> np.ndarray:
     return x.detach().cpu().numpy()
 
 
-def _unconstrained(prototype: Sites, draws: Draws) -> Iterable[tuple[str, np.ndarray]]:
+def _unconstrained(sites: Sites, draws: Draws) -> Iterable[tuple[str, np.ndarray]]:
     for name, x in draws.values.items():
         try:
-            theta = biject_to(prototype[name]["fn"].support).inv(x)
+            theta = biject_to(sites[name]["fn"].support).inv(x)
         except NotImplementedError:  # discrete, circular: no direction to move along
             continue
         if theta.is_floating_point():
@@ -244,14 +225,18 @@ def _unconstrained(prototype: Sites, draws: Draws) -> Iterable[tuple[str, np.nda
 def khat_from_log_weights(log_weights: np.ndarray, resolution: float = 0.0) -> KHat:
     """PSIS k-hat of given log weights.
 
-    :param log_weights: log p - log q up to a constant, (S,), in nats; -inf is a weight of zero.
-    :param resolution: log weights that all lie within that many nats are taken for equal.
-    :raises ValueError: when they are not a vector of at least 25.
+    Args:
+        log_weights: log p - log q up to a constant, (S,), in nats; -inf is a weight of zero.
+        resolution: log weights that all lie within that many nats are taken for equal.
 
-    >>> uniform = (np.arange(4000) + 0.5) / 4000
-    >>> pareto = khat_from_log_weights(-0.9 * np.log1p(-uniform))  # a tail of shape 0.9
-    >>> print(f"{pareto.khat:.2f} {pareto.threshold:.2f} {pareto.ok}")
-    0.87 0.70 False
+    Raises:
+        ValueError: when they are not a vector of at least 25.
+
+    Example:
+        >>> uniform = (np.arange(4000) + 0.5) / 4000
+        >>> pareto = khat_from_log_weights(-0.9 * np.log1p(-uniform))  # a tail of shape 0.9
+        >>> print(f"{pareto.khat:.2f} {pareto.threshold:.2f} {pareto.ok}")
+        0.87 0.70 False
     """
     x = np.asarray(log_weights, dtype=np.float64)
     if x.ndim != 1 or len(x) < MIN_DRAWS:

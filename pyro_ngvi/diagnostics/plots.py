@@ -126,11 +126,6 @@ def _limits(mean: Tensor, peaks: Tensor) -> tuple[float, float]:
 def _axes(ax: Any) -> Any:
     if ax is not None:
         return ax
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ImportError(
-            "pyro_ngvi.diagnostics.plots needs matplotlib, which is not installed: "
-            "pip install matplotlib."
-        ) from error
+    from matplotlib import pyplot
+
     return pyplot.subplots()[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,9 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from ..linalg.random import own_random_state
 from ..runtime.density import site_kind, site_log_prob
 from ..runtime.map_draws import Parts, map_draws, without_plates
-from ..runtime.vmap import Minibatches, Site, Sites, run_plainly
+from ..runtime.vmap import Minibatches, Site, Sites, look
 from .draws import SampleObserved, compact, guide_draws, random_state, sites_of_kind
 
 __all__ = ["predict"]
@@ -114,7 +114,7 @@ def predict(
         values = _kept(guide, num_samples, [*args, *kwargs.values()])
     new = NewData(model, values, args, kwargs, from_prior, may_lack=not callable(guide))
     first = {name: x[0] for name, x in new.values.items()}
-    notes = fixed_parameters(model, new.sites, first, args, kwargs)
+    notes = fixed_parameters(new.program, new.sites, first)
     if keeps_units and from_prior is None:
         notes += new.same_units()
     for note in notes:
@@ -165,7 +165,8 @@ class NewData:
         from_prior: Collection[str] | None = None,
         may_lack: bool = False,
     ) -> None:
-        self.model, self.args, self.kwargs = model, args, kwargs
+        self.args, self.kwargs = args, kwargs
+        self.program = partial(model, *args, **kwargs)
         self.num_samples = len(next(iter(values.values()), ()))
         dotted = {_dotted(name): x for name, x in values.items()}
         for name in from_prior or ():
@@ -174,10 +175,9 @@ class NewData:
                     f"from_prior names {name!r}, but the draws are of {sorted(values)}."
                 )
         minibatches = Minibatches()
-        at = _AtFirstDraw({name: x[0] for name, x in dotted.items()})
         try:
-            with torch.no_grad(), own_random_state(), at:
-                ran = run_plainly(model, {}, args, kwargs, minibatches)
+            with _AtFirstDraw({name: x[0] for name, x in dotted.items()}):
+                ran = look(self.program, {}, minibatches=minibatches)
         except (TypeError, AttributeError) as error:
             raise ValueError(
                 f"The model cannot run on these arguments: {error}. Give the data a default and take "
@@ -214,7 +214,7 @@ class NewData:
         small: bool = False,
     ) -> dict[str, Tensor]:
         """Values of the named sites, (S, ...); with ``small`` large ones are stored in float32."""
-        program = self.model
+        program: Callable[[], Any] = self.program
         if names is None:
             names = self.new
         elif RETURN in names:
@@ -227,8 +227,6 @@ class NewData:
             self.sites,
             {"new": [name for name in [*there, RETURN] if name in names]},
             self.values,
-            self.args,
-            self.kwargs,
             self.num_samples,
             batch_size,
             small,
@@ -249,12 +247,10 @@ class NewData:
 
 
 def simulate(
-    model: Callable[..., Any],
+    model: Callable[[], Any],
     prototype: Sites,
     groups: Mapping[str, Collection[str]],
     values: Mapping[str, Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
     num_samples: int,
     batch_size: int | None,
     small: bool = False,
@@ -272,15 +268,11 @@ def simulate(
         return {group: {name: stored(name) for name in names} for group, names in groups.items()}
 
     program = SampleObserved(sites_of_kind(prototype, "observed"))(model)
-    return map_draws(program, chosen, values, args, kwargs, num_samples, batch_size)
+    return map_draws(program, chosen, values, num_samples, batch_size)
 
 
 def fixed_parameters(
-    model: Callable[..., Any],
-    prototype: Sites,
-    at: Mapping[str, Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    model: Callable[[], Any], prototype: Sites, at: Mapping[str, Tensor]
 ) -> list[str]:
     """Warnings about sites that poutine.condition has fixed: they count as data, whatever they are.
 
@@ -294,8 +286,8 @@ def fixed_parameters(
 
     def terms(anew: Collection[str]) -> list[Tensor]:
         # without validation, since data that only give a size may lie outside their support
-        with torch.no_grad(), own_random_state(), pyro.validation_enabled(False):
-            sites = run_plainly(SampleObserved(anew)(model), at, args, kwargs, Minibatches())
+        with torch.no_grad(), pyro.validation_enabled(False):
+            sites = look(SampleObserved(anew)(model), at)
             return [site_log_prob(sites[name])[0].nan_to_num() for name in others]
 
     if not (numbers and others):
@@ -335,11 +327,11 @@ def _dotted(name: str) -> str:
     return name.replace("/", ".")  # as to_arviz stores it
 
 
-def _returning(model: Callable[..., Any]) -> Callable[..., Any]:
+def _returning(model: Callable[[], Any]) -> Callable[[], Any]:
     """The model with what it returns as a site."""
 
-    def program(*args: Any, **kwargs: Any) -> None:
-        value = model(*args, **kwargs)
+    def program() -> None:
+        value = model()
         if not isinstance(value, Tensor):
             raise ValueError(
                 f"{RETURN!r} is a {type(value).__name__}; the model returns no tensor."

@@ -10,7 +10,7 @@ posterior in many directions, and on modes with a small share of the mass.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,9 +56,7 @@ def missed_nats(prior: Evidence, guide: Evidence) -> float:
 
 
 def prior_evidence(
-    model: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    model: Callable[[], Any],
     latent: Collection[str],
     num_samples: int,
     batch_size: int | None = None,
@@ -78,7 +76,7 @@ def prior_evidence(
     with own_random_state(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # far from the posterior models may warn of anything
         try:
-            run = map_draws(model, likelihood, {}, args, kwargs, num_samples, batch_size)
+            run = map_draws(model, likelihood, {}, num_samples, batch_size)
         except Exception:  # improper priors; models that fail far from the posterior, in any way
             return None
     log_weights = run["sums"]["log_weight"]

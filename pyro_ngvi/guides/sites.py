@@ -8,5 +8,5 @@ def __getattr__(name: str) -> None:
         raise AttributeError(name)
     raise ImportError(
         f"{name} was pickled by pyro_ngvi 0.1, and is made of other parts now. Load what 0.1 saved as "
-        f"guide.state_dict() and optim.get_state() into a new AutoSites and CVI, or unpickle it there."
+        f"state_dict() and get_state() into a new AutoSites and its CVI, or unpickle it there."
     )

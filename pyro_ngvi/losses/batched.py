@@ -18,7 +18,6 @@ from pyro.infer import ELBO
 from pyro.infer.autoguide import AutoContinuous
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
-from pyro.poutine.util import site_is_subsample
 from pyro.util import warn_if_nan
 from torch import Tensor
 
@@ -32,22 +31,30 @@ from ..linalg.random import own_random_state
 from ..runtime.checks import (
     check_guide,
     check_guide_of_this_model,
-    check_joint_guide,
     check_model,
     check_replaced_priors,
     check_values,
+    check_whole_plates,
     sum_log_prob,
 )
 from ..runtime.density import site_log_prob
-from ..runtime.latent_supports import LatentSupports
 from ..runtime.layout import LatentLayout
-from ..runtime.loop import Runs
 from ..runtime.summed_out import summed_out
-from ..runtime.support import LaterData
-from ..runtime.vmap import Conditioned, Minibatches, Sites, is_minibatch, run_plainly
+from ..runtime.support import LatentSupports, LaterData
+from ..runtime.vmap import (
+    Conditioned,
+    Minibatches,
+    Sites,
+    is_auxiliary,
+    is_latent,
+    is_minibatch,
+    run_both,
+    run_plainly,
+)
 from ..runtime.whole_gradients import whole_gradients
 from .guide_checks import check_all_have_scores, check_guide_takes_curvature, check_unscaled
 from .joint import is_joint, posterior_of
+from .loop import Runs
 from .tempering import Tempered
 
 Program = Callable[..., Any]
@@ -58,13 +65,13 @@ class BatchedELBO(ELBO):
     """Negative ELBO for ``pyro.infer.SVI``, in nats, with the particles batched by ``vmap``.
 
     The model is written for *one* draw of its latent sites (``X @ w``): it needs no plate for the
-    particles and can not broadcast against them. A guide that derives from ``AutoContinuous``, and
+    particles and cannot broadcast against them. A guide that derives from ``AutoContinuous``, and
     overrides neither ``forward`` nor ``sample_latent``, draws all its particles in one call of
     ``get_posterior()``; any other guide is run under ``vmap`` too. A subsampled plate has one
     minibatch a step, shared by model, guide and particles.
 
     Latent sites of the model that are marked ``infer={"enumerate": "parallel"}`` and not in the guide
-    are summed out, as in ``TraceEnum_ELBO``.  A program that ``vmap`` can not run, because it branches
+    are summed out, as in ``TraceEnum_ELBO``.  A program that ``vmap`` cannot run, because it branches
     on the value of a latent site, say, runs once for each particle, with one notice.
 
     Do not use it with a guide whose draws are not reparameterised (discrete ones above all):
@@ -76,37 +83,47 @@ class BatchedELBO(ELBO):
     not depend on latent sites (elsewhere it would have to wait for the answer): on a GPU they are
     yours to check. NaN in later data is not refused there, nor what a mask hides.
 
-    :param num_particles: S, the number of draws of the guide.
-    :param curvature: what ``loss_and_grads`` leaves on the guide for its optimizer, beside the
-        gradients: an expected curvature of -log p(y, z), see :mod:`pyro_ngvi.curvature.kinds`.
-        "hessian": the Hessian; "gauss_newton": products of the gradients of single data, with the
-        Hessian of the prior (both wrong, with a warning, where the gradient of what they are taken of
-        jumps: Laplace distributions, and for "hessian" ReLU); "squared_gradient": squares of the
-        gradient of the minibatch, as Adam has them; "price": none, the gradients of the scales carry
-        it; "kronecker": the factors of each layer, for ``AutoMatrixNormal`` and ``NoisyKFAC``;
-        "scores": the draws and log q - log p at each, for ``SPRING``, and no gradients. For a guide
-        of ours that has a use for it; it is that of one call, so call this once a step.
-    :param kl_weight: tau, a weight on the KL term: the loss becomes that of the tempered posterior,
-        prior x likelihood^(1 / tau), where a ``pyro.factor`` counts as prior. An attribute too, so
-        that a loop can let it grow to 1 (a warm-up): ``loss.kl_weight = min(1.0, (k + 1) / 1000)``.
-    :param chunk_size: run at most that many particles of the model at a time, to bound memory.
-    :param retain_graph: passed to ``backward``.
-    :raises ValueError: when a site can not be handled, or its ``log_prob`` has a shape that its
-        plates and its value do not explain.
-    :warns RuntimeWarning: when model or guide can not run under ``vmap``, so that a step takes S runs.
-    :raises RuntimeError: the same, with a curvature that needs ``vmap``.
+    Args:
+        num_particles: S, the number of draws of the guide.
+        curvature: what ``loss_and_grads`` leaves on the guide for its optimizer, beside the
+            gradients: an expected curvature of -log p(y, z), see
+            :mod:`pyro_ngvi.curvature.kinds`. "hessian": the Hessian; "gauss_newton": products
+            of the gradients of single data, with the Hessian of the prior (both wrong, with a
+            warning, where the gradient of what they are taken of jumps: Laplace distributions,
+            and for "hessian" ReLU); "squared_gradient": squares of the gradient of the
+            minibatch, as Adam has them; "price": none, the gradients of the scales carry it;
+            "kronecker": the factors of each layer, for ``AutoMatrixNormal`` and ``NoisyKFAC``;
+            "scores": the draws and log q - log p at each, for ``SPRING``, and no gradients. For
+            a guide of ours that has a use for it; it is that of one call, so call this once a
+            step.
+        kl_weight: tau, a weight on the KL term: the loss becomes that of the tempered
+            posterior, prior x likelihood^(1 / tau), where a ``pyro.factor`` counts as prior. An
+            attribute too, so that a loop can let it grow to 1 (a warm-up): ``loss.kl_weight =
+            min(1.0, (k + 1) / 1000)``.
+        chunk_size: run at most that many particles of the model at a time, to bound memory.
+        retain_graph: passed to ``backward``.
 
-    >>> import torch, pyro, pyro.distributions as dist
-    >>> from pyro.infer import SVI
-    >>> from pyro.infer.autoguide import AutoMultivariateNormal
-    >>> def model(X, y):
-    ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    ...     with pyro.plate("data", len(y)):
-    ...         pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
-    >>> guide, adam = AutoMultivariateNormal(model), pyro.optim.Adam({"lr": 0.01})
-    >>> svi = SVI(model, guide, adam, loss=BatchedELBO(num_particles=8))
-    >>> isinstance(svi.step(torch.eye(2), torch.ones(2)), float)
-    True
+    Raises:
+        ValueError: when a site can not be handled, or its ``log_prob`` has a shape that its
+            plates and its value do not explain.
+        RuntimeError: when model or guide can not run under ``vmap``, with a curvature that needs it.
+
+    Warns:
+        RuntimeWarning: when model or guide cannot run under ``vmap``, so that a step takes S
+            runs.
+
+    Example:
+        >>> import torch, pyro, pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> from pyro.infer.autoguide import AutoMultivariateNormal
+        >>> def model(X, y):
+        ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+        >>> guide, adam = AutoMultivariateNormal(model), pyro.optim.Adam({"lr": 0.01})
+        >>> svi = SVI(model, guide, adam, loss=BatchedELBO(num_particles=8))
+        >>> isinstance(svi.step(torch.eye(2), torch.ones(2)), float)
+        True
     """
 
     def __init__(
@@ -234,17 +251,9 @@ class BatchedELBO(ELBO):
 
     def _run(self, program: Program, reduce: Any, values: Any, args: Any, kwargs: Any, **how: Any):
         kind = None if self._active is None else self._active.kind
-        return self._runs(
-            program,
-            reduce,
-            values,
-            self.num_particles,
-            args,
-            kwargs,
-            loops=kind in (None, "price", "scores"),
-            minibatches=self._minibatches,
-            **how,
-        )
+        given = program, reduce, values, self.num_particles, args, kwargs
+        loops = kind in (None, "price", "scores")
+        return self._runs(loops, *given, minibatches=self._minibatches, **how)
 
     def _draw(self, guide: Program, args: Any, kwargs: Any, shared: dict[str, Tensor]) -> Draw:
         """Run a guide of any kind under ``vmap``: values (S, ...) by site, and log q, (S,).
@@ -258,10 +267,10 @@ class BatchedELBO(ELBO):
             for name, site in sites.items():
                 if is_minibatch(site) and site["value"] is self._minibatches.get(name):
                     shared[name] = site["value"]
-                elif is_minibatch(site) or _is_latent(site):
+                elif is_minibatch(site) or is_latent(site):
                     values[name] = torch.as_tensor(site["value"])
             check_guide(sites)
-            self._helpers = _helpers(sites)
+            self._helpers = {name for name, site in sites.items() if is_auxiliary(site)}
             return values, sum_log_prob(sites)
 
         return self._run(guide, reduce, {}, args, kwargs, sampling=True)
@@ -270,7 +279,7 @@ class BatchedELBO(ELBO):
         """Draw all particles from the guide's joint distribution: values by site, and log q."""
         trace: Any = guide.prototype_trace
         if self._layout is None or self._layout[0] is not trace:
-            check_joint_guide(trace)
+            check_whole_plates(type(guide).__name__, dict(trace.iter_stochastic_nodes()))
             self._layout = (trace, LatentLayout(trace))
         _, layout = self._layout
         # Validation would wait for the device. The factor lets handlers around SVI.step, such as
@@ -304,36 +313,20 @@ class BatchedELBO(ELBO):
             )
         minibatches = self._minibatches = Minibatches()
         with own_random_state(), poutine.block(), torch.no_grad():
-            guide_sites = run_plainly(guide, {}, args, kwargs, minibatches)
+            of_guide, of_model = run_both(model, guide, args, kwargs, minibatches)
+            guide_sites, drawn, model_sites = of_guide.sites, of_model.values, of_model.sites
             check_guide(guide_sites)
-            shared, values = {}, {}
-            for name, site in guide_sites.items():
-                if is_minibatch(site):
-                    shared[name] = torch.as_tensor(site["value"])
-                elif _is_latent(site):
-                    values[name] = site["value"]
-            model_sites = run_plainly(model, values | shared, args, kwargs, minibatches)
-            plain_sites = model_sites
-            self._model = summed_out(model, model_sites, values)
+            self._model = summed_out(model, model_sites, drawn)
             if self._model is not model:
-                again = values | shared
-                model_sites = run_plainly(self._model, again, args, kwargs, minibatches)
+                model_sites = run_plainly(self._model, drawn, args, kwargs, minibatches)
+            self._helpers = {n for n, site in guide_sites.items() if is_auxiliary(site)}
             own = {name for name, site in guide_sites.items() if not site["is_observed"]}
-            check_guide_of_this_model(own - _helpers(guide_sites), model_sites)
+            check_guide_of_this_model(own - self._helpers, model_sites)
             self._supports = LatentSupports(guide)
             self._supports.check(model_sites)
             for _, block in find_blocks(guide):
                 check_replaced_priors(block.replaced_priors, guide_sites, model_sites)
-            check_model(model_sites, values, shared)
-            for sites in (guide_sites, plain_sites):
+            check_model(model_sites, drawn, drawn)
+            for sites in (guide_sites, of_model.sites):
                 check_values(sites)
         return model_sites, guide_sites
-
-
-def _helpers(sites: Sites) -> set[str]:
-    """The names of a guide's own helper variables."""
-    return {name for name, site in sites.items() if site["infer"].get("is_auxiliary")}
-
-
-def _is_latent(site: Any) -> bool:
-    return not site["is_observed"] and not site_is_subsample(site)

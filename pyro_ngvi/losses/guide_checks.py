@@ -4,6 +4,24 @@ from typing import Any
 
 from ..guides.base import AutoFamily
 
+#: by the form of curvature that a family takes, the kinds that do not have it
+_OF_OTHER_FORM = {"dense": ["squared_gradient"], "low_rank": ["squared_gradient", "hessian"]}
+
+#: by kind, the guides to take
+_GUIDES = {
+    "hessian": "AutoMeanFieldNormal or AutoFullRankNormal",
+    "squared_gradient": "AutoMeanFieldNormal",
+    "kronecker": "AutoMatrixNormal with pyro_ngvi.optim.NoisyKFAC",
+}
+
+
+def _takes(form: str | None, kind: str) -> bool:
+    if kind == "scores":
+        return True
+    if form is None or "kronecker" in (form, kind):
+        return form == kind
+    return kind not in _OF_OTHER_FORM.get(form, ())
+
 
 def check_guide_takes_curvature(guide: Any, kind: str, joint: bool) -> None:
     """Refuse a guide that has no use for curvature, in a sentence that names the fix."""
@@ -14,36 +32,14 @@ def check_guide_takes_curvature(guide: Any, kind: str, joint: bool) -> None:
             f"{type(guide).__name__}. Pass for instance pyro_ngvi.AutoMeanFieldNormal(model) itself "
             f"(not within an AutoGuideList), or leave curvature out."
         )
-    if kind == "scores":
-        return
     form = guide.family.curvature_form
-    if kind == "kronecker" and form != kind:
+    if not _takes(form, kind):
+        own = "kronecker" if form == "kronecker" else "gauss_newton"
+        takes = "has no use for a curvature" if form is None else f'takes curvature="{own}"'
+        guides = _GUIDES.get(kind, "AutoMeanFieldNormal, AutoFullRankNormal or AutoFactorPrecision")
         raise ValueError(
-            f"{what} leaves two factors for each matrix of a matrix-normal guide, and the guide is "
-            f"{type(guide).__name__}. Take AutoMatrixNormal with pyro_ngvi.optim.NoisyKFAC, or "
-            f'curvature="gauss_newton".'
-        )
-    if form == "kronecker" and kind != form:
-        raise ValueError(
-            f'{what}: {type(guide).__name__} takes curvature="kronecker", for '
-            f"pyro_ngvi.optim.NoisyKFAC, and no other. Use that, or leave curvature out and "
-            f"take pyro_ngvi.NGVB."
-        )
-    if form is None:
-        raise ValueError(
-            f"{what}: {type(guide.family).__name__}, the family of {type(guide).__name__}, has no use "
-            f"for a curvature. Take AutoMeanFieldNormal, AutoFullRankNormal or AutoFactorPrecision, or "
-            f"leave curvature out."
-        )
-    if form == "low_rank" and kind in ("hessian", "squared_gradient"):
-        raise ValueError(
-            f"{what}: {type(guide.family).__name__} takes curvature as a sum of outer products. Use "
-            f'curvature="gauss_newton".'
-        )
-    if form == "dense" and kind == "squared_gradient":
-        raise ValueError(
-            f"{what} is diagonal, and {type(guide.family).__name__} has correlations. Use "
-            f'curvature="gauss_newton" or "hessian", or AutoMeanFieldNormal.'
+            f"{what}: {type(guide.family).__name__}, the family of {type(guide).__name__}, {takes}. "
+            f"Take {guides}, or leave curvature out."
         )
 
 

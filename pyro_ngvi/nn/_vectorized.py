@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["over_rows", "run_vectorized"]
+__all__ = ["broadcasts_to", "over_rows", "run_vectorized"]
+
+
+def broadcasts_to(shape: torch.Size, target: torch.Size) -> bool:
+    """Whether a tensor of that ``shape`` is broadcast to ``target`` as it stands."""
+    try:
+        return torch.broadcast_shapes(shape, target) == target
+    except RuntimeError:
+        return False
 
 
 def over_rows(value: Tensor, event_dim: int) -> Tensor:

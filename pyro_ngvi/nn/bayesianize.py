@@ -69,7 +69,7 @@ def bayesianize(
     starts all hidden units alike: ``AutoMeanFieldNormal(model, init_loc_fn=model.init_to_module)``.
 
     ``Trace_ELBO`` works with and without vectorised particles, and ``BatchedELBO``; recurrent layers
-    (``nn.LSTM`` ...) can not be batched over weights by torch and need ``Trace_ELBO`` without
+    (``nn.LSTM`` ...) cannot be batched over weights by torch and need ``Trace_ELBO`` without
     vectorised particles.  So do hyperparameters whose priors depend on other ones (a horseshoe), unless
     by ``BatchedELBO``.
 
@@ -122,6 +122,17 @@ def inputs_of(x: Any, module: nn.Module) -> tuple[Any, ...]:
         several = sum(kind in _POSITIONAL for kind in takes) > 1
         return tuple(x) if several or inspect.Parameter.VAR_POSITIONAL in takes else (x,)
     return x if isinstance(x, tuple) else (x,)
+
+
+@contextmanager
+def _slow_attention() -> Iterator[None]:
+    """Without the kernels of attention layers in eval mode, which have no derivative."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 class BayesianModule(nn.Module):
@@ -234,10 +245,13 @@ class BayesianModule(nn.Module):
         inputs = inputs_of(x, self.module)
         weights = self._sample_weights()
         # Vectorised particles put dimensions in front of those of a weight; nothing else does.
-        if all(w.dim() == n for w, n in zip(weights.values(), self._dims.values(), strict=True)):
-            output, lead = self._run_module(weights, inputs), 0
-        else:
-            with self._slow_attention():
+        single = all(
+            w.dim() == n for w, n in zip(weights.values(), self._dims.values(), strict=True)
+        )
+        with _slow_attention():
+            if single:
+                output, lead = self._run_module(weights, inputs), 0
+            else:
                 output, lead = run_vectorized(self.module, weights, self._dims, inputs)
         num = len(inputs[0])
         if not isinstance(output, Tensor) or output.dim() <= lead or output.shape[lead] != num:
@@ -258,25 +272,12 @@ class BayesianModule(nn.Module):
         return output, fn
 
     def _run_module(self, weights: dict[str, Tensor], inputs: tuple[Any, ...]) -> Any:
-        with self._slow_attention():
-            output = torch.func.functional_call(self.module, weights, inputs)
-            if not self._seen_to_repeat:
-                with (
-                    torch.no_grad()
-                ):  # at its own weights: at zero, where a guide starts, all is alike
-                    _refuse.refuse_change(self.module(*inputs), self.module(*inputs))
-                self._seen_to_repeat = True
+        output = torch.func.functional_call(self.module, weights, inputs)
+        if not self._seen_to_repeat:
+            with torch.no_grad():  # at its own weights: at zero, where a guide starts, all is alike
+                _refuse.refuse_change(self.module(*inputs), self.module(*inputs))
+            self._seen_to_repeat = True
         return output
-
-    @contextmanager
-    def _slow_attention(self) -> Iterator[None]:
-        """Without the kernels of attention layers in eval mode, which have no derivative."""
-        enabled = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(enabled)
 
     def _sample_weights(self) -> dict[str, Tensor]:
         weights, hyperparameters = {}, {}

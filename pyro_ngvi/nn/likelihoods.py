@@ -15,7 +15,8 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from ._vectorized import over_rows
+from ._refuse import refuse_other_than_pyro
+from ._vectorized import broadcasts_to, over_rows
 
 __all__ = ["Likelihood", "make_likelihood"]
 
@@ -69,7 +70,7 @@ class _Normal(_Bernoulli):
         if not isinstance(sd, float):
             prior: Any = sd() if callable(sd) else dist.HalfCauchy(output.new_ones(()))
             wanted = "the prior of the sd; give a fixed sd as a number"
-            _refuse_other_than_pyro("The function noise", prior, f", {wanted}")
+            refuse_other_than_pyro("The function noise", prior, f", {wanted}")
             sd = pyro.sample("noise", prior)
             _refuse_noise(prior, mean.shape[lead + 1 :], lead)
             # vectorised: (*lead, 1) before what is one event
@@ -89,7 +90,7 @@ class _Custom(Likelihood):
 
     def __call__(self, output: Tensor, lead: int) -> Any:
         fn: Any = self.function(output)
-        _refuse_other_than_pyro(str(self), fn)
+        refuse_other_than_pyro(str(self), fn)
         return fn.to_event(max(0, len(fn.batch_shape) - lead - 1))
 
     def cast(self, y: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
@@ -99,19 +100,11 @@ class _Custom(Likelihood):
         return f"the function {getattr(self.function, '__name__', type(self.function).__name__)}"
 
 
-def _refuse_other_than_pyro(function: str, returned: Any, what: str = "") -> None:
-    if not hasattr(returned, "to_event"):
-        raise TypeError(
-            f"{function} returns {type(returned).__name__}; it must return a distribution of "
-            f"pyro.distributions{what}."
-        )
-
-
 def _refuse_noise(prior: Any, outputs: torch.Size, lead: int) -> None:
     """Refuse a prior of the noise that is neither scalar nor one for each output of an example."""
     event, batch = prior.event_shape, prior.batch_shape
     one = lead > 0 or batch.numel() == 1  # in front are vectorised particles alone
-    fits = not event or (len(event) == len(outputs) and _broadcast(event, outputs) == outputs)
+    fits = not event or (len(event) == len(outputs) and broadcasts_to(event, outputs))
     if one and fits:
         return
     raise ValueError(
@@ -119,13 +112,6 @@ def _refuse_noise(prior: Any, outputs: torch.Size, lead: int) -> None:
         f"example outputs of shape {tuple(outputs)}. Return a scalar prior, or one sd for each "
         "output as one event: dist.HalfCauchy(torch.ones(3)).to_event(1) for (3,)."
     )
-
-
-def _broadcast(a: torch.Size, b: torch.Size) -> torch.Size | None:
-    try:
-        return torch.broadcast_shapes(a, b)
-    except RuntimeError:
-        return None
 
 
 def _without_last(output: Tensor, lead: int) -> Tensor:

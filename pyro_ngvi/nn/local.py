@@ -28,7 +28,7 @@ The ELBO of the two networks after 1,000 steps of one particle was 38 to 113 nat
 six; a step took 1.9 times as long (draws of M K numbers in place of K).
 
 The first row shows when not to use it.  Sticking the landing (:mod:`pyro_ngvi.guides.posterior`) lets
-the noise of log q cancel that of the likelihood as q approaches the posterior, and it can not cancel
+the noise of log q cancel that of the likelihood as q approaches the posterior, and it cannot cancel
 that of other draws: near the optimum of a family that nearly holds the posterior, as for a linear
 model, the shared draw has the smaller noise.
 
@@ -146,7 +146,7 @@ class LocalModel:
 def draws_for_data(value: Tensor, x: Tensor, needed: bool = True) -> Tensor:
     """For a layer's ``forward``: its site's ``value`` (..., K), or a draw for each datum of ``x``.
 
-    The result broadcasts with the rows of ``x`` (..., in).  Where the site can not have draws of its
+    The result broadcasts with the rows of ``x`` (..., in).  Where the site cannot have draws of its
     own, a ``value`` that is not ``needed`` stays shared.
     """
     shared = over_rows(value, 1)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from ..diagnostics.draws import guide_draws, random_state
-from ..linalg.random import own_random_state
+from ..runtime.density import innermost
 from ..runtime.map_draws import Parts, map_draws
 from ..runtime.support import check_data
-from ..runtime.vmap import Minibatches, Sites, run_plainly
+from ..runtime.vmap import Sites, look
 from .bayesianize import BayesianModule
 
 __all__ = ["Prediction", "predict"]
@@ -139,8 +139,6 @@ def _batches(x: Any, y: Tensor | None, batch_size: int) -> Iterator[tuple[Any, T
             batch = tuple(t[part] for t in inputs)
             yield batch if isinstance(x, tuple) else batch[0], None if y is None else y[part]
         return
-    if not isinstance(x, Iterable):
-        raise TypeError(f"x is a {type(x).__name__}; give a tensor, a tuple of them, or batches.")
     if y is not None:
         raise ValueError(
             "x is an iterable of batches, so y has to come with them, as pairs (x, y)."
@@ -167,7 +165,7 @@ def _run(
     """Mean and variance of y by draw of the weights (S, M, ...), and log p(y | x, w) (S, M)."""
     fn: Any = None
 
-    def program(x: Any) -> None:
+    def program() -> None:
         nonlocal fn
         fn = model.distribution(x)
 
@@ -184,7 +182,7 @@ def _run(
     if y is not None:
         _check_targets(model, x, y, {name: value[0] for name, value in values.items()})
     # no batching rule, as for recurrent layers: one draw at a time
-    return map_draws(program, reduce, values, (x,), {}, num_samples, chunk_size)["y"]
+    return map_draws(program, reduce, values, num_samples, chunk_size)["y"]
 
 
 def _check_targets(model: BayesianModule, x: Any, y: Tensor, at_draw: dict[str, Tensor]) -> None:
@@ -195,22 +193,16 @@ def _check_targets(model: BayesianModule, x: Any, y: Tensor, at_draw: dict[str, 
         with pyro.plate("data", fn.batch_shape[-1]):
             pyro.sample("y", fn, obs=model.observed(fn, y))
 
-    def run() -> Sites:
-        with own_random_state():
-            return run_plainly(program, at_draw, (), {}, Minibatches())
-
     def unchecked() -> Sites:
         with pyro.validation_enabled(False):
-            return run()
+            return look(program, at_draw)
 
-    check_data({"y": run()["y"]}, unchecked)
+    check_data({"y": look(program, at_draw)["y"]}, unchecked)
 
 
 def _moments(fn: Any) -> tuple[Tensor, Tensor]:
     """Mean and variance; for classes those of their indicators."""
-    base = fn
-    while isinstance(base, dist.Independent | dist.MaskedDistribution):
-        base = base.base_dist
+    base = innermost(fn)
     if isinstance(base, dist.Categorical):
         return base.probs, base.probs * (1.0 - base.probs)
     try:

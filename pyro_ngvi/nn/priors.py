@@ -13,6 +13,9 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from ._refuse import refuse_other_than_pyro
+from ._vectorized import broadcasts_to
+
 __all__ = ["Prior", "choose_prior", "normal_prior", "prior_from"]
 
 # A distribution is Any: to a type checker Pyro's are abstract.
@@ -53,7 +56,7 @@ def choose_prior(prior: Prior | Mapping[str, Prior], name: str) -> Prior:
 def normal_prior(sd: float, like: Tensor) -> Any:
     """Independent centred normals in the shape, dtype and device of ``like``.
 
-    It is made once and used in and out of ``vmap``, where validation can not branch on values.
+    It is made once and used in and out of ``vmap``, where validation cannot branch on values.
     """
     base: Any = dist.Normal(like.new_zeros(()), like.new_full((), sd), validate_args=False)
     return base.expand(like.shape).to_event(like.dim())
@@ -79,18 +82,11 @@ def prior_from(function: Any, name: str, parameter: Tensor, sampled: Sampled) ->
                     f"rather than one expanded to the shape of the parameter."
                 )
             raise
-    if not isinstance(fn, torch.distributions.Distribution):
-        raise TypeError(
-            f"The prior of {name!r} returns {type(fn).__name__}; it must return a distribution of "
-            f"pyro.distributions."
-        )
-    fn, shape = _pyro(fn), parameter.shape
+    refuse_other_than_pyro(f"The prior of {name!r}", fn)
+    shape = parameter.shape
     if seen.lead or fn.shape() != shape:
         outer = seen.lead + shape[: len(shape) - fn.event_dim]
-        try:
-            fits = torch.broadcast_shapes(fn.batch_shape, outer) == outer
-        except RuntimeError:
-            fits = False
+        fits = broadcasts_to(fn.batch_shape, outer)
         if not fits or outer + fn.event_shape != seen.lead + shape:
             raise ValueError(
                 f"The prior of {name!r} has shape {tuple(fn.shape())}, the parameter has shape "
@@ -158,12 +154,3 @@ def _draws_nothing(msg: Any) -> bool:
     What a reparametrisation leaves of a site is none: its value has the dimensions of a draw.
     """
     return bool(msg["infer"].get("_deterministic")) or isinstance(msg["fn"], dist.Unit)
-
-
-def _pyro(fn: Any) -> Any:
-    if not hasattr(fn, "to_event"):
-        raise TypeError(
-            f"A prior is {type(fn).__module__}.{type(fn).__name__}; Pyro takes distributions of "
-            f"pyro.distributions."
-        )
-    return fn

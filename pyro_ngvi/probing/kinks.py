@@ -22,11 +22,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.func import grad, jacrev
 
-from ..runtime.density import site_kind, site_log_prob
+from ..runtime.density import site_log_prob, with_density
 from ..runtime.layout import LatentLayout
 from ..runtime.vmap import Site, Sites
 
@@ -62,9 +61,8 @@ def kinked_sites(
         def reduce(sites: Sites) -> Tensor:
             names.clear()
             kept = [t.new_zeros(())]
-            for name, site in sites.items():
-                plain = site_is_subsample(site) or site_kind(site) == "deterministic"
-                if not plain and of(site):
+            for name, site in with_density(sites).items():
+                if of(site):
                     names.append(name)
                     kept.append(_few(site_log_prob(site)[1].reshape(-1), DATA).sum())
             return torch.stack(kept)

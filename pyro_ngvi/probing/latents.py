@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import VonMises, biject_to
 
 from ..linalg.random import fixed_normal, own_random_state
+from ..runtime.checks import check_whole_plates
 from ..runtime.density import innermost, site_log_prob
 from ..runtime.pyro_adapter import masks_of
 from ..runtime.support import bounds
-from ..runtime.vmap import Conditioned
+from ..runtime.vmap import Minibatches, is_minibatch, run_plainly
 
 __all__ = ["check_latents"]
 
@@ -40,7 +40,7 @@ def check_latents(
     guide: str, model: Callable[..., Any], sites: dict[str, Any], args: Any, kwargs: Any
 ) -> None:
     """Run ``model``, which hides no site, once more and compare with ``sites``, the latent ones."""
-    _check_plates(guide, sites)
+    check_whole_plates(guide, sites)
     _check_angles(guide, sites)
     masked = {name: mask for name, site in sites.items() if (mask := _masked(site)).any()}
     moved, values = _moved(sites)
@@ -81,24 +81,11 @@ def _check_angles(guide: str, sites: dict[str, Any]) -> None:
     for name, site in sites.items():
         if isinstance(innermost(site["fn"]), VonMises):
             raise ValueError(
-                f"{guide}: the latent site {name!r} is an angle: its density has no end on the "
-                f"real line. "
+                f"{guide}: the latent site {name!r} is an angle: its density has no end on the real "
+                f"line. "
                 f'Write z = pyro.sample("{name}", dist.Uniform(-math.pi, math.pi)) and '
                 f'pyro.factor("prior", dist.VonMises(loc, concentration).log_prob(z)).'
             )
-
-
-def _check_plates(guide: str, sites: dict[str, Any]) -> None:
-    for name, site in sites.items():
-        for frame in site["cond_indep_stack"]:
-            full = frame.full_size
-            if full is not None and full != frame.size:
-                raise ValueError(
-                    f"{guide}: latent site {name!r} lies in the subsampled plate {frame.name!r} "
-                    f"({frame.size} of {full}). Use the whole plate, or AutoGuideList(model, "
-                    "create_plates=f), f the plate, with AutoNormal(poutine.block(model, "
-                    f"expose=[{name!r}]))."
-                )
 
 
 def _moved(
@@ -121,12 +108,9 @@ def _all_real(moved: dict[str, Tensor], values: dict[str, Tensor]) -> bool:
 
 
 def _run(model: Any, values: dict[str, Tensor], args: Any, kwargs: Any) -> dict[str, Any]:
-    seen = Conditioned(values, {})
     with poutine.block(), own_random_state(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with seen:
-            model(*args, **kwargs)
-    return seen.sites
+        return run_plainly(model, values, args, kwargs, Minibatches())
 
 
 def _differ(value: Tensor, site: Any, u: Tensor) -> bool:
@@ -167,7 +151,7 @@ def _check_masked(
     Where the gradient is zero, ``log_joint(name, entries)`` moves these far to the other side: a
     likelihood may have no gradient, or be flat where the run was.
     """
-    if any(site_is_subsample(s) and len(s["value"]) < s["fn"].size for s in again.values()):
+    if any(map(is_minibatch, again.values())):
         return  # other data may see what these do not
     try:
         with torch.enable_grad():

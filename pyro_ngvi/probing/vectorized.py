@@ -1,10 +1,4 @@
-"""Is a model right under Pyro's vectorised particles?
-
-``Trace_ELBO(vectorize_particles=True)`` runs model and guide inside one plate of S particles, so a
-latent vector of d elements arrives with shape (S, 1, ..., d).  A model written for one draw then
-fails or, worse, broadcasts to a wrong loss.  Here each site's log probability is compared, particle
-by particle, with that of the model under ``torch.func.vmap``, which can not broadcast, or, where
-``vmap`` can not run it, of one plain run for each particle.
+"""Is a model right under Pyro's vectorised particles?  See :func:`check_vectorized`.
 
 Do not use it for models that draw random numbers of their own or are enumerated: there is nothing
 to compare with.
@@ -13,6 +7,7 @@ to compare with.
 import textwrap
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyro
@@ -24,9 +19,19 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..linalg.random import own_random_state
-from ..runtime.density import batched_trace, site_kind, site_log_prob
+from ..runtime.density import batched_trace, site_log_prob, with_density
 from ..runtime.pyro_adapter import has_model, model_as_given
-from ..runtime.vmap import Minibatches, Site, Sites, run_in_loop, run_particles
+from ..runtime.vmap import (
+    Conditioned,
+    Minibatches,
+    Site,
+    Sites,
+    is_latent,
+    run_both,
+    run_in_loop,
+    run_particles,
+    run_plainly,
+)
 from ..runtime.vmap_error import CannotBatch
 
 Program = Callable[..., Any]
@@ -50,29 +55,34 @@ def check_vectorized(
     Pyro's vectorised particles are a plate around the model: a latent vector ``w`` of d elements
     arrives with shape (S, 1, ..., d), and ``X @ w`` then fails or, worse, broadcasts to a wrong
     loss. This draws S particles so, and compares each site's log probability, particle by
-    particle, with that of the model run under ``vmap``, or one by one where ``vmap`` can not run it.
+    particle, with that of the model run under ``vmap``, or one by one where ``vmap`` cannot run it.
     ``BatchedELBO`` needs no such check. The guides of pyro_ngvi do it themselves at their first
-    vectorised call, unless they are part of an ``AutoGuideList`` or ``vmap`` can not run the model.
+    vectorised call, unless they are part of an ``AutoGuideList`` or ``vmap`` cannot run the model.
 
-    :param num_particles: S, at least 2.
-    :raises ValueError: naming the first site that differs, and its shape.
+    Args:
+        num_particles: S, at least 2.
 
-    >>> import torch, pyro, pyro.distributions as dist
-    >>> from pyro.infer.autoguide import AutoNormal
-    >>> def model(X):
-    ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    ...     with pyro.plate("data", 3):
-    ...         pyro.sample("y", dist.Normal((X * w).sum(-1), 1.0), obs=torch.zeros(3))
-    >>> check_vectorized(model, AutoNormal(model), torch.ones(3, 2))
+    Raises:
+        ValueError: naming the first site that differs, and its shape.
+
+    Example:
+        >>> import torch, pyro, pyro.distributions as dist
+        >>> from pyro.infer.autoguide import AutoNormal
+        >>> def model(X):
+        ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        ...     with pyro.plate("data", 3):
+        ...         pyro.sample("y", dist.Normal((X * w).sum(-1), 1.0), obs=torch.zeros(3))
+        >>> check_vectorized(model, AutoNormal(model), torch.ones(3, 2))
     """
     if num_particles < 2:
         raise ValueError(f"num_particles is {num_particles}; a check needs at least 2.")
+    programs = partial(model, *args, **kwargs), partial(guide, *args, **kwargs)
     with poutine.block(), torch.no_grad():
-        single = _single_trace(model, guide, args, kwargs)[1]
-        stacks = [site.get("cond_indep_stack", ()) for site in single.nodes.values()]
-        dims = [frame.dim for frames in stacks for frame in frames if frame.dim is not None]
+        single = run_both(*programs, (), {}, Minibatches())[1].sites
+        frames = [frame for site in single.values() for frame in site["cond_indep_stack"]]
+        dims = [frame.dim for frame in frames if frame.dim is not None]
         particles = pyro.plate("_particles", num_particles, dim=min(dims, default=0) - 1)
-        _check(model, guide, single, particles, num_particles, args, kwargs)
+        _check(*programs, single, particles, num_particles)
 
 
 def check_vectorized_call(
@@ -95,11 +105,11 @@ def check_vectorized_call(
     ):
         warnings.simplefilter("ignore")  # the run itself says the same
         try:
-            model = model_as_given(guide)
-            draws, single = _single_trace(model, guide, args, kwargs)
-            if _is_comparable(model, draws, single, args, kwargs):
-                particles: Any = _Inside(frame)
-                _check(model, guide, single, particles, frame.size, args, kwargs)
+            model = partial(model_as_given(guide), *args, **kwargs)
+            guide = partial(guide, *args, **kwargs)
+            _, single = run_both(model, guide, (), {}, Minibatches())
+            if _is_comparable(model, single):
+                _check(model, guide, single.sites, _Inside(frame), frame.size)
         except BroadcastError as found:
             error = found
         except Exception:  # whatever keeps the two from being compared is no fault of the model
@@ -111,7 +121,7 @@ def check_vectorized_call(
 
 
 class _Inside(Messenger):
-    """As the vectorised plate of ``frame``, which is active outside and can not be entered again."""
+    """As the vectorised plate of ``frame``, which is active outside and cannot be entered again."""
 
     def __init__(self, frame: CondIndepStackFrame) -> None:
         super().__init__()
@@ -124,31 +134,24 @@ class _Inside(Messenger):
         msg["cond_indep_stack"] = (self.frame,) + msg["cond_indep_stack"]
 
 
-def _single_trace(model: Program, guide: Program, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """One draw of the guide, and the model run against it."""
-    draws = poutine.trace(guide).get_trace(*args, **kwargs)
-    return draws, poutine.trace(poutine.replay(model, trace=draws)).get_trace(*args, **kwargs)
-
-
-def _is_comparable(model: Program, draws: Any, single: Any, args: Any, kwargs: Any) -> bool:
+def _is_comparable(model: Program, single: Conditioned) -> bool:
     """Whether the guide gives all that is random in the model, and ``vmap`` can run it."""
     latents, indices = {}, {}
-    for name, site in _sample_sites(single).items():
-        if site["is_observed"]:
-            continue
+    for name, site in single.sites.items():
         if site_is_subsample(site):
             indices[name] = site["value"]
-        elif name not in draws.nodes or site["infer"].get("enumerate"):
-            return False
-        else:
-            latents[name] = site["value"].expand(2, *site["value"].shape)
+        elif is_latent(site):
+            if name not in single.values or site["infer"].get("enumerate"):
+                return False
+            latents[name] = site["value"]
     # Numbers that are drawn although all sites are given differ between two runs of any kind: noise,
     # dropout, or latent sites that a poutine.block hides.
     before = _random_state()
-    poutine.replay(model, trace=single)(*args, **kwargs)
+    run_plainly(model, latents | indices, (), {}, Minibatches())
     if any(not torch.equal(a, b) for a, b in zip(before, _random_state(), strict=True)):
         return False
-    batched_trace(model, latents, args, kwargs, num_particles=2, indices=indices)
+    twice = {name: value.expand(2, *value.shape) for name, value in latents.items()}
+    batched_trace(model, twice, num_particles=2, indices=indices)
     return True
 
 
@@ -158,54 +161,39 @@ def _random_state() -> list[Tensor]:
 
 
 def _check(
-    model: Program,
-    guide: Program,
-    single: Any,
-    particles: Any,
-    num_particles: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    model: Program, guide: Program, single: Sites, particles: Any, num_particles: int
 ) -> None:
     """Compare the model inside ``particles``, a plate of S, with the model run for each of them."""
-    vectorized = _vectorized_trace(model, guide, particles, args, kwargs)
+    vectorized = _vectorized_trace(model, guide, particles)
     values, indices = {}, {}
     for name, site in vectorized.items():
         if site_is_subsample(site):
             indices[name] = site["value"]
         elif not site["is_observed"]:
-            values[name] = _per_particle(site, single.nodes[name], num_particles)
-    given: Any = model, _log_probs, values, num_particles, args, kwargs
+            values[name] = _per_particle(site, single[name], num_particles)
+    given: Any = model, _log_probs, values, num_particles, (), {}
     try:
         expected = run_particles(*given, minibatches=Minibatches(indices), sampling=True)
     except CannotBatch:
-        expected = run_in_loop(*given, minibatches=Minibatches(indices))
+        with pyro.validation_enabled(False):
+            expected = run_in_loop(*given, minibatches=Minibatches(indices))
     for name, wanted in expected.items():
         if name in vectorized:
             _compare(vectorized[name], wanted)
 
 
 def _log_probs(sites: Sites) -> dict[str, Tensor]:
-    return {
-        name: site_log_prob(site)[1]
-        for name, site in sites.items()
-        if not site_is_subsample(site) and site_kind(site) != "deterministic"
-    }
+    return {name: site_log_prob(site)[1] for name, site in with_density(sites).items()}
 
 
-def _vectorized_trace(
-    model: Program,
-    guide: Program,
-    particles: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Sites:
+def _vectorized_trace(model: Program, guide: Program, particles: Any) -> Sites:
     """The sample sites of a model with vectorised particles, as ``Trace_ELBO`` runs it."""
     recorder = poutine.trace(particles(guide))
     with pyro.validation_enabled(False):  # Pyro's own messages do not name the cause
         try:
-            draws = recorder.get_trace(*args, **kwargs)
+            draws = recorder.get_trace()
             recorder = poutine.trace(poutine.replay(particles(model), trace=draws))
-            recorder(*args, **kwargs)
+            recorder()
         except (RuntimeError, ValueError) as error:
             names = list(_sample_sites(recorder.trace))
             where = f"after the site {names[-1]!r}" if names else "before its first site"

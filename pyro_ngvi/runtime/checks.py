@@ -8,7 +8,7 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from .density import site_kind, site_log_prob
+from .density import site_log_prob, with_density
 from .support import validated_log_prob
 from .vmap import Site, Sites
 
@@ -90,16 +90,16 @@ def check_minibatch(site: Site, shared: Mapping[str, Tensor]) -> None:
         )
 
 
-def check_joint_guide(prototype: Any) -> None:
-    """Refuse a guide with one flat latent vector over a model with subsampled local latents."""
-    for name, site in prototype.iter_stochastic_nodes():
+def check_whole_plates(guide: str, sites: Sites) -> None:
+    """Refuse latent sites in a subsampled plate to a guide that has one flat vector of them all."""
+    for name, site in sites.items():
         for frame in site["cond_indep_stack"]:
-            if frame.full_size is not None and frame.size < frame.full_size:
+            if frame.full_size not in (None, frame.size):
                 raise ValueError(
-                    f"The latent site {name!r} lies in the subsampled plate {frame.name!r} "
-                    f"({frame.size} of {frame.full_size}), but the guide has one joint vector with "
-                    f"{frame.size} of its values. Use the whole plate, or AutoNormal, which holds "
-                    f"all {frame.full_size}."
+                    f"{guide}: latent site {name!r} lies in the subsampled plate {frame.name!r} "
+                    f"({frame.size} of {frame.full_size}). Use the whole plate, or "
+                    "AutoGuideList(model, create_plates=f), f the plate, with "
+                    f"AutoNormal(poutine.block(model, expose=[{name!r}]))."
                 )
 
 
@@ -133,14 +133,12 @@ def check_log_prob_shape(site: Site, log_prob: Tensor) -> None:
 
 def check_values(sites: Sites) -> None:
     """Refuse a value outside the support of its site, as far as Pyro's validation is on."""
-    for site in sites.values():
-        if site_is_subsample(site) or site_kind(site) == "deterministic":
-            continue
+    for site in with_density(sites).values():
         check_log_prob_shape(site, validated_log_prob(site))
 
 
 def check_guide(sites: Sites) -> None:
-    """Refuse a guide one of whose sites can not be handled."""
+    """Refuse a guide one of whose sites cannot be handled."""
     for site in sites.values():
         if not site_is_subsample(site):
             check_guide_site(site)
@@ -158,9 +156,7 @@ def check_model(sites: Sites, values: Mapping[str, Any], shared: Mapping[str, An
 def sum_log_prob(sites: Sites) -> Tensor:
     """The log probability of all sites of one particle, a scalar; each has the shape of its plates."""
     total: Any = None
-    for site in sites.values():
-        if site_is_subsample(site) or site_kind(site) == "deterministic":
-            continue
+    for site in with_density(sites).values():
         log_prob = site_log_prob(site)[1]
         check_log_prob_shape(site, log_prob)
         total = log_prob.sum() if total is None else total + log_prob.sum()

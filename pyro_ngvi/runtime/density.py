@@ -17,6 +17,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .pyro_adapter import layers_of
 from .vmap import Minibatches, Randomness, Site, Sites, run_particles, sum_per_particle
 
 Kind = Literal["latent", "observed", "deterministic", "factor"]
@@ -31,20 +32,25 @@ def site_kind(site: Site) -> Kind:
     return "factor" if isinstance(innermost(site["fn"]), dist.Unit) else "observed"
 
 
+def with_density(sites: Sites) -> Sites:
+    """The sites that have a term in the log joint: no index of a plate, nothing deterministic."""
+    return {
+        name: site
+        for name, site in sites.items()
+        if not site_is_subsample(site) and site_kind(site) != "deterministic"
+    }
+
+
 def _is_function(fn: Any) -> bool:
     """Whether a distribution is what Pyro's reparametrisations leave of a site: a point, masked out."""
-    masked = False
-    while isinstance(fn, (dist.Independent, dist.MaskedDistribution)):
-        masked |= isinstance(fn, dist.MaskedDistribution) and fn._mask is False
-        fn = fn.base_dist
-    return masked and isinstance(fn, dist.Delta)
+    *outer, base = layers_of(fn)
+    masked = any(isinstance(f, dist.MaskedDistribution) and f._mask is False for f in outer)
+    return masked and isinstance(base, dist.Delta)
 
 
 def innermost(fn: Any) -> Any:
     """The distribution within ``to_event`` and ``mask``."""
-    while isinstance(fn, (dist.Independent, dist.MaskedDistribution)):
-        fn = fn.base_dist
-    return fn
+    return layers_of(fn)[-1]
 
 
 class _MaskedWrites(TorchFunctionMode):
@@ -129,26 +135,30 @@ def batched_trace(
 
     Latent sites that are not in ``values`` are drawn from the model.
 
-    :param values: site name to *constrained* value, (S, *batch_shape, *event_shape).
-    :param num_particles: S, needed only where ``values`` is empty.
-    :param indices: minibatch (n,) of a subsampled plate by name, the same for all particles; drawn
-        once where it is not given. A minibatch that the model itself passes is kept.
-    :param randomness: ``"different"`` draws for each particle, or the ``"same"`` for all.
-    :param chunk_size: run at most that many particles at a time, to bound memory.
-    :raises ValueError: when S is not known.
-    :raises RuntimeError: when the model can not run under ``vmap``: it brings the value of a
-        latent site into Python (``.item()``, ``if``), writes it in place into another tensor, or
-        draws a site whose sampler has no batching rule (Beta, Dirichlet, LKJ, von Mises); then
-        use ``pyro.infer.Predictive`` or ``Trace_ELBO``.
+    Args:
+        values: site name to *constrained* value, (S, *batch_shape, *event_shape).
+        num_particles: S, needed only where ``values`` is empty.
+        indices: minibatch (n,) of a subsampled plate by name, the same for all particles; drawn
+            once where it is not given. A minibatch that the model itself passes is kept.
+        randomness: ``"different"`` draws for each particle, or the ``"same"`` for all.
+        chunk_size: run at most that many particles at a time, to bound memory.
 
-    >>> import torch, pyro, pyro.distributions as dist
-    >>> def model(X, y):
-    ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    ...     with pyro.plate("data", len(y)):
-    ...         pyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
-    >>> trace = batched_trace(model, {"w": torch.zeros(8, 2)}, (torch.eye(2), torch.ones(2)))
-    >>> trace.sites["y"].log_prob.shape, trace.log_joint().shape
-    (torch.Size([8, 2]), torch.Size([8]))
+    Raises:
+        ValueError: when S is not known.
+        RuntimeError: when the model can not run under ``vmap``: it brings the value of a latent
+            site into Python (``.item()``, ``if``), writes it in place into another tensor, or
+            draws a site whose sampler has no batching rule (Beta, Dirichlet, LKJ, von Mises);
+            then use ``pyro.infer.Predictive`` or ``Trace_ELBO``.
+
+    Example:
+        >>> import torch, pyro, pyro.distributions as dist
+        >>> def model(X, y):
+        ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
+        >>> trace = batched_trace(model, {"w": torch.zeros(8, 2)}, (torch.eye(2), torch.ones(2)))
+        >>> trace.sites["y"].log_prob.shape, trace.log_joint().shape
+        (torch.Size([8, 2]), torch.Size([8]))
     """
     if num_particles is None:
         if not values:

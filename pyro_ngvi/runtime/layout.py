@@ -17,11 +17,15 @@ from .vmap import Site, sum_per_particle
 class LatentLayout:
     """Where each latent site lies in a flat unconstrained vector: that of ``AutoContinuous``.
 
-    :param prototype: a trace of the model. Sites keep its order; each is flattened row by row.
-    :raises ValueError: when there is no latent site, or one is discrete.
 
     The supports are those of the prototype: one that depends on another latent site is not
     followed (neither does ``AutoContinuous``).
+
+    Args:
+        prototype: a trace of the model. Sites keep its order; each is flattened row by row.
+
+    Raises:
+        ValueError: when there is no latent site, or one is discrete.
     """
 
     def __init__(self, prototype: Trace) -> None:
@@ -89,7 +93,7 @@ def _refuse_discrete(site: Site) -> None:
 
 
 def feasible_value(site: Site) -> Tensor:
-    """A point inside the support of a site; an improper prior, which can not sample, has one too.
+    """A point inside the support of a site; an improper prior, which cannot sample, has one too.
 
     It is the image of zero, so that no prior, however wide, starts far away.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..linalg.random import own_random_state
-from .vmap import Minibatches, Sites, run_particles, run_plainly
+from .vmap import Minibatches, Sites, run_in_loop, run_particles
 
 __all__ = ["Parts", "Program", "map_draws", "without_plates"]
 
@@ -30,19 +31,15 @@ def map_draws(
     program: Program,
     reduce: Callable[[Sites], Parts],
     values: Mapping[str, Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
     num_samples: int,
     batch_size: int | None = None,
 ) -> Parts:
     """``reduce`` of the sites of ``program`` at each draw, stacked along a new first dimension.
 
     Args:
-        program: a model or a guide.
+        program: a model or a guide, its arguments bound.
         reduce: maps the sites of one draw, without those of plates, to tensors in two levels of names.
         values: constrained values by site, (S, ...); other sites are drawn.
-        args: positional arguments of the program.
-        kwargs: its keyword arguments.
         num_samples: S.
         batch_size: draws that run at once; ``None`` for as many as leave every tensor of the run
             below a million numbers.
@@ -52,48 +49,46 @@ def map_draws(
 
     Example:
         >>> import pyro, pyro.distributions as dist
-        >>> def model(x):
-        ...     pyro.deterministic("y", x * pyro.sample("w", dist.Normal(0.0, 1.0)))
+        >>> def model():
+        ...     pyro.deterministic("y", torch.ones(2) * pyro.sample("w", dist.Normal(0.0, 1.0)))
         >>> def reduce(sites):
         ...     return {"model": {"y": sites["y"]["value"]}}
         >>> w = torch.tensor([1.0, 2.0, 3.0])
-        >>> map_draws(model, reduce, {"w": w}, (torch.ones(2),), {}, 3)["model"]["y"]
+        >>> map_draws(model, reduce, {"w": w}, 3)["model"]["y"]
         tensor([[1., 1.],
                 [2., 2.],
                 [3., 3.]])
     """
     minibatches = Minibatches()
+    names: set[str] = set()
 
-    def piece(start: int, stop: int) -> Parts:
+    def chosen(sites: Sites) -> Parts:
+        sites = without_plates(sites)
+        if names and (changed := names ^ sites.keys()):
+            raise ValueError(
+                f"The sites {sorted(changed)} are there in some draws and not in others, so they "
+                "can not be stored as arrays. Write the model with the same sites in every run."
+            )
+        names.update(sites)
+        return reduce(sites)
+
+    def piece(run: Callable[..., Parts], start: int, stop: int) -> Parts:
         at = {name: x[start:stop] for name, x in values.items()}
-        return run_particles(
-            program,
-            lambda sites: reduce(without_plates(sites)),
-            at,
-            stop - start,
-            args,
-            kwargs,
-            minibatches=minibatches,
-            sampling=True,
-        )
+        return run(program, chosen, at, stop - start, (), {}, minibatches=minibatches)
 
+    together = partial(piece, partial(run_particles, sampling=True))
     with torch.no_grad(), warnings.catch_warnings():
         # torch.binomial under vmap resizes its own output, correctly, and warns about it.
         warnings.filterwarnings("ignore", "An output with one or more elements was resized")
         try:
             if batch_size is None:
                 with own_random_state(), _Largest() as largest:
-                    piece(0, 1)
+                    together(0, 1)
                 batch_size = max(1, MOST_NUMBERS // largest.numel)
-            if batch_size >= num_samples:
-                return piece(0, num_samples)
-            starts = range(0, num_samples, batch_size)
-            pieces = (piece(start, min(start + batch_size, num_samples)) for start in starts)
-            return _joined(pieces, num_samples)
+            return _joined(together, num_samples, batch_size)
         except RuntimeError:
             # A program that is wrong rather than unbatchable shows its own error in the loop.
-            each = _one_by_one(program, reduce, values, args, kwargs, num_samples, minibatches)
-            return _joined(each, num_samples)
+            return _joined(partial(piece, run_in_loop), num_samples, 1)
 
 
 def without_plates(sites: Sites) -> Sites:
@@ -118,39 +113,20 @@ class _Largest(TorchFunctionMode):
         return result
 
 
-def _joined(pieces: Any, num_samples: int) -> Parts:
-    """Pieces along the first dimension, written into place so that none is held twice."""
+def _joined(piece: Callable[[int, int], Parts], num_samples: int, size: int) -> Parts:
+    """``piece(start, stop)`` of that size, one after the other, written into place.
+
+    So none of them is held twice.
+    """
+    if size >= num_samples:
+        return piece(0, num_samples)
     whole: Parts = {}
-    start = size = 0
-    for piece in pieces:
-        for group, tensors in piece.items():
+    for start in range(0, num_samples, size):
+        stop = min(start + size, num_samples)
+        for group, tensors in piece(start, stop).items():
             parts = whole.setdefault(group, {})
             for name, x in tensors.items():
                 if start == 0:
                     parts[name] = x.new_empty(num_samples, *x.shape[1:])
-                size = len(x)
-                parts[name][start : start + size] = x
-        start += size
+                parts[name][start:stop] = x
     return whole
-
-
-def _one_by_one(
-    program: Program,
-    reduce: Callable[[Sites], Parts],
-    values: Mapping[str, Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    num_samples: int,
-    minibatches: Minibatches,
-) -> Any:
-    names: set[str] = set()
-    for s in range(num_samples):
-        at_draw = {name: x[s] for name, x in values.items()}
-        sites = without_plates(run_plainly(program, at_draw, args, kwargs, minibatches))
-        if s and (changed := names ^ sites.keys()):
-            raise ValueError(
-                f"The sites {sorted(changed)} are there in some draws and not in others, so they "
-                "can not be stored as arrays. Write the model with the same sites in every run."
-            )
-        names = set(sites)
-        yield {g: {n: x[None] for n, x in part.items()} for g, part in reduce(sites).items()}

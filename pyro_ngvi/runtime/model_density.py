@@ -31,24 +31,28 @@ class ModelDensity:
     ``jacrev`` go through it. Parameters (``pyro.param``) and minibatches are looked up at
     each call. Do not use it where the support of a site depends on another latent site.
 
-    :param model: a Pyro model; it is run once here, to find its sites.
-    :param args: its positional arguments.
-    :param kwargs: its keyword arguments.
-    :param indices: minibatches by plate, see :func:`batched_trace`; without them a subsampled
-        plate is drawn anew at each call.
-    :param init_loc_fn: value of a latent site in the prototype, as in Pyro's autoguides.
-    :param chunk_size: run at most that many particles at a time.
-    :raises ValueError: when a latent site is discrete or there is none.
+    Args:
+        model: a Pyro model; it is run once here, to find its sites.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        indices: minibatches by plate, see :func:`batched_trace`; without them a subsampled
+            plate is drawn anew at each call.
+        init_loc_fn: value of a latent site in the prototype, as in Pyro's autoguides.
+        chunk_size: run at most that many particles at a time.
 
-    >>> import torch, pyro, pyro.distributions as dist
-    >>> def model(y):
-    ...     scale = pyro.sample("scale", dist.Exponential(1.0))
-    ...     pyro.sample("y", dist.Normal(0.0, scale), obs=y)
-    >>> density = ModelDensity(model, (torch.tensor(2.0),))
-    >>> density.dim, density(torch.zeros(3, 1)).shape
-    (1, torch.Size([3]))
-    >>> torch.func.grad(lambda theta: density(theta[None])[0])(torch.zeros(1))
-    tensor([3.])
+    Raises:
+        ValueError: when a latent site is discrete or there is none.
+
+    Example:
+        >>> import torch, pyro, pyro.distributions as dist
+        >>> def model(y):
+        ...     scale = pyro.sample("scale", dist.Exponential(1.0))
+        ...     pyro.sample("y", dist.Normal(0.0, scale), obs=y)
+        >>> density = ModelDensity(model, (torch.tensor(2.0),))
+        >>> density.dim, density(torch.zeros(3, 1)).shape
+        (1, torch.Size([3]))
+        >>> torch.func.grad(lambda theta: density(theta[None])[0])(torch.zeros(1))
+        tensor([3.])
     """
 
     def __init__(

@@ -37,6 +37,7 @@ __all__ = [
     "has_model",
     "is_claimed",
     "kept_whole",
+    "layers_of",
     "masks_of",
     "model_as_given",
     "model_under",
@@ -154,16 +155,21 @@ def states_to_restore(optim: Any) -> dict[str, Any]:
     return optim._state_waiting_to_be_consumed
 
 
+def layers_of(fn: Any) -> list[Any]:
+    """A distribution, and those within its ``to_event`` and ``mask``; the innermost is the last."""
+    layers = [fn]
+    while isinstance(layers[-1], Independent | MaskedDistribution):
+        layers.append(layers[-1].base_dist)
+    return layers
+
+
 def masks_of(site: Any) -> list[tuple[Any, int]]:
     """The masks on a sample site, by ``poutine.mask`` and ``.mask``: a bool or a tensor, and how many
     dimensions of the value it leaves out on the right."""
     fn = site["fn"]
     masks = [] if site["mask"] is None else [(site["mask"], fn.event_dim)]
-    while isinstance(fn, Independent | MaskedDistribution):
-        if isinstance(fn, MaskedDistribution):
-            masks.append((fn._mask, fn.event_dim))
-        fn = fn.base_dist
-    return masks
+    layers = [layer for layer in layers_of(fn) if isinstance(layer, MaskedDistribution)]
+    return [*masks, *((layer._mask, layer.event_dim) for layer in layers)]
 
 
 def particle_plate(site: Any) -> CondIndepStackFrame | None:
@@ -190,7 +196,7 @@ def with_inner(transform: Transform) -> list[Transform]:
 def forget_cached(transform: Any) -> None:
     """Make a transform forget its last argument and what it computed from it.
 
-    Pyro's transforms keep them, as tensors that belong to a graph: they can not be copied or pickled,
+    Pyro's transforms keep them, as tensors that belong to a graph: they cannot be copied or pickled,
     and under ``torch.func`` outlive the function that they belong to.
     """
     for t in with_inner(transform):

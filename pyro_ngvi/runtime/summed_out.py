@@ -16,7 +16,7 @@ variables are one factor of the sum.  What the model then samples in their place
 
 As in ``TraceEnum_ELBO``, a scale, such as that of a minibatch, acts on the logarithm of the sum.
 
-When not to use it: on models whose sum Pyro can not do, above all an enumerated site outside of a
+When not to use it: on models whose sum Pyro cannot do, above all an enumerated site outside of a
 plate on which data in several plates depend in turn.
 """
 

@@ -1,4 +1,4 @@
-"""Whether observed values lie in the support of their distribution.
+"""Whether observed values lie in the support of their distribution, and latent ones keep theirs.
 
 ``log_prob`` checks it while Pyro's validation is on, with one answer for all entries: it has to be
 waited for, and there is none under ``vmap``.  So training checks the first data of all in a plain run,
@@ -10,7 +10,8 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from pyro.infer.autoguide import AutoGuide
+from torch import Tensor, nn
 from torch.distributions import constraints
 from torch.distributions.constraints import Constraint
 
@@ -20,6 +21,7 @@ from .pyro_adapter import masks_of
 from .vmap import Site, Sites
 
 __all__ = [
+    "LatentSupports",
     "LaterData",
     "bounds",
     "check_data",
@@ -32,7 +34,8 @@ __all__ = [
 def validated_log_prob(site: Site) -> Tensor:
     """``log_prob`` with scale and mask, under Pyro's validation where that is on.
 
-    :raises ValueError: when the value is outside the support, with the name of the site.
+    Raises:
+        ValueError: when the value is outside the support, with the name of the site.
     """
     try:
         return site_log_prob(site)[1]
@@ -63,7 +66,8 @@ def check_data(checked: Sites, run_unchecked: Callable[[], Sites]) -> None:
     A support may depend on the latents (Uniform(0, z)).  Where the density is then zero by itself, the
     draw is merely impossible.  What a mask hides may be anything.
 
-    :raises ValueError: with the name of the site.
+    Raises:
+        ValueError: with the name of the site.
     """
     for name, site in checked.items():
         if site_kind(site) != "observed":
@@ -106,13 +110,14 @@ class LaterData:
         self._bounds = {name: kept_bounds(site["fn"].support) for name, site in told.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        # a reference can not be stored
+        # a reference cannot be stored
         return vars(self) | {"_good": dict.fromkeys(self._good, (_gone, -1))}
 
     def check(self, sites: Sites) -> None:
         """Refuse values outside the support, under ``vmap`` too; NaN is left to the optimizer.
 
-        :raises ValueError: with the name of the site.
+        Raises:
+            ValueError: with the name of the site.
         """
         for name, (seen, version) in list(self._good.items()):
             site = sites.get(name)
@@ -139,6 +144,67 @@ class LaterData:
                 self._good[name] = _identity(value)
             else:
                 _refuse(site, good)
+
+
+class LatentSupports:
+    """The supports of the latent sites at the first call of ``guide``, those with bounds of tensors.
+
+    An autoguide takes the transforms to the supports from there.  A support that is made of the
+    model's arguments, Uniform(y.max(), 10), is another one with other data, and the guide would go
+    on to draw from the old one.
+
+    >>> import pyro, torch, pyro.distributions as dist
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> def model(low):
+    ...     pyro.sample("x", dist.Uniform(low, 10.0))
+    >>> guide = AutoNormal(model)
+    >>> _ = guide(torch.tensor(1.0))
+    >>> LatentSupports(guide).check({"x": {"name": "x", "fn": dist.Uniform(2.0, 10.0)}})
+    Traceback (most recent call last):
+    ValueError: The support of the latent site 'x' is another one than at the guide's first call ...
+    """
+
+    def __init__(self, guide: Any) -> None:
+        self._bounds: dict[str, list[Any]] = {}
+        for part in guide.modules() if isinstance(guide, nn.Module) else ():
+            trace: Any = getattr(part, "prototype_trace", None)
+            if not isinstance(part, AutoGuide) or trace is None:
+                continue
+            for name, site in trace.nodes.items():
+                # some guides of Pyro keep no more of a site than they need, which is not its type
+                fn = site.get("fn")
+                if site.get("is_observed") or not hasattr(fn, "support"):
+                    continue
+                found = kept_bounds(fn.support)
+                if any(isinstance(v, Tensor) for v in found):
+                    self._bounds[name] = found
+
+    def check(self, sites: Sites) -> None:
+        """Refuse a support that has moved, where that can be told without waiting for a device.
+
+        Raises:
+            ValueError: with the name of the site.
+        """
+        for name, before in self._bounds.items():
+            if name in sites and _moved(before, bounds(sites[name]["fn"].support)):
+                raise ValueError(
+                    f"The support of the latent site {name!r} is another one than at the guide's first "
+                    f"call ({sites[name]['fn'].support!r}). Make a guide for these data, or instead of "
+                    f'x ~ Uniform(a, b) write x = a + (b - a) * pyro.sample("u", Uniform(0, 1)).'
+                )
+
+
+def _moved(before: list[Any], now: list[Any]) -> bool:
+    return len(before) == len(now) and any(map(_differ, before, now))
+
+
+def _differ(a: Any, b: Any) -> bool:
+    a, b = torch.as_tensor(a), torch.as_tensor(b)
+    if host_bool((a == b).all()) is not False:
+        return False
+    # bounds that are sums over the data change by their rounding when the data come in another order
+    eps = max((torch.finfo(x.dtype).eps for x in (a, b) if x.is_floating_point()), default=0.0)
+    return not torch.isclose(a.double(), b.double(), rtol=1e3 * eps, atol=0.0).all()
 
 
 def _gone() -> None:

@@ -1,6 +1,6 @@
 """Run Pyro code once under ``torch.func.vmap``, one batch element per particle.
 
-Three things a Pyro program does can not happen inside ``vmap`` and are moved out of it here:
+Three things a Pyro program does cannot happen inside ``vmap`` and are moved out of it here:
 
 * creating a parameter: the program is run once without ``vmap`` and then again with it;
 * drawing a minibatch: it is drawn outside and shared by all particles;
@@ -8,7 +8,6 @@ Three things a Pyro program does can not happen inside ``vmap`` and are moved ou
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import pyro
@@ -17,6 +16,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from ..linalg.random import own_random_state
 from .pyro_adapter import batched_safe_log
@@ -81,26 +81,37 @@ def is_minibatch(site: Site) -> bool:
     return site_is_subsample(site) and len(site["value"]) < site["fn"].size
 
 
+def is_latent(site: Site) -> bool:
+    """Whether a recorded site is a latent variable, and not the index of a plate."""
+    return not site["is_observed"] and not site_is_subsample(site)
+
+
+def is_auxiliary(site: Site) -> bool:
+    """Whether a guide draws the site only on the way to those of the model."""
+    return bool((site["infer"] or {}).get("is_auxiliary"))
+
+
 class Conditioned(Messenger):
-    """Fixes latent sites and minibatches, which stay latent, and records every sample site.
+    """Fixes latent sites and minibatches, which stay latent; records sample sites and parameters.
 
     It does in one handler what ``poutine.replay`` and ``poutine.trace`` do in two, except that a
     minibatch passed by the program itself (``plate(..., subsample=index)``) is never replaced.
 
-    :param values: value by site; for a plate's name, its minibatch.
-    :param minibatches: those of subsampled plates to which ``values`` gives none.
-    :param in_vmap: raise :class:`_Missing` where a parameter or a minibatch has to be made.
+    Args:
+        values: value by site; for a plate's name, its minibatch.
+        minibatches: those of subsampled plates to which ``values`` gives none.
+        in_vmap: raise :class:`_Missing` where a parameter or a minibatch has to be made.
     """
 
     def __init__(
-        self, values: Mapping[str, Tensor], minibatches: Mapping[str, Tensor], in_vmap: bool = False
+        self, values: Mapping[str, Tensor], minibatches: Minibatches, in_vmap: bool = False
     ) -> None:
         super().__init__()
         self.values = values
-        shared = isinstance(minibatches, Minibatches)
-        self.minibatches = minibatches if shared else Minibatches(minibatches)
+        self.minibatches = minibatches
         self.in_vmap = in_vmap
         self.sites: Sites = {}
+        self.params: dict[str, Tensor] = {}
 
     def _pyro_sample(self, msg: Site) -> None:
         name = msg["name"]
@@ -133,11 +144,14 @@ class Conditioned(Messenger):
         if self.in_vmap and new and not pyro.settings.get("module_local_params"):
             raise _Missing(msg["name"])
 
+    def _pyro_post_param(self, msg: Any) -> None:
+        self.params[msg["name"]] = msg["value"]
+
 
 class _BatchedSamplers(TorchFunctionMode):
-    """Replaces what samplers do in place and ``vmap`` can not do, or only slowly.
+    """Replaces what samplers do in place and ``vmap`` cannot do, or only slowly.
 
-    An in-place random fill can not differ between particles, so it becomes a draw out of place.
+    An in-place random fill cannot differ between particles, so it becomes a draw out of place.
     The tensor that should have been filled becomes NaN, so that code which goes on to use it
     rather than the returned tensor is found out.
     """
@@ -188,14 +202,17 @@ def run_particles(
 ) -> T:
     """Run ``program`` under ``vmap`` over particles and return ``reduce(sites)``, batched.
 
-    :param program: a model or a guide.
-    :param reduce: maps the recorded sites of one particle to a pytree of tensors.
-    :param values: site name to constrained value, with a leading dimension of size S.
-    :param minibatches: those of subsampled plates; what is missing is drawn and added.
-    :param shared: further values by site, which have no particle dimension.
-    :param sampling: whether the program draws sites itself, so that in-place random fills must
-        be supported (it makes every torch call slower).
-    :raises RuntimeError: when the program can not run under ``vmap``.
+    Args:
+        program: a model or a guide.
+        reduce: maps the recorded sites of one particle to a pytree of tensors.
+        values: site name to constrained value, with a leading dimension of size S.
+        minibatches: those of subsampled plates; what is missing is drawn and added.
+        shared: further values by site, which have no particle dimension.
+        sampling: whether the program draws sites itself, so that in-place random fills must be
+            supported (it makes every torch call slower).
+
+    Raises:
+        RuntimeError: when the program can not run under ``vmap``.
     """
     sites: Sites = {}
 
@@ -206,6 +223,12 @@ def run_particles(
         with handler:
             program(*args, **kwargs)
         return reduce(sites)
+
+    def plain_run() -> Sites:
+        """The first particle without ``vmap``, which creates parameters."""
+        first = {name: value[0] for name, value in values.items()} | dict(shared or {})
+        with pyro.poutine.block():
+            return look(program, first, args, kwargs, minibatches)
 
     batched = torch.func.vmap(body, randomness=randomness, chunk_size=chunk_size)
     inputs = (dict(values), torch.empty(num_particles, device="cpu"))
@@ -227,18 +250,13 @@ def run_particles(
                 ) from need
             missing.add((need.name, size))
             if need.subsample is None:
-                with torch.no_grad(), pyro.poutine.block(), own_random_state():
-                    first = _first_particle(values, shared)
-                    run_plainly(program, first, args, kwargs, minibatches)
+                plain_run()
             else:
                 minibatches.draw(need.name, need.subsample)
         except RuntimeError as error:
-            following = partial(
-                _sites_of_plain_run, program, values, shared, args, kwargs, minibatches
-            )
-            if not sampling:  # a site that the caller refuses may be what can not run
-                _refuse(reduce, following, error)
-            raise vmap_error(error, sites, following) from error
+            if not sampling:  # a site that the caller refuses may be what cannot run
+                _refuse(reduce, plain_run, error)
+            raise vmap_error(error, sites, plain_run) from error
 
 
 def run_in_loop(
@@ -252,22 +270,13 @@ def run_in_loop(
     minibatches: Minibatches,
     shared: Mapping[str, Tensor] | None = None,
 ) -> Any:
-    """As :func:`run_particles`, one particle after the other and without ``vmap``."""
-    runs = []
-    with pyro.validation_enabled(False):
-        for s in range(num_particles):
-            at = {name: value[s] for name, value in values.items()} | dict(shared or {})
-            runs.append(reduce(run_plainly(program, at, args, kwargs, minibatches)))
-    return _stacked(runs)
+    """As :func:`run_particles`, one after the other, without ``vmap``, and validated as Pyro is set."""
 
+    def one(s: int) -> Any:
+        at = {name: value[s] for name, value in values.items()} | dict(shared or {})
+        return reduce(run_plainly(program, at, args, kwargs, minibatches))
 
-def _stacked(runs: list[Any]) -> Any:
-    first = runs[0]
-    if isinstance(first, dict):
-        return {key: _stacked([run[key] for run in runs]) for key in first}
-    if isinstance(first, tuple):
-        return tuple(map(_stacked, map(list, zip(*runs, strict=True))))
-    return torch.stack(runs)
+    return tree_map(lambda *x: torch.stack(x), *map(one, range(num_particles)))
 
 
 def run_plainly(
@@ -283,6 +292,42 @@ def run_plainly(
     return handler.sites
 
 
+def run_both(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    minibatches: Minibatches,
+) -> tuple[Conditioned, Conditioned]:
+    """One plain run of a guide, and of its model at the draw: the handlers, guide's and model's.
+
+    They hold what they saw; the model's ``values`` are the guide's latent sites and minibatches.
+    """
+    with Conditioned({}, minibatches) as of_guide:
+        guide(*args, **kwargs)
+    drawn = {
+        name: torch.as_tensor(site["value"])
+        for name, site in of_guide.sites.items()
+        if is_minibatch(site) or is_latent(site)
+    }
+    with Conditioned(drawn, minibatches) as of_model:
+        model(*args, **kwargs)
+    return of_guide, of_model
+
+
+def look(
+    program: Callable[..., Any],
+    values: Mapping[str, Tensor],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    minibatches: Minibatches | None = None,
+) -> Sites:
+    """As :func:`run_plainly`, without a graph and with the random state put back at the end."""
+    drawn = Minibatches() if minibatches is None else minibatches
+    with torch.no_grad(), own_random_state():
+        return run_plainly(program, values, args, kwargs or {}, drawn)
+
+
 def _refuse(reduce: Callable[[Sites], Any], run: Callable[[], Sites], error: Exception) -> None:
     try:
         reduce(run())
@@ -290,22 +335,3 @@ def _refuse(reduce: Callable[[Sites], Any], run: Callable[[], Sites], error: Exc
         raise refused from error
     except Exception:  # of a program that is wrong without vmap too
         return
-
-
-def _first_particle(
-    values: Mapping[str, Tensor], shared: Mapping[str, Tensor] | None
-) -> dict[str, Tensor]:
-    return {name: value[0] for name, value in values.items()} | dict(shared or {})
-
-
-def _sites_of_plain_run(
-    program: Callable[..., Any],
-    values: Mapping[str, Tensor],
-    shared: Mapping[str, Tensor] | None,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    minibatches: Minibatches,
-) -> Sites:
-    """The sites of a run without ``vmap``, for what an error says."""
-    with torch.no_grad(), pyro.poutine.block(), own_random_state():
-        return run_plainly(program, _first_particle(values, shared), args, kwargs, minibatches)

@@ -1,4 +1,4 @@
-"""What to say of a program that can not run under ``torch.func.vmap``: where, why, and the way out."""
+"""What to say of a program that cannot run under ``torch.func.vmap``: where, why, and the way out."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -21,7 +21,7 @@ _INSTEAD = {
 
 
 class CannotBatch(RuntimeError):
-    """A program can not run under ``torch.func.vmap``; ``where`` it stopped."""
+    """A program cannot run under ``torch.func.vmap``; ``where`` it stopped."""
 
     def __init__(self, message: str, where: str) -> None:
         super().__init__(message)

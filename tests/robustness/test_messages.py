@@ -95,6 +95,7 @@ PLACES: list[Any] = [
     pyro_ngvi.AutoSites,
     pyro_ngvi.families,
     pyro_ngvi.families.Family,
+    pyro_ngvi.NGVB,
     pyro.distributions,
     pyro.infer,
     pyro.infer.autoguide,

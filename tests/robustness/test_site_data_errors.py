@@ -254,5 +254,5 @@ def test_state_space_prior_has_no_joint_shift() -> None:
 def test_plots_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     influence = stepped().influence()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"needs matplotlib.*pip install matplotlib"):
+    with pytest.raises(ImportError, match="matplotlib"):
         plot_influence(influence)

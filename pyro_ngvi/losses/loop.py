@@ -1,4 +1,4 @@
-"""Particles under ``vmap``, or one after the other where a program can not run under it."""
+"""Particles under ``vmap``, or one after the other where a program cannot run under it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pyro
 import torch
 
-from .vmap import run_in_loop, run_particles
-from .vmap_error import CannotBatch
+from ..runtime.vmap import run_in_loop, run_particles
+from ..runtime.vmap_error import CannotBatch
 
 __all__ = ["Runs"]
 
@@ -17,7 +18,7 @@ Program = Callable[..., Any]
 
 
 class Runs:
-    """Runs programs as ``run_particles`` does; what it can not run, in a loop, with one notice."""
+    """Runs programs as ``run_particles`` does; what it cannot run, in a loop, with one notice."""
 
     def __init__(self) -> None:
         self._looped: list[Program] = []
@@ -28,25 +29,14 @@ class Runs:
         self._looped = []
 
     def __call__(
-        self,
-        program: Program,
-        reduce: Any,
-        values: Any,
-        num_particles: int,
-        args: Any,
-        kwargs: Any,
-        *,
-        loops: bool,
-        minibatches: Any,
-        shared: Any = None,
-        **how: Any,
+        self, loops: bool, *given: Any, minibatches: Any, shared: Any = None, **how: Any
     ) -> Any:
-        """What ``reduce`` makes of the sites, batched; ``loops`` allows the loop.
+        """What ``run_particles`` makes of ``given``; ``loops`` allows the loop.
 
         Raises:
-            CannotBatch: where ``vmap`` can not run the program and ``loops`` is False.
+            CannotBatch: where ``vmap`` cannot run the program and ``loops`` is False.
         """
-        given: Any = program, reduce, values, num_particles, args, kwargs
+        program, _, _, num_particles, *_ = given
         common: Any = {"minibatches": minibatches, "shared": shared}
         reason: CannotBatch | None = None
         if all(program is not known for known in self._looped):
@@ -56,7 +46,10 @@ class Runs:
                 if not loops or isinstance(error.__cause__, torch.OutOfMemoryError):
                     raise
                 reason = error
-        result = run_in_loop(*given, **common)  # shows the error of a program that is just wrong
+        with pyro.validation_enabled(False):
+            result = run_in_loop(
+                *given, **common
+            )  # shows the error of a program that is just wrong
         if reason is not None:
             self._looped.append(program)
             if not self._noticed:
