@@ -17,6 +17,7 @@ from .guides import (
     AutoMatrixNormal,
     AutoMeanFieldNormal,
     AutoOrthogonalFlow,
+    AutoProperWalshHadamard,
     AutoWalshHadamard,
     neutra,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "AutoMatrixNormal",
     "AutoMeanFieldNormal",
     "AutoOrthogonalFlow",
+    "AutoProperWalshHadamard",
     "AutoSites",
     "AutoWalshHadamard",
     "BatchedELBO",

@@ -92,7 +92,7 @@ GUIDES: dict[str, Callable[[Model], Any]] = {
     "matrix": ngvi.AutoMatrixNormal,
     "exponential": ngvi.AutoExponentialFamily,
     "Walsh-Hadamard": partial(ngvi.AutoWalshHadamard, sites=["W"]),
-    "proper Walsh-Hadamard": partial(ngvi.AutoWalshHadamard, sites=["W"], proper=True),
+    "proper Walsh-Hadamard": partial(ngvi.AutoProperWalshHadamard, sites=["W"]),
     "affine coupling": partial(ngvi.AutoCouplingFlow, layers=2, hidden=(8,)),
     "spline coupling": partial(ngvi.AutoCouplingFlow, kind="spline", layers=2, hidden=(8,), bins=4),
     "Pyro's flow": lambda m: ngvi.AutoFlow(m, lambda d: [coupling(d, [8]), coupling(d, [8])]),

@@ -65,9 +65,7 @@ pyro.set_rng_seed(0)
 matrix = WalshHadamardMatrix(8, 8)
 sds = torch.logspace(-1.0, math.log10(2.0), 8)
 left, right = matrix.signs(seed=0, like=sds)  # the diagonals S1 and S2
-to_W = WalshHadamardTransform(
-    matrix, torch.zeros(8, 8), torch.ones(8, 8), lambda: (left, right), event_dim=2
-)
+to_W = WalshHadamardTransform(matrix, torch.zeros(8, 8), torch.ones(8, 8), lambda: (left, right))
 
 number = 20_000
 draws = to_W(sds * torch.randn(number, 8)).flatten(1)
@@ -443,7 +441,7 @@ assert rows[0][3] < rows[1][3]
 # ## What it does not do
 #
 # - **It does not approximate your posterior.** W is a linear image of fewer numbers, so it has no
-#   density, and the bound is that of the reparameterised model. `AutoWalshHadamard(proper=True)`
+#   density, and the bound is that of the reparameterised model. `AutoProperWalshHadamard`
 #   adds white noise to W and bounds the evidence of your model; try both.
 # - **S1 and S2 are point estimates.** They are trained without a prior, and nothing in the bands
 #   tells how unsure they are.

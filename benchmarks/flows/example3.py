@@ -49,6 +49,7 @@ from ..baselines import PaperWindow
 from ..stepping import heading, line
 from .german_credit import DIM, Credit, evaluate, least_kl
 from .manifold_gradient import AdamOnTangents, ManifoldGradient, ProjectedAdam
+from .orthogonal_forms import AutoOrthogonalForm
 
 __all__ = ["METHODS", "Run", "Table", "run"]
 
@@ -69,9 +70,7 @@ def _printed(make: Callable[[Any], Any], batch: int | None = BATCH, loss: Any = 
     """The printed flow from the printed start, whose mean is 1/2."""
     model = Credit(batch)
     start = init_to_value(values={"theta": torch.full((DIM,), 0.5)})
-    guide = pyro_ngvi.AutoOrthogonalFlow(
-        model, form="paper", retraction="cholesky-qr", init_loc_fn=start
-    )
+    guide = AutoOrthogonalForm(model, form="paper", retraction="cholesky-qr", init_loc_fn=start)
     guide()
     return guide, SVI(model, guide, make(guide), loss or pyro_ngvi.BatchedELBO(DRAWS))
 

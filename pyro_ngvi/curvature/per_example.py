@@ -21,6 +21,7 @@ Cost: min(d, N) passes through all of f. For the weights of a network's layers s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -62,23 +63,15 @@ def squared_sum(
     tensor([ 91., 164.])
     """
 
-    def reduce(jacobian: _Jacobian) -> Tensor:
+    def combine(jacobian: _Jacobian) -> Tensor:
         if jacobian.forward:
             return torch.cat([jacobian.weigh(J.square()).sum(0) for _, J in jacobian])
-        return _total(jacobian.weigh(J.square(), rows).sum(0) for rows, J in jacobian)
+        return reduce(torch.add, (jacobian.weigh(J.square(), rows).sum(0) for rows, J in jacobian))
 
-    return _reduced(reduce, f, theta, weights, budget, width, mode)
+    return _reduced(combine, f, theta, weights, budget=budget, width=width, mode=mode)
 
 
-def outer_sum(
-    f: Function,
-    theta: Tensor,
-    weights: Tensor | None = None,
-    *,
-    budget: int = BUDGET,
-    width: int = 1,
-    mode: Mode = "auto",
-) -> Tensor:
+def outer_sum(f: Function, theta: Tensor, weights: Tensor | None = None, **how: Any) -> Tensor:
     """sum_i w_i J_i J_i', (d, d); arguments as in :func:`squared_sum`.
 
     Columns that do not fit into ``budget`` together are made again for each block before them;
@@ -90,9 +83,9 @@ def outer_sum(
             [14., 20.]])
     """
 
-    def reduce(jacobian: _Jacobian) -> Tensor:
+    def combine(jacobian: _Jacobian) -> Tensor:
         if not jacobian.forward:
-            return _total(jacobian.weigh(J, rows).mT @ J for rows, J in jacobian)
+            return reduce(torch.add, (jacobian.weigh(J, rows).mT @ J for rows, J in jacobian))
         slices = jacobian.slices()
         lower = []
         for a, columns in enumerate(slices):
@@ -105,18 +98,10 @@ def outer_sum(
             [torch.cat([lower[a][b] if b <= a else lower[b][a].mT for b in n], 1) for a in n]
         )
 
-    return _reduced(reduce, f, theta, weights, budget, width, mode, pairs=True)
+    return _reduced(combine, f, theta, weights, pairs=True, **how)
 
 
-def weighted_rows(
-    f: Function,
-    theta: Tensor,
-    weights: Tensor | None = None,
-    *,
-    budget: int = BUDGET,
-    width: int = 1,
-    mode: Mode = "auto",
-) -> Tensor:
+def weighted_rows(f: Function, theta: Tensor, weights: Tensor | None = None, **how: Any) -> Tensor:
     """sqrt(w_i) J_i, (N, d), for w_i >= 0; arguments as in :func:`squared_sum`.
 
     >>> X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -125,23 +110,21 @@ def weighted_rows(
             [6., 8.]])
     """
 
-    def reduce(jacobian: _Jacobian) -> Tensor:
+    def combine(jacobian: _Jacobian) -> Tensor:
         return torch.cat([J for _, J in jacobian], 1 if jacobian.forward else 0)
 
-    J = _reduced(reduce, f, theta, weights, budget, width, mode)
+    J = _reduced(combine, f, theta, weights, **how)
     return J if weights is None else weights.sqrt().unsqueeze(-1) * J
 
 
-def per_example_jacobian(
-    f: Function, theta: Tensor, *, budget: int = BUDGET, width: int = 1, mode: Mode = "auto"
-) -> Tensor:
+def per_example_jacobian(f: Function, theta: Tensor, **how: Any) -> Tensor:
     """J, (N, d); arguments as in :func:`squared_sum`.
 
     >>> per_example_jacobian(lambda t: t**2, torch.tensor([1.0, 3.0]))
     tensor([[2., 0.],
             [0., 6.]])
     """
-    return weighted_rows(f, theta, budget=budget, width=width, mode=mode)
+    return weighted_rows(f, theta, **how)
 
 
 class _Jacobian:
@@ -184,16 +167,16 @@ class _Jacobian:
 
 
 def _reduced(
-    reduce: Callable[[_Jacobian], Tensor],
+    combine: Callable[[_Jacobian], Tensor],
     f: Function,
     theta: Tensor,
     weights: Tensor | None,
-    budget: int,
-    width: int,
-    mode: Mode,
+    budget: int = BUDGET,
+    width: int = 1,
+    mode: Mode = "auto",
     pairs: bool = False,
 ) -> Tensor:
-    """``reduce`` of the Jacobian in the cheaper mode; ``pairs``: of each two of its blocks."""
+    """``combine`` of the Jacobian in the cheaper mode; ``pairs``: of each two of its blocks."""
     if mode not in ("auto", "forward", "reverse"):
         raise ValueError(f"mode is {mode!r}; it must be 'auto', 'forward' or 'reverse'.")
     f = _checked(f, weights)
@@ -208,11 +191,11 @@ def _reduced(
     forward = passes <= n or n == 0 if mode == "auto" else mode == "forward"
     if forward:
         try:
-            return reduce(_Jacobian(f, theta, weights, n, columns, True))
+            return combine(_Jacobian(f, theta, weights, n, columns, True))
         except NotImplementedError:  # an operation without forward mode
             if mode == "forward":
                 raise
-    return reduce(_Jacobian(f, theta, weights, n, rows, False))
+    return combine(_Jacobian(f, theta, weights, n, rows, False))
 
 
 def _checked(f: Function, weights: Tensor | None) -> Function:
@@ -232,10 +215,3 @@ def _checked(f: Function, weights: Tensor | None) -> Function:
         return value
 
     return checked
-
-
-def _total(terms: Iterator[Tensor]) -> Tensor:
-    total = next(terms)
-    for term in terms:
-        total = total + term
-    return total

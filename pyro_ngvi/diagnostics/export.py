@@ -182,14 +182,13 @@ def to_arviz(
         if drawable:
             for note in fixed_parameters(fitted.model, prototype, first):
                 warnings.warn(note, UserWarning, stacklevel=2)
-        of_data = {name: prototype[name] for name in drawable}
         predictive: list[tuple[Mapping[str, Any], dict[str, list[str]]]] = []
         if posterior_predictive:
             predictive.append((values, {"posterior_predictive": drawable}))
         if prior:
             predictive.append(({}, {"prior": exported, "prior_predictive": drawable}))
         for at, sites in predictive:
-            parts = simulate(fitted.model, of_data, sites, at, num_samples, batch_size, small=True)
+            parts = simulate(fitted.model, drawable, sites, at, num_samples, batch_size, small=True)
             groups |= {group: _groups.per_draw(**part) for group, part in parts.items()}
     pred_dims: dict[str, list[str]] = {}
     if predictions is not None:

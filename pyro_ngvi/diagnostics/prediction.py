@@ -224,7 +224,7 @@ class NewData:
             raise ValueError(f"sites names {unknown}, but the sites of the model are {there}.")
         return simulate(
             program,
-            self.sites,
+            sites_of_kind(self.sites, "observed"),
             {"new": [name for name in [*there, RETURN] if name in names]},
             self.values,
             self.num_samples,
@@ -248,7 +248,7 @@ class NewData:
 
 def simulate(
     model: Callable[[], Any],
-    prototype: Sites,
+    observed: Collection[str],
     groups: Mapping[str, Collection[str]],
     values: Mapping[str, Tensor],
     num_samples: int,
@@ -257,7 +257,7 @@ def simulate(
 ) -> Parts:
     """Sites by group, (S, ...), where all but those in ``values`` are drawn from the model.
 
-    ``prototype`` tells which sites hold data; ``small`` stores large arrays in float32.
+    ``observed`` names the sites that hold data; ``small`` stores large arrays in float32.
     """
 
     def chosen(sites: Sites) -> Parts:
@@ -267,8 +267,7 @@ def simulate(
 
         return {group: {name: stored(name) for name in names} for group, names in groups.items()}
 
-    program = SampleObserved(sites_of_kind(prototype, "observed"))(model)
-    return map_draws(program, chosen, values, num_samples, batch_size)
+    return map_draws(SampleObserved(observed)(model), chosen, values, num_samples, batch_size)
 
 
 def fixed_parameters(

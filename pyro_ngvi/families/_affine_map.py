@@ -25,7 +25,7 @@ from torch.linalg import solve_triangular
 from ..linalg import stiefel
 from .base import Tensors, clamp_exponent
 
-__all__ = ["AffineMap", "free_numbers", "pack_part", "unpack_part"]
+__all__ = ["AffineMap"]
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,7 @@ class AffineMap:
             pulled[self.triangle] = (L.mT @ grads[self.triangle]).tril()
         return pulled
 
-    def retract(
-        self, params: Tensors, tangent: Tensors, step: Tensor | float, retraction: str
-    ) -> Tensors:
+    def retract(self, params: Tensors, tangent: Tensors, step: Tensor | float) -> Tensors:
         """The parts moved by ``step`` along ``tangent``; they stay in their domains."""
         moved = self._linear(params, tangent[self.shift])
         new = {self.shift: params[self.shift] + step * moved}
@@ -153,39 +151,10 @@ class AffineMap:
             )
         if self.rotation is not None:
             new[self.rotation] = stiefel.retract(
-                params[self.rotation], step * tangent[self.rotation], retraction
+                params[self.rotation], step * tangent[self.rotation]
             )
         if self.triangle is not None:
             L, A = params[self.triangle].tril(), step * tangent[self.triangle]
             LA = L @ A
             new[self.triangle] = L + LA + 0.5 * LA @ A
         return new
-
-
-def free_numbers(like: Tensor, strict: bool) -> int:
-    """How many numbers a tangent has: a vector, or a (strict) lower triangle."""
-    d = like.shape[-1]
-    if like.dim() == 1:
-        return d
-    return d * (d - 1) // 2 if strict else d * (d + 1) // 2
-
-
-def pack_part(v: Tensor, strict: bool) -> Tensor:
-    """Those numbers as a vector."""
-    if v.dim() == 1:
-        return v
-    if strict:
-        return stiefel.pack(v)
-    i, j = torch.tril_indices(*v.shape, device=v.device)
-    return v[i, j]
-
-
-def unpack_part(vector: Tensor, like: Tensor, strict: bool) -> Tensor:
-    """The inverse of :func:`pack_part`."""
-    if like.dim() == 1:
-        return vector
-    d = like.shape[-1]
-    if strict:
-        return stiefel.unpack(vector, d)
-    i, j = torch.tril_indices(d, d, device=like.device)
-    return vector.new_zeros(d, d).index_put((i, j), vector)

@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vjp, vmap
 
 from ..linalg.each_gradient import each_gradient
-from .base import Family, Tensors, log_normal
+from ._augmented import AugmentedGaussian
+from .base import Tensors, log_normal
 from .full_rank import FullRankNormal
 from .mean_field import MeanFieldNormal
 
@@ -48,7 +49,7 @@ GAUSSIANS: dict[str, type[MeanFieldNormal | FullRankNormal]] = {
 }
 
 
-class FlowFamily(Family):
+class FlowFamily(AugmentedGaussian):
     """Densities of z = mu + A T(eps); see the head of this file.
 
     Args:
@@ -92,12 +93,6 @@ class FlowFamily(Family):
         own = {name: p.detach().clone() for name, p in _trainable(self.flow).items()}
         return self.gaussian.init(loc, scale) | own
 
-    def _affine(self, tensors: Tensors) -> Tensors:
-        return {name: tensors[name] for name in self.gaussian.names}
-
-    def _flow(self, tensors: Tensors) -> Tensors:
-        return {name: v for name, v in tensors.items() if name.startswith(PREFIX)}
-
     def _run(self, params: Tensors, x: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
         if torch.jit.is_tracing() and self._is_current(params):  # pyright: ignore[reportPrivateImportUsage]
             return self.flow(x, inverse)  # traces know no functional_call
@@ -108,9 +103,6 @@ class FlowFamily(Family):
         """Whether ``params``, detached or not, are the flow's own tensors."""
         own = _trainable(self.flow)
         return all(params[name].data_ptr() == p.data_ptr() for name, p in own.items())
-
-    def noise_dim(self, params: Tensors) -> int:
-        return params["loc"].shape[-1]
 
     def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
         """z (..., d) and log |det dz/deps| (...)."""
@@ -176,34 +168,9 @@ class FlowFamily(Family):
 
     def not_finite(self, params: Tensors) -> Tensor:
         bad = self.gaussian.not_finite(params)
-        for v in self._flow(params).values():
+        for v in self._others(params).values():
             bad = bad | ~torch.isfinite(v).all()
         return bad
-
-    def push(self, params: Tensors, tangent: Tensors) -> Tensors:
-        return self.gaussian.push(params, self._affine(tangent)) | self._flow(tangent)
-
-    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        return self.gaussian.pull(params, self._affine(grads)) | self._flow(grads)
-
-    def retract(
-        self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
-    ) -> Tensors:
-        affine = self.gaussian.retract(params, self._affine(tangent), step)
-        return affine | {k: params[k] + step * v for k, v in self._flow(tangent).items()}
-
-    def pack(self, tensors: Tensors) -> Tensor:
-        own = [v.reshape(-1) for v in self._flow(tensors).values()]
-        return torch.cat([self.gaussian.pack(self._affine(tensors)), *own])
-
-    def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
-        own = self._flow(like)
-        sizes = [v.numel() for v in own.values()]
-        first, *rest = vector.split([len(vector) - sum(sizes), *sizes])
-        parts = zip(own.items(), rest, strict=True)
-        return self.gaussian.unpack(first, self._affine(like)) | {
-            name: part.reshape(v.shape) for (name, v), part in parts
-        }
 
     def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
         """The affine part, then each layer of T, in the order of :meth:`pack`.
@@ -211,9 +178,9 @@ class FlowFamily(Family):
         A layer has the parameters whose names agree up to the first number ("transforms.0"): one
         coupling of a list.  Those without a number go by the module that holds them.
         """
-        own = self._flow(params)
+        own = self._others(params)
         layers = itertools.groupby(own, key=_layer_of)
-        affine = len(self.gaussian.pack(self._affine(params)))
+        affine = len(self.gaussian.pack(self._own(params)))
         return (affine, *(sum(own[name].numel() for name in names) for _, names in layers))
 
 

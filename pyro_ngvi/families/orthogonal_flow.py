@@ -1,29 +1,20 @@
 r"""Orthogonal flows: elementwise activations between rotations of R^d.
 
-With eps ~ N(0, I) and psi elementwise and strictly increasing,
+With eps ~ N(0, I) and psi elementwise and strictly increasing (:mod:`._activation`),
 
-    form="paper"     z = W_1 psi(W_0 eps + b_0) + mu                            (layers = 1)
-    form="scaled"    z = W_1 (s_1 o psi(L eps + b_0)) + mu
-    form="whitened"  z = C W_1 psi(L eps + b_0) + mu
+    z = W_1 (s_1 o psi(L eps + b_0)) + mu
 
-W_k orthogonal, s_k > 0 stored as logs, C and L lower triangles with positive diagonal (L a positive
-diagonal for base="diagonal").  Further layers put x -> psi(W_k (s_k o x) + b_k), in the paper's form
-psi(W_k x + b_k), in front of the last map.
+for one layer, with W_k orthogonal, s_k > 0 stored as logs and L a lower triangle with positive
+diagonal.  Further layers put x -> psi(W_k (s_k o x) + b_k) in front of the last map.
 
-The default activation is the identity at the start, with a skewness and a tail learnt for each
-coordinate, so that q starts as a Gaussian.  There L, W_1 and s_1 say some things twice, and the Fisher
-matrix is singular too, until the activations bend.  One layer says skewness; curved posteriors (a
-banana, a funnel) need two or more.
-
-The printed form (Godichon-Baggioni, Nguyen & Tran 2024, example 3) does *not identify* W_0: W_0 eps has
-the law N(0, I) for every W_0, its tangent score is 0, and the Fisher matrix is singular.  With the
-sigmoid each rotated coordinate lies in an interval of length 1 besides.  The other two forms have no
-W_0, and their scales are free.
+psi is the identity at the start, with a skewness and a tail learnt for each coordinate, so that q
+starts as a Gaussian.  There L, W_1 and s_1 say some things twice, and the Fisher matrix is singular
+until the activations bend.  One layer says skewness; curved posteriors (a banana, a funnel) need two.
 
     log q(z) = log N(eps; 0, I) - sum log |det of the affine maps| - sum log psi'(a),
 
 with the inverse in closed form.  Scores at fixed z follow from the inside out, through the affine maps
-(:mod:`._affine_map`) and the activations (:mod:`._activation`), starting with d log q / d eps = -eps.
+(:mod:`._affine_map`) and the activations, starting with d log q / d eps = -eps.
 
 Local frame: shifts in units of what enters their map, logs of scales, left-trivialised tangents of the
 W_k (:mod:`pyro_ngvi.linalg.stiefel`), relative moves of triangles.  Scores there are *tangent* scores:
@@ -35,7 +26,8 @@ iterates are Riemannian means of the W_k.
 log q takes W' for the inverse of W, so W must stay orthogonal: optimizers that do not know the frame
 (Adam, ``frame="stored"``) make it wrong, and the guide refuses what they leave.
 
-Moments and quantiles are those of 4,096 draws of a fixed seed, good to about 0.02 sd.
+Other forms, activations and retractions, the printed ones of Godichon-Baggioni, Nguyen & Tran (2024,
+JASA, example 3) among them, are subclasses in ``benchmarks/flows/orthogonal_forms.py``.
 
 Not for: posteriors close to a Gaussian (``FullRankNormal`` is exact there, with a known Fisher matrix).
 """
@@ -47,8 +39,8 @@ import torch
 from torch import Tensor
 
 from ..linalg import stiefel
-from ._activation import ACTIVATIONS
-from ._affine_map import AffineMap, free_numbers, pack_part, unpack_part
+from ._activation import SinhArcsinh
+from ._affine_map import AffineMap
 from .base import Family, Tensors, log_normal
 
 __all__ = ["OrthogonalFlow"]
@@ -64,91 +56,65 @@ class OrthogonalFlow(Family):
 
     Args:
         layers: number of activations, at least 1.
-        activation: "sinh-arcsinh" (learnt skewness and tails), "arcsinh", "leaky" or "sigmoid".
-        form: "scaled", "whitened" or "paper".
-        base: "full" or "diagonal", the map that enters the first activation (not in form="paper").
-        retraction: "cayley", "exponential" or "cholesky-qr", of the rotations.
 
     Raises:
-        ValueError: for other values of these.
+        ValueError: for another number of layers.
 
     Example:
         >>> import torch
-        >>> family = OrthogonalFlow(layers=1, activation="arcsinh")
+        >>> family = OrthogonalFlow(layers=1)
         >>> q = family.init(torch.zeros(2, dtype=torch.float64), scale=0.5)
         >>> family.stddev(q).round(decimals=2)
         tensor([0.5000, 0.5000], dtype=torch.float64)
     """
 
-    coordinates = ("local",)
     newton_like = True
     nearly_singular = True
     noise_radius = 0.6
+    has_transport = True
 
-    def __init__(
-        self,
-        layers: int = 1,
-        activation: str = "sinh-arcsinh",
-        form: str = "scaled",
-        base: str = "full",
-        retraction: str = "cayley",
-    ) -> None:
+    def __init__(self, layers: int = 1) -> None:
         if not isinstance(layers, int) or layers < 1:
             raise ValueError(f"layers must be a whole number of at least 1, got {layers!r}.")
-        _check("activation", activation, ACTIVATIONS)
-        _check("form", form, ("paper", "scaled", "whitened"))
-        _check("base", base, ("full", "diagonal"))
-        _check("retraction", retraction, stiefel.RETRACTIONS)
-        self.layers, self.form, self.base, self.retraction = layers, form, base, retraction
-        self.bends = [ACTIVATIONS[activation](k) for k in range(layers)]
+        self.layers = layers
+        self.bends = [self._bend(k) for k in range(layers)]
         self.maps = [self._map(k) for k in range(layers + 1)]
         self.names = tuple(name for part in (*self.maps, *self.bends) for name in part.names)
+        #: momentum acts on all: no block of the Fisher matrix is known to stand apart
+        self.location = self.names
+
+    def _bend(self, k: int) -> SinhArcsinh:
+        """The activation behind map k."""
+        return SinhArcsinh(k)
 
     def _map(self, k: int) -> AffineMap:
-        last = k == self.layers
-        shift = "loc" if last else f"bias_{k}"
-        if self.form == "paper":
-            return AffineMap(shift, rotation=f"weight_{k}")
-        if k == 0 and self.base == "full":
-            return AffineMap(shift, triangle="base_tril")
+        """The affine map of layer k; the last one puts out z."""
         if k == 0:
-            return AffineMap(shift, log_scale="base_log_scale")
-        if last and self.form == "whitened":
-            return AffineMap(shift, rotation=f"weight_{k}", triangle="scale_tril")
+            return AffineMap("bias_0", triangle="base_tril")
+        shift = "loc" if k == self.layers else f"bias_{k}"
         return AffineMap(shift, log_scale=f"log_scale_{k}", rotation=f"weight_{k}")
 
-    @property
-    def location(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Momentum acts on all: no block of the Fisher matrix is known to stand apart."""
-        return self.names
-
     def init(self, loc: Tensor, scale: float) -> Tensors:
-        """Mean ``loc`` and every sd ``scale``; the printed form has no scales, and keeps its own."""
+        """Mean ``loc`` and every sd ``scale``."""
         x, weights = np.polynomial.hermite_e.hermegauss(NODES)
         weights = weights / weights.sum()
         params: Tensors = {n: torch.zeros_like(loc) for psi in self.bends for n in psi.names}
         flat = {name: torch.zeros((), dtype=torch.float64) for name in params}
-        size, shift = START, 0.0  # of the coming map, from standardised values to what it puts out
+        factor, shift = (
+            START,
+            0.0,
+        )  # of the coming map, from standardised values to what it puts out
         for k, affine in enumerate(self.maps):
-            if k == self.layers:
-                size = scale
-            factor = size
             if k > 0:
                 x = self.bends[k - 1].forward(flat, torch.from_numpy(x)).numpy()
                 mean = float(weights @ x)
                 spread = float(np.sqrt(weights @ (x - mean) ** 2))
-                factor = 1.0 if self.form == "paper" else size / spread
+                factor = (scale if k == self.layers else START) / spread
                 shift = -factor * mean
-            if self.form == "paper":
-                factor = 1.0
-                shift = shift if k == self.layers else 0.0
             x = factor * x + shift
             params |= affine.start(loc, factor, shift)
         params["loc"] = params["loc"] + loc
         return {name: params[name] for name in self.names}
-
-    def noise_dim(self, params: Tensors) -> int:
-        return params["loc"].shape[-1]
 
     def _forward(self, params: Tensors, noise: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """z, and for each activation what enters it and what leaves it."""
@@ -163,27 +129,15 @@ class OrthogonalFlow(Family):
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         return self._forward(params, noise)[0]
 
-    def _backward(
-        self, params: Tensors, z: Tensor
-    ) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
-        """eps, what enters and what leaves each activation, and whether z can be a draw at all."""
-        entering: list[Tensor] = []
-        leaving: list[Tensor] = []
-        inside = torch.ones(z.shape[:-1], dtype=torch.bool, device=z.device)
+    def _backward(self, params: Tensors, z: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """eps, and for each activation what enters it and what leaves it."""
+        entering, leaving = [], []
         y = z
         for k in reversed(range(self.layers)):
-            x = self.maps[k + 1].inverse(params, y)
-            possible = self.bends[k].inside(x)
-            inside = inside if possible is None else inside & possible.all(-1)
-            y = self.bends[k].inverse(params, x)
+            leaving.insert(0, self.maps[k + 1].inverse(params, y))
+            y = self.bends[k].inverse(params, leaving[0])
             entering.insert(0, y)
-            leaving.insert(0, x)
-        return self.maps[0].inverse(params, y), entering, leaving, inside
-
-    @property
-    def has_transport(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Not with a bounded activation, whose draws do not fill R^d."""
-        return self.bends[0].inside(torch.zeros(1)) is None
+        return self.maps[0].inverse(params, y), entering, leaving
 
     def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
         z, entering, _ = self._forward(params, noise)
@@ -200,12 +154,11 @@ class OrthogonalFlow(Family):
         return total
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
-        noise, entering, _, inside = self._backward(params, z)
-        return torch.where(inside, log_normal(noise) - self._log_det(params, entering), -torch.inf)
+        noise, entering, _ = self._backward(params, z)
+        return log_normal(noise) - self._log_det(params, entering)
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
-        noise, entering, leaving, _ = self._backward(params, z)
-        return self._score(params, noise, entering, leaving)
+        return self._score(params, *self._backward(params, z))
 
     def draw_scores(self, params: Tensors, n: int) -> Tensors:
         # the activations of a draw are known, and no rounding on a way back enters
@@ -237,7 +190,7 @@ class OrthogonalFlow(Family):
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
-        new = [m.retract(params, tangent, step, self.retraction) for m in self.maps]
+        new = [m.retract(params, tangent, step) for m in self.maps]
         bends = [name for psi in self.bends for name in psi.names]
         return self._together(new, {k: params[k] + step * tangent[k] for k in bends})
 
@@ -265,12 +218,20 @@ class OrthogonalFlow(Family):
         return worst
 
     def pack(self, tensors: Tensors) -> Tensor:
-        return torch.cat([pack_part(v, is_rotation(name)) for name, v in tensors.items()])
+        return torch.cat(
+            [v if v.dim() == 1 else stiefel.pack(v, _offset(name)) for name, v in tensors.items()]
+        )
 
     def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
-        sizes = [free_numbers(v, is_rotation(name)) for name, v in like.items()]
-        parts = zip(like.items(), vector.split(sizes), strict=True)
-        return {name: unpack_part(part, v, is_rotation(name)) for (name, v), part in parts}
+        # a vector, or the triangle below the diagonal, of a rotation without it
+        sizes = [
+            len(v) if v.dim() == 1 else len(v) * (len(v) + 1 + 2 * _offset(name)) // 2
+            for name, v in like.items()
+        ]
+        return {
+            name: part if v.dim() == 1 else stiefel.unpack(part, len(v), _offset(name))
+            for (name, v), part in zip(like.items(), vector.split(sizes), strict=True)
+        }
 
     def not_finite(self, params: Tensors) -> Tensor:
         # a gradient that is not finite in one latent entry spoils one row of the last map, and all
@@ -288,7 +249,6 @@ def is_rotation(name: str) -> bool:
     return name.startswith("weight_")
 
 
-def _check(what: str, value: str, choices: object) -> None:
-    names = tuple(choices)  # type: ignore[call-overload]
-    if value not in names:
-        raise ValueError(f"{what} must be one of {', '.join(map(repr, names))}, got {value!r}.")
+def _offset(name: str) -> int:
+    """The highest diagonal of a matrix that a tangent has."""
+    return -1 if is_rotation(name) else 0

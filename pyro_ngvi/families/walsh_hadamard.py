@@ -22,9 +22,8 @@ and all classes of a block have as many entries, for then v = sqrt(c) g.  S_v ma
 sigma^2, which (1) does not allow.  Density, entropy, KL and Fisher matrix are sums of those of the two
 parts; that of log sigma is 2 (d - K), without entries between it and the rest.
 
-The mean is in the space of dimension K: what the posterior mean has outside of it is not seen.  And
-sigma, one number for d - K directions, stays near the prior's where data say little about most of
-them.  So an ELBO of this family is a bound, often a loose one.  A draw or a density is O(d).
+The mean stays in the space, and sigma is one number for d - K directions: the bound of an ELBO is
+often loose.  A draw or a density is O(d).
 
 Not where K is close to d (use ``MeanFieldNormal``), and not for diagonals S1, S2 other than signs.
 """
@@ -33,14 +32,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..linalg.walsh_hadamard import walsh_hadamard_transform
 from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix
+from ._augmented import AugmentedGaussian
 from ._normal import NormalFamily
 from .base import LOG_2PI, Family, Tensors, clamp_exponent
 from .mean_field import MeanFieldNormal
@@ -50,21 +48,16 @@ __all__ = ["WalshHadamardNormal"]
 NOISE = "log_noise"
 
 
-class _Frame(NamedTuple):
-    """Of each entry: its class, and w_e c_k^(-1/2); of each class: c_k."""
-
-    index: Tensor
-    weights: Tensor
-    counts: Tensor
+#: of each entry: its class, and w_e c_k^(-1/2)
+Frame = tuple[Tensor, Tensor]
 
 
-class WalshHadamardNormal(NormalFamily):
+class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
     """Gaussians on the entries of a matrix: any in a Walsh-Hadamard space, white noise outside of it.
 
     Args:
-        matrix: the blocks.
+        matrix: the blocks; d is the number of its entries.
         diagonals: returns ``left`` and ``right`` of ``matrix``, all of them +-1.
-        entries: d; the entries count row by row, and those from ``entries`` on do not exist.
         base: the family of v (2): ``MeanFieldNormal`` or ``FullRankNormal``.
 
     ``params``: those of ``base``, K-dimensional, and ``log_noise`` = log sigma if d > K.
@@ -85,42 +78,28 @@ class WalshHadamardNormal(NormalFamily):
         self,
         matrix: WalshHadamardMatrix,
         diagonals: Callable[[], tuple[Tensor, Tensor]],
-        entries: int | None = None,
         base: Family | None = None,
     ) -> None:
         self.matrix, self.diagonals = matrix, diagonals
-        self.base = MeanFieldNormal() if base is None else base
-        self.entries = matrix.rows * matrix.columns if entries is None else entries
-        if not 0 < self.entries <= matrix.rows * matrix.columns:
-            raise ValueError(
-                f"entries is {entries}; a matrix of {matrix.rows} rows and {matrix.columns} columns "
-                f"has from 1 to {matrix.rows * matrix.columns} of them."
-            )
-        # from the shape alone, so by numpy, whatever the device and mode of torch
-        i, j = np.divmod(np.arange(self.entries), matrix.columns)
-        used = (i % matrix.size) ^ j
-        if not matrix.shared:
-            used += i // matrix.size * matrix.size
-        live = np.zeros(matrix.num_g, dtype=bool)
-        live[used] = True
+        self.gaussian = MeanFieldNormal() if base is None else base
+        self.entries, live = matrix.entries, matrix.has_entries()
         #: K, the dimension of the space
         self.rank = int(live.sum())
         # coordinates of whole blocks; only the last one can lack a class
         self._whole = matrix.size * int(live.reshape(-1, matrix.size).all(1).sum())
         self.rest = self.entries - self.rank
-        self.names = (*self.base.names, NOISE) if self.rest else self.base.names
-        self.location = self.base.location
+        self.names = (*self.gaussian.names, NOISE) if self.rest else self.gaussian.names
+        self.location = self.gaussian.location
 
-    def _frame(self) -> _Frame:
+    def _frame(self) -> Frame:
         left, right = self.diagonals()
-        index = self.matrix.classes(left.device).flatten()[: self.entries]
-        weights = self.matrix.diagonals(left, right).flatten()[: self.entries]
-        if self.rank < self.matrix.num_g:
-            live = torch.zeros(self.matrix.num_g, dtype=torch.long, device=left.device)
-            index = (live.index_fill(0, index, 1).cumsum(0) - 1)[index]
-        counts = torch.zeros(self.rank, dtype=left.dtype, device=left.device)
+        index, weights = self.matrix.classes(left.device), self.matrix.weights(left, right)
+        counts = torch.zeros(self.matrix.num_g, dtype=left.dtype, device=left.device)
         counts = counts.index_add(0, index, torch.ones_like(weights))
-        return _Frame(index, weights * counts.rsqrt()[index], counts)
+        weights = weights * counts.rsqrt()[index]
+        if self.rank < self.matrix.num_g:  # the classes that stay, counted
+            index = ((counts > 0.0).cumsum(0) - 1)[index]
+        return index, weights
 
     def _rotate(self, y: Tensor) -> Tensor:
         """R y of (2), its own inverse, along the last dimension."""
@@ -131,14 +110,16 @@ class WalshHadamardNormal(NormalFamily):
         rest = y[..., self._whole :]
         return torch.cat([whole, rest], -1) if rest.shape[-1] else whole
 
-    def _coordinates(self, frame: _Frame, u: Tensor) -> Tensor:
+    def _coordinates(self, frame: Frame, u: Tensor) -> Tensor:
         """Q' u: (..., d) to (..., K)."""
+        index, weights = frame
         zero = u.new_zeros((*u.shape[:-1], self.rank))
-        return self._rotate(zero.index_add(-1, frame.index, u * frame.weights))
+        return self._rotate(zero.index_add(-1, index, u * weights))
 
-    def _embed(self, frame: _Frame, v: Tensor) -> Tensor:
+    def _embed(self, frame: Frame, v: Tensor) -> Tensor:
         """Q v: (..., K) to (..., d)."""
-        return self._rotate(v).index_select(-1, frame.index) * frame.weights
+        index, weights = frame
+        return self._rotate(v).index_select(-1, index) * weights
 
     def coordinates_of(self, u: Tensor) -> Tensor:
         """v of points ``u`` (..., d), (..., K)."""
@@ -154,48 +135,38 @@ class WalshHadamardNormal(NormalFamily):
         v = self._coordinates(frame, u)
         return v, u - self._embed(frame, v)
 
-    def _own(self, tensors: Tensors) -> Tensors:
-        return {name: tensors[name] for name in self.base.names}
-
-    def _with_noise(self, own: Tensors, noise: Callable[[], Tensor]) -> Tensors:
-        return own | {NOISE: noise()} if self.rest else own
-
     def init(self, loc: Tensor, scale: float) -> Tensors:
         """The mean is the point of the space nearest to ``loc`` (d,), made as long as ``loc``."""
         v = self.coordinates_of(loc)
         long, short = torch.linalg.vector_norm(loc), torch.linalg.vector_norm(v)
         v = v * torch.where(short > 0.0, long / short, 1.0)
-        return self._with_noise(
-            self.base.init(v, scale), lambda: torch.full_like(loc[0], scale).log()
-        )
+        own = self.gaussian.init(v, scale)
+        return own | ({NOISE: torch.full_like(loc[0], scale).log()} if self.rest else {})
 
     def dim(self, params: Tensors) -> int:
-        return self.entries
-
-    def noise_dim(self, params: Tensors) -> int:
         return self.entries
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         # coordinates of white noise within and without the space are independent
         frame = self._frame()
         e = self._coordinates(frame, noise)
-        u = self._embed(frame, self.base.rsample(self._own(params), e))
+        u = self._embed(frame, self.gaussian.rsample(self._own(params), e))
         if not self.rest:
             return u
         return u + params[NOISE].exp() * (noise - self._embed(frame, e))
 
     def mean(self, params: Tensors) -> Tensor:
-        return self.embed(self.base.mean(self._own(params)))
+        return self.embed(self.gaussian.mean(self._own(params)))
 
     def not_finite(self, params: Tensors) -> Tensor:
-        bad = self.base.not_finite(self._own(params)).any()
+        bad = self.gaussian.not_finite(self._own(params)).any()
         if self.rest:
             bad = bad | ~torch.isfinite(params[NOISE])
         return bad.expand(self.entries)  # each number is part of all entries of a block
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
         v, outside = self._split(z)
-        inside = self.base.log_prob(self._own(params), v)
+        inside = self.gaussian.log_prob(self._own(params), v)
         if not self.rest:
             return inside
         w = outside * (-params[NOISE]).exp()
@@ -203,20 +174,20 @@ class WalshHadamardNormal(NormalFamily):
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         v, outside = self._split(z)
-
-        def noise() -> Tensor:
-            return (outside * (-params[NOISE]).exp()).square().sum(-1) - self.rest
-
-        return self._with_noise(self.base.score(self._own(params), v), noise)
+        own = self.gaussian.score(self._own(params), v)
+        if not self.rest:
+            return own
+        w = outside * (-params[NOISE]).exp()
+        return own | {NOISE: w.square().sum(-1) - self.rest}
 
     def entropy(self, params: Tensors) -> Tensor:
-        inside = self.base.entropy(self._own(params))
+        inside = self.gaussian.entropy(self._own(params))
         if not self.rest:
             return inside
         return inside + self.rest * (params[NOISE] + 0.5 * (1.0 + LOG_2PI))
 
     def kl(self, params: Tensors, other: Tensors) -> Tensor:
-        inside = self.base.kl(self._own(params), self._own(other))
+        inside = self.gaussian.kl(self._own(params), self._own(other))
         if not self.rest:
             return inside
         log_ratio = params[NOISE] - other[NOISE]
@@ -224,7 +195,7 @@ class WalshHadamardNormal(NormalFamily):
 
     def covariance(self, params: Tensors) -> Tensor:
         frame = self._frame()
-        inside = self._embed(frame, self.base.covariance(self._own(params)))
+        inside = self._embed(frame, self.gaussian.covariance(self._own(params)))
         inside = self._embed(frame, inside.mT)
         if not self.rest:
             return inside
@@ -233,9 +204,9 @@ class WalshHadamardNormal(NormalFamily):
         return inside + (2.0 * params[NOISE]).exp() * outside
 
     def stddev(self, params: Tensors) -> Tensor:
-        frame = self._frame()
-        share = frame.weights.square()  # of each entry in the square of its coordinate y
-        inside = self._class_stddev(params).index_select(0, frame.index) * frame.weights.abs()
+        index, weights = self._frame()
+        share = weights.square()  # of each entry in the square of its coordinate y
+        inside = self._class_stddev(params).index_select(0, index) * weights.abs()
         if not self.rest:
             return inside
         return torch.hypot(inside, params[NOISE].exp() * (1.0 - share).clamp_min(0.0).sqrt())
@@ -243,43 +214,25 @@ class WalshHadamardNormal(NormalFamily):
     def _class_stddev(self, params: Tensors) -> Tensor:
         """sd of each y_k, (K,); norms, because squares would overflow sooner."""
         own = self._own(params)
-        if not isinstance(self.base, MeanFieldNormal):
-            return torch.linalg.vector_norm(self._rotate(self.base.scale_tril(own).mT), dim=0)
-        sd, D = self.base.stddev(own), self.matrix.size
+        if not isinstance(self.gaussian, MeanFieldNormal):
+            return torch.linalg.vector_norm(self._rotate(self.gaussian.scale_tril(own).mT), dim=0)
+        sd, D = self.gaussian.stddev(own), self.matrix.size
         if not self._whole:
             return sd
         norm = torch.linalg.vector_norm(sd[: self._whole].unflatten(-1, (-1, D)), dim=-1)
         whole = (norm / math.sqrt(D)).unsqueeze(-1).expand(-1, D).flatten()
         return torch.cat([whole, sd[self._whole :]])
 
-    def push(self, params: Tensors, tangent: Tensors) -> Tensors:
-        own = self.base.push(self._own(params), self._own(tangent))
-        return self._with_noise(own, lambda: tangent[NOISE])
-
-    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        own = self.base.pull(self._own(params), self._own(grads))
-        return self._with_noise(own, lambda: grads[NOISE])
-
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
-        own = self.base.fisher_product(self._own(params), self._own(tangent))
-        return self._with_noise(own, lambda: 2.0 * self.rest * tangent[NOISE])
+        own = self.gaussian.fisher_product(self._own(params), self._own(tangent))
+        return own | {k: 2.0 * self.rest * v for k, v in self._others(tangent).items()}
 
     def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
-        own = self.base.natural_gradient(self._own(params), self._own(gradient))
-        return self._with_noise(own, lambda: gradient[NOISE] / (2.0 * self.rest))
+        own = self.gaussian.natural_gradient(self._own(params), self._own(gradient))
+        return own | {k: v / (2.0 * self.rest) for k, v in self._others(gradient).items()}
 
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
-        own = self.base.retract(self._own(params), self._own(tangent), step)
-        return self._with_noise(own, lambda: clamp_exponent(params[NOISE] + step * tangent[NOISE]))
-
-    def pack(self, tensors: Tensors) -> Tensor:
-        own = self.base.pack(self._own(tensors))
-        return torch.cat([own, tensors[NOISE].reshape(1)]) if self.rest else own
-
-    def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
-        if not self.rest:
-            return self.base.unpack(vector, like)
-        own = self.base.unpack(vector[:-1], self._own(like))
-        return own | {NOISE: vector[-1].reshape(like[NOISE].shape)}
+        new = super().retract(params, tangent, step)
+        return new | {k: clamp_exponent(v) for k, v in self._others(new).items()}

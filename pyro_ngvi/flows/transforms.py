@@ -108,8 +108,7 @@ class CouplingFlow(nn.Module):
     """Layers (a, b) -> (f(b; network(a)), a) from z to eps, f element by element (Dinh et al. 2017).
 
     The networks see z and not eps, as in masked autoregressive flows: with affine layers that came five
-    times closer to a funnel than the other way round.  By slices: Zuko's couplings look up the entries
-    of a mask at every call, which waits for a GPU.
+    times closer to a funnel.  By slices, since a mask would wait for a GPU at every call.
     """
 
     cheap_inverse = True
@@ -164,10 +163,10 @@ def as_flow(flow: Any, d: int) -> nn.Module:
     if not isinstance(flow, nn.Module | Transform) and callable(flow):
         flow = flow(d)
     name = type(flow).__name__
+    steps = list(flow) if isinstance(flow, list | tuple | nn.ModuleList) else [flow]
     if isinstance(flow, nn.Module) and hasattr(flow, "cheap_inverse"):
         module = flow
-    elif isinstance(flow, Transform) or _is_list_of_transforms(flow):
-        steps = flow if isinstance(flow, list | tuple | nn.ModuleList) else [flow]
+    elif all(isinstance(t, Transform) for t in steps):
         check_steps(steps, d)
         module = PyroFlow(steps, cheap_inverse=not any(_inverts_one_by_one(t) for t in steps))
     elif isinstance(flow, nn.Module) and type(flow).__module__.startswith("zuko"):
@@ -183,12 +182,6 @@ def as_flow(flow: Any, d: int) -> nn.Module:
     check_fixed(module, name)
     check_round_trip(module, name, d)
     return module
-
-
-def _is_list_of_transforms(flow: Any) -> bool:
-    return isinstance(flow, list | tuple | nn.ModuleList) and all(
-        isinstance(t, Transform) for t in flow
-    )
 
 
 def _inverts_one_by_one(transform: Any) -> bool:

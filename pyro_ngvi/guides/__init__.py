@@ -8,7 +8,7 @@ from .matrix_normal import AutoMatrixNormal
 from .neutra import NeuTra, neutra
 from .normal import AutoFactorNormal, AutoFactorPrecision, AutoFullRankNormal, AutoMeanFieldNormal
 from .orthogonal_flow import AutoOrthogonalFlow
-from .walsh_hadamard import AutoWalshHadamard
+from .walsh_hadamard import AutoProperWalshHadamard, AutoWalshHadamard
 
 __all__ = [
     "AutoCouplingFlow",
@@ -21,6 +21,7 @@ __all__ = [
     "AutoMatrixNormal",
     "AutoMeanFieldNormal",
     "AutoOrthogonalFlow",
+    "AutoProperWalshHadamard",
     "AutoWalshHadamard",
     "NeuTra",
     "init_to_center",

@@ -1,4 +1,4 @@
-"""Which sites AutoWalshHadamard takes, why not others, and what stands for them in its trace."""
+"""Which sites Walsh-Hadamard guides take, why not others, and what stands for them in their trace."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ __all__ = ["MOST_ENTRIES", "Stub", "check_priors", "choose_sites", "start_within
 
 #: of a site: a step makes every entry of W, with about ten numbers for each on the way
 MOST_ENTRIES = 2**30
-
-GUIDE = "AutoWalshHadamard"
 
 
 class _Support(constraints.Constraint):
@@ -50,14 +48,14 @@ class Stub:
         return self._shape
 
 
-def start_within_memory(init_loc_fn: Callable[..., Any]) -> Callable[..., Any]:
+def start_within_memory(guide: str, init_loc_fn: Callable[..., Any]) -> Callable[..., Any]:
     """``init_loc_fn``, which refuses a site that no step could make."""
 
     def init(site: Any) -> Any:
         shape = site["fn"].shape()
         if shape.numel() > MOST_ENTRIES:
             raise ValueError(
-                f"{GUIDE}: the site {site['name']!r} has shape {tuple(shape)}, and a step would "
+                f"{guide}: the site {site['name']!r} has shape {tuple(shape)}, and a step would "
                 f"make all of its {shape.numel():,} entries (allowed: {MOST_ENTRIES:,}). Write the "
                 "model with pyro_ngvi.nn.WalshHadamardLinear layers, which never make the matrix."
             )
@@ -66,32 +64,29 @@ def start_within_memory(init_loc_fn: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
-def choose_sites(prototype: Any, names: Sequence[str] | None) -> list[str]:
+def choose_sites(guide: str, prototype: Any, names: Sequence[str] | None) -> list[str]:
     """The sites to reparameterise; refuses what can not be."""
     sites = dict(prototype.iter_stochastic_nodes())
     if names is not None:
-        for name in names:
-            if name not in sites:
-                raise ValueError(
-                    f"{GUIDE}: the model has no latent site {name!r}; it has "
-                    f"{', '.join(map(repr, sites))}."
-                )
-            if reason := _refusal(sites[name]):
-                raise ValueError(f"{GUIDE}: the site {name!r} {reason}")
-        return [name for name in sites if name in names]
-    matrices = [name for name, site in sites.items() if len(site["fn"].event_shape) == 2]
-    matrices = [name for name in matrices if not sites[name]["cond_indep_stack"]]
-    hidden = matrices[:-1] if len(matrices) > 1 else matrices
-    chosen = []
-    for name in hidden:
-        if min(sites[name]["value"].shape) > 1 and normal_of(sites[name]["fn"]) is not None:
-            if reason := _refusal(sites[name]):
-                raise ValueError(f"{GUIDE}: the site {name!r} {reason}")
-            chosen.append(name)
+        if unknown := [name for name in names if name not in sites]:
+            raise ValueError(
+                f"{guide}: the model has no latent site {unknown[0]!r}; it has "
+                f"{', '.join(map(repr, sites))}."
+            )
+        chosen = [name for name in sites if name in names]
+    else:
+        events = {n: site for n, site in sites.items() if not site["cond_indep_stack"]}
+        matrices = [n for n, site in events.items() if len(site["fn"].event_shape) == 2]
+        hidden = matrices[:-1] if len(matrices) > 1 else matrices
+        chosen = [n for n in hidden if min(sites[n]["value"].shape) > 1]
+        chosen = [n for n in chosen if normal_of(sites[n]["fn"]) is not None]
+    for name in chosen:
+        if reason := _refusal(sites[name]):
+            raise ValueError(f"{guide}: the site {name!r} {reason}")
     if not chosen:
         shapes = ", ".join(f"{n!r} {tuple(site['value'].shape)}" for n, site in sites.items())
         raise ValueError(
-            f"{GUIDE} found no Gaussian matrix, declared by .to_event(2), to "
+            f"{guide} found no Gaussian matrix, declared by .to_event(2), to "
             f"reparameterise, the last one left out: {shapes}. Name some by sites=[...], or use "
             f"pyro_ngvi.AutoMeanFieldNormal(model)."
         )
@@ -115,14 +110,14 @@ def check_priors(
         trained = normal_of(other.nodes[name]["fn"])
         if trained is not None and any(x.requires_grad for x in trained):
             raise ValueError(
-                f"{GUIDE}: the prior of the site {name!r} has a parameter that is trained, which the "
-                f"guide would not follow. Use poutine.reparam(model, {{{name!r}: "
-                f"pyro_ngvi.nn.WalshHadamardReparam()}}) and a guide of its result, or proper=True."
+                f"AutoWalshHadamard: the prior of the site {name!r} has a parameter that is trained, "
+                f"which the guide does not follow. Use poutine.reparam(model, {{{name!r}: "
+                f"pyro_ngvi.nn.WalshHadamardReparam()}}), or AutoProperWalshHadamard(model)."
             )
         before, after = (normal_of(t.nodes[name]["fn"]) for t in (prototype, other))
         if after is None or not all(map(torch.equal, before or (), after)):
             raise ValueError(
-                f"{GUIDE}: the prior of the site {name!r} depends on other latent sites. "
+                f"AutoWalshHadamard: the prior of the site {name!r} depends on other latent sites. "
                 f"Use poutine.reparam(model, {{{name!r}: pyro_ngvi.nn.WalshHadamardReparam()}}) and "
                 f"a guide of its result, or name other sites."
             )

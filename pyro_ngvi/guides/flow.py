@@ -213,13 +213,8 @@ class AutoCouplingFlow(AutoFlow):
     ) -> None:
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}.")
-        sizes = {
-            "layers": layers,
-            "bins": bins,
-            **{f"hidden[{i}]": h for i, h in enumerate(hidden)},
-        }
-        for name, size in sizes.items():
-            least = 2 if name == "bins" else 1
+        widths = ((f"hidden[{i}]", h, 1) for i, h in enumerate(hidden))
+        for name, size, least in (("layers", layers, 1), ("bins", bins, 2), *widths):
             if not isinstance(size, int) or size < least:
                 raise ValueError(
                     f"{name} must be a whole number of at least {least}, got {size!r}."

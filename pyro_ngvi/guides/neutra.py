@@ -11,9 +11,9 @@ round, and T takes its samples back: exact up to the error of the chain, however
 Source: Hoffman, Sountsov, Dillon, Langmore, Tran & Vasudevan (2019), "NeuTra-lizing bad geometry in
 Hamiltonian Monte Carlo using neural transport"; the interface of T is that of Pyro's autoguides.
 
-``pyro.infer.reparam.NeuTraReparam`` takes our guides too.  It adds log |det dT/deps| to the density of
-*each entry* of the first latent site's batch, so where that site lies in a plate of N, N times.  For
-Gaussian guides that is a constant; for flows it is another posterior.  :func:`neutra` adds it once.
+``pyro.infer.reparam.NeuTraReparam`` takes our guides too, but adds log |det dT/deps| for *each
+entry* of the first latent site's batch: for flows, and a site in a plate, that is another
+posterior.
 
 When not to use it: where the guide misses a mode, T has flattened the way to it too.  And a step
 costs a pass through T and back: for a mean-field guide, HMC's own diagonal mass matrix does the same.
@@ -73,8 +73,8 @@ class FamilyTransform(Transform):
         if not self.family.has_transport or guide.replaced_priors:
             raise NotImplementedError(
                 f"{type(guide).__name__} does not map d standard normal variables onto R^d, one to "
-                f"one. NeuTra needs a guide that does: AutoCouplingFlow, AutoFlow, AutoOrthogonalFlow "
-                f"(activation unbounded), AutoFullRankNormal, AutoMatrixNormal or AutoMeanFieldNormal."
+                f"one. NeuTra needs a guide that does: AutoCouplingFlow, AutoFlow, "
+                f"AutoOrthogonalFlow, AutoFullRankNormal, AutoMatrixNormal or AutoMeanFieldNormal."
             )
         # optimizers write to parameters in place
         self.params = {name: p.detach().clone() for name, p in posterior.params.items()}

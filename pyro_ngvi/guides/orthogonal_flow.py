@@ -26,16 +26,11 @@ class AutoOrthogonalFlow(AutoFamily):
 
     With eps ~ N(0, I), over the flat unconstrained vector z (d,), for one layer
 
-        form="scaled"    z = W_1 (s_1 o psi(L eps + b_0)) + mu
-        form="whitened"  z = C W_1 psi(L eps + b_0) + mu
-        form="paper"     z = W_1 psi(W_0 eps + b_0) + mu
+        z = W_1 (s_1 o psi(L eps + b_0)) + mu
 
-    with W orthogonal, s positive, C and L lower triangles (L diagonal for base="diagonal").  It says
-    skewness and bent contours with d^2 numbers a layer.  The density and its inverse are closed forms.
-
-    The printed form does not identify W_0 and has no scales: with the sigmoid each rotated coordinate
-    stays in an interval of length 1.  It is there to reproduce the paper, and ``init_scale`` does
-    nothing in it.
+    with W orthogonal, s positive, L a lower triangle, and in psi a skewness and a tail of each
+    coordinate, learnt too (:mod:`pyro_ngvi.families.orthogonal_flow`).  It says skewness and bent
+    contours with d^2 numbers a layer.  The density and its inverse are closed forms.
 
     One layer says skewness; curved posteriors need ``layers=2`` or more.  Train it by
     :class:`~pyro_ngvi.optim.SPRING` with ``BatchedELBO(128, curvature="scores")``, by
@@ -45,21 +40,15 @@ class AutoOrthogonalFlow(AutoFamily):
 
     Args:
         layers: number of activations, at least 1.
-        activation: "sinh-arcsinh" (skewness and tails learnt for each coordinate, the identity at the
-            start), "arcsinh" (light tails), "leaky" (smooth, slopes from 0.1 to 1) or "sigmoid"
-            (bounded).  ``None``: "sinh-arcsinh", in form="paper" "sigmoid".
-        form: see above.
-        base: "full" or "diagonal".
-        retraction: "cayley", "exponential" or "cholesky-qr" (the paper's): how a W moves.
 
     See :class:`~pyro_ngvi.guides.base.AutoFamily` for the other arguments and the errors.
 
     Raises:
-        ValueError: for other values of these arguments.
+        ValueError: for another number of layers.
         RuntimeError: when a W is not orthogonal, because an optimizer that does not know rotations
             has stepped it; for losses that trace by torch.jit, which could not tell.
 
-    Source: Godichon-Baggioni, Nguyen & Tran (2024, JASA), example 3, for the printed form.
+    Source: after Godichon-Baggioni, Nguyen & Tran (2024, JASA), example 3.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -79,25 +68,13 @@ class AutoOrthogonalFlow(AutoFamily):
 
     family: OrthogonalFlow
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        layers: int = 1,
-        activation: str | None = None,
-        *,
-        form: str = "scaled",
-        base: str = "full",
-        retraction: str = "cayley",
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, model: Callable[..., Any], layers: int = 1, **kwargs: Any) -> None:
         check_position(self, "layers", layers)
-        if activation is None:
-            activation = "sigmoid" if form == "paper" else "sinh-arcsinh"
-        self._flow = OrthogonalFlow(layers, activation, form, base, retraction)
+        self._layers = layers
         super().__init__(model, **kwargs)
 
     def make_family(self) -> Family:
-        return self._flow
+        return OrthogonalFlow(self._layers)
 
     def sampling_posterior(self) -> FamilyDistribution:
         if torch.jit.is_tracing() and torch.is_grad_enabled():  # pyright: ignore[reportPrivateImportUsage]

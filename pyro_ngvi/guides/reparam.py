@@ -16,36 +16,21 @@ model, and W has no density. Not for sites that need every entry to move on its 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
 from pyro.infer.reparam.reparam import Reparam
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Transform, constraints
 
-from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix
+from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix, matrix_for
 
-__all__ = ["WalshHadamardReparam", "WalshHadamardTransform", "matrix_for", "normal_of"]
+__all__ = ["WalshHadamardReparam", "WalshHadamardTransform", "hold_diagonals", "normal_of"]
 
 Diagonals = Callable[[], tuple[Tensor, Tensor]]
-
-
-def matrix_for(shape: torch.Size, shared: bool = False) -> WalshHadamardMatrix:
-    """The blocks for a site of that event shape.
-
-    (n, m) is a matrix; (n, m, k, ...) the matrix (n, m k ...); a vector (n,) fills the rows of a square
-    matrix of the power of two from sqrt(n) on, so that it needs O(sqrt n) numbers.
-    """
-    if len(shape) >= 2:
-        return WalshHadamardMatrix(shape[0], shape[1:].numel(), shared)
-    (n,) = shape
-    side = 1
-    while side * side < n:
-        side *= 2
-    return WalshHadamardMatrix(-(-n // side), side, shared)
 
 
 def normal_of(fn: Any) -> tuple[Tensor, Tensor] | None:
@@ -78,47 +63,37 @@ class WalshHadamardTransform(Transform):
         loc: Tensor,
         scale: Tensor,
         diagonals: Diagonals,
-        event_dim: int,
         g_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.matrix, self.diagonals, self.g_scale = matrix, diagonals, g_scale
-        self.loc, self.scale, self.value_dim = loc, scale, event_dim
+        self.loc, self.scale = loc, scale
 
     @property
     def codomain(self) -> Any:
-        return constraints.independent(constraints.real, self.value_dim)
-
-    @property
-    def shape(self) -> torch.Size:
-        """The event shape of W."""
-        return self.loc.shape[self.loc.dim() - self.value_dim :]
+        return constraints.independent(constraints.real, len(self.matrix.shape))
 
     def _call(self, x: Tensor) -> Tensor:
-        return self.loc + self.scale * self._shaped(self.matrix.dense(x, *self.diagonals()))
+        return self.loc + self.scale * self.matrix.dense(x, *self.diagonals())
 
-    def _shaped(self, U: Tensor) -> Tensor:
-        return U.flatten(-2)[..., : self.shape.numel()].unflatten(-1, self.shape)
+    def _entries(self, value: Tensor) -> Tensor:
+        return value.flatten(-len(self.matrix.shape))
 
     def _inverse(self, y: Tensor) -> Tensor:
-        U = ((y - self.loc) / self.scale).flatten(-self.value_dim)
-        long, entries = U.square().sum(-1), U.shape[-1]
-        U = torch.nn.functional.pad(U, (0, self.matrix.rows * self.matrix.columns - entries))
-        U = U.unflatten(-1, (self.matrix.rows, self.matrix.columns))
-        g = self.matrix.projection(U, *self.diagonals(), entries)
-        near = self._shaped(self.matrix.dense(g, *self.diagonals()))
-        short = near.flatten(-self.value_dim).square().sum(-1)
+        U, diagonals = (y - self.loc) / self.scale, self.diagonals()
+        g = self.matrix.projection(U, *diagonals)
+        near = self.matrix.dense(g, *diagonals)
+        long, short = (self._entries(x).square().sum(-1) for x in (U, near))
         return g * torch.where(short > 0.0, long / short, 1.0).sqrt().unsqueeze(-1)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         p_g = dist.Normal(0.0, self.g_scale, validate_args=False).log_prob(x).sum(-1)
         p_W = dist.Normal(self.loc, self.scale, validate_args=False).log_prob(y)
-        return p_g - p_W.flatten(-self.value_dim).sum(-1)
+        return p_g - self._entries(p_W).sum(-1)
 
     def stddev(self, g_covariance: Tensor) -> Tensor:
         """sd of each entry of W, from the variances (num_g,) or the covariance (num_g, num_g) of g."""
-        variance = self.matrix.variance(g_covariance, *self.diagonals())
-        return self.scale * self._shaped(variance).sqrt()
+        return self.scale * self.matrix.variance(g_covariance, *self.diagonals()).sqrt()
 
 
 class WalshHadamardReparam(Reparam):
@@ -190,7 +165,7 @@ class WalshHadamardReparam(Reparam):
     def _transform(
         self, name: str, shape: torch.Size, loc: Tensor, scale: Tensor
     ) -> WalshHadamardTransform:
-        matrix, event_dim = matrix_for(shape, self.shared), len(shape)
+        matrix = matrix_for(shape, self.shared)
         if self.train_diagonals:  # the signs are drawn at the first run only
             left = pyro.param(f"{name}_left", lambda: matrix.signs(seed_of(name), loc)[0])
             right = pyro.param(f"{name}_right", lambda: matrix.signs(seed_of(name), loc)[1])
@@ -204,7 +179,16 @@ class WalshHadamardReparam(Reparam):
         else:
             left, right = matrix.signs(seed_of(name), loc)
         both = left, right
-        return WalshHadamardTransform(matrix, loc, scale, lambda: both, event_dim, self.g_scale)
+        return WalshHadamardTransform(matrix, loc, scale, lambda: both, self.g_scale)
+
+
+def hold_diagonals(module: nn.Module, names: Iterable[str], signs: Any, train: bool) -> None:
+    """Make the diagonals parameters of ``module``, or buffers that nobody trains."""
+    for name, diagonal in zip(names, signs, strict=True):
+        if train:
+            setattr(module, name, nn.Parameter(diagonal))
+        else:
+            module.register_buffer(name, diagonal)
 
 
 def seed_of(name: str) -> int:

@@ -5,20 +5,15 @@ tangent here, d (d - 1) / 2 free numbers (:func:`pack`).  This is the *left-triv
 
     push    W (a - a')
     pull    tril(W'G - G'W, -1), so that sum(pull(G) * a) = sum(G * push(a))
-    cayley        W (I - A/2)^-1 (I + A/2)
-    exponential   W exp(A)
-    cholesky-qr   W (I + A) R^-1 with R'R = (I + A)'(I + A)
+    retract W (I - A/2)^-1 (I + A/2), Cayley's: the geodesic W exp(A) to second order
 
-All three agree with W (I + A) to first order, the first two to second order.  cholesky-qr is the
-retraction of the flow example of Godichon-Baggioni, Nguyen & Tran (2024).  Each is followed by one
-Newton-Schulz correction W (3 I - W'W) / 2: an error e in W'W - I becomes 3 e^2 / 4, so roundings do not
-add up over the steps.
+It is followed by one Newton-Schulz correction W (3 I - W'W) / 2: an error e in W'W - I becomes
+3 e^2 / 4, so roundings do not add up over the steps.
 
 Left translation carries a tangent from one W to another without a change of its numbers or of its
 length in the metric <a, a>: whoever keeps ``a`` (momentum) has transported it.
 
-All are pure functions that wait for no device, except "exponential" on a GPU (inside
-``torch.linalg.matrix_exp``).  No retraction changes the sign of det W.
+All are pure functions that wait for no device.  No step changes the sign of det W.
 
 Source: Absil, Mahony & Sepulchre (2008), chapters 4 and 8.  Not for d x k matrices with k < d.
 """
@@ -28,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["RETRACTIONS", "average", "correct", "pack", "pull", "push", "retract", "unpack"]
+__all__ = ["average", "correct", "pack", "pull", "push", "retract", "unpack"]
 
 
 def push(W: Tensor, tangent: Tensor) -> Tensor:
@@ -49,15 +44,15 @@ def pull(W: Tensor, grad: Tensor) -> Tensor:
     return (M - M.mT).tril(-1)
 
 
-def pack(tangent: Tensor) -> Tensor:
-    """The d (d - 1) / 2 entries below the diagonal, row by row."""
-    i, j = torch.tril_indices(*tangent.shape[-2:], offset=-1, device=tangent.device)
+def pack(tangent: Tensor, offset: int = -1) -> Tensor:
+    """The d (d - 1) / 2 entries below the diagonal, row by row; with ``offset`` 0 the diagonal too."""
+    i, j = torch.tril_indices(*tangent.shape[-2:], offset=offset, device=tangent.device)
     return tangent[i, j]
 
 
-def unpack(vector: Tensor, d: int) -> Tensor:
+def unpack(vector: Tensor, d: int, offset: int = -1) -> Tensor:
     """The inverse of :func:`pack`, (d, d)."""
-    i, j = torch.tril_indices(d, d, offset=-1, device=vector.device)
+    i, j = torch.tril_indices(d, d, offset=offset, device=vector.device)
     return vector.new_zeros(d, d).index_put((i, j), vector)
 
 
@@ -66,45 +61,24 @@ def correct(W: Tensor) -> Tensor:
     return 1.5 * W - 0.5 * (W @ (W.mT @ W))
 
 
-def _identity(like: Tensor) -> Tensor:
-    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
-
-
-def _cayley(A: Tensor) -> Tensor:
-    half, identity = 0.5 * A, _identity(A)
-    # I - A/2 has singular values of at least 1 for every skew A
-    return torch.linalg.solve_ex(identity - half, identity + half)[0]
-
-
-def _exponential(A: Tensor) -> Tensor:
-    return torch.linalg.matrix_exp(A)
-
-
-def _cholesky_qr(A: Tensor) -> Tensor:
-    moved = _identity(A) + A
-    # a gram matrix squares the condition of a long step; the second round restores what that costs
-    for _ in range(2):
-        L, _ = torch.linalg.cholesky_ex(moved.mT @ moved)
-        moved = torch.linalg.solve_triangular(L.mT, moved, upper=True, left=False)
-    return moved
-
-
-RETRACTIONS = {"cayley": _cayley, "exponential": _exponential, "cholesky-qr": _cholesky_qr}
-
-
-def retract(W: Tensor, tangent: Tensor, method: str = "cayley") -> Tensor:
+def retract(W: Tensor, tangent: Tensor) -> Tensor:
     """The orthogonal matrix (d, d) that W reaches along ``tangent`` (strictly lower triangular).
 
-    Args:
-        method: "cayley" (no step is too long), "exponential" (the geodesic) or "cholesky-qr".
+    No step is too long.
 
     Example:
         >>> import torch
-        >>> quarter_turn = torch.tensor([[0.0, 0.0], [torch.pi / 2, 0.0]])
-        >>> (retract(torch.eye(2), quarter_turn, "exponential").round(decimals=4) + 0.0).tolist()
+        >>> quarter_turn = torch.tensor([[0.0, 0.0], [2.0, 0.0]])  # 2 tan(angle / 2)
+        >>> (retract(torch.eye(2), quarter_turn).round(decimals=4) + 0.0).tolist()
         [[0.0, -1.0], [1.0, 0.0]]
     """
-    return correct(W @ RETRACTIONS[method](tangent - tangent.mT))
+    half, identity = 0.5 * (tangent - tangent.mT), _identity(W)
+    # I - A/2 has singular values of at least 1 for every skew A
+    return correct(W @ torch.linalg.solve_ex(identity - half, identity + half)[0])
+
+
+def _identity(like: Tensor) -> Tensor:
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
 
 def average(mean: Tensor, W: Tensor, rate: Tensor) -> Tensor:

@@ -4,20 +4,14 @@ r"""The orthonormal Walsh-Hadamard transform x -> x H of rows of length D, a pow
 
 symmetric and orthonormal: H H = I, so that the transform is its own inverse and its own adjoint.
 
-A Kronecker product of Hadamard matrices is one, H_ab = H_a kron H_b, and for x viewed as a matrix
-X (a, b) the transform is H_a X H_b: D (a + b) multiplications a row in place of D^2, and in products of
-small matrices, which a CPU does faster than the D log2(D) additions of the butterfly (Fino & Algazi
-1976).  D is split into factors of at most 32.  256 rows, float32, one thread of an EPYC with MKL, times
-over those of this split (`benchmarks/whvi_paper/transform.py`; medians of 15 rounds):
+A Kronecker product of Hadamard matrices is one, H_ab = H_a kron H_b, and for x viewed as a matrix X
+(a, b) the transform is H_a X H_b: D (a + b) multiplications a row in place of D^2, and in products
+of small matrices, which a CPU does four to seven times faster than the D log2(D) additions of the
+butterfly (`benchmarks/whvi_paper/transform.py`).  D is split into factors of at most 32: one dense
+product to D = 64, two factors to 1024, three to 2^15.
 
-    D                       64   128   256   512  1024  2048  4096  8192
-    dense product         0.88  1.08  2.83  5.99  11.1  20.5  34.7  69.4
-    butterfly              6.8   4.2   5.2   5.4   4.8   4.6   4.1   4.5
-    two equal factors     2.90  0.97  0.98  0.99  0.99  1.12  1.38  1.81
-
-So: one dense product to D = 64, two factors to 1024, three to 2^15.  On a GPU, where Triton is
-installed, a kernel does the same (`_walsh_hadamard_triton`), if it compiles there and a first try of
-each length and dtype agrees with the products.
+On a GPU, where Triton is installed, a kernel does the same (`_walsh_hadamard_triton`), if it compiles
+there and a first try of each length and dtype agrees with the products.
 
 Not for x H with another order of the rows (sequency, dyadic): permute the result.
 """

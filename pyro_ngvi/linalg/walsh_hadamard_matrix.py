@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from .walsh_hadamard import walsh_hadamard_transform
 
-__all__ = ["WalshHadamardMatrix"]
+__all__ = ["WalshHadamardMatrix", "matrix_for"]
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,15 @@ class WalshHadamardMatrix:
     """The shape of a matrix (rows, columns) of Walsh-Hadamard blocks; it holds no numbers.
 
     ``g`` is (..., num_g), ``left`` (rows,) and ``right`` (blocks, columns): the diagonals S1 and S2
-    of all blocks, without the entries that are cut off.
+    of all blocks, without the entries that are cut off.  Every way from these to U is here.
 
     Args:
         rows, columns: n and m, at least 1.
         shared: one g for all blocks, which then differ by their diagonals only.
+        shape: that of U, by default (rows, columns); its entries in a row are the matrix's first.
 
     Raises:
-        ValueError: for a size below 1.
+        ValueError: for a size below 1, or a ``shape`` without entries or with too many.
 
     Example:
         >>> import torch
@@ -60,6 +62,7 @@ class WalshHadamardMatrix:
     rows: int
     columns: int
     shared: bool = False
+    shape: tuple[int, ...] = ()
     size: int = field(init=False)
     blocks: int = field(init=False)
 
@@ -71,6 +74,17 @@ class WalshHadamardMatrix:
         size = 1 << (self.columns - 1).bit_length()
         object.__setattr__(self, "size", size)
         object.__setattr__(self, "blocks", -(-self.rows // size))
+        object.__setattr__(self, "shape", tuple(self.shape) or (self.rows, self.columns))
+        if not 0 < self.entries <= self.rows * self.columns:
+            raise ValueError(
+                f"The shape {self.shape} has {self.entries} entries; a matrix of {self.rows} rows and "
+                f"{self.columns} columns has from 1 to {self.rows * self.columns}."
+            )
+
+    @property
+    def entries(self) -> int:
+        """Number of entries of U."""
+        return math.prod(self.shape)
 
     @property
     def num_g(self) -> int:
@@ -94,15 +108,27 @@ class WalshHadamardMatrix:
         return drawn[: self.rows].clone(), drawn[self.rows :].reshape(self.right_shape).clone()
 
     def classes(self, device: torch.device) -> Tensor:
-        """For each entry the index of its number in the vector h of all blocks, (rows, columns)."""
-        i = torch.arange(self.rows, device=device).unsqueeze(-1)
-        within = (i % self.size) ^ torch.arange(self.columns, device=device)
-        return within if self.shared else within + i // self.size * self.size
+        """For each entry the index of its number in the vector h of all blocks, (entries,)."""
+        i = torch.arange(self.rows, device=device)
+        return self._classes(i.unsqueeze(-1), torch.arange(self.columns, device=device))
 
-    def diagonals(self, left: Tensor, right: Tensor) -> Tensor:
-        """s_i t_bj for each entry, (rows, columns)."""
+    def has_entries(self) -> np.ndarray:
+        """Which numbers of h any entry holds, (num_g,): from the shape alone, whatever torch's mode."""
+        live = np.zeros(self.num_g, dtype=bool)
+        live[self._classes(np.arange(self.rows)[:, None], np.arange(self.columns))] = True
+        return live
+
+    def _classes(self, i: Any, j: Any) -> Any:
+        within = (i % self.size) ^ j
+        if not self.shared:
+            within = within + i // self.size * self.size
+        return within.reshape(-1)[: self.entries]
+
+    def weights(self, left: Tensor, right: Tensor) -> Tensor:
+        """s_i t_bj for each entry, (..., entries)."""
         every_row = right.repeat_interleave(self.size, dim=-2, output_size=self.blocks * self.size)
-        return left.unsqueeze(-1) * every_row[..., : self.rows, :]
+        weights = left.unsqueeze(-1) * every_row[..., : self.rows, :]
+        return weights.flatten(-2)[..., : self.entries]
 
     def transform(self, g: Tensor) -> Tensor:
         """h = H g, block by block: (..., num_g) to (..., num_g).  It is its own inverse."""
@@ -110,10 +136,9 @@ class WalshHadamardMatrix:
         return h.flatten(-2)
 
     def dense(self, g: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """U of equation (1), (..., rows, columns)."""
-        index = self.classes(g.device).flatten()
-        h = self.transform(g).index_select(-1, index)
-        return h.unflatten(-1, (self.rows, self.columns)) * self.diagonals(left, right)
+        """U of equation (1), (..., *shape)."""
+        h = self.transform(g).index_select(-1, self.classes(g.device))
+        return (h * self.weights(left, right)).unflatten(-1, self.shape)
 
     def product(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """x U' without building U: ``x`` (..., columns) with ``g`` (..., num_g) to (..., rows).
@@ -125,45 +150,53 @@ class WalshHadamardMatrix:
         y = walsh_hadamard_transform(walsh_hadamard_transform(y) * g)
         return y.flatten(-2)[..., : self.rows] * (left * math.sqrt(self.size))
 
-    def counts(self, left: Tensor, right: Tensor, entries: int | None = None) -> Tensor:
-        """Sum of (s_i t_bj)^2 over the entries of each class, (num_g,): the Gram matrix of (1) in h.
+    def counts(self, left: Tensor, right: Tensor) -> Tensor:
+        """Sum of (s_i t_bj)^2 over the entries of each class, (num_g,): the Gram matrix of (1) in h."""
+        squares = self.weights(left, right).square()
+        return squares.new_zeros(self.num_g).index_add(0, self.classes(left.device), squares)
 
-        ``entries``: the number of entries that there are, counted row by row; all by default.
+    def projection(self, U: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """g (..., num_g) whose matrix (1) is nearest to U (..., *shape), entry by entry.
+
+        Numbers of h that no entry holds, because all of theirs are cut off, are zero.
         """
-        squares = self.diagonals(left, right).square().flatten()[:entries]
-        index = self.classes(left.device).flatten()[:entries]
-        return squares.new_zeros(self.num_g).index_add(0, index, squares)
-
-    def projection(
-        self, U: Tensor, left: Tensor, right: Tensor, entries: int | None = None
-    ) -> Tensor:
-        """g (..., num_g) whose matrix (1) is nearest to U (..., rows, columns), entry by entry.
-
-        Numbers of h that no entry holds, because all of theirs are cut off, are zero.  ``entries``, as
-        in :meth:`counts`: what U holds beyond does not matter.
-        """
-        index = self.classes(U.device).flatten()[:entries]
-        weighted = (U * self.diagonals(left, right)).flatten(-2)[..., :entries]
+        weighted = U.flatten(-len(self.shape)) * self.weights(left, right)
         sums = weighted.new_zeros((*weighted.shape[:-1], self.num_g))
-        counts = self.counts(left, right, entries)
-        h = sums.index_add(-1, index, weighted) / torch.where(counts > 0.0, counts, 1.0)
-        return self.transform(h)
+        counts = self.counts(left, right)
+        h = sums.index_add(-1, self.classes(U.device), weighted)
+        return self.transform(h / torch.where(counts > 0.0, counts, 1.0))
 
     def covariance(self, g_covariance: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """Cov(vec U), row by row, (rows columns, rows columns), from Cov(g) (num_g, num_g)."""
+        """Cov(vec U) (entries, entries) from Cov(g) (num_g, num_g)."""
         h = self._number_covariance(g_covariance)
-        index, weights = self.classes(left.device).flatten(), self.diagonals(left, right).flatten()
+        index, weights = self.classes(left.device), self.weights(left, right)
         return h[index][:, index] * weights * weights.unsqueeze(-1)
 
     def variance(self, g_variance: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """Var(U_ij), (rows, columns), from variances (num_g,) of g or its covariance (num_g, num_g)."""
+        """Var(U) in its shape, from variances (num_g,) of g or its covariance (num_g, num_g)."""
         if g_variance.dim() == 1:
             mean = g_variance.unflatten(-1, (-1, self.size)).mean(-1)
             numbers = mean.repeat_interleave(self.size)
         else:
             numbers = self._number_covariance(g_variance).diagonal()
-        return numbers[self.classes(left.device)] * self.diagonals(left, right).square()
+        variance = numbers[self.classes(left.device)] * self.weights(left, right).square()
+        return variance.unflatten(-1, self.shape)
 
     def _number_covariance(self, g_covariance: Tensor) -> Tensor:
         """Cov(h), (num_g, num_g)."""
         return self.transform(self.transform(g_covariance).mT)
+
+
+def matrix_for(shape: torch.Size, shared: bool = False) -> WalshHadamardMatrix:
+    """The blocks for values of that shape.
+
+    (n, m) is a matrix; (n, m, k, ...) the matrix (n, m k ...); a vector (n,) fills the rows of a square
+    matrix of the power of two from sqrt(n) on, so that it needs O(sqrt n) numbers.
+    """
+    if len(shape) >= 2:
+        return WalshHadamardMatrix(shape[0], shape[1:].numel(), shared, tuple(shape))
+    (n,) = shape
+    side = 1
+    while side * side < n:
+        side *= 2
+    return WalshHadamardMatrix(-(-n // side), side, shared, (n,))

@@ -22,9 +22,8 @@ from pyro.util import warn_if_nan
 from torch import Tensor
 
 from ..curvature.estimator import CurvatureEstimator
-from ..curvature.kinds import KINDS
-from ..curvature.make_estimator import make_estimator
-from ..curvature.record import Curvature, leave_curvature
+from ..curvature.kinds import ESTIMATORS, READ_OFF
+from ..curvature.record import leave_curvature
 from ..guides.base import AutoFamily, find_blocks
 from ..linalg.autocast import outside_autocast
 from ..linalg.random import own_random_state
@@ -95,7 +94,7 @@ class BatchedELBO(ELBO):
             "kronecker": the factors of each layer, for ``AutoMatrixNormal`` and ``NoisyKFAC``;
             "scores": the draws and log q - log p at each, for ``SPRING``, and no gradients. For
             a guide of ours that has a use for it; it is that of one call, so call this once a
-            step.
+            step. Further names are those registered in :data:`pyro_ngvi.curvature.ESTIMATORS`.
         kl_weight: tau, a weight on the KL term: the loss becomes that of the tempered
             posterior, prior x likelihood^(1 / tau), where a ``pyro.factor`` counts as prior. An
             attribute too, so that a loop can let it grow to 1 (a warm-up): ``loss.kl_weight =
@@ -139,8 +138,8 @@ class BatchedELBO(ELBO):
             raise ValueError(f"num_particles is {num_particles}; it must be at least 1.")
         super().__init__(num_particles=num_particles, retain_graph=retain_graph)
         self.chunk_size = chunk_size
-        if curvature not in (None, *KINDS):
-            kinds = ", ".join(map(repr, KINDS))
+        if curvature not in (None, *ESTIMATORS):
+            kinds = ", ".join(map(repr, ESTIMATORS))
             raise ValueError(f"curvature is {curvature!r}; it must be None or one of {kinds}.")
         self.curvature = curvature
         self.kl_weight = kl_weight
@@ -181,8 +180,8 @@ class BatchedELBO(ELBO):
             if estimator is not None:
                 # parameters of the model need no graph of the curvature
                 with torch.no_grad(), Tempered(self.kl_weight):
-                    parts = estimator.after_backward(self._model, self._minibatches, args, kwargs)
-                leave_curvature(cast(AutoFamily, guide), Curvature(estimator.kind, parts))
+                    left = estimator.after_backward(self._model, self._minibatches, args, kwargs)
+                leave_curvature(cast(AutoFamily, guide), left)
         return loss.detach()
 
     @property
@@ -252,7 +251,7 @@ class BatchedELBO(ELBO):
     def _run(self, program: Program, reduce: Any, values: Any, args: Any, kwargs: Any, **how: Any):
         kind = None if self._active is None else self._active.kind
         given = program, reduce, values, self.num_particles, args, kwargs
-        loops = kind in (None, "price", "scores")
+        loops = kind in (None, *READ_OFF)
         return self._runs(loops, *given, minibatches=self._minibatches, **how)
 
     def _draw(self, guide: Program, args: Any, kwargs: Any, shared: dict[str, Tensor]) -> Draw:
@@ -299,7 +298,7 @@ class BatchedELBO(ELBO):
             if self._estimator is None or self._estimator.kind != kind:
                 if kind == "scores":
                     check_all_have_scores(cast(AutoFamily, guide))
-                self._estimator = make_estimator(kind, guide, layout)
+                self._estimator = CurvatureEstimator(kind, guide, layout)
             self._active = self._estimator
             self._active.start(theta, log_det)
         return values, site_log_prob(site)[1]

@@ -14,8 +14,6 @@ Filippone 2017).  With :class:`~pyro_ngvi.nn.WalshHadamardLinear` of ``weight_sd
 (Rossi, Marmin & Filippone 2020, section 3.2) each output is still such a draw, with R numbers
 for all.
 
-The default length-scale sqrt(m) / 2, for standardised x, is that of the code of these papers.
-
 Not for rough functions in many dimensions, where an error 1 / sqrt(R) is large beside a small kernel,
 nor for a few hundred data, where an exact Gaussian process is as cheap.
 """
@@ -26,14 +24,13 @@ import math
 from functools import partial
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
 from ._vectorized import over_rows
-from .walsh_hadamard import check_input, check_size
+from .walsh_hadamard import check_input, check_size, normal_prior
 
 __all__ = ["RandomFourierFeatures"]
 
@@ -48,7 +45,8 @@ class RandomFourierFeatures(PyroModule):
 
     Args:
         in_features, num_features: m and R.
-        lengthscale: a positive number, or a tensor (in_features,); by default sqrt(m) / 2.
+        lengthscale: a positive number, or a tensor (in_features,); by default sqrt(m) / 2, as in the
+            code of these papers, for standardised x.
         ard: a length-scale for every input.
         variance: s^2, a positive number.
         omega: "fixed" keeps one draw of Omega, a buffer; "variational" makes it a latent site "omega"
@@ -104,7 +102,8 @@ class RandomFourierFeatures(PyroModule):
         self._hold("lengthscale", lengthscale, shape, train_lengthscale, how)
         self._hold("variance", variance, (), train_variance, how)
         if omega == "variational":
-            self.omega = PyroSample(partial(_normal, shape=(in_features, num_features)))
+            shape = (in_features, num_features)
+            self.omega = PyroSample(partial(normal_prior, like="lengthscale", shape=shape))
         else:
             draws = None if seed is None else torch.Generator("cpu").manual_seed(seed)
             drawn = torch.randn(in_features, num_features, generator=draws, dtype=dtype)
@@ -142,11 +141,3 @@ class RandomFourierFeatures(PyroModule):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, num_features={self.num_features}"
-
-
-def _normal(module: Any, shape: tuple[int, ...]) -> Any:
-    """Independent standard normals in the dtype and place of a layer; not validated, see the layer
-    :mod:`pyro_ngvi.nn.walsh_hadamard`."""
-    like = module.lengthscale.detach()
-    base: Any = dist.Normal(like.new_zeros(()), like.new_ones(()), validate_args=False)
-    return base.expand(shape).to_event(len(shape))

@@ -2,18 +2,12 @@ r"""A linear layer whose weight matrix is made of Walsh-Hadamard blocks.
 
     y = x W' + b,      W = sd U(g),      U(g) = sqrt(D) S1 H diag(g) H S2,      g ~ N(0, g_scale^2 I),
 
-block by block (Rossi, Marmin & Filippone 2020, NeurIPS, "Walsh-Hadamard variational inference for
-Bayesian deep learning"; :mod:`pyro_ngvi.linalg.walsh_hadamard_matrix`).  The product is taken by
-two transforms, O(D log D) for each row of x, and W is never formed.  A layer D x D has D latent
-numbers and 2 D in its diagonals, where independent weights are D^2 latent numbers.
+block by block (Rossi, Marmin & Filippone 2020, NeurIPS; :mod:`pyro_ngvi.linalg.walsh_hadamard_matrix`).
+The product is taken by two transforms, O(D log D) for each row of x, and W is never formed.  A layer
+D x D has D latent numbers and 2 D in its diagonals, where independent weights are D^2 latent numbers.
 
-The prior.  With diagonals of +-1, as they start, and g_scale 1 the entries of one row of W are
-independent N(0, sd^2): one output of the layer is a priori what it is under independent weights.
-Outputs of one block are permutations of the same numbers up to signs, so they are uncorrelated at one x
-but not independent.
-
-One output only: the row W (1, m) would take m numbers; ``square`` makes it of the rows of a square
-matrix, which takes about sqrt(m) (ibid.), no longer independent; it is made for every draw.
+With diagonals of +-1, as they start, and g_scale 1 the entries of one row of W are a priori
+independent N(0, sd^2); outputs of one block are uncorrelated at one x but not independent.
 
 Not for layers of fewer than some hundred weights, where a mean-field or full-rank guide of a plain
 ``nn.Linear`` fits better and costs little, nor for layers with m far above n: D is at least m.
@@ -28,9 +22,10 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro.nn import PyroModule, PyroSample
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..guides.reparam import check_g_scale, matrix_for
+from ..guides.reparam import check_g_scale, hold_diagonals
+from ..linalg.walsh_hadamard_matrix import matrix_for
 from .local import draws_for_data
 
 __all__ = ["WalshHadamardLinear"]
@@ -61,7 +56,8 @@ class WalshHadamardLinear(PyroModule):
         g_scale: prior sd of each g_k.
         shared: one g for all blocks of a layer with more outputs than D, the power of two from m on.
         train_diagonals: ``False`` keeps the diagonals at their random signs, as buffers.
-        square: for one output, make the m weights of about sqrt(m) numbers.
+        square: for one output, make the m weights of about sqrt(m) numbers, the rows of a square
+            matrix; they are no longer independent a priori, and made for every draw.
         device, dtype: as for ``nn.Linear``.
 
     Raises:
@@ -129,22 +125,20 @@ class WalshHadamardLinear(PyroModule):
         self.matrix = matrix_for(torch.Size(shape), shared)
         seed = int(torch.randint(2**31, (), device="cpu"))
         like = torch.empty(0, device=device, dtype=dtype)
-        for name, signs in zip(("left", "right"), self.matrix.signs(seed, like), strict=True):
-            if train_diagonals:
-                setattr(self, name, nn.Parameter(signs))
-            else:
-                self.register_buffer(name, signs)
-        self.g = PyroSample(partial(_normal, size=self.matrix.num_g, sd=self.g_scale))
+        signs = self.matrix.signs(seed, like)
+        hold_diagonals(self, ("left", "right"), signs, train_diagonals)
+        prior = partial(normal_prior, like="left")
+        self.g = PyroSample(partial(prior, shape=(self.matrix.num_g,), sd=self.g_scale))
         self.has_bias = bool(bias)
         if bias:
-            self.bias = PyroSample(partial(_normal, size=out_features, sd=1.0))
+            self.bias = PyroSample(partial(prior, shape=(out_features,)))
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) to (..., out_features); with particles see the class."""
         check_input(self, x)
         g = draws_for_data(self.g, x)
         if self.square:
-            y = (x * self._dense(g)).sum(-1, keepdim=True)
+            y = (x * self.matrix.dense(g, self.left, self.right)).sum(-1, keepdim=True)
         else:
             y = self.matrix.product(x, g, self.left, self.right)
         y = self.weight_sd * y
@@ -154,12 +148,8 @@ class WalshHadamardLinear(PyroModule):
 
     def weight(self, g: Tensor) -> Tensor:
         """W (..., out_features, in_features) for g (..., num_g): to look at; ``forward`` has none."""
-        W = self.weight_sd * self._dense(g)
+        W = self.weight_sd * self.matrix.dense(g, self.left, self.right)
         return W.unsqueeze(-2) if self.square else W
-
-    def _dense(self, g: Tensor) -> Tensor:
-        U = self.matrix.dense(g, self.left, self.right)
-        return U.flatten(-2)[..., : self.in_features] if self.square else U
 
     def extra_repr(self) -> str:
         return (
@@ -168,14 +158,14 @@ class WalshHadamardLinear(PyroModule):
         )
 
 
-def _normal(module: Any, size: int, sd: float) -> Any:
-    """Independent centred normals in the dtype and place of a layer.
+def normal_prior(module: Any, like: str, shape: tuple[int, ...], sd: float = 1.0) -> Any:
+    """Independent centred normals, in dtype and place those of the tensor ``like`` of a layer.
 
     Arguments are not validated: they are right, and under ``vmap`` and on a GPU it would cost.
     """
-    like = module.left
-    base: Any = dist.Normal(like.new_zeros(()), like.new_full((), sd), validate_args=False)
-    return base.expand([size]).to_event(1)
+    zero = getattr(module, like).detach().new_zeros(())
+    base: Any = dist.Normal(zero, zero.new_full((), sd), validate_args=False)
+    return base.expand(shape).to_event(len(shape))
 
 
 def check_size(kind: str, name: str, size: Any) -> None:

@@ -13,21 +13,17 @@ where c is ``damping`` times the mean of the diagonal of Phi Phi'.  For m = 0 th
 shortest G that explains the residuals.  m < 1 keeps what earlier draws said of the directions that
 these draws do not see (a Kaczmarz method), so the Fisher matrix is never inverted, stored or averaged.
 
-Two properties make it fast.  It is a Gauss-Newton method: G is exact where log p - log q is linear in
-the scores.  And residuals vanish as q approaches the posterior, so that noise does too, whatever S.
+It is a Gauss-Newton method: G is exact where log p - log q is linear in the scores.  And residuals
+vanish as q approaches the posterior, so that noise does too, whatever S.  It asks for values of log
+p alone, never for its gradient in z.  Scores come from the family, in its local frame.
 
-It asks for values of log p alone, never for its gradient in z: models that can not be differentiated
-in z are fine.  Scores come from the family, in its local frame.
-
-The guide holds an average of about the last two fifths of the run.  Averages make sense where networks
-move little: on a target with several modes, whose fit jumps between them, one of 1.5 nats above the
-optimum had an average of 76.  So the draws compare the two at every step, and where
-KL(q || q_average) > 1 nat the average begins anew at the iterate.
+The guide holds an average of about the last two fifths of the run.  An average makes no sense where
+a fit jumps between modes, so the draws compare the two at every step, and where KL(q || q_average)
+> 1 nat the average begins anew at the iterate.
 
 Not for: more than some twenty latent variables, where gradients of the model say more than values at a
-hundred draws do (on a funnel in 50 dimensions :class:`~pyro_ngvi.IFVB` ends 1.8 times closer at equal
-time, Adam 5.6 times, benchmarks/flows/README.md); targets that are zero in places, since a step with a
-draw of log p = -inf is skipped; minibatches of a plate, whose noise is in every residual.
+hundred draws do (benchmarks/flows/README.md); targets that are zero in places, since a step with a draw
+of log p = -inf is skipped; minibatches of a plate, whose noise is in every residual.
 
 Sources: Goldshlager, Abrahamsen & Lin (2024, J. Comput. Phys. 516:113351); Chen & Heyl (2024, Nature
 Physics 20:1476) for m = 0; Salimans & Knowles (2013, Bayesian Analysis 8:837).  The damping relative to

@@ -18,6 +18,7 @@ def names() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for block in BLOCKS:
         exec(block, found)
+    del found["ngvi"].curvature.ESTIMATORS["empirical_fisher"]
     return found
 
 
@@ -72,3 +73,9 @@ def test_export_and_diagnostics_take_the_family(names: dict[str, Any]) -> None:
     assert names["ngvi"].khat(names["model"], guide).khat < 1.0
     idata = names["ngvi"].to_arviz(names["model"], guide, num_samples=200)
     assert idata["posterior"]["z"].shape == (1, 200, 2)
+
+
+def test_a_registered_estimator_trains(names: dict[str, Any]) -> None:
+    """With a nearly flat prior on its logarithm the rate is about Gamma(14, 4), a posteriori."""
+    log_rate = names["fitted"].median()["log_rate"]
+    assert float(log_rate.exp()) == pytest.approx(3.5, rel=0.15)

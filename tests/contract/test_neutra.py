@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 import pyro_ngvi as ngvi
+from benchmarks.flows.orthogonal_forms import AutoOrthogonalForm
 
 dist: Any = pyro.distributions  # its annotations do not know what its distributions can do
 
@@ -266,7 +267,7 @@ def matrix_model() -> None:
         lambda: ngvi.AutoExponentialFamily(matrix_gamma),
         lambda: ngvi.AutoWalshHadamard(matrix_model),
         lambda: ngvi.AutoWalshHadamard(matrix_model, proper=True),
-        lambda: ngvi.AutoOrthogonalFlow(matrix_model, form="paper"),
+        lambda: AutoOrthogonalForm(matrix_model, form="paper"),
     ],
     ids=["factor", "factor precision", "exponential", "Walsh-Hadamard", "proper", "bounded"],
 )

@@ -13,6 +13,7 @@ from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
+from benchmarks.flows.orthogonal_forms import AutoOrthogonalForm
 from pyro_ngvi import (
     AIFVB,
     IFVB,
@@ -72,7 +73,7 @@ def test_beats_its_start_and_the_best_gaussian(form: str, optimizer: Any) -> Non
     svi = SVI(few_counts, gaussian, NGVB(gaussian), BatchedELBO(16))
     for _ in range(200):
         svi.step(COUNTS)
-    guide = AutoOrthogonalFlow(few_counts, form=form)
+    guide = AutoOrthogonalForm(few_counts, form=form)
     guide(COUNTS)
     start, start_error = elbo(guide)
     svi = SVI(few_counts, guide, optimizer(guide), BatchedELBO(32))
@@ -109,7 +110,7 @@ def test_two_layers_hold_a_banana() -> None:
 def test_printed_form_beats_its_start() -> None:
     """With the sigmoid, whose box of side 1 can not hold this posterior; with Pyro's own loss."""
     pyro.set_rng_seed(0)
-    guide = AutoOrthogonalFlow(few_counts, form="paper", retraction="cholesky-qr")
+    guide = AutoOrthogonalForm(few_counts, form="paper", retraction="cholesky-qr")
     guide(COUNTS)
     start, start_error = elbo(guide)
     loss = Trace_ELBO(8, vectorize_particles=True, max_plate_nesting=1)
@@ -140,7 +141,7 @@ class Run:
     """What a script holds."""
 
     def __init__(self, optimizer: Any, form: str) -> None:
-        self.guide = AutoOrthogonalFlow(few_counts, layers=2, form=form)
+        self.guide = AutoOrthogonalForm(few_counts, layers=2, form=form)
         self.optim = optimizer(self.guide)
         self.svi = SVI(few_counts, self.guide, self.optim, BatchedELBO(4))
 
@@ -223,7 +224,7 @@ def test_rules_with_a_closed_form_are_refused() -> None:
 @pytest.mark.parametrize("how", ["adam", "stored"])
 def test_optimizers_that_leave_the_rotations_are_refused(how: str) -> None:
     pyro.set_rng_seed(0)
-    guide = AutoOrthogonalFlow(few_counts, form="whitened", init_scale=1.0)
+    guide = AutoOrthogonalForm(few_counts, form="whitened", init_scale=1.0)
     optim: Any = Adam({"lr": 0.1}) if how == "adam" else IFVB(guide, frame="stored")
     svi = SVI(few_counts, guide, optim, BatchedELBO(8))
     with pytest.raises(RuntimeError, match=r"no longer orthogonal.*IFVB"):
@@ -233,6 +234,6 @@ def test_optimizers_that_leave_the_rotations_are_refused(how: str) -> None:
 
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="activation must be one of"):
-        AutoOrthogonalFlow(few_counts, activation="relu")
+        AutoOrthogonalForm(few_counts, activation="relu")
     with pytest.raises(ValueError, match="layers must be"):
         AutoOrthogonalFlow(few_counts, layers=0)

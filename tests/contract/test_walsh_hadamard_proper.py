@@ -1,4 +1,4 @@
-"""AutoWalshHadamard(proper=True): a bound of the user's own model, and how loose it is."""
+"""AutoProperWalshHadamard: a bound of the user's own model, and how loose it is."""
 
 from typing import Any
 
@@ -11,7 +11,13 @@ from pyro.infer.autoguide import init_to_value
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from pyro_ngvi import NGVB, AutoFullRankNormal, AutoWalshHadamard, BatchedELBO
+from pyro_ngvi import (
+    NGVB,
+    AutoFullRankNormal,
+    AutoProperWalshHadamard,
+    AutoWalshHadamard,
+    BatchedELBO,
+)
 from pyro_ngvi.linalg import sphere_points
 from pyro_ngvi.optim import Constant
 from tests.contract.registry import perturbed
@@ -31,7 +37,7 @@ D, K = ROWS * COLUMNS, 7
 
 
 def guide_of(model: Any = weights, *args: Any, **how: Any) -> Any:
-    guide = AutoWalshHadamard(model, proper=True, **how)
+    guide = AutoProperWalshHadamard(model, **how)
     guide(*(args or data()))
     return guide
 
@@ -162,10 +168,10 @@ def test_default_objective_is_no_bound_of_the_model() -> None:
         W = pyro.sample("W", dist.Normal(torch.zeros(4, 4), 1.0).to_event(2))
         pyro.sample("y", dist.Normal(W, 0.1).to_event(2), obs=y)
 
-    def run(**how: Any) -> tuple[float, float]:
+    def run(kind: Any, **how: Any) -> tuple[float, float]:
         """Mean of 2,000 draws of the ELBO and its standard error."""
         pyro.set_rng_seed(0)
-        guide = AutoWalshHadamard(entries, g="full_rank", train_diagonals=False, **how)
+        guide = kind(entries, g="full_rank", **how)
         guide(y)
         svi = SVI(entries, guide, NGVB(guide), BatchedELBO(8))
         for _ in range(150):
@@ -178,9 +184,9 @@ def test_default_objective_is_no_bound_of_the_model() -> None:
     guide(y)
     y = guide._transform("W")(torch.tensor([2.0, 0.0, 0.0, 0.0])).detach()
     evidence = MultivariateNormal(torch.zeros(16), 1.01 * torch.eye(16)).log_prob(y.flatten())
-    own, error = run()
+    own, error = run(AutoWalshHadamard, train_diagonals=False)
     assert own - 5 * error > evidence
-    bound, error = run(proper=True)
+    bound, error = run(AutoProperWalshHadamard)
     assert bound - 5 * error < evidence
 
 
@@ -244,3 +250,9 @@ def test_a_shape_without_a_complement() -> None:
         for _ in range(200):
             svi.step(y)
     torch.testing.assert_close(guide.median()["W"], other.median()["W"], rtol=1e-2, atol=1e-2)
+
+
+def test_old_spelling() -> None:
+    """``proper=True`` of the other guide makes this one."""
+    assert type(AutoWalshHadamard(weights, ["W"], proper=True)) is AutoProperWalshHadamard
+    assert type(AutoWalshHadamard(weights, ["W"], proper=False)) is AutoWalshHadamard

@@ -135,6 +135,19 @@ def conv3d() -> None:
     observe(h.tanh().sum((2, 3, 4)))
 
 
+def transposed_convolutions() -> None:
+    h = F.conv_transpose1d(inputs(N, 2, 5), latent("w", 2, 3, 3), latent("b", 3), 2, padding=1)
+    observe(h.tanh().sum(-1))
+
+
+def transposed_convolution_with_groups() -> None:
+    x = inputs(N, 2, 4, 3)
+    h = F.conv_transpose2d(
+        x, latent("w", 2, 2, 2, 3), stride=(1, 2), groups=2, output_padding=(0, 1)
+    )
+    observe(h.tanh().sum((2, 3)))
+
+
 def embedding_with_repeats() -> None:
     words = torch.tensor([[0, 2, 2], [1, 1, 1], [3, 0, 3], [2, 1, 0], [4, 4, 0]])
     observe(F.embedding(words, latent("w", 6, 2), padding_idx=4).tanh().prod(1))
@@ -228,6 +241,8 @@ CASES: dict[Callable[[], None], tuple[str, ...]] = {
     conv2d: ("w", "b", "w2"),
     conv2d_with_groups: ("w",),
     conv3d: ("w",),
+    transposed_convolutions: ("w", "b"),
+    transposed_convolution_with_groups: ("w",),
     embedding_with_repeats: ("w",),
     embedding_of_one: ("w", "b"),
     weight_used_twice: ("w", "b"),

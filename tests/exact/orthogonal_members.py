@@ -8,16 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.flows.orthogonal_forms import OrthogonalForm
 from pyro_ngvi.families import OrthogonalFlow
 
 Tensors = dict[str, Tensor]
 D = 4
 FORMS = [("paper", "full"), ("scaled", "full"), ("scaled", "diagonal"), ("whitened", "full")]
 ACTIVATIONS = ["sinh-arcsinh", "arcsinh", "leaky", "sigmoid"]
-FAMILIES = {
-    f"{form}-{base}-{psi}-{layers}": OrthogonalFlow(layers, psi, form, base)
+FAMILIES: dict[str, OrthogonalFlow] = {
+    f"{form}-{base}-{psi}-{layers}": OrthogonalForm(layers, psi, form, base)
     for (form, base), psi, layers in product(FORMS, ACTIVATIONS, [1, 2])
 }
+FAMILIES |= {f"scaled-full-sinh-arcsinh-{layers}": OrthogonalFlow(layers) for layers in (1, 2)}
 every = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from benchmarks.flows.example3 import METHODS, Point, Run
 from benchmarks.flows.german_credit import DIM, Credit, evaluate, least_kl, logits
 from benchmarks.flows.manifold_gradient import GradientRule, TangentAdamRule
+from benchmarks.flows.orthogonal_forms import OrthogonalForm
 from benchmarks.problems import DataNotFound
-from pyro_ngvi.families import OrthogonalFlow
 from pyro_ngvi.families.base import Tensors
 
 D = 4
-FAMILY = OrthogonalFlow(activation="sigmoid", form="paper", retraction="cholesky-qr")
+FAMILY = OrthogonalForm(activation="sigmoid", form="paper", retraction="cholesky-qr")
 
 
 def rotated() -> tuple[Tensors, Tensors]:
@@ -86,7 +86,7 @@ def test_logits_are_those_of_the_network() -> None:
 
 def test_no_member_is_nearer_to_the_prior_than_the_box_allows() -> None:
     """The centred member with b = 0 is E|theta|^2 / 20 above the bound, and one with b = 1 further."""
-    flow = OrthogonalFlow(activation="sigmoid", form="paper")
+    flow = OrthogonalForm(activation="sigmoid", form="paper")
     params = flow.init(torch.zeros(DIM), 0.1)
     torch.manual_seed(0)
     kls = []

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.flows.orthogonal_forms import OrthogonalForm
 from pyro_ngvi.curvature.forward import jvp
 from pyro_ngvi.families import OrthogonalFlow
 from pyro_ngvi.families.base import dot
@@ -45,7 +46,7 @@ def test_pack_and_unpack(family: OrthogonalFlow) -> None:
 
 @pytest.mark.parametrize("retraction", ["cayley", "exponential", "cholesky-qr"])
 def test_long_steps_stay_in_the_domain(retraction: str) -> None:
-    family = OrthogonalFlow(2, form="whitened", retraction=retraction)
+    family = OrthogonalForm(2, form="whitened", retraction=retraction)
     q = member(family)
     for seed in range(20):
         q = family.retract(q, some_tangent(family, q, 1.0, seed), 10.0 ** (seed % 4 - 1))
@@ -145,4 +146,4 @@ def test_fisher_matrix_is_refused() -> None:
 )
 def test_refused_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        OrthogonalFlow(**arguments)
+        OrthogonalForm(**arguments)

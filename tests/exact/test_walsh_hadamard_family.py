@@ -35,9 +35,9 @@ BASES = {"mean_field": MeanFieldNormal(), "full_rank": FullRankNormal()}
 
 def make(shape: str, base: str) -> WalshHadamardNormal:
     rows, columns, shared, entries = SHAPES[shape]
-    matrix = WalshHadamardMatrix(rows, columns, shared)
+    matrix = WalshHadamardMatrix(rows, columns, shared, (entries,))
     signs = matrix.signs(0, torch.zeros((), dtype=torch.float64))
-    return WalshHadamardNormal(matrix, lambda: signs, entries, BASES[base])
+    return WalshHadamardNormal(matrix, lambda: signs, BASES[base])
 
 
 FAMILIES = {f"{s}, {b}": make(s, b) for s in SHAPES for b in BASES}
@@ -96,7 +96,7 @@ def coordinates_of(
     QA = basis(family).mT @ linear_map(family)
     inside = QA @ S @ QA.mT + sigma.square() * torch.eye(family.rank)
     params = {"loc": QA @ m}
-    if isinstance(family.base, FullRankNormal):
+    if isinstance(family.gaussian, FullRankNormal):
         params["scale_tril"] = torch.linalg.cholesky(inside)
     else:
         params["log_scale"] = 0.5 * inside.diagonal().log()
@@ -319,7 +319,7 @@ def test_dtype_and_device_are_kept(
 ) -> None:
     matrix, d = family.matrix, family.entries
     signs = matrix.signs(0, torch.zeros((), dtype=dtype, device=device))
-    family = WalshHadamardNormal(matrix, lambda: signs, d, family.base)
+    family = WalshHadamardNormal(matrix, lambda: signs, family.gaussian)
     params = family.init(torch.zeros(d, dtype=dtype, device=device), 0.5)
     noise = torch.zeros(3, d, dtype=dtype, device=device)
     leaves = {k: v.requires_grad_() for k, v in params.items()}
@@ -332,10 +332,3 @@ def test_dtype_and_device_are_kept(
     everything += [*family.score(params, z.detach()).values(), *tangent.values()]
     everything += [*family.retract(params, tangent, 0.1).values(), family.covariance(params)]
     assert all(x.dtype == dtype and x.device.type == device for x in everything)
-
-
-def test_entries_out_of_range() -> None:
-    matrix = WalshHadamardMatrix(2, 4)
-    for entries in (0, 9):
-        with pytest.raises(ValueError, match=f"entries is {entries}; .* has from 1 to 8"):
-            WalshHadamardNormal(matrix, lambda: (torch.ones(2), torch.ones(1, 4)), entries)

@@ -8,8 +8,8 @@ import torch
 from scipy.linalg import hadamard
 from torch import Tensor
 
-from pyro_ngvi.guides.reparam import WalshHadamardTransform, matrix_for
-from pyro_ngvi.linalg.walsh_hadamard_matrix import WalshHadamardMatrix
+from pyro_ngvi.guides.reparam import WalshHadamardTransform
+from pyro_ngvi.linalg.walsh_hadamard_matrix import WalshHadamardMatrix, matrix_for
 
 SHAPES = [(50, 13), (8, 8), (1, 128), (3, 1), (5, 30), (9, 3)]
 cases = pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_vectors(n: int) -> None:
     left, right = matrix.signs(1, torch.zeros(()))
     A = linear_map(matrix, left, right)[:n]
     loc, scale = torch.randn(n), 0.5 + torch.rand(n)
-    T: Any = WalshHadamardTransform(matrix, loc, scale, lambda: (left, right), 1)
+    T: Any = WalshHadamardTransform(matrix, loc, scale, lambda: (left, right))
     g = torch.randn(3, matrix.num_g)
     torch.testing.assert_close(T(g), loc + scale * (g @ A.mT))
     # nearest by direction: the projection, lengthened
@@ -141,7 +141,7 @@ def test_transform(shape: tuple[int, ...]) -> None:
     matrix = matrix_for(size)
     signs = diagonals(matrix)
     loc, scale = torch.randn(size), 0.5 + torch.rand(size)
-    T: Any = WalshHadamardTransform(matrix, loc, scale, lambda: signs, len(shape), g_scale=0.7)
+    T: Any = WalshHadamardTransform(matrix, loc, scale, lambda: signs, g_scale=0.7)
     W = torch.randn(3, *shape)
     start: Tensor = T.inv(W)
     assert start.shape == (3, matrix.num_g)
@@ -166,7 +166,7 @@ def test_stddev(shape: tuple[int, ...], full: bool) -> None:
     matrix = matrix_for(size)
     left, right = diagonals(matrix)
     scale = 0.5 + torch.rand(size)
-    T: Any = WalshHadamardTransform(matrix, scale, scale, lambda: (left, right), len(shape))
+    T: Any = WalshHadamardTransform(matrix, scale, scale, lambda: (left, right))
     A = linear_map(matrix, left, right)[: size.numel()] * scale.view(-1, 1)
     root = torch.randn(matrix.num_g, matrix.num_g) if full else torch.randn(matrix.num_g).diag()
     covariance = root @ root.mT
@@ -201,3 +201,9 @@ def test_signs() -> None:
 def test_no_entries(shape: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="has no entries"):
         WalshHadamardMatrix(*shape)
+
+
+@pytest.mark.parametrize("entries", [0, 9])
+def test_entries_out_of_range(entries: int) -> None:
+    with pytest.raises(ValueError, match=f"has {entries} entries; .* has from 1 to 8"):
+        WalshHadamardMatrix(2, 4, shape=(entries,))

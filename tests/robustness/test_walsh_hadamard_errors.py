@@ -1,5 +1,6 @@
 """What AutoWalshHadamard and WalshHadamardReparam refuse, in sentences that name the fix."""
 
+from functools import partial
 from typing import Any
 
 import pyro
@@ -9,7 +10,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_ngvi import AutoWalshHadamard, BatchedELBO
+from pyro_ngvi import AutoProperWalshHadamard, AutoWalshHadamard, BatchedELBO
 from pyro_ngvi.nn import WalshHadamardReparam
 from tests.contract.walsh_hadamard_model import COLUMNS, ROWS, data, weights
 
@@ -47,12 +48,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("proper", [False, True])
+@pytest.mark.parametrize("kind", [AutoWalshHadamard, AutoProperWalshHadamard])
 @pytest.mark.parametrize(("model", "words"), REFUSED.values(), ids=REFUSED)
-def test_site_that_can_not_be_made_of_g(model: Any, words: str, proper: bool) -> None:
-    guide = AutoWalshHadamard(model, ["W"], proper=proper)
+def test_site_that_can_not_be_made_of_g(model: Any, words: str, kind: Any) -> None:
+    guide = kind(model, ["W"])
     for _ in range(2):  # the second call says the same again
-        with pytest.raises(ValueError, match=f"AutoWalshHadamard: the site 'W' (.|\n)*{words}"):
+        with pytest.raises(ValueError, match=f"{kind.__name__}: the site 'W' (.|\n)*{words}"):
             guide()
 
 
@@ -66,12 +67,16 @@ def test_arguments() -> None:
         ({"g_scale": 0.0}, r"g_scale must be a positive number, got 0\.0"),
         ({"g_scale": "1"}, r"g_scale must be a positive number, got '1'"),
         ({"init": "map"}, r"has no init; start it by init_loc_fn"),
-        ({"proper": True, "train_diagonals": True}, r"the diagonals stay signs: leave train_diag"),
-        ({"proper": True, "g_scale": 2.0}, r"g has none whose sd could be 2\.0: leave g_scale out"),
     ]
     for how, words in cases:
         with pytest.raises(ValueError, match=words):
             AutoWalshHadamard(model, **how)
+    # the proper guide's diagonals stay signs, and its prior is that of the model
+    other: dict[str, Any]
+    for other in ({"train_diagonals": True}, {"g_scale": 2.0}):
+        for kind in (partial(AutoWalshHadamard, proper=True), AutoProperWalshHadamard):
+            with pytest.raises(TypeError, match=next(iter(other))):
+                kind(model, **other)
 
 
 def test_named_site_that_is_not_there() -> None:
@@ -182,7 +187,7 @@ def test_a_scale_around_the_model_alone_is_refused() -> None:
         BatchedELBO(2).loss(scaled, guide, *data())
     with poutine.scale(scale=0.1):  # around both
         BatchedELBO(2).loss(weights, guide, *data())
-    proper = AutoWalshHadamard(weights, ["W"], proper=True)
+    proper = AutoProperWalshHadamard(weights, ["W"])
     BatchedELBO(2).loss(scaled, proper, *data())
 
 
@@ -195,7 +200,7 @@ def test_a_trained_prior_is_refused() -> None:
 
     with pytest.raises(ValueError, match="has a parameter that is trained"):
         AutoWalshHadamard(model, ["W"])(*data())
-    AutoWalshHadamard(model, ["W"], proper=True)(*data())
+    AutoProperWalshHadamard(model, ["W"])(*data())
 
 
 def test_the_last_matrix_is_the_last_event_of_two_dimensions() -> None:

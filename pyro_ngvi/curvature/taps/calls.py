@@ -1,8 +1,9 @@
 """Which torch calls are layers with a latent weight, and which only rearrange a latent's entries.
 
-F.linear, F.conv1d/2d/3d, F.embedding, F.layer_norm and its like, ``x @ W``, ``h + b``, ``h * w`` and
-``W[index]``, and the modules that call them. What is not recognised here is found out by
-:mod:`pyro_ngvi.curvature.taps.check`: the gradient of that latent is then not explained by its layers.
+F.linear, F.conv1d/2d/3d and their transposed kin, F.embedding, F.layer_norm and its like,
+``x @ W``, ``h + b``, ``h * w`` and ``W[index]``, and the modules that call them. What is not recognised
+here is found out by :mod:`pyro_ngvi.curvature.taps.check`: the gradient of that latent is then not
+explained by its layers.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .squares import Add, Conv, Embedding, Layer, Linear, Scale
+from .squares import Add, Conv, Embedding, Inputs, Layer, Linear, Multilinear, Scale
 
-Call = tuple[Tensor, Layer, Tensor | None]
-"""A weight, its layer, and the layer's input if the gradient depends on it."""
+Call = tuple[Tensor, Layer, Inputs]
+"""A weight, its layer, and the layer's inputs that the gradient depends on."""
+
+Find = Callable[..., Iterator[Call]]
+"""Finds the latent weights in the arguments of a call."""
 
 
 class Weights(Container[Any]):
@@ -63,21 +67,21 @@ def _linear(
     weights: Weights, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Iterator[Call]:
     if weight in weights:
-        yield weight, Linear(tuple(weight.shape)), input
+        yield weight, Linear(tuple(weight.shape)), (input,)
     if bias is not None and bias in weights:
-        yield bias, Add(tuple(bias.shape)), None
+        yield bias, Add(tuple(bias.shape)), ()
 
 
 def _matmul(weights: Weights, input: Tensor, other: Tensor, **_: Any) -> Iterator[Call]:
     if other in weights and other.dim() <= 2:
-        yield other, Linear(tuple(other.shape), transposed=True), input
+        yield other, Linear(tuple(other.shape), transposed=True), (input,)
 
 
 def _add(weights: Weights, input: Any, other: Any, *, alpha: Any = 1, **_: Any) -> Iterator[Call]:
     if isinstance(input, Tensor) and isinstance(other, Tensor) and alpha == 1:
         for x in (input, other):
             if x in weights:
-                yield x, Add(tuple(x.shape)), None
+                yield x, Add(tuple(x.shape)), ()
 
 
 def _mul(weights: Weights, input: Any, other: Any, **_: Any) -> Iterator[Call]:
@@ -85,82 +89,47 @@ def _mul(weights: Weights, input: Any, other: Any, **_: Any) -> Iterator[Call]:
         for w, x in ((input, other), (other, input)):
             if w in weights and x not in weights:
                 x = x.expand(torch.broadcast_shapes(x.shape, w.shape))
-                yield w, Scale(tuple(w.shape)), x
+                yield w, Scale(tuple(w.shape)), (x,)
 
 
-def _normalised(
-    weights: Weights,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    places: int,
-    normalise: Callable[[], Tensor],
-) -> Iterator[Call]:
-    """Of x weight + bias, x what ``normalise`` gives, each broadcast over ``places`` at the end."""
-    if weight not in weights and bias not in weights:
-        return
-    x = normalise()
-    if weight is not None and weight in weights:
-        yield weight, Scale(tuple(weight.shape), places), x
-    if bias is not None and bias in weights:
-        yield bias, Add(tuple(bias.shape), places), None
+def _named(names: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the names of its parameters."""
+    return dict(zip(names.split(), args, strict=False)) | kwargs
 
 
-def _layer_norm(
-    weights: Weights,
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Iterator[Call]:
-    def normalise() -> Tensor:
-        return F.layer_norm(input.detach(), normalized_shape, eps=eps)
+def _norm(function: Callable[..., Tensor], names: str, over_places: bool = False) -> Find:
+    """A normalisation: x weight + bias, x its result without the two."""
 
-    return _normalised(weights, weight, bias, 0, normalise)
+    def find(weights: Weights, *args: Any, **kwargs: Any) -> Iterator[Call]:
+        given = _named(names, args, kwargs)
+        weight, bias = given.pop("weight", None), given.pop("bias", None)
+        if (weight not in weights and bias not in weights) or given.get("training"):
+            return
+        given["input"] = given["input"].detach()
+        places = given["input"].dim() - 2 if over_places else 0
+        if weight in weights:
+            yield weight, Scale(tuple(weight.shape), places), (function(**given),)
+        if bias in weights:
+            yield bias, Add(tuple(bias.shape), places), ()
 
-
-def _rms_norm(
-    weights: Weights,
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Iterator[Call]:
-    def normalise() -> Tensor:
-        return F.rms_norm(input.detach(), normalized_shape, eps=eps)
-
-    return _normalised(weights, weight, None, 0, normalise)
+    return find
 
 
-def _group_norm(
-    weights: Weights,
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Iterator[Call]:
-    def normalise() -> Tensor:
-        return F.group_norm(input.detach(), num_groups, eps=eps)
+def _multilinear(function: Callable[..., Tensor], names: str, spatial: int = 0) -> Find:
+    """A layer that is linear in its weight and in each input, and may add a bias."""
 
-    return _normalised(weights, weight, bias, input.dim() - 2, normalise)
+    def find(weights: Weights, *args: Any, **kwargs: Any) -> Iterator[Call]:
+        given = _named(names, args, kwargs)
+        weight, bias = given.pop("weight"), given.pop("bias", None)
+        inputs = tuple(given.pop(name) for name in names.split() if name.startswith("input"))
+        if weight in weights:
+            settings = tuple((k, v if isinstance(v, int) else tuple(v)) for k, v in given.items())
+            shape = tuple(weight.shape)
+            yield weight, Multilinear(shape, function, settings, 1 + spatial), inputs
+        if bias is not None and bias in weights:
+            yield bias, Add(tuple(bias.shape), spatial), ()
 
-
-def _batch_norm(
-    weights: Weights,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Iterator[Call]:
-    def normalise() -> Tensor:
-        return F.batch_norm(input.detach(), running_mean, running_var, eps=eps)
-
-    return iter(()) if training else _normalised(weights, weight, bias, input.dim() - 2, normalise)
+    return find
 
 
 def _embedding(
@@ -176,13 +145,13 @@ def _embedding(
     if weight in weights and max_norm is None and not scale_grad_by_freq:
         if padding_idx is not None:
             padding_idx %= len(weight)
-        yield weight, Embedding(tuple(weight.shape), padding_idx), input
+        yield weight, Embedding(tuple(weight.shape), padding_idx), (input,)
 
 
 def _getitem(weights: Weights, input: Tensor, index: Any) -> Iterator[Call]:
     integer = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32)
     if integer and input in weights:
-        yield input, Embedding(tuple(input.shape)), index.long()
+        yield input, Embedding(tuple(input.shape)), (index.long(),)
 
 
 def _conv(
@@ -205,9 +174,9 @@ def _conv(
             sides = [(m, m) for m in _repeat(0 if padding == "valid" else padding, k)]
         pads = tuple(m for pair in reversed(sides) for m in pair)
         shape = tuple(weight.shape)
-        yield weight, Conv(shape, _repeat(stride, k), pads, gaps, groups), input
+        yield weight, Conv(shape, _repeat(stride, k), pads, gaps, groups), (input,)
     if bias is not None and bias in weights:
-        yield bias, Add(tuple(bias.shape), places=k), None
+        yield bias, Add(tuple(bias.shape), places=k), ()
 
 
 def _repeat(x: Any, k: int) -> tuple[int, ...]:
@@ -216,16 +185,22 @@ def _repeat(x: Any, k: int) -> tuple[int, ...]:
     return numbers * k if len(numbers) == 1 else numbers
 
 
-LAYERS: dict[Any, Callable[..., Iterator[Call]]] = {
+_TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
+_BATCH = "input running_mean running_var weight bias training momentum eps"
+
+LAYERS: dict[Any, Find] = {
     F.linear: _linear,
     F.conv1d: _conv,
     F.conv2d: _conv,
     F.conv3d: _conv,
     F.embedding: _embedding,
-    F.layer_norm: _layer_norm,
-    F.rms_norm: _rms_norm,
-    F.group_norm: _group_norm,
-    F.batch_norm: _batch_norm,
+    F.layer_norm: _norm(F.layer_norm, "input normalized_shape weight bias eps"),
+    F.rms_norm: _norm(F.rms_norm, "input normalized_shape weight eps"),
+    F.group_norm: _norm(F.group_norm, "input num_groups weight bias eps", over_places=True),
+    F.batch_norm: _norm(F.batch_norm, _BATCH, over_places=True),
+    F.conv_transpose1d: _multilinear(F.conv_transpose1d, _TRANSPOSED, spatial=1),
+    F.conv_transpose2d: _multilinear(F.conv_transpose2d, _TRANSPOSED, spatial=2),
+    F.conv_transpose3d: _multilinear(F.conv_transpose3d, _TRANSPOSED, spatial=3),
     Tensor.__getitem__: _getitem,
     **dict.fromkeys((torch.matmul, torch.mm, torch.mv), _matmul),
     **dict.fromkeys((Tensor.matmul, Tensor.mm, Tensor.mv, Tensor.__matmul__), _matmul),

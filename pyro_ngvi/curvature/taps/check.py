@@ -27,16 +27,17 @@ from torch import Tensor
 
 from ...linalg.random import own_random_state
 from ...runtime.density import site_kind, site_log_prob
-from ...runtime.vmap import Minibatches, Sites, run_particles
+from ...runtime.vmap import Minibatches, Site, Sites, run_particles
+from ..data import is_data
 from .run import Run, Use, scale_refusal
-from .squares import row_sum
+from .squares import Inputs
 
 if TYPE_CHECKING:
     from .taps import LayerTaps
 
 __all__ = ["check_taps"]
 
-Arrivals = dict[Use, tuple[Tensor | None, Tensor]]
+Arrivals = dict[Use, tuple[Inputs, Tensor]]
 
 
 def check_taps(
@@ -55,15 +56,8 @@ def check_taps(
     observed: list[str] = []
 
     def log_probs(sites: Sites) -> dict[str, Tensor]:
-        observed.clear()
-        terms = {}
-        for name, site in sites.items():
-            if not site_is_subsample(site) and site_kind(site) != "deterministic":
-                terms[name] = site_log_prob(site)[1]
-                frames = site["cond_indep_stack"]
-                if site_kind(site) == "observed" and any(frame.vectorized for frame in frames):
-                    observed.append(name)
-        return terms
+        observed[:] = [name for name, site in sites.items() if is_data(site)]
+        return {name: site_log_prob(site)[1] for name, site in sites.items() if _has_density(site)}
 
     with _collecting(taps), own_random_state():
         batches = Minibatches() if minibatches is None else minibatches
@@ -90,6 +84,10 @@ def check_taps(
     for name in taps.sites:
         views = [use for use in run.uses if use.site == name]
         taps.groups[name] = _overlaps(taps.twins[name].numel(), views)
+
+
+def _has_density(site: Site) -> bool:
+    return not site_is_subsample(site) and site_kind(site) != "deterministic"
 
 
 @contextmanager
@@ -158,7 +156,7 @@ class _Probe:
         self.taps.arrivals = arrivals = []
         inputs = list(leaves.values())
         grads = torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
-        return dict(zip(leaves, grads, strict=True)), {use: (x, g) for use, x, g in arrivals}
+        return dict(zip(leaves, grads, strict=True)), {use: (xs, g) for use, xs, g in arrivals}
 
     def reason(self, name: str) -> str | None:
         """Why a latent is not covered, or None."""
@@ -175,7 +173,7 @@ class _Probe:
             if not (rows and use.layer.fits(self.dims, use.out_dim)):
                 out = "" if shape is None else f", of shape {tuple(shape)},"
                 return (
-                    f"The output of a layer ({type(use.layer).__name__}) of the latent {name!r}{out} "
+                    f"The output of a layer ({use.layer.name}) of the latent {name!r}{out} "
                     f"does not start with the dimensions {tuple(self.shape)} of the examples."
                 )
         if self.leaves[name].is_meta:
@@ -193,7 +191,7 @@ class _Probe:
                 )
             if use not in self.plain:
                 continue
-            x, g = self.weighted[use]
+            xs, g = self.weighted[use]
             expected = self._weight(self.plain[use][1])
             size = expected.abs()
             for dim in range(1 + self.dims, size.dim()):
@@ -203,11 +201,10 @@ class _Probe:
                     f"Examples mix after a layer of the latent {name!r}: the log probability of one "
                     f"depends on the layer's output for another (or is not finite)."
                 )
-            x = None if x is None else x.flatten(1, self.dims)
-            g = g.flatten(1, self.dims)
-            use.view.of(flat).add_(row_sum(use.layer, x, g, self.taps.budget))
-            x = x.abs() if x is not None and x.is_floating_point() else x
-            use.view.of(terms).add_(row_sum(use.layer, x, g.abs(), self.taps.budget))
+            xs, g = tuple(x.flatten(1, self.dims) for x in xs), g.flatten(1, self.dims)
+            use.view.of(flat).add_(use.layer.sum(xs, g, self.taps.budget))
+            xs = tuple(x.abs() if x.is_floating_point() else x for x in xs)
+            use.view.of(terms).add_(use.layer.sum(xs, g.abs(), self.taps.budget))
         gradient = self.gradients.get(name)
         gradient = torch.zeros_like(flat) if gradient is None else gradient.flatten()
         # of a single example nothing is decided by whoever asks

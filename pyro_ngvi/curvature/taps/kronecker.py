@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from .run import Run, Use
-from .squares import Linear, View
+from .squares import Inputs, Linear, View
 from .taps import LayerTaps
 
 __all__ = ["KroneckerTaps"]
@@ -51,7 +51,7 @@ class KroneckerTaps(LayerTaps):
             return f"The matrix {name!r} is the weight of {len(uses)} layers."
         use, twin = uses[0], self.twins[name]
         if not isinstance(use.layer, Linear):
-            kind = type(use.layer).__name__
+            kind = use.layer.name
             return f"The matrix {name!r} is no weight of a linear layer, but of one of kind {kind}."
         if use.view not in (View.like(twin), View.like(twin.mT)):
             return f"The layer of the matrix {name!r} uses a part of it only, or in another shape."
@@ -97,18 +97,17 @@ class KroneckerTaps(LayerTaps):
             result[use.site] = pair if _rows_are_outputs(use) else (pair[1], pair[0])
         return result
 
-    def arrived(self, run: Run, uses: list[Use], x: Tensor | None, g: Tensor) -> None:
+    def arrived(self, run: Run, uses: list[Use], xs: Inputs, g: Tensor) -> None:
         """As in the taps for squares, but what comes by is summed to x x' and g g'."""
         if self.arrivals is not None:
-            super().arrived(run, uses, x, g)
+            super().arrived(run, uses, xs, g)
         elif run.as_checked:
-            x, g = self._rows(uses, x, g)
-            assert x is not None
+            (use,) = uses
+            (x,), g = self._rows(use, xs, g)
             S, n = g.shape[:2]
             a, b = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
             inputs = a.mT @ a * (S // len(x))  # all particles may see one input
             outputs = b.mT @ b
-            (use,) = uses
             if use.site in self._sums:  # of other particles
                 past = self._sums[use.site]
                 self._sums[use.site] = past[0] + inputs, past[1] + outputs, past[2] + S * n

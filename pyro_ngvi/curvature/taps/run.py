@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ...runtime.pyro_adapter import masks_of
 from ...runtime.vmap import Site
 from .calls import LAYERS, VIEWS, Call, Weights, is_training_batch_norm
-from .squares import Layer, Member, View
+from .squares import Inputs, Layer, Member, View
 
 __all__ = ["LayerMode", "Run", "SiteWatch", "Use"]
 
@@ -52,8 +52,8 @@ class Run:
         return tuple(self.uses), tuple(self.scales)
 
 
-Arrived = Callable[[Run, list[Use], Tensor | None, Tensor], None]
-"""Takes the input (S or 1, ...) and output gradient (S, ...) of the layer of some uses."""
+Arrived = Callable[[Run, list[Use], Inputs, Tensor], None]
+"""Takes the inputs (S or 1, ...) and output gradient (S, ...) of the layer of some uses."""
 
 
 class SiteWatch(Messenger):
@@ -100,46 +100,48 @@ class LayerMode(TorchFunctionMode):
         return out
 
     def _tap(self, out: Tensor, calls: list[Call]) -> Tensor:
-        run, uses, x = self._run, [], None
-        for weight, layer, layer_input in calls:
+        run, uses, inputs = self._run, [], ()
+        for weight, layer, its_inputs in calls:
             site, twin = self.weights[weight]
             ordinal = run.counts[site] = run.counts.get(site, -1) + 1
             uses.append(Use(site, ordinal, layer, View.like(twin), out.dim()))
-            x = x if layer_input is None else layer_input.detach()
+            inputs = its_inputs or inputs
         run.uses += uses
-        return _Tap.apply(out, x, partial(self._arrived, run, uses), False)  # pyright: ignore
+        arrived = partial(self._arrived, run, uses)
+        return _Tap.apply(out, arrived, False, *(x.detach() for x in inputs))  # pyright: ignore
 
 
 class _Tap(Function):
-    """The identity; its backward hands x and the gradient of ``out`` to ``arrived``.
+    """The identity; its backward hands the inputs and the gradient of ``out`` to ``arrived``.
 
     Under ``vmap`` it applies itself again outside, where tensors have their particle dimension.
     """
 
     @staticmethod
-    def forward(out: Tensor, x: Tensor | None, arrived: Any, batched: bool) -> Tensor:
+    def forward(out: Tensor, arrived: Any, batched: bool, *xs: Tensor) -> Tensor:
         return out.clone()  # not a view, which the model could not change in place
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, x, ctx.arrived, ctx.batched = inputs
-        ctx.save_for_backward(x)
+        _, ctx.arrived, ctx.batched, *xs = inputs
+        ctx.save_for_backward(*xs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (g,), (x,) = grads, ctx.saved_tensors
+        (g,), xs = grads, ctx.saved_tensors
         if ctx.batched:
-            ctx.arrived(x, g)
+            ctx.arrived(xs, g)
         else:
-            ctx.arrived(None if x is None else x[None], g[None])
-        return g, None, None, None
+            ctx.arrived(tuple(x[None] for x in xs), g[None])
+        return g, None, None, *(None for _ in xs)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, out: Tensor, x: Tensor | None, arrived: Any, _: bool) -> Any:
-        if x is not None:
-            x = x[None] if in_dims[1] is None else x.movedim(in_dims[1], 0)
-        out = out.movedim(in_dims[0], 0)
-        return _Tap.apply(out, x, arrived, True), 0
+    def vmap(info: Any, in_dims: Any, out: Tensor, arrived: Any, _: bool, *xs: Tensor) -> Any:
+        moved = [
+            x[None] if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(xs, in_dims[3:], strict=True)
+        ]
+        return _Tap.apply(out.movedim(in_dims[0], 0), arrived, True, *moved), 0
 
 
 def scale_refusal(name: str, scale: Any) -> str | None:

@@ -36,7 +36,7 @@ from torch import Tensor
 from ...runtime.vmap import Minibatches
 from .check import check_taps
 from .run import LayerMode, Run, SiteWatch, Use, scale_refusal
-from .squares import Add, Member, View, joint_squares
+from .squares import Inputs, Member, View, joint_squares
 
 __all__ = ["BUDGET", "LayerTaps"]
 
@@ -70,7 +70,7 @@ class LayerTaps:
         self.observed = ""  # the site whose log_prob numbers the examples
         self.signature: Any = None
         # While the taps are checked, what comes by is put here instead of being reduced.
-        self.arrivals: list[tuple[Use, Tensor | None, Tensor]] | None = None
+        self.arrivals: list[tuple[Use, Inputs, Tensor]] | None = None
         self.last: Run | None = None
         self._like: dict[str, Tensor] = {}
         self._totals: dict[str, Tensor] = {}
@@ -176,34 +176,34 @@ class LayerTaps:
         self.failure = scale_refusal(self.observed, scale)
         return num_particles / scale if self.failure is None else None
 
-    def arrived(self, run: Run, uses: list[Use], x: Tensor | None, g: Tensor) -> None:
-        """Reduce the output gradients g (S, ...) of one layer, whose input is x (S or 1, ...)."""
+    def arrived(self, run: Run, uses: list[Use], xs: Inputs, g: Tensor) -> None:
+        """Reduce the output gradients g (S, ...) of one layer, whose inputs are xs (S or 1, ...)."""
+        read = {use: xs if use.layer.reads_inputs else () for use in uses}
         if self.arrivals is not None:
-            for use in uses:
-                self.arrivals.append((use, None if isinstance(use.layer, Add) else x, g))
+            self.arrivals += [(use, own, g) for use, own in read.items()]
             return
         if not run.as_checked:
             return
-        x, g = self._rows(uses, x, g)
-        for use in uses:
+        for use, own in read.items():
+            own, b = self._rows(use, own, g)
             groups = self.groups[use.site]
             group = groups[use.ordinal]
             if groups.count(group) == 1:
-                self._add(use.site, use.view, use.layer.squares(x, g, self.budget))
+                self._add(use.site, use.view, use.layer.squares(own, b, self.budget))
                 continue
             self._runs.add(run)
             members = run.waiting.setdefault((use.site, group), [])
-            members.append((use.layer, use.view, None if isinstance(use.layer, Add) else x, g))
+            members.append((use.layer, use.view, own, b))
             if len(members) == groups.count(group):
                 self._reduce_jointly(use.site, run.waiting.pop((use.site, group)))
 
-    def _rows(self, uses: list[Use], x: Tensor | None, g: Tensor) -> tuple[Tensor | None, Tensor]:
-        """x (S or 1, n, ...) and g (S, n, ...), one row an example, in the dtype of the sites."""
-        dtype = self._like[uses[0].site].dtype  # autocast may have others
-        g = g.detach().to(dtype).flatten(1, self.examples)
-        if x is not None:
-            x = (x.to(dtype) if x.is_floating_point() else x).flatten(1, self.examples)
-        return x, g
+    def _rows(self, use: Use, xs: Inputs, g: Tensor) -> tuple[Inputs, Tensor]:
+        """xs (S or 1, n, ...) and g (S, n, ...), one row an example, in the dtype of the sites."""
+        dtype = self._like[use.site].dtype  # autocast may have others
+        xs = tuple(x.to(dtype) if x.is_floating_point() else x for x in xs)
+        return tuple(x.flatten(1, self.examples) for x in xs), g.detach().to(dtype).flatten(
+            1, self.examples
+        )
 
     def _reduce_jointly(self, site: str, members: list[Member]) -> None:
         twin = self.twins[site]
