@@ -148,11 +148,7 @@ class BoundModel:
 
     def weight(self, name: str) -> float:
         """N / n: how many data of the group one datum of this call stands for."""
-        return self.group(name).size / max(self.shapes[name].numel(), 1)
-
-    def group(self, name: str) -> Group:
-        """The group of that name."""
-        return next(g for g in self.plan.groups if g.name == name)
+        return self.plan.group(name).size / max(self.shapes[name].numel(), 1)
 
     def other_terms(self) -> Tensor:
         """log p, a 0-dim tensor, of sites that are neither of the block nor data with a predictor."""
@@ -166,6 +162,15 @@ class BoundModel:
                     term = site_log_prob(site)[1]
                 total = total + term.sum()
         return total
+
+    def by_site(self, flat: Tensor) -> dict[str, Tensor]:
+        """A flat block (..., D) as a value for each of its sites, (..., *shape)."""
+        shapes = {name: fn.shape() for name, fn in self.block.items()}
+        parts = flat.split([shape.numel() for shape in shapes.values()], -1)
+        return {
+            name: part.reshape(part.shape[:-1] + shape)
+            for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
 
     def block_at(self, noise: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Every site of the block at a noise (D,): its value, and -log |det dz / deps| by its batch."""

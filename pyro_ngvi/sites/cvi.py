@@ -131,9 +131,9 @@ class CVI(NaturalGradientOptim):
 
     def _state_of(self, path: str, block: Any, values: Tensors) -> Tensors:
         state = super()._state_of(path, block, values)
-        if self._editions.setdefault(path, block.edition) != block.edition:
+        if self._editions.setdefault(path, block.last_step.edition) != block.last_step.edition:
             # sites came, went or were reset by hand: no sweep before compares with the next
-            self._editions[path] = block.edition
+            self._editions[path] = block.last_step.edition
             state = state | start_sweeps(values)
         return state
 

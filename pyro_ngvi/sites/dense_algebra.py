@@ -6,13 +6,10 @@ min(D, N k)^2 numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pyro
 import torch
 from torch import Tensor
 
-from ..linalg.host_bool import at_hand
 from .algebra import Algebra, View
 from .bound_model import BoundModel
 from .conditioned_model import for_each
@@ -27,9 +24,6 @@ class DenseAlgebra(Algebra):
     """White noise eps (D,), or the R directions of it that the data see (``basis`` (D, R))."""
 
     basis: Tensor | None
-    #: the predictors at the probe of the call for which ``_view`` was made
-    _cached: dict[str, Tensor] | None = None
-    _view: View | None = None
 
     def __init__(self, plan: ModelStructure, call: BoundModel) -> None:
         rows = sum(group.size * group.width for group in plan.groups)
@@ -55,16 +49,24 @@ class DenseAlgebra(Algebra):
                 f"with a minibatch."
             )
         self.known.follow(call)
-        if self._cached is None or not self._still_hold(self._cached, call):
-            maps = call.linear_maps()
-            self._cached = None
-            view = self._reduced_view(maps)
-            if view.learns:
-                return view
-            self._cached = {name: f.detach() for name, f in call.at_probe.items()}
-            self._view = view
-        assert self._view is not None
-        return self._view
+        at_probe = call.at_probe.values()
+        view = self._view.get(tensors=at_probe)
+        if view is None:
+            view = self._reduced_view(call.linear_maps())
+            self._view.put(None if view.learns else view, tensors=[f.detach() for f in at_probe])
+        return view
+
+    def make_room(self, plan: ModelStructure) -> None:
+        """The directions that data see become all, where data see them all."""
+        basis, rows = self.basis, sum(g.size * g.width for g in plan.groups)
+        if basis is None or rows < plan.dim:
+            return
+        e = self.evidence
+        self.basis = None
+        self._view.put(None)
+        self.evidence = GaussianPotential(
+            e.constant, basis @ e.linear, basis @ e.precision @ basis.mT
+        )
 
     def _reduced_view(self, maps: dict[str, LinearMap]) -> View:
         if self.basis is None:
@@ -73,16 +75,6 @@ class DenseAlgebra(Algebra):
         assert basis is not None
         self.basis = basis.detach()
         return View(smaller)
-
-    @staticmethod
-    def _still_hold(cached: Mapping[str, Tensor], call: BoundModel) -> bool:
-        for name, before in cached.items():
-            seen = call.at_probe[name]
-            if seen.requires_grad or seen.dtype != before.dtype:
-                return False
-            if not (at_hand(seen) and at_hand(before) and torch.equal(seen, before)):
-                return False
-        return True
 
     def posterior(self, view: View | None, evidence: GaussianPotential) -> WhitePosterior:
         return WhitePosterior(evidence)

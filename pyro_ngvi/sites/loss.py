@@ -106,7 +106,7 @@ class SitesELBO(ELBO):
             if not block.fresh:  # sites that have moved may be held, to learn hyperparameters
                 block.curvature = None
             leave_curvature(block, targets)
-            block.remember(args, kwargs, targets.view.learns and targets.call.whole)
+            block.last_step.remember(args, kwargs, targets.view.learns and targets.call.whole)
         return -elbo.detach()
 
     def quadrature_error(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
@@ -188,7 +188,7 @@ class SitesELBO(ELBO):
         self, block: AutoSites, call: BoundModel, derivatives: bool, exact: bool
     ) -> tuple[Tensor, SiteTargets]:
         if derivatives:
-            block.check_data(call)
+            block.last_step.check_data(call)
         # a look at other data, or at other parameters, leaves q as it is
         algebra = block.algebra if derivatives else apart(block.algebra)
         view = algebra.view(call)
@@ -199,14 +199,16 @@ class SitesELBO(ELBO):
         chosen = {n: call.rows(n, *pair) for n, pair in tensors.items()}
         q = None
         if not call.whole:
-            block._up_to_date()  # a step before, with all data, may have moved the prior
+            block.make_current()  # a step before, with all data, may have moved the prior
             if view.learns:
                 algebra.begin_running(view)
             evidence = algebra.evidence
         else:
             q = None if algebra.running else algebra.kept(view, block.natural_params().values())
             # without sites, their evidence is none
-            new = q is None and (not block.fresh or block._stale or _resized(view, algebra))
+            new = q is None and (
+                not block.fresh or block.last_step.stale or _resized(view, algebra)
+            )
             new = new or algebra.running
             evidence = algebra.recollect(view, tensors) if new else algebra.evidence
         q = algebra.posterior(view, evidence) if q is None else q

@@ -25,6 +25,7 @@ from ..linalg.host_bool import at_hand
 from ..linalg.random import fixed_normal
 from .bound_model import BoundModel, moves
 from .dense import NoisePosterior
+from .kept import Kept
 from .regression import Regression, regress
 
 __all__ = ["KnownInputs", "Maker", "split_draw", "spread", "white_noise"]
@@ -87,7 +88,7 @@ class KnownInputs(nn.Module):
             _refuse_minibatch(call)
         self._stamps: dict[str, Any] = {}
         self._found: dict[str, tuple[Regression, Tensor]] = {}
-        self._last: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self._joint = Kept()
         self._keep(call.block)
 
     def at(self, name: str) -> Tensor:
@@ -143,16 +144,17 @@ class KnownInputs(nn.Module):
 
         zero = q.mean.new_zeros(len(q.mean) + sum(ends))
         probe = flat(fixed_normal(len(zero), seed=len(zero)).to(zero))
-        last = self._last
-        if last is not None and last[0] is evidence and _equal(last[1], probe):
-            return last[2:]
+        last = self._joint.get([evidence], [probe])
+        if last is not None:
+            return last
         mean = flat(torch.cat([q.mean, zero[len(q.mean) :]]))
         rows = torch.block_diag(
             q.root(), torch.eye(sum(ends), dtype=zero.dtype, device=zero.device)
         )
         half = moves(flat, rows)
         root = torch.linalg.qr(half, mode="r").R.mT
-        self._last = None if root.requires_grad else (evidence, probe.detach(), mean, root)
+        kept = None if root.requires_grad else (mean, root)
+        self._joint.put(kept, [evidence], [probe.detach()])
         return mean, root
 
     def variances(self, call: BoundModel, q: NoisePosterior) -> tuple[Tensor, Tensor] | None:
@@ -188,7 +190,7 @@ class KnownInputs(nn.Module):
         return both
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_stamps": {}, "_found": {}, "_last": None}
+        return self.__dict__ | {"_stamps": {}, "_found": {}}
 
 
 def _refuse_minibatch(call: BoundModel) -> None:
@@ -204,10 +206,6 @@ def _refuse(*names: str) -> None:
             f"the guide keeps q over its values at one set of inputs. Give inducing inputs, "
             f"AutoSites(model, inducing=Z), or take all data."
         )
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return at_hand(b) and not b.requires_grad and a.shape == b.shape and torch.equal(a, b)
 
 
 def _processes(block: Mapping[str, Any]) -> dict[str, GaussianProcess]:
