@@ -65,7 +65,7 @@ class BoundModel:
     @cached_property
     def _run(self) -> WhitenedRun:
         # it makes parameters, and draws minibatches
-        return self.runner(self.probe, hidden=self.hidden, keep=self.plan.places)
+        return self.runner(self.probe, hidden=self.hidden, look_at=self.plan.places, go_on=True)
 
     @property
     def sites(self) -> Sites:
@@ -131,20 +131,14 @@ class BoundModel:
         with torch.no_grad():
             prints = {}
             for g in self.plan.groups:
-                terms = torch.stack([self.terms_at_probe[n].reshape(-1) for n in g.observed]).sum(0)
-                prints[g.name] = torch.cat([self.at_probe[g.name], (terms + prior)[:, None]], -1)
+                terms = _summed([self.terms_at_probe[n] for n in g.observed]) + prior
+                prints[g.name] = torch.cat([self.at_probe[g.name], terms[:, None]], -1)
             return prints
 
-    @staticmethod
-    def _terms(group: Group, sites: Sites, scaled: bool = True) -> Tensor:
-        """log p (n,) of a group's data in a run."""
-        terms = [data_terms(sites[name], scaled).reshape(-1) for name in group.observed]
-        return torch.stack(terms).sum(0)
-
-    def rows(self, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The rows (n, ...) of this call of tensors (N, ...) over all data of a group."""
+    def rows(self, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows (n, ...) of this call of two tensors (N, ...) over all data of a group."""
         index = self.index[name]
-        return tensors if index is None else tuple(t.index_select(0, index) for t in tensors)
+        return (a, b) if index is None else (a.index_select(0, index), b.index_select(0, index))
 
     def weight(self, name: str) -> float:
         """N / n: how many data of the group one datum of this call stands for."""
@@ -185,10 +179,6 @@ class BoundModel:
         run = self.runner(noise, look_at=self.plan.block_places, makers=makers)
         return torch.cat([run.seen[place].reshape(-1) for place in self.plan.block_places])
 
-    def moves_of_block(self, noises: Tensor) -> Tensor:
-        """How far the block (n, D) moves from where it is at noise 0, for ``noises`` (n, D)."""
-        return moves(self.flat_block, noises)
-
     @property
     def whole(self) -> bool:
         """Whether all data of all groups are here."""
@@ -228,10 +218,16 @@ class BoundModel:
                 for g in together:
                     replace |= g.predictor.split(f[g.name], self.shapes[g.name])
                 sites = self.runner.sites(zero, replace=replace, at_mean=True)
-                found |= {g.name: self._terms(g, sites, scaled) for g in together}
+                for g in together:
+                    found[g.name] = _summed([data_terms(sites[n], scaled) for n in g.observed])
             return found
 
         return for_each(terms, dict(predictors))
+
+
+def _summed(terms: list[Tensor]) -> Tensor:
+    """log p (n,) of data, of each of which several observed sites tell."""
+    return torch.stack([x.reshape(-1) for x in terms]).sum(0)
 
 
 def apart(groups: Sequence[Group]) -> list[list[Group]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .algebra import Algebra, View
-from .bound_model import BoundModel
+from .bound_model import BoundModel, moves
 from .conditioned_model import for_each
 from .dense import GaussianPotential, NoisePosterior, WhitePosterior, reduced
 from .new_inputs import KnownInputs, split_draw, spread, white_noise
@@ -87,13 +87,9 @@ class DenseAlgebra(Algebra):
             return split_draw(call, mean, root, noise)
         noise = pyro.sample(name + "_noise", q, infer={"is_auxiliary": True})
         lead = noise.shape[:-1]
-
-        def values(noise: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-            return call.block_at(noise)
-
         if not lead:
-            return values(noise)
-        batched = for_each(values, noise.reshape(-1, noise.shape[-1]))
+            return call.block_at(noise)
+        batched = for_each(call.block_at, noise.reshape(-1, noise.shape[-1]))
         return {
             site: (spread(z, lead, call.plan.event_dims[site]), spread(log_q, lead, 0))
             for site, (z, log_q) in batched.items()
@@ -114,5 +110,4 @@ class DenseAlgebra(Algebra):
         if self.known.moved(call.block):
             mean, root = self.known.joint(call, q, self.linear)
             return mean, root.mT
-
-        return call.flat_block(q.mean), call.moves_of_block(q.root())
+        return call.flat_block(q.mean), moves(call.flat_block, q.root())

@@ -1,13 +1,9 @@
 r"""AutoSites: prior times one Gaussian site per datum, with conjugate algebra for the rest.
 
-    q(z)  propto  p(z) prod_n t_n(f_n),  t_n(f) = exp(nu_n' f - f' Lambda_n f / 2),  f_n = A_n z + b_n,
-
-for a model whose latent block z is jointly Gaussian and whose datum n sees it through f_n alone (Khan &
-Lin 2017; Opper & Archambeau 2009 for the parametrisation).  The sites (nu_n, Lambda_n) are the
-parameters; everything about the prior and the f_n is read off the model at each call.
-
-How the block and the f_n are found: :mod:`pyro_ngvi.sites.predictor`; the algebra:
-:mod:`pyro_ngvi.sites.dense`, :mod:`pyro_ngvi.sites.chain`, :mod:`pyro_ngvi.sites.inducing`.
+The sites (nu_n, Lambda_n) are the parameters (Khan & Lin 2017; Opper & Archambeau 2009);
+everything about the prior and the f_n is read off the model at each call.  How the block and the f_n
+are found: :mod:`pyro_ngvi.sites.predictor`; the algebra: :mod:`pyro_ngvi.sites.dense`,
+:mod:`pyro_ngvi.sites.chain`, :mod:`pyro_ngvi.sites.inducing`.
 
 Not for: latent blocks that are not Gaussian a priori (a scale with a prior goes to another guide of an
 ``AutoGuideList``), likelihoods that tie several data's predictors together, networks.

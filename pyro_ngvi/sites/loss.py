@@ -45,10 +45,11 @@ Program = Callable[..., Any]
 
 @dataclass
 class SiteTargets:
-    """What the loss leaves on the guide for :class:`~pyro_ngvi.CVI`."""
+    """What the loss leaves on the guide for :class:`~pyro_ngvi.CVI`; ``sites`` of the call's data."""
 
     kind = "sites"
     call: BoundModel
+    sites: dict[str, tuple[Tensor, Tensor]]
     view: View
     posterior: Any
     marginals: dict[str, Marginals]
@@ -192,10 +193,7 @@ class SitesELBO(ELBO):
         # a look at other data, or at other parameters, leaves q as it is
         algebra = block.algebra if derivatives else apart(block.algebra)
         view = algebra.view(call)
-        tensors = {
-            name: (nu.detach(), Lambda.detach())
-            for name, (nu, Lambda) in block.site_tensors().items()
-        }
+        tensors = {n: (a.detach(), b.detach()) for n, (a, b) in block.site_tensors().items()}
         chosen = {n: call.rows(n, *pair) for n, pair in tensors.items()}
         q = None
         if not call.whole:
@@ -222,7 +220,7 @@ class SitesELBO(ELBO):
         of_f = {name: m.whole for name, m in marginals.items()}
         expected = expectations(call.log_likelihood, of_f, points, derivatives)
         if derivatives and block.fresh:
-            targets = first_targets(call.log_likelihood, _detached(of_f), points)
+            targets = first_targets(call.log_likelihood, of_f, points)
         else:
             targets = expected
         kl: Any = None
@@ -238,7 +236,7 @@ class SitesELBO(ELBO):
             elbo = elbo + call.weight(name) * local.sum()
         elbo = elbo + call.other_terms()
         exact = exact and call.whole
-        return elbo, SiteTargets(call, view, q, marginals, targets, elbo.detach(), exact)
+        return elbo, SiteTargets(call, chosen, view, q, marginals, targets, elbo.detach(), exact)
 
 
 def _resized(view: View, algebra: Any) -> bool:
@@ -252,22 +250,13 @@ def site_terms(at: Marginals, linear: Tensor, precision: Tensor) -> Tensor:
     return (linear * at.mean).sum(-1) - 0.5 * (precision * at.second_moment).sum((-2, -1))
 
 
-def _detached(marginals: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
-    return {
-        name: (mean.detach(), covariance.detach()) for name, (mean, covariance) in marginals.items()
-    }
-
-
 def _averaged(targets: list[SiteTargets]) -> SiteTargets:
     """Expectations averaged over draws; none of them counts as exact."""
     first = targets[0]
     for name, e in first.expected.items():
         every = [t.expected[name] for t in targets]
-        first.expected[name] = Expected(
-            torch.stack([x.value for x in every]).mean(0),
-            torch.stack([x.gradient for x in every]).mean(0),
-            torch.stack([x.hessian for x in every]).mean(0),
-            torch.zeros_like(e.quadratic),
-        )
+        parts = zip(*((x.value, x.gradient, x.hessian) for x in every), strict=True)
+        means = [torch.stack(part).mean(0) for part in parts]
+        first.expected[name] = Expected(*means, torch.zeros_like(e.quadratic))
     first.elbo = torch.stack([t.elbo for t in targets]).mean(0)
     return first

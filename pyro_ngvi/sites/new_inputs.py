@@ -169,9 +169,8 @@ class KnownInputs(nn.Module):
             return call.flat_block(noise, makers)
 
         mean = flat(q.mean)
-        rest = torch.zeros_like(mean)
-        for name, r in found.items():
-            rest[_entries(call, name)] = r.rest
+        none = {n: mean.new_zeros(fn.shape().numel()) for n, fn in call.block.items()}
+        rest = torch.cat([found[n].rest if n in found else zero for n, zero in none.items()])
         moved = flat(q.mean, {name: r.rest for name, r in found.items()})
         if not torch.equal(moved != mean, (mean + rest) != mean):
             return None
@@ -219,14 +218,3 @@ def _buffer(name: str) -> str:
 def _stamp(x: Tensor) -> tuple[int, int, Tensor] | None:
     """Equal for the same tensor, not written to since; ``None`` where that is not known."""
     return None if x.is_inference() else (id(x), x._version, x)
-
-
-def _entries(call: BoundModel, name: str) -> slice:
-    """Where a site's entries are in the flat block."""
-    start = 0
-    for other, fn in call.block.items():
-        size = fn.shape().numel()
-        if other == name:
-            break
-        start += size
-    return slice(start, start + size)
