@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import pyro.distributions as dist
 import torch
@@ -26,7 +26,7 @@ from .kept import Kept
 from .regression import Regression
 from .structure import LinearMap, ModelStructure
 
-__all__ = ["Algebra", "Marginals", "Posterior", "SiteTensors", "View", "apart"]
+__all__ = ["Algebra", "Marginals", "SiteTensors", "View", "apart"]
 
 #: nu (n, k) and Lambda (n, k, k) by group
 SiteTensors = Mapping[str, tuple[Tensor, Tensor]]
@@ -51,13 +51,6 @@ class Marginals:
     def second_moment(self) -> Tensor:
         """E f f' (n, k, k) of the part that a site sees: with the mean, its mean parameters."""
         return self.covariance + self.mean.unsqueeze(-1) * self.mean.unsqueeze(-2)
-
-
-class Posterior(Protocol):
-    """q; where it is not ``proper``, nothing else holds."""
-
-    log_normalizer: Tensor
-    proper: Tensor
 
 
 @dataclass(frozen=True)
@@ -128,16 +121,15 @@ class Algebra(nn.Module):
 
     def keep(self, view: View, sites: Iterable[Tensor], q: Any) -> None:
         """Keep the ``q`` of these site tensors, as they are now, for the next to ask."""
-        versions = [(p, p._version) for p in sites]
-        self._q.put(None if view.learns else (versions, q), [view])
+        sites = tuple(sites)
+        versions = [p._version for p in sites]
+        self._q.put(None if view.learns else (versions, q), [view, *sites])
 
     def kept(self, view: View, sites: Iterable[Tensor]) -> Any:
         """The q that was kept, if nobody wrote to the sites and the view is the same; else None."""
-        versions, q = self._q.get([view]) or ((), None)
-        same = all(
-            p is old and p._version == v for p, (old, v) in zip(sites, versions, strict=False)
-        )
-        return q if same else None
+        sites = tuple(sites)
+        versions, q = self._q.get([view, *sites]) or (None, None)
+        return q if versions == [p._version for p in sites] else None
 
     def forget(self) -> None:
         """Drop the q that was kept: the sites are other tensors now."""
@@ -186,7 +178,7 @@ class Algebra(nn.Module):
         return evidence
 
     def posterior(self, view: View | None, evidence: GaussianPotential) -> Any:
-        """q for that evidence, a :class:`Posterior`."""
+        """q for that evidence: ``log_normalizer``, and ``proper``, without which nothing else holds."""
         raise NotImplementedError
 
     def marginals(self, view: View, q: Any) -> dict[str, Marginals]:

@@ -143,7 +143,6 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         self.last_step = LastStep()
         #: what the loss leaves for the optimizer, once
         self.curvature: Any = None
-        self.averaged = False
         #: whether no site has been moved yet
         self.fresh = True
         #: values that stand for latent sites of other guides

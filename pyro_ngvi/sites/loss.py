@@ -31,7 +31,7 @@ from ..linalg.autocast import outside_autocast
 from ..linalg.host_bool import host_bool
 from ..runtime.density import site_log_prob
 from ..runtime.whole_gradients import whole_gradients
-from .algebra import Marginals, View, apart
+from .algebra import Algebra, Marginals, SiteTensors, View, apart
 from .bound_model import BoundModel
 from .dense import WhitePosterior
 from .expectation import Expected, Points, default_count, expectations, quadrature_points
@@ -195,21 +195,7 @@ class SitesELBO(ELBO):
         view = algebra.view(call)
         tensors = {n: (a.detach(), b.detach()) for n, (a, b) in block.site_tensors().items()}
         chosen = {n: call.rows(n, *pair) for n, pair in tensors.items()}
-        q = None
-        if not call.whole:
-            block.make_current()  # a step before, with all data, may have moved the prior
-            if view.learns:
-                algebra.begin_running(view)
-            evidence = algebra.evidence
-        else:
-            q = None if algebra.running else algebra.kept(view, block.natural_params().values())
-            # without sites, their evidence is none
-            new = q is None and (
-                not block.fresh or block.last_step.stale or _resized(view, algebra)
-            )
-            new = new or algebra.running
-            evidence = algebra.recollect(view, tensors) if new else algebra.evidence
-        q = algebra.posterior(view, evidence) if q is None else q
+        q = _posterior(block, algebra, call, view, tensors)
         if host_bool(q.proper) is False:
             raise RuntimeError(
                 "SitesELBO: with the parameters of the model as they are now, prior and sites do not "
@@ -239,10 +225,24 @@ class SitesELBO(ELBO):
         return elbo, SiteTargets(call, chosen, view, q, marginals, targets, elbo.detach(), exact)
 
 
-def _resized(view: View, algebra: Any) -> bool:
-    """Whether evidence without sites is one of as many directions as the view has."""
+def _posterior(
+    block: AutoSites, algebra: Algebra, call: BoundModel, view: View, sites: SiteTensors
+) -> Any:
+    """q at the hyperparameters of now: that of the last step where it still holds."""
+    if not call.whole:
+        block.make_current()  # a step before, with all data, may have moved the prior
+        if view.learns:
+            algebra.begin_running(view)
+        return algebra.posterior(view, algebra.evidence)
+    q = None if algebra.running else algebra.kept(view, block.natural_params().values())
+    if q is not None:
+        return q
     sizes = {at.design.shape[-1] for at in view.maps.values()}
-    return view.prior is None and sizes != {algebra.linear.shape[-1]}
+    resized = view.prior is None and sizes != {algebra.linear.shape[-1]}
+    # without sites, their evidence is none
+    anew = algebra.running or not block.fresh or block.last_step.stale or resized
+    evidence = algebra.recollect(view, sites) if anew else algebra.evidence
+    return algebra.posterior(view, evidence)
 
 
 def site_terms(at: Marginals, linear: Tensor, precision: Tensor) -> Tensor:
@@ -255,8 +255,11 @@ def _averaged(targets: list[SiteTargets]) -> SiteTargets:
     first = targets[0]
     for name, e in first.expected.items():
         every = [t.expected[name] for t in targets]
-        parts = zip(*((x.value, x.gradient, x.hessian) for x in every), strict=True)
-        means = [torch.stack(part).mean(0) for part in parts]
-        first.expected[name] = Expected(*means, torch.zeros_like(e.quadratic))
+        first.expected[name] = Expected(
+            torch.stack([x.value for x in every]).mean(0),
+            torch.stack([x.gradient for x in every]).mean(0),
+            torch.stack([x.hessian for x in every]).mean(0),
+            torch.zeros_like(e.quadratic),
+        )
     first.elbo = torch.stack([t.elbo for t in targets]).mean(0)
     return first

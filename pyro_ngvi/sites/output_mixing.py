@@ -69,10 +69,9 @@ def seen_by_group(call: BoundModel, axes: Mapping[str, int]) -> dict[str, Seen |
         shape = call.shapes[group.name]
         if shape and shape[axes[group.name]] != count:
             raise ValueError(
-                f"AutoSites(inducing=...): the GaussianProcess {first!r} has {count} inputs in this "
-                f"call, and the data of {group.name!r} have the shape {tuple(shape)}. In minibatches make "
-                f"the plate first, and processes at its data: GaussianProcess(kernel, "
-                f"X[plate.indices])."
+                f"AutoSites: the GaussianProcess {first!r} has {count} inputs in this call, and the "
+                f"data of {group.name!r} have the shape {tuple(shape)}. In minibatches make the plate "
+                f"first, and processes at its data: GaussianProcess(kernel, X[plate.indices])."
             )
     columns = {group.name: _columns(call.plan, group) for group in groups}
     if len(call.block) == 1 and None not in columns.values():
@@ -153,7 +152,8 @@ def find_axes(plan: ModelStructure, call: BoundModel) -> dict[str, int]:
                 break
         else:
             where = " and ".join(str(place) for place in group.predictor.places)
-            names = "the GaussianProcess " + " and ".join(map(repr, call.block))
+            names = " and ".join(map(repr, call.block))
+            names = names if len(call.block) > 1 else "the GaussianProcess " + names
             raise ValueError(
                 f"AutoSites(inducing=...): the data of {group.name!r}, of shape "
                 f"{tuple(group.batch)}, see {names} through {where}, not each at its own "
