@@ -121,6 +121,15 @@ class BoundModel:
     def _joined(self, run: WhitenedRun) -> dict[str, Tensor]:
         return {g.name: g.predictor.join(run.seen, self.shapes[g.name]) for g in self.plan.groups}
 
+    def places_of(
+        self, groups: Sequence[Group], predictors: Mapping[str, Tensor]
+    ) -> dict[TensorRef, Tensor]:
+        """f (n, k) of some groups as the values at the places where the model makes them."""
+        found = {}
+        for g in groups:
+            found |= g.predictor.split(predictors[g.name], self.shapes[g.name])
+        return found
+
     def fingerprint(self) -> dict[str, Tensor]:
         """f and log p at the probe, (n, k + 1) by group: other hyperparameters or data change it."""
         prior: Any = 0.0
@@ -214,10 +223,8 @@ class BoundModel:
         def terms(f: dict[str, Tensor]) -> dict[str, Tensor]:
             found = {}
             for together in sets:
-                replace = {}
-                for g in together:
-                    replace |= g.predictor.split(f[g.name], self.shapes[g.name])
-                sites = self.runner.sites(zero, replace=replace, at_mean=True)
+                held = self.places_of(together, f)
+                sites = self.runner.sites(zero, replace=held, at_mean=True)
                 for g in together:
                     found[g.name] = _summed([data_terms(sites[n], scaled) for n in g.observed])
             return found

@@ -19,7 +19,6 @@ from ..linalg.host_bool import at_hand
 from ..runtime.density import site_kind
 from ..runtime.vmap import Site
 from .bound_model import BoundModel, apart
-from .conditioned_model import TensorRef
 from .log_likelihood import aligned, data_terms, missing, own_scale, unwrapped
 from .probe_points import TOLERANCE, same
 from .whitening import other_priors
@@ -50,21 +49,19 @@ def check_later_data(call: BoundModel) -> None:
     unseen = [n for n, s in sites.items() if site_kind(s) == "observed" and n not in seen]
     with torch.no_grad():
         for number, together in enumerate(apart(plan.groups)):
-            held: dict[TensorRef, Tensor] = {}
-            for group in together:
-                held |= group.predictor.split(call.at_probe[group.name], call.shapes[group.name])
+            held = call.places_of(together, call.at_probe)
             others = call.runner.sites(-1.7 * call.probe, replace=held)
             names = [name for group in together for name in group.observed]
             for name in names if number else names + unseen:
                 before, after = call.terms_at_probe[name], data_terms(others[name])
                 if not same(after, before, TOLERANCE * torch.finfo(before.dtype).eps):
                     raise ValueError(_message(call, name))
-        if not all(map(_in_support, (sites[name] for name in seen))):
+        outside = [name for name in seen if not bool(_allowed(sites[name]).all())]
+        if outside:
             # a support may move with the latent block, so that only what is out at its mean too is
             at_mean = call.runner.sites(plan.zero(), at_mean=True)
-            for name in seen:
-                if not _in_support(sites[name]):
-                    check_support(at_mean[name])
+            for name in outside:
+                check_support(at_mean[name])
 
 
 def likelihood_learns(call: BoundModel) -> bool:
@@ -80,10 +77,6 @@ def _message(call: BoundModel, name: str) -> str:
         f"guide's first one, where they saw {seen} (a covariate was 0, data were missing). Make a "
         f"guide's first call with data and parameters that show all that the data can see."
     )
-
-
-def _in_support(site: Site) -> bool:
-    return bool(_allowed(site).all())
 
 
 def _allowed(site: Site) -> Tensor:

@@ -14,7 +14,7 @@ from .algebra import Algebra, View
 from .bound_model import BoundModel, moves
 from .conditioned_model import for_each
 from .dense import GaussianPotential, NoisePosterior, WhitePosterior, reduced
-from .new_inputs import KnownInputs, split_draw, spread, white_noise
+from .new_inputs import KnownInputs, draw_jointly, spread
 from .structure import LinearMap, ModelStructure
 
 __all__ = ["DenseAlgebra"]
@@ -83,8 +83,7 @@ class DenseAlgebra(Algebra):
         q = self._noise_posterior()
         if self.known.moved(call.block):
             mean, root = self.known.joint(call, q, self.linear)
-            noise = pyro.sample(name + "_noise", white_noise(mean), infer={"is_auxiliary": True})
-            return split_draw(call, mean, root, noise)
+            return draw_jointly(call, name + "_noise", mean, root)
         noise = pyro.sample(name + "_noise", q, infer={"is_auxiliary": True})
         lead = noise.shape[:-1]
         if not lead:

@@ -33,7 +33,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pyro
 import torch
 from torch import Tensor, nn
 
@@ -42,7 +41,7 @@ from .algebra import Algebra, SiteTensors, View
 from .bound_model import BoundModel
 from .dense import GaussianPotential, WhitePosterior
 from .kept import Kept
-from .new_inputs import split_draw, white_noise
+from .new_inputs import draw_jointly
 from .output_mixing import find_axes, only_processes, seen_by_group
 from .regression import Regression, probe, regress
 from .structure import LinearMap, ModelStructure
@@ -146,8 +145,7 @@ class InducingAlgebra(Algebra):
 
     def sample(self, call: BoundModel, name: str) -> dict[str, tuple[Tensor, Tensor]]:
         mean, root = self._joint(call)
-        noise = pyro.sample(name + "_noise", white_noise(mean), infer={"is_auxiliary": True})
-        return split_draw(call, mean, root, noise)
+        return draw_jointly(call, name + "_noise", mean, root)
 
     def _joint(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         """Mean (D,) and root R (D, D) of the flat block at the call's inputs, triangular: R R'."""

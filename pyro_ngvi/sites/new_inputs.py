@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pyro
 import pyro.distributions as dist
 import torch
 from pyro.distributions.util import sum_rightmost
@@ -28,12 +29,7 @@ from .dense import NoisePosterior
 from .kept import Kept
 from .regression import Regression, regress
 
-__all__ = ["KnownInputs", "Maker", "split_draw", "spread", "white_noise"]
-
-
-def white_noise(like: Tensor) -> Any:
-    """N(0, I) of the shape and kind of ``like`` (D,)."""
-    return dist.Normal(torch.zeros_like(like), 1.0).to_event(1)
+__all__ = ["KnownInputs", "Maker", "draw_jointly", "spread"]
 
 
 def spread(x: Tensor, lead: torch.Size, event_dim: int) -> Tensor:
@@ -41,13 +37,15 @@ def spread(x: Tensor, lead: torch.Size, event_dim: int) -> Tensor:
     return x.reshape(torch.broadcast_shapes(x.shape[1:], lead + (1,) * event_dim))
 
 
-def split_draw(
-    call: BoundModel, mean: Tensor, root: Tensor, noise: Tensor
+def draw_jointly(
+    call: BoundModel, name: str, mean: Tensor, root: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """z = mean + root noise by site, each with its share of log q(z) - log N(noise; 0, I).
 
-    ``root`` (D, D) is lower triangular, ``noise`` (..., D).
+    ``root`` (D, D) is lower triangular; the noise (..., D) is a site of that ``name``.
     """
+    white = dist.Normal(torch.zeros_like(mean), 1.0).to_event(1)
+    noise = pyro.sample(name, white, infer={"is_auxiliary": True})
     lead = noise.shape[:-1]
     z = mean + noise @ root.mT
     shares = -root.diagonal().abs().log()
