@@ -69,7 +69,7 @@ def plot_sites(guide: Any, group: str | None = None, ax: Any = None) -> Any:
         ImportError: where matplotlib is not installed.
         ValueError: for a group that is not there, and before the data of the last step are known.
     """
-    group, mean = guide._predictor_means(group)
+    group, mean = guide.predictor_means(group)
     ax = _axes(ax)
     site = guide.sites()[group]
     variance = _variances(site.precision)

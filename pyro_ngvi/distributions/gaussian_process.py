@@ -169,7 +169,7 @@ class GaussianProcess(TorchDistribution):
     @property
     def covariance_matrix(self) -> Tensor:
         """k(X, X) + jitter I, (N, N)."""
-        return _with_jitter(self.kernel(self.inputs), self.jitter)
+        return with_jitter(self.kernel(self.inputs), self.jitter)
 
     @property
     def scale_tril(self) -> Tensor:
@@ -224,7 +224,8 @@ class GaussianProcess(TorchDistribution):
         return self.covariance_matrix - design @ design.mT
 
 
-def _with_jitter(matrix: Tensor, jitter: float) -> Tensor:
+def with_jitter(matrix: Tensor, jitter: float) -> Tensor:
+    """matrix + jitter I."""
     size = matrix.shape[-1]
     return matrix + jitter * torch.eye(size, dtype=matrix.dtype, device=matrix.device)
 

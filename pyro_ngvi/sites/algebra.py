@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import pyro.distributions as dist
 import torch
@@ -22,13 +22,11 @@ from torch import Tensor, nn
 
 from .bound_model import BoundModel
 from .dense import GaussianPotential, collect
+from .kept import Kept
 from .regression import Regression
-from .structure import LinearMap
+from .structure import LinearMap, ModelStructure
 
-__all__ = ["Algebra", "Marginals", "Posterior", "SiteTensors", "View", "apart"]
-
-#: what an algebra keeps from call to call, and can make again
-PASSING = ("_cached", "_view", "_kept", "_regression", "_drawn")
+__all__ = ["Algebra", "Marginals", "SiteTensors", "View", "apart"]
 
 #: nu (n, k) and Lambda (n, k, k) by group
 SiteTensors = Mapping[str, tuple[Tensor, Tensor]]
@@ -55,13 +53,6 @@ class Marginals:
         return self.covariance + self.mean.unsqueeze(-1) * self.mean.unsqueeze(-2)
 
 
-class Posterior(Protocol):
-    """q; where it is not ``proper``, nothing else holds."""
-
-    log_normalizer: Tensor
-    proper: Tensor
-
-
 @dataclass(frozen=True)
 class View:
     """The block at one call's arguments: linear maps by group, and a prior that has a structure.
@@ -74,19 +65,24 @@ class View:
     processes: tuple[Regression, ...] = ()
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All that it is made of."""
+        found = [t for m in self.maps.values() for t in (m.design, m.offset, m.rest)]
+        if self.prior is not None:
+            found += vars(self.prior).values()
+        return [t for t in found if isinstance(t, Tensor)]
+
+    @property
     def learns(self) -> bool:
         """Whether it depends on parameters of the model."""
-        tensors = [t for m in self.maps.values() for t in (m.design, m.offset, m.rest)]
-        if self.prior is not None:
-            tensors += [v for v in vars(self.prior).values() if isinstance(v, Tensor)]
-        return any(t is not None and t.requires_grad for t in tensors)
+        return any(t.requires_grad for t in self.tensors)
 
 
 def apart(module: Any) -> Any:
     """A copy of a module that shares its tensors: what it is given afterwards stays with the copy."""
     other = copy(module)
     for name, value in vars(module).items():
-        other.__dict__[name] = value.copy() if isinstance(value, dict) else value
+        other.__dict__[name] = value.copy() if isinstance(value, dict | Kept) else value
     other._modules = {name: apart(m) for name, m in module._modules.items()}
     return other
 
@@ -99,12 +95,15 @@ class Algebra(nn.Module):
     precision: Tensor
     #: whether the evidence is a running average over minibatches, see :meth:`begin_running`
     running = False
-    _kept: tuple[View, Any, Any] | None = None
+    #: whether the block may have entries of single data, as a process at their inputs has
+    has_latent_at_data = True
 
     def __init__(self, evidence: GaussianPotential) -> None:
         super().__init__()
         for name in ("constant", "linear", "precision"):
             self.register_buffer(name, getattr(evidence, name))
+        #: the view of the last call, and q of its sites
+        self._view, self._q = Kept(), Kept()
 
     @property
     def evidence(self) -> GaussianPotential:
@@ -122,13 +121,19 @@ class Algebra(nn.Module):
 
     def keep(self, view: View, sites: Iterable[Tensor], q: Any) -> None:
         """Keep the ``q`` of these site tensors, as they are now, for the next to ask."""
-        self._kept = None if view.learns else (view, _stamp(sites), q)
+        sites = tuple(sites)
+        versions = [p._version for p in sites]
+        self._q.put(None if view.learns else (versions, q), [view, *sites])
 
     def kept(self, view: View, sites: Iterable[Tensor]) -> Any:
         """The q that was kept, if nobody wrote to the sites and the view is the same; else None."""
-        if self._kept is None or self._kept[0] is not view or self._kept[1] != _stamp(sites):
-            return None
-        return self._kept[2]
+        sites = tuple(sites)
+        versions, q = self._q.get([view, *sites]) or (None, None)
+        return q if versions == [p._version for p in sites] else None
+
+    def forget(self) -> None:
+        """Drop the q that was kept: the sites are other tensors now."""
+        self._q.put(None)
 
     def collect(self, view: View, sites: SiteTensors) -> GaussianPotential:
         """The evidence of the sites of the view's data."""
@@ -145,6 +150,14 @@ class Algebra(nn.Module):
         evidence = self.collect(view, sites)
         self.evidence, self.running = evidence, False
         return evidence
+
+    def reset(self) -> None:
+        """Forget all sites."""
+        self.evidence = GaussianPotential.none(self.linear, *self.linear.shape)
+        self.running = False
+
+    def make_room(self, plan: ModelStructure) -> None:
+        """Be ready for the data of a structure that has more of them than before."""
 
     def begin_running(self, view: View) -> None:
         """Before a step with a minibatch in which parameters of the prior are learned."""
@@ -165,7 +178,7 @@ class Algebra(nn.Module):
         return evidence
 
     def posterior(self, view: View | None, evidence: GaussianPotential) -> Any:
-        """q for that evidence, a :class:`Posterior`."""
+        """q for that evidence: ``log_normalizer``, and ``proper``, without which nothing else holds."""
         raise NotImplementedError
 
     def marginals(self, view: View, q: Any) -> dict[str, Marginals]:
@@ -203,13 +216,7 @@ class Algebra(nn.Module):
         self.running = state["running"]
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        for name in PASSING:  # it may be of another device or dtype
-            self.__dict__.pop(name, None)
+        for value in vars(self).values():
+            if isinstance(value, Kept):  # it may be of another device or dtype
+                value.put(None)
         return super()._apply(fn, *args, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in PASSING}
-
-
-def _stamp(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
-    return tuple((id(t), t._version) for t in tensors)

@@ -65,7 +65,7 @@ class BoundModel:
     @cached_property
     def _run(self) -> WhitenedRun:
         # it makes parameters, and draws minibatches
-        return self.runner(self.probe, hidden=self.hidden, keep=self.plan.places)
+        return self.runner(self.probe, hidden=self.hidden, look_at=self.plan.places, go_on=True)
 
     @property
     def sites(self) -> Sites:
@@ -121,6 +121,15 @@ class BoundModel:
     def _joined(self, run: WhitenedRun) -> dict[str, Tensor]:
         return {g.name: g.predictor.join(run.seen, self.shapes[g.name]) for g in self.plan.groups}
 
+    def places_of(
+        self, groups: Sequence[Group], predictors: Mapping[str, Tensor]
+    ) -> dict[TensorRef, Tensor]:
+        """f (n, k) of some groups as the values at the places where the model makes them."""
+        found = {}
+        for g in groups:
+            found |= g.predictor.split(predictors[g.name], self.shapes[g.name])
+        return found
+
     def fingerprint(self) -> dict[str, Tensor]:
         """f and log p at the probe, (n, k + 1) by group: other hyperparameters or data change it."""
         prior: Any = 0.0
@@ -131,28 +140,18 @@ class BoundModel:
         with torch.no_grad():
             prints = {}
             for g in self.plan.groups:
-                terms = torch.stack([self.terms_at_probe[n].reshape(-1) for n in g.observed]).sum(0)
-                prints[g.name] = torch.cat([self.at_probe[g.name], (terms + prior)[:, None]], -1)
+                terms = _summed([self.terms_at_probe[n] for n in g.observed]) + prior
+                prints[g.name] = torch.cat([self.at_probe[g.name], terms[:, None]], -1)
             return prints
 
-    @staticmethod
-    def _terms(group: Group, sites: Sites, scaled: bool = True) -> Tensor:
-        """log p (n,) of a group's data in a run."""
-        terms = [data_terms(sites[name], scaled).reshape(-1) for name in group.observed]
-        return torch.stack(terms).sum(0)
-
-    def rows(self, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The rows (n, ...) of this call of tensors (N, ...) over all data of a group."""
+    def rows(self, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows (n, ...) of this call of two tensors (N, ...) over all data of a group."""
         index = self.index[name]
-        return tensors if index is None else tuple(t.index_select(0, index) for t in tensors)
+        return (a, b) if index is None else (a.index_select(0, index), b.index_select(0, index))
 
     def weight(self, name: str) -> float:
         """N / n: how many data of the group one datum of this call stands for."""
-        return self.group(name).size / max(self.shapes[name].numel(), 1)
-
-    def group(self, name: str) -> Group:
-        """The group of that name."""
-        return next(g for g in self.plan.groups if g.name == name)
+        return self.plan.group(name).size / max(self.shapes[name].numel(), 1)
 
     def other_terms(self) -> Tensor:
         """log p, a 0-dim tensor, of sites that are neither of the block nor data with a predictor."""
@@ -167,6 +166,15 @@ class BoundModel:
                 total = total + term.sum()
         return total
 
+    def by_site(self, flat: Tensor) -> dict[str, Tensor]:
+        """A flat block (..., D) as a value for each of its sites, (..., *shape)."""
+        shapes = {name: fn.shape() for name, fn in self.block.items()}
+        parts = flat.split([shape.numel() for shape in shapes.values()], -1)
+        return {
+            name: part.reshape(part.shape[:-1] + shape)
+            for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
+
     def block_at(self, noise: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Every site of the block at a noise (D,): its value, and -log |det dz / deps| by its batch."""
         run = self.runner(noise, look_at=self.plan.block_places)
@@ -179,10 +187,6 @@ class BoundModel:
         """The block z (D,) in a row at a noise; ``makers`` as in a :class:`WhitenedRun`."""
         run = self.runner(noise, look_at=self.plan.block_places, makers=makers)
         return torch.cat([run.seen[place].reshape(-1) for place in self.plan.block_places])
-
-    def moves_of_block(self, noises: Tensor) -> Tensor:
-        """How far the block (n, D) moves from where it is at noise 0, for ``noises`` (n, D)."""
-        return moves(self.flat_block, noises)
 
     @property
     def whole(self) -> bool:
@@ -219,14 +223,18 @@ class BoundModel:
         def terms(f: dict[str, Tensor]) -> dict[str, Tensor]:
             found = {}
             for together in sets:
-                replace = {}
+                held = self.places_of(together, f)
+                sites = self.runner.sites(zero, replace=held, at_mean=True)
                 for g in together:
-                    replace |= g.predictor.split(f[g.name], self.shapes[g.name])
-                sites = self.runner.sites(zero, replace=replace, at_mean=True)
-                found |= {g.name: self._terms(g, sites, scaled) for g in together}
+                    found[g.name] = _summed([data_terms(sites[n], scaled) for n in g.observed])
             return found
 
         return for_each(terms, dict(predictors))
+
+
+def _summed(terms: list[Tensor]) -> Tensor:
+    """log p (n,) of data, of each of which several observed sites tell."""
+    return torch.stack([x.reshape(-1) for x in terms]).sum(0)
 
 
 def apart(groups: Sequence[Group]) -> list[list[Group]]:

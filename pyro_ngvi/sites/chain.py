@@ -16,7 +16,6 @@ import pyro
 import torch
 from torch import Tensor
 
-from ..linalg.host_bool import equal, host_bool
 from ..linalg.products import matvec
 from .algebra import Algebra, View
 from .bound_model import BoundModel, affine_maps
@@ -50,8 +49,6 @@ class ChainAlgebra(Algebra):
         ValueError: where the predictor of datum t depends on other states than s_t, or there are not
             as many data as states; at a call with a minibatch.
     """
-
-    _view: View | None = None
 
     def __init__(self, plan: ModelStructure, call: BoundModel) -> None:
         ((name, shape),) = plan.shapes.items()
@@ -105,18 +102,11 @@ class ChainAlgebra(Algebra):
             return call.predictors(state.expand(T, S).reshape(-1))
 
         maps = affine_maps(predictors, units)
-        return self._same_or(View(maps, prior))
-
-    def _same_or(self, view: View) -> View:
-        """The view of the last call, where the host sees that nothing has changed."""
-        last, self._view = self._view, None if view.learns else view
-        if (
-            last is not None
-            and not view.learns
-            and host_bool(equal(_tensors(last), _tensors(view)))
-        ):
-            self._view = last
-        return self._view or view
+        view = View(maps, prior)
+        last = self._view.get(tensors=view.tensors)
+        if last is None:
+            self._view.put(None if view.learns else view, tensors=view.tensors)
+        return last or view
 
     @staticmethod
     def of_group(at: LinearMap, linear: Tensor, precision: Tensor) -> GaussianPotential:
@@ -157,13 +147,6 @@ class ChainAlgebra(Algebra):
 
     def distribution(self, call: BoundModel) -> Any:
         return self._chain(call).posterior()
-
-
-def _tensors(view: View) -> dict[str, Tensor]:
-    found = {n: v for n, v in vars(view.prior).items() if isinstance(v, Tensor)}
-    for name, at in view.maps.items():
-        found |= {f"design {name}": at.design, f"offset {name}": at.offset}
-    return found
 
 
 def _refuse_minibatch(call: BoundModel) -> None:

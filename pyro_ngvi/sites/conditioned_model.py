@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import pyro
@@ -19,10 +20,11 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..distributions import GaussianProcess, GaussianStateSpace
 from ..runtime.vmap import Conditioned, Minibatches, Site, Sites
-from .whitening import colour, gaussian_of, noise_size, refuse_weights
+from .whitening import colour, gaussian_of, refuse_weights
 
 __all__ = ["ConditionedModel", "Found", "OtherCourse", "TensorRef", "WhitenedRun", "for_each"]
 
@@ -49,9 +51,14 @@ class TensorRef:
     number: int = -1
     name: str = ""
 
+    @property
+    def label(self) -> str:
+        """The site, or the name of the operation."""
+        return self.name if self.site is None else f"the site {self.site!r}"
+
     def __str__(self) -> str:
         if self.site is not None:
-            return f"the site {self.site!r}"
+            return self.label
         return f"the result of {self.name} (operation {self.number} of the model)"
 
 
@@ -99,7 +106,7 @@ class WhitenedRun(Conditioned):
     be predicted, is drawn as usual.  With ``direct`` the noise is not coloured: it stands for the
     values of the block themselves.  ``replace`` gives values for predictors by place.  After the run
     ``own`` holds the Gaussians of the block by site, and ``seen`` the values at the places to
-    ``look_at``, after which the run stops, or to ``keep``.
+    ``look_at``, after which the run stops unless it is to ``go_on``.
 
     Of Gaussian processes, whose inputs may be others at each call, ``makers`` make single sites from
     noise of another length; with ``at_mean`` the noise counts as 0 whatever its length, and no kernel
@@ -114,7 +121,7 @@ class WhitenedRun(Conditioned):
         *,
         replace: Mapping[TensorRef, Tensor] | None = None,
         look_at: tuple[TensorRef, ...] = (),
-        keep: tuple[TensorRef, ...] = (),
+        go_on: bool = False,
         on_operation: Callable[[TensorRef, Tensor], None] | None = None,
         block: Mapping[str, torch.Size] | None = None,
         direct: bool = False,
@@ -133,7 +140,7 @@ class WhitenedRun(Conditioned):
         self.unread: set[int] = set()
         self.used = 0
         self.seen: dict[TensorRef, Tensor] = {}
-        self._look_at, self._keep = set(look_at), set(keep)
+        self._look_at, self._go_on = set(look_at), go_on
         self._report = on_operation
         self.replace = dict(replace or {})
         self.replaced = 0
@@ -156,7 +163,7 @@ class WhitenedRun(Conditioned):
 
     def check_course(self) -> None:
         """Refuse a run that did not come by every place that it was to see or to replace."""
-        missed = [p for p in self._look_at | self._keep if p not in self.seen]
+        missed = [p for p in self._look_at if p not in self.seen]
         if missed or self.replaced < len(self.replace):
             what = ", ".join(map(str, missed or self.replace))
             raise OtherCourse(
@@ -166,11 +173,9 @@ class WhitenedRun(Conditioned):
             )
 
     def _see(self, place: TensorRef, value: Tensor) -> None:
-        if place in self._keep:
+        if place in self._look_at:
             self.seen[place] = value
-        elif place in self._look_at:
-            self.seen[place] = value
-            if len(self.seen) == len(self._look_at):
+            if len(self.seen) == len(self._look_at) and not self._go_on:
                 raise Found
 
     def _pyro_sample(self, msg: Site) -> None:
@@ -198,7 +203,7 @@ class WhitenedRun(Conditioned):
         name, noise, fn = msg["name"], self.noise, gaussian_of(msg)
         self.own[name] = fn
         maker, process = self._makers.get(name), isinstance(fn, GaussianProcess)
-        share = size = noise_size(fn) if maker is None else maker.size
+        share = size = fn.shape().numel() if maker is None else maker.size
         if self._direct and process and maker is None and self._block is not None:
             share = self._block[name].numel()
         if noise is None or self._at_mean or share != size:
@@ -245,19 +250,9 @@ def for_each(body: Callable[[Any], T], inputs: Any, chunk_size: int | None = Non
         return torch.func.vmap(body, randomness="same", chunk_size=chunk_size)(inputs)
     except RuntimeError:
         # a model that is wrong rather than unbatchable shows its own error here
-        if isinstance(inputs, Tensor):
-            return _stack([body(row) for row in inputs])
-        count = len(next(iter(inputs.values())))
-        return _stack([body({k: x[i] for k, x in inputs.items()}) for i in range(count)])
-
-
-def _stack(results: list[Any]) -> Any:
-    first = results[0]
-    if isinstance(first, dict):
-        return {name: _stack([r[name] for r in results]) for name in first}
-    if isinstance(first, tuple):
-        return tuple(_stack(list(parts)) for parts in zip(*results, strict=True))
-    return torch.stack(results)
+        count = len(tree_leaves(inputs)[0])
+        results = [body(tree_map(itemgetter(i), inputs)) for i in range(count)]
+        return tree_map(lambda *rows: torch.stack(rows), *results)
 
 
 @dataclass

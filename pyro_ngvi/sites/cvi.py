@@ -131,9 +131,9 @@ class CVI(NaturalGradientOptim):
 
     def _state_of(self, path: str, block: Any, values: Tensors) -> Tensors:
         state = super()._state_of(path, block, values)
-        if self._editions.setdefault(path, block.edition) != block.edition:
+        if self._editions.setdefault(path, block.last_step.edition) != block.last_step.edition:
             # sites came, went or were reset by hand: no sweep before compares with the next
-            self._editions[path] = block.edition
+            self._editions[path] = block.last_step.edition
             state = state | start_sweeps(values)
         return state
 
@@ -144,7 +144,7 @@ class CVI(NaturalGradientOptim):
         assert targets is not None
         state = dict(self._state_of(path, block, {n: p.detach() for n, p in tensors.items()}))
         moments = {n: (m.mean, m.second_moment) for n, m in targets.marginals.items()}
-        residual, exact, left = _residuals(targets, block)
+        residual, exact, left = _residuals(targets)
         if targets.whole:
             prints = targets.call.fingerprint()
             size = targets.elbo.abs() + targets.posterior.log_normalizer.abs()
@@ -159,7 +159,7 @@ class CVI(NaturalGradientOptim):
             gain = torch.full_like(targets.elbo, self.lr)
             back = torch.zeros_like(gain, dtype=torch.bool)
             change = towards(residual, exact, gain)
-        step = proper_step(block, targets, change)
+        step = proper_step(block.algebra, targets, change)
         change, share = step.change, step.share
         block.algebra.evidence = step.evidence
         _move(block, targets, change, share)
@@ -218,19 +218,18 @@ class CVI(NaturalGradientOptim):
             )
 
 
-def _residuals(targets: SiteTargets, block: AutoSites) -> tuple[Pairs, dict[str, Tensor], Tensor]:
+def _residuals(targets: SiteTargets) -> tuple[Pairs, dict[str, Tensor], Tensor]:
     """Target - site for the data of the call, which of them are exact, and how many are not finite."""
     residual: Pairs = {}
     exact = {}
     left = torch.zeros_like(targets.elbo)
-    for name, tensors in block.site_tensors().items():
-        linear, precision = targets.call.rows(name, *tensors)
+    for name, (linear, precision) in targets.sites.items():
         e, index = targets.expected[name], targets.call.index[name]
         nu, Lambda = site_targets(e.gradient, e.hessian, targets.marginals[name].mean)
         finite = torch.isfinite(nu).all(-1) & torch.isfinite(Lambda).flatten(1).all(-1)
         finite = finite & torch.isfinite(e.value)
         left = left + (~finite).sum()
-        moves = finite & _first_of_each(index, len(tensors[0]), finite)
+        moves = finite & _first_of_each(index, targets.call.plan.group(name).size, finite)
         residual[name] = (
             torch.where(moves.unsqueeze(-1), nu - linear, 0.0),
             torch.where(moves.reshape(-1, 1, 1), Lambda - precision, 0.0),

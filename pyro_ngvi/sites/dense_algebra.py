@@ -6,18 +6,15 @@ min(D, N k)^2 numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pyro
 import torch
 from torch import Tensor
 
-from ..linalg.host_bool import at_hand
 from .algebra import Algebra, View
-from .bound_model import BoundModel
+from .bound_model import BoundModel, moves
 from .conditioned_model import for_each
 from .dense import GaussianPotential, NoisePosterior, WhitePosterior, reduced
-from .new_inputs import KnownInputs, split_draw, spread, white_noise
+from .new_inputs import KnownInputs, draw_jointly, spread
 from .structure import LinearMap, ModelStructure
 
 __all__ = ["DenseAlgebra"]
@@ -27,9 +24,6 @@ class DenseAlgebra(Algebra):
     """White noise eps (D,), or the R directions of it that the data see (``basis`` (D, R))."""
 
     basis: Tensor | None
-    #: the predictors at the probe of the call for which ``_view`` was made
-    _cached: dict[str, Tensor] | None = None
-    _view: View | None = None
 
     def __init__(self, plan: ModelStructure, call: BoundModel) -> None:
         rows = sum(group.size * group.width for group in plan.groups)
@@ -55,16 +49,24 @@ class DenseAlgebra(Algebra):
                 f"with a minibatch."
             )
         self.known.follow(call)
-        if self._cached is None or not self._still_hold(self._cached, call):
-            maps = call.linear_maps()
-            self._cached = None
-            view = self._reduced_view(maps)
-            if view.learns:
-                return view
-            self._cached = {name: f.detach() for name, f in call.at_probe.items()}
-            self._view = view
-        assert self._view is not None
-        return self._view
+        at_probe = call.at_probe.values()
+        view = self._view.get(tensors=at_probe)
+        if view is None:
+            view = self._reduced_view(call.linear_maps())
+            self._view.put(None if view.learns else view, tensors=[f.detach() for f in at_probe])
+        return view
+
+    def make_room(self, plan: ModelStructure) -> None:
+        """The directions that data see become all, where data see them all."""
+        basis, rows = self.basis, sum(g.size * g.width for g in plan.groups)
+        if basis is None or rows < plan.dim:
+            return
+        e = self.evidence
+        self.basis = None
+        self._view.put(None)
+        self.evidence = GaussianPotential(
+            e.constant, basis @ e.linear, basis @ e.precision @ basis.mT
+        )
 
     def _reduced_view(self, maps: dict[str, LinearMap]) -> View:
         if self.basis is None:
@@ -74,16 +76,6 @@ class DenseAlgebra(Algebra):
         self.basis = basis.detach()
         return View(smaller)
 
-    @staticmethod
-    def _still_hold(cached: Mapping[str, Tensor], call: BoundModel) -> bool:
-        for name, before in cached.items():
-            seen = call.at_probe[name]
-            if seen.requires_grad or seen.dtype != before.dtype:
-                return False
-            if not (at_hand(seen) and at_hand(before) and torch.equal(seen, before)):
-                return False
-        return True
-
     def posterior(self, view: View | None, evidence: GaussianPotential) -> WhitePosterior:
         return WhitePosterior(evidence)
 
@@ -91,17 +83,12 @@ class DenseAlgebra(Algebra):
         q = self._noise_posterior()
         if self.known.moved(call.block):
             mean, root = self.known.joint(call, q, self.linear)
-            noise = pyro.sample(name + "_noise", white_noise(mean), infer={"is_auxiliary": True})
-            return split_draw(call, mean, root, noise)
+            return draw_jointly(call, name + "_noise", mean, root)
         noise = pyro.sample(name + "_noise", q, infer={"is_auxiliary": True})
         lead = noise.shape[:-1]
-
-        def values(noise: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-            return call.block_at(noise)
-
         if not lead:
-            return values(noise)
-        batched = for_each(values, noise.reshape(-1, noise.shape[-1]))
+            return call.block_at(noise)
+        batched = for_each(call.block_at, noise.reshape(-1, noise.shape[-1]))
         return {
             site: (spread(z, lead, call.plan.event_dims[site]), spread(log_q, lead, 0))
             for site, (z, log_q) in batched.items()
@@ -122,5 +109,4 @@ class DenseAlgebra(Algebra):
         if self.known.moved(call.block):
             mean, root = self.known.joint(call, q, self.linear)
             return mean, root.mT
-
-        return call.flat_block(q.mean), call.moves_of_block(q.root())
+        return call.flat_block(q.mean), moves(call.flat_block, q.root())

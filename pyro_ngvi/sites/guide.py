@@ -1,13 +1,9 @@
 r"""AutoSites: prior times one Gaussian site per datum, with conjugate algebra for the rest.
 
-    q(z)  propto  p(z) prod_n t_n(f_n),  t_n(f) = exp(nu_n' f - f' Lambda_n f / 2),  f_n = A_n z + b_n,
-
-for a model whose latent block z is jointly Gaussian and whose datum n sees it through f_n alone (Khan &
-Lin 2017; Opper & Archambeau 2009 for the parametrisation).  The sites (nu_n, Lambda_n) are the
-parameters; everything about the prior and the f_n is read off the model at each call.
-
-How the block and the f_n are found: :mod:`pyro_ngvi.sites.predictor`; the algebra:
-:mod:`pyro_ngvi.sites.dense`, :mod:`pyro_ngvi.sites.chain`, :mod:`pyro_ngvi.sites.inducing`.
+The sites (nu_n, Lambda_n) are the parameters (Khan & Lin 2017; Opper & Archambeau 2009);
+everything about the prior and the f_n is read off the model at each call.  How the block and the f_n
+are found: :mod:`pyro_ngvi.sites.predictor`; the algebra: :mod:`pyro_ngvi.sites.dense`,
+:mod:`pyro_ngvi.sites.chain`, :mod:`pyro_ngvi.sites.inducing`.
 
 Not for: latent blocks that are not Gaussian a priori (a scale with a prior goes to another guide of an
 ``AutoGuideList``), likelihoods that tie several data's predictors together, networks.
@@ -15,7 +11,7 @@ Not for: latent blocks that are not Gaussian a priori (a scale with a prior goes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
@@ -28,32 +24,45 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.nn.module import pyro_method
 from torch import Tensor, nn
 
+from ..distributions.gaussian_process import draws_are_means
 from ..families.base import entry_name
 from ..guides.made_at_first_call import MadeAtFirstCall
 from ..guides.posterior import SiteValue
 from ..linalg.autocast import outside_autocast
-from ..runtime.module_params import follow_store
+from ..linalg.host_bool import at_hand
+from ..linalg.random import own_random_state
+from ..runtime.module_params import ModuleParams, check_names, follow_store
 from ..runtime.pyro_adapter import (
     OwnName,
     claim_name,
     give_model,
     has_model,
     kept_whole,
+    model_under,
     module_name,
     rename,
 )
+from ..runtime.vmap import Minibatches
+from .algebra import Algebra
 from .bound_model import BoundModel
-from .check_new_data import check_later_data, likelihood_learns
+from .check_new_data import of_other_shape
+from .conditioned_model import ConditionedModel
 from .data import SiteData
-from .model import SiteModel
-from .prediction import SitePrediction, same_objects
-from .scaled_data import ScaledData
+from .first_call import check_arguments, first_call
+from .influence import Influence, influence_of
+from .last_step import LastStep
+from .leave_one_out import SiteLOO, loo_of
+from .site_parameters import Indices, SiteParameters, SiteView, checked
+from .snapshot import Snapshot, take_snapshot
 from .structure import ModelStructure
 
 __all__ = ["AutoSites", "find_sites"]
 
+#: seed of the values that stand for latent sites of other guides while the structure is looked for
+SEED = 20_180_216
 
-class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, AutoGuide):
+
+class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
     r"""Prior times one Gaussian site per datum: a Gaussian guide for :class:`~pyro_ngvi.CVI`.
 
     q(z) propto p(z) prod_n exp(nu_n' f_n - f_n' Lambda_n f_n / 2), f_n = A_n z + b_n.  Linear and
@@ -112,6 +121,9 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
     #: what a guide of ours says whose blocks are sites, which CVI alone steps
     holds_sites = True
 
+    inducing: Tensor | None
+    algebra: Algebra
+
     def __init__(
         self,
         model: Callable[..., Any],
@@ -128,17 +140,158 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
         else:
             self.register_buffer("inducing", inducing)
         self.plan: ModelStructure | None = None
+        self.last_step = LastStep()
         #: what the loss leaves for the optimizer, once
         self.curvature: Any = None
-        self.averaged = False
         #: whether no site has been moved yet
         self.fresh = True
+        #: values that stand for latent sites of other guides
         self._rest: dict[str, Tensor] = {}
-        self._last: tuple[Any, Any] | None = None
-        self._stale = False
-        self._scaled = ScaledData()
 
-    # --- parameters
+    # --- the model
+
+    @pyro_method  # a loss may ask before the guide is called, and the store's sites are wanted then too
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            loading = self._loading_waiting_state()
+            with loading, poutine.block(), own_random_state(SEED), torch.no_grad():
+                check_names(self, in_use=False)
+                with ModuleParams():
+                    _ = self.inducing  # read, so that a parameter is the one of the store
+                with draws_are_means(self.inducing is not None):  # no N x N matrix
+                    self._trace_prototype(args, kwargs)
+                    self._take_structure(args, kwargs)
+        except BaseException:
+            self.prototype_trace = self.plan = None  # so that the next call says the same again
+            raise
+
+    def _trace_prototype(self, args: Any, kwargs: Any) -> None:
+        if not has_model(self):
+            raise RuntimeError(
+                "This AutoSites is a copy made before its original was called, and a copy does not "
+                "carry the model. Call the original once, then copy it."
+            )
+        try:
+            with model_under(self, ModuleParams()):
+                super()._setup_prototype(*args, **kwargs)
+        except ZeroDivisionError:
+            self._runner(args, kwargs)(None)  # which says so if it was an empty minibatch
+            raise
+        except NotImplementedError as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"AutoSites: a latent site can not be drawn ({reason}), and the latent block must be "
+                f"jointly Gaussian a priori. Give the site a proper Normal prior, however wide, or use "
+                f"AutoFullRankNormal and NGVB."
+            ) from error
+
+    def _take_structure(self, args: Any, kwargs: Any) -> None:
+        prototype: Any = self.prototype_trace
+        own = {name for name, _ in prototype.iter_stochastic_nodes()}
+        found = first_call(self.whole_model(), own, args, kwargs, self.latent, self.inducing)
+        self._rest, self.plan, self.algebra = found.rest, found.plan, found.algebra
+        for group in found.plan.groups:
+            linear = found.plan.zero().new_zeros(group.size, group.width)
+            precision = linear.new_zeros(*linear.shape, group.width)
+            setattr(self, f"linear_{group.name}", nn.Parameter(linear))
+            setattr(self, f"precision_{group.name}", nn.Parameter(precision))
+        # where a parameter store was loaded before this first call, its sites are those of q
+        sites = self.site_tensors()
+        if not any(bool(t.any()) for pair in sites.values() for t in pair):
+            return
+        self.fresh = False
+        call = self.call_of(args, kwargs)
+        if not call.whole:
+            raise ValueError(
+                "AutoSites: its sites were restored with the parameter store, and this first call has "
+                "a minibatch. Make it with all data, from which q is made."
+            )
+        self.algebra.recollect(self.algebra.view(call), sites)
+
+    def _holder(self) -> Any:
+        """Who has the model: this guide, or the ``AutoGuideList`` that it is a part of."""
+        return self if self.master is None else self.master()
+
+    def whole_model(self) -> Callable[..., Any]:
+        """The model; in an ``AutoGuideList`` that of the list, with sites of other guides."""
+        holder = self._holder()
+        if not has_model(holder):
+            raise RuntimeError(
+                "This AutoSites was unpickled or loaded, and does not carry the model. Take a step, or "
+                "evaluate the loss, by SVI(model, guide, ...) first: the guide gets the model from it."
+            )
+        return holder.model
+
+    def adopt(self, model: Callable[..., Any]) -> None:
+        """Take ``model``, if this is a copy that came without."""
+        if not has_model(self._holder()):
+            give_model(self._holder(), model)
+
+    def _runner(
+        self, args: Any, kwargs: Any, values: Any = None, minibatches: Any = None
+    ) -> ConditionedModel:
+        plan, inducing = self.plan, self.inducing is not None
+        return ConditionedModel(
+            self.whole_model(),
+            args,
+            kwargs,
+            self._rest if values is None else values,
+            Minibatches(minibatches),
+            None if plan is None else plan.shapes,
+            inducing if plan is None else plan.direct,
+        )
+
+    def call_of(
+        self, args: Any, kwargs: Any, values: Any = None, minibatches: Any = None
+    ) -> BoundModel:
+        """The structure at these arguments, with ``values`` of the latent sites of other guides.
+
+        The first call finds it.
+        """
+        if self.plan is None:
+            self._setup_prototype(*args, **kwargs)
+        return BoundModel(self._structure(), self._runner(args, kwargs, values, minibatches))
+
+    def _call_before(self) -> BoundModel | None:
+        """The model at the arguments of the last step, with the structure of then."""
+        if self.last_step.arguments is None:
+            return None
+        changes = self.last_step.changes
+        plan = self._structure() if changes is None else changes.plan
+        return BoundModel(plan, self._runner(*self.last_step.arguments))
+
+    def _call_of_last(self, args: Any, kwargs: Any) -> BoundModel:
+        """The model at these arguments, or those of the last step, with q made anew if need be."""
+        self._structure()
+        self.make_current(args, kwargs)
+        if not args and not kwargs:
+            args, kwargs = self.last_step.arguments or ((), {})
+            check_arguments(self.whole_model(), args, kwargs)
+        call = self.call_of(args, kwargs)
+        self._check_prior(call)
+        return call
+
+    def _check_prior(self, call: BoundModel, leave_out: bool = False) -> list[str]:
+        """Refuse a call of another prior than the last step's; with ``leave_out`` name what is."""
+        before = self._call_before()
+        if before is None or self.last_step.has_arguments_of(call):
+            return []
+        return of_other_shape(before, call, leave_out) if at_hand(call.plan.zero()) else []
+
+    def owns(self, name: str) -> bool:
+        """Whether a sample site of the guide's trace is one of this guide."""
+        shapes = {} if self.plan is None else self.plan.shapes
+        return name in shapes or name == f"_{module_name(self)}_noise"
+
+    def _structure(self) -> ModelStructure:
+        if self.plan is None:
+            raise RuntimeError(
+                "AutoSites does not know the model's sites yet: call it once with the arguments of the "
+                "model and the data, or take a step of SVI."
+            )
+        return self.plan
+
+    # --- the sites
 
     def natural_params(self) -> dict[str, nn.Parameter]:
         """The sites' tensors by name; empty before the first call."""
@@ -148,14 +301,20 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
     @pyro_method
     def site_tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
         """nu (N, k) and Lambda (N, k, k) by group; access registers them with Pyro."""
-        self._require_setup()
-        assert self.plan is not None
+        plan = self._structure()
         self._follow_store()
         _ = self.inducing  # so does an nn.Parameter
         return {
             g.name: (getattr(self, f"linear_{g.name}"), getattr(self, f"precision_{g.name}"))
-            for g in self.plan.groups
+            for g in plan.groups
         }
+
+    def _sites(self) -> SiteParameters:
+        return SiteParameters(self._structure().groups, self.natural_params())
+
+    def sites(self) -> dict[str, SiteView]:
+        """The sites by group, as copies; a group has the name of its first observed site."""
+        return self._sites().views()
 
     def set_lag(self, lag: Any, answer: Any = None) -> None:
         """Sites are never averaged; the optimizers of our other guides ask for it."""
@@ -171,27 +330,107 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
 
     def site_of(self, index: int) -> str:
         """Name of the latent site that holds entry ``index`` of the flat latent vector."""
-        self._require_setup()
-        assert self.plan is not None
-        return entry_name(index, self.plan.shapes)
+        return entry_name(index, self._structure().shapes)
+
+    def _any_moved(self) -> bool:
+        return any(bool(p.any()) for p in self.natural_params().values())
 
     def _follow_store(self) -> None:
         """Take the sites that Pyro's store holds now: it may have been restored in between."""
         if follow_store(self, {f"{module_name(self)}.": self}):
-            self.fresh, self._stale, self.algebra._kept = not self._any_moved(), True, None
+            self.fresh, self.last_step.stale = not self._any_moved(), True
+            self.algebra.forget()
+
+    # --- data that come, go or change
+
+    def _site_data(self) -> SiteData:
+        plan, sites = self._structure(), self._sites()
+        return SiteData(plan, sites, self.algebra, self.last_step, self._call_before())
+
+    def remove(self, indices: Indices, group: str | None = None) -> None:
+        """Delete the sites of these data, which the next call of the model no longer brings.
+
+        q is the one without them from now on: exact with a Gaussian likelihood; otherwise one or
+        two further steps bring the other sites up to date.
+
+        Args:
+            indices: numbers of data of the group, or a mask (N,) of bools.  The others close up.
+            group: name of the group; not needed where there is one.
+
+        Raises:
+            ValueError: for a number that is not there or comes twice, for a group that is not
+                there, whose data have more than one dimension or a latent variable each, and for
+                all data of a group.
+            RuntimeError: where the guide does not know what these data see of the latent block:
+                before its first call, after a call with a minibatch, unpickled.
+
+        Example:
+            >>> import torch, pyro, pyro.distributions as dist, pyro_ngvi as ngvi
+            >>> def model(y):
+            ...     m = pyro.sample("m", dist.Normal(0.0, 1.0))
+            ...     with pyro.plate("data", len(y)):
+            ...         pyro.sample("y", dist.Normal(m, 1.0), obs=y)
+            >>> guide = ngvi.AutoSites(model)
+            >>> svi = pyro.infer.SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
+            >>> _ = svi.step(torch.tensor([1.0, 2.0, 9.0]))
+            >>> guide.remove(2)
+            >>> guide.median()
+            {'m': tensor(1.0000)}
+        """
+        data = self._site_data()
+        chosen = data.group_to_resize("remove", group)
+        self.plan = data.remove(chosen, checked("remove", indices, chosen))
+        self.curvature = None  # what a loss has left is of the data before
+
+    def add(self, count: int, group: str | None = None) -> None:
+        """Make room for ``count`` data more, which the next call brings after those of before.
+
+        Their sites are zero, so q stays as it is until the next step.
+
+        Args:
+            count: how many, at least 1.
+            group: name of the group; not needed where there is one.
+
+        Raises:
+            ValueError: for a count below 1, and for groups as in :meth:`remove`.
+            RuntimeError: before the guide's first call.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"AutoSites.add takes a number of data of at least 1, got {count!r}.")
+        data = self._site_data()
+        chosen = data.group_to_resize("add", group)
+        if self.last_step.stale and data.before is not None and data.before.whole:
+            self.refresh(*data.before.runner.args, **data.before.runner.kwargs)
+            # now, as the data to come would not fit
+        self.plan, self.curvature = data.add(chosen, count), None
+
+    def reset(self, indices: Indices | None = None, group: str | None = None) -> None:
+        """Set sites back to zero: because their data have changed, or to begin again.
+
+        q forgets what these data said, at once.
+
+        Args:
+            indices: numbers of data of the group, or a mask (N,); ``None`` for all.
+            group: name of the group; ``None`` for the only one or, without indices, for all.
+
+        Raises:
+            ValueError: for a number that is not there or comes twice, a group that is not there.
+            RuntimeError: as :meth:`remove`; never without indices and group.
+        """
+        if indices is None and group is None:
+            self._sites().zero()
+            self.algebra.reset()
+            self.fresh = True
+        else:
+            data = self._site_data()
+            chosen = data.sites.group("reset", group)
+            every = torch.arange(chosen.size, device=data.plan.device)
+            index = every if indices is None else checked("reset", indices, chosen)
+            data.clear("reset", chosen, index)
+        self.last_step.changed(self.last_step.changes)
+        self.curvature = None
 
     # --- the posterior
-
-    def remember(self, args: Any, kwargs: Any, stale: bool) -> None:
-        """For the loss: the arguments of the last step, and whether it moves hyperparameters."""
-        self._last, self._stale = (args, kwargs), stale
-
-    def check_data(self, call: BoundModel) -> None:
-        """For the loss: refuse data unlike the first call's, and batch after batch under a scale."""
-        self._scaled.check(call, self.edition)
-        now = call.runner.args, call.runner.kwargs
-        if self._last is None or not same_objects(self._last, now) or likelihood_learns(call):
-            check_later_data(call)
 
     def refresh(self, *args: Any, **kwargs: Any) -> None:
         """Make q anew from the sites, at the current hyperparameters and all data.
@@ -210,31 +449,36 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
         with torch.no_grad():
             view = self.algebra.view(call)
             self.algebra.recollect(view, self.site_tensors())
-        self.remember(args, kwargs, False)
+        self.last_step.remember(args, kwargs, stale=False)
 
-    def _up_to_date(self, *call: Any) -> None:
+    def make_current(self, *call: Any) -> None:
         """Make q anew where it is not that of the sites: at the last step's arguments, or ``call``."""
         if self.plan is None:
             return
         self._follow_store()
-        if self._stale:
-            args, kwargs = self._last or call or ((), {})
-            self.check_arguments(args, kwargs)
+        if self.last_step.stale:
+            args, kwargs = self.last_step.arguments or call or ((), {})
+            check_arguments(self.whole_model(), args, kwargs)
             self.refresh(*args, **kwargs)
 
     @outside_autocast
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latent sites of the block: a dict of values by name."""
-        given = self._given_minibatches()
+        # a list of guides may have made plates: a process at their data is drawn there
+        plates = getattr(self._holder(), "plates", {}) if self.master is not None else {}
+        given = {n: p.indices for n, p in plates.items() if p.subsample_size < p.size}
         call = self.call_of(args, kwargs, minibatches=given)
-        self._up_to_date(args, kwargs)
-        self.check_prior(call)
+        self.make_current(args, kwargs)
+        self._check_prior(call)
         sites = [p for pair in self.site_tensors().values() for p in pair]
         trap = _NoGradient.apply(*sites) if self.fresh and torch.is_grad_enabled() else None
         with poutine.block():
             self._create_plates(*args, **kwargs)
         drawn = self.algebra.sample(call, f"_{module_name(self)}")
-        self._announce_minibatches(call, given)
+        # tell the model which data a process was drawn at, by the sites of the plates' indices
+        for name, index in call.runner.minibatches.items():
+            if self.inducing is not None and name not in given:
+                pyro.plate(name, call.sites[name]["fn"].size, subsample=index)
         prototype: Any = self.prototype_trace
         result = {}
         for name, site in prototype.iter_stochastic_nodes():
@@ -248,16 +492,6 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
                 result[name] = pyro.sample(name, q)
         return result
 
-    def _call_of_last(self, args: Any, kwargs: Any) -> BoundModel:
-        self._require_setup()
-        self._up_to_date(args, kwargs)
-        if not args and not kwargs:
-            args, kwargs = ((), {}) if self._last is None else self._last
-            self.check_arguments(args, kwargs)
-        call = self.call_of(args, kwargs)
-        self.check_prior(call)
-        return call
-
     def get_posterior(self, *args: Any, **kwargs: Any) -> Any:
         """q over the flat latent vector (D,), its sites in the order of the model: for small D.
 
@@ -267,20 +501,11 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
             call = self._call_of_last(args, kwargs)
             return self.algebra.distribution(call)
 
-    @staticmethod
-    def _unpack(flat: Tensor, call: BoundModel) -> dict[str, Tensor]:
-        shapes = {name: fn.shape() for name, fn in call.block.items()}
-        parts = flat.split([shape.numel() for shape in shapes.values()], -1)
-        return {
-            name: part.reshape(part.shape[:-1] + shape)
-            for (name, shape), part in zip(shapes.items(), parts, strict=True)
-        }
-
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The posterior median of every latent site, by name; arguments: those of the last step."""
         with torch.no_grad():
             call = self._call_of_last(args, kwargs)
-            return self._unpack(self.algebra.mean_and_sd(call)[0], call)
+            return call.by_site(self.algebra.mean_and_sd(call)[0])
 
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Posterior quantiles of every latent site, (Q, *shape) by name."""
@@ -289,7 +514,100 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
             mean, sd = self.algebra.mean_and_sd(call)
         levels = torch.as_tensor(quantiles, dtype=mean.dtype, device=mean.device)
         z = torch.special.ndtri(levels).reshape(*levels.shape, 1)
-        return self._unpack(mean + z * sd, call)
+        return call.by_site(mean + z * sd)
+
+    def predict(self, *args: Any, **kwargs: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        """Mean and variance of every entry of every latent site under q, by name, in their shapes.
+
+        Arguments are those of the model, without data: ``guide.predict(X_new)``.  A
+        ``GaussianProcess`` follows to new inputs by its conditional, and its jitter is part of the
+        variance.  No draws, and no matrix in the number of new inputs (unless other latent sites
+        depend on the process).  Beside a process, sites of another shape with these arguments, such as
+        a noise of every datum, are left out: q says nothing of their new entries.
+
+        Raises:
+            RuntimeError: before the guide's first call with data.
+            ValueError: where the prior of another site is not the one of the last step: it is made
+                of the arguments, as that of a state-space process at other times.  A guide that was
+                unpickled can not tell before its next step.
+
+        Example: see :class:`~pyro_ngvi.distributions.GaussianProcess`.
+        """
+        self._structure()
+        self.make_current()
+        with torch.no_grad():
+            call = self.call_of(args, kwargs)
+            others = self._check_prior(call, leave_out=True)
+            mean, sd = map(call.by_site, self.algebra.mean_and_sd(call))
+        return {name: (m, sd[name].square()) for name, m in mean.items() if name not in others}
+
+    # --- diagnostics
+
+    def loo(self, *args: Any, **kwargs: Any) -> SiteLOO:
+        """Leave-one-out predictive densities from the sites, without refitting.
+
+        Arguments: those of the model with all data; by default those of the last step.
+        Equations and how it compares with PSIS-LOO: :mod:`pyro_ngvi.sites.leave_one_out`.
+        """
+        return loo_of(self._snapshot("loo", args, kwargs))
+
+    def influence(
+        self,
+        *args: Any,
+        group: str | None = None,
+        groups: Sequence[Indices] | None = None,
+        **kwargs: Any,
+    ) -> Influence:
+        """How far the posterior moves when a datum, or a set of them, is left out, without refitting.
+
+        Args:
+            args: those of the model with all data; by default those of the last step.
+            group: name of the group of the guide; not needed where there is one.
+            groups: sets of data to leave out together, each as numbers or a mask (N,); ``None`` for
+                every datum by itself.
+            kwargs: keyword arguments of the model.
+
+        Raises:
+            ValueError: for a minibatch, a group or data that are not there.
+            NotImplementedError: for ``groups``, where the guide's algebra is not dense.
+
+        Equations: :mod:`pyro_ngvi.sites.cavity`.
+        """
+        chosen = self._sites().group("influence", group)
+        sets = None
+        if groups is not None:
+            sets = [checked("influence", indices, chosen) for indices in groups]
+        return influence_of(self._snapshot("influence", args, kwargs), chosen.name, sets)
+
+    def predictor_means(self, group: str | None = None) -> tuple[str, Tensor]:
+        """Name of a group and the posterior mean (N, k) of its f, at the arguments of the last step."""
+        name = self._sites().group("sites", group).name
+        return name, self._snapshot("sites", (), {}).marginals[name].mean
+
+    def _snapshot(self, what: str, args: Any, kwargs: Any) -> Snapshot:
+        self._structure()
+        if self._rest:
+            raise NotImplementedError(
+                f"AutoSites.{what} is for guides of all latent sites of a model; here other guides of "
+                f"the list infer {', '.join(map(repr, self._rest))}."
+            )
+        if not args and not kwargs:
+            if self.last_step.arguments is not None and self.last_step.changes is not None:
+                raise ValueError(
+                    f"AutoSites.{what}: data were added or removed since the last call, and those of "
+                    f"now are not known. Pass them as arguments, or call guide.refresh(*args)."
+                )
+            args, kwargs = self.last_step.arguments or ((), {})
+            check_arguments(self.whole_model(), args, kwargs)
+        call = self.call_of(args, kwargs)
+        if not call.whole:
+            raise ValueError(
+                f"AutoSites.{what} needs all data; this call has a minibatch. Make the size of the "
+                f"minibatch an argument of the model, and pass the full data."
+            )
+        return take_snapshot(self.algebra, self.site_tensors(), call)
+
+    # --- copies
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         moved = super()._apply(fn, *args, **kwargs)
@@ -300,9 +618,9 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
         return moved
 
     def __getstate__(self) -> dict[str, Any]:
-        self._up_to_date()
+        self.make_current()
         with kept_whole(self):
-            state = {**super().__getstate__(), "_last": None, "curvature": None}
+            state = {**super().__getstate__(), "curvature": None}
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoSites:
@@ -312,15 +630,13 @@ class AutoSites(SiteData, SitePrediction, SiteModel, MadeAtFirstCall, OwnName, A
         if has_model(self):
             give_model(other, self.model)
             # the model runs, so it can at the arguments of the last step, which are not copied
-            other._last, other._since = self._last, self._since
+            last = self.last_step
+            other.last_step.arguments, other.last_step.changes = last.arguments, last.changes
         return other
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.fresh = not self._any_moved()
-
-    def _any_moved(self) -> bool:
-        return any(bool(p.any()) for p in self.natural_params().values())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

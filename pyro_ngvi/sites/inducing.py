@@ -33,7 +33,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pyro
 import torch
 from torch import Tensor, nn
 
@@ -41,7 +40,8 @@ from ..distributions.gaussian_process import factor
 from .algebra import Algebra, SiteTensors, View
 from .bound_model import BoundModel
 from .dense import GaussianPotential, WhitePosterior
-from .new_inputs import split_draw, white_noise
+from .kept import Kept
+from .new_inputs import draw_jointly
 from .output_mixing import find_axes, only_processes, seen_by_group
 from .regression import Regression, probe, regress
 from .structure import LinearMap, ModelStructure
@@ -56,14 +56,15 @@ class InducingAlgebra(Algebra):
     """White noise eps (C M,) of C processes at ``inducing`` (M, ...)."""
 
     inducing: Tensor
-    _regression: dict[str, Regression] | None = None
-    _drawn: tuple[dict[str, Regression], Tensor, Tensor, Tensor] | None = None
+    has_latent_at_data = False
 
     def __init__(self, plan: ModelStructure, call: BoundModel, inducing: Tensor) -> None:
         only_processes(plan, call, inducing)
         super().__init__(GaussianPotential.none(plan.zero(), len(plan.shapes) * len(inducing)))
         #: along which dimension of its data the inputs are, by group
         self.axes = find_axes(plan, call)
+        #: the processes at the inputs of the last steps, and of the last draws with their joint q
+        self._regressed, self._drawn = Kept(), Kept()
         if isinstance(inducing, nn.Parameter):
             self.inducing = inducing  # that of the guide, not a second one
         else:
@@ -72,7 +73,7 @@ class InducingAlgebra(Algebra):
     def view(self, call: BoundModel) -> View:
         """The maps at the inputs of the call."""
         whole, maps = call.whole, {}
-        found = self._regress(call, self._regression)
+        found = self._regress(call, self._regressed.value)
         for name, seen in seen_by_group(call, self.axes).items():
             if seen is None:
                 (own,) = found.values()
@@ -83,7 +84,7 @@ class InducingAlgebra(Algebra):
             if seen is not None and seen.learns and not whole:
                 _refuse_learning(name)
         kept = {name: r for name, r in found.items() if not r.learns}
-        self._regression = kept if whole else None
+        self._regressed.put(kept if whole else None)
         # in direct runs f at the probe is the probe itself, and would not show another prior
         call.at_probe = {name: _at_probe(at) for name, at in maps.items()}
         return View(maps, processes=tuple(found.values()))
@@ -144,16 +145,16 @@ class InducingAlgebra(Algebra):
 
     def sample(self, call: BoundModel, name: str) -> dict[str, tuple[Tensor, Tensor]]:
         mean, root = self._joint(call)
-        noise = pyro.sample(name + "_noise", white_noise(mean), infer={"is_auxiliary": True})
-        return split_draw(call, mean, root, noise)
+        return draw_jointly(call, name + "_noise", mean, root)
 
     def _joint(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         """Mean (D,) and root R (D, D) of the flat block at the call's inputs, triangular: R R'."""
-        last = self._drawn
-        found = self._regress(call, None if last is None else last[0])
-        same = last is not None and all(r is last[0][n] for n, r in found.items())
-        if last is not None and same and self.linear is last[1]:
-            return last[2:]
+        before, *_ = self._drawn.value or (None,)
+        found = self._regress(call, before)
+        marks = [*found.values(), self.linear]
+        last = self._drawn.get(marks)
+        if last is not None:
+            return last[1:]
         q = self._posterior(found)
         design = torch.block_diag(*(r.design for r in found.values()))
         half = q.half(design)
@@ -162,7 +163,7 @@ class InducingAlgebra(Algebra):
         root = factor(torch.block_diag(*rests) + half.mT @ half, jitter)
         mean = design @ q.mean + torch.cat([r.offset for r in found.values()])
         learns = any(r.learns for r in found.values())
-        self._drawn = None if learns else (found, self.linear, mean, root)
+        self._drawn.put(None if learns else (found, mean, root), marks)
         return mean, root
 
 

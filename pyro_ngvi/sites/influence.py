@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .bound_model import moves
 from .cavity import Cavity, divide_out
 from .dense import WhitePosterior
 from .snapshot import Snapshot
@@ -94,7 +95,7 @@ def influence_of(at: Snapshot, group: str, sets: Sequence[Tensor] | None) -> Inf
         design = at.view.maps[group].design[chosen]
         return _in_latent(at, q.solve(torch.einsum("nkr,nk->nr", design, cavity.pull[chosen])))
 
-    return _influence(group, cavity, cavity.move, shift)
+    return _influence(group, [cavity], cavity.move, shift)
 
 
 def _of_sets(at: Snapshot, group: str, sets: Sequence[Tensor]) -> Influence:
@@ -117,30 +118,20 @@ def _of_sets(at: Snapshot, group: str, sets: Sequence[Tensor]) -> Influence:
         pull = cavity.pull[0] if rows is None else rows.mT @ cavity.pull[0]
         pulls.append(pull)
         predictions.append((A @ q.solve(pull)).reshape(len(index), -1))
-    joined = {
-        name: torch.cat([getattr(c, name) for c in cavities])
-        for name in ("proper", "distance", "kl")
-    }
     stack = torch.stack(pulls)
 
     def shift(chosen: Tensor) -> Tensor:
         return _in_latent(at, q.solve(stack[chosen]))
 
-    return Influence(
-        group,
-        joined["distance"],
-        joined["kl"],
-        predictions,
-        int((~joined["proper"]).sum()),
-        shift,
-    )
+    return _influence(group, cavities, predictions, shift)
 
 
 def _influence(
-    group: str, cavity: Cavity, prediction: Tensor, shift: Callable[[Tensor], Tensor]
+    group: str, cavities: list[Cavity], prediction: Any, shift: Callable[[Tensor], Tensor]
 ) -> Influence:
-    improper = int((~cavity.proper).sum())
-    return Influence(group, cavity.distance, cavity.kl, prediction, improper, shift)
+    names = "distance", "kl", "proper"
+    distance, kl, proper = (torch.cat([getattr(c, n) for c in cavities]) for n in names)
+    return Influence(group, distance, kl, prediction, int((~proper).sum()), shift)
 
 
 def _white(at: Snapshot, what: str) -> WhitePosterior:
@@ -156,10 +147,10 @@ def _white(at: Snapshot, what: str) -> WhitePosterior:
 @torch.no_grad()
 def _in_latent(at: Snapshot, white: Tensor) -> Tensor:
     """Shifts (n, R) of the white block as shifts (n, D) of the latent variables."""
-
     designs = [process.design for process in at.view.processes]
     if designs:  # inducing points: the processes' own values, at all inputs
         parts = white.split([A.shape[-1] for A in designs], -1)
         return torch.cat([part @ A.mT for part, A in zip(parts, designs, strict=True)], -1)
 
-    return at.call.moves_of_block(white if at.basis is None else white @ at.basis.mT)
+    noises = white if at.basis is None else white @ at.basis.mT
+    return moves(at.call.flat_block, noises)

@@ -139,13 +139,11 @@ def _prior(mean: Tensor) -> _Place:
 
 def _chosen(condition: Tensor, one: T, other: T) -> T:
     """Those tensors of ``one`` for the data that are marked by ``condition`` (n,)."""
-    pairs = {name: (x, vars(other)[name]) for name, x in vars(one).items()}
-    return type(one)(
-        **{
-            name: torch.where(condition.reshape(-1, *[1] * (x.dim() - 1)), x, y)
-            for name, (x, y) in pairs.items()
-        }
-    )
+    found = {
+        name: torch.where(condition.reshape(-1, *[1] * (x.dim() - 1)), x, getattr(other, name))
+        for name, x in vars(one).items()
+    }
+    return replace(one, **found)
 
 
 def _absolute(G: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from ..linalg.autocast import outside_autocast
 from ..linalg.host_bool import host_bool
 from ..runtime.density import site_log_prob
 from ..runtime.whole_gradients import whole_gradients
-from .algebra import Marginals, View, apart
+from .algebra import Algebra, Marginals, SiteTensors, View, apart
 from .bound_model import BoundModel
 from .dense import WhitePosterior
 from .expectation import Expected, Points, default_count, expectations, quadrature_points
@@ -45,10 +45,11 @@ Program = Callable[..., Any]
 
 @dataclass
 class SiteTargets:
-    """What the loss leaves on the guide for :class:`~pyro_ngvi.CVI`."""
+    """What the loss leaves on the guide for :class:`~pyro_ngvi.CVI`; ``sites`` of the call's data."""
 
     kind = "sites"
     call: BoundModel
+    sites: dict[str, tuple[Tensor, Tensor]]
     view: View
     posterior: Any
     marginals: dict[str, Marginals]
@@ -106,7 +107,7 @@ class SitesELBO(ELBO):
             if not block.fresh:  # sites that have moved may be held, to learn hyperparameters
                 block.curvature = None
             leave_curvature(block, targets)
-            block.remember(args, kwargs, targets.view.learns and targets.call.whole)
+            block.last_step.remember(args, kwargs, targets.view.learns and targets.call.whole)
         return -elbo.detach()
 
     def quadrature_error(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
@@ -188,28 +189,13 @@ class SitesELBO(ELBO):
         self, block: AutoSites, call: BoundModel, derivatives: bool, exact: bool
     ) -> tuple[Tensor, SiteTargets]:
         if derivatives:
-            block.check_data(call)
+            block.last_step.check_data(call)
         # a look at other data, or at other parameters, leaves q as it is
         algebra = block.algebra if derivatives else apart(block.algebra)
         view = algebra.view(call)
-        tensors = {
-            name: (nu.detach(), Lambda.detach())
-            for name, (nu, Lambda) in block.site_tensors().items()
-        }
+        tensors = {n: (a.detach(), b.detach()) for n, (a, b) in block.site_tensors().items()}
         chosen = {n: call.rows(n, *pair) for n, pair in tensors.items()}
-        q = None
-        if not call.whole:
-            block._up_to_date()  # a step before, with all data, may have moved the prior
-            if view.learns:
-                algebra.begin_running(view)
-            evidence = algebra.evidence
-        else:
-            q = None if algebra.running else algebra.kept(view, block.natural_params().values())
-            # without sites, their evidence is none
-            new = q is None and (not block.fresh or block._stale or _resized(view, algebra))
-            new = new or algebra.running
-            evidence = algebra.recollect(view, tensors) if new else algebra.evidence
-        q = algebra.posterior(view, evidence) if q is None else q
+        q = _posterior(block, algebra, call, view, tensors)
         if host_bool(q.proper) is False:
             raise RuntimeError(
                 "SitesELBO: with the parameters of the model as they are now, prior and sites do not "
@@ -220,7 +206,7 @@ class SitesELBO(ELBO):
         of_f = {name: m.whole for name, m in marginals.items()}
         expected = expectations(call.log_likelihood, of_f, points, derivatives)
         if derivatives and block.fresh:
-            targets = first_targets(call.log_likelihood, _detached(of_f), points)
+            targets = first_targets(call.log_likelihood, of_f, points)
         else:
             targets = expected
         kl: Any = None
@@ -236,24 +222,32 @@ class SitesELBO(ELBO):
             elbo = elbo + call.weight(name) * local.sum()
         elbo = elbo + call.other_terms()
         exact = exact and call.whole
-        return elbo, SiteTargets(call, view, q, marginals, targets, elbo.detach(), exact)
+        return elbo, SiteTargets(call, chosen, view, q, marginals, targets, elbo.detach(), exact)
 
 
-def _resized(view: View, algebra: Any) -> bool:
-    """Whether evidence without sites is one of as many directions as the view has."""
+def _posterior(
+    block: AutoSites, algebra: Algebra, call: BoundModel, view: View, sites: SiteTensors
+) -> Any:
+    """q at the hyperparameters of now: that of the last step where it still holds."""
+    if not call.whole:
+        block.make_current()  # a step before, with all data, may have moved the prior
+        if view.learns:
+            algebra.begin_running(view)
+        return algebra.posterior(view, algebra.evidence)
+    q = None if algebra.running else algebra.kept(view, block.natural_params().values())
+    if q is not None:
+        return q
     sizes = {at.design.shape[-1] for at in view.maps.values()}
-    return view.prior is None and sizes != {algebra.linear.shape[-1]}
+    resized = view.prior is None and sizes != {algebra.linear.shape[-1]}
+    # without sites, their evidence is none
+    anew = algebra.running or not block.fresh or block.last_step.stale or resized
+    evidence = algebra.recollect(view, sites) if anew else algebra.evidence
+    return algebra.posterior(view, evidence)
 
 
 def site_terms(at: Marginals, linear: Tensor, precision: Tensor) -> Tensor:
     """E_q log t_n (n,): nu' m - tr Lambda (C + m m') / 2."""
     return (linear * at.mean).sum(-1) - 0.5 * (precision * at.second_moment).sum((-2, -1))
-
-
-def _detached(marginals: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
-    return {
-        name: (mean.detach(), covariance.detach()) for name, (mean, covariance) in marginals.items()
-    }
 
 
 def _averaged(targets: list[SiteTargets]) -> SiteTargets:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pyro
 import pyro.distributions as dist
 import torch
 from pyro.distributions.util import sum_rightmost
@@ -25,14 +26,10 @@ from ..linalg.host_bool import at_hand
 from ..linalg.random import fixed_normal
 from .bound_model import BoundModel, moves
 from .dense import NoisePosterior
+from .kept import Kept
 from .regression import Regression, regress
 
-__all__ = ["KnownInputs", "Maker", "split_draw", "spread", "white_noise"]
-
-
-def white_noise(like: Tensor) -> Any:
-    """N(0, I) of the shape and kind of ``like`` (D,)."""
-    return dist.Normal(torch.zeros_like(like), 1.0).to_event(1)
+__all__ = ["KnownInputs", "Maker", "draw_jointly", "spread"]
 
 
 def spread(x: Tensor, lead: torch.Size, event_dim: int) -> Tensor:
@@ -40,13 +37,15 @@ def spread(x: Tensor, lead: torch.Size, event_dim: int) -> Tensor:
     return x.reshape(torch.broadcast_shapes(x.shape[1:], lead + (1,) * event_dim))
 
 
-def split_draw(
-    call: BoundModel, mean: Tensor, root: Tensor, noise: Tensor
+def draw_jointly(
+    call: BoundModel, name: str, mean: Tensor, root: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """z = mean + root noise by site, each with its share of log q(z) - log N(noise; 0, I).
 
-    ``root`` (D, D) is lower triangular, ``noise`` (..., D).
+    ``root`` (D, D) is lower triangular; the noise (..., D) is a site of that ``name``.
     """
+    white = dist.Normal(torch.zeros_like(mean), 1.0).to_event(1)
+    noise = pyro.sample(name, white, infer={"is_auxiliary": True})
     lead = noise.shape[:-1]
     z = mean + noise @ root.mT
     shares = -root.diagonal().abs().log()
@@ -87,7 +86,7 @@ class KnownInputs(nn.Module):
             _refuse_minibatch(call)
         self._stamps: dict[str, Any] = {}
         self._found: dict[str, tuple[Regression, Tensor]] = {}
-        self._last: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self._joint = Kept()
         self._keep(call.block)
 
     def at(self, name: str) -> Tensor:
@@ -143,16 +142,17 @@ class KnownInputs(nn.Module):
 
         zero = q.mean.new_zeros(len(q.mean) + sum(ends))
         probe = flat(fixed_normal(len(zero), seed=len(zero)).to(zero))
-        last = self._last
-        if last is not None and last[0] is evidence and _equal(last[1], probe):
-            return last[2:]
+        last = self._joint.get([evidence], [probe])
+        if last is not None:
+            return last
         mean = flat(torch.cat([q.mean, zero[len(q.mean) :]]))
         rows = torch.block_diag(
             q.root(), torch.eye(sum(ends), dtype=zero.dtype, device=zero.device)
         )
         half = moves(flat, rows)
         root = torch.linalg.qr(half, mode="r").R.mT
-        self._last = None if root.requires_grad else (evidence, probe.detach(), mean, root)
+        kept = None if root.requires_grad else (mean, root)
+        self._joint.put(kept, [evidence], [probe.detach()])
         return mean, root
 
     def variances(self, call: BoundModel, q: NoisePosterior) -> tuple[Tensor, Tensor] | None:
@@ -167,9 +167,8 @@ class KnownInputs(nn.Module):
             return call.flat_block(noise, makers)
 
         mean = flat(q.mean)
-        rest = torch.zeros_like(mean)
-        for name, r in found.items():
-            rest[_entries(call, name)] = r.rest
+        none = {n: mean.new_zeros(fn.shape().numel()) for n, fn in call.block.items()}
+        rest = torch.cat([found[n].rest if n in found else zero for n, zero in none.items()])
         moved = flat(q.mean, {name: r.rest for name, r in found.items()})
         if not torch.equal(moved != mean, (mean + rest) != mean):
             return None
@@ -188,7 +187,7 @@ class KnownInputs(nn.Module):
         return both
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_stamps": {}, "_found": {}, "_last": None}
+        return self.__dict__ | {"_stamps": {}, "_found": {}}
 
 
 def _refuse_minibatch(call: BoundModel) -> None:
@@ -206,10 +205,6 @@ def _refuse(*names: str) -> None:
         )
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return at_hand(b) and not b.requires_grad and a.shape == b.shape and torch.equal(a, b)
-
-
 def _processes(block: Mapping[str, Any]) -> dict[str, GaussianProcess]:
     return {name: fn for name, fn in block.items() if isinstance(fn, GaussianProcess)}
 
@@ -221,14 +216,3 @@ def _buffer(name: str) -> str:
 def _stamp(x: Tensor) -> tuple[int, int, Tensor] | None:
     """Equal for the same tensor, not written to since; ``None`` where that is not known."""
     return None if x.is_inference() else (id(x), x._version, x)
-
-
-def _entries(call: BoundModel, name: str) -> slice:
-    """Where a site's entries are in the flat block."""
-    start = 0
-    for other, fn in call.block.items():
-        size = fn.shape().numel()
-        if other == name:
-            break
-        start += size
-    return slice(start, start + size)

@@ -64,15 +64,14 @@ def seen_by_group(call: BoundModel, axes: Mapping[str, int]) -> dict[str, Seen |
     Raises:
         ValueError: where there are not as many inputs as data.
     """
-    groups, count = call.plan.groups, _count(call)
+    groups, count, first = call.plan.groups, _count(call), next(iter(call.block))
     for group in groups:
         shape = call.shapes[group.name]
         if shape and shape[axes[group.name]] != count:
             raise ValueError(
-                f"AutoSites(inducing=...): {_names(call)} {_has(call)} {count} inputs in this call, "
-                f"and the data of {group.name!r} have the shape {tuple(shape)}. In minibatches make "
-                f"the plate first, and processes at its data: GaussianProcess(kernel, "
-                f"X[plate.indices])."
+                f"AutoSites: the GaussianProcess {first!r} has {count} inputs in this call, and the "
+                f"data of {group.name!r} have the shape {tuple(shape)}. In minibatches make the plate "
+                f"first, and processes at its data: GaussianProcess(kernel, X[plate.indices])."
             )
     columns = {group.name: _columns(call.plan, group) for group in groups}
     if len(call.block) == 1 and None not in columns.values():
@@ -153,10 +152,12 @@ def find_axes(plan: ModelStructure, call: BoundModel) -> dict[str, int]:
                 break
         else:
             where = " and ".join(str(place) for place in group.predictor.places)
+            names = " and ".join(map(repr, call.block))
+            names = names if len(call.block) > 1 else "the GaussianProcess " + names
             raise ValueError(
                 f"AutoSites(inducing=...): the data of {group.name!r}, of shape "
-                f"{tuple(group.batch)}, see {_names(call)} through {where}, not each at its own "
-                f"input only. Datum n must see {_names(call)} at input n: GaussianProcess(kernel, "
+                f"{tuple(group.batch)}, see {names} through {where}, not each at its own "
+                f"input only. Datum n must see {names} at input n: GaussianProcess(kernel, "
                 "X), X in the order of the data."
             )
     return axes
@@ -199,12 +200,3 @@ def _numbers(shape: torch.Size, axis: int, device: torch.device) -> Tensor:
     """i (n,) of data of this shape in a row, whose inputs are along ``axis``."""
     along = [-1 if d == axis else 1 for d in range(len(shape))]
     return torch.arange(shape[axis], device=device).reshape(along).expand(shape).reshape(-1)
-
-
-def _names(call: BoundModel) -> str:
-    names = [repr(name) for name in call.block]
-    return "the GaussianProcess " + names[0] if len(names) == 1 else " and ".join(names)
-
-
-def _has(call: BoundModel) -> str:
-    return "has" if len(call.block) == 1 else "have"

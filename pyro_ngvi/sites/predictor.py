@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .conditioned_model import ConditionedModel, TensorRef, for_each
 from .log_likelihood import data_shape, data_terms
-from .probe_points import TOLERANCE, Plane, corners, record, same
+from .probe_points import TOLERANCE, Plane, Record, corners, record, same
 
 __all__ = ["Predictor", "digit_masks", "find_predictor"]
 
@@ -90,35 +90,34 @@ def find_predictor(
     ``other`` is a runner with other values of the latent sites outside of the block, of which the
     predictor must be free.  ``declared`` names a site to take as the predictor.
     """
-    return _Search(runner, dim, name, other, declared).find()
+    return _Search(runner, name, other, declared, corners(runner, dim, name)).find()
 
 
+@dataclass
 class _Search:
-    def __init__(
-        self,
-        runner: ConditionedModel,
-        dim: int,
-        name: str,
-        other: ConditionedModel | None,
-        declared: str | None,
-    ) -> None:
-        self.runner, self.name, self.other, self.declared = runner, name, other, declared
-        self.corners = corners(runner, dim, name)
+    runner: ConditionedModel
+    name: str
+    other: ConditionedModel | None
+    declared: str | None
+    corners: list[Record]
+    #: what was wrong with the places that were tried, for the refusal
+    first_nonlinear: str | None = None
+    nonlocal_place: TensorRef | None = None
+    other_moves: bool = False
+
+    def __post_init__(self) -> None:
         e, eu, ev = (corner.noise for corner in self.corners[:3])
         self.plane = Plane(e, eu - e, ev - e)
-        site = self.corners[0].sites[name]
+        site = self.corners[0].sites[self.name]
         self.batch, self.observed = data_shape(site), data_terms(site)
         if self.batch != self.observed.shape:
             raise ValueError(
-                f"AutoSites: the observed site {name!r} has data of shape "
+                f"AutoSites: the observed site {self.name!r} has data of shape "
                 f"{tuple(site['value'].shape)} and batch shape {tuple(self.batch)}: what is one "
                 "datum? Put it into a plate of its data: with pyro.plate('data', "
-                f"{self.observed.shape[-1]}): pyro.sample({name!r}, ...)."
+                f"{self.observed.shape[-1]}): pyro.sample({self.name!r}, ...)."
             )
         self.tolerance = TOLERANCE * torch.finfo(self.observed.dtype).eps
-        self.first_nonlinear: str | None = None
-        self.nonlocal_place: TensorRef | None = None
-        self.other_moves = False
 
     def _terms(self, noise: Tensor, replace: dict[TensorRef, Tensor] | None = None) -> Tensor:
         return data_terms(self.runner.sites(noise, replace=replace)[self.name])
@@ -152,7 +151,7 @@ class _Search:
         candidates = []
         for place, a in first.items():
             if not affine[place]:
-                self.first_nonlinear = self.first_nonlinear or self.corners[0].names[place]
+                self.first_nonlinear = self.first_nonlinear or place.label
                 continue
             trailing = self._trailing(a.shape)
             if trailing is None:

@@ -41,17 +41,16 @@ CHUNK = 8
 
 @dataclass
 class Record:
-    """What a run at a noise (D,) has shown: its sites, tensors by place, and names for these."""
+    """What a run at a noise (D,) has shown: its sites, and tensors by place."""
 
     noise: Tensor
     sites: Sites
     values: dict[TensorRef, Tensor]
-    names: dict[TensorRef, str]
 
     def only(self, places: Collection[TensorRef]) -> Record:
         """Without the other tensors."""
         values = {place: value for place, value in self.values.items() if place in places}
-        return Record(self.noise, self.sites, values, self.names)
+        return Record(self.noise, self.sites, values)
 
 
 def record(
@@ -59,12 +58,10 @@ def record(
 ) -> Record:
     """A run, with the results of its operations, and the values of sites before them."""
     results: dict[TensorRef, Tensor] = {}
-    names: dict[TensorRef, str] = {}
 
     def keep(place: TensorRef, result: Tensor) -> None:
         if only is None or place in only:
             results[place] = result.detach().clone()  # the model may write into it later
-            names[place] = place.name
 
     run = runner(noise, on_operation=keep)
     values: dict[TensorRef, Tensor] = {}
@@ -73,8 +70,7 @@ def record(
         place = TensorRef(site=name)
         if made and (only is None or place in only):
             values[place] = site["value"].detach()
-            names[place] = f"the site {name!r}"
-    return Record(noise, run.sites, values | results, names)
+    return Record(noise, run.sites, values | results)
 
 
 def corners(runner: ConditionedModel, dim: int, name: str) -> list[Record]:

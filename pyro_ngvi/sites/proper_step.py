@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..linalg.eigen import positive_part
 from ..linalg.host_bool import host_bool
+from .algebra import Algebra
 from .dense import GaussianPotential
-from .guide import AutoSites
 from .loss import SiteTargets
 from .secant import Pairs
 
@@ -37,17 +37,16 @@ class ProperStep:
     q: Any
 
 
-def proper_step(block: AutoSites, targets: SiteTargets, change: Pairs) -> ProperStep:
+def proper_step(algebra: Algebra, targets: SiteTargets, change: Pairs) -> ProperStep:
     """``change``, or as much of it as leaves q proper.  ``share`` is that of the change given."""
-    step = _halved(block, targets, change)
+    step = _halved(algebra, targets, change)
     if host_bool(step.share > 0.0):
         return step
-    sites = block.site_tensors()
     positive: Pairs = {}
     for name, (nu, Lambda) in change.items():
-        (before,) = targets.call.rows(name, sites[name][1])
+        before = targets.sites[name][1]
         positive[name] = nu, positive_part(before + Lambda) - before
-    other = _halved(block, targets, positive)
+    other = _halved(algebra, targets, positive)
     found = step.share > 0.0
     chosen = {
         n: (torch.where(found, a, positive[n][0]), torch.where(found, b, positive[n][1]))
@@ -59,12 +58,10 @@ def proper_step(block: AutoSites, targets: SiteTargets, change: Pairs) -> Proper
     return ProperStep(chosen, share, log_normalizer, evidence, None)
 
 
-def _halved(block: AutoSites, targets: SiteTargets, change: Pairs) -> ProperStep:
+def _halved(algebra: Algebra, targets: SiteTargets, change: Pairs) -> ProperStep:
     """The largest share 2^-j of a change that leaves q proper, or 0."""
-    algebra, view = block.algebra, targets.view
-    before = algebra.evidence
+    sites, view, before = targets.sites, targets.view, algebra.evidence
     one = torch.ones_like(before.constant)
-    sites = {n: targets.call.rows(n, *pair) for n, pair in block.site_tensors().items()}
     moved = {n: (sites[n][0] + a, sites[n][1] + b) for n, (a, b) in change.items()}
     if targets.call.whole:  # summed anew, so that roundings do not add up from sweep to sweep
         after = algebra.collect(view, moved)

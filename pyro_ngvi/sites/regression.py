@@ -10,14 +10,14 @@ inputs X with Z those of training.  O(N M^2), and no N x N matrix.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..distributions.gaussian_process import GaussianProcess, factor
-from ..linalg.host_bool import at_hand
+from ..distributions.gaussian_process import GaussianProcess, factor, with_jitter
 from ..linalg.random import fixed_normal
+from .kept import same_bits
 
 __all__ = ["Regression", "probe", "regress"]
 
@@ -43,10 +43,8 @@ class Regression:
 
     def at(self, index: Tensor) -> Regression:
         """f at the inputs of these numbers (n,), of which each may come several times."""
-        design, offset, rest = (
-            t.index_select(0, index) for t in (self.design, self.offset, self.rest)
-        )
-        return Regression(design, offset, rest, self.root, self.level, self.marks)
+        rows = {n: getattr(self, n).index_select(0, index) for n in ("design", "offset", "rest")}
+        return replace(self, **rows)
 
     def marginals(self, mean: Tensor, half: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of f (N,), for eps of mean (M,) and A eps of covariance half' half."""
@@ -63,11 +61,9 @@ def regress(fn: GaussianProcess, known: Tensor, before: Regression | None = None
     variance, loc = fn.variance, fn.loc
     v = probe(cross)
     marks = (v @ cross, v @ inner, variance, loc)
-    if before is not None and _same(marks, before.marks):
+    if before is not None and same_bits(marks, before.marks):
         return before
-    size = len(known)
-    noise = fn.jitter * torch.eye(size, dtype=inner.dtype, device=inner.device)
-    root = factor(inner + noise, fn.jitter)
+    root = factor(with_jitter(inner, fn.jitter), fn.jitter)
     half = torch.linalg.solve_triangular(root, cross, upper=False)
     rest = (variance - half.square().sum(0)).clamp_min(0.0)
     return Regression(half.mT, loc, rest, root, fn.mean_at(known), marks)
@@ -76,12 +72,3 @@ def regress(fn: GaussianProcess, known: Tensor, before: Regression | None = None
 def probe(like: Tensor) -> Tensor:
     """A fixed eps (M,) for ``like`` (M, ...), at which two maps would differ."""
     return fixed_normal(len(like), seed=20_090_416).to(like)
-
-
-def _same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
-    """Bit for bit, so far as the host can look without waiting."""
-    if any(t.requires_grad for t in (*a, *b)):
-        return False
-    return all(
-        at_hand(x) and x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True)
-    )

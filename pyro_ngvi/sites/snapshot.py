@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..linalg.host_bool import host_bool
-from .algebra import Marginals, View, apart
+from .algebra import Algebra, Marginals, View, apart
 from .bound_model import BoundModel
 
 __all__ = ["Snapshot", "take_snapshot"]
@@ -31,22 +32,24 @@ class Snapshot:
 
 
 @torch.no_grad()
-def take_snapshot(guide: Any, call: BoundModel) -> Snapshot:
+def take_snapshot(
+    algebra: Algebra, sites: Mapping[str, tuple[Tensor, Tensor]], call: BoundModel
+) -> Snapshot:
     """q as its sites and the model's parameters make it now, for a call with all data.
 
     Raises:
         RuntimeError: where prior and sites do not make a proper Gaussian.
     """
-    algebra = apart(guide.algebra)  # a look at other data leaves q alone
+    algebra = apart(algebra)  # a look at other data leaves q alone
     view = algebra.view(call)
-    sites = {name: (a.clone(), b.clone()) for name, (a, b) in guide.site_tensors().items()}
+    copies = {name: (a.clone(), b.clone()) for name, (a, b) in sites.items()}
     # the view may have changed the coordinates of the evidence, so it is made anew
-    q = algebra.posterior(view, algebra.recollect(view, sites))
+    q = algebra.posterior(view, algebra.recollect(view, copies))
     if host_bool(q.proper) is False:
         raise RuntimeError(
             "AutoSites: with the parameters of the model as they are now, prior and sites do not make "
             "a proper Gaussian. Take more steps, or guide.reset()."
         )
     return Snapshot(
-        call, view, q, algebra.marginals(view, q), sites, getattr(algebra, "basis", None)
+        call, view, q, algebra.marginals(view, q), copies, getattr(algebra, "basis", None)
     )

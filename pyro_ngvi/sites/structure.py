@@ -1,12 +1,12 @@
 """What AutoSites knows about a model: its Gaussian block, and groups of data with their predictors.
 
 A :class:`ModelStructure` is made once (:func:`pyro_ngvi.sites.find.make_plan`); a
-:class:`~pyro_ngvi.sites.bound_model.Call` is the plan at the arguments of one call of the model.
+:class:`~pyro_ngvi.sites.bound_model.BoundModel` is the plan at the arguments of one call of the model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,7 +56,10 @@ class LinearMap:
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """``shapes`` and ``event_dims`` of the block's sites; ``dim`` is the length D of their noise."""
+    """What a model is made of: found once, at the first call.
+
+    ``shapes`` and ``event_dims`` of the block's sites; ``dim`` is the length D of their noise.
+    """
 
     shapes: dict[str, torch.Size]
     event_dims: dict[str, int]
@@ -85,6 +88,21 @@ class ModelStructure:
     def block_places(self) -> tuple[TensorRef, ...]:
         """The sites of the block."""
         return tuple(TensorRef(site=name) for name in self.shapes)
+
+    def group(self, name: str) -> Group:
+        """The group of that name."""
+        return next(g for g in self.groups if g.name == name)
+
+    def resized(self, group: Group, size: int) -> ModelStructure:
+        """The same with another number of data in a ``group`` of one dimension."""
+        batch = torch.Size((size,))
+        groups = tuple(replace(g, batch=batch) if g is group else g for g in self.groups)
+        if not self.direct:
+            return replace(self, groups=groups)
+        # processes at the inputs of all data
+        shapes = {n: batch if s == group.batch else s for n, s in self.shapes.items()}
+        dim = sum(s.numel() for s in shapes.values())
+        return replace(self, groups=groups, dim=dim, shapes=shapes)
 
     def zero(self) -> Tensor:
         """The noise of the prior's mean, (D,)."""

@@ -27,7 +27,6 @@ __all__ = [
     "colour",
     "gaussian_of",
     "log_det_root",
-    "noise_size",
     "other_priors",
     "refuse_other_prior",
     "refuse_weights",
@@ -62,13 +61,8 @@ def refuse_weights(site: Site) -> None:
         )
 
 
-def noise_size(fn: Any) -> int:
-    """How many entries of white noise make one draw."""
-    return fn.shape().numel()
-
-
 def colour(fn: Any, noise: Tensor) -> Tensor:
-    """loc + R noise in the shape of a draw, for the flat ``noise`` (noise_size,)."""
+    """loc + R noise in the shape of a draw, for as many entries of flat ``noise``."""
     shaped = noise.reshape(fn.shape())
     if isinstance(fn, dist.Normal):
         return fn.loc + fn.scale * shaped

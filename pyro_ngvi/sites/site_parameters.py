@@ -1,18 +1,17 @@
-"""The sites of an AutoSites guide as its user sees them, and which data a call means."""
+"""The parameters of the sites by group of data, as a user sees them, and which data he means."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..linalg.products import matvec
-from .structure import Group, ModelStructure
+from .structure import Group
 
-__all__ = ["Indices", "SiteView", "SiteViews", "checked"]
+__all__ = ["Indices", "SiteParameters", "SiteView", "checked"]
 
 Indices = int | Sequence[int] | Tensor
 
@@ -30,48 +29,39 @@ class SiteView:
     mean: Tensor
 
 
-class SiteViews:
-    """Mixed into :class:`~pyro_ngvi.AutoSites`, whose attributes these are."""
+@dataclass(frozen=True)
+class SiteParameters:
+    """The parameters nu (N, k) and Lambda (N, k, k) of every group, by "linear_" and "precision_"."""
 
-    plan: ModelStructure | None
-    algebra: Any
-    curvature: Any
-    fresh: bool
-    inducing: Tensor | None
+    groups: tuple[Group, ...]
+    tensors: dict[str, nn.Parameter]
 
-    #: how often data were changed; an optimizer compares no two sweeps of different editions
-    edition: int = 0
-    _rest: dict[str, Tensor]
-    _last: tuple[Any, Any] | None
-    _stale: bool
+    def of(self, group: Group) -> tuple[nn.Parameter, nn.Parameter]:
+        """nu and Lambda of a group."""
+        return self.tensors[f"linear_{group.name}"], self.tensors[f"precision_{group.name}"]
 
-    def sites(self) -> dict[str, SiteView]:
-        """The sites by group, as copies; a group has the name of its first observed site."""
+    def views(self) -> dict[str, SiteView]:
+        """The sites by group, as copies."""
         views = {}
-        for group in self._plan().groups:
-            linear, precision = (p.detach().clone() for p in self._tensors(group))
+        for group in self.groups:
+            linear, precision = (p.detach().clone() for p in self.of(group))
             views[group.name] = SiteView(linear, precision, _peak(linear, precision))
         return views
 
-    def _plan(self) -> ModelStructure:
-        guide: Any = self
-        guide._require_setup()
-        assert self.plan is not None
-        return self.plan
-
-    def _tensors(self, group: Group) -> tuple[nn.Parameter, nn.Parameter]:
-        guide: Any = self
-        own = guide.natural_params()
-        return own[f"linear_{group.name}"], own[f"precision_{group.name}"]
-
-    def _group(self, what: str, name: str | None) -> Group:
-        groups = {g.name: g for g in self._plan().groups}
+    def group(self, what: str, name: str | None) -> Group:
+        """The group of that name, or the only one, for the method ``what`` of the guide."""
+        groups = {g.name: g for g in self.groups}
         names = ", ".join(map(repr, groups))
         if name is None and len(groups) > 1:
             raise ValueError(f"AutoSites.{what}: name a group of data, one of {names}.")
         if name is not None and name not in groups:
             raise ValueError(f"AutoSites.{what}: there is no group {name!r}; there are {names}.")
         return groups[next(iter(groups)) if name is None else name]
+
+    def zero(self) -> None:
+        """Set all of them to 0."""
+        for p in self.tensors.values():
+            p.detach().zero_()
 
 
 def _peak(linear: Tensor, precision: Tensor) -> Tensor:
