@@ -29,7 +29,7 @@ def test_the_largest_proper_share_in_halves_is_taken(bound: float, share: float)
     """P + s (-t I) is positive definite up to s = smallest eigenvalue of P / t, here ``bound``."""
     guide, targets, _, P = before_a_step()
     change = step_by(torch.linalg.eigvalsh(P)[0] / bound)
-    step = proper_step(guide, targets, change)
+    step = proper_step(guide.algebra, targets, change)
     assert float(step.share) == share
     # the evidence is that of the sites after the share, summed anew
     (linear, precision), (nu, Lambda) = guide.site_tensors()["y"], step.change["y"]
@@ -44,7 +44,7 @@ def test_the_largest_proper_share_in_halves_is_taken(bound: float, share: float)
 def test_where_no_share_is_proper_sites_lose_their_negative_precision() -> None:
     guide, targets, sites, P = before_a_step()
     size = torch.linalg.eigvalsh(P)[0] / 0.01  # below 2^-6
-    step = proper_step(guide, targets, step_by(size))
+    step = proper_step(guide.algebra, targets, step_by(size))
     nu, Lambda = step.change["y"]
     assert float(step.share) == 1.0
     torch.testing.assert_close(sites + Lambda[:, 0, 0], (sites - size).clamp_min(0.0))
