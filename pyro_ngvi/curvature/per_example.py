@@ -50,13 +50,16 @@ def squared_sum(
 ) -> Tensor:
     """sum_i w_i J_i^2, (d,).
 
-    :param f: maps theta (d,) to (N,), without side effects.
-    :param theta: the point, (d,).
-    :param weights: w (N,); ones by default.
-    :param budget: bytes for a block of the Jacobian.
-    :param width: numbers that f holds for an example at a time.
-    :param mode: "forward", "reverse", or by default the cheaper one.
-    :raises ValueError: when theta or f(theta) is not a vector, or the weights are not (N,).
+    Args:
+        f: maps theta (d,) to (N,), without side effects.
+        theta: the point, (d,).
+        weights: w (N,); ones by default.
+        budget: bytes for a block of the Jacobian.
+        width: numbers that f holds for an example at a time.
+        mode: "forward", "reverse", or by default the cheaper one.
+
+    Raises:
+        ValueError: when theta or f(theta) is not a vector, or the weights are not (N,).
 
     >>> X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> squared_sum(lambda t: X @ t, torch.zeros(2), torch.tensor([1.0, 10.0]))

@@ -264,7 +264,7 @@ def _resample(diagnostic: KHat) -> np.ndarray:
     log_weights = diagnostic.psis_log_weights
     if diagnostic.decision == "unusable":
         warnings.warn(
-            f'resample="psis" can not be relied on here. {diagnostic.verdict}',
+            f'resample="psis" cannot be relied on here. {diagnostic.verdict}',
             RuntimeWarning,
             stacklevel=3,
         )

@@ -231,7 +231,7 @@ def with_jitter(matrix: Tensor, jitter: float) -> Tensor:
 
 
 def factor(matrix: Tensor, jitter: float) -> Tensor:
-    """The lower Cholesky factor; where there is none an error, or NaN where the host can not look."""
+    """The lower Cholesky factor; where there is none an error, or NaN where the host cannot look."""
     root, info = torch.linalg.cholesky_ex(matrix)
     definite = host_bool(info == 0)
     if definite is False:

@@ -132,7 +132,7 @@ class GaussianStateSpace(TorchDistribution):
         pairs = zip(old[::-1], batch_shape[::-1], strict=False)
         if len(old) > len(batch_shape) or any(a not in (1, b) for a, b in pairs):
             raise ValueError(
-                f"Batch shape {tuple(old)} can not be expanded to {tuple(batch_shape)}."
+                f"Batch shape {tuple(old)} cannot be expanded to {tuple(batch_shape)}."
             )
         for name in (*self.arg_constraints, "times"):
             setattr(new, name, getattr(self, name))

@@ -115,7 +115,7 @@ class MeanFieldDirichlet(WhitenedFamily):
         return (g[..., :-1] - rest + self._log_offset(g)).flatten(-2)
 
     def _density(self, params: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-        """alpha, log of its mean vector p = alpha / T, and -log B(alpha) - sum alpha log p."""
+        """alpha, log of its mean vector p = alpha / T, and -log B(alpha) + sum alpha log p."""
         log_alpha = params["log_concentration"]
         alpha = log_alpha.exp()
         total = _total(alpha)

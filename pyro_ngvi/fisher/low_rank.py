@@ -260,6 +260,6 @@ def _debias(values: Tensor, D: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
         spikes = level * 0.5 * (b + (b.square() - 4.0 * x).clamp_min(0.0).sqrt())
         above = (x > edge) & free
         rest = D - torch.where(above, spikes, 0.0).sum()
-        # n scores can not show that a direction has less than a share of about 1/n
+        # n scores cannot show that a direction has less than a share of about 1/n
         level = torch.maximum(rest / (D - above.sum()), 1.0 / (1.0 + n))
     return torch.where(above, spikes, level), level

@@ -105,7 +105,7 @@ class GuideScores:
 
     Raises:
         ValueError: for a function that takes arguments and does not remember them; for a site whose
-            density can not be evaluated at a given value; when log q depends on no parameter.
+            density cannot be evaluated at a given value; when log q depends on no parameter.
     """
 
     def __init__(self, guide: Callable[..., Any]) -> None:
@@ -258,7 +258,7 @@ def _evaluated(what: str, fn: Any, value: Tensor) -> Tensor:
         return fn.log_prob(value)
     except (NotImplementedError, KeyError) as error:
         raise ValueError(
-            f"The density of {what} ({type(fn).__name__}) can not be evaluated at a given value, only "
+            f"The density of {what} ({type(fn).__name__}) cannot be evaluated at a given value, only "
             f"at a draw of its own, so the guide has no scores here. Use a distribution whose "
             f"transform has an inverse, or train the guide by pyro.optim.Adam."
         ) from error

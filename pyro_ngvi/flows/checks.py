@@ -98,7 +98,7 @@ def check_round_trip(flow: nn.Module, name: str, d: int) -> None:
     # KeyError: transforms of Pyro that look into their cache and nowhere else
     except (NotImplementedError, KeyError) as error:
         raise ValueError(
-            f"The flow {name} has no inverse, so log q can not be evaluated at a given point, and "
+            f"The flow {name} has no inverse, so log q cannot be evaluated at a given point, and "
             f"there are no scores. Take one with an inverse, such as a coupling or a spline."
         ) from error
     except (RuntimeError, ValueError, AssertionError, AttributeError, TypeError) as error:

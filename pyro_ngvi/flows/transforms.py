@@ -28,7 +28,7 @@ __all__ = ["CouplingFlow", "PyroFlow", "ZukoFlow", "as_flow", "coupling_flow"]
 
 #: kinds of layers
 KINDS = ("affine", "spline", "autoregressive")
-#: an affine layer stretches by a factor between 1 / LARGEST and LARGEST, so that it can not throw draws
+#: an affine layer stretches by a factor between 1 / LARGEST and LARGEST, so that it cannot throw draws
 #: far away in the tails of eps, where no training was
 LARGEST = 10.0
 

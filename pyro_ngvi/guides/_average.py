@@ -28,7 +28,7 @@ class HoldsAverage:
         """The tensors of the family, by name; empty before the first call."""
         raise NotImplementedError
 
-    def set_lag(self, lag: Tensors | None, answer: Tensors | None = None) -> None:
+    def set_iterate_offset(self, lag: Tensors | None, answer: Tensors | None = None) -> None:
         """For optimizers that average: iterate minus average, by name; ``None`` for no averaging.
 
         The lag belongs to ``answer``, the parameters as the optimizer left them.  Whoever writes to
@@ -36,19 +36,19 @@ class HoldsAverage:
         """
         self._lag, self._lag_of = lag, answer
 
-    def lag(self, intact: Tensor | None = None) -> Tensors:
+    def iterate_offset(self, intact: Tensor | None = None) -> Tensors:
         """The lag of each parameter, by name; empty where there is none.
 
-        ``intact`` spares a caller who already has :meth:`lag_is_intact` a second look.
+        ``intact`` spares a caller who already has :meth:`offset_is_intact` a second look.
         """
         if self._lag is None:
             return {}
-        intact = self.lag_is_intact() if intact is None else intact
+        intact = self.offset_is_intact() if intact is None else intact
         if host_bool(intact):
             return dict(self._lag)
         return choose(intact, self._lag, {k: torch.zeros_like(v) for k, v in self._lag.items()})
 
-    def lag_is_intact(self) -> Tensor:
+    def offset_is_intact(self) -> Tensor:
         """Whether the parameters are as the optimizer left them: a 0-dim tensor, not waited for."""
         params = self.natural_params()
         if self._lag_of is None:

@@ -65,7 +65,7 @@ def start_within_memory(guide: str, init_loc_fn: Callable[..., Any]) -> Callable
 
 
 def choose_sites(guide: str, prototype: Any, names: Sequence[str] | None) -> list[str]:
-    """The sites to reparameterise; refuses what can not be."""
+    """The sites to reparameterise; refuses what cannot be."""
     sites = dict(prototype.iter_stochastic_nodes())
     if names is not None:
         if unknown := [name for name in names if name not in sites]:
@@ -124,7 +124,7 @@ def check_priors(
 
 
 def _refusal(site: Any) -> str | None:
-    """Why a site can not be reparameterised: the end of a sentence."""
+    """Why a site cannot be reparameterised: the end of a sentence."""
     fn, shape = site["fn"], tuple(site["value"].shape)
     if normal_of(fn) is None:
         return f"has a prior that is not independent normals ({type(fn).__name__})."

@@ -238,11 +238,11 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
         params = self._current()
         if self.averaged and torch.is_grad_enabled() and torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             raise RuntimeError(
-                f"{type(self).__name__} can not be traced by torch.jit while its optimizer averages: "
+                f"{type(self).__name__} cannot be traced by torch.jit while its optimizer averages: "
                 f"the trace would freeze the lag between iterate and average. Use Trace_ELBO or "
                 f"BatchedELBO, or averaging=False."
             )
-        lag = self.lag() if torch.is_grad_enabled() else {}
+        lag = self.iterate_offset() if torch.is_grad_enabled() else {}
         if lag:
             params = {name: p + lag[name] for name, p in params.items()}
         return self._distribution(params)

@@ -66,12 +66,12 @@ class GuideBlock:
         """Name of the parameter that holds entry ``index`` of all of them in a row."""
         return entry_name(index, self._leaves)
 
-    def lag(self, intact: Tensor | None = None) -> Tensors:
+    def iterate_offset(self, intact: Tensor | None = None) -> Tensors:
         return {}
 
-    def set_lag(self, lag: Tensors | None, answer: Tensors | None = None) -> None:
+    def set_iterate_offset(self, lag: Tensors | None, answer: Tensors | None = None) -> None:
         pass
 
-    def lag_is_intact(self) -> Tensor:
+    def offset_is_intact(self) -> Tensor:
         device = next(iter(self._leaves.values())).device
         return torch.ones((), dtype=torch.bool, device=device)

@@ -45,7 +45,7 @@ class AutoExponentialFamily(AutoFamily):
     :class:`AutoFullRankNormal`.
 
     Not where much of the posterior lies within rounding of 1, or of 0 in the last entry of a simplex:
-    Beta(20, 0.1) has a quarter of its mass within 1e-7 of 1, which float32 can not tell from 1, and the
+    Beta(20, 0.1) has a quarter of its mass within 1e-7 of 1, which float32 cannot tell from 1, and the
     model is flat there.  Write the model of the rare outcome, or use float64; :func:`~pyro_ngvi.khat`
     and :func:`~pyro_ngvi.to_arviz` warn.
 

@@ -90,7 +90,7 @@ class AutoFlow(AutoFamily):
                 f"affine must be {' or '.join(map(repr, sorted(GAUSSIANS)))}, got {affine!r}."
             )
         self._affine = affine
-        # within a tuple, since a module can not be assigned before Module.__init__
+        # within a tuple, since a module cannot be assigned before Module.__init__
         self._given: tuple[Any, ...] = (flow,)
         super().__init__(model, init=init, **kwargs)
 

@@ -98,7 +98,7 @@ class FamilyTransform(Transform):
         return self  # what it would cache is kept anyway
 
     def __getstate__(self) -> dict[str, Any]:
-        # tensors of a graph can not be copied
+        # tensors of a graph cannot be copied
         return {**super().__getstate__(), "_last": None}
 
 

@@ -103,9 +103,9 @@ class BatchedELBO(ELBO):
         retain_graph: passed to ``backward``.
 
     Raises:
-        ValueError: when a site can not be handled, or its ``log_prob`` has a shape that its
+        ValueError: when a site cannot be handled, or its ``log_prob`` has a shape that its
             plates and its value do not explain.
-        RuntimeError: when model or guide can not run under ``vmap``, with a curvature that needs it.
+        RuntimeError: when model or guide cannot run under ``vmap``, with a curvature that needs it.
 
     Warns:
         RuntimeWarning: when model or guide cannot run under ``vmap``, so that a step takes S
@@ -308,7 +308,7 @@ class BatchedELBO(ELBO):
         if isinstance(poutine.unwrap(guide), Messenger):
             raise ValueError(
                 f"The guide {type(guide).__name__} is an effect handler around its model, which "
-                f"BatchedELBO can not run on its own; use pyro.infer.Trace_ELBO."
+                f"BatchedELBO cannot run on its own; use pyro.infer.Trace_ELBO."
             )
         minibatches = self._minibatches = Minibatches()
         with own_random_state(), poutine.block(), torch.no_grad():

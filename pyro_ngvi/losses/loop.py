@@ -55,7 +55,7 @@ class Runs:
             if not self._noticed:
                 self._noticed = True
                 warnings.warn(
-                    f"BatchedELBO: vmap can not run the program ({reason.where}): each of "
+                    f"BatchedELBO: vmap cannot run the program ({reason.where}): each of "
                     f"{num_particles} particles has a run of its own, at so many times the cost. If "
                     f"pyro_ngvi.diagnostics.check_vectorized passes, take "
                     f"Trace_ELBO(vectorize_particles=True).",

@@ -99,7 +99,7 @@ class SitePosteriors:
             return _normal(guide.loc[own], scale[own])
         if not isinstance(guide, AutoFamily):
             raise NoFactor(
-                f"{self.caller} can not draw {name!r} alone from {type(guide).__name__}. Use "
+                f"{self.caller} cannot draw {name!r} alone from {type(guide).__name__}. Use "
                 f"pyro_ngvi.AutoMeanFieldNormal(model), or Pyro's AutoNormal or AutoDiagonalNormal."
             )
         if id(guide) not in self._joint:

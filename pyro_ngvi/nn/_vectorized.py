@@ -38,7 +38,7 @@ def run_vectorized(
 
     Raises:
         ValueError: when the weights have different ``lead``.
-        RuntimeError: when the module can not run under ``vmap``.
+        RuntimeError: when the module cannot run under ``vmap``.
     """
     batched, shared, leads = {}, {}, set()
     for name, w in weights.items():
@@ -67,7 +67,7 @@ def run_vectorized(
     except RuntimeError as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
         raise RuntimeError(
-            f"{type(module).__name__} can not run at vectorised particles, under torch.func.vmap: "
+            f"{type(module).__name__} cannot run at vectorised particles, under torch.func.vmap: "
             f"{reason}. Use Trace_ELBO without vectorize_particles, which runs it once for each."
         ) from error
     if isinstance(output, Tensor):

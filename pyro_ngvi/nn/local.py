@@ -179,7 +179,7 @@ class _LocalDraws(Messenger):
             if before != lead:
                 raise ValueError(
                     f"The layer of the site {name!r} is called for data of shapes {tuple(before)} "
-                    f"and {tuple(lead)} in one run of the model, so that a datum can not keep its "
+                    f"and {tuple(lead)} in one run of the model, so that a datum cannot keep its "
                     f"draw. Use the model without local_reparameterization."
                 )
             return drawn
@@ -216,7 +216,7 @@ def _lead(name: str, g: Tensor, x: Tensor) -> torch.Size:
     if x.dim() > g.dim():
         raise ValueError(
             f"With vectorised particles {name!r} has shape {tuple(g.shape)} and its layer an input of "
-            f"shape {tuple(x.shape)}, in which data and particles can not be told apart. Use "
+            f"shape {tuple(x.shape)}, in which data and particles cannot be told apart. Use "
             f"pyro_ngvi.BatchedELBO."
         )
     return torch.broadcast_shapes(g.shape[:-1], x.shape[:-1])

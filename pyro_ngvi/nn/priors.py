@@ -139,7 +139,7 @@ class _Hyperparameters(Messenger):
         if self._inside:
             raise ValueError(
                 f"The prior function of {self.name!r} samples {msg['name']!r} in a plate of its own, "
-                f"which can not be told from vectorised particles. Declare its dimensions as one "
+                f"which cannot be told from vectorised particles. Declare its dimensions as one "
                 f"event, .to_event(...), instead of the plate."
             )
         self.lead = torch.broadcast_shapes(self.lead, lead)

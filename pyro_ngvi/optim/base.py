@@ -34,7 +34,7 @@ class NaturalGradientOptim(PyroOptim):
     """A ``PyroOptim`` that steps the natural blocks of a guide by a rule.  Subclasses make the rule."""
 
     #: kinds of curvature that the optimizer takes; ``None`` stands for a loss without any
-    kinds: tuple[str | None, ...] = (None, "price")
+    accepts: tuple[str | None, ...] = (None, "price")
 
     #: whether the optimizer learns the Fisher matrix where the family does not know it
     learns_fisher: ClassVar[bool] = False
@@ -49,7 +49,7 @@ class NaturalGradientOptim(PyroOptim):
                 f"others must be a pyro.optim.PyroOptim such as pyro.optim.Adam({{'lr': 1e-3}}), "
                 f"got {type(others).__name__}."
             )
-        if getattr(guide, "holds_sites", False) and "sites" not in self.kinds:
+        if getattr(guide, "holds_sites", False) and "sites" not in self.accepts:
             raise ValueError(
                 f"{type(self).__name__} cannot step the sites of AutoSites. Use pyro_ngvi.CVI(guide) "
                 f"and SVI's loss=pyro_ngvi.SitesELBO()."
@@ -91,7 +91,7 @@ class NaturalGradientOptim(PyroOptim):
                 f"pyro_ngvi.AIFVB, which learn it from scores."
             )
         self._rules[path] = self.make_rule(block.family)
-        block.set_lag(None)  # an optimizer before this one may have left its own
+        block.set_iterate_offset(None)  # an optimizer before this one may have left its own
         block.curvature = None  # as may a step that failed
         block.averaged = block.holds_average and self._rules[path].averaging is not None
 
@@ -164,8 +164,8 @@ class NaturalGradientOptim(PyroOptim):
         parts = {k: v.to(like) if v.dtype in halves else v for k, v in parts.items()}
         grads |= {"curvature." + name: v for name, v in parts.items()}
         # the gradient was taken at the iterate, which lies at a lag from an averaged answer
-        intact = block.lag_is_intact()
-        lag = block.lag(intact)
+        intact = block.offset_is_intact()
+        lag = block.iterate_offset(intact)
         if lag:
             values = {name: p + lag[name] for name, p in values.items()}
             if not host_bool(intact):
@@ -176,15 +176,15 @@ class NaturalGradientOptim(PyroOptim):
         for name, p in tensors.items():
             p.copy_(answer[name])
         if block.averaged:
-            block.set_lag({name: new[name] - answer[name] for name in new}, answer)
+            block.set_iterate_offset({name: new[name] - answer[name] for name in new}, answer)
         self._states[path] = state
         self._reports[path] = report
         if host_bool(report.finite) is False:
             self._warn_skipped(block, report)
 
     def _require_one_guide(self) -> None:
-        """Refuse a list of guides to an optimizer that can not do without curvature."""
-        if None not in self.kinds and any(path for path, _ in self._blocks()):
+        """Refuse a list of guides to an optimizer that cannot do without curvature."""
+        if None not in self.accepts and any(path for path, _ in self._blocks()):
             raise ValueError(
                 f"{type(self).__name__} needs curvature, which a loss can leave on one guide over all "
                 f"latent sites only. Use one guide of this package in the place of "
@@ -194,24 +194,24 @@ class NaturalGradientOptim(PyroOptim):
     def _check_curvature(self, block: Any, curvature: Curvature | None) -> None:
         """Refuse curvature of which no use would be made, and a loss without what is needed."""
         kind = None if curvature is None else curvature.kind
-        if kind in self.kinds:
+        if kind in self.accepts:
             return
         name = type(self).__name__
-        if None in self.kinds:
+        if None in self.accepts:
             takers = {"kronecker": "NoisyKFAC", "scores": "SPRING"}
             raise RuntimeError(
                 f'{name} makes no use of curvature="{kind}". Leave it out of BatchedELBO(...), or take '
                 f"pyro_ngvi.optim.{takers.get(str(kind), 'NGVB, VON or VOGN')}."
             )
         found = "the loss left none" if kind is None else f'the loss leaves "{kind}"'
-        if self.kinds == ("sites",):
+        if self.accepts == ("sites",):
             raise RuntimeError(
                 f"{name} steps the sites of {type(block).__name__} by expectations under q, and "
                 f"{found}. Pass SVI loss=pyro_ngvi.SitesELBO()."
             )
         raise RuntimeError(
             f"{name} steps {type(block).__name__} by a curvature, and {found}. "
-            f'Pass SVI loss=pyro_ngvi.BatchedELBO(num_particles, curvature="{self.kinds[0]}").'
+            f'Pass SVI loss=pyro_ngvi.BatchedELBO(num_particles, curvature="{self.accepts[0]}").'
         )
 
     def _state_of(self, path: str, block: Any, values: Tensors) -> Tensors:
@@ -265,7 +265,7 @@ class NaturalGradientOptim(PyroOptim):
         count = int(report.skipped)
         if count & (count - 1):  # warn at 1, 2, 4, 8, ... skips
             return
-        what = "gradient" if None in self.kinds else "gradient or curvature"
+        what = "gradient" if None in self.accepts else "gradient or curvature"
         if not self.needs_gradients:
             what = "log p or log q of some draw"
         sites = ", ".join(map(repr, _sites(block, report.bad_entries))) or "the whole latent vector"
@@ -305,7 +305,7 @@ class NaturalGradientOptim(PyroOptim):
         natural = {path: dict(state) for path, state in (self._states | self._waiting).items()}
         for path, block in self._blocks():
             if path in natural and block.natural_params():
-                natural[path] |= {"lag." + k: v for k, v in block.lag().items()}
+                natural[path] |= {"lag." + k: v for k, v in block.iterate_offset().items()}
         return {
             "natural": {path: {k: v.clone() for k, v in s.items()} for path, s in natural.items()},
             "others": self._others_state.save(self.others),
@@ -327,7 +327,7 @@ class NaturalGradientOptim(PyroOptim):
         for path, block in self._blocks():
             # the parameters may be restored before or after this call
             saved = state_dict["natural"].get(path, {})
-            block.set_lag(part(saved, "lag.") or None)
+            block.set_iterate_offset(part(saved, "lag.") or None)
 
 
 def _refuse_wrappers(*args: Any, **kwargs: Any) -> None:

@@ -30,7 +30,7 @@ With a :class:`RobbinsMonro` schedule of power alpha, the regularisation c_beta 
 to 5.3).  Algorithms 1 and 2 as printed stand in ``benchmarks/baselines``.
 
 Not for: guides whose Fisher matrix is known (NGVB is as good and cheaper), guides without a density
-(AutoDelta), densities that can not be evaluated at a given point (flows without an inverse).
+(AutoDelta), densities that cannot be evaluated at a given point (flows without an inverse).
 
 Source: Godichon-Baggioni, Nguyen & Tran (2024, JASA), equations (4.6), Algorithms 1 and 2.
 """

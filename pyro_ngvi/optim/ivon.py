@@ -101,7 +101,7 @@ class IVON(VON):
         (tensor([ 3., -1.]), tensor([2., 2.], grad_fn=<RoundBackward1>))
     """
 
-    kinds: ClassVar[tuple[str | None, ...]] = ("price", None)
+    accepts: ClassVar[tuple[str | None, ...]] = ("price", None)
     rule_type: ClassVar[type[VONRule]] = IVONRule
 
     def __init__(

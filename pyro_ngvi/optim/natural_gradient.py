@@ -70,5 +70,5 @@ class NaturalGradient(NaturalGradientOptim):
 
     def make_rule(self, family: Family) -> Rule:
         made = self.rule(family)
-        self.kinds = made.accepts
+        self.accepts = made.accepts
         return made

@@ -4,7 +4,7 @@ The step, its equations and their sources: :mod:`pyro_ngvi.rules.natural_gradien
 
 Not for: losses that are not an ELBO (RenyiELBO, ReweightedWakeSleep, EnergyDistance: the first left
 the posterior of a linear regression by thousands of nats), losses scaled by ``poutine.scale(...,
-1 / N)`` (natural gradients need no such scale, and the gain, at most 1, can not make up for it), and
+1 / N)`` (natural gradients need no such scale, and the gain, at most 1, cannot make up for it), and
 guides of other packages, whose Fisher matrix is not known here.
 """
 
@@ -78,7 +78,7 @@ class NGVB(NaturalGradientOptim):
     """
 
     #: curvature in the loss takes the place of the gradient of the scales
-    kinds: ClassVar[tuple[str | None, ...]] = (None, "price", "hessian", "gauss_newton")
+    accepts: ClassVar[tuple[str | None, ...]] = (None, "price", "hessian", "gauss_newton")
 
     def __init__(
         self,

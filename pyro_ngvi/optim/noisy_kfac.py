@@ -223,7 +223,7 @@ class NoisyKFAC(NaturalGradientOptim):
         True
     """
 
-    kinds: ClassVar[tuple[str | None, ...]] = ("kronecker",)
+    accepts: ClassVar[tuple[str | None, ...]] = ("kronecker",)
 
     def __init__(
         self,

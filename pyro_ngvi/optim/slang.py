@@ -79,7 +79,7 @@ class SLANG(VON):
         True
     """
 
-    kinds: ClassVar[tuple[str | None, ...]] = ("gauss_newton",)
+    accepts: ClassVar[tuple[str | None, ...]] = ("gauss_newton",)
 
     def __init__(
         self,

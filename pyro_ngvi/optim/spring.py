@@ -164,7 +164,7 @@ class SPRING(NaturalGradientOptim):
         True
     """
 
-    kinds: ClassVar[tuple[str | None, ...]] = ("scores",)
+    accepts: ClassVar[tuple[str | None, ...]] = ("scores",)
     learns_fisher: ClassVar[bool] = True
     needs_gradients: ClassVar[bool] = False
 

@@ -143,13 +143,13 @@ def without_lag(blocks: list[Any]) -> Iterator[None]:
     kept = []
     for block in blocks:
         answer = {name: p.detach().clone() for name, p in block.natural_params().items()}
-        kept.append((block, block.lag() or None, answer))
-        block.set_lag(None)
+        kept.append((block, block.iterate_offset() or None, answer))
+        block.set_iterate_offset(None)
     try:
         yield
     finally:
         for block, lag, answer in kept:
-            block.set_lag(lag, answer)
+            block.set_iterate_offset(lag, answer)
 
 
 @torch.no_grad()

@@ -73,7 +73,7 @@ class Vadam(VON):
         >>> optim = ngvi.optim.Vadam(ngvi.AutoMeanFieldNormal(model), lr=0.01)
     """
 
-    kinds: ClassVar[tuple[str | None, ...]] = ("squared_gradient",)
+    accepts: ClassVar[tuple[str | None, ...]] = ("squared_gradient",)
     rule_type: ClassVar[type[VONRule]] = VadamRule
 
     def __init__(

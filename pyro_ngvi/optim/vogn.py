@@ -66,7 +66,7 @@ class VOGN(VON):
         True
     """
 
-    kinds: ClassVar[tuple[str | None, ...]] = ("gauss_newton",)
+    accepts: ClassVar[tuple[str | None, ...]] = ("gauss_newton",)
 
     def __init__(
         self,

@@ -169,7 +169,7 @@ class VON(NaturalGradientOptim):
         1.99
     """
 
-    kinds: ClassVar[tuple[str | None, ...]] = ("hessian", "gauss_newton", "price")
+    accepts: ClassVar[tuple[str | None, ...]] = ("hessian", "gauss_newton", "price")
     rule_type: ClassVar[type[VONRule]] = VONRule
 
     def __init__(

@@ -145,7 +145,7 @@ def batched_trace(
 
     Raises:
         ValueError: when S is not known.
-        RuntimeError: when the model can not run under ``vmap``: it brings the value of a latent
+        RuntimeError: when the model cannot run under ``vmap``: it brings the value of a latent
             site into Python (``.item()``, ``if``), writes it in place into another tensor, or
             draws a site whose sampler has no batching rule (Beta, Dirichlet, LKJ, von Mises);
             then use ``pyro.infer.Predictive`` or ``Trace_ELBO``.

@@ -67,7 +67,7 @@ def map_draws(
         if names and (changed := names ^ sites.keys()):
             raise ValueError(
                 f"The sites {sorted(changed)} are there in some draws and not in others, so they "
-                "can not be stored as arrays. Write the model with the same sites in every run."
+                "cannot be stored as arrays. Write the model with the same sites in every run."
             )
         names.update(sites)
         return reduce(sites)

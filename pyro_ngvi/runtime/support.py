@@ -41,7 +41,7 @@ def validated_log_prob(site: Site) -> Tensor:
         return site_log_prob(site)[1]
     except ValueError as error:
         raise ValueError(
-            f"The site {site['name']!r} can not be evaluated: {error}{_hint(site)}"
+            f"The site {site['name']!r} cannot be evaluated: {error}{_hint(site)}"
         ) from error
 
 
@@ -99,7 +99,7 @@ class LaterData:
     >>> later.check(run(torch.zeros(2)))
     >>> later.check(run(torch.tensor([1.0, 2.0])))
     Traceback (most recent call last):
-    ValueError: The site 'y' can not be evaluated: its value in this step, of shape (2,), is not ...
+    ValueError: The site 'y' cannot be evaluated: its value in this step, of shape (2,), is not ...
     """
 
     def __init__(self, sites: Sites) -> None:
@@ -249,7 +249,7 @@ def _refuse(site: Site, good: Tensor) -> None:
     bad = ~(good | (nan.flatten(-fn.event_dim).any(-1) if fn.event_dim else nan))
     if host_bool(_unhidden(bad, site).any()):
         raise ValueError(
-            f"The site {site['name']!r} can not be evaluated: its value in this step, of shape "
+            f"The site {site['name']!r} cannot be evaluated: its value in this step, of shape "
             f"{tuple(value.shape)}, is not within the support ({fn.support!r}) of "
             f"{type(fn).__name__}. Invalid values:\n{value}"
         )

@@ -212,7 +212,7 @@ def run_particles(
             supported (it makes every torch call slower).
 
     Raises:
-        RuntimeError: when the program can not run under ``vmap``.
+        RuntimeError: when the program cannot run under ``vmap``.
     """
     sites: Sites = {}
 

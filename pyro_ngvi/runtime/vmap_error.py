@@ -35,8 +35,8 @@ def vmap_error(
     where = next(iter(getattr(error, "__notes__", ())), None) or _where(reached, all_sites)
     reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
     return CannotBatch(
-        f"The program can not run under torch.func.vmap ({where}): {reason}. "
-        f"Under vmap a program can not bring the value of a latent site into Python (.item(), "
+        f"The program cannot run under torch.func.vmap ({where}): {reason}. "
+        f"Under vmap a program cannot bring the value of a latent site into Python (.item(), "
         f"if, while, NumPy), write it in place into a tensor made without it, or use an operation "
         f"that has no batching rule. {_remedy(error.__traceback__)} pyro.infer.Trace_ELBO, which "
         f"runs the program once for each particle.",

@@ -92,7 +92,7 @@ def _allowed(site: Site) -> Tensor:
 
 
 def check_support(site: Site) -> None:
-    """Refuse data that the likelihood can not produce: its log_prob may be a number all the same."""
+    """Refuse data that the likelihood cannot produce: its log_prob may be a number all the same."""
     allowed = _allowed(site)
     if not bool(allowed.all()):
         wrong = (~allowed).reshape(-1).nonzero().reshape(-1)
@@ -175,7 +175,7 @@ def of_other_shape(before: BoundModel, call: BoundModel, leave_out: bool) -> lis
         name = others[0]
         raise ValueError(
             f"AutoSites: {name!r} has the shape {tuple(now[name].shape())} with these arguments, "
-            f"and {tuple(fixed[name].shape())} with those of the last step, so it can not be "
+            f"and {tuple(fixed[name].shape())} with those of the last step, so it cannot be "
             f"predicted. Give it a GaussianProcess, or make it a part of the likelihood."
         )
     for name in other_priors({n: fixed[n] for n in fixed if n not in others}, now):

@@ -243,7 +243,7 @@ class WhitenedRun(Conditioned):
 def for_each(body: Callable[[Any], T], inputs: Any, chunk_size: int | None = None) -> T:
     """``body`` at every row of ``inputs`` (a tensor, or a dict of them), stacked.
 
-    By ``torch.func.vmap``; one after the other where the model can not run under it (Pyro's
+    By ``torch.func.vmap``; one after the other where the model cannot run under it (Pyro's
     ``OrderedLogistic`` fills a tensor in place).
     """
     try:

@@ -86,7 +86,7 @@ class CVI(NaturalGradientOptim):
     Example: see :class:`~pyro_ngvi.AutoSites`.
     """
 
-    kinds: ClassVar[tuple[str | None, ...]] = ("sites",)
+    accepts: ClassVar[tuple[str | None, ...]] = ("sites",)
     needs_gradients: ClassVar[bool] = False
 
     def __init__(self, guide: Any, lr: float = 1.0, others: PyroOptim | None = ADAM) -> None:

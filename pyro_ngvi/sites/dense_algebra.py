@@ -45,7 +45,7 @@ class DenseAlgebra(Algebra):
         if self.basis is not None and not call.whole:
             raise ValueError(
                 f"AutoSites: the guide began with all data and keeps {self.basis.shape[1]} directions "
-                f"of {self.basis.shape[0]} latent variables, so it can not take minibatches. Begin "
+                f"of {self.basis.shape[0]} latent variables, so it cannot take minibatches. Begin "
                 f"with a minibatch."
             )
         self.known.follow(call)

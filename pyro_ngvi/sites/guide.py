@@ -180,7 +180,7 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         except NotImplementedError as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
-                f"AutoSites: a latent site can not be drawn ({reason}), and the latent block must be "
+                f"AutoSites: a latent site cannot be drawn ({reason}), and the latent block must be "
                 f"jointly Gaussian a priori. Give the site a proper Normal prior, however wide, or use "
                 f"AutoFullRankNormal and NGVB."
             ) from error
@@ -316,11 +316,11 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         """The sites by group, as copies; a group has the name of its first observed site."""
         return self._sites().views()
 
-    def set_lag(self, lag: Any, answer: Any = None) -> None:
+    def set_iterate_offset(self, lag: Any, answer: Any = None) -> None:
         """Sites are never averaged; the optimizers of our other guides ask for it."""
 
-    def lag(self) -> dict[str, Tensor]:
-        """None, see :meth:`set_lag`."""
+    def iterate_offset(self) -> dict[str, Tensor]:
+        """None, see :meth:`set_iterate_offset`."""
         return {}
 
     def take_curvature(self) -> Any:
@@ -529,7 +529,7 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
             RuntimeError: before the guide's first call with data.
             ValueError: where the prior of another site is not the one of the last step: it is made
                 of the arguments, as that of a state-space process at other times.  A guide that was
-                unpickled can not tell before its next step.
+                unpickled cannot tell before its next step.
 
         Example: see :class:`~pyro_ngvi.distributions.GaussianProcess`.
         """
@@ -645,7 +645,7 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
 
 
 class _NoGradient(torch.autograd.Function):
-    """Zero; that a gradient is asked for shows an optimizer at work that can not move the sites."""
+    """Zero; that a gradient is asked for shows an optimizer at work that cannot move the sites."""
 
     generate_vmap_rule = True
 

@@ -105,9 +105,9 @@ def test_later_data_outside_the_support(kind: str) -> None:
     for _ in range(2):
         elbo.loss_and_grads(coins, guide, y)
     bad = torch.tensor([1.0, 2.0]) if kind == "new tensor" else y.add_(1.0)
-    with pytest.raises(ValueError, match=r"'y' can not be evaluated.*not within the support"):
+    with pytest.raises(ValueError, match=r"'y' cannot be evaluated.*not within the support"):
         elbo.loss_and_grads(coins, guide, bad)
-    with pytest.raises(ValueError, match=r"'y' can not be evaluated.*not within the support"):
+    with pytest.raises(ValueError, match=r"'y' cannot be evaluated.*not within the support"):
         elbo.loss_and_grads(coins, guide, bad)  # and once more
     elbo.loss_and_grads(coins, guide, bad, bad == 1.0)
     with pyro.validation_enabled(False):

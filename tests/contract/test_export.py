@@ -322,7 +322,7 @@ def test_data_outside_the_support_are_refused(diagnostic: Any) -> None:
 
     guide = AutoNormal(model)
     diagnostic(model, guide, torch.tensor([0.0, 1.0, 7.0]), num_samples=50)  # 7 is masked
-    with pytest.raises(ValueError, match=r"'y' can not be evaluated: Expected value argument"):
+    with pytest.raises(ValueError, match=r"'y' cannot be evaluated: Expected value argument"):
         diagnostic(model, guide, torch.tensor([1.0, 2.0, 7.0]), num_samples=50)
 
 

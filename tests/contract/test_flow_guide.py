@@ -248,7 +248,7 @@ def test_bad_arguments() -> None:
 def test_the_average_is_the_answer() -> None:
     guide = made("affine")
     spring(guide, 20)
-    lag = guide.lag()
+    lag = guide.iterate_offset()
     assert any(float(v.abs().max()) > 0 for v in lag.values())
     z: Tensor = torch.randn(2, 3)
     at_iterate = guide.sampling_posterior().log_prob(z)

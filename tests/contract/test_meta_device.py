@@ -1,6 +1,6 @@
 """No step waits for the device: every rule and family runs on tensors that hold no values.
 
-Reading a value of a ``meta`` tensor (``.item()``, ``if``, ``float``) raises, so what runs there can not
+Reading a value of a ``meta`` tensor (``.item()``, ``if``, ``float``) raises, so what runs there cannot
 synchronise a GPU with its host.
 """
 

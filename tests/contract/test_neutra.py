@@ -196,7 +196,9 @@ def test_is_the_average_as_it_was(kind: str) -> None:
     q = guide.get_posterior()
     z = q.family.rsample(q.params, noise).detach()
     lag = {name: torch.ones_like(p) for name, p in guide.natural_params().items()}
-    guide.set_lag(lag, {name: p.detach().clone() for name, p in guide.natural_params().items()})
+    guide.set_iterate_offset(
+        lag, {name: p.detach().clone() for name, p in guide.natural_params().items()}
+    )
     program = ngvi.neutra(model, guide)
     with torch.no_grad():
         for p in guide.natural_params().values():

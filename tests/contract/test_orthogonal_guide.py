@@ -108,7 +108,7 @@ def test_two_layers_hold_a_banana() -> None:
 
 
 def test_printed_form_beats_its_start() -> None:
-    """With the sigmoid, whose box of side 1 can not hold this posterior; with Pyro's own loss."""
+    """With the sigmoid, whose box of side 1 cannot hold this posterior; with Pyro's own loss."""
     pyro.set_rng_seed(0)
     guide = AutoOrthogonalForm(few_counts, form="paper", retraction="cholesky-qr")
     guide(COUNTS)

@@ -28,9 +28,9 @@ def train(guide, optim, steps, data=y):
 def test_adam_after_an_averaging_optimizer_trains_what_the_guide_shows():
     guide = ngvi.AutoMeanFieldNormal(model)
     train(guide, ngvi.NGVB(guide), 20)
-    assert guide.lag_is_intact()
+    assert guide.offset_is_intact()
     svi = train(guide, ClippedAdam({"lr": 0.05, "lrd": 0.998}), 2000)
-    assert not guide.lag_is_intact()
+    assert not guide.offset_is_intact()
     # the sum of both is known well: mean y, and its ELBO is that of a fit
     before = guide.loc.sum().item()
     assert abs(before - y.mean().item()) < 0.1

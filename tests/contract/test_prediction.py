@@ -75,7 +75,7 @@ def test_given_draws_give_what_pyro_gives(data: Any) -> None:
     torch.testing.assert_close(found["mean"], expected["mean"].reshape(50, M))
 
 
-@pytest.mark.filterwarnings("ignore:resample=.psis. can not be relied on")  # it is not trained
+@pytest.mark.filterwarnings("ignore:resample=.psis. cannot be relied on")  # it is not trained
 @pytest.mark.parametrize("resample", [None, "psis"])
 def test_the_same_seed_gives_the_same_draws_everywhere(resample: Any, data: Any) -> None:
     X, y, new = data

@@ -98,7 +98,7 @@ def test_an_exact_guide_is_left_alone() -> None:
 
 def test_warns_where_weights_can_not_correct() -> None:
     with pytest.warns(
-        RuntimeWarning, match=r"can not be relied on here. Not usable: k-hat is .* above"
+        RuntimeWarning, match=r"cannot be relied on here. Not usable: k-hat is .* above"
     ) as seen:
         ngvi.to_arviz(model, guide_of(0.0, 0.2), X, num_samples=S, seed=1, resample="psis")
     assert seen[0].filename == __file__

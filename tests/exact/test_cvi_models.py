@@ -25,7 +25,7 @@ X = covariates
 D = 3
 
 
-# --- predictors of more than one entry, and likelihoods that can not be batched
+# --- predictors of more than one entry, and likelihoods that cannot be batched
 
 
 def heteroscedastic(X: Tensor, y: Tensor) -> None:

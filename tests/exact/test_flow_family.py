@@ -175,7 +175,7 @@ def test_pyro_transforms_keep_nothing() -> None:
     family, params = member("pyro coupling", "diagonal")
     family.rsample(params, torch.randn(2, D))
     family.score(params, torch.randn(2, D))
-    copy.deepcopy(family.flow)  # tensors of a graph can not be copied
+    copy.deepcopy(family.flow)  # tensors of a graph cannot be copied
     x = torch.randn(4, D)
     first = family.log_prob(params, x)
     other = {k: v + 0.1 for k, v in params.items()}

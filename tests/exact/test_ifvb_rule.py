@@ -494,7 +494,7 @@ def layout(tensors: Tensors) -> dict[str, tuple[torch.Size, torch.dtype]]:
 @pytest.mark.parametrize("averaging", [None, LogPower()])
 @pytest.mark.parametrize("frame", ["stored", "mean field", "full rank"])
 def test_meta_device(form: str, averaging: LogPower | None, frame: str) -> None:
-    """No value is read: what runs on tensors without values can not make a GPU wait.
+    """No value is read: what runs on tensors without values cannot make a GPU wait.
 
     float32 beside a default of float64 shows what would be promoted; counters of the host stay there.
     """

@@ -162,7 +162,7 @@ def test_sampler_without_a_batching_rule() -> None:
 
     with pytest.warns(RuntimeWarning, match="on the way to 'p'"):
         assert torch.isfinite(loss(model, guide))
-    with pytest.raises(RuntimeError, match=r"can not run under torch.func.vmap.*Trace_ELBO"):
+    with pytest.raises(RuntimeError, match=r"cannot run under torch.func.vmap.*Trace_ELBO"):
         batched_trace(guide, {}, num_particles=2)
 
 
@@ -185,9 +185,9 @@ def test_data_outside_the_support() -> None:
         with pyro.plate("data", N):
             pyro.sample("y", dist.Bernoulli(logits=w.expand(N)), obs=y)
 
-    with pytest.raises(ValueError, match=r"'y' can not be evaluated: Expected value argument"):
+    with pytest.raises(ValueError, match=r"'y' cannot be evaluated: Expected value argument"):
         loss(model, normal_guide, Y)
-    with pytest.raises(ValueError, match=r"'y' can not be evaluated: Expected value argument"):
+    with pytest.raises(ValueError, match=r"'y' cannot be evaluated: Expected value argument"):
         loss(model, normal_guide, torch.full((N,), torch.nan))
 
 
@@ -294,9 +294,7 @@ def test_nan_under_a_mask(how: str) -> None:
             pyro.sample("y", fn if how == "poutine" else fn.mask(seen), obs=y)
 
     y = torch.where(Y == 2, torch.nan, Y)
-    with pytest.raises(
-        ValueError, match=r"(?s)'y' can not be evaluated.*obs=torch.nan_to_num\(y\)"
-    ):
+    with pytest.raises(ValueError, match=r"(?s)'y' cannot be evaluated.*obs=torch.nan_to_num\(y\)"):
         loss(model, normal_guide, y)
 
 

@@ -201,10 +201,10 @@ def test_recurrent_layers_run_one_particle_at_a_time() -> None:
     SVI(model, guide, ngvi.NGVB(guide), loss=Trace_ELBO(2)).step(x, Y)
     vectorised: Any = Trace_ELBO(2, vectorize_particles=True, max_plate_nesting=1)
     with pytest.raises(
-        Exception, match=r"Recurrent can not run at vectorised particles.*Trace_ELBO"
+        Exception, match=r"Recurrent cannot run at vectorised particles.*Trace_ELBO"
     ):
         vectorised.loss(model, guide, x, Y)
-    with pytest.warns(RuntimeWarning, match=r"vmap can not run.*each of 2 particles"):
+    with pytest.warns(RuntimeWarning, match=r"vmap cannot run.*each of 2 particles"):
         assert np.isfinite(ngvi.BatchedELBO(2).loss(model, guide, x, Y))
 
 
@@ -352,7 +352,7 @@ def test_predict_refuses_targets_outside_the_support(likelihood: Any, y: Tensor)
     model = bayesianize(nn.Linear(2, 1), likelihood, num_data=8)
     guide = ngvi.AutoMeanFieldNormal(model)
     guide(X, (y > 0.0).double() + (likelihood != "bernoulli"))
-    with pytest.raises(ValueError, match=r"The site 'y' can not be evaluated.*within the support"):
+    with pytest.raises(ValueError, match=r"The site 'y' cannot be evaluated.*within the support"):
         predict(model, guide, X, y)
 
 

@@ -1,4 +1,4 @@
-"""BatchedELBO and to_arviz with programs that torch.func.vmap can not run."""
+"""BatchedELBO and to_arviz with programs that torch.func.vmap cannot run."""
 
 import warnings
 from typing import Any
@@ -93,7 +93,7 @@ def test_curvature_keeps_the_error():
         ngvi.BatchedELBO(2, curvature="price").loss_and_grads(branching, guide)
     left: Any = guide.take_curvature()
     assert left.kind == "price"
-    with pytest.raises(RuntimeError, match=r"can not run under torch\.func\.vmap"):
+    with pytest.raises(RuntimeError, match=r"cannot run under torch\.func\.vmap"):
         ngvi.BatchedELBO(2, curvature="hessian").loss_and_grads(branching, guide)
 
 

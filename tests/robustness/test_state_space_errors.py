@@ -67,7 +67,7 @@ def test_wrong_value_and_batch() -> None:
     with pytest.raises(ValueError, match="within the support"):
         chain().log_prob(torch.full((4, 2), torch.nan))
     for shape in ((2,), (3, 2), ()):
-        with pytest.raises(ValueError, match=r"Batch shape \(3,\) can not be expanded"):
+        with pytest.raises(ValueError, match=r"Batch shape \(3,\) cannot be expanded"):
             chain().expand((3,)).expand(shape)
 
 

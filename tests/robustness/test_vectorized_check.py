@@ -85,7 +85,7 @@ def test_vectorized_check_names_a_latent_site_of_other_shape() -> None:
 
 
 def ordered(X: Tensor, y: Tensor) -> None:
-    """OrderedLogistic fills a tensor of its own, which vmap can not run."""
+    """OrderedLogistic fills a tensor of its own, which vmap cannot run."""
     w = pyro.sample("w", dist.Normal(X.new_zeros(2), 1.0).to_event(1))
     with pyro.plate("data", len(y)):
         cutpoints = X.new_tensor([-1.0, 0.5])

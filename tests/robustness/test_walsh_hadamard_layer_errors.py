@@ -116,7 +116,7 @@ def test_guides_that_correlate_g() -> None:
     with pytest.raises(ValueError, match=r"AutoFullRankNormal correlates 'layer.g'.*AutoGuideList"):
         step(model, local_reparameterization(model, ours), ours)
     theirs = AutoMultivariateNormal(model)
-    with pytest.raises(ValueError, match=r"can not draw 'layer.g' alone from AutoMultivariate"):
+    with pytest.raises(ValueError, match=r"cannot draw 'layer.g' alone from AutoMultivariate"):
         step(model, local_reparameterization(model, theirs), theirs)
     listed = AutoGuideList(model)
     listed.append(ngvi.AutoFactorNormal(model, rank=2))

@@ -5,7 +5,7 @@ is the bias of the rule.  Linear regression by minibatches, rules as pure functi
 of the rates.  The answer to compare with is exact; the standard error comes from batch means.
 
 With the noise v = Var(H) / P^2 of a curvature, P varies by b v / 2 (relative, squared), so its mean and
-that of 1 / P can not both be right.  Curvatures by products or by the Hessian have little noise: there
+that of 1 / P cannot both be right.  Curvatures by products or by the Hessian have little noise: there
 P is tested.  Price's has much (v of 10 here, from one draw and a minibatch): the second-order term
 puts P above by b v / 2, which makes the *variances* 1 / P unbiased, and these are tested.
 

@@ -72,7 +72,8 @@ class KroneckerTaps(LayerTaps):
         For F.linear(x, W) these are S and A, for x @ W they are A and S.  Nothing is returned where
         ``failure`` says why.
 
-        :param num_particles: S; the loss is the average over so many.
+        Args:
+            num_particles: S; the loss is the average over so many.
         """
         sums, run = self._sums, self.last
         self.clear()

@@ -94,13 +94,16 @@ class LayerTaps:
         The check is :func:`~pyro_ngvi.curvature.taps.check.check_taps`; it waits for the device, and
         leaves the random state alone. On the meta device, without numbers, only shapes are checked.
 
-        :param values: constrained value (S, ...) of each latent site; the first particle is used.
-        :param minibatches: those of subsampled plates, as for ``run_particles``.
-        :param shared: further values by site, without a particle dimension.
-        :param examples: an example is an entry of the first so many dimensions of the observed
-            sites' log_prob; of all dimensions by default.
-        :param budget: bytes for per-example gradients that have to be formed.
-        :raises RuntimeError: when the model can not run under ``vmap``.
+        Args:
+            values: constrained value (S, ...) of each latent site; the first particle is used.
+            minibatches: those of subsampled plates, as for ``run_particles``.
+            shared: further values by site, without a particle dimension.
+            examples: an example is an entry of the first so many dimensions of the observed
+                sites' log_prob; of all dimensions by default.
+            budget: bytes for per-example gradients that have to be formed.
+
+        Raises:
+            RuntimeError: when the model cannot run under ``vmap``.
 
         >>> import torch, pyro, pyro.distributions as dist
         >>> from pyro_ngvi.runtime.vmap import run_particles
@@ -147,7 +150,8 @@ class LayerTaps:
         A site that is not there needs another route: ``reasons`` says why, or ``failure`` when
         all are missing because this run was not like the checked one.
 
-        :param num_particles: S; the loss is the average over so many.
+        Args:
+            num_particles: S; the loss is the average over so many.
         """
         totals, runs, run = self._totals, self._runs, self.last
         self.clear()
