@@ -22,7 +22,7 @@ def warn_of_scales(sites: Sites, observed: Iterable[str]) -> None:
         if bool((torch.as_tensor(sites[name]["scale"]) != 1.0).any()):
             warnings.warn(
                 f"The observed site {name!r} stands under poutine.scale, so the posterior holds p^c, "
-                f"and log_likelihood is log p. az.loo and az.waic weigh draws by 1 / p and are wrong "
+                f"and log_likelihood is log p. az.loo and waic weigh draws by 1 / p and are wrong "
                 f"here; AutoSites.loo() is not. log_likelihood=False leaves the group out.",
                 UserWarning,
                 stacklevel=3,
@@ -36,7 +36,7 @@ def warn_of_factors(sites: Sites, observed: Iterable[str]) -> None:
         if site_kind(site) == "factor" and plates & {f.name for f in site["cond_indep_stack"]}:
             warnings.warn(
                 f"The pyro.factor {name!r} lies in a plate with data, and log_likelihood does not have "
-                f"it. Where it stands for a likelihood (of censored data, say) az.loo and az.waic are "
+                f"it. Where it stands for a likelihood (of censored data, say) az.loo and waic are "
                 f"wrong: write it as an observed site.",
                 UserWarning,
                 stacklevel=3,
