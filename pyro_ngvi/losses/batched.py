@@ -108,8 +108,8 @@ class BatchedELBO(ELBO):
         RuntimeError: when model or guide cannot run under ``vmap``, with a curvature that needs it.
 
     Warns:
-        RuntimeWarning: when model or guide cannot run under ``vmap``, so that a step takes S
-            runs.
+        RuntimeWarning: when model or guide cannot run under ``vmap``, so that a step takes S runs,
+            or two where Pyro's vectorised particles agree with them.
 
     Example:
         >>> import torch, pyro, pyro.distributions as dist
@@ -237,7 +237,7 @@ class BatchedELBO(ELBO):
                 self._later_data.check(sites)
             return sum_log_prob(sites) if estimator is None else estimator.terms(sites)
 
-        how: Any = {"shared": shared, "chunk_size": self.chunk_size}
+        how: Any = {"shared": shared, "chunk_size": self.chunk_size, "totals": estimator is None}
         program: Any = self._model if estimator is None else estimator.program(self._model)
         with Tempered(self.kl_weight):
             log_p = self._run(program, log_joint, values, args, kwargs, **how)
