@@ -10,6 +10,7 @@ and thrown away.  A pair that does not work is recorded by the class of its erro
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -246,6 +247,11 @@ def everything(only: list[str]) -> Iterator[tuple[str, Record]]:
             yield name, make()
 
 
+def _uncounted(tree: dict[Any, Any]) -> dict[Any, Any]:
+    """Without the numbers in the names of guides: how many there were before is no matter of a run."""
+    return {re.sub(r"_\d+(?=\.)", "", str(key)): value for key, value in tree.items()}
+
+
 def difference(before: Any, after: Any) -> str | None:
     """The first thing that differs, or ``None``."""
     if isinstance(before, Tensor) and isinstance(after, Tensor):
@@ -257,7 +263,8 @@ def difference(before: Any, after: Any) -> str | None:
             return f"shape {tuple(before.shape)} -> {tuple(after.shape)}"
         return f"by {float((before - after).abs().max()):.3g}"
     if isinstance(before, dict) and isinstance(after, dict):
-        for key in before.keys() | after.keys():
+        before, after = map(_uncounted, (before, after))
+        for key in sorted(before.keys() | after.keys(), key=str):
             if key not in before or key not in after:
                 return f"{key} is {'new' if key in after else 'gone'}"
             found = difference(before[key], after[key])
