@@ -59,10 +59,8 @@ class Drawn:
     def run(self, t: Tensor, reduce: Callable[[Sites], Any]) -> Any:
         """``reduce`` of the sites at one draw t (d,), with a leading 1; and the log-Jacobian."""
         values, log_det = self.pair.layout.unpack_with_log_det(t[None])
-        how: Any = {"minibatches": self.minibatches}
-        return run_particles(self.model, reduce, values, 1, self.args, self.kwargs, **how), log_det[
-            0
-        ]
+        given: Any = self.model, reduce, values, 1, self.args, self.kwargs
+        return run_particles(*given, minibatches=self.minibatches), log_det[0]
 
     def average(self, function: Callable[[Tensor], Tensor], columns: int | None = None) -> Tensor:
         """The mean over the draws of ``function`` of one draw (d,).

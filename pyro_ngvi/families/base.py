@@ -265,14 +265,12 @@ class Family(ABC):
 
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
         """The velocity of ``params`` along a tangent."""
-        units = self.frame(params)
-        return {name: units[name] * v if name in units else v for name, v in tangent.items()}
+        return tangent | {name: u * tangent[name] for name, u in self.frame(params).items()}
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
         """Gradients in the local frame: the transpose of ``push``, <pull(g), u> = <g, push(u)>."""
-        units = self.frame(params)
-        names = self.names
-        return {n: units[n] * grads[n] if n in units else grads[n] for n in names}
+        own = {name: grads[name] for name in self.names}
+        return own | {name: u * grads[name] for name, u in self.frame(params).items()}
 
     def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors:
         """``gradient`` (local frame) with its scale part made from the expected Hessian H.

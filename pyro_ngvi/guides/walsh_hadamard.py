@@ -36,10 +36,11 @@ class _WalshHadamardGuide(AutoFamily):
     def __init__(
         self,
         model: Callable[..., Any],
-        sites: Sequence[str] | None,
-        g: str,
-        rest: str,
-        shared: bool,
+        sites: Sequence[str] | None = None,
+        *,
+        g: str = "mean_field",
+        rest: str = "mean_field",
+        shared: bool = False,
         **kwargs: Any,
     ) -> None:
         name = type(self).__name__
@@ -262,7 +263,7 @@ class AutoWalshHadamard(_WalshHadamardGuide):
         self._g_scale, self._train_diagonals = float(g_scale), train_diagonals
         # an average of g over the past would not belong to the diagonals of today
         self.holds_average = not train_diagonals
-        super().__init__(model, sites, g, rest, shared, **kwargs)
+        super().__init__(model, sites, g=g, rest=rest, shared=shared, **kwargs)
 
     def make_family(self) -> Family:
         if self._g == self._rest == "mean_field":
@@ -322,18 +323,6 @@ class AutoProperWalshHadamard(_WalshHadamardGuide):
         >>> guide()["W"].shape, guide.get_posterior().event_shape, guide.g_W_loc.shape
         (torch.Size([8, 4]), torch.Size([32]), torch.Size([8]))
     """
-
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        sites: Sequence[str] | None = None,
-        *,
-        g: str = "mean_field",
-        rest: str = "mean_field",
-        shared: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(model, sites, g, rest, shared, **kwargs)
 
     def _make_transform(
         self, matrix: WalshHadamardMatrix, loc: Tensor, scale: Tensor, part: str

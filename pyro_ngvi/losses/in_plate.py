@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.density import site_log_prob, with_density
-from ..runtime.vmap import Conditioned, Minibatches, look
+from ..runtime.vmap import Conditioned, Minibatches, free_dim, look, sum_per_particle
 
 __all__ = ["InPlate", "alike"]
 
@@ -43,10 +43,9 @@ class InPlate:
     ) -> None:
         first = {name: value[0] for name, value in values.items()} | dict(shared)
         sites = look(model, first, args, kwargs, minibatches)
-        frames = [frame for site in sites.values() for frame in site["cond_indep_stack"]]
-        self.model = model
-        self.nesting = max((-frame.dim for frame in frames if frame.dim is not None), default=0)
-        self.batch_dims = {name: len(sites[name]["fn"].batch_shape) for name in values}
+        self.model, self.dim = model, free_dim(sites)
+        #: how many dimensions are missing between the particles and the plates of each site
+        self.gaps = {n: -1 - self.dim - len(sites[n]["fn"].batch_shape) for n in values}
 
     def __call__(
         self,
@@ -58,14 +57,13 @@ class InPlate:
         shared: Mapping[str, Tensor],
     ) -> Tensor:
         """log p (S,); fails in any way where the model does not run so."""
-        at = {}
-        for name, value in values.items():
-            gap = self.nesting - self.batch_dims[name]
-            at[name] = value.reshape(num_particles, *[1] * gap, *value.shape[1:])
-        dim = -1 - self.nesting
-        plate = pyro.plate("_particles", num_particles, dim=dim)
+        at = {
+            name: value.reshape(num_particles, *[1] * self.gaps[name], *value.shape[1:])
+            for name, value in values.items()
+        }
+        plate = pyro.plate("_particles", num_particles, dim=self.dim)
         handler = Conditioned({**at, **shared}, minibatches)
         with pyro.validation_enabled(False), handler, plate:
             self.model(*args, **kwargs)
         terms = [site_log_prob(site)[1] for site in with_density(handler.sites).values()]
-        return torch.stack([x.movedim(dim, 0).flatten(1).sum(1) for x in terms]).sum(0)
+        return torch.stack([sum_per_particle(x.movedim(self.dim, 0)) for x in terms]).sum(0)

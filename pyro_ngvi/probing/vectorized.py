@@ -26,6 +26,7 @@ from ..runtime.vmap import (
     Minibatches,
     Site,
     Sites,
+    free_dim,
     is_latent,
     run_both,
     run_in_loop,
@@ -79,9 +80,7 @@ def check_vectorized(
     programs = partial(model, *args, **kwargs), partial(guide, *args, **kwargs)
     with poutine.block(), torch.no_grad():
         single = run_both(*programs, (), {}, Minibatches())[1].sites
-        frames = [frame for site in single.values() for frame in site["cond_indep_stack"]]
-        dims = [frame.dim for frame in frames if frame.dim is not None]
-        particles = pyro.plate("_particles", num_particles, dim=min(dims, default=0) - 1)
+        particles = pyro.plate("_particles", num_particles, dim=free_dim(single))
         _check(*programs, single, particles, num_particles)
 
 

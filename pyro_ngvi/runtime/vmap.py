@@ -86,6 +86,12 @@ def is_latent(site: Site) -> bool:
     return not site["is_observed"] and not site_is_subsample(site)
 
 
+def free_dim(sites: Sites) -> int:
+    """The first batch dimension to the left of all plates: where a plate of particles goes."""
+    frames = (frame for site in sites.values() for frame in site["cond_indep_stack"])
+    return min((frame.dim for frame in frames if frame.dim is not None), default=0) - 1
+
+
 def is_auxiliary(site: Site) -> bool:
     """Whether a guide draws the site only on the way to those of the model."""
     return bool((site["infer"] or {}).get("is_auxiliary"))

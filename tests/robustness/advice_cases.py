@@ -4,7 +4,7 @@ import ast
 import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,44 @@ def literal(node: ast.expr) -> str:
     return "{}"
 
 
-def messages() -> list[str]:
-    """The messages of exceptions and warnings with a call, a keyword or a name of Pyro in them."""
-    found = []
-    for path in Path(pyro_ngvi.__file__).parent.rglob("*.py"):
+def texts() -> Iterator[tuple[str, str]]:
+    """Place and text of every message of an exception or a warning, {} where a value is put in."""
+    root = Path(pyro_ngvi.__file__).parent
+    for path in sorted(root.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            call = node.exc if isinstance(node, ast.Raise) else node
-            warns = isinstance(call, ast.Call) and ast.unparse(call.func) == "warnings.warn"
-            if isinstance(call, ast.Call) and call.args and (call is not node or warns):
-                found.append(literal(call.args[0]))
-    return [m for m in found if re.search(r"[\w}]\([^)]*\w|\b\w+=|\bpyro\w*\.\w", m)]
+            if isinstance(node, ast.Call) and node.args:
+                name = ast.unparse(node.func)
+                if re.search(r"(Error|Warning|warnings\.warn|OtherCourse)$", name):
+                    yield f"{path.relative_to(root)}:{node.lineno}", literal(node.args[0])
+
+
+TEXTS = dict(texts())
+
+#: names of the reader's own program; words with a bracket, as site(s) and q(z); an optional library
+READERS = set("kernel prior mean self f p hi noise x site q rate init gain zuko".split())
+
+
+def expression(code: str) -> str:
+    """The first expression of ``code``, up to where it closes."""
+    depth = 0
+    for end, c in enumerate(code):
+        depth += (c in "([{") - (c in ")]}")
+        if (c in ")]}" and depth == 0) or depth < 0:
+            return code[: end + (depth == 0)]
+    return code
+
+
+def calls(text: str) -> Iterator[tuple[str, str]]:
+    """The calls in a message to what is not the reader's own: what is called, and the whole call."""
+    for match in re.finditer(r"(?<![\w.\]})'\"])((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)\(", text):
+        if match[1].split(".")[0] not in READERS:
+            yield match[1], expression(text[match.start() :])
+
+
+def messages() -> list[str]:
+    """Those with a call, a keyword or a name of Pyro in them."""
+    code = r"[\w}]\([^)]*\w|\b\w+=|\bpyro\w*\.\w"
+    return [text for text in TEXTS.values() if re.search(code, text)]
 
 
 def said(call: Callable[[], Any], part: str) -> str:
@@ -59,13 +87,7 @@ def said(call: Callable[[], Any], part: str) -> str:
 
 def advised(message: str, start: str, **names: Any) -> Any:
     """The value of the first expression in ``message`` that begins with ``start`` and closes."""
-    code = message[message.index(start) :]
-    depth = 0
-    for end, c in enumerate(code):
-        depth += (c in "([{") - (c in ")]}")
-        if (c in ")]}" and depth == 0) or depth < 0:
-            code = code[: end + (depth == 0)]
-            break
+    code = expression(message[message.index(start) :])
     return eval(code, {**globals(), **names})  # the code of our own messages
 
 

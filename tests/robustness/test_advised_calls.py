@@ -6,8 +6,6 @@ in a new message fails until it runs among the names of :func:`reader`, or has a
 
 import copy
 import math
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import pyro
@@ -22,7 +20,7 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch import Tensor, nn
 
 import pyro_ngvi
-from tests.robustness.test_messages import READERS, TEXTS
+from tests.robustness.advice_cases import TEXTS, calls
 
 N = 6
 X = torch.linspace(-1.0, 1.0, N, dtype=torch.float64)
@@ -45,18 +43,7 @@ def layer(x: Tensor) -> Any:
     return nn.functional.linear(x, W)
 
 
-def calls(text: str) -> Iterator[str]:
-    """The calls in a message, as they stand there."""
-    for match in re.finditer(r"(?<![\w.\]})'\"])((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)\(", text):
-        depth, end = 1, match.end()
-        while depth and end < len(text):
-            depth += (text[end] in "([{") - (text[end] in ")]}")
-            end += 1
-        if match[1].split(".")[0] not in READERS:
-            yield text[match.start() : end]
-
-
-CALLS = sorted({call for text in TEXTS.values() for call in calls(text)})
+CALLS = sorted({call for text in TEXTS.values() for _, call in calls(text)})
 
 #: what a reader puts in the place of {} and ..., and for a method what it is called on
 FILLED = {

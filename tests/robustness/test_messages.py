@@ -4,14 +4,12 @@ tests/robustness/test_advice.py runs the advice of a part of them; here each cal
 keyword of all of them is looked up where a reader would: in this package, Pyro, torch and ArviZ.
 """
 
-import ast
 import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import arviz
@@ -26,28 +24,10 @@ import torch
 from pyro import poutine
 
 import pyro_ngvi
-from tests.robustness.advice_cases import literal
+from tests.robustness.advice_cases import TEXTS, calls
 
 MOST = 240
 PLACEHOLDER = 10  # characters that a value put in is taken for
-
-
-def texts() -> Iterator[tuple[str, str]]:
-    """Place and text of every message of an exception or a warning, {} where a value is put in."""
-    root = Path(pyro_ngvi.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.Call)
-                and node.args
-                and isinstance(node.func, ast.Name | ast.Attribute)
-            ):
-                name = ast.unparse(node.func)
-                if re.search(r"(Error|Warning|warnings\.warn|OtherCourse)$", name):
-                    yield f"{path.relative_to(root)}:{node.lineno}", literal(node.args[0])
-
-
-TEXTS = dict(texts())
 
 
 def test_the_messages_are_found() -> None:
@@ -108,8 +88,6 @@ PLACES: list[Any] = [
     torch.nn,
     __builtins__ if not isinstance(__builtins__, dict) else type("B", (), __builtins__),
 ]
-# Names of the reader's own program; words with a bracket, as site(s) and q(z); an optional library.
-READERS = set("kernel prior mean self f p hi noise x site q rate init gain zuko".split())
 
 
 def looked_up(path: str) -> Any:
@@ -125,28 +103,21 @@ def looked_up(path: str) -> Any:
     return found
 
 
-def calls(text: str) -> Iterator[tuple[str, list[str]]]:
-    """The calls in a message: what is called, and the names of the keywords given."""
-    for match in re.finditer(r"(?<![\w.\]})'\"])((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)\(", text):
-        depth, end = 1, match.end()
-        while depth and end < len(text):
-            depth += (text[end] in "([{") - (text[end] in ")]}")
-            end += 1
-        inside, flat = text[match.end() : end - 1], ""
-        depth = 0
-        for c in inside:  # keywords of this call, not of a call in it
-            depth += (c in "([{") - (c in ")]}")
-            flat += c if depth == 0 else " "
-        yield match[1], re.findall(r"(\w+)=(?!=)", flat)
+def keywords_of(call: str) -> list[str]:
+    """The names of the keywords of a call, not of the calls in it."""
+    depth, flat = 0, ""
+    for c in call:
+        depth -= c in ")]}"
+        flat += c if depth == 1 else " "
+        depth += c in "([{"
+    return re.findall(r"(\w+)=(?!=)", flat)
 
 
 @pytest.mark.parametrize("place", TEXTS)
 def test_the_calls_and_names_in_a_message_exist(place: str) -> None:
     text = TEXTS[place]
-    for path, keywords in calls(text):
-        if path.split(".")[0] in READERS:
-            continue
-        found = looked_up(path)
+    for path, call in calls(text):
+        keywords, found = keywords_of(call), looked_up(path)
         assert found is not None, f"{path}( in: {text}"
         if keywords and callable(found):
             parameters, others = named(found)
