@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.density import site_log_prob, with_density
-from ..runtime.vmap import Conditioned, Minibatches, free_dim, look, sum_per_particle
+from ..runtime.vmap import Conditioned, Minibatches, at_particle, free_dim, look, sum_per_particle
 
 __all__ = ["InPlate", "alike"]
 
@@ -39,10 +39,9 @@ class InPlate:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         minibatches: Minibatches,
-        shared: Mapping[str, Tensor],
+        shared: Mapping[str, Tensor] | None,
     ) -> None:
-        first = {name: value[0] for name, value in values.items()} | dict(shared)
-        sites = look(model, first, args, kwargs, minibatches)
+        sites = look(model, at_particle(0, values, shared), args, kwargs, minibatches)
         self.model, self.dim = model, free_dim(sites)
         #: how many dimensions are missing between the particles and the plates of each site
         self.gaps = {n: -1 - self.dim - len(sites[n]["fn"].batch_shape) for n in values}
@@ -54,7 +53,7 @@ class InPlate:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         minibatches: Minibatches,
-        shared: Mapping[str, Tensor],
+        shared: Mapping[str, Tensor] | None,
     ) -> Tensor:
         """log p (S,); fails in any way where the model does not run so."""
         at = {
@@ -62,7 +61,7 @@ class InPlate:
             for name, value in values.items()
         }
         plate = pyro.plate("_particles", num_particles, dim=self.dim)
-        handler = Conditioned({**at, **shared}, minibatches)
+        handler = Conditioned(at | dict(shared or {}), minibatches)
         with pyro.validation_enabled(False), handler, plate:
             self.model(*args, **kwargs)
         terms = [site_log_prob(site)[1] for site in with_density(handler.sites).values()]

@@ -9,7 +9,7 @@ from typing import Any
 import pyro
 import torch
 
-from ..runtime.vmap import look, run_in_loop, run_particles
+from ..runtime.vmap import at_particle, look, run_in_loop, run_particles
 from ..runtime.vmap_error import CannotBatch
 from .in_plate import InPlate, alike
 
@@ -79,20 +79,19 @@ class Runs:
     def _in_plate(self, plated: InPlate, *given: Any, minibatches: Any, shared: Any) -> Any:
         """The log probabilities (S,) in one run; ``None`` where one differs from a plain run."""
         program, reduce, values, num_particles, args, kwargs = given
-        given_to_all = dict(shared or {})
         self._turn = (self._turn + 1) % num_particles
         try:
-            total = plated(values, num_particles, args, kwargs, minibatches, given_to_all)
+            total = plated(values, num_particles, args, kwargs, minibatches, shared)
         except Exception:  # a course that it did not take before: the loop shows what is wrong
             return None
-        at = {name: value[self._turn] for name, value in values.items()} | given_to_all
+        at = at_particle(self._turn, values, shared)
         alone = reduce(look(program, at, args, kwargs, minibatches))
         return total if alike(total[self._turn].detach(), alone) else None
 
     def _agreeing(self, result: Any, *given: Any, minibatches: Any, shared: Any) -> InPlate | None:
         """The run in a plate, if it gives the log probabilities of ``result`` for every particle."""
         program, _, values, num_particles, args, kwargs = given
-        common = args, kwargs, minibatches, dict(shared or {})
+        common = args, kwargs, minibatches, shared
         if num_particles < 3:  # two runs a step are what the loop takes too
             return None
         try:

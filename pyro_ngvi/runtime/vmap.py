@@ -86,6 +86,13 @@ def is_latent(site: Site) -> bool:
     return not site["is_observed"] and not site_is_subsample(site)
 
 
+def at_particle(
+    s: int, values: Mapping[str, Tensor], shared: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    """What particle number ``s`` has: its own of ``values`` (S, ...), and what is ``shared``."""
+    return {name: value[s] for name, value in values.items()} | dict(shared or {})
+
+
 def free_dim(sites: Sites) -> int:
     """The first batch dimension to the left of all plates: where a plate of particles goes."""
     frames = (frame for site in sites.values() for frame in site["cond_indep_stack"])
@@ -232,9 +239,8 @@ def run_particles(
 
     def plain_run() -> Sites:
         """The first particle without ``vmap``, which creates parameters."""
-        first = {name: value[0] for name, value in values.items()} | dict(shared or {})
         with pyro.poutine.block():
-            return look(program, first, args, kwargs, minibatches)
+            return look(program, at_particle(0, values, shared), args, kwargs, minibatches)
 
     batched = torch.func.vmap(body, randomness=randomness, chunk_size=chunk_size)
     inputs = (dict(values), torch.empty(num_particles, device="cpu"))
@@ -279,7 +285,7 @@ def run_in_loop(
     """As :func:`run_particles`, one after the other, without ``vmap``, and validated as Pyro is set."""
 
     def one(s: int) -> Any:
-        at = {name: value[s] for name, value in values.items()} | dict(shared or {})
+        at = at_particle(s, values, shared)
         return reduce(run_plainly(program, at, args, kwargs, minibatches))
 
     return tree_map(lambda *x: torch.stack(x), *map(one, range(num_particles)))
