@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from ..linalg.random import fixed_normal
+from ..linalg.host import fixed_normal
 from .forward import jvp
 
 __all__ = ["at_a_time", "average", "hessian", "hessian_diagonal", "is_diagonal", "row_sums"]

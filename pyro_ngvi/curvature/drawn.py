@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.func import grad, vmap
 
-from ..linalg.random import own_random_state
+from ..linalg.host import own_random_state
 from ..probing.kinks import kinked_sites
 from ..runtime.checks import sum_log_prob
 from ..runtime.vmap import Minibatches, Site, Sites, run_particles

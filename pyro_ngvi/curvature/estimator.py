@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..linalg.autocast import outside_autocast
+from ..linalg.host import outside_autocast
 from ..runtime.checks import sum_log_prob
 from ..runtime.layout import LatentLayout
 from ..runtime.vmap import Minibatches, Sites

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..linalg.random import own_random_state
+from ..linalg.host import own_random_state
 from ..runtime.density import site_log_prob
 from ..runtime.map_draws import Parts, map_draws
 from ..runtime.vmap import Sites

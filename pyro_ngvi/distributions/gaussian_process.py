@@ -27,7 +27,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from ..linalg.host_bool import host_bool
+from ..linalg.host import host_bool
 
 __all__ = ["GaussianProcess", "draws_are_means"]
 

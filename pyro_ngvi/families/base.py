@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from ..linalg.random import own_random_state
+from ..linalg.host import own_random_state
 
 Tensors = dict[str, Tensor]
 

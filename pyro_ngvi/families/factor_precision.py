@@ -44,7 +44,7 @@ from torch import Tensor
 from torch.linalg import solve_triangular
 
 from ..linalg.cholesky import SMALLEST
-from ..linalg.host_bool import host_bool
+from ..linalg.host import host_bool
 from ..linalg.leading import leading_rows
 from ._factors import Factors, cosine_columns
 from ._normal import NormalFamily, exportable

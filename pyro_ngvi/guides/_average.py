@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..families.base import Tensors
-from ..linalg.host_bool import choose, equal, host_bool
+from ..linalg.host import choose, equal, host_bool
 
 __all__ = ["HoldsAverage"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..curvature.record import Curvature
 from ..families.base import Family, Tensors, entry_name
-from ..linalg.autocast import outside_autocast
+from ..linalg.host import outside_autocast
 from ..probing.latents import check_latents
 from ..probing.vectorized import check_vectorized_call
 from ..runtime.marked import HidesMarked

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
-from ..linalg.random import own_random_state
+from ..linalg.host import own_random_state
 
 __all__ = ["MadeAtFirstCall"]
 

@@ -9,7 +9,7 @@ import torch
 
 from ..families import FactorNormal, FactorPrecisionNormal, FullRankNormal, MeanFieldNormal
 from ..families.base import Family
-from ..linalg.host_bool import host_bool
+from ..linalg.host import host_bool
 from .base import AutoFamily
 from .initialization import check_position
 from .posterior import FamilyDistribution

@@ -9,8 +9,7 @@ import torch
 
 from ..families import OrthogonalFlow
 from ..families.base import Family, Tensors
-from ..linalg.autocast import outside_autocast
-from ..linalg.host_bool import host_bool
+from ..linalg.host import host_bool, outside_autocast
 from .base import AutoFamily
 from .initialization import check_position
 from .posterior import FamilyDistribution

@@ -12,7 +12,7 @@ from torch.distributions import constraints
 from torch.distributions.kl import register_kl
 
 from ..families.base import Family, Tensors
-from ..linalg.autocast import outside_autocast
+from ..linalg.host import outside_autocast
 
 __all__ = ["FamilyDistribution", "WithDensity"]
 

@@ -12,7 +12,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..families.base import Family, Tensors
-from ..linalg.random import own_random_state
+from ..linalg.host import own_random_state
 from ..rules.natural_gradient import make_rule, rule_arguments
 from ..runtime.model_density import ModelDensity
 from ..runtime.pyro_adapter import unblocked

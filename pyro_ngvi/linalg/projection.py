@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from .host_bool import host_bool
+from .host import host_bool
 
 __all__ = ["solve_squared_projection"]
 

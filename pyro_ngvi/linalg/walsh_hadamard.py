@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .random import fixed_normal
+from .host import fixed_normal
 
 __all__ = ["walsh_hadamard_transform"]
 

@@ -25,8 +25,7 @@ from ..curvature.estimator import CurvatureEstimator
 from ..curvature.kinds import ESTIMATORS, READ_OFF
 from ..curvature.record import leave_curvature
 from ..guides.base import AutoFamily, find_blocks
-from ..linalg.autocast import outside_autocast
-from ..linalg.random import own_random_state
+from ..linalg.host import outside_autocast, own_random_state
 from ..runtime.checks import (
     check_guide,
     check_guide_of_this_model,

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from ..linalg.host_bool import host_bool
+from ..linalg.host import host_bool
 
 __all__ = [
     "checked_num_data",

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from ..guides.initialization import init_to_center
-from ..linalg.host_bool import host_bool
+from ..linalg.host import host_bool
 from . import _refuse
 from ._vectorized import run_vectorized
 from .likelihoods import make_likelihood

@@ -19,8 +19,7 @@ from torch import Tensor
 from ..curvature.record import Curvature
 from ..families.base import Tensors
 from ..guides.base import find_blocks
-from ..linalg.autocast import outside_autocast
-from ..linalg.host_bool import host_bool
+from ..linalg.host import host_bool, outside_autocast
 from ..rules.averaging import restart_average
 from ..rules.report import Report, StepReport, part
 from ._atomic import all_or_nothing

@@ -50,7 +50,7 @@ from ..fisher.geometry import Coordinates
 from ..fisher.scores import family_scores
 from ..guides.base import AutoFamily, find_blocks
 from ..guides.block import GuideBlock
-from ..linalg.random import own_random_state
+from ..linalg.host import own_random_state
 from ..rules.averaging import Averaging, UsingAverage
 from ..rules.natural_gradient import make_rule, rule_arguments
 from ..rules.schedules import RobbinsMonro, Schedule, check_convergence

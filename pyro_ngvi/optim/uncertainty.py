@@ -35,7 +35,7 @@ from pyro import poutine
 from torch import Tensor
 
 from ..families.base import Tensors, entry_name, pack, unpack
-from ..linalg.random import own_random_state
+from ..linalg.host import own_random_state
 
 __all__ = ["AsymptoticCovariance", "measure_covariance", "widened_draws", "without_lag"]
 

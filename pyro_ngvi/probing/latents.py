@@ -26,7 +26,7 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import VonMises, biject_to
 
-from ..linalg.random import fixed_normal, own_random_state
+from ..linalg.host import fixed_normal, own_random_state
 from ..runtime.checks import check_whole_plates
 from ..runtime.density import innermost, site_log_prob
 from ..runtime.pyro_adapter import masks_of

@@ -18,7 +18,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..linalg.random import own_random_state
+from ..linalg.host import own_random_state
 from ..runtime.density import batched_trace, site_log_prob, with_density
 from ..runtime.pyro_adapter import has_model, model_as_given
 from ..runtime.vmap import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..families.base import Tensors
-from ..linalg.host_bool import choose
+from ..linalg.host import choose
 
 __all__ = [
     "Averaging",

@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 
 from ..families.base import Tensors, dot, pack
-from ..linalg.host_bool import host_bool
+from ..linalg.host import host_bool
 from .averaging import Averaging, Tail, as_averaging
 from .report import part
 from .rule import Rule, Step

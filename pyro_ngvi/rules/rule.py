@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..families.base import Tensors
-from ..linalg.host_bool import choose, host_bool
+from ..linalg.host import choose, host_bool
 from .averaging import Averaging, restart_average, start_average, step_average
 from .report import Report, part
 

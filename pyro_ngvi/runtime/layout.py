@@ -10,7 +10,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
 
-from ..linalg.autocast import outside_autocast
+from ..linalg.host import outside_autocast
 from .vmap import Site, sum_per_particle
 
 

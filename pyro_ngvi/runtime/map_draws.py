@@ -16,7 +16,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..linalg.random import own_random_state
+from ..linalg.host import own_random_state
 from .vmap import Minibatches, Sites, run_in_loop, run_particles
 
 __all__ = ["Parts", "Program", "map_draws", "without_plates"]

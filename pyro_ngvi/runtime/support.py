@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 from torch.distributions.constraints import Constraint
 
-from ..linalg.host_bool import at_hand, host_bool
+from ..linalg.host import at_hand, host_bool
 from .density import innermost, site_kind, site_log_prob
 from .pyro_adapter import masks_of
 from .vmap import Site, Sites

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from ..linalg.random import own_random_state
+from ..linalg.host import own_random_state
 from .pyro_adapter import batched_safe_log
 from .vmap_error import vmap_error
 

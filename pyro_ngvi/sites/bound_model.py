@@ -17,8 +17,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..distributions import GaussianProcess
-from ..linalg.host_bool import at_hand
-from ..linalg.random import fixed_normal
+from ..linalg.host import at_hand, fixed_normal
 from ..runtime.density import site_kind, site_log_prob
 from ..runtime.vmap import Sites, is_minibatch
 from .conditioned_model import ConditionedModel, TensorRef, WhitenedRun, for_each

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..distributions.gaussian_process import GaussianProcess
-from ..linalg.host_bool import at_hand
+from ..linalg.host import at_hand
 from ..runtime.density import site_kind
 from ..runtime.vmap import Site
 from .bound_model import BoundModel, apart

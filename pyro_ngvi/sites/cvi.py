@@ -33,7 +33,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from ..families.base import Tensors
-from ..linalg.host_bool import host_bool
+from ..linalg.host import host_bool
 from ..linalg.products import matvec
 from ..optim.base import NaturalGradientOptim, describe
 from ..optim.others_state import ADAM

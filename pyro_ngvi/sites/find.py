@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..distributions import GaussianStateSpace
-from ..linalg.random import fixed_normal
+from ..linalg.host import fixed_normal
 from ..runtime.density import site_kind, site_log_prob
 from .check_new_data import check_support
 from .conditioned_model import ConditionedModel, TensorRef, WhitenedRun

@@ -28,9 +28,7 @@ from ..distributions.gaussian_process import draws_are_means
 from ..families.base import entry_name
 from ..guides.made_at_first_call import MadeAtFirstCall
 from ..guides.posterior import SiteValue
-from ..linalg.autocast import outside_autocast
-from ..linalg.host_bool import at_hand
-from ..linalg.random import own_random_state
+from ..linalg.host import at_hand, outside_autocast, own_random_state
 from ..runtime.module_params import ModuleParams, check_names, follow_store
 from ..runtime.pyro_adapter import (
     OwnName,

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..linalg.eigen import positive_part
-from ..linalg.host_bool import host_bool
+from ..linalg.host import host_bool
 from ..linalg.products import matvec
 from .expectation import Expected, Points, expectations
 

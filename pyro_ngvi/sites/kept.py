@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..linalg.host_bool import at_hand
+from ..linalg.host import at_hand
 
 __all__ = ["Kept", "same_bits"]
 

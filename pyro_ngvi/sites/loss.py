@@ -27,8 +27,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..curvature.record import leave_curvature
-from ..linalg.autocast import outside_autocast
-from ..linalg.host_bool import host_bool
+from ..linalg.host import host_bool, outside_autocast
 from ..runtime.density import site_log_prob
 from ..runtime.whole_gradients import whole_gradients
 from .algebra import Algebra, Marginals, SiteTensors, View, apart

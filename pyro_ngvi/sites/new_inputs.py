@@ -22,8 +22,7 @@ from pyro.distributions.util import sum_rightmost
 from torch import Tensor, nn
 
 from ..distributions.gaussian_process import GaussianProcess, factor
-from ..linalg.host_bool import at_hand
-from ..linalg.random import fixed_normal
+from ..linalg.host import at_hand, fixed_normal
 from .bound_model import BoundModel, moves
 from .dense import NoisePosterior
 from .kept import Kept

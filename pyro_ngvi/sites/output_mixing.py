@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..distributions.gaussian_process import GaussianProcess
+from ..linalg.host import fixed_normal
 from ..linalg.products import matvec
-from ..linalg.random import fixed_normal
 from .bound_model import BoundModel, affine_maps
 from .conditioned_model import for_each
 from .predictor import digit_masks

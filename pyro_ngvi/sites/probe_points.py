@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..linalg.random import fixed_normal
+from ..linalg.host import fixed_normal
 from ..runtime.vmap import Sites
 from .conditioned_model import ConditionedModel, OtherCourse, TensorRef, for_each
 from .log_likelihood import data_terms

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..linalg.eigen import positive_part
-from ..linalg.host_bool import host_bool
+from ..linalg.host import host_bool
 from .algebra import Algebra
 from .dense import GaussianPotential
 from .loss import SiteTargets

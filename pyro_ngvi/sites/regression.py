@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..distributions.gaussian_process import GaussianProcess, factor, with_jitter
-from ..linalg.random import fixed_normal
+from ..linalg.host import fixed_normal
 from .kept import same_bits
 
 __all__ = ["Regression", "probe", "regress"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..linalg.host_bool import host_bool
+from ..linalg.host import host_bool
 from .algebra import Algebra, Marginals, View, apart
 from .bound_model import BoundModel
 

@@ -20,7 +20,7 @@ from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 
 from ..distributions.gaussian_process import GaussianProcess
-from ..linalg.random import fixed_normal
+from ..linalg.host import fixed_normal
 from ..runtime.vmap import Site
 
 __all__ = [

@@ -25,7 +25,7 @@ from pyro import poutine
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ...linalg.random import own_random_state
+from ...linalg.host import own_random_state
 from ...runtime.density import site_kind, site_log_prob
 from ...runtime.vmap import Minibatches, Site, Sites, run_particles
 from ..data import is_data

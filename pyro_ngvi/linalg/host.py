@@ -1,0 +1,106 @@
+"""Between tensors and the host: questions nobody waits for, precision, draws that leave no trace.
+
+A branch on a tensor makes a GPU and its host wait for each other, and has no meaning for ``meta``
+tensors or under ``vmap``.  On a CPU it is free, and may spare work whose result is known beforehand.
+Code that asks must give the same result, bit for bit, whether it gets an answer or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import reduce, wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "at_hand",
+    "choose",
+    "equal",
+    "fixed_normal",
+    "host_bool",
+    "outside_autocast",
+    "own_random_state",
+]
+
+Tensors = dict[str, Tensor]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def at_hand(x: Tensor) -> bool:
+    """Whether the host can look at ``x`` without waiting for another device."""
+    return x.device.type == "cpu"
+
+
+def host_bool(condition: Tensor) -> bool | None:
+    """The value of a 0-dim ``condition`` on a CPU; ``None`` where it would have to be waited for.
+
+    Example:
+        >>> import torch
+        >>> host_bool(torch.tensor(1.0) > 0), host_bool(torch.ones((), device="meta") > 0)
+        (True, None)
+    """
+    if not at_hand(condition):
+        return None
+    try:
+        return bool(condition)
+    except RuntimeError:  # under vmap and in tracing there is no single answer
+        return None
+
+
+def choose(condition: Tensor, accepted: Tensors, refused: Tensors) -> Tensors:
+    """``accepted`` where the 0-dim ``condition`` holds, else ``refused``; nobody waits."""
+    return {name: torch.where(condition, v, refused[name]) for name, v in accepted.items()}
+
+
+def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
+    """Whether every tensor of ``b`` equals the one of that name in ``a``: a 0-dim tensor."""
+    if all(at_hand(v) for v in b.values()):
+        return torch.tensor(all(torch.equal(a[name], v) for name, v in b.items()))
+    return reduce(torch.logical_and, ((a[name] == v).all() for name, v in b.items()))
+
+
+def outside_autocast(function: Callable[P, T]) -> Callable[P, T]:
+    """``function`` with autocast switched off for CPU and GPU while it runs.
+
+    Autocast rounds the arguments of every matrix product to 8 or 11 bits.  A network survives that; a
+    Cholesky factor, a rotation or an inverse Fisher matrix does not.
+
+    Example:
+        >>> a = torch.eye(2)
+        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+        ...     (a @ a).dtype, outside_autocast(torch.mm)(a, a).dtype
+        (torch.bfloat16, torch.float32)
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def own_random_state(seed: int | None = None) -> Iterator[None]:
+    """Restores torch's random states, so that a resumed run draws what an unbroken one does.
+
+    With a ``seed``, the draws inside are the same each time.  A GPU is left alone unless in use.
+    """
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield
+
+
+def fixed_normal(*shape: int, seed: int) -> Tensor:
+    """Normal numbers in float64 on the CPU, the same for the same seed; no random state is touched."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
