@@ -26,7 +26,6 @@ Example:
     >>> _ = ESTIMATORS.pop("empirical_fisher")
 """
 
-from .drawn import Drawn
-from .kinds import ESTIMATORS
+from .estimators import ESTIMATORS, Drawn
 
 __all__ = ["ESTIMATORS", "Drawn"]

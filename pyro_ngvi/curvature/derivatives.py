@@ -1,44 +1,43 @@
-"""Hessians of functions of one draw, and averages over draws in bounded memory."""
+"""Derivatives of functions of one draw t (d,): Hessians, their diagonals, and forward mode."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
 from ..linalg.host import fixed_normal
-from .forward import jvp
-
-__all__ = ["at_a_time", "average", "hessian", "hessian_diagonal", "is_diagonal", "row_sums"]
 
 #: columns of a Hessian that are computed at a time, for each draw
 CHUNK = 64
-#: and for all draws together
-COLUMNS = 1024
 #: random halves of the entries that are tried at each of three points
 HALVES = 8
 
 Function = Callable[[Tensor], Tensor]
 
 
-def average(function: Function, theta: Tensor, columns: int | None = None) -> Tensor:
-    """The mean of ``function`` over the rows of ``theta`` (S, d), as many at a time as fit.
+@cache
+def _load_rules() -> None:
+    """The first use of forward mode compiles rules by torch.jit.script, which is deprecated."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script")
+        one = torch.ones((), device="cpu")
+        torch.func.jvp(torch.sin, (one,), (one,))
 
-    ``columns`` is how many passes through the model one value holds at a time; by default d.
-    """
-    chunk = at_a_time(theta, columns)
-    return vmap(function, chunk_size=chunk, randomness="same")(theta).mean(0)
 
-
-def at_a_time(theta: Tensor, columns: int | None = None) -> int:
-    """How many draws are taken together where each holds so many ``columns``."""
-    return max(1, min(len(theta), COLUMNS // (columns or theta.shape[1])))
+def jvp(f: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    """``torch.func.jvp``, without torch's warning about itself."""
+    _load_rules()
+    return torch.func.jvp(f, primals, tangents)
 
 
 def hessian(function: Function, t: Tensor) -> Tensor:
-    """The Hessian at t (d,), by forward over reverse mode, ``CHUNK`` columns at a time."""
+    """The Hessian, by forward over reverse mode, ``CHUNK`` columns at a time."""
 
     def column(e: Tensor) -> Tensor:
         return jvp(grad(function), (t,), (e,))[1]
@@ -49,7 +48,7 @@ def hessian(function: Function, t: Tensor) -> Tensor:
 
 
 def hessian_diagonal(function: Function, t: Tensor) -> Tensor:
-    """The diagonal of the Hessian at t (d,), in as many passes as it has columns."""
+    """The diagonal of the Hessian, in as many passes as it has columns."""
 
     def entry(i: Tensor) -> Tensor:
         e = (torch.arange(len(t), device=t.device) == i).to(t)
@@ -59,12 +58,7 @@ def hessian_diagonal(function: Function, t: Tensor) -> Tensor:
     return vmap(entry, chunk_size=CHUNK, randomness="same")(indices)
 
 
-def row_sums(function: Function, t: Tensor) -> Tensor:
-    """H 1 at t (d,): the diagonal, for a diagonal H."""
-    return _product(function, t, torch.ones_like(t))
-
-
-def _product(function: Function, t: Tensor, v: Tensor) -> Tensor:
+def hessian_product(function: Function, t: Tensor, v: Tensor) -> Tensor:
     """H v, by reverse over reverse mode: for one v far cheaper than forward over reverse."""
     return grad(lambda t: grad(function)(t) @ v)(t)
 
@@ -72,9 +66,8 @@ def _product(function: Function, t: Tensor, v: Tensor) -> Tensor:
 def is_diagonal(function: Function, t: Tensor) -> bool:
     """Whether the Hessian is diagonal: for v that is zero in half of the entries, so is H v there.
 
-    Zero to the bit, as products with 0 are, whatever the units of the latents and the rounding of the
-    diagonal.  Of two entries that are coupled one half has one of them, and not the other, as often as
-    not; over all halves it escapes once in 2^24.  It waits for the device.
+    Zero to the bit, as products with 0 are, whatever the units of the latents.  A pair of coupled
+    entries is missed by one half in two, by all of them once in 2^24.  It waits for the device.
     """
     values = fixed_normal(len(t), seed=len(t)).to(t)
     halves = (fixed_normal(HALVES, len(t), seed=len(t) + 1) > 0.0).to(t)
@@ -82,6 +75,6 @@ def is_diagonal(function: Function, t: Tensor) -> bool:
     # at points away from the draw too: where it lies, terms may vanish that do so nowhere else
     for point in (t, t + away, t - 0.7 * away):
         for half in halves:
-            if bool(((1.0 - half) * _product(function, point, half * values) != 0.0).any()):
+            if ((1.0 - half) * hessian_product(function, point, half * values) != 0.0).any():
                 return False
     return True

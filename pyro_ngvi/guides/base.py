@@ -11,7 +11,7 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoContinuous
 from torch import Tensor, nn
 
-from ..curvature.record import Curvature
+from ..curvature.estimators import Curvature
 from ..families.base import Family, Tensors, entry_name
 from ..linalg.host import outside_autocast
 from ..probing.latents import check_latents

@@ -7,56 +7,51 @@ the fully reparameterised estimator of ``pyro.infer.Trace_ELBO`` (Kingma & Welli
 et al. 2017), particle for particle.
 """
 
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import ref
 
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro import poutine
 from pyro.infer import ELBO
 from pyro.infer.autoguide import AutoContinuous
+from pyro.nn.module import pyro_method
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from pyro.util import warn_if_nan
 from torch import Tensor
 
-from ..curvature.estimator import CurvatureEstimator
-from ..curvature.kinds import ESTIMATORS, READ_OFF
-from ..curvature.record import leave_curvature
-from ..guides.base import AutoFamily, find_blocks
-from ..linalg.host import outside_autocast, own_random_state
+from ..curvature.estimators import ESTIMATORS, READ_OFF, Drawn
+from ..guides.base import AutoFamily
+from ..linalg.host import outside_autocast
 from ..runtime.checks import (
     check_guide,
     check_guide_of_this_model,
+    check_log_prob_shape,
     check_model,
-    check_replaced_priors,
-    check_values,
     check_whole_plates,
     sum_log_prob,
 )
-from ..runtime.density import site_log_prob
+from ..runtime.density import site_kind, site_log_prob, with_density
 from ..runtime.layout import LatentLayout
-from ..runtime.summed_out import summed_out
-from ..runtime.support import LatentSupports, LaterData
 from ..runtime.vmap import (
     Conditioned,
     Minibatches,
+    Site,
     Sites,
     is_auxiliary,
     is_latent,
     is_minibatch,
-    run_both,
-    run_plainly,
+    run_particles,
 )
+from ..runtime.vmap_error import CannotBatch
 from ..runtime.whole_gradients import whole_gradients
-from .guide_checks import check_all_have_scores, check_guide_takes_curvature, check_unscaled
-from .joint import is_joint, posterior_of
-from .loop import Runs
-from .tempering import Tempered
+from .first_run import Checked, check_takes_curvature, first_run
+from .without_vmap import WithoutVmap
 
 Program = Callable[..., Any]
-Draw = tuple[dict[str, Tensor], Tensor]
+Values = dict[str, Tensor]
 
 
 class BatchedELBO(ELBO):
@@ -85,7 +80,7 @@ class BatchedELBO(ELBO):
         num_particles: S, the number of draws of the guide.
         curvature: what ``loss_and_grads`` leaves on the guide for its optimizer, beside the
             gradients: an expected curvature of -log p(y, z), see
-            :mod:`pyro_ngvi.curvature.kinds`. "hessian": the Hessian; "gauss_newton": products
+            :mod:`pyro_ngvi.curvature.estimators`. "hessian": the Hessian; "gauss_newton": products
             of the gradients of single data, with the Hessian of the prior (both wrong, with a
             warning, where the gradient of what they are taken of jumps: Laplace distributions,
             and for "hessian" ReLU); "squared_gradient": squares of the gradient of the
@@ -143,15 +138,17 @@ class BatchedELBO(ELBO):
         self.curvature = curvature
         self.kl_weight = kl_weight
         self._minibatches = Minibatches()
-        self._estimator: CurvatureEstimator | None = None
-        self._active: CurvatureEstimator | None = None  # the estimator, in a step that records
-        self._prepared: tuple[Program, Program] | None = None
-        self._model: Any = None  # the one of the pair, without its enumerated sites
-        self._runs = Runs()
+        self._pair: tuple[Program, Any] | None = None
+        self._checked: Checked | None = None  # by the first run of the pair
+        self._structure: Any = None  # of the model's last run
+        self._data: dict[str, Any] = {}  # which observed values were checked
+        self._without_vmap: list[WithoutVmap] = []
         self._layout: tuple[Trace, LatentLayout] | None = None
-        self._later_data = LaterData({})
-        self._supports = LatentSupports(None)
-        self._helpers: set[str] = set()
+        self._drawn: Drawn | None = None  # what lasts of the curvature from step to step
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a weak reference cannot be stored; this one refers to nothing
+        return vars(self) | {"_data": dict.fromkeys(self._data, (type(None), None))}
 
     def loss(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
         """An estimate of the negative ELBO, as a number and without gradients."""
@@ -163,24 +160,20 @@ class BatchedELBO(ELBO):
     def loss_and_grads(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> Tensor:
         """An estimate of the negative ELBO; adds its gradient to every parameter's ``.grad``.
 
-        Where it raises, no ``.grad`` of a parameter in Pyro's store has changed.
-
-        The estimate stays a tensor on its device, so that nothing waits for it here.
+        Where it raises, no ``.grad`` of a parameter in Pyro's store has changed.  The estimate stays a
+        tensor on its device, so that nothing waits for it here.
         """
-        if self.curvature is not None:
-            check_guide_takes_curvature(guide, self.curvature, is_joint(guide))
         with whole_gradients():
-            loss = self._estimate(model, guide, args, kwargs)
-            estimator = self._active
-            if estimator is not None:
-                estimator.before_backward()
+            kind = self.curvature if torch.is_grad_enabled() else None
+            loss, drawn = self._estimate(model, guide, args, kwargs, kind)
+            if drawn is not None:
+                drawn.before_backward()
             if loss.requires_grad:
                 outside_autocast(loss.backward)(retain_graph=self.retain_graph)
-            if estimator is not None:
+            if drawn is not None:
                 # parameters of the model need no graph of the curvature
-                with torch.no_grad(), Tempered(self.kl_weight):
-                    left = estimator.after_backward(self._model, self._minibatches, args, kwargs)
-                leave_curvature(cast(AutoFamily, guide), left)
+                with torch.no_grad(), _Tempered(self.kl_weight):
+                    drawn.leave(self._checked.model, self._minibatches, args, kwargs)
         return loss.detach()
 
     @property
@@ -189,7 +182,7 @@ class BatchedELBO(ELBO):
 
         Known after the first step.  What is not covered takes a slower route to the same numbers.
         """
-        return {} if self._estimator is None else dict(self._estimator.reasons)
+        return {} if self._drawn is None else dict(self._drawn.reasons)
 
     def differentiable_loss(
         self, model: Program, guide: Program, *args: Any, **kwargs: Any
@@ -205,62 +198,104 @@ class BatchedELBO(ELBO):
                 f"only, and this is differentiable_loss, or a loss module. Pass it as SVI's loss=, "
                 f"or leave curvature out."
             )
-        return self._estimate(model, guide, args, kwargs)
+        return self._estimate(model, guide, args, kwargs)[0]
 
-    def _estimate(self, model: Program, guide: Program, args: Any, kwargs: Any) -> Tensor:
-        prepared = self._prepared
-        if prepared is None or prepared[0] is not model or prepared[1] is not guide:
-            sites, _ = self._get_trace(model, guide, args, kwargs)
-            self._later_data = LaterData(sites)
-            self._estimator = None
-            self._prepared = (model, guide)
-            self._runs.forget()
-        self._active = None
+    def _estimate(
+        self, model: Program, guide: Any, args: Any, kwargs: Any, kind: str | None = None
+    ) -> tuple[Tensor, Drawn | None]:
+        """The loss, and where a ``kind`` of curvature is asked for, the draws."""
+        if self._pair is None or self._pair[0] is not model or self._pair[1] is not guide:
+            self._get_trace(model, guide, args, kwargs)
         if not 0.0 < self.kl_weight < float("inf"):
             raise ValueError(f"kl_weight is {self.kl_weight}; it must be a positive number.")
         self._minibatches.redraw()
-        shared: dict[str, Tensor] = {}
-        if is_joint(guide):
-            values, log_q = self._draw_jointly(guide, args, kwargs)
+        joint, shared = _is_joint(guide), {}
+        if kind is not None and (self._drawn is None or self._drawn.kind != kind):
+            check_takes_curvature(guide, kind, joint)
+        if joint:
+            values, log_q, drawn = self._draw_jointly(guide, args, kwargs, kind)
         else:
             values, log_q = self._draw(guide, args, kwargs, shared)
-
-        estimator = self._active
+            drawn = None
+        taps = None if drawn is None else drawn.taps
         validates = dist.is_validation_enabled()  # it is off under vmap
 
         def log_joint(sites: Sites) -> Any:
-            check_model(sites, values, shared)
-            check_guide_of_this_model(values.keys() - self._helpers, sites)
-            if validates:
-                self._supports.check(sites)
-                self._later_data.check(sites)
-            return sum_log_prob(sites) if estimator is None else estimator.terms(sites)
+            terms = self._log_probs(sites, values, shared, validates)
+            if taps is None:
+                return _total(terms.values())
+            return terms.pop(taps.observed), _total(terms.values())
 
-        how: Any = {"shared": shared, "chunk_size": self.chunk_size, "totals": estimator is None}
-        program: Any = self._model if estimator is None else estimator.program(self._model)
-        with Tempered(self.kl_weight):
+        how: Any = {"shared": shared, "chunk_size": self.chunk_size}
+        how |= {"loops": drawn is None or kind in READ_OFF, "totals": drawn is None}
+        program = self._checked.model if taps is None else taps
+        with _Tempered(self.kl_weight):
             log_p = self._run(program, log_joint, values, args, kwargs, **how)
-        if estimator is not None:
-            log_p = estimator.log_joint(log_p)
+        if drawn is not None and taps is not None:
+            log_p = drawn.log_joint(*log_p)
         losses = log_q - log_p
-        if estimator is not None:
-            estimator.losses(losses)
-        return losses.sum() / self.num_particles
+        if drawn is not None:
+            drawn.losses = losses.detach()
+        return losses.sum() / self.num_particles, drawn
 
-    def _run(self, program: Program, reduce: Any, values: Any, args: Any, kwargs: Any, **how: Any):
-        kind = None if self._active is None else self._active.kind
-        given = program, reduce, values, self.num_particles, args, kwargs
-        loops = kind in (None, *READ_OFF)
-        return self._runs(loops, *given, minibatches=self._minibatches, **how)
+    def _run(
+        self,
+        program: Program,
+        reduce: Any,
+        values: Values,
+        *call: Any,
+        loops: bool = True,
+        totals: bool = False,
+        shared: Any = None,
+        **how: Any,
+    ) -> Any:
+        """``run_particles``; where it cannot and ``loops`` allows it, in another way."""
+        given = reduce, values, self.num_particles, *call
+        common: Any = {"minibatches": self._minibatches, "shared": shared}
+        for other in self._without_vmap:
+            if other.program is program:
+                return other(*given, **common)
+        try:
+            return run_particles(program, *given, **common, **how)
+        except CannotBatch as error:
+            if not loops or isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise
+            reason = error
+        other = WithoutVmap(program)
+        result = other.first(reason, totals, not self._without_vmap, *given, **common)
+        self._without_vmap.append(other)
+        return result
 
-    def _draw(self, guide: Program, args: Any, kwargs: Any, shared: dict[str, Tensor]) -> Draw:
+    def _log_probs(self, sites: Sites, values: Values, shared: Values, validates: bool) -> Values:
+        """log p of one particle by site; what is not as it was when it was checked is checked."""
+        checked, structure = self._checked, [list(values), *map(_structure, sites.values())]
+        changed = bool(shared) or structure != self._structure
+        if changed:
+            check_model(sites, values, shared)
+            check_guide_of_this_model(values.keys() - checked.helpers, sites)
+        if validates and checked.supports is not None:
+            checked.supports.check(sites)
+        observed = {name: sites[name]["value"] for name in self._data if name in sites}
+        if validates and not all(_is_same(x, self._data[name]) for name, x in observed.items()):
+            checked.later_data.check(sites)
+            self._data |= {name: _identity(x) for name, x in observed.items()}
+        terms = {name: site_log_prob(site)[1] for name, site in with_density(sites).items()}
+        if changed:
+            for name, log_prob in terms.items():
+                check_log_prob_shape(sites[name], log_prob)
+        self._structure = structure
+        return {name: log_prob.sum() for name, log_prob in terms.items()}
+
+    def _draw(
+        self, guide: Program, args: Any, kwargs: Any, shared: Values
+    ) -> tuple[Values, Tensor]:
         """Run a guide of any kind under ``vmap``: values (S, ...) by site, and log q, (S,).
 
         A minibatch drawn for the guide goes into ``shared``; one that the guide passes to its
         plate is among the values.
         """
 
-        def reduce(sites: Sites) -> Draw:
+        def reduce(sites: Sites) -> tuple[Values, Tensor]:
             values = {}
             for name, site in sites.items():
                 if is_minibatch(site) and site["value"] is self._minibatches.get(name):
@@ -268,63 +303,107 @@ class BatchedELBO(ELBO):
                 elif is_minibatch(site) or is_latent(site):
                     values[name] = torch.as_tensor(site["value"])
             check_guide(sites)
-            self._helpers = {name for name, site in sites.items() if is_auxiliary(site)}
+            helpers = {name for name, site in sites.items() if is_auxiliary(site)}
+            self._checked = self._checked._replace(helpers=helpers)
             return values, sum_log_prob(sites)
 
         return self._run(guide, reduce, {}, args, kwargs, sampling=True)
 
-    def _draw_jointly(self, guide: AutoContinuous, args: Any, kwargs: Any) -> Draw:
-        """Draw all particles from the guide's joint distribution: values by site, and log q."""
+    def _draw_jointly(
+        self, guide: AutoContinuous, args: Any, kwargs: Any, kind: str | None
+    ) -> tuple[Values, Tensor, Drawn | None]:
+        """All particles from the guide's joint distribution: values by site, and log q."""
         trace: Any = guide.prototype_trace
         if self._layout is None or self._layout[0] is not trace:
             check_whole_plates(type(guide).__name__, dict(trace.iter_stochastic_nodes()))
             self._layout = (trace, LatentLayout(trace))
-        _, layout = self._layout
+        layout, scores, drawn = self._layout[1], kind == "scores", self._drawn
         # Validation would wait for the device. The factor lets handlers around SVI.step, such as
         # poutine.scale, act on log q as they do on the model.
         with pyro.validation_enabled(False), Conditioned({}, self._minibatches) as handler:
-            q = posterior_of(guide, *args, **kwargs)
-            ours = isinstance(guide, AutoFamily) and torch.is_grad_enabled()
-            kind = self.curvature if ours else None
+            q = _posterior_of(guide, *args, **kwargs)
             # with scores of its own, the optimizer needs no gradient through the draws
-            with torch.set_grad_enabled(torch.is_grad_enabled() and self.curvature != "scores"):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not scores):
                 theta = q.rsample((self.num_particles,))
                 values, log_det = layout.unpack_with_log_det(theta)
                 pyro.factor("_log_q", q.log_prob(theta) - log_det, has_rsample=True)
         site = handler.sites["_log_q"]
-        if kind is not None and (theta.requires_grad or kind == "scores"):
-            check_unscaled(site, kind)
-            if self._estimator is None or self._estimator.kind != kind:
-                if kind == "scores":
-                    check_all_have_scores(cast(AutoFamily, guide))
-                self._estimator = CurvatureEstimator(kind, guide, layout)
-            self._active = self._estimator
-            self._active.start(theta, log_det)
-        return values, site_log_prob(site)[1]
-
-    def _get_trace(self, model: Program, guide: Program, args: Any, kwargs: Any) -> Any:
-        """Run guide and model once without ``vmap``, with every check; return their sites."""
-        if isinstance(poutine.unwrap(guide), Messenger):
+        log_q = site_log_prob(site)[1]
+        if kind is None or not (theta.requires_grad or scores):
+            return values, log_q, None
+        unscaled = isinstance(site["scale"], int | float) and site["scale"] == 1.0
+        if kind != "price" and not (unscaled and site["mask"] is None):
             raise ValueError(
-                f"The guide {type(guide).__name__} is an effect handler around its model, which "
-                f"BatchedELBO cannot run on its own; use pyro.infer.Trace_ELBO."
+                f"BatchedELBO(curvature={kind!r}) stands under a poutine.scale or mask around model "
+                "and guide, which changes the curvature but not the precision of q that it becomes. "
+                "Leave it out; to temper the posterior there is kl_weight."
             )
-        minibatches = self._minibatches = Minibatches()
-        with own_random_state(), poutine.block(), torch.no_grad():
-            of_guide, of_model = run_both(model, guide, args, kwargs, minibatches)
-            guide_sites, drawn, model_sites = of_guide.sites, of_model.values, of_model.sites
-            check_guide(guide_sites)
-            self._model = summed_out(model, model_sites, drawn)
-            if self._model is not model:
-                model_sites = run_plainly(self._model, drawn, args, kwargs, minibatches)
-            self._helpers = {n for n, site in guide_sites.items() if is_auxiliary(site)}
-            own = {name for name, site in guide_sites.items() if not site["is_observed"]}
-            check_guide_of_this_model(own - self._helpers, model_sites)
-            self._supports = LatentSupports(guide)
-            self._supports.check(model_sites)
-            for _, block in find_blocks(guide):
-                check_replaced_priors(block.replaced_priors, guide_sites, model_sites)
-            check_model(model_sites, drawn, drawn)
-            for sites in (guide_sites, of_model.sites):
-                check_values(sites)
-        return model_sites, guide_sites
+        if drawn is None or drawn.kind != kind:
+            drawn = self._drawn = Drawn(kind, guide, layout)
+        drawn.start(theta, log_det)
+        return values, log_q, drawn
+
+    def _get_trace(self, model: Program, guide: Program, args: Any, kwargs: Any) -> None:
+        """Of a new pair: the first run, without ``vmap`` and with every check."""
+        self._minibatches, self._drawn, self._structure = Minibatches(), None, None
+        self._checked = first_run(model, guide, args, kwargs, self._minibatches)
+        self._data = {name: _identity(value) for name, value in self._checked.data.items()}
+        self._pair, self._without_vmap = (model, guide), []
+
+
+class _Tempered(Messenger):
+    """Multiplies the log probability of observed sites (not factors) by ``1 / kl_weight``.
+
+    Dividing by tau rather than multiplying the KL term keeps the entropy of q at weight 1, on which
+    natural-gradient rules are built: their precision is then that of the tempered posterior.
+    """
+
+    def __init__(self, kl_weight: float) -> None:
+        super().__init__()
+        self.kl_weight = kl_weight
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if self.kl_weight != 1.0 and msg["is_observed"] and site_kind(msg) == "observed":
+            msg["scale"] = msg["scale"] / self.kl_weight
+
+
+@pyro_method
+def _posterior_of(guide: AutoContinuous, *args: Any, **kwargs: Any) -> Any:
+    # As a method of the module, so that its parameters are registered as in a call of the guide.
+    if isinstance(guide, AutoFamily):
+        return guide.sampling_posterior()
+    return guide.get_posterior(*args, **kwargs)
+
+
+def _is_joint(guide: Program) -> bool:
+    """Whether a guide samples one flat vector in Pyro's own way, and can do so in a batch."""
+    return (
+        isinstance(guide, AutoContinuous)
+        and type(guide).forward in (AutoContinuous.forward, AutoFamily.forward)
+        and type(guide).sample_latent in (AutoContinuous.sample_latent, AutoFamily.sample_latent)
+    )
+
+
+def _structure(site: Site) -> tuple[Any, ...]:
+    """What the checks of a site look at, but for the numbers of its value."""
+    fn, plates = site["fn"], [(f.name, f.dim, f.size) for f in site["cond_indep_stack"]]
+    shapes = [getattr(x, "shape", None) for x in (site["value"], site["scale"], site["mask"])]
+    of_fn = [getattr(fn, name, None) for name in ("batch_shape", "event_shape")]
+    return site["name"], site["is_observed"], plates, shapes, of_fn
+
+
+def _identity(value: Tensor) -> tuple[Any, int | None]:
+    return ref(value), None if value.is_inference() else value._version
+
+
+def _is_same(value: Any, identity: tuple[Any, int | None]) -> bool:
+    """Whether this is the tensor of then, and nobody has written into it."""
+    seen, version = identity
+    return seen() is value and version is not None and value._version == version
+
+
+def _total(log_probs: Iterable[Tensor]) -> Tensor:
+    total = None
+    for x in log_probs:
+        total = x if total is None else total + x
+    return torch.zeros(()) if total is None else total

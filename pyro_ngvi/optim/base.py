@@ -16,7 +16,7 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from ..curvature.record import Curvature
+from ..curvature.estimators import Curvature
 from ..families.base import Tensors
 from ..guides.base import find_blocks
 from ..linalg.host import host_bool, outside_autocast

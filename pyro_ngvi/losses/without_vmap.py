@@ -1,0 +1,125 @@
+"""Programs that ``vmap`` cannot run: all particles in one vectorised plate, or one after the other."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+
+from ..runtime.density import site_log_prob, with_density
+from ..runtime.vmap import (
+    Conditioned,
+    at_particle,
+    free_dim,
+    look,
+    run_in_loop,
+    sum_per_particle,
+)
+from ..runtime.vmap_error import CannotBatch
+
+
+class WithoutVmap:
+    """Runs one program as ``run_particles`` does, in another way.
+
+    A model whose runs in a plate of particles agree with plain ones, at the first draws, runs in the
+    plate.  It may be written for a single draw and broadcast wrongly at others, so each step compares
+    one of its particles with a plain run, in turn; where it differs the loop takes over for good.
+    """
+
+    def __init__(self, program: Callable[..., Any]) -> None:
+        self.program = program
+        self._dim: int | None = None  # that of the plate; None: a loop
+        self._gaps: dict[str, int] = {}
+        self._turn = 0
+
+    def first(
+        self, reason: CannotBatch, totals: bool, notice: bool, *given: Any, **how: Any
+    ) -> Any:
+        """The first run; ``totals`` says that the result is the log probability of each particle."""
+        result = self._loop(*given, **how)  # shows the error of a program that is just wrong
+        num_particles = given[2]
+        if totals and num_particles > 2:  # two runs a step are what the loop takes too
+            try:
+                self._find_plate(*given, **how)
+                with torch.no_grad():
+                    total = self._in_plate(*given, **how)
+            except Exception:  # whatever keeps it from running there
+                total = None
+            if total is None or not _alike(total, result.detach()):
+                self._dim = None
+        if notice:
+            told = (
+                f"each of {num_particles} particles has a run of its own, at so many times the cost. "
+                f"Where pyro_ngvi.diagnostics.check_vectorized passes, one run is enough."
+                if self._dim is None
+                else f"its {num_particles} particles run in one vectorised plate, which agrees with "
+                f"runs one by one; a step compares one of them, at the cost of a second run."
+            )
+            warnings.warn(
+                f"BatchedELBO: vmap cannot run the program ({reason.where}): {told}",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+        return result
+
+    def __call__(self, reduce: Any, values: Any, num_particles: int, *call: Any, **how: Any) -> Any:
+        """What ``run_particles`` makes of the program."""
+        given = reduce, values, num_particles, *call
+        if self._dim is not None:
+            self._turn = (self._turn + 1) % num_particles
+            try:
+                total = self._in_plate(*given, **how)
+            except Exception:  # a course that it did not take before: the loop shows what is wrong
+                total = None
+            if total is not None:
+                at = at_particle(self._turn, values, how["shared"])
+                alone = reduce(look(self.program, at, *call, how["minibatches"]))
+                if _alike(total[self._turn].detach(), alone):
+                    return total
+            self._dim = None
+        return self._loop(*given, **how)
+
+    def _loop(self, *given: Any, **how: Any) -> Any:
+        with pyro.validation_enabled(False):
+            return run_in_loop(self.program, *given, **how)
+
+    def _find_plate(
+        self, reduce: Any, values: Any, _: int, *call: Any, minibatches: Any, shared: Any
+    ) -> None:
+        sites = look(self.program, at_particle(0, values, shared), *call, minibatches)
+        self._dim = free_dim(sites)
+        # how many dimensions are missing between the particles and the plates of each site
+        self._gaps = {n: -1 - self._dim - len(sites[n]["fn"].batch_shape) for n in values}
+
+    def _in_plate(
+        self,
+        reduce: Any,
+        values: Any,
+        S: int,
+        args: Any,
+        kwargs: Any,
+        *,
+        minibatches: Any,
+        shared: Any,
+    ) -> Tensor:
+        """log p (S,); fails in any way where the model does not run so."""
+        assert self._dim is not None
+        at = {
+            name: value.reshape(S, *[1] * self._gaps[name], *value.shape[1:])
+            for name, value in values.items()
+        }
+        handler = Conditioned(at | dict(shared or {}), minibatches)
+        with pyro.validation_enabled(False), handler, pyro.plate("_particles", S, dim=self._dim):
+            self.program(*args, **kwargs)
+        terms = [site_log_prob(site)[1] for site in with_density(handler.sites).values()]
+        return torch.stack([sum_per_particle(x.movedim(self._dim, 0)) for x in terms]).sum(0)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether log probabilities agree but for rounding; it waits for the device."""
+    tolerance = torch.finfo(a.dtype).eps ** 0.5
+    return a.shape == b.shape and torch.allclose(a, b.to(a), rtol=tolerance, atol=tolerance)
