@@ -594,7 +594,7 @@ FISHER = (
 CURVATURE = (
     Mutant(
         "rows by their weights, not the roots",
-        "curvature/per_datum.py",
+        "curvature/derivatives.py",
         "return w.sqrt() * torch.cat([block(part) for part in parts], 1)",
         "return w * torch.cat([block(part) for part in parts], 1)",
         ("test_per_example",),

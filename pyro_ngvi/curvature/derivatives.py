@@ -1,22 +1,37 @@
-"""Derivatives of functions of one draw t (d,): Hessians, their diagonals, and forward mode."""
+r"""Hessians of functions of one draw (d,), and products of the gradients of single data.
+
+For a function of theta (d,) to N log probabilities, with Jacobian J (N, d) and weights w_i >= 0,
+sum_i w_i J_i J_i' has three forms: "dense" (d, d), its "diagonal" (d,), or "low_rank", the rows
+sqrt(w_i) J_i (N, d).  J comes in blocks: of columns by forward mode (d directional derivatives) where
+that is cheaper, else of rows by reverse mode (N gradients), also where an operation has no forward
+mode.  A block has as many of them as ``budget`` bytes allow, one at the least; under ``vmap`` each draw
+takes its budget.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import torch
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.func import grad, vmap
+from torch.func import grad, vjp, vmap
 
 from ..linalg.host import fixed_normal
+from ..runtime.density import site_kind, site_log_prob
+from ..runtime.pyro_adapter import masks_of
+from ..runtime.vmap import Site, Sites
 
 #: columns of a Hessian that are computed at a time, for each draw
 CHUNK = 64
 #: random halves of the entries that are tried at each of three points
 HALVES = 8
+#: bytes for a block of a Jacobian
+BUDGET = 2**28
 
 Function = Callable[[Tensor], Tensor]
 
@@ -78,3 +93,112 @@ def is_diagonal(function: Function, t: Tensor) -> bool:
             if ((1.0 - half) * hessian_product(function, point, half * values) != 0.0).any():
                 return False
     return True
+
+
+def is_datum(site: Site) -> bool:
+    """Whether a site is observed in a plate, so that its entries are data."""
+    if site_is_subsample(site) or site_kind(site) != "observed":
+        return False
+    return any(f.vectorized for f in site["cond_indep_stack"])
+
+
+def data_of(sites: Sites) -> tuple[Tensor, Tensor]:
+    """Log probability of each datum (N,), without scale, and its scale times mask (N,)."""
+    log_probs, weights = [], []
+    for site in filter(is_datum, sites.values()):
+        plain, _ = site_log_prob(site)
+        log_probs.append(scale_and_mask(plain, 1.0, site["mask"]).reshape(-1))
+        weights.append(scale_and_mask(_shown(site, plain), site["scale"], None).reshape(-1))
+    if not log_probs:
+        raise ValueError(
+            "Products of the gradients of single data need to know what a datum is, and no observed "
+            'site of the model lies in a plate. Put it in one (with pyro.plate("data", N): '
+            'pyro.sample("y", ..., obs=y)), or use curvature="hessian".'
+        )
+    return torch.cat(log_probs), torch.cat(weights)
+
+
+def _shown(site: Site, log_prob: Tensor) -> Tensor:
+    """1 for the data that the site's masks leave, 0 for others."""
+    shown = torch.ones_like(log_prob)
+    for mask, left_out in masks_of(site):
+        within = site["fn"].event_dim - left_out
+        if within and isinstance(mask, Tensor):
+            # of an event some parts may be hidden: the datum is there while one of them is
+            mask = mask.expand(log_prob.shape + site["fn"].event_shape[:within])
+            mask = mask.flatten(-within).any(-1)
+        shown = shown * mask
+    return shown
+
+
+def products(
+    f: Function, theta: Tensor, weights: Tensor, form: str = "diagonal", budget: int = BUDGET
+) -> Tensor:
+    """sum_i w_i J_i J_i' in a form.
+
+    >>> X, w = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1.0, 4.0])
+    >>> products(lambda t: X @ t, torch.zeros(2), w, "low_rank")
+    tensor([[1., 2.],
+            [6., 8.]])
+    """
+    n, d = len(weights), len(theta)
+    room = budget // theta.element_size()
+    columns, rows = max(1, room // max(1, 4 * n)), max(1, room // (3 * d + n))
+    # in the dense form a block is made once, and once more for each block after it
+    passes = sum(d - start for start in range(0, d, columns)) if form == "dense" else d
+    if passes <= n or n == 0:
+        try:
+            return _by_columns(f, theta, weights.unsqueeze(-1), form, columns)
+        except NotImplementedError:  # an operation without forward mode
+            pass
+    return _by_rows(f, theta, weights.unsqueeze(-1), form, rows)
+
+
+def _by_columns(f: Function, theta: Tensor, w: Tensor, form: str, size: int) -> Tensor:
+    def block(part: slice) -> Tensor:
+        def column(e: Tensor) -> Tensor:
+            return jvp(f, (theta,), (e,))[1]
+
+        return vmap(column, out_dims=-1, randomness="same")(_basis(theta, len(theta), part))
+
+    parts = _parts(len(theta), size)
+    if form == "diagonal":
+        return torch.cat([(w * block(part).square()).sum(0) for part in parts])
+    if form == "low_rank":
+        return w.sqrt() * torch.cat([block(part) for part in parts], 1)
+    lower = []
+    for a, part in enumerate(parts):
+        J = block(part)
+        left = (w * J).mT
+        lower.append([left @ block(other) for other in parts[:a]] + [left @ J])
+    # the blocks above the diagonal are those below it, transposed
+    n = range(len(parts))
+    return torch.cat(
+        [torch.cat([lower[a][b] if b <= a else lower[b][a].mT for b in n], 1) for a in n]
+    )
+
+
+def _by_rows(f: Function, theta: Tensor, w: Tensor, form: str, size: int) -> Tensor:
+    _, pullback = vjp(f, theta)
+
+    def block(part: slice) -> Tensor:
+        return vmap(lambda e: pullback(e)[0], randomness="same")(_basis(theta, len(w), part))
+
+    parts = _parts(len(w), size)
+    if form == "low_rank":
+        return w.sqrt() * torch.cat([block(part) for part in parts])
+    if form == "diagonal":
+        return reduce(torch.add, ((w[part] * block(part).square()).sum(0) for part in parts))
+    pairs = ((w[part], block(part)) for part in parts)
+    return reduce(torch.add, ((weight * J).mT @ J for weight, J in pairs))
+
+
+def _parts(length: int, size: int) -> list[slice]:
+    return [slice(i, min(i + size, length)) for i in range(0, length, size)]
+
+
+def _basis(like: Tensor, length: int, part: slice) -> Tensor:
+    """The unit vectors (k, length) of a part."""
+    E = torch.zeros(part.stop - part.start, length, dtype=like.dtype, device=like.device)
+    E.diagonal(part.start).fill_(1.0)
+    return E

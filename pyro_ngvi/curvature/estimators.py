@@ -15,17 +15,14 @@ outside a plate.  Averages over the draws theta ~ q of
     "scores"             no curvature: the draws, and log q - log p at each
 
 The outer products g_i g_i' stand for the Hessian as in VOGN and SLANG (Khan et al. 2018, Mishkin et al.
-2018): positive semi-definite, right in expectation at parameters that fit the data, too small or too
-large elsewhere.  A minibatch of M of N data estimates the whole sum.  Squares of the sum over a
-minibatch, as Adam and Vadam have them, are M times smaller for M independent terms.
-
-Averages of second derivatives are the curvature of E_q[-log p] only where gradients are continuous:
-those of Laplace distributions and of networks with ReLU jump.  The first step looks for that and warns.
+2018): positive semi-definite, right in expectation at parameters that fit the data.  Squares of the
+sum over a minibatch of M, as Adam and Vadam have them, are M times smaller for independent terms.
 
 Cost, for S draws: "hessian" d gradients, "gauss_newton" min(d, number of data) directional derivatives;
 in a network its diagonal comes from the loss's own backward pass, from the second step on
 (:mod:`pyro_ngvi.curvature.taps.taps`).  Not for d above some thousands with "hessian", nor with many
-data and many parameters at once with "gauss_newton".
+data and many parameters at once with "gauss_newton", nor where gradients jump (Laplace distributions,
+ReLU), which second derivatives miss: the first step looks for that and warns.
 """
 
 from __future__ import annotations
@@ -45,8 +42,16 @@ from ..probing.kinks import kinked_sites
 from ..runtime.checks import sum_log_prob
 from ..runtime.layout import LatentLayout
 from ..runtime.vmap import Minibatches, Sites, run_particles
-from .derivatives import hessian, hessian_diagonal, hessian_product, is_diagonal
-from .per_datum import BUDGET, data_of, is_datum, products
+from .derivatives import (
+    BUDGET,
+    data_of,
+    hessian,
+    hessian_diagonal,
+    hessian_product,
+    is_datum,
+    is_diagonal,
+    products,
+)
 from .taps.check import search
 from .taps.kronecker import kronecker
 from .taps.taps import LayerTaps
@@ -90,16 +95,14 @@ class Drawn:
     """The draws of a step and the model at them: all that an estimator of curvature may use.
 
     A *datum* is an entry of the log probability of an observed site in a plate; with nested plates,
-    subjects by times, each entry is one.  The *rest* is the prior, the log-Jacobian, factors and what
-    is observed outside a plate.  One object serves all steps of a pair of model and guide.
+    subjects by times, each entry is one.  One object serves all steps of a pair of model and guide.
 
     Attributes:
         guide: the guide that was drawn from.
         draws: theta (S, d), unconstrained, without a graph.
         losses: log q - log p (S,) at the draws, in nats.
         taps: those behind the layers of the model, once they are found; the loss runs them.
-        reasons: by latent site, why taps do not cover it.
-        searched: whether there is nothing more to find.
+        reasons: by latent site, why taps do not cover it; ``searched``: whether that is final.
         rest_row_sums: H 1 (d,), H the Hessian of the rest, of a step with taps.
     """
 
@@ -177,9 +180,8 @@ class Drawn:
         if self.form == "dense":
             return self.average(lambda t: hessian(self.rest, t))
         if self.rest_is_diagonal():
-            return self.average(
-                lambda t: hessian_product(self.rest, t, torch.ones_like(t)), columns=1
-            )
+            ones = torch.ones_like(self.draws[0])
+            return self.average(lambda t: hessian_product(self.rest, t, ones), columns=1)
         d = self.draws.shape[1]
         if d > MOST_COLUMNS:
             raise ValueError(
@@ -196,10 +198,7 @@ class Drawn:
         return self._rest_is_diagonal
 
     def warn_of_kinks(self, whole: bool = False) -> None:
-        """At the first step: where second derivatives are taken of what has none.
-
-        Of the rest, or of the ``whole`` potential.
-        """
+        """At the first step, where second derivatives of rest or ``whole`` miss something."""
         t = self.draws[0]
         if self._looked_for_kinks or t.is_meta:
             return
@@ -280,27 +279,20 @@ def gauss_newton(drawn: Drawn) -> Tensors:
 
 def _completed(drawn: Drawn, squares: Tensors) -> Tensor:
     """The squares of all sites (d,): those of the taps, and by the general route the others."""
-    theta, pieces, uncovered, start = drawn.draws, [], [], 0
-    for name, shape in drawn.layout.unconstrained_shapes.items():
-        end = start + shape.numel()
-        if name in squares:
-            pieces.append(squares[name].reshape(-1))
-        else:
-            pieces.append(theta.new_zeros(end - start))
-            uncovered.append(torch.arange(start, end, device=theta.device))
-        start = end
+    shapes, zeros = drawn.layout.unconstrained_shapes, drawn.draws.new_zeros
+    pieces = [
+        squares[k].reshape(-1) if k in squares else zeros(s.numel()) for k, s in shapes.items()
+    ]
     diagonal = torch.cat(pieces)
-    if not uncovered:
+    if len(squares) == len(shapes):
         return diagonal
-    entries = torch.cat(uncovered)
+    numbers = torch.arange(len(diagonal), device=diagonal.device).split([len(p) for p in pieces])
+    entries = torch.cat([n for k, n in zip(shapes, numbers, strict=True) if k not in squares])
     return diagonal.index_copy(0, entries, _products(drawn, entries))
 
 
 def _products(drawn: Drawn, entries: Tensor | None = None) -> Tensor:
-    """The average over draws of sum_i s_i g_i g_i' in the form asked for, or rows of all draws.
-
-    ``entries``: of some entries of theta only.
-    """
+    """The average over draws of sum_i s_i g_i g_i' in the form asked for, of some ``entries`` only."""
     _, weights = drawn.data(drawn.draws[0])  # the same for all draws, as the minibatch is
     columns = None if entries is None else len(entries)
     budget = BUDGET // drawn.at_a_time(columns)

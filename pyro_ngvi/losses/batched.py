@@ -7,7 +7,8 @@ the fully reparameterised estimator of ``pyro.infer.Trace_ELBO`` (Kingma & Welli
 et al. 2017), particle for particle.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import reduce
 from typing import Any
 from weakref import ref
 
@@ -25,29 +26,13 @@ from torch import Tensor
 from ..curvature.estimators import ESTIMATORS, READ_OFF, Drawn
 from ..guides.base import AutoFamily
 from ..linalg.host import outside_autocast
-from ..runtime.checks import (
-    check_guide,
-    check_guide_of_this_model,
-    check_log_prob_shape,
-    check_model,
-    check_whole_plates,
-    sum_log_prob,
-)
+from ..runtime import checks, vmap
 from ..runtime.density import site_kind, site_log_prob, with_density
 from ..runtime.layout import LatentLayout
-from ..runtime.vmap import (
-    Conditioned,
-    Minibatches,
-    Site,
-    Sites,
-    is_auxiliary,
-    is_latent,
-    is_minibatch,
-    run_particles,
-)
+from ..runtime.vmap import Conditioned, Minibatches, Site, Sites
 from ..runtime.vmap_error import CannotBatch
 from ..runtime.whole_gradients import whole_gradients
-from .first_run import Checked, check_takes_curvature, first_run
+from .first_run import check_takes_curvature, first_run
 from .without_vmap import WithoutVmap
 
 Program = Callable[..., Any]
@@ -58,52 +43,43 @@ class BatchedELBO(ELBO):
     """Negative ELBO for ``pyro.infer.SVI``, in nats, with the particles batched by ``vmap``.
 
     The model is written for *one* draw of its latent sites (``X @ w``): it needs no plate for the
-    particles and cannot broadcast against them. A guide that derives from ``AutoContinuous``, and
-    overrides neither ``forward`` nor ``sample_latent``, draws all its particles in one call of
-    ``get_posterior()``; any other guide is run under ``vmap`` too. A subsampled plate has one
-    minibatch a step, shared by model, guide and particles.
-
-    Latent sites of the model that are marked ``infer={"enumerate": "parallel"}`` and not in the guide
-    are summed out, as in ``TraceEnum_ELBO``.  A program that ``vmap`` cannot run, because it branches
-    on the value of a latent site, say, runs once for each particle, with one notice.
+    particles and cannot broadcast against them. A joint autoguide draws all its particles in one call
+    of ``get_posterior()``; any other guide is run under ``vmap`` too. A subsampled plate has one
+    minibatch a step, shared by model, guide and particles. Latent sites of the model that are marked
+    ``infer={"enumerate": "parallel"}`` and not in the guide are summed out, as in ``TraceEnum_ELBO``.
 
     Do not use it with a guide whose draws are not reparameterised (discrete ones above all):
     ``Trace_ELBO`` is for these. ``pyro.poutine`` handlers around ``SVI.step`` act as usual.
 
-    The first call for a pair of model and guide also runs both once without ``vmap``. That creates
-    their parameters, validates the data against the supports, and leaves the random state alone. Data
-    of later calls are checked against the supports on a CPU only, and only against supports that do
-    not depend on latent sites (elsewhere it would have to wait for the answer): on a GPU they are
-    yours to check. NaN in later data is not refused there, nor what a mask hides.
+    The first call for a pair of model and guide also runs both once without ``vmap``: it creates
+    their parameters, validates the data against the supports, and leaves the random state alone.
+    Later data are checked on a CPU only, and only against supports that do not depend on latent sites
+    (elsewhere it would have to wait for the answer); NaN is not refused there, nor what a mask hides.
 
     Args:
         num_particles: S, the number of draws of the guide.
-        curvature: what ``loss_and_grads`` leaves on the guide for its optimizer, beside the
-            gradients: an expected curvature of -log p(y, z), see
-            :mod:`pyro_ngvi.curvature.estimators`. "hessian": the Hessian; "gauss_newton": products
-            of the gradients of single data, with the Hessian of the prior (both wrong, with a
-            warning, where the gradient of what they are taken of jumps: Laplace distributions,
-            and for "hessian" ReLU); "squared_gradient": squares of the gradient of the
-            minibatch, as Adam has them; "price": none, the gradients of the scales carry it;
-            "kronecker": the factors of each layer, for ``AutoMatrixNormal`` and ``NoisyKFAC``;
-            "scores": the draws and log q - log p at each, for ``SPRING``, and no gradients. For
-            a guide of ours that has a use for it; it is that of one call, so call this once a
-            step. Further names are those registered in :data:`pyro_ngvi.curvature.ESTIMATORS`.
+        curvature: what ``loss_and_grads`` leaves on a guide of ours for its optimizer, beside the
+            gradients; see :mod:`pyro_ngvi.curvature.estimators`. "hessian": the expected Hessian of
+            -log p(y, z); "gauss_newton": products of the gradients of single data, with the Hessian
+            of the prior (both wrong, with a warning, where gradients jump: Laplace distributions, and
+            for "hessian" ReLU); "squared_gradient": squares of the gradient of the minibatch, as
+            Adam has them; "price": none, the gradients of the scales carry it; "kronecker": the
+            factors of each layer, for ``AutoMatrixNormal`` and ``NoisyKFAC``; "scores": the draws
+            and log q - log p at each, for ``SPRING``, and no gradients. Further names are those
+            registered in :data:`pyro_ngvi.curvature.ESTIMATORS`. Call the loss once a step.
         kl_weight: tau, a weight on the KL term: the loss becomes that of the tempered
             posterior, prior x likelihood^(1 / tau), where a ``pyro.factor`` counts as prior. An
-            attribute too, so that a loop can let it grow to 1 (a warm-up): ``loss.kl_weight =
-            min(1.0, (k + 1) / 1000)``.
+            attribute too, so that a loop can let it grow to 1 (a warm-up).
         chunk_size: run at most that many particles of the model at a time, to bound memory.
         retain_graph: passed to ``backward``.
 
     Raises:
-        ValueError: when a site cannot be handled, or its ``log_prob`` has a shape that its
-            plates and its value do not explain.
+        ValueError: when a site cannot be handled, or its ``log_prob`` was broadcast.
         RuntimeError: when model or guide cannot run under ``vmap``, with a curvature that needs it.
 
     Warns:
-        RuntimeWarning: when model or guide cannot run under ``vmap``, so that a step takes S runs,
-            or two where Pyro's vectorised particles agree with them.
+        RuntimeWarning: when model or guide cannot run under ``vmap`` (it branches on a latent value,
+            say): a step takes S runs, or two where Pyro's vectorised particles agree with them.
 
     Example:
         >>> import torch, pyro, pyro.distributions as dist
@@ -130,18 +106,19 @@ class BatchedELBO(ELBO):
     ) -> None:
         if num_particles < 1:
             raise ValueError(f"num_particles is {num_particles}; it must be at least 1.")
-        super().__init__(num_particles=num_particles, retain_graph=retain_graph)
-        self.chunk_size = chunk_size
         if curvature not in (None, *ESTIMATORS):
             kinds = ", ".join(map(repr, ESTIMATORS))
             raise ValueError(f"curvature is {curvature!r}; it must be None or one of {kinds}.")
-        self.curvature = curvature
-        self.kl_weight = kl_weight
-        self._minibatches = Minibatches()
+        super().__init__(num_particles=num_particles, retain_graph=retain_graph)
+        self.curvature, self.kl_weight, self.chunk_size = curvature, kl_weight, chunk_size
         self._pair: tuple[Program, Any] | None = None
-        self._checked: Checked | None = None  # by the first run of the pair
-        self._structure: Any = None  # of the model's last run
-        self._data: dict[str, Any] = {}  # which observed values were checked
+        self._model: Any = None  # the one of the pair, without its enumerated sites
+        self._helpers: set[str] = set()  # sites of the guide that the model does not have
+        self._supports: Any = None  # those of the latent sites, where they might move
+        self._later_data: Any = None  # the check of other data
+        self._data: dict[str, Any] = {}  # which observed values were good
+        self._structure: Any = None  # of the last run that was good
+        self._minibatches = Minibatches()
         self._without_vmap: list[WithoutVmap] = []
         self._layout: tuple[Trace, LatentLayout] | None = None
         self._drawn: Drawn | None = None  # what lasts of the curvature from step to step
@@ -158,10 +135,9 @@ class BatchedELBO(ELBO):
         return float(loss)
 
     def loss_and_grads(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> Tensor:
-        """An estimate of the negative ELBO; adds its gradient to every parameter's ``.grad``.
+        """An estimate of the negative ELBO, on its device; adds its gradient to every ``.grad``.
 
-        Where it raises, no ``.grad`` of a parameter in Pyro's store has changed.  The estimate stays a
-        tensor on its device, so that nothing waits for it here.
+        Where it raises, no ``.grad`` of a parameter in Pyro's store has changed.
         """
         with whole_gradients():
             kind = self.curvature if torch.is_grad_enabled() else None
@@ -173,30 +149,24 @@ class BatchedELBO(ELBO):
             if drawn is not None:
                 # parameters of the model need no graph of the curvature
                 with torch.no_grad(), _Tempered(self.kl_weight):
-                    drawn.leave(self._checked.model, self._minibatches, args, kwargs)
+                    drawn.leave(self._model, self._minibatches, args, kwargs)
         return loss.detach()
 
     @property
     def curvature_reasons(self) -> dict[str, str]:
-        """Why the fast route of "gauss_newton" does not cover a latent site: a sentence by name.
-
-        Known after the first step.  What is not covered takes a slower route to the same numbers.
-        """
+        """Why latent sites take a slower route to "gauss_newton", known after the first step."""
         return {} if self._drawn is None else dict(self._drawn.reasons)
 
-    def differentiable_loss(
-        self, model: Program, guide: Program, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def differentiable_loss(self, model: Program, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """An estimate of the negative ELBO, a scalar tensor that can be differentiated.
 
-        It leaves no curvature, and neither does a module ``BatchedELBO(...)(model, guide)``, which
-        calls it: with ``curvature`` it raises a ValueError while gradients are recorded.
+        With ``curvature``, which it would not leave, it raises a ValueError while gradients are
+        recorded; so does a module ``BatchedELBO(...)(model, guide)``, which calls it.
         """
         if self.curvature is not None and torch.is_grad_enabled():
             raise ValueError(
                 f"BatchedELBO(curvature={self.curvature!r}) leaves its curvature in loss_and_grads "
-                f"only, and this is differentiable_loss, or a loss module. Pass it as SVI's loss=, "
-                f"or leave curvature out."
+                f"only. Pass it as SVI's loss=, or leave curvature out."
             )
         return self._estimate(model, guide, args, kwargs)[0]
 
@@ -215,22 +185,21 @@ class BatchedELBO(ELBO):
         if joint:
             values, log_q, drawn = self._draw_jointly(guide, args, kwargs, kind)
         else:
-            values, log_q = self._draw(guide, args, kwargs, shared)
-            drawn = None
+            (values, log_q), drawn = self._draw(guide, args, kwargs, shared), None
         taps = None if drawn is None else drawn.taps
         validates = dist.is_validation_enabled()  # it is off under vmap
 
         def log_joint(sites: Sites) -> Any:
             terms = self._log_probs(sites, values, shared, validates)
             if taps is None:
-                return _total(terms.values())
-            return terms.pop(taps.observed), _total(terms.values())
+                return _total(terms)
+            return terms.pop(taps.observed), _total(terms)
 
-        how: Any = {"shared": shared, "chunk_size": self.chunk_size}
-        how |= {"loops": drawn is None or kind in READ_OFF, "totals": drawn is None}
-        program = self._checked.model if taps is None else taps
+        program = self._model if taps is None else taps
+        given = program, log_joint, values, self.num_particles, args, kwargs
+        loops = drawn is None or kind in READ_OFF
         with _Tempered(self.kl_weight):
-            log_p = self._run(program, log_joint, values, args, kwargs, **how)
+            log_p = self._run(*given, loops=loops, shared=shared, chunk_size=self.chunk_size)
         if drawn is not None and taps is not None:
             log_p = drawn.log_joint(*log_p)
         losses = log_q - log_p
@@ -238,84 +207,70 @@ class BatchedELBO(ELBO):
             drawn.losses = losses.detach()
         return losses.sum() / self.num_particles, drawn
 
-    def _run(
-        self,
-        program: Program,
-        reduce: Any,
-        values: Values,
-        *call: Any,
-        loops: bool = True,
-        totals: bool = False,
-        shared: Any = None,
-        **how: Any,
-    ) -> Any:
+    def _run(self, program: Any, *given: Any, loops: bool, shared: Any = None, **how: Any) -> Any:
         """``run_particles``; where it cannot and ``loops`` allows it, in another way."""
-        given = reduce, values, self.num_particles, *call
         common: Any = {"minibatches": self._minibatches, "shared": shared}
         for other in self._without_vmap:
             if other.program is program:
                 return other(*given, **common)
         try:
-            return run_particles(program, *given, **common, **how)
+            return vmap.run_particles(program, *given, **common, **how)
         except CannotBatch as error:
             if not loops or isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise
-            reason = error
+            reason = None if self._without_vmap else error  # one notice is enough
         other = WithoutVmap(program)
-        result = other.first(reason, totals, not self._without_vmap, *given, **common)
+        result = other.first(reason, *given, **common)
         self._without_vmap.append(other)
         return result
 
     def _log_probs(self, sites: Sites, values: Values, shared: Values, validates: bool) -> Values:
         """log p of one particle by site; what is not as it was when it was checked is checked."""
-        checked, structure = self._checked, [list(values), *map(_structure, sites.values())]
+        structure = [list(values), *map(_structure, sites.values())]
         changed = bool(shared) or structure != self._structure
         if changed:
-            check_model(sites, values, shared)
-            check_guide_of_this_model(values.keys() - checked.helpers, sites)
-        if validates and checked.supports is not None:
-            checked.supports.check(sites)
+            checks.check_model(sites, values, shared)
+            checks.check_guide_of_this_model(values.keys() - self._helpers, sites)
+        if validates and self._supports is not None:
+            self._supports.check(sites)
         observed = {name: sites[name]["value"] for name in self._data if name in sites}
-        if validates and not all(_is_same(x, self._data[name]) for name, x in observed.items()):
-            checked.later_data.check(sites)
+        if validates and not all(_is_same(x, *self._data[name]) for name, x in observed.items()):
+            self._later_data.check(sites)
             self._data |= {name: _identity(x) for name, x in observed.items()}
         terms = {name: site_log_prob(site)[1] for name, site in with_density(sites).items()}
         if changed:
             for name, log_prob in terms.items():
-                check_log_prob_shape(sites[name], log_prob)
+                checks.check_log_prob_shape(sites[name], log_prob)
         self._structure = structure
         return {name: log_prob.sum() for name, log_prob in terms.items()}
 
-    def _draw(
-        self, guide: Program, args: Any, kwargs: Any, shared: Values
-    ) -> tuple[Values, Tensor]:
-        """Run a guide of any kind under ``vmap``: values (S, ...) by site, and log q, (S,).
+    def _draw(self, guide: Any, args: Any, kwargs: Any, shared: Values) -> tuple[Values, Tensor]:
+        """Run a guide of any kind: values (S, ...) by site, and log q, (S,).
 
-        A minibatch drawn for the guide goes into ``shared``; one that the guide passes to its
-        plate is among the values.
+        A minibatch that is drawn for it goes into ``shared``, one that it passes to its plate not.
         """
 
-        def reduce(sites: Sites) -> tuple[Values, Tensor]:
+        def drawn(sites: Sites) -> tuple[Values, Tensor]:
             values = {}
             for name, site in sites.items():
-                if is_minibatch(site) and site["value"] is self._minibatches.get(name):
+                if vmap.is_minibatch(site) and site["value"] is self._minibatches.get(name):
                     shared[name] = site["value"]
-                elif is_minibatch(site) or is_latent(site):
+                elif vmap.is_minibatch(site) or vmap.is_latent(site):
                     values[name] = torch.as_tensor(site["value"])
-            check_guide(sites)
-            helpers = {name for name, site in sites.items() if is_auxiliary(site)}
-            self._checked = self._checked._replace(helpers=helpers)
-            return values, sum_log_prob(sites)
+            checks.check_guide(sites)
+            self._helpers = {name for name, site in sites.items() if vmap.is_auxiliary(site)}
+            return values, checks.sum_log_prob(sites)
 
-        return self._run(guide, reduce, {}, args, kwargs, sampling=True)
+        given = guide, drawn, {}, self.num_particles, args, kwargs
+        return self._run(*given, loops=True, sampling=True)
 
     def _draw_jointly(
         self, guide: AutoContinuous, args: Any, kwargs: Any, kind: str | None
     ) -> tuple[Values, Tensor, Drawn | None]:
-        """All particles from the guide's joint distribution: values by site, and log q."""
+        """As :meth:`_draw`, from the guide's joint distribution; and what is recorded."""
         trace: Any = guide.prototype_trace
         if self._layout is None or self._layout[0] is not trace:
-            check_whole_plates(type(guide).__name__, dict(trace.iter_stochastic_nodes()))
+            checks.check_whole_plates(type(guide).__name__, dict(trace.iter_stochastic_nodes()))
             self._layout = (trace, LatentLayout(trace))
         layout, scores, drawn = self._layout[1], kind == "scores", self._drawn
         # Validation would wait for the device. The factor lets handlers around SVI.step, such as
@@ -334,9 +289,8 @@ class BatchedELBO(ELBO):
         unscaled = isinstance(site["scale"], int | float) and site["scale"] == 1.0
         if kind != "price" and not (unscaled and site["mask"] is None):
             raise ValueError(
-                f"BatchedELBO(curvature={kind!r}) stands under a poutine.scale or mask around model "
-                "and guide, which changes the curvature but not the precision of q that it becomes. "
-                "Leave it out; to temper the posterior there is kl_weight."
+                f"BatchedELBO(curvature={kind!r}): a poutine.scale or mask around model and guide "
+                "changes the curvature, not the precision of q. Leave it out, or take kl_weight."
             )
         if drawn is None or drawn.kind != kind:
             drawn = self._drawn = Drawn(kind, guide, layout)
@@ -346,16 +300,16 @@ class BatchedELBO(ELBO):
     def _get_trace(self, model: Program, guide: Program, args: Any, kwargs: Any) -> None:
         """Of a new pair: the first run, without ``vmap`` and with every check."""
         self._minibatches, self._drawn, self._structure = Minibatches(), None, None
-        self._checked = first_run(model, guide, args, kwargs, self._minibatches)
-        self._data = {name: _identity(value) for name, value in self._checked.data.items()}
+        found = first_run(model, guide, args, kwargs, self._minibatches)
+        self._model, self._helpers, self._supports, self._later_data, data = found
+        self._data = {name: _identity(value) for name, value in data.items()}
         self._pair, self._without_vmap = (model, guide), []
 
 
 class _Tempered(Messenger):
-    """Multiplies the log probability of observed sites (not factors) by ``1 / kl_weight``.
+    """Divides the log probability of observed sites (not factors) by tau.
 
-    Dividing by tau rather than multiplying the KL term keeps the entropy of q at weight 1, on which
-    natural-gradient rules are built: their precision is then that of the tempered posterior.
+    To multiply the KL term would change the weight of the entropy of q, on which rules are built.
     """
 
     def __init__(self, kl_weight: float) -> None:
@@ -384,26 +338,22 @@ def _is_joint(guide: Program) -> bool:
     )
 
 
-def _structure(site: Site) -> tuple[Any, ...]:
+def _structure(site: Site) -> list[Any]:
     """What the checks of a site look at, but for the numbers of its value."""
-    fn, plates = site["fn"], [(f.name, f.dim, f.size) for f in site["cond_indep_stack"]]
-    shapes = [getattr(x, "shape", None) for x in (site["value"], site["scale"], site["mask"])]
-    of_fn = [getattr(fn, name, None) for name in ("batch_shape", "event_shape")]
-    return site["name"], site["is_observed"], plates, shapes, of_fn
+    shapes = [getattr(site[k], "shape", None) for k in ("value", "scale", "mask")]
+    shapes += [getattr(site["fn"], k, None) for k in ("batch_shape", "event_shape")]
+    plates = [(f.name, f.dim, f.size) for f in site["cond_indep_stack"]]
+    return [site["name"], site["is_observed"], *shapes, *plates]
 
 
 def _identity(value: Tensor) -> tuple[Any, int | None]:
+    """Tells whether later this is the tensor of then, and nobody has written into it."""
     return ref(value), None if value.is_inference() else value._version
 
 
-def _is_same(value: Any, identity: tuple[Any, int | None]) -> bool:
-    """Whether this is the tensor of then, and nobody has written into it."""
-    seen, version = identity
+def _is_same(value: Any, seen: Any, version: int | None) -> bool:
     return seen() is value and version is not None and value._version == version
 
 
-def _total(log_probs: Iterable[Tensor]) -> Tensor:
-    total = None
-    for x in log_probs:
-        total = x if total is None else total + x
-    return torch.zeros(()) if total is None else total
+def _total(log_probs: Values) -> Tensor:
+    return reduce(torch.add, log_probs.values()) if log_probs else torch.zeros(())

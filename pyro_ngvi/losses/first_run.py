@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pyro import poutine
@@ -12,40 +12,20 @@ from torch import Tensor
 
 from ..guides.base import AutoFamily, find_blocks
 from ..linalg.host import own_random_state
-from ..runtime.checks import (
-    check_guide,
-    check_guide_of_this_model,
-    check_model,
-    check_replaced_priors,
-    check_values,
-)
+from ..runtime import checks
 from ..runtime.density import site_kind
 from ..runtime.summed_out import summed_out
 from ..runtime.support import LatentSupports, LaterData, bounds
 from ..runtime.vmap import Minibatches, is_auxiliary, is_latent, run_both, run_plainly
 
-
-class Checked(NamedTuple):
-    """What the first run leaves for later ones.
-
-    Attributes:
-        model: the one of the pair, without its enumerated sites.
-        helpers: sites of the guide that the model does not have.
-        supports: those of the latent sites, where they might move.
-        later_data: the check of other data.
-        data: the observed values that were good.
-    """
-
-    model: Any
-    helpers: set[str]
-    supports: LatentSupports | None
-    later_data: LaterData
-    data: dict[str, Tensor]
+#: the model without its enumerated sites; sites of the guide that the model does not have; the
+#: supports of the latent sites, where they might move; the check of other data; observed values
+Found = tuple[Any, set[str], LatentSupports | None, LaterData, dict[str, Tensor]]
 
 
 def first_run(
     model: Callable[..., Any], guide: Any, args: Any, kwargs: Any, minibatches: Minibatches
-) -> Checked:
+) -> Found:
     """Run both once, which creates their parameters and leaves the random state alone."""
     if isinstance(poutine.unwrap(guide), Messenger):
         raise ValueError(
@@ -55,26 +35,26 @@ def first_run(
     with own_random_state(), poutine.block(), torch.no_grad():
         of_guide, of_model = run_both(model, guide, args, kwargs, minibatches)
         guide_sites, drawn, sites = of_guide.sites, of_model.values, of_model.sites
-        check_guide(guide_sites)
+        checks.check_guide(guide_sites)
         plain = summed_out(model, sites, drawn)
         if plain is not model:
             sites = run_plainly(plain, drawn, args, kwargs, minibatches)
         helpers = {name for name, site in guide_sites.items() if is_auxiliary(site)}
         own = {name for name, site in guide_sites.items() if not site["is_observed"]}
-        check_guide_of_this_model(own - helpers, sites)
+        checks.check_guide_of_this_model(own - helpers, sites)
         supports = LatentSupports(guide)
         supports.check(sites)
         for _, block in find_blocks(guide):
-            check_replaced_priors(block.replaced_priors, guide_sites, sites)
-        check_model(sites, drawn, drawn)
-        check_values(guide_sites)
-        check_values(of_model.sites)
+            checks.check_replaced_priors(block.replaced_priors, guide_sites, sites)
+        checks.check_model(sites, drawn, drawn)
+        checks.check_values(guide_sites)
+        checks.check_values(of_model.sites)
     latent = filter(is_latent, sites.values())
     limits = [v for site in latent for v in bounds(getattr(site["fn"], "support", None))]
     moving = any(isinstance(v, Tensor) for v in limits)
     data = {name: site["value"] for name, site in sites.items() if site_kind(site) == "observed"}
     data = {name: value for name, value in data.items() if isinstance(value, Tensor)}
-    return Checked(plain, helpers, supports if moving else None, LaterData(sites), data)
+    return plain, helpers, supports if moving else None, LaterData(sites), data
 
 
 #: by the form of curvature that a family takes, the kinds that do not have it

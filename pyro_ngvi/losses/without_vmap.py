@@ -33,31 +33,34 @@ class WithoutVmap:
     def __init__(self, program: Callable[..., Any]) -> None:
         self.program = program
         self._dim: int | None = None  # that of the plate; None: a loop
-        self._gaps: dict[str, int] = {}
+        self._gaps: dict[str, int] = {}  # by site, dimensions between the particles and its plates
         self._turn = 0
 
     def first(
-        self, reason: CannotBatch, totals: bool, notice: bool, *given: Any, **how: Any
+        self, reason: CannotBatch | None, reduce: Any, values: Any, S: int, *call: Any, **how: Any
     ) -> Any:
-        """The first run; ``totals`` says that the result is the log probability of each particle."""
-        result = self._loop(*given, **how)  # shows the error of a program that is just wrong
-        num_particles = given[2]
-        if totals and num_particles > 2:  # two runs a step are what the loop takes too
+        """The first run; where there is a ``reason``, with a notice."""
+        result = self._loop(reduce, values, S, *call, **how)  # shows what is wrong in any run
+        # two runs a step are what the loop takes too
+        if isinstance(result, Tensor) and result.shape == (S,) and S > 2:
             try:
-                self._find_plate(*given, **how)
+                sites = look(
+                    self.program, at_particle(0, values, how["shared"]), *call, how["minibatches"]
+                )
+                self._dim = free_dim(sites)
+                self._gaps = {n: -1 - self._dim - len(sites[n]["fn"].batch_shape) for n in values}
                 with torch.no_grad():
-                    total = self._in_plate(*given, **how)
+                    agrees = _alike(self._in_plate(values, S, *call, **how), result.detach())
             except Exception:  # whatever keeps it from running there
-                total = None
-            if total is None or not _alike(total, result.detach()):
-                self._dim = None
-        if notice:
+                agrees = False
+            self._dim = self._dim if agrees else None
+        if reason is not None:
             told = (
-                f"each of {num_particles} particles has a run of its own, at so many times the cost. "
-                f"Where pyro_ngvi.diagnostics.check_vectorized passes, one run is enough."
+                f"each of {S} particles has a run of its own, at so many times the cost. Where "
+                f"pyro_ngvi.diagnostics.check_vectorized passes, one run is enough."
                 if self._dim is None
-                else f"its {num_particles} particles run in one vectorised plate, which agrees with "
-                f"runs one by one; a step compares one of them, at the cost of a second run."
+                else f"its {S} particles run in one vectorised plate, which agrees with runs one by "
+                f"one; a step compares one of them, at the cost of a second run."
             )
             warnings.warn(
                 f"BatchedELBO: vmap cannot run the program ({reason.where}): {told}",
@@ -66,13 +69,12 @@ class WithoutVmap:
             )
         return result
 
-    def __call__(self, reduce: Any, values: Any, num_particles: int, *call: Any, **how: Any) -> Any:
+    def __call__(self, reduce: Any, values: Any, S: int, *call: Any, **how: Any) -> Any:
         """What ``run_particles`` makes of the program."""
-        given = reduce, values, num_particles, *call
         if self._dim is not None:
-            self._turn = (self._turn + 1) % num_particles
+            self._turn = (self._turn + 1) % S
             try:
-                total = self._in_plate(*given, **how)
+                total = self._in_plate(values, S, *call, **how)
             except Exception:  # a course that it did not take before: the loop shows what is wrong
                 total = None
             if total is not None:
@@ -81,30 +83,14 @@ class WithoutVmap:
                 if _alike(total[self._turn].detach(), alone):
                     return total
             self._dim = None
-        return self._loop(*given, **how)
+        return self._loop(reduce, values, S, *call, **how)
 
     def _loop(self, *given: Any, **how: Any) -> Any:
         with pyro.validation_enabled(False):
             return run_in_loop(self.program, *given, **how)
 
-    def _find_plate(
-        self, reduce: Any, values: Any, _: int, *call: Any, minibatches: Any, shared: Any
-    ) -> None:
-        sites = look(self.program, at_particle(0, values, shared), *call, minibatches)
-        self._dim = free_dim(sites)
-        # how many dimensions are missing between the particles and the plates of each site
-        self._gaps = {n: -1 - self._dim - len(sites[n]["fn"].batch_shape) for n in values}
-
     def _in_plate(
-        self,
-        reduce: Any,
-        values: Any,
-        S: int,
-        args: Any,
-        kwargs: Any,
-        *,
-        minibatches: Any,
-        shared: Any,
+        self, values: Any, S: int, args: Any, kwargs: Any, minibatches: Any, shared: Any
     ) -> Tensor:
         """log p (S,); fails in any way where the model does not run so."""
         assert self._dim is not None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.func import jacrev, vmap
 
-from pyro_ngvi.curvature.per_datum import products
+from pyro_ngvi.curvature.derivatives import products
 
 BUDGETS = {"one": 1, "some": 1_000, "all": 2**28}
 FORMS = ["diagonal", "dense", "low_rank"]

@@ -26,7 +26,7 @@ from torch import Tensor
 from ...linalg.host import own_random_state
 from ...runtime.density import site_log_prob, with_density
 from ...runtime.vmap import Minibatches, Sites, run_plainly
-from ..per_datum import is_datum
+from ..derivatives import is_datum
 from .taps import LayerTaps, Run
 
 if TYPE_CHECKING:
@@ -79,104 +79,95 @@ def check_taps(
     It waits for the device, and leaves the random state alone.  On the meta device, without numbers,
     only shapes are checked.
     """
-    leaves = {name: values[name][0].detach() for name in taps.twins}
-    leaves = {k: x.requires_grad_(x.is_floating_point()) for k, x in leaves.items()}
-    run = Run(taps, check=True)
-    batches = Minibatches() if minibatches is None else minibatches
+    at = {name: values[name][0].detach() for name in taps.twins}
+    at = {name: x.requires_grad_(x.is_floating_point()) for name, x in at.items()}
+    run, batches = Run(taps, check=True), Minibatches() if minibatches is None else minibatches
     with torch.enable_grad(), own_random_state(), poutine.block(), pyro.validation_enabled(False):
         with run.watching():
-            sites = run_plainly(
-                taps.model, {**leaves, **(shared or {})}, args, kwargs or {}, batches
-            )
-        taps.sites = _covered(taps, run, sites, leaves)
+            sites = run_plainly(taps.model, {**at, **(shared or {})}, args, kwargs or {}, batches)
+        check = _Check(taps, run, sites, at)
+        taps.sites = tuple(filter(check.is_covered, at if check.examples is not None else ()))
     taps.twins = {name: taps.twins[name] for name in taps.sites}
-    taps.uses = [use for use in run.uses if use.site in taps.sites]
-    taps.observed_sites = tuple(run.scales)
-    taps.clear()
-    taps.groups = [set() for _ in taps.uses]
+    taps.expected = [use for use in run.uses if use.site in taps.sites], list(run.scales)
     for name in taps.sites:
-        own = {k for k, use in enumerate(taps.uses) if use.site == name}
+        views = [use.view for use in run.uses if use.site == name]
         times = torch.zeros(taps.twins[name].numel(), device="cpu")
-        for k in own:
-            taps.uses[k].view.of(times).add_(1.0)
-        for k in own:  # all together where some share an entry of the value
-            taps.groups[k] = own if bool((times > 1.0).any()) else {k}
+        for view in views:
+            view.of(times).add_(1.0)
+        if bool((times > 1.0).any()):
+            taps.tied[name] = len(views)
+    taps.clear()
 
 
-def _covered(
-    taps: LayerTaps, run: Run, sites: Sites, leaves: Mapping[str, Tensor]
-) -> tuple[str, ...]:
-    """The latents whose layers pass the three checks."""
-    observed = [name for name, site in sites.items() if is_datum(site)]
-    if len(observed) != 1:
-        return ()
-    taps.observed, taps.last, run.as_checked = observed[0], run, True
-    if taps.factor(1) is None:  # no scale that all data share
-        return ()
-    terms = {name: site_log_prob(site)[1] for name, site in with_density(sites).items()}
-    term = terms.pop(observed[0])
-    shape = term.shape
-    while len(shape) > 1 and shape[-1] == 1:
-        shape = shape[:-1]
-    dims = taps.data_dims = len(shape)
-    numbers = torch.arange(shape.numel(), device=term.device)
-    # the golden ratio's multiples, modulo 1, are all different and evenly spread
-    v = (1 + (0.618033988749895 * numbers) % 1).to(term.dtype).view(shape)
+class _Check:
+    """The gradients of a run, and the three checks on them."""
 
-    def weigh(x: Tensor) -> Tensor:
-        return x * v.view(*shape, *(1,) * (x.dim() - dims))
+    def __init__(self, taps: LayerTaps, run: Run, sites: Sites, at: Mapping[str, Tensor]) -> None:
+        self.taps, self.run, self.at = taps, run, at
+        self.examples: torch.Size | None = None  # the shape of the data, if there is one
+        observed = [name for name, site in sites.items() if is_datum(site)]
+        if len(observed) != 1:
+            return
+        taps.observed, taps.runs, run.as_checked = observed[0], [run], True
+        if taps.factor(1) is None:
+            return
+        terms = {name: site_log_prob(site)[1] for name, site in with_density(sites).items()}
+        term = terms.pop(taps.observed)
+        shape = term.shape
+        while len(shape) > 1 and shape[-1] == 1:
+            shape = shape[:-1]
+        self.examples, taps.data_dims = shape, len(shape)
+        # the golden ratio's multiples, modulo 1, are all different and evenly spread
+        v = 1 + (0.618033988749895 * torch.arange(shape.numel(), device=term.device)) % 1
+        self.v = v.to(term.dtype).view(shape)
+        self.plain, _ = self._gradients(term.sum())
+        self.weighted, self.in_sites = self._gradients(self._weigh(term).sum())
+        self.others, _ = self._gradients(sum(x.sum() for x in terms.values()))
 
-    points = {f"site {name}": x for name, x in leaves.items() if x.requires_grad}
-    points |= {f"use {k}": out for k, (_, out) in enumerate(run.seen)}
+    def _weigh(self, x: Tensor) -> Tensor:
+        return x * self.v.view(*self.v.shape, *(1,) * (x.dim() - self.v.dim()))
 
-    def gradients(total: Any) -> dict[str, Tensor | None]:
+    def _gradients(self, total: Any) -> tuple[list[Any], dict[str, Any]]:
+        """Of ``total`` in the output of each use and in each latent; None where it has none."""
+        points = [out for _, out in self.run.seen]
+        leaves = {name: x for name, x in self.at.items() if x.requires_grad}
         if not isinstance(total, Tensor) or not total.requires_grad:
-            return dict.fromkeys(points)
-        found = torch.autograd.grad(
-            total, list(points.values()), retain_graph=True, allow_unused=True
-        )
-        return dict(zip(points, found, strict=True))
+            return [None] * len(points), {}
+        how: Any = {"retain_graph": True, "allow_unused": True}
+        found = torch.autograd.grad(total, [*points, *leaves.values()], **how)
+        return list(found[: len(points)]), dict(zip(leaves, found[len(points) :], strict=True))
 
-    plain, weighted = gradients(term.sum()), gradients(weigh(term).sum())
-    others = gradients(sum(x.sum() for x in terms.values()))
-
-    def is_covered(name: str) -> bool:
-        leaf, uses = leaves[name], [k for k, use in enumerate(run.uses) if use.site == name]
-        total, size = leaf.new_zeros(leaf.numel()), leaf.new_zeros(leaf.numel())
-        used = False
+    def is_covered(self, name: str) -> bool:
+        value, dims, used = self.at[name], self.v.dim(), False
+        uses = [k for k, use in enumerate(self.run.uses) if use.site == name]
+        total, size = value.new_zeros(value.numel()), value.new_zeros(value.numel())
         for k in uses:
-            use, (x, out) = run.uses[k], run.seen[k]
-            if out.dim() - use.layer.tail < dims:
+            use, (x, out), g = self.run.uses[k], self.run.seen[k], self.weighted[k]
+            if use.out_dim - use.layer.tail < dims:
                 return False
-            g, expected = weighted[f"use {k}"], plain[f"use {k}"]
-            if g is None or expected is None:
+            if g is None:
                 continue
+            if out.shape[:dims] != self.examples:
+                return False
             used = True
-            if out.shape[:dims] != shape:
-                return False
-            if leaf.is_meta:
+            if value.is_meta:
                 continue
-            expected = weigh(expected)
+            expected, other = self._weigh(self.plain[k]), self.others[k]
             largest = expected.abs().unsqueeze(-1).flatten(dims).amax(-1)
-            largest = 1e4 * largest.view(*shape, *(1,) * (g.dim() - dims))
-            other = others[f"use {k}"]
-            if not _close(g, expected, largest) or (other is not None and bool(other.any())):
+            largest = largest.view(*largest.shape, *(1,) * (g.dim() - dims))
+            if not _close(g, expected, 1e4 * largest) or (other is not None and other.any()):
                 return False
-            x, g = taps.rows(use, None if x is None else x.detach()[None], g[None])
-            for rows in use.layer.blocks(x, g, taps.budget):
-                use.view.of(total).add_(rows.sum(0))
+            x, g = self.taps.rows(use, None if x is None else x.detach()[None], g[None])
+            use.view.of(total).add_(use.layer.sum(x, g, self.taps.budget))
             x = x.abs() if x is not None and x.is_floating_point() else x
-            for rows in use.layer.blocks(x, g.abs(), taps.budget):
-                use.view.of(size).add_(rows.sum(0))  # without cancellation
-        if leaf.is_meta or not uses:
+            use.view.of(size).add_(use.layer.sum(x, g.abs(), self.taps.budget))
+        if value.is_meta or not uses:
             return bool(uses)
-        gradient = weighted.get(f"site {name}")
+        gradient = self.in_sites.get(name)
         gradient = torch.zeros_like(total) if gradient is None else gradient.flatten()
         if used and not (size.any() or gradient.any()):
-            taps.undecided = True
+            self.taps.undecided = True
         return _close(total, gradient, 1e3 * size)
-
-    return tuple(name for name in leaves if is_covered(name))
 
 
 def _close(x: Tensor, y: Tensor, size: Tensor) -> bool:

@@ -36,7 +36,7 @@ class KroneckerTaps(LayerTaps):
 
     def fits(self, name: str) -> bool:
         """Whether a site is the whole weight of one linear layer that meets each datum once."""
-        uses = [use for use in self.uses if use.site == name]
+        uses = [use for use in self.expected[0] if use.site == name]
         if len(uses) != 1 or not isinstance(uses[0].layer, Linear):
             return False
         whole = uses[0].view in (View.like(self.twins[name]), View.like(self.twins[name].mT))
@@ -45,19 +45,17 @@ class KroneckerTaps(LayerTaps):
     def clear(self) -> None:
         super().clear()
         # by site: the sums of x x' and of g g', and the number of rows x
-        self._sums: dict[str, tuple[Tensor, Tensor, int]] = {}
+        self._sums: dict[str, Any] = {}
 
-    def take(self, run: Run, number: int, use: Use, x: Any, g: Tensor) -> None:
+    def take(self, run: Run, use: Use, x: Any, g: Tensor) -> None:
         """What comes by is summed to x x' and g g'."""
         S, n = g.shape[:2]
         a, b = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
-        inputs = a.mT @ a * (S // len(x))  # all particles may see one input
-        outputs = b.mT @ b
-        if use.site in self._sums:  # of other particles
-            past = self._sums[use.site]
-            self._sums[use.site] = past[0] + inputs, past[1] + outputs, past[2] + S * n
-        else:
-            self._sums[use.site] = inputs, outputs, S * n
+        new = a.mT @ a * (S // len(x)), b.mT @ b, S * n  # all particles may see one input
+        past = self._sums.get(use.site)  # of other particles
+        self._sums[use.site] = (
+            new if past is None else [p + q for p, q in zip(past, new, strict=True)]
+        )
 
     def factors(self, num_particles: int) -> dict[str, tuple[Tensor, Tensor]]:
         """Take by site the factors of its rows (n, n) and columns (m, m), after one ``backward``.
@@ -65,26 +63,26 @@ class KroneckerTaps(LayerTaps):
         For F.linear(x, W) these are S and A, for x @ W they are A and S.  The loss is the average over
         so many particles.
         """
-        sums, run, factor = self._sums, self.last, self.factor(num_particles)
-        self.clear()
-        if run is None or factor is None or self.observed in run.masked:
+        factor = self.factor(num_particles)
+        if factor is None or self.observed in self.runs[-1].masked:
             raise ValueError(
                 'BatchedELBO(curvature="kronecker") needs the layers of its first step at every '
                 f"step, and at {self.observed!r} one scale and no mask, whose hidden data have inputs "
                 "all the same. Leave such data out."
             )
         result = {}
-        for use in self.uses:
-            transposed = isinstance(use.layer, Linear) and use.layer.transposed
-            if use.site in sums:
-                inputs, outputs, count = sums[use.site]
+        for use in self.expected[0]:
+            assert isinstance(use.layer, Linear)
+            transposed, like = use.layer.transposed, self.like[use.site]
+            if use.site in self._sums:
+                inputs, outputs, count = self._sums[use.site]
                 pair = outputs * factor, inputs / count
             else:  # the loss does not depend on this layer
-                like, shape = self.like[use.site], use.layer.shape
-                o, i = reversed(shape) if transposed else shape
-                pair = like.new_zeros(o, o), like.new_zeros(i, i)
+                sizes = reversed(use.layer.shape) if transposed else use.layer.shape
+                pair = tuple(like.new_zeros(n, n) for n in sizes)
             as_stored = use.view == View.like(self.twins[use.site])
             result[use.site] = pair if as_stored != transposed else (pair[1], pair[0])
+        self.clear()
         return result
 
 

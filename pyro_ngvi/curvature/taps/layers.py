@@ -49,14 +49,15 @@ class Layer:
         """Numbers that :meth:`rows` holds for each row of g (S, n, ...)."""
         return prod(self.shape)
 
-    def blocks(self, x: Tensor | None, g: Tensor, budget: int) -> Iterator[Tensor]:
-        """:meth:`rows` of all particles and data, as many at a time as fit into ``budget`` bytes."""
-        rows = budget // (g.element_size() * self.row_size(g))
-        return (self.rows(*pair) for (pair,) in row_blocks([(x, g)], rows))
-
     def squares(self, x: Any, g: Tensor, budget: int) -> Tensor:
         """Sum of squared gradients over particles and data, ``shape``."""
-        return reduce(torch.add, (rows.square().sum(0) for rows in self.blocks(x, g, budget)))
+        return self.sum(x, g, budget, torch.square)
+
+    def sum(self, x: Any, g: Tensor, budget: int, of: Any = torch.positive) -> Tensor:
+        """Sum of gradients, or ``of`` them, with as many at a time as fit into ``budget`` bytes."""
+        rows = budget // (g.element_size() * self.row_size(g))
+        blocks = (self.rows(*pair) for (pair,) in row_blocks([(x, g)], rows))
+        return reduce(torch.add, (of(gradients).sum(0) for gradients in blocks))
 
 
 def row_blocks(pairs: Sequence[Pair], rows: int) -> Iterator[list[Pair]]:
@@ -65,9 +66,7 @@ def row_blocks(pairs: Sequence[Pair], rows: int) -> Iterator[list[Pair]]:
     particles, data = max(1, rows // max(1, n)), max(1, min(n, rows))
 
     def part(x: Any, block: Any) -> Any:
-        if x is None:
-            return None
-        return (x if len(x) == S else x.expand(S, *x.shape[1:]))[block].flatten(0, 1)
+        return None if x is None else x.expand(S, *x.shape[1:])[block].flatten(0, 1)
 
     for s in range(0, S, particles):
         for i in range(0, n, data):
@@ -200,12 +199,12 @@ class Generic(Layer):
     """Any other ``function`` of x and weight that is linear in each: one vjp for each row."""
 
     function: Callable[..., Tensor]
-    settings: tuple[tuple[str, Any], ...]
+    settings: dict[str, Any]
 
     def rows(self, x: Tensor, g: Tensor) -> Tensor:
         def gradient(g: Tensor, x: Tensor) -> Tensor:
             def layer(w: Tensor) -> Tensor:
-                return self.function(x[None], w, **dict(self.settings))
+                return self.function(x[None], w, **self.settings)
 
             return vjp(layer, g.new_zeros(self.shape))[1](g[None])[0]
 
@@ -219,27 +218,35 @@ Find = Callable[..., Iterator[Call]]
 """Finds the calls with one of ``weights`` in the arguments of a torch call."""
 
 
-def _with_bias(make: Callable[..., Layer | None], names: str, places: int = 0) -> Find:
-    """A layer of ``input`` and ``weight``, which may add a bias; ``make`` takes what else there is."""
+def _layer(
+    make: Callable[..., Layer | None] | None, names: str, places: int | None = 0, norm: Any = None
+) -> Find:
+    """A layer of ``input`` and ``weight``, which may add a bias; ``make`` takes what else there is.
+
+    ``norm``: a normalisation, x weight + bias, x its result without the two.
+    """
     order = names.split()
 
     def find(weights: Container[Any], *args: Any, **kwargs: Any) -> Iterator[Call]:
         given = dict(zip(order, args, strict=False)) | kwargs
-        x, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
-        if weight in weights and (layer := make(tuple(weight.shape), **given)) is not None:
-            yield weight, layer, x
+        weight, bias = given.pop("weight", None), given.pop("bias", None)
+        if given.get("training"):  # which mixes the data of a batch
+            return
+        k = given["input"].dim() - 2 if places is None else places
+        if weight in weights:
+            x, shape = given.pop("input"), tuple(weight.shape)
+            if make is None:
+                yield weight, Scale(shape, k), norm(x.detach(), **given)
+            elif (layer := make(shape, **given)) is not None:
+                yield weight, layer, x
         if bias in weights:
-            yield bias, Add(tuple(bias.shape), places), None
+            yield bias, Add(tuple(bias.shape), k), None
 
     return find
 
 
 def _conv(
-    shape: tuple[int, ...],
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    shape: tuple[int, ...], stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> Conv:
     def repeat(x: Any) -> tuple[int, ...]:
         numbers = (x,) if isinstance(x, int) else tuple(x)
@@ -256,67 +263,20 @@ def _conv(
     return Conv(shape, repeat(stride), pads, gaps, groups)
 
 
-def _transposed(function: Any, k: int) -> Find:
-    def make(shape: tuple[int, ...], **given: Any) -> Generic:
-        settings = tuple((n, v if isinstance(v, int) else tuple(v)) for n, v in given.items())
-        return Generic(shape, function, settings)
-
-    names = "input weight bias stride padding output_padding groups dilation"
-    return _with_bias(make, names, k)
+def _generic(function: Any) -> Callable[..., Generic]:
+    return lambda shape, **settings: Generic(shape, function, settings)
 
 
 def _embedding(
-    shape: tuple[int, ...],
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+    shape: Any,
+    padding_idx: Any = None,
+    max_norm: Any = None,
+    scale_grad_by_freq: Any = False,
+    **_: Any,
 ) -> Embedding | None:
     if max_norm is not None or scale_grad_by_freq:
         return None
     return Embedding(shape, None if padding_idx is None else padding_idx % shape[0])
-
-
-def _norm(function: Callable[..., Tensor], names: str, over_places: bool = False) -> Find:
-    """A normalisation: x weight + bias, x its result without the two."""
-    order = names.split()
-
-    def find(weights: Container[Any], *args: Any, **kwargs: Any) -> Iterator[Call]:
-        given = dict(zip(order, args, strict=False)) | kwargs
-        weight, bias = given.pop("weight", None), given.pop("bias", None)
-        places = given["input"].dim() - 2 if over_places else 0
-        if given.get("training"):  # which mixes the data of a batch
-            return
-        if weight in weights:
-            given["input"] = given["input"].detach()
-            yield weight, Scale(tuple(weight.shape), places), function(**given)
-        if bias in weights:
-            yield bias, Add(tuple(bias.shape), places), None
-
-    return find
-
-
-def _matmul(weights: Container[Any], input: Tensor, other: Tensor, **_: Any) -> Iterator[Call]:
-    if other in weights and other.dim() <= 2:
-        yield other, Linear(tuple(other.shape), transposed=True), input
-
-
-def _add(
-    weights: Container[Any], input: Any, other: Any, *, alpha: Any = 1, **_: Any
-) -> Iterator[Call]:
-    if isinstance(input, Tensor) and isinstance(other, Tensor) and alpha == 1:
-        for x in (input, other):
-            if x in weights:
-                yield x, Add(tuple(x.shape)), None
-
-
-def _mul(weights: Container[Any], input: Any, other: Any, **_: Any) -> Iterator[Call]:
-    if isinstance(input, Tensor) and isinstance(other, Tensor):
-        for w, x in ((input, other), (other, input)):
-            if w in weights and x not in weights:
-                x = x.expand(torch.broadcast_shapes(x.shape, w.shape))
-                yield w, Scale(tuple(w.shape)), x
 
 
 def _getitem(weights: Container[Any], input: Tensor, index: Any) -> Iterator[Call]:
@@ -325,23 +285,52 @@ def _getitem(weights: Container[Any], input: Tensor, index: Any) -> Iterator[Cal
         yield input, Embedding(tuple(input.shape)), index.long()
 
 
+def _product(shape: tuple[int, ...], **_: Any) -> Linear | None:
+    return Linear(shape, transposed=True) if len(shape) <= 2 else None
+
+
+def _by_entries(make: type[Add]) -> Find:
+    """A sum, or a product with ``make=Scale``."""
+
+    def find(
+        weights: Container[Any], input: Any, other: Any, *, alpha: Any = 1, **_: Any
+    ) -> Iterator[Call]:
+        if not isinstance(input, Tensor) or not isinstance(other, Tensor) or alpha != 1:
+            return
+        for w, x in ((input, other), (other, input)):
+            if w in weights and make is Add:
+                yield w, Add(tuple(w.shape)), None
+            elif w in weights and x not in weights:
+                shape = torch.broadcast_shapes(x.shape, w.shape)
+                yield w, Scale(tuple(w.shape)), x.expand(shape)
+
+    return find
+
+
 _CONV = "input weight bias stride padding dilation groups"
+_TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
 _EMBEDDING = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
 _BATCH = "input running_mean running_var weight bias training momentum eps"
 
 LAYERS: dict[Any, Find] = {
-    F.linear: _with_bias(Linear, "input weight bias"),
-    F.embedding: _with_bias(_embedding, _EMBEDDING),
-    F.layer_norm: _norm(F.layer_norm, "input normalized_shape weight bias eps"),
-    F.rms_norm: _norm(F.rms_norm, "input normalized_shape weight eps"),
-    F.group_norm: _norm(F.group_norm, "input num_groups weight bias eps", over_places=True),
-    F.batch_norm: _norm(F.batch_norm, _BATCH, over_places=True),
+    F.linear: _layer(Linear, "input weight bias"),
+    F.embedding: _layer(_embedding, _EMBEDDING),
+    F.layer_norm: _layer(None, "input normalized_shape weight bias eps", norm=F.layer_norm),
+    F.rms_norm: _layer(None, "input normalized_shape weight eps", norm=F.rms_norm),
+    F.group_norm: _layer(None, "input num_groups weight bias eps", None, F.group_norm),
+    F.batch_norm: _layer(None, _BATCH, None, F.batch_norm),
     Tensor.__getitem__: _getitem,
-    **dict.fromkeys((torch.matmul, torch.mm, torch.mv), _matmul),
-    **dict.fromkeys((Tensor.matmul, Tensor.mm, Tensor.mv, Tensor.__matmul__), _matmul),
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _add),
-    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _mul),
 }
+for _owner, _names, _find in (
+    (torch, "matmul mm mv", _layer(_product, "input weight")),
+    (Tensor, "matmul mm mv __matmul__", _layer(_product, "input weight")),
+    (torch, "add", _by_entries(Add)),
+    (Tensor, "add __add__ __radd__", _by_entries(Add)),
+    (torch, "mul", _by_entries(Scale)),
+    (Tensor, "mul __mul__ __rmul__", _by_entries(Scale)),
+):
+    LAYERS |= {getattr(_owner, name): _find for name in _names.split()}
 for _k in (1, 2, 3):
-    LAYERS[getattr(F, f"conv{_k}d")] = _with_bias(_conv, _CONV, places=_k)
-    LAYERS[getattr(F, f"conv_transpose{_k}d")] = _transposed(getattr(F, f"conv_transpose{_k}d"), _k)
+    _function = getattr(F, f"conv_transpose{_k}d")
+    LAYERS[getattr(F, f"conv{_k}d")] = _layer(_conv, _CONV, _k)
+    LAYERS[_function] = _layer(_generic(_function), _TRANSPOSED, _k)

@@ -9,19 +9,17 @@ the diagonal of VOGN (Khan et al. 2018, arXiv:1806.04854), follows from the inpu
 gradients of its outputs (:mod:`pyro_ngvi.curvature.taps.layers`), at the cost of about one more matrix
 product a layer.  No prior is in it, and it is in the constrained value of the site.
 
-How: while the model runs, a ``TorchFunctionMode`` sees the layers and puts a tap behind each: the
-identity, whose backward reduces what comes by, at once.  So the loss's own backward pass does
-everything: with loss = -1/S sum_s (sum_i scale log p(y_i | z_s) + ...), what comes by is -scale/S times
-the gradient.
+While the model runs, a ``TorchFunctionMode`` sees the layers and puts a tap behind each: the identity,
+whose backward reduces what comes by, at once.  So the loss's own backward pass does everything: with
+loss = -1/S sum_s (sum_i scale log p(y_i | z_s) + ...), what comes by is -scale/S times the gradient.
 
 Memory: for one layer at a time the squares of its input and of its output gradient, and ``budget``
-bytes where gradients of single data have to be formed (a weight that is used at several places, or
-several times; the latter also holds the output gradients until the last has come).
+bytes where gradients of single data have to be formed: of weights used at several places or times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -53,7 +51,7 @@ class View:
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int = 0
+    offset: int
 
     @staticmethod
     def like(x: Tensor) -> View:
@@ -81,38 +79,6 @@ Member = tuple[Use, Tensor | None, Tensor]
 """A use, with the input of its layer and the gradient of the output."""
 
 
-class Weights(Container[Any]):
-    """The tensors that are latent values or views of them, known by identity."""
-
-    def __init__(self) -> None:
-        # The tensor is kept so that its id is not given to another.
-        self._entries: dict[int, tuple[Tensor, str, Tensor]] = {}
-
-    def add(self, tensor: Tensor, site: str, twin: Tensor) -> None:
-        """``twin``: a meta tensor whose strides say which entries of the site these are."""
-        self._entries[id(tensor)] = (tensor, site, twin)
-
-    def __contains__(self, x: object) -> bool:
-        return id(x) in self._entries
-
-    def use(self, x: Tensor, layer: Layer, out_dim: int) -> Use:
-        _, site, twin = self._entries[id(x)]
-        return Use(site, layer, View.like(twin), out_dim)
-
-    def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Add the result ``out`` of a call that rearranges the entries of its first argument."""
-        if not args or args[0] not in self or not _is_plain((args[1:], tuple(kwargs.values()))):
-            return
-        _, site, twin = self._entries[id(args[0])]
-        twins = func(twin, *args[1:], **kwargs)
-        if isinstance(out, Tensor):
-            out, twins = (out,), (twins,)
-        for view, its_twin in zip(out, twins, strict=True):
-            # of a copy the strides would say nothing
-            if its_twin is twin or its_twin._is_view():
-                self.add(view, site, its_twin)
-
-
 def _is_plain(x: Any) -> bool:
     """Whether an argument is made of numbers and slices only."""
     if isinstance(x, list | tuple):
@@ -129,20 +95,25 @@ class Run(TorchFunctionMode):
     def __init__(self, taps: LayerTaps, check: bool = False) -> None:
         super().__init__()
         self.taps, self.check = taps, check
-        self.weights = Weights()
+        # by id the latent values and views of them, each with a meta tensor whose strides say which
+        # entries of the site these are; the tensor is kept so that its id is not given to another
+        self.weights: dict[int, tuple[Tensor, str, Tensor]] = {}
         self.uses: list[Use] = []
         self.seen: list[tuple[Tensor | None, Tensor]] = []
         self.scales: dict[str, Any] = {}  # of observed sites
         self.masked: set[str] = set()
         self.as_checked = False
-        self.waiting: dict[int, Member] = {}
+        self.waiting: dict[str, list[Member]] = {}  # uses of a site that are squared together
+
+    def __contains__(self, x: object) -> bool:
+        return id(x) in self.weights
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While the model runs."""
         with _SiteWatch(self), self:
             yield
-        self.weights = Weights()
+        self.weights = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -151,23 +122,38 @@ class Run(TorchFunctionMode):
         out = func(*args, **kwargs)
         find = LAYERS.get(func)
         if find is not None:
-            calls = list(find(self.weights, *args, **kwargs))
+            calls = list(find(self, *args, **kwargs))
             if calls:
                 return self._tap(out, calls)
-        if func in VIEWS:
-            self.weights.follow(func, args, kwargs, out)
+        if func in VIEWS and args and args[0] in self:
+            self._follow(func, args, kwargs, out)
         return out
 
     def _tap(self, out: Tensor, calls: list[Call]) -> Tensor:
-        start = len(self.uses)
-        self.uses += [self.weights.use(weight, layer, out.dim()) for weight, layer, _ in calls]
+        uses, reads = [], []
+        for weight, layer, x in calls:
+            _, site, twin = self.weights[id(weight)]
+            uses.append(Use(site, layer, View.like(twin), out.dim()))
+            reads.append(x is not None)
+        self.uses += uses
         if self.check:
             self.seen += [(x, out) for _, _, x in calls]
             return out.clone()
-        reads = [x is not None for _, _, x in calls]
-        arrived = partial(self.taps.arrived, self, start, reads)
+        arrived = partial(self.taps.arrived, self, list(zip(uses, reads, strict=True)))
         inputs = [x.detach() for _, _, x in calls if x is not None]
         return _Tap.apply(out, arrived, False, *inputs)  # pyright: ignore[reportReturnType]
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Add the result ``out`` of a call that rearranges the entries of its first argument."""
+        if not _is_plain((args[1:], tuple(kwargs.values()))):
+            return
+        _, site, twin = self.weights[id(args[0])]
+        twins = func(twin, *args[1:], **kwargs)
+        if isinstance(out, Tensor):
+            out, twins = (out,), (twins,)
+        for view, its_twin in zip(out, twins, strict=True):
+            if its_twin is twin or its_twin._is_view():  # the strides of a copy say nothing
+                self.weights[id(view)] = view, site, its_twin
 
 
 class _SiteWatch(Messenger):
@@ -178,13 +164,14 @@ class _SiteWatch(Messenger):
         self._run = run
 
     def _pyro_post_sample(self, msg: Site) -> None:
-        name, value, twins = msg["name"], msg["value"], self._run.taps.twins
+        run, name, value = self._run, msg["name"], msg["value"]
+        twin = run.taps.twins.get(name)
         if msg["is_observed"]:
-            self._run.scales[name] = msg["scale"]
+            run.scales[name] = msg["scale"]
             if any(mask is not True for mask, _ in masks_of(msg)):
-                self._run.masked.add(name)
-        elif name in twins and isinstance(value, Tensor) and value.shape == twins[name].shape:
-            self._run.weights.add(value, name, twins[name])
+                run.masked.add(name)
+        elif twin is not None and isinstance(value, Tensor) and value.shape == twin.shape:
+            run.weights[id(value)] = value, name, twin
 
 
 class _Tap(Function):
@@ -230,9 +217,10 @@ class LayerTaps:
     Attributes:
         sites: the latent sites that are covered.
         undecided: whether some latent had no gradient when it was checked, so that nothing was seen.
-        observed: the site whose log_prob numbers the data; ``observed_sites``: all there were.
+        observed: the site whose log_prob numbers the data.
         data_dims: how many leading dimensions of a layer's output number the data.
-        uses: those of the checked run; ``groups``: for each, which have to be squared together.
+        expected: the uses and observed sites of the checked run.
+        tied: by site, the number of its uses, where some share entries of its value.
     """
 
     def __init__(
@@ -244,35 +232,34 @@ class LayerTaps:
         self.like = {k: v.new_empty(0) for k, v in values.items()}
         self.sites: tuple[str, ...] = ()
         self.undecided = False
-        self.observed, self.observed_sites, self.data_dims = "", (), 0
-        self.uses: list[Use] = []
-        self.groups: list[set[int]] = []
+        self.observed, self.data_dims = "", 0
+        self.expected: tuple[list[Use], list[str]] = [], []
+        self.tied: dict[str, int] = {}
         self.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self.sites:
             return self.model(*args, **kwargs)
-        self.last = run = Run(self)
+        run = Run(self)
+        self.runs.append(run)
         with run.watching():
             result = self.model(*args, **kwargs)
-        run.as_checked = (run.uses, tuple(run.scales)) == (self.uses, self.observed_sites)
+        run.as_checked = (run.uses, list(run.scales)) == self.expected
         return result
 
     def clear(self) -> None:
         """Forget what an earlier run left, such as one that an error broke off."""
-        self.last: Run | None = None
+        self.runs: list[Run] = []
         self._totals: dict[str, Tensor] = {}
-        self._waiting: list[Run] = []
 
     def factor(self, num_particles: int) -> float | None:
         """S / scale, which makes of squares of gradients of the loss what is wanted.
 
-        ``None`` where the last run called other layers than the checked one, or its data have no
-        scale that they share.
+        ``None`` where a run called other layers than the checked one, or the data share no scale.
         """
-        if self.last is None or not self.last.as_checked:
+        if not self.runs or not self.runs[-1].as_checked:
             return None
-        scale = self.last.scales[self.observed]
+        scale = self.runs[-1].scales[self.observed]
         return num_particles / scale if isinstance(scale, int | float) and scale > 0 else None
 
     def squared_gradients(self, num_particles: int) -> dict[str, Tensor]:
@@ -280,56 +267,44 @@ class LayerTaps:
 
         A site that is not there needs another route.  The loss is the average over S particles.
         """
-        factor = self.factor(num_particles)
+        factor, result = self.factor(num_particles), {}
         if factor is not None:
-            for run in self._waiting:  # where the loss does not depend on one of several uses
-                for site in {use.site for use, _, _ in run.waiting.values()}:
-                    self._reduce([m for m in run.waiting.values() if m[0].site == site])
-        totals = self._totals
+            for run in self.runs:  # where the loss does not depend on one of several uses
+                for members in run.waiting.values():
+                    self._square_together(members)
+            for name in self.sites:
+                total = self._totals.get(name)
+                if total is None:
+                    total = self.like[name].new_zeros(self.twins[name].numel())
+                result[name] = total.mul_(factor).view(self.twins[name].shape)
         self.clear()
-        if factor is None:
-            return {}
-        return {
-            name: totals[name].mul_(factor).view(self.twins[name].shape)
-            if name in totals
-            else self.like[name].new_zeros(self.twins[name].shape)
-            for name in self.sites
-        }
+        return result
 
-    def arrived(
-        self, run: Run, start: int, reads: list[bool], xs: Sequence[Tensor], g: Tensor
-    ) -> None:
+    def arrived(self, run: Run, uses: list[tuple[Use, bool]], xs: Any, g: Tensor) -> None:
         """Reduce the output gradients g (S, ...) of a layer, whose inputs are xs (S or 1, ...)."""
-        if not run.as_checked:
-            return
-        inputs = iter(xs)
-        for number, reads_input in enumerate(reads, start):
-            use = self.uses[number]
-            self.take(run, number, use, *self.rows(use, next(inputs) if reads_input else None, g))
+        if run.as_checked:
+            inputs = iter(xs)
+            for use, reads in uses:
+                self.take(run, use, *self.rows(use, next(inputs) if reads else None, g))
 
     def rows(self, use: Use, x: Tensor | None, g: Tensor) -> tuple[Tensor | None, Tensor]:
         """x (S or 1, n, ...) and g (S, n, ...), one row a datum, in the dtype of the sites."""
         dtype = self.like[use.site].dtype  # autocast may have others
         if x is not None:
-            x = x.to(dtype) if x.is_floating_point() else x
-            x = x.flatten(1, self.data_dims)
+            x = (x.to(dtype) if x.is_floating_point() else x).flatten(1, self.data_dims)
         return x, g.detach().to(dtype).flatten(1, self.data_dims)
 
-    def take(self, run: Run, number: int, use: Use, x: Tensor | None, g: Tensor) -> None:
-        """Square what has come to a use, or keep it until that of the others has come."""
-        group = self.groups[number]
-        if len(group) == 1:
+    def take(self, run: Run, use: Use, x: Tensor | None, g: Tensor) -> None:
+        """Square what has come to a use, where it is tied when the last of its kind has come."""
+        if use.site not in self.tied:
             self._add(use.site, use.view, use.layer.squares(x, g, self.budget))
             return
-        if not run.waiting:
-            self._waiting.append(run)
-        run.waiting[number] = use, x, g
-        if group <= run.waiting.keys():
-            members = [m for k, m in run.waiting.items() if k in group]
-            run.waiting = {k: m for k, m in run.waiting.items() if k not in group}
-            self._reduce(members)
+        members = run.waiting.setdefault(use.site, [])
+        members.append((use, x, g))
+        if len(members) == self.tied[use.site]:
+            self._square_together(run.waiting.pop(use.site))
 
-    def _reduce(self, members: list[Member]) -> None:
+    def _square_together(self, members: list[Member]) -> None:
         """Several uses of one site's value: the sum of their gradients is squared."""
         twin = self.twins[members[0][0].site]
         pairs = [(x, g) for _, x, g in members]
@@ -340,8 +315,7 @@ class LayerTaps:
             for (use, _, _), (x, g) in zip(members, block, strict=True):
                 use.view.of(gradient).add_(use.layer.rows(x, g))
             squares.append(gradient.square_().sum(0))
-        total = reduce(torch.add, squares)
-        self._add(members[0][0].site, View.like(twin), total.view(twin.shape))
+        self._add(members[0][0].site, View.like(twin), reduce(torch.add, squares).view(twin.shape))
 
     def _add(self, site: str, view: View, squares: Tensor) -> None:
         twin, total = self.twins[site], self._totals.get(site)
