@@ -11,7 +11,7 @@ from torch.func import vmap
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.families import FactorNormal, FullRankNormal, MeanFieldNormal
-from pyro_ngvi.linalg import host_bool as _known
+from pyro_ngvi.linalg import host as _known
 from pyro_ngvi.linalg.host import choose, host_bool
 from pyro_ngvi.optim import NoiseClock, Tail
 from pyro_ngvi.rules.natural_gradient import NaturalGradientRule
