@@ -16,11 +16,13 @@ from ..families.base import Family, Tensors, entry_name
 from ..linalg.host import outside_autocast
 from ..probing.latents import check_latents
 from ..probing.vectorized import check_vectorized_call
-from ..runtime.marked import HidesMarked
-from ..runtime.module_params import ModuleParams, check_names, follow_store
 from ..runtime.pyro_adapter import (
+    HidesMarked,
+    ModuleParams,
     OwnName,
+    check_names,
     claim_name,
+    follow_store,
     has_model,
     kept_whole,
     model_as_given,

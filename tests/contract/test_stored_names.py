@@ -17,7 +17,6 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.runtime import module_params as _module_params
 from pyro_ngvi.runtime import pyro_adapter as _pyro_adapter
 from pyro_ngvi.runtime.pyro_adapter import module_name
 from tests.exact.site_cases import linear_data as data
@@ -31,7 +30,7 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         pyro.clear_param_store()
         monkeypatch.setattr(_pyro_adapter, "_claimed", set())
         monkeypatch.setattr(_pyro_adapter, "_counters", defaultdict(itertools.count))
-        monkeypatch.setattr(_module_params, "_registered", {})
+        monkeypatch.setattr(_pyro_adapter, "_registered", {})
 
     begin()
     return begin

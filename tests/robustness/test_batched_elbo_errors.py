@@ -21,7 +21,7 @@ from torch.distributions import constraints
 
 from pyro_ngvi import AutoFullRankNormal
 from pyro_ngvi.losses import BatchedELBO
-from pyro_ngvi.runtime.density import batched_trace
+from pyro_ngvi.runtime.model_density import batched_trace
 
 N = 5
 Y = torch.arange(float(N), dtype=torch.float64)

@@ -7,8 +7,12 @@ Three things a Pyro program does cannot happen inside ``vmap`` and are moved out
 * filling a tensor with random numbers in place, as ``torch.distributions`` does.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias, TypeVar
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal, TypeVar
 
 import pyro
 import torch
@@ -19,19 +23,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..linalg.host import own_random_state
+from .density import Site, Sites, is_latent, is_minibatch
 from .pyro_adapter import batched_safe_log
-from .vmap_error import vmap_error
 
 T = TypeVar("T")
-# Pyro's Message of a sample site, as Any: to a type checker each of its keys may be absent.
-Site: TypeAlias = Any
-Sites: TypeAlias = dict[str, Site]
 Randomness = Literal["same", "different", "error"]
-
-
-def sum_per_particle(x: Tensor) -> Tensor:
-    """Sum over every dimension but the first, (S, ...) to (S,)."""
-    return x.flatten(1).sum(1) if x.dim() > 1 else x
 
 
 class _Missing(Exception):
@@ -76,32 +72,11 @@ def plate_sizes(subsample: Any) -> tuple[int, int]:
     return subsample.size, subsample.subsample_size
 
 
-def is_minibatch(site: Site) -> bool:
-    """Whether a recorded site is the index of a plate, of fewer examples than there are."""
-    return site_is_subsample(site) and len(site["value"]) < site["fn"].size
-
-
-def is_latent(site: Site) -> bool:
-    """Whether a recorded site is a latent variable, and not the index of a plate."""
-    return not site["is_observed"] and not site_is_subsample(site)
-
-
 def at_particle(
     s: int, values: Mapping[str, Tensor], shared: Mapping[str, Tensor] | None
 ) -> dict[str, Tensor]:
     """What particle number ``s`` has: its own of ``values`` (S, ...), and what is ``shared``."""
     return {name: value[s] for name, value in values.items()} | dict(shared or {})
-
-
-def free_dim(sites: Sites) -> int:
-    """The first batch dimension to the left of all plates: where a plate of particles goes."""
-    frames = (frame for site in sites.values() for frame in site["cond_indep_stack"])
-    return min((frame.dim for frame in frames if frame.dim is not None), default=0) - 1
-
-
-def is_auxiliary(site: Site) -> bool:
-    """Whether a guide draws the site only on the way to those of the model."""
-    return bool((site["infer"] or {}).get("is_auxiliary"))
 
 
 class Conditioned(Messenger):
@@ -347,3 +322,67 @@ def _refuse(reduce: Callable[[Sites], Any], run: Callable[[], Sites], error: Exc
         raise refused from error
     except Exception:  # of a program that is wrong without vmap too
         return
+
+
+_PACKAGES = {
+    name: Path(module.__file__ or "").parent for name, module in (("torch", torch), ("Pyro", pyro))
+}
+_OURS = Path(__file__).parent
+#: where a line of theirs is at fault, rather than a way from one line of the user's to the next
+_LIBRARY = ("distributions", "ops", "contrib", "nn")
+_INSTEAD = {
+    "OrderedLogistic": "Categorical, with probabilities put together by torch.cat, is the same",
+}
+
+
+class CannotBatch(RuntimeError):
+    """A program cannot run under ``torch.func.vmap``; ``where`` it stopped."""
+
+    def __init__(self, message: str, where: str) -> None:
+        super().__init__(message)
+        self.where = where
+
+
+def vmap_error(
+    error: RuntimeError, reached: Collection[str], all_sites: Callable[[], Collection[str]]
+) -> CannotBatch:
+    """The sentence for ``error``, raised after the sites ``reached`` of ``all_sites()``."""
+    where = next(iter(getattr(error, "__notes__", ())), None) or _where(reached, all_sites)
+    reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
+    return CannotBatch(
+        f"The program cannot run under torch.func.vmap ({where}): {reason}. "
+        f"Under vmap a program cannot bring the value of a latent site into Python (.item(), "
+        f"if, while, NumPy), write it in place into a tensor made without it, or use an operation "
+        f"that has no batching rule. {_remedy(error.__traceback__)} pyro.infer.Trace_ELBO, which "
+        f"runs the program once for each particle.",
+        where,
+    )
+
+
+def _where(reached: Collection[str], all_sites: Callable[[], Collection[str]]) -> str:
+    where = f"the last site it reached is {list(reached)[-1]!r}" if reached else "at its start"
+    try:
+        following = [name for name in all_sites() if name not in reached]
+    except Exception:  # the program is wrong without vmap too: the first error is the one to tell
+        following = []
+    return f"{where}, on the way to {following[0]!r}" if following else where
+
+
+def _remedy(trace: TracebackType | None) -> str:
+    found: tuple[str, FrameType] | None = None
+    while trace is not None:
+        path, frame = Path(trace.tb_frame.f_code.co_filename), trace.tb_frame
+        packages = [name for name, root in _PACKAGES.items() if path.is_relative_to(root)]
+        if not packages and not path.is_relative_to(_OURS):
+            found = None  # the user's own line
+        for name in packages:
+            if path.relative_to(_PACKAGES[name]).parts[0] in _LIBRARY:
+                found = name, frame
+        trace = trace.tb_next
+    if found is None:
+        return "Rewrite that line, or use"
+    package, frame = found
+    owner = frame.f_locals.get("self")
+    what = frame.f_code.co_name if owner is None else type(owner).__name__
+    instead = _INSTEAD.get(what, "write the model without it")
+    return f"The line is not yours but in {package}'s {what}: {instead}; or use"
