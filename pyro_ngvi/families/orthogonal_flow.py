@@ -1,6 +1,6 @@
 r"""Orthogonal flows: elementwise activations between rotations of R^d.
 
-With eps ~ N(0, I) and psi elementwise and strictly increasing (:mod:`._activation`),
+With eps ~ N(0, I) and psi elementwise and strictly increasing (:mod:`.sinh_arcsinh`),
 
     z = W_1 (s_1 o psi(L eps + b_0)) + mu
 
@@ -39,9 +39,9 @@ import torch
 from torch import Tensor
 
 from ..linalg import stiefel
-from ._activation import SinhArcsinh
 from ._affine_map import AffineMap
 from .base import Family, Tensors, log_normal
+from .sinh_arcsinh import SinhArcsinh
 
 __all__ = ["OrthogonalFlow"]
 
