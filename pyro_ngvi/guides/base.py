@@ -18,19 +18,21 @@ from ..probing.latents import check_latents
 from ..probing.vectorized import check_vectorized_call
 from ..runtime.pyro_adapter import (
     HidesMarked,
+    has_model,
+    kept_whole,
+    model_as_given,
+    model_under,
+    particle_plate,
+    unblocked,
+)
+from ..runtime.store import (
     ModuleParams,
     OwnName,
     check_names,
     claim_name,
     follow_store,
-    has_model,
-    kept_whole,
-    model_as_given,
-    model_under,
     module_name,
-    particle_plate,
     rename,
-    unblocked,
 )
 from ._average import HoldsAverage
 from .initialization import init_to_center

@@ -45,8 +45,8 @@ from ..runtime.density import (
     site_log_prob,
     sum_log_prob,
 )
-from ..runtime.pyro_adapter import whole_gradients
 from ..runtime.run import Conditioned, Minibatches, run_both, run_plainly
+from ..runtime.store import whole_gradients
 from ..runtime.summed_out import summed_out
 from .guide_checks import check_all_have_scores, check_guide_takes_curvature, check_unscaled
 from .joint import is_joint, posterior_of

@@ -1,4 +1,9 @@
-"""What an ELBO refuses, site by site: each check raises a sentence with the name and the remedy."""
+"""What is refused of models, guides and data before training, and of data that change later.
+
+``log_prob`` checks data against their support while Pyro's validation is on, with an answer that has to
+be waited for and does not exist under ``vmap``.  So training checks the first data in a plain run, and
+later ones by :class:`LaterData`, on a CPU and against supports without latent variables.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +22,9 @@ from ..linalg.host import at_hand, host_bool
 from .density import (
     Site,
     Sites,
-    _check_enumerated,
     check_log_prob_shape,
     innermost,
+    is_same,
     site_kind,
     site_log_prob,
     with_density,
@@ -27,33 +32,63 @@ from .density import (
 from .pyro_adapter import masks_of
 
 
-def validated_log_prob(site: Site) -> Tensor:
-    """``log_prob`` with scale and mask, under Pyro's validation where that is on.
+def check_guide(sites: Sites) -> None:
+    """Refuse a guide with a site that is not reparameterised."""
+    for name, site in sites.items():
+        if not site_is_subsample(site) and not site["fn"].has_rsample:
+            raise ValueError(
+                f"The site {name!r} of the guide samples {type(site['fn']).__name__}, which is not "
+                f"reparameterised, so no gradient passes through its draws. Use pyro.infer.Trace_ELBO, "
+                f"or pyro.infer.TraceEnum_ELBO to sum it out."
+            )
 
-    Raises:
-        ValueError: when the value is outside the support, with the name of the site.
-    """
+
+def check_replaced_priors(names: Collection[str], guide_sites: Sites, model_sites: Sites) -> None:
+    """Refuse another scale or mask in the model for a site whose prior the guide takes back."""
+    for name in names:
+        if name not in model_sites or name not in guide_sites:
+            continue
+        ours, theirs = guide_sites[name], model_sites[name]
+        scales = torch.as_tensor(ours["scale"]), torch.as_tensor(theirs["scale"])
+        masked = any(not (s["mask"] is None or s["mask"] is True) for s in (ours, theirs))
+        if masked or not bool((scales[0] == scales[1]).all()):
+            raise ValueError(
+                f"Model and guide differ in scale or mask at the site {name!r}, whose prior the guide "
+                f"takes back: a share of it would stay. Scale both alike, or use "
+                f"BatchedELBO(kl_weight=...) to weigh the KL term."
+            )
+
+
+def check_whole_plates(guide: str, sites: Sites) -> None:
+    """Refuse latent sites in a subsampled plate to a guide that has one flat vector of them all."""
+    for name, site in sites.items():
+        for frame in site["cond_indep_stack"]:
+            if frame.full_size not in (None, frame.size):
+                raise ValueError(
+                    f"{guide}: latent site {name!r} lies in the subsampled plate {frame.name!r} "
+                    f"({frame.size} of {frame.full_size}). Use the whole plate, or "
+                    "AutoGuideList(model, create_plates=f), f the plate, with "
+                    f"AutoNormal(poutine.block(model, expose=[{name!r}]))."
+                )
+
+
+def check_values(sites: Sites) -> None:
+    """Refuse a value outside the support of its site, as far as Pyro's validation is on."""
+    for site in with_density(sites).values():
+        check_log_prob_shape(site, _validated_log_prob(site))
+
+
+def _validated_log_prob(site: Site) -> Tensor:
     try:
         return site_log_prob(site)[1]
     except ValueError as error:
+        value = site["value"]
         raise ValueError(
-            f"The site {site['name']!r} cannot be evaluated: {error}{_hint(site)}"
+            f"The site {site['name']!r} cannot be evaluated: {error}"
+            + "\nMask NaN, and observe numbers under the mask, whose gradients count: "
+            "poutine.mask(mask=~y.isnan()), obs=torch.nan_to_num(y). Steps of AutoSites alone take NaN."
+            * (isinstance(value, Tensor) and bool(value.isnan().any()))
         ) from error
-
-
-def _hint(site: Site) -> str:
-    value = site["value"]
-    if not isinstance(value, Tensor) or not bool(value.isnan().any()):
-        return ""
-    if not _masks(site):
-        return (
-            "\nNaN stands for missing data in the steps of AutoSites alone. For all else mask them: "
-            "with poutine.mask(mask=~y.isnan()): pyro.sample(..., obs=torch.nan_to_num(y))."
-        )
-    return (
-        "\nA mask hides the log_prob of an entry, but not the NaN of its gradient. Under the mask, "
-        "observe numbers: obs=torch.nan_to_num(y), or another value of the support."
-    )
 
 
 def check_data(checked: Sites, run_unchecked: Callable[[], Sites]) -> None:
@@ -69,15 +104,14 @@ def check_data(checked: Sites, run_unchecked: Callable[[], Sites]) -> None:
         if site_kind(site) != "observed":
             continue
         try:
-            validated_log_prob(site)
+            _validated_log_prob(site)
         except ValueError:
             unchecked = run_unchecked().get(name)
             if unchecked is None:
                 raise
             impossible = float(site_log_prob(unchecked)[1].sum()) == -torch.inf
-            good = site["fn"].support.check(site["value"])
-            hidden = not good.all() and not _unhidden(~good, site).any()
-            if not impossible and not hidden:
+            bad = ~site["fn"].support.check(site["value"])
+            if not impossible and (not bad.any() or _unhidden(bad, site).any()):
                 raise
 
 
@@ -86,6 +120,10 @@ class LaterData:
 
     Only sites that validate and whose support holds the data of the first, plain run take part: that
     of a distribution which never looks at its support need not be true.
+
+    Attributes:
+        good: a reference to the last tensor of each site that was within the support, and its version:
+            most runs pass the same one at every step (:func:`~pyro_ngvi.runtime.density.is_same`).
 
     >>> import torch, pyro.distributions as dist
     >>> def run(y):
@@ -99,15 +137,13 @@ class LaterData:
     """
 
     def __init__(self, sites: Sites) -> None:
-        told = {name: site for name, site in sites.items() if _told(site)}
-        # the tensor that was good, and its version: most runs pass the same one at every step
-        self._good = {name: _identity(site["value"]) for name, site in told.items()}
+        told = {name: site for name, site in sites.items() if _is_told(site)}
+        self.good = {name: _identity(site["value"]) for name, site in told.items()}
         # a support that moves, with a parameter say, is no fault of the data
-        self._bounds = {name: kept_bounds(site["fn"].support) for name, site in told.items()}
+        self._bounds = {name: _kept_bounds(site["fn"].support) for name, site in told.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        # a reference cannot be stored
-        return vars(self) | {"_good": dict.fromkeys(self._good, (_gone, -1))}
+        return {**vars(self), "good": {}}  # a reference cannot be stored
 
     def check(self, sites: Sites) -> None:
         """Refuse values outside the support, under ``vmap`` too; NaN is left to the optimizer.
@@ -115,31 +151,65 @@ class LaterData:
         Raises:
             ValueError: with the name of the site.
         """
-        for name, (seen, version) in list(self._good.items()):
+        for name, before in list(self._bounds.items()):
             site = sites.get(name)
-            if site is None or not site["is_observed"]:
+            if (
+                site is None
+                or not site["is_observed"]
+                or is_same(self.good.get(name), site["value"])
+            ):
                 continue
-            value = site["value"]
-            if seen() is value and not value.is_inference() and value._version == version:
-                continue
+            value, fn = site["value"], site["fn"]
             if not isinstance(value, Tensor) or not at_hand(value):
                 continue
-            support = site["fn"].support
-            try:
-                # made of latent variables itself, it has no answer: ask it before slower checks do
-                answer = host_bool(value.isfinite().any())
-                good = value.isfinite() if answer is None else support.check(value)
-                answer = None if answer is None else host_bool(good.all())
-                if answer is False and not _same(self._bounds[name], bounds(support)):
-                    answer = None
-            except RuntimeError:  # a check that branches by values has no answer under vmap
-                answer = None
-            if answer is None:  # the support depends on latent sites, say
-                del self._good[name]
-            elif answer:
-                self._good[name] = _identity(value)
+            # made of latent variables itself, it has no answer: ask it before slower checks do
+            of_latents = host_bool(value.isfinite().any()) is None
+            good = None if of_latents else _within(fn.support, value)
+            answer = None if good is None else host_bool(good.all())
+            if answer:
+                self.good[name] = _identity(value)
+            elif answer is None or _moved(before, bounds(fn.support)):
+                del self._bounds[name]  # the support depends on latent sites, say
             else:
-                _refuse(site, good)
+                nan = value.isnan()
+                bad = ~(good | (nan.flatten(-fn.event_dim).any(-1) if fn.event_dim else nan))
+                if host_bool(_unhidden(bad, site).any()):
+                    raise ValueError(
+                        f"The site {name!r} cannot be evaluated: its value in this step, of shape "
+                        f"{tuple(value.shape)}, is not within the support ({fn.support!r}) of "
+                        f"{type(fn).__name__}. Invalid values:\n{value}"
+                    )
+
+
+def _identity(value: Tensor) -> tuple[ref[Tensor], int]:
+    return ref(value), -1 if value.is_inference() else value._version
+
+
+def _within(support: Any, value: Tensor) -> Tensor | None:
+    """Which entries lie in a support; ``None`` where that has no answer."""
+    try:
+        return support.check(value)
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError):
+        return None
+
+
+def _is_told(site: Site) -> bool:
+    """Whether a site of the first run says by its support which values it takes."""
+    value = site["value"]
+    if site_kind(site) != "observed" or not isinstance(value, Tensor) or not at_hand(value):
+        return False
+    if not getattr(innermost(site["fn"]), "_validate_args", False):
+        return False
+    good = _within(site["fn"].support, value)
+    return good is not None and host_bool(good.all()) is True
+
+
+def _unhidden(bad: Tensor, site: Site) -> Tensor:
+    """The entries that no mask hides; of an event that is masked in part nothing is said."""
+    for mask, left_out in masks_of(site):
+        within = site["fn"].event_dim - left_out
+        bad = bad & (mask.flatten(-within).all(-1) if within and isinstance(mask, Tensor) else mask)
+    return bad
 
 
 class LatentSupports:
@@ -161,7 +231,7 @@ class LatentSupports:
     """
 
     def __init__(self, guide: Any) -> None:
-        self._bounds: dict[str, list[Any]] = {}
+        self.bounds: dict[str, list[Any]] = {}
         for part in guide.modules() if isinstance(guide, nn.Module) else ():
             trace: Any = getattr(part, "prototype_trace", None)
             if not isinstance(part, AutoGuide) or trace is None:
@@ -171,9 +241,9 @@ class LatentSupports:
                 fn = site.get("fn")
                 if site.get("is_observed") or not hasattr(fn, "support"):
                     continue
-                found = kept_bounds(fn.support)
+                found = _kept_bounds(fn.support)
                 if any(isinstance(v, Tensor) for v in found):
-                    self._bounds[name] = found
+                    self.bounds[name] = found
 
     def check(self, sites: Sites) -> None:
         """Refuse a support that has moved, where that can be told without waiting for a device.
@@ -181,7 +251,7 @@ class LatentSupports:
         Raises:
             ValueError: with the name of the site.
         """
-        for name, before in self._bounds.items():
+        for name, before in self.bounds.items():
             if name in sites and _moved(before, bounds(sites[name]["fn"].support)):
                 raise ValueError(
                     f"The support of the latent site {name!r} is another one than at the guide's first "
@@ -190,8 +260,22 @@ class LatentSupports:
                 )
 
 
+def bounds(support: Any) -> list[Any]:
+    """The numbers that a support is made of, and those within it: tensors as they are, or numbers."""
+    if isinstance(support, Tensor | int | float):
+        return [support]
+    if isinstance(support, Constraint):
+        support = list(vars(support).values())
+    return [v for x in support for v in bounds(x)] if isinstance(support, list | tuple) else []
+
+
+def _kept_bounds(support: Any) -> list[Any]:
+    """To be compared with later: without a graph, whoever writes into them."""
+    return [v.detach().clone() if isinstance(v, Tensor) else v for v in bounds(support)]
+
+
 def _moved(before: list[Any], now: list[Any]) -> bool:
-    return len(before) == len(now) and any(map(_differ, before, now))
+    return len(before) != len(now) or any(map(_differ, before, now))
 
 
 def _differ(a: Any, b: Any) -> bool:
@@ -203,136 +287,8 @@ def _differ(a: Any, b: Any) -> bool:
     return not torch.isclose(a.double(), b.double(), rtol=1e3 * eps, atol=0.0).all()
 
 
-def _gone() -> None:
-    """What a dead reference answers."""
-
-
-def _identity(value: Tensor) -> tuple[Callable[[], Tensor | None], int]:
-    return ref(value), -1 if value.is_inference() else value._version
-
-
-def bounds(support: Any) -> list[Any]:
-    """The numbers that a support is made of, and those within it: tensors as they are, or numbers."""
-    if isinstance(support, Tensor | int | float):
-        return [support]
-    if isinstance(support, Constraint):
-        support = list(vars(support).values())
-    return (
-        [v for part in support for v in bounds(part)] if isinstance(support, list | tuple) else []
-    )
-
-
 def plain_support(support: Any) -> Any:
     """A support without the ``independent`` around it."""
     while isinstance(support, constraints.independent):
         support = support.base_constraint  # pyright: ignore[reportAttributeAccessIssue]
     return support
-
-
-def kept_bounds(support: Any) -> list[Any]:
-    """:func:`bounds` to be compared with later: without a graph, whoever writes into them."""
-    return [v.detach().clone() if isinstance(v, Tensor) else v for v in bounds(support)]
-
-
-def _same(a: list[Any], b: list[Any]) -> bool:
-    pairs = [(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b, strict=True)]
-    return all(x.shape == y.shape and host_bool((x == y).all()) is True for x, y in pairs)
-
-
-def _refuse(site: Site, good: Tensor) -> None:
-    fn, value = site["fn"], site["value"]
-    nan = value.isnan()
-    bad = ~(good | (nan.flatten(-fn.event_dim).any(-1) if fn.event_dim else nan))
-    if host_bool(_unhidden(bad, site).any()):
-        raise ValueError(
-            f"The site {site['name']!r} cannot be evaluated: its value in this step, of shape "
-            f"{tuple(value.shape)}, is not within the support ({fn.support!r}) of "
-            f"{type(fn).__name__}. Invalid values:\n{value}"
-        )
-
-
-def _told(site: Site) -> bool:
-    if site_kind(site) != "observed" or not isinstance(site["value"], Tensor):
-        return False
-    if not at_hand(site["value"]):
-        return False
-    try:
-        return (
-            innermost(site["fn"])._validate_args
-            and host_bool(site["fn"].support.check(site["value"]).all()) is True
-        )
-    except (AttributeError, NotImplementedError, RuntimeError, ValueError):
-        return False  # a distribution without a support, or with one that tells nothing
-
-
-def _unhidden(bad: Tensor, site: Site) -> Tensor:
-    for mask in _masks(site):
-        bad = bad & mask
-    return bad
-
-
-def _masks(site: Site) -> list[Any]:
-    """The masks on a site; empty where every entry counts."""
-    masks = []
-    for mask, left_out in masks_of(site):
-        within = site["fn"].event_dim - left_out
-        if within and isinstance(mask, Tensor):
-            mask = mask.flatten(-within).all(
-                -1
-            )  # of an event that is masked in part nothing is said
-        if mask is not True:
-            masks.append(mask)
-    return masks
-
-
-def check_guide_site(site: Site) -> None:
-    """Refuse a site of a guide that is enumerated or not reparameterised."""
-    _check_enumerated(site)
-    if not site["fn"].has_rsample:
-        raise ValueError(
-            f"The site {site['name']!r} of the guide samples {type(site['fn']).__name__}, which "
-            f"is not reparameterised, so no gradient passes through its draws. Use "
-            f"pyro.infer.Trace_ELBO, which adds the score function term."
-        )
-
-
-def check_replaced_priors(names: Collection[str], guide_sites: Sites, model_sites: Sites) -> None:
-    """Refuse another scale or mask in the model for a site whose prior the guide takes back."""
-    for name in names:
-        if name not in model_sites or name not in guide_sites:
-            continue
-        ours, theirs = guide_sites[name], model_sites[name]
-        scales = torch.as_tensor(ours["scale"]), torch.as_tensor(theirs["scale"])
-        masked = any(not (s["mask"] is None or s["mask"] is True) for s in (ours, theirs))
-        if masked or not bool((scales[0] == scales[1]).all()):
-            raise ValueError(
-                f"Model and guide differ in scale or mask at the site {name!r}, which the guide "
-                "makes of g: it takes the site's prior back, so a share of it would stay. Scale "
-                "both alike, or use BatchedELBO(kl_weight=...) to weigh the KL term."
-            )
-
-
-def check_whole_plates(guide: str, sites: Sites) -> None:
-    """Refuse latent sites in a subsampled plate to a guide that has one flat vector of them all."""
-    for name, site in sites.items():
-        for frame in site["cond_indep_stack"]:
-            if frame.full_size not in (None, frame.size):
-                raise ValueError(
-                    f"{guide}: latent site {name!r} lies in the subsampled plate {frame.name!r} "
-                    f"({frame.size} of {frame.full_size}). Use the whole plate, or "
-                    "AutoGuideList(model, create_plates=f), f the plate, with "
-                    f"AutoNormal(poutine.block(model, expose=[{name!r}]))."
-                )
-
-
-def check_values(sites: Sites) -> None:
-    """Refuse a value outside the support of its site, as far as Pyro's validation is on."""
-    for site in with_density(sites).values():
-        check_log_prob_shape(site, validated_log_prob(site))
-
-
-def check_guide(sites: Sites) -> None:
-    """Refuse a guide one of whose sites cannot be handled."""
-    for site in sites.values():
-        if not site_is_subsample(site):
-            check_guide_site(site)

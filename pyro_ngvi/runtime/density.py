@@ -1,20 +1,19 @@
-"""A Pyro model as a pure batched function.
-
-:func:`batched_trace` runs a model once under ``torch.func.vmap``, with the latent sites of S
-particles fixed.  The model is written for one draw (``X @ w``) and needs no plate for the particles.
-"""
+"""Sample sites that a run of a Pyro program recorded: what they are, their log probabilities, whether
+they fit the guide, and the latent ones as one flat unconstrained vector."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 from math import prod
 from typing import Any, Literal, TypeAlias
+from weakref import ref
 
 import pyro.distributions as dist
 import torch
 from pyro.distributions.util import scale_and_mask
+from pyro.ops import special
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -22,12 +21,11 @@ from torch.distributions import biject_to
 from torch.overrides import TorchFunctionMode
 
 from ..linalg.host import outside_autocast
-from .pyro_adapter import layers_of
 
-
-def sum_per_particle(x: Tensor) -> Tensor:
-    """Sum over every dimension but the first, (S, ...) to (S,)."""
-    return x.flatten(1).sum(1) if x.dim() > 1 else x
+# Pyro's Message of a sample site, as Any: to a type checker each of its keys may be absent.
+Site: TypeAlias = Any
+Sites: TypeAlias = dict[str, Site]
+Kind = Literal["latent", "observed", "deterministic", "factor"]
 
 
 def is_minibatch(site: Site) -> bool:
@@ -40,30 +38,34 @@ def is_latent(site: Site) -> bool:
     return not site["is_observed"] and not site_is_subsample(site)
 
 
-def free_dim(sites: Sites) -> int:
-    """The first batch dimension to the left of all plates: where a plate of particles goes."""
-    frames = (frame for site in sites.values() for frame in site["cond_indep_stack"])
-    return min((frame.dim for frame in frames if frame.dim is not None), default=0) - 1
-
-
 def is_auxiliary(site: Site) -> bool:
     """Whether a guide draws the site only on the way to those of the model."""
     return bool((site["infer"] or {}).get("is_auxiliary"))
 
 
-# Pyro's Message of a sample site, as Any: to a type checker each of its keys may be absent.
-Site: TypeAlias = Any
-Sites: TypeAlias = dict[str, Site]
-Kind = Literal["latent", "observed", "deterministic", "factor"]
+def layers_of(fn: Any) -> list[Any]:
+    """A distribution, and those within its ``to_event`` and ``mask``; the innermost is the last."""
+    layers = [fn]
+    while isinstance(layers[-1], dist.Independent | dist.MaskedDistribution):
+        layers.append(layers[-1].base_dist)
+    return layers
+
+
+def innermost(fn: Any) -> Any:
+    """The distribution within ``to_event`` and ``mask``."""
+    return layers_of(fn)[-1]
 
 
 def site_kind(site: Site) -> Kind:
     """What a recorded sample site is: latent, observed, deterministic or factor."""
     if not site["is_observed"]:
         return "latent"
-    if (site["infer"] or {}).get("_deterministic") or _is_function(site["fn"]):
+    *outer, base = layers_of(site["fn"])
+    hidden = any(isinstance(f, dist.MaskedDistribution) and f._mask is False for f in outer)
+    # what Pyro's reparametrisations leave of a site is a point, masked out
+    if (site["infer"] or {}).get("_deterministic") or (hidden and isinstance(base, dist.Delta)):
         return "deterministic"
-    return "factor" if isinstance(innermost(site["fn"]), dist.Unit) else "observed"
+    return "factor" if isinstance(base, dist.Unit) else "observed"
 
 
 def with_density(sites: Sites) -> Sites:
@@ -75,16 +77,10 @@ def with_density(sites: Sites) -> Sites:
     }
 
 
-def _is_function(fn: Any) -> bool:
-    """Whether a distribution is what Pyro's reparametrisations leave of a site: a point, masked out."""
-    *outer, base = layers_of(fn)
-    masked = any(isinstance(f, dist.MaskedDistribution) and f._mask is False for f in outer)
-    return masked and isinstance(base, dist.Delta)
-
-
-def innermost(fn: Any) -> Any:
-    """The distribution within ``to_event`` and ``mask``."""
-    return layers_of(fn)[-1]
+def free_dim(sites: Sites) -> int:
+    """The first batch dimension to the left of all plates: where a plate of particles goes."""
+    frames = (frame for site in sites.values() for frame in site["cond_indep_stack"])
+    return min((frame.dim for frame in frames if frame.dim is not None), default=0) - 1
 
 
 class _MaskedWrites(TorchFunctionMode):
@@ -100,49 +96,39 @@ class _MaskedWrites(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _evaluated(site: Site) -> Tensor:
-    fn = site["fn"]
-    # torch's Multinomial writes by a mask; only there, because a mode makes every call slower
-    with _MaskedWrites() if isinstance(innermost(fn), dist.Multinomial) else nullcontext():
-        return fn.log_prob(site["value"], *site["args"], **site["kwargs"])
-
-
 def site_log_prob(site: Site) -> tuple[Tensor, Tensor]:
     """The log probability of a recorded site in nats: unscaled, and with scale and mask."""
+    fn = site["fn"]
+    # torch's Multinomial writes by a mask; only there, because a mode makes every call slower
+    mode = _MaskedWrites() if isinstance(innermost(fn), dist.Multinomial) else nullcontext()
     try:
-        log_prob = _evaluated(site)
+        with mode:
+            log_prob = fn.log_prob(site["value"], *site["args"], **site["kwargs"])
         return log_prob, scale_and_mask(log_prob, site["scale"], site["mask"])
     except RuntimeError as error:
         error.add_note(f"in the log_prob of the site {site['name']!r}")
         raise
 
 
-def check_log_prob_shape(site: Site, log_prob: Tensor) -> None:
-    """Refuse a site whose ``log_prob`` was broadcast to a shape that nothing asks for.
+class _SafeLog:
+    """Pyro's logarithm with a gradient of at most 1 / eps, of functions that ``torch.func`` knows."""
 
-    Inside plates, each dimension larger than 1 must be that of a plate. Outside plates, the shape
-    must be that of the value, unless the value is a single event.
-    """
-    shape = log_prob.shape
-    if not shape:
-        return
-    value, fn = site["value"], site["fn"]
-    sizes = {frame.dim: frame.size for frame in site["cond_indep_stack"] if frame.dim is not None}
-    batch_shape = value.shape[: value.dim() - fn.event_dim]
-    if sizes:
-        good = all(n == 1 or sizes.get(i - len(shape)) == n for i, n in enumerate(shape))
-        plates = [f"{f.name!r} ({f.size} at dim {f.dim})" for f in site["cond_indep_stack"]]
-        given = f"its plates are {', '.join(plates)}"
-    else:
-        good = shape == batch_shape or batch_shape.numel() == 1
-        given = "it is in no plate"
-    if not good:
-        raise ValueError(
-            f"The site {site['name']!r} has a log_prob of shape {tuple(shape)}, but {given} and "
-            f"its value has batch shape {tuple(batch_shape)}: shapes were broadcast. Give "
-            f"distribution ({tuple(fn.batch_shape)}) and mask its shape (mean.squeeze(-1)?), "
-            "events by .to_event(...)."
-        )
+    @staticmethod
+    def apply(x: Tensor) -> Tensor:
+        eps, here = torch.finfo(x.dtype).eps, x.detach()
+        return torch.where(here < eps, here.log() + (x - here) / eps, x.clamp(min=eps).log())
+
+
+@contextmanager
+def batched_safe_log() -> Iterator[None]:
+    """Let ``pyro.ops.special.safe_log`` run under ``vmap``: tensor variable elimination and
+    ``DiscreteHMM`` call it, and Pyro's own function has no rule for that."""
+    given = special._SafeLog
+    special._SafeLog = _SafeLog  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        special._SafeLog = given
 
 
 def sum_log_prob(sites: Sites) -> Tensor:
@@ -155,9 +141,91 @@ def sum_log_prob(sites: Sites) -> Tensor:
     return torch.zeros(()) if total is None else total
 
 
+def sum_per_particle(x: Tensor) -> Tensor:
+    """Sum over every dimension but the first, (S, ...) to (S,)."""
+    return x.flatten(1).sum(1) if x.dim() > 1 else x
+
+
+def is_same(known: tuple[ref[Tensor], int] | None, value: Any) -> bool:
+    """Whether ``value`` is the tensor of this reference, and has not been written to since."""
+    if known is None or known[0]() is not value:
+        return False
+    return not value.is_inference() and value._version == known[1]
+
+
+# --- what is refused at every run ---------------------------------------------------------------
+
+
+def check_log_prob_shape(site: Site, log_prob: Tensor) -> None:
+    """Refuse a site whose ``log_prob`` was broadcast to a shape that nothing asks for.
+
+    Inside plates, each dimension larger than 1 must be that of a plate. Outside plates, the shape
+    must be that of the value, unless the value is a single event.
+    """
+    shape, value, fn = log_prob.shape, site["value"], site["fn"]
+    if not shape:
+        return
+    sizes = {frame.dim: frame.size for frame in site["cond_indep_stack"] if frame.dim is not None}
+    batch_shape = value.shape[: value.dim() - fn.event_dim]
+    if sizes:
+        good = all(n == 1 or sizes.get(i - len(shape)) == n for i, n in enumerate(shape))
+    else:
+        good = shape == batch_shape or batch_shape.numel() == 1
+    if not good:
+        plates = [f"{f.name!r} ({f.size} at dim {f.dim})" for f in site["cond_indep_stack"]]
+        raise ValueError(
+            f"The site {site['name']!r} has a log_prob of shape {tuple(shape)}, but batch shape "
+            f"{tuple(batch_shape)} and plates {', '.join(plates) or 'none'}: shapes were broadcast. "
+            f"Give distribution and mask its shape (mean.squeeze(-1)?), events by .to_event(...)."
+        )
+
+
+def check_model(sites: Sites, values: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
+    """Refuse a model that does not fit a guide's ``values`` by site and ``shared`` minibatches.
+
+    A latent site without a value, a value of another shape, or a plate with another minibatch.
+    """
+    for name, site in sites.items():
+        if site_is_subsample(site):
+            index, expected = site["value"], shared.get(name)
+            if expected is None or index is expected:
+                continue
+            if len(index) != len(expected) or not torch.equal(torch.as_tensor(index), expected):
+                raise ValueError(
+                    f"The plate {name!r} has another minibatch in the model ({len(index)} examples) "
+                    f"than in the guide ({len(expected)}). Give both one index: pass "
+                    f"create_plates=... to the autoguide, with the plate of the model."
+                )
+        elif not site["is_observed"]:
+            if name not in values:
+                raise ValueError(
+                    f"The latent site {name!r} of the model is not sampled by the guide. Add it to the "
+                    f"guide, give it obs=..., or use pyro.infer.TraceEnum_ELBO to sum it out."
+                )
+            shape, given = site["fn"].shape(), site["value"].shape
+            if any(n != m for n, m in zip_longest(shape[::-1], given[::-1], fillvalue=1)):
+                raise ValueError(
+                    f"The latent site {name!r} has shape {tuple(shape)} in the model, but the guide "
+                    f"gives it shape {tuple(given)}. Is the guide made for another model or other data?"
+                )
+
+
+def check_guide_of_this_model(names: Iterable[str], model_sites: Sites) -> None:
+    """Refuse a guide with latent sites, ``names``, that a run of the model does not have."""
+    for name in names:
+        if name not in model_sites:
+            raise ValueError(
+                f"The guide samples {name!r}, which is no site of the model, or not of this run of it. "
+                f"Is it the guide of another model? What it draws on the way to other sites needs "
+                f"infer={{'is_auxiliary': True}}."
+            )
+
+
+# --- the latent sites as one vector -------------------------------------------------------------
+
+
 class LatentLayout:
     """Where each latent site lies in a flat unconstrained vector: that of ``AutoContinuous``.
-
 
     The supports are those of the prototype: one that depends on another latent site is not
     followed (neither does ``AutoContinuous``).
@@ -187,14 +255,15 @@ class LatentLayout:
         self.dim = sum(prod(shape) for shape in self.unconstrained_shapes.values())
 
     def unconstrained(self, theta: Tensor) -> Iterator[tuple[str, Any, Tensor]]:
+        """Name, transform and part (S, *shape) of theta (S, d) of each site."""
         if theta.dim() != 2 or theta.shape[1] != self.dim:
             raise ValueError(
                 f"theta has shape {tuple(theta.shape)}; it must be (S, {self.dim}), a row for "
                 f"each particle."
             )
-        sizes = [prod(shape) for shape in self.unconstrained_shapes.values()]
-        parts = theta.split(sizes, dim=1)
-        for (name, shape), part in zip(self.unconstrained_shapes.items(), parts, strict=True):
+        shapes = self.unconstrained_shapes
+        parts = theta.split([prod(shape) for shape in shapes.values()], dim=1)
+        for (name, shape), part in zip(shapes.items(), parts, strict=True):
             yield name, self.transforms[name], part.reshape(part.shape[:1] + shape)
 
     def unpack(self, theta: Tensor) -> dict[str, Tensor]:
@@ -209,24 +278,17 @@ class LatentLayout:
         for name, transform, x in self.unconstrained(theta):
             values[name] = z = transform(x)
             if z is not x:  # the identity returns its argument, and its log det is zero
-                terms = transform.log_abs_det_jacobian(x, z)
-                log_det = log_det + sum_per_particle(terms)
+                log_det = log_det + sum_per_particle(transform.log_abs_det_jacobian(x, z))
         return values, log_det
 
     def pack(self, values: Mapping[str, Tensor]) -> Tensor:
         """Constrained values (S, *shape) by site to flat unconstrained (S, d)."""
-        return torch.cat(
-            [
-                transform.inv(values[name]).reshape(len(values[name]), -1)
-                for name, transform in self.transforms.items()
-            ],
-            dim=1,
-        )
+        parts = [t.inv(values[name]) for name, t in self.transforms.items()]
+        return torch.cat([x.reshape(len(x), -1) for x in parts], dim=1)
 
 
 def _refuse_discrete(site: Site) -> None:
-    fn = site["fn"]
-    if fn.support.is_discrete:
+    if site["fn"].support.is_discrete:
         raise ValueError(
             f"The latent site {site['name']!r} is discrete, so the model has no density over a "
             f"real space. Sum it out, or use pyro.infer.TraceEnum_ELBO."
@@ -245,62 +307,3 @@ def feasible_value(site: Site) -> Tensor:
         return transform(torch.zeros_like(transform.inv(fn.sample())))
     except NotImplementedError:
         return transform(torch.zeros(transform.inverse_shape(fn.shape())))
-
-
-def check_model_site(site: Site, values: Mapping[str, Any]) -> None:
-    """Refuse a latent site of a model to which the guide gives no value, or one of other shape."""
-    if site["name"] not in values:
-        _check_enumerated(site)
-        raise ValueError(
-            f"The latent site {site['name']!r} of the model is not sampled by the guide. Add it "
-            f"to the guide, give it obs=..., or use pyro.infer.TraceEnum_ELBO to sum it out."
-        )
-    shape, value_shape = site["fn"].shape(), site["value"].shape
-    sizes = zip_longest(reversed(shape), reversed(value_shape), fillvalue=1)
-    if any(n != m for n, m in sizes):
-        raise ValueError(
-            f"The latent site {site['name']!r} has shape {tuple(shape)} in the model, but the "
-            f"guide gives it shape {tuple(value_shape)}. Is the guide made for another model, or "
-            f"for data of another size?"
-        )
-
-
-def check_guide_of_this_model(names: Iterable[str], model_sites: Sites) -> None:
-    """Refuse a guide with latent sites, ``names``, that a run of the model does not have."""
-    for name in names:
-        if name not in model_sites:
-            raise ValueError(
-                f"The guide samples {name!r}, which is no site of the model, or not of this run of it. "
-                f"Is it the guide of another model? Only a variable without a prior that other sites "
-                f"are functions of may be infer={{'is_auxiliary': True}}."
-            )
-
-
-def _check_enumerated(site: Site) -> None:
-    if site["infer"].get("enumerate"):
-        raise ValueError(
-            f"The site {site['name']!r} asks for enumeration, which BatchedELBO does not do; use "
-            f"pyro.infer.TraceEnum_ELBO, or pyro.infer.Trace_ELBO to sample the site."
-        )
-
-
-def check_minibatch(site: Site, shared: Mapping[str, Tensor]) -> None:
-    """Refuse a plate of a model whose minibatch is not that of the guide."""
-    index, expected = site["value"], shared.get(site["name"])
-    if expected is None or index is expected:
-        return
-    if len(index) != len(expected) or not torch.equal(torch.as_tensor(index), expected):
-        raise ValueError(
-            f"The plate {site['name']!r} has another minibatch in the model ({len(index)} "
-            f"examples) than in the guide ({len(expected)}). Use one subsample_size, or give both "
-            "one index: pass create_plates=... to the autoguide, with the plate of the model."
-        )
-
-
-def check_model(sites: Sites, values: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
-    """Refuse a model one of whose sites does not fit the guide's ``values`` and ``shared`` ones."""
-    for site in sites.values():
-        if site_is_subsample(site):
-            check_minibatch(site, shared)
-        elif not site["is_observed"]:
-            check_model_site(site, values)

@@ -1,4 +1,4 @@
-"""Run Pyro code once under ``torch.func.vmap``, one batch element per particle.
+"""Run a Pyro program with values put in: plainly, or once under ``torch.func.vmap`` for S particles.
 
 Three things a Pyro program does cannot happen inside ``vmap`` and are moved out of it here:
 
@@ -7,12 +7,9 @@ Three things a Pyro program does cannot happen inside ``vmap`` and are moved out
 * filling a tensor with random numbers in place, as ``torch.distributions`` does.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import pyro
 import torch
@@ -23,19 +20,30 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..linalg.host import own_random_state
-from .density import Site, Sites, is_latent, is_minibatch
-from .pyro_adapter import batched_safe_log
+from .density import Site, Sites, batched_safe_log, is_latent, is_minibatch
 
 T = TypeVar("T")
+Program: TypeAlias = Callable[..., Any]
 Randomness = Literal["same", "different", "error"]
+
+
+class CannotBatch(RuntimeError):
+    """A program cannot run under ``torch.func.vmap``; ``where`` it stopped."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(
+            f"The program cannot run under torch.func.vmap ({where}): {reason}. Keep latent values "
+            f"in torch (no .item(), if or NumPy) and out of in-place writes, or use "
+            f"pyro.infer.Trace_ELBO. For OrderedLogistic take Categorical."
+        )
+        self.where = where
 
 
 class _Missing(Exception):
     """Something that has to be made outside ``vmap``: a parameter, or a minibatch of a plate."""
 
     def __init__(self, name: str, subsample: Any = None) -> None:
-        super().__init__(name)
-        self.name = name
+        super().__init__(name, None if subsample is None else _sizes(subsample))
         self.subsample = subsample
 
 
@@ -53,7 +61,7 @@ class Minibatches(dict[str, Tensor]):
         drawn_from = self._subsamples.get(name)
         if drawn_from is None:  # given by the caller
             return len(self[name]) == subsample.subsample_size
-        return plate_sizes(drawn_from) == plate_sizes(subsample)
+        return _sizes(drawn_from) == _sizes(subsample)
 
     def draw(self, name: str, subsample: Any) -> Tensor:
         """Draw the index of the plate ``name`` and remember how."""
@@ -67,16 +75,8 @@ class Minibatches(dict[str, Tensor]):
             self[name] = subsample()
 
 
-def plate_sizes(subsample: Any) -> tuple[int, int]:
-    """Number of examples, and how many of them are drawn."""
+def _sizes(subsample: Any) -> tuple[int, int]:
     return subsample.size, subsample.subsample_size
-
-
-def at_particle(
-    s: int, values: Mapping[str, Tensor], shared: Mapping[str, Tensor] | None
-) -> dict[str, Tensor]:
-    """What particle number ``s`` has: its own of ``values`` (S, ...), and what is ``shared``."""
-    return {name: value[s] for name, value in values.items()} | dict(shared or {})
 
 
 class Conditioned(Messenger):
@@ -102,23 +102,21 @@ class Conditioned(Messenger):
         self.params: dict[str, Tensor] = {}
 
     def _pyro_sample(self, msg: Site) -> None:
-        name = msg["name"]
+        name, fn = msg["name"], msg["fn"]
         if msg["is_observed"] or (site_is_subsample(msg) and msg["value"] is not None):
             return
         if name in self.values:
             msg["value"] = self.values[name]
             msg["done"] = True
-        elif site_is_subsample(msg):
-            fn = msg["fn"]
-            if fn.subsample_size is not None and fn.subsample_size < fn.size:
-                msg["value"] = self._minibatch(name, fn)
-
-    def _minibatch(self, name: str, subsample: Any) -> Tensor:
-        if self.minibatches.fits(name, subsample):
-            return self.minibatches[name]
-        if self.in_vmap:
-            raise _Missing(name, subsample)
-        return self.minibatches.draw(name, subsample)
+        elif (
+            site_is_subsample(msg) and fn.subsample_size is not None and fn.subsample_size < fn.size
+        ):
+            if self.minibatches.fits(name, fn):
+                msg["value"] = self.minibatches[name]
+            elif self.in_vmap:
+                raise _Missing(name, fn)
+            else:
+                msg["value"] = self.minibatches.draw(name, fn)
 
     def _pyro_post_sample(self, msg: Site) -> None:
         name = msg["name"]
@@ -137,11 +135,10 @@ class Conditioned(Messenger):
 
 
 class _BatchedSamplers(TorchFunctionMode):
-    """Replaces what samplers do in place and ``vmap`` cannot do, or only slowly.
+    """Draws out of place where samplers fill a tensor with random numbers, the same for all particles.
 
-    An in-place random fill cannot differ between particles, so it becomes a draw out of place.
-    The tensor that should have been filled becomes NaN, so that code which goes on to use it
-    rather than the returned tensor is found out.
+    The tensor that should have been filled becomes NaN, so that code which goes on to use it rather
+    than the returned tensor is found out.
     """
 
     def __torch_function__(
@@ -175,7 +172,7 @@ _FILLS: dict[Any, Callable[..., Tensor]] = {
 
 
 def run_particles(
-    program: Callable[..., Any],
+    program: Program,
     reduce: Callable[[Sites], T],
     values: Mapping[str, Tensor],
     num_particles: int,
@@ -200,7 +197,7 @@ def run_particles(
             supported (it makes every torch call slower).
 
     Raises:
-        RuntimeError: when the program cannot run under ``vmap``.
+        CannotBatch: when the program cannot run under ``vmap``.
     """
     sites: Sites = {}
 
@@ -219,35 +216,47 @@ def run_particles(
 
     batched = torch.func.vmap(body, randomness=randomness, chunk_size=chunk_size)
     inputs = (dict(values), torch.empty(num_particles, device="cpu"))
-    missing: set[tuple[str, tuple[int, int] | None]] = set()
+    made: set[tuple[Any, ...]] = set()
     while True:
         try:
             # validation branches on tensors
-            with pyro.validation_enabled(False), batched_safe_log():
-                if not sampling:
-                    return batched(*inputs)
-                with _BatchedSamplers():
-                    return batched(*inputs)
+            with (
+                pyro.validation_enabled(False),
+                batched_safe_log(),
+                _BatchedSamplers() if sampling else nullcontext(),
+            ):
+                return batched(*inputs)
         except _Missing as need:
-            size = None if need.subsample is None else plate_sizes(need.subsample)
-            if (need.name, size) in missing:
+            name = need.args[0]
+            if need.args in made:
                 raise RuntimeError(
-                    f"{need.name!r} changes between two runs of the same model; parameters and "
-                    f"the sizes of subsampled plates must not be random."
+                    f"{name!r} changes between two runs of the same model; parameters and the "
+                    f"sizes of subsampled plates must not be random."
                 ) from need
-            missing.add((need.name, size))
+            made.add(need.args)
             if need.subsample is None:
                 plain_run()
             else:
-                minibatches.draw(need.name, need.subsample)
+                minibatches.draw(name, need.subsample)
         except RuntimeError as error:
-            if not sampling:  # a site that the caller refuses may be what cannot run
-                _refuse(reduce, plain_run, error)
-            raise vmap_error(error, sites, plain_run) from error
+            where = f"the last site it reached is {list(sites)[-1]!r}" if sites else "at its start"
+            try:
+                plain = plain_run()
+                where += "".join(f", on the way to {n!r}" for n in [*plain.keys() - sites][:1])
+                if not sampling:
+                    reduce(plain)
+            except ValueError as refused:
+                if not sampling:  # a site that the caller refuses may be what cannot run
+                    raise refused from error
+            except Exception:  # of a program that is wrong without vmap too
+                pass
+            where = next(iter(getattr(error, "__notes__", ())), where)
+            reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
+            raise CannotBatch(where, reason) from error
 
 
 def run_in_loop(
-    program: Callable[..., Any],
+    program: Program,
     reduce: Callable[[Sites], Any],
     values: Mapping[str, Tensor],
     num_particles: int,
@@ -266,8 +275,15 @@ def run_in_loop(
     return tree_map(lambda *x: torch.stack(x), *map(one, range(num_particles)))
 
 
+def at_particle(
+    s: int, values: Mapping[str, Tensor], shared: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    """What particle number ``s`` has: its own of ``values`` (S, ...), and what is ``shared``."""
+    return {name: value[s] for name, value in values.items()} | dict(shared or {})
+
+
 def run_plainly(
-    program: Callable[..., Any],
+    program: Program,
     values: Mapping[str, Tensor],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -279,9 +295,22 @@ def run_plainly(
     return handler.sites
 
 
+def look(
+    program: Program,
+    values: Mapping[str, Tensor],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    minibatches: Minibatches | None = None,
+) -> Sites:
+    """As :func:`run_plainly`, without a graph and with the random state put back at the end."""
+    drawn = Minibatches() if minibatches is None else minibatches
+    with torch.no_grad(), own_random_state():
+        return run_plainly(program, values, args, kwargs or {}, drawn)
+
+
 def run_both(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
+    model: Program,
+    guide: Program,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     minibatches: Minibatches,
@@ -300,89 +329,3 @@ def run_both(
     with Conditioned(drawn, minibatches) as of_model:
         model(*args, **kwargs)
     return of_guide, of_model
-
-
-def look(
-    program: Callable[..., Any],
-    values: Mapping[str, Tensor],
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    minibatches: Minibatches | None = None,
-) -> Sites:
-    """As :func:`run_plainly`, without a graph and with the random state put back at the end."""
-    drawn = Minibatches() if minibatches is None else minibatches
-    with torch.no_grad(), own_random_state():
-        return run_plainly(program, values, args, kwargs or {}, drawn)
-
-
-def _refuse(reduce: Callable[[Sites], Any], run: Callable[[], Sites], error: Exception) -> None:
-    try:
-        reduce(run())
-    except ValueError as refused:
-        raise refused from error
-    except Exception:  # of a program that is wrong without vmap too
-        return
-
-
-_PACKAGES = {
-    name: Path(module.__file__ or "").parent for name, module in (("torch", torch), ("Pyro", pyro))
-}
-_OURS = Path(__file__).parent
-#: where a line of theirs is at fault, rather than a way from one line of the user's to the next
-_LIBRARY = ("distributions", "ops", "contrib", "nn")
-_INSTEAD = {
-    "OrderedLogistic": "Categorical, with probabilities put together by torch.cat, is the same",
-}
-
-
-class CannotBatch(RuntimeError):
-    """A program cannot run under ``torch.func.vmap``; ``where`` it stopped."""
-
-    def __init__(self, message: str, where: str) -> None:
-        super().__init__(message)
-        self.where = where
-
-
-def vmap_error(
-    error: RuntimeError, reached: Collection[str], all_sites: Callable[[], Collection[str]]
-) -> CannotBatch:
-    """The sentence for ``error``, raised after the sites ``reached`` of ``all_sites()``."""
-    where = next(iter(getattr(error, "__notes__", ())), None) or _where(reached, all_sites)
-    reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
-    return CannotBatch(
-        f"The program cannot run under torch.func.vmap ({where}): {reason}. "
-        f"Under vmap a program cannot bring the value of a latent site into Python (.item(), "
-        f"if, while, NumPy), write it in place into a tensor made without it, or use an operation "
-        f"that has no batching rule. {_remedy(error.__traceback__)} pyro.infer.Trace_ELBO, which "
-        f"runs the program once for each particle.",
-        where,
-    )
-
-
-def _where(reached: Collection[str], all_sites: Callable[[], Collection[str]]) -> str:
-    where = f"the last site it reached is {list(reached)[-1]!r}" if reached else "at its start"
-    try:
-        following = [name for name in all_sites() if name not in reached]
-    except Exception:  # the program is wrong without vmap too: the first error is the one to tell
-        following = []
-    return f"{where}, on the way to {following[0]!r}" if following else where
-
-
-def _remedy(trace: TracebackType | None) -> str:
-    found: tuple[str, FrameType] | None = None
-    while trace is not None:
-        path, frame = Path(trace.tb_frame.f_code.co_filename), trace.tb_frame
-        packages = [name for name, root in _PACKAGES.items() if path.is_relative_to(root)]
-        if not packages and not path.is_relative_to(_OURS):
-            found = None  # the user's own line
-        for name in packages:
-            if path.relative_to(_PACKAGES[name]).parts[0] in _LIBRARY:
-                found = name, frame
-        trace = trace.tb_next
-    if found is None:
-        return "Rewrite that line, or use"
-    package, frame = found
-    owner = frame.f_locals.get("self")
-    what = frame.f_code.co_name if owner is None else type(owner).__name__
-    instead = _INSTEAD.get(what, "write the model without it")
-    return f"The line is not yours but in {package}'s {what}: {instead}; or use"

@@ -1,6 +1,6 @@
-"""What pyro_ngvi/runtime/pyro_adapter.py takes for granted of Pyro's private names.
+"""What pyro_ngvi/runtime takes for granted of Pyro's private names, in pyro_adapter, store and density.
 
-A failure here says that Pyro has changed: mend the adapter, the one file that knows these names.
+A failure here says that Pyro has changed: mend the function that it names.
 """
 
 import inspect
@@ -17,19 +17,17 @@ from pyro.ops.special import safe_log
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 
 from pyro_ngvi import AutoMeanFieldNormal
+from pyro_ngvi.runtime.density import batched_safe_log
 from pyro_ngvi.runtime.pyro_adapter import (
-    batched_safe_log,
-    claim_name,
     has_model,
     kept_whole,
     masks_of,
     model_as_given,
-    module_name,
     particle_plate,
-    rename,
     states_to_restore,
     unblocked,
 )
+from pyro_ngvi.runtime.store import claim_name, module_name, rename
 
 
 def model() -> None:
@@ -40,7 +38,7 @@ def test_pyro_keeps_the_name_of_a_module_in_pyro_name() -> None:
     module = PyroModule("some_name")
     assert getattr(module, "_pyro_name", None) == "some_name", (
         "PyroModule no longer keeps its name in `_pyro_name`: find where this Pyro keeps it, and "
-        "change module_name() and rename() in pyro_ngvi/runtime/pyro_adapter.py."
+        "change module_name() and rename() in pyro_ngvi/runtime/store.py."
     )
 
 
@@ -64,7 +62,7 @@ def test_pyro_names_a_part_by_pyro_set_supermodule() -> None:
         "context",
     ], (
         "PyroModule._pyro_set_supermodule(name, context) has changed: OwnName in "
-        "pyro_ngvi/runtime/pyro_adapter.py overrides it to keep the parts of two lists apart."
+        "pyro_ngvi/runtime/store.py overrides it to keep the parts of two lists apart."
     )
     names = []
     for _ in range(2):
@@ -74,7 +72,7 @@ def test_pyro_names_a_part_by_pyro_set_supermodule() -> None:
         names.append(module_name(part))
     assert names[0] != names[1], (
         f"The parts of two AutoGuideLists are both called {names[0]!r}: Pyro no longer names parts "
-        f"by `_pyro_set_supermodule`, so OwnName in pyro_ngvi/runtime/pyro_adapter.py is not asked."
+        f"by `_pyro_set_supermodule`, so OwnName in pyro_ngvi/runtime/store.py is not asked."
     )
 
 
