@@ -1,14 +1,13 @@
-"""A Pyro model as a pure batched function.
+"""A Pyro program at many draws: traces, the log joint as a pure function, pieces of bounded size.
 
-:func:`batched_trace` runs a model once under ``torch.func.vmap``, with the latent sites of S
-particles fixed.  The model is written for one draw (``X @ w``) and needs no plate for the particles.
+The model is written for one draw (``X @ w``) and needs no plate for the particles.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -32,8 +31,12 @@ from .density import (
     sum_per_particle,
 )
 from .pyro_adapter import HidesMarked
-from .run import Minibatches, Randomness, run_in_loop, run_particles
+from .run import CannotBatch, Minibatches, Program, Randomness, run_in_loop, run_particles
 from .summed_out import summed_out
+
+Parts = dict[str, dict[str, Tensor]]
+
+MOST_NUMBERS = 2**20  # in the largest tensor of one piece: 8 MB in float64
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class BatchedTrace:
 
 
 def batched_trace(
-    model: Callable[..., Any],
+    model: Program,
     values: Mapping[str, Tensor],
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -98,40 +101,34 @@ def batched_trace(
 
     Raises:
         ValueError: when S is not known.
-        RuntimeError: when the model cannot run under ``vmap``: it brings the value of a latent
-            site into Python (``.item()``, ``if``), writes it in place into another tensor, or
-            draws a site whose sampler has no batching rule (Beta, Dirichlet, LKJ, von Mises);
-            then use ``pyro.infer.Predictive`` or ``Trace_ELBO``.
-
-    Example:
-        >>> import torch, pyro, pyro.distributions as dist
-        >>> def model(X, y):
-        ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        ...     with pyro.plate("data", len(y)):
-        ...         pyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
-        >>> trace = batched_trace(model, {"w": torch.zeros(8, 2)}, (torch.eye(2), torch.ones(2)))
-        >>> trace.sites["y"].log_prob.shape, trace.log_joint().shape
-        (torch.Size([8, 2]), torch.Size([8]))
+        CannotBatch: a RuntimeError, when the model cannot run under ``vmap``, or draws a site whose
+            sampler has no batching rule (Beta, Dirichlet, LKJ, von Mises).
     """
     if num_particles is None:
         if not values:
             raise ValueError("Give num_particles, because `values` fixes no site to read it from.")
         num_particles = len(next(iter(values.values())))
-    recorded: Sites = {}
+    recorded: dict[str, BatchedSite] = {}
 
-    def tensors(sites: Sites) -> dict[str, dict[str, Tensor]]:
+    def tensors(sites: Sites) -> Parts:
         recorded.clear()
-        result = {}
-        for name, site in sites.items():
-            if site_is_subsample(site):
-                continue
-            recorded[name] = site
+        for name, site in without_plates(sites).items():
             # Improper priors put their log_prob on the CPU, whatever their value lies on.
             unscaled, log_prob = (x.to(site["value"].device) for x in site_log_prob(site))
-            fields = {"value": site["value"], "scale": site["scale"], "mask": site["mask"]}
-            fields |= {"log_prob": log_prob, "unscaled_log_prob": unscaled}
-            result[name] = {key: x for key, x in fields.items() if isinstance(x, Tensor)}
-        return result
+            recorded[name] = BatchedSite(
+                site_kind(site),
+                site["value"],
+                log_prob,
+                unscaled,
+                site["scale"],
+                site["mask"],
+                site["fn"].event_dim,
+                site["cond_indep_stack"],
+            )
+        return {
+            name: {key: x for key, x in vars(site).items() if isinstance(x, Tensor)}
+            for name, site in recorded.items()
+        }
 
     minibatches = Minibatches(indices)
     batched = run_particles(
@@ -146,16 +143,7 @@ def batched_trace(
         sampling=randomness == "different",
         chunk_size=chunk_size,
     )
-    sites = {}
-    for name, site in recorded.items():
-        fields = {"value": site["value"], "scale": site["scale"], "mask": site["mask"]}
-        fields |= batched[name]
-        sites[name] = BatchedSite(
-            kind=site_kind(site),
-            event_dim=site["fn"].event_dim,
-            plates=site["cond_indep_stack"],
-            **fields,
-        )
+    sites = {name: replace(site, **batched[name]) for name, site in recorded.items()}
     return BatchedTrace(sites, dict(minibatches))
 
 
@@ -177,6 +165,9 @@ class ModelDensity:
         init_loc_fn: value of a latent site in the prototype, as in Pyro's autoguides.
         chunk_size: run at most that many particles at a time.
 
+    Attributes:
+        initial: theta of the prototype, (d,).
+
     Raises:
         ValueError: when a latent site is discrete or there is none.
 
@@ -194,7 +185,7 @@ class ModelDensity:
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Program,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
@@ -215,7 +206,6 @@ class ModelDensity:
         nodes: Sites = dict(trace.nodes)
         initial = {name: nodes[name]["value"][None] for name in self.layout.transforms}
         self.initial: Tensor = self.layout.pack(initial)[0]
-        """theta of the prototype, (d,)."""
 
     @property
     def dim(self) -> int:
@@ -232,23 +222,16 @@ class ModelDensity:
 
     def trace(self, theta: Tensor) -> BatchedTrace:
         """The sites of the model at theta (S, d)."""
-        return self._trace(self.layout.unpack(theta))
+        return self._at(self.layout.unpack(theta))
 
-    def _trace(self, values: Mapping[str, Tensor]) -> BatchedTrace:
-        return batched_trace(
-            self.model,
-            values,
-            self.args,
-            self.kwargs,
-            indices=self.indices,
-            randomness="same",
-            chunk_size=self.chunk_size,
-        )
+    def _at(self, values: Mapping[str, Tensor]) -> BatchedTrace:
+        how: Any = {"indices": self.indices, "randomness": "same", "chunk_size": self.chunk_size}
+        return batched_trace(self.model, values, self.args, self.kwargs, **how)
 
     def __call__(self, theta: Tensor) -> Tensor:
         """The log joint density at theta (S, d), (S,), in nats."""
         values, log_det = self.layout.unpack_with_log_det(theta)
-        return self._trace(values).log_joint() + log_det
+        return self._at(values).log_joint() + log_det
 
     def per_example(self, theta: Tensor) -> dict[str, Tensor]:
         """The terms of the log joint by site, (S, *batch_shape), with scale and mask.
@@ -259,12 +242,6 @@ class ModelDensity:
         return {name: site.log_prob for name, site in sites if site.kind != "deterministic"}
 
 
-Program = Callable[..., Any]
-Parts = dict[str, dict[str, Tensor]]
-
-MOST_NUMBERS = 2**20  # in the largest tensor of one piece: 8 MB in float64
-
-
 def map_draws(
     program: Program,
     reduce: Callable[[Sites], Parts],
@@ -273,6 +250,8 @@ def map_draws(
     batch_size: int | None = None,
 ) -> Parts:
     """``reduce`` of the sites of ``program`` at each draw, stacked along a new first dimension.
+
+    A program that ``vmap`` cannot run, runs once for each draw.
 
     Args:
         program: a model or a guide, its arguments bound.
@@ -291,11 +270,10 @@ def map_draws(
         ...     pyro.deterministic("y", torch.ones(2) * pyro.sample("w", dist.Normal(0.0, 1.0)))
         >>> def reduce(sites):
         ...     return {"model": {"y": sites["y"]["value"]}}
-        >>> w = torch.tensor([1.0, 2.0, 3.0])
-        >>> map_draws(model, reduce, {"w": w}, 3)["model"]["y"]
+        >>> w = torch.tensor([1.0, 2.0])
+        >>> map_draws(model, reduce, {"w": w}, 2)["model"]["y"]
         tensor([[1., 1.],
-                [2., 2.],
-                [3., 3.]])
+                [2., 2.]])
     """
     minibatches = Minibatches()
     names: set[str] = set()
@@ -314,19 +292,34 @@ def map_draws(
         at = {name: x[start:stop] for name, x in values.items()}
         return run(program, chosen, at, stop - start, (), {}, minibatches=minibatches)
 
-    together = partial(piece, partial(run_particles, sampling=True))
+    def all_pieces(run: Callable[..., Parts], size: int) -> Parts:
+        """Written into place, so that none of them is held twice."""
+        if size >= num_samples:
+            return piece(run, 0, num_samples)
+        whole: Parts = {}
+        for start in range(0, num_samples, size):
+            stop = min(start + size, num_samples)
+            for group, tensors in piece(run, start, stop).items():
+                parts = whole.setdefault(group, {})
+                for name, x in tensors.items():
+                    if start == 0:
+                        parts[name] = x.new_empty(num_samples, *x.shape[1:])
+                    parts[name][start:stop] = x
+        return whole
+
+    together = partial(run_particles, sampling=True)
     with torch.no_grad(), warnings.catch_warnings():
         # torch.binomial under vmap resizes its own output, correctly, and warns about it.
         warnings.filterwarnings("ignore", "An output with one or more elements was resized")
         try:
             if batch_size is None:
                 with own_random_state(), _Largest() as largest:
-                    together(0, 1)
+                    piece(together, 0, 1)
                 batch_size = max(1, MOST_NUMBERS // largest.numel)
-            return _joined(together, num_samples, batch_size)
-        except RuntimeError:
+            return all_pieces(together, batch_size)
+        except CannotBatch:
             # A program that is wrong rather than unbatchable shows its own error in the loop.
-            return _joined(partial(piece, run_in_loop), num_samples, 1)
+            return all_pieces(run_in_loop, 1)
 
 
 def without_plates(sites: Sites) -> Sites:
@@ -349,22 +342,3 @@ class _Largest(TorchFunctionMode):
             except RuntimeError:  # one value for each draw
                 self.numel = result.numel()
         return result
-
-
-def _joined(piece: Callable[[int, int], Parts], num_samples: int, size: int) -> Parts:
-    """``piece(start, stop)`` of that size, one after the other, written into place.
-
-    So none of them is held twice.
-    """
-    if size >= num_samples:
-        return piece(0, num_samples)
-    whole: Parts = {}
-    for start in range(0, num_samples, size):
-        stop = min(start + size, num_samples)
-        for group, tensors in piece(start, stop).items():
-            parts = whole.setdefault(group, {})
-            for name, x in tensors.items():
-                if start == 0:
-                    parts[name] = x.new_empty(num_samples, *x.shape[1:])
-                parts[name][start:stop] = x
-    return whole
