@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from .._version import __version__
-from ..runtime.map_draws import map_draws
+from ..runtime.density import Sites
+from ..runtime.model_density import map_draws
 from ..runtime.summed_out import SummedOut, given_name
-from ..runtime.vmap import Sites
 from . import groups as _groups
 from ._pareto import systematic_resample
 from .arviz_compat import from_groups

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.density import site_kind
-from ..runtime.vmap import Sites, look
+from ..runtime.density import Sites, site_kind
+from ..runtime.run import look
 from .draws import SampleObserved, sites_of_kind
 
 __all__ = ["can_be_drawn", "warn_of_factors", "warn_of_scales", "with_likelihood"]

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.distributions import biject_to
 
-from ..runtime.vmap import Sites
+from ..runtime.density import Sites
 from . import _verdict
 from ._pareto import find_tail, smoothed
 from .draws import Draws, Fitted, random_state, warn_of_edges

@@ -14,9 +14,9 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from ..runtime.density import site_kind, site_log_prob
-from ..runtime.map_draws import Parts, map_draws, without_plates
-from ..runtime.vmap import Minibatches, Site, Sites, look
+from ..runtime.density import Site, Sites, site_kind, site_log_prob
+from ..runtime.model_density import Parts, map_draws, without_plates
+from ..runtime.run import Minibatches, look
 from .draws import SampleObserved, compact, guide_draws, random_state, sites_of_kind
 
 __all__ = ["predict"]

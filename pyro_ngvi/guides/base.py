@@ -16,19 +16,23 @@ from ..families.base import Family, Tensors, entry_name
 from ..linalg.host import outside_autocast
 from ..probing.latents import check_latents
 from ..probing.vectorized import check_vectorized_call
-from ..runtime.marked import HidesMarked
-from ..runtime.module_params import ModuleParams, check_names, follow_store
 from ..runtime.pyro_adapter import (
-    OwnName,
-    claim_name,
+    HidesMarked,
     has_model,
     kept_whole,
     model_as_given,
     model_under,
-    module_name,
     particle_plate,
-    rename,
     unblocked,
+)
+from ..runtime.store import (
+    ModuleParams,
+    OwnName,
+    check_names,
+    claim_name,
+    follow_store,
+    module_name,
+    rename,
 )
 from ._average import HoldsAverage
 from .initialization import init_to_center

@@ -12,7 +12,7 @@ from pyro import poutine
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from ..runtime.vmap import Minibatches
+from ..runtime.run import Minibatches
 from .algebra import Algebra
 from .bound_model import BoundModel
 from .chain import ChainAlgebra

@@ -8,7 +8,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from ..runtime.vmap import Site
+from ..runtime.density import Site
 
 __all__ = [
     "aligned",
