@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
-from ..linalg.projection import solve_squared_projection
+from ..linalg.spectral import solve_squared_projection
 
 __all__ = ["Factors", "cosine_columns"]
 

@@ -45,7 +45,7 @@ from torch.linalg import solve_triangular
 
 from ..linalg.cholesky import SMALLEST
 from ..linalg.host import host_bool
-from ..linalg.leading import leading_rows
+from ..linalg.spectral import leading_rows
 from ._factors import Factors, cosine_columns
 from ._normal import NormalFamily, exportable
 from .base import LOG_2PI, Tensors, clamp_exponent, keep_signature

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vjp, vmap
 
-from ..linalg.each_gradient import each_gradient
+from ..linalg.products import each_gradient
 from ._augmented import AugmentedGaussian
 from .base import Tensors, log_normal
 from .full_rank import FullRankNormal
