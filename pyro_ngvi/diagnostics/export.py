@@ -13,12 +13,12 @@ from ..runtime.map_draws import map_draws
 from ..runtime.summed_out import SummedOut, given_name
 from ..runtime.vmap import Sites
 from . import groups as _groups
-from ._pareto import systematic_resample
 from .arviz_compat import from_groups
 from .draws import Fitted, random_state, sites_of_kind, warn_of_edges
 from .export_checks import can_be_drawn, warn_of_factors, warn_of_scales, with_likelihood
 from .khat import KHat, judge
 from .prediction import PREDICTIONS, NewData, fixed_parameters, simulate
+from .weights import systematic_resample
 
 __all__ = ["to_arviz"]
 

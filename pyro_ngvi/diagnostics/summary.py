@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from . import _verdict
 from . import arviz_compat as _arviz_compat
-from .shifts import shift_of
+from .khat import COARSE_MEAN, COARSE_SD
+from .weights import shift_of
 
 __all__ = ["summary"]
 
@@ -67,8 +67,8 @@ def _add_shifts(table: Any, data: Any, selection: dict[str, Any]) -> None:
     for name, draws in data["posterior"].data_vars.items():
         if draws.dtype.kind == "f":
             shift = shift_of(draws.values.reshape(len(log_weights), *draws.shape[2:]), log_weights)
-            far = np.abs(shift.mean) > _verdict.COARSE_MEAN
-            far |= np.abs(shift.log_sd) > _verdict.COARSE_SD
+            far = np.abs(shift.mean) > COARSE_MEAN
+            far |= np.abs(shift.log_sd) > COARSE_SD
             mean[name] = np.where(far, shift.mean, np.nan)
             ratio[name] = np.where(far, np.exp(shift.log_sd), np.nan)
     if any(np.isfinite(x).any() for x in mean.values()):
