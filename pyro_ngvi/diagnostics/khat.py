@@ -23,7 +23,7 @@ import numpy as np
 from torch import Tensor
 from torch.distributions import biject_to
 
-from .draws import Draws, Fitted, random_state, warn_of_edges
+from .draws import MIN_DRAWS, Draws, Fitted, random_state, warn_of_edges
 from .weights import (
     Shift,
     Slope,
@@ -37,7 +37,6 @@ from .weights import (
 )
 
 COARSE = 0.05  # nats of rounding above which equal and unequal weights look alike
-MIN_DRAWS = 25  # fewer leave less than five weights for the tail
 # The bounds were calibrated on the reference posteriors of ``benchmarks.reference_posteriors``: what is
 # called good there has no mean off by more than 0.3 sds and no sd by more than 30 %.
 NEGLIGIBLE = 0.01  # nats of KL that no reader of a posterior would notice
@@ -259,7 +258,7 @@ def khat(
     warn_of_edges(fitted.sites, draws.values)
     if fixed := draws.point_masses:
         raise ValueError(
-            f"All draws of {', '.join(map(repr, fixed))} from the guide are the same point "
+            f"All draws of {fixed} from the guide are the same point "
             "(AutoDelta?), where it has no density to compare. Judge the rest given that point: "
             "pass pyro.poutine.condition(model, data=...) and the guide of the other sites."
         )
