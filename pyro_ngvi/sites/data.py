@@ -13,19 +13,21 @@ an effect of every datum): without the datum that is another block.  ``reset`` w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .algebra import Algebra
+from ..linalg.host import host_bool
+from .algebra import Algebra, Marginals, View, apart
 from .bound_model import BoundModel
 from .last_step import Changes, LastStep
 from .site_parameters import SiteParameters
 from .structure import Group, ModelStructure
 
-__all__ = ["SiteData"]
+__all__ = ["SiteData", "Snapshot", "take_snapshot"]
 
 
 @dataclass(frozen=True)
@@ -129,3 +131,42 @@ def _refuse_latent_each(what: str, group: Group, plan: ModelStructure, call: Bou
                 f"{group.name!r}, so other data make another block: fit a new guide. Data that "
                 f"are to be forgotten can be set to NaN, and their sites guide.reset(indices)."
             )
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """``sites`` are nu (N, k) and Lambda (N, k, k) by group, copies without a graph.
+
+    ``basis`` (D, R) are the directions of a dense algebra that does not keep all.
+    """
+
+    call: BoundModel
+    view: View
+    posterior: Any
+    marginals: dict[str, Marginals]
+    sites: dict[str, tuple[Tensor, Tensor]]
+    basis: Tensor | None
+
+
+@torch.no_grad()
+def take_snapshot(
+    algebra: Algebra, sites: Mapping[str, tuple[Tensor, Tensor]], call: BoundModel
+) -> Snapshot:
+    """q as its sites and the model's parameters make it now, for a call with all data.
+
+    Raises:
+        RuntimeError: where prior and sites do not make a proper Gaussian.
+    """
+    algebra = apart(algebra)  # a look at other data leaves q alone
+    view = algebra.view(call)
+    copies = {name: (a.clone(), b.clone()) for name, (a, b) in sites.items()}
+    # the view may have changed the coordinates of the evidence, so it is made anew
+    q = algebra.posterior(view, algebra.recollect(view, copies))
+    if host_bool(q.proper) is False:
+        raise RuntimeError(
+            "AutoSites: with the parameters of the model as they are now, prior and sites do not make "
+            "a proper Gaussian. Take more steps, or guide.reset()."
+        )
+    return Snapshot(
+        call, view, q, algebra.marginals(view, q), copies, getattr(algebra, "basis", None)
+    )

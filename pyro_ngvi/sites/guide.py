@@ -45,13 +45,12 @@ from .algebra import Algebra
 from .bound_model import BoundModel
 from .check_new_data import of_other_shape
 from .conditioned_model import ConditionedModel
-from .data import SiteData
+from .data import SiteData, Snapshot, take_snapshot
 from .first_call import check_arguments, first_call
 from .influence import Influence, influence_of
 from .last_step import LastStep
 from .leave_one_out import SiteLOO, loo_of
 from .site_parameters import Indices, SiteParameters, SiteView, checked
-from .snapshot import Snapshot, take_snapshot
 from .structure import ModelStructure
 
 __all__ = ["AutoSites", "find_sites"]

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from .conditioned_model import ConditionedModel, TensorRef, for_each
 from .log_likelihood import data_shape, data_terms
-from .probe_points import TOLERANCE, Plane, Record, corners, record, same
+from .probe_points import TOLERANCE, Plane, Record, corners, digit_masks, record, same
 
-__all__ = ["Predictor", "digit_masks", "find_predictor"]
+__all__ = ["Predictor", "find_predictor"]
 
 #: most entries of a predictor for one datum, and candidates among which pairs are tried
 MOST_ENTRIES, MOST_CANDIDATES = 64, 12
@@ -241,13 +241,3 @@ class _Search:
             f"combinations a datum (the first result that is not linear is that of {nonlinear}; the "
             f"data have the shape {shape}). Use AutoFullRankNormal and NGVB for this model."
         )
-
-
-def digit_masks(count: int, device: torch.device) -> Tensor:
-    """Bool (2 b, count): which of 0, 1, ... have a 1 as a binary digit, for all b of them; and a 0.
-
-    Any two numbers are told apart by some row.
-    """
-    bits = torch.arange(max(count - 1, 1).bit_length(), device=device).unsqueeze(-1)
-    ones = ((torch.arange(count, device=device) >> bits) & 1).bool()
-    return torch.cat([ones, ~ones])

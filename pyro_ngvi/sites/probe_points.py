@@ -177,3 +177,13 @@ def same(a: Tensor, b: Tensor, tolerance: float = 0.0) -> bool:
     finite = torch.isfinite(a) & torch.isfinite(b)
     close = (a - b).abs() <= tolerance * (1.0 + b.abs())
     return bool(torch.where(finite, close, (a == b) | (a.isnan() & b.isnan())).all())
+
+
+def digit_masks(count: int, device: torch.device) -> Tensor:
+    """Bool (2 b, count): which of 0, 1, ... have a 1 as a binary digit, for all b of them; and a 0.
+
+    Any two numbers are told apart by some row.
+    """
+    bits = torch.arange(max(count - 1, 1).bit_length(), device=device).unsqueeze(-1)
+    ones = ((torch.arange(count, device=device) >> bits) & 1).bool()
+    return torch.cat([ones, ~ones])
