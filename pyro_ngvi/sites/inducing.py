@@ -5,11 +5,11 @@ r"""Inducing points: Gaussian processes seen through their values at the same M 
     q(eps) propto N(eps; 0, I) prod_n exp(nu_n' g_n - g_n' Lambda_n g_n / 2),   g_n = E[h_n | eps],
     ELBO = log Z + sum_n E log p(y_n | h_n) - E log t_n(g_n),
 
-with a_n, rest_n, H and b as in :mod:`pyro_ngvi.sites.processes`: g_n = A_n eps + H_n m_n + b_n, A_n = (H_n[:, 1] a^1_n', ...,
-H_n[:, C] a^C_n').  With S the covariance of q(eps), E log p is under the mean of g_n and A_n S A_n' +
-sum_c H_n[:, c] H_n[:, c]' var rest^c_n. For one process seen as it is H = 1 and b = 0; softmax
-classification has C = k classes, a Normal of unknown scale C = k = 2, an additive model C components
-and k = 1.
+with a_n, rest_n, H and b as in :mod:`pyro_ngvi.sites.processes`: g_n = A_n eps + H_n m_n + b_n,
+A_n = (H_n[:, 1] a^1_n', ..., H_n[:, C] a^C_n').  With S the covariance of q(eps), E log p is under the
+mean of g_n and A_n S A_n' + sum_c H_n[:, c] H_n[:, c]' var rest^c_n.  For one process seen as it is
+H = 1 and b = 0; softmax classification has C = k classes, a Normal of unknown scale C = k = 2, an
+additive model C components and k = 1.
 
 The sites are the dual parameters of Adam, Chang, Khan & Solin (2021); for a Gaussian likelihood the
 bound is that of Titsias (2009) after one step.  The sites of a minibatch see its data only, so each
