@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.func import grad, vjp, vmap
 
 from ..linalg.host import fixed_normal
-from ..runtime.density import site_kind, site_log_prob
+from ..runtime.density import Site, Sites, site_kind, site_log_prob
 from ..runtime.pyro_adapter import masks_of
-from ..runtime.vmap import Site, Sites
 
 #: columns of a Hessian that are computed at a time, for each draw
 CHUNK = 64

@@ -39,9 +39,8 @@ from torch.func import grad, vmap
 from ..families.base import Tensors
 from ..linalg.host import outside_autocast, own_random_state
 from ..probing.kinks import kinked_sites
-from ..runtime.checks import sum_log_prob
-from ..runtime.layout import LatentLayout
-from ..runtime.vmap import Minibatches, Sites, run_particles
+from ..runtime.density import LatentLayout, Sites, sum_log_prob
+from ..runtime.run import Minibatches, run_particles
 from .derivatives import (
     BUDGET,
     data_of,

@@ -8,13 +8,12 @@ et al. 2017), particle for particle.
 """
 
 from collections.abc import Callable
-from functools import reduce
 from typing import Any
-from weakref import ref
 
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro import poutine
 from pyro.infer import ELBO
 from pyro.infer.autoguide import AutoContinuous
 from pyro.nn.module import pyro_method
@@ -25,14 +24,20 @@ from torch import Tensor
 
 from ..curvature.estimators import ESTIMATORS, READ_OFF, Drawn
 from ..guides.base import AutoFamily
-from ..linalg.host import outside_autocast
-from ..runtime import checks, vmap
-from ..runtime.density import site_kind, site_log_prob, with_density
-from ..runtime.layout import LatentLayout
-from ..runtime.vmap import Conditioned, Minibatches, Site, Sites
-from ..runtime.vmap_error import CannotBatch
-from ..runtime.whole_gradients import whole_gradients
-from .first_run import check_takes_curvature, first_run
+from ..linalg.host import outside_autocast, own_random_state
+from ..optim.block import find_blocks
+from ..runtime import checks, density
+from ..runtime.density import LatentLayout, Sites, site_log_prob, sum_log_prob
+from ..runtime.run import (
+    CannotBatch,
+    Conditioned,
+    Minibatches,
+    run_both,
+    run_particles,
+    run_plainly,
+)
+from ..runtime.store import whole_gradients
+from ..runtime.summed_out import summed_out
 from .without_vmap import WithoutVmap
 
 Program = Callable[..., Any]
@@ -114,18 +119,11 @@ class BatchedELBO(ELBO):
         self._pair: tuple[Program, Any] | None = None
         self._model: Any = None  # the one of the pair, without its enumerated sites
         self._helpers: set[str] = set()  # sites of the guide that the model does not have
-        self._supports: Any = None  # those of the latent sites, where they might move
-        self._later_data: Any = None  # the check of other data
-        self._data: dict[str, Any] = {}  # which observed values were good
-        self._structure: Any = None  # of the last run that was good
+        self._supports, self._later_data = checks.LatentSupports(None), checks.LaterData({})
         self._minibatches = Minibatches()
         self._without_vmap: list[WithoutVmap] = []
         self._layout: tuple[Trace, LatentLayout] | None = None
         self._drawn: Drawn | None = None  # what lasts of the curvature from step to step
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a weak reference cannot be stored; this one refers to nothing
-        return vars(self) | {"_data": dict.fromkeys(self._data, (type(None), None))}
 
     def loss(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
         """An estimate of the negative ELBO, as a number and without gradients."""
@@ -181,7 +179,7 @@ class BatchedELBO(ELBO):
         self._minibatches.redraw()
         joint, shared = _is_joint(guide), {}
         if kind is not None and (self._drawn is None or self._drawn.kind != kind):
-            check_takes_curvature(guide, kind, joint)
+            _check_takes_curvature(guide, kind, joint)
         if joint:
             values, log_q, drawn = self._draw_jointly(guide, args, kwargs, kind)
         else:
@@ -190,10 +188,11 @@ class BatchedELBO(ELBO):
         validates = dist.is_validation_enabled()  # it is off under vmap
 
         def log_joint(sites: Sites) -> Any:
-            terms = self._log_probs(sites, values, shared, validates)
-            if taps is None:
-                return _total(terms)
-            return terms.pop(taps.observed), _total(terms)
+            density.check_model(sites, values, shared)
+            density.check_guide_of_this_model(values.keys() - self._helpers, sites)
+            if validates:
+                self._check_what_is_new(sites)
+            return sum_log_prob(sites) if taps is None else taps.log_probs(sites)
 
         program = self._model if taps is None else taps
         given = program, log_joint, values, self.num_particles, args, kwargs
@@ -214,7 +213,7 @@ class BatchedELBO(ELBO):
             if other.program is program:
                 return other(*given, **common)
         try:
-            return vmap.run_particles(program, *given, **common, **how)
+            return run_particles(program, *given, **common, **how)
         except CannotBatch as error:
             if not loops or isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise
@@ -224,25 +223,17 @@ class BatchedELBO(ELBO):
         self._without_vmap.append(other)
         return result
 
-    def _log_probs(self, sites: Sites, values: Values, shared: Values, validates: bool) -> Values:
-        """log p of one particle by site; what is not as it was when it was checked is checked."""
-        structure = [list(values), *map(_structure, sites.values())]
-        changed = bool(shared) or structure != self._structure
-        if changed:
-            checks.check_model(sites, values, shared)
-            checks.check_guide_of_this_model(values.keys() - self._helpers, sites)
-        if validates and self._supports is not None:
+    def _check_what_is_new(self, sites: Sites) -> None:
+        """Refuse supports of latent sites that have moved, and new data outside their support."""
+        if self._supports.bounds:
             self._supports.check(sites)
-        observed = {name: sites[name]["value"] for name in self._data if name in sites}
-        if validates and not all(_is_same(x, *self._data[name]) for name, x in observed.items()):
+        known = self._later_data.good
+        if not known or not all(
+            density.is_same(good, sites[name]["value"])
+            for name, good in known.items()
+            if name in sites
+        ):
             self._later_data.check(sites)
-            self._data |= {name: _identity(x) for name, x in observed.items()}
-        terms = {name: site_log_prob(site)[1] for name, site in with_density(sites).items()}
-        if changed:
-            for name, log_prob in terms.items():
-                checks.check_log_prob_shape(sites[name], log_prob)
-        self._structure = structure
-        return {name: log_prob.sum() for name, log_prob in terms.items()}
 
     def _draw(self, guide: Any, args: Any, kwargs: Any, shared: Values) -> tuple[Values, Tensor]:
         """Run a guide of any kind: values (S, ...) by site, and log q, (S,).
@@ -253,13 +244,13 @@ class BatchedELBO(ELBO):
         def drawn(sites: Sites) -> tuple[Values, Tensor]:
             values = {}
             for name, site in sites.items():
-                if vmap.is_minibatch(site) and site["value"] is self._minibatches.get(name):
+                if density.is_minibatch(site) and site["value"] is self._minibatches.get(name):
                     shared[name] = site["value"]
-                elif vmap.is_minibatch(site) or vmap.is_latent(site):
+                elif density.is_minibatch(site) or density.is_latent(site):
                     values[name] = torch.as_tensor(site["value"])
             checks.check_guide(sites)
-            self._helpers = {name for name, site in sites.items() if vmap.is_auxiliary(site)}
-            return values, checks.sum_log_prob(sites)
+            self._helpers = {name for name, site in sites.items() if density.is_auxiliary(site)}
+            return values, sum_log_prob(sites)
 
         given = guide, drawn, {}, self.num_particles, args, kwargs
         return self._run(*given, loops=True, sampling=True)
@@ -297,13 +288,33 @@ class BatchedELBO(ELBO):
         drawn.start(theta, log_det)
         return values, log_q, drawn
 
-    def _get_trace(self, model: Program, guide: Program, args: Any, kwargs: Any) -> None:
-        """Of a new pair: the first run, without ``vmap`` and with every check."""
-        self._minibatches, self._drawn, self._structure = Minibatches(), None, None
-        found = first_run(model, guide, args, kwargs, self._minibatches)
-        self._model, self._helpers, self._supports, self._later_data, data = found
-        self._data = {name: _identity(value) for name, value in data.items()}
-        self._pair, self._without_vmap = (model, guide), []
+    def _get_trace(self, model: Program, guide: Any, args: Any, kwargs: Any) -> None:
+        """Run a new pair once without ``vmap``, with every check."""
+        if isinstance(poutine.unwrap(guide), Messenger):
+            raise ValueError(
+                f"The guide {type(guide).__name__} is an effect handler around its model, which "
+                f"BatchedELBO cannot run on its own; use pyro.infer.Trace_ELBO."
+            )
+        minibatches = self._minibatches = Minibatches()
+        with own_random_state(), poutine.block(), torch.no_grad():
+            of_guide, of_model = run_both(model, guide, args, kwargs, minibatches)
+            guide_sites, drawn, sites = of_guide.sites, of_model.values, of_model.sites
+            checks.check_guide(guide_sites)
+            self._model = summed_out(model, sites, drawn)
+            if self._model is not model:
+                sites = run_plainly(self._model, drawn, args, kwargs, minibatches)
+            self._helpers = {n for n, site in guide_sites.items() if density.is_auxiliary(site)}
+            own = {name for name, site in guide_sites.items() if not site["is_observed"]}
+            density.check_guide_of_this_model(own - self._helpers, sites)
+            self._supports = checks.LatentSupports(guide)
+            self._supports.check(sites)
+            for _, block in find_blocks(guide):
+                checks.check_replaced_priors(block.replaced_priors, guide_sites, sites)
+            density.check_model(sites, drawn, drawn)
+            checks.check_values(guide_sites)
+            checks.check_values(of_model.sites)
+        self._later_data = checks.LaterData(sites)
+        self._pair, self._drawn, self._without_vmap = (model, guide), None, []
 
 
 class _Tempered(Messenger):
@@ -317,7 +328,7 @@ class _Tempered(Messenger):
         self.kl_weight = kl_weight
 
     def _pyro_sample(self, msg: Any) -> None:
-        if self.kl_weight != 1.0 and msg["is_observed"] and site_kind(msg) == "observed":
+        if self.kl_weight != 1.0 and msg["is_observed"] and density.site_kind(msg) == "observed":
             msg["scale"] = msg["scale"] / self.kl_weight
 
 
@@ -338,22 +349,37 @@ def _is_joint(guide: Program) -> bool:
     )
 
 
-def _structure(site: Site) -> list[Any]:
-    """What the checks of a site look at, but for the numbers of its value."""
-    shapes = [getattr(site[k], "shape", None) for k in ("value", "scale", "mask")]
-    shapes += [getattr(site["fn"], k, None) for k in ("batch_shape", "event_shape")]
-    plates = [(f.name, f.dim, f.size) for f in site["cond_indep_stack"]]
-    return [site["name"], site["is_observed"], *shapes, *plates]
+#: by the form of curvature that a family takes, the kinds that do not have it
+_OF_OTHER_FORM = {"dense": ["squared_gradient"], "low_rank": ["squared_gradient", "hessian"]}
+
+#: by kind, the guides to take
+_GUIDES = {
+    "hessian": "AutoMeanFieldNormal or AutoFullRankNormal",
+    "squared_gradient": "AutoMeanFieldNormal",
+    "kronecker": "AutoMatrixNormal with pyro_ngvi.optim.NoisyKFAC",
+}
 
 
-def _identity(value: Tensor) -> tuple[Any, int | None]:
-    """Tells whether later this is the tensor of then, and nobody has written into it."""
-    return ref(value), None if value.is_inference() else value._version
-
-
-def _is_same(value: Any, seen: Any, version: int | None) -> bool:
-    return seen() is value and version is not None and value._version == version
-
-
-def _total(log_probs: Values) -> Tensor:
-    return reduce(torch.add, log_probs.values()) if log_probs else torch.zeros(())
+def _check_takes_curvature(guide: Any, kind: str, joint: bool) -> None:
+    """Refuse a guide that has no use for a curvature."""
+    ours = isinstance(guide, AutoFamily) and joint
+    form = guide.family.curvature_form if ours else None
+    if form is None or "kronecker" in (form, kind):
+        takes = ours and (form == kind or kind == "scores")
+    else:
+        takes = kind not in _OF_OTHER_FORM.get(form, ())
+    if not takes:
+        guides = _GUIDES.get(kind, "AutoMeanFieldNormal, AutoFullRankNormal or AutoFactorPrecision")
+        raise ValueError(
+            f"{type(guide).__name__} has no use for BatchedELBO(curvature={kind!r}). Take {guides} "
+            f"itself (not within an AutoGuideList), or leave curvature out."
+        )
+    if kind == "scores":
+        own = {id(p) for p in guide.natural_params().values()}
+        rest = [k for k, p in guide.named_parameters() if p.requires_grad and id(p) not in own]
+        if rest:
+            raise ValueError(
+                f'BatchedELBO(curvature="scores") would not train {", ".join(rest)} of '
+                f"{type(guide).__name__}, which are not its family's parameters. Leave curvature out "
+                f"and take pyro_ngvi.NGVB or pyro_ngvi.IFVB."
+            )

@@ -10,16 +10,8 @@ import pyro
 import torch
 from torch import Tensor
 
-from ..runtime.density import site_log_prob, with_density
-from ..runtime.vmap import (
-    Conditioned,
-    at_particle,
-    free_dim,
-    look,
-    run_in_loop,
-    sum_per_particle,
-)
-from ..runtime.vmap_error import CannotBatch
+from ..runtime.density import free_dim, site_log_prob, sum_per_particle, with_density
+from ..runtime.run import CannotBatch, Conditioned, at_particle, look, run_in_loop
 
 
 class WithoutVmap:

@@ -18,7 +18,7 @@ from pyro_ngvi import AutoMatrixNormal, BatchedELBO
 from pyro_ngvi.curvature.taps.check import check_taps
 from pyro_ngvi.curvature.taps.kronecker import KroneckerTaps
 from pyro_ngvi.optim import NoisyKFAC
-from pyro_ngvi.runtime.vmap import Minibatches, run_particles
+from pyro_ngvi.runtime.run import Minibatches, run_particles
 
 WIDTH, HIDDEN, OUT, N = 3, 4, 2, 7
 

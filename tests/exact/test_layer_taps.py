@@ -11,7 +11,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import Tensor, nn
 
 from pyro_ngvi.runtime.density import site_log_prob
-from pyro_ngvi.runtime.vmap import Minibatches, run_particles
+from pyro_ngvi.runtime.run import Minibatches, run_particles
 from tests.exact.layer_models import (
     CASES,
     N,

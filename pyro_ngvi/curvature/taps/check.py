@@ -24,8 +24,8 @@ from pyro import poutine
 from torch import Tensor
 
 from ...linalg.host import own_random_state
-from ...runtime.density import site_log_prob, with_density
-from ...runtime.vmap import Minibatches, Sites, run_plainly
+from ...runtime.density import Sites, site_log_prob, with_density
+from ...runtime.run import Minibatches, run_plainly
 from ..derivatives import is_datum
 from .taps import LayerTaps, Run
 

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...runtime.checks import sum_log_prob
-from ...runtime.vmap import Sites, run_particles
+from ...runtime.run import run_particles
 from .check import taps_behind
 from .layers import Linear
 from .taps import LayerTaps, Run, Use, View
@@ -123,18 +122,12 @@ def _layers_of_matrices(drawn: Drawn) -> KroneckerTaps:
 
 def _run_again(drawn: Drawn, taps: KroneckerTaps) -> None:
     """The step of the loss once more, so that its first step has factors too."""
-
-    def terms(sites: Sites) -> tuple[Tensor, Tensor]:
-        rest = dict(sites)
-        data = {taps.observed: rest.pop(taps.observed)}
-        return sum_log_prob(data), sum_log_prob(rest)
-
     S = len(drawn.draws)
     with torch.enable_grad():
         theta = drawn.draws.detach().requires_grad_()
         values, log_det = drawn.layout.unpack_with_log_det(theta)
         drawn.start(theta, log_det)
-        given: Any = taps, terms, values, S, drawn.args, drawn.kwargs
+        given: Any = taps, taps.log_probs, values, S, drawn.args, drawn.kwargs
         log_p = drawn.log_joint(*run_particles(*given, minibatches=drawn.minibatches))
         drawn.before_backward()
         torch.autograd.grad(-log_p.sum() / S, theta)

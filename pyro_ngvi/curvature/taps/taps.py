@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+from ...runtime.density import Site, Sites, sum_log_prob
 from ...runtime.pyro_adapter import masks_of
-from ...runtime.vmap import Site
 from .layers import LAYERS, Call, Layer, row_blocks
 
 _VIEWS = """t transpose swapaxes permute movedim reshape flatten unflatten squeeze unsqueeze
@@ -246,6 +246,12 @@ class LayerTaps:
             result = self.model(*args, **kwargs)
         run.as_checked = (run.uses, list(run.scales)) == self.expected
         return result
+
+    def log_probs(self, sites: Sites) -> tuple[Tensor, Tensor]:
+        """The log probability of the site that is observed, and of all others."""
+        rest = dict(sites)
+        data = {self.observed: rest.pop(self.observed)}
+        return sum_log_prob(data), sum_log_prob(rest)
 
     def clear(self) -> None:
         """Forget what an earlier run left, such as one that an error broke off."""
