@@ -50,7 +50,7 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
 
     Subclasses name their family by :meth:`make_family`; everything else is here.  The parameters are
     plain tensors in the coordinates of the family; the natural-gradient optimizers find them through
-    :func:`~pyro_ngvi.optim.block.find_blocks`.  Any optimizer may train them, but only the natural
+    :func:`~pyro_ngvi.optim.host.find_blocks`.  Any optimizer may train them, but only the natural
     ones keep a triangular factor from becoming singular: for Adam on a full covariance take Pyro's
     ``AutoMultivariateNormal``.
 

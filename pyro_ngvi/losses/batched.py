@@ -25,7 +25,7 @@ from torch import Tensor
 from ..curvature.estimators import ESTIMATORS, READ_OFF, Drawn
 from ..guides.base import AutoFamily
 from ..linalg.host import outside_autocast, own_random_state
-from ..optim.block import find_blocks
+from ..optim.host import find_blocks
 from ..runtime import checks, density
 from ..runtime.density import LatentLayout, Sites, site_log_prob, sum_log_prob
 from ..runtime.run import (
@@ -38,6 +38,7 @@ from ..runtime.run import (
 )
 from ..runtime.store import whole_gradients
 from ..runtime.summed_out import summed_out
+from .takes_curvature import check_takes_curvature
 from .without_vmap import WithoutVmap
 
 Program = Callable[..., Any]
@@ -179,7 +180,7 @@ class BatchedELBO(ELBO):
         self._minibatches.redraw()
         joint, shared = _is_joint(guide), {}
         if kind is not None and (self._drawn is None or self._drawn.kind != kind):
-            _check_takes_curvature(guide, kind, joint)
+            check_takes_curvature(guide, kind, joint)
         if joint:
             values, log_q, drawn = self._draw_jointly(guide, args, kwargs, kind)
         else:
@@ -347,39 +348,3 @@ def _is_joint(guide: Program) -> bool:
         and type(guide).forward in (AutoContinuous.forward, AutoFamily.forward)
         and type(guide).sample_latent in (AutoContinuous.sample_latent, AutoFamily.sample_latent)
     )
-
-
-#: by the form of curvature that a family takes, the kinds that do not have it
-_OF_OTHER_FORM = {"dense": ["squared_gradient"], "low_rank": ["squared_gradient", "hessian"]}
-
-#: by kind, the guides to take
-_GUIDES = {
-    "hessian": "AutoMeanFieldNormal or AutoFullRankNormal",
-    "squared_gradient": "AutoMeanFieldNormal",
-    "kronecker": "AutoMatrixNormal with pyro_ngvi.optim.NoisyKFAC",
-}
-
-
-def _check_takes_curvature(guide: Any, kind: str, joint: bool) -> None:
-    """Refuse a guide that has no use for a curvature."""
-    ours = isinstance(guide, AutoFamily) and joint
-    form = guide.family.curvature_form if ours else None
-    if form is None or "kronecker" in (form, kind):
-        takes = ours and (form == kind or kind == "scores")
-    else:
-        takes = kind not in _OF_OTHER_FORM.get(form, ())
-    if not takes:
-        guides = _GUIDES.get(kind, "AutoMeanFieldNormal, AutoFullRankNormal or AutoFactorPrecision")
-        raise ValueError(
-            f"{type(guide).__name__} has no use for BatchedELBO(curvature={kind!r}). Take {guides} "
-            f"itself (not within an AutoGuideList), or leave curvature out."
-        )
-    if kind == "scores":
-        own = {id(p) for p in guide.natural_params().values()}
-        rest = [k for k, p in guide.named_parameters() if p.requires_grad and id(p) not in own]
-        if rest:
-            raise ValueError(
-                f'BatchedELBO(curvature="scores") would not train {", ".join(rest)} of '
-                f"{type(guide).__name__}, which are not its family's parameters. Leave curvature out "
-                f"and take pyro_ngvi.NGVB or pyro_ngvi.IFVB."
-            )

@@ -36,8 +36,8 @@ from ..families.base import Tensors
 from ..linalg.host import host_bool
 from ..linalg.products import matvec
 from ..optim.host import NaturalGradientOptim, describe
-from ..optim.others_state import ADAM
 from ..optim.rule import Report, StepReport
+from ..optim.state import ADAM
 from .guide import AutoSites, find_sites
 from .loss import SiteTargets
 from .proper_step import proper_step

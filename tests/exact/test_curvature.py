@@ -195,7 +195,7 @@ def no_plate():
             flat,
             "AutoFactorNormal has no use for",
         ),
-        (AutoNormal, "hessian", flat, "AutoNormal has no use for.*Take AutoMeanFieldNormal or"),
+        (AutoNormal, "hessian", flat, "AutoNormal has no use for.*Take AutoMeanFieldNormal itself"),
     ],
 )
 def test_refusals(guide_class, kind, model, message):
