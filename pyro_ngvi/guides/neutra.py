@@ -36,30 +36,10 @@ from pyro.poutine.plate_messenger import block_plate
 from torch import Tensor
 from torch.distributions import Transform, biject_to, constraints
 
-from .posterior import FamilyDistribution
-
-__all__ = ["FamilyTransform", "NeuTra", "base_of", "neutra"]
-
-
-def base_of(posterior: FamilyDistribution) -> Any:
-    """N(0, I) over R^d, event shape (d,), in the dtype and on the device of ``posterior``."""
-    like = next(iter(posterior.params.values()))
-    loc = torch.zeros(posterior.event_shape, dtype=like.dtype, device=like.device)
-    normal: Any = dist.Normal(loc, torch.ones_like(loc))
-    return normal.to_event(1)
-
 
 class FamilyTransform(Transform):
-    """eps (..., d) to z (..., d), as a family draws: at detached parameters, differentiable in eps.
-
-    Later changes of the parameters are not seen.
-
-    Args:
-        guide: the guide whose answer is taken, an ``AutoFamily`` that has been called.
-
-    Raises:
-        NotImplementedError: for a guide whose draws are not such a map.
-    """
+    """eps (..., d) to z (..., d), as an ``AutoFamily`` draws: differentiable in eps, at the parameters
+    of now."""
 
     domain = constraints.real_vector
     codomain = constraints.real_vector
@@ -67,7 +47,7 @@ class FamilyTransform(Transform):
 
     def __init__(self, guide: Any) -> None:
         super().__init__()
-        posterior: FamilyDistribution = guide.get_posterior()
+        posterior = guide.get_posterior()
         self.family = posterior.family
         # a guide that puts a prior of its own in place of the model's draws another thing than the site
         if not self.family.has_transport or guide.replaced_priors:
@@ -111,11 +91,10 @@ class NeuTra(Reparam):
     def __init__(self, model: Callable[..., Any], guide: AutoContinuous) -> None:
         self.guide = guide
         prototype: Any = guide.prototype_trace
-        sites = dict(prototype.iter_stochastic_nodes())
-        frames = [frame for site in sites.values() for frame in site["cond_indep_stack"]]
+        self._sites = dict(prototype.iter_stochastic_nodes())
+        frames = [frame for site in self._sites.values() for frame in site["cond_indep_stack"]]
         self._plates = {frame.dim for frame in frames if frame.vectorized}
-        self._sites = sites
-        self.name = f"{next(iter(sites))}_shared_latent"
+        self.name = f"{next(iter(self._sites))}_shared_latent"
         self.base: Any = guide.get_base_dist()
         self.transform: Any = guide.get_transform()
         self._values: dict[str, Tensor] | None = None
@@ -149,17 +128,15 @@ class NeuTra(Reparam):
         return self
 
     def apply(self, msg: Any) -> Any:
-        name, fn = msg["name"], msg["fn"]
+        fn = msg["fn"]
         if self._values is None:
             self._values = self._draw()
-        latent = self._values.pop(name)
+        latent = self._values.pop(msg["name"])
         transform: Any = biject_to(fn.support)
         value = transform(latent)
         log_det = transform.log_abs_det_jacobian(latent, value)
-        log_density = fn.log_prob(value) + sum_rightmost(
-            log_det, log_det.dim() - value.dim() + fn.event_dim
-        )
-        point = dist.Delta(value, log_density, event_dim=fn.event_dim)
+        log_det = sum_rightmost(log_det, log_det.dim() - value.dim() + fn.event_dim)
+        point = dist.Delta(value, fn.log_prob(value) + log_det, event_dim=fn.event_dim)
         return {"fn": point, "value": value, "is_observed": True}
 
     def _draw(self) -> dict[str, Tensor]:
@@ -169,9 +146,9 @@ class NeuTra(Reparam):
                 stack.enter_context(block_plate(dim=dim, strict=False))
             noise: Any = pyro.sample(self.name, self.base.mask(False))
             z = self.transform(noise)
-            log_det = self.transform.log_abs_det_jacobian(noise, z)
+            log_det: Any = self.transform.log_abs_det_jacobian(noise, z)
             # Pyro's own guides may leave it by entry
-            log_det: Any = sum_rightmost(log_det, log_det.dim() - z.dim() + 1)
+            log_det = sum_rightmost(log_det, log_det.dim() - z.dim() + 1)
             pyro.factor(f"{self.name}_log_det", log_det)
         return self._unpack(z)
 
