@@ -1,23 +1,4 @@
-r"""NeuTra: Hamiltonian Monte Carlo in the coordinates of a trained guide.
-
-A guide that draws z = T(eps), eps ~ N(0, I), with T a smooth one-to-one map onto R^d, turns the
-posterior into a density of eps,
-
-    log p~(eps) = log p(y, T(eps)) + log |det dT/deps|,
-
-which is N(0, I) where the guide is exact.  HMC walks there, on a geometry that the guide has made
-round, and T takes its samples back: exact up to the error of the chain, however bad the guide.
-
-Source: Hoffman, Sountsov, Dillon, Langmore, Tran & Vasudevan (2019), "NeuTra-lizing bad geometry in
-Hamiltonian Monte Carlo using neural transport"; the interface of T is that of Pyro's autoguides.
-
-``pyro.infer.reparam.NeuTraReparam`` takes our guides too, but adds log |det dT/deps| for *each
-entry* of the first latent site's batch: for flows, and a site in a plate, that is another
-posterior.
-
-When not to use it: where the guide misses a mode, T has flattened the way to it too.  And a step
-costs a pass through T and back: for a mean-field guide, HMC's own diagonal mass matrix does the same.
-"""
+"""NeuTra: Hamiltonian Monte Carlo in the coordinates of a trained guide."""
 
 from __future__ import annotations
 
@@ -83,20 +64,67 @@ class FamilyTransform(Transform):
 
 
 class NeuTra(Reparam):
-    """What :func:`neutra` returns: the reparameterised model, to be called like the model.
+    """The model in the coordinates of a trained guide, for ``pyro.infer.NUTS`` and ``HMC``.
 
-    Its one latent site is called ``name``; the sites of the model depend on it deterministically.
+    A guide that draws z = T(eps), eps ~ N(0, I), with T a smooth one-to-one map onto R^d, turns the
+    posterior into a density of eps,
+
+        log p~(eps) = log p(y, T(eps)) + log |det dT/deps|,
+
+    which is N(0, I) where the guide is exact.  HMC walks there, on a geometry that the guide has made
+    round, and T takes its samples back: exact up to the error of the chain, however bad the guide.
+    ``pyro.infer.reparam.NeuTraReparam`` takes our guides too, but adds log |det dT/deps| for *each
+    entry* of the first latent site's batch: for flows, and a site in a plate, another posterior.
+
+    Not where the guide misses a mode: T has flattened the way to it too.  And a step costs a pass
+    through T and back: for a mean-field guide, HMC's own diagonal mass matrix does the same.
+
+    The result is called like the model.  Its one latent site is called ``name``; the sites of the
+    guide depend on it deterministically.  Our guides are taken as they are now (the average, under an
+    optimizer that averages): training one further does not change what is returned.
+
+    Args:
+        model: the model of the guide.  Latent sites that the guide does not know stay as they are.
+        guide: a trained guide that maps d standard normal variables onto R^d one to one, ours or one of
+            Pyro's with ``get_transform``.
+
+    Raises:
+        NotImplementedError: for a guide whose draws are not such a map, like those with factors.
+        ValueError: when the model is run, if it lacks a latent site of the guide, observes one, scales
+            or masks one.
+
+    Source: Hoffman, Sountsov, Dillon, Langmore, Tran & Vasudevan (2019), "NeuTra-lizing bad geometry in
+    Hamiltonian Monte Carlo using neural transport".
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist
+        >>> from pyro.infer import MCMC, NUTS, SVI
+        >>> import pyro_ngvi as ngvi
+        >>> pyro.set_rng_seed(0)
+        >>> def model():
+        ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        ...     pyro.sample("y", dist.Normal(3 * x, 0.1))
+        >>> guide = ngvi.AutoFullRankNormal(model)
+        >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+        >>> for _ in range(100):
+        ...     loss = svi.step()
+        >>> reparameterised = ngvi.neutra(model, guide)
+        >>> chain = MCMC(NUTS(reparameterised), 200, warmup_steps=50, disable_progbar=True)
+        >>> chain.run()
+        >>> draws = reparameterised.transform_sample(chain.get_samples())
+        >>> bool((draws["y"] - 3 * draws["x"]).std() < 0.15)
+        True
     """
 
     def __init__(self, model: Callable[..., Any], guide: AutoContinuous) -> None:
         self.guide = guide
+        self.base: Any = guide.get_base_dist()
+        self.transform: Any = guide.get_transform()
         prototype: Any = guide.prototype_trace
         self._sites = dict(prototype.iter_stochastic_nodes())
         frames = [frame for site in self._sites.values() for frame in site["cond_indep_stack"]]
         self._plates = {frame.dim for frame in frames if frame.vectorized}
         self.name = f"{next(iter(self._sites))}_shared_latent"
-        self.base: Any = guide.get_base_dist()
-        self.transform: Any = guide.get_transform()
         self._values: dict[str, Tensor] | None = None
         self._reparameterised = poutine.reparam(model, config=self._reparam_of)
 
@@ -104,9 +132,9 @@ class NeuTra(Reparam):
         self._values = None
         result = self._reparameterised(*args, **kwargs)
         if self._values is None or len(self._values) > 0:
+            missing = self._sites if self._values is None else self._values
             raise ValueError(
-                f"neutra: the model does not have the latent sites "
-                f"{sorted(self._sites if self._values is None else self._values)} of the guide. Is it "
+                f"neutra: the model does not have the latent sites {sorted(missing)} of the guide. Is it "
                 f"a guide of another model?"
             )
         return result
@@ -115,15 +143,12 @@ class NeuTra(Reparam):
         name = site["name"]
         if name not in self._sites:
             return None
-        if site["is_observed"]:
+        scaled = site["mask"] is not None or bool((torch.as_tensor(site["scale"]) != 1.0).any())
+        if site["is_observed"] or scaled:
             raise ValueError(
-                f"neutra: the site {name!r} is observed here and latent in the guide. Train a guide of "
-                f"the model as it is now."
-            )
-        if site["mask"] is not None or bool((torch.as_tensor(site["scale"]) != 1.0).any()):
-            raise ValueError(
-                f"neutra: the latent site {name!r} is scaled or masked, which would scale or mask the "
-                f"Jacobian of the guide too. Scale or mask the likelihood alone."
+                f"neutra: the site {name!r} is latent in the guide, and here it is observed, or scaled "
+                f"or masked together with the Jacobian of the guide. Train a guide of the model as it "
+                f"is now, and scale or mask the likelihood alone."
             )
         return self
 
@@ -153,19 +178,15 @@ class NeuTra(Reparam):
         return self._unpack(z)
 
     def _unpack(self, z: Tensor) -> dict[str, Tensor]:
-        unpacked: Any = self.guide._unpack_latent(z)
-        return {site["name"]: value for site, value in unpacked}
+        guide: Any = self.guide
+        return {site["name"]: value for site, value in guide._unpack_latent(z)}
 
     @torch.no_grad()
     def transform_sample(self, samples: Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
-        """The chain's samples as values of the model's sites.
+        """What ``MCMC.get_samples`` gives, or the shared latent (..., d), as values (..., *shape) by site.
 
-        Args:
-            samples: what ``MCMC.get_samples`` gives, or the shared latent (..., d) itself.
-
-        Returns:
-            By name of a latent site, values (..., \\*shape), constrained.  For deterministic sites and
-            predictions pass them to ``pyro.infer.Predictive(model, posterior_samples=...)``.
+        For deterministic sites and predictions pass them to
+        ``pyro.infer.Predictive(model, posterior_samples=...)``.
         """
         latent = samples if isinstance(samples, Tensor) else samples[self.name]
         # room for the plates of the sites, which the dimension of the draws would be taken for
@@ -179,57 +200,4 @@ class NeuTra(Reparam):
         return result
 
 
-def neutra(model: Callable[..., Any], guide: AutoContinuous) -> NeuTra:
-    """The model in the coordinates of a trained guide, for ``pyro.infer.NUTS`` and ``HMC``.
-
-    Our guides are taken as they are now (the average, under an optimizer that averages): training one
-    further does not change what is returned.
-
-    Args:
-        model: the model of the guide.  Latent sites that the guide does not know stay as they are.
-        guide: a trained guide that maps d standard normal variables onto R^d one to one, ours or one of
-            Pyro's with ``get_transform``.  It must have been called once, or trained by a step.
-
-    Returns:
-        A :class:`NeuTra`: call it like the model; ``transform_sample`` takes samples back.
-
-    Raises:
-        TypeError: for a guide that is not an ``AutoContinuous``.
-        RuntimeError: for a guide that has not been called.
-        NotImplementedError: for a guide whose draws are not such a map, like those with factors.
-        ValueError: when the model is run, if it lacks a latent site of the guide, observes one, scales
-            or masks one.
-
-    Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import MCMC, NUTS, SVI
-        >>> import pyro_ngvi as ngvi
-        >>> pyro.set_rng_seed(0)
-        >>> def model():
-        ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
-        ...     pyro.sample("y", dist.Normal(3 * x, 0.1))
-        >>> guide = ngvi.AutoFullRankNormal(model)
-        >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
-        >>> for _ in range(100):
-        ...     loss = svi.step()
-        >>> reparameterised = ngvi.neutra(model, guide)
-        >>> chain = MCMC(NUTS(reparameterised), 200, warmup_steps=50, disable_progbar=True)
-        >>> chain.run()
-        >>> draws = reparameterised.transform_sample(chain.get_samples())
-        >>> {name: tuple(v.shape) for name, v in draws.items()}
-        {'x': (200,), 'y': (200,)}
-        >>> bool((draws["y"] - 3 * draws["x"]).std() < 0.15)
-        True
-    """
-    if not isinstance(guide, AutoContinuous):
-        raise TypeError(
-            f"neutra needs a guide with one flat latent vector (AutoContinuous), and "
-            f"{getattr(guide, '__name__', type(guide).__name__)} has none. Train AutoCouplingFlow or "
-            f"AutoFullRankNormal on all latent sites."
-        )
-    if guide.prototype_trace is None:
-        raise RuntimeError(
-            f"neutra: {type(guide).__name__} does not know the model's sites yet: call it once with "
-            f"the arguments of the model, or take a step of SVI."
-        )
-    return NeuTra(model, guide)
+neutra = NeuTra

@@ -26,31 +26,25 @@ def check_normal(**arguments: str) -> None:
     """Refuse the name of a family that is not in ``NORMAL``."""
     for argument, value in arguments.items():
         if value not in NORMAL:
-            names = " or ".join(map(repr, NORMAL))
-            raise ValueError(f"{argument} must be {names}, got {value!r}.")
+            raise ValueError(f"{argument} must be 'mean_field' or 'full_rank', got {value!r}.")
 
 
 class AutoMeanFieldNormal(AutoFamily):
-    """Independent Gaussians over all unconstrained latent variables.
-
-    q(z) = N(z; mu, diag(sigma^2)) over the flat vector z (d,) of the latent sites, each taken to the
-    real line by Pyro's own transform of its support.
+    """Independent Gaussians over all unconstrained latent variables: q(z) = N(z; mu, diag(sigma^2)).
 
     Use it for many latent variables that depend little on each other.  Where the posterior is
-    correlated its sds are too small: compare the ELBO with :class:`AutoFullRankNormal`.
-
-    See :class:`~pyro_ngvi.guides.AutoFamily` for the arguments and the errors.
+    correlated its sds are too small: compare the ELBO with :class:`AutoFullRankNormal`.  Arguments and
+    errors are those of :class:`~pyro_ngvi.guides.AutoFamily`.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI, Trace_ELBO
+        >>> from pyro.infer import SVI
         >>> import pyro_ngvi as ngvi
         >>> def model(y):
         ...     mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
-        ...     with pyro.plate("data", len(y)):
-        ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        ...     pyro.sample("y", dist.Normal(mu, 1.0).expand([3]).to_event(1), obs=y)
         >>> guide = ngvi.AutoMeanFieldNormal(model)
-        >>> svi = SVI(model, guide, ngvi.NGVB(guide), Trace_ELBO(8, vectorize_particles=True))
+        >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
         >>> for _ in range(300):
         ...     loss = svi.step(torch.tensor([1.0, 2.0, 3.0]))
         >>> round(guide.median()["mu"].item(), 2)  # exactly 6 / 3.01
@@ -62,15 +56,11 @@ class AutoMeanFieldNormal(AutoFamily):
 
 
 class AutoFullRankNormal(AutoFamily):
-    """One Gaussian with a full covariance over all unconstrained latent variables.
-
-    q(z) = N(z; mu, L L') over the flat vector z (d,) of the latent sites, each taken to the real line
-    by Pyro's own transform of its support.
+    """One Gaussian over all unconstrained latent variables: q(z) = N(z; mu, L L').
 
     The first choice up to a few thousand latent variables: a step costs O(d^3).  Beyond, use
-    :class:`AutoFactorNormal`.
-
-    See :class:`~pyro_ngvi.guides.AutoFamily` for the arguments and the errors.
+    :class:`AutoFactorNormal`.  Arguments and errors are those of
+    :class:`~pyro_ngvi.guides.AutoFamily`.
 
     Raises:
         RuntimeError: when an ordinary optimizer has stepped the diagonal of L to 0 or below, as Adam
@@ -110,7 +100,7 @@ class _WithFactors(AutoFamily):
         super().__init__(model, **kwargs)
 
     def make_family(self) -> Family:
-        return type(self).kind(1 if self._rank is None else self._rank)
+        return self.kind(1 if self._rank is None else self._rank)
 
     def _define_family(self, args: Any, kwargs: Any) -> None:
         if self._rank is None:
@@ -127,14 +117,12 @@ class AutoFactorNormal(_WithFactors):
 
     Args:
         rank: number of columns of B, from 1 to d - 1; by default about sqrt(d), as in Pyro.
-
-    See :class:`~pyro_ngvi.guides.AutoFamily` for the other arguments and the errors.
+        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> import pyro_ngvi as ngvi
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model():
-        ...     return pyro.sample("x", dist.Normal(0.0, 1.0).expand([6]).to_event(1))
+        ...     pyro.sample("x", dist.Normal(0.0, 1.0).expand([6]).to_event(1))
         >>> guide = ngvi.AutoFactorNormal(model, rank=2)
         >>> _ = guide()
         >>> guide.factor.shape
@@ -154,14 +142,12 @@ class AutoFactorPrecision(_WithFactors):
 
     Args:
         rank: number of columns of U, from 1 to d - 1; by default about sqrt(d).
-
-    See :class:`~pyro_ngvi.guides.AutoFamily` for the other arguments and the errors.
+        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> import pyro_ngvi as ngvi
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model():
-        ...     return pyro.sample("x", dist.Normal(0.0, 1.0).expand([6]).to_event(1))
+        ...     pyro.sample("x", dist.Normal(0.0, 1.0).expand([6]).to_event(1))
         >>> guide = ngvi.AutoFactorPrecision(model, rank=2)
         >>> _ = guide()
         >>> guide.log_precision.shape
@@ -208,13 +194,12 @@ class AutoMatrixNormal(AutoProduct):
     shape (a batch of simplices, a Cholesky factor of a correlation) counts as another site.
 
     Made for the weight matrices of networks and of multi-output regressions, whose posterior it holds
-    exactly where noise and prior are Kronecker products too.  For one Gaussian over everything, up to a
-    few thousand latent variables, use :class:`AutoFullRankNormal`.
+    exactly where noise and prior are Kronecker products too.  For a few thousand latent variables
+    :class:`AutoFullRankNormal` holds more.
 
     Args:
         rest: "mean_field" or "full_rank", for all sites that are not matrices.
-
-    See :class:`~pyro_ngvi.guides.AutoFamily` for the other arguments and the errors.
+        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Raises:
         ValueError: for another ``rest``; at the first call, for a model without a matrix.
@@ -226,19 +211,15 @@ class AutoMatrixNormal(AutoProduct):
         >>> X = torch.tensor([[1.0, 0.9], [1.0, 1.1], [1.0, 1.3]])
         >>> def model(X, Y):
         ...     W = pyro.sample("W", dist.Normal(0.0, 1.0).expand([2, 3]).to_event(2))
-        ...     with pyro.plate("data", len(Y)):
-        ...         pyro.sample("Y", dist.Normal(X @ W, 0.5).to_event(1), obs=Y)
+        ...     pyro.sample("Y", dist.Normal(X @ W, 0.5).to_event(2), obs=Y)
         >>> guide = ngvi.AutoMatrixNormal(model)
         >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
         >>> for _ in range(400):
         ...     loss = svi.step(X, X @ torch.tensor([[1.0, 0.0, -1.0], [0.5, 1.0, 0.0]]))
-        >>> rows = torch.linalg.inv(torch.eye(2) + 4 * X.T @ X).contiguous()
-        >>> exact = torch.kron(rows, torch.eye(3))
-        >>> bool((guide.get_posterior().covariance_matrix - exact).abs().max() < 1e-3)
-        True
         >>> M, A, B = guide.site_factors("W")
-        >>> M.shape, A.shape, B.shape
-        (torch.Size([2, 3]), torch.Size([2, 2]), torch.Size([3, 3]))
+        >>> rows = torch.linalg.inv(torch.eye(2) + 4 * X.T @ X).contiguous()
+        >>> bool((torch.kron(A @ A.T, B @ B.T) - torch.kron(rows, torch.eye(3))).abs().max() < 1e-3)
+        True
     """
 
     def __init__(self, model: Callable[..., Any], rest: str = "mean_field", **kwargs: Any) -> None:
@@ -263,8 +244,7 @@ class AutoMatrixNormal(AutoProduct):
             shapes = ", ".join(f"{n!r} {tuple(s['value'].shape)}" for n, s in sites.items())
             raise ValueError(
                 f"AutoMatrixNormal needs a latent site that is a matrix, both dimensions above 1, and "
-                f"the model has {shapes}. Use pyro_ngvi.AutoMeanFieldNormal(model) or "
-                f"pyro_ngvi.AutoFullRankNormal(model)."
+                f"the model has {shapes}. Use pyro_ngvi.AutoMeanFieldNormal(model)."
             )
         super()._define_family(args, kwargs)
 
@@ -277,17 +257,10 @@ class AutoMatrixNormal(AutoProduct):
         """M (n, m), A (n, n) and B (m, m) of a site: W = M + A E B' in unconstrained space.
 
         A A' is the covariance between rows, B B' that between columns, each known up to a factor that
-        the other takes back.  Detached from the parameters of the guide.
-
-        Raises:
-            ValueError: when the site is not one of those in ``matrices``.
+        the other takes back.  Detached from the parameters of the guide.  Only for the sites in
+        ``matrices``.
         """
         params = self._current()
-        if name not in self.matrices:
-            raise ValueError(
-                f"The guide has no matrix-normal site {name!r}; it has "
-                f"{', '.join(map(repr, self.matrices))}."
-            )
         own = self.family.own(self.matrices[name], params)
         A, B = own["row_tril"].detach().tril(), own["column_tril"].detach().tril()
         return own["loc"].detach().reshape(len(A), len(B)), A, B

@@ -148,9 +148,8 @@ class WalshHadamardReparam(Reparam):
         if msg["is_observed"] or normal is None or not fn.event_dim:
             raise ValueError(
                 f"WalshHadamardReparam is for latent sites of independent normals, declared as one "
-                f"event by .to_event(...). The site {name!r} is {type(fn).__name__} with batch shape "
-                f"{tuple(fn.batch_shape)} and event shape {tuple(fn.event_shape)}, "
-                f"{'observed' if msg['is_observed'] else 'latent'}."
+                f"event by .to_event(...). The site {name!r} is {type(fn).__name__} with event shape "
+                f"{tuple(fn.event_shape)}, {'observed' if msg['is_observed'] else 'latent'}."
             )
         loc, scale = normal
         matrix = matrix_for(fn.event_shape, self.shared)
@@ -164,7 +163,7 @@ class WalshHadamardReparam(Reparam):
             start = transform.inv(value)
             value._pyro_custom_init = False  # it is not lost, as Pyro would warn where W differs
         zero = loc.new_zeros(matrix.num_g)
-        prior = dist.Normal(zero, torch.full_like(zero, self.g_scale)).to_event(1)
+        prior: Any = dist.Normal(zero, torch.full_like(zero, self.g_scale)).to_event(1)
         prior = prior.expand(fn.batch_shape)
         g = pyro.sample(f"{name}_g", prior, obs=start, infer={"is_observed": False})
         W = transform(g)

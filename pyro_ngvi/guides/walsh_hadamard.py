@@ -1,7 +1,4 @@
-"""The guides that make the weight matrices of a model from few Gaussian numbers.
-
-The equations and their source are in :mod:`pyro_ngvi.guides.reparam`.
-"""
+"""The guides that make the weight matrices of a model from few numbers, by :mod:`.reparam`."""
 
 from __future__ import annotations
 
@@ -71,32 +68,26 @@ class _WalshHadamardGuide(AutoProduct):
         check_normal(g=g, rest=rest)
         self._sites = None if sites is None else list(sites)
         self._g, self._rest, self._shared = g, rest, shared
-        #: names of the parts of the family, by the site that is made of g
+        #: names of the parts of the family, and the blocks, by the site that is made of g
         self.parts: dict[str, str] = {}
-        self._blocks: dict[str, WalshHadamardMatrix] = {}
+        self.matrices: dict[str, WalshHadamardMatrix] = {}
         super().__init__(model, **kwargs)
 
     def make_family(self) -> Family:
         return ProductFamily({}, [], linear=False)  # its parts are known once the sites are
-
-    @property
-    def matrices(self) -> dict[str, WalshHadamardMatrix]:
-        """The blocks of each reparameterised site, by name."""
-        self._require_setup()
-        return dict(self._blocks)
 
     def _transform(self, name: str) -> Any:
         return self.prototype_trace.nodes[name]["fn"].support.transform
 
     @torch.no_grad()
     def _define_family(self, args: Any, kwargs: Any) -> None:
-        self.parts, self._blocks = {}, {}
+        self.parts, self.matrices = {}, {}
         for name, (loc, scale) in self._chosen(args, kwargs).items():
             part = self.parts[name] = part_name("g", name, self.parts.values())
-            matrix = self._blocks[name] = matrix_for(loc.shape, self._shared)
+            matrix = self.matrices[name] = matrix_for(loc.shape, self._shared)
             signs = matrix.signs(seed_of(name), loc)
             hold_diagonals(self, f"_{part}", signs, self._train_diagonals)
-            transform: Any = self._make_transform(matrix, loc, scale, part)
+            transform: Any = self._make_transform(name, loc.detach(), scale.detach())
             site = self.prototype_trace.nodes[name]
             site["fn"] = _Stub(transform, site["value"].shape)
             self._unconstrained_shapes[name] = transform.inv(site["value"]).shape
@@ -108,16 +99,13 @@ class _WalshHadamardGuide(AutoProduct):
         """loc and scale of the sites to reparameterise, by name."""
         kind, sites = type(self).__name__, dict(self.prototype_trace.iter_stochastic_nodes())
         shapes = ", ".join(f"{n!r} {tuple(site['value'].shape)}" for n, site in sites.items())
-        normals = {name: normal_of(site["fn"]) for name, site in sites.items()}
+        normals: dict[str, Any] = {name: normal_of(site["fn"]) for name, site in sites.items()}
         names = self._sites
         if names is None:
-            matrices = [
-                name
-                for name, site in sites.items()
-                if not site["cond_indep_stack"] and len(site["fn"].event_shape) == 2
-            ]
+            events = {n: s["fn"].event_shape for n, s in sites.items() if not s["cond_indep_stack"]}
+            matrices = [name for name, shape in events.items() if len(shape) == 2]
             hidden = matrices[:-1] if len(matrices) > 1 else matrices
-            names = [n for n in hidden if min(sites[n]["value"].shape) > 1 and normals[n]]
+            names = [name for name in hidden if min(events[name]) > 1 and normals[name]]
         if not names:
             raise ValueError(
                 f"{kind} found no Gaussian matrix, declared by .to_event(2), to reparameterise, the "
@@ -125,22 +113,15 @@ class _WalshHadamardGuide(AutoProduct):
                 f"pyro_ngvi.AutoMeanFieldNormal(model)."
             )
         for name in names:
-            if not _is_plain_event(sites.get(name)) or normals[name] is None:
+            if not normals.get(name) or not _is_plain_event(sites[name]):
                 raise ValueError(
                     f"{kind}: {name!r} is no latent site of independent normals, declared as one event "
                     f"by .to_event(...) outside of plates, neither scaled nor masked. The model has "
                     f"{shapes}."
                 )
-        chosen: dict[str, Any] = {name: normals[name] for name in sites if name in names}
-        self._check_priors(chosen, args, kwargs)
-        return {name: (loc.detach(), scale.detach()) for name, (loc, scale) in chosen.items()}
+        return {name: normals[name] for name in sites if name in names}
 
-    def _check_priors(self, chosen: dict[str, Any], args: Any, kwargs: Any) -> None:
-        """Refuse priors of the ``chosen`` sites that the guide would not follow."""
-
-    def _make_transform(
-        self, matrix: WalshHadamardMatrix, loc: Tensor, scale: Tensor, part: str
-    ) -> Transform:
+    def _make_transform(self, name: str, loc: Tensor, scale: Tensor) -> Transform:
         """From what the family draws for a site to its value."""
         raise NotImplementedError
 
@@ -163,16 +144,8 @@ class _WalshHadamardGuide(AutoProduct):
         return moved
 
     def site_moments(self, name: str) -> tuple[Tensor, Tensor]:
-        """Mean and sd of every entry of a reparameterised site under q, in the shape of the site.
-
-        Raises:
-            ValueError: when the site is not one of those in ``matrices``.
-        """
+        """Mean and sd of every entry of a site in ``matrices`` under q, in the shape of the site."""
         params, shapes = self._current(), self._unconstrained_shapes
-        if name not in self.parts:
-            raise ValueError(
-                f"The guide makes no site {name!r} of g; it makes {', '.join(map(repr, self.parts))}."
-            )
         transform, found = self._transform(name), factor(self.family, params, place(shapes, name))
         assert found is not None  # a site is independent of the rest
         family, own = found
@@ -192,9 +165,8 @@ class _WalshHadamardGuide(AutoProduct):
 
 def _is_plain_event(site: Any) -> bool:
     """Whether all dimensions of a site are one event, outside of plates, scales and masks."""
-    if site is None or site["cond_indep_stack"] or site["scale"] != 1.0 or site["mask"] is not None:
-        return False
-    return 0 < site["value"].dim() == site["fn"].event_dim
+    plain = not site["cond_indep_stack"] and site["scale"] == 1.0 and site["mask"] is None
+    return plain and 0 < site["value"].dim() == site["fn"].event_dim
 
 
 class AutoWalshHadamard(_WalshHadamardGuide):
@@ -225,9 +197,9 @@ class AutoWalshHadamard(_WalshHadamardGuide):
     depend on other latent sites or have trained parameters: use
     :class:`~pyro_ngvi.nn.WalshHadamardReparam` with ``poutine.reparam`` for these.
 
-    For a few hundred weights :class:`AutoMatrixNormal` or :class:`AutoFullRankNormal` fit better;
-    this is for layers so wide that n m numbers are too many, or that mean-field guides drive to the
-    prior.  Every draw of W is made: for matrices beyond memory take
+    Not for a few hundred weights, which :class:`AutoMatrixNormal` or :class:`AutoFullRankNormal` fit
+    better, but for layers so wide that n m numbers are too many, or that mean-field guides drive to
+    the prior.  Every draw of W is made: for matrices beyond memory take
     :class:`~pyro_ngvi.nn.WalshHadamardLinear`, which never makes them.
 
     Args:
@@ -240,18 +212,18 @@ class AutoWalshHadamard(_WalshHadamardGuide):
         shared: one g for all blocks of a site that has more rows than D, the power of two from its
             columns on.
         train_diagonals: ``False`` keeps S1 and S2 at their random signs, a function of the site's name.
+        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises; there is no
+            ``init``.
 
     g starts at the matrix nearest to the starting value of W, made as long: start networks at the
     weights of a module (``init_loc_fn=model.init_to_module``) or at draws of the prior
     (``init_loc_fn=pyro.infer.autoguide.init_to_sample``).  At zero, the default start, hidden
     layers get a gradient from the noise of q alone.
 
-    See :class:`~pyro_ngvi.guides.AutoFamily` for the other arguments and errors; there is no ``init``.
-
     Raises:
-        ValueError: at the first call, for a named site that does not exist, has no dimension or
-            entries, is in a plate, scaled or masked, or whose prior is not Gaussian, is trained or
-            depends on other latent sites; when nothing is named and there is no such matrix.
+        ValueError: at the first call, for a named site that does not exist, has no dimension, is in a
+            plate, scaled or masked, or whose prior is not Gaussian, is trained or depends on other
+            latent sites; when nothing is named and there is no such matrix.
 
     Example:
         >>> import pyro, torch
@@ -292,8 +264,8 @@ class AutoWalshHadamard(_WalshHadamardGuide):
         """The sites whose prior in the model gives way to that of g."""
         return tuple(self.parts)
 
-    def _check_priors(self, chosen: dict[str, Any], args: Any, kwargs: Any) -> None:
-        nodes = self.prototype_trace.nodes
+    def _chosen(self, args: Any, kwargs: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        chosen, nodes = super()._chosen(args, kwargs), self.prototype_trace.nodes
 
         def moved(site: Any) -> Tensor:
             if site["name"] not in nodes:
@@ -313,12 +285,11 @@ class AutoWalshHadamard(_WalshHadamardGuide):
                     f"sites, which it does not follow. Use poutine.reparam(model, {{{name!r}: "
                     f"pyro_ngvi.nn.WalshHadamardReparam()}}), or AutoProperWalshHadamard(model)."
                 )
+        return chosen
 
-    def _make_transform(
-        self, matrix: WalshHadamardMatrix, loc: Tensor, scale: Tensor, part: str
-    ) -> Transform:
-        diagonals = partial(self._diagonals, part)
-        return WalshHadamardTransform(matrix, loc, scale, diagonals, self._g_scale)
+    def _make_transform(self, name: str, loc: Tensor, scale: Tensor) -> Transform:
+        diagonals = partial(self._diagonals, self.parts[name])
+        return WalshHadamardTransform(self.matrices[name], loc, scale, diagonals, self._g_scale)
 
     def _stddev(self, transform: Any, family: Family, own: Tensors) -> Tensor:
         full = isinstance(family, FullRankNormal)
@@ -338,9 +309,7 @@ class AutoProperWalshHadamard(_WalshHadamardGuide):
     other latent sites: loc and scale stay those of the first.
 
     Args:
-        sites, g, rest, shared: as for :class:`AutoWalshHadamard`, where the start is told too.
-
-    See :class:`~pyro_ngvi.guides.AutoFamily` for the other arguments and errors; there is no ``init``.
+        sites, g, rest, shared, kwargs: as for :class:`AutoWalshHadamard`, where the start is told too.
 
     Example:
         >>> import torch, pyro, pyro.distributions as dist
@@ -352,16 +321,14 @@ class AutoProperWalshHadamard(_WalshHadamardGuide):
         (torch.Size([8, 4]), torch.Size([32]), torch.Size([8]))
     """
 
-    def _make_transform(
-        self, matrix: WalshHadamardMatrix, loc: Tensor, scale: Tensor, part: str
-    ) -> Transform:
+    def _make_transform(self, name: str, loc: Tensor, scale: Tensor) -> Transform:
         return AffineTransform(loc, scale, event_dim=loc.dim())
 
     def _part(self, name: str) -> tuple[str, Family]:
         part, family = super()._part(name)
         if name in self.parts:
             signs = partial(self._diagonals, part)
-            family = WalshHadamardNormal(self._blocks[name], signs, family)
+            family = WalshHadamardNormal(self.matrices[name], signs, family)
         return part, family
 
     def _stddev(self, transform: Any, family: Family, own: Tensors) -> Tensor:

@@ -305,10 +305,6 @@ def test_what_is_refused() -> None:
             pyro.sample("b", dist.Normal(0.0, torch.ones(1, 3)).to_event(2))
 
         guide_of(none)
-    with pytest.raises(
-        ValueError, match=r"no matrix-normal site 'vector'; it has 'net\.W', 'net_W'"
-    ):
-        guide_of(many_sites).site_factors("vector")
     with pytest.raises(RuntimeError, match="call it once"):
         AutoMatrixNormal(weights).site_factors("W")
     with pytest.raises(ValueError, match="coordinates='natural' is not available"):

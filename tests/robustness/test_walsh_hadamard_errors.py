@@ -93,13 +93,10 @@ def test_no_matrix_to_find() -> None:
         AutoWalshHadamard(model)()
 
 
-def test_moments_of_another_site() -> None:
+def test_moments_before_the_first_call() -> None:
     guide = AutoWalshHadamard(one(NORMAL.to_event(2)))
     with pytest.raises(RuntimeError, match="call it once"):
         guide.site_moments("W")
-    guide()
-    with pytest.raises(ValueError, match=r"makes no site 'last' of g; it makes 'W'"):
-        guide.site_moments("last")
 
 
 @pytest.mark.parametrize("where", ["loc", "scale", "other matrix"])
@@ -125,7 +122,7 @@ def test_prior_that_depends_on_another_site(where: str) -> None:
     ("fn", "words"),
     [
         (dist.Laplace(torch.zeros(4, 3), 1.0).to_event(2), r"'W' is Independent"),
-        (NORMAL, r"'W' is Normal with batch shape \(4, 3\) and event shape \(\)"),
+        (NORMAL, r"'W' is Normal with event shape \(\)"),
     ],
     ids=["Laplace", "no event"],
 )
