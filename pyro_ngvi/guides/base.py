@@ -5,7 +5,6 @@ A step of a plain guide runs through this file and no other of this folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pyro
@@ -349,12 +348,3 @@ class AutoFamily(FirstCall):
         # what belongs to a running optimizer stays: a copy is the answer alone
         left = {"curvature": None, "_lag": None, "_lag_of": None, "averaged": False}
         return super().__getstate__() | left
-
-
-def find_blocks(guide: Any) -> Iterator[tuple[str, AutoFamily]]:
-    """Our guides within ``guide``: itself, or its parts, each with its path ("" for itself)."""
-    if not isinstance(guide, nn.Module):
-        return
-    for path, module in guide.named_modules():
-        if isinstance(module, AutoFamily):
-            yield path, module

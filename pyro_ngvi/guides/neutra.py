@@ -134,8 +134,8 @@ class NeuTra(Reparam):
         if self._values is None or len(self._values) > 0:
             missing = self._sites if self._values is None else self._values
             raise ValueError(
-                f"neutra: the model does not have the latent sites {sorted(missing)} of the guide. Is it "
-                f"a guide of another model?"
+                f"neutra: the model does not have the latent sites {sorted(missing)} of the guide. Is "
+                f"it a guide of another model?"
             )
         return result
 
@@ -183,7 +183,7 @@ class NeuTra(Reparam):
 
     @torch.no_grad()
     def transform_sample(self, samples: Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
-        """What ``MCMC.get_samples`` gives, or the shared latent (..., d), as values (..., *shape) by site.
+        """Samples of a chain, or the shared latent (..., d), as values (..., *shape) by site.
 
         For deterministic sites and predictions pass them to
         ``pyro.infer.Predictive(model, posterior_samples=...)``.

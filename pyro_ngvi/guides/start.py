@@ -17,8 +17,8 @@ from torch.distributions import biject_to
 
 from ..families.base import Family, Tensors, entry_name
 from ..linalg.host import outside_autocast, own_random_state
+from ..optim.natural_gradient import make_rule, rule_arguments
 from ..probing.latents import check_latents
-from ..rules.natural_gradient import make_rule, rule_arguments
 from ..runtime.layout import feasible_value
 from ..runtime.marked import HidesMarked
 from ..runtime.model_density import ModelDensity

@@ -33,8 +33,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from ..families import FactorPrecisionNormal
-from ..rules.averaging import Averaging
-from ..rules.schedules import Rate
+from .rule import Averaging
+from .schedules import Rate
 from .von import VON
 
 __all__ = ["SLANG"]

@@ -292,9 +292,9 @@ def test_refused_uses() -> None:
     guide = called("full rank")
     with pytest.raises(ValueError, match="does not have the latent sites"):
         ngvi.neutra(matrix_gamma_named_b, guide)()
-    with pytest.raises(ValueError, match="'s' is latent .* scaled"):
+    with pytest.raises(ValueError, match=r"'s' is latent .* scaled"):
         ngvi.neutra(scaled, called("full rank", scaled, ()))()
-    with pytest.raises(ValueError, match="'s' is latent .* observed"):
+    with pytest.raises(ValueError, match=r"'s' is latent .* observed"):
         ngvi.neutra(poutine.condition(model, data={"s": torch.tensor(1.0)}), guide)(Y)
 
 

@@ -97,7 +97,7 @@ def test_sequential_plate(kind: str) -> None:
         for i in pyro.plate("data", 3):
             pyro.sample(f"z_{i}", dist.Normal(0.0, 1.0))
 
-    with pytest.raises(NotImplementedError, match="sequential pyro.plate"):
+    with pytest.raises(NotImplementedError, match=r"sequential pyro\.plate"):
         GUIDES[kind](model)()
 
 

@@ -174,5 +174,5 @@ def test_the_last_matrix_is_the_last_event_of_two_dimensions() -> None:
     guide = AutoWalshHadamard(model)
     guide()
     assert list(guide.matrices) == ["W", "U"]
-    with pytest.raises(ValueError, match="'W' is no latent site .* neither scaled nor masked"):
+    with pytest.raises(ValueError, match=r"'W' is no latent site .* neither scaled nor masked"):
         AutoWalshHadamard(poutine.scale(model, scale=0.5))()
