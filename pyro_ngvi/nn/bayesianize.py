@@ -33,7 +33,7 @@ import pyro
 import torch
 from torch import Tensor, nn
 
-from ..guides.initialization import init_to_center
+from ..guides.start import init_to_center
 from ..linalg.host import host_bool
 from . import _refuse
 from ._vectorized import run_vectorized
