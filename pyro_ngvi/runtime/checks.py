@@ -168,7 +168,7 @@ class LaterData:
             answer = None if good is None else host_bool(good.all())
             if answer:
                 self.good[name] = _identity(value)
-            elif answer is None or _moved(before, bounds(fn.support)):
+            elif answer is None or moved(before, bounds(fn.support)):
                 del self._bounds[name]  # the support depends on latent sites, say
             else:
                 nan = value.isnan()
@@ -252,7 +252,7 @@ class LatentSupports:
             ValueError: with the name of the site.
         """
         for name, before in self.bounds.items():
-            if name in sites and _moved(before, bounds(sites[name]["fn"].support)):
+            if name in sites and moved(before, bounds(sites[name]["fn"].support)):
                 raise ValueError(
                     f"The support of the latent site {name!r} is another one than at the guide's first "
                     f"call ({sites[name]['fn'].support!r}). Make a guide for these data, or instead of "
@@ -274,13 +274,16 @@ def _kept_bounds(support: Any) -> list[Any]:
     return [v.detach().clone() if isinstance(v, Tensor) else v for v in bounds(support)]
 
 
-def _moved(before: list[Any], now: list[Any]) -> bool:
-    return len(before) != len(now) or any(map(_differ, before, now))
+def moved(before: list[Any], now: list[Any], ask: Any = host_bool) -> bool:
+    """Whether bounds are known to differ; by ``ask=bool`` a device is waited for."""
+    return len(before) != len(now) or any(
+        _differ(a, b, ask) for a, b in zip(before, now, strict=True)
+    )
 
 
-def _differ(a: Any, b: Any) -> bool:
+def _differ(a: Any, b: Any, ask: Any) -> bool:
     a, b = torch.as_tensor(a), torch.as_tensor(b)
-    if host_bool((a == b).all()) is not False:
+    if ask((a == b).all()) is not False:
         return False
     # bounds that are sums over the data change by their rounding when the data come in another order
     eps = max((torch.finfo(x.dtype).eps for x in (a, b) if x.is_floating_point()), default=0.0)
