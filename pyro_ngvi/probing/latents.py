@@ -9,8 +9,8 @@
   that is learned.  The guide maps R^d to the supports of the first run, whatever s is.
 
 The first and the last show in a further run of the model with the latent sites moved, which there is
-where a support has tensors for bounds, or a site is masked.  Not checked: a model that fails at the moved
-values, and what only other arguments would show.
+where a support has tensors for bounds, or a site is masked.  Not checked: a model that fails at the
+moved values, and what only other arguments would show.
 """
 
 from __future__ import annotations
