@@ -8,7 +8,7 @@ L L' = k(Z, Z) + jitter I,
 
     f = mean(X) + A eps + rest,   A = k(X, Z) L^-T,   rest ~ N(0, k(X, X) + jitter I - A A'),
 
-which is what inducing points (Titsias 2009) and predictions need (:mod:`pyro_ngvi.sites.regression`).
+which is what inducing points (Titsias 2009) and predictions need (:mod:`pyro_ngvi.sites.processes`).
 
 Not for more than a few thousand inputs where a draw or a density is asked for: both take the Cholesky
 factor of the N x N matrix.  ``AutoSites(model, inducing=Z)`` asks for neither.

@@ -26,7 +26,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from ..families.base import Family, Tensors
-from ..linalg.each_gradient import each_gradient
+from ..linalg.products import each_gradient
 from ..runtime.density import Site, Sites, scale_and_mask
 from ..runtime.run import Minibatches, run_particles, run_plainly
 from .moved_draws import MovedDraws

@@ -24,8 +24,9 @@ from torch import Tensor
 from ..curvature.estimator import CurvatureEstimator
 from ..curvature.kinds import ESTIMATORS, READ_OFF
 from ..curvature.record import leave_curvature
-from ..guides.base import AutoFamily, find_blocks
+from ..guides.base import AutoFamily
 from ..linalg.host import outside_autocast, own_random_state
+from ..optim.block import find_blocks
 from ..runtime.checks import (
     LatentSupports,
     LaterData,

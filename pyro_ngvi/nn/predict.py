@@ -20,6 +20,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyro
@@ -112,7 +113,7 @@ def predict(
     args = tuple(part for part in first if part is not None)  # a guide may look at its arguments
     with torch.no_grad():
         with random_state(seed):  # not around the batches: a loader may draw too
-            values, _ = guide_draws(guide, args, {}, num_samples)
+            values, _ = guide_draws(partial(guide, *args), num_samples)
         parts = [
             _average(_run(model, *batch, values, num_samples, chunk_size), keep_draws)
             for batch in itertools.chain([first], batches)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .bound_model import BoundModel
 from .dense import GaussianPotential, collect
 from .kept import Kept
-from .regression import Regression
+from .processes import Regression
 from .structure import LinearMap, ModelStructure
 
 __all__ = ["Algebra", "Marginals", "SiteTensors", "View", "apart"]

@@ -1,4 +1,4 @@
-"""A plan at the arguments of one call of the model, which may be a minibatch.
+"""The structure of a model at the arguments of one call, which may be a minibatch.
 
 At the current hyperparameters it gives
 
@@ -20,24 +20,21 @@ from ..distributions import GaussianProcess
 from ..linalg.host import at_hand, fixed_normal
 from ..runtime.density import Sites, is_minibatch, site_kind, site_log_prob
 from .conditioned_model import ConditionedModel, TensorRef, WhitenedRun, for_each
-from .log_likelihood import data_shape, data_terms, minibatch_scale
-from .structure import Group, LinearMap, ModelStructure
+from .structure import Group, LinearMap, ModelStructure, data_shape, data_terms, minibatch_scale
 from .whitening import log_det_root
-
-__all__ = ["BoundModel", "affine_maps", "apart", "moves"]
 
 #: entries of A that are made at once
 CHUNK = 2**24
 
 
 class BoundModel:
-    """A plan at the arguments of one call.
+    """A structure at the arguments of one call.
 
     The model is run when something is asked for: up to the last site of the block for what concerns the
     prior, as a whole, with data, for what concerns these.
 
     Raises:
-        ValueError: where a group has another number of data than the plan.
+        ValueError: where a group has another number of data than in the structure.
     """
 
     def __init__(self, plan: ModelStructure, runner: ConditionedModel) -> None:
@@ -63,7 +60,8 @@ class BoundModel:
     @cached_property
     def _run(self) -> WhitenedRun:
         # it makes parameters, and draws minibatches
-        return self.runner(self.probe, hidden=self.hidden, look_at=self.plan.places, go_on=True)
+        places = (*self.plan.places, *self.plan.block_places)
+        return self.runner(self.probe, hidden=self.hidden, look_at=places, go_on=True)
 
     @property
     def sites(self) -> Sites:
@@ -75,28 +73,21 @@ class BoundModel:
         """The shape of each group's data now."""
         return {g.name: data_shape(self._observed(g)) for g in self.plan.groups}
 
-    def _observed(self, group: Group) -> Any:
+    def _observed(self, group: Group, with_data: bool = False) -> Any:
         """The first observed site of a group, whose others come too."""
         for name in group.observed:
-            if name not in self.sites:
+            site = self.sites.get(name)
+            if site is None or (with_data and not site["is_observed"]):
                 raise ValueError(
-                    f"AutoSites: the observed site {name!r}, which was there at the guide's first "
-                    f"call, does not come in this one."
+                    f"AutoSites: the site {name!r} has no data in this call (obs=None), or does not "
+                    f"come. A step and the loss need them; to predict, call the guide or Predictive."
                 )
         return self.sites[group.observed[0]]
 
     @cached_property
     def index(self) -> dict[str, Tensor | None]:
         """Numbers (n,) of the data among all of the group; ``None`` where these are all, in order."""
-        index = {g.name: _index(g, self._observed(g), self._run) for g in self.plan.groups}
-        process = any(isinstance(fn, GaussianProcess) for fn in self._run.own.values())
-        if not (self.plan.direct or process) and self._run.used < self.plan.dim:
-            raise ValueError(
-                f"AutoSites: the latent block has {self._run.used} entries now, fewer than the "
-                f"{self.plan.dim} of the guide's first call. A block of another size needs a guide of "
-                f"its own."
-            )
-        return index
+        return {g.name: _index(g, self._observed(g), self._run) for g in self.plan.groups}
 
     @cached_property
     def at_probe(self) -> dict[str, Tensor]:
@@ -199,24 +190,17 @@ class BoundModel:
             loc = fn.loc.expand(fn.shape()).unsqueeze(-1)
             own = LinearMap(fn.scale_tril.unsqueeze(1), loc, triangular=True)
             return {group.name: own for group in plan.groups}
-        identity = torch.eye(plan.dim, dtype=plan.dtype, device=plan.device)
-
-        return affine_maps(self.predictors, identity)
+        return affine_maps(
+            self.predictors, torch.eye(plan.dim, dtype=plan.dtype, device=plan.device)
+        )
 
     def log_likelihood(
         self, predictors: Mapping[str, Tensor], scaled: bool = True
     ) -> dict[str, Tensor]:
         """log p(y_n | f_n) (Q, n) for f (Q, n, k) by group, in nats; times the scale, if ``scaled``."""
-        groups, zero = self.plan.groups, self.plan.zero()
-        for group in groups:
-            for name in group.observed:
-                if not self.sites[name]["is_observed"]:
-                    raise ValueError(
-                        f"AutoSites: the site {name!r} has no data in this call (obs=None). A step and "
-                        f"the loss need them; to predict, call the guide or use Predictive."
-                    )
-
-        sets = apart(groups)
+        for group in self.plan.groups:
+            self._observed(group, with_data=True)
+        sets, zero = apart(self.plan.groups), self.plan.zero()
 
         def terms(f: dict[str, Tensor]) -> dict[str, Tensor]:
             found = {}
@@ -272,17 +256,23 @@ def _index(group: Group, site: Any, run: WhitenedRun) -> Tensor | None:
     chosen: dict[int, Tensor] = {}
     for frame in site["cond_indep_stack"]:
         plate = run.sites.get(frame.name)
-        if frame.dim is not None and plate and _is_chosen(plate, frame.name in run.given):
-            dim = rank + frame.dim
-            _refuse_unnumbered(site["name"], plate, run)
-            full[dim] = frame.full_size
-            chosen[dim] = plate["value"].reshape(-1)
+        if frame.dim is None or plate is None or not _is_chosen(plate, frame.name in run.given):
+            continue
+        index = plate["value"]
+        # drawn, and not looked at, or -1
+        if id(index) in run.unread or (at_hand(index) and bool((index < 0).any())):
+            raise ValueError(
+                f"AutoSites: the observed site {site['name']!r} lies in the plate {frame.name!r}, and "
+                f"the model does not say which data: pass their numbers, pyro.plate({frame.name!r}, "
+                f"{plate['fn'].size}, subsample=index), for bayesianize svi.step(x, y, index)."
+            )
+        full[rank + frame.dim] = frame.full_size
+        chosen[rank + frame.dim] = index.reshape(-1)
     if tuple(full) != tuple(group.batch):
         raise ValueError(
-            f"AutoSites: the observed site {site['name']!r} has data of shape {tuple(full)} in "
-            f"this call, the guide has sites for shape {tuple(group.batch)}. Data that come or go "
-            "are announced first, by guide.add(count) or guide.remove(indices); new inputs take "
-            "obs=None."
+            f"AutoSites: the observed site {site['name']!r} has data of shape {tuple(full)} in this "
+            f"call, the guide has sites for shape {tuple(group.batch)}. Announce data that come or go "
+            f"by guide.add(count) or guide.remove(indices); new inputs take obs=None."
         )
     if not chosen:
         return None
@@ -291,17 +281,6 @@ def _index(group: Group, site: Any, run: WhitenedRun) -> Tensor | None:
     for dim, index in chosen.items():
         numbers = numbers.index_select(dim, index.to(device))
     return numbers.reshape(-1)
-
-
-def _refuse_unnumbered(name: str, plate: Any, run: WhitenedRun) -> None:
-    """Refuse a minibatch whose data have no numbers: drawn, and not looked at, or -1."""
-    index = plate["value"]
-    if id(index) in run.unread or (at_hand(index) and bool((index < 0).any())):
-        raise ValueError(
-            f"AutoSites: the observed site {name!r} lies in the plate {plate['name']!r}, and the "
-            f"model does not say which data: pass their numbers, pyro.plate({plate['name']!r}, "
-            f"{plate['fn'].size}, subsample=index), for bayesianize svi.step(x, y, index)."
-        )
 
 
 def _is_chosen(plate: Any, given: bool) -> bool:

@@ -21,7 +21,7 @@ from .algebra import Algebra, View
 from .bound_model import BoundModel, affine_maps
 from .conditioned_model import for_each
 from .dense import GaussianPotential
-from .predictor import digit_masks
+from .probe_points import digit_masks
 from .state_space import ChainPosterior, chain_posterior
 from .structure import LinearMap, ModelStructure
 

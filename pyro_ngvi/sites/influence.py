@@ -25,8 +25,8 @@ from torch import Tensor
 
 from .bound_model import moves
 from .cavity import Cavity, divide_out
+from .data import Snapshot
 from .dense import WhitePosterior
-from .snapshot import Snapshot
 
 __all__ = ["Influence", "influence_of"]
 

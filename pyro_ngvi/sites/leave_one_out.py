@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from .cavity import divide_out, square_root
+from .data import Snapshot
 from .expectation import quadrature_points
-from .snapshot import Snapshot
 
 __all__ = ["SiteLOO", "loo_of"]
 

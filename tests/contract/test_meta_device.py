@@ -21,8 +21,8 @@ from pyro_ngvi.families import (
 from pyro_ngvi.fisher import Blocks, Dense, InverseFisher, LowRank, Window
 from pyro_ngvi.fisher.scores import GuideScores, family_scores
 from pyro_ngvi.optim import Constant, LogPower, NoiseClock, RobbinsMonro, Tail
-from pyro_ngvi.rules.natural_gradient import NaturalGradientRule
-from pyro_ngvi.rules.schedules import as_schedule
+from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
+from pyro_ngvi.optim.schedules import as_schedule
 from tests import registry
 from tests.contract.registry import GUIDES, D, N, data
 from tests.registry import some

@@ -253,7 +253,7 @@ def test_a_drawn_minibatch_is_refused(data: Any) -> None:
 
     guide = AutoNormal(subsampled)
     guide(X, y)
-    with pytest.raises(ValueError, match="plate 'unit' draws 4 of 5 rows"):
+    with pytest.raises(ValueError, match="plate 'unit' takes 4 of 5 examples"):
         ngvi.predict(subsampled, guide, new)
 
 

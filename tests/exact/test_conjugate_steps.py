@@ -17,8 +17,8 @@ from torch import Tensor
 import pyro_ngvi as ngvi
 from pyro_ngvi.families import Family, MeanFieldDirichlet, MeanFieldGamma, MeanFieldNormal
 from pyro_ngvi.families import ProductFamily as Product
-from pyro_ngvi.rules.natural_gradient import NaturalGradientRule
-from pyro_ngvi.rules.schedules import Constant
+from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
+from pyro_ngvi.optim.schedules import Constant
 from tests import registry
 from tests.registry import some
 

@@ -143,15 +143,7 @@ class Buffered(PyroModule):
             pyro.sample("y", dist.Normal(f, 1.0), obs=y)
 
 
-def improper(X: Tensor, y: Tensor) -> None:
-    flat = dist.ImproperUniform(dist.constraints.real_vector, (), (D,))
-    w: Any = pyro.sample("w", flat)
-    with pyro.plate("data", len(X)):
-        pyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
-
-
 OUTSIDE = {
-    "improper": (improper, "ImproperUniform .* must be jointly Gaussian .* proper Normal prior"),
     "latent scale": (latent_scale, r"latent site 's' is HalfNormal.*AutoGuideList\(model\)"),
     "bilinear": (bilinear, r"not depend on the latent block .* linear.*result that is not linear"),
     "bilinear prior": (scaled_by_another, "first result that is not linear"),
