@@ -10,7 +10,7 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from ..runtime.pyro_adapter import states_to_restore
+from ..runtime.store import states_to_restore
 
 __all__ = ["all_or_nothing"]
 

@@ -242,6 +242,11 @@ def _own(msg: Any) -> nn.Parameter | None:
     return first if plain and isinstance(first, nn.Parameter) else None
 
 
+def states_to_restore(optim: Any) -> dict[str, Any]:
+    """The saved states of parameters that ``optim`` has not met since ``set_state``; a live dict."""
+    return optim._state_waiting_to_be_consumed
+
+
 @contextmanager
 def whole_gradients() -> Iterator[None]:
     """Around a loss and its backward pass: ``.grad`` of what Pyro's store holds gets all, or nothing.
