@@ -41,10 +41,9 @@ from torch import Tensor
 
 from pyro_ngvi.families import FactorNormal
 from pyro_ngvi.families.base import Tensors, clamp_exponent, pack
-from pyro_ngvi.optim.base import NaturalGradientOptim, describe
+from pyro_ngvi.optim.host import NaturalGradientOptim, describe
 from pyro_ngvi.optim.others_state import ADAM
-from pyro_ngvi.rules.report import part
-from pyro_ngvi.rules.rule import Rule, Step
+from pyro_ngvi.optim.rule import Rule, Step, part
 
 __all__ = ["NAGVAC", "NAGVACRule", "approximate_natural_gradient"]
 

@@ -24,8 +24,8 @@ from pyro.optim import PyroOptim
 
 from pyro_ngvi.families.base import Tensors, pack
 from pyro_ngvi.families.orthogonal_flow import is_rotation
-from pyro_ngvi.optim.base import NaturalGradientOptim, part
-from pyro_ngvi.rules.rule import Rule, Step
+from pyro_ngvi.optim.host import NaturalGradientOptim
+from pyro_ngvi.optim.rule import Rule, Step, part
 
 __all__ = ["AdamOnTangents", "ManifoldGradient", "ProjectedAdam"]
 

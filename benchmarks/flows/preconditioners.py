@@ -32,10 +32,10 @@ from torch import Tensor
 import pyro_ngvi
 from pyro_ngvi.families.base import Tensors
 from pyro_ngvi.fisher.geometry import EstimatedGeometry
-from pyro_ngvi.optim.base import NaturalGradientOptim
+from pyro_ngvi.optim.host import NaturalGradientOptim
 from pyro_ngvi.optim.ifvb import SLOW
-from pyro_ngvi.rules.natural_gradient import NaturalGradientRule, make_rule, rule_arguments
-from pyro_ngvi.rules.report import Report
+from pyro_ngvi.optim.natural_gradient import NaturalGradientRule, make_rule, rule_arguments
+from pyro_ngvi.optim.rule import Report
 
 from .hard_targets import Contestant, Maker, Table, compare
 from .targets import load

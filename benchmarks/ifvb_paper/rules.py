@@ -16,8 +16,8 @@ from torch import Tensor
 from pyro_ngvi.fisher import Dense
 from pyro_ngvi.fisher.geometry import Coordinates
 from pyro_ngvi.optim.ifvb import IFVBRule
-from pyro_ngvi.rules.natural_gradient import make_rule, rule_arguments
-from pyro_ngvi.rules.schedules import Custom
+from pyro_ngvi.optim.natural_gradient import make_rule, rule_arguments
+from pyro_ngvi.optim.schedules import Custom
 
 __all__ = ["Problem", "Run", "inversion_free", "paper_rule"]
 

@@ -42,6 +42,12 @@ class AffineMap:
         parts = (self.shift, self.log_scale, self.rotation, self.triangle)
         return tuple(name for name in parts if name is not None)
 
+    @property
+    def triangles(self) -> dict[str, int]:
+        """The highest diagonals of matrices of a tangent."""
+        both = {self.rotation: -1, self.triangle: 0}
+        return {name: k for name, k in both.items() if name is not None}
+
     def start(self, like: Tensor, factor: float, shift: float) -> Tensors:
         """The parts of x -> factor x + shift, for x of the shape (d,) of ``like``."""
         part = {self.shift: torch.full_like(like, shift)}

@@ -1,6 +1,6 @@
 r"""Orthogonal flows: elementwise activations between rotations of R^d.
 
-With eps ~ N(0, I) and psi elementwise and strictly increasing (:mod:`._activation`),
+With eps ~ N(0, I) and psi elementwise and strictly increasing (:mod:`.sinh_arcsinh`),
 
     z = W_1 (s_1 o psi(L eps + b_0)) + mu
 
@@ -39,9 +39,9 @@ import torch
 from torch import Tensor
 
 from ..linalg import stiefel
-from ._activation import SinhArcsinh
 from ._affine_map import AffineMap
 from .base import Family, Tensors, log_normal
+from .sinh_arcsinh import SinhArcsinh
 
 __all__ = ["OrthogonalFlow"]
 
@@ -80,6 +80,7 @@ class OrthogonalFlow(Family):
         self.bends = [self._bend(k) for k in range(layers)]
         self.maps = [self._map(k) for k in range(layers + 1)]
         self.names = tuple(name for part in (*self.maps, *self.bends) for name in part.names)
+        self.triangles = {n: k for m in self.maps for n, k in m.triangles.items()}
         #: momentum acts on all: no block of the Fisher matrix is known to stand apart
         self.location = self.names
 
@@ -217,22 +218,6 @@ class OrthogonalFlow(Family):
                 worst = torch.maximum(worst, (norm(W @ v) / norm(v) - 1.0).abs())
         return worst
 
-    def pack(self, tensors: Tensors) -> Tensor:
-        return torch.cat(
-            [v if v.dim() == 1 else stiefel.pack(v, _offset(name)) for name, v in tensors.items()]
-        )
-
-    def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
-        # a vector, or the triangle below the diagonal, of a rotation without it
-        sizes = [
-            len(v) if v.dim() == 1 else len(v) * (len(v) + 1 + 2 * _offset(name)) // 2
-            for name, v in like.items()
-        ]
-        return {
-            name: part if v.dim() == 1 else stiefel.unpack(part, len(v), _offset(name))
-            for (name, v), part in zip(like.items(), vector.split(sizes), strict=True)
-        }
-
     def not_finite(self, params: Tensors) -> Tensor:
         # a gradient that is not finite in one latent entry spoils one row of the last map, and all
         # that lies behind it
@@ -247,8 +232,3 @@ class OrthogonalFlow(Family):
 
 def is_rotation(name: str) -> bool:
     return name.startswith("weight_")
-
-
-def _offset(name: str) -> int:
-    """The highest diagonal of a matrix that a tangent has."""
-    return -1 if is_rotation(name) else 0

@@ -1,6 +1,6 @@
 """The geometry of a guide whose Fisher matrix is estimated: a frame, and a product with F^-1.
 
-The rule that steps (:class:`~pyro_ngvi.rules.natural_gradient.NaturalGradientRule`) asks a family for
+The rule that steps (:class:`~pyro_ngvi.optim.natural_gradient.NaturalGradientRule`) asks a family for
 ``pull``, ``natural_gradient`` and ``retract``.  Here the second comes from scores, the others from the
 family, or, for guides of other packages, from the plain coordinates in which their parameters are
 stored."""

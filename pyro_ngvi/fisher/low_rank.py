@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from ..families.base import Tensors
-from ..linalg.eigen import symmetric_eigen
+from ..linalg.spectral import symmetric_eigen
 from .first_guess import TINY, trust
 from .inversion_free import InverseFisher, good_rows
 

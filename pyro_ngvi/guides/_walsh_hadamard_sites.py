@@ -11,7 +11,7 @@ from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor
 from torch.distributions import Transform, biject_to, constraints
 
-from ..runtime.layout import feasible_value
+from ..runtime.density import feasible_value
 from .reparam import normal_of
 
 __all__ = ["MOST_ENTRIES", "Stub", "check_priors", "choose_sites", "start_within_memory"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pyro
@@ -16,19 +16,23 @@ from ..families.base import Family, Tensors, entry_name
 from ..linalg.host import outside_autocast
 from ..probing.latents import check_latents
 from ..probing.vectorized import check_vectorized_call
-from ..runtime.marked import HidesMarked
-from ..runtime.module_params import ModuleParams, check_names, follow_store
 from ..runtime.pyro_adapter import (
-    OwnName,
-    claim_name,
+    HidesMarked,
     has_model,
     kept_whole,
     model_as_given,
     model_under,
-    module_name,
     particle_plate,
-    rename,
     unblocked,
+)
+from ..runtime.store import (
+    ModuleParams,
+    OwnName,
+    check_names,
+    claim_name,
+    follow_store,
+    module_name,
+    rename,
 )
 from ._average import HoldsAverage
 from .initialization import init_to_center
@@ -38,7 +42,7 @@ from .posterior import FamilyDistribution, WithDensity
 from .quantiles import site_quantiles
 from .warm_start import find_mode, others_fixed
 
-__all__ = ["AutoFamily", "find_blocks"]
+__all__ = ["AutoFamily"]
 
 
 class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
@@ -46,8 +50,9 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
 
     Subclasses name their family by :meth:`make_family`; everything else is here.  The parameters are
     plain tensors in the coordinates of the family; the natural-gradient optimizers find them through
-    :func:`find_blocks`.  Any optimizer may train them, but only the natural ones keep a triangular
-    factor from becoming singular: for Adam on a full covariance take Pyro's ``AutoMultivariateNormal``.
+    :func:`~pyro_ngvi.optim.block.find_blocks`.  Any optimizer may train them, but only the natural
+    ones keep a triangular factor from becoming singular: for Adam on a full covariance take Pyro's
+    ``AutoMultivariateNormal``.
 
     Under an optimizer that averages its iterates the parameters hold the *average*.  ``median``,
     ``quantiles``, ``get_posterior``, ``Predictive``, ``SVI.evaluate_loss`` and copies of the guide see
@@ -339,12 +344,3 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
         super().__setstate__(state)
         # a copy in the process of its original gets parameters of its own
         rename(self, claim_name(module_name(self)))
-
-
-def find_blocks(guide: Any) -> Iterator[tuple[str, AutoFamily]]:
-    """Our guides within ``guide``: itself, or its parts, each with its path ("" for itself)."""
-    if not isinstance(guide, nn.Module):
-        return
-    for path, module in guide.named_modules():
-        if isinstance(module, AutoFamily):
-            yield path, module

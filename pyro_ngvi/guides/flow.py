@@ -15,7 +15,7 @@ from ..families import FlowFamily
 from ..families.base import Family, Tensors
 from ..families.flow import GAUSSIANS, PREFIX
 from ..flows.transforms import KINDS, as_flow, coupling_flow, spline_of_one
-from ..runtime.pyro_adapter import module_name
+from ..runtime.store import module_name
 from .base import AutoFamily
 from .initialization import init_to_center
 from .warm_start import find_gaussian

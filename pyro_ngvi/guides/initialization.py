@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to
 
-from ..runtime.layout import feasible_value
+from ..runtime.density import feasible_value
 
 __all__ = ["check_position", "init_to_center"]
 

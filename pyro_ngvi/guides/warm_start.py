@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..families.base import Family, Tensors
 from ..linalg.host import own_random_state
-from ..rules.natural_gradient import make_rule, rule_arguments
+from ..optim.natural_gradient import make_rule, rule_arguments
 from ..runtime.model_density import ModelDensity
 from ..runtime.pyro_adapter import unblocked
 from .initialization import init_to_center

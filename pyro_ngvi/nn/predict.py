@@ -20,6 +20,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyro
@@ -28,10 +29,10 @@ import torch
 from torch import Tensor
 
 from ..diagnostics.draws import guide_draws, random_state
-from ..runtime.density import innermost
-from ..runtime.map_draws import Parts, map_draws
-from ..runtime.support import check_data
-from ..runtime.vmap import Sites, look
+from ..runtime.checks import check_data
+from ..runtime.density import Sites, innermost
+from ..runtime.model_density import Parts, map_draws
+from ..runtime.run import look
 from .bayesianize import BayesianModule
 
 __all__ = ["Prediction", "predict"]
@@ -112,7 +113,7 @@ def predict(
     args = tuple(part for part in first if part is not None)  # a guide may look at its arguments
     with torch.no_grad():
         with random_state(seed):  # not around the batches: a loader may draw too
-            values, _ = guide_draws(guide, args, {}, num_samples)
+            values, _ = guide_draws(partial(guide, *args), num_samples)
         parts = [
             _average(_run(model, *batch, values, num_samples, chunk_size), keep_draws)
             for batch in itertools.chain([first], batches)

@@ -3,15 +3,13 @@
 from typing import Any
 
 from ..fisher import remember_arguments
-from ..rules.averaging import LogPower, Tail
-from ..rules.rule import Rule, Step
-from ..rules.schedules import Constant, NoiseClock, PowerDecay, RobbinsMonro
 from .aifvb import AIFVB
 from .ifvb import IFVB
 from .ivon import IVON
-from .natural_gradient import NaturalGradient
-from .ngvb import NGVB
+from .natural_gradient import NGVB, NaturalGradient
 from .noisy_kfac import NoisyKFAC
+from .rule import LogPower, Rule, Step, Tail
+from .schedules import Constant, NoiseClock, PowerDecay, RobbinsMonro
 from .slang import SLANG
 from .spring import SPRING
 from .vadam import Vadam

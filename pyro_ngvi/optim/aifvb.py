@@ -20,10 +20,9 @@ from torch import Tensor
 
 from ..families.base import Tensors
 from ..fisher.scores import family_scores
-from ..guides.block import GuideBlock
-from ..rules.averaging import Averaging, UsingAverage
-from .base import part
+from .block import GuideBlock
 from .ifvb import IFVB
+from .rule import Averaging, UsingAverage, part
 from .uncertainty import AsymptoticCovariance, measure_covariance, widened_draws, without_lag
 
 __all__ = ["AIFVB"]

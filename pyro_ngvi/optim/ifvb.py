@@ -48,16 +48,15 @@ from ..families.base import Tensors
 from ..fisher import InverseFisher
 from ..fisher.geometry import Coordinates
 from ..fisher.scores import family_scores
-from ..guides.base import AutoFamily, find_blocks
-from ..guides.block import GuideBlock
 from ..linalg.host import own_random_state
-from ..rules.averaging import Averaging, UsingAverage
-from ..rules.natural_gradient import make_rule, rule_arguments
-from ..rules.schedules import RobbinsMonro, Schedule, check_convergence
 from ._fisher_forms import Suited, as_estimate
-from .base import NaturalGradientOptim, Report, part
+from .block import GuideBlock, find_blocks
+from .host import NaturalGradientOptim
 from .ifvb_rule import IFVBRule
+from .natural_gradient import make_rule, rule_arguments
 from .others_state import ADAM
+from .rule import Averaging, Report, UsingAverage, part
+from .schedules import RobbinsMonro, Schedule, check_convergence
 
 __all__ = ["IFVB", "IFVBRule"]
 
@@ -156,7 +155,7 @@ class IFVB(NaturalGradientOptim):
         self._rest: GuideBlock | None = None
         self._rest_known = False
         super().__init__(guide, others)
-        if not isinstance(guide, AutoFamily):
+        if "" not in self._rules:
             self._rest = GuideBlock(guide)
 
     def _blocks(self) -> Iterator[tuple[str, Any]]:

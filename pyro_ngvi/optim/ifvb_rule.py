@@ -12,9 +12,8 @@ from ..families.base import Tensors
 from ..fisher import Blocks, Dense, InverseFisher
 from ..fisher.first_guess import first_guess
 from ..fisher.geometry import EstimatedGeometry
-from ..rules.averaging import Averaging
-from ..rules.natural_gradient import NaturalGradientRule
-from ..rules.report import Report, part
+from .natural_gradient import NaturalGradientRule
+from .rule import Averaging, Report, part
 
 __all__ = ["IFVBRule"]
 

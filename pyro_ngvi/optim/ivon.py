@@ -47,10 +47,10 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from ..families.base import Tensors
-from ..rules.averaging import Averaging
-from ..rules.natural_gradient import OUTLIER
-from ..rules.schedules import DEFAULT_RATE, Rate
+from .natural_gradient import OUTLIER
 from .others_state import ADAM
+from .rule import Averaging
+from .schedules import DEFAULT_RATE, Rate
 from .von import VON, VONRule
 
 __all__ = ["IVON", "IVONRule"]

@@ -47,13 +47,11 @@ from torch.linalg import solve_triangular
 
 from ..families import MatrixNormal, ProductFamily
 from ..families.base import Tensors, dot
-from ..guides import AutoMatrixNormal
 from ..linalg.cholesky import inverse_cholesky
-from ..rules.report import Report, part
-from ..rules.rule import Rule, Step
-from ..rules.schedules import Rate, as_rate, rate_at
-from .base import NaturalGradientOptim, describe
+from .host import NaturalGradientOptim, describe
 from .others_state import ADAM
+from .rule import Report, Rule, Step, part
+from .schedules import Rate, as_rate, rate_at
 
 __all__ = ["NoisyKFAC", "NoisyKFACRule", "covariance_factors", "damped_factors"]
 
@@ -257,7 +255,7 @@ class NoisyKFAC(NaturalGradientOptim):
         return NoisyKFACRule(family, **self._arguments)
 
     def _adopt(self, path: str, block: Any) -> None:
-        if not isinstance(block, AutoMatrixNormal):
+        if not hasattr(block, "matrices"):
             raise ValueError(_wrong_guide(type(block).__name__))
         super()._adopt(path, block)
 

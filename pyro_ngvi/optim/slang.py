@@ -10,7 +10,7 @@ beta = 1 - b, rows G (n, d) and the diagonal delta of the expected curvature H =
     mu <- mu - a (P_new + damping I)^-1 m,   m the average of gradients, momentum 0.9, bias-corrected,
 
 so the diagonal of the precision is that of the full average, beta P + b H: what is left out are the
-correlations beyond rank L.  The eigenpairs come from :mod:`pyro_ngvi.linalg.leading`: exact for up to
+correlations beyond rank L.  The eigenpairs come from :mod:`pyro_ngvi.linalg.spectral`: exact for up to
 128 rows or dimensions on a CPU, else by a range finder that starts at the old U.
 
 **Other than published.**  The gradient holds that of the prior, and momentum averages it too;
@@ -33,8 +33,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from ..families import FactorPrecisionNormal
-from ..rules.averaging import Averaging
-from ..rules.schedules import Rate
+from .rule import Averaging
+from .schedules import Rate
 from .von import VON
 
 __all__ = ["SLANG"]

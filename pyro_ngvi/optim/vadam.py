@@ -29,8 +29,8 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from ..families.base import Tensors
-from ..rules.schedules import Rate, rate_at
 from .others_state import ADAM
+from .schedules import Rate, rate_at
 from .von import VON, VONRule
 
 __all__ = ["Vadam", "VadamRule"]

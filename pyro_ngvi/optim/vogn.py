@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from ..rules.averaging import Averaging
-from ..rules.schedules import DEFAULT_RATE, Rate
+from .rule import Averaging
+from .schedules import DEFAULT_RATE, Rate
 from .von import VON
 
 __all__ = ["VOGN"]

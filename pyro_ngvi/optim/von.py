@@ -45,12 +45,10 @@ from torch import Tensor
 
 from ..families import MeanFieldNormal, NormalFamily
 from ..families.base import Tensors
-from ..rules.averaging import Averaging, as_averaging
-from ..rules.report import part
-from ..rules.rule import Rule, Step
-from ..rules.schedules import PowerDecay, Rate, as_rate, rate_at
-from .base import NaturalGradientOptim, describe
+from .host import NaturalGradientOptim, describe
 from .others_state import ADAM
+from .rule import Averaging, Rule, Step, as_averaging, part
+from .schedules import PowerDecay, Rate, as_rate, rate_at
 
 __all__ = ["VON", "VONRule"]
 

@@ -27,11 +27,10 @@ from torch import Tensor
 from torch.distributions import VonMises, biject_to
 
 from ..linalg.host import fixed_normal, own_random_state
-from ..runtime.checks import check_whole_plates
-from ..runtime.density import innermost, site_log_prob
+from ..runtime.checks import bounds, check_whole_plates
+from ..runtime.density import innermost, is_minibatch, site_log_prob
 from ..runtime.pyro_adapter import masks_of
-from ..runtime.support import bounds
-from ..runtime.vmap import Minibatches, is_minibatch, run_plainly
+from ..runtime.run import Minibatches, run_plainly
 
 __all__ = ["check_latents"]
 

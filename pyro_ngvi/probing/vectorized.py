@@ -19,21 +19,18 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..linalg.host import own_random_state
-from ..runtime.density import batched_trace, site_log_prob, with_density
+from ..runtime.density import Site, Sites, free_dim, is_latent, site_log_prob, with_density
+from ..runtime.model_density import batched_trace
 from ..runtime.pyro_adapter import has_model, model_as_given
-from ..runtime.vmap import (
+from ..runtime.run import (
+    CannotBatch,
     Conditioned,
     Minibatches,
-    Site,
-    Sites,
-    free_dim,
-    is_latent,
     run_both,
     run_in_loop,
     run_particles,
     run_plainly,
 )
-from ..runtime.vmap_error import CannotBatch
 
 Program = Callable[..., Any]
 

@@ -39,9 +39,8 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from .density import site_kind, site_log_prob
-from .marked import is_marked
-from .vmap import Site, Sites
+from .density import Site, Sites, site_kind, site_log_prob
+from .pyro_adapter import is_marked
 
 __all__ = ["SummedOut", "summed_out"]
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ..distributions import GaussianProcess
 from ..linalg.host import at_hand, fixed_normal
-from ..runtime.density import site_kind, site_log_prob
-from ..runtime.vmap import Sites, is_minibatch
+from ..runtime.density import Sites, is_minibatch, site_kind, site_log_prob
 from .conditioned_model import ConditionedModel, TensorRef, WhitenedRun, for_each
 from .structure import Group, LinearMap, ModelStructure, data_shape, data_terms, minibatch_scale
 from .whitening import log_det_root

@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..distributions import GaussianProcess, GaussianStateSpace
-from ..runtime.vmap import Conditioned, Minibatches, Site, Sites
+from ..runtime.density import Site, Sites
+from ..runtime.run import Conditioned, Minibatches
 from .whitening import colour, gaussian_of, refuse_weights
 
 T = TypeVar("T")

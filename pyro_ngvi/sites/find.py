@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..distributions import GaussianStateSpace
 from ..runtime.density import site_kind, site_log_prob
-from ..runtime.vmap import Minibatches
+from ..runtime.run import Minibatches
 from .algebra import Algebra
 from .bound_model import BoundModel
 from .chain import ChainAlgebra

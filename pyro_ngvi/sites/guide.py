@@ -20,18 +20,17 @@ from ..families.base import entry_name
 from ..guides.made_at_first_call import MadeAtFirstCall
 from ..guides.posterior import SiteValue
 from ..linalg.host import at_hand, outside_autocast, own_random_state
-from ..runtime.module_params import ModuleParams, check_names, follow_store
-from ..runtime.pyro_adapter import (
+from ..runtime.pyro_adapter import give_model, has_model, kept_whole, model_under
+from ..runtime.run import Minibatches
+from ..runtime.store import (
+    ModuleParams,
     OwnName,
+    check_names,
     claim_name,
-    give_model,
-    has_model,
-    kept_whole,
-    model_under,
+    follow_store,
     module_name,
     rename,
 )
-from ..runtime.vmap import Minibatches
 from .algebra import Algebra
 from .bound_model import BoundModel
 from .conditioned_model import ConditionedModel

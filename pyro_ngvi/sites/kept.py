@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..distributions.gaussian_process import GaussianProcess
 from ..linalg.host import at_hand
-from ..runtime.density import site_kind
-from ..runtime.vmap import Site
+from ..runtime.density import Site, site_kind
 from .bound_model import BoundModel, apart
 from .conditioned_model import other_size
 from .probe_points import TOLERANCE, same

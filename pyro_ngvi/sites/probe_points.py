@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..linalg.host import fixed_normal
-from ..runtime.vmap import Sites
+from ..runtime.density import Sites
 from .conditioned_model import ConditionedModel, OtherCourse, TensorRef, for_each
 from .structure import data_terms
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..linalg.eigen import positive_part
 from ..linalg.host import host_bool
+from ..linalg.spectral import positive_part
 from .algebra import Algebra
 from .dense import GaussianPotential
 from .loss import SiteTargets

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..families.base import Tensors
-from ..rules.report import part
+from ..optim.rule import part
 
 __all__ = ["Sweep", "next_sweep", "pairing", "same", "start_sweeps", "taken", "towards"]
 

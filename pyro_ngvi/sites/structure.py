@@ -13,7 +13,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from ..runtime.vmap import Site
+from ..runtime.density import Site
 from .conditioned_model import TensorRef
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_ngvi import NGVB, AutoFactorNormal, AutoFullRankNormal, AutoMeanFieldNormal, BatchedELBO
 from pyro_ngvi.optim import RobbinsMonro
-from pyro_ngvi.runtime.pyro_adapter import module_name
+from pyro_ngvi.runtime.store import module_name
 from tests.contract.registry import GUIDES, LOSSES, D, N, data, regression
 
 guides = pytest.mark.parametrize("kind", GUIDES)

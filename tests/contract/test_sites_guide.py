@@ -14,7 +14,7 @@ from pyro.infer import SVI, Predictive, Trace_ELBO
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.runtime.pyro_adapter import module_name
+from pyro_ngvi.runtime.store import module_name
 from tests.contract.resume import assert_resumes
 from tests.exact.site_cases import (
     CONJUGATE,

@@ -11,7 +11,7 @@ from pyro_ngvi.fisher import Dense, LowRank
 from pyro_ngvi.fisher.first_guess import first_guess, trust
 from pyro_ngvi.fisher.geometry import Coordinates
 from pyro_ngvi.optim.ifvb_rule import IFVBRule
-from pyro_ngvi.rules.natural_gradient import NaturalGradientRule
+from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
 
 D = 6
 

@@ -25,9 +25,9 @@ from pyro_ngvi.fisher.geometry import Coordinates
 from pyro_ngvi.fisher.scores import family_scores
 from pyro_ngvi.optim import RobbinsMonro
 from pyro_ngvi.optim.ifvb import SLOW, IFVBRule
-from pyro_ngvi.rules.averaging import LogPower
-from pyro_ngvi.rules.natural_gradient import make_rule, rule_arguments
-from pyro_ngvi.rules.schedules import Custom, NoiseClock, check_convergence
+from pyro_ngvi.optim.natural_gradient import make_rule, rule_arguments
+from pyro_ngvi.optim.rule import LogPower
+from pyro_ngvi.optim.schedules import Custom, NoiseClock, check_convergence
 from tests.contract.registry import data, regression
 from tests.robustness.advice_cases import line, steps
 

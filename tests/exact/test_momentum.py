@@ -19,8 +19,8 @@ from pyro_ngvi.families import (
     MeanFieldNormal,
 )
 from pyro_ngvi.fisher.geometry import Coordinates, EstimatedGeometry
-from pyro_ngvi.rules.natural_gradient import NaturalGradientRule
-from pyro_ngvi.rules.schedules import Constant
+from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
+from pyro_ngvi.optim.schedules import Constant
 
 
 @pytest.mark.parametrize("family", [MeanFieldNormal(), FactorNormal(2)], ids=["mean", "factor"])

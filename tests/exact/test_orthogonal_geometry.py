@@ -10,7 +10,7 @@ from pyro_ngvi.curvature.forward import jvp
 from pyro_ngvi.families import OrthogonalFlow
 from pyro_ngvi.families.base import dot
 from pyro_ngvi.fisher.scores import family_scores
-from pyro_ngvi.rules.averaging import Tail, step_average
+from pyro_ngvi.optim.rule import Tail, step_average
 from tests.exact.orthogonal_members import D, every, member, noise, some_tangent
 
 

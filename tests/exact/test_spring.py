@@ -15,8 +15,8 @@ import pyro_ngvi as ngvi
 from pyro_ngvi.families import FlowFamily, FullRankNormal, MeanFieldNormal
 from pyro_ngvi.fisher.scores import packed_scores
 from pyro_ngvi.flows.transforms import coupling_flow
+from pyro_ngvi.optim.rule import Tail
 from pyro_ngvi.optim.spring import SpringRule
-from pyro_ngvi.rules.averaging import Tail
 
 FAMILIES: dict[str, Any] = {"mean field": MeanFieldNormal(), "full rank": FullRankNormal()}
 families = pytest.mark.parametrize("kind", FAMILIES)

@@ -17,9 +17,9 @@ import pyro_ngvi as ngvi
 from pyro_ngvi.families import FullRankNormal, MeanFieldNormal
 from pyro_ngvi.linalg import sphere_points
 from pyro_ngvi.optim.ivon import IVONRule
+from pyro_ngvi.optim.schedules import rate_at
 from pyro_ngvi.optim.vadam import VadamRule
 from pyro_ngvi.optim.von import VONRule
-from pyro_ngvi.rules.schedules import rate_at
 
 D = 4
 FAMILIES = {"mean_field": MeanFieldNormal(), "full_rank": FullRankNormal()}

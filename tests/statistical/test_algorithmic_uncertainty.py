@@ -13,8 +13,8 @@ from pyro_ngvi.fisher import Dense
 from pyro_ngvi.fisher.geometry import Coordinates
 from pyro_ngvi.optim import Tail
 from pyro_ngvi.optim.ifvb import SLOW, IFVBRule
+from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
 from pyro_ngvi.optim.uncertainty import measure_covariance
-from pyro_ngvi.rules.natural_gradient import NaturalGradientRule
 
 FAMILY = MeanFieldNormal()
 RUNS, STEPS, PARTICLES = 200, 800, 4

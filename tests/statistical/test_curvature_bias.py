@@ -23,9 +23,9 @@ import torch
 
 from pyro_ngvi.families import FactorPrecisionNormal, FullRankNormal, MeanFieldNormal
 from pyro_ngvi.optim.ivon import IVONRule
+from pyro_ngvi.optim.schedules import DEFAULT_RATE
 from pyro_ngvi.optim.vadam import VadamRule
 from pyro_ngvi.optim.von import VONRule
-from pyro_ngvi.rules.schedules import DEFAULT_RATE
 
 N, M, D, SD = 50, 10, 3, 0.7
 RATE = DEFAULT_RATE.floor

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..runtime.old_pickles import refuse_pickled as __getattr__
 from .base import Tensors, clamp_exponent
 
-__all__ = ["SinhArcsinh", "__getattr__"]
+__all__ = ["SinhArcsinh"]
 
 #: largest |t|: the power of a tail stays within e^-T and e^T
 TAIL = 0.25

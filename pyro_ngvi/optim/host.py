@@ -18,15 +18,12 @@ from torch import Tensor
 
 from ..curvature.record import Curvature
 from ..families.base import Tensors
-from ..guides.base import find_blocks
 from ..linalg.host import host_bool, outside_autocast
-from ..rules.averaging import restart_average
-from ..rules.report import Report, StepReport, part
 from ._atomic import all_or_nothing
 from ._saved_state import check_state, moved
+from .block import find_blocks
 from .others_state import ADAM, DefaultAdam, OthersState, own_others
-
-__all__ = ["NaturalGradientOptim", "Report", "StepReport", "describe", "part"]
+from .rule import Report, StepReport, part, restart_average
 
 
 class NaturalGradientOptim(PyroOptim):

@@ -1,9 +1,9 @@
-"""A guide that is not ours, as a block of parameters that a natural-gradient rule can step."""
+"""Blocks of parameters that a natural-gradient rule can step: our guides, and other guides."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from pyro.distributions import TransformModule
@@ -13,7 +13,36 @@ from ..families.base import Tensors, entry_name
 from ..fisher.geometry import Coordinates
 from ..fisher.scores import GuideScores
 
-__all__ = ["GuideBlock"]
+
+class Block(Protocol):
+    """What an optimizer asks of a guide, or of a part of one, that it steps.
+
+    Where ``holds_average`` is true the parameters may hold an average of the iterates, and the offset
+    leads from it to the iterate, at which gradients are taken.
+    """
+
+    family: Any
+    holds_average: bool
+    averaged: bool
+    curvature: Any
+
+    def natural_params(self) -> Mapping[str, Tensor]: ...
+
+    def site_of(self, index: int) -> str: ...
+
+    def iterate_offset(self, intact: Tensor | None = None) -> Tensors: ...
+
+    def set_iterate_offset(self, lag: Tensors | None, answer: Tensors | None = None) -> None: ...
+
+    def offset_is_intact(self) -> Tensor: ...
+
+
+def find_blocks(guide: Any) -> Iterator[tuple[str, Any]]:
+    """Our guides within ``guide``: itself, or its parts, each with its path ("" for itself)."""
+    if isinstance(guide, nn.Module):
+        for path, module in guide.named_modules():
+            if hasattr(type(module), "make_family"):
+                yield path, module
 
 
 class GuideBlock:
