@@ -65,15 +65,6 @@ def test_a_block_of_another_size(columns: int) -> None:
         svi.step(Z, y_real())
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_empty_minibatch(first: bool) -> None:
-    _, svi = made(given)
-    if not first:
-        svi.step(X()[:5], y_real()[:5], torch.arange(5))
-    with pytest.raises(ValueError, match="empty minibatch"):
-        svi.step(X()[:0], y_real()[:0], torch.arange(0))
-
-
 def other_times(t: Tensor, y: Tensor | None = None) -> None:
     f: Any = pyro.sample("f", matern_state_space(t, 1.0, 1.0))
     with pyro.plate("data", len(t)):
