@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sites.influence import Influence
+from ..sites.leave_one_out import Influence
 
 __all__ = ["plot_influence", "plot_sites"]
 

@@ -3,15 +3,7 @@ r"""A Gaussian process at given inputs, with nothing computed before it is asked
     f ~ N(mean(X), k(X, X) + jitter I),        f (N,).
 
 The jitter is part of the model: white noise of variance ``jitter`` at every input, independent of that
-at other inputs, new ones too.  Given u = mean(Z) + L eps at other inputs Z, with
-L L' = k(Z, Z) + jitter I,
-
-    f = mean(X) + A eps + rest,   A = k(X, Z) L^-T,   rest ~ N(0, k(X, X) + jitter I - A A'),
-
-which is what inducing points (Titsias 2009) and predictions need (:mod:`pyro_ngvi.sites.regression`).
-
-Not for more than a few thousand inputs where a draw or a density is asked for: both take the Cholesky
-factor of the N x N matrix.  ``AutoSites(model, inducing=Z)`` asks for neither.
+at other inputs, new ones too.
 """
 
 from __future__ import annotations
@@ -28,8 +20,6 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from ..linalg.host import host_bool
-
-__all__ = ["GaussianProcess", "draws_are_means"]
 
 _MEANS: ContextVar[bool] = ContextVar("draws_are_means", default=False)
 
@@ -52,6 +42,9 @@ class GaussianProcess(TorchDistribution):
     and mean are learned by ``CVI(guide, others=Adam(...))``, in minibatches too; hold others by
     ``requires_grad_(False)``.
 
+    Not for more than a few thousand inputs where a draw or a density is asked for, which take the
+    Cholesky factor of the N x N matrix; with inducing points nothing asks for them.
+
     Args:
         kernel: any callable with the calls of ``pyro.contrib.gp.kernels``: ``kernel(X)`` (N, N),
             ``kernel(X, Z)`` (N, M), ``kernel(X, diag=True)`` (N,).
@@ -61,9 +54,8 @@ class GaussianProcess(TorchDistribution):
             float64; an RBF kernel in float32 needs 1e-4 and more.
 
     Raises:
-        ValueError: for a kernel that is no callable, inputs without a first dimension, a negative
-            jitter; where a factor is asked for, for a kernel matrix that is not positive definite; in
-            the plate of the data.
+        ValueError: for a kernel matrix that is not positive definite, where a factor is asked for; for
+            a mean of a wrong shape; in the plate of the data.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -100,27 +92,14 @@ class GaussianProcess(TorchDistribution):
         jitter: float = 1e-6,
         validate_args: bool | None = None,
     ) -> None:
-        if not callable(kernel):
-            raise ValueError(
-                f"GaussianProcess: kernel must be a callable with the calls kernel(X), kernel(X, Z) "
-                f"and kernel(X, diag=True), such as pyro.contrib.gp.kernels.RBF(1); got {kernel!r}."
-            )
-        if not isinstance(inputs, Tensor) or inputs.dim() == 0:
-            raise ValueError("GaussianProcess: inputs must be a tensor (N, ...), one row an input.")
-        if not isinstance(jitter, int | float) or not jitter >= 0.0:
-            raise ValueError(f"GaussianProcess: jitter must be a number >= 0, got {jitter!r}.")
         self.kernel, self.inputs, self.jitter = kernel, inputs, float(jitter)
         self.mean_function = mean
         self._loc: Tensor | None = None
         self._scale_tril: Tensor | None = None
-        shape = torch.Size(inputs.shape[:1])
-        super().__init__(torch.Size(), shape, validate_args=validate_args)
+        super().__init__(torch.Size(), inputs.shape[:1], validate_args=validate_args)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> GaussianProcess:
-        """Independent draws of the process, such as those of a vectorised plate of particles.
-
-        Refused for the plate of the data, where f would be drawn once for each of its own inputs.
-        """
+        """Independent draws of the process; refused for the plate of its own inputs."""
         batch_shape, size = torch.Size(batch_shape), len(self.inputs)
         if batch_shape == self.batch_shape:
             return self
@@ -157,7 +136,7 @@ class GaussianProcess(TorchDistribution):
                 loc = torch.as_tensor(0.0 if mean is None else mean, dtype=dtype, device=X.device)
                 loc = loc.expand(self.event_shape)
             self._loc = loc
-        return self._loc.expand(self._extended_shape()) if self.batch_shape else self._loc
+        return self._loc.expand(self._extended_shape())
 
     def mean_at(self, inputs: Tensor) -> Tensor:
         """mean(Z) (M,) at other inputs; 0 for a mean that is given as a number for each of its own."""
@@ -185,8 +164,7 @@ class GaussianProcess(TorchDistribution):
     @property
     def variance(self) -> Tensor:
         """k(x, x) + jitter at every input, (*batch_shape, N)."""
-        variance = self.kernel(self.inputs, diag=True) + self.jitter
-        return variance.expand(self._extended_shape()) if self.batch_shape else variance
+        return (self.kernel(self.inputs, diag=True) + self.jitter).expand(self._extended_shape())
 
     def from_noise(self, noise: Tensor) -> Tensor:
         """loc + R noise for white ``noise`` (..., N)."""
@@ -209,8 +187,8 @@ class GaussianProcess(TorchDistribution):
             self._validate_sample(value)
         off = (value - self.loc).unsqueeze(-1)
         noise = torch.linalg.solve_triangular(self.scale_tril, off, upper=False).squeeze(-1)
-        size = noise.shape[-1]
-        return -0.5 * (noise.square().sum(-1) + size * log(2 * pi)) - self.log_det_root()
+        squares = noise.square().sum(-1) + noise.shape[-1] * log(2 * pi)
+        return -0.5 * squares - self.log_det_root()
 
     def __getstate__(self) -> dict[str, Any]:
         if isinstance(self.kernel, nn.Module):

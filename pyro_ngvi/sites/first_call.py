@@ -17,7 +17,7 @@ from .algebra import Algebra
 from .bound_model import BoundModel
 from .chain import ChainAlgebra
 from .conditioned_model import ConditionedModel
-from .dense_algebra import DenseAlgebra
+from .dense import DenseAlgebra
 from .find import make_plan
 from .inducing import InducingAlgebra
 from .structure import ModelStructure

@@ -47,9 +47,8 @@ from .check_new_data import of_other_shape
 from .conditioned_model import ConditionedModel
 from .data import SiteData
 from .first_call import check_arguments, first_call
-from .influence import Influence, influence_of
 from .last_step import LastStep
-from .leave_one_out import SiteLOO, loo_of
+from .leave_one_out import Influence, SiteLOO, influence_of, loo_of
 from .site_parameters import Indices, SiteParameters, SiteView, checked
 from .snapshot import Snapshot, take_snapshot
 from .structure import ModelStructure
@@ -569,7 +568,7 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
             ValueError: for a minibatch, a group or data that are not there.
             NotImplementedError: for ``groups``, where the guide's algebra is not dense.
 
-        Equations: :mod:`pyro_ngvi.sites.cavity`.
+        Equations: :mod:`pyro_ngvi.sites.expectation`.
         """
         chosen = self._sites().group("influence", group)
         sets = None
