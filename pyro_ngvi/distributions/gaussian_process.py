@@ -26,7 +26,7 @@ _MEANS: ContextVar[bool] = ContextVar("draws_are_means", default=False)
 
 @contextmanager
 def draws_are_means(active: bool = True) -> Iterator[None]:
-    """While it lasts, draws of a :class:`GaussianProcess` are its mean: to see a model's structure."""
+    """While it lasts, a draw of a :class:`GaussianProcess` is its mean: to see a model's structure."""
     token = _MEANS.set(active)
     try:
         yield
@@ -39,11 +39,8 @@ class GaussianProcess(TorchDistribution):
 
     A site of its own, outside of the plate of the data.  With minibatches (and ``inducing=`` given to
     :class:`~pyro_ngvi.AutoSites`) make the plate first and f at its indices.  Parameters of kernel
-    and mean are learned by ``CVI(guide, others=Adam(...))``, in minibatches too; hold others by
-    ``requires_grad_(False)``.
-
-    Not for more than a few thousand inputs where a draw or a density is asked for, which take the
-    Cholesky factor of the N x N matrix; with inducing points nothing asks for them.
+    and mean are learned by ``CVI(guide, others=Adam(...))``; hold others by ``requires_grad_(False)``.
+    Draws and densities take the Cholesky factor of the N x N matrix; inducing points need neither.
 
     Args:
         kernel: any callable with the calls of ``pyro.contrib.gp.kernels``: ``kernel(X)`` (N, N),
@@ -123,27 +120,27 @@ class GaussianProcess(TorchDistribution):
     def loc(self) -> Tensor:
         """mean(X), (*batch_shape, N)."""
         if self._loc is None:
-            X, mean = self.inputs, self.mean_function
-            if callable(mean):
-                loc = mean(X)
-                if loc.shape != self.event_shape:
-                    raise ValueError(
-                        f"GaussianProcess: mean(inputs) has shape {tuple(loc.shape)}, and must have "
-                        f"{tuple(self.event_shape)}: a number for each input."
-                    )
-            else:
-                dtype = X.dtype if X.is_floating_point() else torch.get_default_dtype()
-                loc = torch.as_tensor(0.0 if mean is None else mean, dtype=dtype, device=X.device)
-                loc = loc.expand(self.event_shape)
-            self._loc = loc
+            self._loc = self._mean_of(self.mean_function, self.inputs)
         return self._loc.expand(self._extended_shape())
 
     def mean_at(self, inputs: Tensor) -> Tensor:
         """mean(Z) (M,) at other inputs; 0 for a mean that is given as a number for each of its own."""
         mean: Any = self.mean_function
-        if isinstance(mean, Tensor) and mean.dim():
-            mean = None
-        return GaussianProcess(self.kernel, inputs, mean, self.jitter).loc
+        return self._mean_of(None if isinstance(mean, Tensor) and mean.dim() else mean, inputs)
+
+    @staticmethod
+    def _mean_of(mean: Any, X: Tensor) -> Tensor:
+        if not callable(mean):
+            dtype = X.dtype if X.is_floating_point() else torch.get_default_dtype()
+            loc = torch.as_tensor(0.0 if mean is None else mean, dtype=dtype, device=X.device)
+            return loc.expand(X.shape[:1])
+        loc: Any = mean(X)
+        if loc.shape != X.shape[:1]:
+            raise ValueError(
+                f"GaussianProcess: mean(inputs) has shape {tuple(loc.shape)}, and must have "
+                f"{tuple(X.shape[:1])}: a number for each input."
+            )
+        return loc
 
     @property
     def covariance_matrix(self) -> Tensor:
@@ -197,15 +194,10 @@ class GaussianProcess(TorchDistribution):
                 cast(dict[str, Any], vars(p)).pop("unconstrained", None)
         return self.__dict__
 
-    def rest_covariance(self, design: Tensor) -> Tensor:
-        """k(X, X) + jitter I - A A' (N, N) for A (N, M): f given eps at other inputs."""
-        return self.covariance_matrix - design @ design.mT
-
 
 def with_jitter(matrix: Tensor, jitter: float) -> Tensor:
     """matrix + jitter I."""
-    size = matrix.shape[-1]
-    return matrix + jitter * torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+    return matrix + jitter * matrix.new_ones(matrix.shape[-1]).diag()
 
 
 def factor(matrix: Tensor, jitter: float) -> Tensor:
@@ -216,8 +208,7 @@ def factor(matrix: Tensor, jitter: float) -> Tensor:
         raise ValueError(
             f"GaussianProcess: a kernel matrix of {matrix.shape[-1]} inputs is not positive "
             f"definite in {str(matrix.dtype).removeprefix('torch.')} with jitter={jitter:g}. Raise "
-            "jitter (RBF in float32: 1e-4 of its variance and more), use float64, or look for a "
-            "NaN."
+            f"jitter (RBF in float32: 1e-4 of its variance), use float64, or look for a NaN."
         )
     if definite is None:
         root = torch.where(info == 0, root, torch.nan)

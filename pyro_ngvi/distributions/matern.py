@@ -9,9 +9,8 @@ its derivatives in units of lengthscale / sqrt(2 nu), so that a step depends on 
     A = exp(F x) = e^-x (I + N x + N^2 x^2 / 2),       N = F + I nilpotent,
     Q = variance int_0^x q b(u) b(u)' du,   b(u) = exp(F u) e_last,   q = 2, 4, 16/3.
 
-With z = 2 x, P_a(z) the regularised lower incomplete gamma function and P_a - P_{a+1} =
-z^a e^-z / a!, each entry of Q is one P_a and polynomials times e^-z: no entry is a difference of nearly
-equal numbers, however short the step (Q's first entry is of order x^(2 nu)).
+Each entry of Q is one regularised lower incomplete gamma function P_a(z), z = 2 x, and polynomials
+times e^-z: no entry is a difference of nearly equal numbers, however short the step.
 """
 
 from __future__ import annotations
@@ -43,9 +42,8 @@ def matern_state_space(
         nu: 0.5, 1.5 or 2.5; f has nu - 1/2 derivatives.
 
     Raises:
-        ValueError: for an unknown ``nu``, ``times`` of a wrong shape, a lengthscale or variance that
-            is not one number; with validation on also for times that are not strictly increasing, or a
-            lengthscale or variance that is not positive.
+        ValueError: for an unknown ``nu``, wrong shapes; with validation on also for times that do not
+            increase, or a lengthscale or variance that is not positive.
 
     Example:
         >>> import torch
@@ -72,10 +70,10 @@ def matern_state_space(
                 f"increasing{where}. Give data at one time one state."
             )
 
-    x = gaps * (math.sqrt(2.0 * nu) / lengthscale)
     order = round(nu + 0.5)
     stationary = torch.tensor(STATIONARY[order], dtype=times.dtype, device=times.device)
-    transition, noise = map(_matrices, _step(order, x))
+    entries = _step(order, gaps * (math.sqrt(2.0 * nu) / lengthscale))
+    transition, noise = (torch.stack([torch.stack(r, -1) for r in rows], -2) for rows in entries)
     chain = GaussianStateSpace(
         torch.zeros_like(stationary[0]),
         variance * stationary,
@@ -122,8 +120,3 @@ STATIONARY = {
     2: ((1.0, 0.0), (0.0, 1.0)),
     3: ((1.0, 0.0, -1.0 / 3.0), (0.0, 1.0 / 3.0, 0.0), (-1.0 / 3.0, 0.0, 1.0)),
 }
-
-
-def _matrices(rows: Rows) -> Tensor:
-    """(n, S, S) from entries (n,)."""
-    return torch.stack([torch.stack(row, -1) for row in rows], -2)

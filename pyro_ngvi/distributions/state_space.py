@@ -2,11 +2,10 @@ r"""Gauss-Markov chains (linear Gaussian state-space models), with all times at 
 
     s_1 ~ N(m, C),    s_{t+1} = A_t s_t + c_t + noise_t,    noise_t ~ N(0, Q_t),    t = 1..T-1.
 
-Log densities are sums over t of independent terms.  Draws and moments are scans: a round joins the
-steps of each pair (2i, 2i + 1) into one, solves the chain of the pairs, which gives the states at odd
-t, and steps once from there to even t (Blelloch 1990, "Prefix sums and their applications"; for
-Gaussian chains Sarkka & Garcia-Fernandez 2021).  Sums of positive semi-definite matrices only: nothing
-cancels.  O(T S^3) in log2(T) rounds.
+Draws and moments are scans: a round joins the steps of each pair into one, solves the chain of the
+pairs, which gives the states at odd t, and steps once from there to even t (Blelloch 1990, "Prefix sums
+and their applications"; for Gaussian chains Sarkka & Garcia-Fernandez 2021).  Sums of positive
+semi-definite matrices only: nothing cancels.  O(T S^3) in log2(T) rounds.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class GaussianStateSpace(TorchDistribution):
     """A Gauss-Markov chain s of T states in R^S; event shape (T, S).
 
     The parameters are those of one chain; :meth:`expand` makes independent copies, as a plate does.
-    NumPyro's distribution of this name has one step for all t and starts at noise_1; here every step
-    may have its own, and the first state has a law of its own.
+    Unlike in NumPyro's distribution of this name every step may have its own, and the first state has a
+    law of its own.
 
     Not for exactly singular C or Q_t, which have no density.  Nearly singular ones are fine if they are
     so along the axes of the state (smooth processes in small steps, integrated noise).
@@ -84,28 +83,26 @@ class GaussianStateSpace(TorchDistribution):
         # factored before it is expanded: once where all steps are the same
         C = _factor("initial", initial_covariance, initial_scale_tril, validate_args)
         Q = _factor("noise", noise_covariance, noise_scale_tril, validate_args)
-        per_step = {
-            "transition": (transition, (S, S)),
-            "noise": (Q, (S, S)),
-            "offset": (offset, (S,)),
+        parts = {
+            "initial_loc": (initial_loc, 1),
+            "initial covariance": (C, 2),
+            "transition": (transition, 2),
+            "noise covariance": (Q, 2),
+            "offset": (offset, 1),
         }
-        for x, shape in per_step.values():
-            if num_steps is None and x.dim() > len(shape):
+        for name, (x, rank) in parts.items():
+            if x.shape[-rank:] != (S,) * rank or x.dim() > rank + ("initial" not in name):
+                raise ValueError(
+                    f"GaussianStateSpace: {name} has shape {tuple(x.shape)}; for states of {S} numbers "
+                    f"it must be {(S,) * rank}. Copies of a chain are made by expand()."
+                )
+            if num_steps is None and x.dim() > rank:
                 num_steps = len(x) + 1
         if num_steps is None or num_steps < 1:
             raise ValueError(
                 "GaussianStateSpace: give the number of states, num_steps >= 1, or a transition, noise "
                 "or offset for each step."
             )
-        fixed = {"initial_loc": (initial_loc, (S,)), "initial covariance or factor": (C, (S, S))}
-        for name, (x, shape) in {**fixed, **per_step}.items():
-            each = (num_steps - 1, *shape)
-            if x.shape != shape and (name in fixed or x.shape != each):
-                wanted = str(shape) if name in fixed else f"{each}, or {shape} for all steps"
-                raise ValueError(
-                    f"GaussianStateSpace: {name} has shape {tuple(x.shape)}; for {num_steps} states of "
-                    f"{S} numbers it must be {wanted}. Copies of a chain are made by expand()."
-                )
         self.initial_loc, self.initial_scale_tril = initial_loc, C
         self.transition = transition.expand(num_steps - 1, S, S)
         self.noise_scale_tril = Q.expand(num_steps - 1, S, S)

@@ -1,12 +1,8 @@
-"""What every algebra of AutoSites does.
+"""What every algebra of AutoSites does: it turns what the sites say of the latent block into q.
 
-An algebra holds what the sites together say of the latent block (:class:`GaussianPotential`), in
-coordinates of its own, and turns it into q.  It sees the model through *views*: the structure at one
-call's arguments.
-
-    view = algebra.view(call)                       # prior and linear maps, at current hyperparameters
-    evidence = algebra.collect(view, sites)         # of the sites of the view's data
-    q = algebra.posterior(view, evidence)           # log_normalizer, proper, marginals of each group
+view = algebra.view(call)                       # prior and linear maps, at current hyperparameters
+evidence = algebra.collect(view, sites)         # of the sites of the view's data
+q = algebra.posterior(view, evidence)           # log_normalizer, proper, marginals of each group
 """
 
 from __future__ import annotations
@@ -106,8 +102,9 @@ class View:
     @property
     def tensors(self) -> list[Tensor]:
         """All that it is made of."""
-        made = [*self.maps.values(), *([] if self.prior is None else [self.prior])]
-        return [t for part in made for t in vars(part).values() if isinstance(t, Tensor)]
+        values = [v for m in self.maps.values() for v in vars(m).values()]
+        values += [] if self.prior is None else vars(self.prior).values()
+        return [t for t in values if isinstance(t, Tensor)]
 
     @property
     def learns(self) -> bool:
@@ -125,10 +122,7 @@ def apart(module: Any) -> Any:
 
 
 class Algebra(nn.Module):
-    """Evidence as buffers, so that it is saved and moved with the guide.
-
-    Subclasses give :meth:`view`, :meth:`posterior`, :meth:`sample` and :meth:`moments`.
-    """
+    """Evidence as buffers, in coordinates of its own, so that it is saved and moved with the guide."""
 
     constant: Tensor
     linear: Tensor
@@ -161,7 +155,7 @@ class Algebra(nn.Module):
         """The block at the arguments of a call."""
         raise NotImplementedError
 
-    def posterior(self, view: View | None, evidence: GaussianPotential) -> Any:
+    def posterior(self, view: Any, evidence: GaussianPotential) -> Any:
         """q for that evidence: ``log_normalizer``, and ``proper``, without which nothing else holds."""
         raise NotImplementedError
 
@@ -239,20 +233,14 @@ class Algebra(nn.Module):
         """The evidence after a ``change`` of the sites of a minibatch, which makes them ``sites``."""
         return self.evidence.plus(self.collect(view, change))
 
-    def white(self, view: View, evidence: GaussianPotential) -> GaussianPotential:
-        """Evidence in white coordinates, at the hyperparameters of the view."""
-        return evidence
-
     def marginals(self, view: View, q: Any) -> dict[str, Marginals]:
         """Those of all data of the view."""
         return {name: Marginals(*q.marginals(at), at.rest) for name, at in view.maps.items()}
 
     def get_extra_state(self) -> dict[str, Any]:
-        """For ``state_dict``, beside the buffers."""
         return {"running": self.running}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """What :meth:`get_extra_state` gave."""
         self.running = state["running"]
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:

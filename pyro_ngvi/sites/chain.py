@@ -108,8 +108,7 @@ class ChainAlgebra(Algebra):
             at.design.mT @ precision @ at.design,
         )
 
-    def posterior(self, view: View | None, evidence: GaussianPotential) -> ChainPosterior:
-        assert view is not None
+    def posterior(self, view: Any, evidence: GaussianPotential) -> ChainPosterior:
         e = evidence
         return chain_posterior(view.prior, e.linear, e.precision, e.constant)
 

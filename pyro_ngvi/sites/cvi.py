@@ -92,8 +92,8 @@ class SiteRule:
         share = step.share
         along = share * pairing(step.change, moments)
         if algebra.running:  # where more has changed than these sites
-            q, after = targets.posterior, algebra.white(targets.view, step.evidence)
-            along = q.expected(after.plus(q.evidence, -1.0))
+            q, after = targets.posterior, step.q or algebra.posterior(targets.view, step.evidence)
+            along = q.expected(after.evidence.plus(q.evidence, -1.0))
         kl = step.log_normalizer - before - along
         damped = back | (share < 1.0)
         state["count"] = state["count"] + 1.0

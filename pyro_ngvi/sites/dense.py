@@ -223,7 +223,7 @@ class DenseAlgebra(Algebra):
             moved = basis @ e.linear, basis @ e.precision @ basis.mT
             self.evidence = GaussianPotential(e.constant, *moved)
 
-    def posterior(self, view: View | None, evidence: GaussianPotential) -> WhitePosterior:
+    def posterior(self, view: Any, evidence: GaussianPotential) -> WhitePosterior:
         return WhitePosterior(evidence)
 
     def sample(self, call: BoundModel, name: str) -> dict[str, tuple[Tensor, Tensor]]:

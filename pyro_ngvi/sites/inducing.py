@@ -104,9 +104,6 @@ class InducingAlgebra(Algebra):
             inverse = torch.linalg.solve_triangular(root, one, upper=False)
             self.evidence, self.running = self.evidence.of(inverse, -inverse @ level), True
 
-    def white(self, view: View, evidence: GaussianPotential) -> GaussianPotential:
-        return evidence.of(*_values(view)) if self.running else evidence
-
     def after(
         self, view: View, change: SiteTensors, sites: SiteTensors, call: BoundModel
     ) -> GaussianPotential:
@@ -120,17 +117,12 @@ class InducingAlgebra(Algebra):
         away = self.collect(lasting, scaled).plus(replaced, -1.0)
         return replaced.plus(away, FORGOTTEN / max(weights.values()))
 
-    def posterior(self, view: View | None, evidence: GaussianPotential) -> WhitePosterior:
-        assert view is not None
-        return WhitePosterior(self.white(view, evidence))
-
-    def _posterior(self, processes: Mapping[str, Regression]) -> WhitePosterior:
-        """q at the hyperparameters as they are now."""
-        return self.posterior(View({}, processes=tuple(processes.values())), self.evidence)
+    def posterior(self, view: Any, evidence: GaussianPotential) -> WhitePosterior:
+        return WhitePosterior(evidence.of(*_values(view)) if self.running else evidence)
 
     def mean_and_sd(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         processes, M = self._regress(call), len(self.inducing)
-        q, found = self._posterior(processes), []
+        q, found = self.posterior(View({}, None, tuple(processes.values())), self.evidence), []
         for c, at in enumerate(processes.values()):
             # the rows of the first processes are 0, and those of the last are left out
             rows = nn.functional.pad(at.design, (c * M, 0)) if c else at.design
@@ -153,10 +145,13 @@ class InducingAlgebra(Algebra):
         last = self._drawn.get(marks)
         if last is not None:
             return last[1:]
-        q = self._posterior(found)
+        q = self.posterior(View({}, None, tuple(found.values())), self.evidence)
         design = torch.block_diag(*(r.design for r in found.values()))
         half = q.half(design)
-        rests = [fn.rest_covariance(found[n].design) for n, fn in call.block.items()]
+        rests = [
+            fn.covariance_matrix - found[n].design @ found[n].design.mT
+            for n, fn in call.block.items()
+        ]
         jitter = max(fn.jitter for fn in call.block.values())
         root = factor(torch.block_diag(*rests) + half.mT @ half, jitter)
         mean = design @ q.mean + torch.cat([r.offset for r in found.values()])

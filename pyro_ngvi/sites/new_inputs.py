@@ -145,8 +145,11 @@ class KnownInputs(nn.Module):
     def _map(self, name: str, fn: GaussianProcess) -> tuple[Regression, Tensor]:
         before = self._found.pop(name, (None, None))
         at = regress(fn, self.at(name), before[0])
-        root = before[1] if at is before[0] else None
-        found = at, factor(fn.rest_covariance(at.design), fn.jitter) if root is None else root
+        if at is before[0]:
+            root = before[1]
+        else:
+            root = factor(fn.covariance_matrix - at.design @ at.design.mT, fn.jitter)
+        found: Any = at, root
         if not at.learns:
             self._found[name] = found
         return found

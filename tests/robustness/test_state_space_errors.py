@@ -23,12 +23,12 @@ def chain(**changes: Any) -> GaussianStateSpace:
 
 WRONG = {
     "loc": ({"initial_loc": torch.zeros(3, 2)}, r"initial_loc has shape \(3, 2\).*expand\(\)"),
-    "initial": ({"initial_covariance": torch.eye(3)}, r"initial covariance .* has shape \(3, 3\)"),
-    "transition": ({"transition": torch.eye(3)}, r"transition has shape \(3, 3\).*\(3, 2, 2\)"),
-    "noise": ({"noise_covariance": torch.eye(3)}, r"noise has shape \(3, 3\).*\(3, 2, 2\)"),
-    "offset": ({"offset": torch.zeros(3, 3)}, r"offset has shape \(3, 3\).*\(3, 2\), or \(2,\)"),
-    "steps": ({"offset": torch.zeros(2, 2)}, r"offset has shape \(2, 2\); for 4 states"),
-    "num_steps": ({"num_steps": 3}, r"transition has shape \(3, 2, 2\); for 3 states"),
+    "initial": ({"initial_covariance": torch.eye(3)}, r"initial covariance has shape \(3, 3\)"),
+    "transition": ({"transition": torch.eye(3)}, r"transition has shape \(3, 3\).*\(2, 2\)"),
+    "noise": ({"noise_covariance": torch.eye(3)}, r"noise covariance has shape \(3, 3\).*\(2, 2\)"),
+    "offset": ({"offset": torch.zeros(3, 3)}, r"offset has shape \(3, 3\).*\(2,\)"),
+    "steps": ({"offset": torch.zeros(2, 2)}, r"The expanded size of the tensor \(3\)"),
+    "num_steps": ({"num_steps": 3}, r"The expanded size of the tensor \(2\)"),
     "no steps": ({"num_steps": 0}, "num_steps >= 1"),
     "unknown": (
         {"transition": torch.eye(2), "noise_covariance": torch.eye(2)},
@@ -46,7 +46,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG)
 def test_wrong_chain(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, torch.linalg.LinAlgError), match=message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
         chain(**changes)
 
 
