@@ -36,9 +36,8 @@ from .bound_model import BoundModel
 from .conditioned_model import ConditionedModel
 from .data import Indices, SiteData, SiteView, Snapshot, take_snapshot
 from .find import first_call
-from .influence import Influence, influence_of
 from .kept import LastStep, check_prior
-from .leave_one_out import SiteLOO, loo_of
+from .leave_one_out import Influence, SiteLOO, influence_of, loo_of
 from .structure import ModelStructure
 
 #: seed of the values that stand for latent sites of other guides while the structure is looked for
@@ -465,7 +464,7 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
     ) -> Influence:
         """How far the posterior moves when a datum, or a set of them, is left out, without refitting.
 
-        Equations: :mod:`pyro_ngvi.sites.cavity`.
+        Equations: :mod:`pyro_ngvi.sites.expectation`.
 
         Args:
             args: as for :meth:`loo`, with ``kwargs``.
