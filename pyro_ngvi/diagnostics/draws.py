@@ -217,8 +217,10 @@ def guide_draws(
     ``guide`` has its arguments bound.
 
     Raises:
-        ValueError: when an autoguide was never called.
+        ValueError: when an autoguide was never called, or no draw is asked for.
     """
+    if num_samples < 1:
+        raise ValueError(f"num_samples is {num_samples}; give at least 1.")
     if getattr(guide.func, "prototype_trace", guide) is None:
         raise ValueError(f"{type(guide.func).__name__} has never been called. Train it first.")
 

@@ -251,30 +251,33 @@ def _likelihoods(fitted: Fitted) -> list[str]:
     data = sites_of_kind(fitted.in_sum, "observed")
     observed = {name: fitted.sites[name] for name in sites_of_kind(fitted.sites, "observed")}
     whole = [n for n in data if n not in observed and not fitted.in_sum[n]["cond_indep_stack"]]
-    notes = []
     if whole:
-        notes += [
+        warnings.warn(
             f"The data {', '.join(map(repr, whole))} share an enumerated variable and have no "
             f"likelihood by example: log_likelihood leaves them out. A plate of independent series "
-            f"around them gives it their likelihoods."
-        ]
+            f"around them gives it their likelihoods.",
+            UserWarning,
+            stacklevel=3,
+        )
     for name, site in observed.items():
         if bool((torch.as_tensor(site["scale"]) != 1.0).any()):
-            notes += [
+            warnings.warn(
                 f"The observed site {name!r} stands under poutine.scale, so the posterior holds p^c, "
                 f"and log_likelihood is log p. az.loo and waic weigh draws by 1 / p and are wrong "
-                f"here; AutoSites.loo() is not. log_likelihood=False leaves the group out."
-            ]
+                f"here; AutoSites.loo() is not. log_likelihood=False leaves the group out.",
+                UserWarning,
+                stacklevel=3,
+            )
     plates = {frame.name for site in observed.values() for frame in site["cond_indep_stack"]}
     for name, site in fitted.sites.items():
         if site_kind(site) == "factor" and plates & {f.name for f in site["cond_indep_stack"]}:
-            notes += [
+            warnings.warn(
                 f"The pyro.factor {name!r} lies in a plate with data, and log_likelihood does not have "
                 f"it. Where it stands for a likelihood (of censored data, say) az.loo and waic are "
-                f"wrong: write it as an observed site."
-            ]
-    for note in notes:
-        warnings.warn(note, UserWarning, stacklevel=3)
+                f"wrong: write it as an observed site.",
+                UserWarning,
+                stacklevel=3,
+            )
     return [name for name in data if name not in whole]
 
 

@@ -51,7 +51,7 @@ from torch import Tensor
 
 from ..guides.reparam import normal_of
 from ._site_posterior import NoFactor, SitePosteriors
-from ._vectorized import over_rows
+from .weights import over_rows
 
 __all__ = ["LocalModel", "draws_for_data", "local_reparameterization"]
 

@@ -29,8 +29,8 @@ from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
-from ._vectorized import over_rows
 from .walsh_hadamard import check_input, check_size, normal_prior
+from .weights import over_rows
 
 __all__ = ["RandomFourierFeatures"]
 

@@ -296,7 +296,7 @@ CASES: dict[str, list[Callable[[str], None]]] = {
     'is the ridge of form="window"': [damping_without_a_window],
     "fisher must be an estimate": [no_estimate],
     "kernel must be a callable": [kernel],
-    "give the sd as a number, or a function that returns": [noise],
+    "give the sd as a positive number, or a function that returns": [noise],
 }
 
 
