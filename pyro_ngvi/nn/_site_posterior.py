@@ -74,8 +74,8 @@ class SitePosteriors:
         kind = type(self.guide).__name__
         if not known:
             raise RuntimeError(
-                f"The guide of {self.caller}, {kind}, was never called, though a guide gives the value "
-                f"of {name!r}. Hand the same guide to SVI."
+                f"The guide of {self.caller}, {kind}, was never called, though a guide gives the "
+                f"value of {name!r}. Hand the same guide to SVI."
             )
         raise ValueError(
             f"The guide of {self.caller}, {kind}, has no site {name!r}; it has "
@@ -86,8 +86,8 @@ class SitePosteriors:
         site, value = sites[name], sites[name]["value"]
         if biject_to(site["fn"].support)(value) is not value or site["cond_indep_stack"]:
             raise NoFactor(
-                f"The site {name!r} is constrained or in a plate; {self.caller} takes a real vector "
-                f"outside of plates."
+                f"The site {name!r} is constrained or in a plate; {self.caller} takes a real "
+                f"vector outside of plates."
             )
         if isinstance(guide, AutoNormal):
             return _normal(*(attrgetter(name)(part) for part in (guide.locs, guide.scales)))
@@ -106,9 +106,9 @@ class SitePosteriors:
         found = factor(q.family, q.params, own, alone=len(sites) == 1)
         if found is None:
             raise NoFactor(
-                f"{type(guide).__name__} correlates {name!r} with other sites, which draws of it alone "
-                f"would lose. Use pyro_ngvi.AutoMeanFieldNormal(model), or an AutoGuideList in which a "
-                f"guide has no other site."
+                f"{type(guide).__name__} correlates {name!r} with other sites, which draws of it "
+                f"alone would lose. Use pyro_ngvi.AutoMeanFieldNormal(model), or an AutoGuideList "
+                f"in which a guide has no other site."
             )
         return SitePosterior(*found, guide.sticking_the_landing)
 

@@ -161,7 +161,7 @@ class BayesianModule(nn.Module):
                 raise ValueError(
                     f'noise belongs to likelihood="normal"; here it is {likelihood!r}.'
                 )
-            noise = sd_or_function(noise, "noise", "its prior: lambda: dist.HalfNormal(1.0)")
+            noise = sd_or_function(noise, "noise", "lambda: dist.HalfNormal(1.0)")
         self.num_data, self.likelihood, self.noise = int(num_data), likelihood, noise
         self._called = getattr(likelihood, "__name__", str(likelihood))
         self.module = copy.deepcopy(module)
@@ -212,8 +212,8 @@ class BayesianModule(nn.Module):
             y = self.observed(fn, y)
             if num > self.num_data:
                 raise ValueError(
-                    f"The minibatch has {num} examples, but num_data is {self.num_data}: it must be "
-                    f"the size of the whole training set, len(dataset)."
+                    f"The minibatch has {num} examples, but num_data is {self.num_data}: it must "
+                    f"be the size of the whole training set, len(dataset)."
                 )
         if index is None:  # nobody but AutoSites asks
             index = torch.arange(num, device=output.device)
@@ -223,8 +223,8 @@ class BayesianModule(nn.Module):
             within = host_bool(((index >= 0) & (index < self.num_data)).all())
             if index.shape != (num,) or index.is_floating_point() or within is False:
                 raise ValueError(
-                    f"index is of shape {tuple(index.shape)} and dtype {index.dtype}; it must hold the "
-                    f"number, from 0 to {self.num_data - 1}, of each of the {num} examples."
+                    f"index is of shape {tuple(index.shape)} and dtype {index.dtype}; it must hold "
+                    f"the number, from 0 to {self.num_data - 1}, of each of the {num} examples."
                 )
         with pyro.plate("data", max(self.num_data, num), subsample=index):
             pyro.sample("y", fn, obs=y)
@@ -303,8 +303,8 @@ class BayesianModule(nn.Module):
         if fn.batch_shape[-1:] != (num,):
             raise ValueError(
                 f"The likelihood {self._called!r} makes of an output of shape "
-                f"{tuple(output.shape)} a distribution of batch shape {tuple(fn.batch_shape)}; that "
-                f"must be the number of examples, ({num},)."
+                f"{tuple(output.shape)} a distribution of batch shape {tuple(fn.batch_shape)}; "
+                f"that must be the number of examples, ({num},)."
             )
         return output, fn
 
@@ -337,9 +337,9 @@ class BayesianModule(nn.Module):
         if not one or not fits:
             raise ValueError(
                 f"The prior of the noise has batch shape {tuple(batch)} and event shape "
-                f"{tuple(event)}, an example outputs of shape {tuple(outputs)}. Return a scalar prior, "
-                f"or one sd for each output as one event: dist.HalfCauchy(torch.ones(3)).to_event(1) "
-                f"for (3,)."
+                f"{tuple(event)}, an example outputs of shape {tuple(outputs)}. Return a scalar "
+                f"prior, or one sd for each output as one event: "
+                f"dist.HalfCauchy(torch.ones(3)).to_event(1) for (3,)."
             )
         sd = over_rows(sd, len(event))
         split = sd.dim() - len(event)

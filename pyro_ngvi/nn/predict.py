@@ -95,8 +95,8 @@ def predict(
     """
     if not isinstance(model, BayesianModule):
         raise TypeError(
-            f"nn.predict takes a model made by bayesianize, got {type(model).__name__}. For another "
-            f"model use pyro_ngvi.predict."
+            f"nn.predict takes a model made by bayesianize, got {type(model).__name__}. For "
+            f"another model use pyro_ngvi.predict."
         )
     batches = _batches(x, y, batch_size)
     first = next(batches, None)
@@ -200,8 +200,8 @@ def _moments(fn: Any) -> tuple[Tensor, Tensor]:
         return fn.mean, fn.variance
     except NotImplementedError as error:
         raise ValueError(
-            f"The likelihood {type(base).__name__} has no mean or variance in closed form. Draw from "
-            f"it: pyro_ngvi.predict(model, guide, x)."
+            f"The likelihood {type(base).__name__} has no mean or variance in closed form. Draw "
+            f"from it: pyro_ngvi.predict(model, guide, x)."
         ) from error
 
 

@@ -55,22 +55,22 @@ REFUSED: list[tuple[tuple[type, ...], Callable[[Any], bool], str]] = [
     (
         (nn.Embedding, nn.EmbeddingBag),
         _other_gradient,
-        "has padding_idx, max_norm or scale_grad_by_freq, with which its gradients are not those of "
-        "the density. Leave them out (padding: multiply what is embedded by (tokens != i)"
+        "has padding_idx, max_norm or scale_grad_by_freq, with which its gradients are not those "
+        "of the density. Leave them out (padding: multiply what is embedded by (tokens != i)"
         ".unsqueeze(-1)), or freeze the weight by requires_grad_(False).",
     ),
     (
         (_BatchNorm,),
         lambda m: m.training or m.running_mean is None,
-        "is in training mode, or keeps no running statistics: it would normalise each example by the "
-        "others in its minibatch, and examples are to be independent. Call module.eval() if it keeps "
-        "them, or use GroupNorm or LayerNorm.",
+        "is in training mode, or keeps no running statistics: it would normalise each example by "
+        "the others in its minibatch, and examples are to be independent. Call module.eval() if it "
+        "keeps them, or use GroupNorm or LayerNorm.",
     ),
     (
         (_InstanceNorm,),
         lambda m: m.training and m.track_running_stats,
-        "is in training mode and updates its running statistics at every run. Call module.eval(), or "
-        "leave out track_running_stats.",
+        "is in training mode and updates its running statistics at every run. Call module.eval(), "
+        "or leave out track_running_stats.",
     ),
     (
         (_DropoutNd, nn.RReLU, nn.RNNBase, nn.MultiheadAttention),
@@ -99,9 +99,9 @@ def refuse_change(first: Any, second: Any) -> None:
         if host_bool(same) is not False:
             return
     raise ValueError(
-        "The module returns another output when it is run again, at the same weights and inputs: it "
-        "updates a buffer (spectral_norm in training mode), or draws random numbers (F.dropout). Call "
-        "module.eval(), if that stops it, or take that layer out."
+        "The module returns another output when it is run again, at the same weights and inputs: "
+        "it updates a buffer (spectral_norm in training mode), or draws random numbers "
+        "(F.dropout). Call module.eval(), if that stops it, or take that layer out."
     )
 
 
@@ -114,7 +114,7 @@ def refuse_other_than_pyro(function: str, returned: Any) -> None:
         )
 
 
-def sd_or_function(value: Any, what: str, function: str) -> Any:
+def sd_or_function(value: Any, what: str, example: str) -> Any:
     """A positive sd as a float, or the user's function that stands in its place."""
     if callable(value) and not isinstance(value, torch.distributions.Distribution):
         return value
@@ -122,7 +122,7 @@ def sd_or_function(value: Any, what: str, function: str) -> Any:
     if not number or not 0.0 < value < math.inf:
         raise ValueError(
             f"{what} is {value!r}; give the sd as a positive number, or a function that returns "
-            f"{function}."
+            f"one of pyro.distributions: {example}."
         )
     return float(value)
 
@@ -138,7 +138,7 @@ def choose_prior(prior: Prior | Mapping[str, Prior], name: str) -> Prior:
             )
         prior = found[0]
     cauchy = "lambda name, p: dist.Cauchy(p.new_tensor(0.0), p.new_tensor(1.0))"
-    return sd_or_function(prior, f"The prior of {name!r}", f"a distribution: {cauchy}")
+    return sd_or_function(prior, f"The prior of {name!r}", cauchy)
 
 
 def prior_from(function: Any, name: str, parameter: Tensor, sampled: Sampled) -> Any:
@@ -208,9 +208,9 @@ class _Hyperparameters(Messenger):
             return
         if self._inside:
             raise ValueError(
-                f"The prior function of {self.name!r} samples {msg['name']!r} in a plate of its own, "
-                f"which cannot be told from vectorised particles. Declare its dimensions as one "
-                f"event, .to_event(...), instead of the plate."
+                f"The prior function of {self.name!r} samples {msg['name']!r} in a plate of its "
+                f"own, which cannot be told from vectorised particles. Declare its dimensions as "
+                f"one event, .to_event(...), instead of the plate."
             )
         self.lead = torch.broadcast_shapes(self.lead, lead)
         ones = (1,) * (self.dims - event_dim)

@@ -80,7 +80,7 @@ def test_training_mode_that_is_switched_on_later() -> None:
         ({"prior": dist.Normal(0.0, 1.0)}, ValueError, "give the sd .* or a function"),
         ({"prior": {"*.bias": 1.0}}, ValueError, r"'weight'; its patterns are \['\*.bias'\]"),
         ({"noise": -1.0}, ValueError, "noise is -1.0"),
-        ({"noise": dist.HalfNormal(1.0)}, ValueError, "a function that returns its prior"),
+        ({"noise": dist.HalfNormal(1.0)}, ValueError, "a function that returns one of"),
     ],
 )
 def test_arguments_that_are_refused(arguments: Any, error: Any, message: str) -> None:
