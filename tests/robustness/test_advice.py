@@ -276,7 +276,7 @@ CASES: dict[str, list[Callable[[str], None]]] = {
     "is for latent sites that are matrices": [no_matrix],
     "want one for each tensor": [scheduled_by_pyro],
     "fisher must be an estimate": [no_estimate],
-    "give the sd as a number, or a function that returns": [noise],
+    "give the sd as a positive number, or a function that returns": [noise],
 }
 
 
