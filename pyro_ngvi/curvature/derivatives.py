@@ -37,7 +37,7 @@ Function = Callable[[Tensor], Tensor]
 
 @cache
 def _load_rules() -> None:
-    """The first use of forward mode compiles rules by torch.jit.script, which is deprecated."""
+    """Compiles rules by torch.jit.script, as the first use of forward mode does."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit.script")
         one = torch.ones((), device="cpu")
@@ -50,26 +50,17 @@ def jvp(f: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ..
     return torch.func.jvp(f, primals, tangents)
 
 
-def hessian(function: Function, t: Tensor) -> Tensor:
-    """The Hessian, by forward over reverse mode, ``CHUNK`` columns at a time."""
-
-    def column(e: Tensor) -> Tensor:
-        return jvp(grad(function), (t,), (e,))[1]
-
-    basis = torch.eye(len(t), dtype=t.dtype, device=t.device)
-    H = vmap(column, out_dims=-1, chunk_size=CHUNK, randomness="same")(basis)
-    return 0.5 * (H + H.mT)
-
-
-def hessian_diagonal(function: Function, t: Tensor) -> Tensor:
-    """The diagonal of the Hessian, in as many passes as it has columns."""
-
-    def entry(i: Tensor) -> Tensor:
-        e = (torch.arange(len(t), device=t.device) == i).to(t)
-        return (jvp(grad(function), (t,), (e,))[1] * e).sum()
-
+def hessian(function: Function, t: Tensor, diagonal: bool = False) -> Tensor:
+    """The Hessian, or its diagonal, by forward over reverse mode, ``CHUNK`` columns at a time."""
     indices = torch.arange(len(t), device=t.device)
-    return vmap(entry, chunk_size=CHUNK, randomness="same")(indices)
+
+    def column(i: Tensor) -> Tensor:
+        e = (indices == i).to(t)
+        product = jvp(grad(function), (t,), (e,))[1]
+        return (product * e).sum() if diagonal else product
+
+    H = vmap(column, out_dims=-1, chunk_size=CHUNK, randomness="same")(indices)
+    return H if diagonal else 0.5 * (H + H.mT)
 
 
 def hessian_product(function: Function, t: Tensor, v: Tensor) -> Tensor:
@@ -80,8 +71,7 @@ def hessian_product(function: Function, t: Tensor, v: Tensor) -> Tensor:
 def is_diagonal(function: Function, t: Tensor) -> bool:
     """Whether the Hessian is diagonal: for v that is zero in half of the entries, so is H v there.
 
-    Zero to the bit, as products with 0 are, whatever the units of the latents.  A pair of coupled
-    entries is missed by one half in two, by all of them once in 2^24.  It waits for the device.
+    Zero to the bit, whatever the units.  All halves miss a pair of coupled entries once in 2^24.
     """
     values = fixed_normal(len(t), seed=len(t)).to(t)
     halves = (fixed_normal(HALVES, len(t), seed=len(t) + 1) > 0.0).to(t)
@@ -110,9 +100,8 @@ def data_of(sites: Sites) -> tuple[Tensor, Tensor]:
         weights.append(scale_and_mask(_shown(site, plain), site["scale"], None).reshape(-1))
     if not log_probs:
         raise ValueError(
-            "Products of the gradients of single data need to know what a datum is, and no observed "
-            'site of the model lies in a plate. Put it in one (with pyro.plate("data", N): '
-            'pyro.sample("y", ..., obs=y)), or use curvature="hessian".'
+            "Gradients of single data: no observed site of the model lies in a plate. Put it in one, "
+            'with pyro.plate("data", N): pyro.sample("y", ..., obs=y), or use curvature="hessian".'
         )
     return torch.cat(log_probs), torch.cat(weights)
 
@@ -133,13 +122,7 @@ def _shown(site: Site, log_prob: Tensor) -> Tensor:
 def products(
     f: Function, theta: Tensor, weights: Tensor, form: str = "diagonal", budget: int = BUDGET
 ) -> Tensor:
-    """sum_i w_i J_i J_i' in a form.
-
-    >>> X, w = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1.0, 4.0])
-    >>> products(lambda t: X @ t, torch.zeros(2), w, "low_rank")
-    tensor([[1., 2.],
-            [6., 8.]])
-    """
+    """sum_i w_i J_i J_i' in a form."""
     n, d = len(weights), len(theta)
     room = budget // theta.element_size()
     columns, rows = max(1, room // max(1, 4 * n)), max(1, room // (3 * d + n))
@@ -178,7 +161,7 @@ def _by_columns(f: Function, theta: Tensor, w: Tensor, form: str, size: int) -> 
 
 
 def _by_rows(f: Function, theta: Tensor, w: Tensor, form: str, size: int) -> Tensor:
-    _, pullback = vjp(f, theta)
+    pullback: Any = vjp(f, theta)[1]
 
     def block(part: slice) -> Tensor:
         return vmap(lambda e: pullback(e)[0], randomness="same")(_basis(theta, len(w), part))

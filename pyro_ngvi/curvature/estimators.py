@@ -40,17 +40,8 @@ from ..families.base import Tensors
 from ..linalg.host import outside_autocast, own_random_state
 from ..probing.kinks import kinked_sites
 from ..runtime.density import LatentLayout, Sites, sum_log_prob
-from ..runtime.run import Minibatches, run_particles
-from .derivatives import (
-    BUDGET,
-    data_of,
-    hessian,
-    hessian_diagonal,
-    hessian_product,
-    is_datum,
-    is_diagonal,
-    products,
-)
+from ..runtime.run import run_particles
+from .derivatives import BUDGET, data_of, hessian, hessian_product, is_datum, is_diagonal, products
 from .taps.check import search
 from .taps.kronecker import kronecker
 from .taps.taps import LayerTaps
@@ -63,29 +54,21 @@ MOST_COLUMNS = 20_000
 
 @dataclass(frozen=True)
 class Curvature:
-    """What a loss leaves beside the gradients: the expected Hessian of -log p(y, z), in nats.
-
-    ``parts`` are those of :meth:`pyro_ngvi.families.Family.pull_curvature`; empty for "price".
-    """
+    """The expected Hessian of -log p(y, z), in nats, in the parts of ``Family.pull_curvature``."""
 
     kind: str
     parts: Tensors
 
 
 def leave_curvature(block: Any, curvature: Any) -> None:
-    """Leave on ``block`` what the loss has for its optimizer beside the gradients.
-
-    Raises:
-        RuntimeError: where nobody has taken what the call before left.
-    """
+    """Leave on ``block`` what the loss has for its optimizer; refused where nobody took the last."""
     if block.curvature is not None and curvature.kind != "price":  # which is in the gradients
         block.curvature = None
         kind = curvature.kind
         taker = {"sites": "CVI", "scores": "SPRING", "kronecker": "NoisyKFAC"}.get(kind, "NGVB")
         raise RuntimeError(
-            f"No optimizer took what the loss last left on {type(block).__name__} ({kind}): it would "
-            f"train wrongly or not at all. Take one step for each loss_and_grads, by an optimizer "
-            f"that uses it: pyro_ngvi.{taker}(guide)."
+            f"No optimizer took what the loss last left on {type(block).__name__} ({kind}). Take one "
+            f"step for each loss_and_grads, by an optimizer that uses it: pyro_ngvi.{taker}(guide)."
         )
     block.curvature = curvature
 
@@ -125,7 +108,7 @@ class Drawn:
         return run_particles(*given, minibatches=self.minibatches), log_det[0]
 
     def at_a_time(self, columns: int | None = None) -> int:
-        """How many draws are taken together; each holds ``columns`` gradients, by default d."""
+        """How many draws fit together, each with ``columns`` passes through the model, by default d."""
         return max(1, min(len(self.draws), COLUMNS // (columns or self.draws.shape[1])))
 
     def each(self, function: Callable[[Tensor], Tensor], columns: int | None = None) -> Tensor:
@@ -134,10 +117,7 @@ class Drawn:
         return vmap(function, chunk_size=chunk, randomness="same")(self.draws)
 
     def average(self, function: Callable[[Tensor], Tensor], columns: int | None = None) -> Tensor:
-        """The mean over the draws of ``function`` of one draw (d,).
-
-        ``columns`` is how many passes through the model one value holds at a time; by default d.
-        """
+        """The mean over the draws of ``function`` of one draw (d,); ``columns`` as above."""
         return self.each(function, columns).mean(0)
 
     def potential(self, t: Tensor) -> Tensor:
@@ -170,8 +150,7 @@ class Drawn:
     def curvature(self) -> Tensor:
         """The average Hessian of :meth:`potential`: (d, d) if the form is dense, else the diagonal."""
         self.warn_of_kinks(whole=True)
-        by = hessian if self.form == "dense" else hessian_diagonal
-        return self.average(lambda t: by(self.potential, t))
+        return self.average(lambda t: hessian(self.potential, t, self.form != "dense"))
 
     def rest_curvature(self) -> Tensor:
         """The average Hessian of :meth:`rest`: (d, d) if the form is dense, else the diagonal."""
@@ -188,7 +167,7 @@ class Drawn:
                 f"another), and its diagonal would take {d:,} passes through the model. Use "
                 "independent priors, or curvature='price' with pyro_ngvi.optim.IVON."
             )
-        return self.average(lambda t: hessian_diagonal(self.rest, t))
+        return self.average(lambda t: hessian(self.rest, t, diagonal=True))
 
     def rest_is_diagonal(self) -> bool:
         """Whether the Hessian of the rest is diagonal, probed once, around a draw."""
@@ -245,21 +224,18 @@ class Drawn:
                 self.rest_row_sums = product.mean(0).detach()
 
     @outside_autocast
-    def leave(
-        self, model: Callable[..., Any], minibatches: Minibatches, args: Any, kwargs: Any
-    ) -> None:
+    def leave(self, model: Any, minibatches: Any, args: Any, kwargs: Any) -> None:
         """Leave the curvature at the draws of this step on the guide."""
         self.model, self.minibatches, self.args, self.kwargs = model, minibatches, args, kwargs
-        parts = ESTIMATORS[self.kind](self)
+        kind, parts = self.kind if self.kind in KINDS else "hessian", ESTIMATORS[self.kind](self)
         self._forget()
-        leave_curvature(
-            self.guide, Curvature(self.kind if self.kind in KINDS else "hessian", parts)
-        )
+        leave_curvature(self.guide, Curvature(kind, parts))
 
     def _forget(self) -> None:
         self.draws = self.losses = self.rest_row_sums = torch.empty(0)
         self._theta = self._log_det = self._rest = torch.empty(0)
-        self.model = self.minibatches = self.args = self.kwargs = None
+        nothing: Any = None
+        self.model = self.minibatches = self.args = self.kwargs = nothing
 
 
 def gauss_newton(drawn: Drawn) -> Tensors:
@@ -292,19 +268,18 @@ def _completed(drawn: Drawn, squares: Tensors) -> Tensor:
 
 def _products(drawn: Drawn, entries: Tensor | None = None) -> Tensor:
     """The average over draws of sum_i s_i g_i g_i' in the form asked for, of some ``entries`` only."""
-    _, weights = drawn.data(drawn.draws[0])  # the same for all draws, as the minibatch is
-    columns = None if entries is None else len(entries)
-    budget = BUDGET // drawn.at_a_time(columns)
+    theta = drawn.draws
+    entries = torch.arange(theta.shape[1], device=theta.device) if entries is None else entries
+    _, weights = drawn.data(theta[0])  # the same for all draws, as the minibatch is
+    budget = BUDGET // drawn.at_a_time(len(entries))
 
     def of_one(t: Tensor) -> Tensor:
         def log_probs(part: Tensor) -> Tensor:
-            return drawn.data(part if entries is None else t.index_copy(0, entries, part))[0]
+            return drawn.data(t.index_copy(0, entries, part))[0]
 
-        return products(
-            log_probs, t if entries is None else t[entries], weights, drawn.form, budget
-        )
+        return products(log_probs, t[entries], weights, drawn.form, budget)
 
-    rows = drawn.each(of_one, columns)
+    rows = drawn.each(of_one, len(entries))
     return rows.flatten(0, 1) / len(rows) ** 0.5 if drawn.form == "low_rank" else rows.mean(0)
 
 
@@ -331,11 +306,10 @@ ESTIMATORS: dict[str, Callable[[Drawn], Tensors]] = {
     # scores of q at the draws give the Fisher matrix, their regression on these the natural gradient
     "scores": lambda drawn: {"draws": drawn.draws, "residuals": drawn.losses},
 }
-"""What ``BatchedELBO(curvature=...)`` may be: functions of :class:`Drawn` to parts by name.
+"""What ``BatchedELBO(curvature=...)`` may be; register one of your own by its name.
 
-Register one of your own by its name.  Its parts estimate the expected Hessian of -log p(y, z), as
-"dense" (d, d), as "diagonal" (d,), or as "rows" (n, d), which stand for their products, beside a
-"diagonal"; rules take it where they take "hessian".
+Its parts estimate the expected Hessian of -log p(y, z), as "dense" (d, d), as "diagonal" (d,), or as
+"rows" (n, d), which stand for their products, beside a "diagonal"; rules take it as "hessian".
 """
 
 #: those of this package, which rules know by name; any other counts as "hessian"
@@ -343,3 +317,29 @@ KINDS = tuple(ESTIMATORS)
 
 #: estimators that run the model no second time, so that it may run once for each particle
 READ_OFF = ("price", "scores")
+
+#: by the form of curvature that a family takes, the kinds that it does not
+_NO_USE = {
+    "diagonal": ("kronecker",),
+    "dense": ("kronecker", "squared_gradient"),
+    "low_rank": ("kronecker", "squared_gradient", "hessian"),
+}
+
+
+def check_takes_curvature(guide: Any, kind: str, ours: bool) -> None:
+    """At the first step: refuse a guide that a curvature would train wrongly or not at all."""
+    form = guide.family.curvature_form if ours else None
+    takes = kind not in _NO_USE[form] if form in _NO_USE else form == kind
+    if not ours or not (takes or kind == "scores"):
+        taker = "AutoMatrixNormal, for NoisyKFAC," if kind == "kronecker" else "AutoMeanFieldNormal"
+        raise ValueError(
+            f"{type(guide).__name__} has no use for BatchedELBO(curvature={kind!r}). Take {taker} "
+            f"itself (not within an AutoGuideList), or leave curvature out."
+        )
+    own = {id(p) for p in guide.natural_params().values()}
+    rest = [k for k, p in guide.named_parameters() if p.requires_grad and id(p) not in own]
+    if kind == "scores" and rest:
+        raise ValueError(
+            f'BatchedELBO(curvature="scores") would not train {", ".join(rest)}, which are not of '
+            f"the family of {type(guide).__name__}. Take pyro_ngvi.NGVB or pyro_ngvi.IFVB without it."
+        )

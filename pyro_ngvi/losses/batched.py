@@ -1,10 +1,8 @@
 """An ELBO whose particles run together under ``torch.func.vmap``.
 
     ELBO = E_q[log p(y, z) - log q(z)]  ~  1/S sum_s [log p(y, z_s) - log q(z_s)],
-    z_s = g(noise_s; parameters),
 
-the fully reparameterised estimator of ``pyro.infer.Trace_ELBO`` (Kingma & Welling 2014; Kucukelbir
-et al. 2017), particle for particle.
+z_s reparameterised, as in ``pyro.infer.Trace_ELBO`` (Kingma & Welling 2014), particle for particle.
 """
 
 from collections.abc import Callable
@@ -22,23 +20,15 @@ from pyro.poutine.trace_struct import Trace
 from pyro.util import warn_if_nan
 from torch import Tensor
 
-from ..curvature.estimators import ESTIMATORS, READ_OFF, Drawn
+from ..curvature.estimators import ESTIMATORS, READ_OFF, Drawn, check_takes_curvature
 from ..guides.base import AutoFamily
 from ..linalg.host import outside_autocast, own_random_state
 from ..optim.host import find_blocks
-from ..runtime import checks, density
+from ..runtime import checks, density, run
 from ..runtime.density import LatentLayout, Sites, site_log_prob, sum_log_prob
-from ..runtime.run import (
-    CannotBatch,
-    Conditioned,
-    Minibatches,
-    run_both,
-    run_particles,
-    run_plainly,
-)
+from ..runtime.run import CannotBatch, Conditioned, Minibatches
 from ..runtime.store import whole_gradients
 from ..runtime.summed_out import summed_out
-from .takes_curvature import check_takes_curvature
 from .without_vmap import WithoutVmap
 
 Program = Callable[..., Any]
@@ -57,25 +47,23 @@ class BatchedELBO(ELBO):
     Do not use it with a guide whose draws are not reparameterised (discrete ones above all):
     ``Trace_ELBO`` is for these. ``pyro.poutine`` handlers around ``SVI.step`` act as usual.
 
-    The first call for a pair of model and guide also runs both once without ``vmap``: it creates
-    their parameters, validates the data against the supports, and leaves the random state alone.
-    Later data are checked on a CPU only, and only against supports that do not depend on latent sites
-    (elsewhere it would have to wait for the answer); NaN is not refused there, nor what a mask hides.
+    The first call for a pair of model and guide also runs both once without ``vmap``: it creates their
+    parameters and validates the data. Later data are checked on a CPU only, and only against supports
+    that do not depend on latent sites; NaN is not refused there, nor what a mask hides.
 
     Args:
         num_particles: S, the number of draws of the guide.
-        curvature: what ``loss_and_grads`` leaves on a guide of ours for its optimizer, beside the
-            gradients; see :mod:`pyro_ngvi.curvature.estimators`. "hessian": the expected Hessian of
-            -log p(y, z); "gauss_newton": products of the gradients of single data, with the Hessian
-            of the prior (both wrong, with a warning, where gradients jump: Laplace distributions, and
-            for "hessian" ReLU); "squared_gradient": squares of the gradient of the minibatch, as
-            Adam has them; "price": none, the gradients of the scales carry it; "kronecker": the
-            factors of each layer, for ``AutoMatrixNormal`` and ``NoisyKFAC``; "scores": the draws
-            and log q - log p at each, for ``SPRING``, and no gradients. Further names are those
-            registered in :data:`pyro_ngvi.curvature.ESTIMATORS`. Call the loss once a step.
-        kl_weight: tau, a weight on the KL term: the loss becomes that of the tempered
-            posterior, prior x likelihood^(1 / tau), where a ``pyro.factor`` counts as prior. An
-            attribute too, so that a loop can let it grow to 1 (a warm-up).
+        curvature: what ``loss_and_grads``, called once a step, leaves on a guide of ours for its
+            optimizer; see :mod:`pyro_ngvi.curvature.estimators`. "hessian": the expected Hessian of
+            -log p(y, z); "gauss_newton": products of the gradients of single data, with the Hessian of
+            the prior (both wrong, with a warning, where gradients jump: Laplace distributions, and for
+            "hessian" ReLU); "squared_gradient": squares of the gradient of the minibatch; "price":
+            none, the gradients of the scales carry it; "kronecker": factors of each layer, for
+            ``AutoMatrixNormal`` and ``NoisyKFAC``; "scores": the draws and log q - log p at each, for
+            ``SPRING``, and no gradients; or a name in :data:`pyro_ngvi.curvature.ESTIMATORS`.
+        kl_weight: tau, a weight on the KL term: the loss becomes that of the tempered posterior,
+            prior x likelihood^(1 / tau), where a ``pyro.factor`` counts as prior. An attribute too, so
+            that a loop can let it grow to 1 (a warm-up).
         chunk_size: run at most that many particles of the model at a time, to bound memory.
         retain_graph: passed to ``backward``.
 
@@ -180,7 +168,7 @@ class BatchedELBO(ELBO):
         self._minibatches.redraw()
         joint, shared = _is_joint(guide), {}
         if kind is not None and (self._drawn is None or self._drawn.kind != kind):
-            check_takes_curvature(guide, kind, joint)
+            check_takes_curvature(guide, kind, joint and isinstance(guide, AutoFamily))
         if joint:
             values, log_q, drawn = self._draw_jointly(guide, args, kwargs, kind)
         else:
@@ -214,7 +202,7 @@ class BatchedELBO(ELBO):
             if other.program is program:
                 return other(*given, **common)
         try:
-            return run_particles(program, *given, **common, **how)
+            return run.run_particles(program, *given, **common, **how)
         except CannotBatch as error:
             if not loops or isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise
@@ -298,12 +286,12 @@ class BatchedELBO(ELBO):
             )
         minibatches = self._minibatches = Minibatches()
         with own_random_state(), poutine.block(), torch.no_grad():
-            of_guide, of_model = run_both(model, guide, args, kwargs, minibatches)
+            of_guide, of_model = run.run_both(model, guide, args, kwargs, minibatches)
             guide_sites, drawn, sites = of_guide.sites, of_model.values, of_model.sites
             checks.check_guide(guide_sites)
             self._model = summed_out(model, sites, drawn)
             if self._model is not model:
-                sites = run_plainly(self._model, drawn, args, kwargs, minibatches)
+                sites = run.run_plainly(self._model, drawn, args, kwargs, minibatches)
             self._helpers = {n for n, site in guide_sites.items() if density.is_auxiliary(site)}
             own = {name for name, site in guide_sites.items() if not site["is_observed"]}
             density.check_guide_of_this_model(own - self._helpers, sites)

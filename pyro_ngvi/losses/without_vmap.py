@@ -17,9 +17,9 @@ from ..runtime.run import CannotBatch, Conditioned, at_particle, look, run_in_lo
 class WithoutVmap:
     """Runs one program as ``run_particles`` does, in another way.
 
-    A model whose runs in a plate of particles agree with plain ones, at the first draws, runs in the
-    plate.  It may be written for a single draw and broadcast wrongly at others, so each step compares
-    one of its particles with a plain run, in turn; where it differs the loop takes over for good.
+    A model that agrees with plain runs at the first draws runs in a plate of particles.  It may
+    broadcast wrongly at others, so each step compares one of its particles with a plain run, in turn;
+    where it differs the loop takes over for good.
     """
 
     def __init__(self, program: Callable[..., Any]) -> None:
@@ -36,9 +36,8 @@ class WithoutVmap:
         # two runs a step are what the loop takes too
         if isinstance(result, Tensor) and result.shape == (S,) and S > 2:
             try:
-                sites = look(
-                    self.program, at_particle(0, values, how["shared"]), *call, how["minibatches"]
-                )
+                at = at_particle(0, values, how["shared"])
+                sites = look(self.program, at, *call, minibatches=how["minibatches"])
                 self._dim = free_dim(sites)
                 self._gaps = {n: -1 - self._dim - len(sites[n]["fn"].batch_shape) for n in values}
                 with torch.no_grad():
@@ -71,7 +70,7 @@ class WithoutVmap:
                 total = None
             if total is not None:
                 at = at_particle(self._turn, values, how["shared"])
-                alone = reduce(look(self.program, at, *call, how["minibatches"]))
+                alone = reduce(look(self.program, at, *call, minibatches=how["minibatches"]))
                 if _alike(total[self._turn].detach(), alone):
                     return total
             self._dim = None
@@ -82,14 +81,12 @@ class WithoutVmap:
             return run_in_loop(self.program, *given, **how)
 
     def _in_plate(
-        self, values: Any, S: int, args: Any, kwargs: Any, minibatches: Any, shared: Any
+        self, values: Any, S: int, args: Any, kwargs: Any, *, minibatches: Any, shared: Any
     ) -> Tensor:
         """log p (S,); fails in any way where the model does not run so."""
         assert self._dim is not None
-        at = {
-            name: value.reshape(S, *[1] * self._gaps[name], *value.shape[1:])
-            for name, value in values.items()
-        }
+        gaps = self._gaps
+        at = {k: v.reshape(S, *[1] * gaps[k], *v.shape[1:]) for k, v in values.items()}
         handler = Conditioned(at | dict(shared or {}), minibatches)
         with pyro.validation_enabled(False), handler, pyro.plate("_particles", S, dim=self._dim):
             self.program(*args, **kwargs)

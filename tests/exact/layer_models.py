@@ -51,7 +51,7 @@ def taps_of(
 ) -> LayerTaps:
     """Taps behind the layers of all latent sites, checked at the first particle."""
     taps = LayerTaps(model, values, budget)
-    check_taps(taps, values, args=args, minibatches=minibatches)
+    check_taps(taps, values, {}, args, {}, minibatches or Minibatches())
     return taps
 
 

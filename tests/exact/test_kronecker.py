@@ -131,7 +131,9 @@ def test_a_first_minibatch_of_one_decides_nothing() -> None:
     guide = AutoMatrixNormal(mixing)
     loss = BatchedELBO(2, curvature="kronecker")
     leave(guide, loss, mixing, x[:1], y[:1])
-    with pytest.raises(ValueError, match=r"one linear layer over independent data.*'w' is not"):
+    with pytest.raises(
+        ValueError, match=r"one linear layer that meets independent data.*'w' is not"
+    ):
         leave(guide, loss, mixing, x, y)
 
 
@@ -257,7 +259,7 @@ def test_taps_on_meta() -> None:
     shapes = {"w": (2, HIDDEN, WIDTH), "v": (2, HIDDEN, OUT)}
     values = {k: torch.empty(s, device="meta", requires_grad=True) for k, s in shapes.items()}
     taps = KroneckerTaps(model, values)
-    check_taps(taps, values)
+    check_taps(taps, values, {}, (), {}, Minibatches())
     assert taps.fits("w") and taps.fits("v")
 
     def log_p(sites: Any) -> Tensor:

@@ -8,15 +8,15 @@ G(v) the output gradients of a layer for sum_i v_i t_i at a generic v,
    use is not seen (W**2);
 3. the other terms of the log joint have no gradient in any of these outputs.
 
-1 and 2 at a generic point hold, for models that are not made to deceive, at every point.  Differences
-are relative to the datum's own largest gradient in 1, where a mean over N data moves each by 1 / N, and
-to the entry's own sum of absolute terms in 2.  Where nothing has a gradient, nothing was checked.
+What holds at a generic point does so at every point, for models that are not made to deceive.
+Differences are relative to the datum's own largest gradient in 1, where a mean over N data moves each
+by 1 / N, and to the entry's own sum of absolute terms in 2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pyro
 import torch
@@ -27,35 +27,31 @@ from ...linalg.host import own_random_state
 from ...runtime.density import Sites, site_log_prob, with_density
 from ...runtime.run import Minibatches, run_plainly
 from ..derivatives import is_datum
-from .taps import LayerTaps, Run
+from .taps import LayerTaps, Run, part
 
 if TYPE_CHECKING:
     from ..estimators import Drawn
 
 UNCOVERED = (
-    "The layers that are seen do not explain its gradients of single data: its support is "
-    "constrained, it acts in other ways too, data mix after a layer, or the data are not one observed "
-    "site in a plate, with one scale."
+    "Its gradients of single data do not follow from the layers that are seen: it is constrained or "
+    "acts in other ways, data mix, or they are not one observed site in a plate, with one scale."
 )
-
-Taps = TypeVar("Taps", bound=LayerTaps)
 
 
 def search(drawn: Drawn) -> None:
     """After the first step of "gauss_newton": taps for later ones, and why a site has none."""
     names = list(drawn.layout.unconstrained_shapes)
-    drawn.searched = True
     if not drawn.rest_is_diagonal():
         drawn.reasons = dict.fromkeys(names, "The Hessian of the log prior is not diagonal.")
+        drawn.searched = True
         return
     taps = taps_behind(drawn, LayerTaps, names)
     drawn.reasons = {name: UNCOVERED for name in names if name not in taps.sites}
     drawn.searched = not taps.undecided  # or the next step tries again
-    if taps.sites and not taps.undecided:
-        drawn.taps = taps
+    drawn.taps = taps if taps.sites and drawn.searched else None
 
 
-def taps_behind(drawn: Drawn, make: type[Taps], names: Iterable[str]) -> Taps:
+def taps_behind(drawn: Drawn, make: Any, names: Iterable[str]) -> Any:
     """Checked taps behind the layers of those sites whose values are entries of theta themselves."""
     parts = drawn.layout.unconstrained(drawn.draws)
     free = [name for name, transform, x in parts if transform(x) is x and name in names]
@@ -67,35 +63,28 @@ def taps_behind(drawn: Drawn, make: type[Taps], names: Iterable[str]) -> Taps:
 
 
 def check_taps(
-    taps: LayerTaps,
-    values: Mapping[str, Tensor],
-    shared: Mapping[str, Tensor] | None = None,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    minibatches: Minibatches | None = None,
+    taps: LayerTaps, values: Any, shared: Any, args: Any, kwargs: Any, minibatches: Minibatches
 ) -> None:
     """Run the model of ``taps`` once, at the first of ``values`` (S, ...), and fill in what it covers.
 
-    It waits for the device, and leaves the random state alone.  On the meta device, without numbers,
-    only shapes are checked.
+    It waits for the device, but on the meta device, where only shapes are checked.
     """
     at = {name: values[name][0].detach() for name in taps.twins}
     at = {name: x.requires_grad_(x.is_floating_point()) for name, x in at.items()}
-    run, batches = Run(taps, check=True), Minibatches() if minibatches is None else minibatches
+    run = Run(taps, check=True)
     with torch.enable_grad(), own_random_state(), poutine.block(), pyro.validation_enabled(False):
-        with run.watching():
-            sites = run_plainly(taps.model, {**at, **(shared or {})}, args, kwargs or {}, batches)
+        sites = run.of(run_plainly, taps.model, at | shared, args, kwargs, minibatches)
         check = _Check(taps, run, sites, at)
         taps.sites = tuple(filter(check.is_covered, at if check.examples is not None else ()))
     taps.twins = {name: taps.twins[name] for name in taps.sites}
-    taps.expected = [use for use in run.uses if use.site in taps.sites], list(run.scales)
+    taps.expected = [use for use in run.uses if use.site in taps.sites], list(run.observed)
     for name in taps.sites:
-        views = [use.view for use in run.uses if use.site == name]
+        places = [use.place for use in run.uses if use.site == name]
         times = torch.zeros(taps.twins[name].numel(), device="cpu")
-        for view in views:
-            view.of(times).add_(1.0)
+        for where in places:
+            part(times, where).add_(1.0)
         if bool((times > 1.0).any()):
-            taps.tied[name] = len(views)
+            taps.tied[name] = len(places)
     taps.clear()
 
 
@@ -109,7 +98,7 @@ class _Check:
         if len(observed) != 1:
             return
         taps.observed, taps.runs, run.as_checked = observed[0], [run], True
-        if taps.factor(1) is None:
+        if not taps.factor(1):
             return
         terms = {name: site_log_prob(site)[1] for name, site in with_density(sites).items()}
         term = terms.pop(taps.observed)
@@ -149,27 +138,25 @@ class _Check:
                 continue
             if out.shape[:dims] != self.examples:
                 return False
-            used = True
-            if value.is_meta:
-                continue
-            expected, other = self._weigh(self.plain[k]), self.others[k]
+            used, expected, other = True, self._weigh(self.plain[k]), self.others[k]
             largest = expected.abs().unsqueeze(-1).flatten(dims).amax(-1)
             largest = largest.view(*largest.shape, *(1,) * (g.dim() - dims))
-            if not _close(g, expected, 1e4 * largest) or (other is not None and other.any()):
+            none = 0.0 * largest
+            if not _close(g, expected, 1e4 * largest):
+                return False
+            if other is not None and not _close(other, none, none):
                 return False
             x, g = self.taps.rows(use, None if x is None else x.detach()[None], g[None])
-            use.view.of(total).add_(use.layer.sum(x, g, self.taps.budget))
+            part(total, use.place).add_(use.layer.sum(x, g, self.taps.budget))
             x = x.abs() if x is not None and x.is_floating_point() else x
-            use.view.of(size).add_(use.layer.sum(x, g.abs(), self.taps.budget))
-        if value.is_meta or not uses:
-            return bool(uses)
+            part(size, use.place).add_(use.layer.sum(x, g.abs(), self.taps.budget))
         gradient = self.in_sites.get(name)
         gradient = torch.zeros_like(total) if gradient is None else gradient.flatten()
-        if used and not (size.any() or gradient.any()):
+        if used and not value.is_meta and not (size.any() or gradient.any()):
             self.taps.undecided = True
-        return _close(total, gradient, 1e3 * size)
+        return bool(uses) and _close(total, gradient, 1e3 * size)
 
 
 def _close(x: Tensor, y: Tensor, size: Tensor) -> bool:
     """Whether x is y up to roundings of ``size``; no where anything is not finite."""
-    return bool(((x - y).abs() <= torch.finfo(y.dtype).eps * size).all())
+    return x.is_meta or bool(((x - y).abs() <= torch.finfo(y.dtype).eps * size).all())

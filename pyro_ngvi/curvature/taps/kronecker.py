@@ -5,13 +5,11 @@ For a layer with inputs x_i and outputs W x_i, over data i and draws s,
     A = mean_is x_i x_i',    S = mean_s sum_i scale_i g_i g_i',    g_i = d log p(y_i) / d(W x_i),
 
 approximate the Gauss-Newton matrix of vec W (row by row) by S kron A (Martens & Grosse 2015,
-arXiv:1503.05671).  The y_i are those observed: products of the gradients of single data, as in
-"gauss_newton", and not of labels drawn from the model.  A minibatch stands for all data, with its mean
-in A and its sum times the scale in S: unbiased, both.
+arXiv:1503.05671).  The y_i are those observed, not labels drawn from the model.  A minibatch stands for
+all data, with its mean in A and its sum times the scale in S: unbiased, both.
 
 By site W (n, m) this leaves "kron_rows.W" (n, n) and "kron_columns.W" (m, m), and as "prior" (d,) the
-diagonal of the Hessian of -rest.  Other sites, such as biases and scales, need nothing: their gradients
-are enough.  Not for a weight that one datum meets several times (sequences, recurrence): refused here.
+diagonal of the Hessian of -rest.  For other sites, such as biases, their gradients are enough.
 """
 
 from __future__ import annotations
@@ -21,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...runtime.pyro_adapter import masks_of
 from ...runtime.run import run_particles
 from .check import taps_behind
 from .layers import Linear
-from .taps import LayerTaps, Run, Use, View
+from .taps import LayerTaps, Run, Use, place
 
 if TYPE_CHECKING:
     from ..estimators import Drawn
@@ -38,7 +37,7 @@ class KroneckerTaps(LayerTaps):
         uses = [use for use in self.expected[0] if use.site == name]
         if len(uses) != 1 or not isinstance(uses[0].layer, Linear):
             return False
-        whole = uses[0].view in (View.like(self.twins[name]), View.like(self.twins[name].mT))
+        whole = uses[0].place in (place(self.twins[name]), place(self.twins[name].mT))
         return whole and uses[0].out_dim == self.data_dims + 1
 
     def clear(self) -> None:
@@ -51,23 +50,19 @@ class KroneckerTaps(LayerTaps):
         S, n = g.shape[:2]
         a, b = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
         new = a.mT @ a * (S // len(x)), b.mT @ b, S * n  # all particles may see one input
-        past = self._sums.get(use.site)  # of other particles
-        self._sums[use.site] = (
-            new if past is None else [p + q for p, q in zip(past, new, strict=True)]
-        )
+        past = self._sums.get(use.site, (0, 0, 0))  # of other particles
+        self._sums[use.site] = [p + q for p, q in zip(past, new, strict=True)]
 
     def factors(self, num_particles: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """Take by site the factors of its rows (n, n) and columns (m, m), after one ``backward``.
+        """By site the factors of its rows and columns, after a backward pass of an average over S.
 
-        For F.linear(x, W) these are S and A, for x @ W they are A and S.  The loss is the average over
-        so many particles.
+        For F.linear(x, W) these are S and A, for x @ W they are A and S.
         """
-        factor = self.factor(num_particles)
-        if factor is None or self.observed in self.runs[-1].masked:
+        factor, site = self.factor(num_particles), self.runs[-1].observed.get(self.observed)
+        if not factor or any(mask is not True for mask, _ in masks_of(site)):
             raise ValueError(
-                'BatchedELBO(curvature="kronecker") needs the layers of its first step at every '
-                f"step, and at {self.observed!r} one scale and no mask, whose hidden data have inputs "
-                "all the same. Leave such data out."
+                'BatchedELBO(curvature="kronecker") needs the layers of its first step at each step, '
+                f"and at {self.observed!r} one scale and no mask: leave hidden data out."
             )
         result = {}
         for use in self.expected[0]:
@@ -79,17 +74,14 @@ class KroneckerTaps(LayerTaps):
             else:  # the loss does not depend on this layer
                 sizes = reversed(use.layer.shape) if transposed else use.layer.shape
                 pair = tuple(like.new_zeros(n, n) for n in sizes)
-            as_stored = use.view == View.like(self.twins[use.site])
+            as_stored = use.place == place(self.twins[use.site])
             result[use.site] = pair if as_stored != transposed else (pair[1], pair[0])
         self.clear()
         return result
 
 
 def kronecker(drawn: Drawn) -> dict[str, Tensor]:
-    """The factors of every matrix of the guide, and the diagonal of the rest's Hessian.
-
-    The first step finds the layers, checks them, and is then run again with taps.
-    """
+    """The parts; the first step finds the layers, checks them, and is then run again with taps."""
     drawn.warn_of_kinks()
     diagonal, decided, taps = drawn.rest_is_diagonal(), True, drawn.taps
     if taps is None:
@@ -113,9 +105,9 @@ def _layers_of_matrices(drawn: Drawn) -> KroneckerTaps:
     unfit = [name for name in drawn.guide.matrices if not taps.fits(name)]
     if unfit:
         raise ValueError(
-            'BatchedELBO(curvature="kronecker") needs each matrix of the guide to be, unconstrained '
-            "and whole, the weight of one linear layer over independent data in a plate, once a "
-            f"datum. {', '.join(map(repr, unfit))} is not: take pyro_ngvi.NGVB without it."
+            'BatchedELBO(curvature="kronecker") needs each matrix, unconstrained and whole, to be the '
+            f"weight of one linear layer that meets independent data in a plate once. "
+            f"{', '.join(map(repr, unfit))} is not: take pyro_ngvi.NGVB without it."
         )
     return taps
 

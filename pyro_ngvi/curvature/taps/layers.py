@@ -6,10 +6,9 @@ uses its weight at several places: the positions of a convolution, tokens), the 
     sum_t g_t a_t',      and what is wanted is      h = sum_n (sum_t g_nt a_nt')^2   (o, i).
 
 T = 1:  h = (G^2)' (A^2), one matrix product (Goodfellow 2015, arXiv:1510.01799).
-T > 1:  the sum over t comes before the square, so gradients of single data are formed, for as many at
-        a time as ``budget`` bytes allow.
+T > 1:  gradients of single data are formed, for as many at a time as ``budget`` bytes allow.
 
-Shapes: S particles, n data.  g is (S, n, ...), and the input x is (S, n, ...) or, where all particles
+With S particles and n data, g is (S, n, ...), and the input x is (S, n, ...) or, where all particles
 see one, (1, n, ...).  Results have the shape of the weight, summed over S and n.
 """
 
@@ -26,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vjp, vmap
 
-Pair = tuple[Tensor | None, Tensor]
-"""The input of a layer, where its gradient depends on that, and the gradient of its output."""
+#: the input of a layer, if it matters, and its output's gradient
+Pair = tuple[Any, Tensor]
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,7 @@ class Embedding(Layer):
 
 @dataclass(frozen=True)
 class Generic(Layer):
-    """Any other ``function`` of x and weight that is linear in each: one vjp for each row."""
+    """Any other ``function`` that is linear in x and in its weight: one vjp for each row."""
 
     function: Callable[..., Tensor]
     settings: dict[str, Any]
@@ -211,20 +210,16 @@ class Generic(Layer):
         return vmap(gradient)(g, x)
 
 
-Call = tuple[Tensor, Layer, Tensor | None]
-"""A weight, its layer, and the input that its gradient depends on."""
-
+#: a weight, its layer, and the input if it matters
+Call = tuple[Tensor, Layer, Any]
+#: finds those of ``weights`` among the arguments of a torch call
 Find = Callable[..., Iterator[Call]]
-"""Finds the calls with one of ``weights`` in the arguments of a torch call."""
 
 
 def _layer(
     make: Callable[..., Layer | None] | None, names: str, places: int | None = 0, norm: Any = None
 ) -> Find:
-    """A layer of ``input`` and ``weight``, which may add a bias; ``make`` takes what else there is.
-
-    ``norm``: a normalisation, x weight + bias, x its result without the two.
-    """
+    """A layer made of the weight's shape and other settings, or a normalisation; it may add a bias."""
     order = names.split()
 
     def find(weights: Container[Any], *args: Any, **kwargs: Any) -> Iterator[Call]:
@@ -235,7 +230,7 @@ def _layer(
         k = given["input"].dim() - 2 if places is None else places
         if weight in weights:
             x, shape = given.pop("input"), tuple(weight.shape)
-            if make is None:
+            if make is None:  # the result without weight and bias is scaled
                 yield weight, Scale(shape, k), norm(x.detach(), **given)
             elif (layer := make(shape, **given)) is not None:
                 yield weight, layer, x
@@ -289,22 +284,16 @@ def _product(shape: tuple[int, ...], **_: Any) -> Linear | None:
     return Linear(shape, transposed=True) if len(shape) <= 2 else None
 
 
-def _by_entries(make: type[Add]) -> Find:
-    """A sum, or a product with ``make=Scale``."""
+def _add(weights: Container[Any], input: Any, other: Any, *, alpha: Any = 1) -> Iterator[Call]:
+    if alpha == 1:
+        yield from ((b, Add(tuple(b.shape)), None) for b in (input, other) if b in weights)
 
-    def find(
-        weights: Container[Any], input: Any, other: Any, *, alpha: Any = 1, **_: Any
-    ) -> Iterator[Call]:
-        if not isinstance(input, Tensor) or not isinstance(other, Tensor) or alpha != 1:
-            return
-        for w, x in ((input, other), (other, input)):
-            if w in weights and make is Add:
-                yield w, Add(tuple(w.shape)), None
-            elif w in weights and x not in weights:
-                shape = torch.broadcast_shapes(x.shape, w.shape)
-                yield w, Scale(tuple(w.shape)), x.expand(shape)
 
-    return find
+def _mul(weights: Container[Any], input: Any, other: Any) -> Iterator[Call]:
+    for w, x in ((input, other), (other, input)):
+        if w in weights and isinstance(x, Tensor) and x not in weights:
+            shape = torch.broadcast_shapes(x.shape, w.shape)
+            yield w, Scale(tuple(w.shape)), x.expand(shape)
 
 
 _CONV = "input weight bias stride padding dilation groups"
@@ -324,10 +313,10 @@ LAYERS: dict[Any, Find] = {
 for _owner, _names, _find in (
     (torch, "matmul mm mv", _layer(_product, "input weight")),
     (Tensor, "matmul mm mv __matmul__", _layer(_product, "input weight")),
-    (torch, "add", _by_entries(Add)),
-    (Tensor, "add __add__ __radd__", _by_entries(Add)),
-    (torch, "mul", _by_entries(Scale)),
-    (Tensor, "mul __mul__ __rmul__", _by_entries(Scale)),
+    (torch, "add", _add),
+    (Tensor, "add __add__ __radd__", _add),
+    (torch, "mul", _mul),
+    (Tensor, "mul __mul__ __rmul__", _mul),
 ):
     LAYERS |= {getattr(_owner, name): _find for name in _names.split()}
 for _k in (1, 2, 3):

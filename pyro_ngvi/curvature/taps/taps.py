@@ -7,11 +7,9 @@ normalisation, a matrix product, a sum or a product by entries,
 
 the diagonal of VOGN (Khan et al. 2018, arXiv:1806.04854), follows from the inputs of the layer and the
 gradients of its outputs (:mod:`pyro_ngvi.curvature.taps.layers`), at the cost of about one more matrix
-product a layer.  No prior is in it, and it is in the constrained value of the site.
-
-While the model runs, a ``TorchFunctionMode`` sees the layers and puts a tap behind each: the identity,
-whose backward reduces what comes by, at once.  So the loss's own backward pass does everything: with
-loss = -1/S sum_s (sum_i scale log p(y_i | z_s) + ...), what comes by is -scale/S times the gradient.
+product a layer.  While the model runs, a ``TorchFunctionMode`` sees the layers and puts a tap behind
+each: the identity, whose backward reduces what comes by, at once.  In the backward pass of the loss
+-1/S sum_s (sum_i scale log p(y_i | z_s) + ...) that is -scale/S times the gradient.
 
 Memory: for one layer at a time the squares of its input and of its output gradient, and ``budget``
 bytes where gradients of single data have to be formed: of weights used at several places or times.
@@ -19,11 +17,9 @@ bytes where gradients of single data have to be formed: of weights used at sever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pyro.poutine.messenger import Messenger
@@ -32,51 +28,37 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from ...runtime.density import Site, Sites, sum_log_prob
-from ...runtime.pyro_adapter import masks_of
 from .layers import LAYERS, Call, Layer, row_blocks
 
 _VIEWS = """t transpose swapaxes permute movedim reshape flatten unflatten squeeze unsqueeze
             select narrow split chunk unbind tensor_split""".split()
+_GETTERS: Any = Tensor.T, Tensor.mT
 #: calls that only rearrange the entries of their first argument
-VIEWS: frozenset[Any] = frozenset(
-    [getattr(owner, name) for owner in (torch, Tensor) for name in _VIEWS]
-    + [Tensor.view, Tensor.__getitem__]
-    + [getter.__get__ for getter in (Tensor.T, Tensor.mT)]  # type: ignore[attr-defined]
-)
+VIEWS = {getattr(owner, name) for owner in (torch, Tensor) for name in _VIEWS}
+VIEWS |= {Tensor.view, Tensor.__getitem__, *(getter.__get__ for getter in _GETTERS)}
 
 
-@dataclass(frozen=True)
-class View:
-    """Where the entries of a weight lie in its site's flat value (numel,)."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @staticmethod
-    def like(x: Tensor) -> View:
-        """The place of ``x``, a view of a contiguous tensor."""
-        return View(tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
-
-    def of(self, flat: Tensor) -> Tensor:
-        """That part of ``flat`` (..., numel), contiguous, as a view (..., *size)."""
-        batch = flat.shape[:-1]
-        strides = (*flat.stride()[: len(batch)], *self.stride)
-        return flat.as_strided((*batch, *self.size), strides, self.offset)
+def place(x: Tensor) -> tuple[Any, ...]:
+    """Where the entries of ``x``, a view, lie in the flat value (numel,) of its site."""
+    return tuple(x.shape), tuple(x.stride()), int(x.storage_offset())
 
 
-@dataclass(frozen=True)
-class Use:
+def part(flat: Tensor, where: tuple[Any, ...]) -> Tensor:
+    """That part of ``flat`` (numel,), or of each row of it, contiguous, as a view."""
+    (size, stride, offset), rows = where, flat.shape[:-1]
+    return flat.as_strided((*rows, *size), (*flat.stride()[:-1], *stride), offset)
+
+
+class Use(NamedTuple):
     """One use of a site's value in a layer, whose output has so many dimensions."""
 
     site: str
     layer: Layer
-    view: View
+    place: tuple[Any, ...]
     out_dim: int
 
 
-Member = tuple[Use, Tensor | None, Tensor]
-"""A use, with the input of its layer and the gradient of the output."""
+Member = tuple[Use, Tensor | None, Tensor]  # with the layer's input, and its output's gradient
 
 
 def _is_plain(x: Any) -> bool:
@@ -95,25 +77,22 @@ class Run(TorchFunctionMode):
     def __init__(self, taps: LayerTaps, check: bool = False) -> None:
         super().__init__()
         self.taps, self.check = taps, check
-        # by id the latent values and views of them, each with a meta tensor whose strides say which
-        # entries of the site these are; the tensor is kept so that its id is not given to another
+        # latent values and views of them by id; the strides of a meta tensor say which entries they are
         self.weights: dict[int, tuple[Tensor, str, Tensor]] = {}
         self.uses: list[Use] = []
         self.seen: list[tuple[Tensor | None, Tensor]] = []
-        self.scales: dict[str, Any] = {}  # of observed sites
-        self.masked: set[str] = set()
+        self.observed: dict[str, Site] = {}
         self.as_checked = False
         self.waiting: dict[str, list[Member]] = {}  # uses of a site that are squared together
 
     def __contains__(self, x: object) -> bool:
         return id(x) in self.weights
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """While the model runs."""
+    def of(self, program: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _SiteWatch(self), self:
-            yield
+            result = program(*args, **kwargs)
         self.weights = {}
+        return result
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -133,7 +112,7 @@ class Run(TorchFunctionMode):
         uses, reads = [], []
         for weight, layer, x in calls:
             _, site, twin = self.weights[id(weight)]
-            uses.append(Use(site, layer, View.like(twin), out.dim()))
+            uses.append(Use(site, layer, place(twin), out.dim()))
             reads.append(x is not None)
         self.uses += uses
         if self.check:
@@ -157,7 +136,7 @@ class Run(TorchFunctionMode):
 
 
 class _SiteWatch(Messenger):
-    """Tells a run which tensors are latent values, and the scales and masks of observed sites."""
+    """Tells a run which tensors are latent values, and what is observed."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -167,9 +146,7 @@ class _SiteWatch(Messenger):
         run, name, value = self._run, msg["name"], msg["value"]
         twin = run.taps.twins.get(name)
         if msg["is_observed"]:
-            run.scales[name] = msg["scale"]
-            if any(mask is not True for mask, _ in masks_of(msg)):
-                run.masked.add(name)
+            run.observed[name] = msg
         elif twin is not None and isinstance(value, Tensor) and value.shape == twin.shape:
             run.weights[id(value)] = value, name, twin
 
@@ -210,15 +187,14 @@ class _Tap(Function):
 class LayerTaps:
     """A model with taps behind the layers whose weights are latent sites; call it like the model.
 
-    :func:`~pyro_ngvi.curvature.taps.check.check_taps` fills in what it covers.  For each later step:
-    run it in place of the model under ``run_particles``, call ``backward`` on the loss, and take
-    :meth:`squared_gradients`.  With gradients off it is the model and no more.
+    :func:`~pyro_ngvi.curvature.taps.check.check_taps` fills in what it covers.  At each later step run
+    it under ``run_particles``, call ``backward`` on the loss, and take :meth:`squared_gradients`.  With
+    gradients off it is the model and no more.
 
     Attributes:
         sites: the latent sites that are covered.
         undecided: whether some latent had no gradient when it was checked, so that nothing was seen.
-        observed: the site whose log_prob numbers the data.
-        data_dims: how many leading dimensions of a layer's output number the data.
+        observed: the site whose log_prob numbers the data; ``data_dims``: its dimensions.
         expected: the uses and observed sites of the checked run.
         tied: by site, the number of its uses, where some share entries of its value.
     """
@@ -227,7 +203,6 @@ class LayerTaps:
         self, model: Callable[..., Any], values: Mapping[str, Tensor], budget: int = 2**26
     ) -> None:
         self.model, self.budget = model, budget
-        # meta tensors in the shape of the sites' values
         self.twins = {k: torch.empty(v.shape[1:], device="meta") for k, v in values.items()}
         self.like = {k: v.new_empty(0) for k, v in values.items()}
         self.sites: tuple[str, ...] = ()
@@ -242,9 +217,8 @@ class LayerTaps:
             return self.model(*args, **kwargs)
         run = Run(self)
         self.runs.append(run)
-        with run.watching():
-            result = self.model(*args, **kwargs)
-        run.as_checked = (run.uses, list(run.scales)) == self.expected
+        result = run.of(self.model, *args, **kwargs)
+        run.as_checked = (run.uses, list(run.observed)) == self.expected
         return result
 
     def log_probs(self, sites: Sites) -> tuple[Tensor, Tensor]:
@@ -258,31 +232,26 @@ class LayerTaps:
         self.runs: list[Run] = []
         self._totals: dict[str, Tensor] = {}
 
-    def factor(self, num_particles: int) -> float | None:
-        """S / scale, which makes of squares of gradients of the loss what is wanted.
-
-        ``None`` where a run called other layers than the checked one, or the data share no scale.
-        """
+    def factor(self, num_particles: int) -> float:
+        """S / scale; 0 where a run called other layers, or the data share no scale."""
         if not self.runs or not self.runs[-1].as_checked:
-            return None
-        scale = self.runs[-1].scales[self.observed]
-        return num_particles / scale if isinstance(scale, int | float) and scale > 0 else None
+            return 0.0
+        scale = self.runs[-1].observed[self.observed]["scale"]
+        return num_particles / scale if isinstance(scale, int | float) and scale > 0 else 0.0
 
     def squared_gradients(self, num_particles: int) -> dict[str, Tensor]:
-        """Take H_W by site, in the shape of its value, after one ``backward`` of the loss.
-
-        A site that is not there needs another route.  The loss is the average over S particles.
-        """
+        """H_W by site, as far as it is known, after a backward pass of an average over S particles."""
         factor, result = self.factor(num_particles), {}
-        if factor is not None:
+        for name in self.sites if factor else ():
             for run in self.runs:  # where the loss does not depend on one of several uses
-                for members in run.waiting.values():
-                    self._square_together(members)
-            for name in self.sites:
-                total = self._totals.get(name)
-                if total is None:
-                    total = self.like[name].new_zeros(self.twins[name].numel())
-                result[name] = total.mul_(factor).view(self.twins[name].shape)
+                if name in run.waiting:
+                    self._square_together(run.waiting.pop(name))
+            shape, total = self.twins[name].shape, self._totals.get(name)
+            result[name] = (
+                self.like[name].new_zeros(shape)
+                if total is None
+                else total.mul_(factor).view(shape)
+            )
         self.clear()
         return result
 
@@ -303,7 +272,7 @@ class LayerTaps:
     def take(self, run: Run, use: Use, x: Tensor | None, g: Tensor) -> None:
         """Square what has come to a use, where it is tied when the last of its kind has come."""
         if use.site not in self.tied:
-            self._add(use.site, use.view, use.layer.squares(x, g, self.budget))
+            self._add(use.site, use.place, use.layer.squares(x, g, self.budget))
             return
         members = run.waiting.setdefault(use.site, [])
         members.append((use, x, g))
@@ -319,15 +288,16 @@ class LayerTaps:
         for block in row_blocks(pairs, self.budget // (pairs[0][1].element_size() * size)):
             gradient = block[0][1].new_zeros(len(block[0][1]), twin.numel())
             for (use, _, _), (x, g) in zip(members, block, strict=True):
-                use.view.of(gradient).add_(use.layer.rows(x, g))
+                part(gradient, use.place).add_(use.layer.rows(x, g))
             squares.append(gradient.square_().sum(0))
-        self._add(members[0][0].site, View.like(twin), reduce(torch.add, squares).view(twin.shape))
+        total = reduce(torch.add, squares).view(twin.shape)
+        self._add(members[0][0].site, place(twin), total)
 
-    def _add(self, site: str, view: View, squares: Tensor) -> None:
+    def _add(self, site: str, where: tuple[Any, ...], squares: Tensor) -> None:
         twin, total = self.twins[site], self._totals.get(site)
-        if total is None and view == View.like(twin):
+        if total is None and where == place(twin):
             self._totals[site] = squares.reshape(-1)
             return
         if total is None:
             total = self._totals[site] = squares.new_zeros(twin.numel())
-        view.of(total).add_(squares)
+        part(total, where).add_(squares)
