@@ -36,7 +36,7 @@ from .dense_algebra import DenseAlgebra
 from .inducing import InducingAlgebra
 from .kept import check_support
 from .probe_points import TOLERANCE, Plane, corners, digit_masks, record, same
-from .structure import Group, ModelStructure, Predictor, data_shape, data_terms
+from .structure import Group, ModelStructure, data_shape, data_terms
 from .whitening import refuse_other_prior
 
 #: most entries of a predictor for one datum, and candidates among which pairs are tried
@@ -50,10 +50,10 @@ def first_call(
     kwargs: Any,
     latent: str | None,
     inducing: Tensor | None,
-) -> tuple[ModelStructure, Algebra, dict[str, Tensor]]:
+) -> tuple[ModelStructure, Algebra]:
     """The structure of a ``model`` at these arguments, where ``own`` latent sites are the guide's.
 
-    With the algebra that suits it, and values that stand for the latent sites of other guides.
+    With the algebra that suits it.
     """
 
     def rest() -> dict[str, Tensor]:
@@ -71,8 +71,8 @@ def first_call(
     plan = find_structure(runner, other, latent)
     call = BoundModel(plan, runner)
     if inducing is not None:
-        return plan, InducingAlgebra(plan, call, inducing), values
-    return plan, ChainAlgebra(plan, call) if plan.direct else DenseAlgebra(plan, call), values
+        return plan, InducingAlgebra(plan, call, inducing)
+    return plan, ChainAlgebra(plan, call) if plan.direct else DenseAlgebra(plan, call)
 
 
 def find_structure(
@@ -91,13 +91,13 @@ def find_structure(
     if other is not None:
         other.direct = runner.direct
     # sites share a group where they are of the same data, so in the same plates, and see the same
-    grouped: dict[tuple[Predictor, Any, Any], list[str]] = {}
+    grouped: dict[tuple[Any, ...], list[str]] = {}
     for name, site in run.sites.items():
         if site_kind(site) == "observed":
-            predictor = _Search(runner, run.used, name, other, latent).find()
-            if predictor is not None:
+            found = _Search(runner, run.used, name, other, latent).find()
+            if found is not None:
                 plates = tuple(frame.name for frame in site["cond_indep_stack"])
-                grouped.setdefault((predictor, data_shape(site), plates), []).append(name)
+                grouped.setdefault((*found, data_shape(site), plates), []).append(name)
         elif site_kind(site) == "factor":
             _refuse_factor(name, runner, run)
     if not grouped:
@@ -110,7 +110,7 @@ def find_structure(
     if other is not None:  # of sites that no datum sees the search has not found it out
         refuse_other_prior(run.own, other(None).own)
     groups: list[Group] = []
-    for (predictor, *_), names in grouped.items():
+    for (places, trailing, *_), names in grouped.items():
         for name in names:
             check_support(run.sites[name])
         site = run.sites[names[0]]
@@ -121,7 +121,7 @@ def find_structure(
         key = names[0].replace(".", "_")  # a name that a parameter of a module may have
         while any(key == group.name for group in groups):
             key += "_"
-        groups.append(Group(key, tuple(names), predictor, torch.Size(full)))
+        groups.append(Group(key, tuple(names), places, trailing, torch.Size(full)))
     own = {name: run.sites[name] for name in run.own}
     like = next(iter(own.values()))["value"]
     return ModelStructure(
@@ -132,6 +132,7 @@ def find_structure(
         like.dtype,
         like.device,
         runner.direct,
+        dict(runner.values),
     )
 
 
@@ -205,8 +206,8 @@ class _Search:
                 f"{self.observed.shape[-1]}): pyro.sample({name!r}, ...)."
             )
 
-    def find(self) -> Predictor | None:
-        """The predictor; ``None`` if the site does not depend on the noise."""
+    def find(self) -> tuple[tuple[TensorRef, ...], tuple[torch.Size, ...]] | None:
+        """Where the predictor is, and shapes for one datum there; ``None`` if nothing is seen."""
         if self._is_enough({}):
             return None
         # stable: the first of each width leads, and a number that all data share comes last
@@ -217,8 +218,7 @@ class _Search:
             try:
                 if self._is_enough({c.place: c.first for c in chosen}):
                     if self._is_local(chosen):
-                        places = tuple(c.place for c in chosen)
-                        return Predictor(places, tuple(c.trailing for c in chosen))
+                        return tuple(c.place for c in chosen), tuple(c.trailing for c in chosen)
                     self.tied.append(chosen[0].place)
             except (RuntimeError, ValueError):
                 if not any(c.shared for c in chosen):  # else the model wants one number there

@@ -116,7 +116,7 @@ class LastStep:
 def _check_seen(call: BoundModel) -> None:
     """Refuse data that see more of the block than those of the first call, or are out of support."""
     plan, sites = call.plan, call.sites
-    places = {name: group.predictor.places for group in plan.groups for name in group.observed}
+    places = {name: group.places for group in plan.groups for name in group.observed}
     if not at_hand(plan.zero()) or not all(n in sites and sites[n]["is_observed"] for n in places):
         return  # without data it is refused later
     unseen = [n for n, s in sites.items() if site_kind(s) == "observed" and n not in places]

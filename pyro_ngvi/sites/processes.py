@@ -125,7 +125,7 @@ def seen_by_group(call: BoundModel, axes: Mapping[str, int]) -> dict[str, Seen |
     maps = {}
     if None in columns.values():
         units = torch.eye(len(call.block), dtype=call.plan.dtype, device=call.plan.device)
-        makers = {name: _Values(1, count) for name in call.block}
+        makers = {name: _Values(count) for name in call.block}
         maps = affine_maps(lambda noise: call.predictors(noise, makers), units)
     found: dict[str, Seen | None] = {}
     for name, chosen in columns.items():
@@ -182,11 +182,9 @@ def find_axes(plan: ModelStructure, call: BoundModel) -> dict[str, int]:
         return axes
     moved = digit_masks(count, plan.device)
     values = fixed_normal(len(call.block), count, seed=count).to(plan.zero())
-    makers = {name: _Values(count, count) for name in call.block}
 
     def predictors(moved: Tensor) -> dict[str, Tensor]:
-        noise = torch.where(moved, values, torch.zeros_like(values))
-        return call.predictors(noise.reshape(-1), makers)
+        return call.predictors(torch.where(moved, values, torch.zeros_like(values)).reshape(-1))
 
     still = predictors(torch.zeros_like(moved[0]))
     after = for_each(predictors, moved, 8)
@@ -198,7 +196,7 @@ def find_axes(plan: ModelStructure, call: BoundModel) -> dict[str, int]:
                 axes[group.name] = axis
                 break
         else:
-            where = " and ".join(str(place) for place in group.predictor.places)
+            where = " and ".join(str(place) for place in group.places)
             raise ValueError(
                 f"AutoSites(inducing=...): the data of {group.name!r}, of shape {tuple(group.batch)}, "
                 f"see {' and '.join(map(repr, call.block))} through {where}, not each at its own "
@@ -210,10 +208,10 @@ def find_axes(plan: ModelStructure, call: BoundModel) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Values:
-    """Makes the values (count,) of a process of ``size`` entries of the noise: 1, or all of them."""
+    """Makes all values (count,) of a process of one entry of the noise."""
 
-    size: int
     count: int
+    size = 1
 
     def __call__(self, noise: Tensor) -> Tensor:
         return noise.expand(self.count)
@@ -226,10 +224,9 @@ def _count(call: BoundModel) -> int:
 
 def _columns(plan: ModelStructure, group: Group) -> list[int] | None:
     """The numbers of the processes whose values are what a datum sees; ``None`` for anything else."""
-    sites, predictor = list(plan.shapes), group.predictor
-    chosen = [sites.index(p.site) for p in predictor.places if p.site in plan.shapes]
-    single = all(shape.numel() == 1 for shape in predictor.trailing)
-    return chosen if single and len(chosen) == len(predictor.places) else None
+    sites = list(plan.shapes)
+    chosen = [sites.index(p.site) for p in group.places if p.site in plan.shapes]
+    return chosen if len(chosen) == len(group.places) == group.width else None
 
 
 def _numbers(shape: torch.Size, axis: int, device: torch.device) -> Tensor:
