@@ -88,8 +88,6 @@ class _Operations(TorchFunctionMode):
         if place in run.replace:
             run.replaced += 1
             return run.replace[place].clone()  # the model may write into it
-        if run.on_operation is not None:
-            run.on_operation(place, result)
         run.see(place, result)
         return result
 
@@ -100,8 +98,7 @@ class WhitenedRun(Conditioned):
     Args:
         replace: values for predictors by place.
         look_at: places whose values ``seen`` has after the run, which stops there unless it is to
-            ``go_on``; ``own`` has the Gaussians of the block by site.
-        on_operation: is called with every result of the model's own operations.
+            ``go_on``; ``None`` for copies of all values.  ``own`` has the block's Gaussians by site.
         block: shapes by site at the guide's first call.  Only these are made, another latent site,
             such as data to be predicted, is drawn as usual.
         direct: the noise is not coloured: it stands for the values of the block themselves.
@@ -117,19 +114,17 @@ class WhitenedRun(Conditioned):
         minibatches: Minibatches,
         *,
         replace: Mapping[TensorRef, Tensor] | None = None,
-        look_at: tuple[TensorRef, ...] = (),
+        look_at: tuple[TensorRef, ...] | None = (),
         go_on: bool = False,
-        on_operation: Callable[[TensorRef, Tensor], None] | None = None,
         block: Mapping[str, torch.Size] | None = None,
         direct: bool = False,
         makers: Mapping[str, Any] | None = None,
         at_mean: bool = False,
     ) -> None:
         super().__init__(values, minibatches)
+        self.noise, self._block, self._direct = noise, block, direct
         self.replace, self.replaced = replace or {}, 0
-        self.on_operation = on_operation
-        self._look_at, self._go_on = set(look_at), go_on
-        self._noise, self._block, self._direct = noise, block, direct
+        self._look_at, self._go_on = None if look_at is None else set(look_at), go_on
         self._makers, self._at_mean = makers or {}, at_mean
         self.own: dict[str, Any] = {}
         self.seen: dict[TensorRef, Tensor] = {}
@@ -151,14 +146,16 @@ class WhitenedRun(Conditioned):
 
     def see(self, place: TensorRef, value: Tensor) -> None:
         """Keep a value, if it is one of those to look at."""
-        if place in self._look_at:
+        if self._look_at is None:
+            self.seen[place] = value.detach().clone()  # the model may write into it later
+        elif place in self._look_at:
             self.seen[place] = value
             if len(self.seen) == len(self._look_at) and not self._go_on:
                 raise _AllSeen
 
     def check_course(self) -> None:
         """Refuse a run that did not come by every place that it was to see or to replace."""
-        missed = [place for place in self._look_at if place not in self.seen]
+        missed = [place for place in self._look_at or () if place not in self.seen]
         if missed or self.replaced < len(self.replace):
             raise OtherCourse(
                 "AutoSites: the model took another course than at the guide's first call, without "
@@ -183,11 +180,11 @@ class WhitenedRun(Conditioned):
             if place in self.replace:
                 msg["value"], msg["done"] = self.replace[place], True
                 self.replaced += 1
-            if msg["value"] is not None:
+            if isinstance(msg["value"], Tensor):
                 self.see(place, msg["value"])
 
     def _make(self, msg: Site) -> None:
-        name, noise, fn = msg["name"], self._noise, gaussian_of(msg)
+        name, noise, fn = msg["name"], self.noise, gaussian_of(msg)
         self.own[name] = fn
         maker, process = self._makers.get(name), isinstance(fn, GaussianProcess)
         share = size = fn.shape().numel() if maker is None else maker.size

@@ -38,10 +38,11 @@ from ..linalg.products import matvec
 from ..optim.host import NaturalGradientOptim, describe
 from ..optim.others_state import ADAM
 from ..optim.rule import Report, StepReport
-from .guide import AutoSites, find_sites
+from .guide import AutoSites
 from .loss import SiteTargets
 from .proper_step import proper_step
 from .secant import Pairs, next_sweep, pairing, same, start_sweeps, taken, towards
+from .site_guide import find_sites
 
 __all__ = ["CVI", "SweepReport", "site_targets"]
 

@@ -35,7 +35,7 @@ from .conditioned_model import ConditionedModel, TensorRef, WhitenedRun, for_eac
 from .dense_algebra import DenseAlgebra
 from .inducing import InducingAlgebra
 from .kept import check_support
-from .probe_points import TOLERANCE, Plane, corners, digit_masks, record, same
+from .probe_points import TOLERANCE, Plane, corners, digit_masks, same
 from .structure import Group, ModelStructure, data_shape, data_terms
 from .whitening import refuse_other_prior
 
@@ -227,11 +227,12 @@ class _Search:
 
     def _candidates(self) -> list[_Candidate]:
         """Values of the right shape that depend on the noise, and are affine in it."""
-        first, last, rank = self.corners[0].values, self.corners[3].values, len(self.batch)
-        affine = self.plane.affine(self.runner, [corner.values for corner in self.corners])
-        others = record(self.other, self.corners[0].noise).values if self.other else first
+        first, last, rank = self.corners[0].seen, self.corners[3].seen, len(self.batch)
+        affine = self.plane.affine(self.runner, [corner.seen for corner in self.corners])
+        others = self.other(self.plane.e, look_at=None).seen if self.other else first
         candidates = []
-        for place, a in first.items():
+        for place in sorted(first, key=lambda place: place.site is None):  # sites come first
+            a = first[place]
             trailing, shared = torch.Size(a.shape[rank:]), a.shape[:rank] != self.batch
             if not affine[place]:
                 self.nonlinear.append(place)
@@ -264,7 +265,7 @@ class _Search:
             for c in chosen:
                 where = moved.reshape(self.batch + (1,) * len(c.trailing))
                 held[c.place] = torch.where(where, c.last, c.first)
-            return self._terms(self.corners[0].noise, held).reshape(-1)
+            return self._terms(self.plane.e, held).reshape(-1)
 
         after = for_each(terms, moved, 8)
         before = self.observed.reshape(-1).expand_as(after)

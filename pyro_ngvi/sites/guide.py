@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..guides.posterior import SiteValue
 from ..linalg.host import outside_autocast
@@ -272,11 +272,3 @@ def _refuse_gradient(grad: Tensor) -> None:
         "The draws of AutoSites give its sites no gradient, so this loss leaves q at the prior. "
         "Train them by pyro_ngvi.CVI(guide). Pass SVI loss=pyro_ngvi.SitesELBO()."
     )
-
-
-def find_sites(guide: Any) -> Iterator[tuple[str, AutoSites]]:
-    """The ``AutoSites`` within ``guide``: itself, or its parts, each with its path ("" for itself)."""
-    if isinstance(guide, nn.Module):
-        for path, module in guide.named_modules():
-            if isinstance(module, AutoSites):
-                yield path, module

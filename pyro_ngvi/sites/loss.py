@@ -34,8 +34,9 @@ from .algebra import Algebra, Marginals, SiteTensors, View, apart
 from .bound_model import BoundModel
 from .dense import WhitePosterior
 from .expectation import Expected, Points, default_count, expectations, quadrature_points
-from .guide import AutoSites, find_sites
+from .guide import AutoSites
 from .initial_sites import first_targets
+from .site_guide import find_sites
 
 __all__ = ["SiteTargets", "SitesELBO"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -284,3 +284,11 @@ class SiteGuide(MadeAtFirstCall, OwnName, AutoGuide):
         super().__setstate__(state)
         # a copy in the process of its original gets parameters of its own
         rename(self, claim_name(module_name(self)))
+
+
+def find_sites(guide: Any) -> Iterator[tuple[str, SiteGuide]]:
+    """The guides of sites within ``guide``: itself, or its parts, each with its path ("" for itself)."""
+    if isinstance(guide, nn.Module):
+        for path, module in guide.named_modules():
+            if isinstance(module, SiteGuide):
+                yield path, module
