@@ -112,32 +112,21 @@ class Seen:
         )
 
 
-def seen_by_group(call: BoundModel, axes: Mapping[str, int]) -> dict[str, Seen | None]:
-    """What the data of every group see; ``None`` where that is the value of the only process.
-
-    ``axes``: along which dimension of its data the inputs are, by group.
-    """
+def seen_by_group(call: BoundModel, axes: Mapping[str, int]) -> dict[str, Seen]:
+    """What the data of every group see; ``axes``: along which dimension of them the inputs are."""
     _ = call.at_probe  # refuses processes at other inputs than those of the data
-    count = _count(call)
-    columns = {group.name: _columns(call.plan, group) for group in call.plan.groups}
-    if len(call.block) == 1 and None not in columns.values():
-        return dict.fromkeys(columns)
-    maps = {}
-    if None in columns.values():
-        units = torch.eye(len(call.block), dtype=call.plan.dtype, device=call.plan.device)
+    plan, count, found, maps = call.plan, _count(call), {}, {}
+    units = torch.eye(len(call.block), dtype=plan.dtype, device=plan.device)
+    for group in plan.groups:
+        name, shape, chosen = group.name, call.shapes[group.name], _columns(plan, group)
+        if chosen is not None:
+            H = units[chosen].expand(count, -1, -1)
+            found[name] = Seen(H, H.new_zeros(count, len(chosen)), None)
+            continue
         makers = {name: _Values(count) for name in call.block}
-        maps = affine_maps(lambda noise: call.predictors(noise, makers), units)
-    found: dict[str, Seen | None] = {}
-    for name, chosen in columns.items():
-        shape = call.shapes[name]
-        if chosen is None:
-            i = None if len(shape) == 1 else _numbers(shape, axes[name], call.plan.device)
-            found[name] = Seen(maps[name].design, maps[name].offset, i)
-        else:
-            H = call.plan.zero().new_zeros(len(chosen), len(call.block))
-            for row, c in enumerate(chosen):
-                H[row, c] = 1.0
-            found[name] = Seen(H.expand(count, -1, -1), H.new_zeros(count, len(chosen)), None)
+        maps = maps or affine_maps(lambda noise, m=makers: call.predictors(noise, m), units)
+        i = None if len(shape) == 1 else _numbers(shape, axes[name], plan.device)
+        found[name] = Seen(maps[name].design, maps[name].offset, i)
     return found
 
 

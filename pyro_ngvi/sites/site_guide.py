@@ -287,7 +287,7 @@ class SiteGuide(MadeAtFirstCall, OwnName, AutoGuide):
 
 
 def find_sites(guide: Any) -> Iterator[tuple[str, SiteGuide]]:
-    """The guides of sites within ``guide``: itself, or its parts, each with its path ("" for itself)."""
+    """The guides of sites within ``guide``, itself or its parts, each with its path ("" for itself)."""
     if isinstance(guide, nn.Module):
         for path, module in guide.named_modules():
             if isinstance(module, SiteGuide):
