@@ -81,11 +81,6 @@ def unblocked(model: Callable[..., Any]) -> Callable[..., Any]:
     return model if inner is None else unblocked(inner)
 
 
-def states_to_restore(optim: Any) -> dict[str, Any]:
-    """The saved states of parameters that ``optim`` has not met since ``set_state``; a live dict."""
-    return optim._state_waiting_to_be_consumed
-
-
 def masks_of(site: Any) -> list[tuple[Any, int]]:
     """The masks on a sample site, by ``poutine.mask`` and ``.mask``: a bool or a tensor, and how many
     dimensions of the value it leaves out on the right."""

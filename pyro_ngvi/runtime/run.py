@@ -24,6 +24,9 @@ from .density import Site, Sites, batched_safe_log, is_latent, is_minibatch
 
 T = TypeVar("T")
 Program: TypeAlias = Callable[..., Any]
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = Mapping[str, Any]
+Values: TypeAlias = Mapping[str, Tensor]
 Randomness = Literal["same", "different", "error"]
 
 
@@ -43,25 +46,22 @@ class _Missing(Exception):
     """Something that has to be made outside ``vmap``: a parameter, or a minibatch of a plate."""
 
     def __init__(self, name: str, subsample: Any = None) -> None:
-        super().__init__(name, None if subsample is None else _sizes(subsample))
+        super().__init__(name, subsample and _sizes(subsample))
         self.subsample = subsample
 
 
 class Minibatches(dict[str, Tensor]):
     """The index (n,) of each subsampled plate, shared by the particles, and how to redraw it."""
 
-    def __init__(self, fixed: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, fixed: Values | None = None) -> None:
         super().__init__(fixed or {})
         self._subsamples: dict[str, Any] = {}
 
     def fits(self, name: str, subsample: Any) -> bool:
         """Whether there is an index for ``name`` that is a draw from ``subsample``."""
-        if name not in self:
-            return False
-        drawn_from = self._subsamples.get(name)
-        if drawn_from is None:  # given by the caller
+        if name in self and name not in self._subsamples:  # given by the caller
             return len(self[name]) == subsample.subsample_size
-        return _sizes(drawn_from) == _sizes(subsample)
+        return name in self and _sizes(self._subsamples[name]) == _sizes(subsample)
 
     def draw(self, name: str, subsample: Any) -> Tensor:
         """Draw the index of the plate ``name`` and remember how."""
@@ -82,8 +82,7 @@ def _sizes(subsample: Any) -> tuple[int, int]:
 class Conditioned(Messenger):
     """Fixes latent sites and minibatches, which stay latent; records sample sites and parameters.
 
-    It does in one handler what ``poutine.replay`` and ``poutine.trace`` do in two, except that a
-    minibatch passed by the program itself (``plate(..., subsample=index)``) is never replaced.
+    A minibatch that the program itself passes (``plate(..., subsample=index)``) is never replaced.
 
     Args:
         values: value by site; for a plate's name, its minibatch.
@@ -91,26 +90,20 @@ class Conditioned(Messenger):
         in_vmap: raise :class:`_Missing` where a parameter or a minibatch has to be made.
     """
 
-    def __init__(
-        self, values: Mapping[str, Tensor], minibatches: Minibatches, in_vmap: bool = False
-    ) -> None:
+    def __init__(self, values: Values, minibatches: Minibatches, in_vmap: bool = False) -> None:
         super().__init__()
-        self.values = values
-        self.minibatches = minibatches
-        self.in_vmap = in_vmap
+        self.values, self.minibatches, self.in_vmap = values, minibatches, in_vmap
         self.sites: Sites = {}
         self.params: dict[str, Tensor] = {}
 
     def _pyro_sample(self, msg: Site) -> None:
-        name, fn = msg["name"], msg["fn"]
-        if msg["is_observed"] or (site_is_subsample(msg) and msg["value"] is not None):
+        name, fn, of_plate = msg["name"], msg["fn"], site_is_subsample(msg)
+        if msg["is_observed"] or (of_plate and msg["value"] is not None):
             return
         if name in self.values:
             msg["value"] = self.values[name]
             msg["done"] = True
-        elif (
-            site_is_subsample(msg) and fn.subsample_size is not None and fn.subsample_size < fn.size
-        ):
+        elif of_plate and (fn.subsample_size or fn.size) < fn.size:
             if self.minibatches.fits(name, fn):
                 msg["value"] = self.minibatches[name]
             elif self.in_vmap:
@@ -174,13 +167,13 @@ _FILLS: dict[Any, Callable[..., Tensor]] = {
 def run_particles(
     program: Program,
     reduce: Callable[[Sites], T],
-    values: Mapping[str, Tensor],
+    values: Values,
     num_particles: int,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     *,
     minibatches: Minibatches,
-    shared: Mapping[str, Tensor] | None = None,
+    shared: Values | None = None,
     randomness: Randomness = "different",
     sampling: bool = False,
     chunk_size: int | None = None,
@@ -242,7 +235,8 @@ def run_particles(
             where = f"the last site it reached is {list(sites)[-1]!r}" if sites else "at its start"
             try:
                 plain = plain_run()
-                where += "".join(f", on the way to {n!r}" for n in [*plain.keys() - sites][:1])
+                following = [name for name in plain if name not in sites]
+                where += f", on the way to {following[0]!r}" if following else ""
                 if not sampling:
                     reduce(plain)
             except ValueError as refused:
@@ -258,13 +252,13 @@ def run_particles(
 def run_in_loop(
     program: Program,
     reduce: Callable[[Sites], Any],
-    values: Mapping[str, Tensor],
+    values: Values,
     num_particles: int,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     *,
     minibatches: Minibatches,
-    shared: Mapping[str, Tensor] | None = None,
+    shared: Values | None = None,
 ) -> Any:
     """As :func:`run_particles`, one after the other, without ``vmap``, and validated as Pyro is set."""
 
@@ -275,19 +269,13 @@ def run_in_loop(
     return tree_map(lambda *x: torch.stack(x), *map(one, range(num_particles)))
 
 
-def at_particle(
-    s: int, values: Mapping[str, Tensor], shared: Mapping[str, Tensor] | None
-) -> dict[str, Tensor]:
+def at_particle(s: int, values: Values, shared: Values | None) -> dict[str, Tensor]:
     """What particle number ``s`` has: its own of ``values`` (S, ...), and what is ``shared``."""
     return {name: value[s] for name, value in values.items()} | dict(shared or {})
 
 
 def run_plainly(
-    program: Program,
-    values: Mapping[str, Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    minibatches: Minibatches,
+    program: Program, values: Values, args: Args, kwargs: Kwargs, minibatches: Minibatches
 ) -> Sites:
     """Run one particle without ``vmap``, which creates parameters, and return its sites."""
     with Conditioned(values, minibatches) as handler:
@@ -297,9 +285,9 @@ def run_plainly(
 
 def look(
     program: Program,
-    values: Mapping[str, Tensor],
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    values: Values,
+    args: Args = (),
+    kwargs: Kwargs | None = None,
     minibatches: Minibatches | None = None,
 ) -> Sites:
     """As :func:`run_plainly`, without a graph and with the random state put back at the end."""
@@ -309,11 +297,7 @@ def look(
 
 
 def run_both(
-    model: Program,
-    guide: Program,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    minibatches: Minibatches,
+    model: Program, guide: Program, args: Args, kwargs: Kwargs, minibatches: Minibatches
 ) -> tuple[Conditioned, Conditioned]:
     """One plain run of a guide, and of its model at the draw: the handlers, guide's and model's.
 

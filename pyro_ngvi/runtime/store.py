@@ -1,19 +1,18 @@
 """Guides in Pyro's parameter store: their names, and parameters that were restored or frozen.
 
-Pyro keys the parameters of a guide by the guide's class name, or by its place in an
-``AutoGuideList``, so that a second guide silently takes over the parameters of the first (or fails
-on their shape).  There is no public way to name an ``AutoGuide``; ``PyroModule`` keeps the name in
-``_pyro_name`` and sets that of a part in ``_pyro_set_supermodule``.
+Pyro keys the parameters of a guide by the guide's class name, or by its place in an ``AutoGuideList``,
+so that a second guide silently takes over the parameters of the first.  There is no public way to name
+an ``AutoGuide``; ``PyroModule`` keeps its name in ``_pyro_name``.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pyro
 import torch
@@ -22,16 +21,19 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-# --- names of guides ----------------------------------------------------------------------------
+# a store's file then loads with weights_only=True: our parameters have no other constraint
+torch.serialization.add_safe_globals([type(constraints.real)])
 
+#: names that guides of this process have, or had
 _claimed: set[str] = set()
+#: the tensors that guides of this process have put into the store, or taken over, by name
+_registered: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def claim_name(wanted: str) -> str:
     """A name that no guide of this process has had: ``wanted``, or ``wanted_2``, ``wanted_3`` ...
 
-    Names are not given back when a guide is deleted, since its parameters stay in the store.  They
-    depend on the order of construction alone; :func:`check_names` says what a restored store means.
+    Names are not given back when a guide is deleted, since its parameters stay in the store.
     """
     name, n = wanted, 2
     while name in _claimed:
@@ -76,23 +78,8 @@ class OwnName:
         parent._pyro_set_supermodule(name, context)
 
 
-# --- parameters in the store ----------------------------------------------------------------------
-
-# a store's file then loads with weights_only=True: our parameters have no other constraint
-torch.serialization.add_safe_globals([type(constraints.real)])
-
-#: the tensors that guides of this process have in the store, by name
-_registered: dict[str, weakref.ref[Tensor]] = {}
-
-
-def _is_registered(name: str, value: Any) -> bool:
-    """Whether a guide of this process has put this very tensor into the store, or taken it over."""
-    kept = _registered.get(name)
-    return kept is not None and kept() is value
-
-
 def follow_store(guide: Any, modules: Mapping[str, nn.Module]) -> bool:
-    """Give the modules of a guide the parameters that the store holds, where some were restored.
+    """Give the modules of a guide the parameters that the store holds; whether some were restored.
 
     Another tensor replaces the module's own and is not copied into it, which an outer scope of the
     store may still hold.
@@ -101,46 +88,35 @@ def follow_store(guide: Any, modules: Mapping[str, nn.Module]) -> bool:
         guide: a guide with an ``OwnName``.
         modules: by the prefix of the names of their own parameters in the store.
 
-    Returns:
-        Whether a parameter was replaced.
-
     Raises:
         ValueError: where the store holds a parameter of another shape, or several fits that the guide
             could be.
     """
-    replaced = False
+    store, replaced = pyro.get_param_store(), False
     for prefix, module in modules.items():
         own: Any = module._parameters
-        for name, p in own.items():
-            if p is not None:
-                own[name] = _as_stored(guide, prefix + name, p)
-                replaced = replaced or own[name] is not p
-    size, before = len(pyro.get_param_store()), guide.__dict__.get("_store_size")
+        for key, p in own.items():
+            name = prefix + key
+            if p is None or name not in store:
+                continue
+            value: Any = store[name]
+            # what never was in the store stands here for a call of torch.func.functional_call, say
+            if value is not p and _registered.get(name) is p:
+                check_names(guide, in_use=True)
+                _check_shape(name, p, value)
+                alike = (value.dtype, value.device) == (p.dtype, p.device)
+                if not isinstance(value, nn.Parameter) or not alike:
+                    value = nn.Parameter(value.detach().to(p, copy=True))
+                    del store[name]
+                    store[name] = value
+                own[key], replaced = value, True
+            if value is own[key]:
+                _registered[name] = value
+    size, before = len(store), guide.__dict__.get("_store_size")
     if before not in (None, size):  # another guide's parameters were made, or loaded
         check_names(guide, in_use=True)
     guide.__dict__["_store_size"] = size
     return replaced
-
-
-def _as_stored(guide: Any, name: str, own: nn.Parameter) -> nn.Parameter:
-    """The parameter that the store holds by this name: ``own``, or another where one was restored."""
-    store = pyro.get_param_store()
-    value: Any = store[name] if name in store else None
-    known = _is_registered(name, own)
-    if value is own and not known:
-        _registered[name] = weakref.ref(own)
-    # what never was in the store stands here for a call of torch.func.functional_call, say
-    if value is None or value is own or not known:
-        return own
-    check_names(guide, in_use=True)
-    _check_shape(name, own, value)
-    alike = (value.dtype, value.device) == (own.dtype, own.device)
-    if not isinstance(value, nn.Parameter) or not alike:
-        value = nn.Parameter(value.detach().to(own, copy=True))
-        del store[name]
-        store[name] = value
-    _registered[name] = weakref.ref(value)
-    return value
 
 
 def _check_shape(name: str, own: nn.Parameter, value: Tensor) -> None:
@@ -175,7 +151,7 @@ def check_names(guide: Any, in_use: bool) -> None:
         match = pattern.match(name)
         # a subclass may have read parameters of its own before
         if match and not (match[1] == own and id(value) in held):
-            found[match[1]] = found.get(match[1], True) and not _is_registered(name, value)
+            found[match[1]] = found.get(match[1], True) and _registered.get(name) is not value
     restored = found.pop(own, False)
     if in_use:
         found = {name: new for name, new in found.items() if name not in _claimed}
@@ -213,11 +189,8 @@ class ModuleParams(Messenger):
     require gradients, although the user froze it.  Under this handler the store's value counts, as for
     ``pyro.param``; a warning names what was replaced, for the store may be left from another fit.
 
-    Too late for a frozen parameter that was read before the first call of a guide of ours, by a run of
-    the model or by an ``AutoGuideList`` around the guide: freeze it again after that call.
-
-    Raises:
-        ValueError: where the store holds a parameter of another shape.
+    Too late for a frozen parameter that was read before the first call of a guide of ours: freeze it
+    again after that call.
     """
 
     def __init__(self) -> None:
@@ -249,7 +222,6 @@ class ModuleParams(Messenger):
         # a handler such as poutine.substitute may have given another value, for this run alone
         if value is not own and name in store and store[name] is value:
             _check_shape(name, own, value)
-            # before the first step one may wait
             if not (own.is_meta or torch.equal(own, value.to(own))):
                 self._replaced.append(name)
             with torch.no_grad():
@@ -268,6 +240,11 @@ def _own(msg: Any) -> nn.Parameter | None:
     # under a constraint the store holds another tensor in any case; in a plate it may give some rows
     plain = how.get("constraint") is constraints.real and how.get("event_dim") is None
     return first if plain and isinstance(first, nn.Parameter) else None
+
+
+def states_to_restore(optim: Any) -> dict[str, Any]:
+    """The saved states of parameters that ``optim`` has not met since ``set_state``; a live dict."""
+    return optim._state_waiting_to_be_consumed
 
 
 @contextmanager

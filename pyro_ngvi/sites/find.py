@@ -32,7 +32,7 @@ from .algebra import Algebra
 from .bound_model import BoundModel
 from .chain import ChainAlgebra
 from .conditioned_model import ConditionedModel, TensorRef, WhitenedRun, for_each
-from .dense_algebra import DenseAlgebra
+from .dense import DenseAlgebra
 from .inducing import InducingAlgebra
 from .kept import check_support
 from .probe_points import TOLERANCE, Plane, corners, digit_masks, same

@@ -11,12 +11,11 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from ..guides.posterior import SiteValue
+from ..guides.base import SiteValue
 from ..linalg.host import outside_autocast
 from ..runtime.store import module_name
 from .data import Indices, SiteData, SiteView, Snapshot, take_snapshot
-from .influence import Influence, influence_of
-from .leave_one_out import SiteLOO, loo_of
+from .leave_one_out import Influence, SiteLOO, influence_of, loo_of
 from .site_guide import SiteGuide
 
 
@@ -231,7 +230,7 @@ class AutoSites(SiteGuide):
     ) -> Influence:
         """How far the posterior moves when a datum, or a set of them, is left out, without refitting.
 
-        Equations: :mod:`pyro_ngvi.sites.cavity`.
+        Equations: :mod:`pyro_ngvi.sites.expectation`.
 
         Args:
             args: as for :meth:`loo`, with ``kwargs``.

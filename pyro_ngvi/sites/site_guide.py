@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..distributions.gaussian_process import draws_are_means
 from ..families.base import entry_name
-from ..guides.made_at_first_call import MadeAtFirstCall
+from ..guides.start import MadeAtFirstCall
 from ..linalg.host import at_hand, own_random_state
 from ..runtime.pyro_adapter import give_model, has_model, kept_whole, model_under
 from ..runtime.store import (

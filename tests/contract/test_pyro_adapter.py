@@ -24,10 +24,9 @@ from pyro_ngvi.runtime.pyro_adapter import (
     masks_of,
     model_as_given,
     particle_plate,
-    states_to_restore,
     unblocked,
 )
-from pyro_ngvi.runtime.store import claim_name, module_name, rename
+from pyro_ngvi.runtime.store import claim_name, module_name, rename, states_to_restore
 
 
 def model() -> None:
@@ -184,5 +183,5 @@ def test_optimizers_keep_states_until_their_parameters_come() -> None:
     optim.set_state(saved)
     assert states_to_restore(optim) == saved, (
         "PyroOptim no longer keeps restored states in `_state_waiting_to_be_consumed`: change "
-        "states_to_restore() in pyro_ngvi/runtime/pyro_adapter.py, or an undone step loses them."
+        "states_to_restore() in pyro_ngvi/runtime/store.py, or an undone step loses them."
     )

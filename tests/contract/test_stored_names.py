@@ -5,6 +5,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pyro
 import pyro.distributions as dist
@@ -27,7 +28,7 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def begin() -> None:
         pyro.clear_param_store()
         monkeypatch.setattr(_store, "_claimed", set())
-        monkeypatch.setattr(_store, "_registered", {})
+        monkeypatch.setattr(_store, "_registered", WeakValueDictionary())
 
     begin()
     return begin
