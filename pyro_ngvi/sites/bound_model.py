@@ -49,7 +49,6 @@ class BoundModel:
 
     @cached_property
     def _block(self) -> dict[str, Any]:
-        """Found without the data, which need not be there."""
         return self.runner(self.plan.zero(), look_at=self.plan.block_places, at_mean=True).own
 
     def by_site(self, flat: Tensor) -> dict[str, Tensor]:
@@ -94,7 +93,6 @@ class BoundModel:
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """The shape of each group's data now."""
         return {g.name: data_shape(self._observed(g)) for g in self.plan.groups}
 
     def _observed(self, group: Group, with_data: bool = False) -> Any:
@@ -115,7 +113,6 @@ class BoundModel:
 
     @property
     def whole(self) -> bool:
-        """Whether all data of all groups are here."""
         return all(index is None for index in self.index.values())
 
     def rows(self, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

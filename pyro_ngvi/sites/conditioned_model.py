@@ -93,15 +93,13 @@ class _Operations(TorchFunctionMode):
 
 
 class WhitenedRun(Conditioned):
-    """One run: latent sites that have no value in ``values`` are made from ``noise`` (D,).
+    """One run: the block's sites are made from ``noise`` (D,), entries of which are ``used`` in turn.
 
     Args:
+        runner: the model; another latent site, such as data to be predicted, is drawn as usual.
         replace: values for predictors by place.
         look_at: places whose values ``seen`` has after the run, which stops there unless it is to
             ``go_on``; ``None`` for copies of all values.  ``own`` has the block's Gaussians by site.
-        block: shapes by site at the guide's first call.  Only these are made, another latent site,
-            such as data to be predicted, is drawn as usual.
-        direct: the noise is not coloured: it stands for the values of the block themselves.
         makers: what makes single Gaussian processes, whose inputs may be others at each call, from
             noise of another length.
         at_mean: the noise counts as 0 whatever its length, and no kernel matrix is factored.
@@ -109,27 +107,22 @@ class WhitenedRun(Conditioned):
 
     def __init__(
         self,
+        runner: ConditionedModel,
         noise: Tensor | None,
-        values: Mapping[str, Tensor],
-        minibatches: Minibatches,
         *,
         replace: Mapping[TensorRef, Tensor] | None = None,
         look_at: tuple[TensorRef, ...] | None = (),
         go_on: bool = False,
-        block: Mapping[str, torch.Size] | None = None,
-        direct: bool = False,
         makers: Mapping[str, Any] | None = None,
         at_mean: bool = False,
     ) -> None:
-        super().__init__(values, minibatches)
-        self.noise, self._block, self._direct = noise, block, direct
+        super().__init__(runner.values, runner.minibatches)
+        self.runner, self.noise, self.used = runner, noise, 0
         self.replace, self.replaced = replace or {}, 0
         self._look_at, self._go_on = None if look_at is None else set(look_at), go_on
         self._makers, self._at_mean = makers or {}, at_mean
         self.own: dict[str, Any] = {}
         self.seen: dict[TensorRef, Tensor] = {}
-        #: entries of the noise so far
-        self.used = 0
         #: plates to which the model itself passes the numbers of their data
         self.given: set[str] = set()
         #: ids of the numbers that were drawn for a plate, and that the model has not looked at
@@ -145,7 +138,6 @@ class WhitenedRun(Conditioned):
             self.operations.paused -= 1
 
     def see(self, place: TensorRef, value: Tensor) -> None:
-        """Keep a value, if it is one of those to look at."""
         if self._look_at is None:
             self.seen[place] = value.detach().clone()  # the model may write into it later
         elif place in self._look_at:
@@ -174,7 +166,7 @@ class WhitenedRun(Conditioned):
                     msg["value"] = msg["fn"]()  # of all data: drawn here, it counts as no operation
                 self.unread.add(id(msg["value"]))
             latent = not (plate or msg["is_observed"] or msg["done"])
-            if latent and (self._block is None or name in self._block):
+            if latent and (self.runner.block is None or name in self.runner.block):
                 self._make(msg)
             place = TensorRef(site=name)
             if place in self.replace:
@@ -184,14 +176,15 @@ class WhitenedRun(Conditioned):
                 self.see(place, msg["value"])
 
     def _make(self, msg: Site) -> None:
-        name, noise, fn = msg["name"], self.noise, gaussian_of(msg)
+        name, noise, block, fn = msg["name"], self.noise, self.runner.block, gaussian_of(msg)
         self.own[name] = fn
         maker, process = self._makers.get(name), isinstance(fn, GaussianProcess)
-        share = size = fn.shape().numel() if maker is None else maker.size
-        if maker is None and self._block is not None and self._block[name].numel() != size:
-            share = self._block[name].numel()
-            if not (self._makers or self._at_mean or (self._direct and process)):
-                raise other_size(name, fn.shape(), self._block[name])
+        direct, share = self.runner.direct, fn.shape().numel() if maker is None else maker.size
+        size = share
+        if maker is None and block is not None and block[name].numel() != size:
+            share = block[name].numel()
+            if not (self._makers or self._at_mean or (direct and process)):
+                raise other_size(name, fn.shape(), block[name])
         if noise is None or self._at_mean or share != size:
             own = torch.zeros(size) if noise is None else noise.new_zeros(size)
         else:
@@ -199,7 +192,7 @@ class WhitenedRun(Conditioned):
         own = own.to(_like(fn))
         if maker is not None:
             value = maker(own)
-        elif self._direct:
+        elif direct:
             value = own
         elif process and (self._at_mean or TensorRef(site=name) in self.replace):
             value = fn.loc  # the kernel matrix would be factored for nothing
@@ -222,7 +215,6 @@ class WhitenedRun(Conditioned):
 
 
 def other_size(name: str, now: torch.Size, before: torch.Size) -> ValueError:
-    """What to raise for a latent site that has another shape in this call."""
     return ValueError(
         f"AutoSites: {name!r} has the shape {tuple(now)} with these arguments, and {tuple(before)} "
         f"before. A block of another size needs a guide of its own, prediction at new inputs a "
@@ -239,9 +231,10 @@ def _like(fn: Any) -> Tensor:
 
 @dataclass
 class ConditionedModel:
-    """A model with its arguments and the values of latent sites outside of the block.
+    """A model with its arguments, ``values`` of latent sites outside of the block, shapes of the block.
 
-    Handlers around a run see nothing of it but parameters, unless it is not ``hidden``: then a
+    ``direct``: noise is not coloured, it stands for the values of the block themselves.  Handlers
+    around a run see nothing of it but parameters, unless it is not ``hidden``: then a
     ``poutine.scale`` around a step of SVI acts on its sites as it does on any loss.
     """
 
@@ -254,9 +247,7 @@ class ConditionedModel:
     direct: bool = False
 
     def __call__(self, noise: Tensor | None, hidden: bool = True, **options: Any) -> WhitenedRun:
-        """One run, as far as needed."""
-        how = {"block": self.block, "direct": self.direct, **options}
-        run = WhitenedRun(noise, self.values, self.minibatches, **how)
+        run = WhitenedRun(self, noise, **options)
         shield = nullcontext()
         if hidden:
             shield = pyro.poutine.block(hide_fn=lambda msg: msg["type"] != "param")
@@ -270,7 +261,6 @@ class ConditionedModel:
         return run
 
     def sites(self, noise: Tensor | None, **options: Any) -> Sites:
-        """The recorded sites of one run."""
         return self(noise, **options).sites
 
 

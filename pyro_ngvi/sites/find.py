@@ -78,10 +78,9 @@ def first_call(
 def find_structure(
     runner: ConditionedModel, other: ConditionedModel | None, latent: str | None
 ) -> ModelStructure:
-    """Find the Gaussian block of a model and the predictors of its data.
+    """The block of a model and the predictors of its data, or the site ``latent`` as their predictor.
 
-    ``other`` is a runner at other values of latent sites outside of the block, ``latent`` the site to
-    take as the predictor.
+    ``other`` is a runner at other values of latent sites outside of the block.
     """
     run = runner(None)
     if not run.own:

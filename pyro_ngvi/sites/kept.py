@@ -50,7 +50,6 @@ class Kept:
 
 
 def all_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Whether these are the very same objects."""
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
@@ -98,7 +97,6 @@ class LastStep:
         return (args, kwargs) if args or kwargs else (self.arguments or ((), {}))
 
     def has_arguments_of(self, call: BoundModel) -> bool:
-        """Whether a call has the very same arguments and keyword arguments."""
         if self.arguments is None:
             return False
         (args, kwargs), others = self.arguments, call.runner.kwargs

@@ -77,11 +77,9 @@ class Plane:
 
     @classmethod
     def of(cls, dim: int, seed: int) -> Plane:
-        """A fixed one."""
         return cls(*fixed_normal(3, dim, seed=seed))
 
     def corners(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """e, e + u, e + v and e + u + v."""
         return self.e, self.e + self.u, self.e + self.v, self.e + self.u + self.v
 
     @property

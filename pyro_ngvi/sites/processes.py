@@ -207,7 +207,6 @@ class _Values:
 
 
 def _count(call: BoundModel) -> int:
-    """The number of inputs, the same of all processes."""
     return len(next(iter(call.block.values())).inputs)
 
 

@@ -160,7 +160,6 @@ class SiteGuide(MadeAtFirstCall, OwnName, AutoGuide):
         return call
 
     def _call_before(self) -> BoundModel | None:
-        """The model at the arguments of the last step, with the structure of then."""
         last = self.last_step
         if last.arguments is None:
             return None

@@ -109,11 +109,9 @@ class ModelStructure:
 
     @property
     def block_places(self) -> tuple[TensorRef, ...]:
-        """The sites of the block."""
         return tuple(TensorRef(site=name) for name in self.shapes)
 
     def group(self, name: str) -> Group:
-        """The group of that name."""
         return next(g for g in self.groups if g.name == name)
 
     def resized(self, group: Group, size: int) -> ModelStructure:
@@ -144,7 +142,6 @@ def unwrapped(site: Site) -> Any:
 
 
 def data_shape(site: Site) -> torch.Size:
-    """The shape of :func:`data_terms`."""
     return torch.Size(unwrapped(site).batch_shape)
 
 
