@@ -240,11 +240,13 @@ class _Search:
             elif not same(others[place], a):
                 self.moved_by_other = True
             elif self.declared is None or place.site == self.declared:
-                pair = (x.expand(self.batch) if shared else x for x in (a, last[place]))
-                candidates.append(_Candidate(place, *pair, trailing, shared))
+                b = last[place]
+                if shared:
+                    a, b = a.expand(self.batch), b.expand(self.batch)
+                candidates.append(_Candidate(place, a, b, trailing, shared))
         return candidates
 
-    def _terms(self, noise: Tensor, held: dict[TensorRef, Tensor]) -> Tensor:
+    def _terms(self, noise: Any, held: dict[TensorRef, Tensor]) -> Tensor:
         return data_terms(self.runner.sites(noise, replace=held)[self.name])
 
     def _is_enough(self, held: dict[TensorRef, Tensor]) -> bool:

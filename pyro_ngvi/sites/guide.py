@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -74,16 +74,6 @@ class AutoSites(SiteGuide):
         >>> guide.median()
         {'m': tensor(1.0000)}
     """
-
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        *,
-        latent: str | None = None,
-        inducing: Tensor | None = None,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(model, latent, inducing, name)
 
     @outside_autocast
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

@@ -56,9 +56,10 @@ class SiteGuide(MadeAtFirstCall, OwnName, AutoGuide):
     def __init__(
         self,
         model: Callable[..., Any],
-        latent: str | None,
-        inducing: Tensor | None,
-        name: str | None,
+        *,
+        latent: str | None = None,
+        inducing: Tensor | None = None,
+        name: str | None = None,
     ) -> None:
         super().__init__(model)
         self.take_name(name)
