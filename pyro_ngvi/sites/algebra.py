@@ -129,8 +129,6 @@ class Algebra(nn.Module):
     precision: Tensor
     #: whether the evidence is a running average over minibatches, see :meth:`begin_running`
     running = False
-    #: whether the block may have entries of single data, as a process at their inputs has
-    has_latent_at_data = True
     #: what the sites nu (n, k), Lambda (n, k, k) of one group say, through its linear map
     of_group = staticmethod(potential_of)
 

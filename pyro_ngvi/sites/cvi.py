@@ -36,7 +36,6 @@ from ..optim.host import NaturalGradientOptim, describe
 from ..optim.rule import Report, StepReport
 from ..optim.state import ADAM
 from .algebra import Algebra
-from .guide import AutoSites, find_sites
 from .loss import SiteTargets
 from .secant import (
     Pairs,
@@ -49,6 +48,7 @@ from .secant import (
     taken,
     towards,
 )
+from .site_guide import SiteGuide, find_sites
 
 
 def site_targets(gradient: Tensor, hessian: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,7 +193,7 @@ class CVI(NaturalGradientOptim):
         return state
 
     @torch.no_grad()
-    def _step_block(self, path: str, block: AutoSites, tensors: dict[str, Any]) -> None:
+    def _step_block(self, path: str, block: SiteGuide, tensors: dict[str, Any]) -> None:
         targets, algebra = block.take_curvature(), block.algebra
         self._check_curvature(block, targets)
         state = self._state_of(path, block, {n: p.detach() for n, p in tensors.items()})

@@ -59,7 +59,6 @@ class InducingAlgebra(Algebra):
     """White noise eps (C M,) of C processes at ``inducing`` (M, ...)."""
 
     inducing: Tensor
-    has_latent_at_data = False
 
     def __init__(self, plan: ModelStructure, call: BoundModel, inducing: Tensor) -> None:
         only_processes(plan, call, inducing)
@@ -77,18 +76,13 @@ class InducingAlgebra(Algebra):
         """The maps at the inputs of the call."""
         maps, processes = {}, self._regress(call, self._regressed.value)
         for name, seen in seen_by_group(call, self.axes).items():
-            if seen is None:
-                (own,) = processes.values()
-                rest = own.rest.reshape(-1, 1, 1)
-                maps[name] = LinearMap(own.design.unsqueeze(1), own.offset.unsqueeze(-1), rest)
-            else:
-                maps[name] = seen.on(list(processes.values()))
-                if seen.learns and not call.whole:
-                    raise ValueError(
-                        f"AutoSites: this step has a minibatch, and the numbers by which the data of "
-                        f"{name!r} see the latent processes have parameters that are learned. Learn "
-                        f"them in steps with all data, or hold them by .detach()."
-                    )
+            maps[name] = seen.on(list(processes.values()))
+            if seen.learns and not call.whole:
+                raise ValueError(
+                    f"AutoSites: this step has a minibatch, and the numbers by which the data of "
+                    f"{name!r} see the latent processes have parameters that are learned. Learn "
+                    f"them in steps with all data, or hold them by .detach()."
+                )
         kept = {name: r for name, r in processes.items() if not r.learns}
         self._regressed.put(kept if call.whole else None)
         # in direct runs f at the probe is the probe itself, and would not show another prior

@@ -35,8 +35,8 @@ from .algebra import Marginals, View, apart
 from .bound_model import BoundModel
 from .dense import WhitePosterior
 from .expectation import Expected, default_count, expectations, quadrature_points
-from .guide import AutoSites, find_sites
 from .initial_sites import first_targets
+from .site_guide import SiteGuide, find_sites
 
 Program = Callable[..., Any]
 
@@ -140,7 +140,7 @@ class SitesELBO(ELBO):
         return elbo, _averaged([targets for _, targets in estimates])
 
     def _at(
-        self, block: AutoSites, call: BoundModel, derivatives: bool, exact: bool
+        self, block: SiteGuide, call: BoundModel, derivatives: bool, exact: bool
     ) -> tuple[Tensor, SiteTargets]:
         call.hidden = False
         if derivatives:
@@ -190,7 +190,7 @@ class SitesELBO(ELBO):
         return elbo, SiteTargets(call, chosen, view, q, marginals, targets, elbo.detach(), whole)
 
 
-def _block_of(guide: Any) -> AutoSites:
+def _block_of(guide: Any) -> SiteGuide:
     found = [block for _, block in find_sites(guide)]
     if len(found) != 1:
         raise ValueError(
@@ -200,7 +200,7 @@ def _block_of(guide: Any) -> AutoSites:
     return found[0]
 
 
-def _others(block: AutoSites, trace: Any, given: Mapping[str, Tensor]) -> tuple[Any, Any, Tensor]:
+def _others(block: SiteGuide, trace: Any, given: Mapping[str, Tensor]) -> tuple[Any, Any, Tensor]:
     """What other guides have drawn: latent sites, minibatches beside those ``given``; its log q."""
     values, minibatches, log_q = {}, dict(given), torch.zeros(())
     for name, site in trace.nodes.items():
