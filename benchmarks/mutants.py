@@ -669,8 +669,8 @@ SITES = (
     Mutant(
         "CVI: a datum that comes twice moves twice",
         "sites/cvi.py",
-        "return last[index] == order",
-        "return torch.ones_like(like)",
+        "moves = finite & (last[index] == order)",
+        "moves = finite",
         ("test_cvi_minibatches",),
     ),
     Mutant(
@@ -690,8 +690,8 @@ SITES = (
     Mutant(
         "secant: a step taken back keeps its gain",
         "sites/secant.py",
-        'torch.where(back, share * memory["sweep.gain"], gain)',
-        'torch.where(back, memory["sweep.gain"], gain)',
+        'behind["sweep.gain"] = share * memory["sweep.gain"]',
+        'behind["sweep.gain"] = memory["sweep.gain"]',
         ("test_secant", "test_cvi"),
     ),
     Mutant(

@@ -123,6 +123,8 @@ class GaussianProcess(TorchDistribution):
             self._loc = self._mean_of(self.mean_function, self.inputs)
         return self._loc.expand(self._extended_shape())
 
+    mean = loc
+
     def mean_at(self, inputs: Tensor) -> Tensor:
         """mean(Z) (M,) at other inputs; 0 for a mean that is given as a number for each of its own."""
         mean: Any = self.mean_function
@@ -153,10 +155,6 @@ class GaussianProcess(TorchDistribution):
         if self._scale_tril is None:
             self._scale_tril = factor(self.covariance_matrix, self.jitter)
         return self._scale_tril
-
-    @property
-    def mean(self) -> Tensor:
-        return self.loc
 
     @property
     def variance(self) -> Tensor:

@@ -1,8 +1,7 @@
 r"""How far to go in a step of the sites: a secant, a way back, and no further than q is proper.
 
-With all data, r = target - lambda is the gradient of the ELBO in the mean parameters mu, so along the
-step d = b r_old that led from mu_old to mu its slopes at both ends are known without another
-evaluation, and the secant through them crosses zero at the gain
+With all data r = target - lambda is the gradient of the ELBO in the mean parameters mu, so the slopes
+at both ends of a step d = b r_old from mu_old to mu are known, and their secant is zero at the gain
 
     b* = <d, mu - mu_old> / (<d, mu - mu_old> / b - <r, mu - mu_old>).
 
@@ -27,7 +26,7 @@ from torch.utils._pytree import tree_map
 
 from ..families.base import Tensors
 from ..linalg.eigen import positive_part
-from ..linalg.host import host_bool
+from ..linalg.host import choose, host_bool
 from .algebra import Algebra, GaussianPotential
 from .loss import SiteTargets
 
@@ -57,12 +56,21 @@ def pairing(change: Pairs, moments: Pairs) -> Tensor:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The change of every site in the next sweep, its gain, and whether it goes back."""
+    """The change of every site in the next sweep, its gain, and whether it goes back.
+
+    The memory after it is ``behind`` where it does, else ``ahead``, with the step that was taken.
+    """
 
     change: Pairs
     gain: Tensor
     back: Tensor
-    memory: Tensors
+    behind: Tensors
+    ahead: Tensors
+
+    def memory(self, change: Pairs, share: Tensor) -> Tensors:
+        """That of a sweep of which the ``share`` of a ``change`` was made."""
+        made = _named("sweep.step.", tree_map(lambda x: share * x, change))
+        return choose(self.back, self.behind, self.ahead | made | {"sweep.gain": share * self.gain})
 
 
 def start_sweeps(values: Tensors) -> Tensors:
@@ -87,14 +95,13 @@ def next_sweep(
     lr: float,
     comparable: Tensor,
 ) -> Sweep:
-    """What to do from here.
+    """What to do from here: ``residual`` is target - site, and ``exact`` terms (n,) go all the way.
 
-    ``residual`` is target - site, ``exact`` (n,) marks conjugate terms, which go all the way, and
     ``size`` () is that of the terms that the ELBO is the sum of, and with it of its roundings.
-    ``comparable`` () says whether the sweep before had the same data and model.  Nothing waits.
+    ``comparable`` () says whether the sweep before had the same data and model.
     """
-    last, best = _recalled(memory, "sweep.step."), memory["sweep.elbo"]
-    moved = tree_map(torch.sub, moments, _recalled(memory, "sweep.moment."))
+    last, before = _recalled(memory, "sweep.step."), _recalled(memory, "sweep.moment.")
+    moved, best = tree_map(torch.sub, moments, before), memory["sweep.elbo"]
     slack = ROUNDINGS * torch.finfo(elbo.dtype).eps * (1.0 + size)
     # where the ELBO is -inf so is best - slack
     fell = best.isfinite() & ~(elbo.isfinite() & (elbo >= best - slack))
@@ -102,19 +109,16 @@ def next_sweep(
     along, slope = pairing(last, moved), pairing(residual, moved)
     secant = along / (along / memory["sweep.gain"] - slope)
     gain = torch.where(comparable & (along > 0) & (secant > 0), secant, lr).clamp(SMALLEST * lr, lr)
-    step = towards(residual, exact, gain)
     share = torch.where(elbo.isfinite(), 0.5, LOST).to(elbo)
     left = tree_map(lambda x: share * x, last)
-    kept = {
-        name: torch.where(back, memory[name], value)
-        for name, value in _named("sweep.moment.", moments).items()
-    }
-    kept |= _named("sweep.step.", _choose(back, left, step))
-    kept["sweep.backs"] = torch.where(back, memory["sweep.backs"] + 1.0, 0.0)
-    kept["sweep.elbo"] = torch.where(back, best, elbo)
-    kept["sweep.gain"] = torch.where(back, share * memory["sweep.gain"], gain)
-    change = _choose(back, tree_map(torch.sub, left, last), step)
-    return Sweep(change, kept["sweep.gain"], back, kept)
+    behind = _named("sweep.moment.", before) | _named("sweep.step.", left)
+    behind |= {"sweep.elbo": best, "sweep.backs": memory["sweep.backs"] + 1.0}
+    behind["sweep.gain"] = share * memory["sweep.gain"]
+    ahead = _named("sweep.moment.", moments)
+    ahead |= {"sweep.elbo": elbo, "sweep.backs": torch.zeros_like(elbo)}
+    change = _choose(back, tree_map(torch.sub, left, last), towards(residual, exact, gain))
+    gain = torch.where(back, behind["sweep.gain"], gain)
+    return Sweep(change, gain, back, behind, ahead)
 
 
 def towards(residual: Pairs, exact: dict[str, Tensor], gain: Tensor) -> Pairs:
@@ -124,17 +128,6 @@ def towards(residual: Pairs, exact: dict[str, Tensor], gain: Tensor) -> Pairs:
         b = torch.where(exact[name], 1.0, gain)
         step[name] = (b.unsqueeze(-1) * nu, b.reshape(-1, 1, 1) * Lambda)
     return step
-
-
-def taken(sweep: Sweep, change: Pairs, share: Tensor) -> Tensors:
-    """The memory of a sweep of which that ``share`` of a ``change`` was made.
-
-    A sweep that goes back remembers the half of the step before that is left of it.
-    """
-    made = _named("sweep.step.", tree_map(lambda x: share * x, change))
-    made["sweep.gain"] = share * sweep.gain
-    chosen = {n: torch.where(sweep.back, sweep.memory[n], v) for n, v in made.items()}
-    return sweep.memory | chosen
 
 
 def _named(prefix: str, pairs: Pairs) -> Tensors:

@@ -95,7 +95,7 @@ def test_where_the_elbo_fell_half_of_the_step_is_taken_back_again_and_again() ->
             torch.testing.assert_close(found, -0.5 * made * s)
         made *= 0.5
         gains.append(float(sweep.gain))
-        memory = memory | sweep.memory
+        memory = memory | sweep.behind
     # the gain is that of what is left of the step, so that a secant afterwards knows its length
     assert gains == pytest.approx([0.4, 0.2, 0.1])
     # once the ELBO rises: the slope before was that of step / 0.8, whatever was taken back
