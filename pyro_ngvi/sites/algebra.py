@@ -20,7 +20,7 @@ from ..linalg.products import matvec, symmetric_product
 from .bound_model import BoundModel
 from .kept import Kept
 from .new_inputs import draw_jointly
-from .regression import Regression
+from .processes import Regression
 from .structure import LinearMap, ModelStructure
 
 #: nu (n, k) and Lambda (n, k, k) by group

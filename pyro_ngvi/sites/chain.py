@@ -46,7 +46,7 @@ from ..linalg.products import matvec
 from .algebra import Algebra, GaussianPotential, View
 from .bound_model import BoundModel, affine_maps
 from .conditioned_model import for_each
-from .predictor import digit_masks
+from .probe_points import digit_masks
 from .structure import LinearMap, ModelStructure
 
 

@@ -27,9 +27,9 @@ from torch import Tensor
 from ..families.base import Tensors
 from ..linalg.host import host_bool
 from ..linalg.products import matvec
-from ..optim.base import NaturalGradientOptim, describe
-from ..optim.others_state import ADAM
-from ..rules.report import Report, StepReport
+from ..optim.host import NaturalGradientOptim, describe
+from ..optim.rule import Report, StepReport
+from ..optim.state import ADAM
 from .algebra import Algebra
 from .guide import AutoSites, find_sites
 from .loss import SiteTargets

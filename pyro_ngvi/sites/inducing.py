@@ -5,10 +5,9 @@ r"""Inducing points: Gaussian processes seen through their values at the same M 
     q(eps) propto N(eps; 0, I) prod_n exp(nu_n' g_n - g_n' Lambda_n g_n / 2),   g_n = E[h_n | eps],
     ELBO = log Z + sum_n E log p(y_n | h_n) - E log t_n(g_n),
 
-with a_n and rest_n as in :mod:`pyro_ngvi.sites.regression`, H and b as in
-:mod:`pyro_ngvi.sites.output_mixing`: g_n = A_n eps + H_n m_n + b_n, A_n = (H_n[:, 1] a^1_n', ...,
-H_n[:, C] a^C_n').  With S the covariance of q(eps), E log p is under the mean of g_n and A_n S A_n' +
-sum_c H_n[:, c] H_n[:, c]' var rest^c_n.
+with a_n, rest_n, H and b as in :mod:`pyro_ngvi.sites.processes`: g_n = A_n eps + H_n m_n + b_n,
+A_n = (H_n[:, 1] a^1_n', ..., H_n[:, C] a^C_n').  With S the covariance of q(eps), E log p is under the
+mean of g_n and A_n S A_n' + sum_c H_n[:, c] H_n[:, c]' var rest^c_n.
 
 The sites are the dual parameters of Adam, Chang, Khan & Solin (2021); for a Gaussian likelihood the
 bound is that of Titsias (2009) after one step.  The sites of a minibatch see its data only, so each
@@ -39,8 +38,7 @@ from .algebra import Algebra, GaussianPotential, SiteTensors, View
 from .bound_model import BoundModel
 from .dense import WhitePosterior
 from .kept import Kept
-from .output_mixing import find_axes, only_processes, seen_by_group
-from .regression import Regression, probe, regress
+from .processes import Regression, find_axes, only_processes, probe, regress, seen_by_group
 from .structure import LinearMap, ModelStructure
 
 #: share of a running average that one pass of the data replaces: more is noise, less is old

@@ -25,9 +25,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..linalg.eigen import positive_part
 from ..linalg.host import host_bool
 from ..linalg.products import matvec
+from ..linalg.spectral import positive_part
 from .expectation import Expected, Points, expectations
 
 T = TypeVar("T", "_Place", Expected)

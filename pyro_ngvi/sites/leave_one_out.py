@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 
 from .bound_model import moves
+from .data import Snapshot
 from .dense import WhitePosterior
 from .expectation import divide_out, quadrature_points, square_root
-from .snapshot import Snapshot
 
 #: points for each entry of f for up to three, and in all for more: p is less smooth than log p
 ORDERS, SOBOL = {1: 128, 2: 32, 3: 16}, 8192

@@ -30,7 +30,7 @@ from torch import Tensor
 from ..curvature.record import leave_curvature
 from ..linalg.host import host_bool, outside_autocast
 from ..runtime.density import site_log_prob
-from ..runtime.whole_gradients import whole_gradients
+from ..runtime.store import whole_gradients
 from .algebra import Marginals, View, apart
 from .bound_model import BoundModel
 from .dense import WhitePosterior

@@ -5,7 +5,7 @@ other inputs X a process is
 
     f(X) = mean(X) + A eps_f + R eps',    eps' ~ N(0, I),  R R' = k(X, X) + jitter I - A A'
 
-(:mod:`pyro_ngvi.sites.regression`), and every other site is made as before.  So the block at X is
+(:mod:`pyro_ngvi.sites.processes`), and every other site is made as before.  So the block at X is
 affine in (eps, eps'); its mean and covariance under q follow from runs of the model at unit vectors.
 """
 
@@ -25,7 +25,7 @@ from ..distributions.gaussian_process import GaussianProcess, factor
 from ..linalg.host import at_hand, fixed_normal
 from .bound_model import BoundModel, moves
 from .kept import Kept
-from .regression import Regression, regress
+from .processes import Regression, regress
 
 
 def spread(x: Tensor, lead: torch.Size, event_dim: int) -> Tensor:

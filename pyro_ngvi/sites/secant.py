@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..families.base import Tensors
-from ..linalg.eigen import positive_part
 from ..linalg.host import choose, host_bool
+from ..linalg.spectral import positive_part
 from .algebra import Algebra, GaussianPotential
 from .loss import SiteTargets
 
