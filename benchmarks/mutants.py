@@ -683,15 +683,15 @@ SITES = (
     Mutant(
         "secant: sign of the new slope",
         "sites/secant.py",
-        '(along / memory["sweep.gain"] - slope)',
-        '(along / memory["sweep.gain"] + slope)',
+        '(along / memory["gain"] - slope)',
+        '(along / memory["gain"] + slope)',
         ("test_secant", "test_cvi"),
     ),
     Mutant(
         "secant: a step taken back keeps its gain",
         "sites/secant.py",
-        'behind["sweep.gain"] = share * memory["sweep.gain"]',
-        'behind["sweep.gain"] = memory["sweep.gain"]',
+        '"gain": share * memory["gain"]',
+        '"gain": memory["gain"]',
         ("test_secant", "test_cvi"),
     ),
     Mutant(

@@ -28,7 +28,7 @@ from ..families.base import Tensors
 from ..linalg.host import host_bool
 from ..linalg.products import matvec
 from ..optim.host import NaturalGradientOptim, describe
-from ..optim.rule import Report, StepReport
+from ..optim.rule import Report, State, StepReport
 from ..optim.state import ADAM
 from .algebra import Algebra
 from .guide import AutoSites, find_sites
@@ -39,7 +39,6 @@ from .secant import (
     next_sweep,
     pairing,
     proper_step,
-    same,
     start_sweeps,
     towards,
 )
@@ -56,28 +55,27 @@ class SiteRule:
 
     lr: float
 
-    def init(self, values: Tensors) -> Tensors:
+    def init(self, values: Tensors) -> State:
         """The state before the first step, from the sites."""
         zero = next(iter(values.values())).new_zeros(())
         counts = {name: zero.clone() for name in ("count", "damped", "skipped", "left")}
-        return counts | start_sweeps(values)
+        return {**counts, "sweep": start_sweeps(values)}
 
     def step(
-        self, algebra: Algebra, targets: SiteTargets, state: Tensors, fresh: bool
-    ) -> tuple[ProperStep, Tensors, Report]:
+        self, algebra: Algebra, targets: SiteTargets, state: State, fresh: bool
+    ) -> tuple[ProperStep, State, Report]:
         """The step, the state after it, and a report; ``fresh``: no site has moved before."""
         state, elbo, before = dict(state), targets.elbo, targets.posterior.log_normalizer
         moments = {n: (m.mean, m.second_moment) for n, m in targets.marginals.items()}
         residual, exact, left = _residuals(targets)
         if targets.whole:
-            prints = targets.call.fingerprint()
-            size, again = elbo.abs() + before.abs(), same(state, prints)
-            sweep = next_sweep(state, residual, exact, moments, elbo, size, self.lr, again)
+            size, prints = elbo.abs() + before.abs(), targets.call.fingerprint()
+            memory = state["sweep"], residual, exact, moments
+            sweep = next_sweep(*memory, elbo, size, self.lr, prints)
             step = proper_step(algebra, targets, sweep.change)
-            state |= sweep.memory(step.change, step.share)
-            state |= {"sweep.print." + name: v for name, v in prints.items()}
+            state["sweep"] = sweep.memory(step.change, step.share)
             if fresh:  # the first targets of all are not those at q, and make no secant
-                state["sweep.gain"] = torch.full_like(elbo, torch.nan)
+                state["sweep"]["gain"] = torch.full_like(elbo, torch.nan)
             gain, back = sweep.gain, sweep.back
         else:
             gain = torch.full_like(elbo, self.lr)
@@ -176,12 +174,12 @@ class CVI(NaturalGradientOptim):
             params = [p for p in params if id(p) in own]
         super()._step(params)
 
-    def _state_of(self, path: str, block: Any, values: Tensors) -> Tensors:
+    def _state_of(self, path: str, block: Any, values: Tensors) -> State:
         state, edition = super()._state_of(path, block, values), block.last_step.edition
         if self._editions.setdefault(path, edition) != edition:
             # sites came, went or were reset by hand: no sweep before compares with the next
             self._editions[path] = edition
-            state = state | start_sweeps(values)
+            state = {**state, "sweep": start_sweeps(values)}
         return state
 
     @torch.no_grad()

@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..families.base import Tensors
-from ..linalg.host import choose, host_bool
+from ..linalg.host import host_bool
 from ..linalg.spectral import positive_part
+from ..optim.rule import State
 from .algebra import Algebra, GaussianPotential
 from .loss import SiteTargets
 
@@ -64,61 +65,57 @@ class Sweep:
     change: Pairs
     gain: Tensor
     back: Tensor
-    behind: Tensors
-    ahead: Tensors
+    behind: State
+    ahead: State
 
-    def memory(self, change: Pairs, share: Tensor) -> Tensors:
+    def memory(self, change: Pairs, share: Tensor) -> State:
         """That of a sweep of which the ``share`` of a ``change`` was made."""
-        made = _named("sweep.step.", tree_map(lambda x: share * x, change))
-        return choose(self.back, self.behind, self.ahead | made | {"sweep.gain": share * self.gain})
+        step = _named(tree_map(lambda x: share * x, change))
+        ahead = self.ahead | {"step": step, "gain": share * self.gain}
+        return _choose(self.back, self.behind, ahead)
 
 
-def start_sweeps(values: Tensors) -> Tensors:
+def start_sweeps(values: Tensors) -> State:
     """The memory before the first sweep, from the sites by parameter name."""
-    zero = next(iter(values.values())).new_zeros(())
-    memory = {"sweep.elbo": zero - torch.inf, "sweep.gain": zero, "sweep.backs": zero.clone()}
-    for name, v in values.items():
-        memory |= {f"sweep.step.{name}": torch.zeros_like(v)}
-        memory |= {f"sweep.moment.{name}": torch.zeros_like(v)}
-    for name, (nu, _) in _recalled(values, "").items():
-        memory[f"sweep.print.{name}"] = nu.new_full((len(nu), nu.shape[1] + 1), torch.inf)
-    return memory
+    zero, zeros = next(iter(values.values())).new_zeros(()), tree_map(torch.zeros_like, values)
+    prints = {n: nu.new_full((len(nu), nu.shape[1] + 1), torch.inf) for n, nu in _linear(values)}
+    memory: State = {"elbo": zero - torch.inf, "gain": zero, "backs": zero.clone()}
+    return memory | {"step": zeros, "moment": tree_map(torch.clone, zeros), "print": prints}
 
 
 def next_sweep(
-    memory: Tensors,
+    memory: State,
     residual: Pairs,
     exact: dict[str, Tensor],
     moments: Pairs,
     elbo: Tensor,
     size: Tensor,
     lr: float,
-    comparable: Tensor,
+    prints: Tensors,
 ) -> Sweep:
     """What to do from here: ``residual`` is target - site, and ``exact`` terms (n,) go all the way.
 
-    ``size`` () is that of the terms that the ELBO is the sum of, and with it of its roundings.
-    ``comparable`` () says whether the sweep before had the same data and model.
+    ``size`` () is that of the terms that the ELBO is the sum of, and with it of its roundings.  Where
+    a fingerprint (n, k + 1) is another one the sweep before had other data or another model.
     """
-    last, before = _recalled(memory, "sweep.step."), _recalled(memory, "sweep.moment.")
-    moved, best = tree_map(torch.sub, moments, before), memory["sweep.elbo"]
+    pairs = [(x, memory["print"][name]) for name, x in prints.items()]
+    same = torch.stack([((x == y) | (x.isnan() & y.isnan())).all() for x, y in pairs]).all()
+    last, best, backs = _pairs(memory["step"]), memory["elbo"], memory["backs"]
+    moved = tree_map(torch.sub, moments, _pairs(memory["moment"]))
     slack = ROUNDINGS * torch.finfo(elbo.dtype).eps * (1.0 + size)
     # where the ELBO is -inf so is best - slack
     fell = best.isfinite() & ~(elbo.isfinite() & (elbo >= best - slack))
-    back = comparable & fell & (memory["sweep.backs"] < MOST_BACKS)
+    back = same & fell & (backs < MOST_BACKS)
     along, slope = pairing(last, moved), pairing(residual, moved)
-    secant = along / (along / memory["sweep.gain"] - slope)
-    gain = torch.where(comparable & (along > 0) & (secant > 0), secant, lr).clamp(SMALLEST * lr, lr)
+    secant = along / (along / memory["gain"] - slope)
+    gain = torch.where(same & (along > 0) & (secant > 0), secant, lr).clamp(SMALLEST * lr, lr)
     share = torch.where(elbo.isfinite(), 0.5, LOST).to(elbo)
     left = tree_map(lambda x: share * x, last)
-    behind = _named("sweep.moment.", before) | _named("sweep.step.", left)
-    behind |= {"sweep.elbo": best, "sweep.backs": memory["sweep.backs"] + 1.0}
-    behind["sweep.gain"] = share * memory["sweep.gain"]
-    ahead = _named("sweep.moment.", moments)
-    ahead |= {"sweep.elbo": elbo, "sweep.backs": torch.zeros_like(elbo)}
     change = _choose(back, tree_map(torch.sub, left, last), towards(residual, exact, gain))
-    gain = torch.where(back, behind["sweep.gain"], gain)
-    return Sweep(change, gain, back, behind, ahead)
+    behind = memory | {"backs": backs + 1.0, "gain": share * memory["gain"], "step": _named(left)}
+    ahead: State = {"elbo": elbo, "backs": torch.zeros_like(elbo), "moment": _named(moments)}
+    gain = torch.where(back, behind["gain"], gain)
+    return Sweep(change, gain, back, behind | {"print": prints}, ahead | {"print": prints})
 
 
 def towards(residual: Pairs, exact: dict[str, Tensor], gain: Tensor) -> Pairs:
@@ -130,27 +127,20 @@ def towards(residual: Pairs, exact: dict[str, Tensor], gain: Tensor) -> Pairs:
     return step
 
 
-def _named(prefix: str, pairs: Pairs) -> Tensors:
-    named = {f"{prefix}linear_{name}": a for name, (a, _) in pairs.items()}
-    return named | {f"{prefix}precision_{name}": b for name, (_, b) in pairs.items()}
+def _named(pairs: Pairs) -> Tensors:
+    named = {f"linear_{name}": a for name, (a, _) in pairs.items()}
+    return named | {f"precision_{name}": b for name, (_, b) in pairs.items()}
 
 
-def _recalled(memory: Tensors, prefix: str) -> Pairs:
-    start, other = prefix + "linear_", prefix + "precision_"
-    names = [key.removeprefix(start) for key in memory if key.startswith(start)]
-    return {name: (memory[start + name], memory[other + name]) for name in names}
+def _pairs(named: Tensors) -> Pairs:
+    return {name: (nu, named[f"precision_{name}"]) for name, nu in _linear(named)}
 
 
-def same(memory: Tensors, prints: Tensors) -> Tensor:
-    """Whether every fingerprint (n, k + 1) equals that of the sweep before: a 0-dim tensor."""
-    checks = []
-    for name, x in prints.items():
-        last = memory["sweep.print." + name]
-        checks.append(((x == last) | (x.isnan() & last.isnan())).all())
-    return torch.stack(checks).all()
+def _linear(named: Tensors) -> list[tuple[str, Tensor]]:
+    return [(n.removeprefix("linear_"), v) for n, v in named.items() if n.startswith("linear_")]
 
 
-def _choose(condition: Tensor, a: Pairs, b: Pairs) -> Pairs:
+def _choose(condition: Tensor, a: Any, b: Any) -> Any:
     return tree_map(lambda x, y: torch.where(condition, x, y), a, b)
 
 
