@@ -47,12 +47,11 @@ class GaussianProcess(TorchDistribution):
             ``kernel(X, Z)`` (N, M), ``kernel(X, diag=True)`` (N,).
         inputs: X (N, ...), in whatever form the kernel takes it.
         mean: a number, a function of the inputs to (N,), or ``None`` for 0.
-        jitter: variance of white noise that is added at every input.  1e-6 suits unit variances in
-            float64; an RBF kernel in float32 needs 1e-4 and more.
+        jitter: variance of the white noise.  1e-6 suits unit variances in float64; an RBF kernel in
+            float32 needs 1e-4 and more.
 
     Raises:
-        ValueError: for a kernel matrix that is not positive definite, where a factor is asked for; for
-            a mean of a wrong shape; in the plate of the data.
+        ValueError: for a kernel matrix that is not positive definite; in the plate of the data.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist

@@ -146,10 +146,9 @@ def _log_predictive(
 
 @dataclass(frozen=True)
 class Influence:
-    """What q would be without each of G data, or sets of data, of a group.
+    """What q would be without each of G data, or sets of data, of the group of that name.
 
     Attributes:
-        group: name of the group.
         distance: (G,), how far the posterior mean of the latent block moves, in posterior standard
             deviations.  Squared, over the number of coefficients of a linear model with a flat prior
             and the noise known, it is Cook's distance (1977).

@@ -71,13 +71,13 @@ class KnownInputs(nn.Module):
 
     def __init__(self, call: BoundModel) -> None:
         super().__init__()
+        self._stamps: dict[str, Any] = {}
+        #: processes at the new inputs of the last call, and the joint q there
+        self._joint = Kept()
         if not call.whole:
             # a process with one input for each datum of a minibatch would be another one in the next
             sizes = {call.shapes[n].numel() for n, index in call.index.items() if index is not None}
             _refuse(n for n, fn in self.processes(call.block).items() if len(fn.inputs) in sizes)
-        self._stamps: dict[str, Any] = {}
-        #: processes at the new inputs of the last call, and the joint q there
-        self._joint = Kept()
         self._keep(call.block)
 
     @staticmethod
@@ -105,11 +105,10 @@ class KnownInputs(nn.Module):
         """The processes of a block that are at other inputs."""
         return {n: fn for n, fn in self.processes(block).items() if not self._is_at(n, fn.inputs)}
 
-    def _is_at(self, name: str, inputs: Tensor) -> bool:
-        stamp, known = _stamp(inputs), self.at(name)
-        if stamp is not None and stamp == self._stamps.get(name):
-            return True
-        return inputs.shape == known.shape and torch.equal(inputs, known.to(inputs))
+    def _is_at(self, name: str, x: Tensor) -> bool:
+        stamp, known = _stamp(x), self.at(name)
+        same = stamp is not None and stamp == self._stamps.get(name)
+        return same or (x.shape == known.shape and torch.equal(x, known.to(x)))
 
     def at(self, name: str) -> Tensor:
         """The inputs (N, ...) of a process."""
@@ -118,9 +117,8 @@ class KnownInputs(nn.Module):
     def joint(self, call: BoundModel, q: Any, evidence: Tensor) -> tuple[Tensor, Tensor]:
         """Mean (D,) and root R (D, D) of the flat block at the call's inputs: covariance R R'.
 
-        R is lower triangular, with signs on its diagonal.  ``evidence`` is a tensor that is another one
-        when q is: where processes, and a run at a random noise, show that nothing else has changed
-        since the last call, the same is given back.
+        R is lower triangular, with signs on its diagonal.  ``evidence`` is another tensor when q is:
+        where processes and a run at a random noise are those of the last call, so is the result.
         """
         moved, (before, *last) = self.moved(call.block), self._joint.value or ({},)
         maps = {n: regress(fn, self.at(n), before.get(n)) for n, fn in moved.items()}
