@@ -669,8 +669,8 @@ SITES = (
     Mutant(
         "CVI: a datum that comes twice moves twice",
         "sites/cvi.py",
-        "return last[index] == order",
-        "return torch.ones_like(like)",
+        "moves = finite & (last[index] == order)",
+        "moves = finite",
         ("test_cvi_minibatches",),
     ),
     Mutant(
@@ -683,15 +683,15 @@ SITES = (
     Mutant(
         "secant: sign of the new slope",
         "sites/secant.py",
-        '(along / memory["sweep.gain"] - slope)',
-        '(along / memory["sweep.gain"] + slope)',
+        '(along / memory["gain"] - slope)',
+        '(along / memory["gain"] + slope)',
         ("test_secant", "test_cvi"),
     ),
     Mutant(
         "secant: a step taken back keeps its gain",
         "sites/secant.py",
-        'torch.where(back, share * memory["sweep.gain"], gain)',
-        'torch.where(back, memory["sweep.gain"], gain)',
+        '"gain": share * memory["gain"]',
+        '"gain": memory["gain"]',
         ("test_secant", "test_cvi"),
     ),
     Mutant(

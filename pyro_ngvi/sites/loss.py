@@ -6,12 +6,10 @@ r"""SitesELBO: the exact ELBO of an AutoSites guide, up to quadrature.
 with E log p by the points of :mod:`pyro_ngvi.sites.expectation` and all the rest in closed form; w_n is
 1, or N / B in a minibatch of B, where log Z is still that of all sites.  Where minibatches learn the
 prior (:mod:`pyro_ngvi.sites.inducing`) it is sum_n w_n E_q log p(y_n | f_n) - KL(q || p).  Gradients in
-parameters of the model hold the *sites* and let q move with the prior (Adam, Chang, Khan & Solin 2021,
-"Dual parameterization of sparse variational Gaussian processes"), which gives a tighter bound for the
-hyperparameters than holding q.
-
-Where other guides infer further latent sites r (in an ``AutoGuideList``), these are drawn, and
-log p(r) - log q(r) added: an estimate with ``num_particles`` draws.
+parameters of the model hold the *sites* and let q move with the prior, a tighter bound for the
+hyperparameters than with q held (Adam, Chang, Khan & Solin 2021, "Dual parameterization of sparse
+variational Gaussian processes").  Latent sites r of other guides in an ``AutoGuideList`` are drawn, and
+log p(r) - log q(r) added.
 """
 
 from __future__ import annotations
