@@ -6,7 +6,7 @@ The model is written for one draw (``X @ w``) and needs no plate for the particl
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,17 @@ from .density import (
     sum_per_particle,
 )
 from .pyro_adapter import HidesMarked
-from .run import CannotBatch, Minibatches, Program, Randomness, run_in_loop, run_particles
+from .run import (
+    Args,
+    CannotBatch,
+    Kwargs,
+    Minibatches,
+    Program,
+    Randomness,
+    Values,
+    run_in_loop,
+    run_particles,
+)
 from .summed_out import summed_out
 
 Parts = dict[str, dict[str, Tensor]]
@@ -78,12 +88,12 @@ class BatchedTrace:
 
 def batched_trace(
     model: Program,
-    values: Mapping[str, Tensor],
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    values: Values,
+    args: Args = (),
+    kwargs: Kwargs | None = None,
     *,
     num_particles: int | None = None,
-    indices: Mapping[str, Tensor] | None = None,
+    indices: Values | None = None,
     randomness: Randomness = "different",
     chunk_size: int | None = None,
 ) -> BatchedTrace:
@@ -113,36 +123,20 @@ def batched_trace(
     def tensors(sites: Sites) -> Parts:
         recorded.clear()
         for name, site in without_plates(sites).items():
+            value, fn = site["value"], site["fn"]
             # Improper priors put their log_prob on the CPU, whatever their value lies on.
-            unscaled, log_prob = (x.to(site["value"].device) for x in site_log_prob(site))
-            recorded[name] = BatchedSite(
-                site_kind(site),
-                site["value"],
-                log_prob,
-                unscaled,
-                site["scale"],
-                site["mask"],
-                site["fn"].event_dim,
-                site["cond_indep_stack"],
-            )
+            unscaled, log_prob = (x.to(value.device) for x in site_log_prob(site))
+            how = site["scale"], site["mask"], fn.event_dim, site["cond_indep_stack"]
+            recorded[name] = BatchedSite(site_kind(site), value, log_prob, unscaled, *how)
         return {
             name: {key: x for key, x in vars(site).items() if isinstance(x, Tensor)}
             for name, site in recorded.items()
         }
 
     minibatches = Minibatches(indices)
-    batched = run_particles(
-        model,
-        tensors,
-        values,
-        num_particles,
-        args,
-        kwargs or {},
-        minibatches=minibatches,
-        randomness=randomness,
-        sampling=randomness == "different",
-        chunk_size=chunk_size,
-    )
+    how: Any = {"randomness": randomness, "sampling": randomness == "different"}
+    how |= {"minibatches": minibatches, "chunk_size": chunk_size}
+    batched = run_particles(model, tensors, values, num_particles, args, kwargs or {}, **how)
     sites = {name: replace(site, **batched[name]) for name, site in recorded.items()}
     return BatchedTrace(sites, dict(minibatches))
 
@@ -152,7 +146,7 @@ class ModelDensity:
 
         density(theta)_s = log p(y, z(theta_s)) + log |det dz/dtheta (theta_s)|
 
-    It is a pure function of ``theta`` (S, d) for fixed arguments: ``torch.func.grad`` and
+    It is a pure function of ``theta`` (S, d) for fixed arguments, in nats: ``torch.func.grad`` and
     ``jacrev`` go through it. Parameters (``pyro.param``) and minibatches are looked up at
     each call. Do not use it where the support of a site depends on another latent site.
 
@@ -160,13 +154,15 @@ class ModelDensity:
         model: a Pyro model; it is run once here, to find its sites.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        indices: minibatches by plate, see :func:`batched_trace`; without them a subsampled
-            plate is drawn anew at each call.
+        indices: minibatches (n,) by plate; without them a subsampled plate is drawn anew at each call.
         init_loc_fn: value of a latent site in the prototype, as in Pyro's autoguides.
         chunk_size: run at most that many particles at a time.
 
     Attributes:
+        dim: d, the length of ``theta``.
         initial: theta of the prototype, (d,).
+        unpack: theta (S, d) to constrained values (S, *shape) by site.
+        pack: constrained values (S, *shape) by site to theta (S, d).
 
     Raises:
         ValueError: when a latent site is discrete or there is none.
@@ -186,52 +182,33 @@ class ModelDensity:
     def __init__(
         self,
         model: Program,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
         *,
-        indices: Mapping[str, Tensor] | None = None,
+        indices: Values | None = None,
         init_loc_fn: Callable[[Site], Tensor] = feasible_value,
         chunk_size: int | None = None,
     ) -> None:
-        self.args = args
-        self.kwargs = dict(kwargs or {})
-        self.indices = dict(indices or {})
-        self.chunk_size = chunk_size
         with poutine.block(), torch.no_grad():
             whole = poutine.trace(model)
             prototype = poutine.trace(InitMessenger(init_loc_fn)(HidesMarked()(whole)))
-            trace = prototype.get_trace(*args, **self.kwargs)
+            trace: Any = prototype.get_trace(*args, **(kwargs or {}))
+        self.layout = layout = LatentLayout(trace)
+        self.dim, self.pack, self.unpack = layout.dim, layout.pack, layout.unpack
+        initial = {name: trace.nodes[name]["value"][None] for name in layout.transforms}
+        self.initial: Tensor = layout.pack(initial)[0]
         self.model = summed_out(model, whole.trace.nodes)
-        self.layout = LatentLayout(trace)
-        nodes: Sites = dict(trace.nodes)
-        initial = {name: nodes[name]["value"][None] for name in self.layout.transforms}
-        self.initial: Tensor = self.layout.pack(initial)[0]
-
-    @property
-    def dim(self) -> int:
-        """d, the length of ``theta``."""
-        return self.layout.dim
-
-    def unpack(self, theta: Tensor) -> dict[str, Tensor]:
-        """theta (S, d) to constrained values (S, *shape) by site."""
-        return self.layout.unpack(theta)
-
-    def pack(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Constrained values (S, *shape) by site to theta (S, d)."""
-        return self.layout.pack(values)
+        how: Any = {"indices": indices, "randomness": "same", "chunk_size": chunk_size}
+        self._at = partial(batched_trace, self.model, args=args, kwargs=dict(kwargs or {}), **how)
 
     def trace(self, theta: Tensor) -> BatchedTrace:
         """The sites of the model at theta (S, d)."""
-        return self._at(self.layout.unpack(theta))
-
-    def _at(self, values: Mapping[str, Tensor]) -> BatchedTrace:
-        how: Any = {"indices": self.indices, "randomness": "same", "chunk_size": self.chunk_size}
-        return batched_trace(self.model, values, self.args, self.kwargs, **how)
+        return self._at(values=self.unpack(theta))
 
     def __call__(self, theta: Tensor) -> Tensor:
         """The log joint density at theta (S, d), (S,), in nats."""
         values, log_det = self.layout.unpack_with_log_det(theta)
-        return self._at(values).log_joint() + log_det
+        return self._at(values=values).log_joint() + log_det
 
     def per_example(self, theta: Tensor) -> dict[str, Tensor]:
         """The terms of the log joint by site, (S, *batch_shape), with scale and mask.
@@ -245,7 +222,7 @@ class ModelDensity:
 def map_draws(
     program: Program,
     reduce: Callable[[Sites], Parts],
-    values: Mapping[str, Tensor],
+    values: Values,
     num_samples: int,
     batch_size: int | None = None,
 ) -> Parts:
@@ -263,17 +240,6 @@ def map_draws(
 
     Raises:
         ValueError: when the sites of the program differ between draws.
-
-    Example:
-        >>> import pyro, pyro.distributions as dist
-        >>> def model():
-        ...     pyro.deterministic("y", torch.ones(2) * pyro.sample("w", dist.Normal(0.0, 1.0)))
-        >>> def reduce(sites):
-        ...     return {"model": {"y": sites["y"]["value"]}}
-        >>> w = torch.tensor([1.0, 2.0])
-        >>> map_draws(model, reduce, {"w": w}, 2)["model"]["y"]
-        tensor([[1., 1.],
-                [2., 2.]])
     """
     minibatches = Minibatches()
     names: set[str] = set()
