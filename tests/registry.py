@@ -29,6 +29,7 @@ from pyro_ngvi.families import (
     MeanFieldNormal,
     ProductFamily,
 )
+from pyro_ngvi.fisher import Dense, Window
 
 __all__ = [
     "BASELINES",
@@ -144,8 +145,8 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
     "VON, damped": partial(ngvi.optim.VON, momentum=0.5, damping=0.1, trust_radius=0.5),
     "NoisyKFAC, own prior": partial(ngvi.optim.NoisyKFAC, prior_precision=1.0, damping=0.1),
     "SPRING, last iterate": partial(ngvi.optim.SPRING, averaging=False, momentum=0.0),
-    "IFVB, window": partial(ngvi.IFVB, form="window", window=16, num_scores=4),
-    "IFVB, dense": partial(ngvi.IFVB, form="dense"),
+    "IFVB, window": partial(ngvi.IFVB, fisher=Window(16), num_scores=4),
+    "IFVB, dense": partial(ngvi.IFVB, fisher=Dense()),
     "IFVB, stored": partial(ngvi.IFVB, frame="stored", clip_norm=10.0),
     "IFVB, by layer": partial(ngvi.IFVB, by_layer=True),
 }

@@ -25,13 +25,11 @@ def from_groups(
     """Builds ArviZ's container from plain arrays: ``InferenceData`` (0.x) or ``DataTree`` (1.x).
 
     Args:
-        groups: group name to variable name to array. Arrays of sampled groups have shape
-            (chain, draw, *rest), those of groups of data have shape ``rest``. A slash in the
-            name of a variable or a dimension, which netCDF and ``DataTree`` refuse, becomes a dot.
+        groups: by group and variable; (chain, draw, *rest) where sampled, else ``rest``. A slash in
+            the name of a variable or a dimension, which netCDF refuses, becomes a dot.
         coords: dimension name to labels; a dimension without labels counts from 0.
-        dims: variable name to the names of its dimensions ``rest``; it holds in every group but
-            ``sample_stats``, whose variables have none. In ``log_likelihood``, where event
-            dimensions are summed out, the leading names are taken.
+        dims: names of the dimensions ``rest`` by variable, in every group but ``sample_stats``, whose
+            variables have none. ``log_likelihood``, without event dimensions, takes the leading names.
         pred_dims: the same for the groups ``predictions`` and ``predictions_constant_data``,
             where neither ``coords`` nor ``dims`` hold, because their rows are others.
         attrs: stored on the root and on the group ``posterior``.
@@ -93,8 +91,7 @@ def summary(data: Any, **kwargs: Any) -> Any:
     if not str(kind).startswith("stats"):
         raise ValueError(
             f"kind={kind!r} asks for diagnostics of Markov chains, which mean nothing for a "
-            "guide's independent draws. Use kind='stats' and judge the guide by its k-hat; "
-            "arviz.summary shows the columns regardless."
+            "guide's independent draws. Use kind='stats', or arviz.summary to see them regardless."
         )
     return _arviz().summary(data, kind=kind, **kwargs)
 
@@ -102,8 +99,7 @@ def summary(data: Any, **kwargs: Any) -> Any:
 def labelled(data: Any, values: Mapping[str, np.ndarray], **selection: Any) -> Any:
     """One number for each entry of the posterior as a series with the labels of :func:`summary`.
 
-    ``values`` are arrays without dimensions of draws for some variables of the posterior, and
-    ``selection`` is ``var_names``, ``coords`` and so on, as for :func:`summary`.
+    ``values`` are arrays without the dimensions of draws, by variable.
     """
     import xarray as xr
 

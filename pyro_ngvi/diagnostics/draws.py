@@ -18,7 +18,6 @@ from torch.distributions import constraints
 from ..runtime.checks import LatentSupports, check_data, plain_support
 from ..runtime.density import (
     Kind,
-    Site,
     Sites,
     is_auxiliary,
     is_latent,
@@ -39,11 +38,10 @@ MOST_DOUBLES = 10_000_000  # in an array that is stored in float64
 class Draws:
     """S draws from a guide.
 
-    ``values`` are the model's latent sites, each (S, *shape); ``log_q`` (S,) is the guide's log
-    density there and ``log_joint`` (S,) the model's, log p(data, latents) with scales and masks, both
-    in nats, in float64 and over the sites as the model writes them.  ``rounding`` bounds, in nats,
-    what rounding may do to their difference.  ``sites`` are values of the model's sites,
-    ``log_likelihood`` their log probabilities, those that were asked for.
+    ``values`` are the model's latent sites, each (S, *shape); ``log_q`` (S,) is log q(z) there and
+    ``log_joint`` (S,) log p(data, z) with scales and masks, in nats, in float64 and over the sites as
+    the model writes them.  ``rounding`` bounds, in nats, what rounding may do to their difference.
+    ``sites`` are values of latent and deterministic sites, ``log_likelihood`` is by observed site.
     """
 
     values: dict[str, Tensor]
@@ -62,10 +60,7 @@ class Draws:
 
 @contextmanager
 def random_state(seed: int | None, stream: int = 0) -> Iterator[None]:
-    """Seeds every generator that Pyro uses, and puts their states back at the end.
-
-    Without a seed it does nothing.  Streams of one seed share no random numbers.
-    """
+    """Seeds all of Pyro's generators and puts their states back; streams share no random numbers."""
     if seed is None:
         yield
         return
@@ -91,10 +86,6 @@ class Fitted:
         shown: the latent and deterministic sites whose values the sum leaves as they are: a function
             of an enumerated site has the shape of all its values there.
         parameters: those of the model, constrained; those of the guide are in its draws.
-
-    Raises:
-        ValueError: when the model is a guide, a plate is subsampled, the guide's latent sites are
-            not the model's or have other supports, or data lie outside the support of their site.
     """
 
     def __init__(
@@ -105,9 +96,9 @@ class Fitted:
         kwargs: Mapping[str, Any],
     ) -> None:
         if isinstance(model, AutoGuide):
+            kind = type(model).__name__
             raise ValueError(
-                f"The model is an {type(model).__name__}, a guide: give the model first, then the "
-                f"guide."
+                f"The model is an {kind}, a guide: give the model first, then the guide."
             )
         self.model, self.guide = partial(model, *args, **kwargs), partial(guide, *args, **kwargs)
         with torch.no_grad():
@@ -122,15 +113,13 @@ class Fitted:
         self.latent = sites_of_kind(self.sites, "latent")
         if missing := sorted(set(self.latent) - drawn.keys()):
             raise ValueError(
-                f"The guide does not sample the model's latent sites {missing}. If they stand for "
-                "data, pass these (new data: pyro_ngvi.predict); else give a guide of every latent "
-                f"site, and mark discrete ones infer={{'enumerate': 'parallel'}}."
+                f"The guide does not sample the model's latent sites {missing}. If they are data, "
+                f"pass them; else give a guide of all, discrete ones infer={{'enumerate': 'parallel'}}."
             )
         if unknown := sorted(drawn.keys() - set(self.latent)):
             raise ValueError(
-                f"The guide samples the sites {unknown}, which are not latent in the model. Is it a "
-                "guide of another model? Only a variable of which other sites are functions (Delta "
-                f"with log_density) may be infer={{'is_auxiliary': True}}."
+                f"The guide samples the sites {unknown}, which are not latent in the model. Is it "
+                f"that of another model? Sites on the way to others: infer={{'is_auxiliary': True}}."
             )
         LatentSupports(guide).check(self.sites)
 
@@ -156,31 +145,30 @@ class Fitted:
     def draw(
         self, num_samples: int, batch_size: int | None, log_likelihood_of: Collection[str] = ()
     ) -> Draws:
-        """Draws from the guide, and the model there.
-
-        Raises:
-            ValueError: when the guide is a point mass, or fewer than 25 draws are asked for.
-        """
+        """Draws from the guide, and the model there."""
         if num_samples < MIN_DRAWS:
             raise ValueError(
-                f"num_samples is {num_samples}; raise num_samples to {MIN_DRAWS} at least, better "
-                f"1000."
+                f"num_samples is {num_samples}; raise num_samples to {MIN_DRAWS} or more."
             )
         drawn, of_guide = guide_draws(self.guide, num_samples)
         values = {name: drawn[name] for name in self.latent}
         if all((x == x[0]).all() for x in values.values()):
             raise ValueError(
-                "All draws from the guide are the same point (AutoDelta?), so it has no density to "
-                "compare with the posterior. Use guide.median(), or pyro_ngvi.predict with it."
+                "All draws from the guide are the same point (AutoDelta?): there is no density to "
+                "judge. Use guide.median(), or pyro_ngvi.predict with it."
             )
 
         def evaluated(sites: Sites) -> Parts:
             terms = {name: site_log_prob(site) for name, site in sites.items()}
-            likelihood = {n: _seen(sites[n], terms[n][0]) for n in log_likelihood_of}
+            likelihood = {}
+            for name in log_likelihood_of:
+                mask, term = sites[name]["mask"], terms[name][0]
+                seen = torch.as_tensor(True if mask is None else mask, device=term.device)
+                likelihood[name] = compact(torch.where(seen, term, 0.0), num_samples)
             return {
                 "density": _density(sites, terms),
                 "values": {name: sites[name]["value"] for name in self.shown},
-                "log_likelihood": {n: compact(x, num_samples) for n, x in likelihood.items()},
+                "log_likelihood": likelihood,
             }
 
         found = map_draws(self.joint, evaluated, values, num_samples, batch_size)
@@ -188,9 +176,9 @@ class Fitted:
             values,
             of_guide["log"],
             found["density"]["log"],
-            rounding=_rounding(found["density"]) + _rounding(of_guide),
-            sites=found["values"],
-            log_likelihood=found["log_likelihood"],
+            64.0 * sum(float(x["squares"].max()) ** 0.5 for x in (found["density"], of_guide)),
+            found["values"],
+            found["log_likelihood"],
         )
 
 
@@ -212,13 +200,9 @@ def sites_of_kind(sites: Sites, kind: Kind) -> list[str]:
 def guide_draws(
     guide: partial[Any], num_samples: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Draws of the guide's latent sites by name, (S, *shape), and what ``_density`` says there.
-
-    ``guide`` has its arguments bound.
-
-    Raises:
-        ValueError: when an autoguide was never called.
-    """
+    """Draws of a guide's latent sites, its arguments bound, (S, *shape), and ``_density`` there."""
+    if num_samples < 1:
+        raise ValueError(f"num_samples is {num_samples}; give at least 1.")
     if getattr(guide.func, "prototype_trace", guide) is None:
         raise ValueError(f"{type(guide.func).__name__} has never been called. Train it first.")
 
@@ -236,10 +220,7 @@ def _of_guide(sites: Sites) -> dict[str, Tensor]:
 
 
 def _density(sites: Sites, terms: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """The log density of one draw, summed in float64, and the sum of squares of terms' roundings.
-
-    Each term is rounded relative to its own size, and independently, so the squares add up.
-    """
+    """The log density of one draw, summed in float64, and the sum of squares of terms' roundings."""
     logs, squares = [], []
     for name, site in sites.items():
         # Improper priors put their log_prob on the CPU, whatever their value lies on.
@@ -248,17 +229,6 @@ def _density(sites: Sites, terms: Mapping[str, tuple[Tensor, Tensor]]) -> dict[s
         logs.append(term.double().sum())
         squares.append((eps * term.double().nan_to_num(0.0, 0.0, 0.0)).square().sum())
     return {"log": torch.stack(logs).sum(), "squares": torch.stack(squares).sum()}
-
-
-def _rounding(density: Mapping[str, Tensor]) -> float:
-    """Nats by which rounding may move a log density."""
-    return 64.0 * float(density["squares"].max()) ** 0.5
-
-
-def _seen(site: Site, log_prob: Tensor) -> Tensor:
-    """Zero where a mask hides an entry."""
-    mask = True if site["mask"] is None else site["mask"]
-    return torch.where(torch.as_tensor(mask, device=log_prob.device), log_prob, 0.0)
 
 
 def compact(x: Tensor, num_samples: int) -> Tensor:
@@ -270,8 +240,7 @@ def compact(x: Tensor, num_samples: int) -> Tensor:
 def warn_of_edges(sites: Sites, values: Mapping[str, Tensor]) -> None:
     """Warn where rounding has put many draws onto the upper end of an interval, or of a simplex.
 
-    There Pyro's transforms end at 1 - eps, and the density of the model is flat: whatever lies beyond
-    in the posterior is lost, to training and to k-hat.  Numbers near 0 are not rounded like that.
+    There Pyro's transforms end at 1 - eps, while numbers near 0 are not rounded like that.
     """
     for name, x in values.items():
         support = plain_support(sites[name]["fn"].support)
@@ -289,8 +258,8 @@ def warn_of_edges(sites: Sites, values: Mapping[str, Tensor]) -> None:
         if share > 0.002:
             warnings.warn(
                 f"{100.0 * share:.1f} % of the draws of {name!r} are rounded to the end of their "
-                f"support: neither the guide nor k-hat knows the posterior beyond. Use float64, or the "
-                f"other end: the probability near 0, for a simplex another last entry.",
+                f"support, beyond which the posterior is lost. Use float64, or the other end: the "
+                f"probability near 0, for a simplex another last entry.",
                 RuntimeWarning,
                 stacklevel=3,
             )

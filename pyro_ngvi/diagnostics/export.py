@@ -146,9 +146,8 @@ def to_arviz(
         if fixed := draws.point_masses:
             found = replace(found, khat=float("inf"))
             warnings.warn(
-                f"All draws of {fixed} from the guide are the same point "
-                f"(AutoDelta?): what is exported is the posterior of the rest given that point, with "
-                f"sds of 0 for it, and no weights could correct that; k-hat is set to infinity.",
+                f"All draws of {fixed} from the guide are the same point (AutoDelta?): what is "
+                f"exported is the posterior of the rest given that point; k-hat is set to infinity.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -189,8 +188,7 @@ def to_arviz(
             attrs |= {"resample": resample, "resample_ess": float(1 / np.exp(2 * weights).sum())}
         groups["sample_stats"] = stats
         if drawable := observed if _can_be_drawn(fitted, observed) else []:
-            first = {name: x[0] for name, x in draws.values.items()}
-            for note in fixed_parameters(fitted.model, sites, first):
+            for note in fixed_parameters(fitted.model, sites, draws.values):
                 warnings.warn(note, UserWarning, stacklevel=2)
         how = num_samples, batch_size
         if posterior_predictive:
@@ -212,7 +210,7 @@ def to_arviz(
         for note in new.same_units():
             warnings.warn(note, UserWarning, stacklevel=2)
         with random_state(seed, PREDICTIONS):
-            drawn = per_draw(new.draw(batch_size=batch_size, small=True))
+            drawn = per_draw(new.draw(None, batch_size, small=True))
         given = constants(model, *call, new.sites)
         named = {name: names for name, names in (dims or {}).items() if name in drawn | given}
         pred_dims = name_dims({"predictions": drawn, "constant_data": given}, new.sites, named, {})
@@ -242,38 +240,35 @@ def _with_discrete(
 
 
 def _likelihoods(fitted: Fitted) -> list[str]:
-    """The observed sites with a likelihood by example; warns of those that ArviZ would misread.
-
-    Those are data summed together without a plate, which are left out, and likelihoods that are in the
-    posterior other than once: under a scale, or with a factor beside them, as of censored data.
-    """
+    """The observed sites with a likelihood by example; warns of those that ArviZ would misread."""
     data = sites_of_kind(fitted.in_sum, "observed")
     observed = {name: fitted.sites[name] for name in sites_of_kind(fitted.sites, "observed")}
     whole = [n for n in data if n not in observed and not fitted.in_sum[n]["cond_indep_stack"]]
-    notes = []
     if whole:
-        notes += [
+        warnings.warn(
             f"The data {', '.join(map(repr, whole))} share an enumerated variable and have no "
-            f"likelihood by example: log_likelihood leaves them out. A plate of independent series "
-            f"around them gives it their likelihoods."
-        ]
+            f"likelihood by example: left out. A plate of independent series gives it theirs.",
+            UserWarning,
+            stacklevel=3,
+        )
     for name, site in observed.items():
         if bool((torch.as_tensor(site["scale"]) != 1.0).any()):
-            notes += [
-                f"The observed site {name!r} stands under poutine.scale, so the posterior holds p^c, "
-                f"and log_likelihood is log p. az.loo and waic weigh draws by 1 / p and are wrong "
-                f"here; AutoSites.loo() is not. log_likelihood=False leaves the group out."
-            ]
+            warnings.warn(
+                f"The observed site {name!r} stands under poutine.scale, so the posterior holds "
+                f"p^c and log_likelihood log p: az.loo and waic are wrong here; AutoSites.loo() is "
+                f"not. log_likelihood=False leaves the group out.",
+                UserWarning,
+                stacklevel=3,
+            )
     plates = {frame.name for site in observed.values() for frame in site["cond_indep_stack"]}
     for name, site in fitted.sites.items():
         if site_kind(site) == "factor" and plates & {f.name for f in site["cond_indep_stack"]}:
-            notes += [
-                f"The pyro.factor {name!r} lies in a plate with data, and log_likelihood does not have "
-                f"it. Where it stands for a likelihood (of censored data, say) az.loo and waic are "
-                f"wrong: write it as an observed site."
-            ]
-    for note in notes:
-        warnings.warn(note, UserWarning, stacklevel=3)
+            warnings.warn(
+                f"The pyro.factor {name!r} lies in a plate with data, and log_likelihood does not "
+                f"have it. Where it is a likelihood az.loo is wrong: make it an observed site.",
+                UserWarning,
+                stacklevel=3,
+            )
     return [name for name in data if name not in whole]
 
 
@@ -285,9 +280,8 @@ def _can_be_drawn(fitted: Fitted, observed: Sequence[str]) -> bool:
                 fitted.sites[name]["fn"].sample()
     except NotImplementedError as error:
         warnings.warn(
-            f"An observed site cannot be drawn ({error or 'it has no sample method'}): the predictive "
-            f"groups are left out. Give its distribution a sample method, or pass "
-            f"posterior_predictive=False.",
+            f"An observed site cannot be drawn ({error or 'it has no sample method'}): the "
+            f"predictive groups are left out. Give it a sample method, or posterior_predictive=False.",
             UserWarning,
             stacklevel=3,
         )

@@ -1,17 +1,4 @@
-r"""Whether to take a guide's draws as they are, to resample them, or not to use them.
-
-A tail of shape k of the weights p(data, z) / q(z) has 1/k finite moments, so k tells how far the
-guide's tails fall short of the posterior's. A good k-hat says that weighted draws can be relied on,
-*not* that the draws can: the decision also asks what the weights move, see ``weights.py``.
-
-Sources: Vehtari, Simpson, Gelman, Yao & Gabry (2024), "Pareto smoothed importance sampling",
-JMLR 25(72), section 3; Yao, Vehtari, Simpson & Gelman (2018), "Yes, but did it work?", ICML.
-
-When not to use it: it judges the joint posterior, so with hundreds of latents it refuses
-guides whose single marginals are good; and it sees only where the guide, or a draw from the prior,
-goes: a mode that neither visits goes unseen, and weights from the wrong place look fine. Where
-several modes are possible fit from several starts.
-"""
+"""Whether to take a guide's draws as they are, to resample them, or not to use them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -50,7 +37,7 @@ STEEP = 0.1  # sds by which a slope stands out of its noise where a fit has not 
 
 @dataclass(frozen=True)
 class KHat:
-    """A guide's importance weights and what they say.
+    r"""A guide's importance weights p(data, z) / q(z) and what they say.
 
     ``decision`` is one of
 
@@ -59,22 +46,29 @@ class KHat:
     * ``"resample"``: take resampled draws, as ``to_arviz(..., resample="psis")`` gives;
     * ``"unusable"``: neither can be relied on.
 
-    ``verdict`` says so in words, with the reason, and ``ok`` is true for ``"intervals"`` alone. It
-    judges the latent and deterministic sites one by one: sums and predictions of a mean-field guide
-    may be worse. It cannot see a mode where neither the guide nor enough draws of the prior go: where
-    there may be several, start from several points. Near its bounds another ``seed`` may decide
-    otherwise.
+    ``verdict`` says so in words, with the reason, and ``ok`` is true for ``"intervals"`` alone.
+
+    A tail of shape k has 1/k finite moments, so k tells how far the guide's tails fall short of the
+    posterior's. A good k-hat says that weighted draws can be relied on, *not* that the draws can.
+
+    When not to use it: it judges the joint posterior, so with hundreds of latents it refuses guides
+    whose single marginals are good, and the latent and deterministic sites one by one: sums and
+    predictions of a mean-field guide may be worse. It cannot see a mode where neither the guide nor
+    enough draws of the prior go: where there may be several, start from several points. Near its
+    bounds another ``seed`` may decide otherwise.
+
+    Sources: Vehtari, Simpson, Gelman, Yao & Gabry (2024), "Pareto smoothed importance sampling",
+    JMLR 25(72), section 3; Yao, Vehtari, Simpson & Gelman (2018), "Yes, but did it work?", ICML.
 
     Attributes:
-        khat: estimated shape of the tail of the weights, infinite where there is none to estimate.
-            Weights that are equal to within a percent have a tail of some shape too, which then means
-            nothing.
+        khat: estimated shape of the tail of the weights, infinite where there is none to estimate,
+            without a meaning where the weights are equal to within a percent.
         threshold: min(1 - 1/log10(S), 0.7), above which the weights are not to be relied on.
         ess: 1 / sum_s w_s^2, the number of exact draws that the normalised weights w are worth.
         log_weights: their logarithms, (S,), in nats.
         shifts: by latent or deterministic site, what weights would change in each mean and sd.
-        slope: the steepest slope of the ELBO along a latent entry, see ``diagnostics/weights.py``; a
-            fit that had ended has none that stands out of its noise.
+        slope: the steepest slope of the ELBO along a latent entry; a fit that had ended has none that
+            stands out of its noise. See ``diagnostics/weights.py``.
         missed: nats by which lower bounds on the evidence from draws of the prior exceed the guide's
             own estimate; positive where the guide has missed a mode. ``None`` where the prior cannot
             be drawn from, or sites are summed out.
@@ -95,7 +89,8 @@ class KHat:
             return "unusable"
         share = self.ess / len(self.log_weights)
         if self.shifts:
-            small = self._moved_mean[0] <= COARSE_MEAN and self._moved_sd[0] <= COARSE_SD
+            small = self._moved("mean")[0] <= COARSE_MEAN
+            small = small and self._moved("log_sd")[0] <= COARSE_SD
         else:
             small = self.kl <= SMALL_KL
         if small and (self.khat <= HALF or share >= HALF):
@@ -128,16 +123,15 @@ class KHat:
     def psis_log_weights(self) -> np.ndarray:
         """Logarithms of the Pareto-smoothed weights, (S,), in nats; the weights sum to one.
 
-        The largest weights are replaced by quantiles of the tail fitted to them, none above the
-        largest of them. Weights that are equal, or without a tail to fit, stay as they are.
+        Weights that are equal, or without a tail to fit, stay as they are.
 
         Raises:
             ValueError: when the weights are not finite numbers.
         """
         if not np.isfinite(self.log_weights.max()):
             raise ValueError(
-                "The log weights are not finite: the model or the guide gives NaN or an infinite "
-                "density at draws of the guide, or zero at all of them. There is nothing to smooth."
+                "The log weights are not finite: model or guide gives NaN or an infinite density "
+                "at draws of the guide, or zero at all of them. There is nothing to smooth."
             )
         if not np.isfinite(self.khat) or self.khat == 0.0:
             return self.log_weights
@@ -150,8 +144,8 @@ class KHat:
             return self._reasons()
         return (
             f"{self._reasons()} The fit has not ended: the ELBO still rises along the "
-            f"{self.slope.what} of {self.slope.name!r} (slope {self.slope.size:.2f}, standard error "
-            f"{self.slope.error:.2f}): train longer."
+            f"{self.slope.what} of {self.slope.name!r} (slope {self.slope.size:.2f}, standard "
+            f"error {self.slope.error:.2f}): train longer."
         )
 
     def _reasons(self) -> str:
@@ -171,9 +165,9 @@ class KHat:
             )
         if self.reliable and (self.missed or 0.0) > 0.0:
             return (
-                f"Not usable: draws from the prior show at least {self.missed:.1f} nats more evidence "
-                f"than the guide's. It misses a mode: start elsewhere, or from several points "
-                f"({figures})."
+                f"Not usable: draws from the prior show at least {self.missed:.1f} nats more "
+                f"evidence than the guide's. It misses a mode: start elsewhere, or from several "
+                f"points ({figures})."
             )
         if self.reliable:
             few = ", and the weights rest on few draws" if self.ess < FEWEST * draws else ""
@@ -181,15 +175,15 @@ class KHat:
         if self.khat <= 0.7:
             return f"Not usable yet: too few draws to tell ({figures}); raise num_samples."
         return (
-            f"Not usable: k-hat is {self.khat:.2f}, above {self.threshold:.2f}: the guide misses part "
-            f"of the posterior. Train longer, take a richer guide, reparametrise the model, or check "
-            f"against NUTS."
+            f"Not usable: k-hat is {self.khat:.2f}, above {self.threshold:.2f}: the guide misses "
+            f"part of the posterior. Train longer, take a richer guide, reparametrise the model, "
+            f"or check against NUTS."
         )
 
     def _moves(self) -> str:
         if not self.shifts:
             return f"KL(q || posterior) is about {max(self.kl, 0.0):.2g} nats"
-        (mean, at_mean), (log_sd, at_sd) = self._moved_mean, self._moved_sd
+        (mean, at_mean), (log_sd, at_sd) = self._moved("mean"), self._moved("log_sd")
         if mean <= COARSE_MEAN and log_sd <= COARSE_SD:
             sds = f"no sd by more than {100 * np.expm1(log_sd):.0f} %"
             return f"weights move no mean by more than {mean:.2f} sd and {sds}"
@@ -197,15 +191,9 @@ class KHat:
             return f"weights move the mean of {at_mean!r} by up to {mean:.2g} sds"
         return f"weights change the sd of {at_sd!r} by a factor of up to {np.exp(log_sd):.2g}"
 
-    @property
-    def _moved_mean(self) -> tuple[float, str]:
-        """How far weights move a mean at most, and of which site."""
-        sizes = ((shift.largest_mean, name) for name, shift in self.shifts.items())
-        return max(sizes, key=itemgetter(0))
-
-    @property
-    def _moved_sd(self) -> tuple[float, str]:
-        sizes = ((shift.largest_log_sd, name) for name, shift in self.shifts.items())
+    def _moved(self, what: str) -> tuple[float, str]:
+        """How far weights move a mean, or a log sd, at most, and of which site."""
+        sizes = ((getattr(s, f"largest_{what}"), name) for name, s in self.shifts.items())
         return max(sizes, key=itemgetter(0))
 
 
@@ -220,19 +208,9 @@ def khat(
 ) -> KHat:
     """Whether a trained Pyro guide's draws may be taken as they are: :class:`KHat`.
 
-    The same ``num_samples`` and ``seed`` give the draws of :func:`pyro_ngvi.to_arviz`. The
-    parameter store and gradients are left alone. Latent sites that are marked
-    ``infer={"enumerate": "parallel"}`` and not in the guide are summed out.
-
-    Args:
-        model: the Pyro model.
-        guide: any trained Pyro guide of it.
-        args: what the model is called with: the full data.
-        num_samples: number of draws S, at least 25.
-        seed: makes the result repeatable and leaves the global random state as it was.
-        batch_size: draws that the model sees at once; ``None`` for a number that bounds the
-            memory.
-        kwargs: keyword arguments of the model.
+    The same ``num_samples`` and ``seed`` give the draws of :func:`pyro_ngvi.to_arviz`, which says what
+    the other arguments are. The parameter store and gradients are left alone. Latent sites that are
+    marked ``infer={"enumerate": "parallel"}`` and not in the guide are summed out.
 
     Raises:
         ValueError: for fewer than 25 draws, a subsampled plate, a guide that is a point mass in
@@ -258,9 +236,8 @@ def khat(
     warn_of_edges(fitted.sites, draws.values)
     if fixed := draws.point_masses:
         raise ValueError(
-            f"All draws of {fixed} from the guide are the same point "
-            "(AutoDelta?), where it has no density to compare. Judge the rest given that point: "
-            "pass pyro.poutine.condition(model, data=...) and the guide of the other sites."
+            f"All draws of {fixed} from the guide are the same point (AutoDelta?). Judge the rest "
+            "given it: pass pyro.poutine.condition(model, data=...) and the guide of the other sites."
         )
     return found
 

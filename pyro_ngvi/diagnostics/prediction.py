@@ -52,21 +52,18 @@ def predict(
             first with ``functools.partial``.
         guide: any trained Pyro guide of it, called with the new arguments; or kept draws: what
             :func:`to_arviz` returned (with ``resample="psis"`` the corrected ones), or another
-            ``InferenceData`` or ``DataTree`` with a group ``posterior``. Variables there that are no
-            latent sites of the model are left alone.
-        args: what the model is called with.
+            container with a group ``posterior``, whose other variables are left alone.
+        args: what the model is called with, and ``kwargs``.
         num_samples: S. ``None`` for 1,000 from a guide, and for all kept draws; fewer of these are
             taken at equal distances.
         sites: names of the sites to return, latent ones too; ``"_RETURN"`` for what the model
-            returns. ``None`` for the sites that are drawn anew and the deterministic ones: those of
-            ``pyro.infer.Predictive`` but for the guide's own.
+            returns. ``None`` for the sites that are drawn anew and the deterministic ones.
         from_prior: latent sites of the guide to draw from the model instead, given the other sites;
             empty to say that there are none.
         batch_size: draws that the model sees at once; ``None`` for a number that bounds the memory
             beside the result, S times the size of the sites.
         seed: makes the result repeatable and leaves the global random state as it was. The same seed
             gives the draws of :func:`to_arviz`, posterior and ``predictions``.
-        kwargs: keyword arguments of the model.
 
     Returns:
         Values by site, (S, ...), in the order of the model.
@@ -92,7 +89,6 @@ def predict(
         >>> predict(model, guide, torch.ones(5, 2), num_samples=100)["y"].shape
         torch.Size([100, 5])
     """
-    keeps_units = isinstance(guide, AutoGuide) or not callable(guide)
     if callable(guide):
         bound = partial(guide, *args, **kwargs)
         try:
@@ -100,16 +96,14 @@ def predict(
                 values, _ = guide_draws(bound, 1000 if num_samples is None else num_samples)
         except (TypeError, AttributeError) as error:
             raise ValueError(
-                f"The guide cannot run on these arguments: {error}. If it reads the data, draw "
-                f"from it with them and pass these draws in its place: predict(model, "
-                f"to_arviz(model, guide, X, y), X_new)."
+                f"The guide cannot run on these arguments: {error}. If it reads the data, pass "
+                f"draws in its place: predict(model, to_arviz(model, guide, X, y), X_new)."
             ) from error
     else:
         values = _kept(guide, num_samples, [*args, *kwargs.values()])
     new = NewData(model, values, args, kwargs, from_prior, may_lack=not callable(guide))
-    first = {name: x[0] for name, x in new.values.items()}
-    notes = fixed_parameters(new.program, new.sites, first)
-    if keeps_units and from_prior is None:
+    notes = fixed_parameters(new.program, new.sites, new.values)
+    if from_prior is None and (isinstance(guide, AutoGuide) or not callable(guide)):
         notes += new.same_units()
     for note in notes:
         warnings.warn(note, UserWarning, stacklevel=2)
@@ -124,8 +118,7 @@ def _kept(kept: Any, num_samples: int | None, arguments: list[Any]) -> dict[str,
         arrays = {str(n): x.transpose("chain", "draw", ...).values for n, x in variables.items()}
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise TypeError(
-            f"predict takes a guide, or what to_arviz returned, with a group 'posterior' of dimensions "
-            f"chain and draw; got {type(kept).__name__}."
+            f"predict takes a guide, or what to_arviz returned, and got {type(kept).__name__}."
         ) from error
     arrays = {name: x.reshape(-1, *x.shape[2:]) for name, x in arrays.items()}
     total = min((len(x) for x in arrays.values()), default=0)
@@ -140,9 +133,8 @@ def _kept(kept: Any, num_samples: int | None, arguments: list[Any]) -> dict[str,
 class NewData:
     """A model at new arguments, its latent sites fixed at draws from the posterior.
 
-    ``values`` holds these draws by site, (S, ...); a slash in a name may have become a dot, and with
-    ``may_lack`` it may name more than latent sites of the model.  Those in ``from_prior`` are drawn
-    from the model all the same.
+    ``values`` holds these draws by site, (S, ...), or as :func:`to_arviz` names it; with ``may_lack``
+    there may be more than those of the model.  Sites in ``from_prior`` are drawn from the model.
     """
 
     def __init__(
@@ -159,18 +151,15 @@ class NewData:
         dotted = {_dotted(name): x for name, x in values.items()}
         for name in from_prior or ():
             if dotted.pop(_dotted(name), None) is None:
-                raise ValueError(
-                    f"from_prior names {name!r}, but the draws are of {sorted(values)}."
-                )
+                raise ValueError(f"from_prior names {name!r}; the draws are of {sorted(values)}.")
         minibatches = Minibatches()
         try:
             with _AtFirstDraw({name: x[0] for name, x in dotted.items()}):
                 ran = look(self.program, {}, minibatches=minibatches)
         except (TypeError, AttributeError) as error:
             raise ValueError(
-                f"The model cannot run on these arguments: {error}. Give the data a default and take "
-                f"sizes from the rest (y=None, len(X)), or pass any tensor in their place, such as "
-                f"torch.zeros(len(X)): data are drawn anew."
+                f"The model cannot run on these arguments: {error}. Give the data a default "
+                f"(y=None), or pass any tensor in their place, torch.zeros(len(X)): they are drawn."
             ) from error
         refuse_minibatches(ran, minibatches)
         self.sites = without_plates(ran)
@@ -182,18 +171,15 @@ class NewData:
             others &= {_dotted(name) for name in self.observed}
         if others:
             raise ValueError(
-                f"The posterior has draws of {sorted(others)}, which are no latent sites of the model "
-                f"at these arguments. Is it that of another model, or of a reparametrised one?"
+                f"The posterior has draws of {sorted(others)}, which are no latent sites of the "
+                f"model here. Is it that of another model, or of a reparametrised one?"
             )
-        there = [name for name, site in self.sites.items() if site_kind(site) != "factor"]
-        #: the sites that are drawn anew, and the deterministic ones
-        self.there, self.new = there, [name for name in there if name not in self.values]
+        self.there = [name for name, site in self.sites.items() if site_kind(site) != "factor"]
+        #: drawn anew, or deterministic
+        self.new = [name for name in self.there if name not in self.values]
 
     def draw(
-        self,
-        names: Collection[str] | None = None,
-        batch_size: int | None = None,
-        small: bool = False,
+        self, names: Collection[str] | None, batch_size: int | None, small: bool = False
     ) -> dict[str, Tensor]:
         """Values of the named sites, (S, ...); with ``small`` large ones are stored in float32."""
         names = self.new if names is None else names
@@ -203,23 +189,18 @@ class NewData:
         def returning() -> None:
             pyro.deterministic(RETURN, self.program())
 
-        return simulate(
-            returning if RETURN in names else self.program,
-            self.observed,
-            [name for name in [*self.there, RETURN] if name in names],
-            self.values,
-            self.num_samples,
-            batch_size,
-            small,
-        )
+        program = returning if RETURN in names else self.program
+        names = [name for name in [*self.there, RETURN] if name in names]
+        how = self.num_samples, batch_size, small
+        return simulate(program, self.observed, names, self.values, *how)
 
     def same_units(self) -> list[str]:
         """A warning about latent sites in the plates of new data, if there are any."""
         drawn = [self.sites[n] for n in self.new if site_kind(self.sites[n]) != "deterministic"]
         plates = {frame.name for site in drawn for frame in site["cond_indep_stack"]}
         return [
-            f"The latent site {name!r} lies in the plate {frame.name!r} with the new data, whose rows "
-            f"are taken for the units that the guide was trained on, in their order. For other units: "
+            f"The latent site {name!r} lies in the plate {frame.name!r} with the new data, whose "
+            f"rows are taken for the units that the guide was trained on. For other units: "
             f"predict(..., from_prior=[{name!r}]); from_prior=[] confirms the same."
             for name in self.values
             for frame in self.sites[name]["cond_indep_stack"]
@@ -250,7 +231,7 @@ def simulate(
 
 
 def fixed_parameters(
-    model: Callable[[], Any], prototype: Sites, at: Mapping[str, Tensor]
+    model: Callable[[], Any], prototype: Sites, draws: Mapping[str, Tensor]
 ) -> list[str]:
     """Warnings about sites that poutine.condition has fixed: they count as data, whatever they are.
 
@@ -258,11 +239,12 @@ def fixed_parameters(
     """
     observed = sites_of_kind(prototype, "observed")
     numbers = [name for name in observed if prototype[name]["fn"].shape().numel() == 1]
-    drawn = [name for name in sites_of_kind(prototype, "latent") if name not in at]
+    drawn = [name for name in sites_of_kind(prototype, "latent") if name not in draws]
     others = [name for name in [*observed, *drawn] if name not in numbers]
     if not (numbers and others):
         return []
-    at = {**at, **{name: prototype[name]["value"] for name in drawn}}
+    at = {name: x[0] for name, x in draws.items()}
+    at |= {name: prototype[name]["value"] for name in drawn}
 
     def terms(*anew: str) -> list[Tensor]:
         # without validation, since data that only give a size may lie outside their support
@@ -272,9 +254,9 @@ def fixed_parameters(
 
     before = terms()
     return [
-        f"The observed site {name!r} is one number, and others depend on it, as on a parameter that "
-        f"poutine.condition has fixed: here it counts as data, and is drawn anew with all that depends "
-        f"on it. Fix parameters by pyro.poutine.do(model, data=...), or in the model."
+        f"The observed site {name!r} is one number, and others depend on it, as on a parameter "
+        f"that poutine.condition has fixed: it counts as data, and is drawn anew. Fix parameters "
+        f"by pyro.poutine.do(model, data=...), or in the model."
         for name in numbers
         if not all(map(torch.equal, before, terms(name)))
     ]
@@ -294,9 +276,8 @@ class _AtFirstDraw(Messenger):
         name, shape = msg["name"], tuple(msg["fn"].shape())
         if value.shape != shape:
             raise ValueError(
-                f"The latent site {name!r} has shape {tuple(value.shape)} in the posterior and {shape} "
-                f"here. For units that the guide has not seen: predict(..., from_prior=[{name!r}]); "
-                f"for a GaussianProcess in AutoSites: predict(model, guide, ...)."
+                f"The latent site {name!r} has shape {tuple(value.shape)} in the posterior and "
+                f"{shape} here. For units new to the guide: predict(..., from_prior=[{name!r}])."
             )
         msg["value"], msg["done"] = value, True
 
@@ -306,11 +287,7 @@ def _dotted(name: str) -> str:
 
 
 class SampleObserved(Messenger):
-    """Draws the named observed sites from the model instead of taking their data.
-
-    A draw has the shape of the data, where these are more than the site itself says (no plate around
-    many data of one distribution).
-    """
+    """Draws the named observed sites from the model instead of taking their data, in their shape."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
@@ -319,10 +296,9 @@ class SampleObserved(Messenger):
     def _pyro_sample(self, msg: Site) -> None:
         if msg["name"] in self.names:
             fn, data = msg["fn"], msg["value"]
-            if isinstance(data, Tensor):
+            if isinstance(data, Tensor):  # many data of one distribution, perhaps, without a plate
                 shape = torch.broadcast_shapes(data.shape, fn.shape())
-                if shape != fn.shape():
-                    msg["fn"] = _expanded(fn, shape)
+                msg["fn"] = fn if shape == fn.shape() else _expanded(fn, shape)
             msg["is_observed"], msg["value"], msg["done"] = False, None, False
 
 

@@ -5,12 +5,11 @@ For draws z_s of q, s = 1..S, and l_s = log p(data, z_s) - log q(z_s).
 **Tail** (Vehtari, Simpson, Gelman, Yao & Gabry 2024, JMLR 25(72), section 3).  The largest
 M = ceil(min(S/5, 3 sqrt(S))) weights exceed the next one, u, by a generalised Pareto distribution,
 
-    Q(p) = sigma / k ((1 - p)^-k - 1).
+    Q(p) = sigma / k ((1 - p)^-k - 1),
 
-k and sigma are the quasi-Bayesian estimate of Zhang & Stephens (2009), k then pulled towards 1/2 with
-the weight of ten draws.  Smoothing replaces the i-th smallest weight of the tail by
-u + Q((i - 1/2) / M), cut at the largest raw weight.  The fit is our own: ArviZ's differs between
-versions and has no answer for an exact guide, whose weights are all equal.
+k and sigma as of Zhang & Stephens (2009), k then pulled towards 1/2 with the weight of ten draws.
+Smoothing replaces the i-th smallest weight of the tail by u + Q((i - 1/2) / M), cut at the largest.
+ArviZ's fit differs between versions and has no answer for an exact guide, whose weights are all equal.
 
 **Shifts** of draws x_s under smoothed weights w_s that sum to one, sd_w that of the weighted draws:
 
@@ -177,8 +176,9 @@ def shift_of(draws: np.ndarray, log_weights: np.ndarray) -> Shift:
     """
     with np.errstate(all="ignore"):  # draws may be infinite; that is an answer too
         parts = [_shift(x, np.exp(log_weights)) for x in _blocks(draws)]
-    columns = np.concatenate(parts, 1) if parts else np.zeros((4, 0))
-    columns = np.where(np.isnan(columns), np.inf, columns)
+    columns = np.nan_to_num(
+        np.concatenate([np.zeros((4, 0)), *parts], 1), nan=np.inf, posinf=np.inf
+    )
     return Shift(*(c.reshape(draws.shape[1:]) for c in columns))
 
 

@@ -1,11 +1,10 @@
 """Variational families: pure functions, no state, no Pyro."""
 
 from .base import Family, NormalFamily
-from .dirichlet import MeanFieldDirichlet
+from .exponential import MeanFieldDirichlet, MeanFieldGamma
 from .factor import FactorNormal, FactorPrecisionNormal
 from .flow import FlowFamily
 from .full_rank import FullRankNormal
-from .gamma import MeanFieldGamma
 from .matrix_normal import MatrixNormal
 from .mean_field import MeanFieldNormal
 from .orthogonal_flow import OrthogonalFlow

@@ -146,8 +146,8 @@ class Family(ABC):
         """Parameters of a member centred at ``loc`` (d,) with every sd equal to ``scale``."""
 
     def dim(self, params: Tensors) -> int:
-        """d, the length of the latent vector."""
-        return params["loc"].shape[-1]
+        """d, the length of the latent vector; by default that of the first tensor."""
+        return params[self.names[0]].shape[-1]
 
     def noise_dim(self, params: Tensors) -> int:
         """Number of standard normal variables that make one draw."""

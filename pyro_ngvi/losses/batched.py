@@ -26,7 +26,7 @@ from ..curvature.kinds import ESTIMATORS, READ_OFF
 from ..curvature.record import leave_curvature
 from ..guides.base import AutoFamily
 from ..linalg.host import outside_autocast, own_random_state
-from ..optim.block import find_blocks
+from ..optim.host import find_blocks
 from ..runtime.checks import (
     LatentSupports,
     LaterData,

@@ -32,15 +32,14 @@ class BoundModel:
 
     The model is run when something is asked for: up to the last site of the block for what concerns the
     prior, as a whole, with data, for what concerns these.
-
-    Raises:
-        ValueError: where a group has another number of data than in the structure.
     """
 
     def __init__(self, plan: ModelStructure, runner: ConditionedModel) -> None:
         self.plan, self.runner = plan, runner
         #: whether handlers around this are not to see the run that looks at all sites
         self.hidden = True
+
+    # --- the block
 
     @property
     def block(self) -> dict[str, Any]:
@@ -52,6 +51,30 @@ class BoundModel:
         """Found without the data, which need not be there."""
         return self.runner(self.plan.zero(), look_at=self.plan.block_places, at_mean=True).own
 
+    def by_site(self, flat: Tensor) -> dict[str, Tensor]:
+        """A flat block (..., D) as a value for each of its sites, (..., *shape)."""
+        shapes = {name: fn.shape() for name, fn in self.block.items()}
+        parts = flat.split([shape.numel() for shape in shapes.values()], -1)
+        return {
+            name: part.reshape(part.shape[:-1] + shape)
+            for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
+
+    def block_at(self, noise: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Every site of the block at a noise (D,): its value, and -log |det dz / deps| by its batch."""
+        run = self.runner(noise, look_at=self.plan.block_places)
+        return {
+            name: (run.seen[TensorRef(site=name)], -log_det_root(run.own[name], event_dim))
+            for name, event_dim in self.plan.event_dims.items()
+        }
+
+    def flat_block(self, noise: Tensor, makers: Mapping[str, Any] | None = None) -> Tensor:
+        """The block z (D,) in a row at a noise; ``makers`` as in a :class:`WhitenedRun`."""
+        run = self.runner(noise, look_at=self.plan.block_places, makers=makers)
+        return torch.cat([run.seen[place].reshape(-1) for place in self.plan.block_places])
+
+    # --- the data
+
     @cached_property
     def probe(self) -> Tensor:
         """A fixed random noise (D,), at which two linear maps would differ."""
@@ -59,7 +82,7 @@ class BoundModel:
 
     @cached_property
     def _run(self) -> WhitenedRun:
-        # it makes parameters, and draws minibatches
+        """The one at the probe, which makes parameters, and draws minibatches."""
         places = (*self.plan.places, *self.plan.block_places)
         return self.runner(self.probe, hidden=self.hidden, look_at=places, go_on=True)
 
@@ -89,17 +112,26 @@ class BoundModel:
         """Numbers (n,) of the data among all of the group; ``None`` where these are all, in order."""
         return {g.name: _index(g, self._observed(g), self._run) for g in self.plan.groups}
 
+    @property
+    def whole(self) -> bool:
+        """Whether all data of all groups are here."""
+        return all(index is None for index in self.index.values())
+
+    def rows(self, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows (n, ...) of this call of two tensors (N, ...) over all data of a group."""
+        index = self.index[name]
+        return (a, b) if index is None else (a.index_select(0, index), b.index_select(0, index))
+
+    def weight(self, name: str) -> float:
+        """N / n: how many data of the group one datum of this call stands for."""
+        return self.plan.group(name).size / max(self.shapes[name].numel(), 1)
+
+    # --- predictors
+
     @cached_property
     def at_probe(self) -> dict[str, Tensor]:
         """The predictors (n, k) at the probe."""
         return self._joined(self._run)
-
-    @cached_property
-    def terms_at_probe(self) -> dict[str, Tensor]:
-        """log p of each datum at the probe, by observed site, with their graph in parameters."""
-        with torch.enable_grad():
-            observed = {n: s for n, s in self.sites.items() if site_kind(s) == "observed"}
-            return {name: data_terms(site) for name, site in observed.items()}
 
     def predictors(
         self, noise: Tensor, makers: Mapping[str, Any] | None = None
@@ -119,6 +151,25 @@ class BoundModel:
             found |= g.predictor.split(predictors[g.name], self.shapes[g.name])
         return found
 
+    def linear_maps(self) -> dict[str, LinearMap]:
+        """A and b of every group, with their graph in the parameters of the model."""
+        plan, fn = self.plan, next(iter(self.block.values()))
+        if plan.is_one_vector and hasattr(fn, "scale_tril"):  # what the runs would find
+            loc = fn.loc.expand(fn.shape()).unsqueeze(-1)
+            own = LinearMap(fn.scale_tril.unsqueeze(1), loc, triangular=True)
+            return {group.name: own for group in plan.groups}
+        units = torch.eye(plan.dim, dtype=plan.dtype, device=plan.device)
+        return affine_maps(self.predictors, units)
+
+    # --- log densities
+
+    @cached_property
+    def terms_at_probe(self) -> dict[str, Tensor]:
+        """log p of each datum at the probe, by observed site, with their graph in parameters."""
+        with torch.enable_grad():
+            observed = {n: s for n, s in self.sites.items() if site_kind(s) == "observed"}
+            return {name: data_terms(site) for name, site in observed.items()}
+
     def fingerprint(self) -> dict[str, Tensor]:
         """f and log p at the probe, (n, k + 1) by group: other hyperparameters or data change it."""
         prior: Any = 0.0
@@ -133,66 +184,19 @@ class BoundModel:
                 prints[g.name] = torch.cat([self.at_probe[g.name], terms[:, None]], -1)
             return prints
 
-    def rows(self, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows (n, ...) of this call of two tensors (N, ...) over all data of a group."""
-        index = self.index[name]
-        return (a, b) if index is None else (a.index_select(0, index), b.index_select(0, index))
-
-    def weight(self, name: str) -> float:
-        """N / n: how many data of the group one datum of this call stands for."""
-        return self.plan.group(name).size / max(self.shapes[name].numel(), 1)
-
     def other_terms(self) -> Tensor:
         """log p, a 0-dim tensor, of sites that are neither of the block nor data with a predictor."""
         total = self.plan.zero().new_zeros(())
-        seen = {name for group in self.plan.groups for name in group.observed}
+        known = {*self.plan.shapes, *(name for g in self.plan.groups for name in g.observed)}
         for name, site in self.sites.items():
-            if name not in seen and name not in self.plan.shapes and not site_is_subsample(site):
-                if site_kind(site) == "observed":  # without what is missing
-                    term = self.terms_at_probe[name] * minibatch_scale(site)
-                else:
-                    term = site_log_prob(site)[1]
-                total = total + term.sum()
+            if name in known or site_is_subsample(site):
+                continue
+            if site_kind(site) == "observed":  # without what is missing
+                term = self.terms_at_probe[name] * minibatch_scale(site)
+            else:
+                term = site_log_prob(site)[1]
+            total = total + term.sum()
         return total
-
-    def by_site(self, flat: Tensor) -> dict[str, Tensor]:
-        """A flat block (..., D) as a value for each of its sites, (..., *shape)."""
-        shapes = {name: fn.shape() for name, fn in self.block.items()}
-        parts = flat.split([shape.numel() for shape in shapes.values()], -1)
-        return {
-            name: part.reshape(part.shape[:-1] + shape)
-            for (name, shape), part in zip(shapes.items(), parts, strict=True)
-        }
-
-    def block_at(self, noise: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Every site of the block at a noise (D,): its value, and -log |det dz / deps| by its batch."""
-        run = self.runner(noise, look_at=self.plan.block_places)
-        return {
-            name: (run.seen[TensorRef(site=name)], -log_det_root(run.own[name], event_dim))
-            for name, event_dim in self.plan.event_dims.items()
-        }
-
-    def flat_block(self, noise: Tensor, makers: Mapping[str, Any] | None = None) -> Tensor:
-        """The block z (D,) in a row at a noise; ``makers`` as in a :class:`WhitenedRun`."""
-        run = self.runner(noise, look_at=self.plan.block_places, makers=makers)
-        return torch.cat([run.seen[place].reshape(-1) for place in self.plan.block_places])
-
-    @property
-    def whole(self) -> bool:
-        """Whether all data of all groups are here."""
-        return all(index is None for index in self.index.values())
-
-    def linear_maps(self) -> dict[str, LinearMap]:
-        """A and b of every group, with their graph in the parameters of the model."""
-        plan = self.plan
-        fn = next(iter(self.block.values()))
-        if plan.is_one_vector and hasattr(fn, "scale_tril"):  # what the runs would find
-            loc = fn.loc.expand(fn.shape()).unsqueeze(-1)
-            own = LinearMap(fn.scale_tril.unsqueeze(1), loc, triangular=True)
-            return {group.name: own for group in plan.groups}
-        return affine_maps(
-            self.predictors, torch.eye(plan.dim, dtype=plan.dtype, device=plan.device)
-        )
 
     def log_likelihood(
         self, predictors: Mapping[str, Tensor], scaled: bool = True
@@ -224,13 +228,12 @@ def apart(groups: Sequence[Group]) -> list[list[Group]]:
     sets: list[tuple[set[TensorRef], list[Group]]] = []
     for group in groups:
         places = set(group.predictor.places)
-        for taken, members in sets:
-            if not taken & places:
-                taken |= places
-                members.append(group)
-                break
-        else:
-            sets.append((places, [group]))
+        free = (one for one in sets if not one[0] & places)
+        taken, members = next(free, None) or (set(), [])
+        if not members:
+            sets.append((taken, members))
+        taken |= places
+        members.append(group)
     return [members for _, members in sets]
 
 
@@ -255,10 +258,14 @@ def _index(group: Group, site: Any, run: WhitenedRun) -> Tensor | None:
     full, rank = list(data_shape(site)), len(site["fn"].batch_shape)
     chosen: dict[int, Tensor] = {}
     for frame in site["cond_indep_stack"]:
-        plate = run.sites.get(frame.name)
-        if frame.dim is None or plate is None or not _is_chosen(plate, frame.name in run.given):
+        plate, given = run.sites.get(frame.name), frame.name in run.given
+        if frame.dim is None or plate is None:
             continue
         index = plate["value"]
+        every = torch.arange(len(index))
+        if not is_minibatch(plate):  # a loader whose batch holds all data may have shuffled them
+            if not given or (at_hand(index) and torch.equal(index.reshape(-1), every)):
+                continue
         # drawn, and not looked at, or -1
         if id(index) in run.unread or (at_hand(index) and bool((index < 0).any())):
             raise ValueError(
@@ -281,14 +288,3 @@ def _index(group: Group, site: Any, run: WhitenedRun) -> Tensor | None:
     for dim, index in chosen.items():
         numbers = numbers.index_select(dim, index.to(device))
     return numbers.reshape(-1)
-
-
-def _is_chosen(plate: Any, given: bool) -> bool:
-    """Whether the index of a plate is a minibatch, or ``given`` and in another order than 0, 1, 2, ...
-
-    A loader whose batch holds all data may have shuffled them.
-    """
-    index = plate["value"]
-    if is_minibatch(plate) or not given:
-        return is_minibatch(plate)
-    return not at_hand(index) or not torch.equal(index.reshape(-1), torch.arange(len(index)))

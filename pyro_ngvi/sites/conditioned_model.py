@@ -41,10 +41,7 @@ _DESCRIBE = {
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Where a predictor appears in a run: the value of a site, or the result of operation ``number``.
-
-    ``name`` is that of the operation, to find out where a run took another course.
-    """
+    """Where a predictor appears in a run: a ``site``, or operation ``number``, of that ``name``."""
 
     site: str | None = None
     number: int = -1
@@ -70,33 +67,30 @@ class _Operations(TorchFunctionMode):
     def __init__(self, run: WhitenedRun) -> None:
         super().__init__()
         self.run = run
-        self.count = 0
-        self.paused = 0
+        self.count = self.paused = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result, run = func(*args, **(kwargs or {})), self.run
         if self.paused:
             return result
         name = getattr(func, "__name__", str(func))
-        if (
-            self.run.unread
-        ):  # of a tensor's attributes only another tensor, such as .T, has its numbers
+        if run.unread:  # of a tensor's attributes only another tensor, such as .T, has its numbers
             describes = name == "__get__" and not isinstance(result, Tensor)
             if not (describes or name in _DESCRIBE):
-                self.run.unread.difference_update(map(id, tree_leaves((args, kwargs))))
+                run.unread.difference_update(map(id, tree_leaves((args, kwargs))))
         # only what may be a predictor counts: a plate makes whole numbers, or not, as it subsamples
         if not (isinstance(result, Tensor) and result.is_floating_point()):
             return result
         place = TensorRef(number=self.count, name=name)
         self.count += 1
-        if place in self.run.replace:
-            self.run.replaced += 1
-            return self.run.replace[place].clone()  # the model may write into it
-        if self.run.on_operation is not None:
-            self.run.on_operation(place, result)
-        self.run.see(place, result)
+        if place in run.replace:
+            run.replaced += 1
+            return run.replace[place].clone()  # the model may write into it
+        if run.on_operation is not None:
+            run.on_operation(place, result)
+        run.see(place, result)
         return result
 
 
@@ -106,7 +100,7 @@ class WhitenedRun(Conditioned):
     Args:
         replace: values for predictors by place.
         look_at: places whose values ``seen`` has after the run, which stops there unless it is to
-            ``go_on``; then it also has ``own``, the Gaussians of the block by site.
+            ``go_on``; ``own`` has the Gaussians of the block by site.
         on_operation: is called with every result of the model's own operations.
         block: shapes by site at the guide's first call.  Only these are made, another latent site,
             such as data to be predicted, is drawn as usual.
@@ -132,16 +126,15 @@ class WhitenedRun(Conditioned):
         at_mean: bool = False,
     ) -> None:
         super().__init__(values, minibatches)
-        self.noise = noise
-        self.replace, self.replaced = dict(replace or {}), 0
+        self.replace, self.replaced = replace or {}, 0
         self.on_operation = on_operation
         self._look_at, self._go_on = set(look_at), go_on
-        self._block, self._direct = block, direct
+        self._noise, self._block, self._direct = noise, block, direct
         self._makers, self._at_mean = makers or {}, at_mean
         self.own: dict[str, Any] = {}
+        self.seen: dict[TensorRef, Tensor] = {}
         #: entries of the noise so far
         self.used = 0
-        self.seen: dict[TensorRef, Tensor] = {}
         #: plates to which the model itself passes the numbers of their data
         self.given: set[str] = set()
         #: ids of the numbers that were drawn for a plate, and that the model has not looked at
@@ -165,7 +158,7 @@ class WhitenedRun(Conditioned):
 
     def check_course(self) -> None:
         """Refuse a run that did not come by every place that it was to see or to replace."""
-        missed = [p for p in self._look_at if p not in self.seen]
+        missed = [place for place in self._look_at if place not in self.seen]
         if missed or self.replaced < len(self.replace):
             raise OtherCourse(
                 "AutoSites: the model took another course than at the guide's first call, without "
@@ -194,19 +187,18 @@ class WhitenedRun(Conditioned):
                 self.see(place, msg["value"])
 
     def _make(self, msg: Site) -> None:
-        name, fn = msg["name"], gaussian_of(msg)
+        name, noise, fn = msg["name"], self._noise, gaussian_of(msg)
         self.own[name] = fn
         maker, process = self._makers.get(name), isinstance(fn, GaussianProcess)
         share = size = fn.shape().numel() if maker is None else maker.size
-        before = None if maker is not None or self._block is None else self._block[name]
-        if before is not None and before.numel() != size:
-            share = before.numel()
+        if maker is None and self._block is not None and self._block[name].numel() != size:
+            share = self._block[name].numel()
             if not (self._makers or self._at_mean or (self._direct and process)):
-                raise other_size(name, fn.shape(), before)
-        if self.noise is None or self._at_mean or share != size:
-            own = torch.zeros(size) if self.noise is None else self.noise.new_zeros(size)
+                raise other_size(name, fn.shape(), self._block[name])
+        if noise is None or self._at_mean or share != size:
+            own = torch.zeros(size) if noise is None else noise.new_zeros(size)
         else:
-            own = self.noise[self.used : self.used + size]
+            own = noise[self.used : self.used + size]
         own = own.to(_like(fn))
         if maker is not None:
             value = maker(own)
@@ -241,31 +233,11 @@ def other_size(name: str, now: torch.Size, before: torch.Size) -> ValueError:
     )
 
 
-def for_each(body: Callable[[Any], T], inputs: Any, chunk_size: int | None = None) -> T:
-    """``body`` at every row of ``inputs`` (a tensor, or a dict of them), stacked.
-
-    By ``torch.func.vmap``; one after the other where the model cannot run under it (Pyro's
-    ``OrderedLogistic`` fills a tensor in place).
-    """
-    try:
-        return torch.func.vmap(body, randomness="same", chunk_size=chunk_size)(inputs)
-    except RuntimeError:
-        # a model that is wrong rather than unbatchable shows its own error here
-        count = len(tree_leaves(inputs)[0])
-        results = [body(tree_map(itemgetter(i), inputs)) for i in range(count)]
-        return tree_map(lambda *rows: torch.stack(rows), *results)
-
-
-@contextmanager
-def naming_empty_plates() -> Iterator[None]:
-    """Say what it is that divides by zero."""
-    try:
-        yield
-    except ZeroDivisionError as error:
-        raise ValueError(
-            "AutoSites: the model divides by zero, as Pyro does in a plate without data or with an "
-            "empty minibatch (subsample= of length 0). Leave such a step out."
-        ) from error
+def _like(fn: Any) -> Tensor:
+    """A tensor of the kind that draws of ``fn`` are."""
+    if not isinstance(fn, GaussianStateSpace | GaussianProcess):
+        return fn.loc
+    return next(v for v in vars(fn).values() if isinstance(v, Tensor) and v.is_floating_point())
 
 
 @dataclass
@@ -291,7 +263,7 @@ class ConditionedModel:
         shield = nullcontext()
         if hidden:
             shield = pyro.poutine.block(hide_fn=lambda msg: msg["type"] != "param")
-        with shield, pyro.validation_enabled(False), run, naming_empty_plates():
+        with shield, pyro.validation_enabled(False), run:
             try:
                 with run.operations:
                     self.model(*self.args, **self.kwargs)
@@ -305,9 +277,16 @@ class ConditionedModel:
         return self(noise, **options).sites
 
 
-def _like(fn: Any) -> Tensor:
-    """A tensor of the kind that draws of ``fn`` are."""
-    if not isinstance(fn, GaussianStateSpace | GaussianProcess):
-        return fn.loc
-    tensors = (v for v in vars(fn).values() if isinstance(v, Tensor))
-    return next(v for v in tensors if v.is_floating_point())
+def for_each(body: Callable[[Any], T], inputs: Any, chunk_size: int | None = None) -> T:
+    """``body`` at every row of ``inputs`` (a tensor, or a dict of them), stacked.
+
+    By ``torch.func.vmap``; one after the other where the model cannot run under it (Pyro's
+    ``OrderedLogistic`` fills a tensor in place).
+    """
+    try:
+        return torch.func.vmap(body, randomness="same", chunk_size=chunk_size)(inputs)
+    except RuntimeError:
+        # a model that is wrong rather than unbatchable shows its own error here
+        count = len(tree_leaves(inputs)[0])
+        results = [body(tree_map(itemgetter(i), inputs)) for i in range(count)]
+        return tree_map(lambda *rows: torch.stack(rows), *results)

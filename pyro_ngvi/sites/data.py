@@ -69,20 +69,15 @@ class SiteData:
             views[group.name] = SiteView(linear, precision, _peak(linear, precision))
         return views
 
-    def group(self, name: str | None, resize: bool = False) -> Group:
-        """The group of that name, or the only one; to ``resize`` it has one dimension."""
+    def group(self, name: str | None) -> Group:
+        """The group of that name, or the only one."""
         groups = {g.name: g for g in self.plan.groups}
-        if name not in groups and (name is not None or len(groups) > 1):
+        if name is None and len(groups) == 1:
+            return self.plan.groups[0]
+        if name is None or name not in groups:
             what = "name a group of data" if name is None else f"there is no group {name!r}"
             raise ValueError(f"AutoSites: {what}, one of {', '.join(map(repr, groups))}.")
-        group = groups[next(iter(groups)) if name is None else name]
-        if resize and len(group.batch) != 1:
-            raise ValueError(
-                f"AutoSites: the data of {group.name!r} have the shape {tuple(group.batch)}, and only "
-                f"data along one dimension can come or go. Set data to NaN instead (they are then "
-                f"missing), and guide.reset(indices) their sites."
-            )
-        return group
+        return groups[name]
 
     def numbers(self, indices: Indices, group: Group) -> Tensor:
         """Numbers (n,) of data of a group, each once; ``indices`` as torch takes them."""
@@ -96,22 +91,19 @@ class SiteData:
 
     def remove(self, indices: Indices, name: str | None) -> ModelStructure:
         """Delete the sites of these data of a group; the structure of what is left."""
-        group = self.group(name, resize=True)
+        group = self.group(name)
+        _refuse_table(group)
         index = self.numbers(indices, group)
         self._clear(group, index)
         keep = torch.ones(group.size, dtype=torch.bool, device=index.device)
         keep[index] = False
-        kept = keep.nonzero().squeeze(-1)
-        numbers = self._numbers_before(group).index_select(0, kept)
-        return self._resized(group, [p.detach()[kept] for p in self.of(group)], numbers)
+        return self._resized(group, keep.nonzero().squeeze(-1), 0)
 
     def add(self, count: int, name: str | None) -> ModelStructure:
         """Append ``count`` sites of 0 to those of a group; the structure of all."""
-        group = self.group(name, resize=True)
-        numbers = self._numbers_before(group)
-        new = numbers.new_full((count,), -1)
-        grown = [torch.cat([p, p.new_zeros(count, *p.shape[1:])]) for p in self.of(group)]
-        plan = self._resized(group, [t.detach() for t in grown], torch.cat([numbers, new]))
+        group = self.group(name)
+        _refuse_table(group)
+        plan = self._resized(group, torch.arange(group.size, device=self.plan.device), count)
         self.algebra.make_room(plan)
         return plan
 
@@ -130,8 +122,7 @@ class SiteData:
     @torch.no_grad()
     def _clear(self, group: Group, index: Tensor) -> None:
         """Zero sites, and the evidence made anew of all others: differences would lose digits."""
-        tensors = self.of(group)
-        if not any(bool(p[index].any()) for p in tensors):
+        if not any(bool(p[index].any()) for p in self.of(group)):
             return
         if self.before is None or not self.before.whole:
             raise RuntimeError(
@@ -140,7 +131,7 @@ class SiteData:
                 "guide.refresh(*args) with all data before."
             )
         view = self.algebra.view(self.before)
-        for p in tensors:
+        for p in self.of(group):
             p[index] = 0.0
         full = {}
         for g in self.plan.groups:
@@ -158,14 +149,26 @@ class SiteData:
         found = self.last.numbers.get(group.name)
         return torch.arange(group.size, device=self.plan.device) if found is None else found
 
-    def _resized(self, group: Group, tensors: Sequence[Tensor], numbers: Tensor) -> ModelStructure:
-        for p, t in zip(self.of(group), tensors, strict=True):
+    def _resized(self, group: Group, kept: Tensor, more: int) -> ModelStructure:
+        """Keep the sites of these numbers, and append ``more`` of 0."""
+        numbers = self._numbers_before(group)
+        numbers = torch.cat([numbers[kept], numbers.new_full((more,), -1)])
+        for p in self.of(group):
             # the parameter stays the same object, so Pyro's store and SVI keep it under its name
-            p.data, p.grad = t.contiguous(), None
+            p.data, p.grad = torch.cat([p.data[kept], p.data.new_zeros(more, *p.shape[1:])]), None
         self.last.plan = self.last.plan or self.plan
         self.last.numbers[group.name] = numbers
         self.last.edited()
         return self.plan.resized(group, len(numbers))
+
+
+def _refuse_table(group: Group) -> None:
+    if len(group.batch) != 1:
+        raise ValueError(
+            f"AutoSites: the data of {group.name!r} have the shape {tuple(group.batch)}, and only data "
+            f"along one dimension can come or go. Set data to NaN instead (they are then missing), and "
+            f"guide.reset(indices) their sites."
+        )
 
 
 def _peak(linear: Tensor, precision: Tensor) -> Tensor:

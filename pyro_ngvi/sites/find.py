@@ -26,14 +26,13 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..distributions import GaussianStateSpace
-from ..linalg.host import fixed_normal
 from ..runtime.density import site_kind, site_log_prob
 from ..runtime.run import Minibatches
 from .algebra import Algebra
 from .bound_model import BoundModel
 from .chain import ChainAlgebra
 from .conditioned_model import ConditionedModel, TensorRef, WhitenedRun, for_each
-from .dense_algebra import DenseAlgebra
+from .dense import DenseAlgebra
 from .inducing import InducingAlgebra
 from .kept import check_support
 from .probe_points import TOLERANCE, Plane, corners, digit_masks, record, same
@@ -55,9 +54,6 @@ def first_call(
     """The structure of a ``model`` at these arguments, where ``own`` latent sites are the guide's.
 
     With the algebra that suits it, and values that stand for the latent sites of other guides.
-
-    Raises:
-        ValueError: for a model outside the class.
     """
 
     def rest() -> dict[str, Tensor]:
@@ -86,10 +82,6 @@ def find_structure(
 
     ``other`` is a runner at other values of latent sites outside of the block, ``latent`` the site to
     take as the predictor.
-
-    Raises:
-        ValueError: for a latent site that is not Gaussian, data without a local linear predictor, a
-            model without latent or without observed sites.
     """
     run = runner(None)
     if not run.own:
@@ -130,24 +122,24 @@ def find_structure(
         while any(key == group.name for group in groups):
             key += "_"
         groups.append(Group(key, tuple(names), predictor, torch.Size(full)))
-    first = run.sites[next(iter(run.own))]["value"]
+    own = {name: run.sites[name] for name in run.own}
+    like = next(iter(own.values()))["value"]
     return ModelStructure(
-        {name: run.sites[name]["value"].shape for name in run.own},
-        {name: run.sites[name]["fn"].event_dim for name in run.own},
+        {name: site["value"].shape for name, site in own.items()},
+        {name: site["fn"].event_dim for name, site in own.items()},
         tuple(groups),
         run.used,
-        first.dtype,
-        first.device,
+        like.dtype,
+        like.device,
         runner.direct,
     )
 
 
 def _refuse_bent_prior(runner: ConditionedModel, run: WhitenedRun) -> None:
     """Refuse a site that is Gaussian given the others, and not jointly: no data may have shown it."""
-    plane = Plane(*fixed_normal(3, run.used, seed=run.used))
-    e, u, v = plane.e, plane.u, plane.v
+    plane = Plane.of(run.used, seed=run.used)
     places = tuple(TensorRef(site=name) for name in run.own)
-    values = [runner(noise, look_at=places).seen for noise in (e, e + u, e + v, e + u + v)]
+    values = [runner(noise, look_at=places).seen for noise in plane.corners()]
     for place, straight in plane.affine(runner, values).items():
         if not straight:
             raise ValueError(
@@ -158,18 +150,11 @@ def _refuse_bent_prior(runner: ConditionedModel, run: WhitenedRun) -> None:
 
 
 def _refuse_factor(name: str, runner: ConditionedModel, run: WhitenedRun) -> None:
-    """Refuse a factor that depends on the noise: by its graph, which sees what is zero here too, or
-    by its values, which show a branch."""
-
     def factor(noise: Tensor) -> Tensor:
         return site_log_prob(runner(noise).sites[name])[0]
 
-    noise = torch.zeros(run.used, dtype=torch.float64, requires_grad=True)
-    with torch.enable_grad():
-        value: Any = factor(noise)
-        graph = value.requires_grad and torch.autograd.grad(value.sum(), noise, allow_unused=True)
-    plane = Plane(*fixed_normal(3, run.used, seed=run.used))
-    if (graph and graph[0] is not None) or not plane.stays(factor, value.detach()):
+    plane = Plane.of(run.used, seed=run.used)
+    if not plane.stays(factor, factor(torch.zeros_like(plane.e))):
         raise ValueError(
             f"AutoSites: the factor {name!r} depends on the latent block, and is neither a Gaussian "
             f"prior nor a datum with a likelihood. Write it as an observed site."
@@ -205,14 +190,12 @@ class _Search:
         declared: str | None,
     ) -> None:
         self.runner, self.name, self.other, self.declared = runner, name, other, declared
-        self.corners = corners(runner, dim, name)
-        e, eu, ev = (corner.noise for corner in self.corners[:3])
-        self.plane = Plane(e, eu - e, ev - e)
+        self.corners, self.plane = corners(runner, dim, name)
         site = self.corners[0].sites[name]
         self.batch, self.observed = data_shape(site), data_terms(site)
         #: what was wrong with places that were tried
         self.nonlinear: list[TensorRef] = []
-        self.nonlocal_: list[TensorRef] = []
+        self.tied: list[TensorRef] = []
         self.moved_by_other = False
         if self.batch != self.observed.shape:
             raise ValueError(
@@ -222,62 +205,52 @@ class _Search:
                 f"{self.observed.shape[-1]}): pyro.sample({name!r}, ...)."
             )
 
-    def _terms(self, noise: Tensor, replace: dict[TensorRef, Tensor] | None = None) -> Tensor:
-        return data_terms(self.runner.sites(noise, replace=replace)[self.name])
-
     def find(self) -> Predictor | None:
         """The predictor; ``None`` if the site does not depend on the noise."""
-        after = data_terms(self.corners[3].sites[self.name])
-        if same(after, self.observed) and self.plane.stays(self._terms):
+        if self._is_enough({}):
             return None
         # stable: the first of each width leads, and a number that all data share comes last
         candidates = sorted(self._candidates(), key=lambda c: (c.shared, c.trailing.numel()))
         pairs = list(combinations(candidates[:MOST_CANDIDATES], 2))
         pairs.sort(key=lambda pair: sum(c.trailing.numel() for c in pair))
         for chosen in [*((c,) for c in candidates), *pairs]:
-            if self._passes(chosen):
-                return Predictor(tuple(c.place for c in chosen), tuple(c.trailing for c in chosen))
-        raise ValueError(self._refusal(candidates))
+            try:
+                if self._is_enough({c.place: c.first for c in chosen}):
+                    if self._is_local(chosen):
+                        places = tuple(c.place for c in chosen)
+                        return Predictor(places, tuple(c.trailing for c in chosen))
+                    self.tied.append(chosen[0].place)
+            except (RuntimeError, ValueError):
+                if not any(c.shared for c in chosen):  # else the model wants one number there
+                    raise
+        raise ValueError(self._refusal(bool(candidates)))
 
     def _candidates(self) -> list[_Candidate]:
         """Values of the right shape that depend on the noise, and are affine in it."""
         first, last, rank = self.corners[0].values, self.corners[3].values, len(self.batch)
         affine = self.plane.affine(self.runner, [corner.values for corner in self.corners])
-        others = None
-        if self.other is not None:
-            others = record(self.other, self.corners[0].noise).values
+        others = record(self.other, self.corners[0].noise).values if self.other else first
         candidates = []
         for place, a in first.items():
-            fits = a.shape[:rank] == self.batch and a.shape[rank:].numel() <= MOST_ENTRIES
-            shared = not a.shape and bool(self.batch)  # one number, such as an intercept alone
+            trailing, shared = torch.Size(a.shape[rank:]), a.shape[:rank] != self.batch
             if not affine[place]:
                 self.nonlinear.append(place)
-            elif not (fits or shared):
-                pass
-            elif others is not None and not same(others[place], a):
+            elif (shared and a.shape) or trailing.numel() > MOST_ENTRIES:
+                continue
+            elif not same(others[place], a):
                 self.moved_by_other = True
             elif self.declared is None or place.site == self.declared:
-                trailing, b = torch.Size(a.shape[rank:]), last[place]
-                if shared:
-                    a, b = a.expand(self.batch), b.expand(self.batch)
-                candidates.append(_Candidate(place, a, b, trailing, shared))
+                pair = (x.expand(self.batch) if shared else x for x in (a, last[place]))
+                candidates.append(_Candidate(place, *pair, trailing, shared))
         return candidates
 
-    def _passes(self, chosen: tuple[_Candidate, ...]) -> bool:
-        held = {c.place: c.first for c in chosen}
-        try:
-            # bit for bit: nothing else may change with the noise, however little
-            before, after = (self._terms(self.corners[k].noise, held) for k in (0, 3))
-            if not (same(after, before) and self.plane.stays(lambda x: self._terms(x, held))):
-                return False
-            local = self._is_local(chosen)
-        except (RuntimeError, ValueError):
-            if any(c.shared for c in chosen):  # the model wants one number there
-                return False
-            raise
-        if not local:
-            self.nonlocal_.append(chosen[0].place)
-        return local
+    def _terms(self, noise: Tensor, held: dict[TensorRef, Tensor]) -> Tensor:
+        return data_terms(self.runner.sites(noise, replace=held)[self.name])
+
+    def _is_enough(self, held: dict[TensorRef, Tensor]) -> bool:
+        """Whether nothing else changes with the noise: bit for bit, as it may do so by little."""
+        before, after = (self._terms(self.corners[k].noise, held) for k in (0, 3))
+        return same(after, before) and self.plane.stays(lambda noise: self._terms(noise, held))
 
     def _is_local(self, chosen: tuple[_Candidate, ...]) -> bool:
         """Move f at the data whose number has a certain binary digit; the others' terms must stay."""
@@ -295,20 +268,19 @@ class _Search:
 
         after = for_each(terms, moved, 8)
         before = self.observed.reshape(-1).expand_as(after)
-        tolerance = TOLERANCE * torch.finfo(before.dtype).eps
-        return same(after[~moved], before[~moved], tolerance)
+        return same(after[~moved], before[~moved], TOLERANCE * torch.finfo(before.dtype).eps)
 
-    def _refusal(self, candidates: list[_Candidate]) -> str:
+    def _refusal(self, any_candidate: bool) -> str:
         start = f"AutoSites: no predictor was found for the observed site {self.name!r}: "
-        if self.declared is not None and not candidates:
+        if self.declared is not None and not any_candidate:
             return start + (
                 f"{self.declared!r} is no site whose value is linear in the latent block and has the "
                 f"shape {tuple(self.batch)} of the data, or that and a last dimension."
             )
-        if self.nonlocal_:
+        if self.tied:
             return start + (
-                f"its data depend on {self.nonlocal_[0]} not one by one, and a site for each needs "
-                f"a likelihood that is local. Use AutoFullRankNormal and NGVB."
+                f"its data depend on {self.tied[0]} not one by one, and a site for each needs a "
+                f"likelihood that is local. Use AutoFullRankNormal and NGVB."
             )
         if self.moved_by_other:
             return start + (

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ..distributions.gaussian_process import draws_are_means
 from ..families.base import entry_name
-from ..guides.made_at_first_call import MadeAtFirstCall
-from ..guides.posterior import SiteValue
+from ..guides.base import SiteValue
+from ..guides.start import MadeAtFirstCall
 from ..linalg.host import at_hand, outside_autocast, own_random_state
 from ..runtime.pyro_adapter import give_model, has_model, kept_whole, model_under
 from ..runtime.run import Minibatches
@@ -33,12 +33,11 @@ from ..runtime.store import (
 )
 from .algebra import Algebra
 from .bound_model import BoundModel
-from .conditioned_model import ConditionedModel, naming_empty_plates
+from .conditioned_model import ConditionedModel
 from .data import Indices, SiteData, SiteView, Snapshot, take_snapshot
 from .find import first_call
-from .influence import Influence, influence_of
 from .kept import LastStep, check_prior
-from .leave_one_out import SiteLOO, loo_of
+from .leave_one_out import Influence, SiteLOO, influence_of, loo_of
 from .structure import ModelStructure
 
 #: seed of the values that stand for latent sites of other guides while the structure is looked for
@@ -49,23 +48,22 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
     r"""Prior times one Gaussian site per datum: a Gaussian guide for :class:`~pyro_ngvi.CVI`.
 
     q(z) propto p(z) prod_n exp(nu_n' f_n - f_n' Lambda_n f_n / 2), f_n = A_n z + b_n
-    (Khan & Lin 2017; Opper & Archambeau 2009).  Linear and generalised linear models, Gaussian
-    processes, random effects, state-space models: any latent block that is jointly Gaussian a priori
+    (Khan & Lin 2017; Opper & Archambeau 2009), for any latent block that is jointly Gaussian a priori
     (``Normal``, ``MultivariateNormal``, :class:`~pyro_ngvi.distributions.GaussianProcess`,
-    :class:`~pyro_ngvi.distributions.GaussianStateSpace`, and Gaussians given other Gaussians), any
-    likelihood whose datum n depends on k <= 64 linear combinations f_n (k,) of it.  Not for blocks that
-    are not Gaussian (a scale with a prior goes to another guide of an ``AutoGuideList``), networks.
+    :class:`~pyro_ngvi.distributions.GaussianStateSpace`, and Gaussians given other Gaussians) and any
+    likelihood whose datum n depends on k <= 64 linear combinations f_n (k,) of it: regressions,
+    Gaussian processes, random effects, time series.  Not for blocks that are not Gaussian (a scale
+    with a prior goes to another guide of an ``AutoGuideList``), nor for networks.
 
     The structure is found by running the model at a few points at the first call, with the data.
     Row n of the data is the same datum at every call: a minibatch, or rows in another order, pass
     their numbers, ``pyro.plate("data", N, subsample=index)``.  After parameters of the model were
     changed by hand, or loaded, call :meth:`refresh`.  Hyperparameters are learned with all data, and
-    with inducing points in minibatches too; q is then close to what all sites say, and exactly that
-    after :meth:`refresh` with all data.  Data that are NaN are missing: entries of a Normal with
-    ``to_event`` one by one, a row of a MultivariateNormal as a whole.
-    Memory: N k (k + 1) numbers for the sites, and what the algebra needs: O(min(D, N k)^2) for a dense
-    block of D latent variables, O(M^2) with M inducing points (of all processes together), O(T) for a
-    state-space prior.
+    with inducing points in minibatches too, where q is exact after :meth:`refresh` with all data.
+    Data that are NaN are missing: entries of a Normal with ``to_event`` one by one, a row of a
+    MultivariateNormal as a whole.  Memory: N k (k + 1) numbers for the sites, and
+    O(min(D, N k)^2) for a dense block of D latent variables, O(M^2) with M inducing points (of all
+    processes together), O(T) for a state-space prior.
 
     Args:
         model: a Pyro model.
@@ -88,18 +86,18 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         >>> import pyro, torch, pyro.distributions as dist
         >>> from pyro.infer import SVI
         >>> import pyro_ngvi as ngvi
-        >>> X, y = torch.randn(50, 2), torch.arange(50) % 2.0
-        >>> def model(X, y=None):
-        ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        ...     with pyro.plate("data", len(X)):
-        ...         pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+        >>> def model(y=None):
+        ...     m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", 3 if y is None else len(y)):
+        ...         pyro.sample("y", dist.Normal(m, 1.0), obs=y)
         >>> guide = ngvi.AutoSites(model)
         >>> svi = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
-        >>> losses = [svi.step(X, y) for _ in range(10)]  # ten sweeps
-        >>> abs(losses[-1] - losses[-2]) < 1e-4
-        True
-        >>> guide.sites()["y"].precision.shape
-        torch.Size([50, 1, 1])
+        >>> losses = [svi.step(torch.tensor([1.0, 2.0, 9.0])) for _ in range(3)]
+        >>> guide.median(), guide.sites()["y"].precision.shape
+        ({'m': tensor(3.)}, torch.Size([3, 1, 1]))
+        >>> guide.remove(2)
+        >>> guide.median()
+        {'m': tensor(1.0000)}
     """
 
     #: what a guide of ours says whose blocks are sites, which CVI alone steps
@@ -144,7 +142,7 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
                 with ModuleParams():
                     _ = self.inducing  # read, so that a parameter is the one of the store
                 with draws_are_means(self.inducing is not None):  # no N x N matrix
-                    with model_under(self, ModuleParams()), naming_empty_plates():
+                    with model_under(self, ModuleParams()):
                         super()._setup_prototype(*args, **kwargs)
                     prototype: Any = self.prototype_trace
                     own = {name for name, _ in prototype.iter_stochastic_nodes()}
@@ -308,7 +306,8 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         """Delete the sites of these data, which the next call of the model no longer brings.
 
         q is the one without them from now on: exact with a Gaussian likelihood; otherwise one or
-        two further steps bring the other sites up to date.
+        two further steps bring the other sites up to date.  A model that has a latent variable for
+        each datum is refused at the next call.
 
         Args:
             indices: numbers of data of the group, or a mask (N,) of bools.  The others close up.
@@ -316,23 +315,9 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
 
         Raises:
             ValueError: for a number that comes twice, a group that is not there, or whose data have
-                more than one dimension.  Models that have a latent variable for each datum are
-                refused at the next call.
+                more than one dimension.
             RuntimeError: where the guide does not know what these data see of the latent block:
                 before its first call, after a call with a minibatch, unpickled.
-
-        Example:
-            >>> import torch, pyro, pyro.distributions as dist, pyro_ngvi as ngvi
-            >>> def model(y):
-            ...     m = pyro.sample("m", dist.Normal(0.0, 1.0))
-            ...     with pyro.plate("data", len(y)):
-            ...         pyro.sample("y", dist.Normal(m, 1.0), obs=y)
-            >>> guide = ngvi.AutoSites(model)
-            >>> svi = pyro.infer.SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
-            >>> _ = svi.step(torch.tensor([1.0, 2.0, 9.0]))
-            >>> guide.remove(2)
-            >>> guide.median()
-            {'m': tensor(1.0000)}
         """
         self.plan, self.curvature = self._data().remove(indices, group), None
 
@@ -348,15 +333,11 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         self.plan, self.curvature = data.add(count, group), None
 
     def reset(self, indices: Indices | None = None, group: str | None = None) -> None:
-        """Set sites back to zero: because their data have changed, or to begin again.
-
-        q forgets what these data said, at once.
+        """Set sites back to zero, so that q forgets what these data said: when they have changed.
 
         Args:
-            indices: numbers of data of the group, or a mask (N,); ``None`` for all.
+            indices: as in :meth:`remove`; ``None`` for all.
             group: name of the group; ``None`` for the only one or, without indices, for all.
-
-        Raises: as :meth:`remove`; nothing without indices and group.
         """
         self._data().reset(indices, group)
         self.fresh, self.curvature = self.fresh or (indices is None and group is None), None
@@ -454,7 +435,6 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         a noise of every datum, are left out: q says nothing of their new entries.
 
         Raises:
-            RuntimeError: before the guide's first call with data.
             ValueError: where the prior of another site is not the one of the last step: it is made
                 of the arguments, as that of a state-space process at other times.  A guide that was
                 unpickled cannot tell before its next step.
@@ -484,18 +464,14 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
     ) -> Influence:
         """How far the posterior moves when a datum, or a set of them, is left out, without refitting.
 
-        Equations: :mod:`pyro_ngvi.sites.cavity`.
+        Equations: :mod:`pyro_ngvi.sites.expectation`.
 
         Args:
-            args: those of the model with all data; by default those of the last step.
+            args: as for :meth:`loo`, with ``kwargs``.
             group: name of the group of the guide; not needed where there is one.
-            groups: sets of data to leave out together, each as numbers or a mask (N,); ``None`` for
-                every datum by itself.
+            groups: sets of data to leave out together, each as ``indices`` in :meth:`remove`;
+                ``None`` for every datum by itself.  Not where the guide's algebra is not dense.
             kwargs: keyword arguments of the model.
-
-        Raises:
-            ValueError: for a minibatch, a group that is not there, a number that comes twice.
-            NotImplementedError: for ``groups``, where the guide's algebra is not dense.
         """
         data = self._data()
         chosen = data.group(group)

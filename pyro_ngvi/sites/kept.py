@@ -24,8 +24,6 @@ from .probe_points import TOLERANCE, same
 from .structure import ModelStructure, aligned, data_terms, minibatch_scale, missing, unwrapped
 from .whitening import other_priors
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 class Kept:
     """The last value, with the objects and the tensors that it was made of.  Copies begin empty."""
@@ -76,7 +74,7 @@ class LastStep:
     """
 
     def __init__(self, stale: bool = False, edition: int = 0) -> None:
-        self.arguments: Arguments | None = None
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.stale, self.edition = stale, edition
         self.plan: ModelStructure | None = None
         self.numbers: dict[str, Tensor] = {}
@@ -95,7 +93,7 @@ class LastStep:
         self._scaled = []
         self.edition += 1
 
-    def or_given(self, args: Any, kwargs: Any) -> Arguments:
+    def or_given(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """These arguments, or where there are none those of the last step."""
         return (args, kwargs) if args or kwargs else (self.arguments or ((), {}))
 
@@ -104,14 +102,12 @@ class LastStep:
         if self.arguments is None:
             return False
         (args, kwargs), others = self.arguments, call.runner.kwargs
-        same_names = kwargs.keys() == others.keys()
-        return all_same(args, call.runner.args) and (
-            same_names and all_same(tuple(kwargs.values()), tuple(others[name] for name in kwargs))
-        )
+        named = kwargs.keys() == others.keys() and all(x is others[n] for n, x in kwargs.items())
+        return named and all_same(args, call.runner.args)
 
     def check_data(self, call: BoundModel) -> None:
         """Refuse data unlike the first call's, and batch after batch under a scale."""
-        self._scaled = _check_scaled_data(call, self._scaled)
+        self._scaled = _check_scaled(call, self._scaled)
         learns = any(terms.requires_grad for terms in call.terms_at_probe.values())
         if learns or not self.has_arguments_of(call):  # parameters may bring in what was not seen
             _check_seen(call)
@@ -120,31 +116,30 @@ class LastStep:
 def _check_seen(call: BoundModel) -> None:
     """Refuse data that see more of the block than those of the first call, or are out of support."""
     plan, sites = call.plan, call.sites
-    seen = {name for group in plan.groups for name in group.observed}
-    if not at_hand(plan.zero()) or not all(n in sites and sites[n]["is_observed"] for n in seen):
+    places = {name: group.predictor.places for group in plan.groups for name in group.observed}
+    if not at_hand(plan.zero()) or not all(n in sites and sites[n]["is_observed"] for n in places):
         return  # without data it is refused later
-    unseen = [n for n, s in sites.items() if site_kind(s) == "observed" and n not in seen]
-    with torch.no_grad():
-        for number, together in enumerate(apart(plan.groups)):
-            held = call.places_of(together, call.at_probe)
+    unseen = [n for n, s in sites.items() if site_kind(s) == "observed" and n not in places]
+    for number, together in enumerate(apart(plan.groups)):
+        held = call.places_of(together, call.at_probe)
+        with torch.no_grad():
             others = call.runner.sites(-1.7 * call.probe, replace=held)
-            names = [name for group in together for name in group.observed]
-            for name in names if number else names + unseen:
-                before, after = call.terms_at_probe[name], data_terms(others[name])
-                if not same(after, before, TOLERANCE * torch.finfo(before.dtype).eps):
-                    places = [g.predictor.places for g in plan.groups if name in g.observed]
-                    raise ValueError(
-                        f"AutoSites: the data of {name!r} depend on more of the latent block in this "
-                        f"call than in the guide's first one, where they saw "
-                        f"{' and '.join(map(str, places[0])) if places else 'nothing'}. Make a first "
-                        f"call with data and parameters that show all that the data can see."
-                    )
-        outside = [name for name in seen if not bool(_allowed(sites[name]).all())]
-        if outside:
-            # a support may move with the latent block, so that only what is out at its mean too is
-            at_mean = call.runner.sites(plan.zero(), at_mean=True)
-            for name in outside:
-                check_support(at_mean[name])
+        names = [name for group in together for name in group.observed]
+        for name in names if number else names + unseen:
+            before, after = call.terms_at_probe[name].detach(), data_terms(others[name]).detach()
+            if not same(after, before, TOLERANCE * torch.finfo(before.dtype).eps):
+                raise ValueError(
+                    f"AutoSites: the data of {name!r} depend on more of the latent block in this call "
+                    f"than in the guide's first one, where they saw "
+                    f"{' and '.join(map(str, places.get(name, ['nothing'])))}. Make a first call "
+                    f"with data and parameters that show all that the data can see."
+                )
+    outside = [name for name in places if not bool(_allowed(sites[name]).all())]
+    if outside:
+        # a support may move with the latent block, so that only what is out at its mean too is
+        at_mean = call.runner.sites(plan.zero(), at_mean=True)
+        for name in outside:
+            check_support(at_mean[name])
 
 
 def _allowed(site: Site) -> Tensor:
@@ -172,38 +167,35 @@ def check_support(site: Site) -> None:
         )
 
 
-def _check_scaled_data(call: BoundModel, before: list[Tensor]) -> list[Tensor]:
+def _check_scaled(call: BoundModel, before: list[Tensor]) -> list[Tensor]:
     """Refuse a minibatch that comes as a scale instead of a plate, by the data of the step ``before``.
 
     In stochastic gradients poutine.scale(scale=N / M) around M data stands for all N of them.  A guide
     with a site for each datum would give the M sites to one batch after the other, and end at the last.
-    The data are the tensors among the arguments, where there are none, what is observed: it may be made
-    of parameters and draws, and be another tensor with the same data.
 
     Returns:
         The data of this call, if a scale above 1 makes them count for more than themselves.
     """
-    for group in call.plan.groups:
-        for name in group.observed if call.index[group.name] is None else ():
-            site = call.sites[name]
-            scale = torch.as_tensor(site["scale"] / minibatch_scale(site))
-            if not (at_hand(scale) and scale.numel() == 1 and float(scale) > 1.0):
-                continue
-            given = [*call.runner.args, *call.runner.kwargs.values()]
-            tensors = [x for x in given if isinstance(x, Tensor) and x.numel() > 1]
-            now = [x for x in tensors or [site["value"]] if at_hand(x) and not x.requires_grad]
-            # data of another number were announced, or are refused elsewhere
-            pairs = zip(before, now, strict=False)
-            if any(a.shape == b.shape and not same(a, b) for a, b in pairs):
-                frames = site["cond_indep_stack"]
-                plate = frames[-1].name if frames else "data"
-                raise ValueError(
-                    f"AutoSites: under a poutine.scale the data of {name!r} are not those of the "
-                    f"step before. For a minibatch write pyro.plate({plate!r}, N, subsample=index), "
-                    f"without the scale; for new data in place of the old call guide.reset() before."
-                )
-            # copies, since a loader may write each batch into the same tensors
-            return [x.detach().clone() for x in now]
+    whole = (n for g in call.plan.groups if call.index[g.name] is None for n in g.observed)
+    for site in (call.sites[name] for name in whole):
+        scale = torch.as_tensor(site["scale"] / minibatch_scale(site))
+        if not (at_hand(scale) and scale.numel() == 1 and float(scale) > 1.0):
+            continue
+        # what is observed may be made of parameters and draws, so the arguments tell more
+        given = [*call.runner.args, *call.runner.kwargs.values()]
+        tensors = [x for x in given if isinstance(x, Tensor) and x.numel() > 1]
+        now = [x for x in tensors or [site["value"]] if at_hand(x) and not x.requires_grad]
+        # data of another number were announced, or are refused elsewhere
+        pairs = zip(before, now, strict=False)
+        if any(a.shape == b.shape and not same(a, b) for a, b in pairs):
+            plate = site["cond_indep_stack"][-1].name if site["cond_indep_stack"] else "data"
+            raise ValueError(
+                f"AutoSites: under a poutine.scale the data of {site['name']!r} are not those of the "
+                f"step before. For a minibatch write pyro.plate({plate!r}, N, subsample=index), "
+                f"without the scale; for new data in place of the old call guide.reset() before."
+            )
+        # copies, since a loader may write each batch into the same tensors
+        return [x.detach().clone() for x in now]
     return []
 
 
@@ -217,19 +209,15 @@ def check_prior(before: BoundModel, call: BoundModel, leave_out: bool) -> list[s
     Returns:
         With ``leave_out``, and a process to be predicted, the names of sites that have another shape
         now; otherwise these are refused too.
-
-    Raises:
-        ValueError: with the name of the latent site.
     """
     first, now = before.block, call.block
     process = any(isinstance(fn, GaussianProcess) for fn in now.values())
-    fixed = {n: fn for n, fn in first.items() if not isinstance(fn, GaussianProcess)}
-    others = [name for name, fn in fixed.items() if now[name].shape() != fn.shape()]
+    fixed = [name for name, fn in first.items() if not isinstance(fn, GaussianProcess)]
+    others = [name for name in fixed if now[name].shape() != first[name].shape()]
     if others and not (leave_out and process):
-        raise other_size(others[0], now[others[0]].shape(), fixed[others[0]].shape())
-    if not process:
-        # Given others that are not 0: there Normal(X @ w, 1) is the same for all X.
-        # The noise of a process has another length with other inputs
+        raise other_size(others[0], now[others[0]].shape(), first[others[0]].shape())
+    if not process:  # whose noise has another length with other inputs
+        # given others that are not 0: there Normal(X @ w, 1) is the same for all X
         first, now = (c.runner(c.probe, look_at=c.plan.block_places).own for c in (before, call))
     for name in other_priors({n: first[n] for n in fixed if n not in others}, now):
         raise ValueError(

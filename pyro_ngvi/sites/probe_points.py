@@ -62,39 +62,35 @@ def record(runner: ConditionedModel, noise: Tensor) -> Record:
     return Record(noise, run.sites, values | results)
 
 
-def corners(runner: ConditionedModel, dim: int, name: str) -> list[Record]:
-    """The four runs, where the likelihood of ``name`` is finite wherever it is at 0.
+def corners(runner: ConditionedModel, dim: int, name: str) -> tuple[list[Record], Plane]:
+    """The four runs, where the likelihood of ``name`` is finite wherever it is at 0, and their plane.
 
     All have the tensors that are not the same in the first and in the last.
-
-    Raises:
-        ValueError: where these do not run the same operations, or write into tensors of the first.
     """
-    e, u, v = fixed_normal(3, dim, seed=20_170_615)
-    at_zero = torch.isfinite(data_terms(runner.sites(torch.zeros_like(e))[name]))
-    found: list[Record] = []
+    plane, found = Plane.of(dim, seed=20_170_615), []
+    at_zero = torch.isfinite(data_terms(runner.sites(torch.zeros_like(plane.e))[name]))
     for k in range(SHRINKS + 1):
-        share = 0.25**k
-        first = record(runner, share * e)
-        terms = data_terms(first.sites[name])
-        found = [first, *(record(runner, share * x) for x in (e + u, e + v, e + u + v))]
-        if not same(data_terms(first.sites[name]), terms):
+        first, *others = (0.25**k * noise for noise in plane.corners())
+        found = [record(runner, first)]
+        terms = data_terms(found[0].sites[name])
+        found += [record(runner, noise) for noise in others]
+        if not same(data_terms(found[0].sites[name]), terms):
             raise ValueError(
                 f"AutoSites: the model keeps the tensor that the observed site {name!r} is made of "
                 "and writes into it at every call (a module's buffer, say). Write into a new "
                 "tensor: start with f = self.f.clone() or torch.zeros(...), or use torch.cat."
             )
-        if any(corner.values.keys() != first.values.keys() for corner in found):
+        first, last = found[0].values, found[3].values
+        if any(corner.values.keys() != first.keys() for corner in found):
             raise ValueError(OTHER_COURSE)
-        last = found[3].values
-        moving = [p for p, a in first.values.items() if a.shape == last[p].shape]
-        moving = [p for p in moving if not same(last[p], first.values[p])]
+        fitting = [place for place, value in first.items() if value.shape == last[place].shape]
+        moving = [place for place in fitting if not same(last[place], first[place])]
         for corner in found:
-            corner.values = {p: corner.values[p] for p in moving}
-        terms = [data_terms(corner.sites[name]) for corner in found]
-        if all(bool((torch.isfinite(t) == at_zero).all()) for t in terms):
+            corner.values = {place: corner.values[place] for place in moving}
+        if all(bool((data_terms(c.sites[name]).isfinite() == at_zero).all()) for c in found):
             break
-    return found
+    e, eu, ev = (corner.noise for corner in found[:3])
+    return found, Plane(e, eu - e, ev - e)
 
 
 @dataclass
@@ -104,6 +100,15 @@ class Plane:
     e: Tensor
     u: Tensor
     v: Tensor
+
+    @classmethod
+    def of(cls, dim: int, seed: int) -> Plane:
+        """A fixed one."""
+        return cls(*fixed_normal(3, dim, seed=seed))
+
+    def corners(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """e, e + u, e + v and e + u + v."""
+        return self.e, self.e + self.u, self.e + self.v, self.e + self.u + self.v
 
     @property
     def circles(self) -> dict[str, Tensor]:
@@ -122,11 +127,7 @@ class Plane:
     def affine(
         self, runner: ConditionedModel, corners: Sequence[Mapping[TensorRef, Tensor]]
     ) -> dict[TensorRef, bool]:
-        """Which values are affine in the noise, from those ``corners`` at e, e + u, e + v, e + u + v.
-
-        Raises:
-            ValueError: where a run does not come by the places of these.
-        """
+        """Which values are affine in the noise, from those at the ``corners`` and on the circles."""
         at_e, at_eu, at_ev, at_both = corners
         places = tuple(at_e)
         if not places:

@@ -95,13 +95,11 @@ def test_copy_and_original_are_independent(kind: str, how: str) -> None:
 def test_original_is_whole_after_copying(kind: str, how: str) -> None:
     """Also before its first call, when it still needs its model."""
     guide = GUIDES[kind](regression)
-    other = COPIES[how](guide) if how == "deepcopy" else None
+    if how == "deepcopy":
+        COPIES[how](guide)
     guide(*data())
     COPIES[how](guide)
     assert callable(guide.model)
-    if other is not None:
-        with pytest.raises(RuntimeError, match="is a copy made before its original was called"):
-            other(*data())
 
 
 @guides

@@ -179,7 +179,6 @@ FACTORS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda w: -(w.sum() - 1.0).square(),
     "order": lambda w: -torch.relu(w[0] - w[1]),
     "box": lambda w: torch.where(w.abs() < 3.0, 0.0, -100.0).sum(),
-    "far limit": lambda w: -torch.relu(w - 1e3).sum(),
 }
 OUTSIDE |= {
     f"factor, {name}": (with_factor(soft), "factor 'soft' depends on the latent block")

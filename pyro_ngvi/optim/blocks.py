@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 from pyro.distributions import TransformModule
 from torch import Tensor, nn
 
-from ..families.base import Tensors, entry_name
-from ..fisher.geometry import Coordinates
+from ..families.base import Tensors, entry_name, interpolate, pack, unpack
 from ..fisher.scores import GuideScores
 
 
@@ -30,6 +30,8 @@ class Block(Protocol):
 
     def site_of(self, index: int) -> str: ...
 
+    def take_curvature(self) -> Any: ...
+
     def iterate_offset(self, intact: Tensor | None = None) -> Tensors: ...
 
     def set_iterate_offset(self, lag: Tensors | None, answer: Tensors | None = None) -> None: ...
@@ -37,12 +39,64 @@ class Block(Protocol):
     def offset_is_intact(self) -> Tensor: ...
 
 
-def find_blocks(guide: Any) -> Iterator[tuple[str, Any]]:
-    """Our guides within ``guide``: itself, or its parts, each with its path ("" for itself)."""
-    if isinstance(guide, nn.Module):
-        for path, module in guide.named_modules():
-            if hasattr(type(module), "make_family"):
-                yield path, module
+@dataclass(frozen=True)
+class Coordinates:
+    """Named tensors moved along straight lines: all that is known of a guide that is not ours.
+
+    ``nearly_singular``: whether some are weights of networks or transforms, as in a flow.
+    """
+
+    coordinates: ClassVar[tuple[str, ...]] = ("local",)
+    newton_like: ClassVar[bool] = True
+    noise_radius: ClassVar[float] = 0.6
+    orthogonal_frame: ClassVar[bool] = False
+    known_fisher: ClassVar[bool] = False
+
+    names: tuple[str, ...]
+    nearly_singular: bool = False
+
+    @property
+    def location(self) -> tuple[str, ...]:
+        """Nothing tells locations from scales here, so momentum acts on all."""
+        return self.names
+
+    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
+        return grads
+
+    def retract(
+        self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
+    ) -> Tensors:
+        return {name: p + step * tangent[name] for name, p in params.items()}
+
+    def average(self, average: Tensors, params: Tensors, rate: Tensor) -> Tensors:
+        return interpolate(average, params, rate)
+
+    def pack(self, tensors: Tensors) -> Tensor:
+        return pack(tensors)
+
+    def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
+        return unpack(vector, like)
+
+    def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
+        """One part: names do not tell which parameters belong together."""
+        return (sum(v.numel() for v in params.values()),)
+
+    def not_finite(self, params: Tensors) -> Tensor:
+        return ~torch.isfinite(pack(params))
+
+
+@dataclass(frozen=True)
+class EstimatedGeometry:
+    """A frame whose natural gradient is ``product``, an estimate of F^-1 times a packed gradient."""
+
+    frame: Any
+    product: Callable[[Tensor], Tensor]
+
+    def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
+        return self.frame.unpack(self.product(self.frame.pack(gradient)), gradient)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.frame, name)
 
 
 class GuideBlock:
@@ -55,6 +109,7 @@ class GuideBlock:
 
     holds_average = False
     averaged = False
+    curvature = None
 
     def __init__(self, guide: Callable[..., Any]) -> None:
         self.scores = GuideScores(guide)
@@ -94,6 +149,9 @@ class GuideBlock:
     def site_of(self, index: int) -> str:
         """Name of the parameter that holds entry ``index`` of all of them in a row."""
         return entry_name(index, self._leaves)
+
+    def take_curvature(self) -> None:
+        pass
 
     def iterate_offset(self, intact: Tensor | None = None) -> Tensors:
         return {}
