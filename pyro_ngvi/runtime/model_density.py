@@ -51,13 +51,8 @@ MOST_NUMBERS = 2**20  # in the largest tensor of one piece: 8 MB in float64
 
 @dataclass(frozen=True)
 class BatchedSite:
-    """One sample site of S particles.
-
-    ``value`` is (S, *batch_shape, *event_shape); ``log_prob`` (with scale and mask) and
-    ``unscaled_log_prob`` (with neither) are (S, *batch_shape), in nats. ``scale`` is a number or a
-    tensor (S, ...), ``mask`` None, a bool or a tensor (S, ...). ``plates`` is Pyro's stack of
-    plate frames.
-    """
+    """One sample site of S particles: tensors (S, ...), log probabilities (S, *batch_shape) in nats
+    with scale and mask, and with neither; ``plates`` is Pyro's stack of plate frames."""
 
     kind: Kind
     value: Tensor
@@ -102,15 +97,14 @@ def batched_trace(
     Latent sites that are not in ``values`` are drawn from the model.
 
     Args:
-        values: site name to *constrained* value, (S, *batch_shape, *event_shape).
+        values: *constrained* value by site, (S, *batch_shape, *event_shape).
         num_particles: S, needed only where ``values`` is empty.
         indices: minibatch (n,) of a subsampled plate by name, the same for all particles; drawn
-            once where it is not given. A minibatch that the model itself passes is kept.
+            once where neither this nor the model gives it.
         randomness: ``"different"`` draws for each particle, or the ``"same"`` for all.
         chunk_size: run at most that many particles at a time, to bound memory.
 
     Raises:
-        ValueError: when S is not known.
         CannotBatch: a RuntimeError, when the model cannot run under ``vmap``, or draws a site whose
             sampler has no batching rule (Beta, Dirichlet, LKJ, von Mises).
     """
@@ -237,9 +231,6 @@ def map_draws(
         num_samples: S.
         batch_size: draws that run at once; ``None`` for as many as leave every tensor of the run
             below a million numbers.
-
-    Raises:
-        ValueError: when the sites of the program differ between draws.
     """
     minibatches = Minibatches()
     names: set[str] = set()
