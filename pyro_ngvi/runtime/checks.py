@@ -204,8 +204,9 @@ class LatentSupports:
         self.bounds: dict[str, list[Any]] = {}
         for part in guide.modules() if isinstance(guide, nn.Module) else ():
             trace: Any = getattr(part, "prototype_trace", None)
-            known = isinstance(part, AutoGuide) and trace is not None
-            for name, site in trace.nodes.items() if known else ():
+            if trace is None or not isinstance(part, AutoGuide):
+                continue
+            for name, site in trace.nodes.items():
                 # some guides of Pyro keep no more of a site than they need, which is not its type
                 if site.get("is_observed") or not hasattr(site.get("fn"), "support"):
                     continue
