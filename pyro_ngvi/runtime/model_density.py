@@ -232,7 +232,6 @@ def map_draws(
         batch_size: draws that run at once; ``None`` for as many as leave every tensor of the run
             below a million numbers.
     """
-    minibatches = Minibatches()
     names: set[str] = set()
 
     def chosen(sites: Sites) -> Parts:
@@ -245,38 +244,21 @@ def map_draws(
         names.update(sites)
         return reduce(sites)
 
-    def piece(run: Callable[..., Parts], start: int, stop: int) -> Parts:
-        at = {name: x[start:stop] for name, x in values.items()}
-        return run(program, chosen, at, stop - start, (), {}, minibatches=minibatches)
-
-    def all_pieces(run: Callable[..., Parts], size: int) -> Parts:
-        """Written into place, so that none of them is held twice."""
-        if size >= num_samples:
-            return piece(run, 0, num_samples)
-        whole: Parts = {}
-        for start in range(0, num_samples, size):
-            stop = min(start + size, num_samples)
-            for group, tensors in piece(run, start, stop).items():
-                parts = whole.setdefault(group, {})
-                for name, x in tensors.items():
-                    if start == 0:
-                        parts[name] = x.new_empty(num_samples, *x.shape[1:])
-                    parts[name][start:stop] = x
-        return whole
-
-    together = partial(run_particles, sampling=True)
+    how: Any = {"minibatches": Minibatches()}
     with torch.no_grad(), warnings.catch_warnings():
         # torch.binomial under vmap resizes its own output, correctly, and warns about it.
         warnings.filterwarnings("ignore", "An output with one or more elements was resized")
         try:
             if batch_size is None:
+                one = {name: x[:1] for name, x in values.items()}
                 with own_random_state(), _Largest() as largest:
-                    piece(together, 0, 1)
+                    run_particles(program, chosen, one, 1, (), {}, sampling=True, **how)
                 batch_size = max(1, MOST_NUMBERS // largest.numel)
-            return all_pieces(together, batch_size)
+            batched = how | {"sampling": True, "chunk_size": batch_size}
+            return run_particles(program, chosen, values, num_samples, (), {}, **batched)
         except CannotBatch:
             # A program that is wrong rather than unbatchable shows its own error in the loop.
-            return all_pieces(run_in_loop, 1)
+            return run_in_loop(program, chosen, values, num_samples, (), {}, **how)
 
 
 def without_plates(sites: Sites) -> Sites:
