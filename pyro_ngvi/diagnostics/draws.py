@@ -15,12 +15,20 @@ from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 from torch.distributions import constraints
 
-from ..runtime.density import Kind, site_kind, site_log_prob
-from ..runtime.map_draws import Parts, map_draws, without_plates
-from ..runtime.marked import is_marked
+from ..runtime.checks import LatentSupports, check_data, plain_support
+from ..runtime.density import (
+    Kind,
+    Sites,
+    is_auxiliary,
+    is_latent,
+    is_minibatch,
+    site_kind,
+    site_log_prob,
+)
+from ..runtime.model_density import Parts, map_draws, without_plates
+from ..runtime.pyro_adapter import is_marked
+from ..runtime.run import Minibatches, look, run_both
 from ..runtime.summed_out import summed_out
-from ..runtime.support import LatentSupports, check_data, plain_support
-from ..runtime.vmap import Minibatches, Sites, is_auxiliary, is_latent, is_minibatch, look, run_both
 
 MIN_DRAWS = 25  # fewer leave less than five weights for the tail
 MOST_DOUBLES = 10_000_000  # in an array that is stored in float64

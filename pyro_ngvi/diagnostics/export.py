@@ -11,10 +11,9 @@ from torch import Tensor
 
 from .._version import __version__
 from ..linalg.host import own_random_state
-from ..runtime.density import site_kind
-from ..runtime.map_draws import map_draws
+from ..runtime.density import Sites, site_kind
+from ..runtime.model_density import map_draws
 from ..runtime.summed_out import SummedOut, given_name
-from ..runtime.vmap import Sites
 from .arviz_compat import from_groups
 from .draws import Fitted, random_state, sites_of_kind, warn_of_edges
 from .groups import constants, name_dims, observations, per_draw

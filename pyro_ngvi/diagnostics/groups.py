@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..runtime.density import site_kind
-from ..runtime.vmap import Site, Sites
+from ..runtime.density import Site, Sites, site_kind
 
 
 def _array(x: Tensor | np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sites.influence import Influence
+from ..sites.leave_one_out import Influence
 
 
 def plot_influence(influence: Influence, ax: Any = None, *, label: int = 5) -> Any:

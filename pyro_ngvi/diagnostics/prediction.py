@@ -13,9 +13,9 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Independent
 
-from ..runtime.density import site_kind, site_log_prob
-from ..runtime.map_draws import Parts, map_draws, without_plates
-from ..runtime.vmap import Minibatches, Site, Sites, look
+from ..runtime.density import Site, Sites, site_kind, site_log_prob
+from ..runtime.model_density import Parts, map_draws, without_plates
+from ..runtime.run import Minibatches, look
 from .draws import compact, guide_draws, random_state, refuse_minibatches, sites_of_kind
 
 PREDICTIONS = 1  # the stream of random numbers, another one than that of the guide's draws

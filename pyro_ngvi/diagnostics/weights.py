@@ -40,9 +40,8 @@ import numpy as np
 import torch
 
 from ..linalg.host import own_random_state
-from ..runtime.density import site_log_prob
-from ..runtime.map_draws import Parts, map_draws
-from ..runtime.vmap import Sites
+from ..runtime.density import Sites, site_log_prob
+from ..runtime.model_density import Parts, map_draws
 
 FEWEST = 5  # weights that make a tail
 PRIOR_DRAWS, PRIOR_SHAPE = 10, 0.5

@@ -11,7 +11,7 @@ from torch.distributions import biject_to
 from ..families import MeanFieldNormal
 from ..families.base import LOG_2PI, Family, Tensors
 from ..guides.base import AutoFamily
-from ..guides.parts import factor, place
+from ..guides.marginals import factor, place
 
 
 class NoFactor(ValueError):

@@ -24,7 +24,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
-from ..guides.initialization import init_to_center
+from ..guides.start import init_to_center
 from ..linalg.host import host_bool
 from .weights import (
     REFUSED,

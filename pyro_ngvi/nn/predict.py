@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from ..diagnostics.draws import guide_draws, random_state
-from ..runtime.density import innermost
-from ..runtime.map_draws import Parts, map_draws
-from ..runtime.support import check_data
-from ..runtime.vmap import Sites, look
+from ..runtime.checks import check_data
+from ..runtime.density import Sites, innermost
+from ..runtime.model_density import Parts, map_draws
+from ..runtime.run import look
 from .bayesianize import BayesianModule
 
 
