@@ -328,7 +328,7 @@ class BayesianModule(nn.Module):
         """The sd of "normal": a number, or the latent site "noise" as (*lead, 1, ...)."""
         if isinstance(self.noise, float):
             return self.noise
-        prior: Any = self.noise() if self.noise else dist.HalfCauchy(mean.new_ones(()))
+        prior: Any = self.noise() if callable(self.noise) else dist.HalfCauchy(mean.new_ones(()))
         refuse_other_than_pyro("The function noise", prior)
         sd = pyro.sample("noise", prior)
         batch, event, outputs = prior.batch_shape, prior.event_shape, mean.shape[lead + 1 :]

@@ -136,8 +136,8 @@ def _batches(x: Any, y: Tensor | None, batch_size: int) -> Iterator[tuple[Any, T
             "x is an iterable of batches, so y has to come with them, as pairs (x, y)."
         )
     for batch in x:
-        pair = (batch, None) if isinstance(batch, Tensor) else (*batch, None)
-        yield pair[:2]
+        pair = (batch,) if isinstance(batch, Tensor) else batch
+        yield pair[0], pair[1] if len(pair) > 1 else None
 
 
 def _run(

@@ -114,13 +114,13 @@ def sd_or_function(value: Any, what: str, example: str) -> Any:
     """A positive sd as a float, or the user's function that stands in its place."""
     if callable(value) and not isinstance(value, torch.distributions.Distribution):
         return value
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0.0 < value < math.inf:
+    number: Any = value if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+    if not 0.0 < number < math.inf:
         raise ValueError(
             f"{what} is {value!r}; give the sd as a positive number, or a function that returns "
             f"one of pyro.distributions: {example}."
         )
-    return float(value)
+    return float(number)
 
 
 def choose_prior(prior: Prior | Mapping[str, Prior], name: str) -> Prior:
