@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide, AutoGuideList, AutoNormal
 from torch import Tensor
@@ -44,20 +44,15 @@ class SitePosterior:
         return cross_entropy - self.family.entropy(self.params)
 
 
-class SitePosteriors:
+class SitePosteriors(dict[str, SitePosterior]):
     """q of each site of a guide, as it is at one step; ``caller`` is what needs it, for errors."""
 
     def __init__(self, guide: AutoGuide, caller: str) -> None:
+        super().__init__()
         self.guide, self.caller = guide, caller
-        self._found: dict[str, SitePosterior] = {}
         self._joint: dict[int, Any] = {}  # by guide, for several sites
 
-    def __getitem__(self, name: str) -> SitePosterior:
-        if name not in self._found:
-            self._found[name] = self._find(name)
-        return self._found[name]
-
-    def _find(self, name: str) -> SitePosterior:
+    def __missing__(self, name: str) -> SitePosterior:
         known: list[str] = []
         for guide in self.guide.modules():
             trace: Any = getattr(guide, "prototype_trace", None)
@@ -69,18 +64,15 @@ class SitePosteriors:
                 continue
             sites = dict(trace.iter_stochastic_nodes())
             if name in sites:
-                return self._of(guide, name, sites)
+                self[name] = self._of(guide, name, sites)
+                return self[name]
             known += sites
-        kind = type(self.guide).__name__
+        kind = f"The guide of {self.caller}, {type(self.guide).__name__},"
         if not known:
             raise RuntimeError(
-                f"The guide of {self.caller}, {kind}, was never called, though a guide gives the "
-                f"value of {name!r}. Hand the same guide to SVI."
+                f"{kind} was never called, though it has {name!r}. Hand the same guide to SVI."
             )
-        raise ValueError(
-            f"The guide of {self.caller}, {kind}, has no site {name!r}; it has "
-            f"{', '.join(map(repr, known))}. Hand over the guide of this model."
-        )
+        raise ValueError(f"{kind} has no site {name!r}; it has {', '.join(map(repr, known))}.")
 
     def _of(self, guide: Any, name: str, sites: dict[str, Any]) -> SitePosterior:
         site, value = sites[name], sites[name]["value"]
@@ -89,26 +81,23 @@ class SitePosteriors:
                 f"The site {name!r} is constrained or in a plate; {self.caller} takes a real "
                 f"vector outside of plates."
             )
+        found = None
         if isinstance(guide, AutoNormal):
             return _normal(*(attrgetter(name)(part) for part in (guide.locs, guide.scales)))
-        if not isinstance(guide, AutoFamily | AutoDiagonalNormal):
-            raise NoFactor(
-                f"{self.caller} cannot draw {name!r} alone from {type(guide).__name__}. Use "
-                f"pyro_ngvi.AutoMeanFieldNormal(model), or Pyro's AutoNormal or AutoDiagonalNormal."
-            )
-        own = place(guide._unconstrained_shapes, name)
         if isinstance(guide, AutoDiagonalNormal):
-            scale: Any = guide.scale
+            own, scale = place(guide._unconstrained_shapes, name), cast(Tensor, guide.scale)
             return _normal(guide.loc[own], scale[own])
-        if id(guide) not in self._joint:
-            self._joint[id(guide)] = guide.sampling_posterior()
-        q = self._joint[id(guide)]
-        found = factor(q.family, q.params, own, alone=len(sites) == 1)
+        if isinstance(guide, AutoFamily):
+            if id(guide) not in self._joint:
+                self._joint[id(guide)] = guide.sampling_posterior()
+            q, own = self._joint[id(guide)], place(guide._unconstrained_shapes, name)
+            found = factor(q.family, q.params, own, alone=len(sites) == 1)
         if found is None:
             raise NoFactor(
-                f"{type(guide).__name__} correlates {name!r} with other sites, which draws of it "
-                f"alone would lose. Use pyro_ngvi.AutoMeanFieldNormal(model), or an AutoGuideList "
-                f"in which a guide has no other site."
+                f"{self.caller} cannot draw {name!r} alone from {type(guide).__name__}: it "
+                "correlates sites, or is not known here. Use "
+                "pyro_ngvi.AutoMeanFieldNormal(model), or an AutoGuideList in which a guide has "
+                "no other site."
             )
         return SitePosterior(*found, guide.sticking_the_landing)
 

@@ -213,7 +213,7 @@ class BayesianModule(nn.Module):
             if num > self.num_data:
                 raise ValueError(
                     f"The minibatch has {num} examples, but num_data is {self.num_data}: it must "
-                    f"be the size of the whole training set, len(dataset)."
+                    "be that of the whole training set, len(dataset)."
                 )
         if index is None:  # nobody but AutoSites asks
             index = torch.arange(num, device=output.device)
@@ -296,8 +296,8 @@ class BayesianModule(nn.Module):
             what = f"shape {tuple(output.shape)}" if given else f"type {type(output).__name__}"
             raise ValueError(
                 f"The module returns an output of {what} for a batch of {num} examples; it must "
-                f"return one tensor whose first dimension is the batch (for recurrent layers "
-                f"batch_first=True, in a module that returns the output alone)."
+                "return one tensor whose first dimension is the batch (recurrent layers: "
+                "batch_first=True)."
             )
         fn = self._likelihood(output, lead)
         if fn.batch_shape[-1:] != (num,):
@@ -328,7 +328,7 @@ class BayesianModule(nn.Module):
         """The sd of "normal": a number, or the latent site "noise" as (*lead, 1, ...)."""
         if isinstance(self.noise, float):
             return self.noise
-        prior: Any = self.noise() if self.noise else dist.HalfCauchy(mean.new_ones(()))
+        prior: Any = self.noise() if callable(self.noise) else dist.HalfCauchy(mean.new_ones(()))
         refuse_other_than_pyro("The function noise", prior)
         sd = pyro.sample("noise", prior)
         batch, event, outputs = prior.batch_shape, prior.event_shape, mean.shape[lead + 1 :]
@@ -338,8 +338,7 @@ class BayesianModule(nn.Module):
             raise ValueError(
                 f"The prior of the noise has batch shape {tuple(batch)} and event shape "
                 f"{tuple(event)}, an example outputs of shape {tuple(outputs)}. Return a scalar "
-                f"prior, or one sd for each output as one event: "
-                f"dist.HalfCauchy(torch.ones(3)).to_event(1) for (3,)."
+                "prior, or one event: dist.HalfCauchy(torch.ones(3)).to_event(1) for (3,)."
             )
         sd = over_rows(sd, len(event))
         split = sd.dim() - len(event)

@@ -136,8 +136,8 @@ def _batches(x: Any, y: Tensor | None, batch_size: int) -> Iterator[tuple[Any, T
             "x is an iterable of batches, so y has to come with them, as pairs (x, y)."
         )
     for batch in x:
-        pair = (batch, None) if isinstance(batch, Tensor) else (*batch, None)
-        yield pair[:2]
+        pair = (batch,) if isinstance(batch, Tensor) else batch
+        yield pair[0], pair[1] if len(pair) > 1 else None
 
 
 def _run(
@@ -154,6 +154,9 @@ def _run(
     def program() -> None:
         nonlocal fn
         fn = model.distribution(x)
+        if y is not None:
+            with pyro.plate("data", fn.batch_shape[-1]):
+                pyro.sample("y", fn, obs=model.observed(fn, y))
 
     def reduce(sites: Sites) -> Parts:
         for name, site in sites.items():
@@ -162,28 +165,17 @@ def _run(
         mean, variance = _moments(fn)
         result = {"mean": mean, "variance": variance}
         if y is not None:
-            result["log_density"] = fn.log_prob(model.observed(fn, y))
+            result["log_density"] = fn.log_prob(sites["y"]["value"])
         return {"y": result}
-
-    if y is not None:
-        _check_targets(model, x, y, {name: value[0] for name, value in values.items()})
-    # no batching rule, as for recurrent layers: one draw at a time
-    return map_draws(program, reduce, values, num_samples, chunk_size)["y"]
-
-
-def _check_targets(model: BayesianModule, x: Any, y: Tensor, at_draw: dict[str, Tensor]) -> None:
-    """Refuse y outside the support of the likelihood: under ``vmap`` nothing is validated."""
-
-    def program() -> None:
-        fn = model.distribution(x)
-        with pyro.plate("data", fn.batch_shape[-1]):
-            pyro.sample("y", fn, obs=model.observed(fn, y))
 
     def unchecked() -> Sites:
         with pyro.validation_enabled(False):
-            return look(program, at_draw)
+            return look(program, first)
 
-    check_data({"y": look(program, at_draw)["y"]}, unchecked)
+    if y is not None:  # under vmap nothing is validated
+        first = {name: value[0] for name, value in values.items()}
+        check_data({"y": look(program, first)["y"]}, unchecked)
+    return map_draws(program, reduce, values, num_samples, chunk_size)["y"]
 
 
 def _moments(fn: Any) -> tuple[Tensor, Tensor]:

@@ -44,8 +44,7 @@ REFUSED: list[tuple[tuple[type, ...], Callable[[Any], bool], str]] = [
     (
         (torch.jit.ScriptModule,),
         lambda m: True,
-        "is compiled by torch.jit, which takes no other weights than its own. Give the module that "
-        "it was made of.",
+        "is compiled by torch.jit and takes no other weights. Give the module it was made of.",
     ),
     (
         (PyroModule,),
@@ -55,28 +54,26 @@ REFUSED: list[tuple[tuple[type, ...], Callable[[Any], bool], str]] = [
     (
         (nn.Embedding, nn.EmbeddingBag),
         _other_gradient,
-        "has padding_idx, max_norm or scale_grad_by_freq, with which its gradients are not those "
-        "of the density. Leave them out (padding: multiply what is embedded by (tokens != i)"
-        ".unsqueeze(-1)), or freeze the weight by requires_grad_(False).",
+        "has padding_idx, max_norm or scale_grad_by_freq: its gradients are not those of the "
+        "density. Leave them out (for padding multiply by (tokens != i).unsqueeze(-1)), or freeze "
+        "the weight.",
     ),
     (
         (_BatchNorm,),
         lambda m: m.training or m.running_mean is None,
-        "is in training mode, or keeps no running statistics: it would normalise each example by "
-        "the others in its minibatch, and examples are to be independent. Call module.eval() if it "
-        "keeps them, or use GroupNorm or LayerNorm.",
+        "is in training mode, or keeps no running statistics: it normalises each example by the "
+        "others in its minibatch. Call module.eval() if it keeps them, or use GroupNorm or "
+        "LayerNorm.",
     ),
     (
         (_InstanceNorm,),
         lambda m: m.training and m.track_running_stats,
-        "is in training mode and updates its running statistics at every run. Call module.eval(), "
-        "or leave out track_running_stats.",
+        "is in training mode and updates its running statistics at every run. Call module.eval().",
     ),
     (
         (_DropoutNd, nn.RReLU, nn.RNNBase, nn.MultiheadAttention),
         lambda m: m.training and _draws(m),
-        "is in training mode, where it draws random numbers (dropout): noise on top of that of the "
-        "sampled weights. Call module.eval(), or take it out.",
+        "is in training mode, where it draws random numbers. Call module.eval(), or take it out.",
     ),
 ]
 
@@ -99,9 +96,8 @@ def refuse_change(first: Any, second: Any) -> None:
         if host_bool(same) is not False:
             return
     raise ValueError(
-        "The module returns another output when it is run again, at the same weights and inputs: "
-        "it updates a buffer (spectral_norm in training mode), or draws random numbers "
-        "(F.dropout). Call module.eval(), if that stops it, or take that layer out."
+        "The module returns another output when it is run again: it updates a buffer (spectral_norm), "
+        "or draws random numbers (F.dropout). Call module.eval(), or take that layer out."
     )
 
 
@@ -118,13 +114,13 @@ def sd_or_function(value: Any, what: str, example: str) -> Any:
     """A positive sd as a float, or the user's function that stands in its place."""
     if callable(value) and not isinstance(value, torch.distributions.Distribution):
         return value
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0.0 < value < math.inf:
+    number: Any = value if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+    if not 0.0 < number < math.inf:
         raise ValueError(
             f"{what} is {value!r}; give the sd as a positive number, or a function that returns "
             f"one of pyro.distributions: {example}."
         )
-    return float(value)
+    return float(number)
 
 
 def choose_prior(prior: Prior | Mapping[str, Prior], name: str) -> Prior:
@@ -145,10 +141,6 @@ def prior_from(function: Any, name: str, parameter: Tensor, sampled: Sampled) ->
     """What the user's function returns, in the shape of the parameter, which is one event.
 
     ``sampled`` holds the hyperparameters of this run of the model so far; new ones are added.
-
-    Raises:
-        TypeError: when it returns no distribution.
-        ValueError: when the shape does not fit.
     """
     shape = parameter.shape
     with _Hyperparameters(name, len(shape), sampled) as seen:
@@ -187,9 +179,8 @@ class _Hyperparameters(Messenger):
         elif self.lead and len(msg["fn"].batch_shape) > len(self.lead):
             raise ValueError(
                 f"The prior of the hyperparameter {msg['name']!r} depends on another one, of "
-                f"{self.lead.numel()} vectorised particles, which look like entries of "
-                f"{self.name!r}. Give it a prior of its own and multiply the two, or use "
-                "BatchedELBO."
+                f"{self.lead.numel()} vectorised particles. Give it a prior of its own and "
+                "multiply the two, or use BatchedELBO."
             )
 
     def _pyro_post_sample(self, msg: Any) -> None:
@@ -209,8 +200,7 @@ class _Hyperparameters(Messenger):
         if self._inside:
             raise ValueError(
                 f"The prior function of {self.name!r} samples {msg['name']!r} in a plate of its "
-                f"own, which cannot be told from vectorised particles. Declare its dimensions as "
-                f"one event, .to_event(...), instead of the plate."
+                "own, not to be told from vectorised particles. Use .to_event(...) instead."
             )
         self.lead = torch.broadcast_shapes(self.lead, lead)
         ones = (1,) * (self.dims - event_dim)
@@ -241,41 +231,23 @@ def run_vectorized(
 
     The 1 is the place of the plate of the data; ``pyro.infer.Predictive(parallel=True)`` leaves it
     out. Weights without ``lead`` are shared.
-
-    Raises:
-        ValueError: when the weights have different ``lead``.
-        RuntimeError: when the module cannot run under ``vmap``.
     """
-    batched, shared, leads = {}, {}, set()
+    batched, shared, lead = {}, {}, torch.Size()
     for name, w in weights.items():
         shape = module.get_parameter(name).shape
-        lead = w.shape[: w.dim() - len(shape)]
-        lead = lead[:-1] if len(lead) > 1 else lead
-        if lead.numel() == 1:
+        own = w.shape[: w.dim() - len(shape)]
+        own = own[:-1] if len(own) > 1 else own
+        if own.numel() == 1:
             shared[name] = w.reshape(shape)
         else:
-            batched[name] = w.reshape(lead.numel(), *shape)
-            leads.add(lead)
-    if len(leads) > 1:
-        raise ValueError(
-            f"The weights have batch shapes {sorted(map(tuple, leads))} in front of their own; all "
-            f"must have the same: one dimension of vectorised particles."
-        )
+            batched[name], lead = w.reshape(own.numel(), *shape), own
 
     def run(weights: dict[str, Tensor]) -> Any:
         return torch.func.functional_call(module, {**weights, **shared}, inputs)
 
     if not batched:
         return run({}), 0
-    (lead,) = leads
-    try:
-        output = torch.func.vmap(run, randomness="different")(batched)
-    except RuntimeError as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
-        raise RuntimeError(
-            f"{type(module).__name__} cannot run at vectorised particles, under torch.func.vmap: "
-            f"{reason}. Use Trace_ELBO without vectorize_particles, which runs it once for each."
-        ) from error
+    output = torch.func.vmap(run, randomness="different")(batched)
     if isinstance(output, Tensor):
         output = output.reshape(lead + output.shape[1:])
     return output, len(lead)
