@@ -41,28 +41,25 @@ class AutoExponentialFamily(AutoProduct):
 
     On a conjugate model with one latent site the guide contains the posterior, and a natural-gradient
     step of length 1 with the exact gradient is Bayes' rule.  With several sites it is the best
-    independent approximation, which is what coordinate ascent finds where that has closed forms: where
-    sites are correlated a posteriori its sds are too small; compare the ELBO with
-    :class:`AutoFullRankNormal`.
+    independent approximation: where they are correlated a posteriori its sds are too small; compare
+    the ELBO with :class:`AutoFullRankNormal`.
 
-    Not where much of the posterior lies within rounding of 1, or of 0 in the last entry of a simplex:
-    Beta(20, 0.1) has a quarter of its mass within 1e-7 of 1, which float32 cannot tell from 1, and the
-    model is flat there.  Write the model of the rare outcome, or use float64; :func:`~pyro_ngvi.khat`
-    and :func:`~pyro_ngvi.to_arviz` warn.
+    Not where much of the posterior lies within rounding of 1, or of 0 in the last entry of a simplex,
+    where the model is flat: Beta(20, 0.1) has a quarter of its mass within 1e-7 of 1.  Write the model
+    of the rare outcome, or use float64; :func:`~pyro_ngvi.khat` and :func:`~pyro_ngvi.to_arviz` warn.
 
-    With minibatches take 64 particles rather than 8: draws of these families are not paired as those of
-    a Gaussian are, so that the noise of a minibatch reaches the shapes.  Batches of 50 of 1,000 counts
-    left the shape of a Gamma 3 to 4 % too large after 2,400 steps of 64, 5 to 14 % of 8.
+    With minibatches take 64 particles: draws are not paired as those of a Gaussian are, and the noise
+    of a minibatch reaches the shapes.  Batches of 50 of 1,000 counts left the shape of a Gamma 3 to 4 %
+    too large after 2,400 steps of 64 particles, 5 to 14 % of 8.
 
     Args:
         families: name of the family for sites that shall not have the one above: "normal", "gamma",
             "beta" or "dirichlet".  "normal" fits every site.
-
-    See :class:`~pyro_ngvi.guides.AutoFamily` for the other arguments and the errors.
+        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Raises:
-        ValueError: at the first call, for a site that the model does not have, or a family that does
-            not fit the support of its site.
+        ValueError: at the first call, for ``families`` of sites that the model does not have, or that
+            do not fit the support.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -70,8 +67,7 @@ class AutoExponentialFamily(AutoProduct):
         >>> import pyro_ngvi as ngvi
         >>> def model(y):
         ...     rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
-        ...     with pyro.plate("data", len(y)):
-        ...         pyro.sample("y", dist.Poisson(rate), obs=y)
+        ...     pyro.sample("y", dist.Poisson(rate).expand([3]).to_event(1), obs=y)
         >>> guide = ngvi.AutoExponentialFamily(model)
         >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
         >>> for _ in range(300):

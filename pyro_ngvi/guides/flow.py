@@ -35,7 +35,7 @@ class AutoFlow(AutoFamily):
     ``BatchedELBO(16)``; ordinary optimizers work too.  ``median`` and ``quantiles`` are those of 4,096
     draws.  For HMC in the coordinates of the trained flow see :func:`~pyro_ngvi.neutra`.
 
-    Not for: posteriors close to a Gaussian (:class:`~pyro_ngvi.AutoFullRankNormal` is exact there and
+    Not for posteriors close to a Gaussian (:class:`~pyro_ngvi.AutoFullRankNormal` is exact there and
     ten times faster a step), nor for thousands of latent variables.
 
     Args:
@@ -46,8 +46,7 @@ class AutoFlow(AutoFamily):
         init: "gaussian" (default): mu and A come from 200 steps of natural gradients for a Gaussian, at
             the first call, with the model under vmap.  ``None``: ``init_loc_fn`` and ``init_scale``;
             several modes may be easier to find from there.  "map": mu at the posterior mode.
-
-    See :class:`~pyro_ngvi.guides.AutoFamily` for the other arguments.
+        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Raises:
         TypeError: for something that is not a flow.
@@ -120,17 +119,11 @@ class AutoFlow(AutoFamily):
         with poutine.block():
             pyro.module(f"{module_name(self)}.flow", self.flow, update_module_params=True)
 
-    def _stored_modules(self) -> dict[str, nn.Module]:
-        flow: Any = self._modules["flow"]
-        root = f"{module_name(self)}.flow$$$"
-        parts = {root + (f"{path}." if path else ""): m for path, m in flow.named_modules()}
-        return super()._stored_modules() | parts
-
 
 class AutoCouplingFlow(AutoFlow):
-    """A flow of couplings or masked autoregressive layers, ready to be trained.
+    """A flow of couplings or masked autoregressive layers that starts as a Gaussian, T the identity.
 
-    It starts as a Gaussian, T being the identity.
+    One latent variable leaves nothing to couple: it gets a monotone spline, with a warning.
 
     Args:
         kind: "affine" couplings (RealNVP, Dinh et al. 2017), "spline" couplings (monotone
@@ -140,10 +133,7 @@ class AutoCouplingFlow(AutoFlow):
         layers: number of layers; with two couplings every variable depends on every other.
         hidden: widths of the hidden layers of each network.
         bins: number of bins of a spline.
-
-    One latent variable leaves nothing to couple: it gets a monotone spline, with a warning.
-
-    See :class:`AutoFlow` and :class:`~pyro_ngvi.guides.AutoFamily` for the other arguments.
+        kwargs: those of :class:`AutoFlow`.
 
     Raises:
         ImportError: where Zuko is needed and not installed: ``pip install "pyro-ngvi[flows]"``.
@@ -155,9 +145,8 @@ class AutoCouplingFlow(AutoFlow):
         ...     v = pyro.sample("v", dist.Normal(0.0, 3.0))
         ...     pyro.sample("x", dist.Normal(torch.zeros(4), (v / 2).exp()).to_event(1))
         >>> guide = ngvi.AutoCouplingFlow(model, layers=2, hidden=(16,))
-        >>> _ = guide()
-        >>> guide.get_posterior().rsample((3,)).shape
-        torch.Size([3, 5])
+        >>> guide()["x"].shape, guide.get_posterior().rsample((3,)).shape
+        (torch.Size([4]), torch.Size([3, 5]))
     """
 
     def __init__(
@@ -197,22 +186,19 @@ class AutoOrthogonalFlow(AutoFamily):
         z = W_1 (s_1 o psi(L eps + b_0)) + mu
 
     with W orthogonal, s positive, L a lower triangle, and in psi a skewness and a tail of each
-    coordinate, learnt too (:mod:`pyro_ngvi.families.orthogonal_flow`).  It says skewness and bent
-    contours with d^2 numbers a layer.  The density and its inverse are closed forms.
+    coordinate, learnt too (:mod:`pyro_ngvi.families.orthogonal_flow`).  One layer says skewness; curved
+    posteriors need ``layers=2`` or more.  The density and its inverse are closed forms.
 
-    One layer says skewness; curved posteriors need ``layers=2`` or more.  Train it by
-    :class:`~pyro_ngvi.optim.SPRING` with ``BatchedELBO(128, curvature="scores")``, by
+    Train it by :class:`~pyro_ngvi.optim.SPRING` with ``BatchedELBO(128, curvature="scores")``, by
     :class:`~pyro_ngvi.IFVB` or by :class:`~pyro_ngvi.AIFVB`, which all move the W as rotations.
     Not for thousands of latent variables (a step costs O(d^3)), nor for posteriors close to a
     Gaussian: :class:`AutoFullRankNormal` is exact there and far faster.
 
     Args:
         layers: number of activations, at least 1.
-
-    See :class:`~pyro_ngvi.guides.AutoFamily` for the other arguments and the errors.
+        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Raises:
-        ValueError: for another number of layers.
         RuntimeError: when a W is not orthogonal, because an optimizer that does not know rotations
             has stepped it; for losses that trace by torch.jit, which could not tell.
 
@@ -225,8 +211,7 @@ class AutoOrthogonalFlow(AutoFamily):
         >>> def model():
         ...     pyro.sample("x", dist.Gumbel(torch.zeros(2), 1.0).to_event(1))
         >>> guide = ngvi.AutoOrthogonalFlow(model)
-        >>> optim = ngvi.AIFVB(guide)
-        >>> svi = SVI(model, guide, optim, Trace_ELBO(8, vectorize_particles=True))
+        >>> svi = SVI(model, guide, ngvi.AIFVB(guide), Trace_ELBO(8, vectorize_particles=True))
         >>> for _ in range(300):
         ...     loss = svi.step()
         >>> low, high = guide.quantiles([0.05, 0.95])["x"][:, 0]

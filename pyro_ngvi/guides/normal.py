@@ -59,8 +59,7 @@ class AutoFullRankNormal(AutoFamily):
     """One Gaussian over all unconstrained latent variables: q(z) = N(z; mu, L L').
 
     The first choice up to a few thousand latent variables: a step costs O(d^3).  Beyond, use
-    :class:`AutoFactorNormal`.  Arguments and errors are those of
-    :class:`~pyro_ngvi.guides.AutoFamily`.
+    :class:`AutoFactorNormal`.  Arguments are those of :class:`~pyro_ngvi.guides.AutoFamily`.
 
     Raises:
         RuntimeError: when an ordinary optimizer has stepped the diagonal of L to 0 or below, as Adam

@@ -41,11 +41,9 @@ STEPS, DRAWS = 200, 8
 def init_to_center(site: Any = None) -> Any:
     """Prior median where torch knows it, else the mean, else the mode, else the image of zero.
 
-    Nothing is drawn, so a wide prior such as Normal(0, 1000) starts at its centre and not at the
-    median of a few draws, hundreds of units away, and equal models start equal.  An improper prior,
-    which has no centre, starts at the image of zero under the transform to its support.
-
-    Use it as ``init_loc_fn`` of any Pyro autoguide; it is the default of ours.
+    For ``init_loc_fn`` of any Pyro autoguide; the default of ours.  Nothing is drawn, so a wide prior
+    such as Normal(0, 1000) starts at its centre and not at the median of a few draws, hundreds of
+    units away.  An improper prior starts at the image of zero under the transform to its support.
 
     Example:
         >>> import pyro.distributions as dist
@@ -70,9 +68,8 @@ def init_to_center(site: Any = None) -> Any:
 
 
 def _median(fn: Any) -> Tensor:
-    # within Independent, masks and expansions
     while hasattr(fn, "base_dist") and not hasattr(fn, "transforms"):
-        fn = fn.base_dist
+        fn = fn.base_dist  # of Independent, masks and expansions
     half = torch.full_like(fn.mean.expand(fn.shape()), 0.5)  # a draw would move the random state
     return fn.icdf(half)
 
@@ -107,11 +104,10 @@ def _model_alone(guide: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
 
 
 def find_mode(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Tensor:
-    """Mode of the log joint over the unconstrained latent vector, from ``start`` (d,).
+    """Mode of the log joint over the unconstrained vector, by L-BFGS; ``start`` (d,) if none is better.
 
-    L-BFGS with a strong-Wolfe line search, at most 50 iterations.  If no finite point is better than
-    ``start``, ``start`` comes back.  The mode depends on the parametrisation and can lie far from the
-    mass of a hierarchical posterior: a start, not an answer.
+    It depends on the parametrisation and can lie far from the mass of a hierarchical posterior: a
+    start, not an answer.
     """
     model = _model_alone(guide, args, kwargs)
     # one minibatch for the whole search: the line search needs a function that does not change
@@ -134,10 +130,9 @@ def find_mode(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Tensor:
 
 
 def find_gaussian(guide: Any, family: Family, params: Tensors, args: Any, kwargs: Any) -> Tensors:
-    """The Gaussian of ``family`` that a short run of natural gradients reaches from ``params``.
+    """The Gaussian of ``family`` that 200 steps of NGVB reach from ``params``, of a seed of its own.
 
-    200 steps of :class:`~pyro_ngvi.NGVB`, 8 draws each, from a seed of its own.  If it ends with a
-    lower ELBO than it began, or none, ``params`` comes back.
+    If they end with a lower ELBO than they began, or none, ``params`` comes back.
     """
     density = ModelDensity(_model_alone(guide, args, kwargs), tuple(args), kwargs)
     rule = make_rule(family, rule_arguments(1.0, 1.0, None, None, False))
@@ -181,8 +176,7 @@ class MadeAtFirstCall:
     def _loading_waiting_state(self) -> Iterator[None]:
         """Around the set-up of the first call.  If that fails, the next call says the same again.
 
-        With a state to load the set-up leaves the random state alone, which may have been restored
-        before, so that the run goes on as if nothing had come between.
+        With a state to load it leaves the random state alone, which may have been restored before.
         """
         module: Any = self
         try:
@@ -257,7 +251,6 @@ class FirstCall(MadeAtFirstCall, OwnName, AutoContinuous):
                 params = self._start(loc, args, kwargs)
             check_names(self, in_use=False)
             self._register_params(params)
-            self._follow_store()
 
     def _start(self, loc: Tensor, args: Any, kwargs: Any) -> Tensors:
         """The first parameters, around ``loc``."""
@@ -268,9 +261,6 @@ class FirstCall(MadeAtFirstCall, OwnName, AutoContinuous):
     def _register_params(self, values: Tensors) -> None:
         for name, value in values.items():
             setattr(self, name, nn.Parameter(value))
-
-    def _follow_store(self) -> None:
-        raise NotImplementedError
 
     def site_of(self, index: int) -> str:
         """Name of the latent site that holds entry ``index`` of the flat latent vector."""

@@ -175,10 +175,7 @@ class AutoWalshHadamard(_WalshHadamardGuide):
     Each chosen site W ~ N(loc, scale^2), n x m, gets max(n, m) latent numbers g, up to rounding to
     powers of two, in place of n m, and about n + m or more numbers in the diagonals S1 and S2.  q(g) is
     Gaussian; all other sites share one more Gaussian; both are trained by the rules for Gaussian
-    families, the diagonals by ``others``:
-
-        NGVB(guide, others=pyro.optim.Adam({"lr": 0.01}))
-
+    families, the diagonals by ``others``: ``NGVB(guide, others=pyro.optim.Adam({"lr": 0.01}))``.
     By default all is one mean-field Gaussian, for VON, VOGN and IVON too; with a full one among its
     parts it is for NGVB, IFVB and AIFVB.  While diagonals are trained, the guide holds the last iterate
     and not the average that NGVB would make: the past's g does not fit today's diagonals.
@@ -197,10 +194,14 @@ class AutoWalshHadamard(_WalshHadamardGuide):
     depend on other latent sites or have trained parameters: use
     :class:`~pyro_ngvi.nn.WalshHadamardReparam` with ``poutine.reparam`` for these.
 
+    g starts at the matrix nearest to the starting value of W, made as long: start networks at the
+    weights of a module (``init_loc_fn=model.init_to_module``) or at draws of the prior
+    (``init_loc_fn=pyro.infer.autoguide.init_to_sample``).  At zero, the default start, hidden
+    layers get a gradient from the noise of q alone.
+
     Not for a few hundred weights, which :class:`AutoMatrixNormal` or :class:`AutoFullRankNormal` fit
     better, but for layers so wide that n m numbers are too many, or that mean-field guides drive to
-    the prior.  Every draw of W is made: for matrices beyond memory take
-    :class:`~pyro_ngvi.nn.WalshHadamardLinear`, which never makes them.
+    the prior.  Every draw of W is made; :class:`~pyro_ngvi.nn.WalshHadamardLinear` never makes it.
 
     Args:
         sites: names of the sites to reparameterise, of any shape with at least one dimension (vectors
@@ -209,16 +210,9 @@ class AutoWalshHadamard(_WalshHadamardGuide):
         g: "mean_field" or "full_rank" for q(g) of each site.
         rest: the same for all other sites together.
         g_scale: prior sd of g; 1 keeps the prior variance of each W_ij while the diagonals are signs.
-        shared: one g for all blocks of a site that has more rows than D, the power of two from its
-            columns on.
+        shared: one g for all blocks of a site with more rows than D, the power of two from its columns.
         train_diagonals: ``False`` keeps S1 and S2 at their random signs, a function of the site's name.
-        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises; there is no
-            ``init``.
-
-    g starts at the matrix nearest to the starting value of W, made as long: start networks at the
-    weights of a module (``init_loc_fn=model.init_to_module``) or at draws of the prior
-    (``init_loc_fn=pyro.infer.autoguide.init_to_sample``).  At zero, the default start, hidden
-    layers get a gradient from the noise of q alone.
+        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises, but no ``init``.
 
     Raises:
         ValueError: at the first call, for a named site that does not exist, has no dimension, is in a
@@ -234,8 +228,7 @@ class AutoWalshHadamard(_WalshHadamardGuide):
         >>> guide = ngvi.AutoWalshHadamard(model, init_loc_fn=model.init_to_module)
         >>> optim = ngvi.NGVB(guide, others=pyro.optim.Adam({"lr": 0.01}))
         >>> svi = SVI(model, guide, optim, ngvi.BatchedELBO(4))
-        >>> x = torch.randn(20, 4)
-        >>> loss = svi.step(x, x.sum(-1))
+        >>> loss = svi.step(torch.randn(20, 4), torch.randn(20))
         >>> guide.matrices["0.weight"].num_g, guide.median()["0.weight"].shape
         (64, torch.Size([64, 4]))
     """
@@ -301,19 +294,16 @@ class AutoProperWalshHadamard(_WalshHadamardGuide):
 
     White noise on every entry, W = loc + scale o (A g + sigma E) with A g the matrix of g and E
     standard normal, gives W a density (:class:`~pyro_ngvi.families.WalshHadamardNormal`).  The
-    diagonals stay signs, and all is trained by natural gradients.
+    diagonals stay signs, and all is trained by natural gradients.  Arguments are the others of
+    :class:`AutoWalshHadamard`, where the start is told too.
 
     The bound is often loose: the mean of q moves in about max(n, m) of n m directions, and one number
     sigma is the sd in all others, about that of the prior unless the data say much about most of them.
     A step is O(n m), as with a mean-field guide.  The prior of W may change from call to call, or with
     other latent sites: loc and scale stay those of the first.
 
-    Args:
-        sites, g, rest, shared, kwargs: as for :class:`AutoWalshHadamard`, where the start is told too.
-
     Example:
-        >>> import torch, pyro, pyro.distributions as dist
-        >>> import pyro_ngvi as ngvi
+        >>> import torch, pyro, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model():
         ...     return pyro.sample("W", dist.Normal(torch.zeros(8, 4), 1.0).to_event(2))
         >>> guide = ngvi.AutoProperWalshHadamard(model)
