@@ -167,6 +167,8 @@ class AutoFamily(FirstCall):
     replaced_priors: tuple[str, ...] = ()
     #: a triangle among the parameters, whose diagonal ordinary optimizers may take to 0 or below
     triangle: str | None = None
+    #: whether a trace of torch.jit draws rightly from other parameters
+    traceable = True
     #: under an optimizer that averages, the guide itself holds the average
     holds_average = True
     #: whether its optimizer averages
@@ -259,15 +261,14 @@ class AutoFamily(FirstCall):
         params = self._current()
         if not torch.is_grad_enabled():
             return self._distribution(params)
-        kind = type(self).__name__
-        if _tracing():
-            if self.averaged:
-                raise RuntimeError(
-                    f"{kind} cannot be traced by torch.jit while its optimizer averages: the trace "
-                    f"would freeze the lag between iterate and average. Use Trace_ELBO or "
-                    f"BatchedELBO, or averaging=False."
-                )
-        elif self.triangle is not None:
+        kind, tracing = type(self).__name__, _tracing()
+        if tracing and (self.averaged or not self.traceable):
+            raise RuntimeError(
+                f"{kind} cannot be trained through torch.jit: the trace would freeze the lag between "
+                f"iterate and average, or the check of rotations. Use Trace_ELBO or BatchedELBO, or "
+                f"averaging=False."
+            )
+        if self.triangle is not None and not tracing:
             crossed = params[self.triangle].detach().diagonal() <= 0.0
             if host_bool(crossed.any()):
                 raise RuntimeError(

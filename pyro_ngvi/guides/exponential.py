@@ -99,10 +99,9 @@ class AutoExponentialFamily(AutoProduct):
                 fitting = "normal"  # a simplex of one entry: nothing to infer
             self._members[name] = self._families.get(name, fitting)
             if self._members[name] not in (fitting, "normal"):
-                choices = " or ".join(map(repr, dict.fromkeys((fitting, "normal"))))
                 raise ValueError(
                     f"families[{name!r}] is {self._members[name]!r}, which does not fit the support "
-                    f"{site['fn'].support} of that site. Choose {choices}."
+                    f"{site['fn'].support} of that site. Choose 'normal', or leave it out."
                 )
         if unknown := [name for name in self._families if name not in sites]:
             raise ValueError(
@@ -136,16 +135,8 @@ class AutoExponentialFamily(AutoProduct):
         Its batch and event shape are those of the site in the model.  A Gamma, Beta, Dirichlet or
         Normal where the support is the standard one; else (``x > a``, an interval, "normal" on a
         constrained site) the transform of one.  Detached from the parameters of the guide.
-
-        Raises:
-            ValueError: when the guide has no such site.
         """
         self._require_setup()
-        if name not in self._members:
-            raise ValueError(
-                f"The guide has no latent site {name!r}; it has "
-                f"{', '.join(map(repr, self._members))}."
-            )
         site, member = self.prototype_trace.nodes[name], self._members[name]
         event_dim, value_shape = site["fn"].event_dim, site["value"].shape
         shape = self._unconstrained_shapes[name]
@@ -179,20 +170,17 @@ def _steps(transform: Any) -> list[Any]:
 def _fitting(support: Any) -> str:
     """The family of a support."""
     head, *moves = _steps(biject_to(support)) or [None]
-    # x < a begins like x > a and goes on by -1
-    increasing = all(
-        isinstance(step, transforms.AffineTransform)
-        and (isinstance(step.scale, Tensor) or step.scale > 0)
-        for step in moves
-    )
-    fitting = [name for name, kind in HEADS.items() if increasing and isinstance(head, kind)]
-    return next(iter(fitting), "normal")
+    for step in moves:  # x < a begins like x > a and goes on by -1
+        affine = isinstance(step, transforms.AffineTransform)
+        if not affine or not (isinstance(step.scale, Tensor) or step.scale > 0):
+            return "normal"
+    return next((name for name, kind in HEADS.items() if isinstance(head, kind)), "normal")
 
 
 def _stays(step: Any) -> bool:
     """Whether an affine step moves nothing, such as the one that Pyro's ``positive`` has."""
-    still = isinstance(step.loc, int | float) and isinstance(step.scale, int | float)
-    return still and step.loc == 0 and step.scale == 1
+    numbers = isinstance(step.loc, int | float) and isinstance(step.scale, int | float)
+    return numbers and (step.loc, step.scale) == (0, 1)
 
 
 def _transformed(base: Any, steps: list[Any]) -> Any:

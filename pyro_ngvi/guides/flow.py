@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pyro
-import torch
 from pyro import poutine
 from torch import Tensor, nn
 
 from ..families import FlowFamily, OrthogonalFlow
 from ..families.base import Family, Tensors
-from ..families.flow import GAUSSIANS, PREFIX
+from ..families.flow import PREFIX
 from ..flows.transforms import KINDS, as_flow, coupling_flow, spline_of_one
 from ..linalg.host import host_bool, outside_autocast
 from ..runtime.pyro_adapter import module_name
@@ -82,8 +81,6 @@ class AutoFlow(AutoFamily):
         init: str | None = "gaussian",
         **kwargs: Any,
     ) -> None:
-        if affine not in GAUSSIANS:
-            raise ValueError(f"affine must be {' or '.join(map(repr, GAUSSIANS))}, got {affine!r}.")
         self._affine = affine
         # within a tuple, since a module cannot be assigned before Module.__init__
         self._given: tuple[Any, ...] = (flow,)
@@ -220,6 +217,7 @@ class AutoOrthogonalFlow(AutoFamily):
     """
 
     family: OrthogonalFlow
+    traceable = False
 
     def __init__(self, model: Callable[..., Any], layers: int = 1, **kwargs: Any) -> None:
         self._layers = layers
@@ -227,14 +225,6 @@ class AutoOrthogonalFlow(AutoFamily):
 
     def make_family(self) -> Family:
         return OrthogonalFlow(self._layers)
-
-    def sampling_posterior(self) -> FamilyDistribution:
-        if torch.jit.is_tracing() and torch.is_grad_enabled():  # pyright: ignore[reportPrivateImportUsage]
-            raise RuntimeError(
-                f"{type(self).__name__} cannot be trained through torch.jit: its trace would no longer "
-                f"check that the rotations are orthogonal. Use Trace_ELBO or BatchedELBO."
-            )
-        return super().sampling_posterior()
 
     @outside_autocast
     def _distribution(self, params: Tensors) -> FamilyDistribution:

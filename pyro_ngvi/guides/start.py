@@ -163,14 +163,14 @@ class MadeAtFirstCall:
     _waiting_state: tuple[dict[str, Any], bool] | None = None
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: Any
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: Any
     ) -> None:
         if self.prototype_trace is None:
             own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
             self._waiting_state = deepcopy(own), strict
-            return
-        module: Any = super()
-        module._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+        else:
+            module: Any = super()
+            module._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
 
     @contextmanager
     def _loading_waiting_state(self) -> Iterator[None]:
@@ -182,12 +182,11 @@ class MadeAtFirstCall:
         try:
             if self._waiting_state is None:
                 yield
-                return
-            with own_random_state():
-                yield
-            state, strict = self._waiting_state
-            module.load_state_dict(state, strict=strict)
-            self._waiting_state = None
+            else:
+                with own_random_state():
+                    yield
+                module.load_state_dict(self._waiting_state[0], strict=self._waiting_state[1])
+                self._waiting_state = None
         except BaseException:
             self.prototype_trace = None
             raise
@@ -229,6 +228,7 @@ class FirstCall(MadeAtFirstCall, OwnName, AutoContinuous):
 
     @outside_autocast
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        guide: Any = self
         kind = type(self).__name__
         with self._loading_waiting_state():
             with torch.no_grad():
@@ -238,19 +238,16 @@ class FirstCall(MadeAtFirstCall, OwnName, AutoContinuous):
                 check_latents(kind, unblocked(model_as_given(self)), sites, args, kwargs)
             self._define_family(args, kwargs)
             loc = self._init_loc()
-            bad = (~torch.isfinite(loc)).nonzero().flatten().tolist()
-            if bad:
+            for i in (~torch.isfinite(loc)).nonzero():
                 raise ValueError(
-                    f"{kind}: init_loc_fn gives a starting point that is not finite at site(s) "
-                    f"{', '.join(map(repr, dict.fromkeys(map(self.site_of, bad))))}. Pass another "
-                    f"one, for instance init_loc_fn=pyro.infer.autoguide.init_to_feasible."
+                    f"{kind}: the start is not finite at the site {self.site_of(int(i))!r}. Pass "
+                    f"another one, for instance init_loc_fn=pyro.infer.autoguide.init_to_feasible."
                 )
-            with (
-                poutine.block()
-            ):  # handlers around the first call are not to see the runs of a search
+            with poutine.block():  # a search is hidden from handlers around the first call
                 params = self._start(loc, args, kwargs)
             check_names(self, in_use=False)
             self._register_params(params)
+            guide._current()  # from here on they are parameters that this process has made
 
     def _start(self, loc: Tensor, args: Any, kwargs: Any) -> Tensors:
         """The first parameters, around ``loc``."""

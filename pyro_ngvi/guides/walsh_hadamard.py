@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.distributions import ImproperUniform
 from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor
 from torch.distributions import AffineTransform, Transform, biject_to, constraints
@@ -18,7 +19,7 @@ from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix, matrix_for
 from ..runtime.layout import feasible_value
 from ..runtime.pyro_adapter import model_as_given
 from .marginals import factor, place
-from .normal import NORMAL, AutoProduct, check_normal, part_name
+from .normal import NORMAL, AutoProduct, part_name
 from .reparam import WalshHadamardTransform, hold_diagonals, normal_of, seed_of
 
 
@@ -37,139 +38,7 @@ def _to_support(support: _Support) -> Transform:
     return support.transform
 
 
-class _Stub:
-    """What autoguides read of the distribution of a site: its support, and how long an event is."""
-
-    def __init__(self, transform: Transform, shape: torch.Size) -> None:
-        self.support, self._shape = _Support(transform), shape
-        self.event_dim = self.support.event_dim
-
-    def shape(self) -> torch.Size:
-        return self._shape
-
-
-class _WalshHadamardGuide(AutoProduct):
-    """What the guides below share: their sites, and that each of these has a part of q to itself."""
-
-    starts = ()
-    #: whether the diagonals are trained, by ``others``
-    _train_diagonals = False
-
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        sites: Sequence[str] | None = None,
-        *,
-        g: str = "mean_field",
-        rest: str = "mean_field",
-        shared: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        check_normal(g=g, rest=rest)
-        self._sites = None if sites is None else list(sites)
-        self._g, self._rest, self._shared = g, rest, shared
-        #: names of the parts of the family, and the blocks, by the site that is made of g
-        self.parts: dict[str, str] = {}
-        self.matrices: dict[str, WalshHadamardMatrix] = {}
-        super().__init__(model, **kwargs)
-
-    def make_family(self) -> Family:
-        return ProductFamily({}, [], linear=False)  # its parts are known once the sites are
-
-    def _transform(self, name: str) -> Any:
-        return self.prototype_trace.nodes[name]["fn"].support.transform
-
-    @torch.no_grad()
-    def _define_family(self, args: Any, kwargs: Any) -> None:
-        self.parts, self.matrices = {}, {}
-        for name, (loc, scale) in self._chosen(args, kwargs).items():
-            part = self.parts[name] = part_name("g", name, self.parts.values())
-            matrix = self.matrices[name] = matrix_for(loc.shape, self._shared)
-            signs = matrix.signs(seed_of(name), loc)
-            hold_diagonals(self, f"_{part}", signs, self._train_diagonals)
-            transform: Any = self._make_transform(name, loc.detach(), scale.detach())
-            site = self.prototype_trace.nodes[name]
-            site["fn"] = _Stub(transform, site["value"].shape)
-            self._unconstrained_shapes[name] = transform.inv(site["value"]).shape
-        self.latent_dim = sum(shape.numel() for shape in self._unconstrained_shapes.values())
-        if isinstance(self.family, ProductFamily):
-            super()._define_family(args, kwargs)
-
-    def _chosen(self, args: Any, kwargs: Any) -> dict[str, tuple[Tensor, Tensor]]:
-        """loc and scale of the sites to reparameterise, by name."""
-        kind, sites = type(self).__name__, dict(self.prototype_trace.iter_stochastic_nodes())
-        shapes = ", ".join(f"{n!r} {tuple(site['value'].shape)}" for n, site in sites.items())
-        normals: dict[str, Any] = {name: normal_of(site["fn"]) for name, site in sites.items()}
-        names = self._sites
-        if names is None:
-            events = {n: s["fn"].event_shape for n, s in sites.items() if not s["cond_indep_stack"]}
-            matrices = [name for name, shape in events.items() if len(shape) == 2]
-            hidden = matrices[:-1] if len(matrices) > 1 else matrices
-            names = [name for name in hidden if min(events[name]) > 1 and normals[name]]
-        if not names:
-            raise ValueError(
-                f"{kind} found no Gaussian matrix, declared by .to_event(2), to reparameterise, the "
-                f"last one left out: {shapes}. Name some by sites=[...], or use "
-                f"pyro_ngvi.AutoMeanFieldNormal(model)."
-            )
-        for name in names:
-            if not normals.get(name) or not _is_plain_event(sites[name]):
-                raise ValueError(
-                    f"{kind}: {name!r} is no latent site of independent normals, declared as one event "
-                    f"by .to_event(...) outside of plates, neither scaled nor masked. The model has "
-                    f"{shapes}."
-                )
-        return {name: normals[name] for name in sites if name in names}
-
-    def _make_transform(self, name: str, loc: Tensor, scale: Tensor) -> Transform:
-        """From what the family draws for a site to its value."""
-        raise NotImplementedError
-
-    def _diagonals(self, part: str) -> tuple[Tensor, Tensor]:
-        """S1 and S2 of one site, without telling Pyro."""
-        held: Any = {**self._parameters, **self._buffers}
-        return held[f"left_{part}"], held[f"right_{part}"]
-
-    def _part(self, name: str) -> tuple[str, Family]:
-        if name not in self.parts:
-            return "rest", NORMAL[self._rest]()
-        return self.parts[name], NORMAL[self._g]()
-
-    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        moved = super()._apply(fn, *args, **kwargs)
-        for name in self.parts:
-            transform, site = self._transform(name), self.prototype_trace.nodes[name]
-            transform.loc, transform.scale = fn(transform.loc), fn(transform.scale)
-            site["value"] = fn(site["value"])  # whose shape in g a loss asks the transform for
-        return moved
-
-    def site_moments(self, name: str) -> tuple[Tensor, Tensor]:
-        """Mean and sd of every entry of a site in ``matrices`` under q, in the shape of the site."""
-        params, shapes = self._current(), self._unconstrained_shapes
-        transform, found = self._transform(name), factor(self.family, params, place(shapes, name))
-        assert found is not None  # a site is independent of the rest
-        family, own = found
-        mean = transform(family.mean(own).view(shapes[name]))
-        return mean.detach(), self._stddev(transform, family, own).detach()
-
-    def _stddev(self, transform: Any, family: Family, own: Tensors) -> Tensor:
-        """sd of every entry of a site, from its part of q."""
-        raise NotImplementedError
-
-    def _exact_quantiles(self, name: str, levels: Tensor) -> Tensor | None:
-        if name not in self.parts:
-            return None
-        mean, sd = self.site_moments(name)
-        return mean + sd * torch.special.ndtri(levels).reshape(-1, *(1 for _ in mean.shape))
-
-
-def _is_plain_event(site: Any) -> bool:
-    """Whether all dimensions of a site are one event, outside of plates, scales and masks."""
-    plain = not site["cond_indep_stack"] and site["scale"] == 1.0 and site["mask"] is None
-    return plain and 0 < site["value"].dim() == site["fn"].event_dim
-
-
-class AutoWalshHadamard(_WalshHadamardGuide):
+class AutoWalshHadamard(AutoProduct):
     r"""Weight matrices W = loc + scale o sqrt(D) S1 H diag(g) H S2 with a Gaussian g.
 
     Each chosen site W ~ N(loc, scale^2), n x m, gets max(n, m) latent numbers g, up to rounding to
@@ -233,32 +102,90 @@ class AutoWalshHadamard(_WalshHadamardGuide):
         (64, torch.Size([64, 4]))
     """
 
+    starts = ()
+
     def __init__(
         self,
         model: Callable[..., Any],
         sites: Sequence[str] | None = None,
         *,
+        g: str = "mean_field",
+        rest: str = "mean_field",
         g_scale: float = 1.0,
+        shared: bool = False,
         train_diagonals: bool = True,
         **kwargs: Any,
     ) -> None:
-        self._g_scale, self._train_diagonals = float(g_scale), train_diagonals
+        self._sites = None if sites is None else list(sites)
+        self._g, self._rest = NORMAL[g], NORMAL[rest]
+        self._g_scale, self._shared, self._train = float(g_scale), shared, train_diagonals
         # an average of g over the past would not belong to the diagonals of today
         self.holds_average = not train_diagonals
-        super().__init__(model, sites, **kwargs)
+        #: names of the parts of the family, and the blocks, by the site that is made of g
+        self.parts: dict[str, str] = {}
+        self.matrices: dict[str, WalshHadamardMatrix] = {}
+        super().__init__(model, **kwargs)
 
     def make_family(self) -> Family:
-        if self._g == self._rest == "mean_field":
+        if self._g is self._rest is MeanFieldNormal:
             return MeanFieldNormal()
-        return super().make_family()
+        return ProductFamily({}, [], linear=False)  # its parts are known once the sites are
 
     @property
     def replaced_priors(self) -> tuple[str, ...]:
         """The sites whose prior in the model gives way to that of g."""
         return tuple(self.parts)
 
-    def _chosen(self, args: Any, kwargs: Any) -> dict[str, tuple[Tensor, Tensor]]:
-        chosen, nodes = super()._chosen(args, kwargs), self.prototype_trace.nodes
+    def _transform(self, name: str) -> Any:
+        """From what the family draws for a site to its value."""
+        return self.prototype_trace.nodes[name]["fn"].support.transform
+
+    @torch.no_grad()
+    def _define_family(self, args: Any, kwargs: Any) -> None:
+        self.parts, self.matrices = {}, {}
+        chosen = self._chosen()
+        self._check_priors(chosen, args, kwargs)
+        for name, (loc, scale) in chosen.items():
+            part = self.parts[name] = part_name("g", name, self.parts.values())
+            matrix = self.matrices[name] = matrix_for(loc.shape, self._shared)
+            hold_diagonals(self, f"_{part}", matrix.signs(seed_of(name), loc), self._train)
+            transform: Any = self._make_transform(name, loc.detach(), scale.detach())
+            site = self.prototype_trace.nodes[name]
+            site["fn"] = ImproperUniform(_Support(transform), (), site["value"].shape)
+            self._unconstrained_shapes[name] = transform.inv(site["value"]).shape
+        self.latent_dim = sum(shape.numel() for shape in self._unconstrained_shapes.values())
+        if isinstance(self.family, ProductFamily):
+            super()._define_family(args, kwargs)
+
+    def _chosen(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """loc and scale of the sites to reparameterise, by name."""
+        kind, sites = type(self).__name__, dict(self.prototype_trace.iter_stochastic_nodes())
+        shapes = ", ".join(f"{n!r} {tuple(site['value'].shape)}" for n, site in sites.items())
+        normals: dict[str, Any] = {name: normal_of(site["fn"]) for name, site in sites.items()}
+        names = self._sites
+        if names is None:
+            events = {n: s["fn"].event_shape for n, s in sites.items() if not s["cond_indep_stack"]}
+            matrices = [name for name, shape in events.items() if len(shape) == 2]
+            hidden = matrices[:-1] if len(matrices) > 1 else matrices
+            names = [name for name in hidden if min(events[name]) > 1 and normals[name]]
+        if not names:
+            raise ValueError(
+                f"{kind} found no Gaussian matrix, declared by .to_event(2), to reparameterise, the "
+                f"last one left out: {shapes}. Name some by sites=[...], or use "
+                f"pyro_ngvi.AutoMeanFieldNormal(model)."
+            )
+        for name in names:
+            if not normals.get(name) or not _is_plain_event(sites[name]):
+                raise ValueError(
+                    f"{kind}: {name!r} is no latent site of independent normals, declared as one event "
+                    f"by .to_event(...) outside of plates, neither scaled nor masked. The model has "
+                    f"{shapes}."
+                )
+        return {name: normals[name] for name in sites if name in names}
+
+    def _check_priors(self, chosen: dict[str, Any], args: Any, kwargs: Any) -> None:
+        """Refuse priors that are trained, or that move with other latent sites."""
+        nodes = self.prototype_trace.nodes
 
         def moved(site: Any) -> Tensor:
             if site["name"] not in nodes:
@@ -278,18 +205,56 @@ class AutoWalshHadamard(_WalshHadamardGuide):
                     f"sites, which it does not follow. Use poutine.reparam(model, {{{name!r}: "
                     f"pyro_ngvi.nn.WalshHadamardReparam()}}), or AutoProperWalshHadamard(model)."
                 )
-        return chosen
+
+    def _diagonals(self, part: str) -> tuple[Tensor, Tensor]:
+        """S1 and S2 of one site, without telling Pyro."""
+        held: Any = {**self._parameters, **self._buffers}
+        return held[f"left_{part}"], held[f"right_{part}"]
 
     def _make_transform(self, name: str, loc: Tensor, scale: Tensor) -> Transform:
         diagonals = partial(self._diagonals, self.parts[name])
         return WalshHadamardTransform(self.matrices[name], loc, scale, diagonals, self._g_scale)
 
+    def _part(self, name: str) -> tuple[str, Family]:
+        if name not in self.parts:
+            return "rest", self._rest()
+        return self.parts[name], self._g()
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        for name in self.parts:
+            transform, site = self._transform(name), self.prototype_trace.nodes[name]
+            transform.loc, transform.scale = fn(transform.loc), fn(transform.scale)
+            site["value"] = fn(site["value"])  # whose shape in g a loss asks the transform for
+        return super()._apply(fn, *args, **kwargs)
+
+    def site_moments(self, name: str) -> tuple[Tensor, Tensor]:
+        """Mean and sd of every entry of a site in ``matrices`` under q, in the shape of the site."""
+        params, shapes = self._current(), self._unconstrained_shapes
+        transform, found = self._transform(name), factor(self.family, params, place(shapes, name))
+        assert found is not None  # a site is independent of the rest
+        family, own = found
+        mean = transform(family.mean(own).view(shapes[name]))
+        return mean.detach(), self._stddev(transform, family, own).detach()
+
     def _stddev(self, transform: Any, family: Family, own: Tensors) -> Tensor:
+        """sd of every entry of a site, from its part of q."""
         full = isinstance(family, FullRankNormal)
         return transform.stddev(family.covariance(own) if full else family.stddev(own).square())
 
+    def _exact_quantiles(self, name: str, levels: Tensor) -> Tensor | None:
+        if name not in self.parts:
+            return None
+        mean, sd = self.site_moments(name)
+        return mean + sd * torch.special.ndtri(levels).reshape(-1, *(1 for _ in mean.shape))
 
-class AutoProperWalshHadamard(_WalshHadamardGuide):
+
+def _is_plain_event(site: Any) -> bool:
+    """Whether all dimensions of a site are one event, outside of plates, scales and masks."""
+    plain = not site["cond_indep_stack"] and site["scale"] == 1.0 and site["mask"] is None
+    return plain and 0 < site["value"].dim() == site["fn"].event_dim
+
+
+class AutoProperWalshHadamard(AutoWalshHadamard):
     r"""Matrices of :class:`AutoWalshHadamard` and noise: a bound of the evidence of your own model.
 
     White noise on every entry, W = loc + scale o (A g + sigma E) with A g the matrix of g and E
@@ -310,6 +275,19 @@ class AutoProperWalshHadamard(_WalshHadamardGuide):
         >>> guide()["W"].shape, guide.get_posterior().event_shape, guide.g_W_loc.shape
         (torch.Size([8, 4]), torch.Size([32]), torch.Size([8]))
     """
+
+    replaced_priors = ()  # pyright: ignore[reportAssignmentType]
+
+    def __init__(
+        self, model: Callable[..., Any], sites: Sequence[str] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(model, sites, g_scale=1.0, train_diagonals=False, **kwargs)
+
+    def make_family(self) -> Family:
+        return ProductFamily({}, [], linear=False)
+
+    def _check_priors(self, chosen: dict[str, Any], args: Any, kwargs: Any) -> None:
+        pass  # W has a density, and the model its own prior
 
     def _make_transform(self, name: str, loc: Tensor, scale: Tensor) -> Transform:
         return AffineTransform(loc, scale, event_dim=loc.dim())
