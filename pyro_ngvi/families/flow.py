@@ -32,11 +32,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vjp, vmap
 
-from ..linalg.each_gradient import each_gradient
-from ._augmented import AugmentedGaussian
+from ..linalg.products import each_gradient
 from .base import Tensors, log_normal
 from .full_rank import FullRankNormal
 from .mean_field import MeanFieldNormal
+from .product import AugmentedGaussian
 
 __all__ = ["FlowFamily"]
 

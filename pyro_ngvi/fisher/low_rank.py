@@ -37,11 +37,8 @@ import torch
 from torch import Tensor
 
 from ..families.base import Tensors
-from ..linalg.eigen import symmetric_eigen
-from .first_guess import TINY, trust
-from .inversion_free import InverseFisher, good_rows
-
-__all__ = ["LowRank"]
+from ..linalg.spectral import symmetric_eigen
+from .inverse import TINY, InverseFisher, good_rows, trust
 
 #: numbers treated at once on a processor, so that what is computed from them stays in its cache
 CHUNK = 1 << 20

@@ -20,8 +20,8 @@ from ..curvature.record import Curvature
 from ..families.base import Family, Tensors
 from ..linalg.host import choose, equal, host_bool, outside_autocast
 from ..probing.vectorized import check_vectorized_call
-from ..runtime.module_params import follow_store
-from ..runtime.pyro_adapter import module_name, particle_plate
+from ..runtime.pyro_adapter import particle_plate
+from ..runtime.store import follow_store, module_name
 from .marginals import site_quantiles
 from .neutra import FamilyTransform
 from .start import FirstCall

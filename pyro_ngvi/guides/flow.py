@@ -15,7 +15,7 @@ from ..families.base import Family, Tensors
 from ..families.flow import PREFIX
 from ..flows.transforms import KINDS, as_flow, coupling_flow, spline_of_one
 from ..linalg.host import host_bool, outside_autocast
-from ..runtime.pyro_adapter import module_name
+from ..runtime.store import module_name
 from .base import AutoFamily, FamilyDistribution
 from .start import find_gaussian, init_to_center
 

@@ -19,20 +19,10 @@ from ..families.base import Family, Tensors, entry_name
 from ..linalg.host import outside_autocast, own_random_state
 from ..optim.natural_gradient import make_rule, rule_arguments
 from ..probing.latents import check_latents
-from ..runtime.layout import feasible_value
-from ..runtime.marked import HidesMarked
+from ..runtime.density import feasible_value
 from ..runtime.model_density import ModelDensity
-from ..runtime.module_params import ModuleParams, check_names
-from ..runtime.pyro_adapter import (
-    OwnName,
-    claim_name,
-    kept_whole,
-    model_as_given,
-    model_under,
-    module_name,
-    rename,
-    unblocked,
-)
+from ..runtime.pyro_adapter import HidesMarked, kept_whole, model_as_given, model_under, unblocked
+from ..runtime.store import ModuleParams, OwnName, check_names, claim_name, module_name, rename
 
 #: steps and draws of the Gaussian start
 STEPS, DRAWS = 200, 8

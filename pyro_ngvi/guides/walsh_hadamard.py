@@ -16,7 +16,7 @@ from torch.distributions import AffineTransform, Transform, biject_to, constrain
 from ..families import FullRankNormal, MeanFieldNormal, ProductFamily, WalshHadamardNormal
 from ..families.base import Family, Tensors
 from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix, matrix_for
-from ..runtime.layout import feasible_value
+from ..runtime.density import feasible_value
 from ..runtime.pyro_adapter import model_as_given
 from .marginals import factor, place
 from .normal import NORMAL, AutoProduct, part_name

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..guides.reparam import normal_of
 from ._site_posterior import NoFactor, SitePosteriors
-from ._vectorized import over_rows
+from .weights import over_rows
 
 _active: ContextVar[_LocalDraws | None] = ContextVar("_active", default=None)
 

@@ -11,8 +11,8 @@ from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
-from ._vectorized import over_rows
 from .walsh_hadamard import check_width, normal_prior
+from .weights import over_rows
 
 
 class RandomFourierFeatures(PyroModule):

@@ -5,15 +5,12 @@ from typing import Any
 from ..fisher import remember_arguments
 from .aifvb import AIFVB
 from .ifvb import IFVB
-from .ivon import IVON
 from .natural_gradient import NGVB, NaturalGradient
 from .noisy_kfac import NoisyKFAC
 from .rule import LogPower, Rule, Step, Tail
 from .schedules import Constant, NoiseClock, PowerDecay, RobbinsMonro
-from .slang import SLANG
 from .spring import SPRING
-from .vadam import Vadam
-from .vogn import VOGN
+from .vogn import IVON, SLANG, VOGN, Vadam
 from .von import VON
 
 __all__ = [

@@ -2,44 +2,59 @@
 
 ``SVI`` hands an optimizer the unordered *set* of tensors that took part in a step.  The optimizer
 here finds the natural parameters through the guide, never by order, and gives the rest to an
-ordinary optimizer.
+ordinary optimizer.  A step happens as a whole or not at all, wherever an exception cuts it off.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pyro
 import torch
 from pyro.optim import PyroOptim
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from ..curvature.record import Curvature
 from ..families.base import Tensors
 from ..linalg.host import host_bool, outside_autocast
-from ._atomic import all_or_nothing
-from ._saved_state import check_state, moved
-from .block import find_blocks
-from .others_state import ADAM, DefaultAdam, OthersState, own_others
-from .rule import Report, StepReport, part, restart_average
+from .rule import Report, State, StepReport, restart_average
+from .state import (
+    ADAM,
+    DefaultAdam,
+    OthersState,
+    entries_of,
+    fitted,
+    flat,
+    moved,
+    refuse_wrappers,
+    zero_bad,
+)
+
+
+def find_blocks(guide: Any) -> Iterator[tuple[str, Any]]:
+    """Our guides within ``guide``: itself, or its parts, each with its path ("" for itself)."""
+    if isinstance(guide, nn.Module):
+        for path, module in guide.named_modules():
+            if hasattr(type(module), "make_family"):
+                yield path, module
 
 
 class NaturalGradientOptim(PyroOptim):
-    """A ``PyroOptim`` that steps the natural blocks of a guide by a rule.  Subclasses make the rule."""
+    """A ``PyroOptim`` that steps the natural blocks of a guide by a rule, which subclasses make."""
 
     #: kinds of curvature that the optimizer takes; ``None`` stands for a loss without any
     accepts: tuple[str | None, ...] = (None, "price")
-
-    #: whether the optimizer learns the Fisher matrix where the family does not know it
-    learns_fisher: ClassVar[bool] = False
-
     #: whether a step takes the gradients of the loss in the guide's parameters
     needs_gradients: ClassVar[bool] = True
+    #: a guide to use, where the optimizer cannot do without one of ours
+    suits: ClassVar[str] = ""
 
     def __init__(self, guide: Any, others: PyroOptim | None = ADAM) -> None:
-        super().__init__(_refuse_wrappers, {})  # __call__ does the work
+        super().__init__(refuse_wrappers, {})  # __call__ does the work
+        name = type(self).__name__
         if others is not None and not isinstance(others, PyroOptim):
             raise ValueError(
                 f"others must be a pyro.optim.PyroOptim such as pyro.optim.Adam({{'lr': 1e-3}}), "
@@ -47,49 +62,58 @@ class NaturalGradientOptim(PyroOptim):
             )
         if getattr(guide, "holds_sites", False) and "sites" not in self.accepts:
             raise ValueError(
-                f"{type(self).__name__} cannot step the sites of AutoSites. Use pyro_ngvi.CVI(guide) "
-                f"and SVI's loss=pyro_ngvi.SitesELBO()."
+                f"{name} cannot step the sites of AutoSites. Use pyro_ngvi.CVI(guide) and SVI's "
+                f"loss=pyro_ngvi.SitesELBO()."
             )
         self.guide = guide
-        self.others = own_others(others)
+        self.others = DefaultAdam() if others is ADAM else others
         self._is_to_tell = isinstance(self.others, DefaultAdam)
         self._has_others = False
+        self._bad_others = 0
         self._others_state = OthersState(guide)
         self._rules: dict[str, Any] = {}
+        self._states: dict[str, State] = {}
+        self._waiting: dict[str, Tensors] = {}
+        self._reports: dict[str, Report] = {}
         for path, block in self._blocks():
             self._adopt(path, block)
-        self._states: dict[str, Tensors] = {}
-        self._waiting: dict[str, Tensors] = {}
-        self._bad_others = 0
-        self._reports: dict[str, Report] = {}
+        if self.suits and not self._rules:
+            raise ValueError(
+                f"{name} steps guides of this package, and found none in {describe(guide)}. Use for "
+                f"instance {self.suits}. For other guides there is pyro_ngvi.IFVB."
+            )
+        if self.suits and None not in self.accepts and "" not in self._rules:
+            raise ValueError(
+                f"{name} needs curvature, which a loss can leave on one guide over all latent sites "
+                f"only. Use one guide of this package in the place of {describe(guide)}, or "
+                f"pyro_ngvi.NGVB."
+            )
 
     def make_rule(self, family: Any) -> Any:
-        """The rule for a block with that family; it has ``averaging``, ``init`` and ``update``."""
+        """The rule for a block with that family."""
         raise NotImplementedError
 
     def _blocks(self) -> Iterable[tuple[str, Any]]:
         """The blocks of parameters that this optimizer steps, by path: our guides within the guide."""
         return find_blocks(self.guide)
 
-    def _init_state(self, path: str, block: Any, values: Tensors) -> Tensors:
+    def _init_state(self, path: str, block: Any, values: Tensors) -> State:
         return self._rules[path].init(values)
 
-    def _update(
-        self, path: str, block: Any, values: Tensors, grads: Tensors, state: Tensors
-    ) -> tuple[Tensors, Tensors, Report]:
-        return self._rules[path].update(values, grads, state)
+    def _beside_gradients(
+        self, path: str, block: Any, values: Tensors, parts: Tensors
+    ) -> Mapping[str, Any]:
+        """What the rule takes beside gradients at the iterate ``values``: ``parts``, of the loss."""
+        return parts
 
     def _adopt(self, path: str, block: Any) -> None:
-        if not (self.learns_fisher or block.family.known_fisher):
-            raise ValueError(
-                f"{type(self).__name__} needs a Fisher matrix in closed form, and "
-                f"{type(block).__name__} has none. Use pyro_ngvi.optim.SPRING, pyro_ngvi.IFVB or "
-                f"pyro_ngvi.AIFVB, which learn it from scores."
-            )
-        self._rules[path] = self.make_rule(block.family)
+        rule = self._rules[path] = self.make_rule(block.family)
+        reason = rule.refuses(block.family)
+        if reason:
+            raise ValueError(f"{type(self).__name__} cannot step {type(block).__name__}: {reason}")
         block.set_iterate_offset(None)  # an optimizer before this one may have left its own
         block.curvature = None  # as may a step that failed
-        block.averaged = block.holds_average and self._rules[path].averaging is not None
+        block.averaged = block.holds_average and rule.averaging is not None
 
     @outside_autocast
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
@@ -99,7 +123,7 @@ class NaturalGradientOptim(PyroOptim):
         parameters and states as they were, without gradients.
         """
         params = list(params)
-        with all_or_nothing(self, params):
+        with _all_or_nothing(self, params):
             self._step(params)
 
     def _step(self, params: list[Tensor]) -> None:
@@ -122,16 +146,9 @@ class NaturalGradientOptim(PyroOptim):
             self.others(others)
 
     def _zero_bad(self, others: list[Tensor]) -> None:
-        """One gradient that is not finite would stay in the moments of Adam for good."""
-        bad = []
-        for p in others:
-            if p.grad is not None:
-                finite = torch.isfinite(p.grad).all()
-                p.grad = torch.where(finite, p.grad, 0.0)
-                if host_bool(finite) is False:
-                    bad.append(str(pyro.get_param_store().param_name(p)))
+        bad = zero_bad(others)
         self._bad_others += bool(bad)
-        if bad and not self._bad_others & (self._bad_others - 1):  # 1, 2, 4, 8, ... times
+        if bad and _is_power_of_two(self._bad_others):
             warnings.warn(
                 f"{type(self).__name__}: the gradient of {', '.join(bad[:3])} is not finite; it "
                 f"counted as zero ({self._bad_others} steps so far). Look for NaN in the model there.",
@@ -143,7 +160,7 @@ class NaturalGradientOptim(PyroOptim):
     def _step_block(self, path: str, block: Any, tensors: dict[str, Any]) -> None:
         values = {name: p.detach() for name, p in tensors.items()}
         state = self._state_of(path, block, values)
-        curvature = block.take_curvature() if hasattr(block, "take_curvature") else None
+        curvature = block.take_curvature()
         self._check_curvature(block, curvature)
         if self.needs_gradients and all(p.grad is None for p in tensors.values()):
             raise ValueError(
@@ -154,11 +171,10 @@ class NaturalGradientOptim(PyroOptim):
         grads: Tensors = {
             name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in tensors.items()
         }
-        parts = {} if curvature is None else curvature.parts
         like = next(iter(values.values()))
         halves = (torch.float16, torch.bfloat16)  # of a model under autocast
+        parts = {} if curvature is None else curvature.parts
         parts = {k: v.to(like) if v.dtype in halves else v for k, v in parts.items()}
-        grads |= {"curvature." + name: v for name, v in parts.items()}
         # the gradient was taken at the iterate, which lies at a lag from an averaged answer
         intact = block.offset_is_intact()
         lag = block.iterate_offset(intact)
@@ -167,8 +183,9 @@ class NaturalGradientOptim(PyroOptim):
             if not host_bool(intact):
                 # averages of what was there before somebody else wrote to the parameters are void
                 state = restart_average(state, values, intact)
-        new, state, report = self._update(path, block, values, grads, state)
-        answer = (block.averaged and part(state, "average.")) or new
+        beside = self._beside_gradients(path, block, values, parts)
+        new, state, report = self._rules[path].update(values, grads, state, beside)
+        answer = state["average"] if block.averaged else new
         for name, p in tensors.items():
             p.copy_(answer[name])
         if block.averaged:
@@ -178,16 +195,7 @@ class NaturalGradientOptim(PyroOptim):
         if host_bool(report.finite) is False:
             self._warn_skipped(block, report)
 
-    def _require_one_guide(self) -> None:
-        """Refuse a list of guides to an optimizer that cannot do without curvature."""
-        if None not in self.accepts and any(path for path, _ in self._blocks()):
-            raise ValueError(
-                f"{type(self).__name__} needs curvature, which a loss can leave on one guide over all "
-                f"latent sites only. Use one guide of this package in the place of "
-                f"{describe(self.guide)}, or pyro_ngvi.NGVB."
-            )
-
-    def _check_curvature(self, block: Any, curvature: Curvature | None) -> None:
+    def _check_curvature(self, block: Any, curvature: Any) -> None:
         """Refuse curvature of which no use would be made, and a loss without what is needed."""
         kind = None if curvature is None else curvature.kind
         if kind in self.accepts:
@@ -210,27 +218,25 @@ class NaturalGradientOptim(PyroOptim):
             f'Pass SVI loss=pyro_ngvi.BatchedELBO(num_particles, curvature="{self.accepts[0]}").'
         )
 
-    def _state_of(self, path: str, block: Any, values: Tensors) -> Tensors:
+    def _state_of(self, path: str, block: Any, values: Tensors) -> State:
         if path in self._waiting:
-            saved = self._waiting.pop(path)
             fresh = self._rules[path].init(values)
-            check_state(path, fresh, saved)
-            # a copy, since a rule may write into the state that it is given
-            self._states[path] = {k: saved[k].to(fresh[k], copy=True) for k in fresh}
+            self._states[path] = fitted(path, fresh, self._waiting.pop(path))
         if path not in self._states:
             self._states[path] = self._init_state(path, block, values)
         state, like = self._states[path], next(iter(values.values()))
         if state["count"].device != like.device or state["count"].dtype != like.dtype:
             # the guide was moved, for instance by guide.to(device)
-            state = {k: moved(v, like) for k, v in state.items()}
+            state = tree_map(lambda v: moved(v, like), state)
         return state
 
     def _sorted_others(self, remaining: dict[int, Tensor], natural: bool) -> list[Tensor]:
+        name = type(self).__name__
         if not natural:
             raise ValueError(
-                f"{type(self).__name__} was given no parameter of its guide "
-                f"{describe(self.guide)}: SVI trains another guide. Build the optimizer with the "
-                f"guide that SVI gets. (Load a parameter store before the guide's first call.)"
+                f"{name} was given no parameter of its guide {describe(self.guide)}: SVI trains "
+                f"another guide. Build the optimizer with the guide that SVI gets. (Load a parameter "
+                f"store before the guide's first call.)"
             )
         store = pyro.get_param_store()
         # a set has no order; sorting by name makes runs repeatable
@@ -239,27 +245,25 @@ class NaturalGradientOptim(PyroOptim):
         self._has_others = self._has_others or bool(ordered)
         if ordered and (self.others is None or self._is_to_tell):
             names = ", ".join(str(store.param_name(p)) for p in ordered[:3])
-            self._tell_of_others(names + ", ..." * (len(ordered) > 3))
-        return ordered
-
-    def _tell_of_others(self, names: str) -> None:
-        if self.others is None:
-            raise ValueError(
-                f"{type(self).__name__} trains the guide's natural parameters only, and this step "
-                f"has others: {names}. Say who trains them, for instance "
-                f"others=pyro.optim.Adam({{'lr': 1e-3}})."
+            names += ", ..." * (len(ordered) > 3)
+            if self.others is None:
+                raise ValueError(
+                    f"{name} trains the guide's natural parameters only, and this step has others: "
+                    f"{names}. Say who trains them, for instance "
+                    f"others=pyro.optim.Adam({{'lr': 1e-3}})."
+                )
+            self._is_to_tell = False
+            warnings.warn(
+                f"{name} leaves what is not natural ({names}) to {self.others!r}. Pass others= for "
+                f"another rate or optimizer, or others=None to have it refused.",
+                UserWarning,
+                stacklevel=6,
             )
-        self._is_to_tell = False
-        warnings.warn(
-            f"{type(self).__name__} leaves what is not natural ({names}) to {self.others!r}. Pass "
-            f"others= for another rate or optimizer, or others=None to have it refused.",
-            UserWarning,
-            stacklevel=7,
-        )
+        return ordered
 
     def _warn_skipped(self, block: Any, report: Report) -> None:
         count = int(report.skipped)
-        if count & (count - 1):  # warn at 1, 2, 4, 8, ... skips
+        if not _is_power_of_two(count):
             return
         what = "gradient" if None in self.accepts else "gradient or curvature"
         if not self.needs_gradients:
@@ -284,31 +288,25 @@ class NaturalGradientOptim(PyroOptim):
             if len(self._reports) > 1:
                 raise ValueError(f"Name one of the parts: {', '.join(map(repr, self._reports))}.")
             path = next(iter(self._reports))
-        r = self._reports[path]
-        block = dict(self._blocks())[path]
-        outcome = "damped" if bool(r.damped) else "accepted"
-        return StepReport(
-            outcome=outcome if bool(r.finite) else "skipped",
-            step_norm=r.step_norm.item(),
-            gain=r.gain.item(),
-            radius=r.radius.item(),
-            skipped=int(r.skipped.item()),
-            skipped_sites=_sites(block, r.bad_entries),
-        )
+        block, report = dict(self._blocks())[path], self._reports[path]
+        return StepReport.of(report, _sites(block, report.bad_entries))
 
     def get_state(self) -> dict[str, Any]:
         """Everything that the next step depends on, except parameters and the random state."""
         natural = {path: dict(state) for path, state in (self._states | self._waiting).items()}
         for path, block in self._blocks():
-            if path in natural and block.natural_params():
-                natural[path] |= {"lag." + k: v for k, v in block.iterate_offset().items()}
+            if path in natural and block.natural_params() and block.iterate_offset():
+                natural[path]["lag"] = block.iterate_offset()
         return {
-            "natural": {path: {k: v.clone() for k, v in s.items()} for path, s in natural.items()},
+            "natural": tree_map(torch.clone, natural),
             "others": self._others_state.save(self.others),
         }
 
     def set_state(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``get_state()``, whether or not a step has been taken since construction."""
+        """Continue from ``get_state()``, whether or not a step has been taken since construction.
+
+        The states of version 0.1, with dots in their names in place of dicts in dicts, load too.
+        """
         if set(state_dict) != {"natural", "others"}:
             raise ValueError(
                 f"This is not the state of {type(self).__name__}: it has the entries "
@@ -316,27 +314,56 @@ class NaturalGradientOptim(PyroOptim):
             )
         self._others_state.load(self.others, state_dict["others"])
         self._states.clear()
-        self._waiting = {
-            path: {k: v for k, v in state.items() if not k.startswith("lag.")}
-            for path, state in state_dict["natural"].items()
-        }
+        self._waiting = {path: flat(state) for path, state in state_dict["natural"].items()}
         for path, block in self._blocks():
             # the parameters may be restored before or after this call
-            saved = state_dict["natural"].get(path, {})
-            block.set_iterate_offset(part(saved, "lag.") or None)
+            state = self._waiting.get(path, {})
+            lag = {k: state.pop(k) for k in [*state] if k.startswith("lag.")}
+            lag = {k.removeprefix("lag."): v for k, v in lag.items()}
+            block.set_iterate_offset(lag or None)
 
 
-def _refuse_wrappers(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(
-        "An optimizer of pyro_ngvi steps a whole guide; Pyro's HorovodOptimizer and learning-rate "
-        "schedulers want one for each tensor. Give it to SVI itself; for falling rates there is "
-        "NGVB(guide, schedule=lambda k: 0.5 / (1 + k))."
-    )
+@contextmanager
+def _all_or_nothing(optim: NaturalGradientOptim, params: list[Tensor]) -> Iterator[None]:
+    """Around a step of ``optim``: undo it where it raises, and use the gradients up in any case."""
+    leaves = {id(p): p for p in params}
+    blocks = [block for _, block in optim._blocks()]
+    values: list[tuple[Tensor, Tensor]] = []
+    entries: list[tuple[Any, dict[Any, Any]]] = []
+    try:
+        leaves |= {id(p): p for block in blocks for p in block.natural_params().values()}
+        values = [(p, p.detach().clone()) for p in leaves.values()]
+        # a step replaces attributes and entries of dicts, and never writes into them
+        algebras = [block.algebra for block in blocks if hasattr(block, "algebra")]
+        for holder in (optim, optim._others_state, *blocks, *algebras):
+            own = vars(holder)
+            dicts = [own, *(v for v in own.values() if isinstance(v, dict))]
+            entries += [(held, dict(held)) for held in dicts]
+        if optim.others is not None:
+            entries += entries_of(optim.others)
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for p, before in values:
+                p.copy_(before)
+        for held, before in entries:
+            held.clear()
+            held.update(before)
+        for block in blocks:
+            block.curvature = None  # what a loss left belongs to this step
+        raise
+    finally:
+        for p in leaves.values():
+            p.grad = None
 
 
 def _sites(block: Any, bad_entries: Tensor) -> tuple[str, ...]:
     found = (block.site_of(int(i)) for i in bad_entries.nonzero().reshape(-1).tolist())
     return tuple(dict.fromkeys(found))
+
+
+def _is_power_of_two(count: int) -> bool:
+    return not count & (count - 1)
 
 
 def describe(guide: Any) -> str:

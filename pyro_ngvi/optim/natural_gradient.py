@@ -33,8 +33,8 @@ Coordinates: "local" retracts along Cholesky factors or logarithms; "natural" is
 the papers, precision and mean (Khan & Nielsen 2018, eq. 14; Tan 2021), kept inside the cone of
 positive-definite matrices by backtracking.  Both follow the same direction and differ in second order.
 
-Loss convention: Pyro's loss is the whole negative ELBO in nats (a sum over data, not a mean), so no
-data count enters.  GPyTorch's ``NGD(num_data=N, lr=b)`` corresponds to a gain of b here.
+Pyro's loss is the whole negative ELBO in nats (a sum over data, not a mean), so no data count enters.
+GPyTorch's ``NGD(num_data=N, lr=b)`` corresponds to a gain of b here.
 
 Sources: Amari (1998); Khan & Nielsen (2018, arXiv:1807.04489); Tan (2021, arXiv:2109.00375).  The noise
 clock, the radius and the symmetrised gradients are this project's; benchmarks/README.md measures them.
@@ -42,10 +42,10 @@ clock, the radius and the symmetrised gradients are this project's; benchmarks/R
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from pyro.optim import PyroOptim
@@ -53,10 +53,10 @@ from torch import Tensor
 
 from ..families.base import Family, Tensors, dot, pack
 from ..linalg.host import host_bool
-from .host import NaturalGradientOptim, describe
-from .others_state import ADAM
-from .rule import Averaging, Rule, Step, Tail, as_averaging, part
-from .schedules import NoiseClock, RobbinsMonro, Schedule, as_schedule
+from .host import NaturalGradientOptim
+from .rule import Averaging, Rule, State, Step, Tail, as_averaging
+from .schedules import NoiseClock, RobbinsMonro, Schedule, as_schedule, require
+from .state import ADAM
 
 #: steps in the memory of the typical length of a gradient
 MEMORY = 10.0
@@ -68,74 +68,52 @@ PATIENCE = 3.0
 SLOW_DECAY = RobbinsMonro(scale=1.0 / 6.0, offset=20.0, power=0.5, patience=0.5)
 
 
-class Geometry(Protocol):
-    """The part of a :class:`~pyro_ngvi.families.Family` that the rule needs."""
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
-
-    @property
-    def coordinates(self) -> tuple[str, ...]: ...
-
-    @property
-    def newton_like(self) -> bool: ...
-
-    @property
-    def noise_radius(self) -> float: ...
-
-    @property
-    def location(self) -> tuple[str, ...]: ...
-
-    def average(self, average: Tensors, params: Tensors, rate: Tensor) -> Tensors: ...
-
-    def pull(self, params: Tensors, grads: Tensors) -> Tensors: ...
-
-    def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors: ...
-
-    def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors: ...
-
-    def retract(
-        self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
-    ) -> Tensors: ...
-
-    def not_finite(self, params: Tensors) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class NaturalGradientRule(Rule):
     """The mathematics, as pure functions of tensors."""
 
-    family: Geometry
+    family: Any  # a Family, or an EstimatedGeometry around one
     lr: float = 1.0
     trust_radius: float = 1.0
     noise_radius: float = 3.0
     outlier: float = OUTLIER
     clip_norm: float | None = None
-    schedule: Schedule = field(default_factory=NoiseClock)
+    schedule: Schedule = NoiseClock()  # noqa: RUF009
     momentum: float = 0.0
     averaging: Averaging | None = None
     coordinates: str = "local"
 
-    def start(self, params: Tensors) -> Tensors:
+    def refuses(self, family: Any) -> str | None:
+        if self.coordinates not in family.coordinates:
+            known = ", ".join(map(repr, family.coordinates))
+            return (
+                f"coordinates={self.coordinates!r} is not available for {type(family).__name__}, "
+                f'which has {known}. Leave coordinates at "local".'
+            )
+        return super().refuses(family)
+
+    def start(self, params: Tensors) -> State:
         like = next(iter(params.values()))
         scalars = ("skipped_in_a_row", "length", "log_typical", "descent")
-        state = {name: like.new_zeros(()) for name in scalars}
-        state |= {"direction." + name: torch.zeros_like(v) for name, v in params.items()}
-        state |= {"schedule." + name: v for name, v in self.schedule.init(like).items()}
+        state: State = {name: like.new_zeros(()) for name in scalars}
+        state["direction"] = {name: torch.zeros_like(v) for name, v in params.items()}
+        state["schedule"] = self.schedule.init(like)
         if self.momentum:
             state["move_energy"] = like.new_zeros(())
-            names = self.family.location
-            state |= {"move." + name: torch.zeros_like(params[name]) for name in names}
+            state["move"] = {name: torch.zeros_like(params[name]) for name in self.family.location}
         return state
 
-    def refused(self, state: Tensors) -> Tensors:
-        return {"skipped_in_a_row": state["skipped_in_a_row"] + 1.0}
-
-    def step(self, params: Tensors, grads: Tensors, state: Tensors) -> Step:
-        direction, gradient, length, finite = self._natural_direction(params, grads)
-        shared = state["length"] * dot(gradient, part(state, "direction."))
+    def step(
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: State,
+        curvature: Mapping[str, Any] | None = None,
+    ) -> Step:
+        direction, gradient, length, finite = self._natural_direction(params, grads, curvature)
+        shared = state["length"] * dot(gradient, state["direction"])
         signal = (shared + state["descent"] / length) / length
-        gain, schedule_state = self.schedule.gain(signal.clamp(-1.0, 1.0), part(state, "schedule."))
+        gain, schedule_state = self.schedule.gain(signal.clamp(-1.0, 1.0), state["schedule"])
 
         log_typical = torch.where(state["count"] == 0, length.log(), state["log_typical"])
         # below one nat^(1/2) no gradient can throw q away, however unusual its length
@@ -144,8 +122,9 @@ class NaturalGradientRule(Rule):
             euclidean = torch.linalg.vector_norm(pack(direction))
             kept_length = torch.minimum(kept_length, self.clip_norm / euclidean)
         radius = torch.clamp(self.noise_radius * gain.sqrt(), max=self.trust_radius)
-        if not host_bool(state["skipped_in_a_row"] <= PATIENCE):
-            radius = radius * torch.exp2((PATIENCE - state["skipped_in_a_row"]).clamp_max(0.0))
+        in_a_row = state["skipped_in_a_row"]
+        if not host_bool(in_a_row <= PATIENCE):
+            radius = radius * torch.exp2((PATIENCE - in_a_row).clamp_max(0.0))
 
         wanted = torch.minimum(self.lr * gain * kept_length, radius)
         damped = wanted < 0.999 * self.lr * gain * length
@@ -156,7 +135,7 @@ class NaturalGradientRule(Rule):
             # |b G + beta m|^2 for a past move m of a Gaussian's location, say; in the local frame its
             # length stays what it was when it was made, and F has no block between it and the rest
             names = self.family.location
-            past = {name: self.momentum * state["move." + name] for name in names}
+            past = {name: self.momentum * state["move"][name] for name in names}
             past_along = dot({name: gradient[name] for name in names}, past)
             square = wanted.square()
             # an estimate of F is another one now; Cauchy-Schwarz holds for each
@@ -181,23 +160,23 @@ class NaturalGradientRule(Rule):
             "length": length,
             "log_typical": torch.lerp(log_typical, kept_length.log(), memory),
             "descent": length * along,
+            "direction": direction,
+            "schedule": schedule_state,
         }
-        changed |= {"direction." + name: v for name, v in direction.items()}
-        changed |= {"schedule." + name: v for name, v in schedule_state.items()}
         if self.momentum:
-            changed |= {"move." + name: move[name] for name in self.family.location}
+            changed["move"] = {name: move[name] for name in self.family.location}
             changed["move_energy"] = move_energy
-        return Step(new, move_norm, gain, changed, radius, damped, finite)
+        refused = {"skipped_in_a_row": in_a_row + 1.0}
+        return Step(new, move_norm, gain, changed, radius, damped, finite, None, if_refused=refused)
 
     def _natural_direction(
-        self, params: Tensors, grads: Tensors
+        self, params: Tensors, grads: Tensors, curvature: Mapping[str, Any] | None
     ) -> tuple[Tensors, Tensors, Tensor, Tensor]:
         """(direction, its dual gradient, length, whether finite): zero, of length 1, if not finite.
 
         The natural gradient is length * direction, and <gradient, direction> = 1.
         """
         gradient = self.family.pull(params, grads)
-        curvature = part(grads, "curvature.")
         if curvature:
             gradient = self.family.pull_curvature(params, gradient, curvature)
         # Lengths by way of a unit largest entry: squares of float32 gradients may overflow.
@@ -227,47 +206,32 @@ def rule_arguments(
     averaging: Averaging | float | bool | None,
     **further: Any,
 ) -> dict[str, Any]:
-    """Checked arguments for :func:`make_rule`; ``None`` stands for what suits the family."""
-    if not isinstance(lr, int | float) or not 0.0 < lr <= 1.0:
-        raise ValueError(
-            f"lr multiplies the gain of a natural gradient and must lie in (0, 1], got {lr!r}."
-        )
-    if trust_radius is not None and not 0.0 < trust_radius:
-        raise ValueError(f"trust_radius must be positive or None, got {trust_radius!r}.")
-    if momentum is not None and not 0.0 <= momentum < 1.0:
-        raise ValueError(f"momentum must lie in [0, 1), got {momentum!r}.")
-    unbounded = {name: torch.inf for name in ("trust_radius", "noise_radius", "outlier")}
-    return {
-        "lr": float(lr),
-        "schedule": None if schedule is None else as_schedule(schedule),
-        "momentum": momentum,
-        "averaging": None if averaging is None else as_averaging(averaging),
-        **(unbounded if trust_radius is None else {"trust_radius": float(trust_radius)}),
-        **further,
-    }
+    """Checked arguments for :func:`make_rule`, without those that are left to the family (``None``)."""
+    require(isinstance(lr, int | float) and 0.0 < lr <= 1.0, "lr", "lie in (0, 1]", lr)
+    positive = trust_radius is None or trust_radius > 0.0
+    require(positive, "trust_radius", "be positive or None", trust_radius)
+    require(momentum is None or 0.0 <= momentum < 1.0, "momentum", "lie in [0, 1)", momentum)
+    given = {"lr": float(lr), **further}
+    if trust_radius is None:
+        given |= dict.fromkeys(("trust_radius", "noise_radius", "outlier"), torch.inf)
+    else:
+        given["trust_radius"] = float(trust_radius)
+    if schedule is not None:
+        given["schedule"] = as_schedule(schedule)
+    if momentum is not None:
+        given["momentum"] = momentum
+    if averaging is not None:
+        given["averaging"] = as_averaging(averaging)
+    return given
 
 
-def make_rule(family: Geometry, arguments: dict[str, Any]) -> NaturalGradientRule:
-    """The rule for a family: ``arguments``, and for those that are ``None`` what suits the family."""
-    name = type(family).__name__
-    coordinates = arguments.get("coordinates", "local")
-    if coordinates not in family.coordinates:
-        raise ValueError(
-            f"coordinates={coordinates!r} is not available for {name}, which has "
-            f'{", ".join(map(repr, family.coordinates))}. Leave coordinates at "local".'
-        )
+def make_rule(family: Any, arguments: dict[str, Any]) -> NaturalGradientRule:
+    """The rule for a family: ``arguments``, and what suits the family."""
     # a schedule of the user's own comes without momentum and averaging unless asked for
-    smooth = arguments["schedule"] is None and not family.newton_like
-    suited: dict[str, Any] = {
-        "schedule": SLOW_DECAY if smooth else NoiseClock(),
-        "momentum": 0.9 if smooth else 0.0,
-        "averaging": Tail() if smooth else None,
-        "noise_radius": family.noise_radius,
-    }
-    chosen = {name: v for name, v in arguments.items() if v is not None}
-    if chosen.get("averaging") is False:
-        chosen["averaging"] = None
-    return NaturalGradientRule(family, **{**suited, **chosen})
+    if "schedule" not in arguments and not family.newton_like:
+        suited = {"schedule": SLOW_DECAY, "momentum": 0.9, "averaging": Tail()}
+        arguments = suited | arguments
+    return NaturalGradientRule(family, **({"noise_radius": family.noise_radius} | arguments))
 
 
 class NGVB(NaturalGradientOptim):
@@ -321,6 +285,7 @@ class NGVB(NaturalGradientOptim):
         0
     """
 
+    suits = "pyro_ngvi.AutoFullRankNormal(model)"
     #: curvature in the loss takes the place of the gradient of the scales
     accepts: ClassVar[tuple[str | None, ...]] = (None, "price", "hessian", "gauss_newton")
 
@@ -339,12 +304,6 @@ class NGVB(NaturalGradientOptim):
             lr, trust_radius, schedule, momentum, averaging, coordinates=coordinates
         )
         super().__init__(guide, others)
-        if not self._rules:
-            raise ValueError(
-                f"NGVB trains guides whose Fisher matrix it knows, and found none in "
-                f"{describe(guide)}. Use for instance pyro_ngvi.AutoFullRankNormal(model); for other "
-                f"guides there is pyro_ngvi.IFVB, which learns the Fisher matrix."
-            )
 
     def make_rule(self, family: Family) -> NaturalGradientRule:
         return make_rule(family, self._rule_arguments)
@@ -392,16 +351,13 @@ class NaturalGradient(NaturalGradientOptim):
         3.00 2.00
     """
 
+    suits = "pyro_ngvi.AutoFullRankNormal(model)"
+
     def __init__(
         self, guide: Any, rule: Callable[[Family], Rule], others: PyroOptim | None = ADAM
     ) -> None:
         self.rule = rule
         super().__init__(guide, others)
-        if not self._rules:
-            raise ValueError(
-                f"NaturalGradient steps guides whose Fisher matrix it knows, and found none in "
-                f"{describe(guide)}. Use for instance pyro_ngvi.AutoFullRankNormal(model)."
-            )
 
     def make_rule(self, family: Family) -> Rule:
         made = self.rule(family)

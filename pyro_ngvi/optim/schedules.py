@@ -19,27 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..families.base import Tensors
-
-__all__ = [
-    "DEFAULT_RATE",
-    "Constant",
-    "FlooredDecay",
-    "NoiseClock",
-    "PowerDecay",
-    "Rate",
-    "RobbinsMonro",
-    "Schedule",
-    "as_rate",
-    "as_schedule",
-    "check_convergence",
-    "rate_at",
-]
 
 #: a rate of a published rule: a number, or a function of the step count k = 0, 1, ... (0-dim tensor)
 Rate = float | Callable[[Tensor], Tensor]
@@ -51,10 +36,6 @@ class Schedule(Protocol):
     def init(self, like: Tensor) -> Tensors: ...
 
     def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]: ...
-
-
-def _zero(like: Tensor) -> Tensor:
-    return torch.zeros((), dtype=like.dtype, device=like.device)
 
 
 @dataclass(frozen=True)
@@ -71,11 +52,9 @@ class NoiseClock:
 
     where the mean and its standard error come from (1) over the last max(10, c / 2) steps.
 
-    Multiplicative noise (few particles for many dimensions) shows as a small share of signal from
-    the first step on, hence a small but *constant* gain, about S / (S + d + 1) for S particles: the
-    steps contract linearly and the estimate becomes exact where the posterior is Gaussian.  Additive
-    noise shows only near the optimum, and the gain then falls as 2/k: sum b = inf, sum b^2 < inf,
-    the Robbins-Monro conditions.
+    Multiplicative noise (few particles for many dimensions) shows from the first step on, hence a small
+    but *constant* gain, about S / (S + d + 1) for S particles, which is exact in the end where the
+    posterior is Gaussian.  Additive noise shows only near the optimum; the gain then falls as 2/k.
 
     Not for: losses that change between steps (annealing); use :class:`RobbinsMonro` there.
     """
@@ -86,14 +65,8 @@ class NoiseClock:
     min_window: float = 10.0
 
     def init(self, like: Tensor) -> Tensors:
-        zero = _zero(like)
-        return {
-            "clock": zero + self.start,
-            "mean": zero.clone(),
-            "variance": zero.clone(),
-            "weight": zero.clone(),
-            "count": zero.clone(),
-        }
+        names = ("mean", "variance", "weight", "count")
+        return {"clock": like.new_zeros(()) + self.start, **{n: like.new_zeros(()) for n in names}}
 
     def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
         clock, count = state["clock"], state["count"]
@@ -106,14 +79,8 @@ class NoiseClock:
         certain = (mean - self.standard_errors * (variance * weight).sqrt()).clamp(1e-12, 1.0)
         advanced = torch.minimum(clock + self.increment, 1.0 / certain).clamp_min(1.0)
         clock = torch.where(first, clock, advanced)
-        state = {
-            "clock": clock,
-            "mean": mean,
-            "variance": variance,
-            "weight": weight,
-            "count": count + 1,
-        }
-        return 1.0 / clock, state
+        moments = {"mean": mean, "variance": variance, "weight": weight}
+        return 1.0 / clock, {"clock": clock, **moments, "count": count + 1}
 
 
 @dataclass(frozen=True)
@@ -125,10 +92,6 @@ class RobbinsMonro:
 
     With ``patience`` p < 1 the count k stands still while the share of signal (1), averaged over ten
     steps, exceeds p: q is then still on its way, and the decay, which is there for noise, waits.
-
-    Example:
-        >>> RobbinsMonro(scale=1.0, offset=1.0, power=1.0)
-        RobbinsMonro(scale=1.0, offset=1.0, power=1.0, patience=1.0)
     """
 
     scale: float = 0.2
@@ -144,7 +107,7 @@ class RobbinsMonro:
             )
 
     def init(self, like: Tensor) -> Tensors:
-        return {"count": _zero(like), "mean": _zero(like)}
+        return {"count": like.new_zeros(()), "mean": like.new_zeros(())}
 
     def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
         count = state["count"]
@@ -198,39 +161,29 @@ class Custom:
     function: Callable[[Tensor], Tensor]
 
     def init(self, like: Tensor) -> Tensors:
-        return {"count": _zero(like)}
+        return {"count": like.new_zeros(())}
 
     def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
         value = self.function(state["count"])
         return torch.as_tensor(value).to(signal), {"count": state["count"] + 1}
 
 
-@dataclass(frozen=True)
-class FlooredDecay:
-    """max(floor, 1 / (offset + k^power)): fast while little is known, then a steady memory."""
-
-    floor: float
-    offset: float
-    power: float
-
-    def __call__(self, k: Tensor) -> Tensor:
-        return (1.0 / (self.offset + k**self.power)).clamp_min(self.floor)
+def slowing_rate(k: Tensor) -> Tensor:
+    """max(0.01, 1 / (10 + k^0.75)): an average over all, later over the last hundred steps."""
+    return (1.0 / (10.0 + k**0.75)).clamp_min(0.01)
 
 
-#: for noisy curvature: an average over all that has been seen, later over the last hundred steps
-DEFAULT_RATE = FlooredDecay(0.01, 10.0, 0.75)
+def require(holds: bool, name: str, what: str, value: Any) -> None:
+    """Refuse an argument out of range."""
+    if not holds:
+        raise ValueError(f"{name} must {what}, got {value!r}.")
 
 
-def as_rate(name: str, rate: Rate, largest: float = 1.0) -> Rate:
-    """A checked rate: a number in (0, ``largest``], or a function of the step count."""
-    if callable(rate):
-        return rate
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0.0 < rate <= largest:
-        raise ValueError(
-            f"{name} must be a number in (0, {largest:g}] or a function of the step count, "
-            f"got {rate!r}."
-        )
-    return float(rate)
+def as_rate(name: str, rate: Rate) -> Rate:
+    """A checked rate: a number in (0, 1], or a function of the step count."""
+    number = isinstance(rate, int | float) and not isinstance(rate, bool) and 0.0 < rate <= 1.0
+    require(number or callable(rate), name, "be in (0, 1] or a function of the step count", rate)
+    return rate
 
 
 def rate_at(rate: Rate, k: Tensor) -> Tensor:
@@ -240,33 +193,24 @@ def rate_at(rate: Rate, k: Tensor) -> Tensor:
 
 def as_schedule(schedule: Schedule | Callable[[Tensor], Tensor] | str) -> Schedule:
     """A schedule from what a user may pass: an object, a function of k, or a name."""
-    if schedule == "noise":
-        return NoiseClock()
-    if schedule == "constant":
-        return Constant()
-    if isinstance(schedule, str):
-        raise ValueError(
-            f'schedule must be "noise", "constant", an object or a function, got {schedule!r}.'
-        )
+    if isinstance(schedule, str) and schedule in ("noise", "constant"):
+        return NoiseClock() if schedule == "noise" else Constant()
     if hasattr(schedule, "gain") and hasattr(schedule, "init"):
         return schedule  # type: ignore[return-value]
-    if callable(schedule):
-        return Custom(schedule)
-    raise ValueError(
-        f"schedule must have init() and gain(), or be a function of k, got {schedule!r}."
-    )
+    wanted = 'be "noise", "constant", a function of k, or have init() and gain()'
+    require(callable(schedule), "schedule", wanted, schedule)
+    return Custom(schedule)  # type: ignore[arg-type]
 
 
 def check_convergence(alpha: float, beta: float | None = None) -> None:
     """Refuse exponents outside the theorems: 1/2 < alpha < 1 and 0 < beta < alpha - 1/2."""
+    paper = "(Godichon-Baggioni et al. 2024, theorem 5.1)"
     if not 0.5 < alpha < 1.0:
         raise ValueError(
-            f"Steps c / (c' + k)^alpha converge for 1/2 < alpha < 1 (Godichon-Baggioni et al. 2024, "
-            f"theorem 5.1), and alpha = {alpha:g}."
+            f"Steps c / (c' + k)^alpha converge for 1/2 < alpha < 1 {paper}, and alpha = {alpha:g}."
         )
     if beta is not None and not 0.0 < beta < alpha - 0.5:
         raise ValueError(
             f"The regularisation c_beta k^-beta needs 0 < beta < alpha - 1/2 = {alpha - 0.5:g} "
-            f"(Godichon-Baggioni et al. 2024, theorem 5.1), and beta = {beta:g}. Lower beta, raise "
-            f"alpha, or leave the regularisation out by c_beta=0."
+            f"{paper}, and beta = {beta:g}. Lower beta, raise alpha, or set c_beta=0."
         )

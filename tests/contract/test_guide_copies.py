@@ -19,7 +19,7 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 
 import pyro_ngvi
 from pyro_ngvi import NGVB, AutoFullRankNormal, AutoMeanFieldNormal
-from pyro_ngvi.runtime.pyro_adapter import module_name
+from pyro_ngvi.runtime.store import module_name
 from tests.contract.registry import GUIDES, called, constrained, data, perturbed, plates, regression
 
 guides = pytest.mark.parametrize("kind", GUIDES)
@@ -196,7 +196,7 @@ def test_names_are_the_same_in_every_process() -> None:
     """They follow the order of construction, copies included, and nothing else."""
     program = (
         "import copy, pyro_ngvi as ngvi\n"
-        "from pyro_ngvi.runtime.pyro_adapter import module_name as name\n"
+        "from pyro_ngvi.runtime.store import module_name as name\n"
         "model = lambda: None\n"
         "a, b = ngvi.AutoFullRankNormal(model), ngvi.AutoMeanFieldNormal(model)\n"
         "c = ngvi.AutoFullRankNormal(model)\n"

@@ -20,7 +20,9 @@ from pyro_ngvi import AIFVB, IFVB, NGVB, AutoMatrixNormal, AutoMeanFieldNormal, 
 from pyro_ngvi.families import MatrixNormal
 from pyro_ngvi.linalg import sphere_points
 from pyro_ngvi.optim import Constant
+from tests import registry
 from tests.contract.registry import perturbed, plates, regression
+from tests.registry import some
 
 N, ROWS, COLUMNS = 20, 3, 2
 
@@ -196,19 +198,15 @@ def test_exact_gradients_lead_to_the_best_kronecker_product() -> None:
     torch.testing.assert_close(balance, start, rtol=0, atol=1e-10)
 
 
-LOSSES = {
-    "Batched": BatchedELBO(8),
-    "Trace vectorised": Trace_ELBO(8, vectorize_particles=True, max_plate_nesting=1),
-    "Trace": Trace_ELBO(2),
-}
+LOSSES = some(registry.LOSSES, "Batched", "Trace vectorised", "Trace")
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_step_of_every_loss(loss: Any, dtype: torch.dtype) -> None:
+def test_a_step_of_every_loss(loss: str, dtype: torch.dtype) -> None:
     guide = AutoMatrixNormal(weights)
     optim = NGVB(guide)
-    svi = SVI(weights, guide, optim, loss)
+    svi = SVI(weights, guide, optim, LOSSES[loss](2 if loss == "Trace" else 8))
     svi.step(*data(dtype))
     before = {name: p.detach().clone() for name, p in guide.natural_params().items()}
     svi.step(*data(dtype))

@@ -24,8 +24,10 @@ from pyro_ngvi import (
     AutoWalshHadamard,
     BatchedELBO,
 )
+from tests import registry
 from tests.contract.registry import perturbed
 from tests.contract.walsh_hadamard_model import COLUMNS, ROWS, N, data, weights_and_bias
+from tests.registry import some
 
 GUIDES: dict[str, dict[str, Any]] = {
     "mean field": {},
@@ -34,11 +36,7 @@ GUIDES: dict[str, dict[str, Any]] = {
     "proper full rank": {"proper": True, "g": "full_rank"},
 }
 guides = pytest.mark.parametrize("how", GUIDES.values(), ids=GUIDES)
-LOSSES: dict[str, Any] = {
-    "Batched": lambda: BatchedELBO(4),
-    "Trace vectorised": lambda: Trace_ELBO(4, vectorize_particles=True, max_plate_nesting=1),
-    "Trace": lambda: Trace_ELBO(2),
-}
+LOSSES = some(registry.LOSSES, "Batched", "Trace vectorised", "Trace")
 
 
 def guide_of(model: Any, how: dict[str, Any], **kwargs: Any) -> Any:
@@ -62,7 +60,7 @@ def moved(how: dict[str, Any], **kwargs: Any) -> Any:
 def test_a_step_of_every_loss(how: dict[str, Any], loss: str, dtype: torch.dtype) -> None:
     guide = make(how)
     optim = NGVB(guide, others=Adam({"lr": 0.01}))
-    svi = SVI(weights_and_bias, guide, optim, LOSSES[loss]())
+    svi = SVI(weights_and_bias, guide, optim, LOSSES[loss](2 if loss == "Trace" else 4))
     svi.step(*data(dtype))
     before = {name: p.detach().clone() for name, p in guide.named_parameters()}
     assert ("left_g_W" in before) is not how.get("proper", False)

@@ -77,11 +77,11 @@ def test_orthogonal_after_ten_thousand_steps_in_float32() -> None:
 def test_average_is_orthogonal_where_a_chord_is_not() -> None:
     family = OrthogonalFlow(1)
     one, other = member(family, size=0.5, seed=1), member(family, size=0.5, seed=2)
-    state = {"average." + k: v for k, v in one.items()}
+    state: dict[str, Any] = {"average": dict(one)}
     zero = torch.zeros(())
     state |= {"average_total": zero, "average_square": zero}
     new = step_average(Tail(), family, state, other, torch.tensor(5.0))
-    found = {k: new["average." + k] for k in one}
+    found = new["average"]
     assert float(family.drift(found)) < 1e-12
     chord = torch.lerp(one["weight_1"], other["weight_1"], 0.5)
     assert float(family.drift({"loc": one["loc"], "weight_1": chord})) > 1e-3

@@ -193,7 +193,7 @@ def test_tail_average_forgets_the_start():
 def test_averaging_arguments():
     assert as_averaging(True) == Tail()
     assert as_averaging(2) == LogPower(2.0)
-    assert as_averaging(False) is False
+    assert as_averaging(False) is None
     with pytest.raises(ValueError, match="negative"):
         as_averaging(-1.0)
     with pytest.raises(ValueError, match="rate"):

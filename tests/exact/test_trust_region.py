@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyro_ngvi.families import MeanFieldNormal
 from pyro_ngvi.families.base import Tensors
-from pyro_ngvi.fisher.geometry import Coordinates, EstimatedGeometry
+from pyro_ngvi.optim.blocks import Coordinates, EstimatedGeometry
 from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
 from pyro_ngvi.optim.schedules import Constant
 from pyro_ngvi.optim.von import VONRule
