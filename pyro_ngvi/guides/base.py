@@ -340,5 +340,4 @@ class AutoFamily(FirstCall):
 
     def __getstate__(self) -> dict[str, Any]:
         # what belongs to a running optimizer stays: a copy is the answer alone
-        left = {"curvature": None, "_lag": None, "_lag_of": None, "averaged": False}
-        return super().__getstate__() | left
+        return super().__getstate__() | {"_lag": None, "_lag_of": None, "averaged": False}

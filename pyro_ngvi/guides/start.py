@@ -146,8 +146,8 @@ def find_gaussian(guide: Any, family: Family, params: Tensors, args: Any, kwargs
     return {name: torch.where(better, v, params[name]) for name, v in now.items()}
 
 
-class MadeAtFirstCall:
-    """Mixed into an ``AutoGuide``: what ``load_state_dict`` gets before the first call waits for it."""
+class MadeAtFirstCall(OwnName):
+    """Mixed into an ``AutoGuide``: states loaded before the first call, and copies."""
 
     prototype_trace: Any
     _waiting_state: tuple[dict[str, Any], bool] | None = None
@@ -181,8 +181,21 @@ class MadeAtFirstCall:
             self.prototype_trace = None
             raise
 
+    def __getstate__(self) -> dict[str, Any]:
+        guide: Any = self
+        original: Any = super()
+        with kept_whole(guide):
+            return {**original.__getstate__(), "curvature": None}
 
-class FirstCall(MadeAtFirstCall, OwnName, AutoContinuous):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        guide: Any = self
+        original: Any = super()
+        original.__setstate__(state)
+        # a copy in the process of its original gets parameters of its own
+        rename(guide, claim_name(module_name(guide)))
+
+
+class FirstCall(MadeAtFirstCall, AutoContinuous):
     """How an :class:`~pyro_ngvi.guides.AutoFamily` is made: its arguments, first call and copies."""
 
     #: what ``init`` may be besides ``None``
@@ -252,12 +265,3 @@ class FirstCall(MadeAtFirstCall, OwnName, AutoContinuous):
     def site_of(self, index: int) -> str:
         """Name of the latent site that holds entry ``index`` of the flat latent vector."""
         return entry_name(index, self._unconstrained_shapes)
-
-    def __getstate__(self) -> dict[str, Any]:
-        with kept_whole(self):
-            return super().__getstate__()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        # a copy in the process of its original gets parameters of its own
-        rename(self, claim_name(module_name(self)))

@@ -20,16 +20,13 @@ from ..families.base import entry_name
 from ..guides.base import SiteValue
 from ..guides.start import MadeAtFirstCall
 from ..linalg.host import at_hand, outside_autocast, own_random_state
-from ..runtime.pyro_adapter import give_model, has_model, kept_whole, model_under
+from ..runtime.pyro_adapter import give_model, has_model, model_under
 from ..runtime.run import Minibatches
 from ..runtime.store import (
     ModuleParams,
-    OwnName,
     check_names,
-    claim_name,
     follow_store,
     module_name,
-    rename,
 )
 from .algebra import Algebra
 from .bound_model import BoundModel
@@ -44,7 +41,7 @@ from .structure import ModelStructure
 SEED = 20_180_216
 
 
-class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
+class AutoSites(MadeAtFirstCall, AutoGuide):
     r"""Prior times one Gaussian site per datum: a Gaussian guide for :class:`~pyro_ngvi.CVI`.
 
     q(z) propto p(z) prod_n exp(nu_n' f_n - f_n' Lambda_n f_n / 2), f_n = A_n z + b_n
@@ -510,9 +507,7 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
 
     def __getstate__(self) -> dict[str, Any]:
         self.make_current()
-        with kept_whole(self):
-            state = {**super().__getstate__(), "curvature": None}
-        return state
+        return super().__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoSites:
         other = type(self).__new__(type(self))
@@ -528,11 +523,6 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.fresh = not self._any_moved()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        # a copy in the process of its original gets parameters of its own
-        rename(self, claim_name(module_name(self)))
 
 
 def _refuse_gradient(grad: Tensor) -> None:
