@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoContinuous
+from pyro.infer.autoguide import AutoContinuous, AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
@@ -146,8 +146,8 @@ def find_gaussian(guide: Any, family: Family, params: Tensors, args: Any, kwargs
     return {name: torch.where(better, v, params[name]) for name, v in now.items()}
 
 
-class MadeAtFirstCall(OwnName):
-    """Mixed into an ``AutoGuide``: states loaded before the first call, and copies."""
+class MadeAtFirstCall(OwnName, AutoGuide):
+    """A guide with a name of its own: its copies, and states that are loaded before its first call."""
 
     prototype_trace: Any
     _waiting_state: tuple[dict[str, Any], bool] | None = None
@@ -159,8 +159,7 @@ class MadeAtFirstCall(OwnName):
             own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
             self._waiting_state = deepcopy(own), strict
         else:
-            module: Any = super()
-            module._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
+            super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
 
     @contextmanager
     def _loading_waiting_state(self) -> Iterator[None]:
@@ -168,31 +167,26 @@ class MadeAtFirstCall(OwnName):
 
         With a state to load it leaves the random state alone, which may have been restored before.
         """
-        module: Any = self
         try:
             if self._waiting_state is None:
                 yield
             else:
                 with own_random_state():
                     yield
-                module.load_state_dict(self._waiting_state[0], strict=self._waiting_state[1])
+                self.load_state_dict(self._waiting_state[0], strict=self._waiting_state[1])
                 self._waiting_state = None
         except BaseException:
             self.prototype_trace = None
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        guide: Any = self
-        original: Any = super()
-        with kept_whole(guide):
-            return {**original.__getstate__(), "curvature": None}
+        with kept_whole(self):
+            return {**super().__getstate__(), "curvature": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        guide: Any = self
-        original: Any = super()
-        original.__setstate__(state)
+        super().__setstate__(state)
         # a copy in the process of its original gets parameters of its own
-        rename(guide, claim_name(module_name(guide)))
+        rename(self, claim_name(module_name(self)))
 
 
 class FirstCall(MadeAtFirstCall, AutoContinuous):

@@ -11,7 +11,6 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoGuide
 from pyro.nn.module import pyro_method
 from torch import Tensor, nn
 
@@ -41,7 +40,7 @@ from .structure import ModelStructure
 SEED = 20_180_216
 
 
-class AutoSites(MadeAtFirstCall, AutoGuide):
+class AutoSites(MadeAtFirstCall):
     r"""Prior times one Gaussian site per datum: a Gaussian guide for :class:`~pyro_ngvi.CVI`.
 
     q(z) propto p(z) prod_n exp(nu_n' f_n - f_n' Lambda_n f_n / 2), f_n = A_n z + b_n
