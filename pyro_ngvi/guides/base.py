@@ -196,7 +196,7 @@ class AutoFamily(FirstCall):
         self._require_setup()
         root = module_name(self)
         holders: dict[str, nn.Module] = {f"{root}.": self}
-        for child, module in self.named_children():
+        for child, module in self.named_children():  # as pyro.module names them
             for path, part in module.named_modules():
                 holders[f"{root}.{child}$$${path}.".replace("$$$.", "$$$")] = part
         follow_store(self, holders)

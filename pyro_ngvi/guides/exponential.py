@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import pyro.distributions as dist
@@ -14,11 +13,6 @@ from ..families import MeanFieldDirichlet, MeanFieldGamma, MeanFieldNormal, Prod
 from ..families.base import Family, Tensors
 from .normal import AutoProduct
 
-FAMILIES: dict[str, Callable[[], Family]] = {
-    "normal": MeanFieldNormal,
-    "gamma": MeanFieldGamma,
-    "beta": partial(MeanFieldDirichlet, 2),
-}
 #: what the transform from the real line to a support begins with, by the family that fits the support
 HEADS: dict[str, type[transforms.Transform]] = {
     "gamma": transforms.ExpTransform,
@@ -115,7 +109,9 @@ class AutoExponentialFamily(AutoProduct):
         if member == "dirichlet":
             size = self._unconstrained_shapes[name][-1] + 1
             return f"dirichlet{size}", MeanFieldDirichlet(size)
-        return member, FAMILIES[member]()
+        if member == "beta":
+            return member, MeanFieldDirichlet(2)
+        return member, MeanFieldGamma() if member == "gamma" else MeanFieldNormal()
 
     def _own(self, name: str) -> tuple[Any, Tensors]:
         """The part of a site in the family, and its parameters."""
