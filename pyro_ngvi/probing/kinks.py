@@ -51,7 +51,7 @@ def kinked_sites(
 ) -> list[str]:
     """Sites, of those that ``of`` keeps, whose log probability has a gradient in theta that jumps.
 
-    ``run`` as in :mod:`pyro_ngvi.curvature.kinds`; the segments lie around the draw t (d,).  It waits.
+    ``run`` as ``pyro_ngvi.curvature.Drawn.run``; segments lie around the draw t (d,).  It waits.
     """
     names: list[str] = []
 

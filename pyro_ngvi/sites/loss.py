@@ -27,7 +27,7 @@ from pyro.infer import ELBO
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..curvature.record import leave_curvature
+from ..curvature.estimators import leave_curvature
 from ..linalg.host import host_bool, outside_autocast
 from ..runtime.density import site_log_prob
 from ..runtime.store import whole_gradients
