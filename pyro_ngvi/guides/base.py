@@ -34,10 +34,9 @@ class FamilyDistribution(TorchDistribution):
 
         E[(grad_z log q - grad_z log p)' df/dlambda] + E[grad_lambda log q(z)],
 
-    and the last expectation is zero.  With ``sticking_the_landing`` the density is evaluated at
-    detached parameters, which drops it: the estimator stays unbiased and its noise vanishes as q
-    approaches the posterior (Roeder, Wu & Duvenaud 2017).  Values are the same either way; only
-    ``log_prob(z)`` at a fixed z then has no gradient in the parameters.
+    and the last expectation is zero.  ``sticking_the_landing`` drops it, by log q at detached
+    parameters: the estimator stays unbiased, its noise vanishes as q approaches the posterior (Roeder,
+    Wu & Duvenaud 2017), and ``log_prob(z)`` at a fixed z has no gradient in the parameters.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
@@ -130,36 +129,32 @@ def _tracing() -> bool:
 class AutoFamily(FirstCall):
     """A guide whose flat latent vector follows a :class:`~pyro_ngvi.families.Family`.
 
-    Subclasses name their family by :meth:`make_family`.  The parameters are plain tensors in the
-    coordinates of the family.  Any optimizer may train them, but only the natural-gradient ones keep
-    a triangular factor from becoming singular: for Adam on a full covariance take Pyro's
-    ``AutoMultivariateNormal``.
+    The vector z (d,) holds all latent sites, each taken to the real line by Pyro's own transform of its
+    support.  Subclasses name their family by :meth:`make_family`.  Any optimizer may train its
+    parameters, but only the natural-gradient ones keep a triangular factor from becoming singular: for
+    Adam on a full covariance take Pyro's ``AutoMultivariateNormal``.
 
     Under an optimizer that averages its iterates the parameters hold the *average*.  ``median``,
     ``quantiles``, ``get_posterior``, ``Predictive``, ``SVI.evaluate_loss`` and copies of the guide see
     it; draws made while gradients are recorded, as in ``SVI.step``, come from the iterate
     (:meth:`sampling_posterior`).
 
-    The first call runs the model once for the sites, and again, with other values, where a support is
-    not the real line or a site is masked.  Copies (``copy.deepcopy``, ``pickle``, ``torch.save``) have
-    parameters of their own and no model: make them after the first call.
+    The first call runs the model for its sites, and again, with other values, where a support is not
+    the real line or a site is masked.  Copies have parameters of their own and no model: make them
+    after the first call.  To save, ``torch.save((guide.state_dict(), optim.get_state(),
+    torch.get_rng_state()), path)``, with the ``state_dict`` of a model that is a module; to go on make
+    all anew and load them in that order, before or after the first call.  The parameter store restores
+    the guide as well.
 
     Args:
         model: a Pyro model whose latent sites are all continuous and of fixed size.
         init_loc_fn: a Pyro initialisation strategy for the location; by default
             :func:`~pyro_ngvi.guides.init_to_center`, which draws nothing.
         init_scale: standard deviation of every unconstrained latent variable at the start.
-        sticking_the_landing: evaluate log q at detached parameters (:class:`FamilyDistribution`);
-            ``False`` gives the plain reparameterised gradient.
+        sticking_the_landing: evaluate log q at detached parameters (:class:`FamilyDistribution`).
         init: ``None``, or ``"map"`` to move the location to the posterior mode by L-BFGS first.
-        name: name of the guide in Pyro's parameter store.  By default one that is counted from the
-            class, so that two guides never share parameters by accident: name a guide whose store
-            will be loaded in another process beside other fits of its class.
-
-    Saving: ``torch.save((guide.state_dict(), optim.get_state(), torch.get_rng_state()), path)``, with
-    the ``state_dict`` of a model that is a module.  To go on make model, guide and optimizer, load the
-    first into the guide, the second by ``optim.set_state``, and then the random state.  A state that
-    comes before the first call waits for it.  The parameter store restores the guide as well.
+        name: name of the guide in Pyro's parameter store, by default one that is counted from the
+            class: name a guide whose store is loaded elsewhere, beside other fits of its class.
 
     Raises:
         ValueError: at the first call, for a latent site that is discrete or inside a subsampled
@@ -172,6 +167,8 @@ class AutoFamily(FirstCall):
     replaced_priors: tuple[str, ...] = ()
     #: a triangle among the parameters, whose diagonal ordinary optimizers may take to 0 or below
     triangle: str | None = None
+    #: whether a trace of torch.jit draws rightly from other parameters
+    traceable = True
     #: under an optimizer that averages, the guide itself holds the average
     holds_average = True
     #: whether its optimizer averages
@@ -194,17 +191,15 @@ class AutoFamily(FirstCall):
         own = dict(self.named_parameters())
         return {name: own[name] for name in self.family.names if name in own}
 
-    def _stored_modules(self) -> dict[str, nn.Module]:
-        """Modules with parameters in Pyro's store, by the prefix of their names there."""
-        return {f"{module_name(self)}.": self}
-
-    def _follow_store(self) -> None:
-        """Take the parameters that Pyro's store holds now: it may have been restored in between."""
-        follow_store(self, self._stored_modules())
-
     def _current(self) -> Tensors:
+        """The parameters that Pyro's store holds now: it may have been restored in between."""
         self._require_setup()
-        self._follow_store()
+        root = module_name(self)
+        holders: dict[str, nn.Module] = {f"{root}.": self}
+        for child, module in self.named_children():  # as pyro.module names them
+            for path, part in module.named_modules():
+                holders[f"{root}.{child}$$${path}.".replace("$$$.", "$$$")] = part
+        follow_store(self, holders)
         for name in (*self._parameters, *self._modules):
             getattr(self, name)  # which registers its parameters with Pyro
         return dict(self.natural_params())
@@ -266,15 +261,14 @@ class AutoFamily(FirstCall):
         params = self._current()
         if not torch.is_grad_enabled():
             return self._distribution(params)
-        kind = type(self).__name__
-        if _tracing():
-            if self.averaged:
-                raise RuntimeError(
-                    f"{kind} cannot be traced by torch.jit while its optimizer averages: the trace "
-                    f"would freeze the lag between iterate and average. Use Trace_ELBO or "
-                    f"BatchedELBO, or averaging=False."
-                )
-        elif self.triangle is not None:
+        kind, tracing = type(self).__name__, _tracing()
+        if tracing and (self.averaged or not self.traceable):
+            raise RuntimeError(
+                f"{kind} cannot be trained through torch.jit: the trace would freeze the lag between "
+                f"iterate and average, or the check of rotations. Use Trace_ELBO or BatchedELBO, or "
+                f"averaging=False."
+            )
+        if self.triangle is not None and not tracing:
             crossed = params[self.triangle].detach().diagonal() <= 0.0
             if host_bool(crossed.any()):
                 raise RuntimeError(
@@ -346,5 +340,4 @@ class AutoFamily(FirstCall):
 
     def __getstate__(self) -> dict[str, Any]:
         # what belongs to a running optimizer stays: a copy is the answer alone
-        left = {"curvature": None, "_lag": None, "_lag_of": None, "averaged": False}
-        return super().__getstate__() | left
+        return super().__getstate__() | {"_lag": None, "_lag_of": None, "averaged": False}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import pyro.distributions as dist
@@ -14,11 +13,6 @@ from ..families import MeanFieldDirichlet, MeanFieldGamma, MeanFieldNormal, Prod
 from ..families.base import Family, Tensors
 from .normal import AutoProduct
 
-FAMILIES: dict[str, Callable[[], Family]] = {
-    "normal": MeanFieldNormal,
-    "gamma": MeanFieldGamma,
-    "beta": partial(MeanFieldDirichlet, 2),
-}
 #: what the transform from the real line to a support begins with, by the family that fits the support
 HEADS: dict[str, type[transforms.Transform]] = {
     "gamma": transforms.ExpTransform,
@@ -41,28 +35,25 @@ class AutoExponentialFamily(AutoProduct):
 
     On a conjugate model with one latent site the guide contains the posterior, and a natural-gradient
     step of length 1 with the exact gradient is Bayes' rule.  With several sites it is the best
-    independent approximation, which is what coordinate ascent finds where that has closed forms: where
-    sites are correlated a posteriori its sds are too small; compare the ELBO with
-    :class:`AutoFullRankNormal`.
+    independent approximation: where they are correlated a posteriori its sds are too small; compare
+    the ELBO with :class:`AutoFullRankNormal`.
 
-    Not where much of the posterior lies within rounding of 1, or of 0 in the last entry of a simplex:
-    Beta(20, 0.1) has a quarter of its mass within 1e-7 of 1, which float32 cannot tell from 1, and the
-    model is flat there.  Write the model of the rare outcome, or use float64; :func:`~pyro_ngvi.khat`
-    and :func:`~pyro_ngvi.to_arviz` warn.
+    Not where much of the posterior lies within rounding of 1, or of 0 in the last entry of a simplex,
+    where the model is flat: Beta(20, 0.1) has a quarter of its mass within 1e-7 of 1.  Write the model
+    of the rare outcome, or use float64; :func:`~pyro_ngvi.khat` and :func:`~pyro_ngvi.to_arviz` warn.
 
-    With minibatches take 64 particles rather than 8: draws of these families are not paired as those of
-    a Gaussian are, so that the noise of a minibatch reaches the shapes.  Batches of 50 of 1,000 counts
-    left the shape of a Gamma 3 to 4 % too large after 2,400 steps of 64, 5 to 14 % of 8.
+    With minibatches take 64 particles: draws are not paired as those of a Gaussian are, and the noise
+    of a minibatch reaches the shapes.  Batches of 50 of 1,000 counts left the shape of a Gamma 3 to 4 %
+    too large after 2,400 steps of 64 particles, 5 to 14 % of 8.
 
     Args:
         families: name of the family for sites that shall not have the one above: "normal", "gamma",
             "beta" or "dirichlet".  "normal" fits every site.
-
-    See :class:`~pyro_ngvi.guides.AutoFamily` for the other arguments and the errors.
+        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Raises:
-        ValueError: at the first call, for a site that the model does not have, or a family that does
-            not fit the support of its site.
+        ValueError: at the first call, for ``families`` of sites that the model does not have, or that
+            do not fit the support.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -70,8 +61,7 @@ class AutoExponentialFamily(AutoProduct):
         >>> import pyro_ngvi as ngvi
         >>> def model(y):
         ...     rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
-        ...     with pyro.plate("data", len(y)):
-        ...         pyro.sample("y", dist.Poisson(rate), obs=y)
+        ...     pyro.sample("y", dist.Poisson(rate).expand([3]).to_event(1), obs=y)
         >>> guide = ngvi.AutoExponentialFamily(model)
         >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
         >>> for _ in range(300):
@@ -103,10 +93,9 @@ class AutoExponentialFamily(AutoProduct):
                 fitting = "normal"  # a simplex of one entry: nothing to infer
             self._members[name] = self._families.get(name, fitting)
             if self._members[name] not in (fitting, "normal"):
-                choices = " or ".join(map(repr, dict.fromkeys((fitting, "normal"))))
                 raise ValueError(
                     f"families[{name!r}] is {self._members[name]!r}, which does not fit the support "
-                    f"{site['fn'].support} of that site. Choose {choices}."
+                    f"{site['fn'].support} of that site. Choose 'normal', or leave it out."
                 )
         if unknown := [name for name in self._families if name not in sites]:
             raise ValueError(
@@ -120,7 +109,9 @@ class AutoExponentialFamily(AutoProduct):
         if member == "dirichlet":
             size = self._unconstrained_shapes[name][-1] + 1
             return f"dirichlet{size}", MeanFieldDirichlet(size)
-        return member, FAMILIES[member]()
+        if member == "beta":
+            return member, MeanFieldDirichlet(2)
+        return member, MeanFieldGamma() if member == "gamma" else MeanFieldNormal()
 
     def _own(self, name: str) -> tuple[Any, Tensors]:
         """The part of a site in the family, and its parameters."""
@@ -140,16 +131,8 @@ class AutoExponentialFamily(AutoProduct):
         Its batch and event shape are those of the site in the model.  A Gamma, Beta, Dirichlet or
         Normal where the support is the standard one; else (``x > a``, an interval, "normal" on a
         constrained site) the transform of one.  Detached from the parameters of the guide.
-
-        Raises:
-            ValueError: when the guide has no such site.
         """
         self._require_setup()
-        if name not in self._members:
-            raise ValueError(
-                f"The guide has no latent site {name!r}; it has "
-                f"{', '.join(map(repr, self._members))}."
-            )
         site, member = self.prototype_trace.nodes[name], self._members[name]
         event_dim, value_shape = site["fn"].event_dim, site["value"].shape
         shape = self._unconstrained_shapes[name]
@@ -183,20 +166,17 @@ def _steps(transform: Any) -> list[Any]:
 def _fitting(support: Any) -> str:
     """The family of a support."""
     head, *moves = _steps(biject_to(support)) or [None]
-    # x < a begins like x > a and goes on by -1
-    increasing = all(
-        isinstance(step, transforms.AffineTransform)
-        and (isinstance(step.scale, Tensor) or step.scale > 0)
-        for step in moves
-    )
-    fitting = [name for name, kind in HEADS.items() if increasing and isinstance(head, kind)]
-    return next(iter(fitting), "normal")
+    for step in moves:  # x < a begins like x > a and goes on by -1
+        affine = isinstance(step, transforms.AffineTransform)
+        if not affine or not (isinstance(step.scale, Tensor) or step.scale > 0):
+            return "normal"
+    return next((name for name, kind in HEADS.items() if isinstance(head, kind)), "normal")
 
 
 def _stays(step: Any) -> bool:
     """Whether an affine step moves nothing, such as the one that Pyro's ``positive`` has."""
-    still = isinstance(step.loc, int | float) and isinstance(step.scale, int | float)
-    return still and step.loc == 0 and step.scale == 1
+    numbers = isinstance(step.loc, int | float) and isinstance(step.scale, int | float)
+    return numbers and (step.loc, step.scale) == (0, 1)
 
 
 def _transformed(base: Any, steps: list[Any]) -> Any:

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pyro
-import torch
 from pyro import poutine
 from torch import Tensor, nn
 
 from ..families import FlowFamily, OrthogonalFlow
 from ..families.base import Family, Tensors
-from ..families.flow import GAUSSIANS, PREFIX
+from ..families.flow import PREFIX
 from ..flows.transforms import KINDS, as_flow, coupling_flow, spline_of_one
 from ..linalg.host import host_bool, outside_autocast
 from ..runtime.store import module_name
@@ -35,7 +34,7 @@ class AutoFlow(AutoFamily):
     ``BatchedELBO(16)``; ordinary optimizers work too.  ``median`` and ``quantiles`` are those of 4,096
     draws.  For HMC in the coordinates of the trained flow see :func:`~pyro_ngvi.neutra`.
 
-    Not for: posteriors close to a Gaussian (:class:`~pyro_ngvi.AutoFullRankNormal` is exact there and
+    Not for posteriors close to a Gaussian (:class:`~pyro_ngvi.AutoFullRankNormal` is exact there and
     ten times faster a step), nor for thousands of latent variables.
 
     Args:
@@ -46,8 +45,7 @@ class AutoFlow(AutoFamily):
         init: "gaussian" (default): mu and A come from 200 steps of natural gradients for a Gaussian, at
             the first call, with the model under vmap.  ``None``: ``init_loc_fn`` and ``init_scale``;
             several modes may be easier to find from there.  "map": mu at the posterior mode.
-
-    See :class:`~pyro_ngvi.guides.AutoFamily` for the other arguments.
+        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Raises:
         TypeError: for something that is not a flow.
@@ -83,8 +81,6 @@ class AutoFlow(AutoFamily):
         init: str | None = "gaussian",
         **kwargs: Any,
     ) -> None:
-        if affine not in GAUSSIANS:
-            raise ValueError(f"affine must be {' or '.join(map(repr, GAUSSIANS))}, got {affine!r}.")
         self._affine = affine
         # within a tuple, since a module cannot be assigned before Module.__init__
         self._given: tuple[Any, ...] = (flow,)
@@ -120,17 +116,11 @@ class AutoFlow(AutoFamily):
         with poutine.block():
             pyro.module(f"{module_name(self)}.flow", self.flow, update_module_params=True)
 
-    def _stored_modules(self) -> dict[str, nn.Module]:
-        flow: Any = self._modules["flow"]
-        root = f"{module_name(self)}.flow$$$"
-        parts = {root + (f"{path}." if path else ""): m for path, m in flow.named_modules()}
-        return super()._stored_modules() | parts
-
 
 class AutoCouplingFlow(AutoFlow):
-    """A flow of couplings or masked autoregressive layers, ready to be trained.
+    """A flow of couplings or masked autoregressive layers that starts as a Gaussian, T the identity.
 
-    It starts as a Gaussian, T being the identity.
+    One latent variable leaves nothing to couple: it gets a monotone spline, with a warning.
 
     Args:
         kind: "affine" couplings (RealNVP, Dinh et al. 2017), "spline" couplings (monotone
@@ -140,10 +130,7 @@ class AutoCouplingFlow(AutoFlow):
         layers: number of layers; with two couplings every variable depends on every other.
         hidden: widths of the hidden layers of each network.
         bins: number of bins of a spline.
-
-    One latent variable leaves nothing to couple: it gets a monotone spline, with a warning.
-
-    See :class:`AutoFlow` and :class:`~pyro_ngvi.guides.AutoFamily` for the other arguments.
+        kwargs: those of :class:`AutoFlow`.
 
     Raises:
         ImportError: where Zuko is needed and not installed: ``pip install "pyro-ngvi[flows]"``.
@@ -155,9 +142,8 @@ class AutoCouplingFlow(AutoFlow):
         ...     v = pyro.sample("v", dist.Normal(0.0, 3.0))
         ...     pyro.sample("x", dist.Normal(torch.zeros(4), (v / 2).exp()).to_event(1))
         >>> guide = ngvi.AutoCouplingFlow(model, layers=2, hidden=(16,))
-        >>> _ = guide()
-        >>> guide.get_posterior().rsample((3,)).shape
-        torch.Size([3, 5])
+        >>> guide()["x"].shape, guide.get_posterior().rsample((3,)).shape
+        (torch.Size([4]), torch.Size([3, 5]))
     """
 
     def __init__(
@@ -197,22 +183,19 @@ class AutoOrthogonalFlow(AutoFamily):
         z = W_1 (s_1 o psi(L eps + b_0)) + mu
 
     with W orthogonal, s positive, L a lower triangle, and in psi a skewness and a tail of each
-    coordinate, learnt too (:mod:`pyro_ngvi.families.orthogonal_flow`).  It says skewness and bent
-    contours with d^2 numbers a layer.  The density and its inverse are closed forms.
+    coordinate, learnt too (:mod:`pyro_ngvi.families.orthogonal_flow`).  One layer says skewness; curved
+    posteriors need ``layers=2`` or more.  The density and its inverse are closed forms.
 
-    One layer says skewness; curved posteriors need ``layers=2`` or more.  Train it by
-    :class:`~pyro_ngvi.optim.SPRING` with ``BatchedELBO(128, curvature="scores")``, by
+    Train it by :class:`~pyro_ngvi.optim.SPRING` with ``BatchedELBO(128, curvature="scores")``, by
     :class:`~pyro_ngvi.IFVB` or by :class:`~pyro_ngvi.AIFVB`, which all move the W as rotations.
     Not for thousands of latent variables (a step costs O(d^3)), nor for posteriors close to a
     Gaussian: :class:`AutoFullRankNormal` is exact there and far faster.
 
     Args:
         layers: number of activations, at least 1.
-
-    See :class:`~pyro_ngvi.guides.AutoFamily` for the other arguments and the errors.
+        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Raises:
-        ValueError: for another number of layers.
         RuntimeError: when a W is not orthogonal, because an optimizer that does not know rotations
             has stepped it; for losses that trace by torch.jit, which could not tell.
 
@@ -225,8 +208,7 @@ class AutoOrthogonalFlow(AutoFamily):
         >>> def model():
         ...     pyro.sample("x", dist.Gumbel(torch.zeros(2), 1.0).to_event(1))
         >>> guide = ngvi.AutoOrthogonalFlow(model)
-        >>> optim = ngvi.AIFVB(guide)
-        >>> svi = SVI(model, guide, optim, Trace_ELBO(8, vectorize_particles=True))
+        >>> svi = SVI(model, guide, ngvi.AIFVB(guide), Trace_ELBO(8, vectorize_particles=True))
         >>> for _ in range(300):
         ...     loss = svi.step()
         >>> low, high = guide.quantiles([0.05, 0.95])["x"][:, 0]
@@ -235,6 +217,7 @@ class AutoOrthogonalFlow(AutoFamily):
     """
 
     family: OrthogonalFlow
+    traceable = False
 
     def __init__(self, model: Callable[..., Any], layers: int = 1, **kwargs: Any) -> None:
         self._layers = layers
@@ -242,14 +225,6 @@ class AutoOrthogonalFlow(AutoFamily):
 
     def make_family(self) -> Family:
         return OrthogonalFlow(self._layers)
-
-    def sampling_posterior(self) -> FamilyDistribution:
-        if torch.jit.is_tracing() and torch.is_grad_enabled():  # pyright: ignore[reportPrivateImportUsage]
-            raise RuntimeError(
-                f"{type(self).__name__} cannot be trained through torch.jit: its trace would no longer "
-                f"check that the rotations are orthogonal. Use Trace_ELBO or BatchedELBO."
-            )
-        return super().sampling_posterior()
 
     @outside_autocast
     def _distribution(self, params: Tensors) -> FamilyDistribution:

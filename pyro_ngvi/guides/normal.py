@@ -22,13 +22,6 @@ from .base import AutoFamily
 NORMAL: dict[str, type[Family]] = {"mean_field": MeanFieldNormal, "full_rank": FullRankNormal}
 
 
-def check_normal(**arguments: str) -> None:
-    """Refuse the name of a family that is not in ``NORMAL``."""
-    for argument, value in arguments.items():
-        if value not in NORMAL:
-            raise ValueError(f"{argument} must be 'mean_field' or 'full_rank', got {value!r}.")
-
-
 class AutoMeanFieldNormal(AutoFamily):
     """Independent Gaussians over all unconstrained latent variables: q(z) = N(z; mu, diag(sigma^2)).
 
@@ -59,8 +52,7 @@ class AutoFullRankNormal(AutoFamily):
     """One Gaussian over all unconstrained latent variables: q(z) = N(z; mu, L L').
 
     The first choice up to a few thousand latent variables: a step costs O(d^3).  Beyond, use
-    :class:`AutoFactorNormal`.  Arguments and errors are those of
-    :class:`~pyro_ngvi.guides.AutoFamily`.
+    :class:`AutoFactorNormal`.  Arguments are those of :class:`~pyro_ngvi.guides.AutoFamily`.
 
     Raises:
         RuntimeError: when an ordinary optimizer has stepped the diagonal of L to 0 or below, as Adam
@@ -202,7 +194,8 @@ class AutoMatrixNormal(AutoProduct):
         kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Raises:
-        ValueError: for another ``rest``; at the first call, for a model without a matrix.
+        KeyError: for another ``rest``.
+        ValueError: at the first call, for a model without a matrix.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -223,8 +216,7 @@ class AutoMatrixNormal(AutoProduct):
     """
 
     def __init__(self, model: Callable[..., Any], rest: str = "mean_field", **kwargs: Any) -> None:
-        check_normal(rest=rest)
-        self._rest = rest
+        self._rest = NORMAL[rest]
         #: names of the parts of the family, by the site that is a matrix
         self.matrices: dict[str, str] = {}
         super().__init__(model, **kwargs)
@@ -251,7 +243,7 @@ class AutoMatrixNormal(AutoProduct):
     def _part(self, name: str) -> tuple[str, Family]:
         if name in self.matrices:
             return self.matrices[name], MatrixNormal(*self._unconstrained_shapes[name])
-        return "rest", NORMAL[self._rest]()
+        return "rest", self._rest()
 
     def site_factors(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         """M (n, m), A (n, n) and B (m, m) of a site: W = M + A E B' in unconstrained space.

@@ -1,17 +1,4 @@
-r"""Walsh-Hadamard reparameterisation of Gaussian sites: from W to the few numbers g that make it.
-
-A site W ~ N(loc, scale^2), entry by entry, of shape (n, m) becomes
-
-    g ~ N(0, g_scale^2 I),        W = loc + scale o U(g),        U(g) = sqrt(D) S1 H diag(g) H S2,
-
-with the diagonals S1 and S2 optimised or fixed (Rossi, Marmin & Filippone 2020, NeurIPS, "Walsh-
-Hadamard variational inference for Bayesian deep learning"); the blocks for any n and m are those of
-:mod:`pyro_ngvi.linalg.walsh_hadamard_matrix`.  With ``g_scale`` 1 and signs as diagonals every W_ij
-keeps the prior mean and variance of the site; the entries of a block are D numbers up to signs.
-
-So this is another model, with another evidence. A bound for it says nothing of the user's own
-model, and W has no density. Not for sites that need every entry to move on its own.
-"""
+"""Walsh-Hadamard reparameterisation of Gaussian sites: from W to the few numbers g that make it."""
 
 from __future__ import annotations
 
@@ -54,7 +41,7 @@ def seed_of(name: str) -> int:
 
 
 class WalshHadamardTransform(Transform):
-    """g (..., num_g) to W (..., *shape), the event shape of a site.
+    r"""g (..., num_g) to W = loc + scale o U(g) (..., *shape), the event shape of a site.
 
     ``inv`` takes W to the g whose matrix lies nearest, lengthened so that its entries are as large as
     those of W: a start for g from weights as networks start.
@@ -106,16 +93,26 @@ class WalshHadamardTransform(Transform):
 
 
 class WalshHadamardReparam(Reparam):
-    """A Gaussian site as W = loc + scale o sqrt(D) S1 H diag(g) H S2, for ``poutine.reparam``.
+    r"""A Gaussian site made of few numbers g, for ``poutine.reparam``.
 
-    The site "W" becomes a deterministic one, with the latent "W_g" (num_g,), g ~ N(0, g_scale^2 I), in
-    its place; loc and scale may depend on other sites.  The diagonals start as random signs, a function
-    of the name of the site, and are parameters "W_left" and "W_right", which a natural-gradient
-    optimizer leaves to ``others``. With ``NGVB`` pass ``averaging=False`` while they are trained:
-    an average of g over the past does not belong to the diagonals of today.
+    A site W ~ N(loc, scale^2), entry by entry, of shape (n, m) becomes
+
+        g ~ N(0, g_scale^2 I),        W = loc + scale o U(g),        U(g) = sqrt(D) S1 H diag(g) H S2
+
+    (:class:`~pyro_ngvi.linalg.walsh_hadamard_matrix.WalshHadamardMatrix` has the blocks for any n and
+    m): the site "W" becomes a deterministic one, with the latent "W_g" (num_g,) in its place; loc and
+    scale may depend on other sites.  The diagonals S1 and S2 start as random signs, a function of the
+    name of the site, and are parameters "W_left" and "W_right", which a natural-gradient optimizer
+    leaves to ``others``. With ``NGVB`` pass ``averaging=False`` while they are trained: an average of g
+    over the past does not belong to the diagonals of today.
+
+    With ``g_scale`` 1 and signs as diagonals every W_ij keeps the prior mean and variance of the site;
+    the entries of a block are D numbers up to signs.  So this is another model, with another evidence,
+    whose bound says nothing of yours, and W has no density.  Not for sites that need every entry to
+    move on its own.
 
     Args:
-        g_scale: prior sd of g; 1 keeps the prior variance of each entry while the diagonals are signs.
+        g_scale: prior sd of g.
         shared: one g for all blocks of a site.
         train_diagonals: ``False`` keeps the signs.
 
@@ -123,15 +120,17 @@ class WalshHadamardReparam(Reparam):
         ValueError: at a run of the model, for a site that is observed, not Gaussian, or whose event
             shape is empty.
 
+    Source: Rossi, Marmin & Filippone (2020, NeurIPS), "Walsh-Hadamard variational inference for
+    Bayesian deep learning".
+
     Example:
         >>> import pyro, torch, pyro.distributions as dist
         >>> from pyro import poutine
         >>> import pyro_ngvi as ngvi
-        >>> def model(X):
-        ...     W = pyro.sample("W", dist.Normal(0.0, 1.0).expand([50, 13]).to_event(2))
-        ...     return X @ W.mT
+        >>> def model():
+        ...     return pyro.sample("W", dist.Normal(0.0, 1.0).expand([50, 13]).to_event(2))
         >>> small = poutine.reparam(model, {"W": ngvi.nn.WalshHadamardReparam()})
-        >>> trace = poutine.trace(small).get_trace(torch.ones(2, 13))
+        >>> trace = poutine.trace(small).get_trace()
         >>> trace.nodes["W_g"]["value"].shape, trace.nodes["W"]["value"].shape
         (torch.Size([64]), torch.Size([50, 13]))
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoContinuous
+from pyro.infer.autoguide import AutoContinuous, AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
@@ -31,11 +31,9 @@ STEPS, DRAWS = 200, 8
 def init_to_center(site: Any = None) -> Any:
     """Prior median where torch knows it, else the mean, else the mode, else the image of zero.
 
-    Nothing is drawn, so a wide prior such as Normal(0, 1000) starts at its centre and not at the
-    median of a few draws, hundreds of units away, and equal models start equal.  An improper prior,
-    which has no centre, starts at the image of zero under the transform to its support.
-
-    Use it as ``init_loc_fn`` of any Pyro autoguide; it is the default of ours.
+    For ``init_loc_fn`` of any Pyro autoguide; the default of ours.  Nothing is drawn, so a wide prior
+    such as Normal(0, 1000) starts at its centre and not at the median of a few draws, hundreds of
+    units away.  An improper prior starts at the image of zero under the transform to its support.
 
     Example:
         >>> import pyro.distributions as dist
@@ -60,9 +58,8 @@ def init_to_center(site: Any = None) -> Any:
 
 
 def _median(fn: Any) -> Tensor:
-    # within Independent, masks and expansions
     while hasattr(fn, "base_dist") and not hasattr(fn, "transforms"):
-        fn = fn.base_dist
+        fn = fn.base_dist  # of Independent, masks and expansions
     half = torch.full_like(fn.mean.expand(fn.shape()), 0.5)  # a draw would move the random state
     return fn.icdf(half)
 
@@ -97,11 +94,10 @@ def _model_alone(guide: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
 
 
 def find_mode(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Tensor:
-    """Mode of the log joint over the unconstrained latent vector, from ``start`` (d,).
+    """Mode of the log joint over the unconstrained vector, by L-BFGS; ``start`` (d,) if none is better.
 
-    L-BFGS with a strong-Wolfe line search, at most 50 iterations.  If no finite point is better than
-    ``start``, ``start`` comes back.  The mode depends on the parametrisation and can lie far from the
-    mass of a hierarchical posterior: a start, not an answer.
+    It depends on the parametrisation and can lie far from the mass of a hierarchical posterior: a
+    start, not an answer.
     """
     model = _model_alone(guide, args, kwargs)
     # one minibatch for the whole search: the line search needs a function that does not change
@@ -124,10 +120,9 @@ def find_mode(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Tensor:
 
 
 def find_gaussian(guide: Any, family: Family, params: Tensors, args: Any, kwargs: Any) -> Tensors:
-    """The Gaussian of ``family`` that a short run of natural gradients reaches from ``params``.
+    """The Gaussian of ``family`` that 200 steps of NGVB reach from ``params``, of a seed of its own.
 
-    200 steps of :class:`~pyro_ngvi.NGVB`, 8 draws each, from a seed of its own.  If it ends with a
-    lower ELBO than it began, or none, ``params`` comes back.
+    If they end with a lower ELBO than they began, or none, ``params`` comes back.
     """
     density = ModelDensity(_model_alone(guide, args, kwargs), tuple(args), kwargs)
     rule = make_rule(family, rule_arguments(1.0, 1.0, None, None, False))
@@ -151,45 +146,50 @@ def find_gaussian(guide: Any, family: Family, params: Tensors, args: Any, kwargs
     return {name: torch.where(better, v, params[name]) for name, v in now.items()}
 
 
-class MadeAtFirstCall:
-    """Mixed into an ``AutoGuide``: what ``load_state_dict`` gets before the first call waits for it."""
+class MadeAtFirstCall(OwnName, AutoGuide):
+    """A guide with a name of its own: its copies, and states that are loaded before its first call."""
 
     prototype_trace: Any
     _waiting_state: tuple[dict[str, Any], bool] | None = None
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: Any
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: Any
     ) -> None:
         if self.prototype_trace is None:
             own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
             self._waiting_state = deepcopy(own), strict
-            return
-        module: Any = super()
-        module._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+        else:
+            super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
 
     @contextmanager
     def _loading_waiting_state(self) -> Iterator[None]:
         """Around the set-up of the first call.  If that fails, the next call says the same again.
 
-        With a state to load the set-up leaves the random state alone, which may have been restored
-        before, so that the run goes on as if nothing had come between.
+        With a state to load it leaves the random state alone, which may have been restored before.
         """
-        module: Any = self
         try:
             if self._waiting_state is None:
                 yield
-                return
-            with own_random_state():
-                yield
-            state, strict = self._waiting_state
-            module.load_state_dict(state, strict=strict)
-            self._waiting_state = None
+            else:
+                with own_random_state():
+                    yield
+                self.load_state_dict(self._waiting_state[0], strict=self._waiting_state[1])
+                self._waiting_state = None
         except BaseException:
             self.prototype_trace = None
             raise
 
+    def __getstate__(self) -> dict[str, Any]:
+        with kept_whole(self):
+            return {**super().__getstate__(), "curvature": None}
 
-class FirstCall(MadeAtFirstCall, OwnName, AutoContinuous):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # a copy in the process of its original gets parameters of its own
+        rename(self, claim_name(module_name(self)))
+
+
+class FirstCall(MadeAtFirstCall, AutoContinuous):
     """How an :class:`~pyro_ngvi.guides.AutoFamily` is made: its arguments, first call and copies."""
 
     #: what ``init`` may be besides ``None``
@@ -225,6 +225,7 @@ class FirstCall(MadeAtFirstCall, OwnName, AutoContinuous):
 
     @outside_autocast
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        guide: Any = self
         kind = type(self).__name__
         with self._loading_waiting_state():
             with torch.no_grad():
@@ -234,20 +235,16 @@ class FirstCall(MadeAtFirstCall, OwnName, AutoContinuous):
                 check_latents(kind, unblocked(model_as_given(self)), sites, args, kwargs)
             self._define_family(args, kwargs)
             loc = self._init_loc()
-            bad = (~torch.isfinite(loc)).nonzero().flatten().tolist()
-            if bad:
+            for i in (~torch.isfinite(loc)).nonzero():
                 raise ValueError(
-                    f"{kind}: init_loc_fn gives a starting point that is not finite at site(s) "
-                    f"{', '.join(map(repr, dict.fromkeys(map(self.site_of, bad))))}. Pass another "
-                    f"one, for instance init_loc_fn=pyro.infer.autoguide.init_to_feasible."
+                    f"{kind}: the start is not finite at the site {self.site_of(int(i))!r}. Pass "
+                    f"another one, for instance init_loc_fn=pyro.infer.autoguide.init_to_feasible."
                 )
-            with (
-                poutine.block()
-            ):  # handlers around the first call are not to see the runs of a search
+            with poutine.block():  # a search is hidden from handlers around the first call
                 params = self._start(loc, args, kwargs)
             check_names(self, in_use=False)
             self._register_params(params)
-            self._follow_store()
+            guide._current()  # from here on they are parameters that this process has made
 
     def _start(self, loc: Tensor, args: Any, kwargs: Any) -> Tensors:
         """The first parameters, around ``loc``."""
@@ -259,18 +256,6 @@ class FirstCall(MadeAtFirstCall, OwnName, AutoContinuous):
         for name, value in values.items():
             setattr(self, name, nn.Parameter(value))
 
-    def _follow_store(self) -> None:
-        raise NotImplementedError
-
     def site_of(self, index: int) -> str:
         """Name of the latent site that holds entry ``index`` of the flat latent vector."""
         return entry_name(index, self._unconstrained_shapes)
-
-    def __getstate__(self) -> dict[str, Any]:
-        with kept_whole(self):
-            return super().__getstate__()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        # a copy in the process of its original gets parameters of its own
-        rename(self, claim_name(module_name(self)))

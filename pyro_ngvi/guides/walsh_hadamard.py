@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.distributions import ImproperUniform
 from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor
 from torch.distributions import AffineTransform, Transform, biject_to, constraints
@@ -18,7 +19,7 @@ from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix, matrix_for
 from ..runtime.density import feasible_value
 from ..runtime.pyro_adapter import model_as_given
 from .marginals import factor, place
-from .normal import NORMAL, AutoProduct, check_normal, part_name
+from .normal import NORMAL, AutoProduct, part_name
 from .reparam import WalshHadamardTransform, hold_diagonals, normal_of, seed_of
 
 
@@ -37,23 +38,71 @@ def _to_support(support: _Support) -> Transform:
     return support.transform
 
 
-class _Stub:
-    """What autoguides read of the distribution of a site: its support, and how long an event is."""
+class AutoWalshHadamard(AutoProduct):
+    r"""Weight matrices W = loc + scale o sqrt(D) S1 H diag(g) H S2 with a Gaussian g.
 
-    def __init__(self, transform: Transform, shape: torch.Size) -> None:
-        self.support, self._shape = _Support(transform), shape
-        self.event_dim = self.support.event_dim
+    Each chosen site W ~ N(loc, scale^2), n x m, gets max(n, m) latent numbers g, up to rounding to
+    powers of two, in place of n m, and about n + m or more numbers in the diagonals S1 and S2.  q(g) is
+    Gaussian; all other sites share one more Gaussian; both are trained by the rules for Gaussian
+    families, the diagonals by ``others``: ``NGVB(guide, others=pyro.optim.Adam({"lr": 0.01}))``.
+    By default all is one mean-field Gaussian, for VON, VOGN and IVON too; with a full one among its
+    parts it is for NGVB, IFVB and AIFVB.  While diagonals are trained, the guide holds the last iterate
+    and not the average that NGVB would make: the past's g does not fit today's diagonals.
 
-    def shape(self) -> torch.Size:
-        return self._shape
+    **The objective** is the bound of the reparameterised model, not of yours: the KL term is that of
+    q(g) and p(g) = N(0, g_scale^2 I), for W, a linear image of fewer dimensions, has no density.  The
+    guide still goes with the model as it is written: its site W carries log p(W) - log p(g) in its
+    log density, which puts p(g) in the place of p(W) in every ELBO.  So do not compare this ELBO with
+    those of other guides; compare predictions.  :class:`AutoProperWalshHadamard` bounds the evidence
+    of your own model.
 
+    Scale and mask of such a site have to be the same in model and guide: ``poutine.scale`` around the
+    model alone leaves a share of log p(W) behind, without bound. ``BatchedELBO`` refuses that at its
+    first call, Pyro's losses do not. To weigh the KL term use ``BatchedELBO(kl_weight=...)``.
+    The prior of a chosen site has to be the same at every call, which is not checked, and may not
+    depend on other latent sites or have trained parameters: use
+    :class:`~pyro_ngvi.nn.WalshHadamardReparam` with ``poutine.reparam`` for these.
 
-class _WalshHadamardGuide(AutoProduct):
-    """What the guides below share: their sites, and that each of these has a part of q to itself."""
+    g starts at the matrix nearest to the starting value of W, made as long: start networks at the
+    weights of a module (``init_loc_fn=model.init_to_module``) or at draws of the prior
+    (``init_loc_fn=pyro.infer.autoguide.init_to_sample``).  At zero, the default start, hidden
+    layers get a gradient from the noise of q alone.
+
+    Not for a few hundred weights, which :class:`AutoMatrixNormal` or :class:`AutoFullRankNormal` fit
+    better, but for layers so wide that n m numbers are too many, or that mean-field guides drive to
+    the prior.  Every draw of W is made; :class:`~pyro_ngvi.nn.WalshHadamardLinear` never makes it.
+
+    Args:
+        sites: names of the sites to reparameterise, of any shape with at least one dimension (vectors
+            become square matrices).  By default all Gaussian matrix sites, both dimensions above 1,
+            but the last of the model's (n, m) sites, an output layer, if there are two or more.
+        g: "mean_field" or "full_rank" for q(g) of each site.
+        rest: the same for all other sites together.
+        g_scale: prior sd of g; 1 keeps the prior variance of each W_ij while the diagonals are signs.
+        shared: one g for all blocks of a site with more rows than D, the power of two from its columns.
+        train_diagonals: ``False`` keeps S1 and S2 at their random signs, a function of the site's name.
+        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises, but no ``init``.
+
+    Raises:
+        ValueError: at the first call, for a named site that does not exist, has no dimension, is in a
+            plate, scaled or masked, or whose prior is not Gaussian, is trained or depends on other
+            latent sites; when nothing is named and there is no such matrix.
+
+    Example:
+        >>> import pyro, torch
+        >>> from pyro.infer import SVI
+        >>> import pyro_ngvi as ngvi
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+        >>> model = ngvi.nn.bayesianize(net, "normal", num_data=20, noise=0.1)
+        >>> guide = ngvi.AutoWalshHadamard(model, init_loc_fn=model.init_to_module)
+        >>> optim = ngvi.NGVB(guide, others=pyro.optim.Adam({"lr": 0.01}))
+        >>> svi = SVI(model, guide, optim, ngvi.BatchedELBO(4))
+        >>> loss = svi.step(torch.randn(20, 4), torch.randn(20))
+        >>> guide.matrices["0.weight"].num_g, guide.median()["0.weight"].shape
+        (64, torch.Size([64, 4]))
+    """
 
     starts = ()
-    #: whether the diagonals are trained, by ``others``
-    _train_diagonals = False
 
     def __init__(
         self,
@@ -62,40 +111,53 @@ class _WalshHadamardGuide(AutoProduct):
         *,
         g: str = "mean_field",
         rest: str = "mean_field",
+        g_scale: float = 1.0,
         shared: bool = False,
+        train_diagonals: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_normal(g=g, rest=rest)
         self._sites = None if sites is None else list(sites)
-        self._g, self._rest, self._shared = g, rest, shared
+        self._g, self._rest = NORMAL[g], NORMAL[rest]
+        self._g_scale, self._shared, self._train = float(g_scale), shared, train_diagonals
+        # an average of g over the past would not belong to the diagonals of today
+        self.holds_average = not train_diagonals
         #: names of the parts of the family, and the blocks, by the site that is made of g
         self.parts: dict[str, str] = {}
         self.matrices: dict[str, WalshHadamardMatrix] = {}
         super().__init__(model, **kwargs)
 
     def make_family(self) -> Family:
+        if self._g is self._rest is MeanFieldNormal:
+            return MeanFieldNormal()
         return ProductFamily({}, [], linear=False)  # its parts are known once the sites are
 
+    @property
+    def replaced_priors(self) -> tuple[str, ...]:
+        """The sites whose prior in the model gives way to that of g."""
+        return tuple(self.parts)
+
     def _transform(self, name: str) -> Any:
+        """From what the family draws for a site to its value."""
         return self.prototype_trace.nodes[name]["fn"].support.transform
 
     @torch.no_grad()
     def _define_family(self, args: Any, kwargs: Any) -> None:
         self.parts, self.matrices = {}, {}
-        for name, (loc, scale) in self._chosen(args, kwargs).items():
+        chosen = self._chosen()
+        self._check_priors(chosen, args, kwargs)
+        for name, (loc, scale) in chosen.items():
             part = self.parts[name] = part_name("g", name, self.parts.values())
             matrix = self.matrices[name] = matrix_for(loc.shape, self._shared)
-            signs = matrix.signs(seed_of(name), loc)
-            hold_diagonals(self, f"_{part}", signs, self._train_diagonals)
+            hold_diagonals(self, f"_{part}", matrix.signs(seed_of(name), loc), self._train)
             transform: Any = self._make_transform(name, loc.detach(), scale.detach())
             site = self.prototype_trace.nodes[name]
-            site["fn"] = _Stub(transform, site["value"].shape)
+            site["fn"] = ImproperUniform(_Support(transform), (), site["value"].shape)
             self._unconstrained_shapes[name] = transform.inv(site["value"]).shape
         self.latent_dim = sum(shape.numel() for shape in self._unconstrained_shapes.values())
         if isinstance(self.family, ProductFamily):
             super()._define_family(args, kwargs)
 
-    def _chosen(self, args: Any, kwargs: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    def _chosen(self) -> dict[str, tuple[Tensor, Tensor]]:
         """loc and scale of the sites to reparameterise, by name."""
         kind, sites = type(self).__name__, dict(self.prototype_trace.iter_stochastic_nodes())
         shapes = ", ".join(f"{n!r} {tuple(site['value'].shape)}" for n, site in sites.items())
@@ -121,151 +183,9 @@ class _WalshHadamardGuide(AutoProduct):
                 )
         return {name: normals[name] for name in sites if name in names}
 
-    def _make_transform(self, name: str, loc: Tensor, scale: Tensor) -> Transform:
-        """From what the family draws for a site to its value."""
-        raise NotImplementedError
-
-    def _diagonals(self, part: str) -> tuple[Tensor, Tensor]:
-        """S1 and S2 of one site, without telling Pyro."""
-        held: Any = {**self._parameters, **self._buffers}
-        return held[f"left_{part}"], held[f"right_{part}"]
-
-    def _part(self, name: str) -> tuple[str, Family]:
-        if name not in self.parts:
-            return "rest", NORMAL[self._rest]()
-        return self.parts[name], NORMAL[self._g]()
-
-    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        moved = super()._apply(fn, *args, **kwargs)
-        for name in self.parts:
-            transform, site = self._transform(name), self.prototype_trace.nodes[name]
-            transform.loc, transform.scale = fn(transform.loc), fn(transform.scale)
-            site["value"] = fn(site["value"])  # whose shape in g a loss asks the transform for
-        return moved
-
-    def site_moments(self, name: str) -> tuple[Tensor, Tensor]:
-        """Mean and sd of every entry of a site in ``matrices`` under q, in the shape of the site."""
-        params, shapes = self._current(), self._unconstrained_shapes
-        transform, found = self._transform(name), factor(self.family, params, place(shapes, name))
-        assert found is not None  # a site is independent of the rest
-        family, own = found
-        mean = transform(family.mean(own).view(shapes[name]))
-        return mean.detach(), self._stddev(transform, family, own).detach()
-
-    def _stddev(self, transform: Any, family: Family, own: Tensors) -> Tensor:
-        """sd of every entry of a site, from its part of q."""
-        raise NotImplementedError
-
-    def _exact_quantiles(self, name: str, levels: Tensor) -> Tensor | None:
-        if name not in self.parts:
-            return None
-        mean, sd = self.site_moments(name)
-        return mean + sd * torch.special.ndtri(levels).reshape(-1, *(1 for _ in mean.shape))
-
-
-def _is_plain_event(site: Any) -> bool:
-    """Whether all dimensions of a site are one event, outside of plates, scales and masks."""
-    plain = not site["cond_indep_stack"] and site["scale"] == 1.0 and site["mask"] is None
-    return plain and 0 < site["value"].dim() == site["fn"].event_dim
-
-
-class AutoWalshHadamard(_WalshHadamardGuide):
-    r"""Weight matrices W = loc + scale o sqrt(D) S1 H diag(g) H S2 with a Gaussian g.
-
-    Each chosen site W ~ N(loc, scale^2), n x m, gets max(n, m) latent numbers g, up to rounding to
-    powers of two, in place of n m, and about n + m or more numbers in the diagonals S1 and S2.  q(g) is
-    Gaussian; all other sites share one more Gaussian; both are trained by the rules for Gaussian
-    families, the diagonals by ``others``:
-
-        NGVB(guide, others=pyro.optim.Adam({"lr": 0.01}))
-
-    By default all is one mean-field Gaussian, for VON, VOGN and IVON too; with a full one among its
-    parts it is for NGVB, IFVB and AIFVB.  While diagonals are trained, the guide holds the last iterate
-    and not the average that NGVB would make: the past's g does not fit today's diagonals.
-
-    **The objective** is the bound of the reparameterised model, not of yours: the KL term is that of
-    q(g) and p(g) = N(0, g_scale^2 I), for W, a linear image of fewer dimensions, has no density.  The
-    guide still goes with the model as it is written: its site W carries log p(W) - log p(g) in its
-    log density, which puts p(g) in the place of p(W) in every ELBO.  So do not compare this ELBO with
-    those of other guides; compare predictions.  :class:`AutoProperWalshHadamard` bounds the evidence
-    of your own model.
-
-    Scale and mask of such a site have to be the same in model and guide: ``poutine.scale`` around the
-    model alone leaves a share of log p(W) behind, without bound. ``BatchedELBO`` refuses that at its
-    first call, Pyro's losses do not. To weigh the KL term use ``BatchedELBO(kl_weight=...)``.
-    The prior of a chosen site has to be the same at every call, which is not checked, and may not
-    depend on other latent sites or have trained parameters: use
-    :class:`~pyro_ngvi.nn.WalshHadamardReparam` with ``poutine.reparam`` for these.
-
-    Not for a few hundred weights, which :class:`AutoMatrixNormal` or :class:`AutoFullRankNormal` fit
-    better, but for layers so wide that n m numbers are too many, or that mean-field guides drive to
-    the prior.  Every draw of W is made: for matrices beyond memory take
-    :class:`~pyro_ngvi.nn.WalshHadamardLinear`, which never makes them.
-
-    Args:
-        sites: names of the sites to reparameterise, of any shape with at least one dimension (vectors
-            become square matrices).  By default all Gaussian matrix sites, both dimensions above 1,
-            but the last of the model's (n, m) sites, an output layer, if there are two or more.
-        g: "mean_field" or "full_rank" for q(g) of each site.
-        rest: the same for all other sites together.
-        g_scale: prior sd of g; 1 keeps the prior variance of each W_ij while the diagonals are signs.
-        shared: one g for all blocks of a site that has more rows than D, the power of two from its
-            columns on.
-        train_diagonals: ``False`` keeps S1 and S2 at their random signs, a function of the site's name.
-        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises; there is no
-            ``init``.
-
-    g starts at the matrix nearest to the starting value of W, made as long: start networks at the
-    weights of a module (``init_loc_fn=model.init_to_module``) or at draws of the prior
-    (``init_loc_fn=pyro.infer.autoguide.init_to_sample``).  At zero, the default start, hidden
-    layers get a gradient from the noise of q alone.
-
-    Raises:
-        ValueError: at the first call, for a named site that does not exist, has no dimension, is in a
-            plate, scaled or masked, or whose prior is not Gaussian, is trained or depends on other
-            latent sites; when nothing is named and there is no such matrix.
-
-    Example:
-        >>> import pyro, torch
-        >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-        >>> model = ngvi.nn.bayesianize(net, "normal", num_data=20, noise=0.1)
-        >>> guide = ngvi.AutoWalshHadamard(model, init_loc_fn=model.init_to_module)
-        >>> optim = ngvi.NGVB(guide, others=pyro.optim.Adam({"lr": 0.01}))
-        >>> svi = SVI(model, guide, optim, ngvi.BatchedELBO(4))
-        >>> x = torch.randn(20, 4)
-        >>> loss = svi.step(x, x.sum(-1))
-        >>> guide.matrices["0.weight"].num_g, guide.median()["0.weight"].shape
-        (64, torch.Size([64, 4]))
-    """
-
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        sites: Sequence[str] | None = None,
-        *,
-        g_scale: float = 1.0,
-        train_diagonals: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        self._g_scale, self._train_diagonals = float(g_scale), train_diagonals
-        # an average of g over the past would not belong to the diagonals of today
-        self.holds_average = not train_diagonals
-        super().__init__(model, sites, **kwargs)
-
-    def make_family(self) -> Family:
-        if self._g == self._rest == "mean_field":
-            return MeanFieldNormal()
-        return super().make_family()
-
-    @property
-    def replaced_priors(self) -> tuple[str, ...]:
-        """The sites whose prior in the model gives way to that of g."""
-        return tuple(self.parts)
-
-    def _chosen(self, args: Any, kwargs: Any) -> dict[str, tuple[Tensor, Tensor]]:
-        chosen, nodes = super()._chosen(args, kwargs), self.prototype_trace.nodes
+    def _check_priors(self, chosen: dict[str, Any], args: Any, kwargs: Any) -> None:
+        """Refuse priors that are trained, or that move with other latent sites."""
+        nodes = self.prototype_trace.nodes
 
         def moved(site: Any) -> Tensor:
             if site["name"] not in nodes:
@@ -285,41 +205,89 @@ class AutoWalshHadamard(_WalshHadamardGuide):
                     f"sites, which it does not follow. Use poutine.reparam(model, {{{name!r}: "
                     f"pyro_ngvi.nn.WalshHadamardReparam()}}), or AutoProperWalshHadamard(model)."
                 )
-        return chosen
+
+    def _diagonals(self, part: str) -> tuple[Tensor, Tensor]:
+        """S1 and S2 of one site, without telling Pyro."""
+        held: Any = {**self._parameters, **self._buffers}
+        return held[f"left_{part}"], held[f"right_{part}"]
 
     def _make_transform(self, name: str, loc: Tensor, scale: Tensor) -> Transform:
         diagonals = partial(self._diagonals, self.parts[name])
         return WalshHadamardTransform(self.matrices[name], loc, scale, diagonals, self._g_scale)
 
+    def _part(self, name: str) -> tuple[str, Family]:
+        if name not in self.parts:
+            return "rest", self._rest()
+        return self.parts[name], self._g()
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        for name in self.parts:
+            transform, site = self._transform(name), self.prototype_trace.nodes[name]
+            transform.loc, transform.scale = fn(transform.loc), fn(transform.scale)
+            site["value"] = fn(site["value"])  # whose shape in g a loss asks the transform for
+        return super()._apply(fn, *args, **kwargs)
+
+    def site_moments(self, name: str) -> tuple[Tensor, Tensor]:
+        """Mean and sd of every entry of a site in ``matrices`` under q, in the shape of the site."""
+        params, shapes = self._current(), self._unconstrained_shapes
+        transform, found = self._transform(name), factor(self.family, params, place(shapes, name))
+        assert found is not None  # a site is independent of the rest
+        family, own = found
+        mean = transform(family.mean(own).view(shapes[name]))
+        return mean.detach(), self._stddev(transform, family, own).detach()
+
     def _stddev(self, transform: Any, family: Family, own: Tensors) -> Tensor:
+        """sd of every entry of a site, from its part of q."""
         full = isinstance(family, FullRankNormal)
         return transform.stddev(family.covariance(own) if full else family.stddev(own).square())
 
+    def _exact_quantiles(self, name: str, levels: Tensor) -> Tensor | None:
+        if name not in self.parts:
+            return None
+        mean, sd = self.site_moments(name)
+        return mean + sd * torch.special.ndtri(levels).reshape(-1, *(1 for _ in mean.shape))
 
-class AutoProperWalshHadamard(_WalshHadamardGuide):
+
+def _is_plain_event(site: Any) -> bool:
+    """Whether all dimensions of a site are one event, outside of plates, scales and masks."""
+    plain = not site["cond_indep_stack"] and site["scale"] == 1.0 and site["mask"] is None
+    return plain and 0 < site["value"].dim() == site["fn"].event_dim
+
+
+class AutoProperWalshHadamard(AutoWalshHadamard):
     r"""Matrices of :class:`AutoWalshHadamard` and noise: a bound of the evidence of your own model.
 
     White noise on every entry, W = loc + scale o (A g + sigma E) with A g the matrix of g and E
     standard normal, gives W a density (:class:`~pyro_ngvi.families.WalshHadamardNormal`).  The
-    diagonals stay signs, and all is trained by natural gradients.
+    diagonals stay signs, and all is trained by natural gradients.  Arguments are the others of
+    :class:`AutoWalshHadamard`, where the start is told too.
 
     The bound is often loose: the mean of q moves in about max(n, m) of n m directions, and one number
     sigma is the sd in all others, about that of the prior unless the data say much about most of them.
     A step is O(n m), as with a mean-field guide.  The prior of W may change from call to call, or with
     other latent sites: loc and scale stay those of the first.
 
-    Args:
-        sites, g, rest, shared, kwargs: as for :class:`AutoWalshHadamard`, where the start is told too.
-
     Example:
-        >>> import torch, pyro, pyro.distributions as dist
-        >>> import pyro_ngvi as ngvi
+        >>> import torch, pyro, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model():
         ...     return pyro.sample("W", dist.Normal(torch.zeros(8, 4), 1.0).to_event(2))
         >>> guide = ngvi.AutoProperWalshHadamard(model)
         >>> guide()["W"].shape, guide.get_posterior().event_shape, guide.g_W_loc.shape
         (torch.Size([8, 4]), torch.Size([32]), torch.Size([8]))
     """
+
+    replaced_priors = ()  # pyright: ignore[reportAssignmentType]
+
+    def __init__(
+        self, model: Callable[..., Any], sites: Sequence[str] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(model, sites, g_scale=1.0, train_diagonals=False, **kwargs)
+
+    def make_family(self) -> Family:
+        return ProductFamily({}, [], linear=False)
+
+    def _check_priors(self, chosen: dict[str, Any], args: Any, kwargs: Any) -> None:
+        pass  # W has a density, and the model its own prior
 
     def _make_transform(self, name: str, loc: Tensor, scale: Tensor) -> Transform:
         return AffineTransform(loc, scale, event_dim=loc.dim())

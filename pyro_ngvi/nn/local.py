@@ -14,16 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Any
 
 import pyro
 import torch
-from pyro.infer.autoguide import AutoGuide
+from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide, AutoGuideList, AutoNormal
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
+from torch.distributions import biject_to
 
+from ..families import MeanFieldNormal
+from ..families.base import LOG_2PI
+from ..guides.base import AutoFamily, FamilyDistribution
+from ..guides.marginals import factor, place
 from ..guides.reparam import normal_of
-from ._site_posterior import NoFactor, SitePosteriors
 from .weights import over_rows
 
 _active: ContextVar[_LocalDraws | None] = ContextVar("_active", default=None)
@@ -62,7 +67,6 @@ class LocalModel:
         ValueError: for another ``kl``; when the model is run, for a site that the guide lacks or
             correlates with others, a prior of g that is not normal, and inputs of a layer that do
             not say what a datum is.
-        RuntimeError: when the model is run with draws of another guide, while this was never called.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -119,14 +123,18 @@ def draws_for_data(value: Tensor, x: Tensor, needed: bool = True) -> Tensor:
     return shared if draws is None else draws.for_data(value, shared, x, needed)
 
 
+class NoFactor(ValueError):
+    """The distribution of a site is no factor of the guide's, or none that is known here."""
+
+
 class _LocalDraws(Messenger):
     """During one run of a model: which tensor is the value of which site, and the draws for data."""
 
     def __init__(self, guide: AutoGuide) -> None:
         super().__init__()
-        self.posteriors = SitePosteriors(guide, "local_reparameterization")
+        self.guide = guide
         self.sites: dict[int, Any] = {}
-        self.drawn: dict[str, tuple[torch.Size, Tensor]] = {}
+        self.drawn: dict[str, tuple[torch.Size, Tensor, FamilyDistribution]] = {}
 
     def _pyro_post_sample(self, msg: Any) -> None:
         # only a guide in training gives a value that is part of the graph of parameters
@@ -138,23 +146,21 @@ class _LocalDraws(Messenger):
         if site is None or x.dim() < 2:
             return shared
         name, lead = site["name"], _lead(shared, x)
-        before, drawn = self.drawn.get(name, (lead, None))
-        if lead is None or lead != before:
+        if lead is None or (name in self.drawn and lead != self.drawn[name][0]):
             raise ValueError(
                 f"The layer of {name!r}, of shape {tuple(shared.shape)}, takes an x of shape "
                 f"{tuple(x.shape)}, which does not say what a datum is (not data but particles, or the "
                 f"data of another call). Use pyro_ngvi.BatchedELBO, or the model itself."
             )
-        if drawn is None:
+        if name not in self.drawn:
             try:
-                q = self.posteriors[name]
+                q = posterior_of(self.guide, name)
             except NoFactor:
                 if needed:
                     raise
                 return shared
-            drawn = q.family.draw(q.params, lead)
-            self.drawn[name] = lead, drawn
-        return drawn
+            self.drawn[name] = lead, q.family.draw(q.params, lead), q
+        return self.drawn[name][1]
 
     def corrections(self) -> Iterator[tuple[str, Tensor]]:
         """log q(g) - log p(g) - KL(q || p), of mean zero, for each site with draws for data."""
@@ -162,14 +168,58 @@ class _LocalDraws(Messenger):
             name, fn, g = site["name"], site["fn"], site["value"]
             if name not in self.drawn:
                 continue
-            normal = normal_of(fn)
+            normal, q = normal_of(fn), self.drawn[name][2]
             if normal is None:
                 raise ValueError(
                     f"The prior of {name!r} is not independent normals, and its KL has no closed form "
                     f'here: use local_reparameterization(model, guide, kl="sampled").'
                 )
-            q = self.posteriors[name]
-            yield name, q.log_prob(g) - fn.log_prob(g) - q.kl(*normal)
+            loc, scale = normal
+            square = (q.variance + (q.mean - loc).square()) / scale.square()
+            cross_entropy = (0.5 * (square + LOG_2PI) + scale.log()).sum(-1)
+            yield name, q.log_prob(g) - fn.log_prob(g) - (cross_entropy - q.entropy())
+
+
+def posterior_of(guide: AutoGuide, name: str) -> FamilyDistribution:
+    """q of one site, a real vector (K,), as the guide draws it now."""
+    for part in guide.modules():
+        trace: Any = getattr(part, "prototype_trace", None)
+        if trace is None or isinstance(part, AutoGuideList) or name not in trace.nodes:
+            continue
+        found = _factor(part, name, trace)
+        if found is None:
+            raise NoFactor(
+                f"local_reparameterization cannot draw {name!r} alone from {type(part).__name__}. It "
+                f"takes a real vector outside of plates, of pyro_ngvi.AutoMeanFieldNormal(model), say, "
+                f"or the only site of a part of an AutoGuideList."
+            )
+        return found
+    raise ValueError(
+        f"The guide of local_reparameterization, {type(guide).__name__}, has no site {name!r}, or was "
+        f"never called. Hand over the guide that SVI trains."
+    )
+
+
+def _factor(guide: Any, name: str, trace: Any) -> FamilyDistribution | None:
+    site = trace.nodes[name]
+    value, sites = site["value"], list(trace.iter_stochastic_nodes())
+    if biject_to(site["fn"].support)(value) is not value or site["cond_indep_stack"]:
+        return None
+    if isinstance(guide, AutoNormal):
+        return _normal(attrgetter(name)(guide.locs), attrgetter(name)(guide.scales))
+    if not isinstance(guide, AutoFamily | AutoDiagonalNormal):
+        return None
+    own = place(guide._unconstrained_shapes, name)
+    if isinstance(guide, AutoDiagonalNormal):
+        scale: Any = guide.scale
+        return _normal(guide.loc[own], scale[own])
+    q, how = guide.sampling_posterior(), guide.sticking_the_landing
+    found = factor(q.family, q.params, own, alone=len(sites) == 1)
+    return found and FamilyDistribution(*found, sticking_the_landing=how)
+
+
+def _normal(loc: Tensor, scale: Tensor) -> FamilyDistribution:
+    return FamilyDistribution(MeanFieldNormal(), {"loc": loc, "log_scale": scale.log()})
 
 
 def _lead(g: Tensor, x: Tensor) -> torch.Size | None:

@@ -122,6 +122,3 @@ class RandomFourierFeatures(PyroModule):
         angles = (x / lengthscale) @ omega
         scale = (over_rows(self.variance, 0) / self.num_features).sqrt().unsqueeze(-1)
         return scale * torch.cat([angles.cos(), angles.sin()], -1)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, num_features={self.num_features}"

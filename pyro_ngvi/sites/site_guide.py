@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoGuide
 from pyro.nn.module import pyro_method
 from torch import Tensor, nn
 
@@ -17,15 +16,12 @@ from ..distributions.gaussian_process import draws_are_means
 from ..families.base import entry_name
 from ..guides.start import MadeAtFirstCall
 from ..linalg.host import at_hand, own_random_state
-from ..runtime.pyro_adapter import give_model, has_model, kept_whole, model_under
+from ..runtime.pyro_adapter import give_model, has_model, model_under
 from ..runtime.store import (
     ModuleParams,
-    OwnName,
     check_names,
-    claim_name,
     follow_store,
     module_name,
-    rename,
 )
 from .algebra import Algebra
 from .bound_model import BoundModel, bind
@@ -37,7 +33,7 @@ from .structure import ModelStructure
 SEED = 20_180_216
 
 
-class SiteGuide(MadeAtFirstCall, OwnName, AutoGuide):
+class SiteGuide(MadeAtFirstCall):
     """A guide whose parameters are the sites of single data: nu (N, k) and Lambda (N, k, k) by group.
 
     Attributes:
@@ -261,9 +257,7 @@ class SiteGuide(MadeAtFirstCall, OwnName, AutoGuide):
 
     def __getstate__(self) -> dict[str, Any]:
         self.make_current()
-        with kept_whole(self):
-            state = {**super().__getstate__(), "curvature": None}
-        return state
+        return super().__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         other = type(self).__new__(type(self))
@@ -279,11 +273,6 @@ class SiteGuide(MadeAtFirstCall, OwnName, AutoGuide):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.fresh = not self._any_moved()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        # a copy in the process of its original gets parameters of its own
-        rename(self, claim_name(module_name(self)))
 
 
 def find_sites(guide: Any) -> Iterator[tuple[str, SiteGuide]]:

@@ -132,7 +132,7 @@ def test_families_of_the_users_choice() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"'poisson', which does not fit.*Choose 'normal'\."):
+    with pytest.raises(ValueError, match=r"'poisson', which does not fit.*Choose 'normal'"):
         AutoExponentialFamily(constrained, families={"real": "poisson"})()
     guide = AutoExponentialFamily(constrained, families={"reals": "normal"})
     for _ in range(2):  # the second call says the same
@@ -141,19 +141,14 @@ def test_refusals() -> None:
         ):
             guide()
     guide = AutoExponentialFamily(constrained, families={"real": "gamma"})
-    with pytest.raises(
-        ValueError, match=r"'gamma', which does not fit the support Real.*'normal'\."
-    ):
+    with pytest.raises(ValueError, match=r"'gamma', which does not fit the support Real.*'normal'"):
         guide()
     guide = AutoExponentialFamily(constrained, families={"uniform": "dirichlet"})
-    with pytest.raises(ValueError, match=r"'dirichlet'.*Choose 'beta' or 'normal'\."):
+    with pytest.raises(ValueError, match=r"'dirichlet'.*Choose 'normal', or leave"):
         guide()
     guide = AutoExponentialFamily(constrained)
     with pytest.raises(RuntimeError, match="call it once"):
         guide.site_distribution("real")
-    guide()
-    with pytest.raises(ValueError, match=r"no latent site 'x'; it has 'real'"):
-        guide.site_distribution("x")
 
 
 # summaries

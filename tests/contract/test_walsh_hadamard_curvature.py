@@ -79,5 +79,5 @@ def test_steps_with_other_sites_and_trained_diagonals(optimizer: Any, kind: str 
 
 def test_a_full_part_is_refused_by_von() -> None:
     guide = AutoWalshHadamard(weights, ["W"], g="full_rank")
-    with pytest.raises(ValueError, match="ProductFamily"):
+    with pytest.raises(ValueError, match="VON cannot step AutoWalshHadamard"):
         VON(guide)

@@ -64,8 +64,6 @@ FILLED = {
         'poutine.reparam(matrix, {"W": pyro_ngvi.nn.WalshHadamardReparam()})()'
     ),
     "AutoProperWalshHadamard(model)": 'AutoProperWalshHadamard(matrix, sites=["W"])',
-    "pyro.plate(...)": 'pyro.plate("data", N)',
-    "range(...)": "range(N)",
     "requires_grad_(False)": "module.requires_grad_(False)",
     'local_reparameterization(model, guide, kl="sampled")': (
         'nn.local_reparameterization(layer, AutoMeanFieldNormal(layer), kl="sampled")'
@@ -169,6 +167,7 @@ def reader() -> dict[str, Any]:
         "dist": dist,
         "torch": torch,
         "poutine": poutine,
+        "block": poutine.block,
         "math": math,
         "copy": copy,
         "pyro_ngvi": pyro_ngvi,

@@ -291,7 +291,7 @@ def test_start_that_is_not_finite(kind: str) -> None:
         normal("good")
         pyro.sample("bad", dist.Normal(torch.zeros(2), 1.0).to_event(1))
 
-    with pytest.raises(ValueError, match=r"not finite at site\(s\) 'bad'\. Pass another one"):
+    with pytest.raises(ValueError, match=r"not finite at the site 'bad'\. Pass another one"):
         GUIDES[kind](model, init_loc_fn=start)()
 
 

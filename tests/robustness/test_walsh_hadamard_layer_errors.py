@@ -79,7 +79,9 @@ def test_what_is_no_kl() -> None:
 def test_a_guide_that_was_never_called() -> None:
     model = Net()
     local = local_reparameterization(model, ngvi.AutoMeanFieldNormal(model))
-    with pytest.raises(RuntimeError, match=r"was never called.*'layer.g'.*same guide to SVI"):
+    with pytest.raises(
+        ValueError, match=r"no site 'layer.g', or was never called.*that SVI trains"
+    ):
         step(model, local, AutoNormal(model))
 
 
@@ -88,21 +90,21 @@ def test_a_guide_without_the_site() -> None:
     other = AutoNormal(lambda x: pyro.sample("z", dist.Normal(0.0, 1.0)))
     other(X)
     local = local_reparameterization(model, other)
-    with pytest.raises(ValueError, match=r"AutoNormal, has no site 'layer.g'; it has 'z'"):
+    with pytest.raises(ValueError, match=r"AutoNormal, has no site 'layer.g'"):
         step(model, local, ngvi.AutoMeanFieldNormal(model))
 
 
 def test_guides_that_correlate_g() -> None:
     model = Net()
     ours = ngvi.AutoFullRankNormal(model)
-    with pytest.raises(ValueError, match=r"'layer.g' alone from AutoFullRankNormal.*AutoGuideList"):
+    with pytest.raises(ValueError, match=r"alone from AutoFullRankNormal.*AutoGuideList"):
         step(model, local_reparameterization(model, ours), ours)
     theirs = AutoMultivariateNormal(model)
     with pytest.raises(ValueError, match=r"cannot draw 'layer.g' alone from AutoMultivariate"):
         step(model, local_reparameterization(model, theirs), theirs)
     listed = AutoGuideList(model)
     listed.append(ngvi.AutoFactorNormal(model, rank=2))
-    with pytest.raises(ValueError, match=r"'layer.g' alone from AutoFactorNormal"):
+    with pytest.raises(ValueError, match=r"cannot draw 'layer.g' alone from AutoFactorNormal"):
         step(model, local_reparameterization(model, listed), listed)
 
 
@@ -115,7 +117,7 @@ def test_priors_without_a_closed_form() -> None:
     step(model, local_reparameterization(model, guide, kl="sampled"), guide)
     model.layer.g = PyroSample(dist.LogNormal(torch.zeros(4), 1.0).to_event(1))
     guide = ngvi.AutoMeanFieldNormal(model)
-    with pytest.raises(ValueError, match=r"'layer.g' is constrained or in a plate"):
+    with pytest.raises(ValueError, match=r"alone.* a real vector outside of plates"):
         step(model, local_reparameterization(model, guide, kl="sampled"), guide)
 
 
