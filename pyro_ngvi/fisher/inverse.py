@@ -51,6 +51,11 @@ class InverseFisher(Protocol):
     def product(self, state: State, g: Tensor) -> Tensor: ...
 
 
+def host_count(number: int) -> Tensor:
+    """A counter that stays with the host: reading it waits for nothing."""
+    return torch.tensor(number, device="cpu")
+
+
 def good_rows(scores: Tensor) -> Tensor:
     """Which of scores (S, D) have a finite length, (S, 1)."""
     return torch.isfinite(scores.square().sum(-1, keepdim=True))  # their squares must not overflow
@@ -227,8 +232,7 @@ class Window(InverseFisher):
             "gram": diagonal.new_zeros(self.size, self.size),
             "weights": diagonal.new_zeros(self.size),
             "guess": diagonal.mean(),
-            # a counter of the host: reading it waits for nothing
-            "next": torch.zeros((), dtype=torch.long, device="cpu"),
+            "next": host_count(0),
         }
 
     def update(self, state: Tensors, scores: Tensor) -> Tensors:
@@ -248,7 +252,7 @@ class Window(InverseFisher):
             gram[:, place] = products.mT
             start = stop % self.size
         kept = {"rows": rows, "gram": gram, "weights": weights}
-        return state | kept | {"next": torch.tensor(start, device="cpu")}
+        return state | kept | {"next": host_count(start)}
 
     def product(self, state: Tensors, g: Tensor) -> Tensor:
         rows, weights = state["rows"], state["weights"]

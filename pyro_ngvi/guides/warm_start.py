@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..families.base import Family, Tensors
 from ..linalg.host import own_random_state
-from ..optim.natural_gradient import make_rule, rule_arguments
+from ..optim.natural_gradient import make_rule
 from ..runtime.model_density import ModelDensity
 from ..runtime.pyro_adapter import unblocked
 from .initialization import init_to_center
@@ -91,7 +91,7 @@ def find_gaussian(
     lower ELBO than it began, or none, ``params`` comes back.
     """
     density = ModelDensity(model, tuple(args), kwargs)
-    rule = make_rule(family, rule_arguments(1.0, 1.0, None, None, False))
+    rule = make_rule(family, averaging=False)
 
     def loss(q: Tensors, fixed: Tensors, n: int) -> Tensor:
         z = family.draw(q, torch.Size((n,)))

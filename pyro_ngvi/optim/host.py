@@ -8,7 +8,7 @@ ordinary optimizer.  A step happens as a whole or not at all, wherever an except
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -52,7 +52,12 @@ class NaturalGradientOptim(PyroOptim):
     #: a guide to use, where the optimizer cannot do without one of ours
     suits: ClassVar[str] = ""
 
-    def __init__(self, guide: Any, others: PyroOptim | None = ADAM) -> None:
+    def __init__(
+        self,
+        guide: Any,
+        others: PyroOptim | None = ADAM,
+        rule: Callable[[Any], Any] | None = None,
+    ) -> None:
         super().__init__(refuse_wrappers, {})  # __call__ does the work
         name = type(self).__name__
         if others is not None and not isinstance(others, PyroOptim):
@@ -66,6 +71,7 @@ class NaturalGradientOptim(PyroOptim):
                 f"loss=pyro_ngvi.SitesELBO()."
             )
         self.guide = guide
+        self.rule = rule
         self.others = DefaultAdam() if others is ADAM else others
         self._is_to_tell = isinstance(self.others, DefaultAdam)
         self._has_others = False
@@ -91,7 +97,8 @@ class NaturalGradientOptim(PyroOptim):
 
     def make_rule(self, family: Any) -> Any:
         """The rule for a block with that family."""
-        raise NotImplementedError
+        assert self.rule is not None
+        return self.rule(family)
 
     def _blocks(self) -> Iterable[tuple[str, Any]]:
         """The blocks of parameters that this optimizer steps, by path: our guides within the guide."""

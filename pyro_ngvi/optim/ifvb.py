@@ -50,7 +50,7 @@ from ..fisher.scores import family_scores
 from ..linalg.host import own_random_state
 from .blocks import Coordinates, EstimatedGeometry, GuideBlock
 from .host import NaturalGradientOptim, find_blocks
-from .natural_gradient import NaturalGradientRule, make_rule, rule_arguments
+from .natural_gradient import NaturalGradientRule, make_rule
 from .rule import Averaging, Rule, State, Step
 from .schedules import RobbinsMonro, Schedule, check_convergence, require
 from .state import ADAM
@@ -123,15 +123,9 @@ class IFVBRule(Rule):
             fisher = estimate.update(fisher, scores)
         return super().init(params) | {"fisher": fisher}
 
-    def step(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        state: State,
-        curvature: Mapping[str, Any] | None = None,
-    ) -> Step:
-        estimate, seen = self._estimate(params), curvature or {}
-        fisher = {"fisher": estimate.update(state["fisher"], seen["scores"])}
+    def step(self, params: Tensors, grads: Tensors, state: State, curvature: Any = None) -> Step:
+        estimate = self._estimate(params)
+        fisher = {"fisher": estimate.update(state["fisher"], curvature["scores"])}
         geometry = EstimatedGeometry(self.family, lambda g: estimate.product(fisher["fisher"], g))
         step = replace(self.rule, family=geometry).step(params, grads, state)
         # scores are those of q, which are good where the gradient is not
@@ -217,9 +211,15 @@ class IFVB(NaturalGradientOptim):
         self._fisher = fisher
         self._by_layer = by_layer
         self._num_scores = num_scores
-        self._rule_arguments = rule_arguments(
-            lr, trust_radius, schedule, momentum, averaging, clip_norm=clip_norm
-        )
+        self._rule_arguments: dict[str, Any] = {
+            "lr": lr,
+            "trust_radius": trust_radius,
+            "schedule": schedule,
+            "momentum": momentum,
+            "averaging": averaging,
+            "clip_norm": clip_norm,
+        }
+        self.make_rule(Coordinates(()))  # which refuses arguments out of range
         self._rest: GuideBlock | None = None
         self._rest_known = False
         super().__init__(guide, others)
@@ -236,9 +236,9 @@ class IFVB(NaturalGradientOptim):
         if self._stored:
             family = Coordinates(family.names)
         arguments = self._rule_arguments
-        if not family.known_fisher:
-            arguments = {"schedule": SLOW} | arguments
-        return IFVBRule(make_rule(family, arguments), self._fisher or suited, self._by_layer)
+        if not family.known_fisher and arguments["schedule"] is None:
+            arguments = arguments | {"schedule": SLOW}
+        return IFVBRule(make_rule(family, **arguments), self._fisher or suited, self._by_layer)
 
     def _step(self, params: list[Tensor]) -> None:
         if self._rest is not None and not self._rest_known:

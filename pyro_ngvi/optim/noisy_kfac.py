@@ -21,9 +21,8 @@ S = N S-bar, tau = 1 / eta, lambda = 1, and gamma_in = tau / N.
 **Damping comes from the prior.**  The precision S kron A + tau I is no Kronecker product.  The damped
 factors multiply out to S kron A + tau I + sqrt(tau) (pi S kron I + I kron A / pi): too large, so that
 sds are too small, by 12 % where the likelihood's precision is 50 tau and by 29 % where it is tau (A and
-S multiples of I).  :class:`~pyro_ngvi.NGVB` on the same guide finds the best Kronecker product instead.
-``damping`` acts on the mean alone.  In a linear regression with known noise the mean is exact, and so
-is the covariance in the limit of a vague prior, if the residuals have the covariance of the noise.
+S multiples of I).  ``damping`` acts on the mean alone.  In a linear regression with known noise the
+mean is exact, and so is the covariance in the limit of a vague prior.
 
 The averages start with the first step's statistics (b is at least 1 / (k + 1)).  Moves, of all sites
 together, are shortened to a Fisher length of ``trust_radius``: the paper's code clips them so.  Sites
@@ -38,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import torch
@@ -51,7 +50,7 @@ from ..families.base import Tensors, dot
 from ..linalg.cholesky import inverse_cholesky
 from .host import NaturalGradientOptim
 from .rule import Rule, State, Step
-from .schedules import Rate, as_rate, rate_at, require
+from .schedules import Rate, rate_at, require, require_rate
 from .state import ADAM
 
 #: the published rate of the mean (for sums over data: of a full natural step) and of the averages
@@ -98,6 +97,15 @@ class NoisyKFACRule(Rule):
     prior_precision: float | None = None
     trust_radius: float = 1.0
 
+    def __post_init__(self) -> None:
+        require_rate("lr", self.lr)
+        require_rate("curvature_lr", self.curvature_lr)
+        require(0.0 <= self.damping < torch.inf, "damping", "not be negative", self.damping)
+        require(self.trust_radius > 0.0, "trust_radius", "be positive or None", self.trust_radius)
+        tau = self.prior_precision
+        valid = tau is None or 0.0 < tau < torch.inf
+        require(valid, "prior_precision", "be a positive number or None", tau)
+
     def refuses(self, family: Any) -> str | None:
         if family.curvature_form == "kronecker":
             return None
@@ -116,22 +124,16 @@ class NoisyKFACRule(Rule):
             "kron_columns": {p: like.new_zeros(f.columns, f.columns) for p, f in matrices.items()},
         }
 
-    def step(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        state: State,
-        curvature: Mapping[str, Any] | None = None,
-    ) -> Step:
-        count, seen = state["count"], dict(curvature or {})
+    def step(self, params: Tensors, grads: Tensors, state: State, curvature: Any = None) -> Step:
+        count = state["count"]
         a, b = rate_at(self.lr, count), rate_at(self.curvature_lr, count)
         b = torch.maximum(b, 1.0 / (count + 1.0))
         matrices = self._matrices()
         averages = {
-            kind: {p: torch.lerp(state[kind][p], seen[kind][p], b) for p in matrices}
+            kind: {p: torch.lerp(state[kind][p], curvature[kind][p], b) for p in matrices}
             for kind in ("kron_rows", "kron_columns")
         }
-        priors = self._priors(seen)
+        priors = self._priors(curvature)
 
         covariances: dict[str, tuple[Tensor, Tensor]] = {}
         moves: dict[str, Tensors] = {}
@@ -177,7 +179,7 @@ class NoisyKFACRule(Rule):
             return dict.fromkeys(self.family.parts, self.prior_precision)
         return {p: v.mean() for p, v in self.family.split(curvature["prior"]).items()}
 
-    def bad_entries(self, grads: Tensors, curvature: Mapping[str, Any]) -> Tensor:
+    def bad_entries(self, grads: Tensors, curvature: Any) -> Tensor:
         bad = self.family.split(self.family.not_finite(grads))
         for name in self._matrices():
             for kind in ("kron_rows", "kron_columns"):
@@ -239,22 +241,11 @@ class NoisyKFAC(NaturalGradientOptim):
         trust_radius: float | None = 1.0,
         others: PyroOptim | None = ADAM,
     ) -> None:
-        require(0.0 <= damping < torch.inf, "damping", "not be negative", damping)
+        settings = {"damping": damping, "prior_precision": prior_precision}
         radius = torch.inf if trust_radius is None else trust_radius
-        require(radius > 0.0, "trust_radius", "be positive or None", trust_radius)
-        valid = prior_precision is None or 0.0 < prior_precision < torch.inf
-        require(valid, "prior_precision", "be a positive number or None", prior_precision)
-        self._arguments: dict[str, Any] = {
-            "lr": as_rate("lr", lr),
-            "curvature_lr": as_rate("curvature_lr", curvature_lr),
-            "damping": float(damping),
-            "prior_precision": prior_precision,
-            "trust_radius": float(radius),
-        }
-        super().__init__(guide, others)
-
-    def make_rule(self, family: Any) -> NoisyKFACRule:
-        return NoisyKFACRule(family, **self._arguments)
+        rates = {"lr": lr, "curvature_lr": curvature_lr}
+        rule = partial(NoisyKFACRule, trust_radius=radius, **rates, **settings)
+        super().__init__(guide, others, rule)
 
     def _beside_gradients(
         self, path: str, block: Any, values: Tensors, parts: Tensors

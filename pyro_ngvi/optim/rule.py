@@ -8,7 +8,6 @@ are pure functions of nested dicts of tensors, and nothing in them waits for the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, ClassVar, Protocol
@@ -135,7 +134,7 @@ class Rule(ABC):
         """What the rule remembers before its first step."""
         return {}
 
-    def bad_entries(self, grads: Tensors, curvature: Mapping[str, Any]) -> Tensor:
+    def bad_entries(self, grads: Tensors, curvature: Any) -> Tensor:
         """Entries of z (d,) at which gradient or curvature is not finite."""
         bad = self.family.not_finite(grads)
         for name, value in curvature.items():
@@ -153,11 +152,7 @@ class Rule(ABC):
         return state | self.start(params) | start_average(self.averaging, params)
 
     def update(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        state: State,
-        curvature: Mapping[str, Any] | None = None,
+        self, params: Tensors, grads: Tensors, state: State, curvature: Any = None
     ) -> tuple[Tensors, State, Report]:
         """One step from ``params`` (the iterate), or none where it is not finite."""
         further = (curvature,) if curvature else ()

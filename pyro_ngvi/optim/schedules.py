@@ -179,11 +179,10 @@ def require(holds: bool, name: str, what: str, value: Any) -> None:
         raise ValueError(f"{name} must {what}, got {value!r}.")
 
 
-def as_rate(name: str, rate: Rate) -> Rate:
-    """A checked rate: a number in (0, 1], or a function of the step count."""
+def require_rate(name: str, rate: Rate) -> None:
+    """Refuse what is neither a number in (0, 1] nor a function of the step count."""
     number = isinstance(rate, int | float) and not isinstance(rate, bool) and 0.0 < rate <= 1.0
     require(number or callable(rate), name, "be in (0, 1] or a function of the step count", rate)
-    return rate
 
 
 def rate_at(rate: Rate, k: Tensor) -> Tensor:
