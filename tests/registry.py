@@ -5,9 +5,9 @@ The contract tests walk these tables.  Who adds one of these things adds a line 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pyro.distributions as dist
 import zuko
@@ -40,8 +40,10 @@ __all__ = [
     "LOSSES",
     "RULES",
     "VARIANTS",
+    "some",
 ]
 
+T = TypeVar("T")
 Model = Callable[..., Any]
 coupling = dist.transforms.affine_coupling
 
@@ -75,6 +77,11 @@ FAMILIES: dict[str, tuple[Family, int]] = {
 }
 
 
+def some(table: Mapping[str, T], *names: str) -> dict[str, T]:
+    """The entries of a table with these names."""
+    return {name: table[name] for name in names}
+
+
 def listed(model: Model) -> AutoGuideList:
     """Ours beside Pyro's: the site ``s`` is Pyro's, the others are ours."""
     guide = AutoGuideList(model)
@@ -84,7 +91,7 @@ def listed(model: Model) -> AutoGuideList:
 
 
 #: guides of this package, for a model with a matrix site ``W`` and a positive site ``s``
-GUIDES: dict[str, Callable[[Model], Any]] = {
+GUIDES: dict[str, Callable[..., Any]] = {
     "mean field": ngvi.AutoMeanFieldNormal,
     "full rank": ngvi.AutoFullRankNormal,
     "factor": partial(ngvi.AutoFactorNormal, rank=2),
@@ -96,9 +103,11 @@ GUIDES: dict[str, Callable[[Model], Any]] = {
     "proper Walsh-Hadamard": partial(ngvi.AutoProperWalshHadamard, sites=["W"]),
     "affine coupling": partial(ngvi.AutoCouplingFlow, layers=2, hidden=(8,)),
     "spline coupling": partial(ngvi.AutoCouplingFlow, kind="spline", layers=2, hidden=(8,), bins=4),
-    "Pyro's flow": lambda m: ngvi.AutoFlow(m, lambda d: [coupling(d, [8]), coupling(d, [8])]),
-    "Zuko's flow": lambda m: ngvi.AutoFlow(
-        m, lambda d: zuko.flows.MAF(d, transforms=2, hidden_features=(8,))
+    "Pyro's flow": lambda m, **k: ngvi.AutoFlow(
+        m, lambda d: [coupling(d, [8]), coupling(d, [8])], **k
+    ),
+    "Zuko's flow": lambda m, **k: ngvi.AutoFlow(
+        m, lambda d: zuko.flows.MAF(d, transforms=2, hidden_features=(8,)), **k
     ),
     "orthogonal flow": ngvi.AutoOrthogonalFlow,
 }

@@ -35,10 +35,8 @@ from torch.nn.functional import logsigmoid
 
 import pyro_ngvi
 from pyro_ngvi.families import OrthogonalFlow
-from pyro_ngvi.families._activation import SinhArcsinh
-from pyro_ngvi.families._affine_map import AffineMap
 from pyro_ngvi.families.base import Family, Tensors, clamp_exponent
-from pyro_ngvi.families.orthogonal_flow import NODES, is_rotation
+from pyro_ngvi.families.orthogonal_flow import NODES, AffineMap, SinhArcsinh, is_rotation
 from pyro_ngvi.linalg import stiefel
 
 __all__ = ["ACTIVATIONS", "RETRACTIONS", "AutoOrthogonalForm", "OrthogonalForm", "retract"]

@@ -1,9 +1,7 @@
 """What a variational family has to know: its density, its samples and its own geometry.
 
-A family is a set of pure functions over a small dict of named tensors, ``params``.  It holds no
-state, so every function can be tested to machine precision, vmapped and traced.
-
-Three kinds of dicts share the names of ``params``:
+A family is a set of pure functions over a small dict of named tensors.  It holds no state, so every
+function can be tested to machine precision, vmapped and traced.  Three kinds of dicts share the names:
 
 ``params``
     the coordinates that the guide stores, for instance ``loc`` and ``scale_tril``;
@@ -17,17 +15,17 @@ Three kinds of dicts share the names of ``params``:
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
+from torch.linalg import solve_triangular
 
+from ..linalg import stiefel
 from ..linalg.host import own_random_state
 
 Tensors = dict[str, Tensor]
@@ -36,21 +34,6 @@ LOG_2PI = math.log(2.0 * math.pi)
 
 #: draws behind moments, entropies and divergences that have no closed form
 DRAWS = 4096
-
-__all__ = [
-    "LOG_2PI",
-    "Family",
-    "Tensors",
-    "clamp_exponent",
-    "dot",
-    "entry_name",
-    "interpolate",
-    "keep_signature",
-    "log_normal",
-    "pack",
-    "sample_quantiles",
-    "unpack",
-]
 
 
 def dot(a: Tensors, b: Tensors) -> Tensor:
@@ -105,17 +88,8 @@ def sample_quantiles(x: Tensor, levels: Tensor) -> Tensor:
     return found.reshape(levels.shape + x.shape[1:])
 
 
-def keep_signature(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """For ``forward`` of an autograd function: torch would work out its signature at every call."""
-    forward.__signature__ = inspect.signature(forward)  # pyright: ignore[reportFunctionMemberAccess]
-    return forward
-
-
 class Family(ABC):
-    """A family of distributions over R^d with its information geometry.
-
-    Shapes: ``d`` is the dimension of the latent vector, ``n`` a number of draws.
-    Densities are in nats.
+    """A family of distributions over R^d with its information geometry; densities are in nats.
 
     To make one, give ``names``, :meth:`init`, :meth:`draw` (or :meth:`rsample`), :meth:`log_prob`,
     and, where the Fisher matrix is known, :meth:`fisher_product` and :meth:`natural_gradient`: six
@@ -129,6 +103,9 @@ class Family(ABC):
 
     #: coordinate systems in which :meth:`retract` can move
     coordinates: tuple[str, ...] = ("local",)
+
+    #: the highest diagonal, 0 or -1, of the tensors whose tangents are lower triangles
+    triangles: Mapping[str, int] = {}
 
     #: whether the Fisher matrix is the Hessian of the loss at a Gaussian posterior, so that a natural
     #: step of length 1 would be Newton's.  Where it is not, optimizers help with momentum.
@@ -161,9 +138,16 @@ class Family(ABC):
         """Whether the Fisher matrix is known; where not, it has to be estimated from scores."""
         return type(self).natural_gradient is not Family.natural_gradient
 
+    def _lacks(self, what: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} has no {what}.")
+
     @abstractmethod
     def init(self, loc: Tensor, scale: float) -> Tensors:
         """Parameters of a member centred at ``loc`` (d,) with every sd equal to ``scale``."""
+
+    def dim(self, params: Tensors) -> int:
+        """d, the length of the latent vector; by default that of the first tensor."""
+        return params[self.names[0]].shape[-1]
 
     def noise_dim(self, params: Tensors) -> int:
         """Number of standard normal variables that make one draw."""
@@ -171,22 +155,15 @@ class Family(ABC):
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         """Draws (..., d) from standard normal ``noise`` (..., noise_dim), differentiably."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has no closed form for its draws from normal noise; use "
-            f"draw(params, shape)."
-        )
+        raise self._lacks("closed form for its draws from normal noise; use draw(params, shape)")
 
     def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
         """z = rsample(noise) (..., d) and log |det dz/dnoise| (...), differentiable in the noise."""
-        raise NotImplementedError(
-            f"{type(self).__name__} is no map of d normal variables onto R^d."
-        )
+        raise self._lacks("map of d normal variables onto R^d")
 
     def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
         """The noise (..., d) that makes the draws ``z`` (..., d): the inverse of :meth:`transport`."""
-        raise NotImplementedError(
-            f"{type(self).__name__} is no map of d normal variables onto R^d."
-        )
+        raise self._lacks("map of R^d onto d normal variables")
 
     def draw(self, params: Tensors, shape: torch.Size) -> Tensor:
         """Draws (*shape, d), differentiably.  Families whose noise is not normal have their own."""
@@ -200,6 +177,14 @@ class Family(ABC):
         with torch.no_grad(), own_random_state(0):
             return self.draw(params, torch.Size((n,)))
 
+    @abstractmethod
+    def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
+        """log q(z), shape (...), of points ``z`` (..., d)."""
+
+    def score(self, params: Tensors, z: Tensor) -> Tensors:
+        """Gradient of log q(z) in ``params`` at fixed ``z`` (n, d); each entry has a leading n."""
+        return vmap(grad(self.log_prob), in_dims=(None, 0))(params, z)
+
     def draw_scores(self, params: Tensors, n: int) -> Tensors:
         """Scores of n fresh draws; each entry has a leading n."""
         return self.score(params, self.draw(params, torch.Size((n,))))
@@ -208,13 +193,26 @@ class Family(ABC):
         """Move a running average towards ``params`` by the share ``rate``: (1 - rate) average + ..."""
         return interpolate(average, params, rate)
 
-    def dim(self, params: Tensors) -> int:
-        """d, the length of the latent vector."""
-        return params["loc"].shape[-1]
+    def not_finite(self, params: Tensors) -> Tensor:
+        """Entries of z (d,) whose numbers in ``params`` (or ``grads``) are not all finite."""
+        return ~torch.isfinite(params["loc"])
 
     def mean(self, params: Tensors) -> Tensor:
         """Expectation of z, (d,).  By default that of 4,096 draws, as all moments here."""
         return self.fixed_draws(params).mean(0)
+
+    def stddev(self, params: Tensors) -> Tensor:
+        """Marginal standard deviations (d,)."""
+        return self.fixed_draws(params).std(0)
+
+    def covariance(self, params: Tensors) -> Tensor:
+        """The d x d covariance matrix.  For small d: plots, tests, summaries."""
+        d = self.dim(params)
+        return torch.cov(self.fixed_draws(params).mT).reshape(d, d)
+
+    def scale_tril(self, params: Tensors) -> Tensor:
+        """Lower triangular L (d, d) with L L' the covariance.  For small d."""
+        return torch.linalg.cholesky(self.covariance(params))
 
     def icdf(self, params: Tensors, levels: Tensor) -> Tensor:
         """Marginal quantiles (n, d) of z at ``levels`` (n,), each in (0, 1).
@@ -222,18 +220,6 @@ class Family(ABC):
         By default of 4,096 draws: standard error 0.02 sd at a Gaussian's median, 0.03 sd at 5 and 95 %.
         """
         return sample_quantiles(self.fixed_draws(params), levels)
-
-    def not_finite(self, params: Tensors) -> Tensor:
-        """Entries of z (d,) whose numbers in ``params`` (or ``grads``) are not all finite."""
-        return ~torch.isfinite(params["loc"])
-
-    @abstractmethod
-    def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
-        """log q(z), shape (...), of points ``z`` (..., d)."""
-
-    def score(self, params: Tensors, z: Tensor) -> Tensors:
-        """Gradient of log q(z) in ``params`` at fixed ``z`` (n, d); each entry has a leading n."""
-        return vmap(grad(self.log_prob), in_dims=(None, 0))(params, z)
 
     def entropy(self, params: Tensors) -> Tensor:
         """Entropy in nats, a 0-dim tensor."""
@@ -245,19 +231,6 @@ class Family(ABC):
         with own_random_state(0):
             z = self.draw(params, torch.Size((DRAWS,)))
         return (self.log_prob(params, z) - self.log_prob(other, z)).mean()
-
-    def covariance(self, params: Tensors) -> Tensor:
-        """The d x d covariance matrix.  For small d: plots, tests, summaries."""
-        d = self.dim(params)
-        return torch.cov(self.fixed_draws(params).mT).reshape(d, d)
-
-    def scale_tril(self, params: Tensors) -> Tensor:
-        """Lower triangular L (d, d) with L L' the covariance.  For small d."""
-        return torch.linalg.cholesky(self.covariance(params))
-
-    def stddev(self, params: Tensors) -> Tensor:
-        """Marginal standard deviations (d,)."""
-        return self.fixed_draws(params).std(0)
 
     def frame(self, params: Tensors) -> Tensors:
         """The units of the local frame, by name and entry; a name that is left out has units of 1."""
@@ -279,20 +252,20 @@ class Family(ABC):
         Hessian of -log p(y, z) (Bonnet's and Price's theorems).  ``curvature`` holds H as "dense"
         (d, d), "diagonal" (d,), or "rows" (n, d) and "diagonal" for rows' rows + diag.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no use for curvature.")
+        raise self._lacks("use for curvature")
 
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
         """F u for a tangent u: a gradient in the local frame."""
-        raise NotImplementedError(self._no_fisher())
+        raise self._no_fisher()
 
     def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
         """The tangent u with F u = ``gradient``, for a gradient in the local frame."""
-        raise NotImplementedError(self._no_fisher())
+        raise self._no_fisher()
 
-    def _no_fisher(self) -> str:
-        return (
-            f"{type(self).__name__} has no Fisher matrix in closed form: estimate it from scores, by "
-            f"pyro_ngvi.optim.SPRING, IFVB or AIFVB."
+    def _no_fisher(self) -> NotImplementedError:
+        return self._lacks(
+            "Fisher matrix in closed form: estimate it from scores, by pyro_ngvi.optim.SPRING, IFVB "
+            "or AIFVB"
         )
 
     def retract(
@@ -306,23 +279,92 @@ class Family(ABC):
 
     def pack(self, tensors: Tensors) -> Tensor:
         """The free coordinates of a gradient or tangent in the local frame, one vector (D,)."""
-        return pack(tensors)
+        return torch.cat(
+            [
+                stiefel.pack(tensors[name], self.triangles[name])
+                if name in self.triangles
+                else tensors[name].reshape(-1)
+                for name in self.names
+            ]
+        )
 
     def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
         """The inverse of :meth:`pack`; ``like`` gives names and shapes."""
-        return unpack(vector, like)
+        triangles = {n: (len(like[n]), k) for n, k in self.triangles.items()}
+        sizes = {n: like[n].numel() for n in self.names}
+        sizes |= {n: d * (d + 1 + 2 * k) // 2 for n, (d, k) in triangles.items()}
+        parts = zip(self.names, vector.split(list(sizes.values())), strict=True)
+        return {
+            n: stiefel.unpack(part, *triangles[n])
+            if n in triangles
+            else part.reshape(like[n].shape)
+            for n, part in parts
+        }
 
     def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
         """Numbers of consecutive entries of :meth:`pack` that form a layer each; here all form one."""
         return (len(self.pack(params)),)
 
     def inner(self, params: Tensors, u: Tensors, v: Tensors) -> Tensor:
-        """Fisher inner product <u, F v> of two tangents, a 0-dim tensor.
-
-        A short step along u changes q by KL = inner(u, u) / 2 nats.
-        """
+        """<u, F v> of two tangents, a 0-dim tensor: a short step u has KL = <u, F u> / 2 nats."""
         return dot(u, self.fisher_product(params, v))
 
     def fisher_norm(self, params: Tensors, tangent: Tensors) -> Tensor:
         """Length sqrt(<u, F u>) of a tangent."""
         return self.inner(params, tangent, tangent).clamp_min(0.0).sqrt()
+
+
+class NormalFamily(Family):
+    """A family of Gaussians: stored with their mean, and stepped by expected Hessians if need be.
+
+    A draw is ``loc + T eps`` for a root T of the covariance; :meth:`log_det` is that of T.
+    """
+
+    location = ("loc",)
+
+    @abstractmethod
+    def log_det(self, params: Tensors) -> Tensor:
+        """log det(Sigma) / 2, a 0-dim tensor."""
+
+    def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
+        return log_normal(self.noise_of(params, z)) - self.log_det(params)
+
+    def mean(self, params: Tensors) -> Tensor:
+        return params["loc"]
+
+    def covariance(self, params: Tensors) -> Tensor:
+        L = self.scale_tril(params)
+        return L @ L.mT
+
+    def icdf(self, params: Tensors, levels: Tensor) -> Tensor:
+        return self.mean(params) + self.stddev(params) * torch.special.ndtri(levels).unsqueeze(-1)
+
+    def entropy(self, params: Tensors) -> Tensor:
+        return self.log_det(params) + 0.5 * self.dim(params) * (1.0 + LOG_2PI)
+
+    def kl(self, params: Tensors, other: Tensors) -> Tensor:
+        """KL(q || other) in nats.  For small d, unless the family has its own."""
+        shift = (self.mean(params) - self.mean(other)).unsqueeze(-1)
+        both = torch.cat([self.scale_tril(params), shift], -1)
+        square = solve_triangular(self.scale_tril(other), both, upper=False).square().sum()
+        return 0.5 * (square - self.dim(params)) - (self.log_det(params) - self.log_det(other))
+
+    def precision_step(
+        self, params: Tensors, grads: Tensors, curvature: Tensors, rate: Tensor, safe: bool
+    ) -> Tensors:
+        """``params`` with precision P + rate (H - P), and, if ``safe``, the second-order term.
+
+        H is the ``curvature``, or, if that is empty, what the gradient of the scales in ``grads`` says.
+        """
+        gradient = self.pull(params, grads)
+        if curvature:
+            gradient = self.pull_curvature(params, gradient, curvature)
+        tangent = self.natural_gradient(params, gradient)
+        tangent["loc"] = torch.zeros_like(tangent["loc"])
+        return self.retract(params, tangent, -rate, "improved" if safe else "natural")
+
+    def covariance_product(
+        self, params: Tensors, v: Tensor, damping: Tensor | float = 0.0
+    ) -> Tensor:
+        """(Sigma^-1 + damping I)^-1 v for v (d,): a natural step of the mean."""
+        raise self._lacks("covariance product")

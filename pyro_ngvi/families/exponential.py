@@ -1,25 +1,48 @@
-r"""What exponential families over R^d share here, and the product of families over parts of the vector.
+r"""Independent Gamma and Dirichlet variables, over the coordinates in which they fill R^d.
 
-A member of an exponential family, log q(z) = <eta, T(z)> - A(eta), has as Fisher matrix in its natural
-parameters eta the Hessian of the log-normaliser A.  The families here choose the local frame in which
-that matrix is the identity, so that a natural gradient costs a ``pull``, and move linearly in eta:
+An exponential family, log q(z) = <eta, T(z)> - A(eta), has in its natural parameters eta the Hessian
+of A as Fisher matrix.  The local frames make it the identity, and moves are linear in eta:
 
     eta <- eta - b F^-1 g = eta - b dL/d(mean parameters),
 
 which for b = 1 lands on the posterior of a conjugate model (Khan & Nielsen 2018; Hoffman, Blei, Wang &
-Paisley 2013).
+Paisley 2013).  A step is shortened in those elements (Gamma) or vectors (Dirichlet) where a parameter
+would lose more than 3/4: each still moves along its own natural gradient, and none holds up the others.
+
+**Gamma**, x = e^z with concentration a, mean m, rate b = a / m, and u = z - log m:
+
+    log q(z) = a (u - e^u) + a log a - lgamma(a),      eta = (a, -b),      T = (z, e^z).
+
+In (log m, log a) F = diag(a, a^2 trigamma(a) - a), without a difference of large numbers; the frame
+divides by its root.  With relative velocities v of m and w of a, a <- a (1 + s w) and
+b <- b (1 + s (w - v)).
+
+**Dirichlet**(alpha), K entries with total T, in the inverse of PyTorch's ``StickBreakingTransform``:
+
+    sigmoid(z_k - log(K - k)) = x_k / (1 - x_1 - ... - x_{k-1}),   k = 1..K-1,   |dx/dz| = x_1 ... x_K,
+    log q(z) = sum_k alpha_k log x_k + lgamma(T) - sum_k lgamma(alpha_k).
+
+These fractions are independent Beta(alpha_k, alpha_{k+1} + ... + alpha_K), hence the z_k independent
+(Sethuraman 1994).  In relative velocities the Hessian of A is, with D = diag(alpha^2 trigamma(alpha)),
+c = trigamma(T), w = D^(-1/2) alpha, r = 1 - c w'w and S = I - (1 - sqrt r) ww' / w'w,
+
+    D - c alpha alpha' = D^(1/2) S S D^(1/2),   velocity = D^(-1/2) S^-1 tangent.
+
+Not where the variables are strongly correlated a posteriori: a full-rank Gaussian sees the correlation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid, pad
 
-from .base import Family, Tensors
-
-__all__ = ["ProductFamily", "WhitenedFamily"]
+from ..linalg.cholesky import SMALLEST
+from .base import LOG_2PI, Family, Tensors, clamp_exponent
+from .log_gamma import digamma_gap, inverse_trigamma, log_gamma_draw, stirling, trigamma_excess
 
 
 class WhitenedFamily(Family):
@@ -41,218 +64,274 @@ class WhitenedFamily(Family):
         return dict(gradient)
 
 
-class ProductFamily(Family):
-    """Independent parts of z, each from a family of its own.
-
-    z is made of segments.  Each has a length and belongs to a part; the segments of one part, in their
-    order, make the vector of its family.  So many segments of one kind cost no more than one.
-
-    Args:
-        parts: family by name.  Its tensors are called ``{part}_{name}``.
-        segments: (part, length) in the order of z.
-        linear: move linearly in the natural parameters (exponential families); else along the local
-            frame of each part, with momentum on what each part calls its location.
-        curvature_form: the form of curvature that the parts have a use for together.
+class MeanFieldGamma(WhitenedFamily):
+    """Independent Gamma distributions, over the logarithms of their variables.
 
     Example:
         >>> import torch
-        >>> from pyro_ngvi.families import MeanFieldGamma, MeanFieldNormal
-        >>> parts = {"normal": MeanFieldNormal(), "gamma": MeanFieldGamma()}
-        >>> family = ProductFamily(parts, [("gamma", 2), ("normal", 1), ("gamma", 1)])
-        >>> {name: tuple(v.shape) for name, v in family.init(torch.zeros(4), 0.1).items()}
-        {'normal_loc': (1,), 'normal_log_scale': (1,), 'gamma_log_mean': (3,),
-        'gamma_log_concentration': (3,)}
+        >>> family = MeanFieldGamma()
+        >>> q = family.init(torch.zeros(3), scale=0.5)
+        >>> family.mean(q).abs().max() < 1e-6, family.stddev(q)
+        (tensor(True), tensor([0.5000, 0.5000, 0.5000]))
     """
 
-    def __init__(
-        self,
-        parts: Mapping[str, Family],
-        segments: Sequence[tuple[str, int]],
-        linear: bool = True,
-        curvature_form: str | None = None,
-    ) -> None:
-        self.linear = linear
-        # linear moves are local and natural ones in one
-        self.coordinates = ("local", "natural") if linear else ("local",)
-        self.curvature_form = curvature_form
-        self.define(parts, segments)
-
-    def define(self, parts: Mapping[str, Family], segments: Sequence[tuple[str, int]]) -> None:
-        """Set parts and segments: for a guide, whose optimizer may exist before its sites are known."""
-        self.parts = dict(parts)
-        self.segments = tuple(segments)
-        self.names = tuple(f"{p}_{name}" for p, f in self.parts.items() for name in f.names)
-        self.orthogonal_frame = all(f.orthogonal_frame for f in self.parts.values())
-        own = tuple(f"{p}_{name}" for p, f in self.parts.items() for name in f.location)
-        self.location = self.names if self.linear else own
-        self._lengths = [length for _, length in self.segments]
-        self._where = {
-            part: [i for i, (owner, _) in enumerate(self.segments) if owner == part]
-            for part in self.parts
-        }
-
-    def own(self, part: str, tensors: Tensors) -> Tensors:
-        """The tensors of one part, by its own names."""
-        return {name: tensors[f"{part}_{name}"] for name in self.parts[part].names}
-
-    def _each(self, function: Callable[[str, Family], Tensors]) -> Tensors:
-        return {
-            f"{part}_{name}": value
-            for part, family in self.parts.items()
-            for name, value in function(part, family).items()
-        }
-
-    def _sum(self, function: Callable[[str, Family], Tensor]) -> Tensor:
-        terms = [function(part, family) for part, family in self.parts.items()]
-        return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
-
-    def split(self, z: Tensor) -> Tensors:
-        """The vector of each part, of z (..., d)."""
-        pieces = z.split(self._lengths, -1)
-        return {
-            part: pieces[where[0]] if len(where) == 1 else torch.cat([pieces[i] for i in where], -1)
-            for part, where in self._where.items()
-        }
-
-    def join(self, parts: Tensors) -> Tensor:
-        """z (..., d) of the vectors of the parts."""
-        pieces: dict[int, Tensor] = {}
-        for part, where in self._where.items():
-            lengths = [self._lengths[i] for i in where]
-            pieces |= zip(where, parts[part].split(lengths, -1), strict=True)
-        return torch.cat([pieces[i] for i in range(len(self.segments))], -1)
-
-    def _join(self, function: Callable[[str, Family], Tensor]) -> Tensor:
-        return self.join({part: function(part, family) for part, family in self.parts.items()})
-
-    def segment(self, params: Tensors, index: int) -> Tensors:
-        """The parameters of segment ``index`` alone, by the names of its family."""
-        part, length = self.segments[index]
-        own = self.own(part, params)
-        total = sum(self._lengths[i] for i in self._where[part])
-        start = sum(self._lengths[i] for i in self._where[part] if i < index)
-        # the leading dimension counts elements, of which each has the same number of entries
-        result = {}
-        for name, value in own.items():
-            entries = total // max(len(value), 1)
-            result[name] = (
-                value[start // entries : (start + length) // entries] if entries else value
-            )
-        return result
+    names = ("log_mean", "log_concentration")
+    location = names
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
-        locs = self.split(loc)
-        return self._each(lambda p, f: f.init(locs[p], scale))
-
-    def dim(self, params: Tensors) -> int:
-        return sum(self._lengths)
-
-    def noise_dim(self, params: Tensors) -> int:
-        return sum(f.noise_dim(self.own(p, params)) for p, f in self.parts.items())
-
-    def _split_noise(self, params: Tensors, noise: Tensor) -> Tensors:
-        lengths = [f.noise_dim(self.own(p, params)) for p, f in self.parts.items()]
-        return dict(zip(self.parts, noise.split(lengths, -1), strict=True))
-
-    def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        own = self._split_noise(params, noise)
-        return self._join(lambda p, f: f.rsample(self.own(p, params), own[p]))
-
-    @property
-    def has_transport(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether all parts have one."""
-        return all(f.has_transport for f in self.parts.values())
-
-    def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
-        own = self._split_noise(params, noise)
-        moved = {p: f.transport(self.own(p, params), own[p]) for p, f in self.parts.items()}
-        z = self.join({p: part for p, (part, _) in moved.items()})
-        return z, torch.stack([log_det for _, log_det in moved.values()]).sum(0)
-
-    def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
-        zs = self.split(z)
-        own = [f.noise_of(self.own(p, params), zs[p]) for p, f in self.parts.items()]
-        return torch.cat(own, -1)
+        # the sd of z is the root of trigamma(a), its mean log m - (log a - digamma(a))
+        a = inverse_trigamma(torch.full_like(loc, scale**2))
+        return {"log_mean": loc + digamma_gap(a), "log_concentration": a.log()}
 
     def draw(self, params: Tensors, shape: torch.Size) -> Tensor:
-        return self._join(lambda p, f: f.draw(self.own(p, params), shape))
+        a = params["log_concentration"].exp()
+        z = params["log_mean"] + log_gamma_draw(a, torch.Size(shape) + a.shape)
+        # as torch.distributions.Gamma: the model sees x = e^z, and log 0 is not a number to work with
+        return z.clamp_min(math.log(torch.finfo(z.dtype).tiny))
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
-        zs = self.split(z)
-        return self._sum(lambda p, f: f.log_prob(self.own(p, params), zs[p]))
+        log_a = params["log_concentration"]
+        a, u = log_a.exp(), z - params["log_mean"]
+        return (a * (u - u.expm1()) + 0.5 * (log_a - LOG_2PI) - stirling(a)).sum(-1)
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
-        zs = self.split(z)
-        return self._each(lambda p, f: f.score(self.own(p, params), zs[p]))
+        a = params["log_concentration"].exp()
+        u = z - params["log_mean"]
+        e = u.expm1()
+        return {"log_mean": a * e, "log_concentration": a * (u - e + digamma_gap(a))}
 
     def entropy(self, params: Tensors) -> Tensor:
-        return self._sum(lambda p, f: f.entropy(self.own(p, params)))
+        log_a = params["log_concentration"]
+        a = log_a.exp()
+        return (a * digamma_gap(a) - 0.5 * (log_a - LOG_2PI) + stirling(a)).sum()
 
     def kl(self, params: Tensors, other: Tensors) -> Tensor:
-        return self._sum(lambda p, f: f.kl(self.own(p, params), self.own(p, other)))
+        log_a, log_b = params["log_concentration"], other["log_concentration"]
+        a, b = log_a.exp(), log_b.exp()
+        ratio = params["log_mean"] - other["log_mean"]
+        mean = b * (ratio.expm1() - ratio)
+        shape = (b - a) * digamma_gap(a) + 0.5 * (log_a - log_b) + stirling(b) - stirling(a)
+        return (mean + shape).sum()
 
     def mean(self, params: Tensors) -> Tensor:
-        return self._join(lambda p, f: f.mean(self.own(p, params)))
+        return params["log_mean"] - digamma_gap(params["log_concentration"].exp())
 
     def stddev(self, params: Tensors) -> Tensor:
-        return self._join(lambda p, f: f.stddev(self.own(p, params)))
-
-    def covariance(self, params: Tensors) -> Tensor:
-        return self._blocks(lambda p, f: f.covariance(self.own(p, params)))
-
-    def scale_tril(self, params: Tensors) -> Tensor:
-        # still lower triangular: the vector of a part keeps the order of z
-        return self._blocks(lambda p, f: f.scale_tril(self.own(p, params)))
-
-    def _blocks(self, function: Callable[[str, Family], Tensor]) -> Tensor:
-        """A matrix (d, d) from those of the parts, zero between parts."""
-        owners = [part for part, length in self.segments for _ in range(length)]
-        whole: Tensor | None = None
-        for part, family in self.parts.items():
-            block = function(part, family)
-            at = torch.tensor([i for i, p in enumerate(owners) if p == part], device=block.device)
-            whole = block.new_zeros(len(owners), len(owners)) if whole is None else whole
-            whole = whole.index_put((at.unsqueeze(-1), at), block)
-        assert whole is not None, "a product has parts"
-        return whole
+        a = params["log_concentration"].exp()
+        return (a + trigamma_excess(a)).sqrt() / a
 
     def icdf(self, params: Tensors, levels: Tensor) -> Tensor:
-        return self._join(lambda p, f: f.icdf(self.own(p, params), levels))
+        from scipy.special import gammaincinv
 
-    def push(self, params: Tensors, tangent: Tensors) -> Tensors:
-        return self._each(lambda p, f: f.push(self.own(p, params), self.own(p, tangent)))
+        a = params["log_concentration"].detach().exp()
+        p = levels.unsqueeze(-1)
+        x = gammaincinv(a.double().cpu().numpy(), p.double().cpu().numpy())
+        x = torch.as_tensor(x).to(a.device)
+        # P(x) = x^a / Gamma(a + 1) to first order, where x itself underflows
+        small = (p.log() + torch.lgamma(a + 1.0)) / a
+        z = torch.where(x > 1e-30, x.log().to(a), small)
+        return z + (params["log_mean"] - params["log_concentration"]).detach()
 
-    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        return self._each(lambda p, f: f.pull(self.own(p, params), self.own(p, grads)))
-
-    def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
-        return self._each(lambda p, f: f.fisher_product(self.own(p, params), self.own(p, tangent)))
-
-    def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
-        return self._each(
-            lambda p, f: f.natural_gradient(self.own(p, params), self.own(p, gradient))
-        )
-
-    def pack(self, tensors: Tensors) -> Tensor:
-        return torch.cat([f.pack(self.own(p, tensors)) for p, f in self.parts.items()])
-
-    def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
-        own = {p: self.own(p, like) for p in self.parts}
-        lengths = [len(f.pack(own[p])) for p, f in self.parts.items()]
-        vectors = dict(zip(self.parts, vector.split(lengths), strict=True))
-        return self._each(lambda p, f: f.unpack(vectors[p], own[p]))
+    def frame(self, params: Tensors) -> Tensors:
+        log_a = params["log_concentration"]
+        excess = trigamma_excess(log_a.exp())
+        return {"log_mean": (-0.5 * log_a).exp(), "log_concentration": excess.rsqrt()}
 
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
-        # linear in the natural parameters is what "natural" means where a part has that, and what
-        # the others do anyway
-        def way(f: Family) -> str:
-            return "natural" if self.linear and "natural" in f.coordinates else "local"
-
-        return self._each(
-            lambda p, f: f.retract(self.own(p, params), self.own(p, tangent), step, way(f))
-        )
+        velocity = self.push(params, tangent)
+        w = step * velocity["log_concentration"]
+        rate = w - step * velocity["log_mean"]
+        room = 1.0 - SMALLEST
+        shrink = room / torch.maximum(-w, -rate).clamp_min(room)
+        change = torch.log1p(shrink * w)
+        log_mean = params["log_mean"] + change - torch.log1p(shrink * rate)
+        return {
+            "log_mean": log_mean,
+            "log_concentration": clamp_exponent(params["log_concentration"] + change),
+        }
 
     def not_finite(self, params: Tensors) -> Tensor:
-        return self._join(lambda p, f: f.not_finite(self.own(p, params)))
+        return ~(params["log_mean"].isfinite() & params["log_concentration"].isfinite())
+
+
+def _total(x: Tensor) -> Tensor:
+    return x.sum(-1, keepdim=True)
+
+
+def _tail(x: Tensor) -> Tensor:
+    """x_{k+1} + ... + x_K for k = 1..K-1, by sums alone."""
+    return x[..., 1:].flip(-1).cumsum(-1).flip(-1)
+
+
+class MeanFieldDirichlet(WhitenedFamily):
+    """Independent Dirichlet distributions over ``size`` entries each, in stick-breaking coordinates.
+
+    The flat latent vector has (size - 1) entries for each simplex.  ``size=2`` is the Beta family of a
+    probability, with z its logit.
+
+    Example:
+        >>> import torch
+        >>> family = MeanFieldDirichlet(3)
+        >>> q = {"log_concentration": torch.tensor([[1.0, 2.0, 4.0]]).log()}
+        >>> family.stddev(q)  # fractions Beta(1, 6) and Beta(2, 4)
+        tensor([1.3514, 0.9637])
+    """
+
+    names = ("log_concentration",)
+    location = names
+
+    def __init__(self, size: int) -> None:
+        if size < 2:
+            raise ValueError(f"A simplex has at least two entries, got size={size}.")
+        self.size = size
+
+    def _log_offset(self, like: Tensor) -> Tensor:
+        return torch.arange(self.size - 1, 0, -1, dtype=like.dtype, device=like.device).log()
+
+    def _logits(self, z: Tensor) -> Tensor:
+        """Of the fractions of the stick, (..., n, K - 1), for z (..., n (K - 1))."""
+        return z.unflatten(-1, (-1, self.size - 1)) - self._log_offset(z)
+
+    def _log_x(self, z: Tensor) -> Tensor:
+        """log x (..., n, K) of z (..., n (K - 1)); 1 - x is never formed."""
+        t = self._logits(z)
+        left = logsigmoid(-t).cumsum(-1)  # log of what is left of the stick
+        return pad(logsigmoid(t), (0, 1)) + pad(left, (1, 0))
+
+    def init(self, loc: Tensor, scale: float) -> Tensors:
+        # The vector alpha has room for the mean and one width: the mean of x is the image of loc, and
+        # the variances of z average to scale^2.  They fall as the total grows: bisect its logarithm.
+        log_p = self._log_x(loc)
+        low = torch.full_like(log_p[..., :1], -30.0)
+        high = torch.full_like(low, 60.0)
+        for _ in range(60):
+            middle = 0.5 * (low + high)
+            variance = self._variance((log_p + middle).exp()).mean(-1, keepdim=True)
+            wide = variance > scale**2
+            low, high = torch.where(wide, middle, low), torch.where(wide, high, middle)
+        return {"log_concentration": log_p + 0.5 * (low + high)}
+
+    def dim(self, params: Tensors) -> int:
+        return params["log_concentration"][..., 1:].numel()
+
+    def draw(self, params: Tensors, shape: torch.Size) -> Tensor:
+        log_alpha = params["log_concentration"]
+        g = log_alpha + log_gamma_draw(log_alpha.exp(), torch.Size(shape) + log_alpha.shape)
+        rest = g[..., 1:].flip(-1).logcumsumexp(-1).flip(-1)
+        return (g[..., :-1] - rest + self._log_offset(g)).flatten(-2)
+
+    def _density(self, params: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+        """alpha, log of its mean vector p = alpha / T, and -log B(alpha) + sum alpha log p."""
+        log_alpha = params["log_concentration"]
+        alpha = log_alpha.exp()
+        total = _total(alpha)
+        log_total = total.log()
+        half = 0.5 * (log_alpha - LOG_2PI) - stirling(alpha)
+        constant = half.sum(-1) - (0.5 * (log_total - LOG_2PI) - stirling(total)).squeeze(-1)
+        return alpha, log_alpha - log_total, constant
+
+    def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
+        # sum alpha (log x - log p) by fractions of the stick, each as its logit's distance u from that
+        # of its mean pi: log(1 - x) - log(1 - pi) = -change, log x - log pi = u - change
+        alpha, _, constant = self._density(params)
+        rest = _tail(alpha)
+        alpha = alpha[..., :-1]
+        t, t0 = self._logits(z), alpha.log() - rest.log()
+        u = t - t0
+        near = (alpha / (alpha + rest) * u.clamp(-1.0, 1.0).expm1()).log1p()
+        change = torch.where(u.abs() < 1.0, near, logsigmoid(-t0) - logsigmoid(-t))
+        return ((alpha * u - (alpha + rest) * change).sum(-1) + constant).sum(-1)
+
+    def _gap(self, alpha: Tensor) -> Tensor:
+        """log p - E[log x]."""
+        return digamma_gap(alpha) - digamma_gap(_total(alpha))
+
+    def score(self, params: Tensors, z: Tensor) -> Tensors:
+        alpha, log_p, _ = self._density(params)
+        return {"log_concentration": alpha * (self._log_x(z) - log_p + self._gap(alpha))}
+
+    def entropy(self, params: Tensors) -> Tensor:
+        alpha, _, constant = self._density(params)
+        return (alpha * self._gap(alpha)).sum() - constant.sum()
+
+    def kl(self, params: Tensors, other: Tensors) -> Tensor:
+        alpha, log_p, constant = self._density(params)
+        beta, log_r, other_constant = self._density(other)
+        means = (beta - alpha) * self._gap(alpha) + beta * (log_r - log_p)
+        return means.sum() + (constant - other_constant).sum()
+
+    def mean(self, params: Tensors) -> Tensor:
+        alpha = params["log_concentration"].exp()
+        z = torch.digamma(alpha[..., :-1]) - torch.digamma(_tail(alpha))
+        return (z + self._log_offset(z)).flatten(-2)
+
+    def _variance(self, alpha: Tensor) -> Tensor:
+        return torch.polygamma(1, alpha[..., :-1]) + torch.polygamma(1, _tail(alpha))
+
+    def stddev(self, params: Tensors) -> Tensor:
+        return self._variance(params["log_concentration"].exp()).sqrt().flatten(-2)
+
+    def icdf(self, params: Tensors, levels: Tensor) -> Tensor:
+        alpha = params["log_concentration"].detach().exp()
+        a, b = alpha[..., :-1].flatten(), _tail(alpha).flatten()
+        p = levels.unsqueeze(-1)
+        # from the end that is the shorter one, so that neither x nor 1 - x is rounded to 1
+        lower, upper = _log_beta_quantile(a, b, p), _log_beta_quantile(b, a, 1.0 - p)
+        log_x = torch.where(lower < upper, lower, torch.log(-torch.expm1(upper)))
+        log_rest = torch.where(lower < upper, torch.log(-torch.expm1(lower)), upper)
+        offset = self._log_offset(alpha).expand(alpha[..., 1:].shape).flatten()
+        return log_x - log_rest + offset
+
+    def entry_icdf(self, params: Tensors, levels: Tensor) -> Tensor:
+        """Quantiles (L, n, size) at ``levels`` (L,) of the entries x_k ~ Beta(alpha_k, T - alpha_k)."""
+        alpha = params["log_concentration"].detach().double().exp()
+        rest = _total(alpha) - alpha
+        p = levels.reshape(-1, 1, 1)
+        return _log_beta_quantile(alpha, rest, p).exp().to(levels)
+
+    def _root(self, params: Tensors) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """D^(-1/2), and x -> S^-1 x."""
+        alpha = params["log_concentration"].exp()
+        total, excess = _total(alpha), trigamma_excess(alpha)
+        diagonal = alpha + excess
+        w = alpha * diagonal.rsqrt()
+        # r T = h - e + e h / T with h = T - w'w and e the excess of T: no difference of large numbers
+        h, e = _total(alpha * excess / diagonal), trigamma_excess(total)
+        r = (h * (1.0 + e / total) - e) / total
+        unit, root = w * _total(w.square()).rsqrt(), r.sqrt()
+        return diagonal.rsqrt(), lambda x: x + (1.0 / root - 1.0) * unit * _total(unit * x)
+
+    def push(self, params: Tensors, tangent: Tensors) -> Tensors:
+        scale, stretch = self._root(params)
+        return {"log_concentration": scale * stretch(tangent["log_concentration"])}
+
+    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
+        scale, stretch = self._root(params)
+        return {"log_concentration": stretch(scale * grads["log_concentration"])}
+
+    def retract(
+        self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
+    ) -> Tensors:
+        change = step * self.push(params, tangent)["log_concentration"]
+        room = 1.0 - SMALLEST
+        shrink = room / (-change).amax(-1, keepdim=True).clamp_min(room)
+        moved = params["log_concentration"] + torch.log1p(shrink * change)
+        return {"log_concentration": clamp_exponent(moved)}
+
+    def not_finite(self, params: Tensors) -> Tensor:
+        bad = ~params["log_concentration"].isfinite().all(-1, keepdim=True)
+        return bad.expand(*bad.shape[:-1], self.size - 1).flatten()
+
+
+def _log_beta_quantile(a: Tensor, b: Tensor, p: Tensor) -> Tensor:
+    """log of the p-quantile of Beta(a, b)."""
+    from scipy.special import betaincinv, betaln
+
+    one, two, level = (x.double().cpu() for x in (a, b, p))
+    x = torch.as_tensor(betaincinv(*(v.numpy() for v in (one, two, level))))
+    # P(x) = x^a / (a B(a, b)) to first order, where x itself underflows
+    log_beta = torch.as_tensor(betaln(one.numpy(), two.numpy()))
+    small = level.log() + one.log() + log_beta
+    return torch.where(x > 1e-30, x.log(), small / one).to(a)

@@ -1,20 +1,27 @@
-r"""Factor-covariance Gaussian, q(z) = N(z; mu, B B' + diag(c^2)) with B of any rank r.
+r"""Gaussians with a few factors beside a diagonal, in the covariance or in the precision.
 
-Stored: ``loc`` = mu (d,), ``factor`` = B (d, r), ``log_scale`` = log c (d,).
-In units of c, B~ = B / c and Sigma~ = I + B~ B~'.  With R R' = I + B~' B~, R lower triangular,
+**Covariance:** Sigma = B B' + diag(c^2), stored as ``factor`` = B (d, r), ``log_scale`` = log c (d,).
 
-    T = c [I + B~ (I + R)^-1 B~'],   T T' = Sigma
+**Precision:** P = U U' + diag(s), stored as ``factor`` = U (d, L), ``log_precision`` = log s (d,).
+In units of e = s^(1/2), B = U / e and P~ = I + B B'.  With R R' = I + B'B, R lower triangular, z is
 
-(check: (I + R) (I + R') = I + R + R' + R R').
+    z = mu + T eps,   T = e^-1 [I - B R^-T (I + R)^-1 B'],   T T' = e^-1 (I - B (I + B'B)^-1 B') e^-1,
 
-**Local frame:** a tangent (t, U, v) means dmu = T t, dB = c U, d log c = v, hence F t = t, for every q.
-(With dmu = c t, F t = Sigma~^-1 t is small along B~, where t is then long.  Momentum carries t to the
-next step, and once B~ points elsewhere this throws q away: 1,000 nats at a step, in four dimensions.)
-The equations for (U, v), and their exact solution without a d x d matrix, stand in
-:mod:`pyro_ngvi.families._factors`, with M = Sigma.
+and gradients of E f(z), with Price's dE/dSigma = sym(E[g (z - mu)'] P) / 2, g = grad f, x = z - mu,
 
-Not for posteriors that are close to independent (use ``MeanFieldNormal``) nor for d below about 100
-(use ``FullRankNormal``).
+    dE/dP = -Sigma (dE/dSigma) Sigma = -E[sym(h x')] / 2,   h = Sigma g.
+
+With H the expected Hessian of -log p, dLoss/dSigma = (H - P) / 2 becomes
+dLoss/dP~ = (P~^-1 - P~^-1 H~ P~^-1) / 2, H~ = H / (e e'); O(d L (n + L)) for H = rows'rows + diag.
+
+Local frame and natural gradient of both: :mod:`pyro_ngvi.families.factor_base`.
+
+Factors of a *precision* are directions that the data determine well, those of a *covariance* wide ones.
+Not for posteriors close to independent (``MeanFieldNormal``) nor for d below about 100
+(``FullRankNormal``); no precision for L above some d / 3: where s is superfluous, NGVB's steps in log s
+are slow and at times astray.
+
+Source: the precision's form is that of Mishkin et al. (2018, arXiv:1811.04504); formulas derived here.
 """
 
 from __future__ import annotations
@@ -23,16 +30,14 @@ import math
 
 import torch
 from torch import Tensor
+from torch.linalg import solve_triangular
 
-from ._factors import Factors, cosine_columns
-from ._normal import NormalFamily, exportable
-from .base import LOG_2PI, Tensors, clamp_exponent, keep_signature
-
-__all__ = ["FactorNormal"]
-
-
-def _factors(params: Tensors) -> Factors:
-    return Factors(params["factor"], params["log_scale"])
+from ..linalg.cholesky import SMALLEST
+from ..linalg.host import host_bool
+from ..linalg.spectral import leading_rows
+from .base import LOG_2PI, Tensors, clamp_exponent
+from .factor_base import FactorFamily, Factors, Rows
+from .full_rank import exportable, keep_signature
 
 
 def _precision_times(B: Tensor, log_scale: Tensor, x: Tensor) -> Tensor:
@@ -41,19 +46,12 @@ def _precision_times(B: Tensor, log_scale: Tensor, x: Tensor) -> Tensor:
     return factors.inverse_product(x / factors.c) / factors.c
 
 
-def _mahalanobis(params: Tensors, factors: Factors, z: Tensor) -> tuple[Tensor, Tensor]:
-    """(z - mu)' Sigma^-1 (z - mu) for z (..., d), and Sigma~^-1 (z - mu) / c for its rows (n, d)."""
-    x = ((z - params["loc"]) / factors.c).reshape(-1, params["loc"].shape[-1])
-    square, rest = factors.inverse_square(x)
-    return square.reshape(z.shape[:-1]), rest
-
-
 def _log_density(params: Tensors, z: Tensor) -> tuple[Tensor, Tensor]:
     """log q(z) and Sigma^-1 (z - mu), for z (..., d)."""
-    factors = _factors(params)
-    square, rest = _mahalanobis(params, factors, z)
-    constant = z.shape[-1] * LOG_2PI
-    log_q = -0.5 * (square + constant) - factors.half_log_det
+    factors = Factors(params["factor"], params["log_scale"])
+    x = ((z - params["loc"]) / factors.c).reshape(-1, z.shape[-1])
+    square, rest = factors.inverse_square(x)
+    log_q = -0.5 * (square.reshape(z.shape[:-1]) + z.shape[-1] * LOG_2PI) - factors.half_log_det
     return log_q, (rest / factors.c).reshape(z.shape)
 
 
@@ -117,16 +115,16 @@ class _LogDensity(torch.autograd.Function):
         return z, None, None, None
 
 
-class FactorNormal(NormalFamily):
+class FactorNormal(FactorFamily):
     """Gaussians with covariance B B' + diag(c^2).
 
     Args:
         rank: number r of columns of B, at least 1 and smaller than d.
         cg_iterations: conjugate-gradient iterations for the c-block of the natural gradient, at
             most: on a CPU they end once the residual is down to rounding, and for d up to 128 the
-            solution is exact without them.  The error shrinks by
-            about (1 - max leverage)^2 an iteration; 16 leave a relative residual under 1e-6 on
-            factors that spread over ten coordinates or more.
+            solution is exact without them.  The error shrinks by about (1 - max leverage)^2 an
+            iteration; 16 leave a relative residual under 1e-6 on factors that spread over ten
+            coordinates or more.
 
     Example:
         >>> import torch
@@ -137,24 +135,14 @@ class FactorNormal(NormalFamily):
     """
 
     names = ("loc", "factor", "log_scale")
+    diagonal, power = "log_scale", 1.0
 
-    def __init__(self, rank: int, cg_iterations: int = 16) -> None:
-        if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"FactorNormal needs a whole rank of at least 1, got rank={rank!r}.")
-        self.rank = rank
-        self.cg_iterations = cg_iterations
+    def _roots(self, factors: Factors) -> tuple[Rows, Rows, Rows]:
+        return factors.root, factors.root_transposed, factors.inverse_root
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
-        d, r = loc.shape[-1], self.rank
-        if r >= d:
-            raise ValueError(
-                f"FactorNormal has rank={r}, but the latent vector has only {d} "
-                f"dimension{'s' * (d > 1)}. "
-                f"Use {f'a rank of at most {d - 1}, or ' if d > 1 else ''}the full-rank family."
-            )
-        # Orthogonal cosine columns give every coordinate about half of its variance; rescaling the
-        # rest makes every sd exact.  Deterministic, so that equal models start equal.
-        factor = cosine_columns(d, r, loc) * (scale / math.sqrt(r) * math.sqrt(0.5))
+        # about half of every variance; rescaling the rest makes every sd exact
+        factor = self._cosines(loc) * (scale / math.sqrt(self.rank) * math.sqrt(0.5))
         rest = scale**2 - factor.square().sum(-1)
         return {"loc": loc.clone(), "factor": factor, "log_scale": 0.5 * rest.log()}
 
@@ -162,11 +150,11 @@ class FactorNormal(NormalFamily):
         return params["loc"].shape[-1] + self.rank
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        result = exportable(_ConditionalSample)(
-            params["loc"], params["factor"], params["log_scale"], noise
-        )
-        assert isinstance(result, Tensor)
-        return result
+        draws = exportable(_ConditionalSample)
+        return draws(params["loc"], params["factor"], params["log_scale"], noise)
+
+    def log_det(self, params: Tensors) -> Tensor:
+        return self._factors(params).half_log_det
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
         if z.requires_grad and not any(p.requires_grad for p in params.values()):
@@ -175,7 +163,7 @@ class FactorNormal(NormalFamily):
         return _log_density(params, z)[0]
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
-        factors = _factors(params)
+        factors = self._factors(params)
         B, c = params["factor"], factors.c
         w = _precision_times(B, params["log_scale"], z - params["loc"])
         W = factors.W
@@ -186,19 +174,9 @@ class FactorNormal(NormalFamily):
             "log_scale": (w * c).square() - (1.0 - leverage),
         }
 
-    def entropy(self, params: Tensors) -> Tensor:
-        d = params["loc"].shape[-1]
-        return _factors(params).half_log_det + 0.5 * d * (1.0 + LOG_2PI)
-
-    def kl(self, params: Tensors, other: Tensors) -> Tensor:
-        q, p = _factors(params), _factors(other)
-        # tr(Sigma_p^-1 Sigma_q) = sum of c_q^2 diag(Sigma_p^-1) + tr(B_q' Sigma_p^-1 B_q)
-        ratio = (q.c / p.c).square() * (1.0 - (p.W * p.B).sum(-2))
-        squares, _ = p.inverse_square(params["factor"].mT / p.c)
-        trace = ratio.sum() + squares.sum()
-        square, _ = _mahalanobis(other, p, params["loc"])
-        log_ratio = q.half_log_det - p.half_log_det
-        return 0.5 * (trace - params["loc"].shape[-1] + square) - log_ratio
+    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
+        in_rows = grads["factor"].mT.contiguous().mT  # see Factors
+        return super().pull(params, grads | {"factor": in_rows})
 
     def covariance(self, params: Tensors) -> Tensor:
         B = params["factor"]
@@ -208,49 +186,157 @@ class FactorNormal(NormalFamily):
         c = params["log_scale"].exp()
         return torch.linalg.vector_norm(torch.cat([params["factor"], c.unsqueeze(-1)], -1), dim=-1)
 
-    def push(self, params: Tensors, tangent: Tensors) -> Tensors:
-        factors = _factors(params)
+
+class _PrecisionSample(torch.autograd.Function):
+    """z = mu + T eps, with the gradient at the head of this file."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @keep_signature
+    def forward(loc: Tensor, factor: Tensor, log_precision: Tensor, noise: Tensor) -> Tensor:
+        eps = noise.reshape(-1, noise.shape[-1])
+        return loc + Factors(factor, 0.5 * log_precision).inverse_root_transposed(eps).reshape(
+            noise.shape
+        )
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        loc, factor, log_precision, _ = inputs
+        ctx.save_for_backward(loc, factor, log_precision, output)
+
+    @staticmethod
+    def backward(ctx, g: Tensor):
+        loc, U, log_precision, z = ctx.saved_tensors
+        d = loc.shape[-1]
+        g, x = g.reshape(-1, d), (z - loc).reshape(-1, d)
+        factors = Factors(U, 0.5 * log_precision)
+        h = factors.inverse_product(g / factors.c) / factors.c
+        rows = -0.5 * torch.addmm((h @ U).mT @ x, (x @ U).mT, h)
+        return g.sum(0), rows.mT, -0.5 * (h * x).sum(0) * log_precision.exp(), None
+
+
+class FactorPrecisionNormal(FactorFamily):
+    """Gaussians with precision U U' + diag(s).
+
+    Args:
+        rank: number L of columns of U, at least 1 and smaller than d.
+        cg_iterations: as for :class:`~pyro_ngvi.families.FactorNormal`.
+
+    Example:
+        >>> import torch
+        >>> family = FactorPrecisionNormal(rank=1)
+        >>> q = family.init(torch.zeros(4), scale=0.5)
+        >>> family.stddev(q)
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
+    """
+
+    names = ("loc", "factor", "log_precision")
+    diagonal, power = "log_precision", 2.0
+    curvature_form = "low_rank"
+
+    def _roots(self, factors: Factors) -> tuple[Rows, Rows, Rows]:
+        return factors.inverse_root_transposed, factors.inverse_root, factors.root_transposed
+
+    def init(self, loc: Tensor, scale: float) -> Tensors:
+        # Orthogonal columns of B that double the precision along each; at U = 0 its gradient is zero.
+        # s then makes every sd exact.
+        B = self._cosines(loc) * math.sqrt(2.0 / loc.shape[-1])
+        variance = 1.0 - self._leverage(Factors(B, torch.zeros_like(loc)))
+        log_precision = (variance / scale**2).log()
+        factor = (0.5 * log_precision).exp().unsqueeze(-1) * B
+        return {"loc": loc.clone(), "factor": factor, "log_precision": log_precision}
+
+    def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
+        draws = exportable(_PrecisionSample)
+        return draws(params["loc"], params["factor"], params["log_precision"], noise)
+
+    def log_det(self, params: Tensors) -> Tensor:
+        return -self._factors(params).half_log_det
+
+    def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
+        x = z - params["loc"]
+        scaled = x * (0.5 * params["log_precision"]).exp()
+        square = scaled.square().sum(-1) + (x @ params["factor"]).square().sum(-1)
+        return self._factors(params).half_log_det - 0.5 * (square + z.shape[-1] * LOG_2PI)
+
+    @staticmethod
+    def _leverage(factors: Factors) -> Tensor:
+        """What the factors take from the variances s^-1, in (0, 1)."""
+        leverage = (factors.W * factors.B).sum(-2)
+        return leverage.clamp_max(1.0 - torch.finfo(leverage.dtype).eps)
+
+    def score(self, params: Tensors, z: Tensor) -> Tensors:
+        factors = self._factors(params)
+        U, s = params["factor"], params["log_precision"].exp()
+        x = z - params["loc"]
+        along = x @ U
         return {
-            "loc": factors.root(tangent["loc"].unsqueeze(-2)).squeeze(-2),
-            "factor": factors.c.unsqueeze(-1) * tangent["factor"],
-            "log_scale": tangent["log_scale"],
+            "loc": s * x + along @ U.mT,
+            "factor": (factors.W / factors.c).mT - x.unsqueeze(-1) * along.unsqueeze(-2),
+            "log_precision": 0.5 * (1.0 - self._leverage(factors) - s * x.square()),
         }
 
-    def tangent_of(self, params: Tensors, velocity: Tensors) -> Tensors:
-        """The tangent of a velocity of ``params``: the inverse of :meth:`push`."""
-        factors = _factors(params)
-        return {
-            "loc": factors.inverse_root(velocity["loc"].unsqueeze(-2)).squeeze(-2),
-            "factor": velocity["factor"] / factors.c.unsqueeze(-1),
-            "log_scale": velocity["log_scale"],
+    def scale_tril(self, params: Tensors) -> Tensor:
+        # P = N' N with N lower triangular: Cholesky of P read from its last corner; L = N^-1
+        U, s = params["factor"], params["log_precision"].exp()
+        C, _ = torch.linalg.cholesky_ex((U @ U.mT + torch.diag(s)).flip(-2, -1))
+        identity = torch.eye(len(s), dtype=s.dtype, device=s.device)
+        return solve_triangular(C.flip(-2, -1).mT, identity, upper=False)
+
+    def stddev(self, params: Tensors) -> Tensor:
+        factors = self._factors(params)
+        return (1.0 - self._leverage(factors)).sqrt() / factors.c
+
+    def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors:
+        factors = self._factors(params)
+        W, v = factors.W, curvature["diagonal"] / factors.c.square()
+        vW = v * W
+        PvW = factors.inverse_product(vW)
+        product, diagonal = PvW, factors.quadratic_diagonal(v, W, vW, PvW)
+        if "rows" in curvature:
+            rows = curvature["rows"] / factors.c
+            half = factors.inverse_product(rows)
+            product = torch.addmm(product, W @ rows.mT, half)
+            diagonal = diagonal + half.square().sum(-2)
+        return gradient | {
+            "factor": (W - product).mT,
+            "log_precision": 1.0 - self._leverage(factors) - diagonal,
         }
 
-    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        factors = _factors(params)
-        return {
-            "loc": factors.root_transposed(grads["loc"].unsqueeze(-2)).squeeze(-2),
-            "factor": (grads["factor"].mT.contiguous() * factors.c).mT,  # in rows, see Factors
-            "log_scale": grads["log_scale"],
-        }
-
-    def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
-        factors = _factors(params)
-        along_B, along_c = factors.fisher_product(tangent["factor"].mT, tangent["log_scale"])
-        return {"loc": tangent["loc"], "factor": along_B.mT, "log_scale": along_c}
-
-    def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
-        factors = _factors(params)
-        G = gradient["factor"].mT.contiguous()
-        U, v = factors.fisher_solve(G, gradient["log_scale"], self.cg_iterations)
-        return {"loc": gradient["loc"], "factor": U.mT, "log_scale": v}
-
-    def retract(
-        self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
+    def precision_step(
+        self, params: Tensors, grads: Tensors, curvature: Tensors, rate: Tensor, safe: bool
     ) -> Tensors:
-        factors = _factors(params)
-        move, change = factors.move(step * tangent["factor"].mT, step * tangent["log_scale"])
-        return {
-            "loc": params["loc"] + step * factors.root(tangent["loc"].unsqueeze(-2)).squeeze(-2),
-            "factor": params["factor"] + move.mT,
-            "log_scale": clamp_exponent(params["log_scale"] + change),
-        }
+        """The best that rank L can do for P + rate (H - P), its diagonal kept; see ``optim/slang.py``.
+
+        Outer products keep the factors' part positive by themselves, so ``safe`` has nothing to add.
+        """
+        if "rows" not in curvature:
+            raise ValueError(
+                "A step of a factor precision needs the gradients of single data: pass "
+                'loss=pyro_ngvi.BatchedELBO(num_particles, curvature="gauss_newton").'
+            )
+        G, delta, s = curvature["rows"], curvature["diagonal"], params["log_precision"].exp()
+        A = torch.cat([(1.0 - rate).sqrt() * params["factor"].mT, rate.sqrt() * G])
+        diagonal = A.square().sum(0)
+        # a finite sum of squares bounds every entry of the matrices whose eigenvalues are sought
+        finite = torch.isfinite(diagonal.sum() + delta.abs().sum())
+        if not host_bool(finite):
+            A = torch.where(finite, A, 0.0)
+        rows = leading_rows(A, params["factor"].shape[-1])
+        correction = (diagonal - rows.square().sum(0)).clamp_min(0.0)
+        # precisions stay positive, in flat directions (delta = 0) at rate 1 too
+        floor = torch.where(delta < 0.0, SMALLEST * s, torch.finfo(s.dtype).eps * s)
+        s = torch.maximum((1.0 - rate) * s + rate * delta + correction, floor)
+        # what is not finite refuses the step
+        log_precision = torch.where(finite & torch.isfinite(s), clamp_exponent(s.log()), torch.nan)
+        return params | {"factor": rows.mT, "log_precision": log_precision}
+
+    def covariance_product(
+        self, params: Tensors, v: Tensor, damping: Tensor | float = 0.0
+    ) -> Tensor:
+        log_precision = params["log_precision"]
+        if isinstance(damping, Tensor) or damping:
+            log_precision = (log_precision.exp() + damping).log()
+        factors = Factors(params["factor"], 0.5 * log_precision)
+        return factors.inverse_product((v / factors.c).unsqueeze(-2)).squeeze(-2) / factors.c

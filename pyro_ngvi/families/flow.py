@@ -16,7 +16,7 @@ is the path identity.  With J = dz/deps,
     phi = -grad_lambda log |det J| - (dz/dlambda)' s,
 
 one d x d solve a draw.  "Sticking the landing", the path gradient of the ELBO, is
-(dz/dlambda)' (s - grad_z log p); :class:`~pyro_ngvi.guides.posterior.FamilyDistribution` takes its s
+(dz/dlambda)' (s - grad_z log p); :class:`~pyro_ngvi.guides.base.FamilyDistribution` takes its s
 from the inverse at detached parameters.
 
 Not for: discrete structure, d in the thousands (a score is as long as all parameters together); the
@@ -32,11 +32,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vjp, vmap
 
-from ..linalg.each_gradient import each_gradient
-from ._augmented import AugmentedGaussian
+from ..linalg.products import each_gradient
 from .base import Tensors, log_normal
 from .full_rank import FullRankNormal
 from .mean_field import MeanFieldNormal
+from .product import AugmentedGaussian
 
 __all__ = ["FlowFamily"]
 

@@ -26,17 +26,17 @@ Cost: O(d^2) per draw, O(d^3) per step.  Not for d above a few thousand: use ``F
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 from torch.nn.functional import pad
 
-from ..linalg.cholesky import HALVINGS, inverse_cholesky_of_improved, inverse_cholesky_of_shifted
-from ._normal import NormalFamily, exportable
-from .base import LOG_2PI, Tensors, keep_signature, log_normal
-
-__all__ = ["FullRankNormal"]
-
+from ..linalg.cholesky import inverse_cholesky_of_improved, inverse_cholesky_of_shifted
+from .base import NormalFamily, Tensors
 
 #: triangles up to that size are multiplied as if they were squares, and on a GPU all of them are:
 #: there the many small products of the halves take longer than the one they replace
@@ -57,6 +57,18 @@ def _tril_product(L: Tensor, A: Tensor, transpose: bool = False) -> Tensor:
     else:
         corner = L[k:] @ A[:, :k]
     return torch.cat([pad(top, (0, d - k)), torch.cat([corner, end], -1)], -2)
+
+
+def keep_signature(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``forward`` of an autograd function: torch would work out its signature at every call."""
+    forward.__signature__ = inspect.signature(forward)  # pyright: ignore[reportFunctionMemberAccess]
+    return forward
+
+
+def exportable(function: Any) -> Callable[..., Tensor]:
+    """``apply`` of an autograd function; its ``forward`` in traces without gradients, to be saved."""
+    tracing = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    return function.forward if tracing and not torch.is_grad_enabled() else function.apply
 
 
 class _SymmetrisedSample(torch.autograd.Function):
@@ -108,25 +120,15 @@ class FullRankNormal(NormalFamily):
     orthogonal_frame = True
     curvature_form = "dense"
     has_transport = True
+    triangles: Mapping[str, int] = {"scale_tril": 0}
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
         return {"loc": loc.clone(), "scale_tril": torch.diag(torch.full_like(loc, scale))}
 
-    def noise_dim(self, params: Tensors) -> int:
-        return params["loc"].shape[-1]
-
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        result = exportable(_SymmetrisedSample)(params["loc"], params["scale_tril"].tril(), noise)
-        assert isinstance(result, Tensor)
-        return result
-
-    def _whiten(self, params: Tensors, z: Tensor) -> Tensor:
-        x = z - params["loc"]
-        flat = x.reshape(-1, x.shape[-1])
-        return solve_triangular(params["scale_tril"], flat.mT, upper=False).mT.reshape(x.shape)
+        return exportable(_SymmetrisedSample)(params["loc"], params["scale_tril"].tril(), noise)
 
     def log_det(self, params: Tensors) -> Tensor:
-        """log |det dz/deps|, a 0-dim tensor: the same for all draws."""
         return params["scale_tril"].diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
 
     def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,35 +137,17 @@ class FullRankNormal(NormalFamily):
         return z, self.log_det(params).expand(noise.shape[:-1])
 
     def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
-        return self._whiten(params, z)
-
-    def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
-        return log_normal(self._whiten(params, z)) - self.log_det(params)
+        x = z - params["loc"]
+        flat = x.reshape(-1, x.shape[-1])
+        return solve_triangular(params["scale_tril"], flat.mT, upper=False).mT.reshape(x.shape)
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         L = params["scale_tril"].tril()
-        w = self._whiten(params, z)
+        w = self.noise_of(params, z)
         g = solve_triangular(L.mT, w.mT, upper=True).mT
         # d(-log|det L|)/dL is diagonal for a triangular L
         scale = (g.unsqueeze(-1) * w.unsqueeze(-2)).tril() - torch.diag(1.0 / L.diagonal())
         return {"loc": g, "scale_tril": scale}
-
-    def entropy(self, params: Tensors) -> Tensor:
-        d = params["loc"].shape[-1]
-        return self.log_det(params) + 0.5 * d * (1.0 + LOG_2PI)
-
-    def kl(self, params: Tensors, other: Tensors) -> Tensor:
-        d = params["loc"].shape[-1]
-        ratio = solve_triangular(
-            other["scale_tril"].tril(), params["scale_tril"].tril(), upper=False
-        )
-        w = self._whiten(other, params["loc"])
-        log_ratio = self.log_det(params) - self.log_det(other)
-        return 0.5 * (ratio.square().sum() - d + w.square().sum()) - log_ratio
-
-    def covariance(self, params: Tensors) -> Tensor:
-        L = params["scale_tril"].tril()
-        return L @ L.mT
 
     def scale_tril(self, params: Tensors) -> Tensor:
         return params["scale_tril"].tril()  # exact where forming the covariance would not be
@@ -204,18 +188,6 @@ class FullRankNormal(NormalFamily):
             t = torch.cholesky_solve(t.unsqueeze(-1), root).squeeze(-1)
         return L @ t
 
-    def pack(self, tensors: Tensors) -> Tensor:
-        M = tensors["scale_tril"]
-        i, j = torch.tril_indices(*M.shape[-2:], device=M.device)
-        return torch.cat([tensors["loc"], M[i, j]])
-
-    def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
-        M = like["scale_tril"]
-        d = M.shape[-1]
-        i, j = torch.tril_indices(d, d, device=M.device)
-        lower = vector.new_zeros(d, d).index_put((i, j), vector[d:])
-        return {"loc": vector[:d], "scale_tril": lower}
-
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
         M = tangent["scale_tril"]
         return {
@@ -251,7 +223,7 @@ class FullRankNormal(NormalFamily):
         if improved:
             T, shrink = inverse_cholesky_of_improved(H, step)
         else:
-            T, shrink = inverse_cholesky_of_shifted(H, step, halvings=HALVINGS)
+            T, shrink = inverse_cholesky_of_shifted(H, step)
         L_new = L @ T
         # L^-1 P_new^-1 L^-T = T T', applied to the whitened gradient
         return {

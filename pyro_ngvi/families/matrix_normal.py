@@ -37,12 +37,14 @@ Source: the distribution is Dawid's (1981, Biometrika 68:265), as a posterior of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
-from ._normal import NormalFamily, exportable
-from .base import LOG_2PI, Tensors, keep_signature
+from .base import LOG_2PI, NormalFamily, Tensors
+from .full_rank import exportable, keep_signature
 
 __all__ = ["MatrixNormal"]
 
@@ -105,6 +107,7 @@ class MatrixNormal(NormalFamily):
 
     names = ("loc", "row_tril", "column_tril")
     has_transport = True
+    triangles: Mapping[str, int] = {"row_tril": 0, "column_tril": 0}
 
     def __init__(self, rows: int, columns: int) -> None:
         for name, size in {"rows": rows, "columns": columns}.items():
@@ -126,9 +129,6 @@ class MatrixNormal(NormalFamily):
             "column_tril": torch.diag(loc.new_full((self.columns,), root)),
         }
 
-    def noise_dim(self, params: Tensors) -> int:
-        return params["loc"].shape[-1]
-
     def _factors(self, params: Tensors) -> tuple[Tensor, Tensor]:
         return params["row_tril"].tril(), params["column_tril"].tril()
 
@@ -136,9 +136,7 @@ class MatrixNormal(NormalFamily):
         return z.reshape(*z.shape[:-1], self.rows, self.columns)
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        result = exportable(_SymmetrisedSample)(params["loc"], *self._factors(params), noise)
-        assert isinstance(result, Tensor)
-        return result
+        return exportable(_SymmetrisedSample)(params["loc"], *self._factors(params), noise)
 
     def _whiten(self, params: Tensors, x: Tensor) -> Tensor:
         """A^-1 x B^-T of matrices x (..., n, m), as (n, s, m): s counts the matrices."""
@@ -181,16 +179,6 @@ class MatrixNormal(NormalFamily):
             "column_tril": (right.mT @ w).tril() - torch.diag(self.rows / B.diagonal()),
         }
 
-    def entropy(self, params: Tensors) -> Tensor:
-        return self.log_det(params) + 0.5 * self.rows * self.columns * (1.0 + LOG_2PI)
-
-    def kl(self, params: Tensors, other: Tensors) -> Tensor:
-        pairs = zip(self._factors(other), self._factors(params), strict=True)
-        a, b = (solve_triangular(p, q, upper=False).square().sum() for p, q in pairs)
-        w = self._whiten(other, self._matrix(params["loc"] - other["loc"]))
-        log_ratio = self.log_det(params) - self.log_det(other)
-        return 0.5 * (a * b - self.rows * self.columns + w.square().sum()) - log_ratio
-
     def covariance(self, params: Tensors) -> Tensor:
         A, B = self._factors(params)
         return torch.kron(A @ A.mT, B @ B.mT)
@@ -217,19 +205,6 @@ class MatrixNormal(NormalFamily):
             "row_tril": (A.mT @ grads["row_tril"]).tril(),
             "column_tril": (B.mT @ grads["column_tril"]).tril(),
         }
-
-    def pack(self, tensors: Tensors) -> Tensor:
-        X, Y = tensors["row_tril"], tensors["column_tril"]
-        return torch.cat([tensors["loc"], *(V[_lower(V)] for V in (X, Y))])
-
-    def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
-        n, m = self.rows, self.columns
-        parts = vector.split([n * m, n * (n + 1) // 2, m * (m + 1) // 2])
-        result = {"loc": parts[0]}
-        for name, part in zip(self.names[1:], parts[1:], strict=True):
-            empty = torch.zeros_like(like[name])
-            result[name] = empty.index_put(_lower(empty), part)
-        return result
 
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
         X, Y = tangent["row_tril"], tangent["column_tril"]
@@ -274,9 +249,3 @@ def _grown(L: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
     x = X.diagonal()
     LX = L @ X
     return L + LX + 0.5 * (LX @ X), (1.0 + x + 0.5 * x.square()).log().sum()
-
-
-def _lower(V: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices of the lower triangle, row by row."""
-    i, j = torch.tril_indices(*V.shape[-2:], device=V.device)
-    return i, j

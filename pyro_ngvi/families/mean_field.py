@@ -22,10 +22,7 @@ import torch
 from torch import Tensor
 
 from ..linalg.cholesky import SMALLEST
-from ._normal import NormalFamily
-from .base import LOG_2PI, Tensors, clamp_exponent, log_normal
-
-__all__ = ["MeanFieldNormal"]
+from .base import LOG_2PI, NormalFamily, Tensors, clamp_exponent
 
 #: 1 + a + a^2 / 2 stands for exp(a) near 0 only, and below -1 it rises again
 LARGEST = 1.0
@@ -51,30 +48,20 @@ class MeanFieldNormal(NormalFamily):
     def init(self, loc: Tensor, scale: float) -> Tensors:
         return {"loc": loc.clone(), "log_scale": torch.full_like(loc, scale).log()}
 
-    def noise_dim(self, params: Tensors) -> int:
-        return params["loc"].shape[-1]
-
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         return params["loc"] + params["log_scale"].exp() * noise
 
-    def _whiten(self, params: Tensors, z: Tensor) -> Tensor:
-        return (z - params["loc"]) * (-params["log_scale"]).exp()
-
     def log_det(self, params: Tensors) -> Tensor:
-        """log |det dz/deps|, a 0-dim tensor: the same for all draws."""
         return params["log_scale"].sum(-1)
 
     def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
         return self.rsample(params, noise), self.log_det(params).expand(noise.shape[:-1])
 
     def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
-        return self._whiten(params, z)
-
-    def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
-        return log_normal(self._whiten(params, z)) - self.log_det(params)
+        return (z - params["loc"]) * (-params["log_scale"]).exp()
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
-        w = self._whiten(params, z)
+        w = self.noise_of(params, z)
         return {"loc": w * (-params["log_scale"]).exp(), "log_scale": w.square() - 1.0}
 
     def entropy(self, params: Tensors) -> Tensor:
@@ -82,7 +69,7 @@ class MeanFieldNormal(NormalFamily):
 
     def kl(self, params: Tensors, other: Tensors) -> Tensor:
         log_ratio = params["log_scale"] - other["log_scale"]
-        w = self._whiten(other, params["loc"])
+        w = self.noise_of(other, params["loc"])
         return 0.5 * ((2.0 * log_ratio).exp() - 1.0 - 2.0 * log_ratio + w.square()).sum()
 
     def covariance(self, params: Tensors) -> Tensor:
@@ -98,10 +85,7 @@ class MeanFieldNormal(NormalFamily):
         return {"loc": params["log_scale"].exp()}
 
     def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors:
-        if "dense" in curvature:
-            h = curvature["dense"].diagonal()
-        else:
-            h = curvature["diagonal"]
+        h = curvature["dense"].diagonal() if "dense" in curvature else curvature["diagonal"]
         return gradient | {"log_scale": (2.0 * params["log_scale"]).exp_().mul_(h).sub_(1.0)}
 
     def covariance_product(
@@ -140,20 +124,19 @@ class MeanFieldNormal(NormalFamily):
     ) -> Tensors:
         loc, log_scale = params["loc"], params["log_scale"]
         change = step * tangent["log_scale"]
+        if coordinates == "local":
+            return {
+                "loc": loc + step * log_scale.exp() * tangent["loc"],
+                "log_scale": clamp_exponent(log_scale + change),
+            }
         if coordinates == "natural":
             # p_new / p = 1 - 2 change; halve the step until every ratio is at least 1/4
             room = 1.0 - SMALLEST
             worst = (2.0 * change).amax().clamp_min(room)
             shrink = torch.exp2(-torch.log2(worst / room).ceil())
-            new_log_scale = log_scale - 0.5 * torch.log1p(-2.0 * shrink * change)
-            velocity = (2.0 * new_log_scale - log_scale).exp() * tangent["loc"]
-            return {"loc": loc + shrink * step * velocity, "log_scale": new_log_scale}
-        if coordinates == "improved":
+            step, new = shrink * step, log_scale - 0.5 * torch.log1p(-2.0 * shrink * change)
+        else:
             a = (-2.0 * change).clamp(-LARGEST, LARGEST)
-            new_log_scale = clamp_exponent(log_scale - 0.5 * torch.log1p(a + 0.5 * a.square()))
-            velocity = (2.0 * new_log_scale - log_scale).exp() * tangent["loc"]
-            return {"loc": loc + step * velocity, "log_scale": new_log_scale}
-        return {
-            "loc": loc + step * log_scale.exp() * tangent["loc"],
-            "log_scale": clamp_exponent(log_scale + change),
-        }
+            new = clamp_exponent(log_scale - 0.5 * torch.log1p(a + 0.5 * a.square()))
+        velocity = (2.0 * new - log_scale).exp() * tangent["loc"]
+        return {"loc": loc + step * velocity, "log_scale": new}

@@ -1,30 +1,38 @@
 r"""Orthogonal flows: elementwise activations between rotations of R^d.
 
-With eps ~ N(0, I) and psi elementwise and strictly increasing (:mod:`._activation`),
+With eps ~ N(0, I) and psi elementwise and strictly increasing,
 
     z = W_1 (s_1 o psi(L eps + b_0)) + mu
 
 for one layer, with W_k orthogonal, s_k > 0 stored as logs and L a lower triangle with positive
 diagonal.  Further layers put x -> psi(W_k (s_k o x) + b_k) in front of the last map.
 
-psi is the identity at the start, with a skewness and a tail learnt for each coordinate, so that q
-starts as a Gaussian.  There L, W_1 and s_1 say some things twice, and the Fisher matrix is singular
-until the activations bend.  One layer says skewness; curved posteriors (a banana, a funnel) need two.
+    psi(x) = sinh(e^t arcsinh(x) + c),      t = T tanh(u / T),      c and u learnt for each coordinate:
 
-    log q(z) = log N(eps; 0, I) - sum log |det of the affine maps| - sum log psi'(a),
+the identity at the start; c bends it to either side, and e^t is the power of its tails (Jones & Pewsey
+2009, Biometrika 96:761), bounded by T = 1/4: a tail heavier than the posterior's costs nothing until a
+draw falls into it, and then the ELBO is lost (seen on the funnel with free t).  While psi is straight
+the Fisher matrix is singular.  One layer says skewness; curved posteriors (a banana, a funnel) need two.
 
-with the inverse in closed form.  Scores at fixed z follow from the inside out, through the affine maps
-(:mod:`._affine_map`) and the activations, starting with d log q / d eps = -eps.
+    log q(z) = log N(eps; 0, I) - sum log |det of the affine maps| - sum log psi'(a).
 
-Local frame: shifts in units of what enters their map, logs of scales, left-trivialised tangents of the
-W_k (:mod:`pyro_ngvi.linalg.stiefel`), relative moves of triangles.  Scores there are *tangent* scores:
-directions that leave the orthogonal matrices are not in it.  Momentum keeps its numbers in this frame,
-which is its transport by left translation.  The Fisher matrix has no closed form: train by
-:class:`pyro_ngvi.optim.SPRING`, :class:`pyro_ngvi.IFVB` or :class:`pyro_ngvi.AIFVB`.  Averages of
-iterates are Riemannian means of the W_k.
+**Scores** at fixed z, from the inside out, start with delta = d log q / d eps = -eps.  Through an affine
+map y = b + L W (s o x), with delta = d log q / dx, v = s o x and w = W v,
 
-log q takes W' for the inverse of W, so W must stay orthogonal: optimizers that do not know the frame
-(Adam, ``frame="stored"``) make it wrong, and the guide refuses what they leave.
+    g_v = delta / s,   g_w = W g_v,   g_y = L^-T g_w,
+    score of b  -g_y,  of log s  -delta o x - 1,  of W  w g_v',  of L  -tril(g_y w') - diag(1 / L_ii);
+
+through y = psi(x), with g = d log q / dx of what lies within,
+
+    delta = (g - psi''/psi') / psi',    score of a parameter c  =  -delta dpsi/dc - dlog psi'/dc.
+
+**Local frame:** b + L W (s o t), log s + m, W (a - a') with a strictly lower (:mod:`..linalg.stiefel`),
+L (I + M) with M lower.  Directions that leave the orthogonal matrices are not in it.  The Fisher matrix
+has no closed form: train by :class:`~pyro_ngvi.optim.SPRING`, :class:`~pyro_ngvi.IFVB` or
+:class:`~pyro_ngvi.AIFVB`.
+
+log q takes W' for the inverse of W: optimizers that do not know the frame (Adam, ``frame="stored"``)
+make it wrong, and the guide refuses what they leave.
 
 Other forms, activations and retractions, the printed ones of Godichon-Baggioni, Nguyen & Tran (2024,
 JASA, example 3) among them, are subclasses in ``benchmarks/flows/orthogonal_forms.py``.
@@ -34,21 +42,164 @@ Not for: posteriors close to a Gaussian (``FullRankNormal`` is exact there, with
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
+from torch.linalg import solve_triangular
 
 from ..linalg import stiefel
-from ._activation import SinhArcsinh
-from ._affine_map import AffineMap
-from .base import Family, Tensors, log_normal
-
-__all__ = ["OrthogonalFlow"]
+from .base import Family, Tensors, clamp_exponent, interpolate, log_normal
 
 #: sd of what enters an activation at the start
 START = 1.0
 #: nodes of the quadrature that centres and scales the start
 NODES = 100
+#: largest |t|: the power of a tail stays within e^-T and e^T
+TAIL = 0.25
+LOG_2 = math.log(2.0)
+
+
+@dataclass(frozen=True)
+class SinhArcsinh:
+    """psi of one layer; ``layer`` tells its parameters from those of other layers."""
+
+    layer: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of its parameters, each (d,) and 0 at the start."""
+        return f"skew_{self.layer}", f"tail_{self.layer}"
+
+    def _log_power(self, params: Tensors) -> tuple[Tensor, Tensor]:
+        """t, and dt / du."""
+        share = torch.tanh(params[self.names[1]] / TAIL)
+        return TAIL * share, 1.0 - share.square()
+
+    def _inner(self, params: Tensors, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(e^t arcsinh(x), the same + c), the second bounded so that sinh of it does not overflow."""
+        v = self._log_power(params)[0].exp() * torch.asinh(x)
+        return v, clamp_exponent(v + params[self.names[0]])
+
+    def forward(self, params: Tensors, x: Tensor) -> Tensor:
+        return torch.sinh(self._inner(params, x)[1])
+
+    def inverse(self, params: Tensors, y: Tensor) -> Tensor:
+        t, _ = self._log_power(params)
+        v = (torch.asinh(y) - params[self.names[0]]) * (-t).exp()
+        return torch.sinh(clamp_exponent(v))
+
+    def log_slope(self, params: Tensors, x: Tensor) -> Tensor:
+        """log psi'(x)."""
+        _, w = self._inner(params, x)
+        log_cosh = w.abs() + torch.log1p(torch.exp(-2.0 * w.abs())) - LOG_2
+        return log_cosh + self._log_power(params)[0] - 0.5 * torch.log1p(x.square())
+
+    def bend(self, params: Tensors, x: Tensor) -> Tensor:
+        """d log psi' / dx = psi'' / psi'."""
+        _, w = self._inner(params, x)
+        power = self._log_power(params)[0].exp()
+        square = 1.0 + x.square()
+        return power * torch.tanh(w) * torch.rsqrt(square) - x / square
+
+    def score(self, params: Tensors, x: Tensor, delta: Tensor) -> Tensors:
+        """Scores (n, d) of its parameters."""
+        v, w = self._inner(params, x)
+        tanh = torch.tanh(w)
+        skew = -delta * torch.cosh(w) - tanh
+        return {self.names[0]: skew, self.names[1]: self._log_power(params)[1] * (skew * v - 1.0)}
+
+
+@dataclass(frozen=True)
+class AffineMap:
+    """y = b + L W (s o x); the fields are the names of the parts in ``params``, or ``None``."""
+
+    shift: str
+    log_scale: str | None = None
+    rotation: str | None = None
+    triangle: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        parts = (self.shift, self.log_scale, self.rotation, self.triangle)
+        return tuple(name for name in parts if name is not None)
+
+    def start(self, like: Tensor, factor: float, shift: float) -> Tensors:
+        """The parts of x -> factor x + shift, for x of the shape (d,) of ``like``."""
+        stretch = torch.full_like(like, factor)
+        parts = (torch.full_like(like, shift), stretch.log(), torch.diag(torch.ones_like(like)))
+        names = (self.shift, self.log_scale, self.rotation, self.triangle)
+        both = zip(names, (*parts, torch.diag(stretch)), strict=True)
+        return {name: v for name, v in both if name is not None}
+
+    def linear(self, params: Tensors, x: Tensor) -> Tensor:
+        """L W (s o x)."""
+        if self.log_scale is not None:
+            x = x * params[self.log_scale].exp()
+        if self.rotation is not None:
+            x = x @ params[self.rotation].mT
+        if self.triangle is not None:
+            x = x @ params[self.triangle].tril().mT
+        return x
+
+    def transposed(self, params: Tensors, g: Tensor) -> Tensor:
+        """s o W' L' g."""
+        if self.triangle is not None:
+            g = g @ params[self.triangle].tril()
+        if self.rotation is not None:
+            g = g @ params[self.rotation]
+        if self.log_scale is not None:
+            g = g * params[self.log_scale].exp()
+        return g
+
+    def forward(self, params: Tensors, x: Tensor) -> Tensor:
+        """y (..., d) of x (..., d)."""
+        return params[self.shift] + self.linear(params, x)
+
+    def inverse(self, params: Tensors, y: Tensor) -> Tensor:
+        """x (..., d) of y (..., d)."""
+        x = y - params[self.shift]
+        if self.triangle is not None:
+            flat = x.reshape(-1, x.shape[-1])
+            L = params[self.triangle].tril()
+            x = solve_triangular(L, flat.mT, upper=False).mT.reshape(x.shape)
+        if self.rotation is not None:
+            x = x @ params[self.rotation]
+        if self.log_scale is not None:
+            x = x * (-params[self.log_scale]).exp()
+        return x
+
+    def log_det(self, params: Tensors) -> Tensor:
+        """log |det dy/dx|, the same for all x: a 0-dim tensor."""
+        total = params[self.shift].new_zeros(())
+        if self.log_scale is not None:
+            total = total + params[self.log_scale].sum()
+        if self.triangle is not None:
+            total = total + params[self.triangle].diagonal().abs().log().sum()
+        return total
+
+    def score(self, params: Tensors, x: Tensor, delta: Tensor) -> tuple[Tensors, Tensor]:
+        """Scores (n, ...) of the parts, and g_y (n, d), from x and delta (n, d) at the same draws."""
+        score: Tensors = {}
+        g, w = delta, x
+        if self.log_scale is not None:
+            score[self.log_scale] = -delta * x - 1.0
+            g = delta * (-params[self.log_scale]).exp()
+            w = x * params[self.log_scale].exp()
+        if self.rotation is not None:
+            v, W = w, params[self.rotation]
+            w = v @ W.mT
+            score[self.rotation] = w.unsqueeze(-1) * g.unsqueeze(-2)
+            g = g @ W.mT
+        if self.triangle is not None:
+            L = params[self.triangle].tril()
+            g = solve_triangular(L.mT, g.mT, upper=True).mT
+            outer = g.unsqueeze(-1) * w.unsqueeze(-2)
+            score[self.triangle] = -outer.tril() - torch.diag(1.0 / L.diagonal())
+        score[self.shift] = -g
+        return score, g
 
 
 class OrthogonalFlow(Family):
@@ -80,6 +231,8 @@ class OrthogonalFlow(Family):
         self.bends = [self._bend(k) for k in range(layers)]
         self.maps = [self._map(k) for k in range(layers + 1)]
         self.names = tuple(name for part in (*self.maps, *self.bends) for name in part.names)
+        rotations = {m.rotation: -1 for m in self.maps if m.rotation is not None}
+        self.triangles = rotations | {m.triangle: 0 for m in self.maps if m.triangle is not None}
         #: momentum acts on all: no block of the Fisher matrix is known to stand apart
         self.location = self.names
 
@@ -164,8 +317,7 @@ class OrthogonalFlow(Family):
         # the activations of a draw are known, and no rounding on a way back enters
         loc = params["loc"]
         noise = torch.randn((n, loc.shape[-1]), dtype=loc.dtype, device=loc.device)
-        _, entering, leaving = self._forward(params, noise)
-        return self._score(params, noise, entering, leaving)
+        return self._score(params, noise, *self._forward(params, noise)[1:])
 
     def _score(
         self, params: Tensors, noise: Tensor, entering: list[Tensor], leaving: list[Tensor]
@@ -182,56 +334,48 @@ class OrthogonalFlow(Family):
         return {name: score[name] for name in self.names}
 
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
-        return self._together([m.push(params, tangent) for m in self.maps], tangent)
+        velocity = {name: tangent[name] for name in self.names}
+        for name, offset in self.triangles.items():
+            W, a = params[name], tangent[name]
+            velocity[name] = stiefel.push(W, a) if offset else W.tril() @ a
+        return velocity | {m.shift: m.linear(params, tangent[m.shift]) for m in self.maps}
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        return self._together([m.pull(params, grads) for m in self.maps], grads)
+        pulled = {name: grads[name] for name in self.names}
+        for name, offset in self.triangles.items():
+            W, G = params[name], grads[name]
+            pulled[name] = stiefel.pull(W, G) if offset else (W.tril().mT @ G).tril()
+        return pulled | {m.shift: m.transposed(params, grads[m.shift]) for m in self.maps}
 
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
-        new = [m.retract(params, tangent, step) for m in self.maps]
-        bends = [name for psi in self.bends for name in psi.names]
-        return self._together(new, {k: params[k] + step * tangent[k] for k in bends})
-
-    def _together(self, parts: list[Tensors], rest: Tensors) -> Tensors:
-        joint = rest | {name: v for part in parts for name, v in part.items()}
-        return {name: joint[name] for name in self.names}
+        new: Tensors = {}
+        for name in self.names:
+            x, v = params[name], step * tangent[name]
+            if name not in self.triangles:
+                new[name] = clamp_exponent(x + v)
+            elif is_rotation(name):
+                new[name] = stiefel.retract(x, v)
+            else:
+                L = x.tril()
+                LA = L @ v
+                new[name] = L + LA + 0.5 * LA @ v
+        moves = {m.shift: step * m.linear(params, tangent[m.shift]) for m in self.maps}
+        return new | {name: params[name] + v for name, v in moves.items()}
 
     def average(self, average: Tensors, params: Tensors, rate: Tensor) -> Tensors:
         """Riemannian means of the rotations, plain ones of the rest."""
-        return {
-            name: stiefel.average(average[name], v, rate)
-            if is_rotation(name)
-            else torch.lerp(average[name], v, rate.to(v))
-            for name, v in params.items()
-        }
+        turned = {n: W for n, W in params.items() if is_rotation(n)}
+        means = {n: stiefel.average(average[n], W, rate) for n, W in turned.items()}
+        return interpolate(average, params, rate) | means
 
     def drift(self, params: Tensors) -> Tensor:
         """How far the rotations are from orthogonal, | |W v| / |v| - 1 | at worst for one v each."""
-        worst = params["loc"].new_zeros(())
-        for name, W in params.items():
-            if is_rotation(name):
-                v = torch.arange(1.0, W.shape[-1] + 1.0, dtype=W.dtype, device=W.device).cos()
-                norm = torch.linalg.vector_norm
-                worst = torch.maximum(worst, (norm(W @ v) / norm(v) - 1.0).abs())
-        return worst
-
-    def pack(self, tensors: Tensors) -> Tensor:
-        return torch.cat(
-            [v if v.dim() == 1 else stiefel.pack(v, _offset(name)) for name, v in tensors.items()]
-        )
-
-    def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
-        # a vector, or the triangle below the diagonal, of a rotation without it
-        sizes = [
-            len(v) if v.dim() == 1 else len(v) * (len(v) + 1 + 2 * _offset(name)) // 2
-            for name, v in like.items()
-        ]
-        return {
-            name: part if v.dim() == 1 else stiefel.unpack(part, len(v), _offset(name))
-            for (name, v), part in zip(like.items(), vector.split(sizes), strict=True)
-        }
+        norm, like = torch.linalg.vector_norm, params["loc"]
+        v = torch.arange(1.0, len(like) + 1.0, dtype=like.dtype, device=like.device).cos()
+        rotations = [W for name, W in params.items() if is_rotation(name)]
+        return torch.stack([(norm(W @ v) / norm(v) - 1.0).abs() for W in rotations]).amax()
 
     def not_finite(self, params: Tensors) -> Tensor:
         # a gradient that is not finite in one latent entry spoils one row of the last map, and all
@@ -247,8 +391,3 @@ class OrthogonalFlow(Family):
 
 def is_rotation(name: str) -> bool:
     return name.startswith("weight_")
-
-
-def _offset(name: str) -> int:
-    """The highest diagonal of a matrix that a tangent has."""
-    return -1 if is_rotation(name) else 0

@@ -38,10 +38,9 @@ from torch import Tensor
 
 from ..linalg.walsh_hadamard import walsh_hadamard_transform
 from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix
-from ._augmented import AugmentedGaussian
-from ._normal import NormalFamily
-from .base import LOG_2PI, Family, Tensors, clamp_exponent
+from .base import LOG_2PI, Family, NormalFamily, Tensors, clamp_exponent
 from .mean_field import MeanFieldNormal
+from .product import AugmentedGaussian
 
 __all__ = ["WalshHadamardNormal"]
 
@@ -180,18 +179,9 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
         w = outside * (-params[NOISE]).exp()
         return own | {NOISE: w.square().sum(-1) - self.rest}
 
-    def entropy(self, params: Tensors) -> Tensor:
-        inside = self.gaussian.entropy(self._own(params))
-        if not self.rest:
-            return inside
-        return inside + self.rest * (params[NOISE] + 0.5 * (1.0 + LOG_2PI))
-
-    def kl(self, params: Tensors, other: Tensors) -> Tensor:
-        inside = self.gaussian.kl(self._own(params), self._own(other))
-        if not self.rest:
-            return inside
-        log_ratio = params[NOISE] - other[NOISE]
-        return inside + 0.5 * self.rest * (torch.expm1(2.0 * log_ratio) - 2.0 * log_ratio)
+    def log_det(self, params: Tensors) -> Tensor:
+        inside = self.gaussian.log_det(self._own(params))
+        return inside + self.rest * params[NOISE] if self.rest else inside
 
     def covariance(self, params: Tensors) -> Tensor:
         frame = self._frame()

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ..families.base import Tensors
-from ..linalg.eigen import symmetric_eigen
+from ..linalg.spectral import symmetric_eigen
 from .inverse import TINY, InverseFisher, good_rows, host_count, trust
 
 #: numbers treated at once on a processor, so that what is computed from them stays in its cache

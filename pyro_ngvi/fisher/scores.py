@@ -27,10 +27,9 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from ..families.base import Family, Tensors
-from ..linalg.each_gradient import each_gradient
-from ..runtime.density import scale_and_mask
-from ..runtime.pyro_adapter import layers_of
-from ..runtime.vmap import Minibatches, Site, Sites, run_particles, run_plainly
+from ..linalg.products import each_gradient
+from ..runtime.density import Site, Sites, layers_of, scale_and_mask
+from ..runtime.run import Minibatches, run_particles, run_plainly
 
 
 def family_scores(family: Family, params: Tensors, n: int, stored: bool = False) -> Tensor:

@@ -12,10 +12,9 @@ at most three exchanges through shared memory, no spilled registers, and reads o
 
 float16, bfloat16 and float32 are summed in float32: additions only, no tensor cores, no TF32.
 
-Not for D above 8192, whose rows do not fit into registers, nor for float64: there the products with
-small matrices of `walsh_hadamard` are used.  **So far this kernel has run in Triton's interpreter
-(TRITON_INTERPRET=1) and has been compiled for sm_80 and sm_90, but it has not run on a GPU**;
-`walsh_hadamard` compares it with those products before it is used.
+Not for D above 8192, whose rows do not fit into registers, nor for float64.  **So far it has run in
+Triton's interpreter (TRITON_INTERPRET=1) and has been compiled for sm_80 and sm_90, but it has not run
+on a GPU**; `walsh_hadamard` compares it with products of small matrices before it is used.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton: Any = None
     tl: Any = None
-
-__all__ = ["available", "transform_rows"]
 
 #: what the kernel takes
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -11,14 +11,6 @@ HALVINGS = 20
 #: a step leaves at least this share of the precision in any direction: variances grow at most 4-fold
 SMALLEST = 0.25
 
-__all__ = [
-    "HALVINGS",
-    "SMALLEST",
-    "inverse_cholesky",
-    "inverse_cholesky_of_improved",
-    "inverse_cholesky_of_shifted",
-]
-
 
 def inverse_cholesky(K: Tensor) -> Tensor:
     """Lower triangular T (d, d) with T T' = K^-1, for K positive definite."""
@@ -31,9 +23,9 @@ def inverse_cholesky(K: Tensor) -> Tensor:
 def inverse_cholesky_of_improved(H: Tensor, step: Tensor | float) -> tuple[Tensor, Tensor]:
     """Lower triangular T with T T' = (I + A + A^2 / 2)^-1, A = s H, and s / step.
 
-    I + A + A^2 / 2 = (I + (I + A)^2) / 2 is positive definite for every A, but it stands for exp(A)
-    only near 0, and below -1 it rises again. So s is shortened until the eigenvalues of A lie
-    within [-1, 1] by the bound |A^4|^(1/4), at most d^(1/8) times the largest.
+    That is positive definite for every A, but it stands for exp(A) only near 0, and below -1 it rises
+    again.  So s is shortened until the eigenvalues of A lie within [-1, 1], by the bound |A^4|^(1/4),
+    at most d^(1/8) times the largest.
     """
     A = step * H
     size = torch.linalg.matrix_norm(A).clamp_min(torch.finfo(H.dtype).tiny)
@@ -49,11 +41,10 @@ def inverse_cholesky_of_improved(H: Tensor, step: Tensor | float) -> tuple[Tenso
 def inverse_cholesky_of_shifted(
     H: Tensor, step: Tensor | float, halvings: int = HALVINGS
 ) -> tuple[Tensor, Tensor]:
-    """Lower triangular T with T T' = (I + s H)^-1 for the largest s = step / 2^j that has one.
+    """Lower triangular T with T T' = (I + s H)^-1, s = step / 2^j, H symmetric (d, d), and s / step.
 
-    H is symmetric (d, d).  j <= ``halvings`` is the smallest number of halvings after which I + s H
-    keeps eigenvalues of at least 1/4; if even s = step / 2^halvings does not, s is 0.  Returns
-    (T, s / step).  No result travels from a device to the host.
+    j <= ``halvings`` is the smallest number that leaves I + s H eigenvalues of at least 1/4; where none
+    does, s is 0.  No result travels from a device to the host.
     """
     identity = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
     # eigvalsh waits for the device, but needs a fifth of the time of the factorisations at d = 31

@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["gauss_hermite", "sphere_points"]
-
 
 def sphere_points(
     d: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None

@@ -1,8 +1,8 @@
 """Between tensors and the host: questions nobody waits for, precision, draws that leave no trace.
 
 A branch on a tensor makes a GPU and its host wait for each other, and has no meaning for ``meta``
-tensors or under ``vmap``.  On a CPU it is free, and may spare work whose result is known beforehand.
-Code that asks must give the same result, bit for bit, whether it gets an answer or not.
+tensors or under ``vmap``.  On a CPU it is free and may spare work.  Code that asks must give the same
+result, bit for bit, whether it gets an answer or not.
 """
 
 from __future__ import annotations
@@ -14,16 +14,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-
-__all__ = [
-    "at_hand",
-    "choose",
-    "equal",
-    "fixed_normal",
-    "host_bool",
-    "outside_autocast",
-    "own_random_state",
-]
 
 Tensors = dict[str, Tensor]
 P = ParamSpec("P")
@@ -39,7 +29,6 @@ def host_bool(condition: Tensor) -> bool | None:
     """The value of a 0-dim ``condition`` on a CPU; ``None`` where it would have to be waited for.
 
     Example:
-        >>> import torch
         >>> host_bool(torch.tensor(1.0) > 0), host_bool(torch.ones((), device="meta") > 0)
         (True, None)
     """
@@ -68,12 +57,6 @@ def outside_autocast(function: Callable[P, T]) -> Callable[P, T]:
 
     Autocast rounds the arguments of every matrix product to 8 or 11 bits.  A network survives that; a
     Cholesky factor, a rotation or an inverse Fisher matrix does not.
-
-    Example:
-        >>> a = torch.eye(2)
-        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
-        ...     (a @ a).dtype, outside_autocast(torch.mm)(a, a).dtype
-        (torch.bfloat16, torch.float32)
     """
 
     @wraps(function)

@@ -1,24 +1,16 @@
-"""Matrix products that torch has no name for."""
+"""Products of matrices, and of gradients, that torch has no name for."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "matvec", "symmetric_product"]
-
 #: columns of a triangle that are multiplied, or solved for, at once
 BLOCK = 96
 
 
 def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Products (..., m) of ``matrix`` (..., m, n) with ``vector`` (..., n).
-
-    Example:
-        >>> import torch
-        >>> matvec(torch.eye(2).expand(3, 2, 2), torch.ones(3, 2)).shape
-        torch.Size([3, 2])
-    """
+    """Products (..., m) of ``matrix`` (..., m, n) with ``vector`` (..., n)."""
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 
@@ -28,7 +20,6 @@ def symmetric_product(triangle: Tensor, other: Tensor) -> Tensor:
     A third of R^3 operations, not 2 R^3: half of the result, from the entries of L that are not 0.
 
     Example:
-        >>> import torch
         >>> L = torch.tensor([[1.0, 0.0], [2.0, 3.0]])
         >>> symmetric_product(L, L)
         tensor([[5., 6.],
@@ -43,3 +34,22 @@ def symmetric_product(triangle: Tensor, other: Tensor) -> Tensor:
         product[start:stop, :stop] = rows
         product[:start, start:stop] = rows[:, :start].mT
     return product
+
+
+def each_gradient(values: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """Gradients of each of ``values`` (n,) in each leaf, (n, *shape); zero where there is none."""
+    n = len(values)
+    if n == 1:
+        found = torch.autograd.grad(values.sum(), leaves, allow_unused=True, retain_graph=True)
+        grads = [None if g is None else g[None] for g in found]
+    else:
+        unit = torch.eye(n, dtype=values.dtype, device=values.device)
+        how = {"allow_unused": True, "retain_graph": True}
+        try:
+            grads = torch.autograd.grad(values, leaves, unit, is_grads_batched=True, **how)
+        except RuntimeError:  # an operation without a batching rule
+            rows = [each_gradient(v[None], leaves) for v in values]
+            return [torch.cat(column) for column in zip(*rows, strict=True)]
+    return [
+        p.new_zeros((n, *p.shape)) if g is None else g for p, g in zip(leaves, grads, strict=True)
+    ]

@@ -1,19 +1,16 @@
 r"""Square orthogonal matrices: tangents, retractions and running averages on O(d).
 
 A velocity of W in O(d) is W A with A skew, A = a - a' and a strictly lower triangular: a (d, d) is the
-tangent here, d (d - 1) / 2 free numbers (:func:`pack`).  This is the *left-trivialised* frame.
+tangent here, d (d - 1) / 2 free numbers (:func:`pack`).  This is the *left-trivialised* frame: left
+translation carries a tangent from one W to another without a change of its numbers or of its length in
+the metric <a, a>, so whoever keeps ``a`` (momentum) has transported it.
 
     push    W (a - a')
     pull    tril(W'G - G'W, -1), so that sum(pull(G) * a) = sum(G * push(a))
     retract W (I - A/2)^-1 (I + A/2), Cayley's: the geodesic W exp(A) to second order
 
-It is followed by one Newton-Schulz correction W (3 I - W'W) / 2: an error e in W'W - I becomes
-3 e^2 / 4, so roundings do not add up over the steps.
-
-Left translation carries a tangent from one W to another without a change of its numbers or of its
-length in the metric <a, a>: whoever keeps ``a`` (momentum) has transported it.
-
-All are pure functions that wait for no device.  No step changes the sign of det W.
+After it one Newton-Schulz step, W (3 I - W'W) / 2, makes an error e in W'W - I to 3 e^2 / 4, so that
+roundings do not add up.  Nothing waits for a device, and no step changes the sign of det W.
 
 Source: Absil, Mahony & Sepulchre (2008), chapters 4 and 8.  Not for d x k matrices with k < d.
 """
@@ -23,8 +20,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["average", "correct", "pack", "pull", "push", "retract", "unpack"]
-
 
 def push(W: Tensor, tangent: Tensor) -> Tensor:
     """The velocity W (a - a') of W (d, d) along a strictly lower triangular ``tangent`` a."""
@@ -32,14 +27,7 @@ def push(W: Tensor, tangent: Tensor) -> Tensor:
 
 
 def pull(W: Tensor, grad: Tensor) -> Tensor:
-    """The gradient in the tangent a of a gradient (d, d) in W: the transpose of :func:`push`.
-
-    Example:
-        >>> import torch
-        >>> pull(torch.eye(2), torch.tensor([[5.0, 1.0], [3.0, 7.0]]))
-        tensor([[0., 0.],
-                [2., 0.]])
-    """
+    """The gradient in the tangent a of a gradient (d, d) in W: the transpose of :func:`push`."""
     M = W.mT @ grad
     return (M - M.mT).tril(-1)
 
@@ -61,13 +49,14 @@ def correct(W: Tensor) -> Tensor:
     return 1.5 * W - 0.5 * (W @ (W.mT @ W))
 
 
-def retract(W: Tensor, tangent: Tensor) -> Tensor:
-    """The orthogonal matrix (d, d) that W reaches along ``tangent`` (strictly lower triangular).
+def _identity(like: Tensor) -> Tensor:
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
-    No step is too long.
+
+def retract(W: Tensor, tangent: Tensor) -> Tensor:
+    """The orthogonal matrix (d, d) that W reaches along ``tangent``; no step is too long.
 
     Example:
-        >>> import torch
         >>> quarter_turn = torch.tensor([[0.0, 0.0], [2.0, 0.0]])  # 2 tan(angle / 2)
         >>> (retract(torch.eye(2), quarter_turn).round(decimals=4) + 0.0).tolist()
         [[0.0, -1.0], [1.0, 0.0]]
@@ -77,19 +66,13 @@ def retract(W: Tensor, tangent: Tensor) -> Tensor:
     return correct(W @ torch.linalg.solve_ex(identity - half, identity + half)[0])
 
 
-def _identity(like: Tensor) -> Tensor:
-    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
-
-
 def average(mean: Tensor, W: Tensor, rate: Tensor) -> Tensor:
     """One step of a running Riemannian mean: from ``mean`` the share ``rate`` of the way to W.
 
-    The way is that of the Cayley retraction, whose inverse is A = 2 (Q + I)^-1 (Q - I), Q = mean'W.
-    With rate 1/k this is the usual inductive mean, and with rate 1 it is W.  Where W is a half turn
-    away from ``mean`` there is no such way, and the mean starts again at W.
+    The way is the inverse of Cayley's retraction, A = 2 (Q + I)^-1 (Q - I) with Q = mean'W.  Where W
+    is a half turn away there is no such way, and the mean starts again at W.
     """
     Q, identity = mean.mT @ W, _identity(W)
     A, _ = torch.linalg.solve_ex(Q + identity, Q - identity)
-    tangent = (A - A.mT).tril(-1)
-    new = retract(mean, rate * tangent)
+    new = retract(mean, rate * (A - A.mT).tril(-1))
     return torch.where(torch.isfinite(new).all(), new, W)

@@ -4,11 +4,10 @@ r"""The orthonormal Walsh-Hadamard transform x -> x H of rows of length D, a pow
 
 symmetric and orthonormal: H H = I, so that the transform is its own inverse and its own adjoint.
 
-A Kronecker product of Hadamard matrices is one, H_ab = H_a kron H_b, and for x viewed as a matrix X
-(a, b) the transform is H_a X H_b: D (a + b) multiplications a row in place of D^2, and in products
-of small matrices, which a CPU does four to seven times faster than the D log2(D) additions of the
-butterfly (`benchmarks/whvi_paper/transform.py`).  D is split into factors of at most 32: one dense
-product to D = 64, two factors to 1024, three to 2^15.
+H_ab = H_a kron H_b, and for x viewed as a matrix X (a, b) the transform is H_a X H_b: D (a + b)
+multiplications a row, in products of small matrices, which a CPU does four to seven times faster than
+the D log2(D) additions of the butterfly (`benchmarks/whvi_paper/transform.py`).  One dense product to
+D = 64, two factors to 1024, three to 2^15.
 
 On a GPU, where Triton is installed, a kernel does the same (`_walsh_hadamard_triton`), if it compiles
 there and a first try of each length and dtype agrees with the products.
@@ -28,8 +27,6 @@ import torch
 from torch import Tensor
 
 from .host import fixed_normal
-
-__all__ = ["walsh_hadamard_transform"]
 
 T = TypeVar("T")
 
@@ -64,8 +61,7 @@ def walsh_hadamard_transform(x: Tensor) -> Tensor:
     """
     if x.ndim == 0:
         raise ValueError(
-            "walsh_hadamard_transform needs a tensor of shape (..., D), got one of 0 dimensions; "
-            "give it an axis with x.unsqueeze(-1)."
+            "walsh_hadamard_transform needs a tensor of shape (..., D), got one of 0 dimensions."
         )
     D = x.shape[-1]
     if D < 1 or D & (D - 1):
@@ -83,9 +79,7 @@ def walsh_hadamard_transform(x: Tensor) -> Tensor:
 
         if available(x) and _kernel_serves(x):
             return transform_rows(x)
-    if x.dtype in HALVES:
-        return _by_factors(x.float()).to(x.dtype)
-    return _by_factors(x)
+    return _by_factors(x.float()).to(x.dtype) if x.dtype in HALVES else _by_factors(x)
 
 
 def _on_gpu(x: Tensor) -> bool:
@@ -102,8 +96,7 @@ def _kernel_serves(x: Tensor) -> bool:
         if why is not None:
             warnings.warn(
                 f"Triton's kernel for the Walsh-Hadamard transform is not used on {x.device} with rows "
-                f"of {x.shape[-1]} in {x.dtype}: {why} Products with small matrices take its place; "
-                f"they are slower there, and right.",
+                f"of {x.shape[-1]} in {x.dtype}: {why} Products with small matrices take its place.",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -157,7 +150,8 @@ def _matrix(n: int, squared_scale: int, x: Tensor) -> Tensor:
     if key not in _matrices:
         if torch.compiler.is_compiling():  # part of the graph, kept by nobody
             return _build(*key)
-        _matrices[key] = _outside_modes(_from_host, *key)  # so that what is kept is a plain tensor
+        # so that what is kept is a plain tensor; a copy is waited for, a kernel in a new thread is not
+        _matrices[key] = _outside_modes(lambda: _build(*key[:3], torch.device("cpu")).to(x.device))
     return _matrices[key]
 
 
@@ -165,11 +159,6 @@ def _outside_modes(function: Callable[..., T], *args: Any) -> T:
     """Call it where no mode of torch holds (vmap, grad, inference, tracing): in a thread of its own."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *args).result()
-
-
-def _from_host(n: int, squared_scale: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    # a copy is waited for; a kernel on the stream of the new thread would not be
-    return _build(n, squared_scale, dtype, torch.device("cpu")).to(device)
 
 
 def _build(n: int, squared_scale: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -29,15 +29,13 @@ from torch import Tensor
 
 from .walsh_hadamard import walsh_hadamard_transform
 
-__all__ = ["WalshHadamardMatrix", "matrix_for"]
-
 
 @dataclass(frozen=True)
 class WalshHadamardMatrix:
     """The shape of a matrix (rows, columns) of Walsh-Hadamard blocks; it holds no numbers.
 
     ``g`` is (..., num_g), ``left`` (rows,) and ``right`` (blocks, columns): the diagonals S1 and S2
-    of all blocks, without the entries that are cut off.  Every way from these to U is here.
+    of all blocks, without the entries that are cut off.
 
     Args:
         rows, columns: n and m, at least 1.
@@ -67,10 +65,6 @@ class WalshHadamardMatrix:
     blocks: int = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.columns < 1:
-            raise ValueError(
-                f"A matrix of {self.rows} rows and {self.columns} columns has no entries."
-            )
         size = 1 << (self.columns - 1).bit_length()
         object.__setattr__(self, "size", size)
         object.__setattr__(self, "blocks", -(-self.rows // size))
@@ -78,7 +72,7 @@ class WalshHadamardMatrix:
         if not 0 < self.entries <= self.rows * self.columns:
             raise ValueError(
                 f"The shape {self.shape} has {self.entries} entries; a matrix of {self.rows} rows and "
-                f"{self.columns} columns has from 1 to {self.rows * self.columns}."
+                f"{self.columns} columns has {self.rows * self.columns}."
             )
 
     @property
@@ -97,10 +91,7 @@ class WalshHadamardMatrix:
         return self.blocks, self.columns
 
     def signs(self, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Diagonals of +-1 drawn from ``seed``: ``left`` (rows,) and ``right`` (blocks, columns).
-
-        The random state of torch stays as it is.
-        """
+        """Diagonals of +-1 drawn from ``seed``: ``left`` and ``right``; torch's random state stays."""
         drawn = np.random.RandomState(seed).choice(
             (-1.0, 1.0), self.rows + self.blocks * self.columns
         )
@@ -132,8 +123,7 @@ class WalshHadamardMatrix:
 
     def transform(self, g: Tensor) -> Tensor:
         """h = H g, block by block: (..., num_g) to (..., num_g).  It is its own inverse."""
-        h = walsh_hadamard_transform(g.unflatten(-1, (-1, self.size)))
-        return h.flatten(-2)
+        return walsh_hadamard_transform(g.unflatten(-1, (-1, self.size))).flatten(-2)
 
     def dense(self, g: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """U of equation (1), (..., *shape)."""
@@ -141,10 +131,7 @@ class WalshHadamardMatrix:
         return (h * self.weights(left, right)).unflatten(-1, self.shape)
 
     def product(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """x U' without building U: ``x`` (..., columns) with ``g`` (..., num_g) to (..., rows).
-
-        The leading dimensions of ``x`` and ``g`` broadcast: a g for each row of x is as good as one.
-        """
+        """x U' by (2): ``x`` (..., columns) with ``g`` (..., num_g), broadcast, to (..., rows)."""
         g = g.unflatten(-1, (-1, self.size))  # (..., blocks or 1, size)
         y = torch.nn.functional.pad(x.unsqueeze(-2) * right, (0, self.size - self.columns))
         y = walsh_hadamard_transform(walsh_hadamard_transform(y) * g)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..families.base import Tensors
 from ..linalg.host import host_bool
-from ..runtime.pyro_adapter import states_to_restore
+from ..runtime.store import states_to_restore
 from .rule import State
 
 

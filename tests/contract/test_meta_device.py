@@ -16,11 +16,7 @@ from torch import Tensor
 from benchmarks.baselines import PaperWindow
 from pyro_ngvi import NGVB, BatchedELBO
 from pyro_ngvi.families import (
-    FactorNormal,
-    FactorPrecisionNormal,
     Family,
-    FullRankNormal,
-    MeanFieldNormal,
 )
 from pyro_ngvi.fisher import Blocks, Dense, InverseFisher, LowRank, Window
 from pyro_ngvi.fisher.scores import GuideScores, family_scores
@@ -28,14 +24,12 @@ from pyro_ngvi.optim import Constant, LogPower, NoiseClock, RobbinsMonro, Tail
 from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
 from pyro_ngvi.optim.schedules import as_schedule
 from pyro_ngvi.optim.state import flat
+from tests import registry
 from tests.contract.registry import GUIDES, D, N, data
+from tests.registry import some
 
-FAMILIES: dict[str, Family] = {
-    "mean field": MeanFieldNormal(),
-    "full rank": FullRankNormal(),
-    "factor": FactorNormal(rank=2),
-    "factor precision": FactorPrecisionNormal(rank=2),
-}
+GAUSSIAN = some(registry.FAMILIES, "mean field", "full rank", "factor", "factor precision")
+FAMILIES = {name: family for name, (family, _) in GAUSSIAN.items()}
 SCHEDULES = {
     "noise": NoiseClock(),
     "Robbins-Monro": RobbinsMonro(),

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from pyro_ngvi import NGVB, AutoFactorNormal, AutoFullRankNormal, AutoMeanFieldNormal, BatchedELBO
 from pyro_ngvi.optim import RobbinsMonro
 from pyro_ngvi.optim.state import flat
-from pyro_ngvi.runtime.pyro_adapter import module_name
+from pyro_ngvi.runtime.store import module_name
 from tests.contract.registry import GUIDES, LOSSES, D, N, data, regression
 
 guides = pytest.mark.parametrize("kind", GUIDES)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_ngvi.linalg.eigen import qr_iteration, symmetric_eigen
+from pyro_ngvi.linalg.spectral import qr_iteration, symmetric_eigen
 
 
 def with_spectrum(values: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from torch.func import jacrev
 
 from pyro_ngvi import IFVB, NGVB, AutoFactorPrecision, BatchedELBO
 from pyro_ngvi.families import FactorNormal, FactorPrecisionNormal
-from pyro_ngvi.linalg import projection
+from pyro_ngvi.linalg import spectral
 from tests.contract.registry import data, exact_posterior, regression
 
 D = 6
@@ -151,7 +151,7 @@ def test_where_the_factors_dwarf_the_rest(
     dtype: torch.dtype, size: float, limit: float, largest_dense: int, monkeypatch
 ) -> None:
     """|B|^2 near 1e9 in float64: F F^-1 g is g, draws and densities are exact."""
-    monkeypatch.setattr(projection, "DENSE", largest_dense)
+    monkeypatch.setattr(spectral, "DENSE", largest_dense)
     d, rank = 40, 3
     family = FactorPrecisionNormal(rank, cg_iterations=40)
     g = torch.Generator().manual_seed(0)

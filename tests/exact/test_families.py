@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.func import jacrev, vmap
 
 from pyro_ngvi.families import FactorNormal, FactorPrecisionNormal, FullRankNormal, MeanFieldNormal
-from pyro_ngvi.linalg import projection
+from pyro_ngvi.linalg import spectral
 
 D = 5
 FAMILIES = {
@@ -210,7 +210,7 @@ def test_factor_fisher_has_the_cross_block():
 
 @pytest.mark.parametrize("rank, d, limit", [(1, 30, 1e-7), (5, 60, 1e-7), (10, 200, 1e-7)])
 def test_default_cg_iterations_reach_the_stated_residual(rank, d, limit, monkeypatch):
-    monkeypatch.setattr(projection, "DENSE", 0)  # iterations for small d too
+    monkeypatch.setattr(spectral, "DENSE", 0)  # iterations for small d too
     family = FactorNormal(rank)
     params = random_member(family, d=d)
     root = torch.randn(d, d)

@@ -6,8 +6,8 @@ from torch.func import vmap
 
 from pyro_ngvi.families import FactorNormal
 from pyro_ngvi.families.full_rank import BLOCK, _tril_product
-from pyro_ngvi.linalg import projection
-from pyro_ngvi.linalg.projection import solve_squared_projection
+from pyro_ngvi.linalg import spectral
+from pyro_ngvi.linalg.spectral import solve_squared_projection
 
 
 @pytest.mark.parametrize("d", [BLOCK, BLOCK + 1, 2 * BLOCK + 37])
@@ -33,7 +33,7 @@ dense_or_not = pytest.mark.parametrize("largest_dense", [0, 128], ids=["iterated
 @pytest.mark.parametrize("d", [20, 120])
 @dense_or_not
 def test_squared_projection_against_the_dense_solve(rank, d, largest_dense, monkeypatch):
-    monkeypatch.setattr(projection, "DENSE", largest_dense)
+    monkeypatch.setattr(spectral, "DENSE", largest_dense)
     Q = torch.linalg.qr(torch.randn(d, rank)).Q.mT
     Pi = torch.eye(d) - Q.mT @ Q
     b = torch.randn(d)
@@ -44,7 +44,7 @@ def test_squared_projection_against_the_dense_solve(rank, d, largest_dense, monk
 @dense_or_not
 def test_squared_projection_with_a_coordinate_that_the_factors_explain(largest_dense, monkeypatch):
     """A zero row of Pi: the floor keeps the solution finite, and the others are as without it."""
-    monkeypatch.setattr(projection, "DENSE", largest_dense)
+    monkeypatch.setattr(spectral, "DENSE", largest_dense)
     d = 12
     Q = torch.zeros(2, d)
     Q[0, 0] = 1.0
@@ -74,7 +74,7 @@ def test_factor_family_where_the_factors_dwarf_the_rest(
 
     The condition number of Sigma is of that size too, so float32 gets a milder case.
     """
-    monkeypatch.setattr(projection, "DENSE", largest_dense)
+    monkeypatch.setattr(spectral, "DENSE", largest_dense)
     d, rank = 40, 3
     g = torch.Generator().manual_seed(0)
     family = FactorNormal(rank, cg_iterations=40)

@@ -11,7 +11,7 @@ from torch.func import vmap
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.families import FactorNormal, FullRankNormal, MeanFieldNormal
-from pyro_ngvi.linalg import host_bool as _known
+from pyro_ngvi.linalg import host
 from pyro_ngvi.linalg.host import choose, host_bool
 from pyro_ngvi.optim import NoiseClock, Tail
 from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
@@ -25,7 +25,7 @@ def unknown(monkeypatch):
     """Call it, and no value is known any more, as on a GPU."""
 
     def make_unknown() -> None:
-        monkeypatch.setattr(_known, "at_hand", lambda x: False)
+        monkeypatch.setattr(host, "at_hand", lambda x: False)
 
     return make_unknown
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_ngvi.linalg.leading import EXACT, _range_finder, leading_rows
+from pyro_ngvi.linalg.spectral import EXACT, _range_finder, leading_rows
 
 
 def with_spectrum(m: int, d: int, values: Tensor, seed: int = 0) -> Tensor:
@@ -42,7 +42,7 @@ def test_fewer_directions_than_asked_for(m: int, d: int) -> None:
 @pytest.mark.parametrize("rank", [1, 5])
 @pytest.mark.parametrize(("power", "limit"), [(1.0, 1e-3), (2.0, 1e-5)])
 def test_range_finder_on_falling_eigenvalues(rank: int, power: float, limit: float) -> None:
-    """1/i and 1/i^2, from scratch: the shares of energy that the head of leading.py states."""
+    """1/i and 1/i^2, from scratch: the shares of energy that the head of spectral.py states."""
     values = torch.arange(1.0, 301.0) ** -power
     Y = leading_rows(with_spectrum(400, 300, values), rank)
     missing = 1.0 - float(Y.square().sum() / values[:rank].sum())

@@ -199,11 +199,11 @@ def test_signs() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (-1, 2)])
 def test_no_entries(shape: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="has no entries"):
+    with pytest.raises(ValueError, match="entries; a matrix of"):
         WalshHadamardMatrix(*shape)
 
 
 @pytest.mark.parametrize("entries", [0, 9])
 def test_entries_out_of_range(entries: int) -> None:
-    with pytest.raises(ValueError, match=f"has {entries} entries; .* has from 1 to 8"):
+    with pytest.raises(ValueError, match=f"has {entries} entries; .* has 8"):
         WalshHadamardMatrix(2, 4, shape=(entries,))

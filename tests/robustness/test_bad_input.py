@@ -43,7 +43,7 @@ def test_no_latent_site(kind: str, loss: str, observed: bool) -> None:
         if observed:
             pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.tensor(0.0))
 
-    with pytest.raises(ValueError, match="the model has no latent site, so there is nothing to"):
+    with pytest.raises(RuntimeError, match="found no latent variables"):
         step(kind, loss, model)
 
 
@@ -97,7 +97,7 @@ def test_sequential_plate(kind: str) -> None:
         for i in pyro.plate("data", 3):
             pyro.sample(f"z_{i}", dist.Normal(0.0, 1.0))
 
-    with pytest.raises(ValueError, match=r"sequential plate .*Write it as a vectorised one"):
+    with pytest.raises(NotImplementedError, match=r"sequential pyro\.plate"):
         GUIDES[kind](model)()
 
 
@@ -258,7 +258,7 @@ def learned_interval(learn: bool = True) -> None:
 def test_support_that_moves_with_a_learned_parameter(kind: str) -> None:
     guide = GUIDES[kind](learned_interval)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"site 'x' is made of a tensor that requires"):
+        with pytest.raises(ValueError, match=r"site 'x' is not fixed.*a learned parameter"):
             guide()
     GUIDES[kind](lambda: learned_interval(learn=False))()
 

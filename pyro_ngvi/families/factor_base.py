@@ -1,17 +1,21 @@
-r"""Factors beside a diagonal, M = B B' + diag(c^2): inverse, and the metric tr(M^-1 dM M^-1 dM) / 2.
+r"""Gaussians whose covariance, or whose precision, is M = B B' + diag(c^2) with B (d, r) of any rank r.
 
-That is the Fisher metric of Gaussians with a fixed mean, whether M is their covariance or their
-precision: M -> M^-1 leaves it as it is.
+In units of c, B~ = B / c and M~ = I + B~ B~'.  With R R' = C = I + B~' B~, R lower triangular,
 
-In units of c, with B~ = B / c and M~ = I + B~ B~', a tangent (U, v) means dB = c U and d log c = v,
-hence dM~ = U B~' + B~ U' + 2 diag(v) and
+    T = c [I + B~ (I + R)^-1 B~'],   T T' = M            (check: (I + R) (I + R') = I + R + R' + R R').
 
-    F_B(U,v) = M~^-1 dM~ M~^-1 B~
-    F_c(U,v) = diag(M~^-1 dM~ M~^-1).
+**Local frame:** a tangent (t, U, v) means dB = c U, d log c = v, and dmu = T t, or T'^-1 t if M is the
+precision, so that F t = t for every q.  (With dmu = c t, F t = M~^-1 t is small along B~, where t is
+then long.  Momentum carries t to the next step, and once B~ points elsewhere this throws q away: 1,000
+nats at a step, in four dimensions.)
 
-**Solving with F exactly, the cross block between B and c included.**  Write C = I + B~' B~,
-W = M~^-1 B~ = B~ C^-1, E = B~' W and B+ = B~ (B~' B~)^-1.  For a given v the B-equation has the
-closed form
+The metric of (U, v) is tr(M^-1 dM M^-1 dM) / 2, whichever of the two M is.  With W = M~^-1 B~ and
+dM~ = U B~' + B~ U' + 2 diag(v),
+
+    F_B(U,v) = M~^-1 dM~ W,   F_c(U,v) = diag(M~^-1 dM~ M~^-1).
+
+**Solving with F exactly, the cross block between B and c included.**  Write W = B~ C^-1, E = B~' W and
+B+ = B~ (B~' B~)^-1.  For a given v the B-equation has the closed form
 
     U = (M~ R - B~ E^-1 H_R / 2) E^-1,  R = G - 2 M~^-1 diag(v) W,  H_R = B~' R
 
@@ -21,10 +25,8 @@ leaves an equation for v alone,
     2 (Pi o Pi) v = h - 2 rowsum(G o B+) + rowsum((B+ H) o B+),   H = B~' G,
 
 where Pi = I - B~ (B~' B~)^-1 B~' projects away from the factors and o is the entrywise product: the
-Schur complement does not depend on the size of B at all.  Conjugate gradients with the diagonal
-2 (1 - leverage)^2 as preconditioner solve it at O(d r^2) a product; the number of iterations follows
-the largest leverage, not d.  No d x d matrix appears, except for small d (up to 128), where a Cholesky
-factor solves it exactly for less.
+Schur complement does not depend on the size of B at all.  Conjugate gradients, preconditioned by its
+diagonal, take O(d r^2) a product; their number follows the largest leverage, not d.
 
 B is determined up to a rotation of its columns, so F has a null space (B A, A antisymmetric).  No
 gradient of a function of M has a component there; noise in a gradient that has is removed.
@@ -35,21 +37,17 @@ Source: derived here; the blocks of F agree with Ong, Nott & Smith (2018, JCGS 2
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
-from ..linalg.projection import solve_squared_projection
+from ..linalg.spectral import solve_squared_projection
+from .base import NormalFamily, Tensors, clamp_exponent
 
-__all__ = ["Factors", "cosine_columns"]
-
-
-def cosine_columns(d: int, rank: int, like: Tensor) -> Tensor:
-    """Columns (d, rank) of orthogonal cosines, of norm (d/2)^(1/2) each: a start without a seed."""
-    i = torch.arange(d, dtype=like.dtype, device=like.device).unsqueeze(-1)
-    k = torch.arange(1, rank + 1, dtype=like.dtype, device=like.device)
-    return torch.cos(math.pi * (i + 0.5) * k / d)
+Rows = Callable[[Tensor], Tensor]
 
 
 class Factors:
@@ -163,3 +161,90 @@ class Factors:
         """
         second = torch.linalg.matrix_norm(self.inverse_product(U) @ U.mT)
         return U * (self.c * (1.0 + second).rsqrt()), v * (1.0 + v.square()).rsqrt()
+
+
+def _row(function: Rows, x: Tensor) -> Tensor:
+    return function(x.unsqueeze(-2)).squeeze(-2)
+
+
+class FactorFamily(NormalFamily):
+    """What both share."""
+
+    #: the name of the stored logarithm, which is ``power`` times log c
+    diagonal: str
+    power: float
+
+    def __init__(self, rank: int, cg_iterations: int = 16) -> None:
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(
+                f"{type(self).__name__} needs a whole rank of at least 1, got rank={rank!r}."
+            )
+        self.rank = rank
+        self.cg_iterations = cg_iterations
+
+    @abstractmethod
+    def _roots(self, factors: Factors) -> tuple[Rows, Rows, Rows]:
+        """x -> T x, T' x and T^-1 x for rows x (n, d), with T T' = Sigma."""
+
+    def _factors(self, params: Tensors) -> Factors:
+        return Factors(params["factor"], params[self.diagonal] / self.power)
+
+    def _cosines(self, like: Tensor) -> Tensor:
+        """Columns (d, r) of orthogonal cosines, of norm (d/2)^(1/2) each: a start without a seed."""
+        d, r = like.shape[-1], self.rank
+        if r >= d:
+            raise ValueError(
+                f"{type(self).__name__} has rank={r}, but the latent vector has only {d} "
+                f"dimension{'s' * (d > 1)}. "
+                f"Use {f'a rank of at most {d - 1}, or ' if d > 1 else ''}the full-rank family."
+            )
+        i = torch.arange(d, dtype=like.dtype, device=like.device).unsqueeze(-1)
+        k = torch.arange(1, r + 1, dtype=like.dtype, device=like.device)
+        return torch.cos(math.pi * (i + 0.5) * k / d)
+
+    def push(self, params: Tensors, tangent: Tensors) -> Tensors:
+        factors = self._factors(params)
+        return {
+            "loc": _row(self._roots(factors)[0], tangent["loc"]),
+            "factor": factors.c.unsqueeze(-1) * tangent["factor"],
+            self.diagonal: self.power * tangent[self.diagonal],
+        }
+
+    def tangent_of(self, params: Tensors, velocity: Tensors) -> Tensors:
+        """The tangent of a velocity of ``params``: the inverse of :meth:`push`."""
+        factors = self._factors(params)
+        return {
+            "loc": _row(self._roots(factors)[2], velocity["loc"]),
+            "factor": velocity["factor"] / factors.c.unsqueeze(-1),
+            self.diagonal: velocity[self.diagonal] / self.power,
+        }
+
+    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
+        factors = self._factors(params)
+        return {
+            "loc": _row(self._roots(factors)[1], grads["loc"]),
+            "factor": (grads["factor"].mT * factors.c).mT,
+            self.diagonal: self.power * grads[self.diagonal],
+        }
+
+    def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
+        factors = self._factors(params)
+        along_B, along_c = factors.fisher_product(tangent["factor"].mT, tangent[self.diagonal])
+        return {"loc": tangent["loc"], "factor": along_B.mT, self.diagonal: along_c}
+
+    def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
+        factors = self._factors(params)
+        G = gradient["factor"].mT.contiguous()
+        U, v = factors.fisher_solve(G, gradient[self.diagonal], self.cg_iterations)
+        return {"loc": gradient["loc"], "factor": U.mT, self.diagonal: v}
+
+    def retract(
+        self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
+    ) -> Tensors:
+        factors, name = self._factors(params), self.diagonal
+        move, change = factors.move(step * tangent["factor"].mT, step * tangent[name])
+        return {
+            "loc": params["loc"] + step * _row(self._roots(factors)[0], tangent["loc"]),
+            "factor": params["factor"] + move.mT,
+            name: clamp_exponent(params[name] + self.power * change),
+        }

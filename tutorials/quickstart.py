@@ -1,4 +1,4 @@
-"""Bayesian logistic regression in half a minute: ``python -m pyro_ngvi.quickstart``.
+"""Bayesian logistic regression in half a minute: ``make quickstart``.
 
 569 patients, 30 measurements, one question: is the tumour benign?  `NGVB` and Adam, each with 8
 particles a step, fit a Gaussian with full covariance to the posterior of the 31 coefficients, from

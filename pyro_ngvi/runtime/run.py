@@ -1,4 +1,4 @@
-"""Run Pyro code once under ``torch.func.vmap``, one batch element per particle.
+"""Run a Pyro program with values put in: plainly, or once under ``torch.func.vmap`` for S particles.
 
 Three things a Pyro program does cannot happen inside ``vmap`` and are moved out of it here:
 
@@ -8,6 +8,7 @@ Three things a Pyro program does cannot happen inside ``vmap`` and are moved out
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import pyro
@@ -19,45 +20,48 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..linalg.host import own_random_state
-from .pyro_adapter import batched_safe_log
-from .vmap_error import vmap_error
+from .density import Site, Sites, batched_safe_log, is_latent, is_minibatch
 
 T = TypeVar("T")
-# Pyro's Message of a sample site, as Any: to a type checker each of its keys may be absent.
-Site: TypeAlias = Any
-Sites: TypeAlias = dict[str, Site]
+Program: TypeAlias = Callable[..., Any]
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = Mapping[str, Any]
+Values: TypeAlias = Mapping[str, Tensor]
 Randomness = Literal["same", "different", "error"]
 
 
-def sum_per_particle(x: Tensor) -> Tensor:
-    """Sum over every dimension but the first, (S, ...) to (S,)."""
-    return x.flatten(1).sum(1) if x.dim() > 1 else x
+class CannotBatch(RuntimeError):
+    """A program cannot run under ``torch.func.vmap``; ``where`` it stopped."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(
+            f"The program cannot run under torch.func.vmap ({where}): {reason}. Keep latent values "
+            f"in torch (no .item(), if or NumPy) and out of in-place writes, or use "
+            f"pyro.infer.Trace_ELBO. For OrderedLogistic take Categorical."
+        )
+        self.where = where
 
 
 class _Missing(Exception):
     """Something that has to be made outside ``vmap``: a parameter, or a minibatch of a plate."""
 
     def __init__(self, name: str, subsample: Any = None) -> None:
-        super().__init__(name)
-        self.name = name
+        super().__init__(name, subsample and _sizes(subsample))
         self.subsample = subsample
 
 
 class Minibatches(dict[str, Tensor]):
     """The index (n,) of each subsampled plate, shared by the particles, and how to redraw it."""
 
-    def __init__(self, fixed: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, fixed: Values | None = None) -> None:
         super().__init__(fixed or {})
         self._subsamples: dict[str, Any] = {}
 
     def fits(self, name: str, subsample: Any) -> bool:
         """Whether there is an index for ``name`` that is a draw from ``subsample``."""
-        if name not in self:
-            return False
-        drawn_from = self._subsamples.get(name)
-        if drawn_from is None:  # given by the caller
+        if name in self and name not in self._subsamples:  # given by the caller
             return len(self[name]) == subsample.subsample_size
-        return plate_sizes(drawn_from) == plate_sizes(subsample)
+        return name in self and _sizes(self._subsamples[name]) == _sizes(subsample)
 
     def draw(self, name: str, subsample: Any) -> Tensor:
         """Draw the index of the plate ``name`` and remember how."""
@@ -71,44 +75,14 @@ class Minibatches(dict[str, Tensor]):
             self[name] = subsample()
 
 
-def plate_sizes(subsample: Any) -> tuple[int, int]:
-    """Number of examples, and how many of them are drawn."""
+def _sizes(subsample: Any) -> tuple[int, int]:
     return subsample.size, subsample.subsample_size
-
-
-def is_minibatch(site: Site) -> bool:
-    """Whether a recorded site is the index of a plate, of fewer examples than there are."""
-    return site_is_subsample(site) and len(site["value"]) < site["fn"].size
-
-
-def is_latent(site: Site) -> bool:
-    """Whether a recorded site is a latent variable, and not the index of a plate."""
-    return not site["is_observed"] and not site_is_subsample(site)
-
-
-def at_particle(
-    s: int, values: Mapping[str, Tensor], shared: Mapping[str, Tensor] | None
-) -> dict[str, Tensor]:
-    """What particle number ``s`` has: its own of ``values`` (S, ...), and what is ``shared``."""
-    return {name: value[s] for name, value in values.items()} | dict(shared or {})
-
-
-def free_dim(sites: Sites) -> int:
-    """The first batch dimension to the left of all plates: where a plate of particles goes."""
-    frames = (frame for site in sites.values() for frame in site["cond_indep_stack"])
-    return min((frame.dim for frame in frames if frame.dim is not None), default=0) - 1
-
-
-def is_auxiliary(site: Site) -> bool:
-    """Whether a guide draws the site only on the way to those of the model."""
-    return bool((site["infer"] or {}).get("is_auxiliary"))
 
 
 class Conditioned(Messenger):
     """Fixes latent sites and minibatches, which stay latent; records sample sites and parameters.
 
-    It does in one handler what ``poutine.replay`` and ``poutine.trace`` do in two, except that a
-    minibatch passed by the program itself (``plate(..., subsample=index)``) is never replaced.
+    A minibatch that the program itself passes (``plate(..., subsample=index)``) is never replaced.
 
     Args:
         values: value by site; for a plate's name, its minibatch.
@@ -116,34 +90,26 @@ class Conditioned(Messenger):
         in_vmap: raise :class:`_Missing` where a parameter or a minibatch has to be made.
     """
 
-    def __init__(
-        self, values: Mapping[str, Tensor], minibatches: Minibatches, in_vmap: bool = False
-    ) -> None:
+    def __init__(self, values: Values, minibatches: Minibatches, in_vmap: bool = False) -> None:
         super().__init__()
-        self.values = values
-        self.minibatches = minibatches
-        self.in_vmap = in_vmap
+        self.values, self.minibatches, self.in_vmap = values, minibatches, in_vmap
         self.sites: Sites = {}
         self.params: dict[str, Tensor] = {}
 
     def _pyro_sample(self, msg: Site) -> None:
-        name = msg["name"]
-        if msg["is_observed"] or (site_is_subsample(msg) and msg["value"] is not None):
+        name, fn, of_plate = msg["name"], msg["fn"], site_is_subsample(msg)
+        if msg["is_observed"] or (of_plate and msg["value"] is not None):
             return
         if name in self.values:
             msg["value"] = self.values[name]
             msg["done"] = True
-        elif site_is_subsample(msg):
-            fn = msg["fn"]
-            if fn.subsample_size is not None and fn.subsample_size < fn.size:
-                msg["value"] = self._minibatch(name, fn)
-
-    def _minibatch(self, name: str, subsample: Any) -> Tensor:
-        if self.minibatches.fits(name, subsample):
-            return self.minibatches[name]
-        if self.in_vmap:
-            raise _Missing(name, subsample)
-        return self.minibatches.draw(name, subsample)
+        elif of_plate and (fn.subsample_size or fn.size) < fn.size:
+            if self.minibatches.fits(name, fn):
+                msg["value"] = self.minibatches[name]
+            elif self.in_vmap:
+                raise _Missing(name, fn)
+            else:
+                msg["value"] = self.minibatches.draw(name, fn)
 
     def _pyro_post_sample(self, msg: Site) -> None:
         name = msg["name"]
@@ -162,11 +128,10 @@ class Conditioned(Messenger):
 
 
 class _BatchedSamplers(TorchFunctionMode):
-    """Replaces what samplers do in place and ``vmap`` cannot do, or only slowly.
+    """Draws out of place where samplers fill a tensor with random numbers, the same for all particles.
 
-    An in-place random fill cannot differ between particles, so it becomes a draw out of place.
-    The tensor that should have been filled becomes NaN, so that code which goes on to use it
-    rather than the returned tensor is found out.
+    The tensor that should have been filled becomes NaN, so that code which goes on to use it rather
+    than the returned tensor is found out.
     """
 
     def __torch_function__(
@@ -200,15 +165,15 @@ _FILLS: dict[Any, Callable[..., Tensor]] = {
 
 
 def run_particles(
-    program: Callable[..., Any],
+    program: Program,
     reduce: Callable[[Sites], T],
-    values: Mapping[str, Tensor],
+    values: Values,
     num_particles: int,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     *,
     minibatches: Minibatches,
-    shared: Mapping[str, Tensor] | None = None,
+    shared: Values | None = None,
     randomness: Randomness = "different",
     sampling: bool = False,
     chunk_size: int | None = None,
@@ -225,7 +190,7 @@ def run_particles(
             supported (it makes every torch call slower).
 
     Raises:
-        RuntimeError: when the program cannot run under ``vmap``.
+        CannotBatch: when the program cannot run under ``vmap``.
     """
     sites: Sites = {}
 
@@ -244,43 +209,56 @@ def run_particles(
 
     batched = torch.func.vmap(body, randomness=randomness, chunk_size=chunk_size)
     inputs = (dict(values), torch.empty(num_particles, device="cpu"))
-    missing: set[tuple[str, tuple[int, int] | None]] = set()
+    made: set[tuple[Any, ...]] = set()
     while True:
         try:
             # validation branches on tensors
-            with pyro.validation_enabled(False), batched_safe_log():
-                if not sampling:
-                    return batched(*inputs)
-                with _BatchedSamplers():
-                    return batched(*inputs)
+            with (
+                pyro.validation_enabled(False),
+                batched_safe_log(),
+                _BatchedSamplers() if sampling else nullcontext(),
+            ):
+                return batched(*inputs)
         except _Missing as need:
-            size = None if need.subsample is None else plate_sizes(need.subsample)
-            if (need.name, size) in missing:
+            name = need.args[0]
+            if need.args in made:
                 raise RuntimeError(
-                    f"{need.name!r} changes between two runs of the same model; parameters and "
-                    f"the sizes of subsampled plates must not be random."
+                    f"{name!r} changes between two runs of the same model; parameters and the "
+                    f"sizes of subsampled plates must not be random."
                 ) from need
-            missing.add((need.name, size))
+            made.add(need.args)
             if need.subsample is None:
                 plain_run()
             else:
-                minibatches.draw(need.name, need.subsample)
+                minibatches.draw(name, need.subsample)
         except RuntimeError as error:
-            if not sampling:  # a site that the caller refuses may be what cannot run
-                _refuse(reduce, plain_run, error)
-            raise vmap_error(error, sites, plain_run) from error
+            where = f"the last site it reached is {list(sites)[-1]!r}" if sites else "at its start"
+            try:
+                plain = plain_run()
+                following = [name for name in plain if name not in sites]
+                where += f", on the way to {following[0]!r}" if following else ""
+                if not sampling:
+                    reduce(plain)
+            except ValueError as refused:
+                if not sampling:  # a site that the caller refuses may be what cannot run
+                    raise refused from error
+            except Exception:  # of a program that is wrong without vmap too
+                pass
+            where = next(iter(getattr(error, "__notes__", ())), where)
+            reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
+            raise CannotBatch(where, reason) from error
 
 
 def run_in_loop(
-    program: Callable[..., Any],
+    program: Program,
     reduce: Callable[[Sites], Any],
-    values: Mapping[str, Tensor],
+    values: Values,
     num_particles: int,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     *,
     minibatches: Minibatches,
-    shared: Mapping[str, Tensor] | None = None,
+    shared: Values | None = None,
 ) -> Any:
     """As :func:`run_particles`, one after the other, without ``vmap``, and validated as Pyro is set."""
 
@@ -291,12 +269,13 @@ def run_in_loop(
     return tree_map(lambda *x: torch.stack(x), *map(one, range(num_particles)))
 
 
+def at_particle(s: int, values: Values, shared: Values | None) -> dict[str, Tensor]:
+    """What particle number ``s`` has: its own of ``values`` (S, ...), and what is ``shared``."""
+    return {name: value[s] for name, value in values.items()} | dict(shared or {})
+
+
 def run_plainly(
-    program: Callable[..., Any],
-    values: Mapping[str, Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    minibatches: Minibatches,
+    program: Program, values: Values, args: Args, kwargs: Kwargs, minibatches: Minibatches
 ) -> Sites:
     """Run one particle without ``vmap``, which creates parameters, and return its sites."""
     with Conditioned(values, minibatches) as handler:
@@ -304,12 +283,21 @@ def run_plainly(
     return handler.sites
 
 
+def look(
+    program: Program,
+    values: Values,
+    args: Args = (),
+    kwargs: Kwargs | None = None,
+    minibatches: Minibatches | None = None,
+) -> Sites:
+    """As :func:`run_plainly`, without a graph and with the random state put back at the end."""
+    drawn = Minibatches() if minibatches is None else minibatches
+    with torch.no_grad(), own_random_state():
+        return run_plainly(program, values, args, kwargs or {}, drawn)
+
+
 def run_both(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    minibatches: Minibatches,
+    model: Program, guide: Program, args: Args, kwargs: Kwargs, minibatches: Minibatches
 ) -> tuple[Conditioned, Conditioned]:
     """One plain run of a guide, and of its model at the draw: the handlers, guide's and model's.
 
@@ -325,25 +313,3 @@ def run_both(
     with Conditioned(drawn, minibatches) as of_model:
         model(*args, **kwargs)
     return of_guide, of_model
-
-
-def look(
-    program: Callable[..., Any],
-    values: Mapping[str, Tensor],
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    minibatches: Minibatches | None = None,
-) -> Sites:
-    """As :func:`run_plainly`, without a graph and with the random state put back at the end."""
-    drawn = Minibatches() if minibatches is None else minibatches
-    with torch.no_grad(), own_random_state():
-        return run_plainly(program, values, args, kwargs or {}, drawn)
-
-
-def _refuse(reduce: Callable[[Sites], Any], run: Callable[[], Sites], error: Exception) -> None:
-    try:
-        reduce(run())
-    except ValueError as refused:
-        raise refused from error
-    except Exception:  # of a program that is wrong without vmap too
-        return

@@ -1,33 +1,89 @@
-r"""What data see of several Gaussian processes, each at the data's own inputs.
+r"""A Gaussian process at some inputs X, seen from its white values eps at others, Z.
+
+    u = f(Z) = mean(Z) + L eps,   L L' = k(Z, Z) + jitter I,
+    f(X) = mean(X) + A eps + rest,   A = k(X, Z) L^-T,   rest independent of eps,
+    var rest_n = k(x_n, x_n) + jitter - |A_n|^2.
+
+For inducing points Z (Titsias 2009; eps as in Hensman, Matthews & Ghahramani 2015), and for new
+inputs X with Z those of training.  O(N M^2), and no N x N matrix.  Data may see several processes,
+each at the data's own inputs:
 
     h_n = H_n (f^1_i, ..., f^C_i) + b_n  (k,),      i = i(n) the number of the input of datum n.
 
 Of data of shape (N,) datum n is at input n; where they have more dimensions, such as N inputs with K
 outputs each, i is the number along one of them.  H and b are found by running the model at the C unit
 vectors, at all inputs at once, and need no run where the data see processes as they are.
-
-Not for data that see a process at another input than their own: that is looked for at the first call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..distributions.gaussian_process import GaussianProcess
+from ..distributions.gaussian_process import GaussianProcess, factor, with_jitter
 from ..linalg.host import fixed_normal
 from ..linalg.products import matvec
 from .bound_model import BoundModel, affine_maps
 from .conditioned_model import for_each
-from .predictor import digit_masks
-from .regression import Regression
+from .kept import same_bits
+from .probe_points import digit_masks
 from .structure import Group, LinearMap, ModelStructure
 from .whitening import other_priors
 
-__all__ = ["Seen", "find_axes", "only_processes", "seen_by_group"]
+
+@dataclass(frozen=True)
+class Regression:
+    """A (N, M), mean(X) (N,), variances of the rest (N,); L (M, M) and mean(Z) (M,) of u.
+
+    ``marks`` tell others from it.
+    """
+
+    design: Tensor
+    offset: Tensor
+    rest: Tensor
+    root: Tensor
+    level: Tensor
+    marks: tuple[Tensor, ...]
+
+    @property
+    def learns(self) -> bool:
+        """Whether it depends on parameters of the model."""
+        return any(t.requires_grad for t in (self.design, self.offset, self.rest))
+
+    def at(self, index: Tensor) -> Regression:
+        """f at the inputs of these numbers (n,), of which each may come several times."""
+        rows = {n: getattr(self, n).index_select(0, index) for n in ("design", "offset", "rest")}
+        return replace(self, **rows)
+
+    def marginals(self, mean: Tensor, half: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of f (N,), for eps of mean (M,) and A eps of covariance half' half."""
+        return self.design @ mean + self.offset, half.square().sum(0) + self.rest
+
+
+def regress(fn: GaussianProcess, known: Tensor, before: Regression | None = None) -> Regression:
+    """f at the inputs of ``fn`` on its white values at ``known`` (M, ...).
+
+    ``before``, that of another call, is given back where kernel, mean and inputs are still the same:
+    O(N M).  So an unchanged prior is recognised by its object.
+    """
+    cross, inner = fn.kernel(known, fn.inputs), fn.kernel(known)
+    variance, loc = fn.variance, fn.loc
+    v = probe(cross)
+    marks = (v @ cross, v @ inner, variance, loc)
+    if before is not None and same_bits(marks, before.marks):
+        return before
+    root = factor(with_jitter(inner, fn.jitter), fn.jitter)
+    half = torch.linalg.solve_triangular(root, cross, upper=False)
+    rest = (variance - half.square().sum(0)).clamp_min(0.0)
+    return Regression(half.mT, loc, rest, root, fn.mean_at(known), marks)
+
+
+def probe(like: Tensor) -> Tensor:
+    """A fixed eps (M,) for ``like`` (M, ...), at which two maps would differ."""
+    return fixed_normal(len(like), seed=20_090_416).to(like)
 
 
 @dataclass(frozen=True)
@@ -60,20 +116,10 @@ def seen_by_group(call: BoundModel, axes: Mapping[str, int]) -> dict[str, Seen |
     """What the data of every group see; ``None`` where that is the value of the only process.
 
     ``axes``: along which dimension of its data the inputs are, by group.
-
-    Raises:
-        ValueError: where there are not as many inputs as data.
     """
-    groups, count, first = call.plan.groups, _count(call), next(iter(call.block))
-    for group in groups:
-        shape = call.shapes[group.name]
-        if shape and shape[axes[group.name]] != count:
-            raise ValueError(
-                f"AutoSites: the GaussianProcess {first!r} has {count} inputs in this call, and the "
-                f"data of {group.name!r} have the shape {tuple(shape)}. In minibatches make the plate "
-                f"first, and processes at its data: GaussianProcess(kernel, X[plate.indices])."
-            )
-    columns = {group.name: _columns(call.plan, group) for group in groups}
+    _ = call.at_probe  # refuses processes at other inputs than those of the data
+    count = _count(call)
+    columns = {group.name: _columns(call.plan, group) for group in call.plan.groups}
     if len(call.block) == 1 and None not in columns.values():
         return dict.fromkeys(columns)
     maps = {}
@@ -106,11 +152,12 @@ def only_processes(plan: ModelStructure, call: BoundModel, inducing: Tensor) -> 
             f"sites to other guides of an AutoGuideList, or leave inducing out."
         )
     for name, fn in block.items():
-        if inducing.shape[1:] != fn.inputs.shape[1:] or not len(inducing):
+        wanted = (_count(call), *inducing.shape[1:])
+        if tuple(fn.inputs.shape) != wanted or not len(inducing):
             raise ValueError(
                 f"AutoSites: inducing has shape {tuple(inducing.shape)}, and the inputs of the "
-                f"GaussianProcess {name!r} have {tuple(fn.inputs.shape)}. They must agree in all but "
-                f"the first dimension."
+                f"GaussianProcess {name!r} have {tuple(fn.inputs.shape)} instead of {wanted}: all "
+                f"processes are at the inputs of the data, and inducing is some of such inputs."
             )
     if len(block) > 1:
         runs = [call.runner(x, look_at=plan.block_places).own for x in (plan.zero(), call.probe)]
@@ -129,8 +176,8 @@ def find_axes(plan: ModelStructure, call: BoundModel) -> dict[str, int]:
         ValueError: where the data see processes at other inputs than their own.
     """
     count = _count(call)
-    others = [group for group in plan.groups if _columns(plan, group) is None]
-    axes = {group.name: 0 for group in plan.groups if group not in others}
+    axes = {group.name: 0 for group in plan.groups if _columns(plan, group) is not None}
+    others = [group for group in plan.groups if group.name not in axes]
     if not others:
         return axes
     moved = digit_masks(count, plan.device)
@@ -152,13 +199,11 @@ def find_axes(plan: ModelStructure, call: BoundModel) -> dict[str, int]:
                 break
         else:
             where = " and ".join(str(place) for place in group.predictor.places)
-            names = " and ".join(map(repr, call.block))
-            names = names if len(call.block) > 1 else "the GaussianProcess " + names
             raise ValueError(
-                f"AutoSites(inducing=...): the data of {group.name!r}, of shape "
-                f"{tuple(group.batch)}, see {names} through {where}, not each at its own "
-                f"input only. Datum n must see {names} at input n: GaussianProcess(kernel, "
-                "X), X in the order of the data."
+                f"AutoSites(inducing=...): the data of {group.name!r}, of shape {tuple(group.batch)}, "
+                f"see {' and '.join(map(repr, call.block))} through {where}, not each at its own "
+                f"input only. Datum n must see a process at input n: GaussianProcess(kernel, X), X in "
+                f"the order of the data."
             )
     return axes
 
@@ -176,16 +221,7 @@ class _Values:
 
 def _count(call: BoundModel) -> int:
     """The number of inputs, the same of all processes."""
-    counts = {name: len(fn.inputs) for name, fn in call.block.items()}
-    first, *others = counts
-    for name in others:
-        if counts[name] != counts[first]:
-            raise ValueError(
-                f"AutoSites(inducing=...): the GaussianProcess {first!r} has {counts[first]} inputs, "
-                f"and {name!r} has {counts[name]}. With inducing points every process of the block is "
-                f"at the inputs of the data, one for each."
-            )
-    return counts[first]
+    return len(next(iter(call.block.values())).inputs)
 
 
 def _columns(plan: ModelStructure, group: Group) -> list[int] | None:

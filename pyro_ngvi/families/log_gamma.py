@@ -1,9 +1,8 @@
 """Functions around the log-gamma function that keep their digits for large and small arguments.
 
-lgamma, digamma and trigamma grow or fall like a power of a, and what a density or a Fisher matrix
-needs is the small difference to that power.  Above ``LARGE`` the differences come from their
-asymptotic series (Abramowitz & Stegun 1964, 6.1.40, 6.3.18, 6.4.12), accurate to 1e-14 there
-(PyTorch's trigamma itself is accurate to 5e-10, so the difference below ``LARGE`` is to about 1e-9).
+lgamma, digamma and trigamma follow a power of a, and a density needs the small difference to it.
+Above ``LARGE`` it comes from asymptotic series (Abramowitz & Stegun 1964, 6.1.40, 6.3.18, 6.4.12), to
+1e-14; below, PyTorch's trigamma is accurate to 5e-10.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["digamma_gap", "inverse_trigamma", "log_gamma_draw", "stirling", "trigamma_excess"]
-
 #: the series are used from here on
 LARGE = 16.0
 #: below, a^2 trigamma(a) - a = 1 - a + ... stays what it is here: its factors would overflow
@@ -23,8 +20,7 @@ TINY = 1e-9
 
 def _switch(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Whether to use the series, and an argument for each branch that is harmless in it."""
-    large = a > LARGE
-    return large, a.clamp_max(LARGE), a.clamp_min(LARGE).reciprocal()
+    return a > LARGE, a.clamp_max(LARGE), a.clamp_min(LARGE).reciprocal()
 
 
 def stirling(a: Tensor) -> Tensor:
@@ -65,9 +61,8 @@ def inverse_trigamma(y: Tensor) -> Tensor:
 def log_gamma_draw(concentration: Tensor, shape: torch.Size) -> Tensor:
     """log(g / a) for g ~ Gamma(a, 1), of the given shape, differentiable in a = ``concentration``.
 
-    Below a = 1 it uses Gamma(a) = Gamma(a + 1) U^(1/a) in logarithms, with -log U = E standard
-    exponential: g itself, about exp(-E / a), may underflow.  Above, the gradient without E is the
-    less noisy one.
+    Below a = 1, where g may underflow, by Gamma(a) = Gamma(a + 1) U^(1/a) in logarithms, with
+    -log U standard exponential.  Above, the gradient without U is the less noisy one.
     """
     a = concentration.expand(shape)
     boost = (a.detach() < 1.0).to(a)

@@ -1,0 +1,252 @@
+"""Families made of families: independent parts of z, and a Gaussian with other parameters beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Family, Tensors
+
+
+class AugmentedGaussian(Family):
+    """``gaussian`` and other parameters beside it, in the Gaussian's frame and plain coordinates."""
+
+    gaussian: Any
+
+    def _own(self, tensors: Tensors) -> Tensors:
+        """The part of the Gaussian."""
+        return {name: tensors[name] for name in self.gaussian.names}
+
+    def _others(self, tensors: Tensors) -> Tensors:
+        return {name: v for name, v in tensors.items() if name not in self.gaussian.names}
+
+    @property
+    def triangles(self) -> Mapping[str, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.gaussian.triangles
+
+    def push(self, params: Tensors, tangent: Tensors) -> Tensors:
+        own = self.gaussian.push(self._own(params), self._own(tangent))
+        return own | self._others(tangent)
+
+    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
+        return self.gaussian.pull(self._own(params), self._own(grads)) | self._others(grads)
+
+    def retract(
+        self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
+    ) -> Tensors:
+        own = self.gaussian.retract(self._own(params), self._own(tangent), step)
+        return own | {name: params[name] + step * v for name, v in self._others(tangent).items()}
+
+
+class ProductFamily(Family):
+    """Independent parts of z, each from a family of its own.
+
+    z is made of segments.  Each has a length and belongs to a part; the segments of one part, in their
+    order, make the vector of its family.  So many segments of one kind cost no more than one.
+
+    Args:
+        parts: family by name.  Its tensors are called ``{part}_{name}``.
+        segments: (part, length) in the order of z.
+        linear: move linearly in the natural parameters (exponential families); else along the local
+            frame of each part, with momentum on what each part calls its location.
+        curvature_form: the form of curvature that the parts have a use for together.
+
+    Example:
+        >>> import torch
+        >>> from pyro_ngvi.families import MeanFieldGamma, MeanFieldNormal
+        >>> parts = {"normal": MeanFieldNormal(), "gamma": MeanFieldGamma()}
+        >>> family = ProductFamily(parts, [("gamma", 2), ("normal", 1), ("gamma", 1)])
+        >>> {name: tuple(v.shape) for name, v in family.init(torch.zeros(4), 0.1).items()}
+        {'normal_loc': (1,), 'normal_log_scale': (1,), 'gamma_log_mean': (3,),
+        'gamma_log_concentration': (3,)}
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Family],
+        segments: Sequence[tuple[str, int]],
+        linear: bool = True,
+        curvature_form: str | None = None,
+    ) -> None:
+        self.linear = linear
+        # linear moves are local and natural ones in one
+        self.coordinates = ("local", "natural") if linear else ("local",)
+        self.curvature_form = curvature_form
+        self.define(parts, segments)
+
+    def define(self, parts: Mapping[str, Family], segments: Sequence[tuple[str, int]]) -> None:
+        """Set parts and segments: for a guide, whose optimizer may exist before its sites are known."""
+        self.parts = dict(parts)
+        self.segments = tuple(segments)
+        self.names = tuple(f"{p}_{name}" for p, f in self.parts.items() for name in f.names)
+        self.triangles = {
+            f"{p}_{name}": k for p, f in self.parts.items() for name, k in f.triangles.items()
+        }
+        self.orthogonal_frame = all(f.orthogonal_frame for f in self.parts.values())
+        own = tuple(f"{p}_{name}" for p, f in self.parts.items() for name in f.location)
+        self.location = self.names if self.linear else own
+        self._lengths = [length for _, length in self.segments]
+        self._where = {
+            part: [i for i, (owner, _) in enumerate(self.segments) if owner == part]
+            for part in self.parts
+        }
+
+    def own(self, part: str, tensors: Tensors) -> Tensors:
+        """The tensors of one part, by its own names."""
+        return {name: tensors[f"{part}_{name}"] for name in self.parts[part].names}
+
+    def _each(self, function: Callable[[str, Family], Tensors]) -> Tensors:
+        return {
+            f"{part}_{name}": value
+            for part, family in self.parts.items()
+            for name, value in function(part, family).items()
+        }
+
+    def _sum(self, function: Callable[[str, Family], Tensor]) -> Tensor:
+        terms = [function(part, family) for part, family in self.parts.items()]
+        return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
+
+    def split(self, z: Tensor) -> Tensors:
+        """The vector of each part, of z (..., d)."""
+        pieces = z.split(self._lengths, -1)
+        return {
+            part: pieces[where[0]] if len(where) == 1 else torch.cat([pieces[i] for i in where], -1)
+            for part, where in self._where.items()
+        }
+
+    def join(self, parts: Tensors) -> Tensor:
+        """z (..., d) of the vectors of the parts."""
+        pieces: dict[int, Tensor] = {}
+        for part, where in self._where.items():
+            lengths = [self._lengths[i] for i in where]
+            pieces |= zip(where, parts[part].split(lengths, -1), strict=True)
+        return torch.cat([pieces[i] for i in range(len(self.segments))], -1)
+
+    def _join(self, function: Callable[[str, Family], Tensor]) -> Tensor:
+        return self.join({part: function(part, family) for part, family in self.parts.items()})
+
+    def segment(self, params: Tensors, index: int) -> Tensors:
+        """The parameters of segment ``index`` alone, by the names of its family."""
+        part, length = self.segments[index]
+        own = self.own(part, params)
+        total = sum(self._lengths[i] for i in self._where[part])
+        start = sum(self._lengths[i] for i in self._where[part] if i < index)
+        # the leading dimension counts elements, of which each has the same number of entries
+        result = {}
+        for name, value in own.items():
+            entries = total // max(len(value), 1)
+            result[name] = (
+                value[start // entries : (start + length) // entries] if entries else value
+            )
+        return result
+
+    def init(self, loc: Tensor, scale: float) -> Tensors:
+        locs = self.split(loc)
+        return self._each(lambda p, f: f.init(locs[p], scale))
+
+    def dim(self, params: Tensors) -> int:
+        return sum(self._lengths)
+
+    def noise_dim(self, params: Tensors) -> int:
+        return sum(f.noise_dim(self.own(p, params)) for p, f in self.parts.items())
+
+    def _split_noise(self, params: Tensors, noise: Tensor) -> Tensors:
+        lengths = [f.noise_dim(self.own(p, params)) for p, f in self.parts.items()]
+        return dict(zip(self.parts, noise.split(lengths, -1), strict=True))
+
+    def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
+        own = self._split_noise(params, noise)
+        return self._join(lambda p, f: f.rsample(self.own(p, params), own[p]))
+
+    @property
+    def has_transport(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether all parts have one."""
+        return all(f.has_transport for f in self.parts.values())
+
+    def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
+        own = self._split_noise(params, noise)
+        moved = {p: f.transport(self.own(p, params), own[p]) for p, f in self.parts.items()}
+        z = self.join({p: part for p, (part, _) in moved.items()})
+        return z, torch.stack([log_det for _, log_det in moved.values()]).sum(0)
+
+    def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
+        zs = self.split(z)
+        own = [f.noise_of(self.own(p, params), zs[p]) for p, f in self.parts.items()]
+        return torch.cat(own, -1)
+
+    def draw(self, params: Tensors, shape: torch.Size) -> Tensor:
+        return self._join(lambda p, f: f.draw(self.own(p, params), shape))
+
+    def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
+        zs = self.split(z)
+        return self._sum(lambda p, f: f.log_prob(self.own(p, params), zs[p]))
+
+    def score(self, params: Tensors, z: Tensor) -> Tensors:
+        zs = self.split(z)
+        return self._each(lambda p, f: f.score(self.own(p, params), zs[p]))
+
+    def entropy(self, params: Tensors) -> Tensor:
+        return self._sum(lambda p, f: f.entropy(self.own(p, params)))
+
+    def kl(self, params: Tensors, other: Tensors) -> Tensor:
+        return self._sum(lambda p, f: f.kl(self.own(p, params), self.own(p, other)))
+
+    def mean(self, params: Tensors) -> Tensor:
+        return self._join(lambda p, f: f.mean(self.own(p, params)))
+
+    def stddev(self, params: Tensors) -> Tensor:
+        return self._join(lambda p, f: f.stddev(self.own(p, params)))
+
+    def covariance(self, params: Tensors) -> Tensor:
+        return self._blocks(lambda p, f: f.covariance(self.own(p, params)))
+
+    def scale_tril(self, params: Tensors) -> Tensor:
+        # still lower triangular: the vector of a part keeps the order of z
+        return self._blocks(lambda p, f: f.scale_tril(self.own(p, params)))
+
+    def _blocks(self, function: Callable[[str, Family], Tensor]) -> Tensor:
+        """A matrix (d, d) from those of the parts, zero between parts."""
+        owners = [part for part, length in self.segments for _ in range(length)]
+        whole: Tensor | None = None
+        for part, family in self.parts.items():
+            block = function(part, family)
+            at = torch.tensor([i for i, p in enumerate(owners) if p == part], device=block.device)
+            whole = block.new_zeros(len(owners), len(owners)) if whole is None else whole
+            whole = whole.index_put((at.unsqueeze(-1), at), block)
+        assert whole is not None, "a product has parts"
+        return whole
+
+    def icdf(self, params: Tensors, levels: Tensor) -> Tensor:
+        return self._join(lambda p, f: f.icdf(self.own(p, params), levels))
+
+    def push(self, params: Tensors, tangent: Tensors) -> Tensors:
+        return self._each(lambda p, f: f.push(self.own(p, params), self.own(p, tangent)))
+
+    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
+        return self._each(lambda p, f: f.pull(self.own(p, params), self.own(p, grads)))
+
+    def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
+        return self._each(lambda p, f: f.fisher_product(self.own(p, params), self.own(p, tangent)))
+
+    def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
+        return self._each(
+            lambda p, f: f.natural_gradient(self.own(p, params), self.own(p, gradient))
+        )
+
+    def retract(
+        self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
+    ) -> Tensors:
+        # linear in the natural parameters is what "natural" means where a part has that, and what
+        # the others do anyway
+        def way(f: Family) -> str:
+            return "natural" if self.linear and "natural" in f.coordinates else "local"
+
+        return self._each(
+            lambda p, f: f.retract(self.own(p, params), self.own(p, tangent), step, way(f))
+        )
+
+    def not_finite(self, params: Tensors) -> Tensor:
+        return self._join(lambda p, f: f.not_finite(self.own(p, params)))

@@ -1,0 +1,149 @@
+r"""Eigenvalues, leading subspaces, and systems with the square of a projection, without waiting.
+
+**Leading rows.**  The best approximation of A'A by r outer products, for rows A (m, d):
+
+    A'A ~ Y'Y,   Y = Q'A (r, d),   Q (m, r) with orthonormal columns.
+
+A'A - Y'Y = A'(I - Q Q')A is positive semi-definite, and its diagonal not negative, for any such Q.
+Exact where the smaller side of A is at most ``EXACT``, on a CPU: O(m d min(m, d)).  Else a range finder
+(Halko, Martinsson & Tropp 2011, algorithm 4.4), O(m d r): p = 2 r + 2 columns, started at the first r
+rows of A, where the caller puts the approximation of the step before, and at cosines over all rows.
+Without such a start it misses some 5e-4 of the energy of the best r directions where eigenvalues fall
+as 1/i, 1e-6 where as 1/i^2.
+
+**Squared projection.**  (Pi o Pi) v = b with Pi = I - Q'Q, for Q (r, d) with orthonormal rows and
+leverages l_i = sum_k Q_ki^2:
+
+    (Pi o Pi) v = (1 - 2 l) o v + diag(Q' (Q diag(v) Q') Q),
+
+O(d r^2) without a d x d matrix.  The diagonal, (1 - l)^2, is the preconditioner.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .host import host_bool
+
+#: QR iterations; neighbours a factor 1.3 apart are separated to 1e-3, closer ones stay mixed
+ITERATIONS = 30
+#: largest smaller side of A whose eigenvectors are all computed
+EXACT = 128
+#: passes Q <- orth(A (A'Q)) of the range finder
+POWER = 3
+#: largest d for which Pi is built: a dense factor costs less there than a few iterations
+DENSE = 128
+
+
+def positive_part(G: Tensor) -> Tensor:
+    """The nearest positive semi-definite matrices to symmetric ones (n, k, k); NaN where not finite.
+
+    For k > 1 a GPU waits for it.
+
+    Example:
+        >>> positive_part(torch.tensor([[[-1.0]], [[2.0]]])).flatten()
+        tensor([0., 2.])
+    """
+    if G.shape[-1] == 1:
+        return G.clamp_min(0.0)
+    finite = torch.isfinite(G).flatten(1).all(-1).reshape(-1, 1, 1)
+    values, vectors = torch.linalg.eigh(torch.where(finite, G, torch.zeros_like(G)))
+    projected = vectors @ (values.clamp_min(0.0).unsqueeze(-1) * vectors.mT)
+    return torch.where(finite, projected, torch.full_like(G, torch.nan))
+
+
+def symmetric_eigen(G: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (n,), largest first, and eigenvectors (n, n) in columns; G positive semi-definite.
+
+    Exact on a CPU; elsewhere by unshifted QR iterations, since ``eigh`` waits for the device.
+    """
+    if G.device.type != "cpu":
+        return qr_iteration(G)
+    # in float32 LAPACK may fail to converge where many eigenvalues are rounding error
+    values, vectors = torch.linalg.eigh(G.double())
+    return values.flip(-1).to(G.dtype), vectors.flip(-1).to(G.dtype)
+
+
+def qr_iteration(G: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`symmetric_eigen`; vectors of nearly equal eigenvalues stay mixed in their subspace."""
+    vectors = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+    for _ in range(ITERATIONS):
+        vectors, _ = torch.linalg.qr(G @ vectors)
+    values = (vectors * (G @ vectors)).sum(-2)
+    return values, vectors
+
+
+def leading_rows(A: Tensor, rank: int) -> Tensor:
+    """Y (rank, d), largest first, with Y'Y the best (or nearly best) approximation of A'A (m, d).
+
+    Rows of zeros fill up where A has fewer than ``rank`` rows.
+    """
+    m, d = A.shape
+    if m < rank:
+        A = torch.cat([A, A.new_zeros(rank - m, d)])
+        m = rank
+    if A.device.type != "cpu" or min(m, d) > EXACT:
+        return _range_finder(A, rank)
+    if m <= d:
+        _, Q = symmetric_eigen(A @ A.mT)
+        return Q[:, :rank].mT @ A
+    values, V = symmetric_eigen(A.mT @ A)
+    rows = values[:rank].clamp_min(0.0).sqrt().unsqueeze(-1) * V[:, :rank].mT
+    return torch.nn.functional.pad(rows, (0, 0, 0, rank - len(rows)))
+
+
+def _range_finder(A: Tensor, rank: int) -> Tensor:
+    m, like = len(A), {"dtype": A.dtype, "device": A.device}
+    i = torch.arange(m, **like).unsqueeze(-1)
+    k = torch.arange(min(2 * rank + 2, m) - rank, **like)
+    # frequencies that are no multiples of each other, hence no rows that all of them miss
+    cosines = torch.cos(math.pi * (i + 0.5) * torch.frac(0.5 + 0.6180339887 * (k + 1.0)))
+    Q = torch.cat([torch.eye(m, rank, **like), cosines], -1)
+    for _ in range(POWER):
+        Q, _ = torch.linalg.qr(A @ (A.mT @ Q))
+    Y = Q.mT @ A
+    _, V = symmetric_eigen(Y @ Y.mT)
+    return V[:, :rank].mT @ Y
+
+
+def solve_squared_projection(Q: Tensor, b: Tensor, iterations: int) -> Tensor:
+    """v (d,) with (Pi o Pi) v = ``b`` (d,).
+
+    Exact for d up to ``DENSE``, else by at most ``iterations`` of conjugate gradients.  A coordinate
+    with leverage 1 has a zero row: a floor of sqrt(eps) on the diagonal holds v there.
+    """
+    floor = math.sqrt(torch.finfo(Q.dtype).eps)
+    if Q.shape[-1] > DENSE:
+        return _conjugate_gradients(Q, b, floor, iterations)
+    identity = torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device)
+    squared = torch.addmm(identity, Q.mT, Q, alpha=-1.0).square()
+    root, _ = torch.linalg.cholesky_ex(torch.add(squared, identity, alpha=floor))
+    return torch.cholesky_solve(b.unsqueeze(-1), root).squeeze(-1)
+
+
+def _conjugate_gradients(Q: Tensor, b: Tensor, floor: float, iterations: int) -> Tensor:
+    leverage = Q.square().sum(-2).clamp(0.0, 1.0)
+    diagonal = 1.0 - 2.0 * leverage + floor
+    preconditioner = 1.0 / ((1.0 - leverage).square() + floor)
+    v = torch.zeros_like(b)
+    residual = b
+    direction = preconditioner * residual
+    rho = torch.dot(residual, direction)
+    tiny = torch.finfo(Q.dtype).tiny
+    stop = rho * torch.finfo(Q.dtype).eps ** 2  # converged: further steps are set to zero
+    for _ in range(iterations):
+        if host_bool(rho <= stop):
+            break
+        inner = Q @ (direction * Q).mT
+        image = torch.addcmul((inner @ Q).mul_(Q).sum(-2), diagonal, direction)
+        alpha = torch.where(rho > stop, rho / torch.dot(direction, image).clamp_min(tiny), 0.0)
+        v = torch.addcmul(v, alpha, direction)
+        residual = torch.addcmul(residual, alpha, image, value=-1.0)
+        y = preconditioner * residual
+        rho_next = torch.dot(residual, y)
+        direction = torch.addcmul(y, rho_next / rho.clamp_min(tiny), direction)
+        rho = rho_next
+    return v
