@@ -188,9 +188,7 @@ class Window(InverseFisher):
     The matrix Phi Phi' is kept: S scores cost O(S K D), a product O(K D + K^3).
 
     The estimate is of the size of F in the directions that the window spans, and too large by c in all:
-    natural gradients come out short, never long.  That is what nearly singular Fisher matrices want.
-    The networks of a flow have many parameters with next to no score, along which an estimate that
-    resolves each (:class:`LowRank`) takes huge steps.
+    natural gradients come out short, never long, as is right for nearly singular Fisher matrices.
 
     Not for: parameters in units that differ by orders of magnitude, as one ridge serves all (LowRank,
     or :class:`Blocks` by layer); a Fisher matrix that is well determined and does not move.
@@ -202,9 +200,6 @@ class Window(InverseFisher):
         size: K, number of scores.
         damping: the ridge as a share of the mean of diag(F).
         decay: rho in (0, 1], the factor on the weight of a score at each further update.
-
-    Before the first score the estimate is the ridge alone, from the first guess of the diagonal.  A
-    score that is not finite leaves its place to the one that was there.
 
     Example:
         >>> import torch

@@ -102,9 +102,8 @@ class EstimatedGeometry:
 class GuideBlock:
     """The parameters of a guide on which its log q depends, in unconstrained coordinates.
 
-    It offers to optimizers what :class:`~pyro_ngvi.guides.base.AutoFamily` does.  The parameters are
-    found at the first step, by running the guide.  The guide holds the iterate: an average is kept by
-    the optimizer.
+    They are found at the first step, by running the guide.  The guide holds the iterate: an average is
+    kept by the optimizer.
     """
 
     holds_average = False

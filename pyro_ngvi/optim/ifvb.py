@@ -9,19 +9,17 @@ At every step, with draws z ~ q that have nothing to do with the model,
 
 so all that a guide has to offer is log q: Pyro's autoguides, mixtures, functions with ``pyro.param``.
 Our own families offer their frame besides: scores and gradients are then taken in units of q itself,
-where the Fisher matrix hardly changes while q moves, which is what makes its running average a good
-estimate.  Other guides are stepped in the unconstrained coordinates in which Pyro stores them.
+where the Fisher matrix hardly changes while q moves.  Other guides are stepped in the unconstrained
+coordinates in which Pyro stores them.
 
 Defaults are this project's: the calibrated low-rank estimate (:class:`~pyro_ngvi.fisher.LowRank`)
-with the steps of NGVB.  A gain of 1/k relies on a Fisher matrix that is the Hessian of the loss, which
-nothing says of guides of other packages.  There the gain falls as k^(-2/3), without momentum, and with
-less room for noise (0.6 in place of 3 times sqrt(b_k): far from the optimum of a mixture, larger noisy
-steps in coordinates that are not q's own kill components, which come back only while steps are long).
+with the steps of NGVB.  Nothing says that the Fisher matrix of other guides is the Hessian of the loss,
+so there the gain falls as k^(-2/3), without momentum, and with less room for noise (0.6 in place of 3
+times sqrt(b_k): larger noisy steps kill components of mixtures).
 
 Flows, ours and Pyro's, and guides with networks have thousands of parameters and a nearly singular
 Fisher matrix.  Their default is a damped window (:class:`~pyro_ngvi.fisher.Window`), which moves
-little where the scores say little, with the same slow gain; the low-rank estimate takes huge steps
-there (benchmarks/flows/README.md).
+little where the scores say little, with the same slow gain (benchmarks/flows/README.md).
 
 With a :class:`RobbinsMonro` schedule of power alpha, the regularisation c_beta k^-beta of
 :class:`~pyro_ngvi.fisher.Dense` has to keep to 1/2 < alpha < 1 and 0 < beta < alpha - 1/2 (theorems 5.1
@@ -51,8 +49,8 @@ from ..linalg.host import own_random_state
 from .blocks import Coordinates, EstimatedGeometry, GuideBlock
 from .host import NaturalGradientOptim, find_blocks
 from .natural_gradient import NaturalGradientRule, make_rule
-from .rule import Averaging, Rule, State, Step
-from .schedules import RobbinsMonro, Schedule, check_convergence, require
+from .rule import Averaging, Rule, State, Step, require
+from .schedules import RobbinsMonro, Schedule, check_convergence
 from .state import ADAM
 
 #: scores that make the first guess of the diagonal, where it is not known
@@ -67,11 +65,9 @@ REST = "others' guides"
 
 @dataclass(frozen=True)
 class IFVBRule(Rule):
-    """The rule of NGVB on an estimated Fisher matrix; it takes "scores" (S, D) packed in the frame.
+    """``rule``, that of NGVB, on an estimated Fisher matrix; it takes "scores" (S, D) of its family.
 
-    ``rule`` steps once the natural gradient is known, ``fisher`` is the estimate of the inverse Fisher
-    matrix, ``rule.family`` the frame.  With ``by_layer`` there is one such estimate for each layer that
-    the frame knows of.
+    With ``by_layer`` there is one estimate ``fisher`` for each layer that the family knows of.
     """
 
     learns_fisher: ClassVar[bool] = True
@@ -211,14 +207,9 @@ class IFVB(NaturalGradientOptim):
         self._fisher = fisher
         self._by_layer = by_layer
         self._num_scores = num_scores
-        self._rule_arguments: dict[str, Any] = {
-            "lr": lr,
-            "trust_radius": trust_radius,
-            "schedule": schedule,
-            "momentum": momentum,
-            "averaging": averaging,
-            "clip_norm": clip_norm,
-        }
+        arguments: dict[str, Any] = {"lr": lr, "trust_radius": trust_radius, "schedule": schedule}
+        arguments |= {"momentum": momentum, "averaging": averaging, "clip_norm": clip_norm}
+        self._rule_arguments = arguments
         self.make_rule(Coordinates(()))  # which refuses arguments out of range
         self._rest: GuideBlock | None = None
         self._rest_known = False

@@ -49,8 +49,8 @@ from torch import Tensor
 from ..families.base import Family, Tensors, dot, pack
 from ..linalg.host import host_bool
 from .host import NaturalGradientOptim
-from .rule import Averaging, Rule, State, Step, Tail, as_averaging
-from .schedules import NoiseClock, RobbinsMonro, Schedule, as_schedule, require
+from .rule import Averaging, Rule, State, Step, Tail, as_averaging, require
+from .schedules import NoiseClock, RobbinsMonro, Schedule, as_schedule
 from .state import ADAM
 
 #: steps in the memory of the typical length of a gradient

@@ -24,9 +24,8 @@ sds are too small, by 12 % where the likelihood's precision is 50 tau and by 29 
 S multiples of I).  ``damping`` acts on the mean alone.  In a linear regression with known noise the
 mean is exact, and so is the covariance in the limit of a vague prior.
 
-The averages start with the first step's statistics (b is at least 1 / (k + 1)).  Moves, of all sites
-together, are shortened to a Fisher length of ``trust_radius``: the paper's code clips them so.  Sites
-that are no matrices take natural-gradient steps of length a.
+The averages start with the first step's statistics (b is at least 1 / (k + 1)).  Sites that are no
+matrices take natural-gradient steps of length a.
 
 Source: Zhang, Sun, Duvenaud & Grosse (2018, arXiv:1712.02390), Algorithm 2; the factors are those of
 Martens & Grosse (2015).  Not for posteriors far from S kron A: few data, shared weights; nor for a
@@ -49,8 +48,7 @@ from ..families import MatrixNormal, ProductFamily
 from ..families.base import Tensors, dot
 from ..linalg.cholesky import inverse_cholesky
 from .host import NaturalGradientOptim
-from .rule import Rule, State, Step
-from .schedules import Rate, rate_at, require, require_rate
+from .rule import Rate, Rule, State, Step, rate_at, require, require_rate
 from .state import ADAM
 
 #: the published rate of the mean (for sums over data: of a full natural step) and of the averages
@@ -135,18 +133,17 @@ class NoisyKFACRule(Rule):
         }
         priors = self._priors(curvature)
 
-        covariances: dict[str, tuple[Tensor, Tensor]] = {}
+        tensors: dict[str, Tensors] = {}  # of the posteriors of the matrices
         moves: dict[str, Tensors] = {}
         squares = []
         for name, f in self.family.parts.items():
             own, gradient = self.family.own(name, params), self.family.own(name, grads)
             if name in matrices:
                 K = averages["kron_rows"][name], averages["kron_columns"][name]
-                A, B = covariances[name] = covariance_factors(*K, priors[name])
+                A, B = A_mean, B_mean = covariance_factors(*K, priors[name])
+                tensors[name] = {"row_tril": A, "column_tril": B}
                 if self.damping:
                     A_mean, B_mean = covariance_factors(*K, priors[name] + self.damping)
-                else:
-                    A_mean, B_mean = A, B
                 G = gradient["loc"].reshape(len(A), len(B))
                 move = A_mean @ (A_mean.mT @ G @ B_mean) @ B_mean.mT
                 moves[name] = {"loc": move.reshape(-1)}
@@ -163,9 +160,7 @@ class NoisyKFACRule(Rule):
         for name, f in self.family.parts.items():
             own = self.family.own(name, params)
             if name in matrices:
-                A, B = covariances[name]
-                loc = own["loc"] - shrink * a * moves[name]["loc"]
-                moved = {"loc": loc, "row_tril": A, "column_tril": B}
+                moved = {"loc": own["loc"] - shrink * a * moves[name]["loc"], **tensors[name]}
             else:
                 moved = f.retract(own, moves[name], -shrink * a)
             new |= {f"{name}_{k}": v for k, v in moved.items()}
@@ -192,8 +187,7 @@ class NoisyKFAC(NaturalGradientOptim):
 
     ``loss=BatchedELBO(num_particles, curvature="kronecker")``; the data must lie in a plate, and each
     matrix of the guide must be the weight of one linear layer over them (F.linear, ``x @ W``).  The
-    equations are in :mod:`pyro_ngvi.optim.noisy_kfac`, the statistics in
-    :mod:`pyro_ngvi.curvature.tapped`.
+    equations are in :mod:`pyro_ngvi.optim.noisy_kfac`.
 
     Args:
         guide: an ``AutoMatrixNormal``.
@@ -205,8 +199,8 @@ class NoisyKFAC(NaturalGradientOptim):
         others: a ``PyroOptim`` for parameters that are not the guide's; see :class:`~pyro_ngvi.NGVB`.
 
     Raises:
-        ValueError: for another guide, or arguments out of range.  From the loss, at the first step: for
-            a matrix that is no weight of a linear layer, by name.
+        ValueError: for another guide, or arguments out of range; from the loss, at the first step, for
+            a matrix that is no weight of a linear layer.
         RuntimeError: at a step whose loss left no factors.
 
     Example:

@@ -39,8 +39,7 @@ from torch import Tensor
 from ..families.base import Family, Tensors
 from ..fisher.scores import packed_scores
 from .host import NaturalGradientOptim
-from .rule import Averaging, Rule, State, Step, as_averaging
-from .schedules import Rate, rate_at, require, require_rate
+from .rule import Averaging, Rate, Rule, State, Step, as_averaging, rate_at, require, require_rate
 from .state import ADAM
 
 #: an average further than this from the iterate, in nats, averages fits that have nothing in common

@@ -16,9 +16,8 @@ from torch import Tensor
 from ..families import FactorPrecisionNormal, MeanFieldNormal
 from ..families.base import Tensors
 from .natural_gradient import OUTLIER
-from .rule import State
-from .schedules import Rate, rate_at, slowing_rate
-from .von import VON, VONRule
+from .rule import Rate, State, rate_at
+from .von import VON, VONRule, slowing_rate
 
 
 @dataclass(frozen=True)

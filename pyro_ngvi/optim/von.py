@@ -38,12 +38,17 @@ from torch import Tensor
 
 from ..families.base import Tensors
 from .host import NaturalGradientOptim
-from .rule import Averaging, Rule, State, Step, as_averaging
-from .schedules import PowerDecay, Rate, rate_at, require, require_rate
+from .rule import Averaging, Rate, Rule, State, Step, as_averaging, rate_at, require, require_rate
+from .schedules import PowerDecay
 from .state import ADAM
 
 #: 1 at the start, then the average of all that has been seen with a bias to what is new
 NEWTON_RATE = PowerDecay(1.0, 0.51)
+
+
+def slowing_rate(k: Tensor) -> Tensor:
+    """max(0.01, 1 / (10 + k^0.75)): an average over all, later over the last hundred steps."""
+    return (1.0 / (10.0 + k**0.75)).clamp_min(0.01)
 
 
 @dataclass(frozen=True)

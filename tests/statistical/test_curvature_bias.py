@@ -22,9 +22,8 @@ import pytest
 import torch
 
 from pyro_ngvi.families import FactorPrecisionNormal, FullRankNormal, MeanFieldNormal
-from pyro_ngvi.optim.schedules import slowing_rate
 from pyro_ngvi.optim.vogn import IVONRule, VadamRule
-from pyro_ngvi.optim.von import VONRule
+from pyro_ngvi.optim.von import VONRule, slowing_rate
 
 N, M, D, SD = 50, 10, 3, 0.7
 RATE = slowing_rate.floor
