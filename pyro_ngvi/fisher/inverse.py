@@ -193,8 +193,7 @@ class Window(InverseFisher):
     Not for: parameters in units that differ by orders of magnitude, as one ridge serves all (LowRank,
     or :class:`Blocks` by layer); a Fisher matrix that is well determined and does not move.
 
-    A ridge on an empirical Fisher matrix is Levenberg's and Marquardt's damping; Martens (2020, JMLR
-    21:146) for its part in natural gradients; the window and its units are this project's.
+    Source of the ridge: Martens (2020, JMLR 21:146); the window and its units are this project's.
 
     Args:
         size: K, number of scores.

@@ -141,7 +141,7 @@ class GuideScores:
 
     Raises:
         ValueError: for a function that takes arguments and does not remember them; for a site whose
-            density cannot be evaluated at a given value; when log q depends on no parameter.
+            density cannot be evaluated at a given value.
     """
 
     def __init__(self, guide: Callable[..., Any]) -> None:
@@ -168,11 +168,6 @@ class GuideScores:
         """n scores (n, D) at the present parameters, by those ``names``, flattened and joined."""
         with torch.enable_grad(), poutine.block():
             log_q, leaves = self._capture(lambda: self._log_q(n))
-            if not log_q.requires_grad:
-                raise ValueError(
-                    f"log q of the guide {_name(self.guide)} depends on no parameter, so it has no "
-                    f"scores. Point estimates (AutoDelta) are trained by pyro.optim.Adam."
-                )
             wanted = [leaves[name] for name in (leaves if names is None else names)]
             grads = each_gradient(log_q, wanted)
         return torch.cat([g.reshape(n, -1) for g in grads], 1)
@@ -196,11 +191,8 @@ class GuideScores:
         return {name: p for (name, p), grad in found if grad is not None}
 
     def _refuse_moved_draws(self) -> None:
-        args, kwargs = self._arguments()
         with _MovedDraws() as moved, pyro.validation_enabled(False):
-            _, leaves = self._capture(
-                lambda: run_plainly(self.guide, {}, args, kwargs, Minibatches())
-            )
+            _, leaves = self._capture(self._run)
         name = moved.find([p for p in leaves.values() if p.requires_grad])
         if name is not None:
             raise ValueError(
@@ -230,6 +222,10 @@ class GuideScores:
             )
         return (), {}
 
+    def _run(self) -> Sites:
+        args, kwargs = self._arguments()
+        return run_plainly(self.guide, {}, args, kwargs, Minibatches())
+
     def _log_q(self, n: int) -> Tensor:
         """log q (n,) of n fixed draws, as a function of the parameters."""
         args, kwargs = self._arguments()
@@ -248,10 +244,7 @@ class GuideScores:
             except RuntimeError:
                 self._vmaps = False  # from now on one draw after the other
         with _Fixed(), pyro.validation_enabled(False):
-            draws = [
-                _sum(run_plainly(self.guide, {}, args, kwargs, Minibatches())) for _ in range(n)
-            ]
-        return torch.stack(draws)
+            return torch.stack([_sum(self._run()) for _ in range(n)])
 
 
 @pyro_method

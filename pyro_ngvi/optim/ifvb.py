@@ -226,7 +226,7 @@ class IFVB(NaturalGradientOptim):
         suited = Window(128) if family.nearly_singular else LowRank(32, growth=1.0)
         if self._stored:
             family = Coordinates(family.names)
-        arguments = self._rule_arguments
+        arguments: dict[str, Any] = self._rule_arguments
         if not family.known_fisher and arguments["schedule"] is None:
             arguments = arguments | {"schedule": SLOW}
         return IFVBRule(make_rule(family, **arguments), self._fisher or suited, self._by_layer)
@@ -304,12 +304,12 @@ class IFVB(NaturalGradientOptim):
 class UsingAverage:
     """Averages put in the place of the iterates, until the end of a ``with`` block."""
 
-    def __init__(self, averages: list[tuple[Tensors, Tensors]]) -> None:
+    def __init__(self, averages: list[tuple[Any, Any]]) -> None:
         self._iterates = [(p, {k: v.detach().clone() for k, v in p.items()}) for p, _ in averages]
         self._put(averages)
 
     @torch.no_grad()
-    def _put(self, values: list[tuple[Tensors, Tensors]]) -> None:
+    def _put(self, values: list[tuple[Any, Any]]) -> None:
         for params, wanted in values:
             for name, p in params.items():
                 p.copy_(wanted[name])

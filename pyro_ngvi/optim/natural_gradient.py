@@ -21,8 +21,8 @@ proportion to what the following steps take out.
 **Outliers.**  |G|_typical is the geometric mean of the last ten or so lengths.  A length
 below 1 nat^(1/2) is never unusual.
 
-With **averaging** (Polyak & Juditsky 1992) the *guide holds the average*, which is the answer, and adds
-the lag of the iterate behind it whenever gradients are recorded.
+With **averaging** (Polyak & Juditsky 1992) the *guide holds the average*, which is the answer, and
+draws from the iterate whenever gradients are recorded.
 
 Coordinates: "local" retracts along Cholesky factors or logarithms; "natural" is the update printed in
 the papers, precision and mean (Khan & Nielsen 2018, eq. 14; Tan 2021), kept inside the cone of
@@ -300,31 +300,11 @@ class NaturalGradient(NaturalGradientOptim):
             rule whose other fields have defaults is one.
         others: a ``PyroOptim`` for parameters that are not natural; see :class:`NGVB`.
 
-    Example:
-        The fixed gain of the papers; docs/extending.md has another rule.
-
-        >>> from dataclasses import dataclass
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI, Trace_ELBO
+    Example (docs/extending.md writes a rule):
         >>> import pyro_ngvi as ngvi
-        >>> @dataclass(frozen=True)
-        ... class FixedGain(ngvi.optim.Rule):
-        ...     family: ngvi.families.Family
-        ...     gain: float = 0.2
-        ...     def step(self, params, grads, state):
-        ...         G = self.family.natural_gradient(params, self.family.pull(params, grads))
-        ...         length = self.gain * self.family.fisher_norm(params, G)
-        ...         gain = torch.full_like(length, self.gain)
-        ...         return ngvi.optim.Step(self.family.retract(params, G, -self.gain), length, gain)
-        >>> def model():
-        ...     pyro.sample("x", dist.Normal(3.0, 2.0))
-        >>> guide = ngvi.AutoMeanFieldNormal(model)
-        >>> optim = ngvi.optim.NaturalGradient(guide, FixedGain)
-        >>> svi = SVI(model, guide, optim, Trace_ELBO(4, vectorize_particles=True))
-        >>> for _ in range(200):
-        ...     loss = svi.step()
-        >>> print(f"{guide.loc.item():.2f} {guide.log_scale.exp().item():.2f}")
-        3.00 2.00
+        >>> from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
+        >>> guide = ngvi.AutoMeanFieldNormal(lambda: None)
+        >>> optim = ngvi.optim.NaturalGradient(guide, NaturalGradientRule)
     """
 
     suits = "pyro_ngvi.AutoFullRankNormal(model)"

@@ -56,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Report:
-    """What one update did, as tensors: nothing here waits for the device."""
+    """What one update did, as tensors that nobody waits for."""
 
     finite: Tensor
     step_norm: Tensor

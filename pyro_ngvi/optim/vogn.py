@@ -7,7 +7,6 @@ the prior's before the means have learnt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,6 @@ from .rule import Rate, State, rate_at
 from .von import VON, VONRule, slowing_rate
 
 
-@dataclass(frozen=True)
 class DiagonalRule(VONRule):
     """VON for a diagonal precision alone."""
 
@@ -33,7 +31,6 @@ class DiagonalRule(VONRule):
         )
 
 
-@dataclass(frozen=True)
 class IVONRule(DiagonalRule):
     """VON with a trust region in the step of the mean, entry by entry."""
 
@@ -50,7 +47,6 @@ class IVONRule(DiagonalRule):
         return m, sd.mul_(kept), torch.linalg.vector_norm(kept), damped
 
 
-@dataclass(frozen=True)
 class VadamRule(DiagonalRule):
     """VON with the square root of Adam in the step of the mean."""
 
@@ -65,7 +61,6 @@ class VadamRule(DiagonalRule):
         return move, (P * move.square()).sum().clamp_min(torch.finfo(P.dtype).tiny).sqrt()
 
 
-@dataclass(frozen=True)
 class SLANGRule(VONRule):
     """VON for a factor precision, whose step keeps what rank L can hold."""
 
@@ -86,11 +81,8 @@ class VOGN(VON):
 
     Args:
         guide: an ``AutoMeanFieldNormal`` (or ``AutoFullRankNormal``).
-        lr: rate a of the mean, in (0, 1], or a function of the step count; by default
-            max(0.01, 1 / (10 + k^0.75)).
-        curvature_lr: rate b of the precision, likewise; small enough to average over the data.
-        momentum: weight of the past in the average of the gradients, bias-corrected.
-        further: the other arguments of :class:`~pyro_ngvi.optim.VON`; by default no averaging.
+        lr, curvature_lr, momentum, further: those of :class:`~pyro_ngvi.optim.VON`; by default both
+            rates are max(0.01, 1 / (10 + k^0.75)), and there is no averaging.
 
     The published prior precision delta is the curvature of the model's prior, and 1 - beta_2 is b.
 
@@ -136,9 +128,7 @@ class SLANG(VON):
         lr: rate a of the mean, in (0, 1], or a function of the step count k = 0, 1, ...  Published, a
             and b alike: ``PowerDecay(0.05, 0.51)`` for logistic regression, 0.02 for small networks.
         curvature_lr: rate b of the precision, likewise; ``None`` for ``lr``.
-        momentum: weight in [0, 1) of the past in the average of the gradients.
-        further: the other arguments of :class:`~pyro_ngvi.optim.VON`; by default no trust radius and no
-            averaging.
+        momentum, further: those of ``VON``; by default no trust radius and no averaging.
 
     Other than published, the gradient holds that of the prior, and momentum averages it too.  Where
     delta is negative (a prior that is not log-concave, a Jacobian), s falls at most 4-fold a step.
@@ -185,12 +175,9 @@ class IVON(VON):
 
     Args:
         guide: an ``AutoMeanFieldNormal``.
-        lr: rate a of the mean, in (0, 1], or a function of the step count; by default
-            max(0.01, 1 / (10 + k^0.75)).
-        curvature_lr: rate b of the precision, likewise.  The published 1e-5 never learns a variance on
-            a small problem: after k steps a share (1 - b)^k of the initial precision is left.
-        momentum: weight of the past in the average of the gradients.
-        further: ``trust_radius``, ``averaging`` (by default none) and ``others`` of ``VON``.
+        lr, curvature_lr, momentum, further: those of :class:`~pyro_ngvi.optim.VON`; by default both
+            rates are max(0.01, 1 / (10 + k^0.75)), and there is no averaging.  The published b = 1e-5
+            never learns a variance on a small problem: (1 - b)^k of the first precision is left.
 
     In the paper's symbols P = ess (h + weight_decay), and the weight decay is the prior of the model.
 
