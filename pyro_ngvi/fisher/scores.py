@@ -1,8 +1,7 @@
 r"""Scores of any guide: phi = grad_lambda log q_lambda(z) at draws z ~ q_lambda that are held fixed.
 
-Of our families they are known in closed form (:func:`family_scores`).  For every other guide
-(:class:`GuideScores`) log q is differentiated by autograd in the stored, unconstrained coordinates: the
-guide runs with each drawn value detached, so that no gradient passes through the draw.
+Of our families they are known in closed form.  For every other guide log q is differentiated by
+autograd in the stored, unconstrained coordinates: the guide runs with each drawn value detached.
 
 Subsampled plates: the sites of a plate of which n of N are seen get the factor sqrt(N / n).  The local
 scores of a plate are independent with mean zero, so E[phi phi'] is then the Fisher matrix of all N.

@@ -20,8 +20,8 @@ are short beside the memory of the steps, 1 / (b_k times curvature), C is too la
 Directions in which the loss is flat to within ``FLAT`` of the largest curvature, in units of the
 Fisher matrix (redundant parameters, as in AutoMultivariateNormal), are left out: they do not change q.
 
-Not for: exact gradients, where averaging only delays.  C is not for runs that have not converged (it
-knows nothing of bias), steps that decay like 1/k or faster, many parameters (2 D gradients each time).
+C is not for runs that have not converged (it knows nothing of bias), steps that decay like 1/k or
+faster, many parameters (2 D gradients each time).
 
 Source: Godichon-Baggioni, Nguyen & Tran (2024, JASA), Algorithm 2, theorem 5.3, remark 5.2.
 """
@@ -140,9 +140,7 @@ class AIFVB(IFVB):
     ``averaging``: ``True`` (default, :class:`Tail`), or a number w for the weights (log(k + 1))^w; the
     paper's is 2.  Guides that are ours hold the average.  Other guides hold the iterate: read them
     inside ``with optim.use_average():``, or call ``optim.use_average()`` when the run is over.
-
-    Use it when gradients are noisy and many steps are affordable.  Where gradients are exact,
-    averaging only delays (the paper's example 1).  Arguments: :class:`IFVB`.
+    Other arguments: :class:`IFVB`.  Not where gradients are exact: averaging only delays there.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist

@@ -94,7 +94,7 @@ class NaturalGradientOptim(PyroOptim):
         return self.rule(family)
 
     def _blocks(self) -> Iterable[tuple[str, Any]]:
-        """The blocks of parameters that this optimizer steps, by path: our guides within the guide."""
+        """The blocks that this optimizer steps, by path: our guides within the guide."""
         return find_blocks(self.guide)
 
     def _init_state(self, path: str, block: Any, values: Tensors) -> State:
@@ -117,10 +117,9 @@ class NaturalGradientOptim(PyroOptim):
 
     @outside_autocast
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        """One step for every parameter in ``params``, from the gradients in ``.grad``.
+        """One step for every parameter in ``params``, which uses the gradients in ``.grad`` up.
 
-        It uses the gradients up: they are ``None`` afterwards.  An exception, Ctrl-C included, leaves
-        parameters and states as they were, without gradients.
+        An exception, Ctrl-C included, leaves parameters and states as they were, without gradients.
         """
         params = list(params)
         with _all_or_nothing(self, params):
@@ -147,7 +146,7 @@ class NaturalGradientOptim(PyroOptim):
     def _step_block(self, path: str, block: Any, tensors: dict[str, Any]) -> None:
         values = {name: p.detach() for name, p in tensors.items()}
         state = self._state_of(path, block, values)
-        curvature = block.take_curvature()
+        curvature, block.curvature = block.curvature, None
         self._check_curvature(block, curvature)
         if self.needs_gradients and all(p.grad is None for p in tensors.values()):
             raise ValueError(
@@ -158,8 +157,7 @@ class NaturalGradientOptim(PyroOptim):
         grads: Tensors = {
             name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in tensors.items()
         }
-        like = next(iter(values.values()))
-        halves = (torch.float16, torch.bfloat16)  # of a model under autocast
+        like, halves = next(iter(values.values())), (torch.float16, torch.bfloat16)  # autocast's
         parts = {} if curvature is None else curvature.parts
         parts = {k: v.to(like) if v.dtype in halves else v for k, v in parts.items()}
         # the gradient was taken at the iterate, which lies at an offset from an averaged answer

@@ -279,16 +279,9 @@ class IFVB(NaturalGradientOptim):
         return {"scores": self._draw(path, block, values, count)}
 
     def use_average(self) -> UsingAverage:
-        """Put the averages of the iterates into the guide; as a context manager, for a while.
+        """Put the averages of the iterates into the guide; in a ``with`` statement, for a while.
 
-        Guides that are ours hold their average anyway.  Without an average (no ``averaging``, or no
-        step yet) this is an error.
-
-        Example (``optim`` an :class:`AIFVB` that has taken steps)::
-
-            with optim.use_average():
-                samples = Predictive(model, guide=guide, num_samples=1000)(X)
-            optim.use_average()  # for good
+        Guides that are ours hold their average anyway.  Without an average this is an error.
         """
         blocks = [(path, b) for path, b in self._blocks() if not (b.holds_average and b.averaged)]
         averages = [(b.natural_params(), self._states.get(p, {}).get("average")) for p, b in blocks]

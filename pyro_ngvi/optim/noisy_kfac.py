@@ -5,9 +5,8 @@ is approximated by S kron A, where over data i with layer inputs x_i and g_i = d
 
     A = mean_i E[x_i x_i'] (m, m),       S = sum_i E[g_i g_i'] (n, n),
 
-a sum in S, so that no data count enters below.  The y_i are those observed, not drawn from the model:
-products of the gradients of single data, as in VOGN.  With moving averages of both, prior precision
-tau, and G the gradient of the loss in M:
+a sum in S, so that no data count enters below; the y_i are those observed.  With moving averages of
+both, prior precision tau, and G the gradient of the loss in M, prior included:
 
     A <- (1 - b) A + b A_k,    S <- (1 - b) S + b S_k
     pi   = sqrt( (tr A / m) / (tr S / n) )
@@ -15,14 +14,12 @@ tau, and G the gradient of the loss in M:
     q(W) = N(M, S_t^-1 kron A_t^-1)              with t = tau
     M    <- M - a S_t^-1 G A_t^-1                with t = tau + damping
 
-The new factors serve the step of the mean.  G has the prior in it.  In the paper's symbols A = A-bar,
-S = N S-bar, tau = 1 / eta, lambda = 1, and gamma_in = tau / N.
+In the paper's symbols A = A-bar, S = N S-bar, tau = 1 / eta, lambda = 1, and gamma_in = tau / N.
 
-**Damping comes from the prior.**  The precision S kron A + tau I is no Kronecker product.  The damped
-factors multiply out to S kron A + tau I + sqrt(tau) (pi S kron I + I kron A / pi): too large, so that
-sds are too small, by 12 % where the likelihood's precision is 50 tau and by 29 % where it is tau (A and
-S multiples of I).  ``damping`` acts on the mean alone.  In a linear regression with known noise the
-mean is exact, and so is the covariance in the limit of a vague prior.
+**Damping comes from the prior.**  The damped factors multiply out to S kron A + tau I + sqrt(tau) (pi S
+kron I + I kron A / pi): too large, so that sds are too small, by 12 % where the likelihood's precision
+is 50 tau and by 29 % where it is tau (A and S multiples of I).  ``damping`` acts on the mean alone.  In
+a linear regression with known noise the mean is exact, and so is the covariance for a vague prior.
 
 The averages start with the first step's statistics (b is at least 1 / (k + 1)).  Sites that are no
 matrices take natural-gradient steps of length a.

@@ -74,8 +74,7 @@ class StepReport:
     Attributes:
         outcome: "accepted", "damped" (by the trust region, or as an outlier) or "skipped" (not finite).
         step_norm: Fisher length of the step; KL from the q before is about step_norm^2 / 2 nats.  With
-            ``VON`` and its kin (``VOGN``, ``IVON``, ``Vadam``, ``SLANG``) and the matrices of
-            ``NoisyKFAC`` it is that of the move of the mean alone: small while variances still move.
+            ``VON`` and its kin and the matrices of ``NoisyKFAC`` that of the move of the mean alone.
         gain: factor on the natural gradient that the schedule asked for.
         radius: trust radius in force.
         skipped: number of steps skipped so far.

@@ -136,8 +136,7 @@ class SPRING(NaturalGradientOptim):
         momentum: m in [0, 1), how much of the increment before stays.
         damping: ridge of the S x S system, as a share of the mean of its diagonal.
         trust_radius: largest length of a step in the Fisher norm of the draws, nats^(1/2).
-        averaging: ``True`` (default) for the average of about the last two fifths of the run (the guide
-            then holds it), ``False``, or a number w for the weights (log k)^w.
+        averaging: as in :class:`~pyro_ngvi.NGVB`; by default of about the last two fifths.
         others: a ``PyroOptim`` for parameters of the model; see :class:`~pyro_ngvi.NGVB`.
 
     Raises:
