@@ -35,7 +35,7 @@ from pyro_ngvi.fisher import LowRank
 from pyro_ngvi.optim.blocks import EstimatedGeometry
 from pyro_ngvi.optim.host import NaturalGradientOptim
 from pyro_ngvi.optim.ifvb import SLOW
-from pyro_ngvi.optim.natural_gradient import NaturalGradientRule, make_rule, rule_arguments
+from pyro_ngvi.optim.natural_gradient import NaturalGradientRule, make_rule
 from pyro_ngvi.optim.rule import Rule, State, Step
 
 from .hard_targets import Contestant, Maker, Table, compare
@@ -130,8 +130,7 @@ class ConjugateGradient(NaturalGradientOptim):
     """Natural gradients of a flow guide by conjugate gradients."""
 
     def make_rule(self, family: Any) -> ConjugateGradientRule:
-        arguments = rule_arguments(1.0, 1.0, SLOW, None, None)
-        return ConjugateGradientRule(make_rule(family, arguments))
+        return ConjugateGradientRule(make_rule(family, 1.0, 1.0, SLOW, None, None))
 
 
 def _contestant(make: Callable[[Any], Any], loss: Any, model: Callable[..., Any]) -> Contestant:

@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_ngvi.fisher import Dense
 from pyro_ngvi.optim.blocks import Coordinates
 from pyro_ngvi.optim.ifvb import IFVBRule
-from pyro_ngvi.optim.natural_gradient import make_rule, rule_arguments
+from pyro_ngvi.optim.natural_gradient import make_rule
 from pyro_ngvi.optim.schedules import Custom
 
 __all__ = ["Problem", "Run", "inversion_free", "paper_rule"]
@@ -63,16 +63,16 @@ def paper_rule(
     ``frame`` may move lambda otherwise than along a straight line.
     """
     frame = Coordinates(("lambda",)) if frame is None else frame
-    arguments = rule_arguments(
-        1.0,
-        None,
-        Custom(lambda k: c_a * (c_a_prime + 1.0 + k) ** -alpha),
-        0.0,
-        2.0 if averaging else False,
-        clip_norm=None,
-    )
     return IFVBRule(
-        make_rule(frame, arguments),
+        make_rule(
+            frame,
+            1.0,
+            None,
+            Custom(lambda k: c_a * (c_a_prime + 1.0 + k) ** -alpha),
+            0.0,
+            2.0 if averaging else False,
+            clip_norm=None,
+        ),
         Dense(eps=eps, c_beta=c_beta, beta=beta),
     )
 

@@ -307,7 +307,7 @@ class FactorPrecisionNormal(FactorFamily):
     def precision_step(
         self, params: Tensors, grads: Tensors, curvature: Tensors, rate: Tensor, safe: bool
     ) -> Tensors:
-        """The best that rank L can do for P + rate (H - P), its diagonal kept; see ``optim/slang.py``.
+        """The best that rank L can do for P + rate (H - P), its diagonal kept; see ``SLANG``.
 
         Outer products keep the factors' part positive by themselves, so ``safe`` has nothing to add.
         """

@@ -51,6 +51,11 @@ class InverseFisher(Protocol):
     def product(self, state: State, g: Tensor) -> Tensor: ...
 
 
+def host_count(number: int) -> Tensor:
+    """A counter that stays with the host: reading it waits for nothing."""
+    return torch.tensor(number, device="cpu")
+
+
 def good_rows(scores: Tensor) -> Tensor:
     """Which of scores (S, D) have a finite length, (S, 1)."""
     return torch.isfinite(scores.square().sum(-1, keepdim=True))  # their squares must not overflow
@@ -183,23 +188,17 @@ class Window(InverseFisher):
     The matrix Phi Phi' is kept: S scores cost O(S K D), a product O(K D + K^3).
 
     The estimate is of the size of F in the directions that the window spans, and too large by c in all:
-    natural gradients come out short, never long.  That is what nearly singular Fisher matrices want.
-    The networks of a flow have many parameters with next to no score, along which an estimate that
-    resolves each (:class:`LowRank`) takes huge steps.
+    natural gradients come out short, never long, as is right for nearly singular Fisher matrices.
 
     Not for: parameters in units that differ by orders of magnitude, as one ridge serves all (LowRank,
     or :class:`Blocks` by layer); a Fisher matrix that is well determined and does not move.
 
-    A ridge on an empirical Fisher matrix is Levenberg's and Marquardt's damping; Martens (2020, JMLR
-    21:146) for its part in natural gradients; the window and its units are this project's.
+    Source of the ridge: Martens (2020, JMLR 21:146); the window and its units are this project's.
 
     Args:
         size: K, number of scores.
         damping: the ridge as a share of the mean of diag(F).
         decay: rho in (0, 1], the factor on the weight of a score at each further update.
-
-    Before the first score the estimate is the ridge alone, from the first guess of the diagonal.  A
-    score that is not finite leaves its place to the one that was there.
 
     Example:
         >>> import torch
@@ -227,8 +226,7 @@ class Window(InverseFisher):
             "gram": diagonal.new_zeros(self.size, self.size),
             "weights": diagonal.new_zeros(self.size),
             "guess": diagonal.mean(),
-            # a counter of the host: reading it waits for nothing
-            "next": torch.zeros((), dtype=torch.long, device="cpu"),
+            "next": host_count(0),
         }
 
     def update(self, state: Tensors, scores: Tensor) -> Tensors:
@@ -248,7 +246,7 @@ class Window(InverseFisher):
             gram[:, place] = products.mT
             start = stop % self.size
         kept = {"rows": rows, "gram": gram, "weights": weights}
-        return state | kept | {"next": torch.tensor(start, device="cpu")}
+        return state | kept | {"next": host_count(start)}
 
     def product(self, state: Tensors, g: Tensor) -> Tensor:
         rows, weights = state["rows"], state["weights"]

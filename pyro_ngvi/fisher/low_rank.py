@@ -1,31 +1,27 @@
 r"""A limited-memory estimate of the inverse Fisher matrix that stays calibrated: O(K D).
 
     F ~ W (U' diag(l - r) U + r I) W,   W = diag(F)^(1/2),
+    F^-1 g = W^-1 [ y / r + U' ((1 / l - 1 / r) o U y) ],   y = W^-1 g,
 
 with U (K, D) the leading eigenvectors, in rows, of the second moment of *all* whitened scores W^-1 phi,
-and one level r for the rest.  The inverse needs no solve,
-
-    F^-1 g = W^-1 [ y / r + U' ((1 / l - 1 / r) o U y) ],   y = W^-1 g.
+and one level r for the rest.
 
 **Streaming.**  Scores wait in a buffer of m rows; when it is full, the K old rows and the m new ones
-are merged through the eigenvectors of their (K + m) x (K + m) Gram matrix: O(K D) a score.  Unlike in
-the window of the paper nothing is forgotten: what leaves the K rows stays in the diagonal.
+are merged through the eigenvectors of their (K + m) x (K + m) Gram matrix.  Nothing is forgotten: what
+leaves the K rows stays in the diagonal.
 
 **Calibration.**  The eigenvalues of a second moment over n scores in D dimensions are spread by noise
-even where F = W^2: the largest lies near (1 + sqrt(D/n))^2, not at 1.  For a "spike" l over a level r,
-the sample shows (Baik & Silverstein 2006)
+even where F = W^2.  For a "spike" l over a level r, the sample shows (Baik & Silverstein 2006)
 
     x = l (1 + (D/n) / (l/r - 1))     if l/r > 1 + sqrt(D/n),  else nothing beyond the edge,
 
 which is inverted here; eigenvalues inside the edge count as r.  So the estimate starts as the diagonal,
 takes up directions as soon as they are significant, and has the right size for any n.
 
-Measured (tests/statistical/test_inverse_fisher.py): cosine, in the Fisher metric, with the exact
-natural gradient on four spectra; above the dense recursion up to some ten D scores.
-
 Not for: a Fisher matrix whose whitened spectrum has much more than K separate directions.
 
-The estimate is this project's; the debiasing is that of Donoho, Gavish & Johnstone (2018, AoS 46:1742).
+The estimate is this project's (measured by tests/statistical/test_inverse_fisher.py); the debiasing is
+that of Donoho, Gavish & Johnstone (2018, AoS 46:1742).
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ from torch import Tensor
 
 from ..families.base import Tensors
 from ..linalg.spectral import symmetric_eigen
-from .inverse import TINY, InverseFisher, good_rows, trust
+from .inverse import TINY, InverseFisher, good_rows, host_count, trust
 
 #: numbers treated at once on a processor, so that what is computed from them stays in its cache
 CHUNK = 1 << 20
@@ -57,8 +53,7 @@ class LowRank(InverseFisher):
         growth: score k has weight k^growth, so that a moving F is followed: weights k^3 average over
             about the last two fifths of the run.
 
-    Memory: (K + max(8, K/2) + 5) D numbers, and as many again during a merge.  The state that
-    ``update`` is given stays as it was, but for rows of its buffer that do not count yet.
+    Memory: (K + max(8, K/2) + 5) D numbers, and as many again during a merge.
 
     Example:
         >>> import torch
@@ -78,13 +73,9 @@ class LowRank(InverseFisher):
         if not isinstance(self.rank, int) or self.rank < 1:
             raise ValueError(f"rank must be a whole number of at least 1, got {self.rank!r}.")
 
-    def _buffer_rows(self) -> int:
-        return max(8, self.rank // 2)
-
     def init(self, diagonal: Tensor, weight: float) -> Tensors:
-        D = len(diagonal)
-        zero = torch.zeros((), dtype=diagonal.dtype, device=diagonal.device)
-        rank = min(self.rank, D)
+        D, buffer = len(diagonal), max(8, self.rank // 2)
+        rank, zero = min(self.rank, D), diagonal.new_zeros(())
         return {
             "diagonal": diagonal.clone(),
             "guess": diagonal.clone(),
@@ -99,11 +90,11 @@ class LowRank(InverseFisher):
             "values": diagonal.new_zeros(rank),
             "level": zero + 1.0,
             "spikes": diagonal.new_ones(rank),
-            "buffer": diagonal.new_zeros(self._buffer_rows(), D),
-            # counters of the host: they decide when to merge, and reading them waits for nothing
-            "updates": torch.zeros((), dtype=torch.long, device="cpu"),
-            "waiting": torch.zeros((), dtype=torch.long, device="cpu"),
-            "next_merge": torch.tensor(min(FIRST_MERGE, self._buffer_rows()), device="cpu"),
+            "buffer": diagonal.new_zeros(buffer, D),
+            # they decide when to merge
+            "updates": host_count(0),
+            "waiting": host_count(0),
+            "next_merge": host_count(min(FIRST_MERGE, buffer)),
         }
 
     def update(self, state: Tensors, scores: Tensor) -> Tensors:
@@ -118,22 +109,16 @@ class LowRank(InverseFisher):
         updates = int(state["updates"]) + 1
         weight = float(updates) ** self.growth
         vectors, added = _write(state, scores, weight)
-        total = state["diagonal_total"] + weight * added
         seen = state["total"] + weight * added
         # sum w^2 / sum w, as a running mean: the sums of squares would overflow in float32
         share = weight * added / seen.clamp_min(torch.finfo(seen.dtype).tiny)
-        state = (
-            state
-            | vectors
-            | {
-                "diagonal_total": total,
-                "total": seen,
-                "mean_weight": state["mean_weight"] + share * (weight - state["mean_weight"]),
-                "updates": torch.tensor(updates, device="cpu"),
-                "waiting": torch.tensor(waiting + len(scores), device="cpu"),
-            }
-        )
-        return self._merge(state) if waiting + len(scores) >= int(state["next_merge"]) else state
+        waiting += len(scores)
+        state = state | vectors
+        state["diagonal_total"] = state["diagonal_total"] + weight * added
+        state["total"] = seen
+        state["mean_weight"] = state["mean_weight"] + share * (weight - state["mean_weight"])
+        state["updates"], state["waiting"] = host_count(updates), host_count(waiting)
+        return self._merge(state) if waiting >= int(state["next_merge"]) else state
 
     def _merge(self, state: Tensors) -> Tensors:
         """Take the waiting rows into the leading eigenvectors."""
@@ -177,8 +162,8 @@ class LowRank(InverseFisher):
             "values": values,
             "spikes": spikes,
             "level": level,
-            "waiting": torch.zeros((), dtype=torch.long, device="cpu"),
-            "next_merge": torch.tensor(grown, device="cpu"),
+            "waiting": host_count(0),
+            "next_merge": host_count(grown),
         }
 
     def product(self, state: Tensors, g: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 r"""Scores of any guide: phi = grad_lambda log q_lambda(z) at draws z ~ q_lambda that are held fixed.
 
-Of our families they are known in closed form (:func:`family_scores`).  For every other guide
-(:class:`GuideScores`) log q is differentiated by autograd in the stored, unconstrained coordinates: the
-guide runs with each drawn value detached, so that no gradient passes through the draw.
+Of our families they are known in closed form.  For every other guide log q is differentiated by
+autograd in the stored, unconstrained coordinates: the guide runs with each drawn value detached.
 
 Subsampled plates: the sites of a plate of which n of N are seen get the factor sqrt(N / n).  The local
 scores of a plate are independent with mean zero, so E[phi phi'] is then the Fisher matrix of all N.
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pyro
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoContinuous
@@ -27,11 +27,8 @@ from torch import Tensor, nn
 
 from ..families.base import Family, Tensors
 from ..linalg.products import each_gradient
-from ..runtime.density import Site, Sites, scale_and_mask
+from ..runtime.density import Site, Sites, layers_of, scale_and_mask
 from ..runtime.run import Minibatches, run_particles, run_plainly
-from .moved_draws import MovedDraws
-
-__all__ = ["GuideScores", "family_scores", "packed_scores", "remember_arguments"]
 
 
 def family_scores(family: Family, params: Tensors, n: int, stored: bool = False) -> Tensor:
@@ -95,6 +92,44 @@ class _Fixed(Messenger):
             msg["value"] = msg["value"].detach()
 
 
+class _MovedDraws(Messenger):
+    """Watches one run of a guide for Delta sites computed from draws *and* from parameters.
+
+    ``AutoStructured`` and ``AutoGaussian`` put z = f(e, lambda) of noise e into a ``Delta`` site with a
+    log density.  With e held fixed z still moves with lambda: the gradient of the sum of log densities
+    is then not the score, and its part in the location is even zero.  A Delta of parameters alone is a
+    point estimate, one of draws alone a transformed draw: both are fine.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: list[Tensor] = []
+        self.deltas: dict[str, Tensor] = {}
+
+    def _pyro_post_sample(self, msg: Site) -> None:
+        fn, value = layers_of(msg["fn"])[-1], msg["value"]
+        if msg["is_observed"] or not isinstance(value, Tensor):
+            return
+        if isinstance(fn, dist.Delta):
+            self.deltas[msg["name"]] = value
+        elif value.is_floating_point():
+            msg["value"] = value.detach().requires_grad_()
+            self.draws.append(msg["value"])
+
+    def find(self, leaves: list[Tensor]) -> str | None:
+        """Name of the first such site."""
+
+        def depends(value: Tensor, on: list[Tensor]) -> bool:
+            found = torch.autograd.grad(value.sum(), on, allow_unused=True, retain_graph=True)
+            return any(g is not None for g in found)
+
+        for name, value in self.deltas.items():
+            if self.draws and value.requires_grad:
+                if depends(value, self.draws) and depends(value, leaves):
+                    return name
+        return None
+
+
 class GuideScores:
     """Scores of a guide of any kind by autograd, in its unconstrained parameters.
 
@@ -105,7 +140,7 @@ class GuideScores:
 
     Raises:
         ValueError: for a function that takes arguments and does not remember them; for a site whose
-            density cannot be evaluated at a given value; when log q depends on no parameter.
+            density cannot be evaluated at a given value.
     """
 
     def __init__(self, guide: Callable[..., Any]) -> None:
@@ -132,11 +167,6 @@ class GuideScores:
         """n scores (n, D) at the present parameters, by those ``names``, flattened and joined."""
         with torch.enable_grad(), poutine.block():
             log_q, leaves = self._capture(lambda: self._log_q(n))
-            if not log_q.requires_grad:
-                raise ValueError(
-                    f"log q of the guide {_name(self.guide)} depends on no parameter, so it has no "
-                    f"scores. Point estimates (AutoDelta) are trained by pyro.optim.Adam."
-                )
             wanted = [leaves[name] for name in (leaves if names is None else names)]
             grads = each_gradient(log_q, wanted)
         return torch.cat([g.reshape(n, -1) for g in grads], 1)
@@ -149,23 +179,20 @@ class GuideScores:
                 AutoStructured and AutoGaussian.
         """
         with torch.enable_grad(), poutine.block():
-            self._refuse_moved_draws()
+            if not _is_joint(self.guide):
+                self._refuse_moved_draws()
             log_q, leaves = self._capture(lambda: self._log_q(1))
             if not log_q.requires_grad:
                 return {}
-            trainable = _trainable(leaves)
+            trainable = {name: p for name, p in leaves.items() if p.requires_grad}
             grads = torch.autograd.grad(log_q.sum(), list(trainable.values()), allow_unused=True)
         found = zip(trainable.items(), grads, strict=True)
         return {name: p for (name, p), grad in found if grad is not None}
 
     def _refuse_moved_draws(self) -> None:
-        if _is_joint(self.guide):
-            return
-        args, kwargs = self._arguments()
-        with poutine.trace(param_only=True) as recorder, MovedDraws() as moved:
-            with pyro.validation_enabled(False):
-                run_plainly(self.guide, {}, args, kwargs, Minibatches())
-        name = moved.find(list(_trainable(_leaves(recorder)).values()))
+        with _MovedDraws() as moved, pyro.validation_enabled(False):
+            _, leaves = self._capture(self._run)
+        name = moved.find([p for p in leaves.values() if p.requires_grad])
         if name is not None:
             raise ValueError(
                 f"The guide {_name(self.guide)} computes the site {name!r} from a draw and from "
@@ -174,10 +201,14 @@ class GuideScores:
                 "pyro.optim.Adam."
             )
 
-    def _capture(self, run: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _capture(self, run: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]]:
+        """What ``run`` returns, and the parameters it met; those with two names (tied) once."""
         with poutine.trace(param_only=True) as recorder:
-            log_q = run()
-        return log_q, _leaves(recorder)
+            result = run()
+        nodes: Any = recorder.trace.nodes
+        params = {n: s["value"].unconstrained() for n, s in nodes.items() if s["type"] == "param"}
+        first = {id(p): name for name, p in reversed(params.items())}
+        return result, {name: p for name, p in params.items() if first[id(p)] == name}
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = getattr(self._watch, "last_call", None)
@@ -189,6 +220,10 @@ class GuideScores:
                 f"Give SVI the guide that pyro_ngvi.optim.remember_arguments returned, and step it."
             )
         return (), {}
+
+    def _run(self) -> Sites:
+        args, kwargs = self._arguments()
+        return run_plainly(self.guide, {}, args, kwargs, Minibatches())
 
     def _log_q(self, n: int) -> Tensor:
         """log q (n,) of n fixed draws, as a function of the parameters."""
@@ -208,27 +243,7 @@ class GuideScores:
             except RuntimeError:
                 self._vmaps = False  # from now on one draw after the other
         with _Fixed(), pyro.validation_enabled(False):
-            draws = [
-                _sum(run_plainly(self.guide, {}, args, kwargs, Minibatches())) for _ in range(n)
-            ]
-        return torch.stack(draws)
-
-
-def _leaves(recorder: Any) -> dict[str, Tensor]:
-    """The recorded parameters; those with two names (tied, or AutoIAFNormal's prototype) once."""
-    leaves: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, site in recorder.trace.nodes.items():
-        if site["type"] == "param":
-            leaf = site["value"].unconstrained()
-            if id(leaf) not in seen:
-                seen.add(id(leaf))
-                leaves[name] = leaf
-    return leaves
-
-
-def _trainable(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: p for name, p in leaves.items() if p.requires_grad}
+            return torch.stack([_sum(self._run()) for _ in range(n)])
 
 
 @pyro_method

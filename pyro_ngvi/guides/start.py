@@ -17,7 +17,7 @@ from torch.distributions import biject_to
 
 from ..families.base import Family, Tensors, entry_name
 from ..linalg.host import outside_autocast, own_random_state
-from ..optim.natural_gradient import make_rule, rule_arguments
+from ..optim.natural_gradient import make_rule
 from ..probing.latents import check_latents
 from ..runtime.density import feasible_value
 from ..runtime.model_density import ModelDensity
@@ -125,7 +125,7 @@ def find_gaussian(guide: Any, family: Family, params: Tensors, args: Any, kwargs
     If they end with a lower ELBO than they began, or none, ``params`` comes back.
     """
     density = ModelDensity(_model_alone(guide, args, kwargs), tuple(args), kwargs)
-    rule = make_rule(family, rule_arguments(1.0, 1.0, None, None, False))
+    rule = make_rule(family, averaging=False)
 
     def loss(q: Tensors, fixed: Tensors, n: int) -> Tensor:
         z = family.draw(q, torch.Size((n,)))

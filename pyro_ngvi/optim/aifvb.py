@@ -20,15 +20,15 @@ are short beside the memory of the steps, 1 / (b_k times curvature), C is too la
 Directions in which the loss is flat to within ``FLAT`` of the largest curvature, in units of the
 Fisher matrix (redundant parameters, as in AutoMultivariateNormal), are left out: they do not change q.
 
-Not for: exact gradients, where averaging only delays.  C is not for runs that have not converged (it
-knows nothing of bias), steps that decay like 1/k or faster, many parameters (2 D gradients each time).
+C is not for runs that have not converged (it knows nothing of bias), steps that decay like 1/k or
+faster, many parameters (2 D gradients each time).
 
 Source: Godichon-Baggioni, Nguyen & Tran (2024, JASA), Algorithm 2, theorem 5.3, remark 5.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -41,7 +41,7 @@ from ..families.base import Tensors, entry_name, pack, unpack
 from ..fisher.scores import family_scores
 from ..linalg.host import own_random_state
 from .blocks import GuideBlock
-from .ifvb import IFVB
+from .ifvb import IFVB, UsingAverage
 from .rule import Averaging
 
 #: relative curvature below which a direction counts as flat
@@ -93,30 +93,25 @@ def measure_covariance(
     gradients = torch.stack([gradient() for _ in range(num_gradients)]) * scale
     noise = torch.cov(gradients.mT).reshape(len(center), len(center))
     hessian = torch.zeros_like(noise)
-    try:
-        for _ in range(num_hessians):
-            seed = int(torch.randint(2**31, ()))
-            rows = []
-            for i in range(len(center)):
-                ends = []
-                for sign in (1.0, -1.0):
-                    moved = center.clone()
-                    moved[i] += sign * WIDTH * scale[i]
-                    _install(leaves, unpack(moved, average))
-                    with own_random_state(seed):  # common random numbers
-                        ends.append(gradient() * scale)
-                rows.append((ends[0] - ends[1]) / (2.0 * WIDTH))
-            hessian += torch.stack(rows) / num_hessians
-    finally:
-        _install(leaves, average)
+    for _ in range(num_hessians):
+        seed, rows = int(torch.randint(2**31, ())), []
+        for i in range(len(center)):
+            ends = []
+            for sign in (1.0, -1.0):
+                moved = center.clone()
+                moved[i] += sign * WIDTH * scale[i]
+                # common random numbers
+                with UsingAverage([(leaves, unpack(moved, average))]), own_random_state(seed):
+                    ends.append(gradient() * scale)
+            rows.append((ends[0] - ends[1]) / (2.0 * WIDTH))
+        hessian += torch.stack(rows) / num_hessians
     values, vectors = torch.linalg.eigh(0.5 * (hessian + hessian.mT))
     if bool(values[0] < -0.05 * values[-1]):
         worst = int(vectors[:, 0].abs().argmax())
         raise ValueError(
             f"The loss curves downwards at the average (least eigenvalue {float(values[0]):.2g}, "
             f"largest {float(values[-1]):.2g}, foremost parameter {entry_name(worst, average)!r}): "
-            "the run has not converged, so there is no asymptotic covariance. Take more steps, or "
-            "raise num_hessians."
+            "the run has not converged. Take more steps, or raise num_hessians."
         )
     inverse = torch.where(values > FLAT * values[-1], 1.0 / values, 0.0)
     solved = (vectors * inverse) @ vectors.mT
@@ -124,26 +119,8 @@ def measure_covariance(
     return AsymptoticCovariance(matrix, average)
 
 
-def widened_draws(
-    guide: Callable[[], Any], leaves: Tensors, covariance: AsymptoticCovariance, num_samples: int
-) -> Tensors:
-    """Draws (num_samples, ...) of the guide's latent sites, each at a lambda of its own."""
-    draws: dict[str, list[Tensor]] = {}
-    try:
-        for sample in covariance.sample(num_samples):
-            _install(leaves, sample)
-            with torch.no_grad(), poutine.block():
-                trace: Any = poutine.trace(guide).get_trace()
-            for name, site in trace.iter_stochastic_nodes():
-                if not site["infer"].get("is_auxiliary"):
-                    draws.setdefault(name, []).append(site["value"])
-    finally:
-        _install(leaves, covariance.average)
-    return {name: torch.stack(values) for name, values in draws.items()}
-
-
 @contextmanager
-def without_lag(blocks: list[Any]) -> Iterator[None]:
+def _without_offset(blocks: Iterable[Any]) -> Iterator[None]:
     """Let guides that hold an average draw from it while gradients are recorded, too."""
     kept = []
     for block in blocks:
@@ -153,14 +130,8 @@ def without_lag(blocks: list[Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        for block, lag, answer in kept:
-            block.set_iterate_offset(lag, answer)
-
-
-@torch.no_grad()
-def _install(leaves: Tensors, values: Tensors) -> None:
-    for name, p in leaves.items():
-        p.copy_(values[name])
+        for block, offset, answer in kept:
+            block.set_iterate_offset(offset, answer)
 
 
 class AIFVB(IFVB):
@@ -169,9 +140,7 @@ class AIFVB(IFVB):
     ``averaging``: ``True`` (default, :class:`Tail`), or a number w for the weights (log(k + 1))^w; the
     paper's is 2.  Guides that are ours hold the average.  Other guides hold the iterate: read them
     inside ``with optim.use_average():``, or call ``optim.use_average()`` when the run is over.
-
-    Use it when gradients are noisy and many steps are affordable.  Where gradients are exact,
-    averaging only delays (the paper's example 1).  Arguments: :class:`IFVB`.
+    Other arguments: :class:`IFVB`.  Not where gradients are exact: averaging only delays there.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -216,8 +185,8 @@ class AIFVB(IFVB):
         """
         blocks, leaves = self._averaged_leaves()
         weight = next(iter(self._states.values()))["average_square"]
-        with self.use_average(), without_lag([b for _, b in blocks if b.holds_average]):
-            scores = torch.cat([self._stored_scores(block, 64) for _, block in blocks], 1)
+        with self.use_average(), _without_offset(blocks):
+            scores = torch.cat([self._stored_scores(block, 64) for block in blocks], 1)
             square = scores.square().mean(0)
             scale = torch.where(square > 0, square, torch.inf).rsqrt()
             gradient = _packed_gradient(svi, leaves, args, kwargs)
@@ -234,21 +203,26 @@ class AIFVB(IFVB):
         how = {k: kwargs.pop(k) for k in ("num_gradients", "num_hessians") if k in kwargs}
         covariance = self.asymptotic_covariance(svi, *args, **how, **kwargs)
         blocks, leaves = self._averaged_leaves()
-        with self.use_average(), without_lag([b for _, b in blocks if b.holds_average]):
-            return widened_draws(
-                lambda: svi.guide(*args, **kwargs), leaves, covariance, num_samples
-            )
+        draws: dict[str, list[Tensor]] = {}
+        with self.use_average(), _without_offset(blocks):
+            for sample in covariance.sample(num_samples):
+                with UsingAverage([(leaves, sample)]), torch.no_grad(), poutine.block():
+                    trace: Any = poutine.trace(svi.guide).get_trace(*args, **kwargs)
+                for name, site in trace.iter_stochastic_nodes():
+                    if not site["infer"].get("is_auxiliary"):
+                        draws.setdefault(name, []).append(site["value"])
+        return {name: torch.stack(values) for name, values in draws.items()}
 
-    def _averaged_leaves(self) -> tuple[list[tuple[str, Any]], Tensors]:
-        blocks = [(path, block) for path, block in self._blocks() if path in self._states]
+    def _averaged_leaves(self) -> tuple[list[Any], Tensors]:
+        blocks = {path: block for path, block in self._blocks() if path in self._states}
         if not blocks:
             raise RuntimeError("There is no average before the first step.")
-        single = len(blocks) == 1
-        return blocks, {
-            name if single else f"{path}.{name}": p
-            for path, block in blocks
+        leaves = {
+            name if len(blocks) == 1 else f"{path}.{name}": p
+            for path, block in blocks.items()
             for name, p in block.natural_params().items()
         }
+        return list(blocks.values()), leaves
 
     def _stored_scores(self, block: Any, n: int) -> Tensor:
         if isinstance(block, GuideBlock):

@@ -30,8 +30,6 @@ class Block(Protocol):
 
     def site_of(self, index: int) -> str: ...
 
-    def take_curvature(self) -> Any: ...
-
     def iterate_offset(self, intact: Tensor | None = None) -> Tensors: ...
 
     def set_iterate_offset(self, lag: Tensors | None, answer: Tensors | None = None) -> None: ...
@@ -51,6 +49,9 @@ class Coordinates:
     noise_radius: ClassVar[float] = 0.6
     orthogonal_frame: ClassVar[bool] = False
     known_fisher: ClassVar[bool] = False
+    pack = staticmethod(pack)
+    unpack = staticmethod(unpack)
+    average = staticmethod(interpolate)
 
     names: tuple[str, ...]
     nearly_singular: bool = False
@@ -67,15 +68,6 @@ class Coordinates:
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
         return {name: p + step * tangent[name] for name, p in params.items()}
-
-    def average(self, average: Tensors, params: Tensors, rate: Tensor) -> Tensors:
-        return interpolate(average, params, rate)
-
-    def pack(self, tensors: Tensors) -> Tensor:
-        return pack(tensors)
-
-    def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
-        return unpack(vector, like)
 
     def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
         """One part: names do not tell which parameters belong together."""
@@ -102,9 +94,8 @@ class EstimatedGeometry:
 class GuideBlock:
     """The parameters of a guide on which its log q depends, in unconstrained coordinates.
 
-    It offers to optimizers what :class:`~pyro_ngvi.guides.base.AutoFamily` does.  The parameters are
-    found at the first step, by running the guide.  The guide holds the iterate: an average is kept by
-    the optimizer.
+    They are found at the first step, by running the guide.  The guide holds the iterate: an average is
+    kept by the optimizer.
     """
 
     holds_average = False
@@ -127,12 +118,12 @@ class GuideBlock:
     def _modules(self) -> Iterator[nn.Module]:
         """The layers and transforms of a guide."""
         guide = self.scores.guide
+        plain = {nn.Module, nn.ModuleDict, nn.ModuleList, nn.Sequential}
         for module in guide.modules() if isinstance(guide, nn.Module) else ():
-            kinds = [
+            kinds = {
                 c for c in type(module).__mro__ if c.__module__.startswith("torch.nn.modules.")
-            ]
-            plain = {nn.Module, nn.ModuleDict, nn.ModuleList, nn.Sequential}
-            if isinstance(module, TransformModule) or not plain.issuperset(kinds):
+            }
+            if isinstance(module, TransformModule) or kinds - plain:
                 yield module
 
     @property
@@ -149,9 +140,6 @@ class GuideBlock:
     def site_of(self, index: int) -> str:
         """Name of the parameter that holds entry ``index`` of all of them in a row."""
         return entry_name(index, self._leaves)
-
-    def take_curvature(self) -> None:
-        pass
 
     def iterate_offset(self, intact: Tensor | None = None) -> Tensors:
         return {}

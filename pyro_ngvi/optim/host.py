@@ -28,9 +28,9 @@ from .state import (
     entries_of,
     fitted,
     flat,
+    is_power_of_two,
     moved,
     refuse_wrappers,
-    zero_bad,
 )
 
 
@@ -52,7 +52,7 @@ class NaturalGradientOptim(PyroOptim):
     #: a guide to use, where the optimizer cannot do without one of ours
     suits: ClassVar[str] = ""
 
-    def __init__(self, guide: Any, others: PyroOptim | None = ADAM) -> None:
+    def __init__(self, guide: Any, others: PyroOptim | None = ADAM, rule: Any = None) -> None:
         super().__init__(refuse_wrappers, {})  # __call__ does the work
         name = type(self).__name__
         if others is not None and not isinstance(others, PyroOptim):
@@ -66,10 +66,10 @@ class NaturalGradientOptim(PyroOptim):
                 f"loss=pyro_ngvi.SitesELBO()."
             )
         self.guide = guide
+        self.rule = rule
         self.others = DefaultAdam() if others is ADAM else others
         self._is_to_tell = isinstance(self.others, DefaultAdam)
         self._has_others = False
-        self._bad_others = 0
         self._others_state = OthersState(guide)
         self._rules: dict[str, Any] = {}
         self._states: dict[str, State] = {}
@@ -91,10 +91,10 @@ class NaturalGradientOptim(PyroOptim):
 
     def make_rule(self, family: Any) -> Any:
         """The rule for a block with that family."""
-        raise NotImplementedError
+        return self.rule(family)
 
     def _blocks(self) -> Iterable[tuple[str, Any]]:
-        """The blocks of parameters that this optimizer steps, by path: our guides within the guide."""
+        """The blocks that this optimizer steps, by path: our guides within the guide."""
         return find_blocks(self.guide)
 
     def _init_state(self, path: str, block: Any, values: Tensors) -> State:
@@ -117,10 +117,9 @@ class NaturalGradientOptim(PyroOptim):
 
     @outside_autocast
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        """One step for every parameter in ``params``, from the gradients in ``.grad``.
+        """One step for every parameter in ``params``, which uses the gradients in ``.grad`` up.
 
-        It uses the gradients up: they are ``None`` afterwards.  An exception, Ctrl-C included, leaves
-        parameters and states as they were, without gradients.
+        An exception, Ctrl-C included, leaves parameters and states as they were, without gradients.
         """
         params = list(params)
         with _all_or_nothing(self, params):
@@ -141,26 +140,13 @@ class NaturalGradientOptim(PyroOptim):
                 self._adopt(path, block)
             self._step_block(path, block, tensors)
         if others and self.others is not None:
-            self._zero_bad(others)
-            self._others_state.restore(self.others)
-            self.others(others)
-
-    def _zero_bad(self, others: list[Tensor]) -> None:
-        bad = zero_bad(others)
-        self._bad_others += bool(bad)
-        if bad and _is_power_of_two(self._bad_others):
-            warnings.warn(
-                f"{type(self).__name__}: the gradient of {', '.join(bad[:3])} is not finite; it "
-                f"counted as zero ({self._bad_others} steps so far). Look for NaN in the model there.",
-                RuntimeWarning,
-                stacklevel=6,
-            )
+            self._others_state.step(self.others, others, type(self).__name__)
 
     @torch.no_grad()
     def _step_block(self, path: str, block: Any, tensors: dict[str, Any]) -> None:
         values = {name: p.detach() for name, p in tensors.items()}
         state = self._state_of(path, block, values)
-        curvature = block.take_curvature()
+        curvature, block.curvature = block.curvature, None
         self._check_curvature(block, curvature)
         if self.needs_gradients and all(p.grad is None for p in tensors.values()):
             raise ValueError(
@@ -171,15 +157,14 @@ class NaturalGradientOptim(PyroOptim):
         grads: Tensors = {
             name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in tensors.items()
         }
-        like = next(iter(values.values()))
-        halves = (torch.float16, torch.bfloat16)  # of a model under autocast
+        like, halves = next(iter(values.values())), (torch.float16, torch.bfloat16)  # autocast's
         parts = {} if curvature is None else curvature.parts
         parts = {k: v.to(like) if v.dtype in halves else v for k, v in parts.items()}
-        # the gradient was taken at the iterate, which lies at a lag from an averaged answer
+        # the gradient was taken at the iterate, which lies at an offset from an averaged answer
         intact = block.offset_is_intact()
-        lag = block.iterate_offset(intact)
-        if lag:
-            values = {name: p + lag[name] for name, p in values.items()}
+        offset = block.iterate_offset(intact)
+        if offset:
+            values = {name: p + offset[name] for name, p in values.items()}
             if not host_bool(intact):
                 # averages of what was there before somebody else wrote to the parameters are void
                 state = restart_average(state, values, intact)
@@ -231,12 +216,11 @@ class NaturalGradientOptim(PyroOptim):
         return state
 
     def _sorted_others(self, remaining: dict[int, Tensor], natural: bool) -> list[Tensor]:
-        name = type(self).__name__
         if not natural:
             raise ValueError(
-                f"{name} was given no parameter of its guide {describe(self.guide)}: SVI trains "
-                f"another guide. Build the optimizer with the guide that SVI gets. (Load a parameter "
-                f"store before the guide's first call.)"
+                f"{type(self).__name__} was given no parameter of its guide {describe(self.guide)}: "
+                f"SVI trains another guide. Build the optimizer with the guide that SVI gets. (Load a "
+                f"parameter store before the guide's first call.)"
             )
         store = pyro.get_param_store()
         # a set has no order; sorting by name makes runs repeatable
@@ -245,7 +229,7 @@ class NaturalGradientOptim(PyroOptim):
         self._has_others = self._has_others or bool(ordered)
         if ordered and (self.others is None or self._is_to_tell):
             names = ", ".join(str(store.param_name(p)) for p in ordered[:3])
-            names += ", ..." * (len(ordered) > 3)
+            name = type(self).__name__
             if self.others is None:
                 raise ValueError(
                     f"{name} trains the guide's natural parameters only, and this step has others: "
@@ -263,11 +247,11 @@ class NaturalGradientOptim(PyroOptim):
 
     def _warn_skipped(self, block: Any, report: Report) -> None:
         count = int(report.skipped)
-        if not _is_power_of_two(count):
+        if not is_power_of_two(count):
             return
-        what = "gradient" if None in self.accepts else "gradient or curvature"
-        if not self.needs_gradients:
-            what = "log p or log q of some draw"
+        what = "log p or log q of some draw"
+        if self.needs_gradients:
+            what = "gradient" if None in self.accepts else "gradient or curvature"
         sites = ", ".join(map(repr, _sites(block, report.bad_entries))) or "the whole latent vector"
         warnings.warn(
             f"{type(self).__name__} skipped a step: the {what} is not finite at {sites} "
@@ -335,12 +319,12 @@ def _all_or_nothing(optim: NaturalGradientOptim, params: list[Tensor]) -> Iterat
         values = [(p, p.detach().clone()) for p in leaves.values()]
         # a step replaces attributes and entries of dicts, and never writes into them
         algebras = [block.algebra for block in blocks if hasattr(block, "algebra")]
-        for holder in (optim, optim._others_state, *blocks, *algebras):
-            own = vars(holder)
+        for holder in (optim, optim._others_state, optim.others, *blocks, *algebras):
+            own = {} if holder is None else vars(holder)
             dicts = [own, *(v for v in own.values() if isinstance(v, dict))]
             entries += [(held, dict(held)) for held in dicts]
-        if optim.others is not None:
-            entries += entries_of(optim.others)
+        for inner in () if optim.others is None else optim.others.optim_objs.values():
+            entries += entries_of(inner)
         yield
     except BaseException:
         with torch.no_grad():
@@ -360,10 +344,6 @@ def _all_or_nothing(optim: NaturalGradientOptim, params: list[Tensor]) -> Iterat
 def _sites(block: Any, bad_entries: Tensor) -> tuple[str, ...]:
     found = (block.site_of(int(i)) for i in bad_entries.nonzero().reshape(-1).tolist())
     return tuple(dict.fromkeys(found))
-
-
-def _is_power_of_two(count: int) -> bool:
-    return not count & (count - 1)
 
 
 def describe(guide: Any) -> str:

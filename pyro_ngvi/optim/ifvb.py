@@ -9,19 +9,17 @@ At every step, with draws z ~ q that have nothing to do with the model,
 
 so all that a guide has to offer is log q: Pyro's autoguides, mixtures, functions with ``pyro.param``.
 Our own families offer their frame besides: scores and gradients are then taken in units of q itself,
-where the Fisher matrix hardly changes while q moves, which is what makes its running average a good
-estimate.  Other guides are stepped in the unconstrained coordinates in which Pyro stores them.
+where the Fisher matrix hardly changes while q moves.  Other guides are stepped in the unconstrained
+coordinates in which Pyro stores them.
 
 Defaults are this project's: the calibrated low-rank estimate (:class:`~pyro_ngvi.fisher.LowRank`)
-with the steps of NGVB.  A gain of 1/k relies on a Fisher matrix that is the Hessian of the loss, which
-nothing says of guides of other packages.  There the gain falls as k^(-2/3), without momentum, and with
-less room for noise (0.6 in place of 3 times sqrt(b_k): far from the optimum of a mixture, larger noisy
-steps in coordinates that are not q's own kill components, which come back only while steps are long).
+with the steps of NGVB.  Nothing says that the Fisher matrix of other guides is the Hessian of the loss,
+so there the gain falls as k^(-2/3), without momentum, and with less room for noise (0.6 in place of 3
+times sqrt(b_k): larger noisy steps kill components of mixtures).
 
 Flows, ours and Pyro's, and guides with networks have thousands of parameters and a nearly singular
 Fisher matrix.  Their default is a damped window (:class:`~pyro_ngvi.fisher.Window`), which moves
-little where the scores say little, with the same slow gain; the low-rank estimate takes huge steps
-there (benchmarks/flows/README.md).
+little where the scores say little, with the same slow gain (benchmarks/flows/README.md).
 
 With a :class:`RobbinsMonro` schedule of power alpha, the regularisation c_beta k^-beta of
 :class:`~pyro_ngvi.fisher.Dense` has to keep to 1/2 < alpha < 1 and 0 < beta < alpha - 1/2 (theorems 5.1
@@ -50,9 +48,9 @@ from ..fisher.scores import family_scores
 from ..linalg.host import own_random_state
 from .blocks import Coordinates, EstimatedGeometry, GuideBlock
 from .host import NaturalGradientOptim, find_blocks
-from .natural_gradient import NaturalGradientRule, make_rule, rule_arguments
-from .rule import Averaging, Rule, State, Step
-from .schedules import RobbinsMonro, Schedule, check_convergence, require
+from .natural_gradient import NaturalGradientRule, make_rule
+from .rule import Averaging, Rule, State, Step, require
+from .schedules import RobbinsMonro, Schedule, check_convergence
 from .state import ADAM
 
 #: scores that make the first guess of the diagonal, where it is not known
@@ -67,11 +65,9 @@ REST = "others' guides"
 
 @dataclass(frozen=True)
 class IFVBRule(Rule):
-    """The rule of NGVB on an estimated Fisher matrix; it takes "scores" (S, D) packed in the frame.
+    """``rule``, that of NGVB, on an estimated Fisher matrix; it takes "scores" (S, D) of its family.
 
-    ``rule`` steps once the natural gradient is known, ``fisher`` is the estimate of the inverse Fisher
-    matrix, ``rule.family`` the frame.  With ``by_layer`` there is one such estimate for each layer that
-    the frame knows of.
+    With ``by_layer`` there is one estimate ``fisher`` for each layer that the family knows of.
     """
 
     learns_fisher: ClassVar[bool] = True
@@ -123,15 +119,9 @@ class IFVBRule(Rule):
             fisher = estimate.update(fisher, scores)
         return super().init(params) | {"fisher": fisher}
 
-    def step(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        state: State,
-        curvature: Mapping[str, Any] | None = None,
-    ) -> Step:
-        estimate, seen = self._estimate(params), curvature or {}
-        fisher = {"fisher": estimate.update(state["fisher"], seen["scores"])}
+    def step(self, params: Tensors, grads: Tensors, state: State, curvature: Any = None) -> Step:
+        estimate = self._estimate(params)
+        fisher = {"fisher": estimate.update(state["fisher"], curvature["scores"])}
         geometry = EstimatedGeometry(self.family, lambda g: estimate.product(fisher["fisher"], g))
         step = replace(self.rule, family=geometry).step(params, grads, state)
         # scores are those of q, which are good where the gradient is not
@@ -217,9 +207,10 @@ class IFVB(NaturalGradientOptim):
         self._fisher = fisher
         self._by_layer = by_layer
         self._num_scores = num_scores
-        self._rule_arguments = rule_arguments(
-            lr, trust_radius, schedule, momentum, averaging, clip_norm=clip_norm
-        )
+        arguments: dict[str, Any] = {"lr": lr, "trust_radius": trust_radius, "schedule": schedule}
+        arguments |= {"momentum": momentum, "averaging": averaging, "clip_norm": clip_norm}
+        self._rule_arguments = arguments
+        self.make_rule(Coordinates(()))  # which refuses arguments out of range
         self._rest: GuideBlock | None = None
         self._rest_known = False
         super().__init__(guide, others)
@@ -235,10 +226,10 @@ class IFVB(NaturalGradientOptim):
         suited = Window(128) if family.nearly_singular else LowRank(32, growth=1.0)
         if self._stored:
             family = Coordinates(family.names)
-        arguments = self._rule_arguments
-        if not family.known_fisher:
-            arguments = {"schedule": SLOW} | arguments
-        return IFVBRule(make_rule(family, arguments), self._fisher or suited, self._by_layer)
+        arguments: dict[str, Any] = self._rule_arguments
+        if not family.known_fisher and arguments["schedule"] is None:
+            arguments = arguments | {"schedule": SLOW}
+        return IFVBRule(make_rule(family, **arguments), self._fisher or suited, self._by_layer)
 
     def _step(self, params: list[Tensor]) -> None:
         if self._rest is not None and not self._rest_known:
@@ -288,16 +279,9 @@ class IFVB(NaturalGradientOptim):
         return {"scores": self._draw(path, block, values, count)}
 
     def use_average(self) -> UsingAverage:
-        """Put the averages of the iterates into the guide; as a context manager, for a while.
+        """Put the averages of the iterates into the guide; in a ``with`` statement, for a while.
 
-        Guides that are ours hold their average anyway.  Without an average (no ``averaging``, or no
-        step yet) this is an error.
-
-        Example (``optim`` an :class:`AIFVB` that has taken steps)::
-
-            with optim.use_average():
-                samples = Predictive(model, guide=guide, num_samples=1000)(X)
-            optim.use_average()  # for good
+        Guides that are ours hold their average anyway.  Without an average this is an error.
         """
         blocks = [(path, b) for path, b in self._blocks() if not (b.holds_average and b.averaged)]
         averages = [(b.natural_params(), self._states.get(p, {}).get("average")) for p, b in blocks]
@@ -313,12 +297,12 @@ class IFVB(NaturalGradientOptim):
 class UsingAverage:
     """Averages put in the place of the iterates, until the end of a ``with`` block."""
 
-    def __init__(self, averages: list[tuple[Tensors, Tensors]]) -> None:
+    def __init__(self, averages: list[tuple[Any, Any]]) -> None:
         self._iterates = [(p, {k: v.detach().clone() for k, v in p.items()}) for p, _ in averages]
         self._put(averages)
 
     @torch.no_grad()
-    def _put(self, values: list[tuple[Tensors, Tensors]]) -> None:
+    def _put(self, values: list[tuple[Any, Any]]) -> None:
         for params, wanted in values:
             for name, p in params.items():
                 p.copy_(wanted[name])

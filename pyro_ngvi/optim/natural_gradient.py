@@ -8,26 +8,21 @@ For a family with Fisher matrix F, from the Euclidean gradient g of the loss, wi
     move <- move min(1, R_k / |move|)                     trust radius
     lambda <- retract(lambda, -move)                      never leaves the domain
 
-**Gain.**  b_k comes from the schedule.  For families whose Fisher matrix is the Hessian of the loss at
-a Gaussian posterior (full rank) it is the Kalman gain of
-:class:`~pyro_ngvi.optim.schedules.NoiseClock`, and beta is 0.  For the others (mean field, factor) the
-Hessian in the Fisher metric has eigenvalues from near 0 to about d, so no single gain suits all
-directions: there b_k = (1 + k/20)^(-1/2) / 6, where k waits while signal dominates, with momentum
-beta = 0.9, and iterates are averaged.
+**Gain.**  For families whose Fisher matrix is the Hessian of the loss at a Gaussian posterior (full
+rank) b_k is the Kalman gain of :class:`~pyro_ngvi.optim.schedules.NoiseClock`, and beta is 0.  For the
+others (mean field, factor) the Hessian in the Fisher metric has eigenvalues from near 0 to about d, so
+no single gain suits all directions: there b_k = (1 + k/20)^(-1/2) / 6, where k waits while signal
+dominates, with beta = 0.9, and iterates are averaged.
 
 **Radius.**  KL between successive q is about R^2 / 2, hence one radius serves every model: R_k =
 min(trust_radius, 3 sqrt(b_k)).  The second bound keeps the energy that the noise of one step injects in
 proportion to what the following steps take out.
 
-**Outliers.**  |G|_typical is the geometric mean of the last ten or so lengths; a gradient of more than
-three times that length counts as one of three times (heavy-tailed scores would else throw q away once
-in a while).  A length below 1 nat^(1/2) is never unusual.
+**Outliers.**  |G|_typical is the geometric mean of the last ten or so lengths.  A length
+below 1 nat^(1/2) is never unusual.
 
-**Averaging** (Polyak & Juditsky 1992).  With averaging the *guide holds the average*, which is the
-answer, and adds the lag of the iterate behind it whenever gradients are recorded.
-
-Clipping by ``clip_norm`` c, off by default, is the device of older papers: b <- b min(1, c / |G|_2)
-with the Euclidean norm.
+With **averaging** (Polyak & Juditsky 1992) the *guide holds the average*, which is the answer, and
+draws from the iterate whenever gradients are recorded.
 
 Coordinates: "local" retracts along Cholesky factors or logarithms; "natural" is the update printed in
 the papers, precision and mean (Khan & Nielsen 2018, eq. 14; Tan 2021), kept inside the cone of
@@ -42,9 +37,9 @@ clock, the radius and the symmetrised gradients are this project's; benchmarks/R
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import torch
@@ -54,8 +49,8 @@ from torch import Tensor
 from ..families.base import Family, Tensors, dot, pack
 from ..linalg.host import host_bool
 from .host import NaturalGradientOptim
-from .rule import Averaging, Rule, State, Step, Tail, as_averaging
-from .schedules import NoiseClock, RobbinsMonro, Schedule, as_schedule, require
+from .rule import Averaging, Rule, State, Step, Tail, as_averaging, require
+from .schedules import NoiseClock, RobbinsMonro, Schedule, as_schedule
 from .state import ADAM
 
 #: steps in the memory of the typical length of a gradient
@@ -103,13 +98,7 @@ class NaturalGradientRule(Rule):
             state["move"] = {name: torch.zeros_like(params[name]) for name in self.family.location}
         return state
 
-    def step(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        state: State,
-        curvature: Mapping[str, Any] | None = None,
-    ) -> Step:
+    def step(self, params: Tensors, grads: Tensors, state: State, curvature: Any = None) -> Step:
         direction, gradient, length, finite = self._natural_direction(params, grads, curvature)
         shared = state["length"] * dot(gradient, state["direction"])
         signal = (shared + state["descent"] / length) / length
@@ -170,7 +159,7 @@ class NaturalGradientRule(Rule):
         return Step(new, move_norm, gain, changed, radius, damped, finite, None, if_refused=refused)
 
     def _natural_direction(
-        self, params: Tensors, grads: Tensors, curvature: Mapping[str, Any] | None
+        self, params: Tensors, grads: Tensors, curvature: Any
     ) -> tuple[Tensors, Tensors, Tensor, Tensor]:
         """(direction, its dual gradient, length, whether finite): zero, of length 1, if not finite.
 
@@ -198,40 +187,33 @@ class NaturalGradientRule(Rule):
         return direction, gradient, length, finite
 
 
-def rule_arguments(
-    lr: float,
-    trust_radius: float | None,
-    schedule: Schedule | Callable[[Tensor], Tensor] | str | None,
-    momentum: float | None,
-    averaging: Averaging | float | bool | None,
+def make_rule(
+    family: Any,
+    lr: float = 1.0,
+    trust_radius: float | None = 1.0,
+    schedule: Schedule | Callable[[Tensor], Tensor] | str | None = None,
+    momentum: float | None = None,
+    averaging: Averaging | float | bool | None = None,
     **further: Any,
-) -> dict[str, Any]:
-    """Checked arguments for :func:`make_rule`, without those that are left to the family (``None``)."""
+) -> NaturalGradientRule:
+    """The rule for a family; ``None`` for the last three stands for what suits the family."""
     require(isinstance(lr, int | float) and 0.0 < lr <= 1.0, "lr", "lie in (0, 1]", lr)
     positive = trust_radius is None or trust_radius > 0.0
     require(positive, "trust_radius", "be positive or None", trust_radius)
     require(momentum is None or 0.0 <= momentum < 1.0, "momentum", "lie in [0, 1)", momentum)
-    given = {"lr": float(lr), **further}
+    given: dict[str, Any] = {"noise_radius": family.noise_radius, "trust_radius": trust_radius}
     if trust_radius is None:
-        given |= dict.fromkeys(("trust_radius", "noise_radius", "outlier"), torch.inf)
-    else:
-        given["trust_radius"] = float(trust_radius)
+        given = dict.fromkeys(("noise_radius", "trust_radius", "outlier"), torch.inf)
+    # a schedule of the user's own comes without momentum and averaging unless asked for
+    if schedule is None and not family.newton_like:
+        given |= {"schedule": SLOW_DECAY, "momentum": 0.9, "averaging": Tail()}
     if schedule is not None:
         given["schedule"] = as_schedule(schedule)
     if momentum is not None:
         given["momentum"] = momentum
     if averaging is not None:
         given["averaging"] = as_averaging(averaging)
-    return given
-
-
-def make_rule(family: Any, arguments: dict[str, Any]) -> NaturalGradientRule:
-    """The rule for a family: ``arguments``, and what suits the family."""
-    # a schedule of the user's own comes without momentum and averaging unless asked for
-    if "schedule" not in arguments and not family.newton_like:
-        suited = {"schedule": SLOW_DECAY, "momentum": 0.9, "averaging": Tail()}
-        arguments = suited | arguments
-    return NaturalGradientRule(family, **({"noise_radius": family.noise_radius} | arguments))
+    return NaturalGradientRule(family, lr, **given, **further)
 
 
 class NGVB(NaturalGradientOptim):
@@ -244,9 +226,8 @@ class NGVB(NaturalGradientOptim):
     Args:
         guide: the guide that SVI trains, or a list that contains guides of ours.
         lr: factor in (0, 1] on the gain of the schedule, for careful runs; 1 is right.
-        trust_radius: largest Fisher length of a step, nats^(1/2); KL between successive q is
-            trust_radius^2 / 2 to second order, and at radius 1 up to 2 nats in factor families,
-            whose metric changes fast.  ``None``: no bound (for exact gradients only).
+        trust_radius: largest Fisher length of a step, nats^(1/2); at radius 1 KL between successive q
+            is about 1/2 nat, up to 2 in factor families.  ``None``: no bound (exact gradients only).
         schedule: "noise" (:class:`NoiseClock`), "constant", a :class:`RobbinsMonro`, or a function
             from the step count (0-dim tensor, 0, 1, ...) to the gain.
         momentum: heavy-ball coefficient in [0, 1) for the location of a Gaussian, and for all of an
@@ -256,13 +237,15 @@ class NGVB(NaturalGradientOptim):
         coordinates: "local" (default) or "natural".
         others: a ``PyroOptim`` for parameters that are not natural, for instance
             ``pyro.optim.Adam({"lr": 1e-3})``.  By default Adam with a learning rate of 0.01, which a
-            UserWarning says at the first step that has some; ``None`` refuses them.  Where the best
-            q moves with them (diagonals of
-            Walsh-Hadamard layers, length-scales) pass ``averaging=False`` for a mean-field or factor
-            guide: its average lags behind, and they do not.
+            UserWarning says at the first step that has some; ``None`` refuses them.  Where the best q
+            moves with them (diagonals of Walsh-Hadamard layers, length-scales) pass
+            ``averaging=False`` for a mean-field or factor guide, whose average would lag behind.
 
-    ``None`` for schedule, momentum or averaging takes what suits the family, see there:
-    the noise clock alone for full rank; a slow decay with momentum and averaging for the others.
+    ``None`` for schedule, momentum or averaging takes what suits the family.
+
+    Not for: losses that are not an ELBO (RenyiELBO, ReweightedWakeSleep, EnergyDistance), losses scaled
+    by ``poutine.scale(..., 1 / N)``, for which the gain, at most 1, cannot make up, and guides of other
+    packages.
 
     Raises:
         ValueError: for a guide that is not ours, arguments out of range, coordinates that a family
@@ -300,13 +283,9 @@ class NGVB(NaturalGradientOptim):
         coordinates: str = "local",
         others: PyroOptim | None = ADAM,
     ) -> None:
-        self._rule_arguments = rule_arguments(
-            lr, trust_radius, schedule, momentum, averaging, coordinates=coordinates
-        )
-        super().__init__(guide, others)
-
-    def make_rule(self, family: Family) -> NaturalGradientRule:
-        return make_rule(family, self._rule_arguments)
+        arguments: dict[str, Any] = {"lr": lr, "trust_radius": trust_radius, "schedule": schedule}
+        arguments |= {"momentum": momentum, "averaging": averaging, "coordinates": coordinates}
+        super().__init__(guide, others, partial(make_rule, **arguments))
 
 
 class NaturalGradient(NaturalGradientOptim):
@@ -321,34 +300,11 @@ class NaturalGradient(NaturalGradientOptim):
             rule whose other fields have defaults is one.
         others: a ``PyroOptim`` for parameters that are not natural; see :class:`NGVB`.
 
-    Raises:
-        ValueError: for a guide without a part of ours.
-
-    Example:
-        The fixed gain of the papers; docs/extending.md has another rule.
-
-        >>> from dataclasses import dataclass
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI, Trace_ELBO
+    Example (docs/extending.md writes a rule):
         >>> import pyro_ngvi as ngvi
-        >>> @dataclass(frozen=True)
-        ... class FixedGain(ngvi.optim.Rule):
-        ...     family: ngvi.families.Family
-        ...     gain: float = 0.2
-        ...     def step(self, params, grads, state):
-        ...         G = self.family.natural_gradient(params, self.family.pull(params, grads))
-        ...         length = self.gain * self.family.fisher_norm(params, G)
-        ...         gain = torch.full_like(length, self.gain)
-        ...         return ngvi.optim.Step(self.family.retract(params, G, -self.gain), length, gain)
-        >>> def model():
-        ...     pyro.sample("x", dist.Normal(3.0, 2.0))
-        >>> guide = ngvi.AutoMeanFieldNormal(model)
-        >>> optim = ngvi.optim.NaturalGradient(guide, FixedGain)
-        >>> svi = SVI(model, guide, optim, Trace_ELBO(4, vectorize_particles=True))
-        >>> for _ in range(200):
-        ...     loss = svi.step()
-        >>> print(f"{guide.loc.item():.2f} {guide.log_scale.exp().item():.2f}")
-        3.00 2.00
+        >>> from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
+        >>> guide = ngvi.AutoMeanFieldNormal(lambda: None)
+        >>> optim = ngvi.optim.NaturalGradient(guide, NaturalGradientRule)
     """
 
     suits = "pyro_ngvi.AutoFullRankNormal(model)"
@@ -356,10 +312,9 @@ class NaturalGradient(NaturalGradientOptim):
     def __init__(
         self, guide: Any, rule: Callable[[Family], Rule], others: PyroOptim | None = ADAM
     ) -> None:
-        self.rule = rule
-        super().__init__(guide, others)
+        super().__init__(guide, others, rule)
 
     def make_rule(self, family: Family) -> Rule:
-        made = self.rule(family)
+        made = super().make_rule(family)
         self.accepts = made.accepts
         return made

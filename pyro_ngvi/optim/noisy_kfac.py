@@ -5,9 +5,8 @@ is approximated by S kron A, where over data i with layer inputs x_i and g_i = d
 
     A = mean_i E[x_i x_i'] (m, m),       S = sum_i E[g_i g_i'] (n, n),
 
-a sum in S, so that no data count enters below.  The y_i are those observed, not drawn from the model:
-products of the gradients of single data, as in VOGN.  With moving averages of both, prior precision
-tau, and G the gradient of the loss in M:
+a sum in S, so that no data count enters below; the y_i are those observed.  With moving averages of
+both, prior precision tau, and G the gradient of the loss in M, prior included:
 
     A <- (1 - b) A + b A_k,    S <- (1 - b) S + b S_k
     pi   = sqrt( (tr A / m) / (tr S / n) )
@@ -15,19 +14,15 @@ tau, and G the gradient of the loss in M:
     q(W) = N(M, S_t^-1 kron A_t^-1)              with t = tau
     M    <- M - a S_t^-1 G A_t^-1                with t = tau + damping
 
-The new factors serve the step of the mean.  G has the prior in it.  In the paper's symbols A = A-bar,
-S = N S-bar, tau = 1 / eta, lambda = 1, and gamma_in = tau / N.
+In the paper's symbols A = A-bar, S = N S-bar, tau = 1 / eta, lambda = 1, and gamma_in = tau / N.
 
-**Damping comes from the prior.**  The precision S kron A + tau I is no Kronecker product.  The damped
-factors multiply out to S kron A + tau I + sqrt(tau) (pi S kron I + I kron A / pi): too large, so that
-sds are too small, by 12 % where the likelihood's precision is 50 tau and by 29 % where it is tau (A and
-S multiples of I).  :class:`~pyro_ngvi.NGVB` on the same guide finds the best Kronecker product instead.
-``damping`` acts on the mean alone.  In a linear regression with known noise the mean is exact, and so
-is the covariance in the limit of a vague prior, if the residuals have the covariance of the noise.
+**Damping comes from the prior.**  The damped factors multiply out to S kron A + tau I + sqrt(tau) (pi S
+kron I + I kron A / pi): too large, so that sds are too small, by 12 % where the likelihood's precision
+is 50 tau and by 29 % where it is tau (A and S multiples of I).  ``damping`` acts on the mean alone.  In
+a linear regression with known noise the mean is exact, and so is the covariance for a vague prior.
 
-The averages start with the first step's statistics (b is at least 1 / (k + 1)).  Moves, of all sites
-together, are shortened to a Fisher length of ``trust_radius``: the paper's code clips them so.  Sites
-that are no matrices take natural-gradient steps of length a.
+The averages start with the first step's statistics (b is at least 1 / (k + 1)).  Sites that are no
+matrices take natural-gradient steps of length a.
 
 Source: Zhang, Sun, Duvenaud & Grosse (2018, arXiv:1712.02390), Algorithm 2; the factors are those of
 Martens & Grosse (2015).  Not for posteriors far from S kron A: few data, shared weights; nor for a
@@ -38,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import torch
@@ -50,8 +45,7 @@ from ..families import MatrixNormal, ProductFamily
 from ..families.base import Tensors, dot
 from ..linalg.cholesky import inverse_cholesky
 from .host import NaturalGradientOptim
-from .rule import Rule, State, Step
-from .schedules import Rate, as_rate, rate_at, require
+from .rule import Rate, Rule, State, Step, rate_at, require, require_rate
 from .state import ADAM
 
 #: the published rate of the mean (for sums over data: of a full natural step) and of the averages
@@ -98,6 +92,15 @@ class NoisyKFACRule(Rule):
     prior_precision: float | None = None
     trust_radius: float = 1.0
 
+    def __post_init__(self) -> None:
+        require_rate("lr", self.lr)
+        require_rate("curvature_lr", self.curvature_lr)
+        require(0.0 <= self.damping < torch.inf, "damping", "not be negative", self.damping)
+        require(self.trust_radius > 0.0, "trust_radius", "be positive or None", self.trust_radius)
+        tau = self.prior_precision
+        valid = tau is None or 0.0 < tau < torch.inf
+        require(valid, "prior_precision", "be a positive number or None", tau)
+
     def refuses(self, family: Any) -> str | None:
         if family.curvature_form == "kronecker":
             return None
@@ -116,35 +119,28 @@ class NoisyKFACRule(Rule):
             "kron_columns": {p: like.new_zeros(f.columns, f.columns) for p, f in matrices.items()},
         }
 
-    def step(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        state: State,
-        curvature: Mapping[str, Any] | None = None,
-    ) -> Step:
-        count, seen = state["count"], dict(curvature or {})
+    def step(self, params: Tensors, grads: Tensors, state: State, curvature: Any = None) -> Step:
+        count = state["count"]
         a, b = rate_at(self.lr, count), rate_at(self.curvature_lr, count)
         b = torch.maximum(b, 1.0 / (count + 1.0))
         matrices = self._matrices()
         averages = {
-            kind: {p: torch.lerp(state[kind][p], seen[kind][p], b) for p in matrices}
+            kind: {p: torch.lerp(state[kind][p], curvature[kind][p], b) for p in matrices}
             for kind in ("kron_rows", "kron_columns")
         }
-        priors = self._priors(seen)
+        priors = self._priors(curvature)
 
-        covariances: dict[str, tuple[Tensor, Tensor]] = {}
+        tensors: dict[str, Tensors] = {}  # of the posteriors of the matrices
         moves: dict[str, Tensors] = {}
         squares = []
         for name, f in self.family.parts.items():
             own, gradient = self.family.own(name, params), self.family.own(name, grads)
             if name in matrices:
                 K = averages["kron_rows"][name], averages["kron_columns"][name]
-                A, B = covariances[name] = covariance_factors(*K, priors[name])
+                A, B = A_mean, B_mean = covariance_factors(*K, priors[name])
+                tensors[name] = {"row_tril": A, "column_tril": B}
                 if self.damping:
                     A_mean, B_mean = covariance_factors(*K, priors[name] + self.damping)
-                else:
-                    A_mean, B_mean = A, B
                 G = gradient["loc"].reshape(len(A), len(B))
                 move = A_mean @ (A_mean.mT @ G @ B_mean) @ B_mean.mT
                 moves[name] = {"loc": move.reshape(-1)}
@@ -161,9 +157,7 @@ class NoisyKFACRule(Rule):
         for name, f in self.family.parts.items():
             own = self.family.own(name, params)
             if name in matrices:
-                A, B = covariances[name]
-                loc = own["loc"] - shrink * a * moves[name]["loc"]
-                moved = {"loc": loc, "row_tril": A, "column_tril": B}
+                moved = {"loc": own["loc"] - shrink * a * moves[name]["loc"], **tensors[name]}
             else:
                 moved = f.retract(own, moves[name], -shrink * a)
             new |= {f"{name}_{k}": v for k, v in moved.items()}
@@ -177,7 +171,7 @@ class NoisyKFACRule(Rule):
             return dict.fromkeys(self.family.parts, self.prior_precision)
         return {p: v.mean() for p, v in self.family.split(curvature["prior"]).items()}
 
-    def bad_entries(self, grads: Tensors, curvature: Mapping[str, Any]) -> Tensor:
+    def bad_entries(self, grads: Tensors, curvature: Any) -> Tensor:
         bad = self.family.split(self.family.not_finite(grads))
         for name in self._matrices():
             for kind in ("kron_rows", "kron_columns"):
@@ -190,8 +184,7 @@ class NoisyKFAC(NaturalGradientOptim):
 
     ``loss=BatchedELBO(num_particles, curvature="kronecker")``; the data must lie in a plate, and each
     matrix of the guide must be the weight of one linear layer over them (F.linear, ``x @ W``).  The
-    equations are in :mod:`pyro_ngvi.optim.noisy_kfac`, the statistics in
-    :mod:`pyro_ngvi.curvature.taps.kronecker`.
+    equations are in :mod:`pyro_ngvi.optim.noisy_kfac`.
 
     Args:
         guide: an ``AutoMatrixNormal``.
@@ -203,8 +196,8 @@ class NoisyKFAC(NaturalGradientOptim):
         others: a ``PyroOptim`` for parameters that are not the guide's; see :class:`~pyro_ngvi.NGVB`.
 
     Raises:
-        ValueError: for another guide, or arguments out of range.  From the loss, at the first step: for
-            a matrix that is no weight of a linear layer, by name.
+        ValueError: for another guide, or arguments out of range; from the loss, at the first step, for
+            a matrix that is no weight of a linear layer.
         RuntimeError: at a step whose loss left no factors.
 
     Example:
@@ -239,22 +232,11 @@ class NoisyKFAC(NaturalGradientOptim):
         trust_radius: float | None = 1.0,
         others: PyroOptim | None = ADAM,
     ) -> None:
-        require(0.0 <= damping < torch.inf, "damping", "not be negative", damping)
+        settings = {"damping": damping, "prior_precision": prior_precision}
         radius = torch.inf if trust_radius is None else trust_radius
-        require(radius > 0.0, "trust_radius", "be positive or None", trust_radius)
-        valid = prior_precision is None or 0.0 < prior_precision < torch.inf
-        require(valid, "prior_precision", "be a positive number or None", prior_precision)
-        self._arguments: dict[str, Any] = {
-            "lr": as_rate("lr", lr),
-            "curvature_lr": as_rate("curvature_lr", curvature_lr),
-            "damping": float(damping),
-            "prior_precision": prior_precision,
-            "trust_radius": float(radius),
-        }
-        super().__init__(guide, others)
-
-    def make_rule(self, family: Any) -> NoisyKFACRule:
-        return NoisyKFACRule(family, **self._arguments)
+        rates = {"lr": lr, "curvature_lr": curvature_lr}
+        rule = partial(NoisyKFACRule, trust_radius=radius, **rates, **settings)
+        super().__init__(guide, others, rule)
 
     def _beside_gradients(
         self, path: str, block: Any, values: Tensors, parts: Tensors

@@ -8,7 +8,7 @@ are pure functions of nested dicts of tensors, and nothing in them waits for the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, ClassVar, Protocol
@@ -22,6 +22,8 @@ from ..linalg.host import host_bool
 
 #: a nested dict of tensors
 State = dict[str, Any]
+#: a rate of a published rule: a number, or a function of the step count k = 0, 1, ... (0-dim tensor)
+Rate = float | Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Report:
-    """What one update did, as tensors: nothing here waits for the device."""
+    """What one update did, as tensors that nobody waits for."""
 
     finite: Tensor
     step_norm: Tensor
@@ -72,8 +74,7 @@ class StepReport:
     Attributes:
         outcome: "accepted", "damped" (by the trust region, or as an outlier) or "skipped" (not finite).
         step_norm: Fisher length of the step; KL from the q before is about step_norm^2 / 2 nats.  With
-            ``VON`` and its kin (``VOGN``, ``IVON``, ``Vadam``, ``SLANG``) and the matrices of
-            ``NoisyKFAC`` it is that of the move of the mean alone: small while variances still move.
+            ``VON`` and its kin and the matrices of ``NoisyKFAC`` that of the move of the mean alone.
         gain: factor on the natural gradient that the schedule asked for.
         radius: trust radius in force.
         skipped: number of steps skipped so far.
@@ -101,11 +102,10 @@ class StepReport:
 
 
 class Rule(ABC):
-    """The base of rules: ``init(params) -> state``, ``update(params, grads, state)``.
+    """The base of rules: write :meth:`step`, and :meth:`start` if it remembers anything.
 
     ``grads`` has the Euclidean gradient of the loss by parameter.  A rule that ``accepts`` curvature
-    takes it as a further argument of :meth:`step`, by name: ``{"dense": H}``, say.  Write :meth:`step`,
-    and :meth:`start` if it remembers anything.
+    takes it as a further argument of :meth:`step`, by name: ``{"dense": H}``, say.
 
     Example: see :class:`~pyro_ngvi.optim.NaturalGradient`.
     """
@@ -135,7 +135,7 @@ class Rule(ABC):
         """What the rule remembers before its first step."""
         return {}
 
-    def bad_entries(self, grads: Tensors, curvature: Mapping[str, Any]) -> Tensor:
+    def bad_entries(self, grads: Tensors, curvature: Any) -> Tensor:
         """Entries of z (d,) at which gradient or curvature is not finite."""
         bad = self.family.not_finite(grads)
         for name, value in curvature.items():
@@ -153,11 +153,7 @@ class Rule(ABC):
         return state | self.start(params) | start_average(self.averaging, params)
 
     def update(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        state: State,
-        curvature: Mapping[str, Any] | None = None,
+        self, params: Tensors, grads: Tensors, state: State, curvature: Any = None
     ) -> tuple[Tensors, State, Report]:
         """One step from ``params`` (the iterate), or none where it is not finite."""
         further = (curvature,) if curvature else ()
@@ -180,19 +176,16 @@ class Rule(ABC):
             new = choose(finite, new, params)
             new_state = choose(finite, new_state, refused)
             length = torch.where(finite, length, 0.0)
-        return (
-            new,
-            new_state,
-            Report(
-                finite=finite,
-                step_norm=length,
-                gain=step.gain,
-                radius=torch.full_like(length, torch.inf) if step.radius is None else step.radius,
-                damped=torch.zeros_like(finite) if step.damped is None else step.damped,
-                skipped=new_state["skipped"],
-                bad_entries=new_state["bad_entries"],
-            ),
+        report = Report(
+            finite=finite,
+            step_norm=length,
+            gain=step.gain,
+            radius=torch.full_like(length, torch.inf) if step.radius is None else step.radius,
+            damped=torch.zeros_like(finite) if step.damped is None else step.damped,
+            skipped=new_state["skipped"],
+            bad_entries=new_state["bad_entries"],
         )
+        return new, new_state, report
 
 
 def choose(condition: Tensor, accepted: State, refused: State) -> State:
@@ -201,7 +194,7 @@ def choose(condition: Tensor, accepted: State, refused: State) -> State:
 
 
 class Averaging(Protocol):
-    """Weights of an average x_bar_k = sum_{j<=k} w_j x_j / sum_{j<=k} w_j of the iterates.
+    """Weights w_j of an average sum_j w_j x_j / sum_j w_j of the iterates.
 
     ``rate(k, total)``: w_k / sum_{j<=k} w_j for iterate k = 1, 2, ... and the new total of the weights.
     """
@@ -211,11 +204,7 @@ class Averaging(Protocol):
 
 @dataclass(frozen=True)
 class LogPower:
-    """w_k = (log(k + 1))^power: nearly uniform, lighter at the start.
-
-    The weights of AIFVB (Godichon-Baggioni, Nguyen & Tran 2024, power 2), with the count moved by one
-    so that the first weight is positive.
-    """
+    """w_k = (log(k + 1))^power: nearly uniform, lighter at the start (Algorithm 2 of IFVB's paper)."""
 
     power: float = 2.0
 
@@ -229,8 +218,7 @@ class LogPower:
 class Tail:
     """Rate eta / (k + eta - 1): weights that grow as k^(eta - 1) (Shamir & Zhang 2013).
 
-    The mean age of an iterate is 1 / (eta + 1) of the run, that of the last 2 / (eta + 1) of it alike:
-    two fifths for eta = 4.
+    The mean age of an iterate is that of an even average over the last 2 / (eta + 1) of the run.
     """
 
     eta: float = 4.0
@@ -283,6 +271,18 @@ def restart_average(state: State, params: Tensors, keep: Tensor) -> State:
     return state | choose(keep, {k: state[k] for k in fresh}, fresh)
 
 
-def part(state: Tensors, prefix: str) -> Tensors:
-    """The entries whose names start with ``prefix``, by the rest of the name."""
-    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+def require(holds: bool, name: str, what: str, value: Any) -> None:
+    """Refuse an argument out of range."""
+    if not holds:
+        raise ValueError(f"{name} must {what}, got {value!r}.")
+
+
+def require_rate(name: str, rate: Rate) -> None:
+    """Refuse what is neither a number in (0, 1] nor a function of the step count."""
+    number = isinstance(rate, int | float) and not isinstance(rate, bool) and 0.0 < rate <= 1.0
+    require(number or callable(rate), name, "be in (0, 1] or a function of the step count", rate)
+
+
+def rate_at(rate: Rate, k: Tensor) -> Tensor:
+    """The value of a rate at the step count ``k``, a 0-dim tensor."""
+    return torch.as_tensor(rate(k)).to(k) if callable(rate) else torch.full_like(k, rate)

@@ -10,24 +10,21 @@ keeps state of its own:
     snr_k = (<G_k, G_{k-1}> + <G_{k-1}, move_{k-1}>) / |G_k|^2                                   (1)
 
 of the share of signal in the energy of the natural gradient G_k, in the Fisher metric.  Near the
-optimum the expected natural gradient x moves by x_k = x_{k-1} - move_{k-1} (the Fisher metric makes
-every curvature 1), and noises of different steps are independent; so the numerator is an unbiased
-estimate of |x_{k-1}|^2.
+optimum its expectation x moves by x_k = x_{k-1} - move_{k-1} (the Fisher metric makes every curvature
+1), and noises of different steps are independent; so the numerator estimates |x_{k-1}|^2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..families.base import Tensors
-
-#: a rate of a published rule: a number, or a function of the step count k = 0, 1, ... (0-dim tensor)
-Rate = float | Callable[[Tensor], Tensor]
+from .rule import require
 
 
 class Schedule(Protocol):
@@ -42,11 +39,10 @@ class Schedule(Protocol):
 class NoiseClock:
     r"""The default: a Kalman gain whose clock runs on the noise that the gradients show.
 
-    With error energy p and noise energy s in an isotropic linear model, the best step is the Kalman
-    gain b = p / (p + s), the share of signal in the energy of the gradient.  Once noise dominates,
-    b_k = 1 / c_k with c growing by a constant per step: c -> c + 1 is the plain average of all
-    noise, c -> c + 1/2 forgets the past twice as fast.  Whenever the measured share of signal is
-    *significantly* larger than 1/c, the clock is set back:
+    In an isotropic linear model the best step is the Kalman gain, the share of signal in the energy of
+    the gradient.  Once noise dominates, it is 1 / c_k with c growing by a constant per step: c + 1 is
+    the plain average of all noise, c + 1/2 forgets the past twice as fast.  Whenever the measured share
+    of signal is *significantly* larger than 1/c, the clock is set back:
 
         c <- min(c + 1/2, 1 / max(0, mean(snr) - 2 se(snr))),   b = 1 / c,
 
@@ -101,10 +97,7 @@ class RobbinsMonro:
 
     def __post_init__(self) -> None:
         if not (self.scale > 0 and self.offset > 0 and 0 <= self.power <= 1):
-            raise ValueError(
-                f"{self} needs scale > 0, offset > 0 and a power in [0, 1]; the iterates converge "
-                f"for powers above 1/2."
-            )
+            raise ValueError(f"{self} needs scale > 0, offset > 0 and a power in [0, 1].")
 
     def init(self, like: Tensor) -> Tensors:
         return {"count": like.new_zeros(()), "mean": like.new_zeros(())}
@@ -144,8 +137,7 @@ class Constant:
     value: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.value < float("inf"):
-            raise ValueError(f"The step of {self} must be a positive number.")
+        require(0.0 < self.value < torch.inf, "A constant step", "be a positive number", self.value)
 
     def init(self, like: Tensor) -> Tensors:
         return {}
@@ -166,29 +158,6 @@ class Custom:
     def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
         value = self.function(state["count"])
         return torch.as_tensor(value).to(signal), {"count": state["count"] + 1}
-
-
-def slowing_rate(k: Tensor) -> Tensor:
-    """max(0.01, 1 / (10 + k^0.75)): an average over all, later over the last hundred steps."""
-    return (1.0 / (10.0 + k**0.75)).clamp_min(0.01)
-
-
-def require(holds: bool, name: str, what: str, value: Any) -> None:
-    """Refuse an argument out of range."""
-    if not holds:
-        raise ValueError(f"{name} must {what}, got {value!r}.")
-
-
-def as_rate(name: str, rate: Rate) -> Rate:
-    """A checked rate: a number in (0, 1], or a function of the step count."""
-    number = isinstance(rate, int | float) and not isinstance(rate, bool) and 0.0 < rate <= 1.0
-    require(number or callable(rate), name, "be in (0, 1] or a function of the step count", rate)
-    return rate
-
-
-def rate_at(rate: Rate, k: Tensor) -> Tensor:
-    """The value of a rate at the step count ``k``, a 0-dim tensor."""
-    return torch.as_tensor(rate(k)).to(k) if callable(rate) else torch.full_like(k, rate)
 
 
 def as_schedule(schedule: Schedule | Callable[[Tensor], Tensor] | str) -> Schedule:

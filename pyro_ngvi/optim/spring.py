@@ -9,17 +9,13 @@ parameters the S x S side of it is the one to solve:
     G = m G_old + Phi' (Phi Phi' + c I)^-1 (r - m Phi G_old)
     lambda <- retract(lambda, -b G),   b = a min(1, R / (a |Phi G|)),
 
-where c is ``damping`` times the mean of the diagonal of Phi Phi'.  For m = 0 this is "MinSR", the
-shortest G that explains the residuals.  m < 1 keeps what earlier draws said of the directions that
-these draws do not see (a Kaczmarz method), so the Fisher matrix is never inverted, stored or averaged.
+where c is ``damping`` times the mean of the diagonal of Phi Phi'.  m < 1 keeps what earlier draws said
+of the directions that these draws do not see (a Kaczmarz method), so the Fisher matrix is never
+inverted, stored or averaged.  G is exact where log p - log q is linear in the scores, and residuals
+vanish as q approaches the posterior, so that noise does too.  It asks for values of log p alone.
 
-It is a Gauss-Newton method: G is exact where log p - log q is linear in the scores.  And residuals
-vanish as q approaches the posterior, so that noise does too, whatever S.  It asks for values of log
-p alone, never for its gradient in z.  Scores come from the family, in its local frame.
-
-The guide holds an average of about the last two fifths of the run.  An average makes no sense where
-a fit jumps between modes, so the draws compare the two at every step, and where KL(q || q_average)
-> 1 nat the average begins anew at the iterate.
+The guide holds an average of about the last two fifths of the run.  The draws compare the two at every
+step, and where KL(q || q_average) > 1 nat (a fit that jumps between modes) the average begins anew.
 
 Not for: more than some twenty latent variables, where gradients of the model say more than values at a
 hundred draws do (benchmarks/flows/README.md); targets that are zero in places, since a step with a draw
@@ -32,8 +28,8 @@ the diagonal, the radius and the average are this project's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -43,8 +39,7 @@ from torch import Tensor
 from ..families.base import Family, Tensors
 from ..fisher.scores import packed_scores
 from .host import NaturalGradientOptim
-from .rule import Averaging, Rule, State, Step, as_averaging
-from .schedules import Rate, as_rate, rate_at, require
+from .rule import Averaging, Rate, Rule, State, Step, as_averaging, rate_at, require, require_rate
 from .state import ADAM
 
 #: an average further than this from the iterate, in nats, averages fits that have nothing in common
@@ -64,20 +59,20 @@ class SpringRule(Rule):
     trust_radius: float = 0.25
     averaging: Averaging | None = None
 
+    def __post_init__(self) -> None:
+        require_rate("lr", self.lr)
+        require(0.0 <= self.momentum < 1.0, "momentum", "lie in [0, 1)", self.momentum)
+        for name in ("damping", "trust_radius"):
+            value = getattr(self, name)
+            require(0.0 < value < torch.inf, name, "be a positive number", value)
+
     def start(self, params: Tensors) -> State:
         # the clock of the rate; "count" is that of the average, which may start again
         increment = torch.zeros_like(self.family.pack(params))
         return {"step": increment.new_zeros(()), "increment": increment}
 
-    def step(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        state: State,
-        curvature: Mapping[str, Any] | None = None,
-    ) -> Step:
-        seen = curvature or {}
-        draws, residuals = seen["draws"], seen["residuals"]
+    def step(self, params: Tensors, grads: Tensors, state: State, curvature: Any = None) -> Step:
+        draws, residuals = curvature["draws"], curvature["residuals"]
         if len(draws) < 2:
             raise ValueError(
                 "SPRING compares the draws of a step with each other, and the loss makes one. Take "
@@ -110,19 +105,17 @@ class SpringRule(Rule):
             radius=torch.full_like(a, self.trust_radius),
             damped=shrink < 1.0,
             finite=torch.isfinite(length),
-            keep_average=self._is_near_average(params, draws, state),
+            keep_average=None if self.averaging is None else self._is_near(params, state, draws),
         )
 
-    def bad_entries(self, grads: Tensors, curvature: Mapping[str, Any]) -> Tensor:
-        return ~torch.isfinite(curvature["draws"]).all(0)
-
-    def _is_near_average(self, params: Tensors, draws: Tensor, state: State) -> Tensor | None:
+    def _is_near(self, params: Tensors, state: State, draws: Tensor) -> Tensor:
         """Whether the average is finite and no further than ``FAR`` from the iterate."""
-        if self.averaging is None:
-            return None
         average = state["average"]
         gap = self.family.log_prob(params, draws) - self.family.log_prob(average, draws)
         return gap.mean() < FAR
+
+    def bad_entries(self, grads: Tensors, curvature: Any) -> Tensor:
+        return ~torch.isfinite(curvature["draws"]).all(0)
 
 
 def _centred(x: Tensor) -> Tensor:
@@ -143,8 +136,7 @@ class SPRING(NaturalGradientOptim):
         momentum: m in [0, 1), how much of the increment before stays.
         damping: ridge of the S x S system, as a share of the mean of its diagonal.
         trust_radius: largest length of a step in the Fisher norm of the draws, nats^(1/2).
-        averaging: ``True`` (default) for the average of about the last two fifths of the run (the guide
-            then holds it), ``False``, or a number w for the weights (log k)^w.
+        averaging: as in :class:`~pyro_ngvi.NGVB`; by default of about the last two fifths.
         others: a ``PyroOptim`` for parameters of the model; see :class:`~pyro_ngvi.NGVB`.
 
     Raises:
@@ -181,17 +173,7 @@ class SPRING(NaturalGradientOptim):
         averaging: Averaging | float | bool = True,
         others: PyroOptim | None = ADAM,
     ) -> None:
-        require(0.0 <= momentum < 1.0, "momentum", "lie in [0, 1)", momentum)
-        for name, value in (("damping", damping), ("trust_radius", trust_radius)):
-            require(0.0 < value < torch.inf, name, "be a positive number", value)
-        self._arguments: dict[str, Any] = {
-            "lr": as_rate("lr", lr),
-            "momentum": float(momentum),
-            "damping": float(damping),
-            "trust_radius": float(trust_radius),
-            "averaging": as_averaging(averaging),
-        }
-        super().__init__(guide, others)
-
-    def make_rule(self, family: Family) -> SpringRule:
-        return SpringRule(family, **self._arguments)
+        settings = {"damping": damping, "trust_radius": trust_radius}
+        average = as_averaging(averaging)
+        rule = partial(SpringRule, lr=lr, momentum=momentum, averaging=average, **settings)
+        super().__init__(guide, others, rule)

@@ -11,6 +11,7 @@ load as their own.  So a state is copied on its way out and on its way in.
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
 from typing import Any
 
@@ -22,7 +23,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..families.base import Tensors
 from ..linalg.host import host_bool
-from ..runtime.store import states_to_restore
 from .rule import State
 
 
@@ -88,6 +88,7 @@ class OthersState:
     def __init__(self, guide: Any) -> None:
         self.guide = guide
         self._waiting: dict[str, Any] | None = None
+        self._bad_steps = 0
 
     def save(self, others: PyroOptim | None) -> dict[str, Any] | None:
         """The states by path; those of the model's own parameters by name."""
@@ -97,7 +98,7 @@ class OthersState:
         return {paths.get(str(name), str(name)): s for name, s in state.items()}
 
     def load(self, others: PyroOptim | None, state: dict[str, Any] | None) -> None:
-        """Take what :meth:`save` returned; it is put to use by :meth:`restore`."""
+        """Take what :meth:`save` returned; the next step puts it to use."""
         self._waiting = None
         if not state:
             return
@@ -108,18 +109,37 @@ class OthersState:
         others.grad_clip.clear()
         self._waiting = deepcopy(state)
 
-    def restore(self, others: PyroOptim) -> None:
-        """At a step, when the parameters have their names."""
-        if self._waiting is None:
-            return
+    def step(self, others: PyroOptim, params: list[Tensor], name: str) -> None:
+        """A step of ``others``, without gradients that are not finite: Adam would keep them."""
+        bad = []
+        for p in params:
+            if p.grad is not None:
+                finite = torch.isfinite(p.grad).all()
+                p.grad = torch.where(finite, p.grad, 0.0)
+                if host_bool(finite) is False:
+                    bad.append(str(pyro.get_param_store().param_name(p)))
+        self._bad_steps += bool(bad)
+        if bad and is_power_of_two(self._bad_steps):
+            warnings.warn(
+                f"{name}: the gradient of {', '.join(bad[:3])} is not finite; it counted as zero "
+                f"({self._bad_steps} steps so far). Look for NaN in the model there.",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+        if self._waiting is not None:
+            self._restore(others, self._waiting)
+        others(params)
+
+    def _restore(self, others: PyroOptim, waiting: dict[str, Any]) -> None:
+        """Put a loaded state to use, now that the parameters have their names."""
         names = {path: name for name, path in self._paths().items()}
-        unknown = [path for path in self._waiting if path.startswith(".") and path not in names]
+        unknown = [path for path in waiting if path.startswith(".") and path not in names]
         if unknown:
             raise ValueError(
                 f"The saved state of others= has parameters that this {type(self.guide).__name__} does "
                 f"not have: {', '.join(unknown)}. It comes from another guide."
             )
-        others.set_state({names.get(path, path): s for path, s in self._waiting.items()})
+        others.set_state({names.get(path, path): s for path, s in waiting.items()})
         self._waiting = None
 
     def _paths(self) -> dict[str, str]:
@@ -131,27 +151,16 @@ class OthersState:
         return {name: path for name, path in found.items() if name is not None}
 
 
-def entries_of(others: PyroOptim) -> list[tuple[Any, dict[Any, Any]]]:
-    """The dicts that a step of an ordinary optimizer writes into, and copies of what they hold."""
-    held: list[Any] = [others.optim_objs, others.grad_clip, states_to_restore(others)]
-    entries = [(d, dict(d)) for d in held]
-    for optim in others.optim_objs.values():
-        optim = getattr(optim, "optimizer", optim)  # that of a scheduler
-        copies = {
-            p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in own.items()}
-            for p, own in optim.state.items()
-        }
-        entries += [(optim.state, copies), *((g, dict(g)) for g in optim.param_groups)]
-    return entries
+def entries_of(optim: Any) -> list[tuple[Any, dict[Any, Any]]]:
+    """The dicts that a step of an optimizer of PyTorch writes into, and copies of what they hold."""
+    optim = getattr(optim, "optimizer", optim)  # that of a scheduler
+    copies = {
+        p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in own.items()}
+        for p, own in optim.state.items()
+    }
+    return [(optim.state, copies), *((group, dict(group)) for group in optim.param_groups)]
 
 
-def zero_bad(params: list[Tensor]) -> list[str]:
-    """Zero gradients that are not finite, which would stay in Adam's moments; names known to be so."""
-    bad = []
-    for p in params:
-        if p.grad is not None:
-            finite = torch.isfinite(p.grad).all()
-            p.grad = torch.where(finite, p.grad, 0.0)
-            if host_bool(finite) is False:
-                bad.append(str(pyro.get_param_store().param_name(p)))
-    return bad
+def is_power_of_two(count: int) -> bool:
+    """When to repeat a warning: the 1st, 2nd, 4th, 8th, ... time."""
+    return not count & (count - 1)

@@ -7,23 +7,18 @@ the prior's before the means have learnt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from pyro.optim import PyroOptim
 from torch import Tensor
 
 from ..families import FactorPrecisionNormal, MeanFieldNormal
 from ..families.base import Tensors
 from .natural_gradient import OUTLIER
-from .rule import Averaging, State
-from .schedules import Rate, rate_at, slowing_rate
-from .state import ADAM
-from .von import VON, VONRule
+from .rule import Rate, State, rate_at
+from .von import VON, VONRule, slowing_rate
 
 
-@dataclass(frozen=True)
 class DiagonalRule(VONRule):
     """VON for a diagonal precision alone."""
 
@@ -36,7 +31,6 @@ class DiagonalRule(VONRule):
         )
 
 
-@dataclass(frozen=True)
 class IVONRule(DiagonalRule):
     """VON with a trust region in the step of the mean, entry by entry."""
 
@@ -53,7 +47,6 @@ class IVONRule(DiagonalRule):
         return m, sd.mul_(kept), torch.linalg.vector_norm(kept), damped
 
 
-@dataclass(frozen=True)
 class VadamRule(DiagonalRule):
     """VON with the square root of Adam in the step of the mean."""
 
@@ -68,7 +61,6 @@ class VadamRule(DiagonalRule):
         return move, (P * move.square()).sum().clamp_min(torch.finfo(P.dtype).tiny).sqrt()
 
 
-@dataclass(frozen=True)
 class SLANGRule(VONRule):
     """VON for a factor precision, whose step keeps what rank L can hold."""
 
@@ -76,41 +68,33 @@ class SLANGRule(VONRule):
         if isinstance(family, FactorPrecisionNormal):
             return None
         return (
-            "it steps a factor precision. Use pyro_ngvi.AutoFactorPrecision(model, rank=2), or for this "
-            "guide pyro_ngvi.NGVB."
+            "it steps a factor precision. Use pyro_ngvi.AutoFactorPrecision(model, rank=2), or for "
+            "this guide pyro_ngvi.NGVB."
         )
 
 
 class VOGN(VON):
     """Variational online Gauss-Newton: :class:`~pyro_ngvi.optim.VON` with the settings for networks.
 
-    ``loss=BatchedELBO(num_particles, curvature="gauss_newton")``; the data must lie in a plate.  Its
-    H = sum_i s_i g_i g_i' + prior, g_i the gradient of a single datum, is positive semi-definite, so
-    the printed update needs no correction.
+    ``loss=BatchedELBO(num_particles, curvature="gauss_newton")``; the data must lie in a plate.  It is
+    positive, so the printed update needs no correction.
 
     Args:
         guide: an ``AutoMeanFieldNormal`` (or ``AutoFullRankNormal``).
-        lr: rate a of the mean, in (0, 1], or a function of the step count; by default
-            max(0.01, 1 / (10 + k^0.75)).
-        curvature_lr: rate b of the precision, likewise; small enough to average over the data.
-        momentum: weight of the past in the average of the gradients, bias-corrected.
-        averaging: as in :class:`~pyro_ngvi.optim.VON`; none by default.
-        further: ``damping``, ``trust_radius`` and ``others`` of :class:`~pyro_ngvi.optim.VON`.
+        lr, curvature_lr, momentum, further: those of :class:`~pyro_ngvi.optim.VON`; by default both
+            rates are max(0.01, 1 / (10 + k^0.75)), and there is no averaging.
 
-    Other than published, damping is not in the standard deviations: the posterior stays the model's.
-    The published prior precision delta is the curvature of the model's prior, 1 - beta_2 is b.  For
-    a warm-up of the KL term see ``kl_weight`` of :class:`~pyro_ngvi.BatchedELBO`.
+    The published prior precision delta is the curvature of the model's prior, and 1 - beta_2 is b.
 
     Not for small models: :class:`~pyro_ngvi.NGVB` needs no rates there, and the exact Hessian is cheap.
 
-    Source: Khan et al. (2018, arXiv:1806.04854); momentum and damping as in Osawa et al. (2019,
-    arXiv:1906.02506).
+    Source: Khan et al. (2018, arXiv:1806.04854); momentum and damping, which is not in the sds here, as
+    in Osawa et al. (2019, arXiv:1906.02506).
 
     Example:
         >>> import pyro_ngvi as ngvi
-        >>> def model():
-        ...     pass
-        >>> optim = ngvi.optim.VOGN(ngvi.AutoMeanFieldNormal(model), lr=0.1, curvature_lr=0.05)
+        >>> guide = ngvi.AutoMeanFieldNormal(lambda: None)
+        >>> optim = ngvi.optim.VOGN(guide, lr=0.1, curvature_lr=0.05)
     """
 
     accepts: ClassVar[tuple[str | None, ...]] = ("gauss_newton",)
@@ -121,11 +105,9 @@ class VOGN(VON):
         lr: Rate = slowing_rate,
         curvature_lr: Rate = slowing_rate,
         momentum: float = 0.9,
-        *,
-        averaging: Averaging | float | bool = False,
         **further: Any,
     ) -> None:
-        settings = {"safe": False, "averaging": averaging, **further}
+        settings = {"safe": False, "averaging": False, **further}
         super().__init__(guide, lr, curvature_lr, momentum, **settings)
 
 
@@ -139,19 +121,14 @@ class SLANG(VON):
         Delta = diag(A'A) - diag(U_new U_new'), negative entries set to 0
         s_new = beta s + b delta + Delta
 
-    so the diagonal of the precision is that of the full average, beta P + b H: what is left out are the
-    correlations beyond rank L.  The eigenpairs come from :mod:`pyro_ngvi.linalg.leading`.
+    so the diagonal of the precision is that of the full average, beta P + b H.
 
     Args:
         guide: an ``AutoFactorPrecision``.
-        lr: rate a of the mean: a number in (0, 1], or a function of the step count k = 0, 1, ... (a
-            0-dim tensor).  Published, a and b alike: ``PowerDecay(0.05, 0.51)`` for logistic
-            regression, 0.02 for small networks.
-        curvature_lr: rate b of the precision, likewise; ``None`` for ``lr``.  At a constant b the
-            precision averages over the last 1/b steps or so.
-        momentum: weight in [0, 1) of the past in the average of the gradients.
-        trust_radius, averaging: as in :class:`~pyro_ngvi.optim.VON`; none by default.
-        further: ``damping`` and ``others`` of :class:`~pyro_ngvi.optim.VON`.
+        lr: rate a of the mean, in (0, 1], or a function of the step count k = 0, 1, ...  Published, a
+            and b alike: ``PowerDecay(0.05, 0.51)`` for logistic regression, 0.02 for small networks.
+        curvature_lr: rate b of the precision, likewise; ``None`` for ``lr``.
+        momentum, further: those of ``VON``; by default no trust radius and no averaging.
 
     Other than published, the gradient holds that of the prior, and momentum averages it too.  Where
     delta is negative (a prior that is not log-concave, a Jacobian), s falls at most 4-fold a step.
@@ -163,9 +140,8 @@ class SLANG(VON):
 
     Example:
         >>> import pyro_ngvi as ngvi
-        >>> def model():
-        ...     pass
-        >>> optim = ngvi.optim.SLANG(ngvi.AutoFactorPrecision(model, rank=1), lr=0.1)
+        >>> guide = ngvi.AutoFactorPrecision(lambda: None, rank=1)
+        >>> optim = ngvi.optim.SLANG(guide, lr=0.1)
     """
 
     suits = "pyro_ngvi.AutoFactorPrecision(model, rank=2)"
@@ -178,37 +154,30 @@ class SLANG(VON):
         lr: Rate,
         curvature_lr: Rate | None = None,
         momentum: float = 0.9,
-        *,
-        trust_radius: float | None = None,
-        averaging: Averaging | float | bool = False,
         **further: Any,
     ) -> None:
-        settings = {"trust_radius": trust_radius, "averaging": averaging, **further}
-        b = lr if curvature_lr is None else curvature_lr
-        super().__init__(guide, lr, b, momentum, safe=True, **settings)
+        settings = {"trust_radius": None, "averaging": False, **further}
+        super().__init__(
+            guide, lr, lr if curvature_lr is None else curvature_lr, momentum, **settings
+        )
 
 
 class IVON(VON):
     """Improved variational online Newton, for ``AutoMeanFieldNormal``, with any reparameterised ELBO.
 
-    The safe form, with the curvature from the reparameterised gradient alone ("price"), and a trust
-    region entry by entry, with r = ``trust_radius``:
+    The safe form of :class:`~pyro_ngvi.optim.VON`, with the curvature of the gradient alone ("price")
+    and a trust region entry by entry, with r = ``trust_radius``:
 
         |move_i| <= r sigma_i,        and |g_i| <= 3 r / (a sigma_i) before g enters m,
 
-    so that q gains at most r^2 / 2 nats an entry in a step, and no one gradient asks for more than 3 r
-    sds.  A bound on the root mean square lets a single stiff entry move by sqrt(d) sds, to where the
-    likelihood has no curvature.
+    so that q gains at most r^2 / 2 nats an entry in a step.  A bound on the root mean square would let
+    a single stiff entry move by sqrt(d) sds, to where the likelihood has no curvature.
 
     Args:
         guide: an ``AutoMeanFieldNormal``.
-        lr: rate a of the mean, in (0, 1], or a function of the step count: a factor on the natural
-            step, without units; by default max(0.01, 1 / (10 + k^0.75)).
-        curvature_lr: rate b of the precision, likewise.  The published 1e-5 never learns a variance on
-            a small problem: after k steps a share (1 - b)^k of the initial precision is left.
-        momentum: weight of the past in the average of the gradients.
-        trust_radius: largest move of each entry of the mean in its sds, or ``None``.
-        averaging, others: as in :class:`~pyro_ngvi.optim.VON`.
+        lr, curvature_lr, momentum, further: those of :class:`~pyro_ngvi.optim.VON`; by default both
+            rates are max(0.01, 1 / (10 + k^0.75)), and there is no averaging.  The published b = 1e-5
+            never learns a variance on a small problem: (1 - b)^k of the first precision is left.
 
     In the paper's symbols P = ess (h + weight_decay), and the weight decay is the prior of the model.
 
@@ -218,9 +187,7 @@ class IVON(VON):
 
     Example:
         >>> import pyro_ngvi as ngvi
-        >>> def model():
-        ...     pass
-        >>> optim = ngvi.optim.IVON(ngvi.AutoMeanFieldNormal(model))
+        >>> optim = ngvi.optim.IVON(ngvi.AutoMeanFieldNormal(lambda: None))
     """
 
     accepts: ClassVar[tuple[str | None, ...]] = ("price", None)
@@ -232,12 +199,9 @@ class IVON(VON):
         lr: Rate = slowing_rate,
         curvature_lr: Rate = slowing_rate,
         momentum: float = 0.9,
-        trust_radius: float | None = 1.0,
-        averaging: Averaging | float | bool = False,
-        others: PyroOptim | None = ADAM,
+        **further: Any,
     ) -> None:
-        settings = {"trust_radius": trust_radius, "averaging": averaging, "others": others}
-        super().__init__(guide, lr, curvature_lr, momentum, **settings)
+        super().__init__(guide, lr, curvature_lr, momentum, **{"averaging": False, **further})
 
 
 class Vadam(VON):
@@ -259,16 +223,14 @@ class Vadam(VON):
         lr: learning rate, in the units of the parameters, or a function of the step count.
         curvature_lr: 1 - beta_2, weight of a new squared gradient.
         momentum: beta_1.
-        others: a ``PyroOptim`` for parameters that are not the guide's; see :class:`~pyro_ngvi.NGVB`.
+        further: ``averaging`` and ``others`` of :class:`~pyro_ngvi.optim.VON`.
 
     Source: Khan et al. (2018, arXiv:1806.04854), section 3.3; as in their code q takes s without the
     correction for bias.
 
     Example:
         >>> import pyro_ngvi as ngvi
-        >>> def model():
-        ...     pass
-        >>> optim = ngvi.optim.Vadam(ngvi.AutoMeanFieldNormal(model), lr=0.01)
+        >>> optim = ngvi.optim.Vadam(ngvi.AutoMeanFieldNormal(lambda: None), lr=0.01)
     """
 
     accepts: ClassVar[tuple[str | None, ...]] = ("squared_gradient",)
@@ -280,7 +242,7 @@ class Vadam(VON):
         lr: Rate = 0.001,
         curvature_lr: Rate = 0.001,
         momentum: float = 0.9,
-        others: PyroOptim | None = ADAM,
+        **further: Any,
     ) -> None:
-        settings: dict[str, Any] = {"safe": False, "trust_radius": None, "others": others}
+        settings = {"safe": False, "trust_radius": None, **further}
         super().__init__(guide, lr, curvature_lr, momentum, **settings)

@@ -9,25 +9,18 @@ both estimated at draws from q_k = N(mu_k, P_k^-1):
     m_k     = beta m_{k-1} + (1 - beta) g_k
     mu_{k+1} = mu_k - a_k (P_{k+1} + damping I)^-1 m_k / (1 - beta^{k+1}).
 
-P is its own moving average of curvature, with weight b on the new value; the mean uses the new P.  Full
-rank or diagonal, as the guide is.  In the symbols of the papers P = N s + delta, H = N h + delta, and
-our g is N g + delta mu: sums over data, with the prior of the model.
+P is its own moving average of curvature; the mean uses the new P.  In the symbols of the papers
+P = N s + delta, H = N h + delta, and our g is N g + delta mu: sums over data, with the model's prior.
 
 *Bounds on a step.*  As printed, P_{k+1} is kept at P_k / 4 or more in every direction: full rank by
 halving b, diagonal entry by entry.  In the safe form the eigenvalues of b S P^-1 are kept within
 [-1, 1]: full rank by shortening b (a bound on the largest, up to d^(1/8) too much), diagonal by cutting
 entries.  So with b = a = 1 and a quadratic loss the printed step is exact from any start that is less
-than twice as wide as the posterior.  The report's "damped" speaks of the mean alone.
+than twice as wide as the posterior.
 
-*Where curvature comes from* is the loss's affair, ``BatchedELBO(curvature=...)``.  Without it, or with
-"price", H_k is read off the gradient of the scales, E[P (z - mu) o grad(-log p)] (Price's theorem):
-noisy and indefinite, which the safe form survives.
-
-*Damping* acts on the mean alone, never on the posterior.  *The trust radius* bounds the move of the
-mean in units of the sds of q, root mean square over the entries.
-
-Not for runs without a schedule to tune: :class:`~pyro_ngvi.NGVB` takes the same curvature and needs no
-rates.
+*Curvature* is the loss's affair, ``BatchedELBO(curvature=...)``.  Without it, or with "price", H_k is
+read off the gradient of the scales, E[P (z - mu) o grad(-log p)] (Price's theorem): noisy and
+indefinite, which the safe form survives.
 
 Sources: Khan & Nielsen (2018, arXiv:1807.04489), Khan et al. (2018, arXiv:1806.04854), the safe
 form Lin, Schmidt & Khan (2020, arXiv:2002.10060).
@@ -35,8 +28,8 @@ form Lin, Schmidt & Khan (2020, arXiv:2002.10060).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -45,12 +38,17 @@ from torch import Tensor
 
 from ..families.base import Tensors
 from .host import NaturalGradientOptim
-from .rule import Averaging, Rule, State, Step, as_averaging
-from .schedules import PowerDecay, Rate, as_rate, rate_at, require
+from .rule import Averaging, Rate, Rule, State, Step, as_averaging, rate_at, require, require_rate
+from .schedules import PowerDecay
 from .state import ADAM
 
 #: 1 at the start, then the average of all that has been seen with a bias to what is new
 NEWTON_RATE = PowerDecay(1.0, 0.51)
+
+
+def slowing_rate(k: Tensor) -> Tensor:
+    """max(0.01, 1 / (10 + k^0.75)): an average over all, later over the last hundred steps."""
+    return (1.0 / (10.0 + k**0.75)).clamp_min(0.01)
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,13 @@ class VONRule(Rule):
     trust_radius: float = torch.inf
     averaging: Averaging | None = None
 
+    def __post_init__(self) -> None:
+        require_rate("lr", self.lr)
+        require_rate("curvature_lr", self.curvature_lr)
+        require(0.0 <= self.momentum < 1.0, "momentum", "lie in [0, 1)", self.momentum)
+        require(0.0 <= self.damping < torch.inf, "damping", "not be negative", self.damping)
+        require(self.trust_radius > 0.0, "trust_radius", "be positive or None", self.trust_radius)
+
     def refuses(self, family: Any) -> str | None:
         if "improved" in family.coordinates and family.curvature_form is not None:
             return None
@@ -79,14 +84,8 @@ class VONRule(Rule):
         loc = params["loc"]
         return {"step": loc.new_zeros(()), "gradient": torch.zeros_like(loc)}
 
-    def step(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        state: State,
-        curvature: Mapping[str, Any] | None = None,
-    ) -> Step:
-        k, parts = state["step"], dict(curvature or {})
+    def step(self, params: Tensors, grads: Tensors, state: State, curvature: Any = None) -> Step:
+        k, parts = state["step"], curvature or {}
         a, b = rate_at(self.lr, k), rate_at(self.curvature_lr, k)
         still = self.family.precision_step(params, grads, parts, b, self.safe)
         m, move, length, damped = self._mean_step(still, grads["loc"], state, a, parts)
@@ -148,6 +147,8 @@ class VON(NaturalGradientOptim):
         averaging: as in :class:`~pyro_ngvi.NGVB`; by default the average of about the last two fifths.
         others: a ``PyroOptim`` for parameters that are not the guide's; see :class:`~pyro_ngvi.NGVB`.
 
+    Not for runs without rates to tune: :class:`~pyro_ngvi.NGVB` takes the same curvature.
+
     Raises:
         ValueError: for another guide, or arguments out of range.
         RuntimeError: at a step whose loss left no curvature; the message names the loss to pass.
@@ -185,20 +186,12 @@ class VON(NaturalGradientOptim):
         averaging: Averaging | float | bool = True,
         others: PyroOptim | None = ADAM,
     ) -> None:
-        require(0.0 <= momentum < 1.0, "momentum", "lie in [0, 1)", momentum)
-        require(0.0 <= damping < torch.inf, "damping", "not be negative", damping)
-        radius = torch.inf if trust_radius is None else trust_radius
-        require(radius > 0.0, "trust_radius", "be positive or None", trust_radius)
-        self._arguments: dict[str, Any] = {
-            "lr": as_rate("lr", lr),
-            "curvature_lr": as_rate("curvature_lr", curvature_lr),
-            "momentum": float(momentum),
-            "safe": bool(safe),
-            "damping": float(damping),
-            "trust_radius": float(radius),
+        settings = {
+            "momentum": momentum,
+            "safe": safe,
+            "damping": damping,
+            "trust_radius": torch.inf if trust_radius is None else trust_radius,
             "averaging": as_averaging(averaging),
         }
-        super().__init__(guide, others)
-
-    def make_rule(self, family: Any) -> VONRule:
-        return self.rule_type(family, **self._arguments)
+        rule = partial(self.rule_type, lr=lr, curvature_lr=curvature_lr, **settings)
+        super().__init__(guide, others, rule)

@@ -220,7 +220,7 @@ def test_others_of_another_guide() -> None:
     optim.set_state({"natural": {}, "others": {".gone": {}}})
     assert optim.get_state()["others"] == {".gone": {}}
     with pytest.raises(ValueError, match=r"AutoMeanFieldNormal does not have: \.gone"):
-        optim._others_state.restore(optim.others)  # type: ignore[arg-type]
+        optim._others_state.step(optim.others, [], "NGVB")  # type: ignore[arg-type]
 
 
 @guides

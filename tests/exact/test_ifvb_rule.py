@@ -25,7 +25,7 @@ from pyro_ngvi.fisher.scores import family_scores
 from pyro_ngvi.optim import RobbinsMonro
 from pyro_ngvi.optim.blocks import Coordinates
 from pyro_ngvi.optim.ifvb import SLOW, IFVBRule
-from pyro_ngvi.optim.natural_gradient import make_rule, rule_arguments
+from pyro_ngvi.optim.natural_gradient import make_rule
 from pyro_ngvi.optim.rule import LogPower
 from pyro_ngvi.optim.schedules import Custom, NoiseClock, check_convergence
 from pyro_ngvi.optim.state import flat
@@ -44,11 +44,19 @@ FORMS: dict[str, InverseFisher] = {
 
 def printed(fisher: InverseFisher, averaging: Any = False) -> IFVBRule:
     """Algorithm 1 or 2 on two plain tensors of 1 + 3 entries."""
-    arguments = rule_arguments(
-        1.0, None, Custom(lambda k: C_A * (C_A_PRIME + k) ** -ALPHA), 0.0, averaging, clip_norm=None
-    )
     frame: Any = Coordinates(("a", "b"))
-    return IFVBRule(make_rule(frame, arguments), fisher)
+    return IFVBRule(
+        make_rule(
+            frame,
+            1.0,
+            None,
+            Custom(lambda k: C_A * (C_A_PRIME + k) ** -ALPHA),
+            0.0,
+            averaging,
+            clip_norm=None,
+        ),
+        fisher,
+    )
 
 
 def start() -> Tensors:
@@ -387,9 +395,8 @@ def test_singular_fisher_matrices_stay_finite(form: str) -> None:
     """Scores in (mu, vec Sigma) never have an antisymmetric part: F has rank 5 of 6."""
     fisher = FORMS[form]
     # clipped, without which the paper's window leaves the domain
-    arguments = rule_arguments(1.0, 1.0, RobbinsMonro(), 0.0, False, clip_norm=0.1)
     frame: Any = Coordinates(("mu", "Sigma"))
-    rule = IFVBRule(make_rule(frame, arguments), fisher)
+    rule = IFVBRule(make_rule(frame, 1.0, 1.0, RobbinsMonro(), 0.0, False, clip_norm=0.1), fisher)
     torch.manual_seed(2)
     target, wanted = torch.tensor([1.0, -2.0]), torch.tensor([[2.0, 0.5], [0.5, 1.0]])
     params = {"mu": torch.zeros(2), "Sigma": torch.eye(2)}
@@ -509,10 +516,10 @@ def test_meta_device(form: str, averaging: LogPower | None, frame: str) -> None:
     scores = family_scores(family, params, 2, stored=frame == "stored")
     if frame == "stored":
         family = Coordinates(family.names)
-    arguments = rule_arguments(
-        1.0, 1.0, None, None, averaging if averaging else False, clip_norm=3.0
+    rule = IFVBRule(
+        make_rule(family, 1.0, 1.0, None, None, averaging if averaging else False, clip_norm=3.0),
+        FORMS[form],
     )
-    rule = IFVBRule(make_rule(family, arguments), FORMS[form])
     grads = {name: torch.randn_like(p) for name, p in params.items()}
 
     def run(device: str) -> tuple[Tensors, Tensors, Any]:

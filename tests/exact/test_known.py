@@ -15,6 +15,7 @@ from pyro_ngvi.linalg import host
 from pyro_ngvi.linalg.host import choose, host_bool
 from pyro_ngvi.optim import NoiseClock, Tail
 from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
+from pyro_ngvi.optim.state import flat
 
 D = 6
 FAMILIES = {"mean": MeanFieldNormal(), "full": FullRankNormal(), "factor": FactorNormal(2)}
@@ -55,7 +56,7 @@ def updates(family, momentum, averaging):
         special = {3: 0.0, 5: math.nan, 6: math.inf, 7: 1e30}.get(k, 1.0)
         grads = {name: special * v for name, v in grads.items()}
         params, state, report = rule.update(params, grads, state)
-        results.append({**params, **state, **vars(report)})
+        results.append({**params, **flat(state), **vars(report)})
     return results
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pyro.distributions import transforms
 from pyro.infer import SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoDelta, AutoGaussian, AutoNormalizingFlow, AutoStructured
+from pyro.infer.autoguide import AutoGaussian, AutoNormalizingFlow, AutoStructured
 from torch import Tensor, nn
 
 from pyro_ngvi import IFVB
@@ -109,13 +109,6 @@ def test_guides_that_move_their_draws(kind) -> None:
     guide()
     with pytest.raises(ValueError, match=r"computes the site 'a' from a draw and from parameters"):
         GuideScores(guide).dependent()
-
-
-def test_no_parameter_at_all() -> None:
-    guide = AutoDelta(model)
-    guide()
-    with pytest.raises(ValueError, match=r"'AutoDelta' depends on no parameter"):
-        GuideScores(guide).draw(3)
 
 
 @pytest.mark.parametrize("n", [1, 5])
