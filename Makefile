@@ -13,7 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS)
 .PHONY: quickstart test test-slow test-latest lint tutorials bench clean
 
 quickstart: $(STAMP)
-	MPLBACKEND=Agg $(BIN)/python -m pyro_ngvi.quickstart
+	MPLBACKEND=Agg $(BIN)/python tutorials/quickstart.py
 
 test: $(STAMP)
 	$(PYTEST)

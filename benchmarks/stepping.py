@@ -23,7 +23,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 import pyro_ngvi
-from pyro_ngvi.runtime.pyro_adapter import claim_name, rename
+from pyro_ngvi.runtime.store import claim_name, rename
 
 Step = Callable[[], object]
 FAMILIES = ("mean_field", "full_rank", "factor")

@@ -5,6 +5,7 @@ from importlib import import_module as _import_module
 from typing import Any as _Any
 
 from . import diagnostics, distributions, families, flows, guides, linalg, losses, nn, optim, sites
+from ._old_modules import name_the_version as _name_the_version
 from ._version import __version__
 from .diagnostics import khat, predict, summary, to_arviz
 from .guides import (
@@ -61,6 +62,8 @@ __all__ = [
     "summary",
     "to_arviz",
 ]
+
+_name_the_version()
 
 #: names that stood here in version 0.1, by where they stand now
 _MOVED = {

@@ -5,9 +5,9 @@ The contract tests walk these tables.  Who adds one of these things adds a line 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pyro.distributions as dist
 import zuko
@@ -29,6 +29,7 @@ from pyro_ngvi.families import (
     MeanFieldNormal,
     ProductFamily,
 )
+from pyro_ngvi.fisher import Dense, Window
 
 __all__ = [
     "BASELINES",
@@ -39,8 +40,10 @@ __all__ = [
     "LOSSES",
     "RULES",
     "VARIANTS",
+    "some",
 ]
 
+T = TypeVar("T")
 Model = Callable[..., Any]
 coupling = dist.transforms.affine_coupling
 
@@ -74,6 +77,11 @@ FAMILIES: dict[str, tuple[Family, int]] = {
 }
 
 
+def some(table: Mapping[str, T], *names: str) -> dict[str, T]:
+    """The entries of a table with these names."""
+    return {name: table[name] for name in names}
+
+
 def listed(model: Model) -> AutoGuideList:
     """Ours beside Pyro's: the site ``s`` is Pyro's, the others are ours."""
     guide = AutoGuideList(model)
@@ -83,7 +91,7 @@ def listed(model: Model) -> AutoGuideList:
 
 
 #: guides of this package, for a model with a matrix site ``W`` and a positive site ``s``
-GUIDES: dict[str, Callable[[Model], Any]] = {
+GUIDES: dict[str, Callable[..., Any]] = {
     "mean field": ngvi.AutoMeanFieldNormal,
     "full rank": ngvi.AutoFullRankNormal,
     "factor": partial(ngvi.AutoFactorNormal, rank=2),
@@ -95,9 +103,11 @@ GUIDES: dict[str, Callable[[Model], Any]] = {
     "proper Walsh-Hadamard": partial(ngvi.AutoProperWalshHadamard, sites=["W"]),
     "affine coupling": partial(ngvi.AutoCouplingFlow, layers=2, hidden=(8,)),
     "spline coupling": partial(ngvi.AutoCouplingFlow, kind="spline", layers=2, hidden=(8,), bins=4),
-    "Pyro's flow": lambda m: ngvi.AutoFlow(m, lambda d: [coupling(d, [8]), coupling(d, [8])]),
-    "Zuko's flow": lambda m: ngvi.AutoFlow(
-        m, lambda d: zuko.flows.MAF(d, transforms=2, hidden_features=(8,))
+    "Pyro's flow": lambda m, **k: ngvi.AutoFlow(
+        m, lambda d: [coupling(d, [8]), coupling(d, [8])], **k
+    ),
+    "Zuko's flow": lambda m, **k: ngvi.AutoFlow(
+        m, lambda d: zuko.flows.MAF(d, transforms=2, hidden_features=(8,)), **k
     ),
     "orthogonal flow": ngvi.AutoOrthogonalFlow,
 }
@@ -135,8 +145,8 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
     "VON, damped": partial(ngvi.optim.VON, momentum=0.5, damping=0.1, trust_radius=0.5),
     "NoisyKFAC, own prior": partial(ngvi.optim.NoisyKFAC, prior_precision=1.0, damping=0.1),
     "SPRING, last iterate": partial(ngvi.optim.SPRING, averaging=False, momentum=0.0),
-    "IFVB, window": partial(ngvi.IFVB, form="window", window=16, num_scores=4),
-    "IFVB, dense": partial(ngvi.IFVB, form="dense"),
+    "IFVB, window": partial(ngvi.IFVB, fisher=Window(16), num_scores=4),
+    "IFVB, dense": partial(ngvi.IFVB, fisher=Dense()),
     "IFVB, stored": partial(ngvi.IFVB, frame="stored", clip_norm=10.0),
     "IFVB, by layer": partial(ngvi.IFVB, by_layer=True),
 }

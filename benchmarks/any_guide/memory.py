@@ -77,7 +77,7 @@ def _alone(guide: Any, particles: int) -> Step:
 
 def _whole(guide: Any, particles: int, window: int) -> Step:
     """A step of IFVB through SVI."""
-    optim = pyro_ngvi.IFVB(guide, window=window)
+    optim = pyro_ngvi.IFVB(guide, fisher=LowRank(window, growth=1.0))
     svi = SVI(guide.model, guide, optim, Trace_ELBO(particles, vectorize_particles=True))
     return svi.step
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from pyro_ngvi import AIFVB, IFVB
 from pyro_ngvi.fisher import Dense
-from pyro_ngvi.rules.schedules import check_convergence
+from pyro_ngvi.optim.schedules import check_convergence
 
 from .paper_window import PaperWindow
 

@@ -41,10 +41,9 @@ from torch import Tensor
 
 from pyro_ngvi.families import FactorNormal
 from pyro_ngvi.families.base import Tensors, clamp_exponent, pack
-from pyro_ngvi.optim.base import NaturalGradientOptim, describe
-from pyro_ngvi.optim.others_state import ADAM
-from pyro_ngvi.rules.report import part
-from pyro_ngvi.rules.rule import Rule, Step
+from pyro_ngvi.optim.host import NaturalGradientOptim
+from pyro_ngvi.optim.rule import Rule, State, Step
+from pyro_ngvi.optim.state import ADAM
 
 __all__ = ["NAGVAC", "NAGVACRule", "approximate_natural_gradient"]
 
@@ -102,20 +101,24 @@ class NAGVACRule(Rule):
     momentum: float = MOMENTUM
     clip_norm: float = CLIP_NORM
 
-    def start(self, params: Tensors) -> Tensors:
-        like = params["loc"]
-        return {
-            "momentum.loc": torch.zeros_like(like),
-            "momentum.factor": torch.zeros_like(params["factor"]),
-            "momentum.scale": torch.zeros_like(like),
-        }
+    def refuses(self, family: Any) -> str | None:
+        if isinstance(family, FactorNormal) and family.rank == 1:
+            return None
+        return (
+            "it is written for one factor. Use pyro_ngvi.AutoFactorNormal(model, rank=1), or "
+            "pyro_ngvi.NGVB."
+        )
 
-    def step(self, params: Tensors, grads: Tensors, state: Tensors) -> Step:
+    def start(self, params: Tensors) -> State:
+        names = {"loc": "loc", "factor": "factor", "scale": "log_scale"}
+        return {"momentum": {k: torch.zeros_like(params[name]) for k, name in names.items()}}
+
+    def step(self, params: Tensors, grads: Tensors, state: State) -> Step:
         G = approximate_natural_gradient(params, grads)
         norm = torch.linalg.vector_norm(pack(G))
         shrink = (self.clip_norm / norm).clamp_max(1.0)
         new_share = torch.where(state["count"] == 0, 1.0, 1.0 - self.momentum).to(norm)
-        past = part(state, "momentum.")
+        past = state["momentum"]
         m = {name: torch.lerp(past[name], shrink * v, new_share) for name, v in G.items()}
 
         lr = self.lr * (self.tau / (state["count"] + 1.0)).clamp_max(1.0)
@@ -130,8 +133,8 @@ class NAGVACRule(Rule):
         move = {"loc": m["loc"], "factor": m["factor"], "log_scale": m["scale"] / c}
         step_norm = lr * self.family.fisher_norm(params, self.family.tangent_of(params, move))
 
-        changed = {"momentum." + name: v for name, v in m.items()}
-        changed["momentum.scale"] = torch.where(signed < 0, -m["scale"], m["scale"])
+        turned = torch.where(signed < 0, -m["scale"], m["scale"])
+        changed = {"momentum": m | {"scale": turned}}
         # a NaN in the gradient is one in the norm
         return Step(new, step_norm, lr, changed, damped=shrink < 1.0, finite=torch.isfinite(norm))
 
@@ -171,6 +174,8 @@ class NAGVAC(NaturalGradientOptim):
         True
     """
 
+    suits = "pyro_ngvi.AutoFactorNormal(model, rank=1)"
+
     def __init__(
         self,
         guide: Any,
@@ -187,21 +192,6 @@ class NAGVAC(NaturalGradientOptim):
             raise ValueError(f"momentum must lie in [0, 1), got {momentum!r}.")
         self._arguments = (float(lr), float(tau), float(momentum), float(clip_norm))
         super().__init__(guide, others)
-        if not self._rules:
-            raise ValueError(
-                f"NAGVAC is an algorithm for pyro_ngvi.AutoFactorNormal(model, rank=1), and found none "
-                f"in {describe(guide)}. For other guides there are pyro_ngvi.NGVB and pyro_ngvi.IFVB."
-            )
 
     def make_rule(self, family: Any) -> NAGVACRule:
-        if not isinstance(family, FactorNormal):
-            raise ValueError(
-                f"NAGVAC is an algorithm for pyro_ngvi.AutoFactorNormal(model, rank=1), and the "
-                f"family of this guide is {type(family).__name__}. Use that guide, or pyro_ngvi.NGVB."
-            )
-        if family.rank != 1:
-            raise ValueError(
-                f"NAGVAC is written for one factor, and this AutoFactorNormal has rank="
-                f"{family.rank}. Use rank=1, or pyro_ngvi.NGVB, which takes any rank."
-            )
         return NAGVACRule(family, *self._arguments)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pyro_ngvi.families.base import Tensors
 from pyro_ngvi.fisher import InverseFisher
-from pyro_ngvi.fisher.inversion_free import finite_rows
+from pyro_ngvi.fisher.inverse import finite_rows
 
 __all__ = ["PaperWindow"]
 

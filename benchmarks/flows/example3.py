@@ -43,7 +43,7 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import init_to_value
 
 import pyro_ngvi
-from pyro_ngvi.rules.schedules import Custom
+from pyro_ngvi.optim.schedules import Custom
 
 from ..baselines import PaperWindow
 from ..stepping import heading, line

@@ -17,15 +17,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pyro.optim import PyroOptim
 
 from pyro_ngvi.families.base import Tensors, pack
 from pyro_ngvi.families.orthogonal_flow import is_rotation
-from pyro_ngvi.optim.base import NaturalGradientOptim, part
-from pyro_ngvi.rules.rule import Rule, Step
+from pyro_ngvi.optim.host import NaturalGradientOptim
+from pyro_ngvi.optim.rule import Rule, State, Step
 
 __all__ = ["AdamOnTangents", "ManifoldGradient", "ProjectedAdam"]
 
@@ -37,6 +37,8 @@ class GradientRule(Rule):
     ``normal=False`` clips and averages Proj(g) in place of g.
     """
 
+    learns_fisher: ClassVar[bool] = True
+
     family: Any
     rate: float
     clip: float
@@ -44,8 +46,8 @@ class GradientRule(Rule):
     flat: int
     normal: bool
 
-    def start(self, params: Tensors) -> Tensors:
-        return {"m." + name: torch.zeros_like(v) for name, v in params.items()}
+    def start(self, params: Tensors) -> State:
+        return {"m": {name: torch.zeros_like(v) for name, v in params.items()}}
 
     def _tangent(self, params: Tensors, G: Tensors) -> Tensors:
         pulled = self.family.pull(params, G)
@@ -54,32 +56,34 @@ class GradientRule(Rule):
     def _project(self, params: Tensors, G: Tensors) -> Tensors:
         return self.family.push(params, self._tangent(params, G))
 
-    def step(self, params: Tensors, grads: Tensors, state: Tensors) -> Step:
+    def step(self, params: Tensors, grads: Tensors, state: State) -> Step:
         g = grads if self.normal else self._project(params, grads)
         shrink = (self.clip / torch.linalg.vector_norm(pack(g))).clamp_max(1.0)
-        past = self._project(params, part(state, "m."))
+        past = self._project(params, state["m"])
         share = (1.0 - self.momentum) * shrink
         m = {name: self.momentum * past[name] + share * g[name] for name in past}
         tangent, count = self._tangent(params, m), state["count"] + 1.0
         step = self.rate * (self.flat / count).clamp_max(1.0)
         new = self.family.retract(params, tangent, -step)
         length = step * torch.linalg.vector_norm(pack(m))
-        return Step(new, length, step, {"m." + name: v for name, v in m.items()})
+        return Step(new, length, step, {"m": m})
 
 
 @dataclass(frozen=True)
 class TangentAdamRule(Rule):
     """Adam on the packed gradient of the local frame."""
 
+    learns_fisher: ClassVar[bool] = True
+
     family: Any
     rate: float
     decays: tuple[float, float] = (0.9, 0.999)
 
-    def start(self, params: Tensors) -> Tensors:
+    def start(self, params: Tensors) -> State:
         zero = torch.zeros_like(self.family.pack(params))
         return {"first": zero, "second": zero.clone()}
 
-    def step(self, params: Tensors, grads: Tensors, state: Tensors) -> Step:
+    def step(self, params: Tensors, grads: Tensors, state: State) -> Step:
         g, count = self.family.pack(self.family.pull(params, grads)), state["count"] + 1.0
         one, two = self.decays
         first = torch.lerp(state["first"], g, 1.0 - one)
@@ -94,8 +98,6 @@ class TangentAdamRule(Rule):
 class ManifoldGradient(NaturalGradientOptim):
     """The Euclidean gradient, clipped, with momentum; steps fall as 1/k after ``flat`` of them."""
 
-    learns_fisher = True
-
     def __init__(
         self, guide: Any, step: float, clip: float, momentum: float, flat: int, normal: bool = True
     ) -> None:
@@ -109,8 +111,6 @@ class ManifoldGradient(NaturalGradientOptim):
 
 class AdamOnTangents(NaturalGradientOptim):
     """Adam in the local frame of the flow."""
-
-    learns_fisher = True
 
     def __init__(self, guide: Any, rate: float) -> None:
         self._rate = rate

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pyro.infer import SVI
@@ -31,11 +31,12 @@ from torch import Tensor
 
 import pyro_ngvi
 from pyro_ngvi.families.base import Tensors
-from pyro_ngvi.fisher.geometry import EstimatedGeometry
-from pyro_ngvi.optim.base import NaturalGradientOptim
+from pyro_ngvi.fisher import LowRank
+from pyro_ngvi.optim.blocks import EstimatedGeometry
+from pyro_ngvi.optim.host import NaturalGradientOptim
 from pyro_ngvi.optim.ifvb import SLOW
-from pyro_ngvi.rules.natural_gradient import NaturalGradientRule, make_rule, rule_arguments
-from pyro_ngvi.rules.report import Report
+from pyro_ngvi.optim.natural_gradient import NaturalGradientRule, make_rule, rule_arguments
+from pyro_ngvi.optim.rule import Rule, State, Step
 
 from .hard_targets import Contestant, Maker, Table, compare
 from .targets import load
@@ -92,40 +93,41 @@ def conjugate_gradient(product: Callable[[Tensor], Tensor], g: Tensor, iteration
 
 
 @dataclass(frozen=True)
-class ConjugateGradientRule:
+class ConjugateGradientRule(Rule):
     """The rule of IFVB without memory: a Fisher matrix of fresh scores at each step."""
 
-    step: NaturalGradientRule
+    learns_fisher: ClassVar[bool] = True
+
+    rule: NaturalGradientRule
     scores: int = SCORES
     iterations: int = ITERATIONS
     damping: float = 1.0
 
     @property
-    def averaging(self) -> Any:
-        return self.step.averaging
+    def family(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.rule.family
 
-    def init(self, params: Tensors) -> Tensors:
-        return self.step.init(params)
+    @property
+    def averaging(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.rule.averaging
 
-    def update(
-        self, params: Tensors, grads: Tensors, state: Tensors
-    ) -> tuple[Tensors, Tensors, Report]:
-        family: Any = self.step.family
-        z = family.draw(params, torch.Size((self.scores,)))
-        product, trace = fisher_operator(family, params, z)
+    def start(self, params: Tensors) -> State:
+        return self.rule.start(params)
+
+    def step(self, params: Tensors, grads: Tensors, state: State) -> Step:
+        z = self.family.draw(params, torch.Size((self.scores,)))
+        product, trace = fisher_operator(self.family, params, z)
 
         def solve(g: Tensor) -> Tensor:
             ridge = self.damping * trace / len(g)
             return conjugate_gradient(lambda v: product(v) + ridge * v, g, self.iterations)
 
-        geometry = EstimatedGeometry(family, solve)
-        return replace(self.step, family=geometry).update(params, grads, state)
+        geometry = EstimatedGeometry(self.family, solve)
+        return replace(self.rule, family=geometry).step(params, grads, state)
 
 
 class ConjugateGradient(NaturalGradientOptim):
     """Natural gradients of a flow guide by conjugate gradients."""
-
-    learns_fisher = True
 
     def make_rule(self, family: Any) -> ConjugateGradientRule:
         arguments = rule_arguments(1.0, 1.0, SLOW, None, None)
@@ -149,7 +151,7 @@ METHODS: dict[str, Maker] = {
     # a name that ends in " Adam RATE" would be one of a grid, of which the table has the best
     "Adam, rate 0.003": _adam(0.003),
     "Adam, rate 0.01": _adam(0.01),
-    "IFVB low_rank": _maker(partial(pyro_ngvi.IFVB, form="low_rank")),
+    "IFVB low_rank": _maker(partial(pyro_ngvi.IFVB, fisher=LowRank(32, growth=1.0))),
     "IFVB window": _maker(pyro_ngvi.IFVB),
     "IFVB window by_layer": _maker(partial(pyro_ngvi.IFVB, by_layer=True)),
     "AIFVB window": _maker(pyro_ngvi.AIFVB),

@@ -33,7 +33,7 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.families.base import Tensors
-from pyro_ngvi.fisher.geometry import Coordinates
+from pyro_ngvi.optim.blocks import Coordinates
 
 from .report import Row, save, steps
 from .rules import Problem, Run, inversion_free, paper_rule

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from pyro_ngvi.fisher import Dense
-from pyro_ngvi.fisher.geometry import Coordinates
+from pyro_ngvi.optim.blocks import Coordinates
 from pyro_ngvi.optim.ifvb import IFVBRule
-from pyro_ngvi.rules.natural_gradient import make_rule, rule_arguments
-from pyro_ngvi.rules.schedules import Custom
+from pyro_ngvi.optim.natural_gradient import make_rule, rule_arguments
+from pyro_ngvi.optim.schedules import Custom
 
 __all__ = ["Problem", "Run", "inversion_free", "paper_rule"]
 
@@ -99,9 +99,10 @@ def inversion_free(
     for k in range(1, n + 1):
         at = averages[-1] if rule.averaging else params["lambda"]
         grads = {"lambda": problem.gradient(params["lambda"])}
-        params, state, _ = rule.update(params, grads, state, problem.scores(at, num_scores))
+        scores = {"scores": problem.scores(at, num_scores)}
+        params, state, _ = rule.update(params, grads, state, scores)
         iterates.append(params["lambda"])
-        averages.append(state["average.lambda"] if rule.averaging else params["lambda"])
+        averages.append(state["average"]["lambda"] if rule.averaging else params["lambda"])
         if not problem.valid(iterates[-1]):
             left = k
             break

@@ -7,10 +7,8 @@ from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..runtime.checks import sum_log_prob
-from ..runtime.density import site_kind, site_log_prob
+from ..runtime.density import Site, Sites, site_kind, site_log_prob, sum_log_prob
 from ..runtime.pyro_adapter import masks_of
-from ..runtime.vmap import Site, Sites
 
 __all__ = ["data_of", "is_data", "log_prob_of_rest"]
 

@@ -12,8 +12,8 @@ from torch.func import grad, vmap
 
 from ..linalg.host import own_random_state
 from ..probing.kinks import kinked_sites
-from ..runtime.checks import sum_log_prob
-from ..runtime.vmap import Minibatches, Site, Sites, run_particles
+from ..runtime.density import Site, Sites, sum_log_prob
+from ..runtime.run import Minibatches, run_particles
 from .data import data_of, is_data, log_prob_of_rest
 from .derivatives import at_a_time, average, hessian, hessian_diagonal, is_diagonal, row_sums
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ..linalg.host import outside_autocast
-from ..runtime.checks import sum_log_prob
-from ..runtime.layout import LatentLayout
-from ..runtime.vmap import Minibatches, Sites
+from ..runtime.density import LatentLayout, Sites, sum_log_prob
+from ..runtime.run import Minibatches
 from .drawn import Drawn
 from .kinds import ESTIMATORS, KINDS
 from .record import Curvature

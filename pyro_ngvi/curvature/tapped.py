@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.vmap import run_particles
+from ..runtime.run import run_particles
 from .derivatives import at_a_time
 from .drawn import Drawn
 from .per_example import BUDGET, squared_sum

@@ -2,8 +2,7 @@
 
 from ..probing.vectorized import check_vectorized
 from ..runtime.model_density import ModelDensity
-from ..sites.influence import Influence
-from ..sites.leave_one_out import SiteLOO
+from ..sites.leave_one_out import Influence, SiteLOO
 from .export import to_arviz
 from .khat import KHat, khat, khat_from_log_weights
 from .plots import plot_influence, plot_sites

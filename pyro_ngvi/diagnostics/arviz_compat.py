@@ -13,21 +13,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["from_groups", "labelled", "summary"]
-
-GROUPS = (
-    "posterior",
-    "sample_stats",
-    "log_likelihood",
-    "posterior_predictive",
-    "prior",
-    "prior_predictive",
-    "predictions",
-    "observed_data",
-    "constant_data",
-    "predictions_constant_data",
-)
-
 
 def from_groups(
     groups: Mapping[str, Mapping[str, np.ndarray]],
@@ -37,39 +22,23 @@ def from_groups(
     pred_dims: Mapping[str, Sequence[str]] | None = None,
     attrs: Mapping[str, str | float] | None = None,
 ) -> Any:
-    """Builds ArviZ's container from plain arrays.
+    """Builds ArviZ's container from plain arrays: ``InferenceData`` (0.x) or ``DataTree`` (1.x).
 
     Args:
-        groups: group name to variable name to array. Arrays of sampled groups have shape
-            (chain, draw, *rest), those of groups of data have shape ``rest``. A slash in the
-            name of a variable or a dimension, which netCDF and ``DataTree`` refuse, becomes a dot.
+        groups: by group and variable; (chain, draw, *rest) where sampled, else ``rest``. A slash in
+            the name of a variable or a dimension, which netCDF refuses, becomes a dot.
         coords: dimension name to labels; a dimension without labels counts from 0.
-        dims: variable name to the names of its dimensions ``rest``; it holds in every group but
-            ``sample_stats``, whose variables have none. In ``log_likelihood``, where event
-            dimensions are summed out, the leading names are taken.
+        dims: names of the dimensions ``rest`` by variable, in every group but ``sample_stats``, whose
+            variables have none. ``log_likelihood``, without event dimensions, takes the leading names.
         pred_dims: the same for the groups ``predictions`` and ``predictions_constant_data``,
             where neither ``coords`` nor ``dims`` hold, because their rows are others.
         attrs: stored on the root and on the group ``posterior``.
-
-    Returns:
-        ``arviz.InferenceData`` under ArviZ 0.x, ``xarray.DataTree`` under ArviZ 1.x.
-
-    Raises:
-        ValueError: when a group is not one of ArviZ's schema, or not a mapping of arrays.
 
     Example:
         >>> data = from_groups({"posterior": {"w": np.zeros((1, 4, 2))}}, dims={"w": ["feature"]})
         >>> data["posterior"]["w"].dims
         ('chain', 'draw', 'feature')
     """
-    for name, variables in groups.items():
-        if name not in GROUPS:
-            raise ValueError(f"{name!r} is not an ArviZ group; the groups are {', '.join(GROUPS)}.")
-        if not isinstance(variables, Mapping):
-            raise ValueError(
-                f"Group {name!r} is a {type(variables).__name__}; give a mapping from the names of "
-                "variables to arrays."
-            )
     plain: dict[str, Any] = {name: _without_slashes(group) for name, group in groups.items()}
     # apart, since both versions would give a statistic the dimensions of a site of its name
     stats = {name: plain.pop(name) for name in ("sample_stats",) if name in plain}
@@ -83,7 +52,7 @@ def from_groups(
             data[name] = group
         return data
     # apart, since ArviZ 0.x would label the rows of new data as those of the old
-    new = {name: plain.pop(name) for name in GROUPS if "predictions" in name and name in plain}
+    new = {name: plain.pop(name) for name in [*plain] if name.startswith("predictions")}
     data = arviz.from_dict(**plain, **labels, attrs=dict(root), posterior_attrs=root)
     for apart, names in ((stats, None), (new, pred_dims)):
         if apart:
@@ -110,17 +79,7 @@ def _without_slashes(by_name: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary(data: Any, **kwargs: Any) -> Any:
-    """``arviz.summary`` of independent draws: moments and intervals, no figure of a Markov chain.
-
-    The user's is :func:`pyro_ngvi.summary`, which says why.
-
-    Args:
-        data: what :func:`pyro_ngvi.to_arviz` returned.
-        kwargs: passed on to ``arviz.summary``; ``kind`` may be one of its kinds that start with
-            ``"stats"``, the default.
-
-    Raises:
-        ValueError: when ``kind`` asks for diagnostics of chains.
+    """``arviz.summary`` without the figures of Markov chains; see :func:`pyro_ngvi.summary`.
 
     Example:
         >>> draws = np.linspace(-1.0, 1.0, 101).reshape(1, 101)
@@ -132,8 +91,7 @@ def summary(data: Any, **kwargs: Any) -> Any:
     if not str(kind).startswith("stats"):
         raise ValueError(
             f"kind={kind!r} asks for diagnostics of Markov chains, which mean nothing for a "
-            "guide's independent draws. Use kind='stats' and judge the guide by its k-hat; "
-            "arviz.summary shows the columns regardless."
+            "guide's independent draws. Use kind='stats', or arviz.summary to see them regardless."
         )
     return _arviz().summary(data, kind=kind, **kwargs)
 
@@ -141,10 +99,7 @@ def summary(data: Any, **kwargs: Any) -> Any:
 def labelled(data: Any, values: Mapping[str, np.ndarray], **selection: Any) -> Any:
     """One number for each entry of the posterior as a series with the labels of :func:`summary`.
 
-    Args:
-        data: what :func:`from_groups` returned.
-        values: an array without dimensions of draws for some variables of the posterior.
-        selection: ``var_names``, ``coords`` and so on, as for :func:`summary`.
+    ``values`` are arrays without the dimensions of draws, by variable.
     """
     import xarray as xr
 

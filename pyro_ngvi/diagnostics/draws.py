@@ -11,19 +11,26 @@ import numpy as np
 import pyro
 import torch
 from pyro.infer.autoguide import AutoGuide
-from pyro.poutine.messenger import Messenger
-from pyro.poutine.util import site_is_subsample
 from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
-from torch.distributions import Independent, constraints
+from torch.distributions import constraints
 
-from ..runtime.density import Kind, site_kind, site_log_prob
-from ..runtime.map_draws import Parts, map_draws, without_plates
-from ..runtime.marked import is_marked
+from ..runtime.checks import LatentSupports, check_data, plain_support
+from ..runtime.density import (
+    Kind,
+    Sites,
+    is_auxiliary,
+    is_latent,
+    is_minibatch,
+    site_kind,
+    site_log_prob,
+)
+from ..runtime.model_density import Parts, map_draws, without_plates
+from ..runtime.pyro_adapter import is_marked
+from ..runtime.run import Minibatches, look, run_both
 from ..runtime.summed_out import summed_out
-from ..runtime.support import LatentSupports, check_data, plain_support
-from ..runtime.vmap import Minibatches, Site, Sites, is_auxiliary, is_latent, look, run_both
 
+MIN_DRAWS = 25  # fewer leave less than five weights for the tail
 MOST_DOUBLES = 10_000_000  # in an array that is stored in float64
 
 
@@ -31,11 +38,10 @@ MOST_DOUBLES = 10_000_000  # in an array that is stored in float64
 class Draws:
     """S draws from a guide.
 
-    ``values`` are the model's latent sites, each (S, *shape); ``log_q`` (S,) is the guide's log
-    density there and ``log_joint`` (S,) the model's, log p(data, latents) with scales and masks, both
-    in nats, in float64 and over the sites as the model writes them.  ``rounding`` bounds, in nats,
-    what rounding may do to their difference.  ``sites`` are values of the model's sites,
-    ``log_likelihood`` their log probabilities, those that were asked for.
+    ``values`` are the model's latent sites, each (S, *shape); ``log_q`` (S,) is log q(z) there and
+    ``log_joint`` (S,) log p(data, z) with scales and masks, in nats, in float64 and over the sites as
+    the model writes them.  ``rounding`` bounds, in nats, what rounding may do to their difference.
+    ``sites`` are values of latent and deterministic sites, ``log_likelihood`` is by observed site.
     """
 
     values: dict[str, Tensor]
@@ -46,23 +52,20 @@ class Draws:
     log_likelihood: dict[str, Tensor]
 
     @property
-    def point_masses(self) -> list[str]:
-        """Latent sites of which all draws are one point, as from an AutoDelta for a part."""
+    def point_masses(self) -> str:
+        """The latent sites of which all draws are one point, as from an AutoDelta for a part."""
         drawn = {n: x for n, x in self.values.items() if x.numel() and x.is_floating_point()}
-        return [name for name, x in drawn.items() if bool((x == x[0]).all())]
+        return ", ".join(repr(name) for name, x in drawn.items() if bool((x == x[0]).all()))
 
 
 @contextmanager
 def random_state(seed: int | None, stream: int = 0) -> Iterator[None]:
-    """Seeds every generator that Pyro uses, and puts their states back at the end.
-
-    Without a seed it does nothing.  Streams of one seed share no random numbers.
-    """
-    if seed is not None and stream:
-        seed = int(np.random.SeedSequence([seed, stream]).generate_state(1)[0])
+    """Seeds all of Pyro's generators and puts their states back; streams share no random numbers."""
     if seed is None:
         yield
         return
+    if stream:
+        seed = int(np.random.SeedSequence([seed, stream]).generate_state(1)[0])
     before = get_rng_state()
     with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
         pyro.set_rng_seed(seed)
@@ -80,11 +83,9 @@ class Fitted:
         latent: the names of its latent sites, but for those that are summed out.
         joint: the model with its enumerated sites summed out, all arguments bound.
         in_sum: the sites of ``joint``.
+        shown: the latent and deterministic sites whose values the sum leaves as they are: a function
+            of an enumerated site has the shape of all its values there.
         parameters: those of the model, constrained; those of the guide are in its draws.
-
-    Raises:
-        ValueError: when the model is a guide, a plate is subsampled, the guide's latent sites are
-            not the model's or have other supports, or data lie outside the support of their site.
     """
 
     def __init__(
@@ -95,21 +96,31 @@ class Fitted:
         kwargs: Mapping[str, Any],
     ) -> None:
         if isinstance(model, AutoGuide):
+            kind = type(model).__name__
             raise ValueError(
-                f"The model is an {type(model).__name__}, a guide: give the model first, then the "
-                f"guide."
+                f"The model is an {kind}, a guide: give the model first, then the guide."
             )
-        self.guide, self.args, self.kwargs = guide, args, kwargs
-        self.model = partial(model, *args, **kwargs)
+        self.model, self.guide = partial(model, *args, **kwargs), partial(guide, *args, **kwargs)
         with torch.no_grad():
             of_guide, of_model = run_both(model, guide, args, kwargs, Minibatches())
+        refuse_minibatches(
+            of_model.sites, [n for n, x in of_model.sites.items() if is_minibatch(x)]
+        )
         drawn = _of_guide(of_guide.sites)
-        _refuse_minibatches(of_model.sites)
         self.sites = without_plates(of_model.sites)
         for name in drawn.keys() & self.sites.keys():  # what the guide samples is not summed out
             self.sites[name]["infer"] = {**(self.sites[name]["infer"] or {}), "enumerate": None}
         self.latent = sites_of_kind(self.sites, "latent")
-        _refuse_other_sites(drawn.keys(), set(self.latent))
+        if missing := sorted(set(self.latent) - drawn.keys()):
+            raise ValueError(
+                f"The guide does not sample the model's latent sites {missing}. If they are data, "
+                f"pass them; else give a guide of all, discrete ones infer={{'enumerate': 'parallel'}}."
+            )
+        if unknown := sorted(drawn.keys() - set(self.latent)):
+            raise ValueError(
+                f"The guide samples the sites {unknown}, which are not latent in the model. Is it "
+                f"that of another model? Sites on the way to others: infer={{'is_auxiliary': True}}."
+            )
         LatentSupports(guide).check(self.sites)
 
         def unchecked() -> Sites:
@@ -127,43 +138,37 @@ class Fitted:
         values = {name: self.sites[name]["value"] for name in self.latent}
         summed = self.joint is not self.model
         self.in_sum = without_plates(look(self.joint, values)) if summed else self.sites
-
-    @property
-    def shown(self) -> list[str]:
-        """The latent and deterministic sites whose values the sum leaves as they are.
-
-        A function of an enumerated site has the shape of all its values there.
-        """
         shape = {name: site["value"].shape for name, site in self.in_sum.items()}
         names = [*self.latent, *sites_of_kind(self.sites, "deterministic")]
-        return [n for n in names if n in shape and shape[n] == self.sites[n]["value"].shape]
+        self.shown = [n for n in names if shape.get(n) == self.sites[n]["value"].shape]
 
     def draw(
         self, num_samples: int, batch_size: int | None, log_likelihood_of: Collection[str] = ()
     ) -> Draws:
-        """Draws from the guide, and the model there.
-
-        Raises:
-            ValueError: when the guide is a point mass, or fewer than 2 draws are asked for.
-        """
-        if num_samples < 2:
-            raise ValueError(f"num_samples is {num_samples}; give at least 2, better 1000.")
-        drawn, of_guide = guide_draws(self.guide, self.args, self.kwargs, num_samples)
+        """Draws from the guide, and the model there."""
+        if num_samples < MIN_DRAWS:
+            raise ValueError(
+                f"num_samples is {num_samples}; raise num_samples to {MIN_DRAWS} or more."
+            )
+        drawn, of_guide = guide_draws(self.guide, num_samples)
         values = {name: drawn[name] for name in self.latent}
         if all((x == x[0]).all() for x in values.values()):
             raise ValueError(
-                "All draws from the guide are the same point (AutoDelta?), so it has no density to "
-                "compare with the posterior. Use guide.median(), or pyro_ngvi.predict with it."
+                "All draws from the guide are the same point (AutoDelta?): there is no density to "
+                "judge. Use guide.median(), or pyro_ngvi.predict with it."
             )
-        shown = self.shown
 
         def evaluated(sites: Sites) -> Parts:
             terms = {name: site_log_prob(site) for name, site in sites.items()}
-            likelihood = {n: _seen(terms[n][0], sites[n]["mask"]) for n in log_likelihood_of}
+            likelihood = {}
+            for name in log_likelihood_of:
+                mask, term = sites[name]["mask"], terms[name][0]
+                seen = torch.as_tensor(True if mask is None else mask, device=term.device)
+                likelihood[name] = compact(torch.where(seen, term, 0.0), num_samples)
             return {
                 "density": _density(sites, terms),
-                "values": {name: sites[name]["value"] for name in shown},
-                "log_likelihood": {n: compact(x, num_samples) for n, x in likelihood.items()},
+                "values": {name: sites[name]["value"] for name in self.shown},
+                "log_likelihood": likelihood,
             }
 
         found = map_draws(self.joint, evaluated, values, num_samples, batch_size)
@@ -171,35 +176,19 @@ class Fitted:
             values,
             of_guide["log"],
             found["density"]["log"],
-            rounding=_rounding(found["density"]) + _rounding(of_guide),
-            sites=found["values"],
-            log_likelihood=found["log_likelihood"],
+            64.0 * sum(float(x["squares"].max()) ** 0.5 for x in (found["density"], of_guide)),
+            found["values"],
+            found["log_likelihood"],
         )
 
 
-def _refuse_minibatches(sites: Sites) -> None:
-    for name, site in sites.items():
-        if site_is_subsample(site) and len(site["value"]) != site["fn"].size:
-            raise ValueError(
-                f"The plate {name!r} takes {len(site['value'])} of {site['fn'].size} examples. "
-                "Figures from a minibatch would not describe the posterior of all data: make the "
-                "size of the minibatch an argument of the model, and pass the full size here, with "
-                "the full data."
-            )
-
-
-def _refuse_other_sites(drawn: Collection[str], latent: set[str]) -> None:
-    if missing := sorted(latent.difference(drawn)):
+def refuse_minibatches(sites: Sites, plates: Collection[str]) -> None:
+    """Refuse ``plates`` of fewer examples than there are: no figure of theirs is one of all data."""
+    for name in plates:
         raise ValueError(
-            f"The guide does not sample the model's latent sites {missing}. If they stand for "
-            "data, pass these (new data: pyro_ngvi.predict); else give a guide of every latent "
-            f"site, and mark discrete ones infer={{'enumerate': 'parallel'}}."
-        )
-    if unknown := sorted(set(drawn) - latent):
-        raise ValueError(
-            f"The guide samples the sites {unknown}, which are not latent in the model. Is it a "
-            "guide of another model? Only a variable of which other sites are functions (Delta "
-            f"with log_density) may be infer={{'is_auxiliary': True}}."
+            f"The plate {name!r} takes {len(sites[name]['value'])} of {sites[name]['fn'].size} "
+            "examples. Make the size of the minibatch an argument of the model, and pass the full "
+            "size here, with the full data."
         )
 
 
@@ -209,39 +198,29 @@ def sites_of_kind(sites: Sites, kind: Kind) -> list[str]:
 
 
 def guide_draws(
-    guide: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    num_samples: int,
+    guide: partial[Any], num_samples: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Draws of the guide's latent sites by name, (S, *shape), and what ``_density`` says there.
-
-    Raises:
-        ValueError: when an autoguide was never called.
-    """
-    if getattr(guide, "prototype_trace", guide) is None:
-        raise ValueError(f"{type(guide).__name__} has never been called. Train it first.")
+    """Draws of a guide's latent sites, its arguments bound, (S, *shape), and ``_density`` there."""
+    if num_samples < 1:
+        raise ValueError(f"num_samples is {num_samples}; give at least 1.")
+    if getattr(guide.func, "prototype_trace", guide) is None:
+        raise ValueError(f"{type(guide.func).__name__} has never been called. Train it first.")
 
     def drawn(sites: Sites) -> Parts:
         terms = {name: site_log_prob(site) for name, site in sites.items()}
         return {"values": _of_guide(sites), "density": _density(sites, terms)}
 
-    program = partial(guide, *args, **kwargs)
-    found = map_draws(program, drawn, {}, num_samples, batch_size=num_samples)
+    found = map_draws(guide, drawn, {}, num_samples, batch_size=num_samples)
     return found["values"], found["density"]
 
 
 def _of_guide(sites: Sites) -> dict[str, Tensor]:
     """Values of the latent sites of the model; the guide may draw from others to get there."""
-    latent = {name: site for name, site in sites.items() if is_latent(site)}
-    return {name: site["value"] for name, site in latent.items() if not is_auxiliary(site)}
+    return {n: x["value"] for n, x in sites.items() if is_latent(x) and not is_auxiliary(x)}
 
 
 def _density(sites: Sites, terms: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """The log density of one draw, summed in float64, and the sum of squares of terms' roundings.
-
-    Each term is rounded relative to its own size, and independently, so the squares add up.
-    """
+    """The log density of one draw, summed in float64, and the sum of squares of terms' roundings."""
     logs, squares = [], []
     for name, site in sites.items():
         # Improper priors put their log_prob on the CPU, whatever their value lies on.
@@ -250,18 +229,6 @@ def _density(sites: Sites, terms: Mapping[str, tuple[Tensor, Tensor]]) -> dict[s
         logs.append(term.double().sum())
         squares.append((eps * term.double().nan_to_num(0.0, 0.0, 0.0)).square().sum())
     return {"log": torch.stack(logs).sum(), "squares": torch.stack(squares).sum()}
-
-
-def _rounding(density: Mapping[str, Tensor]) -> float:
-    """Nats by which rounding may move a log density."""
-    return 64.0 * float(density["squares"].max()) ** 0.5
-
-
-def _seen(log_prob: Tensor, mask: bool | Tensor | None) -> Tensor:
-    """Zero where the mask hides an entry."""
-    if mask is None or mask is True:
-        return log_prob
-    return torch.where(torch.as_tensor(mask, device=log_prob.device), log_prob, 0.0)
 
 
 def compact(x: Tensor, num_samples: int) -> Tensor:
@@ -273,8 +240,7 @@ def compact(x: Tensor, num_samples: int) -> Tensor:
 def warn_of_edges(sites: Sites, values: Mapping[str, Tensor]) -> None:
     """Warn where rounding has put many draws onto the upper end of an interval, or of a simplex.
 
-    There Pyro's transforms end at 1 - eps, and the density of the model is flat: whatever lies beyond
-    in the posterior is lost, to training and to k-hat.  Numbers near 0 are not rounded like that.
+    There Pyro's transforms end at 1 - eps, while numbers near 0 are not rounded like that.
     """
     for name, x in values.items():
         support = plain_support(sites[name]["fn"].support)
@@ -292,36 +258,8 @@ def warn_of_edges(sites: Sites, values: Mapping[str, Tensor]) -> None:
         if share > 0.002:
             warnings.warn(
                 f"{100.0 * share:.1f} % of the draws of {name!r} are rounded to the end of their "
-                f"support: neither the guide nor k-hat knows the posterior beyond. Use float64, or the "
-                f"other end: the probability near 0, for a simplex another last entry.",
+                f"support, beyond which the posterior is lost. Use float64, or the other end: the "
+                f"probability near 0, for a simplex another last entry.",
                 RuntimeWarning,
                 stacklevel=3,
             )
-
-
-def _expanded(fn: Any, shape: torch.Size) -> Any:
-    """``fn`` with draws of this shape, which it broadcasts to."""
-    if isinstance(fn, Independent):
-        return _expanded(fn.base_dist, shape).to_event(fn.reinterpreted_batch_ndims)
-    return fn.expand(shape[: len(shape) - fn.event_dim])
-
-
-class SampleObserved(Messenger):
-    """Draws the named observed sites from the model instead of taking their data.
-
-    A draw has the shape of the data, where these are more than the site itself says (no plate around
-    many data of one distribution).
-    """
-
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__()
-        self.names = names
-
-    def _pyro_sample(self, msg: Site) -> None:
-        if msg["name"] in self.names:
-            fn, data = msg["fn"], msg["value"]
-            if isinstance(data, torch.Tensor):
-                shape = torch.broadcast_shapes(data.shape, fn.shape())
-                if shape != fn.shape():
-                    msg["fn"] = _expanded(fn, shape)
-            msg["is_observed"], msg["value"], msg["done"] = False, None, False

@@ -7,20 +7,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .._version import __version__
-from ..runtime.map_draws import map_draws
+from ..linalg.host import own_random_state
+from ..runtime.density import Sites, site_kind
+from ..runtime.model_density import map_draws
 from ..runtime.summed_out import SummedOut, given_name
-from ..runtime.vmap import Sites
-from . import groups as _groups
-from ._pareto import systematic_resample
 from .arviz_compat import from_groups
 from .draws import Fitted, random_state, sites_of_kind, warn_of_edges
-from .export_checks import can_be_drawn, warn_of_factors, warn_of_scales, with_likelihood
-from .khat import KHat, judge
+from .groups import constants, name_dims, observations, per_draw
+from .khat import judge
 from .prediction import PREDICTIONS, NewData, fixed_parameters, simulate
-
-__all__ = ["to_arviz"]
+from .weights import systematic_resample
 
 
 def to_arviz(
@@ -46,15 +45,15 @@ def to_arviz(
 
     * ``posterior``: latent sites, constrained, and ``pyro.deterministic`` sites. The dimension of
       a plate has the plate's name, any other is called ``{site}_dim_{i}``.
-    * ``sample_stats``: ``lp`` = log p(data, z) and ``log_q`` = log q(z), both over the sites as the
-      model writes them (over the unconstrained space both would gain the same log-Jacobian), and
-      ``log_weights`` = lp - log_q, normalised so that the weights sum to one. In nats.
+    * ``sample_stats``, in nats: ``lp`` = log p(data, z) and ``log_q`` = log q(z), both over the sites
+      as the model writes them (over the unconstrained space both would gain the same log-Jacobian),
+      and ``log_weights`` = lp - log_q, normalised so that the weights sum to one.
     * ``log_likelihood``: per example and observed site, in nats, without ``poutine.scale`` (with a
       warning: ``az.loo`` would be wrong) and without ``pyro.factor`` (a warning where one lies in a
       plate with data); zero where the site is masked.
     * ``posterior_predictive``, and where asked ``prior`` and ``prior_predictive``: observed sites
       drawn anew. A site that ``poutine.condition`` has fixed is one of them; fix parameters by
-      ``poutine.do``.
+      ``poutine.do``. They are left out, with a warning, where a likelihood cannot be drawn from.
     * ``observed_data``: observed sites. ``constant_data``: the model's arguments that are tensors
       or arrays, unless they are the data of an observed site, and the fitted values of its parameters
       (``pyro.param``, modules), by name.
@@ -62,16 +61,16 @@ def to_arviz(
       arguments from the draws in ``posterior``, and those arguments.
 
     Arrays of more than ten million numbers (1,000 draws at 10,000 rows) are stored in float32, but
-    for ``posterior``; leave out ``log_likelihood`` and ``posterior_predictive`` where even that is
-    too much.
+    for ``posterior``; leave groups out where even that is too much. The parameter store and gradients
+    are left alone. The model runs batched over the draws, or once for each where it cannot. Not for a
+    model that subsamples its data: give the full data.
 
-    With ``resample="psis"`` the posterior is corrected by importance sampling: the draws are resampled
-    in proportion to their Pareto-smoothed weights (systematically: a draw of weight w comes S w
-    times, rounded up or down), in the groups ``posterior``, ``log_likelihood``,
-    ``posterior_predictive`` and ``predictions``. ``sample_stats`` stays that of the guide's own draws,
-    and gains ``resampled_from``, the number of the one that each posterior draw is. Repeated draws
-    stand side by side, so ArviZ's ESS and errors count them about right. It can correct what k-hat
-    finds correctable, no more.
+    With ``resample="psis"`` the draws in ``posterior``, ``log_likelihood``, ``posterior_predictive``
+    and ``predictions`` are resampled in proportion to their Pareto-smoothed weights (systematically: a
+    draw of weight w comes S w times, rounded up or down). ``sample_stats`` stays that of the guide's
+    own draws, and gains ``resampled_from``, the number of the one that each posterior draw is. Repeated
+    draws stand side by side, so ArviZ's ESS and errors count them about right. It can correct what
+    k-hat finds correctable, no more.
 
     The attributes of the container and of ``posterior`` hold ``decision`` ("intervals", "resample" or
     "unusable") and ``verdict``, the same in words (:class:`~pyro_ngvi.diagnostics.KHat`); ``khat``,
@@ -87,10 +86,7 @@ def to_arviz(
     where there is no such plate, as in a hidden Markov model of one series. With ``discrete`` they are
     drawn, given each draw of the others and the data, into ``posterior``, with the deterministic sites
     that depend on them (by ``pyro.infer.infer_discrete``, once for each draw), and predictions are
-    made with them. A likelihood that cannot be drawn from has no predictive groups (a warning).
-
-    The parameter store and gradients are left alone. The model runs batched over the draws, or
-    once for each where it cannot. Not for a model that subsamples its data: give the full data.
+    made with them.
 
     Args:
         model: the Pyro model. If a keyword argument of it has the name of an option here, bind
@@ -114,16 +110,14 @@ def to_arviz(
         kwargs: keyword arguments of the model.
 
     Raises:
-        ValueError: when a plate is subsampled; for data outside the support of their site; when
-            the guide is a point mass, lacks a latent site of the model or is of another model;
-            for fewer than 25 draws; when ``coords`` or ``dims`` do not fit; for another
-            ``resample``, and with it for weights that are not finite; where :func:`predict`
+        ValueError: as :func:`khat`, but for a guide that is a point mass in some sites (a
+            ``UserWarning``, and an infinite k-hat); when ``coords`` or ``dims`` do not fit; for
+            another ``resample``, and with it for weights that are not finite; where :func:`predict`
             refuses ``predictions``.
 
     Warns:
-        RuntimeWarning: where rounding has put draws onto the end of their support.
-        UserWarning: for a guide that is a point mass in some latent sites.
-        RuntimeWarning: with ``resample``, when the weights are not to be relied on.
+        RuntimeWarning: where rounding has put draws onto the end of their support, and with
+            ``resample`` when the weights are not to be relied on.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -142,102 +136,99 @@ def to_arviz(
         raise ValueError(f'resample must be None or "psis", got {resample!r}.')
     with random_state(seed):  # apart: a guide's first run ever may draw more than later ones
         fitted = Fitted(model, guide, args, kwargs)
-    prototype, observed = fitted.sites, sites_of_kind(fitted.sites, "observed")
-    exported = fitted.shown
-    groups: _groups.Groups = {}
+    sites, observed = fitted.sites, sites_of_kind(fitted.sites, "observed")
+    groups: dict[str, dict[str, np.ndarray]] = {}
     with random_state(seed):
-        with_terms = with_likelihood(fitted.in_sum, prototype) if log_likelihood else ()
-        draws = fitted.draw(num_samples, batch_size, with_terms)
-        diagnostic = judge(fitted, draws, batch_size)
-        warn_of_edges(prototype, draws.values)
+        likelihoods = _likelihoods(fitted) if log_likelihood else ()
+        draws = fitted.draw(num_samples, batch_size, likelihoods)
+        found = judge(fitted, draws, batch_size)
+        warn_of_edges(sites, draws.values)
         if fixed := draws.point_masses:
-            diagnostic = replace(diagnostic, khat=float("inf"))
+            found = replace(found, khat=float("inf"))
             warnings.warn(
-                f"All draws of {', '.join(map(repr, fixed))} from the guide are the same point "
-                f"(AutoDelta?): what is exported is the posterior of the rest given that point, with "
-                f"sds of 0 for it, and no weights could correct that; k-hat is set to infinity.",
+                f"All draws of {fixed} from the guide are the same point (AutoDelta?): what is "
+                f"exported is the posterior of the rest given that point; k-hat is set to infinity.",
                 UserWarning,
                 stacklevel=2,
             )
-        values, posterior = draws.values, draws.sites
+        values, posterior, shown = draws.values, draws.sites, fitted.shown
         if discrete and isinstance(fitted.joint, SummedOut):
             posterior = _with_discrete(fitted, fitted.joint, values, num_samples)
             values = values | {name: posterior[name] for name in fitted.joint.names}
-            exported = list(posterior)
-        groups["posterior"] = _groups.per_draw(**posterior)
-        if log_likelihood:
-            warn_of_scales(prototype, observed)
-            warn_of_factors(prototype, observed)
-            groups["log_likelihood"] = _groups.per_draw(**draws.log_likelihood)
-        stats: dict[str, Any] = {"lp": draws.log_joint, "log_q": draws.log_q}
-        stats["log_weights"] = diagnostic.log_weights
-        if resample:
-            stats["resampled_from"] = kept = _resample(diagnostic)
-            values = {name: x[torch.from_numpy(kept).to(x.device)] for name, x in values.items()}
-            for group in groups.values():
-                group |= {name: x[:, kept] for name, x in group.items()}
-        groups["sample_stats"] = _groups.per_draw(**stats)
-        first = {name: x[0] for name, x in draws.values.items()}
-        drawable = observed if can_be_drawn(fitted.model, observed, first) else []
-        if drawable:
-            for note in fixed_parameters(fitted.model, prototype, first):
-                warnings.warn(note, UserWarning, stacklevel=2)
-        predictive: list[tuple[Mapping[str, Any], dict[str, list[str]]]] = []
-        if posterior_predictive:
-            predictive.append((values, {"posterior_predictive": drawable}))
-        if prior:
-            predictive.append(({}, {"prior": exported, "prior_predictive": drawable}))
-        for at, sites in predictive:
-            parts = simulate(fitted.model, drawable, sites, at, num_samples, batch_size, small=True)
-            groups |= {group: _groups.per_draw(**part) for group, part in parts.items()}
-    pred_dims: dict[str, list[str]] = {}
-    if predictions is not None:
-        new = _new_data(model, {name: values[name] for name in fitted.latent}, predictions)
-        for note in new.same_units():
-            warnings.warn(note, UserWarning, stacklevel=2)
-        with random_state(seed, PREDICTIONS):
-            drawn = _groups.per_draw(**new.draw(batch_size=batch_size, small=True))
-        constants = _groups.constants(model, new.args, new.kwargs, new.sites)
-        named = {name: names for name, names in (dims or {}).items() if name in drawn | constants}
-        of_new = {"predictions": drawn, "constant_data": constants}
-        pred_dims = _groups.name_dims(of_new, new.sites, named, {})
-        groups |= {"predictions": drawn, "predictions_constant_data": constants}
-    sums = groups.get("log_likelihood", {}).keys() - prototype.keys()
-    prototype = prototype | {name: fitted.in_sum[name] for name in sums}
-    groups["observed_data"] = _groups.observations(prototype, observed)
-    constants = _groups.constants(model, args, kwargs, prototype)
-    for name, value in fitted.parameters.items():
-        constants[f"{name}_parameter" if name in constants else name] = value
-    groups["constant_data"] = constants
-    groups = {name: group for name, group in groups.items() if group}
-    resampling: dict[str, str | float] = {}
-    if resample:
-        ess = float(1 / np.exp(2 * diagnostic.psis_log_weights).sum())
-        resampling = {"resample": resample, "resample_ess": ess}
-    return from_groups(
-        groups,
-        coords=coords,
-        dims=_groups.name_dims(groups, prototype, dims or {}, coords or {}),
-        pred_dims=pred_dims,
-        attrs={
+            shown = list(posterior)
+        groups["posterior"] = per_draw(posterior)
+        groups["log_likelihood"] = per_draw(draws.log_likelihood)
+        attrs = {
             "inference_library": "pyro_ngvi",
             "inference_library_version": __version__,
             "guide": getattr(guide, "__name__", type(guide).__name__),
             "num_samples": num_samples,
-            "khat": diagnostic.khat,
-            "khat_threshold": diagnostic.threshold,
-            "kl": diagnostic.kl,
-            "ess": diagnostic.ess,
-            "decision": diagnostic.decision,
-            "verdict": diagnostic.verdict,
-            **resampling,
-        },
-    )
+            "khat": found.khat,
+            "khat_threshold": found.threshold,
+            "kl": found.kl,
+            "ess": found.ess,
+            "decision": found.decision,
+            "verdict": found.verdict,
+        }
+        stats = per_draw({"lp": draws.log_joint, "log_q": draws.log_q})
+        stats |= per_draw({"log_weights": found.log_weights})
+        if resample:
+            weights = found.psis_log_weights
+            if found.decision == "unusable":
+                warnings.warn(
+                    f'resample="psis" cannot be relied on here. {found.verdict}',
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            kept = systematic_resample(weights, float(torch.rand((), dtype=torch.float64)))
+            stats |= per_draw({"resampled_from": kept})
+            values = {name: x[torch.from_numpy(kept).to(x.device)] for name, x in values.items()}
+            for group in groups.values():
+                group |= {name: x[:, kept] for name, x in group.items()}
+            attrs |= {"resample": resample, "resample_ess": float(1 / np.exp(2 * weights).sum())}
+        groups["sample_stats"] = stats
+        if drawable := observed if _can_be_drawn(fitted, observed) else []:
+            for note in fixed_parameters(fitted.model, sites, draws.values):
+                warnings.warn(note, UserWarning, stacklevel=2)
+        how = num_samples, batch_size
+        if posterior_predictive:
+            drawn = simulate(fitted.model, drawable, drawable, values, *how)
+            groups["posterior_predictive"] = per_draw(drawn)
+        if prior:
+            drawn = per_draw(simulate(fitted.model, drawable, [*shown, *drawable], {}, *how))
+            groups["prior"] = {name: drawn[name] for name in shown}
+            groups["prior_predictive"] = {name: drawn[name] for name in drawable}
+    pred_dims = {}
+    if predictions is not None:
+        if not isinstance(predictions, tuple | Mapping):
+            raise TypeError(
+                f"predictions is a {type(predictions).__name__}; give the tuple of the model's "
+                f"arguments, (X_new,), or a dict of its keyword arguments."
+            )
+        call = ((), predictions) if isinstance(predictions, Mapping) else (predictions, {})
+        new = NewData(model, {name: values[name] for name in fitted.latent}, *call)
+        for note in new.same_units():
+            warnings.warn(note, UserWarning, stacklevel=2)
+        with random_state(seed, PREDICTIONS):
+            drawn = per_draw(new.draw(None, batch_size, small=True))
+        given = constants(model, *call, new.sites)
+        named = {name: names for name, names in (dims or {}).items() if name in drawn | given}
+        pred_dims = name_dims({"predictions": drawn, "constant_data": given}, new.sites, named, {})
+        groups |= {"predictions": drawn, "predictions_constant_data": given}
+    sites = fitted.in_sum | sites
+    groups["observed_data"] = observations(sites, observed)
+    groups["constant_data"] = constants(model, args, kwargs, sites)
+    for name, value in fitted.parameters.items():
+        taken = name in groups["constant_data"]
+        groups["constant_data"][f"{name}_parameter" if taken else name] = value
+    groups = {name: group for name, group in groups.items() if group}
+    named = name_dims(groups, sites, dims or {}, coords or {})
+    return from_groups(groups, coords=coords, dims=named, pred_dims=pred_dims, attrs=attrs)
 
 
 def _with_discrete(
-    fitted: Fitted, joint: SummedOut, values: Mapping[str, torch.Tensor], num_samples: int
-) -> dict[str, torch.Tensor]:
+    fitted: Fitted, joint: SummedOut, values: Mapping[str, Tensor], num_samples: int
+) -> dict[str, Tensor]:
     """All sites of the posterior, where those that are summed out are drawn given the others."""
     names = [*values, *sites_of_kind(fitted.sites, "deterministic"), *joint.names]
     given = {given_name(name): x for name, x in values.items()}
@@ -248,24 +239,51 @@ def _with_discrete(
     return map_draws(joint.with_draws(values.keys()), drawn, given, num_samples)["values"]
 
 
-def _new_data(model: Callable[..., Any], values: Mapping[str, Any], call: Any) -> NewData:
-    if isinstance(call, Mapping):
-        return NewData(model, values, (), call)
-    if isinstance(call, tuple):
-        return NewData(model, values, call, {})
-    raise TypeError(
-        f"predictions is a {type(call).__name__}; give the tuple of the model's arguments, (X_new,), "
-        f"or a dict of its keyword arguments."
-    )
-
-
-def _resample(diagnostic: KHat) -> np.ndarray:
-    """Numbers (S,) of the draws that stand for the posterior."""
-    log_weights = diagnostic.psis_log_weights
-    if diagnostic.decision == "unusable":
+def _likelihoods(fitted: Fitted) -> list[str]:
+    """The observed sites with a likelihood by example; warns of those that ArviZ would misread."""
+    data = sites_of_kind(fitted.in_sum, "observed")
+    observed = {name: fitted.sites[name] for name in sites_of_kind(fitted.sites, "observed")}
+    whole = [n for n in data if n not in observed and not fitted.in_sum[n]["cond_indep_stack"]]
+    if whole:
         warnings.warn(
-            f'resample="psis" cannot be relied on here. {diagnostic.verdict}',
-            RuntimeWarning,
+            f"The data {', '.join(map(repr, whole))} share an enumerated variable and have no "
+            f"likelihood by example: left out. A plate of independent series gives it theirs.",
+            UserWarning,
             stacklevel=3,
         )
-    return systematic_resample(log_weights, float(torch.rand((), dtype=torch.float64)))
+    for name, site in observed.items():
+        if bool((torch.as_tensor(site["scale"]) != 1.0).any()):
+            warnings.warn(
+                f"The observed site {name!r} stands under poutine.scale, so the posterior holds "
+                f"p^c and log_likelihood log p: az.loo and waic are wrong here; AutoSites.loo() is "
+                f"not. log_likelihood=False leaves the group out.",
+                UserWarning,
+                stacklevel=3,
+            )
+    plates = {frame.name for site in observed.values() for frame in site["cond_indep_stack"]}
+    for name, site in fitted.sites.items():
+        if site_kind(site) == "factor" and plates & {f.name for f in site["cond_indep_stack"]}:
+            warnings.warn(
+                f"The pyro.factor {name!r} lies in a plate with data, and log_likelihood does not "
+                f"have it. Where it is a likelihood az.loo is wrong: make it an observed site.",
+                UserWarning,
+                stacklevel=3,
+            )
+    return [name for name in data if name not in whole]
+
+
+def _can_be_drawn(fitted: Fitted, observed: Sequence[str]) -> bool:
+    """Whether the data can be drawn anew; else a warning says which groups that leaves out."""
+    try:
+        with torch.no_grad(), own_random_state():
+            for name in observed:
+                fitted.sites[name]["fn"].sample()
+    except NotImplementedError as error:
+        warnings.warn(
+            f"An observed site cannot be drawn ({error or 'it has no sample method'}): the "
+            f"predictive groups are left out. Give it a sample method, or posterior_predictive=False.",
+            UserWarning,
+            stacklevel=3,
+        )
+        return False
+    return True

@@ -8,17 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..runtime.density import site_kind
-from ..runtime.vmap import Site, Sites
-
-Groups = dict[str, dict[str, np.ndarray]]
+from ..runtime.density import Site, Sites, site_kind
 
 
 def _array(x: Tensor | np.ndarray) -> np.ndarray:
     return x.detach().cpu().numpy() if isinstance(x, Tensor) else x
 
 
-def per_draw(**variables: Tensor | np.ndarray) -> dict[str, np.ndarray]:
+def per_draw(variables: Mapping[str, Tensor | np.ndarray]) -> dict[str, np.ndarray]:
     """Adds the dimension of the chain, (1, S, ...)."""
     return {name: _array(x)[None] for name, x in variables.items()}
 
@@ -37,9 +34,8 @@ def constants(
     The data of an observed site are left out. An argument that has the name of a site and other
     contents is stored as ``{name}_argument``.
     """
-    called = model.forward if isinstance(model, nn.Module) else model
+    signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
     arguments: dict[str, Any] = {}
-    signature = inspect.signature(called)
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         match signature.parameters[name].kind:
             case inspect.Parameter.VAR_POSITIONAL:
@@ -57,7 +53,7 @@ def constants(
 
 
 def name_dims(
-    groups: Groups,
+    groups: Mapping[str, Mapping[str, np.ndarray]],
     prototype: Sites,
     dims: Mapping[str, Sequence[str]],
     coords: Mapping[str, Sequence[Any]],
@@ -106,14 +102,14 @@ def _shape(site: Site) -> torch.Size:
 
 def _plates(site: Site) -> dict[int, str]:
     """Which dimension of a site, from the left, belongs to which plate."""
-    shape = _shape(site)
-    event_dim = site["fn"].event_dim
+    shape, event_dim = _shape(site), site["fn"].event_dim
     if site_kind(site) == "deterministic" and event_dim == len(shape):
         event_dim = 0  # pyro.deterministic takes all for event dimensions unless told otherwise
     batch_dim = len(shape) - event_dim
-    plates = {
-        batch_dim + frame.dim: frame
+    return {
+        batch_dim + frame.dim: frame.name
         for frame in site["cond_indep_stack"]
-        if frame.vectorized and -frame.dim <= batch_dim
+        if frame.vectorized
+        and -frame.dim <= batch_dim
+        and shape[batch_dim + frame.dim] == frame.size
     }
-    return {i: frame.name for i, frame in plates.items() if shape[i] == frame.size}

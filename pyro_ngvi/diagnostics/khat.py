@@ -1,45 +1,43 @@
-r"""Whether to take a guide's draws as they are, to resample them, or not to use them.
+"""Whether to take a guide's draws as they are, to resample them, or not to use them."""
 
-With log weights l_s = log p(x, z_s) - log q(z_s) of draws z_s ~ q, s = 1..S, the largest ones are
-taken for the tail of a generalised Pareto distribution, see ``_pareto.py``. A tail of shape k has 1/k
-finite moments, so k tells how far the guide's tails fall short of the posterior's. A good k-hat
-says that weighted draws can be relied on, *not* that the draws can: what the weights move is in
-``shifts.py``.
-
-Sources: Vehtari, Simpson, Gelman, Yao & Gabry (2024), "Pareto smoothed importance sampling",
-JMLR 25(72), section 3; Yao, Vehtari, Simpson & Gelman (2018), "Yes, but did it work?", ICML.
-
-When not to use it: it judges the joint posterior, so with hundreds of latents it refuses
-guides whose single marginals are good; and it sees only where the guide, or a draw from the prior,
-goes: a mode that neither visits goes unseen, and weights from the wrong place look fine. Where
-several modes are possible fit from several starts.
-"""
-
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
-import torch
+from torch import Tensor
 from torch.distributions import biject_to
 
-from ..runtime.vmap import Sites
-from . import _verdict
-from ._pareto import find_tail, smoothed
-from .draws import Draws, Fitted, random_state, warn_of_edges
-from .prior_evidence import evidence_of, missed_nats, prior_evidence
-from .shifts import Shift, Slope, shift_of, steepest
-
-__all__ = ["KHat", "judge", "khat", "khat_from_log_weights"]
+from .draws import MIN_DRAWS, Draws, Fitted, random_state, warn_of_edges
+from .weights import (
+    Shift,
+    Slope,
+    evidence_of,
+    find_tail,
+    missed_nats,
+    prior_evidence,
+    shift_of,
+    smoothed,
+    steepest,
+)
 
 COARSE = 0.05  # nats of rounding above which equal and unequal weights look alike
-MIN_DRAWS = 25  # fewer leave less than five weights for the tail
+# The bounds were calibrated on the reference posteriors of ``benchmarks.reference_posteriors``: what is
+# called good there has no mean off by more than 0.3 sds and no sd by more than 30 %.
+NEGLIGIBLE = 0.01  # nats of KL that no reader of a posterior would notice
+COARSE_MEAN = 0.3  # sds
+COARSE_SD = float(np.log(1.3))
+SMALL_KL = 0.5 * COARSE_MEAN**2  # nats: KL of two Gaussians whose means are that far apart
+HALF = 0.5  # a k-hat below which the weights have a variance; a share of the draws
+FEWEST = 0.1  # share of the draws below which weighted moments were up to 70 % off
+STEEP = 0.1  # sds by which a slope stands out of its noise where a fit has not ended
 
 
 @dataclass(frozen=True)
 class KHat:
-    """A guide's importance weights and what they say.
+    r"""A guide's importance weights p(data, z) / q(z) and what they say.
 
     ``decision`` is one of
 
@@ -48,22 +46,29 @@ class KHat:
     * ``"resample"``: take resampled draws, as ``to_arviz(..., resample="psis")`` gives;
     * ``"unusable"``: neither can be relied on.
 
-    ``verdict`` says so in words, with the reason, and ``ok`` is true for ``"intervals"`` alone. It
-    judges the latent and deterministic sites one by one: sums and predictions of a mean-field guide
-    may be worse. It cannot see a mode where neither the guide nor enough draws of the prior go: where
-    there may be several, start from several points. Near its bounds another ``seed`` may decide
-    otherwise.
+    ``verdict`` says so in words, with the reason, and ``ok`` is true for ``"intervals"`` alone.
+
+    A tail of shape k has 1/k finite moments, so k tells how far the guide's tails fall short of the
+    posterior's. A good k-hat says that weighted draws can be relied on, *not* that the draws can.
+
+    When not to use it: it judges the joint posterior, so with hundreds of latents it refuses guides
+    whose single marginals are good, and the latent and deterministic sites one by one: sums and
+    predictions of a mean-field guide may be worse. It cannot see a mode where neither the guide nor
+    enough draws of the prior go: where there may be several, start from several points. Near its
+    bounds another ``seed`` may decide otherwise.
+
+    Sources: Vehtari, Simpson, Gelman, Yao & Gabry (2024), "Pareto smoothed importance sampling",
+    JMLR 25(72), section 3; Yao, Vehtari, Simpson & Gelman (2018), "Yes, but did it work?", ICML.
 
     Attributes:
-        khat: estimated shape of the tail of the weights, infinite where there is none to estimate.
-            Weights that are equal to within a percent have a tail of some shape too, which then means
-            nothing.
+        khat: estimated shape of the tail of the weights, infinite where there is none to estimate,
+            without a meaning where the weights are equal to within a percent.
         threshold: min(1 - 1/log10(S), 0.7), above which the weights are not to be relied on.
         ess: 1 / sum_s w_s^2, the number of exact draws that the normalised weights w are worth.
         log_weights: their logarithms, (S,), in nats.
         shifts: by latent or deterministic site, what weights would change in each mean and sd.
-        slope: the steepest slope of the ELBO along a latent entry, see ``diagnostics/shifts.py``; a
-            fit that had ended has none that stands out of its noise.
+        slope: the steepest slope of the ELBO along a latent entry; a fit that had ended has none that
+            stands out of its noise. See ``diagnostics/weights.py``.
         missed: nats by which lower bounds on the evidence from draws of the prior exceed the guide's
             own estimate; positive where the guide has missed a mode. ``None`` where the prior cannot
             be drawn from, or sites are summed out.
@@ -80,7 +85,18 @@ class KHat:
     @cached_property
     def decision(self) -> str:
         """ "intervals", "resample" or "unusable": see the class."""
-        return _verdict.decide(self)
+        if not self.reliable or (self.missed or 0.0) > 0.0:
+            return "unusable"
+        share = self.ess / len(self.log_weights)
+        if self.shifts:
+            small = self._moved("mean")[0] <= COARSE_MEAN
+            small = small and self._moved("log_sd")[0] <= COARSE_SD
+        else:
+            small = self.kl <= SMALL_KL
+        if small and (self.khat <= HALF or share >= HALF):
+            return "intervals"
+        correctable = share >= HALF or (share >= FEWEST and self.ended)
+        return "resample" if correctable else "unusable"
 
     @property
     def ok(self) -> bool:
@@ -90,12 +106,13 @@ class KHat:
     @property
     def reliable(self) -> bool:
         """Whether the weights may be relied on: k-hat is small, or they are equal in practice."""
-        return not np.isnan(self.khat) and (self.khat <= self.threshold or self.nearly_equal)
+        nearly_equal = self.kl < NEGLIGIBLE and self.ess >= 0.95 * len(self.log_weights)
+        return not np.isnan(self.khat) and (self.khat <= self.threshold or nearly_equal)
 
     @property
     def ended(self) -> bool:
         """Whether no slope of the ELBO stands out of its noise by more than 0.1 sd."""
-        return self.slope is None or self.slope.excess <= _verdict.STEEP
+        return self.slope is None or self.slope.excess <= STEEP
 
     @property
     def kl(self) -> float:
@@ -103,24 +120,18 @@ class KHat:
         return float(-np.mean(self.log_weights) - np.log(len(self.log_weights)))
 
     @property
-    def nearly_equal(self) -> bool:
-        """Whether the weights correct next to nothing: less than 0.01 nats, and 5 % of the draws."""
-        return self.kl < _verdict.NEGLIGIBLE and self.ess >= 0.95 * len(self.log_weights)
-
-    @property
     def psis_log_weights(self) -> np.ndarray:
         """Logarithms of the Pareto-smoothed weights, (S,), in nats; the weights sum to one.
 
-        The largest weights are replaced by quantiles of the tail fitted to them, none above the
-        largest of them. Weights that are equal, or without a tail to fit, stay as they are.
+        Weights that are equal, or without a tail to fit, stay as they are.
 
         Raises:
             ValueError: when the weights are not finite numbers.
         """
         if not np.isfinite(self.log_weights.max()):
             raise ValueError(
-                "The log weights are not finite: the model or the guide gives NaN or an infinite "
-                "density at draws of the guide, or zero at all of them. There is nothing to smooth."
+                "The log weights are not finite: model or guide gives NaN or an infinite density "
+                "at draws of the guide, or zero at all of them. There is nothing to smooth."
             )
         if not np.isfinite(self.khat) or self.khat == 0.0:
             return self.log_weights
@@ -129,7 +140,61 @@ class KHat:
     @property
     def verdict(self) -> str:
         """The decision and its reasons, in words."""
-        return _verdict.sentence(self)
+        if self.ended or self.slope is None:
+            return self._reasons()
+        return (
+            f"{self._reasons()} The fit has not ended: the ELBO still rises along the "
+            f"{self.slope.what} of {self.slope.name!r} (slope {self.slope.size:.2f}, standard "
+            f"error {self.slope.error:.2f}): train longer."
+        )
+
+    def _reasons(self) -> str:
+        draws = len(self.log_weights)
+        figures = f"k-hat {self.khat:.2f} from {draws} draws, worth {self.ess:.0f} exact ones"
+        if np.isnan(self.khat):
+            return (
+                "Not usable: the importance weights cannot be told from rounding in this dtype; "
+                "evaluate the model in float64."
+            )
+        if self.decision == "intervals":
+            return f"Take the intervals as they are: {self._moves()} ({figures})."
+        if self.decision == "resample":
+            return (
+                f"Resample, do not take the intervals as they are: {self._moves()}. The weights can "
+                f'correct that ({figures}): to_arviz(..., resample="psis").'
+            )
+        if self.reliable and (self.missed or 0.0) > 0.0:
+            return (
+                f"Not usable: draws from the prior show at least {self.missed:.1f} nats more "
+                f"evidence than the guide's. It misses a mode: start elsewhere, or from several "
+                f"points ({figures})."
+            )
+        if self.reliable:
+            few = ", and the weights rest on few draws" if self.ess < FEWEST * draws else ""
+            return f"Not usable yet: {self._moves()}{few} ({figures})."
+        if self.khat <= 0.7:
+            return f"Not usable yet: too few draws to tell ({figures}); raise num_samples."
+        return (
+            f"Not usable: k-hat is {self.khat:.2f}, above {self.threshold:.2f}: the guide misses "
+            f"part of the posterior. Train longer, take a richer guide, reparametrise the model, "
+            f"or check against NUTS."
+        )
+
+    def _moves(self) -> str:
+        if not self.shifts:
+            return f"KL(q || posterior) is about {max(self.kl, 0.0):.2g} nats"
+        (mean, at_mean), (log_sd, at_sd) = self._moved("mean"), self._moved("log_sd")
+        if mean <= COARSE_MEAN and log_sd <= COARSE_SD:
+            sds = f"no sd by more than {100 * np.expm1(log_sd):.0f} %"
+            return f"weights move no mean by more than {mean:.2f} sd and {sds}"
+        if mean / COARSE_MEAN >= log_sd / COARSE_SD:
+            return f"weights move the mean of {at_mean!r} by up to {mean:.2g} sds"
+        return f"weights change the sd of {at_sd!r} by a factor of up to {np.exp(log_sd):.2g}"
+
+    def _moved(self, what: str) -> tuple[float, str]:
+        """How far weights move a mean, or a log sd, at most, and of which site."""
+        sizes = ((getattr(s, f"largest_{what}"), name) for name, s in self.shifts.items())
+        return max(sizes, key=itemgetter(0))
 
 
 def khat(
@@ -143,19 +208,9 @@ def khat(
 ) -> KHat:
     """Whether a trained Pyro guide's draws may be taken as they are: :class:`KHat`.
 
-    The same ``num_samples`` and ``seed`` give the draws of :func:`pyro_ngvi.to_arviz`. The
-    parameter store and gradients are left alone. Latent sites that are marked
-    ``infer={"enumerate": "parallel"}`` and not in the guide are summed out.
-
-    Args:
-        model: the Pyro model.
-        guide: any trained Pyro guide of it.
-        args: what the model is called with: the full data.
-        num_samples: number of draws S, at least 25.
-        seed: makes the result repeatable and leaves the global random state as it was.
-        batch_size: draws that the model sees at once; ``None`` for a number that bounds the
-            memory.
-        kwargs: keyword arguments of the model.
+    The same ``num_samples`` and ``seed`` give the draws of :func:`pyro_ngvi.to_arviz`, which says what
+    the other arguments are. The parameter store and gradients are left alone. Latent sites that are
+    marked ``infer={"enumerate": "parallel"}`` and not in the guide are summed out.
 
     Raises:
         ValueError: for fewer than 25 draws, a subsampled plate, a guide that is a point mass in
@@ -163,7 +218,7 @@ def khat(
             support of their site.
 
     Example:
-        >>> import pyro, pyro.distributions as dist
+        >>> import pyro, torch, pyro.distributions as dist
         >>> def model():
         ...     pyro.sample("z", dist.Normal(0.0, 1.0))
         >>> def narrow():
@@ -181,16 +236,15 @@ def khat(
     warn_of_edges(fitted.sites, draws.values)
     if fixed := draws.point_masses:
         raise ValueError(
-            f"All draws of {', '.join(map(repr, fixed))} from the guide are the same point "
-            "(AutoDelta?), where it has no density to compare. Judge the rest given that point: "
-            "pass pyro.poutine.condition(model, data=...) and the guide of the other sites."
+            f"All draws of {fixed} from the guide are the same point (AutoDelta?). Judge the rest "
+            "given it: pass pyro.poutine.condition(model, data=...) and the guide of the other sites."
         )
     return found
 
 
 def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
     """What the weights of ``draws`` say."""
-    log_ratio = (draws.log_joint - draws.log_q).cpu().numpy()
+    log_ratio = _numbers(draws.log_joint - draws.log_q)
     found = khat_from_log_weights(log_ratio, draws.rounding)
     values = {name: _numbers(x) for name, x in draws.sites.items()}
     weights = found.psis_log_weights if found.ess > 0.0 else found.log_weights
@@ -200,26 +254,24 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         few = max(len(log_ratio) // 4, MIN_DRAWS)
         prior = prior_evidence(fitted.model, fitted.latent, few, batch_size)
         missed = None if prior is None else missed_nats(prior, evidence_of(log_ratio))
+    unconstrained = {}
+    for name, x in draws.values.items():
+        try:
+            theta = biject_to(fitted.sites[name]["fn"].support).inv(x)
+        except NotImplementedError:  # discrete, circular: no direction to move along
+            continue
+        if theta.is_floating_point():
+            unconstrained[name] = _numbers(theta)
     return replace(
         found,
         shifts={name: shift_of(x, weights) for name, x in values.items() if x.dtype.kind == "f"},
-        slope=steepest(dict(_unconstrained(fitted.sites, draws)), log_ratio),
+        slope=steepest(unconstrained, log_ratio),
         missed=missed,
     )
 
 
-def _numbers(x: torch.Tensor) -> np.ndarray:
+def _numbers(x: Tensor) -> np.ndarray:
     return x.detach().cpu().numpy()
-
-
-def _unconstrained(sites: Sites, draws: Draws) -> Iterable[tuple[str, np.ndarray]]:
-    for name, x in draws.values.items():
-        try:
-            theta = biject_to(sites[name]["fn"].support).inv(x)
-        except NotImplementedError:  # discrete, circular: no direction to move along
-            continue
-        if theta.is_floating_point():
-            yield name, _numbers(theta)
 
 
 def khat_from_log_weights(log_weights: np.ndarray, resolution: float = 0.0) -> KHat:

@@ -3,16 +3,12 @@
 Not for groups of a million data: every datum is drawn.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..sites.influence import Influence
-
-__all__ = ["plot_influence", "plot_sites"]
+from ..sites.leave_one_out import Influence
 
 
 def plot_influence(influence: Influence, ax: Any = None, *, label: int = 5) -> Any:
@@ -25,9 +21,6 @@ def plot_influence(influence: Influence, ax: Any = None, *, label: int = 5) -> A
 
     Returns:
         The ``Axes``.
-
-    Raises:
-        ImportError: where matplotlib is not installed.
     """
     ax = _axes(ax)
     distance = influence.distance.detach().cpu()
@@ -40,10 +33,8 @@ def plot_influence(influence: Influence, ax: Any = None, *, label: int = 5) -> A
         if torch.isfinite(distance[n]):
             at = (n, float(distance[n]))
             ax.annotate(str(n), at, textcoords="offset points", xytext=(4, 2), fontsize="small")
-    for n in distance.isnan().nonzero().reshape(-1).tolist():
-        ax.axvline(
-            n, color="tab:red", linestyle=":", linewidth=1.0
-        )  # no proper Gaussian without it
+    for n in distance.isnan().nonzero().reshape(-1).tolist():  # no proper Gaussian without it
+        ax.axvline(n, color="tab:red", linestyle=":", linewidth=1.0)
     ax.set_ylim(bottom=0.0)
     ax.set_xlabel(f"number in {influence.group!r}")
     ax.set_ylabel("shift of the posterior mean [sd]")
@@ -66,7 +57,6 @@ def plot_sites(guide: Any, group: str | None = None, ax: Any = None) -> Any:
         The ``Axes``.
 
     Raises:
-        ImportError: where matplotlib is not installed.
         ValueError: for a group that is not there, and before the data of the last step are known.
     """
     group, mean = guide.predictor_means(group)
@@ -76,27 +66,18 @@ def plot_sites(guide: Any, group: str | None = None, ax: Any = None) -> Any:
     shown = site.mean.isfinite() & (variance > 0.0)
     low, high = _limits(mean, site.mean[shown])
     says = variance.sqrt() < 0.5 * (high - low)
+    several = mean.shape[-1] > 1
     for j in range(mean.shape[-1]):
-        columns = (t[:, j].detach().cpu().numpy() for t in (mean, site.mean, variance.sqrt()))
-        x, y, sd = columns
+        x, y, sd = (t[:, j].detach().cpu().numpy() for t in (mean, site.mean, variance.sqrt()))
         told, untold = ((shown & c)[:, j].cpu().numpy() for c in (says, ~says))
-        name, colour = f"f[{j}]" if mean.shape[-1] > 1 else None, f"C{j}"
-        ax.plot(x[untold], y[untold], ".", markersize=3, alpha=0.3, color=colour)
-        ax.errorbar(
-            x[told],
-            y[told],
-            sd[told],
-            fmt=".",
-            markersize=4,
-            elinewidth=0.5,
-            label=name,
-            color=colour,
-        )
+        look: dict[str, Any] = {"color": f"C{j}", "label": f"f[{j}]" if several else None}
+        ax.plot(x[untold], y[untold], ".", markersize=3, alpha=0.3, color=f"C{j}")
+        ax.errorbar(x[told], y[told], sd[told], fmt=".", markersize=4, elinewidth=0.5, **look)
     ax.plot([low, high], [low, high], color="0.5", linewidth=0.8, zorder=0)
     ax.set_ylim(low, high)
     ax.set_xlabel("posterior mean of f")
     ax.set_ylabel("site, as an observation of f")
-    if mean.shape[-1] > 1:
+    if several:
         ax.legend()
     return ax
 

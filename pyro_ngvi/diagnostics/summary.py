@@ -1,17 +1,13 @@
 """A table of the posterior that says whether to believe it."""
 
-from __future__ import annotations
-
 from html import escape
 from typing import Any
 
 import numpy as np
 
-from . import _verdict
-from . import arviz_compat as _arviz_compat
-from .shifts import shift_of
-
-__all__ = ["summary"]
+from . import arviz_compat
+from .khat import COARSE_MEAN, COARSE_SD
+from .weights import shift_of
 
 SELECTION = ("var_names", "filter_vars", "coords", "labeller")
 
@@ -41,7 +37,7 @@ def summary(data: Any, **kwargs: Any) -> Any:
     Raises:
         ValueError: when ``kind`` asks for diagnostics of chains.
     """
-    table = _arviz_compat.summary(data, **kwargs)
+    table = arviz_compat.summary(data, **kwargs)
     attrs = getattr(data, "attrs", {})
     verdict = attrs.get("verdict")
     of_posterior = kwargs.get("group") in (None, "posterior")
@@ -67,13 +63,12 @@ def _add_shifts(table: Any, data: Any, selection: dict[str, Any]) -> None:
     for name, draws in data["posterior"].data_vars.items():
         if draws.dtype.kind == "f":
             shift = shift_of(draws.values.reshape(len(log_weights), *draws.shape[2:]), log_weights)
-            far = np.abs(shift.mean) > _verdict.COARSE_MEAN
-            far |= np.abs(shift.log_sd) > _verdict.COARSE_SD
+            far = (np.abs(shift.mean) > COARSE_MEAN) | (np.abs(shift.log_sd) > COARSE_SD)
             mean[name] = np.where(far, shift.mean, np.nan)
             ratio[name] = np.where(far, np.exp(shift.log_sd), np.nan)
     if any(np.isfinite(x).any() for x in mean.values()):
         for column, values in (("mean_shift", mean), ("sd_ratio", ratio)):
-            series = _arviz_compat.labelled(data, values, **selection)
+            series = arviz_compat.labelled(data, values, **selection)
             table[column] = series.reindex(table.index).round(2)
 
 

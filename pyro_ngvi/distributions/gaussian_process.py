@@ -3,15 +3,7 @@ r"""A Gaussian process at given inputs, with nothing computed before it is asked
     f ~ N(mean(X), k(X, X) + jitter I),        f (N,).
 
 The jitter is part of the model: white noise of variance ``jitter`` at every input, independent of that
-at other inputs, new ones too.  Given u = mean(Z) + L eps at other inputs Z, with
-L L' = k(Z, Z) + jitter I,
-
-    f = mean(X) + A eps + rest,   A = k(X, Z) L^-T,   rest ~ N(0, k(X, X) + jitter I - A A'),
-
-which is what inducing points (Titsias 2009) and predictions need (:mod:`pyro_ngvi.sites.regression`).
-
-Not for more than a few thousand inputs where a draw or a density is asked for: both take the Cholesky
-factor of the N x N matrix.  ``AutoSites(model, inducing=Z)`` asks for neither.
+at other inputs, new ones too.
 """
 
 from __future__ import annotations
@@ -29,14 +21,12 @@ from torch.distributions import constraints
 
 from ..linalg.host import host_bool
 
-__all__ = ["GaussianProcess", "draws_are_means"]
-
 _MEANS: ContextVar[bool] = ContextVar("draws_are_means", default=False)
 
 
 @contextmanager
 def draws_are_means(active: bool = True) -> Iterator[None]:
-    """While it lasts, draws of a :class:`GaussianProcess` are its mean: to see a model's structure."""
+    """While it lasts, a draw of a :class:`GaussianProcess` is its mean: to see a model's structure."""
     token = _MEANS.set(active)
     try:
         yield
@@ -49,8 +39,8 @@ class GaussianProcess(TorchDistribution):
 
     A site of its own, outside of the plate of the data.  With minibatches (and ``inducing=`` given to
     :class:`~pyro_ngvi.AutoSites`) make the plate first and f at its indices.  Parameters of kernel
-    and mean are learned by ``CVI(guide, others=Adam(...))``, in minibatches too; hold others by
-    ``requires_grad_(False)``.
+    and mean are learned by ``CVI(guide, others=Adam(...))``; hold others by ``requires_grad_(False)``.
+    Draws and densities take the Cholesky factor of the N x N matrix; inducing points need neither.
 
     Args:
         kernel: any callable with the calls of ``pyro.contrib.gp.kernels``: ``kernel(X)`` (N, N),
@@ -61,9 +51,8 @@ class GaussianProcess(TorchDistribution):
             float64; an RBF kernel in float32 needs 1e-4 and more.
 
     Raises:
-        ValueError: for a kernel that is no callable, inputs without a first dimension, a negative
-            jitter; where a factor is asked for, for a kernel matrix that is not positive definite; in
-            the plate of the data.
+        ValueError: for a kernel matrix that is not positive definite, where a factor is asked for; for
+            a mean of a wrong shape; in the plate of the data.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -100,27 +89,14 @@ class GaussianProcess(TorchDistribution):
         jitter: float = 1e-6,
         validate_args: bool | None = None,
     ) -> None:
-        if not callable(kernel):
-            raise ValueError(
-                f"GaussianProcess: kernel must be a callable with the calls kernel(X), kernel(X, Z) "
-                f"and kernel(X, diag=True), such as pyro.contrib.gp.kernels.RBF(1); got {kernel!r}."
-            )
-        if not isinstance(inputs, Tensor) or inputs.dim() == 0:
-            raise ValueError("GaussianProcess: inputs must be a tensor (N, ...), one row an input.")
-        if not isinstance(jitter, int | float) or not jitter >= 0.0:
-            raise ValueError(f"GaussianProcess: jitter must be a number >= 0, got {jitter!r}.")
         self.kernel, self.inputs, self.jitter = kernel, inputs, float(jitter)
         self.mean_function = mean
         self._loc: Tensor | None = None
         self._scale_tril: Tensor | None = None
-        shape = torch.Size(inputs.shape[:1])
-        super().__init__(torch.Size(), shape, validate_args=validate_args)
+        super().__init__(torch.Size(), inputs.shape[:1], validate_args=validate_args)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> GaussianProcess:
-        """Independent draws of the process, such as those of a vectorised plate of particles.
-
-        Refused for the plate of the data, where f would be drawn once for each of its own inputs.
-        """
+        """Independent draws of the process; refused for the plate of its own inputs."""
         batch_shape, size = torch.Size(batch_shape), len(self.inputs)
         if batch_shape == self.batch_shape:
             return self
@@ -144,27 +120,27 @@ class GaussianProcess(TorchDistribution):
     def loc(self) -> Tensor:
         """mean(X), (*batch_shape, N)."""
         if self._loc is None:
-            X, mean = self.inputs, self.mean_function
-            if callable(mean):
-                loc = mean(X)
-                if loc.shape != self.event_shape:
-                    raise ValueError(
-                        f"GaussianProcess: mean(inputs) has shape {tuple(loc.shape)}, and must have "
-                        f"{tuple(self.event_shape)}: a number for each input."
-                    )
-            else:
-                dtype = X.dtype if X.is_floating_point() else torch.get_default_dtype()
-                loc = torch.as_tensor(0.0 if mean is None else mean, dtype=dtype, device=X.device)
-                loc = loc.expand(self.event_shape)
-            self._loc = loc
-        return self._loc.expand(self._extended_shape()) if self.batch_shape else self._loc
+            self._loc = self._mean_of(self.mean_function, self.inputs)
+        return self._loc.expand(self._extended_shape())
 
     def mean_at(self, inputs: Tensor) -> Tensor:
         """mean(Z) (M,) at other inputs; 0 for a mean that is given as a number for each of its own."""
         mean: Any = self.mean_function
-        if isinstance(mean, Tensor) and mean.dim():
-            mean = None
-        return GaussianProcess(self.kernel, inputs, mean, self.jitter).loc
+        return self._mean_of(None if isinstance(mean, Tensor) and mean.dim() else mean, inputs)
+
+    @staticmethod
+    def _mean_of(mean: Any, X: Tensor) -> Tensor:
+        if not callable(mean):
+            dtype = X.dtype if X.is_floating_point() else torch.get_default_dtype()
+            loc = torch.as_tensor(0.0 if mean is None else mean, dtype=dtype, device=X.device)
+            return loc.expand(X.shape[:1])
+        loc: Any = mean(X)
+        if loc.shape != X.shape[:1]:
+            raise ValueError(
+                f"GaussianProcess: mean(inputs) has shape {tuple(loc.shape)}, and must have "
+                f"{tuple(X.shape[:1])}: a number for each input."
+            )
+        return loc
 
     @property
     def covariance_matrix(self) -> Tensor:
@@ -185,8 +161,7 @@ class GaussianProcess(TorchDistribution):
     @property
     def variance(self) -> Tensor:
         """k(x, x) + jitter at every input, (*batch_shape, N)."""
-        variance = self.kernel(self.inputs, diag=True) + self.jitter
-        return variance.expand(self._extended_shape()) if self.batch_shape else variance
+        return (self.kernel(self.inputs, diag=True) + self.jitter).expand(self._extended_shape())
 
     def from_noise(self, noise: Tensor) -> Tensor:
         """loc + R noise for white ``noise`` (..., N)."""
@@ -209,8 +184,8 @@ class GaussianProcess(TorchDistribution):
             self._validate_sample(value)
         off = (value - self.loc).unsqueeze(-1)
         noise = torch.linalg.solve_triangular(self.scale_tril, off, upper=False).squeeze(-1)
-        size = noise.shape[-1]
-        return -0.5 * (noise.square().sum(-1) + size * log(2 * pi)) - self.log_det_root()
+        squares = noise.square().sum(-1) + noise.shape[-1] * log(2 * pi)
+        return -0.5 * squares - self.log_det_root()
 
     def __getstate__(self) -> dict[str, Any]:
         if isinstance(self.kernel, nn.Module):
@@ -219,15 +194,10 @@ class GaussianProcess(TorchDistribution):
                 cast(dict[str, Any], vars(p)).pop("unconstrained", None)
         return self.__dict__
 
-    def rest_covariance(self, design: Tensor) -> Tensor:
-        """k(X, X) + jitter I - A A' (N, N) for A (N, M): f given eps at other inputs."""
-        return self.covariance_matrix - design @ design.mT
-
 
 def with_jitter(matrix: Tensor, jitter: float) -> Tensor:
     """matrix + jitter I."""
-    size = matrix.shape[-1]
-    return matrix + jitter * torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+    return matrix + jitter * matrix.new_ones(matrix.shape[-1]).diag()
 
 
 def factor(matrix: Tensor, jitter: float) -> Tensor:
@@ -238,8 +208,7 @@ def factor(matrix: Tensor, jitter: float) -> Tensor:
         raise ValueError(
             f"GaussianProcess: a kernel matrix of {matrix.shape[-1]} inputs is not positive "
             f"definite in {str(matrix.dtype).removeprefix('torch.')} with jitter={jitter:g}. Raise "
-            "jitter (RBF in float32: 1e-4 of its variance and more), use float64, or look for a "
-            "NaN."
+            f"jitter (RBF in float32: 1e-4 of its variance), use float64, or look for a NaN."
         )
     if definite is None:
         root = torch.where(info == 0, root, torch.nan)

@@ -9,11 +9,8 @@ its derivatives in units of lengthscale / sqrt(2 nu), so that a step depends on 
     A = exp(F x) = e^-x (I + N x + N^2 x^2 / 2),       N = F + I nilpotent,
     Q = variance int_0^x q b(u) b(u)' du,   b(u) = exp(F u) e_last,   q = 2, 4, 16/3.
 
-With z = 2 x, P_a(z) the regularised lower incomplete gamma function and P_a - P_{a+1} =
-z^a e^-z / a!, each entry of Q is one P_a and polynomials times e^-z: no entry is a difference of nearly
-equal numbers, however short the step (Q's first entry is of order x^(2 nu)).
-
-Not for more than one input, nor for nu between these; a squared-exponential kernel has no such form.
+Each entry of Q is one regularised lower incomplete gamma function P_a(z), z = 2 x, and polynomials
+times e^-z: no entry is a difference of nearly equal numbers, however short the step.
 """
 
 from __future__ import annotations
@@ -23,9 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from .state_space import GaussianStateSpace, positive_number, validates
-
-__all__ = ["matern_state_space"]
+from .state_space import GaussianStateSpace, one_number, validates
 
 
 def matern_state_space(
@@ -39,7 +34,7 @@ def matern_state_space(
     """A Matern process f at ``times``: a chain whose states' first component is f(t).
 
     States have nu + 1/2 components: f, f' l, f'' l^2 with l = lengthscale / sqrt(2 nu).
-    Differentiable in ``lengthscale`` and ``variance``.
+    Differentiable in ``lengthscale`` and ``variance``.  One input only.
 
     Args:
         times: (T,), strictly increasing, at any distances.
@@ -47,9 +42,8 @@ def matern_state_space(
         nu: 0.5, 1.5 or 2.5; f has nu - 1/2 derivatives.
 
     Raises:
-        ValueError: for an unknown ``nu``, ``times`` of a wrong shape, a lengthscale or variance that
-            is not one number; with validation on also for times that are not strictly increasing, or a
-            lengthscale or variance that is not positive.
+        ValueError: for an unknown ``nu``, wrong shapes; with validation on also for times that do not
+            increase, or a lengthscale or variance that is not positive.
 
     Example:
         >>> import torch
@@ -57,22 +51,29 @@ def matern_state_space(
         >>> f.event_shape, f.variance[:, 0].round(decimals=3)
         (torch.Size([3, 2]), tensor([4., 4., 4.]))
     """
-    if nu not in (0.5, 1.5, 2.5):
-        raise ValueError(f"nu must be 0.5, 1.5 or 2.5, got {nu}.")
-    if times.dim() != 1 or not len(times):
-        raise ValueError(f"times has shape {tuple(times.shape)}; it must be (T,).")
+    if nu not in (0.5, 1.5, 2.5) or times.dim() != 1 or not len(times):
+        raise ValueError(
+            f"matern_state_space takes times (T,) and nu = 0.5, 1.5 or 2.5, got times of shape "
+            f"{tuple(times.shape)} and nu = {nu}."
+        )
     if not times.dtype.is_floating_point:
         times = times.to(torch.get_default_dtype())
-    lengthscale = positive_number("lengthscale", lengthscale, times, validate_args)
-    variance = positive_number("variance", variance, times, validate_args)
+    lengthscale = one_number("lengthscale", lengthscale, times)
+    variance = one_number("variance", variance, times)
     gaps = times.diff()
     if validates(validate_args):
-        _check_sorted(gaps)
+        wrong = (~(gaps > 0.0)).nonzero()
+        if len(wrong) or not bool((lengthscale > 0.0) & (variance > 0.0)):
+            where = f" (times[{int(wrong[0])}] is not below the next)" if len(wrong) else ""
+            raise ValueError(
+                f"matern_state_space: lengthscale and variance must be positive, and times strictly "
+                f"increasing{where}. Give data at one time one state."
+            )
 
-    x = gaps * (math.sqrt(2.0 * nu) / lengthscale)
     order = round(nu + 0.5)
     stationary = torch.tensor(STATIONARY[order], dtype=times.dtype, device=times.device)
-    transition, noise = STEPS[order](x)
+    entries = _step(order, gaps * (math.sqrt(2.0 * nu) / lengthscale))
+    transition, noise = (torch.stack([torch.stack(r, -1) for r in rows], -2) for rows in entries)
     chain = GaussianStateSpace(
         torch.zeros_like(stationary[0]),
         variance * stationary,
@@ -84,34 +85,21 @@ def matern_state_space(
     return chain
 
 
-def _check_sorted(gaps: Tensor) -> None:
-    if bool((gaps > 0.0).all()):
-        return
-    first = int((~(gaps > 0.0)).nonzero()[0])
-    problem = "the same" if float(gaps[first]) == 0.0 else "not in increasing order"
-    raise ValueError(
-        f"times must be strictly increasing: times[{first}] and times[{first + 1}] are {problem}. "
-        "Sort them, and give data at one time one state."
-    )
+Rows = list[list[Tensor]]
 
 
-def _step1(x: Tensor) -> tuple[Tensor, Tensor]:
-    return _matrices([[(-x).exp()]]), _matrices([[-torch.expm1(-2.0 * x)]])
-
-
-def _step3(x: Tensor) -> tuple[Tensor, Tensor]:
+def _step(order: int, x: Tensor) -> tuple[Rows, Rows]:
+    """The entries (n,) of A and of Q, for variance 1."""
     e, z = (-x).exp(), 2.0 * x
+    if order == 1:
+        return [[e]], [[-torch.expm1(-z)]]
     w = (-z).exp()
-    p = _gamma(3, z)
-    A = [[e * (1.0 + x), e * x], [-e * x, e * (1.0 - x)]]
-    cross = w * z.square() / 2.0
-    return _matrices(A), _matrices([[p, cross], [cross, p + 2.0 * w * z]])
-
-
-def _step5(x: Tensor) -> tuple[Tensor, Tensor]:
-    e, z = (-x).exp(), 2.0 * x
-    w = (-z).exp()
-    p = _gamma(5, z)
+    # P_a(z), accurate relative to itself
+    p = torch.special.gammainc(torch.full_like(z, 2.0 * order - 1.0).detach(), z)
+    if order == 2:
+        cross = w * z.square() / 2.0
+        A = [[e * (1.0 + x), e * x], [-e * x, e * (1.0 - x)]]
+        return A, [[p, cross], [cross, p + 2.0 * w * z]]
     xx, zz = x.square(), z.square()
     A = [
         [e * (1.0 + x + xx / 2.0), e * (x + xx), e * xx / 2.0],
@@ -123,10 +111,8 @@ def _step5(x: Tensor) -> tuple[Tensor, Tensor]:
     q13 = w * z * zz * (1.0 / 9.0 - z / 18.0) - p / 3.0
     q23 = w * zz * (2.0 / 3.0 - z / 3.0 + zz / 24.0)
     q33 = p + w * z * (8.0 / 3.0 - 4.0 / 3.0 * z + 2.0 / 3.0 * zz)
-    return _matrices(A), _matrices([[p, q12, q13], [q12, q22, q23], [q13, q23, q33]])
+    return A, [[p, q12, q13], [q12, q22, q23], [q13, q23, q33]]
 
-
-STEPS = {1: _step1, 2: _step3, 3: _step5}
 
 #: Covariances of the state under the stationary law, for variance 1
 STATIONARY = {
@@ -134,13 +120,3 @@ STATIONARY = {
     2: ((1.0, 0.0), (0.0, 1.0)),
     3: ((1.0, 0.0, -1.0 / 3.0), (0.0, 1.0 / 3.0, 0.0), (-1.0 / 3.0, 0.0, 1.0)),
 }
-
-
-def _gamma(a: int, z: Tensor) -> Tensor:
-    """P_a(z), accurate relative to itself."""
-    return torch.special.gammainc(torch.full_like(z, float(a)).detach(), z)
-
-
-def _matrices(rows: list[list[Tensor]]) -> Tensor:
-    """(n, S, S) from entries (n,)."""
-    return torch.stack([torch.stack(row, -1) for row in rows], -2)

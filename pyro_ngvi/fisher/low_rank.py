@@ -38,10 +38,7 @@ from torch import Tensor
 
 from ..families.base import Tensors
 from ..linalg.spectral import symmetric_eigen
-from .first_guess import TINY, trust
-from .inversion_free import InverseFisher, good_rows
-
-__all__ = ["LowRank"]
+from .inverse import TINY, InverseFisher, good_rows, trust
 
 #: numbers treated at once on a processor, so that what is computed from them stays in its cache
 CHUNK = 1 << 20

@@ -12,7 +12,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from ..runtime.vmap import Site
+from ..runtime.density import Site
 
 __all__ = ["MovedDraws"]
 

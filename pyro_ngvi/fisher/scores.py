@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from ..families.base import Family, Tensors
 from ..linalg.products import each_gradient
-from ..runtime.density import scale_and_mask
-from ..runtime.vmap import Minibatches, Site, Sites, run_particles, run_plainly
+from ..runtime.density import Site, Sites, scale_and_mask
+from ..runtime.run import Minibatches, run_particles, run_plainly
 from .moved_draws import MovedDraws
 
 __all__ = ["GuideScores", "family_scores", "packed_scores", "remember_arguments"]

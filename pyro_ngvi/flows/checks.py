@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..families.base import log_normal
+from ..runtime.checks import plain_support
 from ..runtime.pyro_adapter import with_inner
-from ..runtime.support import plain_support
 
 __all__ = ["check_base", "check_fixed", "check_round_trip", "check_steps"]
 

@@ -2,12 +2,16 @@
 
 from .base import AutoFamily
 from .exponential import AutoExponentialFamily
-from .flow import AutoCouplingFlow, AutoFlow
-from .initialization import init_to_center
-from .matrix_normal import AutoMatrixNormal
+from .flow import AutoCouplingFlow, AutoFlow, AutoOrthogonalFlow
 from .neutra import NeuTra, neutra
-from .normal import AutoFactorNormal, AutoFactorPrecision, AutoFullRankNormal, AutoMeanFieldNormal
-from .orthogonal_flow import AutoOrthogonalFlow
+from .normal import (
+    AutoFactorNormal,
+    AutoFactorPrecision,
+    AutoFullRankNormal,
+    AutoMatrixNormal,
+    AutoMeanFieldNormal,
+)
+from .start import init_to_center
 from .walsh_hadamard import AutoProperWalshHadamard, AutoWalshHadamard
 
 __all__ = [

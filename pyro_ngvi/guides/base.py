@@ -1,53 +1,139 @@
-"""The part that all our guides share: Pyro's ``AutoContinuous`` around a family."""
+"""``AutoFamily``, Pyro's ``AutoContinuous`` around a family, and q as a Pyro distribution.
+
+A step of a plain guide runs through this file and no other of this folder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoContinuous
+from pyro.distributions import Delta, Distribution, Normal, TorchDistribution
+from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
+from torch.distributions import constraints
+from torch.distributions.kl import register_kl
 
 from ..curvature.record import Curvature
-from ..families.base import Family, Tensors, entry_name
-from ..linalg.host import outside_autocast
-from ..probing.latents import check_latents
+from ..families.base import Family, Tensors
+from ..linalg.host import choose, equal, host_bool, outside_autocast
 from ..probing.vectorized import check_vectorized_call
-from ..runtime.marked import HidesMarked
-from ..runtime.module_params import ModuleParams, check_names, follow_store
-from ..runtime.pyro_adapter import (
-    OwnName,
-    claim_name,
-    has_model,
-    kept_whole,
-    model_as_given,
-    model_under,
-    module_name,
-    particle_plate,
-    rename,
-    unblocked,
-)
-from ._average import HoldsAverage
-from .initialization import init_to_center
-from .made_at_first_call import MadeAtFirstCall
-from .neutra import FamilyTransform, base_of
-from .posterior import FamilyDistribution, WithDensity
-from .quantiles import site_quantiles
-from .warm_start import find_mode, others_fixed
-
-__all__ = ["AutoFamily", "find_blocks"]
+from ..runtime.pyro_adapter import particle_plate
+from ..runtime.store import follow_store, module_name
+from .marginals import site_quantiles
+from .neutra import FamilyTransform
+from .start import FirstCall
 
 
-class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
+class FamilyDistribution(TorchDistribution):
+    r"""q(z; params), event shape (d,), with sticking-the-landing inside.
+
+    The gradient of the negative ELBO through z = f(eps, lambda) is
+
+        E[(grad_z log q - grad_z log p)' df/dlambda] + E[grad_lambda log q(z)],
+
+    and the last expectation is zero.  With ``sticking_the_landing`` the density is evaluated at
+    detached parameters, which drops it: the estimator stays unbiased and its noise vanishes as q
+    approaches the posterior (Roeder, Wu & Duvenaud 2017).  Values are the same either way; only
+    ``log_prob(z)`` at a fixed z then has no gradient in the parameters.
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    support: Any = constraints.real_vector
+    has_rsample = True
+
+    def __init__(
+        self,
+        family: Family,
+        params: Tensors,
+        *,
+        sticking_the_landing: bool = False,
+        batch_shape: torch.Size | tuple[int, ...] = (),
+    ) -> None:
+        self.family, self.params = family, params
+        self.sticking_the_landing = sticking_the_landing
+        event_shape = torch.Size((family.dim(params),))
+        super().__init__(torch.Size(batch_shape), event_shape, validate_args=False)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> FamilyDistribution:
+        how: Any = {"sticking_the_landing": self.sticking_the_landing, "batch_shape": batch_shape}
+        return FamilyDistribution(self.family, self.params, **how)
+
+    @outside_autocast
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        return self.family.draw(self.params, torch.Size(sample_shape) + self.batch_shape)
+
+    @outside_autocast
+    def log_prob(self, value: Tensor) -> Tensor:
+        params = self.params
+        if self.sticking_the_landing:
+            params = {name: tensor.detach() for name, tensor in params.items()}
+        result = self.family.log_prob(params, value)
+        return result.expand(torch.broadcast_shapes(self.batch_shape, result.shape))
+
+    @outside_autocast
+    def entropy(self) -> Tensor:
+        return self.family.entropy(self.params).expand(self.batch_shape)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.family.mean(self.params).expand(self.batch_shape + self.event_shape)
+
+    @property
+    def variance(self) -> Tensor:
+        return self.family.stddev(self.params).square().expand(self.batch_shape + self.event_shape)
+
+    @property
+    def scale_tril(self) -> Tensor:
+        """Lower triangular L (d, d) with covariance L L': for small d."""
+        return self.family.scale_tril(self.params)
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The d x d covariance (d, d): for small d."""
+        return self.family.covariance(self.params)
+
+
+class SiteValue(Delta):
+    """The value of a site within the flat vector, with its share of log q, a log-Jacobian."""
+
+
+@register_kl(SiteValue, Distribution)
+def _kl_of_value(p: SiteValue, q: Any) -> Tensor:
+    # Pyro's own for Delta leaves out log_density, the Jacobian, under TraceMeanField_ELBO
+    return p.log_density - q.log_prob(p.v)
+
+
+class _Drawing(Messenger):
+    """Around ``AutoContinuous.forward``: makes each ``Delta`` a :class:`SiteValue`."""
+
+    #: the plate of vectorised particles in which the flat vector was drawn
+    particles: Any = None
+
+    def _pyro_sample(self, msg: Any) -> None:
+        fn = msg["fn"]
+        if type(fn) is Delta:
+            log_density: Any = fn.log_density
+            msg["fn"] = SiteValue(fn.v, log_density, fn.event_dim)
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if isinstance(msg["fn"], FamilyDistribution):
+            self.particles = particle_plate(msg)
+
+
+def _tracing() -> bool:
+    return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+
+
+class AutoFamily(FirstCall):
     """A guide whose flat latent vector follows a :class:`~pyro_ngvi.families.Family`.
 
-    Subclasses name their family by :meth:`make_family`; everything else is here.  The parameters are
-    plain tensors in the coordinates of the family; the natural-gradient optimizers find them through
-    :func:`find_blocks`.  Any optimizer may train them, but only the natural ones keep a triangular
-    factor from becoming singular: for Adam on a full covariance take Pyro's ``AutoMultivariateNormal``.
+    Subclasses name their family by :meth:`make_family`.  The parameters are plain tensors in the
+    coordinates of the family.  Any optimizer may train them, but only the natural-gradient ones keep
+    a triangular factor from becoming singular: for Adam on a full covariance take Pyro's
+    ``AutoMultivariateNormal``.
 
     Under an optimizer that averages its iterates the parameters hold the *average*.  ``median``,
     ``quantiles``, ``get_posterior``, ``Predictive``, ``SVI.evaluate_loss`` and copies of the guide see
@@ -55,19 +141,16 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
     (:meth:`sampling_posterior`).
 
     The first call runs the model once for the sites, and again, with other values, where a support is
-    not the real line or a site is masked.
-
-    Copies (``copy.deepcopy``, ``pickle``, ``torch.save``) have parameters of their own and do not carry
-    the model, so they have to be made after the first call.
+    not the real line or a site is masked.  Copies (``copy.deepcopy``, ``pickle``, ``torch.save``) have
+    parameters of their own and no model: make them after the first call.
 
     Args:
         model: a Pyro model whose latent sites are all continuous and of fixed size.
         init_loc_fn: a Pyro initialisation strategy for the location; by default
-            :func:`~pyro_ngvi.guides.initialization.init_to_center`, which draws nothing.
+            :func:`~pyro_ngvi.guides.init_to_center`, which draws nothing.
         init_scale: standard deviation of every unconstrained latent variable at the start.
-        sticking_the_landing: evaluate log q at detached parameters (on by default; see
-            :class:`~pyro_ngvi.guides.posterior.FamilyDistribution`).  Turn it off to get the plain
-            reparameterised gradient.
+        sticking_the_landing: evaluate log q at detached parameters (:class:`FamilyDistribution`);
+            ``False`` gives the plain reparameterised gradient.
         init: ``None``, or ``"map"`` to move the location to the posterior mode by L-BFGS first.
         name: name of the guide in Pyro's parameter store.  By default one that is counted from the
             class, so that two guides never share parameters by accident: name a guide whose store
@@ -81,115 +164,24 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
     Raises:
         ValueError: at the first call, for a latent site that is discrete or inside a subsampled
             plate, whose support moves with other latent sites or a learned parameter, or with masked
-            entries that nothing depends on; or for a model without latent sites.  At the first call
-            with Pyro's vectorised particles, for a model that broadcasts wrongly against them
-            (:func:`~pyro_ngvi.diagnostics.check_vectorized`).
+            entries that nothing depends on; with Pyro's vectorised particles, for a model that
+            broadcasts wrongly against them (:func:`~pyro_ngvi.diagnostics.check_vectorized`).
     """
-
-    #: what ``init`` may be
-    starts: tuple[str | None, ...] = (None, "map")
 
     #: sites whose log density in the guide takes the model's prior back
     replaced_priors: tuple[str, ...] = ()
-
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        init_loc_fn: Callable[..., Any] = init_to_center,
-        *,
-        init_scale: float = 0.1,
-        sticking_the_landing: bool = True,
-        init: str | None = None,
-        name: str | None = None,
-    ) -> None:
-        if not isinstance(init_scale, int | float) or not 0.0 < init_scale < float("inf"):
-            raise ValueError(f"init_scale must be a positive number, got {init_scale!r}.")
-        if init not in self.starts:
-            known = " or ".join("None" if s is None else f'"{s}"' for s in self.starts)
-            raise ValueError(f"init must be {known}, got {init!r}.")
-        super().__init__(HidesMarked()(model), init_loc_fn=init_loc_fn)
-        self.take_name(name)
-        self.family = self.make_family()
-        self.init_scale = float(init_scale)
-        self.sticking_the_landing = sticking_the_landing
-        self.init = init
-        self._broadcasting_checked = False
-        self.curvature: Curvature | None = None
-
-    def make_family(self) -> Family:
-        """The family of the flat latent vector; what a guide of your own has to say."""
-        raise NotImplementedError(f"{type(self).__name__}.make_family() says which family it is.")
-
-    def _define_family(self) -> None:
-        """Complete a family that depends on the sites of the model, once they are known."""
-
-    @outside_autocast
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        try:
-            with self._loading_waiting_state():
-                self._setup_family(*args, **kwargs)
-        except BaseException:
-            self.prototype_trace = None  # so that the next call says the same again
-            raise
-
-    def _setup_family(self, *args: Any, **kwargs: Any) -> None:
-        with torch.no_grad():
-            self._setup_latents(*args, **kwargs)
-        self._define_family()
-        loc = self._init_loc()
-        if not torch.isfinite(loc).all():
-            bad = [self.site_of(int(i)) for i in (~torch.isfinite(loc)).nonzero()]
-            raise ValueError(
-                f"{type(self).__name__}: init_loc_fn gives a starting point that is not finite at "
-                f"site(s) {', '.join(map(repr, dict.fromkeys(bad)))}. Pass another one, for instance "
-                f"init_loc_fn=pyro.infer.autoguide.init_to_feasible."
-            )
-        with poutine.block():  # handlers around the first call are not to see the runs of a search
-            if self.init == "map":
-                loc = find_mode(self._model_alone(args, kwargs), loc, args, kwargs)
-            params = self._start(loc, args, kwargs)
-        check_names(self, in_use=False)
-        self._register_params(params)
-        self._follow_store()
-
-    def _model_alone(self, args: Any, kwargs: Any) -> Callable[..., Any]:
-        """The model with the latent sites of other guides fixed, for searches before the first step."""
-        prototype: Any = self.prototype_trace
-        return others_fixed(model_as_given(self), set(prototype.nodes), args, kwargs)
-
-    def _start(self, loc: Tensor, args: Any, kwargs: Any) -> Tensors:
-        """The first parameters, around ``loc``."""
-        return self.family.init(loc, self.init_scale)
-
-    def _register_params(self, values: Tensors) -> None:
-        for name, value in values.items():
-            setattr(self, name, nn.Parameter(value))
-
-    def _setup_latents(self, *args: Any, **kwargs: Any) -> None:
-        guide = type(self).__name__
-        if not has_model(self):
-            raise RuntimeError(
-                f"This {guide} is a copy made before its original was called, and a copy does not "
-                f"carry the model. Call the original once, then copy it."
-            )
-        try:
-            with model_under(self, ModuleParams()):
-                super()._setup_prototype(*args, **kwargs)
-        except (NotImplementedError, RuntimeError) as error:
-            if "found no latent variables" in str(error):
-                raise ValueError(
-                    f"{guide}: the model has no latent site, so there is nothing to infer. Every "
-                    f"pyro.sample of it is observed, enumerated or hidden from the guide."
-                ) from error
-            if "sequential" in str(error):
-                raise ValueError(
-                    f"{guide}: a latent site lies in a sequential plate (for i in pyro.plate(...)). "
-                    f"Write it as a vectorised one (with pyro.plate(...):), or loop over range(...)."
-                ) from error
-            raise
-        prototype: Any = self.prototype_trace
-        sites = dict(prototype.iter_stochastic_nodes())
-        check_latents(guide, unblocked(model_as_given(self)), sites, args, kwargs)
+    #: a triangle among the parameters, whose diagonal ordinary optimizers may take to 0 or below
+    triangle: str | None = None
+    #: under an optimizer that averages, the guide itself holds the average
+    holds_average = True
+    #: whether its optimizer averages
+    averaged = False
+    #: iterate minus average, by name, and the parameters to which it belongs
+    _lag: Tensors | None = None
+    _lag_of: Tensors | None = None
+    _broadcasting_checked = False
+    #: what the loss leaves for the optimizer
+    curvature: Curvature | None = None
 
     def _create_plates(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         # Out of sight of the model: replayed there, the indices of a plate that has grown since the
@@ -199,30 +191,67 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
 
     def natural_params(self) -> dict[str, nn.Parameter]:
         """The tensors of the family, by name; empty before the first call."""
-        own: Any = self._parameters
+        own = dict(self.named_parameters())
         return {name: own[name] for name in self.family.names if name in own}
-
-    def _follow_store(self) -> None:
-        """Take the parameters that Pyro's store holds now: it may have been restored in between."""
-        follow_store(self, self._stored_modules())
 
     def _stored_modules(self) -> dict[str, nn.Module]:
         """Modules with parameters in Pyro's store, by the prefix of their names there."""
         return {f"{module_name(self)}.": self}
 
+    def _follow_store(self) -> None:
+        """Take the parameters that Pyro's store holds now: it may have been restored in between."""
+        follow_store(self, self._stored_modules())
+
     def _current(self) -> Tensors:
+        self._require_setup()
         self._follow_store()
-        # attribute access registers the parameters with Pyro
-        return {name: getattr(self, name) for name in self.family.names}
+        for name in (*self._parameters, *self._modules):
+            getattr(self, name)  # which registers its parameters with Pyro
+        return dict(self.natural_params())
+
+    def set_iterate_offset(self, lag: Tensors | None, answer: Tensors | None = None) -> None:
+        """For optimizers that average: iterate minus average, by name; ``None`` for no averaging.
+
+        The lag belongs to ``answer``, the parameters as the optimizer left them.  Whoever writes to
+        them next (another optimizer, ``load_state_dict``) thereby drops it.
+        """
+        self._lag, self._lag_of = lag, answer
+
+    def iterate_offset(self, intact: Tensor | None = None) -> Tensors:
+        """The lag of each parameter, by name; ``intact``: what :meth:`offset_is_intact` said."""
+        if self._lag is None:
+            return {}
+        intact = self.offset_is_intact() if intact is None else intact
+        if host_bool(intact):
+            return dict(self._lag)
+        return choose(intact, self._lag, {k: torch.zeros_like(v) for k, v in self._lag.items()})
+
+    def offset_is_intact(self) -> Tensor:
+        """Whether the parameters are as the optimizer left them: a 0-dim tensor, not waited for."""
+        params = self.natural_params()
+        if self._lag_of is None:
+            return torch.ones((), dtype=torch.bool, device=next(iter(params.values())).device)
+        return equal(params, self._lag_of)
+
+    def take_curvature(self) -> Curvature | None:
+        """The curvature that the loss left beside the gradients of this step, once."""
+        curvature, self.curvature = self.curvature, None
+        return curvature
+
+    def _distribution(self, params: Tensors) -> FamilyDistribution:
+        how = self.sticking_the_landing
+        return FamilyDistribution(self.family, params, sticking_the_landing=how)
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> FamilyDistribution:
         """q as a distribution over the flat, unconstrained latent vector (d,): the answer so far."""
-        self._require_setup()
         return self._distribution(self._current())
 
     def get_base_dist(self) -> Any:
         """N(0, I) over R^d, the noise that :meth:`get_transform` makes draws of."""
-        return base_of(self.get_posterior())
+        like = next(iter(self._current().values()))
+        loc = like.new_zeros(self.latent_dim)
+        normal: Any = Normal(loc, torch.ones_like(loc))
+        return normal.to_event(1)
 
     def get_transform(self, *args: Any, **kwargs: Any) -> FamilyTransform:
         """The map from noise to the flat latent vector, detached: see :func:`pyro_ngvi.neutra`."""
@@ -234,66 +263,50 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
         It is ``get_posterior()``, except while gradients are recorded under an optimizer that
         averages: the guide then holds the average, and gradients belong at the iterate.
         """
-        self._require_setup()
         params = self._current()
-        if self.averaged and torch.is_grad_enabled() and torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-            raise RuntimeError(
-                f"{type(self).__name__} cannot be traced by torch.jit while its optimizer averages: "
-                f"the trace would freeze the lag between iterate and average. Use Trace_ELBO or "
-                f"BatchedELBO, or averaging=False."
-            )
-        lag = self.iterate_offset() if torch.is_grad_enabled() else {}
-        if lag:
-            params = {name: p + lag[name] for name, p in params.items()}
-        return self._distribution(params)
+        if not torch.is_grad_enabled():
+            return self._distribution(params)
+        kind = type(self).__name__
+        if _tracing():
+            if self.averaged:
+                raise RuntimeError(
+                    f"{kind} cannot be traced by torch.jit while its optimizer averages: the trace "
+                    f"would freeze the lag between iterate and average. Use Trace_ELBO or "
+                    f"BatchedELBO, or averaging=False."
+                )
+        elif self.triangle is not None:
+            crossed = params[self.triangle].detach().diagonal() <= 0.0
+            if host_bool(crossed.any()):
+                raise RuntimeError(
+                    f"{kind}: the optimizer took the diagonal of {self.triangle} to 0 or below "
+                    f"(site {self.site_of(int(crossed.nonzero()[0]))!r}). Train it by pyro_ngvi.NGVB, "
+                    f"lower the learning rate, or use Pyro's AutoMultivariateNormal."
+                )
+        lag = self.iterate_offset()
+        return self._distribution({n: p + lag[n] for n, p in params.items()} if lag else params)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Draw all latent sites: a dict of values by name."""
-        with WithDensity():
-            return super().forward(*args, **kwargs)
+        with _Drawing() as drawing:
+            values = super().forward(*args, **kwargs)
+        if drawing.particles is not None and not self._broadcasting_checked and not _tracing():
+            self._broadcasting_checked = True  # the check calls the guide
+            try:
+                check_vectorized_call(self, drawing.particles, args, kwargs)
+            except BaseException:
+                self._broadcasting_checked = False  # so that the next call says the same again
+                raise
+        return values
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Draw all latent sites: a tuple, for ``torch.jit.trace_module``, without gradients there."""
-        tracing = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not tracing):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not _tracing()):
             return super().call(*args, **kwargs)
 
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
         """Draw the flat latent vector, as an auxiliary sample site."""
-        name = f"_{module_name(self)}_latent"
         how: Any = {"infer": {"is_auxiliary": True}}
-        if self._broadcasting_checked or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-            return pyro.sample(name, self.sampling_posterior(), **how)
-        with poutine.trace() as seen:
-            latent = pyro.sample(name, self.sampling_posterior(), **how)
-        frame = particle_plate(seen.trace.nodes[name])
-        if frame is not None:
-            self._check_broadcasting(frame, args, kwargs)
-        return latent
-
-    def _check_broadcasting(self, frame: Any, args: Any, kwargs: Any) -> None:
-        """At the first call with vectorised particles: refuse a model that they make wrong."""
-        self._broadcasting_checked = True  # the check calls the guide
-        try:
-            check_vectorized_call(self, frame, args, kwargs)
-        except BaseException:
-            self._broadcasting_checked = False  # so that the next call says the same again
-            raise
-
-    def take_curvature(self) -> Curvature | None:
-        """The curvature that the loss left beside the gradients of this step, once."""
-        curvature, self.curvature = self.curvature, None
-        return curvature
-
-    def _distribution(self, params: Tensors) -> FamilyDistribution:
-        return FamilyDistribution(
-            self.family, params, sticking_the_landing=self.sticking_the_landing
-        )
-
-    def _loc_scale(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self._require_setup()
-        params = self._current()
-        return self.family.mean(params), self.family.stddev(params)
+        return pyro.sample(f"_{module_name(self)}_latent", self.sampling_posterior(), **how)
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Posterior median of every entry of each latent site: ``quantiles([0.5])[0]``.
@@ -308,12 +321,10 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
         """Posterior quantiles (len(quantiles), ...) of each latent site, for levels in (0, 1).
 
         Each entry has its own, as if it were alone.  Where the transform to the support mixes entries
-        (simplices, ordered vectors, Cholesky factors of correlations) and q has no closed form there,
-        they are those of 16,384 draws of a fixed seed, with standard errors of 0.01 sd at the median
-        and 0.016 sd at 5 and 95 % of a Gaussian entry (:mod:`pyro_ngvi.guides.quantiles`).
+        (simplices, ordered vectors, Cholesky factors of correlations) they are those of 16,384 draws
+        of a fixed seed: standard errors of 0.01 sd at a Gaussian's median, 0.016 sd at 5 and 95 %.
         """
-        self._require_setup()
-        return site_quantiles(self, quantiles)
+        return site_quantiles(self, self._current(), quantiles)
 
     def _exact_quantiles(self, name: str, levels: Tensor) -> Tensor | None:
         """Quantiles (L, *shape) of a site at ``levels`` (L,) that do not follow from its transform."""
@@ -326,25 +337,14 @@ class AutoFamily(HoldsAverage, MadeAtFirstCall, OwnName, AutoContinuous):
                 f"arguments of the model, or take a step of SVI."
             )
 
-    def site_of(self, index: int) -> str:
-        """Name of the latent site that holds entry ``index`` of the flat latent vector."""
-        self._require_setup()
-        return entry_name(index, self._unconstrained_shapes)
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        # .to(), .double() and the like move the parameters, and the lag with them
+        for name in ("_lag", "_lag_of"):
+            tensors = getattr(self, name)
+            setattr(self, name, None if tensors is None else {k: fn(v) for k, v in tensors.items()})
+        return super()._apply(fn, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        with kept_whole(self):
-            return {**super().__getstate__(), "curvature": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        # a copy in the process of its original gets parameters of its own
-        rename(self, claim_name(module_name(self)))
-
-
-def find_blocks(guide: Any) -> Iterator[tuple[str, AutoFamily]]:
-    """Our guides within ``guide``: itself, or its parts, each with its path ("" for itself)."""
-    if not isinstance(guide, nn.Module):
-        return
-    for path, module in guide.named_modules():
-        if isinstance(module, AutoFamily):
-            yield path, module
+        # what belongs to a running optimizer stays: a copy is the answer alone
+        left = {"curvature": None, "_lag": None, "_lag_of": None, "averaged": False}
+        return super().__getstate__() | left

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pyro.distributions as dist
-import torch
 from torch import Tensor
 from torch.distributions import biject_to, transforms
 
 from ..families import MeanFieldDirichlet, MeanFieldGamma, MeanFieldNormal, ProductFamily
-from ..families.base import Family
-from .base import AutoFamily
-from .initialization import check_position
+from ..families.base import Family, Tensors
+from .normal import AutoProduct
 
-__all__ = ["AutoExponentialFamily"]
-
-NAMES = ("normal", "gamma", "beta", "dirichlet")
+FAMILIES: dict[str, Callable[[], Family]] = {
+    "normal": MeanFieldNormal,
+    "gamma": MeanFieldGamma,
+    "beta": partial(MeanFieldDirichlet, 2),
+}
 #: what the transform from the real line to a support begins with, by the family that fits the support
 HEADS: dict[str, type[transforms.Transform]] = {
     "gamma": transforms.ExpTransform,
@@ -26,7 +27,7 @@ HEADS: dict[str, type[transforms.Transform]] = {
 }
 
 
-class AutoExponentialFamily(AutoFamily):
+class AutoExponentialFamily(AutoProduct):
     """Each latent site, and each element of its batch, independently in a family for its support.
 
     ============================  ==========================================================
@@ -57,11 +58,11 @@ class AutoExponentialFamily(AutoFamily):
         families: name of the family for sites that shall not have the one above: "normal", "gamma",
             "beta" or "dirichlet".  "normal" fits every site.
 
-    See :class:`~pyro_ngvi.guides.base.AutoFamily` for the other arguments and the errors.
+    See :class:`~pyro_ngvi.guides.AutoFamily` for the other arguments and the errors.
 
     Raises:
-        ValueError: for a name that is not a family; at the first call, for a site that the model does
-            not have, or a family that does not fit the support of its site.
+        ValueError: at the first call, for a site that the model does not have, or a family that does
+            not fit the support of its site.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -80,69 +81,58 @@ class AutoExponentialFamily(AutoFamily):
         'Gamma(14.00, 4.00)'
     """
 
-    family: ProductFamily
-
     def __init__(
         self,
         model: Callable[..., Any],
         families: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
-        check_position(self, "families", families)
         self._families = dict(families or {})
-        for name, family in self._families.items():
-            if family not in NAMES:
-                raise ValueError(
-                    f"families[{name!r}] must be one of {', '.join(map(repr, NAMES))}, got {family!r}."
-                )
         super().__init__(model, **kwargs)
 
     def make_family(self) -> Family:
         return ProductFamily({}, [])  # its parts are known once the sites are
 
-    def _define_family(self) -> None:
-        prototype: Any = self.prototype_trace
-        sites = dict(prototype.iter_stochastic_nodes())
-        unknown = [name for name in self._families if name not in sites]
-        if unknown:
+    def _define_family(self, args: Any, kwargs: Any) -> None:
+        sites = dict(self.prototype_trace.iter_stochastic_nodes())
+        #: name of the family of each site
+        self._members: dict[str, str] = {}
+        for name, site in sites.items():
+            fitting = _fitting(site["fn"].support)
+            if fitting == "dirichlet" and self._unconstrained_shapes[name][-1] == 0:
+                fitting = "normal"  # a simplex of one entry: nothing to infer
+            self._members[name] = self._families.get(name, fitting)
+            if self._members[name] not in (fitting, "normal"):
+                choices = " or ".join(map(repr, dict.fromkeys((fitting, "normal"))))
+                raise ValueError(
+                    f"families[{name!r}] is {self._members[name]!r}, which does not fit the support "
+                    f"{site['fn'].support} of that site. Choose {choices}."
+                )
+        if unknown := [name for name in self._families if name not in sites]:
             raise ValueError(
                 f"families names {', '.join(map(repr, unknown))}, which the model does not have. Its "
                 f"latent sites are {', '.join(map(repr, sites))}."
             )
-        self._members = {
-            name: self._member(name, site["fn"].support) for name, site in sites.items()
-        }
-        parts: dict[str, Family] = {}
-        segments = []
-        for name, member in self._members.items():
-            shape = self._unconstrained_shapes[name]
-            part = f"dirichlet{shape[-1] + 1}" if member == "dirichlet" else member
-            if part not in parts:
-                parts[part] = _family(member, shape)
-            segments.append((part, shape.numel()))
-        self.family.define(parts, segments)
+        super()._define_family(args, kwargs)
 
-    def _member(self, name: str, support: Any) -> str:
-        fitting = _fitting(support)
-        if fitting == "dirichlet" and self._unconstrained_shapes[name][-1] == 0:
-            fitting = "normal"  # a simplex of one entry: nothing to infer
-        chosen = self._families.get(name, fitting)
-        if chosen not in (fitting, "normal"):
-            choices = dict.fromkeys((fitting, "normal"))
-            raise ValueError(
-                f"families[{name!r}] is {chosen!r}, which does not fit the support {support} of that "
-                f"site. Choose {' or '.join(map(repr, choices))}."
-            )
-        return chosen
+    def _part(self, name: str) -> tuple[str, Family]:
+        member = self._members[name]
+        if member == "dirichlet":
+            size = self._unconstrained_shapes[name][-1] + 1
+            return f"dirichlet{size}", MeanFieldDirichlet(size)
+        return member, FAMILIES[member]()
+
+    def _own(self, name: str) -> tuple[Any, Tensors]:
+        """The part of a site in the family, and its parameters."""
+        params, index = self._current(), list(self._members).index(name)
+        return self.family.parts[self.family.segments[index][0]], self.family.segment(params, index)
 
     def _exact_quantiles(self, name: str, levels: Tensor) -> Tensor | None:
         if self._members[name] != "dirichlet":
             return None
-        index = list(self._members).index(name)
-        part: Any = self.family.parts[self.family.segments[index][0]]
-        prototype: Any = self.prototype_trace
-        found = part.entry_icdf(self.family.segment(self._current(), index), levels)
-        return found.reshape(levels.shape + prototype.nodes[name]["value"].shape)
+        part, own = self._own(name)
+        shape = self.prototype_trace.nodes[name]["value"].shape
+        return part.entry_icdf(own, levels).reshape(levels.shape + shape)
 
     def site_distribution(self, name: str) -> Any:
         """The distribution of one latent site, as a Pyro distribution over its own support.
@@ -160,19 +150,15 @@ class AutoExponentialFamily(AutoFamily):
                 f"The guide has no latent site {name!r}; it has "
                 f"{', '.join(map(repr, self._members))}."
             )
-        prototype: Any = self.prototype_trace
-        site = prototype.nodes[name]
-        member, event_dim = self._members[name], site["fn"].event_dim
-        shape, value_shape = self._unconstrained_shapes[name], site["value"].shape
-        index = list(self._members).index(name)
-        params = {k: v.detach() for k, v in self._current().items()}
-        own = self.family.segment(params, index)
+        site, member = self.prototype_trace.nodes[name], self._members[name]
+        event_dim, value_shape = site["fn"].event_dim, site["value"].shape
+        shape = self._unconstrained_shapes[name]
+        own = {k: v.detach() for k, v in self._own(name)[1].items()}
         transform: Any = biject_to(site["fn"].support)
         if member == "normal":
             base = dist.Normal(own["loc"].reshape(shape), own["log_scale"].exp().reshape(shape))
-            inner = event_dim + len(shape) - len(value_shape)
-            rest = [transform] if _parts(transform) else []
-            return _transformed(base.to_event(inner), rest)
+            base = base.to_event(event_dim + len(shape) - len(value_shape))
+            return _transformed(base, [transform] if _steps(transform) else [])
         concentration = own["log_concentration"].exp()
         if member == "dirichlet":
             return dist.Dirichlet(concentration.reshape(value_shape)).to_event(event_dim - 1)
@@ -182,49 +168,35 @@ class AutoExponentialFamily(AutoFamily):
         else:
             one, zero = concentration.unbind(-1)
             base = dist.Beta(one.reshape(shape), zero.reshape(shape))
-        return _transformed(base, _moves(_parts(transform)[1:])).to_event(event_dim)
+        moves = [step for step in _steps(transform)[1:] if not _stays(step)]
+        return _transformed(base, moves).to_event(event_dim)
 
 
-def _parts(transform: Any) -> list[Any]:
+def _steps(transform: Any) -> list[Any]:
     """The steps of a transform from the real line, element by element where it is."""
     while isinstance(transform, transforms.IndependentTransform):
         transform = transform.base_transform
-    return (
-        list(transform.parts) if isinstance(transform, transforms.ComposeTransform) else [transform]
-    )
+    composed = isinstance(transform, transforms.ComposeTransform)
+    return list(transform.parts) if composed else [transform]
 
 
 def _fitting(support: Any) -> str:
     """The family of a support."""
-    steps = _parts(biject_to(support))
-    for name, head in HEADS.items():
-        # x < a begins like x > a and goes on by -1
-        if steps and isinstance(steps[0], head) and all(map(_increasing, steps[1:])):
-            return name
-    return "normal"
+    head, *moves = _steps(biject_to(support)) or [None]
+    # x < a begins like x > a and goes on by -1
+    increasing = all(
+        isinstance(step, transforms.AffineTransform)
+        and (isinstance(step.scale, Tensor) or step.scale > 0)
+        for step in moves
+    )
+    fitting = [name for name, kind in HEADS.items() if increasing and isinstance(head, kind)]
+    return next(iter(fitting), "normal")
 
 
-def _increasing(step: Any) -> bool:
-    if not isinstance(step, transforms.AffineTransform):
-        return False
-    return isinstance(step.scale, Tensor) or step.scale > 0
-
-
-def _family(member: str, shape: torch.Size) -> Family:
-    if member == "normal":
-        return MeanFieldNormal()
-    if member == "gamma":
-        return MeanFieldGamma()
-    return MeanFieldDirichlet(2 if member == "beta" else shape[-1] + 1)
-
-
-def _moves(steps: list[Any]) -> list[Any]:
-    """Affine steps without those that move nothing, such as the one that Pyro's ``positive`` has."""
-    still = [
-        s for s in steps if isinstance(s.loc, int | float) and isinstance(s.scale, int | float)
-    ]
-    still = [s for s in still if s.loc == 0 and s.scale == 1]
-    return [s for s in steps if s not in still]
+def _stays(step: Any) -> bool:
+    """Whether an affine step moves nothing, such as the one that Pyro's ``positive`` has."""
+    still = isinstance(step.loc, int | float) and isinstance(step.scale, int | float)
+    return still and step.loc == 0 and step.scale == 1
 
 
 def _transformed(base: Any, steps: list[Any]) -> Any:

@@ -1,23 +1,4 @@
-r"""NeuTra: Hamiltonian Monte Carlo in the coordinates of a trained guide.
-
-A guide that draws z = T(eps), eps ~ N(0, I), with T a smooth one-to-one map onto R^d, turns the
-posterior into a density of eps,
-
-    log p~(eps) = log p(y, T(eps)) + log |det dT/deps|,
-
-which is N(0, I) where the guide is exact.  HMC walks there, on a geometry that the guide has made
-round, and T takes its samples back: exact up to the error of the chain, however bad the guide.
-
-Source: Hoffman, Sountsov, Dillon, Langmore, Tran & Vasudevan (2019), "NeuTra-lizing bad geometry in
-Hamiltonian Monte Carlo using neural transport"; the interface of T is that of Pyro's autoguides.
-
-``pyro.infer.reparam.NeuTraReparam`` takes our guides too, but adds log |det dT/deps| for *each
-entry* of the first latent site's batch: for flows, and a site in a plate, that is another
-posterior.
-
-When not to use it: where the guide misses a mode, T has flattened the way to it too.  And a step
-costs a pass through T and back: for a mean-field guide, HMC's own diagonal mass matrix does the same.
-"""
+"""NeuTra: Hamiltonian Monte Carlo in the coordinates of a trained guide."""
 
 from __future__ import annotations
 
@@ -36,30 +17,10 @@ from pyro.poutine.plate_messenger import block_plate
 from torch import Tensor
 from torch.distributions import Transform, biject_to, constraints
 
-from .posterior import FamilyDistribution
-
-__all__ = ["FamilyTransform", "NeuTra", "base_of", "neutra"]
-
-
-def base_of(posterior: FamilyDistribution) -> Any:
-    """N(0, I) over R^d, event shape (d,), in the dtype and on the device of ``posterior``."""
-    like = next(iter(posterior.params.values()))
-    loc = torch.zeros(posterior.event_shape, dtype=like.dtype, device=like.device)
-    normal: Any = dist.Normal(loc, torch.ones_like(loc))
-    return normal.to_event(1)
-
 
 class FamilyTransform(Transform):
-    """eps (..., d) to z (..., d), as a family draws: at detached parameters, differentiable in eps.
-
-    Later changes of the parameters are not seen.
-
-    Args:
-        guide: the guide whose answer is taken, an ``AutoFamily`` that has been called.
-
-    Raises:
-        NotImplementedError: for a guide whose draws are not such a map.
-    """
+    """eps (..., d) to z (..., d), as an ``AutoFamily`` draws: differentiable in eps, at the parameters
+    of now."""
 
     domain = constraints.real_vector
     codomain = constraints.real_vector
@@ -67,7 +28,7 @@ class FamilyTransform(Transform):
 
     def __init__(self, guide: Any) -> None:
         super().__init__()
-        posterior: FamilyDistribution = guide.get_posterior()
+        posterior = guide.get_posterior()
         self.family = posterior.family
         # a guide that puts a prior of its own in place of the model's draws another thing than the site
         if not self.family.has_transport or guide.replaced_priors:
@@ -103,125 +64,37 @@ class FamilyTransform(Transform):
 
 
 class NeuTra(Reparam):
-    """What :func:`neutra` returns: the reparameterised model, to be called like the model.
-
-    Its one latent site is called ``name``; the sites of the model depend on it deterministically.
-    """
-
-    def __init__(self, model: Callable[..., Any], guide: AutoContinuous) -> None:
-        self.guide = guide
-        prototype: Any = guide.prototype_trace
-        sites = dict(prototype.iter_stochastic_nodes())
-        frames = [frame for site in sites.values() for frame in site["cond_indep_stack"]]
-        self._plates = {frame.dim for frame in frames if frame.vectorized}
-        self._sites = sites
-        self.name = f"{next(iter(sites))}_shared_latent"
-        self.base: Any = guide.get_base_dist()
-        self.transform: Any = guide.get_transform()
-        self._values: dict[str, Tensor] | None = None
-        self._reparameterised = poutine.reparam(model, config=self._reparam_of)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self._values = None
-        result = self._reparameterised(*args, **kwargs)
-        if self._values is None or len(self._values) > 0:
-            raise ValueError(
-                f"neutra: the model does not have the latent sites "
-                f"{sorted(self._sites if self._values is None else self._values)} of the guide. Is it "
-                f"a guide of another model?"
-            )
-        return result
-
-    def _reparam_of(self, site: Any) -> NeuTra | None:
-        name = site["name"]
-        if name not in self._sites:
-            return None
-        if site["is_observed"]:
-            raise ValueError(
-                f"neutra: the site {name!r} is observed here and latent in the guide. Train a guide of "
-                f"the model as it is now."
-            )
-        if site["mask"] is not None or bool((torch.as_tensor(site["scale"]) != 1.0).any()):
-            raise ValueError(
-                f"neutra: the latent site {name!r} is scaled or masked, which would scale or mask the "
-                f"Jacobian of the guide too. Scale or mask the likelihood alone."
-            )
-        return self
-
-    def apply(self, msg: Any) -> Any:
-        name, fn = msg["name"], msg["fn"]
-        if self._values is None:
-            self._values = self._draw()
-        latent = self._values.pop(name)
-        transform: Any = biject_to(fn.support)
-        value = transform(latent)
-        log_det = transform.log_abs_det_jacobian(latent, value)
-        log_density = fn.log_prob(value) + sum_rightmost(
-            log_det, log_det.dim() - value.dim() + fn.event_dim
-        )
-        point = dist.Delta(value, log_density, event_dim=fn.event_dim)
-        return {"fn": point, "value": value, "is_observed": True}
-
-    def _draw(self) -> dict[str, Tensor]:
-        """Draw the shared latent outside the plates of the model, and unpack what it makes."""
-        with ExitStack() as stack:
-            for dim in self._plates:
-                stack.enter_context(block_plate(dim=dim, strict=False))
-            noise: Any = pyro.sample(self.name, self.base.mask(False))
-            z = self.transform(noise)
-            log_det = self.transform.log_abs_det_jacobian(noise, z)
-            # Pyro's own guides may leave it by entry
-            log_det: Any = sum_rightmost(log_det, log_det.dim() - z.dim() + 1)
-            pyro.factor(f"{self.name}_log_det", log_det)
-        return self._unpack(z)
-
-    def _unpack(self, z: Tensor) -> dict[str, Tensor]:
-        unpacked: Any = self.guide._unpack_latent(z)
-        return {site["name"]: value for site, value in unpacked}
-
-    @torch.no_grad()
-    def transform_sample(self, samples: Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
-        """The chain's samples as values of the model's sites.
-
-        Args:
-            samples: what ``MCMC.get_samples`` gives, or the shared latent (..., d) itself.
-
-        Returns:
-            By name of a latent site, values (..., \\*shape), constrained.  For deterministic sites and
-            predictions pass them to ``pyro.infer.Predictive(model, posterior_samples=...)``.
-        """
-        latent = samples if isinstance(samples, Tensor) else samples[self.name]
-        # room for the plates of the sites, which the dimension of the draws would be taken for
-        room = max(len(site["fn"].batch_shape) for site in self._sites.values())
-        z = self.transform(latent.reshape(-1, latent.shape[-1]))
-        values = self._unpack(z.reshape(len(z), *[1] * room, z.shape[-1]))
-        result = {}
-        for name, site in self._sites.items():
-            transform: Any = biject_to(site["fn"].support)
-            result[name] = transform(values[name]).reshape(latent.shape[:-1] + site["value"].shape)
-        return result
-
-
-def neutra(model: Callable[..., Any], guide: AutoContinuous) -> NeuTra:
     """The model in the coordinates of a trained guide, for ``pyro.infer.NUTS`` and ``HMC``.
 
-    Our guides are taken as they are now (the average, under an optimizer that averages): training one
-    further does not change what is returned.
+    A guide that draws z = T(eps), eps ~ N(0, I), with T a smooth one-to-one map onto R^d, turns the
+    posterior into a density of eps,
+
+        log p~(eps) = log p(y, T(eps)) + log |det dT/deps|,
+
+    which is N(0, I) where the guide is exact.  HMC walks there, on a geometry that the guide has made
+    round, and T takes its samples back: exact up to the error of the chain, however bad the guide.
+    ``pyro.infer.reparam.NeuTraReparam`` takes our guides too, but adds log |det dT/deps| for *each
+    entry* of the first latent site's batch: for flows, and a site in a plate, another posterior.
+
+    Not where the guide misses a mode: T has flattened the way to it too.  And a step costs a pass
+    through T and back: for a mean-field guide, HMC's own diagonal mass matrix does the same.
+
+    The result is called like the model.  Its one latent site is called ``name``; the sites of the
+    guide depend on it deterministically.  Our guides are taken as they are now (the average, under an
+    optimizer that averages): training one further does not change what is returned.
 
     Args:
         model: the model of the guide.  Latent sites that the guide does not know stay as they are.
         guide: a trained guide that maps d standard normal variables onto R^d one to one, ours or one of
-            Pyro's with ``get_transform``.  It must have been called once, or trained by a step.
-
-    Returns:
-        A :class:`NeuTra`: call it like the model; ``transform_sample`` takes samples back.
+            Pyro's with ``get_transform``.
 
     Raises:
-        TypeError: for a guide that is not an ``AutoContinuous``.
-        RuntimeError: for a guide that has not been called.
         NotImplementedError: for a guide whose draws are not such a map, like those with factors.
         ValueError: when the model is run, if it lacks a latent site of the guide, observes one, scales
             or masks one.
+
+    Source: Hoffman, Sountsov, Dillon, Langmore, Tran & Vasudevan (2019), "NeuTra-lizing bad geometry in
+    Hamiltonian Monte Carlo using neural transport".
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -239,20 +112,92 @@ def neutra(model: Callable[..., Any], guide: AutoContinuous) -> NeuTra:
         >>> chain = MCMC(NUTS(reparameterised), 200, warmup_steps=50, disable_progbar=True)
         >>> chain.run()
         >>> draws = reparameterised.transform_sample(chain.get_samples())
-        >>> {name: tuple(v.shape) for name, v in draws.items()}
-        {'x': (200,), 'y': (200,)}
         >>> bool((draws["y"] - 3 * draws["x"]).std() < 0.15)
         True
     """
-    if not isinstance(guide, AutoContinuous):
-        raise TypeError(
-            f"neutra needs a guide with one flat latent vector (AutoContinuous), and "
-            f"{getattr(guide, '__name__', type(guide).__name__)} has none. Train AutoCouplingFlow or "
-            f"AutoFullRankNormal on all latent sites."
-        )
-    if guide.prototype_trace is None:
-        raise RuntimeError(
-            f"neutra: {type(guide).__name__} does not know the model's sites yet: call it once with "
-            f"the arguments of the model, or take a step of SVI."
-        )
-    return NeuTra(model, guide)
+
+    def __init__(self, model: Callable[..., Any], guide: AutoContinuous) -> None:
+        self.guide = guide
+        self.base: Any = guide.get_base_dist()
+        self.transform: Any = guide.get_transform()
+        prototype: Any = guide.prototype_trace
+        self._sites = dict(prototype.iter_stochastic_nodes())
+        frames = [frame for site in self._sites.values() for frame in site["cond_indep_stack"]]
+        self._plates = {frame.dim for frame in frames if frame.vectorized}
+        self.name = f"{next(iter(self._sites))}_shared_latent"
+        self._values: dict[str, Tensor] | None = None
+        self._reparameterised = poutine.reparam(model, config=self._reparam_of)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._values = None
+        result = self._reparameterised(*args, **kwargs)
+        if self._values is None or len(self._values) > 0:
+            missing = self._sites if self._values is None else self._values
+            raise ValueError(
+                f"neutra: the model does not have the latent sites {sorted(missing)} of the guide. Is "
+                f"it a guide of another model?"
+            )
+        return result
+
+    def _reparam_of(self, site: Any) -> NeuTra | None:
+        name = site["name"]
+        if name not in self._sites:
+            return None
+        scaled = site["mask"] is not None or bool((torch.as_tensor(site["scale"]) != 1.0).any())
+        if site["is_observed"] or scaled:
+            raise ValueError(
+                f"neutra: the site {name!r} is latent in the guide, and here it is observed, or scaled "
+                f"or masked together with the Jacobian of the guide. Train a guide of the model as it "
+                f"is now, and scale or mask the likelihood alone."
+            )
+        return self
+
+    def apply(self, msg: Any) -> Any:
+        fn = msg["fn"]
+        if self._values is None:
+            self._values = self._draw()
+        latent = self._values.pop(msg["name"])
+        transform: Any = biject_to(fn.support)
+        value = transform(latent)
+        log_det = transform.log_abs_det_jacobian(latent, value)
+        log_det = sum_rightmost(log_det, log_det.dim() - value.dim() + fn.event_dim)
+        point = dist.Delta(value, fn.log_prob(value) + log_det, event_dim=fn.event_dim)
+        return {"fn": point, "value": value, "is_observed": True}
+
+    def _draw(self) -> dict[str, Tensor]:
+        """Draw the shared latent outside the plates of the model, and unpack what it makes."""
+        with ExitStack() as stack:
+            for dim in self._plates:
+                stack.enter_context(block_plate(dim=dim, strict=False))
+            noise: Any = pyro.sample(self.name, self.base.mask(False))
+            z = self.transform(noise)
+            log_det: Any = self.transform.log_abs_det_jacobian(noise, z)
+            # Pyro's own guides may leave it by entry
+            log_det = sum_rightmost(log_det, log_det.dim() - z.dim() + 1)
+            pyro.factor(f"{self.name}_log_det", log_det)
+        return self._unpack(z)
+
+    def _unpack(self, z: Tensor) -> dict[str, Tensor]:
+        guide: Any = self.guide
+        return {site["name"]: value for site, value in guide._unpack_latent(z)}
+
+    @torch.no_grad()
+    def transform_sample(self, samples: Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
+        """Samples of a chain, or the shared latent (..., d), as values (..., *shape) by site.
+
+        For deterministic sites and predictions pass them to
+        ``pyro.infer.Predictive(model, posterior_samples=...)``.
+        """
+        latent = samples if isinstance(samples, Tensor) else samples[self.name]
+        # room for the plates of the sites, which the dimension of the draws would be taken for
+        room = max(len(site["fn"].batch_shape) for site in self._sites.values())
+        z = self.transform(latent.reshape(-1, latent.shape[-1]))
+        values = self._unpack(z.reshape(len(z), *[1] * room, z.shape[-1]))
+        result = {}
+        for name, site in self._sites.items():
+            transform: Any = biject_to(site["fn"].support)
+            result[name] = transform(values[name]).reshape(latent.shape[:-1] + site["value"].shape)
+        return result
+
+
+neutra = NeuTra

@@ -1,48 +1,50 @@
-"""Gaussian guides: the same guide around four families."""
+"""Gaussian guides: a family each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from ..families import FactorNormal, FactorPrecisionNormal, FullRankNormal, MeanFieldNormal
+from ..families import (
+    FactorNormal,
+    FactorPrecisionNormal,
+    FullRankNormal,
+    MatrixNormal,
+    MeanFieldNormal,
+    ProductFamily,
+)
 from ..families.base import Family
-from ..linalg.host import host_bool
 from .base import AutoFamily
-from .initialization import check_position
-from .posterior import FamilyDistribution
 
-__all__ = [
-    "AutoFactorNormal",
-    "AutoFactorPrecision",
-    "AutoFullRankNormal",
-    "AutoMeanFieldNormal",
-]
+#: families of several sites together, by the name that arguments give them
+NORMAL: dict[str, type[Family]] = {"mean_field": MeanFieldNormal, "full_rank": FullRankNormal}
+
+
+def check_normal(**arguments: str) -> None:
+    """Refuse the name of a family that is not in ``NORMAL``."""
+    for argument, value in arguments.items():
+        if value not in NORMAL:
+            raise ValueError(f"{argument} must be 'mean_field' or 'full_rank', got {value!r}.")
 
 
 class AutoMeanFieldNormal(AutoFamily):
-    """Independent Gaussians over all unconstrained latent variables.
-
-    q(z) = N(z; mu, diag(sigma^2)) over the flat vector z (d,) of the latent sites, each taken to the
-    real line by Pyro's own transform of its support.
+    """Independent Gaussians over all unconstrained latent variables: q(z) = N(z; mu, diag(sigma^2)).
 
     Use it for many latent variables that depend little on each other.  Where the posterior is
-    correlated its sds are too small: compare the ELBO with :class:`AutoFullRankNormal`.
-
-    See :class:`~pyro_ngvi.guides.base.AutoFamily` for the arguments and the errors.
+    correlated its sds are too small: compare the ELBO with :class:`AutoFullRankNormal`.  Arguments and
+    errors are those of :class:`~pyro_ngvi.guides.AutoFamily`.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI, Trace_ELBO
+        >>> from pyro.infer import SVI
         >>> import pyro_ngvi as ngvi
         >>> def model(y):
         ...     mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
-        ...     with pyro.plate("data", len(y)):
-        ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        ...     pyro.sample("y", dist.Normal(mu, 1.0).expand([3]).to_event(1), obs=y)
         >>> guide = ngvi.AutoMeanFieldNormal(model)
-        >>> svi = SVI(model, guide, ngvi.NGVB(guide), Trace_ELBO(8, vectorize_particles=True))
+        >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
         >>> for _ in range(300):
         ...     loss = svi.step(torch.tensor([1.0, 2.0, 3.0]))
         >>> round(guide.median()["mu"].item(), 2)  # exactly 6 / 3.01
@@ -54,15 +56,11 @@ class AutoMeanFieldNormal(AutoFamily):
 
 
 class AutoFullRankNormal(AutoFamily):
-    """One Gaussian with a full covariance over all unconstrained latent variables.
-
-    q(z) = N(z; mu, L L') over the flat vector z (d,) of the latent sites, each taken to the real line
-    by Pyro's own transform of its support.
+    """One Gaussian over all unconstrained latent variables: q(z) = N(z; mu, L L').
 
     The first choice up to a few thousand latent variables: a step costs O(d^3).  Beyond, use
-    :class:`AutoFactorNormal`.
-
-    See :class:`~pyro_ngvi.guides.base.AutoFamily` for the arguments and the errors.
+    :class:`AutoFactorNormal`.  Arguments and errors are those of
+    :class:`~pyro_ngvi.guides.AutoFamily`.
 
     Raises:
         RuntimeError: when an ordinary optimizer has stepped the diagonal of L to 0 or below, as Adam
@@ -86,22 +84,31 @@ class AutoFullRankNormal(AutoFamily):
         True
     """
 
+    triangle = "scale_tril"
+
     def make_family(self) -> Family:
         return FullRankNormal()
 
-    def sampling_posterior(self) -> FamilyDistribution:
-        if torch.is_grad_enabled() and not torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-            crossed = self.natural_params()["scale_tril"].detach().diagonal() <= 0.0
-            if host_bool(crossed.any()):
-                raise RuntimeError(
-                    f"AutoFullRankNormal: the optimizer took the diagonal of scale_tril to 0 or below "
-                    f"(site {self.site_of(int(crossed.nonzero()[0]))!r}). Train it by pyro_ngvi.NGVB, "
-                    f"lower the learning rate, or use Pyro's AutoMultivariateNormal."
-                )
-        return super().sampling_posterior()
+
+class _WithFactors(AutoFamily):
+    """A guide whose family has a rank, by default about sqrt(d) as in Pyro."""
+
+    kind: Callable[[int], Any]
+
+    def __init__(self, model: Callable[..., Any], rank: int | None = None, **kwargs: Any) -> None:
+        self._rank = rank
+        super().__init__(model, **kwargs)
+
+    def make_family(self) -> Family:
+        return self.kind(1 if self._rank is None else self._rank)
+
+    def _define_family(self, args: Any, kwargs: Any) -> None:
+        if self._rank is None:
+            family: Any = self.family
+            family.rank = max(1, min(self.latent_dim - 1, round(self.latent_dim**0.5)))
 
 
-class AutoFactorNormal(AutoFamily):
+class AutoFactorNormal(_WithFactors):
     """A Gaussian with covariance B B' + diag(c^2) over all unconstrained latent variables.
 
     B is d x rank, so memory and a draw cost O(d rank) and a natural-gradient step O(d rank^2): the
@@ -110,68 +117,150 @@ class AutoFactorNormal(AutoFamily):
 
     Args:
         rank: number of columns of B, from 1 to d - 1; by default about sqrt(d), as in Pyro.
-
-    See :class:`~pyro_ngvi.guides.base.AutoFamily` for the other arguments and the errors.
+        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> import pyro_ngvi as ngvi
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model():
-        ...     return pyro.sample("x", dist.Normal(0.0, 1.0).expand([6]).to_event(1))
+        ...     pyro.sample("x", dist.Normal(0.0, 1.0).expand([6]).to_event(1))
         >>> guide = ngvi.AutoFactorNormal(model, rank=2)
         >>> _ = guide()
         >>> guide.factor.shape
         torch.Size([6, 2])
     """
 
-    def __init__(self, model: Callable[..., Any], rank: int | None = None, **kwargs: Any) -> None:
-        check_position(self, "rank", rank)
-        self._rank = rank
-        super().__init__(model, **kwargs)
-
-    def make_family(self) -> Family:
-        return FactorNormal(1 if self._rank is None else self._rank)
-
-    def _define_family(self) -> None:
-        if self._rank is None:
-            family: Any = self.family
-            family.rank = max(1, min(self.latent_dim - 1, round(self.latent_dim**0.5)))
+    kind = FactorNormal
 
 
-class AutoFactorPrecision(AutoFamily):
+class AutoFactorPrecision(_WithFactors):
     """A Gaussian with *precision* U U' + diag(s) over all unconstrained latent variables.
 
     U is d x rank.  The factors are directions that the data determine well, all others keep the
     width that the diagonal gives them: the counterpart of :class:`AutoFactorNormal`, whose factors are
-    directions that the data leave wide.  Costs are the same, O(d rank) for memory and a draw and
-    O(d rank^2) for a natural-gradient step.  :class:`~pyro_ngvi.optim.SLANG` is written for this guide;
-    :class:`~pyro_ngvi.NGVB` and :class:`~pyro_ngvi.IFVB` train it too.
+    directions that the data leave wide, at the same costs.  :class:`~pyro_ngvi.optim.SLANG` is written
+    for this guide; :class:`~pyro_ngvi.NGVB` and :class:`~pyro_ngvi.IFVB` train it too.
 
     Args:
         rank: number of columns of U, from 1 to d - 1; by default about sqrt(d).
-
-    See :class:`~pyro_ngvi.guides.base.AutoFamily` for the other arguments and the errors.
+        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> import pyro_ngvi as ngvi
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model():
-        ...     return pyro.sample("x", dist.Normal(0.0, 1.0).expand([6]).to_event(1))
+        ...     pyro.sample("x", dist.Normal(0.0, 1.0).expand([6]).to_event(1))
         >>> guide = ngvi.AutoFactorPrecision(model, rank=2)
         >>> _ = guide()
         >>> guide.log_precision.shape
         torch.Size([6])
     """
 
-    def __init__(self, model: Callable[..., Any], rank: int | None = None, **kwargs: Any) -> None:
-        check_position(self, "rank", rank)
-        self._rank = rank
+    kind = FactorPrecisionNormal
+
+
+class AutoProduct(AutoFamily):
+    """A guide in which parts of the vector are independent, each in a family of its own."""
+
+    family: ProductFamily
+
+    def _part(self, name: str) -> tuple[str, Family]:
+        """The part to which a site belongs, and its family."""
+        raise NotImplementedError
+
+    def _define_family(self, args: Any, kwargs: Any) -> None:
+        parts: dict[str, Family] = {}
+        segments: list[tuple[str, int]] = []
+        for name, shape in self._unconstrained_shapes.items():
+            part, family = self._part(name)
+            parts.setdefault(part, family)
+            segments.append((part, shape.numel()))
+        self.family.define(parts, segments)
+
+
+def part_name(prefix: str, site: str, taken: Collection[str]) -> str:
+    """A name that a parameter of a module may have, different for every site."""
+    name = f"{prefix}_{site.replace('.', '_')}"
+    while name in taken:
+        name += "_"
+    return name
+
+
+class AutoMatrixNormal(AutoProduct):
+    """Matrix-normal distributions: Gaussians whose covariance is a Kronecker product.
+
+    Each latent site whose value is a matrix (n, m), its plates counted, n and m above 1, gets
+    vec(W) ~ N(vec(M), (A A') kron (B B')): all correlations between rows and between columns for the
+    price of n^2 + m^2 numbers.  All other sites share one Gaussian.  Sites are independent of each
+    other.  Values are those of Pyro's unconstrained space; a matrix that its transform gives another
+    shape (a batch of simplices, a Cholesky factor of a correlation) counts as another site.
+
+    Made for the weight matrices of networks and of multi-output regressions, whose posterior it holds
+    exactly where noise and prior are Kronecker products too.  For a few thousand latent variables
+    :class:`AutoFullRankNormal` holds more.
+
+    Args:
+        rest: "mean_field" or "full_rank", for all sites that are not matrices.
+        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
+
+    Raises:
+        ValueError: for another ``rest``; at the first call, for a model without a matrix.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> import pyro_ngvi as ngvi
+        >>> X = torch.tensor([[1.0, 0.9], [1.0, 1.1], [1.0, 1.3]])
+        >>> def model(X, Y):
+        ...     W = pyro.sample("W", dist.Normal(0.0, 1.0).expand([2, 3]).to_event(2))
+        ...     pyro.sample("Y", dist.Normal(X @ W, 0.5).to_event(2), obs=Y)
+        >>> guide = ngvi.AutoMatrixNormal(model)
+        >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+        >>> for _ in range(400):
+        ...     loss = svi.step(X, X @ torch.tensor([[1.0, 0.0, -1.0], [0.5, 1.0, 0.0]]))
+        >>> M, A, B = guide.site_factors("W")
+        >>> rows = torch.linalg.inv(torch.eye(2) + 4 * X.T @ X).contiguous()
+        >>> bool((torch.kron(A @ A.T, B @ B.T) - torch.kron(rows, torch.eye(3))).abs().max() < 1e-3)
+        True
+    """
+
+    def __init__(self, model: Callable[..., Any], rest: str = "mean_field", **kwargs: Any) -> None:
+        check_normal(rest=rest)
+        self._rest = rest
+        #: names of the parts of the family, by the site that is a matrix
+        self.matrices: dict[str, str] = {}
         super().__init__(model, **kwargs)
 
     def make_family(self) -> Family:
-        return FactorPrecisionNormal(1 if self._rank is None else self._rank)
+        # its parts are known once the sites are
+        return ProductFamily({}, [], linear=False, curvature_form="kronecker")
 
-    def _define_family(self) -> None:
-        if self._rank is None:
-            family: Any = self.family
-            family.rank = max(1, min(self.latent_dim - 1, round(self.latent_dim**0.5)))
+    def _define_family(self, args: Any, kwargs: Any) -> None:
+        self.matrices = {}
+        sites = dict(self.prototype_trace.iter_stochastic_nodes())
+        for name, site in sites.items():
+            shape = self._unconstrained_shapes[name]
+            if len(shape) == 2 and min(shape) > 1 and shape == site["value"].shape:
+                self.matrices[name] = part_name("matrix", name, self.matrices.values())
+        if not self.matrices:
+            shapes = ", ".join(f"{n!r} {tuple(s['value'].shape)}" for n, s in sites.items())
+            raise ValueError(
+                f"AutoMatrixNormal needs a latent site that is a matrix, both dimensions above 1, and "
+                f"the model has {shapes}. Use pyro_ngvi.AutoMeanFieldNormal(model)."
+            )
+        super()._define_family(args, kwargs)
+
+    def _part(self, name: str) -> tuple[str, Family]:
+        if name in self.matrices:
+            return self.matrices[name], MatrixNormal(*self._unconstrained_shapes[name])
+        return "rest", NORMAL[self._rest]()
+
+    def site_factors(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """M (n, m), A (n, n) and B (m, m) of a site: W = M + A E B' in unconstrained space.
+
+        A A' is the covariance between rows, B B' that between columns, each known up to a factor that
+        the other takes back.  Detached from the parameters of the guide.  Only for the sites in
+        ``matrices``.
+        """
+        params = self._current()
+        own = self.family.own(self.matrices[name], params)
+        A, B = own["row_tril"].detach().tril(), own["column_tril"].detach().tril()
+        return own["loc"].detach().reshape(len(A), len(B)), A, B

@@ -4,10 +4,10 @@ A site W ~ N(loc, scale^2), entry by entry, of shape (n, m) becomes
 
     g ~ N(0, g_scale^2 I),        W = loc + scale o U(g),        U(g) = sqrt(D) S1 H diag(g) H S2,
 
-with the diagonals S1 and S2 optimised or fixed (Rossi, Marmin & Filippone 2020, NeurIPS;
-:mod:`pyro_ngvi.linalg.walsh_hadamard_matrix` has the blocks for any n and m).  With ``g_scale`` 1 and
-signs as diagonals every W_ij keeps the prior mean and variance of the site; the entries of a block are
-no longer independent: they are D numbers up to signs.
+with the diagonals S1 and S2 optimised or fixed (Rossi, Marmin & Filippone 2020, NeurIPS, "Walsh-
+Hadamard variational inference for Bayesian deep learning"); the blocks for any n and m are those of
+:mod:`pyro_ngvi.linalg.walsh_hadamard_matrix`.  With ``g_scale`` 1 and signs as diagonals every W_ij
+keeps the prior mean and variance of the site; the entries of a block are D numbers up to signs.
 
 So this is another model, with another evidence. A bound for it says nothing of the user's own
 model, and W has no density. Not for sites that need every entry to move on its own.
@@ -16,7 +16,7 @@ model, and W has no density. Not for sites that need every entry to move on its 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pyro
@@ -27,10 +27,6 @@ from torch import Tensor, nn
 from torch.distributions import Transform, constraints
 
 from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix, matrix_for
-
-__all__ = ["WalshHadamardReparam", "WalshHadamardTransform", "hold_diagonals", "normal_of"]
-
-Diagonals = Callable[[], tuple[Tensor, Tensor]]
 
 
 def normal_of(fn: Any) -> tuple[Tensor, Tensor] | None:
@@ -43,6 +39,20 @@ def normal_of(fn: Any) -> tuple[Tensor, Tensor] | None:
     return fn.loc.expand(shape), fn.scale.expand(shape)
 
 
+def hold_diagonals(module: nn.Module, suffix: str, signs: Any, train: bool) -> None:
+    """Make the diagonals parameters of ``module``, or buffers that nobody trains."""
+    for side, diagonal in zip(("left", "right"), signs, strict=True):
+        if train:
+            setattr(module, side + suffix, nn.Parameter(diagonal))
+        else:
+            module.register_buffer(side + suffix, diagonal)
+
+
+def seed_of(name: str) -> int:
+    """A seed for the signs of a site, the same in every process."""
+    return zlib.crc32(name.encode())
+
+
 class WalshHadamardTransform(Transform):
     """g (..., num_g) to W (..., *shape), the event shape of a site.
 
@@ -50,8 +60,7 @@ class WalshHadamardTransform(Transform):
     those of W: a start for g from weights as networks start.
 
     ``log_abs_det_jacobian`` is log p(g) - log p(W) with the priors of g and W: added to the log joint
-    density of a model of W it gives that of the reparameterised model, of g.  (W has no density of its
-    own: the image of g has fewer dimensions.)
+    density of a model of W it gives that of the reparameterised model, of g.
     """
 
     domain = constraints.real_vector
@@ -62,7 +71,7 @@ class WalshHadamardTransform(Transform):
         matrix: WalshHadamardMatrix,
         loc: Tensor,
         scale: Tensor,
-        diagonals: Diagonals,
+        diagonals: Callable[[], tuple[Tensor, Tensor]],
         g_scale: float = 1.0,
     ) -> None:
         super().__init__()
@@ -112,7 +121,7 @@ class WalshHadamardReparam(Reparam):
 
     Raises:
         ValueError: at a run of the model, for a site that is observed, not Gaussian, or whose event
-            shape is empty; where the parameter store holds diagonals of another shape.
+            shape is empty.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -130,73 +139,33 @@ class WalshHadamardReparam(Reparam):
     def __init__(
         self, *, g_scale: float = 1.0, shared: bool = False, train_diagonals: bool = True
     ) -> None:
-        check_g_scale(g_scale)
         self.g_scale, self.shared = float(g_scale), shared
         self.train_diagonals = train_diagonals
 
     def apply(self, msg: Any) -> Any:
         name, fn, value = msg["name"], msg["fn"], msg["value"]
-        if msg["is_observed"]:
-            raise ValueError(
-                f"The site {name!r} is observed; WalshHadamardReparam is for latent sites."
-            )
         normal = normal_of(fn)
-        if normal is None or not fn.event_shape.numel() or not fn.event_dim:
+        if msg["is_observed"] or normal is None or not fn.event_dim:
             raise ValueError(
-                f"WalshHadamardReparam is for independent normals declared as one event by "
-                f".to_event(...), and the site {name!r} is {type(fn).__name__} with batch shape "
-                f"{tuple(fn.batch_shape)} and event shape {tuple(fn.event_shape)}."
+                f"WalshHadamardReparam is for latent sites of independent normals, declared as one "
+                f"event by .to_event(...). The site {name!r} is {type(fn).__name__} with event shape "
+                f"{tuple(fn.event_shape)}, {'observed' if msg['is_observed'] else 'latent'}."
             )
         loc, scale = normal
-        transform = self._transform(name, fn.event_shape, loc, scale)
-        K = transform.matrix.num_g
-        prior = dist.Normal(loc.new_zeros(K), loc.new_full((K,), self.g_scale)).to_event(1)
+        matrix = matrix_for(fn.event_shape, self.shared)
+        diagonals: Any = matrix.signs(seed_of(name), loc)
+        if self.train_diagonals:
+            sides = zip(("left", "right"), diagonals, strict=True)
+            diagonals = tuple(pyro.param(f"{name}_{side}", start) for side, start in sides)
+        transform = WalshHadamardTransform(matrix, loc, scale, lambda: diagonals, self.g_scale)
         start = None
         if value is not None:  # of an init_loc_fn
             start = transform.inv(value)
             value._pyro_custom_init = False  # it is not lost, as Pyro would warn where W differs
-        g = pyro.sample(
-            f"{name}_g", prior.expand(fn.batch_shape), obs=start, infer={"is_observed": False}
-        )
+        zero = loc.new_zeros(matrix.num_g)
+        prior: Any = dist.Normal(zero, torch.full_like(zero, self.g_scale)).to_event(1)
+        prior = prior.expand(fn.batch_shape)
+        g = pyro.sample(f"{name}_g", prior, obs=start, infer={"is_observed": False})
         W = transform(g)
         delta = dist.Delta(W, event_dim=fn.event_dim).mask(False)
         return {"fn": delta, "value": W, "is_observed": True}
-
-    def _transform(
-        self, name: str, shape: torch.Size, loc: Tensor, scale: Tensor
-    ) -> WalshHadamardTransform:
-        matrix = matrix_for(shape, self.shared)
-        if self.train_diagonals:  # the signs are drawn at the first run only
-            left = pyro.param(f"{name}_left", lambda: matrix.signs(seed_of(name), loc)[0])
-            right = pyro.param(f"{name}_right", lambda: matrix.signs(seed_of(name), loc)[1])
-            found, needed = (left.shape, right.shape), ((matrix.rows,), matrix.right_shape)
-            if found != needed:
-                raise ValueError(
-                    f"The parameter store holds diagonals of shapes {[tuple(s) for s in found]} for "
-                    f"the site {name!r}, of another model; this site of shape {tuple(shape)} needs "
-                    f"{list(needed)}. Call pyro.clear_param_store() before, or rename the site."
-                )
-        else:
-            left, right = matrix.signs(seed_of(name), loc)
-        both = left, right
-        return WalshHadamardTransform(matrix, loc, scale, lambda: both, self.g_scale)
-
-
-def hold_diagonals(module: nn.Module, names: Iterable[str], signs: Any, train: bool) -> None:
-    """Make the diagonals parameters of ``module``, or buffers that nobody trains."""
-    for name, diagonal in zip(names, signs, strict=True):
-        if train:
-            setattr(module, name, nn.Parameter(diagonal))
-        else:
-            module.register_buffer(name, diagonal)
-
-
-def seed_of(name: str) -> int:
-    """A seed for the signs of a site, the same in every process."""
-    return zlib.crc32(name.encode())
-
-
-def check_g_scale(g_scale: float) -> None:
-    """Refuse a prior sd of g that is none."""
-    if not isinstance(g_scale, int | float) or not 0.0 < g_scale < float("inf"):
-        raise ValueError(f"g_scale must be a positive number, got {g_scale!r}.")

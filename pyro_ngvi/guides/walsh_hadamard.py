@@ -1,35 +1,57 @@
-"""The guides that make the weight matrices of a model from few Gaussian numbers.
-
-Rossi, Marmin & Filippone (2020, NeurIPS), "Walsh-Hadamard variational inference for Bayesian deep
-learning"; the equations are in :mod:`pyro_ngvi.guides.reparam`.
-"""
+"""The guides that make the weight matrices of a model from few numbers, by :mod:`.reparam`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
+from pyro import poutine
+from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor
-from torch.distributions import AffineTransform, Transform
+from torch.distributions import AffineTransform, Transform, biject_to, constraints
 
 from ..families import FullRankNormal, MeanFieldNormal, ProductFamily, WalshHadamardNormal
 from ..families.base import Family, Tensors
 from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix, matrix_for
+from ..runtime.density import feasible_value
 from ..runtime.pyro_adapter import model_as_given
-from ._walsh_hadamard_sites import Stub, check_priors, choose_sites, start_within_memory
-from .base import AutoFamily
-from .initialization import check_position, init_to_center
-from .parts import NORMAL, check_normal, factor, part_name, place
-from .reparam import WalshHadamardTransform, check_g_scale, hold_diagonals, normal_of, seed_of
-
-__all__ = ["AutoProperWalshHadamard", "AutoWalshHadamard"]
+from .marginals import factor, place
+from .normal import NORMAL, AutoProduct, check_normal, part_name
+from .reparam import WalshHadamardTransform, hold_diagonals, normal_of, seed_of
 
 
-class _WalshHadamardGuide(AutoFamily):
+class _Support(constraints.Constraint):
+    """Of a site in the guide's own copy of the model's trace: where its values come from."""
+
+    def __init__(self, transform: Any) -> None:
+        self.transform, self.event_dim = transform, transform.codomain.event_dim
+
+    def check(self, value: Tensor) -> Tensor:
+        return torch.isfinite(value).flatten(-self.event_dim).all(-1)
+
+
+@biject_to.register(_Support)
+def _to_support(support: _Support) -> Transform:
+    return support.transform
+
+
+class _Stub:
+    """What autoguides read of the distribution of a site: its support, and how long an event is."""
+
+    def __init__(self, transform: Transform, shape: torch.Size) -> None:
+        self.support, self._shape = _Support(transform), shape
+        self.event_dim = self.support.event_dim
+
+    def shape(self) -> torch.Size:
+        return self._shape
+
+
+class _WalshHadamardGuide(AutoProduct):
     """What the guides below share: their sites, and that each of these has a part of q to itself."""
 
+    starts = ()
     #: whether the diagonals are trained, by ``others``
     _train_diagonals = False
 
@@ -43,65 +65,63 @@ class _WalshHadamardGuide(AutoFamily):
         shared: bool = False,
         **kwargs: Any,
     ) -> None:
-        name = type(self).__name__
-        check_position(self, "sites", sites)
-        check_normal("g", g)
-        check_normal("rest", rest)
-        if isinstance(sites, str):
-            raise ValueError(f"sites must be a list of names, got the string {sites!r}.")
-        if kwargs.get("init") is not None:
-            raise ValueError(f"{name} has no init; start it by init_loc_fn.")
-        if sites is not None and not list(sites):
-            raise ValueError(
-                "sites is empty, so nothing would be made of g. Name some, leave sites out, or use "
-                "pyro_ngvi.AutoMeanFieldNormal(model)."
-            )
+        check_normal(g=g, rest=rest)
         self._sites = None if sites is None else list(sites)
         self._g, self._rest, self._shared = g, rest, shared
-        #: names of the parts of the family, by the site that is made of g
+        #: names of the parts of the family, and the blocks, by the site that is made of g
         self.parts: dict[str, str] = {}
-        self._blocks: dict[str, WalshHadamardMatrix] = {}
-        start = kwargs.pop("init_loc_fn", init_to_center)
-        super().__init__(model, init_loc_fn=start_within_memory(name, start), **kwargs)
+        self.matrices: dict[str, WalshHadamardMatrix] = {}
+        super().__init__(model, **kwargs)
 
     def make_family(self) -> Family:
         return ProductFamily({}, [], linear=False)  # its parts are known once the sites are
 
-    @property
-    def matrices(self) -> dict[str, WalshHadamardMatrix]:
-        """The blocks of each reparameterised site, by name."""
-        self._require_setup()
-        return dict(self._blocks)
-
     def _transform(self, name: str) -> Any:
-        prototype: Any = self.prototype_trace
-        return prototype.nodes[name]["fn"].support.transform
+        return self.prototype_trace.nodes[name]["fn"].support.transform
 
-    def _setup_latents(self, *args: Any, **kwargs: Any) -> None:
-        super()._setup_latents(*args, **kwargs)
-        prototype: Any = self.prototype_trace
-        chosen = choose_sites(type(self).__name__, prototype, self._sites)
-        self._check_priors(chosen, args, kwargs)
-        self.parts, self._blocks = {}, {}
-        for name in chosen:
-            site, normal = prototype.nodes[name], normal_of(prototype.nodes[name]["fn"])
-            assert normal is not None
-            loc, scale = (x.detach() for x in normal)
+    @torch.no_grad()
+    def _define_family(self, args: Any, kwargs: Any) -> None:
+        self.parts, self.matrices = {}, {}
+        for name, (loc, scale) in self._chosen(args, kwargs).items():
             part = self.parts[name] = part_name("g", name, self.parts.values())
-            matrix = self._blocks[name] = matrix_for(loc.shape, self._shared)
+            matrix = self.matrices[name] = matrix_for(loc.shape, self._shared)
             signs = matrix.signs(seed_of(name), loc)
-            hold_diagonals(self, (f"left_{part}", f"right_{part}"), signs, self._train_diagonals)
-            transform: Any = self._make_transform(matrix, loc, scale, part)
-            site["fn"] = Stub(transform, site["value"].shape)
+            hold_diagonals(self, f"_{part}", signs, self._train_diagonals)
+            transform: Any = self._make_transform(name, loc.detach(), scale.detach())
+            site = self.prototype_trace.nodes[name]
+            site["fn"] = _Stub(transform, site["value"].shape)
             self._unconstrained_shapes[name] = transform.inv(site["value"]).shape
         self.latent_dim = sum(shape.numel() for shape in self._unconstrained_shapes.values())
+        if isinstance(self.family, ProductFamily):
+            super()._define_family(args, kwargs)
 
-    def _check_priors(self, chosen: list[str], args: Any, kwargs: Any) -> None:
-        """Refuse priors of the ``chosen`` sites that the guide would not follow."""
+    def _chosen(self, args: Any, kwargs: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        """loc and scale of the sites to reparameterise, by name."""
+        kind, sites = type(self).__name__, dict(self.prototype_trace.iter_stochastic_nodes())
+        shapes = ", ".join(f"{n!r} {tuple(site['value'].shape)}" for n, site in sites.items())
+        normals: dict[str, Any] = {name: normal_of(site["fn"]) for name, site in sites.items()}
+        names = self._sites
+        if names is None:
+            events = {n: s["fn"].event_shape for n, s in sites.items() if not s["cond_indep_stack"]}
+            matrices = [name for name, shape in events.items() if len(shape) == 2]
+            hidden = matrices[:-1] if len(matrices) > 1 else matrices
+            names = [name for name in hidden if min(events[name]) > 1 and normals[name]]
+        if not names:
+            raise ValueError(
+                f"{kind} found no Gaussian matrix, declared by .to_event(2), to reparameterise, the "
+                f"last one left out: {shapes}. Name some by sites=[...], or use "
+                f"pyro_ngvi.AutoMeanFieldNormal(model)."
+            )
+        for name in names:
+            if not normals.get(name) or not _is_plain_event(sites[name]):
+                raise ValueError(
+                    f"{kind}: {name!r} is no latent site of independent normals, declared as one event "
+                    f"by .to_event(...) outside of plates, neither scaled nor masked. The model has "
+                    f"{shapes}."
+                )
+        return {name: normals[name] for name in sites if name in names}
 
-    def _make_transform(
-        self, matrix: WalshHadamardMatrix, loc: Tensor, scale: Tensor, part: str
-    ) -> Transform:
+    def _make_transform(self, name: str, loc: Tensor, scale: Tensor) -> Transform:
         """From what the family draws for a site to its value."""
         raise NotImplementedError
 
@@ -110,46 +130,23 @@ class _WalshHadamardGuide(AutoFamily):
         held: Any = {**self._parameters, **self._buffers}
         return held[f"left_{part}"], held[f"right_{part}"]
 
-    def _define_family(self) -> None:
-        if not isinstance(self.family, ProductFamily):
-            return
-        parts: dict[str, Family] = {}
-        segments: list[tuple[str, int]] = []
-        for name, shape in self._unconstrained_shapes.items():
-            part = self.parts.get(name, "rest")
-            if name in self.parts:
-                parts[part] = self._family_of(name)
-            elif part not in parts:
-                parts[part] = NORMAL[self._rest]()
-            segments.append((part, shape.numel()))
-        self.family.define(parts, segments)
-
-    def _family_of(self, name: str) -> Family:
-        """The part of q for a site."""
-        return NORMAL[self._g]()
+    def _part(self, name: str) -> tuple[str, Family]:
+        if name not in self.parts:
+            return "rest", NORMAL[self._rest]()
+        return self.parts[name], NORMAL[self._g]()
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         moved = super()._apply(fn, *args, **kwargs)
-        prototype: Any = self.prototype_trace
         for name in self.parts:
-            transform, site = self._transform(name), prototype.nodes[name]
+            transform, site = self._transform(name), self.prototype_trace.nodes[name]
             transform.loc, transform.scale = fn(transform.loc), fn(transform.scale)
             site["value"] = fn(site["value"])  # whose shape in g a loss asks the transform for
         return moved
 
     def site_moments(self, name: str) -> tuple[Tensor, Tensor]:
-        """Mean and sd of every entry of a reparameterised site under q, in the shape of the site.
-
-        Raises:
-            ValueError: when the site is not one of those in ``matrices``.
-        """
-        self._require_setup()
-        if name not in self.parts:
-            raise ValueError(
-                f"The guide makes no site {name!r} of g; it makes {', '.join(map(repr, self.parts))}."
-            )
-        transform, shapes = self._transform(name), self._unconstrained_shapes
-        found = factor(self.family, self._current(), place(shapes, name))
+        """Mean and sd of every entry of a site in ``matrices`` under q, in the shape of the site."""
+        params, shapes = self._current(), self._unconstrained_shapes
+        transform, found = self._transform(name), factor(self.family, params, place(shapes, name))
         assert found is not None  # a site is independent of the rest
         family, own = found
         mean = transform(family.mean(own).view(shapes[name]))
@@ -166,6 +163,12 @@ class _WalshHadamardGuide(AutoFamily):
         return mean + sd * torch.special.ndtri(levels).reshape(-1, *(1 for _ in mean.shape))
 
 
+def _is_plain_event(site: Any) -> bool:
+    """Whether all dimensions of a site are one event, outside of plates, scales and masks."""
+    plain = not site["cond_indep_stack"] and site["scale"] == 1.0 and site["mask"] is None
+    return plain and 0 < site["value"].dim() == site["fn"].event_dim
+
+
 class AutoWalshHadamard(_WalshHadamardGuide):
     r"""Weight matrices W = loc + scale o sqrt(D) S1 H diag(g) H S2 with a Gaussian g.
 
@@ -180,26 +183,24 @@ class AutoWalshHadamard(_WalshHadamardGuide):
     parts it is for NGVB, IFVB and AIFVB.  While diagonals are trained, the guide holds the last iterate
     and not the average that NGVB would make: the past's g does not fit today's diagonals.
 
-    **The objective** is the bound of the reparameterised model, not of yours: the KL term is that
-    between q(g) and p(g) = N(0, g_scale^2 I), for W, a linear image of fewer dimensions, has no density
-    (:mod:`pyro_ngvi.guides.reparam`).  The guide still goes with the model as it is written: its site W
-    carries log p(W) - log p(g) in its log density, which puts p(g) in the place of p(W) in every ELBO.
-    So do not compare this ELBO with those of other guides; compare predictions.
+    **The objective** is the bound of the reparameterised model, not of yours: the KL term is that of
+    q(g) and p(g) = N(0, g_scale^2 I), for W, a linear image of fewer dimensions, has no density.  The
+    guide still goes with the model as it is written: its site W carries log p(W) - log p(g) in its
+    log density, which puts p(g) in the place of p(W) in every ELBO.  So do not compare this ELBO with
+    those of other guides; compare predictions.  :class:`AutoProperWalshHadamard` bounds the evidence
+    of your own model.
 
-    So scale and mask of such a site have to be the same in model and guide: ``poutine.scale``
-    around the model alone leaves a share of log p(W) behind, without bound. ``BatchedELBO`` refuses
-    that at its first call, Pyro's losses do not. To weigh the KL term use
-    ``BatchedELBO(kl_weight=...)``.
-
+    Scale and mask of such a site have to be the same in model and guide: ``poutine.scale`` around the
+    model alone leaves a share of log p(W) behind, without bound. ``BatchedELBO`` refuses that at its
+    first call, Pyro's losses do not. To weigh the KL term use ``BatchedELBO(kl_weight=...)``.
     The prior of a chosen site has to be the same at every call, which is not checked, and may not
     depend on other latent sites or have trained parameters: use
     :class:`~pyro_ngvi.nn.WalshHadamardReparam` with ``poutine.reparam`` for these.
 
-    :class:`AutoProperWalshHadamard` bounds the evidence of your own model.
-
-    For a few hundred weights :class:`AutoMatrixNormal` or :class:`AutoFullRankNormal` fit better;
-    this is for layers so wide that n m numbers are too many, or that mean-field guides drive to the
-    prior.
+    Not for a few hundred weights, which :class:`AutoMatrixNormal` or :class:`AutoFullRankNormal` fit
+    better, but for layers so wide that n m numbers are too many, or that mean-field guides drive to
+    the prior.  Every draw of W is made: for matrices beyond memory take
+    :class:`~pyro_ngvi.nn.WalshHadamardLinear`, which never makes them.
 
     Args:
         sites: names of the sites to reparameterise, of any shape with at least one dimension (vectors
@@ -211,21 +212,18 @@ class AutoWalshHadamard(_WalshHadamardGuide):
         shared: one g for all blocks of a site that has more rows than D, the power of two from its
             columns on.
         train_diagonals: ``False`` keeps S1 and S2 at their random signs, a function of the site's name.
-        proper: ``True`` makes an :class:`AutoProperWalshHadamard`.
+        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises; there is no
+            ``init``.
 
     g starts at the matrix nearest to the starting value of W, made as long: start networks at the
     weights of a module (``init_loc_fn=model.init_to_module``) or at draws of the prior
     (``init_loc_fn=pyro.infer.autoguide.init_to_sample``).  At zero, the default start, hidden
     layers get a gradient from the noise of q alone.
 
-    See :class:`~pyro_ngvi.guides.base.AutoFamily` for the other arguments and errors; ``init="map"`` is
-    not for this guide.
-
     Raises:
-        ValueError: for arguments that do not go together; at the first call, for a named site that
-            does not exist, has no dimension or entries, is in a plate, scaled or masked, or whose prior
-            is not Gaussian, is trained or depends on other latent sites; for a site of more than 2^30
-            entries, since every draw of W is made; when nothing is named and there is no such matrix.
+        ValueError: at the first call, for a named site that does not exist, has no dimension, is in a
+            plate, scaled or masked, or whose prior is not Gaussian, is trained or depends on other
+            latent sites; when nothing is named and there is no such matrix.
 
     Example:
         >>> import pyro, torch
@@ -242,28 +240,19 @@ class AutoWalshHadamard(_WalshHadamardGuide):
         (64, torch.Size([64, 4]))
     """
 
-    def __new__(cls, *args: Any, proper: bool = False, **kwargs: Any) -> Self:
-        made: Any = AutoProperWalshHadamard(*args, **kwargs) if proper else super().__new__(cls)
-        return made
-
     def __init__(
         self,
         model: Callable[..., Any],
         sites: Sequence[str] | None = None,
         *,
-        g: str = "mean_field",
-        rest: str = "mean_field",
         g_scale: float = 1.0,
-        shared: bool = False,
         train_diagonals: bool = True,
-        proper: bool = False,
         **kwargs: Any,
     ) -> None:
-        check_g_scale(g_scale)
         self._g_scale, self._train_diagonals = float(g_scale), train_diagonals
         # an average of g over the past would not belong to the diagonals of today
         self.holds_average = not train_diagonals
-        super().__init__(model, sites, g=g, rest=rest, shared=shared, **kwargs)
+        super().__init__(model, sites, **kwargs)
 
     def make_family(self) -> Family:
         if self._g == self._rest == "mean_field":
@@ -275,21 +264,32 @@ class AutoWalshHadamard(_WalshHadamardGuide):
         """The sites whose prior in the model gives way to that of g."""
         return tuple(self.parts)
 
-    def _check_priors(self, chosen: list[str], args: Any, kwargs: Any) -> None:
-        check_priors(self.prototype_trace, model_as_given(self), chosen, args, kwargs)
+    def _chosen(self, args: Any, kwargs: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        chosen, nodes = super()._chosen(args, kwargs), self.prototype_trace.nodes
 
-    def _make_transform(
-        self, matrix: WalshHadamardMatrix, loc: Tensor, scale: Tensor, part: str
-    ) -> Transform:
-        diagonals = partial(self._diagonals, part)
-        return WalshHadamardTransform(matrix, loc, scale, diagonals, self._g_scale)
+        def moved(site: Any) -> Tensor:
+            if site["name"] not in nodes:
+                return feasible_value(site)
+            transform = biject_to(site["fn"].support)
+            return transform(transform.inv(nodes[site["name"]]["value"]) + 0.37)
 
-    def _current(self) -> Tensors:
-        if self._train_diagonals:
-            for part in self.parts.values():  # attribute access registers them with Pyro
-                for side in ("left", "right"):
-                    getattr(self, f"{side}_{part}")
-        return super()._current()
+        model = InitMessenger(moved)(model_as_given(self))
+        with poutine.block(), torch.enable_grad():
+            other: Any = poutine.trace(model).get_trace(*args, **kwargs)
+        for name, before in chosen.items():
+            after = normal_of(other.nodes[name]["fn"])
+            same = after is not None and all(map(torch.equal, before, after))
+            if not same or any(x.requires_grad for x in after or ()):
+                raise ValueError(
+                    f"AutoWalshHadamard: the prior of {name!r} is trained or depends on other latent "
+                    f"sites, which it does not follow. Use poutine.reparam(model, {{{name!r}: "
+                    f"pyro_ngvi.nn.WalshHadamardReparam()}}), or AutoProperWalshHadamard(model)."
+                )
+        return chosen
+
+    def _make_transform(self, name: str, loc: Tensor, scale: Tensor) -> Transform:
+        diagonals = partial(self._diagonals, self.parts[name])
+        return WalshHadamardTransform(self.matrices[name], loc, scale, diagonals, self._g_scale)
 
     def _stddev(self, transform: Any, family: Family, own: Tensors) -> Tensor:
         full = isinstance(family, FullRankNormal)
@@ -309,10 +309,7 @@ class AutoProperWalshHadamard(_WalshHadamardGuide):
     other latent sites: loc and scale stay those of the first.
 
     Args:
-        sites, g, rest, shared: as for :class:`AutoWalshHadamard`, where the start is told too.
-
-    See :class:`~pyro_ngvi.guides.base.AutoFamily` for the other arguments and errors; ``init="map"`` is
-    not for this guide.
+        sites, g, rest, shared, kwargs: as for :class:`AutoWalshHadamard`, where the start is told too.
 
     Example:
         >>> import torch, pyro, pyro.distributions as dist
@@ -324,14 +321,15 @@ class AutoProperWalshHadamard(_WalshHadamardGuide):
         (torch.Size([8, 4]), torch.Size([32]), torch.Size([8]))
     """
 
-    def _make_transform(
-        self, matrix: WalshHadamardMatrix, loc: Tensor, scale: Tensor, part: str
-    ) -> Transform:
+    def _make_transform(self, name: str, loc: Tensor, scale: Tensor) -> Transform:
         return AffineTransform(loc, scale, event_dim=loc.dim())
 
-    def _family_of(self, name: str) -> Family:
-        signs = partial(self._diagonals, self.parts[name])
-        return WalshHadamardNormal(self._blocks[name], signs, super()._family_of(name))
+    def _part(self, name: str) -> tuple[str, Family]:
+        part, family = super()._part(name)
+        if name in self.parts:
+            signs = partial(self._diagonals, part)
+            family = WalshHadamardNormal(self.matrices[name], signs, family)
+        return part, family
 
     def _stddev(self, transform: Any, family: Family, own: Tensors) -> Tensor:
         return transform.scale * family.stddev(own).view(transform.loc.shape)

@@ -24,32 +24,31 @@ from torch import Tensor
 from ..curvature.estimator import CurvatureEstimator
 from ..curvature.kinds import ESTIMATORS, READ_OFF
 from ..curvature.record import leave_curvature
-from ..guides.base import AutoFamily, find_blocks
+from ..guides.base import AutoFamily
 from ..linalg.host import outside_autocast, own_random_state
+from ..optim.host import find_blocks
 from ..runtime.checks import (
+    LatentSupports,
+    LaterData,
     check_guide,
-    check_guide_of_this_model,
-    check_model,
     check_replaced_priors,
     check_values,
     check_whole_plates,
-    sum_log_prob,
 )
-from ..runtime.density import site_log_prob
-from ..runtime.layout import LatentLayout
-from ..runtime.summed_out import summed_out
-from ..runtime.support import LatentSupports, LaterData
-from ..runtime.vmap import (
-    Conditioned,
-    Minibatches,
+from ..runtime.density import (
+    LatentLayout,
     Sites,
+    check_guide_of_this_model,
+    check_model,
     is_auxiliary,
     is_latent,
     is_minibatch,
-    run_both,
-    run_plainly,
+    site_log_prob,
+    sum_log_prob,
 )
-from ..runtime.whole_gradients import whole_gradients
+from ..runtime.run import Conditioned, Minibatches, run_both, run_plainly
+from ..runtime.store import whole_gradients
+from ..runtime.summed_out import summed_out
 from .guide_checks import check_all_have_scores, check_guide_takes_curvature, check_unscaled
 from .joint import is_joint, posterior_of
 from .loop import Runs

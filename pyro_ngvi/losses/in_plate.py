@@ -9,8 +9,8 @@ import pyro
 import torch
 from torch import Tensor
 
-from ..runtime.density import site_log_prob, with_density
-from ..runtime.vmap import Conditioned, Minibatches, at_particle, free_dim, look, sum_per_particle
+from ..runtime.density import free_dim, site_log_prob, sum_per_particle, with_density
+from ..runtime.run import Conditioned, Minibatches, at_particle, look
 
 __all__ = ["InPlate", "alike"]
 

@@ -9,8 +9,7 @@ from typing import Any
 import pyro
 import torch
 
-from ..runtime.vmap import at_particle, look, run_in_loop, run_particles
-from ..runtime.vmap_error import CannotBatch
+from ..runtime.run import CannotBatch, at_particle, look, run_in_loop, run_particles
 from .in_plate import InPlate, alike
 
 __all__ = ["Runs"]

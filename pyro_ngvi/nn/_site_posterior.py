@@ -1,8 +1,5 @@
 """The factor of a guide that is the distribution of one site, where the guide has such a factor."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -14,9 +11,7 @@ from torch.distributions import biject_to
 from ..families import MeanFieldNormal
 from ..families.base import LOG_2PI, Family, Tensors
 from ..guides.base import AutoFamily
-from ..guides.parts import factor, place
-
-__all__ = ["NoFactor", "SitePosterior", "SitePosteriors"]
+from ..guides.marginals import factor, place
 
 
 class NoFactor(ValueError):
@@ -50,10 +45,7 @@ class SitePosterior:
 
 
 class SitePosteriors:
-    """q of each site of a guide, as it is at one step.
-
-    ``caller`` is what errors call the function that needs it.
-    """
+    """q of each site of a guide, as it is at one step; ``caller`` is what needs it, for errors."""
 
     def __init__(self, guide: AutoGuide, caller: str) -> None:
         self.guide, self.caller = guide, caller
@@ -67,16 +59,23 @@ class SitePosteriors:
 
     def _find(self, name: str) -> SitePosterior:
         known: list[str] = []
-        for guide in _parts(self.guide):
-            sites = dict(guide.prototype_trace.iter_stochastic_nodes())
+        for guide in self.guide.modules():
+            trace: Any = getattr(guide, "prototype_trace", None)
+            if (
+                trace is None
+                or not isinstance(guide, AutoGuide)
+                or isinstance(guide, AutoGuideList)
+            ):
+                continue
+            sites = dict(trace.iter_stochastic_nodes())
             if name in sites:
                 return self._of(guide, name, sites)
             known += sites
         kind = type(self.guide).__name__
         if not known:
             raise RuntimeError(
-                f"The guide of {self.caller}, {kind}, was never called, though a guide gives the value "
-                f"of {name!r}. Hand the same guide to SVI."
+                f"The guide of {self.caller}, {kind}, was never called, though a guide gives the "
+                f"value of {name!r}. Hand the same guide to SVI."
             )
         raise ValueError(
             f"The guide of {self.caller}, {kind}, has no site {name!r}; it has "
@@ -87,41 +86,31 @@ class SitePosteriors:
         site, value = sites[name], sites[name]["value"]
         if biject_to(site["fn"].support)(value) is not value or site["cond_indep_stack"]:
             raise NoFactor(
-                f"The site {name!r} is constrained or in a plate; {self.caller} takes a real vector "
-                f"outside of plates."
+                f"The site {name!r} is constrained or in a plate; {self.caller} takes a real "
+                f"vector outside of plates."
             )
         if isinstance(guide, AutoNormal):
-            loc, scale = (attrgetter(name)(module) for module in (guide.locs, guide.scales))
-            return _normal(loc, scale)
-        if isinstance(guide, AutoDiagonalNormal):
-            own = place(guide._unconstrained_shapes, name)
-            scale: Any = guide.scale
-            return _normal(guide.loc[own], scale[own])
-        if not isinstance(guide, AutoFamily):
+            return _normal(*(attrgetter(name)(part) for part in (guide.locs, guide.scales)))
+        if not isinstance(guide, AutoFamily | AutoDiagonalNormal):
             raise NoFactor(
                 f"{self.caller} cannot draw {name!r} alone from {type(guide).__name__}. Use "
                 f"pyro_ngvi.AutoMeanFieldNormal(model), or Pyro's AutoNormal or AutoDiagonalNormal."
             )
+        own = place(guide._unconstrained_shapes, name)
+        if isinstance(guide, AutoDiagonalNormal):
+            scale: Any = guide.scale
+            return _normal(guide.loc[own], scale[own])
         if id(guide) not in self._joint:
             self._joint[id(guide)] = guide.sampling_posterior()
         q = self._joint[id(guide)]
-        own = place(guide._unconstrained_shapes, name)
         found = factor(q.family, q.params, own, alone=len(sites) == 1)
         if found is None:
             raise NoFactor(
-                f"{type(guide).__name__} correlates {name!r} with other sites, which draws of it alone "
-                f"would lose. Use pyro_ngvi.AutoMeanFieldNormal(model), or an AutoGuideList in which a "
-                f"guide has no other site."
+                f"{type(guide).__name__} correlates {name!r} with other sites, which draws of it "
+                f"alone would lose. Use pyro_ngvi.AutoMeanFieldNormal(model), or an AutoGuideList "
+                f"in which a guide has no other site."
             )
         return SitePosterior(*found, guide.sticking_the_landing)
-
-
-def _parts(guide: AutoGuide) -> Iterator[Any]:
-    """The guides within a guide that know their sites."""
-    for module in guide.modules():
-        known = getattr(module, "prototype_trace", None) is not None
-        if known and isinstance(module, AutoGuide) and not isinstance(module, AutoGuideList):
-            yield module
 
 
 def _normal(loc: Tensor, scale: Tensor) -> SitePosterior:

@@ -4,24 +4,14 @@ For a module f with weights w, priors p_j, N examples and a minibatch of M of th
 
     log p(y, w)  ~  sum_j log p_j(w_j) + N/M sum_{i in minibatch} log p(y_i | f(x_i; w)).
 
-The factor N/M comes from ``pyro.plate("data", size=N, subsample=...)`` around the M examples that the
-caller passes. Of the three idioms that give the same gradients:
-
-* ``plate(size=N, subsample_size=M)`` draws indices that nobody uses, N random numbers a step;
-* ``poutine.scale(scale=N / M)`` around a plate of size M hides from every reader of the trace that the
-  data are a minibatch: ``to_arviz`` and ``khat`` would judge q by an estimate from M examples;
-* ``plate(size=N, subsample=index)``, taken here, draws nothing, follows M from step to step, and
-  tells N and M to ``to_arviz``, which then refuses.  The index of a minibatch is -1, not known, unless
-  the caller passes one.
-
-The last minibatch of an epoch is smaller and gets a larger scale, N over its own size. That is
-unbiased when the loader shuffles, since it is a random subset like the others.
+The factor N/M comes from ``pyro.plate("data", size=N, subsample=index)`` around the M examples that the
+caller passes, with an index of -1, not known, unless the caller passes one. So the plate draws nothing,
+follows M from step to step, and tells N and M to ``to_arviz`` and ``khat``, which then refuse. The last
+minibatch of an epoch is smaller and gets a larger scale: unbiased when the loader shuffles.
 
 Not for modules whose output for one example depends on the others in the batch, or on random numbers:
-see :mod:`pyro_ngvi.nn._refuse`.
+see :mod:`pyro_ngvi.nn.weights`.
 """
-
-from __future__ import annotations
 
 import copy
 import inspect
@@ -30,17 +20,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import pyro
+import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
-from ..guides.initialization import init_to_center
+from ..guides.start import init_to_center
 from ..linalg.host import host_bool
-from . import _refuse
-from ._vectorized import run_vectorized
-from .likelihoods import make_likelihood
-from .priors import Prior, choose_prior, normal_prior, prior_from
-
-__all__ = ["BayesianModule", "bayesianize"]
+from .weights import (
+    REFUSED,
+    Prior,
+    Sampled,
+    broadcasts_to,
+    choose_prior,
+    over_rows,
+    prior_from,
+    refuse,
+    refuse_change,
+    refuse_other_than_pyro,
+    run_vectorized,
+    sd_or_function,
+)
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -49,10 +48,10 @@ def bayesianize(
     module: nn.Module,
     likelihood: str | Callable[[Tensor], Any],
     *,
-    num_data: int | None = None,
+    num_data: int,
     prior: Prior | Mapping[str, Prior] = 1.0,
     noise: float | Callable[[], Any] | None = None,
-) -> BayesianModule:
+) -> "BayesianModule":
     r"""A Pyro model ``model(x, y=None)`` in which the parameters of a module are latent.
 
     Every parameter becomes a sample site with its dotted name, its shape as event shape, and a
@@ -80,7 +79,7 @@ def bayesianize(
             a distribution of ``y`` whose batch shape starts with M. The function is called outside
             the plate and may sample global latents of its own. For "bernoulli" and "normal" an
             output (M, 1) counts as (M,).
-        num_data: N, the number of examples that the minibatches come from.
+        num_data: N, the number of examples that the minibatches come from: ``len(dataset)``.
         prior: the sd of a centred normal, or a function ``prior(name, parameter)`` that returns a
             distribution, a scalar one for independent entries; it is called at every run and may
             sample hyperparameters (one that it samples under the same name for several parameters is
@@ -91,11 +90,9 @@ def bayesianize(
             default ``HalfCauchy(1)``.
 
     Raises:
-        TypeError: when ``module`` is no module.
-        ValueError: for a missing ``num_data``, a module without parameters to sample or with
-            complex ones, a parameter without prior, names that collide, and modules that
-            :mod:`pyro_ngvi.nn._refuse` lists. When called: for a minibatch larger than ``num_data``,
-            and for shapes that do not fit.
+        ValueError: for a module without parameters to sample, a parameter without prior, and modules
+            that :mod:`pyro_ngvi.nn.weights` lists. When called: for a minibatch larger than
+            ``num_data``, and for shapes that do not fit.
 
     Example:
         >>> import torch
@@ -112,7 +109,7 @@ def bayesianize(
         >>> ngvi.nn.predict(model, guide, x, y, num_samples=50).mean.shape
         torch.Size([20, 3])
     """
-    return BayesianModule(module, likelihood, num_data=num_data, prior=prior, noise=noise)
+    return BayesianModule(module, likelihood, num_data, prior, noise)
 
 
 def inputs_of(x: Any, module: nn.Module) -> tuple[Any, ...]:
@@ -148,29 +145,60 @@ class BayesianModule(nn.Module):
         self,
         module: nn.Module,
         likelihood: str | Callable[[Tensor], Any],
-        *,
-        num_data: int | None = None,
-        prior: Prior | Mapping[str, Prior] = 1.0,
-        noise: float | Callable[[], Any] | None = None,
+        num_data: int,
+        prior: Prior | Mapping[str, Prior],
+        noise: float | Callable[[], Any] | None,
     ) -> None:
         super().__init__()
-        _refuse.refuse_module(module)
-        self.num_data = _refuse.checked_num_data(num_data)
-        self.likelihood = make_likelihood(likelihood, noise)
+        refuse(module.named_modules())
+        if not callable(likelihood) and likelihood not in ("categorical", "bernoulli", "normal"):
+            raise ValueError(
+                f'likelihood is {likelihood!r}; it must be "categorical", "bernoulli", "normal" or a '
+                f"function from the output of the module to a distribution."
+            )
+        if noise is not None:
+            if likelihood != "normal":
+                raise ValueError(
+                    f'noise belongs to likelihood="normal"; here it is {likelihood!r}.'
+                )
+            noise = sd_or_function(noise, "noise", "lambda: dist.HalfNormal(1.0)")
+        self.num_data, self.likelihood, self.noise = int(num_data), likelihood, noise
+        self._called = getattr(likelihood, "__name__", str(likelihood))
         self.module = copy.deepcopy(module)
         named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        reserved = {"y": "the observed site", "data": "the plate of the data"}
-        reserved |= {site: "a site of the likelihood" for site in self.likelihood.sites}
-        _refuse.refuse_names(named, reserved)
+        if not named:
+            raise ValueError(
+                f"{type(module).__name__} has no parameter to sample: none requires a gradient."
+            )
         self._priors = {name: choose_prior(prior, name) for name in named}
-        self._dims = {name: p.dim() for name, p in named.items()}
-        self._watched = _refuse.to_watch(self.module)
-        self._sites = self._make_sites()
+        kinds = tuple(kind for kinds, _, _ in REFUSED for kind in kinds)
+        # train() and eval() may change what they do
+        self._watched = [m for m in self.module.named_modules() if isinstance(m[1], kinds)]
+        self._normals = self._make_normals()
+
+    def _make_normals(self) -> dict[str, Any]:
+        """The priors that are the same at every run.
+
+        Not made at the first run, which may be under ``torch.func`` transforms or inference mode,
+        where tensors are not ones to keep, nor can validation branch on values.
+        """
+        made = {}
+        for name, sd in self._priors.items():
+            if not callable(sd):
+                p = self.module.get_parameter(name)
+                base: Any = dist.Normal(p.new_zeros(()), p.new_full((), sd), validate_args=False)
+                made[name] = base.expand(p.shape).to_event(p.dim())
+        return made
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        super()._apply(fn, *args, **kwargs)
+        self._normals = self._make_normals()  # .to() changes device or dtype
+        return self
 
     @property
     def sites(self) -> dict[str, torch.Size]:
         """The sampled parameters: name and shape."""
-        return {name: self.module.get_parameter(name).shape for name in self._dims}
+        return {name: self.module.get_parameter(name).shape for name in self._priors}
 
     def forward(self, x: Any, y: Tensor | None = None, index: Tensor | None = None) -> Tensor:
         """Sample the weights, and ``y`` unless it is given; the output of the module.
@@ -184,28 +212,23 @@ class BayesianModule(nn.Module):
             y = self.observed(fn, y)
             if num > self.num_data:
                 raise ValueError(
-                    f"The minibatch has {num} examples, but num_data is {self.num_data}: it must be "
-                    f"the size of the whole training set, len(dataset)."
+                    f"The minibatch has {num} examples, but num_data is {self.num_data}: it must "
+                    f"be the size of the whole training set, len(dataset)."
                 )
-        with pyro.plate(
-            "data", max(self.num_data, num), subsample=self._numbers(index, num, output)
-        ):
+        if index is None:  # nobody but AutoSites asks
+            index = torch.arange(num, device=output.device)
+            index = index if num >= self.num_data else torch.full_like(index, -1)
+        else:
+            index = torch.as_tensor(index, device=output.device)
+            within = host_bool(((index >= 0) & (index < self.num_data)).all())
+            if index.shape != (num,) or index.is_floating_point() or within is False:
+                raise ValueError(
+                    f"index is of shape {tuple(index.shape)} and dtype {index.dtype}; it must hold "
+                    f"the number, from 0 to {self.num_data - 1}, of each of the {num} examples."
+                )
+        with pyro.plate("data", max(self.num_data, num), subsample=index):
             pyro.sample("y", fn, obs=y)
         return output
-
-    def _numbers(self, index: Any, num: int, output: Tensor) -> Tensor:
-        """The numbers (num,) of the examples; -1, not known, for those of a minibatch without any."""
-        if index is None:  # nobody but AutoSites asks
-            all_here = torch.arange(num, device=output.device)
-            return all_here if num >= self.num_data else torch.full_like(all_here, -1)
-        index = torch.as_tensor(index, device=output.device)
-        within = host_bool(((index >= 0) & (index < self.num_data)).all())
-        if index.shape != (num,) or index.is_floating_point() or within is False:
-            raise ValueError(
-                f"index is of shape {tuple(index.shape)} and dtype {index.dtype}; it must hold the "
-                f"number, from 0 to {self.num_data - 1}, of each of the {num} examples."
-            )
-        return index
 
     def distribution(self, x: Any) -> Any:
         """Sample the weights; the distribution of ``y`` given them and ``x``, batch shape (M,)."""
@@ -218,11 +241,13 @@ class BayesianModule(nn.Module):
             ValueError: when the shape of ``y`` is another.
         """
         shape = fn.batch_shape[-1:] + fn.event_shape
-        parameter, _ = next(iter(self._sites.values()))
-        y = self.likelihood.cast(y, parameter.dtype, shape)
+        if not callable(self.likelihood):
+            y = y.squeeze(-1) if y.shape == (*shape, 1) else y
+            if self.likelihood != "categorical":
+                y = y.to(self.module.get_parameter(next(iter(self._priors))).dtype)
         if y.shape != shape:
             raise ValueError(
-                f"y has shape {tuple(y.shape)}, but at this x the likelihood ({self.likelihood}) is "
+                f"y has shape {tuple(y.shape)}, but at this x the likelihood {self._called!r} is "
                 f"one of y with shape {tuple(shape)}. Reshape y, or the output of the module."
             )
         return y
@@ -234,25 +259,37 @@ class BayesianModule(nn.Module):
         """
         if site is None:
             return self.init_to_module
-        if site["name"] not in self._dims:
+        if site["name"] not in self._priors:
             return init_to_center(site)
         return self.module.get_parameter(site["name"]).detach().clone()
 
     def _run(self, x: Any) -> tuple[Tensor, Any]:
         """The output (*lead, M, ...) of the module and the distribution of y, batch (*lead, M)."""
-        for path, part in self._watched:
-            _refuse.refuse_mode(path, part)
+        if self._watched:
+            refuse(self._watched)
         inputs = inputs_of(x, self.module)
-        weights = self._sample_weights()
-        # Vectorised particles put dimensions in front of those of a weight; nothing else does.
-        single = all(
-            w.dim() == n for w, n in zip(weights.values(), self._dims.values(), strict=True)
-        )
+        weights: dict[str, Tensor] = {}
+        hyperparameters: Sampled = {}
+        single = True
+        for name, rule in self._priors.items():
+            parameter = self.module.get_parameter(name)
+            prior = self._normals.get(name)
+            if prior is None:
+                prior = prior_from(rule, name, parameter, hyperparameters)
+            weights[name] = pyro.sample(name, prior)
+            # Vectorised particles put dimensions in front of those of a weight; nothing else does.
+            single = single and weights[name].dim() == parameter.dim()
         with _slow_attention():
-            if single:
-                output, lead = self._run_module(weights, inputs), 0
+            if not single:
+                output, lead = run_vectorized(self.module, weights, inputs)
             else:
-                output, lead = run_vectorized(self.module, weights, self._dims, inputs)
+                output, lead = torch.func.functional_call(self.module, weights, inputs), 0
+                if not self._seen_to_repeat:
+                    with (
+                        torch.no_grad()
+                    ):  # at its own weights: at zero, where a guide starts, all is alike
+                        refuse_change(self.module(*inputs), self.module(*inputs))
+                    self._seen_to_repeat = True
         num = len(inputs[0])
         if not isinstance(output, Tensor) or output.dim() <= lead or output.shape[lead] != num:
             given = isinstance(output, Tensor)
@@ -262,51 +299,48 @@ class BayesianModule(nn.Module):
                 f"return one tensor whose first dimension is the batch (for recurrent layers "
                 f"batch_first=True, in a module that returns the output alone)."
             )
-        fn = self.likelihood(output, lead)
+        fn = self._likelihood(output, lead)
         if fn.batch_shape[-1:] != (num,):
             raise ValueError(
-                f"The likelihood ({self.likelihood}) makes of an output of shape "
-                f"{tuple(output.shape)} a distribution of batch shape {tuple(fn.batch_shape)}; that "
-                f"must be the number of examples, ({num},)."
+                f"The likelihood {self._called!r} makes of an output of shape "
+                f"{tuple(output.shape)} a distribution of batch shape {tuple(fn.batch_shape)}; "
+                f"that must be the number of examples, ({num},)."
             )
         return output, fn
 
-    def _run_module(self, weights: dict[str, Tensor], inputs: tuple[Any, ...]) -> Any:
-        output = torch.func.functional_call(self.module, weights, inputs)
-        if not self._seen_to_repeat:
-            with torch.no_grad():  # at its own weights: at zero, where a guide starts, all is alike
-                _refuse.refuse_change(self.module(*inputs), self.module(*inputs))
-            self._seen_to_repeat = True
-        return output
+    def _likelihood(self, output: Tensor, lead: int) -> Any:
+        """The distribution of y, of batch shape (*lead, M): what follows the examples is one event."""
+        if callable(self.likelihood):
+            fn: Any = self.likelihood(output)
+            refuse_other_than_pyro(f"The likelihood {self._called!r}", fn)
+            return fn.to_event(max(0, len(fn.batch_shape) - lead - 1))
+        if self.likelihood == "categorical":
+            return dist.Categorical(logits=output).to_event(max(0, output.dim() - lead - 2))
+        if output.dim() - lead > 1:  # (M, 1) as (M,), against which y would be broadcast to (M, M)
+            output = output.squeeze(-1)
+        if self.likelihood == "bernoulli":
+            fn = dist.Bernoulli(logits=output)
+        else:
+            fn = dist.Normal(output, self._sd(output, lead))
+        return fn.to_event(output.dim() - lead - 1)
 
-    def _sample_weights(self) -> dict[str, Tensor]:
-        weights, hyperparameters = {}, {}
-        for name, (parameter, prior) in self._sites.items():
-            if prior is None:
-                prior = prior_from(self._priors[name], name, parameter, hyperparameters)
-            weights[name] = pyro.sample(name, prior)
-        return weights
-
-    def _make_sites(self) -> dict[str, tuple[Tensor, Any]]:
-        """By name the parameter and its prior; None for one that a function makes at each run.
-
-        Not made at the first run, which may be under ``torch.func`` transforms or inference mode,
-        where tensors are not ones to keep.
-        """
-        made = {}
-        for name, rule in self._priors.items():
-            parameter = self.module.get_parameter(name)
-            made[name] = (parameter, None if callable(rule) else normal_prior(rule, parameter))
-        return made
-
-    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        super()._apply(fn, *args, **kwargs)
-        self._sites = self._make_sites()  # .to() changes device or dtype
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_sites": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._sites = self._make_sites()
+    def _sd(self, mean: Tensor, lead: int) -> Any:
+        """The sd of "normal": a number, or the latent site "noise" as (*lead, 1, ...)."""
+        if isinstance(self.noise, float):
+            return self.noise
+        prior: Any = self.noise() if self.noise else dist.HalfCauchy(mean.new_ones(()))
+        refuse_other_than_pyro("The function noise", prior)
+        sd = pyro.sample("noise", prior)
+        batch, event, outputs = prior.batch_shape, prior.event_shape, mean.shape[lead + 1 :]
+        one = lead > 0 or batch.numel() == 1  # in front are vectorised particles alone
+        fits = not event or (len(event) == len(outputs) and broadcasts_to(event, outputs))
+        if not one or not fits:
+            raise ValueError(
+                f"The prior of the noise has batch shape {tuple(batch)} and event shape "
+                f"{tuple(event)}, an example outputs of shape {tuple(outputs)}. Return a scalar "
+                f"prior, or one sd for each output as one event: "
+                f"dist.HalfCauchy(torch.ones(3)).to_event(1) for (3,)."
+            )
+        sd = over_rows(sd, len(event))
+        split = sd.dim() - len(event)
+        return sd.reshape(sd.shape[:split] + (1,) * (len(outputs) - len(event)) + sd.shape[split:])

@@ -14,12 +14,11 @@ Memory: S draws of all weights, and S outputs for one batch. Draws of ``y``:
 ``pyro_ngvi.predict(model, guide, x)``.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyro
@@ -28,13 +27,11 @@ import torch
 from torch import Tensor
 
 from ..diagnostics.draws import guide_draws, random_state
-from ..runtime.density import innermost
-from ..runtime.map_draws import Parts, map_draws
-from ..runtime.support import check_data
-from ..runtime.vmap import Sites, look
+from ..runtime.checks import check_data
+from ..runtime.density import Sites, innermost
+from ..runtime.model_density import Parts, map_draws
+from ..runtime.run import look
 from .bayesianize import BayesianModule
-
-__all__ = ["Prediction", "predict"]
 
 
 @dataclass(frozen=True)
@@ -49,8 +46,8 @@ class Prediction:
 
     mean: Tensor
     sd: Tensor
-    log_density: Tensor | None
-    draws: Tensor | None
+    log_density: Tensor | None = None
+    draws: Tensor | None = None
 
 
 def predict(
@@ -98,12 +95,8 @@ def predict(
     """
     if not isinstance(model, BayesianModule):
         raise TypeError(
-            f"nn.predict takes a model made by bayesianize, got {type(model).__name__}. For another "
-            f"model use pyro_ngvi.predict."
-        )
-    if num_samples < 1 or batch_size < 1:
-        raise ValueError(
-            f"num_samples is {num_samples} and batch_size {batch_size}; both must be at least 1."
+            f"nn.predict takes a model made by bayesianize, got {type(model).__name__}. For "
+            f"another model use pyro_ngvi.predict."
         )
     batches = _batches(x, y, batch_size)
     first = next(batches, None)
@@ -112,19 +105,18 @@ def predict(
     args = tuple(part for part in first if part is not None)  # a guide may look at its arguments
     with torch.no_grad():
         with random_state(seed):  # not around the batches: a loader may draw too
-            values, _ = guide_draws(guide, args, {}, num_samples)
+            values, _ = guide_draws(partial(guide, *args), num_samples)
         parts = [
             _average(_run(model, *batch, values, num_samples, chunk_size), keep_draws)
             for batch in itertools.chain([first], batches)
         ]
     if any(part.keys() != parts[0].keys() for part in parts):
         raise ValueError("Some batches come with y and others do not.")
-    whole = {
-        key: torch.cat([part[key] for part in parts], dim=1 if key == "draws" else 0)
-        for key in parts[0]
-    }
     return Prediction(
-        whole["mean"], whole["sd"], log_density=whole.get("log_density"), draws=whole.get("draws")
+        **{
+            key: torch.cat([part[key] for part in parts], dim=1 if key == "draws" else 0)
+            for key in parts[0]
+        }
     )
 
 
@@ -144,14 +136,8 @@ def _batches(x: Any, y: Tensor | None, batch_size: int) -> Iterator[tuple[Any, T
             "x is an iterable of batches, so y has to come with them, as pairs (x, y)."
         )
     for batch in x:
-        if isinstance(batch, Tensor):
-            yield batch, None
-        elif isinstance(batch, list | tuple) and len(batch) in (1, 2):
-            yield batch[0], batch[1] if len(batch) == 2 else None
-        else:
-            raise ValueError(
-                f"A batch is a {type(batch).__name__}; it must be a tensor x or a pair (x, y)."
-            )
+        pair = (batch, None) if isinstance(batch, Tensor) else (*batch, None)
+        yield pair[:2]
 
 
 def _run(
@@ -205,22 +191,18 @@ def _moments(fn: Any) -> tuple[Tensor, Tensor]:
     base = innermost(fn)
     if isinstance(base, dist.Categorical):
         return base.probs, base.probs * (1.0 - base.probs)
+    part = base
+    while isinstance(part, dist.MixtureSameFamily):
+        part = part.component_distribution
     try:
-        if _has_other_moments(base):
+        if isinstance(part, dist.Categorical | dist.VonMises):  # of classes, or of an angle
             raise NotImplementedError
         return fn.mean, fn.variance
     except NotImplementedError as error:
         raise ValueError(
-            f"The likelihood {type(base).__name__} has no mean or variance in closed form. Draw from "
-            f"it: pyro_ngvi.predict(model, guide, x)."
+            f"The likelihood {type(base).__name__} has no mean or variance in closed form. Draw "
+            f"from it: pyro_ngvi.predict(model, guide, x)."
         ) from error
-
-
-def _has_other_moments(base: Any) -> bool:
-    """Whether ``mean`` and ``variance`` are not those of y: of classes, or of an angle."""
-    if isinstance(base, dist.MixtureSameFamily):
-        return _has_other_moments(base.component_distribution)
-    return isinstance(base, dist.Categorical | dist.VonMises)
 
 
 def _average(per_draw: dict[str, Tensor], keep_draws: bool) -> dict[str, Tensor]:

@@ -1,22 +1,4 @@
-r"""Random Fourier features of a squared-exponential kernel, for Gaussian processes as linear layers.
-
-    k(x, x') = s^2 exp(-1/2 sum_d (x_d - x'_d)^2 / l_d^2)
-             = s^2 E cos(w'(x - x') / l),                w ~ N(0, I),
-
-so with R draws of w, the columns of Omega (m, R),
-
-    phi(x) = s / sqrt(R) [cos(x/l Omega), sin(x/l Omega)],        phi(x) phi(x')' -> k(x, x')
-
-(Rahimi & Recht 2007).  The error of one entry has variance s^4 ((1 + rho^4) / 2 - rho^2) / R with
-rho = k / s^2; the diagonal is exact.  A linear layer with independent N(0, 1) weights behind them is
-a draw of the process, and layers of both a deep Gaussian process (Cutajar, Bonilla, Michiardi &
-Filippone 2017).  With :class:`~pyro_ngvi.nn.WalshHadamardLinear` of ``weight_sd=1`` as that layer
-(Rossi, Marmin & Filippone 2020, section 3.2) each output is still such a draw, with R numbers
-for all.
-
-Not for rough functions in many dimensions, where an error 1 / sqrt(R) is large beside a small kernel,
-nor for a few hundred data, where an exact Gaussian process is as cheap.
-"""
+"""Random Fourier features of a squared-exponential kernel, for Gaussian processes as linear layers."""
 
 from __future__ import annotations
 
@@ -29,14 +11,24 @@ from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
-from ._vectorized import over_rows
-from .walsh_hadamard import check_input, check_size, normal_prior
-
-__all__ = ["RandomFourierFeatures"]
+from .walsh_hadamard import check_width, normal_prior
+from .weights import over_rows
 
 
 class RandomFourierFeatures(PyroModule):
     r"""phi(x) = s / sqrt(R) [cos(x/l Omega), sin(x/l Omega)]: x (..., in) to (..., 2 R).
+
+    The columns of Omega (m, R) are R draws of w ~ N(0, I), so that phi(x) phi(x')' tends to
+
+        k(x, x') = s^2 exp(-1/2 sum_d (x_d - x'_d)^2 / l_d^2) = s^2 E cos(w'(x - x') / l)
+
+    (Rahimi & Recht 2007).  The error of one entry has variance s^4 ((1 + rho^4) / 2 - rho^2) / R with
+    rho = k / s^2; the diagonal is exact.  A linear layer with independent N(0, 1) weights behind them
+    is a draw of the process, and layers of both a deep Gaussian process (Cutajar, Bonilla, Michiardi &
+    Filippone 2017).  With :class:`~pyro_ngvi.nn.WalshHadamardLinear` of ``weight_sd=1`` as that layer
+    (Rossi, Marmin & Filippone 2020, section 3.2) each output is still such a draw, with R numbers for
+    all.  Not for rough functions in many dimensions, where an error 1 / sqrt(R) is large beside a small
+    kernel, nor for a few hundred data, where an exact Gaussian process is as cheap.
 
     ``lengthscale`` l is (in_features,), or () without ``ard``, and ``variance`` s^2 is (): positive
     parameters, which a natural-gradient optimizer leaves to its ``others``; set one to a
@@ -56,9 +48,8 @@ class RandomFourierFeatures(PyroModule):
         device, dtype: as for ``nn.Linear``.
 
     Raises:
-        ValueError: for sizes below 1, a length-scale or variance that is not positive or of a wrong
-            shape, an unknown ``omega``; when called, for an x whose last dimension is not m.
-        TypeError: when called, for an x that is not of a floating dtype.
+        ValueError: for a length-scale or variance that is not positive, an unknown ``omega``; when
+            called, for an x whose last dimension is not m.
 
     Example:
         >>> import torch
@@ -90,8 +81,6 @@ class RandomFourierFeatures(PyroModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("in_features", in_features), ("num_features", num_features)):
-            check_size("RandomFourierFeatures", name, size)
         if omega not in ("fixed", "variational"):
             raise ValueError(f'omega must be "fixed" or "variational", got {omega!r}.')
         self.in_features, self.num_features, self.ard = in_features, num_features, bool(ard)
@@ -112,11 +101,6 @@ class RandomFourierFeatures(PyroModule):
     def _hold(self, name: str, value: Any, shape: tuple[int, ...], train: bool, how: Any) -> None:
         value = torch.as_tensor(value, device=how["device"]).detach()
         value = value.to(how["dtype"] or torch.get_default_dtype())
-        if value.shape not in ((), shape):
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)}; it must be a number"
-                + (f", or have shape {shape}." if shape else ".")
-            )
         if value.device.type != "meta" and not bool((value > 0.0).all() and value.isfinite().all()):
             raise ValueError(f"{name} must be positive and finite, got {value.tolist()}.")
         value = value.expand(shape).clone()
@@ -127,7 +111,7 @@ class RandomFourierFeatures(PyroModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) to (..., 2 num_features)."""
-        check_input(self, x)
+        check_width(self, x)
         omega = self.omega
         if omega.dim() > 3:  # particles (S, 1, in, R): the rows of x take the place of the 1
             omega = omega.squeeze(-3)

@@ -1,17 +1,4 @@
-r"""A linear layer whose weight matrix is made of Walsh-Hadamard blocks.
-
-    y = x W' + b,      W = sd U(g),      U(g) = sqrt(D) S1 H diag(g) H S2,      g ~ N(0, g_scale^2 I),
-
-block by block (Rossi, Marmin & Filippone 2020, NeurIPS; :mod:`pyro_ngvi.linalg.walsh_hadamard_matrix`).
-The product is taken by two transforms, O(D log D) for each row of x, and W is never formed.  A layer
-D x D has D latent numbers and 2 D in its diagonals, where independent weights are D^2 latent numbers.
-
-With diagonals of +-1, as they start, and g_scale 1 the entries of one row of W are a priori
-independent N(0, sd^2); outputs of one block are uncorrelated at one x but not independent.
-
-Not for layers of fewer than some hundred weights, where a mean-field or full-rank guide of a plain
-``nn.Linear`` fits better and costs little, nor for layers with m far above n: D is at least m.
-"""
+"""A linear layer whose weight matrix is made of Walsh-Hadamard blocks."""
 
 from __future__ import annotations
 
@@ -24,29 +11,37 @@ import torch
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 
-from ..guides.reparam import check_g_scale, hold_diagonals
+from ..guides.reparam import hold_diagonals
 from ..linalg.walsh_hadamard_matrix import matrix_for
 from .local import draws_for_data
-
-__all__ = ["WalshHadamardLinear"]
 
 
 class WalshHadamardLinear(PyroModule):
     r"""y = x W' + b with W of Walsh-Hadamard blocks: ``nn.Linear`` with a latent g.
 
+        W = sd U(g),      U(g) = sqrt(D) S1 H diag(g) H S2,      g ~ N(0, g_scale^2 I),
+
+    block by block (Rossi, Marmin & Filippone 2020, NeurIPS).  The product x W' is taken by two
+    transforms, O(D log D) for each row of x, and W is never formed.  A layer D x D has D latent numbers
+    and 2 D in its diagonals.  With diagonals of +-1, as they start, and g_scale 1 the entries of one
+    row of W are a priori independent N(0, sd^2); outputs of one block are uncorrelated at one x but
+    not independent.
+
     ``x`` (..., in_features) goes to (..., out_features).  The latent sites are "g" (num_g,), with prior
     N(0, g_scale^2), and "bias" (out_features,), with prior N(0, 1); replace a prior by setting the
     attribute to another ``PyroSample``.  The diagonals S1 and S2 are parameters ``left`` and ``right``,
-    which a natural-gradient optimizer leaves to its ``others``.  The layer is part of a
-    ``PyroModule`` and takes any guide and any ELBO.  With vectorised particles, g (S, 1, num_g), it
-    takes (M, in_features) or (S, M, in_features) to (S, M, out_features).
+    which a natural-gradient optimizer leaves to its ``others``.  The layer takes any guide and any
+    ELBO.  With vectorised particles, g (S, 1, num_g), it takes (M, in_features) or (S, M, in_features)
+    to (S, M, out_features).
 
     Start guides at a draw of the prior, ``init_loc_fn=pyro.infer.autoguide.init_to_sample``: at g = 0,
     where most guides start, W is 0, and the layer below gets a gradient from the noise of q alone.
     With ``NGVB`` pass ``averaging=False`` while the diagonals are trained: an average of g over the
     past does not belong to the diagonals of today.  In containers of Pyro, such as
-    ``PyroModule[torch.nn.Sequential]``, each layer's sites get names of their own;
-    ``nn.bayesianize`` is for modules without such layers.
+    ``PyroModule[torch.nn.Sequential]``, each layer's sites get names of their own.
+
+    Not for layers of fewer than some hundred weights, where a mean-field or full-rank guide of a plain
+    ``nn.Linear`` fits better and costs little, nor for layers with m far above n: D is at least m.
 
     Args:
         in_features, out_features: m and n.
@@ -61,9 +56,8 @@ class WalshHadamardLinear(PyroModule):
         device, dtype: as for ``nn.Linear``.
 
     Raises:
-        ValueError: for sizes below 1, a ``weight_sd`` or ``g_scale`` that is not positive, ``square``
-            with several outputs; when called, for an x whose last dimension is not m.
-        TypeError: when called, for an x that is not of a floating dtype.
+        ValueError: for ``square`` with several outputs; when called, for an x whose last dimension is
+            not m.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -109,42 +103,33 @@ class WalshHadamardLinear(PyroModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("in_features", in_features), ("out_features", out_features)):
-            check_size("WalshHadamardLinear", name, size)
-        check_g_scale(g_scale)
-        sd = 1.0 / math.sqrt(in_features) if weight_sd is None else weight_sd
-        if not isinstance(sd, int | float) or not 0.0 < sd < math.inf:
-            raise ValueError(f"weight_sd must be a positive number, got {weight_sd!r}.")
         if square and out_features != 1:
             raise ValueError(
                 f"square=True is for a layer of one output, and this has {out_features}."
             )
         self.in_features, self.out_features = in_features, out_features
-        self.weight_sd, self.g_scale, self.square = float(sd), float(g_scale), square
+        self.weight_sd = 1.0 / math.sqrt(in_features) if weight_sd is None else float(weight_sd)
+        self.square, self.has_bias = square, bool(bias)
         shape = (in_features,) if square else (out_features, in_features)
         self.matrix = matrix_for(torch.Size(shape), shared)
         seed = int(torch.randint(2**31, (), device="cpu"))
-        like = torch.empty(0, device=device, dtype=dtype)
-        signs = self.matrix.signs(seed, like)
-        hold_diagonals(self, ("left", "right"), signs, train_diagonals)
+        signs = self.matrix.signs(seed, torch.empty(0, device=device, dtype=dtype))
+        hold_diagonals(self, "", signs, train_diagonals)
         prior = partial(normal_prior, like="left")
-        self.g = PyroSample(partial(prior, shape=(self.matrix.num_g,), sd=self.g_scale))
-        self.has_bias = bool(bias)
+        self.g = PyroSample(partial(prior, shape=(self.matrix.num_g,), sd=float(g_scale)))
         if bias:
             self.bias = PyroSample(partial(prior, shape=(out_features,)))
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) to (..., out_features); with particles see the class."""
-        check_input(self, x)
+        check_width(self, x)
         g = draws_for_data(self.g, x)
         if self.square:
             y = (x * self.matrix.dense(g, self.left, self.right)).sum(-1, keepdim=True)
         else:
             y = self.matrix.product(x, g, self.left, self.right)
         y = self.weight_sd * y
-        if not self.has_bias:
-            return y
-        return y + draws_for_data(self.bias, x, needed=False)
+        return y + draws_for_data(self.bias, x, needed=False) if self.has_bias else y
 
     def weight(self, g: Tensor) -> Tensor:
         """W (..., out_features, in_features) for g (..., num_g): to look at; ``forward`` has none."""
@@ -152,34 +137,24 @@ class WalshHadamardLinear(PyroModule):
         return W.unsqueeze(-2) if self.square else W
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.has_bias}, num_g={self.matrix.num_g}"
-        )
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.has_bias}, num_g={self.matrix.num_g}"
 
 
 def normal_prior(module: Any, like: str, shape: tuple[int, ...], sd: float = 1.0) -> Any:
     """Independent centred normals, in dtype and place those of the tensor ``like`` of a layer.
 
-    Arguments are not validated: they are right, and under ``vmap`` and on a GPU it would cost.
+    Arguments are not validated: under ``vmap`` and on a GPU it would cost.
     """
     zero = getattr(module, like).detach().new_zeros(())
     base: Any = dist.Normal(zero, zero.new_full((), sd), validate_args=False)
     return base.expand(shape).to_event(len(shape))
 
 
-def check_size(kind: str, name: str, size: Any) -> None:
-    """Refuse a number of features that is none."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"{kind}: {name} must be a positive integer, got {size!r}.")
-
-
-def check_input(layer: Any, x: Tensor) -> None:
-    """Refuse an input of the wrong width or of integers."""
-    kind, m = type(layer).__name__, layer.in_features
-    if x.dim() == 0 or x.shape[-1] != m:
+def check_width(layer: Any, x: Tensor) -> None:
+    """Refuse an input of another width, which may broadcast."""
+    if x.shape[-1:] != (layer.in_features,):
         raise ValueError(
-            f"{kind} takes an x of shape (..., {m}), its in_features, and got shape {tuple(x.shape)}."
+            f"{type(layer).__name__} takes an x of shape (..., {layer.in_features}), its in_features, "
+            f"and got shape {tuple(x.shape)}."
         )
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"{kind} takes an x of a floating dtype, got {x.dtype}: use x.float().")

@@ -3,19 +3,14 @@
 from typing import Any
 
 from ..fisher import remember_arguments
-from ..rules.averaging import LogPower, Tail
-from ..rules.rule import Rule, Step
-from ..rules.schedules import Constant, NoiseClock, PowerDecay, RobbinsMonro
 from .aifvb import AIFVB
 from .ifvb import IFVB
-from .ivon import IVON
-from .natural_gradient import NaturalGradient
-from .ngvb import NGVB
+from .natural_gradient import NGVB, NaturalGradient
 from .noisy_kfac import NoisyKFAC
-from .slang import SLANG
+from .rule import LogPower, Rule, Step, Tail
+from .schedules import Constant, NoiseClock, PowerDecay, RobbinsMonro
 from .spring import SPRING
-from .vadam import Vadam
-from .vogn import VOGN
+from .vogn import IVON, SLANG, VOGN, Vadam
 from .von import VON
 
 __all__ = [

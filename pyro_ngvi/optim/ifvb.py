@@ -1,11 +1,11 @@
-r"""IFVB and AIFVB: natural gradients of any guide, with the Fisher matrix learnt from scores.
+r"""IFVB: natural gradients of any guide, with the Fisher matrix learnt from scores.
 
 At every step, with draws z ~ q that have nothing to do with the model,
 
     phi = grad_lambda log q_lambda(z)                     one or more scores
     F^-1 <- update of the inverse by phi                  no inversion, see pyro_ngvi.fisher
     G = F^-1 g                                            estimate of the natural gradient
-    lambda <- step along -G                               the rule of optim/rule.py
+    lambda <- step along -G                               the rule of NGVB
 
 so all that a guide has to offer is log q: Pyro's autoguides, mixtures, functions with ``pyro.param``.
 Our own families offer their frame besides: scores and gradients are then taken in units of q itself,
@@ -16,9 +16,7 @@ Defaults are this project's: the calibrated low-rank estimate (:class:`~pyro_ngv
 with the steps of NGVB.  A gain of 1/k relies on a Fisher matrix that is the Hessian of the loss, which
 nothing says of guides of other packages.  There the gain falls as k^(-2/3), without momentum, and with
 less room for noise (0.6 in place of 3 times sqrt(b_k): far from the optimum of a mixture, larger noisy
-steps in coordinates that are not q's own kill components).  A component of a mixture that fits worse
-for a while loses its weight along the exact natural gradient too; it comes back only while steps are
-long enough, another reason for a slow decay.
+steps in coordinates that are not q's own kill components, which come back only while steps are long).
 
 Flows, ours and Pyro's, and guides with networks have thousands of parameters and a nearly singular
 Fisher matrix.  Their default is a damped window (:class:`~pyro_ngvi.fisher.Window`), which moves
@@ -37,36 +35,107 @@ Source: Godichon-Baggioni, Nguyen & Tran (2024, JASA), equations (4.6), Algorith
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
 from ..families.base import Tensors
-from ..fisher import InverseFisher
-from ..fisher.geometry import Coordinates
+from ..fisher import Blocks, Dense, InverseFisher, LowRank, Window
+from ..fisher.inverse import first_guess
 from ..fisher.scores import family_scores
-from ..guides.base import AutoFamily, find_blocks
-from ..guides.block import GuideBlock
 from ..linalg.host import own_random_state
-from ..rules.averaging import Averaging, UsingAverage
-from ..rules.natural_gradient import make_rule, rule_arguments
-from ..rules.schedules import RobbinsMonro, Schedule, check_convergence
-from ._fisher_forms import Suited, as_estimate
-from .base import NaturalGradientOptim, Report, part
-from .ifvb_rule import IFVBRule
-from .others_state import ADAM
-
-__all__ = ["IFVB", "IFVBRule"]
+from .blocks import Coordinates, EstimatedGeometry, GuideBlock
+from .host import NaturalGradientOptim, find_blocks
+from .natural_gradient import NaturalGradientRule, make_rule, rule_arguments
+from .rule import Averaging, Rule, State, Step
+from .schedules import RobbinsMonro, Schedule, check_convergence, require
+from .state import ADAM
 
 #: scores that make the first guess of the diagonal, where it is not known
 FIRST_SCORES = 32
+#: how many scores a diagonal that is known counts for
+KNOWN_WEIGHT = 100.0
 #: where the Fisher matrix is not known: above k^-1, which averages need too, and waiting for the signal
 SLOW = RobbinsMonro(scale=0.3, offset=20.0, power=2.0 / 3.0, patience=0.3)
 #: path of the block of parameters that belong to no guide of ours
 REST = "others' guides"
+
+
+@dataclass(frozen=True)
+class IFVBRule(Rule):
+    """The rule of NGVB on an estimated Fisher matrix; it takes "scores" (S, D) packed in the frame.
+
+    ``rule`` steps once the natural gradient is known, ``fisher`` is the estimate of the inverse Fisher
+    matrix, ``rule.family`` the frame.  With ``by_layer`` there is one such estimate for each layer that
+    the frame knows of.
+    """
+
+    learns_fisher: ClassVar[bool] = True
+
+    rule: NaturalGradientRule
+    fisher: InverseFisher
+    by_layer: bool = False
+
+    @property
+    def family(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.rule.family
+
+    @property
+    def averaging(self) -> Averaging | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.rule.averaging
+
+    def refuses(self, family: Any) -> str | None:
+        if self.by_layer and not self.fisher.starts_from_guess:
+            return (
+                f"by_layer=True needs an estimate that starts from the first guess of the diagonal, "
+                f"and {self.fisher} does not. Leave its eps out, or use pyro_ngvi.fisher.Window(128)."
+            )
+        return None
+
+    def _estimate(self, params: Tensors) -> InverseFisher:
+        if not self.by_layer:
+            return self.fisher
+        return Blocks(self.family.layer_sizes(params), self.fisher)
+
+    def start(self, params: Tensors) -> State:
+        return self.rule.start(params)
+
+    def init(self, params: Tensors, scores: Tensor | None = None) -> State:
+        """The state before the first step, from a few ``scores`` (n, D) where F is not known."""
+        frame = self.family
+        if scores is not None:
+            diagonal, weight = first_guess(scores, [v.numel() for v in params.values()]), 1.0
+        elif frame.orthogonal_frame:
+            ones = {name: torch.ones_like(v) for name, v in params.items()}
+            diagonal, weight = frame.pack(frame.fisher_product(params, ones)), KNOWN_WEIGHT
+        else:
+            diagonal, weight = torch.ones_like(frame.pack(params)), 1.0
+        if isinstance(self.fisher, Dense):
+            # directions that no score has shown yet would else look as if they were free
+            weight = max(weight, float(len(diagonal)))
+        estimate = self._estimate(params)
+        fisher = estimate.init(diagonal, weight)
+        if scores is not None:
+            fisher = estimate.update(fisher, scores)
+        return super().init(params) | {"fisher": fisher}
+
+    def step(
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: State,
+        curvature: Mapping[str, Any] | None = None,
+    ) -> Step:
+        estimate, seen = self._estimate(params), curvature or {}
+        fisher = {"fisher": estimate.update(state["fisher"], seen["scores"])}
+        geometry = EstimatedGeometry(self.family, lambda g: estimate.product(fisher["fisher"], g))
+        step = replace(self.rule, family=geometry).step(params, grads, state)
+        # scores are those of q, which are good where the gradient is not
+        return replace(step, state=step.state | fisher, if_refused=step.if_refused | fisher)
 
 
 class IFVB(NaturalGradientOptim):
@@ -94,9 +163,6 @@ class IFVB(NaturalGradientOptim):
             "stored": in the coordinates of their parameters, as for all other guides.
         others: a ``PyroOptim`` for all other parameters; see :class:`~pyro_ngvi.NGVB`.
         by_layer: no entries of F between the layers of a flow; other guides are one layer.
-        keywords: in place of ``fisher``.  ``window`` (K) and ``damping`` change the default;
-            ``form="low_rank"``, "window" or "dense" chooses, with ``eps``, ``c_beta`` and ``beta`` of
-            ``Dense``.
 
     Raises:
         ValueError: for arguments out of range; at the first step for a guide without scores.
@@ -117,7 +183,8 @@ class IFVB(NaturalGradientOptim):
         True
     """
 
-    learns_fisher = True
+    #: whether scores are drawn at the average of the iterates
+    scores_at_average: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -134,29 +201,29 @@ class IFVB(NaturalGradientOptim):
         others: PyroOptim | None = ADAM,
         *,
         by_layer: bool = False,
-        **keywords: Any,
     ) -> None:
-        if frame not in ("family", "stored"):
-            raise ValueError(f'frame must be "family" or "stored", got {frame!r}.')
-        if num_scores is not None and (not isinstance(num_scores, int) or num_scores < 1):
+        require(frame in ("family", "stored"), "frame", 'be "family" or "stored"', frame)
+        whole = num_scores is None or (isinstance(num_scores, int) and num_scores >= 1)
+        require(whole, "num_scores", "be a whole number of at least 1 or None", num_scores)
+        require(clip_norm is None or clip_norm > 0.0, "clip_norm", "be positive or None", clip_norm)
+        if fisher is not None and not hasattr(fisher, "product"):
             raise ValueError(
-                f"num_scores must be a whole number of at least 1 or None, got {num_scores!r}."
+                f"fisher must be an estimate such as pyro_ngvi.fisher.LowRank(32, growth=1.0), "
+                f"got {fisher!r}."
             )
+        if isinstance(schedule, RobbinsMonro) and getattr(fisher, "c_beta", 0.0):
+            check_convergence(schedule.power, getattr(fisher, "beta", None))
         self._stored = frame == "stored"
-        self._fisher = as_estimate(fisher, **keywords)
-        if isinstance(schedule, RobbinsMonro) and getattr(self._fisher, "c_beta", 0.0):
-            check_convergence(schedule.power, getattr(self._fisher, "beta", None))
+        self._fisher = fisher
         self._by_layer = by_layer
         self._num_scores = num_scores
-        if clip_norm is not None and not clip_norm > 0.0:
-            raise ValueError(f"clip_norm must be positive or None, got {clip_norm!r}.")
         self._rule_arguments = rule_arguments(
             lr, trust_radius, schedule, momentum, averaging, clip_norm=clip_norm
         )
         self._rest: GuideBlock | None = None
         self._rest_known = False
         super().__init__(guide, others)
-        if not isinstance(guide, AutoFamily):
+        if "" not in self._rules:
             self._rest = GuideBlock(guide)
 
     def _blocks(self) -> Iterator[tuple[str, Any]]:
@@ -165,28 +232,26 @@ class IFVB(NaturalGradientOptim):
             yield REST, self._rest
 
     def make_rule(self, family: Any) -> IFVBRule:
-        fisher = self._fisher
-        estimate = fisher.estimate(family) if isinstance(fisher, Suited) else fisher
+        suited = Window(128) if family.nearly_singular else LowRank(32, growth=1.0)
         if self._stored:
             family = Coordinates(family.names)
         arguments = self._rule_arguments
-        if not family.known_fisher and arguments["schedule"] is None:
-            arguments = arguments | {"schedule": SLOW}
-        return IFVBRule(make_rule(family, arguments), estimate, self._by_layer)
+        if not family.known_fisher:
+            arguments = {"schedule": SLOW} | arguments
+        return IFVBRule(make_rule(family, arguments), self._fisher or suited, self._by_layer)
 
     def _step(self, params: list[Tensor]) -> None:
         if self._rest is not None and not self._rest_known:
-            self._find_rest()
+            self._find_rest(self._rest)
         super()._step(params)
 
-    def _find_rest(self) -> None:
-        assert self._rest is not None
+    def _find_rest(self, rest: GuideBlock) -> None:
         ours = {id(p) for _, b in find_blocks(self.guide) for p in b.natural_params().values()}
         with own_random_state():
-            self._rest.find(ours)
+            rest.find(ours)
         self._rest_known = True
-        if self._rest.natural_params():
-            self._adopt(REST, self._rest)
+        if rest.natural_params():
+            self._adopt(REST, rest)
         elif not ours:
             raise ValueError(
                 f"{type(self).__name__}: log q of the guide depends on no parameter, so it has no "
@@ -195,27 +260,32 @@ class IFVB(NaturalGradientOptim):
             )
 
     def _draw(self, path: str, block: Any, values: Tensors, n: int) -> Tensor:
-        """n scores of a block at the iterate ``values``."""
-        if isinstance(block, GuideBlock):
+        """n scores of a block at the iterate ``values``, or at the average of its iterates."""
+        averages = []
+        if self.scores_at_average:
+            held = block.natural_params()
+            if block.holds_average:
+                values = {k: p.detach() for k, p in held.items()}
+            elif path in self._states:
+                averages = [(held, self._states[path]["average"])]
+        if not isinstance(block, GuideBlock):
+            return family_scores(block.family, values, n, self._stored)
+        with UsingAverage(averages):
             return block.draw_scores(n)
-        return family_scores(block.family, values, n, self._stored)
 
-    def _init_state(self, path: str, block: Any, values: Tensors) -> Tensors:
+    def _init_state(self, path: str, block: Any, values: Tensors) -> State:
         known = block.family.orthogonal_frame and not self._stored
         if known or not self._rules[path].fisher.starts_from_guess:
             return self._rules[path].init(values)
         # one by one: draws made together share the minibatch of a subsampled plate
         draws = [self._draw(path, block, values, 1) for _ in range(FIRST_SCORES)]
-        scores = torch.cat(draws)
-        return self._rules[path].init(values, scores)
+        return self._rules[path].init(values, torch.cat(draws))
 
-    def _update(
-        self, path: str, block: Any, values: Tensors, grads: Tensors, state: Tensors
-    ) -> tuple[Tensors, Tensors, Report]:
-        rule = self._rules[path]
-        count = self._num_scores or rule.fisher.scores_a_step
-        scores = self._draw(path, block, values, count)
-        return rule.update(values, grads, state, scores)
+    def _beside_gradients(
+        self, path: str, block: Any, values: Tensors, parts: Tensors
+    ) -> Mapping[str, Any]:
+        count = self._num_scores or self._rules[path].fisher.scores_a_step
+        return {"scores": self._draw(path, block, values, count)}
 
     def use_average(self) -> UsingAverage:
         """Put the averages of the iterates into the guide; as a context manager, for a while.
@@ -229,17 +299,32 @@ class IFVB(NaturalGradientOptim):
                 samples = Predictive(model, guide=guide, num_samples=1000)(X)
             optim.use_average()  # for good
         """
-        averages = []
+        blocks = [(path, b) for path, b in self._blocks() if not (b.holds_average and b.averaged)]
+        averages = [(b.natural_params(), self._states.get(p, {}).get("average")) for p, b in blocks]
         # parameters that are not ours are found at the first step
-        none = self._rest is not None and not self._rest_known
-        for path, block in self._blocks():
-            if block.holds_average and block.averaged:
-                continue
-            average = part(self._states.get(path, {}), "average.")
-            none = none or not average
-            averages.append((block.natural_params(), average))
-        if none:
+        unknown = self._rest is not None and not self._rest_known
+        if unknown or any(average is None for _, average in averages):
             raise RuntimeError(
                 "There is no average: take a step first, with AIFVB or IFVB(averaging=True)."
             )
         return UsingAverage(averages)
+
+
+class UsingAverage:
+    """Averages put in the place of the iterates, until the end of a ``with`` block."""
+
+    def __init__(self, averages: list[tuple[Tensors, Tensors]]) -> None:
+        self._iterates = [(p, {k: v.detach().clone() for k, v in p.items()}) for p, _ in averages]
+        self._put(averages)
+
+    @torch.no_grad()
+    def _put(self, values: list[tuple[Tensors, Tensors]]) -> None:
+        for params, wanted in values:
+            for name, p in params.items():
+                p.copy_(wanted[name])
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: Any) -> None:
+        self._put(self._iterates)

@@ -36,6 +36,7 @@ start far from the data, where S grows with the squares of the residuals and ste
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, ClassVar
@@ -47,15 +48,11 @@ from torch.linalg import solve_triangular
 
 from ..families import MatrixNormal, ProductFamily
 from ..families.base import Tensors, dot
-from ..guides import AutoMatrixNormal
 from ..linalg.cholesky import inverse_cholesky
-from ..rules.report import Report, part
-from ..rules.rule import Rule, Step
-from ..rules.schedules import Rate, as_rate, rate_at
-from .base import NaturalGradientOptim, describe
-from .others_state import ADAM
-
-__all__ = ["NoisyKFAC", "NoisyKFACRule", "covariance_factors", "damped_factors"]
+from .host import NaturalGradientOptim
+from .rule import Rule, State, Step
+from .schedules import Rate, as_rate, rate_at, require
+from .state import ADAM
 
 #: the published rate of the mean (for sums over data: of a full natural step) and of the averages
 LEARNING_RATE = 0.01
@@ -72,13 +69,9 @@ def damped_factors(
     root_columns = columns.diagonal().mean().clamp_min(tiny).sqrt()
     root_rows = rows.diagonal().mean().clamp_min(tiny).sqrt()
     by_rows, by_columns = root_rows / root_columns, root_columns / root_rows
-    return _shifted(rows, precision.sqrt() * by_rows), _shifted(
-        columns, precision.sqrt() * by_columns
-    )
-
-
-def _shifted(K: Tensor, by: Tensor) -> Tensor:
-    return torch.diagonal_scatter(K, K.diagonal() + by)
+    shifts = (rows, by_rows), (columns, by_columns)
+    S, A = (torch.diagonal_scatter(K, K.diagonal() + precision.sqrt() * by) for K, by in shifts)
+    return S, A
 
 
 def covariance_factors(
@@ -93,9 +86,9 @@ def covariance_factors(
 class NoisyKFACRule(Rule):
     """The mathematics, as pure functions of tensors.
 
-    ``grads`` has the statistics of each matrix part as "curvature.kron_rows.{part}" (n, n) and
-    "curvature.kron_columns.{part}" (m, m), and, if ``prior_precision`` is ``None``, "curvature.prior"
-    (d,), the diagonal of the prior's curvature, whose mean over a part is its tau.
+    ``curvature`` has the statistics of each matrix in "kron_rows" (n, n) and "kron_columns" (m, m),
+    and, if ``prior_precision`` is ``None``, "prior" (d,), the diagonal of the prior's curvature, whose
+    mean over a part is its tau.
     """
 
     family: ProductFamily
@@ -105,29 +98,40 @@ class NoisyKFACRule(Rule):
     prior_precision: float | None = None
     trust_radius: float = 1.0
 
+    def refuses(self, family: Any) -> str | None:
+        if family.curvature_form == "kronecker":
+            return None
+        return (
+            "it steps matrix normals. Use pyro_ngvi.AutoMatrixNormal(model); for other guides there "
+            "are pyro_ngvi.NGVB and pyro_ngvi.IFVB."
+        )
+
     def _matrices(self) -> dict[str, MatrixNormal]:
         return {p: f for p, f in self.family.parts.items() if isinstance(f, MatrixNormal)}
 
-    def start(self, params: Tensors) -> Tensors:
-        like, state = next(iter(params.values())), {}
-        for name, f in self._matrices().items():
-            state["kron_rows." + name] = like.new_zeros(f.rows, f.rows)
-            state["kron_columns." + name] = like.new_zeros(f.columns, f.columns)
-        return state
+    def start(self, params: Tensors) -> State:
+        like, matrices = next(iter(params.values())), self._matrices()
+        return {
+            "kron_rows": {p: like.new_zeros(f.rows, f.rows) for p, f in matrices.items()},
+            "kron_columns": {p: like.new_zeros(f.columns, f.columns) for p, f in matrices.items()},
+        }
 
-    def step(self, params: Tensors, grads: Tensors, state: Tensors) -> Step:
-        count = state["count"]
+    def step(
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: State,
+        curvature: Mapping[str, Any] | None = None,
+    ) -> Step:
+        count, seen = state["count"], dict(curvature or {})
         a, b = rate_at(self.lr, count), rate_at(self.curvature_lr, count)
         b = torch.maximum(b, 1.0 / (count + 1.0))
         matrices = self._matrices()
         averages = {
-            f"{kind}.{name}": torch.lerp(
-                state[f"{kind}.{name}"], grads[f"curvature.{kind}.{name}"], b
-            )
-            for name in matrices
+            kind: {p: torch.lerp(state[kind][p], seen[kind][p], b) for p in matrices}
             for kind in ("kron_rows", "kron_columns")
         }
-        priors = self._priors(grads)
+        priors = self._priors(seen)
 
         covariances: dict[str, tuple[Tensor, Tensor]] = {}
         moves: dict[str, Tensors] = {}
@@ -135,7 +139,7 @@ class NoisyKFACRule(Rule):
         for name, f in self.family.parts.items():
             own, gradient = self.family.own(name, params), self.family.own(name, grads)
             if name in matrices:
-                K = averages["kron_rows." + name], averages["kron_columns." + name]
+                K = averages["kron_rows"][name], averages["kron_columns"][name]
                 A, B = covariances[name] = covariance_factors(*K, priors[name])
                 if self.damping:
                     A_mean, B_mean = covariance_factors(*K, priors[name] + self.damping)
@@ -168,17 +172,16 @@ class NoisyKFACRule(Rule):
         damped, finite = shrink < 1.0, torch.isfinite(length)
         return Step(new, shrink * length, a, averages, radius, damped, finite)
 
-    def _priors(self, grads: Tensors) -> dict[str, Tensor | float]:
+    def _priors(self, curvature: Tensors) -> dict[str, Tensor | float]:
         if self.prior_precision is not None:
             return dict.fromkeys(self.family.parts, self.prior_precision)
-        return {p: v.mean() for p, v in self.family.split(grads["curvature.prior"]).items()}
+        return {p: v.mean() for p, v in self.family.split(curvature["prior"]).items()}
 
-    def bad_entries(self, grads: Tensors) -> Tensor:
+    def bad_entries(self, grads: Tensors, curvature: Mapping[str, Any]) -> Tensor:
         bad = self.family.split(self.family.not_finite(grads))
         for name in self._matrices():
-            kinds = (grads[f"curvature.{kind}.{name}"] for kind in ("kron_rows", "kron_columns"))
-            broken = reduce(torch.logical_or, (~torch.isfinite(K).all() for K in kinds))
-            bad[name] = bad[name] | broken
+            for kind in ("kron_rows", "kron_columns"):
+                bad[name] = bad[name] | ~torch.isfinite(curvature[kind][name]).all()
         return self.family.join(bad)
 
 
@@ -223,6 +226,7 @@ class NoisyKFAC(NaturalGradientOptim):
         True
     """
 
+    suits = "pyro_ngvi.AutoMatrixNormal(model)"
     accepts: ClassVar[tuple[str | None, ...]] = ("kronecker",)
 
     def __init__(
@@ -235,48 +239,28 @@ class NoisyKFAC(NaturalGradientOptim):
         trust_radius: float | None = 1.0,
         others: PyroOptim | None = ADAM,
     ) -> None:
-        if not 0.0 <= damping < float("inf"):
-            raise ValueError(f"damping must not be negative, got {damping!r}.")
-        bounded = {"prior_precision": prior_precision, "trust_radius": trust_radius}
-        for name, value in bounded.items():
-            if value is not None and not 0.0 < value < float("inf"):
-                raise ValueError(f"{name} must be a positive number or None, got {value!r}.")
+        require(0.0 <= damping < torch.inf, "damping", "not be negative", damping)
+        radius = torch.inf if trust_radius is None else trust_radius
+        require(radius > 0.0, "trust_radius", "be positive or None", trust_radius)
+        valid = prior_precision is None or 0.0 < prior_precision < torch.inf
+        require(valid, "prior_precision", "be a positive number or None", prior_precision)
         self._arguments: dict[str, Any] = {
             "lr": as_rate("lr", lr),
             "curvature_lr": as_rate("curvature_lr", curvature_lr),
             "damping": float(damping),
             "prior_precision": prior_precision,
-            "trust_radius": torch.inf if trust_radius is None else float(trust_radius),
+            "trust_radius": float(radius),
         }
         super().__init__(guide, others)
-        if not self._rules:
-            raise ValueError(_wrong_guide(describe(guide)))
-        self._require_one_guide()
 
     def make_rule(self, family: Any) -> NoisyKFACRule:
         return NoisyKFACRule(family, **self._arguments)
 
-    def _adopt(self, path: str, block: Any) -> None:
-        if not isinstance(block, AutoMatrixNormal):
-            raise ValueError(_wrong_guide(type(block).__name__))
-        super()._adopt(path, block)
-
-    def _update(
-        self, path: str, block: Any, values: Tensors, grads: Tensors, state: Tensors
-    ) -> tuple[Tensors, Tensors, Report]:
+    def _beside_gradients(
+        self, path: str, block: Any, values: Tensors, parts: Tensors
+    ) -> Mapping[str, Any]:
         # losses speak of sites, the family of its parts
-        own = {name: g for name, g in grads.items() if not name.startswith("curvature.")}
-        statistics = part(grads, "curvature.")
-        if "prior" in statistics:
-            own["curvature.prior"] = statistics["prior"]
-        for site, name in block.matrices.items():
-            for kind in ("kron_rows", "kron_columns"):
-                own[f"curvature.{kind}.{name}"] = statistics[f"{kind}.{site}"]
-        return self._rules[path].update(values, own, state)
-
-
-def _wrong_guide(found: str) -> str:
-    return (
-        f"NoisyKFAC is an algorithm for pyro_ngvi.AutoMatrixNormal(model), and got {found}. For other "
-        f"guides there are pyro_ngvi.NGVB and pyro_ngvi.IFVB."
-    )
+        beside: dict[str, Any] = {k: v for k, v in parts.items() if k == "prior"}
+        for kind in ("kron_rows", "kron_columns"):
+            beside[kind] = {p: parts[f"{kind}.{site}"] for site, p in block.matrices.items()}
+        return beside

@@ -32,6 +32,7 @@ the diagonal, the radius and the average are this project's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -41,14 +42,10 @@ from torch import Tensor
 
 from ..families.base import Family, Tensors
 from ..fisher.scores import packed_scores
-from ..rules.averaging import Averaging, as_averaging
-from ..rules.report import part
-from ..rules.rule import Rule, Step
-from ..rules.schedules import Rate, as_rate, rate_at
-from .base import NaturalGradientOptim, describe
-from .others_state import ADAM
-
-__all__ = ["SPRING", "SpringRule"]
+from .host import NaturalGradientOptim
+from .rule import Averaging, Rule, State, Step, as_averaging
+from .schedules import Rate, as_rate, rate_at, require
+from .state import ADAM
 
 #: an average further than this from the iterate, in nats, averages fits that have nothing in common
 FAR = 1.0
@@ -56,10 +53,9 @@ FAR = 1.0
 
 @dataclass(frozen=True)
 class SpringRule(Rule):
-    """The mathematics, as pure functions of tensors.
+    """The mathematics, as pure functions of the "draws" (S, d) and their "residuals" (S,)."""
 
-    ``grads`` holds "curvature.draws" (S, d) and "curvature.residuals" (S,).
-    """
+    learns_fisher: ClassVar[bool] = True
 
     family: Family
     lr: Rate
@@ -68,13 +64,20 @@ class SpringRule(Rule):
     trust_radius: float = 0.25
     averaging: Averaging | None = None
 
-    def start(self, params: Tensors) -> Tensors:
+    def start(self, params: Tensors) -> State:
         # the clock of the rate; "count" is that of the average, which may start again
         increment = torch.zeros_like(self.family.pack(params))
         return {"step": increment.new_zeros(()), "increment": increment}
 
-    def step(self, params: Tensors, grads: Tensors, state: Tensors) -> Step:
-        draws, residuals = grads["curvature.draws"], grads["curvature.residuals"]
+    def step(
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: State,
+        curvature: Mapping[str, Any] | None = None,
+    ) -> Step:
+        seen = curvature or {}
+        draws, residuals = seen["draws"], seen["residuals"]
         if len(draws) < 2:
             raise ValueError(
                 "SPRING compares the draws of a step with each other, and the loss makes one. Take "
@@ -110,14 +113,14 @@ class SpringRule(Rule):
             keep_average=self._is_near_average(params, draws, state),
         )
 
-    def bad_entries(self, grads: Tensors) -> Tensor:
-        return ~torch.isfinite(grads["curvature.draws"]).all(0)
+    def bad_entries(self, grads: Tensors, curvature: Mapping[str, Any]) -> Tensor:
+        return ~torch.isfinite(curvature["draws"]).all(0)
 
-    def _is_near_average(self, params: Tensors, draws: Tensor, state: Tensors) -> Tensor | None:
+    def _is_near_average(self, params: Tensors, draws: Tensor, state: State) -> Tensor | None:
         """Whether the average is finite and no further than ``FAR`` from the iterate."""
         if self.averaging is None:
             return None
-        average = part(state, "average.")
+        average = state["average"]
         gap = self.family.log_prob(params, draws) - self.family.log_prob(average, draws)
         return gap.mean() < FAR
 
@@ -164,8 +167,8 @@ class SPRING(NaturalGradientOptim):
         True
     """
 
+    suits = "pyro_ngvi.AutoCouplingFlow(model)"
     accepts: ClassVar[tuple[str | None, ...]] = ("scores",)
-    learns_fisher: ClassVar[bool] = True
     needs_gradients: ClassVar[bool] = False
 
     def __init__(
@@ -178,27 +181,17 @@ class SPRING(NaturalGradientOptim):
         averaging: Averaging | float | bool = True,
         others: PyroOptim | None = ADAM,
     ) -> None:
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"momentum must lie in [0, 1), got {momentum!r}.")
+        require(0.0 <= momentum < 1.0, "momentum", "lie in [0, 1)", momentum)
         for name, value in (("damping", damping), ("trust_radius", trust_radius)):
-            if not 0.0 < value < float("inf"):
-                raise ValueError(f"{name} must be a positive number, got {value!r}.")
-        chosen = as_averaging(averaging)
+            require(0.0 < value < torch.inf, name, "be a positive number", value)
         self._arguments: dict[str, Any] = {
             "lr": as_rate("lr", lr),
             "momentum": float(momentum),
             "damping": float(damping),
             "trust_radius": float(trust_radius),
-            "averaging": None if isinstance(chosen, bool) else chosen,
+            "averaging": as_averaging(averaging),
         }
         super().__init__(guide, others)
-        if not self._rules:
-            raise ValueError(
-                f"SPRING trains guides of this package, whose scores it needs, and found none in "
-                f"{describe(guide)}. Use for instance pyro_ngvi.AutoCouplingFlow(model) or "
-                f"pyro_ngvi.AutoFlow(model, flow); for other guides there is pyro_ngvi.IFVB."
-            )
-        self._require_one_guide()
 
     def make_rule(self, family: Family) -> SpringRule:
         return SpringRule(family, **self._arguments)

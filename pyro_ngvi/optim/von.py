@@ -10,7 +10,8 @@ both estimated at draws from q_k = N(mu_k, P_k^-1):
     mu_{k+1} = mu_k - a_k (P_{k+1} + damping I)^-1 m_k / (1 - beta^{k+1}).
 
 P is its own moving average of curvature, with weight b on the new value; the mean uses the new P.  Full
-rank or diagonal, as the guide is.
+rank or diagonal, as the guide is.  In the symbols of the papers P = N s + delta, H = N h + delta, and
+our g is N g + delta mu: sums over data, with the prior of the model.
 
 *Bounds on a step.*  As printed, P_{k+1} is kept at P_k / 4 or more in every direction: full rank by
 halving b, diagonal entry by entry.  In the safe form the eigenvalues of b S P^-1 are kept within
@@ -19,23 +20,22 @@ entries.  So with b = a = 1 and a quadratic loss the printed step is exact from 
 than twice as wide as the posterior.  The report's "damped" speaks of the mean alone.
 
 *Where curvature comes from* is the loss's affair, ``BatchedELBO(curvature=...)``.  Without it, or with
-"price", H_k is read off the gradient of the scales (Price's theorem): noisy and indefinite, which the
-safe form survives.
+"price", H_k is read off the gradient of the scales, E[P (z - mu) o grad(-log p)] (Price's theorem):
+noisy and indefinite, which the safe form survives.
 
-*Damping* acts on the mean alone, never on the posterior. *The trust radius* bounds
-the move of the mean in units of the sds of q, root mean square over the entries. A step that is not
-finite is skipped.
-
-Sources: Khan & Nielsen (2018, arXiv:1807.04489), Khan et al. (2018, arXiv:1806.04854), the safe
-form Lin, Schmidt & Khan (2020, arXiv:2002.10060). In their symbols P = N s + delta, H = N h +
-delta, and our g is N g + delta mu: sums over data, with the prior of the model.
+*Damping* acts on the mean alone, never on the posterior.  *The trust radius* bounds the move of the
+mean in units of the sds of q, root mean square over the entries.
 
 Not for runs without a schedule to tune: :class:`~pyro_ngvi.NGVB` takes the same curvature and needs no
 rates.
+
+Sources: Khan & Nielsen (2018, arXiv:1807.04489), Khan et al. (2018, arXiv:1806.04854), the safe
+form Lin, Schmidt & Khan (2020, arXiv:2002.10060).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,16 +43,11 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from ..families import MeanFieldNormal, NormalFamily
 from ..families.base import Tensors
-from ..rules.averaging import Averaging, as_averaging
-from ..rules.report import part
-from ..rules.rule import Rule, Step
-from ..rules.schedules import PowerDecay, Rate, as_rate, rate_at
-from .base import NaturalGradientOptim, describe
-from .others_state import ADAM
-
-__all__ = ["VON", "VONRule"]
+from .host import NaturalGradientOptim
+from .rule import Averaging, Rule, State, Step, as_averaging
+from .schedules import PowerDecay, Rate, as_rate, rate_at, require
+from .state import ADAM
 
 #: 1 at the start, then the average of all that has been seen with a bias to what is new
 NEWTON_RATE = PowerDecay(1.0, 0.51)
@@ -62,10 +57,7 @@ NEWTON_RATE = PowerDecay(1.0, 0.51)
 class VONRule(Rule):
     """The mathematics, as pure functions of tensors."""
 
-    #: whether it is for a diagonal precision alone
-    diagonal: ClassVar[bool] = False
-
-    family: NormalFamily
+    family: Any
     lr: Rate
     curvature_lr: Rate
     momentum: float = 0.0
@@ -74,20 +66,31 @@ class VONRule(Rule):
     trust_radius: float = torch.inf
     averaging: Averaging | None = None
 
-    def start(self, params: Tensors) -> Tensors:
-        # the clock of the rates; "count" is that of the average, which may start again
-        return {
-            "step": params["loc"].new_zeros(()),
-            "gradient": torch.zeros_like(params["loc"]),
-        }
+    def refuses(self, family: Any) -> str | None:
+        if "improved" in family.coordinates and family.curvature_form is not None:
+            return None
+        return (
+            "it trains Gaussians through their precision. Use pyro_ngvi.AutoMeanFieldNormal(model) or "
+            "AutoFullRankNormal(model); for other guides there are pyro_ngvi.NGVB and pyro_ngvi.IFVB."
+        )
 
-    def step(self, params: Tensors, grads: Tensors, state: Tensors) -> Step:
-        k = state["step"]
+    def start(self, params: Tensors) -> State:
+        # the clock of the rates; "count" is that of the average, which may start again
+        loc = params["loc"]
+        return {"step": loc.new_zeros(()), "gradient": torch.zeros_like(loc)}
+
+    def step(
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: State,
+        curvature: Mapping[str, Any] | None = None,
+    ) -> Step:
+        k, parts = state["step"], dict(curvature or {})
         a, b = rate_at(self.lr, k), rate_at(self.curvature_lr, k)
-        curvature = part(grads, "curvature.")
-        still = self.family.precision_step(params, grads, curvature, b, self.safe)
-        m, move, length, damped = self._mean_step(still, grads, state, a)
-        sums = torch.stack([v.sum() for v in (grads["loc"], *curvature.values())])
+        still = self.family.precision_step(params, grads, parts, b, self.safe)
+        m, move, length, damped = self._mean_step(still, grads["loc"], state, a, parts)
+        sums = torch.stack([v.sum() for v in (grads["loc"], *parts.values())])
         return Step(
             still | {"loc": still["loc"] - move},
             length,
@@ -103,26 +106,23 @@ class VONRule(Rule):
         return self.trust_radius * params["loc"].shape[-1] ** 0.5
 
     def _mean_step(
-        self, params: Tensors, grads: Tensors, state: Tensors, a: Tensor
+        self, params: Tensors, gradient: Tensor, state: State, a: Tensor, curvature: Tensors
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """m, the move of the mean (to be subtracted), its length, and whether it was shortened.
 
         ``params`` have the new precision.
         """
         k = state["step"]
-        m = torch.lerp(grads["loc"], state["gradient"], self.momentum)
+        m = torch.lerp(gradient, state["gradient"], self.momentum)
         unbiased = m / (1.0 - self.momentum ** (k + 1.0))
-        move, length = self._move(params, unbiased, a, grads, k)
+        move, length = self._move(params, unbiased, a, k, curvature)
         shrink = (self._radius(params) / length).clamp_max(1.0)
         return m, shrink * move, shrink * length, shrink < 1.0
 
     def _move(
-        self, params: Tensors, m: Tensor, a: Tensor, grads: Tensors, k: Tensor
+        self, params: Tensors, m: Tensor, a: Tensor, k: Tensor, curvature: Tensors
     ) -> tuple[Tensor, Tensor]:
-        """The move of the mean (to be subtracted), and its Fisher length at ``params``.
-
-        With damping it is the length for P + damping, a little longer.
-        """
+        """The move of the mean, and its Fisher length at ``params``: with damping a little longer."""
         move = a * self.family.covariance_product(params, m, self.damping)
         tiny = torch.finfo(m.dtype).tiny
         return move, (a * torch.dot(m, move)).clamp_min(tiny).sqrt()
@@ -169,6 +169,7 @@ class VON(NaturalGradientOptim):
         1.99
     """
 
+    suits = "pyro_ngvi.AutoMeanFieldNormal(model)"
     accepts: ClassVar[tuple[str | None, ...]] = ("hessian", "gauss_newton", "price")
     rule_type: ClassVar[type[VONRule]] = VONRule
 
@@ -184,44 +185,20 @@ class VON(NaturalGradientOptim):
         averaging: Averaging | float | bool = True,
         others: PyroOptim | None = ADAM,
     ) -> None:
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"momentum must lie in [0, 1), got {momentum!r}.")
-        if not 0.0 <= damping < float("inf"):
-            raise ValueError(f"damping must not be negative, got {damping!r}.")
-        if trust_radius is not None and not trust_radius > 0.0:
-            raise ValueError(f"trust_radius must be positive or None, got {trust_radius!r}.")
-        average = as_averaging(averaging)
+        require(0.0 <= momentum < 1.0, "momentum", "lie in [0, 1)", momentum)
+        require(0.0 <= damping < torch.inf, "damping", "not be negative", damping)
+        radius = torch.inf if trust_radius is None else trust_radius
+        require(radius > 0.0, "trust_radius", "be positive or None", trust_radius)
         self._arguments: dict[str, Any] = {
             "lr": as_rate("lr", lr),
             "curvature_lr": as_rate("curvature_lr", curvature_lr),
             "momentum": float(momentum),
             "safe": bool(safe),
             "damping": float(damping),
-            "trust_radius": torch.inf if trust_radius is None else float(trust_radius),
-            "averaging": None if isinstance(average, bool) else average,
+            "trust_radius": float(radius),
+            "averaging": as_averaging(averaging),
         }
         super().__init__(guide, others)
-        if not self._rules:
-            raise ValueError(self._wrong_guide(describe(guide)))
-        self._require_one_guide()
-
-    def _wrong_guide(self, found: str) -> str:
-        return (
-            f"{type(self).__name__} trains Gaussian guides through their precision, diagonal or full, "
-            f"and got {found}. Use pyro_ngvi.AutoMeanFieldNormal(model) or AutoFullRankNormal(model); "
-            f"for other guides there are pyro_ngvi.NGVB and pyro_ngvi.IFVB."
-        )
-
-    def _fits(self, family: Any) -> bool:
-        return "improved" in family.coordinates and family.curvature_form is not None
 
     def make_rule(self, family: Any) -> VONRule:
-        found = f"the family {type(family).__name__}"
-        if self.rule_type.diagonal and not isinstance(family, MeanFieldNormal):
-            raise ValueError(
-                f"{type(self).__name__} has a diagonal precision, and got {found}. Use "
-                f"pyro_ngvi.AutoMeanFieldNormal(model), or pyro_ngvi.optim.VON for a full precision."
-            )
-        if not self._fits(family):
-            raise ValueError(self._wrong_guide(found))
         return self.rule_type(family, **self._arguments)

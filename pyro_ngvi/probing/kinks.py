@@ -25,9 +25,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, jacrev
 
-from ..runtime.density import site_log_prob, with_density
-from ..runtime.layout import LatentLayout
-from ..runtime.vmap import Site, Sites
+from ..runtime.density import LatentLayout, Site, Sites, site_log_prob, with_density
 
 __all__ = ["kinked_sites"]
 

@@ -3,16 +3,14 @@
 * An entry without a density: its prior is masked out, and nothing else depends on it.  q has a density
   there, so the ELBO grows without bound as q widens.  A flat prior, ``.mask(False)`` on a site that the
   likelihood sees, is not meant.
-* An angle: its density on the circle is periodic on the real line, where torch puts it, and q has no
-  end there either.
+* An angle: its density on the circle is periodic on the real line, where torch puts it.
 * A site in a subsampled plate, of which a run shows a part.
 * A support that moves with other latent sites, such as that of x ~ Uniform(0, s), or with a parameter
   that is learned.  The guide maps R^d to the supports of the first run, whatever s is.
 
-The first and the last show in further runs of the model, with the latent sites moved: by the log joint,
-by the transforms to the supports, which must map the same numbers to the same values, and by a support
-whose bounds require gradients.  There is none where all supports are the real line and nothing is
-masked.  Not checked: a model that fails at the moved values, and what only other arguments would show.
+The first and the last show in a further run of the model with the latent sites moved, which there is
+where a support has tensors for bounds, or a site is masked.  Not checked: a model that fails at the
+moved values, and what only other arguments would show.
 """
 
 from __future__ import annotations
@@ -27,152 +25,111 @@ from torch import Tensor
 from torch.distributions import VonMises, biject_to
 
 from ..linalg.host import fixed_normal, own_random_state
-from ..runtime.checks import check_whole_plates
-from ..runtime.density import innermost, site_log_prob
+from ..runtime.checks import bounds, check_whole_plates, moved
+from ..runtime.density import Sites, innermost, is_minibatch, site_log_prob
 from ..runtime.pyro_adapter import masks_of
-from ..runtime.support import bounds
-from ..runtime.vmap import Minibatches, is_minibatch, run_plainly
+from ..runtime.run import Minibatches, run_plainly
 
-__all__ = ["check_latents"]
+Values = dict[str, Tensor]
 
 
 def check_latents(
-    guide: str, model: Callable[..., Any], sites: dict[str, Any], args: Any, kwargs: Any
+    guide: str, model: Callable[..., Any], sites: Sites, args: Any, kwargs: Any
 ) -> None:
     """Run ``model``, which hides no site, once more and compare with ``sites``, the latent ones."""
     check_whole_plates(guide, sites)
-    _check_angles(guide, sites)
-    masked = {name: mask for name, site in sites.items() if (mask := _masked(site)).any()}
-    moved, values = _moved(sites)
-    if not masked and _all_real(moved, values):
-        return
-    leaves = {name: values[name].clone().requires_grad_() for name in masked}
-    try:
-        with torch.enable_grad():
-            again = _run(model, values | leaves, args, kwargs)
-    except Exception:  # whatever a model may raise at values that are not its own choice
-        return
-    for name, u in moved.items():
-        if name in again and _differ(values[name], again[name], u):
-            raise ValueError(
-                f"{guide}: the support of the latent site {name!r} is not fixed: it moves with "
-                "other latent sites, and the guide would keep the first. Move the value instead: "
-                "for x ~ Uniform(0, s) write x = s * pyro.sample('u', Uniform(0, 1))."
-            )
-        numbers = bounds(again[name]["fn"].support) if name in again else []
-        if any(isinstance(v, Tensor) and v.requires_grad for v in numbers):
-            raise ValueError(
-                f"{guide}: the support of the latent site {name!r} is made of a tensor that requires "
-                f"gradients, and the guide would keep that of the first run. Instead of x ~ "
-                f"Uniform(0, hi) "
-                f'write x = hi * pyro.sample("u", Uniform(0, 1)), or hi.detach().'
-            )
-    if masked:
-        _, elsewhere = _moved(sites, -3.0)
-
-        def log_joint(name: str, where: Tensor) -> Tensor:
-            there = torch.where(where, elsewhere[name], values[name])
-            return _log_joint(_run(model, values | {name: there}, args, kwargs))
-
-        _check_masked(guide, masked, leaves, again, log_joint)
-
-
-def _check_angles(guide: str, sites: dict[str, Any]) -> None:
+    supports = {name: bounds(site["fn"].support) for name, site in sites.items()}
     for name, site in sites.items():
         if isinstance(innermost(site["fn"]), VonMises):
             raise ValueError(
-                f"{guide}: the latent site {name!r} is an angle: its density has no end on the real "
-                f"line. "
-                f'Write z = pyro.sample("{name}", dist.Uniform(-math.pi, math.pi)) and '
+                f"{guide}: the latent site {name!r} is an angle, whose density has no end on the real "
+                f'line. Write z = pyro.sample("{name}", dist.Uniform(-math.pi, math.pi)) and '
                 f'pyro.factor("prior", dist.VonMises(loc, concentration).log_prob(z)).'
             )
 
+    def run(values: Values) -> Sites:
+        with poutine.block(), own_random_state(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run_plainly(model, values, args, kwargs, Minibatches())
 
-def _moved(
-    sites: dict[str, Any], share: float = 1.0
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Unconstrained values, some ``share`` from the first run's, and their images in its supports."""
-    moved, values = {}, {}
+    masked = {name: mask for name, site in sites.items() if (mask := _masked(site)).any()}
+    if not masked and not any(isinstance(v, Tensor) for found in supports.values() for v in found):
+        return
+    values = _elsewhere(sites, 1.0)
+    leaves = {name: values[name].clone().requires_grad_() for name in masked}
+    try:
+        with torch.enable_grad():
+            again = run(values | leaves)
+    except Exception:  # whatever a model may raise at values that are not its own choice
+        return
+    for name, before in supports.items():
+        now = bounds(again[name]["fn"].support) if name in again else before
+        learned = any(isinstance(v, Tensor) and v.requires_grad for v in now)
+        if learned or moved(before, now, bool):
+            raise ValueError(
+                f"{guide}: the support of the latent site {name!r} is not fixed: it moves with other "
+                f"latent sites or a learned parameter. Move the value instead: for x ~ Uniform(0, s) "
+                f"write x = s * pyro.sample('u', Uniform(0, 1)), or detach s."
+            )
+    try:
+        unseen = _unseen(
+            masked, leaves, again, lambda at: run(values | at), _elsewhere(sites, -3.0)
+        )
+    except Exception:  # a density may not be defined there
+        return
+    for name, lost in unseen.items():
+        raise ValueError(
+            f"{guide}: {int(lost.sum())} of the {lost.numel()} entries of the latent site "
+            f"{name!r} are masked out and nothing else depends on them, so q would widen there "
+            "without end. Mask the observed site alone: they keep their prior."
+        )
+
+
+def _elsewhere(sites: Sites, share: float) -> Values:
+    """Values some ``share`` from those of the first run, in its supports."""
+    values = {}
     for seed, (name, site) in enumerate(sites.items()):
         transform: Any = biject_to(site["fn"].support)
         u = transform.inv(site["value"])
-        moved[name] = u + share * fixed_normal(*u.shape, seed=seed).to(u)
-        values[name] = transform(moved[name])
-    return moved, values
-
-
-def _all_real(moved: dict[str, Tensor], values: dict[str, Tensor]) -> bool:
-    return all(
-        u.shape == values[n].shape and bool((u == values[n]).all()) for n, u in moved.items()
-    )
-
-
-def _run(model: Any, values: dict[str, Tensor], args: Any, kwargs: Any) -> dict[str, Any]:
-    with poutine.block(), own_random_state(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return run_plainly(model, values, args, kwargs, Minibatches())
-
-
-def _differ(value: Tensor, site: Any, u: Tensor) -> bool:
-    try:
-        now: Any = biject_to(site["fn"].support)
-        other = now(u)
-    except Exception:  # no transform there, or not of this shape: the run itself says so better
-        return False
-    few = 4.0 * torch.finfo(value.dtype).eps
-    same_shape = other.shape == value.shape
-    return same_shape and not torch.allclose(value, other, rtol=few, atol=0.0, equal_nan=True)
+        values[name] = transform(u + share * fixed_normal(*u.shape, seed=seed).to(u))
+    return values
 
 
 def _masked(site: Any) -> Tensor:
     """Which entries of a latent site have no prior."""
-    shape = site["value"].shape
-    masked = torch.zeros(shape, dtype=torch.bool, device=site["value"].device)
+    masked = torch.zeros_like(site["value"], dtype=torch.bool)
     for mask, event_dim in masks_of(site):
         mask = torch.as_tensor(mask, dtype=torch.bool, device=masked.device)
         masked = masked | ~mask.reshape(mask.shape + (1,) * event_dim)
     return masked
 
 
-def _log_joint(sites: dict[str, Any]) -> Tensor:
-    total: Any = sum(site_log_prob(site)[1].sum() for site in sites.values())
-    return total
+def _unseen(
+    masked: Values, leaves: Values, again: Sites, run: Callable[[Values], Sites], far: Values
+) -> Values:
+    """Masked entries that the log joint does not depend on, by site.
 
-
-def _check_masked(
-    guide: str,
-    masked: dict[str, Tensor],
-    leaves: dict[str, Tensor],
-    again: dict[str, Any],
-    log_joint: Callable[[str, Tensor], Tensor],
-) -> None:
-    """Refuse masked entries that the log joint does not depend on.
-
-    Where the gradient is zero, ``log_joint(name, entries)`` moves these far to the other side: a
-    likelihood may have no gradient, or be flat where the run was.
+    Where the gradient is zero, moving them to ``far`` decides: a likelihood may have no gradient, or be
+    flat where the run was.  With other data than these of a minibatch nothing is known.
     """
-    if any(map(is_minibatch, again.values())):
-        return  # other data may see what these do not
-    try:
-        with torch.enable_grad():
-            here = _log_joint(again)
-            total = here + 0.0 * sum(leaf.sum() for leaf in leaves.values())
-            grads = torch.autograd.grad(total, list(leaves.values()))
-    except Exception:  # a density may not be defined there
-        return
-    for name, grad in zip(leaves, grads, strict=True):
+    if not masked or any(map(is_minibatch, again.values())):
+        return {}
+    with torch.enable_grad():
+        here = _log_joint(again)
+        total = here + 0.0 * sum(leaf.sum() for leaf in leaves.values())
+        grads = torch.autograd.grad(total, list(leaves.values()))
+    found = {}
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
         lost = masked[name] & (grad == 0.0)
         # a site masked as a whole has a flat prior, and not every entry need be seen
-        if not (lost.all() if masked[name].all() else lost.any()):
-            continue
-        try:
+        if lost.all() if masked[name].all() else lost.any():
             with torch.no_grad():
-                depends = not bool(log_joint(name, lost) == here)
-        except Exception:
-            return
-        if not depends:
-            raise ValueError(
-                f"{guide}: {int(lost.sum())} of the {lost.numel()} entries of the latent site "
-                f"{name!r} are masked out and nothing else depends on them, so q would widen there "
-                "without end. Mask the observed site alone: they keep their prior."
-            )
+                there = torch.where(lost, far[name], leaf)
+                if bool(_log_joint(run({name: there})) == here):
+                    found[name] = lost
+    return found
+
+
+def _log_joint(sites: Sites) -> Tensor:
+    total: Any = sum(site_log_prob(site)[1].sum() for site in sites.values())
+    return total

@@ -1,12 +1,7 @@
-"""Is a model right under Pyro's vectorised particles?  See :func:`check_vectorized`.
-
-Do not use it for models that draw random numbers of their own or are enumerated: there is nothing
-to compare with.
-"""
+"""Is a model right under Pyro's vectorised particles?  See :func:`check_vectorized`."""
 
 import textwrap
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,37 +14,31 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..linalg.host import own_random_state
-from ..runtime.density import batched_trace, site_log_prob, with_density
+from ..runtime.density import Site, Sites, free_dim, is_latent, site_log_prob, with_density
 from ..runtime.pyro_adapter import has_model, model_as_given
-from ..runtime.vmap import (
-    Conditioned,
+from ..runtime.run import (
+    CannotBatch,
     Minibatches,
-    Site,
-    Sites,
-    free_dim,
-    is_latent,
+    Program,
     run_both,
     run_in_loop,
     run_particles,
     run_plainly,
 )
-from ..runtime.vmap_error import CannotBatch
-
-Program = Callable[..., Any]
-
-_REMEDY = "Write `(X * w).sum(-1)`, or take BatchedELBO or vectorize_particles=False."
 
 
 class BroadcastError(ValueError):
     """A model is wrong with vectorised particles; the message names the site."""
 
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"With vectorised particles {what}. Write `(X * w).sum(-1)`, or take BatchedELBO or "
+            f"vectorize_particles=False."
+        )
+
 
 def check_vectorized(
-    model: Program,
-    guide: Program,
-    *args: Any,
-    num_particles: int = 2,
-    **kwargs: Any,
+    model: Program, guide: Program, *args: Any, num_particles: int = 2, **kwargs: Any
 ) -> None:
     """Check that a model is right under ``Trace_ELBO(vectorize_particles=True)``.
 
@@ -57,8 +46,10 @@ def check_vectorized(
     arrives with shape (S, 1, ..., d), and ``X @ w`` then fails or, worse, broadcasts to a wrong
     loss. This draws S particles so, and compares each site's log probability, particle by
     particle, with that of the model run under ``vmap``, or one by one where ``vmap`` cannot run it.
-    ``BatchedELBO`` needs no such check. The guides of pyro_ngvi do it themselves at their first
-    vectorised call, unless they are part of an ``AutoGuideList`` or ``vmap`` cannot run the model.
+    Do not use it for models that draw random numbers of their own or are enumerated: there is nothing
+    to compare with.  ``BatchedELBO`` needs no such check. The guides of pyro_ngvi do it themselves at
+    their first vectorised call, unless they are part of an ``AutoGuideList`` or ``vmap`` cannot run
+    the model.
 
     Args:
         num_particles: S, at least 2.
@@ -94,29 +85,26 @@ def check_vectorized_call(
     """
     if not has_model(guide) or guide.master is not None:
         return  # a part of a list does not know the guide of the other sites
-    store, error = pyro.get_param_store(), None
+    store = pyro.get_param_store()
     known = set(store.keys())
-    with (
-        own_random_state(),
-        poutine.block(),
-        torch.no_grad(),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")  # the run itself says the same
-        try:
-            model = partial(model_as_given(guide), *args, **kwargs)
-            guide = partial(guide, *args, **kwargs)
-            _, single = run_both(model, guide, (), {}, Minibatches())
-            if _is_comparable(model, single):
-                _check(model, guide, single.sites, _Inside(frame), frame.size)
-        except BroadcastError as found:
-            error = found
-        except Exception:  # whatever keeps the two from being compared is no fault of the model
-            pass
-    for name in set(store.keys()) - known:
-        del store[name]
-    if error is not None:
-        raise error
+    try:
+        # the run itself gives the same warnings
+        with own_random_state(), poutine.block(), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            programs = (
+                partial(model_as_given(guide), *args, **kwargs),
+                partial(guide, *args, **kwargs),
+            )
+            _, single = run_both(*programs, (), {}, Minibatches())
+            if _draws_all(programs[0], single.sites, single.values):
+                _check(*programs, single.sites, _Inside(frame), frame.size, batched=True)
+    except BroadcastError:
+        raise
+    except Exception:  # whatever keeps the two from being compared is no fault of the model
+        pass
+    finally:
+        for name in set(store.keys()) - known:
+            del store[name]
 
 
 class _Inside(Messenger):
@@ -133,25 +121,18 @@ class _Inside(Messenger):
         msg["cond_indep_stack"] = (self.frame,) + msg["cond_indep_stack"]
 
 
-def _is_comparable(model: Program, single: Conditioned) -> bool:
-    """Whether the guide gives all that is random in the model, and ``vmap`` can run it."""
-    latents, indices = {}, {}
-    for name, site in single.sites.items():
-        if site_is_subsample(site):
-            indices[name] = site["value"]
-        elif is_latent(site):
-            if name not in single.values or site["infer"].get("enumerate"):
-                return False
-            latents[name] = site["value"]
-    # Numbers that are drawn although all sites are given differ between two runs of any kind: noise,
-    # dropout, or latent sites that a poutine.block hides.
-    before = _random_state()
-    run_plainly(model, latents | indices, (), {}, Minibatches())
-    if any(not torch.equal(a, b) for a, b in zip(before, _random_state(), strict=True)):
+def _draws_all(model: Program, sites: Sites, given: dict[str, Tensor]) -> bool:
+    """Whether the guide's values are all that is random in the model, and none is enumerated.
+
+    What is drawn although all sites are given differs between any two runs: noise, dropout, or latent
+    sites that a poutine.block hides.
+    """
+    latent = [name for name, site in sites.items() if is_latent(site)]
+    if any(name not in given or sites[name]["infer"].get("enumerate") for name in latent):
         return False
-    twice = {name: value.expand(2, *value.shape) for name, value in latents.items()}
-    batched_trace(model, twice, num_particles=2, indices=indices)
-    return True
+    before = _random_state()
+    run_plainly(model, {name: site["value"] for name, site in sites.items()}, (), {}, Minibatches())
+    return all(torch.equal(a, b) for a, b in zip(before, _random_state(), strict=True))
 
 
 def _random_state() -> list[Tensor]:
@@ -160,20 +141,26 @@ def _random_state() -> list[Tensor]:
 
 
 def _check(
-    model: Program, guide: Program, single: Sites, particles: Any, num_particles: int
+    model: Program, guide: Program, single: Sites, particles: Any, size: int, batched: bool = False
 ) -> None:
-    """Compare the model inside ``particles``, a plate of S, with the model run for each of them."""
-    vectorized = _vectorized_trace(model, guide, particles)
+    """Compare the model inside ``particles``, a plate of S, with the model run for each of them.
+
+    Raises:
+        CannotBatch: where ``batched`` runs are asked for, and ``vmap`` cannot run the model.
+    """
+    vectorized = _vectorized(model, guide, particles)
     values, indices = {}, {}
     for name, site in vectorized.items():
         if site_is_subsample(site):
             indices[name] = site["value"]
         elif not site["is_observed"]:
-            values[name] = _per_particle(site, single[name], num_particles)
-    given: Any = model, _log_probs, values, num_particles, (), {}
+            values[name] = _per_particle(site, single[name]["value"].shape, size)
+    given: Any = model, _log_probs, values, size, (), {}
     try:
         expected = run_particles(*given, minibatches=Minibatches(indices), sampling=True)
     except CannotBatch:
+        if batched:
+            raise
         with pyro.validation_enabled(False):
             expected = run_in_loop(*given, minibatches=Minibatches(indices))
     for name, wanted in expected.items():
@@ -185,26 +172,25 @@ def _log_probs(sites: Sites) -> dict[str, Tensor]:
     return {name: site_log_prob(site)[1] for name, site in with_density(sites).items()}
 
 
-def _vectorized_trace(model: Program, guide: Program, particles: Any) -> Sites:
+def _vectorized(model: Program, guide: Program, particles: Any) -> Sites:
     """The sample sites of a model with vectorised particles, as ``Trace_ELBO`` runs it."""
-    recorder = poutine.trace(particles(guide))
-    with pyro.validation_enabled(False):  # Pyro's own messages do not name the cause
-        try:
+    recorder, where = poutine.trace(particles(guide)), ""
+    try:
+        with pyro.validation_enabled(False):  # Pyro's own messages do not name the cause
             draws = recorder.get_trace()
             recorder = poutine.trace(poutine.replay(particles(model), trace=draws))
             recorder()
-        except (RuntimeError, ValueError) as error:
-            names = list(_sample_sites(recorder.trace))
-            where = f"after the site {names[-1]!r}" if names else "before its first site"
-            raise _failure(where, error) from error
-        sites = _sample_sites(recorder.trace)
-        for name, site in sites.items():
-            if site_is_subsample(site):
-                continue
-            try:
-                site["log_prob"] = site_log_prob(site)[1]
-            except (RuntimeError, ValueError) as error:
-                raise _failure(f"in the log_prob of the site {name!r}", error) from error
+            sites = _sample_sites(recorder.trace)
+            for name, site in sites.items():
+                if not site_is_subsample(site):
+                    where = f"in the log_prob of the site {name!r}"
+                    site["log_prob"] = site_log_prob(site)[1]
+    except (RuntimeError, ValueError) as error:
+        names = list(_sample_sites(recorder.trace))
+        where = where or (f"after the site {names[-1]!r}" if names else "before its first site")
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = textwrap.shorten(reason, 80, placeholder=" ...")
+        raise BroadcastError(f"the program fails {where}: {reason}") from error
     return sites
 
 
@@ -212,25 +198,17 @@ def _sample_sites(trace: Any) -> Sites:
     return {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
 
 
-def _failure(where: str, error: Exception) -> BroadcastError:
-    reason = next(iter(str(error).splitlines()), type(error).__name__)
-    reason = textwrap.shorten(reason, 80, placeholder=" ...")
-    return BroadcastError(
-        f"With vectorised particles the program fails {where}: {reason}. {_REMEDY}"
-    )
-
-
-def _per_particle(site: Site, single: Site, num_particles: int) -> Tensor:
+def _per_particle(site: Site, shape: torch.Size, size: int) -> Tensor:
     """The value of a latent site with the particles first and no padding, (S, *shape)."""
-    value, shape = site["value"], single["value"].shape
+    value = site["value"]
     if value.numel() == shape.numel():  # the same for all particles
-        return value.reshape(shape).expand(num_particles, *shape)
-    if value.numel() != num_particles * shape.numel():
+        return value.reshape(shape).expand(size, *shape)
+    if value.numel() != size * shape.numel():
         raise BroadcastError(
-            f"With vectorised particles the latent site {site['name']!r} has shape "
-            f"{tuple(value.shape)}, but one draw has {tuple(shape)}: it broadcasts. {_REMEDY}"
+            f"the latent site {site['name']!r} has shape {tuple(value.shape)}, but one draw has "
+            f"{tuple(shape)}: it broadcasts"
         )
-    return value.reshape(num_particles, *shape)
+    return value.reshape(size, *shape)
 
 
 def _compare(site: Site, wanted: Tensor) -> None:
@@ -240,14 +218,10 @@ def _compare(site: Site, wanted: Tensor) -> None:
         # terms by about their spread over the particles.
         finite = wanted.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         spread = (finite - finite[:1]).abs().max()
-        allowed = torch.finfo(wanted.dtype).eps ** 0.5 * finite.abs().max() + 1e-3 * spread
-        close = torch.isclose(
-            actual.reshape(wanted.shape), wanted, rtol=0.0, atol=float(allowed), equal_nan=True
-        )
-        if close.all():
+        atol = float(torch.finfo(wanted.dtype).eps ** 0.5 * finite.abs().max() + 1e-3 * spread)
+        if torch.allclose(actual.reshape(wanted.shape), wanted, 0.0, atol, equal_nan=True):
             return
     raise BroadcastError(
-        f"With vectorised particles the log_prob of the site {site['name']!r} has shape "
-        f"{tuple(actual.shape)} and differs from one by one, {tuple(wanted.shape)}: the loss is "
-        f"wrong. {_REMEDY}"
+        f"the log_prob of the site {site['name']!r} has shape {tuple(actual.shape)} and differs from "
+        f"one by one, {tuple(wanted.shape)}: the loss is wrong"
     )

@@ -1,55 +1,45 @@
-"""What an ELBO refuses, site by site: each check raises a sentence with the name and the remedy."""
+"""What is refused of models, guides and data before training, and of data that change later.
 
-from collections.abc import Collection, Iterable, Mapping
-from itertools import zip_longest
+``log_prob`` checks data against their support while Pyro's validation is on, with an answer that has to
+be waited for and does not exist under ``vmap``.  So training checks the first data in a plain run, and
+later ones by :class:`LaterData`, on a CPU and against supports without latent variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
 from typing import Any
+from weakref import ref
 
 import torch
+from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.util import site_is_subsample
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributions import constraints
+from torch.distributions.constraints import Constraint
 
-from .density import site_log_prob, with_density
-from .support import validated_log_prob
-from .vmap import Site, Sites
-
-
-def check_guide_site(site: Site) -> None:
-    """Refuse a site of a guide that is enumerated or not reparameterised."""
-    _check_enumerated(site)
-    if not site["fn"].has_rsample:
-        raise ValueError(
-            f"The site {site['name']!r} of the guide samples {type(site['fn']).__name__}, which "
-            f"is not reparameterised, so no gradient passes through its draws. Use "
-            f"pyro.infer.Trace_ELBO, which adds the score function term."
-        )
-
-
-def check_model_site(site: Site, values: Mapping[str, Any]) -> None:
-    """Refuse a latent site of a model to which the guide gives no value, or one of other shape."""
-    if site["name"] not in values:
-        _check_enumerated(site)
-        raise ValueError(
-            f"The latent site {site['name']!r} of the model is not sampled by the guide. Add it "
-            f"to the guide, give it obs=..., or use pyro.infer.TraceEnum_ELBO to sum it out."
-        )
-    shape, value_shape = site["fn"].shape(), site["value"].shape
-    sizes = zip_longest(reversed(shape), reversed(value_shape), fillvalue=1)
-    if any(n != m for n, m in sizes):
-        raise ValueError(
-            f"The latent site {site['name']!r} has shape {tuple(shape)} in the model, but the "
-            f"guide gives it shape {tuple(value_shape)}. Is the guide made for another model, or "
-            f"for data of another size?"
-        )
+from ..linalg.host import at_hand, host_bool
+from .density import (
+    Site,
+    Sites,
+    check_log_prob_shape,
+    innermost,
+    is_same,
+    site_kind,
+    site_log_prob,
+    with_density,
+)
+from .pyro_adapter import masks_of
 
 
-def check_guide_of_this_model(names: Iterable[str], model_sites: Sites) -> None:
-    """Refuse a guide with latent sites, ``names``, that a run of the model does not have."""
-    for name in names:
-        if name not in model_sites:
+def check_guide(sites: Sites) -> None:
+    """Refuse a guide with a site that is not reparameterised."""
+    for name, site in sites.items():
+        if not site_is_subsample(site) and not site["fn"].has_rsample:
             raise ValueError(
-                f"The guide samples {name!r}, which is no site of the model, or not of this run of it. "
-                f"Is it the guide of another model? Only a variable without a prior that other sites "
-                f"are functions of may be infer={{'is_auxiliary': True}}."
+                f"The site {name!r} of the guide samples {type(site['fn']).__name__}, which is not "
+                f"reparameterised, so no gradient passes through its draws. Use pyro.infer.Trace_ELBO, "
+                f"or pyro.infer.TraceEnum_ELBO to sum it out."
             )
 
 
@@ -63,31 +53,10 @@ def check_replaced_priors(names: Collection[str], guide_sites: Sites, model_site
         masked = any(not (s["mask"] is None or s["mask"] is True) for s in (ours, theirs))
         if masked or not bool((scales[0] == scales[1]).all()):
             raise ValueError(
-                f"Model and guide differ in scale or mask at the site {name!r}, which the guide "
-                "makes of g: it takes the site's prior back, so a share of it would stay. Scale "
-                "both alike, or use BatchedELBO(kl_weight=...) to weigh the KL term."
+                f"Model and guide differ in scale or mask at the site {name!r}, whose prior the guide "
+                f"takes back: a share of it would stay. Scale both alike, or use "
+                f"BatchedELBO(kl_weight=...) to weigh the KL term."
             )
-
-
-def _check_enumerated(site: Site) -> None:
-    if site["infer"].get("enumerate"):
-        raise ValueError(
-            f"The site {site['name']!r} asks for enumeration, which BatchedELBO does not do; use "
-            f"pyro.infer.TraceEnum_ELBO, or pyro.infer.Trace_ELBO to sample the site."
-        )
-
-
-def check_minibatch(site: Site, shared: Mapping[str, Tensor]) -> None:
-    """Refuse a plate of a model whose minibatch is not that of the guide."""
-    index, expected = site["value"], shared.get(site["name"])
-    if expected is None or index is expected:
-        return
-    if len(index) != len(expected) or not torch.equal(torch.as_tensor(index), expected):
-        raise ValueError(
-            f"The plate {site['name']!r} has another minibatch in the model ({len(index)} "
-            f"examples) than in the guide ({len(expected)}). Use one subsample_size, or give both "
-            "one index: pass create_plates=... to the autoguide, with the plate of the model."
-        )
 
 
 def check_whole_plates(guide: str, sites: Sites) -> None:
@@ -103,61 +72,194 @@ def check_whole_plates(guide: str, sites: Sites) -> None:
                 )
 
 
-def check_log_prob_shape(site: Site, log_prob: Tensor) -> None:
-    """Refuse a site whose ``log_prob`` was broadcast to a shape that nothing asks for.
-
-    Inside plates, each dimension larger than 1 must be that of a plate. Outside plates, the shape
-    must be that of the value, unless the value is a single event.
-    """
-    shape = log_prob.shape
-    if not shape:
-        return
-    value, fn = site["value"], site["fn"]
-    sizes = {frame.dim: frame.size for frame in site["cond_indep_stack"] if frame.dim is not None}
-    batch_shape = value.shape[: value.dim() - fn.event_dim]
-    if sizes:
-        good = all(n == 1 or sizes.get(i - len(shape)) == n for i, n in enumerate(shape))
-        plates = [f"{f.name!r} ({f.size} at dim {f.dim})" for f in site["cond_indep_stack"]]
-        given = f"its plates are {', '.join(plates)}"
-    else:
-        good = shape == batch_shape or batch_shape.numel() == 1
-        given = "it is in no plate"
-    if not good:
-        raise ValueError(
-            f"The site {site['name']!r} has a log_prob of shape {tuple(shape)}, but {given} and "
-            f"its value has batch shape {tuple(batch_shape)}: shapes were broadcast. Give "
-            f"distribution ({tuple(fn.batch_shape)}) and mask its shape (mean.squeeze(-1)?), "
-            "events by .to_event(...)."
-        )
-
-
 def check_values(sites: Sites) -> None:
     """Refuse a value outside the support of its site, as far as Pyro's validation is on."""
     for site in with_density(sites).values():
-        check_log_prob_shape(site, validated_log_prob(site))
+        check_log_prob_shape(site, _validated_log_prob(site))
 
 
-def check_guide(sites: Sites) -> None:
-    """Refuse a guide one of whose sites cannot be handled."""
-    for site in sites.values():
-        if not site_is_subsample(site):
-            check_guide_site(site)
+def _validated_log_prob(site: Site) -> Tensor:
+    try:
+        return site_log_prob(site)[1]
+    except ValueError as error:
+        value = site["value"]
+        raise ValueError(
+            f"The site {site['name']!r} cannot be evaluated: {error}"
+            + "\nMask NaN, and observe numbers under the mask, whose gradients count: "
+            "poutine.mask(mask=~y.isnan()), obs=torch.nan_to_num(y). Steps of AutoSites alone take NaN."
+            * (isinstance(value, Tensor) and bool(value.isnan().any()))
+        ) from error
 
 
-def check_model(sites: Sites, values: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
-    """Refuse a model one of whose sites does not fit the guide's ``values`` and ``shared`` ones."""
-    for site in sites.values():
-        if site_is_subsample(site):
-            check_minibatch(site, shared)
-        elif not site["is_observed"]:
-            check_model_site(site, values)
+def check_data(checked: Sites, run_unchecked: Callable[[], Sites]) -> None:
+    """Refuse observed values outside the support; the second run is at the same draw, unvalidated.
+
+    A support may depend on the latents (Uniform(0, z)).  Where the density is then zero by itself, the
+    draw is merely impossible.  What a mask hides may be anything.
+    """
+    for name, site in checked.items():
+        if site_kind(site) != "observed":
+            continue
+        try:
+            _validated_log_prob(site)
+        except ValueError:
+            unchecked = run_unchecked().get(name)
+            if unchecked is None:
+                raise
+            impossible = float(site_log_prob(unchecked)[1].sum()) == -torch.inf
+            bad = ~site["fn"].support.check(site["value"])
+            if not impossible and (not bad.any() or _unhidden(bad, site).any()):
+                raise
 
 
-def sum_log_prob(sites: Sites) -> Tensor:
-    """The log probability of all sites of one particle, a scalar; each has the shape of its plates."""
-    total: Any = None
-    for site in with_density(sites).values():
-        log_prob = site_log_prob(site)[1]
-        check_log_prob_shape(site, log_prob)
-        total = log_prob.sum() if total is None else total + log_prob.sum()
-    return torch.zeros(()) if total is None else total
+class LaterData:
+    """The observed values of later runs, against the supports of their sites.
+
+    Only sites that validate and whose support holds the data of the first, plain run take part: that
+    of a distribution which never looks at its support need not be true.
+
+    Attributes:
+        good: a reference to the last tensor of each site that was within the support, and its version:
+            most runs pass the same one at every step (:func:`~pyro_ngvi.runtime.density.is_same`).
+    """
+
+    def __init__(self, sites: Sites) -> None:
+        told = {name: site for name, site in sites.items() if _is_told(site)}
+        self.good = {name: _identity(site["value"]) for name, site in told.items()}
+        # a support that moves, with a parameter say, is no fault of the data
+        self._bounds = {name: _kept_bounds(site["fn"].support) for name, site in told.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "good": {}}  # a reference cannot be stored
+
+    def check(self, sites: Sites) -> None:
+        """Refuse values outside the support, under ``vmap`` too; NaN is left to the optimizer."""
+        for name, before in list(self._bounds.items()):
+            site = sites.get(name)
+            if (
+                site is None
+                or not site["is_observed"]
+                or is_same(self.good.get(name), site["value"])
+            ):
+                continue
+            value, fn = site["value"], site["fn"]
+            if not isinstance(value, Tensor) or not at_hand(value):
+                continue
+            # made of latent variables itself, it has no answer: ask it before slower checks do
+            of_latents = host_bool(value.isfinite().any()) is None
+            good = None if of_latents else _within(fn.support, value)
+            answer = None if good is None else host_bool(good.all())
+            if answer:
+                self.good[name] = _identity(value)
+            elif answer is None or moved(before, bounds(fn.support)):
+                del self._bounds[name]  # the support depends on latent sites, say
+            else:
+                nan = value.isnan()
+                bad = ~(good | (nan.flatten(-fn.event_dim).any(-1) if fn.event_dim else nan))
+                if host_bool(_unhidden(bad, site).any()):
+                    raise ValueError(
+                        f"The site {name!r} cannot be evaluated: its value in this step, of shape "
+                        f"{tuple(value.shape)}, is not within the support ({fn.support!r}) of "
+                        f"{type(fn).__name__}. Invalid values:\n{value}"
+                    )
+
+
+def _identity(value: Tensor) -> tuple[ref[Tensor], int]:
+    return ref(value), -1 if value.is_inference() else value._version
+
+
+def _within(support: Any, value: Tensor) -> Tensor | None:
+    """Which entries lie in a support; ``None`` where that has no answer."""
+    try:
+        return support.check(value)
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError):
+        return None
+
+
+def _is_told(site: Site) -> bool:
+    """Whether a site of the first run says by its support which values it takes."""
+    value = site["value"]
+    if site_kind(site) != "observed" or not isinstance(value, Tensor) or not at_hand(value):
+        return False
+    if not getattr(innermost(site["fn"]), "_validate_args", False):
+        return False
+    good = _within(site["fn"].support, value)
+    return good is not None and host_bool(good.all()) is True
+
+
+def _unhidden(bad: Tensor, site: Site) -> Tensor:
+    """The entries that no mask hides; of an event that is masked in part nothing is said."""
+    for mask, left_out in masks_of(site):
+        within = site["fn"].event_dim - left_out
+        bad = bad & (mask.flatten(-within).all(-1) if within and isinstance(mask, Tensor) else mask)
+    return bad
+
+
+class LatentSupports:
+    """The supports of the latent sites at the first call of ``guide``, those with bounds of tensors.
+
+    An autoguide takes the transforms to the supports from there.  A support that is made of the
+    model's arguments, Uniform(y.max(), 10), is another one with other data, and the guide would go
+    on to draw from the old one.
+    """
+
+    def __init__(self, guide: Any) -> None:
+        self.bounds: dict[str, list[Any]] = {}
+        for part in guide.modules() if isinstance(guide, nn.Module) else ():
+            trace: Any = (
+                getattr(part, "prototype_trace", None) if isinstance(part, AutoGuide) else None
+            )
+            for name, site in trace.nodes.items() if trace is not None else ():
+                # some guides of Pyro keep no more of a site than they need, which is not its type
+                if site.get("is_observed") or not hasattr(site.get("fn"), "support"):
+                    continue
+                found = _kept_bounds(site["fn"].support)
+                if any(isinstance(v, Tensor) for v in found):
+                    self.bounds[name] = found
+
+    def check(self, sites: Sites) -> None:
+        """Refuse a support that has moved, where that can be told without waiting for a device."""
+        for name, before in self.bounds.items():
+            if name in sites and moved(before, bounds(sites[name]["fn"].support)):
+                raise ValueError(
+                    f"The support of the latent site {name!r} is another one than at the guide's first "
+                    f"call ({sites[name]['fn'].support!r}). Make a guide for these data, or instead of "
+                    f'x ~ Uniform(a, b) write x = a + (b - a) * pyro.sample("u", Uniform(0, 1)).'
+                )
+
+
+def bounds(support: Any) -> list[Any]:
+    """The numbers that a support is made of, and those within it: tensors as they are, or numbers."""
+    if isinstance(support, Tensor | int | float):
+        return [support]
+    if isinstance(support, Constraint):
+        support = list(vars(support).values())
+    return [v for x in support for v in bounds(x)] if isinstance(support, list | tuple) else []
+
+
+def _kept_bounds(support: Any) -> list[Any]:
+    """To be compared with later: without a graph, whoever writes into them."""
+    return [v.detach().clone() if isinstance(v, Tensor) else v for v in bounds(support)]
+
+
+def moved(before: list[Any], now: list[Any], ask: Any = host_bool) -> bool:
+    """Whether bounds are known to differ; by ``ask=bool`` a device is waited for."""
+    return len(before) != len(now) or any(
+        _differ(a, b, ask) for a, b in zip(before, now, strict=True)
+    )
+
+
+def _differ(a: Any, b: Any, ask: Any) -> bool:
+    a, b = torch.as_tensor(a), torch.as_tensor(b)
+    if ask((a == b).all()) is not False:
+        return False
+    # bounds that are sums over the data change by their rounding when the data come in another order
+    eps = max((torch.finfo(x.dtype).eps for x in (a, b) if x.is_floating_point()), default=0.0)
+    return not torch.isclose(a.double(), b.double(), rtol=1e3 * eps, atol=0.0).all()
+
+
+def plain_support(support: Any) -> Any:
+    """A support without the ``independent`` around it."""
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint  # pyright: ignore[reportAttributeAccessIssue]
+    return support

@@ -1,35 +1,71 @@
-"""A Pyro model as a pure batched function.
+"""Sample sites that a run of a Pyro program recorded: what they are, their log probabilities, whether
+they fit the guide, and the latent ones as one flat unconstrained vector."""
 
-:func:`batched_trace` runs a model once under ``torch.func.vmap``, with the latent sites of S
-particles fixed.  The model is written for one draw (``X @ w``) and needs no plate for the particles.
-"""
+from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from itertools import zip_longest
+from math import prod
+from typing import Any, Literal, TypeAlias
+from weakref import ref
 
 import pyro.distributions as dist
 import torch
 from pyro.distributions.util import scale_and_mask
-from pyro.poutine.indep_messenger import CondIndepStackFrame
+from pyro.ops import special
+from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch.distributions import biject_to
 from torch.overrides import TorchFunctionMode
 
-from .pyro_adapter import layers_of
-from .vmap import Minibatches, Randomness, Site, Sites, run_particles, sum_per_particle
+from ..linalg.host import outside_autocast
 
+# Pyro's Message of a sample site, as Any: to a type checker each of its keys may be absent.
+Site: TypeAlias = Any
+Sites: TypeAlias = dict[str, Site]
 Kind = Literal["latent", "observed", "deterministic", "factor"]
+
+
+def is_minibatch(site: Site) -> bool:
+    """Whether a recorded site is the index of a plate, of fewer examples than there are."""
+    return site_is_subsample(site) and len(site["value"]) < site["fn"].size
+
+
+def is_latent(site: Site) -> bool:
+    """Whether a recorded site is a latent variable, and not the index of a plate."""
+    return not site["is_observed"] and not site_is_subsample(site)
+
+
+def is_auxiliary(site: Site) -> bool:
+    """Whether a guide draws the site only on the way to those of the model."""
+    return bool((site["infer"] or {}).get("is_auxiliary"))
+
+
+def layers_of(fn: Any) -> list[Any]:
+    """A distribution, and those within its ``to_event`` and ``mask``; the innermost is the last."""
+    layers = [fn]
+    while isinstance(layers[-1], dist.Independent | dist.MaskedDistribution):
+        layers.append(layers[-1].base_dist)
+    return layers
+
+
+def innermost(fn: Any) -> Any:
+    """The distribution within ``to_event`` and ``mask``."""
+    return layers_of(fn)[-1]
 
 
 def site_kind(site: Site) -> Kind:
     """What a recorded sample site is: latent, observed, deterministic or factor."""
     if not site["is_observed"]:
         return "latent"
-    if (site["infer"] or {}).get("_deterministic") or _is_function(site["fn"]):
+    *outer, base = layers_of(site["fn"])
+    hidden = any(isinstance(f, dist.MaskedDistribution) and f._mask is False for f in outer)
+    # what Pyro's reparametrisations leave of a site is a point, masked out
+    if (site["infer"] or {}).get("_deterministic") or (hidden and isinstance(base, dist.Delta)):
         return "deterministic"
-    return "factor" if isinstance(innermost(site["fn"]), dist.Unit) else "observed"
+    return "factor" if isinstance(base, dist.Unit) else "observed"
 
 
 def with_density(sites: Sites) -> Sites:
@@ -41,16 +77,10 @@ def with_density(sites: Sites) -> Sites:
     }
 
 
-def _is_function(fn: Any) -> bool:
-    """Whether a distribution is what Pyro's reparametrisations leave of a site: a point, masked out."""
-    *outer, base = layers_of(fn)
-    masked = any(isinstance(f, dist.MaskedDistribution) and f._mask is False for f in outer)
-    return masked and isinstance(base, dist.Delta)
-
-
-def innermost(fn: Any) -> Any:
-    """The distribution within ``to_event`` and ``mask``."""
-    return layers_of(fn)[-1]
+def free_dim(sites: Sites) -> int:
+    """The first batch dimension to the left of all plates: where a plate of particles goes."""
+    frames = (frame for site in sites.values() for frame in site["cond_indep_stack"])
+    return min((frame.dim for frame in frames if frame.dim is not None), default=0) - 1
 
 
 class _MaskedWrites(TorchFunctionMode):
@@ -66,141 +96,214 @@ class _MaskedWrites(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _evaluated(site: Site) -> Tensor:
-    fn = site["fn"]
-    # torch's Multinomial writes by a mask; only there, because a mode makes every call slower
-    with _MaskedWrites() if isinstance(innermost(fn), dist.Multinomial) else nullcontext():
-        return fn.log_prob(site["value"], *site["args"], **site["kwargs"])
-
-
 def site_log_prob(site: Site) -> tuple[Tensor, Tensor]:
     """The log probability of a recorded site in nats: unscaled, and with scale and mask."""
+    fn = site["fn"]
+    # torch's Multinomial writes by a mask; only there, because a mode makes every call slower
+    mode = _MaskedWrites() if isinstance(innermost(fn), dist.Multinomial) else nullcontext()
     try:
-        log_prob = _evaluated(site)
+        with mode:
+            log_prob = fn.log_prob(site["value"], *site["args"], **site["kwargs"])
         return log_prob, scale_and_mask(log_prob, site["scale"], site["mask"])
     except RuntimeError as error:
         error.add_note(f"in the log_prob of the site {site['name']!r}")
         raise
 
 
-@dataclass(frozen=True)
-class BatchedSite:
-    """One sample site of S particles.
+class _SafeLog:
+    """Pyro's logarithm with a gradient of at most 1 / eps, of functions that ``torch.func`` knows."""
 
-    ``value`` is (S, *batch_shape, *event_shape); ``log_prob`` (with scale and mask) and
-    ``unscaled_log_prob`` (with neither) are (S, *batch_shape), in nats. ``scale`` is a number or a
-    tensor (S, ...), ``mask`` None, a bool or a tensor (S, ...). ``plates`` is Pyro's stack of
-    plate frames.
+    @staticmethod
+    def apply(x: Tensor) -> Tensor:
+        eps, here = torch.finfo(x.dtype).eps, x.detach()
+        return torch.where(here < eps, here.log() + (x - here) / eps, x.clamp(min=eps).log())
+
+
+@contextmanager
+def batched_safe_log() -> Iterator[None]:
+    """Let ``pyro.ops.special.safe_log`` run under ``vmap``: tensor variable elimination and
+    ``DiscreteHMM`` call it, and Pyro's own function has no rule for that."""
+    given = special._SafeLog
+    special._SafeLog = _SafeLog  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        special._SafeLog = given
+
+
+def sum_log_prob(sites: Sites) -> Tensor:
+    """The log probability of all sites of one particle, a scalar; each has the shape of its plates."""
+    total: Any = None
+    for site in with_density(sites).values():
+        log_prob = site_log_prob(site)[1]
+        check_log_prob_shape(site, log_prob)
+        total = log_prob.sum() if total is None else total + log_prob.sum()
+    return torch.zeros(()) if total is None else total
+
+
+def sum_per_particle(x: Tensor) -> Tensor:
+    """Sum over every dimension but the first, (S, ...) to (S,)."""
+    return x.flatten(1).sum(1) if x.dim() > 1 else x
+
+
+def is_same(known: tuple[ref[Tensor], int] | None, value: Any) -> bool:
+    """Whether ``value`` is the tensor of this reference, and has not been written to since."""
+    if known is None or known[0]() is not value:
+        return False
+    return not value.is_inference() and value._version == known[1]
+
+
+# --- what is refused at every run ---------------------------------------------------------------
+
+
+def check_log_prob_shape(site: Site, log_prob: Tensor) -> None:
+    """Refuse a site whose ``log_prob`` was broadcast to a shape that nothing asks for.
+
+    Inside plates, each dimension larger than 1 must be that of a plate. Outside plates, the shape
+    must be that of the value, unless the value is a single event.
     """
-
-    kind: Kind
-    value: Tensor
-    log_prob: Tensor
-    unscaled_log_prob: Tensor
-    scale: float | Tensor
-    mask: bool | Tensor | None
-    event_dim: int
-    plates: tuple[CondIndepStackFrame, ...]
-
-    @property
-    def log_prob_sum(self) -> Tensor:
-        """``log_prob`` summed over the batch, (S,)."""
-        return sum_per_particle(self.log_prob)
-
-
-@dataclass(frozen=True)
-class BatchedTrace:
-    """The sample sites of S particles in the order of the model, and the minibatches they share."""
-
-    sites: dict[str, BatchedSite]
-    indices: dict[str, Tensor] = field(default_factory=dict)
-
-    def log_joint(self) -> Tensor:
-        """The sum of all sites' log probabilities, (S,), in nats."""
-        return torch.stack([site.log_prob_sum for site in self.sites.values()]).sum(0)
+    shape, value, fn = log_prob.shape, site["value"], site["fn"]
+    if not shape:
+        return
+    sizes = {frame.dim: frame.size for frame in site["cond_indep_stack"] if frame.dim is not None}
+    batch_shape = value.shape[: value.dim() - fn.event_dim]
+    if sizes:
+        good = all(n == 1 or sizes.get(i - len(shape)) == n for i, n in enumerate(shape))
+    else:
+        good = shape == batch_shape or batch_shape.numel() == 1
+    if not good:
+        plates = [f"{f.name!r} ({f.size} at dim {f.dim})" for f in site["cond_indep_stack"]]
+        raise ValueError(
+            f"The site {site['name']!r} has a log_prob of shape {tuple(shape)}, but batch shape "
+            f"{tuple(batch_shape)} and plates {', '.join(plates) or 'none'}: shapes were broadcast. "
+            f"Give distribution and mask its shape (mean.squeeze(-1)?), events by .to_event(...)."
+        )
 
 
-def batched_trace(
-    model: Callable[..., Any],
-    values: Mapping[str, Tensor],
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    num_particles: int | None = None,
-    indices: Mapping[str, Tensor] | None = None,
-    randomness: Randomness = "different",
-    chunk_size: int | None = None,
-) -> BatchedTrace:
-    """Run ``model`` once under ``vmap`` with the sites in ``values`` fixed (they stay latent).
+def check_model(sites: Sites, values: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
+    """Refuse a model that does not fit a guide's ``values`` by site and ``shared`` minibatches.
 
-    Latent sites that are not in ``values`` are drawn from the model.
+    A latent site without a value, a value of another shape, or a plate with another minibatch.
+    """
+    for name, site in sites.items():
+        if site_is_subsample(site):
+            index, expected = site["value"], shared.get(name)
+            if expected is None or index is expected:
+                continue
+            if len(index) != len(expected) or not torch.equal(torch.as_tensor(index), expected):
+                raise ValueError(
+                    f"The plate {name!r} has another minibatch in the model ({len(index)} examples) "
+                    f"than in the guide ({len(expected)}). Give both one index: pass "
+                    f"create_plates=... to the autoguide, with the plate of the model."
+                )
+        elif not site["is_observed"]:
+            if name not in values:
+                raise ValueError(
+                    f"The latent site {name!r} of the model is not sampled by the guide. Add it to the "
+                    f"guide, give it obs=..., or use pyro.infer.TraceEnum_ELBO to sum it out."
+                )
+            shape, given = site["fn"].shape(), site["value"].shape
+            if any(n != m for n, m in zip_longest(shape[::-1], given[::-1], fillvalue=1)):
+                raise ValueError(
+                    f"The latent site {name!r} has shape {tuple(shape)} in the model, but the guide "
+                    f"gives it shape {tuple(given)}. Is the guide made for another model or other data?"
+                )
+
+
+def check_guide_of_this_model(names: Iterable[str], model_sites: Sites) -> None:
+    """Refuse a guide with latent sites, ``names``, that a run of the model does not have."""
+    for name in names:
+        if name not in model_sites:
+            raise ValueError(
+                f"The guide samples {name!r}, which is no site of the model, or not of this run of it. "
+                f"Is it the guide of another model? What it draws on the way to other sites needs "
+                f"infer={{'is_auxiliary': True}}."
+            )
+
+
+# --- the latent sites as one vector -------------------------------------------------------------
+
+
+class LatentLayout:
+    """Where each latent site lies in a flat unconstrained vector: that of ``AutoContinuous``.
+
+    The supports are those of the prototype: one that depends on another latent site is not
+    followed (neither does ``AutoContinuous``).
 
     Args:
-        values: site name to *constrained* value, (S, *batch_shape, *event_shape).
-        num_particles: S, needed only where ``values`` is empty.
-        indices: minibatch (n,) of a subsampled plate by name, the same for all particles; drawn
-            once where it is not given. A minibatch that the model itself passes is kept.
-        randomness: ``"different"`` draws for each particle, or the ``"same"`` for all.
-        chunk_size: run at most that many particles at a time, to bound memory.
+        prototype: a trace of the model. Sites keep its order; each is flattened row by row.
 
     Raises:
-        ValueError: when S is not known.
-        RuntimeError: when the model cannot run under ``vmap``: it brings the value of a latent
-            site into Python (``.item()``, ``if``), writes it in place into another tensor, or
-            draws a site whose sampler has no batching rule (Beta, Dirichlet, LKJ, von Mises);
-            then use ``pyro.infer.Predictive`` or ``Trace_ELBO``.
-
-    Example:
-        >>> import torch, pyro, pyro.distributions as dist
-        >>> def model(X, y):
-        ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        ...     with pyro.plate("data", len(y)):
-        ...         pyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
-        >>> trace = batched_trace(model, {"w": torch.zeros(8, 2)}, (torch.eye(2), torch.ones(2)))
-        >>> trace.sites["y"].log_prob.shape, trace.log_joint().shape
-        (torch.Size([8, 2]), torch.Size([8]))
+        ValueError: when there is no latent site, or one is discrete.
     """
-    if num_particles is None:
-        if not values:
-            raise ValueError("Give num_particles, because `values` fixes no site to read it from.")
-        num_particles = len(next(iter(values.values())))
-    recorded: Sites = {}
 
-    def tensors(sites: Sites) -> dict[str, dict[str, Tensor]]:
-        recorded.clear()
-        result = {}
-        for name, site in sites.items():
+    def __init__(self, prototype: Trace) -> None:
+        self.constrained_shapes: dict[str, torch.Size] = {}
+        self.unconstrained_shapes: dict[str, torch.Size] = {}
+        self.transforms: dict[str, Any] = {}
+        site: Site
+        for name, site in prototype.iter_stochastic_nodes():
             if site_is_subsample(site):
                 continue
-            recorded[name] = site
-            # Improper priors put their log_prob on the CPU, whatever their value lies on.
-            unscaled, log_prob = (x.to(site["value"].device) for x in site_log_prob(site))
-            fields = {"value": site["value"], "scale": site["scale"], "mask": site["mask"]}
-            fields |= {"log_prob": log_prob, "unscaled_log_prob": unscaled}
-            result[name] = {key: x for key, x in fields.items() if isinstance(x, Tensor)}
-        return result
+            _refuse_discrete(site)
+            transform = biject_to(site["fn"].support)
+            self.constrained_shapes[name] = site["value"].shape
+            self.unconstrained_shapes[name] = transform.inv(site["value"]).shape
+            self.transforms[name] = transform
+        if not self.transforms:
+            raise ValueError("The model has no latent site: every sample site is observed.")
+        self.dim = sum(prod(shape) for shape in self.unconstrained_shapes.values())
 
-    minibatches = Minibatches(indices)
-    batched = run_particles(
-        model,
-        tensors,
-        values,
-        num_particles,
-        args,
-        kwargs or {},
-        minibatches=minibatches,
-        randomness=randomness,
-        sampling=randomness == "different",
-        chunk_size=chunk_size,
-    )
-    sites = {}
-    for name, site in recorded.items():
-        fields = {"value": site["value"], "scale": site["scale"], "mask": site["mask"]}
-        fields |= batched[name]
-        sites[name] = BatchedSite(
-            kind=site_kind(site),
-            event_dim=site["fn"].event_dim,
-            plates=site["cond_indep_stack"],
-            **fields,
+    def unconstrained(self, theta: Tensor) -> Iterator[tuple[str, Any, Tensor]]:
+        """Name, transform and part (S, *shape) of theta (S, d) of each site."""
+        if theta.dim() != 2 or theta.shape[1] != self.dim:
+            raise ValueError(
+                f"theta has shape {tuple(theta.shape)}; it must be (S, {self.dim}), a row for "
+                f"each particle."
+            )
+        shapes = self.unconstrained_shapes
+        parts = theta.split([prod(shape) for shape in shapes.values()], dim=1)
+        for (name, shape), part in zip(shapes.items(), parts, strict=True):
+            yield name, self.transforms[name], part.reshape(part.shape[:1] + shape)
+
+    def unpack(self, theta: Tensor) -> dict[str, Tensor]:
+        """Flat unconstrained (S, d) to constrained values (S, *shape) by site."""
+        return {name: transform(x) for name, transform, x in self.unconstrained(theta)}
+
+    @outside_autocast
+    def unpack_with_log_det(self, theta: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """As :meth:`unpack`, and log |det dz/dtheta|, (S,)."""
+        values: dict[str, Tensor] = {}
+        log_det = theta.new_zeros(len(theta))
+        for name, transform, x in self.unconstrained(theta):
+            values[name] = z = transform(x)
+            if z is not x:  # the identity returns its argument, and its log det is zero
+                log_det = log_det + sum_per_particle(transform.log_abs_det_jacobian(x, z))
+        return values, log_det
+
+    def pack(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Constrained values (S, *shape) by site to flat unconstrained (S, d)."""
+        parts = [t.inv(values[name]) for name, t in self.transforms.items()]
+        return torch.cat([x.reshape(len(x), -1) for x in parts], dim=1)
+
+
+def _refuse_discrete(site: Site) -> None:
+    if site["fn"].support.is_discrete:
+        raise ValueError(
+            f"The latent site {site['name']!r} is discrete, so the model has no density over a "
+            f"real space. Sum it out, or use pyro.infer.TraceEnum_ELBO."
         )
-    return BatchedTrace(sites, dict(minibatches))
+
+
+def feasible_value(site: Site) -> Tensor:
+    """A point inside the support of a site; an improper prior, which cannot sample, has one too.
+
+    It is the image of zero, so that no prior, however wide, starts far away.
+    """
+    _refuse_discrete(site)
+    fn = site["fn"]
+    transform = biject_to(fn.support)
+    try:
+        return transform(torch.zeros_like(transform.inv(fn.sample())))
+    except NotImplementedError:
+        return transform(torch.zeros(transform.inverse_shape(fn.shape())))

@@ -1,25 +1,150 @@
-"""The log joint density of a Pyro model over its unconstrained space, as a pure batched function.
-
-    log p~(theta) = log p(y, z(theta)) + log |det dz/dtheta|,    z = transform(theta).
+"""A Pyro program at many draws: traces, the log joint as a pure function, pieces of bounded size.
 
 The model is written for one draw (``X @ w``) and needs no plate for the particles.
 """
 
+from __future__ import annotations
+
+import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from pyro import poutine
 from pyro.infer.autoguide.initialization import InitMessenger
+from pyro.poutine.indep_messenger import CondIndepStackFrame
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from .density import BatchedTrace, batched_trace
-from .layout import LatentLayout, feasible_value
-from .marked import HidesMarked
+from ..linalg.host import own_random_state
+from .density import (
+    Kind,
+    LatentLayout,
+    Site,
+    Sites,
+    feasible_value,
+    site_kind,
+    site_log_prob,
+    sum_per_particle,
+)
+from .pyro_adapter import HidesMarked
+from .run import CannotBatch, Minibatches, Program, Randomness, run_in_loop, run_particles
 from .summed_out import summed_out
-from .vmap import Site, Sites
 
-__all__ = ["ModelDensity"]
+Parts = dict[str, dict[str, Tensor]]
+
+MOST_NUMBERS = 2**20  # in the largest tensor of one piece: 8 MB in float64
+
+
+@dataclass(frozen=True)
+class BatchedSite:
+    """One sample site of S particles.
+
+    ``value`` is (S, *batch_shape, *event_shape); ``log_prob`` (with scale and mask) and
+    ``unscaled_log_prob`` (with neither) are (S, *batch_shape), in nats. ``scale`` is a number or a
+    tensor (S, ...), ``mask`` None, a bool or a tensor (S, ...). ``plates`` is Pyro's stack of
+    plate frames.
+    """
+
+    kind: Kind
+    value: Tensor
+    log_prob: Tensor
+    unscaled_log_prob: Tensor
+    scale: float | Tensor
+    mask: bool | Tensor | None
+    event_dim: int
+    plates: tuple[CondIndepStackFrame, ...]
+
+    @property
+    def log_prob_sum(self) -> Tensor:
+        """``log_prob`` summed over the batch, (S,)."""
+        return sum_per_particle(self.log_prob)
+
+
+@dataclass(frozen=True)
+class BatchedTrace:
+    """The sample sites of S particles in the order of the model, and the minibatches they share."""
+
+    sites: dict[str, BatchedSite]
+    indices: dict[str, Tensor] = field(default_factory=dict)
+
+    def log_joint(self) -> Tensor:
+        """The sum of all sites' log probabilities, (S,), in nats."""
+        return torch.stack([site.log_prob_sum for site in self.sites.values()]).sum(0)
+
+
+def batched_trace(
+    model: Program,
+    values: Mapping[str, Tensor],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    num_particles: int | None = None,
+    indices: Mapping[str, Tensor] | None = None,
+    randomness: Randomness = "different",
+    chunk_size: int | None = None,
+) -> BatchedTrace:
+    """Run ``model`` once under ``vmap`` with the sites in ``values`` fixed (they stay latent).
+
+    Latent sites that are not in ``values`` are drawn from the model.
+
+    Args:
+        values: site name to *constrained* value, (S, *batch_shape, *event_shape).
+        num_particles: S, needed only where ``values`` is empty.
+        indices: minibatch (n,) of a subsampled plate by name, the same for all particles; drawn
+            once where it is not given. A minibatch that the model itself passes is kept.
+        randomness: ``"different"`` draws for each particle, or the ``"same"`` for all.
+        chunk_size: run at most that many particles at a time, to bound memory.
+
+    Raises:
+        ValueError: when S is not known.
+        CannotBatch: a RuntimeError, when the model cannot run under ``vmap``, or draws a site whose
+            sampler has no batching rule (Beta, Dirichlet, LKJ, von Mises).
+    """
+    if num_particles is None:
+        if not values:
+            raise ValueError("Give num_particles, because `values` fixes no site to read it from.")
+        num_particles = len(next(iter(values.values())))
+    recorded: dict[str, BatchedSite] = {}
+
+    def tensors(sites: Sites) -> Parts:
+        recorded.clear()
+        for name, site in without_plates(sites).items():
+            # Improper priors put their log_prob on the CPU, whatever their value lies on.
+            unscaled, log_prob = (x.to(site["value"].device) for x in site_log_prob(site))
+            recorded[name] = BatchedSite(
+                site_kind(site),
+                site["value"],
+                log_prob,
+                unscaled,
+                site["scale"],
+                site["mask"],
+                site["fn"].event_dim,
+                site["cond_indep_stack"],
+            )
+        return {
+            name: {key: x for key, x in vars(site).items() if isinstance(x, Tensor)}
+            for name, site in recorded.items()
+        }
+
+    minibatches = Minibatches(indices)
+    batched = run_particles(
+        model,
+        tensors,
+        values,
+        num_particles,
+        args,
+        kwargs or {},
+        minibatches=minibatches,
+        randomness=randomness,
+        sampling=randomness == "different",
+        chunk_size=chunk_size,
+    )
+    sites = {name: replace(site, **batched[name]) for name, site in recorded.items()}
+    return BatchedTrace(sites, dict(minibatches))
 
 
 class ModelDensity:
@@ -40,6 +165,9 @@ class ModelDensity:
         init_loc_fn: value of a latent site in the prototype, as in Pyro's autoguides.
         chunk_size: run at most that many particles at a time.
 
+    Attributes:
+        initial: theta of the prototype, (d,).
+
     Raises:
         ValueError: when a latent site is discrete or there is none.
 
@@ -57,7 +185,7 @@ class ModelDensity:
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Program,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
@@ -78,7 +206,6 @@ class ModelDensity:
         nodes: Sites = dict(trace.nodes)
         initial = {name: nodes[name]["value"][None] for name in self.layout.transforms}
         self.initial: Tensor = self.layout.pack(initial)[0]
-        """theta of the prototype, (d,)."""
 
     @property
     def dim(self) -> int:
@@ -95,23 +222,16 @@ class ModelDensity:
 
     def trace(self, theta: Tensor) -> BatchedTrace:
         """The sites of the model at theta (S, d)."""
-        return self._trace(self.layout.unpack(theta))
+        return self._at(self.layout.unpack(theta))
 
-    def _trace(self, values: Mapping[str, Tensor]) -> BatchedTrace:
-        return batched_trace(
-            self.model,
-            values,
-            self.args,
-            self.kwargs,
-            indices=self.indices,
-            randomness="same",
-            chunk_size=self.chunk_size,
-        )
+    def _at(self, values: Mapping[str, Tensor]) -> BatchedTrace:
+        how: Any = {"indices": self.indices, "randomness": "same", "chunk_size": self.chunk_size}
+        return batched_trace(self.model, values, self.args, self.kwargs, **how)
 
     def __call__(self, theta: Tensor) -> Tensor:
         """The log joint density at theta (S, d), (S,), in nats."""
         values, log_det = self.layout.unpack_with_log_det(theta)
-        return self._trace(values).log_joint() + log_det
+        return self._at(values).log_joint() + log_det
 
     def per_example(self, theta: Tensor) -> dict[str, Tensor]:
         """The terms of the log joint by site, (S, *batch_shape), with scale and mask.
@@ -120,3 +240,105 @@ class ModelDensity:
         """
         sites = self.trace(theta).sites.items()
         return {name: site.log_prob for name, site in sites if site.kind != "deterministic"}
+
+
+def map_draws(
+    program: Program,
+    reduce: Callable[[Sites], Parts],
+    values: Mapping[str, Tensor],
+    num_samples: int,
+    batch_size: int | None = None,
+) -> Parts:
+    """``reduce`` of the sites of ``program`` at each draw, stacked along a new first dimension.
+
+    A program that ``vmap`` cannot run, runs once for each draw.
+
+    Args:
+        program: a model or a guide, its arguments bound.
+        reduce: maps the sites of one draw, without those of plates, to tensors in two levels of names.
+        values: constrained values by site, (S, ...); other sites are drawn.
+        num_samples: S.
+        batch_size: draws that run at once; ``None`` for as many as leave every tensor of the run
+            below a million numbers.
+
+    Raises:
+        ValueError: when the sites of the program differ between draws.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> def model():
+        ...     pyro.deterministic("y", torch.ones(2) * pyro.sample("w", dist.Normal(0.0, 1.0)))
+        >>> def reduce(sites):
+        ...     return {"model": {"y": sites["y"]["value"]}}
+        >>> w = torch.tensor([1.0, 2.0])
+        >>> map_draws(model, reduce, {"w": w}, 2)["model"]["y"]
+        tensor([[1., 1.],
+                [2., 2.]])
+    """
+    minibatches = Minibatches()
+    names: set[str] = set()
+
+    def chosen(sites: Sites) -> Parts:
+        sites = without_plates(sites)
+        if names and (changed := names ^ sites.keys()):
+            raise ValueError(
+                f"The sites {sorted(changed)} are there in some draws and not in others, so they "
+                "cannot be stored as arrays. Write the model with the same sites in every run."
+            )
+        names.update(sites)
+        return reduce(sites)
+
+    def piece(run: Callable[..., Parts], start: int, stop: int) -> Parts:
+        at = {name: x[start:stop] for name, x in values.items()}
+        return run(program, chosen, at, stop - start, (), {}, minibatches=minibatches)
+
+    def all_pieces(run: Callable[..., Parts], size: int) -> Parts:
+        """Written into place, so that none of them is held twice."""
+        if size >= num_samples:
+            return piece(run, 0, num_samples)
+        whole: Parts = {}
+        for start in range(0, num_samples, size):
+            stop = min(start + size, num_samples)
+            for group, tensors in piece(run, start, stop).items():
+                parts = whole.setdefault(group, {})
+                for name, x in tensors.items():
+                    if start == 0:
+                        parts[name] = x.new_empty(num_samples, *x.shape[1:])
+                    parts[name][start:stop] = x
+        return whole
+
+    together = partial(run_particles, sampling=True)
+    with torch.no_grad(), warnings.catch_warnings():
+        # torch.binomial under vmap resizes its own output, correctly, and warns about it.
+        warnings.filterwarnings("ignore", "An output with one or more elements was resized")
+        try:
+            if batch_size is None:
+                with own_random_state(), _Largest() as largest:
+                    piece(together, 0, 1)
+                batch_size = max(1, MOST_NUMBERS // largest.numel)
+            return all_pieces(together, batch_size)
+        except CannotBatch:
+            # A program that is wrong rather than unbatchable shows its own error in the loop.
+            return all_pieces(run_in_loop, 1)
+
+
+def without_plates(sites: Sites) -> Sites:
+    """The sites but for the indices of plates."""
+    return {name: site for name, site in sites.items() if not site_is_subsample(site)}
+
+
+class _Largest(TorchFunctionMode):
+    """The size of the largest tensor that differs between draws, for one draw, under ``vmap``."""
+
+    numel = 1
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() > self.numel:
+            try:
+                result[(0,) * result.dim()].item()
+            except RuntimeError:  # one value for each draw
+                self.numel = result.numel()
+        return result

@@ -1,110 +1,41 @@
-"""The one place that touches private names of Pyro.  ``tests/contract/test_pyro_adapter.py`` holds it.
+"""Private names of Pyro's guides, distributions, transforms and optimizers, in one place.
 
-Pyro keys the parameters of a guide by the guide's class name, or by its place in an
-``AutoGuideList``, so that a second guide silently takes over the parameters of the first (or fails
-on their shape).  There is no public way to name an ``AutoGuide``; ``PyroModule`` keeps the name in
-``_pyro_name`` and sets that of a part in ``_pyro_set_supermodule``.
+``tests/contract/test_pyro_adapter.py`` holds what they, ``store`` and ``density`` take for granted.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from pyro.distributions import Independent, MaskedDistribution
+from pyro.distributions import MaskedDistribution
 from pyro.infer.autoguide import AutoContinuous, AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
-from pyro.nn import PyroModule
-from pyro.ops import special
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.messenger import Messenger
-from torch import Tensor
 from torch.distributions import Transform
 
-from .marked import HidesMarked
+from .density import layers_of
 
-__all__ = [
-    "OwnName",
-    "batched_safe_log",
-    "claim_name",
-    "forget_cached",
-    "give_model",
-    "has_model",
-    "is_claimed",
-    "kept_whole",
-    "layers_of",
-    "masks_of",
-    "model_as_given",
-    "model_under",
-    "module_name",
-    "particle_plate",
-    "rename",
-    "unblocked",
-    "with_inner",
-]
-
-_counters: dict[str, itertools.count[int]] = defaultdict(itertools.count)
-_claimed: set[str] = set()
+# --- models of guides ---------------------------------------------------------------------------
 
 
-def claim_name(wanted: str) -> str:
-    """A name that no guide of this process has had: ``wanted``, or ``wanted_2``, ``wanted_3`` ...
-
-    Names are not given back when a guide is deleted, since its parameters stay in the parameter
-    store.  They depend on the order of construction alone; what a store restored by such a name is
-    meant for, ``check_names`` in ``_module_params.py`` decides.
-    """
-    name = wanted
-    while name in _claimed:
-        name = f"{wanted}_{next(_counters[wanted]) + 2}"
-    _claimed.add(name)
-    return name
+def is_marked(site: Any) -> bool:
+    """Whether a message is a latent site with ``infer={"enumerate": "parallel"}``, to be summed out."""
+    if site["type"] != "sample" or site["is_observed"]:
+        return False
+    infer = site["infer"] or {}
+    return infer.get("enumerate") == "parallel" and infer.get("num_samples") is None
 
 
-def is_claimed(name: str) -> bool:
-    """Whether a guide of this process has, or had, this name."""
-    return name in _claimed
+class HidesMarked(Messenger):
+    """Draws marked sites from the model, out of sight of what is around: a guide has none of them."""
 
-
-def module_name(module: PyroModule) -> str:
-    """The name under which the parameters of ``module`` stand in the parameter store."""
-    return module._pyro_name
-
-
-def rename(module: PyroModule, name: str) -> None:
-    """Give ``module`` a name before its first parameter is registered."""
-    module._pyro_name = name
-    _claimed.add(name)  # or a copy would take it, and with it the parameters
-
-
-class OwnName:
-    """Mixed into a ``PyroModule``: a name in the parameter store that no other module has.
-
-    As a part of another module it gets a new one, unless its user gave it a name.
-    """
-
-    #: what the name was made of by counting; ``None`` for a name that the user gave
-    counted_from: str | None = None
-
-    def take_name(self, name: str | None) -> None:
-        """Take the user's ``name``, or for ``None`` one that is counted from that of the class."""
-        module: Any = self
-        self.counted_from = type(self).__name__ if name is None else None
-        rename(module, claim_name(type(self).__name__) if name is None else name)
-
-    def _pyro_set_supermodule(self, name: str, context: Any) -> None:
-        parent: Any = super()
-        module: Any = self
-        if self.counted_from is None:
-            name = module_name(module)
-        else:
-            self.counted_from, name = name, claim_name(name)
-        parent._pyro_set_supermodule(name, context)
+    def _pyro_sample(self, msg: Any) -> None:
+        if is_marked(msg):
+            msg["stop"] = True
 
 
 def has_model(guide: AutoGuide) -> bool:
@@ -148,19 +79,6 @@ def unblocked(model: Callable[..., Any]) -> Callable[..., Any]:
     """``model`` without the ``poutine.block`` around it, so that a handler sees all its sites."""
     inner = _inside(model, BlockMessenger)
     return model if inner is None else unblocked(inner)
-
-
-def states_to_restore(optim: Any) -> dict[str, Any]:
-    """The saved states of parameters that ``optim`` has not met since ``set_state``; a live dict."""
-    return optim._state_waiting_to_be_consumed
-
-
-def layers_of(fn: Any) -> list[Any]:
-    """A distribution, and those within its ``to_event`` and ``mask``; the innermost is the last."""
-    layers = [fn]
-    while isinstance(layers[-1], Independent | MaskedDistribution):
-        layers.append(layers[-1].base_dist)
-    return layers
 
 
 def masks_of(site: Any) -> list[tuple[Any, int]]:
@@ -213,24 +131,3 @@ def kept_whole(guide: AutoGuide) -> Iterator[None]:
         yield
     finally:
         guide._model, guide.master = model, master
-
-
-class _SafeLog:
-    """Pyro's logarithm with a gradient of at most 1 / eps, of functions that ``torch.func`` knows."""
-
-    @staticmethod
-    def apply(x: Tensor) -> Tensor:
-        eps, here = torch.finfo(x.dtype).eps, x.detach()
-        return torch.where(here < eps, here.log() + (x - here) / eps, x.clamp(min=eps).log())
-
-
-@contextmanager
-def batched_safe_log() -> Iterator[None]:
-    """Let ``pyro.ops.special.safe_log`` run under ``vmap``: tensor variable elimination and
-    ``DiscreteHMM`` call it, and Pyro's own function has no rule for that."""
-    given = special._SafeLog
-    special._SafeLog = _SafeLog  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        special._SafeLog = given

@@ -1,12 +1,8 @@
-"""What every algebra of AutoSites does.
+"""What every algebra of AutoSites does: it turns what the sites say of the latent block into q.
 
-An algebra holds what the sites together say of the latent block (:class:`GaussianPotential`), in
-coordinates of its own, and turns it into q.  It sees the model through *views*: the plan at one call's
-arguments.
-
-    view = algebra.view(call)                       # prior and linear maps, at current hyperparameters
-    evidence = algebra.collect(view, sites)         # of the sites of the view's data
-    q = algebra.posterior(view, evidence)           # log_normalizer, proper, marginals of each group
+view = algebra.view(call)                       # prior and linear maps, at current hyperparameters
+evidence = algebra.collect(view, sites)         # of the sites of the view's data
+q = algebra.posterior(view, evidence)           # log_normalizer, proper, marginals of each group
 """
 
 from __future__ import annotations
@@ -20,16 +16,57 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
+from ..linalg.products import matvec, symmetric_product
 from .bound_model import BoundModel
-from .dense import GaussianPotential, collect
 from .kept import Kept
-from .regression import Regression
+from .processes import Regression
 from .structure import LinearMap, ModelStructure
-
-__all__ = ["Algebra", "Marginals", "SiteTensors", "View", "apart"]
 
 #: nu (n, k) and Lambda (n, k, k) by group
 SiteTensors = Mapping[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class GaussianPotential:
+    """What sites say of eps: exp(constant + linear' eps - eps' precision eps / 2); (), (R,), (R, R)."""
+
+    constant: Tensor
+    linear: Tensor
+    precision: Tensor
+
+    @staticmethod
+    def none(like: Tensor, *shape: int) -> GaussianPotential:
+        """That of no sites: zeros (), ``shape`` and (*shape, R) of the kind of ``like``, R last."""
+        return GaussianPotential(*map(like.new_zeros, ((), shape, (*shape, shape[-1]))))
+
+    def plus(self, step: GaussianPotential, share: float | Tensor = 1.0) -> GaussianPotential:
+        """self + share * step."""
+        pairs = zip(vars(self).values(), vars(step).values(), strict=True)
+        return GaussianPotential(*(a + share * b for a, b in pairs))
+
+    def where(self, condition: Tensor, other: GaussianPotential) -> GaussianPotential:
+        """self where the 0-dim ``condition`` holds, else ``other``."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return GaussianPotential(*(torch.where(condition, a, b) for a, b in pairs))
+
+    def of(self, root: Tensor, shift: Tensor) -> GaussianPotential:
+        """The same, said of eta (R,) with eps = root eta + shift."""
+        slope = self.linear - self.precision @ shift
+        constant = self.constant + 0.5 * (self.linear + slope) @ shift
+        return GaussianPotential(constant, root.mT @ slope, root.mT @ self.precision @ root)
+
+
+def potential_of(at: LinearMap, linear: Tensor, precision: Tensor) -> GaussianPotential:
+    """What the sites ``linear`` (N, k), ``precision`` (N, k, k) of one group say of eps."""
+    weighted = matvec(precision, at.offset)
+    A = at.design.flatten(0, 1)
+    scaled = precision.flatten(1) * A if A.shape[0] == len(linear) else precision @ at.design
+    scaled = scaled.reshape(A.shape)
+    return GaussianPotential(
+        (linear * at.offset - 0.5 * weighted * at.offset).sum(),
+        A.mT @ (linear - weighted).flatten(),
+        symmetric_product(A, scaled) if at.triangular else A.mT @ scaled,
+    )
 
 
 @dataclass(frozen=True)
@@ -43,9 +80,7 @@ class Marginals:
     @property
     def whole(self) -> tuple[Tensor, Tensor]:
         """Mean and covariance of f itself."""
-        if self.rest is None:
-            return self.mean, self.covariance
-        return self.mean, self.covariance + self.rest
+        return self.mean, self.covariance if self.rest is None else self.covariance + self.rest
 
     @property
     def second_moment(self) -> Tensor:
@@ -67,10 +102,9 @@ class View:
     @property
     def tensors(self) -> list[Tensor]:
         """All that it is made of."""
-        found = [t for m in self.maps.values() for t in (m.design, m.offset, m.rest)]
-        if self.prior is not None:
-            found += vars(self.prior).values()
-        return [t for t in found if isinstance(t, Tensor)]
+        values = [v for m in self.maps.values() for v in vars(m).values()]
+        values += [] if self.prior is None else vars(self.prior).values()
+        return [t for t in values if isinstance(t, Tensor)]
 
     @property
     def learns(self) -> bool:
@@ -88,7 +122,7 @@ def apart(module: Any) -> Any:
 
 
 class Algebra(nn.Module):
-    """Evidence as buffers, so that it is saved and moved with the guide."""
+    """Evidence as buffers, in coordinates of its own, so that it is saved and moved with the guide."""
 
     constant: Tensor
     linear: Tensor
@@ -97,11 +131,13 @@ class Algebra(nn.Module):
     running = False
     #: whether the block may have entries of single data, as a process at their inputs has
     has_latent_at_data = True
+    #: what the sites nu (n, k), Lambda (n, k, k) of one group say, through its linear map
+    of_group = staticmethod(potential_of)
 
     def __init__(self, evidence: GaussianPotential) -> None:
         super().__init__()
-        for name in ("constant", "linear", "precision"):
-            self.register_buffer(name, getattr(evidence, name))
+        for name, value in vars(evidence).items():
+            self.register_buffer(name, value)
         #: the view of the last call, and q of its sites
         self._view, self._q = Kept(), Kept()
 
@@ -112,12 +148,34 @@ class Algebra(nn.Module):
 
     @evidence.setter
     def evidence(self, value: GaussianPotential) -> None:
-        self.constant = value.constant.detach()
-        self.linear = value.linear.detach()
-        self.precision = value.precision.detach()
+        for name, tensor in vars(value).items():
+            setattr(self, name, tensor.detach())
 
     def view(self, call: BoundModel) -> View:
+        """The block at the arguments of a call."""
         raise NotImplementedError
+
+    def posterior(self, view: Any, evidence: GaussianPotential) -> Any:
+        """q for that evidence: ``log_normalizer``, and ``proper``, without which nothing else holds."""
+        raise NotImplementedError
+
+    def sample(self, call: BoundModel, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+        """A draw of every site of the block, and its share of log q; ``name`` begins helpers' names."""
+        raise NotImplementedError
+
+    def moments(self, call: BoundModel) -> tuple[Tensor, Tensor]:
+        """Mean (D,) of the flat block z under q, and S (M, D) with S'S its covariance."""
+        raise NotImplementedError
+
+    def mean_and_sd(self, call: BoundModel) -> tuple[Tensor, Tensor]:
+        """Mean and sd (D,) of every entry of the flat block."""
+        mean, half = self.moments(call)
+        return mean, torch.linalg.vector_norm(half, dim=0)
+
+    def distribution(self, call: BoundModel) -> Any:
+        """q over the flat block, as a distribution."""
+        mean, half = self.moments(call)
+        return dist.MultivariateNormal(mean, covariance_matrix=half.mT @ half)
 
     def keep(self, view: View, sites: Iterable[Tensor], q: Any) -> None:
         """Keep the ``q`` of these site tensors, as they are now, for the next to ask."""
@@ -135,15 +193,17 @@ class Algebra(nn.Module):
         """Drop the q that was kept: the sites are other tensors now."""
         self._q.put(None)
 
+    def _viewed(self, view: View, tensors: Iterable[Tensor]) -> View:
+        """Keep a view as the one of these tensors."""
+        self._view.put(None if view.learns else view, tensors=[t.detach() for t in tensors])
+        return view
+
     def collect(self, view: View, sites: SiteTensors) -> GaussianPotential:
         """The evidence of the sites of the view's data."""
-        found = [self.of_group(view.maps[name], *tensors) for name, tensors in sites.items()]
-        return sum(found[1:], found[0])
-
-    @staticmethod
-    def of_group(at: LinearMap, linear: Tensor, precision: Tensor) -> GaussianPotential:
-        """The evidence of the sites nu (n, k), Lambda (n, k, k) of one group."""
-        return collect(at, linear, precision)
+        first, *more = [self.of_group(view.maps[name], *pair) for name, pair in sites.items()]
+        for other in more:
+            first = first.plus(other)
+        return first
 
     def recollect(self, view: View, sites: SiteTensors) -> GaussianPotential:
         """Make the evidence anew, of the sites of all data."""
@@ -171,48 +231,16 @@ class Algebra(nn.Module):
         self, view: View, change: SiteTensors, sites: SiteTensors, call: BoundModel
     ) -> GaussianPotential:
         """The evidence after a ``change`` of the sites of a minibatch, which makes them ``sites``."""
-        return self.evidence + self.collect(view, change)
-
-    def white(self, view: View, evidence: GaussianPotential) -> GaussianPotential:
-        """Evidence in white coordinates, at the hyperparameters of the view."""
-        return evidence
-
-    def posterior(self, view: View | None, evidence: GaussianPotential) -> Any:
-        """q for that evidence: ``log_normalizer``, and ``proper``, without which nothing else holds."""
-        raise NotImplementedError
+        return self.evidence.plus(self.collect(view, change))
 
     def marginals(self, view: View, q: Any) -> dict[str, Marginals]:
         """Those of all data of the view."""
-        found = {}
-        for name, at in view.maps.items():
-            mean, covariance = q.marginals(at)
-            found[name] = Marginals(mean, covariance, at.rest)
-        return found
-
-    def sample(self, call: BoundModel, name: str) -> dict[str, tuple[Tensor, Tensor]]:
-        """A draw of every site of the block, and its share of log q; ``name`` begins helpers' names."""
-        raise NotImplementedError
-
-    def moments(self, call: BoundModel) -> tuple[Tensor, Tensor]:
-        """Mean (D,) of the flat block z under q, and S (M, D) with S'S its covariance."""
-        raise NotImplementedError
-
-    def mean_and_sd(self, call: BoundModel) -> tuple[Tensor, Tensor]:
-        """Mean and sd (D,) of every entry of the flat block."""
-        mean, half = self.moments(call)
-        return mean, torch.linalg.vector_norm(half, dim=0)
-
-    def distribution(self, call: BoundModel) -> Any:
-        """q over the flat block, as a distribution."""
-        mean, half = self.moments(call)
-        return dist.MultivariateNormal(mean, covariance_matrix=half.mT @ half)
+        return {name: Marginals(*q.marginals(at), at.rest) for name, at in view.maps.items()}
 
     def get_extra_state(self) -> dict[str, Any]:
-        """For ``state_dict``, beside the buffers."""
         return {"running": self.running}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """What :meth:`get_extra_state` gave."""
         self.running = state["running"]
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A plan at the arguments of one call of the model, which may be a minibatch.
+"""The structure of a model at the arguments of one call, which may be a minibatch.
 
 At the current hyperparameters it gives
 
@@ -18,33 +18,28 @@ from torch import Tensor
 
 from ..distributions import GaussianProcess
 from ..linalg.host import at_hand, fixed_normal
-from ..runtime.density import site_kind, site_log_prob
-from ..runtime.vmap import Sites, is_minibatch
+from ..runtime.density import Sites, is_minibatch, site_kind, site_log_prob
 from .conditioned_model import ConditionedModel, TensorRef, WhitenedRun, for_each
-from .log_likelihood import data_shape, data_terms, minibatch_scale
-from .structure import Group, LinearMap, ModelStructure
+from .structure import Group, LinearMap, ModelStructure, data_shape, data_terms, minibatch_scale
 from .whitening import log_det_root
-
-__all__ = ["BoundModel", "affine_maps", "apart", "moves"]
 
 #: entries of A that are made at once
 CHUNK = 2**24
 
 
 class BoundModel:
-    """A plan at the arguments of one call.
+    """A structure at the arguments of one call.
 
     The model is run when something is asked for: up to the last site of the block for what concerns the
     prior, as a whole, with data, for what concerns these.
-
-    Raises:
-        ValueError: where a group has another number of data than the plan.
     """
 
     def __init__(self, plan: ModelStructure, runner: ConditionedModel) -> None:
         self.plan, self.runner = plan, runner
         #: whether handlers around this are not to see the run that looks at all sites
         self.hidden = True
+
+    # --- the block
 
     @property
     def block(self) -> dict[str, Any]:
@@ -55,115 +50,6 @@ class BoundModel:
     def _block(self) -> dict[str, Any]:
         """Found without the data, which need not be there."""
         return self.runner(self.plan.zero(), look_at=self.plan.block_places, at_mean=True).own
-
-    @cached_property
-    def probe(self) -> Tensor:
-        """A fixed random noise (D,), at which two linear maps would differ."""
-        return fixed_normal(self.plan.dim, seed=self.plan.dim).to(self.plan.zero())
-
-    @cached_property
-    def _run(self) -> WhitenedRun:
-        # it makes parameters, and draws minibatches
-        return self.runner(self.probe, hidden=self.hidden, look_at=self.plan.places, go_on=True)
-
-    @property
-    def sites(self) -> Sites:
-        """All sites of the model, the block at the probe."""
-        return self._run.sites
-
-    @cached_property
-    def shapes(self) -> dict[str, torch.Size]:
-        """The shape of each group's data now."""
-        return {g.name: data_shape(self._observed(g)) for g in self.plan.groups}
-
-    def _observed(self, group: Group) -> Any:
-        """The first observed site of a group, whose others come too."""
-        for name in group.observed:
-            if name not in self.sites:
-                raise ValueError(
-                    f"AutoSites: the observed site {name!r}, which was there at the guide's first "
-                    f"call, does not come in this one."
-                )
-        return self.sites[group.observed[0]]
-
-    @cached_property
-    def index(self) -> dict[str, Tensor | None]:
-        """Numbers (n,) of the data among all of the group; ``None`` where these are all, in order."""
-        index = {g.name: _index(g, self._observed(g), self._run) for g in self.plan.groups}
-        process = any(isinstance(fn, GaussianProcess) for fn in self._run.own.values())
-        if not (self.plan.direct or process) and self._run.used < self.plan.dim:
-            raise ValueError(
-                f"AutoSites: the latent block has {self._run.used} entries now, fewer than the "
-                f"{self.plan.dim} of the guide's first call. A block of another size needs a guide of "
-                f"its own."
-            )
-        return index
-
-    @cached_property
-    def at_probe(self) -> dict[str, Tensor]:
-        """The predictors (n, k) at the probe."""
-        return self._joined(self._run)
-
-    @cached_property
-    def terms_at_probe(self) -> dict[str, Tensor]:
-        """log p of each datum at the probe, by observed site, with their graph in parameters."""
-        with torch.enable_grad():
-            observed = {n: s for n, s in self.sites.items() if site_kind(s) == "observed"}
-            return {name: data_terms(site) for name, site in observed.items()}
-
-    def predictors(
-        self, noise: Tensor, makers: Mapping[str, Any] | None = None
-    ) -> dict[str, Tensor]:
-        """f (n, k) of every group at a noise (D,); ``makers`` as in a :class:`WhitenedRun`."""
-        return self._joined(self.runner(noise, look_at=self.plan.places, makers=makers))
-
-    def _joined(self, run: WhitenedRun) -> dict[str, Tensor]:
-        return {g.name: g.predictor.join(run.seen, self.shapes[g.name]) for g in self.plan.groups}
-
-    def places_of(
-        self, groups: Sequence[Group], predictors: Mapping[str, Tensor]
-    ) -> dict[TensorRef, Tensor]:
-        """f (n, k) of some groups as the values at the places where the model makes them."""
-        found = {}
-        for g in groups:
-            found |= g.predictor.split(predictors[g.name], self.shapes[g.name])
-        return found
-
-    def fingerprint(self) -> dict[str, Tensor]:
-        """f and log p at the probe, (n, k + 1) by group: other hyperparameters or data change it."""
-        prior: Any = 0.0
-        if self.plan.direct:  # elsewhere f at the probe depends on the prior
-            for name, fn in self.block.items():
-                if not isinstance(fn, GaussianProcess):  # whose algebra replaces the probe
-                    prior = prior + site_log_prob(self.sites[name])[0].sum()
-        with torch.no_grad():
-            prints = {}
-            for g in self.plan.groups:
-                terms = _summed([self.terms_at_probe[n] for n in g.observed]) + prior
-                prints[g.name] = torch.cat([self.at_probe[g.name], terms[:, None]], -1)
-            return prints
-
-    def rows(self, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows (n, ...) of this call of two tensors (N, ...) over all data of a group."""
-        index = self.index[name]
-        return (a, b) if index is None else (a.index_select(0, index), b.index_select(0, index))
-
-    def weight(self, name: str) -> float:
-        """N / n: how many data of the group one datum of this call stands for."""
-        return self.plan.group(name).size / max(self.shapes[name].numel(), 1)
-
-    def other_terms(self) -> Tensor:
-        """log p, a 0-dim tensor, of sites that are neither of the block nor data with a predictor."""
-        total = self.plan.zero().new_zeros(())
-        seen = {name for group in self.plan.groups for name in group.observed}
-        for name, site in self.sites.items():
-            if name not in seen and name not in self.plan.shapes and not site_is_subsample(site):
-                if site_kind(site) == "observed":  # without what is missing
-                    term = self.terms_at_probe[name] * minibatch_scale(site)
-                else:
-                    term = site_log_prob(site)[1]
-                total = total + term.sum()
-        return total
 
     def by_site(self, flat: Tensor) -> dict[str, Tensor]:
         """A flat block (..., D) as a value for each of its sites, (..., *shape)."""
@@ -187,37 +73,138 @@ class BoundModel:
         run = self.runner(noise, look_at=self.plan.block_places, makers=makers)
         return torch.cat([run.seen[place].reshape(-1) for place in self.plan.block_places])
 
+    # --- the data
+
+    @cached_property
+    def probe(self) -> Tensor:
+        """A fixed random noise (D,), at which two linear maps would differ."""
+        return fixed_normal(self.plan.dim, seed=self.plan.dim).to(self.plan.zero())
+
+    @cached_property
+    def _run(self) -> WhitenedRun:
+        """The one at the probe, which makes parameters, and draws minibatches."""
+        places = (*self.plan.places, *self.plan.block_places)
+        return self.runner(self.probe, hidden=self.hidden, look_at=places, go_on=True)
+
+    @property
+    def sites(self) -> Sites:
+        """All sites of the model, the block at the probe."""
+        return self._run.sites
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of each group's data now."""
+        return {g.name: data_shape(self._observed(g)) for g in self.plan.groups}
+
+    def _observed(self, group: Group, with_data: bool = False) -> Any:
+        """The first observed site of a group, whose others come too."""
+        for name in group.observed:
+            site = self.sites.get(name)
+            if site is None or (with_data and not site["is_observed"]):
+                raise ValueError(
+                    f"AutoSites: the site {name!r} has no data in this call (obs=None), or does not "
+                    f"come. A step and the loss need them; to predict, call the guide or Predictive."
+                )
+        return self.sites[group.observed[0]]
+
+    @cached_property
+    def index(self) -> dict[str, Tensor | None]:
+        """Numbers (n,) of the data among all of the group; ``None`` where these are all, in order."""
+        return {g.name: _index(g, self._observed(g), self._run) for g in self.plan.groups}
+
     @property
     def whole(self) -> bool:
         """Whether all data of all groups are here."""
         return all(index is None for index in self.index.values())
 
+    def rows(self, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows (n, ...) of this call of two tensors (N, ...) over all data of a group."""
+        index = self.index[name]
+        return (a, b) if index is None else (a.index_select(0, index), b.index_select(0, index))
+
+    def weight(self, name: str) -> float:
+        """N / n: how many data of the group one datum of this call stands for."""
+        return self.plan.group(name).size / max(self.shapes[name].numel(), 1)
+
+    # --- predictors
+
+    @cached_property
+    def at_probe(self) -> dict[str, Tensor]:
+        """The predictors (n, k) at the probe."""
+        return self._joined(self._run)
+
+    def predictors(
+        self, noise: Tensor, makers: Mapping[str, Any] | None = None
+    ) -> dict[str, Tensor]:
+        """f (n, k) of every group at a noise (D,); ``makers`` as in a :class:`WhitenedRun`."""
+        return self._joined(self.runner(noise, look_at=self.plan.places, makers=makers))
+
+    def _joined(self, run: WhitenedRun) -> dict[str, Tensor]:
+        return {g.name: g.predictor.join(run.seen, self.shapes[g.name]) for g in self.plan.groups}
+
+    def places_of(
+        self, groups: Sequence[Group], predictors: Mapping[str, Tensor]
+    ) -> dict[TensorRef, Tensor]:
+        """f (n, k) of some groups as the values at the places where the model makes them."""
+        found = {}
+        for g in groups:
+            found |= g.predictor.split(predictors[g.name], self.shapes[g.name])
+        return found
+
     def linear_maps(self) -> dict[str, LinearMap]:
         """A and b of every group, with their graph in the parameters of the model."""
-        plan = self.plan
-        fn = next(iter(self.block.values()))
+        plan, fn = self.plan, next(iter(self.block.values()))
         if plan.is_one_vector and hasattr(fn, "scale_tril"):  # what the runs would find
             loc = fn.loc.expand(fn.shape()).unsqueeze(-1)
             own = LinearMap(fn.scale_tril.unsqueeze(1), loc, triangular=True)
             return {group.name: own for group in plan.groups}
-        identity = torch.eye(plan.dim, dtype=plan.dtype, device=plan.device)
+        units = torch.eye(plan.dim, dtype=plan.dtype, device=plan.device)
+        return affine_maps(self.predictors, units)
 
-        return affine_maps(self.predictors, identity)
+    # --- log densities
+
+    @cached_property
+    def terms_at_probe(self) -> dict[str, Tensor]:
+        """log p of each datum at the probe, by observed site, with their graph in parameters."""
+        with torch.enable_grad():
+            observed = {n: s for n, s in self.sites.items() if site_kind(s) == "observed"}
+            return {name: data_terms(site) for name, site in observed.items()}
+
+    def fingerprint(self) -> dict[str, Tensor]:
+        """f and log p at the probe, (n, k + 1) by group: other hyperparameters or data change it."""
+        prior: Any = 0.0
+        if self.plan.direct:  # elsewhere f at the probe depends on the prior
+            for name, fn in self.block.items():
+                if not isinstance(fn, GaussianProcess):  # whose algebra replaces the probe
+                    prior = prior + site_log_prob(self.sites[name])[0].sum()
+        with torch.no_grad():
+            prints = {}
+            for g in self.plan.groups:
+                terms = _summed([self.terms_at_probe[n] for n in g.observed]) + prior
+                prints[g.name] = torch.cat([self.at_probe[g.name], terms[:, None]], -1)
+            return prints
+
+    def other_terms(self) -> Tensor:
+        """log p, a 0-dim tensor, of sites that are neither of the block nor data with a predictor."""
+        total = self.plan.zero().new_zeros(())
+        known = {*self.plan.shapes, *(name for g in self.plan.groups for name in g.observed)}
+        for name, site in self.sites.items():
+            if name in known or site_is_subsample(site):
+                continue
+            if site_kind(site) == "observed":  # without what is missing
+                term = self.terms_at_probe[name] * minibatch_scale(site)
+            else:
+                term = site_log_prob(site)[1]
+            total = total + term.sum()
+        return total
 
     def log_likelihood(
         self, predictors: Mapping[str, Tensor], scaled: bool = True
     ) -> dict[str, Tensor]:
         """log p(y_n | f_n) (Q, n) for f (Q, n, k) by group, in nats; times the scale, if ``scaled``."""
-        groups, zero = self.plan.groups, self.plan.zero()
-        for group in groups:
-            for name in group.observed:
-                if not self.sites[name]["is_observed"]:
-                    raise ValueError(
-                        f"AutoSites: the site {name!r} has no data in this call (obs=None). A step and "
-                        f"the loss need them; to predict, call the guide or use Predictive."
-                    )
-
-        sets = apart(groups)
+        for group in self.plan.groups:
+            self._observed(group, with_data=True)
+        sets, zero = apart(self.plan.groups), self.plan.zero()
 
         def terms(f: dict[str, Tensor]) -> dict[str, Tensor]:
             found = {}
@@ -241,13 +228,12 @@ def apart(groups: Sequence[Group]) -> list[list[Group]]:
     sets: list[tuple[set[TensorRef], list[Group]]] = []
     for group in groups:
         places = set(group.predictor.places)
-        for taken, members in sets:
-            if not taken & places:
-                taken |= places
-                members.append(group)
-                break
-        else:
-            sets.append((places, [group]))
+        free = (one for one in sets if not one[0] & places)
+        taken, members = next(free, None) or (set(), [])
+        if not members:
+            sets.append((taken, members))
+        taken |= places
+        members.append(group)
     return [members for _, members in sets]
 
 
@@ -272,18 +258,28 @@ def _index(group: Group, site: Any, run: WhitenedRun) -> Tensor | None:
     full, rank = list(data_shape(site)), len(site["fn"].batch_shape)
     chosen: dict[int, Tensor] = {}
     for frame in site["cond_indep_stack"]:
-        plate = run.sites.get(frame.name)
-        if frame.dim is not None and plate and _is_chosen(plate, frame.name in run.given):
-            dim = rank + frame.dim
-            _refuse_unnumbered(site["name"], plate, run)
-            full[dim] = frame.full_size
-            chosen[dim] = plate["value"].reshape(-1)
+        plate, given = run.sites.get(frame.name), frame.name in run.given
+        if frame.dim is None or plate is None:
+            continue
+        index = plate["value"]
+        every = torch.arange(len(index))
+        if not is_minibatch(plate):  # a loader whose batch holds all data may have shuffled them
+            if not given or (at_hand(index) and torch.equal(index.reshape(-1), every)):
+                continue
+        # drawn, and not looked at, or -1
+        if id(index) in run.unread or (at_hand(index) and bool((index < 0).any())):
+            raise ValueError(
+                f"AutoSites: the observed site {site['name']!r} lies in the plate {frame.name!r}, and "
+                f"the model does not say which data: pass their numbers, pyro.plate({frame.name!r}, "
+                f"{plate['fn'].size}, subsample=index), for bayesianize svi.step(x, y, index)."
+            )
+        full[rank + frame.dim] = frame.full_size
+        chosen[rank + frame.dim] = index.reshape(-1)
     if tuple(full) != tuple(group.batch):
         raise ValueError(
-            f"AutoSites: the observed site {site['name']!r} has data of shape {tuple(full)} in "
-            f"this call, the guide has sites for shape {tuple(group.batch)}. Data that come or go "
-            "are announced first, by guide.add(count) or guide.remove(indices); new inputs take "
-            "obs=None."
+            f"AutoSites: the observed site {site['name']!r} has data of shape {tuple(full)} in this "
+            f"call, the guide has sites for shape {tuple(group.batch)}. Announce data that come or go "
+            f"by guide.add(count) or guide.remove(indices); new inputs take obs=None."
         )
     if not chosen:
         return None
@@ -292,25 +288,3 @@ def _index(group: Group, site: Any, run: WhitenedRun) -> Tensor | None:
     for dim, index in chosen.items():
         numbers = numbers.index_select(dim, index.to(device))
     return numbers.reshape(-1)
-
-
-def _refuse_unnumbered(name: str, plate: Any, run: WhitenedRun) -> None:
-    """Refuse a minibatch whose data have no numbers: drawn, and not looked at, or -1."""
-    index = plate["value"]
-    if id(index) in run.unread or (at_hand(index) and bool((index < 0).any())):
-        raise ValueError(
-            f"AutoSites: the observed site {name!r} lies in the plate {plate['name']!r}, and the "
-            f"model does not say which data: pass their numbers, pyro.plate({plate['name']!r}, "
-            f"{plate['fn'].size}, subsample=index), for bayesianize svi.step(x, y, index)."
-        )
-
-
-def _is_chosen(plate: Any, given: bool) -> bool:
-    """Whether the index of a plate is a minibatch, or ``given`` and in another order than 0, 1, 2, ...
-
-    A loader whose batch holds all data may have shuffled them.
-    """
-    index = plate["value"]
-    if is_minibatch(plate) or not given:
-        return is_minibatch(plate)
-    return not at_hand(index) or not torch.equal(index.reshape(-1), torch.arange(len(index)))

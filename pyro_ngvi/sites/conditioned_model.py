@@ -23,10 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..distributions import GaussianProcess, GaussianStateSpace
-from ..runtime.vmap import Conditioned, Minibatches, Site, Sites
+from ..runtime.density import Site, Sites
+from ..runtime.run import Conditioned, Minibatches
 from .whitening import colour, gaussian_of, refuse_weights
-
-__all__ = ["ConditionedModel", "Found", "OtherCourse", "TensorRef", "WhitenedRun", "for_each"]
 
 T = TypeVar("T")
 
@@ -42,28 +41,20 @@ _DESCRIBE = {
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Where a predictor appears in a run: the value of a site, or the result of operation ``number``.
-
-    ``name`` is that of the operation, to find out where a run took another course.
-    """
+    """Where a predictor appears in a run: a ``site``, or operation ``number``, of that ``name``."""
 
     site: str | None = None
     number: int = -1
     name: str = ""
 
-    @property
-    def label(self) -> str:
-        """The site, or the name of the operation."""
-        return self.name if self.site is None else f"the site {self.site!r}"
-
     def __str__(self) -> str:
         if self.site is not None:
-            return self.label
+            return f"the site {self.site!r}"
         return f"the result of {self.name} (operation {self.number} of the model)"
 
 
-class Found(Exception):
-    """Everything that a run was to look at has been seen; the rest of it is not needed."""
+class _AllSeen(Exception):
+    """The rest of the run is not needed."""
 
 
 class OtherCourse(RuntimeError):
@@ -76,41 +67,47 @@ class _Operations(TorchFunctionMode):
     def __init__(self, run: WhitenedRun) -> None:
         super().__init__()
         self.run = run
-        self.count = 0
-        self.paused = 0
+        self.count = self.paused = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        result, run = func(*args, **(kwargs or {})), self.run
         if self.paused:
-            return func(*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        if self.run.unread and not _only_describes(func, result):
-            self.run.unread.difference_update(map(id, _flat((args, kwargs))))
+            return result
+        name = getattr(func, "__name__", str(func))
+        if run.unread:  # of a tensor's attributes only another tensor, such as .T, has its numbers
+            describes = name == "__get__" and not isinstance(result, Tensor)
+            if not (describes or name in _DESCRIBE):
+                run.unread.difference_update(map(id, tree_leaves((args, kwargs))))
         # only what may be a predictor counts: a plate makes whole numbers, or not, as it subsamples
         if not (isinstance(result, Tensor) and result.is_floating_point()):
             return result
-        place = TensorRef(number=self.count, name=getattr(func, "__name__", str(func)))
+        place = TensorRef(number=self.count, name=name)
         self.count += 1
-        if place in self.run.replace:
-            self.run.replaced += 1
-            return self.run.replace[place].clone()  # the model may write into it
-        self.run.on_operation(place, result)
+        if place in run.replace:
+            run.replaced += 1
+            return run.replace[place].clone()  # the model may write into it
+        if run.on_operation is not None:
+            run.on_operation(place, result)
+        run.see(place, result)
         return result
 
 
 class WhitenedRun(Conditioned):
     """One run: latent sites that have no value in ``values`` are made from ``noise`` (D,).
 
-    With ``block``, shapes by site at the guide's first call, only those: another one, such as data to
-    be predicted, is drawn as usual.  With ``direct`` the noise is not coloured: it stands for the
-    values of the block themselves.  ``replace`` gives values for predictors by place.  After the run
-    ``own`` holds the Gaussians of the block by site, and ``seen`` the values at the places to
-    ``look_at``, after which the run stops unless it is to ``go_on``.
-
-    Of Gaussian processes, whose inputs may be others at each call, ``makers`` make single sites from
-    noise of another length; with ``at_mean`` the noise counts as 0 whatever its length, and no kernel
-    matrix is factored; with ``direct`` that of a process of another shape than in ``block`` does.
+    Args:
+        replace: values for predictors by place.
+        look_at: places whose values ``seen`` has after the run, which stops there unless it is to
+            ``go_on``; ``own`` has the Gaussians of the block by site.
+        on_operation: is called with every result of the model's own operations.
+        block: shapes by site at the guide's first call.  Only these are made, another latent site,
+            such as data to be predicted, is drawn as usual.
+        direct: the noise is not coloured: it stands for the values of the block themselves.
+        makers: what makes single Gaussian processes, whose inputs may be others at each call, from
+            noise of another length.
+        at_mean: the noise counts as 0 whatever its length, and no kernel matrix is factored.
     """
 
     def __init__(
@@ -129,21 +126,19 @@ class WhitenedRun(Conditioned):
         at_mean: bool = False,
     ) -> None:
         super().__init__(values, minibatches)
-        self.noise = noise
+        self.replace, self.replaced = replace or {}, 0
+        self.on_operation = on_operation
+        self._look_at, self._go_on = set(look_at), go_on
+        self._noise, self._block, self._direct = noise, block, direct
         self._makers, self._at_mean = makers or {}, at_mean
-        self._block = block
-        self._direct = direct
         self.own: dict[str, Any] = {}
+        self.seen: dict[TensorRef, Tensor] = {}
+        #: entries of the noise so far
+        self.used = 0
         #: plates to which the model itself passes the numbers of their data
         self.given: set[str] = set()
         #: ids of the numbers that were drawn for a plate, and that the model has not looked at
         self.unread: set[int] = set()
-        self.used = 0
-        self.seen: dict[TensorRef, Tensor] = {}
-        self._look_at, self._go_on = set(look_at), go_on
-        self._report = on_operation
-        self.replace = dict(replace or {})
-        self.replaced = 0
         self.operations = _Operations(self)
 
     @contextmanager
@@ -154,70 +149,61 @@ class WhitenedRun(Conditioned):
         finally:
             self.operations.paused -= 1
 
-    def on_operation(self, place: TensorRef, result: Tensor) -> None:
-        """Called with every result of the model's own operations."""
-        with self._paused():
-            if self._report is not None:
-                self._report(place, result)
-            self._see(place, result)
-
-    def check_course(self) -> None:
-        """Refuse a run that did not come by every place that it was to see or to replace."""
-        missed = [p for p in self._look_at if p not in self.seen]
-        if missed or self.replaced < len(self.replace):
-            what = ", ".join(map(str, missed or self.replace))
-            raise OtherCourse(
-                "AutoSites: the model took another course than at the guide's first call, and did "
-                f"not come by {what}. It must run the same operations every time: keep what "
-                "changes between calls (an if, a loop, a module's value) out of it."
-            )
-
-    def _see(self, place: TensorRef, value: Tensor) -> None:
+    def see(self, place: TensorRef, value: Tensor) -> None:
+        """Keep a value, if it is one of those to look at."""
         if place in self._look_at:
             self.seen[place] = value
             if len(self.seen) == len(self._look_at) and not self._go_on:
-                raise Found
+                raise _AllSeen
+
+    def check_course(self) -> None:
+        """Refuse a run that did not come by every place that it was to see or to replace."""
+        missed = [place for place in self._look_at if place not in self.seen]
+        if missed or self.replaced < len(self.replace):
+            raise OtherCourse(
+                "AutoSites: the model took another course than at the guide's first call, without "
+                f"{', '.join(map(str, missed or self.replace))}. It must run the same operations "
+                "every time: keep an if, a loop or a module's value that changes out of it."
+            )
 
     def _pyro_sample(self, msg: Site) -> None:
         with self._paused():
-            name = msg["name"]
-            if site_is_subsample(msg) and msg["value"] is not None:
+            name, plate = msg["name"], site_is_subsample(msg)
+            if plate and msg["value"] is not None:
                 self.given.add(name)
             super()._pyro_sample(msg)
-            if site_is_subsample(msg) and msg["value"] is None:
-                msg["value"] = msg["fn"]()  # of all data: drawn here, it counts as no operation
-            if site_is_subsample(msg) and name not in self.given:
+            if plate and name not in self.given:
+                if msg["value"] is None:
+                    msg["value"] = msg["fn"]()  # of all data: drawn here, it counts as no operation
                 self.unread.add(id(msg["value"]))
-            latent = not msg["is_observed"] and not msg["done"]
-            wanted = self._block is None or name in self._block
-            if latent and wanted and not site_is_subsample(msg):
+            latent = not (plate or msg["is_observed"] or msg["done"])
+            if latent and (self._block is None or name in self._block):
                 self._make(msg)
             place = TensorRef(site=name)
             if place in self.replace:
                 msg["value"], msg["done"] = self.replace[place], True
                 self.replaced += 1
             if msg["value"] is not None:
-                self._see(place, msg["value"])
+                self.see(place, msg["value"])
 
     def _make(self, msg: Site) -> None:
-        name, noise, fn = msg["name"], self.noise, gaussian_of(msg)
+        name, noise, fn = msg["name"], self._noise, gaussian_of(msg)
         self.own[name] = fn
         maker, process = self._makers.get(name), isinstance(fn, GaussianProcess)
         share = size = fn.shape().numel() if maker is None else maker.size
-        if self._direct and process and maker is None and self._block is not None:
+        if maker is None and self._block is not None and self._block[name].numel() != size:
             share = self._block[name].numel()
+            if not (self._makers or self._at_mean or (self._direct and process)):
+                raise other_size(name, fn.shape(), self._block[name])
         if noise is None or self._at_mean or share != size:
             own = torch.zeros(size) if noise is None else noise.new_zeros(size)
         else:
             own = noise[self.used : self.used + size]
-        if len(own) < size:
-            raise ValueError(
-                f"AutoSites: the latent site {name!r} has {size} entries now, more than at the "
-                f"guide's first call. A block of another size needs a guide of its own."
-            )
         own = own.to(_like(fn))
-        if maker is not None or self._direct:
-            value = maker(own) if maker is not None else own
+        if maker is not None:
+            value = maker(own)
+        elif self._direct:
+            value = own
         elif process and (self._at_mean or TensorRef(site=name) in self.replace):
             value = fn.loc  # the kernel matrix would be factored for nothing
         else:
@@ -228,9 +214,7 @@ class WhitenedRun(Conditioned):
     def _pyro_param(self, msg: Site) -> None:
         with self._paused():
             super()._pyro_param(msg)
-            if (
-                msg["value"] is None
-            ):  # one that is made takes more operations than one that is there
+            if msg["value"] is None:  # made here, it takes as many operations as one that is there
                 msg["value"] = msg["fn"](*msg["args"], **msg["kwargs"])
 
     def _pyro_post_sample(self, msg: Site) -> None:
@@ -240,19 +224,20 @@ class WhitenedRun(Conditioned):
                 refuse_weights(msg)
 
 
-def for_each(body: Callable[[Any], T], inputs: Any, chunk_size: int | None = None) -> T:
-    """``body`` at every row of ``inputs`` (a tensor, or a dict of them), stacked.
+def other_size(name: str, now: torch.Size, before: torch.Size) -> ValueError:
+    """What to raise for a latent site that has another shape in this call."""
+    return ValueError(
+        f"AutoSites: {name!r} has the shape {tuple(now)} with these arguments, and {tuple(before)} "
+        f"before. A block of another size needs a guide of its own, prediction at new inputs a "
+        f"GaussianProcess, one in minibatches AutoSites(model, inducing=Z)."
+    )
 
-    By ``torch.func.vmap``; one after the other where the model cannot run under it (Pyro's
-    ``OrderedLogistic`` fills a tensor in place).
-    """
-    try:
-        return torch.func.vmap(body, randomness="same", chunk_size=chunk_size)(inputs)
-    except RuntimeError:
-        # a model that is wrong rather than unbatchable shows its own error here
-        count = len(tree_leaves(inputs)[0])
-        results = [body(tree_map(itemgetter(i), inputs)) for i in range(count)]
-        return tree_map(lambda *rows: torch.stack(rows), *results)
+
+def _like(fn: Any) -> Tensor:
+    """A tensor of the kind that draws of ``fn`` are."""
+    if not isinstance(fn, GaussianStateSpace | GaussianProcess):
+        return fn.loc
+    return next(v for v in vars(fn).values() if isinstance(v, Tensor) and v.is_floating_point())
 
 
 @dataclass
@@ -275,20 +260,15 @@ class ConditionedModel:
         """One run, as far as needed."""
         how = {"block": self.block, "direct": self.direct, **options}
         run = WhitenedRun(noise, self.values, self.minibatches, **how)
-        shield = pyro.poutine.block(hide_fn=_is_no_parameter) if hidden else nullcontext()
+        shield = nullcontext()
+        if hidden:
+            shield = pyro.poutine.block(hide_fn=lambda msg: msg["type"] != "param")
         with shield, pyro.validation_enabled(False), run:
             try:
                 with run.operations:
                     self.model(*self.args, **self.kwargs)
-            except Found:
+            except _AllSeen:
                 return run
-            except ZeroDivisionError as error:
-                if any(len(index) == 0 for index in self.minibatches.values()) or _is_empty(run):
-                    raise ValueError(
-                        "AutoSites: a plate is empty: there are no data, or an empty minibatch "
-                        "(subsample= of length 0). Leave such a step out."
-                    ) from error
-                raise
         run.check_course()
         return run
 
@@ -297,35 +277,16 @@ class ConditionedModel:
         return self(noise, **options).sites
 
 
-def _like(fn: Any) -> Tensor:
-    """A tensor of the kind that draws of ``fn`` are."""
-    if not isinstance(fn, GaussianStateSpace | GaussianProcess):
-        return fn.loc
-    tensors = (v for v in vars(fn).values() if isinstance(v, Tensor))
-    return next(v for v in tensors if v.is_floating_point())
+def for_each(body: Callable[[Any], T], inputs: Any, chunk_size: int | None = None) -> T:
+    """``body`` at every row of ``inputs`` (a tensor, or a dict of them), stacked.
 
-
-def _only_describes(func: Any, result: Any) -> bool:
-    """Whether a torch function tells the kind of a tensor, and nothing of its numbers."""
-    name = getattr(func, "__name__", "")
-    return name in _DESCRIBE or (name == "__get__" and not isinstance(result, Tensor))
-
-
-def _flat(arguments: Any) -> Iterator[Any]:
-    """What a torch function is called with, without the containers."""
-    if isinstance(arguments, dict):
-        arguments = arguments.values()
-    elif not isinstance(arguments, tuple | list):
-        yield arguments
-        return
-    for part in arguments:
-        yield from _flat(part)
-
-
-def _is_empty(run: WhitenedRun) -> bool:
-    values = [s["value"] for s in run.sites.values() if site_is_subsample(s)]
-    return any(len(value) == 0 for value in values)
-
-
-def _is_no_parameter(msg: Any) -> bool:
-    return msg["type"] != "param"
+    By ``torch.func.vmap``; one after the other where the model cannot run under it (Pyro's
+    ``OrderedLogistic`` fills a tensor in place).
+    """
+    try:
+        return torch.func.vmap(body, randomness="same", chunk_size=chunk_size)(inputs)
+    except RuntimeError:
+        # a model that is wrong rather than unbatchable shows its own error here
+        count = len(tree_leaves(inputs)[0])
+        results = [body(tree_map(itemgetter(i), inputs)) for i in range(count)]
+        return tree_map(lambda *rows: torch.stack(rows), *results)

@@ -9,24 +9,21 @@ with g_n = E grad log p and H_n = E hess log p under q(f_n) = N(m_n, C_n),
     Lambda_n <- (1 - b) Lambda_n - b H_n,        nu_n <- (1 - b) nu_n + b (g_n - H_n m_n).
 
 With b = 1 a Gaussian likelihood is exact after one step, and others converge as fixed points do.  Three
-things keep it safe:
+things keep it safe (:mod:`pyro_ngvi.sites.secant`):
 
 * With all data at hand the ELBO and its slope are known exactly: b is the gain of a secant, at most lr,
-  and a sweep after which the ELBO fell is halved (:mod:`pyro_ngvi.sites.secant`).
+  and a sweep after which the ELBO fell is halved.
 * A term that is quadratic in f_n is conjugate: its site moves all the way, whatever lr is.
-* A step after which q would not be proper (a likelihood that is not log-concave) is shortened until it
-  is (:mod:`pyro_ngvi.sites.proper_step`).
+* A step after which q would not be proper (a likelihood that is not log-concave) is shortened.
 
 Data whose expectations are not finite keep their site as it was.
-
-Not for: models outside of :class:`~pyro_ngvi.AutoSites`; :class:`~pyro_ngvi.NGVB` is the general rule.
 """
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from pyro.optim import PyroOptim
@@ -35,20 +32,84 @@ from torch import Tensor
 from ..families.base import Tensors
 from ..linalg.host import host_bool
 from ..linalg.products import matvec
-from ..optim.base import NaturalGradientOptim, describe
-from ..optim.others_state import ADAM
-from ..rules.report import Report, StepReport
+from ..optim.host import NaturalGradientOptim, describe
+from ..optim.rule import Report, StepReport
+from ..optim.state import ADAM
+from .algebra import Algebra
 from .guide import AutoSites, find_sites
 from .loss import SiteTargets
-from .proper_step import proper_step
-from .secant import Pairs, next_sweep, pairing, same, start_sweeps, taken, towards
-
-__all__ = ["CVI", "SweepReport", "site_targets"]
+from .secant import (
+    Pairs,
+    ProperStep,
+    next_sweep,
+    pairing,
+    proper_step,
+    same,
+    start_sweeps,
+    taken,
+    towards,
+)
 
 
 def site_targets(gradient: Tensor, hessian: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     """grad_mu E log p as (nu, Lambda) = (g - H m, -H), from g (n, k), H (n, k, k) and m (n, k)."""
     return gradient - matvec(hessian, mean), -hessian
+
+
+@dataclass(frozen=True)
+class SiteRule:
+    """The step of CVI, from what the loss has left and a memory of the sweeps before."""
+
+    lr: float
+
+    def init(self, values: Tensors) -> Tensors:
+        """The state before the first step, from the sites."""
+        zero = next(iter(values.values())).new_zeros(())
+        counts = {name: zero.clone() for name in ("count", "damped", "skipped", "left")}
+        return counts | start_sweeps(values)
+
+    def step(
+        self, algebra: Algebra, targets: SiteTargets, state: Tensors, fresh: bool
+    ) -> tuple[ProperStep, Tensors, Report]:
+        """The step, the state after it, and a report; ``fresh``: no site has moved before."""
+        state, elbo, before = dict(state), targets.elbo, targets.posterior.log_normalizer
+        moments = {n: (m.mean, m.second_moment) for n, m in targets.marginals.items()}
+        residual, exact, left = _residuals(targets)
+        if targets.whole:
+            prints = targets.call.fingerprint()
+            size, again = elbo.abs() + before.abs(), same(state, prints)
+            sweep = next_sweep(state, residual, exact, moments, elbo, size, self.lr, again)
+            step = proper_step(algebra, targets, sweep.change)
+            state |= taken(sweep, step.change, step.share)
+            state |= {"sweep.print." + name: v for name, v in prints.items()}
+            if fresh:  # the first targets of all are not those at q, and make no secant
+                state["sweep.gain"] = torch.full_like(elbo, torch.nan)
+            gain, back = sweep.gain, sweep.back
+        else:
+            gain = torch.full_like(elbo, self.lr)
+            back = torch.zeros_like(gain, dtype=torch.bool)
+            step = proper_step(algebra, targets, towards(residual, exact, gain))
+        share = step.share
+        along = share * pairing(step.change, moments)
+        if algebra.running:  # where more has changed than these sites
+            q, after = targets.posterior, step.q or algebra.posterior(targets.view, step.evidence)
+            along = q.expected(after.evidence.plus(q.evidence, -1.0))
+        kl = step.log_normalizer - before - along
+        damped = back | (share < 1.0)
+        state["count"] = state["count"] + 1.0
+        state["damped"] = state["damped"] + damped
+        state["skipped"] = state["skipped"] + (share == 0.0)
+        state["left"] = left
+        report = Report(
+            finite=share > 0.0,
+            step_norm=(2.0 * kl).clamp_min(0.0).sqrt(),
+            gain=(gain * share).nan_to_num(self.lr),  # unknown after the first step went back
+            radius=torch.full_like(gain, torch.inf),
+            damped=damped,
+            skipped=state["skipped"],
+            bad_entries=torch.zeros(0, device=gain.device),
+        )
+        return step, state, report
 
 
 @dataclass(frozen=True)
@@ -70,7 +131,8 @@ class CVI(NaturalGradientOptim):
 
     The loss must be :class:`~pyro_ngvi.SitesELBO`.  One step with all data is a sweep; some ten usually
     do; ``report()`` (:class:`SweepReport`) says how far the last one went, a difference of log
-    normalizers, which in float32 is rounding below about 0.1.  Equations: :mod:`pyro_ngvi.sites.cvi`.
+    normalizers, which in float32 is rounding below about 0.1.  Other guides take
+    :class:`~pyro_ngvi.NGVB`.  Equations: :mod:`pyro_ngvi.sites.cvi`.
 
     Args:
         guide: an :class:`~pyro_ngvi.AutoSites`, or an ``AutoGuideList`` that contains one.
@@ -90,7 +152,7 @@ class CVI(NaturalGradientOptim):
     needs_gradients: ClassVar[bool] = False
 
     def __init__(self, guide: Any, lr: float = 1.0, others: PyroOptim | None = ADAM) -> None:
-        if not isinstance(lr, int | float) or not 0.0 < lr <= 1.0:
+        if not 0.0 < lr <= 1.0:
             raise ValueError(f"lr is a share of the way to the targets, in (0, 1], got {lr!r}.")
         self.lr = float(lr)
         self._told: dict[str, int] = {}
@@ -106,7 +168,7 @@ class CVI(NaturalGradientOptim):
         return find_sites(self.guide)
 
     def _adopt(self, path: str, block: Any) -> None:
-        self._rules[path] = self
+        self._rules[path] = SiteRule(self.lr)
         block.curvature = None  # a step that failed may have left some
 
     def _step(self, params: list[Tensor]) -> None:
@@ -122,74 +184,34 @@ class CVI(NaturalGradientOptim):
             params = [p for p in params if id(p) in own]
         super()._step(params)
 
-    def init(self, values: Tensors) -> Tensors:
-        """The state before the first step, from the sites."""
-        like = next(iter(values.values()))
-        zero = torch.zeros((), dtype=like.dtype, device=like.device)
-        counts = {name: zero.clone() for name in ("count", "damped", "skipped", "left")}
-        return counts | start_sweeps(values)
-
     def _state_of(self, path: str, block: Any, values: Tensors) -> Tensors:
-        state = super()._state_of(path, block, values)
-        if self._editions.setdefault(path, block.last_step.edition) != block.last_step.edition:
+        state, edition = super()._state_of(path, block, values), block.last_step.edition
+        if self._editions.setdefault(path, edition) != edition:
             # sites came, went or were reset by hand: no sweep before compares with the next
-            self._editions[path] = block.last_step.edition
+            self._editions[path] = edition
             state = state | start_sweeps(values)
         return state
 
     @torch.no_grad()
     def _step_block(self, path: str, block: AutoSites, tensors: dict[str, Any]) -> None:
-        targets: SiteTargets | None = block.take_curvature()
-        self._check_curvature(block, cast(Any, targets))
-        assert targets is not None
-        state = dict(self._state_of(path, block, {n: p.detach() for n, p in tensors.items()}))
-        moments = {n: (m.mean, m.second_moment) for n, m in targets.marginals.items()}
-        residual, exact, left = _residuals(targets)
-        if targets.whole:
-            prints = targets.call.fingerprint()
-            size = targets.elbo.abs() + targets.posterior.log_normalizer.abs()
-            again = same(state, prints)
-            sweep = next_sweep(state, residual, exact, moments, targets.elbo, size, self.lr, again)
-            memory = {"sweep.print." + name: v for name, v in prints.items()}
-            if block.fresh:  # the first targets of all are not those at q, and make no secant
-                memory["sweep.gain"] = torch.full_like(targets.elbo, torch.nan)
-            change, gain, back = sweep.change, sweep.gain, sweep.back
-        else:
-            sweep, memory = None, {}
-            gain = torch.full_like(targets.elbo, self.lr)
-            back = torch.zeros_like(gain, dtype=torch.bool)
-            change = towards(residual, exact, gain)
-        step = proper_step(block.algebra, targets, change)
-        change, share = step.change, step.share
-        block.algebra.evidence = step.evidence
-        _move(block, targets, change, share)
+        targets, algebra = block.take_curvature(), block.algebra
+        self._check_curvature(block, targets)
+        state = self._state_of(path, block, {n: p.detach() for n, p in tensors.items()})
+        step, state, report = self._rules[path].step(algebra, targets, state, block.fresh)
+        algebra.evidence = step.evidence
+        for name, pair in block.site_tensors().items():
+            index = targets.call.index[name]
+            for p, change in zip(pair, step.change[name], strict=True):
+                if index is None:
+                    p.add_(step.share * change)
+                else:
+                    p.index_add_(0, index, step.share * change)
         if targets.call.whole and step.q is not None:
-            block.algebra.keep(targets.view, block.natural_params().values(), step.q)
-        if sweep is not None:
-            state |= taken(sweep, change, share) | memory
-        block.fresh = block.fresh and host_bool(share > 0.0) is False
-        along = share * pairing(change, moments)
-        if block.algebra.running:  # where more has changed than these sites
-            q, after = targets.posterior, block.algebra.white(targets.view, step.evidence)
-            along = q.expected(after.plus(q.evidence, -1.0))
-        kl = step.log_normalizer - targets.posterior.log_normalizer - along
-        damped = back | (share < 1.0)
-        state["count"] = state["count"] + 1.0
-        state["damped"] = state["damped"] + damped
-        state["skipped"] = state["skipped"] + (share == 0.0)
-        state["left"] = left
-        self._states[path] = state
-        self._reports[path] = Report(
-            finite=share > 0.0,
-            step_norm=(2.0 * kl).clamp_min(0.0).sqrt(),
-            gain=(gain * share).nan_to_num(self.lr),  # unknown after the first step went back
-            radius=torch.full_like(gain, torch.inf),
-            damped=damped,
-            skipped=state["skipped"],
-            bad_entries=torch.zeros(0, device=gain.device),
-        )
-        self._tell(path, targets, left)
-        if block.algebra.running and targets.view.learns and not self._has_others:
+            algebra.keep(targets.view, block.natural_params().values(), step.q)
+        block.fresh = block.fresh and host_bool(report.finite) is False
+        self._states[path], self._reports[path] = state, report
+        self._tell(path, targets, state["left"])
+        if algebra.running and targets.view.learns and not self._has_others:
             warnings.warn(
                 "CVI: the prior has parameters that require gradients, and no optimizer learns them. "
                 "In minibatches q is then a running average where it could be exact: hold them by "
@@ -245,13 +267,3 @@ def _first_of_each(index: Tensor | None, size: int, like: Tensor) -> Tensor:
     order = torch.arange(len(index), device=index.device)
     last = torch.zeros(size, dtype=order.dtype, device=index.device).scatter_(0, index, order)
     return last[index] == order
-
-
-def _move(block: AutoSites, targets: SiteTargets, change: Pairs, share: Tensor) -> None:
-    for name, tensors in block.site_tensors().items():
-        index = targets.call.index[name]
-        for p, c in zip(tensors, change[name], strict=True):
-            if index is None:
-                p.add_(share * c)
-            else:
-                p.index_add_(0, index, share * c)

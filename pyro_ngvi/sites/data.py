@@ -1,4 +1,4 @@
-r"""Data of an AutoSites guide that come, go or change.
+r"""The sites of the data of an AutoSites guide: as a user sees them, and as data come, go or change.
 
 Every datum has a site of its own, so taking it away divides that site out:
 
@@ -8,124 +8,210 @@ at once and without its likelihood: with a Gaussian likelihood this is the exact
 with another one its approximation by the other sites as they are.  New data begin with a site of 0.
 
 Not for models whose latent block has an entry for each datum (a Gaussian process at the data's inputs,
-an effect of every datum): without the datum that is another block.  ``reset`` works there too.
+an effect of every datum): without the datum that is another block, which the next call refuses.
+``reset`` works there too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .algebra import Algebra
+from ..linalg.host import host_bool
+from ..linalg.products import matvec
+from .algebra import Algebra, Marginals, View, apart
 from .bound_model import BoundModel
-from .last_step import Changes, LastStep
-from .site_parameters import SiteParameters
+from .kept import LastStep
 from .structure import Group, ModelStructure
 
-__all__ = ["SiteData"]
+Indices = int | Sequence[int] | Tensor
+
+
+@dataclass(frozen=True)
+class SiteView:
+    """The sites of a group: exp(nu' f - f' Lambda f / 2), one a datum.
+
+    ``linear`` is nu (N, k), ``precision`` Lambda (N, k, k).  ``mean`` (N, k) is Lambda^-1 nu: the site
+    reads as an observation of f_n with that value and covariance Lambda^-1; NaN where there is none.
+    """
+
+    linear: Tensor
+    precision: Tensor
+    mean: Tensor
 
 
 @dataclass(frozen=True)
 class SiteData:
-    """The sites of a guide, with what they stand for: to change both at once.
+    """The sites of a guide, by "linear_" and "precision_" of a group, with what they stand for.
 
     ``before`` is the model at the arguments of the last step, with the data of then.
     """
 
     plan: ModelStructure
-    sites: SiteParameters
+    tensors: dict[str, nn.Parameter]
     algebra: Algebra
     last: LastStep
     before: BoundModel | None
 
-    @property
-    def changes(self) -> Changes:
-        """What became of the data since the last step."""
-        return self.last.changes or Changes.none(self.plan)
+    def of(self, group: Group) -> tuple[nn.Parameter, nn.Parameter]:
+        """nu (N, k) and Lambda (N, k, k) of a group."""
+        return self.tensors[f"linear_{group.name}"], self.tensors[f"precision_{group.name}"]
 
-    def group_to_resize(self, what: str, name: str | None) -> Group:
-        """A group of which data can come or go; refuses any other."""
-        group = self.sites.group(what, name)
-        if len(group.batch) != 1:
-            raise ValueError(
-                f"AutoSites.{what}: the data of {group.name!r} have the shape {tuple(group.batch)}, "
-                f"and only data along one dimension can come or go. Set data to NaN instead (they are "
-                f"then missing), and guide.reset(indices) their sites."
-            )
-        if self.before is not None and self.algebra.has_latent_at_data:
-            _refuse_latent_each(what, group, self.changes.plan, self.before)
-        return group
+    def views(self) -> dict[str, SiteView]:
+        """The sites by group, as copies."""
+        views = {}
+        for group in self.plan.groups:
+            linear, precision = (p.detach().clone() for p in self.of(group))
+            views[group.name] = SiteView(linear, precision, _peak(linear, precision))
+        return views
 
-    def remove(self, group: Group, index: Tensor) -> ModelStructure:
+    def group(self, name: str | None) -> Group:
+        """The group of that name, or the only one."""
+        groups = {g.name: g for g in self.plan.groups}
+        if name is None and len(groups) == 1:
+            return self.plan.groups[0]
+        if name is None or name not in groups:
+            what = "name a group of data" if name is None else f"there is no group {name!r}"
+            raise ValueError(f"AutoSites: {what}, one of {', '.join(map(repr, groups))}.")
+        return groups[name]
+
+    def numbers(self, indices: Indices, group: Group) -> Tensor:
+        """Numbers (n,) of data of a group, each once; ``indices`` as torch takes them."""
+        index = torch.as_tensor(indices, device=self.plan.device).detach()
+        if index.numel() == 0 and index.dtype != torch.bool:
+            index = index.long()
+        found = torch.arange(group.size, device=self.plan.device)[index].reshape(-1)
+        if len(found.unique()) < len(found):
+            raise ValueError(f"AutoSites: a number of {group.name!r} comes more than once.")
+        return found
+
+    def remove(self, indices: Indices, name: str | None) -> ModelStructure:
         """Delete the sites of these data of a group; the structure of what is left."""
-        if len(index) == group.size:
-            raise ValueError(
-                f"AutoSites.remove: these are all {group.size} data of {group.name!r}, and a group "
-                f"without data has no place in the guide. guide.reset() forgets what they said."
-            )
-        self.clear("remove", group, index)
+        group = self.group(name)
+        _refuse_table(group)
+        index = self.numbers(indices, group)
+        self._clear(group, index)
         keep = torch.ones(group.size, dtype=torch.bool, device=index.device)
         keep[index] = False
-        kept = keep.nonzero().squeeze(-1)
-        numbers = self.changes.numbers[group.name].index_select(0, kept)
-        return self._resized(group, [p.detach()[kept] for p in self.sites.of(group)], numbers)
+        return self._resized(group, keep.nonzero().squeeze(-1), 0)
 
-    def add(self, group: Group, count: int) -> ModelStructure:
+    def add(self, count: int, name: str | None) -> ModelStructure:
         """Append ``count`` sites of 0 to those of a group; the structure of all."""
-        tensors = [p.detach() for p in self.sites.of(group)]
-        numbers = self.changes.numbers[group.name]
-        new = numbers.new_full((count,), -1)
-        grown = [torch.cat([t, t.new_zeros(count, *t.shape[1:])]) for t in tensors]
-        plan = self._resized(group, grown, torch.cat([numbers, new]))
+        group = self.group(name)
+        _refuse_table(group)
+        plan = self._resized(group, torch.arange(group.size, device=self.plan.device), count)
         self.algebra.make_room(plan)
         return plan
 
+    def reset(self, indices: Indices | None, name: str | None) -> None:
+        """Zero these sites; without indices all of a group, or without a group all."""
+        if indices is None and name is None:
+            for p in self.tensors.values():
+                p.detach().zero_()
+            self.algebra.reset()
+        else:
+            group = self.group(name)
+            every = torch.arange(group.size, device=self.plan.device)
+            self._clear(group, every if indices is None else self.numbers(indices, group))
+        self.last.edited()
+
     @torch.no_grad()
-    def clear(self, what: str, group: Group, index: Tensor) -> None:
+    def _clear(self, group: Group, index: Tensor) -> None:
         """Zero sites, and the evidence made anew of all others: differences would lose digits."""
-        tensors = self.sites.of(group)
-        if not any(bool(p[index].any()) for p in tensors):
+        if not any(bool(p[index].any()) for p in self.of(group)):
             return
         if self.before is None or not self.before.whole:
             raise RuntimeError(
-                f"AutoSites.{what}: the guide does not know what these data see of the latent block, "
-                f"as its last call had a minibatch, or it is an unpickled copy without one. Call "
-                f"guide.refresh(*args) with all data before."
+                "AutoSites: the guide does not know what these data see of the latent block, as its "
+                "last call had a minibatch, or it is an unpickled copy without one. Call "
+                "guide.refresh(*args) with all data before."
             )
         view = self.algebra.view(self.before)
-        for p in tensors:
+        for p in self.of(group):
             p[index] = 0.0
-        changes, full = self.changes, {}
+        full = {}
         for g in self.plan.groups:
-            size, numbers = changes.plan.group(g.name).size, changes.numbers[g.name]
+            size, numbers = self.before.plan.group(g.name).size, self._numbers_before(g)
             there = (numbers >= 0).nonzero().squeeze(-1)
             full[g.name] = tuple(
                 p.new_zeros(size, *p.shape[1:]).index_copy(0, numbers[there], p[there])
-                for p in self.sites.of(g)
+                for p in self.of(g)
             )
         self.algebra.recollect(view, full)
         self.last.stale = False
 
-    def _resized(self, group: Group, tensors: Sequence[Tensor], numbers: Tensor) -> ModelStructure:
-        before = self.changes
-        for p, t in zip(self.sites.of(group), tensors, strict=True):
+    def _numbers_before(self, group: Group) -> Tensor:
+        """The number (N,) at the last step of each datum of now, -1 for a new one."""
+        found = self.last.numbers.get(group.name)
+        return torch.arange(group.size, device=self.plan.device) if found is None else found
+
+    def _resized(self, group: Group, kept: Tensor, more: int) -> ModelStructure:
+        """Keep the sites of these numbers, and append ``more`` of 0."""
+        numbers = self._numbers_before(group)
+        numbers = torch.cat([numbers[kept], numbers.new_full((more,), -1)])
+        for p in self.of(group):
             # the parameter stays the same object, so Pyro's store and SVI keep it under its name
-            p.data, p.grad = t.contiguous(), None
-        self.last.changed(replace(before, numbers={**before.numbers, group.name: numbers}))
+            p.data, p.grad = torch.cat([p.data[kept], p.data.new_zeros(more, *p.shape[1:])]), None
+        self.last.plan = self.last.plan or self.plan
+        self.last.numbers[group.name] = numbers
+        self.last.edited()
         return self.plan.resized(group, len(numbers))
 
 
-def _refuse_latent_each(what: str, group: Group, plan: ModelStructure, call: BoundModel) -> None:
-    """Latent sites in a plate of the data, or the predictor itself, would come and go too."""
-    frames = {f.name for f in call.sites[group.observed[0]]["cond_indep_stack"]}
-    for name in plan.shapes:
-        shared = frames & {f.name for f in call.sites[name]["cond_indep_stack"]}
-        if shared or plan.direct or any(place.site == name for place in group.predictor.places):
-            raise ValueError(
-                f"AutoSites.{what}: the latent site {name!r} has an entry for each datum of "
-                f"{group.name!r}, so other data make another block: fit a new guide. Data that "
-                f"are to be forgotten can be set to NaN, and their sites guide.reset(indices)."
-            )
+def _refuse_table(group: Group) -> None:
+    if len(group.batch) != 1:
+        raise ValueError(
+            f"AutoSites: the data of {group.name!r} have the shape {tuple(group.batch)}, and only data "
+            f"along one dimension can come or go. Set data to NaN instead (they are then missing), and "
+            f"guide.reset(indices) their sites."
+        )
+
+
+def _peak(linear: Tensor, precision: Tensor) -> Tensor:
+    """Lambda^-1 nu (N, k), NaN where Lambda is singular to working precision."""
+    values, vectors = torch.linalg.eigh(precision)
+    size = values.abs()
+    least = precision.shape[-1] * torch.finfo(precision.dtype).eps * size.amax(-1)
+    exists = (size.amin(-1) > least).unsqueeze(-1)
+    along = matvec(vectors.mT, linear)
+    return torch.where(exists, matvec(vectors, along / values), torch.nan)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """q, its marginals and its sites at one call with all data.
+
+    ``sites`` are nu (N, k) and Lambda (N, k, k) by group, copies without a graph.  ``basis`` (D, R) are
+    the directions of a dense algebra that does not keep all.
+    """
+
+    call: BoundModel
+    view: View
+    posterior: Any
+    marginals: dict[str, Marginals]
+    sites: dict[str, tuple[Tensor, Tensor]]
+    basis: Tensor | None
+
+
+@torch.no_grad()
+def take_snapshot(
+    algebra: Algebra, sites: Mapping[str, tuple[Tensor, Tensor]], call: BoundModel
+) -> Snapshot:
+    """q as its sites and the model's parameters make it now, for a call with all data."""
+    algebra = apart(algebra)  # a look at other data leaves q alone
+    view = algebra.view(call)
+    copies = {name: (a.clone(), b.clone()) for name, (a, b) in sites.items()}
+    # the view may have changed the coordinates of the evidence, so it is made anew
+    q = algebra.posterior(view, algebra.recollect(view, copies))
+    if host_bool(q.proper) is False:
+        raise RuntimeError(
+            "AutoSites: with the parameters of the model as they are now, prior and sites do not make "
+            "a proper Gaussian. Take more steps, or guide.reset()."
+        )
+    return Snapshot(
+        call, view, q, algebra.marginals(view, q), copies, getattr(algebra, "basis", None)
+    )

@@ -1,4 +1,4 @@
-r"""Gaussian algebra of a block with white prior noise: D x D, or smaller where there are fewer data.
+r"""The dense algebra: a block with white prior noise, D x D, or smaller where there are fewer data.
 
     p(eps) = N(0, I),   f_n = A_n eps + b_n,   t_n(f_n) = exp(nu_n' f_n - f_n' Lambda_n f_n / 2),
     prod_n t_n = exp(c + h' eps - eps' P eps / 2),
@@ -11,77 +11,28 @@ positive semi-definite, so nothing is badly conditioned, however wide or degener
 
 With fewer rows in A than D, the data see Q' eps only, A = A~ Q' (A~ square and triangular, Q D x R with
 orthonormal columns): everything happens in these R directions, and the others keep the prior.
+
+Not for many thousands of latent variables *and* data: it keeps min(D, N k)^2 numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import log, pi
 from typing import Any, ClassVar
 
+import pyro
 import torch
 from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from ..linalg.products import BLOCK, matvec, symmetric_product
-from .structure import LinearMap
-
-__all__ = ["GaussianPotential", "NoisePosterior", "WhitePosterior", "collect", "reduced"]
-
-
-@dataclass(frozen=True)
-class GaussianPotential:
-    """What sites say of eps: exp(constant + linear' eps - eps' precision eps / 2); (), (R,), (R, R)."""
-
-    constant: Tensor
-    linear: Tensor
-    precision: Tensor
-
-    @staticmethod
-    def none(like: Tensor, *shape: int) -> GaussianPotential:
-        """That of no sites: zeros (), ``shape`` and (*shape, R) of the kind of ``like``, R last."""
-        zeros = (), shape, (*shape, shape[-1])
-        return GaussianPotential(*(like.new_zeros(s) for s in zeros))
-
-    def __add__(self, other: GaussianPotential) -> GaussianPotential:
-        return self.plus(other, 1.0)
-
-    def where(self, condition: Tensor, other: GaussianPotential) -> GaussianPotential:
-        """self where the 0-dim ``condition`` holds, else ``other``."""
-        return GaussianPotential(
-            torch.where(condition, self.constant, other.constant),
-            torch.where(condition, self.linear, other.linear),
-            torch.where(condition, self.precision, other.precision),
-        )
-
-    def of(self, root: Tensor, shift: Tensor) -> GaussianPotential:
-        """The same, said of eta (R,) with eps = root eta + shift."""
-        slope = self.linear - self.precision @ shift
-        constant = self.constant + 0.5 * (self.linear + slope) @ shift
-        return GaussianPotential(constant, root.mT @ slope, root.mT @ self.precision @ root)
-
-    def plus(self, step: GaussianPotential, share: float | Tensor) -> GaussianPotential:
-        """self + share * step."""
-        return GaussianPotential(
-            self.constant + share * step.constant,
-            self.linear + share * step.linear,
-            self.precision + share * step.precision,
-        )
-
-
-def collect(at: LinearMap, linear: Tensor, precision: Tensor) -> GaussianPotential:
-    """The evidence of sites ``linear`` (N, k), ``precision`` (N, k, k)."""
-    weighted = matvec(precision, at.offset)
-    A = at.design.flatten(0, 1)
-    scaled = precision.flatten(1) * A if A.shape[0] == len(linear) else precision @ at.design
-    scaled = scaled.reshape(A.shape)
-    return GaussianPotential(
-        (linear * at.offset - 0.5 * weighted * at.offset).sum(),
-        A.mT @ (linear - weighted).flatten(),
-        symmetric_product(A, scaled) if at.triangular else A.mT @ scaled,
-    )
+from ..linalg.products import BLOCK
+from .algebra import Algebra, GaussianPotential, View
+from .bound_model import BoundModel, moves
+from .conditioned_model import for_each
+from .new_inputs import KnownInputs, draw_jointly, spread
+from .structure import LinearMap, ModelStructure
 
 
 class WhitePosterior:
@@ -98,8 +49,11 @@ class WhitePosterior:
         self.root, info = torch.linalg.cholesky_ex(W)
         self.proper = info == 0
         self.mean = self.solve(evidence.linear)
-        log_det = self.root.diagonal().log().sum()
+        log_det = self._log_det()
         self.log_normalizer = evidence.constant + 0.5 * (evidence.linear @ self.mean) - log_det
+
+    def _log_det(self) -> Tensor:
+        return self.root.diagonal().log().sum()
 
     def marginals(self, at: LinearMap) -> tuple[Tensor, Tensor]:
         """Mean (N, k) and covariance (N, k, k) of A eps + b, without the rest."""
@@ -107,7 +61,7 @@ class WhitePosterior:
         A = at.design.flatten(0, 1)
         learns = A.requires_grad or self.root.requires_grad  # slices would each leave a gradient
         block = max(1, BLOCK // k) if at.triangular and not learns else max(n, 1)
-        parts = []
+        parts = [A.new_zeros(0, k, k)]
         for start in range(0, n, block):
             stop = min(start + block, n)
             rows = A[start * k : stop * k]
@@ -117,14 +71,18 @@ class WhitePosterior:
                 parts.append(torch.linalg.vector_norm(half, dim=0).square().unsqueeze(-1))
             else:
                 parts.append(torch.einsum("rni,rnj->nij", half, half))
-        covariance = torch.cat(parts) if parts else A.new_zeros(0, k, k)
-        return (A @ self.mean).reshape(n, k) + at.offset, covariance
+        return (A @ self.mean).reshape(n, k) + at.offset, torch.cat(parts)
 
     def half(self, rows: Tensor) -> Tensor:
         """H (r, M) with H'H the covariance of rows (M, R) of eps; of R columns the last may be left
         out where they are 0: then ``rows`` is (M, r)."""
-        rest = self.root[len(self.root) - rows.shape[-1] :, len(self.root) - rows.shape[-1] :]
+        left_out = len(self.root) - rows.shape[-1]
+        rest = self.root[left_out:, left_out:]
         return torch.linalg.solve_triangular(rest, rows.flip(-1).mT, upper=False)
+
+    def covariance_half(self) -> Tensor:
+        """H (R, R) with H'H the covariance of eps."""
+        return self.half(self.mean.new_ones(len(self.mean)).diag())
 
     def solve(self, vectors: Tensor) -> Tensor:
         """W^-1 times each of ``vectors`` (..., R)."""
@@ -135,7 +93,7 @@ class WhitePosterior:
 
     def expected(self, evidence: GaussianPotential) -> Tensor:
         """E_q of the logarithm of what some sites say, 0-dim, in nats."""
-        half = self.half(torch.eye(len(self.mean), dtype=self.mean.dtype, device=self.mean.device))
+        half = self.covariance_half()
         second = half.mT @ half + torch.outer(self.mean, self.mean)
         at_mean = evidence.constant + evidence.linear @ self.mean
         return at_mean - 0.5 * (evidence.precision * second).sum()
@@ -143,17 +101,13 @@ class WhitePosterior:
     def kl(self, sites: Iterable[tuple[Tensor, Tensor]] | None = None) -> Tensor:
         """KL(q || p) = (|mean|^2 + tr W^-1 - R + log det W) / 2, 0-dim, in nats.
 
-        Without terms of the size of the data in units of their noise, which cancel in log normalizers.
-        ``sites`` spare a matrix where they are all that q knows: their Lambda (N, k, k), and the
-        marginal covariances C (N, k, k) of A eps, for tr W^-1 - R = -sum_n tr Lambda_n C_n.
+        Cheaper from Lambda and C of all sites that q is made of: tr W^-1 - R = -sum_n tr Lambda_n C_n.
         """
         if sites is None:
-            size = len(self.mean)
-            one = torch.eye(size, dtype=self.mean.dtype, device=self.mean.device)
-            trace = self.half(one).square().sum() - size
+            trace = self.covariance_half().square().sum() - len(self.mean)
         else:
             trace = -sum((Lambda * C).sum() for Lambda, C in sites)
-        return 0.5 * (self.mean.square().sum() + trace) + self.root.diagonal().log().sum()
+        return 0.5 * (self.mean.square().sum() + trace) + self._log_det()
 
     def draw(self, noise: Tensor) -> Tensor:
         """A draw for white ``noise`` (..., R)."""
@@ -163,8 +117,7 @@ class WhitePosterior:
     def log_prob(self, eta: Tensor) -> Tensor:
         """log q(eta) for eta (..., R), in nats."""
         z = (eta - self.mean).flip(-1) @ self.root
-        log_det = self.root.diagonal().log().sum()
-        return log_det - 0.5 * (z.square().sum(-1) + len(self.mean) * log(2 * pi))
+        return self._log_det() - 0.5 * (z.square().sum(-1) + len(self.mean) * log(2 * pi))
 
 
 class NoisePosterior(TorchDistribution):
@@ -183,8 +136,7 @@ class NoisePosterior(TorchDistribution):
         return NoisePosterior(self.white, self.basis, batch_shape)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        white = self.white
-        shape = torch.Size(sample_shape) + self.batch_shape + self.event_shape
+        white, shape = self.white, self._extended_shape(torch.Size(sample_shape))
         noise = torch.randn(shape, dtype=white.mean.dtype, device=white.mean.device)
         if self.basis is None:
             return white.draw(noise)
@@ -206,23 +158,16 @@ class NoisePosterior(TorchDistribution):
 
     def root(self) -> Tensor:
         """Rows whose products sum to the covariance of eps: S (D, D) with cov = S' S."""
-        white = self.white
-        identity = torch.eye(len(white.mean), dtype=white.mean.dtype, device=white.mean.device)
-        inner = white.half(identity)
+        inner = self.white.covariance_half()
         if self.basis is None:
             return inner
-        full = torch.eye(len(self.basis), dtype=inner.dtype, device=inner.device)
+        full = inner.new_ones(len(self.basis)).diag()
         return (full - self.basis @ self.basis.mT) + self.basis @ inner @ self.basis.mT
 
 
-def reduced(maps: Mapping[str, LinearMap]) -> tuple[dict[str, LinearMap], Tensor | None]:
-    """The maps in the directions that the data see, and these (D, R); ``None`` for all D.
-
-    Only where the data have fewer rows than D.
-    """
+def reduced(maps: Mapping[str, LinearMap]) -> tuple[dict[str, LinearMap], Tensor]:
+    """The maps in the directions that the data see, and these (D, R); for fewer rows than D."""
     rows = torch.cat([m.design.flatten(0, 1) for m in maps.values()])
-    if len(rows) >= rows.shape[-1]:
-        return dict(maps), None
     basis, triangle = torch.linalg.qr(rows.mT)
     parts = triangle.mT.split([m.offset.numel() for m in maps.values()])
     smaller = {
@@ -230,3 +175,84 @@ def reduced(maps: Mapping[str, LinearMap]) -> tuple[dict[str, LinearMap], Tensor
         for (name, m), part in zip(maps.items(), parts, strict=True)
     }
     return smaller, basis
+
+
+class DenseAlgebra(Algebra):
+    """White noise eps (D,), or the R directions of it that the data see (``basis`` (D, R))."""
+
+    basis: Tensor | None
+
+    def __init__(self, plan: ModelStructure, call: BoundModel) -> None:
+        rows = sum(group.size * group.width for group in plan.groups)
+        size = min(plan.dim, rows) if call.whole else plan.dim
+        super().__init__(GaussianPotential.none(plan.zero(), size))
+        basis = torch.eye(plan.dim, size, dtype=plan.dtype, device=plan.device)
+        self.register_buffer("basis", basis if size < plan.dim else None)
+        #: where Gaussian processes of the block are at the data
+        self.known = KnownInputs(call)
+
+    def view(self, call: BoundModel) -> View:
+        """Maps made by running the model, or those of the last call where they still hold.
+
+        That they hold is tried at one random point, wherever the host can look without waiting: bit
+        for bit, since a small column of covariates hides behind a large one from any tolerance.
+        """
+        if self.basis is not None and not call.whole:
+            raise ValueError(
+                f"AutoSites: the guide began with all data and keeps {self.basis.shape[1]} directions "
+                f"of {self.basis.shape[0]} latent variables, so it cannot take minibatches. Begin "
+                f"with a minibatch."
+            )
+        self.known.follow(call)
+        at_probe = call.at_probe.values()
+        last = self._view.get(tensors=at_probe)
+        if last is not None:
+            return last
+        maps = call.linear_maps()
+        if self.basis is not None:
+            maps, basis = reduced(maps)
+            self.basis = basis.detach()
+        return self._viewed(View(maps), at_probe)
+
+    def make_room(self, plan: ModelStructure) -> None:
+        """The directions that data see become all, where data see them all."""
+        basis, e = self.basis, self.evidence
+        if basis is not None and sum(g.size * g.width for g in plan.groups) >= plan.dim:
+            self.basis = None
+            self._view.put(None)
+            moved = basis @ e.linear, basis @ e.precision @ basis.mT
+            self.evidence = GaussianPotential(e.constant, *moved)
+
+    def posterior(self, view: Any, evidence: GaussianPotential) -> WhitePosterior:
+        return WhitePosterior(evidence)
+
+    def sample(self, call: BoundModel, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+        q = self._noise_posterior()
+        if self.known.moved(call.block):
+            return draw_jointly(call, name + "_noise", *self.known.joint(call, q, self.linear))
+        noise = pyro.sample(name + "_noise", q, infer={"is_auxiliary": True})
+        lead = noise.shape[:-1]
+        if not lead:
+            return call.block_at(noise)
+        batched = for_each(call.block_at, noise.reshape(-1, noise.shape[-1]))
+        return {
+            site: (spread(z, lead, call.plan.event_dims[site]), spread(log_q, lead, 0))
+            for site, (z, log_q) in batched.items()
+        }
+
+    def _noise_posterior(self) -> NoisePosterior:
+        return NoisePosterior(self.posterior(None, self.evidence), self.basis)
+
+    def mean_and_sd(self, call: BoundModel) -> tuple[Tensor, Tensor]:
+        if self.known.moved(call.block):
+            found = self.known.variances(call, self._noise_posterior())
+            if found is not None:
+                return found[0], found[1].sqrt()
+        return super().mean_and_sd(call)
+
+    def moments(self, call: BoundModel) -> tuple[Tensor, Tensor]:
+        q = self._noise_posterior()
+        if self.known.moved(call.block):
+            mean, root = self.known.joint(call, q, self.linear)
+            return mean, root.mT
+        return call.flat_block(q.mean), moves(call.flat_block, q.root())

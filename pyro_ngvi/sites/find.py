@@ -1,53 +1,100 @@
-"""Finds the Gaussian block of a model and the predictors of its data, once."""
+"""Finds what AutoSites knows about a model, at the first call: its Gaussian block, and predictors.
+
+A predictor f (N, k) of an observed site with N data must be
+
+* *affine* in the noise: f(e + a u + b v) - f(e) = a (f(e + u) - f(e)) + b (f(e + v) - f(e)),
+* *sufficient*: with f held, the log likelihood does not change with the noise,
+* *local*: the term of datum n changes with f_n only.
+
+All three are tried in runs of the model at a few points, not read from its text: any operation of
+torch that happens to be affine counts, whatever its name.  Data are told apart by the binary digits
+of their numbers, so locality takes 2 log2(N) runs, batched.  Of the predictors that pass, the one
+with the fewest entries per datum is taken, and of these the first; where none passes alone, pairs are
+tried, such as the location and the log scale of a Normal.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
+from pyro import poutine
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..distributions import GaussianStateSpace
-from ..linalg.host import fixed_normal
 from ..runtime.density import site_kind, site_log_prob
-from .check_new_data import check_support
-from .conditioned_model import ConditionedModel, TensorRef, WhitenedRun
-from .log_likelihood import data_shape
-from .predictor import Predictor, find_predictor
-from .probe_points import Plane, same
-from .structure import Group, ModelStructure
+from ..runtime.run import Minibatches
+from .algebra import Algebra
+from .bound_model import BoundModel
+from .chain import ChainAlgebra
+from .conditioned_model import ConditionedModel, TensorRef, WhitenedRun, for_each
+from .dense import DenseAlgebra
+from .inducing import InducingAlgebra
+from .kept import check_support
+from .probe_points import TOLERANCE, Plane, corners, digit_masks, record, same
+from .structure import Group, ModelStructure, Predictor, data_shape, data_terms
 from .whitening import refuse_other_prior
 
-__all__ = ["make_plan"]
+#: most entries of a predictor for one datum, and candidates among which pairs are tried
+MOST_ENTRIES, MOST_CANDIDATES = 64, 12
 
 
-def make_plan(
-    runner: ConditionedModel, other: ConditionedModel | None = None, latent: str | None = None
+def first_call(
+    model: Callable[..., Any],
+    own: set[str],
+    args: Any,
+    kwargs: Any,
+    latent: str | None,
+    inducing: Tensor | None,
+) -> tuple[ModelStructure, Algebra, dict[str, Tensor]]:
+    """The structure of a ``model`` at these arguments, where ``own`` latent sites are the guide's.
+
+    With the algebra that suits it, and values that stand for the latent sites of other guides.
+    """
+
+    def rest() -> dict[str, Tensor]:
+        """A value from the prior for every latent site that other guides of a list infer."""
+        with torch.no_grad():
+            trace = poutine.trace(model).get_trace(*args, **kwargs)
+        sites: Any = trace.iter_stochastic_nodes()
+        return {n: s["value"] for n, s in sites if n not in own and not site_is_subsample(s)}
+
+    direct, values = inducing is not None, rest()
+    runner = ConditionedModel(model, args, kwargs, values, Minibatches(), direct=direct)
+    other = None
+    if values:  # with the same data
+        other = ConditionedModel(model, args, kwargs, rest(), runner.minibatches, direct=direct)
+    plan = find_structure(runner, other, latent)
+    call = BoundModel(plan, runner)
+    if inducing is not None:
+        return plan, InducingAlgebra(plan, call, inducing), values
+    return plan, ChainAlgebra(plan, call) if plan.direct else DenseAlgebra(plan, call), values
+
+
+def find_structure(
+    runner: ConditionedModel, other: ConditionedModel | None, latent: str | None
 ) -> ModelStructure:
     """Find the Gaussian block of a model and the predictors of its data.
 
     ``other`` is a runner at other values of latent sites outside of the block, ``latent`` the site to
     take as the predictor.
-
-    Raises:
-        ValueError: for a latent site that is not Gaussian, data without a local linear predictor, a
-            model without latent or without observed sites.
     """
     run = runner(None)
     if not run.own:
         raise ValueError("AutoSites: the model has no latent site of its own to infer.")
     first_fn, *more = run.own.values()
-    chain = not more and isinstance(first_fn, GaussianStateSpace)
-    runner.direct = runner.direct or chain
+    runner.direct = runner.direct or (not more and isinstance(first_fn, GaussianStateSpace))
     if other is not None:
         other.direct = runner.direct
-    first = run.sites[next(iter(run.own))]["value"]
-    shapes = {name: run.sites[name]["value"].shape for name in run.own}
     # sites share a group where they are of the same data, so in the same plates, and see the same
     grouped: dict[tuple[Predictor, Any, Any], list[str]] = {}
     for name, site in run.sites.items():
         if site_kind(site) == "observed":
-            predictor = find_predictor(runner, run.used, name, other, latent)
+            predictor = _Search(runner, run.used, name, other, latent).find()
             if predictor is not None:
                 plates = tuple(frame.name for frame in site["cond_indep_stack"])
                 grouped.setdefault((predictor, data_shape(site), plates), []).append(name)
@@ -59,10 +106,10 @@ def make_plan(
             "Pass the data (obs=...) at the guide's first call."
         )
     if not runner.direct:
-        _check_block(runner, run)
+        _refuse_bent_prior(runner, run)
     if other is not None:  # of sites that no datum sees the search has not found it out
         refuse_other_prior(run.own, other(None).own)
-    groups = []
+    groups: list[Group] = []
     for (predictor, *_), names in grouped.items():
         for name in names:
             check_support(run.sites[name])
@@ -71,21 +118,29 @@ def make_plan(
         for frame in site["cond_indep_stack"]:
             if frame.full_size is not None and frame.dim is not None:
                 full[len(site["fn"].batch_shape) + frame.dim] = frame.full_size
-        taken = [group.name for group in groups]
-        groups.append(Group(_key(names[0], taken), tuple(names), predictor, torch.Size(full)))
-    event_dims = {name: run.sites[name]["fn"].event_dim for name in run.own}
+        key = names[0].replace(".", "_")  # a name that a parameter of a module may have
+        while any(key == group.name for group in groups):
+            key += "_"
+        groups.append(Group(key, tuple(names), predictor, torch.Size(full)))
+    own = {name: run.sites[name] for name in run.own}
+    like = next(iter(own.values()))["value"]
     return ModelStructure(
-        shapes, event_dims, tuple(groups), run.used, first.dtype, first.device, runner.direct
+        {name: site["value"].shape for name, site in own.items()},
+        {name: site["fn"].event_dim for name, site in own.items()},
+        tuple(groups),
+        run.used,
+        like.dtype,
+        like.device,
+        runner.direct,
     )
 
 
-def _check_block(runner: ConditionedModel, run: WhitenedRun) -> None:
+def _refuse_bent_prior(runner: ConditionedModel, run: WhitenedRun) -> None:
     """Refuse a site that is Gaussian given the others, and not jointly: no data may have shown it."""
-    plane = Plane(*fixed_normal(3, run.used, seed=run.used))
-    e, u, v = plane.e, plane.u, plane.v
+    plane = Plane.of(run.used, seed=run.used)
     places = tuple(TensorRef(site=name) for name in run.own)
-    corners = [runner(noise, look_at=places).seen for noise in (e, e + u, e + v, e + u + v)]
-    for place, straight in plane.affine(runner, corners).items():
+    values = [runner(noise, look_at=places).seen for noise in plane.corners()]
+    for place, straight in plane.affine(runner, values).items():
         if not straight:
             raise ValueError(
                 f"AutoSites: the prior of {place} is Gaussian given the other latent sites, but not "
@@ -94,32 +149,147 @@ def _check_block(runner: ConditionedModel, run: WhitenedRun) -> None:
             )
 
 
-def _key(name: str, taken: list[str]) -> str:
-    """The name of a group: that of a site, made into one that a parameter of a module may have."""
-    key = name.replace(".", "_")
-    while key in taken:
-        key += "_"
-    return key
-
-
 def _refuse_factor(name: str, runner: ConditionedModel, run: WhitenedRun) -> None:
-    """Refuse a factor that depends on the noise: by its graph, which sees what is zero here too, or
-    by its values, which show a branch."""
-
     def factor(noise: Tensor) -> Tensor:
         return site_log_prob(runner(noise).sites[name])[0]
 
-    noise = torch.zeros(run.used, dtype=torch.float64, requires_grad=True)
-    with torch.enable_grad():
-        value: Any = factor(noise)
-        depends = value.requires_grad and bool(
-            torch.autograd.grad(value.sum(), noise, allow_unused=True)[0] is not None
-        )
-    if not depends:
-        far = Plane(*fixed_normal(3, run.used, seed=run.used)).on_circles(factor)
-        depends = not same(far, value.detach().expand_as(far))
-    if depends:
+    plane = Plane.of(run.used, seed=run.used)
+    if not plane.stays(factor, factor(torch.zeros_like(plane.e))):
         raise ValueError(
             f"AutoSites: the factor {name!r} depends on the latent block, and is neither a Gaussian "
             f"prior nor a datum with a likelihood. Write it as an observed site."
+        )
+
+
+@dataclass
+class _Candidate:
+    """Values at the first and the last corner, with the shape (*batch, *trailing).
+
+    ``shared``: it is one number for all data.
+    """
+
+    place: TensorRef
+    first: Tensor
+    last: Tensor
+    trailing: torch.Size
+    shared: bool
+
+
+class _Search:
+    """For the predictor of the observed site ``name``, which must be free of what ``other`` changes.
+
+    ``declared`` names a site to take as the predictor.
+    """
+
+    def __init__(
+        self,
+        runner: ConditionedModel,
+        dim: int,
+        name: str,
+        other: ConditionedModel | None,
+        declared: str | None,
+    ) -> None:
+        self.runner, self.name, self.other, self.declared = runner, name, other, declared
+        self.corners, self.plane = corners(runner, dim, name)
+        site = self.corners[0].sites[name]
+        self.batch, self.observed = data_shape(site), data_terms(site)
+        #: what was wrong with places that were tried
+        self.nonlinear: list[TensorRef] = []
+        self.tied: list[TensorRef] = []
+        self.moved_by_other = False
+        if self.batch != self.observed.shape:
+            raise ValueError(
+                f"AutoSites: the observed site {name!r} has data of shape "
+                f"{tuple(site['value'].shape)} and batch shape {tuple(self.batch)}: what is one "
+                "datum? Put it into a plate of its data: with pyro.plate('data', "
+                f"{self.observed.shape[-1]}): pyro.sample({name!r}, ...)."
+            )
+
+    def find(self) -> Predictor | None:
+        """The predictor; ``None`` if the site does not depend on the noise."""
+        if self._is_enough({}):
+            return None
+        # stable: the first of each width leads, and a number that all data share comes last
+        candidates = sorted(self._candidates(), key=lambda c: (c.shared, c.trailing.numel()))
+        pairs = list(combinations(candidates[:MOST_CANDIDATES], 2))
+        pairs.sort(key=lambda pair: sum(c.trailing.numel() for c in pair))
+        for chosen in [*((c,) for c in candidates), *pairs]:
+            try:
+                if self._is_enough({c.place: c.first for c in chosen}):
+                    if self._is_local(chosen):
+                        places = tuple(c.place for c in chosen)
+                        return Predictor(places, tuple(c.trailing for c in chosen))
+                    self.tied.append(chosen[0].place)
+            except (RuntimeError, ValueError):
+                if not any(c.shared for c in chosen):  # else the model wants one number there
+                    raise
+        raise ValueError(self._refusal(bool(candidates)))
+
+    def _candidates(self) -> list[_Candidate]:
+        """Values of the right shape that depend on the noise, and are affine in it."""
+        first, last, rank = self.corners[0].values, self.corners[3].values, len(self.batch)
+        affine = self.plane.affine(self.runner, [corner.values for corner in self.corners])
+        others = record(self.other, self.corners[0].noise).values if self.other else first
+        candidates = []
+        for place, a in first.items():
+            trailing, shared = torch.Size(a.shape[rank:]), a.shape[:rank] != self.batch
+            if not affine[place]:
+                self.nonlinear.append(place)
+            elif (shared and a.shape) or trailing.numel() > MOST_ENTRIES:
+                continue
+            elif not same(others[place], a):
+                self.moved_by_other = True
+            elif self.declared is None or place.site == self.declared:
+                pair = (x.expand(self.batch) if shared else x for x in (a, last[place]))
+                candidates.append(_Candidate(place, *pair, trailing, shared))
+        return candidates
+
+    def _terms(self, noise: Tensor, held: dict[TensorRef, Tensor]) -> Tensor:
+        return data_terms(self.runner.sites(noise, replace=held)[self.name])
+
+    def _is_enough(self, held: dict[TensorRef, Tensor]) -> bool:
+        """Whether nothing else changes with the noise: bit for bit, as it may do so by little."""
+        before, after = (self._terms(self.corners[k].noise, held) for k in (0, 3))
+        return same(after, before) and self.plane.stays(lambda noise: self._terms(noise, held))
+
+    def _is_local(self, chosen: tuple[_Candidate, ...]) -> bool:
+        """Move f at the data whose number has a certain binary digit; the others' terms must stay."""
+        count = self.batch.numel()
+        if count < 2:
+            return True
+        moved = digit_masks(count, self.observed.device)
+
+        def terms(moved: Tensor) -> Tensor:
+            held = {}
+            for c in chosen:
+                where = moved.reshape(self.batch + (1,) * len(c.trailing))
+                held[c.place] = torch.where(where, c.last, c.first)
+            return self._terms(self.corners[0].noise, held).reshape(-1)
+
+        after = for_each(terms, moved, 8)
+        before = self.observed.reshape(-1).expand_as(after)
+        return same(after[~moved], before[~moved], TOLERANCE * torch.finfo(before.dtype).eps)
+
+    def _refusal(self, any_candidate: bool) -> str:
+        start = f"AutoSites: no predictor was found for the observed site {self.name!r}: "
+        if self.declared is not None and not any_candidate:
+            return start + (
+                f"{self.declared!r} is no site whose value is linear in the latent block and has the "
+                f"shape {tuple(self.batch)} of the data, or that and a last dimension."
+            )
+        if self.tied:
+            return start + (
+                f"its data depend on {self.tied[0]} not one by one, and a site for each needs a "
+                f"likelihood that is local. Use AutoFullRankNormal and NGVB."
+            )
+        if self.moved_by_other:
+            return start + (
+                "what is linear also depends on a latent site outside of the block. Write the "
+                'Gaussian part as f = pyro.deterministic("f", ...), free of the others; for a latent '
+                "scale z ~ Normal(0, 1), and scale * z in the likelihood."
+            )
+        return start + (
+            f"its data, of shape {tuple(self.batch)}, do not depend on the latent block through at "
+            f"most {MOST_ENTRIES} linear combinations each (first result that is not linear: "
+            f"{self.nonlinear[0] if self.nonlinear else 'none'}). Use AutoFullRankNormal and NGVB."
         )

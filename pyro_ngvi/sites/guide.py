@@ -1,13 +1,4 @@
-r"""AutoSites: prior times one Gaussian site per datum, with conjugate algebra for the rest.
-
-The sites (nu_n, Lambda_n) are the parameters (Khan & Lin 2017; Opper & Archambeau 2009);
-everything about the prior and the f_n is read off the model at each call.  How the block and the f_n
-are found: :mod:`pyro_ngvi.sites.predictor`; the algebra: :mod:`pyro_ngvi.sites.dense`,
-:mod:`pyro_ngvi.sites.chain`, :mod:`pyro_ngvi.sites.inducing`.
-
-Not for: latent blocks that are not Gaussian a priori (a scale with a prior goes to another guide of an
-``AutoGuideList``), likelihoods that tie several data's predictors together, networks.
-"""
+r"""AutoSites, the guide: Pyro's side of prior times one Gaussian site per datum."""
 
 from __future__ import annotations
 
@@ -26,35 +17,28 @@ from torch import Tensor, nn
 
 from ..distributions.gaussian_process import draws_are_means
 from ..families.base import entry_name
-from ..guides.made_at_first_call import MadeAtFirstCall
-from ..guides.posterior import SiteValue
+from ..guides.base import SiteValue
+from ..guides.start import MadeAtFirstCall
 from ..linalg.host import at_hand, outside_autocast, own_random_state
-from ..runtime.module_params import ModuleParams, check_names, follow_store
-from ..runtime.pyro_adapter import (
+from ..runtime.pyro_adapter import give_model, has_model, kept_whole, model_under
+from ..runtime.run import Minibatches
+from ..runtime.store import (
+    ModuleParams,
     OwnName,
+    check_names,
     claim_name,
-    give_model,
-    has_model,
-    kept_whole,
-    model_under,
+    follow_store,
     module_name,
     rename,
 )
-from ..runtime.vmap import Minibatches
 from .algebra import Algebra
 from .bound_model import BoundModel
-from .check_new_data import of_other_shape
 from .conditioned_model import ConditionedModel
-from .data import SiteData
-from .first_call import check_arguments, first_call
-from .influence import Influence, influence_of
-from .last_step import LastStep
-from .leave_one_out import SiteLOO, loo_of
-from .site_parameters import Indices, SiteParameters, SiteView, checked
-from .snapshot import Snapshot, take_snapshot
+from .data import Indices, SiteData, SiteView, Snapshot, take_snapshot
+from .find import first_call
+from .kept import LastStep, check_prior
+from .leave_one_out import Influence, SiteLOO, influence_of, loo_of
 from .structure import ModelStructure
-
-__all__ = ["AutoSites", "find_sites"]
 
 #: seed of the values that stand for latent sites of other guides while the structure is looked for
 SEED = 20_180_216
@@ -63,23 +47,23 @@ SEED = 20_180_216
 class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
     r"""Prior times one Gaussian site per datum: a Gaussian guide for :class:`~pyro_ngvi.CVI`.
 
-    q(z) propto p(z) prod_n exp(nu_n' f_n - f_n' Lambda_n f_n / 2), f_n = A_n z + b_n.  Linear and
-    generalised linear models, Gaussian processes, random effects, state-space models: any latent
-    block that is jointly Gaussian a priori (``Normal``, ``MultivariateNormal``,
-    :class:`~pyro_ngvi.distributions.GaussianProcess`,
-    :class:`~pyro_ngvi.distributions.GaussianStateSpace`, and Gaussians given other Gaussians), any
-    likelihood whose datum n depends on k <= 64 linear combinations f_n (k,) of it.
+    q(z) propto p(z) prod_n exp(nu_n' f_n - f_n' Lambda_n f_n / 2), f_n = A_n z + b_n
+    (Khan & Lin 2017; Opper & Archambeau 2009), for any latent block that is jointly Gaussian a priori
+    (``Normal``, ``MultivariateNormal``, :class:`~pyro_ngvi.distributions.GaussianProcess`,
+    :class:`~pyro_ngvi.distributions.GaussianStateSpace`, and Gaussians given other Gaussians) and any
+    likelihood whose datum n depends on k <= 64 linear combinations f_n (k,) of it: regressions,
+    Gaussian processes, random effects, time series.  Not for blocks that are not Gaussian (a scale
+    with a prior goes to another guide of an ``AutoGuideList``), nor for networks.
 
     The structure is found by running the model at a few points at the first call, with the data.
     Row n of the data is the same datum at every call: a minibatch, or rows in another order, pass
     their numbers, ``pyro.plate("data", N, subsample=index)``.  After parameters of the model were
     changed by hand, or loaded, call :meth:`refresh`.  Hyperparameters are learned with all data, and
-    with inducing points in minibatches too; q is then close to what all sites say, and exactly that
-    after :meth:`refresh` with all data.  Data that are NaN are missing: entries of a Normal with
-    ``to_event`` one by one, a row of a MultivariateNormal as a whole.
-    Memory: N k (k + 1) numbers for the sites, and what the algebra needs: O(min(D, N k)^2) for a dense
-    block of D latent variables, O(M^2) with M inducing points (of all processes together), O(T) for a
-    state-space prior.
+    with inducing points in minibatches too, where q is exact after :meth:`refresh` with all data.
+    Data that are NaN are missing: entries of a Normal with ``to_event`` one by one, a row of a
+    MultivariateNormal as a whole.  Memory: N k (k + 1) numbers for the sites, and
+    O(min(D, N k)^2) for a dense block of D latent variables, O(M^2) with M inducing points (of all
+    processes together), O(T) for a state-space prior.
 
     Args:
         model: a Pyro model.
@@ -92,28 +76,28 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
             restored by the store make q anew at the next call, which needs all data.
 
     Raises:
-        ValueError: at the first call, for a model outside the class, in a sentence that says which
-            dependence is not Gaussian, not linear or not local; for a minibatch whose plate has drawn
-            numbers that the model does not look at; at later calls for data of another number, out of
-            the support, or that see more of the block than those of the first call: a covariate that
-            was 0 in all of these, an outcome that was missing in all.
+        ValueError: at the first call, for a model outside the class (a dependence that is not Gaussian,
+            not linear or not local), and for a minibatch whose plate has drawn numbers that the model
+            does not look at; at later calls for data of another number, out of the support, or that see
+            more of the block than those of the first call: a covariate that was 0 in all of these, an
+            outcome that was missing in all.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
         >>> from pyro.infer import SVI
         >>> import pyro_ngvi as ngvi
-        >>> X, y = torch.randn(50, 2), torch.arange(50) % 2.0
-        >>> def model(X, y=None):
-        ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        ...     with pyro.plate("data", len(X)):
-        ...         pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+        >>> def model(y=None):
+        ...     m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", 3 if y is None else len(y)):
+        ...         pyro.sample("y", dist.Normal(m, 1.0), obs=y)
         >>> guide = ngvi.AutoSites(model)
         >>> svi = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
-        >>> losses = [svi.step(X, y) for _ in range(10)]  # ten sweeps
-        >>> abs(losses[-1] - losses[-2]) < 1e-4
-        True
-        >>> guide.sites()["y"].precision.shape
-        torch.Size([50, 1, 1])
+        >>> losses = [svi.step(torch.tensor([1.0, 2.0, 9.0])) for _ in range(3)]
+        >>> guide.median(), guide.sites()["y"].precision.shape
+        ({'m': tensor(3.)}, torch.Size([3, 1, 1]))
+        >>> guide.remove(2)
+        >>> guide.median()
+        {'m': tensor(1.0000)}
     """
 
     #: what a guide of ours says whose blocks are sites, which CVI alone steps
@@ -150,6 +134,7 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
 
     @pyro_method  # a loss may ask before the guide is called, and the store's sites are wanted then too
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        model = self.whole_model()
         try:
             loading = self._loading_waiting_state()
             with loading, poutine.block(), own_random_state(SEED), torch.no_grad():
@@ -157,54 +142,28 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
                 with ModuleParams():
                     _ = self.inducing  # read, so that a parameter is the one of the store
                 with draws_are_means(self.inducing is not None):  # no N x N matrix
-                    self._trace_prototype(args, kwargs)
-                    self._take_structure(args, kwargs)
+                    with model_under(self, ModuleParams()):
+                        super()._setup_prototype(*args, **kwargs)
+                    prototype: Any = self.prototype_trace
+                    own = {name for name, _ in prototype.iter_stochastic_nodes()}
+                    found = first_call(model, own, args, kwargs, self.latent, self.inducing)
+                    self.plan, self.algebra, self._rest = found
+                    self._make_sites(args, kwargs)
         except BaseException:
             self.prototype_trace = self.plan = None  # so that the next call says the same again
             raise
 
-    def _trace_prototype(self, args: Any, kwargs: Any) -> None:
-        if not has_model(self):
-            raise RuntimeError(
-                "This AutoSites is a copy made before its original was called, and a copy does not "
-                "carry the model. Call the original once, then copy it."
-            )
-        try:
-            with model_under(self, ModuleParams()):
-                super()._setup_prototype(*args, **kwargs)
-        except ZeroDivisionError:
-            self._runner(args, kwargs)(None)  # which says so if it was an empty minibatch
-            raise
-        except NotImplementedError as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(
-                f"AutoSites: a latent site cannot be drawn ({reason}), and the latent block must be "
-                f"jointly Gaussian a priori. Give the site a proper Normal prior, however wide, or use "
-                f"AutoFullRankNormal and NGVB."
-            ) from error
-
-    def _take_structure(self, args: Any, kwargs: Any) -> None:
-        prototype: Any = self.prototype_trace
-        own = {name for name, _ in prototype.iter_stochastic_nodes()}
-        found = first_call(self.whole_model(), own, args, kwargs, self.latent, self.inducing)
-        self._rest, self.plan, self.algebra = found.rest, found.plan, found.algebra
-        for group in found.plan.groups:
-            linear = found.plan.zero().new_zeros(group.size, group.width)
+    def _make_sites(self, args: Any, kwargs: Any) -> None:
+        plan = self._structure()
+        for group in plan.groups:
+            linear = plan.zero().new_zeros(group.size, group.width)
             precision = linear.new_zeros(*linear.shape, group.width)
             setattr(self, f"linear_{group.name}", nn.Parameter(linear))
             setattr(self, f"precision_{group.name}", nn.Parameter(precision))
-        # where a parameter store was loaded before this first call, its sites are those of q
         sites = self.site_tensors()
-        if not any(bool(t.any()) for pair in sites.values() for t in pair):
-            return
-        self.fresh = False
-        call = self.call_of(args, kwargs)
-        if not call.whole:
-            raise ValueError(
-                "AutoSites: its sites were restored with the parameter store, and this first call has "
-                "a minibatch. Make it with all data, from which q is made."
-            )
-        self.algebra.recollect(self.algebra.view(call), sites)
+        self.fresh = not self._any_moved()
+        if not self.fresh:  # a parameter store was loaded before this first call
+            self.algebra.recollect(self.algebra.view(self._call_of_all(args, kwargs)), sites)
 
     def _holder(self) -> Any:
         """Who has the model: this guide, or the ``AutoGuideList`` that it is a part of."""
@@ -225,19 +184,13 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         if not has_model(self._holder()):
             give_model(self._holder(), model)
 
-    def _runner(
-        self, args: Any, kwargs: Any, values: Any = None, minibatches: Any = None
-    ) -> ConditionedModel:
-        plan, inducing = self.plan, self.inducing is not None
-        return ConditionedModel(
-            self.whole_model(),
-            args,
-            kwargs,
-            self._rest if values is None else values,
-            Minibatches(minibatches),
-            None if plan is None else plan.shapes,
-            inducing if plan is None else plan.direct,
-        )
+    def _bound(
+        self, plan: ModelStructure, args: Any, kwargs: Any, values: Any, minibatches: Any
+    ) -> BoundModel:
+        others = self._rest if values is None else values
+        given, own = Minibatches(minibatches), (plan.shapes, plan.direct)
+        runner = ConditionedModel(self.whole_model(), args, kwargs, others, given, *own)
+        return BoundModel(plan, runner)
 
     def call_of(
         self, args: Any, kwargs: Any, values: Any = None, minibatches: Any = None
@@ -248,33 +201,42 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         """
         if self.plan is None:
             self._setup_prototype(*args, **kwargs)
-        return BoundModel(self._structure(), self._runner(args, kwargs, values, minibatches))
+        return self._bound(self._structure(), args, kwargs, values, minibatches)
+
+    def _call_of_all(self, args: Any, kwargs: Any) -> BoundModel:
+        call = self.call_of(args, kwargs)
+        if not call.whole:
+            raise ValueError(
+                "AutoSites needs all data here, and this call has a minibatch. Make its size, or its "
+                "numbers, an argument of the model, and pass those of all data. After sites were "
+                "restored call guide.refresh(*args) with all data first."
+            )
+        return call
 
     def _call_before(self) -> BoundModel | None:
         """The model at the arguments of the last step, with the structure of then."""
-        if self.last_step.arguments is None:
+        last = self.last_step
+        if last.arguments is None:
             return None
-        changes = self.last_step.changes
-        plan = self._structure() if changes is None else changes.plan
-        return BoundModel(plan, self._runner(*self.last_step.arguments))
+        return self._bound(last.plan or self._structure(), *last.arguments, None, None)
 
-    def _call_of_last(self, args: Any, kwargs: Any) -> BoundModel:
-        """The model at these arguments, or those of the last step, with q made anew if need be."""
+    def _current(
+        self, args: Any, kwargs: Any, leave_out: bool = False
+    ) -> tuple[BoundModel, list[str]]:
+        """The model at these arguments, or those of the last step, with q made anew if need be.
+
+        Its prior must be the last step's; with ``leave_out`` follow the sites of another shape.
+        """
         self._structure()
         self.make_current(args, kwargs)
-        if not args and not kwargs:
-            args, kwargs = self.last_step.arguments or ((), {})
-            check_arguments(self.whole_model(), args, kwargs)
-        call = self.call_of(args, kwargs)
-        self._check_prior(call)
-        return call
+        call = self.call_of(*self.last_step.or_given(args, kwargs))
+        return call, self._check_prior(call, leave_out)
 
     def _check_prior(self, call: BoundModel, leave_out: bool = False) -> list[str]:
-        """Refuse a call of another prior than the last step's; with ``leave_out`` name what is."""
         before = self._call_before()
         if before is None or self.last_step.has_arguments_of(call):
             return []
-        return of_other_shape(before, call, leave_out) if at_hand(call.plan.zero()) else []
+        return check_prior(before, call, leave_out) if at_hand(call.plan.zero()) else []
 
     def owns(self, name: str) -> bool:
         """Whether a sample site of the guide's trace is one of this guide."""
@@ -307,12 +269,13 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
             for g in plan.groups
         }
 
-    def _sites(self) -> SiteParameters:
-        return SiteParameters(self._structure().groups, self.natural_params())
+    def _data(self) -> SiteData:
+        params, before = self.natural_params(), self._call_before()
+        return SiteData(self._structure(), params, self.algebra, self.last_step, before)
 
     def sites(self) -> dict[str, SiteView]:
         """The sites by group, as copies; a group has the name of its first observed site."""
-        return self._sites().views()
+        return self._data().views()
 
     def set_iterate_offset(self, lag: Any, answer: Any = None) -> None:
         """Sites are never averaged; the optimizers of our other guides ask for it."""
@@ -339,94 +302,45 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
             self.fresh, self.last_step.stale = not self._any_moved(), True
             self.algebra.forget()
 
-    # --- data that come, go or change
-
-    def _site_data(self) -> SiteData:
-        plan, sites = self._structure(), self._sites()
-        return SiteData(plan, sites, self.algebra, self.last_step, self._call_before())
-
     def remove(self, indices: Indices, group: str | None = None) -> None:
         """Delete the sites of these data, which the next call of the model no longer brings.
 
         q is the one without them from now on: exact with a Gaussian likelihood; otherwise one or
-        two further steps bring the other sites up to date.
+        two further steps bring the other sites up to date.  A model that has a latent variable for
+        each datum is refused at the next call.
 
         Args:
             indices: numbers of data of the group, or a mask (N,) of bools.  The others close up.
             group: name of the group; not needed where there is one.
 
         Raises:
-            ValueError: for a number that is not there or comes twice, for a group that is not
-                there, whose data have more than one dimension or a latent variable each, and for
-                all data of a group.
+            ValueError: for a number that comes twice, a group that is not there, or whose data have
+                more than one dimension.
             RuntimeError: where the guide does not know what these data see of the latent block:
                 before its first call, after a call with a minibatch, unpickled.
-
-        Example:
-            >>> import torch, pyro, pyro.distributions as dist, pyro_ngvi as ngvi
-            >>> def model(y):
-            ...     m = pyro.sample("m", dist.Normal(0.0, 1.0))
-            ...     with pyro.plate("data", len(y)):
-            ...         pyro.sample("y", dist.Normal(m, 1.0), obs=y)
-            >>> guide = ngvi.AutoSites(model)
-            >>> svi = pyro.infer.SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
-            >>> _ = svi.step(torch.tensor([1.0, 2.0, 9.0]))
-            >>> guide.remove(2)
-            >>> guide.median()
-            {'m': tensor(1.0000)}
         """
-        data = self._site_data()
-        chosen = data.group_to_resize("remove", group)
-        self.plan = data.remove(chosen, checked("remove", indices, chosen))
-        self.curvature = None  # what a loss has left is of the data before
+        self.plan, self.curvature = self._data().remove(indices, group), None
 
     def add(self, count: int, group: str | None = None) -> None:
         """Make room for ``count`` data more, which the next call brings after those of before.
 
-        Their sites are zero, so q stays as it is until the next step.
-
-        Args:
-            count: how many, at least 1.
-            group: name of the group; not needed where there is one.
-
-        Raises:
-            ValueError: for a count below 1, and for groups as in :meth:`remove`.
-            RuntimeError: before the guide's first call.
+        Their sites are zero, so q stays as it is until the next step.  Groups as in :meth:`remove`.
         """
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"AutoSites.add takes a number of data of at least 1, got {count!r}.")
-        data = self._site_data()
-        chosen = data.group_to_resize("add", group)
+        data = self._data()
         if self.last_step.stale and data.before is not None and data.before.whole:
-            self.refresh(*data.before.runner.args, **data.before.runner.kwargs)
             # now, as the data to come would not fit
-        self.plan, self.curvature = data.add(chosen, count), None
+            self.refresh(*data.before.runner.args, **data.before.runner.kwargs)
+        self.plan, self.curvature = data.add(count, group), None
 
     def reset(self, indices: Indices | None = None, group: str | None = None) -> None:
-        """Set sites back to zero: because their data have changed, or to begin again.
-
-        q forgets what these data said, at once.
+        """Set sites back to zero, so that q forgets what these data said: when they have changed.
 
         Args:
-            indices: numbers of data of the group, or a mask (N,); ``None`` for all.
+            indices: as in :meth:`remove`; ``None`` for all.
             group: name of the group; ``None`` for the only one or, without indices, for all.
-
-        Raises:
-            ValueError: for a number that is not there or comes twice, a group that is not there.
-            RuntimeError: as :meth:`remove`; never without indices and group.
         """
-        if indices is None and group is None:
-            self._sites().zero()
-            self.algebra.reset()
-            self.fresh = True
-        else:
-            data = self._site_data()
-            chosen = data.sites.group("reset", group)
-            every = torch.arange(chosen.size, device=data.plan.device)
-            index = every if indices is None else checked("reset", indices, chosen)
-            data.clear("reset", chosen, index)
-        self.last_step.changed(self.last_step.changes)
-        self.curvature = None
+        self._data().reset(indices, group)
+        self.fresh, self.curvature = self.fresh or (indices is None and group is None), None
 
     # --- the posterior
 
@@ -438,12 +352,7 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         Raises:
             ValueError: for a minibatch, which does not know what the other sites see.
         """
-        call = self.call_of(args, kwargs)
-        if not call.whole:
-            raise ValueError(
-                "AutoSites.refresh needs all data; this call has a minibatch. After sites were "
-                "restored call guide.refresh(*args) with all data first: q is made anew from them."
-            )
+        call = self._call_of_all(args, kwargs)
         with torch.no_grad():
             view = self.algebra.view(call)
             self.algebra.recollect(view, self.site_tensors())
@@ -456,7 +365,6 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         self._follow_store()
         if self.last_step.stale:
             args, kwargs = self.last_step.arguments or call or ((), {})
-            check_arguments(self.whole_model(), args, kwargs)
             self.refresh(*args, **kwargs)
 
     @outside_autocast
@@ -468,8 +376,11 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         call = self.call_of(args, kwargs, minibatches=given)
         self.make_current(args, kwargs)
         self._check_prior(call)
-        sites = [p for pair in self.site_tensors().values() for p in pair]
-        trap = _NoGradient.apply(*sites) if self.fresh and torch.is_grad_enabled() else None
+        (site, _), *_ = self.site_tensors().values()
+        trap = None
+        if self.fresh and torch.is_grad_enabled() and site.requires_grad:
+            trap = 0.0 * site.sum()
+            trap.register_hook(_refuse_gradient)
         with poutine.block():
             self._create_plates(*args, **kwargs)
         drawn = self.algebra.sample(call, f"_{module_name(self)}")
@@ -490,30 +401,30 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
                 result[name] = pyro.sample(name, q)
         return result
 
+    @torch.no_grad()
     def get_posterior(self, *args: Any, **kwargs: Any) -> Any:
         """q over the flat latent vector (D,), its sites in the order of the model: for small D.
 
         For a state-space prior q is a chain too, a ``GaussianStateSpace`` over (T, S).
         """
-        with torch.no_grad():
-            call = self._call_of_last(args, kwargs)
-            return self.algebra.distribution(call)
+        call, _ = self._current(args, kwargs)
+        return self.algebra.distribution(call)
 
+    @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The posterior median of every latent site, by name; arguments: those of the last step."""
-        with torch.no_grad():
-            call = self._call_of_last(args, kwargs)
-            return call.by_site(self.algebra.mean_and_sd(call)[0])
+        call, _ = self._current(args, kwargs)
+        return call.by_site(self.algebra.mean_and_sd(call)[0])
 
+    @torch.no_grad()
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Posterior quantiles of every latent site, (Q, *shape) by name."""
-        with torch.no_grad():
-            call = self._call_of_last(args, kwargs)
-            mean, sd = self.algebra.mean_and_sd(call)
+        call, _ = self._current(args, kwargs)
+        mean, sd = self.algebra.mean_and_sd(call)
         levels = torch.as_tensor(quantiles, dtype=mean.dtype, device=mean.device)
-        z = torch.special.ndtri(levels).reshape(*levels.shape, 1)
-        return call.by_site(mean + z * sd)
+        return call.by_site(mean + torch.special.ndtri(levels).unsqueeze(-1) * sd)
 
+    @torch.no_grad()
     def predict(self, *args: Any, **kwargs: Any) -> dict[str, tuple[Tensor, Tensor]]:
         """Mean and variance of every entry of every latent site under q, by name, in their shapes.
 
@@ -524,19 +435,14 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         a noise of every datum, are left out: q says nothing of their new entries.
 
         Raises:
-            RuntimeError: before the guide's first call with data.
             ValueError: where the prior of another site is not the one of the last step: it is made
                 of the arguments, as that of a state-space process at other times.  A guide that was
                 unpickled cannot tell before its next step.
 
         Example: see :class:`~pyro_ngvi.distributions.GaussianProcess`.
         """
-        self._structure()
-        self.make_current()
-        with torch.no_grad():
-            call = self.call_of(args, kwargs)
-            others = self._check_prior(call, leave_out=True)
-            mean, sd = map(call.by_site, self.algebra.mean_and_sd(call))
+        call, others = self._current(args, kwargs, leave_out=True)
+        mean, sd = map(call.by_site, self.algebra.mean_and_sd(call))
         return {name: (m, sd[name].square()) for name, m in mean.items() if name not in others}
 
     # --- diagnostics
@@ -547,7 +453,7 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         Arguments: those of the model with all data; by default those of the last step.
         Equations and how it compares with PSIS-LOO: :mod:`pyro_ngvi.sites.leave_one_out`.
         """
-        return loo_of(self._snapshot("loo", args, kwargs))
+        return loo_of(self._snapshot(args, kwargs))
 
     def influence(
         self,
@@ -558,51 +464,38 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
     ) -> Influence:
         """How far the posterior moves when a datum, or a set of them, is left out, without refitting.
 
+        Equations: :mod:`pyro_ngvi.sites.expectation`.
+
         Args:
-            args: those of the model with all data; by default those of the last step.
+            args: as for :meth:`loo`, with ``kwargs``.
             group: name of the group of the guide; not needed where there is one.
-            groups: sets of data to leave out together, each as numbers or a mask (N,); ``None`` for
-                every datum by itself.
+            groups: sets of data to leave out together, each as ``indices`` in :meth:`remove`;
+                ``None`` for every datum by itself.  Not where the guide's algebra is not dense.
             kwargs: keyword arguments of the model.
-
-        Raises:
-            ValueError: for a minibatch, a group or data that are not there.
-            NotImplementedError: for ``groups``, where the guide's algebra is not dense.
-
-        Equations: :mod:`pyro_ngvi.sites.cavity`.
         """
-        chosen = self._sites().group("influence", group)
-        sets = None
-        if groups is not None:
-            sets = [checked("influence", indices, chosen) for indices in groups]
-        return influence_of(self._snapshot("influence", args, kwargs), chosen.name, sets)
+        data = self._data()
+        chosen = data.group(group)
+        sets = None if groups is None else [data.numbers(indices, chosen) for indices in groups]
+        return influence_of(self._snapshot(args, kwargs), chosen.name, sets)
 
     def predictor_means(self, group: str | None = None) -> tuple[str, Tensor]:
         """Name of a group and the posterior mean (N, k) of its f, at the arguments of the last step."""
-        name = self._sites().group("sites", group).name
-        return name, self._snapshot("sites", (), {}).marginals[name].mean
+        name = self._data().group(group).name
+        return name, self._snapshot((), {}).marginals[name].mean
 
-    def _snapshot(self, what: str, args: Any, kwargs: Any) -> Snapshot:
+    def _snapshot(self, args: Any, kwargs: Any) -> Snapshot:
         self._structure()
         if self._rest:
             raise NotImplementedError(
-                f"AutoSites.{what} is for guides of all latent sites of a model; here other guides of "
-                f"the list infer {', '.join(map(repr, self._rest))}."
+                f"AutoSites: diagnostics of single data are for guides of all latent sites of a model; "
+                f"here other guides of the list infer {', '.join(map(repr, self._rest))}."
             )
-        if not args and not kwargs:
-            if self.last_step.arguments is not None and self.last_step.changes is not None:
-                raise ValueError(
-                    f"AutoSites.{what}: data were added or removed since the last call, and those of "
-                    f"now are not known. Pass them as arguments, or call guide.refresh(*args)."
-                )
-            args, kwargs = self.last_step.arguments or ((), {})
-            check_arguments(self.whole_model(), args, kwargs)
-        call = self.call_of(args, kwargs)
-        if not call.whole:
+        if not (args or kwargs) and self.last_step.plan is not None:
             raise ValueError(
-                f"AutoSites.{what} needs all data; this call has a minibatch. Make the size of the "
-                f"minibatch an argument of the model, and pass the full data."
+                "AutoSites: data were added or removed since the last call, and those of now are not "
+                "known. Pass them as arguments, or call guide.refresh(*args)."
             )
+        call = self._call_of_all(*self.last_step.or_given(args, kwargs))
         return take_snapshot(self.algebra, self.site_tensors(), call)
 
     # --- copies
@@ -628,8 +521,8 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         if has_model(self):
             give_model(other, self.model)
             # the model runs, so it can at the arguments of the last step, which are not copied
-            last = self.last_step
-            other.last_step.arguments, other.last_step.changes = last.arguments, last.changes
+            last, copied = self.last_step, other.last_step
+            copied.arguments, copied.plan, copied.numbers = last.arguments, last.plan, last.numbers
         return other
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -642,25 +535,12 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         rename(self, claim_name(module_name(self)))
 
 
-class _NoGradient(torch.autograd.Function):
-    """Zero; that a gradient is asked for shows an optimizer at work that cannot move the sites."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*sites: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return sites[0].new_zeros(())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise RuntimeError(
-            "The draws of AutoSites give its sites no gradient, so this loss leaves q at the prior. "
-            "Train them by pyro_ngvi.CVI(guide). Pass SVI loss=pyro_ngvi.SitesELBO()."
-        )
+def _refuse_gradient(grad: Tensor) -> None:
+    """That a gradient is asked for shows an optimizer at work that cannot move the sites."""
+    raise RuntimeError(
+        "The draws of AutoSites give its sites no gradient, so this loss leaves q at the prior. "
+        "Train them by pyro_ngvi.CVI(guide). Pass SVI loss=pyro_ngvi.SitesELBO()."
+    )
 
 
 def find_sites(guide: Any) -> Iterator[tuple[str, AutoSites]]:

@@ -5,12 +5,11 @@ r"""Inducing points: Gaussian processes seen through their values at the same M 
     q(eps) propto N(eps; 0, I) prod_n exp(nu_n' g_n - g_n' Lambda_n g_n / 2),   g_n = E[h_n | eps],
     ELBO = log Z + sum_n E log p(y_n | h_n) - E log t_n(g_n),
 
-with a_n and rest_n as in :mod:`pyro_ngvi.sites.regression`, H and b as in
-:mod:`pyro_ngvi.sites.output_mixing`: g_n = A_n eps + H_n m_n + b_n, A_n = (H_n[:, 1] a^1_n', ...,
-H_n[:, C] a^C_n').  With S the covariance of q(eps), E log p is under the mean of g_n and A_n S A_n' +
-sum_c H_n[:, c] H_n[:, c]' var rest^c_n. For one process seen as it is H = 1 and b = 0; softmax
-classification has C = k classes, a Normal of unknown scale C = k = 2, an additive model C components
-and k = 1.
+with a_n, rest_n, H and b as in :mod:`pyro_ngvi.sites.processes`: g_n = A_n eps + H_n m_n + b_n,
+A_n = (H_n[:, 1] a^1_n', ..., H_n[:, C] a^C_n').  With S the covariance of q(eps), E log p is under the
+mean of g_n and A_n S A_n' + sum_c H_n[:, c] H_n[:, c]' var rest^c_n.  For one process seen as it is
+H = 1 and b = 0; softmax classification has C = k classes, a Normal of unknown scale C = k = 2, an
+additive model C components and k = 1.
 
 The sites are the dual parameters of Adam, Chang, Khan & Solin (2021); for a Gaussian likelihood the
 bound is that of Titsias (2009) after one step.  The sites of a minibatch see its data only, so each
@@ -37,16 +36,20 @@ import torch
 from torch import Tensor, nn
 
 from ..distributions.gaussian_process import factor
-from .algebra import Algebra, SiteTensors, View
+from .algebra import Algebra, GaussianPotential, SiteTensors, View
 from .bound_model import BoundModel
-from .dense import GaussianPotential, WhitePosterior
+from .dense import WhitePosterior
 from .kept import Kept
 from .new_inputs import draw_jointly
-from .output_mixing import find_axes, only_processes, seen_by_group
-from .regression import Regression, probe, regress
+from .processes import (
+    Regression,
+    find_axes,
+    only_processes,
+    probe,
+    regress,
+    seen_by_group,
+)
 from .structure import LinearMap, ModelStructure
-
-__all__ = ["InducingAlgebra"]
 
 #: share of a running average that one pass of the data replaces: more is noise, less is old
 FORGOTTEN = 0.1
@@ -72,22 +75,25 @@ class InducingAlgebra(Algebra):
 
     def view(self, call: BoundModel) -> View:
         """The maps at the inputs of the call."""
-        whole, maps = call.whole, {}
-        found = self._regress(call, self._regressed.value)
+        maps, processes = {}, self._regress(call, self._regressed.value)
         for name, seen in seen_by_group(call, self.axes).items():
             if seen is None:
-                (own,) = found.values()
+                (own,) = processes.values()
                 rest = own.rest.reshape(-1, 1, 1)
                 maps[name] = LinearMap(own.design.unsqueeze(1), own.offset.unsqueeze(-1), rest)
             else:
-                maps[name] = seen.on(list(found.values()))
-            if seen is not None and seen.learns and not whole:
-                _refuse_learning(name)
-        kept = {name: r for name, r in found.items() if not r.learns}
-        self._regressed.put(kept if whole else None)
+                maps[name] = seen.on(list(processes.values()))
+                if seen.learns and not call.whole:
+                    raise ValueError(
+                        f"AutoSites: this step has a minibatch, and the numbers by which the data of "
+                        f"{name!r} see the latent processes have parameters that are learned. Learn "
+                        f"them in steps with all data, or hold them by .detach()."
+                    )
+        kept = {name: r for name, r in processes.items() if not r.learns}
+        self._regressed.put(kept if call.whole else None)
         # in direct runs f at the probe is the probe itself, and would not show another prior
         call.at_probe = {name: _at_probe(at) for name, at in maps.items()}
-        return View(maps, processes=tuple(found.values()))
+        return View(maps, processes=tuple(processes.values()))
 
     def _regress(
         self, call: BoundModel, before: Mapping[str, Regression] | None = None
@@ -99,12 +105,9 @@ class InducingAlgebra(Algebra):
     def begin_running(self, view: View) -> None:
         if not self.running:
             root, level = _values(view)
-            size = torch.eye(len(root)).to(root)
-            inverse = torch.linalg.solve_triangular(root, size, upper=False)
+            one = root.new_ones(len(root)).diag()
+            inverse = torch.linalg.solve_triangular(root, one, upper=False)
             self.evidence, self.running = self.evidence.of(inverse, -inverse @ level), True
-
-    def white(self, view: View, evidence: GaussianPotential) -> GaussianPotential:
-        return evidence.of(*_values(view)) if self.running else evidence
 
     def after(
         self, view: View, change: SiteTensors, sites: SiteTensors, call: BoundModel
@@ -119,33 +122,25 @@ class InducingAlgebra(Algebra):
         away = self.collect(lasting, scaled).plus(replaced, -1.0)
         return replaced.plus(away, FORGOTTEN / max(weights.values()))
 
-    def posterior(self, view: View | None, evidence: GaussianPotential) -> WhitePosterior:
-        assert view is not None
-        return WhitePosterior(self.white(view, evidence))
-
-    def _posterior(self, processes: Mapping[str, Regression]) -> WhitePosterior:
-        """q at the hyperparameters as they are now."""
-        return self.posterior(View({}, processes=tuple(processes.values())), self.evidence)
+    def posterior(self, view: Any, evidence: GaussianPotential) -> WhitePosterior:
+        return WhitePosterior(evidence.of(*_values(view)) if self.running else evidence)
 
     def mean_and_sd(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         processes, M = self._regress(call), len(self.inducing)
-        q = self._posterior(processes)
-        means, variances = [], []
-        for c, found in enumerate(processes.values()):
+        q, found = self.posterior(View({}, None, tuple(processes.values())), self.evidence), []
+        for c, at in enumerate(processes.values()):
             # the rows of the first processes are 0, and those of the last are left out
-            rows = nn.functional.pad(found.design, (c * M, 0)) if c else found.design
-            mean, variance = found.marginals(q.mean[c * M : (c + 1) * M], q.half(rows))
-            means.append(mean)
-            variances.append(variance)
-        return torch.cat(means), torch.cat(variances).sqrt()
+            rows = nn.functional.pad(at.design, (c * M, 0)) if c else at.design
+            found.append(at.marginals(q.mean[c * M : (c + 1) * M], q.half(rows)))
+        means, variances = map(torch.cat, zip(*found, strict=True))
+        return means, variances.sqrt()
 
     def moments(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         mean, root = self._joint(call)
         return mean, root.mT
 
     def sample(self, call: BoundModel, name: str) -> dict[str, tuple[Tensor, Tensor]]:
-        mean, root = self._joint(call)
-        return draw_jointly(call, name + "_noise", mean, root)
+        return draw_jointly(call, name + "_noise", *self._joint(call))
 
     def _joint(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         """Mean (D,) and root R (D, D) of the flat block at the call's inputs, triangular: R R'."""
@@ -155,10 +150,13 @@ class InducingAlgebra(Algebra):
         last = self._drawn.get(marks)
         if last is not None:
             return last[1:]
-        q = self._posterior(found)
+        q = self.posterior(View({}, None, tuple(found.values())), self.evidence)
         design = torch.block_diag(*(r.design for r in found.values()))
         half = q.half(design)
-        rests = [fn.rest_covariance(found[n].design) for n, fn in call.block.items()]
+        rests = [
+            fn.covariance_matrix - found[n].design @ found[n].design.mT
+            for n, fn in call.block.items()
+        ]
         jitter = max(fn.jitter for fn in call.block.values())
         root = factor(torch.block_diag(*rests) + half.mT @ half, jitter)
         mean = design @ q.mean + torch.cat([r.offset for r in found.values()])
@@ -169,9 +167,9 @@ class InducingAlgebra(Algebra):
 
 def _at_probe(at: LinearMap) -> Tensor:
     """h (n, k) at one fixed eps, plus the sd of its rest: another prior changes it."""
-    assert at.rest is not None
-    rest: Any = torch.diagonal(at.rest, dim1=-2, dim2=-1)
-    return at.design @ probe(at.design.movedim(-1, 0)) + at.offset + rest.sqrt()
+    rest: Any = at.rest
+    sd = rest.diagonal(dim1=-2, dim2=-1).sqrt()
+    return at.design @ probe(at.design.movedim(-1, 0)) + at.offset + sd
 
 
 def _values(view: View) -> tuple[Tensor, Tensor]:
@@ -185,11 +183,3 @@ def _of_values(at: LinearMap, root: Tensor, level: Tensor) -> LinearMap:
     A = torch.linalg.solve_triangular(root, at.design.flatten(0, 1), upper=False, left=False)
     offset = at.offset - (A @ level).reshape(at.offset.shape)
     return LinearMap(A.reshape(at.design.shape), offset, at.rest)
-
-
-def _refuse_learning(group: str) -> None:
-    raise ValueError(
-        f"AutoSites: this step has a minibatch, and the numbers by which the data of {group!r} see the "
-        f"latent processes have parameters that are learned. Learn them in steps with all data, or "
-        f"hold them by requires_grad_(False) or .detach()."
-    )

@@ -30,8 +30,6 @@ from ..linalg.products import matvec
 from ..linalg.spectral import positive_part
 from .expectation import Expected, Points, expectations
 
-__all__ = ["first_targets"]
-
 T = TypeVar("T", "_Place", Expected)
 
 #: rounds at most, the longest step of one, and steps so short that they end them
@@ -70,7 +68,11 @@ class _Newton:
         slope = matvec(root.mT, e.gradient) - matvec(at.W.mT, at.x)
         usable = torch.isfinite(slope).all(-1) & torch.isfinite(ratio).flatten(1).all(-1)
         one = torch.eye(ratio.shape[-1], dtype=ratio.dtype, device=ratio.device)
-        r, U = _eigen(torch.where(usable.reshape(-1, 1, 1), ratio, one))
+        ratio = torch.where(usable.reshape(-1, 1, 1), ratio, one)
+        if ratio.shape[-1] == 1:
+            r, U = ratio.squeeze(-1), torch.ones_like(ratio)
+        else:  # a GPU waits for it
+            r, U = torch.linalg.eigh(ratio)
         W = at.W @ U
         step = matvec(W, matvec(U.mT, slope) / r)
         step = step / (matvec(R, step).abs().amax(-1, keepdim=True) / LONGEST).clamp_min(1.0)
@@ -91,17 +93,19 @@ def first_targets(
     points: Mapping[str, Points],
 ) -> dict[str, Expected]:
     """Expectations whose targets, at the mean of ``marginals``, are the sites of data alone."""
-    means = {name: m for name, (m, _) in marginals.items()}
     roots = {name: _narrowed_root(*pair) for name, pair in marginals.items()}
 
     def expected(places: Mapping[str, _Place]) -> dict[str, Expected]:
         normals = {}
         for name, at in places.items():
             root = roots[name] @ at.W
-            normals[name] = means[name] + matvec(roots[name], at.x), root @ root.mT
+            normals[name] = marginals[name][0] + matvec(roots[name], at.x), root @ root.mT
         return expectations(log_likelihood, normals, points)
 
-    best = {name: _prior(m) for name, m in means.items()}
+    best = {}
+    for name, (mean, _) in marginals.items():
+        one = torch.ones_like(mean).diag_embed()
+        best[name] = _Place(torch.zeros_like(mean), one, torch.zeros_like(mean).sum(-1))
     found = expected(best)
     share = {name: torch.ones_like(e.value) for name, e in found.items()}
     settled = torch.zeros((), dtype=torch.bool, device=next(iter(points.values())).x.device)
@@ -131,12 +135,6 @@ def first_targets(
     return targets
 
 
-def _prior(mean: Tensor) -> _Place:
-    one = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
-    zero = torch.zeros_like(mean)
-    return _Place(zero, one.expand(len(mean), -1, -1), zero.sum(-1))
-
-
 def _chosen(condition: Tensor, one: T, other: T) -> T:
     """Those tensors of ``one`` for the data that are marked by ``condition`` (n,)."""
     found = {
@@ -149,14 +147,6 @@ def _chosen(condition: Tensor, one: T, other: T) -> T:
 def _absolute(G: Tensor) -> Tensor:
     """Symmetric G (n, k, k) with its eigenvalues' absolute values."""
     return 2.0 * positive_part(G) - G
-
-
-def _eigen(G: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (n, k) and vectors of symmetric G (n, k, k); for k > 1 a GPU waits for it."""
-    if G.shape[-1] == 1:
-        return G.squeeze(-1), torch.ones_like(G)
-    values, vectors = torch.linalg.eigh(G)
-    return values, vectors
 
 
 def _narrowed_root(mean: Tensor, covariance: Tensor) -> Tensor:

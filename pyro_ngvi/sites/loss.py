@@ -17,6 +17,7 @@ log p(r) - log q(r) added: an estimate with ``num_particles`` draws.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +30,13 @@ from torch import Tensor
 from ..curvature.record import leave_curvature
 from ..linalg.host import host_bool, outside_autocast
 from ..runtime.density import site_log_prob
-from ..runtime.whole_gradients import whole_gradients
-from .algebra import Algebra, Marginals, SiteTensors, View, apart
+from ..runtime.store import whole_gradients
+from .algebra import Marginals, View, apart
 from .bound_model import BoundModel
 from .dense import WhitePosterior
-from .expectation import Expected, Points, default_count, expectations, quadrature_points
+from .expectation import Expected, default_count, expectations, quadrature_points
 from .guide import AutoSites, find_sites
 from .initial_sites import first_targets
-
-__all__ = ["SiteTargets", "SitesELBO"]
 
 Program = Callable[..., Any]
 
@@ -77,20 +76,19 @@ class SitesELBO(ELBO):
     """
 
     def __init__(self, num_particles: int = 1, *, num_points: int | None = None) -> None:
-        if not isinstance(num_particles, int) or num_particles < 1:
-            raise ValueError(f"num_particles must be at least 1, got {num_particles!r}.")
-        if num_points is not None and (not isinstance(num_points, int) or num_points < 2):
-            raise ValueError(f"num_points must be at least 2 or None, got {num_points!r}.")
+        if num_particles < 1 or (num_points is not None and num_points < 2):
+            raise ValueError(
+                f"SitesELBO: num_particles must be at least 1 and num_points at least 2, got "
+                f"{num_particles} and {num_points}."
+            )
         super().__init__(num_particles=num_particles)
         self.num_points = num_points
-        self._points: dict[Any, Points] = {}
         self._refinement = 1
 
     def loss(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
         """The negative ELBO, as a number and without gradients."""
         with torch.no_grad():
-            elbo, _ = self._estimate(model, guide, args, kwargs, derivatives=False)
-        return -float(elbo)
+            return -float(self._estimate(model, guide, args, kwargs, derivatives=False)[0])
 
     def differentiable_loss(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> Any:
         """The negative ELBO, a scalar tensor that can be differentiated in parameters of the model."""
@@ -102,7 +100,7 @@ class SitesELBO(ELBO):
             elbo, targets = self._estimate(model, guide, args, kwargs, derivatives=True)
             if elbo.requires_grad:
                 (-elbo).backward()
-            block = self._block_of(guide)
+            block = _block_of(guide)
             if not block.fresh:  # sites that have moved may be held, to learn hyperparameters
                 block.curvature = None
             leave_curvature(block, targets)
@@ -111,12 +109,9 @@ class SitesELBO(ELBO):
 
     def quadrature_error(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
         """Difference in nats between the ELBO with these points and with twice as many."""
-        finer = SitesELBO(self.num_particles, num_points=self.num_points)
+        coarse, finer = self.loss(model, guide, *args, **kwargs), copy(self)
         finer._refinement = 2
-        with torch.no_grad():
-            coarse, _ = self._estimate(model, guide, args, kwargs, derivatives=False)
-            fine, _ = finer._estimate(model, guide, args, kwargs, derivatives=False)
-        return abs(float(fine - coarse))
+        return abs(finer.loss(model, guide, *args, **kwargs) - coarse)
 
     def _get_trace(self, model: Program, guide: Program, args: Any, kwargs: Any) -> Any:
         """One draw: a trace of the model and one of the guide, for Pyro's own tools."""
@@ -124,69 +119,30 @@ class SitesELBO(ELBO):
         replayed = poutine.replay(model, trace=guide_trace)
         return poutine.trace(replayed).get_trace(*args, **kwargs), guide_trace
 
-    def _block_of(self, guide: Any) -> AutoSites:
-        found = [block for _, block in find_sites(guide)]
-        if len(found) != 1:
-            raise ValueError(
-                f"SitesELBO is the loss of one AutoSites guide, and {type(guide).__name__} has "
-                f"{len(found)}. Other guides take Trace_ELBO or pyro_ngvi.BatchedELBO."
-            )
-        return found[0]
-
-    def _points_for(self, call: BoundModel, k: int) -> Points:
-        key = k, call.plan.dtype, call.plan.device
-        if key not in self._points:
-            count = (self.num_points or default_count(k)) * self._refinement
-            self._points[key] = quadrature_points(k, count, *key[1:])
-        return self._points[key]
-
     @outside_autocast
     def _estimate(
         self, model: Program, guide: Any, args: Any, kwargs: Any, derivatives: bool
     ) -> tuple[Tensor, SiteTargets]:
-        block = self._block_of(guide)
+        block = _block_of(guide)
         block.adopt(model)
         if guide is block:
-            call = block.call_of(args, kwargs)
-            call.hidden = False
-            return self._at(block, call, derivatives, exact=True)
+            return self._at(block, block.call_of(args, kwargs), derivatives, exact=True)
         estimates: list[tuple[Tensor, SiteTargets]] = []
         for _ in range(self.num_particles):  # one minibatch for all, so that their data agree
             given = estimates[0][1].call.runner.minibatches if estimates else {}
-            estimates.append(self._at_draw(block, guide, args, kwargs, derivatives, given))
+            drawn: Any = poutine.condition(guide, data=dict(given)) if given else guide
+            trace = poutine.trace(drawn).get_trace(*args, **kwargs)
+            values, given, log_q = _others(block, trace, given)
+            call = block.call_of(args, kwargs, values, given)
+            elbo, targets = self._at(block, call, derivatives, exact=False)
+            estimates.append((elbo - log_q, targets))
         elbo = torch.stack([elbo for elbo, _ in estimates]).mean(0)
         return elbo, _averaged([targets for _, targets in estimates])
-
-    def _at_draw(
-        self,
-        block: AutoSites,
-        guide: Any,
-        args: Any,
-        kwargs: Any,
-        derivatives: bool,
-        given: Mapping[str, Tensor],
-    ) -> tuple[Tensor, SiteTargets]:
-        """At one draw of the latent sites that other guides infer, with ``given`` minibatches."""
-        drawn: Any = poutine.condition(guide, data=dict(given)) if given else guide
-        trace: Any = poutine.trace(drawn).get_trace(*args, **kwargs)
-        values, minibatches, log_q = {}, dict(given), torch.zeros(())
-        for name, site in trace.nodes.items():
-            if site["type"] != "sample" or site["is_observed"]:
-                continue
-            if site_is_subsample(site):
-                minibatches[name] = site["value"]
-            elif not block.owns(name):
-                log_q = log_q + site_log_prob(site)[1].sum()
-                if not site["infer"].get("is_auxiliary"):
-                    values[name] = site["value"]
-        call = block.call_of(args, kwargs, values, minibatches)
-        call.hidden = False
-        elbo, targets = self._at(block, call, derivatives, exact=False)
-        return elbo - log_q, targets
 
     def _at(
         self, block: AutoSites, call: BoundModel, derivatives: bool, exact: bool
     ) -> tuple[Tensor, SiteTargets]:
+        call.hidden = False
         if derivatives:
             block.last_step.check_data(call)
         # a look at other data, or at other parameters, leaves q as it is
@@ -194,20 +150,28 @@ class SitesELBO(ELBO):
         view = algebra.view(call)
         tensors = {n: (a.detach(), b.detach()) for n, (a, b) in block.site_tensors().items()}
         chosen = {n: call.rows(n, *pair) for n, pair in tensors.items()}
-        q = _posterior(block, algebra, call, view, tensors)
+        if call.whole:
+            q = None if algebra.running else algebra.kept(view, block.natural_params().values())
+            q = algebra.posterior(view, algebra.recollect(view, tensors)) if q is None else q
+        else:
+            block.make_current()  # a step before, with all data, may have moved the prior
+            if view.learns:
+                algebra.begin_running(view)
+            q = algebra.posterior(view, algebra.evidence)
         if host_bool(q.proper) is False:
             raise RuntimeError(
                 "SitesELBO: with the parameters of the model as they are now, prior and sites do not "
                 "make a proper Gaussian. Take smaller steps for them, or guide.reset()."
             )
         marginals = algebra.marginals(view, q)
-        points = {g.name: self._points_for(call, g.width) for g in call.plan.groups}
+        points = {}
+        for g in call.plan.groups:
+            count = (self.num_points or default_count(g.width)) * self._refinement
+            points[g.name] = quadrature_points(g.width, count, call.plan.dtype, call.plan.device)
         of_f = {name: m.whole for name, m in marginals.items()}
-        expected = expectations(call.log_likelihood, of_f, points, derivatives)
+        targets = expected = expectations(call.log_likelihood, of_f, points, derivatives)
         if derivatives and block.fresh:
             targets = first_targets(call.log_likelihood, of_f, points)
-        else:
-            targets = expected
         kl: Any = None
         if algebra.running:  # whose evidence is not quite that of the sites
             kl = q.kl()
@@ -217,48 +181,46 @@ class SitesELBO(ELBO):
         for name, m in marginals.items():
             local = expected[name].value
             if kl is None:  # what the sites say is taken back datum by datum
-                local = local - site_terms(m, *chosen[name])
+                linear, precision = chosen[name]
+                trace = (precision * m.second_moment).sum((-2, -1))
+                local = local - ((linear * m.mean).sum(-1) - 0.5 * trace)
             elbo = elbo + call.weight(name) * local.sum()
         elbo = elbo + call.other_terms()
-        exact = exact and call.whole
-        return elbo, SiteTargets(call, chosen, view, q, marginals, targets, elbo.detach(), exact)
+        whole = exact and call.whole
+        return elbo, SiteTargets(call, chosen, view, q, marginals, targets, elbo.detach(), whole)
 
 
-def _posterior(
-    block: AutoSites, algebra: Algebra, call: BoundModel, view: View, sites: SiteTensors
-) -> Any:
-    """q at the hyperparameters of now: that of the last step where it still holds."""
-    if not call.whole:
-        block.make_current()  # a step before, with all data, may have moved the prior
-        if view.learns:
-            algebra.begin_running(view)
-        return algebra.posterior(view, algebra.evidence)
-    q = None if algebra.running else algebra.kept(view, block.natural_params().values())
-    if q is not None:
-        return q
-    sizes = {at.design.shape[-1] for at in view.maps.values()}
-    resized = view.prior is None and sizes != {algebra.linear.shape[-1]}
-    # without sites, their evidence is none
-    anew = algebra.running or not block.fresh or block.last_step.stale or resized
-    evidence = algebra.recollect(view, sites) if anew else algebra.evidence
-    return algebra.posterior(view, evidence)
+def _block_of(guide: Any) -> AutoSites:
+    found = [block for _, block in find_sites(guide)]
+    if len(found) != 1:
+        raise ValueError(
+            f"SitesELBO is the loss of one AutoSites guide, and {type(guide).__name__} has "
+            f"{len(found)}. Other guides take Trace_ELBO or pyro_ngvi.BatchedELBO."
+        )
+    return found[0]
 
 
-def site_terms(at: Marginals, linear: Tensor, precision: Tensor) -> Tensor:
-    """E_q log t_n (n,): nu' m - tr Lambda (C + m m') / 2."""
-    return (linear * at.mean).sum(-1) - 0.5 * (precision * at.second_moment).sum((-2, -1))
+def _others(block: AutoSites, trace: Any, given: Mapping[str, Tensor]) -> tuple[Any, Any, Tensor]:
+    """What other guides have drawn: latent sites, minibatches beside those ``given``; its log q."""
+    values, minibatches, log_q = {}, dict(given), torch.zeros(())
+    for name, site in trace.nodes.items():
+        if site["type"] != "sample" or site["is_observed"]:
+            continue
+        if site_is_subsample(site):
+            minibatches[name] = site["value"]
+        elif not block.owns(name):
+            log_q = log_q + site_log_prob(site)[1].sum()
+            if not site["infer"].get("is_auxiliary"):
+                values[name] = site["value"]
+    return values, minibatches, log_q
 
 
 def _averaged(targets: list[SiteTargets]) -> SiteTargets:
     """Expectations averaged over draws; none of them counts as exact."""
     first = targets[0]
     for name, e in first.expected.items():
-        every = [t.expected[name] for t in targets]
-        first.expected[name] = Expected(
-            torch.stack([x.value for x in every]).mean(0),
-            torch.stack([x.gradient for x in every]).mean(0),
-            torch.stack([x.hessian for x in every]).mean(0),
-            torch.zeros_like(e.quadratic),
-        )
+        every = zip(*(vars(t.expected[name]).values() for t in targets), strict=True)
+        value, gradient, hessian = (torch.stack(x).mean(0) for x in list(every)[:3])
+        first.expected[name] = Expected(value, gradient, hessian, torch.zeros_like(e.quadratic))
     first.elbo = torch.stack([t.elbo for t in targets]).mean(0)
     return first

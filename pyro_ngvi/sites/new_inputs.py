@@ -5,7 +5,7 @@ other inputs X a process is
 
     f(X) = mean(X) + A eps_f + R eps',    eps' ~ N(0, I),  R R' = k(X, X) + jitter I - A A'
 
-(:mod:`pyro_ngvi.sites.regression`), and every other site is made as before.  So the block at X is
+(:mod:`pyro_ngvi.sites.processes`), and every other site is made as before.  So the block at X is
 affine in (eps, eps'); its mean and covariance under q follow from runs of the model at unit vectors.
 """
 
@@ -24,11 +24,8 @@ from torch import Tensor, nn
 from ..distributions.gaussian_process import GaussianProcess, factor
 from ..linalg.host import at_hand, fixed_normal
 from .bound_model import BoundModel, moves
-from .dense import NoisePosterior
 from .kept import Kept
-from .regression import Regression, regress
-
-__all__ = ["KnownInputs", "Maker", "draw_jointly", "spread"]
+from .processes import Regression, regress
 
 
 def spread(x: Tensor, lead: torch.Size, event_dim: int) -> Tensor:
@@ -45,18 +42,13 @@ def draw_jointly(
     """
     white = dist.Normal(torch.zeros_like(mean), 1.0).to_event(1)
     noise = pyro.sample(name, white, infer={"is_auxiliary": True})
-    lead = noise.shape[:-1]
-    z = mean + noise @ root.mT
-    shares = -root.diagonal().abs().log()
-    drawn, used = {}, 0
-    for name in call.block:
-        shape, event_dim = call.block[name].shape(), call.plan.event_dims[name]
-        size = shape.numel()
-        value = z[..., used : used + size].reshape(lead.numel(), *shape)
-        share = sum_rightmost(shares[used : used + size].reshape(shape), event_dim)
-        used += size
-        drawn[name] = spread(value, lead, event_dim), share
-    return drawn
+    lead, event_dims = noise.shape[:-1], call.plan.event_dims
+    values = call.by_site((mean + noise @ root.mT).reshape(lead.numel(), -1))
+    shares = call.by_site(-root.diagonal().abs().log())
+    return {
+        site: (spread(z, lead, event_dims[site]), sum_rightmost(shares[site], event_dims[site]))
+        for site, z in values.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -82,15 +74,14 @@ class KnownInputs(nn.Module):
     def __init__(self, call: BoundModel) -> None:
         super().__init__()
         if not call.whole:
-            _refuse_minibatch(call)
+            # a process with one input for each datum of a minibatch would be another one in the next
+            sizes = {call.shapes[n].numel() for n, index in call.index.items() if index is not None}
+            _refuse(n for n, fn in _processes(call.block).items() if len(fn.inputs) in sizes)
         self._stamps: dict[str, Any] = {}
+        #: processes at the new inputs of the last call, with roots R, and the joint q there
         self._found: dict[str, tuple[Regression, Tensor]] = {}
         self._joint = Kept()
         self._keep(call.block)
-
-    def at(self, name: str) -> Tensor:
-        """The inputs (N, ...) of a process."""
-        return getattr(self, _buffer(name))
 
     def follow(self, call: BoundModel) -> None:
         """Take the inputs of a call with data; a minibatch must be at those that are known."""
@@ -99,7 +90,7 @@ class KnownInputs(nn.Module):
         if call.whole:
             self._keep(call.block)
         elif any(at_hand(fn.inputs) for fn in self.moved(call.block).values()):
-            _refuse(*self.moved(call.block))
+            _refuse(self.moved(call.block))
 
     def _keep(self, block: Mapping[str, Any]) -> None:
         """Take the inputs of this block for those of the data."""
@@ -109,6 +100,10 @@ class KnownInputs(nn.Module):
                 # a copy, since the caller may write into his tensor
                 self.register_buffer(_buffer(name), fn.inputs.detach().clone())
                 self._stamps[name] = stamp
+
+    def at(self, name: str) -> Tensor:
+        """The inputs (N, ...) of a process."""
+        return getattr(self, _buffer(name))
 
     def moved(self, block: Mapping[str, Any]) -> dict[str, GaussianProcess]:
         """The processes of a block that are at other inputs."""
@@ -120,24 +115,20 @@ class KnownInputs(nn.Module):
             return True
         return inputs.shape == known.shape and torch.equal(inputs, known.to(inputs))
 
-    def joint(self, call: BoundModel, q: NoisePosterior, evidence: Tensor) -> tuple[Tensor, Tensor]:
+    def joint(self, call: BoundModel, q: Any, evidence: Tensor) -> tuple[Tensor, Tensor]:
         """Mean (D,) and root R (D, D) of the flat block at the call's inputs: covariance R R'.
 
-        R is lower triangular, with signs on its diagonal.
-        ``evidence`` is a tensor that is another one when q is.  Where a run at a random noise shows
-        that nothing else has changed since the last call, the same is given back.
+        R is lower triangular, with signs on its diagonal.  ``evidence`` is a tensor that is another one
+        when q is: where a run at a random noise shows that nothing else has changed since the last
+        call, the same is given back.
         """
-        moved = self.moved(call.block)
-        maps = {name: self._map(name, fn) for name, fn in moved.items()}
+        maps = {name: self._map(name, fn) for name, fn in self.moved(call.block).items()}
         ends = [len(root) for _, root in maps.values()]
 
         def flat(noise: Tensor) -> Tensor:
             own, *rests = noise.split([len(q.mean), *ends])
-            makers = {
-                name: Maker(regression, root @ rest)
-                for (name, (regression, root)), rest in zip(maps.items(), rests, strict=True)
-            }
-            return call.flat_block(own, makers)
+            made = zip(maps.items(), rests, strict=True)
+            return call.flat_block(own, {n: Maker(at, root @ e) for (n, (at, root)), e in made})
 
         zero = q.mean.new_zeros(len(q.mean) + sum(ends))
         probe = flat(fixed_normal(len(zero), seed=len(zero)).to(zero))
@@ -145,60 +136,51 @@ class KnownInputs(nn.Module):
         if last is not None:
             return last
         mean = flat(torch.cat([q.mean, zero[len(q.mean) :]]))
-        rows = torch.block_diag(
-            q.root(), torch.eye(sum(ends), dtype=zero.dtype, device=zero.device)
-        )
-        half = moves(flat, rows)
+        half = moves(flat, torch.block_diag(q.root(), zero.new_ones(sum(ends)).diag()))
         root = torch.linalg.qr(half, mode="r").R.mT
         kept = None if root.requires_grad else (mean, root)
         self._joint.put(kept, [evidence], [probe.detach()])
         return mean, root
 
-    def variances(self, call: BoundModel, q: NoisePosterior) -> tuple[Tensor, Tensor] | None:
+    def _map(self, name: str, fn: GaussianProcess) -> tuple[Regression, Tensor]:
+        before = self._found.pop(name, (None, None))
+        at = regress(fn, self.at(name), before[0])
+        if at is before[0]:
+            root = before[1]
+        else:
+            root = factor(fn.covariance_matrix - at.design @ at.design.mT, fn.jitter)
+        found: Any = at, root
+        if not at.learns:
+            self._found[name] = found
+        return found
+
+    def variances(self, call: BoundModel, q: Any) -> tuple[Tensor, Tensor] | None:
         """Means and variances (D,) without a factor at the new inputs.
 
         ``None`` where other sites depend on the process, so that its rest moves them too.
         """
         found = {name: regress(fn, self.at(name)) for name, fn in self.moved(call.block).items()}
+        alone = {name: Maker(at) for name, at in found.items()}
 
-        def flat(noise: Tensor, rests: Mapping[str, Tensor] | None = None) -> Tensor:
-            makers = {n: Maker(r, None if rests is None else rests[n]) for n, r in found.items()}
-            return call.flat_block(noise, makers)
+        def flat(noise: Tensor) -> Tensor:
+            return call.flat_block(noise, alone)
 
         mean = flat(q.mean)
         none = {n: mean.new_zeros(fn.shape().numel()) for n, fn in call.block.items()}
         rest = torch.cat([found[n].rest if n in found else zero for n, zero in none.items()])
-        moved = flat(q.mean, {name: r.rest for name, r in found.items()})
+        moved = call.flat_block(q.mean, {n: Maker(at, at.rest) for n, at in found.items()})
         if not torch.equal(moved != mean, (mean + rest) != mean):
             return None
         return mean, moves(flat, q.root()).square().sum(0) + rest
-
-    def _map(self, name: str, fn: GaussianProcess) -> tuple[Regression, Tensor]:
-        before = self._found.get(name)
-        found = regress(fn, self.at(name), None if before is None else before[0])
-        if before is not None and found is before[0]:
-            return before
-        both = found, factor(fn.rest_covariance(found.design), fn.jitter)
-        if found.learns:
-            self._found.pop(name, None)
-        else:
-            self._found[name] = both
-        return both
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_stamps": {}, "_found": {}}
 
 
-def _refuse_minibatch(call: BoundModel) -> None:
-    """A process with one input for each datum of a minibatch would be another one in the next."""
-    sizes = {call.shapes[n].numel() for n, index in call.index.items() if index is not None}
-    _refuse(*[n for n, fn in _processes(call.block).items() if len(fn.inputs) in sizes])
-
-
-def _refuse(*names: str) -> None:
-    if names:
+def _refuse(names: Any) -> None:
+    for name in names:
         raise ValueError(
-            f"AutoSites: the GaussianProcess {names[0]!r} is at other inputs in each minibatch, and "
+            f"AutoSites: the GaussianProcess {name!r} is at other inputs in each minibatch, and "
             f"the guide keeps q over its values at one set of inputs. Give inducing inputs, "
             f"AutoSites(model, inducing=Z), or take all data."
         )

@@ -7,7 +7,7 @@ what happens only further off: the other side of a hinge, a limit, a fold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,28 +15,26 @@ import torch
 from torch import Tensor
 
 from ..linalg.host import fixed_normal
-from ..runtime.vmap import Sites
+from ..runtime.density import Sites
 from .conditioned_model import ConditionedModel, OtherCourse, TensorRef, for_each
-from .log_likelihood import data_terms
-
-__all__ = ["OTHER_COURSE", "TOLERANCE", "Plane", "Record", "corners", "record", "same"]
+from .structure import data_terms
 
 #: a difference of so many roundings of the largest value is none
 TOLERANCE = 1e3
 #: share of its own size by which an entry may bend for rounding's sake
 OWN = 1e-3
-
-OTHER_COURSE = (
-    "AutoSites: the model does not run the same operations at every value of its latent sites (an if "
-    "or a loop that depends on them), so no predictor can be found. Name it: "
-    'f = pyro.deterministic("f", ...) and AutoSites(model, latent="f").'
-)
 #: how often the corners are drawn towards 0
 SHRINKS = 12
 #: the circles around e, in units of u and v, and the points on each of them
 RADII, ANGLES = (4.0, 16.0), 8
 #: runs at once
 CHUNK = 8
+
+OTHER_COURSE = (
+    "AutoSites: the model does not run the same operations at every value of its latent sites (an if "
+    "or a loop that depends on them), so no predictor can be found. Name it: "
+    'f = pyro.deterministic("f", ...) and AutoSites(model, latent="f").'
+)
 
 
 @dataclass
@@ -47,68 +45,52 @@ class Record:
     sites: Sites
     values: dict[TensorRef, Tensor]
 
-    def only(self, places: Collection[TensorRef]) -> Record:
-        """Without the other tensors."""
-        values = {place: value for place, value in self.values.items() if place in places}
-        return Record(self.noise, self.sites, values)
 
-
-def record(
-    runner: ConditionedModel, noise: Tensor, only: Collection[TensorRef] | None = None
-) -> Record:
+def record(runner: ConditionedModel, noise: Tensor) -> Record:
     """A run, with the results of its operations, and the values of sites before them."""
     results: dict[TensorRef, Tensor] = {}
 
     def keep(place: TensorRef, result: Tensor) -> None:
-        if only is None or place in only:
-            results[place] = result.detach().clone()  # the model may write into it later
+        results[place] = result.detach().clone()  # the model may write into it later
 
     run = runner(noise, on_operation=keep)
-    values: dict[TensorRef, Tensor] = {}
-    for name, site in run.sites.items():
-        made = name in run.own or (site["infer"] or {}).get("_deterministic")
-        place = TensorRef(site=name)
-        if made and (only is None or place in only):
-            values[place] = site["value"].detach()
+    values = {
+        TensorRef(site=name): site["value"].detach()
+        for name, site in run.sites.items()
+        if name in run.own or (site["infer"] or {}).get("_deterministic")
+    }
     return Record(noise, run.sites, values | results)
 
 
-def corners(runner: ConditionedModel, dim: int, name: str) -> list[Record]:
-    """The four runs, where the likelihood of ``name`` is finite wherever it is at 0.
+def corners(runner: ConditionedModel, dim: int, name: str) -> tuple[list[Record], Plane]:
+    """The four runs, where the likelihood of ``name`` is finite wherever it is at 0, and their plane.
 
     All have the tensors that are not the same in the first and in the last.
-
-    Raises:
-        ValueError: where these two do not run the same operations, or the second writes into tensors of
-            the first.
     """
-    e, u, v = fixed_normal(3, dim, seed=20_170_615)
-    at_zero = torch.isfinite(data_terms(runner.sites(torch.zeros_like(e))[name]))
-    found: list[Record] = []
+    plane, found = Plane.of(dim, seed=20_170_615), []
+    at_zero = torch.isfinite(data_terms(runner.sites(torch.zeros_like(plane.e))[name]))
     for k in range(SHRINKS + 1):
-        share = 0.25**k
-        first = record(runner, share * e)
-        terms = data_terms(first.sites[name])
-        last = record(runner, share * (e + u + v))
-        if not same(data_terms(first.sites[name]), terms):
+        first, *others = (0.25**k * noise for noise in plane.corners())
+        found = [record(runner, first)]
+        terms = data_terms(found[0].sites[name])
+        found += [record(runner, noise) for noise in others]
+        if not same(data_terms(found[0].sites[name]), terms):
             raise ValueError(
                 f"AutoSites: the model keeps the tensor that the observed site {name!r} is made of "
                 "and writes into it at every call (a module's buffer, say). Write into a new "
                 "tensor: start with f = self.f.clone() or torch.zeros(...), or use torch.cat."
             )
-        if first.values.keys() != last.values.keys():
+        first, last = found[0].values, found[3].values
+        if any(corner.values.keys() != first.keys() for corner in found):
             raise ValueError(OTHER_COURSE)
-        moving = {
-            place
-            for place, value in last.values.items()
-            if value.shape == first.values[place].shape and not same(value, first.values[place])
-        }
-        between = [record(runner, share * (e + x), moving) for x in (u, v)]
-        found = [first.only(moving), *between, last.only(moving)]
-        terms = [data_terms(corner.sites[name]) for corner in found]
-        if all(bool((torch.isfinite(t) == at_zero).all()) for t in terms):
+        fitting = [place for place, value in first.items() if value.shape == last[place].shape]
+        moving = [place for place in fitting if not same(last[place], first[place])]
+        for corner in found:
+            corner.values = {place: corner.values[place] for place in moving}
+        if all(bool((data_terms(c.sites[name]).isfinite() == at_zero).all()) for c in found):
             break
-    return found
+    e, eu, ev = (corner.noise for corner in found[:3])
+    return found, Plane(e, eu - e, ev - e)
 
 
 @dataclass
@@ -119,6 +101,15 @@ class Plane:
     u: Tensor
     v: Tensor
 
+    @classmethod
+    def of(cls, dim: int, seed: int) -> Plane:
+        """A fixed one."""
+        return cls(*fixed_normal(3, dim, seed=seed))
+
+    def corners(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """e, e + u, e + v and e + u + v."""
+        return self.e, self.e + self.u, self.e + self.v, self.e + self.u + self.v
+
     @property
     def circles(self) -> dict[str, Tensor]:
         """alpha and beta (K,) of points on the circles, and their noises (K, D)."""
@@ -128,18 +119,15 @@ class Plane:
         noise = self.e + alpha * self.u + beta * self.v
         return {"noise": noise, "alpha": alpha.squeeze(-1), "beta": beta.squeeze(-1)}
 
-    def on_circles(self, result: Callable[[Tensor], Tensor]) -> Tensor:
-        """``result`` (of a noise) at all points of the circles, stacked."""
-        return for_each(result, self.circles["noise"], CHUNK)
+    def stays(self, result: Callable[[Tensor], Tensor], value: Tensor | None = None) -> bool:
+        """Whether ``result`` (of a noise) is the same at all points of the circles, and ``value``."""
+        far = for_each(result, self.circles["noise"], CHUNK)
+        return same(far, (far[:1] if value is None else value).expand_as(far))
 
     def affine(
         self, runner: ConditionedModel, corners: Sequence[Mapping[TensorRef, Tensor]]
     ) -> dict[TensorRef, bool]:
-        """Which values are affine in the noise, from those ``corners`` at e, e + u, e + v, e + u + v.
-
-        Raises:
-            ValueError: where a run does not come by the places of these.
-        """
+        """Which values are affine in the noise, from those at the ``corners`` and on the circles."""
         at_e, at_eu, at_ev, at_both = corners
         places = tuple(at_e)
         if not places:
@@ -172,8 +160,18 @@ def same(a: Tensor, b: Tensor, tolerance: float = 0.0) -> bool:
     """Whether two tensors agree, bit for bit or within a ``tolerance``; NaN agrees with NaN."""
     if a.shape != b.shape:
         return False
-    if tolerance == 0.0:
-        return bool(((a == b) | (a.isnan() & b.isnan())).all())
-    finite = torch.isfinite(a) & torch.isfinite(b)
-    close = (a - b).abs() <= tolerance * (1.0 + b.abs())
-    return bool(torch.where(finite, close, (a == b) | (a.isnan() & b.isnan())).all())
+    equal = (a == b) | (a.isnan() & b.isnan())
+    if tolerance > 0.0:
+        close = (a - b).abs() <= tolerance * (1.0 + b.abs())
+        equal = torch.where(torch.isfinite(a) & torch.isfinite(b), close, equal)
+    return bool(equal.all())
+
+
+def digit_masks(count: int, device: torch.device) -> Tensor:
+    """Bool (2 b, count): which of 0, 1, ... have a 1 as a binary digit, for all b of them; and a 0.
+
+    Any two numbers are told apart by some row.
+    """
+    bits = torch.arange(max(count - 1, 1).bit_length(), device=device).unsqueeze(-1)
+    ones = ((torch.arange(count, device=device) >> bits) & 1).bool()
+    return torch.cat([ones, ~ones])

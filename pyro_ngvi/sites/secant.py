@@ -1,4 +1,4 @@
-r"""How far to go in a sweep: a secant on the slope of the ELBO, and a way back where it fell.
+r"""How far to go in a step of the sites: a secant, a way back, and no further than q is proper.
 
 With all data, r = target - lambda is the gradient of the ELBO in the mean parameters mu, so along the
 step d = b r_old that led from mu_old to mu its slopes at both ends are known without another
@@ -10,19 +10,26 @@ evaluation, and the secant through them crosses zero at the gain
 slope negative, and the next one is shorter (Barzilai & Borwein 1988, in the geometry of the family).
 Where the ELBO fell all the same, half of d is taken back, again and again; nearly all of it, where the
 ELBO is not finite.
+
+Single sites may have a negative precision, where the likelihood is not log-concave, as long as prior
+and sites together do not.  Where the whole step would go too far, a share 2^-j of it is taken; where no
+share of it is proper, sites lose the negative part of their precision, and then q always is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..families.base import Tensors
-from ..rules.report import part
-
-__all__ = ["Sweep", "next_sweep", "pairing", "same", "start_sweeps", "taken", "towards"]
+from ..linalg.host import host_bool
+from ..linalg.spectral import positive_part
+from .algebra import Algebra, GaussianPotential
+from .loss import SiteTargets
 
 #: changes of every group's sites, or their mean parameters: (n, k) and (n, k, k)
 Pairs = dict[str, tuple[Tensor, Tensor]]
@@ -35,6 +42,8 @@ SMALLEST = 1.0 / 16.0
 LOST = 2.0**-8
 #: how often a step is halved; 2^-30 of it that still lowers the ELBO led nowhere up
 MOST_BACKS = 30
+#: halvings of a step that would leave the proper densities
+HALVINGS = 6
 
 
 def pairing(change: Pairs, moments: Pairs) -> Tensor:
@@ -58,14 +67,12 @@ class Sweep:
 
 def start_sweeps(values: Tensors) -> Tensors:
     """The memory before the first sweep, from the sites by parameter name."""
-    like = next(iter(values.values()))
-    zero = torch.zeros((), dtype=like.dtype, device=like.device)
-    memory = {"sweep.elbo": zero - torch.inf, "sweep.gain": zero.clone()}
-    memory["sweep.backs"] = zero.clone()
+    zero = next(iter(values.values())).new_zeros(())
+    memory = {"sweep.elbo": zero - torch.inf, "sweep.gain": zero, "sweep.backs": zero.clone()}
     for name, v in values.items():
         memory |= {f"sweep.step.{name}": torch.zeros_like(v)}
         memory |= {f"sweep.moment.{name}": torch.zeros_like(v)}
-    for name, (nu, _) in _pairs(values).items():
+    for name, (nu, _) in _recalled(values, "").items():
         memory[f"sweep.print.{name}"] = nu.new_full((len(nu), nu.shape[1] + 1), torch.inf)
     return memory
 
@@ -86,9 +93,8 @@ def next_sweep(
     ``size`` () is that of the terms that the ELBO is the sum of, and with it of its roundings.
     ``comparable`` () says whether the sweep before had the same data and model.  Nothing waits.
     """
-    last, before = _pairs(part(memory, "sweep.step.")), _pairs(part(memory, "sweep.moment."))
-    moved = {n: (m - before[n][0], M - before[n][1]) for n, (m, M) in moments.items()}
-    best = memory["sweep.elbo"]
+    last, best = _recalled(memory, "sweep.step."), memory["sweep.elbo"]
+    moved = tree_map(torch.sub, moments, _recalled(memory, "sweep.moment."))
     slack = ROUNDINGS * torch.finfo(elbo.dtype).eps * (1.0 + size)
     # where the ELBO is -inf so is best - slack
     fell = best.isfinite() & ~(elbo.isfinite() & (elbo >= best - slack))
@@ -98,7 +104,7 @@ def next_sweep(
     gain = torch.where(comparable & (along > 0) & (secant > 0), secant, lr).clamp(SMALLEST * lr, lr)
     step = towards(residual, exact, gain)
     share = torch.where(elbo.isfinite(), 0.5, LOST).to(elbo)
-    left: Pairs = {n: (share * a, share * b) for n, (a, b) in last.items()}
+    left = tree_map(lambda x: share * x, last)
     kept = {
         name: torch.where(back, memory[name], value)
         for name, value in _named("sweep.moment.", moments).items()
@@ -107,8 +113,7 @@ def next_sweep(
     kept["sweep.backs"] = torch.where(back, memory["sweep.backs"] + 1.0, 0.0)
     kept["sweep.elbo"] = torch.where(back, best, elbo)
     kept["sweep.gain"] = torch.where(back, share * memory["sweep.gain"], gain)
-    undone = {n: (left[n][0] - a, left[n][1] - b) for n, (a, b) in last.items()}
-    change = _choose(back, undone, step)
+    change = _choose(back, tree_map(torch.sub, left, last), step)
     return Sweep(change, kept["sweep.gain"], back, kept)
 
 
@@ -126,7 +131,7 @@ def taken(sweep: Sweep, change: Pairs, share: Tensor) -> Tensors:
 
     A sweep that goes back remembers the half of the step before that is left of it.
     """
-    made = _named("sweep.step.", {n: (share * a, share * b) for n, (a, b) in change.items()})
+    made = _named("sweep.step.", tree_map(lambda x: share * x, change))
     made["sweep.gain"] = share * sweep.gain
     chosen = {n: torch.where(sweep.back, sweep.memory[n], v) for n, v in made.items()}
     return sweep.memory | chosen
@@ -137,12 +142,10 @@ def _named(prefix: str, pairs: Pairs) -> Tensors:
     return named | {f"{prefix}precision_{name}": b for name, (_, b) in pairs.items()}
 
 
-def _pairs(tensors: Tensors) -> Pairs:
-    return {
-        name.removeprefix("linear_"): (a, tensors["precision_" + name.removeprefix("linear_")])
-        for name, a in tensors.items()
-        if name.startswith("linear_")
-    }
+def _recalled(memory: Tensors, prefix: str) -> Pairs:
+    start, other = prefix + "linear_", prefix + "precision_"
+    names = [key.removeprefix(start) for key in memory if key.startswith(start)]
+    return {name: (memory[start + name], memory[other + name]) for name in names}
 
 
 def same(memory: Tensors, prints: Tensors) -> Tensor:
@@ -155,7 +158,62 @@ def same(memory: Tensors, prints: Tensors) -> Tensor:
 
 
 def _choose(condition: Tensor, a: Pairs, b: Pairs) -> Pairs:
-    return {
-        n: (torch.where(condition, a[n][0], b[n][0]), torch.where(condition, a[n][1], b[n][1]))
-        for n in b
-    }
+    return tree_map(lambda x, y: torch.where(condition, x, y), a, b)
+
+
+@dataclass(frozen=True)
+class ProperStep:
+    """The change of every site, with its share in it; log Z and evidence after it, and q if known."""
+
+    change: Pairs
+    share: Tensor
+    log_normalizer: Tensor
+    evidence: GaussianPotential
+    q: Any = None
+
+
+def proper_step(algebra: Algebra, targets: SiteTargets, change: Pairs) -> ProperStep:
+    """``change``, or as much of it as leaves q proper.  ``share`` is that of the change given."""
+    step = _halved(algebra, targets, change)
+    found = step.share > 0.0
+    if host_bool(found):
+        return step
+    positive: Pairs = {}
+    for name, (nu, Lambda) in change.items():
+        before = targets.sites[name][1]
+        positive[name] = nu, positive_part(before + Lambda) - before
+    other = _halved(algebra, targets, positive)
+    return ProperStep(
+        _choose(found, step.change, positive),
+        torch.where(found, step.share, other.share),
+        torch.where(found, step.log_normalizer, other.log_normalizer),
+        step.evidence.where(found, other.evidence),
+    )
+
+
+def _halved(algebra: Algebra, targets: SiteTargets, change: Pairs) -> ProperStep:
+    """The largest share 2^-j of a change that leaves q proper, or 0."""
+    view, before = targets.view, algebra.evidence
+    one = torch.ones_like(before.constant)
+    moved = tree_map(torch.add, targets.sites, change)
+    if targets.call.whole:  # summed anew, so that roundings do not add up from sweep to sweep
+        after = algebra.collect(view, moved)
+    else:
+        after = algebra.after(view, change, moved, targets.call)
+    q = algebra.posterior(view, after)
+    found, log_normalizer = q.proper, q.log_normalizer
+    if host_bool(found):  # nothing to halve
+        return ProperStep(change, one, log_normalizer, after, q)
+    step = after.plus(before, -1.0)
+    share = torch.where(found, one, torch.zeros_like(one))
+    log_normalizer = torch.where(found, log_normalizer, targets.posterior.log_normalizer)
+    for j in range(1, HALVINGS + 1):
+        q = algebra.posterior(view, before.plus(step, 0.5**j))
+        fits = q.proper & ~found
+        share = torch.where(fits, 0.5**j, share)
+        log_normalizer = torch.where(fits, q.log_normalizer, log_normalizer)
+        found = found | fits
+        if host_bool(found):
+            break
+    evidence = after.where(share == 1.0, before.plus(step, share))
+    return ProperStep(change, share, log_normalizer, evidence)

@@ -1,20 +1,54 @@
 """What AutoSites knows about a model: its Gaussian block, and groups of data with their predictors.
 
-A :class:`ModelStructure` is made once (:func:`pyro_ngvi.sites.find.make_plan`); a
-:class:`~pyro_ngvi.sites.bound_model.BoundModel` is the plan at the arguments of one call of the model.
+A :class:`ModelStructure` is found once, at the first call (:mod:`pyro_ngvi.sites.find`); a
+:class:`~pyro_ngvi.sites.bound_model.BoundModel` is the same at the arguments of one call of the model.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from ..runtime.density import Site
 from .conditioned_model import TensorRef
-from .predictor import Predictor
 
-__all__ = ["Group", "LinearMap", "ModelStructure"]
+
+@dataclass(frozen=True)
+class Predictor:
+    """The places whose values, side by side, are the predictor (N, k) of some data.
+
+    ``trailing`` are the shapes of what there is for one datum at each place.
+    """
+
+    places: tuple[TensorRef, ...]
+    trailing: tuple[torch.Size, ...]
+
+    def join(self, seen: dict[TensorRef, Tensor], batch: torch.Size) -> Tensor:
+        """Values at the places, each (*batch, ...), as one tensor (N, k)."""
+        parts = []
+        for place in self.places:
+            value = seen[place]
+            value = value if value.dim() else value.expand(batch)
+            if value.shape[: len(batch)] != batch:
+                raise ValueError(
+                    f"AutoSites: {place} was the predictor at the first call and has the shape "
+                    f"{tuple(value.shape)} for data of shape {tuple(batch)}. For minibatches make the "
+                    f"first call with one, processes at GaussianProcess(kernel, X[plate.indices])."
+                )
+            parts.append(value.reshape(batch.numel(), -1))
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+
+    def split(self, f: Tensor, batch: torch.Size) -> dict[TensorRef, Tensor]:
+        """The other way round: f (N, k) as the value at each place."""
+        parts = f.split([shape.numel() for shape in self.trailing], -1)
+        return {
+            place: part.reshape(batch + shape)
+            for place, part, shape in zip(self.places, parts, self.trailing, strict=True)
+        }
 
 
 @dataclass(frozen=True)
@@ -38,7 +72,7 @@ class Group:
     @property
     def width(self) -> int:
         """k."""
-        return self.predictor.width
+        return sum(shape.numel() for shape in self.predictor.trailing)
 
 
 @dataclass(frozen=True)
@@ -56,9 +90,10 @@ class LinearMap:
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """What a model is made of: found once, at the first call.
+    """``shapes`` and ``event_dims`` of the block's sites; ``dim`` is the length D of their noise.
 
-    ``shapes`` and ``event_dims`` of the block's sites; ``dim`` is the length D of their noise.
+    ``direct``: "noise" stands for the values of the block themselves: a state-space prior, or Gaussian
+    processes with inducing points.
     """
 
     shapes: dict[str, torch.Size]
@@ -68,8 +103,6 @@ class ModelStructure:
     dtype: torch.dtype
     device: torch.device
     direct: bool = False
-    """whether "noise" stands for the values of the block themselves: a state-space prior, or
-    Gaussian processes with inducing points"""
 
     @property
     def is_one_vector(self) -> bool:
@@ -107,3 +140,77 @@ class ModelStructure:
     def zero(self) -> Tensor:
         """The noise of the prior's mean, (D,)."""
         return torch.zeros(self.dim, dtype=self.dtype, device=self.device)
+
+
+# --- the log likelihood of an observed site, a number for each datum
+
+
+def unwrapped(site: Site) -> Any:
+    """The distribution of an observed site without ``to_event``, so that its entries stand alone."""
+    fn = site["fn"]
+    while isinstance(fn, dist.Independent):
+        fn = fn.base_dist
+    return fn
+
+
+def data_shape(site: Site) -> torch.Size:
+    """The shape of :func:`data_terms`."""
+    return torch.Size(unwrapped(site).batch_shape)
+
+
+def missing(site: Site) -> Tensor | None:
+    """Which data are NaN: bool, ``data_shape``; ``None`` for whole numbers, of which none can be."""
+    value = site["value"]
+    if not value.is_floating_point():
+        return None
+    absent = value.isnan()
+    events = len(unwrapped(site).event_shape)
+    return absent.flatten(absent.dim() - events).any(-1) if events else absent
+
+
+def _filled(value: Tensor, absent: Tensor, fn: Any) -> Tensor:
+    """A datum that is there in the place of each that is missing: gradients at NaN would be NaN."""
+    flat = value.reshape((-1, *fn.event_shape))
+    there = (~absent).reshape(-1).to(torch.uint8).argmax()
+    where = absent.reshape(absent.shape + (1,) * len(fn.event_shape))
+    stand_in = flat.index_select(0, there.reshape(1))[0].nan_to_num(0.5)  # where none is there
+    return torch.where(where, stand_in, value)
+
+
+def minibatch_scale(site: Site) -> float:
+    """How many data one of the site stands for, by its subsampled plates."""
+    scale = 1.0
+    for frame in site["cond_indep_stack"]:
+        if frame.full_size is not None and frame.full_size != frame.size:
+            scale *= frame.full_size / frame.size
+    return scale
+
+
+def data_terms(site: Site, scaled: bool = True) -> Tensor:
+    """log p of each datum, ``data_shape``, in nats: with masks, without the scale of a minibatch.
+
+    A scale that is not that of a subsampled plate stays, unless not ``scaled``: it makes a datum count
+    more, or less.  A datum that is NaN is missing, and its term 0.
+    """
+    fn = unwrapped(site)
+    value, absent = site["value"], missing(site)
+    if absent is not None and absent.numel():
+        value = _filled(value, absent, fn)
+    terms = fn.log_prob(value)
+    if absent is not None:
+        terms = torch.where(absent, torch.zeros_like(terms), terms)
+    weight, mask = site["scale"] / minibatch_scale(site) if scaled else 1.0, site["mask"]
+    if isinstance(weight, Tensor) or weight != 1.0:
+        terms = terms * aligned(weight, site, terms)
+    if mask is False:
+        return torch.zeros_like(terms)
+    if isinstance(mask, Tensor):
+        terms = torch.where(aligned(mask, site, terms), terms, torch.zeros_like(terms))
+    return terms
+
+
+def aligned(x: Any, site: Site, terms: Tensor) -> Any:
+    """``x``, which broadcasts against the site's batch, made to broadcast against its entries."""
+    if not isinstance(x, Tensor) or x.dim() == 0:
+        return x
+    return x.reshape(x.shape + (1,) * (terms.dim() - len(site["fn"].batch_shape)))

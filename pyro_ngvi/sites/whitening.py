@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..distributions.gaussian_process import GaussianProcess
 from ..linalg.host import fixed_normal
-from ..runtime.vmap import Site
+from ..runtime.density import Site
 
 __all__ = [
     "colour",

@@ -9,48 +9,23 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
-from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_ngvi import (
-    AutoExponentialFamily,
-    AutoFactorNormal,
-    AutoFactorPrecision,
-    AutoFullRankNormal,
-    AutoMeanFieldNormal,
-    BatchedELBO,
-)
 from pyro_ngvi.guides.base import AutoFamily
+from tests import registry
+from tests.registry import some
 
-
-def factor_guide(model: Callable[..., Any], **kwargs: Any) -> AutoFactorNormal:
-    return AutoFactorNormal(model, rank=2, **kwargs)
-
-
-def factor_precision_guide(model: Callable[..., Any], **kwargs: Any) -> AutoFactorPrecision:
-    return AutoFactorPrecision(model, rank=2, **kwargs)
-
-
-GUIDES: dict[str, Callable[..., AutoFamily]] = {
-    "mean field": AutoMeanFieldNormal,
-    "full rank": AutoFullRankNormal,
-    "factor": factor_guide,
-    "factor precision": factor_precision_guide,
-    "exponential": AutoExponentialFamily,
-}
+GUIDES: dict[str, Callable[..., Any]] = some(
+    registry.GUIDES, "mean field", "full rank", "factor", "factor precision", "exponential"
+)
 
 #: those whose flat vector is Gaussian, on any model
 NORMAL = [kind for kind in GUIDES if kind != "exponential"]
 #: those that see no correlation
 INDEPENDENT = ("mean field", "exponential")
 
-LOSSES: dict[str, Callable[[int], Any]] = {
-    "Trace": Trace_ELBO,
-    "Trace vectorised": lambda n: Trace_ELBO(n, vectorize_particles=True, max_plate_nesting=1),
-    "TraceMeanField": TraceMeanField_ELBO,
-    "Batched": BatchedELBO,
-}
+LOSSES = some(registry.LOSSES, "Trace", "Trace vectorised", "TraceMeanField", "Batched")
 
 N, D = 6, 3
 

@@ -138,16 +138,6 @@ def test_inputs_are_not_changed() -> None:
     assert attrs == {"created_at": "then"} and dims == {"w": ("feature",)}
 
 
-def test_unknown_group_is_refused() -> None:
-    with pytest.raises(ValueError, match="'posteriors' is not an ArviZ group"):
-        shim.from_groups({"posteriors": {"mu": np.zeros((1, 5))}})
-
-
-def test_variables_without_a_group_are_refused() -> None:
-    with pytest.raises(ValueError, match="Group 'prior' is a ndarray"):
-        shim.from_groups({"prior": np.zeros((1, 5))})
-
-
 def test_summary_has_moments_and_no_figure_of_a_chain(data: Any, conjugate: dict[str, Any]) -> None:
     table = shim.summary(data, round_to="none")
     assert list(table.index) == ["mu", "w[a]", "w[b]"]

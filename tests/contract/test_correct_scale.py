@@ -15,12 +15,14 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import SVI, Trace_ELBO
+from pyro.infer import SVI
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_ngvi as ngvi
+from tests import registry
 from tests.contract.same_noise import gradients
+from tests.registry import some
 
 N, M, D = 48, 8, 2
 NOISE = 0.5
@@ -83,12 +85,8 @@ GIVEN: dict[str, Way] = {
     "poutine.scale": lambda index: (scaled, (X[index], Y[index])),
     "bayesianize": lambda index: (network, (X[index], Y[index])),
 }
-LOSSES = {
-    "Trace_ELBO": lambda: Trace_ELBO(3),
-    "vectorised Trace_ELBO": lambda: Trace_ELBO(3, vectorize_particles=True, max_plate_nesting=1),
-    "BatchedELBO": lambda: ngvi.BatchedELBO(3),
-}
-GUIDES = {"full rank": ngvi.AutoFullRankNormal, "mean field": ngvi.AutoMeanFieldNormal}
+LOSSES = some(registry.LOSSES, "Trace", "Trace vectorised", "Batched")
+GUIDES = some(registry.GUIDES, "full rank", "mean field")
 
 
 def at_noise(elbo: Any, step: Step, guide: Any) -> dict[str, Tensor]:
@@ -124,7 +122,7 @@ def test_gradients_of_a_partition_average_to_that_of_all_data(
 ) -> None:
     """The prior counts once in each minibatch, so the weights are the shares of the data."""
     parts = torch.randperm(N).split(sizes)
-    elbo = LOSSES[loss]()
+    elbo = LOSSES[loss](3)
     found = [at_noise(elbo, GIVEN[way](index), guide) for index in parts]
     assert_average(found, [len(index) / N for index in parts], guide, elbo)
 
@@ -134,7 +132,7 @@ def test_gradients_of_a_subsampling_plate_average_to_that_of_all_data(
     guide: Any, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above, with the plate itself drawing one part of the partition after the other."""
-    order, elbo, found = torch.randperm(N), LOSSES[loss](), []
+    order, elbo, found = torch.randperm(N), LOSSES[loss](3), []
     for i in range(N // M):
         monkeypatch.setattr(torch, "randperm", lambda *_, i=i, **__: order.roll(-i * M))
         found.append(at_noise(elbo, (subsampling_plate, (X, Y)), guide))
@@ -180,7 +178,7 @@ def fitted(way: str, loss: str, seed: int, steps: int) -> tuple[Tensor, Tensor]:
     pyro.set_rng_seed(seed)
     guide = ngvi.AutoFullRankNormal(whole_data)
     guide(X, Y)
-    optim, elbo = ngvi.NGVB(guide, averaging=True), LOSSES[loss]()
+    optim, elbo = ngvi.NGVB(guide, averaging=True), LOSSES[loss](3)
     svis: dict[Any, SVI] = {}
     for model, args in itertools.islice(steps_of(way), steps):
         svi = svis.setdefault(model, SVI(model, guide, optim, loss=elbo))
@@ -191,7 +189,7 @@ def fitted(way: str, loss: str, seed: int, steps: int) -> tuple[Tensor, Tensor]:
 
 def test_all_data_give_the_closed_form() -> None:
     """No noise is left at the optimum, so that 200 steps come within 1e-3 posterior sds."""
-    mean, covariance = fitted("whole", "BatchedELBO", 0, 200)
+    mean, covariance = fitted("whole", "Batched", 0, 200)
     expected_mean, expected = exact_posterior()
     whiten = torch.linalg.inv(torch.linalg.cholesky(expected))
     error = whiten @ (mean - expected_mean)
@@ -208,7 +206,7 @@ def test_given_minibatches_give_the_same_run_whatever_the_idiom(loss: str) -> No
 
 
 @pytest.mark.parametrize(
-    "loss", ["BatchedELBO", pytest.param("vectorised Trace_ELBO", marks=pytest.mark.slow)]
+    "loss", ["Batched", pytest.param("Trace vectorised", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("way", ["plate with subsample_size", "DataLoader"])
 def test_minibatches_give_the_closed_form(way: str, loss: str) -> None:

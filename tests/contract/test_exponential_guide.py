@@ -132,8 +132,8 @@ def test_families_of_the_users_choice() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"families\['x'\] must be one of 'normal'.*got 'poisson'"):
-        AutoExponentialFamily(constrained, families={"x": "poisson"})
+    with pytest.raises(ValueError, match=r"'poisson', which does not fit.*Choose 'normal'\."):
+        AutoExponentialFamily(constrained, families={"real": "poisson"})()
     guide = AutoExponentialFamily(constrained, families={"reals": "normal"})
     for _ in range(2):  # the second call says the same
         with pytest.raises(

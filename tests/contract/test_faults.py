@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyro_ngvi as ngvi
+from pyro_ngvi.optim.state import flat as by_path
 from tests.exact.site_cases import linear_data as data
 from tests.registry import BASELINES, RULES, VARIANTS
 
@@ -102,6 +103,7 @@ def flat(state: Any) -> list[Any]:
 def everything(svi: Any) -> list[Any]:
     """Parameters and states, without rows of a buffer that do not count yet."""
     state = svi.optim.get_state()
+    state["natural"] = {path: by_path(own) for path, own in state["natural"].items()}
     for own in state["natural"].values():
         for name in [n for n in own if n.endswith("buffer")]:
             own[name] = own[name][: int(own[name.replace("buffer", "waiting")])]

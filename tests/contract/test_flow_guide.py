@@ -228,9 +228,8 @@ def test_float32() -> None:
 
 
 def test_bad_arguments() -> None:
-    for wrong in ({"kind": "planar"}, {"layers": 0}, {"bins": 1}, {"hidden": (0,)}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            ngvi.AutoCouplingFlow(model, **wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="kind must be one of"):
+        ngvi.AutoCouplingFlow(model, kind="planar")
     with pytest.raises(ValueError, match="affine"):
         ngvi.AutoFlow(model, lambda d: coupling(d, [4]), affine="low rank")
     with pytest.raises(ValueError, match="gaussian"):

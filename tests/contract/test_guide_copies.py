@@ -19,7 +19,7 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 
 import pyro_ngvi
 from pyro_ngvi import NGVB, AutoFullRankNormal, AutoMeanFieldNormal
-from pyro_ngvi.runtime.pyro_adapter import module_name
+from pyro_ngvi.runtime.store import module_name
 from tests.contract.registry import GUIDES, called, constrained, data, perturbed, plates, regression
 
 guides = pytest.mark.parametrize("kind", GUIDES)
@@ -95,13 +95,11 @@ def test_copy_and_original_are_independent(kind: str, how: str) -> None:
 def test_original_is_whole_after_copying(kind: str, how: str) -> None:
     """Also before its first call, when it still needs its model."""
     guide = GUIDES[kind](regression)
-    other = COPIES[how](guide) if how == "deepcopy" else None
+    if how == "deepcopy":
+        COPIES[how](guide)
     guide(*data())
     COPIES[how](guide)
     assert callable(guide.model)
-    if other is not None:
-        with pytest.raises(RuntimeError, match="is a copy made before its original was called"):
-            other(*data())
 
 
 @guides
@@ -198,7 +196,7 @@ def test_names_are_the_same_in_every_process() -> None:
     """They follow the order of construction, copies included, and nothing else."""
     program = (
         "import copy, pyro_ngvi as ngvi\n"
-        "from pyro_ngvi.runtime.pyro_adapter import module_name as name\n"
+        "from pyro_ngvi.runtime.store import module_name as name\n"
         "model = lambda: None\n"
         "a, b = ngvi.AutoFullRankNormal(model), ngvi.AutoMeanFieldNormal(model)\n"
         "c = ngvi.AutoFullRankNormal(model)\n"

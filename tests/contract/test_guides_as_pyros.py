@@ -169,8 +169,3 @@ def test_rank_has_a_default(cls: Any) -> None:
 def test_init_loc_fn_by_position() -> None:
     for cls in (ngvi.AutoFullRankNormal, ngvi.AutoMeanFieldNormal, ngvi.AutoCouplingFlow):
         assert cls(gaussian, init_to_median)()["x"].shape == (3,)
-    others: Any = (ngvi.AutoFactorNormal, ngvi.AutoOrthogonalFlow, ngvi.AutoExponentialFamily)
-    more: Any = (ngvi.AutoMatrixNormal, ngvi.AutoWalshHadamard)
-    for cls in (*others, *more):
-        with pytest.raises(TypeError, match=r"\(model, init_loc_fn=\.\.\.\)"):
-            cls(gaussian, init_to_median)

@@ -18,7 +18,7 @@ from torch.distributions import constraints
 
 from pyro_ngvi import NGVB, AutoFullRankNormal, AutoMeanFieldNormal, BatchedELBO
 from pyro_ngvi.optim import Constant
-from pyro_ngvi.runtime.pyro_adapter import module_name
+from pyro_ngvi.runtime.store import module_name
 from tests.contract.registry import GUIDES, LOSSES, D, N, called, data, exact_posterior, regression
 
 guides = pytest.mark.parametrize("kind", GUIDES)

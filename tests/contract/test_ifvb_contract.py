@@ -23,7 +23,7 @@ from pyro.infer.autoguide import (
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.fisher import LowRank, Window
+from pyro_ngvi.fisher import Dense, LowRank, Window
 
 from .registry import GUIDES, LOSSES, D, data, exact_posterior, regression
 
@@ -156,8 +156,8 @@ def test_every_loss_and_type(kind, loss, dtype):
         assert value.dtype == dtype and torch.isfinite(value).all(), name
 
 
-@pytest.mark.parametrize("form", ["low_rank", "dense"])
-def test_list_of_ours_and_theirs(form):
+@pytest.mark.parametrize("fisher", [LowRank(32, growth=1.0), Dense()])
+def test_list_of_ours_and_theirs(fisher):
     def model():
         a = pyro.sample("a", dist.Normal(1.0, 1.0))
         prior: Any = dist.Normal(a, 0.5 * torch.ones(3))
@@ -169,7 +169,7 @@ def test_list_of_ours_and_theirs(form):
     guide = AutoGuideList(model)
     guide.append(ngvi.AutoMeanFieldNormal(poutine.block(model, expose=["a"])))
     guide.append(AutoNormal(poutine.block(model, expose=["b"])))
-    optim = ngvi.IFVB(guide, form=form, others=Adam({"lr": 0.01}))
+    optim = ngvi.IFVB(guide, fisher=fisher, others=Adam({"lr": 0.01}))
     svi = SVI(model, guide, optim, Trace_ELBO(2))
     svi.step()
     before = {k: v.detach().clone() for k, v in pyro.get_param_store().items()}
@@ -222,19 +222,29 @@ def test_minibatches_of_local_latents():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"form": "magic"}, "form must be"),
-        ({"form": "paper"}, "form must be"),
         ({"fisher": 16}, "fisher must be an estimate"),
-        ({"fisher": LowRank(4), "damping": 2.0}, "is the whole estimate, and damping would"),
-        ({"window": 0}, "window must be"),
-        ({"eps": -1.0}, "eps must be positive"),
-        ({"c_beta": -1.0}, "must not be negative"),
         ({"num_scores": 0}, "num_scores"),
         ({"clip_norm": 0.0}, "clip_norm"),
-        ({"lr": 2.0}, "lr multiplies"),
+        ({"lr": 2.0}, "lr must lie"),
         ({"frame": "mine"}, "frame must be"),
     ],
 )
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         ngvi.IFVB(AutoNormal(regression), **arguments)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: LowRank(0), "rank must be"),
+        (lambda: Window(0), "size"),
+        (lambda: Window(4, damping=0.0), "damping"),
+        (lambda: Window(4, damping=float("inf")), "damping"),
+        (lambda: Dense(eps=-1.0), "positive eps"),
+        (lambda: Dense(c_beta=-1.0), "c_beta"),
+    ],
+)
+def test_bad_arguments_of_an_estimate(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

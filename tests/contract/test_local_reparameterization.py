@@ -19,7 +19,7 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.nn import WalshHadamardLinear, local_reparameterization
-from pyro_ngvi.runtime.vmap import Minibatches, run_particles
+from pyro_ngvi.runtime.run import Minibatches, run_particles
 
 M = 4
 

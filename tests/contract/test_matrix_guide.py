@@ -20,7 +20,9 @@ from pyro_ngvi import AIFVB, IFVB, NGVB, AutoMatrixNormal, AutoMeanFieldNormal, 
 from pyro_ngvi.families import MatrixNormal
 from pyro_ngvi.linalg import sphere_points
 from pyro_ngvi.optim import Constant
+from tests import registry
 from tests.contract.registry import perturbed, plates, regression
+from tests.registry import some
 
 N, ROWS, COLUMNS = 20, 3, 2
 
@@ -196,19 +198,15 @@ def test_exact_gradients_lead_to_the_best_kronecker_product() -> None:
     torch.testing.assert_close(balance, start, rtol=0, atol=1e-10)
 
 
-LOSSES = {
-    "Batched": BatchedELBO(8),
-    "Trace vectorised": Trace_ELBO(8, vectorize_particles=True, max_plate_nesting=1),
-    "Trace": Trace_ELBO(2),
-}
+LOSSES = some(registry.LOSSES, "Batched", "Trace vectorised", "Trace")
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_step_of_every_loss(loss: Any, dtype: torch.dtype) -> None:
+def test_a_step_of_every_loss(loss: str, dtype: torch.dtype) -> None:
     guide = AutoMatrixNormal(weights)
     optim = NGVB(guide)
-    svi = SVI(weights, guide, optim, loss)
+    svi = SVI(weights, guide, optim, LOSSES[loss](2 if loss == "Trace" else 8))
     svi.step(*data(dtype))
     before = {name: p.detach().clone() for name, p in guide.natural_params().items()}
     svi.step(*data(dtype))
@@ -298,17 +296,13 @@ def test_part_of_a_list_of_guides() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'mean_field' or 'full_rank', got 'low_rank'"):
         AutoMatrixNormal(regression, rest="low_rank")
-    with pytest.raises(ValueError, match=r"has none: 'a' \(\), 'b' \(1, 3\)\. Use.*AutoMeanField"):
+    with pytest.raises(ValueError, match=r"has 'a' \(\), 'b' \(1, 3\)\. Use.*AutoMeanField"):
 
         def none() -> None:
             pyro.sample("a", dist.Normal(0.0, 1.0))
             pyro.sample("b", dist.Normal(0.0, torch.ones(1, 3)).to_event(2))
 
         guide_of(none)
-    with pytest.raises(
-        ValueError, match=r"no matrix-normal site 'vector'; it has 'net\.W', 'net_W'"
-    ):
-        guide_of(many_sites).site_factors("vector")
     with pytest.raises(RuntimeError, match="call it once"):
         AutoMatrixNormal(weights).site_factors("W")
     with pytest.raises(ValueError, match="coordinates='natural' is not available"):

@@ -16,25 +16,20 @@ from torch import Tensor
 from benchmarks.baselines import PaperWindow
 from pyro_ngvi import NGVB, BatchedELBO
 from pyro_ngvi.families import (
-    FactorNormal,
-    FactorPrecisionNormal,
     Family,
-    FullRankNormal,
-    MeanFieldNormal,
 )
 from pyro_ngvi.fisher import Blocks, Dense, InverseFisher, LowRank, Window
 from pyro_ngvi.fisher.scores import GuideScores, family_scores
 from pyro_ngvi.optim import Constant, LogPower, NoiseClock, RobbinsMonro, Tail
-from pyro_ngvi.rules.natural_gradient import NaturalGradientRule
-from pyro_ngvi.rules.schedules import as_schedule
+from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
+from pyro_ngvi.optim.schedules import as_schedule
+from pyro_ngvi.optim.state import flat
+from tests import registry
 from tests.contract.registry import GUIDES, D, N, data
+from tests.registry import some
 
-FAMILIES: dict[str, Family] = {
-    "mean field": MeanFieldNormal(),
-    "full rank": FullRankNormal(),
-    "factor": FactorNormal(rank=2),
-    "factor precision": FactorPrecisionNormal(rank=2),
-}
+GAUSSIAN = some(registry.FAMILIES, "mean field", "full rank", "factor", "factor precision")
+FAMILIES = {name: family for name, (family, _) in GAUSSIAN.items()}
 SCHEDULES = {
     "noise": NoiseClock(),
     "Robbins-Monro": RobbinsMonro(),
@@ -84,13 +79,13 @@ def test_update(
     grads = {name: torch.randn_like(p) for name, p in params.items()}
     state = rule.init(params)
     meta_params, meta_state = on_meta(params), rule.init(on_meta(params))
-    assert same_layout(state, meta_state)
+    assert same_layout(flat(state), flat(meta_state))
     assert {p.dtype for p in params.values()} == {torch.float32}
     for _ in range(2):
         params, state, report = rule.update(params, grads, state)
         meta_params, meta_state, meta_report = rule.update(meta_params, on_meta(grads), meta_state)
         assert same_layout(params, meta_params)
-        assert same_layout(state, meta_state)
+        assert same_layout(flat(state), flat(meta_state))
         assert same_layout(vars(report), vars(meta_report))
 
 
@@ -124,10 +119,11 @@ def test_functions_of_a_family(family: Family) -> None:
 def test_inverse_fisher(estimate: InverseFisher) -> None:
     """Counters that say when to merge and where to write stay with the host."""
     scores, g = torch.randn(20, 6, dtype=torch.float32), torch.randn(6, dtype=torch.float32)
-    state = estimate.init(torch.ones_like(g), 1.0)
-    meta = estimate.init(torch.ones_like(g).to("meta"), 1.0)
+    here = estimate.init(torch.ones_like(g), 1.0)
+    there = estimate.init(torch.ones_like(g).to("meta"), 1.0)
     for rows in scores.split(3):  # the low-rank estimate merges twice
-        state, meta = estimate.update(state, rows), estimate.update(meta, rows.to("meta"))
+        here, there = estimate.update(here, rows), estimate.update(there, rows.to("meta"))
+        state, meta = flat(here), flat(there)
         host = {name for name, value in meta.items() if value.device.type == "cpu"}
         assert len(host) == {LowRank: 3, Window: 1, Blocks: 2}.get(type(estimate), 0)
         assert all(torch.equal(state[name], meta[name]) for name in host)
@@ -135,7 +131,7 @@ def test_inverse_fisher(estimate: InverseFisher) -> None:
             {name: value for name, value in state.items() if name not in host},
             {name: value for name, value in meta.items() if name not in host},
         )
-    product = estimate.product(meta, g.to("meta"))
+    product = estimate.product(there, g.to("meta"))
     assert product.device.type == "meta" and product.shape == (6,)
     assert product.dtype == torch.float32
 

@@ -21,7 +21,7 @@ from torch.distributions import constraints
 
 from pyro_ngvi import NGVB, BatchedELBO
 from pyro_ngvi.optim import LogPower, RobbinsMonro, Tail
-from pyro_ngvi.optim.base import StepReport
+from pyro_ngvi.optim.rule import StepReport
 from tests.contract.registry import GUIDES, LOSSES, D, data, regression
 
 guides = pytest.mark.parametrize("kind", GUIDES)

@@ -15,10 +15,12 @@ from pyro.infer.autoguide import AutoGuideList
 from pyro.nn import PyroModule, PyroParam
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from pyro_ngvi import NGVB, AutoFactorNormal, AutoFullRankNormal, AutoMeanFieldNormal, BatchedELBO
 from pyro_ngvi.optim import RobbinsMonro
-from pyro_ngvi.runtime.pyro_adapter import module_name
+from pyro_ngvi.optim.state import flat
+from pyro_ngvi.runtime.store import module_name
 from tests.contract.registry import GUIDES, LOSSES, D, N, data, regression
 
 guides = pytest.mark.parametrize("kind", GUIDES)
@@ -127,14 +129,14 @@ def test_states_are_copies(kind: str, setting: str) -> None:
     run = Run(kind, setting, "Trace")
     run.steps(3)
     saved = run.optim.get_state()
-    numbers = {path: {k: v.clone() for k, v in s.items()} for path, s in saved["natural"].items()}
+    numbers = tree_map(torch.clone, saved["natural"])
     run.steps(2)
     for path, state in numbers.items():
-        assert_same(saved["natural"][path], state)
+        assert_same(flat(saved["natural"][path]), flat(state))
     fresh = NGVB(run.guide, others=Adam({"lr": 0.01}), **SETTINGS[setting])
     fresh.set_state(saved)
     for path, state in numbers.items():
-        assert_same(fresh.get_state()["natural"][path], state)
+        assert_same(flat(fresh.get_state()["natural"][path]), flat(state))
 
 
 def test_state_of_a_list_of_guides(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pyro.infer import SVI, JitTrace_ELBO, Trace_ELBO
 from pyro.optim import ClippedAdam
 
 import pyro_ngvi as ngvi
+from pyro_ngvi.optim.state import flat
 
 y = torch.linspace(-1.0, 2.0, 40)
 
@@ -59,7 +60,7 @@ def test_moving_the_guide_moves_the_optimizer():
     guide.float()
     train(guide, optim, 3, y.float())
     state = optim.get_state()["natural"][""]
-    kinds = {v.dtype for v in state.values()}
+    kinds = {v.dtype for v in flat(state).values()}
     assert kinds == {torch.float32, torch.bool}
     assert guide.loc.dtype == torch.float32
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics import draws as _draws
-from pyro_ngvi.runtime import map_draws as _map_draws
+from pyro_ngvi.runtime import model_density
 from tests.contract.export_examples import GUIDES, D, dist, groups_of, values_of
 
 S, N, M = 400, 12, 5
@@ -157,7 +157,7 @@ def test_the_model_sees_a_bounded_number_of_draws(data: Any) -> None:
 
     guide = AutoNormal(model)
     guide(X, y)
-    rows = torch.zeros(_map_draws.MOST_NUMBERS // 40, D)
+    rows = torch.zeros(model_density.MOST_NUMBERS // 40, D)
     found = ngvi.predict(watched, guide, rows, num_samples=100, sites=["mean"])
     assert found["mean"].shape == (100, len(rows))
     assert len(seen) == 2 + 3  # a plain run, one that measures, and pieces of 40, 40 and 20
@@ -253,7 +253,7 @@ def test_a_drawn_minibatch_is_refused(data: Any) -> None:
 
     guide = AutoNormal(subsampled)
     guide(X, y)
-    with pytest.raises(ValueError, match="plate 'unit' draws 4 of 5 rows"):
+    with pytest.raises(ValueError, match="plate 'unit' takes 4 of 5 examples"):
         ngvi.predict(subsampled, guide, new)
 
 

@@ -1,6 +1,6 @@
-"""What pyro_ngvi/_pyro_adapter.py takes for granted of Pyro's private names.
+"""What pyro_ngvi/runtime takes for granted of Pyro's private names, in pyro_adapter, store and density.
 
-A failure here says that Pyro has changed: mend the adapter, the one file that knows these names.
+A failure here says that Pyro has changed: mend the function that it names.
 """
 
 import inspect
@@ -17,19 +17,16 @@ from pyro.ops.special import safe_log
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 
 from pyro_ngvi import AutoMeanFieldNormal
+from pyro_ngvi.runtime.density import batched_safe_log
 from pyro_ngvi.runtime.pyro_adapter import (
-    batched_safe_log,
-    claim_name,
     has_model,
     kept_whole,
     masks_of,
     model_as_given,
-    module_name,
     particle_plate,
-    rename,
-    states_to_restore,
     unblocked,
 )
+from pyro_ngvi.runtime.store import claim_name, module_name, rename, states_to_restore
 
 
 def model() -> None:
@@ -40,7 +37,7 @@ def test_pyro_keeps_the_name_of_a_module_in_pyro_name() -> None:
     module = PyroModule("some_name")
     assert getattr(module, "_pyro_name", None) == "some_name", (
         "PyroModule no longer keeps its name in `_pyro_name`: find where this Pyro keeps it, and "
-        "change module_name() and rename() in pyro_ngvi/_pyro_adapter.py."
+        "change module_name() and rename() in pyro_ngvi/runtime/store.py."
     )
 
 
@@ -64,7 +61,7 @@ def test_pyro_names_a_part_by_pyro_set_supermodule() -> None:
         "context",
     ], (
         "PyroModule._pyro_set_supermodule(name, context) has changed: OwnName in "
-        "pyro_ngvi/_pyro_adapter.py overrides it to keep the parts of two lists apart."
+        "pyro_ngvi/runtime/store.py overrides it to keep the parts of two lists apart."
     )
     names = []
     for _ in range(2):
@@ -74,7 +71,7 @@ def test_pyro_names_a_part_by_pyro_set_supermodule() -> None:
         names.append(module_name(part))
     assert names[0] != names[1], (
         f"The parts of two AutoGuideLists are both called {names[0]!r}: Pyro no longer names parts "
-        f"by `_pyro_set_supermodule`, so OwnName in pyro_ngvi/_pyro_adapter.py is not asked."
+        f"by `_pyro_set_supermodule`, so OwnName in pyro_ngvi/runtime/store.py is not asked."
     )
 
 
@@ -82,7 +79,7 @@ def test_pyro_keeps_the_model_of_a_guide_in_model() -> None:
     guide = AutoMultivariateNormal(model)
     assert has_model(guide), (
         "AutoGuide no longer keeps its model in `_model`: change has_model() and kept_whole() in "
-        "pyro_ngvi/_pyro_adapter.py."
+        "pyro_ngvi/runtime/pyro_adapter.py."
     )
     with kept_whole(guide):
         state = guide.__getstate__()
@@ -90,7 +87,7 @@ def test_pyro_keeps_the_model_of_a_guide_in_model() -> None:
     guide.__getstate__()
     assert not has_model(guide), (
         "Copying a guide of Pyro no longer takes its model away: kept_whole() in "
-        "pyro_ngvi/_pyro_adapter.py can go."
+        "pyro_ngvi/runtime/pyro_adapter.py can go."
     )
 
 
@@ -99,7 +96,7 @@ def test_pyro_wraps_the_model_of_a_guide_in_an_init_messenger() -> None:
     for given in (model, blocked):
         assert model_as_given(AutoMultivariateNormal(given)) is given, (
             "AutoContinuous no longer wraps its model in one InitMessenger as a partial of (handler, "
-            "model): change model_as_given() in pyro_ngvi/_pyro_adapter.py."
+            "model): change model_as_given() in pyro_ngvi/runtime/pyro_adapter.py."
         )
 
 
@@ -108,7 +105,7 @@ def test_pyro_blocks_a_model_by_a_messenger_around_it() -> None:
     assert unblocked(model) is model
     assert unblocked(twice) is model, (
         "poutine.block(model) is no longer a partial of (BlockMessenger, model): change unblocked() in "
-        "pyro_ngvi/_pyro_adapter.py."
+        "pyro_ngvi/runtime/pyro_adapter.py."
     )
 
 
@@ -139,7 +136,7 @@ def test_pyro_names_the_plate_of_vectorised_particles() -> None:
     frame = seen[0]
     assert frame is not None and (frame.size, frame.dim) == (3, -2), (
         "Pyro no longer puts the particles into a plate called num_particles_vectorized: change "
-        "particle_plate() in pyro_ngvi/_pyro_adapter.py, or wrongly broadcasting models go unseen."
+        "particle_plate() in pyro_ngvi/runtime/pyro_adapter.py, or wrong models go unseen."
     )
     Trace_ELBO(3).loss(model, spied)
     with pyro.plate("draws", 3):
@@ -186,5 +183,5 @@ def test_optimizers_keep_states_until_their_parameters_come() -> None:
     optim.set_state(saved)
     assert states_to_restore(optim) == saved, (
         "PyroOptim no longer keeps restored states in `_state_waiting_to_be_consumed`: change "
-        "states_to_restore() in pyro_ngvi/_pyro_adapter.py, or an undone step loses them."
+        "states_to_restore() in pyro_ngvi/runtime/store.py, or an undone step loses them."
     )

@@ -2,11 +2,10 @@
 which ones there are, and never takes another."""
 
 import copy
-import itertools
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pyro
 import pyro.distributions as dist
@@ -17,9 +16,8 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.runtime import module_params as _module_params
-from pyro_ngvi.runtime import pyro_adapter as _pyro_adapter
-from pyro_ngvi.runtime.pyro_adapter import module_name
+from pyro_ngvi.runtime import store as _store
+from pyro_ngvi.runtime.store import module_name
 from tests.exact.site_cases import linear_data as data
 
 
@@ -29,9 +27,8 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def begin() -> None:
         pyro.clear_param_store()
-        monkeypatch.setattr(_pyro_adapter, "_claimed", set())
-        monkeypatch.setattr(_pyro_adapter, "_counters", defaultdict(itertools.count))
-        monkeypatch.setattr(_module_params, "_registered", {})
+        monkeypatch.setattr(_store, "_claimed", set())
+        monkeypatch.setattr(_store, "_registered", WeakValueDictionary())
 
     begin()
     return begin

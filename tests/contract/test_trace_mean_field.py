@@ -9,7 +9,7 @@ import torch
 from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from torch import Tensor
 
-from pyro_ngvi import AutoWalshHadamard
+from pyro_ngvi import AutoProperWalshHadamard, AutoWalshHadamard
 from tests.contract.registry import GUIDES, called, constrained, perturbed, plates
 
 
@@ -36,9 +36,9 @@ def test_the_loss_of_a_draw_is_that_of_trace_elbo(kind: str, model: Any) -> None
     assert_same(model, perturbed(called(kind, model)))
 
 
-@pytest.mark.parametrize("proper", [False, True])
-def test_the_density_of_a_site_made_of_g_counts(proper: bool) -> None:
+@pytest.mark.parametrize("kind", [AutoWalshHadamard, AutoProperWalshHadamard])
+def test_the_density_of_a_site_made_of_g_counts(kind: Any) -> None:
     x, y = torch.randn(4, 3), torch.randn(4, 5)
-    guide = AutoWalshHadamard(weights, proper=proper)
+    guide = kind(weights)
     guide(x, y)
     assert_same(weights, perturbed(guide), x, y)

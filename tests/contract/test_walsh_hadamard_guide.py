@@ -7,7 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import SVI, Trace_ELBO
+from pyro.infer import SVI
 from pyro.infer.autoguide import init_to_value
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
@@ -17,6 +17,7 @@ from pyro_ngvi import NGVB, AutoWalshHadamard, BatchedELBO
 from pyro_ngvi.linalg import sphere_points
 from pyro_ngvi.nn import WalshHadamardReparam
 from pyro_ngvi.optim import Constant
+from tests import registry
 from tests.contract.registry import perturbed
 from tests.contract.walsh_hadamard_model import (
     COLUMNS,
@@ -30,6 +31,7 @@ from tests.contract.walsh_hadamard_model import (
     weights,
     weights_and_bias,
 )
+from tests.registry import some
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "mean field": {},
@@ -38,14 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "signs": {"train_diagonals": False},
 }
 settings = pytest.mark.parametrize("how", SETTINGS.values(), ids=SETTINGS)
-LOSSES = {
-    "Trace": (Trace_ELBO, 1),
-    "Trace vectorised": (
-        lambda n: Trace_ELBO(n, vectorize_particles=True, max_plate_nesting=1),
-        3,
-    ),
-    "Batched": (BatchedELBO, 3),
-}
+LOSSES = some(registry.LOSSES, "Trace", "Trace vectorised", "Batched")
 
 
 def guide_of(model: Any, **how: Any) -> Any:
@@ -87,7 +82,7 @@ def elbo_by_hand(guide: Any, theta: Tensor, g_scale: float) -> Tensor:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_elbo_is_that_of_the_reparameterised_model(how: dict[str, Any], loss: str) -> None:
     guide = moved(weights_and_bias, sites=["W"], sticking_the_landing=False, **how)
-    elbo, n = LOSSES[loss][0], LOSSES[loss][1]
+    elbo, n = LOSSES[loss], 1 if loss == "Trace" else 3
     elbo = elbo(n)
     elbo.loss(weights_and_bias, guide, *data())  # what a first call draws apart
     torch.manual_seed(1)

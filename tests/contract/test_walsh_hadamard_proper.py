@@ -250,9 +250,3 @@ def test_a_shape_without_a_complement() -> None:
         for _ in range(200):
             svi.step(y)
     torch.testing.assert_close(guide.median()["W"], other.median()["W"], rtol=1e-2, atol=1e-2)
-
-
-def test_old_spelling() -> None:
-    """``proper=True`` of the other guide makes this one."""
-    assert type(AutoWalshHadamard(weights, ["W"], proper=True)) is AutoProperWalshHadamard
-    assert type(AutoWalshHadamard(weights, ["W"], proper=False)) is AutoWalshHadamard

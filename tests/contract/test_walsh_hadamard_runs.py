@@ -15,9 +15,19 @@ from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi import AIFVB, IFVB, NGVB, AutoMeanFieldNormal, AutoWalshHadamard, BatchedELBO
+from pyro_ngvi import (
+    AIFVB,
+    IFVB,
+    NGVB,
+    AutoMeanFieldNormal,
+    AutoProperWalshHadamard,
+    AutoWalshHadamard,
+    BatchedELBO,
+)
+from tests import registry
 from tests.contract.registry import perturbed
 from tests.contract.walsh_hadamard_model import COLUMNS, ROWS, N, data, weights_and_bias
+from tests.registry import some
 
 GUIDES: dict[str, dict[str, Any]] = {
     "mean field": {},
@@ -26,15 +36,16 @@ GUIDES: dict[str, dict[str, Any]] = {
     "proper full rank": {"proper": True, "g": "full_rank"},
 }
 guides = pytest.mark.parametrize("how", GUIDES.values(), ids=GUIDES)
-LOSSES: dict[str, Any] = {
-    "Batched": lambda: BatchedELBO(4),
-    "Trace vectorised": lambda: Trace_ELBO(4, vectorize_particles=True, max_plate_nesting=1),
-    "Trace": lambda: Trace_ELBO(2),
-}
+LOSSES = some(registry.LOSSES, "Batched", "Trace vectorised", "Trace")
+
+
+def guide_of(model: Any, how: dict[str, Any], **kwargs: Any) -> Any:
+    kind = AutoProperWalshHadamard if how.get("proper") else AutoWalshHadamard
+    return kind(model, **{k: v for k, v in how.items() if k != "proper"}, **kwargs)
 
 
 def make(how: dict[str, Any], **kwargs: Any) -> Any:
-    return AutoWalshHadamard(weights_and_bias, ["W"], **how, **kwargs)
+    return guide_of(weights_and_bias, how, sites=["W"], **kwargs)
 
 
 def moved(how: dict[str, Any], **kwargs: Any) -> Any:
@@ -49,7 +60,7 @@ def moved(how: dict[str, Any], **kwargs: Any) -> Any:
 def test_a_step_of_every_loss(how: dict[str, Any], loss: str, dtype: torch.dtype) -> None:
     guide = make(how)
     optim = NGVB(guide, others=Adam({"lr": 0.01}))
-    svi = SVI(weights_and_bias, guide, optim, LOSSES[loss]())
+    svi = SVI(weights_and_bias, guide, optim, LOSSES[loss](2 if loss == "Trace" else 4))
     svi.step(*data(dtype))
     before = {name: p.detach().clone() for name, p in guide.named_parameters()}
     assert ("left_g_W" in before) is not how.get("proper", False)
@@ -182,7 +193,7 @@ def test_readers(how: dict[str, Any]) -> None:
 def test_network(how: dict[str, Any]) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(3, 20), torch.nn.Tanh(), torch.nn.Linear(20, 1))
     model = ngvi.nn.bayesianize(net, "normal", num_data=N, noise=0.1)
-    guide = AutoWalshHadamard(model, init_loc_fn=model.init_to_module, **how)
+    guide = guide_of(model, how, init_loc_fn=model.init_to_module)
     X, Y = data()
     optim = NGVB(guide, others=Adam({"lr": 0.01}))
     svi: Any = SVI(model, guide, optim, BatchedELBO(4))
@@ -198,7 +209,7 @@ def test_network(how: dict[str, Any]) -> None:
 @guides
 def test_part_of_a_list_of_guides(how: dict[str, Any]) -> None:
     guide = AutoGuideList(weights_and_bias)
-    guide.append(AutoWalshHadamard(poutine.block(weights_and_bias, expose=["W"]), **how))
+    guide.append(guide_of(poutine.block(weights_and_bias, expose=["W"]), how))
     guide.append(AutoMeanFieldNormal(poutine.block(weights_and_bias, hide=["W"])))
     optim = NGVB(guide, others=Adam({"lr": 0.01}))
     for loss in (Trace_ELBO(), BatchedELBO(3)):

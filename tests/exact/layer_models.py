@@ -12,8 +12,9 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from pyro_ngvi.runtime.density import batched_trace, site_kind, site_log_prob
-from pyro_ngvi.runtime.vmap import Minibatches, run_particles
+from pyro_ngvi.runtime.density import site_kind, site_log_prob
+from pyro_ngvi.runtime.model_density import batched_trace
+from pyro_ngvi.runtime.run import Minibatches, run_particles
 
 Values = dict[str, Tensor]
 N = 5

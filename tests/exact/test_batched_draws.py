@@ -7,7 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_ngvi.runtime.density import batched_trace
+from pyro_ngvi.runtime.model_density import batched_trace
 
 S = 4
 

@@ -11,14 +11,16 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI, Trace_ELBO
+from pyro.infer import SVI
 from torch import Tensor
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.families import Family, MeanFieldDirichlet, MeanFieldGamma, MeanFieldNormal
 from pyro_ngvi.families import ProductFamily as Product
-from pyro_ngvi.rules.natural_gradient import NaturalGradientRule
-from pyro_ngvi.rules.schedules import Constant
+from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
+from pyro_ngvi.optim.schedules import Constant
+from tests import registry
+from tests.registry import some
 
 Params = dict[str, Tensor]
 
@@ -197,10 +199,7 @@ MODELS: dict[str, tuple[Callable[[Tensor], None], Tensor, Any]] = {
         dist.Normal(tensor(6.0 / 3.01), tensor(1 / 3.01).sqrt()),
     ),
 }
-LOSSES: dict[str, Any] = {
-    "Batched": lambda: ngvi.BatchedELBO(8),
-    "Trace vectorised": lambda: Trace_ELBO(8, vectorize_particles=True, max_plate_nesting=1),
-}
+LOSSES = some(registry.LOSSES, "Batched", "Trace vectorised")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +210,7 @@ def test_ngvb_reaches_the_posterior(name: str, loss: str) -> None:
     model, y, posterior = MODELS[name]
     torch.manual_seed(0)
     guide = ngvi.AutoExponentialFamily(model)
-    svi = SVI(model, guide, ngvi.NGVB(guide), LOSSES[loss]())
+    svi = SVI(model, guide, ngvi.NGVB(guide), LOSSES[loss](8))
     for _ in range(1000):
         svi.step(y)
     q = guide.site_distribution("z")

@@ -8,7 +8,7 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from pyro_ngvi.diagnostics.khat import KHat
-from pyro_ngvi.diagnostics.shifts import Shift, Slope
+from pyro_ngvi.diagnostics.weights import Shift, Slope
 
 S = 2000
 

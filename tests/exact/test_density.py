@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.func import grad, jacrev, vmap
 
-from pyro_ngvi.runtime.density import batched_trace
-from pyro_ngvi.runtime.model_density import ModelDensity
+from pyro_ngvi.runtime.model_density import ModelDensity, batched_trace
 
 S, N, D = 4, 6, 3
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from pyro_ngvi.families.base import Tensors
 from pyro_ngvi.fisher import Dense, LowRank
-from pyro_ngvi.fisher.first_guess import first_guess, trust
-from pyro_ngvi.fisher.geometry import Coordinates
-from pyro_ngvi.optim.ifvb_rule import IFVBRule
-from pyro_ngvi.rules.natural_gradient import NaturalGradientRule
+from pyro_ngvi.fisher.inverse import first_guess, trust
+from pyro_ngvi.optim.blocks import Coordinates
+from pyro_ngvi.optim.ifvb import IFVBRule
+from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
 
 D = 6
 
@@ -118,7 +118,7 @@ def test_dense_steps_stay_short_where_no_score_has_been(n: int) -> None:
     params = {"x": torch.zeros(d)}
     scores = torch.randn(n, d)
     scores[:, 0] = 0.0
-    state = {k.removeprefix("fisher."): v for k, v in rule.init(params, scores).items()}
+    state = rule.init(params, scores)["fisher"]
     guess = first_guess(scores, [d])[0]
     product = Dense().product(state, torch.eye(d)[0])
     torch.testing.assert_close(product[0], (1.0 + n / d) / guess)

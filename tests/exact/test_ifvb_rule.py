@@ -21,13 +21,14 @@ from pyro_ngvi import AIFVB, IFVB, AutoFullRankNormal, AutoMeanFieldNormal
 from pyro_ngvi.families import FullRankNormal, MeanFieldNormal
 from pyro_ngvi.families.base import Tensors
 from pyro_ngvi.fisher import Dense, InverseFisher, LowRank
-from pyro_ngvi.fisher.geometry import Coordinates
 from pyro_ngvi.fisher.scores import family_scores
 from pyro_ngvi.optim import RobbinsMonro
+from pyro_ngvi.optim.blocks import Coordinates
 from pyro_ngvi.optim.ifvb import SLOW, IFVBRule
-from pyro_ngvi.rules.averaging import LogPower
-from pyro_ngvi.rules.natural_gradient import make_rule, rule_arguments
-from pyro_ngvi.rules.schedules import Custom, NoiseClock, check_convergence
+from pyro_ngvi.optim.natural_gradient import make_rule, rule_arguments
+from pyro_ngvi.optim.rule import LogPower
+from pyro_ngvi.optim.schedules import Custom, NoiseClock, check_convergence
+from pyro_ngvi.optim.state import flat
 from tests.contract.registry import data, regression
 from tests.robustness.advice_cases import line, steps
 
@@ -107,11 +108,13 @@ def by_rule(rule: IFVBRule, size: int, seed: int = 7) -> tuple[list[Tensor], lis
     iterates, averages = [], []
     for _ in range(STEPS):
         grads = split(gradient(join(params)))
-        params, state, report = rule.update(params, grads, state, draw(at, size, generator))
+        params, state, report = rule.update(
+            params, grads, state, {"scores": draw(at, size, generator)}
+        )
         assert bool(report.finite)
         at = join(params)
         if rule.averaging:
-            at = torch.cat([state["average.a"], state["average.b"]])
+            at = torch.cat([state["average"]["a"], state["average"]["b"]])
         iterates.append(join(params))
         averages.append(at)
     return iterates, averages
@@ -160,10 +163,11 @@ def test_the_baseline_is_algorithm_1(momentum: float) -> None:
     values: list[Tensor] = []
 
     class Watched(IFVB):
-        def _update(self, path: str, block: Any, v: Tensors, g: Tensors, state: Tensors) -> Any:
-            values.append(torch.cat([x.reshape(-1) for x in v.values()]))
-            grads.append(torch.cat([x.reshape(-1) for x in g.values()]))
-            return super()._update(path, block, v, g, state)
+        def _beside_gradients(self, path: str, block: Any, values_: Tensors, parts: Tensors) -> Any:
+            values.append(torch.cat([v.reshape(-1) for v in values_.values()]))
+            left = [p.grad.reshape(-1) for p in block.natural_params().values()]
+            grads.append(torch.cat(left))
+            return super()._beside_gradients(path, block, values_, parts)
 
         def _draw(self, path: str, block: Any, v: Tensors, n: int) -> Tensor:
             scores.append(super()._draw(path, block, v, n))
@@ -233,7 +237,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 def averages(optim: Any) -> list[Tensor]:
     (state,) = optim.get_state()["natural"].values()
-    return [v for k, v in state.items() if k.startswith("average.")]
+    return list(state["average"].values())
 
 
 @pytest.mark.parametrize("kind", GUIDES)
@@ -266,7 +270,7 @@ def test_scores_are_drawn_at_the_average(kind: str, monkeypatch: pytest.MonkeyPa
         drawn_at = there[0]
     assert same(drawn_at, wanted)
     (state,) = optim.get_state()["natural"].values()
-    assert not same(drawn_at, [v for k, v in state.items() if k.startswith("average.")])
+    assert not same(drawn_at, list(state["average"].values()))
 
 
 @pytest.mark.parametrize("kind", GUIDES)
@@ -312,7 +316,7 @@ def test_the_gain_falls_slowly_where_the_hessian_is_not_known(optimizer: type[IF
         optim = optimizer(guide, **arguments)
         fit(guide, optim, 1)
         (rule,) = optim._rules.values()
-        return rule.step.schedule
+        return rule.rule.schedule
 
     assert schedule(AutoNormal(normal_model)) == SLOW
     assert schedule(AutoFullRankNormal(normal_model), frame="stored") == SLOW
@@ -341,7 +345,7 @@ def test_beta_outside_the_theorems(beta: float) -> None:
     with pytest.raises(ValueError, match=message):
         algorithm_2(guide, c_a=1.0, alpha=0.75, beta=beta)
     with pytest.raises(ValueError, match=message):
-        IFVB(guide, schedule=RobbinsMonro(power=0.75), form="dense", c_beta=1.0, beta=beta)
+        IFVB(guide, schedule=RobbinsMonro(power=0.75), fisher=Dense(c_beta=1.0, beta=beta))
     algorithm_1(guide, c_a=1.0, alpha=0.75, beta=beta, c_beta=0.0)  # beta is then of no account
     algorithm_1(guide, c_a=1.0, alpha=0.75, beta=beta, check=False)
 
@@ -362,7 +366,9 @@ def test_bad_scores_are_left_out(form: str, bad: float) -> None:
         params = start()
         state = rule.init(params)
         for rows in blocks:
-            params, state, report = rule.update(params, split(gradient(join(params))), state, rows)
+            params, state, report = rule.update(
+                params, split(gradient(join(params))), state, {"scores": rows}
+            )
             assert bool(report.finite)
         return join(params)
 
@@ -405,11 +411,11 @@ def test_singular_fisher_matrices_stay_finite(form: str) -> None:
         size = torch.linalg.vector_norm(torch.cat([in_mu, in_Sigma.reshape(-1)]))
         first = size if first is None else first
         params, state, report = rule.update(
-            params, {"mu": in_mu, "Sigma": in_Sigma}, state, scores(1)
+            params, {"mu": in_mu, "Sigma": in_Sigma}, state, {"scores": scores(1)}
         )
         assert bool(report.finite)
     assert first is not None
-    assert all(v.isfinite().all() for v in (*params.values(), *state.values()))
+    assert all(v.isfinite().all() for v in (*params.values(), *flat(state).values()))
     if form != "paper":  # whose lengths mean nothing
         assert size < 0.1 * first
 
@@ -417,8 +423,8 @@ def test_singular_fisher_matrices_stay_finite(form: str) -> None:
 # --- saving, meta device --------------------------------------------------------------------------
 
 SAVED: dict[str, dict[str, Any]] = {
-    "dense": {"form": "dense", "eps": 1.0, "c_beta": 0.5},
-    "low rank": {"form": "low_rank", "window": 3},
+    "dense": {"fisher": Dense(eps=1.0, c_beta=0.5)},
+    "low rank": {"fisher": LowRank(3, growth=1.0)},
     "paper": {"fisher": PaperWindow(4, c_beta=0.5)},
 }
 
@@ -515,9 +521,12 @@ def test_meta_device(form: str, averaging: LogPower | None, frame: str) -> None:
         report = None
         for _ in range(12):  # a merge of the low-rank estimate among them
             new, state, report = rule.update(
-                new, {k: g.to(device) for k, g in grads.items()}, state, scores.to(device)
+                new,
+                {k: g.to(device) for k, g in grads.items()},
+                state,
+                {"scores": scores.to(device)},
             )
-        return new, state, report
+        return new, flat(state), report
 
     params_there, state_there, report = run("meta")
     params_here, state_here, _ = run("cpu")

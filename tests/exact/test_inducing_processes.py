@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.distributions import GaussianProcess
-from pyro_ngvi.runtime.vmap import Minibatches
+from pyro_ngvi.runtime.run import Minibatches
 from pyro_ngvi.sites.conditioned_model import ConditionedModel
 from tests.exact.process_cases import (
     NOISE,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pyro_ngvi.families import MeanFieldNormal
-from pyro_ngvi.optim.ivon import IVONRule
-from pyro_ngvi.rules.natural_gradient import OUTLIER
+from pyro_ngvi.optim.natural_gradient import OUTLIER
+from pyro_ngvi.optim.vogn import IVONRule
 
 D = 4
 

@@ -14,7 +14,7 @@ from pyro_ngvi.families import FactorNormal, FullRankNormal, MeanFieldNormal
 from pyro_ngvi.linalg import host
 from pyro_ngvi.linalg.host import choose, host_bool
 from pyro_ngvi.optim import NoiseClock, Tail
-from pyro_ngvi.rules.natural_gradient import NaturalGradientRule
+from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
 
 D = 6
 FAMILIES = {"mean": MeanFieldNormal(), "full": FullRankNormal(), "factor": FactorNormal(2)}

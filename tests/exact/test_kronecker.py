@@ -17,7 +17,7 @@ import pyro_ngvi as ngvi
 from pyro_ngvi import AutoMatrixNormal, BatchedELBO
 from pyro_ngvi.curvature.taps.kronecker import KroneckerTaps
 from pyro_ngvi.optim import NoisyKFAC
-from pyro_ngvi.runtime.vmap import Minibatches, run_particles
+from pyro_ngvi.runtime.run import Minibatches, run_particles
 
 WIDTH, HIDDEN, OUT, N = 3, 4, 2, 7
 

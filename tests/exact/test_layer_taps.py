@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pyro_ngvi.curvature.per_example import squared_sum
 from pyro_ngvi.curvature.taps.taps import LayerTaps
 from pyro_ngvi.runtime.density import site_log_prob
-from pyro_ngvi.runtime.vmap import Minibatches, run_particles
+from pyro_ngvi.runtime.run import Minibatches, run_particles
 from tests.exact.layer_models import (
     CASES,
     N,

@@ -18,9 +18,9 @@ from pyro_ngvi.families import (
     MeanFieldGamma,
     MeanFieldNormal,
 )
-from pyro_ngvi.fisher.geometry import Coordinates, EstimatedGeometry
-from pyro_ngvi.rules.natural_gradient import NaturalGradientRule
-from pyro_ngvi.rules.schedules import Constant
+from pyro_ngvi.optim.blocks import Coordinates, EstimatedGeometry
+from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
+from pyro_ngvi.optim.schedules import Constant
 
 
 @pytest.mark.parametrize("family", [MeanFieldNormal(), FactorNormal(2)], ids=["mean", "factor"])
@@ -38,7 +38,7 @@ def test_reported_length_is_the_fisher_norm_of_the_move(family, radius):
         grads = {k: torch.zeros_like(v) for k, v in params.items()}
         grads["loc"] = torch.randn(d, generator=g)
         _, state, report = rule.update(params, grads, state)
-        move = {k: torch.zeros_like(v) for k, v in params.items()} | {"loc": state["move.loc"]}
+        move = {k: torch.zeros_like(v) for k, v in params.items()} | {"loc": state["move"]["loc"]}
         norm = family.fisher_norm(params, move)
         torch.testing.assert_close(report.step_norm, norm, rtol=1e-6, atol=1e-9)
         assert float(norm) <= radius * (1 + 1e-6)

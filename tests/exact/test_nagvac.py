@@ -16,6 +16,7 @@ from benchmarks.baselines import NAGVAC
 from benchmarks.baselines.nagvac import NAGVACRule, approximate_natural_gradient
 from pyro_ngvi import AutoFactorNormal, AutoMeanFieldNormal, BatchedELBO
 from pyro_ngvi.families import FactorNormal
+from pyro_ngvi.optim.state import flat
 from tests.robustness.advice_cases import advised, line, said, steps
 
 D = 7
@@ -209,9 +210,8 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
         not report.finite and report.skipped == 1 and report.bad_entries.nonzero().tolist() == [[3]]
     )
     assert all(torch.equal(same[k], params[k]) for k in params)
-    assert all(
-        torch.equal(after[k], state[k]) for k in state if k not in ("skipped", "bad_entries")
-    )
+    before, after = flat(state), flat(after)
+    assert all(torch.equal(after[k], before[k]) for k in {*before} - {"skipped", "bad_entries"})
 
 
 def test_a_scale_of_zero_is_never_reached() -> None:
@@ -234,7 +234,11 @@ def test_meta_device_shows_that_nothing_waits() -> None:
         params, state, report = rule.update(params, grads, state)
         meta_grads = {k: v.to("meta") for k, v in grads.items()}
         meta, meta_state, meta_report = rule.update(meta, meta_grads, meta_state)
-        pairs = ((params, meta), (state, meta_state), (vars(report), vars(meta_report)))
+        pairs = (
+            (params, meta),
+            (flat(state), flat(meta_state)),
+            (vars(report), vars(meta_report)),
+        )
         for real, shadow in pairs:
             assert real.keys() == shadow.keys()
             assert all(shadow[k].device.type == "meta" for k in real)
@@ -315,7 +319,7 @@ def test_reaches_the_best_factor_covariance_of_a_regression() -> None:
 
 
 def test_the_advice_of_a_refusal_can_be_followed() -> None:
-    message = said(lambda: NAGVAC(AutoMeanFieldNormal(line)), "NAGVAC is an algorithm for")
+    message = said(lambda: NAGVAC(AutoMeanFieldNormal(line)), "NAGVAC cannot step")
     guide = advised(message, "pyro_ngvi.AutoFactorNormal(", model=line)
     steps(line, guide, NAGVAC(guide))
 
@@ -326,7 +330,7 @@ def test_the_package_says_where_it_went() -> None:
 
 
 def test_refuses_other_guides_and_settings() -> None:
-    with pytest.raises(ValueError, match="rank=2"):
+    with pytest.raises(ValueError, match="one factor"):
         NAGVAC(AutoFactorNormal(regression, rank=2))
     with pytest.raises(ValueError, match="MeanFieldNormal"):
         NAGVAC(AutoMeanFieldNormal(regression))

@@ -8,12 +8,15 @@ import pytest
 import torch
 from pyro.infer import SVI
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from pyro_ngvi import AutoMatrixNormal, AutoMeanFieldNormal, BatchedELBO
 from pyro_ngvi.curvature.record import Curvature
 from pyro_ngvi.families import MatrixNormal, MeanFieldNormal, ProductFamily
 from pyro_ngvi.linalg import sphere_points
 from pyro_ngvi.optim.noisy_kfac import NoisyKFAC, NoisyKFACRule, covariance_factors, damped_factors
+from pyro_ngvi.optim.state import flat
+from tests.exact.rule_cases import update
 
 N, M = 3, 4
 FAMILY = ProductFamily(
@@ -72,7 +75,7 @@ def test_without_statistics_the_prior_remains(dtype: torch.dtype) -> None:
 def test_a_step_is_that_of_the_dense_matrices(damping: float) -> None:
     params, grads = problem()
     rule = NoisyKFACRule(FAMILY, lr=0.3, damping=damping, trust_radius=torch.inf)
-    new, _, report = rule.update(params, grads, rule.init(params))
+    new, _, report = update(rule, params, grads, rule.init(params))
     tau = grads["curvature.prior"][2:].mean()
     P = precision(grads, tau)
     covariance = FAMILY.parts["w"].covariance(FAMILY.own("w", new))
@@ -95,8 +98,8 @@ def test_a_long_move_ends_at_the_trust_radius() -> None:
     grads = {k: v * (1.0 if k.startswith("curvature") else 1e2) for k, v in grads.items()}
     free = NoisyKFACRule(FAMILY, lr=0.3, trust_radius=torch.inf)
     bound = NoisyKFACRule(FAMILY, lr=0.3, trust_radius=0.5)
-    far, _, long = free.update(params, grads, free.init(params))
-    near, _, short = bound.update(params, grads, bound.init(params))
+    far, _, long = update(free, params, grads, free.init(params))
+    near, _, short = update(bound, params, grads, bound.init(params))
     assert long.step_norm > 0.5 and not long.damped and short.damped
     torch.testing.assert_close(short.step_norm, torch.tensor(0.5))
     for key in ("w_loc", "rest_loc", "rest_log_scale"):
@@ -112,8 +115,8 @@ def test_averages_start_with_the_first_statistics() -> None:
     rule = NoisyKFACRule(FAMILY, curvature_lr=0.4)
     state, seen = rule.init(params), []
     for grads in (first, second, third):
-        params, state, _ = rule.update(params, grads, state)
-        seen.append(state["kron_columns.w"])
+        params, state, _ = update(rule, params, grads, state)
+        seen.append(state["kron_columns"]["w"])
     A = [grads["curvature.kron_columns.w"] for grads in (first, second, third)]
     torch.testing.assert_close(seen[0], A[0])
     torch.testing.assert_close(seen[1], 0.5 * (A[0] + A[1]))
@@ -123,12 +126,12 @@ def test_averages_start_with_the_first_statistics() -> None:
 def test_a_step_that_is_not_finite_is_refused() -> None:
     params, grads = problem()
     rule = NoisyKFACRule(FAMILY)
-    _, state, _ = rule.update(params, grads, rule.init(params))
+    _, state, _ = update(rule, params, grads, rule.init(params))
     broken = grads | {"curvature.kron_rows.w": torch.full((N, N), torch.nan)}
-    new, after, report = rule.update(params, broken, state)
+    new, after, report = update(rule, params, broken, state)
     assert not report.finite and report.skipped == 1
     assert all(torch.equal(new[k], v) for k, v in params.items())
-    assert torch.equal(after["kron_rows.w"], state["kron_rows.w"])
+    assert torch.equal(after["kron_rows"]["w"], state["kron_rows"]["w"])
     assert report.bad_entries.tolist() == [False] * 2 + [True] * (N * M)
 
 
@@ -136,9 +139,10 @@ def test_update_on_meta() -> None:
     params, grads = problem()
     rule = NoisyKFACRule(FAMILY, damping=1.0)
     state = rule.init(params)
-    meta = [{k: v.to("meta") for k, v in x.items()} for x in (params, grads, state)]
-    new, after, report = rule.update(*meta)
-    for ours, theirs in zip((new, after), rule.update(params, grads, state)[:2], strict=True):
+    meta = tree_map(lambda v: v.to("meta"), (params, grads, state))
+    new, after, report = update(rule, *meta)
+    real, there, _ = update(rule, params, grads, state)
+    for ours, theirs in ((new, real), (flat(after), flat(there))):
         assert {k: (v.shape, v.dtype) for k, v in ours.items()} == {
             k: (v.shape, v.dtype) for k, v in theirs.items()
         }
@@ -253,9 +257,7 @@ def test_what_is_refused() -> None:
     for wrong in [*wrongs, {"prior_precision": -2.0}]:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             NoisyKFAC(AutoMatrixNormal(layer), **wrong)
-    with pytest.raises(
-        ValueError, match=r"for pyro_ngvi\.AutoMatrixNormal.*got AutoMeanFieldNormal"
-    ):
+    with pytest.raises(ValueError, match=r"AutoMeanFieldNormal.*pyro_ngvi\.AutoMatrixNormal"):
         NoisyKFAC(AutoMeanFieldNormal(layer))
     guide = AutoMatrixNormal(layer)
     svi = SVI(layer, guide, NoisyKFAC(guide), BatchedELBO(2))

@@ -14,8 +14,8 @@ import pyro_ngvi as ngvi
 from pyro_ngvi.families import FactorNormal, FullRankNormal, MeanFieldNormal
 from pyro_ngvi.families.base import Tensors
 from pyro_ngvi.linalg import sphere_points
-from pyro_ngvi.rules.natural_gradient import NaturalGradientRule
-from pyro_ngvi.rules.schedules import Constant
+from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
+from pyro_ngvi.optim.schedules import Constant
 
 D = 4
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pyro_ngvi.diagnostics import khat_from_log_weights
-from pyro_ngvi.diagnostics._pareto import find_tail, systematic_resample
+from pyro_ngvi.diagnostics.weights import find_tail, systematic_resample
 from tests.exact.test_khat import LOG_WEIGHTS
 
 

@@ -9,8 +9,8 @@ import torch
 from pyro_ngvi.families import MeanFieldNormal
 from pyro_ngvi.families.base import interpolate
 from pyro_ngvi.optim import Constant, LogPower, NoiseClock, RobbinsMonro, Tail
-from pyro_ngvi.rules.averaging import as_averaging, start_average, step_average
-from pyro_ngvi.rules.schedules import as_schedule
+from pyro_ngvi.optim.rule import as_averaging, start_average, step_average
+from pyro_ngvi.optim.schedules import as_schedule
 
 
 def linear_model(schedule, d, steps, additive, multiplicative=0.0, start=1.0, seed=0):
@@ -193,7 +193,7 @@ def test_tail_average_forgets_the_start():
 def test_averaging_arguments():
     assert as_averaging(True) == Tail()
     assert as_averaging(2) == LogPower(2.0)
-    assert as_averaging(False) is False
+    assert as_averaging(False) is None
     with pytest.raises(ValueError, match="negative"):
         as_averaging(-1.0)
     with pytest.raises(ValueError, match="rate"):

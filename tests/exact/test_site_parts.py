@@ -5,8 +5,7 @@ from copy import deepcopy
 
 import torch
 
-from pyro_ngvi.sites.kept import Kept
-from pyro_ngvi.sites.last_step import LastStep
+from pyro_ngvi.sites.kept import Kept, LastStep
 
 
 def test_a_value_is_kept_for_these_objects_and_these_bits() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_ngvi.distributions import GaussianStateSpace, local_level, matern_state_space
-from pyro_ngvi.sites.state_space import chain_posterior
+from pyro_ngvi.sites.chain import chain_posterior
 from tests.exact.chain_cases import (
     LENGTHSCALE,
     NUS,
@@ -124,7 +124,7 @@ def test_without_sites_it_is_the_prior() -> None:
     close(q.covariance, covariance, 1e-13)
     assert float(q.log_normalizer) == 0.0 and bool(q.proper)
     s = torch.randn(9, 2, generator=generator(6))
-    close(q.posterior().log_prob(s), chain.log_prob(s), 1e-12)
+    close(q.distribution().log_prob(s), chain.log_prob(s), 1e-12)
 
 
 def test_proper_though_the_filter_is_not() -> None:
@@ -163,8 +163,8 @@ def test_posterior_density_is_prior_times_sites() -> None:
     q = chain_posterior(chain, h, P)
     s = torch.randn(6, *chain.event_shape, generator=generator(8))
     site = (h * s - 0.5 * s * (P @ s.unsqueeze(-1)).squeeze(-1)).sum((-2, -1))
-    close(q.posterior().log_prob(s), chain.log_prob(s) + site - q.log_normalizer)
-    mean, covariance = q.posterior().moments()
+    close(q.distribution().log_prob(s), chain.log_prob(s) + site - q.log_normalizer)
+    mean, covariance = q.distribution().moments()
     close(mean, q.mean)
     close(covariance, q.covariance)
 
@@ -176,7 +176,7 @@ def test_draws_have_the_moments_of_the_posterior() -> None:
     q = chain_posterior(chain, h, P)
     n = 20_000
     variance = q.covariance.diagonal(dim1=-2, dim2=-1)
-    deviation = (q.posterior().sample((n,)) - q.mean) / variance.sqrt()
+    deviation = (q.distribution().sample((n,)) - q.mean) / variance.sqrt()
     z_mean = deviation.mean(0) * math.sqrt(n)
     z_variance = (deviation.square().mean(0) - 1.0) * math.sqrt(n / 2.0)
     assert float(z_mean.abs().max()) < 4.5 and float(z_variance.abs().max()) < 4.5
@@ -203,7 +203,7 @@ def test_gradients_by_differences(nu: float) -> None:
     def outputs(lengthscale: Tensor, variance: Tensor, h: Tensor, P: Tensor) -> tuple[Tensor, ...]:
         chain = matern_state_space(times, lengthscale, variance, nu)
         q = chain_posterior(chain, h, P)
-        return q.mean, q.covariance, q.log_normalizer, q.posterior().log_prob(s)
+        return q.mean, q.covariance, q.log_normalizer, q.distribution().log_prob(s)
 
     s = torch.randn(5, S, generator=generator(0))
     inputs = torch.tensor(LENGTHSCALE), torch.tensor(VARIANCE), *sites(5, S)
@@ -238,7 +238,7 @@ def test_float32(nu: float) -> None:
     )
     h, P = sites(*exact.event_shape)
     q, q32 = chain_posterior(exact, h, P), chain_posterior(single, h.float(), P.float())
-    assert bool(q32.proper) and q32.posterior().sample().dtype == torch.float32
+    assert bool(q32.proper) and q32.distribution().sample().dtype == torch.float32
     for name in ("mean", "covariance", "log_normalizer"):
         assert getattr(q32, name).dtype == torch.float32
         close(getattr(q32, name).double(), getattr(q, name), 2e-4)
@@ -255,9 +255,9 @@ def test_meta_tensors(T: int, nu: float) -> None:
     q = chain_posterior(chain, torch.empty(shape, **place), torch.empty(*shape, shape[1], **place))
     assert q.mean.shape == shape and q.covariance.shape == (*shape, shape[1])
     assert q.log_normalizer.shape == q.proper.shape == () and q.proper.dtype == torch.bool
-    draws = q.posterior().rsample((3,))
+    draws = q.distribution().rsample((3,))
     assert draws.shape == (3, *shape) and draws.device.type == "meta"
-    assert q.posterior().log_prob(draws).shape == (3,)
+    assert q.distribution().log_prob(draws).shape == (3,)
 
 
 def test_vmap_over_lengthscales() -> None:

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from pyro_ngvi.families import MeanFieldNormal
 from pyro_ngvi.families.base import Tensors
-from pyro_ngvi.fisher.geometry import Coordinates, EstimatedGeometry
+from pyro_ngvi.optim.blocks import Coordinates, EstimatedGeometry
+from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
+from pyro_ngvi.optim.schedules import Constant
 from pyro_ngvi.optim.von import VONRule
-from pyro_ngvi.rules.natural_gradient import NaturalGradientRule
-from pyro_ngvi.rules.schedules import Constant
 
 FLAT: Any = EstimatedGeometry(Coordinates(("x",)), lambda g: g)
 D = 20

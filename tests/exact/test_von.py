@@ -16,10 +16,11 @@ from pyro.infer.autoguide import AutoGuideList, init_to_value
 import pyro_ngvi as ngvi
 from pyro_ngvi.families import FullRankNormal, MeanFieldNormal
 from pyro_ngvi.linalg import sphere_points
-from pyro_ngvi.optim.ivon import IVONRule
-from pyro_ngvi.optim.vadam import VadamRule
+from pyro_ngvi.optim.schedules import rate_at
+from pyro_ngvi.optim.state import flat
+from pyro_ngvi.optim.vogn import IVONRule, VadamRule
 from pyro_ngvi.optim.von import VONRule
-from pyro_ngvi.rules.schedules import rate_at
+from tests.exact.rule_cases import update
 
 D = 4
 FAMILIES = {"mean_field": MeanFieldNormal(), "full_rank": FullRankNormal()}
@@ -59,7 +60,7 @@ def test_update_is_the_printed_one(family, safe, price):
     diagonal = isinstance(family, MeanFieldNormal)
     for k in range(3):
         grads = gradients(family, params, H, m, None if price else ("dense", H))
-        new, state, report = rule.update(params, grads, state)
+        new, state, report = update(rule, params, grads, state)
         P = precision(family, params)
         S = (torch.diag(H.diagonal()) if diagonal else H) - P
         expected = P + b * S + (0.5 * b**2 * S @ torch.linalg.solve(P, S) if safe else 0.0)
@@ -104,8 +105,11 @@ def test_damping_acts_on_the_mean_alone():
         params = family.init(torch.ones(D), 0.4)
         grads = gradients(family, params, H, m, ("dense", H))
         new = [
-            VONRule(family, 0.5, 0.5, damping=damping).update(
-                params, grads, VONRule(family, 0.5, 0.5).init(params)
+            update(
+                VONRule(family, 0.5, 0.5, damping=damping),
+                params,
+                grads,
+                VONRule(family, 0.5, 0.5).init(params),
             )[0]
             for damping in (0.0, 2.0)
         ]
@@ -123,9 +127,9 @@ def test_ivon_equals_von_with_the_hessian_on_a_diagonal_quadratic():
     one = other = family.init(torch.zeros(D), 0.5)
     state_one, state_other = ivon.init(one), ivon.init(other)
     for _ in range(20):
-        one, state_one, _ = ivon.update(one, gradients(family, one, H, m), state_one)
+        one, state_one, _ = update(ivon, one, gradients(family, one, H, m), state_one)
         grads = gradients(family, other, H, m, ("diagonal", H.diagonal()))
-        other, state_other, _ = ivon.update(other, grads, state_other)
+        other, state_other, _ = update(ivon, other, grads, state_other)
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=1e-12, atol=1e-12)
 
@@ -145,7 +149,7 @@ def test_vadam_is_the_published_update():
         square = N * batch.square()
         grads = {"loc": total, "log_scale": torch.zeros(D), "curvature.prior": delta}
         grads |= {"curvature.diagonal": square + delta, "curvature.count": torch.tensor(N)}
-        params, state, _ = rule.update(params, grads, state)
+        params, state, _ = update(rule, params, grads, state)
         average = beta1 * average + (1 - beta1) * (batch + delta * mean / N)
         s = beta2 * s + (1 - beta2) * batch.square()
         corrected = (s / (1 - beta2**t)).sqrt()
@@ -170,7 +174,7 @@ def test_adversarial_curvature_never_leaves_the_domain(family, seed, log_size, d
     for _ in range(3):
         H = torch.randn(D, D, generator=g).to(dtype) * 10.0**log_size
         grads = {k: torch.randn(v.shape, generator=g).to(dtype) for k, v in params.items()}
-        params, state, _ = rule.update(params, grads | {"curvature.dense": H + H.T}, state)
+        params, state, _ = update(rule, params, grads | {"curvature.dense": H + H.T}, state)
         assert all(torch.isfinite(v).all() for v in params.values())
         sd = family.stddev(params)
         assert torch.isfinite(sd).all() and (sd > 0).all()
@@ -184,8 +188,8 @@ def test_non_finite_steps_are_refused(family, averaging):
     H, m = target()
     rule = VONRule(family, 0.5, 0.5, momentum=0.5, averaging=averaging)
     params = family.init(torch.ones(D), 0.4)
-    params, state, _ = rule.update(
-        params, gradients(family, params, H, m, ("dense", H)), rule.init(params)
+    params, state, _ = update(
+        rule, params, gradients(family, params, H, m, ("dense", H)), rule.init(params)
     )
     for bad, value in (
         ("loc", math.nan),
@@ -194,11 +198,11 @@ def test_non_finite_steps_are_refused(family, averaging):
     ):
         grads = gradients(family, params, H, m, ("dense", H.clone()))
         grads[bad].view(-1)[-1] = value
-        new, new_state, report = rule.update(params, grads, state)
+        new, new_state, report = update(rule, params, grads, state)
         assert not bool(report.finite) and report.bad_entries.tolist() == [False] * 3 + [True]
         assert all(torch.equal(new[k], params[k]) for k in params)
-        same = set(state) - {"skipped", "bad_entries"}
-        assert all(torch.equal(new_state[k], state[k]) for k in same)
+        before, after = flat(state), flat(new_state)
+        assert all(torch.equal(after[k], before[k]) for k in {*before} - {"skipped", "bad_entries"})
         assert new_state["skipped"] == state["skipped"] + 1
 
 
@@ -211,7 +215,7 @@ def test_meta_device_and_vmap(family):
     state = rule.init(params)
     grads = {k: torch.zeros_like(v) for k, v in params.items()}
     grads["curvature.diagonal"] = torch.zeros(D, device="meta")
-    new, _, report = rule.update(params, grads, state)
+    new, _, report = update(rule, params, grads, state)
     assert all(v.device.type == "meta" for v in [*new.values(), report.finite])
 
 
@@ -336,7 +340,7 @@ def test_a_loss_without_the_curvature_is_refused(make, guide_class, kind):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda g: ngvi.optim.VON(g, lr=0.0), "lr must be a number in"),
+        (lambda g: ngvi.optim.VON(g, lr=0.0), "lr must be in"),
         (lambda g: ngvi.optim.VON(g, curvature_lr=1.5), "curvature_lr"),
         (lambda g: ngvi.optim.VOGN(g, momentum=1.0), "momentum"),
         (lambda g: ngvi.optim.VOGN(g, damping=-1.0), "damping"),
@@ -344,10 +348,13 @@ def test_a_loss_without_the_curvature_is_refused(make, guide_class, kind):
         (lambda g: ngvi.optim.VON(ngvi.AutoFactorNormal(network, 1)), "AutoMeanFieldNormal"),
         (
             lambda g: ngvi.optim.IVON(ngvi.AutoFullRankNormal(network)),
-            "IVON has a diagonal precision",
+            "IVON cannot step AutoFullRankNormal: its precision must be diagonal",
         ),
-        (lambda g: ngvi.optim.Vadam(ngvi.AutoFullRankNormal(network)), "Vadam has a diagonal"),
-        (lambda g: ngvi.optim.VOGN(network), "VOGN trains Gaussian guides"),
+        (lambda g: ngvi.optim.Vadam(ngvi.AutoFullRankNormal(network)), "Vadam .*diagonal"),
+        (
+            lambda g: ngvi.optim.VOGN(network),
+            "VOGN steps .* found none in network",
+        ),
     ],
 )
 def test_bad_arguments(make, message):

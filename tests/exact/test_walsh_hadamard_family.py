@@ -12,8 +12,8 @@ from torch.func import jacrev, vmap
 from pyro_ngvi.families import FullRankNormal, MeanFieldNormal, ProductFamily, WalshHadamardNormal
 from pyro_ngvi.linalg import sphere_points
 from pyro_ngvi.linalg.walsh_hadamard_matrix import WalshHadamardMatrix
-from pyro_ngvi.rules.natural_gradient import NaturalGradientRule
-from pyro_ngvi.rules.schedules import Constant
+from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
+from pyro_ngvi.optim.schedules import Constant
 
 Params = dict[str, Tensor]
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from pyro_ngvi.linalg.products import BLOCK, symmetric_product
-from pyro_ngvi.sites.dense import GaussianPotential, WhitePosterior, collect, reduced
+from pyro_ngvi.sites.algebra import GaussianPotential, potential_of
+from pyro_ngvi.sites.dense import WhitePosterior, reduced
 from pyro_ngvi.sites.structure import LinearMap
 
 SIZES = [1, 3, BLOCK, 2 * BLOCK + 6]
@@ -46,7 +47,7 @@ def test_symmetric_product(n: int) -> None:
 @pytest.mark.parametrize("n", SIZES)
 def test_evidence_and_posterior(n: int, k: int, triangular: bool) -> None:
     at, linear, precision = problem(n, k, triangular)
-    evidence = collect(at, linear, precision)
+    evidence = potential_of(at, linear, precision)
     A, b = at.design.flatten(0, 1), at.offset.flatten()
     full = torch.block_diag(*precision)
     torch.testing.assert_close(evidence.precision, A.mT @ full @ A)
@@ -71,7 +72,7 @@ def test_evidence_and_posterior(n: int, k: int, triangular: bool) -> None:
 
 @pytest.mark.parametrize("n", SIZES)
 def test_draws_densities_and_solutions(n: int) -> None:
-    q = WhitePosterior(collect(*problem(n, 1, True)))
+    q = WhitePosterior(potential_of(*problem(n, 1, True)))
     half = q.half(torch.eye(n, dtype=torch.float64))
     covariance = half.mT @ half
     vectors = normal(4, 3, n)
@@ -84,13 +85,13 @@ def test_draws_densities_and_solutions(n: int) -> None:
 
 
 def test_divergence_and_what_sites_are_expected_to_say() -> None:
-    q = WhitePosterior(collect(*problem(9, 1, True)))
+    q = WhitePosterior(potential_of(*problem(9, 1, True)))
     plain = torch.distributions.MultivariateNormal
     mean, covariance = q.mean, q.half(torch.eye(9).to(q.mean)).mT @ q.half(torch.eye(9).to(q.mean))
     prior = plain(torch.zeros_like(mean), torch.eye(9).to(mean))
     kl = torch.distributions.kl_divergence(plain(mean, covariance), prior)
     torch.testing.assert_close(q.kl(), kl)
-    other = collect(*problem(9, 2, False))
+    other = potential_of(*problem(9, 2, False))
     other = GaussianPotential(other.constant, normal(9, seed=3), torch.cov(normal(9, 40, seed=4)))
     x, P = other.linear, other.precision
     quadratic = (P * covariance).sum() + mean @ P @ mean
@@ -98,7 +99,11 @@ def test_divergence_and_what_sites_are_expected_to_say() -> None:
 
 
 def test_evidence_of_other_coordinates() -> None:
-    evidence, root, shift = collect(*problem(5, 1, True)), normal(5, 5).tril(), normal(5, seed=6)
+    evidence, root, shift = (
+        potential_of(*problem(5, 1, True)),
+        normal(5, 5).tril(),
+        normal(5, seed=6),
+    )
     eta = normal(5, seed=5)
     eps = root @ eta + shift
 
@@ -109,7 +114,7 @@ def test_evidence_of_other_coordinates() -> None:
 
 
 def test_columns_that_are_zero_may_be_left_out() -> None:
-    q = WhitePosterior(collect(*problem(5, 1, False)))
+    q = WhitePosterior(potential_of(*problem(5, 1, False)))
     rows = normal(4, 7)
     rows[:, 3:] = 0.0
     whole, part = q.half(rows), q.half(rows[:, :3])
@@ -122,7 +127,7 @@ def test_directions_that_the_data_see(k: int) -> None:
     n, D = BLOCK, 3 * BLOCK
     at = LinearMap(normal(n, k, D) / D**0.5, normal(n, k))
     smaller, basis = reduced({"y": at})
-    assert basis is not None and smaller["y"].triangular
+    assert smaller["y"].triangular
     A = smaller["y"].design.flatten(0, 1)
     torch.testing.assert_close(A, A.tril())
     torch.testing.assert_close(A @ basis.mT, at.design.flatten(0, 1))
@@ -134,7 +139,7 @@ def test_gradients_in_a_triangle_that_is_learned() -> None:
     at, linear, precision = problem(n, 1, True)
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
     moved = LinearMap(scale * at.design, at.offset, triangular=True)
-    q = WhitePosterior(collect(moved, linear, precision))
+    q = WhitePosterior(potential_of(moved, linear, precision))
     mean, C = q.marginals(moved)
     (found,) = torch.autograd.grad(q.log_normalizer + mean.sum() + C.sum(), scale)
 

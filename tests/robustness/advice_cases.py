@@ -46,6 +46,10 @@ def texts() -> Iterator[tuple[str, str]]:
                 name = ast.unparse(node.func)
                 if re.search(r"(Error|Warning|warnings\.warn|OtherCourse)$", name):
                     yield f"{path.relative_to(root)}:{node.lineno}", literal(node.args[0])
+            if isinstance(node, ast.FunctionDef) and node.name == "refuses":  # of a rule
+                for end in ast.walk(node):
+                    if isinstance(end, ast.Return) and isinstance(end.value, ast.expr):
+                        yield f"{path.relative_to(root)}:{end.lineno}", literal(end.value)
 
 
 TEXTS = dict(texts())

@@ -51,7 +51,6 @@ FILLED = {
     "BatchedELBO(curvature={})": 'BatchedELBO(curvature="hessian")',
     "pyro.poutine.condition(model, data=...)": 'pyro.poutine.condition(model, data={"w": x[0]})',
     "predict(..., from_prior=[{}])": 'predict(model, normal, x, from_prior=["w"])',
-    "predict(model, guide, ...)": "predict(model, normal, x)",
     "predict(model, to_arviz(model, guide, X, y), X_new)": (
         "predict(model, to_arviz(model, normal, X, y), X_new)"
     ),

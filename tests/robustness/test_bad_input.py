@@ -43,7 +43,7 @@ def test_no_latent_site(kind: str, loss: str, observed: bool) -> None:
         if observed:
             pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.tensor(0.0))
 
-    with pytest.raises(ValueError, match="the model has no latent site, so there is nothing to"):
+    with pytest.raises(RuntimeError, match="found no latent variables"):
         step(kind, loss, model)
 
 
@@ -97,7 +97,7 @@ def test_sequential_plate(kind: str) -> None:
         for i in pyro.plate("data", 3):
             pyro.sample(f"z_{i}", dist.Normal(0.0, 1.0))
 
-    with pytest.raises(ValueError, match=r"sequential plate .*Write it as a vectorised one"):
+    with pytest.raises(NotImplementedError, match=r"sequential pyro\.plate"):
         GUIDES[kind](model)()
 
 
@@ -258,7 +258,7 @@ def learned_interval(learn: bool = True) -> None:
 def test_support_that_moves_with_a_learned_parameter(kind: str) -> None:
     guide = GUIDES[kind](learned_interval)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"site 'x' is made of a tensor that requires"):
+        with pytest.raises(ValueError, match=r"site 'x' is not fixed.*a learned parameter"):
             guide()
     GUIDES[kind](lambda: learned_interval(learn=False))()
 
@@ -381,20 +381,17 @@ def test_part_of_pyro_in_a_list_needs_others() -> None:
 # --- arguments --------------------------------------------------------------------------------
 
 BAD_ARGUMENTS = [
-    *[("lr", value, r"lr multiplies the gain .* in \(0, 1\], got") for value in (-0.1, 0.0, 1.5)],
-    *[
-        ("lr", value, r"lr multiplies the gain .*, got")
-        for value in (math.nan, math.inf, "1", None)
-    ],
+    *[("lr", value, r"lr must lie in \(0, 1\], got") for value in (-0.1, 0.0, 1.5)],
+    *[("lr", value, r"lr must lie in .*, got") for value in (math.nan, math.inf, "1", None)],
     *[("trust_radius", v, "trust_radius must be positive or None, got") for v in (-1.0, 0.0)],
     ("trust_radius", math.nan, "trust_radius must be positive or None, got nan"),
     *[("momentum", v, r"momentum must lie in \[0, 1\), got") for v in (-0.1, 1.0, math.inf)],
     ("momentum", math.nan, r"momentum must lie in \[0, 1\), got nan"),
     ("schedule", "cosine", 'schedule must be "noise", "constant", .* got \'cosine\''),
-    ("schedule", 0.1, r"schedule must have init\(\) and gain\(\), or be a function of k, got 0.1"),
-    ("averaging", -1.0, "the power of log k must not be negative, got -1.0"),
-    *[("averaging", v, "averaging: the power of log k must") for v in (math.nan, math.inf)],
-    ("averaging", "tail", r"averaging must be a number, a bool or have rate\(\), got 'tail'"),
+    ("schedule", 0.1, r"schedule must .* a function of k, or have init\(\) and gain\(\), got 0.1"),
+    ("averaging", -1.0, "a power of log k that is not negative, or .* got -1.0"),
+    *[("averaging", v, "averaging must be a bool, a power of log k") for v in (math.nan, math.inf)],
+    ("averaging", "tail", r"averaging must be a bool, .* or have rate\(\), got 'tail'"),
     ("coordinates", "dual", "coordinates='dual' is not available for FullRankNormal"),
     ("others", "adam", r"others must be a pyro.optim.PyroOptim such as .*, got str"),
     ("others", torch.optim.Adam, r"others must be a pyro.optim.PyroOptim such as .*, got type"),

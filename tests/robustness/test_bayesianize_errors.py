@@ -38,9 +38,9 @@ def linear(**more: Any) -> Any:
         (nn.MultiheadAttention(4, 2, dropout=0.1), r"\(MultiheadAttention\).*random"),
         (nn.LazyLinear(3), "uninitialized parameter"),
         (PyroModule(), "PyroModule already"),
-        (nn.Embedding(5, 4, padding_idx=0), r"'1' \(Embedding\) has padding_idx=0.*tokens != 0"),
-        (nn.Embedding(5, 4, max_norm=1.0), "max_norm=1.0: it rescales its weight in place"),
-        (nn.EmbeddingBag(5, 4, scale_grad_by_freq=True), "scale_grad_by_freq=True"),
+        (nn.Embedding(5, 4, padding_idx=0), r"'1' \(Embedding\) has padding_idx, .*tokens != i"),
+        (nn.Embedding(5, 4, max_norm=1.0), "has padding_idx, max_norm or scale_grad"),
+        (nn.EmbeddingBag(5, 4, scale_grad_by_freq=True), "has padding_idx, max_norm or scale_grad"),
     ],
 )
 def test_layers_that_are_refused(layer: nn.Module, message: str) -> None:
@@ -74,15 +74,13 @@ def test_training_mode_that_is_switched_on_later() -> None:
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        ({"num_data": None}, ValueError, r"num_data is missing: .*len\(dataset\)"),
-        ({"num_data": 0}, ValueError, "num_data is 0"),
-        ({"num_data": 8.0}, ValueError, "positive integer"),
-        ({"prior": 0.0}, ValueError, "'weight' has sd 0.0"),
-        ({"prior": True}, TypeError, "'weight' is True"),
-        ({"prior": dist.Normal(0.0, 1.0)}, TypeError, "give the sd .* or a function"),
+        ({"num_data": None}, TypeError, "NoneType"),
+        ({"prior": 0.0}, ValueError, "'weight' is 0.0; give the sd as a positive number"),
+        ({"prior": True}, ValueError, "'weight' is True"),
+        ({"prior": dist.Normal(0.0, 1.0)}, ValueError, "give the sd .* or a function"),
         ({"prior": {"*.bias": 1.0}}, ValueError, r"'weight'; its patterns are \['\*.bias'\]"),
         ({"noise": -1.0}, ValueError, "noise is -1.0"),
-        ({"noise": dist.HalfNormal(1.0)}, TypeError, "a function that returns the prior"),
+        ({"noise": dist.HalfNormal(1.0)}, ValueError, "a function that returns one of"),
     ],
 )
 def test_arguments_that_are_refused(arguments: Any, error: Any, message: str) -> None:
@@ -94,7 +92,7 @@ def test_arguments_that_are_refused(arguments: Any, error: Any, message: str) ->
     "likelihood, error, message",
     [
         ("poisson", ValueError, '"categorical", "bernoulli", "normal" or a function'),
-        (3, TypeError, "a name or a function"),
+        (3, ValueError, "likelihood is 3; .* or a function"),
     ],
 )
 def test_likelihoods_that_are_refused(likelihood: Any, error: Any, message: str) -> None:
@@ -108,28 +106,24 @@ def test_noise_of_another_likelihood() -> None:
 
 
 def test_modules_without_parameters_to_sample() -> None:
-    with pytest.raises(TypeError, match=r"torch.nn.Module, got function"):
-        bayesianize(lambda x: x, "normal", num_data=8)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"Tanh has no parameter to sample."):
+    with pytest.raises(ValueError, match=r"Tanh has no parameter to sample"):
         bayesianize(nn.Tanh(), "normal", num_data=8)
-    with pytest.raises(ValueError, match="all have requires_grad=False"):
+    with pytest.raises(ValueError, match="none requires a gradient"):
         bayesianize(nn.Linear(2, 1).requires_grad_(False), "normal", num_data=8)
 
 
-def test_complex_and_integer_parameters() -> None:
+def test_integer_parameters_stay_as_they_are() -> None:
     net = nn.Linear(2, 1)
-    net.count = nn.Parameter(torch.tensor(3), requires_grad=False)  # stays as it is
+    net.count = nn.Parameter(torch.tensor(3), requires_grad=False)
     assert list(bayesianize(net, "normal", num_data=8).sites) == ["weight", "bias"]
-    with pytest.raises(ValueError, match=r"'weight' has dtype torch.complex64.*requires_grad_"):
-        bayesianize(nn.Linear(2, 1, dtype=torch.complex64), "normal", num_data=8)
 
 
 @pytest.mark.parametrize("name", ["y", "data", "noise"])
 def test_parameter_with_the_name_of_another_site(name: str) -> None:
     net = nn.Linear(2, 1)
     net.register_parameter(name, nn.Parameter(torch.zeros(())))
-    with pytest.raises(ValueError, match=f"'{name}' has the name of .*'0.{name}'"):
-        bayesianize(net, "normal", num_data=8)
+    with pytest.raises(RuntimeError, match=f"Multiple sample sites named '{name}'"):
+        poutine.trace(bayesianize(net, "normal", num_data=8)).get_trace(X, Y)
     assert f"0.{name}" in bayesianize(nn.Sequential(net), "normal", num_data=8).sites
 
 
@@ -186,7 +180,7 @@ def test_prior_functions_may_return_any_shape_that_fits() -> None:
 
 
 def test_likelihood_function_that_returns_no_distribution() -> None:
-    with pytest.raises(TypeError, match="the function <lambda> returns Tensor"):
+    with pytest.raises(TypeError, match="The likelihood '<lambda>' returns Tensor"):
         bayesianize(nn.Linear(2, 1), lambda f: f, num_data=8)(X, Y)
 
 
@@ -237,8 +231,6 @@ def test_predict_refuses() -> None:
         predict(model, guide, [(X, Y), X])
     with pytest.raises(TypeError, match="'float' object is not iterable"):
         predict(model, guide, 1.0)
-    with pytest.raises(ValueError, match="A batch is a dict"):
-        predict(model, guide, [{"x": X}])
 
 
 def test_predict_needs_every_latent_site() -> None:
@@ -377,7 +369,7 @@ def test_predict_refuses_likelihoods_with_other_moments(likelihood: Any) -> None
 
 @pytest.mark.parametrize("made", [0.5, torch.tensor(0.5)])
 def test_a_noise_function_that_makes_no_distribution(made: Any) -> None:
-    with pytest.raises(TypeError, match=r"The function noise returns .*the prior of the sd"):
+    with pytest.raises(TypeError, match=r"The function noise returns .*pyro.distributions"):
         linear(noise=lambda: made)(X, Y)
 
 

@@ -210,13 +210,6 @@ def test_scores_are_refused_to_a_guide_whose_other_parameters_they_would_not_tra
         svi.step()
 
 
-def test_a_flow_of_two_guides_is_told() -> None:
-    flow = coupling()
-    ngvi.AutoFlow(model, flow, init=None)()
-    with pytest.warns(UserWarning, match="another guide"):
-        ngvi.AutoFlow(model, flow, init=None)()
-
-
 def test_a_first_call_that_failed_says_the_same_again() -> None:
     def branching() -> None:
         x = pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1))

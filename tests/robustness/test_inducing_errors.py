@@ -28,14 +28,8 @@ def step(model, *args, inducing=None, **how):
     return guide, svi
 
 
-def test_arguments_of_the_distribution():
+def test_a_mean_of_a_wrong_shape():
     X, _ = data(5)
-    with pytest.raises(ValueError, match="kernel must be a callable"):
-        GaussianProcess(torch.eye(5), X)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="one row an input"):
-        GaussianProcess(rbf, torch.tensor(1.0))
-    with pytest.raises(ValueError, match="jitter must be a number >= 0"):
-        GaussianProcess(rbf, X, jitter=-1.0)
     with pytest.raises(ValueError, match=r"mean\(inputs\) has shape \(1,\)"):
         GaussianProcess(rbf, X, mean=lambda x: x[:1]).loc  # noqa: B018
 
@@ -69,7 +63,7 @@ def test_minibatches_of_inputs_need_inducing_points():
     with pytest.raises(ValueError, match=r"'f' is at other inputs in each minibatch.*inducing=Z"):
         step(model, X, y, batch=5)
     _, svi = step(model, X[:10], y[:10])
-    with pytest.raises(ValueError, match="at other inputs in each minibatch"):
+    with pytest.raises(ValueError, match=r"'f' has the shape \(5,\).*inducing=Z"):
         svi.step(X[:10], y[:10], batch=5)
 
 
@@ -99,15 +93,11 @@ def test_the_dense_algebra_learns_priors_with_all_data_only():
         with pyro.plate("data", len(X), subsample_size=batch) as i:
             pyro.sample("y", dist.Normal(f[i], 0.5), obs=y[i])
 
-    guide, _ = trained(model, X, y, 1, others=Adam({"lr": 0.01}))
     with pytest.raises(ValueError, match=r"has a minibatch, and the prior.*with all data"):
-        SVI(model, guide, ngvi.CVI(guide, others=Adam({"lr": 0.01})), ngvi.SitesELBO()).step(
-            X, y, batch=5
-        )
-    # the value of the bound needs no gradients, but f[i] is to be told from f
-    with pytest.raises(
-        ValueError, match=r"'f' was the predictor .* has 20 rows.*\(5,\).*first call"
-    ):
+        trained(model, X, y, 1, others=Adam({"lr": 0.01}), batch=5)
+    # where f[i] is to be told from f
+    guide, _ = trained(model, X, y, 1, others=Adam({"lr": 0.01}))
+    with pytest.raises(ValueError, match=r"'f' was the predictor .*\(20,\).*\(5,\).*first call"):
         ngvi.SitesELBO().loss(model, guide, X, y, batch=5)
 
 
@@ -149,7 +139,7 @@ def test_data_that_see_other_inputs_are_refused():
         with pyro.plate("data", len(X)):
             pyro.sample("y", dist.Normal(f.flip(0), 1.0), obs=y)
 
-    with pytest.raises(ValueError, match="see the GaussianProcess 'f' through the result of flip"):
+    with pytest.raises(ValueError, match="see 'f' through the result of flip"):
         step(model, X, y, inducing=Z)
 
 
@@ -187,7 +177,7 @@ def test_data_that_see_one_of_several_processes_elsewhere(seen):
 def test_processes_at_other_numbers_or_kinds_of_inputs():
     X, y = data(20)
     fewer = additive(lambda X, f: GaussianProcess(Matern(), X[:5]), lambda f, g: f + g.repeat(4))
-    with pytest.raises(ValueError, match=r"'f' has 20 inputs, and 'g' has 5\. With inducing"):
+    with pytest.raises(ValueError, match=r"'g' have \(5,\) instead of \(20,\)"):
         step(fewer, X, y, inducing=Z)
 
     def plane(X, Z=None, diag=False):
@@ -224,9 +214,7 @@ def test_minibatches_of_a_process_at_all_inputs(seen):
             pyro.sample("y", dist.Normal(seen(f, i), 1.0), obs=y[i])
 
     _, svi = step(model, X, y, inducing=Z)
-    with pytest.raises(
-        ValueError, match=r"'f' has 20 inputs in this call.*'y' have the shape \(5,"
-    ):
+    with pytest.raises(ValueError, match=r"was the predictor .*\(20,\) for data of shape \(5,"):
         svi.step(X, y, batch=5)
     with pytest.raises(ValueError, match="'f'"):
         step(model, X, y, inducing=Z, batch=5)

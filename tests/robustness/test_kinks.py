@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.probing.kinks import kinked_sites
-from pyro_ngvi.runtime.layout import LatentLayout
-from pyro_ngvi.runtime.vmap import Minibatches, run_particles
+from pyro_ngvi.runtime.density import LatentLayout
+from pyro_ngvi.runtime.run import Minibatches, run_particles
 
 
 def with_prior(prior: Callable[[], Any]) -> Callable[[], None]:

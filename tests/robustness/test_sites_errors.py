@@ -143,15 +143,7 @@ class Buffered(PyroModule):
             pyro.sample("y", dist.Normal(f, 1.0), obs=y)
 
 
-def improper(X: Tensor, y: Tensor) -> None:
-    flat = dist.ImproperUniform(dist.constraints.real_vector, (), (D,))
-    w: Any = pyro.sample("w", flat)
-    with pyro.plate("data", len(X)):
-        pyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
-
-
 OUTSIDE = {
-    "improper": (improper, "ImproperUniform .* must be jointly Gaussian .* proper Normal prior"),
     "latent scale": (latent_scale, r"latent site 's' is HalfNormal.*AutoGuideList\(model\)"),
     "bilinear": (bilinear, r"not depend on the latent block .* linear.*result that is not linear"),
     "bilinear prior": (scaled_by_another, "first result that is not linear"),
@@ -187,7 +179,6 @@ FACTORS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda w: -(w.sum() - 1.0).square(),
     "order": lambda w: -torch.relu(w[0] - w[1]),
     "box": lambda w: torch.where(w.abs() < 3.0, 0.0, -100.0).sum(),
-    "far limit": lambda w: -torch.relu(w - 1e3).sum(),
 }
 OUTSIDE |= {
     f"factor, {name}": (with_factor(soft), "factor 'soft' depends on the latent block")

@@ -1,6 +1,5 @@
 """What AutoWalshHadamard and WalshHadamardReparam refuse, in sentences that name the fix."""
 
-from functools import partial
 from typing import Any
 
 import pyro
@@ -31,29 +30,26 @@ def one(fn: Any, plate: int | None = None, scale: float = 1.0) -> Any:
 
 
 NORMAL = dist.Normal(torch.zeros(4, 3), 1.0)
-REFUSED: dict[str, tuple[Any, str]] = {
-    "scalar": (one(dist.Normal(0.0, 1.0)), r"has shape \(\) .* by \.to_event\(1\)"),
-    "no event": (one(NORMAL), r"shape \(4, 3\) and event shape \(\); .* by \.to_event\(2\)"),
-    "half an event": (one(NORMAL.to_event(1)), r"event shape \(3,\); .*\.to_event\(2\)"),
-    "no entries": (one(dist.Normal(torch.zeros(0, 3), 1.0).to_event(2)), "and no entries"),
-    "plate": (one(NORMAL.to_event(2), plate=2), r"shape \(2, 4, 3\) .* outside of plates"),
-    "scaled": (one(NORMAL.to_event(2), scale=0.5), "is scaled or masked"),
-    "masked": (one(NORMAL.mask(torch.tensor(True)).to_event(2)), "not independent normals"),
-    "Laplace": (one(dist.Laplace(torch.zeros(4, 3), 1.0).to_event(2)), r"not independent.*Indep"),
-    "Gamma": (one(dist.Gamma(torch.ones(4, 3), 1.0).to_event(2)), "not independent normals"),
-    "correlated": (
-        one(dist.MultivariateNormal(torch.zeros(4, 3), torch.eye(3)).to_event(1)),
-        "not independent normals",
-    ),
+REFUSED: dict[str, Any] = {
+    "scalar": one(dist.Normal(0.0, 1.0)),
+    "no event": one(NORMAL),
+    "half an event": one(NORMAL.to_event(1)),
+    "plate": one(NORMAL.to_event(2), plate=2),
+    "scaled": one(NORMAL.to_event(2), scale=0.5),
+    "masked": one(NORMAL.mask(torch.tensor(True)).to_event(2)),
+    "Laplace": one(dist.Laplace(torch.zeros(4, 3), 1.0).to_event(2)),
+    "Gamma": one(dist.Gamma(torch.ones(4, 3), 1.0).to_event(2)),
+    "correlated": one(dist.MultivariateNormal(torch.zeros(4, 3), torch.eye(3)).to_event(1)),
 }
 
 
 @pytest.mark.parametrize("kind", [AutoWalshHadamard, AutoProperWalshHadamard])
-@pytest.mark.parametrize(("model", "words"), REFUSED.values(), ids=REFUSED)
-def test_site_that_can_not_be_made_of_g(model: Any, words: str, kind: Any) -> None:
+@pytest.mark.parametrize("model", REFUSED.values(), ids=REFUSED)
+def test_site_that_can_not_be_made_of_g(model: Any, kind: Any) -> None:
     guide = kind(model, ["W"])
     for _ in range(2):  # the second call says the same again
-        with pytest.raises(ValueError, match=f"{kind.__name__}: the site 'W' (.|\n)*{words}"):
+        words = rf"{kind.__name__}: 'W' is no latent site of independent normals.*'last' \(3, 3\)"
+        with pytest.raises(ValueError, match=words):
             guide()
 
 
@@ -62,11 +58,7 @@ def test_arguments() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"g": "x"}, r"g must be 'mean_field' or 'full_rank', got 'x'"),
         ({"rest": "low_rank"}, r"rest must be .*, got 'low_rank'"),
-        ({"sites": "W"}, r"sites must be a list of names, got the string 'W'"),
-        ({"sites": []}, r"sites is empty.*AutoMeanFieldNormal"),
-        ({"g_scale": 0.0}, r"g_scale must be a positive number, got 0\.0"),
-        ({"g_scale": "1"}, r"g_scale must be a positive number, got '1'"),
-        ({"init": "map"}, r"has no init; start it by init_loc_fn"),
+        ({"init": "map"}, r"init must be None, got 'map'"),
     ]
     for how, words in cases:
         with pytest.raises(ValueError, match=words):
@@ -74,20 +66,19 @@ def test_arguments() -> None:
     # the proper guide's diagonals stay signs, and its prior is that of the model
     other: dict[str, Any]
     for other in ({"train_diagonals": True}, {"g_scale": 2.0}):
-        for kind in (partial(AutoWalshHadamard, proper=True), AutoProperWalshHadamard):
-            with pytest.raises(TypeError, match=next(iter(other))):
-                kind(model, **other)
+        with pytest.raises(TypeError, match=next(iter(other))):
+            AutoProperWalshHadamard(model, **other)
 
 
 def test_named_site_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match=r"no latent site 'V'; it has 'W', 'last'"):
+    with pytest.raises(ValueError, match=r"'V' is no latent site.* has 'W' \(4, 3\), 'last'"):
         AutoWalshHadamard(one(NORMAL.to_event(2)), ["W", "V"])()
 
     def observed() -> None:
         pyro.sample("W", NORMAL.to_event(2), obs=torch.zeros(4, 3))
         pyro.sample("z", dist.Normal(0.0, 1.0))
 
-    with pytest.raises(ValueError, match=r"no latent site 'W'; it has 'z'"):
+    with pytest.raises(ValueError, match=r"'W' is no latent site.* has 'z'"):
         AutoWalshHadamard(observed, ["W"])()
 
 
@@ -102,13 +93,10 @@ def test_no_matrix_to_find() -> None:
         AutoWalshHadamard(model)()
 
 
-def test_moments_of_another_site() -> None:
+def test_moments_before_the_first_call() -> None:
     guide = AutoWalshHadamard(one(NORMAL.to_event(2)))
     with pytest.raises(RuntimeError, match="call it once"):
         guide.site_moments("W")
-    guide()
-    with pytest.raises(ValueError, match=r"makes no site 'last' of g; it makes 'W'"):
-        guide.site_moments("last")
 
 
 @pytest.mark.parametrize("where", ["loc", "scale", "other matrix"])
@@ -122,7 +110,7 @@ def test_prior_that_depends_on_another_site(where: str) -> None:
         pyro.sample("W", dist.Normal(loc, scale).to_event(2))
         pyro.sample("last", NORMAL.to_event(2))
 
-    words = r"prior of the site 'W' depends on other latent sites\. Use poutine\.reparam"
+    words = r"prior of 'W' is trained or depends on other latent sites.*poutine\.reparam"
     state = torch.get_rng_state()
     with pytest.raises(ValueError, match=words):
         AutoWalshHadamard(model)()
@@ -130,32 +118,17 @@ def test_prior_that_depends_on_another_site(where: str) -> None:
     AutoWalshHadamard(model, ["V"])()  # another one may be named
 
 
-def test_site_too_large_to_make() -> None:
-    """Refused before anything of that size is made: the entries would be a few petabytes."""
-
-    def model() -> None:
-        loc, scale = (x.expand(2**24, 2**24) for x in (torch.zeros(()), torch.ones(())))
-        pyro.sample("W", dist.Normal(loc, scale, validate_args=False).to_event(2))
-
-    words = (
-        r"'W' has shape \(16777216, 16777216\).*281,474,976,710,656 entries.*WalshHadamardLinear"
-    )
-    with pytest.raises(ValueError, match=words):
-        AutoWalshHadamard(model)()
-
-
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
         (dist.Laplace(torch.zeros(4, 3), 1.0).to_event(2), r"'W' is Independent"),
-        (NORMAL, r"'W' is Normal with batch shape \(4, 3\) and event shape \(\)"),
-        (dist.Normal(torch.zeros(0, 3), 1.0).to_event(2), r"'W' .*event shape \(0, 3\)"),
+        (NORMAL, r"'W' is Normal with event shape \(\)"),
     ],
-    ids=["Laplace", "no event", "no entries"],
+    ids=["Laplace", "no event"],
 )
 def test_reparam_of_another_site(fn: Any, words: str) -> None:
     model = poutine.reparam(one(fn), {"W": WalshHadamardReparam()})
-    with pytest.raises(ValueError, match=r"by \.to_event\(\.\.\.\), and the site " + words):
+    with pytest.raises(ValueError, match=r"by \.to_event\(\.\.\.\)\. The site " + words):
         model()
 
 
@@ -163,20 +136,8 @@ def test_reparam_of_an_observed_site() -> None:
     def model(W: Tensor) -> None:
         pyro.sample("W", NORMAL.to_event(2), obs=W)
 
-    with pytest.raises(ValueError, match=r"'W' is observed; WalshHadamardReparam is for latent"):
+    with pytest.raises(ValueError, match=r"for latent sites.* 'W' .*, observed"):
         poutine.reparam(model, {"W": WalshHadamardReparam()})(torch.zeros(4, 3))
-    with pytest.raises(ValueError, match=r"g_scale must be a positive number, got -1"):
-        WalshHadamardReparam(g_scale=-1)
-
-
-def test_reparam_beside_the_diagonals_of_another_model() -> None:
-    small, large = one(NORMAL.to_event(2)), one(dist.Normal(torch.zeros(9, 3), 1.0).to_event(2))
-    poutine.reparam(small, {"W": WalshHadamardReparam()})()
-    message = (
-        r"shapes \[\(4,\), \(1, 3\)\] for the site 'W', of another model.*of shape \(9, 3\) needs"
-    )
-    with pytest.raises(ValueError, match=message):
-        poutine.reparam(large, {"W": WalshHadamardReparam()})()
 
 
 def test_a_scale_around_the_model_alone_is_refused() -> None:
@@ -198,7 +159,7 @@ def test_a_trained_prior_is_refused() -> None:
         with pyro.plate("data", len(X)):
             pyro.sample("Y", dist.Normal(X @ W.mT, 1.0).to_event(1), obs=Y)
 
-    with pytest.raises(ValueError, match="has a parameter that is trained"):
+    with pytest.raises(ValueError, match="is trained or depends"):
         AutoWalshHadamard(model, ["W"])(*data())
     AutoProperWalshHadamard(model, ["W"])(*data())
 
@@ -213,5 +174,5 @@ def test_the_last_matrix_is_the_last_event_of_two_dimensions() -> None:
     guide = AutoWalshHadamard(model)
     guide()
     assert list(guide.matrices) == ["W", "U"]
-    with pytest.raises(ValueError, match="'W' is scaled or masked"):
+    with pytest.raises(ValueError, match=r"'W' is no latent site .* neither scaled nor masked"):
         AutoWalshHadamard(poutine.scale(model, scale=0.5))()

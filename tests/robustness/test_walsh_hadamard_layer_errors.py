@@ -37,32 +37,17 @@ class Folded(Net):
         return self.layer(x) + self.layer(x.reshape(3, 2, 4)).reshape(6, 3)
 
 
-@pytest.mark.parametrize(
-    "sizes, options, message",
-    [
-        ((0, 3), {}, "WalshHadamardLinear: in_features must be a positive integer, got 0"),
-        ((4, -1), {}, "out_features must be a positive integer, got -1"),
-        ((4.0, 3), {}, r"in_features must be a positive integer, got 4\.0"),
-        ((4, 3), {"g_scale": 0.0}, "g_scale must be a positive number"),
-        ((4, 3), {"weight_sd": float("nan")}, "weight_sd must be a positive number, got nan"),
-        ((4, 3), {"square": True}, "one output, and this has 3"),
-    ],
-)
-def test_layers_that_can_not_be(sizes: Any, options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        WalshHadamardLinear(*sizes, **options)
+def test_square_is_for_one_output() -> None:
+    with pytest.raises(ValueError, match="one output, and this has 3"):
+        WalshHadamardLinear(4, 3, square=True)
 
 
 @pytest.mark.parametrize(
     "sizes, options, message",
     [
-        ((0, 3), {}, "RandomFourierFeatures: in_features must be a positive integer"),
-        ((4, 0), {}, "num_features must be a positive integer"),
         ((4, 3), {"omega": "random"}, "omega must be .*'random'"),
         ((4, 3), {"lengthscale": -1.0}, r"lengthscale must be positive and finite, got -1\.0"),
         ((2, 3), {"lengthscale": torch.tensor([1.0, 0.0])}, "lengthscale must be positive"),
-        ((4, 3), {"lengthscale": torch.ones(3)}, r"lengthscale has shape \(3,\).*shape \(4,\)"),
-        ((4, 3), {"lengthscale": torch.ones(4), "ard": False}, "shape .4,.; it must be a number"),
         ((4, 3), {"variance": float("inf")}, "variance must be positive and finite"),
     ],
 )
@@ -78,17 +63,14 @@ def test_inputs_that_do_not_fit(kind: Any) -> None:
         layer(torch.randn(6, 5))
     with pytest.raises(ValueError, match=r"got shape \(\)"):
         layer(torch.tensor(1.0))
-    with pytest.raises(TypeError, match=r"floating dtype, got torch.int64.*x.float\(\)"):
-        layer(torch.ones(6, 4, dtype=torch.long))
+    assert layer(torch.ones(6, 4, dtype=torch.long)).dtype == torch.float64
 
 
 def step(model: Any, local: Any, guide: Any) -> None:
     SVI(local, guide, Adam({"lr": 0.01}), Trace_ELBO()).step(X)
 
 
-def test_what_is_no_guide_or_no_kl() -> None:
-    with pytest.raises(TypeError, match=r"autoguide.*got function"):
-        local_reparameterization(Net(), lambda x: None)  # pyright: ignore[reportArgumentType]
+def test_what_is_no_kl() -> None:
     model = Net()
     with pytest.raises(ValueError, match='"exact" or "sampled", got \'closed\''):
         local_reparameterization(model, AutoNormal(model), kl="closed")
@@ -140,9 +122,7 @@ def test_priors_without_a_closed_form() -> None:
 def test_data_that_can_not_be_told() -> None:
     model = Folded()
     guide = ngvi.AutoMeanFieldNormal(model)
-    with pytest.raises(
-        ValueError, match=r"'layer.g' is called for data of shapes \(6,\) and \(3, 1"
-    ):
+    with pytest.raises(ValueError, match=r"'layer.g', .* x of shape \(3, 2, 4\).*the model itself"):
         step(model, local_reparameterization(model, guide), guide)
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from pyro_ngvi.families import MeanFieldNormal
 from pyro_ngvi.families.base import pack
 from pyro_ngvi.fisher import Dense
-from pyro_ngvi.fisher.geometry import Coordinates
 from pyro_ngvi.optim import Tail
+from pyro_ngvi.optim.aifvb import measure_covariance
+from pyro_ngvi.optim.blocks import Coordinates
 from pyro_ngvi.optim.ifvb import SLOW, IFVBRule
-from pyro_ngvi.optim.uncertainty import measure_covariance
-from pyro_ngvi.rules.natural_gradient import NaturalGradientRule
+from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
 
 FAMILY = MeanFieldNormal()
 RUNS, STEPS, PARTICLES = 200, 800, 4
@@ -87,8 +87,10 @@ def test_nominal_90_percent():
     rule = IFVBRule(step, Dense())
 
     def advance(q, state, noise, score_noise):
-        average = {name: state["average." + name] for name in q}
-        new, state, _ = rule.update(q, gradient(q, noise), state, score(average, score_noise))
+        average = {name: state["average"][name] for name in q}
+        new, state, _ = rule.update(
+            q, gradient(q, noise), state, {"scores": score(average, score_noise)}
+        )
         return new, state
 
     start = FAMILY.init(torch.zeros(2), 0.5)
@@ -101,7 +103,7 @@ def test_nominal_90_percent():
 
     joint, marginal = [], []
     for run in range(RUNS):
-        leaves = {name: state["average." + name][run].clone() for name in FAMILY.names}
+        leaves = {name: state["average"][name][run].clone() for name in FAMILY.names}
         unit = score(leaves, torch.randn(64, 2)).square().mean(0).rsqrt()
         covariance = measure_covariance(
             lambda leaves=leaves: pack(gradient(leaves, torch.randn(PARTICLES, 2))),

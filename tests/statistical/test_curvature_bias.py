@@ -22,13 +22,12 @@ import pytest
 import torch
 
 from pyro_ngvi.families import FactorPrecisionNormal, FullRankNormal, MeanFieldNormal
-from pyro_ngvi.optim.ivon import IVONRule
-from pyro_ngvi.optim.vadam import VadamRule
+from pyro_ngvi.optim.schedules import slowing_rate
+from pyro_ngvi.optim.vogn import IVONRule, VadamRule
 from pyro_ngvi.optim.von import VONRule
-from pyro_ngvi.rules.schedules import DEFAULT_RATE
 
 N, M, D, SD = 50, 10, 3, 0.7
-RATE = DEFAULT_RATE.floor
+RATE = slowing_rate.floor
 BURN = 2_000
 STEPS = {"hessian": 10_000, "gauss_newton": 10_000, "rows": 10_000} | dict.fromkeys(
     ("price", "squared_gradient"), 40_000

@@ -26,8 +26,8 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ...linalg.host import own_random_state
-from ...runtime.density import site_kind, site_log_prob
-from ...runtime.vmap import Minibatches, Site, Sites, run_particles
+from ...runtime.density import Site, Sites, site_kind, site_log_prob
+from ...runtime.run import Minibatches, run_particles
 from ..data import is_data
 from .run import Run, Use, scale_refusal
 from .squares import Inputs

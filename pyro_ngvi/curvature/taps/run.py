@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+from ...runtime.density import Site
 from ...runtime.pyro_adapter import masks_of
-from ...runtime.vmap import Site
 from .calls import LAYERS, VIEWS, Call, Weights, is_training_batch_norm
 from .squares import Inputs, Layer, Member, View
 

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime.vmap import Minibatches
+from ...runtime.run import Minibatches
 from .check import check_taps
 from .run import LayerMode, Run, SiteWatch, Use, scale_refusal
 from .squares import Inputs, Member, View, joint_squares
@@ -48,7 +48,7 @@ class LayerTaps:
     """A model with taps behind the layers whose weights are latent sites; call it like the model.
 
     Made by :meth:`discover`. For each later step: run it in place of the model under
-    :func:`~pyro_ngvi.runtime.vmap.run_particles`, call ``backward`` on the loss, and take
+    :func:`~pyro_ngvi.runtime.run.run_particles`, call ``backward`` on the loss, and take
     :meth:`squared_gradients`. With gradients off it is the model and no more.
     """
 
@@ -106,7 +106,7 @@ class LayerTaps:
             RuntimeError: when the model cannot run under ``vmap``.
 
         >>> import torch, pyro, pyro.distributions as dist
-        >>> from pyro_ngvi.runtime.vmap import run_particles
+        >>> from pyro_ngvi.runtime.run import run_particles
         >>> def model(x, y):
         ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
         ...     with pyro.plate("data", len(x)):

@@ -1,0 +1,288 @@
+r"""What importance weights say: the tail that they have, what they move, whether a fit had ended.
+
+For draws z_s of q, s = 1..S, and l_s = log p(data, z_s) - log q(z_s).
+
+**Tail** (Vehtari, Simpson, Gelman, Yao & Gabry 2024, JMLR 25(72), section 3).  The largest
+M = ceil(min(S/5, 3 sqrt(S))) weights exceed the next one, u, by a generalised Pareto distribution,
+
+    Q(p) = sigma / k ((1 - p)^-k - 1),
+
+k and sigma as of Zhang & Stephens (2009), k then pulled towards 1/2 with the weight of ten draws.
+Smoothing replaces the i-th smallest weight of the tail by u + Q((i - 1/2) / M), cut at the largest.
+ArviZ's fit differs between versions and has no answer for an exact guide, whose weights are all equal.
+
+**Shifts** of draws x_s under smoothed weights w_s that sum to one, sd_w that of the weighted draws:
+
+    mean:   (sum_s w_s x_s - mean(x)) / sd_w,        sd:   log(sd_w / sd).
+
+The standard error of each is that of a sum of influence functions, weighted less raw (delta method).
+
+**Slopes.**  With u the unconstrained draws in units of their sds,
+
+    b = Cov(u, l),     c = Cov((u^2 - 1) / 2, l).
+
+For a Gaussian q these are the natural gradient of the ELBO in the mean of an entry, in sds, and in its
+log sd (Bonnet, Price); at the optimum of any family that can move and stretch along an entry they are
+zero.  They need no exponential of a log weight, so they speak where k-hat cannot.
+
+**Evidence.**  Draws of the prior give Z = mean_s p(y | z_s), unbiased for p(y) whatever the guide.  The
+guide has missed a mode where the larger of two lower bounds on p(y) exceeds its own estimate: Z / 100,
+above p(y) with probability 1 % at most (Markov), and Z less four standard errors.  It is silent where
+the prior is much wider than the posterior in many directions, and on modes of little mass.
+"""
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..linalg.host import own_random_state
+from ..runtime.density import Sites, site_log_prob
+from ..runtime.model_density import Parts, map_draws
+
+FEWEST = 5  # weights that make a tail
+PRIOR_DRAWS, PRIOR_SHAPE = 10, 0.5
+COLUMNS = 4096  # entries at a time, to bound memory
+SURPRISE = float(np.log(100.0))  # nats
+ERRORS = 4.0  # standard errors
+NOTICED = 0.1  # nats of evidence that count
+
+
+class Tail(NamedTuple):
+    """The weights ``at`` these places, ascending, exceed ``cutoff`` by Pareto(shape, scale).
+
+    In units of the largest weight.  ``shape`` is infinite where there is no tail to fit.
+    """
+
+    at: np.ndarray
+    cutoff: float
+    shape: float
+    scale: float
+
+
+def find_tail(x: np.ndarray) -> Tail:
+    """The tail of the weights exp(x), for log weights x (S,) with maximum 0."""
+    order = np.argsort(x, kind="stable")
+    length = int(np.ceil(min(len(x) / 5, 3 * np.sqrt(len(x)))))
+    cutoff = max(x[order[-length - 1]], np.log(np.finfo(np.float64).tiny))
+    at = order[x[order] > cutoff]
+    if len(at) < FEWEST:
+        return Tail(at, float(np.exp(cutoff)), float("inf"), float("nan"))
+    y = np.exp(x[at]) - np.exp(cutoff)
+    # Zhang & Stephens (2009) with k = -(their k)
+    n = len(y)
+    m = 30 + int(np.sqrt(n))
+    quartile = y[int(n / 4 + 0.5) - 1]
+    theta = 1 / y[-1] + (1 - np.sqrt(m / (np.arange(1, m + 1) - 0.5))) / (3 * quartile)
+    k = np.log1p(-theta[:, None] * y).mean(1)
+    profile = n * (np.log(-theta / k) - k - 1)
+    weights = np.exp(profile - profile.max())
+    theta_hat = (weights / weights.sum()) @ theta
+    k_hat = np.log1p(-theta_hat * y).mean()
+    shape = (n * k_hat + PRIOR_DRAWS * PRIOR_SHAPE) / (n + PRIOR_DRAWS)
+    scale = -k_hat / theta_hat  # it belongs to the shape of the data
+    return Tail(at, float(np.exp(cutoff)), float(shape), float(scale))
+
+
+def smoothed(log_weights: np.ndarray) -> np.ndarray:
+    """Log weights (S,) with the tail smoothed, normalised; unchanged where there is no tail.
+
+    >>> x = np.log(np.arange(1.0, 401.0) ** 2)
+    >>> y = smoothed(x)
+    >>> print(f"{np.exp(y).sum():.6f}", bool(np.all(np.argsort(y) == np.argsort(x))))
+    1.000000 True
+    """
+    x = log_weights - log_weights.max()
+    tail = find_tail(x)
+    if np.isfinite(tail.shape):
+        p = (np.arange(len(tail.at)) + 0.5) / len(tail.at)
+        log_rest = -np.log1p(-p)
+        excess = tail.scale * log_rest
+        if tail.shape != 0.0:
+            excess = tail.scale * np.expm1(tail.shape * log_rest) / tail.shape
+        x[tail.at] = np.minimum(np.log(tail.cutoff + excess), 0.0)
+    return x - x.max() - np.log(np.exp(x - x.max()).sum())
+
+
+def systematic_resample(log_weights: np.ndarray, offset: float) -> np.ndarray:
+    """Places (S,), ascending, of S draws in proportion to normalised weights; ``offset`` in [0, 1).
+
+    Place s comes floor(S w_s) or ceil(S w_s) times: equal weights take every place once.
+
+    >>> systematic_resample(np.log([0.5, 0.25, 0.125, 0.125]), 0.3)
+    array([0, 0, 1, 2])
+    """
+    share = np.cumsum(np.exp(log_weights))
+    points = (np.arange(len(share)) + offset) / len(share)
+    # the sum of all shares is 1 up to rounding
+    return np.searchsorted(share / share[-1], points, side="right").clip(max=len(share) - 1)
+
+
+@dataclass(frozen=True)
+class Shift:
+    """What weights would change, entry by entry, each an array of the shape of the quantity.
+
+    ``mean`` is in sds of the weighted draws, ``log_sd`` a log ratio; the other two are their standard
+    errors.  Infinite where a moment of the draws is not finite.
+    """
+
+    mean: np.ndarray
+    mean_error: np.ndarray
+    log_sd: np.ndarray
+    log_sd_error: np.ndarray
+
+    @property
+    def largest_mean(self) -> float:
+        """The largest change of a mean in sds, two standard errors included."""
+        return float((np.abs(self.mean) + 2 * self.mean_error).max(initial=0.0))
+
+    @property
+    def largest_log_sd(self) -> float:
+        """The largest change of a log sd, two standard errors included."""
+        return float((np.abs(self.log_sd) + 2 * self.log_sd_error).max(initial=0.0))
+
+
+@dataclass(frozen=True)
+class Slope:
+    """The steepest slope of the ELBO along an entry: ``size`` and its standard ``error``, in sds.
+
+    ``excess`` is |slope| less 1 + sqrt(2 log 2n) standard errors, for the 2n slopes of n entries: the
+    largest of so many noises stays below that.
+    """
+
+    name: str
+    what: str
+    size: float
+    error: float
+    excess: float
+
+
+def _blocks(draws: np.ndarray) -> Iterator[np.ndarray]:
+    flat = draws.reshape(len(draws), -1)
+    for start in range(0, flat.shape[1], COLUMNS):
+        yield flat[:, start : start + COLUMNS].astype(np.float64)
+
+
+def shift_of(draws: np.ndarray, log_weights: np.ndarray) -> Shift:
+    """The shifts of draws (S, *shape) under normalised log weights (S,), in arrays of ``shape``.
+
+    >>> x = np.linspace(-2.0, 2.0, 1001)
+    >>> weights = np.exp(-0.5 * (x - 1.0) ** 2)
+    >>> print(f"{shift_of(x, np.log(weights / weights.sum())).mean:.2f}")
+    0.91
+    """
+    with np.errstate(all="ignore"):  # draws may be infinite; that is an answer too
+        parts = [_shift(x, np.exp(log_weights)) for x in _blocks(draws)]
+    columns = np.nan_to_num(
+        np.concatenate([np.zeros((4, 0)), *parts], 1), nan=np.inf, posinf=np.inf
+    )
+    return Shift(*(c.reshape(draws.shape[1:]) for c in columns))
+
+
+def _shift(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    even = 1 / len(x)
+    fixed = (x == x[0]).all(0)  # infinite, perhaps
+    x = np.where(fixed, 0.0, x)
+    x = x - x.mean(0)  # the digits of what varies
+    square = x * x
+    variance = square.mean(0)
+    mean_w = w @ x
+    centred_w = x - mean_w
+    square_w = centred_w * centred_w
+    variance_w = w @ square_w
+    sd_w = np.sqrt(np.where(fixed, 1.0, variance_w))
+    of_mean = w[:, None] * centred_w - even * x
+    ratio = w[:, None] * (square_w / sd_w**2 - 1) - even * (
+        square / np.where(fixed, 1, variance) - 1
+    )
+    log_sd = np.where(fixed, 0.0, 0.5 * np.log(np.where(fixed, 1.0, variance_w / variance)))
+    log_sd_error = np.where(fixed, 0.0, 0.5 * np.sqrt((ratio**2).sum(0)))
+    return np.stack([mean_w / sd_w, np.sqrt((of_mean**2).sum(0)) / sd_w, log_sd, log_sd_error])
+
+
+def steepest(draws: Mapping[str, np.ndarray], log_ratio: np.ndarray) -> Slope | None:
+    """The slope of the ELBO that stands out most of its noise, over the entries of all quantities.
+
+    Args:
+        draws: unconstrained draws (S, *shape) by quantity.
+        log_ratio: log p - log q at the draws (S,), in nats, up to a constant.
+    """
+    found = None
+    for name, quantity in draws.items():
+        if not quantity.size:
+            continue
+        found = found or Slope(name, "mean", 0.0, 0.0, 0.0)
+        if not np.isfinite(log_ratio).all():
+            break
+        centred = (log_ratio - log_ratio.mean())[:, None]
+        noises = 1 + np.sqrt(2 * np.log(2.0 * np.prod(quantity.shape[1:])))
+        for x in _blocks(quantity):
+            with np.errstate(all="ignore"):
+                u = (x - x.mean(0)) / x.std(0)
+                for what, feature in (("mean", u), ("sd", (u * u - 1) / 2)):
+                    terms = feature * centred
+                    slope = terms.mean(0)
+                    error = (terms - slope).std(0) / np.sqrt(len(x))
+                    excess = np.nan_to_num(np.abs(slope) - noises * error, nan=0.0, posinf=0.0)
+                    at = int(excess.argmax())
+                    if excess[at] > found.excess:
+                        found = Slope(name, what, *map(float, (slope[at], error[at], excess[at])))
+    return found
+
+
+class Evidence(NamedTuple):
+    """log of a mean weight, in nats, and the standard error of the mean over the mean."""
+
+    log: float
+    error: float
+
+
+def evidence_of(log_weights: np.ndarray) -> Evidence:
+    """The evidence that log weights (S,) show; -inf is a weight of zero."""
+    top = log_weights.max()
+    if not np.isfinite(top):
+        return Evidence(-np.inf, np.inf)
+    weights = np.exp(log_weights - top)
+    mean = float(weights.mean())
+    return Evidence(float(top + np.log(mean)), float(weights.std() / mean / len(weights) ** 0.5))
+
+
+def missed_nats(prior: Evidence, guide: Evidence) -> float:
+    """Nats by which lower bounds from the prior exceed the guide's estimate: positive if it missed."""
+    by_markov = prior.log - SURPRISE - guide.log
+    sure = 1.0 - ERRORS * prior.error
+    if sure <= 0.0:
+        return by_markov
+    by_error = prior.log + float(np.log(sure)) - guide.log - float(np.log1p(ERRORS * guide.error))
+    return max(by_markov, by_error - NOTICED)
+
+
+def prior_evidence(
+    model: Callable[[], Any],
+    latent: Collection[str],
+    num_samples: int,
+    batch_size: int | None = None,
+) -> Evidence | None:
+    """The mean likelihood over draws of the prior; ``None`` where it cannot be drawn from.
+
+    Leaves the random state alone.
+    """
+
+    def likelihood(sites: Sites) -> Parts:
+        terms = {name: site_log_prob(site) for name, site in sites.items()}
+        log_joint = [scaled.double().sum() for _, scaled in terms.values()]
+        # what the draws came from: a masked prior is improper and still draws
+        drawn_from = [-terms[name][0].double().sum() for name in latent]
+        return {"sums": {"log_weight": torch.stack([*log_joint, *drawn_from]).sum()}}
+
+    with own_random_state(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # far from the posterior models may warn of anything
+        try:
+            run = map_draws(model, likelihood, {}, num_samples, batch_size)
+        except Exception:  # improper priors; models that fail far from the posterior, in any way
+            return None
+    found = run["sums"]["log_weight"]
+    return evidence_of(torch.where(torch.isfinite(found), found, -torch.inf).cpu().numpy())

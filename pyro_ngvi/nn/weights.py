@@ -1,0 +1,281 @@
+"""The weights of a module as latent sites: modules that can have them, their priors, many at once.
+
+The log-likelihood must be a sum over examples that are independent given the weights, and the same at
+every run.  That leaves out the modules in the table below, and those whose second run returns another
+output than the first, such as ``F.dropout`` inside a ``forward`` or a running mean.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroModule
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from ..linalg.host import host_bool
+
+# A distribution is Any: to a type checker Pyro's are abstract.
+Prior: TypeAlias = float | Callable[[str, Tensor], Any]
+#: hyperparameters by name: the value, and its dimensions of vectorised particles
+Sampled: TypeAlias = dict[str, tuple[Tensor, torch.Size]]
+
+
+def _draws(module: Any) -> bool:
+    if isinstance(module, nn.RReLU):
+        return True
+    return (module.p if isinstance(module, _DropoutNd) else module.dropout) > 0
+
+
+def _other_gradient(module: Any) -> bool:
+    odd = module.padding_idx is not None or module.max_norm is not None
+    return module.weight.requires_grad and (odd or module.scale_grad_by_freq)
+
+
+#: what is refused: kinds of modules, when, and what is said after the module's name
+REFUSED: list[tuple[tuple[type, ...], Callable[[Any], bool], str]] = [
+    (
+        (torch.jit.ScriptModule,),
+        lambda m: True,
+        "is compiled by torch.jit, which takes no other weights than its own. Give the module that "
+        "it was made of.",
+    ),
+    (
+        (PyroModule,),
+        lambda m: True,
+        "is a PyroModule already, with sites of its own. Give ordinary modules of torch.",
+    ),
+    (
+        (nn.Embedding, nn.EmbeddingBag),
+        _other_gradient,
+        "has padding_idx, max_norm or scale_grad_by_freq, with which its gradients are not those "
+        "of the density. Leave them out (padding: multiply what is embedded by (tokens != i)"
+        ".unsqueeze(-1)), or freeze the weight by requires_grad_(False).",
+    ),
+    (
+        (_BatchNorm,),
+        lambda m: m.training or m.running_mean is None,
+        "is in training mode, or keeps no running statistics: it would normalise each example by "
+        "the others in its minibatch, and examples are to be independent. Call module.eval() if it "
+        "keeps them, or use GroupNorm or LayerNorm.",
+    ),
+    (
+        (_InstanceNorm,),
+        lambda m: m.training and m.track_running_stats,
+        "is in training mode and updates its running statistics at every run. Call module.eval(), "
+        "or leave out track_running_stats.",
+    ),
+    (
+        (_DropoutNd, nn.RReLU, nn.RNNBase, nn.MultiheadAttention),
+        lambda m: m.training and _draws(m),
+        "is in training mode, where it draws random numbers (dropout): noise on top of that of the "
+        "sampled weights. Call module.eval(), or take it out.",
+    ),
+]
+
+
+def refuse(parts: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse parts of a module, given with their paths, by the table."""
+    for path, part in parts:
+        for kinds, when, says in REFUSED:
+            if isinstance(part, kinds) and when(part):
+                raise ValueError(f"The module {path!r} ({type(part).__name__}) {says}")
+
+
+def refuse_change(first: Any, second: Any) -> None:
+    """Refuse a module that returned ``first`` and then, at the same weights and inputs, ``second``."""
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return
+    few = 1e3 * torch.finfo(first.dtype).eps if first.is_floating_point() else 0.0
+    if first.shape == second.shape:
+        same = torch.isclose(first, second, rtol=few, atol=few, equal_nan=True).all()
+        if host_bool(same) is not False:
+            return
+    raise ValueError(
+        "The module returns another output when it is run again, at the same weights and inputs: "
+        "it updates a buffer (spectral_norm in training mode), or draws random numbers "
+        "(F.dropout). Call module.eval(), if that stops it, or take that layer out."
+    )
+
+
+def refuse_other_than_pyro(function: str, returned: Any) -> None:
+    """Refuse a function of the user that returns no distribution, or one of torch."""
+    if not hasattr(returned, "to_event"):
+        raise TypeError(
+            f"{function} returns {type(returned).__name__}; it must return a distribution of "
+            f"pyro.distributions."
+        )
+
+
+def sd_or_function(value: Any, what: str, example: str) -> Any:
+    """A positive sd as a float, or the user's function that stands in its place."""
+    if callable(value) and not isinstance(value, torch.distributions.Distribution):
+        return value
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0.0 < value < math.inf:
+        raise ValueError(
+            f"{what} is {value!r}; give the sd as a positive number, or a function that returns "
+            f"one of pyro.distributions: {example}."
+        )
+    return float(value)
+
+
+def choose_prior(prior: Prior | Mapping[str, Prior], name: str) -> Prior:
+    """The prior of the parameter ``name``: an sd, or a function."""
+    if isinstance(prior, Mapping):
+        found = [p for pattern, p in prior.items() if fnmatchcase(name, pattern)]
+        if not found:
+            raise ValueError(
+                f"prior has no pattern that fits the parameter {name!r}; its patterns are "
+                f'{list(prior)}. Add one, for instance "*": 1.0 as the last.'
+            )
+        prior = found[0]
+    cauchy = "lambda name, p: dist.Cauchy(p.new_tensor(0.0), p.new_tensor(1.0))"
+    return sd_or_function(prior, f"The prior of {name!r}", cauchy)
+
+
+def prior_from(function: Any, name: str, parameter: Tensor, sampled: Sampled) -> Any:
+    """What the user's function returns, in the shape of the parameter, which is one event.
+
+    ``sampled`` holds the hyperparameters of this run of the model so far; new ones are added.
+
+    Raises:
+        TypeError: when it returns no distribution.
+        ValueError: when the shape does not fit.
+    """
+    shape = parameter.shape
+    with _Hyperparameters(name, len(shape), sampled) as seen:
+        fn = function(name, parameter)
+    refuse_other_than_pyro(f"The prior of {name!r}", fn)
+    if seen.lead or fn.shape() != shape:
+        outer = seen.lead + shape[: len(shape) - fn.event_dim]
+        fits = broadcasts_to(fn.batch_shape, outer)
+        if not fits or outer + fn.event_shape != seen.lead + shape:
+            raise ValueError(
+                f"The prior of {name!r} has shape {tuple(fn.shape())}, the parameter has shape "
+                f"{tuple(seen.lead + shape)}. Return a distribution of that shape, or a scalar one."
+            )
+        fn = fn.expand(outer)
+    return fn.to_event(len(fn.batch_shape) - len(seen.lead))
+
+
+class _Hyperparameters(Messenger):
+    """Gives a prior function its hyperparameters of vectorised particles as (*lead, 1, ..., 1).
+
+    They come as (*lead,), which would be broadcast against the parameter's own dimensions.  One that
+    the function of another parameter has sampled is given again: it is one site, which they share.
+    """
+
+    def __init__(self, name: str, dims: int, sampled: Sampled) -> None:
+        super().__init__()
+        self.name, self.dims, self.sampled = name, dims, sampled
+        self.lead = torch.Size()
+        self._inside: set[str] = set()
+
+    def _pyro_sample(self, msg: Any) -> None:
+        # plates around the run add themselves after this, those of the function itself did before
+        self._inside = {frame.name for frame in msg["cond_indep_stack"]}
+        if msg["name"] in self.sampled:
+            msg["value"], msg["done"], msg["stop"] = self.sampled[msg["name"]][0], True, True
+        elif self.lead and len(msg["fn"].batch_shape) > len(self.lead):
+            raise ValueError(
+                f"The prior of the hyperparameter {msg['name']!r} depends on another one, of "
+                f"{self.lead.numel()} vectorised particles, which look like entries of "
+                f"{self.name!r}. Give it a prior of its own and multiply the two, or use "
+                "BatchedELBO."
+            )
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        # pyro.deterministic and pyro.factor draw nothing; what a reparametrisation leaves is a draw
+        nothing = msg["infer"].get("_deterministic") or isinstance(msg["fn"], dist.Unit)
+        if site_is_subsample(msg) or (msg["is_observed"] and nothing):
+            return
+        value, event_dim = msg["value"], msg["fn"].event_dim
+        outside = [f for f in msg["cond_indep_stack"] if f.dim and f.name not in self._inside]
+        split, lead = value.dim() - event_dim, torch.Size()
+        if outside:  # as many dimensions as the outermost plate asks for, those left out too
+            missing = max(0, max(-f.dim for f in outside) - split)
+            lead = value.shape[:split] + (1,) * missing
+        _, lead = self.sampled.setdefault(msg["name"], (value, lead))
+        if not lead:
+            return
+        if self._inside:
+            raise ValueError(
+                f"The prior function of {self.name!r} samples {msg['name']!r} in a plate of its "
+                f"own, which cannot be told from vectorised particles. Declare its dimensions as "
+                f"one event, .to_event(...), instead of the plate."
+            )
+        self.lead = torch.broadcast_shapes(self.lead, lead)
+        ones = (1,) * (self.dims - event_dim)
+        # the trace has its copy of the message already: this is what the function gets
+        msg["value"] = value.reshape(lead + ones + value.shape[split:])
+
+
+def broadcasts_to(shape: torch.Size, target: torch.Size) -> bool:
+    """Whether a tensor of that ``shape`` is broadcast to ``target`` as it stands."""
+    try:
+        return torch.broadcast_shapes(shape, target) == target
+    except RuntimeError:
+        return False
+
+
+def over_rows(value: Tensor, event_dim: int) -> Tensor:
+    """A latent value of particles (S, *event) as (S, 1, *event), to meet the rows of the data.
+
+    ``pyro.infer.Predictive(parallel=True)`` leaves that dimension out; any other value stays as it is.
+    """
+    return value.unsqueeze(1) if value.dim() - event_dim == 1 else value
+
+
+def run_vectorized(
+    module: nn.Module, weights: Mapping[str, Tensor], inputs: Any
+) -> tuple[Any, int]:
+    """The output (*lead, M, ...) at weights (*lead, 1, *shape), and the length of ``lead``.
+
+    The 1 is the place of the plate of the data; ``pyro.infer.Predictive(parallel=True)`` leaves it
+    out. Weights without ``lead`` are shared.
+
+    Raises:
+        ValueError: when the weights have different ``lead``.
+        RuntimeError: when the module cannot run under ``vmap``.
+    """
+    batched, shared, leads = {}, {}, set()
+    for name, w in weights.items():
+        shape = module.get_parameter(name).shape
+        lead = w.shape[: w.dim() - len(shape)]
+        lead = lead[:-1] if len(lead) > 1 else lead
+        if lead.numel() == 1:
+            shared[name] = w.reshape(shape)
+        else:
+            batched[name] = w.reshape(lead.numel(), *shape)
+            leads.add(lead)
+    if len(leads) > 1:
+        raise ValueError(
+            f"The weights have batch shapes {sorted(map(tuple, leads))} in front of their own; all "
+            f"must have the same: one dimension of vectorised particles."
+        )
+
+    def run(weights: dict[str, Tensor]) -> Any:
+        return torch.func.functional_call(module, {**weights, **shared}, inputs)
+
+    if not batched:
+        return run({}), 0
+    (lead,) = leads
+    try:
+        output = torch.func.vmap(run, randomness="different")(batched)
+    except RuntimeError as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
+        raise RuntimeError(
+            f"{type(module).__name__} cannot run at vectorised particles, under torch.func.vmap: "
+            f"{reason}. Use Trace_ELBO without vectorize_particles, which runs it once for each."
+        ) from error
+    if isinstance(output, Tensor):
+        output = output.reshape(lead + output.shape[1:])
+    return output, len(lead)

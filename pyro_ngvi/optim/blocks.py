@@ -1,0 +1,164 @@
+"""Blocks of parameters that a natural-gradient rule can step: our guides, and other guides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from pyro.distributions import TransformModule
+from torch import Tensor, nn
+
+from ..families.base import Tensors, entry_name, interpolate, pack, unpack
+from ..fisher.scores import GuideScores
+
+
+class Block(Protocol):
+    """What an optimizer asks of a guide, or of a part of one, that it steps.
+
+    Where ``holds_average`` is true the parameters may hold an average of the iterates, and the offset
+    leads from it to the iterate, at which gradients are taken.
+    """
+
+    family: Any
+    holds_average: bool
+    averaged: bool
+    curvature: Any
+
+    def natural_params(self) -> Mapping[str, Tensor]: ...
+
+    def site_of(self, index: int) -> str: ...
+
+    def take_curvature(self) -> Any: ...
+
+    def iterate_offset(self, intact: Tensor | None = None) -> Tensors: ...
+
+    def set_iterate_offset(self, lag: Tensors | None, answer: Tensors | None = None) -> None: ...
+
+    def offset_is_intact(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Named tensors moved along straight lines: all that is known of a guide that is not ours.
+
+    ``nearly_singular``: whether some are weights of networks or transforms, as in a flow.
+    """
+
+    coordinates: ClassVar[tuple[str, ...]] = ("local",)
+    newton_like: ClassVar[bool] = True
+    noise_radius: ClassVar[float] = 0.6
+    orthogonal_frame: ClassVar[bool] = False
+    known_fisher: ClassVar[bool] = False
+
+    names: tuple[str, ...]
+    nearly_singular: bool = False
+
+    @property
+    def location(self) -> tuple[str, ...]:
+        """Nothing tells locations from scales here, so momentum acts on all."""
+        return self.names
+
+    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
+        return grads
+
+    def retract(
+        self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
+    ) -> Tensors:
+        return {name: p + step * tangent[name] for name, p in params.items()}
+
+    def average(self, average: Tensors, params: Tensors, rate: Tensor) -> Tensors:
+        return interpolate(average, params, rate)
+
+    def pack(self, tensors: Tensors) -> Tensor:
+        return pack(tensors)
+
+    def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
+        return unpack(vector, like)
+
+    def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
+        """One part: names do not tell which parameters belong together."""
+        return (sum(v.numel() for v in params.values()),)
+
+    def not_finite(self, params: Tensors) -> Tensor:
+        return ~torch.isfinite(pack(params))
+
+
+@dataclass(frozen=True)
+class EstimatedGeometry:
+    """A frame whose natural gradient is ``product``, an estimate of F^-1 times a packed gradient."""
+
+    frame: Any
+    product: Callable[[Tensor], Tensor]
+
+    def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
+        return self.frame.unpack(self.product(self.frame.pack(gradient)), gradient)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.frame, name)
+
+
+class GuideBlock:
+    """The parameters of a guide on which its log q depends, in unconstrained coordinates.
+
+    It offers to optimizers what :class:`~pyro_ngvi.guides.base.AutoFamily` does.  The parameters are
+    found at the first step, by running the guide.  The guide holds the iterate: an average is kept by
+    the optimizer.
+    """
+
+    holds_average = False
+    averaged = False
+    curvature = None
+
+    def __init__(self, guide: Callable[..., Any]) -> None:
+        self.scores = GuideScores(guide)
+        self._leaves: dict[str, Tensor] = {}
+        self._networks = False
+
+    def find(self, taken: set[int]) -> None:
+        """Find the parameters, leaving out those (by identity) that belong to other blocks."""
+        found = self.scores.dependent()
+        self._leaves = {name: p for name, p in found.items() if id(p) not in taken}
+        weights = {id(p) for module in self._modules() for p in module.parameters(recurse=False)}
+        # pyro.module("net", net) in a guide function gives names of the form "net$$$weight"
+        self._networks = any("$$$" in name or id(p) in weights for name, p in self._leaves.items())
+
+    def _modules(self) -> Iterator[nn.Module]:
+        """The layers and transforms of a guide."""
+        guide = self.scores.guide
+        for module in guide.modules() if isinstance(guide, nn.Module) else ():
+            kinds = [
+                c for c in type(module).__mro__ if c.__module__.startswith("torch.nn.modules.")
+            ]
+            plain = {nn.Module, nn.ModuleDict, nn.ModuleList, nn.Sequential}
+            if isinstance(module, TransformModule) or not plain.issuperset(kinds):
+                yield module
+
+    @property
+    def family(self) -> Coordinates:
+        return Coordinates(tuple(self._leaves), nearly_singular=self._networks)
+
+    def natural_params(self) -> dict[str, Tensor]:
+        return dict(self._leaves)
+
+    def draw_scores(self, n: int) -> Tensor:
+        """n scores (n, D) at the present parameters."""
+        return self.scores.draw(n, list(self._leaves))
+
+    def site_of(self, index: int) -> str:
+        """Name of the parameter that holds entry ``index`` of all of them in a row."""
+        return entry_name(index, self._leaves)
+
+    def take_curvature(self) -> None:
+        pass
+
+    def iterate_offset(self, intact: Tensor | None = None) -> Tensors:
+        return {}
+
+    def set_iterate_offset(self, lag: Tensors | None, answer: Tensors | None = None) -> None:
+        pass
+
+    def offset_is_intact(self) -> Tensor:
+        device = next(iter(self._leaves.values())).device
+        return torch.ones((), dtype=torch.bool, device=device)

@@ -1,0 +1,288 @@
+"""A rule says where to go; whether we go is decided here, once for all rules.
+
+A rule is a frozen dataclass with a ``family`` and the method ``step``.  Around each of its steps
+:meth:`Rule.update` refuses one that is not finite, counts, averages the iterates and reports.  These
+are pure functions of nested dicts of tensors, and nothing in them waits for the device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ..families.base import Tensors
+from ..linalg.host import host_bool
+
+#: a nested dict of tensors
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where a rule goes from the iterate.
+
+    Attributes:
+        params: the next iterate.
+        length: its distance in the Fisher norm, nats^(1/2), 0-dim.
+        gain: the factor on the direction that was asked for, 0-dim.
+        state: those entries of the rule's state that change.
+        radius: bound on the length, 0-dim; ``None``: there is none.
+        damped: whether the bound was met, 0-dim; ``None``: it never is.
+        finite: whether what the step was made of is finite, 0-dim, where ``params`` may hide that it
+            is not.
+        keep_average: whether the average so far goes on, 0-dim; else it begins anew at the iterate.
+        if_refused: those entries of the state that change where the step is refused.
+    """
+
+    params: Tensors
+    length: Tensor
+    gain: Tensor
+    state: State = field(default_factory=dict)
+    radius: Tensor | None = None
+    damped: Tensor | None = None
+    finite: Tensor | None = None
+    keep_average: Tensor | None = None
+    if_refused: State = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one update did, as tensors: nothing here waits for the device."""
+
+    finite: Tensor
+    step_norm: Tensor
+    gain: Tensor
+    radius: Tensor
+    damped: Tensor
+    skipped: Tensor
+    bad_entries: Tensor
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the last step did, in numbers.
+
+    Attributes:
+        outcome: "accepted", "damped" (by the trust region, or as an outlier) or "skipped" (not finite).
+        step_norm: Fisher length of the step; KL from the q before is about step_norm^2 / 2 nats.  With
+            ``VON`` and its kin (``VOGN``, ``IVON``, ``Vadam``, ``SLANG``) and the matrices of
+            ``NoisyKFAC`` it is that of the move of the mean alone: small while variances still move.
+        gain: factor on the natural gradient that the schedule asked for.
+        radius: trust radius in force.
+        skipped: number of steps skipped so far.
+        skipped_sites: latent sites whose gradient was not finite at the last skipped step.
+    """
+
+    outcome: str
+    step_norm: float
+    gain: float
+    radius: float
+    skipped: int
+    skipped_sites: tuple[str, ...]
+
+    @classmethod
+    def of(cls, report: Report, sites: tuple[str, ...]) -> StepReport:
+        taken = "damped" if bool(report.damped) else "accepted"
+        return cls(
+            outcome=taken if bool(report.finite) else "skipped",
+            step_norm=report.step_norm.item(),
+            gain=report.gain.item(),
+            radius=report.radius.item(),
+            skipped=int(report.skipped.item()),
+            skipped_sites=sites,
+        )
+
+
+class Rule(ABC):
+    """The base of rules: ``init(params) -> state``, ``update(params, grads, state)``.
+
+    ``grads`` has the Euclidean gradient of the loss by parameter.  A rule that ``accepts`` curvature
+    takes it as a further argument of :meth:`step`, by name: ``{"dense": H}``, say.  Write :meth:`step`,
+    and :meth:`start` if it remembers anything.
+
+    Example: see :class:`~pyro_ngvi.optim.NaturalGradient`.
+    """
+
+    #: kinds of curvature of a loss that the rule takes; ``None`` stands for a loss without any
+    accepts: ClassVar[tuple[str | None, ...]] = (None,)
+    #: whether the rule learns the Fisher matrix of families that do not know it
+    learns_fisher: ClassVar[bool] = False
+
+    family: Any
+    averaging: Averaging | None = None
+
+    @abstractmethod
+    def step(self, params: Tensors, grads: Tensors, state: State) -> Step:
+        """The step from ``params``; ``state["count"]`` iterates came before."""
+
+    def refuses(self, family: Any) -> str | None:
+        """Why the rule cannot step ``family``, and what to use; ``None``: it can."""
+        if self.learns_fisher or family.known_fisher:
+            return None
+        return (
+            "its Fisher matrix has no closed form. Use pyro_ngvi.optim.SPRING, pyro_ngvi.IFVB or "
+            "pyro_ngvi.AIFVB, which learn it from scores."
+        )
+
+    def start(self, params: Tensors) -> State:
+        """What the rule remembers before its first step."""
+        return {}
+
+    def bad_entries(self, grads: Tensors, curvature: Mapping[str, Any]) -> Tensor:
+        """Entries of z (d,) at which gradient or curvature is not finite."""
+        bad = self.family.not_finite(grads)
+        for name, value in curvature.items():
+            if name in ("diagonal", "prior"):
+                bad = bad | ~torch.isfinite(value)
+            elif name in ("dense", "rows"):  # rows stand for their products
+                bad = bad | ~torch.isfinite(value.square().sum(0))
+        return bad
+
+    def init(self, params: Tensors) -> State:
+        """The state before the first step."""
+        zero = next(iter(params.values())).new_zeros(())
+        state: State = {"count": zero, "skipped": zero.clone()}
+        state["bad_entries"] = torch.zeros_like(self.family.not_finite(params))
+        return state | self.start(params) | start_average(self.averaging, params)
+
+    def update(
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: State,
+        curvature: Mapping[str, Any] | None = None,
+    ) -> tuple[Tensors, State, Report]:
+        """One step from ``params`` (the iterate), or none where it is not finite."""
+        further = (curvature,) if curvature else ()
+        step = self.step(params, grads, state, *further)
+        # a length that overflows is refused too: nothing says how far such a step should go
+        total = reduce(torch.add, (v.sum() for v in step.params.values())) + step.length
+        finite = total.abs() < torch.inf
+        if step.finite is not None:
+            finite = finite & step.finite
+
+        keep = step.keep_average
+        before = state if keep is None else restart_average(state, params, keep)
+        count = before["count"] + 1.0
+        new, length = step.params, step.length
+        new_state = state | {"count": count} | step.state
+        new_state |= step_average(self.averaging, self.family, before, new, count)
+        if not host_bool(finite):
+            refused = state | {"skipped": state["skipped"] + 1.0} | step.if_refused
+            refused["bad_entries"] = self.bad_entries(grads, curvature or {})
+            new = choose(finite, new, params)
+            new_state = choose(finite, new_state, refused)
+            length = torch.where(finite, length, 0.0)
+        return (
+            new,
+            new_state,
+            Report(
+                finite=finite,
+                step_norm=length,
+                gain=step.gain,
+                radius=torch.full_like(length, torch.inf) if step.radius is None else step.radius,
+                damped=torch.zeros_like(finite) if step.damped is None else step.damped,
+                skipped=new_state["skipped"],
+                bad_entries=new_state["bad_entries"],
+            ),
+        )
+
+
+def choose(condition: Tensor, accepted: State, refused: State) -> State:
+    """``accepted`` where the 0-dim ``condition`` holds, else ``refused``; nobody waits."""
+    return tree_map(lambda a, b: a if a is b else torch.where(condition, a, b), accepted, refused)
+
+
+class Averaging(Protocol):
+    """Weights of an average x_bar_k = sum_{j<=k} w_j x_j / sum_{j<=k} w_j of the iterates.
+
+    ``rate(k, total)``: w_k / sum_{j<=k} w_j for iterate k = 1, 2, ... and the new total of the weights.
+    """
+
+    def rate(self, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class LogPower:
+    """w_k = (log(k + 1))^power: nearly uniform, lighter at the start.
+
+    The weights of AIFVB (Godichon-Baggioni, Nguyen & Tran 2024, power 2), with the count moved by one
+    so that the first weight is positive.
+    """
+
+    power: float = 2.0
+
+    def rate(self, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        weight = torch.log(k + 1.0) ** self.power
+        total = total + weight
+        return weight / total, total
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Rate eta / (k + eta - 1): weights that grow as k^(eta - 1) (Shamir & Zhang 2013).
+
+    The mean age of an iterate is 1 / (eta + 1) of the run, that of the last 2 / (eta + 1) of it alike:
+    two fifths for eta = 4.
+    """
+
+    eta: float = 4.0
+
+    def rate(self, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        return (self.eta / (k + (self.eta - 1.0))).clamp_max(1.0), total
+
+
+def as_averaging(averaging: Averaging | float | bool) -> Averaging | None:
+    """``False``: none; ``True``: :class:`Tail`; a number w: :class:`LogPower` (w)."""
+    if isinstance(averaging, bool):
+        return Tail() if averaging else None
+    if isinstance(averaging, int | float) and 0.0 <= averaging < torch.inf:
+        return LogPower(float(averaging))
+    if not hasattr(averaging, "rate"):
+        raise ValueError(
+            f"averaging must be a bool, a power of log k that is not negative, or have rate(), "
+            f"got {averaging!r}."
+        )
+    return averaging  # type: ignore[return-value]
+
+
+def start_average(averaging: Averaging | None, params: Tensors) -> State:
+    """The state of an average that nothing has entered yet; empty for ``None``."""
+    if averaging is None:
+        return {}
+    zero = next(iter(params.values())).new_zeros(())
+    average = {name: v.clone() for name, v in params.items()}
+    return {"average_total": zero, "average_square": zero.clone(), "average": average}
+
+
+def step_average(
+    averaging: Averaging | None, family: Any, state: State, params: Tensors, count: Tensor
+) -> State:
+    """The entries of ``state`` after iterate number ``count`` has entered, by the family's mean."""
+    if averaging is None:
+        return {}
+    rate, total = averaging.rate(count, state["average_total"])
+    average = family.average(state["average"], params, rate)
+    # sum of squared weights: what averaging leaves of the noise of one step
+    square = (1.0 - rate).square() * state["average_square"] + rate.square()
+    return {"average_total": total, "average_square": square, "average": average}
+
+
+def restart_average(state: State, params: Tensors, keep: Tensor) -> State:
+    """``state``, with the average begun afresh at ``params`` unless ``keep``; its count too."""
+    zeros = ("count", "average_total", "average_square")
+    fresh: State = {name: torch.zeros_like(state[name]) for name in zeros}
+    fresh["average"] = params
+    return state | choose(keep, {k: state[k] for k in fresh}, fresh)
+
+
+def part(state: Tensors, prefix: str) -> Tensors:
+    """The entries whose names start with ``prefix``, by the rest of the name."""
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}

@@ -1,0 +1,157 @@
+"""What an optimizer saves and restores: the states of rules, and the state of ``others=``.
+
+A ``PyroOptim`` keeps its states by the names of the parameters in the parameter store.  They begin with
+the name of the guide, which another run of the same program may give another one: a second guide of a
+process gets a number.  So states are saved under "." and the path within the guide, and get their names
+back at the first step, when all parameters stand in the store.
+
+PyTorch's optimizers save their own tensors, write into them at the next step, and take those that they
+load as their own.  So a state is copied on its way out and on its way in.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pyro
+import torch
+from pyro.optim import PyroOptim
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..families.base import Tensors
+from ..linalg.host import host_bool
+from ..runtime.store import states_to_restore
+from .rule import State
+
+
+def flat(state: State, prefix: str = "") -> Tensors:
+    """The tensors of a nested state by their paths, with dots."""
+    found: Tensors = {}
+    for name, v in state.items():
+        found |= flat(v, f"{prefix}{name}.") if isinstance(v, dict) else {prefix + name: v}
+    return found
+
+
+def fitted(path: str, fresh: State, saved: Tensors) -> State:
+    """A copy of a ``saved`` state, by paths, in the form of a ``fresh`` one."""
+    wanted = flat(fresh)
+    wrong = [k for k in wanted if k not in saved or saved[k].shape != wanted[k].shape]
+    wrong += [k for k in saved if k not in wanted]
+    if wrong:
+        raise ValueError(
+            f"The saved optimizer state does not fit the guide {path!r} (entries "
+            f"{', '.join(wrong)}): it comes from another model, rank or setting of the optimizer."
+        )
+    # a copy, since a rule may write into the state that it is given
+    copies = [saved[k].to(v, copy=True) for k, v in wanted.items()]
+    return tree_unflatten(copies, tree_flatten(fresh)[1])
+
+
+def moved(value: Tensor, like: Tensor) -> Tensor:
+    """An entry of a state, for a guide that was moved to the device and precision of ``like``."""
+    if value.is_floating_point():
+        return value.to(like)
+    # whole numbers that count something are read by the host, and stay there
+    return value if value.dim() == 0 and value.dtype == torch.long else value.to(like.device)
+
+
+def refuse_wrappers(*args: Any, **kwargs: Any) -> None:
+    """What a ``PyroOptim`` of ours makes of single parameters: nothing."""
+    raise RuntimeError(
+        "An optimizer of pyro_ngvi steps a whole guide; Pyro's HorovodOptimizer and learning-rate "
+        "schedulers want one for each tensor. Give it to SVI itself; for falling rates there is "
+        "NGVB(guide, schedule=lambda k: 0.5 / (1 + k))."
+    )
+
+
+class DefaultAdam(PyroOptim):
+    """What ``others`` is where nobody says so: Adam with a learning rate of 0.01."""
+
+    rate = 0.01
+
+    def __init__(self) -> None:
+        super().__init__(torch.optim.Adam, {"lr": self.rate})
+
+    def __repr__(self) -> str:
+        return f"pyro.optim.Adam({{'lr': {self.rate}}})"
+
+
+#: the default of ``others=``; each optimizer makes one of its own
+ADAM = DefaultAdam()
+
+
+class OthersState:
+    """Saves and restores the state of ``others``, the optimizer of ``guide``'s other parameters."""
+
+    def __init__(self, guide: Any) -> None:
+        self.guide = guide
+        self._waiting: dict[str, Any] | None = None
+
+    def save(self, others: PyroOptim | None) -> dict[str, Any] | None:
+        """The states by path; those of the model's own parameters by name."""
+        if others is None or self._waiting is not None:
+            return deepcopy(self._waiting)
+        paths, state = self._paths(), deepcopy(others.get_state())
+        return {paths.get(str(name), str(name)): s for name, s in state.items()}
+
+    def load(self, others: PyroOptim | None, state: dict[str, Any] | None) -> None:
+        """Take what :meth:`save` returned; it is put to use by :meth:`restore`."""
+        self._waiting = None
+        if not state:
+            return
+        if others is None:
+            raise ValueError("The state has a part for `others`: pass others= to the optimizer.")
+        # a PyroOptim reads a state only for parameters that it has not seen
+        others.optim_objs.clear()
+        others.grad_clip.clear()
+        self._waiting = deepcopy(state)
+
+    def restore(self, others: PyroOptim) -> None:
+        """At a step, when the parameters have their names."""
+        if self._waiting is None:
+            return
+        names = {path: name for name, path in self._paths().items()}
+        unknown = [path for path in self._waiting if path.startswith(".") and path not in names]
+        if unknown:
+            raise ValueError(
+                f"The saved state of others= has parameters that this {type(self.guide).__name__} does "
+                f"not have: {', '.join(unknown)}. It comes from another guide."
+            )
+        others.set_state({names.get(path, path): s for path, s in self._waiting.items()})
+        self._waiting = None
+
+    def _paths(self) -> dict[str, str]:
+        """Paths within the guide, by names in the store."""
+        if not isinstance(self.guide, nn.Module):
+            return {}
+        store, named = pyro.get_param_store(), self.guide.named_parameters()
+        found = {store.param_name(p): f".{path}" for path, p in named}
+        return {name: path for name, path in found.items() if name is not None}
+
+
+def entries_of(others: PyroOptim) -> list[tuple[Any, dict[Any, Any]]]:
+    """The dicts that a step of an ordinary optimizer writes into, and copies of what they hold."""
+    held: list[Any] = [others.optim_objs, others.grad_clip, states_to_restore(others)]
+    entries = [(d, dict(d)) for d in held]
+    for optim in others.optim_objs.values():
+        optim = getattr(optim, "optimizer", optim)  # that of a scheduler
+        copies = {
+            p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in own.items()}
+            for p, own in optim.state.items()
+        }
+        entries += [(optim.state, copies), *((g, dict(g)) for g in optim.param_groups)]
+    return entries
+
+
+def zero_bad(params: list[Tensor]) -> list[str]:
+    """Zero gradients that are not finite, which would stay in Adam's moments; names known to be so."""
+    bad = []
+    for p in params:
+        if p.grad is not None:
+            finite = torch.isfinite(p.grad).all()
+            p.grad = torch.where(finite, p.grad, 0.0)
+            if host_bool(finite) is False:
+                bad.append(str(pyro.get_param_store().param_name(p)))
+    return bad

@@ -1,0 +1,268 @@
+"""Guides in Pyro's parameter store: their names, and parameters that were restored or frozen.
+
+Pyro keys the parameters of a guide by the guide's class name, or by its place in an ``AutoGuideList``,
+so that a second guide silently takes over the parameters of the first.  There is no public way to name
+an ``AutoGuide``; ``PyroModule`` keeps its name in ``_pyro_name``.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakValueDictionary
+
+import pyro
+import torch
+from pyro.nn import PyroModule
+from pyro.poutine.messenger import Messenger
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+# a store's file then loads with weights_only=True: our parameters have no other constraint
+torch.serialization.add_safe_globals([type(constraints.real)])
+
+#: names that guides of this process have, or had
+_claimed: set[str] = set()
+#: the tensors that guides of this process have put into the store, or taken over, by name
+_registered: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+
+def claim_name(wanted: str) -> str:
+    """A name that no guide of this process has had: ``wanted``, or ``wanted_2``, ``wanted_3`` ...
+
+    Names are not given back when a guide is deleted, since its parameters stay in the store.
+    """
+    name, n = wanted, 2
+    while name in _claimed:
+        name, n = f"{wanted}_{n}", n + 1
+    _claimed.add(name)
+    return name
+
+
+def module_name(module: PyroModule) -> str:
+    """The name under which the parameters of ``module`` stand in the parameter store."""
+    return module._pyro_name
+
+
+def rename(module: PyroModule, name: str) -> None:
+    """Give ``module`` a name before its first parameter is registered."""
+    module._pyro_name = name
+    _claimed.add(name)  # or a copy would take it, and with it the parameters
+
+
+class OwnName:
+    """Mixed into a ``PyroModule``: a name in the parameter store that no other module has.
+
+    As a part of another module it gets a new one, unless its user gave it a name.
+    """
+
+    #: what the name was made of by counting; ``None`` for a name that the user gave
+    counted_from: str | None = None
+
+    def take_name(self, name: str | None) -> None:
+        """Take the user's ``name``, or for ``None`` one that is counted from that of the class."""
+        module: Any = self
+        self.counted_from = type(self).__name__ if name is None else None
+        rename(module, claim_name(type(self).__name__) if name is None else name)
+
+    def _pyro_set_supermodule(self, name: str, context: Any) -> None:
+        parent: Any = super()
+        module: Any = self
+        if self.counted_from is None:
+            name = module_name(module)
+        else:
+            self.counted_from, name = name, claim_name(name)
+        parent._pyro_set_supermodule(name, context)
+
+
+def follow_store(guide: Any, modules: Mapping[str, nn.Module]) -> bool:
+    """Give the modules of a guide the parameters that the store holds; whether some were restored.
+
+    Another tensor replaces the module's own and is not copied into it, which an outer scope of the
+    store may still hold.
+
+    Args:
+        guide: a guide with an ``OwnName``.
+        modules: by the prefix of the names of their own parameters in the store.
+
+    Raises:
+        ValueError: where the store holds a parameter of another shape, or several fits that the guide
+            could be.
+    """
+    store, replaced = pyro.get_param_store(), False
+    for prefix, module in modules.items():
+        own: Any = module._parameters
+        for key, p in own.items():
+            name = prefix + key
+            if p is None or name not in store:
+                continue
+            value: Any = store[name]
+            # what never was in the store stands here for a call of torch.func.functional_call, say
+            if value is not p and _registered.get(name) is p:
+                check_names(guide, in_use=True)
+                _check_shape(name, p, value)
+                alike = (value.dtype, value.device) == (p.dtype, p.device)
+                if not isinstance(value, nn.Parameter) or not alike:
+                    value = nn.Parameter(value.detach().to(p, copy=True))
+                    del store[name]
+                    store[name] = value
+                own[key], replaced = value, True
+            if value is own[key]:
+                _registered[name] = value
+    size, before = len(store), guide.__dict__.get("_store_size")
+    if before not in (None, size):  # another guide's parameters were made, or loaded
+        check_names(guide, in_use=True)
+    guide.__dict__["_store_size"] = size
+    return replaced
+
+
+def _check_shape(name: str, own: nn.Parameter, value: Tensor) -> None:
+    if value.shape != own.shape:
+        raise ValueError(
+            f"Pyro's parameter store holds {name!r} with the shape {tuple(value.shape)}, and the "
+            f"module's parameter has the shape {tuple(own.shape)}. It is from another model: call "
+            f"pyro.clear_param_store() first, or load the store of this one."
+        )
+
+
+def check_names(guide: Any, in_use: bool) -> None:
+    """Refuse a store that was restored from elsewhere and holds several fits that ``guide`` could be.
+
+    Names are counted in a process.  A notebook cell that was run twice leaves ``AutoX`` and
+    ``AutoX_2``, the first guide of a new process is called ``AutoX``, and nothing says that the user
+    means the first run.  A warning says where the store holds a fit of this class by another name.
+
+    Args:
+        guide: a guide with an ``OwnName``.
+        in_use: whether it has parameters.  Then the store may be back at a state of this process,
+            whose names are right.
+
+    Raises:
+        ValueError: with the names, unless the user gave ``guide`` its name.
+    """
+    own, kind, stem = module_name(guide), type(guide).__name__, guide.counted_from
+    found: dict[str, bool] = {}  # names of fits, and whether they were restored
+    pattern = re.compile(rf"({re.escape(stem or kind)}(?:_\d+)*)\.")
+    held = {id(p) for p in guide.parameters()}
+    for name, value in pyro.get_param_store().named_parameters():
+        match = pattern.match(name)
+        # a subclass may have read parameters of its own before
+        if match and not (match[1] == own and id(value) in held):
+            found[match[1]] = found.get(match[1], True) and _registered.get(name) is not value
+    restored = found.pop(own, False)
+    if in_use:
+        found = {name: new for name, new in found.items() if name not in _claimed}
+    if restored and found and stem is not None:
+        names = sorted([own, *found], key=_count)
+        raise ValueError(
+            f"{kind}: Pyro's parameter store was loaded and holds several fits: "
+            f"{_listed(names, 3)}. Name the one that you mean, the last by name={names[-1]!r}, or "
+            f"begin anew after pyro.clear_param_store()."
+        )
+    strange = sorted((name for name, new in found.items() if new), key=_count)
+    if strange and not restored:
+        warnings.warn(
+            f"Pyro's parameter store holds parameters of {strange[-1]!r}, which no guide of this "
+            f"process has made, and this {kind} is called {own!r}: it does not take them. To take "
+            f"them over, make it with name={strange[-1]!r}.",
+            stacklevel=2,
+        )
+
+
+def _count(name: str) -> list[int]:
+    """A key that sorts names in the order in which they were counted."""
+    return [int(n) for n in re.findall(r"_(\d+)", name)]
+
+
+def _listed(names: list[str], most: int) -> str:
+    return ", ".join(map(repr, names[:most])) + ", ..." * (len(names) > most)
+
+
+class ModuleParams(Messenger):
+    """Around the first run of a model: the store's values go into its modules, frozen ones stay so.
+
+    Reading ``module.x``, an ``nn.Parameter`` of a ``PyroModule``, Pyro registers x with its store, uses
+    the module's x even where the store, loaded before, holds another one by that name, and makes x
+    require gradients, although the user froze it.  Under this handler the store's value counts, as for
+    ``pyro.param``; a warning names what was replaced, for the store may be left from another fit.
+
+    Too late for a frozen parameter that was read before the first call of a guide of ours: freeze it
+    again after that call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._frozen: set[int] = set()
+        self._replaced: list[str] = []
+
+    def __exit__(self, *exception: Any) -> Any:
+        if self._replaced and exception[0] is None:
+            warnings.warn(
+                f"Pyro's parameter store held other values than the modules of the model, and these "
+                f"have taken them: {_listed(self._replaced, 5)}. If they are not from a store that you "
+                f"loaded, call pyro.clear_param_store() before a new fit, and make the model anew.",
+                stacklevel=2,
+            )
+        self._replaced.clear()
+        return super().__exit__(*exception)
+
+    def _pyro_param(self, msg: Any) -> None:
+        own = _own(msg)
+        if own is not None and not own.requires_grad:
+            self._frozen.add(id(own))
+
+    def _pyro_post_param(self, msg: Any) -> None:
+        own, name, value = _own(msg), msg["name"], msg["value"]
+        if own is None:
+            return
+        store = pyro.get_param_store()
+        # a handler such as poutine.substitute may have given another value, for this run alone
+        if value is not own and name in store and store[name] is value:
+            _check_shape(name, own, value)
+            if not (own.is_meta or torch.equal(own, value.to(own))):
+                self._replaced.append(name)
+            with torch.no_grad():
+                own.copy_(value)
+            del store[name]
+            store[name] = own
+            msg["value"] = store[name]
+        if id(own) in self._frozen:
+            own.requires_grad_(False)
+
+
+def _own(msg: Any) -> nn.Parameter | None:
+    """The parameter of a module that a message registers, if it is one."""
+    first = next(iter(msg["args"][1:]), None)
+    how = msg["kwargs"]
+    # under a constraint the store holds another tensor in any case; in a plate it may give some rows
+    plain = how.get("constraint") is constraints.real and how.get("event_dim") is None
+    return first if plain and isinstance(first, nn.Parameter) else None
+
+
+def states_to_restore(optim: Any) -> dict[str, Any]:
+    """The saved states of parameters that ``optim`` has not met since ``set_state``; a live dict."""
+    return optim._state_waiting_to_be_consumed
+
+
+@contextmanager
+def whole_gradients() -> Iterator[None]:
+    """Around a loss and its backward pass: ``.grad`` of what Pyro's store holds gets all, or nothing.
+
+    Gradients that were there before, of a loop that accumulates them, stay and are added to.
+    """
+    store = pyro.get_param_store()
+    before: dict[Tensor, Tensor | None] = {p: p.grad for _, p in store.named_parameters()}
+    try:
+        for p in before:
+            p.grad = None
+        yield
+        for p, g in before.items():
+            if g is not None:
+                p.grad = g if p.grad is None else g + p.grad
+    except BaseException:
+        for _, p in store.named_parameters():
+            p.grad = before.get(p)
+        raise
