@@ -1,24 +1,20 @@
 """What a variational family has to know: its density, its samples and its own geometry.
 
-A family is a set of pure functions over a small dict of named tensors.  It holds no state, so every
-function can be tested to machine precision, vmapped and traced.  Three kinds of dicts share the names:
-
-``params``
-    the coordinates that the guide stores, for instance ``loc`` and ``scale_tril``;
-``grads``
-    Euclidean gradients with respect to ``params``: what ``.grad`` holds;
-``tangent``
-    a direction *in the local frame of q*, the frame in which the Fisher matrix F is simplest.
-    ``push`` translates a tangent to a velocity of ``params``, ``pull`` a gradient in ``params`` to
-    a gradient in the local frame, and ``natural_gradient`` solves with F there.
+A family is a set of pure functions over small dicts of named tensors, without state: ``params``, the
+coordinates that the guide stores; ``grads``, Euclidean gradients with respect to them; ``tangent``, a
+direction *in the local frame of q*, in which the Fisher matrix F is simplest.  ``push`` makes a tangent
+a velocity of ``params``, ``pull`` makes ``grads`` a gradient there, ``natural_gradient`` solves with F.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +30,8 @@ LOG_2PI = math.log(2.0 * math.pi)
 
 #: draws behind moments, entropies and divergences that have no closed form
 DRAWS = 4096
+
+NO_FISHER = "Fisher matrix in closed form: estimate it by pyro_ngvi.optim.SPRING, IFVB or AIFVB"
 
 
 def dot(a: Tensors, b: Tensors) -> Tensor:
@@ -62,12 +60,11 @@ def interpolate(a: Tensors, b: Tensors, share: Tensor) -> Tensors:
 
 def entry_name(index: int, sizes: Mapping[str, Tensor | torch.Size]) -> str:
     """The name of the part that holds entry ``index`` of all parts in a row."""
-    end = 0
-    for name, part in sizes.items():
-        end += part.numel()
+    ends = accumulate(part.numel() for part in sizes.values())
+    for name, end in zip(sizes, ends, strict=True):
         if index < end:
             return name
-    raise IndexError(f"There are {end} entries, and there is no entry {index}.")
+    raise IndexError(index)
 
 
 def clamp_exponent(x: Tensor) -> Tensor:
@@ -88,14 +85,43 @@ def sample_quantiles(x: Tensor, levels: Tensor) -> Tensor:
     return found.reshape(levels.shape + x.shape[1:])
 
 
+def with_backward(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward(*inputs)`` with gradients ``backward(*grads, *inputs, *outputs)``; None is no gradient.
+
+    In traces without gradients, which are to be saved, it is ``forward``.
+    """
+
+    class Function(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*inputs, *([output] if isinstance(output, Tensor) else output))
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            return backward(*grads, *ctx.saved_tensors)
+
+    # else torch would work out the signature at every call
+    forward.__signature__ = inspect.signature(forward)  # pyright: ignore[reportFunctionMemberAccess]
+    Function.forward = staticmethod(forward)
+
+    def apply(*inputs: Tensor) -> Any:
+        tracing = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        to_save = tracing and not torch.is_grad_enabled()
+        return forward(*inputs) if to_save else Function.apply(*inputs)
+
+    return apply
+
+
 class Family(ABC):
     """A family of distributions over R^d with its information geometry; densities are in nats.
 
     To make one, give ``names``, :meth:`init`, :meth:`draw` (or :meth:`rsample`), :meth:`log_prob`,
-    and, where the Fisher matrix is known, :meth:`fisher_product` and :meth:`natural_gradient`: six
-    functions (see docs/extending.md).  The rest follows from them by automatic differentiation or,
-    for moments, from draws; closed forms replace it.  The local frame is that of ``params`` unless
-    :meth:`frame` says otherwise.
+    and, where the Fisher matrix F is known, :meth:`fisher_product` and :meth:`natural_gradient` (see
+    docs/extending.md).  The rest follows by automatic differentiation or, for moments, from draws;
+    closed forms replace it.  The local frame is that of ``params`` unless :meth:`frame` says otherwise.
     """
 
     #: names of the tensors in ``params``
@@ -103,34 +129,24 @@ class Family(ABC):
 
     #: coordinate systems in which :meth:`retract` can move
     coordinates: tuple[str, ...] = ("local",)
-
     #: the highest diagonal, 0 or -1, of the tensors whose tangents are lower triangles
     triangles: Mapping[str, int] = {}
-
-    #: whether the Fisher matrix is the Hessian of the loss at a Gaussian posterior, so that a natural
-    #: step of length 1 would be Newton's.  Where it is not, optimizers help with momentum.
+    #: whether F is the Hessian of the loss at a Gaussian posterior, so that a natural step of length 1
+    #: would be Newton's.  Where it is not, optimizers help with momentum.
     newton_like: bool = False
-
-    #: names of the tensors that momentum acts on, maybe none: in the local frame their block of the
-    #: Fisher matrix is the same for every q, and has no entries between it and the rest
+    #: names of the tensors that momentum acts on, maybe none: in the local frame their block of F is
+    #: the same for every q, and has no entries between it and the rest
     location: tuple[str, ...] = ()
-
     #: steps of gain b have at most this Fisher length times sqrt(b)
     noise_radius: float = 3.0
-
-    #: whether the Fisher matrix is diagonal in the local frame, and the same for every q
+    #: whether F is diagonal in the local frame, and the same for every q
     orthogonal_frame: bool = False
-
-    #: the form of curvature that the family asks a loss for: "diagonal" (d,), "dense" (d, d), or
-    #: "low_rank" (rows (n, d) beside a diagonal), "kronecker" (two factors for each matrix among the
-    #: sites); ``None``: it has no use for curvature
+    #: the form of curvature that the family asks a loss for, if any: "diagonal" (d,), "dense" (d, d),
+    #: "low_rank" (rows (n, d) and a diagonal), "kronecker" (two factors for each matrix among sites)
     curvature_form: str | None = None
-
-    #: whether the Fisher matrix is nearly singular, as that of a flow's networks is
+    #: whether F is nearly singular, as that of a flow's networks is
     nearly_singular: bool = False
-
-    #: whether :meth:`transport` and :meth:`noise_of` are known: draws are a smooth one-to-one map of d
-    #: standard normal variables onto R^d
+    #: whether draws are a smooth one-to-one map of d normal variables onto R^d: :meth:`transport`
     has_transport: bool = False
 
     @property
@@ -198,7 +214,7 @@ class Family(ABC):
         return ~torch.isfinite(params["loc"])
 
     def mean(self, params: Tensors) -> Tensor:
-        """Expectation of z, (d,).  By default that of 4,096 draws, as all moments here."""
+        """Expectation of z, (d,); by default of 4,096 draws, as all moments and quantiles here."""
         return self.fixed_draws(params).mean(0)
 
     def stddev(self, params: Tensors) -> Tensor:
@@ -215,10 +231,7 @@ class Family(ABC):
         return torch.linalg.cholesky(self.covariance(params))
 
     def icdf(self, params: Tensors, levels: Tensor) -> Tensor:
-        """Marginal quantiles (n, d) of z at ``levels`` (n,), each in (0, 1).
-
-        By default of 4,096 draws: standard error 0.02 sd at a Gaussian's median, 0.03 sd at 5 and 95 %.
-        """
+        """Marginal quantiles (n, d) of z at ``levels`` (n,), each in (0, 1)."""
         return sample_quantiles(self.fixed_draws(params), levels)
 
     def entropy(self, params: Tensors) -> Tensor:
@@ -256,17 +269,11 @@ class Family(ABC):
 
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
         """F u for a tangent u: a gradient in the local frame."""
-        raise self._no_fisher()
+        raise self._lacks(NO_FISHER)
 
     def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
         """The tangent u with F u = ``gradient``, for a gradient in the local frame."""
-        raise self._no_fisher()
-
-    def _no_fisher(self) -> NotImplementedError:
-        return self._lacks(
-            "Fisher matrix in closed form: estimate it from scores, by pyro_ngvi.optim.SPRING, IFVB "
-            "or AIFVB"
-        )
+        raise self._lacks(NO_FISHER)
 
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
@@ -279,27 +286,17 @@ class Family(ABC):
 
     def pack(self, tensors: Tensors) -> Tensor:
         """The free coordinates of a gradient or tangent in the local frame, one vector (D,)."""
-        return torch.cat(
-            [
-                stiefel.pack(tensors[name], self.triangles[name])
-                if name in self.triangles
-                else tensors[name].reshape(-1)
-                for name in self.names
-            ]
-        )
+        cut = {n: stiefel.pack(tensors[n], k) for n, k in self.triangles.items()}
+        return torch.cat([cut[n] if n in cut else tensors[n].reshape(-1) for n in self.names])
 
     def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
         """The inverse of :meth:`pack`; ``like`` gives names and shapes."""
-        triangles = {n: (len(like[n]), k) for n, k in self.triangles.items()}
+        cut = {n: (len(like[n]), k) for n, k in self.triangles.items()}
         sizes = {n: like[n].numel() for n in self.names}
-        sizes |= {n: d * (d + 1 + 2 * k) // 2 for n, (d, k) in triangles.items()}
-        parts = zip(self.names, vector.split(list(sizes.values())), strict=True)
-        return {
-            n: stiefel.unpack(part, *triangles[n])
-            if n in triangles
-            else part.reshape(like[n].shape)
-            for n, part in parts
-        }
+        sizes |= {n: d * (d + 1 + 2 * k) // 2 for n, (d, k) in cut.items()}
+        parts = dict(zip(self.names, vector.split(list(sizes.values())), strict=True))
+        whole = {n: stiefel.unpack(parts[n], *shape) for n, shape in cut.items()}
+        return {n: whole[n] if n in cut else v.reshape(like[n].shape) for n, v in parts.items()}
 
     def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
         """Numbers of consecutive entries of :meth:`pack` that form a layer each; here all form one."""

@@ -27,6 +27,7 @@ Source: the precision's form is that of Mishkin et al. (2018, arXiv:1811.04504);
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +36,8 @@ from torch.linalg import solve_triangular
 from ..linalg.cholesky import SMALLEST
 from ..linalg.host import host_bool
 from ..linalg.spectral import leading_rows
-from .base import LOG_2PI, Tensors, clamp_exponent
+from .base import LOG_2PI, Tensors, clamp_exponent, with_backward
 from .factor_base import FactorFamily, Factors, Rows
-from .full_rank import exportable, keep_signature
 
 
 def _precision_times(B: Tensor, log_scale: Tensor, x: Tensor) -> Tensor:
@@ -46,73 +46,60 @@ def _precision_times(B: Tensor, log_scale: Tensor, x: Tensor) -> Tensor:
     return factors.inverse_product(x / factors.c) / factors.c
 
 
-def _log_density(params: Tensors, z: Tensor) -> tuple[Tensor, Tensor]:
-    """log q(z) and Sigma^-1 (z - mu), for z (..., d)."""
-    factors = Factors(params["factor"], params["log_scale"])
-    x = ((z - params["loc"]) / factors.c).reshape(-1, z.shape[-1])
+def _log_density(
+    z: Tensor, loc: Tensor, factor: Tensor, log_scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """log q(z) and w = Sigma^-1 (z - mu), for z (..., d)."""
+    factors = Factors(factor, log_scale)
+    x = ((z - loc) / factors.c).reshape(-1, z.shape[-1])
     square, rest = factors.inverse_square(x)
     log_q = -0.5 * (square.reshape(z.shape[:-1]) + z.shape[-1] * LOG_2PI) - factors.half_log_det
     return log_q, (rest / factors.c).reshape(z.shape)
 
 
-class _ConditionalSample(torch.autograd.Function):
-    """z = mu + B e1 + c e2 whose backward replaces the noise by its expectation given z.
+def _log_density_backward(
+    g: Tensor | None,
+    g_w: Tensor | None,
+    z: Tensor,
+    loc: Tensor,
+    B: Tensor,
+    log_scale: Tensor,
+    log_q: Tensor,
+    w: Tensor,
+) -> tuple[Tensor | None, None, None, None]:
+    """At parameters without a gradient d log q / dz = -w, all that sticking the landing asks for."""
+    by_z = None if g is None else -g.unsqueeze(-1) * w
+    if g_w is not None:  # second derivatives: w is an output, and linear in z
+        by_w = _precision_times(B, log_scale, g_w.reshape(-1, len(loc))).reshape(g_w.shape)
+        by_z = by_w if by_z is None else by_z + by_w
+    return by_z, None, None, None
 
-    q depends on (e1, e2) through z alone, so E[e1 | z] = B' w and E[e2 | z] = c w with
-    w = Sigma^-1 (z - mu) may stand for them (Rao-Blackwell).  The product g w' is symmetric in
+
+_log_density_at = with_backward(_log_density, _log_density_backward)
+
+
+def _draw(loc: Tensor, factor: Tensor, log_scale: Tensor, noise: Tensor) -> Tensor:
+    r = factor.shape[-1]
+    return loc + noise[..., :r] @ factor.mT + log_scale.exp() * noise[..., r:]
+
+
+def _given_the_draw(
+    g: Tensor, loc: Tensor, B: Tensor, log_scale: Tensor, noise: Tensor, z: Tensor
+) -> tuple[Any, ...]:
+    """Gradients with the noise replaced by its expectation given z.
+
+    q depends on (e1, e2) through z = mu + B e1 + c e2 alone, so E[e1 | z] = B' w and E[e2 | z] = c w
+    with w = Sigma^-1 (z - mu) may stand for them (Rao-Blackwell).  The product g w' is symmetric in
     expectation and is symmetrised too.  Unbiased, and far less noisy where B is small or r large.
     """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @keep_signature
-    def forward(loc: Tensor, factor: Tensor, log_scale: Tensor, noise: Tensor) -> Tensor:
-        r = factor.shape[-1]
-        return loc + noise[..., :r] @ factor.mT + log_scale.exp() * noise[..., r:]
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        loc, factor, log_scale, _ = inputs
-        ctx.save_for_backward(loc, factor, log_scale, output)
-
-    @staticmethod
-    def backward(ctx, g: Tensor):
-        loc, B, log_scale, z = ctx.saved_tensors
-        d = loc.shape[-1]
-        g = g.reshape(-1, d)
-        w = _precision_times(B, log_scale, (z - loc).reshape(-1, d))
-        rows = 0.5 * torch.addmm((w @ B).mT @ g, (g @ B).mT, w)
-        return g.sum(0), rows.mT, (g * w).sum(0) * (2.0 * log_scale).exp(), None
+    d = loc.shape[-1]
+    g = g.reshape(-1, d)
+    w = _precision_times(B, log_scale, (z - loc).reshape(-1, d))
+    rows = 0.5 * torch.addmm((w @ B).mT @ g, (g @ B).mT, w)
+    return g.sum(0), rows.mT, (g * w).sum(0) * (2.0 * log_scale).exp(), None
 
 
-class _LogDensity(torch.autograd.Function):
-    """(log q(z), w = Sigma^-1 (z - mu)) at parameters without a gradient: d log q / dz = -w.
-
-    Sticking the landing asks for just this gradient, which the value leaves behind.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @keep_signature
-    def forward(z: Tensor, loc: Tensor, factor: Tensor, log_scale: Tensor):
-        return _log_density({"loc": loc, "factor": factor, "log_scale": log_scale}, z)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs[2:], output[1])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx, g: Tensor | None, g_w: Tensor | None):
-        B, log_scale, w = ctx.saved_tensors
-        z = None if g is None else -g.unsqueeze(-1) * w
-        if g_w is not None:  # second derivatives: w is an output, and linear in z
-            d = log_scale.shape[-1]
-            by_w = _precision_times(B, log_scale, g_w.reshape(-1, d)).reshape(g_w.shape)
-            z = by_w if z is None else z + by_w
-        return z, None, None, None
+_draw_given = with_backward(_draw, _given_the_draw)
 
 
 class FactorNormal(FactorFamily):
@@ -150,17 +137,15 @@ class FactorNormal(FactorFamily):
         return params["loc"].shape[-1] + self.rank
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        draws = exportable(_ConditionalSample)
-        return draws(params["loc"], params["factor"], params["log_scale"], noise)
+        return _draw_given(params["loc"], params["factor"], params["log_scale"], noise)
 
     def log_det(self, params: Tensors) -> Tensor:
         return self._factors(params).half_log_det
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
-        if z.requires_grad and not any(p.requires_grad for p in params.values()):
-            log_q, _ = _LogDensity.apply(z, params["loc"], params["factor"], params["log_scale"])
-            return log_q
-        return _log_density(params, z)[0]
+        at_fixed = z.requires_grad and not any(p.requires_grad for p in params.values())
+        log_density = _log_density_at if at_fixed else _log_density
+        return log_density(z, params["loc"], params["factor"], params["log_scale"])[0]
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         factors = self._factors(params)
@@ -187,33 +172,25 @@ class FactorNormal(FactorFamily):
         return torch.linalg.vector_norm(torch.cat([params["factor"], c.unsqueeze(-1)], -1), dim=-1)
 
 
-class _PrecisionSample(torch.autograd.Function):
-    """z = mu + T eps, with the gradient at the head of this file."""
+def _draw_by_precision(loc: Tensor, factor: Tensor, log_precision: Tensor, noise: Tensor) -> Tensor:
+    factors = Factors(factor, 0.5 * log_precision)
+    eps = noise.reshape(-1, noise.shape[-1])
+    return loc + factors.inverse_root_transposed(eps).reshape(noise.shape)
 
-    generate_vmap_rule = True
 
-    @staticmethod
-    @keep_signature
-    def forward(loc: Tensor, factor: Tensor, log_precision: Tensor, noise: Tensor) -> Tensor:
-        eps = noise.reshape(-1, noise.shape[-1])
-        return loc + Factors(factor, 0.5 * log_precision).inverse_root_transposed(eps).reshape(
-            noise.shape
-        )
+def _price(
+    g: Tensor, loc: Tensor, U: Tensor, log_precision: Tensor, noise: Tensor, z: Tensor
+) -> tuple[Any, ...]:
+    """The gradient at the head of this file."""
+    d = loc.shape[-1]
+    g, x = g.reshape(-1, d), (z - loc).reshape(-1, d)
+    factors = Factors(U, 0.5 * log_precision)
+    h = factors.inverse_product(g / factors.c) / factors.c
+    rows = -0.5 * torch.addmm((h @ U).mT @ x, (x @ U).mT, h)
+    return g.sum(0), rows.mT, -0.5 * (h * x).sum(0) * log_precision.exp(), None
 
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        loc, factor, log_precision, _ = inputs
-        ctx.save_for_backward(loc, factor, log_precision, output)
 
-    @staticmethod
-    def backward(ctx, g: Tensor):
-        loc, U, log_precision, z = ctx.saved_tensors
-        d = loc.shape[-1]
-        g, x = g.reshape(-1, d), (z - loc).reshape(-1, d)
-        factors = Factors(U, 0.5 * log_precision)
-        h = factors.inverse_product(g / factors.c) / factors.c
-        rows = -0.5 * torch.addmm((h @ U).mT @ x, (x @ U).mT, h)
-        return g.sum(0), rows.mT, -0.5 * (h * x).sum(0) * log_precision.exp(), None
+_draw_priced = with_backward(_draw_by_precision, _price)
 
 
 class FactorPrecisionNormal(FactorFamily):
@@ -248,8 +225,7 @@ class FactorPrecisionNormal(FactorFamily):
         return {"loc": loc.clone(), "factor": factor, "log_precision": log_precision}
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        draws = exportable(_PrecisionSample)
-        return draws(params["loc"], params["factor"], params["log_precision"], noise)
+        return _draw_priced(params["loc"], params["factor"], params["log_precision"], noise)
 
     def log_det(self, params: Tensors) -> Tensor:
         return -self._factors(params).half_log_det

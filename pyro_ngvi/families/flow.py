@@ -4,20 +4,15 @@ r"""Normalizing flows behind an affine map: z = mu + A T(eps), eps ~ N(0, I), T 
 
 Stored: mu and A as a Gaussian family stores them ("loc" with "log_scale" or "scale_tril"), and the
 parameters of T by their own names behind "flow.".  Local frame: the Gaussian's for mu and A (moves in
-units of q), plain coordinates for T.
-
-The Fisher matrix has no closed form, and is singular: networks have many parameters that say the same.
+units of q), plain coordinates for T.  The Fisher matrix has no closed form, and is singular: networks
+have many parameters that say the same.
 
 **Scores** at a fixed z take the inverse, phi = grad_lambda log q(z): one vmapped pass.  Where the
 inverse takes d passes (inverse autoregressive flows) it is used once, without gradients, and the rest
-is the path identity.  With J = dz/deps,
+is the path identity, one d x d solve a draw: with J = dz/deps,
 
     s = grad_z log q = J^-T grad_eps [log N(eps) - log |det J|],
-    phi = -grad_lambda log |det J| - (dz/dlambda)' s,
-
-one d x d solve a draw.  "Sticking the landing", the path gradient of the ELBO, is
-(dz/dlambda)' (s - grad_z log p); :class:`~pyro_ngvi.guides.base.FamilyDistribution` takes its s
-from the inverse at detached parameters.
+    phi = -grad_lambda log |det J| - (dz/dlambda)' s.
 
 Not for: discrete structure, d in the thousands (a score is as long as all parameters together); the
 optimizers that need scores, where the flow's own backward pass reads its module (Zuko's UNAF and CNF).
@@ -26,6 +21,7 @@ optimizers that need scores, where the flow's own backward pass reads its module
 from __future__ import annotations
 
 import itertools
+from functools import reduce
 from typing import Any
 
 import torch
@@ -37,8 +33,6 @@ from .base import Tensors, log_normal
 from .full_rank import FullRankNormal
 from .mean_field import MeanFieldNormal
 from .product import AugmentedGaussian
-
-__all__ = ["FlowFamily"]
 
 #: what the names of a flow's parameters begin with
 PREFIX = "flow."
@@ -53,9 +47,7 @@ class FlowFamily(AugmentedGaussian):
     """Densities of z = mu + A T(eps); see the head of this file.
 
     Args:
-        affine: "diagonal" or "full", the form of A.
-
-    The flow is set by :meth:`define`.
+        affine: "diagonal" or "full", the form of A.  :meth:`define` sets the flow.
     """
 
     # no Newton steps and no momentum: as for all guides whose Fisher matrix is estimated
@@ -66,7 +58,7 @@ class FlowFamily(AugmentedGaussian):
     names: tuple[str, ...] = ()
 
     def __init__(self, affine: str = "full") -> None:
-        self.gaussian = GAUSSIANS[affine]()
+        self.gaussian: MeanFieldNormal | FullRankNormal = GAUSSIANS[affine]()
         self.flow: Any = None
         self._places: dict[str, str] = {}
         self._vmaps = True
@@ -94,50 +86,38 @@ class FlowFamily(AugmentedGaussian):
         return self.gaussian.init(loc, scale) | own
 
     def _run(self, params: Tensors, x: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-        if torch.jit.is_tracing() and self._is_current(params):  # pyright: ignore[reportPrivateImportUsage]
-            return self.flow(x, inverse)  # traces know no functional_call
+        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+            own = _trainable(self.flow)
+            if all(params[name].data_ptr() == p.data_ptr() for name, p in own.items()):
+                return self.flow(x, inverse)  # traces know no functional_call
         own = {place: params[name] for place, name in self._places.items()}
         return functional_call(self.flow, own, (x, inverse), tie_weights=False)
 
-    def _is_current(self, params: Tensors) -> bool:
-        """Whether ``params``, detached or not, are the flow's own tensors."""
-        own = _trainable(self.flow)
-        return all(params[name].data_ptr() == p.data_ptr() for name, p in own.items())
-
     def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """z (..., d) and log |det dz/deps| (...)."""
         x, log_det = self._run(params, noise, False)
         z, outer = self.gaussian.transport(params, x)
         return z, log_det + outer
 
-    def _backward(self, params: Tensors, z: Tensor) -> tuple[Tensor, Tensor]:
-        """eps (..., d) and log |det deps/dz| (...)."""
-        noise, log_det = self._run(params, self.gaussian.noise_of(params, z), True)
-        return noise, log_det - self.gaussian.log_det(params)
-
     def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
-        return self._backward(params, z)[0]
+        return self._run(params, self.gaussian.noise_of(params, z), True)[0]
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         return self.transport(params, noise)[0]
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
-        noise, log_det = self._backward(params, z)
-        return log_normal(noise) + log_det
+        noise, log_det = self._run(params, self.gaussian.noise_of(params, z), True)
+        return log_normal(noise) + (log_det - self.gaussian.log_det(params))
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         if self._vmaps:
             try:
                 if self.flow.cheap_inverse:
-                    return vmap(grad(self.log_prob), in_dims=(None, 0))(params, z)
+                    return super().score(params, z)
                 with torch.no_grad():
                     noise = self.noise_of(params, z)
                 return self.path_score(params, noise)
             except RuntimeError:  # Pyro's splines index by masks
                 self._vmaps = False
-        return self._score_by_autograd(params, z)
-
-    def _score_by_autograd(self, params: Tensors, z: Tensor) -> Tensors:
         with torch.enable_grad():
             leaves = {name: v.detach().requires_grad_() for name, v in params.items()}
             value = self.log_prob(leaves, z)
@@ -145,10 +125,9 @@ class FlowFamily(AugmentedGaussian):
                 grads = each_gradient(value, list(leaves.values()))
             except RuntimeError as error:  # Zuko's UNAF and CNF run their networks anew to go back
                 raise RuntimeError(
-                    "AutoFlow: this flow has no scores, since log q cannot be differentiated in "
-                    f"parameters passed to it ({str(error).split('.')[0]}), as in Zuko's UNAF and "
-                    "CNF. Train it by pyro.optim.Adam with Trace_ELBO, or take zuko.flows.NSF or "
-                    "NAF."
+                    "AutoFlow: this flow has no scores, as Zuko's UNAF and CNF: log q cannot be "
+                    "differentiated in parameters passed to it. Train it by pyro.optim.Adam with "
+                    "Trace_ELBO, or take zuko.flows.NSF or NAF."
                 ) from error
         return dict(zip(leaves, grads, strict=True))
 
@@ -156,31 +135,23 @@ class FlowFamily(AugmentedGaussian):
         """Scores at z = rsample(noise), for noise (n, d), without the inverse."""
 
         def one(eps: Tensor) -> Tensors:
-            def log_base(e: Tensor) -> Tensor:
-                return log_normal(e) - self.transport(params, e)[1]
-
             J = jacrev(lambda e: self.transport(params, e)[0])(eps)
-            s = torch.linalg.solve_ex(J.mT, grad(log_base)(eps))[0]
+            pulled = grad(lambda e: log_normal(e) - self.transport(params, e)[1])(eps)
+            s = torch.linalg.solve_ex(J.mT, pulled)[0]
             (_, log_det), pull, *_ = vjp(lambda p: self.transport(p, eps), params)
             return pull((-s, -torch.ones_like(log_det)))[0]
 
         return vmap(one)(noise)
 
     def not_finite(self, params: Tensors) -> Tensor:
-        bad = self.gaussian.not_finite(params)
-        for v in self._others(params).values():
-            bad = bad | ~torch.isfinite(v).all()
-        return bad
+        rest = [~torch.isfinite(v).all() for v in self._others(params).values()]
+        return reduce(torch.logical_or, rest, self.gaussian.not_finite(params))
 
     def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
-        """The affine part, then each layer of T, in the order of :meth:`pack`.
-
-        A layer has the parameters whose names agree up to the first number ("transforms.0"): one
-        coupling of a list.  Those without a number go by the module that holds them.
-        """
+        """The affine part, then the parameters of T whose names agree up to the first number."""
         own = self._others(params)
         layers = itertools.groupby(own, key=_layer_of)
-        affine = len(self.gaussian.pack(self._own(params)))
+        affine = len(self.gaussian.pack(params))
         return (affine, *(sum(own[name].numel() for name in names) for _, names in layers))
 
 
@@ -190,7 +161,7 @@ def _trainable(flow: nn.Module) -> Tensors:
 
 
 def _layer_of(name: str) -> str:
-    """The path of the layer to which a parameter of a flow belongs."""
+    """Its name up to the first number ("transforms.0"), or that of the module that holds it."""
     path = name.split(".")
     numbers = (k for k, part in enumerate(path) if part.isdigit())
     return ".".join(path[: next(numbers, len(path) - 2) + 1])

@@ -26,8 +26,7 @@ Cost: O(d^2) per draw, O(d^3) per step.  Not for d above a few thousand: use ``F
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from torch.linalg import solve_triangular
 from torch.nn.functional import pad
 
 from ..linalg.cholesky import inverse_cholesky_of_improved, inverse_cholesky_of_shifted
-from .base import NormalFamily, Tensors
+from .base import NormalFamily, Tensors, with_backward
 
 #: triangles up to that size are multiplied as if they were squares, and on a GPU all of them are:
 #: there the many small products of the halves take longer than the one they replace
@@ -59,47 +58,26 @@ def _tril_product(L: Tensor, A: Tensor, transpose: bool = False) -> Tensor:
     return torch.cat([pad(top, (0, d - k)), torch.cat([corner, end], -1)], -2)
 
 
-def keep_signature(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """For ``forward`` of an autograd function: torch would work out its signature at every call."""
-    forward.__signature__ = inspect.signature(forward)  # pyright: ignore[reportFunctionMemberAccess]
-    return forward
+def _draw(loc: Tensor, scale_tril: Tensor, noise: Tensor) -> Tensor:
+    return loc + noise @ scale_tril.mT
 
 
-def exportable(function: Any) -> Callable[..., Tensor]:
-    """``apply`` of an autograd function; its ``forward`` in traces without gradients, to be saved."""
-    tracing = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-    return function.forward if tracing and not torch.is_grad_enabled() else function.apply
-
-
-class _SymmetrisedSample(torch.autograd.Function):
-    """z = mu + L eps whose backward uses the symmetry of the expected gradient.
+def _symmetrised(g: Tensor, loc: Tensor, L: Tensor, eps: Tensor, z: Tensor) -> tuple[Any, ...]:
+    """Gradients that use the symmetry of the expected one.
 
     Sigma = L L' is all that q depends on, so E[L' G] is symmetric for G = sum_s g_s eps_s'.  The
     antisymmetric part of L' G is pure noise.  Its removal leaves an unbiased gradient of lower
     variance: the average of the plain gradient over the rotations of eps that leave q unchanged.
     """
+    d = L.shape[-1]
+    g, eps = g.reshape(-1, d), eps.reshape(-1, d)
+    # L^-T times the symmetric part of L' g' eps, in products of S rows instead of d
+    left = torch.cat([g, solve_triangular(L, eps, upper=False, left=False)])
+    right = torch.cat([eps, g @ L])
+    return g.sum(0), (0.5 * left.mT @ right).tril(), None
 
-    generate_vmap_rule = True
 
-    @staticmethod
-    @keep_signature
-    def forward(loc: Tensor, scale_tril: Tensor, noise: Tensor) -> Tensor:
-        return loc + noise @ scale_tril.mT
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        _, scale_tril, noise = inputs
-        ctx.save_for_backward(scale_tril, noise)
-
-    @staticmethod
-    def backward(ctx, g: Tensor):
-        L, eps = ctx.saved_tensors
-        d = L.shape[-1]
-        g, eps = g.reshape(-1, d), eps.reshape(-1, d)
-        # L^-T times the symmetric part of L' g' eps, in products of S rows instead of d
-        left = torch.cat([g, solve_triangular(L, eps, upper=False, left=False)])
-        right = torch.cat([eps, g @ L])
-        return g.sum(0), (0.5 * left.mT @ right).tril(), None
+_draw_symmetrised = with_backward(_draw, _symmetrised)
 
 
 class FullRankNormal(NormalFamily):
@@ -126,14 +104,15 @@ class FullRankNormal(NormalFamily):
         return {"loc": loc.clone(), "scale_tril": torch.diag(torch.full_like(loc, scale))}
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        return exportable(_SymmetrisedSample)(params["loc"], params["scale_tril"].tril(), noise)
+        return _draw_symmetrised(params["loc"], params["scale_tril"].tril(), noise)
 
     def log_det(self, params: Tensors) -> Tensor:
         return params["scale_tril"].diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
 
     def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
-        # rsample has no gradient in the noise
-        z = params["loc"] + noise @ params["scale_tril"].tril().mT
+        z = _draw(
+            params["loc"], params["scale_tril"].tril(), noise
+        )  # rsample's has no gradient in it
         return z, self.log_det(params).expand(noise.shape[:-1])
 
     def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
@@ -169,10 +148,8 @@ class FullRankNormal(NormalFamily):
 
     def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors:
         L = params["scale_tril"].tril()
-        if "dense" in curvature:
-            whitened = L.mT @ curvature["dense"] @ L
-        else:
-            whitened = (L.mT * curvature["diagonal"]) @ L
+        dense = "dense" in curvature
+        whitened = (L.mT @ curvature["dense"] if dense else L.mT * curvature["diagonal"]) @ L
         identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
         return gradient | {"scale_tril": (0.5 * (whitened + whitened.mT) - identity).tril()}
 
@@ -206,27 +183,18 @@ class FullRankNormal(NormalFamily):
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
         loc, L = params["loc"], params["scale_tril"].tril()
-        if coordinates != "local":
-            return self._retract_natural(loc, L, tangent, step, coordinates == "improved")
-        A = step * tangent["scale_tril"]
-        LA = _tril_product(L, A)
-        return {
-            "loc": loc + step * (L @ tangent["loc"]),
-            "scale_tril": L + LA + 0.5 * _tril_product(LA, A),
-        }
-
-    def _retract_natural(
-        self, loc: Tensor, L: Tensor, tangent: Tensors, step: Tensor | float, improved: bool
-    ) -> Tensors:
+        if coordinates == "local":
+            A = step * tangent["scale_tril"]
+            LA = _tril_product(L, A)
+            return {
+                "loc": loc + step * (L @ tangent["loc"]),
+                "scale_tril": L + LA + 0.5 * _tril_product(LA, A),
+            }
         # moving along -natural gradient adds b H to the whitened precision
         H = -(tangent["scale_tril"] + tangent["scale_tril"].mT)
-        if improved:
-            T, shrink = inverse_cholesky_of_improved(H, step)
-        else:
-            T, shrink = inverse_cholesky_of_shifted(H, step)
-        L_new = L @ T
+        improved = coordinates == "improved"
+        inverse = inverse_cholesky_of_improved if improved else inverse_cholesky_of_shifted
+        T, shrink = inverse(H, step)
+        new = L @ T
         # L^-1 P_new^-1 L^-T = T T', applied to the whitened gradient
-        return {
-            "loc": loc + shrink * step * (L_new @ (T.mT @ tangent["loc"])),
-            "scale_tril": L_new,
-        }
+        return {"loc": loc + shrink * step * (new @ (T.mT @ tangent["loc"])), "scale_tril": new}

@@ -38,51 +38,39 @@ Source: the distribution is Dawid's (1981, Biometrika 68:265), as a posterior of
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
-from .base import LOG_2PI, NormalFamily, Tensors
-from .full_rank import exportable, keep_signature
-
-__all__ = ["MatrixNormal"]
+from .base import LOG_2PI, NormalFamily, Tensors, with_backward
 
 
-class _SymmetrisedSample(torch.autograd.Function):
-    """W = M + A E B' whose backward uses the symmetry of the expected gradient.
+def _draw(loc: Tensor, A: Tensor, B: Tensor, noise: Tensor) -> Tensor:
+    E = noise.reshape(*noise.shape[:-1], A.shape[-1], B.shape[-1])
+    return loc + (A @ E @ B.mT).reshape(noise.shape)
+
+
+def _symmetrised(
+    g: Tensor, loc: Tensor, A: Tensor, B: Tensor, noise: Tensor, z: Tensor
+) -> tuple[Any, ...]:
+    """Gradients that use the symmetry of the expected ones.
 
     With H = A' G B the whitened gradient of a draw, A' dA = H E' and B' dB = H' E.  E and Q E R' have
     the same law for rotations Q and R, which amounts to A -> A Q, B -> B R: q does not change, so both
     expectations are symmetric.  Their antisymmetric parts are pure noise and left out.
     """
+    n, m = A.shape[-1], B.shape[-1]
+    E, H = noise.reshape(-1, n, m), A.mT @ g.reshape(-1, n, m) @ B
+    rows = (H @ E.mT).sum(0)
+    columns = H.reshape(-1, m).mT @ E.reshape(-1, m)
+    both = zip((A, B), (0.5 * (rows + rows.mT), 0.5 * (columns + columns.mT)), strict=True)
+    scales = (solve_triangular(L.mT, S, upper=True).tril() for L, S in both)
+    return g.reshape(-1, n * m).sum(0), *scales, None
 
-    generate_vmap_rule = True
 
-    @staticmethod
-    @keep_signature
-    def forward(loc: Tensor, A: Tensor, B: Tensor, noise: Tensor) -> Tensor:
-        E = noise.reshape(*noise.shape[:-1], A.shape[-1], B.shape[-1])
-        return loc + (A @ E @ B.mT).reshape(noise.shape)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx, g: Tensor):
-        A, B, noise = ctx.saved_tensors
-        n, m = A.shape[-1], B.shape[-1]
-        E, H = noise.reshape(-1, n, m), A.mT @ g.reshape(-1, n, m) @ B
-        rows = (H @ E.mT).sum(0)
-        columns = H.reshape(-1, m).mT @ E.reshape(-1, m)
-        rows, columns = 0.5 * (rows + rows.mT), 0.5 * (columns + columns.mT)
-        return (
-            g.reshape(-1, n * m).sum(0),
-            solve_triangular(A.mT, rows, upper=True).tril(),
-            solve_triangular(B.mT, columns, upper=True).tril(),
-            None,
-        )
+_draw_symmetrised = with_backward(_draw, _symmetrised)
 
 
 class MatrixNormal(NormalFamily):
@@ -136,7 +124,7 @@ class MatrixNormal(NormalFamily):
         return z.reshape(*z.shape[:-1], self.rows, self.columns)
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        return exportable(_SymmetrisedSample)(params["loc"], *self._factors(params), noise)
+        return _draw_symmetrised(params["loc"], *self._factors(params), noise)
 
     def _whiten(self, params: Tensors, x: Tensor) -> Tensor:
         """A^-1 x B^-T of matrices x (..., n, m), as (n, s, m): s counts the matrices."""
@@ -153,9 +141,7 @@ class MatrixNormal(NormalFamily):
         return self.columns * log_a + self.rows * B.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
 
     def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
-        # rsample has no gradient in the noise
-        A, B = self._factors(params)
-        z = params["loc"] + (A @ self._matrix(noise) @ B.mT).reshape(noise.shape)
+        z = _draw(params["loc"], *self._factors(params), noise)  # rsample's has no gradient in it
         return z, self.log_det(params).expand(noise.shape[:-1])
 
     def noise_of(self, params: Tensors, z: Tensor) -> Tensor:

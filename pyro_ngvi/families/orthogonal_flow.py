@@ -12,12 +12,12 @@ diagonal.  Further layers put x -> psi(W_k (s_k o x) + b_k) in front of the last
 the identity at the start; c bends it to either side, and e^t is the power of its tails (Jones & Pewsey
 2009, Biometrika 96:761), bounded by T = 1/4: a tail heavier than the posterior's costs nothing until a
 draw falls into it, and then the ELBO is lost (seen on the funnel with free t).  While psi is straight
-the Fisher matrix is singular.  One layer says skewness; curved posteriors (a banana, a funnel) need two.
+the Fisher matrix is singular.  One layer says skewness; curved posteriors (a banana) need two.
 
     log q(z) = log N(eps; 0, I) - sum log |det of the affine maps| - sum log psi'(a).
 
-**Scores** at fixed z, from the inside out, start with delta = d log q / d eps = -eps.  Through an affine
-map y = b + L W (s o x), with delta = d log q / dx, v = s o x and w = W v,
+**Scores** at fixed z, from the inside out, start with delta = d log q / d eps = -eps.  Through a map
+y = b + L W (s o x), with delta = d log q / dx, v = s o x and w = W v,
 
     g_v = delta / s,   g_w = W g_v,   g_y = L^-T g_w,
     score of b  -g_y,  of log s  -delta o x - 1,  of W  w g_v',  of L  -tril(g_y w') - diag(1 / L_ii);

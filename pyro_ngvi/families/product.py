@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .base import Family, Tensors
+from .base import Family, NormalFamily, Tensors
 
 
 class AugmentedGaussian(Family):
     """``gaussian`` and other parameters beside it, in the Gaussian's frame and plain coordinates."""
 
-    gaussian: Any
-
-    def _own(self, tensors: Tensors) -> Tensors:
-        """The part of the Gaussian."""
-        return {name: tensors[name] for name in self.gaussian.names}
+    gaussian: NormalFamily
 
     def _others(self, tensors: Tensors) -> Tensors:
         return {name: v for name, v in tensors.items() if name not in self.gaussian.names}
@@ -28,16 +23,15 @@ class AugmentedGaussian(Family):
         return self.gaussian.triangles
 
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
-        own = self.gaussian.push(self._own(params), self._own(tangent))
-        return own | self._others(tangent)
+        return tangent | self.gaussian.push(params, tangent)
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        return self.gaussian.pull(self._own(params), self._own(grads)) | self._others(grads)
+        return {n: grads[n] for n in self.names} | self.gaussian.pull(params, grads)
 
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
-        own = self.gaussian.retract(self._own(params), self._own(tangent), step)
+        own = self.gaussian.retract(params, tangent, step)
         return own | {name: params[name] + step * v for name, v in self._others(tangent).items()}
 
 
@@ -99,11 +93,8 @@ class ProductFamily(Family):
         return {name: tensors[f"{part}_{name}"] for name in self.parts[part].names}
 
     def _each(self, function: Callable[[str, Family], Tensors]) -> Tensors:
-        return {
-            f"{part}_{name}": value
-            for part, family in self.parts.items()
-            for name, value in function(part, family).items()
-        }
+        found = {part: function(part, family) for part, family in self.parts.items()}
+        return {f"{p}_{name}": v for p, own in found.items() for name, v in own.items()}
 
     def _sum(self, function: Callable[[str, Family], Tensor]) -> Tensor:
         terms = [function(part, family) for part, family in self.parts.items()]
@@ -131,16 +122,15 @@ class ProductFamily(Family):
     def segment(self, params: Tensors, index: int) -> Tensors:
         """The parameters of segment ``index`` alone, by the names of its family."""
         part, length = self.segments[index]
-        own = self.own(part, params)
-        total = sum(self._lengths[i] for i in self._where[part])
-        start = sum(self._lengths[i] for i in self._where[part] if i < index)
-        # the leading dimension counts elements, of which each has the same number of entries
+        where = self._where[part]
+        total = sum(self._lengths[i] for i in where)
+        start = sum(self._lengths[i] for i in where if i < index)
         result = {}
-        for name, value in own.items():
+        for name, value in self.own(part, params).items():
+            # the leading dimension counts elements, of which each has the same number of entries
             entries = total // max(len(value), 1)
-            result[name] = (
-                value[start // entries : (start + length) // entries] if entries else value
-            )
+            whole = slice(start // entries, (start + length) // entries) if entries else slice(None)
+            result[name] = value[whole]
         return result
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
@@ -209,14 +199,13 @@ class ProductFamily(Family):
 
     def _blocks(self, function: Callable[[str, Family], Tensor]) -> Tensor:
         """A matrix (d, d) from those of the parts, zero between parts."""
-        owners = [part for part, length in self.segments for _ in range(length)]
-        whole: Tensor | None = None
-        for part, family in self.parts.items():
-            block = function(part, family)
-            at = torch.tensor([i for i, p in enumerate(owners) if p == part], device=block.device)
-            whole = block.new_zeros(len(owners), len(owners)) if whole is None else whole
+        places = self.split(torch.arange(sum(self._lengths)))
+        blocks = {part: function(part, family) for part, family in self.parts.items()}
+        like = next(iter(blocks.values()))
+        whole = like.new_zeros(sum(self._lengths), sum(self._lengths))
+        for part, block in blocks.items():
+            at = places[part].to(like.device)
             whole = whole.index_put((at.unsqueeze(-1), at), block)
-        assert whole is not None, "a product has parts"
         return whole
 
     def icdf(self, params: Tensors, levels: Tensor) -> Tensor:
@@ -239,13 +228,13 @@ class ProductFamily(Family):
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
-        # linear in the natural parameters is what "natural" means where a part has that, and what
-        # the others do anyway
-        def way(f: Family) -> str:
-            return "natural" if self.linear and "natural" in f.coordinates else "local"
-
+        # "natural" where a part has that: linear in its natural parameters, as the others move anyway
+        way = {
+            p: "natural" if self.linear and "natural" in f.coordinates else "local"
+            for p, f in self.parts.items()
+        }
         return self._each(
-            lambda p, f: f.retract(self.own(p, params), self.own(p, tangent), step, way(f))
+            lambda p, f: f.retract(self.own(p, params), self.own(p, tangent), step, way[p])
         )
 
     def not_finite(self, params: Tensors) -> Tensor:

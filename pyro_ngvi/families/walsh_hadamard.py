@@ -2,51 +2,42 @@ r"""Gaussians around a Walsh-Hadamard matrix: a density over every entry.
 
 The matrices U = S1 H diag(g) H S2 of :mod:`pyro_ngvi.linalg.walsh_hadamard_matrix`, with signs as S1
 and S2, are a linear space of R^d, d the number of entries: u_e = w_e h_k(e), w_e = +-1, with k(e) the
-class of the entry, i xor j within its block.  A Gaussian g alone has no density there.  With noise on
-every entry it has one:
+class of the entry, i xor j within its block.  A Gaussian g has no density there, u = A g + sigma E with
+E ~ N(0, I_d) has one.  The classes partition the entries, so A has orthogonal columns in h, of
+squared length c_k = the number of entries of class k; K of them have entries.  So
 
-    u = A g + sigma E,    g ~ N(m, S),   E ~ N(0, I_d),    Cov(u) = A S A' + sigma^2 I.          (1)
+    y_k = c_k^(-1/2) sum_{e in class k} w_e u_e,     v = R y,     Q' u = v,    Q'Q = I_K,         (1)
 
-The classes partition the entries, so A has orthogonal columns in h, of squared length c_k = the number
-of entries of class k; classes whose entries are all cut off are dropped, K of them stay.  So
-
-    y_k = c_k^(-1/2) sum_{e in class k} w_e u_e,     v = R y,     Q' u = v,    Q'Q = I_K,         (2)
-
-with R the Hadamard transform of every block none of whose classes is dropped (the identity for another,
+with R the Hadamard transform of every block none of whose classes is empty (the identity for another,
 which can only be the last), are orthonormal coordinates of the space.  The family is
 
-    v ~ N(loc, S_v) of a Gaussian family of K dimensions,    (I - QQ') u ~ N(0, sigma^2) on d - K.   (3)
+    v ~ N(loc, S_v) of a Gaussian family of K dimensions,    (I - QQ') u ~ N(0, sigma^2) on d - K.   (2)
 
-It holds (1), with S_v = Q'A S A'Q + sigma^2 I: any S if S_v is full; the diagonal S if S_v is diagonal
-and all classes of a block have as many entries, for then v = sqrt(c) g.  S_v may be smaller than
-sigma^2, which (1) does not allow.  Density, entropy, KL and Fisher matrix are sums of those of the two
-parts; that of log sigma is 2 (d - K), without entries between it and the rest.
+It holds u = A g + sigma E with g ~ N(m, S), as S_v = Q'A S A'Q + sigma^2 I: any S if S_v is full; the
+diagonal S if S_v is diagonal and all classes of a block have as many entries, for then v = sqrt(c) g.
+Density, entropy and Fisher matrix are sums of those of the two parts; that of log sigma is 2 (d - K),
+without entries between it and the rest.  A draw or a density is O(d).
 
 The mean stays in the space, and sigma is one number for d - K directions: the bound of an ELBO is
-often loose.  A draw or a density is O(d).
-
-Not where K is close to d (use ``MeanFieldNormal``), and not for diagonals S1, S2 other than signs.
+often loose.  Not where K is close to d (use ``MeanFieldNormal``), and not for other S1, S2 than signs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from ..linalg.walsh_hadamard import walsh_hadamard_transform
 from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix
-from .base import LOG_2PI, Family, NormalFamily, Tensors, clamp_exponent
+from .base import LOG_2PI, NormalFamily, Tensors, clamp_exponent
 from .mean_field import MeanFieldNormal
 from .product import AugmentedGaussian
 
-__all__ = ["WalshHadamardNormal"]
-
 NOISE = "log_noise"
-
-
 #: of each entry: its class, and w_e c_k^(-1/2)
 Frame = tuple[Tensor, Tensor]
 
@@ -57,7 +48,7 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
     Args:
         matrix: the blocks; d is the number of its entries.
         diagonals: returns ``left`` and ``right`` of ``matrix``, all of them +-1.
-        base: the family of v (2): ``MeanFieldNormal`` or ``FullRankNormal``.
+        base: the family of v: ``MeanFieldNormal`` or ``FullRankNormal``.
 
     ``params``: those of ``base``, K-dimensional, and ``log_noise`` = log sigma if d > K.
 
@@ -77,7 +68,7 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
         self,
         matrix: WalshHadamardMatrix,
         diagonals: Callable[[], tuple[Tensor, Tensor]],
-        base: Family | None = None,
+        base: NormalFamily | None = None,
     ) -> None:
         self.matrix, self.diagonals = matrix, diagonals
         self.gaussian = MeanFieldNormal() if base is None else base
@@ -101,7 +92,7 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
         return index, weights
 
     def _rotate(self, y: Tensor) -> Tensor:
-        """R y of (2), its own inverse, along the last dimension."""
+        """R y of (1), its own inverse, along the last dimension."""
         if not self._whole:
             return y
         whole = y[..., : self._whole].unflatten(-1, (-1, self.matrix.size))
@@ -149,23 +140,23 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
         # coordinates of white noise within and without the space are independent
         frame = self._frame()
         e = self._coordinates(frame, noise)
-        u = self._embed(frame, self.gaussian.rsample(self._own(params), e))
+        u = self._embed(frame, self.gaussian.rsample(params, e))
         if not self.rest:
             return u
         return u + params[NOISE].exp() * (noise - self._embed(frame, e))
 
     def mean(self, params: Tensors) -> Tensor:
-        return self.embed(self.gaussian.mean(self._own(params)))
+        return self.embed(params["loc"])
 
     def not_finite(self, params: Tensors) -> Tensor:
-        bad = self.gaussian.not_finite(self._own(params)).any()
-        if self.rest:
-            bad = bad | ~torch.isfinite(params[NOISE])
-        return bad.expand(self.entries)  # each number is part of all entries of a block
+        # each number is part of all entries of a block
+        rest = (~torch.isfinite(v) for v in self._others(params).values())
+        bad = reduce(torch.logical_or, rest, self.gaussian.not_finite(params).any())
+        return bad.expand(self.entries)
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
         v, outside = self._split(z)
-        inside = self.gaussian.log_prob(self._own(params), v)
+        inside = self.gaussian.log_prob(params, v)
         if not self.rest:
             return inside
         w = outside * (-params[NOISE]).exp()
@@ -173,19 +164,19 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         v, outside = self._split(z)
-        own = self.gaussian.score(self._own(params), v)
+        own = self.gaussian.score(params, v)
         if not self.rest:
             return own
         w = outside * (-params[NOISE]).exp()
         return own | {NOISE: w.square().sum(-1) - self.rest}
 
     def log_det(self, params: Tensors) -> Tensor:
-        inside = self.gaussian.log_det(self._own(params))
+        inside = self.gaussian.log_det(params)
         return inside + self.rest * params[NOISE] if self.rest else inside
 
     def covariance(self, params: Tensors) -> Tensor:
         frame = self._frame()
-        inside = self._embed(frame, self.gaussian.covariance(self._own(params)))
+        inside = self._embed(frame, self.gaussian.covariance(params))
         inside = self._embed(frame, inside.mT)
         if not self.rest:
             return inside
@@ -203,10 +194,10 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
 
     def _class_stddev(self, params: Tensors) -> Tensor:
         """sd of each y_k, (K,); norms, because squares would overflow sooner."""
-        own = self._own(params)
         if not isinstance(self.gaussian, MeanFieldNormal):
-            return torch.linalg.vector_norm(self._rotate(self.gaussian.scale_tril(own).mT), dim=0)
-        sd, D = self.gaussian.stddev(own), self.matrix.size
+            tril = self.gaussian.scale_tril(params)
+            return torch.linalg.vector_norm(self._rotate(tril.mT), dim=0)
+        sd, D = self.gaussian.stddev(params), self.matrix.size
         if not self._whole:
             return sd
         norm = torch.linalg.vector_norm(sd[: self._whole].unflatten(-1, (-1, D)), dim=-1)
@@ -214,11 +205,11 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
         return torch.cat([whole, sd[self._whole :]])
 
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
-        own = self.gaussian.fisher_product(self._own(params), self._own(tangent))
+        own = self.gaussian.fisher_product(params, tangent)
         return own | {k: 2.0 * self.rest * v for k, v in self._others(tangent).items()}
 
     def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
-        own = self.gaussian.natural_gradient(self._own(params), self._own(gradient))
+        own = self.gaussian.natural_gradient(params, gradient)
         return own | {k: v / (2.0 * self.rest) for k, v in self._others(gradient).items()}
 
     def retract(
