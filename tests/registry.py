@@ -17,7 +17,7 @@ from pyro.infer.autoguide import AutoGuideList, AutoMultivariateNormal, AutoNorm
 
 import pyro_ngvi as ngvi
 from benchmarks.baselines import NAGVAC, algorithm_1, algorithm_2
-from pyro_ngvi.curvature.kinds import KINDS
+from pyro_ngvi.curvature.estimators import KINDS
 from pyro_ngvi.families import (
     FactorNormal,
     FactorPrecisionNormal,

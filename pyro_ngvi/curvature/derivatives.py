@@ -1,70 +1,69 @@
-"""Hessians of functions of one draw, and averages over draws in bounded memory."""
+r"""Hessians of functions of one draw (d,), and products of the gradients of single data.
+
+For a function of theta (d,) to N log probabilities, with Jacobian J (N, d) and weights w_i >= 0,
+sum_i w_i J_i J_i' has three forms: "dense" (d, d), its "diagonal" (d,), or "low_rank", the rows
+sqrt(w_i) J_i (N, d).  J comes in blocks: of columns by forward mode (d directional derivatives) where
+that is cheaper, else of rows by reverse mode (N gradients), also where an operation has no forward
+mode.  A block has as many of them as ``budget`` bytes allow, one at the least; under ``vmap`` each draw
+takes its budget.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import cache, reduce
+from typing import Any
 
 import torch
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.func import grad, vmap
+from torch.func import grad, vjp, vmap
 
 from ..linalg.host import fixed_normal
-from .forward import jvp
-
-__all__ = ["at_a_time", "average", "hessian", "hessian_diagonal", "is_diagonal", "row_sums"]
+from ..runtime.density import Site, Sites, site_kind, site_log_prob
+from ..runtime.pyro_adapter import masks_of
 
 #: columns of a Hessian that are computed at a time, for each draw
 CHUNK = 64
-#: and for all draws together
-COLUMNS = 1024
 #: random halves of the entries that are tried at each of three points
 HALVES = 8
+#: bytes for a block of a Jacobian
+BUDGET = 2**28
 
 Function = Callable[[Tensor], Tensor]
 
 
-def average(function: Function, theta: Tensor, columns: int | None = None) -> Tensor:
-    """The mean of ``function`` over the rows of ``theta`` (S, d), as many at a time as fit.
-
-    ``columns`` is how many passes through the model one value holds at a time; by default d.
-    """
-    chunk = at_a_time(theta, columns)
-    return vmap(function, chunk_size=chunk, randomness="same")(theta).mean(0)
-
-
-def at_a_time(theta: Tensor, columns: int | None = None) -> int:
-    """How many draws are taken together where each holds so many ``columns``."""
-    return max(1, min(len(theta), COLUMNS // (columns or theta.shape[1])))
+@cache
+def _load_rules() -> None:
+    """Compiles rules by torch.jit.script, as the first use of forward mode does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script")
+        one = torch.ones((), device="cpu")
+        torch.func.jvp(torch.sin, (one,), (one,))
 
 
-def hessian(function: Function, t: Tensor) -> Tensor:
-    """The Hessian at t (d,), by forward over reverse mode, ``CHUNK`` columns at a time."""
-
-    def column(e: Tensor) -> Tensor:
-        return jvp(grad(function), (t,), (e,))[1]
-
-    basis = torch.eye(len(t), dtype=t.dtype, device=t.device)
-    H = vmap(column, out_dims=-1, chunk_size=CHUNK, randomness="same")(basis)
-    return 0.5 * (H + H.mT)
+def jvp(f: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    """``torch.func.jvp``, without torch's warning about itself."""
+    _load_rules()
+    return torch.func.jvp(f, primals, tangents)
 
 
-def hessian_diagonal(function: Function, t: Tensor) -> Tensor:
-    """The diagonal of the Hessian at t (d,), in as many passes as it has columns."""
-
-    def entry(i: Tensor) -> Tensor:
-        e = (torch.arange(len(t), device=t.device) == i).to(t)
-        return (jvp(grad(function), (t,), (e,))[1] * e).sum()
-
+def hessian(function: Function, t: Tensor, diagonal: bool = False) -> Tensor:
+    """The Hessian, or its diagonal, by forward over reverse mode, ``CHUNK`` columns at a time."""
     indices = torch.arange(len(t), device=t.device)
-    return vmap(entry, chunk_size=CHUNK, randomness="same")(indices)
+
+    def column(i: Tensor) -> Tensor:
+        e = (indices == i).to(t)
+        product = jvp(grad(function), (t,), (e,))[1]
+        return (product * e).sum() if diagonal else product
+
+    H = vmap(column, out_dims=-1, chunk_size=CHUNK, randomness="same")(indices)
+    return H if diagonal else 0.5 * (H + H.mT)
 
 
-def row_sums(function: Function, t: Tensor) -> Tensor:
-    """H 1 at t (d,): the diagonal, for a diagonal H."""
-    return _product(function, t, torch.ones_like(t))
-
-
-def _product(function: Function, t: Tensor, v: Tensor) -> Tensor:
+def hessian_product(function: Function, t: Tensor, v: Tensor) -> Tensor:
     """H v, by reverse over reverse mode: for one v far cheaper than forward over reverse."""
     return grad(lambda t: grad(function)(t) @ v)(t)
 
@@ -72,9 +71,7 @@ def _product(function: Function, t: Tensor, v: Tensor) -> Tensor:
 def is_diagonal(function: Function, t: Tensor) -> bool:
     """Whether the Hessian is diagonal: for v that is zero in half of the entries, so is H v there.
 
-    Zero to the bit, as products with 0 are, whatever the units of the latents and the rounding of the
-    diagonal.  Of two entries that are coupled one half has one of them, and not the other, as often as
-    not; over all halves it escapes once in 2^24.  It waits for the device.
+    Zero to the bit, whatever the units.  All halves miss a pair of coupled entries once in 2^24.
     """
     values = fixed_normal(len(t), seed=len(t)).to(t)
     halves = (fixed_normal(HALVES, len(t), seed=len(t) + 1) > 0.0).to(t)
@@ -82,6 +79,108 @@ def is_diagonal(function: Function, t: Tensor) -> bool:
     # at points away from the draw too: where it lies, terms may vanish that do so nowhere else
     for point in (t, t + away, t - 0.7 * away):
         for half in halves:
-            if bool(((1.0 - half) * _product(function, point, half * values) != 0.0).any()):
+            if ((1.0 - half) * hessian_product(function, point, half * values) != 0.0).any():
                 return False
     return True
+
+
+def is_datum(site: Site) -> bool:
+    """Whether a site is observed in a plate, so that its entries are data."""
+    if site_is_subsample(site) or site_kind(site) != "observed":
+        return False
+    return any(f.vectorized for f in site["cond_indep_stack"])
+
+
+def data_of(sites: Sites) -> tuple[Tensor, Tensor]:
+    """Log probability of each datum (N,), without scale, and its scale times mask (N,)."""
+    log_probs, weights = [], []
+    for site in filter(is_datum, sites.values()):
+        plain, _ = site_log_prob(site)
+        log_probs.append(scale_and_mask(plain, 1.0, site["mask"]).reshape(-1))
+        weights.append(scale_and_mask(_shown(site, plain), site["scale"], None).reshape(-1))
+    if not log_probs:
+        raise ValueError(
+            "Gradients of single data: no observed site of the model lies in a plate. Put it in one, "
+            'with pyro.plate("data", N): pyro.sample("y", ..., obs=y), or use curvature="hessian".'
+        )
+    return torch.cat(log_probs), torch.cat(weights)
+
+
+def _shown(site: Site, log_prob: Tensor) -> Tensor:
+    """1 for the data that the site's masks leave, 0 for others."""
+    shown = torch.ones_like(log_prob)
+    for mask, left_out in masks_of(site):
+        within = site["fn"].event_dim - left_out
+        if within and isinstance(mask, Tensor):
+            # of an event some parts may be hidden: the datum is there while one of them is
+            mask = mask.expand(log_prob.shape + site["fn"].event_shape[:within])
+            mask = mask.flatten(-within).any(-1)
+        shown = shown * mask
+    return shown
+
+
+def products(
+    f: Function, theta: Tensor, weights: Tensor, form: str = "diagonal", budget: int = BUDGET
+) -> Tensor:
+    """sum_i w_i J_i J_i' in a form."""
+    n, d = len(weights), len(theta)
+    room = budget // theta.element_size()
+    columns, rows = max(1, room // max(1, 4 * n)), max(1, room // (3 * d + n))
+    # in the dense form a block is made once, and once more for each block after it
+    passes = sum(d - start for start in range(0, d, columns)) if form == "dense" else d
+    if passes <= n or n == 0:
+        try:
+            return _by_columns(f, theta, weights.unsqueeze(-1), form, columns)
+        except NotImplementedError:  # an operation without forward mode
+            pass
+    return _by_rows(f, theta, weights.unsqueeze(-1), form, rows)
+
+
+def _by_columns(f: Function, theta: Tensor, w: Tensor, form: str, size: int) -> Tensor:
+    def block(part: slice) -> Tensor:
+        def column(e: Tensor) -> Tensor:
+            return jvp(f, (theta,), (e,))[1]
+
+        return vmap(column, out_dims=-1, randomness="same")(_basis(theta, len(theta), part))
+
+    parts = _parts(len(theta), size)
+    if form == "diagonal":
+        return torch.cat([(w * block(part).square()).sum(0) for part in parts])
+    if form == "low_rank":
+        return w.sqrt() * torch.cat([block(part) for part in parts], 1)
+    lower = []
+    for a, part in enumerate(parts):
+        J = block(part)
+        left = (w * J).mT
+        lower.append([left @ block(other) for other in parts[:a]] + [left @ J])
+    # the blocks above the diagonal are those below it, transposed
+    n = range(len(parts))
+    return torch.cat(
+        [torch.cat([lower[a][b] if b <= a else lower[b][a].mT for b in n], 1) for a in n]
+    )
+
+
+def _by_rows(f: Function, theta: Tensor, w: Tensor, form: str, size: int) -> Tensor:
+    pullback: Any = vjp(f, theta)[1]
+
+    def block(part: slice) -> Tensor:
+        return vmap(lambda e: pullback(e)[0], randomness="same")(_basis(theta, len(w), part))
+
+    parts = _parts(len(w), size)
+    if form == "low_rank":
+        return w.sqrt() * torch.cat([block(part) for part in parts])
+    if form == "diagonal":
+        return reduce(torch.add, ((w[part] * block(part).square()).sum(0) for part in parts))
+    pairs = ((w[part], block(part)) for part in parts)
+    return reduce(torch.add, ((weight * J).mT @ J for weight, J in pairs))
+
+
+def _parts(length: int, size: int) -> list[slice]:
+    return [slice(i, min(i + size, length)) for i in range(0, length, size)]
+
+
+def _basis(like: Tensor, length: int, part: slice) -> Tensor:
+    """The unit vectors (k, length) of a part."""
+    E = torch.zeros(part.stop - part.start, length, dtype=like.dtype, device=like.device)
+    E.diagonal(part.start).fill_(1.0)
+    return E

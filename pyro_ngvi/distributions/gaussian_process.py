@@ -47,12 +47,11 @@ class GaussianProcess(TorchDistribution):
             ``kernel(X, Z)`` (N, M), ``kernel(X, diag=True)`` (N,).
         inputs: X (N, ...), in whatever form the kernel takes it.
         mean: a number, a function of the inputs to (N,), or ``None`` for 0.
-        jitter: variance of white noise that is added at every input.  1e-6 suits unit variances in
-            float64; an RBF kernel in float32 needs 1e-4 and more.
+        jitter: variance of the white noise.  1e-6 suits unit variances in float64; an RBF kernel in
+            float32 needs 1e-4 and more.
 
     Raises:
-        ValueError: for a kernel matrix that is not positive definite, where a factor is asked for; for
-            a mean of a wrong shape; in the plate of the data.
+        ValueError: for a kernel matrix that is not positive definite; in the plate of the data.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -123,6 +122,8 @@ class GaussianProcess(TorchDistribution):
             self._loc = self._mean_of(self.mean_function, self.inputs)
         return self._loc.expand(self._extended_shape())
 
+    mean = loc
+
     def mean_at(self, inputs: Tensor) -> Tensor:
         """mean(Z) (M,) at other inputs; 0 for a mean that is given as a number for each of its own."""
         mean: Any = self.mean_function
@@ -153,10 +154,6 @@ class GaussianProcess(TorchDistribution):
         if self._scale_tril is None:
             self._scale_tril = factor(self.covariance_matrix, self.jitter)
         return self._scale_tril
-
-    @property
-    def mean(self) -> Tensor:
-        return self.loc
 
     @property
     def variance(self) -> Tensor:

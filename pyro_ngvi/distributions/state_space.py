@@ -33,13 +33,11 @@ class GaussianStateSpace(TorchDistribution):
 
     Args:
         initial_loc: m (S,).
-        initial_covariance: C (S, S), positive definite.
+        initial_covariance, initial_scale_tril: C (S, S), positive definite, or its Cholesky factor.
         transition: A (T-1, S, S), or (S, S) for all steps.
-        noise_covariance: Q (T-1, S, S), or (S, S) for all steps; positive definite.
+        noise_covariance, noise_scale_tril: Q (T-1, S, S), or (S, S) for all steps, or its factor.
         offset: c (T-1, S), or (S,) for all steps; by default 0.
         num_steps: T; needed only where nothing given has a dimension of time.
-        initial_scale_tril: lower Cholesky factor in place of ``initial_covariance``.
-        noise_scale_tril: in place of ``noise_covariance``.
 
     Raises:
         ValueError: for wrong shapes, an unknown T, a covariance given twice or not at all.
@@ -83,14 +81,9 @@ class GaussianStateSpace(TorchDistribution):
         # factored before it is expanded: once where all steps are the same
         C = _factor("initial", initial_covariance, initial_scale_tril, validate_args)
         Q = _factor("noise", noise_covariance, noise_scale_tril, validate_args)
-        parts = {
-            "initial_loc": (initial_loc, 1),
-            "initial covariance": (C, 2),
-            "transition": (transition, 2),
-            "noise covariance": (Q, 2),
-            "offset": (offset, 1),
-        }
-        for name, (x, rank) in parts.items():
+        parts: Any = (initial_loc, 1), (C, 2), (transition, 2), (Q, 2), (offset, 1)
+        names = "initial_loc", "initial covariance", "transition", "noise covariance", "offset"
+        for name, (x, rank) in zip(names, parts, strict=True):
             if x.shape[-rank:] != (S,) * rank or x.dim() > rank + ("initial" not in name):
                 raise ValueError(
                     f"GaussianStateSpace: {name} has shape {tuple(x.shape)}; for states of {S} numbers "
@@ -138,8 +131,7 @@ class GaussianStateSpace(TorchDistribution):
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draws (*sample_shape, *batch_shape, T, S), differentiable in the parameters."""
-        like = self.initial_loc
-        shape = self._extended_shape(torch.Size(sample_shape))
+        shape, like = self._extended_shape(torch.Size(sample_shape)), self.initial_loc
         return self.from_noise(torch.randn(shape, dtype=like.dtype, device=like.device))
 
     def from_noise(self, noise: Tensor) -> Tensor:

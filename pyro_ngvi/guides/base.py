@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 from torch.distributions.kl import register_kl
 
-from ..curvature.record import Curvature
+from ..curvature.estimators import Curvature
 from ..families.base import Family, Tensors
 from ..linalg.host import choose, equal, host_bool, outside_autocast
 from ..probing.vectorized import check_vectorized_call

@@ -191,7 +191,7 @@ class NoisyKFAC(NaturalGradientOptim):
     ``loss=BatchedELBO(num_particles, curvature="kronecker")``; the data must lie in a plate, and each
     matrix of the guide must be the weight of one linear layer over them (F.linear, ``x @ W``).  The
     equations are in :mod:`pyro_ngvi.optim.noisy_kfac`, the statistics in
-    :mod:`pyro_ngvi.curvature.tapped`.
+    :mod:`pyro_ngvi.curvature.taps.kronecker`.
 
     Args:
         guide: an ``AutoMatrixNormal``.

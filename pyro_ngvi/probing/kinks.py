@@ -1,18 +1,15 @@
 r"""Where the gradient of a log density jumps, averages of its second derivatives are wrong.
 
 |x| has the second derivative 0 almost everywhere, and E |x| under N(m, v) the curvature 2 N(0; m, v):
-all of it is in the kink, which no draw meets.  So Laplace terms, max(0, x) and the like give to
-averages of Hessians less than they should, down to nothing.  They are looked for along two segments
-a + s u, s in [0, 1], with phi(s) = u' grad f(a + s u): over a part of length h
+all of it is in the kink, which no draw meets.  Laplace terms, max(0, x) and the like are looked for
+along two segments a + s u, s in [0, 1], with phi(s) = u' grad f(a + s u): over a part of length h
 
     phi(s + h) - phi(s) - h (phi'(s) + phi'(s + h)) / 2
 
 is O(h^3) where f is smooth, O(h) where its second derivative jumps, and the jump where phi does.  The
 part where it is largest is halved again and again: a jump stays as it is, all in one of the halves.
 So that one jump is no small part of phi, u moves a few entries of each latent site, and a few data of
-each site are looked at.
-
-What is not found: jumps that neither segment meets, or that are small beside rounding.
+each site are looked at.  Jumps that neither segment meets, or small beside rounding, are missed.
 """
 
 from __future__ import annotations
@@ -27,14 +24,9 @@ from torch.func import grad, jacrev
 
 from ..runtime.density import LatentLayout, Site, Sites, site_log_prob, with_density
 
-__all__ = ["kinked_sites"]
-
-#: entries of a latent site that move, and data of a site
-ENTRIES, DATA = 4, 16
-#: parts of a segment at first, and the last halvings, which tell a jump from what is smooth
-PARTS, LAST = 4, 4
-#: a jump is so many times what is left in the other half, and keeps this share of itself
-CLEAR, KEPT = 30.0, 0.5
+ENTRIES, DATA = 4, 16  # entries of a latent site that move, and data of a site
+PARTS, LAST = 4, 4  # parts of a segment at first, and last halvings, which tell jumps
+CLEAR, KEPT = 30.0, 0.5  # a jump is so many times the other half, and keeps this share
 
 
 class _Point(NamedTuple):
@@ -51,7 +43,7 @@ def kinked_sites(
 ) -> list[str]:
     """Sites, of those that ``of`` keeps, whose log probability has a gradient in theta that jumps.
 
-    ``run`` as in :mod:`pyro_ngvi.curvature.kinds`; the segments lie around the draw t (d,).  It waits.
+    ``run`` as ``pyro_ngvi.curvature.Drawn.run``; segments lie around the draw t (d,).  It waits.
     """
     names: list[str] = []
 

@@ -18,6 +18,7 @@ from ..runtime.density import Site, Sites, free_dim, is_latent, site_log_prob, w
 from ..runtime.pyro_adapter import has_model, model_as_given
 from ..runtime.run import (
     CannotBatch,
+    Conditioned,
     Minibatches,
     Program,
     run_both,
@@ -45,11 +46,10 @@ def check_vectorized(
     Pyro's vectorised particles are a plate around the model: a latent vector ``w`` of d elements
     arrives with shape (S, 1, ..., d), and ``X @ w`` then fails or, worse, broadcasts to a wrong
     loss. This draws S particles so, and compares each site's log probability, particle by
-    particle, with that of the model run under ``vmap``, or one by one where ``vmap`` cannot run it.
-    Do not use it for models that draw random numbers of their own or are enumerated: there is nothing
-    to compare with.  ``BatchedELBO`` needs no such check. The guides of pyro_ngvi do it themselves at
-    their first vectorised call, unless they are part of an ``AutoGuideList`` or ``vmap`` cannot run
-    the model.
+    particle, with that of the model run for each. Do not use it for models that draw random numbers
+    of their own or are enumerated. ``BatchedELBO`` needs no such check. The guides of pyro_ngvi do it
+    themselves at their first vectorised call, unless they are part of an ``AutoGuideList`` or ``vmap``
+    cannot run the model.
 
     Args:
         num_particles: S, at least 2.
@@ -68,20 +68,19 @@ def check_vectorized(
     """
     if num_particles < 2:
         raise ValueError(f"num_particles is {num_particles}; a check needs at least 2.")
-    programs = partial(model, *args, **kwargs), partial(guide, *args, **kwargs)
+    model, guide = partial(model, *args, **kwargs), partial(guide, *args, **kwargs)
     with poutine.block(), torch.no_grad():
-        single = run_both(*programs, (), {}, Minibatches())[1].sites
+        single = run_both(model, guide, (), {}, Minibatches())[1].sites
         particles = pyro.plate("_particles", num_particles, dim=free_dim(single))
-        _check(*programs, single, particles, num_particles)
+        _check(model, guide, single, particles, num_particles)
 
 
 def check_vectorized_call(
     guide: Any, frame: CondIndepStackFrame, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """:func:`check_vectorized` for an autoguide that is being called inside the plate ``frame``.
+    """The same for an autoguide that is being called inside the plate ``frame``, without a trace.
 
-    It raises only where the model can be compared, and leaves random state, parameter store and
-    the handlers around the guide alone.
+    It raises only where the model can be compared.
     """
     if not has_model(guide) or guide.master is not None:
         return  # a part of a list does not know the guide of the other sites
@@ -91,13 +90,11 @@ def check_vectorized_call(
         # the run itself gives the same warnings
         with own_random_state(), poutine.block(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            programs = (
-                partial(model_as_given(guide), *args, **kwargs),
-                partial(guide, *args, **kwargs),
-            )
-            _, single = run_both(*programs, (), {}, Minibatches())
-            if _draws_all(programs[0], single.sites, single.values):
-                _check(*programs, single.sites, _Inside(frame), frame.size, batched=True)
+            model = partial(model_as_given(guide), *args, **kwargs)
+            guide = partial(guide, *args, **kwargs)
+            single = run_both(model, guide, (), {}, Minibatches())[1]
+            if _draws_all(model, single):
+                _check(model, guide, single.sites, _Inside(frame), frame.size, batched=True)
     except BroadcastError:
         raise
     except Exception:  # whatever keeps the two from being compared is no fault of the model
@@ -121,33 +118,33 @@ class _Inside(Messenger):
         msg["cond_indep_stack"] = (self.frame,) + msg["cond_indep_stack"]
 
 
-def _draws_all(model: Program, sites: Sites, given: dict[str, Tensor]) -> bool:
+def _draws_all(model: Program, run: Conditioned) -> bool:
     """Whether the guide's values are all that is random in the model, and none is enumerated.
 
     What is drawn although all sites are given differs between any two runs: noise, dropout, or latent
     sites that a poutine.block hides.
     """
-    latent = [name for name, site in sites.items() if is_latent(site)]
-    if any(name not in given or sites[name]["infer"].get("enumerate") for name in latent):
-        return False
-    before = _random_state()
-    run_plainly(model, {name: site["value"] for name, site in sites.items()}, (), {}, Minibatches())
-    return all(torch.equal(a, b) for a, b in zip(before, _random_state(), strict=True))
+    for name, site in run.sites.items():
+        if is_latent(site) and (name not in run.values or site["infer"].get("enumerate")):
+            return False
 
+    def random_state() -> list[Tensor]:
+        on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return [torch.get_rng_state(), *on_devices]
 
-def _random_state() -> list[Tensor]:
-    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *on_devices]
+    before, values = random_state(), {name: site["value"] for name, site in run.sites.items()}
+    run_plainly(model, values, (), {}, Minibatches())
+    return all(map(torch.equal, before, random_state()))
 
 
 def _check(
     model: Program, guide: Program, single: Sites, particles: Any, size: int, batched: bool = False
 ) -> None:
-    """Compare the model inside ``particles``, a plate of S, with the model run for each of them.
+    """Compare the model inside ``particles``, a plate of S, with runs for each of them."""
 
-    Raises:
-        CannotBatch: where ``batched`` runs are asked for, and ``vmap`` cannot run the model.
-    """
+    def log_probs(sites: Sites) -> dict[str, Tensor]:
+        return {name: site_log_prob(site)[1] for name, site in with_density(sites).items()}
+
     vectorized = _vectorized(model, guide, particles)
     values, indices = {}, {}
     for name, site in vectorized.items():
@@ -155,7 +152,7 @@ def _check(
             indices[name] = site["value"]
         elif not site["is_observed"]:
             values[name] = _per_particle(site, single[name]["value"].shape, size)
-    given: Any = model, _log_probs, values, size, (), {}
+    given: Any = model, log_probs, values, size, (), {}
     try:
         expected = run_particles(*given, minibatches=Minibatches(indices), sampling=True)
     except CannotBatch:
@@ -166,10 +163,6 @@ def _check(
     for name, wanted in expected.items():
         if name in vectorized:
             _compare(vectorized[name], wanted)
-
-
-def _log_probs(sites: Sites) -> dict[str, Tensor]:
-    return {name: site_log_prob(site)[1] for name, site in with_density(sites).items()}
 
 
 def _vectorized(model: Program, guide: Program, particles: Any) -> Sites:

@@ -136,14 +136,10 @@ class LaterData:
         """Refuse values outside the support, under ``vmap`` too; NaN is left to the optimizer."""
         for name, before in list(self._bounds.items()):
             site = sites.get(name)
-            if (
-                site is None
-                or not site["is_observed"]
-                or is_same(self.good.get(name), site["value"])
-            ):
+            if site is None or not site["is_observed"] or not isinstance(site["value"], Tensor):
                 continue
             value, fn = site["value"], site["fn"]
-            if not isinstance(value, Tensor) or not at_hand(value):
+            if is_same(self.good.get(name), value) or not at_hand(value):
                 continue
             # made of latent variables itself, it has no answer: ask it before slower checks do
             of_latents = host_bool(value.isfinite().any()) is None
@@ -153,6 +149,7 @@ class LaterData:
                 self.good[name] = _identity(value)
             elif answer is None or moved(before, bounds(fn.support)):
                 del self._bounds[name]  # the support depends on latent sites, say
+                self.good.pop(name, None)
             else:
                 nan = value.isnan()
                 bad = ~(good | (nan.flatten(-fn.event_dim).any(-1) if fn.event_dim else nan))
@@ -206,10 +203,10 @@ class LatentSupports:
     def __init__(self, guide: Any) -> None:
         self.bounds: dict[str, list[Any]] = {}
         for part in guide.modules() if isinstance(guide, nn.Module) else ():
-            trace: Any = (
-                getattr(part, "prototype_trace", None) if isinstance(part, AutoGuide) else None
-            )
-            for name, site in trace.nodes.items() if trace is not None else ():
+            trace: Any = getattr(part, "prototype_trace", None)
+            if trace is None or not isinstance(part, AutoGuide):
+                continue
+            for name, site in trace.nodes.items():
                 # some guides of Pyro keep no more of a site than they need, which is not its type
                 if site.get("is_observed") or not hasattr(site.get("fn"), "support"):
                     continue

@@ -121,8 +121,7 @@ class _SafeLog:
 
 @contextmanager
 def batched_safe_log() -> Iterator[None]:
-    """Let ``pyro.ops.special.safe_log`` run under ``vmap``: tensor variable elimination and
-    ``DiscreteHMM`` call it, and Pyro's own function has no rule for that."""
+    """Let Pyro's ``safe_log``, which ``DiscreteHMM`` and enumeration call, run under ``vmap``."""
     given = special._SafeLog
     special._SafeLog = _SafeLog  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -162,17 +161,15 @@ def check_log_prob_shape(site: Site, log_prob: Tensor) -> None:
     Inside plates, each dimension larger than 1 must be that of a plate. Outside plates, the shape
     must be that of the value, unless the value is a single event.
     """
-    shape, value, fn = log_prob.shape, site["value"], site["fn"]
-    if not shape:
-        return
-    sizes = {frame.dim: frame.size for frame in site["cond_indep_stack"] if frame.dim is not None}
-    batch_shape = value.shape[: value.dim() - fn.event_dim]
+    shape, frames = log_prob.shape, site["cond_indep_stack"]
+    sizes = {frame.dim: frame.size for frame in frames if frame.dim is not None}
+    batch_shape = site["value"].shape[: site["value"].dim() - site["fn"].event_dim]
     if sizes:
         good = all(n == 1 or sizes.get(i - len(shape)) == n for i, n in enumerate(shape))
     else:
-        good = shape == batch_shape or batch_shape.numel() == 1
+        good = not shape or shape == batch_shape or batch_shape.numel() == 1
     if not good:
-        plates = [f"{f.name!r} ({f.size} at dim {f.dim})" for f in site["cond_indep_stack"]]
+        plates = [f"{f.name!r} ({f.size} at dim {f.dim})" for f in frames]
         raise ValueError(
             f"The site {site['name']!r} has a log_prob of shape {tuple(shape)}, but batch shape "
             f"{tuple(batch_shape)} and plates {', '.join(plates) or 'none'}: shapes were broadcast. "
@@ -187,10 +184,8 @@ def check_model(sites: Sites, values: Mapping[str, Any], shared: Mapping[str, An
     """
     for name, site in sites.items():
         if site_is_subsample(site):
-            index, expected = site["value"], shared.get(name)
-            if expected is None or index is expected:
-                continue
-            if len(index) != len(expected) or not torch.equal(torch.as_tensor(index), expected):
+            index, expected = site["value"], shared.get(name, site["value"])
+            if index is not expected and not torch.equal(torch.as_tensor(index), expected):
                 raise ValueError(
                     f"The plate {name!r} has another minibatch in the model ({len(index)} examples) "
                     f"than in the guide ({len(expected)}). Give both one index: pass "
@@ -227,11 +222,9 @@ def check_guide_of_this_model(names: Iterable[str], model_sites: Sites) -> None:
 class LatentLayout:
     """Where each latent site lies in a flat unconstrained vector: that of ``AutoContinuous``.
 
-    The supports are those of the prototype: one that depends on another latent site is not
-    followed (neither does ``AutoContinuous``).
-
     Args:
-        prototype: a trace of the model. Sites keep its order; each is flattened row by row.
+        prototype: a trace of the model, whose order and supports the sites keep; each is flattened row
+            by row.
 
     Raises:
         ValueError: when there is no latent site, or one is discrete.
@@ -246,10 +239,9 @@ class LatentLayout:
             if site_is_subsample(site):
                 continue
             _refuse_discrete(site)
-            transform = biject_to(site["fn"].support)
+            self.transforms[name] = transform = biject_to(site["fn"].support)
             self.constrained_shapes[name] = site["value"].shape
             self.unconstrained_shapes[name] = transform.inv(site["value"]).shape
-            self.transforms[name] = transform
         if not self.transforms:
             raise ValueError("The model has no latent site: every sample site is observed.")
         self.dim = sum(prod(shape) for shape in self.unconstrained_shapes.values())
@@ -257,10 +249,7 @@ class LatentLayout:
     def unconstrained(self, theta: Tensor) -> Iterator[tuple[str, Any, Tensor]]:
         """Name, transform and part (S, *shape) of theta (S, d) of each site."""
         if theta.dim() != 2 or theta.shape[1] != self.dim:
-            raise ValueError(
-                f"theta has shape {tuple(theta.shape)}; it must be (S, {self.dim}), a row for "
-                f"each particle."
-            )
+            raise ValueError(f"theta has shape {tuple(theta.shape)}; it must be (S, {self.dim}).")
         shapes = self.unconstrained_shapes
         parts = theta.split([prod(shape) for shape in shapes.values()], dim=1)
         for (name, shape), part in zip(shapes.items(), parts, strict=True):

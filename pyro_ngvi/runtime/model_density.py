@@ -6,7 +6,7 @@ The model is written for one draw (``X @ w``) and needs no plate for the particl
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,17 @@ from .density import (
     sum_per_particle,
 )
 from .pyro_adapter import HidesMarked
-from .run import CannotBatch, Minibatches, Program, Randomness, run_in_loop, run_particles
+from .run import (
+    Args,
+    CannotBatch,
+    Kwargs,
+    Minibatches,
+    Program,
+    Randomness,
+    Values,
+    run_in_loop,
+    run_particles,
+)
 from .summed_out import summed_out
 
 Parts = dict[str, dict[str, Tensor]]
@@ -41,13 +51,8 @@ MOST_NUMBERS = 2**20  # in the largest tensor of one piece: 8 MB in float64
 
 @dataclass(frozen=True)
 class BatchedSite:
-    """One sample site of S particles.
-
-    ``value`` is (S, *batch_shape, *event_shape); ``log_prob`` (with scale and mask) and
-    ``unscaled_log_prob`` (with neither) are (S, *batch_shape), in nats. ``scale`` is a number or a
-    tensor (S, ...), ``mask`` None, a bool or a tensor (S, ...). ``plates`` is Pyro's stack of
-    plate frames.
-    """
+    """One sample site of S particles: tensors (S, ...), log probabilities (S, *batch_shape) in nats
+    with scale and mask, and with neither; ``plates`` is Pyro's stack of plate frames."""
 
     kind: Kind
     value: Tensor
@@ -78,12 +83,12 @@ class BatchedTrace:
 
 def batched_trace(
     model: Program,
-    values: Mapping[str, Tensor],
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    values: Values,
+    args: Args = (),
+    kwargs: Kwargs | None = None,
     *,
     num_particles: int | None = None,
-    indices: Mapping[str, Tensor] | None = None,
+    indices: Values | None = None,
     randomness: Randomness = "different",
     chunk_size: int | None = None,
 ) -> BatchedTrace:
@@ -92,15 +97,14 @@ def batched_trace(
     Latent sites that are not in ``values`` are drawn from the model.
 
     Args:
-        values: site name to *constrained* value, (S, *batch_shape, *event_shape).
+        values: *constrained* value by site, (S, *batch_shape, *event_shape).
         num_particles: S, needed only where ``values`` is empty.
         indices: minibatch (n,) of a subsampled plate by name, the same for all particles; drawn
-            once where it is not given. A minibatch that the model itself passes is kept.
+            once where neither this nor the model gives it.
         randomness: ``"different"`` draws for each particle, or the ``"same"`` for all.
         chunk_size: run at most that many particles at a time, to bound memory.
 
     Raises:
-        ValueError: when S is not known.
         CannotBatch: a RuntimeError, when the model cannot run under ``vmap``, or draws a site whose
             sampler has no batching rule (Beta, Dirichlet, LKJ, von Mises).
     """
@@ -113,36 +117,20 @@ def batched_trace(
     def tensors(sites: Sites) -> Parts:
         recorded.clear()
         for name, site in without_plates(sites).items():
+            value, fn = site["value"], site["fn"]
             # Improper priors put their log_prob on the CPU, whatever their value lies on.
-            unscaled, log_prob = (x.to(site["value"].device) for x in site_log_prob(site))
-            recorded[name] = BatchedSite(
-                site_kind(site),
-                site["value"],
-                log_prob,
-                unscaled,
-                site["scale"],
-                site["mask"],
-                site["fn"].event_dim,
-                site["cond_indep_stack"],
-            )
+            unscaled, log_prob = (x.to(value.device) for x in site_log_prob(site))
+            how = site["scale"], site["mask"], fn.event_dim, site["cond_indep_stack"]
+            recorded[name] = BatchedSite(site_kind(site), value, log_prob, unscaled, *how)
         return {
             name: {key: x for key, x in vars(site).items() if isinstance(x, Tensor)}
             for name, site in recorded.items()
         }
 
     minibatches = Minibatches(indices)
-    batched = run_particles(
-        model,
-        tensors,
-        values,
-        num_particles,
-        args,
-        kwargs or {},
-        minibatches=minibatches,
-        randomness=randomness,
-        sampling=randomness == "different",
-        chunk_size=chunk_size,
-    )
+    how: Any = {"randomness": randomness, "sampling": randomness == "different"}
+    how |= {"minibatches": minibatches, "chunk_size": chunk_size}
+    batched = run_particles(model, tensors, values, num_particles, args, kwargs or {}, **how)
     sites = {name: replace(site, **batched[name]) for name, site in recorded.items()}
     return BatchedTrace(sites, dict(minibatches))
 
@@ -152,7 +140,7 @@ class ModelDensity:
 
         density(theta)_s = log p(y, z(theta_s)) + log |det dz/dtheta (theta_s)|
 
-    It is a pure function of ``theta`` (S, d) for fixed arguments: ``torch.func.grad`` and
+    It is a pure function of ``theta`` (S, d) for fixed arguments, in nats: ``torch.func.grad`` and
     ``jacrev`` go through it. Parameters (``pyro.param``) and minibatches are looked up at
     each call. Do not use it where the support of a site depends on another latent site.
 
@@ -160,13 +148,15 @@ class ModelDensity:
         model: a Pyro model; it is run once here, to find its sites.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        indices: minibatches by plate, see :func:`batched_trace`; without them a subsampled
-            plate is drawn anew at each call.
+        indices: minibatches (n,) by plate; without them a subsampled plate is drawn anew at each call.
         init_loc_fn: value of a latent site in the prototype, as in Pyro's autoguides.
         chunk_size: run at most that many particles at a time.
 
     Attributes:
+        dim: d, the length of ``theta``.
         initial: theta of the prototype, (d,).
+        unpack: theta (S, d) to constrained values (S, *shape) by site.
+        pack: constrained values (S, *shape) by site to theta (S, d).
 
     Raises:
         ValueError: when a latent site is discrete or there is none.
@@ -186,52 +176,33 @@ class ModelDensity:
     def __init__(
         self,
         model: Program,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
         *,
-        indices: Mapping[str, Tensor] | None = None,
+        indices: Values | None = None,
         init_loc_fn: Callable[[Site], Tensor] = feasible_value,
         chunk_size: int | None = None,
     ) -> None:
-        self.args = args
-        self.kwargs = dict(kwargs or {})
-        self.indices = dict(indices or {})
-        self.chunk_size = chunk_size
         with poutine.block(), torch.no_grad():
             whole = poutine.trace(model)
             prototype = poutine.trace(InitMessenger(init_loc_fn)(HidesMarked()(whole)))
-            trace = prototype.get_trace(*args, **self.kwargs)
+            trace: Any = prototype.get_trace(*args, **(kwargs or {}))
+        self.layout = layout = LatentLayout(trace)
+        self.dim, self.pack, self.unpack = layout.dim, layout.pack, layout.unpack
+        initial = {name: trace.nodes[name]["value"][None] for name in layout.transforms}
+        self.initial: Tensor = layout.pack(initial)[0]
         self.model = summed_out(model, whole.trace.nodes)
-        self.layout = LatentLayout(trace)
-        nodes: Sites = dict(trace.nodes)
-        initial = {name: nodes[name]["value"][None] for name in self.layout.transforms}
-        self.initial: Tensor = self.layout.pack(initial)[0]
-
-    @property
-    def dim(self) -> int:
-        """d, the length of ``theta``."""
-        return self.layout.dim
-
-    def unpack(self, theta: Tensor) -> dict[str, Tensor]:
-        """theta (S, d) to constrained values (S, *shape) by site."""
-        return self.layout.unpack(theta)
-
-    def pack(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Constrained values (S, *shape) by site to theta (S, d)."""
-        return self.layout.pack(values)
+        how: Any = {"indices": indices, "randomness": "same", "chunk_size": chunk_size}
+        self._at = partial(batched_trace, self.model, args=args, kwargs=dict(kwargs or {}), **how)
 
     def trace(self, theta: Tensor) -> BatchedTrace:
         """The sites of the model at theta (S, d)."""
-        return self._at(self.layout.unpack(theta))
-
-    def _at(self, values: Mapping[str, Tensor]) -> BatchedTrace:
-        how: Any = {"indices": self.indices, "randomness": "same", "chunk_size": self.chunk_size}
-        return batched_trace(self.model, values, self.args, self.kwargs, **how)
+        return self._at(values=self.unpack(theta))
 
     def __call__(self, theta: Tensor) -> Tensor:
         """The log joint density at theta (S, d), (S,), in nats."""
         values, log_det = self.layout.unpack_with_log_det(theta)
-        return self._at(values).log_joint() + log_det
+        return self._at(values=values).log_joint() + log_det
 
     def per_example(self, theta: Tensor) -> dict[str, Tensor]:
         """The terms of the log joint by site, (S, *batch_shape), with scale and mask.
@@ -245,7 +216,7 @@ class ModelDensity:
 def map_draws(
     program: Program,
     reduce: Callable[[Sites], Parts],
-    values: Mapping[str, Tensor],
+    values: Values,
     num_samples: int,
     batch_size: int | None = None,
 ) -> Parts:
@@ -260,22 +231,7 @@ def map_draws(
         num_samples: S.
         batch_size: draws that run at once; ``None`` for as many as leave every tensor of the run
             below a million numbers.
-
-    Raises:
-        ValueError: when the sites of the program differ between draws.
-
-    Example:
-        >>> import pyro, pyro.distributions as dist
-        >>> def model():
-        ...     pyro.deterministic("y", torch.ones(2) * pyro.sample("w", dist.Normal(0.0, 1.0)))
-        >>> def reduce(sites):
-        ...     return {"model": {"y": sites["y"]["value"]}}
-        >>> w = torch.tensor([1.0, 2.0])
-        >>> map_draws(model, reduce, {"w": w}, 2)["model"]["y"]
-        tensor([[1., 1.],
-                [2., 2.]])
     """
-    minibatches = Minibatches()
     names: set[str] = set()
 
     def chosen(sites: Sites) -> Parts:
@@ -288,38 +244,21 @@ def map_draws(
         names.update(sites)
         return reduce(sites)
 
-    def piece(run: Callable[..., Parts], start: int, stop: int) -> Parts:
-        at = {name: x[start:stop] for name, x in values.items()}
-        return run(program, chosen, at, stop - start, (), {}, minibatches=minibatches)
-
-    def all_pieces(run: Callable[..., Parts], size: int) -> Parts:
-        """Written into place, so that none of them is held twice."""
-        if size >= num_samples:
-            return piece(run, 0, num_samples)
-        whole: Parts = {}
-        for start in range(0, num_samples, size):
-            stop = min(start + size, num_samples)
-            for group, tensors in piece(run, start, stop).items():
-                parts = whole.setdefault(group, {})
-                for name, x in tensors.items():
-                    if start == 0:
-                        parts[name] = x.new_empty(num_samples, *x.shape[1:])
-                    parts[name][start:stop] = x
-        return whole
-
-    together = partial(run_particles, sampling=True)
+    how: Any = {"minibatches": Minibatches()}
     with torch.no_grad(), warnings.catch_warnings():
         # torch.binomial under vmap resizes its own output, correctly, and warns about it.
         warnings.filterwarnings("ignore", "An output with one or more elements was resized")
         try:
             if batch_size is None:
+                one = {name: x[:1] for name, x in values.items()}
                 with own_random_state(), _Largest() as largest:
-                    piece(together, 0, 1)
+                    run_particles(program, chosen, one, 1, (), {}, sampling=True, **how)
                 batch_size = max(1, MOST_NUMBERS // largest.numel)
-            return all_pieces(together, batch_size)
+            batched = how | {"sampling": True, "chunk_size": batch_size}
+            return run_particles(program, chosen, values, num_samples, (), {}, **batched)
         except CannotBatch:
             # A program that is wrong rather than unbatchable shows its own error in the loop.
-            return all_pieces(run_in_loop, 1)
+            return run_in_loop(program, chosen, values, num_samples, (), {}, **how)
 
 
 def without_plates(sites: Sites) -> Sites:

@@ -183,11 +183,10 @@ def run_particles(
     Args:
         program: a model or a guide.
         reduce: maps the recorded sites of one particle to a pytree of tensors.
-        values: site name to constrained value, with a leading dimension of size S.
+        values: constrained value by site, (S, ...).
         minibatches: those of subsampled plates; what is missing is drawn and added.
         shared: further values by site, which have no particle dimension.
-        sampling: whether the program draws sites itself, so that in-place random fills must be
-            supported (it makes every torch call slower).
+        sampling: whether the program draws sites itself (every torch call is then slower).
 
     Raises:
         CannotBatch: when the program cannot run under ``vmap``.

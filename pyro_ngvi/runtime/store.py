@@ -79,18 +79,11 @@ class OwnName:
 
 
 def follow_store(guide: Any, modules: Mapping[str, nn.Module]) -> bool:
-    """Give the modules of a guide the parameters that the store holds; whether some were restored.
+    """Give the ``modules`` of a guide, by prefix of their names in the store, the parameters that the
+    store holds; whether some were restored.
 
     Another tensor replaces the module's own and is not copied into it, which an outer scope of the
     store may still hold.
-
-    Args:
-        guide: a guide with an ``OwnName``.
-        modules: by the prefix of the names of their own parameters in the store.
-
-    Raises:
-        ValueError: where the store holds a parameter of another shape, or several fits that the guide
-            could be.
     """
     store, replaced = pyro.get_param_store(), False
     for prefix, module in modules.items():
@@ -129,19 +122,13 @@ def _check_shape(name: str, own: nn.Parameter, value: Tensor) -> None:
 
 
 def check_names(guide: Any, in_use: bool) -> None:
-    """Refuse a store that was restored from elsewhere and holds several fits that ``guide`` could be.
+    """Refuse a store that was restored from elsewhere and holds several fits that ``guide`` could be,
+    unless the user gave it its name; warn where the store holds one of its class by another name.
 
     Names are counted in a process.  A notebook cell that was run twice leaves ``AutoX`` and
     ``AutoX_2``, the first guide of a new process is called ``AutoX``, and nothing says that the user
-    means the first run.  A warning says where the store holds a fit of this class by another name.
-
-    Args:
-        guide: a guide with an ``OwnName``.
-        in_use: whether it has parameters.  Then the store may be back at a state of this process,
-            whose names are right.
-
-    Raises:
-        ValueError: with the names, unless the user gave ``guide`` its name.
+    means the first run.  The store of a guide ``in_use`` may be back at a state of this process, whose
+    names are right.
     """
     own, kind, stem = module_name(guide), type(guide).__name__, guide.counted_from
     found: dict[str, bool] = {}  # names of fits, and whether they were restored

@@ -4,17 +4,16 @@ For discrete sites z that are marked ``infer={"enumerate": "parallel"}``, x the 
 
     p(y, x) = sum_z p(y, x, z),
 
-by Pyro's enumeration (``pyro.poutine.enum``, with ``pyro.markov`` and its limits) and its tensor
-variable elimination (``pyro.ops.contract``; Obermeyer et al. 2019).  Sites that share enumerated
-variables are one factor of the sum.  What the model then samples in their place is
+by Pyro's enumeration (with ``pyro.markov`` and its limits) and tensor variable elimination (Obermeyer
+et al. 2019).  Sites that share enumerated variables are one factor.  In its place the model samples
 
 * an observed site with log p(y | x), an entry for each cell of the plates that all of the factor lie
   in.  It has the name of the data, ``y``, where it has their plates, and else says what it is:
   ``y_1..y_9_by_animal``, ``y_together`` where there is no such plate;
 * a ``pyro.factor`` with log p(x) for latent sites whose prior depends on z: they have no other density.
 
-As in ``TraceEnum_ELBO``, a scale, such as that of a minibatch, acts on the logarithm of the sum.  Pyro
-cannot sum out a site outside of a plate on which data in several plates depend in turn.
+As in ``TraceEnum_ELBO``, a scale acts on the logarithm of the sum.  Pyro cannot sum out a site outside
+of a plate on which data in several plates depend in turn.
 """
 
 from __future__ import annotations
@@ -42,13 +41,8 @@ from .run import Program
 
 
 def summed_out(model: Program, sites: Mapping[str, Site], given: Collection[str] = ()) -> Program:
-    """``model`` with its marked sites summed out; ``model`` itself where there are none.
-
-    Args:
-        model: a Pyro model.
-        sites: its sample sites in a plain run.
-        given: marked sites that a guide samples, which stay as they are.
-    """
+    """``model`` without the marked sites among ``sites``, those of a plain run; ``model`` itself where
+    there are none.  Marked sites that a guide samples, ``given``, stay."""
     names = [name for name, site in sites.items() if is_marked(site) and name not in given]
     if not names:
         return model
@@ -68,11 +62,7 @@ def _batch_dim(site: Site) -> int:
 
 
 class SummedOut:
-    """What :func:`summed_out` returns: a model to be called like the one it is made of.
-
-    Attributes:
-        names: the sites that are summed out.
-    """
+    """A model to be called like the one it is made of, without the sites ``names``."""
 
     def __init__(self, model: Program, names: Collection[str], nesting: int) -> None:
         self.names = tuple(names)

@@ -1,13 +1,11 @@
 """Gaussian sites for single data: the guide AutoSites, its loss SitesELBO, its optimizer CVI.
 
-The guide is Pyro's side of these parts:
-
-* ``structure``: what the model is made of, found at the ``first_call`` (``find``, ``predictor``);
+* ``structure``: what a model is made of, which ``find`` sees at a few ``probe_points``;
 * ``bound_model``: the structure at the arguments of one call, by runs of a ``conditioned_model``;
 * ``algebra``: q from the sites of all data, dense, as a chain or with inducing points;
-* ``site_parameters``: the sites themselves, and ``data`` that come, go or change;
-* ``last_step``: the arguments of the last step, and what became of its data since;
-* ``snapshot``: q at one call with all data, for ``influence`` and ``leave_one_out``.
+* ``data``: the sites themselves, and data that come, go or change;
+* ``kept``: what is kept of the last step, and whether a later call is like it;
+* ``site_guide``: Pyro's side of all of it; ``guide``: what a user asks.
 """
 
 from .cvi import CVI

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..linalg.products import matvec, symmetric_product
 from .bound_model import BoundModel
 from .kept import Kept
+from .new_inputs import draw_jointly
 from .processes import Regression
 from .structure import LinearMap, ModelStructure
 
@@ -129,8 +130,6 @@ class Algebra(nn.Module):
     precision: Tensor
     #: whether the evidence is a running average over minibatches, see :meth:`begin_running`
     running = False
-    #: whether the block may have entries of single data, as a process at their inputs has
-    has_latent_at_data = True
     #: what the sites nu (n, k), Lambda (n, k, k) of one group say, through its linear map
     of_group = staticmethod(potential_of)
 
@@ -159,13 +158,18 @@ class Algebra(nn.Module):
         """q for that evidence: ``log_normalizer``, and ``proper``, without which nothing else holds."""
         raise NotImplementedError
 
+    def joint(self, call: BoundModel) -> tuple[Tensor, Tensor]:
+        """Mean (D,) and root R (D, D), lower triangular, of the flat block z: covariance R R'."""
+        raise NotImplementedError
+
     def sample(self, call: BoundModel, name: str) -> dict[str, tuple[Tensor, Tensor]]:
         """A draw of every site of the block, and its share of log q; ``name`` begins helpers' names."""
-        raise NotImplementedError
+        return draw_jointly(call, name + "_noise", *self.joint(call))
 
     def moments(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         """Mean (D,) of the flat block z under q, and S (M, D) with S'S its covariance."""
-        raise NotImplementedError
+        mean, root = self.joint(call)
+        return mean, root.mT
 
     def mean_and_sd(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         """Mean and sd (D,) of every entry of the flat block."""
@@ -235,7 +239,11 @@ class Algebra(nn.Module):
 
     def marginals(self, view: View, q: Any) -> dict[str, Marginals]:
         """Those of all data of the view."""
-        return {name: Marginals(*q.marginals(at), at.rest) for name, at in view.maps.items()}
+        found = {}
+        for name, at in view.maps.items():
+            mean, covariance = q.marginals(at)
+            found[name] = Marginals(mean, covariance, at.rest)
+        return found
 
     def get_extra_state(self) -> dict[str, Any]:
         return {"running": self.running}

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..distributions import GaussianProcess
 from ..linalg.host import at_hand, fixed_normal
 from ..runtime.density import Sites, is_minibatch, site_kind, site_log_prob
+from ..runtime.run import Minibatches
 from .conditioned_model import ConditionedModel, TensorRef, WhitenedRun, for_each
 from .structure import Group, LinearMap, ModelStructure, data_shape, data_terms, minibatch_scale
 from .whitening import log_det_root
@@ -48,7 +49,6 @@ class BoundModel:
 
     @cached_property
     def _block(self) -> dict[str, Any]:
-        """Found without the data, which need not be there."""
         return self.runner(self.plan.zero(), look_at=self.plan.block_places, at_mean=True).own
 
     def by_site(self, flat: Tensor) -> dict[str, Tensor]:
@@ -93,7 +93,6 @@ class BoundModel:
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """The shape of each group's data now."""
         return {g.name: data_shape(self._observed(g)) for g in self.plan.groups}
 
     def _observed(self, group: Group, with_data: bool = False) -> Any:
@@ -114,7 +113,6 @@ class BoundModel:
 
     @property
     def whole(self) -> bool:
-        """Whether all data of all groups are here."""
         return all(index is None for index in self.index.values())
 
     def rows(self, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,7 +138,7 @@ class BoundModel:
         return self._joined(self.runner(noise, look_at=self.plan.places, makers=makers))
 
     def _joined(self, run: WhitenedRun) -> dict[str, Tensor]:
-        return {g.name: g.predictor.join(run.seen, self.shapes[g.name]) for g in self.plan.groups}
+        return {g.name: g.join(run.seen, self.shapes[g.name]) for g in self.plan.groups}
 
     def places_of(
         self, groups: Sequence[Group], predictors: Mapping[str, Tensor]
@@ -148,7 +146,7 @@ class BoundModel:
         """f (n, k) of some groups as the values at the places where the model makes them."""
         found = {}
         for g in groups:
-            found |= g.predictor.split(predictors[g.name], self.shapes[g.name])
+            found |= g.split(predictors[g.name], self.shapes[g.name])
         return found
 
     def linear_maps(self) -> dict[str, LinearMap]:
@@ -218,6 +216,20 @@ class BoundModel:
         return for_each(terms, dict(predictors))
 
 
+def bind(
+    model: Callable[..., Any],
+    plan: ModelStructure,
+    args: Any,
+    kwargs: Any,
+    values: Mapping[str, Tensor] | None = None,
+    minibatches: Mapping[str, Tensor] | None = None,
+) -> BoundModel:
+    """A structure at these arguments, with ``values`` of the latent sites of other guides."""
+    others = plan.rest if values is None else values
+    given, block = Minibatches(minibatches), (plan.shapes, plan.direct)
+    return BoundModel(plan, ConditionedModel(model, args, kwargs, others, given, *block))
+
+
 def _summed(terms: list[Tensor]) -> Tensor:
     """log p (n,) of data, of each of which several observed sites tell."""
     return torch.stack([x.reshape(-1) for x in terms]).sum(0)
@@ -227,7 +239,7 @@ def apart(groups: Sequence[Group]) -> list[list[Group]]:
     """The groups in sets of which no two see one place: each sees it at points of its own."""
     sets: list[tuple[set[TensorRef], list[Group]]] = []
     for group in groups:
-        places = set(group.predictor.places)
+        places = set(group.places)
         free = (one for one in sets if not one[0] & places)
         taken, members = next(free, None) or (set(), [])
         if not members:

@@ -16,14 +16,14 @@ exp(eta_t's - s'J_t s / 2) of all that comes after t, and count s from p's mean:
 
 The messages come from log2(T) rounds of cyclic reduction: a round integrates out every second state
 given both its neighbours.  Its pivots and the M_t are Schur complements of q's precision, so q is
-proper if and only if all are positive definite.  A filter has no such property when some P_t are
-indefinite, nor has the scan over filters of Sarkka & Garcia-Fernandez (2021, "Temporal
-parallelization of Bayesian smoothers"), whose idea this follows.
+proper if and only if all are positive definite; a filter has no such property when some P_t are
+indefinite, nor has the scan over filters of Sarkka & Garcia-Fernandez (2021, "Temporal parallelization
+of Bayesian smoothers"), whose idea this follows.
 
 Cyclic reduction of the precision itself would lose all digits where L_t L_t' is nearly singular, as for
-smooth processes in small steps (Matern-5/2 in steps of 1e-4 lengthscales: variances of 1e-20).  So
-p is kept as (A, L), whose joins and bridges are sums of positive semi-definite matrices, and only the
-sites' effect is kept as a quadratic form (X, h, P).
+smooth processes in small steps (Matern-5/2 in steps of 1e-4 lengthscales: variances of 1e-20).  So p is
+kept as (A, L), whose joins and bridges are sums of positive semi-definite matrices, and only the sites'
+effect is kept as a quadratic form (X, h, P).
 
 O(T S^3) work and memory.  Not for states of more than some ten numbers, nor for exactly singular noise.
 Sites on derivatives of a smooth process in small steps lose digits: with P of about 1 / variance on the

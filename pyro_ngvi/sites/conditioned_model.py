@@ -88,23 +88,18 @@ class _Operations(TorchFunctionMode):
         if place in run.replace:
             run.replaced += 1
             return run.replace[place].clone()  # the model may write into it
-        if run.on_operation is not None:
-            run.on_operation(place, result)
         run.see(place, result)
         return result
 
 
 class WhitenedRun(Conditioned):
-    """One run: latent sites that have no value in ``values`` are made from ``noise`` (D,).
+    """One run: the block's sites are made from ``noise`` (D,), entries of which are ``used`` in turn.
 
     Args:
+        runner: the model; another latent site, such as data to be predicted, is drawn as usual.
         replace: values for predictors by place.
         look_at: places whose values ``seen`` has after the run, which stops there unless it is to
-            ``go_on``; ``own`` has the Gaussians of the block by site.
-        on_operation: is called with every result of the model's own operations.
-        block: shapes by site at the guide's first call.  Only these are made, another latent site,
-            such as data to be predicted, is drawn as usual.
-        direct: the noise is not coloured: it stands for the values of the block themselves.
+            ``go_on``; ``None`` for copies of all values.  ``own`` has the block's Gaussians by site.
         makers: what makes single Gaussian processes, whose inputs may be others at each call, from
             noise of another length.
         at_mean: the noise counts as 0 whatever its length, and no kernel matrix is factored.
@@ -112,29 +107,22 @@ class WhitenedRun(Conditioned):
 
     def __init__(
         self,
+        runner: ConditionedModel,
         noise: Tensor | None,
-        values: Mapping[str, Tensor],
-        minibatches: Minibatches,
         *,
         replace: Mapping[TensorRef, Tensor] | None = None,
-        look_at: tuple[TensorRef, ...] = (),
+        look_at: tuple[TensorRef, ...] | None = (),
         go_on: bool = False,
-        on_operation: Callable[[TensorRef, Tensor], None] | None = None,
-        block: Mapping[str, torch.Size] | None = None,
-        direct: bool = False,
         makers: Mapping[str, Any] | None = None,
         at_mean: bool = False,
     ) -> None:
-        super().__init__(values, minibatches)
+        super().__init__(runner.values, runner.minibatches)
+        self.runner, self.noise, self.used = runner, noise, 0
         self.replace, self.replaced = replace or {}, 0
-        self.on_operation = on_operation
-        self._look_at, self._go_on = set(look_at), go_on
-        self._noise, self._block, self._direct = noise, block, direct
+        self._look_at, self._go_on = None if look_at is None else set(look_at), go_on
         self._makers, self._at_mean = makers or {}, at_mean
         self.own: dict[str, Any] = {}
         self.seen: dict[TensorRef, Tensor] = {}
-        #: entries of the noise so far
-        self.used = 0
         #: plates to which the model itself passes the numbers of their data
         self.given: set[str] = set()
         #: ids of the numbers that were drawn for a plate, and that the model has not looked at
@@ -150,15 +138,16 @@ class WhitenedRun(Conditioned):
             self.operations.paused -= 1
 
     def see(self, place: TensorRef, value: Tensor) -> None:
-        """Keep a value, if it is one of those to look at."""
-        if place in self._look_at:
+        if self._look_at is None:
+            self.seen[place] = value.detach().clone()  # the model may write into it later
+        elif place in self._look_at:
             self.seen[place] = value
             if len(self.seen) == len(self._look_at) and not self._go_on:
                 raise _AllSeen
 
     def check_course(self) -> None:
         """Refuse a run that did not come by every place that it was to see or to replace."""
-        missed = [place for place in self._look_at if place not in self.seen]
+        missed = [place for place in self._look_at or () if place not in self.seen]
         if missed or self.replaced < len(self.replace):
             raise OtherCourse(
                 "AutoSites: the model took another course than at the guide's first call, without "
@@ -177,24 +166,25 @@ class WhitenedRun(Conditioned):
                     msg["value"] = msg["fn"]()  # of all data: drawn here, it counts as no operation
                 self.unread.add(id(msg["value"]))
             latent = not (plate or msg["is_observed"] or msg["done"])
-            if latent and (self._block is None or name in self._block):
+            if latent and (self.runner.block is None or name in self.runner.block):
                 self._make(msg)
             place = TensorRef(site=name)
             if place in self.replace:
                 msg["value"], msg["done"] = self.replace[place], True
                 self.replaced += 1
-            if msg["value"] is not None:
+            if isinstance(msg["value"], Tensor):
                 self.see(place, msg["value"])
 
     def _make(self, msg: Site) -> None:
-        name, noise, fn = msg["name"], self._noise, gaussian_of(msg)
+        name, noise, block, fn = msg["name"], self.noise, self.runner.block, gaussian_of(msg)
         self.own[name] = fn
         maker, process = self._makers.get(name), isinstance(fn, GaussianProcess)
-        share = size = fn.shape().numel() if maker is None else maker.size
-        if maker is None and self._block is not None and self._block[name].numel() != size:
-            share = self._block[name].numel()
-            if not (self._makers or self._at_mean or (self._direct and process)):
-                raise other_size(name, fn.shape(), self._block[name])
+        direct, share = self.runner.direct, fn.shape().numel() if maker is None else maker.size
+        size = share
+        if maker is None and block is not None and block[name].numel() != size:
+            share = block[name].numel()
+            if not (self._makers or self._at_mean or (direct and process)):
+                raise other_size(name, fn.shape(), block[name])
         if noise is None or self._at_mean or share != size:
             own = torch.zeros(size) if noise is None else noise.new_zeros(size)
         else:
@@ -202,7 +192,7 @@ class WhitenedRun(Conditioned):
         own = own.to(_like(fn))
         if maker is not None:
             value = maker(own)
-        elif self._direct:
+        elif direct:
             value = own
         elif process and (self._at_mean or TensorRef(site=name) in self.replace):
             value = fn.loc  # the kernel matrix would be factored for nothing
@@ -225,12 +215,15 @@ class WhitenedRun(Conditioned):
 
 
 def other_size(name: str, now: torch.Size, before: torch.Size) -> ValueError:
-    """What to raise for a latent site that has another shape in this call."""
     return ValueError(
         f"AutoSites: {name!r} has the shape {tuple(now)} with these arguments, and {tuple(before)} "
         f"before. A block of another size needs a guide of its own, prediction at new inputs a "
         f"GaussianProcess, one in minibatches AutoSites(model, inducing=Z)."
     )
+
+
+def _is_no_parameter(msg: Any) -> bool:
+    return msg["type"] != "param"
 
 
 def _like(fn: Any) -> Tensor:
@@ -242,9 +235,10 @@ def _like(fn: Any) -> Tensor:
 
 @dataclass
 class ConditionedModel:
-    """A model with its arguments and the values of latent sites outside of the block.
+    """A model with its arguments, ``values`` of latent sites outside of the block, shapes of the block.
 
-    Handlers around a run see nothing of it but parameters, unless it is not ``hidden``: then a
+    ``direct``: noise is not coloured, it stands for the values of the block themselves.  Handlers
+    around a run see nothing of it but parameters, unless it is not ``hidden``: then a
     ``poutine.scale`` around a step of SVI acts on its sites as it does on any loss.
     """
 
@@ -257,12 +251,10 @@ class ConditionedModel:
     direct: bool = False
 
     def __call__(self, noise: Tensor | None, hidden: bool = True, **options: Any) -> WhitenedRun:
-        """One run, as far as needed."""
-        how = {"block": self.block, "direct": self.direct, **options}
-        run = WhitenedRun(noise, self.values, self.minibatches, **how)
+        run = WhitenedRun(self, noise, **options)
         shield = nullcontext()
         if hidden:
-            shield = pyro.poutine.block(hide_fn=lambda msg: msg["type"] != "param")
+            shield = pyro.poutine.block(hide_fn=_is_no_parameter)
         with shield, pyro.validation_enabled(False), run:
             try:
                 with run.operations:
@@ -273,7 +265,6 @@ class ConditionedModel:
         return run
 
     def sites(self, noise: Tensor | None, **options: Any) -> Sites:
-        """The recorded sites of one run."""
         return self(noise, **options).sites
 
 

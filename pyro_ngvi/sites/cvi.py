@@ -8,15 +8,10 @@ with g_n = E grad log p and H_n = E hess log p under q(f_n) = N(m_n, C_n),
 
     Lambda_n <- (1 - b) Lambda_n - b H_n,        nu_n <- (1 - b) nu_n + b (g_n - H_n m_n).
 
-With b = 1 a Gaussian likelihood is exact after one step, and others converge as fixed points do.  Three
-things keep it safe (:mod:`pyro_ngvi.sites.secant`):
-
-* With all data at hand the ELBO and its slope are known exactly: b is the gain of a secant, at most lr,
-  and a sweep after which the ELBO fell is halved.
-* A term that is quadratic in f_n is conjugate: its site moves all the way, whatever lr is.
-* A step after which q would not be proper (a likelihood that is not log-concave) is shortened.
-
-Data whose expectations are not finite keep their site as it was.
+With b = 1 a Gaussian likelihood is exact after one step, and others converge as fixed points do.  A
+term that is quadratic in f_n is conjugate: its site moves all the way, whatever b is.  With all data b
+is the gain of a secant, a sweep after which the ELBO fell is halved, and every step is shortened until
+q is proper (:mod:`pyro_ngvi.sites.secant`).  Data whose expectations are not finite keep their site.
 """
 
 from __future__ import annotations
@@ -33,10 +28,9 @@ from ..families.base import Tensors
 from ..linalg.host import host_bool
 from ..linalg.products import matvec
 from ..optim.host import NaturalGradientOptim, describe
-from ..optim.rule import Report, StepReport
+from ..optim.rule import Report, State, StepReport
 from ..optim.state import ADAM
 from .algebra import Algebra
-from .guide import AutoSites, find_sites
 from .loss import SiteTargets
 from .secant import (
     Pairs,
@@ -44,11 +38,10 @@ from .secant import (
     next_sweep,
     pairing,
     proper_step,
-    same,
     start_sweeps,
-    taken,
     towards,
 )
+from .site_guide import SiteGuide, find_sites
 
 
 def site_targets(gradient: Tensor, hessian: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,28 +55,27 @@ class SiteRule:
 
     lr: float
 
-    def init(self, values: Tensors) -> Tensors:
+    def init(self, values: Tensors) -> State:
         """The state before the first step, from the sites."""
         zero = next(iter(values.values())).new_zeros(())
         counts = {name: zero.clone() for name in ("count", "damped", "skipped", "left")}
-        return counts | start_sweeps(values)
+        return {**counts, "sweep": start_sweeps(values)}
 
     def step(
-        self, algebra: Algebra, targets: SiteTargets, state: Tensors, fresh: bool
-    ) -> tuple[ProperStep, Tensors, Report]:
+        self, algebra: Algebra, targets: SiteTargets, state: State, fresh: bool
+    ) -> tuple[ProperStep, State, Report]:
         """The step, the state after it, and a report; ``fresh``: no site has moved before."""
         state, elbo, before = dict(state), targets.elbo, targets.posterior.log_normalizer
         moments = {n: (m.mean, m.second_moment) for n, m in targets.marginals.items()}
         residual, exact, left = _residuals(targets)
         if targets.whole:
-            prints = targets.call.fingerprint()
-            size, again = elbo.abs() + before.abs(), same(state, prints)
-            sweep = next_sweep(state, residual, exact, moments, elbo, size, self.lr, again)
+            size, prints = elbo.abs() + before.abs(), targets.call.fingerprint()
+            memory = state["sweep"], residual, exact, moments
+            sweep = next_sweep(*memory, elbo, size, self.lr, prints)
             step = proper_step(algebra, targets, sweep.change)
-            state |= taken(sweep, step.change, step.share)
-            state |= {"sweep.print." + name: v for name, v in prints.items()}
+            state["sweep"] = sweep.memory(step.change, step.share)
             if fresh:  # the first targets of all are not those at q, and make no secant
-                state["sweep.gain"] = torch.full_like(elbo, torch.nan)
+                state["sweep"]["gain"] = torch.full_like(elbo, torch.nan)
             gain, back = sweep.gain, sweep.back
         else:
             gain = torch.full_like(elbo, self.lr)
@@ -118,8 +110,7 @@ class SweepReport(StepReport):
 
     Attributes:
         damped: number of steps so far that were shortened or taken back.
-        left: number of data whose sites stayed as they were at this step, as their expectations
-            are not finite.
+        left: number of data whose sites stayed at this step: their expectations are not finite.
     """
 
     damped: int
@@ -130,9 +121,9 @@ class CVI(NaturalGradientOptim):
     """Conjugate-computation VI: an optimizer for ``pyro.infer.SVI`` that steps the sites of AutoSites.
 
     The loss must be :class:`~pyro_ngvi.SitesELBO`.  One step with all data is a sweep; some ten usually
-    do; ``report()`` (:class:`SweepReport`) says how far the last one went, a difference of log
-    normalizers, which in float32 is rounding below about 0.1.  Other guides take
-    :class:`~pyro_ngvi.NGVB`.  Equations: :mod:`pyro_ngvi.sites.cvi`.
+    do.  ``report()`` says how far the last one went, a difference of log normalizers (in float32
+    rounding below about 0.1).  Other guides take :class:`~pyro_ngvi.NGVB`.  Equations:
+    :mod:`pyro_ngvi.sites.cvi`.
 
     Args:
         guide: an :class:`~pyro_ngvi.AutoSites`, or an ``AutoGuideList`` that contains one.
@@ -155,7 +146,6 @@ class CVI(NaturalGradientOptim):
         if not 0.0 < lr <= 1.0:
             raise ValueError(f"lr is a share of the way to the targets, in (0, 1], got {lr!r}.")
         self.lr = float(lr)
-        self._told: dict[str, int] = {}
         self._editions: dict[str, int] = {}
         super().__init__(guide, others)
         if not self._rules:
@@ -184,20 +174,20 @@ class CVI(NaturalGradientOptim):
             params = [p for p in params if id(p) in own]
         super()._step(params)
 
-    def _state_of(self, path: str, block: Any, values: Tensors) -> Tensors:
+    def _state_of(self, path: str, block: Any, values: Tensors) -> State:
         state, edition = super()._state_of(path, block, values), block.last_step.edition
         if self._editions.setdefault(path, edition) != edition:
             # sites came, went or were reset by hand: no sweep before compares with the next
             self._editions[path] = edition
-            state = state | start_sweeps(values)
+            state = {**state, "sweep": start_sweeps(values)}
         return state
 
     @torch.no_grad()
-    def _step_block(self, path: str, block: AutoSites, tensors: dict[str, Any]) -> None:
+    def _step_block(self, path: str, block: SiteGuide, tensors: dict[str, Any]) -> None:
         targets, algebra = block.take_curvature(), block.algebra
         self._check_curvature(block, targets)
-        state = self._state_of(path, block, {n: p.detach() for n, p in tensors.items()})
-        step, state, report = self._rules[path].step(algebra, targets, state, block.fresh)
+        before = self._state_of(path, block, {n: p.detach() for n, p in tensors.items()})
+        step, state, report = self._rules[path].step(algebra, targets, before, block.fresh)
         algebra.evidence = step.evidence
         for name, pair in block.site_tensors().items():
             index = targets.call.index[name]
@@ -210,7 +200,16 @@ class CVI(NaturalGradientOptim):
             algebra.keep(targets.view, block.natural_params().values(), step.q)
         block.fresh = block.fresh and host_bool(report.finite) is False
         self._states[path], self._reports[path] = state, report
-        self._tell(path, targets, state["left"])
+        left = state["left"]
+        if host_bool((left > 0) & (left != before["left"])):
+            names = ", ".join(map(repr, targets.expected))
+            warnings.warn(
+                f"CVI left {int(left)} site(s) of {names} as they were: the expected log likelihood of "
+                f"these data is not finite. Look for data outside of the support, a likelihood of "
+                f"-inf, or a prior so wide that it overflows.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
         if algebra.running and targets.view.learns and not self._has_others:
             warnings.warn(
                 "CVI: the prior has parameters that require gradients, and no optimizer learns them. "
@@ -227,18 +226,6 @@ class CVI(NaturalGradientOptim):
         damped, left = (int(state[name].item()) for name in ("damped", "left"))
         return SweepReport(**vars(plain), damped=damped, left=left)
 
-    def _tell(self, path: str, targets: SiteTargets, left: Tensor) -> None:
-        if host_bool(left > 0) and int(left) != self._told.get(path):
-            count = self._told[path] = int(left)
-            names = ", ".join(map(repr, targets.expected))
-            warnings.warn(
-                f"CVI left {count} site(s) of {names} as they were: the expected log likelihood of "
-                f"these data is not finite. Look for data outside of the support, a likelihood of "
-                f"-inf, or a prior so wide that it overflows.",
-                RuntimeWarning,
-                stacklevel=5,
-            )
-
 
 def _residuals(targets: SiteTargets) -> tuple[Pairs, dict[str, Tensor], Tensor]:
     """Target - site for the data of the call, which of them are exact, and how many are not finite."""
@@ -251,19 +238,14 @@ def _residuals(targets: SiteTargets) -> tuple[Pairs, dict[str, Tensor], Tensor]:
         finite = torch.isfinite(nu).all(-1) & torch.isfinite(Lambda).flatten(1).all(-1)
         finite = finite & torch.isfinite(e.value)
         left = left + (~finite).sum()
-        moves = finite & _first_of_each(index, targets.call.plan.group(name).size, finite)
+        moves = finite
+        if index is not None:  # a datum that comes twice is updated once
+            order = torch.arange(len(index), device=index.device)
+            last = order.new_zeros(targets.call.plan.group(name).size).scatter_(0, index, order)
+            moves = finite & (last[index] == order)
         residual[name] = (
             torch.where(moves.unsqueeze(-1), nu - linear, 0.0),
             torch.where(moves.reshape(-1, 1, 1), Lambda - precision, 0.0),
         )
         exact[name] = e.quadratic
     return residual, exact, left
-
-
-def _first_of_each(index: Tensor | None, size: int, like: Tensor) -> Tensor:
-    """Marks one place of every number in ``index``: a datum that comes twice is updated once."""
-    if index is None:
-        return torch.ones_like(like)
-    order = torch.arange(len(index), device=index.device)
-    last = torch.zeros(size, dtype=order.dtype, device=index.device).scatter_(0, index, order)
-    return last[index] == order

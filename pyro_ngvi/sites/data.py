@@ -58,7 +58,6 @@ class SiteData:
     before: BoundModel | None
 
     def of(self, group: Group) -> tuple[nn.Parameter, nn.Parameter]:
-        """nu (N, k) and Lambda (N, k, k) of a group."""
         return self.tensors[f"linear_{group.name}"], self.tensors[f"precision_{group.name}"]
 
     def views(self) -> dict[str, SiteView]:

@@ -10,9 +10,8 @@ q is proper where W is positive definite, whatever the signs of single Lambda_n.
 positive semi-definite, so nothing is badly conditioned, however wide or degenerate the prior.
 
 With fewer rows in A than D, the data see Q' eps only, A = A~ Q' (A~ square and triangular, Q D x R with
-orthonormal columns): everything happens in these R directions, and the others keep the prior.
-
-Not for many thousands of latent variables *and* data: it keeps min(D, N k)^2 numbers.
+orthonormal columns): everything happens in these R directions, and the others keep the prior.  Not for
+many thousands of latent variables *and* data: it keeps min(D, N k)^2 numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ..linalg.products import BLOCK
 from .algebra import Algebra, GaussianPotential, View
 from .bound_model import BoundModel, moves
 from .conditioned_model import for_each
-from .new_inputs import KnownInputs, draw_jointly, spread
+from .new_inputs import KnownInputs, spread
 from .structure import LinearMap, ModelStructure
 
 
@@ -188,14 +187,14 @@ class DenseAlgebra(Algebra):
         super().__init__(GaussianPotential.none(plan.zero(), size))
         basis = torch.eye(plan.dim, size, dtype=plan.dtype, device=plan.device)
         self.register_buffer("basis", basis if size < plan.dim else None)
-        #: where Gaussian processes of the block are at the data
-        self.known = KnownInputs(call)
+        #: where Gaussian processes of the block, if there are any, are at the data
+        self.known = KnownInputs(call) if KnownInputs.processes(call.block) else None
 
     def view(self, call: BoundModel) -> View:
         """Maps made by running the model, or those of the last call where they still hold.
 
-        That they hold is tried at one random point, wherever the host can look without waiting: bit
-        for bit, since a small column of covariates hides behind a large one from any tolerance.
+        That is tried at one random point, wherever the host can look without waiting: bit for bit,
+        since a small column of covariates hides behind a large one from any tolerance.
         """
         if self.basis is not None and not call.whole:
             raise ValueError(
@@ -203,7 +202,8 @@ class DenseAlgebra(Algebra):
                 f"of {self.basis.shape[0]} latent variables, so it cannot take minibatches. Begin "
                 f"with a minibatch."
             )
-        self.known.follow(call)
+        if self.known is not None:
+            self.known.follow(call)
         at_probe = call.at_probe.values()
         last = self._view.get(tensors=at_probe)
         if last is not None:
@@ -226,11 +226,21 @@ class DenseAlgebra(Algebra):
     def posterior(self, view: Any, evidence: GaussianPotential) -> WhitePosterior:
         return WhitePosterior(evidence)
 
+    def _noise_posterior(self) -> NoisePosterior:
+        return NoisePosterior(self.posterior(None, self.evidence), self.basis)
+
+    def _moved(self, call: BoundModel) -> KnownInputs | None:
+        """The inputs with the data, where processes are at other ones in this call."""
+        return self.known if self.known is not None and self.known.moved(call.block) else None
+
+    def joint(self, call: BoundModel) -> tuple[Tensor, Tensor]:
+        assert self.known is not None
+        return self.known.joint(call, self._noise_posterior(), self.linear)
+
     def sample(self, call: BoundModel, name: str) -> dict[str, tuple[Tensor, Tensor]]:
-        q = self._noise_posterior()
-        if self.known.moved(call.block):
-            return draw_jointly(call, name + "_noise", *self.known.joint(call, q, self.linear))
-        noise = pyro.sample(name + "_noise", q, infer={"is_auxiliary": True})
+        if self._moved(call):
+            return super().sample(call, name)
+        noise = pyro.sample(name + "_noise", self._noise_posterior(), infer={"is_auxiliary": True})
         lead = noise.shape[:-1]
         if not lead:
             return call.block_at(noise)
@@ -240,19 +250,13 @@ class DenseAlgebra(Algebra):
             for site, (z, log_q) in batched.items()
         }
 
-    def _noise_posterior(self) -> NoisePosterior:
-        return NoisePosterior(self.posterior(None, self.evidence), self.basis)
-
     def mean_and_sd(self, call: BoundModel) -> tuple[Tensor, Tensor]:
-        if self.known.moved(call.block):
-            found = self.known.variances(call, self._noise_posterior())
-            if found is not None:
-                return found[0], found[1].sqrt()
-        return super().mean_and_sd(call)
+        known = self._moved(call)
+        found = None if known is None else known.variances(call, self._noise_posterior())
+        return super().mean_and_sd(call) if found is None else (found[0], found[1].sqrt())
 
     def moments(self, call: BoundModel) -> tuple[Tensor, Tensor]:
+        if self._moved(call):
+            return super().moments(call)
         q = self._noise_posterior()
-        if self.known.moved(call.block):
-            mean, root = self.known.joint(call, q, self.linear)
-            return mean, root.mT
         return call.flat_block(q.mean), moves(call.flat_block, q.root())

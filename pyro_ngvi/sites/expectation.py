@@ -6,13 +6,11 @@ by fixed points x_q with weights w_q for N(0, I_k), f_q = m + L x_q, L L' = C (P
 
     E = sum_q w_q log p(f_q),  g = sum_q w_q d_q,  H = sum_q w_q d_q x_q' L^-1,  d_q = grad log p(f_q).
 
-First derivatives of log p are enough, and they are those of the distribution itself, whatever it is.
-For k = 1, g and 2 dE/dv = H are the exact derivatives of the quadrature sum, so a fixed point of
-updates with them is a stationary point of the very bound that is reported.
-
-Points: Gauss-Hermite for k = 1, exact to degree 2 Q - 1; their products for k = 2, 3; for k > 3 Sobol
-points with their antipodes, scaled to have the identity as covariance, so exact to degree 3.  All are
-exact for a quadratic log p, a conjugate Gaussian term.
+First derivatives of log p are enough, whatever the distribution.  For k = 1, g and 2 dE/dv = H are the
+exact derivatives of the quadrature sum, so a fixed point of updates with them is a stationary point of
+the very bound that is reported.  Points: Gauss-Hermite for k = 1, exact to degree 2 Q - 1; their
+products for k = 2, 3; for k > 3 Sobol points with their antipodes, scaled to have the identity as
+covariance, so exact to degree 3.
 
 For q(f_n) = N(m, C) and its site t_n(f) = exp(nu' f - f' Lambda f / 2), with S S' = C and
 
@@ -27,9 +25,9 @@ with posterior covariance V, of which f_n sees A (C = A V A'), dividing out t_n 
 
     V A' r,     r = (I - Lambda C)^-1 g = g + Lambda C_ g,
 
-since W_ = V^-1 - A' Lambda A and h_ = h - A' (nu - Lambda b) give W_ (mean - mean_) = A' g, and
-W_^-1 A' = V A' (I - Lambda C)^-1 by Woodbury.  In units of q's precision that move has the squared
-length r' C r = (C_ g)' r, and
+since W_ = V^-1 - A' Lambda A and h_ = h - A' (nu - Lambda b) give W_ (mean - mean_) = A' g, and W_^-1
+A' = V A' (I - Lambda C)^-1 by Woodbury.  In units of q's precision that move has the squared length r'
+C r = (C_ g)' r, and
 
     KL(q without t_n || q) = (tr M^-1 - k + log |M| + r' C r) / 2.
 
@@ -105,8 +103,7 @@ def expectations(
 
     ``log_likelihood`` takes f (Q, N, k) by group to log p (Q, N); ``marginals`` are m (N, k) and
     C (N, k, k).  Values keep the graph of the marginals and of the model's parameters; derivatives are
-    detached.  Groups have points of their own; the shorter are repeated with weight 0, as they run
-    together.
+    detached.  Groups run together, so those of fewer points have some of weight 0 beside.
     """
     most = max(len(p.x) for p in points.values())
     f, roots, padded = {}, {}, {}
@@ -171,9 +168,8 @@ def _assemble(value: Tensor, d: Tensor, f: Tensor, L: Tensor, p: Points) -> Expe
 class Cavity:
     """Gaussians of f without their sites, and how far q is from there; NaN where not ``proper`` (n,).
 
-    ``mean`` (n, k) and ``covariance`` (n, k, k) of the cavity; ``move`` (n, k) is m - m_, ``pull``
-    (n, k) is r, ``distance`` (n,) the length of the move of the whole block in q's standard
-    deviations, ``kl`` (n,) KL(cavity || q) of the whole block in nats.
+    ``move`` (n, k) is m - m_, ``pull`` (n, k) is r; of the whole block are ``distance`` (n,), the
+    length of its move in q's standard deviations, and ``kl`` (n,) KL(cavity || q) in nats.
     """
 
     mean: Tensor

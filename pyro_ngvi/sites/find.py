@@ -35,8 +35,8 @@ from .conditioned_model import ConditionedModel, TensorRef, WhitenedRun, for_eac
 from .dense import DenseAlgebra
 from .inducing import InducingAlgebra
 from .kept import check_support
-from .probe_points import TOLERANCE, Plane, corners, digit_masks, record, same
-from .structure import Group, ModelStructure, Predictor, data_shape, data_terms
+from .probe_points import TOLERANCE, Plane, corners, digit_masks, same
+from .structure import Group, ModelStructure, data_shape, data_terms
 from .whitening import refuse_other_prior
 
 #: most entries of a predictor for one datum, and candidates among which pairs are tried
@@ -50,10 +50,10 @@ def first_call(
     kwargs: Any,
     latent: str | None,
     inducing: Tensor | None,
-) -> tuple[ModelStructure, Algebra, dict[str, Tensor]]:
+) -> tuple[ModelStructure, Algebra]:
     """The structure of a ``model`` at these arguments, where ``own`` latent sites are the guide's.
 
-    With the algebra that suits it, and values that stand for the latent sites of other guides.
+    With the algebra that suits it.
     """
 
     def rest() -> dict[str, Tensor]:
@@ -71,17 +71,16 @@ def first_call(
     plan = find_structure(runner, other, latent)
     call = BoundModel(plan, runner)
     if inducing is not None:
-        return plan, InducingAlgebra(plan, call, inducing), values
-    return plan, ChainAlgebra(plan, call) if plan.direct else DenseAlgebra(plan, call), values
+        return plan, InducingAlgebra(plan, call, inducing)
+    return plan, ChainAlgebra(plan, call) if plan.direct else DenseAlgebra(plan, call)
 
 
 def find_structure(
     runner: ConditionedModel, other: ConditionedModel | None, latent: str | None
 ) -> ModelStructure:
-    """Find the Gaussian block of a model and the predictors of its data.
+    """The block of a model and the predictors of its data, or the site ``latent`` as their predictor.
 
-    ``other`` is a runner at other values of latent sites outside of the block, ``latent`` the site to
-    take as the predictor.
+    ``other`` is a runner at other values of latent sites outside of the block.
     """
     run = runner(None)
     if not run.own:
@@ -91,13 +90,13 @@ def find_structure(
     if other is not None:
         other.direct = runner.direct
     # sites share a group where they are of the same data, so in the same plates, and see the same
-    grouped: dict[tuple[Predictor, Any, Any], list[str]] = {}
+    grouped: dict[tuple[Any, ...], list[str]] = {}
     for name, site in run.sites.items():
         if site_kind(site) == "observed":
-            predictor = _Search(runner, run.used, name, other, latent).find()
-            if predictor is not None:
+            found = _Search(runner, run.used, name, other, latent).find()
+            if found is not None:
                 plates = tuple(frame.name for frame in site["cond_indep_stack"])
-                grouped.setdefault((predictor, data_shape(site), plates), []).append(name)
+                grouped.setdefault((*found, data_shape(site), plates), []).append(name)
         elif site_kind(site) == "factor":
             _refuse_factor(name, runner, run)
     if not grouped:
@@ -110,7 +109,7 @@ def find_structure(
     if other is not None:  # of sites that no datum sees the search has not found it out
         refuse_other_prior(run.own, other(None).own)
     groups: list[Group] = []
-    for (predictor, *_), names in grouped.items():
+    for (places, trailing, *_), names in grouped.items():
         for name in names:
             check_support(run.sites[name])
         site = run.sites[names[0]]
@@ -121,7 +120,7 @@ def find_structure(
         key = names[0].replace(".", "_")  # a name that a parameter of a module may have
         while any(key == group.name for group in groups):
             key += "_"
-        groups.append(Group(key, tuple(names), predictor, torch.Size(full)))
+        groups.append(Group(key, tuple(names), places, trailing, torch.Size(full)))
     own = {name: run.sites[name] for name in run.own}
     like = next(iter(own.values()))["value"]
     return ModelStructure(
@@ -132,6 +131,7 @@ def find_structure(
         like.dtype,
         like.device,
         runner.direct,
+        dict(runner.values),
     )
 
 
@@ -205,8 +205,8 @@ class _Search:
                 f"{self.observed.shape[-1]}): pyro.sample({name!r}, ...)."
             )
 
-    def find(self) -> Predictor | None:
-        """The predictor; ``None`` if the site does not depend on the noise."""
+    def find(self) -> tuple[tuple[TensorRef, ...], tuple[torch.Size, ...]] | None:
+        """Where the predictor is, and shapes for one datum there; ``None`` if nothing is seen."""
         if self._is_enough({}):
             return None
         # stable: the first of each width leads, and a number that all data share comes last
@@ -217,8 +217,7 @@ class _Search:
             try:
                 if self._is_enough({c.place: c.first for c in chosen}):
                     if self._is_local(chosen):
-                        places = tuple(c.place for c in chosen)
-                        return Predictor(places, tuple(c.trailing for c in chosen))
+                        return tuple(c.place for c in chosen), tuple(c.trailing for c in chosen)
                     self.tied.append(chosen[0].place)
             except (RuntimeError, ValueError):
                 if not any(c.shared for c in chosen):  # else the model wants one number there
@@ -227,11 +226,12 @@ class _Search:
 
     def _candidates(self) -> list[_Candidate]:
         """Values of the right shape that depend on the noise, and are affine in it."""
-        first, last, rank = self.corners[0].values, self.corners[3].values, len(self.batch)
-        affine = self.plane.affine(self.runner, [corner.values for corner in self.corners])
-        others = record(self.other, self.corners[0].noise).values if self.other else first
+        first, last, rank = self.corners[0].seen, self.corners[3].seen, len(self.batch)
+        affine = self.plane.affine(self.runner, [corner.seen for corner in self.corners])
+        others = self.other(self.plane.e, look_at=None).seen if self.other else first
         candidates = []
-        for place, a in first.items():
+        for place in sorted(first, key=lambda place: place.site is None):  # sites come first
+            a = first[place]
             trailing, shared = torch.Size(a.shape[rank:]), a.shape[:rank] != self.batch
             if not affine[place]:
                 self.nonlinear.append(place)
@@ -240,11 +240,13 @@ class _Search:
             elif not same(others[place], a):
                 self.moved_by_other = True
             elif self.declared is None or place.site == self.declared:
-                pair = (x.expand(self.batch) if shared else x for x in (a, last[place]))
-                candidates.append(_Candidate(place, *pair, trailing, shared))
+                b = last[place]
+                if shared:
+                    a, b = a.expand(self.batch), b.expand(self.batch)
+                candidates.append(_Candidate(place, a, b, trailing, shared))
         return candidates
 
-    def _terms(self, noise: Tensor, held: dict[TensorRef, Tensor]) -> Tensor:
+    def _terms(self, noise: Any, held: dict[TensorRef, Tensor]) -> Tensor:
         return data_terms(self.runner.sites(noise, replace=held)[self.name])
 
     def _is_enough(self, held: dict[TensorRef, Tensor]) -> bool:
@@ -264,7 +266,7 @@ class _Search:
             for c in chosen:
                 where = moved.reshape(self.batch + (1,) * len(c.trailing))
                 held[c.place] = torch.where(where, c.last, c.first)
-            return self._terms(self.corners[0].noise, held).reshape(-1)
+            return self._terms(self.plane.e, held).reshape(-1)
 
         after = for_each(terms, moved, 8)
         before = self.observed.reshape(-1).expand_as(after)

@@ -1,50 +1,25 @@
-r"""AutoSites, the guide: Pyro's side of prior times one Gaussian site per datum."""
+"""AutoSites: what a user asks of prior times one Gaussian site per datum."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoGuide
-from pyro.nn.module import pyro_method
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..distributions.gaussian_process import draws_are_means
-from ..families.base import entry_name
 from ..guides.base import SiteValue
-from ..guides.start import MadeAtFirstCall
-from ..linalg.host import at_hand, outside_autocast, own_random_state
-from ..runtime.pyro_adapter import give_model, has_model, kept_whole, model_under
-from ..runtime.run import Minibatches
-from ..runtime.store import (
-    ModuleParams,
-    OwnName,
-    check_names,
-    claim_name,
-    follow_store,
-    module_name,
-    rename,
-)
-from .algebra import Algebra
-from .bound_model import BoundModel
-from .conditioned_model import ConditionedModel
+from ..linalg.host import outside_autocast
+from ..runtime.store import module_name
 from .data import Indices, SiteData, SiteView, Snapshot, take_snapshot
-from .find import first_call
-from .kept import LastStep, check_prior
 from .leave_one_out import Influence, SiteLOO, influence_of, loo_of
-from .structure import ModelStructure
-
-#: seed of the values that stand for latent sites of other guides while the structure is looked for
-SEED = 20_180_216
+from .site_guide import SiteGuide
 
 
-class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
+class AutoSites(SiteGuide):
     r"""Prior times one Gaussian site per datum: a Gaussian guide for :class:`~pyro_ngvi.CVI`.
 
     q(z) propto p(z) prod_n exp(nu_n' f_n - f_n' Lambda_n f_n / 2), f_n = A_n z + b_n
@@ -100,282 +75,13 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         {'m': tensor(1.0000)}
     """
 
-    #: what a guide of ours says whose blocks are sites, which CVI alone steps
-    holds_sites = True
-
-    inducing: Tensor | None
-    algebra: Algebra
-
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        *,
-        latent: str | None = None,
-        inducing: Tensor | None = None,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(model)
-        self.take_name(name)
-        self.latent = latent
-        if isinstance(inducing, nn.Parameter):
-            self.inducing = inducing
-        else:
-            self.register_buffer("inducing", inducing)
-        self.plan: ModelStructure | None = None
-        self.last_step = LastStep()
-        #: what the loss leaves for the optimizer, once
-        self.curvature: Any = None
-        #: whether no site has been moved yet
-        self.fresh = True
-        #: values that stand for latent sites of other guides
-        self._rest: dict[str, Tensor] = {}
-
-    # --- the model
-
-    @pyro_method  # a loss may ask before the guide is called, and the store's sites are wanted then too
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        model = self.whole_model()
-        try:
-            loading = self._loading_waiting_state()
-            with loading, poutine.block(), own_random_state(SEED), torch.no_grad():
-                check_names(self, in_use=False)
-                with ModuleParams():
-                    _ = self.inducing  # read, so that a parameter is the one of the store
-                with draws_are_means(self.inducing is not None):  # no N x N matrix
-                    with model_under(self, ModuleParams()):
-                        super()._setup_prototype(*args, **kwargs)
-                    prototype: Any = self.prototype_trace
-                    own = {name for name, _ in prototype.iter_stochastic_nodes()}
-                    found = first_call(model, own, args, kwargs, self.latent, self.inducing)
-                    self.plan, self.algebra, self._rest = found
-                    self._make_sites(args, kwargs)
-        except BaseException:
-            self.prototype_trace = self.plan = None  # so that the next call says the same again
-            raise
-
-    def _make_sites(self, args: Any, kwargs: Any) -> None:
-        plan = self._structure()
-        for group in plan.groups:
-            linear = plan.zero().new_zeros(group.size, group.width)
-            precision = linear.new_zeros(*linear.shape, group.width)
-            setattr(self, f"linear_{group.name}", nn.Parameter(linear))
-            setattr(self, f"precision_{group.name}", nn.Parameter(precision))
-        sites = self.site_tensors()
-        self.fresh = not self._any_moved()
-        if not self.fresh:  # a parameter store was loaded before this first call
-            self.algebra.recollect(self.algebra.view(self._call_of_all(args, kwargs)), sites)
-
-    def _holder(self) -> Any:
-        """Who has the model: this guide, or the ``AutoGuideList`` that it is a part of."""
-        return self if self.master is None else self.master()
-
-    def whole_model(self) -> Callable[..., Any]:
-        """The model; in an ``AutoGuideList`` that of the list, with sites of other guides."""
-        holder = self._holder()
-        if not has_model(holder):
-            raise RuntimeError(
-                "This AutoSites was unpickled or loaded, and does not carry the model. Take a step, or "
-                "evaluate the loss, by SVI(model, guide, ...) first: the guide gets the model from it."
-            )
-        return holder.model
-
-    def adopt(self, model: Callable[..., Any]) -> None:
-        """Take ``model``, if this is a copy that came without."""
-        if not has_model(self._holder()):
-            give_model(self._holder(), model)
-
-    def _bound(
-        self, plan: ModelStructure, args: Any, kwargs: Any, values: Any, minibatches: Any
-    ) -> BoundModel:
-        others = self._rest if values is None else values
-        given, own = Minibatches(minibatches), (plan.shapes, plan.direct)
-        runner = ConditionedModel(self.whole_model(), args, kwargs, others, given, *own)
-        return BoundModel(plan, runner)
-
-    def call_of(
-        self, args: Any, kwargs: Any, values: Any = None, minibatches: Any = None
-    ) -> BoundModel:
-        """The structure at these arguments, with ``values`` of the latent sites of other guides.
-
-        The first call finds it.
-        """
-        if self.plan is None:
-            self._setup_prototype(*args, **kwargs)
-        return self._bound(self._structure(), args, kwargs, values, minibatches)
-
-    def _call_of_all(self, args: Any, kwargs: Any) -> BoundModel:
-        call = self.call_of(args, kwargs)
-        if not call.whole:
-            raise ValueError(
-                "AutoSites needs all data here, and this call has a minibatch. Make its size, or its "
-                "numbers, an argument of the model, and pass those of all data. After sites were "
-                "restored call guide.refresh(*args) with all data first."
-            )
-        return call
-
-    def _call_before(self) -> BoundModel | None:
-        """The model at the arguments of the last step, with the structure of then."""
-        last = self.last_step
-        if last.arguments is None:
-            return None
-        return self._bound(last.plan or self._structure(), *last.arguments, None, None)
-
-    def _current(
-        self, args: Any, kwargs: Any, leave_out: bool = False
-    ) -> tuple[BoundModel, list[str]]:
-        """The model at these arguments, or those of the last step, with q made anew if need be.
-
-        Its prior must be the last step's; with ``leave_out`` follow the sites of another shape.
-        """
-        self._structure()
-        self.make_current(args, kwargs)
-        call = self.call_of(*self.last_step.or_given(args, kwargs))
-        return call, self._check_prior(call, leave_out)
-
-    def _check_prior(self, call: BoundModel, leave_out: bool = False) -> list[str]:
-        before = self._call_before()
-        if before is None or self.last_step.has_arguments_of(call):
-            return []
-        return check_prior(before, call, leave_out) if at_hand(call.plan.zero()) else []
-
-    def owns(self, name: str) -> bool:
-        """Whether a sample site of the guide's trace is one of this guide."""
-        shapes = {} if self.plan is None else self.plan.shapes
-        return name in shapes or name == f"_{module_name(self)}_noise"
-
-    def _structure(self) -> ModelStructure:
-        if self.plan is None:
-            raise RuntimeError(
-                "AutoSites does not know the model's sites yet: call it once with the arguments of the "
-                "model and the data, or take a step of SVI."
-            )
-        return self.plan
-
-    # --- the sites
-
-    def natural_params(self) -> dict[str, nn.Parameter]:
-        """The sites' tensors by name; empty before the first call."""
-        own: Any = self._parameters
-        return {n: p for n, p in own.items() if n.startswith(("linear_", "precision_"))}
-
-    @pyro_method
-    def site_tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """nu (N, k) and Lambda (N, k, k) by group; access registers them with Pyro."""
-        plan = self._structure()
-        self._follow_store()
-        _ = self.inducing  # so does an nn.Parameter
-        return {
-            g.name: (getattr(self, f"linear_{g.name}"), getattr(self, f"precision_{g.name}"))
-            for g in plan.groups
-        }
-
-    def _data(self) -> SiteData:
-        params, before = self.natural_params(), self._call_before()
-        return SiteData(self._structure(), params, self.algebra, self.last_step, before)
-
-    def sites(self) -> dict[str, SiteView]:
-        """The sites by group, as copies; a group has the name of its first observed site."""
-        return self._data().views()
-
-    def set_iterate_offset(self, lag: Any, answer: Any = None) -> None:
-        """Sites are never averaged; the optimizers of our other guides ask for it."""
-
-    def iterate_offset(self) -> dict[str, Tensor]:
-        """None, see :meth:`set_iterate_offset`."""
-        return {}
-
-    def take_curvature(self) -> Any:
-        """What the loss left for the optimizer at this step, once."""
-        left, self.curvature = self.curvature, None
-        return left
-
-    def site_of(self, index: int) -> str:
-        """Name of the latent site that holds entry ``index`` of the flat latent vector."""
-        return entry_name(index, self._structure().shapes)
-
-    def _any_moved(self) -> bool:
-        return any(bool(p.any()) for p in self.natural_params().values())
-
-    def _follow_store(self) -> None:
-        """Take the sites that Pyro's store holds now: it may have been restored in between."""
-        if follow_store(self, {f"{module_name(self)}.": self}):
-            self.fresh, self.last_step.stale = not self._any_moved(), True
-            self.algebra.forget()
-
-    def remove(self, indices: Indices, group: str | None = None) -> None:
-        """Delete the sites of these data, which the next call of the model no longer brings.
-
-        q is the one without them from now on: exact with a Gaussian likelihood; otherwise one or
-        two further steps bring the other sites up to date.  A model that has a latent variable for
-        each datum is refused at the next call.
-
-        Args:
-            indices: numbers of data of the group, or a mask (N,) of bools.  The others close up.
-            group: name of the group; not needed where there is one.
-
-        Raises:
-            ValueError: for a number that comes twice, a group that is not there, or whose data have
-                more than one dimension.
-            RuntimeError: where the guide does not know what these data see of the latent block:
-                before its first call, after a call with a minibatch, unpickled.
-        """
-        self.plan, self.curvature = self._data().remove(indices, group), None
-
-    def add(self, count: int, group: str | None = None) -> None:
-        """Make room for ``count`` data more, which the next call brings after those of before.
-
-        Their sites are zero, so q stays as it is until the next step.  Groups as in :meth:`remove`.
-        """
-        data = self._data()
-        if self.last_step.stale and data.before is not None and data.before.whole:
-            # now, as the data to come would not fit
-            self.refresh(*data.before.runner.args, **data.before.runner.kwargs)
-        self.plan, self.curvature = data.add(count, group), None
-
-    def reset(self, indices: Indices | None = None, group: str | None = None) -> None:
-        """Set sites back to zero, so that q forgets what these data said: when they have changed.
-
-        Args:
-            indices: as in :meth:`remove`; ``None`` for all.
-            group: name of the group; ``None`` for the only one or, without indices, for all.
-        """
-        self._data().reset(indices, group)
-        self.fresh, self.curvature = self.fresh or (indices is None and group is None), None
-
-    # --- the posterior
-
-    def refresh(self, *args: Any, **kwargs: Any) -> None:
-        """Make q anew from the sites, at the current hyperparameters and all data.
-
-        Needed where parameters of the model were changed by other means than the optimizer.
-
-        Raises:
-            ValueError: for a minibatch, which does not know what the other sites see.
-        """
-        call = self._call_of_all(args, kwargs)
-        with torch.no_grad():
-            view = self.algebra.view(call)
-            self.algebra.recollect(view, self.site_tensors())
-        self.last_step.remember(args, kwargs, stale=False)
-
-    def make_current(self, *call: Any) -> None:
-        """Make q anew where it is not that of the sites: at the last step's arguments, or ``call``."""
-        if self.plan is None:
-            return
-        self._follow_store()
-        if self.last_step.stale:
-            args, kwargs = self.last_step.arguments or call or ((), {})
-            self.refresh(*args, **kwargs)
-
     @outside_autocast
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latent sites of the block: a dict of values by name."""
         # a list of guides may have made plates: a process at their data is drawn there
         plates = getattr(self._holder(), "plates", {}) if self.master is not None else {}
         given = {n: p.indices for n, p in plates.items() if p.subsample_size < p.size}
-        call = self.call_of(args, kwargs, minibatches=given)
-        self.make_current(args, kwargs)
-        self._check_prior(call)
+        call, _ = self._ready(self.call_of(args, kwargs, minibatches=given))
         (site, _), *_ = self.site_tensors().values()
         trap = None
         if self.fresh and torch.is_grad_enabled() and site.requires_grad:
@@ -445,6 +151,56 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         mean, sd = map(call.by_site, self.algebra.mean_and_sd(call))
         return {name: (m, sd[name].square()) for name, m in mean.items() if name not in others}
 
+    # --- data that come, go or change
+
+    def _data(self) -> SiteData:
+        params, before = self.natural_params(), self._call_before()
+        return SiteData(self._structure(), params, self.algebra, self.last_step, before)
+
+    def sites(self) -> dict[str, SiteView]:
+        """The sites by group, as copies; a group has the name of its first observed site."""
+        return self._data().views()
+
+    def remove(self, indices: Indices, group: str | None = None) -> None:
+        """Delete the sites of these data, which the next call of the model no longer brings.
+
+        q is the one without them from now on: exact with a Gaussian likelihood; otherwise one or
+        two further steps bring the other sites up to date.  A model that has a latent variable for
+        each datum is refused at the next call.
+
+        Args:
+            indices: numbers of data of the group, or a mask (N,) of bools.  The others close up.
+            group: name of the group; not needed where there is one.
+
+        Raises:
+            ValueError: for a number that comes twice, a group that is not there, or whose data have
+                more than one dimension.
+            RuntimeError: where the guide does not know what these data see of the latent block:
+                before its first call, after a call with a minibatch, unpickled.
+        """
+        self.plan, self.curvature = self._data().remove(indices, group), None
+
+    def add(self, count: int, group: str | None = None) -> None:
+        """Make room for ``count`` data more, which the next call brings after those of before.
+
+        Their sites are zero, so q stays as it is until the next step.  Groups as in :meth:`remove`.
+        """
+        data = self._data()
+        if self.last_step.stale and data.before is not None and data.before.whole:
+            # now, as the data to come would not fit
+            self.refresh(*data.before.runner.args, **data.before.runner.kwargs)
+        self.plan, self.curvature = data.add(count, group), None
+
+    def reset(self, indices: Indices | None = None, group: str | None = None) -> None:
+        """Set sites back to zero, so that q forgets what these data said: when they have changed.
+
+        Args:
+            indices: as in :meth:`remove`; ``None`` for all.
+            group: name of the group; ``None`` for the only one or, without indices, for all.
+        """
+        self._data().reset(indices, group)
+        self.fresh, self.curvature = self.fresh or (indices is None and group is None), None
+
     # --- diagnostics
 
     def loo(self, *args: Any, **kwargs: Any) -> SiteLOO:
@@ -484,55 +240,19 @@ class AutoSites(MadeAtFirstCall, OwnName, AutoGuide):
         return name, self._snapshot((), {}).marginals[name].mean
 
     def _snapshot(self, args: Any, kwargs: Any) -> Snapshot:
-        self._structure()
-        if self._rest:
+        others, last = self._structure().rest, self.last_step
+        if others:
             raise NotImplementedError(
                 f"AutoSites: diagnostics of single data are for guides of all latent sites of a model; "
-                f"here other guides of the list infer {', '.join(map(repr, self._rest))}."
+                f"here other guides of the list infer {', '.join(map(repr, others))}."
             )
-        if not (args or kwargs) and self.last_step.plan is not None:
+        if not (args or kwargs) and last.plan is not None:
             raise ValueError(
                 "AutoSites: data were added or removed since the last call, and those of now are not "
                 "known. Pass them as arguments, or call guide.refresh(*args)."
             )
-        call = self._call_of_all(*self.last_step.or_given(args, kwargs))
+        call = self._call_of_all(*last.or_given(args, kwargs))
         return take_snapshot(self.algebra, self.site_tensors(), call)
-
-    # --- copies
-
-    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        moved = super()._apply(fn, *args, **kwargs)
-        if self.plan is not None:  # .to(), .double() and the like
-            like = self.algebra.constant
-            self.plan = replace(self.plan, dtype=like.dtype, device=like.device)
-            self._rest = {name: fn(value) for name, value in self._rest.items()}
-        return moved
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.make_current()
-        with kept_whole(self):
-            state = {**super().__getstate__(), "curvature": None}
-        return state
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AutoSites:
-        other = type(self).__new__(type(self))
-        memo[id(self)] = other
-        other.__setstate__(deepcopy(self.__getstate__(), memo))
-        if has_model(self):
-            give_model(other, self.model)
-            # the model runs, so it can at the arguments of the last step, which are not copied
-            last, copied = self.last_step, other.last_step
-            copied.arguments, copied.plan, copied.numbers = last.arguments, last.plan, last.numbers
-        return other
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self.fresh = not self._any_moved()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        # a copy in the process of its original gets parameters of its own
-        rename(self, claim_name(module_name(self)))
 
 
 def _refuse_gradient(grad: Tensor) -> None:
@@ -541,11 +261,3 @@ def _refuse_gradient(grad: Tensor) -> None:
         "The draws of AutoSites give its sites no gradient, so this loss leaves q at the prior. "
         "Train them by pyro_ngvi.CVI(guide). Pass SVI loss=pyro_ngvi.SitesELBO()."
     )
-
-
-def find_sites(guide: Any) -> Iterator[tuple[str, AutoSites]]:
-    """The ``AutoSites`` within ``guide``: itself, or its parts, each with its path ("" for itself)."""
-    if isinstance(guide, nn.Module):
-        for path, module in guide.named_modules():
-            if isinstance(module, AutoSites):
-                yield path, module

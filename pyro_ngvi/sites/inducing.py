@@ -7,9 +7,7 @@ r"""Inducing points: Gaussian processes seen through their values at the same M 
 
 with a_n, rest_n, H and b as in :mod:`pyro_ngvi.sites.processes`: g_n = A_n eps + H_n m_n + b_n,
 A_n = (H_n[:, 1] a^1_n', ..., H_n[:, C] a^C_n').  With S the covariance of q(eps), E log p is under the
-mean of g_n and A_n S A_n' + sum_c H_n[:, c] H_n[:, c]' var rest^c_n.  For one process seen as it is
-H = 1 and b = 0; softmax classification has C = k classes, a Normal of unknown scale C = k = 2, an
-additive model C components and k = 1.
+mean of g_n and A_n S A_n' + sum_c H_n[:, c] H_n[:, c]' var rest^c_n.
 
 The sites are the dual parameters of Adam, Chang, Khan & Solin (2021); for a Gaussian likelihood the
 bound is that of Titsias (2009) after one step.  The sites of a minibatch see its data only, so each
@@ -18,13 +16,13 @@ minibatches converge to where all data do.
 
 Where minibatches learn hyperparameters, what the other sites say would be that of an older prior.  The
 coordinates eps change most with it; those of u hardly do, in which f_n is an interpolation of u with
-weights L^-T a_n.  So the evidence is then kept for u, and hyperparameters see q(u) move with the
-prior at held evidence, as they do with all data.  What is left of older weights is forgotten: the
-evidence is a *running* average, of which one pass of the data replaces a tenth by its own estimate.
+weights L^-T a_n.  So the evidence is then kept for u, and hyperparameters see q(u) move with the prior
+at held evidence, as they do with all data.  What is left of older weights is forgotten: the evidence is
+a *running* average, of which one pass of the data replaces a tenth by its own estimate.
 ``guide.refresh`` with all data, or a step with them, makes it exact again.
 
-Not for other latent sites in the same block, processes that depend on each other a priori, nor for
-data that see them at inputs other than their own; the dense algebra does these.
+Not for other latent sites in the same block, processes that depend on each other a priori, nor for data
+that see them at inputs other than their own; the dense algebra does these.
 """
 
 from __future__ import annotations
@@ -40,15 +38,7 @@ from .algebra import Algebra, GaussianPotential, SiteTensors, View
 from .bound_model import BoundModel
 from .dense import WhitePosterior
 from .kept import Kept
-from .new_inputs import draw_jointly
-from .processes import (
-    Regression,
-    find_axes,
-    only_processes,
-    probe,
-    regress,
-    seen_by_group,
-)
+from .processes import Regression, find_axes, only_processes, probe, regress, seen_by_group
 from .structure import LinearMap, ModelStructure
 
 #: share of a running average that one pass of the data replaces: more is noise, less is old
@@ -59,7 +49,6 @@ class InducingAlgebra(Algebra):
     """White noise eps (C M,) of C processes at ``inducing`` (M, ...)."""
 
     inducing: Tensor
-    has_latent_at_data = False
 
     def __init__(self, plan: ModelStructure, call: BoundModel, inducing: Tensor) -> None:
         only_processes(plan, call, inducing)
@@ -77,18 +66,13 @@ class InducingAlgebra(Algebra):
         """The maps at the inputs of the call."""
         maps, processes = {}, self._regress(call, self._regressed.value)
         for name, seen in seen_by_group(call, self.axes).items():
-            if seen is None:
-                (own,) = processes.values()
-                rest = own.rest.reshape(-1, 1, 1)
-                maps[name] = LinearMap(own.design.unsqueeze(1), own.offset.unsqueeze(-1), rest)
-            else:
-                maps[name] = seen.on(list(processes.values()))
-                if seen.learns and not call.whole:
-                    raise ValueError(
-                        f"AutoSites: this step has a minibatch, and the numbers by which the data of "
-                        f"{name!r} see the latent processes have parameters that are learned. Learn "
-                        f"them in steps with all data, or hold them by .detach()."
-                    )
+            maps[name] = seen.on(list(processes.values()))
+            if seen.learns and not call.whole:
+                raise ValueError(
+                    f"AutoSites: this step has a minibatch, and the numbers by which the data of "
+                    f"{name!r} see the latent processes have parameters that are learned. Learn "
+                    f"them in steps with all data, or hold them by .detach()."
+                )
         kept = {name: r for name, r in processes.items() if not r.learns}
         self._regressed.put(kept if call.whole else None)
         # in direct runs f at the probe is the probe itself, and would not show another prior
@@ -135,15 +119,7 @@ class InducingAlgebra(Algebra):
         means, variances = map(torch.cat, zip(*found, strict=True))
         return means, variances.sqrt()
 
-    def moments(self, call: BoundModel) -> tuple[Tensor, Tensor]:
-        mean, root = self._joint(call)
-        return mean, root.mT
-
-    def sample(self, call: BoundModel, name: str) -> dict[str, tuple[Tensor, Tensor]]:
-        return draw_jointly(call, name + "_noise", *self._joint(call))
-
-    def _joint(self, call: BoundModel) -> tuple[Tensor, Tensor]:
-        """Mean (D,) and root R (D, D) of the flat block at the call's inputs, triangular: R R'."""
+    def joint(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         before, *_ = self._drawn.value or (None,)
         found = self._regress(call, before)
         marks = [*found.values(), self.linear]

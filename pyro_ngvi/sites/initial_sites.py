@@ -11,9 +11,9 @@ links.  Quadratic terms come out as they are, whatever the start.
 
 A datum's own ELBO, E log p - KL(N(a, V) || N(m_n, C_n)), must rise at every step, or the next is half
 as long.  The rounds diverge otherwise where f has a location and a log scale: H grows as the scale to
-the power -2, so V and H take turns at being too wide and too narrow, and the sites come out at 1e15.
-There H is indefinite too, which is why it is |H| that bounds a step, in every direction.  V goes along
-a geodesic, V^1/2 (V^-1/2 V_new V^-1/2)^t V^1/2, since it may change by orders of magnitude.
+the power -2, so V and H take turns at being too wide and too narrow.  There H is indefinite too, which
+is why it is |H| that bounds a step.  V goes along a geodesic, V^1/2 (V^-1/2 V_new V^-1/2)^t V^1/2,
+since it may change by orders of magnitude.
 """
 
 from __future__ import annotations

@@ -50,7 +50,6 @@ class Kept:
 
 
 def all_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Whether these are the very same objects."""
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
@@ -98,7 +97,6 @@ class LastStep:
         return (args, kwargs) if args or kwargs else (self.arguments or ((), {}))
 
     def has_arguments_of(self, call: BoundModel) -> bool:
-        """Whether a call has the very same arguments and keyword arguments."""
         if self.arguments is None:
             return False
         (args, kwargs), others = self.arguments, call.runner.kwargs
@@ -116,7 +114,7 @@ class LastStep:
 def _check_seen(call: BoundModel) -> None:
     """Refuse data that see more of the block than those of the first call, or are out of support."""
     plan, sites = call.plan, call.sites
-    places = {name: group.predictor.places for group in plan.groups for name in group.observed}
+    places = {name: group.places for group in plan.groups for name in group.observed}
     if not at_hand(plan.zero()) or not all(n in sites and sites[n]["is_observed"] for n in places):
         return  # without data it is refused later
     unseen = [n for n, s in sites.items() if site_kind(s) == "observed" and n not in places]

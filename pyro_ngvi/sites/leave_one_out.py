@@ -10,16 +10,16 @@ the block itself:
 
     Lambda_G -> A_G' Lambda_G A_G,    g_G -> A_G' g_G,    C_G -> V.
 
-The other sites stay as they are with all data.  For a Gaussian likelihood all of it is exact.  For
-others they would follow a little, as they see the datum through their own marginals (Vehtari, Mononen,
-Tolvanen, Sivula & Winther 2016, "Bayesian leave-one-out cross-validation approximations for Gaussian
-latent variable models", JMLR).  A datum that matters can be refitted without: ``guide.remove(n)`` and a
-few steps.  Under ``poutine.scale`` the sites are those of p^c, and what is predicted is p.
+The other sites stay as they are with all data.  For a Gaussian likelihood all of it is exact; for
+others they would follow a little (Vehtari, Mononen, Tolvanen, Sivula & Winther 2016, "Bayesian
+leave-one-out cross-validation approximations for Gaussian latent variable models", JMLR).  A datum that
+matters can be refitted without: ``guide.remove(n)`` and a few steps.  Under ``poutine.scale`` the sites
+are those of p^c, and what is predicted is p.
 
-PSIS-LOO, ``arviz.loo(ngvi.to_arviz(model, guide, *args))``, weighs draws of q by 1 / p(y_n | z).  It
-fails, with a large k-hat, for data of much influence; here are no draws.  On logistic regression with
-569 data and 31 coefficients (wdbc) the mean absolute difference from the fit without the datum is
-0.0010 nats for this and 0.0068 for PSIS with 4,000 draws, 97 of whose k-hats are above 0.7.
+PSIS-LOO, ``arviz.loo(ngvi.to_arviz(model, guide, *args))``, weighs draws of q by 1 / p(y_n | z), and
+fails, with a large k-hat, for data of much influence.  On logistic regression with 569 data and 31
+coefficients (wdbc) the mean absolute difference from the fit without the datum is 0.0010 nats for this
+and 0.0068 for PSIS with 4,000 draws, 97 of whose k-hats are above 0.7.
 
 Not for a comparison of models on part of the data: each datum here is one value of an observed site, or
 of several where these see the same predictor, which are left out together.
@@ -50,7 +50,7 @@ class SiteLOO:
     """Expected log predictive density of new data, by leave-one-out, in nats.
 
     Attributes:
-        elpd: sum over all data.  NaN where some cavity is not proper: ``pointwise`` has the others.
+        elpd: sum over all data; NaN where some cavity is not proper.
         se: standard error of ``elpd`` as a sum of N independent terms.
         p_loo: log density of the data under q less ``elpd``, the effective number of parameters.
         pointwise: by group, log p(y_n | y_-n) (N,); NaN where the cavity is not proper, or no datum is.
@@ -75,9 +75,8 @@ class SiteLOO:
         if self.improper:
             rest = sum(float(x.nansum()) for x in self.pointwise.values())
             return (
-                f"No elpd: {self.improper} {of} have a cavity that is no proper Gaussian, so what the "
-                f"others say of them is not known (the others sum to {rest:.2f} nats). Take more "
-                f"steps, or refit without them."
+                f"No elpd: {self.improper} {of} have a cavity that is no proper Gaussian (the others "
+                f"sum to {rest:.2f} nats). Take more steps, or refit without them."
             )
         gone = f"; {self.absent} missing" if self.absent else ""
         return (
@@ -102,8 +101,9 @@ def loo_of(at: Snapshot) -> SiteLOO:
         gained += float(torch.where(known, with_it - without, 0.0).sum())
     terms = torch.cat([x[~x.isnan()] for x in pointwise.values()])
     elpd, se = float(terms.sum()), float((len(terms) * terms.var(correction=0)).sqrt())
-    figures = (float("nan"),) * 3 if improper else (elpd, se, gained)
-    return SiteLOO(*figures, pointwise, improper, absent)
+    if improper:
+        elpd = se = gained = float("nan")
+    return SiteLOO(elpd, se, gained, pointwise, improper, absent)
 
 
 def _log_predictive(
@@ -111,10 +111,9 @@ def _log_predictive(
 ) -> tuple[Tensor, Tensor]:
     """log E p(y_n | f) (N,) for f ~ N(mean, covariance) of a group; which data have p = 1 always.
 
-    Adaptive Gauss-Hermite quadrature: points f = mean + S v with v = start + spread x are where
-    N(mean, covariance) times the site is, which p follows.  Points of the cavity itself would miss a
-    likelihood that is much narrower.  The spread is between that of the product and that of
-    N(mean, covariance), as far as the points lie dense enough.
+    The points f = mean + S v, v = start + spread x, lie where N(mean, covariance) times the site is,
+    which p follows: those of the cavity itself would miss a likelihood that is much narrower.  The
+    spread is between the two, as far as the points lie dense enough.
     """
     size, k = mean.shape
     linear, precision = at.sites[name]
@@ -147,13 +146,12 @@ def _log_predictive(
 
 @dataclass(frozen=True)
 class Influence:
-    """What q would be without each of G data, or sets of data, of a group.
+    """What q would be without each of G data, or sets of data, of the group of that name.
 
     Attributes:
-        group: name of the group.
         distance: (G,), how far the posterior mean of the latent block moves, in posterior standard
-            deviations (its Mahalanobis length in q's precision).  Squared, over the number of
-            coefficients of a linear model with a flat prior and the noise known, it is Cook's (1977).
+            deviations.  Squared, over the number of coefficients of a linear model with a flat prior
+            and the noise known, it is Cook's distance (1977).
         kl: (G,), KL(q without || q) in nats.
         prediction: for each the shift (k,) of the mean of its own f, with less without; (G, k) for
             single data, a list of (n, k) for sets.
@@ -168,20 +166,14 @@ class Influence:
     _shift: Callable[[Tensor], Tensor] = field(repr=False)
 
     def most(self, count: int = 10) -> Tensor:
-        """Numbers (count,) of the data, or sets, of the largest distance, the largest first.
-
-        Those without which there is no proper Gaussian come before all others.
-        """
+        """Numbers (count,) of the data, or sets, of the largest distance, improper ones first."""
         order = self.distance.nan_to_num(torch.inf).argsort(descending=True, stable=True)
         return order[:count]
 
     def shift(self, indices: Any = None) -> Tensor:
-        """Posterior mean of the flat latent vector with the data less that without, (n, D).
+        """Posterior mean of the flat latent vector (n, D) with the data less that without.
 
-        Of the data, or sets, of these numbers; ``None`` for all, which takes G D numbers.
-
-        Raises:
-            NotImplementedError: for a state-space prior, which keeps no joint q.
+        Of the data, or sets, of these numbers; ``None`` for all.  Not for state-space priors.
         """
         every = torch.arange(len(self.distance), device=self.distance.device)
         chosen = every if indices is None else every[torch.as_tensor(indices)].reshape(-1)
@@ -214,11 +206,11 @@ def influence_of(at: Snapshot, group: str, sets: Sequence[Tensor] | None) -> Inf
 
 
 def _of_sets(at: Snapshot, group: str, sets: Sequence[Tensor]) -> Influence:
-    q, view = _white(at, "groups="), at.view.maps[group]
+    q, design = _white(at, "groups="), at.view.maps[group].design
     mean, (linear, precision) = at.marginals[group].mean, at.sites[group]
-    cavities, predictions, pulls = [], [], []
+    figures, predictions, pulls = [], [], []
     for index in sets:
-        A = view.design[index].flatten(0, 1)
+        A = design[index].flatten(0, 1)
         stacked = torch.block_diag(*precision[index])
         g = linear[index].flatten() - stacked @ mean[index].flatten()
         whole = len(A) > len(q.mean)  # the same site as one of the block itself
@@ -226,17 +218,15 @@ def _of_sets(at: Snapshot, group: str, sets: Sequence[Tensor]) -> Influence:
             stacked, g = A.mT @ stacked @ A, A.mT @ g
         half = q.covariance_half() if whole else q.half(A)
         # the site of mean 0 and linear term g moves as that of f_hat and nu does
-        none = torch.zeros_like(g)
-        cavity = divide_out(none[None], (half.mT @ half)[None], g[None], stacked[None])
-        pull = cavity.pull[0] if whole else A.mT @ cavity.pull[0]
-        cavities.append((cavity.distance, cavity.kl, cavity.proper))
-        pulls.append(pull)
-        predictions.append((A @ q.solve(pull)).reshape(len(index), -1))
-    distance, kl, proper = map(torch.cat, zip(*cavities, strict=True))
-    stack = torch.stack(pulls)
+        site = g[None], stacked[None]
+        cavity = divide_out(torch.zeros_like(site[0]), (half.mT @ half)[None], *site)
+        pulls.append(cavity.pull[0] if whole else A.mT @ cavity.pull[0])
+        figures.append((cavity.distance, cavity.kl, cavity.proper))
+        predictions.append((A @ q.solve(pulls[-1])).reshape(len(index), -1))
+    distance, kl, proper = map(torch.cat, zip(*figures, strict=True))
 
     def shift(chosen: Tensor) -> Tensor:
-        return _in_latent(at, q.solve(stack[chosen]))
+        return _in_latent(at, q.solve(torch.stack(pulls)[chosen]))
 
     return Influence(group, distance, kl, predictions, int((~proper).sum()), shift)
 
@@ -244,9 +234,8 @@ def _of_sets(at: Snapshot, group: str, sets: Sequence[Tensor]) -> Influence:
 def _white(at: Snapshot, what: str) -> WhitePosterior:
     if not isinstance(at.posterior, WhitePosterior):
         raise NotImplementedError(
-            f"Influence: {what} needs the joint posterior of the whole block, and a state-space "
-            f"prior keeps that of single states only. distance, kl and prediction of single data are "
-            f"there."
+            f"Influence: {what} needs the joint posterior of the whole block, and a state-space prior "
+            f"keeps that of single states. distance, kl and prediction of single data are there."
         )
     return at.posterior
 

@@ -6,12 +6,10 @@ r"""SitesELBO: the exact ELBO of an AutoSites guide, up to quadrature.
 with E log p by the points of :mod:`pyro_ngvi.sites.expectation` and all the rest in closed form; w_n is
 1, or N / B in a minibatch of B, where log Z is still that of all sites.  Where minibatches learn the
 prior (:mod:`pyro_ngvi.sites.inducing`) it is sum_n w_n E_q log p(y_n | f_n) - KL(q || p).  Gradients in
-parameters of the model hold the *sites* and let q move with the prior (Adam, Chang, Khan & Solin 2021,
-"Dual parameterization of sparse variational Gaussian processes"), which gives a tighter bound for the
-hyperparameters than holding q.
-
-Where other guides infer further latent sites r (in an ``AutoGuideList``), these are drawn, and
-log p(r) - log q(r) added: an estimate with ``num_particles`` draws.
+parameters of the model hold the *sites* and let q move with the prior, a tighter bound for the
+hyperparameters than with q held (Adam, Chang, Khan & Solin 2021, "Dual parameterization of sparse
+variational Gaussian processes").  Latent sites r of other guides in an ``AutoGuideList`` are drawn, and
+log p(r) - log q(r) added.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from pyro.infer import ELBO
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..curvature.record import leave_curvature
+from ..curvature.estimators import leave_curvature
 from ..linalg.host import host_bool, outside_autocast
 from ..runtime.density import site_log_prob
 from ..runtime.store import whole_gradients
@@ -35,8 +33,8 @@ from .algebra import Marginals, View, apart
 from .bound_model import BoundModel
 from .dense import WhitePosterior
 from .expectation import Expected, default_count, expectations, quadrature_points
-from .guide import AutoSites, find_sites
 from .initial_sites import first_targets
+from .site_guide import SiteGuide, find_sites
 
 Program = Callable[..., Any]
 
@@ -140,7 +138,7 @@ class SitesELBO(ELBO):
         return elbo, _averaged([targets for _, targets in estimates])
 
     def _at(
-        self, block: AutoSites, call: BoundModel, derivatives: bool, exact: bool
+        self, block: SiteGuide, call: BoundModel, derivatives: bool, exact: bool
     ) -> tuple[Tensor, SiteTargets]:
         call.hidden = False
         if derivatives:
@@ -190,7 +188,7 @@ class SitesELBO(ELBO):
         return elbo, SiteTargets(call, chosen, view, q, marginals, targets, elbo.detach(), whole)
 
 
-def _block_of(guide: Any) -> AutoSites:
+def _block_of(guide: Any) -> SiteGuide:
     found = [block for _, block in find_sites(guide)]
     if len(found) != 1:
         raise ValueError(
@@ -200,7 +198,7 @@ def _block_of(guide: Any) -> AutoSites:
     return found[0]
 
 
-def _others(block: AutoSites, trace: Any, given: Mapping[str, Tensor]) -> tuple[Any, Any, Tensor]:
+def _others(block: SiteGuide, trace: Any, given: Mapping[str, Tensor]) -> tuple[Any, Any, Tensor]:
     """What other guides have drawn: latent sites, minibatches beside those ``given``; its log q."""
     values, minibatches, log_q = {}, dict(given), torch.zeros(())
     for name, site in trace.nodes.items():

@@ -44,11 +44,9 @@ def draw_jointly(
     noise = pyro.sample(name, white, infer={"is_auxiliary": True})
     lead, event_dims = noise.shape[:-1], call.plan.event_dims
     values = call.by_site((mean + noise @ root.mT).reshape(lead.numel(), -1))
-    shares = call.by_site(-root.diagonal().abs().log())
-    return {
-        site: (spread(z, lead, event_dims[site]), sum_rightmost(shares[site], event_dims[site]))
-        for site, z in values.items()
-    }
+    shares: Any = call.by_site(-root.diagonal().abs().log())
+    summed: Any = {site: sum_rightmost(x, event_dims[site]) for site, x in shares.items()}
+    return {n: (spread(z, lead, event_dims[n]), summed[n]) for n, z in values.items()}
 
 
 @dataclass(frozen=True)
@@ -73,20 +71,22 @@ class KnownInputs(nn.Module):
 
     def __init__(self, call: BoundModel) -> None:
         super().__init__()
+        self._stamps: dict[str, Any] = {}
+        #: processes at the new inputs of the last call, and the joint q there
+        self._joint = Kept()
         if not call.whole:
             # a process with one input for each datum of a minibatch would be another one in the next
             sizes = {call.shapes[n].numel() for n, index in call.index.items() if index is not None}
-            _refuse(n for n, fn in _processes(call.block).items() if len(fn.inputs) in sizes)
-        self._stamps: dict[str, Any] = {}
-        #: processes at the new inputs of the last call, with roots R, and the joint q there
-        self._found: dict[str, tuple[Regression, Tensor]] = {}
-        self._joint = Kept()
+            _refuse(n for n, fn in self.processes(call.block).items() if len(fn.inputs) in sizes)
         self._keep(call.block)
+
+    @staticmethod
+    def processes(block: Mapping[str, Any]) -> dict[str, GaussianProcess]:
+        """Those of a block."""
+        return {name: fn for name, fn in block.items() if isinstance(fn, GaussianProcess)}
 
     def follow(self, call: BoundModel) -> None:
         """Take the inputs of a call with data; a minibatch must be at those that are known."""
-        if not self._buffers:  # no process in the block
-            return
         if call.whole:
             self._keep(call.block)
         elif any(at_hand(fn.inputs) for fn in self.moved(call.block).values()):
@@ -94,87 +94,75 @@ class KnownInputs(nn.Module):
 
     def _keep(self, block: Mapping[str, Any]) -> None:
         """Take the inputs of this block for those of the data."""
-        for name, fn in _processes(block).items():
+        for name, fn in self.processes(block).items():
             stamp = _stamp(fn.inputs)
             if stamp is None or stamp != self._stamps.get(name):
                 # a copy, since the caller may write into his tensor
                 self.register_buffer(_buffer(name), fn.inputs.detach().clone())
                 self._stamps[name] = stamp
 
-    def at(self, name: str) -> Tensor:
-        """The inputs (N, ...) of a process."""
-        return getattr(self, _buffer(name))
-
     def moved(self, block: Mapping[str, Any]) -> dict[str, GaussianProcess]:
         """The processes of a block that are at other inputs."""
-        return {n: fn for n, fn in _processes(block).items() if not self._is_at(n, fn.inputs)}
+        return {n: fn for n, fn in self.processes(block).items() if not self._is_at(n, fn.inputs)}
 
-    def _is_at(self, name: str, inputs: Tensor) -> bool:
-        stamp, known = _stamp(inputs), self.at(name)
-        if stamp is not None and stamp == self._stamps.get(name):
-            return True
-        return inputs.shape == known.shape and torch.equal(inputs, known.to(inputs))
+    def _is_at(self, name: str, x: Tensor) -> bool:
+        stamp, known = _stamp(x), self.at(name)
+        same = stamp is not None and stamp == self._stamps.get(name)
+        return same or (x.shape == known.shape and torch.equal(x, known.to(x)))
+
+    def at(self, name: str) -> Tensor:
+        """The inputs (N, ...) of a process."""
+        return self._buffers[_buffer(name)]  # pyright: ignore[reportReturnType]
 
     def joint(self, call: BoundModel, q: Any, evidence: Tensor) -> tuple[Tensor, Tensor]:
         """Mean (D,) and root R (D, D) of the flat block at the call's inputs: covariance R R'.
 
-        R is lower triangular, with signs on its diagonal.  ``evidence`` is a tensor that is another one
-        when q is: where a run at a random noise shows that nothing else has changed since the last
-        call, the same is given back.
+        R is lower triangular, with signs on its diagonal.  ``evidence`` is another tensor when q is:
+        where processes and a run at a random noise are those of the last call, so is the result.
         """
-        maps = {name: self._map(name, fn) for name, fn in self.moved(call.block).items()}
-        ends = [len(root) for _, root in maps.values()]
+        moved, (before, *last) = self.moved(call.block), self._joint.value or ({},)
+        maps = {n: regress(fn, self.at(n), before.get(n)) for n, fn in moved.items()}
+        probe = fixed_normal(len(q.mean), seed=len(q.mean)).to(q.mean)
+        probe = call.flat_block(probe, {n: Maker(at) for n, at in maps.items()})
+        marks = [evidence, *maps.values()]
+        if self._joint.get(marks, [probe]) is not None:
+            return last[0], last[1]
+        roots = [
+            factor(fn.covariance_matrix - maps[n].design @ maps[n].design.mT, fn.jitter)
+            for n, fn in moved.items()
+        ]
 
         def flat(noise: Tensor) -> Tensor:
-            own, *rests = noise.split([len(q.mean), *ends])
-            made = zip(maps.items(), rests, strict=True)
-            return call.flat_block(own, {n: Maker(at, root @ e) for (n, (at, root)), e in made})
+            own, *rests = noise.split([len(q.mean), *map(len, roots)])
+            made = zip(maps.items(), roots, rests, strict=True)
+            return call.flat_block(own, {n: Maker(at, root @ e) for (n, at), root, e in made})
 
-        zero = q.mean.new_zeros(len(q.mean) + sum(ends))
-        probe = flat(fixed_normal(len(zero), seed=len(zero)).to(zero))
-        last = self._joint.get([evidence], [probe])
-        if last is not None:
-            return last
-        mean = flat(torch.cat([q.mean, zero[len(q.mean) :]]))
-        half = moves(flat, torch.block_diag(q.root(), zero.new_ones(sum(ends)).diag()))
+        zero = q.mean.new_zeros(sum(map(len, roots)))
+        mean = flat(torch.cat([q.mean, zero]))
+        half = moves(flat, torch.block_diag(q.root(), torch.ones_like(zero).diag()))
         root = torch.linalg.qr(half, mode="r").R.mT
-        kept = None if root.requires_grad else (mean, root)
-        self._joint.put(kept, [evidence], [probe.detach()])
+        kept = None if root.requires_grad else (maps, mean, root)
+        self._joint.put(kept, marks, [probe.detach()])
         return mean, root
 
-    def _map(self, name: str, fn: GaussianProcess) -> tuple[Regression, Tensor]:
-        before = self._found.pop(name, (None, None))
-        at = regress(fn, self.at(name), before[0])
-        if at is before[0]:
-            root = before[1]
-        else:
-            root = factor(fn.covariance_matrix - at.design @ at.design.mT, fn.jitter)
-        found: Any = at, root
-        if not at.learns:
-            self._found[name] = found
-        return found
-
     def variances(self, call: BoundModel, q: Any) -> tuple[Tensor, Tensor] | None:
-        """Means and variances (D,) without a factor at the new inputs.
-
-        ``None`` where other sites depend on the process, so that its rest moves them too.
-        """
+        """Means and variances (D,) without a factor; ``None`` where other sites see the process."""
         found = {name: regress(fn, self.at(name)) for name, fn in self.moved(call.block).items()}
-        alone = {name: Maker(at) for name, at in found.items()}
 
         def flat(noise: Tensor) -> Tensor:
-            return call.flat_block(noise, alone)
+            return call.flat_block(noise, {name: Maker(at) for name, at in found.items()})
 
         mean = flat(q.mean)
         none = {n: mean.new_zeros(fn.shape().numel()) for n, fn in call.block.items()}
         rest = torch.cat([found[n].rest if n in found else zero for n, zero in none.items()])
+        # where other sites depend on a process its rest moves them too
         moved = call.flat_block(q.mean, {n: Maker(at, at.rest) for n, at in found.items()})
         if not torch.equal(moved != mean, (mean + rest) != mean):
             return None
         return mean, moves(flat, q.root()).square().sum(0) + rest
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_stamps": {}, "_found": {}}
+        return self.__dict__ | {"_stamps": {}}
 
 
 def _refuse(names: Any) -> None:
@@ -184,10 +172,6 @@ def _refuse(names: Any) -> None:
             f"the guide keeps q over its values at one set of inputs. Give inducing inputs, "
             f"AutoSites(model, inducing=Z), or take all data."
         )
-
-
-def _processes(block: Mapping[str, Any]) -> dict[str, GaussianProcess]:
-    return {name: fn for name, fn in block.items() if isinstance(fn, GaussianProcess)}
 
 
 def _buffer(name: str) -> str:

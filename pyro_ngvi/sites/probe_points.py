@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ..linalg.host import fixed_normal
-from ..runtime.density import Sites
-from .conditioned_model import ConditionedModel, OtherCourse, TensorRef, for_each
+from .conditioned_model import ConditionedModel, OtherCourse, TensorRef, WhitenedRun, for_each
 from .structure import data_terms
 
 #: a difference of so many roundings of the largest value is none
@@ -37,60 +36,35 @@ OTHER_COURSE = (
 )
 
 
-@dataclass
-class Record:
-    """What a run at a noise (D,) has shown: its sites, and tensors by place."""
-
-    noise: Tensor
-    sites: Sites
-    values: dict[TensorRef, Tensor]
-
-
-def record(runner: ConditionedModel, noise: Tensor) -> Record:
-    """A run, with the results of its operations, and the values of sites before them."""
-    results: dict[TensorRef, Tensor] = {}
-
-    def keep(place: TensorRef, result: Tensor) -> None:
-        results[place] = result.detach().clone()  # the model may write into it later
-
-    run = runner(noise, on_operation=keep)
-    values = {
-        TensorRef(site=name): site["value"].detach()
-        for name, site in run.sites.items()
-        if name in run.own or (site["infer"] or {}).get("_deterministic")
-    }
-    return Record(noise, run.sites, values | results)
-
-
-def corners(runner: ConditionedModel, dim: int, name: str) -> tuple[list[Record], Plane]:
+def corners(runner: ConditionedModel, dim: int, name: str) -> tuple[list[WhitenedRun], Plane]:
     """The four runs, where the likelihood of ``name`` is finite wherever it is at 0, and their plane.
 
-    All have the tensors that are not the same in the first and in the last.
+    ``seen`` are the values that are not the same in the first and in the last.
     """
-    plane, found = Plane.of(dim, seed=20_170_615), []
+    plane, runs = Plane.of(dim, seed=20_170_615), []
     at_zero = torch.isfinite(data_terms(runner.sites(torch.zeros_like(plane.e))[name]))
     for k in range(SHRINKS + 1):
-        first, *others = (0.25**k * noise for noise in plane.corners())
-        found = [record(runner, first)]
-        terms = data_terms(found[0].sites[name])
-        found += [record(runner, noise) for noise in others]
-        if not same(data_terms(found[0].sites[name]), terms):
+        runs, terms = [], []
+        for noise in plane.corners():
+            runs.append(runner(0.25**k * noise, look_at=None))
+            terms.append(data_terms(runs[-1].sites[name]))
+        first, last = runs[0].seen, runs[3].seen
+        if not same(data_terms(runs[0].sites[name]), terms[0]):
             raise ValueError(
                 f"AutoSites: the model keeps the tensor that the observed site {name!r} is made of "
                 "and writes into it at every call (a module's buffer, say). Write into a new "
                 "tensor: start with f = self.f.clone() or torch.zeros(...), or use torch.cat."
             )
-        first, last = found[0].values, found[3].values
-        if any(corner.values.keys() != first.keys() for corner in found):
+        if any(run.seen.keys() != first.keys() for run in runs):
             raise ValueError(OTHER_COURSE)
         fitting = [place for place, value in first.items() if value.shape == last[place].shape]
         moving = [place for place in fitting if not same(last[place], first[place])]
-        for corner in found:
-            corner.values = {place: corner.values[place] for place in moving}
-        if all(bool((data_terms(c.sites[name]).isfinite() == at_zero).all()) for c in found):
+        for run in runs:
+            run.seen = {place: run.seen[place] for place in moving}
+        if all(bool((t.isfinite() == at_zero).all()) for t in terms):
             break
-    e, eu, ev = (corner.noise for corner in found[:3])
-    return found, Plane(e, eu - e, ev - e)
+    e, eu, ev = (0.25**k * noise for noise in plane.corners()[:3])
+    return runs, Plane(e, eu - e, ev - e)
 
 
 @dataclass
@@ -103,11 +77,9 @@ class Plane:
 
     @classmethod
     def of(cls, dim: int, seed: int) -> Plane:
-        """A fixed one."""
         return cls(*fixed_normal(3, dim, seed=seed))
 
     def corners(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """e, e + u, e + v and e + u + v."""
         return self.e, self.e + self.u, self.e + self.v, self.e + self.u + self.v
 
     @property

@@ -112,32 +112,21 @@ class Seen:
         )
 
 
-def seen_by_group(call: BoundModel, axes: Mapping[str, int]) -> dict[str, Seen | None]:
-    """What the data of every group see; ``None`` where that is the value of the only process.
-
-    ``axes``: along which dimension of its data the inputs are, by group.
-    """
+def seen_by_group(call: BoundModel, axes: Mapping[str, int]) -> dict[str, Seen]:
+    """What the data of every group see; ``axes``: along which dimension of them the inputs are."""
     _ = call.at_probe  # refuses processes at other inputs than those of the data
-    count = _count(call)
-    columns = {group.name: _columns(call.plan, group) for group in call.plan.groups}
-    if len(call.block) == 1 and None not in columns.values():
-        return dict.fromkeys(columns)
-    maps = {}
-    if None in columns.values():
-        units = torch.eye(len(call.block), dtype=call.plan.dtype, device=call.plan.device)
-        makers = {name: _Values(1, count) for name in call.block}
-        maps = affine_maps(lambda noise: call.predictors(noise, makers), units)
-    found: dict[str, Seen | None] = {}
-    for name, chosen in columns.items():
-        shape = call.shapes[name]
-        if chosen is None:
-            i = None if len(shape) == 1 else _numbers(shape, axes[name], call.plan.device)
-            found[name] = Seen(maps[name].design, maps[name].offset, i)
-        else:
-            H = call.plan.zero().new_zeros(len(chosen), len(call.block))
-            for row, c in enumerate(chosen):
-                H[row, c] = 1.0
-            found[name] = Seen(H.expand(count, -1, -1), H.new_zeros(count, len(chosen)), None)
+    plan, count, found, maps = call.plan, _count(call), {}, {}
+    units = torch.eye(len(call.block), dtype=plan.dtype, device=plan.device)
+    for group in plan.groups:
+        name, shape, chosen = group.name, call.shapes[group.name], _columns(plan, group)
+        if chosen is not None:
+            H = units[chosen].expand(count, -1, -1)
+            found[name] = Seen(H, H.new_zeros(count, len(chosen)), None)
+            continue
+        makers = {name: _Values(count) for name in call.block}
+        maps = maps or affine_maps(lambda noise, m=makers: call.predictors(noise, m), units)
+        i = None if len(shape) == 1 else _numbers(shape, axes[name], plan.device)
+        found[name] = Seen(maps[name].design, maps[name].offset, i)
     return found
 
 
@@ -182,11 +171,9 @@ def find_axes(plan: ModelStructure, call: BoundModel) -> dict[str, int]:
         return axes
     moved = digit_masks(count, plan.device)
     values = fixed_normal(len(call.block), count, seed=count).to(plan.zero())
-    makers = {name: _Values(count, count) for name in call.block}
 
     def predictors(moved: Tensor) -> dict[str, Tensor]:
-        noise = torch.where(moved, values, torch.zeros_like(values))
-        return call.predictors(noise.reshape(-1), makers)
+        return call.predictors(torch.where(moved, values, torch.zeros_like(values)).reshape(-1))
 
     still = predictors(torch.zeros_like(moved[0]))
     after = for_each(predictors, moved, 8)
@@ -198,7 +185,7 @@ def find_axes(plan: ModelStructure, call: BoundModel) -> dict[str, int]:
                 axes[group.name] = axis
                 break
         else:
-            where = " and ".join(str(place) for place in group.predictor.places)
+            where = " and ".join(str(place) for place in group.places)
             raise ValueError(
                 f"AutoSites(inducing=...): the data of {group.name!r}, of shape {tuple(group.batch)}, "
                 f"see {' and '.join(map(repr, call.block))} through {where}, not each at its own "
@@ -210,26 +197,24 @@ def find_axes(plan: ModelStructure, call: BoundModel) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Values:
-    """Makes the values (count,) of a process of ``size`` entries of the noise: 1, or all of them."""
+    """Makes all values (count,) of a process of one entry of the noise."""
 
-    size: int
     count: int
+    size = 1
 
     def __call__(self, noise: Tensor) -> Tensor:
         return noise.expand(self.count)
 
 
 def _count(call: BoundModel) -> int:
-    """The number of inputs, the same of all processes."""
     return len(next(iter(call.block.values())).inputs)
 
 
 def _columns(plan: ModelStructure, group: Group) -> list[int] | None:
     """The numbers of the processes whose values are what a datum sees; ``None`` for anything else."""
-    sites, predictor = list(plan.shapes), group.predictor
-    chosen = [sites.index(p.site) for p in predictor.places if p.site in plan.shapes]
-    single = all(shape.numel() == 1 for shape in predictor.trailing)
-    return chosen if single and len(chosen) == len(predictor.places) else None
+    sites = list(plan.shapes)
+    chosen = [sites.index(p.site) for p in group.places if p.site in plan.shapes]
+    return chosen if len(chosen) == len(group.places) == group.width else None
 
 
 def _numbers(shape: torch.Size, axis: int, device: torch.device) -> Tensor:

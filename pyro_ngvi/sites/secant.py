@@ -1,8 +1,7 @@
 r"""How far to go in a step of the sites: a secant, a way back, and no further than q is proper.
 
-With all data, r = target - lambda is the gradient of the ELBO in the mean parameters mu, so along the
-step d = b r_old that led from mu_old to mu its slopes at both ends are known without another
-evaluation, and the secant through them crosses zero at the gain
+With all data r = target - lambda is the gradient of the ELBO in the mean parameters mu, so the slopes
+at both ends of a step d = b r_old from mu_old to mu are known, and their secant is zero at the gain
 
     b* = <d, mu - mu_old> / (<d, mu - mu_old> / b - <r, mu - mu_old>).
 
@@ -28,6 +27,7 @@ from torch.utils._pytree import tree_map
 from ..families.base import Tensors
 from ..linalg.host import host_bool
 from ..linalg.spectral import positive_part
+from ..optim.rule import State
 from .algebra import Algebra, GaussianPotential
 from .loss import SiteTargets
 
@@ -57,64 +57,65 @@ def pairing(change: Pairs, moments: Pairs) -> Tensor:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The change of every site in the next sweep, its gain, and whether it goes back."""
+    """The change of every site in the next sweep, its gain, and whether it goes back.
+
+    The memory after it is ``behind`` where it does, else ``ahead``, with the step that was taken.
+    """
 
     change: Pairs
     gain: Tensor
     back: Tensor
-    memory: Tensors
+    behind: State
+    ahead: State
+
+    def memory(self, change: Pairs, share: Tensor) -> State:
+        """That of a sweep of which the ``share`` of a ``change`` was made."""
+        step = _named(tree_map(lambda x: share * x, change))
+        ahead = self.ahead | {"step": step, "gain": share * self.gain}
+        return _choose(self.back, self.behind, ahead)
 
 
-def start_sweeps(values: Tensors) -> Tensors:
+def start_sweeps(values: Tensors) -> State:
     """The memory before the first sweep, from the sites by parameter name."""
-    zero = next(iter(values.values())).new_zeros(())
-    memory = {"sweep.elbo": zero - torch.inf, "sweep.gain": zero, "sweep.backs": zero.clone()}
-    for name, v in values.items():
-        memory |= {f"sweep.step.{name}": torch.zeros_like(v)}
-        memory |= {f"sweep.moment.{name}": torch.zeros_like(v)}
-    for name, (nu, _) in _recalled(values, "").items():
-        memory[f"sweep.print.{name}"] = nu.new_full((len(nu), nu.shape[1] + 1), torch.inf)
-    return memory
+    zero, zeros = next(iter(values.values())).new_zeros(()), tree_map(torch.zeros_like, values)
+    prints = {n: nu.new_full((len(nu), nu.shape[1] + 1), torch.inf) for n, nu in _linear(values)}
+    memory: State = {"elbo": zero - torch.inf, "gain": zero, "backs": zero.clone()}
+    return memory | {"step": zeros, "moment": tree_map(torch.clone, zeros), "print": prints}
 
 
 def next_sweep(
-    memory: Tensors,
+    memory: State,
     residual: Pairs,
     exact: dict[str, Tensor],
     moments: Pairs,
     elbo: Tensor,
     size: Tensor,
     lr: float,
-    comparable: Tensor,
+    prints: Tensors,
 ) -> Sweep:
-    """What to do from here.
+    """What to do from here: ``residual`` is target - site, and ``exact`` terms (n,) go all the way.
 
-    ``residual`` is target - site, ``exact`` (n,) marks conjugate terms, which go all the way, and
-    ``size`` () is that of the terms that the ELBO is the sum of, and with it of its roundings.
-    ``comparable`` () says whether the sweep before had the same data and model.  Nothing waits.
+    ``size`` () is that of the terms that the ELBO is the sum of, and with it of its roundings.  Where
+    a fingerprint (n, k + 1) is another one the sweep before had other data or another model.
     """
-    last, best = _recalled(memory, "sweep.step."), memory["sweep.elbo"]
-    moved = tree_map(torch.sub, moments, _recalled(memory, "sweep.moment."))
+    pairs = [(x, memory["print"][name]) for name, x in prints.items()]
+    same = torch.stack([((x == y) | (x.isnan() & y.isnan())).all() for x, y in pairs]).all()
+    last, best, backs = _pairs(memory["step"]), memory["elbo"], memory["backs"]
+    moved = tree_map(torch.sub, moments, _pairs(memory["moment"]))
     slack = ROUNDINGS * torch.finfo(elbo.dtype).eps * (1.0 + size)
     # where the ELBO is -inf so is best - slack
     fell = best.isfinite() & ~(elbo.isfinite() & (elbo >= best - slack))
-    back = comparable & fell & (memory["sweep.backs"] < MOST_BACKS)
+    back = same & fell & (backs < MOST_BACKS)
     along, slope = pairing(last, moved), pairing(residual, moved)
-    secant = along / (along / memory["sweep.gain"] - slope)
-    gain = torch.where(comparable & (along > 0) & (secant > 0), secant, lr).clamp(SMALLEST * lr, lr)
-    step = towards(residual, exact, gain)
+    secant = along / (along / memory["gain"] - slope)
+    gain = torch.where(same & (along > 0) & (secant > 0), secant, lr).clamp(SMALLEST * lr, lr)
     share = torch.where(elbo.isfinite(), 0.5, LOST).to(elbo)
     left = tree_map(lambda x: share * x, last)
-    kept = {
-        name: torch.where(back, memory[name], value)
-        for name, value in _named("sweep.moment.", moments).items()
-    }
-    kept |= _named("sweep.step.", _choose(back, left, step))
-    kept["sweep.backs"] = torch.where(back, memory["sweep.backs"] + 1.0, 0.0)
-    kept["sweep.elbo"] = torch.where(back, best, elbo)
-    kept["sweep.gain"] = torch.where(back, share * memory["sweep.gain"], gain)
-    change = _choose(back, tree_map(torch.sub, left, last), step)
-    return Sweep(change, kept["sweep.gain"], back, kept)
+    change = _choose(back, tree_map(torch.sub, left, last), towards(residual, exact, gain))
+    behind = memory | {"backs": backs + 1.0, "gain": share * memory["gain"], "step": _named(left)}
+    ahead: State = {"elbo": elbo, "backs": torch.zeros_like(elbo), "moment": _named(moments)}
+    gain = torch.where(back, behind["gain"], gain)
+    return Sweep(change, gain, back, behind | {"print": prints}, ahead | {"print": prints})
 
 
 def towards(residual: Pairs, exact: dict[str, Tensor], gain: Tensor) -> Pairs:
@@ -126,38 +127,20 @@ def towards(residual: Pairs, exact: dict[str, Tensor], gain: Tensor) -> Pairs:
     return step
 
 
-def taken(sweep: Sweep, change: Pairs, share: Tensor) -> Tensors:
-    """The memory of a sweep of which that ``share`` of a ``change`` was made.
-
-    A sweep that goes back remembers the half of the step before that is left of it.
-    """
-    made = _named("sweep.step.", tree_map(lambda x: share * x, change))
-    made["sweep.gain"] = share * sweep.gain
-    chosen = {n: torch.where(sweep.back, sweep.memory[n], v) for n, v in made.items()}
-    return sweep.memory | chosen
+def _named(pairs: Pairs) -> Tensors:
+    named = {f"linear_{name}": a for name, (a, _) in pairs.items()}
+    return named | {f"precision_{name}": b for name, (_, b) in pairs.items()}
 
 
-def _named(prefix: str, pairs: Pairs) -> Tensors:
-    named = {f"{prefix}linear_{name}": a for name, (a, _) in pairs.items()}
-    return named | {f"{prefix}precision_{name}": b for name, (_, b) in pairs.items()}
+def _pairs(named: Tensors) -> Pairs:
+    return {name: (nu, named[f"precision_{name}"]) for name, nu in _linear(named)}
 
 
-def _recalled(memory: Tensors, prefix: str) -> Pairs:
-    start, other = prefix + "linear_", prefix + "precision_"
-    names = [key.removeprefix(start) for key in memory if key.startswith(start)]
-    return {name: (memory[start + name], memory[other + name]) for name in names}
+def _linear(named: Tensors) -> list[tuple[str, Tensor]]:
+    return [(n.removeprefix("linear_"), v) for n, v in named.items() if n.startswith("linear_")]
 
 
-def same(memory: Tensors, prints: Tensors) -> Tensor:
-    """Whether every fingerprint (n, k + 1) equals that of the sweep before: a 0-dim tensor."""
-    checks = []
-    for name, x in prints.items():
-        last = memory["sweep.print." + name]
-        checks.append(((x == last) | (x.isnan() & last.isnan())).all())
-    return torch.stack(checks).all()
-
-
-def _choose(condition: Tensor, a: Pairs, b: Pairs) -> Pairs:
+def _choose(condition: Tensor, a: Any, b: Any) -> Any:
     return tree_map(lambda x, y: torch.where(condition, x, y), a, b)
 
 

@@ -18,17 +18,32 @@ from .conditioned_model import TensorRef
 
 
 @dataclass(frozen=True)
-class Predictor:
-    """The places whose values, side by side, are the predictor (N, k) of some data.
+class Group:
+    """Data with one predictor f (N, k): one site a datum.
 
-    ``trailing`` are the shapes of what there is for one datum at each place.
+    ``observed`` are the observed sites of the model that they belong to, more than one where several
+    see the same f.  ``places`` have the values that side by side are f, ``trailing`` the shapes of what
+    there is for one datum at each.  ``batch`` is the shape of all data, N entries.
     """
 
+    name: str
+    observed: tuple[str, ...]
     places: tuple[TensorRef, ...]
     trailing: tuple[torch.Size, ...]
+    batch: torch.Size
+
+    @property
+    def size(self) -> int:
+        """N."""
+        return self.batch.numel()
+
+    @property
+    def width(self) -> int:
+        """k."""
+        return sum(shape.numel() for shape in self.trailing)
 
     def join(self, seen: dict[TensorRef, Tensor], batch: torch.Size) -> Tensor:
-        """Values at the places, each (*batch, ...), as one tensor (N, k)."""
+        """Values at the places, each (*batch, ...), as one tensor (n, k)."""
         parts = []
         for place in self.places:
             value = seen[place]
@@ -43,36 +58,10 @@ class Predictor:
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
     def split(self, f: Tensor, batch: torch.Size) -> dict[TensorRef, Tensor]:
-        """The other way round: f (N, k) as the value at each place."""
+        """The other way round: f (n, k) as the value at each place."""
         parts = f.split([shape.numel() for shape in self.trailing], -1)
-        return {
-            place: part.reshape(batch + shape)
-            for place, part, shape in zip(self.places, parts, self.trailing, strict=True)
-        }
-
-
-@dataclass(frozen=True)
-class Group:
-    """Data with one predictor f (N, k): one site a datum.
-
-    ``batch`` is the shape of all data, N entries; ``observed`` are the observed sites of the model that
-    they belong to, more than one where several see the same f.
-    """
-
-    name: str
-    observed: tuple[str, ...]
-    predictor: Predictor
-    batch: torch.Size
-
-    @property
-    def size(self) -> int:
-        """N."""
-        return self.batch.numel()
-
-    @property
-    def width(self) -> int:
-        """k."""
-        return sum(shape.numel() for shape in self.predictor.trailing)
+        named = zip(self.places, self.trailing, parts, strict=True)
+        return {place: part.reshape(batch + shape) for place, shape, part in named}
 
 
 @dataclass(frozen=True)
@@ -93,7 +82,7 @@ class ModelStructure:
     """``shapes`` and ``event_dims`` of the block's sites; ``dim`` is the length D of their noise.
 
     ``direct``: "noise" stands for the values of the block themselves: a state-space prior, or Gaussian
-    processes with inducing points.
+    processes with inducing points.  ``rest``: values that stand for latent sites of other guides.
     """
 
     shapes: dict[str, torch.Size]
@@ -102,7 +91,8 @@ class ModelStructure:
     dim: int
     dtype: torch.dtype
     device: torch.device
-    direct: bool = False
+    direct: bool
+    rest: dict[str, Tensor]
 
     @property
     def is_one_vector(self) -> bool:
@@ -115,15 +105,13 @@ class ModelStructure:
     @property
     def places(self) -> tuple[TensorRef, ...]:
         """Where the predictors of all groups appear."""
-        return tuple(place for group in self.groups for place in group.predictor.places)
+        return tuple(place for group in self.groups for place in group.places)
 
     @property
     def block_places(self) -> tuple[TensorRef, ...]:
-        """The sites of the block."""
         return tuple(TensorRef(site=name) for name in self.shapes)
 
     def group(self, name: str) -> Group:
-        """The group of that name."""
         return next(g for g in self.groups if g.name == name)
 
     def resized(self, group: Group, size: int) -> ModelStructure:
@@ -154,7 +142,6 @@ def unwrapped(site: Site) -> Any:
 
 
 def data_shape(site: Site) -> torch.Size:
-    """The shape of :func:`data_terms`."""
     return torch.Size(unwrapped(site).batch_shape)
 
 

@@ -1,12 +1,11 @@
 """Gaussian latent sites as affine maps of white noise.
 
-A block of latent sites z_1, z_2, ... that are jointly Gaussian a priori is
+A block of latent sites z_1, z_2, ...  that are jointly Gaussian a priori is
 
     z_i = loc_i(z_1, ..., z_(i-1)) + R_i eps_i,        eps ~ N(0, I),
 
-with R_i free of the other sites and loc_i affine in them.  So z, and everything that is affine in z,
-is affine in the flat vector eps (D,): a posterior over eps is one over z, and the prior is always
-N(0, I), whatever the scales and correlations of the model.
+with R_i free of the other sites and loc_i affine in them.  So z, and everything that is affine in z, is
+affine in the flat vector eps (D,): a posterior over eps is one over z, and the prior is always N(0, I).
 """
 
 from __future__ import annotations
@@ -22,15 +21,6 @@ from torch import Tensor
 from ..distributions.gaussian_process import GaussianProcess
 from ..linalg.host import fixed_normal
 from ..runtime.density import Site
-
-__all__ = [
-    "colour",
-    "gaussian_of",
-    "log_det_root",
-    "other_priors",
-    "refuse_other_prior",
-    "refuse_weights",
-]
 
 
 def gaussian_of(site: Site) -> Any:
@@ -52,8 +42,7 @@ def gaussian_of(site: Site) -> Any:
 def refuse_weights(site: Site) -> None:
     """Refuse a prior under a scale or a mask."""
     scale, mask = site["scale"], site["mask"]
-    plain = not isinstance(scale, Tensor) and scale == 1.0
-    if not plain or not (mask is None or mask is True):
+    if isinstance(scale, Tensor) or scale != 1.0 or not (mask is None or mask is True):
         raise ValueError(
             f"AutoSites: the prior of {site['name']!r} stands under a scale or a mask (a "
             "subsampled plate, poutine.scale or poutine.mask): it would not be Gaussian. Take the "
@@ -76,11 +65,13 @@ def log_det_root(fn: Any, event_dim: int) -> Tensor:
     """log |det R|, summed over the last ``event_dim`` dimensions of a draw, in nats."""
     if isinstance(fn, dist.Normal):
         each, summed = fn.scale.log().expand(fn.shape()), event_dim
-    elif hasattr(fn, "log_det_root"):
-        each, summed = fn.log_det_root(), event_dim - len(fn.event_shape)
     else:
-        diagonal = torch.diagonal(fn.scale_tril, dim1=-2, dim2=-1)
-        each, summed = diagonal.log().sum(-1).expand(fn.batch_shape), event_dim - 1
+        summed = event_dim - len(fn.event_shape)
+        if hasattr(fn, "log_det_root"):
+            each = fn.log_det_root()
+        else:
+            diagonal = torch.diagonal(fn.scale_tril, dim1=-2, dim2=-1)
+            each = diagonal.log().sum(-1).expand(fn.batch_shape)
     total: Any = sum_rightmost(each, summed)
     return total
 

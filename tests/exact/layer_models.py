@@ -12,6 +12,8 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
+from pyro_ngvi.curvature.taps.check import check_taps
+from pyro_ngvi.curvature.taps.taps import LayerTaps
 from pyro_ngvi.runtime.density import site_kind, site_log_prob
 from pyro_ngvi.runtime.model_density import batched_trace
 from pyro_ngvi.runtime.run import Minibatches, run_particles
@@ -42,6 +44,15 @@ def draw(model: Any, S: int, *args: Any) -> Values:
     sites = trace.iter_stochastic_nodes()
     shapes = {name: site["value"].shape for name, site in sites if not site_is_subsample(site)}
     return {name: torch.randn(S, *shape) for name, shape in shapes.items()}
+
+
+def taps_of(
+    model: Any, values: Values, args: Any = (), minibatches: Any = None, budget: int = 2**26
+) -> LayerTaps:
+    """Taps behind the layers of all latent sites, checked at the first particle."""
+    taps = LayerTaps(model, values, budget)
+    check_taps(taps, values, {}, args, {}, minibatches or Minibatches())
+    return taps
 
 
 def by_taps(

@@ -93,8 +93,9 @@ def test_twenty_sweeps_reach_the_best_gaussian(kind, n, mean, sd):
 def test_a_bound_of_minus_infinity_is_a_fall():
     """Its roundings are as large as it is, and would excuse any."""
     sites = {"linear_y": torch.ones(2, 1), "precision_y": torch.ones(2, 1, 1)}
-    memory = start_sweeps(sites) | {"sweep.elbo": torch.tensor(-5.0)}
+    prints = {"y": torch.ones(2, 2)}
+    memory = start_sweeps(sites) | {"elbo": torch.tensor(-5.0), "print": prints}
     pairs = {"y": (torch.ones(2, 1), torch.ones(2, 1, 1))}
     exact, elbo = {"y": torch.zeros(2, dtype=torch.bool)}, torch.tensor(-torch.inf)
-    sweep = next_sweep(memory, pairs, exact, pairs, elbo, -elbo, 1.0, torch.tensor(True))
+    sweep = next_sweep(memory, pairs, exact, pairs, elbo, -elbo, 1.0, prints)
     assert sweep.back

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pyro_ngvi import AutoMatrixNormal, AutoMeanFieldNormal, BatchedELBO
-from pyro_ngvi.curvature.record import Curvature
+from pyro_ngvi.curvature.estimators import Curvature
 from pyro_ngvi.families import MatrixNormal, MeanFieldNormal, ProductFamily
 from pyro_ngvi.linalg import sphere_points
 from pyro_ngvi.optim.noisy_kfac import NoisyKFAC, NoisyKFACRule, covariance_factors, damped_factors

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.flows.orthogonal_forms import OrthogonalForm
-from pyro_ngvi.curvature.forward import jvp
+from pyro_ngvi.curvature.derivatives import jvp
 from pyro_ngvi.families import OrthogonalFlow
 from pyro_ngvi.families.base import dot
 from pyro_ngvi.fisher.scores import family_scores

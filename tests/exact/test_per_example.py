@@ -1,4 +1,4 @@
-"""Reductions of a per-example Jacobian against torch.func.jacrev of the whole function."""
+"""Products of the gradients of single data against torch.func.jacrev of the whole function."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,15 +8,10 @@ import torch
 from torch import Tensor
 from torch.func import jacrev, vmap
 
-from pyro_ngvi.curvature.per_example import (
-    outer_sum,
-    per_example_jacobian,
-    squared_sum,
-    weighted_rows,
-)
+from pyro_ngvi.curvature.derivatives import products
 
 BUDGETS = {"one": 1, "some": 1_000, "all": 2**28}
-MODES: list[Any] = ["auto", "forward", "reverse"]
+FORMS = ["diagonal", "dense", "low_rank"]
 
 
 def problem(d: int, n: int) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
@@ -28,32 +23,27 @@ def problem(d: int, n: int) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]
     return f, 0.5 * torch.randn(3, d), torch.rand(n) + 0.1
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
 @pytest.mark.parametrize(("d", "n"), [(3, 11), (7, 4), (5, 5), (1, 1)])
-def test_reductions_equal_those_of_the_whole_jacobian(
-    d: int, n: int, budget: int, mode: Any
-) -> None:
+def test_products_equal_those_of_the_whole_jacobian(d: int, n: int, budget: int) -> None:
+    """By columns where d is the smaller, else by rows."""
     f, thetas, w = problem(d, n)
     theta = thetas[0]
     J: Any = jacrev(f)(theta)
-    how: Any = {"budget": budget, "mode": mode}
     close: Any = {"rtol": 1e-12, "atol": 1e-12}
-    torch.testing.assert_close(per_example_jacobian(f, theta, **how), J, **close)
-    torch.testing.assert_close(squared_sum(f, theta, **how), J.square().sum(0), **close)
-    torch.testing.assert_close(squared_sum(f, theta, w, **how), w @ J.square(), **close)
-    torch.testing.assert_close(outer_sum(f, theta, **how), J.T @ J, **close)
-    torch.testing.assert_close(outer_sum(f, theta, w, **how), (J.T * w) @ J, **close)
-    rows = weighted_rows(f, theta, w, **how)
-    torch.testing.assert_close(rows, w.sqrt()[:, None] * J, **close)
+    for weights in (w, torch.ones(n)):
+        diagonal, dense, rows = (products(f, theta, weights, form, budget) for form in FORMS)
+        torch.testing.assert_close(diagonal, weights @ J.square(), **close)
+        torch.testing.assert_close(dense, (J.T * weights) @ J, **close)
+        torch.testing.assert_close(rows, weights.sqrt()[:, None] * J, **close)
 
 
-@pytest.mark.parametrize("reduction", [squared_sum, outer_sum, weighted_rows])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("d", "n"), [(3, 11), (7, 4)])
-def test_reductions_under_vmap_over_particles(reduction: Any, d: int, n: int) -> None:
+def test_products_under_vmap_over_particles(form: str, d: int, n: int) -> None:
     f, thetas, w = problem(d, n)
-    batched = vmap(lambda theta: reduction(f, theta, w, budget=500))(thetas)
-    expected = torch.stack([reduction(f, theta, w) for theta in thetas])
+    batched = vmap(lambda theta: products(f, theta, w, form, budget=500))(thetas)
+    expected = torch.stack([products(f, theta, w, form) for theta in thetas])
     torch.testing.assert_close(batched, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -69,24 +59,22 @@ class Calls:
 
 
 def test_budget_bounds_the_columns_of_a_block() -> None:
-    d, n, width = 12, 100, 5
-    f, thetas, _ = problem(d, n)
-    column = n * (width + 3) * 8  # bytes
+    d, n = 12, 100
+    f, thetas, w = problem(d, n)
+    column = n * 4 * 8  # bytes
     for at_a_time in (1, 4, 12):
         calls = Calls(f)
-        squared_sum(calls, thetas[0], budget=at_a_time * column, width=width)
-        assert calls.passes == 1 + d // at_a_time  # one to see how many examples there are
+        products(calls, thetas[0], w, budget=at_a_time * column)
+        assert calls.passes == d // at_a_time
 
 
 def test_reverse_mode_where_columns_would_be_made_too_often() -> None:
-    """d = 10 columns, one at a time, take 55 passes: more than the n = 20 rows."""
-    f, thetas, _ = problem(10, 20)
-    calls = Calls(f)
-    outer_sum(calls, thetas[0], budget=1)
-    assert calls.passes == 2  # the shape, and one forward pass for all pullbacks
-    calls = Calls(f)
-    outer_sum(calls, thetas[0], budget=1, mode="forward")
-    assert calls.passes == 1 + 55
+    """d = 10 columns, one at a time, take 55 passes: more than 20 rows, and fewer than 60."""
+    for n, passes in ((20, 1), (60, 55)):  # one forward pass for all pullbacks
+        f, thetas, w = problem(10, n)
+        calls = Calls(f)
+        products(calls, thetas[0], w, "dense", budget=1)
+        assert calls.passes == passes
 
 
 class OnlyReverse(torch.autograd.Function):
@@ -113,22 +101,10 @@ def test_operation_without_forward_mode_is_differentiated_in_reverse() -> None:
 
     theta = torch.randn(2)
     expected = (2 * theta * X).square().sum(0)
-    torch.testing.assert_close(squared_sum(f, theta), expected)
-    with pytest.raises(NotImplementedError):
-        squared_sum(f, theta, mode="forward")
-
-
-def test_wrong_shapes_are_refused_in_a_sentence() -> None:
-    theta = torch.zeros(2)
-    with pytest.raises(ValueError, match=r"maps theta of shape \(2,\) to \(\)"):
-        squared_sum(torch.sum, theta)
-    with pytest.raises(ValueError, match=r"weights have shape \(3,\) for 2 examples"):
-        squared_sum(torch.exp, theta, torch.ones(3))
-    with pytest.raises(ValueError, match="mode is 'sideways'"):
-        squared_sum(torch.exp, theta, mode="sideways")  # type: ignore[arg-type]
+    torch.testing.assert_close(products(f, theta, torch.ones(9)), expected)
 
 
 def test_runs_on_the_meta_device() -> None:
-    X, theta = torch.empty(6, 3, device="meta"), torch.empty(3, device="meta")
-    assert squared_sum(lambda t: X @ t, theta).shape == (3,)
-    assert outer_sum(lambda t: X @ t, theta, budget=1).shape == (3, 3)
+    X, theta, w = (torch.empty(s, device="meta") for s in ((6, 3), (3,), (6,)))
+    assert products(lambda t: X @ t, theta, w).shape == (3,)
+    assert products(lambda t: X @ t, theta, w, "dense", budget=1).shape == (3, 3)

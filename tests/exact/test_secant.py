@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from pyro_ngvi.families.base import Tensors
+from pyro_ngvi.optim.rule import State
 from pyro_ngvi.sites.secant import Pairs, next_sweep, pairing, start_sweeps
 
 N, K = 5, 2
 NOT_EXACT = {"y": torch.zeros(N, dtype=torch.bool)}
-YES = torch.tensor(True)
+#: of the same data and the same model in every sweep
+PRINTS = {"y": torch.ones(N, K + 1)}
 
 
 def random_pairs(seed: int, size: float = 1.0) -> Pairs:
@@ -22,13 +23,13 @@ def combined(a: Pairs, b: Pairs, share: float) -> Pairs:
     return {n: (a[n][0] + share * b[n][0], a[n][1] + share * b[n][1]) for n in a}
 
 
-def memory_of(step: Pairs, moments: Pairs, gain: float, elbo: float) -> Tensors:
+def memory_of(step: Pairs, moments: Pairs, gain: float, elbo: float) -> State:
     """After a sweep by ``step`` with that ``gain`` from q with those ``moments``."""
     (nu, Lambda), (m, M) = step["y"], moments["y"]
     memory = start_sweeps({"linear_y": nu, "precision_y": Lambda})
-    memory |= {"sweep.step.linear_y": nu, "sweep.step.precision_y": Lambda}
-    memory |= {"sweep.moment.linear_y": m, "sweep.moment.precision_y": M}
-    return memory | {"sweep.gain": torch.tensor(gain), "sweep.elbo": torch.tensor(elbo)}
+    memory |= {"step": {"linear_y": nu, "precision_y": Lambda}, "print": PRINTS}
+    memory |= {"moment": {"linear_y": m, "precision_y": M}}
+    return memory | {"gain": torch.tensor(gain), "elbo": torch.tensor(elbo)}
 
 
 def test_pairing_is_the_expected_log_of_the_sites() -> None:
@@ -77,7 +78,7 @@ def test_the_next_gain_is_where_the_slope_is_zero(
     step, before, after, residual = slopes(start, end, gain)
     memory = memory_of(step, before, gain, -3.0)
     elbo = torch.tensor(-2.0)
-    sweep = next_sweep(memory, residual, NOT_EXACT, after, elbo, -elbo, 1.0, YES)
+    sweep = next_sweep(memory, residual, NOT_EXACT, after, elbo, -elbo, 1.0, PRINTS)
     assert not bool(sweep.back)
     assert float(sweep.gain) == pytest.approx(wanted)
     for found, r in zip(sweep.change["y"], residual["y"], strict=True):
@@ -89,13 +90,13 @@ def test_where_the_elbo_fell_half_of_the_step_is_taken_back_again_and_again() ->
     memory, fallen = memory_of(step, before, 0.8, -3.0), torch.tensor(-5.0)
     made, gains = 1.0, []
     for _ in range(3):
-        sweep = next_sweep(memory, residual, NOT_EXACT, after, fallen, -fallen, 1.0, YES)
+        sweep = next_sweep(memory, residual, NOT_EXACT, after, fallen, -fallen, 1.0, PRINTS)
         assert bool(sweep.back)
         for found, s in zip(sweep.change["y"], step["y"], strict=True):
             torch.testing.assert_close(found, -0.5 * made * s)
         made *= 0.5
         gains.append(float(sweep.gain))
-        memory = memory | sweep.memory
+        memory = sweep.behind
     # the gain is that of what is left of the step, so that a secant afterwards knows its length
     assert gains == pytest.approx([0.4, 0.2, 0.1])
     # once the ELBO rises: the slope before was that of step / 0.8, whatever was taken back
@@ -103,6 +104,6 @@ def test_where_the_elbo_fell_half_of_the_step_is_taken_back_again_and_again() ->
     moved = {n: (after[n][0] - before[n][0], after[n][1] - before[n][1]) for n in after}
     first, second = pairing(left, moved) / 0.1, pairing(residual, moved)
     risen = torch.tensor(-1.0)
-    sweep = next_sweep(memory, residual, NOT_EXACT, after, risen, -risen, 1.0, YES)
+    sweep = next_sweep(memory, residual, NOT_EXACT, after, risen, -risen, 1.0, PRINTS)
     assert not bool(sweep.back)
     assert float(sweep.gain) == pytest.approx(float(0.1 * first / (first - second)))

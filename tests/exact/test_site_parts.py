@@ -37,7 +37,7 @@ def test_what_is_kept_is_not_copied() -> None:
 def test_a_copy_of_the_last_step_has_no_arguments() -> None:
     last = LastStep()
     last.remember((torch.ones(2),), {}, stale=True)
-    last.changed(None)
+    last.edited()
     for other in (deepcopy(last), pickle.loads(pickle.dumps(last))):
-        assert other.arguments is None and other.changes is None
+        assert other.arguments is None and other.plan is None
         assert other.stale and other.edition == 1

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.flows.orthogonal_forms import RETRACTIONS, retract
-from pyro_ngvi.curvature.forward import jvp
+from pyro_ngvi.curvature.derivatives import jvp
 from pyro_ngvi.linalg import stiefel
 
 

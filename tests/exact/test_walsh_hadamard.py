@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call, grad, vmap
 
-from pyro_ngvi.curvature.forward import jvp
+from pyro_ngvi.curvature.derivatives import jvp
 from pyro_ngvi.linalg import _walsh_hadamard_triton, walsh_hadamard, walsh_hadamard_transform
 
 LENGTHS = [2**p for p in range(13)]

@@ -158,7 +158,7 @@ def test_the_search_leaves_the_random_state_alone(monkeypatch: pytest.MonkeyPatc
         model = SMOOTH["tanh network"]()
         guide = ngvi.AutoMeanFieldNormal(model)
         if not search:
-            monkeypatch.setattr("pyro_ngvi.curvature.drawn.kinked_sites", lambda *args: [])
+            monkeypatch.setattr("pyro_ngvi.curvature.estimators.kinked_sites", lambda *args: [])
         step(model, guide, ngvi.optim.VOGN, "gauss_newton", times=2)
         states.append(torch.get_rng_state())
     assert torch.equal(*states)

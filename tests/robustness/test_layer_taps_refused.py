@@ -1,6 +1,5 @@
-"""Where layer taps do not apply they say so, and other latents are still covered."""
+"""Where layer taps do not apply to a latent, it is left out, and others are still covered."""
 
-import re
 from typing import Any
 
 import pyro
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from pyro_ngvi.curvature.taps.taps import LayerTaps
 from tests.exact.layer_models import (
     N,
     assert_same,
@@ -21,6 +19,7 @@ from tests.exact.layer_models import (
     inputs,
     latent,
     observe,
+    taps_of,
 )
 
 
@@ -71,23 +70,23 @@ def scale_times_its_own_square() -> None:
     observe(inputs(N, 3) * (w * w) + latent("b", 3))
 
 
-REFUSED = {
-    no_square: "other ways than through the layers",
-    attention_over_the_batch: "Examples mix after a layer",
-    rows_in_another_order: "Examples mix after a layer",
-    layer_before_the_examples: r"of shape \(3, 2\), does not start with the dimensions \(5,\)",
-    scale_of_a_weight: "Scale.*does not start with the dimensions",
-    scale_times_its_own_square: "not seen as the weight of a layer",
-    penalty_on_an_output: "belongs to no example",
-    layer_in_a_prior: "belongs to no example",
-}
+REFUSED = [
+    no_square,
+    attention_over_the_batch,
+    rows_in_another_order,
+    layer_before_the_examples,
+    scale_of_a_weight,
+    scale_times_its_own_square,
+    penalty_on_an_output,
+    layer_in_a_prior,
+]
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
-def test_a_latent_that_is_not_covered_has_a_reason_and_the_others_are(case: Any) -> None:
+def test_a_latent_that_is_not_covered_and_others_that_are(case: Any) -> None:
     values = draw(case, 2)
-    taps = LayerTaps.discover(case, values)
-    assert re.search(REFUSED[case], taps.reasons["w"])
+    taps = taps_of(case, values)
+    assert "w" not in taps.sites
     assert_same(by_taps(taps, values), expected(case, values), "b")
 
 
@@ -100,15 +99,13 @@ def test_an_unseen_use_beside_a_far_larger_entry() -> None:
         observe(X @ w + 10.0 * torch.tanh(w[1]))
 
     torch.set_default_dtype(torch.float32)
-    taps = LayerTaps.discover(model, draw(model, 1))
-    assert "other ways than through the layers" in taps.reasons["w"]
+    assert taps_of(model, draw(model, 1)).sites == ()
 
 
-def test_batch_normalisation_in_training_is_refused_by_name() -> None:
+def test_batch_normalisation_in_training_mixes_the_data() -> None:
     values = draw(batch_norm_in_training, 2)
-    taps = LayerTaps.discover(batch_norm_in_training, values)
-    assert all(r"calls F.batch_norm with training=True" in why for why in taps.reasons.values())
-    assert set(taps.reasons) == {"w", "b"} and by_taps(taps, values) == {}
+    taps = taps_of(batch_norm_in_training, values)
+    assert taps.sites == () and by_taps(taps, values) == {}
 
 
 def no_plate() -> None:
@@ -128,21 +125,14 @@ def a_scale_for_each_example() -> None:
         observe(F.linear(inputs(N, 3), latent("w", 2, 3)))
 
 
-@pytest.mark.parametrize(
-    ("case", "reason"),
-    [
-        (no_plate, "need one observed site in a plate, which numbers the examples, not none"),
-        (two_observed_sites, "not 'y', 'x'"),
-        (a_scale_for_each_example, "scale of the observed site 'y' is a tensor"),
-    ],
-)
-def test_models_without_one_set_of_examples_are_not_covered(case: Any, reason: str) -> None:
+@pytest.mark.parametrize("case", [no_plate, two_observed_sites, a_scale_for_each_example])
+def test_models_without_one_set_of_examples_are_not_covered(case: Any) -> None:
     values = draw(case, 1)
-    taps = LayerTaps.discover(case, values)
-    assert reason in taps.reasons["w"] and by_taps(taps, values) == {}
+    taps = taps_of(case, values)
+    assert taps.sites == () and by_taps(taps, values) == {}
 
 
-def test_a_run_unlike_the_checked_one_gives_nothing_and_says_so() -> None:
+def test_a_run_unlike_the_checked_one_gives_nothing() -> None:
     def model(layers: int, scale: Any = 1.0) -> None:
         h, w = x, latent("w", 3, 3)
         for _ in range(layers):
@@ -152,13 +142,10 @@ def test_a_run_unlike_the_checked_one_gives_nothing_and_says_so() -> None:
 
     x = inputs(N, 3)
     values = draw(model, 1, 1)
-    taps = LayerTaps.discover(model, values, (1,))
+    taps = taps_of(model, values, (1,))
     assert by_taps(taps, values, (2,)) == {}
-    assert taps.failure is not None and "other layers" in taps.failure
     assert by_taps(taps, values, (1, torch.tensor(2.0))) == {}
-    assert taps.failure is not None and "is a tensor" in taps.failure
     assert_same(by_taps(taps, values, (1,)), expected(model, values, (1,)), "w")
-    assert taps.failure is None
 
 
 def test_attention_module_is_not_covered() -> None:
@@ -170,5 +157,4 @@ def test_attention_module_is_not_covered() -> None:
         x = inputs(N, 3, 4)
         observe(functional_call(attention, weights, (x, x, x))[0])
 
-    taps = LayerTaps.discover(model, draw(model, 1))
-    assert taps.sites == () and len(taps.reasons) == 4
+    assert taps_of(model, draw(model, 1)).sites == ()

@@ -275,4 +275,4 @@ def test_declared_latent_that_is_not_there(declared: str, message: str) -> None:
 def test_declared_latent_that_is() -> None:
     guide, svi = made(logistic, latent="f")
     svi.step(X(), (y_real() > 0).double())
-    assert str(guide.plan.groups[0].predictor.places[0]) == "the site 'f'"
+    assert str(guide.plan.groups[0].places[0]) == "the site 'f'"

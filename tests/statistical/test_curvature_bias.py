@@ -22,12 +22,11 @@ import pytest
 import torch
 
 from pyro_ngvi.families import FactorPrecisionNormal, FullRankNormal, MeanFieldNormal
-from pyro_ngvi.optim.schedules import slowing_rate
 from pyro_ngvi.optim.vogn import IVONRule, VadamRule
 from pyro_ngvi.optim.von import VONRule
 
 N, M, D, SD = 50, 10, 3, 0.7
-RATE = slowing_rate.floor
+RATE = 0.01  # where the default rate ends
 BURN = 2_000
 STEPS = {"hessian": 10_000, "gauss_newton": 10_000, "rows": 10_000} | dict.fromkeys(
     ("price", "squared_gradient"), 40_000

@@ -1,239 +1,162 @@
-r"""Whether taps behind the layers of a model give its per-example gradients: checked once.
+r"""Whether taps behind the layers of a model give the gradients of its single data: checked once.
 
 With t_i = log p(y_i | z), i an entry of the log_prob of the one observed site that lies in a plate, and
-G(v) the output gradients of a layer for sum_i v_i t_i,
+G(v) the output gradients of a layer for sum_i v_i t_i at a generic v,
 
-1. rows are examples:   G(v)_i = v_i G(1)_i, for one vector v without equal entries. Where examples mix
-   (attention over the batch, rows in another order), G(v)_i = sum_j v_j dt_j / dout_i is not that;
-2. every use is seen:   sum_i of the tapped gradients of v_i t_i is autograd's gradient of sum_i v_i t_i
-   in the whole latent value;
-3. nothing else passes: the other terms of the log joint have no gradient in any tapped output.
+1. G(v)_i = v_i G(1)_i, which fails where data mix (attention over the batch, rows in another order);
+2. the layers' gradients of sum_i v_i t_i in a latent value add up to autograd's, which fails where a
+   use is not seen (W**2);
+3. the other terms of the log joint have no gradient in any of these outputs.
 
-1 and 2 at a generic point hold, for models that are not made to deceive, at every point. Differences
-are relative to the example's own largest gradient in 1, where a mean over N data moves each by 1 / N,
-and to the entry's own sum of absolute terms in 2. Where nothing has a gradient, nothing was checked.
+What holds at a generic point does so at every point, for models that are not made to deceive.
+Differences are relative to the datum's own largest gradient in 1, where a mean over N data moves each
+by 1 / N, and to the entry's own sum of absolute terms in 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import pyro
 import torch
 from pyro import poutine
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ...linalg.host import own_random_state
-from ...runtime.density import Site, Sites, site_kind, site_log_prob
-from ...runtime.run import Minibatches, run_particles
-from ..data import is_data
-from .run import Run, Use, scale_refusal
-from .squares import Inputs
+from ...runtime.density import Sites, site_log_prob, with_density
+from ...runtime.run import Minibatches, run_plainly
+from ..derivatives import is_datum
+from .taps import LayerTaps, Run, part
 
 if TYPE_CHECKING:
-    from .taps import LayerTaps
+    from ..estimators import Drawn
 
-__all__ = ["check_taps"]
+UNCOVERED = (
+    "Its gradients of single data do not follow from the layers that are seen: it is constrained or "
+    "acts in other ways, data mix, or they are not one observed site in a plate, with one scale."
+)
 
-Arrivals = dict[Use, tuple[Inputs, Tensor]]
+
+def search(drawn: Drawn) -> None:
+    """After the first step of "gauss_newton": taps for later ones, and why a site has none."""
+    names = list(drawn.layout.unconstrained_shapes)
+    if not drawn.rest_is_diagonal():
+        drawn.reasons = dict.fromkeys(names, "The Hessian of the log prior is not diagonal.")
+        drawn.searched = True
+        return
+    taps = taps_behind(drawn, LayerTaps, names)
+    drawn.reasons = {name: UNCOVERED for name in names if name not in taps.sites}
+    drawn.searched = not taps.undecided  # or the next step tries again
+    drawn.taps = taps if taps.sites and drawn.searched else None
+
+
+def taps_behind(drawn: Drawn, make: Any, names: Iterable[str]) -> Any:
+    """Checked taps behind the layers of those sites whose values are entries of theta themselves."""
+    parts = drawn.layout.unconstrained(drawn.draws)
+    free = [name for name, transform, x in parts if transform(x) is x and name in names]
+    values = drawn.layout.unpack(drawn.draws)
+    shared = {name: value[0] for name, value in values.items() if name not in free}
+    taps = make(drawn.model, {name: values[name] for name in free})
+    check_taps(taps, values, shared, drawn.args, drawn.kwargs, drawn.minibatches)
+    return taps
 
 
 def check_taps(
-    taps: LayerTaps,
-    values: Mapping[str, Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    minibatches: Minibatches | None,
-    shared: Mapping[str, Tensor],
-    examples: int | None,
+    taps: LayerTaps, values: Any, shared: Any, args: Any, kwargs: Any, minibatches: Minibatches
 ) -> None:
-    """Run the model of ``taps`` once and fill in what it covers; see :meth:`LayerTaps.discover`."""
-    leaves = {
-        name: v[:1].detach().requires_grad_(v.is_floating_point()) for name, v in values.items()
-    }
-    observed: list[str] = []
+    """Run the model of ``taps`` once, at the first of ``values`` (S, ...), and fill in what it covers.
 
-    def log_probs(sites: Sites) -> dict[str, Tensor]:
-        observed[:] = [name for name, site in sites.items() if is_data(site)]
-        return {name: site_log_prob(site)[1] for name, site in sites.items() if _has_density(site)}
-
-    with _collecting(taps), own_random_state():
-        batches = Minibatches() if minibatches is None else minibatches
-        how: Any = {"minibatches": batches, "shared": shared}
-        terms = run_particles(taps, log_probs, leaves, 1, args, kwargs, **how)
-        run = taps.last
-        assert run is not None
-        reason = _refusal(run, observed)
-        if reason is None:
-            taps.observed = observed[0]
-            shape = _example_shape(terms[observed[0]], examples)
-            probe = _Probe(taps, leaves, run.uses, terms, shape)
-            taps.examples = len(shape)
-            reasons = {name: probe.reason(name) for name in leaves}
-        else:
-            reasons = dict.fromkeys(leaves, reason)
-
-    taps.reasons = {name: why for name, why in reasons.items() if why is not None}
-    taps.sites = tuple(name for name in leaves if name not in taps.reasons)
+    It waits for the device, but on the meta device, where only shapes are checked.
+    """
+    at = {name: values[name][0].detach() for name in taps.twins}
+    at = {name: x.requires_grad_(x.is_floating_point()) for name, x in at.items()}
+    run = Run(taps, check=True)
+    with torch.enable_grad(), own_random_state(), poutine.block(), pyro.validation_enabled(False):
+        sites = run.of(run_plainly, taps.model, at | shared, args, kwargs, minibatches)
+        check = _Check(taps, run, sites, at)
+        taps.sites = tuple(filter(check.is_covered, at if check.examples is not None else ()))
     taps.twins = {name: taps.twins[name] for name in taps.sites}
-    taps.last = None
-    run.uses = [use for use in run.uses if use.site in taps.sites]
-    taps.signature = run.signature()
+    taps.expected = [use for use in run.uses if use.site in taps.sites], list(run.observed)
     for name in taps.sites:
-        views = [use for use in run.uses if use.site == name]
-        taps.groups[name] = _overlaps(taps.twins[name].numel(), views)
+        places = [use.place for use in run.uses if use.site == name]
+        times = torch.zeros(taps.twins[name].numel(), device="cpu")
+        for where in places:
+            part(times, where).add_(1.0)
+        if bool((times > 1.0).any()):
+            taps.tied[name] = len(places)
+    taps.clear()
 
 
-def _has_density(site: Site) -> bool:
-    return not site_is_subsample(site) and site_kind(site) != "deterministic"
-
-
-@contextmanager
-def _collecting(taps: LayerTaps) -> Iterator[None]:
-    taps.arrivals = []
-    try:
-        with poutine.block(), torch.enable_grad():
-            yield
-    finally:
-        taps.arrivals = None
-
-
-def _refusal(run: Run, observed: Sequence[str]) -> str | None:
-    """Why no latent can be covered, if so."""
-    if run.batch_norm:
-        return (
-            "The model calls F.batch_norm with training=True, which mixes the examples of a batch, "
-            "so there are no per-example gradients. Call .eval() on the module, or use "
-            "torch.nn.GroupNorm or LayerNorm."
-        )
-    if len(observed) != 1:
-        found = ", ".join(map(repr, observed)) or "none"
-        return f"Layer taps need one observed site in a plate, which numbers the examples, not {found}."
-    return scale_refusal(observed[0], run.scales[observed[0]])
-
-
-def _example_shape(term: Tensor, examples: int | None) -> torch.Size:
-    """The dimensions of a log_prob (1, ...) that number the examples, without ones at the end."""
-    shape = term.shape[1:][:examples]
-    while len(shape) > 1 and shape[-1] == 1:
-        shape = shape[:-1]
-    return shape
-
-
-class _Probe:
+class _Check:
     """The gradients of a run, and the three checks on them."""
 
-    def __init__(
-        self,
-        taps: LayerTaps,
-        leaves: Mapping[str, Tensor],
-        uses: Sequence[Use],
-        terms: Mapping[str, Tensor],
-        shape: torch.Size,
-    ) -> None:
-        self.taps, self.leaves, self.uses, self.shape = taps, leaves, uses, shape
-        self.dims = len(shape)
-        term = terms[taps.observed]
-        numbers = torch.arange(shape.numel(), device=term.device)
-        # The golden ratio's multiples, modulo 1, are all different and evenly spread.
-        self.v = (1 + (0.618033988749895 * numbers) % 1).to(term.dtype).view(shape)
-        _, self.plain = self._backward(term.sum())
-        self.gradients, self.weighted = self._backward(self._weight(term).sum())
-        rest = [term.sum() for name, term in terms.items() if name != taps.observed]
-        _, self.others = self._backward(sum(rest))
+    def __init__(self, taps: LayerTaps, run: Run, sites: Sites, at: Mapping[str, Tensor]) -> None:
+        self.taps, self.run, self.at = taps, run, at
+        self.examples: torch.Size | None = None  # the shape of the data, if there is one
+        observed = [name for name, site in sites.items() if is_datum(site)]
+        if len(observed) != 1:
+            return
+        taps.observed, taps.runs, run.as_checked = observed[0], [run], True
+        if not taps.factor(1):
+            return
+        terms = {name: site_log_prob(site)[1] for name, site in with_density(sites).items()}
+        term = terms.pop(taps.observed)
+        shape = term.shape
+        while len(shape) > 1 and shape[-1] == 1:
+            shape = shape[:-1]
+        self.examples, taps.data_dims = shape, len(shape)
+        # the golden ratio's multiples, modulo 1, are all different and evenly spread
+        v = 1 + (0.618033988749895 * torch.arange(shape.numel(), device=term.device)) % 1
+        self.v = v.to(term.dtype).view(shape)
+        self.plain, _ = self._gradients(term.sum())
+        self.weighted, self.in_sites = self._gradients(self._weigh(term).sum())
+        self.others, _ = self._gradients(sum(x.sum() for x in terms.values()))
 
-    def _weight(self, x: Tensor) -> Tensor:
-        """Multiply the examples' rows of x (1, *examples, ...) by v."""
-        return x * self.v.view(*self.shape, *(1,) * (x.dim() - 1 - self.dims))
+    def _weigh(self, x: Tensor) -> Tensor:
+        return x * self.v.view(*self.v.shape, *(1,) * (x.dim() - self.v.dim()))
 
-    def _backward(self, total: Any) -> tuple[dict[str, Tensor | None], Arrivals]:
-        """Gradient of ``total`` in each latent, and what came by at the taps."""
-        leaves = {name: x for name, x in self.leaves.items() if x.requires_grad}
+    def _gradients(self, total: Any) -> tuple[list[Any], dict[str, Any]]:
+        """Of ``total`` in the output of each use and in each latent; None where it has none."""
+        points = [out for _, out in self.run.seen]
+        leaves = {name: x for name, x in self.at.items() if x.requires_grad}
         if not isinstance(total, Tensor) or not total.requires_grad:
-            return {}, {}
-        self.taps.arrivals = arrivals = []
-        inputs = list(leaves.values())
-        grads = torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
-        return dict(zip(leaves, grads, strict=True)), {use: (xs, g) for use, xs, g in arrivals}
+            return [None] * len(points), {}
+        how: Any = {"retain_graph": True, "allow_unused": True}
+        found = torch.autograd.grad(total, [*points, *leaves.values()], **how)
+        return list(found[: len(points)]), dict(zip(leaves, found[len(points) :], strict=True))
 
-    def reason(self, name: str) -> str | None:
-        """Why a latent is not covered, or None."""
-        uses = [use for use in self.uses if use.site == name]
-        if not uses:
-            return (
-                f"The latent {name!r} is not seen as the weight of a layer: F.linear, F.conv1d/2d/3d, "
-                f"F.embedding, F.layer_norm and its like, x @ W, h + b, h * w or W[index], with its "
-                f"value or a view of it."
-            )
-        for use in uses:
-            shape = self.plain[use][1].shape[1:] if use in self.plain else None
-            rows = shape is None or shape[: self.dims] == self.shape
-            if not (rows and use.layer.fits(self.dims, use.out_dim)):
-                out = "" if shape is None else f", of shape {tuple(shape)},"
-                return (
-                    f"The output of a layer ({use.layer.name}) of the latent {name!r}{out} "
-                    f"does not start with the dimensions {tuple(self.shape)} of the examples."
-                )
-        if self.leaves[name].is_meta:
-            return None
-        return self._compare(name, uses)
-
-    def _compare(self, name: str, uses: Sequence[Use]) -> str | None:
-        flat = self.leaves[name].new_zeros(self.leaves[name].numel())
-        terms = torch.zeros_like(flat)  # absolute, without cancellation
-        for use in uses:
-            if use in self.others and self.others[use][1].any():
-                return (
-                    f"A layer of the latent {name!r} also enters a term that belongs to no example: "
-                    f"the prior of another latent, or a factor outside the data plate."
-                )
-            if use not in self.plain:
+    def is_covered(self, name: str) -> bool:
+        value, dims, used = self.at[name], self.v.dim(), False
+        uses = [k for k, use in enumerate(self.run.uses) if use.site == name]
+        total, size = value.new_zeros(value.numel()), value.new_zeros(value.numel())
+        for k in uses:
+            use, (x, out), g = self.run.uses[k], self.run.seen[k], self.weighted[k]
+            if use.out_dim - use.layer.tail < dims:
+                return False
+            if g is None:
                 continue
-            xs, g = self.weighted[use]
-            expected = self._weight(self.plain[use][1])
-            size = expected.abs()
-            for dim in range(1 + self.dims, size.dim()):
-                size = size.amax(dim, keepdim=True)
-            if not _close(g, expected, 1e4 * size):
-                return (
-                    f"Examples mix after a layer of the latent {name!r}: the log probability of one "
-                    f"depends on the layer's output for another (or is not finite)."
-                )
-            xs, g = tuple(x.flatten(1, self.dims) for x in xs), g.flatten(1, self.dims)
-            use.view.of(flat).add_(use.layer.sum(xs, g, self.taps.budget))
-            xs = tuple(x.abs() if x.is_floating_point() else x for x in xs)
-            use.view.of(terms).add_(use.layer.sum(xs, g.abs(), self.taps.budget))
-        gradient = self.gradients.get(name)
-        gradient = torch.zeros_like(flat) if gradient is None else gradient.flatten()
-        # of a single example nothing is decided by whoever asks
-        several = self.shape.numel() > 1 and any(use in self.plain for use in uses)
-        if several and not (terms.any() or gradient.any()):
+            if out.shape[:dims] != self.examples:
+                return False
+            used, expected, other = True, self._weigh(self.plain[k]), self.others[k]
+            largest = expected.abs().unsqueeze(-1).flatten(dims).amax(-1)
+            largest = largest.view(*largest.shape, *(1,) * (g.dim() - dims))
+            none = 0.0 * largest
+            if not _close(g, expected, 1e4 * largest):
+                return False
+            if other is not None and not _close(other, none, none):
+                return False
+            x, g = self.taps.rows(use, None if x is None else x.detach()[None], g[None])
+            part(total, use.place).add_(use.layer.sum(x, g, self.taps.budget))
+            x = x.abs() if x is not None and x.is_floating_point() else x
+            part(size, use.place).add_(use.layer.sum(x, g.abs(), self.taps.budget))
+        gradient = self.in_sites.get(name)
+        gradient = torch.zeros_like(total) if gradient is None else gradient.flatten()
+        if used and not value.is_meta and not (size.any() or gradient.any()):
             self.taps.undecided = True
-        if _close(flat, gradient, 1e3 * terms):
-            return None
-        return (
-            f"The latent {name!r} acts on the observed sites in other ways than through the layers "
-            f"that are seen (for instance as W**2, or in a module that is one torch call)."
-        )
+        return bool(uses) and _close(total, gradient, 1e3 * size)
 
 
 def _close(x: Tensor, y: Tensor, size: Tensor) -> bool:
     """Whether x is y up to roundings of ``size``; no where anything is not finite."""
-    return bool(((x - y).abs() <= torch.finfo(y.dtype).eps * size).all())
-
-
-def _overlaps(numel: int, uses: Sequence[Use]) -> tuple[int, ...]:
-    """A number for each use; uses that share an entry of the site's value have the same."""
-    masks: dict[int, Tensor] = {}
-    groups: list[int] = []
-    for number, use in enumerate(uses):
-        mask = torch.zeros(numel, dtype=torch.bool, device="cpu")
-        use.view.of(mask).fill_(True)
-        touched = [other for other, seen in masks.items() if bool((seen & mask).any())]
-        for other in touched:
-            mask |= masks.pop(other)
-        groups = [number if group in touched else group for group in groups] + [number]
-        masks[number] = mask
-    return tuple(groups)
+    return x.is_meta or bool(((x - y).abs() <= torch.finfo(y.dtype).eps * size).all())

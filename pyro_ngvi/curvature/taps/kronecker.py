@@ -5,122 +5,121 @@ For a layer with inputs x_i and outputs W x_i, over data i and draws s,
     A = mean_is x_i x_i',    S = mean_s sum_i scale_i g_i g_i',    g_i = d log p(y_i) / d(W x_i),
 
 approximate the Gauss-Newton matrix of vec W (row by row) by S kron A (Martens & Grosse 2015,
-arXiv:1503.05671).  The y_i are those observed: products of the gradients of single data, as in
-"gauss_newton", and not of labels drawn from the model.  A minibatch stands for all data, with its mean
-in A and its sum times the scale in S: unbiased, both.
+arXiv:1503.05671).  The y_i are those observed, not labels drawn from the model.  A minibatch stands for
+all data, with its mean in A and its sum times the scale in S: unbiased, both.
 
-How: the taps of :mod:`pyro_ngvi.curvature.taps.taps`, at the cost of two matrix products a layer.
-
-Do not use it for a weight that one datum meets several times (sequences, recurrence): refused here.
+By site W (n, m) this leaves "kron_rows.W" (n, n) and "kron_columns.W" (m, m), and as "prior" (d,) the
+diagonal of the Hessian of -rest.  For other sites, such as biases, their gradients are enough.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from .run import Run, Use
-from .squares import Inputs, Linear, View
-from .taps import LayerTaps
+from ...runtime.pyro_adapter import masks_of
+from ...runtime.run import run_particles
+from .check import taps_behind
+from .layers import Linear
+from .taps import LayerTaps, Run, Use, place
 
-__all__ = ["KroneckerTaps"]
+if TYPE_CHECKING:
+    from ..estimators import Drawn
 
 
 class KroneckerTaps(LayerTaps):
-    """Taps that leave factors in place of squares; see :class:`LayerTaps`.
+    """Taps that leave factors in place of squares."""
 
-    ``reasons`` also says which sites are no weights of this kind (:meth:`check_weights`).
-    """
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        # by site: the sums of x x' and of g g', and the number of rows x
-        self._sums: dict[str, tuple[Tensor, Tensor, int]] = {}
-
-    def check_weights(self) -> None:
-        """After :meth:`discover`: add to ``reasons`` the sites that have no two factors."""
-        uses, _ = self.signature
-        for name in self.sites:
-            why = self._unfit(name, [use for use in uses if use.site == name])
-            if why is not None:
-                self.reasons[name] = why
-
-    def _unfit(self, name: str, uses: list[Use]) -> str | None:
-        if len(uses) != 1:
-            return f"The matrix {name!r} is the weight of {len(uses)} layers."
-        use, twin = uses[0], self.twins[name]
-        if not isinstance(use.layer, Linear):
-            kind = use.layer.name
-            return f"The matrix {name!r} is no weight of a linear layer, but of one of kind {kind}."
-        if use.view not in (View.like(twin), View.like(twin.mT)):
-            return f"The layer of the matrix {name!r} uses a part of it only, or in another shape."
-        if use.out_dim != self.examples + 1:
-            return (
-                f"The layer of the matrix {name!r} meets a datum at several places, or the "
-                f"dimensions of its output are not those of the data and one more."
-            )
-        return None
+    def fits(self, name: str) -> bool:
+        """Whether a site is the whole weight of one linear layer that meets each datum once."""
+        uses = [use for use in self.expected[0] if use.site == name]
+        if len(uses) != 1 or not isinstance(uses[0].layer, Linear):
+            return False
+        whole = uses[0].place in (place(self.twins[name]), place(self.twins[name].mT))
+        return whole and uses[0].out_dim == self.data_dims + 1
 
     def clear(self) -> None:
         super().clear()
-        self._sums = {}
+        # by site: the sums of x x' and of g g', and the number of rows x
+        self._sums: dict[str, Any] = {}
+
+    def take(self, run: Run, use: Use, x: Any, g: Tensor) -> None:
+        """What comes by is summed to x x' and g g'."""
+        S, n = g.shape[:2]
+        a, b = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+        new = a.mT @ a * (S // len(x)), b.mT @ b, S * n  # all particles may see one input
+        past = self._sums.get(use.site, (0, 0, 0))  # of other particles
+        self._sums[use.site] = [p + q for p, q in zip(past, new, strict=True)]
 
     def factors(self, num_particles: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """Take by site the factors of its rows (n, n) and columns (m, m), after one ``backward``.
+        """By site the factors of its rows and columns, after a backward pass of an average over S.
 
-        For F.linear(x, W) these are S and A, for x @ W they are A and S.  Nothing is returned where
-        ``failure`` says why.
-
-        Args:
-            num_particles: S; the loss is the average over so many.
+        For F.linear(x, W) these are S and A, for x @ W they are A and S.
         """
-        sums, run = self._sums, self.last
-        self.clear()
-        factor = self._factor(run, num_particles)
-        if factor is not None and run is not None and self.observed in run.masked:
-            factor = None
-            self.failure = (
-                f"The observed site {self.observed!r} has a mask, and data that it hides have inputs "
-                f"all the same; leave these data out."
+        factor, site = self.factor(num_particles), self.runs[-1].observed.get(self.observed)
+        if not factor or any(mask is not True for mask, _ in masks_of(site)):
+            raise ValueError(
+                'BatchedELBO(curvature="kronecker") needs the layers of its first step at each step, '
+                f"and at {self.observed!r} one scale and no mask: leave hidden data out."
             )
-        if factor is None:
-            return {}
         result = {}
-        for use in self.signature[0]:
-            if use.site in sums:
-                inputs, outputs, count = sums[use.site]
+        for use in self.expected[0]:
+            assert isinstance(use.layer, Linear)
+            transposed, like = use.layer.transposed, self.like[use.site]
+            if use.site in self._sums:
+                inputs, outputs, count = self._sums[use.site]
                 pair = outputs * factor, inputs / count
             else:  # the loss does not depend on this layer
-                like, shape = self._like[use.site], use.layer.shape
-                o, i = reversed(shape) if _is_transposed(use) else shape
-                pair = like.new_zeros(o, o), like.new_zeros(i, i)
-            result[use.site] = pair if _rows_are_outputs(use) else (pair[1], pair[0])
+                sizes = reversed(use.layer.shape) if transposed else use.layer.shape
+                pair = tuple(like.new_zeros(n, n) for n in sizes)
+            as_stored = use.place == place(self.twins[use.site])
+            result[use.site] = pair if as_stored != transposed else (pair[1], pair[0])
+        self.clear()
         return result
 
-    def arrived(self, run: Run, uses: list[Use], xs: Inputs, g: Tensor) -> None:
-        """As in the taps for squares, but what comes by is summed to x x' and g g'."""
-        if self.arrivals is not None:
-            super().arrived(run, uses, xs, g)
-        elif run.as_checked:
-            (use,) = uses
-            (x,), g = self._rows(use, xs, g)
-            S, n = g.shape[:2]
-            a, b = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
-            inputs = a.mT @ a * (S // len(x))  # all particles may see one input
-            outputs = b.mT @ b
-            if use.site in self._sums:  # of other particles
-                past = self._sums[use.site]
-                self._sums[use.site] = past[0] + inputs, past[1] + outputs, past[2] + S * n
-            else:
-                self._sums[use.site] = inputs, outputs, S * n
+
+def kronecker(drawn: Drawn) -> dict[str, Tensor]:
+    """The parts; the first step finds the layers, checks them, and is then run again with taps."""
+    drawn.warn_of_kinks()
+    diagonal, decided, taps = drawn.rest_is_diagonal(), True, drawn.taps
+    if taps is None:
+        decided = drawn.has_several_data()  # which refuses data without a plate
+        taps = drawn.taps = _layers_of_matrices(drawn)
+        decided = decided and not taps.undecided
+        _run_again(drawn, taps)
+    assert isinstance(taps, KroneckerTaps)
+    factors = taps.factors(len(drawn.draws))
+    parts = {"prior": drawn.rest_row_sums if diagonal else drawn.rest_curvature()}
+    for name, (rows, columns) in factors.items():
+        parts |= {f"kron_rows.{name}": rows, f"kron_columns.{name}": columns}
+    if not decided:
+        drawn.taps = None  # it could not be seen whether data mix: the next step tries again
+    return parts
 
 
-def _is_transposed(use: Use) -> bool:
-    return isinstance(use.layer, Linear) and use.layer.transposed
+def _layers_of_matrices(drawn: Drawn) -> KroneckerTaps:
+    """Taps behind the layers of all matrices; a site that has no such layer is refused."""
+    taps = taps_behind(drawn, KroneckerTaps, drawn.guide.matrices)
+    unfit = [name for name in drawn.guide.matrices if not taps.fits(name)]
+    if unfit:
+        raise ValueError(
+            'BatchedELBO(curvature="kronecker") needs each matrix, unconstrained and whole, to be the '
+            f"weight of one linear layer that meets independent data in a plate once. "
+            f"{', '.join(map(repr, unfit))} is not: take pyro_ngvi.NGVB without it."
+        )
+    return taps
 
 
-def _rows_are_outputs(use: Use) -> bool:
-    """Whether the rows of the site's value belong to the outputs of the layer."""
-    as_stored = use.view.stride[1] == 1 and use.view.stride[0] == use.view.size[1]
-    return as_stored != _is_transposed(use)
+def _run_again(drawn: Drawn, taps: KroneckerTaps) -> None:
+    """The step of the loss once more, so that its first step has factors too."""
+    S = len(drawn.draws)
+    with torch.enable_grad():
+        theta = drawn.draws.detach().requires_grad_()
+        values, log_det = drawn.layout.unpack_with_log_det(theta)
+        drawn.start(theta, log_det)
+        given: Any = taps, taps.log_probs, values, S, drawn.args, drawn.kwargs
+        log_p = drawn.log_joint(*run_particles(*given, minibatches=drawn.minibatches))
+        drawn.before_backward()
+        torch.autograd.grad(-log_p.sum() / S, theta)

@@ -1,4 +1,4 @@
-r"""Per-example squared gradients of a network's weights, from the backward pass that is run anyway.
+r"""Squared gradients of single data in a network's weights, from the backward pass that is run anyway.
 
 For a latent site W that a model uses as the weight or bias of F.linear, a convolution, an embedding, a
 normalisation, a matrix product, a sum or a product by entries,
@@ -6,219 +6,298 @@ normalisation, a matrix product, a sum or a product by entries,
     H_W = 1/S sum_s sum_i scale_i mask_i g_si^2,     g_si = d log p(y_i | z_s) / dW,
 
 the diagonal of VOGN (Khan et al. 2018, arXiv:1806.04854), follows from the inputs of the layer and the
-gradients of its outputs (:mod:`pyro_ngvi.curvature.taps.squares`; Goodfellow 2015), at the cost of
-about one more matrix product a layer. No prior is in it, and it is in the constrained value of the
-site.
+gradients of its outputs (:mod:`pyro_ngvi.curvature.taps.layers`), at the cost of about one more matrix
+product a layer.  While the model runs, a ``TorchFunctionMode`` sees the layers and puts a tap behind
+each: the identity, whose backward reduces what comes by, at once.  In the backward pass of the loss
+-1/S sum_s (sum_i scale log p(y_i | z_s) + ...) that is -scale/S times the gradient.
 
-How: while the model runs, a ``TorchFunctionMode`` sees the layers and puts behind each an identity
-whose backward reduces what comes by, at once (:mod:`pyro_ngvi.curvature.taps.run`). So the loss's own
-backward pass does everything: with loss = -1/S sum_s (sum_i scale log p(y_i | z_s) + ...), what comes
-by is -scale/S times the gradient.
-
-Memory: the inputs of the layers until the backward pass has gone by (autograd holds the same tensors),
-then for one layer at a time the squares of its input and of its output gradient, and ``budget`` bytes
-where per-example gradients have to be formed (a weight used at several places: convolutions, sequences,
-or several times). A weight that is used several times also holds the output gradients of these uses
-until the last has come.
-
-Do not use it where examples are not independent given the latents (batch normalisation, attention over
-the batch). :meth:`LayerTaps.discover` finds such models out and says so in ``reasons``.
+Memory: for one layer at a time the squares of its input and of its output gradient, and ``budget``
+bytes where gradients of single data have to be formed: of weights used at several places or times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import torch
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 
-from ...runtime.run import Minibatches
-from .check import check_taps
-from .run import LayerMode, Run, SiteWatch, Use, scale_refusal
-from .squares import Inputs, Member, View, joint_squares
+from ...runtime.density import Site, Sites, sum_log_prob
+from .layers import LAYERS, Call, Layer, row_blocks
 
-__all__ = ["BUDGET", "LayerTaps"]
+_VIEWS = """t transpose swapaxes permute movedim reshape flatten unflatten squeeze unsqueeze
+            select narrow split chunk unbind tensor_split""".split()
+_GETTERS: Any = Tensor.T, Tensor.mT
+#: calls that only rearrange the entries of their first argument
+VIEWS = {getattr(owner, name) for owner in (torch, Tensor) for name in _VIEWS}
+VIEWS |= {Tensor.view, Tensor.__getitem__, *(getter.__get__ for getter in _GETTERS)}
 
-BUDGET = 2**26
-"""Default bytes for per-example gradients that have to be formed."""
+
+def place(x: Tensor) -> tuple[Any, ...]:
+    """Where the entries of ``x``, a view, lie in the flat value (numel,) of its site."""
+    return tuple(x.shape), tuple(x.stride()), int(x.storage_offset())
+
+
+def part(flat: Tensor, where: tuple[Any, ...]) -> Tensor:
+    """That part of ``flat`` (numel,), or of each row of it, contiguous, as a view."""
+    (size, stride, offset), rows = where, flat.shape[:-1]
+    return flat.as_strided((*rows, *size), (*flat.stride()[:-1], *stride), offset)
+
+
+class Use(NamedTuple):
+    """One use of a site's value in a layer, whose output has so many dimensions."""
+
+    site: str
+    layer: Layer
+    place: tuple[Any, ...]
+    out_dim: int
+
+
+Member = tuple[Use, Tensor | None, Tensor]  # with the layer's input, and its output's gradient
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether an argument is made of numbers and slices only."""
+    if isinstance(x, list | tuple):
+        return all(map(_is_plain, x))
+    return x is None or x is Ellipsis or isinstance(x, int | slice)
+
+
+class Run(TorchFunctionMode):
+    """One run of the model: sees every torch call, and puts taps behind layers of latent weights.
+
+    With ``check`` it keeps the inputs and outputs of the layers instead, in ``seen``.
+    """
+
+    def __init__(self, taps: LayerTaps, check: bool = False) -> None:
+        super().__init__()
+        self.taps, self.check = taps, check
+        # latent values and views of them by id; the strides of a meta tensor say which entries they are
+        self.weights: dict[int, tuple[Tensor, str, Tensor]] = {}
+        self.uses: list[Use] = []
+        self.seen: list[tuple[Tensor | None, Tensor]] = []
+        self.observed: dict[str, Site] = {}
+        self.as_checked = False
+        self.waiting: dict[str, list[Member]] = {}  # uses of a site that are squared together
+
+    def __contains__(self, x: object) -> bool:
+        return id(x) in self.weights
+
+    def of(self, program: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with _SiteWatch(self), self:
+            result = program(*args, **kwargs)
+        self.weights = {}
+        return result
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        find = LAYERS.get(func)
+        if find is not None:
+            calls = list(find(self, *args, **kwargs))
+            if calls:
+                return self._tap(out, calls)
+        if func in VIEWS and args and args[0] in self:
+            self._follow(func, args, kwargs, out)
+        return out
+
+    def _tap(self, out: Tensor, calls: list[Call]) -> Tensor:
+        uses, reads = [], []
+        for weight, layer, x in calls:
+            _, site, twin = self.weights[id(weight)]
+            uses.append(Use(site, layer, place(twin), out.dim()))
+            reads.append(x is not None)
+        self.uses += uses
+        if self.check:
+            self.seen += [(x, out) for _, _, x in calls]
+            return out.clone()
+        arrived = partial(self.taps.arrived, self, list(zip(uses, reads, strict=True)))
+        inputs = [x.detach() for _, _, x in calls if x is not None]
+        return _Tap.apply(out, arrived, False, *inputs)  # pyright: ignore[reportReturnType]
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Add the result ``out`` of a call that rearranges the entries of its first argument."""
+        if not _is_plain((args[1:], tuple(kwargs.values()))):
+            return
+        _, site, twin = self.weights[id(args[0])]
+        twins = func(twin, *args[1:], **kwargs)
+        if isinstance(out, Tensor):
+            out, twins = (out,), (twins,)
+        for view, its_twin in zip(out, twins, strict=True):
+            if its_twin is twin or its_twin._is_view():  # the strides of a copy say nothing
+                self.weights[id(view)] = view, site, its_twin
+
+
+class _SiteWatch(Messenger):
+    """Tells a run which tensors are latent values, and what is observed."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._run = run
+
+    def _pyro_post_sample(self, msg: Site) -> None:
+        run, name, value = self._run, msg["name"], msg["value"]
+        twin = run.taps.twins.get(name)
+        if msg["is_observed"]:
+            run.observed[name] = msg
+        elif twin is not None and isinstance(value, Tensor) and value.shape == twin.shape:
+            run.weights[id(value)] = value, name, twin
+
+
+class _Tap(Function):
+    """The identity; its backward hands the inputs and the gradient of ``out`` to ``arrived``.
+
+    Under ``vmap`` it applies itself again outside, where tensors have their particle dimension.
+    """
+
+    @staticmethod
+    def forward(out: Tensor, arrived: Any, batched: bool, *xs: Tensor) -> Tensor:
+        return out.clone()  # not a view, which the model could not change in place
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.arrived, ctx.batched, *xs = inputs
+        ctx.save_for_backward(*xs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (g,), xs = grads, ctx.saved_tensors
+        if ctx.batched:
+            ctx.arrived(xs, g)
+        else:
+            ctx.arrived(tuple(x[None] for x in xs), g[None])
+        return g, None, None, *(None for _ in xs)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, out: Tensor, arrived: Any, _: bool, *xs: Tensor) -> Any:
+        moved = [
+            x[None] if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(xs, in_dims[3:], strict=True)
+        ]
+        return _Tap.apply(out.movedim(in_dims[0], 0), arrived, True, *moved), 0
 
 
 class LayerTaps:
     """A model with taps behind the layers whose weights are latent sites; call it like the model.
 
-    Made by :meth:`discover`. For each later step: run it in place of the model under
-    :func:`~pyro_ngvi.runtime.run.run_particles`, call ``backward`` on the loss, and take
-    :meth:`squared_gradients`. With gradients off it is the model and no more.
+    :func:`~pyro_ngvi.curvature.taps.check.check_taps` fills in what it covers.  At each later step run
+    it under ``run_particles``, call ``backward`` on the loss, and take :meth:`squared_gradients`.  With
+    gradients off it is the model and no more.
+
+    Attributes:
+        sites: the latent sites that are covered.
+        undecided: whether some latent had no gradient when it was checked, so that nothing was seen.
+        observed: the site whose log_prob numbers the data; ``data_dims``: its dimensions.
+        expected: the uses and observed sites of the checked run.
+        tied: by site, the number of its uses, where some share entries of its value.
     """
 
-    def __init__(self, model: Callable[..., Any], budget: int = BUDGET) -> None:
-        self.model = model
-        self.budget = budget
+    def __init__(
+        self, model: Callable[..., Any], values: Mapping[str, Tensor], budget: int = 2**26
+    ) -> None:
+        self.model, self.budget = model, budget
+        self.twins = {k: torch.empty(v.shape[1:], device="meta") for k, v in values.items()}
+        self.like = {k: v.new_empty(0) for k, v in values.items()}
         self.sites: tuple[str, ...] = ()
-        """The latent sites that are covered."""
-        self.reasons: dict[str, str] = {}
-        """Why another latent site is not covered: a sentence by name."""
         self.undecided = False
-        """Whether some latent had no gradient when the taps were checked, so that nothing was seen."""
-        self.failure: str | None = None
-        """Why the last :meth:`squared_gradients` returned nothing, if it did."""
-        self.examples = 0
-        """How many leading dimensions of a layer's output number the examples."""
-        self.twins: dict[str, Tensor] = {}  # meta tensors in the shape of the sites' values
-        self.groups: dict[str, tuple[int, ...]] = {}  # the group of each use of a site
-        self.observed = ""  # the site whose log_prob numbers the examples
-        self.signature: Any = None
-        # While the taps are checked, what comes by is put here instead of being reduced.
-        self.arrivals: list[tuple[Use, Inputs, Tensor]] | None = None
-        self.last: Run | None = None
-        self._like: dict[str, Tensor] = {}
-        self._totals: dict[str, Tensor] = {}
-        self._runs: set[Run] = set()
-
-    @classmethod
-    def discover(
-        cls,
-        model: Callable[..., Any],
-        values: Mapping[str, Tensor],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        minibatches: Minibatches | None = None,
-        shared: Mapping[str, Tensor] | None = None,
-        examples: int | None = None,
-        budget: int = BUDGET,
-    ) -> LayerTaps:
-        """Run the model once, find the layers, and check that taps give the right gradients.
-
-        The check is :func:`~pyro_ngvi.curvature.taps.check.check_taps`; it waits for the device, and
-        leaves the random state alone. On the meta device, without numbers, only shapes are checked.
-
-        Args:
-            values: constrained value (S, ...) of each latent site; the first particle is used.
-            minibatches: those of subsampled plates, as for ``run_particles``.
-            shared: further values by site, without a particle dimension.
-            examples: an example is an entry of the first so many dimensions of the observed
-                sites' log_prob; of all dimensions by default.
-            budget: bytes for per-example gradients that have to be formed.
-
-        Raises:
-            RuntimeError: when the model cannot run under ``vmap``.
-
-        >>> import torch, pyro, pyro.distributions as dist
-        >>> from pyro_ngvi.runtime.run import run_particles
-        >>> def model(x, y):
-        ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        ...     with pyro.plate("data", len(x)):
-        ...         pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
-        >>> def log_likelihood(sites):
-        ...     return sites["y"]["fn"].log_prob(sites["y"]["value"]).sum()
-        >>> data = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([3.0, 0.5])
-        >>> values = {"w": torch.zeros(1, 2, requires_grad=True)}
-        >>> taps = LayerTaps.discover(model, values, data)
-        >>> log_p = run_particles(
-        ...     taps, log_likelihood, values, 1, data, {}, minibatches=Minibatches()
-        ... )
-        >>> (-log_p.sum()).backward()
-        >>> taps.squared_gradients(num_particles=1)
-        {'w': tensor([9., 1.])}
-        """
-        taps = cls(model, budget)
-        for name, value in values.items():
-            taps.twins[name] = torch.empty(value.shape[1:], device="meta")
-            taps._like[name] = value.new_empty(0)
-        check_taps(taps, values, args, kwargs or {}, minibatches, shared or {}, examples)
-        return taps
+        self.observed, self.data_dims = "", 0
+        self.expected: tuple[list[Use], list[str]] = [], []
+        self.tied: dict[str, int] = {}
+        self.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or (self.arrivals is None and not self.sites):
+        if not torch.is_grad_enabled() or not self.sites:
             return self.model(*args, **kwargs)
-        self.last = run = Run()
-        mode = LayerMode(run, self.arrived)
-        with SiteWatch(run, self.twins, mode.weights), mode:
-            result = self.model(*args, **kwargs)
-        run.as_checked = run.signature() == self.signature and not run.batch_norm
+        run = Run(self)
+        self.runs.append(run)
+        result = run.of(self.model, *args, **kwargs)
+        run.as_checked = (run.uses, list(run.observed)) == self.expected
         return result
+
+    def log_probs(self, sites: Sites) -> tuple[Tensor, Tensor]:
+        """The log probability of the site that is observed, and of all others."""
+        rest = dict(sites)
+        data = {self.observed: rest.pop(self.observed)}
+        return sum_log_prob(data), sum_log_prob(rest)
 
     def clear(self) -> None:
         """Forget what an earlier run left, such as one that an error broke off."""
-        self._totals, self._runs, self.last = {}, set(), None
+        self.runs: list[Run] = []
+        self._totals: dict[str, Tensor] = {}
+
+    def factor(self, num_particles: int) -> float:
+        """S / scale; 0 where a run called other layers, or the data share no scale."""
+        if not self.runs or not self.runs[-1].as_checked:
+            return 0.0
+        scale = self.runs[-1].observed[self.observed]["scale"]
+        return num_particles / scale if isinstance(scale, int | float) and scale > 0 else 0.0
 
     def squared_gradients(self, num_particles: int) -> dict[str, Tensor]:
-        """Take H_W by site, in the shape of its value, after one ``backward`` of the loss.
-
-        A site that is not there needs another route: ``reasons`` says why, or ``failure`` when
-        all are missing because this run was not like the checked one.
-
-        Args:
-            num_particles: S; the loss is the average over so many.
-        """
-        totals, runs, run = self._totals, self._runs, self.last
+        """H_W by site, as far as it is known, after a backward pass of an average over S particles."""
+        factor, result = self.factor(num_particles), {}
+        for name in self.sites if factor else ():
+            for run in self.runs:  # where the loss does not depend on one of several uses
+                if name in run.waiting:
+                    self._square_together(run.waiting.pop(name))
+            shape, total = self.twins[name].shape, self._totals.get(name)
+            result[name] = (
+                self.like[name].new_zeros(shape)
+                if total is None
+                else total.mul_(factor).view(shape)
+            )
         self.clear()
-        factor = self._factor(run, num_particles)
-        if factor is None:
-            return {}
-        self._totals = totals
-        for other in runs:  # where the loss does not depend on one of several uses
-            for (site, _), members in other.waiting.items():
-                self._reduce_jointly(site, members)
-        self._totals = {}
-        result = {}
-        for name in self.sites:
-            if name in totals:
-                result[name] = totals[name].mul_(factor).view(self.twins[name].shape)
-            else:
-                result[name] = self._like[name].new_zeros(self.twins[name].shape)
         return result
 
-    def _factor(self, run: Run | None, num_particles: int) -> float | None:
-        """S / scale, which makes of squares of gradients of the loss what is wanted."""
-        if run is None or not run.as_checked:
-            self.failure = "The model was not run, or called other layers than when it was checked."
-            return None
-        scale = run.scales[self.observed]
-        self.failure = scale_refusal(self.observed, scale)
-        return num_particles / scale if self.failure is None else None
+    def arrived(self, run: Run, uses: list[tuple[Use, bool]], xs: Any, g: Tensor) -> None:
+        """Reduce the output gradients g (S, ...) of a layer, whose inputs are xs (S or 1, ...)."""
+        if run.as_checked:
+            inputs = iter(xs)
+            for use, reads in uses:
+                self.take(run, use, *self.rows(use, next(inputs) if reads else None, g))
 
-    def arrived(self, run: Run, uses: list[Use], xs: Inputs, g: Tensor) -> None:
-        """Reduce the output gradients g (S, ...) of one layer, whose inputs are xs (S or 1, ...)."""
-        read = {use: xs if use.layer.reads_inputs else () for use in uses}
-        if self.arrivals is not None:
-            self.arrivals += [(use, own, g) for use, own in read.items()]
+    def rows(self, use: Use, x: Tensor | None, g: Tensor) -> tuple[Tensor | None, Tensor]:
+        """x (S or 1, n, ...) and g (S, n, ...), one row a datum, in the dtype of the sites."""
+        dtype = self.like[use.site].dtype  # autocast may have others
+        if x is not None:
+            x = (x.to(dtype) if x.is_floating_point() else x).flatten(1, self.data_dims)
+        return x, g.detach().to(dtype).flatten(1, self.data_dims)
+
+    def take(self, run: Run, use: Use, x: Tensor | None, g: Tensor) -> None:
+        """Square what has come to a use, where it is tied when the last of its kind has come."""
+        if use.site not in self.tied:
+            self._add(use.site, use.place, use.layer.squares(x, g, self.budget))
             return
-        if not run.as_checked:
-            return
-        for use, own in read.items():
-            own, b = self._rows(use, own, g)
-            groups = self.groups[use.site]
-            group = groups[use.ordinal]
-            if groups.count(group) == 1:
-                self._add(use.site, use.view, use.layer.squares(own, b, self.budget))
-                continue
-            self._runs.add(run)
-            members = run.waiting.setdefault((use.site, group), [])
-            members.append((use.layer, use.view, own, b))
-            if len(members) == groups.count(group):
-                self._reduce_jointly(use.site, run.waiting.pop((use.site, group)))
+        members = run.waiting.setdefault(use.site, [])
+        members.append((use, x, g))
+        if len(members) == self.tied[use.site]:
+            self._square_together(run.waiting.pop(use.site))
 
-    def _rows(self, use: Use, xs: Inputs, g: Tensor) -> tuple[Inputs, Tensor]:
-        """xs (S or 1, n, ...) and g (S, n, ...), one row an example, in the dtype of the sites."""
-        dtype = self._like[use.site].dtype  # autocast may have others
-        xs = tuple(x.to(dtype) if x.is_floating_point() else x for x in xs)
-        return tuple(x.flatten(1, self.examples) for x in xs), g.detach().to(dtype).flatten(
-            1, self.examples
-        )
+    def _square_together(self, members: list[Member]) -> None:
+        """Several uses of one site's value: the sum of their gradients is squared."""
+        twin = self.twins[members[0][0].site]
+        pairs = [(x, g) for _, x, g in members]
+        size = 2 * twin.numel() + max(use.layer.row_size(g) for use, _, g in members)
+        squares = []
+        for block in row_blocks(pairs, self.budget // (pairs[0][1].element_size() * size)):
+            gradient = block[0][1].new_zeros(len(block[0][1]), twin.numel())
+            for (use, _, _), (x, g) in zip(members, block, strict=True):
+                part(gradient, use.place).add_(use.layer.rows(x, g))
+            squares.append(gradient.square_().sum(0))
+        total = reduce(torch.add, squares).view(twin.shape)
+        self._add(members[0][0].site, place(twin), total)
 
-    def _reduce_jointly(self, site: str, members: list[Member]) -> None:
-        twin = self.twins[site]
-        squares = joint_squares(members, twin.numel(), self.budget)
-        self._add(site, View.like(twin), squares.view(twin.shape))
-
-    def _add(self, site: str, view: View, squares: Tensor) -> None:
+    def _add(self, site: str, where: tuple[Any, ...], squares: Tensor) -> None:
         twin, total = self.twins[site], self._totals.get(site)
-        if total is None and view == View.like(twin):
+        if total is None and where == place(twin):
             self._totals[site] = squares.reshape(-1)
             return
         if total is None:
             total = self._totals[site] = squares.new_zeros(twin.numel())
-        view.of(total).add_(squares)
+        part(total, where).add_(squares)
