@@ -68,9 +68,8 @@ def bayesianize(
     starts all hidden units alike: ``AutoMeanFieldNormal(model, init_loc_fn=model.init_to_module)``.
 
     ``Trace_ELBO`` works with and without vectorised particles, and ``BatchedELBO``; recurrent layers
-    (``nn.LSTM`` ...) cannot be batched over weights by torch and need ``Trace_ELBO`` without
-    vectorised particles.  So do hyperparameters whose priors depend on other ones (a horseshoe), unless
-    by ``BatchedELBO``.
+    (``nn.LSTM`` ...) need ``Trace_ELBO`` without vectorised particles.  So do hyperparameters whose
+    priors depend on other ones (a horseshoe), unless by ``BatchedELBO``.
 
     Args:
         module: maps (M, ...) to (M, ...), example by example.
@@ -90,9 +89,8 @@ def bayesianize(
             default ``HalfCauchy(1)``.
 
     Raises:
-        ValueError: for a module without parameters to sample, a parameter without prior, and modules
-            that :mod:`pyro_ngvi.nn.weights` lists. When called: for a minibatch larger than
-            ``num_data``, and for shapes that do not fit.
+        ValueError: for modules that :mod:`pyro_ngvi.nn.weights` lists or without parameters to sample,
+            a parameter without prior; when called for shapes, or a ``num_data``, that do not fit.
 
     Example:
         >>> import torch
