@@ -19,7 +19,9 @@ class NamesTheVersion(MetaPathFinder):
     """Adds to the error for a missing module of this package what to do about an old pickle."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        if fullname.startswith(f"{PACKAGE}."):
+        parent = sys.modules.get(fullname.rpartition(".")[0])
+        # an import looks where the parent says; tools that search elsewhere for a file go on to do so
+        if fullname.startswith(f"{PACKAGE}.") and path is getattr(parent, "__path__", None):
             raise ModuleNotFoundError(
                 f"{PACKAGE} {__version__} has no module {fullname!r}. A pickle that asks for it was "
                 f"written by {PACKAGE} 0.1: load what 0.1 saved as state_dict() and get_state() into "

@@ -13,7 +13,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import reduce
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -60,11 +59,12 @@ def interpolate(a: Tensors, b: Tensors, share: Tensor) -> Tensors:
 
 def entry_name(index: int, sizes: Mapping[str, Tensor | torch.Size]) -> str:
     """The name of the part that holds entry ``index`` of all parts in a row."""
-    ends = accumulate(part.numel() for part in sizes.values())
-    for name, end in zip(sizes, ends, strict=True):
+    end = 0
+    for name, part in sizes.items():
+        end += part.numel()
         if index < end:
             return name
-    raise IndexError(index)
+    raise IndexError(f"There are {end} entries, and there is no entry {index}.")
 
 
 def clamp_exponent(x: Tensor) -> Tensor:

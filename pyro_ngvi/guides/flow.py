@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import pyro
 from pyro import poutine
@@ -18,6 +19,9 @@ from ..linalg.host import host_bool, outside_autocast
 from ..runtime.store import module_name
 from .base import AutoFamily, FamilyDistribution
 from .start import find_gaussian, init_to_center
+
+#: flows that a guide of this process has
+_taken: WeakSet[nn.Module] = WeakSet()
 
 #: largest relative change of a length under what should be a rotation
 TOLERANCE = 1e-3
@@ -111,10 +115,25 @@ class AutoFlow(AutoFamily):
 
     def _register_params(self, values: Tensors) -> None:
         super()._register_params({k: v for k, v in values.items() if not k.startswith(PREFIX)})
+        for given in self._given:
+            self._claim(given)
         self._given = ()  # the guide's own from here on
         # takes over what a parameter store that was loaded holds, as for mu and A
         with poutine.block():
             pyro.module(f"{module_name(self)}.flow", self.flow, update_module_params=True)
+
+    def _claim(self, given: Any) -> None:
+        """Warn where a flow has another guide already."""
+        if not isinstance(given, nn.Module):
+            return
+        if given in _taken:
+            warnings.warn(
+                f"{type(self).__name__}: the flow {type(given).__name__} belongs to another guide too, "
+                f"whose answer changes when this one is trained. Pass copy.deepcopy(flow), or a "
+                f"function that makes a flow.",
+                stacklevel=2,
+            )
+        _taken.add(given)
 
 
 class AutoCouplingFlow(AutoFlow):

@@ -252,13 +252,12 @@ class IFVB(NaturalGradientOptim):
 
     def _draw(self, path: str, block: Any, values: Tensors, n: int) -> Tensor:
         """n scores of a block at the iterate ``values``, or at the average of its iterates."""
-        averages = []
-        if self.scores_at_average:
-            held = block.natural_params()
-            if block.holds_average:
-                values = {k: p.detach() for k, p in held.items()}
-            elif path in self._states:
-                averages = [(held, self._states[path]["average"])]
+        held, averages = block.natural_params(), []
+        if self.scores_at_average and block.holds_average:
+            values = {k: p.detach() for k, p in held.items()}
+        elif self.scores_at_average and path in self._states:
+            values = self._states[path]["average"]
+            averages = [(held, values)]
         if not isinstance(block, GuideBlock):
             return family_scores(block.family, values, n, self._stored)
         with UsingAverage(averages):

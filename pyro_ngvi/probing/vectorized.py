@@ -178,6 +178,8 @@ def _vectorized(model: Program, guide: Program, particles: Any) -> Sites:
                 if not site_is_subsample(site):
                     where = f"in the log_prob of the site {name!r}"
                     site["log_prob"] = site_log_prob(site)[1]
+    except BroadcastError:  # of a guide that runs the check itself
+        raise
     except (RuntimeError, ValueError) as error:
         names = list(_sample_sites(recorder.trace))
         where = where or (f"after the site {names[-1]!r}" if names else "before its first site")

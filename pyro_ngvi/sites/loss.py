@@ -103,7 +103,7 @@ class SitesELBO(ELBO):
                 block.curvature = None
             leave_curvature(block, targets)
             block.last_step.remember(args, kwargs, targets.view.learns and targets.call.whole)
-        return -elbo.detach()
+            return -elbo.detach()
 
     def quadrature_error(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
         """Difference in nats between the ELBO with these points and with twice as many."""

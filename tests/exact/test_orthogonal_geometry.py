@@ -129,7 +129,7 @@ def test_fisher_matrix_is_refused() -> None:
     q = member(family)
     assert not family.known_fisher
     for call in (family.fisher_product, family.natural_gradient):
-        with pytest.raises(NotImplementedError, match="estimate it from scores"):
+        with pytest.raises(NotImplementedError, match="estimate it by"):
             call(q, q)
 
 

@@ -273,7 +273,7 @@ CASES: dict[str, list[Callable[[str], None]]] = {
     "so it has no scores": [no_scores],
     "belongs to another guide too": [shared_flow],
     "scores are drawn by calling it again": [scores_without_arguments],
-    "is for latent sites that are matrices": [no_matrix],
+    "needs a latent site that is a matrix": [no_matrix],
     "want one for each tensor": [scheduled_by_pyro],
     "fisher must be an estimate": [no_estimate],
     "give the sd as a positive number, or a function that returns": [noise],

@@ -58,7 +58,6 @@ FILLED = {
     "pyro_ngvi.predict(model, guide, x)": "pyro_ngvi.predict(model, normal, x)",
     "AutoSites.loo()": "guide.loo()",
     "expand()": "dist.Normal(0.0, 1.0).expand([3])",
-    "draw(params, shape)": "family.draw(params, shape)",
     "MatrixNormal({}, {})": "families.MatrixNormal(2, 3)",
     "poutine.reparam(model, {{}: pyro_ngvi.nn.WalshHadamardReparam()})": (
         'poutine.reparam(matrix, {"W": pyro_ngvi.nn.WalshHadamardReparam()})()'
