@@ -31,11 +31,13 @@ from ..runtime.run import (
 class BroadcastError(ValueError):
     """A model is wrong with vectorised particles; the message names the site."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(
-            f"With vectorised particles {what}. Write `(X * w).sum(-1)`, or take BatchedELBO or "
-            f"vectorize_particles=False."
-        )
+
+def _wrong(what: str) -> BroadcastError:
+    # not in the class: Pyro makes an exception anew from the text of one that passes through a trace
+    return BroadcastError(
+        f"With vectorised particles {what}. Write `(X * w).sum(-1)`, or take BatchedELBO or "
+        f"vectorize_particles=False."
+    )
 
 
 def check_vectorized(
@@ -178,14 +180,12 @@ def _vectorized(model: Program, guide: Program, particles: Any) -> Sites:
                 if not site_is_subsample(site):
                     where = f"in the log_prob of the site {name!r}"
                     site["log_prob"] = site_log_prob(site)[1]
-    except BroadcastError:  # of a guide that runs the check itself
-        raise
     except (RuntimeError, ValueError) as error:
         names = list(_sample_sites(recorder.trace))
         where = where or (f"after the site {names[-1]!r}" if names else "before its first site")
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         reason = textwrap.shorten(reason, 80, placeholder=" ...")
-        raise BroadcastError(f"the program fails {where}: {reason}") from error
+        raise _wrong(f"the program fails {where}: {reason}") from error
     return sites
 
 
@@ -199,7 +199,7 @@ def _per_particle(site: Site, shape: torch.Size, size: int) -> Tensor:
     if value.numel() == shape.numel():  # the same for all particles
         return value.reshape(shape).expand(size, *shape)
     if value.numel() != size * shape.numel():
-        raise BroadcastError(
+        raise _wrong(
             f"the latent site {site['name']!r} has shape {tuple(value.shape)}, but one draw has "
             f"{tuple(shape)}: it broadcasts"
         )
@@ -216,7 +216,7 @@ def _compare(site: Site, wanted: Tensor) -> None:
         atol = float(torch.finfo(wanted.dtype).eps ** 0.5 * finite.abs().max() + 1e-3 * spread)
         if torch.allclose(actual.reshape(wanted.shape), wanted, 0.0, atol, equal_nan=True):
             return
-    raise BroadcastError(
+    raise _wrong(
         f"the log_prob of the site {site['name']!r} has shape {tuple(actual.shape)} and differs from "
         f"one by one, {tuple(wanted.shape)}: the loss is wrong"
     )
