@@ -22,6 +22,13 @@ from .base import AutoFamily
 NORMAL: dict[str, type[Family]] = {"mean_field": MeanFieldNormal, "full_rank": FullRankNormal}
 
 
+def joint_family(argument: str, kind: str) -> Any:
+    """The entry of ``NORMAL`` that an argument of a guide names."""
+    if kind not in NORMAL:
+        raise ValueError(f"{argument} must be {' or '.join(map(repr, NORMAL))}, got {kind!r}.")
+    return NORMAL[kind]
+
+
 class AutoMeanFieldNormal(AutoFamily):
     """Independent Gaussians over all unconstrained latent variables: q(z) = N(z; mu, diag(sigma^2)).
 
@@ -216,7 +223,7 @@ class AutoMatrixNormal(AutoProduct):
     """
 
     def __init__(self, model: Callable[..., Any], rest: str = "mean_field", **kwargs: Any) -> None:
-        self._rest = NORMAL[rest]
+        self._rest = joint_family("rest", rest)
         #: names of the parts of the family, by the site that is a matrix
         self.matrices: dict[str, str] = {}
         super().__init__(model, **kwargs)

@@ -19,7 +19,7 @@ from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix, matrix_for
 from ..runtime.density import feasible_value
 from ..runtime.pyro_adapter import model_as_given
 from .marginals import factor, place
-from .normal import NORMAL, AutoProduct, part_name
+from .normal import AutoProduct, joint_family, part_name
 from .reparam import WalshHadamardTransform, hold_diagonals, normal_of, seed_of
 
 
@@ -117,7 +117,7 @@ class AutoWalshHadamard(AutoProduct):
         **kwargs: Any,
     ) -> None:
         self._sites = None if sites is None else list(sites)
-        self._g, self._rest = NORMAL[g], NORMAL[rest]
+        self._g, self._rest = joint_family("g", g), joint_family("rest", rest)
         self._g_scale, self._shared, self._train = float(g_scale), shared, train_diagonals
         # an average of g over the past would not belong to the diagonals of today
         self.holds_average = not train_diagonals
@@ -294,10 +294,10 @@ class AutoProperWalshHadamard(AutoWalshHadamard):
 
     def _part(self, name: str) -> tuple[str, Family]:
         part, family = super()._part(name)
-        if name in self.parts:
-            signs = partial(self._diagonals, part)
-            family = WalshHadamardNormal(self.matrices[name], signs, family)
-        return part, family
+        if name not in self.parts:
+            return part, family
+        base: Any = family
+        return part, WalshHadamardNormal(self.matrices[name], partial(self._diagonals, part), base)
 
     def _stddev(self, transform: Any, family: Family, own: Tensors) -> Tensor:
         return transform.scale * family.stddev(own).view(transform.loc.shape)

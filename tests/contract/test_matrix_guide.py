@@ -294,7 +294,7 @@ def test_part_of_a_list_of_guides() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(KeyError, match="low_rank"):
+    with pytest.raises(ValueError, match=r"'mean_field' or 'full_rank', got 'low_rank'"):
         AutoMatrixNormal(regression, rest="low_rank")
     with pytest.raises(ValueError, match=r"has 'a' \(\), 'b' \(1, 3\)\. Use.*AutoMeanField"):
 

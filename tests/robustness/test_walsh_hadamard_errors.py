@@ -55,8 +55,11 @@ def test_site_that_can_not_be_made_of_g(model: Any, kind: Any) -> None:
 
 def test_arguments() -> None:
     model = one(NORMAL.to_event(2))
-    for how in ({"g": "x"}, {"rest": "low_rank"}):
-        with pytest.raises(KeyError, match=next(iter(how.values()))):
+    for name, value in (("g", "x"), ("rest", "low_rank")):
+        how: dict[str, Any] = {name: value}
+        with pytest.raises(
+            ValueError, match=f"{name} must be 'mean_field' or 'full_rank', got '{value}'"
+        ):
             AutoWalshHadamard(model, **how)
     with pytest.raises(ValueError, match=r"init must be None, got 'map'"):
         AutoWalshHadamard(model, init="map")
