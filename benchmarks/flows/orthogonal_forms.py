@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.linalg import solve_triangular
 from torch.nn.functional import logsigmoid
 
 import pyro_ngvi
@@ -128,7 +129,7 @@ def _cholesky_qr(W: Tensor, A: Tensor) -> Tensor:
     # a gram matrix squares the condition of a long step; the second round restores what that costs
     for _ in range(2):
         L, _ = torch.linalg.cholesky_ex(moved.mT @ moved)
-        moved = torch.linalg.solve_triangular(L.mT, moved, upper=True, left=False)
+        moved = solve_triangular(L.mT, moved, upper=True, left=False)
     return W @ moved
 
 
@@ -144,6 +145,73 @@ def retract(W: Tensor, tangent: Tensor, method: str = "cayley") -> Tensor:
     if method == "cayley":
         return stiefel.retract(W, tangent)
     return stiefel.correct(RETRACTIONS[method](W, tangent - tangent.mT))
+
+
+@dataclass(frozen=True)
+class AnyMap(AffineMap):
+    """y = b + L W (s o x) with any of L, W and s left out."""
+
+    def linear(self, params: Tensors, x: Tensor) -> Tensor:
+        """L W (s o x)."""
+        if self.log_scale:
+            x = x * params[self.log_scale].exp()
+        if self.rotation:
+            x = x @ params[self.rotation].mT
+        if self.triangle:
+            x = x @ params[self.triangle].tril().mT
+        return x
+
+    def transposed(self, params: Tensors, g: Tensor) -> Tensor:
+        """s o W' L' g."""
+        if self.triangle:
+            g = g @ params[self.triangle].tril()
+        if self.rotation:
+            g = g @ params[self.rotation]
+        if self.log_scale:
+            g = g * params[self.log_scale].exp()
+        return g
+
+    def inverse(self, params: Tensors, y: Tensor) -> Tensor:
+        x = y - params[self.shift]
+        if self.triangle:
+            flat = x.reshape(-1, x.shape[-1])
+            L = params[self.triangle].tril()
+            x = solve_triangular(L, flat.mT, upper=False).mT.reshape(x.shape)
+        if self.rotation:
+            x = x @ params[self.rotation]
+        if self.log_scale:
+            x = x * (-params[self.log_scale]).exp()
+        return x
+
+    def log_det(self, params: Tensors) -> Tensor:
+        """log |det dy/dx|, the same for all x: a 0-dim tensor."""
+        total = params[self.shift].new_zeros(())
+        if self.log_scale:
+            total = total + params[self.log_scale].sum()
+        if self.triangle:
+            total = total + params[self.triangle].diagonal().abs().log().sum()
+        return total
+
+    def score(self, params: Tensors, x: Tensor, delta: Tensor) -> tuple[Tensors, Tensor]:
+        """Scores (n, ...) of the parts, and g_y (n, d), from x and delta (n, d) at the same draws."""
+        score: Tensors = {}
+        g, w = delta, x
+        if self.log_scale:
+            score[self.log_scale] = -delta * x - 1.0
+            g = delta * (-params[self.log_scale]).exp()
+            w = x * params[self.log_scale].exp()
+        if self.rotation:
+            v, W = w, params[self.rotation]
+            w = v @ W.mT
+            score[self.rotation] = w.unsqueeze(-1) * g.unsqueeze(-2)
+            g = g @ W.mT
+        if self.triangle:
+            L = params[self.triangle].tril()
+            g = solve_triangular(L.mT, g.mT, upper=True).mT
+            outer = g.unsqueeze(-1) * w.unsqueeze(-2)
+            score[self.triangle] = -outer.tril() - torch.diag(1.0 / L.diagonal())
+        score[self.shift] = -g
+        return score, g
 
 
 class OrthogonalForm(OrthogonalFlow):
@@ -162,21 +230,18 @@ class OrthogonalForm(OrthogonalFlow):
         _check("base", base, ("full", "diagonal"))
         _check("retraction", retraction, RETRACTIONS)
         self.form, self.base, self.retraction = form, base, retraction
-        self._activation = ACTIVATIONS[activation]
+        self.activation = ACTIVATIONS[activation]
         super().__init__(layers)
-
-    def _bend(self, k: int) -> Any:
-        return self._activation(k)
 
     def _map(self, k: int) -> AffineMap:
         last = k == self.layers
         shift = "loc" if last else f"bias_{k}"
         if self.form == "paper":
-            return AffineMap(shift, rotation=f"weight_{k}")
+            return AnyMap(shift, rotation=f"weight_{k}")
         if k == 0 and self.base == "diagonal":
-            return AffineMap(shift, log_scale="base_log_scale")
+            return AnyMap(shift, log_scale="base_log_scale")
         if k > 0 and last and self.form == "whitened":
-            return AffineMap(shift, rotation=f"weight_{k}", triangle="scale_tril")
+            return AnyMap(shift, rotation=f"weight_{k}", triangle="scale_tril")
         return super()._map(k)
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
@@ -197,15 +262,14 @@ class OrthogonalForm(OrthogonalFlow):
     @property
     def has_transport(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Not with a bounded activation, whose draws do not fill R^d."""
-        return self._activation is not _Sigmoid
+        return self.activation is not _Sigmoid
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
         value = super().log_prob(params, z)
         if self.has_transport:
             return value
-        _, _, leaving = self._backward(params, z)
-        psi: Any = self.bends[0]
-        inside = torch.stack([psi.inside(y).all(-1) for y in leaving]).all(0)
+        pairs = self._backward(params, z)[1]
+        inside = torch.stack([self.bends[0].inside(y).all(-1) for _, y in pairs]).all(0)
         return torch.where(inside, value, -torch.inf)
 
     def retract(

@@ -11,8 +11,7 @@ diagonal.  Further layers put x -> psi(W_k (s_k o x) + b_k) in front of the last
 
 the identity at the start; c bends it to either side, and e^t is the power of its tails (Jones & Pewsey
 2009, Biometrika 96:761), bounded by T = 1/4: a tail heavier than the posterior's costs nothing until a
-draw falls into it, and then the ELBO is lost (seen on the funnel with free t).  While psi is straight
-the Fisher matrix is singular.  One layer says skewness; curved posteriors (a banana) need two.
+draw falls into it, and then the ELBO is lost (seen on the funnel with free t).
 
     log q(z) = log N(eps; 0, I) - sum log |det of the affine maps| - sum log psi'(a).
 
@@ -27,23 +26,18 @@ through y = psi(x), with g = d log q / dx of what lies within,
     delta = (g - psi''/psi') / psi',    score of a parameter c  =  -delta dpsi/dc - dlog psi'/dc.
 
 **Local frame:** b + L W (s o t), log s + m, W (a - a') with a strictly lower (:mod:`..linalg.stiefel`),
-L (I + M) with M lower.  Directions that leave the orthogonal matrices are not in it.  The Fisher matrix
-has no closed form: train by :class:`~pyro_ngvi.optim.SPRING`, :class:`~pyro_ngvi.IFVB` or
-:class:`~pyro_ngvi.AIFVB`.
+L (I + M) with M lower.  The Fisher matrix has no closed form, and is singular while psi is straight.
 
-log q takes W' for the inverse of W: optimizers that do not know the frame (Adam, ``frame="stored"``)
-make it wrong, and the guide refuses what they leave.
-
-Other forms, activations and retractions, the printed ones of Godichon-Baggioni, Nguyen & Tran (2024,
-JASA, example 3) among them, are subclasses in ``benchmarks/flows/orthogonal_forms.py``.
-
-Not for: posteriors close to a Gaussian (``FullRankNormal`` is exact there, with a known Fisher matrix).
+Other forms, activations and retractions are subclasses in ``benchmarks/flows/orthogonal_forms.py``.
+When to use it, and how to train it: :class:`pyro_ngvi.AutoOrthogonalFlow`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,13 +47,13 @@ from torch.linalg import solve_triangular
 from ..linalg import stiefel
 from .base import Family, Tensors, clamp_exponent, interpolate, log_normal
 
-#: sd of what enters an activation at the start
-START = 1.0
 #: nodes of the quadrature that centres and scales the start
 NODES = 100
 #: largest |t|: the power of a tail stays within e^-T and e^T
 TAIL = 0.25
 LOG_2 = math.log(2.0)
+#: what enters an activation, and what leaves it
+Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -114,17 +108,17 @@ class SinhArcsinh:
 
 @dataclass(frozen=True)
 class AffineMap:
-    """y = b + L W (s o x); the fields are the names of the parts in ``params``, or ``None``."""
+    """y = b + L x, or y = b + W (s o x); the fields are the names of the parts in ``params``."""
 
     shift: str
-    log_scale: str | None = None
-    rotation: str | None = None
-    triangle: str | None = None
+    log_scale: str = ""
+    rotation: str = ""
+    triangle: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
         parts = (self.shift, self.log_scale, self.rotation, self.triangle)
-        return tuple(name for name in parts if name is not None)
+        return tuple(name for name in parts if name)
 
     def start(self, like: Tensor, factor: float, shift: float) -> Tensors:
         """The parts of x -> factor x + shift, for x of the shape (d,) of ``like``."""
@@ -132,84 +126,53 @@ class AffineMap:
         parts = (torch.full_like(like, shift), stretch.log(), torch.diag(torch.ones_like(like)))
         names = (self.shift, self.log_scale, self.rotation, self.triangle)
         both = zip(names, (*parts, torch.diag(stretch)), strict=True)
-        return {name: v for name, v in both if name is not None}
+        return {name: v for name, v in both if name}
 
     def linear(self, params: Tensors, x: Tensor) -> Tensor:
-        """L W (s o x)."""
-        if self.log_scale is not None:
-            x = x * params[self.log_scale].exp()
-        if self.rotation is not None:
-            x = x @ params[self.rotation].mT
-        if self.triangle is not None:
-            x = x @ params[self.triangle].tril().mT
-        return x
+        """L x, or W (s o x)."""
+        if self.triangle:
+            return x @ params[self.triangle].tril().mT
+        return x * params[self.log_scale].exp() @ params[self.rotation].mT
 
     def transposed(self, params: Tensors, g: Tensor) -> Tensor:
-        """s o W' L' g."""
-        if self.triangle is not None:
-            g = g @ params[self.triangle].tril()
-        if self.rotation is not None:
-            g = g @ params[self.rotation]
-        if self.log_scale is not None:
-            g = g * params[self.log_scale].exp()
-        return g
+        if self.triangle:
+            return g @ params[self.triangle].tril()
+        return g @ params[self.rotation] * params[self.log_scale].exp()
 
     def forward(self, params: Tensors, x: Tensor) -> Tensor:
-        """y (..., d) of x (..., d)."""
         return params[self.shift] + self.linear(params, x)
 
     def inverse(self, params: Tensors, y: Tensor) -> Tensor:
-        """x (..., d) of y (..., d)."""
         x = y - params[self.shift]
-        if self.triangle is not None:
-            flat = x.reshape(-1, x.shape[-1])
-            L = params[self.triangle].tril()
-            x = solve_triangular(L, flat.mT, upper=False).mT.reshape(x.shape)
-        if self.rotation is not None:
-            x = x @ params[self.rotation]
-        if self.log_scale is not None:
-            x = x * (-params[self.log_scale]).exp()
-        return x
+        if self.triangle:
+            flat, L = x.reshape(-1, x.shape[-1]), params[self.triangle].tril()
+            return solve_triangular(L, flat.mT, upper=False).mT.reshape(x.shape)
+        return x @ params[self.rotation] * (-params[self.log_scale]).exp()
 
     def log_det(self, params: Tensors) -> Tensor:
         """log |det dy/dx|, the same for all x: a 0-dim tensor."""
-        total = params[self.shift].new_zeros(())
-        if self.log_scale is not None:
-            total = total + params[self.log_scale].sum()
-        if self.triangle is not None:
-            total = total + params[self.triangle].diagonal().abs().log().sum()
-        return total
+        if self.triangle:
+            return params[self.triangle].diagonal().abs().log().sum()
+        return params[self.log_scale].sum()
 
     def score(self, params: Tensors, x: Tensor, delta: Tensor) -> tuple[Tensors, Tensor]:
         """Scores (n, ...) of the parts, and g_y (n, d), from x and delta (n, d) at the same draws."""
-        score: Tensors = {}
-        g, w = delta, x
-        if self.log_scale is not None:
-            score[self.log_scale] = -delta * x - 1.0
-            g = delta * (-params[self.log_scale]).exp()
-            w = x * params[self.log_scale].exp()
-        if self.rotation is not None:
-            v, W = w, params[self.rotation]
-            w = v @ W.mT
-            score[self.rotation] = w.unsqueeze(-1) * g.unsqueeze(-2)
-            g = g @ W.mT
-        if self.triangle is not None:
+        if self.triangle:
             L = params[self.triangle].tril()
-            g = solve_triangular(L.mT, g.mT, upper=True).mT
-            outer = g.unsqueeze(-1) * w.unsqueeze(-2)
-            score[self.triangle] = -outer.tril() - torch.diag(1.0 / L.diagonal())
-        score[self.shift] = -g
-        return score, g
+            g = solve_triangular(L.mT, delta.mT, upper=True).mT
+            outer = g.unsqueeze(-1) * x.unsqueeze(-2)
+            score = {self.triangle: -outer.tril() - torch.diag(1.0 / L.diagonal())}
+        else:
+            log_s, W = params[self.log_scale], params[self.rotation]
+            g_v, w = delta * (-log_s).exp(), x * log_s.exp() @ W.mT
+            g = g_v @ W.mT
+            score = {self.rotation: w.unsqueeze(-1) * g_v.unsqueeze(-2)}
+            score[self.log_scale] = -delta * x - 1.0
+        return score | {self.shift: -g}, g
 
 
 class OrthogonalFlow(Family):
-    """Flows of ``layers`` elementwise activations between rotations; see the head of this file.
-
-    Args:
-        layers: number of activations, at least 1.
-
-    Raises:
-        ValueError: for another number of layers.
+    """Flows of ``layers`` (at least 1) elementwise activations; see the head of this file.
 
     Example:
         >>> import torch
@@ -223,22 +186,19 @@ class OrthogonalFlow(Family):
     nearly_singular = True
     noise_radius = 0.6
     has_transport = True
+    activation: Callable[[int], Any] = SinhArcsinh
 
     def __init__(self, layers: int = 1) -> None:
         if not isinstance(layers, int) or layers < 1:
             raise ValueError(f"layers must be a whole number of at least 1, got {layers!r}.")
         self.layers = layers
-        self.bends = [self._bend(k) for k in range(layers)]
+        self.bends = [self.activation(k) for k in range(layers)]
         self.maps = [self._map(k) for k in range(layers + 1)]
         self.names = tuple(name for part in (*self.maps, *self.bends) for name in part.names)
-        rotations = {m.rotation: -1 for m in self.maps if m.rotation is not None}
-        self.triangles = rotations | {m.triangle: 0 for m in self.maps if m.triangle is not None}
+        rotations = {m.rotation: -1 for m in self.maps if m.rotation}
+        self.triangles = rotations | {m.triangle: 0 for m in self.maps if m.triangle}
         #: momentum acts on all: no block of the Fisher matrix is known to stand apart
         self.location = self.names
-
-    def _bend(self, k: int) -> SinhArcsinh:
-        """The activation behind map k."""
-        return SinhArcsinh(k)
 
     def _map(self, k: int) -> AffineMap:
         """The affine map of layer k; the last one puts out z."""
@@ -253,62 +213,59 @@ class OrthogonalFlow(Family):
         weights = weights / weights.sum()
         params: Tensors = {n: torch.zeros_like(loc) for psi in self.bends for n in psi.names}
         flat = {name: torch.zeros((), dtype=torch.float64) for name in params}
-        factor, shift = (
-            START,
-            0.0,
-        )  # of the coming map, from standardised values to what it puts out
+        factor, shift = 1.0, 0.0  # of the coming map: what enters an activation has sd 1
         for k, affine in enumerate(self.maps):
             if k > 0:
                 x = self.bends[k - 1].forward(flat, torch.from_numpy(x)).numpy()
                 mean = float(weights @ x)
                 spread = float(np.sqrt(weights @ (x - mean) ** 2))
-                factor = (scale if k == self.layers else START) / spread
+                factor = (scale if k == self.layers else 1.0) / spread
                 shift = -factor * mean
             x = factor * x + shift
             params |= affine.start(loc, factor, shift)
         params["loc"] = params["loc"] + loc
         return {name: params[name] for name in self.names}
 
-    def _forward(self, params: Tensors, noise: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def _forward(self, params: Tensors, noise: Tensor) -> tuple[Tensor, list[Pair]]:
         """z, and for each activation what enters it and what leaves it."""
-        entering, leaving = [], []
+        pairs: list[Pair] = []
         x = noise
         for affine, psi in zip(self.maps, self.bends, strict=False):
-            entering.append(affine.forward(params, x))
-            x = psi.forward(params, entering[-1])
-            leaving.append(x)
-        return self.maps[-1].forward(params, x), entering, leaving
+            entering = affine.forward(params, x)
+            x = psi.forward(params, entering)
+            pairs.append((entering, x))
+        return self.maps[-1].forward(params, x), pairs
+
+    def _backward(self, params: Tensors, z: Tensor) -> tuple[Tensor, list[Pair]]:
+        """eps, and the same pairs."""
+        pairs: list[Pair] = []
+        y = z
+        for affine, psi in zip(self.maps[:0:-1], self.bends[::-1], strict=True):
+            leaving = affine.inverse(params, y)
+            y = psi.inverse(params, leaving)
+            pairs.insert(0, (y, leaving))
+        return self.maps[0].inverse(params, y), pairs
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         return self._forward(params, noise)[0]
 
-    def _backward(self, params: Tensors, z: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """eps, and for each activation what enters it and what leaves it."""
-        entering, leaving = [], []
-        y = z
-        for k in reversed(range(self.layers)):
-            leaving.insert(0, self.maps[k + 1].inverse(params, y))
-            y = self.bends[k].inverse(params, leaving[0])
-            entering.insert(0, y)
-        return self.maps[0].inverse(params, y), entering, leaving
-
-    def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
-        z, entering, _ = self._forward(params, noise)
-        return z, self._log_det(params, entering)
-
     def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
         return self._backward(params, z)[0]
 
-    def _log_det(self, params: Tensors, entering: list[Tensor]) -> Tensor:
-        """log |det dz / deps| at the draws whose activations are entered by these."""
-        total = torch.stack([m.log_det(params) for m in self.maps]).sum()
-        for psi, a in zip(self.bends, entering, strict=True):
-            total = total + psi.log_slope(params, a).sum(-1)
-        return total
+    def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
+        z, pairs = self._forward(params, noise)
+        return z, self._log_det(params, pairs)
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
-        noise, entering, _ = self._backward(params, z)
-        return log_normal(noise) - self._log_det(params, entering)
+        noise, pairs = self._backward(params, z)
+        return log_normal(noise) - self._log_det(params, pairs)
+
+    def _log_det(self, params: Tensors, pairs: list[Pair]) -> Tensor:
+        """log |det dz / deps|."""
+        total = torch.stack([m.log_det(params) for m in self.maps]).sum()
+        for psi, (a, _) in zip(self.bends, pairs, strict=True):
+            total = total + psi.log_slope(params, a).sum(-1)
+        return total
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         return self._score(params, *self._backward(params, z))
@@ -317,18 +274,16 @@ class OrthogonalFlow(Family):
         # the activations of a draw are known, and no rounding on a way back enters
         loc = params["loc"]
         noise = torch.randn((n, loc.shape[-1]), dtype=loc.dtype, device=loc.device)
-        return self._score(params, noise, *self._forward(params, noise)[1:])
+        return self._score(params, noise, self._forward(params, noise)[1])
 
-    def _score(
-        self, params: Tensors, noise: Tensor, entering: list[Tensor], leaving: list[Tensor]
-    ) -> Tensors:
+    def _score(self, params: Tensors, noise: Tensor, pairs: list[Pair]) -> Tensors:
         score: Tensors = {}
         x, delta = noise, -noise
         for k, affine in enumerate(self.maps):
             own, g = affine.score(params, x, delta)
             score |= own
             if k < self.layers:
-                psi, a, x = self.bends[k], entering[k], leaving[k]
+                psi, (a, x) = self.bends[k], pairs[k]
                 delta = (g - psi.bend(params, a)) * (-psi.log_slope(params, a)).exp()
                 score |= psi.score(params, a, delta)
         return {name: score[name] for name in self.names}
@@ -350,17 +305,14 @@ class OrthogonalFlow(Family):
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
-        new: Tensors = {}
-        for name in self.names:
-            x, v = params[name], step * tangent[name]
-            if name not in self.triangles:
-                new[name] = clamp_exponent(x + v)
-            elif is_rotation(name):
-                new[name] = stiefel.retract(x, v)
+        new = {name: clamp_exponent(params[name] + step * tangent[name]) for name in self.names}
+        for name, offset in self.triangles.items():
+            W, v = params[name], step * tangent[name]
+            if offset:
+                new[name] = stiefel.retract(W, v)
             else:
-                L = x.tril()
-                LA = L @ v
-                new[name] = L + LA + 0.5 * LA @ v
+                LA = W.tril() @ v
+                new[name] = W.tril() + LA + 0.5 * LA @ v
         moves = {m.shift: step * m.linear(params, tangent[m.shift]) for m in self.maps}
         return new | {name: params[name] + v for name, v in moves.items()}
 
