@@ -41,6 +41,7 @@ from torch import Tensor
 
 from pyro_ngvi.families import FactorNormal
 from pyro_ngvi.families.base import Tensors, clamp_exponent, pack
+from pyro_ngvi.families.factor_base import Factors, row
 from pyro_ngvi.optim.host import NaturalGradientOptim
 from pyro_ngvi.optim.rule import Rule, State, Step
 from pyro_ngvi.optim.state import ADAM
@@ -52,6 +53,16 @@ LEARNING_RATE = 0.01
 TAU = 10_000
 MOMENTUM = 0.6
 CLIP_NORM = 100.0
+
+
+def tangent_of(params: Tensors, velocity: Tensors) -> Tensors:
+    """The tangent of a velocity of ``params``: the inverse of ``FactorNormal.push``."""
+    factors = Factors(params["factor"], params["log_scale"])
+    return {
+        "loc": row(factors.inverse_root, velocity["loc"]),
+        "factor": velocity["factor"] / factors.c.unsqueeze(-1),
+        "log_scale": velocity["log_scale"],
+    }
 
 
 def approximate_natural_gradient(params: Tensors, grads: Tensors) -> Tensors:
@@ -131,7 +142,7 @@ class NAGVACRule(Rule):
             "log_scale": clamp_exponent(torch.maximum(signed.abs(), nearest).log()),
         }
         move = {"loc": m["loc"], "factor": m["factor"], "log_scale": m["scale"] / c}
-        step_norm = lr * self.family.fisher_norm(params, self.family.tangent_of(params, move))
+        step_norm = lr * self.family.fisher_norm(params, tangent_of(params, move))
 
         turned = torch.where(signed < 0, -m["scale"], m["scale"])
         changed = {"momentum": m | {"scale": turned}}

@@ -2,8 +2,7 @@
 
 A family is a set of pure functions over small dicts of named tensors, without state: ``params``, the
 coordinates that the guide stores; ``grads``, Euclidean gradients with respect to them; ``tangent``, a
-direction *in the local frame of q*, in which the Fisher matrix F is simplest.  ``push`` makes a tangent
-a velocity of ``params``, ``pull`` makes ``grads`` a gradient there, ``natural_gradient`` solves with F.
+direction *in the local frame of q*, in which the Fisher matrix F is simplest.
 """
 
 from __future__ import annotations
@@ -26,19 +25,15 @@ from ..linalg.host import own_random_state
 Tensors = dict[str, Tensor]
 
 LOG_2PI = math.log(2.0 * math.pi)
-
 #: draws behind moments, entropies and divergences that have no closed form
 DRAWS = 4096
-
 NO_FISHER = "Fisher matrix in closed form: estimate it by pyro_ngvi.optim.SPRING, IFVB or AIFVB"
 
 
 def dot(a: Tensors, b: Tensors) -> Tensor:
     """Sum of products over all entries: pairs a gradient with a tangent of the same frame."""
-    products = (
-        torch.dot(x, b[name]) if x.dim() == 1 else (x * b[name]).sum() for name, x in a.items()
-    )
-    return reduce(torch.add, products)
+    pairs = ((x, b[name]) for name, x in a.items())
+    return reduce(torch.add, (torch.dot(x, y) if x.dim() == 1 else (x * y).sum() for x, y in pairs))
 
 
 def pack(tensors: Tensors) -> Tensor:
@@ -86,10 +81,7 @@ def sample_quantiles(x: Tensor, levels: Tensor) -> Tensor:
 
 
 def with_backward(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward(*inputs)`` with gradients ``backward(*grads, *inputs, *outputs)``; None is no gradient.
-
-    In traces without gradients, which are to be saved, it is ``forward``.
-    """
+    """``forward(*inputs)`` with gradients ``backward(*grads, *inputs, *outputs)``, maybe None."""
 
     class Function(torch.autograd.Function):
         generate_vmap_rule = True
@@ -109,7 +101,7 @@ def with_backward(forward: Callable[..., Any], backward: Callable[..., Any]) -> 
 
     def apply(*inputs: Tensor) -> Any:
         tracing = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-        to_save = tracing and not torch.is_grad_enabled()
+        to_save = tracing and not torch.is_grad_enabled()  # a saved trace keeps no gradients
         return forward(*inputs) if to_save else Function.apply(*inputs)
 
     return apply
@@ -118,10 +110,8 @@ def with_backward(forward: Callable[..., Any], backward: Callable[..., Any]) -> 
 class Family(ABC):
     """A family of distributions over R^d with its information geometry; densities are in nats.
 
-    To make one, give ``names``, :meth:`init`, :meth:`draw` (or :meth:`rsample`), :meth:`log_prob`,
-    and, where the Fisher matrix F is known, :meth:`fisher_product` and :meth:`natural_gradient` (see
-    docs/extending.md).  The rest follows by automatic differentiation or, for moments, from draws;
-    closed forms replace it.  The local frame is that of ``params`` unless :meth:`frame` says otherwise.
+    docs/extending.md says what a new one gives; automatic differentiation or, for moments, draws do the
+    rest.  The local frame is that of ``params`` unless :meth:`frame` says otherwise.
     """
 
     #: names of the tensors in ``params``
@@ -141,8 +131,8 @@ class Family(ABC):
     noise_radius: float = 3.0
     #: whether F is diagonal in the local frame, and the same for every q
     orthogonal_frame: bool = False
-    #: the form of curvature that the family asks a loss for, if any: "diagonal" (d,), "dense" (d, d),
-    #: "low_rank" (rows (n, d) and a diagonal), "kronecker" (two factors for each matrix among sites)
+    #: the curvature that the family asks a loss for: "diagonal" (d,), "dense" (d, d), "low_rank"
+    #: ("rows" (n, d), "diagonal": rows' rows + diag), "kronecker" (two factors for each matrix site)
     curvature_form: str | None = None
     #: whether F is nearly singular, as that of a flow's networks is
     nearly_singular: bool = False
@@ -185,8 +175,7 @@ class Family(ABC):
         """Draws (*shape, d), differentiably.  Families whose noise is not normal have their own."""
         like = next(iter(params.values()))
         noise_shape = (*shape, self.noise_dim(params))
-        noise = torch.randn(noise_shape, dtype=like.dtype, device=like.device)
-        return self.rsample(params, noise)
+        return self.rsample(params, torch.randn(noise_shape, dtype=like.dtype, device=like.device))
 
     def fixed_draws(self, params: Tensors, n: int = DRAWS) -> Tensor:
         """Draws (n, d) of a fixed seed, without gradients: the same q always gives the same."""
@@ -259,11 +248,10 @@ class Family(ABC):
         return own | {name: u * grads[name] for name, u in self.frame(params).items()}
 
     def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors:
-        """``gradient`` (local frame) with its scale part made from the expected Hessian H.
+        """``gradient`` with its scale part made from the expected Hessian H of -log p(y, z).
 
-        For a Gaussian the loss has dLoss / dSigma = (H - Sigma^-1) / 2 with H the expectation of the
-        Hessian of -log p(y, z) (Bonnet's and Price's theorems).  ``curvature`` holds H as "dense"
-        (d, d), "diagonal" (d,), or "rows" (n, d) and "diagonal" for rows' rows + diag.
+        For a Gaussian dLoss / dSigma = (H - Sigma^-1) / 2 (Bonnet's and Price's theorems).
+        ``curvature`` holds H in the parts that :attr:`curvature_form` lists.
         """
         raise self._lacks("use for curvature")
 
@@ -278,10 +266,7 @@ class Family(ABC):
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
-        """Move by ``step`` along ``tangent``; no step, however long, leaves the domain.
-
-        By default in a straight line, which is right where every tensor may have any value.
-        """
+        """Move by ``step`` along ``tangent``, here straight; no step is too long for the domain."""
         return {name: params[name] + step * v for name, v in self.push(params, tangent).items()}
 
     def pack(self, tensors: Tensors) -> Tensor:
@@ -312,10 +297,7 @@ class Family(ABC):
 
 
 class NormalFamily(Family):
-    """A family of Gaussians: stored with their mean, and stepped by expected Hessians if need be.
-
-    A draw is ``loc + T eps`` for a root T of the covariance; :meth:`log_det` is that of T.
-    """
+    """A family of Gaussians: stored with their mean, and stepped by expected Hessians if need be."""
 
     location = ("loc",)
 

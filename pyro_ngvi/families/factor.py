@@ -31,17 +31,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.linalg import solve_triangular
 
-from ..linalg.cholesky import SMALLEST
+from ..linalg.cholesky import SMALLEST, inverse_cholesky
 from ..linalg.host import host_bool
 from ..linalg.spectral import leading_rows
 from .base import LOG_2PI, Tensors, clamp_exponent, with_backward
-from .factor_base import FactorFamily, Factors, Rows
+from .factor_base import FactorFamily, Factors, Rows, row
 
 
-def _precision_times(B: Tensor, log_scale: Tensor, x: Tensor) -> Tensor:
-    """Sigma^-1 x' for rows x (n, d)."""
+def _inverse_times(B: Tensor, log_scale: Tensor, x: Tensor) -> Tensor:
+    """(B B' + diag(c^2))^-1 x' for rows x (n, d)."""
     factors = Factors(B, log_scale)
     return factors.inverse_product(x / factors.c) / factors.c
 
@@ -70,7 +69,7 @@ def _log_density_backward(
     """At parameters without a gradient d log q / dz = -w, all that sticking the landing asks for."""
     by_z = None if g is None else -g.unsqueeze(-1) * w
     if g_w is not None:  # second derivatives: w is an output, and linear in z
-        by_w = _precision_times(B, log_scale, g_w.reshape(-1, len(loc))).reshape(g_w.shape)
+        by_w = _inverse_times(B, log_scale, g_w.reshape(-1, len(loc))).reshape(g_w.shape)
         by_z = by_w if by_z is None else by_z + by_w
     return by_z, None, None, None
 
@@ -94,7 +93,7 @@ def _given_the_draw(
     """
     d = loc.shape[-1]
     g = g.reshape(-1, d)
-    w = _precision_times(B, log_scale, (z - loc).reshape(-1, d))
+    w = _inverse_times(B, log_scale, (z - loc).reshape(-1, d))
     rows = 0.5 * torch.addmm((w @ B).mT @ g, (g @ B).mT, w)
     return g.sum(0), rows.mT, (g * w).sum(0) * (2.0 * log_scale).exp(), None
 
@@ -124,8 +123,8 @@ class FactorNormal(FactorFamily):
     names = ("loc", "factor", "log_scale")
     diagonal, power = "log_scale", 1.0
 
-    def _roots(self, factors: Factors) -> tuple[Rows, Rows, Rows]:
-        return factors.root, factors.root_transposed, factors.inverse_root
+    def _roots(self, factors: Factors) -> tuple[Rows, Rows]:
+        return factors.root, factors.root_transposed
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
         # about half of every variance; rescaling the rest makes every sd exact
@@ -150,7 +149,7 @@ class FactorNormal(FactorFamily):
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         factors = self._factors(params)
         B, c = params["factor"], factors.c
-        w = _precision_times(B, params["log_scale"], z - params["loc"])
+        w = _inverse_times(B, params["log_scale"], z - params["loc"])
         W = factors.W
         leverage = (W * factors.B).sum(-2)
         return {
@@ -184,8 +183,7 @@ def _price(
     """The gradient at the head of this file."""
     d = loc.shape[-1]
     g, x = g.reshape(-1, d), (z - loc).reshape(-1, d)
-    factors = Factors(U, 0.5 * log_precision)
-    h = factors.inverse_product(g / factors.c) / factors.c
+    h = _inverse_times(U, 0.5 * log_precision, g)
     rows = -0.5 * torch.addmm((h @ U).mT @ x, (x @ U).mT, h)
     return g.sum(0), rows.mT, -0.5 * (h * x).sum(0) * log_precision.exp(), None
 
@@ -212,8 +210,8 @@ class FactorPrecisionNormal(FactorFamily):
     diagonal, power = "log_precision", 2.0
     curvature_form = "low_rank"
 
-    def _roots(self, factors: Factors) -> tuple[Rows, Rows, Rows]:
-        return factors.inverse_root_transposed, factors.inverse_root, factors.root_transposed
+    def _roots(self, factors: Factors) -> tuple[Rows, Rows]:
+        return factors.inverse_root_transposed, factors.inverse_root
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
         # Orthogonal columns of B that double the precision along each; at U = 0 its gradient is zero.
@@ -254,11 +252,8 @@ class FactorPrecisionNormal(FactorFamily):
         }
 
     def scale_tril(self, params: Tensors) -> Tensor:
-        # P = N' N with N lower triangular: Cholesky of P read from its last corner; L = N^-1
         U, s = params["factor"], params["log_precision"].exp()
-        C, _ = torch.linalg.cholesky_ex((U @ U.mT + torch.diag(s)).flip(-2, -1))
-        identity = torch.eye(len(s), dtype=s.dtype, device=s.device)
-        return solve_triangular(C.flip(-2, -1).mT, identity, upper=False)
+        return inverse_cholesky(U @ U.mT + torch.diag(s))
 
     def stddev(self, params: Tensors) -> Tensor:
         factors = self._factors(params)
@@ -314,5 +309,4 @@ class FactorPrecisionNormal(FactorFamily):
         log_precision = params["log_precision"]
         if isinstance(damping, Tensor) or damping:
             log_precision = (log_precision.exp() + damping).log()
-        factors = Factors(params["factor"], 0.5 * log_precision)
-        return factors.inverse_product((v / factors.c).unsqueeze(-2)).squeeze(-2) / factors.c
+        return row(lambda x: _inverse_times(params["factor"], 0.5 * log_precision, x), v)

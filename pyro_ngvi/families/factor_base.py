@@ -163,7 +163,7 @@ class Factors:
         return U * (self.c * (1.0 + second).rsqrt()), v * (1.0 + v.square()).rsqrt()
 
 
-def _row(function: Rows, x: Tensor) -> Tensor:
+def row(function: Rows, x: Tensor) -> Tensor:
     return function(x.unsqueeze(-2)).squeeze(-2)
 
 
@@ -183,8 +183,8 @@ class FactorFamily(NormalFamily):
         self.cg_iterations = cg_iterations
 
     @abstractmethod
-    def _roots(self, factors: Factors) -> tuple[Rows, Rows, Rows]:
-        """x -> T x, T' x and T^-1 x for rows x (n, d), with T T' = Sigma."""
+    def _roots(self, factors: Factors) -> tuple[Rows, Rows]:
+        """x -> T x and T' x for rows x (n, d), with T T' = Sigma."""
 
     def _factors(self, params: Tensors) -> Factors:
         return Factors(params["factor"], params[self.diagonal] / self.power)
@@ -205,37 +205,27 @@ class FactorFamily(NormalFamily):
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
         factors = self._factors(params)
         return {
-            "loc": _row(self._roots(factors)[0], tangent["loc"]),
+            "loc": row(self._roots(factors)[0], tangent["loc"]),
             "factor": factors.c.unsqueeze(-1) * tangent["factor"],
             self.diagonal: self.power * tangent[self.diagonal],
-        }
-
-    def tangent_of(self, params: Tensors, velocity: Tensors) -> Tensors:
-        """The tangent of a velocity of ``params``: the inverse of :meth:`push`."""
-        factors = self._factors(params)
-        return {
-            "loc": _row(self._roots(factors)[2], velocity["loc"]),
-            "factor": velocity["factor"] / factors.c.unsqueeze(-1),
-            self.diagonal: velocity[self.diagonal] / self.power,
         }
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
         factors = self._factors(params)
         return {
-            "loc": _row(self._roots(factors)[1], grads["loc"]),
+            "loc": row(self._roots(factors)[1], grads["loc"]),
             "factor": (grads["factor"].mT * factors.c).mT,
             self.diagonal: self.power * grads[self.diagonal],
         }
 
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
-        factors = self._factors(params)
-        along_B, along_c = factors.fisher_product(tangent["factor"].mT, tangent[self.diagonal])
+        U, v = tangent["factor"].mT, tangent[self.diagonal]
+        along_B, along_c = self._factors(params).fisher_product(U, v)
         return {"loc": tangent["loc"], "factor": along_B.mT, self.diagonal: along_c}
 
     def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
-        factors = self._factors(params)
-        G = gradient["factor"].mT.contiguous()
-        U, v = factors.fisher_solve(G, gradient[self.diagonal], self.cg_iterations)
+        G, h = gradient["factor"].mT.contiguous(), gradient[self.diagonal]
+        U, v = self._factors(params).fisher_solve(G, h, self.cg_iterations)
         return {"loc": gradient["loc"], "factor": U.mT, self.diagonal: v}
 
     def retract(
@@ -244,7 +234,7 @@ class FactorFamily(NormalFamily):
         factors, name = self._factors(params), self.diagonal
         move, change = factors.move(step * tangent["factor"].mT, step * tangent[name])
         return {
-            "loc": params["loc"] + step * _row(self._roots(factors)[0], tangent["loc"]),
+            "loc": params["loc"] + step * row(self._roots(factors)[0], tangent["loc"]),
             "factor": params["factor"] + move.mT,
             name: clamp_exponent(params[name] + self.power * change),
         }
