@@ -110,9 +110,8 @@ class FullRankNormal(NormalFamily):
         return params["scale_tril"].diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
 
     def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
-        z = _draw(
-            params["loc"], params["scale_tril"].tril(), noise
-        )  # rsample's has no gradient in it
+        # rsample has no gradient in the noise
+        z = _draw(params["loc"], params["scale_tril"].tril(), noise)
         return z, self.log_det(params).expand(noise.shape[:-1])
 
     def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
@@ -167,17 +166,11 @@ class FullRankNormal(NormalFamily):
 
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
         M = tangent["scale_tril"]
-        return {
-            "loc": tangent["loc"],
-            "scale_tril": torch.diagonal_scatter(M, 2.0 * M.diagonal()),
-        }
+        return tangent | {"scale_tril": torch.diagonal_scatter(M, 2.0 * M.diagonal())}
 
     def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
         M = gradient["scale_tril"]
-        return {
-            "loc": gradient["loc"],
-            "scale_tril": torch.diagonal_scatter(M, 0.5 * M.diagonal()),
-        }
+        return gradient | {"scale_tril": torch.diagonal_scatter(M, 0.5 * M.diagonal())}
 
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"

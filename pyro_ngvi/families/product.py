@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,19 @@ class AugmentedGaussian(Family):
     ) -> Tensors:
         own = self.gaussian.retract(params, tangent, step)
         return own | {name: params[name] + step * v for name, v in self._others(tangent).items()}
+
+
+def _by_parts(name: str, collect: str) -> Any:
+    """The method that calls ``name`` of every part with the part's own tensors, and collects."""
+
+    def method(self: ProductFamily, *args: Any) -> Any:
+        found = {}
+        for part, family in self.parts.items():
+            own = (self.own(part, a) if isinstance(a, dict) else a for a in args)
+            found[part] = getattr(family, name)(*own)
+        return getattr(self, collect)(found)
+
+    return method
 
 
 class ProductFamily(Family):
@@ -92,13 +106,22 @@ class ProductFamily(Family):
         """The tensors of one part, by its own names."""
         return {name: tensors[f"{part}_{name}"] for name in self.parts[part].names}
 
-    def _each(self, function: Callable[[str, Family], Tensors]) -> Tensors:
-        found = {part: function(part, family) for part, family in self.parts.items()}
-        return {f"{p}_{name}": v for p, own in found.items() for name, v in own.items()}
+    def _named(self, parts: Mapping[str, Tensors]) -> Tensors:
+        return {f"{p}_{name}": v for p, own in parts.items() for name, v in own.items()}
 
-    def _sum(self, function: Callable[[str, Family], Tensor]) -> Tensor:
-        terms = [function(part, family) for part, family in self.parts.items()]
+    def _sum(self, parts: Tensors) -> Tensor:
+        terms = list(parts.values())
         return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
+
+    def _blocks(self, parts: Tensors) -> Tensor:
+        """A matrix (d, d) from those of the parts, zero between parts: triangles stay triangles."""
+        places = self.split(torch.arange(sum(self._lengths)))
+        like = next(iter(parts.values()))
+        whole = like.new_zeros(sum(self._lengths), sum(self._lengths))
+        for part, block in parts.items():
+            at = places[part].to(like.device)
+            whole = whole.index_put((at.unsqueeze(-1), at), block)
+        return whole
 
     def split(self, z: Tensor) -> Tensors:
         """The vector of each part, of z (..., d)."""
@@ -116,9 +139,6 @@ class ProductFamily(Family):
             pieces |= zip(where, parts[part].split(lengths, -1), strict=True)
         return torch.cat([pieces[i] for i in range(len(self.segments))], -1)
 
-    def _join(self, function: Callable[[str, Family], Tensor]) -> Tensor:
-        return self.join({part: function(part, family) for part, family in self.parts.items()})
-
     def segment(self, params: Tensors, index: int) -> Tensors:
         """The parameters of segment ``index`` alone, by the names of its family."""
         part, length = self.segments[index]
@@ -135,7 +155,7 @@ class ProductFamily(Family):
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
         locs = self.split(loc)
-        return self._each(lambda p, f: f.init(locs[p], scale))
+        return self._named({p: f.init(locs[p], scale) for p, f in self.parts.items()})
 
     def dim(self, params: Tensors) -> int:
         return sum(self._lengths)
@@ -149,7 +169,7 @@ class ProductFamily(Family):
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         own = self._split_noise(params, noise)
-        return self._join(lambda p, f: f.rsample(self.own(p, params), own[p]))
+        return self.join({p: f.rsample(self.own(p, params), own[p]) for p, f in self.parts.items()})
 
     @property
     def has_transport(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -167,75 +187,34 @@ class ProductFamily(Family):
         own = [f.noise_of(self.own(p, params), zs[p]) for p, f in self.parts.items()]
         return torch.cat(own, -1)
 
-    def draw(self, params: Tensors, shape: torch.Size) -> Tensor:
-        return self._join(lambda p, f: f.draw(self.own(p, params), shape))
-
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
         zs = self.split(z)
-        return self._sum(lambda p, f: f.log_prob(self.own(p, params), zs[p]))
+        return self._sum({p: f.log_prob(self.own(p, params), zs[p]) for p, f in self.parts.items()})
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         zs = self.split(z)
-        return self._each(lambda p, f: f.score(self.own(p, params), zs[p]))
+        return self._named({p: f.score(self.own(p, params), zs[p]) for p, f in self.parts.items()})
 
-    def entropy(self, params: Tensors) -> Tensor:
-        return self._sum(lambda p, f: f.entropy(self.own(p, params)))
-
-    def kl(self, params: Tensors, other: Tensors) -> Tensor:
-        return self._sum(lambda p, f: f.kl(self.own(p, params), self.own(p, other)))
-
-    def mean(self, params: Tensors) -> Tensor:
-        return self._join(lambda p, f: f.mean(self.own(p, params)))
-
-    def stddev(self, params: Tensors) -> Tensor:
-        return self._join(lambda p, f: f.stddev(self.own(p, params)))
-
-    def covariance(self, params: Tensors) -> Tensor:
-        return self._blocks(lambda p, f: f.covariance(self.own(p, params)))
-
-    def scale_tril(self, params: Tensors) -> Tensor:
-        # still lower triangular: the vector of a part keeps the order of z
-        return self._blocks(lambda p, f: f.scale_tril(self.own(p, params)))
-
-    def _blocks(self, function: Callable[[str, Family], Tensor]) -> Tensor:
-        """A matrix (d, d) from those of the parts, zero between parts."""
-        places = self.split(torch.arange(sum(self._lengths)))
-        blocks = {part: function(part, family) for part, family in self.parts.items()}
-        like = next(iter(blocks.values()))
-        whole = like.new_zeros(sum(self._lengths), sum(self._lengths))
-        for part, block in blocks.items():
-            at = places[part].to(like.device)
-            whole = whole.index_put((at.unsqueeze(-1), at), block)
-        return whole
-
-    def icdf(self, params: Tensors, levels: Tensor) -> Tensor:
-        return self._join(lambda p, f: f.icdf(self.own(p, params), levels))
-
-    def push(self, params: Tensors, tangent: Tensors) -> Tensors:
-        return self._each(lambda p, f: f.push(self.own(p, params), self.own(p, tangent)))
-
-    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        return self._each(lambda p, f: f.pull(self.own(p, params), self.own(p, grads)))
-
-    def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
-        return self._each(lambda p, f: f.fisher_product(self.own(p, params), self.own(p, tangent)))
-
-    def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
-        return self._each(
-            lambda p, f: f.natural_gradient(self.own(p, params), self.own(p, gradient))
-        )
+    draw = _by_parts("draw", "join")
+    mean = _by_parts("mean", "join")
+    stddev = _by_parts("stddev", "join")
+    icdf = _by_parts("icdf", "join")
+    not_finite = _by_parts("not_finite", "join")
+    entropy = _by_parts("entropy", "_sum")
+    kl = _by_parts("kl", "_sum")
+    covariance = _by_parts("covariance", "_blocks")
+    scale_tril = _by_parts("scale_tril", "_blocks")
+    push = _by_parts("push", "_named")
+    pull = _by_parts("pull", "_named")
+    fisher_product = _by_parts("fisher_product", "_named")
+    natural_gradient = _by_parts("natural_gradient", "_named")
 
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
         # "natural" where a part has that: linear in its natural parameters, as the others move anyway
-        way = {
-            p: "natural" if self.linear and "natural" in f.coordinates else "local"
-            for p, f in self.parts.items()
-        }
-        return self._each(
-            lambda p, f: f.retract(self.own(p, params), self.own(p, tangent), step, way[p])
-        )
-
-    def not_finite(self, params: Tensors) -> Tensor:
-        return self._join(lambda p, f: f.not_finite(self.own(p, params)))
+        moved: dict[str, Tensors] = {}
+        for p, f in self.parts.items():
+            way = "natural" if self.linear and "natural" in f.coordinates else "local"
+            moved[p] = f.retract(self.own(p, params), self.own(p, tangent), step, way)
+        return self._named(moved)

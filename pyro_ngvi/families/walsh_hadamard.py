@@ -100,30 +100,22 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
         rest = y[..., self._whole :]
         return torch.cat([whole, rest], -1) if rest.shape[-1] else whole
 
-    def _coordinates(self, frame: Frame, u: Tensor) -> Tensor:
-        """Q' u: (..., d) to (..., K)."""
-        index, weights = frame
+    def coordinates_of(self, u: Tensor, frame: Frame | None = None) -> Tensor:
+        """v = Q' u of points ``u``: (..., d) to (..., K)."""
+        index, weights = frame or self._frame()
         zero = u.new_zeros((*u.shape[:-1], self.rank))
         return self._rotate(zero.index_add(-1, index, u * weights))
 
-    def _embed(self, frame: Frame, v: Tensor) -> Tensor:
-        """Q v: (..., K) to (..., d)."""
-        index, weights = frame
+    def embed(self, v: Tensor, frame: Frame | None = None) -> Tensor:
+        """Q v, the points of the space with coordinates ``v``: (..., K) to (..., d)."""
+        index, weights = frame or self._frame()
         return self._rotate(v).index_select(-1, index) * weights
-
-    def coordinates_of(self, u: Tensor) -> Tensor:
-        """v of points ``u`` (..., d), (..., K)."""
-        return self._coordinates(self._frame(), u)
-
-    def embed(self, v: Tensor) -> Tensor:
-        """The points (..., d) of the space with coordinates ``v`` (..., K)."""
-        return self._embed(self._frame(), v)
 
     def _split(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """v and the part of ``u`` outside of the space (not from |u|^2 - |v|^2, which cancels)."""
         frame = self._frame()
-        v = self._coordinates(frame, u)
-        return v, u - self._embed(frame, v)
+        v = self.coordinates_of(u, frame)
+        return v, u - self.embed(v, frame)
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
         """The mean is the point of the space nearest to ``loc`` (d,), made as long as ``loc``."""
@@ -139,11 +131,11 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         # coordinates of white noise within and without the space are independent
         frame = self._frame()
-        e = self._coordinates(frame, noise)
-        u = self._embed(frame, self.gaussian.rsample(params, e))
+        e = self.coordinates_of(noise, frame)
+        u = self.embed(self.gaussian.rsample(params, e), frame)
         if not self.rest:
             return u
-        return u + params[NOISE].exp() * (noise - self._embed(frame, e))
+        return u + params[NOISE].exp() * (noise - self.embed(e, frame))
 
     def mean(self, params: Tensors) -> Tensor:
         return self.embed(params["loc"])
@@ -176,12 +168,12 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
 
     def covariance(self, params: Tensors) -> Tensor:
         frame = self._frame()
-        inside = self._embed(frame, self.gaussian.covariance(params))
-        inside = self._embed(frame, inside.mT)
+        inside = self.embed(self.gaussian.covariance(params), frame)
+        inside = self.embed(inside.mT, frame)
         if not self.rest:
             return inside
         identity = torch.eye(self.entries, dtype=inside.dtype, device=inside.device)
-        outside = identity - self._embed(frame, self._coordinates(frame, identity))
+        outside = identity - self.embed(self.coordinates_of(identity, frame), frame)
         return inside + (2.0 * params[NOISE]).exp() * outside
 
     def stddev(self, params: Tensors) -> Tensor:
