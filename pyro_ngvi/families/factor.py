@@ -56,17 +56,9 @@ def _log_density(
     return log_q, (rest / factors.c).reshape(z.shape)
 
 
-def _log_density_backward(
-    g: Tensor | None,
-    g_w: Tensor | None,
-    z: Tensor,
-    loc: Tensor,
-    B: Tensor,
-    log_scale: Tensor,
-    log_q: Tensor,
-    w: Tensor,
-) -> tuple[Tensor | None, None, None, None]:
+def _log_density_backward(g: Tensor | None, g_w: Tensor | None, *saved: Tensor) -> tuple[Any, ...]:
     """At parameters without a gradient d log q / dz = -w, all that sticking the landing asks for."""
+    _, loc, B, log_scale, _, w = saved
     by_z = None if g is None else -g.unsqueeze(-1) * w
     if g_w is not None:  # second derivatives: w is an output, and linear in z
         by_w = _inverse_times(B, log_scale, g_w.reshape(-1, len(loc))).reshape(g_w.shape)

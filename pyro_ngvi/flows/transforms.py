@@ -63,10 +63,10 @@ class PyroFlow(nn.Module):
         self.steps = list(transforms)
         # networks may lie inside of a ComposeTransform or an inverse; each once, since functional_call
         # leaves a module with two names without its parameters
-        inner: list[nn.Module] = [
-            t for step in self.steps for t in with_inner(step) if isinstance(t, nn.Module)
-        ]
-        self.modules_of_steps = nn.ModuleList(_outermost(inner))
+        parts = [t for step in self.steps for t in with_inner(step)]
+        inner = {id(t): t for t in parts if isinstance(t, nn.Module)}
+        deeper = {id(m) for t in inner.values() for m in t.modules() if m is not t}
+        self.modules_of_steps = nn.ModuleList(t for key, t in inner.items() if key not in deeper)
         self.cheap_inverse = cheap_inverse
 
     def forward(self, x: Tensor, inverse: bool = False) -> tuple[Tensor, Tensor]:
@@ -81,12 +81,6 @@ class PyroFlow(nn.Module):
             forget_cached(t)
             x = end
         return x, total
-
-
-def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
-    """Each module once, without those that lie inside of another."""
-    inside = {id(part) for m in modules for part in m.modules() if part is not m}
-    return list({id(m): m for m in modules if id(m) not in inside}.values())
 
 
 class Stretch:
@@ -142,7 +136,6 @@ class CouplingFlow(nn.Module):
 
 
 def _network(inputs: int, outputs: int, hidden: tuple[int, ...]) -> nn.Sequential:
-    """A network that gives zeros until it is trained."""
     sizes, parts = [inputs, *hidden], list[nn.Module]()
     for before, after in zip(sizes, hidden, strict=False):
         parts += [nn.Linear(before, after), nn.SiLU()]
@@ -187,19 +180,14 @@ def as_flow(flow: Any, d: int) -> nn.Module:
             f"pyro.distributions.transforms or a list of them, or a function of the dimension that "
             f"makes one."
         )
-    _check_fixed(module, name)
-    _check_round_trip(module, name, d)
-    return module
-
-
-def _check_fixed(module: nn.Module, name: str) -> None:
-    """Refuse networks that are another map at every call, or with every batch."""
     for part in module.modules():
         if isinstance(part, NOT_FIXED) and getattr(part, "p", 1.0) > 0.0:
             raise ValueError(
                 f"The flow {name} has a {type(part).__name__}, which makes another map of every call: "
                 f"log q would not be the density of the draws. Build the flow without it."
             )
+    _check_round_trip(module, name, d)
+    return module
 
 
 def _check_steps(steps: Iterable[Any], d: int) -> None:

@@ -85,18 +85,12 @@ class WalshHadamardMatrix:
         """Length of g."""
         return self.size if self.shared else self.blocks * self.size
 
-    @property
-    def right_shape(self) -> tuple[int, int]:
-        """Of the diagonals on the right, one a block."""
-        return self.blocks, self.columns
-
     def signs(self, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Diagonals of +-1 drawn from ``seed``: ``left`` and ``right``; torch's random state stays."""
-        drawn = np.random.RandomState(seed).choice(
-            (-1.0, 1.0), self.rows + self.blocks * self.columns
-        )
-        drawn = torch.from_numpy(drawn).to(like.device, like.dtype)
-        return drawn[: self.rows].clone(), drawn[self.rows :].reshape(self.right_shape).clone()
+        size = self.rows + self.blocks * self.columns
+        drawn = torch.from_numpy(np.random.RandomState(seed).choice((-1.0, 1.0), size))
+        left, right = drawn.to(like.device, like.dtype).split([self.rows, size - self.rows])
+        return left.clone(), right.reshape(self.blocks, self.columns).clone()
 
     def classes(self, device: torch.device) -> Tensor:
         """For each entry the index of its number in the vector h of all blocks, (entries,)."""
