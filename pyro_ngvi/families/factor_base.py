@@ -176,9 +176,8 @@ class FactorFamily(NormalFamily):
 
     def __init__(self, rank: int, cg_iterations: int = 16) -> None:
         if not isinstance(rank, int) or rank < 1:
-            raise ValueError(
-                f"{type(self).__name__} needs a whole rank of at least 1, got rank={rank!r}."
-            )
+            name = type(self).__name__
+            raise ValueError(f"{name} needs a whole rank of at least 1, got rank={rank!r}.")
         self.rank = rank
         self.cg_iterations = cg_iterations
 

@@ -107,8 +107,7 @@ class MatrixNormal(NormalFamily):
         if loc.shape != (self.rows * self.columns,):
             raise ValueError(
                 f"MatrixNormal({self.rows}, {self.columns}) needs a location of shape "
-                f"({self.rows * self.columns},), one row of the matrix after the other, got "
-                f"{tuple(loc.shape)}."
+                f"({self.rows * self.columns},), row after row, got {tuple(loc.shape)}."
             )
         root = scale**0.5
         return {
@@ -120,16 +119,13 @@ class MatrixNormal(NormalFamily):
     def _factors(self, params: Tensors) -> tuple[Tensor, Tensor]:
         return params["row_tril"].tril(), params["column_tril"].tril()
 
-    def _matrix(self, z: Tensor) -> Tensor:
-        return z.reshape(*z.shape[:-1], self.rows, self.columns)
-
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         return _draw_symmetrised(params["loc"], *self._factors(params), noise)
 
-    def _whiten(self, params: Tensors, x: Tensor) -> Tensor:
-        """A^-1 x B^-T of matrices x (..., n, m), as (n, s, m): s counts the matrices."""
+    def _whiten(self, params: Tensors, z: Tensor) -> Tensor:
+        """A^-1 (Z - M) B^-T for the matrices of z (..., n m), as (n, s, m): s counts them."""
         n, m = self.rows, self.columns
-        wide = x.reshape(-1, n, m).transpose(0, 1)
+        wide = (z - params["loc"]).reshape(-1, n, m).transpose(0, 1)
         A, B = params["row_tril"], params["column_tril"]
         left = solve_triangular(A, wide.reshape(n, -1), upper=False)
         return solve_triangular(B.mT, left.reshape(-1, m), upper=True, left=False).reshape(n, -1, m)
@@ -145,17 +141,16 @@ class MatrixNormal(NormalFamily):
         return z, self.log_det(params).expand(noise.shape[:-1])
 
     def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
-        w = self._whiten(params, self._matrix(z - params["loc"]))
-        return w.transpose(0, 1).reshape(z.shape)
+        return self._whiten(params, z).transpose(0, 1).reshape(z.shape)
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
-        w = self._whiten(params, self._matrix(z - params["loc"]))
+        w = self._whiten(params, z)
         square = w.square().sum((0, 2)).reshape(z.shape[:-1])
         return -0.5 * (square + z.shape[-1] * LOG_2PI) - self.log_det(params)
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         A, B = self._factors(params)
-        w = self._whiten(params, self._matrix(z - params["loc"])).transpose(0, 1)
+        w = self._whiten(params, z).transpose(0, 1)
         left = solve_triangular(A.mT, w, upper=True)  # A^-T w
         right = solve_triangular(B, w, upper=False, left=False)  # w B^-1
         precise = solve_triangular(B, left, upper=False, left=False)
@@ -179,7 +174,7 @@ class MatrixNormal(NormalFamily):
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
         A, B = self._factors(params)
         return {
-            "loc": (A @ self._matrix(tangent["loc"]) @ B.mT).reshape(-1),
+            "loc": (A @ tangent["loc"].reshape(len(A), -1) @ B.mT).reshape(-1),
             "row_tril": A @ tangent["row_tril"],
             "column_tril": B @ tangent["column_tril"],
         }
@@ -187,7 +182,7 @@ class MatrixNormal(NormalFamily):
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
         A, B = self._factors(params)
         return {
-            "loc": (A.mT @ self._matrix(grads["loc"]) @ B).reshape(-1),
+            "loc": (A.mT @ grads["loc"].reshape(len(A), -1) @ B).reshape(-1),
             "row_tril": (A.mT @ grads["row_tril"]).tril(),
             "column_tril": (B.mT @ grads["column_tril"]).tril(),
         }
@@ -218,7 +213,7 @@ class MatrixNormal(NormalFamily):
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
         A, B = self._factors(params)
-        velocity = A @ self._matrix(tangent["loc"]) @ B.mT
+        velocity = A @ tangent["loc"].reshape(len(A), -1) @ B.mT
         A, growth_a = _grown(A, step * tangent["row_tril"])
         B, growth_b = _grown(B, step * tangent["column_tril"])
         # log det A - log det B stays what it was
