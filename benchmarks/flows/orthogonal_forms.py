@@ -260,7 +260,7 @@ class OrthogonalForm(OrthogonalFlow):
         return {name: params[name] for name in self.names}
 
     @property
-    def has_transport(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def has_transport(self) -> bool:
         """Not with a bounded activation, whose draws do not fill R^d."""
         return self.activation is not _Sigmoid
 

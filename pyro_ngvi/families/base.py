@@ -121,8 +121,7 @@ class Family(ABC):
     coordinates: tuple[str, ...] = ("local",)
     #: the highest diagonal, 0 or -1, of the tensors whose tangents are lower triangles
     triangles: Mapping[str, int] = {}
-    #: whether F is the Hessian of the loss at a Gaussian posterior, so that a natural step of length 1
-    #: would be Newton's.  Where it is not, optimizers help with momentum.
+    #: whether a natural step of length 1 is Newton's at a Gaussian posterior; else momentum helps
     newton_like: bool = False
     #: names of the tensors that momentum acts on, maybe none: in the local frame their block of F is
     #: the same for every q, and has no entries between it and the rest
@@ -136,8 +135,11 @@ class Family(ABC):
     curvature_form: str | None = None
     #: whether F is nearly singular, as that of a flow's networks is
     nearly_singular: bool = False
-    #: whether draws are a smooth one-to-one map of d normal variables onto R^d: :meth:`transport`
-    has_transport: bool = False
+
+    @property
+    def has_transport(self) -> bool:
+        """Whether draws are a smooth one-to-one map of d normal variables onto R^d."""
+        return type(self).transport is not Family.transport
 
     @property
     def known_fisher(self) -> bool:
@@ -250,8 +252,7 @@ class Family(ABC):
     def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors:
         """``gradient`` with its scale part made from the expected Hessian H of -log p(y, z).
 
-        For a Gaussian dLoss / dSigma = (H - Sigma^-1) / 2 (Bonnet's and Price's theorems).
-        ``curvature`` holds H in the parts that :attr:`curvature_form` lists.
+        By Price's theorem dLoss / dSigma = (H - Sigma^-1) / 2.  ``curvature``: :attr:`curvature_form`.
         """
         raise self._lacks("use for curvature")
 

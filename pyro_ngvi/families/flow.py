@@ -53,7 +53,6 @@ class FlowFamily(AugmentedGaussian):
     # no Newton steps and no momentum: as for all guides whose Fisher matrix is estimated
     newton_like = True
     nearly_singular = True
-    has_transport = True
     noise_radius = 0.6
     names: tuple[str, ...] = ()
 

@@ -97,7 +97,6 @@ class FullRankNormal(NormalFamily):
     newton_like = True
     orthogonal_frame = True
     curvature_form = "dense"
-    has_transport = True
     triangles: Mapping[str, int] = {"scale_tril": 0}
 
     def init(self, loc: Tensor, scale: float) -> Tensors:

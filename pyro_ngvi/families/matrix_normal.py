@@ -94,7 +94,6 @@ class MatrixNormal(NormalFamily):
     """
 
     names = ("loc", "row_tril", "column_tril")
-    has_transport = True
     triangles: Mapping[str, int] = {"row_tril": 0, "column_tril": 0}
 
     def __init__(self, rows: int, columns: int) -> None:

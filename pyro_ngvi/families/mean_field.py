@@ -43,7 +43,6 @@ class MeanFieldNormal(NormalFamily):
     coordinates = ("local", "natural", "improved")
     orthogonal_frame = True
     curvature_form = "diagonal"
-    has_transport = True
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
         return {"loc": loc.clone(), "log_scale": torch.full_like(loc, scale).log()}

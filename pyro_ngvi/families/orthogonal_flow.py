@@ -185,7 +185,6 @@ class OrthogonalFlow(Family):
     newton_like = True
     nearly_singular = True
     noise_radius = 0.6
-    has_transport = True
     activation: Callable[[int], Any] = SinhArcsinh
 
     def __init__(self, layers: int = 1) -> None:

@@ -172,7 +172,7 @@ class ProductFamily(Family):
         return self.join({p: f.rsample(self.own(p, params), own[p]) for p, f in self.parts.items()})
 
     @property
-    def has_transport(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def has_transport(self) -> bool:
         """Whether all parts have one."""
         return all(f.has_transport for f in self.parts.values())
 
