@@ -662,8 +662,8 @@ SITES = (
     Mutant(
         "CVI: sign of H m in the targets",
         "sites/cvi.py",
-        "return gradient - matvec(hessian, mean), -hessian",
-        "return gradient + matvec(hessian, mean), -hessian",
+        "gradient - (hessian @ mean.unsqueeze(-1)).squeeze(-1), -hessian",
+        "gradient + (hessian @ mean.unsqueeze(-1)).squeeze(-1), -hessian",
         ("test_cvi",),
     ),
     Mutant(

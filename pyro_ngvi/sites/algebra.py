@@ -16,12 +16,11 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
-from ..linalg.products import matvec, symmetric_product
+from ..linalg.products import symmetric_product
 from .bound_model import BoundModel
-from .kept import Kept
 from .new_inputs import draw_jointly
 from .processes import Regression
-from .structure import LinearMap, ModelStructure
+from .structure import Kept, LinearMap, ModelStructure
 
 #: nu (n, k) and Lambda (n, k, k) by group
 SiteTensors = Mapping[str, tuple[Tensor, Tensor]]
@@ -59,7 +58,7 @@ class GaussianPotential:
 
 def potential_of(at: LinearMap, linear: Tensor, precision: Tensor) -> GaussianPotential:
     """What the sites ``linear`` (N, k), ``precision`` (N, k, k) of one group say of eps."""
-    weighted = matvec(precision, at.offset)
+    weighted = (precision @ at.offset.unsqueeze(-1)).squeeze(-1)
     A = at.design.flatten(0, 1)
     scaled = precision.flatten(1) * A if A.shape[0] == len(linear) else precision @ at.design
     scaled = scaled.reshape(A.shape)

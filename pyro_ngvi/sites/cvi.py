@@ -26,7 +26,6 @@ from torch import Tensor
 
 from ..families.base import Tensors
 from ..linalg.host import host_bool
-from ..linalg.products import matvec
 from ..optim.host import NaturalGradientOptim, describe
 from ..optim.rule import Report, State, StepReport
 from ..optim.state import ADAM
@@ -46,7 +45,7 @@ from .site_guide import SiteGuide, find_sites
 
 def site_targets(gradient: Tensor, hessian: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     """grad_mu E log p as (nu, Lambda) = (g - H m, -H), from g (n, k), H (n, k, k) and m (n, k)."""
-    return gradient - matvec(hessian, mean), -hessian
+    return gradient - (hessian @ mean.unsqueeze(-1)).squeeze(-1), -hessian
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,12 @@ from ..runtime.run import Minibatches
 from .algebra import Algebra
 from .bound_model import BoundModel
 from .chain import ChainAlgebra
-from .conditioned_model import ConditionedModel, TensorRef, WhitenedRun, for_each
+from .checks import check_support, refuse_other_prior
+from .conditioned_model import ConditionedModel, WhitenedRun, for_each
 from .dense import DenseAlgebra
 from .inducing import InducingAlgebra
-from .kept import check_support
 from .probe_points import TOLERANCE, Plane, corners, digit_masks, same
-from .structure import Group, ModelStructure, data_shape, data_terms
-from .whitening import refuse_other_prior
+from .structure import Group, ModelStructure, TensorRef, data_shape, data_terms
 
 #: most entries of a predictor for one datum, and candidates among which pairs are tried
 MOST_ENTRIES, MOST_CANDIDATES = 64, 12
