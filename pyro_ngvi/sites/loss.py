@@ -28,7 +28,7 @@ from torch import Tensor
 from ..linalg.host import at_hand, host_bool, outside_autocast
 from ..runtime.density import site_log_prob
 from ..runtime.store import whole_gradients
-from .algebra import Marginals, View, apart
+from .algebra import Marginals, Pairs, View, apart
 from .bound_model import BoundModel
 from .checks import check_seen
 from .dense import WhitePosterior
@@ -39,6 +39,11 @@ from .site_guide import LastStep, SiteGuide, find_sites
 from .structure import minibatch_scale
 
 Program = Callable[..., Any]
+
+
+def site_targets(gradient: Tensor, hessian: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """grad_mu E log p as (nu, Lambda) = (g - H m, -H), from g (n, k), H (n, k, k) and m (n, k)."""
+    return gradient - (hessian @ mean.unsqueeze(-1)).squeeze(-1), -hessian
 
 
 @dataclass
@@ -55,6 +60,29 @@ class SiteTargets:
     elbo: Tensor
     whole: bool
     """all data, and no draws of other guides: the ELBO is exact"""
+
+    def residuals(self) -> tuple[Pairs, dict[str, Tensor], Tensor]:
+        """Target - site for each datum of the call, which are exact, and how many are not finite."""
+        residual: Pairs = {}
+        exact = {}
+        left = torch.zeros_like(self.elbo)
+        for name, (linear, precision) in self.sites.items():
+            e, index = self.expected[name], self.call.index[name]
+            nu, Lambda = site_targets(e.gradient, e.hessian, self.marginals[name].mean)
+            finite = torch.isfinite(nu).all(-1) & torch.isfinite(Lambda).flatten(1).all(-1)
+            finite = finite & torch.isfinite(e.value)
+            left = left + (~finite).sum()
+            moves = finite
+            if index is not None:  # a datum that comes twice is updated once
+                order = torch.arange(len(index), device=index.device)
+                last = order.new_zeros(self.call.plan.group(name).size).scatter_(0, index, order)
+                moves = finite & (last[index] == order)
+            residual[name] = (
+                torch.where(moves.unsqueeze(-1), nu - linear, 0.0),
+                torch.where(moves.reshape(-1, 1, 1), Lambda - precision, 0.0),
+            )
+            exact[name] = e.quadratic
+        return residual, exact, left
 
 
 class SitesELBO(ELBO):

@@ -110,17 +110,19 @@ class SiteGuide(MadeAtFirstCall):
 
     def whole_model(self) -> Callable[..., Any]:
         """The model; in an ``AutoGuideList`` that of the list, with sites of other guides."""
-        holder = self._holder()
-        if not has_model(holder):
+        try:
+            return self._holder().model
+        except TypeError:  # Pyro leaves it out of copies
             raise RuntimeError(
                 "This AutoSites was unpickled or loaded, and does not carry the model. Take a step, or "
                 "evaluate the loss, by SVI(model, guide, ...) first: the guide gets the model from it."
-            )
-        return holder.model
+            ) from None
 
     def adopt(self, model: Callable[..., Any]) -> None:
         """Take ``model``, if this is a copy that came without."""
-        if not has_model(self._holder()):
+        try:
+            self.whole_model()
+        except RuntimeError:
             give_model(self._holder(), model)
 
     def owns(self, name: str) -> bool:
