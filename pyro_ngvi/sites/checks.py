@@ -55,11 +55,8 @@ def check_seen(call: BoundModel) -> None:
 
 def _allowed(site: Site) -> Tensor:
     """Which data the likelihood can produce, or are not there (or hidden by a mask)."""
-    allowed, mask, absent = (
-        unwrapped(site).support.check(site["value"]),
-        site["mask"],
-        missing(site),
-    )
+    allowed = unwrapped(site).support.check(site["value"])
+    mask, absent = site["mask"], missing(site)
     if mask is False:
         return torch.ones_like(allowed)
     if isinstance(mask, Tensor):

@@ -217,10 +217,6 @@ def other_size(name: str, now: torch.Size, before: torch.Size) -> ValueError:
     )
 
 
-def _is_no_parameter(msg: Any) -> bool:
-    return msg["type"] != "param"
-
-
 def _like(fn: Any) -> Tensor:
     """A tensor of the kind that draws of ``fn`` are."""
     if not isinstance(fn, GaussianStateSpace | GaussianProcess):
@@ -249,7 +245,7 @@ class ConditionedModel:
         run = WhitenedRun(self, noise, **options)
         shield = nullcontext()
         if hidden:
-            shield = pyro.poutine.block(hide_fn=_is_no_parameter)
+            shield = pyro.poutine.block(hide_fn=lambda msg: msg["type"] != "param")
         with shield, pyro.validation_enabled(False), run:
             try:
                 with run.operations:

@@ -32,8 +32,7 @@ from .algebra import Marginals, Pairs, View, apart
 from .bound_model import BoundModel
 from .checks import check_seen
 from .dense import WhitePosterior
-from .expectation import Expected, default_count, expectations, quadrature_points
-from .initial_sites import first_targets
+from .expectation import Expected, default_count, expectations, first_targets, quadrature_points
 from .probe_points import same
 from .site_guide import LastStep, SiteGuide, find_sites
 from .structure import minibatch_scale

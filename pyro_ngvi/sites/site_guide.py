@@ -17,12 +17,7 @@ from ..families.base import entry_name
 from ..guides.start import MadeAtFirstCall
 from ..linalg.host import at_hand, own_random_state
 from ..runtime.pyro_adapter import give_model, has_model, model_under
-from ..runtime.store import (
-    ModuleParams,
-    check_names,
-    follow_store,
-    module_name,
-)
+from ..runtime.store import ModuleParams, check_names, follow_store, module_name
 from .algebra import Algebra
 from .bound_model import BoundModel, bind
 from .checks import check_prior
