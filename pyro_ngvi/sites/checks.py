@@ -104,16 +104,6 @@ def check_prior(before: BoundModel, call: BoundModel, leave_out: bool) -> list[s
     return others
 
 
-def refuse_other_prior(block: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Refuse a block whose prior is another one at other values of the sites outside of it."""
-    for name in other_priors(block, other):
-        raise ValueError(
-            f"AutoSites: the prior of {name!r} depends on a latent site outside of the block, such "
-            f"as a length-scale that has a prior of its own. Make that one a parameter of the "
-            f"model (pyro.param, PyroParam), which CVI(guide, others=...) learns."
-        )
-
-
 def other_priors(block: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """The sites of two runs of a block whose priors are not the same."""
     marks = {name: (_mark(fn), _mark(other[name])) for name, fn in block.items()}

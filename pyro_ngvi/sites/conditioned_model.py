@@ -245,7 +245,7 @@ class ConditionedModel:
         run = WhitenedRun(self, noise, **options)
         shield = nullcontext()
         if hidden:
-            shield = pyro.poutine.block(hide_fn=lambda msg: msg["type"] != "param")
+            shield = pyro.poutine.block(hide_fn=lambda msg: msg.get("type") != "param")
         with shield, pyro.validation_enabled(False), run:
             try:
                 with run.operations:
