@@ -35,7 +35,8 @@ from pyro_ngvi.fisher import LowRank
 from pyro_ngvi.optim.blocks import EstimatedGeometry
 from pyro_ngvi.optim.host import NaturalGradientOptim
 from pyro_ngvi.optim.ifvb import SLOW
-from pyro_ngvi.optim.natural_gradient import NaturalGradientRule, make_rule
+from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
+from pyro_ngvi.optim.ngvb import make_rule
 from pyro_ngvi.optim.rule import Rule, State, Step
 
 from .hard_targets import Contestant, Maker, Table, compare

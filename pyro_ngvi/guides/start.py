@@ -17,7 +17,7 @@ from torch.distributions import biject_to
 
 from ..families.base import Family, Tensors, entry_name
 from ..linalg.host import outside_autocast, own_random_state
-from ..optim.natural_gradient import make_rule
+from ..optim.ngvb import make_rule
 from ..probing.latents import check_latents
 from ..runtime.density import feasible_value
 from ..runtime.model_density import ModelDensity

@@ -5,7 +5,7 @@ from typing import Any
 from ..fisher import remember_arguments
 from .aifvb import AIFVB
 from .ifvb import IFVB
-from .natural_gradient import NGVB, NaturalGradient
+from .ngvb import NGVB, NaturalGradient
 from .noisy_kfac import NoisyKFAC
 from .rule import LogPower, Rule, Step, Tail
 from .schedules import Constant, NoiseClock, PowerDecay, RobbinsMonro

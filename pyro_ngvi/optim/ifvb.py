@@ -48,7 +48,8 @@ from ..fisher.scores import family_scores
 from ..linalg.host import own_random_state
 from .blocks import Coordinates, EstimatedGeometry, GuideBlock
 from .host import NaturalGradientOptim, find_blocks
-from .natural_gradient import NaturalGradientRule, make_rule
+from .natural_gradient import NaturalGradientRule
+from .ngvb import make_rule
 from .rule import Averaging, Rule, State, Step, require
 from .schedules import RobbinsMonro, Schedule, check_convergence
 from .state import ADAM

@@ -9,10 +9,10 @@ For a family with Fisher matrix F, from the Euclidean gradient g of the loss, wi
     lambda <- retract(lambda, -move)                      never leaves the domain
 
 **Gain.**  For families whose Fisher matrix is the Hessian of the loss at a Gaussian posterior (full
-rank) b_k is the Kalman gain of :class:`~pyro_ngvi.optim.schedules.NoiseClock`, and beta is 0.  For the
-others (mean field, factor) the Hessian in the Fisher metric has eigenvalues from near 0 to about d, so
-no single gain suits all directions: there b_k = (1 + k/20)^(-1/2) / 6, where k waits while signal
-dominates, with beta = 0.9, and iterates are averaged.
+rank) b_k is the Kalman gain of :class:`NoiseClock`, and beta is 0.  For the others (mean field, factor)
+the Hessian in the Fisher metric has eigenvalues from near 0 to about d, so no single gain suits all
+directions: there b_k = (1 + k/20)^(-1/2) / 6, where k waits while signal dominates, with
+beta = 0.9, and iterates are averaged.
 
 **Radius.**  KL between successive q is about R^2 / 2, hence one radius serves every model: R_k =
 min(trust_radius, 3 sqrt(b_k)).  The second bound keeps the energy that the noise of one step injects in
@@ -37,21 +37,16 @@ clock, the radius and the symmetrised gradients are this project's; benchmarks/R
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, reduce
-from typing import Any, ClassVar
+from functools import reduce
+from typing import Any, Protocol
 
 import torch
-from pyro.optim import PyroOptim
 from torch import Tensor
 
-from ..families.base import Family, Tensors, dot, pack
+from ..families.base import Tensors, dot, pack
 from ..linalg.host import host_bool
-from .host import NaturalGradientOptim
-from .rule import Averaging, Rule, State, Step, Tail, as_averaging, require
-from .schedules import NoiseClock, RobbinsMonro, Schedule, as_schedule
-from .state import ADAM
+from .rule import Averaging, Rule, State, Step
 
 #: steps in the memory of the typical length of a gradient
 MEMORY = 10.0
@@ -59,8 +54,72 @@ MEMORY = 10.0
 OUTLIER = 3.0
 #: a run of skipped steps longer than this halves the radius at each further one
 PATIENCE = 3.0
-#: gains for families whose Fisher matrix is not the Hessian of the loss
-SLOW_DECAY = RobbinsMonro(scale=1.0 / 6.0, offset=20.0, power=0.5, patience=0.5)
+
+
+class Schedule(Protocol):
+    r"""How long a step is: the gain b_k that multiplies the natural gradient, and how it decays.
+
+    A schedule is a pair of pure functions on 0-dim tensors, so it neither waits for the device nor
+    keeps state of its own:
+
+        init(like) -> state,   gain(signal, state) -> (b_k, state)
+
+    ``signal``, in [-1, 1], is what the step before says about this one: the estimate
+
+        snr_k = (<G_k, G_{k-1}> + <G_{k-1}, move_{k-1}>) / |G_k|^2                                   (1)
+
+    of the share of signal in the energy of the natural gradient G_k, in the Fisher metric.  Near the
+    optimum its expectation x moves by x_k = x_{k-1} - move_{k-1} (the Fisher metric makes every
+    curvature 1), and noises of different steps are independent; so the numerator estimates |x_{k-1}|^2.
+    """
+
+    def init(self, like: Tensor) -> Tensors: ...
+
+    def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]: ...
+
+
+@dataclass(frozen=True)
+class NoiseClock:
+    r"""The default: a Kalman gain whose clock runs on the noise that the gradients show.
+
+    In an isotropic linear model the best step is the Kalman gain, the share of signal in the energy of
+    the gradient.  Once noise dominates, it is 1 / c_k with c growing by a constant per step: c + 1 is
+    the plain average of all noise, c + 1/2 forgets the past twice as fast.  Whenever the measured share
+    of signal is *significantly* larger than 1/c, the clock is set back:
+
+        c <- min(c + 1/2, 1 / max(0, mean(snr) - 2 se(snr))),   b = 1 / c,
+
+    where the mean and its standard error come from (1) over the last max(10, c / 2) steps.
+
+    Multiplicative noise (few particles for many dimensions) shows from the first step on, hence a small
+    but *constant* gain, about S / (S + d + 1) for S particles, which is exact in the end where the
+    posterior is Gaussian.  Additive noise shows only near the optimum; the gain then falls as 2/k.
+
+    Not for: losses that change between steps (annealing); use :class:`RobbinsMonro` there.
+    """
+
+    increment: float = 0.5
+    standard_errors: float = 2.0
+    start: float = 10.0
+    min_window: float = 10.0
+
+    def init(self, like: Tensor) -> Tensors:
+        names = ("mean", "variance", "weight", "count")
+        return {"clock": like.new_zeros(()) + self.start, **{n: like.new_zeros(()) for n in names}}
+
+    def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
+        clock, count = state["clock"], state["count"]
+        first = count == 0  # nothing came before the first step: no signal to read
+        window = torch.clamp(0.5 * clock, min=self.min_window)
+        a = torch.where(first, 0.0, torch.maximum(1.0 / window, 1.0 / count.clamp_min(1.0)))
+        mean = torch.lerp(state["mean"], signal, a)
+        variance = torch.lerp(state["variance"], (signal - mean).square(), a)
+        weight = (1 - a).square() * state["weight"] + a.square()  # sum of squared weights
+        certain = (mean - self.standard_errors * (variance * weight).sqrt()).clamp(1e-12, 1.0)
+        advanced = torch.minimum(clock + self.increment, 1.0 / certain).clamp_min(1.0)
+        clock = torch.where(first, clock, advanced)
+        moments = {"mean": mean, "variance": variance, "weight": weight}
+        return 1.0 / clock, {"clock": clock, **moments, "count": count + 1}
 
 
 @dataclass(frozen=True)
@@ -73,7 +132,7 @@ class NaturalGradientRule(Rule):
     noise_radius: float = 3.0
     outlier: float = OUTLIER
     clip_norm: float | None = None
-    schedule: Schedule = NoiseClock()  # noqa: RUF009
+    schedule: Schedule = NoiseClock()
     momentum: float = 0.0
     averaging: Averaging | None = None
     coordinates: str = "local"
@@ -185,136 +244,3 @@ class NaturalGradientRule(Rule):
         if not host_bool(finite):
             length = torch.where(finite, length, torch.ones_like(length))
         return direction, gradient, length, finite
-
-
-def make_rule(
-    family: Any,
-    lr: float = 1.0,
-    trust_radius: float | None = 1.0,
-    schedule: Schedule | Callable[[Tensor], Tensor] | str | None = None,
-    momentum: float | None = None,
-    averaging: Averaging | float | bool | None = None,
-    **further: Any,
-) -> NaturalGradientRule:
-    """The rule for a family; ``None`` for the last three stands for what suits the family."""
-    require(isinstance(lr, int | float) and 0.0 < lr <= 1.0, "lr", "lie in (0, 1]", lr)
-    positive = trust_radius is None or trust_radius > 0.0
-    require(positive, "trust_radius", "be positive or None", trust_radius)
-    require(momentum is None or 0.0 <= momentum < 1.0, "momentum", "lie in [0, 1)", momentum)
-    given: dict[str, Any] = {"noise_radius": family.noise_radius, "trust_radius": trust_radius}
-    if trust_radius is None:
-        given = dict.fromkeys(("noise_radius", "trust_radius", "outlier"), torch.inf)
-    # a schedule of the user's own comes without momentum and averaging unless asked for
-    if schedule is None and not family.newton_like:
-        given |= {"schedule": SLOW_DECAY, "momentum": 0.9, "averaging": Tail()}
-    if schedule is not None:
-        given["schedule"] = as_schedule(schedule)
-    if momentum is not None:
-        given["momentum"] = momentum
-    if averaging is not None:
-        given["averaging"] = as_averaging(averaging)
-    return NaturalGradientRule(family, lr, **given, **further)
-
-
-class NGVB(NaturalGradientOptim):
-    """Natural-gradient variational Bayes: an optimizer for ``pyro.infer.SVI``.
-
-    It trains our guides (or those parts of an ``AutoGuideList`` that are ours) by natural gradient
-    and hands every other parameter, in the same backward pass, to ``others``.  The defaults need no
-    tuning; the equations are in :mod:`pyro_ngvi.optim.natural_gradient`.
-
-    Args:
-        guide: the guide that SVI trains, or a list that contains guides of ours.
-        lr: factor in (0, 1] on the gain of the schedule, for careful runs; 1 is right.
-        trust_radius: largest Fisher length of a step, nats^(1/2); at radius 1 KL between successive q
-            is about 1/2 nat, up to 2 in factor families.  ``None``: no bound (exact gradients only).
-        schedule: "noise" (:class:`NoiseClock`), "constant", a :class:`RobbinsMonro`, or a function
-            from the step count (0-dim tensor, 0, 1, ...) to the gain.
-        momentum: heavy-ball coefficient in [0, 1) for the location of a Gaussian, and for all of an
-            exponential family.
-        averaging: ``False``; ``True`` for the average of about the last two fifths of the run
-            (:class:`Tail`); or a number w for weights (log k)^w.  The guide then holds the average.
-        coordinates: "local" (default) or "natural".
-        others: a ``PyroOptim`` for parameters that are not natural, for instance
-            ``pyro.optim.Adam({"lr": 1e-3})``.  By default Adam with a learning rate of 0.01, which a
-            UserWarning says at the first step that has some; ``None`` refuses them.  Where the best q
-            moves with them (diagonals of Walsh-Hadamard layers, length-scales) pass
-            ``averaging=False`` for a mean-field or factor guide, whose average would lag behind.
-
-    ``None`` for schedule, momentum or averaging takes what suits the family.
-
-    Not for: losses that are not an ELBO (RenyiELBO, ReweightedWakeSleep, EnergyDistance), losses scaled
-    by ``poutine.scale(..., 1 / N)``, for which the gain, at most 1, cannot make up, and guides of other
-    packages.
-
-    Raises:
-        ValueError: for a guide that is not ours, arguments out of range, coordinates that a family
-            does not have, or (at a step) parameters that nobody trains.
-
-    Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI, Trace_ELBO
-        >>> import pyro_ngvi as ngvi
-        >>> def model():
-        ...     pyro.sample("x", dist.Normal(3.0, 2.0))
-        >>> guide = ngvi.AutoMeanFieldNormal(model)
-        >>> optim = ngvi.NGVB(guide)
-        >>> svi = SVI(model, guide, optim, Trace_ELBO(4, vectorize_particles=True))
-        >>> for _ in range(300):
-        ...     loss = svi.step()
-        >>> print(f"{guide.loc.item():.2f} {guide.log_scale.exp().item():.2f}")
-        3.00 2.00
-        >>> optim.report().skipped
-        0
-    """
-
-    suits = "pyro_ngvi.AutoFullRankNormal(model)"
-    #: curvature in the loss takes the place of the gradient of the scales
-    accepts: ClassVar[tuple[str | None, ...]] = (None, "price", "hessian", "gauss_newton")
-
-    def __init__(
-        self,
-        guide: Any,
-        lr: float = 1.0,
-        trust_radius: float | None = 1.0,
-        schedule: Schedule | Callable[[Tensor], Tensor] | str | None = None,
-        momentum: float | None = None,
-        averaging: Averaging | float | bool | None = None,
-        coordinates: str = "local",
-        others: PyroOptim | None = ADAM,
-    ) -> None:
-        arguments: dict[str, Any] = {"lr": lr, "trust_radius": trust_radius, "schedule": schedule}
-        arguments |= {"momentum": momentum, "averaging": averaging, "coordinates": coordinates}
-        super().__init__(guide, others, partial(make_rule, **arguments))
-
-
-class NaturalGradient(NaturalGradientOptim):
-    """Steps the guides of this package by a rule of your own.
-
-    The rule says where to go; finiteness, counts, averaging, reports, saving and what becomes of other
-    parameters are as for every optimizer of this package.
-
-    Args:
-        guide: the guide that SVI trains, or a list that contains guides of ours.
-        rule: a function of the family that gives its :class:`~pyro_ngvi.optim.Rule`; the class of a
-            rule whose other fields have defaults is one.
-        others: a ``PyroOptim`` for parameters that are not natural; see :class:`NGVB`.
-
-    Example (docs/extending.md writes a rule):
-        >>> import pyro_ngvi as ngvi
-        >>> from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
-        >>> guide = ngvi.AutoMeanFieldNormal(lambda: None)
-        >>> optim = ngvi.optim.NaturalGradient(guide, NaturalGradientRule)
-    """
-
-    suits = "pyro_ngvi.AutoFullRankNormal(model)"
-
-    def __init__(
-        self, guide: Any, rule: Callable[[Family], Rule], others: PyroOptim | None = ADAM
-    ) -> None:
-        super().__init__(guide, others, rule)
-
-    def make_rule(self, family: Family) -> Rule:
-        made = super().make_rule(family)
-        self.accepts = made.accepts
-        return made

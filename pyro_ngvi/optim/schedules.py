@@ -1,82 +1,20 @@
-r"""How long a step is: the gain b_k that multiplies the natural gradient, and how it decays.
+"""How long a step is: the gain b_k that multiplies the natural gradient, and how it decays.
 
-A schedule is a pair of pure functions on 0-dim tensors, so it neither waits for the device nor
-keeps state of its own:
-
-    init(like) -> state,   gain(signal, state) -> (b_k, state)
-
-``signal``, in [-1, 1], is what the step before says about this one: the estimate
-
-    snr_k = (<G_k, G_{k-1}> + <G_{k-1}, move_{k-1}>) / |G_k|^2                                   (1)
-
-of the share of signal in the energy of the natural gradient G_k, in the Fisher metric.  Near the
-optimum its expectation x moves by x_k = x_{k-1} - move_{k-1} (the Fisher metric makes every curvature
-1), and noises of different steps are independent; so the numerator estimates |x_{k-1}|^2.
+The protocol :class:`Schedule`, the signal (1) that it reads, and the default :class:`NoiseClock` stand
+with the rule, in :mod:`.natural_gradient`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..families.base import Tensors
+from .natural_gradient import NoiseClock, Schedule
 from .rule import require
-
-
-class Schedule(Protocol):
-    """A pair of pure functions; see the head of this file."""
-
-    def init(self, like: Tensor) -> Tensors: ...
-
-    def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]: ...
-
-
-@dataclass(frozen=True)
-class NoiseClock:
-    r"""The default: a Kalman gain whose clock runs on the noise that the gradients show.
-
-    In an isotropic linear model the best step is the Kalman gain, the share of signal in the energy of
-    the gradient.  Once noise dominates, it is 1 / c_k with c growing by a constant per step: c + 1 is
-    the plain average of all noise, c + 1/2 forgets the past twice as fast.  Whenever the measured share
-    of signal is *significantly* larger than 1/c, the clock is set back:
-
-        c <- min(c + 1/2, 1 / max(0, mean(snr) - 2 se(snr))),   b = 1 / c,
-
-    where the mean and its standard error come from (1) over the last max(10, c / 2) steps.
-
-    Multiplicative noise (few particles for many dimensions) shows from the first step on, hence a small
-    but *constant* gain, about S / (S + d + 1) for S particles, which is exact in the end where the
-    posterior is Gaussian.  Additive noise shows only near the optimum; the gain then falls as 2/k.
-
-    Not for: losses that change between steps (annealing); use :class:`RobbinsMonro` there.
-    """
-
-    increment: float = 0.5
-    standard_errors: float = 2.0
-    start: float = 10.0
-    min_window: float = 10.0
-
-    def init(self, like: Tensor) -> Tensors:
-        names = ("mean", "variance", "weight", "count")
-        return {"clock": like.new_zeros(()) + self.start, **{n: like.new_zeros(()) for n in names}}
-
-    def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
-        clock, count = state["clock"], state["count"]
-        first = count == 0  # nothing came before the first step: no signal to read
-        window = torch.clamp(0.5 * clock, min=self.min_window)
-        a = torch.where(first, 0.0, torch.maximum(1.0 / window, 1.0 / count.clamp_min(1.0)))
-        mean = torch.lerp(state["mean"], signal, a)
-        variance = torch.lerp(state["variance"], (signal - mean).square(), a)
-        weight = (1 - a).square() * state["weight"] + a.square()  # sum of squared weights
-        certain = (mean - self.standard_errors * (variance * weight).sqrt()).clamp(1e-12, 1.0)
-        advanced = torch.minimum(clock + self.increment, 1.0 / certain).clamp_min(1.0)
-        clock = torch.where(first, clock, advanced)
-        moments = {"mean": mean, "variance": variance, "weight": weight}
-        return 1.0 / clock, {"clock": clock, **moments, "count": count + 1}
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,23 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from ..linalg.products import matvec, symmetric_product
+from ..linalg.host import host_bool
+from ..linalg.products import symmetric_product
+from ..linalg.spectral import positive_part
 from .bound_model import BoundModel
-from .kept import Kept
 from .new_inputs import draw_jointly
 from .processes import Regression
-from .structure import LinearMap, ModelStructure
+from .structure import Kept, LinearMap, ModelStructure
 
 #: nu (n, k) and Lambda (n, k, k) by group
 SiteTensors = Mapping[str, tuple[Tensor, Tensor]]
+#: changes of every group's sites, or their mean parameters: (n, k) and (n, k, k)
+Pairs = dict[str, tuple[Tensor, Tensor]]
+
+#: halvings of a step that would leave the proper densities
+HALVINGS = 6
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class GaussianPotential:
 
 def potential_of(at: LinearMap, linear: Tensor, precision: Tensor) -> GaussianPotential:
     """What the sites ``linear`` (N, k), ``precision`` (N, k, k) of one group say of eps."""
-    weighted = matvec(precision, at.offset)
+    weighted = (precision @ at.offset.unsqueeze(-1)).squeeze(-1)
     A = at.design.flatten(0, 1)
     scaled = precision.flatten(1) * A if A.shape[0] == len(linear) else precision @ at.design
     scaled = scaled.reshape(A.shape)
@@ -256,3 +263,66 @@ class Algebra(nn.Module):
             if isinstance(value, Kept):  # it may be of another device or dtype
                 value.put(None)
         return super()._apply(fn, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class ProperStep:
+    """The change of every site, with its share in it; log Z and evidence after it, and q if known."""
+
+    change: Pairs
+    share: Tensor
+    log_normalizer: Tensor
+    evidence: GaussianPotential
+    q: Any = None
+
+
+def proper_step(algebra: Algebra, targets: Any, change: Pairs) -> ProperStep:
+    """``change`` of the sites of ``targets``, or as much of it as leaves q proper.
+
+    Single sites may have a negative precision, where the likelihood is not log-concave, as long as
+    prior and sites together do not.  Where the whole step would go too far, a share 2^-j of it is
+    taken; where no share is proper, sites lose the negative part of their precision, and then q is.
+    """
+    step = _halved(algebra, targets, change)
+    found = step.share > 0.0
+    if host_bool(found):
+        return step
+    positive: Pairs = {}
+    for name, (nu, Lambda) in change.items():
+        before = targets.sites[name][1]
+        positive[name] = nu, positive_part(before + Lambda) - before
+    other = _halved(algebra, targets, positive)
+    return ProperStep(
+        tree_map(lambda a, b: torch.where(found, a, b), step.change, positive),
+        torch.where(found, step.share, other.share),
+        torch.where(found, step.log_normalizer, other.log_normalizer),
+        step.evidence.where(found, other.evidence),
+    )
+
+
+def _halved(algebra: Algebra, targets: Any, change: Pairs) -> ProperStep:
+    """The largest share 2^-j of a change that leaves q proper, or 0."""
+    view, before = targets.view, algebra.evidence
+    one = torch.ones_like(before.constant)
+    moved = tree_map(torch.add, targets.sites, change)
+    if targets.call.whole:  # summed anew, so that roundings do not add up from sweep to sweep
+        after = algebra.collect(view, moved)
+    else:
+        after = algebra.after(view, change, moved, targets.call)
+    q = algebra.posterior(view, after)
+    found, log_normalizer = q.proper, q.log_normalizer
+    if host_bool(found):  # nothing to halve
+        return ProperStep(change, one, log_normalizer, after, q)
+    step = after.plus(before, -1.0)
+    share = torch.where(found, one, torch.zeros_like(one))
+    log_normalizer = torch.where(found, log_normalizer, targets.posterior.log_normalizer)
+    for j in range(1, HALVINGS + 1):
+        q = algebra.posterior(view, before.plus(step, 0.5**j))
+        fits = q.proper & ~found
+        share = torch.where(fits, 0.5**j, share)
+        log_normalizer = torch.where(fits, q.log_normalizer, log_normalizer)
+        found = found | fits
+        if host_bool(found):
+            break
+    evidence = after.where(share == 1.0, before.plus(step, share))
+    return ProperStep(change, share, log_normalizer, evidence)

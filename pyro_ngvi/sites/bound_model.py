@@ -20,9 +20,16 @@ from ..distributions import GaussianProcess
 from ..linalg.host import at_hand, fixed_normal
 from ..runtime.density import Sites, is_minibatch, site_kind, site_log_prob
 from ..runtime.run import Minibatches
-from .conditioned_model import ConditionedModel, TensorRef, WhitenedRun, for_each
-from .structure import Group, LinearMap, ModelStructure, data_shape, data_terms, minibatch_scale
-from .whitening import log_det_root
+from .conditioned_model import ConditionedModel, WhitenedRun, for_each, log_det_root
+from .structure import (
+    Group,
+    LinearMap,
+    ModelStructure,
+    TensorRef,
+    data_shape,
+    data_terms,
+    minibatch_scale,
+)
 
 #: entries of A that are made at once
 CHUNK = 2**24

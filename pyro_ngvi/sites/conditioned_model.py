@@ -1,5 +1,12 @@
 """Runs of a model with its Gaussian block made from white noise, its predictors seen or replaced.
 
+A block of latent sites z_1, z_2, ...  that are jointly Gaussian a priori is
+
+    z_i = loc_i(z_1, ..., z_(i-1)) + R_i eps_i,        eps ~ N(0, I),
+
+with R_i free of the other sites and loc_i affine in them.  So z, and everything that is affine in z, is
+affine in the flat vector eps (D,): a posterior over eps is one over z, and the prior is always N(0, I).
+
 A *predictor* is what a datum sees of the latent block, f_n = A_n z + b_n.  In a run of the model it is
 either the value of a sample site (a latent Gaussian process, ``pyro.deterministic``), or the result of
 one torch operation of the model's own code, found again in every run by its number: ``X @ w`` may be
@@ -16,7 +23,9 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 import pyro
+import pyro.distributions as dist
 import torch
+from pyro.distributions.util import sum_rightmost
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -25,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..distributions import GaussianProcess, GaussianStateSpace
 from ..runtime.density import Site, Sites
 from ..runtime.run import Conditioned, Minibatches
-from .whitening import colour, gaussian_of, refuse_weights
+from .structure import TensorRef
 
 T = TypeVar("T")
 
@@ -37,20 +46,6 @@ _DESCRIBE = {
     *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
     *("__repr__", "__str__", "__format__", "__hash__"),
 }
-
-
-@dataclass(frozen=True)
-class TensorRef:
-    """Where a predictor appears in a run: a ``site``, or operation ``number``, of that ``name``."""
-
-    site: str | None = None
-    number: int = -1
-    name: str = ""
-
-    def __str__(self) -> str:
-        if self.site is not None:
-            return f"the site {self.site!r}"
-        return f"the result of {self.name} (operation {self.number} of the model)"
 
 
 class _AllSeen(Exception):
@@ -222,10 +217,6 @@ def other_size(name: str, now: torch.Size, before: torch.Size) -> ValueError:
     )
 
 
-def _is_no_parameter(msg: Any) -> bool:
-    return msg["type"] != "param"
-
-
 def _like(fn: Any) -> Tensor:
     """A tensor of the kind that draws of ``fn`` are."""
     if not isinstance(fn, GaussianStateSpace | GaussianProcess):
@@ -254,7 +245,7 @@ class ConditionedModel:
         run = WhitenedRun(self, noise, **options)
         shield = nullcontext()
         if hidden:
-            shield = pyro.poutine.block(hide_fn=_is_no_parameter)
+            shield = pyro.poutine.block(hide_fn=lambda msg: msg.get("type") != "param")
         with shield, pyro.validation_enabled(False), run:
             try:
                 with run.operations:
@@ -266,6 +257,62 @@ class ConditionedModel:
 
     def sites(self, noise: Tensor | None, **options: Any) -> Sites:
         return self(noise, **options).sites
+
+
+# --- Gaussian latent sites
+
+
+def gaussian_of(site: Site) -> Any:
+    """The Gaussian of a latent site, without ``to_event``; refuses any other distribution."""
+    fn, name = site["fn"], site["name"]
+    while isinstance(fn, dist.Independent):
+        fn = fn.base_dist
+    if not (isinstance(fn, dist.Normal | dist.MultivariateNormal) or hasattr(fn, "from_noise")):
+        raise ValueError(
+            f"AutoSites: latent site {name!r} is {type(fn).__name__}, not Gaussian, or has no "
+            f"data. Use AutoGuideList(model) of AutoSites(block(model, hide=[{name!r}])), "
+            f"AutoMeanFieldNormal(block(model, expose=[{name!r}])), or scale * z in the likelihood."
+        )
+    if isinstance(fn, GaussianProcess) and fn.batch_shape:
+        raise fn.in_plate(fn.batch_shape)
+    return fn
+
+
+def refuse_weights(site: Site) -> None:
+    """Refuse a prior under a scale or a mask."""
+    scale, mask = site["scale"], site["mask"]
+    if isinstance(scale, Tensor) or scale != 1.0 or not (mask is None or mask is True):
+        raise ValueError(
+            f"AutoSites: the prior of {site['name']!r} stands under a scale or a mask (a "
+            "subsampled plate, poutine.scale or poutine.mask): it would not be Gaussian. Take the "
+            "site out; mask missing data in the observed site alone, or leave them NaN."
+        )
+
+
+def colour(fn: Any, noise: Tensor) -> Tensor:
+    """loc + R noise in the shape of a draw, for as many entries of flat ``noise``."""
+    shaped = noise.reshape(fn.shape())
+    if isinstance(fn, dist.Normal):
+        return fn.loc + fn.scale * shaped
+    if hasattr(fn, "from_noise"):
+        return fn.from_noise(shaped)
+    # as a row: under vmap that is one product of matrices, and not many with a vector
+    return fn.loc + (shaped.unsqueeze(-2) @ fn.scale_tril.mT).squeeze(-2)
+
+
+def log_det_root(fn: Any, event_dim: int) -> Tensor:
+    """log |det R|, summed over the last ``event_dim`` dimensions of a draw, in nats."""
+    if isinstance(fn, dist.Normal):
+        each, summed = fn.scale.log().expand(fn.shape()), event_dim
+    else:
+        summed = event_dim - len(fn.event_shape)
+        if hasattr(fn, "log_det_root"):
+            each = fn.log_det_root()
+        else:
+            diagonal = torch.diagonal(fn.scale_tril, dim1=-2, dim2=-1)
+            each = diagonal.log().sum(-1).expand(fn.batch_shape)
+    total: Any = sum_rightmost(each, summed)
+    return total
 
 
 def for_each(body: Callable[[Any], T], inputs: Any, chunk_size: int | None = None) -> T:

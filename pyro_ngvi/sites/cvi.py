@@ -9,9 +9,18 @@ with g_n = E grad log p and H_n = E hess log p under q(f_n) = N(m_n, C_n),
     Lambda_n <- (1 - b) Lambda_n - b H_n,        nu_n <- (1 - b) nu_n + b (g_n - H_n m_n).
 
 With b = 1 a Gaussian likelihood is exact after one step, and others converge as fixed points do.  A
-term that is quadratic in f_n is conjugate: its site moves all the way, whatever b is.  With all data b
-is the gain of a secant, a sweep after which the ELBO fell is halved, and every step is shortened until
-q is proper (:mod:`pyro_ngvi.sites.secant`).  Data whose expectations are not finite keep their site.
+term that is quadratic in f_n is conjugate: its site moves all the way, whatever b is.  Every step is
+shortened until q is proper.  Data whose expectations are not finite keep their site.
+
+With all data r = target - lambda is the gradient of the ELBO in the mean parameters mu, so the slopes
+at both ends of a step d = b r_old from mu_old to mu are known, and their secant is zero at the gain
+
+    b* = <d, mu - mu_old> / (<d, mu - mu_old> / b - <r, mu - mu_old>).
+
+<d, mu - mu_old> is KL(q || q_old) + KL(q_old || q) > 0.  A sweep that overshoots makes the second
+slope negative, and the next one is shorter (Barzilai & Borwein 1988, in the geometry of the family).
+Where the ELBO fell all the same, half of d is taken back, again and again; nearly all of it, where the
+ELBO is not finite.
 """
 
 from __future__ import annotations
@@ -23,30 +32,123 @@ from typing import Any, ClassVar
 import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..families.base import Tensors
 from ..linalg.host import host_bool
-from ..linalg.products import matvec
 from ..optim.host import NaturalGradientOptim, describe
 from ..optim.rule import Report, State, StepReport
 from ..optim.state import ADAM
-from .algebra import Algebra
+from .algebra import Algebra, Pairs, ProperStep, proper_step
 from .loss import SiteTargets
-from .secant import (
-    Pairs,
-    ProperStep,
-    next_sweep,
-    pairing,
-    proper_step,
-    start_sweeps,
-    towards,
-)
 from .site_guide import SiteGuide, find_sites
 
+#: a fall of the ELBO by less than this many roundings of its terms is none
+ROUNDINGS = 256.0
+#: smallest share of lr that a secant asks for
+SMALLEST = 1.0 / 16.0
+#: what is left of a step after which the ELBO is not finite: halves of it could be lost as well
+LOST = 2.0**-8
+#: how often a step is halved; 2^-30 of it that still lowers the ELBO led nowhere up
+MOST_BACKS = 30
 
-def site_targets(gradient: Tensor, hessian: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """grad_mu E log p as (nu, Lambda) = (g - H m, -H), from g (n, k), H (n, k, k) and m (n, k)."""
-    return gradient - matvec(hessian, mean), -hessian
+
+def pairing(change: Pairs, moments: Pairs) -> Tensor:
+    """<(nu, Lambda), (m, M)> = sum nu' m - tr(Lambda M) / 2 over all sites, 0-dim."""
+    total = torch.zeros(())
+    for name, (nu, Lambda) in change.items():
+        m, M = moments[name]
+        total = total.to(m) + (nu * m).sum() - 0.5 * (Lambda * M).sum()
+    return total
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The change of every site in the next sweep, its gain, and whether it goes back.
+
+    The memory after it is ``behind`` where it does, else ``ahead``, with the step that was taken.
+    """
+
+    change: Pairs
+    gain: Tensor
+    back: Tensor
+    behind: State
+    ahead: State
+
+    def memory(self, change: Pairs, share: Tensor) -> State:
+        """That of a sweep of which the ``share`` of a ``change`` was made."""
+        step = _named(tree_map(lambda x: share * x, change))
+        ahead = self.ahead | {"step": step, "gain": share * self.gain}
+        return _choose(self.back, self.behind, ahead)
+
+
+def start_sweeps(values: Tensors) -> State:
+    """The memory before the first sweep, from the sites by parameter name."""
+    zero, zeros = next(iter(values.values())).new_zeros(()), tree_map(torch.zeros_like, values)
+    prints = {n: nu.new_full((len(nu), nu.shape[1] + 1), torch.inf) for n, nu in _linear(values)}
+    memory: State = {"elbo": zero - torch.inf, "gain": zero, "backs": zero.clone()}
+    return memory | {"step": zeros, "moment": tree_map(torch.clone, zeros), "print": prints}
+
+
+def next_sweep(
+    memory: State,
+    residual: Pairs,
+    exact: dict[str, Tensor],
+    moments: Pairs,
+    elbo: Tensor,
+    size: Tensor,
+    lr: float,
+    prints: Tensors,
+) -> Sweep:
+    """What to do from here: ``residual`` is target - site, and ``exact`` terms (n,) go all the way.
+
+    ``size`` () is that of the terms that the ELBO is the sum of, and with it of its roundings.  Where
+    a fingerprint (n, k + 1) is another one the sweep before had other data or another model.
+    """
+    pairs = [(x, memory["print"][name]) for name, x in prints.items()]
+    same = torch.stack([((x == y) | (x.isnan() & y.isnan())).all() for x, y in pairs]).all()
+    last, best, backs = _pairs(memory["step"]), memory["elbo"], memory["backs"]
+    moved = tree_map(torch.sub, moments, _pairs(memory["moment"]))
+    slack = ROUNDINGS * torch.finfo(elbo.dtype).eps * (1.0 + size)
+    # where the ELBO is -inf so is best - slack
+    fell = best.isfinite() & ~(elbo.isfinite() & (elbo >= best - slack))
+    back = same & fell & (backs < MOST_BACKS)
+    along, slope = pairing(last, moved), pairing(residual, moved)
+    secant = along / (along / memory["gain"] - slope)
+    gain = torch.where(same & (along > 0) & (secant > 0), secant, lr).clamp(SMALLEST * lr, lr)
+    share = torch.where(elbo.isfinite(), 0.5, LOST).to(elbo)
+    left = tree_map(lambda x: share * x, last)
+    change = _choose(back, tree_map(torch.sub, left, last), towards(residual, exact, gain))
+    behind = memory | {"backs": backs + 1.0, "gain": share * memory["gain"], "step": _named(left)}
+    ahead: State = {"elbo": elbo, "backs": torch.zeros_like(elbo), "moment": _named(moments)}
+    gain = torch.where(back, behind["gain"], gain)
+    return Sweep(change, gain, back, behind | {"print": prints}, ahead | {"print": prints})
+
+
+def towards(residual: Pairs, exact: dict[str, Tensor], gain: Tensor) -> Pairs:
+    """The share ``gain`` () of every residual, and all of those that are ``exact`` (n,)."""
+    step: Pairs = {}
+    for name, (nu, Lambda) in residual.items():
+        b = torch.where(exact[name], 1.0, gain)
+        step[name] = (b.unsqueeze(-1) * nu, b.reshape(-1, 1, 1) * Lambda)
+    return step
+
+
+def _named(pairs: Pairs) -> Tensors:
+    named = {f"linear_{name}": a for name, (a, _) in pairs.items()}
+    return named | {f"precision_{name}": b for name, (_, b) in pairs.items()}
+
+
+def _pairs(named: Tensors) -> Pairs:
+    return {name: (nu, named[f"precision_{name}"]) for name, nu in _linear(named)}
+
+
+def _linear(named: Tensors) -> list[tuple[str, Tensor]]:
+    return [(n.removeprefix("linear_"), v) for n, v in named.items() if n.startswith("linear_")]
+
+
+def _choose(condition: Tensor, a: Any, b: Any) -> Any:
+    return tree_map(lambda x, y: torch.where(condition, x, y), a, b)
 
 
 @dataclass(frozen=True)
@@ -67,7 +169,7 @@ class SiteRule:
         """The step, the state after it, and a report; ``fresh``: no site has moved before."""
         state, elbo, before = dict(state), targets.elbo, targets.posterior.log_normalizer
         moments = {n: (m.mean, m.second_moment) for n, m in targets.marginals.items()}
-        residual, exact, left = _residuals(targets)
+        residual, exact, left = targets.residuals()
         if targets.whole:
             size, prints = elbo.abs() + before.abs(), targets.call.fingerprint()
             memory = state["sweep"], residual, exact, moments
@@ -225,27 +327,3 @@ class CVI(NaturalGradientOptim):
         state = self._states[next(iter(self._reports)) if path is None else path]
         damped, left = (int(state[name].item()) for name in ("damped", "left"))
         return SweepReport(**vars(plain), damped=damped, left=left)
-
-
-def _residuals(targets: SiteTargets) -> tuple[Pairs, dict[str, Tensor], Tensor]:
-    """Target - site for the data of the call, which of them are exact, and how many are not finite."""
-    residual: Pairs = {}
-    exact = {}
-    left = torch.zeros_like(targets.elbo)
-    for name, (linear, precision) in targets.sites.items():
-        e, index = targets.expected[name], targets.call.index[name]
-        nu, Lambda = site_targets(e.gradient, e.hessian, targets.marginals[name].mean)
-        finite = torch.isfinite(nu).all(-1) & torch.isfinite(Lambda).flatten(1).all(-1)
-        finite = finite & torch.isfinite(e.value)
-        left = left + (~finite).sum()
-        moves = finite
-        if index is not None:  # a datum that comes twice is updated once
-            order = torch.arange(len(index), device=index.device)
-            last = order.new_zeros(targets.call.plan.group(name).size).scatter_(0, index, order)
-            moves = finite & (last[index] == order)
-        residual[name] = (
-            torch.where(moves.unsqueeze(-1), nu - linear, 0.0),
-            torch.where(moves.reshape(-1, 1, 1), Lambda - precision, 0.0),
-        )
-        exact[name] = e.quadratic
-    return residual, exact, left

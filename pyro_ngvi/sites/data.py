@@ -25,7 +25,7 @@ from ..linalg.host import host_bool
 from ..linalg.products import matvec
 from .algebra import Algebra, Marginals, View, apart
 from .bound_model import BoundModel
-from .kept import LastStep
+from .site_guide import LastStep
 from .structure import Group, ModelStructure
 
 Indices = int | Sequence[int] | Tensor

@@ -31,13 +31,12 @@ from ..runtime.run import Minibatches
 from .algebra import Algebra
 from .bound_model import BoundModel
 from .chain import ChainAlgebra
-from .conditioned_model import ConditionedModel, TensorRef, WhitenedRun, for_each
+from .checks import check_support, other_priors
+from .conditioned_model import ConditionedModel, WhitenedRun, for_each
 from .dense import DenseAlgebra
 from .inducing import InducingAlgebra
-from .kept import check_support
 from .probe_points import TOLERANCE, Plane, corners, digit_masks, same
-from .structure import Group, ModelStructure, data_shape, data_terms
-from .whitening import refuse_other_prior
+from .structure import Group, ModelStructure, TensorRef, data_shape, data_terms
 
 #: most entries of a predictor for one datum, and candidates among which pairs are tried
 MOST_ENTRIES, MOST_CANDIDATES = 64, 12
@@ -107,7 +106,12 @@ def find_structure(
     if not runner.direct:
         _refuse_bent_prior(runner, run)
     if other is not None:  # of sites that no datum sees the search has not found it out
-        refuse_other_prior(run.own, other(None).own)
+        for name in other_priors(run.own, other(None).own):
+            raise ValueError(
+                f"AutoSites: the prior of {name!r} depends on a latent site outside of the block, such "
+                f"as a length-scale that has a prior of its own. Make that one a parameter of the "
+                f"model (pyro.param, PyroParam), which CVI(guide, others=...) learns."
+            )
     groups: list[Group] = []
     for (places, trailing, *_), names in grouped.items():
         for name in names:

@@ -220,7 +220,7 @@ class AutoSites(SiteGuide):
     ) -> Influence:
         """How far the posterior moves when a datum, or a set of them, is left out, without refitting.
 
-        Equations: :mod:`pyro_ngvi.sites.expectation`.
+        Equations: :mod:`pyro_ngvi.sites.leave_one_out`.
 
         Args:
             args: as for :meth:`loo`, with ``kwargs``.

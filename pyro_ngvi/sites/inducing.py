@@ -37,9 +37,8 @@ from ..distributions.gaussian_process import factor
 from .algebra import Algebra, GaussianPotential, SiteTensors, View
 from .bound_model import BoundModel
 from .dense import WhitePosterior
-from .kept import Kept
 from .processes import Regression, find_axes, only_processes, probe, regress, seen_by_group
-from .structure import LinearMap, ModelStructure
+from .structure import Kept, LinearMap, ModelStructure
 
 #: share of a running average that one pass of the data replaces: more is noise, less is old
 FORGOTTEN = 0.1

@@ -2,11 +2,31 @@ r"""What q would be without data, and how well it predicts them, from the sites:
 
     elpd = sum_n log int p(y_n | f_n) q_-n(f_n) df_n,      q_-n  propto  q / t_n,
 
-with the cavity q_-n of :mod:`pyro_ngvi.sites.expectation` and quadrature at points where q_-n t_n is
-(Liu & Pierce 1994, "A note on Gauss-Hermite quadrature").  Leaving datum n out moves the mean of the
-white block by V A_n' r_n, and that of the latent variables by the linear map from one to the other.  A
-set G of data is one site of its stacked predictors; where these have more entries than the block, of
-the block itself:
+by quadrature at points where q_-n t_n is (Liu & Pierce 1994, "A note on Gauss-Hermite quadrature").
+
+For q(f_n) = N(m, C) and its site t_n(f) = exp(nu' f - f' Lambda f / 2), with S S' = C and
+
+    M = I - S' Lambda S,     g = nu - Lambda m,
+
+the *cavity* q / t_n is proportional to N(m_, C_),
+
+    C_ = (C^-1 - Lambda)^-1 = S M^-1 S',     m - m_ = C_ g,
+
+proper where M is positive definite.  C is never inverted, so it may be singular.  In the whole block
+with posterior covariance V, of which f_n sees A (C = A V A'), dividing out t_n moves the mean by
+
+    V A' r,     r = (I - Lambda C)^-1 g = g + Lambda C_ g,
+
+since W_ = V^-1 - A' Lambda A and h_ = h - A' (nu - Lambda b) give W_ (mean - mean_) = A' g, and W_^-1
+A' = V A' (I - Lambda C)^-1 by Woodbury.  In units of q's precision that move has the squared length r'
+C r = (C_ g)' r, and
+
+    KL(q without t_n || q) = (tr M^-1 - k + log |M| + r' C r) / 2.
+
+All of it needs the k x k marginals only, so it holds in every algebra (Opper & Winther 2000 for
+cavities of Gaussian approximations).  The moves of the latent variables follow by the linear map from
+the white block.  A set G of data is one site of its stacked predictors; where these have more entries
+than the block, of the block itself:
 
     Lambda_G -> A_G' Lambda_G A_G,    g_G -> A_G' g_G,    C_G -> V.
 
@@ -34,15 +54,75 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..linalg.products import matvec
 from .bound_model import moves
 from .data import Snapshot
 from .dense import WhitePosterior
-from .expectation import divide_out, quadrature_points, square_root
+from .expectation import quadrature_points
 
 #: points for each entry of f for up to three, and in all for more: p is less smooth than log p
 ORDERS, SOBOL = {1: 128, 2: 32, 3: 16}, 8192
 #: entries of f that are evaluated at once
 CHUNK = 2**23
+
+
+@dataclass(frozen=True)
+class Cavity:
+    """Gaussians of f without their sites, and how far q is from there; NaN where not ``proper`` (n,).
+
+    ``move`` (n, k) is m - m_, ``pull`` (n, k) is r; of the whole block are ``distance`` (n,), the
+    length of its move in q's standard deviations, and ``kl`` (n,) KL(cavity || q) in nats.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+    proper: Tensor
+    move: Tensor
+    pull: Tensor
+    distance: Tensor
+    kl: Tensor
+
+
+def divide_out(mean: Tensor, covariance: Tensor, linear: Tensor, precision: Tensor) -> Cavity:
+    """The cavities of q(f) = N(mean (n, k), covariance (n, k, k)) without sites (n, k), (n, k, k).
+
+    Example:
+        >>> import torch
+        >>> one = torch.ones(1, 1, 1)
+        >>> at = divide_out(one[0], one, 2 * one[0], 0.5 * one)  # N(1, 1) / exp(2 f - f^2 / 4)
+        >>> at.mean.round(decimals=6), at.covariance.round(decimals=6), at.proper
+        (tensor([[-2.]]), tensor([[[2.]]]), tensor([True]))
+    """
+    k = mean.shape[-1]
+    finite = torch.isfinite(covariance).all(-1).all(-1)
+    S = square_root(torch.where(finite.reshape(-1, 1, 1), covariance, 0.0))
+    Lambda = 0.5 * (precision + precision.mT)
+    identity = torch.eye(k, dtype=mean.dtype, device=mean.device)
+    chol, info = torch.linalg.cholesky_ex(identity - S.mT @ Lambda @ S)
+    g = linear - matvec(Lambda, mean)
+    proper = (info == 0) & finite & torch.isfinite(g).all(-1)
+    inverse = torch.linalg.solve_triangular(chol, identity.expand_as(chol), upper=False)
+    half = inverse @ S.mT
+    left = half.mT @ half
+    move = matvec(left, g)
+    pull = g + matvec(Lambda, move)
+    square = (move * pull).sum(-1).clamp_min(0.0)
+    log_det = 2.0 * torch.diagonal(chol, dim1=-2, dim2=-1).log().sum(-1)
+    kl = 0.5 * (inverse.square().sum((-2, -1)) - k + log_det + square)
+
+    def known(x: Tensor) -> Tensor:
+        return torch.where(proper.reshape(-1, *[1] * (x.dim() - 1)), x, torch.nan)
+
+    figures = map(known, (move, pull, square.sqrt(), kl.clamp_min(0.0)))
+    return Cavity(known(mean - move), known(left), proper, *figures)
+
+
+def square_root(covariance: Tensor) -> Tensor:
+    """S (n, k, k) with S S' = C for positive semi-definite C (n, k, k), singular or not."""
+    if covariance.shape[-1] == 1:
+        return covariance.clamp_min(0.0).sqrt()
+    values, vectors = torch.linalg.eigh(covariance)
+    return vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
 
 
 @dataclass(frozen=True)

@@ -25,18 +25,24 @@ from pyro.infer import ELBO
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..curvature.estimators import leave_curvature
-from ..linalg.host import host_bool, outside_autocast
+from ..linalg.host import at_hand, host_bool, outside_autocast
 from ..runtime.density import site_log_prob
 from ..runtime.store import whole_gradients
-from .algebra import Marginals, View, apart
+from .algebra import Marginals, Pairs, View, apart
 from .bound_model import BoundModel
+from .checks import check_seen
 from .dense import WhitePosterior
-from .expectation import Expected, default_count, expectations, quadrature_points
-from .initial_sites import first_targets
-from .site_guide import SiteGuide, find_sites
+from .expectation import Expected, default_count, expectations, first_targets, quadrature_points
+from .probe_points import same
+from .site_guide import LastStep, SiteGuide, find_sites
+from .structure import minibatch_scale
 
 Program = Callable[..., Any]
+
+
+def site_targets(gradient: Tensor, hessian: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """grad_mu E log p as (nu, Lambda) = (g - H m, -H), from g (n, k), H (n, k, k) and m (n, k)."""
+    return gradient - (hessian @ mean.unsqueeze(-1)).squeeze(-1), -hessian
 
 
 @dataclass
@@ -53,6 +59,29 @@ class SiteTargets:
     elbo: Tensor
     whole: bool
     """all data, and no draws of other guides: the ELBO is exact"""
+
+    def residuals(self) -> tuple[Pairs, dict[str, Tensor], Tensor]:
+        """Target - site for each datum of the call, which are exact, and how many are not finite."""
+        residual: Pairs = {}
+        exact = {}
+        left = torch.zeros_like(self.elbo)
+        for name, (linear, precision) in self.sites.items():
+            e, index = self.expected[name], self.call.index[name]
+            nu, Lambda = site_targets(e.gradient, e.hessian, self.marginals[name].mean)
+            finite = torch.isfinite(nu).all(-1) & torch.isfinite(Lambda).flatten(1).all(-1)
+            finite = finite & torch.isfinite(e.value)
+            left = left + (~finite).sum()
+            moves = finite
+            if index is not None:  # a datum that comes twice is updated once
+                order = torch.arange(len(index), device=index.device)
+                last = order.new_zeros(self.call.plan.group(name).size).scatter_(0, index, order)
+                moves = finite & (last[index] == order)
+            residual[name] = (
+                torch.where(moves.unsqueeze(-1), nu - linear, 0.0),
+                torch.where(moves.reshape(-1, 1, 1), Lambda - precision, 0.0),
+            )
+            exact[name] = e.quadratic
+        return residual, exact, left
 
 
 class SitesELBO(ELBO):
@@ -101,7 +130,7 @@ class SitesELBO(ELBO):
             block = _block_of(guide)
             if not block.fresh:  # sites that have moved may be held, to learn hyperparameters
                 block.curvature = None
-            leave_curvature(block, targets)
+            block.leave_targets(targets)
             block.last_step.remember(args, kwargs, targets.view.learns and targets.call.whole)
             return -elbo.detach()
 
@@ -142,7 +171,7 @@ class SitesELBO(ELBO):
     ) -> tuple[Tensor, SiteTargets]:
         call.hidden = False
         if derivatives:
-            block.last_step.check_data(call)
+            _check_data(block.last_step, call)
         # a look at other data, or at other parameters, leaves q as it is
         algebra = block.algebra if derivatives else apart(block.algebra)
         view = algebra.view(call)
@@ -196,6 +225,46 @@ def _block_of(guide: Any) -> SiteGuide:
             f"{len(found)}. Other guides take Trace_ELBO or pyro_ngvi.BatchedELBO."
         )
     return found[0]
+
+
+def _check_data(last: LastStep, call: BoundModel) -> None:
+    """Refuse data unlike the first call's, and batch after batch under a scale."""
+    last.scaled = _check_scaled(call, last.scaled)
+    learns = any(terms.requires_grad for terms in call.terms_at_probe.values())
+    if learns or not last.has_arguments_of(call):  # parameters may bring in what was not seen
+        check_seen(call)
+
+
+def _check_scaled(call: BoundModel, before: list[Tensor]) -> list[Tensor]:
+    """Refuse a minibatch that comes as a scale instead of a plate, by the data of the step ``before``.
+
+    In stochastic gradients poutine.scale(scale=N / M) around M data stands for all N of them.  A guide
+    with a site for each datum would give the M sites to one batch after the other, and end at the last.
+
+    Returns:
+        The data of this call, if a scale above 1 makes them count for more than themselves.
+    """
+    whole = (n for g in call.plan.groups if call.index[g.name] is None for n in g.observed)
+    for site in (call.sites[name] for name in whole):
+        scale = torch.as_tensor(site["scale"] / minibatch_scale(site))
+        if not (at_hand(scale) and scale.numel() == 1 and float(scale) > 1.0):
+            continue
+        # what is observed may be made of parameters and draws, so the arguments tell more
+        given = [*call.runner.args, *call.runner.kwargs.values()]
+        tensors = [x for x in given if isinstance(x, Tensor) and x.numel() > 1]
+        now = [x for x in tensors or [site["value"]] if at_hand(x) and not x.requires_grad]
+        # data of another number were announced, or are refused elsewhere
+        pairs = zip(before, now, strict=False)
+        if any(a.shape == b.shape and not same(a, b) for a, b in pairs):
+            plate = site["cond_indep_stack"][-1].name if site["cond_indep_stack"] else "data"
+            raise ValueError(
+                f"AutoSites: under a poutine.scale the data of {site['name']!r} are not those of the "
+                f"step before. For a minibatch write pyro.plate({plate!r}, N, subsample=index), "
+                f"without the scale; for new data in place of the old call guide.reset() before."
+            )
+        # copies, since a loader may write each batch into the same tensors
+        return [x.detach().clone() for x in now]
+    return []
 
 
 def _others(block: SiteGuide, trace: Any, given: Mapping[str, Tensor]) -> tuple[Any, Any, Tensor]:

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from ..distributions.gaussian_process import GaussianProcess, factor
 from ..linalg.host import at_hand, fixed_normal
 from .bound_model import BoundModel, moves
-from .kept import Kept
 from .processes import Regression, regress
+from .structure import Kept
 
 
 def spread(x: Tensor, lead: torch.Size, event_dim: int) -> Tensor:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..linalg.host import fixed_normal
-from .conditioned_model import ConditionedModel, OtherCourse, TensorRef, WhitenedRun, for_each
-from .structure import data_terms
+from .conditioned_model import ConditionedModel, OtherCourse, WhitenedRun, for_each
+from .structure import TensorRef, data_terms
 
 #: a difference of so many roundings of the largest value is none
 TOLERANCE = 1e3

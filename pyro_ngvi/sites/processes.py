@@ -27,11 +27,10 @@ from ..distributions.gaussian_process import GaussianProcess, factor, with_jitte
 from ..linalg.host import fixed_normal
 from ..linalg.products import matvec
 from .bound_model import BoundModel, affine_maps
+from .checks import other_priors
 from .conditioned_model import for_each
-from .kept import same_bits
 from .probe_points import digit_masks
-from .structure import Group, LinearMap, ModelStructure
-from .whitening import other_priors
+from .structure import Group, LinearMap, ModelStructure, same_bits
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,12 @@ from ..families.base import entry_name
 from ..guides.start import MadeAtFirstCall
 from ..linalg.host import at_hand, own_random_state
 from ..runtime.pyro_adapter import give_model, has_model, model_under
-from ..runtime.store import (
-    ModuleParams,
-    check_names,
-    follow_store,
-    module_name,
-)
+from ..runtime.store import ModuleParams, check_names, follow_store, module_name
 from .algebra import Algebra
 from .bound_model import BoundModel, bind
+from .checks import check_prior
 from .find import first_call
-from .kept import LastStep, check_prior
-from .structure import ModelStructure
+from .structure import ModelStructure, all_same
 
 #: seed of the values that stand for latent sites of other guides while the structure is looked for
 SEED = 20_180_216
@@ -110,17 +105,19 @@ class SiteGuide(MadeAtFirstCall):
 
     def whole_model(self) -> Callable[..., Any]:
         """The model; in an ``AutoGuideList`` that of the list, with sites of other guides."""
-        holder = self._holder()
-        if not has_model(holder):
+        try:
+            return self._holder().model
+        except TypeError:  # Pyro leaves it out of copies
             raise RuntimeError(
                 "This AutoSites was unpickled or loaded, and does not carry the model. Take a step, or "
                 "evaluate the loss, by SVI(model, guide, ...) first: the guide gets the model from it."
-            )
-        return holder.model
+            ) from None
 
     def adopt(self, model: Callable[..., Any]) -> None:
         """Take ``model``, if this is a copy that came without."""
-        if not has_model(self._holder()):
+        try:
+            self.whole_model()
+        except RuntimeError:
             give_model(self._holder(), model)
 
     def owns(self, name: str) -> bool:
@@ -237,6 +234,16 @@ class SiteGuide(MadeAtFirstCall):
         """None, see :meth:`set_iterate_offset`."""
         return {}
 
+    def leave_targets(self, targets: Any) -> None:
+        """Leave what the loss has for the optimizer; refused where nobody took the last."""
+        if self.curvature is not None:
+            self.curvature = None
+            raise RuntimeError(
+                f"No optimizer took what the loss last left on {type(self).__name__} (sites). Take one "
+                f"step for each loss_and_grads, by an optimizer that uses it: pyro_ngvi.CVI(guide)."
+            )
+        self.curvature = targets
+
     def take_curvature(self) -> Any:
         """What the loss left for the optimizer at this step, once."""
         left, self.curvature = self.curvature, None
@@ -273,6 +280,50 @@ class SiteGuide(MadeAtFirstCall):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.fresh = not self._any_moved()
+
+
+class LastStep:
+    """The last step of a guide of sites, as far as it matters later.  A copy begins without one.
+
+    Attributes:
+        arguments: positional and keyword arguments of the model; ``None`` before the first step.
+        stale: whether hyperparameters or sites were moved since q was made.
+        plan: the structure then, where data came or went since; ``None`` for that of the guide.
+        numbers: with it, by group, the number (N,) then of each datum of now, -1 for a new one.
+        scaled: data that counted for more than themselves under a scale.
+        edition: how often data were changed; an optimizer compares no two sweeps of different editions.
+    """
+
+    def __init__(self, stale: bool = False, edition: int = 0) -> None:
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.stale, self.edition = stale, edition
+        self.plan: ModelStructure | None = None
+        self.numbers: dict[str, Tensor] = {}
+        self.scaled: list[Tensor] = []
+
+    def __reduce__(self) -> Any:
+        return LastStep, (self.stale, self.edition)
+
+    def remember(self, args: Any, kwargs: Any, stale: bool) -> None:
+        """Take the arguments of a step, and whether it moves hyperparameters."""
+        self.arguments, self.stale = (args, kwargs), stale
+        self.plan, self.numbers = None, {}
+
+    def edited(self) -> None:
+        """Data came, went or were reset by hand."""
+        self.scaled = []
+        self.edition += 1
+
+    def or_given(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """These arguments, or where there are none those of the last step."""
+        return (args, kwargs) if args or kwargs else (self.arguments or ((), {}))
+
+    def has_arguments_of(self, call: BoundModel) -> bool:
+        if self.arguments is None:
+            return False
+        (args, kwargs), others = self.arguments, call.runner.kwargs
+        named = kwargs.keys() == others.keys() and all(x is others[n] for n, x in kwargs.items())
+        return named and all_same(args, call.runner.args)
 
 
 def find_sites(guide: Any) -> Iterator[tuple[str, SiteGuide]]:

@@ -6,6 +6,7 @@ A :class:`ModelStructure` is found once, at the first call (:mod:`pyro_ngvi.site
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +14,22 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from ..linalg.host import at_hand
 from ..runtime.density import Site
-from .conditioned_model import TensorRef
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """Where a predictor appears in a run: a ``site``, or operation ``number``, of that ``name``."""
+
+    site: str | None = None
+    number: int = -1
+    name: str = ""
+
+    def __str__(self) -> str:
+        if self.site is not None:
+            return f"the site {self.site!r}"
+        return f"the result of {self.name} (operation {self.number} of the model)"
 
 
 @dataclass(frozen=True)
@@ -201,3 +216,42 @@ def aligned(x: Any, site: Site, terms: Tensor) -> Any:
     if not isinstance(x, Tensor) or x.dim() == 0:
         return x
     return x.reshape(x.shape + (1,) * (terms.dim() - len(site["fn"].batch_shape)))
+
+
+# --- what is kept from call to call
+
+
+class Kept:
+    """The last value, with the objects and the tensors that it was made of.  Copies begin empty."""
+
+    def __init__(self, value: Any = None, objects: Any = (), tensors: Any = ()) -> None:
+        self.put(value, objects, tensors)
+
+    def put(self, value: Any, objects: Iterable[Any] = (), tensors: Iterable[Tensor] = ()) -> None:
+        """Keep ``value`` until it is asked for with others."""
+        self.value, self._objects, self._tensors = value, tuple(objects), tuple(tensors)
+
+    def get(self, objects: Iterable[Any] = (), tensors: Iterable[Tensor] = ()) -> Any:
+        """The value, if it is of these very objects, and of tensors with these bits; else None."""
+        if not all_same(tuple(objects), self._objects):
+            return None
+        return self.value if same_bits(tuple(tensors), self._tensors) else None
+
+    def copy(self) -> Kept:
+        """What is put into the copy stays there."""
+        return Kept(self.value, self._objects, self._tensors)
+
+    def __reduce__(self) -> Any:
+        return Kept, ()
+
+
+def all_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def same_bits(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
+    """Whether tensors agree bit for bit, so far as the host can look without waiting."""
+    if len(a) != len(b) or any(t.requires_grad for t in (*a, *b)):
+        return False
+    pairs = zip(a, b, strict=True)
+    return all(at_hand(x) and x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)

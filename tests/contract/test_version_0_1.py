@@ -18,7 +18,7 @@ import pyro_ngvi as ngvi
 
 #: guide.state_dict(), optim.get_state() and guide.median() of each guide after five steps, in float32
 SAVED = Path(__file__).parents[1] / "data" / "states_0_1.pt"
-#: optimizers with their guides, pickled after five steps
+#: guides, and optimizers with their guides, pickled after five steps, and their medians
 PICKLED = Path(__file__).parents[1] / "data" / "pickles_0_1.pt"
 
 NGVB: Any = (ngvi.NGVB, partial(ngvi.BatchedELBO, 4))
@@ -59,18 +59,23 @@ def test_states_load_and_go_on(kind: str) -> None:
     assert optim.get_state()["natural"][""]["count"] == 6
 
 
+@pytest.mark.parametrize("what", ["guide", "optim"])
 @pytest.mark.parametrize("kind", GUIDES)
-def test_pickles_load_and_go_on_or_say_what_wrote_them(kind: str) -> None:
+def test_pickles_load_and_go_on_or_say_what_wrote_them(kind: str, what: str) -> None:
     torch.set_default_dtype(torch.float32)
-    pickled = torch.load(PICKLED, weights_only=True)[kind]
+    saved = torch.load(PICKLED, weights_only=True)[f"{kind}, {what}"]
+    _, (optimizer, loss) = GUIDES[kind]
     try:
-        optim = pickle.loads(pickled)
+        found = pickle.loads(saved["pickle"])
     except ImportError as refusal:
         assert re.search(r"by pyro_ngvi 0\.1: .*get_state\(\)", str(refusal))
         return
-    _, (_, loss) = GUIDES[kind]
+    optim = found if what == "optim" else optimizer(found)
+    median = optim.guide.median()
+    for name, value in saved["median"].items():
+        torch.testing.assert_close(median[name], value)
     SVI(model, optim.guide, optim, loss()).step()
-    assert optim.get_state()["natural"][""]["count"] == 6
+    assert optim.get_state()["natural"][""]["count"] == (6 if what == "optim" else 1)
 
 
 def test_public_names_are_found_where_0_1_had_them() -> None:

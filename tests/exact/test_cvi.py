@@ -12,7 +12,7 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 from benchmarks.problems.logistic import OPTIMA, REGRESSIONS, logistic_regression
-from pyro_ngvi.sites.cvi import site_targets
+from pyro_ngvi.sites.loss import site_targets
 from tests.exact.site_cases import (
     CONJUGATE,
     Fit,

@@ -11,7 +11,7 @@ from pyro.infer import SVI
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.sites.secant import next_sweep, start_sweeps
+from pyro_ngvi.sites.cvi import next_sweep, start_sweeps
 from tests.exact.site_cases import gp_kernel, seeded
 
 

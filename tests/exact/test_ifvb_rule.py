@@ -25,7 +25,7 @@ from pyro_ngvi.fisher.scores import family_scores
 from pyro_ngvi.optim import RobbinsMonro
 from pyro_ngvi.optim.blocks import Coordinates
 from pyro_ngvi.optim.ifvb import SLOW, IFVBRule
-from pyro_ngvi.optim.natural_gradient import make_rule
+from pyro_ngvi.optim.ngvb import make_rule
 from pyro_ngvi.optim.rule import LogPower
 from pyro_ngvi.optim.schedules import Custom, NoiseClock, check_convergence
 from pyro_ngvi.optim.state import flat

@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 
 from pyro_ngvi.linalg.products import matvec
-from pyro_ngvi.sites.cvi import site_targets
-from pyro_ngvi.sites.expectation import quadrature_points
-from pyro_ngvi.sites.initial_sites import _Newton, _Place, first_targets
+from pyro_ngvi.sites.expectation import _Newton, _Place, first_targets, quadrature_points
+from pyro_ngvi.sites.loss import site_targets
 
 
 def first_sites(log_likelihood, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:

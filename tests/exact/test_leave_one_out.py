@@ -13,7 +13,7 @@ from torch.distributions import kl_divergence
 from pyro_ngvi import CVI, AutoSites, SitesELBO
 from pyro_ngvi.diagnostics.plots import plot_influence, plot_sites
 from pyro_ngvi.distributions import GaussianProcess, local_level
-from pyro_ngvi.sites.expectation import divide_out, square_root
+from pyro_ngvi.sites.leave_one_out import divide_out, square_root
 from tests.exact.site_models import all_but, cases, gap
 
 both = pytest.mark.parametrize("name", ["regression", "pairs"])

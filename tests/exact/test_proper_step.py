@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_ngvi.sites.secant import proper_step
+from pyro_ngvi.sites.algebra import proper_step
 from tests.exact.site_cases import N, fit, gp_kernel, student, with_outliers
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyro_ngvi.optim.rule import State
-from pyro_ngvi.sites.secant import Pairs, next_sweep, pairing, start_sweeps
+from pyro_ngvi.sites.cvi import Pairs, next_sweep, pairing, start_sweeps
 
 N, K = 5, 2
 NOT_EXACT = {"y": torch.zeros(N, dtype=torch.bool)}

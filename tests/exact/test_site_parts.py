@@ -5,7 +5,8 @@ from copy import deepcopy
 
 import torch
 
-from pyro_ngvi.sites.kept import Kept, LastStep
+from pyro_ngvi.sites.site_guide import LastStep
+from pyro_ngvi.sites.structure import Kept
 
 
 def test_a_value_is_kept_for_these_objects_and_these_bits() -> None:
