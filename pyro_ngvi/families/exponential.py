@@ -147,10 +147,8 @@ class MeanFieldGamma(WhitenedFamily):
         shrink = room / torch.maximum(-w, -rate).clamp_min(room)
         change = torch.log1p(shrink * w)
         log_mean = params["log_mean"] + change - torch.log1p(shrink * rate)
-        return {
-            "log_mean": log_mean,
-            "log_concentration": clamp_exponent(params["log_concentration"] + change),
-        }
+        log_a = clamp_exponent(params["log_concentration"] + change)
+        return {"log_mean": log_mean, "log_concentration": log_a}
 
     def not_finite(self, params: Tensors) -> Tensor:
         return ~(params["log_mean"].isfinite() & params["log_concentration"].isfinite())

@@ -99,10 +99,9 @@ class FactorNormal(FactorFamily):
     Args:
         rank: number r of columns of B, at least 1 and smaller than d.
         cg_iterations: conjugate-gradient iterations for the c-block of the natural gradient, at
-            most: on a CPU they end once the residual is down to rounding, and for d up to 128 the
-            solution is exact without them.  The error shrinks by about (1 - max leverage)^2 an
-            iteration; 16 leave a relative residual under 1e-6 on factors that spread over ten
-            coordinates or more.
+            most; for d up to 128 it is exact without them.  The error shrinks by about
+            (1 - max leverage)^2 an iteration: 16 leave a relative residual under 1e-6 on factors
+            that spread over ten coordinates or more.
 
     Example:
         >>> import torch

@@ -121,8 +121,7 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
         """The mean is the point of the space nearest to ``loc`` (d,), made as long as ``loc``."""
         v = self.coordinates_of(loc)
         long, short = torch.linalg.vector_norm(loc), torch.linalg.vector_norm(v)
-        v = v * torch.where(short > 0.0, long / short, 1.0)
-        own = self.gaussian.init(v, scale)
+        own = self.gaussian.init(v * torch.where(short > 0.0, long / short, 1.0), scale)
         return own | ({NOISE: torch.full_like(loc[0], scale).log()} if self.rest else {})
 
     def dim(self, params: Tensors) -> int:
@@ -168,8 +167,7 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
 
     def covariance(self, params: Tensors) -> Tensor:
         frame = self._frame()
-        inside = self.embed(self.gaussian.covariance(params), frame)
-        inside = self.embed(inside.mT, frame)
+        inside = self.embed(self.embed(self.gaussian.covariance(params), frame).mT, frame)
         if not self.rest:
             return inside
         identity = torch.eye(self.entries, dtype=inside.dtype, device=inside.device)

@@ -275,9 +275,8 @@ def _check_round_trip(flow: nn.Module, name: str, d: int) -> None:
 
 def _inverts_one_by_one(transform: Any) -> bool:
     # the autoregressive transforms of Pyro find the entries of x in turn
-    parts = getattr(transform, "parts", None)
-    if parts is not None:
-        return any(_inverts_one_by_one(t) for t in parts)
+    if hasattr(transform, "parts"):
+        return any(_inverts_one_by_one(t) for t in transform.parts)
     return getattr(transform, "autoregressive", False)
 
 
