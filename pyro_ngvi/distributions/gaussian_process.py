@@ -88,6 +88,8 @@ class GaussianProcess(TorchDistribution):
         jitter: float = 1e-6,
         validate_args: bool | None = None,
     ) -> None:
+        if isinstance(jitter, Tensor) or not jitter >= 0.0:  # a tensor would not be learned
+            raise ValueError(f"GaussianProcess: jitter is {jitter!r}; it must be a number >= 0.")
         self.kernel, self.inputs, self.jitter = kernel, inputs, float(jitter)
         self.mean_function = mean
         self._loc: Tensor | None = None

@@ -89,7 +89,12 @@ class GaussianStateSpace(TorchDistribution):
                     f"GaussianStateSpace: {name} has shape {tuple(x.shape)}; for states of {S} numbers "
                     f"it must be {(S,) * rank}. Copies of a chain are made by expand()."
                 )
-            if num_steps is None and x.dim() > rank:
+            if x.dim() > rank:
+                if num_steps not in (None, len(x) + 1):
+                    raise ValueError(
+                        f"GaussianStateSpace: {name} is for {len(x) + 1} states, where num_steps, or "
+                        f"what comes before, says {num_steps}."
+                    )
                 num_steps = len(x) + 1
         if num_steps is None or num_steps < 1:
             raise ValueError(

@@ -57,6 +57,8 @@ class FlowFamily(AugmentedGaussian):
     names: tuple[str, ...] = ()
 
     def __init__(self, affine: str = "full") -> None:
+        if affine not in GAUSSIANS:
+            raise ValueError(f"affine must be {' or '.join(map(repr, GAUSSIANS))}, got {affine!r}.")
         self.gaussian: MeanFieldNormal | FullRankNormal = GAUSSIANS[affine]()
         self.flow: Any = None
         self._places: dict[str, str] = {}

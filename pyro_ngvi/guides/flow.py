@@ -16,6 +16,7 @@ from ..families.base import Family, Tensors
 from ..families.flow import PREFIX
 from ..flows.transforms import KINDS, as_flow, coupling_flow, spline_of_one
 from ..linalg.host import host_bool, outside_autocast
+from ..optim.rule import require
 from ..runtime.store import module_name
 from .base import AutoFamily, FamilyDistribution
 from .start import find_gaussian, init_to_center
@@ -178,7 +179,11 @@ class AutoCouplingFlow(AutoFlow):
     ) -> None:
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}.")
-        self._shape = kind, layers, tuple(hidden), bins
+        hidden = tuple(hidden)
+        require(layers >= 1, "layers", "be at least 1", layers)
+        require(min(hidden, default=1) >= 1, "hidden", "have widths of at least 1", hidden)
+        require(bins >= 2, "bins", "be at least 2", bins)
+        self._shape = kind, layers, hidden, bins
         super().__init__(model, None, init_loc_fn=init_loc_fn, **kwargs)
 
     def _make_flow(self, d: int) -> nn.Module:

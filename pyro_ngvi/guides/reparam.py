@@ -155,7 +155,15 @@ class WalshHadamardReparam(Reparam):
         diagonals: Any = matrix.signs(seed_of(name), loc)
         if self.train_diagonals:
             sides = zip(("left", "right"), diagonals, strict=True)
-            diagonals = tuple(pyro.param(f"{name}_{side}", start) for side, start in sides)
+            starts, diagonals = (
+                diagonals,
+                tuple(pyro.param(f"{name}_{side}", start) for side, start in sides),
+            )
+            if any(d.shape != start.shape for d, start in zip(diagonals, starts, strict=True)):
+                raise ValueError(
+                    f"WalshHadamardReparam: the parameter store holds diagonals of another model for "
+                    f"the site {name!r}. Call pyro.clear_param_store() first, or rename the site."
+                )
         transform = WalshHadamardTransform(matrix, loc, scale, lambda: diagonals, self.g_scale)
         start = None
         if value is not None:  # of an init_loc_fn

@@ -21,7 +21,14 @@ from ..optim.ngvb import make_rule
 from ..probing.latents import check_latents
 from ..runtime.density import feasible_value
 from ..runtime.model_density import ModelDensity
-from ..runtime.pyro_adapter import HidesMarked, kept_whole, model_as_given, model_under, unblocked
+from ..runtime.pyro_adapter import (
+    HidesMarked,
+    has_model,
+    kept_whole,
+    model_as_given,
+    model_under,
+    unblocked,
+)
 from ..runtime.store import ModuleParams, OwnName, check_names, claim_name, module_name, rename
 
 #: steps and draws of the Gaussian start
@@ -227,6 +234,11 @@ class FirstCall(MadeAtFirstCall, AutoContinuous):
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         guide: Any = self
         kind = type(self).__name__
+        if not has_model(self):
+            raise RuntimeError(
+                f"This {kind} is a copy made before its original was called, and a copy does not carry "
+                f"the model. Call the original once, then copy it."
+            )
         with self._loading_waiting_state():
             with torch.no_grad():
                 with model_under(self, ModuleParams()):

@@ -16,6 +16,7 @@ from torch.distributions import AffineTransform, Transform, biject_to, constrain
 from ..families import FullRankNormal, MeanFieldNormal, ProductFamily, WalshHadamardNormal
 from ..families.base import Family, Tensors
 from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix, matrix_for
+from ..optim.rule import require
 from ..runtime.density import feasible_value
 from ..runtime.pyro_adapter import model_as_given
 from .marginals import factor, place
@@ -116,6 +117,9 @@ class AutoWalshHadamard(AutoProduct):
         train_diagonals: bool = True,
         **kwargs: Any,
     ) -> None:
+        listed = sites is None or isinstance(sites, list | tuple | set)
+        require(listed, "sites", "be a list of names", sites)
+        require(0.0 < g_scale < float("inf"), "g_scale", "be a positive number", g_scale)
         self._sites = None if sites is None else list(sites)
         self._g, self._rest = joint_family("g", g), joint_family("rest", rest)
         self._g_scale, self._shared, self._train = float(g_scale), shared, train_diagonals

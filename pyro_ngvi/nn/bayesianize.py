@@ -17,6 +17,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import pyro
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from ..guides.start import init_to_center
 from ..linalg.host import host_bool
+from ..optim.rule import require
 from .weights import (
     REFUSED,
     Prior,
@@ -160,6 +162,8 @@ class BayesianModule(nn.Module):
                     f'noise belongs to likelihood="normal"; here it is {likelihood!r}.'
                 )
             noise = sd_or_function(noise, "noise", "lambda: dist.HalfNormal(1.0)")
+        whole = isinstance(num_data, Integral) and not isinstance(num_data, bool) and num_data >= 1
+        require(whole, "num_data", "be the number of training examples, len(dataset)", num_data)
         self.num_data, self.likelihood, self.noise = int(num_data), likelihood, noise
         self._called = getattr(likelihood, "__name__", str(likelihood))
         self.module = copy.deepcopy(module)

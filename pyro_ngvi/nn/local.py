@@ -92,6 +92,11 @@ class LocalModel:
     def __init__(self, model: Callable[..., Any], guide: AutoGuide, *, kl: str = "exact") -> None:
         if kl not in ("exact", "sampled"):
             raise ValueError(f'kl must be "exact" or "sampled", got {kl!r}.')
+        if not isinstance(guide, AutoGuide) or isinstance(model, AutoGuide):
+            raise TypeError(
+                f"local_reparameterization(model, guide) reads q(g) from an autoguide, and got "
+                f"{type(model).__name__}, {type(guide).__name__}."
+            )
         self.model, self.guide, self.kl = model, guide, kl
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

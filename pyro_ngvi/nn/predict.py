@@ -137,7 +137,11 @@ def _batches(x: Any, y: Tensor | None, batch_size: int) -> Iterator[tuple[Any, T
         )
     for batch in x:
         pair = (batch,) if isinstance(batch, Tensor) else batch
-        yield pair[0], pair[1] if len(pair) > 1 else None
+        if not isinstance(pair, list | tuple) or len(pair) not in (1, 2):
+            raise ValueError(
+                f"A batch is a {type(batch).__name__}; it must be a tensor x or a pair (x, y)."
+            )
+        yield pair[0], pair[1] if len(pair) == 2 else None
 
 
 def _run(

@@ -11,6 +11,7 @@ from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
+from ..optim.rule import require
 from .walsh_hadamard import check_width, normal_prior
 from .weights import over_rows
 
@@ -83,6 +84,7 @@ class RandomFourierFeatures(PyroModule):
         super().__init__()
         if omega not in ("fixed", "variational"):
             raise ValueError(f'omega must be "fixed" or "variational", got {omega!r}.')
+        require(num_features >= 1, "num_features", "be at least 1", num_features)
         self.in_features, self.num_features, self.ard = in_features, num_features, bool(ard)
         how: Any = {"device": device, "dtype": dtype}
         if lengthscale is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..guides.reparam import hold_diagonals
 from ..linalg.walsh_hadamard_matrix import matrix_for
+from ..optim.rule import require
 from .local import draws_for_data
 
 
@@ -107,8 +108,11 @@ class WalshHadamardLinear(PyroModule):
             raise ValueError(
                 f"square=True is for a layer of one output, and this has {out_features}."
             )
+        require(in_features >= 1, "in_features", "be at least 1", in_features)
+        require(out_features >= 1, "out_features", "be at least 1", out_features)
         self.in_features, self.out_features = in_features, out_features
         self.weight_sd = 1.0 / math.sqrt(in_features) if weight_sd is None else float(weight_sd)
+        require(self.weight_sd > 0.0, "weight_sd", "be positive", weight_sd)
         self.square, self.has_bias = square, bool(bias)
         shape = (in_features,) if square else (out_features, in_features)
         self.matrix = matrix_for(torch.Size(shape), shared)
