@@ -90,12 +90,12 @@ class GaussianStateSpace(TorchDistribution):
                     f"it must be {(S,) * rank}. Copies of a chain are made by expand()."
                 )
             if x.dim() > rank:
-                if num_steps not in (None, len(x) + 1):
+                if num_steps is not None and 1 <= num_steps != len(x) + 1:
                     raise ValueError(
                         f"GaussianStateSpace: {name} is for {len(x) + 1} states, where num_steps, or "
                         f"what comes before, says {num_steps}."
                     )
-                num_steps = len(x) + 1
+                num_steps = len(x) + 1 if num_steps is None else num_steps
         if num_steps is None or num_steps < 1:
             raise ValueError(
                 "GaussianStateSpace: give the number of states, num_steps >= 1, or a transition, noise "

@@ -119,7 +119,7 @@ class NeuTra(Reparam):
     def __init__(self, model: Callable[..., Any], guide: AutoContinuous) -> None:
         if not hasattr(guide, "get_base_dist") or not hasattr(guide, "get_transform"):
             raise TypeError(
-                f"neutra(model, guide) needs a guide with one flat latent vector (AutoContinuous), "
+                f"neutra needs a guide with one flat latent vector (AutoContinuous), "
                 f"such as pyro_ngvi.AutoFullRankNormal(model), and got {type(guide).__name__}."
             )
         self.guide = guide

@@ -94,7 +94,7 @@ class LocalModel:
             raise ValueError(f'kl must be "exact" or "sampled", got {kl!r}.')
         if not isinstance(guide, AutoGuide) or isinstance(model, AutoGuide):
             raise TypeError(
-                f"local_reparameterization(model, guide) reads q(g) from an autoguide, and got "
+                f"local_reparameterization reads q(g) from an autoguide, and got "
                 f"{type(model).__name__}, {type(guide).__name__}."
             )
         self.model, self.guide, self.kl = model, guide, kl

@@ -84,8 +84,6 @@ FILLED = {
         'AutoNormal(poutine.block(model, expose=["w"]))()'
     ),
     "poutine.block(model, expose=[{}])": 'poutine.block(model, expose=["w"])()',
-    "state_dict()": "guide.state_dict()",
-    "get_state()": "optim.get_state()",
     "pyro.plate({}, {}, subsample=index)": 'pyro.plate("data", N, subsample=index)',
     "pyro.plate({}, N, subsample=index)": 'pyro.plate("data", N, subsample=index)',
     "CVI(guide, others=...)": 'CVI(guide, others=pyro.optim.Adam({"lr": 0.01}))',

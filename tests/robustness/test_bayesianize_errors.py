@@ -74,7 +74,7 @@ def test_training_mode_that_is_switched_on_later() -> None:
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        ({"num_data": None}, TypeError, "NoneType"),
+        ({"num_data": None}, ValueError, "num_data must be .*got None"),
         ({"prior": 0.0}, ValueError, "'weight' is 0.0; give the sd as a positive number"),
         ({"prior": True}, ValueError, "'weight' is True"),
         ({"prior": dist.Normal(0.0, 1.0)}, ValueError, "give the sd .* or a function"),

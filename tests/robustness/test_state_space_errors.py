@@ -27,8 +27,8 @@ WRONG = {
     "transition": ({"transition": torch.eye(3)}, r"transition has shape \(3, 3\).*\(2, 2\)"),
     "noise": ({"noise_covariance": torch.eye(3)}, r"noise covariance has shape \(3, 3\).*\(2, 2\)"),
     "offset": ({"offset": torch.zeros(3, 3)}, r"offset has shape \(3, 3\).*\(2,\)"),
-    "steps": ({"offset": torch.zeros(2, 2)}, r"The expanded size of the tensor \(3\)"),
-    "num_steps": ({"num_steps": 3}, r"The expanded size of the tensor \(2\)"),
+    "steps": ({"offset": torch.zeros(2, 2)}, "offset is for 3 states"),
+    "num_steps": ({"num_steps": 3}, "transition is for 4 states, .*says 3"),
     "no steps": ({"num_steps": 0}, "num_steps >= 1"),
     "unknown": (
         {"transition": torch.eye(2), "noise_covariance": torch.eye(2)},
