@@ -109,9 +109,6 @@ def test_numbers_that_are_not_there(case: str, change: str) -> None:
     before = unchanged(guide)
     refused = r"more than once|ind(ex|ices)|numbers from 0 to 5, or by a mask"
     with pytest.raises((ValueError, IndexError), match=refused):
-        (ValueError, IndexError),
-        match=r"more than once|ind(ex|ices)|a mask of shape|numbers from 0",
-    ):
         CHANGES[change](guide, BAD_NUMBERS[case])
     assert all(torch.equal(a, b) for a, b in zip(before, unchanged(guide), strict=True))
 
