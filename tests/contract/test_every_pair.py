@@ -11,18 +11,17 @@ from itertools import product
 from typing import Any
 
 import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
 from torch import Tensor
-from torch.nn.functional import linear
 
 from pyro_ngvi import IFVB
 from tests.registry import FOREIGN, GUIDES, LOSSES, RULES
+from tests.trajectories import COLUMNS, ROWS, model
 
 ALL = GUIDES | FOREIGN
-N, ROWS, COLUMNS = 6, 2, 3
+N = 6
 
 PLAIN = ["Trace", "Trace vectorised", "TraceMeanField", "Batched"]
 PRICE, HESSIAN, GAUSS_NEWTON = "Batched price", "Batched hessian", "Batched gauss_newton"
@@ -58,18 +57,6 @@ WORKS: dict[str, list[tuple[list[str], list[str]]]] = {
     "CVI": [],  # steps AutoSites alone, by SitesELBO: tests of sites
 }
 WORKS["AIFVB"] = WORKS["IFVB"]
-
-
-def model(X: Tensor, y: Tensor) -> None:
-    """A matrix site and a positive one; right under vectorised particles too."""
-    W = pyro.sample("W", dist.Normal(X.new_zeros(ROWS, COLUMNS), 1.0).to_event(2))
-    s = pyro.sample("s", dist.Gamma(X.new_tensor(2.0), 2.0))
-    with pyro.plate("data", len(X)):
-        if W.dim() == 2:
-            mean = linear(X, W)
-        else:  # (S, 1, ...)
-            mean, s = X @ W.mT.squeeze(-3), s.unsqueeze(-1)
-        pyro.sample("y", dist.Normal(mean, s).to_event(1), obs=y)
 
 
 def steps(rule: str, guide: str, loss: str) -> None:
