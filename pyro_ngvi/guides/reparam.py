@@ -152,14 +152,12 @@ class WalshHadamardReparam(Reparam):
             )
         loc, scale = normal
         matrix = matrix_for(fn.event_shape, self.shared)
-        diagonals: Any = matrix.signs(seed_of(name), loc)
+        signs: Any = matrix.signs(seed_of(name), loc)
+        diagonals: Any = signs
         if self.train_diagonals:
-            sides = zip(("left", "right"), diagonals, strict=True)
-            starts, diagonals = (
-                diagonals,
-                tuple(pyro.param(f"{name}_{side}", start) for side, start in sides),
-            )
-            if any(d.shape != start.shape for d, start in zip(diagonals, starts, strict=True)):
+            sides = zip(("left", "right"), signs, strict=True)
+            diagonals = tuple(pyro.param(f"{name}_{side}", start) for side, start in sides)
+            if any(d.shape != start.shape for d, start in zip(diagonals, signs, strict=True)):
                 raise ValueError(
                     f"WalshHadamardReparam: the parameter store holds diagonals of another model for "
                     f"the site {name!r}. Call pyro.clear_param_store() first, or rename the site."

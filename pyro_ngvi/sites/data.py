@@ -81,10 +81,11 @@ class SiteData:
     def numbers(self, indices: Indices, group: Group) -> Tensor:
         """Numbers (n,) of data of a group, each once; ``indices`` as torch takes them."""
         index = torch.as_tensor(indices, device=self.plan.device).detach()
-        if index.numel() == 0 or index.dtype == torch.uint8:  # bytes are numbers, and no mask
-            index = index.long() if index.dtype != torch.bool else index
         mask = index.dtype == torch.bool
-        if (mask and index.shape != (group.size,)) or (not mask and bool((index < 0).any())):
+        if not mask and (index.numel() == 0 or index.dtype == torch.uint8):
+            index = index.long()  # to torch an empty list has fractions, and bytes are a mask
+        wrong = index.shape != (group.size,) if mask else bool((index < 0).any())
+        if wrong:
             raise ValueError(
                 f"AutoSites: name data of {group.name!r} by numbers from 0 to {group.size - 1}, or by "
                 f"a mask of shape ({group.size},)."
