@@ -79,8 +79,8 @@ RULES = (
     Mutant(
         "share of signal: descent in another unit",
         "optim/natural_gradient.py",
-        'signal = (shared + state["descent"] / length) / length',
-        'signal = (shared + state["descent"]) / length',
+        'cosine + state["descent"] / length) / length',
+        'cosine + state["descent"]) / length',
         ("test_trust_region", "test_one_step"),
     ),
     Mutant(
@@ -93,8 +93,8 @@ RULES = (
     Mutant(
         "noise radius: b for sqrt(b)",
         "optim/natural_gradient.py",
-        "self.noise_radius * gain.sqrt()",
-        "self.noise_radius * gain",
+        "self.noise_radius / shares * gain.sqrt()",
+        "self.noise_radius / shares * gain",
         ("test_trust_region", "test_momentum"),
     ),
     Mutant(

@@ -40,8 +40,9 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from pyro_ngvi.families import FactorNormal
-from pyro_ngvi.families.base import Tensors, clamp_exponent, pack
+from pyro_ngvi.families.base import Tensors, clamp_exponent
 from pyro_ngvi.families.factor_base import Factors, row
+from pyro_ngvi.families.vectors import pack
 from pyro_ngvi.optim.host import NaturalGradientOptim
 from pyro_ngvi.optim.rule import Rule, State, Step
 from pyro_ngvi.optim.state import ADAM

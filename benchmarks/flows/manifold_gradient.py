@@ -22,8 +22,9 @@ from typing import Any, ClassVar
 import torch
 from pyro.optim import PyroOptim
 
-from pyro_ngvi.families.base import Tensors, pack
+from pyro_ngvi.families.base import Tensors
 from pyro_ngvi.families.orthogonal_flow import is_rotation
+from pyro_ngvi.families.vectors import pack
 from pyro_ngvi.optim.host import NaturalGradientOptim
 from pyro_ngvi.optim.rule import Rule, State, Step
 

@@ -21,8 +21,7 @@ from torch.linalg import solve_triangular
 
 from ..linalg import stiefel
 from ..linalg.host import own_random_state
-
-Tensors = dict[str, Tensor]
+from .vectors import Tensors, sample_quantiles
 
 LOG_2PI = math.log(2.0 * math.pi)
 #: draws behind moments, entropies and divergences that have no closed form
@@ -36,30 +35,9 @@ def dot(a: Tensors, b: Tensors) -> Tensor:
     return reduce(torch.add, (torch.dot(x, y) if x.dim() == 1 else (x * y).sum() for x, y in pairs))
 
 
-def pack(tensors: Tensors) -> Tensor:
-    """All entries as one vector (D,)."""
-    return torch.cat([v.reshape(-1) for v in tensors.values()])
-
-
-def unpack(vector: Tensor, like: Tensors) -> Tensors:
-    """The inverse of :func:`pack`, with the names and shapes of ``like``."""
-    parts = vector.split([v.numel() for v in like.values()])
-    return {name: part.reshape(like[name].shape) for name, part in zip(like, parts, strict=True)}
-
-
 def interpolate(a: Tensors, b: Tensors, share: Tensor) -> Tensors:
     """a + share (b - a), tensor by tensor."""
     return {name: torch.lerp(a[name], b[name], share.to(b[name])) for name in b}
-
-
-def entry_name(index: int, sizes: Mapping[str, Tensor | torch.Size]) -> str:
-    """The name of the part that holds entry ``index`` of all parts in a row."""
-    end = 0
-    for name, part in sizes.items():
-        end += part.numel()
-        if index < end:
-            return name
-    raise IndexError(f"There are {end} entries, and there is no entry {index}.")
 
 
 def clamp_exponent(x: Tensor) -> Tensor:
@@ -73,11 +51,20 @@ def log_normal(x: Tensor) -> Tensor:
     return -0.5 * (x.square() + LOG_2PI).sum(-1)
 
 
-def sample_quantiles(x: Tensor, levels: Tensor) -> Tensor:
-    """Quantiles (L, *shape) at ``levels`` (L,) of the sample x (n, *shape), entry by entry."""
-    columns = x.flatten(1).split(max(1, 2**24 // len(x)), 1)  # torch.quantile takes 2^24 numbers
-    found = torch.cat([torch.quantile(c, levels, 0) for c in columns], 1)
-    return found.reshape(levels.shape + x.shape[1:])
+def centred(noise: Tensor) -> Tensor:
+    r"""Standard normal noise (..., m) moved to mean zero over its S rows, and widened to variance 1:
+
+        e_s' = sqrt(S / (S - 1)) (e_s - mean(e)),
+
+    of which each row is N(0, I) again, so that averages over draws stay unbiased.  The gradient of the
+    scales, mean_s g_s e_s', then has no part of mean(g), which far from the posterior is nearly all of
+    it, and the mean of a gradient linear in z no noise.  Two rows are an antithetic pair, one stays.
+    """
+    rows = noise[..., 0].numel()
+    if rows < 2:
+        return noise
+    mean = noise.mean(tuple(range(noise.dim() - 1)), keepdim=True)
+    return (rows / (rows - 1)) ** 0.5 * (noise - mean)
 
 
 def with_backward(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,6 +166,15 @@ class Family(ABC):
         noise_shape = (*shape, self.noise_dim(params))
         return self.rsample(params, torch.randn(noise_shape, dtype=like.dtype, device=like.device))
 
+    def centred_draw(self, params: Tensors, shape: torch.Size) -> Tensor:
+        """As :meth:`draw`, of noise whose mean over all draws is zero; see :func:`centred`."""
+        if type(self).draw is not Family.draw:
+            return self.draw(params, shape)
+        like = next(iter(params.values()))
+        noise_shape = (*shape, self.noise_dim(params))
+        noise = torch.randn(noise_shape, dtype=like.dtype, device=like.device)
+        return self.rsample(params, centred(noise))
+
     def fixed_draws(self, params: Tensors, n: int = DRAWS) -> Tensor:
         """Draws (n, d) of a fixed seed, without gradients: the same q always gives the same."""
         with torch.no_grad(), own_random_state(0):
@@ -255,6 +251,10 @@ class Family(ABC):
         By Price's theorem dLoss / dSigma = (H - Sigma^-1) / 2.  ``curvature``: :attr:`curvature_form`.
         """
         raise self._lacks("use for curvature")
+
+    def dilation(self, params: Tensors) -> Tensors:
+        """The velocity of ``params`` while all sds grow e-fold; empty: unknown, or without entropy."""
+        return {}
 
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
         """F u for a tangent u: a gradient in the local frame."""

@@ -153,6 +153,9 @@ class FactorNormal(FactorFamily):
         in_rows = grads["factor"].mT.contiguous().mT  # see Factors
         return super().pull(params, grads | {"factor": in_rows})
 
+    def dilation(self, params: Tensors) -> Tensors:
+        return {"factor": params["factor"], "log_scale": torch.ones_like(params["log_scale"])}
+
     def covariance(self, params: Tensors) -> Tensor:
         B = params["factor"]
         return B @ B.mT + torch.diag((2.0 * params["log_scale"]).exp())
@@ -241,6 +244,10 @@ class FactorPrecisionNormal(FactorFamily):
             "factor": (factors.W / factors.c).mT - x.unsqueeze(-1) * along.unsqueeze(-2),
             "log_precision": 0.5 * (1.0 - self._leverage(factors) - s * x.square()),
         }
+
+    def dilation(self, params: Tensors) -> Tensors:
+        shrinking = torch.full_like(params["log_precision"], -2.0)
+        return {"factor": -params["factor"], "log_precision": shrinking}
 
     def scale_tril(self, params: Tensors) -> Tensor:
         U, s = params["factor"], params["log_precision"].exp()

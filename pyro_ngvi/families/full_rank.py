@@ -144,6 +144,9 @@ class FullRankNormal(NormalFamily):
             "scale_tril": _tril_product(L, grads["scale_tril"], transpose=True),
         }
 
+    def dilation(self, params: Tensors) -> Tensors:
+        return {"scale_tril": params["scale_tril"]}
+
     def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors:
         L = params["scale_tril"].tril()
         dense = "dense" in curvature

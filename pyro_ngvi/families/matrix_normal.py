@@ -178,6 +178,9 @@ class MatrixNormal(NormalFamily):
             "column_tril": B @ tangent["column_tril"],
         }
 
+    def dilation(self, params: Tensors) -> Tensors:
+        return {"row_tril": params["row_tril"].tril()}
+
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
         A, B = self._factors(params)
         return {

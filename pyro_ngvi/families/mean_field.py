@@ -83,6 +83,9 @@ class MeanFieldNormal(NormalFamily):
     def frame(self, params: Tensors) -> Tensors:
         return {"loc": params["log_scale"].exp()}
 
+    def dilation(self, params: Tensors) -> Tensors:
+        return {"log_scale": torch.ones_like(params["log_scale"])}
+
     def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors:
         h = curvature["dense"].diagonal() if "dense" in curvature else curvature["diagonal"]
         return gradient | {"log_scale": (2.0 * params["log_scale"]).exp_().mul_(h).sub_(1.0)}

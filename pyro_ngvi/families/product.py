@@ -195,7 +195,12 @@ class ProductFamily(Family):
         zs = self.split(z)
         return self._named({p: f.score(self.own(p, params), zs[p]) for p, f in self.parts.items()})
 
+    def dilation(self, params: Tensors) -> Tensors:
+        own = {p: f.dilation(self.own(p, params)) for p, f in self.parts.items()}
+        return self._named(own) if all(own.values()) else {}
+
     draw = _by_parts("draw", "join")
+    centred_draw = _by_parts("centred_draw", "join")
     mean = _by_parts("mean", "join")
     stddev = _by_parts("stddev", "join")
     icdf = _by_parts("icdf", "join")

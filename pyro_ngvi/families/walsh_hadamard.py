@@ -194,6 +194,10 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
         whole = (norm / math.sqrt(D)).unsqueeze(-1).expand(-1, D).flatten()
         return torch.cat([whole, sd[self._whole :]])
 
+    def dilation(self, params: Tensors) -> Tensors:
+        noise = {NOISE: torch.ones_like(params[NOISE])} if self.rest else {}
+        return self.gaussian.dilation(params) | noise
+
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
         own = self.gaussian.fisher_product(params, tangent)
         return own | {k: 2.0 * self.rest * v for k, v in self._others(tangent).items()}

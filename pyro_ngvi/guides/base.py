@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Delta, Distribution, Normal, TorchDistribution
+from pyro.distributions import Delta, Normal, TorchDistribution
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.distributions import constraints
-from torch.distributions.kl import register_kl
 
 from ..curvature.estimators import Curvature
 from ..families.base import Family, Tensors
@@ -22,7 +21,7 @@ from ..linalg.host import choose, equal, host_bool, outside_autocast
 from ..probing.vectorized import check_vectorized_call
 from ..runtime.pyro_adapter import particle_plate
 from ..runtime.store import follow_store, module_name
-from .marginals import site_quantiles
+from .marginals import SiteValue, site_quantiles
 from .neutra import FamilyTransform
 from .start import FirstCall
 
@@ -50,26 +49,36 @@ class FamilyDistribution(TorchDistribution):
         *,
         sticking_the_landing: bool = False,
         batch_shape: torch.Size | tuple[int, ...] = (),
+        centred: bool = False,
+        path_share: Tensor | None = None,
     ) -> None:
         self.family, self.params = family, params
-        self.sticking_the_landing = sticking_the_landing
+        self.sticking_the_landing, self.centred = sticking_the_landing, centred
+        self.path_share = path_share
         event_shape = torch.Size((family.dim(params),))
         super().__init__(torch.Size(batch_shape), event_shape, validate_args=False)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> FamilyDistribution:
         how: Any = {"sticking_the_landing": self.sticking_the_landing, "batch_shape": batch_shape}
+        how |= {"centred": self.centred, "path_share": self.path_share}
         return FamilyDistribution(self.family, self.params, **how)
 
     @outside_autocast
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        return self.family.draw(self.params, torch.Size(sample_shape) + self.batch_shape)
+        draw = self.family.centred_draw if self.centred else self.family.draw
+        return draw(self.params, torch.Size(sample_shape) + self.batch_shape)
 
     @outside_autocast
     def log_prob(self, value: Tensor) -> Tensor:
         params = self.params
         if self.sticking_the_landing:
             params = {name: tensor.detach() for name, tensor in params.items()}
-        result = self.family.log_prob(params, value)
+        result, share = self.family.log_prob(params, value), self.path_share
+        if share is not None and self.sticking_the_landing:
+            share = share.to(result)
+            # the same value, and a gradient of the same expectation
+            entropy = (1.0 - share) * self.family.entropy(self.params)
+            result = torch.lerp(result.detach(), result, share) - (entropy - entropy.detach())
         return result.expand(torch.broadcast_shapes(self.batch_shape, result.shape))
 
     @outside_autocast
@@ -93,16 +102,6 @@ class FamilyDistribution(TorchDistribution):
     def covariance_matrix(self) -> Tensor:
         """The d x d covariance (d, d): for small d."""
         return self.family.covariance(self.params)
-
-
-class SiteValue(Delta):
-    """The value of a site within the flat vector, with its share of log q, a log-Jacobian."""
-
-
-@register_kl(SiteValue, Distribution)
-def _kl_of_value(p: SiteValue, q: Any) -> Tensor:
-    # Pyro's own for Delta leaves out log_density, the Jacobian, under TraceMeanField_ELBO
-    return p.log_density - q.log_prob(p.v)
 
 
 class _Drawing(Messenger):
@@ -177,6 +176,8 @@ class AutoFamily(FirstCall):
     _lag: Tensors | None = None
     _lag_of: Tensors | None = None
     _broadcasting_checked = False
+    #: the share of its path in the gradient of log q, which the optimizer asks for; ``None``: all
+    path_share: Tensor | None = None
     #: what the loss leaves for the optimizer
     curvature: Curvature | None = None
 
@@ -233,9 +234,9 @@ class AutoFamily(FirstCall):
         curvature, self.curvature = self.curvature, None
         return curvature
 
-    def _distribution(self, params: Tensors) -> FamilyDistribution:
-        how = self.sticking_the_landing
-        return FamilyDistribution(self.family, params, sticking_the_landing=how)
+    def _distribution(self, params: Tensors, **how: Any) -> FamilyDistribution:
+        stl = self.sticking_the_landing
+        return FamilyDistribution(self.family, params, sticking_the_landing=stl, **how)
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> FamilyDistribution:
         """q as a distribution over the flat, unconstrained latent vector (d,): the answer so far."""
@@ -255,8 +256,9 @@ class AutoFamily(FirstCall):
     def sampling_posterior(self) -> FamilyDistribution:
         """The distribution that the guide draws from.
 
-        It is ``get_posterior()``, except while gradients are recorded under an optimizer that
-        averages: the guide then holds the average, and gradients belong at the iterate.
+        It is ``get_posterior()``, except while gradients are recorded: the draws of one call are then
+        centred (:func:`~pyro_ngvi.families.base.centred`), each of them one of q but not independent,
+        and under an optimizer that averages come from the iterate, where gradients belong.
         """
         params = self._current()
         if not torch.is_grad_enabled():
@@ -277,7 +279,11 @@ class AutoFamily(FirstCall):
                     f"lower the learning rate, or use Pyro's AutoMultivariateNormal."
                 )
         lag = self.iterate_offset()
-        return self._distribution({n: p + lag[n] for n, p in params.items()} if lag else params)
+        at = {n: p + lag[n] for n, p in params.items()} if lag else params
+        share = self.path_share
+        if share is not None and (tracing or host_bool(share == 1.0)):
+            share = None
+        return self._distribution(at, centred=True, path_share=share)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Draw all latent sites: a dict of values by name."""
@@ -340,4 +346,5 @@ class AutoFamily(FirstCall):
 
     def __getstate__(self) -> dict[str, Any]:
         # what belongs to a running optimizer stays: a copy is the answer alone
-        return super().__getstate__() | {"_lag": None, "_lag_of": None, "averaged": False}
+        running = ("_lag", "_lag_of", "path_share")
+        return super().__getstate__() | dict.fromkeys(running) | {"averaged": False}

@@ -251,7 +251,7 @@ class AutoOrthogonalFlow(AutoFamily):
         return OrthogonalFlow(self._layers)
 
     @outside_autocast
-    def _distribution(self, params: Tensors) -> FamilyDistribution:
+    def _distribution(self, params: Tensors, **how: Any) -> FamilyDistribution:
         detached = {name: p.detach() for name, p in params.items()}
         if host_bool(self.family.drift(detached) > TOLERANCE):
             raise RuntimeError(
@@ -259,4 +259,4 @@ class AutoOrthogonalFlow(AutoFamily):
                 f"would be wrong. An optimizer that does not know rotations has stepped them: train "
                 f"this guide by pyro_ngvi.optim.SPRING, IFVB or AIFVB, in their default frame."
             )
-        return super()._distribution(params)
+        return super()._distribution(params, **how)

@@ -6,15 +6,28 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from pyro.distributions import Delta, Distribution
 from torch import Tensor
 from torch.distributions import biject_to
+from torch.distributions.kl import register_kl
 from torch.distributions.transforms import IndependentTransform
 
 from ..families import MeanFieldNormal, ProductFamily
-from ..families.base import Family, Tensors, sample_quantiles
+from ..families.base import Family, Tensors
+from ..families.vectors import sample_quantiles
 
 #: numbers that are drawn at most, until there are 1,024 draws
 MOST = 2**26
+
+
+class SiteValue(Delta):
+    """The value of a site within the flat vector, with its share of log q, a log-Jacobian."""
+
+
+@register_kl(SiteValue, Distribution)
+def _kl_of_value(p: SiteValue, q: Any) -> Tensor:
+    # Pyro's own for Delta leaves out log_density, the Jacobian, under TraceMeanField_ELBO
+    return p.log_density - q.log_prob(p.v)
 
 
 def place(shapes: Mapping[str, torch.Size], name: str) -> slice:

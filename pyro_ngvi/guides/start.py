@@ -15,7 +15,8 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import biject_to
 
-from ..families.base import Family, Tensors, entry_name
+from ..families.base import Family, Tensors
+from ..families.vectors import entry_name
 from ..linalg.host import outside_autocast, own_random_state
 from ..optim.ngvb import make_rule
 from ..probing.latents import check_latents

@@ -37,7 +37,8 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from ..families.base import Tensors, entry_name, pack, unpack
+from ..families.base import Tensors
+from ..families.vectors import entry_name, pack, unpack
 from ..fisher.scores import family_scores
 from ..linalg.host import own_random_state
 from .blocks import GuideBlock

@@ -10,7 +10,8 @@ import torch
 from pyro.distributions import TransformModule
 from torch import Tensor, nn
 
-from ..families.base import Tensors, entry_name, interpolate, pack, unpack
+from ..families.base import Tensors, interpolate
+from ..families.vectors import entry_name, pack, unpack
 from ..fisher.scores import GuideScores
 
 
@@ -25,6 +26,8 @@ class Block(Protocol):
     holds_average: bool
     averaged: bool
     curvature: Any
+    #: for the next gradient, by rules that ask for it
+    path_share: Tensor | None
 
     def natural_params(self) -> Mapping[str, Tensor]: ...
 
@@ -69,6 +72,10 @@ class Coordinates:
     ) -> Tensors:
         return {name: p + step * tangent[name] for name, p in params.items()}
 
+    def dilation(self, params: Tensors) -> Tensors:
+        """Nothing tells which direction widens q."""
+        return {}
+
     def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
         """One part: names do not tell which parameters belong together."""
         return (sum(v.numel() for v in params.values()),)
@@ -101,6 +108,7 @@ class GuideBlock:
     holds_average = False
     averaged = False
     curvature = None
+    path_share = None
 
     def __init__(self, guide: Callable[..., Any]) -> None:
         self.scores = GuideScores(guide)

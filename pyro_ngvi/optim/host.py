@@ -112,7 +112,7 @@ class NaturalGradientOptim(PyroOptim):
         if reason:
             raise ValueError(f"{type(self).__name__} cannot step {type(block).__name__}: {reason}")
         block.set_iterate_offset(None)  # an optimizer before this one may have left its own
-        block.curvature = None  # as may a step that failed
+        block.curvature = block.path_share = None  # as may a step that failed
         block.averaged = block.holds_average and rule.averaging is not None
 
     @outside_autocast
@@ -175,8 +175,8 @@ class NaturalGradientOptim(PyroOptim):
             p.copy_(answer[name])
         if block.averaged:
             block.set_iterate_offset({name: new[name] - answer[name] for name in new}, answer)
-        self._states[path] = state
-        self._reports[path] = report
+        block.path_share = state.get("path_share")
+        self._states[path], self._reports[path] = state, report
         if host_bool(report.finite) is False:
             self._warn_skipped(block, report)
 
@@ -302,9 +302,9 @@ class NaturalGradientOptim(PyroOptim):
         for path, block in self._blocks():
             # the parameters may be restored before or after this call
             state = self._waiting.get(path, {})
-            lag = {k: state.pop(k) for k in [*state] if k.startswith("lag.")}
-            lag = {k.removeprefix("lag."): v for k, v in lag.items()}
+            lag = {k[4:]: state.pop(k) for k in [*state] if k.startswith("lag.")}
             block.set_iterate_offset(lag or None)
+            block.path_share = state.get("path_share")
 
 
 @contextmanager

@@ -98,8 +98,12 @@ class IFVBRule(Rule):
             return self.fisher
         return Blocks(self.family.layer_sizes(params), self.fisher)
 
+    def _with(self, product: Callable[[Tensor], Tensor]) -> NaturalGradientRule:
+        """``rule`` with ``product`` for the inverse of F."""
+        return replace(self.rule, family=EstimatedGeometry(self.family, product))
+
     def start(self, params: Tensors) -> State:
-        return self.rule.start(params)
+        return self._with(lambda g: g).start(params)
 
     def init(self, params: Tensors, scores: Tensor | None = None) -> State:
         """The state before the first step, from a few ``scores`` (n, D) where F is not known."""
@@ -123,8 +127,8 @@ class IFVBRule(Rule):
     def step(self, params: Tensors, grads: Tensors, state: State, curvature: Any = None) -> Step:
         estimate = self._estimate(params)
         fisher = {"fisher": estimate.update(state["fisher"], curvature["scores"])}
-        geometry = EstimatedGeometry(self.family, lambda g: estimate.product(fisher["fisher"], g))
-        step = replace(self.rule, family=geometry).step(params, grads, state)
+        rule = self._with(lambda g: estimate.product(fisher["fisher"], g))
+        step = rule.step(params, grads, state)
         # scores are those of q, which are good where the gradient is not
         return replace(step, state=step.state | fisher, if_refused=step.if_refused | fisher)
 
@@ -145,7 +149,8 @@ class IFVB(NaturalGradientOptim):
             ``LowRank(32, growth=1.0)``, ``Window(128)`` (the last scores and a ridge) or ``Dense()``
             (D x D).  ``None``: that window for flows and guides with networks, else that low rank.
         num_scores: scores drawn per step; ``None``: 8 for a window, else 1.
-        trust_radius: largest length of a step in the estimated Fisher norm, nats^(1/2); ``None``: none.
+        trust_radius: largest length of a step in the estimated Fisher norm, nats^(1/2), until steps
+            that agree show that they may be longer; ``None``: no bound.
         clip_norm: largest Euclidean norm of the natural gradient (the paper's device); ``None``: none.
         momentum: heavy-ball coefficient in [0, 1); ``None``: what suits the guide.
         averaging: as for NGVB.  Guides that are ours then hold the average; beside other guides it is

@@ -8,18 +8,42 @@ For a family with Fisher matrix F, from the Euclidean gradient g of the loss, wi
     move <- move min(1, R_k / |move|)                     trust radius
     lambda <- retract(lambda, -move)                      never leaves the domain
 
+**Blocks.**  All but the last line is done for each block of the Fisher matrix by itself: the location
+of a Gaussian and its scales, between which F has no entries, or everything at once where F is not so.
+Far from the posterior the gradient of the location is nearly free of noise and that of the d^2 / 2
+scales drowned in it, so each has gain, outliers and radius of its own.
+
 **Gain.**  For families whose Fisher matrix is the Hessian of the loss at a Gaussian posterior (full
 rank) b_k is the Kalman gain of :class:`NoiseClock`, and beta is 0.  For the others (mean field, factor)
 the Hessian in the Fisher metric has eigenvalues from near 0 to about d, so no single gain suits all
 directions: there b_k = (1 + k/20)^(-1/2) / 6, where k waits while signal dominates, with
 beta = 0.9, and iterates are averaged.
 
-**Radius.**  KL between successive q is about R^2 / 2, hence one radius serves every model: R_k =
-min(trust_radius, 3 sqrt(b_k)).  The second bound keeps the energy that the noise of one step injects in
-proportion to what the following steps take out.
+**Radius.**  KL between successive q is about R^2 / 2, hence one radius serves every model of which
+nothing is known yet.  For each of B blocks
+
+    R_k = r_k min(trust_radius, 3 sqrt(b_k)) / sqrt(B).
+
+The second bound keeps the energy that the noise of one step injects in proportion to what the following
+steps take out.  The *reach* r_k, 1 at first, learns how far the metric at one q holds for the next.
+With c the cosine, in the Fisher metric, between this natural gradient and the one before,
+
+    r_k = 1.4 r_{k-1}  if c > 0.6 and the radius shortened the last move,
+          0.6 r_{k-1}  if c < 0.2,
+
+and never below 1.  With one radius for any d the number of steps would grow as sqrt(d), since d latent
+variables that are one sd off each are sqrt(d) away together.  So the reach of scales goes up to
+sqrt(d), where every sd changes e-fold, and that of a block of all D coordinates to sqrt(D).  That of a
+location has no bound: moves of one direction that grow by 1.4 overshoot by 0.4 of their way at most.
 
 **Outliers.**  |G|_typical is the geometric mean of the last ten or so lengths.  A length
 below 1 nat^(1/2) is never unusual.
+
+**Noise of the scales.**  The gradient of E[log q] is that of the path z(eps), or that of minus the
+entropy, which is free of noise.  A share c of the one and 1 - c of the other leave in the gradient of
+the scales, in units of q, the noise (L' H L - c I)(eps eps' - I), H the Hessian of -log p.  So c = 1
+(sticking the landing) is best at the posterior, where L' H L = I, and c = 0 where q is far too narrow.
+The next step takes c = tr(L' H L) / d, or 1 from 0.8 on, from this gradient along a dilation of q.
 
 With **averaging** (Polyak & Juditsky 1992) the *guide holds the average*, which is the answer, and
 draws from the iterate whenever gradients are recorded.
@@ -43,8 +67,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ..families.base import Tensors, dot, pack
+from ..families.base import Family, Tensors, dot
+from ..families.vectors import pack
 from ..linalg.host import host_bool
 from .rule import Averaging, Rule, State, Step
 
@@ -54,17 +80,22 @@ MEMORY = 10.0
 OUTLIER = 3.0
 #: a run of skipped steps longer than this halves the radius at each further one
 PATIENCE = 3.0
+#: curvatures in units of q above which the path is all of the gradient of log q
+NARROW = 0.8
+#: cosines of successive gradients above which the reach grows, below which it shrinks, and factors
+AGREE, DISAGREE, GROW, SHRINK = 0.6, 0.2, 1.4, 0.6
 
 
 class Schedule(Protocol):
     r"""How long a step is: the gain b_k that multiplies the natural gradient, and how it decays.
 
-    A schedule is a pair of pure functions on 0-dim tensors, so it neither waits for the device nor
-    keeps state of its own:
+    A schedule is a pair of pure functions of tensors that hold a number for each block, so it neither
+    waits for the device nor keeps state of its own:
 
         init(like) -> state,   gain(signal, state) -> (b_k, state)
 
-    ``signal``, in [-1, 1], is what the step before says about this one: the estimate
+    ``like`` and ``signal`` have the shape (B,), and b_k has it or none.  ``signal``, in [-1, 1], is
+    what the step before says about this one: the estimate
 
         snr_k = (<G_k, G_{k-1}> + <G_{k-1}, move_{k-1}>) / |G_k|^2                                   (1)
 
@@ -105,7 +136,8 @@ class NoiseClock:
 
     def init(self, like: Tensor) -> Tensors:
         names = ("mean", "variance", "weight", "count")
-        return {"clock": like.new_zeros(()) + self.start, **{n: like.new_zeros(()) for n in names}}
+        zero = torch.zeros_like(like)
+        return {"clock": zero + self.start, **{n: zero.clone() for n in names}}
 
     def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
         clock, count = state["clock"], state["count"]
@@ -146,22 +178,39 @@ class NaturalGradientRule(Rule):
             )
         return super().refuses(family)
 
+    def _blocks(self, params: Tensors) -> tuple[tuple[str, ...], ...]:
+        """Names of the tensors of each block of F: those of the location come first."""
+        if isinstance(self.family, Family):  # an estimate of F knows no blocks
+            location = self.family.location
+            rest = tuple(name for name in params if name not in location)
+            if location and rest:
+                return location, rest
+        return (tuple(params),)
+
     def start(self, params: Tensors) -> State:
         like = next(iter(params.values()))
-        scalars = ("skipped_in_a_row", "length", "log_typical", "descent")
-        state: State = {name: like.new_zeros(()) for name in scalars}
+        zeros = like.new_zeros(len(self._blocks(params)))
+        state: State = {n: zeros.clone() for n in ("length", "log_typical", "descent")}
+        state |= {"reach": zeros + 1.0, "growth": zeros + 1.0}
+        state["skipped_in_a_row"] = like.new_zeros(())
         state["direction"] = {name: torch.zeros_like(v) for name, v in params.items()}
-        state["schedule"] = self.schedule.init(like)
+        state["schedule"] = self.schedule.init(zeros)
+        if self.family.dilation(params):
+            state["path_share"] = like.new_ones(())
         if self.momentum:
             state["move_energy"] = like.new_zeros(())
             state["move"] = {name: torch.zeros_like(params[name]) for name in self.family.location}
         return state
 
     def step(self, params: Tensors, grads: Tensors, state: State, curvature: Any = None) -> Step:
-        direction, gradient, length, finite = self._natural_direction(params, grads, curvature)
-        shared = state["length"] * dot(gradient, state["direction"])
-        signal = (shared + state["descent"] / length) / length
+        blocks = self._blocks(params)
+        direction, gradient, length, finite = self._natural_direction(
+            blocks, params, grads, curvature
+        )
+        cosine = block_dots(blocks, gradient, state["direction"])
+        signal = (state["length"] * cosine + state["descent"] / length) / length
         gain, schedule_state = self.schedule.gain(signal.clamp(-1.0, 1.0), state["schedule"])
+        gain = gain.expand_as(length)
 
         log_typical = torch.where(state["count"] == 0, length.log(), state["log_typical"])
         # below one nat^(1/2) no gradient can throw q away, however unusual its length
@@ -169,7 +218,10 @@ class NaturalGradientRule(Rule):
         if self.clip_norm is not None:
             euclidean = torch.linalg.vector_norm(pack(direction))
             kept_length = torch.minimum(kept_length, self.clip_norm / euclidean)
-        radius = torch.clamp(self.noise_radius * gain.sqrt(), max=self.trust_radius)
+        reach = self._reach(blocks, cosine, state, direction)
+        shares = len(blocks) ** 0.5  # the moves of the blocks are orthogonal
+        radius = (self.noise_radius / shares * gain.sqrt()).clamp_max(self.trust_radius / shares)
+        radius = reach * radius
         in_a_row = state["skipped_in_a_row"]
         if not host_bool(in_a_row <= PATIENCE):
             radius = radius * torch.exp2((PATIENCE - in_a_row).clamp_max(0.0))
@@ -177,52 +229,82 @@ class NaturalGradientRule(Rule):
         wanted = torch.minimum(self.lr * gain * kept_length, radius)
         damped = wanted < 0.999 * self.lr * gain * length
         # along the gradient: <g, move> / |G|, as <g, direction> = 1
-        move_norm, move_energy, along, own_length = wanted, wanted, wanted, wanted
+        move_norm, along, factor = wanted, wanted, wanted
         past: Tensors = {}
+        changed: State = {}
         if self.momentum and self.family.location:
-            # |b G + beta m|^2 for a past move m of a Gaussian's location, say; in the local frame its
-            # length stays what it was when it was made, and F has no block between it and the rest
+            # |b G + beta m|^2 for a past move m of a Gaussian's location, say, the first block; in the
+            # local frame its length stays what it was when it was made
             names = self.family.location
             past = {name: self.momentum * state["move"][name] for name in names}
-            past_along = dot({name: gradient[name] for name in names}, past)
-            square = wanted.square()
+            own_gradient = {name: gradient[name] for name in names}
+            past_along = dot(own_gradient, past)
             # an estimate of F is another one now; Cauchy-Schwarz holds for each
             past_energy = (self.momentum**2 * state["move_energy"]).maximum(past_along.square())
+            # zero for other blocks
+            both = torch.stack([past_along, past_energy]).unsqueeze(1)
+            past_along, past_energy = pad(both, (0, len(blocks) - 1)).unbind()
             added = 2.0 * wanted * past_along + past_energy
-            own = square * dot({name: gradient[name] for name in names}, direction)
-            full_norm = (square + added).clamp_min(torch.finfo(wanted.dtype).tiny).sqrt()
+            square = wanted.square()
+            full_norm = (square + added).clamp_min(torch.finfo(added.dtype).tiny).sqrt()
             move_norm = torch.minimum(full_norm, radius)
             shrink = move_norm / full_norm
             damped = damped | (full_norm > radius)
-            past = {name: shrink * v for name, v in past.items()}
-            own_length = shrink * wanted
+            past = {name: shrink[0] * v for name, v in past.items()}
+            factor = shrink * wanted
             along = shrink * (wanted + past_along)
-            move_energy = shrink.square() * (own + added).clamp_min(0.0)
-        move = {name: own_length * v for name, v in direction.items()}
+            energy = square[0] * dot(own_gradient, direction) + added[0]
+            changed["move_energy"] = shrink[0].square() * energy.clamp_min(0.0)
+        move = block_products(blocks, factor, direction)
         move |= {name: move[name] + v for name, v in past.items()}
+        if self.momentum:
+            changed["move"] = {name: move[name] for name in self.family.location}
+        dilation = self.family.dilation(params)
+        if dilation:
+            trace = 1.0 + dot(dilation, grads) / self.family.dim(params)
+            changed["path_share"] = torch.where(trace < NARROW, trace.clamp_min(0.0), 1.0)
 
         new = self.family.retract(params, move, -1.0, self.coordinates)
         memory = (1.0 / (state["count"] + 1.0)).clamp_min(1.0 / MEMORY)
-        changed = {
-            "skipped_in_a_row": torch.zeros_like(length),
+        changed |= {
+            "skipped_in_a_row": torch.zeros_like(in_a_row),
             "length": length,
             "log_typical": torch.lerp(log_typical, kept_length.log(), memory),
             "descent": length * along,
             "direction": direction,
             "schedule": schedule_state,
+            "reach": reach,
+            "growth": 1.0 + (GROW - 1.0) * damped.to(length),
         }
-        if self.momentum:
-            changed["move"] = {name: move[name] for name in self.family.location}
-            changed["move_energy"] = move_energy
         refused = {"skipped_in_a_row": in_a_row + 1.0}
-        return Step(new, move_norm, gain, changed, radius, damped, finite, None, if_refused=refused)
+        whole = torch.linalg.vector_norm(torch.stack([move_norm, radius]), dim=1)
+        return Step(
+            new,
+            whole[0],
+            gain[0],
+            changed,
+            whole[1],
+            damped.any(),
+            finite,
+            None,
+            if_refused=refused,
+        )
+
+    def _reach(self, blocks: Any, cosine: Tensor, state: State, direction: Tensors) -> Tensor:
+        """r_k of each block."""
+        reach = state["reach"]
+        longer = torch.where(cosine > AGREE, state["growth"] * reach, reach)
+        reach = torch.where(cosine < DISAGREE, SHRINK * reach, longer).clamp_min(1.0)
+        entries = sum(direction[name].numel() for name in blocks[0])
+        reach[len(blocks) - 1 :].clamp_(max=entries**0.5)
+        return reach
 
     def _natural_direction(
-        self, params: Tensors, grads: Tensors, curvature: Any
+        self, blocks: Any, params: Tensors, grads: Tensors, curvature: Any
     ) -> tuple[Tensors, Tensors, Tensor, Tensor]:
-        """(direction, its dual gradient, length, whether finite): zero, of length 1, if not finite.
+        """(direction, its dual gradient, lengths by block, whether finite): length 1 if not finite.
 
-        The natural gradient is length * direction, and <gradient, direction> = 1.
+        The natural gradient is length * direction, and <gradient, direction> = 1 in each block.
         """
         gradient = self.family.pull(params, grads)
         if curvature:
@@ -236,11 +318,23 @@ class NaturalGradientRule(Rule):
         if not host_bool(finite):
             gradient = {name: torch.where(finite, g, 0.0) for name, g in gradient.items()}
         tangent = self.family.natural_gradient(params, gradient)
-        norm = dot(gradient, tangent).clamp_min(torch.finfo(unit.dtype).tiny).sqrt()
-        finite = finite & (norm < torch.inf)
-        direction = {name: t / norm for name, t in tangent.items()}
-        gradient = {name: g / norm for name, g in gradient.items()}
+        energy = block_dots(blocks, gradient, tangent)
+        norm = energy.clamp_min(torch.finfo(unit.dtype).tiny).sqrt()
+        finite = finite & (norm < torch.inf).all()
+        direction = block_products(blocks, 1.0 / norm, tangent)
+        gradient = block_products(blocks, 1.0 / norm, gradient)
         length = norm * unit
         if not host_bool(finite):
             length = torch.where(finite, length, torch.ones_like(length))
         return direction, gradient, length, finite
+
+
+def block_dots(blocks: Any, a: Tensors, b: Tensors) -> Tensor:
+    """<a, b> of each block, (B,)."""
+    return torch.stack([dot({name: a[name] for name in names}, b) for names in blocks])
+
+
+def block_products(blocks: Any, factors: Tensor, tensors: Tensors) -> Tensors:
+    """``tensors``, each times the factor of its block; ``factors`` (B,)."""
+    by_name = {n: f for names, f in zip(blocks, factors.unbind(), strict=True) for n in names}
+    return {name: by_name[name] * v for name, v in tensors.items()}

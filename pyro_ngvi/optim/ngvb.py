@@ -60,8 +60,9 @@ class NGVB(NaturalGradientOptim):
     Args:
         guide: the guide that SVI trains, or a list that contains guides of ours.
         lr: factor in (0, 1] on the gain of the schedule, for careful runs; 1 is right.
-        trust_radius: largest Fisher length of a step, nats^(1/2); at radius 1 KL between successive q
-            is about 1/2 nat, up to 2 in factor families.  ``None``: no bound (exact gradients only).
+        trust_radius: largest Fisher length of a step, nats^(1/2), until steps that agree show that
+            they may be longer; at radius 1 KL between successive q is about 1/2 nat, up to 2 in
+            factor families.  ``None``: no bound (exact gradients only).
         schedule: "noise" (:class:`NoiseClock`), "constant", a :class:`RobbinsMonro`, or a function
             from the step count (0-dim tensor, 0, 1, ...) to the gain.
         momentum: heavy-ball coefficient in [0, 1) for the location of a Gaussian, and for all of an

@@ -38,7 +38,7 @@ class RobbinsMonro:
             raise ValueError(f"{self} needs scale > 0, offset > 0 and a power in [0, 1].")
 
     def init(self, like: Tensor) -> Tensors:
-        return {"count": like.new_zeros(()), "mean": like.new_zeros(())}
+        return {"count": torch.zeros_like(like), "mean": torch.zeros_like(like)}
 
     def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
         count = state["count"]

@@ -25,6 +25,9 @@ from ..families.base import Tensors
 from ..linalg.host import host_bool
 from .rule import State
 
+#: entries that states of version 0.1 lack
+LATER = ("reach", "growth", "path_share")
+
 
 def flat(state: State, prefix: str = "") -> Tensors:
     """The tensors of a nested state by their paths, with dots."""
@@ -37,6 +40,10 @@ def flat(state: State, prefix: str = "") -> Tensors:
 def fitted(path: str, fresh: State, saved: Tensors) -> State:
     """A copy of a ``saved`` state, by paths, in the form of a ``fresh`` one."""
     wanted = flat(fresh)
+    # before version 0.2 a rule had one gain for all blocks, and no reach
+    saved = {k: wanted[k] for k in LATER if k in wanted} | saved
+    old = {k for k, v in saved.items() if v.dim() == 0 and k in wanted and wanted[k].dim() == 1}
+    saved = saved | {k: saved[k].expand_as(wanted[k]) for k in old}
     wrong = [k for k in wanted if k not in saved or saved[k].shape != wanted[k].shape]
     wrong += [k for k in saved if k not in wanted]
     if wrong:

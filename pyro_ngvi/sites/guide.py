@@ -11,7 +11,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from ..guides.base import SiteValue
+from ..guides.marginals import SiteValue
 from ..linalg.host import outside_autocast
 from ..runtime.store import module_name
 from .data import Indices, SiteData, SiteView, Snapshot, take_snapshot

@@ -13,7 +13,7 @@ from pyro.nn.module import pyro_method
 from torch import Tensor, nn
 
 from ..distributions.gaussian_process import draws_are_means
-from ..families.base import entry_name
+from ..families.vectors import entry_name
 from ..guides.start import MadeAtFirstCall
 from ..linalg.host import at_hand, own_random_state
 from ..runtime.pyro_adapter import give_model, has_model, model_under

@@ -179,7 +179,7 @@ def test_exact_gradients_lead_to_the_best_kronecker_product() -> None:
         noise = points if shape.numel() == len(points) else torch.zeros(*shape, 6)
         return guide.family.rsample(params, noise)
 
-    guide.family.draw = draw
+    guide.family.draw = guide.family.centred_draw = draw
     optim = NGVB(guide, schedule=Constant(0.3), momentum=0.0, averaging=False)
     svi = SVI(weights, guide, optim, BatchedELBO(12))
     for _ in range(200):

@@ -49,7 +49,8 @@ def assert_steps(guide: Any, optim: NGVB, step: Callable[[], Any], dtype: torch.
                 assert not torch.equal(p, before[name]), name
         report = optim.report()
         assert report.outcome in ("accepted", "damped")
-        assert 0 < report.step_norm <= 1.000001 * report.radius <= 1.000002
+        # the radius may have grown once, by 1.4
+        assert 0 < report.step_norm <= 1.000001 * report.radius <= 1.000002 * 1.4**count
         assert 0 < report.gain <= 1 and report.skipped == 0 and report.skipped_sites == ()
         assert {field.name for field in fields(StepReport)} == set(vars(report))
 

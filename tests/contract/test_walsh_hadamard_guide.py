@@ -86,7 +86,8 @@ def test_elbo_is_that_of_the_reparameterised_model(how: dict[str, Any], loss: st
     elbo = elbo(n)
     elbo.loss(weights_and_bias, guide, *data())  # what a first call draws apart
     torch.manual_seed(1)
-    actual = elbo.loss(weights_and_bias, guide, *data())
+    with torch.no_grad():
+        actual = elbo.loss(weights_and_bias, guide, *data())
     torch.manual_seed(1)
     theta = guide.get_posterior().rsample((n,))
     torch.testing.assert_close(-actual, elbo_by_hand(guide, theta, how.get("g_scale", 1.0)).item())
@@ -120,7 +121,7 @@ def test_gradients_are_those_of_the_hand_written_bound(how: dict[str, Any]) -> N
     grads = {name: p.grad.clone() for name, p in guide.natural_params().items()}
     guide.zero_grad()
     torch.manual_seed(1)
-    theta = guide.get_posterior().rsample((3,))
+    theta = guide.sampling_posterior().rsample((3,))
     (-elbo_by_hand(guide, theta, how.get("g_scale", 1.0))).backward()
     for name, p in guide.natural_params().items():
         lower = p.grad.tril() if "tril" in name else p.grad
@@ -156,7 +157,7 @@ def test_exact_gradients_lead_to_the_posterior() -> None:
         noise = points if shape.numel() == len(points) else torch.zeros(*shape, K)
         return guide.family.rsample(params, noise)
 
-    guide.family.draw = draw
+    guide.family.draw = guide.family.centred_draw = draw
     optim = NGVB(guide, schedule=Constant(0.4), momentum=0.0, averaging=False)
     svi = SVI(weights, guide, optim, BatchedELBO(2 * K))
     for _ in range(60):

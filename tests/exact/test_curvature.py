@@ -53,7 +53,7 @@ def curvature(model, guide_class, kind, **kwargs):
     assert isinstance(left, Curvature) and left.kind == kind
     assert guide.take_curvature() is None
     torch.manual_seed(1)
-    return left.parts, guide.get_posterior().rsample((2,)).detach()
+    return left.parts, guide.sampling_posterior().rsample((2,)).detach()
 
 
 def hessian(f, t) -> torch.Tensor:

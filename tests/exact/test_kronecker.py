@@ -53,7 +53,7 @@ def recorded(guide: Any, *args: Any, fixed: bool = False) -> list[Tensor]:
         drawn.append(z.detach())
         return z
 
-    family.draw = draw
+    family.draw = family.centred_draw = draw
     return drawn
 
 

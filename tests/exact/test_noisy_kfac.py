@@ -190,7 +190,7 @@ def fit(model: Any, X: Tensor, Y: Tensor, loss: Any, steps: int) -> Any:
         noise = points if shape.numel() == len(points) else torch.zeros(*shape, N * M)
         return family.rsample(params, noise)
 
-    family.draw = draw
+    family.draw = family.centred_draw = draw
     optim = NoisyKFAC(guide, lr=0.5, curvature_lr=0.5, trust_radius=None)
     svi = SVI(model, guide, optim, loss)
     for _ in range(steps):

@@ -149,8 +149,8 @@ def test_price_gradients_come_from_stock_elbo():
 
     guide = ngvi.AutoFullRankNormal(model)
     guide()
-    # as many draws as the sphere has points, with their noise replaced by the points
-    points = sphere_points(D)
+    # as many draws as the sphere has points, with their noise replaced by the points, whose mean is 0
+    points = ((2 * D - 1) / (2 * D)) ** 0.5 * sphere_points(D)  # centring widens them again
     original, torch.randn = torch.randn, lambda *a, **k: points.reshape(a[0])
     try:
         loss = Trace_ELBO(num_particles=2 * D, vectorize_particles=True, max_plate_nesting=0)

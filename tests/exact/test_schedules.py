@@ -17,7 +17,7 @@ def linear_model(schedule, d, steps, additive, multiplicative=0.0, start=1.0, se
     """x <- x - b G with G = x + noise: the local form of natural-gradient VI.  Errors and gains."""
     g = torch.Generator().manual_seed(seed)
     x = torch.full((d,), start)
-    state = schedule.init(x)
+    state = schedule.init(x.new_zeros(()))
     previous, length2, descent = torch.zeros(d), torch.ones(()), torch.zeros(())
     errors, gains = [], []
     for _ in range(steps):

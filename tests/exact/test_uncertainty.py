@@ -8,7 +8,7 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.families.base import pack
+from pyro_ngvi.families.vectors import pack
 from pyro_ngvi.optim.aifvb import measure_covariance
 from pyro_ngvi.optim.state import flat
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_ngvi.families import MeanFieldNormal
-from pyro_ngvi.families.base import pack
+from pyro_ngvi.families.vectors import pack
 from pyro_ngvi.fisher import Dense
 from pyro_ngvi.optim import Tail
 from pyro_ngvi.optim.aifvb import measure_covariance
