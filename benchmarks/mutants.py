@@ -197,6 +197,114 @@ RULES = (
     ),
 )
 
+STEPS = (
+    Mutant(
+        "centred noise not widened",
+        "families/base.py",
+        "(rows / (rows - 1)) ** 0.5 * (noise - mean)",
+        "(noise - mean)",
+        ("test_reach",),
+    ),
+    Mutant(
+        "centred noise not centred",
+        "families/base.py",
+        "* (noise - mean)",
+        "* noise",
+        ("test_reach",),
+    ),
+    Mutant(
+        "reach grows after moves that were not shortened",
+        "optim/natural_gradient.py",
+        'state["growth"] * reach',
+        "GROW * reach",
+        ("test_reach",),
+    ),
+    Mutant(
+        "reach never falls",
+        "optim/natural_gradient.py",
+        "SHRINK * reach",
+        "reach",
+        ("test_reach",),
+    ),
+    Mutant(
+        "reach of scales up to d",
+        "optim/natural_gradient.py",
+        "max=entries**0.5",
+        "max=float(entries)",
+        ("test_reach",),
+    ),
+    Mutant(
+        "radius of two blocks not shared",
+        "optim/natural_gradient.py",
+        "self.trust_radius / shares",
+        "self.trust_radius",
+        ("test_reach",),
+    ),
+    Mutant(
+        "one block for location and scales",
+        "optim/natural_gradient.py",
+        "if location and rest:",
+        "if False and location and rest:",
+        ("test_reach",),
+    ),
+    Mutant(
+        "share of the path: trace, not its mean",
+        "optim/natural_gradient.py",
+        "dot(dilation, grads) / self.family.dim(params)",
+        "dot(dilation, grads)",
+        ("test_reach",),
+    ),
+    Mutant(
+        "share of the path: entropy with the wrong sign",
+        "guides/base.py",
+        "share) - (entropy",
+        "share) + (entropy",
+        ("test_reach",),
+    ),
+    Mutant(
+        "dilation of a precision by half",
+        "families/factor.py",
+        'params["log_precision"], -2.0',
+        'params["log_precision"], -1.0',
+        ("test_reach",),
+    ),
+    Mutant(
+        "Newton steps towards saddles",
+        "guides/laplace.py",
+        "h = h.abs()",
+        "h = h.clone()",
+        ("test_laplace_start",),
+    ),
+    Mutant(
+        "Newton takes steps that rise",
+        "guides/laplace.py",
+        "if bool(after < value):",
+        "if True:",
+        ("test_laplace_start",),
+    ),
+    Mutant(
+        "start: entropy of the noise left out",
+        "guides/laplace.py",
+        "+ 0.5 * noise.square().sum(-1) + rest",
+        "+ rest",
+        ("test_laplace_start",),
+    ),
+    Mutant(
+        "mean field matched to marginal variances",
+        "families/mean_field.py",
+        "-0.5 * precision.diagonal().log()",
+        "0.5 * torch.linalg.inv(precision).diagonal().log()",
+        ("test_laplace_start",),
+    ),
+    Mutant(
+        "principal factors: eigenvalues not lowered",
+        "linalg/spectral.py",
+        "(values[:rank] - 1.0).clamp_min(0.0)",
+        "values[:rank].clamp_min(0.0)",
+        ("test_laplace_start",),
+    ),
+)
+
 FAMILIES = (
     Mutant(
         "full rank: retraction's second order 1 for 1/2",
@@ -860,7 +968,7 @@ DIAGNOSTICS = (
     ),
 )
 
-MUTANTS = (*RULES, *FAMILIES, *OPTIM, *FISHER, *CURVATURE, *SITES, *DIAGNOSTICS)
+MUTANTS = (*RULES, *STEPS, *FAMILIES, *OPTIM, *FISHER, *CURVATURE, *SITES, *DIAGNOSTICS)
 
 
 def checkout(target: Path) -> None:

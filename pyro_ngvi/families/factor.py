@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ..linalg.cholesky import SMALLEST, inverse_cholesky
 from ..linalg.host import host_bool
-from ..linalg.spectral import leading_rows
+from ..linalg.spectral import leading_rows, principal_factors
 from .base import LOG_2PI, Tensors, clamp_exponent, with_backward
 from .factor_base import FactorFamily, Factors, Rows, row
 
@@ -215,6 +215,11 @@ class FactorPrecisionNormal(FactorFamily):
         log_precision = (variance / scale**2).log()
         factor = (0.5 * log_precision).exp().unsqueeze(-1) * B
         return {"loc": loc.clone(), "factor": factor, "log_precision": log_precision}
+
+    def matched(self, loc: Tensor, precision: Tensor) -> Tensors:
+        """A member with the least KL(q || N(loc, precision^-1)), nearly."""
+        factor, s = principal_factors(precision, self.rank)
+        return {"loc": loc.clone(), "factor": factor, "log_precision": s.log()}
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         return _draw_priced(params["loc"], params["factor"], params["log_precision"], noise)

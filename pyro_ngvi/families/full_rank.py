@@ -34,7 +34,11 @@ from torch import Tensor
 from torch.linalg import solve_triangular
 from torch.nn.functional import pad
 
-from ..linalg.cholesky import inverse_cholesky_of_improved, inverse_cholesky_of_shifted
+from ..linalg.cholesky import (
+    inverse_cholesky,
+    inverse_cholesky_of_improved,
+    inverse_cholesky_of_shifted,
+)
 from .base import NormalFamily, Tensors, with_backward
 
 #: triangles up to that size are multiplied as if they were squares, and on a GPU all of them are:
@@ -101,6 +105,10 @@ class FullRankNormal(NormalFamily):
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
         return {"loc": loc.clone(), "scale_tril": torch.diag(torch.full_like(loc, scale))}
+
+    def matched(self, loc: Tensor, precision: Tensor) -> Tensors:
+        """N(loc, precision^-1)."""
+        return {"loc": loc.clone(), "scale_tril": inverse_cholesky(precision)}
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         return _draw_symmetrised(params["loc"], params["scale_tril"].tril(), noise)

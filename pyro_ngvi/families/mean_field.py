@@ -47,6 +47,10 @@ class MeanFieldNormal(NormalFamily):
     def init(self, loc: Tensor, scale: float) -> Tensors:
         return {"loc": loc.clone(), "log_scale": torch.full_like(loc, scale).log()}
 
+    def matched(self, loc: Tensor, precision: Tensor) -> Tensors:
+        """The member with the least KL(q || N(loc, precision^-1))."""
+        return {"loc": loc.clone(), "log_scale": -0.5 * precision.diagonal().log()}
+
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         return params["loc"] + params["log_scale"].exp() * noise
 

@@ -151,7 +151,7 @@ class AutoFamily(FirstCall):
             :func:`~pyro_ngvi.guides.init_to_center`, which draws nothing.
         init_scale: standard deviation of every unconstrained latent variable at the start.
         sticking_the_landing: evaluate log q at detached parameters (:class:`FamilyDistribution`).
-        init: ``None``, or ``"map"`` to move the location to the posterior mode by L-BFGS first.
+        init: ``None``; ``"map"``, at the mode; ``"laplace"``, see :mod:`pyro_ngvi.guides.laplace`.
         name: name of the guide in Pyro's parameter store, by default one that is counted from the
             class: name a guide whose store is loaded elsewhere, beside other fits of its class.
 

@@ -18,6 +18,8 @@ from ..families import (
 from ..families.base import Family
 from .base import AutoFamily
 
+#: values of ``init`` for families that can be matched to any Gaussian
+LAPLACE = ("map", "laplace")
 #: families of several sites together, by the name that arguments give them
 NORMAL: dict[str, type[Family]] = {"mean_field": MeanFieldNormal, "full_rank": FullRankNormal}
 
@@ -50,6 +52,8 @@ class AutoMeanFieldNormal(AutoFamily):
         >>> round(guide.median()["mu"].item(), 2)  # exactly 6 / 3.01
         1.99
     """
+
+    starts = LAPLACE
 
     def make_family(self) -> Family:
         return MeanFieldNormal()
@@ -84,6 +88,7 @@ class AutoFullRankNormal(AutoFamily):
     """
 
     triangle = "scale_tril"
+    starts = LAPLACE
 
     def make_family(self) -> Family:
         return FullRankNormal()
@@ -154,6 +159,7 @@ class AutoFactorPrecision(_WithFactors):
     """
 
     kind = FactorPrecisionNormal
+    starts = LAPLACE
 
 
 class AutoProduct(AutoFamily):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -31,6 +32,7 @@ from ..runtime.pyro_adapter import (
     unblocked,
 )
 from ..runtime.store import ModuleParams, OwnName, check_names, claim_name, module_name, rename
+from .laplace import LARGEST, Found, best_gaussian
 
 #: steps and draws of the Gaussian start
 STEPS, DRAWS = 200, 8
@@ -101,16 +103,20 @@ def _model_alone(guide: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
     return poutine.condition(whole, data=fixed) if fixed else model
 
 
+def _density_alone(guide: Any, start: Tensor, args: Any, kwargs: Any) -> ModelDensity:
+    """The log joint on one minibatch: a search needs a function that does not change."""
+    model = _model_alone(guide, args, kwargs)
+    indices = ModelDensity(model, tuple(args), kwargs).trace(start.unsqueeze(0)).indices
+    return ModelDensity(model, tuple(args), kwargs, indices=indices)
+
+
 def find_mode(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Tensor:
     """Mode of the log joint over the unconstrained vector, by L-BFGS; ``start`` (d,) if none is better.
 
     It depends on the parametrisation and can lie far from the mass of a hierarchical posterior: a
     start, not an answer.
     """
-    model = _model_alone(guide, args, kwargs)
-    # one minibatch for the whole search: the line search needs a function that does not change
-    indices = ModelDensity(model, tuple(args), kwargs).trace(start.unsqueeze(0)).indices
-    density = ModelDensity(model, tuple(args), kwargs, indices=indices)
+    density = _density_alone(guide, start, args, kwargs)
     theta = start.detach().clone().requires_grad_(True)
     optimizer = torch.optim.LBFGS([theta], max_iter=50, line_search_fn="strong_wolfe")
 
@@ -125,6 +131,27 @@ def find_mode(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Tensor:
         after = closure().detach()
     better = torch.isfinite(after) & (after < before) & torch.isfinite(theta.detach()).all()
     return torch.where(better, theta.detach(), start)
+
+
+def find_laplace(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Found:
+    """The Gaussian to start from (:mod:`.laplace`), for the log joint over the unconstrained vector."""
+    kind, d = type(guide).__name__, len(start)
+    if d > LARGEST:
+        raise ValueError(
+            f'{kind}: init="laplace" takes Hessians of {d} x {d} numbers, and {LARGEST} is the most. '
+            f'Leave init out, or pass init="map".'
+        )
+    with own_random_state():  # a prototype draws
+        density = _density_alone(guide, start, args, kwargs)
+        found = best_gaussian(density, start, guide.init_scale)
+    if not found.better:
+        warnings.warn(
+            f'{kind}: init="laplace" found no Gaussian with a larger ELBO than the one that it was to '
+            f"replace, and starts there. Pass init_loc_fn= for another point.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return found
 
 
 def find_gaussian(guide: Any, family: Family, params: Tensors, args: Any, kwargs: Any) -> Tensors:
@@ -202,6 +229,9 @@ class FirstCall(MadeAtFirstCall, AutoContinuous):
 
     #: what ``init`` may be besides ``None``
     starts: tuple[str, ...] = ("map",)
+    #: with ``init="laplace"``, nats: the largest ELBO of a Gaussian from each point of the search, far
+    #: apart where there are several modes, and that of the Gaussian which it replaces
+    start_elbos: tuple[float, ...] = ()
 
     def __init__(
         self,
@@ -263,6 +293,12 @@ class FirstCall(MadeAtFirstCall, AutoContinuous):
         """The first parameters, around ``loc``."""
         if self.init == "map":
             loc = find_mode(self, loc, args, kwargs)
+        elif self.init == "laplace":
+            family: Any = self.family
+            found = find_laplace(self, loc, args, kwargs)
+            self.start_elbos = found.elbos
+            if found.better:
+                return family.matched(found.loc, found.precision)
         return self.family.init(loc, self.init_scale)
 
     def _register_params(self, values: Tensors) -> None:

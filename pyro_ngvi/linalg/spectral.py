@@ -34,6 +34,8 @@ ITERATIONS = 30
 EXACT = 128
 #: passes Q <- orth(A (A'Q)) of the range finder
 POWER = 3
+#: rounds of a factor analysis, and the share of the diagonal that no factor takes
+ROUNDS, SHARE = 100, 1e-3
 #: largest d for which Pi is built: a dense factor costs less there than a few iterations
 DENSE = 128
 
@@ -93,6 +95,23 @@ def leading_rows(A: Tensor, rank: int) -> Tensor:
     values, V = symmetric_eigen(A.mT @ A)
     rows = values[:rank].clamp_min(0.0).sqrt().unsqueeze(-1) * V[:, :rank].mT
     return torch.nn.functional.pad(rows, (0, 0, 0, rank - len(rows)))
+
+
+def principal_factors(M: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """B (d, rank) and s (d,) with B B' + diag(s) near M (d, d), by factor analysis (Joreskog 1967).
+
+    For a given s the best B spans the leading eigenvectors of s^-1/2 M s^-1/2; the diagonal of M
+    then gives s.  The limit has the least KL(N(0, M) || N(0, B B' + diag(s))), 0 where M has that form;
+    after these rounds it is within some 0.01 nats of it.
+    """
+    diagonal = M.diagonal()
+    s, B = 0.5 * diagonal, M[:, :rank]
+    for _ in range(ROUNDS):
+        c = s.sqrt()
+        values, V = symmetric_eigen(M / torch.outer(c, c))
+        B = c.unsqueeze(-1) * V[:, :rank] * (values[:rank] - 1.0).clamp_min(0.0).sqrt()
+        s = (diagonal - B.square().sum(-1)).maximum(SHARE * diagonal)
+    return B, s
 
 
 def _range_finder(A: Tensor, rank: int) -> Tensor:

@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import SVI
 from torch import Tensor
 
 import pyro_ngvi as ngvi
@@ -178,7 +179,7 @@ def test_a_run_resumes_with_its_share_of_the_path() -> None:
     def start() -> tuple[Any, Any, Any]:
         guide = ngvi.AutoFullRankNormal(model)
         optim = ngvi.NGVB(guide)
-        return guide, optim, pyro.infer.SVI(model, guide, optim, ngvi.BatchedELBO(4))
+        return guide, optim, SVI(model, guide, optim, ngvi.BatchedELBO(4))
 
     guide, optim, svi = start()
     for _ in range(2):
