@@ -220,6 +220,20 @@ STEPS = (
         ("test_reach",),
     ),
     Mutant(
+        "reach of scales grows like that of a location",
+        "optim/natural_gradient.py",
+        "first[1:] -= STRICTER",
+        "pass",
+        ("test_reach",),
+    ),
+    Mutant(
+        "reach grows at the first agreement",
+        "optim/natural_gradient.py",
+        "(damped & agrees)",
+        "damped",
+        ("test_reach",),
+    ),
+    Mutant(
         "reach never falls",
         "optim/natural_gradient.py",
         "SHRINK * reach",
@@ -229,8 +243,8 @@ STEPS = (
     Mutant(
         "reach of scales up to d",
         "optim/natural_gradient.py",
-        "max=entries**0.5",
-        "max=float(entries)",
+        "reach[1:].clamp_(max=entries**0.5)",
+        "reach[1:].clamp_(max=entries)",
         ("test_reach",),
     ),
     Mutant(

@@ -28,13 +28,14 @@ The second bound keeps the energy that the noise of one step injects in proporti
 steps take out.  The *reach* r_k, 1 at first, learns how far the metric at one q holds for the next.
 With c the cosine, in the Fisher metric, between this natural gradient and the one before,
 
-    r_k = 1.4 r_{k-1}  if c > 0.6 and the radius shortened the last move,
+    r_k = 1.4 r_{k-1}  if c > 0.6, now and a step ago, and the radius shortened the last move,
           0.6 r_{k-1}  if c < 0.2,
 
-and never below 1.  With one radius for any d the number of steps would grow as sqrt(d), since d latent
-variables that are one sd off each are sqrt(d) away together.  So the reach of scales goes up to
-sqrt(d), where every sd changes e-fold, and that of a block of all D coordinates to sqrt(D).  That of a
-location has no bound: moves of one direction that grow by 1.4 overshoot by 0.4 of their way at most.
+and never below 1; of scales, whose metric changes faster, 0.95 and 0.55 are asked.  With one radius for
+any d the number of steps would grow as sqrt(d), since d latent variables that are one sd off each are
+sqrt(d) away together.  So the reach goes up to d for a location, to sqrt(d) for scales, where every sd
+changes e-fold, and to sqrt(D) for one block of all D coordinates.  Moves of one direction that grow by
+1.4 overshoot by 0.4 of their way at most.
 
 **Outliers.**  |G|_typical is the geometric mean of the last ten or so lengths.  A length
 below 1 nat^(1/2) is never unusual.
@@ -84,6 +85,8 @@ PATIENCE = 3.0
 NARROW = 0.8
 #: cosines of successive gradients above which the reach grows, below which it shrinks, and factors
 AGREE, DISAGREE, GROW, SHRINK = 0.6, 0.2, 1.4, 0.6
+#: by so much higher cosines are asked of scales, whose few large entries may agree by chance
+STRICTER = 0.35
 
 
 class Schedule(Protocol):
@@ -218,7 +221,7 @@ class NaturalGradientRule(Rule):
         if self.clip_norm is not None:
             euclidean = torch.linalg.vector_norm(pack(direction))
             kept_length = torch.minimum(kept_length, self.clip_norm / euclidean)
-        reach = self._reach(blocks, cosine, state, direction)
+        reach, agrees = self._reach(blocks, cosine, state, direction)
         shares = len(blocks) ** 0.5  # the moves of the blocks are orthogonal
         radius = (self.noise_radius / shares * gain.sqrt()).clamp_max(self.trust_radius / shares)
         radius = reach * radius
@@ -274,7 +277,7 @@ class NaturalGradientRule(Rule):
             "direction": direction,
             "schedule": schedule_state,
             "reach": reach,
-            "growth": 1.0 + (GROW - 1.0) * damped.to(length),
+            "growth": 1.0 + (GROW - 1.0) * (damped & agrees).to(length),
         }
         refused = {"skipped_in_a_row": in_a_row + 1.0}
         whole = torch.linalg.vector_norm(torch.stack([move_norm, radius]), dim=1)
@@ -290,14 +293,20 @@ class NaturalGradientRule(Rule):
             if_refused=refused,
         )
 
-    def _reach(self, blocks: Any, cosine: Tensor, state: State, direction: Tensors) -> Tensor:
-        """r_k of each block."""
-        reach = state["reach"]
-        longer = torch.where(cosine > AGREE, state["growth"] * reach, reach)
-        reach = torch.where(cosine < DISAGREE, SHRINK * reach, longer).clamp_min(1.0)
-        entries = sum(direction[name].numel() for name in blocks[0])
-        reach[len(blocks) - 1 :].clamp_(max=entries**0.5)
-        return reach
+    def _reach(
+        self, blocks: Any, cosine: Tensor, state: State, direction: Tensors
+    ) -> tuple[Tensor, Tensor]:
+        """r_k of each block, and whether its cosine is high."""
+        reach, first = state["reach"], cosine.clone()
+        if len(blocks) > 1:
+            first[1:] -= STRICTER
+        agrees = first > AGREE
+        longer = torch.where(agrees, state["growth"] * reach, reach)
+        reach = torch.where(first < DISAGREE, SHRINK * reach, longer).clamp_min(1.0)
+        entries = float(sum(direction[name].numel() for name in blocks[0]))
+        reach.clamp_(max=entries if len(blocks) > 1 else entries**0.5)
+        reach[1:].clamp_(max=entries**0.5)
+        return reach, agrees
 
     def _natural_direction(
         self, blocks: Any, params: Tensors, grads: Tensors, curvature: Any

@@ -127,15 +127,16 @@ def steps(rule: NaturalGradientRule, gradients: list[Tensor]) -> list[float]:
 def test_the_reach_grows_while_shortened_moves_agree_up_to_the_root_of_the_entries() -> None:
     rule = NaturalGradientRule(FLAT, trust_radius=1.0, noise_radius=9.0, schedule=Constant(1.0))
     same = torch.full((9,), 100.0)
-    found = steps(rule, [same] * 8)
-    assert found == pytest.approx([min(1.4**k, 3.0) for k in range(8)])
-    # a gradient that turns round, and one that agrees with it
-    found = steps(rule, [same] * 4 + [-same, -same])
-    assert found == pytest.approx([1.0, 1.4, 1.4**2, 1.4**3, 0.6 * 1.4**3, 0.6 * 1.4**4])
+    found = steps(rule, [same] * 9)
+    assert found == pytest.approx([1.0, 1.0, *(min(1.4**k, 3.0) for k in range(1, 8))])
+    # a gradient that turns round, and two that agree with it
+    found = steps(rule, [same] * 5 + [-same] * 3)
+    top = 1.4**3
+    assert found[4:] == pytest.approx([top, 0.6 * top, 0.6 * top, 0.6 * 1.4 * top])
     # a cosine of 0.4 says neither
     other = 100.0 * torch.tensor([0.4 * 3.0, 3.0 * 0.84**0.5] + [0.0] * 7)
     one = 100.0 * torch.tensor([3.0] + [0.0] * 8)
-    assert steps(rule, [one, one, other]) == pytest.approx([1.0, 1.4, 1.4])
+    assert steps(rule, [one, one, one, other]) == pytest.approx([1.0, 1.0, 1.4, 1.4])
 
 
 def test_the_reach_stays_where_no_move_was_shortened() -> None:
@@ -159,15 +160,39 @@ def test_a_far_location_does_not_hold_the_scales_back() -> None:
     assert float(report.radius) == pytest.approx(radius) and bool(report.damped)
 
 
-def test_the_reach_of_a_location_has_no_bound_and_that_of_scales_has() -> None:
+def test_the_reach_of_a_location_goes_up_to_d_and_that_of_scales_to_its_root() -> None:
     family = MeanFieldNormal()
     params = family.init(torch.zeros(4), 1.0)
     rule = NaturalGradientRule(family, schedule=Constant(1.0))
-    state = rule.init(params)
-    for _ in range(12):
+    state, found = rule.init(params), []
+    for _ in range(8):
         grads = {"loc": torch.full((4,), 1e9), "log_scale": torch.full((4,), 1e9)}
         params, state, _ = rule.update(params, grads, state)
-    torch.testing.assert_close(state["reach"], torch.tensor([1.4**11, 2.0]))
+        found.append(state["reach"])
+    torch.testing.assert_close(found[3], torch.full((2,), 1.4**2))
+    torch.testing.assert_close(found[-1], torch.tensor([4.0, 2.0]))
+
+
+def test_scales_are_asked_for_more_agreement_than_a_location() -> None:
+    """A cosine of 0.8 lets the one grow, and not the others; one of 0.5 lowers these only."""
+    family = MeanFieldNormal()
+    params = family.init(torch.zeros(4), 1.0)
+    rule = NaturalGradientRule(family, schedule=Constant(1.0))
+
+    def reach_after(cosines: list[float]) -> Tensor:
+        state, angle = rule.init(params), torch.zeros(())
+        for c in [1.0, *cosines]:
+            angle = angle + torch.tensor(c).acos()
+            g = 1e9 * torch.stack([angle.cos(), angle.sin(), 0 * angle, 0 * angle])
+            # at one q: with sds of 1 and a metric of 1 and 2 both blocks keep these angles
+            _, state, _ = rule.update(params, {"loc": g, "log_scale": g}, state)
+        return state["reach"]
+
+    torch.testing.assert_close(reach_after([0.8, 0.8]), torch.tensor([1.4, 1.0]))
+    torch.testing.assert_close(reach_after([1.0, 1.0, 1.0]), torch.tensor([1.4**2, 1.4**2]))
+    torch.testing.assert_close(
+        reach_after([1.0, 1.0, 1.0, 0.5]), torch.tensor([1.4**2, 0.6 * 1.4**2])
+    )
 
 
 def test_a_run_resumes_with_its_share_of_the_path() -> None:

@@ -413,7 +413,7 @@ def test_init_scale(kind: str, init_scale: Any) -> None:
 
 @guides
 def test_init(kind: str) -> None:
-    with pytest.raises(ValueError, match="init must be None or \"map\".*, got 'newton'"):
+    with pytest.raises(ValueError, match=r"init must be None or \"map\".*, got 'newton'"):
         GUIDES[kind](normal, init="newton")
 
 
