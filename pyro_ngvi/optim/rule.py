@@ -75,7 +75,8 @@ class StepReport:
         outcome: "accepted", "damped" (by the trust region, or as an outlier) or "skipped" (not finite).
         step_norm: Fisher length of the step; KL from the q before is about step_norm^2 / 2 nats.  With
             ``VON`` and its kin and the matrices of ``NoisyKFAC`` that of the move of the mean alone.
-        gain: factor on the natural gradient that the schedule asked for.
+        gain: factor on the natural gradient that the schedule asked for; of a Gaussian on that of its
+            location.
         radius: trust radius in force, which grows while steps agree.
         skipped: number of steps skipped so far.
         skipped_sites: latent sites whose gradient was not finite at the last skipped step.
