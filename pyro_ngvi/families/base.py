@@ -162,18 +162,18 @@ class Family(ABC):
 
     def draw(self, params: Tensors, shape: torch.Size) -> Tensor:
         """Draws (*shape, d), differentiably.  Families whose noise is not normal have their own."""
+        return self.rsample(params, self._noise(params, shape))
+
+    def _noise(self, params: Tensors, shape: torch.Size) -> Tensor:
         like = next(iter(params.values()))
         noise_shape = (*shape, self.noise_dim(params))
-        return self.rsample(params, torch.randn(noise_shape, dtype=like.dtype, device=like.device))
+        return torch.randn(noise_shape, dtype=like.dtype, device=like.device)
 
     def centred_draw(self, params: Tensors, shape: torch.Size) -> Tensor:
         """As :meth:`draw`, of noise whose mean over all draws is zero; see :func:`centred`."""
         if type(self).draw is not Family.draw:
             return self.draw(params, shape)
-        like = next(iter(params.values()))
-        noise_shape = (*shape, self.noise_dim(params))
-        noise = torch.randn(noise_shape, dtype=like.dtype, device=like.device)
-        return self.rsample(params, centred(noise))
+        return self.rsample(params, centred(self._noise(params, shape)))
 
     def fixed_draws(self, params: Tensors, n: int = DRAWS) -> Tensor:
         """Draws (n, d) of a fixed seed, without gradients: the same q always gives the same."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from ..families.base import LOG_2PI, centred
+from ..families.base import centred, log_normal
 from ..linalg.cholesky import inverse_cholesky
 from ..linalg.host import own_random_state
 
@@ -116,9 +116,9 @@ def best_gaussian(density: LogDensity, center: Tensor, scale: float) -> Found:
     def elbo(q: Gaussian, noise: Tensor, errors: float = 0.0) -> float:
         loc, precision = q
         L = inverse_cholesky(precision)
-        rest = L.diagonal().log().sum() + 0.5 * d * LOG_2PI
+        log_det = L.diagonal().log().sum()
         # the draws' own log q, whose tails are those of log p near a Gaussian posterior
-        ratio = density(loc + noise @ L.mT) + 0.5 * noise.square().sum(-1) + rest
+        ratio = density(loc + noise @ L.mT) - log_normal(noise) + log_det
         value = float(ratio.mean() - errors * ratio.std() / len(ratio) ** 0.5)
         return value if value == value else -torch.inf
 
