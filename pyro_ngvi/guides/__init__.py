@@ -1,6 +1,7 @@
 """Pyro guides, one per family."""
 
 from .base import AutoFamily
+from .centers import init_to_center
 from .exponential import AutoExponentialFamily
 from .flow import AutoCouplingFlow, AutoFlow, AutoOrthogonalFlow
 from .neutra import NeuTra, neutra
@@ -11,7 +12,6 @@ from .normal import (
     AutoMatrixNormal,
     AutoMeanFieldNormal,
 )
-from .start import init_to_center
 from .walsh_hadamard import AutoProperWalshHadamard, AutoWalshHadamard
 
 __all__ = [

@@ -147,11 +147,11 @@ class AutoFamily(FirstCall):
 
     Args:
         model: a Pyro model whose latent sites are all continuous and of fixed size.
-        init_loc_fn: a Pyro initialisation strategy for the location; by default
-            :func:`~pyro_ngvi.guides.init_to_center`, which draws nothing.
-        init_scale: standard deviation of every unconstrained latent variable at the start.
+        init_loc_fn: a Pyro initialisation strategy for the location; by default the centres of priors.
+        init_scale: sd of every unconstrained latent variable at the start, by default 0.1.
         sticking_the_landing: evaluate log q at detached parameters (:class:`FamilyDistribution`).
-        init: ``None``; ``"map"``, at the mode; ``"laplace"``, see :mod:`pyro_ngvi.guides.laplace`.
+        init: "auto" (default), a search for a Gaussian where family and model allow one, see
+            :mod:`pyro_ngvi.guides.laplace`; "laplace", that search; "map", the mode; ``None``.
         name: name of the guide in Pyro's parameter store, by default one that is counted from the
             class: name a guide whose store is loaded elsewhere, beside other fits of its class.
 

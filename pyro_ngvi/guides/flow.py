@@ -19,7 +19,8 @@ from ..linalg.host import host_bool, outside_autocast
 from ..optim.rule import require
 from ..runtime.store import module_name
 from .base import AutoFamily, FamilyDistribution
-from .start import find_gaussian, init_to_center
+from .centers import init_to_center
+from .search import find_gaussian
 
 #: flows that a guide of this process has
 _taken: WeakSet[nn.Module] = WeakSet()

@@ -1,140 +1,318 @@
-r"""A Gaussian to start from: damped Newton steps on -log p, and the best of the Gaussians on the way.
+r"""A Gaussian to start from: Newton steps on -log p, then on its expectation under q.
 
-From each of a few points theta_0, with f = -log p(y, theta) in nats and its Hessian H = Q diag(h) Q',
+**To a mode.**  From each of a few points theta, with f = -log p(y, theta) in nats and its Hessian
+H = Q diag(h) Q',
 
-    theta <- theta - Q diag(1 / (|h| + mu)) Q' grad f,
+    theta <- theta - W grad f,   W = Q diag(1 / (|h| + mu)) Q',
 
 mu raised fourfold where f would not fall and lowered where it does (Levenberg 1944).  Absolute values
-(Dauphin et al. 2014) make it leave saddles.  Every iterate has its own N(theta, |H|^-1), Laplace's
-approximation where the iterate is the mode, and the one with the largest ELBO wins: on a hierarchical
-posterior, whose mode may be degenerate, an early one.
+(Dauphin et al. 2014) make it leave saddles.  A Hessian costs about as much as d gradients, so a few
+gradients correct W (BFGS) before the next one, and a later point begins with the W of the best Gaussian
+so far.  Every Hessian makes its N(theta, |H|^-1), Laplace's approximation where theta is the mode; on a
+hierarchical posterior, whose mode may be degenerate, an early one has the largest ELBO.  A path ends
+where it comes into the typical set of a Gaussian of another.
 
-A Hessian costs about as much as d gradients, and there are some five to ten for each point: for d up
-to a few hundred.  Above ``MANY`` the search starts from one point.
+**Away from it**, where log p - log N varies over the draws of the best N(m, P^-1) of a path: with q the
+nearest member of the family,
+
+    P <- |(1 - r) P + r E_q hess f|,   m <- m - P^-1 E_q grad f,   r = 1 / (k + 1.5) at step k,
+
+by a few draws of q.  By Bonnet's and Price's theorems dELBO/dm = -E_q grad f and
+dELBO/dSigma = (P - E_q hess f) / 2, so that its fixed points are the stationary points of the ELBO in
+the family (Opper & Archambeau 2009; with a learning rate it is VON, Khan & Lin 2017).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import vjp, vmap
 
-from ..families.base import centred, log_normal
-from ..linalg.cholesky import inverse_cholesky
+from ..families.base import Tensors, centred
+from ..families.full_rank import FullRankNormal
+from ..linalg.hessian import ROWS, bfgs, eigen_abs, gradient_and_hessian
 from ..linalg.host import own_random_state
 
 LogDensity = Callable[[Tensor], Tensor]  # theta (S, d) to (S,)
-Gaussian = tuple[Tensor, Tensor]  # mean (d,) and precision (d, d)
 
-#: points to start from, the d above which there is one, the largest d
-STARTS, MANY, LARGEST = 4, 64, 500
-#: Newton steps from a point at most
-STEPS = 40
-#: draws that compare all Gaussians, those that compare the finalists, and their number
-DRAWS, MORE, FINALISTS = 64, 512, 5
-#: rows of a Hessian at once: larger batches fall out of the cache
-ROWS = 16
-#: decrease that a step promises, in nats, below which it has converged
-TOLERANCE = 1e-3
+#: the d above which there is one point to start from, and the largest d
+MANY, LARGEST = 64, 500
+#: points to start from where all lead to one ELBO
+STARTS = 4
+#: else: at least, and until so many have led to the best ELBO; at most
+AGAIN, NEAR, MORE_STARTS = 8, 3, 32
+#: evaluations after which no other path begins
+BUDGET = 6_000
+#: Gaussians in a row without a larger ELBO that end a path
+FALLING = 3
+#: Hessians from a point at most, gradients before the first, and steps on expectations
+HESSIANS, GRADIENTS, SMOOTH_STEPS = 40, 20, 6
+#: draws behind expectations, behind an ELBO, behind that of a finalist, and the number of these
+DRAWS, COMPARED, FINAL, FINALISTS = 8, 32, 256, 3
+#: nats: a promised decrease that ends a path, a gain that ends the steps on expectations
+DECREASE, GAIN = 0.05, 0.1
+#: nats within which two ELBOs are those of one mode
+SAME = 1.0
+FULL = FullRankNormal()
 
 
 @dataclass(frozen=True)
 class Found:
-    """N(loc, precision^-1) with loc (d,) and precision (d, d).
+    """What a search saw.
 
-    ``elbos``: nats, the largest ELBO from each point, and at the end that of the Gaussian given; -inf
-    where there is none.  ``better``: whether it is another one than that.
+    Attributes:
+        params: of the member of the family with the largest ELBO; ``None`` if none beats the one that
+            the search was to replace.
+        elbos: nats, the largest ELBO from each point; -inf where there is none.
+        given: nats, the ELBO of the member to replace.
+        evaluations: of the log density at a point; a gradient, or a row of a Hessian, counts as one.
+    """
+
+    params: Tensors | None
+    elbos: tuple[float, ...]
+    given: float
+    evaluations: int
+
+    def __str__(self) -> str:
+        found = sorted((e for e in self.elbos if e > -torch.inf), reverse=True)
+        if self.params is None:
+            return f"no better start from {len(self.elbos)} points, {self.evaluations} evaluations"
+        near = sum(e > found[0] - SAME for e in found)
+        others = ", ".join(f"{found[0] - e:.1f}" for e in found[near:])
+        return (
+            f"{near} of {len(self.elbos)} points lead to an ELBO within {SAME:g} nat of the best, "
+            f"{found[0]:.1f}{f', others to {others} nats less' if others else ''}; "
+            f"{self.evaluations} evaluations"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian:
+    """N(loc, precision^-1) with loc (d,), precision (d, d).
+
+    Attributes:
+        elbo: in nats, by a few draws.
+        spread: variance of log p - log q over them: about twice the KL divergence, if that is small.
     """
 
     loc: Tensor
     precision: Tensor
-    elbos: tuple[float, ...]
-    better: bool
+    elbo: float
+    spread: float
+
+    def holds(self, theta: Tensor) -> bool:
+        """Whether theta (d,) is no further from the mean than draws are."""
+        x = theta - self.loc
+        return bool(x @ self.precision @ x < len(x))
 
 
-def gradient_and_hessian(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a function of one point x (d,): reverse over reverse, which every density allows."""
+class Search:
+    """The search for one density; see the head of this file.
 
-    def gradient(point: Tensor) -> Tensor:
-        made: Any = vjp(f, point)
-        value, pull = made
-        return pull(torch.ones_like(value))[0]
+    Args:
+        density: theta (S, d) to log p (S,).
+        like: a point (d,).
+    """
 
-    made: Any = vjp(gradient, x)
-    g, pull = made
-    eye = torch.eye(len(x), dtype=x.dtype, device=x.device)
-    H = vmap(lambda v: pull(v)[0], chunk_size=ROWS)(eye)
-    return g, 0.5 * (H + H.mT)
+    def __init__(self, density: LogDensity, like: Tensor) -> None:
+        self.density, self.d, self.evaluations = density, len(like), 0
+        self.noise = torch.randn(FINAL, 2 * self.d, dtype=like.dtype, device=like.device)
 
+    def f(self, theta: Tensor, cost: int = 1) -> Tensor:
+        """-log p of points (S, d), which count as ``cost`` evaluations each."""
+        self.evaluations += cost * len(theta)
+        return -self.density(theta)
 
-def newton(density: LogDensity, theta: Tensor) -> Iterator[Gaussian]:
-    """Iterates (d,) of damped Newton steps, each with |H| (d, d), until one has converged."""
+    def value_and_gradient(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """f and its gradient (d,) at a point."""
+        with torch.enable_grad():
+            leaf = theta.detach().requires_grad_()
+            value = self.f(leaf.unsqueeze(0))[0]
+            return value.detach(), torch.autograd.grad(value, leaf)[0]
 
-    def f(x: Tensor) -> Tensor:
-        return -density(x.unsqueeze(0))[0]
+    def log_ratio(self, family: Any, params: Tensors, n: int) -> Tensor:
+        """log p - log q of n common draws, (n,)."""
+        z = family.rsample(params, centred(self.noise[:n, : family.noise_dim(params)]))
+        return -torch.cat([self.f(part) for part in z.split(ROWS)]) - family.log_prob(params, z)
 
-    value, damping = f(theta), 0.0
-    for _ in range(STEPS):
-        g, H = gradient_and_hessian(f, theta)
-        if not bool(torch.isfinite(g.sum() + H.sum() + value)):
-            return
-        h, Q = torch.linalg.eigh(H)
-        h = h.abs()
-        h = h.maximum(torch.finfo(h.dtype).eps * h.max().clamp_min(1.0))
-        yield theta, (Q * h) @ Q.mT
-        along = Q.mT @ g
-        while True:
-            step = along / (h + damping)
-            promise = float(0.5 * (along * step).sum())
-            if promise < TOLERANCE:
-                return
-            new = theta - Q @ step
-            after = f(new)
-            if bool(after < value):
-                theta, value, damping = new, after, damping / 4.0 if damping > 1e-3 else 0.0
+    def gaussian(self, loc: Tensor, precision: Tensor) -> Gaussian:
+        ratio = self.log_ratio(FULL, FULL.matched(loc, precision), COMPARED)
+        return Gaussian(loc, precision, lower(ratio), float(ratio.var().nan_to_num(torch.inf)))
+
+    def descend(
+        self, theta: Tensor, W: Tensor, steps: int, known: Iterable[Gaussian] = ()
+    ) -> Tensor:
+        """BFGS steps with W (d, d) at first, while one of three lengths lowers f, or to a ``known``."""
+        value, g = self.value_and_gradient(theta)
+        for _ in range(steps):
+            step = -(W @ g)
+            slope = g @ step
+            if bool(-slope < DECREASE) or holder(known, theta):
                 break
-            damping = max(4.0 * damping, 0.1 * float(h.median()), 1e-3 * float(along.abs().max()))
+            for length in (1.0, 0.3, 0.1):
+                new = theta + length * step
+                value_there, g_there = self.value_and_gradient(new)
+                if bool((value_there <= value + 1e-4 * length * slope) & g_there.isfinite().all()):
+                    break
+            else:
+                break
+            W = bfgs(W, new - theta, g_there - g)
+            theta, value, g = new, value_there, g_there
+        return theta
+
+    def newton(self, theta: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Points (d,) that go down from theta, each with |H| (d, d), until f has converged."""
+        between, damping = min(max(self.d // 4, 1), 12), 0.0
+        for _ in range(HESSIANS):
+            g, H = gradient_and_hessian(lambda x: self.f(x.unsqueeze(0), self.d)[0], theta)
+            value = self.f(theta.unsqueeze(0))[0]
+            if not bool(torch.isfinite(g.sum() + H.sum() + value)):
+                return
+            h, Q = eigen_abs(H)
+            yield theta, (Q * h) @ Q.mT
+            along = Q.mT @ g
+            while True:
+                step = along / (h + damping)
+                if float(0.5 * (along * step).sum()) < DECREASE:
+                    return
+                new = theta - Q @ step
+                if bool(self.f(new.unsqueeze(0))[0] < value):
+                    break
+                damping = max(
+                    4.0 * damping, 0.1 * float(h.median()), 1e-3 * float(along.abs().max())
+                )
+            theta = self.descend(new, (Q / (h + damping)) @ Q.mT, between)
+            damping = damping / 4.0 if damping > 1e-3 else 0.0
+
+    def smoothed(self, q: Gaussian, family: Any) -> tuple[Tensor, Tensor]:
+        """Mean (d,) and precision (d, d) after steps on expectations under members of the family.
+
+        They end where the ELBO gains no more; the best of all comes back.
+        """
+
+        def elbo() -> float:
+            return lower(self.log_ratio(family, family.matched(loc, precision), COMPARED))
+
+        best = loc, precision = q.loc, q.precision
+        highest, before = elbo(), -torch.inf
+        for k in range(SMOOTH_STEPS):
+            params = family.matched(loc, precision)
+            noise = self.noise[DRAWS * k :][:DRAWS, : family.noise_dim(params)]
+            away = family.rsample(params, centred(noise)) - loc
+            g, H = gradient_and_hessian(lambda x, a=away: self.f(x + a, self.d).mean(), loc)
+            if not bool(torch.isfinite(g.sum() + H.sum())):
+                break
+            h, Q = eigen_abs(torch.lerp(precision, H, 1.0 / (k + 1.5)))
+            along = Q.mT @ g
+            length = float((along.square() / h).sum().sqrt())
+            step = Q @ (along / h) * min(1.0, self.d**0.5 / max(length, 1e-30))
+            loc, precision = loc - step, (Q * h) @ Q.mT
+            now = elbo()
+            if now > highest:
+                best, highest = (loc, precision), now
+            if not now > before + GAIN:
+                break
+            before = now
+        return best
+
+    def path(self, theta: Tensor, known: list[Gaussian]) -> Gaussian | None:
+        """The best Gaussian on the way from a point, or one of the ``known`` if it comes to that."""
+        best, falling = None, 0
+        # a Cholesky at a far point, a value out of support
+        with suppress(RuntimeError, ValueError):
+            if known:
+                units = torch.linalg.inv(max(known, key=lambda q: q.elbo).precision)
+                theta = self.descend(theta, units, GRADIENTS, known)
+                if near := holder(known, theta):
+                    return near
+            for k, (loc, precision) in enumerate(self.newton(theta), 1):
+                near = holder(known, loc)
+                q = near or self.gaussian(loc, precision)
+                better = best is None or q.elbo > best.elbo
+                best, falling = (q, 0) if better else (best, falling + 1)
+                if near or falling == FALLING:
+                    break
+                if k == HESSIANS and better:
+                    return None  # log p rises without end
+        return best
+
+    def end(self, theta: Tensor, known: list[Gaussian]) -> Gaussian | None:
+        """As :meth:`path`, and away from the mode where that pays."""
+        q = self.path(theta, known)
+        if q is not None and q not in known and self.smooths(q):
+            with suppress(RuntimeError, ValueError):
+                q = self.gaussian(*self.smoothed(q, FULL))
+        return q
+
+    def run(self, family: Any, given: Tensors, points: Iterable[Tensor]) -> Found:
+        """See :func:`best_gaussian`."""
+        ends: list[Gaussian] = []
+        reached: list[float] = []
+        for point in islice(points, MORE_STARTS if self.d <= MANY else 1):
+            # those whose typical set is the posterior's near a mode
+            end = self.end(point, [q for q in ends if q.spread < SAME])
+            ends.extend([] if end is None or end in ends else [end])
+            reached.append(-torch.inf if end is None else end.elbo)
+            near = sum(elbo > max(reached) - SAME for elbo in reached)
+            if near == len(reached) == STARTS or (len(reached) >= AGAIN and near >= NEAR):
+                break
+            if self.evaluations > BUDGET:
+                break
+        best = self.final(ends)
+        before = lower(self.log_ratio(family, given, COMPARED))
+        params = None if best is None else self.member(best, family)
+        # its ELBO may be the noise of a few draws, if it is far from the posterior
+        if params is not None and not lower(self.log_ratio(family, params, COMPARED), 2.0) > before:
+            params = None
+        return Found(params, tuple(reached), before, self.evaluations)
+
+    def final(self, ends: list[Gaussian]) -> Gaussian | None:
+        """The best of the ends, if one has an ELBO."""
+        best = [q for q in sorted(ends, key=lambda q: -q.elbo)[:FINALISTS] if q.elbo > -torch.inf]
+        if len(best) > 1:
+            params = [FULL.matched(q.loc, q.precision) for q in best]
+            elbos = [lower(self.log_ratio(FULL, p, FINAL), 2.0) for p in params]
+            return best[elbos.index(max(elbos))]
+        return best[0] if best else None
+
+    def member(self, q: Gaussian, family: Any) -> Tensors:
+        """The nearest member of the family, by steps on its own expectations where that pays."""
+        best = q.loc, q.precision
+        if not isinstance(family, FullRankNormal) and self.smooths(q):
+            with suppress(RuntimeError, ValueError):
+                best = self.smoothed(q, family)
+        return family.matched(*best)
+
+    def smooths(self, q: Gaussian) -> bool:
+        return self.d <= MANY and q.spread > 2.0 * GAIN
 
 
-def best_gaussian(density: LogDensity, center: Tensor, scale: float) -> Found:
-    """The Gaussian of the largest ELBO, N(center, scale^2 I) among them.
+def holder(known: Iterable[Gaussian], theta: Tensor) -> Gaussian | None:
+    """The first that holds theta (d,)."""
+    return next((q for q in known if q.holds(theta)), None)
+
+
+def lower(ratio: Tensor, errors: float = 0.0) -> float:
+    """Mean (S,) less standard errors; -inf where it is not a number."""
+    value = float(ratio.mean() - errors * ratio.std() / len(ratio) ** 0.5)
+    return value if value == value else -torch.inf
+
+
+def best_gaussian(
+    density: LogDensity, family: Any, given: Tensors, points: Iterable[Tensor]
+) -> Found:
+    """The member of ``family`` nearest to the best Gaussian to which the ``points`` (d,) lead.
 
     All are compared on a few common draws, the best of them again on more, by mean less two standard
     errors: few draws may miss the tail in which a Gaussian is wrong.  The random state is left as it
     was, and the same density has the same answer.
     """
-    d = len(center)
     with own_random_state(0):
-        noise = torch.randn(MORE, d, dtype=center.dtype, device=center.device)
-        points = center + 4.0 * torch.rand_like(noise[:STARTS]) - 2.0
-    points[0], few = center, centred(noise[:DRAWS])
-
-    def elbo(q: Gaussian, noise: Tensor, errors: float = 0.0) -> float:
-        loc, precision = q
-        L = inverse_cholesky(precision)
-        log_det = L.diagonal().log().sum()
-        # the draws' own log q, whose tails are those of log p near a Gaussian posterior
-        ratio = density(loc + noise @ L.mT) - log_normal(noise) + log_det
-        value = float(ratio.mean() - errors * ratio.std() / len(ratio) ** 0.5)
-        return value if value == value else -torch.inf
-
-    given = center, torch.diag(torch.full_like(center, scale**-2.0))
-    seen = [(elbo(given, few), given)]
-    elbos = []
-    for point in points if d <= MANY else points[:1]:
-        first = len(seen)
-        try:
-            for q in newton(density, point):
-                seen.append((elbo(q, few), q))
-        except (RuntimeError, ValueError):
-            pass  # a Cholesky at a far point, a value out of its support: one point less
-        elbos.append(max((value for value, _ in seen[first:]), default=-torch.inf))
-    elbos.append(seen[0][0])
-    finalists = sorted(seen, key=lambda pair: -pair[0])[:FINALISTS]
-    _, best = max((elbo(q, noise, 2.0), k) for k, (_, q) in enumerate(finalists))
-    q = finalists[best][1]
-    return Found(*q, tuple(elbos), q is not given)
+        search = Search(density, given["loc"])
+    with torch.no_grad():  # of parameters of the model; gradients in theta are asked for
+        return search.run(family, given, points)

@@ -19,7 +19,7 @@ from ..families.base import Family
 from .base import AutoFamily
 
 #: values of ``init`` for families that can be matched to any Gaussian
-LAPLACE = ("map", "laplace")
+LAPLACE = ("map", "laplace", "auto")
 #: families of several sites together, by the name that arguments give them
 NORMAL: dict[str, type[Family]] = {"mean_field": MeanFieldNormal, "full_rank": FullRankNormal}
 

@@ -25,7 +25,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
-from ..guides.start import init_to_center
+from ..guides.centers import init_to_center
 from ..linalg.host import host_bool
 from ..optim.rule import require
 from .weights import (

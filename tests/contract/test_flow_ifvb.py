@@ -1,5 +1,6 @@
 """IFVB and AIFVB on flow guides through SVI: their defaults, layers, resumed runs, bad arguments."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def test_low_rank_can_be_chosen() -> None:
 
 def test_the_window_can_be_chosen_for_other_guides() -> None:
     pyro.set_rng_seed(0)
-    run = Run(guide=ngvi.AutoFullRankNormal, fisher=Window(16, 0.5))
+    run = Run(guide=partial(ngvi.AutoFullRankNormal, init=None), fisher=Window(16, 0.5))
     run.guide(ORIGIN)
     start, _ = run.loss()
     run.steps(60)

@@ -136,8 +136,9 @@ def test_traces_of_predictive_can_be_saved(kind: str) -> None:
     file.seek(0)
     torch.manual_seed(3)
     y = torch.jit.load(file)(X)["y"]
-    # q starts at sds of 0.1; four variances of 100 draws each
-    exact = 1.0 + 0.01 * X.square().sum(-1)
+    # four variances of 100 draws each
+    covariance = guide.get_posterior().covariance_matrix.detach()
+    exact = 1.0 + (X @ covariance * X).sum(-1)
     assert y.shape == (100, 4)
     assert ((y.var(0) / exact - 1.0).abs() < 4.0 * (2 / 100) ** 0.5).all()
 

@@ -150,7 +150,7 @@ class Network(PyroModule):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_pyro_module_as_a_model(kind: str, loss: str) -> None:
     model = Network()
-    guide = GUIDES[kind](model)
+    guide = GUIDES[kind](model, init=None)
     before = {name: p.clone() for name, p in model.named_parameters()}
     optim = NGVB(guide, others=ClippedAdam({"lr": 0.01}))
     svi = SVI(model, guide, optim, LOSSES[loss](2))
@@ -176,7 +176,7 @@ def test_keyword_arguments_of_the_model(kind: str) -> None:
         regression(X, y)
 
     X, y = data()
-    guide = GUIDES[kind](model)
+    guide = GUIDES[kind](model, init=None)
     svi = SVI(model, guide, NGVB(guide), Trace_ELBO())
     svi.step(X, y=y)
     assert guide.median(X, y=y)["w"].shape == (D,)
@@ -185,7 +185,7 @@ def test_keyword_arguments_of_the_model(kind: str) -> None:
 @guides
 def test_ordinary_optimizer(kind: str) -> None:
     """The parameters are plain tensors: Adam lowers the loss of our guide as of any other."""
-    guide = called(kind, regression, *data())
+    guide = called(kind, regression, *data(), init=None)
     svi = SVI(regression, guide, Adam({"lr": 0.02}), BatchedELBO(8))
     torch.manual_seed(1)
     before = BatchedELBO(200).loss(regression, guide, *data())

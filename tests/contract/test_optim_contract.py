@@ -63,7 +63,7 @@ def assert_steps(guide: Any, optim: NGVB, step: Callable[[], Any], dtype: torch.
 def test_losses(
     kind: str, loss: str, particles: int, minibatch: int | None, dtype: torch.dtype
 ) -> None:
-    guide = GUIDES[kind](regression)
+    guide = GUIDES[kind](regression, init=None)
     optim = NGVB(guide)
     svi = SVI(regression, guide, optim, LOSSES[loss](particles))
     assert_steps(guide, optim, lambda: svi.step(*data(dtype), minibatch), dtype)
@@ -83,7 +83,7 @@ def test_settings(
     coordinates: str,
     dtype: torch.dtype,
 ) -> None:
-    guide = GUIDES[kind](regression)
+    guide = GUIDES[kind](regression, init=None)
     settings: dict[str, Any] = {
         "schedule": SCHEDULES[schedule],
         "momentum": momentum,
@@ -118,7 +118,7 @@ class Network(PyroModule):
 def test_other_parameters_in_the_same_backward(kind: str, loss: str) -> None:
     """Adam's first step has the length of its learning rate in every entry."""
     model = Network()
-    guide = GUIDES[kind](model)
+    guide = GUIDES[kind](model, init=None)
     optim = NGVB(guide, others=Adam({"lr": 1e-3}))
     svi = SVI(model, guide, optim, LOSSES[loss](2))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -134,7 +134,7 @@ def test_other_parameters_in_the_same_backward(kind: str, loss: str) -> None:
 @guides
 def test_other_parameters_without_an_optimizer(kind: str) -> None:
     model = Network()
-    guide = GUIDES[kind](model)
+    guide = GUIDES[kind](model, init=None)
     svi = SVI(model, guide, NGVB(guide, others=None), Trace_ELBO())
     with pytest.raises(ValueError, match=r"others: hidden.*, noise.*others=pyro.optim.Adam"):
         svi.step(*data())
@@ -145,7 +145,7 @@ def test_other_parameters_without_an_optimizer(kind: str) -> None:
 def test_average_is_the_answer_and_the_iterate_takes_the_gradients(
     kind: str, averaging: float | bool
 ) -> None:
-    guide = GUIDES[kind](regression)
+    guide = GUIDES[kind](regression, init=None)
     optim = NGVB(guide, schedule=RobbinsMonro(0.2), averaging=averaging)
     svi = SVI(regression, guide, optim, BatchedELBO(2))
     rule: Any = Tail() if averaging is True else LogPower(2.0)
@@ -170,7 +170,7 @@ def test_average_is_the_answer_and_the_iterate_takes_the_gradients(
 @guides
 def test_losses_and_predictions_see_the_average_and_steps_the_iterate(kind: str) -> None:
     """The mean that a trace was drawn from, read off its latent site."""
-    guide = GUIDES[kind](regression)
+    guide = GUIDES[kind](regression, init=None)
     svi = SVI(regression, guide, NGVB(guide, averaging=True), Trace_ELBO())
     for _ in range(5):
         svi.step(*data())

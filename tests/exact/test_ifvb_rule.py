@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,8 +224,8 @@ def normal_model() -> None:
 
 GUIDES: dict[str, Callable[[Any], Any]] = {
     "Pyro's": AutoNormal,
-    "mean field": AutoMeanFieldNormal,
-    "full rank": AutoFullRankNormal,
+    "mean field": partial(AutoMeanFieldNormal, init=None),
+    "full rank": partial(AutoFullRankNormal, init=None),
 }
 
 

@@ -202,7 +202,7 @@ def test_a_run_resumes_with_its_share_of_the_path() -> None:
         pyro.sample("x", dist.Normal(5.0 * torch.ones(3), 1.0).to_event(1))
 
     def start() -> tuple[Any, Any, Any]:
-        guide = ngvi.AutoFullRankNormal(model)
+        guide = ngvi.AutoFullRankNormal(model, init=None)
         optim = ngvi.NGVB(guide)
         return guide, optim, SVI(model, guide, optim, ngvi.BatchedELBO(4))
 

@@ -47,7 +47,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 @averages
 def test_a_step_in_the_middle(kind: str, loss: str, averaging: bool) -> None:
-    guide = GUIDES[kind](model)
+    guide = GUIDES[kind](model, init=None)
     optim = NGVB(guide, averaging=averaging)
     svi = SVI(model, guide, optim, LOSSES[loss](2))
     for _ in range(3):
@@ -76,7 +76,7 @@ def test_a_skipped_step_changes_nothing_that_follows(kind: str, averaging: bool)
     """Parameters and state go on as if the bad step had not been, but for the count."""
     results = []
     for bad_at in (None, 2):
-        guide = GUIDES[kind](model)
+        guide = GUIDES[kind](model, init=None)
         guide()
         optim = NGVB(guide, averaging=averaging)
         svi = SVI(model, guide, optim, Trace_ELBO())
@@ -96,7 +96,7 @@ def test_a_skipped_step_changes_nothing_that_follows(kind: str, averaging: bool)
 
 @guides
 def test_at_the_first_step(kind: str) -> None:
-    guide = GUIDES[kind](model)
+    guide = GUIDES[kind](model, init=None)
     guide()
     before = snapshot(guide)
     svi = SVI(model, guide, NGVB(guide), BatchedELBO(2))
@@ -109,7 +109,7 @@ def test_at_the_first_step(kind: str) -> None:
 
 @guides
 def test_a_run_of_skips_shrinks_the_radius_which_recovers(kind: str) -> None:
-    guide = GUIDES[kind](model)
+    guide = GUIDES[kind](model, init=None)
     optim = NGVB(guide, trust_radius=0.01, schedule=Constant(1.0))
     svi = SVI(model, guide, optim, BatchedELBO(2))
     svi.step()
@@ -128,7 +128,7 @@ def test_a_run_of_skips_shrinks_the_radius_which_recovers(kind: str) -> None:
 
 
 def test_the_warning_points_at_the_line_of_the_user() -> None:
-    guide = AutoFullRankNormal(model)
+    guide = AutoFullRankNormal(model, init=None)
     svi = SVI(model, guide, NGVB(guide), BatchedELBO(2))
     with pytest.warns(RuntimeWarning, match="skipped a step") as caught:
         svi.step(bad=True)
@@ -136,7 +136,7 @@ def test_the_warning_points_at_the_line_of_the_user() -> None:
 
 
 def test_warnings_become_rare() -> None:
-    guide = AutoFullRankNormal(model)
+    guide = AutoFullRankNormal(model, init=None)
     svi = SVI(model, guide, NGVB(guide), BatchedELBO(2))
     with pytest.warns(RuntimeWarning) as caught:
         for _ in range(20):
@@ -150,8 +150,8 @@ def test_a_part_of_a_list_is_skipped_alone() -> None:
         model(bad)
 
     guide = AutoGuideList(two)
-    good = AutoFullRankNormal(poutine.block(two, expose=["good"]))
-    poor = AutoMeanFieldNormal(poutine.block(two, hide=["good"]))
+    good = AutoFullRankNormal(poutine.block(two, expose=["good"]), init=None)
+    poor = AutoMeanFieldNormal(poutine.block(two, hide=["good"]), init=None)
     guide.append(good)
     guide.append(poor)
     optim = NGVB(guide)
@@ -176,7 +176,7 @@ def test_other_parameters_stay_finite(kind: str) -> None:
         if bad:
             pyro.factor("nan", (x - x.detach()).square().sqrt() * 0.0)
 
-    guide = GUIDES[kind](with_bias)
+    guide = GUIDES[kind](with_bias, init=None)
     optim = NGVB(guide, others=Adam({"lr": 0.01}))
     svi = SVI(with_bias, guide, optim, Trace_ELBO())
     svi.step()
@@ -195,7 +195,7 @@ def test_other_parameters_stay_finite(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_gradient_too_large_for_its_dtype(kind: str, dtype: torch.dtype) -> None:
     """Finite entries near the largest number: squares overflow, the step does not."""
-    guide = GUIDES[kind](model)
+    guide = GUIDES[kind](model, init=None)
     guide().values()
     guide.to(dtype)
     pyro.clear_param_store()
@@ -218,7 +218,7 @@ def test_impossible_data_at_the_start(kind: str, loss: str) -> None:
         x = pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1))
         pyro.factor("likelihood", torch.where(x.sum(-1) > 50.0, 0.0, -math.inf))
 
-    guide = GUIDES[kind](impossible)
+    guide = GUIDES[kind](impossible, init=None)
     svi = SVI(impossible, guide, NGVB(guide), LOSSES[loss](2))
     for _ in range(3):
         assert svi.step() == math.inf
@@ -232,7 +232,7 @@ def test_likelihood_with_a_gradient_of_nan_at_the_start(kind: str) -> None:
         rate = pyro.sample("rate", dist.Normal(torch.full((3,), 800.0), 0.01).to_event(1))
         pyro.sample("y", dist.Poisson(rate.exp()).to_event(1), obs=y)
 
-    guide = GUIDES[kind](overflow)
+    guide = GUIDES[kind](overflow, init=None)
     guide(torch.ones(3))
     before = snapshot(guide)
     optim = NGVB(guide)

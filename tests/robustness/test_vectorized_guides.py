@@ -220,7 +220,7 @@ def test_a_copy_is_passed_over(checks: list[str]) -> None:
 
 
 def test_a_checked_guide_runs_under_our_optimizer(checks: list[str]) -> None:
-    guide = AutoFullRankNormal(regression)
+    guide = AutoFullRankNormal(regression, init=None)
     svi = SVI(regression, guide, NGVB(guide), loss())
     losses = [float(torch.as_tensor(svi.step(*data()))) for _ in range(50)]
     assert checks == ["w", "y"] and losses[-1] < losses[0]

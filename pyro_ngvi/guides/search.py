@@ -1,0 +1,184 @@
+"""Where a guide starts: the log joint as one function, and the searches on it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.infer.autoguide.initialization import InitMessenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+from torch.distributions import biject_to
+
+from ..families.base import Family, Tensors
+from ..linalg.host import own_random_state
+from ..optim.ngvb import make_rule
+from ..runtime.model_density import ModelDensity
+from ..runtime.pyro_adapter import model_as_given, unblocked
+from .centers import init_to_center
+from .laplace import LARGEST, Found, best_gaussian
+
+#: steps and draws of the Gaussian start
+STEPS, DRAWS = 200, 8
+#: largest d for which a guide searches unasked
+UNASKED = 200
+
+
+def _sites(guide: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The sites of one run of the model that are not this guide's: minibatches, latent sites of others.
+
+    These have the centres of their priors, or a draw where they are discrete.
+    """
+
+    def center(site: Any) -> Tensor:
+        return site["fn"].sample() if site["fn"].support.is_discrete else init_to_center(site)
+
+    whole = unblocked(model_as_given(guide))
+    with torch.no_grad(), own_random_state(0):
+        trace: Any = poutine.trace(InitMessenger(center)(whole)).get_trace(*args, **kwargs)
+    own = guide.prototype_trace.nodes
+    return {name: s for name, s in trace.iter_stochastic_nodes() if name not in own}
+
+
+def _one_function(guide: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the log joint is a function of this guide's latent sites, without a minibatch."""
+    for site in _sites(guide, args, kwargs).values():
+        if not site_is_subsample(site) or len(site["value"]) < site["fn"].size:
+            return False
+    return True
+
+
+def _model_alone(guide: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
+    """The model with the latent sites of other guides at one value.
+
+    A search needs one function, and not every distribution draws under ``vmap``.
+    """
+    model, sites = model_as_given(guide), _sites(guide, args, kwargs)
+    fixed = {name: s["value"] for name, s in sites.items() if not site_is_subsample(s)}
+    return poutine.condition(unblocked(model), data=fixed) if fixed else model
+
+
+def _density_alone(guide: Any, start: Tensor, args: Any, kwargs: Any) -> ModelDensity:
+    """The log joint on one minibatch: a search needs a function that does not change."""
+    model = _model_alone(guide, args, kwargs)
+    indices = ModelDensity(model, tuple(args), kwargs).trace(start.unsqueeze(0)).indices
+    return ModelDensity(model, tuple(args), kwargs, indices=indices)
+
+
+def find_mode(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Tensor:
+    """Mode of the log joint over the unconstrained vector, by L-BFGS; ``start`` (d,) if none is better.
+
+    It depends on the parametrisation and can lie far from the mass of a hierarchical posterior: a
+    start, not an answer.
+    """
+    density = _density_alone(guide, start, args, kwargs)
+    theta = start.detach().clone().requires_grad_(True)
+    optimizer = torch.optim.LBFGS([theta], max_iter=50, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        loss = -density(theta.unsqueeze(0)).sum()
+        theta.grad = torch.autograd.grad(loss, theta)[0]
+        return loss
+
+    with torch.enable_grad():
+        before = closure().detach()
+        optimizer.step(closure)
+        after = closure().detach()
+    better = torch.isfinite(after) & (after < before) & torch.isfinite(theta.detach()).all()
+    return torch.where(better, theta.detach(), start)
+
+
+def _points(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """``start`` (d,), then by turns a draw of the prior, if it can draw, and one around ``start``."""
+    yield start
+    seed, model = 0, _model_alone(guide, args, kwargs)
+    while True:
+        seed += 1
+        with own_random_state(seed):
+            point = start + 4.0 * torch.rand_like(start) - 2.0
+            if seed % 2:
+                with suppress(NotImplementedError, RuntimeError, ValueError), torch.no_grad():
+                    drawn: Any = poutine.trace(model).get_trace(*args, **kwargs)
+                    parts = [drawn.nodes[name] for name in guide._unconstrained_shapes]
+                    parts = [biject_to(s["fn"].support).inv(s["value"]).flatten() for s in parts]
+                    prior = torch.cat(parts).to(start)
+                    point = torch.where(prior.isfinite().all(), prior, point)
+        yield point
+
+
+def _search(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: Any) -> Found:
+    with own_random_state():  # a prototype draws
+        density = _density_alone(guide, start, args, kwargs)
+        return best_gaussian(density, guide.family, given, _points(guide, start, args, kwargs))
+
+
+def find_laplace(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: Any) -> Found:
+    """What to replace ``given`` by (:mod:`.laplace`), for the log joint over the unconstrained vector.
+
+    Raises:
+        ValueError: if d is too large for Hessians.
+    """
+    kind, d = type(guide).__name__, len(start)
+    if d > LARGEST:
+        raise ValueError(
+            f'{kind}: init="laplace" takes Hessians of {d} x {d} numbers, and {LARGEST} is the most. '
+            f'Leave init out, or pass init="map".'
+        )
+    found = _search(guide, start, given, args, kwargs)
+    if found.params is None:
+        warnings.warn(
+            f'{kind}: init="laplace" found no Gaussian with a larger ELBO than the one that it was to '
+            f"replace, and starts there. Pass init_loc_fn= for another point.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return found
+
+
+def find_laplace_unasked(
+    guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: Any
+) -> Found | None:
+    """As :func:`find_laplace`, where the log joint is one function of few latent variables.
+
+    ``None`` with a minibatch or latent sites of other guides, of which it would see one value; where a
+    state is to be loaded; and for a model that fails away from its start, or under ``vmap``.
+    """
+    if len(start) > UNASKED or start.is_meta or guide._waiting_state is not None:
+        return None
+    try:
+        if _one_function(guide, args, kwargs):
+            return _search(guide, start, given, args, kwargs)
+        return None
+    except Exception:  # whatever it is, the first step meets it where the user asked for it
+        return None
+
+
+def find_gaussian(guide: Any, family: Family, params: Tensors, args: Any, kwargs: Any) -> Tensors:
+    """The Gaussian of ``family`` that 200 steps of NGVB reach from ``params``, of a seed of its own.
+
+    If they end with a lower ELBO than they began, or none, ``params`` comes back.
+    """
+    density = ModelDensity(_model_alone(guide, args, kwargs), tuple(args), kwargs)
+    rule = make_rule(family, averaging=False)
+
+    def loss(q: Tensors, fixed: Tensors, n: int) -> Tensor:
+        z = family.draw(q, torch.Size((n,)))
+        return (family.log_prob(fixed, z) - density(z)).mean()
+
+    with own_random_state(0), torch.no_grad():
+        before = loss(params, params, 32 * DRAWS)
+        now, state = params, rule.init(params)
+        for _ in range(STEPS):
+            leaves = {name: v.detach().requires_grad_() for name, v in now.items()}
+            with torch.enable_grad():
+                value = loss(leaves, now, DRAWS)
+                found = torch.autograd.grad(value, list(leaves.values()))
+            grads = dict(zip(leaves, found, strict=True))
+            now, state, _ = rule.update(now, grads, state)
+        after = loss(now, now, 32 * DRAWS)
+    better = torch.isfinite(after) & ~(after > before)
+    return {name: torch.where(better, v, params[name]) for name, v in now.items()}
