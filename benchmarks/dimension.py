@@ -31,10 +31,9 @@ def model(y: Tensor) -> None:
 
 def make_guide(kind: str) -> Any:
     if kind == "factor":
-        return ngvi.AutoFactorNormal(model, rank=9)
-    return {"mean_field": ngvi.AutoMeanFieldNormal, "full_rank": ngvi.AutoFullRankNormal}[kind](
-        model
-    )
+        return ngvi.AutoFactorNormal(model, rank=9, init=None)
+    kinds = {"mean_field": ngvi.AutoMeanFieldNormal, "full_rank": ngvi.AutoFullRankNormal}
+    return kinds[kind](model, init=None)  # the steps are the subject
 
 
 @torch.no_grad()

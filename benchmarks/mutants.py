@@ -135,8 +135,8 @@ RULES = (
     Mutant(
         "noise clock: a standard error added",
         "optim/natural_gradient.py",
-        "(mean - self.standard_errors * (variance * weight).sqrt())",
-        "(mean + self.standard_errors * (variance * weight).sqrt())",
+        "(mean - self.standard_errors * error)",
+        "(mean + self.standard_errors * error)",
         ("test_schedules",),
     ),
     Mutant(

@@ -49,12 +49,18 @@ def moment_errors(problem: Problem, loc: Tensor, scale_tril: Tensor) -> tuple[fl
 
 
 def run(
-    problem: Problem, family: str, particles: int, seed: int, steps: tuple[int, ...], elbo: Elbo
+    problem: Problem,
+    family: str,
+    particles: int,
+    seed: int,
+    steps: tuple[int, ...],
+    elbo: Elbo,
+    init: str | None = "auto",
 ):
     """Gaps to the optimum at ``steps``, the two moment errors at the end, and skipped steps."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
-    guide = GUIDES[family](problem.model)
+    guide = GUIDES[family](problem.model, init=init)
     optim = ngvi.NGVB(guide)
     svi = SVI(problem.model, guide, optim, ngvi.BatchedELBO(particles))
     gaps, done = [], 0
@@ -80,9 +86,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", nargs="+", default=(100, 300, 1000), type=int)
     parser.add_argument("--seeds", default=2, type=int)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--point", action="store_true", help="start at a point")
     p = parser.parse_args(arguments)
     prepare()
-    rows = []
+    rows, init = [], None if p.point else "auto"
     heads = " ".join(f"{f'gap@{k}':>9}" for k in p.steps)
     print(f"{'problem':34} {'family':10} {'S':>3} {heads} {'mean':>7} {'sd':>7} skipped")
     for name in p.problems:
@@ -97,7 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
                 continue
             for particles in p.particles:
                 runs = [
-                    run(problem, family, particles, seed, tuple(p.steps), elbo)
+                    run(problem, family, particles, seed, tuple(p.steps), elbo, init)
                     for seed in range(p.seeds)
                 ]
                 gaps = [max(r[0][i] for r in runs) for i in range(len(p.steps))]

@@ -35,7 +35,7 @@ PROBLEMS = (
     "kidscore_interaction",
     "varying_intercepts",
 )
-METHODS = ("ngvb", "pyro", "numpyro")
+METHODS = ("ngvb", "ngvb_point", "pyro", "numpyro")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
 EVALUATION_DRAWS = 4096
 Elbo = Callable[[Tensor, Tensor], float]
@@ -72,7 +72,7 @@ def evaluator(problem: Problem) -> Elbo:
     return elbo
 
 
-def checkpoints(cap: int, first: int = 10, ratio: float = 1.15) -> Iterator[int]:
+def checkpoints(cap: int, first: int = 1, ratio: float = 1.15) -> Iterator[int]:
     """Step counts that grow by about a constant factor, the last of them ``cap``."""
     step = first
     while step < cap:
@@ -117,6 +117,8 @@ def contestants(settings: Settings) -> list[Contestant]:
     entries: list[Contestant] = []
     if "ngvb" in settings.methods:
         entries.append(("ngvb", None, methods.ngvb))
+    if "ngvb_point" in settings.methods:
+        entries.append(("ngvb_point", None, methods.ngvb_point))
     if "pyro" in settings.methods:
         entries += [("pyro", rate, methods.pyro_adam) for rate in settings.rates]
     if "numpyro" in settings.methods:

@@ -114,11 +114,14 @@ print(f"mean of the last 50 ELBO estimates: {elbo[-50:].mean():.2f} nats")
 # eight draws, so it goes on rattling even when nothing moves any more; what we want to see is a
 # curve that has stopped rising.
 #
-# The right panel shows how the optimizer got there. The *gain* is the share of the natural gradient
-# that it dares to follow, and the *step* is the distance travelled, measured so that the KL
-# divergence between one q and the next is about half its square, in nats. At first the trust radius
-# limits the step: the two curves coincide. Once the gradients are mostly noise the gain falls, which
-# averages the noise away; should successive gradients agree again, it rises.
+# This one hardly rises: the guide did not start at a point. At its first call it looked for a
+# Gaussian, by a few Newton steps from several places, and its report says what it saw.
+#
+# The right panel shows what the optimizer did from there. The *gain* is the share of the natural
+# gradient that it dares to follow, and the *step* is the distance travelled, measured so that the KL
+# divergence between one q and the next is about half its square, in nats. The trust radius is the
+# longest step allowed. Where gradients are mostly noise the gain falls, which averages the noise away;
+# should successive gradients agree again, it rises.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
@@ -139,8 +142,7 @@ _ = right.legend()
 # %%
 print(reports[-1])
 print(pd.Series([r.outcome for r in reports]).value_counts().to_string())
-last_damped = max(i for i, r in enumerate(reports, start=1) if r.outcome == "damped")
-print(f"last damped step: {last_damped} of {len(reports)}")
+print(guide.start_report)
 
 # %% [markdown]
 # ## The posterior, through ArviZ

@@ -1,8 +1,9 @@
 """Bayesian logistic regression in half a minute: ``make quickstart``.
 
 569 patients, 30 measurements, one question: is the tumour benign?  `NGVB` and Adam, each with 8
-particles a step, fit a Gaussian with full covariance to the posterior of the 31 coefficients, from
-the same start and by turns.  Then ArviZ, k-hat, and a figure of the ELBO against time.
+particles a step, fit a Gaussian with full covariance to the posterior of the 31 coefficients by
+turns, each from where its guide starts: ours searches for a Gaussian, and the clock runs.  Then ArviZ,
+k-hat, and a figure of the ELBO against time.
 
 Adam's learning rate, 0.003, is the one of 0.001, 0.003, 0.01 and 0.03 that first came within 0.5
 nat of the optimum (8,000 steps from each of three seeds).  With 0.001 that took twice as long, but
@@ -66,15 +67,16 @@ class Look(NamedTuple):
 
 
 class Fit:
-    """A guide, its optimizer, a clock that runs only while they train, and the curve so far."""
+    """A guide, its optimizer, a clock that runs while they start and train, and the curve so far."""
 
     def __init__(self, name: str, guide: Any, optim: Any, X: Tensor, y: Tensor) -> None:
         elbo = Trace_ELBO(num_particles=8, vectorize_particles=True, max_plate_nesting=1)
         self.name, self.guide, self.data = name, guide, (X, y)
         self.svi = SVI(model, guide, optim, loss=elbo)
-        self.steps, self.seconds = 0, 0.0
         self.curve: list[Look] = []
-        guide(X, y)  # the guide meets the model before the clock starts
+        start = time.perf_counter()
+        guide(X, y)  # the guide meets the model
+        self.steps, self.seconds = 0, time.perf_counter() - start
 
     def train_until(self, steps: int) -> int:
         """Train up to that number of steps in all; return how many were still to do."""
@@ -113,7 +115,7 @@ def elbo_of(guide: Any, log_joint: ngvi.diagnostics.ModelDensity, noise: Tensor)
 
 def both_fits(X: Tensor, y: Tensor) -> tuple[Fit, Fit]:
     """NGVB with its default settings, and Adam."""
-    ours = ngvi.AutoFullRankNormal(model, init_loc_fn=init_to_feasible)
+    ours = ngvi.AutoFullRankNormal(model)
     theirs = AutoMultivariateNormal(model, init_loc_fn=init_to_feasible)
     adam = Adam({"lr": ADAM_RATE})
     return Fit("NGVB", ours, ngvi.NGVB(ours), X, y), Fit("Adam", theirs, adam, X, y)
@@ -127,6 +129,9 @@ def train_both(X: Tensor, y: Tensor, steps: int) -> tuple[Fit, Fit]:
     ngvb, adam = both_fits(X, y)
     log_joint = ngvi.diagnostics.ModelDensity(model, (X, y), chunk_size=50)
     noise = fixed_noise(400, X.shape[1])
+    for fit in (ngvb, adam):
+        gap = OPTIMUM - elbo_of(fit.guide, log_joint, noise)
+        fit.curve.append(Look(0, fit.seconds, gap))
     with tqdm(total=steps * (1 + ADAM_STEPS), unit=" steps", disable=None) as bar:
         for i in range(1, LOOKS + 1):
             for fit, total in ((ngvb, steps), (adam, steps * ADAM_STEPS)):

@@ -37,8 +37,7 @@ sqrt(d) away together.  So the reach goes up to d for a location, to sqrt(d) for
 changes e-fold, and to sqrt(D) for one block of all D coordinates.  Moves of one direction that grow by
 1.4 overshoot by 0.4 of their way at most.
 
-**Outliers.**  |G|_typical is the geometric mean of the last ten or so lengths.  A length
-below 1 nat^(1/2) is never unusual.
+**Outliers.**  |G|_typical is the geometric mean of the last ten or so lengths, at least 1 nat^(1/2).
 
 **Noise of the scales.**  The gradient of E[log q] is that of the path z(eps), or that of minus the
 entropy, which is free of noise.  A share c of the one and 1 - c of the other leave in the gradient of
@@ -123,7 +122,8 @@ class NoiseClock:
 
         c <- min(c + 1/2, 1 / max(0, mean(snr) - 2 se(snr))),   b = 1 / c,
 
-    where the mean and its standard error come from (1) over the last max(10, c / 2) steps.
+    where mean and standard error come from (1) over the last max(10, c / 2) steps, and 1 / (4 n) is
+    added to the variance after n, which few steps do not show.  It begins late: a start may be near.
 
     Multiplicative noise (few particles for many dimensions) shows from the first step on, hence a small
     but *constant* gain, about S / (S + d + 1) for S particles, which is exact in the end where the
@@ -134,7 +134,7 @@ class NoiseClock:
 
     increment: float = 0.5
     standard_errors: float = 2.0
-    start: float = 10.0
+    start: float = 40.0
     min_window: float = 10.0
 
     def init(self, like: Tensor) -> Tensors:
@@ -150,7 +150,8 @@ class NoiseClock:
         mean = torch.lerp(state["mean"], signal, a)
         variance = torch.lerp(state["variance"], (signal - mean).square(), a)
         weight = (1 - a).square() * state["weight"] + a.square()  # sum of squared weights
-        certain = (mean - self.standard_errors * (variance * weight).sqrt()).clamp(1e-12, 1.0)
+        error = ((variance + 0.25 / count.clamp_min(1.0)) * weight).sqrt()
+        certain = (mean - self.standard_errors * error).clamp(1e-12, 1.0)
         advanced = torch.minimum(clock + self.increment, 1.0 / certain).clamp_min(1.0)
         clock = torch.where(first, clock, advanced)
         moments = {"mean": mean, "variance": variance, "weight": weight}
