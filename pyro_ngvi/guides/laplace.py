@@ -45,9 +45,9 @@ MANY, LARGEST = 64, 500
 #: points to start from where all lead to one ELBO
 STARTS = 4
 #: else: at least, and until so many have led to the best ELBO; at most
-AGAIN, NEAR, MORE_STARTS = 8, 3, 32
+AGAIN, NEAR, MORE_STARTS = 6, 3, 32
 #: evaluations after which no other path begins
-BUDGET = 6_000
+BUDGET = 8_000
 #: Gaussians in a row without a larger ELBO that end a path
 FALLING = 3
 #: Hessians from a point at most, gradients before the first, and steps on expectations
