@@ -18,7 +18,7 @@ from ..families.base import Family, Tensors
 from ..linalg.host import own_random_state
 from ..optim.ngvb import make_rule
 from ..runtime.model_density import ModelDensity
-from ..runtime.pyro_adapter import model_as_given, unblocked
+from ..runtime.pyro_adapter import is_marked, model_as_given, unblocked
 from .centers import init_to_center
 from .laplace import LARGEST, Found, best_gaussian
 
@@ -40,8 +40,8 @@ def _sites(guide: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     whole = unblocked(model_as_given(guide))
     with torch.no_grad(), own_random_state(0):
         trace: Any = poutine.trace(InitMessenger(center)(whole)).get_trace(*args, **kwargs)
-    own = guide.prototype_trace.nodes
-    return {name: s for name, s in trace.iter_stochastic_nodes() if name not in own}
+    own, sites = guide.prototype_trace.nodes, trace.iter_stochastic_nodes()
+    return {name: s for name, s in sites if name not in own and not is_marked(s)}
 
 
 def _one_function(guide: Any, args: Any, kwargs: Any) -> bool:

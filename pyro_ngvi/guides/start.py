@@ -154,7 +154,7 @@ class FirstCall(MadeAtFirstCall, AutoContinuous):
             find = find_laplace if self.init == "laplace" else find_laplace_unasked
             self.start_report = found = find(self, loc, params, args, kwargs)
             if found is not None and found.params is not None:
-                return found.params
+                return {name: v.clone() for name, v in found.params.items()}
         return params
 
     def _register_params(self, values: Tensors) -> None:

@@ -145,6 +145,16 @@ def test_density_is_that_of_nuts(model, by_hand):
 
 
 @pairs
+def test_guides_start_at_the_same_gaussian(model, by_hand):
+    summed, written = (ngvi.AutoFullRankNormal(program) for program in (model, by_hand))
+    summed()
+    written()
+    assert summed.start_report is not None
+    torch.testing.assert_close(summed.loc, written.loc, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(summed.scale_tril, written.scale_tril, rtol=1e-4, atol=1e-4)
+
+
+@pairs
 @pytest.mark.parametrize("curvature", [None, "hessian"])
 def test_loss_and_gradients(model, by_hand, curvature):
     results = []
