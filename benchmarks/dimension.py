@@ -2,7 +2,7 @@
 
 Run from the root of the repository: ``python -m benchmarks.dimension --help``.  The posterior is a
 product of Gaussians (prior sd 10, a datum of sd 0.2 each), so KL(q || posterior) is known; printed are
-the steps until it is below 0.01 d + 0.5 nats, of q as the guide holds it, from the default start.
+the steps until it is below 0.01 d + 0.5 nats, of q as the guide holds it, from a point (`init=None`).
 """
 
 import argparse
