@@ -25,7 +25,7 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.families import FullRankNormal
-from pyro_ngvi.guides.laplace import Gaussian, Search
+from pyro_ngvi.guides.laplace import Search
 
 from .time_to_target import prepare
 
@@ -263,11 +263,10 @@ def points(density: Any, model: Any, args: Any, start: Tensor) -> Iterator[Tenso
 @torch.no_grad()
 def best_elbo(density: Any, from_points: Iterator[Tensor], start: Tensor) -> float:
     """The largest ELBO to which ``STARTS`` points lead."""
-    search, ends = Search(density, start), list[Gaussian]()
+    search = Search(density, start)
     for point in islice(from_points, STARTS):
-        end = search.end(point, [q for q in ends if q.spread < 1.0])
-        ends.extend([end] if end is not None and end not in ends else [])
-    best = sorted(ends, key=lambda q: -q.elbo)[:3]
+        search.visit(point)
+    best = sorted(search.ends, key=lambda q: -q.elbo)[:3]
     return max(elbo(density, FAMILY.matched(q.loc, q.precision)) for q in best)
 
 

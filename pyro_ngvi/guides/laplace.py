@@ -121,6 +121,7 @@ class Search:
 
     def __init__(self, density: LogDensity, like: Tensor) -> None:
         self.density, self.d, self.evaluations = density, len(like), 0
+        self.ends: list[Gaussian] = []
         self.noise = torch.randn(FINAL, 2 * self.d, dtype=like.dtype, device=like.device)
 
     def f(self, theta: Tensor, cost: int = 1) -> Tensor:
@@ -241,29 +242,31 @@ class Search:
                     return None  # log p rises without end
         return best
 
-    def end(self, theta: Tensor, known: list[Gaussian]) -> Gaussian | None:
-        """As :meth:`path`, and away from the mode where that pays."""
+    def visit(self, theta: Tensor) -> Gaussian | None:
+        """Where a point leads, away from the mode where that pays; one of ``ends`` from here on."""
+        # those whose typical set is the posterior's near a mode
+        known = [q for q in self.ends if q.spread < SAME]
         q = self.path(theta, known)
-        if q is not None and q not in known and self.smooths(q):
+        if q is None or q in known:
+            return q
+        if self.smooths(q):
             with suppress(RuntimeError, ValueError):
                 q = self.gaussian(*self.smoothed(q, FULL))
+        self.ends.append(q)
         return q
 
     def run(self, family: Any, given: Tensors, points: Iterable[Tensor]) -> Found:
         """See :func:`best_gaussian`."""
-        ends: list[Gaussian] = []
         reached: list[float] = []
         for point in islice(points, MORE_STARTS if self.d <= MANY else 1):
-            # those whose typical set is the posterior's near a mode
-            end = self.end(point, [q for q in ends if q.spread < SAME])
-            ends.extend([] if end is None or end in ends else [end])
+            end = self.visit(point)
             reached.append(-torch.inf if end is None else end.elbo)
             near = sum(elbo > max(reached) - SAME for elbo in reached)
             if near == len(reached) == STARTS or (len(reached) >= AGAIN and near >= NEAR):
                 break
             if self.evaluations > BUDGET:
                 break
-        best = self.final(ends)
+        best = self.final()
         before = lower(self.log_ratio(family, given, COMPARED))
         params = None if best is None else self.member(best, family)
         # its ELBO may be the noise of a few draws, if it is far from the posterior
@@ -271,9 +274,10 @@ class Search:
             params = None
         return Found(params, tuple(reached), before, self.evaluations)
 
-    def final(self, ends: list[Gaussian]) -> Gaussian | None:
+    def final(self) -> Gaussian | None:
         """The best of the ends, if one has an ELBO."""
-        best = [q for q in sorted(ends, key=lambda q: -q.elbo)[:FINALISTS] if q.elbo > -torch.inf]
+        best = sorted(self.ends, key=lambda q: -q.elbo)[:FINALISTS]
+        best = [q for q in best if q.elbo > -torch.inf]
         if len(best) > 1:
             params = [FULL.matched(q.loc, q.precision) for q in best]
             elbos = [lower(self.log_ratio(FULL, p, FINAL), 2.0) for p in params]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import torch
@@ -44,27 +45,26 @@ def _sites(guide: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {name: s for name, s in sites if name not in own and not is_marked(s)}
 
 
-def _one_function(guide: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the log joint is a function of this guide's latent sites, without a minibatch."""
-    for site in _sites(guide, args, kwargs).values():
+def _one_function(sites: dict[str, Any]) -> bool:
+    """Whether no minibatch and no latent site of another guide is among :func:`_sites`."""
+    for site in sites.values():
         if not site_is_subsample(site) or len(site["value"]) < site["fn"].size:
             return False
     return True
 
 
-def _model_alone(guide: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
-    """The model with the latent sites of other guides at one value.
+def _model_alone(guide: Any, sites: dict[str, Any]) -> Callable[..., Any]:
+    """The model with the latent sites of other guides, among :func:`_sites`, at one value.
 
     A search needs one function, and not every distribution draws under ``vmap``.
     """
-    model, sites = model_as_given(guide), _sites(guide, args, kwargs)
+    model = model_as_given(guide)
     fixed = {name: s["value"] for name, s in sites.items() if not site_is_subsample(s)}
     return poutine.condition(unblocked(model), data=fixed) if fixed else model
 
 
-def _density_alone(guide: Any, start: Tensor, args: Any, kwargs: Any) -> ModelDensity:
+def _density_alone(model: Any, start: Tensor, args: Any, kwargs: Any) -> ModelDensity:
     """The log joint on one minibatch: a search needs a function that does not change."""
-    model = _model_alone(guide, args, kwargs)
     indices = ModelDensity(model, tuple(args), kwargs).trace(start.unsqueeze(0)).indices
     return ModelDensity(model, tuple(args), kwargs, indices=indices)
 
@@ -75,7 +75,8 @@ def find_mode(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Tensor:
     It depends on the parametrisation and can lie far from the mass of a hierarchical posterior: a
     start, not an answer.
     """
-    density = _density_alone(guide, start, args, kwargs)
+    model = _model_alone(guide, _sites(guide, args, kwargs))
+    density = _density_alone(model, start, args, kwargs)
     theta = start.detach().clone().requires_grad_(True)
     optimizer = torch.optim.LBFGS([theta], max_iter=50, line_search_fn="strong_wolfe")
 
@@ -92,28 +93,32 @@ def find_mode(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Tensor:
     return torch.where(better, theta.detach(), start)
 
 
-def _points(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Iterator[Tensor]:
+def _points(
+    names: Iterable[str], model: Any, start: Tensor, args: Any, kwargs: Any
+) -> Iterator[Tensor]:
     """``start`` (d,), then by turns a draw of the prior, if it can draw, and one around ``start``."""
     yield start
-    seed, model = 0, _model_alone(guide, args, kwargs)
-    while True:
-        seed += 1
+    for seed in count(1):
         with own_random_state(seed):
             point = start + 4.0 * torch.rand_like(start) - 2.0
             if seed % 2:
                 with suppress(NotImplementedError, RuntimeError, ValueError), torch.no_grad():
                     drawn: Any = poutine.trace(model).get_trace(*args, **kwargs)
-                    parts = [drawn.nodes[name] for name in guide._unconstrained_shapes]
+                    parts = [drawn.nodes[name] for name in names]
                     parts = [biject_to(s["fn"].support).inv(s["value"]).flatten() for s in parts]
                     prior = torch.cat(parts).to(start)
                     point = torch.where(prior.isfinite().all(), prior, point)
         yield point
 
 
-def _search(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: Any) -> Found:
+def _search(
+    guide: Any, sites: dict[str, Any], start: Tensor, given: Tensors, args: Any, kwargs: Any
+) -> Found:
+    model = _model_alone(guide, sites)
+    points = _points(guide._unconstrained_shapes, model, start, args, kwargs)
     with own_random_state():  # a prototype draws
-        density = _density_alone(guide, start, args, kwargs)
-        return best_gaussian(density, guide.family, given, _points(guide, start, args, kwargs))
+        density = _density_alone(model, start, args, kwargs)
+        return best_gaussian(density, guide.family, given, points)
 
 
 def find_laplace(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: Any) -> Found:
@@ -128,7 +133,7 @@ def find_laplace(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: A
             f'{kind}: init="laplace" takes Hessians of {d} x {d} numbers, and {LARGEST} is the most. '
             f'Leave init out, or pass init="map".'
         )
-    found = _search(guide, start, given, args, kwargs)
+    found = _search(guide, _sites(guide, args, kwargs), start, given, args, kwargs)
     if found.params is None:
         warnings.warn(
             f'{kind}: init="laplace" found no Gaussian with a larger ELBO than the one that it was to '
@@ -150,9 +155,8 @@ def find_laplace_unasked(
     if len(start) > UNASKED or start.is_meta or guide._waiting_state is not None:
         return None
     try:
-        if _one_function(guide, args, kwargs):
-            return _search(guide, start, given, args, kwargs)
-        return None
+        sites = _sites(guide, args, kwargs)
+        return _search(guide, sites, start, given, args, kwargs) if _one_function(sites) else None
     except Exception:  # whatever it is, the first step meets it where the user asked for it
         return None
 
@@ -162,7 +166,8 @@ def find_gaussian(guide: Any, family: Family, params: Tensors, args: Any, kwargs
 
     If they end with a lower ELBO than they began, or none, ``params`` comes back.
     """
-    density = ModelDensity(_model_alone(guide, args, kwargs), tuple(args), kwargs)
+    model = _model_alone(guide, _sites(guide, args, kwargs))
+    density = ModelDensity(model, tuple(args), kwargs)
     rule = make_rule(family, averaging=False)
 
     def loss(q: Tensors, fixed: Tensors, n: int) -> Tensor:

@@ -433,7 +433,7 @@ def test_points_are_those_of_prior_and_neighbourhood() -> None:
     guide = ngvi.AutoFullRankNormal(model, init=None)
     guide()
     start = guide.loc.detach()
-    points = torch.stack(list(islice(_points(guide, start, (), {}), 201)))
+    points = torch.stack(list(islice(_points(["x"], model, start, (), {}), 201)))
     assert torch.equal(points[0], start)
     prior, near = points[1::2], points[2::2]
     # 200 draws of N(3, 0.1^2); and uniform within 2 of the start
