@@ -18,7 +18,7 @@ from torch import Tensor
 import pyro_ngvi as ngvi
 from pyro_ngvi.nn import RandomFourierFeatures, WalshHadamardLinear, local_reparameterization
 
-X = torch.randn(6, 4, dtype=torch.float64)
+X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 class Net(PyroModule):
