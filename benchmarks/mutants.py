@@ -756,8 +756,8 @@ FISHER = (
     Mutant(
         "scores of subsampled plates times N / n",
         "fisher/scores.py",
-        "(frame.full_size / frame.size) ** 0.5",
-        "(frame.full_size / frame.size)",
+        "scale_and_mask(log_prob, in_full(site) ** 0.5,",
+        "scale_and_mask(log_prob, in_full(site),",
         ("test_scores",),
     ),
 )

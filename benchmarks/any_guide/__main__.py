@@ -7,17 +7,25 @@ See ``benchmarks/README.md`` for what is measured and how.
 import argparse
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..problems import DataNotFound
-from ..stepping import circumstances
+from ..stepping import circumstances, heading
 from ..time_to_target import prepare
 from . import generic, guides, memory, steps
 
-PARTS = ("mixture", "low_rank", "steps", "memory")
-GUIDES = {"mixture": guides.phase_retrieval, "low_rank": guides.german_credit}
+GUIDES: dict[str, Callable[[], guides.Problem]] = {
+    "mixture": guides.phase_retrieval,
+    "low_rank": guides.german_credit,
+    "eight_schools": guides.eight_schools,
+    "iaf": guides.funnel,
+    **{cell: partial(guides.regression, cell) for cell in guides.CELLS},
+}
+PARTS = (*GUIDES, "by_steps", "steps", "memory")
 
 
 def equal_time(name: str, seeds: int, budget: float) -> list[Any]:
@@ -30,6 +38,21 @@ def equal_time(name: str, seeds: int, budget: float) -> list[Any]:
     runs = generic.compare(problem, seeds, budget)
     print(generic.table(runs, budget), flush=True)
     return runs
+
+
+def by_steps(seeds: int) -> list[Any]:
+    """Prints -ELBO by steps for all regressions."""
+    steps = " / ".join(map(str, generic.STEPS))
+    print(heading("", f"IFVB after {steps} steps", "Adam, its best rate at each"), flush=True)
+    rows = []
+    for cell in guides.CELLS:
+        try:
+            rows.append(generic.by_steps(guides.regression(cell), seeds))
+        except DataNotFound as error:
+            print(f"{cell} is left out. {error}")
+            continue
+        print(rows[-1], flush=True)
+    return rows
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -47,6 +70,8 @@ def main(arguments: list[str] | None = None) -> None:
     for name in p.only:
         if name in GUIDES:
             found[name] = equal_time(name, seeds, budget)
+        elif name == "by_steps":
+            by_steps(seeds)
         elif name == "steps":
             found[name] = steps.run(2 if p.quick else p.seeds or 5, 5 if p.quick else 21)
             print(steps.table(found[name]), flush=True)

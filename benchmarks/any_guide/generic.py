@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,12 +19,16 @@ import pyro_ngvi
 from ..stepping import Spread, heading, line
 from .guides import Problem
 
-__all__ = ["Run", "compare", "table"]
+__all__ = ["STEPS", "Run", "by_steps", "compare", "table"]
 
-RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
+RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
+#: rates that fall to zero along a cosine, too
+COSINE = (0.03, 0.1, 0.3)
 PARTICLES = 8
 #: shares of the budget after which the ELBO is evaluated
-MARKS = (0.25, 0.5, 1.0)
+MARKS = (0.125, 0.25, 0.5, 1.0)
+#: steps after which it is evaluated in the table by steps
+STEPS = (30, 100, 300)
 Maker = Callable[[Any], Any]
 
 
@@ -39,10 +44,27 @@ class Run:
     steps: int
 
 
+class CosineAdam(PyroOptim):
+    """Adam whose rate falls from ``lr`` to zero along a cosine, as ``share`` of the run goes to 1."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__(torch.optim.Adam, {"lr": lr})
+        self.lr, self.share = lr, 0.0
+
+    def __call__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        params = list(params)
+        rate = self.lr * 0.5 * (1.0 + math.cos(math.pi * min(self.share, 1.0)))
+        for optimizer in self.optim_objs.values():
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        super().__call__(params, *args, **kwargs)
+
+
 def contestants() -> dict[str, Maker]:
     """Optimizers by name, each made for a guide; all arguments at their defaults but Adam's rate."""
     makers: dict[str, Maker] = {"IFVB": pyro_ngvi.IFVB, "AIFVB": pyro_ngvi.AIFVB}
     makers |= {f"Adam {r:g}": lambda _, r=r: PyroOptim(torch.optim.Adam, {"lr": r}) for r in RATES}
+    makers |= {f"Adam {r:g}, cosine": lambda _, r=r: CosineAdam(r) for r in COSINE}
     return makers
 
 
@@ -69,6 +91,8 @@ def _run(problem: Problem, name: str, make: Maker, seed: int, budget: float) -> 
     seconds, steps, found = 0.0, 0, []
     for mark in MARKS:
         while seconds < mark * budget:
+            if isinstance(optim, CosineAdam):
+                optim.share = seconds / budget
             start = time.thread_time()
             svi.step(*problem.args)
             seconds += time.thread_time() - start
@@ -89,6 +113,26 @@ def compare(problem: Problem, seeds: int, budget: float) -> list[Run]:
         for name, make in makers.items():
             runs.append(_run(problem, name, make, seed, budget))
     return runs
+
+
+def by_steps(problem: Problem, seeds: int) -> str:
+    """-ELBO after :data:`STEPS`: IFVB, and Adam at the rate that is best there; medians over seeds."""
+    makers = contestants()
+    found: dict[str, list[list[float]]] = {}
+    for name in ("IFVB", *(f"Adam {r:g}" for r in RATES)):
+        for seed in range(seeds):
+            guide, optim, svi = _begin(problem, makers[name], seed)
+            values, done = [], 0
+            for steps in STEPS:
+                while done < steps:
+                    svi.step(*problem.args)
+                    done += 1
+                values.append(-_evaluate(problem, guide, optim)[0])
+            found.setdefault(name, []).append(values)
+    medians = {n: [median(column) for column in zip(*v, strict=True)] for n, v in found.items()}
+    adam = [min(v[k] for n, v in medians.items() if n != "IFVB") for k in range(len(STEPS))]
+    both = medians["IFVB"], adam
+    return line(problem.name, *(" / ".join(f"{value:,.1f}" for value in row) for row in both))
 
 
 def _of(runs: list[Run], method: str) -> list[Run]:

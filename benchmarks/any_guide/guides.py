@@ -1,4 +1,4 @@
-"""Two posteriors, and guides for them whose Fisher matrix nobody has in closed form.
+"""Posteriors, and guides for them that are not ours.
 
 **mixture**: phase retrieval.  Only squares of projections are seen,
 
@@ -8,9 +8,16 @@ so w and -w are equally likely and the posterior has two modes.  The guide is a 
 ``pyro.param``s that draws w from Pyro's ``MixtureOfDiagNormals`` with two components.  The density is a
 polynomial, so the ELBO and its gradients have variances.
 
-**low_rank**: Pyro's ``AutoLowRankMultivariateNormal`` on logistic regression with German credit data.
+**wdbc**, **breast**, **australian**, **german**: logistic regressions, with Pyro's
+``AutoMultivariateNormal`` ("full"), ``AutoLowRankMultivariateNormal`` of rank 3 ("low rank") and
+``AutoDiagonalNormal`` ("diagonal") as they come, started at the median of prior draws: with a flat
+prior of the intercept that is tens of thousands of nats away.  **low_rank** is the German one from
+zero.
 
-The ELBO is evaluated by quadrature for the second, by 20,000 draws for the first.
+**eight_schools**: the non-centred model with ``AutoNormal``.  **iaf**: a funnel in ten dimensions with
+``AutoIAFNormal``, a flow of which nobody knows products with the Fisher matrix.
+
+The ELBO is evaluated by quadrature for the regressions, else by 20,000 draws.
 """
 
 from __future__ import annotations
@@ -24,14 +31,29 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.distributions import constraints
-from pyro.infer.autoguide import AutoLowRankMultivariateNormal, init_to_feasible
+from pyro.infer.autoguide import (
+    AutoDiagonalNormal,
+    AutoIAFNormal,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+    init_to_feasible,
+)
 from torch import Tensor
 
 from pyro_ngvi.optim import remember_arguments
 
 from ..problems import load
 
-__all__ = ["Problem", "german_credit", "phase_retrieval"]
+__all__ = [
+    "CELLS",
+    "Problem",
+    "eight_schools",
+    "funnel",
+    "german_credit",
+    "phase_retrieval",
+    "regression",
+]
 
 OBSERVATIONS, DIM, NOISE = 15, 5, 1.0
 EVALUATION_DRAWS, CHUNK = 20_000, 2_000
@@ -84,13 +106,67 @@ def german_credit() -> Problem:
             problem.model, init_loc_fn=init_to_feasible, init_scale=0.1
         )
 
+    return Problem("low_rank", problem.model, problem.args, make, _by_quadrature(problem))
+
+
+#: logistic regressions and Pyro's guides for them, by the name of the comparison
+CELLS: dict[str, tuple[str, str]] = {
+    "wdbc_full": ("wdbc", "full"),
+    "wdbc_low_rank": ("wdbc", "low rank"),
+    "breast_full": ("breast_cancer_presplit", "full"),
+    "breast_low_rank": ("breast_cancer_presplit", "low rank"),
+    "australian_full": ("australian_presplit", "full"),
+    "wdbc_diagonal": ("wdbc", "diagonal"),
+    "german_low_rank": ("german_credit", "low rank"),
+}
+FAMILIES: dict[str, Callable[[Any], Any]] = {
+    "full": AutoMultivariateNormal,
+    "low rank": lambda model: AutoLowRankMultivariateNormal(model, rank=3),
+    "diagonal": AutoDiagonalNormal,
+}
+
+
+def regression(cell: str) -> Problem:
+    """One of :data:`CELLS`; all but wdbc need PYRO_NGVI_DATA."""
+    name, family = CELLS[cell]
+    problem = load(name)
+
+    def make() -> Any:
+        return FAMILIES[family](problem.model)
+
+    return Problem(cell, problem.model, problem.args, make, _by_quadrature(problem))
+
+
+def _by_quadrature(problem: Any) -> Callable[[Problem, Any], tuple[float, float]]:
     @torch.no_grad()
     def by_quadrature(_: Problem, guide: Any) -> tuple[float, float]:
         q = guide.get_posterior()
-        assert problem.exact_elbo is not None
-        return problem.exact_elbo(q.mean, torch.linalg.cholesky(q.covariance_matrix)), 0.0
+        if isinstance(guide, AutoDiagonalNormal):
+            factor = q.stddev.diag()
+        else:
+            factor = torch.linalg.cholesky(q.covariance_matrix)
+        return problem.exact_elbo(q.mean, factor), 0.0
 
-    return Problem("low_rank", problem.model, problem.args, make, by_quadrature)
+    return by_quadrature
+
+
+def eight_schools() -> Problem:
+    """Non-centred, from the zoo."""
+    problem = load("eight_schools_noncentered")
+    return Problem(
+        "eight_schools", problem.model, problem.args, lambda: AutoNormal(problem.model), _by_draws
+    )
+
+
+def _funnel() -> None:
+    v = pyro.sample("v", dist.Normal(0.0, 3.0))
+    scale = (0.5 * v).exp().unsqueeze(-1)
+    pyro.sample("x", dist.Normal(torch.zeros(9), scale).to_event(1))
+
+
+def funnel() -> Problem:
+    """Neal's funnel in ten dimensions."""
+    return Problem("iaf", _funnel, (), lambda: AutoIAFNormal(_funnel), _by_draws)
 
 
 @torch.no_grad()

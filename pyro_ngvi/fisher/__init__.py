@@ -1,7 +1,16 @@
-"""Estimates of the inverse Fisher matrix from scores, for families that have none in closed form."""
+"""Inverse Fisher matrices that nobody knows in closed form: from scores, or by products with F."""
 
+from .conjugate import ConjugateGradients
 from .inverse import Blocks, Dense, InverseFisher, Window
 from .low_rank import LowRank
-from .scores import remember_arguments
+from .watch import remember_arguments
 
-__all__ = ["Blocks", "Dense", "InverseFisher", "LowRank", "Window", "remember_arguments"]
+__all__ = [
+    "Blocks",
+    "ConjugateGradients",
+    "Dense",
+    "InverseFisher",
+    "LowRank",
+    "Window",
+    "remember_arguments",
+]

@@ -11,8 +11,9 @@ Other scales (``poutine.scale`` around the guide) do not change q and are left o
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from math import prod
 from typing import Any
 
 import pyro
@@ -27,8 +28,16 @@ from torch import Tensor, nn
 
 from ..families.base import Family, Tensors
 from ..linalg.products import each_gradient
-from ..runtime.density import Site, Sites, layers_of, scale_and_mask
-from ..runtime.run import Minibatches, run_particles, run_plainly
+from ..runtime.density import Site, Sites, free_dim, is_latent, layers_of, scale_and_mask
+from ..runtime.run import (
+    Conditioned,
+    Minibatches,
+    at_particle,
+    look,
+    run_particles,
+    run_plainly,
+)
+from .watch import guide_name, takes_arguments, watch
 
 
 def family_scores(family: Family, params: Tensors, n: int, stored: bool = False) -> Tensor:
@@ -47,43 +56,6 @@ def packed_scores(family: Family, params: Tensors, score: Tensors) -> Tensor:
     return torch.func.vmap(lambda s: family.pack(family.pull(params, s)))(score)
 
 
-def remember_arguments(guide: Callable[..., Any]) -> Callable[..., Any]:
-    """A guide function that remembers the arguments of its last call.
-
-    Optimizers that call a guide on their own (:class:`~pyro_ngvi.IFVB`) need them.  Guides that are
-    modules are watched without it.  Give the wrapped function to the optimizer *and* to SVI.
-
-    Example:
-        >>> @remember_arguments
-        ... def guide(x, y):
-        ...     ...
-        >>> guide(1, y=2)
-        >>> guide.last_call
-        ((1,), {'y': 2})
-    """
-
-    @functools.wraps(guide)
-    def remembering(*args: Any, **kwargs: Any) -> Any:
-        remembering.last_call = (args, kwargs)  # type: ignore[attr-defined]
-        return guide(*args, **kwargs)
-
-    remembering.last_call = None  # type: ignore[attr-defined]
-    return remembering
-
-
-class _Watch:
-    """Forward hook that holds the arguments of the last call; copies of the module get an empty one."""
-
-    def __init__(self) -> None:
-        self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.last_call = (args, kwargs)
-
-    def __reduce__(self) -> Any:
-        return (_Watch, ())
-
-
 class _Fixed(Messenger):
     """Detaches every drawn value before the program goes on with it."""
 
@@ -92,7 +64,7 @@ class _Fixed(Messenger):
             msg["value"] = msg["value"].detach()
 
 
-class _MovedDraws(Messenger):
+class FreeDraws(Messenger):
     """Watches one run of a guide for Delta sites computed from draws *and* from parameters.
 
     ``AutoStructured`` and ``AutoGaussian`` put z = f(e, lambda) of noise e into a ``Delta`` site with a
@@ -145,28 +117,18 @@ class GuideScores:
 
     def __init__(self, guide: Callable[..., Any]) -> None:
         self.guide = guide
-        self._vmaps = True
-        if isinstance(guide, nn.Module):
-            self._watch: Any = _Watch()
-            guide.register_forward_pre_hook(self._watch, with_kwargs=True)
-        elif hasattr(guide, "last_call") or not _takes_arguments(guide):
-            self._watch = guide
-        else:
-            raise ValueError(
-                f"The guide {_name(guide)} takes arguments, and scores are drawn by calling it "
-                f"again. Wrap it: guide = pyro_ngvi.optim.remember_arguments(guide), and give the "
-                f"result to the optimizer and to SVI."
-            )
+        self._failed: set[str] = set()
+        self._watch = watch(guide)
 
     def leaves(self) -> dict[str, Tensor]:
         """The unconstrained parameters of the guide by their names in the parameter store."""
         with torch.no_grad(), poutine.block():
-            return self._capture(lambda: self._log_q(1))[1]
+            return self.capture(lambda: self._log_q(1))[1]
 
     def draw(self, n: int, names: list[str] | None = None) -> Tensor:
         """n scores (n, D) at the present parameters, by those ``names``, flattened and joined."""
         with torch.enable_grad(), poutine.block():
-            log_q, leaves = self._capture(lambda: self._log_q(n))
+            log_q, leaves = self.capture(lambda: self._log_q(n))
             wanted = [leaves[name] for name in (leaves if names is None else names)]
             grads = each_gradient(log_q, wanted)
         return torch.cat([g.reshape(n, -1) for g in grads], 1)
@@ -179,9 +141,9 @@ class GuideScores:
                 AutoStructured and AutoGaussian.
         """
         with torch.enable_grad(), poutine.block():
-            if not _is_joint(self.guide):
+            if not self.is_joint:
                 self._refuse_moved_draws()
-            log_q, leaves = self._capture(lambda: self._log_q(1))
+            log_q, leaves = self.capture(lambda: self._log_q(1))
             if not log_q.requires_grad:
                 return {}
             trainable = {name: p for name, p in leaves.items() if p.requires_grad}
@@ -190,18 +152,18 @@ class GuideScores:
         return {name: p for (name, p), grad in found if grad is not None}
 
     def _refuse_moved_draws(self) -> None:
-        with _MovedDraws() as moved, pyro.validation_enabled(False):
-            _, leaves = self._capture(self._run)
+        with FreeDraws() as moved, pyro.validation_enabled(False):
+            _, leaves = self.capture(lambda: self.run(fixed=False))
         name = moved.find([p for p in leaves.values() if p.requires_grad])
         if name is not None:
             raise ValueError(
-                f"The guide {_name(self.guide)} computes the site {name!r} from a draw and from "
+                f"The guide {guide_name(self.guide)} computes the site {name!r} from a draw and from "
                 "parameters, so log q has no scores at a fixed value. Use a guide that draws its "
                 "sites, such as pyro_ngvi.AutoFullRankNormal, or train this one by "
                 "pyro.optim.Adam."
             )
 
-    def _capture(self, run: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]]:
+    def capture(self, run: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]]:
         """What ``run`` returns, and the parameters it met; those with two names (tied) once."""
         with poutine.trace(param_only=True) as recorder:
             result = run()
@@ -214,58 +176,120 @@ class GuideScores:
         call = getattr(self._watch, "last_call", None)
         if call is not None:
             return call
-        if not isinstance(self.guide, nn.Module) and _takes_arguments(self.guide):
+        if not isinstance(self.guide, nn.Module) and takes_arguments(self.guide):
             raise ValueError(
-                f"The guide {_name(self.guide)} was not called yet, so its arguments are not known. "
-                f"Give SVI the guide that pyro_ngvi.optim.remember_arguments returned, and step it."
+                f"The guide {guide_name(self.guide)} was not called yet, so its arguments are "
+                f"not known. Give SVI the guide that pyro_ngvi.optim.remember_arguments returned, and "
+                f"step it."
             )
         return (), {}
 
-    def _run(self) -> Sites:
+    def run(
+        self,
+        values: Tensors | None = None,
+        minibatches: Minibatches | None = None,
+        fixed: bool = True,
+    ) -> Sites:
+        """The sites of one run of the guide, at ``values`` or at draws, ``fixed`` ones by default."""
         args, kwargs = self._arguments()
-        return run_plainly(self.guide, {}, args, kwargs, Minibatches())
+        shared = Minibatches() if minibatches is None else minibatches
+        hold: Any = _Fixed() if fixed else nullcontext()
+        with hold, self._as_it_is(), pyro.validation_enabled(False):
+            return run_plainly(self.guide, values or {}, args, kwargs, shared)
 
     def _log_q(self, n: int) -> Tensor:
         """log q (n,) of n fixed draws, as a function of the parameters."""
-        args, kwargs = self._arguments()
-        if _is_joint(self.guide):
-            with pyro.validation_enabled(False):
-                q = _posterior(self.guide, *args, **kwargs)
-                theta = q.sample((n,)).detach()
-                return _evaluated("its joint latent vector", q, theta)
-        if n > 1 and self._vmaps:
+        return self.held(n)()
+
+    def held(self, n: int) -> Callable[[], Tensor]:
+        """n draws from the guide as it is now; calls give log q (n,) of them as it is then."""
+        with torch.no_grad(), poutine.block():
+            if self.is_joint:
+                return functools.partial(self._of_joint, self.posterior().sample((n,)))
+            minibatches = Minibatches()
+            values = self._draws(n, minibatches)
+        return functools.partial(self._of_sites, values, n, minibatches)
+
+    def _draws(self, n: int, minibatches: Minibatches) -> Tensors | list[Tensors]:
+        """Values by site of n runs: together (n, ...), or of each."""
+        # some samplers have no rule for vmap, where their densities do
+        for way in (self._in_vmap, self._in_plate):
+            if n > 1 and way.__name__ not in self._failed:
+                try:
+                    return way({}, n, minibatches, _values)
+                except Exception:  # a run by itself shows what is wrong in any
+                    self._failed.add(way.__name__)
+        return [_values(self.run(minibatches=minibatches)) for _ in range(n)]
+
+    def _of_sites(
+        self, values: Tensors | list[Tensors], n: int, minibatches: Minibatches
+    ) -> Tensor:
+        """log q (n,) at those values."""
+        if isinstance(values, dict) and "densities" not in self._failed:
             try:
-                with _Fixed():
-                    shared = Minibatches()
-                    return run_particles(
-                        self.guide, _sum, {}, n, args, kwargs, minibatches=shared, sampling=True
-                    )
+                return self._in_vmap(values, n, minibatches, _sum)
             except RuntimeError:
-                self._vmaps = False  # from now on one draw after the other
-        with _Fixed(), pyro.validation_enabled(False):
-            return torch.stack([_sum(self._run()) for _ in range(n)])
+                self._failed.add("densities")
+        each = (
+            values if isinstance(values, list) else [at_particle(s, values, None) for s in range(n)]
+        )
+        return torch.stack([_sum(self.run(v, minibatches)) for v in each])
+
+    def _in_vmap(self, values: Tensors, n: int, minibatches: Minibatches, reduce: Any) -> Any:
+        args, kwargs = self._arguments()
+        given: Any = self.guide, reduce, values, n, args, kwargs
+        with _Fixed(), self._as_it_is():
+            return run_particles(*given, minibatches=minibatches, sampling=not values)
+
+    def _in_plate(self, _: Any, n: int, minibatches: Minibatches, reduce: Any) -> Tensors:
+        args, kwargs = self._arguments()
+        with self._as_it_is(), pyro.validation_enabled(False):
+            alone = look(self.guide, {}, args, kwargs, minibatches)
+            plate, handler = (
+                pyro.plate("_draws", n, dim=free_dim(alone)),
+                Conditioned({}, minibatches),
+            )
+            with handler, plate:
+                self.guide(*args, **kwargs)
+        shapes = {name: value.shape for name, value in reduce(alone).items()}
+        return {k: v.reshape(n, *shapes[k]) for k, v in reduce(handler.sites).items()}
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the guide draws one flat vector in Pyro's own way."""
+        return (
+            isinstance(self.guide, AutoContinuous)
+            and type(self.guide).forward is AutoContinuous.forward
+            and type(self.guide).sample_latent is AutoContinuous.sample_latent
+        )
+
+    def posterior(self) -> Any:
+        """The distribution of that vector."""
+        args, kwargs = self._arguments()
+        with pyro.validation_enabled(False):
+            return _posterior(self.guide, *args, **kwargs)
+
+    def _of_joint(self, theta: Tensor) -> Tensor:
+        with pyro.validation_enabled(False):
+            # another tensor at each call: transforms remember what they made of the last one
+            return _evaluated("its joint latent vector", self.posterior(), theta.detach())
+
+    @contextmanager
+    def _as_it_is(self) -> Iterator[None]:
+        """Calls of the guide inside have its own distributions, whose log densities have scores."""
+        before = getattr(self._watch, "steadies", False)
+        if before:
+            self._watch.steadies = False
+        try:
+            yield
+        finally:
+            if before:
+                self._watch.steadies = True
 
 
 @pyro_method
 def _posterior(guide: Any, *args: Any, **kwargs: Any) -> Any:
     return guide.get_posterior(*args, **kwargs)
-
-
-def _is_joint(guide: Any) -> bool:
-    return (
-        isinstance(guide, AutoContinuous)
-        and type(guide).forward is AutoContinuous.forward
-        and type(guide).sample_latent is AutoContinuous.sample_latent
-    )
-
-
-def _name(guide: Any) -> str:
-    return repr(getattr(guide, "__name__", type(guide).__name__))
-
-
-def _takes_arguments(guide: Callable[..., Any]) -> bool:
-    # optional ones too: without them the scores would be those of another q than SVI's
-    return bool(inspect.signature(guide).parameters)
 
 
 def _evaluated(what: str, fn: Any, value: Tensor) -> Tensor:
@@ -279,6 +303,12 @@ def _evaluated(what: str, fn: Any, value: Tensor) -> Tensor:
         ) from error
 
 
+def in_full(site: Site) -> float:
+    """N / n of the subsampled plates of a site, the product."""
+    frames = (f for f in site["cond_indep_stack"] if f.full_size is not None)
+    return prod(f.full_size / f.size for f in frames)
+
+
 def _sum(sites: Sites) -> Tensor:
     """log q of one draw, each site times sqrt(N / n) of its subsampled plates."""
     total: Any = None
@@ -286,10 +316,15 @@ def _sum(sites: Sites) -> Tensor:
         if site_is_subsample(site) or site["is_observed"]:
             continue
         log_prob = _evaluated(f"the site {name!r} of the guide", site["fn"], site["value"])
-        weight = 1.0
-        for frame in site["cond_indep_stack"]:
-            if frame.full_size is not None:
-                weight *= (frame.full_size / frame.size) ** 0.5
-        log_prob = scale_and_mask(log_prob, weight, site["mask"]).sum()
+        log_prob = scale_and_mask(log_prob, in_full(site) ** 0.5, site["mask"]).sum()
         total = log_prob if total is None else total + log_prob
     return torch.zeros(()) if total is None else total
+
+
+def _values(sites: Sites) -> Tensors:
+    """What a run drew, but for what it computed from its draws."""
+    return {
+        name: site["value"]
+        for name, site in sites.items()
+        if is_latent(site) and not isinstance(layers_of(site["fn"])[-1], dist.Delta)
+    }

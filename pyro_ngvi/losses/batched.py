@@ -21,6 +21,8 @@ from pyro.util import warn_if_nan
 from torch import Tensor
 
 from ..curvature.estimators import ESTIMATORS, READ_OFF, Drawn, check_takes_curvature
+from ..distributions.steady import Steady, can_be_steady
+from ..fisher.watch import draws_steadily
 from ..guides.base import AutoFamily
 from ..linalg.host import outside_autocast, own_random_state
 from ..optim.host import find_blocks
@@ -326,7 +328,8 @@ def _posterior_of(guide: AutoContinuous, *args: Any, **kwargs: Any) -> Any:
     # As a method of the module, so that its parameters are registered as in a call of the guide.
     if isinstance(guide, AutoFamily):
         return guide.sampling_posterior()
-    return guide.get_posterior(*args, **kwargs)
+    q = guide.get_posterior(*args, **kwargs)
+    return Steady(q) if draws_steadily(guide) and can_be_steady(q) else q
 
 
 def _is_joint(guide: Program) -> bool:

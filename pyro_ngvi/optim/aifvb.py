@@ -41,8 +41,8 @@ from ..families.base import Tensors
 from ..families.vectors import entry_name, pack, unpack
 from ..fisher.scores import family_scores
 from ..linalg.host import own_random_state
-from .blocks import GuideBlock
-from .ifvb import IFVB, UsingAverage
+from .blocks import GuideBlock, UsingAverage
+from .ifvb import IFVB
 from .rule import Averaging
 
 #: relative curvature below which a direction counts as flat

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..families.base import Tensors, interpolate
 from ..families.vectors import entry_name, pack, unpack
+from ..fisher.products import Product, SelfDivergence
 from ..fisher.scores import GuideScores
 
 
@@ -44,7 +45,9 @@ class Block(Protocol):
 class Coordinates:
     """Named tensors moved along straight lines: all that is known of a guide that is not ours.
 
-    ``nearly_singular``: whether some are weights of networks or transforms, as in a flow.
+    ``nearly_singular``: whether some are weights of networks or transforms, as in a flow.  ``exact``:
+    whether products with the Fisher matrix are exact.  ``locations``: the first of them, if they only
+    place Gaussians.
     """
 
     coordinates: ClassVar[tuple[str, ...]] = ("local",)
@@ -58,11 +61,24 @@ class Coordinates:
 
     names: tuple[str, ...]
     nearly_singular: bool = False
+    exact: bool = False
+    locations: tuple[str, ...] = ()
+
+    @property
+    def few_scores(self) -> bool:
+        """Whether the Fisher matrix is larger than scores can show."""
+        return self.nearly_singular and not self.exact
 
     @property
     def location(self) -> tuple[str, ...]:
-        """Nothing tells locations from scales here, so momentum acts on all."""
-        return self.names
+        """Where nothing tells locations from scales, momentum acts on all."""
+        return self.locations or self.names
+
+    def block_sizes(self, params: Tensors) -> list[int]:
+        """Entries of the blocks of the Fisher matrix: of locations, and of all others."""
+        whole = sum(v.numel() for v in params.values())
+        first = sum(params[name].numel() for name in self.locations)
+        return [n for n in (first, whole - first) if n]
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
         return grads
@@ -94,6 +110,11 @@ class EstimatedGeometry:
     def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
         return self.frame.unpack(self.product(self.frame.pack(gradient)), gradient)
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the estimate, too, has no entries between locations and scales."""
+        return bool(getattr(self.frame, "locations", ()))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.frame, name)
 
@@ -112,13 +133,20 @@ class GuideBlock:
 
     def __init__(self, guide: Callable[..., Any]) -> None:
         self.scores = GuideScores(guide)
+        self.divergence = SelfDivergence(self.scores)
         self._leaves: dict[str, Tensor] = {}
-        self._networks = False
+        self._locations: tuple[str, ...] = ()
+        self._networks = self._exact = False
 
     def find(self, taken: set[int]) -> None:
         """Find the parameters, leaving out those (by identity) that belong to other blocks."""
         found = self.scores.dependent()
-        self._leaves = {name: p for name, p in found.items() if id(p) not in taken}
+        leaves = {name: p for name, p in found.items() if id(p) not in taken}
+        self._exact = bool(leaves) and self.divergence.product(list(leaves)) is not None
+        if self._exact:
+            self._locations = tuple(self.divergence.locations(list(leaves)))
+        first = {name: leaves.pop(name) for name in self._locations}
+        self._leaves = first | leaves
         weights = {id(p) for module in self._modules() for p in module.parameters(recurse=False)}
         # pyro.module("net", net) in a guide function gives names of the form "net$$$weight"
         self._networks = any("$$$" in name or id(p) in weights for name, p in self._leaves.items())
@@ -136,10 +164,14 @@ class GuideBlock:
 
     @property
     def family(self) -> Coordinates:
-        return Coordinates(tuple(self._leaves), nearly_singular=self._networks)
+        return Coordinates(tuple(self._leaves), self._networks, self._exact, self._locations)
 
     def natural_params(self) -> dict[str, Tensor]:
         return dict(self._leaves)
+
+    def product(self) -> Product | None:
+        """Products with the Fisher matrix at the present parameters, where they are exact."""
+        return self.divergence.product(list(self._leaves)) if self._exact else None
 
     def draw_scores(self, n: int) -> Tensor:
         """n scores (n, D) at the present parameters."""
@@ -158,3 +190,23 @@ class GuideBlock:
     def offset_is_intact(self) -> Tensor:
         device = next(iter(self._leaves.values())).device
         return torch.ones((), dtype=torch.bool, device=device)
+
+
+class UsingAverage:
+    """Averages put in the place of the iterates, until the end of a ``with`` block."""
+
+    def __init__(self, averages: list[tuple[Any, Any]]) -> None:
+        self._iterates = [(p, {k: v.detach().clone() for k, v in p.items()}) for p, _ in averages]
+        self._put(averages)
+
+    @torch.no_grad()
+    def _put(self, values: list[tuple[Any, Any]]) -> None:
+        for params, wanted in values:
+            for name, p in params.items():
+                p.copy_(wanted[name])
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: Any) -> None:
+        self._put(self._iterates)

@@ -1,25 +1,32 @@
-r"""IFVB: natural gradients of any guide, with the Fisher matrix learnt from scores.
+r"""IFVB: natural gradients of any guide, without inverting the Fisher matrix.
 
-At every step, with draws z ~ q that have nothing to do with the model,
+At every step, from draws z ~ q that have nothing to do with the model,
 
-    phi = grad_lambda log q_lambda(z)                     one or more scores
-    F^-1 <- update of the inverse by phi                  no inversion, see pyro_ngvi.fisher
+    phi = grad_lambda log q_lambda(z)                     scores: F = E[phi phi']
     G = F^-1 g                                            estimate of the natural gradient
     lambda <- step along -G                               the rule of NGVB
 
 so all that a guide has to offer is log q: Pyro's autoguides, mixtures, functions with ``pyro.param``.
-Our own families offer their frame besides: scores and gradients are then taken in units of q itself,
-where the Fisher matrix hardly changes while q moves.  Other guides are stepped in the unconstrained
-coordinates in which Pyro stores them.
 
-Defaults are this project's: the calibrated low-rank estimate (:class:`~pyro_ngvi.fisher.LowRank`)
-with the steps of NGVB.  Nothing says that the Fisher matrix of other guides is the Hessian of the loss,
-so there the gain falls as k^(-2/3), without momentum, and with less room for noise (0.6 in place of 3
-times sqrt(b_k): larger noisy steps kill components of mixtures).
+**Guides that are not ours** are stepped in the unconstrained coordinates in which Pyro stores them,
+where F changes as q moves: it is that of the present q alone.  G comes from a few steps of conjugate
+gradients (:class:`~pyro_ngvi.fisher.ConjugateGradients`) on products F v, exact ones where the sites
+of the guide have a KL in closed form, Gaussians above all, and else those of 64 fresh scores.  Before
+it is taken a step is held against the KL from the q before (:mod:`pyro_ngvi.optim.divergence`).  Draws
+of such guides are steady while it trains them (:mod:`pyro_ngvi.distributions.steady`), also under
+Pyro's losses.
 
-Flows, ours and Pyro's, and guides with networks have thousands of parameters and a nearly singular
-Fisher matrix.  Their default is a damped window (:class:`~pyro_ngvi.fisher.Window`), which moves
-little where the scores say little, with the same slow gain (benchmarks/flows/README.md).
+**Our families** offer their frame: scores and gradients are taken in units of q itself, where F hardly
+changes while q moves, so that one score a step is enough for the calibrated low-rank estimate
+(:class:`~pyro_ngvi.fisher.LowRank`).
+
+**Flows**, ours and Pyro's, have thousands of parameters and a nearly singular Fisher matrix.  Their
+default is a damped window of scores (:class:`~pyro_ngvi.fisher.Window`), which moves little where the
+scores say little (benchmarks/flows/README.md), and has less room for noise, 0.6 in place of 3
+times sqrt(b_k).
+
+**Gain.**  Nothing says that the Fisher matrix of other guides and of flows is the Hessian of the loss,
+so there the gain falls as k^(-2/3), without momentum.
 
 With a :class:`RobbinsMonro` schedule of power alpha, the regularisation c_beta k^-beta of
 :class:`~pyro_ngvi.fisher.Dense` has to keep to 1/2 < alpha < 1 and 0 < beta < alpha - 1/2 (theorems 5.1
@@ -38,15 +45,18 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from pyro import poutine
 from pyro.optim import PyroOptim
 from torch import Tensor
 
 from ..families.base import Tensors
-from ..fisher import Blocks, Dense, InverseFisher, LowRank, Window
+from ..fisher import Blocks, ConjugateGradients, Dense, InverseFisher, LowRank, Window
 from ..fisher.inverse import first_guess
+from ..fisher.products import from_scores
 from ..fisher.scores import family_scores
 from ..linalg.host import own_random_state
-from .blocks import Coordinates, EstimatedGeometry, GuideBlock
+from .blocks import Coordinates, EstimatedGeometry, GuideBlock, UsingAverage
+from .divergence import shortened
 from .host import NaturalGradientOptim, find_blocks
 from .natural_gradient import NaturalGradientRule
 from .ngvb import make_rule
@@ -60,6 +70,8 @@ FIRST_SCORES = 32
 KNOWN_WEIGHT = 100.0
 #: where the Fisher matrix is not known: above k^-1, which averages need too, and waiting for the signal
 SLOW = RobbinsMonro(scale=0.3, offset=20.0, power=2.0 / 3.0, patience=0.3)
+#: noise_radius of steps that are held against the KL
+HELD = 3.0
 #: path of the block of parameters that belong to no guide of ours
 REST = "others' guides"
 
@@ -68,13 +80,16 @@ REST = "others' guides"
 class IFVBRule(Rule):
     """``rule``, that of NGVB, on an estimated Fisher matrix; it takes "scores" (S, D) of its family.
 
+    :class:`ConjugateGradients` take a "product" with the Fisher matrix instead; with a "divergence" of
+    new parameters beside it steps are held against that.
+
     With ``by_layer`` there is one estimate ``fisher`` for each layer that the family knows of.
     """
 
     learns_fisher: ClassVar[bool] = True
 
     rule: NaturalGradientRule
-    fisher: InverseFisher
+    fisher: InverseFisher | ConjugateGradients
     by_layer: bool = False
 
     @property
@@ -86,7 +101,7 @@ class IFVBRule(Rule):
         return self.rule.averaging
 
     def refuses(self, family: Any) -> str | None:
-        if self.by_layer and not self.fisher.starts_from_guess:
+        if self.by_layer and not getattr(self.fisher, "starts_from_guess", False):
             return (
                 f"by_layer=True needs an estimate that starts from the first guess of the diagonal, "
                 f"and {self.fisher} does not. Leave its eps out, or use pyro_ngvi.fisher.Window(128)."
@@ -94,9 +109,8 @@ class IFVBRule(Rule):
         return None
 
     def _estimate(self, params: Tensors) -> InverseFisher:
-        if not self.by_layer:
-            return self.fisher
-        return Blocks(self.family.layer_sizes(params), self.fisher)
+        estimate: Any = self.fisher
+        return Blocks(self.family.layer_sizes(params), estimate) if self.by_layer else estimate
 
     def _with(self, product: Callable[[Tensor], Tensor]) -> NaturalGradientRule:
         """``rule`` with ``product`` for the inverse of F."""
@@ -108,6 +122,8 @@ class IFVBRule(Rule):
     def init(self, params: Tensors, scores: Tensor | None = None) -> State:
         """The state before the first step, from a few ``scores`` (n, D) where F is not known."""
         frame = self.family
+        if isinstance(self.fisher, ConjugateGradients):
+            return super().init(params) | {"fisher": self.fisher.init(frame.pack(params))}
         if scores is not None:
             diagonal, weight = first_guess(scores, [v.numel() for v in params.values()]), 1.0
         elif frame.orthogonal_frame:
@@ -125,12 +141,31 @@ class IFVBRule(Rule):
         return super().init(params) | {"fisher": fisher}
 
     def step(self, params: Tensors, grads: Tensors, state: State, curvature: Any = None) -> Step:
+        if isinstance(self.fisher, ConjugateGradients):
+            return self._conjugate_step(params, grads, state, self.fisher, curvature)
         estimate = self._estimate(params)
         fisher = {"fisher": estimate.update(state["fisher"], curvature["scores"])}
         rule = self._with(lambda g: estimate.product(fisher["fisher"], g))
         step = rule.step(params, grads, state)
         # scores are those of q, which are good where the gradient is not
         return replace(step, state=step.state | fisher, if_refused=step.if_refused | fisher)
+
+    def _conjugate_step(
+        self, params: Tensors, grads: Tensors, state: State, solver: ConjugateGradients, given: Any
+    ) -> Step:
+        product, sizes = given["product"], [v.numel() for v in params.values()]
+        own = solver.update(state["fisher"], product, sizes)
+        blocks = [sum(sizes)]
+        if isinstance(self.family, Coordinates):
+            blocks = self.family.block_sizes(params)
+        step = self._with(lambda g: solver.solve(own, product, g, blocks)).step(
+            params, grads, state
+        )
+        if "divergence" in given:
+            step, short = shortened(step, params, given["divergence"])
+            own = solver.adapted(own, short)
+        kept = {"fisher": own}
+        return replace(step, state=step.state | kept, if_refused=step.if_refused | kept)
 
 
 class IFVB(NaturalGradientOptim):
@@ -145,10 +180,12 @@ class IFVB(NaturalGradientOptim):
         lr: factor in (0, 1] on the gain of the schedule.
         schedule: as for NGVB.  ``None``: that of NGVB; in stored coordinates and for flows
             ``RobbinsMonro(0.3, 20, 2/3, patience=0.3)``.
-        fisher: the estimate of the inverse Fisher matrix, from ``pyro_ngvi.fisher``:
-            ``LowRank(32, growth=1.0)``, ``Window(128)`` (the last scores and a ridge) or ``Dense()``
-            (D x D).  ``None``: that window for flows and guides with networks, else that low rank.
-        num_scores: scores drawn per step; ``None``: 8 for a window, else 1.
+        fisher: what stands for the inverse Fisher matrix, from ``pyro_ngvi.fisher``:
+            ``ConjugateGradients()``, ``LowRank(32, growth=1.0)``, ``Window(128)`` (the last scores and
+            a ridge) or ``Dense()`` (D x D).  ``None``: the first for guides that are not ours, that
+            window for flows, else that low rank.
+        num_scores: scores drawn per step; ``None``: 8 for a window, 64 for conjugate gradients without
+            exact products, else 1.
         trust_radius: largest length of a step in the estimated Fisher norm, nats^(1/2), until steps
             that agree show that they may be longer; ``None``: no bound.
         clip_norm: largest Euclidean norm of the natural gradient (the paper's device); ``None``: none.
@@ -202,7 +239,8 @@ class IFVB(NaturalGradientOptim):
         whole = num_scores is None or (isinstance(num_scores, int) and num_scores >= 1)
         require(whole, "num_scores", "be a whole number of at least 1 or None", num_scores)
         require(clip_norm is None or clip_norm > 0.0, "clip_norm", "be positive or None", clip_norm)
-        if fisher is not None and not hasattr(fisher, "product"):
+        kinds = ("product", "solve")
+        if fisher is not None and not any(hasattr(fisher, name) for name in kinds):
             raise ValueError(
                 f"fisher must be an estimate such as pyro_ngvi.fisher.LowRank(32, growth=1.0), "
                 f"got {fisher!r}."
@@ -229,13 +267,19 @@ class IFVB(NaturalGradientOptim):
             yield REST, self._rest
 
     def make_rule(self, family: Any) -> IFVBRule:
-        suited = Window(128) if family.nearly_singular else LowRank(32, growth=1.0)
+        suited: Any = LowRank(32, growth=1.0) if family.known_fisher else ConjugateGradients()
+        few = family.few_scores if isinstance(family, Coordinates) else family.nearly_singular
+        if few:
+            suited = Window(128)
         if self._stored:
             family = Coordinates(family.names)
         arguments: dict[str, Any] = self._rule_arguments
         if not family.known_fisher and arguments["schedule"] is None:
             arguments = arguments | {"schedule": SLOW}
-        return IFVBRule(make_rule(family, **arguments), self._fisher or suited, self._by_layer)
+        rule, fisher = make_rule(family, **arguments), self._fisher or suited
+        if isinstance(fisher, ConjugateGradients) and rule.noise_radius == Coordinates.noise_radius:
+            rule = replace(rule, noise_radius=HELD)
+        return IFVBRule(rule, fisher, self._by_layer)
 
     def _step(self, params: list[Tensor]) -> None:
         if self._rest is not None and not self._rest_known:
@@ -271,6 +315,8 @@ class IFVB(NaturalGradientOptim):
 
     def _init_state(self, path: str, block: Any, values: Tensors) -> State:
         known = block.family.orthogonal_frame and not self._stored
+        if isinstance(self._rules[path].fisher, ConjugateGradients):
+            return self._rules[path].init(values)
         if known or not self._rules[path].fisher.starts_from_guess:
             return self._rules[path].init(values)
         # one by one: draws made together share the minibatch of a subsampled plate
@@ -280,8 +326,20 @@ class IFVB(NaturalGradientOptim):
     def _beside_gradients(
         self, path: str, block: Any, values: Tensors, parts: Tensors
     ) -> Mapping[str, Any]:
-        count = self._num_scores or self._rules[path].fisher.scores_a_step
-        return {"scores": self._draw(path, block, values, count)}
+        fisher = self._rules[path].fisher
+        count = self._num_scores or fisher.scores_a_step
+        if not isinstance(fisher, ConjugateGradients):
+            return {"scores": self._draw(path, block, values, count)}
+        if not isinstance(block, GuideBlock):
+            return {"product": from_scores(self._draw(path, block, values, count))}
+        product = block.product() or from_scores(block.draw_scores(count))
+        reference, own = block.divergence.reference(), block.natural_params()
+
+        def divergence(new: Tensors) -> Tensor:
+            with UsingAverage([(own, new)]), poutine.block():
+                return reference()
+
+        return {"product": product, "divergence": divergence}
 
     def use_average(self) -> UsingAverage:
         """Put the averages of the iterates into the guide; in a ``with`` statement, for a while.
@@ -297,23 +355,3 @@ class IFVB(NaturalGradientOptim):
                 "There is no average: take a step first, with AIFVB or IFVB(averaging=True)."
             )
         return UsingAverage(averages)
-
-
-class UsingAverage:
-    """Averages put in the place of the iterates, until the end of a ``with`` block."""
-
-    def __init__(self, averages: list[tuple[Any, Any]]) -> None:
-        self._iterates = [(p, {k: v.detach().clone() for k, v in p.items()}) for p, _ in averages]
-        self._put(averages)
-
-    @torch.no_grad()
-    def _put(self, values: list[tuple[Any, Any]]) -> None:
-        for params, wanted in values:
-            for name, p in params.items():
-                p.copy_(wanted[name])
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exception: Any) -> None:
-        self._put(self._iterates)

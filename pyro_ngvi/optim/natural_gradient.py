@@ -184,7 +184,7 @@ class NaturalGradientRule(Rule):
 
     def _blocks(self, params: Tensors) -> tuple[tuple[str, ...], ...]:
         """Names of the tensors of each block of F: those of the location come first."""
-        if isinstance(self.family, Family):  # an estimate of F knows no blocks
+        if isinstance(self.family, Family) or self.family.has_blocks:
             location = self.family.location
             rest = tuple(name for name in params if name not in location)
             if location and rest:

@@ -13,7 +13,8 @@ from pyro.infer.autoguide import AutoGaussian, AutoNormalizingFlow, AutoStructur
 from torch import Tensor, nn
 
 from pyro_ngvi import IFVB
-from pyro_ngvi.fisher.scores import GuideScores, remember_arguments
+from pyro_ngvi.fisher.scores import GuideScores
+from pyro_ngvi.fisher.watch import remember_arguments
 
 
 def model() -> None:

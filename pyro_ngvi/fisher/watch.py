@@ -1,0 +1,104 @@
+"""Watching the calls of a guide: their arguments, which drawing it again needs, and steady draws."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..distributions.steady import SteadyDraws
+
+
+def remember_arguments(guide: Callable[..., Any]) -> Callable[..., Any]:
+    """A guide function that remembers the arguments of its last call.
+
+    Optimizers that call a guide on their own (:class:`~pyro_ngvi.IFVB`) need them.  Guides that are
+    modules are watched without it.  Give the wrapped function to the optimizer *and* to SVI.
+
+    Example:
+        >>> @remember_arguments
+        ... def guide(x, y):
+        ...     ...
+        >>> guide(1, y=2)
+        >>> guide.last_call
+        ((1,), {'y': 2})
+    """
+
+    @functools.wraps(guide)
+    def remembering(*args: Any, **kwargs: Any) -> Any:
+        remembering.last_call = (args, kwargs)  # type: ignore[attr-defined]
+        steadies = remembering.steadies and torch.is_grad_enabled()  # type: ignore[attr-defined]
+        with SteadyDraws() if steadies else nullcontext():
+            return guide(*args, **kwargs)
+
+    remembering.last_call = None  # type: ignore[attr-defined]
+    remembering.steadies = False  # type: ignore[attr-defined]
+    return remembering
+
+
+class Watch:
+    """Hooks of a guide that is a module: they hold the arguments of the last call, and make draws
+    steady while gradients are recorded.  Copies of the module get new ones.
+    """
+
+    def __init__(self) -> None:
+        self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.steadies = True
+        self._open: list[SteadyDraws] = []
+
+    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.last_call = (args, kwargs)
+        if self.steadies and torch.is_grad_enabled():
+            self._open.append(SteadyDraws())
+            self._open[-1].__enter__()
+
+    def after(self, *_: Any) -> None:
+        while self._open:
+            # as after an exception: an interrupted call may have left it behind
+            self._open.pop().__exit__(RuntimeError, None, None)
+
+    def __reduce__(self) -> Any:
+        return (Watch, ())
+
+
+def watch(guide: Callable[..., Any]) -> Any:
+    """What holds ``last_call``, and the switch ``steadies`` if there is one.
+
+    Raises:
+        ValueError: for a function that takes arguments and does not remember them.
+    """
+    if isinstance(guide, nn.Module):
+        hooks = Watch()
+        guide.register_forward_pre_hook(hooks.before, with_kwargs=True)
+        guide.register_forward_hook(hooks.after, always_call=True)
+        guide.ngvi_watch = hooks  # type: ignore[assignment]
+        return hooks
+    if not hasattr(guide, "last_call") and takes_arguments(guide):
+        raise ValueError(
+            f"The guide {guide_name(guide)} takes arguments, and scores are drawn by calling it "
+            f"again. Wrap it: guide = pyro_ngvi.optim.remember_arguments(guide), and give the "
+            f"result to the optimizer and to SVI."
+        )
+    if hasattr(guide, "steadies"):
+        guide.steadies = True  # type: ignore[attr-defined]
+    return guide
+
+
+def draws_steadily(guide: Any) -> bool:
+    """Whether draws of a module are to be steady now; asked by who draws without calling it."""
+    hooks = getattr(guide, "ngvi_watch", None)
+    return hooks is not None and hooks.steadies and torch.is_grad_enabled()
+
+
+def guide_name(guide: Any) -> str:
+    return repr(getattr(guide, "__name__", type(guide).__name__))
+
+
+def takes_arguments(guide: Callable[..., Any]) -> bool:
+    # optional ones too: without them the scores would be those of another q than SVI's
+    return bool(inspect.signature(guide).parameters)
