@@ -626,7 +626,7 @@ OPTIM = (
     ),
     Mutant(
         "IFVB: dense estimate starts with the weight of one score",
-        "optim/ifvb.py",
+        "optim/ifvb_rule.py",
         "weight = max(weight, float(len(diagonal)))",
         "weight = max(weight, 1.0)",
         ("test_fisher_guesses", "test_ifvb_rule"),
@@ -759,6 +759,72 @@ FISHER = (
         "scale_and_mask(log_prob, in_full(site) ** 0.5,",
         "scale_and_mask(log_prob, in_full(site),",
         ("test_scores",),
+    ),
+)
+
+OTHER_GUIDES = (
+    Mutant(
+        "products: sites of subsampled plates count once",
+        "fisher/products.py",
+        "scale_and_mask(divergence, in_full(site), site",
+        "scale_and_mask(divergence, 1.0, site",
+        ("test_products",),
+    ),
+    Mutant(
+        "products: draws of parents move with the parameters",
+        "fisher/scores.py",
+        "_Fixed() if fixed else nullcontext()",
+        "nullcontext()",
+        ("test_products",),
+    ),
+    Mutant(
+        "products: a distribution held fixed shares its memory with the parameters",
+        "fisher/products.py",
+        "then = deepcopy(detach(now))",
+        "then = detach(now)",
+        ("test_products",),
+    ),
+    Mutant(
+        "divergence from ratios without its first order",
+        "fisher/products.py",
+        "(torch.special.expm1(log_ratio) - log_ratio)",
+        "(0.0 * log_ratio - log_ratio)",
+        ("test_products",),
+    ),
+    Mutant(
+        "conjugate gradients: directions that are not conjugate",
+        "fisher/conjugate.py",
+        "scaled(energy / before.clamp_min(tiny), p)",
+        "scaled(before / energy.clamp_min(tiny), p)",
+        ("test_products",),
+    ),
+    Mutant(
+        "conjugate gradients: one unit for all parameters",
+        "fisher/conjugate.py",
+        "for part in squares])",
+        "for part in [torch.cat(squares)]])",
+        ("test_products",),
+    ),
+    Mutant(
+        "held against the KL: the bound grows as t",
+        "optim/divergence.py",
+        "(t.square() * bound + NONE)",
+        "(t * bound + NONE)",
+        ("test_products",),
+    ),
+    Mutant(
+        "steady draws: S in place of S - 1",
+        "distributions/steady.py",
+        "(n / (n - 1)) ** 0.5",
+        "1.0",
+        ("test_steady",),
+    ),
+    Mutant(
+        "steady draws keep the score",
+        "distributions/steady.py",
+        "- (at_fixed - at_fixed.detach())",
+        "",
+        ("test_steady",),
     ),
 )
 
@@ -1031,7 +1097,17 @@ DIAGNOSTICS = (
     ),
 )
 
-MUTANTS = (*RULES, *STEPS, *FAMILIES, *OPTIM, *FISHER, *CURVATURE, *SITES, *DIAGNOSTICS)
+MUTANTS = (
+    *RULES,
+    *STEPS,
+    *FAMILIES,
+    *OPTIM,
+    *FISHER,
+    *OTHER_GUIDES,
+    *CURVATURE,
+    *SITES,
+    *DIAGNOSTICS,
+)
 
 
 def checkout(target: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_ngvi.fisher import Dense
 from pyro_ngvi.optim.blocks import Coordinates
-from pyro_ngvi.optim.ifvb import IFVBRule
+from pyro_ngvi.optim.ifvb_rule import IFVBRule
 from pyro_ngvi.optim.ngvb import make_rule
 from pyro_ngvi.optim.schedules import Custom
 

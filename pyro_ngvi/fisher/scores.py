@@ -107,6 +107,7 @@ class GuideScores:
 
     Args:
         guide: a function with ``pyro.param``, an ``EasyGuide``, any ``AutoGuide``.
+        steady: whether its draws become steady in the loss (:mod:`pyro_ngvi.distributions.steady`).
 
     The guide is called with the arguments of its last call.
 
@@ -115,10 +116,10 @@ class GuideScores:
             density cannot be evaluated at a given value.
     """
 
-    def __init__(self, guide: Callable[..., Any]) -> None:
+    def __init__(self, guide: Callable[..., Any], steady: bool = False) -> None:
         self.guide = guide
         self._failed: set[str] = set()
-        self._watch = watch(guide)
+        self._watch = watch(guide, steady)
 
     def leaves(self) -> dict[str, Tensor]:
         """The unconstrained parameters of the guide by their names in the parameter store."""

@@ -48,7 +48,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self.steadies = True
+        self.steadies = False
         self._open: list[SteadyDraws] = []
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -66,17 +66,20 @@ class Watch:
         return (Watch, ())
 
 
-def watch(guide: Callable[..., Any]) -> Any:
-    """What holds ``last_call``, and the switch ``steadies`` if there is one.
+def watch(guide: Callable[..., Any], steadies: bool) -> Any:
+    """What holds ``last_call`` of a guide, whose draws are steady from now on if ``steadies``.
 
     Raises:
         ValueError: for a function that takes arguments and does not remember them.
     """
     if isinstance(guide, nn.Module):
-        hooks = Watch()
-        guide.register_forward_pre_hook(hooks.before, with_kwargs=True)
-        guide.register_forward_hook(hooks.after, always_call=True)
-        guide.ngvi_watch = hooks  # type: ignore[assignment]
+        hooks: Any = getattr(guide, "ngvi_watch", None)  # of an optimizer before this one
+        if hooks is None:
+            hooks = Watch()
+            setattr(guide, "ngvi_watch", hooks)  # noqa: B010
+            guide.register_forward_pre_hook(hooks.before, with_kwargs=True)
+            guide.register_forward_hook(hooks.after, always_call=True)
+        hooks.steadies = steadies
         return hooks
     if not hasattr(guide, "last_call") and takes_arguments(guide):
         raise ValueError(
@@ -85,7 +88,7 @@ def watch(guide: Callable[..., Any]) -> Any:
             f"result to the optimizer and to SVI."
         )
     if hasattr(guide, "steadies"):
-        guide.steadies = True  # type: ignore[attr-defined]
+        guide.steadies = steadies  # type: ignore[attr-defined]
     return guide
 
 

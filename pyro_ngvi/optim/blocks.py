@@ -131,8 +131,8 @@ class GuideBlock:
     curvature = None
     path_share = None
 
-    def __init__(self, guide: Callable[..., Any]) -> None:
-        self.scores = GuideScores(guide)
+    def __init__(self, guide: Callable[..., Any], steady: bool) -> None:
+        self.scores = GuideScores(guide, steady)
         self.divergence = SelfDivergence(self.scores)
         self._leaves: dict[str, Tensor] = {}
         self._locations: tuple[str, ...] = ()

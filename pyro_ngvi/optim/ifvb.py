@@ -41,7 +41,7 @@ Source: Godichon-Baggioni, Nguyen & Tran (2024, JASA), equations (4.6), Algorith
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -50,122 +50,26 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from ..families.base import Tensors
-from ..fisher import Blocks, ConjugateGradients, Dense, InverseFisher, LowRank, Window
-from ..fisher.inverse import first_guess
+from ..fisher import ConjugateGradients, InverseFisher, LowRank, Window
 from ..fisher.products import from_scores
 from ..fisher.scores import family_scores
 from ..linalg.host import own_random_state
-from .blocks import Coordinates, EstimatedGeometry, GuideBlock, UsingAverage
-from .divergence import shortened
+from .blocks import Coordinates, GuideBlock, UsingAverage
 from .host import NaturalGradientOptim, find_blocks
-from .natural_gradient import NaturalGradientRule
+from .ifvb_rule import IFVBRule
 from .ngvb import make_rule
-from .rule import Averaging, Rule, State, Step, require
+from .rule import Averaging, State, require
 from .schedules import RobbinsMonro, Schedule, check_convergence
 from .state import ADAM
 
 #: scores that make the first guess of the diagonal, where it is not known
 FIRST_SCORES = 32
-#: how many scores a diagonal that is known counts for
-KNOWN_WEIGHT = 100.0
 #: where the Fisher matrix is not known: above k^-1, which averages need too, and waiting for the signal
 SLOW = RobbinsMonro(scale=0.3, offset=20.0, power=2.0 / 3.0, patience=0.3)
 #: noise_radius of steps that are held against the KL
 HELD = 3.0
 #: path of the block of parameters that belong to no guide of ours
 REST = "others' guides"
-
-
-@dataclass(frozen=True)
-class IFVBRule(Rule):
-    """``rule``, that of NGVB, on an estimated Fisher matrix; it takes "scores" (S, D) of its family.
-
-    :class:`ConjugateGradients` take a "product" with the Fisher matrix instead; with a "divergence" of
-    new parameters beside it steps are held against that.
-
-    With ``by_layer`` there is one estimate ``fisher`` for each layer that the family knows of.
-    """
-
-    learns_fisher: ClassVar[bool] = True
-
-    rule: NaturalGradientRule
-    fisher: InverseFisher | ConjugateGradients
-    by_layer: bool = False
-
-    @property
-    def family(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.rule.family
-
-    @property
-    def averaging(self) -> Averaging | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.rule.averaging
-
-    def refuses(self, family: Any) -> str | None:
-        if self.by_layer and not getattr(self.fisher, "starts_from_guess", False):
-            return (
-                f"by_layer=True needs an estimate that starts from the first guess of the diagonal, "
-                f"and {self.fisher} does not. Leave its eps out, or use pyro_ngvi.fisher.Window(128)."
-            )
-        return None
-
-    def _estimate(self, params: Tensors) -> InverseFisher:
-        estimate: Any = self.fisher
-        return Blocks(self.family.layer_sizes(params), estimate) if self.by_layer else estimate
-
-    def _with(self, product: Callable[[Tensor], Tensor]) -> NaturalGradientRule:
-        """``rule`` with ``product`` for the inverse of F."""
-        return replace(self.rule, family=EstimatedGeometry(self.family, product))
-
-    def start(self, params: Tensors) -> State:
-        return self._with(lambda g: g).start(params)
-
-    def init(self, params: Tensors, scores: Tensor | None = None) -> State:
-        """The state before the first step, from a few ``scores`` (n, D) where F is not known."""
-        frame = self.family
-        if isinstance(self.fisher, ConjugateGradients):
-            return super().init(params) | {"fisher": self.fisher.init(frame.pack(params))}
-        if scores is not None:
-            diagonal, weight = first_guess(scores, [v.numel() for v in params.values()]), 1.0
-        elif frame.orthogonal_frame:
-            ones = {name: torch.ones_like(v) for name, v in params.items()}
-            diagonal, weight = frame.pack(frame.fisher_product(params, ones)), KNOWN_WEIGHT
-        else:
-            diagonal, weight = torch.ones_like(frame.pack(params)), 1.0
-        if isinstance(self.fisher, Dense):
-            # directions that no score has shown yet would else look as if they were free
-            weight = max(weight, float(len(diagonal)))
-        estimate = self._estimate(params)
-        fisher = estimate.init(diagonal, weight)
-        if scores is not None:
-            fisher = estimate.update(fisher, scores)
-        return super().init(params) | {"fisher": fisher}
-
-    def step(self, params: Tensors, grads: Tensors, state: State, curvature: Any = None) -> Step:
-        if isinstance(self.fisher, ConjugateGradients):
-            return self._conjugate_step(params, grads, state, self.fisher, curvature)
-        estimate = self._estimate(params)
-        fisher = {"fisher": estimate.update(state["fisher"], curvature["scores"])}
-        rule = self._with(lambda g: estimate.product(fisher["fisher"], g))
-        step = rule.step(params, grads, state)
-        # scores are those of q, which are good where the gradient is not
-        return replace(step, state=step.state | fisher, if_refused=step.if_refused | fisher)
-
-    def _conjugate_step(
-        self, params: Tensors, grads: Tensors, state: State, solver: ConjugateGradients, given: Any
-    ) -> Step:
-        product, sizes = given["product"], [v.numel() for v in params.values()]
-        own = solver.update(state["fisher"], product, sizes)
-        blocks = [sum(sizes)]
-        if isinstance(self.family, Coordinates):
-            blocks = self.family.block_sizes(params)
-        step = self._with(lambda g: solver.solve(own, product, g, blocks)).step(
-            params, grads, state
-        )
-        if "divergence" in given:
-            step, short = shortened(step, params, given["divergence"])
-            own = solver.adapted(own, short)
-        kept = {"fisher": own}
-        return replace(step, state=step.state | kept, if_refused=step.if_refused | kept)
 
 
 class IFVB(NaturalGradientOptim):
@@ -196,6 +100,8 @@ class IFVB(NaturalGradientOptim):
             "stored": in the coordinates of their parameters, as for all other guides.
         others: a ``PyroOptim`` for all other parameters; see :class:`~pyro_ngvi.NGVB`.
         by_layer: no entries of F between the layers of a flow; other guides are one layer.
+        steady: whether draws of guides that are not ours are made steady.  ``False`` for losses that
+            are not an ELBO (RenyiELBO, ReweightedWakeSleep), whose gradients need the score.
 
     Raises:
         ValueError: for arguments out of range; at the first step for a guide without scores.
@@ -234,6 +140,7 @@ class IFVB(NaturalGradientOptim):
         others: PyroOptim | None = ADAM,
         *,
         by_layer: bool = False,
+        steady: bool = True,
     ) -> None:
         require(frame in ("family", "stored"), "frame", 'be "family" or "stored"', frame)
         whole = num_scores is None or (isinstance(num_scores, int) and num_scores >= 1)
@@ -250,6 +157,7 @@ class IFVB(NaturalGradientOptim):
         self._stored = frame == "stored"
         self._fisher = fisher
         self._by_layer = by_layer
+        self._steady = steady
         self._num_scores = num_scores
         arguments: dict[str, Any] = {"lr": lr, "trust_radius": trust_radius, "schedule": schedule}
         arguments |= {"momentum": momentum, "averaging": averaging, "clip_norm": clip_norm}
@@ -259,7 +167,7 @@ class IFVB(NaturalGradientOptim):
         self._rest_known = False
         super().__init__(guide, others)
         if "" not in self._rules:
-            self._rest = GuideBlock(guide)
+            self._rest = GuideBlock(guide, steady)
 
     def _blocks(self) -> Iterator[tuple[str, Any]]:
         yield from find_blocks(self.guide)
@@ -291,13 +199,26 @@ class IFVB(NaturalGradientOptim):
         with own_random_state():
             rest.find(ours)
         self._rest_known = True
-        if rest.natural_params():
+        own = rest.natural_params()
+        if own:
+            self._refuse_no_gradient(own)
             self._adopt(REST, rest)
         elif not ours:
             raise ValueError(
                 f"{type(self).__name__}: log q of the guide depends on no parameter, so it has no "
                 f"scores (AutoDelta and guides that detach their parameters are of this kind). Train "
                 f"it by pyro.optim.Adam."
+            )
+
+    def _refuse_no_gradient(self, own: Mapping[str, Tensor]) -> None:
+        """Refuse a loss whose gradient is the score, which steady draws have not."""
+        grads = [p.grad for p in own.values() if p.grad is not None]
+        moves = [bool(g.any()) for g in grads]  # once, at the first step
+        if self._steady and grads and not any(moves):
+            raise ValueError(
+                f"{type(self).__name__}: the gradient of the loss is zero in all parameters of the "
+                f"guide. Losses that take log q at fixed values (ReweightedWakeSleep) need "
+                f"{type(self).__name__}(guide, steady=False)."
             )
 
     def _draw(self, path: str, block: Any, values: Tensors, n: int) -> Tensor:

@@ -10,7 +10,7 @@ from pyro_ngvi.families.base import Tensors
 from pyro_ngvi.fisher import Dense, LowRank
 from pyro_ngvi.fisher.inverse import first_guess, trust
 from pyro_ngvi.optim.blocks import Coordinates
-from pyro_ngvi.optim.ifvb import IFVBRule
+from pyro_ngvi.optim.ifvb_rule import IFVBRule
 from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
 
 D = 6

@@ -25,7 +25,8 @@ from pyro_ngvi.fisher import Dense, InverseFisher, LowRank
 from pyro_ngvi.fisher.scores import family_scores
 from pyro_ngvi.optim import RobbinsMonro
 from pyro_ngvi.optim.blocks import Coordinates
-from pyro_ngvi.optim.ifvb import SLOW, IFVBRule
+from pyro_ngvi.optim.ifvb import SLOW
+from pyro_ngvi.optim.ifvb_rule import IFVBRule
 from pyro_ngvi.optim.ngvb import make_rule
 from pyro_ngvi.optim.rule import LogPower
 from pyro_ngvi.optim.schedules import Custom, NoiseClock, check_convergence

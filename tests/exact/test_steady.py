@@ -6,7 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer import SVI, ReweightedWakeSleep, Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor
@@ -160,6 +160,38 @@ def test_an_interrupted_call_leaves_nothing_behind() -> None:
     assert not _PYRO_STACK
     svi.step(X, y)
     assert not _PYRO_STACK
+
+
+def test_losses_that_are_no_elbo_ask_for_the_score() -> None:
+    """ReweightedWakeSleep learns by the score at fixed values, which steady draws do not have."""
+    X, y = data()
+
+    def run(steps: int, **how: Any) -> float:
+        pyro.clear_param_store()
+        torch.manual_seed(0)
+        guide = AutoMultivariateNormal(model)
+        loss = ReweightedWakeSleep(20, vectorize_particles=True, max_plate_nesting=1)
+        svi = SVI(model, guide, ngvi.IFVB(guide, **how), loss)
+        for _ in range(steps):
+            svi.step(X, y)
+        return Trace_ELBO(200, vectorize_particles=True).loss(model, guide, X, y)
+
+    with pytest.raises(ValueError, match=r"gradient of the loss is zero.*steady=False"):
+        run(1)
+    assert run(150, steady=False) < run(1, steady=False) - 1.0
+
+
+def test_a_second_optimizer_says_how_a_guide_draws() -> None:
+    X, y = data()
+    pyro.clear_param_store()
+    guide = AutoMultivariateNormal(model)
+    guide(X, y)
+    for steady in (True, False, True):
+        ngvi.IFVB(guide, steady=steady)
+        with pyro.plate("particles", 4, dim=-2):
+            w = guide(X, y)["w"]
+        assert bool((w.mean(0) - guide.loc).abs().max() < 1e-9) is steady
+    assert len(guide._forward_pre_hooks) == 1
 
 
 def test_draws_without_gradients_are_independent() -> None:

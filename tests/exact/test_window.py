@@ -14,7 +14,7 @@ from pyro_ngvi.families.base import Tensors
 from pyro_ngvi.fisher import Blocks, Dense, InverseFisher, LowRank, Window
 from pyro_ngvi.flows.transforms import as_flow
 from pyro_ngvi.optim.blocks import Coordinates
-from pyro_ngvi.optim.ifvb import IFVBRule
+from pyro_ngvi.optim.ifvb_rule import IFVBRule
 from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
 from pyro_ngvi.optim.state import flat
 

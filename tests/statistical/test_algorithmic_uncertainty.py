@@ -13,7 +13,8 @@ from pyro_ngvi.fisher import Dense
 from pyro_ngvi.optim import Tail
 from pyro_ngvi.optim.aifvb import measure_covariance
 from pyro_ngvi.optim.blocks import Coordinates
-from pyro_ngvi.optim.ifvb import SLOW, IFVBRule
+from pyro_ngvi.optim.ifvb import SLOW
+from pyro_ngvi.optim.ifvb_rule import IFVBRule
 from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
 
 FAMILY = MeanFieldNormal()
