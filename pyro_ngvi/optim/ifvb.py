@@ -22,8 +22,8 @@ changes while q moves, so that one score a step is enough for the calibrated low
 
 **Flows**, ours and Pyro's, have thousands of parameters and a nearly singular Fisher matrix.  Their
 default is a damped window of scores (:class:`~pyro_ngvi.fisher.Window`), which moves little where the
-scores say little (benchmarks/flows/README.md), and has less room for noise, 0.6 in place of 3
-times sqrt(b_k).
+scores say little (benchmarks/flows/README.md).  Where F is that of a few scores there is less room for
+noise, 0.6 in place of 3 times sqrt(b_k).
 
 **Gain.**  Nothing says that the Fisher matrix of other guides and of flows is the Hessian of the loss,
 so there the gain falls as k^(-2/3), without momentum.
@@ -66,7 +66,7 @@ from .state import ADAM
 FIRST_SCORES = 32
 #: where the Fisher matrix is not known: above k^-1, which averages need too, and waiting for the signal
 SLOW = RobbinsMonro(scale=0.3, offset=20.0, power=2.0 / 3.0, patience=0.3)
-#: noise_radius of steps that are held against the KL
+#: noise_radius of steps by exact products; larger noisy ones kill components of mixtures
 HELD = 3.0
 #: path of the block of parameters that belong to no guide of ours
 REST = "others' guides"
@@ -185,7 +185,8 @@ class IFVB(NaturalGradientOptim):
         if not family.known_fisher and arguments["schedule"] is None:
             arguments = arguments | {"schedule": SLOW}
         rule, fisher = make_rule(family, **arguments), self._fisher or suited
-        if isinstance(fisher, ConjugateGradients) and rule.noise_radius == Coordinates.noise_radius:
+        held = isinstance(fisher, ConjugateGradients) and getattr(family, "exact", False)
+        if held and rule.noise_radius == Coordinates.noise_radius:
             rule = replace(rule, noise_radius=HELD)
         return IFVBRule(rule, fisher, self._by_layer)
 
