@@ -138,6 +138,9 @@ def _without_offset(blocks: Iterable[Any]) -> Iterator[None]:
 class AIFVB(IFVB):
     """IFVB with weighted averages of the iterates, and scores drawn at the average (Algorithm 2).
 
+    Where F is learnt from the scores of all steps, that is; conjugate gradients, the default for guides
+    that are not ours, take products at the iterate.
+
     ``averaging``: ``True`` (default, :class:`Tail`), or a number w for the weights (log(k + 1))^w; the
     paper's is 2.  Guides that are ours hold the average.  Other guides hold the iterate: read them
     inside ``with optim.use_average():``, or call ``optim.use_average()`` when the run is over.

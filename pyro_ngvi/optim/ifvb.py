@@ -177,16 +177,16 @@ class IFVB(NaturalGradientOptim):
     def make_rule(self, family: Any) -> IFVBRule:
         suited: Any = LowRank(32, growth=1.0) if family.known_fisher else ConjugateGradients()
         few = family.few_scores if isinstance(family, Coordinates) else family.nearly_singular
-        if few:
-            suited = Window(128)
-        if self._stored:
-            family = Coordinates(family.names)
+        fisher = self._fisher or (Window(128) if few else suited)
+        exact = isinstance(fisher, ConjugateGradients) and getattr(family, "exact", False)
+        if self._stored or (isinstance(family, Coordinates) and not exact):
+            # an estimate from scores knows no blocks
+            family = Coordinates(family.names, family.nearly_singular)
         arguments: dict[str, Any] = self._rule_arguments
         if not family.known_fisher and arguments["schedule"] is None:
             arguments = arguments | {"schedule": SLOW}
-        rule, fisher = make_rule(family, **arguments), self._fisher or suited
-        held = isinstance(fisher, ConjugateGradients) and getattr(family, "exact", False)
-        if held and rule.noise_radius == Coordinates.noise_radius:
+        rule = make_rule(family, **arguments)
+        if exact and rule.noise_radius == Coordinates.noise_radius:
             rule = replace(rule, noise_radius=HELD)
         return IFVBRule(rule, fisher, self._by_layer)
 

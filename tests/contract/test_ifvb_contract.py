@@ -140,6 +140,11 @@ def test_other_guides_of_others_get_conjugate_gradients(kind):
     (rule,) = optim._rules.values()
     assert rule.fisher == ConjugateGradients()
     assert rule.family.exact and rule.family.locations == rule.family.names[:1]
+    assert len(optim._states["others' guides"]["reach"]) == 2
+    # an estimate from scores has entries between locations and scales
+    other = ngvi.IFVB(guide, fisher=LowRank(32, growth=1.0))
+    SVI(regression, guide, other, Trace_ELBO(2)).step(X, y)
+    assert len(other._states["others' guides"]["reach"]) == 1
 
 
 @pytest.mark.parametrize("loss", LOSSES)
