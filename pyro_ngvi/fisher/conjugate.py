@@ -59,6 +59,8 @@ class ConjugateGradients:
 
     #: scores that IFVB draws for it at a step where there are no exact products
     scores_a_step: ClassVar[int] = 64
+    #: whether a first guess of the diagonal is heeded
+    starts_from_guess: ClassVar[bool] = False
 
     iterations: int = 6
 

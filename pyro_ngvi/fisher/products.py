@@ -26,17 +26,16 @@ import pyro
 import torch
 import torch.distributions as td
 from pyro import poutine
-from pyro.distributions import Delta, MaskedDistribution
+from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import detach, scale_and_mask, sum_rightmost
 from torch import Tensor
 
 from ..distributions.steady import GAUSSIAN, is_fixed
 from ..runtime.density import Sites, innermost, is_latent, layers_of
 from ..runtime.run import Minibatches
+from .conjugate import Product
 from .inverse import finite_rows
-from .scores import FreeDraws, GuideScores, in_full
-
-Product = Callable[[Tensor], Tensor]
+from .scores import FreeDraws, GuideScores, drawing, in_full
 
 #: runs of a guide over which D is averaged where its sites depend on each other's draws
 RUNS = 8
@@ -110,22 +109,13 @@ def _is_smooth(fn: Any) -> bool:
     return isinstance(base, SMOOTH)
 
 
-def _drawing(sites: Sites) -> Sites:
-    """The sites that draw."""
-    return {
-        name: site
-        for name, site in sites.items()
-        if is_latent(site) and not isinstance(innermost(site["fn"]), Delta)
-    }
-
-
 def of_sites(sites: Sites, then: dict[str, Any] | None = None) -> Tensor | None:
     """D of one run of a guide, its sites in subsampled plates times N / n.
 
     ``then``: the distributions of the sites at q_0; by default their own, held fixed.
     """
     total: Any = None
-    for name, site in _drawing(sites).items():
+    for name, site in drawing(sites).items():
         divergence = itself(site["fn"]) if then is None else between(then[name], site["fn"])
         if divergence is None:
             return None
@@ -184,7 +174,7 @@ class SelfDivergence:
                     return lambda: between(then, scores.posterior())
             elif self._runs == 1:
                 run = partial(scores.run, minibatches=Minibatches())
-                sites = _drawing(run())
+                sites = drawing(run())
                 if all(_is_smooth(site["fn"]) for site in sites.values()):
                     fns = {name: deepcopy(detach(site["fn"])) for name, site in sites.items()}
                     return lambda: torch.as_tensor(of_sites(run(), fns))

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ..families.base import Family, Tensors
 from ..linalg.products import each_gradient
-from ..runtime.density import Site, Sites, free_dim, is_latent, layers_of, scale_and_mask
+from ..runtime.density import Site, Sites, free_dim, innermost, is_latent, scale_and_mask
 from ..runtime.run import (
     Conditioned,
     Minibatches,
@@ -79,7 +79,7 @@ class FreeDraws(Messenger):
         self.deltas: dict[str, Tensor] = {}
 
     def _pyro_post_sample(self, msg: Site) -> None:
-        fn, value = layers_of(msg["fn"])[-1], msg["value"]
+        fn, value = innermost(msg["fn"]), msg["value"]
         if msg["is_observed"] or not isinstance(value, Tensor):
             return
         if isinstance(fn, dist.Delta):
@@ -322,10 +322,14 @@ def _sum(sites: Sites) -> Tensor:
     return torch.zeros(()) if total is None else total
 
 
-def _values(sites: Sites) -> Tensors:
-    """What a run drew, but for what it computed from its draws."""
+def drawing(sites: Sites) -> Sites:
+    """The sites that draw: not those whose value a run computed from its draws."""
     return {
-        name: site["value"]
+        name: site
         for name, site in sites.items()
-        if is_latent(site) and not isinstance(layers_of(site["fn"])[-1], dist.Delta)
+        if is_latent(site) and not isinstance(innermost(site["fn"]), dist.Delta)
     }
+
+
+def _values(sites: Sites) -> Tensors:
+    return {name: site["value"] for name, site in drawing(sites).items()}

@@ -237,8 +237,6 @@ class IFVB(NaturalGradientOptim):
 
     def _init_state(self, path: str, block: Any, values: Tensors) -> State:
         known = block.family.orthogonal_frame and not self._stored
-        if isinstance(self._rules[path].fisher, ConjugateGradients):
-            return self._rules[path].init(values)
         if known or not self._rules[path].fisher.starts_from_guess:
             return self._rules[path].init(values)
         # one by one: draws made together share the minibatch of a subsampled plate

@@ -46,7 +46,7 @@ class IFVBRule(Rule):
         return self.rule.averaging
 
     def refuses(self, family: Any) -> str | None:
-        if self.by_layer and not getattr(self.fisher, "starts_from_guess", False):
+        if self.by_layer and not self.fisher.starts_from_guess:
             return (
                 f"by_layer=True needs an estimate that starts from the first guess of the diagonal, "
                 f"and {self.fisher} does not. Leave its eps out, or use pyro_ngvi.fisher.Window(128)."
