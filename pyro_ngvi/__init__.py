@@ -4,7 +4,19 @@ import warnings as _warnings
 from importlib import import_module as _import_module
 from typing import Any as _Any
 
-from . import diagnostics, distributions, families, flows, guides, linalg, losses, nn, optim, sites
+from . import (
+    diagnostics,
+    distributions,
+    families,
+    flows,
+    guides,
+    hierarchy,
+    linalg,
+    losses,
+    nn,
+    optim,
+    sites,
+)
 from ._old_modules import name_the_version as _name_the_version
 from ._version import __version__
 from .diagnostics import khat, predict, summary, to_arviz
@@ -22,6 +34,7 @@ from .guides import (
     AutoWalshHadamard,
     neutra,
 )
+from .hierarchy import AutoHierarchical
 from .losses import BatchedELBO
 from .optim import AIFVB, IFVB, NGVB
 from .sites import CVI, AutoSites, SitesELBO
@@ -37,6 +50,7 @@ __all__ = [
     "AutoFactorPrecision",
     "AutoFlow",
     "AutoFullRankNormal",
+    "AutoHierarchical",
     "AutoMatrixNormal",
     "AutoMeanFieldNormal",
     "AutoOrthogonalFlow",
@@ -51,6 +65,7 @@ __all__ = [
     "families",
     "flows",
     "guides",
+    "hierarchy",
     "khat",
     "linalg",
     "losses",

@@ -168,13 +168,20 @@ class BatchedELBO(ELBO):
         if not 0.0 < self.kl_weight < float("inf"):
             raise ValueError(f"kl_weight is {self.kl_weight}; it must be a positive number.")
         self._minibatches.redraw()
-        joint, shared = _is_joint(guide), {}
+        outer = guide.globals if hasattr(guide, "draw_units") else guide
+        joint, shared = _is_joint(outer), {}
         if kind is not None and (self._drawn is None or self._drawn.kind != kind):
             check_takes_curvature(guide, kind, joint and isinstance(guide, AutoFamily))
         if joint:
-            values, log_q, drawn = self._draw_jointly(guide, args, kwargs, kind)
+            values, log_q, drawn = self._draw_jointly(outer, args, kwargs, kind)
         else:
-            (values, log_q), drawn = self._draw(guide, args, kwargs, shared), None
+            (values, log_q), drawn = self._draw(outer, args, kwargs, shared), None
+        if outer is not guide:  # units given globals, for all particles at once
+            units = guide.draw_units(values, args, kwargs, self._minibatches)
+            with pyro.validation_enabled(False), Conditioned({}, self._minibatches) as handler:
+                pyro.factor("_log_q_units", units.total, has_rsample=True)
+            values |= units.values
+            log_q = log_q + site_log_prob(handler.sites["_log_q_units"])[1]
         taps = None if drawn is None else drawn.taps
         validates = dist.is_validation_enabled()  # it is off under vmap
 

@@ -1,0 +1,176 @@
+r"""Units given globals: a prior times a site for each unit, for many draws of the globals at once.
+
+For unit i with k latent variables u_i, whose prior given the globals v is Gaussian,
+
+    p(u_i | v) = N(u_i; P(v)^-1 h(v), P(v)^-1),      t_i(u_i) = exp(nu_i' u_i - u_i' Lambda_i u_i / 2),
+    q(u_i | v) propto p(u_i | v) t_i(u_i) = N(m_i(v), Q_i(v)^-1),
+    Q_i = P + Lambda_i,   m_i = Q_i^-1 (h + nu_i).
+
+So effects that are shrunk together as their scale shrinks, the funnel, are in q by construction.  One
+site serves all v.  The natural gradient of the ELBO in it, averaged over v, vanishes where
+
+    Lambda_i = E[H_i],    nu_i = E[g_i + H_i m_i(v)],       g_i = grad log p(y_i | u_i, v), H_i = -hess,
+
+expectations over q(v) q(u_i | v) (Khan & Lin 2017, eq. 21, for q given v; Bonnet 1964, Price 1958).  It
+is m_i(v) that multiplies H_i, not the draw u_i, which would add E[H_i (u_i - m_i)], a third derivative.
+A site moves a share b of its way there.  H_i is made positive semi-definite, so q is proper at every v.
+
+A step of a unit is shortened so that no variance changes by more than 16-fold and no mean by more than
+three of its standard deviations: under a wide prior the first expectations are wild.  Units whose
+expectations are not finite keep their site.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log, pi
+
+import torch
+from torch import Tensor
+
+from ..linalg.products import matvec
+from ..linalg.spectral import positive_part
+
+#: by what factor a precision changes in a step at most, and by how many sds a mean
+MOST_RATIO, MOST_SDS = 16.0, 3.0
+#: the share of the first steps, and for how many visits the later averages last
+FIRST_SHARE, MEMORY = 0.8, 8.0
+
+
+@dataclass(frozen=True)
+class UnitPriors:
+    """p(u_i | v) of B units at S draws of v: h (S, B, k), P (S, B, k, k)."""
+
+    linear: Tensor
+    precision: Tensor
+
+    @classmethod
+    def of(cls, offset: Tensor, mixing: Tensor | None, precision: Tensor) -> UnitPriors:
+        """u = offset + mixing u + e with e of that precision, mixing strictly lower triangular."""
+        if mixing is None:
+            return cls(matvec(precision, offset), precision)
+        one = torch.eye(offset.shape[-1], dtype=offset.dtype, device=offset.device)
+        left = (one - mixing).mT @ precision
+        return cls(matvec(left, offset), left @ (one - mixing))
+
+
+@dataclass(frozen=True)
+class Conditionals:
+    """q(u_i | v) of B units at S draws of v: m (S, B, k), and R lower triangular with Q = R R'."""
+
+    mean: Tensor
+    root: Tensor
+
+    @classmethod
+    def of(cls, prior: UnitPriors, linear: Tensor, precision: Tensor) -> Conditionals:
+        """From sites nu (B, k), Lambda (B, k, k)."""
+        root = cholesky(prior.precision + precision)
+        mean = solve_transposed(root, solve(root, prior.linear + linear))
+        return cls(mean, root)
+
+    def draw(self, noise: Tensor) -> Tensor:
+        """u (S, B, k) for white noise."""
+        return self.mean + solve_transposed(self.root, noise)
+
+    def log_prob(self, u: Tensor) -> Tensor:
+        """log q(u_i | v), (S, B), in nats."""
+        white = matvec(self.root.mT, u - self.mean)
+        log_det = torch.diagonal(self.root, dim1=-2, dim2=-1).log().sum(-1)
+        return log_det - 0.5 * (white.square().sum(-1) + u.shape[-1] * log(2.0 * pi))
+
+    def sd(self) -> Tensor:
+        """Standard deviations (S, B, k)."""
+        k = self.root.shape[-1]
+        columns = torch.eye(k, dtype=self.root.dtype, device=self.root.device)
+        inverse = [solve(self.root, column.expand_as(self.mean)) for column in columns]
+        return torch.stack([torch.linalg.vector_norm(x, dim=-1) for x in inverse], -1)
+
+
+@dataclass(frozen=True)
+class Sites:
+    """nu (B, k) and Lambda (B, k, k), and how often each was moved, (B,)."""
+
+    linear: Tensor
+    precision: Tensor
+    visits: Tensor
+
+    def moved(self, prior: UnitPriors, at: Conditionals, g: Tensor, H: Tensor) -> Sites:
+        """After a step towards the targets from g (S, B, k) and H (S, B, k, k)."""
+        precision = positive_part(H.mean(0))
+        linear = (g + matvec(H, at.mean)).mean(0)
+        finite = torch.isfinite(precision).flatten(1).all(1) & torch.isfinite(linear).all(1)
+        precision = torch.where(finite[:, None, None], precision, self.precision)
+        linear = torch.where(finite[:, None], linear, self.linear)
+        share = (MEMORY / (self.visits + 1.0)).clamp_max(FIRST_SHARE)
+        # seen from the middle of the draws of v
+        middle = UnitPriors(prior.linear.mean(0), prior.precision.mean(0))
+        now = Conditionals.of(middle, self.linear, self.precision)
+        change = share[:, None, None] * (precision - self.precision)
+        half = torch.linalg.solve_triangular(now.root, change, upper=False)
+        relative = torch.linalg.solve_triangular(now.root, half.mT, upper=False)
+        values = torch.linalg.eigvalsh(0.5 * (relative + relative.mT))
+        up, down = values[:, -1] / (MOST_RATIO - 1.0), -values[:, 0] / (1.0 - 1.0 / MOST_RATIO)
+        shorter = 1.0 / torch.maximum(up, down).clamp_min(1.0)
+        precision = self.precision + shorter[:, None, None] * change
+        linear = torch.lerp(self.linear, linear, (shorter * share)[:, None])
+        then = Conditionals.of(middle, linear, precision)
+        step = then.mean - now.mean
+        sds = torch.linalg.vector_norm(matvec(now.root.mT, step), dim=-1, keepdim=True)
+        there = now.mean + step * (MOST_SDS / sds)
+        linear = torch.where(
+            sds > MOST_SDS, matvec(middle.precision + precision, there) - middle.linear, linear
+        )
+        return Sites(linear, precision, self.visits + finite)
+
+
+# --- small triangles: a loop over their entries is many times faster than LAPACK, a matrix at a time
+
+SMALL = 4
+
+
+def cholesky(A: Tensor) -> Tensor:
+    """Lower triangular R (..., k, k) with R R' = A; NaN where A is not positive definite."""
+    k = A.shape[-1]
+    if k > SMALL:
+        root, info = torch.linalg.cholesky_ex(A)
+        return torch.where((info == 0)[..., None, None], root, torch.nan)
+    rows: list[list[Tensor]] = []
+    for i in range(k):
+        row: list[Tensor] = []
+        for j in range(i + 1):
+            rest = A[..., i, j]
+            for m in range(j):
+                rest = rest - row[m] * (rows[j][m] if j < i else row[m])
+            row.append(rest.sqrt() if i == j else rest / rows[j][j])
+        rows.append(row)
+    zero = torch.zeros_like(A[..., 0, 0])
+    full = [torch.stack([*row, *[zero] * (k - len(row))], -1) for row in rows]
+    return torch.stack(full, -2)
+
+
+def solve(R: Tensor, b: Tensor) -> Tensor:
+    """x (..., k) with R x = b."""
+    k = b.shape[-1]
+    if k > SMALL:
+        return torch.linalg.solve_triangular(R, b.unsqueeze(-1), upper=False).squeeze(-1)
+    x: list[Tensor] = []
+    for i in range(k):
+        rest = b[..., i]
+        for j in range(i):
+            rest = rest - R[..., i, j] * x[j]
+        x.append(rest / R[..., i, i])
+    return torch.stack(x, -1)
+
+
+def solve_transposed(R: Tensor, b: Tensor) -> Tensor:
+    """x (..., k) with R' x = b."""
+    k = b.shape[-1]
+    if k > SMALL:
+        return torch.linalg.solve_triangular(R.mT, b.unsqueeze(-1), upper=True).squeeze(-1)
+    x: list[Tensor] = [b[..., 0]] * k
+    for i in reversed(range(k)):
+        rest = b[..., i]
+        for j in range(i + 1, k):
+            rest = rest - R[..., j, i] * x[j]
+        x[i] = rest / R[..., i, i]
+    return torch.stack(x, -1)
