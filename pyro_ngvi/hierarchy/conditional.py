@@ -94,10 +94,10 @@ class Sites:
     precision: Tensor
     visits: Tensor
 
-    def moved(self, prior: UnitPriors, at: Conditionals, g: Tensor, H: Tensor) -> Sites:
-        """After a step towards the targets from g (S, B, k) and H (S, B, k, k)."""
+    def moved(self, prior: UnitPriors, mean: Tensor, g: Tensor, H: Tensor) -> Sites:
+        """After a step towards the targets from g (S, B, k), H (S, B, k, k), q's ``mean`` (S, B, k)."""
         precision = positive_part(H.mean(0))
-        linear = (g + matvec(H, at.mean)).mean(0)
+        linear = (g + matvec(H, mean)).mean(0)
         finite = torch.isfinite(precision).flatten(1).all(1) & torch.isfinite(linear).all(1)
         precision = torch.where(finite[:, None, None], precision, self.precision)
         linear = torch.where(finite[:, None], linear, self.linear)

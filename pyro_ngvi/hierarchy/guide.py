@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyro
@@ -17,13 +17,16 @@ from ..guides import AutoFullRankNormal
 from ..guides.base import AutoFamily
 from ..guides.marginals import SiteValue
 from ..guides.start import MadeAtFirstCall
-from ..linalg.host import outside_autocast
-from ..runtime.run import Minibatches
+from ..linalg.host import outside_autocast, own_random_state
+from ..runtime.pyro_adapter import give_model, has_model
+from ..runtime.run import Minibatches, run_particles
 from .conditional import Conditionals, Sites, UnitPriors
-from .units import Seen, Units, check_index, find_units
+from .units import Call, Seen, Units, check_index, find_units
 
-#: draws of the globals behind medians and quantiles, and halvings of the interval that holds one
-DRAWS, HALVINGS = 64, 50
+#: steps of a unit's site before its first draw that counts
+FIRST_STEPS = 2
+#: draws of the globals behind medians and quantiles, their seed, and halvings of an interval
+DRAWS, SEED, HALVINGS = 64, 20_250_925, 50
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class AutoHierarchical(MadeAtFirstCall):
     precision: Tensor
     visits: Tensor
     globals: Any
+    #: how many units have a site that was never moved; ``None``: not counted
+    _new: int | None = None
 
     def __init__(
         self,
@@ -153,10 +158,15 @@ class AutoHierarchical(MadeAtFirstCall):
         Where a loss is differentiated through the draws, the sites of these units take a step.
         """
         units, learning = self.units, torch.is_grad_enabled() and self.training
-        prior, seen, maps = units.prior(self.model, args, kwargs, values, minibatches)
+        call = Call(self.model, args, kwargs, minibatches)
+        prior, seen, maps = units.prior(call, values)
         check_index(seen, units, learning)
-        sites = self._sites_of(seen)
-        q = Conditionals.of(prior, sites.linear, sites.precision)
+        if learning and self._any_new():
+            for _ in range(FIRST_STEPS):
+                with torch.no_grad():
+                    q = self._conditionals(prior, seen)
+                    self._step(call, values, q.draw(_antithetic(q.mean)), maps, prior, q, seen)
+        q = self._conditionals(prior, seen)
         z = q.draw(_antithetic(q.mean))
         log_q, drawn = q.log_prob(z), {}
         for site, own in units.parts():
@@ -168,47 +178,53 @@ class AutoHierarchical(MadeAtFirstCall):
                 x = y
             drawn[site.name] = x
         if learning and z.requires_grad:
-            fixed = {name: value.detach() for name, value in values.items()}
-            step = partial(self._step, fixed, z.detach(), maps, prior, q, sites, seen)
-            z.register_hook(lambda grad: step(args, kwargs, minibatches))
+            given = call, values, z.detach(), maps, prior, q, seen
+            z.register_hook(lambda grad: self._step(*given))
         return Drawn(drawn, log_q, seen)
 
+    def _any_new(self) -> bool:
+        """Whether a unit's site was never moved; the device is waited for as long as one was not."""
+        if self._new is None or self._new > 0:
+            self._new = int((self.visits == 0.0).sum())
+        return self._new > 0
+
+    def _conditionals(self, prior: UnitPriors, seen: Seen) -> Conditionals:
+        sites = self._sites_of(seen)
+        return Conditionals.of(prior, sites.linear, sites.precision)
+
     def _sites_of(self, seen: Seen) -> Sites:
-        """The sites of the units of a call; zero for those that came after the first call."""
-        sites = Sites(self.linear, self.precision, self.visits)
-        if seen.whole and seen.size == self.units.size:
+        """The sites of the units of a call; zero for those that the guide does not have."""
+        sites, size = Sites(self.linear, self.precision, self.visits), self.units.size
+        if seen.whole and seen.size == size:
             return sites
-        known = seen.index < self.units.size
-        index = torch.where(known, seen.index, 0)
-        rows = [x.index_select(0, index) for x in vars(sites).values()]
+        index = seen.index.to(self.linear.device)
+        known = index < size
+        rows = [x.index_select(0, torch.where(known, index, 0)) for x in vars(sites).values()]
         return Sites(*(x * known.to(x).reshape(-1, *[1] * (x.dim() - 1)) for x in rows))
 
     @outside_autocast
     def _step(
         self,
+        call: Call,
         values: Mapping[str, Tensor],
         z: Tensor,
         maps: Any,
         prior: UnitPriors,
         q: Conditionals,
-        sites: Sites,
         seen: Seen,
-        args: Any,
-        kwargs: Any,
-        minibatches: Minibatches,
     ) -> None:
-        """Move the sites of the units ``seen`` by what the data say at these draws."""
-        found = self.units.slopes(self.model, args, kwargs, values, z, maps, minibatches)
+        """Move the sites of the units ``seen`` by what the data say at draws z of q given values."""
+        fixed = {name: value.detach() for name, value in values.items()}
+        found = self.units.slopes(call, fixed, z, maps)
         if found is None:
             return
         with torch.no_grad():
             g, H = (x / seen.scale for x in found)
             prior = UnitPriors(prior.linear.detach(), prior.precision.detach())
-            q = Conditionals(q.mean.detach(), q.root.detach())
-            moved = sites.moved(prior, q, g, H)
+            moved = self._sites_of(seen).moved(prior, q.mean.detach(), g, H)
             for name, new in vars(moved).items():
                 own = getattr(self, name)
-                own.copy_(new) if seen.whole else own.index_copy_(0, seen.index, new)
+                own.copy_(new) if seen.whole else own.index_copy_(0, seen.index.to(own.device), new)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latent sites: a dict of values by name."""
@@ -216,20 +232,25 @@ class AutoHierarchical(MadeAtFirstCall):
             self._setup_prototype(*args, **kwargs)
         with poutine.block():
             self._create_plates(*args, **kwargs)
-        values = dict(self.globals(*args, **kwargs))
+        values, nodes = dict(self.globals(*args, **kwargs)), self.prototype_trace.nodes
+        for name, value in values.items():
+            if value.dim() > nodes[name]["value"].dim():
+                raise ValueError(
+                    f"AutoHierarchical draws one particle at a call, and a plate around it asks for "
+                    f"{name!r} of shape {tuple(value.shape)}. Take BatchedELBO(num_particles), or "
+                    f"leave vectorize_particles and parallel out."
+                )
         one = {name: value.unsqueeze(0) for name, value in values.items()}
         drawn = self.draw_units(one, args, kwargs, Minibatches())
-        seen, units, trace = drawn.seen, self.units, self.prototype_trace
+        seen, units = drawn.seen, self.units
         share = drawn.log_q[0] / len(units.sites)
         unit_plate = pyro.plate(units.plate, seen.size, dim=units.dim, subsample=seen.given)
         for site in units.sites:
-            node, value = trace.nodes[site.name], drawn.values[site.name][0]
-            lead = value.dim() - node["fn"].event_dim
+            node, value = nodes[site.name], drawn.values[site.name][0]
+            batch = value.shape[: value.dim() - node["fn"].event_dim]
             # in other plates too: each entry of a unit has an equal part
-            batch = value.new_ones(value.shape[:lead])
-            batch = batch * (len(share) / max(batch.numel(), 1))
-            axis = lead + units.dim
-            log_q: Any = batch * share.reshape(-1, *[1] * (lead - axis - 1))
+            equal = share * len(share) / max(batch.numel(), 1)
+            log_q: Any = equal.reshape(-1, *[1] * (-units.dim - 1)).expand(batch)
             with ExitStack() as stack:
                 for frame in node["cond_indep_stack"]:
                     of_units = frame.name == units.plate
@@ -237,6 +258,111 @@ class AutoHierarchical(MadeAtFirstCall):
                 q = SiteValue(value, log_q, node["fn"].event_dim)
                 values[site.name] = pyro.sample(site.name, q)
         return values
+
+    # --- the answer
+
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The posterior median of every latent site, by name; arguments as for :meth:`quantiles`."""
+        return {n: q[0] for n, q in self.quantiles([0.5], *args, **kwargs).items()}
+
+    @torch.no_grad()
+    def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Posterior quantiles (L, *shape) of every latent site at L levels in (0, 1), entry by entry.
+
+        Arguments: those of the model, whose units are meant.  Those of a unit are the quantiles of a
+        mixture of its Gaussians at 64 draws of the globals, the same at every call.
+        """
+        levels = torch.as_tensor(quantiles).to(self.linear).reshape(-1)
+        found = dict(self.globals.quantiles(quantiles))
+        with own_random_state(SEED), poutine.block():
+            call = Call(self.model, args, kwargs, Minibatches())
+            prior, seen, maps = self.units.prior(call, self._draws_of_globals(args, kwargs))
+            check_index(seen, self.units, learning=False)
+        q = self._conditionals(prior, seen)
+        sd = q.sd()
+        ends = [mixture_quantiles(q.mean, sd, p) for p in (levels, 1.0 - levels)]
+        each = [self.units.values(z, maps) for z in ends]
+        for name in self.units.names:
+            low, high = (f(each[0][name], each[1][name]) for f in (torch.minimum, torch.maximum))
+            upper = levels.reshape(-1, *[1] * (low.dim() - 1)) > 0.5
+            found[name] = torch.where(upper, high, low)
+        return found
+
+    def _draws_of_globals(self, args: Any, kwargs: Any) -> dict[str, Tensor]:
+        def values(sites: Any) -> dict[str, Tensor]:
+            return {name: sites[name]["value"] for name in self.units.globals}
+
+        given = self.globals, values, {}, DRAWS, args, kwargs
+        return run_particles(*given, minibatches=Minibatches(), sampling=True)
+
+    # --- units that come, go, or are new
+
+    @torch.no_grad()
+    def fit_units(self, *args: Any, num_steps: int = 20, **kwargs: Any) -> None:
+        """Move the sites of the units of a call, and hold q of the globals: for units that are new.
+
+        Args:
+            args: those of the model, with data.
+            num_steps: steps of 64 draws of the globals each.
+            kwargs: keyword arguments of the model.
+        """
+        with poutine.block():
+            for _ in range(num_steps):
+                call = Call(self.model, args, kwargs, Minibatches())
+                values = self._draws_of_globals(args, kwargs)
+                prior, seen, maps = self.units.prior(call, values)
+                check_index(seen, self.units, learning=True)
+                q = self._conditionals(prior, seen)
+                self._step(call, values, q.draw(_antithetic(q.mean)), maps, prior, q, seen)
+
+    def add(self, count: int) -> None:
+        """Make room for ``count`` units more, which come after those of before, by their prior."""
+        if count < 1:
+            raise ValueError(f"add(count) makes room for 1 unit or more, got {count!r}.")
+        self._keep(torch.arange(self.units.size), count)
+
+    def remove(self, indices: Tensor | Sequence[int]) -> None:
+        """Forget the units of these numbers; the others close up."""
+        index = torch.as_tensor(indices)
+        gone = torch.zeros(self.units.size, dtype=torch.bool)
+        gone[index] = True
+        self._keep((~gone).nonzero().reshape(-1), 0)
+
+    def _keep(self, kept: Tensor, added: int) -> None:
+        for name in ("linear", "precision", "visits"):
+            own = getattr(self, name)
+            rows = own.index_select(0, kept.to(own.device))
+            setattr(self, name, torch.cat([rows, own.new_zeros(added, *own.shape[1:])]))
+        self._units, self._new = replace(self.units, size=len(kept) + added), None
+
+    # --- copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AutoHierarchical:
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other.__setstate__(deepcopy(self.__getstate__(), memo))
+        if has_model(self):
+            give_model(other, self.model)
+        return other
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._new = None
+
+
+def mixture_quantiles(mean: Tensor, sd: Tensor, levels: Tensor) -> Tensor:
+    """Quantiles (L, ...) of equal mixtures of S normals, ``mean`` and ``sd`` (S, ...), by bisection."""
+    found = []
+    for level in levels:
+        z = mean + sd * torch.special.ndtri(level)
+        low, high = z.amin(0), z.amax(0)
+        for _ in range(HALVINGS):
+            middle = 0.5 * (low + high)
+            below = torch.special.ndtr((middle - mean) / sd).mean(0) < level
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        found.append(0.5 * (low + high))
+    return torch.stack(found)
 
 
 def _antithetic(like: Tensor) -> Tensor:

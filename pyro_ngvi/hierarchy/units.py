@@ -17,10 +17,11 @@ from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch.distributions import Transform
 
 from ..linalg.host import at_hand, fixed_normal, own_random_state
 from ..runtime.density import Site, Sites, site_kind, site_log_prob
-from ..runtime.pyro_adapter import is_marked
+from ..runtime.pyro_adapter import is_marked, with_inner
 from ..runtime.run import CannotBatch, Minibatches, run_in_loop, run_particles, run_plainly
 from ..sites.probe_points import TOLERANCE, digit_masks, same
 from .conditional import UnitPriors
@@ -34,7 +35,7 @@ MOST_ENTRIES = 64
 
 @dataclass(frozen=True)
 class LocalSite:
-    """A latent site of the units: ``rest`` is the shape of one unit's share, ``axis`` the units' dim."""
+    """A latent site of the units: ``rest`` is the shape of a unit's share, ``axis`` the units' dim."""
 
     name: str
     rest: torch.Size
@@ -74,6 +75,36 @@ class Seen:
     def given(self) -> Tensor | None:
         """What ``subsample=`` of the plate is."""
         return None if self.whole else self.index
+
+
+@dataclass(frozen=True)
+class Call:
+    """A model with the arguments of one call, and its minibatches."""
+
+    model: Model
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    minibatches: Minibatches
+
+    def batched(self, reduce: Callable[[Sites], Any], values: Values, held: Any = None) -> Any:
+        """``reduce`` of the sites of S runs at ``values`` (S, ...) by site, out of handlers' sight.
+
+        ``held``: what makes the program of the model.  Where it cannot run under ``vmap`` the runs come
+        one after the other.
+        """
+        program = self.model if held is None else held(self.model)
+        count = len(next(iter(values.values())))
+        given = program, reduce, values, count, self.args, self.kwargs
+        with poutine.block(hide_fn=lambda msg: msg.get("type") != "param"):
+            try:
+                return run_particles(*given, minibatches=self.minibatches)
+            except CannotBatch:
+                return run_in_loop(*given, minibatches=self.minibatches)
+
+    def at(self, values: Values, held: Any = None) -> Sites:
+        """The sites of one run."""
+        program = self.model if held is None else held(self.model)
+        return run_plainly(program, values, self.args, self.kwargs, self.minibatches)
 
 
 @dataclass(frozen=True)
@@ -124,86 +155,68 @@ class Units:
         return found
 
     def prior(
-        self, model: Model, args: Any, kwargs: Any, values: Values, minibatches: Minibatches
-    ) -> tuple[UnitPriors, Seen, dict[str, list[Any]]]:
-        """p(u | v) at S draws of the globals, ``values`` (S, ...) by site; transforms by local site."""
+        self, call: Call, values: Values
+    ) -> tuple[UnitPriors, Seen, dict[str, list[Transform]]]:
+        """p(u | v) at S draws of the globals, ``values`` (S, ...) by site; the units of the call, and
+        the maps from Gaussians by local site."""
         known: dict[str, Any] = {}
 
         def parts(sites: Sites) -> tuple[Tensor, Tensor]:
             known["seen"] = self._seen(sites)
-            known["maps"] = {name: _gaussian(sites[name])[1] for name in self.names}
-            return self.offset(sites), self._precision(sites)
+            known["maps"] = {name: gaussian_of(sites[name])[1] for name in self.names}
+            return self.offset(sites), self.conditional_precision(sites)
 
-        def at(z: Tensor | None) -> tuple[Tensor, Tensor]:
-            program = _Held(model, self, z)
-            count = len(next(iter(values.values())))
-            given = program, parts, values, count, args, kwargs
-            return batched(*given, minibatches=minibatches)
-
-        with poutine.block(hide_fn=lambda msg: msg.get("type") != "param"):
-            offset, precision = at(None)
-            mixing = None
-            if self.dependent:
-                units = torch.eye(self.width, dtype=offset.dtype, device=offset.device)
-                mixing = torch.stack([at(one)[0] - offset for one in units], -1)
+        offset, precision = call.batched(parts, values, self.held())
+        mixing = None
+        if self.dependent:
+            units = torch.eye(self.width, dtype=offset.dtype, device=offset.device)
+            moved = [call.batched(parts, values, self.held(z))[0] - offset for z in units]
+            mixing = torch.stack(moved, -1)
         return UnitPriors.of(offset, mixing, precision), known["seen"], known["maps"]
 
     def slopes(
-        self,
-        model: Model,
-        args: Any,
-        kwargs: Any,
-        values: Values,
-        z: Tensor,
-        maps: Any,
-        minibatches: Minibatches,
+        self, call: Call, values: Values, z: Tensor, maps: Any, hessian: bool = True
     ) -> tuple[Tensor, Tensor] | None:
         """Gradient (S, B, k) and minus the Hessian (S, B, k, k) of log p of what is observed in z
-        (S, B, k), unit by unit, at ``values`` (S, ...) of the globals."""
+        (S, B, k), unit by unit, at ``values`` (S, ...) of the globals; None where nothing depends on z.
+        """
+
+        def total(sites: Sites) -> Tensor:
+            observed = [s for s in sites.values() if site_kind(s) in ("observed", "factor")]
+            terms = [site_log_prob(site)[1].sum() for site in observed]
+            return torch.stack(terms).sum() if terms else torch.zeros(())
+
         with torch.enable_grad():
             z = z.detach().requires_grad_()
-            every = {**values, **self.values(z, maps)}
-            total = self.log_likelihood(model, args, kwargs, every, minibatches)
-            if total is None or not total.requires_grad:
+            log_p = call.batched(total, {**values, **self.values(z, maps)})
+            if not log_p.requires_grad:
                 return None
-            (g,) = torch.autograd.grad(total.sum(), z, create_graph=True)
-            rows = [torch.zeros_like(z)] * self.width  # a likelihood that is linear has none
-            if g.requires_grad:
-                keep: Any = {"retain_graph": True, "materialize_grads": True}
+            keep: Any = {"create_graph": True, "materialize_grads": True}
+            (g,) = torch.autograd.grad(log_p.sum(), z, **keep)
+            rows = [torch.zeros_like(z)] * self.width  # where the likelihood is linear
+            if hessian and g.requires_grad:
+                keep = {"retain_graph": True, "materialize_grads": True}
                 rows = [torch.autograd.grad(x.sum(), z, **keep)[0] for x in g.unbind(-1)]
         H = -torch.stack(rows, -1)
         return g.detach(), 0.5 * (H + H.mT)
 
-    def log_likelihood(
-        self, model: Model, args: Any, kwargs: Any, values: Values, minibatches: Minibatches
-    ) -> Tensor | None:
-        """log p of what is observed (S,), at ``values`` (S, ...) of all latent sites, if anything is."""
-        observed: list[str] = []
-
-        def total(sites: Sites) -> Tensor:
-            observed[:] = [n for n, s in sites.items() if site_kind(s) in ("observed", "factor")]
-            terms = [site_log_prob(sites[name])[1].sum() for name in observed]
-            return torch.stack(terms).sum() if terms else torch.zeros(())
-
-        with poutine.block(hide_fn=lambda msg: msg.get("type") != "param"):
-            count = len(next(iter(values.values())))
-            given = model, total, values, count, args, kwargs
-            found = batched(*given, minibatches=minibatches)
-        return found if observed else None
+    def held(self, z: Tensor | None = None) -> Callable[[Model], Held]:
+        """What makes a model stop after the units, which stand at ``z``: see :class:`Held`."""
+        return lambda model: Held(model, self, z)
 
     def offset(self, sites: Sites) -> Tensor:
         """Prior means (B, k) in a run."""
         parts = []
         for site in self.sites:
-            fn, _ = _gaussian(sites[site.name])
+            fn, _ = gaussian_of(sites[site.name])
             parts.append(site.rows(fn.loc.expand(fn.shape())))
         return torch.cat(parts, -1)
 
-    def _precision(self, sites: Sites) -> Tensor:
+    def conditional_precision(self, sites: Sites) -> Tensor:
         """Precisions (B, k, k), given means, in a run."""
         blocks = []
         for site in self.sites:
-            fn, _ = _gaussian(sites[site.name])
+            fn, _ = gaussian_of(sites[site.name])
             if isinstance(fn, dist.Normal):
                 blocks.append(site.rows(fn.scale.expand(fn.shape()) ** -2).diag_embed())
                 continue
@@ -241,19 +254,11 @@ def _block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
     return torch.cat(rows, -2)
 
 
-def batched(program: Model, reduce: Any, values: Values, count: int, *given: Any, **how: Any) -> Any:
-    """``run_particles``, or where the model cannot run under ``vmap`` one draw after the other."""
-    try:
-        return run_particles(program, reduce, values, count, *given, **how)
-    except CannotBatch:
-        return run_in_loop(program, reduce, values, count, *given, **how)
-
-
 class _AllSeen(Exception):
     """The rest of the run is not needed."""
 
 
-class _Held:
+class Held:
     """A model up to the last site of its units, which stand at z = 0, or at ``z`` (k,) or (B, k)."""
 
     def __init__(self, model: Model, units: Units, z: Tensor | None) -> None:
@@ -279,7 +284,7 @@ class _Hold(Messenger):
         if msg["name"] not in self.parts:
             return
         site, own = self.parts[msg["name"]]
-        fn, maps = _gaussian(msg)
+        fn, maps = gaussian_of(msg)
         value = torch.zeros_like(fn.loc.expand(fn.shape()))
         if self.z is not None:
             z = self.z[..., own].to(value)
@@ -294,7 +299,7 @@ class _Hold(Messenger):
             raise _AllSeen
 
 
-def _gaussian(site: Site) -> tuple[Any, list[Any]]:
+def gaussian_of(site: Site) -> tuple[Any, list[Any]]:
     """The Gaussian of a site without ``to_event``, and the elementwise maps that follow it."""
     fn, maps = site["fn"], []
     while isinstance(fn, dist.Independent | dist.TransformedDistribution):
@@ -304,11 +309,13 @@ def _gaussian(site: Site) -> tuple[Any, list[Any]]:
     return fn, maps
 
 
-def is_gaussian(site: Site) -> bool:
+def isgaussian_of(site: Site) -> bool:
     """Whether a latent site is a Gaussian, or an elementwise map of one."""
-    fn, maps = _gaussian(site)
+    fn, maps = gaussian_of(site)
     each = all(t.domain.event_dim == t.codomain.event_dim == 0 for t in maps)
-    return isinstance(fn, dist.Normal | dist.MultivariateNormal) and each
+    inner = [part for t in maps for part in with_inner(t)]
+    fixed = not any(isinstance(x, Tensor) for t in inner for x in vars(t).values())
+    return isinstance(fn, dist.Normal | dist.MultivariateNormal) and each and fixed
 
 
 def _refuse_weights(site: Site, plate: str) -> None:
@@ -317,8 +324,8 @@ def _refuse_weights(site: Site, plate: str) -> None:
         if frame.full_size is not None and frame.full_size != frame.size:
             if frame.name != plate:
                 raise ValueError(
-                    f"AutoHierarchical: the latent site {site['name']!r} of the units in {plate!r} lies "
-                    f"in another subsampled plate, {frame.name!r}. Subsample the units alone."
+                    f"AutoHierarchical: the site {site['name']!r} of the units in {plate!r} lies in "
+                    f"another subsampled plate, {frame.name!r}. Subsample the units alone."
                 )
             scale = frame.full_size / frame.size
     weighted = isinstance(site["scale"], Tensor) or abs(site["scale"] / scale - 1.0) > 1e-9
@@ -337,9 +344,7 @@ def find_units(model: Model, args: Any, kwargs: Any, wanted: Sequence[str] | Non
     plate that has Gaussian ones."""
     with poutine.block(), own_random_state(), torch.no_grad():
         sites = run_plainly(model, {}, args, kwargs, Minibatches())
-        latent = {
-            n: s for n, s in sites.items() if not (s["is_observed"] or site_is_subsample(s))
-        }
+        latent = {n: s for n, s in sites.items() if not (s["is_observed"] or site_is_subsample(s))}
         for name, site in latent.items():
             if is_marked(site):
                 raise ValueError(
@@ -347,7 +352,8 @@ def find_units(model: Model, args: Any, kwargs: Any, wanted: Sequence[str] | Non
                     f"Write the mixture as one observed site (MixtureSameFamily)."
                 )
         units = _layout(latent, wanted)
-        return _probed(model, args, kwargs, units, sites, latent)
+        drawn = Minibatches({n: s["value"] for n, s in sites.items() if site_is_subsample(s)})
+        return _probed(Call(model, args, kwargs, drawn), units, sites, latent)
 
 
 def _layout(latent: Sites, wanted: Sequence[str] | None) -> Units:
@@ -359,7 +365,7 @@ def _layout(latent: Sites, wanted: Sequence[str] | None) -> Units:
         )
     frames = {}
     for name, site in latent.items():
-        if (name in wanted) if wanted is not None else is_gaussian(site):
+        if (name in wanted) if wanted is not None else isgaussian_of(site):
             for frame in site["cond_indep_stack"]:
                 if frame.dim is not None:
                     frames.setdefault(frame.name, (frame, []))[1].append(name)
@@ -378,7 +384,7 @@ def _layout(latent: Sites, wanted: Sequence[str] | None) -> Units:
     sites = []
     for name in (n for n in latent if n in chosen):
         site = latent[name]
-        if not is_gaussian(site):
+        if not isgaussian_of(site):
             raise ValueError(
                 f"AutoHierarchical: {name!r} in the plate {plate!r} is {type(site['fn']).__name__}. "
                 f"Units need Normal, MultivariateNormal or LogNormal sites; name those by "
@@ -407,83 +413,58 @@ def _plates(site: Site) -> list[str]:
     return [frame.name for frame in site["cond_indep_stack"]]
 
 
-def _probed(
-    model: Model, args: Any, kwargs: Any, units: Units, sites: Sites, latent: Sites
-) -> Units:
+def _probed(call: Call, units: Units, sites: Sites, latent: Sites) -> Units:
     """Whether units' sites depend on each other, and refusals: by moving them, one half at a time."""
-    values = {n: s["value"] for n, s in latent.items() if n not in units.names}
-    minibatches = Minibatches(
-        {n: s["value"] for n, s in sites.items() if site_is_subsample(s)}
-    )
+    values = {name: latent[name]["value"] for name in units.globals}
     count = len(units.sites[0].rows(sites[units.names[0]]["value"]))
+    e, u = fixed_normal(2, count, units.width, seed=count)
+    masks = digit_masks(count, torch.device("cpu"))[: 2 * count - 2]
+    names = ", ".join(units.names)
 
     def prior(z: Tensor) -> tuple[Tensor, Tensor]:
-        held = _Held(model, units, z)
-        at = run_plainly(held, values, args, kwargs, minibatches)
-        return units.offset(at), units._precision(at)
+        at = call.at(values, units.held(z))
+        return units.offset(at), units.conditional_precision(at)
 
-    e, u = fixed_normal(2, count, units.width, seed=count)
     (base, precision), (moved, other) = prior(0.0 * u), prior(u)
-    first = units.sites[0].name
-    if not same(other, precision, TOLERANCE * torch.finfo(precision.dtype).eps):
+    tolerance = 1e3 * TOLERANCE * torch.finfo(base.dtype).eps
+    if not same(other, precision, tolerance):
         raise ValueError(
-            f"AutoHierarchical: a scale among the units' sites {', '.join(units.names)} depends on "
-            f"another of them, so they are not Gaussian together. Name those that are by locals=."
+            f"AutoHierarchical: a scale among the units' sites {names} depends on another of them, so "
+            f"they are not Gaussian together. Name those that are by locals=."
         )
     dependent = not same(moved, base)
-    tolerance = 1e3 * TOLERANCE * torch.finfo(base.dtype).eps
     if dependent and not same(prior(3.0 * u)[0] - base, 3.0 * (moved - base), tolerance):
         raise ValueError(
-            f"AutoHierarchical: a mean among the units' sites {', '.join(units.names)} is not linear "
-            f"in another of them. Name those that are Gaussian together by locals=."
+            f"AutoHierarchical: a mean among the units' sites {names} is not linear in another of "
+            f"them. Name those that are Gaussian together by locals=."
         )
-    masks = digit_masks(count, torch.device("cpu"))
     for mask in masks if dependent else ():
         if not same(prior(torch.where(mask[:, None], u, 0.0))[0][~mask], base[~mask], tolerance):
             raise ValueError(
-                f"AutoHierarchical: the prior of {first!r} of a unit depends on other units. Units "
-                f"must be independent given the globals; for chains and fields take AutoSites."
+                f"AutoHierarchical: the priors of {names} in a unit depend on other units. Units must "
+                f"be independent given the globals; for chains and fields take AutoSites."
             )
-    if count > 1:
-        _check_apart(model, args, kwargs, units, latent, minibatches, e, u, masks)
-    return replace(units, dependent=dependent)
-
-
-def _check_apart(
-    model: Model,
-    args: Any,
-    kwargs: Any,
-    units: Units,
-    latent: Sites,
-    minibatches: Minibatches,
-    e: Tensor,
-    u: Tensor,
-    masks: Tensor,
-) -> None:
-    """Refuse data that see two units: the slope in one must stay where others move."""
-    maps = {name: _gaussian(latent[name])[1] for name in units.names}
-    fixed = {n: s["value"] for n, s in latent.items() if n not in units.names}
+    # the slope in a unit must stay where others move
+    maps = {name: gaussian_of(latent[name])[1] for name in units.names}
+    fixed = {name: value.unsqueeze(0) for name, value in values.items()}
+    like = sites[units.names[0]]["value"]
+    e, u = (0.3 * x.to(like) for x in (e, u))
 
     def slope(z: Tensor) -> Tensor | None:
-        with torch.enable_grad():
-            z = z.to(latent[units.names[0]]["value"]).requires_grad_()
-            every = {n: v[None] for n, v in (fixed | units.values(z, maps)).items()}
-            total = units.log_likelihood(model, args, kwargs, every, minibatches)
-            if total is None or not total.requires_grad:
-                return None
-            return torch.autograd.grad(total.sum(), z)[0]
+        found = units.slopes(call, fixed, z.unsqueeze(0), maps, hessian=False)
+        return None if found is None else found[0][0]
 
-    e, u = 0.3 * e, 0.3 * u
     still = slope(e)
     for mask in masks if still is not None else ():
         now = slope(torch.where(mask[:, None], e + u, e))
         size = TOLERANCE * torch.finfo(still.dtype).eps * still.abs().max().clamp_min(1.0)
         if now is not None and bool(((now - still)[~mask].abs() > size).any()):
             raise ValueError(
-                f"AutoHierarchical: data see several units of {units.plate!r} at once, so these are not "
+                f"AutoHierarchical: data see several units of {units.plate!r} at once, so they are not "
                 f"independent given the globals. Take AutoFullRankNormal, or AutoSites for chains and "
                 f"fields; of crossed effects make the smaller set global by locals=[...]."
             )
+    return replace(units, dependent=dependent)
 
 
 def check_index(seen: Seen, units: Units, learning: bool) -> None:
