@@ -16,10 +16,12 @@ from functools import cache, reduce
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.func import grad, vjp, vmap
+from torch.overrides import TorchFunctionMode
 
 from ..linalg.host import fixed_normal
 from ..runtime.density import Site, Sites, site_kind, site_log_prob
@@ -161,7 +163,8 @@ def _by_columns(f: Function, theta: Tensor, w: Tensor, form: str, size: int) -> 
 
 
 def _by_rows(f: Function, theta: Tensor, w: Tensor, form: str, size: int) -> Tensor:
-    pullback: Any = vjp(f, theta)[1]
+    with _PlainPReLU():
+        pullback: Any = vjp(f, theta)[1]
 
     def block(part: slice) -> Tensor:
         return vmap(lambda e: pullback(e)[0], randomness="same")(_basis(theta, len(w), part))
@@ -173,6 +176,18 @@ def _by_rows(f: Function, theta: Tensor, w: Tensor, form: str, size: int) -> Ten
         return reduce(torch.add, ((w[part] * block(part).square()).sum(0) for part in parts))
     pairs = ((w[part], block(part)) for part in parts)
     return reduce(torch.add, ((weight * J).mT @ J for weight, J in pairs))
+
+
+class _PlainPReLU(TorchFunctionMode):
+    """``F.prelu`` by ``where``: under two ``vmap`` its own backward fails, with a weight a channel."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_prelu if func is F.prelu else func)(*args, **(kwargs or {}))
+
+
+def _prelu(input: Tensor, weight: Tensor) -> Tensor:
+    weight = weight.view(-1, *(1,) * (input.dim() - 2))
+    return torch.where(input > 0.0, input, weight * input)
 
 
 def _parts(length: int, size: int) -> list[slice]:

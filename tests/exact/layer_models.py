@@ -238,6 +238,11 @@ def batch_norm_with_running_statistics() -> None:
     observe(h.sum(-1))
 
 
+def prelu() -> None:
+    h = F.prelu(F.conv1d(inputs(N, 2, 5), latent("v", 3, 2, 3)), latent("w", 3))
+    observe(F.prelu(h.sum(-1), latent("b", 1)))
+
+
 def scale_used_twice() -> None:
     w = latent("w", 3)
     observe((inputs(N, 3) * w).tanh() * w + F.layer_norm(inputs(N, 3), (3,), w))
@@ -267,6 +272,7 @@ CASES: dict[Callable[[], None], tuple[str, ...]] = {
     layer_norm_over_time: ("w", "b", "v"),
     group_norm: ("v", "w", "b"),
     batch_norm_with_running_statistics: ("v", "w", "b"),
+    prelu: ("v", "w", "b"),
     scale_used_twice: ("w",),
     through_functional_call: ("0.weight", "0.bias", "2.weight", "2.bias"),
 }

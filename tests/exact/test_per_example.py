@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import jacrev, vmap
 
@@ -44,6 +45,18 @@ def test_products_under_vmap_over_particles(form: str, d: int, n: int) -> None:
     f, thetas, w = problem(d, n)
     batched = vmap(lambda theta: products(f, theta, w, form, budget=500))(thetas)
     expected = torch.stack([products(f, theta, w, form) for theta in thetas])
+    torch.testing.assert_close(batched, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 3)])
+def test_prelu_with_a_weight_a_channel_under_vmap_over_particles(shape: tuple[int, ...]) -> None:
+    x, thetas, w = torch.randn(3, *shape), torch.randn(3, 4), torch.ones(3)
+
+    def f(theta: Tensor) -> Tensor:
+        return F.prelu(x * theta[0], weight=theta).square().flatten(1).sum(1)
+
+    batched = vmap(lambda theta: products(f, theta, w, "low_rank"))(thetas)
+    expected: Any = torch.stack([jacrev(f)(theta) for theta in thetas])
     torch.testing.assert_close(batched, expected, rtol=1e-12, atol=1e-12)
 
 

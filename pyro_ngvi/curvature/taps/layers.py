@@ -308,6 +308,7 @@ LAYERS: dict[Any, Find] = {
     F.rms_norm: _layer(None, "input normalized_shape weight eps", norm=F.rms_norm),
     F.group_norm: _layer(None, "input num_groups weight bias eps", None, F.group_norm),
     F.batch_norm: _layer(None, _BATCH, None, F.batch_norm),
+    F.prelu: _layer(None, "input weight", None, lambda x: x.clamp(max=0.0)),
     Tensor.__getitem__: _getitem,
 }
 for _owner, _names, _find in (
