@@ -223,7 +223,8 @@ class BayesianModule(nn.Module):
         else:
             index = torch.as_tensor(index, device=output.device)
             within = host_bool(((index >= 0) & (index < self.num_data)).all())
-            if index.shape != (num,) or index.is_floating_point() or within is False:
+            whole = not index.is_floating_point() and index.dtype is not torch.bool
+            if index.shape != (num,) or not whole or within is False:
                 raise ValueError(
                     f"index is of shape {tuple(index.shape)} and dtype {index.dtype}; it must hold "
                     f"the number, from 0 to {self.num_data - 1}, of each of the {num} examples."

@@ -310,7 +310,7 @@ def test_noise_of_another_shape_than_the_outputs(outputs: int, size: int, event_
         ngvi.AutoMeanFieldNormal(model)(X, Y[:, None].expand(8, outputs))
 
 
-@pytest.mark.parametrize("index", [[0, 1], list(range(1, 9)), [0.0] * 8])
+@pytest.mark.parametrize("index", [[0, 1], list(range(1, 9)), [0.0] * 8, [True] * 8])
 def test_numbers_of_the_examples(index: Any) -> None:
     with pytest.raises(ValueError, match=r"index is of shape .* from 0 to 7, of each of the 8"):
         linear()(X, Y, index)
