@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..diagnostics.draws import guide_draws, random_state
 from ..runtime.checks import check_data
-from ..runtime.density import Sites, innermost
+from ..runtime.density import Sites, check_guide_of_this_model, check_model, innermost
 from ..runtime.model_density import Parts, map_draws
 from ..runtime.run import look
 from .bayesianize import BayesianModule
@@ -78,8 +78,8 @@ def predict(
 
     Raises:
         TypeError: when ``model`` was not made by :func:`bayesianize`.
-        ValueError: when there is no batch, when the guide was never called or lacks a latent site of
-            the model, or when y fits neither the batches nor the likelihood and its support.
+        ValueError: when there is no batch, when the guide was never called or is one of another
+            model, or when y fits neither the batches nor the likelihood and its support.
 
     Example:
         >>> import torch
@@ -106,6 +106,12 @@ def predict(
     with torch.no_grad():
         with random_state(seed):  # not around the batches: a loader may draw too
             values, _ = guide_draws(partial(guide, *args), num_samples)
+        for name, shape in model.sites.items():  # before the network runs
+            if name in values and values[name].shape[1:] != shape:
+                raise ValueError(
+                    f"The weight {name!r} has shape {tuple(shape)} in the model, but the guide gives "
+                    f"it shape {tuple(values[name].shape[1:])}. Is it the guide of another network?"
+                )
         parts = [
             _average(_run(model, *batch, values, num_samples, chunk_size), keep_draws)
             for batch in itertools.chain([first], batches)
@@ -163,9 +169,8 @@ def _run(
                 pyro.sample("y", fn, obs=model.observed(fn, y))
 
     def reduce(sites: Sites) -> Parts:
-        for name, site in sites.items():
-            if name not in values and not site["is_observed"]:
-                raise ValueError(f"The guide does not sample the model's latent site {name!r}.")
+        check_model(sites, values, {})
+        check_guide_of_this_model(values, sites)
         mean, variance = _moments(fn)
         result = {"mean": mean, "variance": variance}
         if y is not None:

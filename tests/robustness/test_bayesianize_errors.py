@@ -237,8 +237,30 @@ def test_predict_needs_every_latent_site() -> None:
     def guide(x: Any, y: Any = None) -> None:
         pyro.sample("weight", dist.Normal(torch.zeros(1, 2), 1.0).to_event(2))
 
-    with pytest.raises(ValueError, match="does not sample the model's latent site 'bias'"):
+    with pytest.raises(ValueError, match="latent site 'bias' of the model is not sampled"):
         predict(linear(), guide, X, Y)
+
+
+def test_predict_needs_a_guide_of_the_same_network() -> None:
+    def net(*out: int) -> nn.Sequential:
+        pairs = zip((2, *out), out, strict=False)
+        return nn.Sequential(*(nn.Linear(n, m) for n, m in pairs))
+
+    def guide_of(module: nn.Module, noise: Any = None) -> Any:
+        model = bayesianize(module, "normal", num_data=8, noise=noise)
+        guide = ngvi.AutoMeanFieldNormal(model)
+        guide(X, module(X))
+        return guide
+
+    model = bayesianize(net(4, 3), "normal", num_data=8)
+    for other in (net(8, 3), net(4, 1), net(4, 4, 1)):
+        with pytest.raises(ValueError, match=r"'\d.weight' has shape .* guide of another network"):
+            predict(model, guide_of(other), X, Y)
+    with pytest.raises(ValueError, match=r"'2.weight', which is no site of the model"):
+        predict(model, guide_of(net(4, 3, 1)), X)
+    noise = guide_of(net(4, 3), lambda: dist.HalfNormal(torch.ones(3)).to_event(1))
+    with pytest.raises(ValueError, match=r"'noise' has shape \(\) in the model, .* shape \(3,\)"):
+        predict(model, noise, X)
 
 
 class Running(nn.Module):
