@@ -15,6 +15,7 @@ from torch.distributions.transforms import IndependentTransform
 from ..families import MeanFieldNormal, ProductFamily
 from ..families.base import Family, Tensors
 from ..families.vectors import sample_quantiles
+from ..linalg.host import host_bool
 
 #: numbers that are drawn at most, until there are 1,024 draws
 MOST = 2**26
@@ -59,6 +60,17 @@ def factor(
     return None
 
 
+def levels_like(quantiles: Any, like: Tensor) -> Tensor:
+    """The levels that a user asks for as a tensor of the dtype and device of ``like``."""
+    levels = torch.as_tensor(quantiles, dtype=like.dtype, device=like.device)
+    if host_bool(((levels >= 0.0) & (levels <= 1.0)).all()) is False:
+        low, high = levels.min(), levels.max()
+        raise ValueError(
+            f"quantiles are at levels from 0 to 1, such as [0.05, 0.95], not from {low:g} to {high:g}."
+        )
+    return levels
+
+
 def site_quantiles(guide: Any, params: Tensors, quantiles: Any) -> dict[str, Tensor]:
     """Quantiles (L, *shape) of each latent site of ``guide`` at L levels in (0, 1), entry by entry.
 
@@ -74,7 +86,7 @@ def site_quantiles(guide: Any, params: Tensors, quantiles: Any) -> dict[str, Ten
     """
     family, shapes = guide.family, guide._unconstrained_shapes
     like = next(iter(params.values()))
-    levels = torch.as_tensor(quantiles, dtype=like.dtype, device=like.device)
+    levels = levels_like(quantiles, like)
     upper, flat = levels > 0.5, levels.reshape(-1)
     at, mirrored, drawn = family.icdf(params, flat), family.icdf(params, 1.0 - flat), None
     n = max(1024, min(16384, MOST // max(1, guide.latent_dim)))

@@ -11,7 +11,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from ..guides.marginals import SiteValue
+from ..guides.marginals import SiteValue, levels_like
 from ..linalg.host import outside_autocast
 from ..runtime.store import module_name
 from .data import Indices, SiteData, SiteView, Snapshot, take_snapshot
@@ -127,7 +127,7 @@ class AutoSites(SiteGuide):
         """Posterior quantiles of every latent site, (Q, *shape) by name."""
         call, _ = self._current(args, kwargs)
         mean, sd = self.algebra.mean_and_sd(call)
-        levels = torch.as_tensor(quantiles, dtype=mean.dtype, device=mean.device)
+        levels = levels_like(quantiles, mean)
         return call.by_site(mean + torch.special.ndtri(levels).unsqueeze(-1) * sd)
 
     @torch.no_grad()

@@ -46,6 +46,12 @@ def fitted_sites() -> Any:
     return guide
 
 
+def called_guide() -> Any:
+    guide = ngvi.AutoMeanFieldNormal(line)
+    guide()
+    return guide
+
+
 def process(**how: Any) -> Any:
     return ngvi.distributions.GaussianProcess(lambda a, b: torch.eye(len(a)), X, **how)
 
@@ -88,6 +94,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "negative number": (lambda: fitted_sites().remove([-1]), "by numbers from 0 to 9"),
     "one truth": (lambda: fitted_sites().remove(True), "by numbers from 0 to 9"),
     "short mask": (lambda: fitted_sites().reset([True, False]), r"a mask of shape \(10,\)"),
+    "levels in percent": (
+        lambda: called_guide().quantiles([5, 95]),
+        "levels from 0 to 1.* 5 to 95",
+    ),
+    "levels of sites": (lambda: fitted_sites().quantiles(1.5), "levels from 0 to 1.* 1.5 to 1.5"),
     "negative jitter": (lambda: process(jitter=-0.1), "jitter is -0.1"),
     "learned jitter": (lambda: process(jitter=torch.ones(())), "jitter is tensor"),
     "no layers": (lambda: ngvi.AutoCouplingFlow(line, layers=0), "layers must be at least 1"),
