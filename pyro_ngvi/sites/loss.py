@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -103,10 +104,11 @@ class SitesELBO(ELBO):
     """
 
     def __init__(self, num_particles: int = 1, *, num_points: int | None = None) -> None:
-        if num_particles < 1 or (num_points is not None and num_points < 2):
+        whole = isinstance(num_particles, Integral) and isinstance(num_points, Integral | None)
+        if not whole or num_particles < 1 or (num_points is not None and num_points < 2):
             raise ValueError(
-                f"SitesELBO: num_particles must be at least 1 and num_points at least 2, got "
-                f"{num_particles} and {num_points}."
+                f"SitesELBO: num_particles must be at least 1 and num_points at least 2, both whole, "
+                f"got {num_particles} and {num_points}."
             )
         super().__init__(num_particles=num_particles)
         self.num_points = num_points

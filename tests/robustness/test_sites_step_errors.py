@@ -247,7 +247,10 @@ def test_lr_out_of_range(lr: Any) -> None:
         ngvi.CVI(ngvi.AutoSites(plain), lr=lr)
 
 
-@pytest.mark.parametrize("options", [{"num_particles": 0}, {"num_points": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [{"num_particles": 0}, {"num_points": 1}, {"num_particles": 2.5}, {"num_points": 7.5}],
+)
 def test_numbers_of_the_loss(options: dict[str, Any]) -> None:
     with pytest.raises(
         ValueError, match="num_particles must be at least 1 and num_points at least 2"
