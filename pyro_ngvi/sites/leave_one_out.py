@@ -55,6 +55,7 @@ import torch
 from torch import Tensor
 
 from ..linalg.products import matvec
+from ..optim.rule import require
 from .bound_model import moves
 from .data import Snapshot
 from .dense import WhitePosterior
@@ -247,6 +248,7 @@ class Influence:
 
     def most(self, count: int = 10) -> Tensor:
         """Numbers (count,) of the data, or sets, of the largest distance, improper ones first."""
+        require(count >= 0, "count", "not be negative", count)
         order = self.distance.nan_to_num(torch.inf).argsort(descending=True, stable=True)
         return order[:count]
 

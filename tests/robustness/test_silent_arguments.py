@@ -99,6 +99,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "levels from 0 to 1.* 5 to 95",
     ),
     "levels of sites": (lambda: fitted_sites().quantiles(1.5), "levels from 0 to 1.* 1.5 to 1.5"),
+    "fewer than none": (lambda: fitted_sites().influence().most(-1), "count must not be negative"),
     "negative jitter": (lambda: process(jitter=-0.1), "jitter is -0.1"),
     "learned jitter": (lambda: process(jitter=torch.ones(())), "jitter is tensor"),
     "no layers": (lambda: ngvi.AutoCouplingFlow(line, layers=0), "layers must be at least 1"),
