@@ -2,12 +2,14 @@
 
 Four runs, at the corners e, e + u, e + v, e + u + v of a parallelogram of noises, show which results
 change with the noise, and which of them bend.  Two circles around it, in the plane of u and v, show
-what happens only further off: the other side of a hinge, a limit, a fold.
+what happens only further off: the other side of a hinge, a limit, a fold.  Where nothing may change,
+two points far beyond are tried too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,8 @@ OWN = 1e-3
 SHRINKS = 12
 #: the circles around e, in units of u and v, and the points on each of them
 RADII, ANGLES = (4.0, 16.0), 8
+#: the points beyond, e + BEYOND u and e - BEYOND u
+BEYOND = 1e3
 #: runs at once
 CHUNK = 8
 
@@ -92,9 +96,19 @@ class Plane:
         return {"noise": noise, "alpha": alpha.squeeze(-1), "beta": beta.squeeze(-1)}
 
     def stays(self, result: Callable[[Tensor], Tensor], value: Tensor | None = None) -> bool:
-        """Whether ``result`` (of a noise) is the same at all points of the circles, and ``value``."""
+        """Whether ``result`` (of a noise) is the same at all points of the circles, and ``value``.
+
+        And at two points beyond, where the model can run there.
+        """
         far = for_each(result, self.circles["noise"], CHUNK)
-        return same(far, (far[:1] if value is None else value).expand_as(far))
+        value = far[0] if value is None else value
+        if not same(far, value.expand_as(far)):
+            return False
+        with suppress(RuntimeError, ValueError):  # a Cholesky of what overflows, say
+            far = for_each(
+                result, torch.stack([self.e + BEYOND * self.u, self.e - BEYOND * self.u])
+            )
+        return same(far, value.expand_as(far))
 
     def affine(
         self, runner: ConditionedModel, corners: Sequence[Mapping[TensorRef, Tensor]]

@@ -109,6 +109,12 @@ def local_latent(X: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Normal(a, 1.0), obs=y[i])
 
 
+def scale_far_from_the_prior(X: Tensor, y: Tensor) -> None:
+    w = normal_weights(D)
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Normal(X @ w, 1.0 + (w.abs().sum() - 200.0).relu()), obs=y)
+
+
 def no_latent(X: Tensor, y: Tensor) -> None:
     with pyro.plate("data", len(X)):
         pyro.sample("y", dist.Normal(X[:, 0], 1.0), obs=y)
@@ -150,6 +156,7 @@ OUTSIDE = {
     "square of the prior": (prior(lambda w: w.square()), "first result that is not linear"),
     "hinge in the prior": (prior(torch.relu), "first result that is not linear"),
     "modulus in the prior": (prior(torch.abs), "first result that is not linear"),
+    "scale far from the prior": (scale_far_from_the_prior, "first result that is not linear"),
     "network": (network, "through at most 64 linear combinations"),
     "sum over the data": (
         likelihood(lambda w: (X() @ w).tanh() @ torch.ones(N, N)),
