@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ..families.base import Tensors, centred
 from ..families.full_rank import FullRankNormal
-from ..linalg.hessian import ROWS, bfgs, eigen_abs, gradient_and_hessian
+from ..linalg.hessian import ROWS, bfgs, derivatives, eigen_abs
 from ..linalg.host import own_random_state
 
 LogDensity = Callable[[Tensor], Tensor]  # theta (S, d) to (S,)
@@ -170,8 +170,7 @@ class Search:
         """Points (d,) that go down from theta, each with |H| (d, d), until f has converged."""
         between, damping = min(max(self.d // 4, 1), 12), 0.0
         for _ in range(HESSIANS):
-            g, H = gradient_and_hessian(lambda x: self.f(x.unsqueeze(0), self.d)[0], theta)
-            value = self.f(theta.unsqueeze(0))[0]
+            value, g, H = derivatives(lambda x: self.f(x.unsqueeze(0), self.d)[0], theta)
             if not bool(torch.isfinite(g.sum() + H.sum() + value)):
                 return
             h, Q = eigen_abs(H)
@@ -205,7 +204,7 @@ class Search:
             params = family.matched(loc, precision)
             noise = self.noise[DRAWS * k :][:DRAWS, : family.noise_dim(params)]
             away = family.rsample(params, centred(noise)) - loc
-            g, H = gradient_and_hessian(lambda x, a=away: self.f(x + a, self.d).mean(), loc)
+            _, g, H = derivatives(lambda x, a=away: self.f(x + a, self.d).mean(), loc)
             if not bool(torch.isfinite(g.sum() + H.sum())):
                 break
             h, Q = eigen_abs(torch.lerp(precision, H, 1.0 / (k + 1.5)))

@@ -13,19 +13,19 @@ from torch.func import vjp, vmap
 ROWS = 16
 
 
-def gradient_and_hessian(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a function of one point x (d,): reverse over reverse, which every density allows."""
+def derivatives(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Value, gradient and Hessian at one point x (d,), by reverse over reverse, which all allow."""
 
-    def gradient(point: Tensor) -> Tensor:
+    def gradient_and_value(point: Tensor) -> tuple[Tensor, Tensor]:
         made: Any = vjp(f, point)
         value, pull = made
-        return pull(torch.ones_like(value))[0]
+        return pull(torch.ones_like(value))[0], value
 
-    made: Any = vjp(gradient, x)
-    g, pull = made
+    made: Any = vjp(gradient_and_value, x, has_aux=True)
+    g, pull, value = made
     eye = torch.eye(len(x), dtype=x.dtype, device=x.device)
     H = vmap(lambda v: pull(v)[0], chunk_size=ROWS)(eye)
-    return g, 0.5 * (H + H.mT)
+    return value, g, 0.5 * (H + H.mT)
 
 
 def eigen_abs(H: Tensor) -> tuple[Tensor, Tensor]:
