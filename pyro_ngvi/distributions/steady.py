@@ -27,6 +27,8 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.distributions.kl import register_kl
 
+from ..runtime.density import innermost
+
 GAUSSIAN = (td.Normal, td.MultivariateNormal, td.LowRankMultivariateNormal)
 
 
@@ -59,7 +61,7 @@ class Steady(TorchDistribution):
         z = self.base_dist.rsample(shape)
         together = z.shape[: len(shape) + len(self.batch_shape) - self._own]
         n = prod(together)
-        if n < 2 or not isinstance(_innermost(self.base_dist), GAUSSIAN):
+        if n < 2 or not isinstance(innermost(self.base_dist), GAUSSIAN):
             return z
         mean = z.mean(tuple(range(len(together))), keepdim=True)
         return self.base_dist.mean + (n / (n - 1)) ** 0.5 * (z - mean)
@@ -98,7 +100,7 @@ def can_be_steady(fn: Any) -> bool:
         return False
     if not getattr(fn, "has_rsample", False):
         return False
-    base = _innermost(fn)
+    base = innermost(fn)
     if isinstance(base, td.TransformedDistribution):
         return all(map(is_fixed, base.transforms))
     return not isinstance(base, Delta)
@@ -118,9 +120,3 @@ def _contents(transform: Any) -> list[Any]:
             for part in value if isinstance(value, list | tuple) else [value]:
                 found += _contents(part) if isinstance(part, td.Transform) else [part]
     return found
-
-
-def _innermost(fn: Any) -> Any:
-    while isinstance(fn, td.Independent):
-        fn = fn.base_dist
-    return fn

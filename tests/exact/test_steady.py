@@ -45,6 +45,11 @@ def test_particles_of_a_plate_are_made_together(S: int) -> None:
     assert (Steady(plain).rsample() - plain.mean).abs().min() > 1e-6
 
 
+def test_masked_draws_are_centred_too() -> None:
+    masked = dist.Normal(torch.tensor([3.0, 5.0]), 1.0).mask(torch.tensor([True, False]))
+    torch.testing.assert_close(Steady(masked).rsample((4,)).mean(0), masked.mean)
+
+
 def test_the_density_has_the_gradient_of_the_path_alone() -> None:
     loc = torch.tensor([0.5], requires_grad=True)
     q = Steady(dist.Normal(loc, 2.0))
@@ -70,6 +75,12 @@ def test_the_density_has_the_gradient_of_the_path_alone() -> None:
             dist.TransformedDistribution(
                 dist.Normal(torch.zeros(2), 1.0), [dist.transforms.affine_autoregressive(2)]
             ),
+            False,
+        ),
+        (
+            dist.TransformedDistribution(
+                dist.Normal(torch.zeros(2), 1.0), [dist.transforms.affine_autoregressive(2)]
+            ).mask(True),
             False,
         ),
     ],
