@@ -20,7 +20,6 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoContinuous
 from pyro.nn.module import pyro_method
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from ..families.base import Family, Tensors
 from ..linalg.products import each_gradient
 from ..runtime.density import Site, Sites, free_dim, innermost, is_latent, scale_and_mask
+from ..runtime.pyro_adapter import draws_one_vector
 from ..runtime.run import (
     Conditioned,
     Minibatches,
@@ -258,11 +258,7 @@ class GuideScores:
     @property
     def is_joint(self) -> bool:
         """Whether the guide draws one flat vector in Pyro's own way."""
-        return (
-            isinstance(self.guide, AutoContinuous)
-            and type(self.guide).forward is AutoContinuous.forward
-            and type(self.guide).sample_latent is AutoContinuous.sample_latent
-        )
+        return draws_one_vector(self.guide)
 
     def posterior(self) -> Any:
         """The distribution of that vector."""

@@ -28,6 +28,7 @@ from ..linalg.host import outside_autocast, own_random_state
 from ..optim.host import find_blocks
 from ..runtime import checks, density, run
 from ..runtime.density import LatentLayout, Sites, site_log_prob, sum_log_prob
+from ..runtime.pyro_adapter import draws_one_vector
 from ..runtime.run import CannotBatch, Conditioned, Minibatches
 from ..runtime.store import whole_gradients
 from ..runtime.summed_out import summed_out
@@ -100,8 +101,8 @@ class BatchedELBO(ELBO):
         chunk_size: int | None = None,
         retain_graph: bool | None = None,
     ) -> None:
-        if num_particles < 1:
-            raise ValueError(f"num_particles is {num_particles}; it must be at least 1.")
+        if not isinstance(num_particles, int) or num_particles < 1:
+            raise ValueError(f"num_particles is {num_particles}; it must be a whole number from 1.")
         if curvature not in (None, *ESTIMATORS):
             kinds = ", ".join(map(repr, ESTIMATORS))
             raise ValueError(f"curvature is {curvature!r}; it must be None or one of {kinds}.")
@@ -169,7 +170,7 @@ class BatchedELBO(ELBO):
             raise ValueError(f"kl_weight is {self.kl_weight}; it must be a positive number.")
         self._minibatches.redraw()
         outer = guide.globals if hasattr(guide, "draw_units") else guide
-        joint, shared = _is_joint(outer), {}
+        joint, shared = draws_one_vector(outer, AutoFamily), {}
         if kind is not None and (self._drawn is None or self._drawn.kind != kind):
             check_takes_curvature(guide, kind, joint and isinstance(guide, AutoFamily))
         if joint:
@@ -337,12 +338,3 @@ def _posterior_of(guide: AutoContinuous, *args: Any, **kwargs: Any) -> Any:
         return guide.sampling_posterior()
     q = guide.get_posterior(*args, **kwargs)
     return Steady(q) if draws_steadily(guide) and can_be_steady(q) else q
-
-
-def _is_joint(guide: Program) -> bool:
-    """Whether a guide samples one flat vector in Pyro's own way, and can do so in a batch."""
-    return (
-        isinstance(guide, AutoContinuous)
-        and type(guide).forward in (AutoContinuous.forward, AutoFamily.forward)
-        and type(guide).sample_latent in (AutoContinuous.sample_latent, AutoFamily.sample_latent)
-    )

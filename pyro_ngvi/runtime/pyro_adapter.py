@@ -81,6 +81,15 @@ def unblocked(model: Callable[..., Any]) -> Callable[..., Any]:
     return model if inner is None else unblocked(inner)
 
 
+def draws_one_vector(guide: Any, base: type[AutoContinuous] = AutoContinuous) -> bool:
+    """Whether a guide samples one flat vector, in Pyro's own way or that of the class ``base``."""
+    return (
+        isinstance(guide, AutoContinuous)
+        and type(guide).forward in (AutoContinuous.forward, base.forward)
+        and type(guide).sample_latent in (AutoContinuous.sample_latent, base.sample_latent)
+    )
+
+
 def masks_of(site: Any) -> list[tuple[Any, int]]:
     """The masks on a sample site, by ``poutine.mask`` and ``.mask``: a bool or a tensor, and how many
     dimensions of the value it leaves out on the right."""
