@@ -31,6 +31,8 @@ from torch import Tensor
 from ..linalg.products import matvec
 from ..linalg.spectral import positive_part
 
+#: halvings of an interval that holds a quantile
+HALVINGS = 50
 #: by what factor a precision changes in a step at most, and by how many sds a mean
 MOST_RATIO, MOST_SDS = 16.0, 3.0
 #: the share of the first steps, and for how many visits the later averages last
@@ -121,6 +123,26 @@ class Sites:
             sds > MOST_SDS, matvec(middle.precision + precision, there) - middle.linear, linear
         )
         return Sites(linear, precision, self.visits + finite)
+
+
+def antithetic(like: Tensor) -> Tensor:
+    """White noise (S, B, k), in pairs e, -e; one is left over where S is odd."""
+    half = torch.randn_like(like[: (len(like) + 1) // 2])
+    return torch.cat([half, -half[: len(like) // 2]])
+
+
+def mixture_quantiles(mean: Tensor, sd: Tensor, levels: Tensor) -> Tensor:
+    """Quantiles (L, ...) of equal mixtures of S normals, ``mean`` and ``sd`` (S, ...), by bisection."""
+    found = []
+    for level in levels:
+        z = mean + sd * torch.special.ndtri(level)
+        low, high = z.amin(0), z.amax(0)
+        for _ in range(HALVINGS):
+            middle = 0.5 * (low + high)
+            below = torch.special.ndtr((middle - mean) / sd).mean(0) < level
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        found.append(0.5 * (low + high))
+    return torch.stack(found)
 
 
 # --- small triangles: a loop over their entries is many times faster than LAPACK, a matrix at a time

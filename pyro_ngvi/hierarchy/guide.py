@@ -11,22 +11,24 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from ..guides import AutoFullRankNormal
 from ..guides.base import AutoFamily
-from ..guides.marginals import SiteValue
+from ..guides.marginals import SiteValue, levels_like
 from ..guides.start import MadeAtFirstCall
 from ..linalg.host import outside_autocast, own_random_state
 from ..runtime.pyro_adapter import give_model, has_model
 from ..runtime.run import Minibatches, run_particles
-from .conditional import Conditionals, Sites, UnitPriors
-from .units import Call, Seen, Units, check_index, find_units
+from .conditional import Conditionals, Sites, antithetic, mixture_quantiles
+from .find import check_index, find_units
+from .units import Call, Given, Seen, Units
 
 #: steps of a unit's site before its first draw that counts
 FIRST_STEPS = 2
-#: draws of the globals behind medians and quantiles, their seed, and halvings of an interval
-DRAWS, SEED, HALVINGS = 64, 20_250_925, 50
+#: draws of the globals behind medians and quantiles, and their seed
+DRAWS, SEED = 64, 20_250_925
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,11 @@ class AutoHierarchical(MadeAtFirstCall):
         # a search for a start would see the units at random draws from their prior
         ours = isinstance(globals, type) and issubclass(globals, AutoFamily)
         self.globals = globals(outer, init=None) if ours else globals(outer)
+        if not isinstance(self.globals, AutoGuide):
+            raise ValueError(
+                f"AutoHierarchical: globals= makes an autoguide of a model, such as "
+                f"pyro_ngvi.AutoMeanFieldNormal; it made {type(self.globals).__name__}."
+            )
 
     def _is_local(self, msg: Any) -> bool:
         return msg["type"] == "sample" and msg["name"] in self.units.names
@@ -138,6 +145,8 @@ class AutoHierarchical(MadeAtFirstCall):
         """Pyro's guides of parts ask it of the guide that they are parts of."""
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        if not has_model(self):
+            raise _without_model()
         with self._loading_waiting_state():
             super()._setup_prototype(*args, **kwargs)
             units = find_units(self.model, args, kwargs, self._wanted)
@@ -157,30 +166,24 @@ class AutoHierarchical(MadeAtFirstCall):
 
         Where a loss is differentiated through the draws, the sites of these units take a step.
         """
-        units, learning = self.units, torch.is_grad_enabled() and self.training
-        call = Call(self.model, args, kwargs, minibatches)
-        prior, seen, maps = units.prior(call, values)
-        check_index(seen, units, learning)
+        learning = torch.is_grad_enabled() and self.training
+        given = self.units.given(self._call(args, kwargs, minibatches), values)
+        check_index(given.seen, self.units, learning)
         if learning and self._any_new():
             for _ in range(FIRST_STEPS):
-                with torch.no_grad():
-                    q = self._conditionals(prior, seen)
-                    self._step(call, values, q.draw(_antithetic(q.mean)), maps, prior, q, seen)
-        q = self._conditionals(prior, seen)
-        z = q.draw(_antithetic(q.mean))
-        log_q, drawn = q.log_prob(z), {}
-        for site, own in units.parts():
-            x = site.value(z[..., own])
-            for transform in maps[site.name]:
-                y = transform(x)
-                log_det = transform.log_abs_det_jacobian(x, y)
-                log_q = log_q - torch.stack([site.rows(d).sum(-1) for d in log_det])
-                x = y
-            drawn[site.name] = x
+                self._advance(given.detached())
+        q = self._conditionals(given)
+        z = q.draw(antithetic(q.mean))
+        mapped = self.units.mapped(z, given.maps)
+        log_q = q.log_prob(z) - sum(log_det for _, log_det in mapped.values())
         if learning and z.requires_grad:
-            given = call, values, z.detach(), maps, prior, q, seen
-            z.register_hook(lambda grad: self._step(*given))
-        return Drawn(drawn, log_q, seen)
+            z.register_hook(lambda grad: self._step(given.detached(), q.mean.detach(), z.detach()))
+        return Drawn({name: value for name, (value, _) in mapped.items()}, log_q, given.seen)
+
+    def _call(self, args: Any, kwargs: Any, minibatches: Minibatches | None = None) -> Call:
+        if not has_model(self):  # Pyro leaves it out of copies
+            raise _without_model()
+        return Call(self.model, args, kwargs, Minibatches() if minibatches is None else minibatches)
 
     def _any_new(self) -> bool:
         """Whether a unit's site was never moved; the device is waited for as long as one was not."""
@@ -188,9 +191,9 @@ class AutoHierarchical(MadeAtFirstCall):
             self._new = int((self.visits == 0.0).sum())
         return self._new > 0
 
-    def _conditionals(self, prior: UnitPriors, seen: Seen) -> Conditionals:
-        sites = self._sites_of(seen)
-        return Conditionals.of(prior, sites.linear, sites.precision)
+    def _conditionals(self, given: Given) -> Conditionals:
+        sites = self._sites_of(given.seen)
+        return Conditionals.of(given.priors, sites.linear, sites.precision)
 
     def _sites_of(self, seen: Seen) -> Sites:
         """The sites of the units of a call; zero for those that the guide does not have."""
@@ -202,26 +205,21 @@ class AutoHierarchical(MadeAtFirstCall):
         rows = [x.index_select(0, torch.where(known, index, 0)) for x in vars(sites).values()]
         return Sites(*(x * known.to(x).reshape(-1, *[1] * (x.dim() - 1)) for x in rows))
 
+    @torch.no_grad()
+    def _advance(self, given: Given) -> None:
+        """A step of the sites at fresh draws of the units."""
+        q = self._conditionals(given)
+        self._step(given, q.mean, q.draw(antithetic(q.mean)))
+
     @outside_autocast
-    def _step(
-        self,
-        call: Call,
-        values: Mapping[str, Tensor],
-        z: Tensor,
-        maps: Any,
-        prior: UnitPriors,
-        q: Conditionals,
-        seen: Seen,
-    ) -> None:
-        """Move the sites of the units ``seen`` by what the data say at draws z of q given values."""
-        fixed = {name: value.detach() for name, value in values.items()}
-        found = self.units.slopes(call, fixed, z, maps)
-        if found is None:
+    def _step(self, given: Given, mean: Tensor, z: Tensor) -> None:
+        """Move the sites by what the data say at draws z (S, B, k) of a q of that mean."""
+        seen, slopes = given.seen, self.units.slopes(given, z)
+        if slopes is None:
             return
         with torch.no_grad():
-            g, H = (x / seen.scale for x in found)
-            prior = UnitPriors(prior.linear.detach(), prior.precision.detach())
-            moved = self._sites_of(seen).moved(prior, q.mean.detach(), g, H)
+            g, H = (x / seen.scale for x in slopes)
+            moved = self._sites_of(seen).moved(given.priors, mean, g, H)
             for name, new in vars(moved).items():
                 own = getattr(self, name)
                 own.copy_(new) if seen.whole else own.index_copy_(0, seen.index.to(own.device), new)
@@ -232,7 +230,8 @@ class AutoHierarchical(MadeAtFirstCall):
             self._setup_prototype(*args, **kwargs)
         with poutine.block():
             self._create_plates(*args, **kwargs)
-        values, nodes = dict(self.globals(*args, **kwargs)), self.prototype_trace.nodes
+        trace: Any = self.prototype_trace
+        values, nodes = dict(self.globals(*args, **kwargs)), trace.nodes
         for name, value in values.items():
             if value.dim() > nodes[name]["value"].dim():
                 raise ValueError(
@@ -273,28 +272,27 @@ class AutoHierarchical(MadeAtFirstCall):
         Arguments: those of the model, whose units are meant.  Those of a unit are the quantiles of a
         mixture of its Gaussians at 64 draws of the globals, the same at every call.
         """
-        levels = torch.as_tensor(quantiles).to(self.linear).reshape(-1)
+        levels = levels_like(quantiles, self.linear).reshape(-1)
         found = dict(self.globals.quantiles(quantiles))
         with own_random_state(SEED), poutine.block():
-            call = Call(self.model, args, kwargs, Minibatches())
-            prior, seen, maps = self.units.prior(call, self._draws_of_globals(args, kwargs))
-            check_index(seen, self.units, learning=False)
-        q = self._conditionals(prior, seen)
-        sd = q.sd()
-        ends = [mixture_quantiles(q.mean, sd, p) for p in (levels, 1.0 - levels)]
-        each = [self.units.values(z, maps) for z in ends]
+            call = self._call(args, kwargs)
+            given = self.units.given(call, self._draws_of_globals(call))
+        check_index(given.seen, self.units, learning=False)
+        q = self._conditionals(given)
+        ends = [mixture_quantiles(q.mean, q.sd(), p) for p in (levels, 1.0 - levels)]
+        each = [self.units.values(z, given.maps) for z in ends]
         for name in self.units.names:
             low, high = (f(each[0][name], each[1][name]) for f in (torch.minimum, torch.maximum))
             upper = levels.reshape(-1, *[1] * (low.dim() - 1)) > 0.5
             found[name] = torch.where(upper, high, low)
         return found
 
-    def _draws_of_globals(self, args: Any, kwargs: Any) -> dict[str, Tensor]:
+    def _draws_of_globals(self, call: Call) -> dict[str, Tensor]:
         def values(sites: Any) -> dict[str, Tensor]:
             return {name: sites[name]["value"] for name in self.units.globals}
 
-        given = self.globals, values, {}, DRAWS, args, kwargs
-        return run_particles(*given, minibatches=Minibatches(), sampling=True)
+        given = self.globals, values, {}, DRAWS, call.args, call.kwargs
+        return run_particles(*given, minibatches=call.minibatches, sampling=True)
 
     # --- units that come, go, or are new
 
@@ -309,12 +307,10 @@ class AutoHierarchical(MadeAtFirstCall):
         """
         with poutine.block():
             for _ in range(num_steps):
-                call = Call(self.model, args, kwargs, Minibatches())
-                values = self._draws_of_globals(args, kwargs)
-                prior, seen, maps = self.units.prior(call, values)
-                check_index(seen, self.units, learning=True)
-                q = self._conditionals(prior, seen)
-                self._step(call, values, q.draw(_antithetic(q.mean)), maps, prior, q, seen)
+                call = self._call(args, kwargs)
+                given = self.units.given(call, self._draws_of_globals(call))
+                check_index(given.seen, self.units, learning=True)
+                self._advance(given)
 
     def add(self, count: int) -> None:
         """Make room for ``count`` units more, which come after those of before, by their prior."""
@@ -351,21 +347,8 @@ class AutoHierarchical(MadeAtFirstCall):
         self._new = None
 
 
-def mixture_quantiles(mean: Tensor, sd: Tensor, levels: Tensor) -> Tensor:
-    """Quantiles (L, ...) of equal mixtures of S normals, ``mean`` and ``sd`` (S, ...), by bisection."""
-    found = []
-    for level in levels:
-        z = mean + sd * torch.special.ndtri(level)
-        low, high = z.amin(0), z.amax(0)
-        for _ in range(HALVINGS):
-            middle = 0.5 * (low + high)
-            below = torch.special.ndtr((middle - mean) / sd).mean(0) < level
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        found.append(0.5 * (low + high))
-    return torch.stack(found)
-
-
-def _antithetic(like: Tensor) -> Tensor:
-    """White noise (S, B, k), in pairs e, -e; one is left over where S is odd."""
-    half = torch.randn_like(like[: (len(like) + 1) // 2])
-    return torch.cat([half, -half[: len(like) // 2]])
+def _without_model() -> RuntimeError:
+    return RuntimeError(
+        "This AutoHierarchical was unpickled or loaded, and does not carry the model. Make a new one, "
+        "AutoHierarchical(model), and give it this one's state: load_state_dict(old.state_dict())."
+    )

@@ -1,0 +1,175 @@
+"""Finds the units of a model at a guide's first call, and refuses models that have none.
+
+Which latent sites are Gaussian given others, whether some are means of others, and whether data see
+units one by one is tried in runs of the model: units are moved, one half of them at a time, told apart
+by the binary digits of their numbers, and nothing of the other half may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from ..linalg.host import at_hand, fixed_normal, own_random_state
+from ..runtime.density import Site, Sites
+from ..runtime.pyro_adapter import is_marked
+from ..runtime.run import Minibatches, run_plainly
+from ..sites.probe_points import TOLERANCE, digit_masks, same
+from .units import Call, LocalSite, Model, Seen, Units, is_gaussian
+
+#: most latent variables of one unit
+MOST_ENTRIES = 64
+
+
+def find_units(model: Model, args: Any, kwargs: Any, wanted: Sequence[str] | None) -> Units:
+    """The units of a model at these arguments, with the latent sites ``wanted``, or all of the largest
+    plate that has Gaussian ones."""
+    with poutine.block(), own_random_state(), torch.no_grad():
+        sites = run_plainly(model, {}, args, kwargs, Minibatches())
+        latent = {n: s for n, s in sites.items() if not (s["is_observed"] or site_is_subsample(s))}
+        for name, site in latent.items():
+            if is_marked(site):
+                raise ValueError(
+                    f"AutoHierarchical: {name!r} is enumerated, and its sum would tie units together. "
+                    f"Write the mixture as one observed site (MixtureSameFamily)."
+                )
+        units = _layout(latent, wanted)
+        drawn = Minibatches({n: s["value"] for n, s in sites.items() if site_is_subsample(s)})
+        return _probed(Call(model, args, kwargs, drawn), units, sites, latent)
+
+
+def _layout(latent: Sites, wanted: Sequence[str] | None) -> Units:
+    unknown = [name for name in wanted or () if name not in latent]
+    if unknown:
+        raise ValueError(
+            f"AutoHierarchical: locals= names {unknown[0]!r}, and the latent sites of the model are "
+            f"{', '.join(map(repr, latent))[:120]}."
+        )
+    frames = {}
+    for name, site in latent.items():
+        if (name in wanted) if wanted is not None else is_gaussian(site):
+            for frame in site["cond_indep_stack"]:
+                if frame.dim is not None:
+                    frames.setdefault(frame.name, (frame, []))[1].append(name)
+    full = {name: frame.full_size or frame.size for name, (frame, _) in frames.items()}
+    if wanted is not None:
+        full = {name: n for name, n in full.items() if len(frames[name][1]) == len(set(wanted))}
+    if not full:
+        raise ValueError(
+            "AutoHierarchical: no plate of units was found with Gaussian latent sites in it. Put them "
+            "into one, with pyro.plate('units', n): u = pyro.sample('u', dist.Normal(m, s)), or take "
+            "AutoSites or AutoFullRankNormal."
+        )
+    plate = max(full, key=lambda name: full[name])
+    frame, inside = frames[plate]
+    chosen = wanted or [n for n, s in latent.items() if plate in _plates(s)]
+    sites = []
+    for name in (n for n in latent if n in chosen):
+        site = latent[name]
+        if not is_gaussian(site):
+            raise ValueError(
+                f"AutoHierarchical: {name!r} in the plate {plate!r} is {type(site['fn']).__name__}. "
+                f"Units need Normal, MultivariateNormal or LogNormal sites; name those by "
+                f"locals={inside}, and it joins the globals."
+            )
+        axis = frame.dim - site["fn"].event_dim
+        shape = list(site["value"].shape)
+        del shape[axis]
+        sites.append(LocalSite(name, torch.Size(shape), axis))
+    others = tuple(n for n in latent if n not in chosen)
+    units = Units(plate, frame.dim, full[plate], tuple(sites), others)
+    if units.width > MOST_ENTRIES:
+        raise ValueError(
+            f"AutoHierarchical: a unit of {plate!r} has {units.width} latent variables, more than "
+            f"{MOST_ENTRIES}. Name fewer sites by locals=, or take AutoFactorNormal."
+        )
+    if not others:
+        raise ValueError(
+            f"AutoHierarchical: all latent sites are those of units in {plate!r}, so there are no "
+            f"globals to infer. Take AutoSites(model)."
+        )
+    return units
+
+
+def _plates(site: Site) -> list[str]:
+    return [frame.name for frame in site["cond_indep_stack"]]
+
+
+def _probed(call: Call, units: Units, sites: Sites, latent: Sites) -> Units:
+    """Whether units' sites depend on each other, and refusals: by moving them, one half at a time."""
+    values = {name: latent[name]["value"] for name in units.globals}
+    count = len(units.sites[0].rows(sites[units.names[0]]["value"]))
+    e, u = fixed_normal(2, count, units.width, seed=count)
+    masks = digit_masks(count, torch.device("cpu"))[: 2 * count - 2]
+    names = ", ".join(units.names)
+
+    def prior(z: Tensor) -> tuple[Tensor, Tensor]:
+        at = call.at(values, units.held(z))
+        return units.offset(at), units.conditional_precision(at)
+
+    (base, precision), (moved, other) = prior(0.0 * u), prior(u)
+    tolerance = 1e3 * TOLERANCE * torch.finfo(base.dtype).eps
+    if not same(other, precision, tolerance):
+        raise ValueError(
+            f"AutoHierarchical: a scale among the units' sites {names} depends on another of them, so "
+            f"they are not Gaussian together. Name those that are by locals=."
+        )
+    dependent = not same(moved, base)
+    if dependent and not same(prior(3.0 * u)[0] - base, 3.0 * (moved - base), tolerance):
+        raise ValueError(
+            f"AutoHierarchical: a mean among the units' sites {names} is not linear in another of "
+            f"them. Name those that are Gaussian together by locals=."
+        )
+    for mask in masks if dependent else ():
+        if not same(prior(torch.where(mask[:, None], u, 0.0))[0][~mask], base[~mask], tolerance):
+            raise ValueError(
+                f"AutoHierarchical: the priors of {names} in a unit depend on other units. Units must "
+                f"be independent given the globals; for chains and fields take AutoSites."
+            )
+    # the slope in a unit must stay where others move
+    fixed = {name: value.unsqueeze(0) for name, value in values.items()}
+    given = units.given(call, fixed)
+    e, u = (0.3 * x.to(base).unsqueeze(0) for x in (e, u))
+
+    def slope(moved: Tensor) -> Tensor:
+        found = units.slopes(given, torch.where(moved.unsqueeze(-1), e + u, e), hessian=False)
+        return torch.zeros_like(e) if found is None else found[0]
+
+    still = slope(torch.zeros_like(masks[0]))
+    size = TOLERANCE * torch.finfo(still.dtype).eps * still.abs().max().clamp_min(1.0)
+    for mask in masks:
+        if bool(((slope(mask) - still)[:, ~mask].abs() > size).any()):
+            raise ValueError(
+                f"AutoHierarchical: data see several units of {units.plate!r} at once, so they are not "
+                f"independent given the globals. Take AutoFullRankNormal, or AutoSites for chains and "
+                f"fields; of crossed effects make the smaller set global by locals=[...]."
+            )
+    return replace(units, dependent=dependent)
+
+
+def check_index(seen: Seen, units: Units, learning: bool) -> None:
+    """Refuse numbers of units that are out of range or come twice, so far as the host can look."""
+    if learning and seen.size != units.size:
+        raise ValueError(
+            f"AutoHierarchical: the plate {units.plate!r} has {seen.size} units in this call, and had "
+            f"{units.size} before. Announce units that come by guide.add(count), or go by "
+            f"guide.remove(numbers)."
+        )
+    if not at_hand(seen.index):
+        return
+    if len(seen.index) and not 0 <= int(seen.index.min()) <= int(seen.index.max()) < seen.size:
+        raise ValueError(
+            f"AutoHierarchical: the plate {units.plate!r} of {seen.size} units got the numbers "
+            f"{int(seen.index.min())} to {int(seen.index.max())}. They begin at 0."
+        )
+    if len(seen.index.unique()) < len(seen.index):
+        raise ValueError(
+            f"AutoHierarchical: a unit of {units.plate!r} comes twice in subsample=. Pass each number "
+            f"once in a call."
+        )
