@@ -80,12 +80,12 @@ class Conditionals:
         log_det = torch.diagonal(self.root, dim1=-2, dim2=-1).log().sum(-1)
         return log_det - 0.5 * (white.square().sum(-1) + u.shape[-1] * log(2.0 * pi))
 
-    def sd(self) -> Tensor:
-        """Standard deviations (S, B, k)."""
-        k = self.root.shape[-1]
-        columns = torch.eye(k, dtype=self.root.dtype, device=self.root.device)
-        inverse = [solve(self.root, column.expand_as(self.mean)) for column in columns]
-        return torch.stack([torch.linalg.vector_norm(x, dim=-1) for x in inverse], -1)
+    def sd(self, matrix: Tensor | None = None) -> Tensor:
+        """Standard deviations (S, B, k), of ``matrix`` (S, B, k, k) times u where there is one."""
+        one = torch.eye(self.root.shape[-1], dtype=self.root.dtype, device=self.root.device)
+        half = torch.linalg.solve_triangular(self.root, one.expand_as(self.root), upper=False)
+        half = half if matrix is None else half @ matrix.mT
+        return torch.linalg.vector_norm(half, dim=-2)
 
 
 @dataclass(frozen=True)

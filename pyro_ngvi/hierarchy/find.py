@@ -17,11 +17,12 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..linalg.host import at_hand, fixed_normal, own_random_state
-from ..runtime.density import Site, Sites
+from ..runtime.density import Site, Sites, site_kind
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import Minibatches, run_plainly
 from ..sites.probe_points import TOLERANCE, digit_masks, same
-from .units import Call, LocalSite, Model, Seen, Units, is_gaussian
+from .runs import Call, LocalSite, Model, is_gaussian
+from .units import Seen, Units
 
 #: most latent variables of one unit
 MOST_ENTRIES = 64
@@ -150,7 +151,43 @@ def _probed(call: Call, units: Units, sites: Sites, latent: Sites) -> Units:
                 f"independent given the globals. Take AutoFullRankNormal, or AutoSites for chains and "
                 f"fields; of crossed effects make the smaller set global by locals=[...]."
             )
-    return replace(units, dependent=dependent)
+    return replace(units, dependent=dependent, place=_place(call, units, sites, values, u, masks))
+
+
+def _place(
+    call: Call, units: Units, sites: Sites, values: dict[str, Tensor], u: Tensor, masks: Tensor
+) -> LocalSite | None:
+    """A deterministic site that is a linear map of the only site of its unit, another one with other
+    globals: the u of u = m + s z, where the data say the same whatever m and s are."""
+    (first, *more), u = units.sites, u[0]
+    shape = sites[first.name]["value"].shape
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        other = run_plainly(call.model, {}, call.args, call.kwargs, call.minibatches)
+    elsewhere = {name: other[name]["value"] for name in values}
+    for name, site in () if more else sites.items():
+        if site_kind(site) != "deterministic" or site["value"].shape != shape:
+            continue
+        place = replace(first, name=name)
+        held = replace(units, place=place)
+
+        def at(
+            z: Tensor, v: dict[str, Tensor] = values, held: Units = held, place: LocalSite = place
+        ) -> Tensor:
+            return place.rows(call.at(v, held.held(z))[place.name]["value"])
+
+        base, slope = at(0.0 * u), at(u) - at(0.0 * u)
+        tolerance = 1e3 * TOLERANCE * torch.finfo(base.dtype).eps
+        linear = same(at(3.0 * u) - base, 3.0 * slope, tolerance)
+        apart = all(
+            same(at(torch.where(mask[:, None], u, 0.0))[~mask], base[~mask], tolerance)
+            for mask in masks
+        )
+        alike = same(at(u, elsewhere) - at(0.0 * u, elsewhere), slope)
+        alike = alike and same(at(0.0 * u, elsewhere), base)
+        if linear and apart and not alike and bool((slope != 0.0).all()):
+            return place
+    return None
 
 
 def check_index(seen: Seen, units: Units, learning: bool) -> None:

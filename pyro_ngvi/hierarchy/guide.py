@@ -21,9 +21,11 @@ from ..guides.start import MadeAtFirstCall
 from ..linalg.host import outside_autocast, own_random_state
 from ..runtime.pyro_adapter import give_model, has_model
 from ..runtime.run import Minibatches, run_particles
-from .conditional import Conditionals, Sites, antithetic, mixture_quantiles
+from .conditional import Conditionals, antithetic, mixture_quantiles
 from .find import check_index, find_units
-from .units import Call, Given, Seen, Units
+from .runs import Call
+from .table import SiteTable
+from .units import Given, Seen, Units
 
 #: steps of a unit's site before its first draw that counts
 FIRST_STEPS = 2
@@ -54,18 +56,18 @@ class AutoHierarchical(MadeAtFirstCall):
         q(u_i | v) propto p(u_i | v) exp(nu_i' u_i - u_i' Lambda_i u_i / 2),
 
     so that effects shrink as their scale does, where every Gaussian q is too narrow.  Write models
-    centred, u ~ Normal(m, s) and not m + s * Normal(0, 1): then a site holds what the data say of u_i
-    whatever m and s are.
+    centred, u ~ Normal(m, s), or name the effect, ``u = pyro.deterministic("u", m + s * z)`` (as Pyro's
+    ``LocScaleReparam`` does): sites are on u, where the data say the same whatever m and s are.
 
     Units are the entries of the largest plate that has Gaussian latent sites (``Normal``,
     ``MultivariateNormal``, ``LogNormal``); everything else is global.  The plate may be subsampled: a
     step costs what its minibatch costs, and a unit that is not seen still follows v by its prior.
     Not for units that depend on each other given v, such as chains and fields (:class:`AutoSites`).
 
-    Sites are buffers, (n, k) and (n, k, k) for n units of k latent variables, and no optimizer moves
-    them: they take a step whenever a loss is differentiated through a draw of their units, as running
-    statistics of a normalisation layer do, and hold still in ``guide.eval()``.  So any optimizer may
-    train q(v); equations are in :mod:`pyro_ngvi.hierarchy.conditional`.  The expectations take 1 + k
+    Sites are buffers, nu (n, k) and Lambda (n, k, k) for n units of k latent variables.  No optimizer
+    moves them: they take a step whenever a loss is differentiated through a draw of their units, as the
+    running statistics of a normalisation layer do, and hold still in ``guide.eval()``.  So any optimizer
+    may train q(v); equations: :mod:`pyro_ngvi.hierarchy.conditional`.  The expectations take 1 + k
     backward passes through the likelihood.  Save them by ``guide.state_dict()``; Pyro's parameter store
     has q(v) alone.
 
@@ -97,12 +99,8 @@ class AutoHierarchical(MadeAtFirstCall):
         4 units of 1 latent variable (u) in the plate 'schools', given m, s
     """
 
-    linear: Tensor
-    precision: Tensor
-    visits: Tensor
     globals: Any
-    #: how many units have a site that was never moved; ``None``: not counted
-    _new: int | None = None
+    sites: SiteTable
 
     def __init__(
         self,
@@ -151,11 +149,7 @@ class AutoHierarchical(MadeAtFirstCall):
             super()._setup_prototype(*args, **kwargs)
             units = find_units(self.model, args, kwargs, self._wanted)
             like = self.prototype_trace.nodes[units.names[0]]["value"].detach()
-            n, k = units.size, units.width
-            self.register_buffer("linear", like.new_zeros(n, k))
-            self.register_buffer("precision", like.new_zeros(n, k, k))
-            self.register_buffer("visits", like.new_zeros(n))
-            self._units = units
+            self.sites, self._units = SiteTable(like, units.size, units.width), units
 
     # --- draws
 
@@ -169,41 +163,27 @@ class AutoHierarchical(MadeAtFirstCall):
         learning = torch.is_grad_enabled() and self.training
         given = self.units.given(self._call(args, kwargs, minibatches), values)
         check_index(given.seen, self.units, learning)
-        if learning and self._any_new():
+        if learning and self.sites.any_new():
             for _ in range(FIRST_STEPS):
                 self._advance(given.detached())
         q = self._conditionals(given)
-        z = q.draw(antithetic(q.mean))
-        mapped = self.units.mapped(z, given.maps)
-        log_q = q.log_prob(z) - sum(log_det for _, log_det in mapped.values())
-        if learning and z.requires_grad:
-            z.register_hook(lambda grad: self._step(given.detached(), q.mean.detach(), z.detach()))
-        return Drawn({name: value for name, (value, _) in mapped.items()}, log_q, given.seen)
+        x = q.draw(antithetic(q.mean))
+        drawn, log_det = self.units.mapped(given.gaussians(x), given.maps)
+        log_q = q.log_prob(x) - log_det
+        if given.place is not None:
+            log_q = log_q + given.place.log_det
+        if learning and x.requires_grad:
+            x.register_hook(lambda grad: self._step(given.detached(), q.mean.detach(), x.detach()))
+        return Drawn(drawn, log_q, given.seen)
 
     def _call(self, args: Any, kwargs: Any, minibatches: Minibatches | None = None) -> Call:
         if not has_model(self):  # Pyro leaves it out of copies
             raise _without_model()
         return Call(self.model, args, kwargs, Minibatches() if minibatches is None else minibatches)
 
-    def _any_new(self) -> bool:
-        """Whether a unit's site was never moved; the device is waited for as long as one was not."""
-        if self._new is None or self._new > 0:
-            self._new = int((self.visits == 0.0).sum())
-        return self._new > 0
-
     def _conditionals(self, given: Given) -> Conditionals:
-        sites = self._sites_of(given.seen)
+        sites = self.sites.rows(given.seen)
         return Conditionals.of(given.priors, sites.linear, sites.precision)
-
-    def _sites_of(self, seen: Seen) -> Sites:
-        """The sites of the units of a call; zero for those that the guide does not have."""
-        sites, size = Sites(self.linear, self.precision, self.visits), self.units.size
-        if seen.whole and seen.size == size:
-            return sites
-        index = seen.index.to(self.linear.device)
-        known = index < size
-        rows = [x.index_select(0, torch.where(known, index, 0)) for x in vars(sites).values()]
-        return Sites(*(x * known.to(x).reshape(-1, *[1] * (x.dim() - 1)) for x in rows))
 
     @torch.no_grad()
     def _advance(self, given: Given) -> None:
@@ -212,17 +192,14 @@ class AutoHierarchical(MadeAtFirstCall):
         self._step(given, q.mean, q.draw(antithetic(q.mean)))
 
     @outside_autocast
-    def _step(self, given: Given, mean: Tensor, z: Tensor) -> None:
-        """Move the sites by what the data say at draws z (S, B, k) of a q of that mean."""
-        seen, slopes = given.seen, self.units.slopes(given, z)
+    def _step(self, given: Given, mean: Tensor, x: Tensor) -> None:
+        """Move the sites by what the data say at draws x (S, B, k) of a q of that mean."""
+        seen, slopes = given.seen, self.units.slopes(given, x)
         if slopes is None:
             return
         with torch.no_grad():
             g, H = (x / seen.scale for x in slopes)
-            moved = self._sites_of(seen).moved(given.priors, mean, g, H)
-            for name, new in vars(moved).items():
-                own = getattr(self, name)
-                own.copy_(new) if seen.whole else own.index_copy_(0, seen.index.to(own.device), new)
+            self.sites.put(seen, self.sites.rows(seen).moved(given.priors, mean, g, H))
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latent sites: a dict of values by name."""
@@ -272,14 +249,18 @@ class AutoHierarchical(MadeAtFirstCall):
         Arguments: those of the model, whose units are meant.  Those of a unit are the quantiles of a
         mixture of its Gaussians at 64 draws of the globals, the same at every call.
         """
-        levels = levels_like(quantiles, self.linear).reshape(-1)
+        levels = levels_like(quantiles, self.sites.linear).reshape(-1)
         found = dict(self.globals.quantiles(quantiles))
         with own_random_state(SEED), poutine.block():
             call = self._call(args, kwargs)
             given = self.units.given(call, self._draws_of_globals(call))
         check_index(given.seen, self.units, learning=False)
         q = self._conditionals(given)
-        ends = [mixture_quantiles(q.mean, q.sd(), p) for p in (levels, 1.0 - levels)]
+        mean, sd = (
+            given.gaussians(q.mean),
+            q.sd(None if given.place is None else given.place.inverse),
+        )
+        ends = [mixture_quantiles(mean, sd, p) for p in (levels, 1.0 - levels)]
         each = [self.units.values(z, given.maps) for z in ends]
         for name in self.units.names:
             low, high = (f(each[0][name], each[1][name]) for f in (torch.minimum, torch.maximum))
@@ -316,21 +297,16 @@ class AutoHierarchical(MadeAtFirstCall):
         """Make room for ``count`` units more, which come after those of before, by their prior."""
         if count < 1:
             raise ValueError(f"add(count) makes room for 1 unit or more, got {count!r}.")
-        self._keep(torch.arange(self.units.size), count)
+        self.sites.keep(torch.arange(self.units.size), count)
+        self._units = replace(self.units, size=len(self.sites))
 
     def remove(self, indices: Tensor | Sequence[int]) -> None:
         """Forget the units of these numbers; the others close up."""
         index = torch.as_tensor(indices)
         gone = torch.zeros(self.units.size, dtype=torch.bool)
         gone[index] = True
-        self._keep((~gone).nonzero().reshape(-1), 0)
-
-    def _keep(self, kept: Tensor, added: int) -> None:
-        for name in ("linear", "precision", "visits"):
-            own = getattr(self, name)
-            rows = own.index_select(0, kept.to(own.device))
-            setattr(self, name, torch.cat([rows, own.new_zeros(added, *own.shape[1:])]))
-        self._units, self._new = replace(self.units, size=len(kept) + added), None
+        self.sites.keep((~gone).nonzero().reshape(-1), 0)
+        self._units = replace(self.units, size=len(self.sites))
 
     # --- copies
 
@@ -341,10 +317,6 @@ class AutoHierarchical(MadeAtFirstCall):
         if has_model(self):
             give_model(other, self.model)
         return other
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._new = None
 
 
 def _without_model() -> RuntimeError:

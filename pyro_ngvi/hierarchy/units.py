@@ -7,52 +7,21 @@ must depend on units one by one.  Everything here is read off runs of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributions as td
-from pyro import poutine
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Transform
 
 from ..linalg.host import at_hand
+from ..linalg.products import matvec
 from ..runtime.density import Site, Sites, site_kind, site_log_prob
-from ..runtime.pyro_adapter import with_inner
-from ..runtime.run import CannotBatch, Minibatches, run_in_loop, run_particles, run_plainly
 from .conditional import UnitPriors
-
-Model = Callable[..., Any]
-Values = Mapping[str, Tensor]
-
-#: most latent variables of one unit
-MOST_ENTRIES = 64
-
-
-@dataclass(frozen=True)
-class LocalSite:
-    """A latent site of the units: ``rest`` is the shape of a unit's share, ``axis`` the units' dim."""
-
-    name: str
-    rest: torch.Size
-    axis: int
-
-    @property
-    def size(self) -> int:
-        return self.rest.numel()
-
-    def rows(self, value: Tensor) -> Tensor:
-        """(..., B, k) of a tensor (..., *shape) in the shape of the site."""
-        lead = value.dim() - len(self.rest) - 1
-        moved = value.movedim(self.axis, lead)
-        return moved.reshape(*moved.shape[: lead + 1], self.size)
-
-    def value(self, rows: Tensor) -> Tensor:
-        """The other way round, (..., B, k) to (..., *shape)."""
-        split = rows.reshape(rows.shape[:-1] + self.rest)
-        return split.movedim(rows.dim() - 2, self.axis)
+from .runs import Call, Held, LocalSite, Model, Parts, Values, gaussian_of
 
 
 @dataclass(frozen=True)
@@ -78,40 +47,34 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Call:
-    """A model with the arguments of one call, and its minibatches."""
+class Place:
+    """x = A z + b at S draws of the globals: A^-1 (S, B, k, k), b (S, B, k), log |det A| (S, B)."""
 
-    model: Model
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    minibatches: Minibatches
+    inverse: Tensor
+    offset: Tensor
+    log_det: Tensor
 
-    def batched(self, reduce: Callable[[Sites], Any], values: Values, held: Any = None) -> Any:
-        """``reduce`` of the sites of S runs at ``values`` (S, ...) by site, out of handlers' sight.
+    @classmethod
+    def of(cls, matrix: Tensor, offset: Tensor) -> Place:
+        return cls(torch.linalg.inv(matrix), offset, torch.linalg.slogdet(matrix)[1])
 
-        ``held``: what makes the program of the model.  Where it cannot run under ``vmap`` the runs come
-        one after the other.
-        """
-        program = self.model if held is None else held(self.model)
-        count = len(next(iter(values.values())))
-        given = program, reduce, values, count, self.args, self.kwargs
-        with poutine.block(hide_fn=lambda msg: msg.get("type") != "param"):
-            try:
-                return run_particles(*given, minibatches=self.minibatches)
-            except CannotBatch:
-                return run_in_loop(*given, minibatches=self.minibatches)
+    def gaussians(self, x: Tensor) -> Tensor:
+        return matvec(self.inverse, x - self.offset)
 
-    def at(self, values: Values, held: Any = None) -> Sites:
-        """The sites of one run."""
-        program = self.model if held is None else held(self.model)
-        return run_plainly(program, values, self.args, self.kwargs, self.minibatches)
+    def moved(self, prior: UnitPriors) -> UnitPriors:
+        """The prior of x, from that of z."""
+        left = self.inverse.mT @ prior.precision
+        linear = matvec(self.inverse.mT, prior.linear)
+        precision = left @ self.inverse
+        return UnitPriors(linear + matvec(precision, self.offset), precision)
 
 
 @dataclass(frozen=True)
 class Given:
     """What a call says of its units at S draws of the globals, ``values`` (S, ...) by site.
 
-    ``maps`` are those from Gaussians to local sites, by site.
+    ``priors`` are those of x, where the sites are: the Gaussians z of the units' latent sites, or their
+    ``place``.  ``maps`` are those from z to latent sites, by site.
     """
 
     call: Call
@@ -119,18 +82,27 @@ class Given:
     seen: Seen
     priors: UnitPriors
     maps: Mapping[str, list[Transform]]
+    place: Place | None
 
     def detached(self) -> Given:
         values = {name: value.detach() for name, value in self.values.items()}
+        place = (
+            None if self.place is None else Place(*(x.detach() for x in vars(self.place).values()))
+        )
         priors = UnitPriors(*(x.detach() for x in vars(self.priors).values()))
-        return replace(self, values=values, priors=priors)
+        return replace(self, values=values, priors=priors, place=place)
+
+    def gaussians(self, x: Tensor) -> Tensor:
+        """z (..., B, k) at x."""
+        return x if self.place is None else self.place.gaussians(x)
 
 
 @dataclass(frozen=True)
 class Units:
     """The latent sites of ``size`` units in the plate ``plate``, in the order of the model.
 
-    ``dependent``: whether some of them are means of others.
+    ``dependent``: whether some of them are means of others.  ``place``: a deterministic site that is
+    linear in them with coefficients that depend on the globals, as u = m + s z: sites are on u then.
     """
 
     plate: str
@@ -139,6 +111,7 @@ class Units:
     sites: tuple[LocalSite, ...]
     globals: tuple[str, ...]
     dependent: bool = False
+    place: LocalSite | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -156,52 +129,59 @@ class Units:
             f"the plate {self.plate!r}, given {', '.join(self.globals)}"
         )
 
-    def parts(self) -> Iterator[tuple[LocalSite, slice]]:
+    @property
+    def parts(self) -> Parts:
         """Each site, and which of the k entries are its own."""
-        start = 0
-        for site in self.sites:
-            yield site, slice(start, start + site.size)
-            start += site.size
+        ends = list(accumulate(site.size for site in self.sites))
+        return [
+            (site, slice(end - site.size, end)) for site, end in zip(self.sites, ends, strict=True)
+        ]
 
     def values(self, z: Tensor, maps: Mapping[str, list[Transform]]) -> dict[str, Tensor]:
         """Values (..., *shape) by site at Gaussians z (..., B, k)."""
-        return {name: value for name, (value, _) in self.mapped(z, maps).items()}
+        return self.mapped(z, maps)[0]
 
     def mapped(
         self, z: Tensor, maps: Mapping[str, list[Transform]]
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        """With log |d value / dz|, summed over a unit (..., B)."""
-        found: dict[str, tuple[Tensor, Tensor]] = {}
-        for site, own in self.parts():
-            value, log_det = site.value(z[..., own]), torch.zeros(())
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """With log |d values / dz| of each unit, (..., B)."""
+        found, log_det = {}, torch.zeros_like(z[..., 0])
+        for site, own in self.parts:
+            value = site.value(z[..., own])
             for transform in maps[site.name]:
                 y: Any = transform(value)
                 each = transform.log_abs_det_jacobian(value, y)
                 value, log_det = y, log_det + site.rows(each).sum(-1)
-            found[site.name] = value, log_det
-        return found
+            found[site.name] = value
+        return found, log_det
 
     def given(self, call: Call, values: Values) -> Given:
         """The prior of the units of a call at S draws of the globals."""
         known: dict[str, Any] = {}
 
-        def parts(sites: Sites) -> tuple[Tensor, Tensor]:
+        def parts(sites: Sites) -> tuple[Tensor, Tensor, Tensor]:
             known["seen"] = self._seen(sites)
             known["maps"] = {name: gaussian_of(sites[name])[1] for name in self.names}
-            return self.offset(sites), self.conditional_precision(sites)
+            offset, place = self.offset(sites), self.place
+            there = offset if place is None else place.rows(sites[place.name]["value"])
+            return offset, self.conditional_precision(sites), there
 
-        offset, precision = call.batched(parts, values, self.held())
-        mixing = None
-        if self.dependent:
+        offset, precision, there = call.batched(parts, values, self.held())
+        mixing = place = None
+        if self.dependent or self.place is not None:
             units = torch.eye(self.width, dtype=offset.dtype, device=offset.device)
-            moved = [call.batched(parts, values, self.held(z))[0] - offset for z in units]
-            mixing = torch.stack(moved, -1)
+            moved = [call.batched(parts, values, self.held(z)) for z in units]
+            if self.dependent:
+                mixing = torch.stack([x[0] - offset for x in moved], -1)
+            if self.place is not None:
+                place = Place.of(torch.stack([x[2] - there for x in moved], -1), there)
         priors = UnitPriors.of(offset, mixing, precision)
-        return Given(call, values, known["seen"], priors, known["maps"])
+        priors = priors if place is None else place.moved(priors)
+        return Given(call, values, known["seen"], priors, known["maps"], place)
 
-    def slopes(self, given: Given, z: Tensor, hessian: bool = True) -> tuple[Tensor, Tensor] | None:
-        """Gradient (S, B, k) and minus the Hessian (S, B, k, k) of log p of what is observed in z
-        (S, B, k), unit by unit; None where nothing that is observed depends on z."""
+    def slopes(self, given: Given, x: Tensor, hessian: bool = True) -> tuple[Tensor, Tensor] | None:
+        """Gradient (S, B, k) and minus the Hessian (S, B, k, k) of log p of what is observed in x
+        (S, B, k), unit by unit; None where nothing that is observed depends on it."""
 
         def total(sites: Sites) -> Tensor:
             observed = [s for s in sites.values() if site_kind(s) in ("observed", "factor")]
@@ -209,21 +189,23 @@ class Units:
             return torch.stack(terms).sum() if terms else torch.zeros(())
 
         with torch.enable_grad():
-            z = z.detach().requires_grad_()
-            log_p = given.call.batched(total, {**given.values, **self.values(z, given.maps)})
+            x = x.detach().requires_grad_()
+            units = self.values(given.gaussians(x), given.maps)
+            log_p = given.call.batched(total, {**given.values, **units})
             if not log_p.requires_grad:
                 return None
-            (g,) = torch.autograd.grad(log_p.sum(), z, create_graph=hessian, materialize_grads=True)
-            rows = [torch.zeros_like(z)] * self.width  # where the likelihood is linear
+            (g,) = torch.autograd.grad(log_p.sum(), x, create_graph=hessian, materialize_grads=True)
+            rows = [torch.zeros_like(x)] * self.width  # where the likelihood is linear
             if g.requires_grad:
                 keep: Any = {"retain_graph": True, "materialize_grads": True}
-                rows = [torch.autograd.grad(x.sum(), z, **keep)[0] for x in g.unbind(-1)]
+                rows = [torch.autograd.grad(each.sum(), x, **keep)[0] for each in g.unbind(-1)]
         H = -torch.stack(rows, -1)
         return g.detach(), 0.5 * (H + H.mT)
 
     def held(self, z: Tensor | None = None) -> Callable[[Model], Held]:
         """What makes a model stop after the units, which stand at ``z``: see :class:`Held`."""
-        return lambda model: Held(model, self, z)
+        further = [] if self.place is None else [self.place.name]
+        return lambda model: Held(model, self.parts, z, further)
 
     def offset(self, sites: Sites) -> Tensor:
         """Prior means (B, k) in a run."""
@@ -273,70 +255,6 @@ def _block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
         rows.append(torch.nn.functional.pad(b, (start, k - start - n)))
         start += n
     return torch.cat(rows, -2)
-
-
-class _AllSeen(Exception):
-    """The rest of the run is not needed."""
-
-
-class Held:
-    """A model up to the last site of its units, which stand at z = 0, or at ``z`` (k,) or (B, k)."""
-
-    def __init__(self, model: Model, units: Units, z: Tensor | None) -> None:
-        self.model, self.handler = model, _Hold(units, z)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self.handler.left = set(self.handler.units.names)
-        try:
-            with self.handler:
-                self.model(*args, **kwargs)
-        except _AllSeen:
-            return
-
-
-class _Hold(Messenger):
-    def __init__(self, units: Units, z: Tensor | None) -> None:
-        super().__init__()
-        self.units, self.z = units, z
-        self.parts = {site.name: (site, own) for site, own in units.parts()}
-        self.left: set[str] = set()
-
-    def _pyro_sample(self, msg: Site) -> None:
-        if msg["name"] not in self.parts:
-            return
-        site, own = self.parts[msg["name"]]
-        fn, maps = gaussian_of(msg)
-        value = torch.zeros_like(fn.loc.expand(fn.shape()))
-        if self.z is not None:
-            z = self.z[..., own].to(value)
-            value = site.value(z.expand(value.shape[site.axis], site.size))
-        for transform in maps:
-            value = transform(value)
-        msg["value"], msg["done"] = value, True
-
-    def _pyro_post_sample(self, msg: Site) -> None:
-        self.left.discard(msg["name"])
-        if not self.left:
-            raise _AllSeen
-
-
-def gaussian_of(site: Site) -> tuple[Any, list[Any]]:
-    """The Gaussian of a site without ``to_event``, and the elementwise maps that follow it."""
-    fn, maps = site["fn"], []
-    while isinstance(fn, td.Independent | td.TransformedDistribution):
-        if not isinstance(fn, td.Independent):
-            maps = [*fn.transforms, *maps]
-        fn = fn.base_dist
-    return fn, maps
-
-
-def is_gaussian(site: Site) -> bool:
-    """Whether a latent site is a Gaussian, or an elementwise map of one."""
-    fn, maps = gaussian_of(site)
-    each = all(t.domain.event_dim == t.codomain.event_dim == 0 for t in maps)
-    inner = [part for t in maps for part in with_inner(t)]
-    fixed = not any(isinstance(x, Tensor) for t in inner for x in vars(t).values())
-    return isinstance(fn, td.Normal | td.MultivariateNormal) and each and fixed
 
 
 def _refuse_weights(site: Site, plate: str) -> None:

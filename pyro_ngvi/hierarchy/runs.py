@@ -1,0 +1,147 @@
+"""Runs of a model with units: at draws of its globals, and with its units held at given values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributions as td
+from pyro import poutine
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+
+from ..runtime.density import Site, Sites
+from ..runtime.pyro_adapter import with_inner
+from ..runtime.run import CannotBatch, Minibatches, run_in_loop, run_particles, run_plainly
+
+Model = Callable[..., Any]
+Values = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LocalSite:
+    """A latent site of the units: ``rest`` is the shape of a unit's share, ``axis`` the units' dim."""
+
+    name: str
+    rest: torch.Size
+    axis: int
+
+    @property
+    def size(self) -> int:
+        return self.rest.numel()
+
+    def rows(self, value: Tensor) -> Tensor:
+        """(..., B, k) of a tensor (..., *shape) in the shape of the site."""
+        lead = value.dim() - len(self.rest) - 1
+        moved = value.movedim(self.axis, lead)
+        return moved.reshape(*moved.shape[: lead + 1], self.size)
+
+    def value(self, rows: Tensor) -> Tensor:
+        """The other way round, (..., B, k) to (..., *shape)."""
+        split = rows.reshape(rows.shape[:-1] + self.rest)
+        return split.movedim(rows.dim() - 2, self.axis)
+
+
+#: sites, and which of the k entries of a unit are their own
+Parts = Sequence[tuple[LocalSite, slice]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A model with the arguments of one call, and its minibatches."""
+
+    model: Model
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    minibatches: Minibatches
+
+    def batched(self, reduce: Callable[[Sites], Any], values: Values, held: Any = None) -> Any:
+        """``reduce`` of the sites of S runs at ``values`` (S, ...) by site, out of handlers' sight.
+
+        ``held``: what makes the program of the model.  Where it cannot run under ``vmap`` the runs come
+        one after the other.
+        """
+        program = self.model if held is None else held(self.model)
+        count = len(next(iter(values.values())))
+        given = program, reduce, values, count, self.args, self.kwargs
+        with poutine.block(hide_fn=lambda msg: msg.get("type") != "param"):
+            try:
+                return run_particles(*given, minibatches=self.minibatches)
+            except CannotBatch:
+                return run_in_loop(*given, minibatches=self.minibatches)
+
+    def at(self, values: Values, held: Any = None) -> Sites:
+        """The sites of one run."""
+        program = self.model if held is None else held(self.model)
+        return run_plainly(program, values, self.args, self.kwargs, self.minibatches)
+
+
+class _AllSeen(Exception):
+    """The rest of the run is not needed."""
+
+
+class Held:
+    """A model up to the last of its units' sites, which stand at z = 0, or at ``z`` (k,) or (B, k).
+
+    ``parts`` are these sites with their entries of z; the run goes on to the sites ``further``.
+    """
+
+    def __init__(
+        self, model: Model, parts: Parts, z: Tensor | None, further: Iterable[str] = ()
+    ) -> None:
+        self.model, self.handler = model, _Hold(parts, z)
+        self._wanted = {site.name for site, _ in parts} | set(further)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.handler.left = set(self._wanted)
+        try:
+            with self.handler:
+                self.model(*args, **kwargs)
+        except _AllSeen:
+            return
+
+
+class _Hold(Messenger):
+    def __init__(self, parts: Parts, z: Tensor | None) -> None:
+        super().__init__()
+        self.z, self.left = z, set()
+        self.parts = {site.name: (site, own) for site, own in parts}
+
+    def _pyro_sample(self, msg: Site) -> None:
+        if msg["name"] not in self.parts:
+            return
+        site, own = self.parts[msg["name"]]
+        fn, maps = gaussian_of(msg)
+        value = torch.zeros_like(fn.loc.expand(fn.shape()))
+        if self.z is not None:
+            z = self.z[..., own].to(value)
+            value = site.value(z.expand(value.shape[site.axis], site.size))
+        for transform in maps:
+            value = transform(value)
+        msg["value"], msg["done"] = value, True
+
+    def _pyro_post_sample(self, msg: Site) -> None:
+        self.left.discard(msg["name"])
+        if not self.left:
+            raise _AllSeen
+
+
+def gaussian_of(site: Site) -> tuple[Any, list[Any]]:
+    """The Gaussian of a site without ``to_event``, and the elementwise maps that follow it."""
+    fn, maps = site["fn"], []
+    while isinstance(fn, td.Independent | td.TransformedDistribution):
+        if not isinstance(fn, td.Independent):
+            maps = [*fn.transforms, *maps]
+        fn = fn.base_dist
+    return fn, maps
+
+
+def is_gaussian(site: Site) -> bool:
+    """Whether a latent site is a Gaussian, or an elementwise map of one."""
+    fn, maps = gaussian_of(site)
+    each = all(t.domain.event_dim == t.codomain.event_dim == 0 for t in maps)
+    inner = [part for t in maps for part in with_inner(t)]
+    fixed = not any(isinstance(x, Tensor) for t in inner for x in vars(t).values())
+    return isinstance(fn, td.Normal | td.MultivariateNormal) and each and fixed
