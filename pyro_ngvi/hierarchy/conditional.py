@@ -13,7 +13,9 @@ site serves all v.  The natural gradient of the ELBO in it, averaged over v, van
 
 expectations over q(v) q(u_i | v) (Khan & Lin 2017, eq. 21, for q given v; Bonnet 1964, Price 1958).  It
 is m_i(v) that multiplies H_i, not the draw u_i, which would add E[H_i (u_i - m_i)], a third derivative.
-A site moves a share b of its way there.  H_i is made positive semi-definite, so q is proper at every v.
+Lambda_i (u_i - m_i), with the site as it is, has expectation 0 and takes noise of g_i away: all of it
+where log p is quadratic and Lambda_i says so.  A site moves a share of its way there.  H_i is made
+positive semi-definite, so q is proper at every v.
 
 A step of a unit is shortened so that no variance changes by more than 16-fold and no mean by more than
 three of its standard deviations: under a wide prior the first expectations are wild.  Units whose
@@ -96,10 +98,11 @@ class Sites:
     precision: Tensor
     visits: Tensor
 
-    def moved(self, prior: UnitPriors, mean: Tensor, g: Tensor, H: Tensor) -> Sites:
-        """After a step towards the targets from g (S, B, k), H (S, B, k, k), q's ``mean`` (S, B, k)."""
+    def moved(self, prior: UnitPriors, mean: Tensor, u: Tensor, g: Tensor, H: Tensor) -> Sites:
+        """After a step towards the targets, from g (S, B, k) and H (S, B, k, k) at draws u (S, B, k) of
+        a q with that ``mean``."""
         precision = positive_part(H.mean(0))
-        linear = (g + matvec(H, mean)).mean(0)
+        linear = (g + matvec(H, mean) + matvec(self.precision, u - mean)).mean(0)
         finite = torch.isfinite(precision).flatten(1).all(1) & torch.isfinite(linear).all(1)
         precision = torch.where(finite[:, None, None], precision, self.precision)
         linear = torch.where(finite[:, None], linear, self.linear)

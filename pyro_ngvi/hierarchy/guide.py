@@ -65,11 +65,11 @@ class AutoHierarchical(MadeAtFirstCall):
     Not for units that depend on each other given v, such as chains and fields (:class:`AutoSites`).
 
     Sites are buffers, nu (n, k) and Lambda (n, k, k) for n units of k latent variables.  No optimizer
-    moves them: they take a step whenever a loss is differentiated through a draw of their units, as the
-    running statistics of a normalisation layer do, and hold still in ``guide.eval()``.  So any optimizer
-    may train q(v); equations: :mod:`pyro_ngvi.hierarchy.conditional`.  The expectations take 1 + k
-    backward passes through the likelihood.  Save them by ``guide.state_dict()``; Pyro's parameter store
-    has q(v) alone.
+    moves them: they take a step whenever a loss is differentiated through draws of their units (and
+    two before the first such draw), as the running statistics of a normalisation layer do, and hold
+    still in ``guide.eval()``.  So any optimizer may train q(v).  Equations:
+    :mod:`pyro_ngvi.hierarchy.conditional`.  A step takes 1 + k more backward passes through the
+    likelihood.  Save sites by ``guide.state_dict()``; Pyro's parameter store has q(v) alone.
 
     Args:
         model: a Pyro model whose units are independent given its other latent sites.
@@ -199,7 +199,7 @@ class AutoHierarchical(MadeAtFirstCall):
             return
         with torch.no_grad():
             g, H = (x / seen.scale for x in slopes)
-            self.sites.put(seen, self.sites.rows(seen).moved(given.priors, mean, g, H))
+            self.sites.put(seen, self.sites.rows(seen).moved(given.priors, mean, x, g, H))
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latent sites: a dict of values by name."""

@@ -1,0 +1,356 @@
+"""Units given globals against closed forms, dense algebra, autograd and quadrature."""
+
+import math
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI
+from torch import Tensor
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.hierarchy.conditional import (
+    Conditionals,
+    Sites,
+    UnitPriors,
+    antithetic,
+    cholesky,
+    mixture_quantiles,
+    solve,
+    solve_transposed,
+)
+
+
+def positive(*shape: int, seed: int = 0) -> Tensor:
+    A = torch.randn(*shape, shape[-1], generator=torch.Generator().manual_seed(seed)).double()
+    return A @ A.mT + 0.5 * torch.eye(shape[-1])
+
+
+def normal(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 7])
+def test_small_triangles_are_those_of_lapack(k: int) -> None:
+    A, b = positive(3, 4, k), normal(3, 4, k)
+    R = torch.linalg.cholesky(A)
+    assert torch.allclose(cholesky(A), R, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(R @ solve(R, b)[..., None], b[..., None], rtol=1e-10, atol=1e-10)
+    assert torch.allclose(
+        R.mT @ solve_transposed(R, b)[..., None], b[..., None], rtol=1e-10, atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_a_matrix_that_is_not_positive_definite_has_no_root(k: int) -> None:
+    A = positive(2, k)
+    A[1] = -A[1]
+    R = cholesky(A)
+    assert R[0].isfinite().all() and not R[1].diagonal(dim1=-2, dim2=-1).isfinite().all()
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_a_conditional_is_prior_times_site(k: int) -> None:
+    S, B = 3, 4
+    prior = UnitPriors(normal(S, B, k), positive(S, B, k))
+    nu, Lambda = normal(B, k, seed=2), positive(B, k, seed=3)
+    q = Conditionals.of(prior, nu, Lambda)
+    precision = prior.precision + Lambda
+    mean = torch.linalg.solve(precision, prior.linear + nu)
+    dense = dist.MultivariateNormal(mean, precision_matrix=precision)
+    u = q.draw(normal(S, B, k, seed=4))
+    assert torch.allclose(q.mean, mean)
+    assert torch.allclose(q.log_prob(u), dense.log_prob(u))
+    assert torch.allclose(q.sd(), dense.stddev)
+    M = positive(S, B, k, seed=5) + normal(S, B, k, k)
+    covariance = M @ dense.covariance_matrix @ M.mT
+    assert torch.allclose(q.sd(M), covariance.diagonal(dim1=-2, dim2=-1).sqrt())
+    # draws have that covariance: their map from noise is a root of it
+    root = torch.func.jacrev(lambda e: q.draw(e.expand(S, B, k))[1, 2])(torch.zeros(k).double())
+    assert torch.allclose(root @ root.mT, dense.covariance_matrix[1, 2])
+
+
+def test_a_prior_with_means_that_are_sites_is_the_dense_one() -> None:
+    k, precision, offset = 3, positive(2, 3), normal(2, 3)
+    B = torch.tril(normal(2, k, k, seed=3), -1)
+    prior = UnitPriors.of(offset, B, precision)
+    inverse = torch.linalg.inv(torch.eye(k) - B)
+    covariance = inverse @ torch.linalg.inv(precision) @ inverse.mT
+    assert torch.allclose(torch.linalg.inv(prior.precision), covariance)
+    mean = torch.linalg.solve(prior.precision, prior.linear)
+    assert torch.allclose(mean, (inverse @ offset[..., None])[..., 0])
+
+
+# --- the step of a site: natural gradient of the ELBO of its unit
+
+
+def poisson_case(k: int) -> tuple[UnitPriors, Sites, Tensor]:
+    """One unit at one draw of the globals: log p(y | u) = sum_j y_j u_j - exp(u_j)."""
+    prior = UnitPriors(normal(1, 1, k), positive(1, 1, k) + torch.eye(k))
+    sites = Sites(0.3 * normal(1, k, seed=5), 0.5 * positive(1, k, seed=6), torch.zeros(1).double())
+    return prior, sites, torch.tensor([3.0, 1.0, 0.0][:k]).double()
+
+
+def moments(prior: UnitPriors, nu: Tensor, Lambda: Tensor) -> tuple[Tensor, Tensor]:
+    Q = (prior.precision + Lambda)[0, 0]
+    return torch.linalg.solve(Q, (prior.linear + nu)[0, 0]), torch.linalg.inv(Q)
+
+
+def elbo(prior: UnitPriors, nu: Tensor, Lambda: Tensor, y: Tensor) -> Tensor:
+    """E log p(y | u) - KL(q || p), in closed form."""
+    m, V = moments(prior, nu, Lambda)
+    P = prior.precision[0, 0]
+    centre = torch.linalg.solve(P, prior.linear[0, 0])
+    q = torch.distributions.MultivariateNormal(m, V)
+    p = torch.distributions.MultivariateNormal(centre, precision_matrix=P)
+    expected = (y * m - (m + 0.5 * V.diagonal()).exp()).sum()
+    return expected - torch.distributions.kl_divergence(q, p)
+
+
+def expected_slopes(prior: UnitPriors, sites: Sites, y: Tensor) -> tuple[Tensor, ...]:
+    """The mean of q, and of draws, E g and E H of the Poisson unit, (1, 1, ...)."""
+    m, V = moments(prior, sites.linear, sites.precision)
+    rate = (m + 0.5 * V.diagonal()).exp()
+    return m[None, None], m[None, None], (y - rate)[None, None], rate.diag_embed()[None, None]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_step_goes_along_the_natural_gradient(k: int) -> None:
+    prior, sites, y = poisson_case(k)
+    moved = sites.moved(prior, *expected_slopes(prior, sites, y))
+    rows, columns = torch.triu_indices(k, k)
+
+    def unpacked(theta: Tensor) -> tuple[Tensor, Tensor]:
+        half = torch.zeros(k, k).double()
+        half = half.index_put((rows, columns), theta[k:])
+        return theta[:k][None], ((half + half.mT) / 2)[None]
+
+    def packed(nu: Tensor, Lambda: Tensor) -> Tensor:
+        L = Lambda[0] * (2.0 - torch.eye(k))
+        return torch.cat([nu[0], L[rows, columns]])
+
+    def log_partition(theta: Tensor) -> Tensor:
+        nu, Lambda = unpacked(theta)
+        Q, h = (prior.precision + Lambda)[0, 0], (prior.linear + nu)[0, 0]
+        return 0.5 * h @ torch.linalg.solve(Q, h) - 0.5 * torch.logdet(Q)
+
+    theta = packed(sites.linear, sites.precision)
+    assert torch.allclose(unpacked(theta)[1], sites.precision)
+    fisher = torch.func.jacrev(torch.func.grad(log_partition))(theta)
+    gradient = torch.func.grad(lambda t: elbo(prior, *unpacked(t), y))(theta)
+    natural = torch.linalg.solve(fisher, gradient)
+    change = packed(moved.linear, moved.precision) - theta
+    assert torch.allclose(change, 0.8 * natural, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_where_steps_end_the_elbo_of_the_unit_is_stationary(k: int) -> None:
+    prior, sites, y = poisson_case(k)
+    for _ in range(60):
+        sites = sites.moved(prior, *expected_slopes(prior, sites, y))
+        sites = Sites(sites.linear, sites.precision, torch.zeros(1).double())
+    nu, Lambda = (x.clone().requires_grad_() for x in (sites.linear, sites.precision))
+    grads = torch.autograd.grad(elbo(prior, nu, Lambda, y), [nu, Lambda])
+    assert all(g.abs().max() < 1e-9 for g in grads)
+
+
+def test_steps_are_bounded_and_units_that_are_not_finite_keep_their_site() -> None:
+    prior = UnitPriors(torch.zeros(1, 3, 1).double(), torch.full((1, 3, 1, 1), 1e-2).double())
+    zero = Sites(*(torch.zeros(3, *s).double() for s in ((1,), (1, 1), ())))
+    g = torch.tensor([1e6, 1.0, math.nan]).double().reshape(1, 3, 1)
+    H = torch.tensor([1e-3, 1e8, 1.0]).double().reshape(1, 3, 1, 1)
+    moved = zero.moved(prior, *torch.zeros(2, 1, 3, 1).double(), g, H)
+    Q = 1e-2 + moved.precision[:, 0, 0]
+    mean = moved.linear[:, 0] / Q
+    assert torch.allclose(mean[0], torch.tensor(30.0).double())  # three sds of 10
+    assert torch.allclose(Q[1], torch.tensor(0.16).double())  # 16 times the prior's
+    assert moved.linear[2] == 0.0 and moved.precision[2] == 0.0
+    assert moved.visits.tolist() == [1.0, 1.0, 0.0]
+
+
+def test_a_precision_stays_positive_semidefinite() -> None:
+    prior, sites, _ = poisson_case(2)
+    H = torch.tensor([[-5.0, 2.0], [2.0, 1.0]]).double()[None, None]
+    zero = torch.zeros(1, 1, 2).double()
+    for _ in range(20):
+        sites = sites.moved(prior, zero, zero, zero + 1.0, H)
+        assert torch.linalg.eigvalsh(sites.precision).min() > -1e-12
+
+
+def test_quantiles_of_a_mixture_invert_its_distribution_function() -> None:
+    mean, sd = 3.0 * normal(5, 2, 3), normal(5, 2, 3, seed=7).exp()
+    levels = torch.tensor([0.01, 0.3, 0.5, 0.95]).double()
+    q = mixture_quantiles(mean, sd, levels)
+    cdf = torch.special.ndtr((q[:, None] - mean) / sd).mean(1)
+    assert torch.allclose(cdf, levels[:, None, None].expand_as(cdf), rtol=0.0, atol=1e-12)
+
+
+def test_noise_comes_in_pairs() -> None:
+    even, odd = antithetic(torch.zeros(4, 2, 1)), antithetic(torch.zeros(5, 2, 1))
+    assert torch.equal(even[:2], -even[2:]) and torch.equal(odd[:2], -odd[3:])
+    assert len(odd.unique()) == 10
+
+
+# --- whole models
+
+
+def schools(y: Tensor, index: Any = None, form: str = "centred", size: int | None = None) -> None:
+    m: Any = pyro.sample("m", dist.Normal(y.new_zeros(()), 3.0))
+    s: Any = pyro.sample("s", dist.LogNormal(y.new_zeros(()), 1.0))
+    with pyro.plate("schools", len(y) if size is None else size, subsample=index) as i:
+        if form == "centred":
+            u: Any = pyro.sample("u", dist.Normal(m, s))
+        else:
+            u = pyro.deterministic("u", m + s * pyro.sample("z", dist.Normal(0.0 * m, 1.0)))
+        pyro.sample("y", dist.Normal(u, 0.7), obs=y if index is None else y[i])
+
+
+Y = torch.tensor([2.0, -0.5, 1.2, 0.3, 3.1]).double()
+
+
+def fitted(steps: int = 40, seed: int = 0, **how: Any) -> tuple[Any, Any]:
+    pyro.set_rng_seed(seed)
+    guide = ngvi.AutoHierarchical(schools)
+    svi = SVI(schools, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+    for _ in range(steps):
+        svi.step(Y, **how)
+    return guide, svi
+
+
+def log_evidence(m: Tensor, s: Tensor, y: Tensor = Y) -> Tensor:
+    """log p(y, m, s), the effects integrated out."""
+    sd = (s.square() + 0.49).sqrt()
+    of_globals = dist.Normal(0.0, 3.0).log_prob(m) + dist.LogNormal(0.0, 1.0).log_prob(s)
+    return dist.Normal(m, sd).log_prob(y).sum() + of_globals
+
+
+@pytest.mark.parametrize("form", ["centred", "not"])
+def test_gaussian_units_are_exact_given_the_globals(form: str) -> None:
+    guide, _ = fitted(form=form)
+    for _ in range(3):
+        with torch.no_grad():
+            trace = poutine.trace(guide).get_trace(Y, form=form)
+            model = poutine.trace(poutine.replay(schools, trace)).get_trace(Y, form=form)
+            m, s = (trace.nodes[n]["value"] for n in ("m", "s"))
+            of_globals = sum(
+                site["fn"].log_prob(site["value"]).sum()
+                for n, site in trace.nodes.items()
+                if n in ("m", "s") or n.endswith("_latent")
+            )
+            # log q of the globals drops out: what is left of the ELBO is the collapsed one, at any draw
+            left = model.log_prob_sum() - (trace.log_prob_sum() - of_globals)
+            assert torch.allclose(left, log_evidence(m, s), rtol=1e-10, atol=1e-10)
+
+
+def test_an_effect_that_is_named_is_taken_as_the_centred_model_takes_it() -> None:
+    (centred, _), (other, _) = fitted(form="centred"), fitted(form="not")
+    assert other.units.place is not None and centred.units.place is None
+    for name in ("loc", "scale_tril"):
+        assert torch.allclose(
+            getattr(centred.globals, name), getattr(other.globals, name), rtol=1e-8
+        )
+    assert torch.allclose(centred.sites.precision, other.sites.precision)
+    assert torch.allclose(centred.sites.linear, other.sites.linear)
+
+
+def test_quantiles_of_units_are_those_of_draws() -> None:
+    guide, _ = fitted(form="not")
+    with torch.no_grad():
+        draws = torch.stack([guide(Y, form="not")["z"] for _ in range(4000)])
+    levels = torch.tensor([0.1, 0.5, 0.9]).double()
+    wanted = draws.quantile(levels, 0)
+    # standard error of a quantile of draws, and that of 64 draws of the globals
+    error = 0.04 * draws.std(0)
+    found = guide.quantiles(levels, Y, form="not")["z"]
+    assert ((found - wanted).abs() < 4.0 * error).all()
+
+
+def test_the_globals_are_those_of_the_exact_posterior() -> None:
+    """Beside quadrature over (m, log s); the guide is Gaussian, so skewness of log s is left out."""
+    y = 1.0 + (0.8**2 + 0.7**2) ** 0.5 * normal(60, seed=3)
+    pyro.set_rng_seed(0)
+    guide = ngvi.AutoHierarchical(schools)
+    svi = SVI(schools, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+    for _ in range(150):
+        svi.step(y)
+    grid = torch.cartesian_prod(
+        torch.linspace(0, 2, 101).double(), torch.linspace(-2, 1, 101).double()
+    )
+    log_p = torch.stack([log_evidence(m, t.exp(), y) + t for m, t in grid])
+    w = torch.softmax(log_p, 0)
+    mean = w @ grid
+    sd = (w @ (grid - mean).square()).sqrt()
+    loc = guide.globals.loc.detach()
+    found = guide.globals.get_posterior().variance.sqrt().detach()
+    assert ((loc - mean) / sd).abs().max() < 0.1
+    assert ((found / sd) - 1.0).abs().max() < 0.1
+
+
+def test_minibatches_of_units_are_unbiased(monkeypatch: pytest.MonkeyPatch) -> None:
+    guide, _ = fitted()
+    monkeypatch.setattr("pyro_ngvi.hierarchy.guide.antithetic", torch.zeros_like)
+    values = {"m": torch.tensor([0.3, 1.0]).double(), "s": torch.tensor([0.8, 1.5]).double()}
+    y = torch.cat([Y, Y[:1]])
+    guide.add(1)
+
+    def total(index: Any) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            given = guide.draw_units(values, (y, index), {}, ngvi_minibatches())
+        return given.total, given.values["u"]
+
+    whole, u = total(None)
+    parts = [total(torch.tensor(index)) for index in ([5, 0], [2, 4], [3, 1])]
+    assert torch.allclose(torch.stack([t for t, _ in parts]).mean(0), whole)
+    assert torch.allclose(torch.cat([x for _, x in parts], 1), u[:, [5, 0, 2, 4, 3, 1]])
+
+
+def ngvi_minibatches() -> Any:
+    from pyro_ngvi.runtime.run import Minibatches
+
+    return Minibatches()
+
+
+def test_in_a_minibatch_only_units_that_are_seen_move() -> None:
+    guide, svi = fitted(3)
+    before = {n: b.clone() for n, b in guide.sites.named_buffers()}
+    svi.step(Y, torch.tensor([3, 1]))
+    for name, now in guide.sites.named_buffers():
+        same = (now == before[name]).reshape(5, -1).all(1)
+        assert same.tolist() == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize("index", [None, [1, 3, 4]])
+def test_a_step_of_gaussian_units_takes_all_of_what_the_data_say(index: Any) -> None:
+    """Slopes of minibatches are those of the unit's own data, without the scale."""
+    guide, svi = fitted(1)
+    chosen = None if index is None else torch.tensor(index)
+    for _ in range(40):
+        svi.step(Y, chosen)
+    rows = slice(None) if index is None else index
+    wanted = torch.full((len(Y[rows]), 1), 1 / 0.49).double()
+    assert torch.allclose(guide.sites.precision[rows][..., 0], wanted)
+    assert torch.allclose(guide.sites.linear[rows], wanted * Y[rows, None])
+
+
+def test_log_normal_units_count_their_jacobian() -> None:
+    def model() -> None:
+        a: Any = pyro.sample("a", dist.Normal(torch.zeros(()).double(), 1.0))
+        with pyro.plate("units", 3):
+            r: Any = pyro.sample("r", dist.LogNormal(a, 0.5))
+            pyro.sample("y", dist.Poisson(r), obs=torch.tensor([2.0, 0.0, 5.0]).double())
+
+    guide = ngvi.AutoHierarchical(model)
+    with torch.no_grad():
+        trace = poutine.trace(guide).get_trace()
+    a, r = trace.nodes["a"]["value"], trace.nodes["r"]["value"]
+    at_prior = dist.LogNormal(a, 0.5).log_prob(r)  # the sites have not moved
+    site = trace.nodes["r"]
+    assert torch.allclose(site["fn"].log_prob(site["value"]), at_prior)
+    draws = guide.quantiles([0.25])["r"]
+    # the prior of log r is N(a, 1/4), and a of q has its start's sd
+    scale = (guide.globals.get_posterior().variance + 0.25).sqrt()
+    wanted = (guide.globals.loc + scale * torch.special.ndtri(torch.tensor(0.25).double())).exp()
+    assert torch.allclose(draws, wanted.expand_as(draws), rtol=0.02)
