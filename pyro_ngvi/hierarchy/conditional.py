@@ -18,8 +18,9 @@ where log p is quadratic and Lambda_i says so.  A site moves a share of its way 
 positive semi-definite, so q is proper at every v.
 
 A step of a unit is shortened so that no variance changes by more than 16-fold and no mean by more than
-three of its standard deviations: under a wide prior the first expectations are wild.  Units whose
-expectations are not finite keep their site.
+three of its standard deviations, or one of its prior's: under a wide prior the first expectations are
+wild.  After some ten steps that needed nothing of the kind the share falls as one over their number,
+and noise averages out.  Units whose expectations are not finite keep their site.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from ..linalg.spectral import positive_part
 HALVINGS = 50
 #: by what factor a precision changes in a step at most, and by how many sds a mean
 MOST_RATIO, MOST_SDS = 16.0, 3.0
-#: the share of the first steps, and for how many visits the later averages last
-FIRST_SHARE, MEMORY = 0.8, 8.0
+#: the share of the first steps, how many these are, and how many shares of later ones make a whole
+FIRST_SHARE, FAST, MEMORY = 0.8, 9.0, 8.0
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,21 @@ class Sites:
         precision = self.precision + shorter[:, None, None] * change
         linear = torch.lerp(self.linear, linear, (shorter * share)[:, None])
         then = Conditionals.of(middle, linear, precision)
-        step = then.mean - now.mean
-        sds = torch.linalg.vector_norm(matvec(now.root.mT, step), dim=-1, keepdim=True)
-        there = now.mean + step * (MOST_SDS / sds)
-        linear = torch.where(
-            sds > MOST_SDS, matvec(middle.precision + precision, there) - middle.linear, linear
+        step, prior_root = then.mean - now.mean, cholesky(middle.precision)
+        sds, prior_sds = (
+            torch.linalg.vector_norm(matvec(root.mT, step), dim=-1)
+            for root in (now.root, prior_root)
         )
-        return Sites(linear, precision, self.visits + finite)
+        most = torch.maximum(MOST_SDS / sds, 1.0 / prior_sds)
+        there = now.mean + step * most.unsqueeze(-1)
+        far = (most < 1.0).unsqueeze(-1)
+        linear = torch.where(
+            far, matvec(middle.precision + precision, there) - middle.linear, linear
+        )
+        # on the way the share stays what it is at first
+        settled = (shorter == 1.0) & (sds <= MOST_SDS)
+        visits = torch.where(settled, self.visits + 1.0, (self.visits + 1.0).clamp_max(FAST))
+        return Sites(linear, precision, torch.where(finite, visits, self.visits))
 
 
 def antithetic(like: Tensor) -> Tensor:

@@ -249,20 +249,18 @@ class AutoHierarchical(MadeAtFirstCall):
         Arguments: those of the model, whose units are meant.  Those of a unit are the quantiles of a
         mixture of its Gaussians at 64 draws of the globals, the same at every call.
         """
+        units = self.units
         levels = levels_like(quantiles, self.sites.linear).reshape(-1)
         found = dict(self.globals.quantiles(quantiles))
         with own_random_state(SEED), poutine.block():
             call = self._call(args, kwargs)
-            given = self.units.given(call, self._draws_of_globals(call))
-        check_index(given.seen, self.units, learning=False)
+            given = units.given(call, self._draws_of_globals(call))
+        check_index(given.seen, units, learning=False)
         q = self._conditionals(given)
-        mean, sd = (
-            given.gaussians(q.mean),
-            q.sd(None if given.place is None else given.place.inverse),
-        )
+        mean, sd = given.gaussians(q.mean), q.sd(given.place and given.place.inverse)
         ends = [mixture_quantiles(mean, sd, p) for p in (levels, 1.0 - levels)]
-        each = [self.units.values(z, given.maps) for z in ends]
-        for name in self.units.names:
+        each = [units.values(z, given.maps) for z in ends]
+        for name in units.names:
             low, high = (f(each[0][name], each[1][name]) for f in (torch.minimum, torch.maximum))
             upper = levels.reshape(-1, *[1] * (low.dim() - 1)) > 0.5
             found[name] = torch.where(upper, high, low)

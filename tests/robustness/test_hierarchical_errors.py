@@ -1,0 +1,250 @@
+"""What AutoHierarchical refuses, and what a unit whose data are of no use does to the others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO
+from torch import Tensor
+
+import pyro_ngvi as ngvi
+
+Y = torch.tensor([1.0, -0.5, 2.0, 0.3, 0.9, -1.2]).double()
+ZERO = torch.zeros(()).double()
+
+
+def scale() -> Any:
+    return pyro.sample("s", dist.HalfNormal(ZERO + 1.0))
+
+
+def good(index: Any = None, size: int = len(Y)) -> None:
+    s = scale()
+    with pyro.plate("units", size, subsample=index) as i:
+        u: Any = pyro.sample("u", dist.Normal(ZERO, s))
+        pyro.sample("y", dist.Normal(u, 0.5), obs=Y[i])
+
+
+def no_plate() -> None:
+    m: Any = pyro.sample("m", dist.Normal(ZERO, 1.0))
+    pyro.sample("y", dist.Normal(m, 1.0).expand([6]).to_event(1), obs=Y)
+
+
+def no_globals() -> None:
+    with pyro.plate("units", 6):
+        u: Any = pyro.sample("u", dist.Normal(ZERO, 1.0))
+        pyro.sample("y", dist.Normal(u, 1.0), obs=Y)
+
+
+def data_see_several() -> None:
+    s = scale()
+    with pyro.plate("units", 6):
+        u: Any = pyro.sample("u", dist.Normal(ZERO, s))
+    pyro.sample("y", dist.Normal(u.cumsum(0), 1.0).to_event(1), obs=Y)
+
+
+def gamma_units() -> None:
+    s = scale()
+    with pyro.plate("units", 6):
+        u: Any = pyro.sample("u", dist.Normal(ZERO, s))
+        t: Any = pyro.sample("t", dist.Gamma(ZERO + 2.0, 2.0))
+        pyro.sample("y", dist.Normal(u, t), obs=Y)
+
+
+def scales_that_are_units() -> None:
+    s = scale()
+    with pyro.plate("units", 6):
+        u: Any = pyro.sample("u", dist.Normal(ZERO, s))
+        w: Any = pyro.sample("w", dist.Normal(ZERO, u.exp()))
+        pyro.sample("y", dist.Normal(w, 1.0), obs=Y)
+
+
+def means_that_bend() -> None:
+    s = scale()
+    with pyro.plate("units", 6):
+        u: Any = pyro.sample("u", dist.Normal(ZERO, s))
+        w: Any = pyro.sample("w", dist.Normal(u.square(), 1.0))
+        pyro.sample("y", dist.Normal(w, 1.0), obs=Y)
+
+
+def priors_that_see_several() -> None:
+    s = scale()
+    with pyro.plate("units", 6):
+        u: Any = pyro.sample("u", dist.Normal(ZERO, s))
+        w: Any = pyro.sample("w", dist.Normal(u.cumsum(0), 1.0))
+        pyro.sample("y", dist.Normal(w, 1.0), obs=Y)
+
+
+def enumerated() -> None:
+    s = scale()
+    with pyro.plate("units", 6):
+        u: Any = pyro.sample("u", dist.Normal(ZERO, s))
+        k: Any = pyro.sample("k", dist.Bernoulli(ZERO + 0.3), infer={"enumerate": "parallel"})
+        pyro.sample("y", dist.Normal(u + k, 1.0), obs=Y)
+
+
+def masked_prior() -> None:
+    s = scale()
+    with pyro.plate("units", 6), poutine.mask(mask=Y > 0):
+        u: Any = pyro.sample("u", dist.Normal(ZERO, s))
+        pyro.sample("y", dist.Normal(u, 1.0), obs=Y)
+
+
+def in_another_minibatch() -> None:
+    s = scale()
+    with pyro.plate("units", 6, dim=-1), pyro.plate("times", 4, subsample_size=3, dim=-2):
+        u: Any = pyro.sample("u", dist.Normal(ZERO, s))
+        pyro.sample("y", dist.Normal(u, 1.0), obs=Y.expand(3, 6))
+
+
+def wide() -> None:
+    s = scale()
+    with pyro.plate("units", 6):
+        u: Any = pyro.sample("u", dist.Normal(ZERO, s).expand([65]).to_event(1))
+        pyro.sample("y", dist.Normal(u.sum(-1), 1.0), obs=Y)
+
+
+REFUSED: list[tuple[Callable[..., None], str]] = [
+    (no_plate, "no plate of units was found"),
+    (no_globals, "there are no globals"),
+    (data_see_several, "data see several units of 'units'"),
+    (gamma_units, "'t' in the plate 'units' is Gamma"),
+    (scales_that_are_units, "a scale among the units' sites u, w"),
+    (means_that_bend, "a mean among the units' sites u, w is not linear"),
+    (priors_that_see_several, "the priors of u, w in a unit depend on other units"),
+    (enumerated, "'k' is enumerated"),
+    (masked_prior, "the prior of 'u' stands under poutine.scale or poutine.mask"),
+    (in_another_minibatch, "another subsampled plate, 'times'"),
+    (wide, "has 65 latent variables, more than 64"),
+]
+
+
+@pytest.mark.parametrize(("model", "part"), REFUSED, ids=[m.__name__ for m, _ in REFUSED])
+def test_models_without_units_are_refused(model: Any, part: str) -> None:
+    guide = ngvi.AutoHierarchical(model)
+    for _ in range(2):  # the second call says the same
+        with pytest.raises(ValueError, match=part) as error:
+            guide()
+        assert len(str(error.value)) <= 260
+
+
+def test_locals_that_are_not_there() -> None:
+    with pytest.raises(ValueError, match="locals= names 'v', and the latent sites"):
+        ngvi.AutoHierarchical(good, locals=["v"])()
+
+
+def test_locals_are_taken_at_their_word() -> None:
+    guide = ngvi.AutoHierarchical(gamma_units, locals=["u"])
+    svi = SVI(gamma_units, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(4))
+    svi.step()
+    assert guide.units.names == ("u",) and guide.units.globals == ("s", "t")
+
+
+def test_globals_must_make_an_autoguide() -> None:
+    with pytest.raises(ValueError, match="globals= makes an autoguide"):
+        ngvi.AutoHierarchical(good, globals=lambda model: torch.nn.Linear(1, 1))
+
+
+def test_before_the_first_call() -> None:
+    guide = ngvi.AutoHierarchical(good)
+    with pytest.raises(RuntimeError, match="does not know the units yet"):
+        guide.median()
+
+
+@pytest.mark.parametrize(
+    ("index", "part"),
+    [([1, 1], "comes twice"), ([0, 6], "got the numbers 0 to 6"), ([-1, 2], "numbers -1 to 2")],
+)
+def test_numbers_of_units(index: list[int], part: str) -> None:
+    guide = ngvi.AutoHierarchical(good)
+    guide()
+    before = {n: b.clone() for n, b in guide.sites.named_buffers()}
+    with pytest.raises((ValueError, IndexError), match=part):
+        guide(torch.tensor(index))
+    assert all(torch.equal(b, before[n]) for n, b in guide.sites.named_buffers())
+
+
+def test_another_number_of_units() -> None:
+    guide = ngvi.AutoHierarchical(good)
+    svi = SVI(good, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(4))
+    svi.step(torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="has 9 units in this call, and had 6 before"):
+        svi.step(torch.tensor([0, 1]), 9)
+    with pytest.raises(ValueError, match="makes room for 1 unit or more"):
+        guide.add(0)
+    with pytest.raises(IndexError):
+        guide.remove([7])
+
+
+def test_vectorised_particles_are_refused() -> None:
+    guide = ngvi.AutoHierarchical(good)
+    svi = SVI(good, guide, ngvi.NGVB(guide), Trace_ELBO(3, vectorize_particles=True))
+    with pytest.raises(ValueError, match="draws one particle at a call"):
+        svi.step()
+
+
+@pytest.mark.parametrize("kind", ["hessian", "price", "scores"])
+def test_curvature_of_the_loss_is_refused(kind: str) -> None:
+    guide = ngvi.AutoHierarchical(good)
+    svi = SVI(good, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(4, curvature=kind))
+    with pytest.raises(ValueError, match="AutoHierarchical has no use for"):
+        svi.step()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_unit_whose_likelihood_is_not_finite_keeps_its_site(bad: float) -> None:
+    weight = torch.ones(6).double()
+
+    def model() -> None:
+        s = scale()
+        with pyro.plate("units", 6):
+            u: Any = pyro.sample("u", dist.Normal(ZERO, s))
+            pyro.factor("y", weight * dist.Normal(u, 0.5).log_prob(Y))
+
+    guide = ngvi.AutoHierarchical(model)
+    svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(4))
+    svi.step()
+    before = guide.sites.linear.clone()
+    weight[2] = bad
+    with pytest.warns((UserWarning, RuntimeWarning)):
+        svi.step()
+    moved = (guide.sites.linear != before).squeeze(-1)
+    assert moved.tolist() == [True, True, False, True, True, True]
+    assert guide.sites.linear.isfinite().all() and guide.globals.loc.isfinite().all()
+
+
+def test_units_without_data_keep_their_prior() -> None:
+    def model(y: Tensor = Y) -> None:
+        s = scale()
+        with pyro.plate("units", 6):
+            u: Any = pyro.sample("u", dist.Normal(ZERO, s))
+            with poutine.mask(mask=torch.arange(6) != 3):
+                pyro.sample("y", dist.Normal(u, 0.5), obs=y)
+
+    guide = ngvi.AutoHierarchical(model)
+    svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(4))
+    for _ in range(5):
+        svi.step()
+    assert guide.sites.precision[3] == 0.0 and guide.sites.linear[3] == 0.0
+    assert (guide.sites.precision[:3] > 0.0).all()
+
+
+def test_large_counts_under_a_wide_prior() -> None:
+    counts = torch.tensor([0.0, 3.0, 1e6, 40.0, 7e3, 1.0]).double()
+
+    def model() -> None:
+        s: Any = pyro.sample("s", dist.HalfNormal(ZERO + 20.0))
+        with pyro.plate("units", 6):
+            u: Any = pyro.sample("u", dist.Normal(ZERO, s))
+            pyro.sample("y", dist.Poisson(u.exp()), obs=counts)
+
+    guide = ngvi.AutoHierarchical(model)
+    svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+    for _ in range(150):
+        svi.step()
+    middle = guide.median()["u"]
+    assert torch.allclose(middle[[2, 4]], counts[[2, 4]].log(), atol=0.05)
+    assert middle[0] < 0.0
