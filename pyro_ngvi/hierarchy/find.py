@@ -63,9 +63,9 @@ def _layout(latent: Sites, wanted: Sequence[str] | None) -> Units:
         full = {name: n for name, n in full.items() if len(frames[name][1]) == len(set(wanted))}
     if not full:
         raise ValueError(
-            "AutoHierarchical: no plate of units was found with Gaussian latent sites in it. Put them "
-            "into one, with pyro.plate('units', n): u = pyro.sample('u', dist.Normal(m, s)), or take "
-            "AutoSites or AutoFullRankNormal."
+            "AutoHierarchical: no plate of units was found with Gaussian latent sites in it. Sample "
+            "the Normal latent variables of units inside one pyro.plate, or take AutoSites or "
+            "AutoFullRankNormal."
         )
     plate = max(full, key=lambda name: full[name])
     frame, inside = frames[plate]
@@ -196,7 +196,7 @@ def check_index(seen: Seen, units: Units, learning: bool) -> None:
         raise ValueError(
             f"AutoHierarchical: the plate {units.plate!r} has {seen.size} units in this call, and had "
             f"{units.size} before. Announce units that come by guide.add(count), or go by "
-            f"guide.remove(numbers)."
+            f"guide.remove(indices)."
         )
     if not at_hand(seen.index):
         return

@@ -294,7 +294,7 @@ class AutoHierarchical(MadeAtFirstCall):
     def add(self, count: int) -> None:
         """Make room for ``count`` units more, which come after those of before, by their prior."""
         if count < 1:
-            raise ValueError(f"add(count) makes room for 1 unit or more, got {count!r}.")
+            raise ValueError(f"count is how many units come, at least 1, got {count!r}.")
         self.sites.keep(torch.arange(self.units.size), count)
         self._units = replace(self.units, size=len(self.sites))
 
@@ -319,6 +319,6 @@ class AutoHierarchical(MadeAtFirstCall):
 
 def _without_model() -> RuntimeError:
     return RuntimeError(
-        "This AutoHierarchical was unpickled or loaded, and does not carry the model. Make a new one, "
-        "AutoHierarchical(model), and give it this one's state: load_state_dict(old.state_dict())."
+        "This AutoHierarchical was unpickled or loaded, and does not carry the model. Make a new "
+        "one by AutoHierarchical(model), and let it load this one's state_dict."
     )

@@ -25,6 +25,7 @@ LAYERS = (
     "guides",
     "losses",
     "sites",
+    "hierarchy",
     "diagnostics",
     "nn",
 )

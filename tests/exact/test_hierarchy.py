@@ -162,7 +162,8 @@ def test_steps_are_bounded_and_units_that_are_not_finite_keep_their_site() -> No
     zero = Sites(*(torch.zeros(3, *s).double() for s in ((1,), (1, 1), ())))
     g = torch.tensor([1e6, 1.0, math.nan]).double().reshape(1, 3, 1)
     H = torch.tensor([1e-3, 1e8, 1.0]).double().reshape(1, 3, 1, 1)
-    moved = zero.moved(prior, *torch.zeros(2, 1, 3, 1).double(), g, H)
+    zeros = torch.zeros(1, 3, 1).double()
+    moved = zero.moved(prior, zeros, zeros, g, H)
     Q = 1e-2 + moved.precision[:, 0, 0]
     mean = moved.linear[:, 0] / Q
     assert torch.allclose(mean[0], torch.tensor(30.0).double())  # three sds of 10
@@ -344,7 +345,7 @@ def test_log_normal_units_count_their_jacobian() -> None:
 
     guide = ngvi.AutoHierarchical(model)
     with torch.no_grad():
-        trace = poutine.trace(guide).get_trace()
+        trace: Any = poutine.trace(guide).get_trace()
     a, r = trace.nodes["a"]["value"], trace.nodes["r"]["value"]
     at_prior = dist.LogNormal(a, 0.5).log_prob(r)  # the sites have not moved
     site = trace.nodes["r"]

@@ -15,6 +15,8 @@ import pyro_ngvi as ngvi
 
 Y = torch.tensor([1.0, -0.5, 2.0, 0.3, 0.9, -1.2]).double()
 ZERO = torch.zeros(()).double()
+MASK: Any = Y > 0.0
+UNSEEN: Any = torch.arange(6) != 3
 
 
 def scale() -> Any:
@@ -30,7 +32,8 @@ def good(index: Any = None, size: int = len(Y)) -> None:
 
 def no_plate() -> None:
     m: Any = pyro.sample("m", dist.Normal(ZERO, 1.0))
-    pyro.sample("y", dist.Normal(m, 1.0).expand([6]).to_event(1), obs=Y)
+    fn: Any = dist.Normal(m, 1.0).expand([6])
+    pyro.sample("y", fn.to_event(1), obs=Y)
 
 
 def no_globals() -> None:
@@ -88,7 +91,7 @@ def enumerated() -> None:
 
 def masked_prior() -> None:
     s = scale()
-    with pyro.plate("units", 6), poutine.mask(mask=Y > 0):
+    with pyro.plate("units", 6), poutine.mask(mask=MASK):
         u: Any = pyro.sample("u", dist.Normal(ZERO, s))
         pyro.sample("y", dist.Normal(u, 1.0), obs=Y)
 
@@ -103,7 +106,8 @@ def in_another_minibatch() -> None:
 def wide() -> None:
     s = scale()
     with pyro.plate("units", 6):
-        u: Any = pyro.sample("u", dist.Normal(ZERO, s).expand([65]).to_event(1))
+        fn: Any = dist.Normal(ZERO, s).expand([65])
+        u: Any = pyro.sample("u", fn.to_event(1))
         pyro.sample("y", dist.Normal(u.sum(-1), 1.0), obs=Y)
 
 
@@ -173,7 +177,7 @@ def test_another_number_of_units() -> None:
     svi.step(torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="has 9 units in this call, and had 6 before"):
         svi.step(torch.tensor([0, 1]), 9)
-    with pytest.raises(ValueError, match="makes room for 1 unit or more"):
+    with pytest.raises(ValueError, match="count is how many units come"):
         guide.add(0)
     with pytest.raises(IndexError):
         guide.remove([7])
@@ -221,7 +225,7 @@ def test_units_without_data_keep_their_prior() -> None:
         s = scale()
         with pyro.plate("units", 6):
             u: Any = pyro.sample("u", dist.Normal(ZERO, s))
-            with poutine.mask(mask=torch.arange(6) != 3):
+            with poutine.mask(mask=UNSEEN):
                 pyro.sample("y", dist.Normal(u, 0.5), obs=y)
 
     guide = ngvi.AutoHierarchical(model)
