@@ -15,7 +15,8 @@ expectations over q(v) q(u_i | v) (Khan & Lin 2017, eq. 21, for q given v; Bonne
 is m_i(v) that multiplies H_i, not the draw u_i, which would add E[H_i (u_i - m_i)], a third derivative.
 Lambda_i (u_i - m_i), with the site as it is, has expectation 0 and takes noise of g_i away: all of it
 where log p is quadratic and Lambda_i says so.  A site moves a share of its way there.  H_i is made
-positive semi-definite, so q is proper at every v.
+positive semi-definite, so q is proper at every v.  Where gradients jump (Laplace, ReLU) averages of
+second derivatives are wrong, and E[H] = Lambda - E[(g - nu + Lambda u) (u - m)'] Q takes their place.
 
 A step of a unit is shortened so that no variance changes by more than 16-fold and no mean by more than
 three of its standard deviations, or one of its prior's: under a wide prior the first expectations are
@@ -99,9 +100,16 @@ class Sites:
     precision: Tensor
     visits: Tensor
 
-    def moved(self, prior: UnitPriors, mean: Tensor, u: Tensor, g: Tensor, H: Tensor) -> Sites:
+    def moved(
+        self, prior: UnitPriors, mean: Tensor, u: Tensor, g: Tensor, H: Tensor | None
+    ) -> Sites:
         """After a step towards the targets, from g (S, B, k) and H (S, B, k, k) at draws u (S, B, k) of
-        a q with that ``mean``."""
+        a q with that ``mean``; H from g where it is not given."""
+        if H is None:
+            rest = (g - self.linear + matvec(self.precision, u)).unsqueeze(-1)
+            away = matvec(prior.precision + self.precision, u - mean)
+            product = rest * away.unsqueeze(-2)
+            H = self.precision - 0.5 * (product + product.mT)
         precision = positive_part(H.mean(0))
         linear = (g + matvec(H, mean) + matvec(self.precision, u - mean)).mean(0)
         finite = torch.isfinite(precision).flatten(1).all(1) & torch.isfinite(linear).all(1)

@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from ..guides import init_to_center
 from ..linalg.host import at_hand, fixed_normal, own_random_state
+from ..probing.kinks import jump
 from ..runtime.density import Site, Sites, site_kind
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import Minibatches, run_plainly
@@ -24,15 +27,18 @@ from ..sites.probe_points import TOLERANCE, digit_masks, same
 from .runs import Call, LocalSite, Model, is_gaussian
 from .units import Seen, Units
 
-#: most latent variables of one unit
-MOST_ENTRIES = 64
+#: most latent variables of one unit, units among whose data a jump is looked for, and how often the
+#: moves are drawn towards 0 where the likelihood is not finite
+MOST_ENTRIES, FEW, SHRINKS = 64, 8, 6
 
 
 def find_units(model: Model, args: Any, kwargs: Any, wanted: Sequence[str] | None) -> Units:
     """The units of a model at these arguments, with the latent sites ``wanted``, or all of the largest
     plate that has Gaussian ones."""
     with poutine.block(), own_random_state(), torch.no_grad():
-        sites = run_plainly(model, {}, args, kwargs, Minibatches())
+        # globals at the centres of their priors, where the likelihood shows what it depends on
+        with InitMessenger(init_to_center):
+            sites = run_plainly(model, {}, args, kwargs, Minibatches())
         latent = {n: s for n, s in sites.items() if not (s["is_observed"] or site_is_subsample(s))}
         for name, site in latent.items():
             if is_marked(site):
@@ -142,7 +148,12 @@ def _probed(call: Call, units: Units, sites: Sites, latent: Sites) -> Units:
         found = units.slopes(given, torch.where(moved.unsqueeze(-1), e + u, e), hessian=False)
         return torch.zeros_like(e) if found is None else found[0]
 
-    still = slope(torch.zeros_like(masks[0]))
+    still = slope(torch.zeros(count, dtype=torch.bool))
+    for _ in range(SHRINKS):
+        if bool(still.isfinite().all()):
+            break
+        e, u = 0.25 * e, 0.25 * u
+        still = slope(torch.zeros(count, dtype=torch.bool))
     size = TOLERANCE * torch.finfo(still.dtype).eps * still.abs().max().clamp_min(1.0)
     for mask in masks:
         if bool(((slope(mask) - still)[:, ~mask].abs() > size).any()):
@@ -151,6 +162,15 @@ def _probed(call: Call, units: Units, sites: Sites, latent: Sites) -> Units:
                 f"independent given the globals. Take AutoFullRankNormal, or AutoSites for chains and "
                 f"fields; of crossed effects make the smaller set global by locals=[...]."
             )
+
+    def along(t: Tensor) -> Tensor:
+        return units.log_likelihood(given, t.reshape_as(e)).sum()
+
+    away = torch.zeros_like(e)
+    away[:, :: max(1, count // FEW)] = 1.0
+    start = (e - 2.0 * away).reshape(-1)
+    smooth = jump(along, start, 4.0 * (away * (1.0 + u.abs())).reshape(-1)) is None
+    units = replace(units, smooth=smooth)
     return replace(units, dependent=dependent, place=_place(call, units, sites, values, u, masks))
 
 

@@ -63,6 +63,10 @@ class AutoHierarchical(MadeAtFirstCall):
     ``MultivariateNormal``, ``LogNormal``); everything else is global.  The plate may be subsampled: a
     step costs what its minibatch costs, and a unit that is not seen still follows v by its prior.
     Not for units that depend on each other given v, such as chains and fields (:class:`AutoSites`).
+    A site follows v by its prior alone: a global that enters the likelihood *beside* u, as in b + u or
+    a (u - b), comes out too narrow.  Put it into the prior, u ~ Normal(b, s), or name the sum,
+    ``pyro.deterministic("eta", b + u)``.  Globals inside a subsampled plate of units, and priors so wide
+    that expectations overflow, are not for it either.
 
     Sites are buffers, nu (n, k) and Lambda (n, k, k) for n units of k latent variables.  No optimizer
     moves them: they take a step whenever a loss is differentiated through draws of their units (and
@@ -154,26 +158,35 @@ class AutoHierarchical(MadeAtFirstCall):
     # --- draws
 
     def draw_units(
-        self, values: Mapping[str, Tensor], args: Any, kwargs: Any, minibatches: Minibatches
+        self,
+        values: Mapping[str, Tensor],
+        args: Any,
+        kwargs: Any,
+        minibatches: Minibatches,
+        weight: float = 1.0,
     ) -> Drawn:
         """The units at S draws of the globals, ``values`` (S, ...) by site.
 
         Where a loss is differentiated through the draws, the sites of these units take a step.
+        ``weight`` is that of what is observed.
         """
         learning = torch.is_grad_enabled() and self.training
         given = self.units.given(self._call(args, kwargs, minibatches), values)
         check_index(given.seen, self.units, learning)
         if learning and self.sites.any_new():
             for _ in range(FIRST_STEPS):
-                self._advance(given.detached())
+                self._advance(given.detached(), weight)
         q = self._conditionals(given)
         x = q.draw(antithetic(q.mean))
+        if learning:
+            # a prior that is free of the globals leaves the draws without a graph
+            x = x if x.requires_grad else x.requires_grad_()
+            at = given.detached(), q.mean.detach(), x.detach(), weight
+            x.register_hook(lambda grad: self._step(*at))
         drawn, log_det = self.units.mapped(given.gaussians(x), given.maps)
         log_q = q.log_prob(x) - log_det
         if given.place is not None:
             log_q = log_q + given.place.log_det
-        if learning and x.requires_grad:
-            x.register_hook(lambda grad: self._step(given.detached(), q.mean.detach(), x.detach()))
         return Drawn(drawn, log_q, given.seen)
 
     def _call(self, args: Any, kwargs: Any, minibatches: Minibatches | None = None) -> Call:
@@ -186,19 +199,19 @@ class AutoHierarchical(MadeAtFirstCall):
         return Conditionals.of(given.priors, sites.linear, sites.precision)
 
     @torch.no_grad()
-    def _advance(self, given: Given) -> None:
+    def _advance(self, given: Given, weight: float = 1.0) -> None:
         """A step of the sites at fresh draws of the units."""
         q = self._conditionals(given)
-        self._step(given, q.mean, q.draw(antithetic(q.mean)))
+        self._step(given, q.mean, q.draw(antithetic(q.mean)), weight)
 
     @outside_autocast
-    def _step(self, given: Given, mean: Tensor, x: Tensor) -> None:
+    def _step(self, given: Given, mean: Tensor, x: Tensor, weight: float) -> None:
         """Move the sites by what the data say at draws x (S, B, k) of a q of that mean."""
-        seen, slopes = given.seen, self.units.slopes(given, x)
+        seen, slopes = given.seen, self.units.slopes(given, x, weight)
         if slopes is None:
             return
         with torch.no_grad():
-            g, H = (x / seen.scale for x in slopes)
+            g, H = slopes[0] / seen.scale, None if slopes[1] is None else slopes[1] / seen.scale
             self.sites.put(seen, self.sites.rows(seen).moved(given.priors, mean, x, g, H))
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from torch.distributions import Transform
 
 from ..linalg.host import at_hand
 from ..linalg.products import matvec
-from ..runtime.density import Site, Sites, site_kind, site_log_prob
+from ..runtime.density import Site, Sites, site_kind, site_log_prob, with_density
 from .conditional import UnitPriors
 from .runs import Call, Held, LocalSite, Model, Parts, Values, gaussian_of
 
@@ -103,6 +103,7 @@ class Units:
 
     ``dependent``: whether some of them are means of others.  ``place``: a deterministic site that is
     linear in them with coefficients that depend on the globals, as u = m + s z: sites are on u then.
+    ``smooth``: whether no gradient of what is observed was seen to jump.
     """
 
     plate: str
@@ -112,6 +113,7 @@ class Units:
     globals: tuple[str, ...]
     dependent: bool = False
     place: LocalSite | None = None
+    smooth: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -179,22 +181,33 @@ class Units:
         priors = priors if place is None else place.moved(priors)
         return Given(call, values, known["seen"], priors, known["maps"], place)
 
-    def slopes(self, given: Given, x: Tensor, hessian: bool = True) -> tuple[Tensor, Tensor] | None:
-        """Gradient (S, B, k) and minus the Hessian (S, B, k, k) of log p of what is observed in x
-        (S, B, k), unit by unit; None where nothing that is observed depends on it."""
+    def log_likelihood(self, given: Given, x: Tensor, weight: float = 1.0) -> Tensor:
+        """log p (S,) of all that may depend on x (S, B, k); ``weight`` is that of what is observed."""
 
         def total(sites: Sites) -> Tensor:
-            observed = [s for s in sites.values() if site_kind(s) in ("observed", "factor")]
-            terms = [site_log_prob(site)[1].sum() for site in observed]
-            return torch.stack(terms).sum() if terms else torch.zeros(())
+            sums = [torch.zeros(())]
+            for name, site in with_density(sites).items():
+                if name not in self.names:
+                    observed = site_kind(site) == "observed"
+                    sums.append((weight if observed else 1.0) * site_log_prob(site)[1].sum())
+            return torch.stack([x.to(sums[-1]) for x in sums]).sum()
 
+        units = self.values(given.gaussians(x), given.maps)
+        return given.call.batched(total, {**given.values, **units})
+
+    def slopes(
+        self, given: Given, x: Tensor, weight: float = 1.0, hessian: bool = True
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Gradient (S, B, k) and minus the Hessian (S, B, k, k) of ``log_likelihood`` in x, unit by
+        unit; no Hessian where gradients jump, and None where nothing depends on x."""
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            units = self.values(given.gaussians(x), given.maps)
-            log_p = given.call.batched(total, {**given.values, **units})
+            log_p, hessian = self.log_likelihood(given, x, weight), hessian and self.smooth
             if not log_p.requires_grad:
                 return None
             (g,) = torch.autograd.grad(log_p.sum(), x, create_graph=hessian, materialize_grads=True)
+            if not hessian:
+                return g, None
             rows = [torch.zeros_like(x)] * self.width  # where the likelihood is linear
             if g.requires_grad:
                 keep: Any = {"retain_graph": True, "materialize_grads": True}

@@ -178,7 +178,8 @@ class BatchedELBO(ELBO):
         else:
             (values, log_q), drawn = self._draw(outer, args, kwargs, shared), None
         if outer is not guide:  # units given globals, for all particles at once
-            units = guide.draw_units(values, args, kwargs, self._minibatches)
+            weight = 1.0 / self.kl_weight
+            units = guide.draw_units(values, args, kwargs, self._minibatches, weight)
             with pyro.validation_enabled(False), Conditioned({}, self._minibatches) as handler:
                 pyro.factor("_log_q_units", units.total, has_rsample=True)
             values |= units.values

@@ -69,7 +69,7 @@ def kinked_sites(
     # around the draw, and through zero, where most priors have their kinks
     for a, b in ((t - 2.0 * away, t + 2.0 * away), (t + 0.3 * wide, -0.7 * t - 0.9 * wide)):
         a, u = torch.where(moved > 0.0, a, t), moved * (b - a)
-        found = _jump(lambda t: terms(t).sum(), a, u)
+        found = jump(lambda t: terms(t).sum(), a, u)
         if found is not None:
             low, high = (jacrev(terms)(a + s * u) @ u for s in found)
             change = (high - low).abs()[:-1]
@@ -83,7 +83,7 @@ def _few(x: Tensor, count: int) -> Tensor:
     return x[:: max(1, -(-len(x) // count))]
 
 
-def _jump(f: Callable[[Tensor], Tensor], a: Tensor, u: Tensor) -> tuple[float, float] | None:
+def jump(f: Callable[[Tensor], Tensor], a: Tensor, u: Tensor) -> tuple[float, float] | None:
     """The two ends, in s, of a tiny part of the segment over which phi jumps."""
 
     def point(s: float) -> _Point:
