@@ -65,7 +65,7 @@ class AutoHierarchical(MadeAtFirstCall):
     Not for units that depend on each other given v, such as chains and fields (:class:`AutoSites`).
     A site follows v by its prior alone: a global that enters the likelihood *beside* u, as in b + u or
     a (u - b), comes out too narrow.  Put it into the prior, u ~ Normal(b, s), or name the sum,
-    ``pyro.deterministic("eta", b + u)``.  Globals inside a subsampled plate of units, and priors so wide
+    ``pyro.deterministic("eta", b + u)``.  Globals in a subsampled plate of units, and priors so wide
     that expectations overflow, are not for it either.
 
     Sites are buffers, nu (n, k) and Lambda (n, k, k) for n units of k latent variables.  No optimizer
