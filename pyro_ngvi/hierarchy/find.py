@@ -90,6 +90,12 @@ def _layout(latent: Sites, wanted: Sequence[str] | None) -> Units:
         del shape[axis]
         sites.append(LocalSite(name, torch.Size(shape), axis))
     others = tuple(n for n in latent if n not in chosen)
+    inside = [n for n in others if plate in _plates(latent[n])]
+    if inside and frame.size != full[plate]:
+        raise ValueError(
+            f"AutoHierarchical: {inside[0]!r} is global and lies in the subsampled plate {plate!r}, "
+            f"where it would see other units than those of a step. Pass all units in each step."
+        )
     units = Units(plate, frame.dim, full[plate], tuple(sites), others)
     if units.width > MOST_ENTRIES:
         raise ValueError(
@@ -198,7 +204,7 @@ def _place(
 
         base, slope = at(0.0 * u), at(u) - at(0.0 * u)
         tolerance = 1e3 * TOLERANCE * torch.finfo(base.dtype).eps
-        linear = same(at(3.0 * u) - base, 3.0 * slope, tolerance)
+        linear = same(at(-3.0 * u) - base, -3.0 * slope, tolerance)
         apart = all(
             same(at(torch.where(mask[:, None], u, 0.0))[~mask], base[~mask], tolerance)
             for mask in masks
