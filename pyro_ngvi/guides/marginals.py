@@ -71,6 +71,12 @@ def levels_like(quantiles: Any, like: Tensor) -> Tensor:
     return levels
 
 
+def of_monotone(at: Tensor, mirrored: Tensor, levels: Tensor) -> Tensor:
+    """Quantiles of x = T(z), T monotone in each entry: from T(z_p) and T(z_(1-p)) at levels p (L,)."""
+    above = levels.reshape(-1, *[1] * (at.dim() - 1)) > 0.5
+    return torch.where(above, torch.maximum(at, mirrored), torch.minimum(at, mirrored))
+
+
 def site_quantiles(guide: Any, params: Tensors, quantiles: Any) -> dict[str, Tensor]:
     """Quantiles (L, *shape) of each latent site of ``guide`` at L levels in (0, 1), entry by entry.
 
@@ -87,7 +93,7 @@ def site_quantiles(guide: Any, params: Tensors, quantiles: Any) -> dict[str, Ten
     family, shapes = guide.family, guide._unconstrained_shapes
     like = next(iter(params.values()))
     levels = levels_like(quantiles, like)
-    upper, flat = levels > 0.5, levels.reshape(-1)
+    flat = levels.reshape(-1)
     at, mirrored, drawn = family.icdf(params, flat), family.icdf(params, 1.0 - flat), None
     n = max(1024, min(16384, MOST // max(1, guide.latent_dim)))
     result: dict[str, Tensor] = {}
@@ -96,8 +102,7 @@ def site_quantiles(guide: Any, params: Tensors, quantiles: Any) -> dict[str, Ten
         transform: Any = biject_to(site["fn"].support)
         if value is None and _entry_by_entry(transform):
             ends = [transform(z[:, own].reshape(len(z), *shape)) for z in (at, mirrored)]
-            above = upper.reshape(-1, *(1 for _ in ends[0].shape[1:]))
-            value = torch.where(above, torch.maximum(*ends), torch.minimum(*ends))
+            value = of_monotone(ends[0], ends[1], flat)
         elif value is None:
             drawn = family.fixed_draws(params, n) if drawn is None else drawn
             value = sample_quantiles(transform(drawn[:, own].reshape(n, *shape)), flat)

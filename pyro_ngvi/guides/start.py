@@ -18,6 +18,7 @@ from ..linalg.host import outside_autocast, own_random_state
 from ..probing.latents import check_latents
 from ..runtime.pyro_adapter import (
     HidesMarked,
+    give_model,
     has_model,
     kept_whole,
     model_as_given,
@@ -69,6 +70,15 @@ class MadeAtFirstCall(OwnName, AutoGuide):
     def __getstate__(self) -> dict[str, Any]:
         with kept_whole(self):
             return {**super().__getstate__(), "curvature": None}
+
+    def copied_with_model(self, memo: dict[int, Any]) -> Any:
+        """A deep copy that, unlike those that Pyro makes, has the model if this guide has it."""
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other.__setstate__(deepcopy(self.__getstate__(), memo))
+        if has_model(self):
+            give_model(other, self.model)
+        return other
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from ..linalg.products import matvec
 from ..linalg.spectral import positive_part
+from ..linalg.triangles import cholesky, solve, solve_transposed
 
 #: halvings of an interval that holds a quantile
 HALVINGS = 50
@@ -163,56 +164,3 @@ def mixture_quantiles(mean: Tensor, sd: Tensor, levels: Tensor) -> Tensor:
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
         found.append(0.5 * (low + high))
     return torch.stack(found)
-
-
-# --- small triangles: a loop over their entries is many times faster than LAPACK, a matrix at a time
-
-SMALL = 4
-
-
-def cholesky(A: Tensor) -> Tensor:
-    """Lower triangular R (..., k, k) with R R' = A; NaN where A is not positive definite."""
-    k = A.shape[-1]
-    if k > SMALL:
-        root, info = torch.linalg.cholesky_ex(A)
-        return torch.where((info == 0)[..., None, None], root, torch.nan)
-    rows: list[list[Tensor]] = []
-    for i in range(k):
-        row: list[Tensor] = []
-        for j in range(i + 1):
-            rest = A[..., i, j]
-            for m in range(j):
-                rest = rest - row[m] * (rows[j][m] if j < i else row[m])
-            row.append(rest.sqrt() if i == j else rest / rows[j][j])
-        rows.append(row)
-    zero = torch.zeros_like(A[..., 0, 0])
-    full = [torch.stack([*row, *[zero] * (k - len(row))], -1) for row in rows]
-    return torch.stack(full, -2)
-
-
-def solve(R: Tensor, b: Tensor) -> Tensor:
-    """x (..., k) with R x = b."""
-    k = b.shape[-1]
-    if k > SMALL:
-        return torch.linalg.solve_triangular(R, b.unsqueeze(-1), upper=False).squeeze(-1)
-    x: list[Tensor] = []
-    for i in range(k):
-        rest = b[..., i]
-        for j in range(i):
-            rest = rest - R[..., i, j] * x[j]
-        x.append(rest / R[..., i, i])
-    return torch.stack(x, -1)
-
-
-def solve_transposed(R: Tensor, b: Tensor) -> Tensor:
-    """x (..., k) with R' x = b."""
-    k = b.shape[-1]
-    if k > SMALL:
-        return torch.linalg.solve_triangular(R.mT, b.unsqueeze(-1), upper=True).squeeze(-1)
-    x: list[Tensor] = [b[..., 0]] * k
-    for i in reversed(range(k)):
-        rest = b[..., i]
-        for j in range(i + 1, k):
-            rest = rest - R[..., j, i] * x[j]
-        x[i] = rest / R[..., i, i]
-    return torch.stack(x, -1)

@@ -7,7 +7,7 @@ by the binary digits of their numbers, and nothing of the other half may change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -90,10 +90,10 @@ def _layout(latent: Sites, wanted: Sequence[str] | None) -> Units:
         del shape[axis]
         sites.append(LocalSite(name, torch.Size(shape), axis))
     others = tuple(n for n in latent if n not in chosen)
-    inside = [n for n in others if plate in _plates(latent[n])]
-    if inside and frame.size != full[plate]:
+    beside = [n for n in others if plate in _plates(latent[n])]
+    if beside and frame.size != full[plate]:
         raise ValueError(
-            f"AutoHierarchical: {inside[0]!r} is global and lies in the subsampled plate {plate!r}, "
+            f"AutoHierarchical: {beside[0]!r} is global and lies in the subsampled plate {plate!r}, "
             f"where it would see other units than those of a step. Pass all units in each step."
         )
     units = Units(plate, frame.dim, full[plate], tuple(sites), others)
@@ -115,11 +115,21 @@ def _plates(site: Site) -> list[str]:
 
 
 def _probed(call: Call, units: Units, sites: Sites, latent: Sites) -> Units:
-    """Whether units' sites depend on each other, and refusals: by moving them, one half at a time."""
+    """The units with what moving them shows, one half at a time; refusals."""
     values = {name: latent[name]["value"] for name in units.globals}
     count = len(units.sites[0].rows(sites[units.names[0]]["value"]))
     e, u = fixed_normal(2, count, units.width, seed=count)
     masks = digit_masks(count, torch.device("cpu"))[: 2 * count - 2]
+    dependent = _are_dependent(call, units, values, u, masks)
+    smooth = _is_smooth(call, units, values, e, u, masks)
+    place = _place(call, units, sites, values, u, masks)
+    return replace(units, dependent=dependent, smooth=smooth, place=place)
+
+
+def _are_dependent(
+    call: Call, units: Units, values: dict[str, Tensor], u: Tensor, masks: Tensor
+) -> bool:
+    """Whether some of the units' sites are means of others; refused where not linearly, or across."""
     names = ", ".join(units.names)
 
     def prior(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,33 +143,50 @@ def _probed(call: Call, units: Units, sites: Sites, latent: Sites) -> Units:
             f"AutoHierarchical: a scale among the units' sites {names} depends on another of them, so "
             f"they are not Gaussian together. Name those that are by locals=."
         )
-    dependent = not same(moved, base)
-    if dependent and not same(prior(3.0 * u)[0] - base, 3.0 * (moved - base), tolerance):
+    if same(moved, base):
+        return False
+    if not same(prior(3.0 * u)[0] - base, 3.0 * (moved - base), tolerance):
         raise ValueError(
             f"AutoHierarchical: a mean among the units' sites {names} is not linear in another of "
             f"them. Name those that are Gaussian together by locals=."
         )
-    for mask in masks if dependent else ():
-        if not same(prior(torch.where(mask[:, None], u, 0.0))[0][~mask], base[~mask], tolerance):
-            raise ValueError(
-                f"AutoHierarchical: the priors of {names} in a unit depend on other units. Units must "
-                f"be independent given the globals; for chains and fields take AutoSites."
-            )
-    # the slope in a unit must stay where others move
-    fixed = {name: value.unsqueeze(0) for name, value in values.items()}
-    given = units.given(call, fixed)
-    e, u = (0.3 * x.to(base).unsqueeze(0) for x in (e, u))
+    if not _stay(lambda z: prior(z)[0], base, u, masks, tolerance):
+        raise ValueError(
+            f"AutoHierarchical: the priors of {names} in a unit depend on other units. Units must "
+            f"be independent given the globals; for chains and fields take AutoSites."
+        )
+    return True
+
+
+def _stay(
+    rows: Callable[[Tensor], Tensor], base: Tensor, u: Tensor, masks: Tensor, tolerance: float
+) -> bool:
+    """Whether the rows of those units stay as at 0 that do not move, whichever half moves to u."""
+    return all(
+        same(rows(torch.where(mask[:, None], u, 0.0))[~mask], base[~mask], tolerance)
+        for mask in masks
+    )
+
+
+def _is_smooth(
+    call: Call, units: Units, values: dict[str, Tensor], e: Tensor, u: Tensor, masks: Tensor
+) -> bool:
+    """Whether no gradient of the data in the units jumps; refused where data see several units."""
+    given = units.given(call, {name: value.unsqueeze(0) for name, value in values.items()})
+    e, u = (0.3 * x.to(given.priors.linear).unsqueeze(0) for x in (e, u))
+    nobody = torch.zeros(e.shape[1], dtype=torch.bool)
 
     def slope(moved: Tensor) -> Tensor:
         found = units.slopes(given, torch.where(moved.unsqueeze(-1), e + u, e), hessian=False)
         return torch.zeros_like(e) if found is None else found[0]
 
-    still = slope(torch.zeros(count, dtype=torch.bool))
+    still = slope(nobody)
     for _ in range(SHRINKS):
         if bool(still.isfinite().all()):
             break
         e, u = 0.25 * e, 0.25 * u
-        still = slope(torch.zeros(count, dtype=torch.bool))
+        still = slope(nobody)
+    # the slope in a unit must stay where others move
     size = TOLERANCE * torch.finfo(still.dtype).eps * still.abs().max().clamp_min(1.0)
     for mask in masks:
         if bool(((slope(mask) - still)[:, ~mask].abs() > size).any()):
@@ -173,45 +200,46 @@ def _probed(call: Call, units: Units, sites: Sites, latent: Sites) -> Units:
         return units.log_likelihood(given, t.reshape_as(e)).sum()
 
     away = torch.zeros_like(e)
-    away[:, :: max(1, count // FEW)] = 1.0
+    away[:, :: max(1, e.shape[1] // FEW)] = 1.0
     start = (e - 2.0 * away).reshape(-1)
-    smooth = jump(along, start, 4.0 * (away * (1.0 + u.abs())).reshape(-1)) is None
-    units = replace(units, smooth=smooth)
-    return replace(units, dependent=dependent, place=_place(call, units, sites, values, u, masks))
+    return jump(along, start, 4.0 * (away * (1.0 + u.abs())).reshape(-1)) is None
 
 
 def _place(
-    call: Call, units: Units, sites: Sites, values: dict[str, Tensor], u: Tensor, masks: Tensor
+    call: Call,
+    units: Units,
+    sites: Sites,
+    values: dict[str, Tensor],
+    u: Tensor,
+    masks: Tensor,
 ) -> LocalSite | None:
     """A deterministic site that is a linear map of the only site of its unit, another one with other
     globals: the u of u = m + s z, where the data say the same whatever m and s are."""
-    (first, *more), u = units.sites, u[0]
-    shape = sites[first.name]["value"].shape
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
+    first, *more = units.sites
+    if more:
+        return None
+    shape, u = sites[first.name]["value"].shape, 0.3 * u.to(sites[first.name]["value"])
+    with own_random_state(1):
         other = run_plainly(call.model, {}, call.args, call.kwargs, call.minibatches)
     elsewhere = {name: other[name]["value"] for name in values}
-    for name, site in () if more else sites.items():
+    for name, site in sites.items():
         if site_kind(site) != "deterministic" or site["value"].shape != shape:
             continue
         place = replace(first, name=name)
-        held = replace(units, place=place)
+        held = replace(units, place=place).held
 
-        def at(
-            z: Tensor, v: dict[str, Tensor] = values, held: Units = held, place: LocalSite = place
+        def rows(
+            z: Tensor, at: dict[str, Tensor] = values, place: Any = place, held: Any = held
         ) -> Tensor:
-            return place.rows(call.at(v, held.held(z))[place.name]["value"])
+            return place.rows(call.at(at, held(z))[place.name]["value"])
 
-        base, slope = at(0.0 * u), at(u) - at(0.0 * u)
+        base, base_elsewhere = rows(0.0 * u), rows(0.0 * u, elsewhere)
+        slope = rows(u) - base
         tolerance = 1e3 * TOLERANCE * torch.finfo(base.dtype).eps
-        linear = same(at(-3.0 * u) - base, -3.0 * slope, tolerance)
-        apart = all(
-            same(at(torch.where(mask[:, None], u, 0.0))[~mask], base[~mask], tolerance)
-            for mask in masks
-        )
-        alike = same(at(u, elsewhere) - at(0.0 * u, elsewhere), slope)
-        alike = alike and same(at(0.0 * u, elsewhere), base)
-        if linear and apart and not alike and bool((slope != 0.0).all()):
+        linear = same(rows(-3.0 * u) - base, -3.0 * slope, tolerance)
+        alike = same(base_elsewhere, base) and same(rows(u, elsewhere) - base_elsewhere, slope)
+        one_to_one = bool((slope != 0.0).all())
+        if linear and one_to_one and not alike and _stay(rows, base, u, masks, tolerance):
             return place
     return None
 
@@ -224,7 +252,7 @@ def check_index(seen: Seen, units: Units, learning: bool) -> None:
             f"{units.size} before. Announce units that come by guide.add(count), or go by "
             f"guide.remove(indices)."
         )
-    if not at_hand(seen.index):
+    if seen.whole or not at_hand(seen.index):
         return
     if len(seen.index) and not 0 <= int(seen.index.min()) <= int(seen.index.max()) < seen.size:
         raise ValueError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +15,10 @@ from torch import Tensor
 
 from ..guides import AutoFullRankNormal
 from ..guides.base import AutoFamily
-from ..guides.marginals import SiteValue, levels_like
+from ..guides.marginals import SiteValue, levels_like, of_monotone
 from ..guides.start import MadeAtFirstCall
 from ..linalg.host import outside_autocast, own_random_state
-from ..runtime.pyro_adapter import give_model, has_model
+from ..runtime.pyro_adapter import has_model
 from ..runtime.run import Minibatches, run_particles
 from .conditional import Conditionals, antithetic, mixture_quantiles
 from .find import check_index, find_units
@@ -274,9 +273,7 @@ class AutoHierarchical(MadeAtFirstCall):
         ends = [mixture_quantiles(mean, sd, p) for p in (levels, 1.0 - levels)]
         each = [units.values(z, given.maps) for z in ends]
         for name in units.names:
-            low, high = (f(each[0][name], each[1][name]) for f in (torch.minimum, torch.maximum))
-            upper = levels.reshape(-1, *[1] * (low.dim() - 1)) > 0.5
-            found[name] = torch.where(upper, high, low)
+            found[name] = of_monotone(each[0][name], each[1][name], levels)
         return found
 
     def _draws_of_globals(self, call: Call) -> dict[str, Tensor]:
@@ -322,12 +319,7 @@ class AutoHierarchical(MadeAtFirstCall):
     # --- copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoHierarchical:
-        other = type(self).__new__(type(self))
-        memo[id(self)] = other
-        other.__setstate__(deepcopy(self.__getstate__(), memo))
-        if has_model(self):
-            give_model(other, self.model)
-        return other
+        return self.copied_with_model(memo)
 
 
 def _without_model() -> RuntimeError:

@@ -20,6 +20,7 @@ from torch.distributions import Transform
 from ..linalg.host import at_hand
 from ..linalg.products import matvec
 from ..runtime.density import Site, Sites, site_kind, site_log_prob, with_density
+from ..sites.structure import minibatch_scale
 from .conditional import UnitPriors
 from .runs import Call, Held, LocalSite, Model, Parts, Values, gaussian_of
 
@@ -271,17 +272,16 @@ def _block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
 
 
 def _refuse_weights(site: Site, plate: str) -> None:
-    scale = 1.0
     for frame in site["cond_indep_stack"]:
-        if frame.full_size is not None and frame.full_size != frame.size:
-            if frame.name != plate:
-                raise ValueError(
-                    f"AutoHierarchical: the site {site['name']!r} of the units in {plate!r} lies in "
-                    f"another subsampled plate, {frame.name!r}. Subsample the units alone."
-                )
-            scale = frame.full_size / frame.size
-    weighted = isinstance(site["scale"], Tensor) or abs(site["scale"] / scale - 1.0) > 1e-9
-    if weighted or not (site["mask"] is None or site["mask"] is True):
+        subsampled = frame.full_size is not None and frame.full_size != frame.size
+        if subsampled and frame.name != plate:
+            raise ValueError(
+                f"AutoHierarchical: the site {site['name']!r} of the units in {plate!r} lies in "
+                f"another subsampled plate, {frame.name!r}. Subsample the units alone."
+            )
+    scale, mask = site["scale"], site["mask"]
+    weighted = isinstance(scale, Tensor) or abs(scale / minibatch_scale(site) - 1.0) > 1e-9
+    if weighted or not (mask is None or mask is True):
         raise ValueError(
             f"AutoHierarchical: the prior of {site['name']!r} stands under poutine.scale or "
             f"poutine.mask. Scale or mask what is observed alone."

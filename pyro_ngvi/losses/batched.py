@@ -6,6 +6,7 @@ z_s reparameterised, as in ``pyro.infer.Trace_ELBO`` (Kingma & Welling 2014), pa
 """
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import pyro
@@ -101,7 +102,7 @@ class BatchedELBO(ELBO):
         chunk_size: int | None = None,
         retain_graph: bool | None = None,
     ) -> None:
-        if not isinstance(num_particles, int) or num_particles < 1:
+        if not isinstance(num_particles, Integral) or num_particles < 1:
             raise ValueError(f"num_particles is {num_particles}; it must be a whole number from 1.")
         if curvature not in (None, *ESTIMATORS):
             kinds = ", ".join(map(repr, ESTIMATORS))

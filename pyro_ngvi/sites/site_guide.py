@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -267,11 +266,8 @@ class SiteGuide(MadeAtFirstCall):
         return super().__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        other = type(self).__new__(type(self))
-        memo[id(self)] = other
-        other.__setstate__(deepcopy(self.__getstate__(), memo))
+        other = self.copied_with_model(memo)
         if has_model(self):
-            give_model(other, self.model)
             # the model runs, so it can at the arguments of the last step, which are not copied
             last, copied = self.last_step, other.last_step
             copied.arguments, copied.plan, copied.numbers = last.arguments, last.plan, last.numbers

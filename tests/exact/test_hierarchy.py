@@ -17,11 +17,9 @@ from pyro_ngvi.hierarchy.conditional import (
     Sites,
     UnitPriors,
     antithetic,
-    cholesky,
     mixture_quantiles,
-    solve,
-    solve_transposed,
 )
+from pyro_ngvi.linalg.triangles import cholesky, solve, solve_transposed
 
 
 def positive(*shape: int, seed: int = 0) -> Tensor:

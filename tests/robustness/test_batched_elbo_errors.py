@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -36,10 +37,16 @@ def loss(model: Any, guide: Any, *args: Any) -> Tensor:
     return BatchedELBO(num_particles=2).differentiable_loss(model, guide, *args)
 
 
-@pytest.mark.parametrize("num_particles", [0, -1])
-def test_number_of_particles(num_particles: int) -> None:
-    with pytest.raises(ValueError, match=f"num_particles is {num_particles}; it must be at least"):
+@pytest.mark.parametrize("num_particles", [0, -1, 2.5])
+def test_number_of_particles(num_particles: Any) -> None:
+    with pytest.raises(
+        ValueError, match=f"num_particles is {num_particles}; it must be a whole number"
+    ):
         BatchedELBO(num_particles)
+
+
+def test_number_of_particles_from_numpy() -> None:
+    assert BatchedELBO(np.int64(4)).num_particles == 4  # pyright: ignore[reportArgumentType]
 
 
 def test_guide_that_is_not_reparameterised() -> None:
