@@ -18,6 +18,11 @@ where log p is quadratic and Lambda_i says so.  A site moves a share of its way 
 positive semi-definite, so q is proper at every v.  Where gradients jump (Laplace, ReLU) averages of
 second derivatives are wrong, and E[H] = Lambda - E[(g - nu + Lambda u) (u - m)'] Q takes their place.
 
+Globals phi (D,) that enter the likelihood beside u move what the data say of u.  There nu_i becomes
+nu_i - C_i phi, whose target is C_i = -E[d g_i / d phi']: by the implicit function theorem it moves the
+mean of q as the maximum over u_i of p(u_i, y_i | v) moves with phi, to first order (Rue, Martino &
+Chopin 2009 correct a Laplace approximation so; here it is part of q).
+
 A step of a unit is shortened so that no variance changes by more than 16-fold and no mean by more than
 three of its standard deviations, or one of its prior's: under a wide prior the first expectations are
 wild.  After some ten steps that needed nothing of the kind the share falls as one over their number,
@@ -94,32 +99,63 @@ class Conditionals:
 
 
 @dataclass(frozen=True)
+class Slopes:
+    """Of log p(y_i | u_i, v) at S draws: g (S, B, k), H (S, B, k, k), and C (B, k, D), their mean.
+
+    H is ``None`` where gradients jump.
+    """
+
+    g: Tensor
+    H: Tensor | None
+    cross: Tensor
+
+    def over(self, scale: float) -> Slopes:
+        """Those of one unit, where each unit of a run stands for ``scale`` units."""
+        return Slopes(
+            self.g / scale, None if self.H is None else self.H / scale, self.cross / scale
+        )
+
+
+@dataclass(frozen=True)
 class Sites:
-    """nu (B, k) and Lambda (B, k, k), and how often each was moved, (B,)."""
+    """nu (B, k), Lambda (B, k, k) and C (B, k, D), and how often each was moved, (B,)."""
 
     linear: Tensor
     precision: Tensor
+    cross: Tensor
     visits: Tensor
 
+    def linear_at(self, phi: Tensor) -> Tensor:
+        """nu - C phi (S, B, k) at globals phi (S, D)."""
+        return self.linear - torch.einsum("bkd,sd->sbk", self.cross, phi.to(self.cross))
+
     def moved(
-        self, prior: UnitPriors, mean: Tensor, u: Tensor, g: Tensor, H: Tensor | None
+        self, prior: UnitPriors, phi: Tensor, mean: Tensor, u: Tensor, slopes: Slopes
     ) -> Sites:
-        """After a step towards the targets, from g (S, B, k) and H (S, B, k, k) at draws u (S, B, k) of
-        a q with that ``mean``; H from g where it is not given."""
+        """After a step towards the targets, from slopes at draws u (S, B, k) of a q with that ``mean``
+        (S, B, k) at globals phi (S, D); H from g where it is not given."""
+        g, H, middle_phi = slopes.g, slopes.H, phi.mean(0, keepdim=True)
+        # from here on nu is that in the middle of the draws of v
+        before = self.linear_at(middle_phi)[0]
+        middle = UnitPriors(prior.linear.mean(0), prior.precision.mean(0))
+        now = Conditionals.of(middle, before, self.precision)
         if H is None:
-            rest = (g - self.linear + matvec(self.precision, u)).unsqueeze(-1)
+            rest = (g - self.linear_at(phi) + matvec(self.precision, u)).unsqueeze(-1)
             away = matvec(prior.precision + self.precision, u - mean)
             product = rest * away.unsqueeze(-2)
-            H = self.precision - 0.5 * (product + product.mT)
-        precision = positive_part(H.mean(0))
-        linear = (g + matvec(H, mean) + matvec(self.precision, u - mean)).mean(0)
-        finite = torch.isfinite(precision).flatten(1).all(1) & torch.isfinite(linear).all(1)
+            precision = positive_part((self.precision - 0.5 * (product + product.mT)).mean(0))
+            spread = matvec(precision, mean - now.mean)
+        else:
+            precision, spread = positive_part(H.mean(0)), matvec(H, mean - now.mean)
+        # nu belongs to Lambda as it is taken, where that is another than E[H]
+        linear = (g + spread + matvec(self.precision, u - mean)).mean(0)
+        linear = linear + matvec(precision, now.mean)
+        found = torch.cat([x.flatten(1) for x in (precision, linear, slopes.cross)], 1)
+        finite = torch.isfinite(found).all(1)
         precision = torch.where(finite[:, None, None], precision, self.precision)
-        linear = torch.where(finite[:, None], linear, self.linear)
+        linear = torch.where(finite[:, None], linear, before)
+        cross = torch.where(finite[:, None, None], slopes.cross, self.cross)
         share = (MEMORY / (self.visits + 1.0)).clamp_max(FIRST_SHARE)
-        # seen from the middle of the draws of v
-        middle = UnitPriors(prior.linear.mean(0), prior.precision.mean(0))
-        now = Conditionals.of(middle, self.linear, self.precision)
         change = share[:, None, None] * (precision - self.precision)
         half = torch.linalg.solve_triangular(now.root, change, upper=False)
         relative = torch.linalg.solve_triangular(now.root, half.mT, upper=False)
@@ -127,7 +163,8 @@ class Sites:
         up, down = values[:, -1] / (MOST_RATIO - 1.0), -values[:, 0] / (1.0 - 1.0 / MOST_RATIO)
         shorter = 1.0 / torch.maximum(up, down).clamp_min(1.0)
         precision = self.precision + shorter[:, None, None] * change
-        linear = torch.lerp(self.linear, linear, (shorter * share)[:, None])
+        linear = torch.lerp(before, linear, (shorter * share)[:, None])
+        cross = torch.lerp(self.cross, cross, (shorter * share)[:, None, None])
         then = Conditionals.of(middle, linear, precision)
         step, prior_root = then.mean - now.mean, cholesky(middle.precision)
         sds, prior_sds = (
@@ -143,7 +180,8 @@ class Sites:
         # on the way the share stays what it is at first
         settled = (shorter == 1.0) & (sds <= MOST_SDS)
         visits = torch.where(settled, self.visits + 1.0, (self.visits + 1.0).clamp_max(FAST))
-        return Sites(linear, precision, torch.where(finite, visits, self.visits))
+        linear = linear + matvec(cross, middle_phi.to(cross))
+        return Sites(linear, precision, cross, torch.where(finite, visits, self.visits))
 
 
 def antithetic(like: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ by the binary digits of their numbers, and nothing of the other half may change.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,12 +25,15 @@ from ..runtime.density import Site, Sites, site_kind
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import Minibatches, run_plainly
 from ..sites.probe_points import TOLERANCE, digit_masks, same
+from .conditional import Conditionals
 from .runs import Call, LocalSite, Model, is_gaussian
-from .units import Seen, Units
+from .units import Given, Seen, Units
 
-#: most latent variables of one unit, units among whose data a jump is looked for, and how often the
-#: moves are drawn towards 0 where the likelihood is not finite
-MOST_ENTRIES, FEW, SHRINKS = 64, 8, 6
+#: most latent variables of one unit, and most entries of globals that sites follow
+MOST_ENTRIES, MOST_FOLLOWED = 64, 128
+#: units among whose data a jump is looked for, on segments of so many times three prior sds, and how
+#: often moves are drawn towards 0 where the likelihood is not finite
+FEW, SEGMENTS, SHRINKS = 8, (1.0, 10.0, 100.0), 6
 
 
 def find_units(model: Model, args: Any, kwargs: Any, wanted: Sequence[str] | None) -> Units:
@@ -117,13 +121,19 @@ def _plates(site: Site) -> list[str]:
 def _probed(call: Call, units: Units, sites: Sites, latent: Sites) -> Units:
     """The units with what moving them shows, one half at a time; refusals."""
     values = {name: latent[name]["value"] for name in units.globals}
+    with own_random_state(1):
+        other = call.at({})
+    elsewhere = {name: other[name]["value"] for name in values}
     count = len(units.sites[0].rows(sites[units.names[0]]["value"]))
     e, u = fixed_normal(2, count, units.width, seed=count)
     masks = digit_masks(count, torch.device("cpu"))[: 2 * count - 2]
-    dependent = _are_dependent(call, units, values, u, masks)
-    smooth = _is_smooth(call, units, values, e, u, masks)
-    place = _place(call, units, sites, values, u, masks)
-    return replace(units, dependent=dependent, smooth=smooth, place=place)
+    units = replace(units, dependent=_are_dependent(call, units, values, u, masks))
+    units = replace(units, place=_place(call, units, sites, values, elsewhere, u, masks))
+    e, u = _finite_moves(call, units, values, e, u)
+    _check_data(call, units, values, e, u, masks)
+    if not _is_smooth(call, units, values, e, u):
+        return replace(units, smooth=False)
+    return replace(units, followed=_followed(call, units, values, elsewhere, e))
 
 
 def _are_dependent(
@@ -168,41 +178,82 @@ def _stay(
     )
 
 
-def _is_smooth(
-    call: Call, units: Units, values: dict[str, Tensor], e: Tensor, u: Tensor, masks: Tensor
-) -> bool:
-    """Whether no gradient of the data in the units jumps; refused where data see several units."""
-    given = units.given(call, {name: value.unsqueeze(0) for name, value in values.items()})
+def _given(call: Call, units: Units, values: dict[str, Tensor]) -> Given:
+    return units.given(call, {name: value.unsqueeze(0) for name, value in values.items()})
+
+
+def _finite_moves(
+    call: Call, units: Units, values: dict[str, Tensor], e: Tensor, u: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Moves (1, B, k) of x where the data have slopes."""
+    given = _given(call, units, values)
     e, u = (0.3 * x.to(given.priors.linear).unsqueeze(0) for x in (e, u))
-    nobody = torch.zeros(e.shape[1], dtype=torch.bool)
-
-    def slope(moved: Tensor) -> Tensor:
-        found = units.slopes(given, torch.where(moved.unsqueeze(-1), e + u, e), hessian=False)
-        return torch.zeros_like(e) if found is None else found[0]
-
-    still = slope(nobody)
     for _ in range(SHRINKS):
-        if bool(still.isfinite().all()):
+        if bool(units.gradient(given, e).isfinite().all()):
             break
         e, u = 0.25 * e, 0.25 * u
-        still = slope(nobody)
-    # the slope in a unit must stay where others move
+    return e, u
+
+
+def _check_data(
+    call: Call, units: Units, values: dict[str, Tensor], e: Tensor, u: Tensor, masks: Tensor
+) -> None:
+    """Refuse data that see several units: the slope in a unit must stay where others move."""
+    given = _given(call, units, values)
+    still = units.gradient(given, e)
     size = TOLERANCE * torch.finfo(still.dtype).eps * still.abs().max().clamp_min(1.0)
     for mask in masks:
-        if bool(((slope(mask) - still)[:, ~mask].abs() > size).any()):
+        moved = units.gradient(given, torch.where(mask.unsqueeze(-1), e + u, e))
+        if bool(((moved - still)[:, ~mask].abs() > size).any()):
             raise ValueError(
                 f"AutoHierarchical: data see several units of {units.plate!r} at once, so they are not "
                 f"independent given the globals. Take AutoFullRankNormal, or AutoSites for chains and "
                 f"fields; of crossed effects make the smaller set global by locals=[...]."
             )
 
+
+def _is_smooth(call: Call, units: Units, values: dict[str, Tensor], e: Tensor, u: Tensor) -> bool:
+    """Whether no gradient of the data in a few of the units was seen to jump, near their priors'
+    means, and on segments of three prior sds and more."""
+    given = _given(call, units, values)
+    prior = Conditionals.of(given.priors, *(0.0 * x[0] for x in vars(given.priors).values()))
+    away = torch.zeros_like(e)
+    away[:, :: max(1, e.shape[1] // FEW)] = 1.0
+    wide = 3.0 * away * prior.sd()
+
     def along(t: Tensor) -> Tensor:
         return units.log_likelihood(given, t.reshape_as(e)).sum()
 
-    away = torch.zeros_like(e)
-    away[:, :: max(1, e.shape[1] // FEW)] = 1.0
-    start = (e - 2.0 * away).reshape(-1)
-    return jump(along, start, 4.0 * (away * (1.0 + u.abs())).reshape(-1)) is None
+    segments = [(e - 2.0 * away, 4.0 * away * (1.0 + u.abs()))]
+    segments += [(prior.mean - c * wide, 2.0 * c * wide + away * u) for c in SEGMENTS]
+    return all(jump(along, a.reshape(-1), b.reshape(-1)) is None for a, b in segments)
+
+
+def _followed(
+    call: Call,
+    units: Units,
+    values: dict[str, Tensor],
+    elsewhere: dict[str, Tensor],
+    e: Tensor,
+) -> tuple[str, ...]:
+    """The globals on which the slopes of the data in the units depend, at the same x."""
+    still, found, entries = units.gradient(_given(call, units, values), e), [], 0
+    size = TOLERANCE * torch.finfo(still.dtype).eps * still.abs().max().clamp_min(1.0)
+    for name in sorted(values, key=lambda name: values[name].numel()):
+        there = torch.lerp(values[name], elsewhere[name], 0.1)
+        moved = units.gradient(_given(call, units, {**values, name: there}), e)
+        if not bool(((moved - still).abs() > size).any()):
+            continue
+        entries += values[name].numel()
+        if entries > MOST_FOLLOWED:
+            warnings.warn(
+                f"AutoHierarchical: units do not follow {name!r}, which enters their likelihood, as "
+                f"there are more than {MOST_FOLLOWED} such numbers. Its sd comes out too small.",
+                stacklevel=2,
+            )
+            break
+        found.append(name)
+    return tuple(name for name in values if name in found)
 
 
 def _place(
@@ -210,6 +261,7 @@ def _place(
     units: Units,
     sites: Sites,
     values: dict[str, Tensor],
+    elsewhere: dict[str, Tensor],
     u: Tensor,
     masks: Tensor,
 ) -> LocalSite | None:
@@ -219,9 +271,6 @@ def _place(
     if more:
         return None
     shape, u = sites[first.name]["value"].shape, 0.3 * u.to(sites[first.name]["value"])
-    with own_random_state(1):
-        other = run_plainly(call.model, {}, call.args, call.kwargs, call.minibatches)
-    elsewhere = {name: other[name]["value"] for name in values}
     for name, site in sites.items():
         if site_kind(site) != "deterministic" or site["value"].shape != shape:
             continue

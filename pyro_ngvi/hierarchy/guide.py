@@ -26,8 +26,8 @@ from .runs import Call
 from .table import SiteTable
 from .units import Given, Seen, Units
 
-#: steps of a unit's site before its first draw that counts
-FIRST_STEPS = 2
+#: steps of a unit's site before its first draw that counts, and draws that a step takes at least
+FIRST_STEPS, ENOUGH = 2, 8
 #: draws of the globals behind medians and quantiles, and their seed
 DRAWS, SEED = 64, 20_250_925
 
@@ -62,17 +62,18 @@ class AutoHierarchical(MadeAtFirstCall):
     ``MultivariateNormal``, ``LogNormal``); everything else is global.  The plate may be subsampled: a
     step costs what its minibatch costs, and a unit that is not seen still follows v by its prior.
     Not for units that depend on each other given v, such as chains and fields (:class:`AutoSites`).
-    A site follows v by its prior alone: a global that enters the likelihood *beside* u, as in b + u or
-    a (u - b), comes out too narrow.  Put it into the prior, u ~ Normal(b, s), or name the sum,
-    ``pyro.deterministic("eta", b + u)``.  Globals in a subsampled plate of units, and priors so wide
-    that expectations overflow, are not for it either.
+    Globals phi that enter the likelihood *beside* u, as in b + x'u or a (u - b), move what the data say
+    of u: nu_i - C_i phi there, for up to 128 such numbers, and where no gradient jumps (Laplace).  A
+    step then takes as many more backward passes.  Globals in a subsampled plate of units, and priors
+    so wide that expectations overflow, are not for it.
 
-    Sites are buffers, nu (n, k) and Lambda (n, k, k) for n units of k latent variables.  No optimizer
-    moves them: they take a step whenever a loss is differentiated through draws of their units (and
-    two before the first such draw), as the running statistics of a normalisation layer do, and hold
-    still in ``guide.eval()``.  So any optimizer may train q(v).  Equations:
-    :mod:`pyro_ngvi.hierarchy.conditional`.  A step takes 1 + k more backward passes through the
-    likelihood.  Save sites by ``guide.state_dict()``; Pyro's parameter store has q(v) alone.
+    Sites are buffers, nu (n, k), Lambda (n, k, k) and C (n, k, D) for n units of k latent variables and
+    D such numbers (``guide.units.followed``).  No optimizer moves them: they take a step whenever a
+    loss is differentiated through draws of their units (and two before the first such draw), as the
+    running statistics of a normalisation layer do, and hold still in ``guide.eval()``.  So any
+    optimizer may train q(v).  Equations: :mod:`pyro_ngvi.hierarchy.conditional`.  A step takes 1 + k
+    more backward passes through the likelihood, at eight draws or more.  Save sites by
+    ``guide.state_dict()``; Pyro's parameter store has q(v) alone.
 
     Args:
         model: a Pyro model whose units are independent given its other latent sites.
@@ -151,8 +152,10 @@ class AutoHierarchical(MadeAtFirstCall):
         with self._loading_waiting_state():
             super()._setup_prototype(*args, **kwargs)
             units = find_units(self.model, args, kwargs, self._wanted)
-            like = self.prototype_trace.nodes[units.names[0]]["value"].detach()
-            self.sites, self._units = SiteTable(like, units.size, units.width), units
+            nodes = self.prototype_trace.nodes
+            like = nodes[units.names[0]]["value"].detach()
+            followed = sum(nodes[name]["value"].numel() for name in units.followed)
+            self.sites, self._units = SiteTable(like, units.size, units.width, followed), units
 
     # --- draws
 
@@ -180,8 +183,13 @@ class AutoHierarchical(MadeAtFirstCall):
         if learning:
             # a prior that is free of the globals leaves the draws without a graph
             x = x if x.requires_grad else x.requires_grad_()
-            at = given.detached(), q.mean.detach(), x.detach(), weight
-            x.register_hook(lambda grad: self._step(*at))
+            at, mean, there = given.detached(), q.mean.detach(), x.detach()
+            enough = len(x) >= ENOUGH
+            x.register_hook(
+                lambda grad: (
+                    self._step(at, mean, there, weight) if enough else self._advance(at, weight)
+                )
+            )
         drawn, log_det = self.units.mapped(given.gaussians(x), given.maps)
         log_q = q.log_prob(x) - log_det
         if given.place is not None:
@@ -195,11 +203,13 @@ class AutoHierarchical(MadeAtFirstCall):
 
     def _conditionals(self, given: Given) -> Conditionals:
         sites = self.sites.rows(given.seen)
-        return Conditionals.of(given.priors, sites.linear, sites.precision)
+        linear = sites.linear_at(given.followed(self.units.followed))
+        return Conditionals.of(given.priors, linear, sites.precision)
 
     @torch.no_grad()
     def _advance(self, given: Given, weight: float = 1.0) -> None:
         """A step of the sites at fresh draws of the units."""
+        given = given.repeated(-(-ENOUGH // len(given.priors.linear)))
         q = self._conditionals(given)
         self._step(given, q.mean, q.draw(antithetic(q.mean)), weight)
 
@@ -209,9 +219,10 @@ class AutoHierarchical(MadeAtFirstCall):
         seen, slopes = given.seen, self.units.slopes(given, x, weight)
         if slopes is None:
             return
+        phi = given.followed(self.units.followed)
         with torch.no_grad():
-            g, H = slopes[0] / seen.scale, None if slopes[1] is None else slopes[1] / seen.scale
-            self.sites.put(seen, self.sites.rows(seen).moved(given.priors, mean, x, g, H))
+            sites = self.sites.rows(seen).moved(given.priors, phi, mean, x, slopes.over(seen.scale))
+            self.sites.put(seen, sites)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latent sites: a dict of values by name."""

@@ -12,18 +12,20 @@ from .units import Seen
 
 
 class SiteTable(nn.Module):
-    """nu (n, k) and Lambda (n, k, k) of n units, and how often each was moved (n,)."""
+    """nu (n, k), Lambda (n, k, k) and C (n, k, D) of n units, and how often each was moved (n,)."""
 
     linear: Tensor
     precision: Tensor
+    cross: Tensor
     visits: Tensor
     #: how many were never moved; ``None``: not counted
     _new: int | None = None
 
-    def __init__(self, like: Tensor, n: int, k: int) -> None:
+    def __init__(self, like: Tensor, n: int, k: int, D: int) -> None:
         super().__init__()
         self.register_buffer("linear", like.new_zeros(n, k))
         self.register_buffer("precision", like.new_zeros(n, k, k))
+        self.register_buffer("cross", like.new_zeros(n, k, D))
         self.register_buffer("visits", like.new_zeros(n))
 
     def __len__(self) -> int:
@@ -37,9 +39,10 @@ class SiteTable(nn.Module):
 
     def rows(self, seen: Seen) -> Sites:
         """The sites of the units of a call; zero for numbers beyond those of the table."""
-        every = Sites(self.linear, self.precision, self.visits)
+        every = Sites(self.linear, self.precision, self.cross, self.visits)
         if seen.whole and seen.size == len(self):
-            return every
+            # copies: graphs through them outlive what is put here in their backward pass
+            return Sites(*(x.clone() for x in vars(every).values()))
         index = seen.index.to(self.visits.device)
         known = index < len(self)
         rows = [x.index_select(0, torch.where(known, index, 0)) for x in vars(every).values()]

@@ -21,7 +21,7 @@ from ..linalg.host import at_hand
 from ..linalg.products import matvec
 from ..runtime.density import Site, Sites, site_kind, site_log_prob, with_density
 from ..sites.structure import minibatch_scale
-from .conditional import UnitPriors
+from .conditional import Slopes, UnitPriors
 from .runs import Call, Held, LocalSite, Model, Parts, Values, gaussian_of
 
 
@@ -86,12 +86,26 @@ class Given:
     place: Place | None
 
     def detached(self) -> Given:
-        values = {name: value.detach() for name, value in self.values.items()}
-        place = (
-            None if self.place is None else Place(*(x.detach() for x in vars(self.place).values()))
-        )
-        priors = UnitPriors(*(x.detach() for x in vars(self.priors).values()))
+        return self._each(Tensor.detach)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Given:
+        values = {name: change(value) for name, value in self.values.items()}
+        priors: Any = UnitPriors(*map(change, vars(self.priors).values()))
+        place = self.place and Place(*map(change, vars(self.place).values()))
         return replace(self, values=values, priors=priors, place=place)
+
+    def repeated(self, times: int) -> Given:
+        """All draws of the globals so many times, one copy after the other."""
+        return self if times == 1 else self._each(lambda x: torch.cat([x] * times))
+
+    def followed(self, names: Sequence[str]) -> Tensor:
+        """phi (S, D): the globals of these names, one after the other."""
+        count = len(self.priors.linear)
+        return torch.cat(
+            [self.priors.linear.new_zeros(count, 0)]
+            + [self.values[name].reshape(count, -1).to(self.priors.linear) for name in names],
+            1,
+        )
 
     def gaussians(self, x: Tensor) -> Tensor:
         """z (..., B, k) at x."""
@@ -104,6 +118,7 @@ class Units:
 
     ``dependent``: whether some of them are means of others.  ``place``: a deterministic site that is
     linear in them with coefficients that depend on the globals, as u = m + s z: sites are on u then.
+    ``followed``: globals that sites follow, since the slope of the data in the units depends on them.
     ``smooth``: whether no gradient of what is observed was seen to jump.
     """
 
@@ -114,6 +129,7 @@ class Units:
     globals: tuple[str, ...]
     dependent: bool = False
     place: LocalSite | None = None
+    followed: tuple[str, ...] = ()
     smooth: bool = True
 
     @property
@@ -196,25 +212,42 @@ class Units:
         units = self.values(given.gaussians(x), given.maps)
         return given.call.batched(total, {**given.values, **units})
 
-    def slopes(
-        self, given: Given, x: Tensor, weight: float = 1.0, hessian: bool = True
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Gradient (S, B, k) and minus the Hessian (S, B, k, k) of ``log_likelihood`` in x, unit by
-        unit; no Hessian where gradients jump, and None where nothing depends on x."""
+    def gradient(self, given: Given, x: Tensor) -> Tensor:
+        """Of ``log_likelihood`` in x (S, B, k)."""
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            log_p, hessian = self.log_likelihood(given, x, weight), hessian and self.smooth
+            log_p = self.log_likelihood(given, x)
             if not log_p.requires_grad:
-                return None
-            (g,) = torch.autograd.grad(log_p.sum(), x, create_graph=hessian, materialize_grads=True)
-            if not hessian:
-                return g, None
-            rows = [torch.zeros_like(x)] * self.width  # where the likelihood is linear
+                return torch.zeros_like(x)
+            return torch.autograd.grad(log_p.sum(), x, materialize_grads=True)[0]
+
+    @torch.enable_grad()
+    def slopes(self, given: Given, x: Tensor, weight: float = 1.0) -> Slopes | None:
+        """Of ``log_likelihood`` at x (S, B, k), unit by unit; None where nothing depends on x."""
+        x = x.detach().requires_grad_()
+        followed = {name: given.values[name].detach().requires_grad_() for name in self.followed}
+        if followed:
+            given = replace(given, values={**given.values, **followed})
+            if self.place is not None:  # what data say of x is through the place too
+                given = replace(given, place=self.given(given.call, given.values).place)
+        log_p = self.log_likelihood(given, x, weight)
+        if not log_p.requires_grad:
+            return None
+        keep: Any = {"create_graph": self.smooth, "materialize_grads": True}
+        (g,) = torch.autograd.grad(log_p.sum(), x, **keep)
+        cross = x.new_zeros(*x.shape[1:], 0)
+        if not self.smooth:
+            return Slopes(g, None, cross)
+        H = -torch.stack(_gradients(g, x), -1)
+        if followed:
+            # d (g' w) / d phi is linear in w: its gradients in w are columns of d g / d phi
+            w = torch.zeros_like(g, requires_grad=True)
+            rows = [x.new_zeros(len(x), v[0].numel()) for v in followed.values()]
             if g.requires_grad:
-                keep: Any = {"retain_graph": True, "materialize_grads": True}
-                rows = [torch.autograd.grad(each.sum(), x, **keep)[0] for each in g.unbind(-1)]
-        H = -torch.stack(rows, -1)
-        return g.detach(), 0.5 * (H + H.mT)
+                rows = torch.autograd.grad(g, [*followed.values()], w, **keep)
+            each = torch.cat([row.reshape(len(x), -1) for row in rows], 1)
+            cross = -torch.stack([column.mean(0) for column in _gradients(each, w)], -1)
+        return Slopes(g.detach(), 0.5 * (H + H.mT), cross)
 
     def held(self, z: Tensor | None = None) -> Callable[[Model], Held]:
         """What makes a model stop after the units, which stand at ``z``: see :class:`Held`."""
@@ -257,6 +290,14 @@ class Units:
         full = plate["fn"].size
         ordered = size == full and (not at_hand(index) or torch.equal(index, every))
         return Seen(index, full, ordered)
+
+
+def _gradients(y: Tensor, x: Tensor) -> list[Tensor]:
+    """Those in x of each entry of y's last axis, summed over the others."""
+    if not y.requires_grad:  # where the likelihood is linear
+        return [torch.zeros_like(x)] * y.shape[-1]
+    keep: Any = {"retain_graph": True, "materialize_grads": True}
+    return [torch.autograd.grad(each.sum(), x, **keep)[0] for each in y.unbind(-1)]
 
 
 def _block_diagonal(blocks: Sequence[Tensor]) -> Tensor:

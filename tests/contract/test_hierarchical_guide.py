@@ -291,3 +291,27 @@ def test_parameters_of_the_model_are_learned() -> None:
     y = COUNTS[:, 0]
     wanted = (y.var(correction=0) - 0.25).sqrt()  # of the evidence, with m at the mean of y
     assert torch.allclose(pyro.param("tau"), wanted, rtol=0.15)
+
+
+@pytest.mark.parametrize("particles", [1, 16])
+@pytest.mark.parametrize("away", [0.0, 40.0])
+def test_kinks_far_from_the_prior_mean(away: float, particles: int) -> None:
+    """Laplace noise around units that lie `away`: seen, and curved sites come of it."""
+    y = away + 3.0 * torch.linspace(-1.5, 1.5, 20).double()
+
+    def model() -> None:
+        m: Any = pyro.sample("m", dist.Normal(zeros(), 100.0))
+        s: Any = pyro.sample("s", dist.LogNormal(zeros(), 2.0))
+        with pyro.plate("units", 20):
+            u: Any = pyro.sample("u", dist.Normal(m, s))
+            pyro.sample("y", dist.Laplace(u, 1.0), obs=y)
+
+    guide, *_ = fit(model, loss=ngvi.BatchedELBO(particles), steps=150)
+    assert not guide.units.smooth
+    # E |u - y|'s second derivative is at most that at a q of sd 0.5, and above that of one of sd 3
+    assert (guide.sites.precision > 0.2).all() and (guide.sites.precision < 1.6).all()
+    found = guide.median()
+    u = torch.linspace(-12.0, 12.0, 2001).double()[:, None] + away
+    prior = dist.Normal(found["m"], found["s"])
+    w: Any = torch.softmax(prior.log_prob(u) + dist.Laplace(u, 1.0).log_prob(y), 0)
+    assert ((w * u).sum(0) - found["u"]).abs().max() < 0.1 * found["s"]

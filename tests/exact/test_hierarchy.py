@@ -15,6 +15,7 @@ import pyro_ngvi as ngvi
 from pyro_ngvi.hierarchy.conditional import (
     Conditionals,
     Sites,
+    Slopes,
     UnitPriors,
     antithetic,
     mixture_quantiles,
@@ -85,10 +86,22 @@ def test_a_prior_with_means_that_are_sites_is_the_dense_one() -> None:
 # --- the step of a site: natural gradient of the ELBO of its unit
 
 
+NO_PHI = torch.zeros(1, 0).double()
+
+
+def site(nu: Tensor, Lambda: Tensor) -> Sites:
+    """Fresh, and free of the globals."""
+    return Sites(nu, Lambda, nu.new_zeros(*nu.shape, 0), nu.new_zeros(len(nu)))
+
+
+def slopes(g: Tensor, H: Tensor) -> Slopes:
+    return Slopes(g, H, g.new_zeros(*g.shape[1:], 0))
+
+
 def poisson_case(k: int) -> tuple[UnitPriors, Sites, Tensor]:
     """One unit at one draw of the globals: log p(y | u) = sum_j y_j u_j - exp(u_j)."""
     prior = UnitPriors(normal(1, 1, k), positive(1, 1, k) + torch.eye(k))
-    sites = Sites(0.3 * normal(1, k, seed=5), 0.5 * positive(1, k, seed=6), torch.zeros(1).double())
+    sites = site(0.3 * normal(1, k, seed=5), 0.5 * positive(1, k, seed=6))
     return prior, sites, torch.tensor([3.0, 1.0, 0.0][:k]).double()
 
 
@@ -108,17 +121,18 @@ def elbo(prior: UnitPriors, nu: Tensor, Lambda: Tensor, y: Tensor) -> Tensor:
     return expected - torch.distributions.kl_divergence(q, p)
 
 
-def expected_slopes(prior: UnitPriors, sites: Sites, y: Tensor) -> tuple[Tensor, ...]:
-    """The mean of q, and of draws, E g and E H of the Poisson unit, (1, 1, ...)."""
+def expected(prior: UnitPriors, sites: Sites, y: Tensor) -> tuple[Any, ...]:
+    """No globals that are followed, the mean of q, and of draws, E g and E H of the Poisson unit."""
     m, V = moments(prior, sites.linear, sites.precision)
     rate = (m + 0.5 * V.diagonal()).exp()
-    return m[None, None], m[None, None], (y - rate)[None, None], rate.diag_embed()[None, None]
+    there = slopes((y - rate)[None, None], rate.diag_embed()[None, None])
+    return NO_PHI, m[None, None], m[None, None], there
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_a_step_goes_along_the_natural_gradient(k: int) -> None:
     prior, sites, y = poisson_case(k)
-    moved = sites.moved(prior, *expected_slopes(prior, sites, y))
+    moved = sites.moved(prior, *expected(prior, sites, y))
     rows, columns = torch.triu_indices(k, k)
 
     def unpacked(theta: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,8 +162,8 @@ def test_a_step_goes_along_the_natural_gradient(k: int) -> None:
 def test_where_steps_end_the_elbo_of_the_unit_is_stationary(k: int) -> None:
     prior, sites, y = poisson_case(k)
     for _ in range(60):
-        sites = sites.moved(prior, *expected_slopes(prior, sites, y))
-        sites = Sites(sites.linear, sites.precision, torch.zeros(1).double())
+        sites = sites.moved(prior, *expected(prior, sites, y))
+        sites = site(sites.linear, sites.precision)
     nu, Lambda = (x.clone().requires_grad_() for x in (sites.linear, sites.precision))
     grads = torch.autograd.grad(elbo(prior, nu, Lambda, y), [nu, Lambda])
     assert all(g.abs().max() < 1e-9 for g in grads)
@@ -157,11 +171,11 @@ def test_where_steps_end_the_elbo_of_the_unit_is_stationary(k: int) -> None:
 
 def test_steps_are_bounded_and_units_that_are_not_finite_keep_their_site() -> None:
     prior = UnitPriors(torch.zeros(1, 3, 1).double(), torch.full((1, 3, 1, 1), 1e-2).double())
-    zero = Sites(*(torch.zeros(3, *s).double() for s in ((1,), (1, 1), ())))
+    zero = site(torch.zeros(3, 1).double(), torch.zeros(3, 1, 1).double())
     g = torch.tensor([1e6, 1.0, math.nan]).double().reshape(1, 3, 1)
     H = torch.tensor([1e-3, 1e8, 1.0]).double().reshape(1, 3, 1, 1)
     zeros = torch.zeros(1, 3, 1).double()
-    moved = zero.moved(prior, zeros, zeros, g, H)
+    moved = zero.moved(prior, NO_PHI, zeros, zeros, slopes(g, H))
     Q = 1e-2 + moved.precision[:, 0, 0]
     mean = moved.linear[:, 0] / Q
     assert torch.allclose(mean[0], torch.tensor(30.0).double())  # three sds of 10
@@ -175,8 +189,28 @@ def test_a_precision_stays_positive_semidefinite() -> None:
     H = torch.tensor([[-5.0, 2.0], [2.0, 1.0]]).double()[None, None]
     zero = torch.zeros(1, 1, 2).double()
     for _ in range(20):
-        sites = sites.moved(prior, zero, zero, zero + 1.0, H)
+        sites = sites.moved(prior, NO_PHI, zero, zero, slopes(zero + 1.0, H))
         assert torch.linalg.eigvalsh(sites.precision).min() > -1e-12
+
+
+@pytest.mark.parametrize("curved", [True, False], ids=["with H", "without"])
+def test_the_mean_is_right_where_the_likelihood_is_not_concave(curved: bool) -> None:
+    """log p(y | u) = a'u + u'Cu / 2: Lambda stays 0, and the mean solves a + C m + h - P m = 0."""
+    prior, sites, _ = poisson_case(2)
+    sites = site(sites.linear, 0.0 * sites.precision)
+    a, C = normal(2, seed=8), 0.4 * torch.eye(2).double()
+    P, h = prior.precision[0, 0], prior.linear[0, 0]
+    assert torch.linalg.eigvalsh(P - C).min() > 0.1
+    e = normal(2000, 1, 2, seed=9)
+    e = torch.cat([e, -e])
+    for _ in range(40):
+        q = Conditionals.of(prior, sites.linear, sites.precision)
+        u, mean = (q.mean + (q.draw(e) - q.mean)), q.mean.expand(len(e), 1, 2)
+        H = (-C).expand(len(e), 1, 2, 2) if curved else None
+        there = Slopes(a + u @ C, H, torch.zeros(1, 2, 0).double())
+        sites = sites.moved(prior, NO_PHI, mean, u, there)
+    found = Conditionals.of(prior, sites.linear, sites.precision).mean[0, 0]
+    assert torch.allclose(found, torch.linalg.solve(P - C, a + h), atol=1e-6)
 
 
 def test_quantiles_of_a_mixture_invert_its_distribution_function() -> None:
@@ -316,7 +350,8 @@ def test_in_a_minibatch_only_units_that_are_seen_move() -> None:
     guide, svi = fitted(3)
     before = {n: b.clone() for n, b in guide.sites.named_buffers()}
     svi.step(Y, torch.tensor([3, 1]))
-    for name, now in guide.sites.named_buffers():
+    for name in ("linear", "precision", "visits"):
+        now = getattr(guide.sites, name)
         same = (now == before[name]).reshape(5, -1).all(1)
         assert same.tolist() == [True, False, True, False, True]
 
@@ -353,3 +388,81 @@ def test_log_normal_units_count_their_jacobian() -> None:
     scale = (guide.globals.get_posterior().variance + 0.25).sqrt()
     wanted = (guide.globals.loc + scale * torch.special.ndtri(torch.tensor(0.25).double())).exp()
     assert torch.allclose(draws, wanted.expand_as(draws), rtol=0.02)
+
+
+# --- globals that enter the likelihood beside the units
+
+
+DESIGN, RESPONSE = normal(6, 3, 2, seed=8), normal(6, 3, seed=9)
+
+
+def regression(form: str = "centred") -> None:
+    """y = b'x + u + noise in groups of three, all Gaussian."""
+    b: Any = pyro.sample("b", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+    with pyro.plate("units", 6):
+        if form == "centred":
+            u: Any = pyro.sample("u", dist.Normal(0.5 * b[0], 1.5))
+        else:
+            z: Any = pyro.sample("z", dist.Normal(torch.zeros(()).double(), 1.0))
+            u = pyro.deterministic("u", 0.5 * b[0] + 1.5 * z)
+        at = DESIGN @ b + u[..., None]
+        pyro.sample("y", dist.Normal(at, 0.5).to_event(1), obs=RESPONSE)
+
+
+@pytest.mark.parametrize("form", ["centred", "not"])
+@pytest.mark.parametrize("particles", [1, 8])
+def test_units_follow_what_enters_the_likelihood_beside_them(form: str, particles: int) -> None:
+    """Everything is Gaussian, so the loss is minus the log evidence, without noise."""
+    of_units = torch.eye(6).double().repeat_interleave(3, 0)
+    design = torch.cat([DESIGN.reshape(-1, 2), 1.5 * of_units], 1)
+    design[:, 0] += 0.5
+    covariance = design @ design.T + 0.25 * torch.eye(18).double()
+    evidence = dist.MultivariateNormal(torch.zeros(18).double(), covariance).log_prob(
+        RESPONSE.reshape(-1)
+    )
+    pyro.set_rng_seed(0)
+    guide = ngvi.AutoHierarchical(regression)
+    svi = SVI(regression, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(particles))
+    for _ in range(120):
+        loss: Any = svi.step(form)
+    assert guide.units.followed == ("b",)
+    assert loss == pytest.approx(-float(evidence), rel=1e-8)
+
+
+def counts_beside(y: Tensor) -> None:
+    b: Any = pyro.sample("b", dist.Normal(y.new_zeros(()), 1.0))
+    a: Any = pyro.sample("a", dist.LogNormal(y.new_zeros(()), 0.5))
+    with pyro.plate("units", len(y)):
+        u: Any = pyro.sample("u", dist.Normal(y.new_zeros(2), 1.0).to_event(1))
+        rate = (b + a * u[..., 0] + 0.5 * u[..., 1]).exp()
+        pyro.sample("y", dist.Poisson(rate), obs=y)
+
+
+def test_what_is_followed_is_minus_the_mean_mixed_derivative() -> None:
+    y = torch.tensor([2.0, 0.0, 5.0]).double()
+    guide = ngvi.AutoHierarchical(counts_beside)
+    with torch.no_grad():
+        guide(y)
+    S = 4
+    values = {"b": 0.3 * normal(S), "a": normal(S, seed=2).exp()}
+    x = normal(S, 3, 2, seed=3)
+    call = guide._call((y,), {})
+    found: Any = guide.units.slopes(guide.units.given(call, values), x)
+
+    def log_p(u: Tensor, b: Tensor, a: Tensor, y: Tensor) -> Tensor:
+        return dist.Poisson((b + a * u[0] + 0.5 * u[1]).exp()).log_prob(y)
+
+    gradient = torch.func.grad(log_p)
+    for i in range(3):
+        for s in range(S):
+            at = x[s, i], values["b"][s], values["a"][s], y[i]
+            assert torch.allclose(found.g[s, i], gradient(*at))
+            assert torch.allclose(found.H[s, i], -torch.func.jacrev(gradient)(*at))
+        wanted = [
+            torch.stack(
+                torch.func.jacrev(gradient, (1, 2))(x[s, i], values["b"][s], values["a"][s], y[i]),
+                -1,
+            )
+            for s in range(S)
+        ]
+        assert torch.allclose(found.cross[i], -torch.stack(wanted).mean(0))
