@@ -24,6 +24,10 @@ from ..sites.structure import minibatch_scale
 from .conditional import Slopes, UnitPriors
 from .runs import Call, Held, LocalSite, Model, Parts, Values, gaussian_of
 
+#: at how many draws mixed derivatives are taken, a pass for each of the globals followed: units average
+#: them over their steps
+FEW_DRAWS = 2
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -106,6 +110,12 @@ class Given:
             + [self.values[name].reshape(count, -1).to(self.priors.linear) for name in names],
             1,
         )
+
+    def few(self, x: Tensor) -> tuple[Given, Tensor]:
+        """With x at few of the draws, evenly spaced."""
+        count = min(len(x), FEW_DRAWS)
+        chosen = (torch.arange(count) * len(x) // count).to(x.device)
+        return self._each(lambda t: t[chosen]), x[chosen]
 
     def gaussians(self, x: Tensor) -> Tensor:
         """z (..., B, k) at x."""
@@ -225,29 +235,35 @@ class Units:
     def slopes(self, given: Given, x: Tensor, weight: float = 1.0) -> Slopes | None:
         """Of ``log_likelihood`` at x (S, B, k), unit by unit; None where nothing depends on x."""
         x = x.detach().requires_grad_()
-        followed = {name: given.values[name].detach().requires_grad_() for name in self.followed}
-        if followed:
-            given = replace(given, values={**given.values, **followed})
-            if self.place is not None:  # what data say of x is through the place too
-                given = replace(given, place=self.given(given.call, given.values).place)
         log_p = self.log_likelihood(given, x, weight)
         if not log_p.requires_grad:
             return None
         keep: Any = {"create_graph": self.smooth, "materialize_grads": True}
         (g,) = torch.autograd.grad(log_p.sum(), x, **keep)
-        cross = x.new_zeros(*x.shape[1:], 0)
         if not self.smooth:
-            return Slopes(g, None, cross)
+            return Slopes(g, None, x.new_zeros(*x.shape[1:], 0))
         H = -torch.stack(_gradients(g, x), -1)
-        if followed:
-            # d (g' w) / d phi is linear in w: its gradients in w are columns of d g / d phi
-            w = torch.zeros_like(g, requires_grad=True)
-            rows = [x.new_zeros(len(x), v[0].numel()) for v in followed.values()]
-            if g.requires_grad:
-                rows = torch.autograd.grad(g, [*followed.values()], w, **keep)
-            each = torch.cat([row.reshape(len(x), -1) for row in rows], 1)
-            cross = -torch.stack([column.mean(0) for column in _gradients(each, w)], -1)
+        cross = self._cross(*given.few(x), weight)
         return Slopes(g.detach(), 0.5 * (H + H.mT), cross)
+
+    def _cross(self, given: Given, x: Tensor, weight: float) -> Tensor:
+        """Minus the mean of the mixed derivatives in x and the globals followed, (B, k, D)."""
+        x = x.detach().requires_grad_()
+        followed = {name: given.values[name].detach().requires_grad_() for name in self.followed}
+        if not followed:
+            return x.new_zeros(*x.shape[1:], 0)
+        given = replace(given, values={**given.values, **followed})
+        if self.place is not None:  # what data say of x is through the place too
+            given = replace(given, place=self.given(given.call, given.values).place)
+        keep: Any = {"create_graph": True, "materialize_grads": True}
+        (g,) = torch.autograd.grad(self.log_likelihood(given, x, weight).sum(), x, **keep)
+        # d (g' w) / d phi is linear in w: its gradients in w are columns of d g / d phi
+        w = torch.zeros_like(g, requires_grad=True)
+        rows = [x.new_zeros(len(x), v[0].numel()) for v in followed.values()]
+        if g.requires_grad:
+            rows = torch.autograd.grad(g, [*followed.values()], w, **keep)
+        each = torch.cat([row.reshape(len(x), -1) for row in rows], 1)
+        return -torch.stack([column.mean(0) for column in _gradients(each, w)], -1)
 
     def held(self, z: Tensor | None = None) -> Callable[[Model], Held]:
         """What makes a model stop after the units, which stand at ``z``: see :class:`Held`."""

@@ -443,7 +443,7 @@ def test_what_is_followed_is_minus_the_mean_mixed_derivative() -> None:
     guide = ngvi.AutoHierarchical(counts_beside)
     with torch.no_grad():
         guide(y)
-    S = 4
+    S = 2
     values = {"b": 0.3 * normal(S), "a": normal(S, seed=2).exp()}
     x = normal(S, 3, 2, seed=3)
     call = guide._call((y,), {})
