@@ -22,9 +22,10 @@ from ..runtime.pyro_adapter import has_model
 from ..runtime.run import Minibatches, run_particles
 from .conditional import Conditionals, antithetic, mixture_quantiles
 from .find import check_index, find_units
+from .given import Given, Seen
 from .runs import Call
 from .table import SiteTable
-from .units import Given, Seen, Units
+from .units import Units
 
 #: steps of a unit's site before its first draw that counts, and draws that a step takes at least
 FIRST_STEPS, ENOUGH = 2, 8

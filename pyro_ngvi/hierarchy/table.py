@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .conditional import Sites
-from .units import Seen
+from .given import Seen
 
 
 class SiteTable(nn.Module):

@@ -8,7 +8,7 @@ must depend on units one by one.  Everything here is read off runs of the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -18,116 +18,20 @@ from torch import Tensor
 from torch.distributions import Transform
 
 from ..linalg.host import at_hand
-from ..linalg.products import matvec
 from ..runtime.density import Site, Sites, site_kind, site_log_prob, with_density
 from ..sites.structure import minibatch_scale
 from .conditional import Slopes, UnitPriors
+from .given import Given, Place, Seen
 from .runs import Call, Held, LocalSite, Model, Parts, Values, gaussian_of
-
-#: at how many draws mixed derivatives are taken, a pass for each of the globals followed: units average
-#: them over their steps
-FEW_DRAWS = 2
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The units of one run: their numbers (B,), and how many there are.
-
-    ``whole``: they are all, in order.
-    """
-
-    index: Tensor
-    size: int
-    whole: bool
-
-    @property
-    def scale(self) -> float:
-        """How many units one of the run stands for."""
-        return self.size / max(len(self.index), 1)
-
-    @property
-    def given(self) -> Tensor | None:
-        """What ``subsample=`` of the plate is."""
-        return None if self.whole else self.index
-
-
-@dataclass(frozen=True)
-class Place:
-    """x = A z + b at S draws of the globals: A^-1 (S, B, k, k), b (S, B, k), log |det A| (S, B)."""
-
-    inverse: Tensor
-    offset: Tensor
-    log_det: Tensor
-
-    @classmethod
-    def of(cls, matrix: Tensor, offset: Tensor) -> Place:
-        return cls(torch.linalg.inv(matrix), offset, torch.linalg.slogdet(matrix)[1])
-
-    def gaussians(self, x: Tensor) -> Tensor:
-        return matvec(self.inverse, x - self.offset)
-
-    def moved(self, prior: UnitPriors) -> UnitPriors:
-        """The prior of x, from that of z."""
-        left = self.inverse.mT @ prior.precision
-        linear = matvec(self.inverse.mT, prior.linear)
-        precision = left @ self.inverse
-        return UnitPriors(linear + matvec(precision, self.offset), precision)
-
-
-@dataclass(frozen=True)
-class Given:
-    """What a call says of its units at S draws of the globals, ``values`` (S, ...) by site.
-
-    ``priors`` are those of x, where the sites are: the Gaussians z of the units' latent sites, or their
-    ``place``.  ``maps`` are those from z to latent sites, by site.
-    """
-
-    call: Call
-    values: Values
-    seen: Seen
-    priors: UnitPriors
-    maps: Mapping[str, list[Transform]]
-    place: Place | None
-
-    def detached(self) -> Given:
-        return self._each(Tensor.detach)
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Given:
-        values = {name: change(value) for name, value in self.values.items()}
-        priors: Any = UnitPriors(*map(change, vars(self.priors).values()))
-        place = self.place and Place(*map(change, vars(self.place).values()))
-        return replace(self, values=values, priors=priors, place=place)
-
-    def repeated(self, times: int) -> Given:
-        """All draws of the globals so many times, one copy after the other."""
-        return self if times == 1 else self._each(lambda x: torch.cat([x] * times))
-
-    def followed(self, names: Sequence[str]) -> Tensor:
-        """phi (S, D): the globals of these names, one after the other."""
-        count = len(self.priors.linear)
-        return torch.cat(
-            [self.priors.linear.new_zeros(count, 0)]
-            + [self.values[name].reshape(count, -1).to(self.priors.linear) for name in names],
-            1,
-        )
-
-    def few(self, x: Tensor) -> tuple[Given, Tensor]:
-        """With x at few of the draws, evenly spaced."""
-        count = min(len(x), FEW_DRAWS)
-        chosen = (torch.arange(count) * len(x) // count).to(x.device)
-        return self._each(lambda t: t[chosen]), x[chosen]
-
-    def gaussians(self, x: Tensor) -> Tensor:
-        """z (..., B, k) at x."""
-        return x if self.place is None else self.place.gaussians(x)
 
 
 @dataclass(frozen=True)
 class Units:
     """The latent sites of ``size`` units in the plate ``plate``, in the order of the model.
 
-    ``dependent``: whether some of them are means of others.  ``place``: a deterministic site that is
-    linear in them with coefficients that depend on the globals, as u = m + s z: sites are on u then.
+    ``dependent``: whether some of them are means of others.  ``effects``: deterministic sites, by the
+    latent site whose place they take, which are linear in these with coefficients that depend on the
+    globals, as u = m + s z: sites are on u then.
     ``followed``: globals that sites follow, since the slope of the data in the units depends on them.
     ``smooth``: whether no gradient of what is observed was seen to jump.
     """
@@ -138,7 +42,7 @@ class Units:
     sites: tuple[LocalSite, ...]
     globals: tuple[str, ...]
     dependent: bool = False
-    place: LocalSite | None = None
+    effects: Mapping[str, LocalSite] = field(default_factory=dict)
     followed: tuple[str, ...] = ()
     smooth: bool = True
 
@@ -188,25 +92,34 @@ class Units:
         """The prior of the units of a call at S draws of the globals."""
         known: dict[str, Any] = {}
 
-        def parts(sites: Sites) -> tuple[Tensor, Tensor, Tensor]:
+        def parts(sites: Sites) -> tuple[Tensor, Tensor, list[Tensor]]:
             known["seen"] = self._seen(sites)
             known["maps"] = {name: gaussian_of(sites[name])[1] for name in self.names}
-            offset, place = self.offset(sites), self.place
-            there = offset if place is None else place.rows(sites[place.name]["value"])
-            return offset, self.conditional_precision(sites), there
+            effects = [e.rows(sites[e.name]["value"]) for e in self.effects.values()]
+            return self.offset(sites), self.conditional_precision(sites), effects
 
-        offset, precision, there = call.batched(parts, values, self.held())
+        offset, precision, effects = call.batched(parts, values, self.held())
         mixing = place = None
-        if self.dependent or self.place is not None:
+        if self.dependent or self.effects:
             units = torch.eye(self.width, dtype=offset.dtype, device=offset.device)
             moved = [call.batched(parts, values, self.held(z)) for z in units]
             if self.dependent:
                 mixing = torch.stack([x[0] - offset for x in moved], -1)
-            if self.place is not None:
-                place = Place.of(torch.stack([x[2] - there for x in moved], -1), there)
+            if self.effects:
+                there = self._in_place(effects, torch.zeros_like(offset))
+                columns = [
+                    self._in_place(x[2], z.expand_as(offset)) - there
+                    for x, z in zip(moved, units, strict=True)
+                ]
+                place = Place.of(torch.stack(columns, -1), there)
         priors = UnitPriors.of(offset, mixing, precision)
         priors = priors if place is None else place.moved(priors)
         return Given(call, values, known["seen"], priors, known["maps"], place)
+
+    def _in_place(self, effects: Sequence[Tensor], z: Tensor) -> Tensor:
+        """x (S, B, k) at z: effects where there are some, and z elsewhere."""
+        rows = dict(zip(self.effects, effects, strict=True))
+        return torch.cat([rows.get(site.name, z[..., own]) for site, own in self.parts], -1)
 
     def log_likelihood(self, given: Given, x: Tensor, weight: float = 1.0) -> Tensor:
         """log p (S,) of all that may depend on x (S, B, k); ``weight`` is that of what is observed."""
@@ -253,7 +166,7 @@ class Units:
         if not followed:
             return x.new_zeros(*x.shape[1:], 0)
         given = replace(given, values={**given.values, **followed})
-        if self.place is not None:  # what data say of x is through the place too
+        if self.effects:  # what data say of x is through the place too
             given = replace(given, place=self.given(given.call, given.values).place)
         keep: Any = {"create_graph": True, "materialize_grads": True}
         (g,) = torch.autograd.grad(self.log_likelihood(given, x, weight).sum(), x, **keep)
@@ -267,7 +180,7 @@ class Units:
 
     def held(self, z: Tensor | None = None) -> Callable[[Model], Held]:
         """What makes a model stop after the units, which stand at ``z``: see :class:`Held`."""
-        further = [] if self.place is None else [self.place.name]
+        further = [effect.name for effect in self.effects.values()]
         return lambda model: Held(model, self.parts, z, further)
 
     def offset(self, sites: Sites) -> Tensor:

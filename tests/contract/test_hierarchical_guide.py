@@ -134,7 +134,7 @@ def test_what_was_found_is_said() -> None:
         "12 units of 3 latent variables (t, e) in the plate 'units', given s, b"
     )
     guide, *_ = fit(reparameterised, steps=1)
-    assert "(r_decentered)" in str(guide.units) and guide.units.place.name == "r"
+    assert "(r_decentered)" in str(guide.units) and guide.units.effects["r_decentered"].name == "r"
 
 
 LOSSES = [Trace_ELBO(4), TraceMeanField_ELBO(4), ngvi.BatchedELBO(4)]

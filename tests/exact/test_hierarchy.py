@@ -229,6 +229,8 @@ def test_noise_comes_in_pairs() -> None:
 
 # --- whole models
 
+DESIGN, RESPONSE = normal(6, 3, 2, seed=8), normal(6, 3, seed=9)
+
 
 def schools(y: Tensor, index: Any = None, form: str = "centred", size: int | None = None) -> None:
     m: Any = pyro.sample("m", dist.Normal(y.new_zeros(()), 3.0))
@@ -280,13 +282,48 @@ def test_gaussian_units_are_exact_given_the_globals(form: str) -> None:
 
 def test_an_effect_that_is_named_is_taken_as_the_centred_model_takes_it() -> None:
     (centred, _), (other, _) = fitted(form="centred"), fitted(form="not")
-    assert other.units.place is not None and centred.units.place is None
+    assert other.units.effects and not centred.units.effects
     for name in ("loc", "scale_tril"):
         assert torch.allclose(
             getattr(centred.globals, name), getattr(other.globals, name), rtol=1e-8
         )
     assert torch.allclose(centred.sites.precision, other.sites.precision)
     assert torch.allclose(centred.sites.linear, other.sites.linear)
+
+
+def two_effects(form: str) -> None:
+    """Correlated effects of two sites; the decoys are maps of them that the data do not see."""
+    zero = torch.zeros(()).double()
+    m: Any = pyro.sample("m", dist.Normal(zero, 3.0))
+    s: Any = pyro.sample("s", dist.LogNormal(zero, 1.0))
+    with pyro.plate("units", 6):
+        if form == "centred":
+            a: Any = pyro.sample("a", dist.Normal(m, s))
+            b: Any = pyro.sample("b", dist.Normal(0.5 * (a - m), s))
+        else:
+            z: Any = pyro.sample("z", dist.Normal(zero, 1.0))
+            w: Any = pyro.sample("w", dist.Normal(zero, 1.0))
+            pyro.deterministic("scaled", s * z)
+            a = pyro.deterministic("a", m + s * z)
+            pyro.deterministic("twice", 2.0 * z)
+            b = pyro.deterministic("b", 0.5 * s * z + s * w)
+        at = a[:, None] + DESIGN[..., 0] * b[:, None]
+        pyro.sample("y", dist.Normal(at, 0.5).to_event(1), obs=RESPONSE)
+
+
+def test_effects_of_two_sites_are_found_among_decoys() -> None:
+    fits = {}
+    for form in ("centred", "not"):
+        pyro.set_rng_seed(0)
+        fits[form] = guide = ngvi.AutoHierarchical(two_effects)
+        svi = SVI(two_effects, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+        for _ in range(20):
+            svi.step(form)
+    centred, other = fits["centred"], fits["not"]
+    assert {n: e.name for n, e in other.units.effects.items()} == {"z": "a", "w": "b"}
+    assert not centred.units.followed and not other.units.followed
+    assert torch.allclose(centred.globals.loc, other.globals.loc, rtol=1e-8)
+    assert torch.allclose(centred.sites.precision, other.sites.precision)
 
 
 def test_quantiles_of_units_are_those_of_draws() -> None:
@@ -391,9 +428,6 @@ def test_log_normal_units_count_their_jacobian() -> None:
 
 
 # --- globals that enter the likelihood beside the units
-
-
-DESIGN, RESPONSE = normal(6, 3, 2, seed=8), normal(6, 3, seed=9)
 
 
 def regression(form: str = "centred") -> None:
