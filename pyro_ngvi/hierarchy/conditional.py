@@ -23,10 +23,11 @@ nu_i - C_i phi, whose target is C_i = -E[d g_i / d phi']: by the implicit functi
 mean of q as the maximum over u_i of p(u_i, y_i | v) moves with phi, to first order (Rue, Martino &
 Chopin 2009 correct a Laplace approximation so; here it is part of q).
 
-A step of a unit is shortened so that no variance changes by more than 16-fold and no mean by more than
-three of its standard deviations, or one of its prior's: under a wide prior the first expectations are
-wild.  After some ten steps that needed nothing of the kind the share falls as one over their number,
-and noise averages out.  Units whose expectations are not finite keep their site.
+A step of a unit is shortened so that no variance changes by more than 16-fold, and no mean by more than
+three of its standard deviations, before and after: under a wide prior the first expectations are wild.
+Where q becomes wider, one standard deviation of the prior will do.  After some ten steps that needed
+nothing of the kind the share falls as one over their number, and noise averages out.  Units whose
+expectations are not finite keep their site.
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ class Conditionals:
         mean = solve_transposed(root, solve(root, prior.linear + linear))
         return cls(mean, root)
 
+    @property
+    def log_det_root(self) -> Tensor:
+        """log det R, (S, B)."""
+        return torch.diagonal(self.root, dim1=-2, dim2=-1).log().sum(-1)
+
     def draw(self, noise: Tensor) -> Tensor:
         """u (S, B, k) for white noise."""
         return self.mean + solve_transposed(self.root, noise)
@@ -87,8 +93,7 @@ class Conditionals:
     def log_prob(self, u: Tensor) -> Tensor:
         """log q(u_i | v), (S, B), in nats."""
         white = matvec(self.root.mT, u - self.mean)
-        log_det = torch.diagonal(self.root, dim1=-2, dim2=-1).log().sum(-1)
-        return log_det - 0.5 * (white.square().sum(-1) + u.shape[-1] * log(2.0 * pi))
+        return self.log_det_root - 0.5 * (white.square().sum(-1) + u.shape[-1] * log(2.0 * pi))
 
     def sd(self, matrix: Tensor | None = None) -> Tensor:
         """Standard deviations (S, B, k), of ``matrix`` (S, B, k, k) times u where there is one."""
@@ -166,12 +171,17 @@ class Sites:
         linear = torch.lerp(before, linear, (shorter * share)[:, None])
         cross = torch.lerp(self.cross, cross, (shorter * share)[:, None, None])
         then = Conditionals.of(middle, linear, precision)
-        step, prior_root = then.mean - now.mean, cholesky(middle.precision)
-        sds, prior_sds = (
+        step = then.mean - now.mean
+        sds, later_sds, prior_sds = (
             torch.linalg.vector_norm(matvec(root.mT, step), dim=-1)
-            for root in (now.root, prior_root)
+            for root in (now.root, then.root, cholesky(middle.precision))
         )
-        most = torch.maximum(MOST_SDS / sds, 1.0 / prior_sds)
+        grows = then.log_det_root > now.log_det_root
+        most = torch.where(
+            grows,
+            MOST_SDS / torch.maximum(sds, later_sds),
+            torch.maximum(MOST_SDS / sds, 1.0 / prior_sds),
+        )
         there = now.mean + step * most.unsqueeze(-1)
         far = (most < 1.0).unsqueeze(-1)
         linear = torch.where(

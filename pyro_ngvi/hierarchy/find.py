@@ -28,19 +28,22 @@ def find_units(model: Model, args: Any, kwargs: Any, wanted: Sequence[str] | Non
     """The units of a model at these arguments, with the latent sites ``wanted``, or all of the largest
     plate that has Gaussian ones."""
     with poutine.block(), own_random_state(), torch.no_grad():
-        # globals at the centres of their priors, where the likelihood shows what it depends on
-        with InitMessenger(init_to_center):
+        with InitMessenger(_start):
             sites = run_plainly(model, {}, args, kwargs, Minibatches())
         latent = {n: s for n, s in sites.items() if not (s["is_observed"] or site_is_subsample(s))}
-        for name, site in latent.items():
-            if is_marked(site):
-                raise ValueError(
-                    f"AutoHierarchical: {name!r} is enumerated, and its sum would tie units together. "
-                    f"Write the mixture as one observed site (MixtureSameFamily)."
-                )
         units = _layout(latent, wanted)
         drawn = Minibatches({n: s["value"] for n, s in sites.items() if site_is_subsample(s)})
         return probed(Call(model, args, kwargs, drawn), units, sites, latent)
+
+
+def _start(site: Site) -> Any:
+    """The centre of a prior: there the likelihood shows what it depends on."""
+    if is_marked(site):
+        raise ValueError(
+            f"AutoHierarchical: {site['name']!r} is enumerated, and its sum would tie units together. "
+            f"Write the mixture as one observed site (MixtureSameFamily)."
+        )
+    return init_to_center(site)
 
 
 def _layout(latent: Sites, wanted: Sequence[str] | None) -> Units:

@@ -110,3 +110,17 @@ class Given:
     def gaussians(self, x: Tensor) -> Tensor:
         """z (..., B, k) at x."""
         return x if self.place is None else self.place.gaussians(x)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Units at S draws of the globals: values (S, ...) by site, log q of each unit (S, B)."""
+
+    values: dict[str, Tensor]
+    log_q: Tensor
+    seen: Seen
+
+    @property
+    def total(self) -> Tensor:
+        """log q of all units that those of the call stand for, (S,)."""
+        return self.log_q.sum(-1) * self.seen.scale

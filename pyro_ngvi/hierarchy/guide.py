@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import pyro
@@ -22,7 +24,7 @@ from ..runtime.pyro_adapter import has_model
 from ..runtime.run import Minibatches, run_particles
 from .conditional import Conditionals, antithetic, mixture_quantiles
 from .find import check_index, find_units
-from .given import Given, Seen
+from .given import Drawn, Given
 from .runs import Call
 from .table import SiteTable
 from .units import Units
@@ -30,21 +32,7 @@ from .units import Units
 #: steps of a unit's site before its first draw that counts, and draws that a step takes at least
 FIRST_STEPS, ENOUGH = 2, 8
 #: draws of the globals behind medians and quantiles, and their seed
-DRAWS, SEED = 64, 20_250_925
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Units at S draws of the globals: values (S, ...) by site, log q of each unit (S, B)."""
-
-    values: dict[str, Tensor]
-    log_q: Tensor
-    seen: Seen
-
-    @property
-    def total(self) -> Tensor:
-        """log q of all units that those of the call stand for, (S,)."""
-        return self.log_q.sum(-1) * self.seen.scale
+DRAWS, SEED = 256, 20_250_925
 
 
 class AutoHierarchical(MadeAtFirstCall):
@@ -137,10 +125,9 @@ class AutoHierarchical(MadeAtFirstCall):
         """What was found: prints as a sentence."""
         if self._units is None:
             raise RuntimeError(
-                "AutoHierarchical does not know the units yet: call it once with the arguments of the "
-                "model, or take a step of SVI."
+                "AutoHierarchical does not know the units yet: call it once with the model's arguments."
             )
-        return self._units
+        return replace(self._units, size=len(self.sites))
 
     # --- the first call
 
@@ -150,6 +137,11 @@ class AutoHierarchical(MadeAtFirstCall):
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         if not has_model(self):
             raise _without_model()
+        if self.master is not None:
+            raise ValueError(
+                "AutoHierarchical must see all latent sites, so it is no part of an AutoGuideList. Let "
+                "its globals be the list: globals= takes a function of a model that makes it."
+            )
         with self._loading_waiting_state():
             super()._setup_prototype(*args, **kwargs)
             units = find_units(self.model, args, kwargs, self._wanted)
@@ -177,8 +169,10 @@ class AutoHierarchical(MadeAtFirstCall):
         given = self.units.given(self._call(args, kwargs, minibatches), values)
         check_index(given.seen, self.units, learning)
         if learning and self.sites.any_new():
+            # at the means, as expectations under a wide prior may overflow
+            noise = 0.0 if self.units.smooth else 1.0
             for _ in range(FIRST_STEPS):
-                self._advance(given.detached(), weight)
+                self._advance(given.detached(), weight, noise)
         q = self._conditionals(given)
         x = q.draw(antithetic(q.mean))
         if learning:
@@ -208,11 +202,11 @@ class AutoHierarchical(MadeAtFirstCall):
         return Conditionals.of(given.priors, linear, sites.precision)
 
     @torch.no_grad()
-    def _advance(self, given: Given, weight: float = 1.0) -> None:
-        """A step of the sites at fresh draws of the units."""
+    def _advance(self, given: Given, weight: float = 1.0, noise: float = 1.0) -> None:
+        """A step of the sites at fresh draws of the units, or nearer to their means by ``noise``."""
         given = given.repeated(-(-ENOUGH // len(given.priors.linear)))
         q = self._conditionals(given)
-        self._step(given, q.mean, q.draw(antithetic(q.mean)), weight)
+        self._step(given, q.mean, q.draw(noise * antithetic(q.mean)), weight)
 
     @outside_autocast
     def _step(self, given: Given, mean: Tensor, x: Tensor, weight: float) -> None:
@@ -271,21 +265,29 @@ class AutoHierarchical(MadeAtFirstCall):
         """Posterior quantiles (L, *shape) of every latent site at L levels in (0, 1), entry by entry.
 
         Arguments: those of the model, whose units are meant.  Those of a unit are the quantiles of a
-        mixture of its Gaussians at 64 draws of the globals, the same at every call.
+        mixture of its Gaussians at 256 draws of the globals, the same at every call.
         """
         units = self.units
-        levels = levels_like(quantiles, self.sites.linear).reshape(-1)
+        levels = levels_like(quantiles, self.sites.linear)
         found = dict(self.globals.quantiles(quantiles))
         with own_random_state(SEED), poutine.block():
             call = self._call(args, kwargs)
             given = units.given(call, self._draws_of_globals(call))
         check_index(given.seen, units, learning=False)
+        if not bool(self.sites.visits.any()):
+            warnings.warn(
+                "AutoHierarchical: no unit has taken a step yet, so these are quantiles of the prior. "
+                "Pyro's parameter store does not keep sites: save and load guide.state_dict().",
+                stacklevel=2,
+            )
         q = self._conditionals(given)
         mean, sd = given.gaussians(q.mean), q.sd(given.place and given.place.inverse)
-        ends = [mixture_quantiles(mean, sd, p) for p in (levels, 1.0 - levels)]
+        flat = levels.reshape(-1)
+        ends = [mixture_quantiles(mean, sd, p) for p in (flat, 1.0 - flat)]
         each = [units.values(z, given.maps) for z in ends]
         for name in units.names:
-            found[name] = of_monotone(each[0][name], each[1][name], levels)
+            value = of_monotone(each[0][name], each[1][name], flat)
+            found[name] = value.reshape(levels.shape + value.shape[1:])
         return found
 
     def _draws_of_globals(self, call: Call) -> dict[str, Tensor]:
@@ -299,34 +301,41 @@ class AutoHierarchical(MadeAtFirstCall):
 
     @torch.no_grad()
     def fit_units(self, *args: Any, num_steps: int = 20, **kwargs: Any) -> None:
-        """Move the sites of the units of a call, and hold q of the globals: for units that are new.
+        """Move the sites of the units of a call, and hold q of the globals: for units that are new, or
+        whose data have changed.
 
         Args:
             args: those of the model, with data.
-            num_steps: steps of 64 draws of the globals each.
+            num_steps: steps of 256 draws of the globals each.
             kwargs: keyword arguments of the model.
         """
         with poutine.block():
-            for _ in range(num_steps):
+            for step in range(num_steps):
                 call = self._call(args, kwargs)
                 given = self.units.given(call, self._draws_of_globals(call))
                 check_index(given.seen, self.units, learning=True)
+                if step == 0:
+                    self.sites.forget(given.seen)
                 self._advance(given)
 
     def add(self, count: int) -> None:
         """Make room for ``count`` units more, which come after those of before, by their prior."""
-        if count < 1:
+        every = torch.arange(self.units.size)
+        if not isinstance(count, Integral) or count < 1:
             raise ValueError(f"count is how many units come, at least 1, got {count!r}.")
-        self.sites.keep(torch.arange(self.units.size), count)
-        self._units = replace(self.units, size=len(self.sites))
+        self.sites.keep(every, count)
 
     def remove(self, indices: Tensor | Sequence[int]) -> None:
         """Forget the units of these numbers; the others close up."""
-        index = torch.as_tensor(indices)
         gone = torch.zeros(self.units.size, dtype=torch.bool)
-        gone[index] = True
+        index = torch.as_tensor(indices, device=gone.device).reshape(-1)
+        whole = not index.is_floating_point() and index.dtype != torch.bool
+        if not whole or not bool(((index >= 0) & (index < len(gone))).all()):
+            raise ValueError(
+                f"indices are numbers of units, from 0 to {len(gone) - 1}, got {str(indices)[:80]}."
+            )
+        gone[index.long()] = True
         self.sites.keep((~gone).nonzero().reshape(-1), 0)
-        self._units = replace(self.units, size=len(self.sites))
 
     # --- copies
 

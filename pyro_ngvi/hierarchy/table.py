@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,6 +63,15 @@ class SiteTable(nn.Module):
             setattr(self, name, torch.cat([rows, own.new_zeros(added, *own.shape[1:])]))
         self._new = None
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def forget(self, seen: Seen) -> None:
+        """Count the units of a call as never moved: their next steps are long again."""
+        sites = self.rows(seen)
+        self.put(seen, replace(sites, visits=0.0 * sites.visits))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        saved = state.get(prefix + "visits")
+        if saved is not None and len(saved) != len(self):  # units came or went
+            for name, own in self.named_buffers():
+                setattr(self, name, own.new_zeros(len(saved), *own.shape[1:]))
+        super()._load_from_state_dict(state, prefix, *args, **kwargs)
         self._new = None

@@ -215,7 +215,7 @@ class Units:
         plate, every = sites.get(self.plate), torch.arange(size)
         if plate is None:
             return Seen(every, size, True)
-        index = plate["value"]
+        index = torch.as_tensor(plate["value"]).long()
         full = plate["fn"].size
         ordered = size == full and (not at_hand(index) or torch.equal(index, every))
         return Seen(index, full, ordered)
@@ -253,6 +253,6 @@ def _refuse_weights(site: Site, plate: str) -> None:
     weighted = isinstance(scale, Tensor) or abs(scale / minibatch_scale(site) - 1.0) > 1e-9
     if weighted or not (mask is None or mask is True):
         raise ValueError(
-            f"AutoHierarchical: the prior of {site['name']!r} stands under poutine.scale or "
-            f"poutine.mask. Scale or mask what is observed alone."
+            f"AutoHierarchical: the prior of {site['name']!r} stands under poutine.scale, poutine.mask "
+            f"or obs_mask=. Scale what is observed alone, or mask it alone by poutine.mask."
         )

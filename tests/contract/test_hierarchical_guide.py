@@ -5,12 +5,13 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI, Predictive, Trace_ELBO, TraceMeanField_ELBO
-from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+from pyro.infer.autoguide import AutoGuideList, AutoMultivariateNormal, AutoNormal
 from pyro.infer.reparam import LocScaleReparam
 from torch import Tensor
 
@@ -155,7 +156,7 @@ def test_losses_agree(loss: Any) -> None:
     [ngvi.AutoMeanFieldNormal, ngvi.AutoFactorNormal, ngvi.AutoExponentialFamily],
 )
 def test_families_of_globals(globals: Any) -> None:
-    _, _, loss = fit(correlated, globals=globals, steps=150)
+    _, _, loss = fit(correlated, globals=globals, steps=300)
     assert loss < fit(correlated, steps=60)[2] + 1.0
 
 
@@ -205,6 +206,43 @@ def test_a_state_is_loaded_before_or_after_the_first_call() -> None:
         with torch.no_grad():
             other()
         assert torch.allclose(other.median(COUNTS)["u"], guide.median(COUNTS)["u"])
+
+
+def test_a_state_with_other_units_is_loaded() -> None:
+    guide, *_ = fit(correlated)
+    guide.remove([1])
+    guide.add(3)
+    more = torch.cat([COUNTS[:1], COUNTS[2:], COUNTS[:3]])
+    guide.fit_units(more)
+    for first in (False, True):
+        pyro.clear_param_store()
+        other = ngvi.AutoHierarchical(correlated, name=f"more_{first}")
+        if first:
+            other()
+        other.load_state_dict(guide.state_dict())
+        with torch.no_grad():
+            other(more)
+        assert other.units.size == N + 2
+        assert torch.allclose(other.median(more)["u"], guide.median(more)["u"])
+
+
+def test_units_whose_data_change() -> None:
+    guide, *_ = fit(correlated, steps=60)
+    other = COUNTS.clone()
+    other[3] = 60.0
+    before = guide.median(other)["u"]
+    guide.fit_units(other)
+    after = guide.median(other)["u"]
+    assert (before[3] < 2.5).all() and (after[3] > 3.5).all()
+    assert (after - before)[torch.arange(N) != 3].abs().max() < 0.2
+
+
+def test_quantiles_have_the_shape_of_their_levels() -> None:
+    guide, *_ = fit(correlated, steps=2)
+    for levels in (0.5, [0.5], [[0.1, 0.9], [0.2, 0.8]]):
+        found = guide.quantiles(levels)
+        lead = torch.tensor(levels).shape
+        assert found["u"].shape == (*lead, N, 2) and found["m"].shape == (*lead, 2)
 
 
 def test_copies() -> None:
@@ -257,11 +295,53 @@ def test_export_and_diagnostics() -> None:
     assert ngvi.khat(correlated, guide, num_samples=400).khat < 1.5
 
 
+def parts(model: Any) -> Any:
+    guide = AutoGuideList(model)
+    guide.append(AutoNormal(pyro.poutine.block(model, hide=["L"])))
+    guide.append(AutoMultivariateNormal(pyro.poutine.block(model, expose=["L"])))
+    return guide
+
+
+def test_globals_may_be_a_list_of_guides() -> None:
+    pyro.clear_param_store()
+    guide, _, loss = fit(correlated, globals=parts, optim=adam, steps=300)
+    assert guide().keys() == {"m", "s", "L", "u"}
+    assert loss < fit(correlated, steps=60)[2] + 1.5
+
+
+@pytest.mark.parametrize("wide", [50.0, 1000.0])
+def test_wide_priors(wide: float) -> None:
+    """First expectations of exp(u) overflow, or nearly; the answer is that of a narrower prior."""
+
+    def model(wide: float) -> None:
+        m: Any = pyro.sample("m", dist.Normal(zeros(), wide))
+        s: Any = pyro.sample("s", dist.HalfNormal(zeros() + wide))
+        with pyro.plate("units", N):
+            u: Any = pyro.sample("u", dist.Normal(m, s))
+            pyro.sample("y", dist.Poisson(u[..., None].exp()).to_event(1), obs=COUNTS)
+
+    found, narrow = (fit(model, w, steps=60)[0].median(w) for w in (wide, 20.0))
+    assert (found["u"] - narrow["u"]).abs().max() < 0.05
+    assert torch.allclose(found["s"], narrow["s"], rtol=0.1)
+
+
 def subsampled(size: int, y: Tensor = COUNTS) -> None:
     s: Any = pyro.sample("s", dist.HalfNormal(zeros() + 2.0))
     with pyro.plate("units", len(y), subsample_size=size) as index:
         u: Any = pyro.sample("u", dist.Normal(zeros(), s))
         pyro.sample("y", dist.Poisson(u.exp()), obs=y[index, 0])
+
+
+@pytest.mark.parametrize("index", [[1, 3], np.array([1, 3]), torch.tensor([1, 3]).int()])
+def test_kinds_of_index(index: Any) -> None:
+    def model(index: Any) -> None:
+        s: Any = pyro.sample("s", dist.HalfNormal(zeros() + 2.0))
+        with pyro.plate("units", N, subsample=index) as i:
+            u: Any = pyro.sample("u", dist.Normal(zeros(), s))
+            pyro.sample("y", dist.Poisson(u.exp()), obs=COUNTS[i, 0])
+
+    guide, *_ = fit(model, index, steps=2)
+    assert (guide.sites.visits > 0).nonzero().reshape(-1).tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("loss", [Trace_ELBO(2), ngvi.BatchedELBO(4)], ids=["trace", "batched"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoGuideList
 from torch import Tensor
 
 import pyro_ngvi as ngvi
@@ -120,7 +121,7 @@ REFUSED: list[tuple[Callable[..., None], str]] = [
     (means_that_bend, "a mean among the units' sites u, w is not linear"),
     (priors_that_see_several, "the priors of u, w in a unit depend on other units"),
     (enumerated, "'k' is enumerated"),
-    (masked_prior, "the prior of 'u' stands under poutine.scale or poutine.mask"),
+    (masked_prior, "the prior of 'u' stands under poutine.scale, poutine.mask"),
     (in_another_minibatch, "another subsampled plate, 'times'"),
     (wide, "has 65 latent variables, more than 64"),
 ]
@@ -179,8 +180,27 @@ def test_another_number_of_units() -> None:
         svi.step(torch.tensor([0, 1]), 9)
     with pytest.raises(ValueError, match="count is how many units come"):
         guide.add(0)
-    with pytest.raises(IndexError):
-        guide.remove([7])
+    with pytest.raises(ValueError, match="count is how many units come"):
+        guide.add(1.5)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("bad", [[7], [-1], [0.5], [True] * 6])
+def test_units_that_are_not_there_do_not_go(bad: Any) -> None:
+    guide = ngvi.AutoHierarchical(good)
+    for go in (lambda: guide.remove([0]), lambda: guide.add(1)):
+        with pytest.raises(RuntimeError, match="does not know the units yet"):
+            go()
+    guide()
+    with pytest.raises(ValueError, match="numbers of units, from 0 to 5, got"):
+        guide.remove(bad)
+    assert len(guide.sites) == 6
+
+
+def test_a_part_of_a_list_of_guides() -> None:
+    guide = AutoGuideList(good)
+    guide.append(ngvi.AutoHierarchical(good))
+    with pytest.raises(ValueError, match="Let its globals be the list"):
+        guide()
 
 
 def test_vectorised_particles_are_refused() -> None:
