@@ -31,8 +31,8 @@ from .units import Units
 
 #: steps of a unit's site before its first draw that counts, and draws that a step takes at least
 FIRST_STEPS, ENOUGH = 2, 8
-#: draws of the globals behind medians and quantiles, and their seed
-DRAWS, SEED = 256, 20_250_925
+#: draws of the globals behind medians and quantiles, fewer where there are very many units, and seed
+DRAWS, FEWEST, MOST_NUMBERS, SEED = 256, 32, 1 << 22, 20_250_925
 
 
 class AutoHierarchical(MadeAtFirstCall):
@@ -264,8 +264,8 @@ class AutoHierarchical(MadeAtFirstCall):
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Posterior quantiles (L, *shape) of every latent site at L levels in (0, 1), entry by entry.
 
-        Arguments: those of the model, whose units are meant.  Those of a unit are the quantiles of a
-        mixture of its Gaussians at 256 draws of the globals, the same at every call.
+        Arguments: those of the model, whose units are meant.  Those of a unit are of a mixture of its
+        Gaussians at 256 draws of the globals (32 for very many units), the same ones at every call.
         """
         units = self.units
         levels = levels_like(quantiles, self.sites.linear)
@@ -283,18 +283,18 @@ class AutoHierarchical(MadeAtFirstCall):
         q = self._conditionals(given)
         mean, sd = given.gaussians(q.mean), q.sd(given.place and given.place.inverse)
         flat = levels.reshape(-1)
-        ends = [mixture_quantiles(mean, sd, p) for p in (flat, 1.0 - flat)]
-        each = [units.values(z, given.maps) for z in ends]
-        for name in units.names:
-            value = of_monotone(each[0][name], each[1][name], flat)
-            found[name] = value.reshape(levels.shape + value.shape[1:])
-        return found
+        each = units.values(mixture_quantiles(mean, sd, flat), given.maps)
+        if any(given.maps.values()):  # which may fall
+            mirrored = units.values(mixture_quantiles(mean, sd, 1.0 - flat), given.maps)
+            each = {n: of_monotone(x, mirrored[n], flat) for n, x in each.items()}
+        return found | {n: x.reshape(levels.shape + x.shape[1:]) for n, x in each.items()}
 
     def _draws_of_globals(self, call: Call) -> dict[str, Tensor]:
         def values(sites: Any) -> dict[str, Tensor]:
             return {name: sites[name]["value"] for name in self.units.globals}
 
-        given = self.globals, values, {}, DRAWS, call.args, call.kwargs
+        draws = max(FEWEST, min(DRAWS, MOST_NUMBERS // self.sites.linear.numel()))
+        given = self.globals, values, {}, draws, call.args, call.kwargs
         return run_particles(*given, minibatches=call.minibatches, sampling=True)
 
     # --- units that come, go, or are new
@@ -306,7 +306,7 @@ class AutoHierarchical(MadeAtFirstCall):
 
         Args:
             args: those of the model, with data.
-            num_steps: steps of 256 draws of the globals each.
+            num_steps: steps of 256 draws of the globals each, 32 for very many units.
             kwargs: keyword arguments of the model.
         """
         with poutine.block():

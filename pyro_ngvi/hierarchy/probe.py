@@ -30,7 +30,7 @@ MOST_FOLLOWED = 128
 MOST_CHOICES, MOST_ENTERING = 64, 1 << 62
 #: units among whose data a jump is looked for, on segments of so many times three prior sds, and how
 #: often moves are drawn towards 0 where the likelihood is not finite
-FEW, SEGMENTS, SHRINKS = 8, (1.0, 10.0, 100.0), 6
+FEW, SEGMENTS, SHRINKS = 8, (1.0, 30.0), 6
 
 
 def probed(call: Call, units: Units, sites: Sites, latent: Sites) -> Units:

@@ -1,0 +1,1 @@
+"""Hierarchical models: units that follow their globals beside NUTS, Gaussians and Adam."""
