@@ -11,6 +11,7 @@ import pyro
 import torch
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoNormal
+from torch import Tensor
 
 import pyro_ngvi as ngvi
 
@@ -55,12 +56,20 @@ def run(
                 yield from _one(n, args, seed, f"AutoNormal, Adam {rate:g}", rate, 5.0 * seconds)
 
 
+def _plates(x: Tensor, y: Tensor, seen: Tensor, index: Any = None) -> Any:
+    return pyro.plate("units", len(x), subsample=index)
+
+
 def _one(
     n: int, args: Any, seed: int, method: str, rate: float | None, seconds: float
 ) -> Iterator[Row]:
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
-    guide: Any = ngvi.AutoHierarchical(slopes) if rate is None else AutoNormal(slopes)
+    guide: Any
+    if rate is None:
+        guide = ngvi.AutoHierarchical(slopes)
+    else:
+        guide = AutoNormal(slopes, create_plates=_plates)
     adam: Any = pyro.optim.Adam({"lr": rate})  # pyright: ignore[reportAttributeAccessIssue]
     optimizer: Any = ngvi.NGVB(guide) if rate is None else adam
     svi, spent, steps, report = SVI(slopes, guide, optimizer, ngvi.BatchedELBO(8)), 0.0, 0, 2.0

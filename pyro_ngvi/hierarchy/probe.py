@@ -137,12 +137,12 @@ def _is_smooth(call: Call, units: Units, values: dict[str, Tensor], e: Tensor, u
     away[:, :: max(1, e.shape[1] // FEW)] = 1.0
     wide = 3.0 * away * prior.sd()
 
-    def along(t: Tensor) -> Tensor:
-        return units.log_likelihood(given, t.reshape_as(e)).sum()
+    def smooth(start: Tensor, u: Tensor) -> bool:
+        return jump(lambda s: units.line(given, start + s * u, u), torch.finfo(u.dtype).eps) is None
 
     segments = [(e - 2.0 * away, 4.0 * away * (1.0 + u.abs()))]
     segments += [(prior.mean - c * wide, 2.0 * c * wide + away * u) for c in SEGMENTS]
-    return all(jump(along, a.reshape(-1), b.reshape(-1)) is None for a, b in segments)
+    return all(smooth(start, u) for start, u in segments)
 
 
 def _entering(

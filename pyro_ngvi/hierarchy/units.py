@@ -145,6 +145,20 @@ class Units:
             return torch.autograd.grad(log_p.sum(), x, materialize_grads=True)[0]
 
     @torch.enable_grad()
+    def line(self, given: Given, x: Tensor, u: Tensor) -> tuple[float, float]:
+        """The first two derivatives of ``log_likelihood`` along u, both (S, B, k), at x."""
+        x = x.detach().requires_grad_()
+        log_p = self.log_likelihood(given, x).sum()
+        keep: Any = {"materialize_grads": True}
+        if not log_p.requires_grad:
+            return 0.0, 0.0
+        first = (torch.autograd.grad(log_p, x, create_graph=True, **keep)[0] * u).sum()
+        second = torch.zeros(())
+        if first.requires_grad:
+            second = (torch.autograd.grad(first, x, **keep)[0] * u).sum()
+        return float(first.detach()), float(second)
+
+    @torch.enable_grad()
     def slopes(self, given: Given, x: Tensor, weight: float = 1.0) -> Slopes | None:
         """Of ``log_likelihood`` at x (S, B, k), unit by unit; None where nothing depends on x."""
         x = x.detach().requires_grad_()

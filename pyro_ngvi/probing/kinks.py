@@ -69,7 +69,7 @@ def kinked_sites(
     # around the draw, and through zero, where most priors have their kinks
     for a, b in ((t - 2.0 * away, t + 2.0 * away), (t + 0.3 * wide, -0.7 * t - 0.9 * wide)):
         a, u = torch.where(moved > 0.0, a, t), moved * (b - a)
-        found = jump(lambda t: terms(t).sum(), a, u)
+        found = jump(_line(lambda t: terms(t).sum(), a, u), torch.finfo(t.dtype).eps)
         if found is not None:
             low, high = (jacrev(terms)(a + s * u) @ u for s in found)
             change = (high - low).abs()[:-1]
@@ -83,20 +83,33 @@ def _few(x: Tensor, count: int) -> Tensor:
     return x[:: max(1, -(-len(x) // count))]
 
 
-def jump(f: Callable[[Tensor], Tensor], a: Tensor, u: Tensor) -> tuple[float, float] | None:
-    """The two ends, in s, of a tiny part of the segment over which phi jumps."""
+def _line(
+    f: Callable[[Tensor], Tensor], a: Tensor, u: Tensor
+) -> Callable[[float], tuple[float, float]]:
+    """phi and phi' at s."""
 
-    def point(s: float) -> _Point:
+    def at(s: float) -> tuple[float, float]:
         def along(t: Tensor) -> tuple[Tensor, Tensor]:
             phi = grad(f)(t) @ u
             return phi, phi
 
         product, phi = grad(along, has_aux=True)(a + s * u)
-        return _Point(s, float(phi), float(product @ u))
+        return float(phi), float(product @ u)
+
+    return at
+
+
+def jump(line: Callable[[float], tuple[float, float]], eps: float) -> tuple[float, float] | None:
+    """The two ends, in s, of a tiny part of a segment over which phi jumps.
+
+    ``line``: phi and phi' at s; ``eps``: of their dtype.
+    """
+
+    def point(s: float) -> _Point:
+        return _Point(s, *line(s))
 
     points = [point(k / PARTS) for k in range(PARTS + 1)]
     size = max(abs(p.phi) for p in points)
-    eps = torch.finfo(a.dtype).eps
     low, high = max(pairwise(points), key=_error)
     history = []
     while high.s - low.s > 64.0 * eps:
