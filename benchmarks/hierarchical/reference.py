@@ -81,7 +81,7 @@ def main() -> None:
             continue
         found = nuts(case, settings.draws, settings.chains, seed=0)
         every = json.loads(settings.out.read_text()) if settings.out.exists() else {}
-        settings.out.write_text(json.dumps({**every, case.name: found}, indent=1) + "\n")
+        settings.out.write_text(json.dumps({**every, case.name: found}) + "\n")
         short = {n: round(found[n], 3) for n in ("r_hat", "draws", "seconds")}
         print(case.name, short, flush=True)
 

@@ -266,6 +266,10 @@ class Search:
             if self.evaluations > BUDGET:
                 break
         best = self.final()
+        # from one point alone, and no step on expectations: a Gaussian that is far from the posterior
+        # may be on its way to a mode without mass, as that of a scale whose effects are all equal
+        if best is not None and self.d > MANY and best.spread > self.d:
+            best = None
         before = lower(self.log_ratio(family, given, COMPARED))
         params = None if best is None else self.member(best, family)
         # its ELBO may be the noise of a few draws, if it is far from the posterior

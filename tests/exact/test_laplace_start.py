@@ -11,6 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import SVI
 from pyro.infer.autoguide import init_to_feasible
 from torch import Tensor
 from torch.distributions import kl_divergence
@@ -446,3 +447,26 @@ def test_points_are_those_of_prior_and_neighbourhood() -> None:
         0.1, rel=0.2
     )
     assert 1.5 < float((near - start).abs().max()) <= 2.0
+
+
+def test_a_mode_without_mass_is_no_start() -> None:
+    """Effects of 60 groups, centred: log p rises without end where their scale falls to 0."""
+    generator = torch.Generator().manual_seed(0)
+    effects = 0.8 * torch.randn(60, 1, generator=generator).double()
+    y = effects + 0.6 * torch.randn(60, 5, generator=generator).double()
+
+    def model() -> None:
+        zero = torch.zeros(()).double()
+        m: Any = pyro.sample("m", dist.Normal(zero, 5.0))
+        s: Any = pyro.sample("s", dist.HalfNormal(zero + 2.0))
+        noise: Any = pyro.sample("noise", dist.HalfNormal(zero + 2.0))
+        with pyro.plate("groups", 60):
+            u: Any = pyro.sample("u", dist.Normal(m, s))
+            pyro.sample("y", dist.Normal(u[..., None], noise).to_event(1), obs=y)
+
+    guide = ngvi.AutoFullRankNormal(model)
+    svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+    for _ in range(80):
+        svi.step()
+    assert "no better start" in str(guide.start_report)
+    assert 0.6 < float(guide.median()["s"]) < 1.1
