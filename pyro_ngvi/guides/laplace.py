@@ -58,6 +58,8 @@ DRAWS, COMPARED, FINAL, FINALISTS = 8, 32, 256, 3
 DECREASE, GAIN = 0.05, 0.1
 #: nats within which two ELBOs are those of one mode
 SAME = 1.0
+#: spread by dimension above which a Gaussian from one point is none to start from
+FAR = 0.1
 FULL = FullRankNormal()
 
 
@@ -268,7 +270,7 @@ class Search:
         best = self.final()
         # from one point alone, and no step on expectations: a Gaussian that is far from the posterior
         # may be on its way to a mode without mass, as that of a scale whose effects are all equal
-        if best is not None and self.d > MANY and best.spread > self.d:
+        if best is not None and self.d > MANY and best.spread > FAR * self.d:
             best = None
         before = lower(self.log_ratio(family, given, COMPARED))
         params = None if best is None else self.member(best, family)

@@ -450,23 +450,23 @@ def test_points_are_those_of_prior_and_neighbourhood() -> None:
 
 
 def test_a_mode_without_mass_is_no_start() -> None:
-    """Effects of 60 groups, centred: log p rises without end where their scale falls to 0."""
+    """Effects of 80 groups, centred: log p rises without end where their scale falls to 0."""
     generator = torch.Generator().manual_seed(0)
-    effects = 0.8 * torch.randn(60, 1, generator=generator).double()
-    y = effects + 0.6 * torch.randn(60, 5, generator=generator).double()
+    effects = 0.8 * torch.randn(80, 1, generator=generator).double()
+    y = effects + 0.6 * torch.randn(80, 5, generator=generator).double()
 
     def model() -> None:
         zero = torch.zeros(()).double()
         m: Any = pyro.sample("m", dist.Normal(zero, 5.0))
         s: Any = pyro.sample("s", dist.HalfNormal(zero + 2.0))
         noise: Any = pyro.sample("noise", dist.HalfNormal(zero + 2.0))
-        with pyro.plate("groups", 60):
+        with pyro.plate("groups", 80):
             u: Any = pyro.sample("u", dist.Normal(m, s))
             pyro.sample("y", dist.Normal(u[..., None], noise).to_event(1), obs=y)
 
     guide = ngvi.AutoFullRankNormal(model)
     svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
-    for _ in range(80):
+    for _ in range(120):
         svi.step()
     assert "no better start" in str(guide.start_report)
     assert 0.6 < float(guide.median()["s"]) < 1.1
