@@ -29,8 +29,9 @@ from .runs import Call
 from .table import SiteTable
 from .units import Units
 
-#: steps of a unit's site before its first draw that counts, and draws that a step takes at least
-FIRST_STEPS, ENOUGH = 2, 8
+#: noise in the steps of a unit's site before its first draw that counts: none at first, as expectations
+#: under a wide prior may overflow; and draws that a step takes at least
+FIRST_NOISE, ENOUGH = (0.0, 0.0, 1.0, 1.0), 8
 #: draws of the globals behind medians and quantiles, fewer where there are very many units, and seed
 DRAWS, FEWEST, MOST_NUMBERS, SEED = 256, 32, 1 << 22, 20_250_925
 
@@ -58,7 +59,7 @@ class AutoHierarchical(MadeAtFirstCall):
 
     Sites are buffers, nu (n, k), Lambda (n, k, k) and C (n, k, D) for n units of k latent variables and
     D such numbers (``guide.units.followed``).  No optimizer moves them: they take a step whenever a
-    loss is differentiated through draws of their units (and two before the first such draw), as the
+    loss is differentiated through draws of their units (and four before the first such draw), as the
     running statistics of a normalisation layer do, and hold still in ``guide.eval()``.  So any
     optimizer may train q(v).  Equations: :mod:`pyro_ngvi.hierarchy.conditional`.  A step takes 1 + k
     more backward passes through the likelihood, at eight draws or more.  Save sites by
@@ -169,9 +170,7 @@ class AutoHierarchical(MadeAtFirstCall):
         given = self.units.given(self._call(args, kwargs, minibatches), values)
         check_index(given.seen, self.units, learning)
         if learning and self.sites.any_new():
-            # at the means, as expectations under a wide prior may overflow
-            noise = 0.0 if self.units.smooth else 1.0
-            for _ in range(FIRST_STEPS):
+            for noise in FIRST_NOISE if self.units.smooth else (1.0,) * len(FIRST_NOISE):
                 self._advance(given.detached(), weight, noise)
         q = self._conditionals(given)
         x = q.draw(antithetic(q.mean))
