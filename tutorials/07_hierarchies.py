@@ -230,9 +230,10 @@ ax.set(xlabel="step", ylabel="median of s", xscale="log")
 plt.show()
 
 # %% [markdown]
-# The second scale comes out some 5 % low, more than its interval says, and neither more groups nor
-# all data at once mend it: with a handful of binary data in a group p(u_i | y_i, v) is skewed,
-# q(u_i | v) is a Gaussian, and its bound falls off more where the scale is larger.
+# Scales lean downwards, by a few per cent where a group has a handful of binary data, and neither more
+# groups nor all data at once mend it: p(u_i | y_i, v) is skewed there, q(u_i | v) is a Gaussian, and
+# its bound falls off more where the scale is larger. With 100,000 groups the interval is narrower
+# than that.
 
 # %% [markdown]
 # ## 4. Units that are new
