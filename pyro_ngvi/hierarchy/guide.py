@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -54,8 +55,7 @@ class AutoHierarchical(MadeAtFirstCall):
     Not for units that depend on each other given v, such as chains and fields (:class:`AutoSites`).
     Globals phi that enter the likelihood *beside* u, as in b + x'u or a (u - b), move what the data say
     of u: nu_i - C_i phi there, for up to 128 such numbers, and where no gradient jumps (Laplace).  A
-    step then takes as many more backward passes.  Globals in a subsampled plate of units, and priors
-    so wide that expectations overflow, are not for it.
+    step takes a backward pass more for each, at two draws.  No globals in a subsampled plate of units.
 
     Sites are buffers, nu (n, k), Lambda (n, k, k) and C (n, k, D) for n units of k latent variables and
     D such numbers (``guide.units.followed``).  No optimizer moves them: they take a step whenever a
@@ -170,20 +170,18 @@ class AutoHierarchical(MadeAtFirstCall):
         given = self.units.given(self._call(args, kwargs, minibatches), values)
         check_index(given.seen, self.units, learning)
         if learning and self.sites.any_new():
-            for noise in FIRST_NOISE if self.units.smooth else (1.0,) * len(FIRST_NOISE):
-                self._advance(given.detached(), weight, noise)
+            self._begin(given.detached(), weight)
         q = self._conditionals(given)
         x = q.draw(antithetic(q.mean))
         if learning:
             # a prior that is free of the globals leaves the draws without a graph
             x = x if x.requires_grad else x.requires_grad_()
-            at, mean, there = given.detached(), q.mean.detach(), x.detach()
-            enough = len(x) >= ENOUGH
-            x.register_hook(
-                lambda grad: (
-                    self._step(at, mean, there, weight) if enough else self._advance(at, weight)
-                )
-            )
+            at, mean = given.detached(), q.mean.detach()
+            if len(x) >= ENOUGH:
+                step = partial(self._step, at, mean, x.detach())
+            else:
+                step = partial(self._advance, at)
+            x.register_hook(lambda grad: step(weight))
         drawn, log_det = self.units.mapped(given.gaussians(x), given.maps)
         log_q = q.log_prob(x) - log_det
         if given.place is not None:
@@ -199,6 +197,10 @@ class AutoHierarchical(MadeAtFirstCall):
         sites = self.sites.rows(given.seen)
         linear = sites.linear_at(given.followed(self.units.followed))
         return Conditionals.of(given.priors, linear, sites.precision)
+
+    def _begin(self, given: Given, weight: float = 1.0) -> None:
+        for noise in FIRST_NOISE if self.units.smooth else (1.0,) * len(FIRST_NOISE):
+            self._advance(given, weight, noise)
 
     @torch.no_grad()
     def _advance(self, given: Given, weight: float = 1.0, noise: float = 1.0) -> None:
@@ -315,6 +317,7 @@ class AutoHierarchical(MadeAtFirstCall):
                 check_index(given.seen, self.units, learning=True)
                 if step == 0:
                     self.sites.forget(given.seen)
+                    self._begin(given)
                 self._advance(given)
 
     def add(self, count: int) -> None:
@@ -335,8 +338,6 @@ class AutoHierarchical(MadeAtFirstCall):
             )
         gone[index.long()] = True
         self.sites.keep((~gone).nonzero().reshape(-1), 0)
-
-    # --- copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoHierarchical:
         return self.copied_with_model(memo)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, islice, product
+from math import nan
 
 import torch
 from torch import Tensor
@@ -138,7 +139,13 @@ def _is_smooth(call: Call, units: Units, values: dict[str, Tensor], e: Tensor, u
     wide = 3.0 * away * prior.sd()
 
     def smooth(start: Tensor, u: Tensor) -> bool:
-        return jump(lambda s: units.line(given, start + s * u, u), torch.finfo(u.dtype).eps) is None
+        def line(s: float) -> tuple[float, float]:
+            try:
+                return units.line(given, start + s * u, u)
+            except ValueError:  # far out a parameter leaves its support
+                return nan, nan
+
+        return jump(line, torch.finfo(u.dtype).eps) is None
 
     segments = [(e - 2.0 * away, 4.0 * away * (1.0 + u.abs()))]
     segments += [(prior.mean - c * wide, 2.0 * c * wide + away * u) for c in SEGMENTS]

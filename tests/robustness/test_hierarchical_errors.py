@@ -272,3 +272,20 @@ def test_large_counts_under_a_wide_prior() -> None:
     middle = guide.median()["u"]
     assert torch.allclose(middle[[2, 4]], counts[[2, 4]].log(), atol=0.05)
     assert middle[0] < 0.0
+
+
+def test_models_that_cannot_be_batched_and_leave_their_support_far_out() -> None:
+    """exp(u) is 0 in float32 on the segments along which kinks are looked for."""
+    y = torch.linspace(-1.0, 1.0, 6)
+
+    def model() -> None:
+        s: Any = pyro.sample("s", dist.HalfNormal(20.0))
+        assert float(s.detach()) > 0.0  # no vmap here
+        with pyro.plate("units", 6):
+            u: Any = pyro.sample("u", dist.Normal(torch.zeros(()), s))
+            pyro.sample("y", dist.Normal(0.0, u.exp()), obs=y)
+
+    guide = ngvi.AutoHierarchical(model)
+    svi = SVI(model, guide, ngvi.NGVB(guide), Trace_ELBO())
+    svi.step()
+    assert guide.units.smooth and (guide.sites.visits > 0).all()
