@@ -5,6 +5,7 @@ from ..runtime.model_density import ModelDensity
 from ..sites.leave_one_out import Influence, SiteLOO
 from .export import to_arviz
 from .khat import KHat, khat, khat_from_log_weights
+from .loo_units import UnitLOO, loo_units
 from .plots import plot_influence, plot_sites
 from .prediction import predict
 from .summary import summary
@@ -14,9 +15,11 @@ __all__ = [
     "KHat",
     "ModelDensity",
     "SiteLOO",
+    "UnitLOO",
     "check_vectorized",
     "khat",
     "khat_from_log_weights",
+    "loo_units",
     "plot_influence",
     "plot_sites",
     "predict",

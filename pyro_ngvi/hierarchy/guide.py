@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from typing import Any
 
-import pyro
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from ..guides import AutoFullRankNormal
 from ..guides.base import AutoFamily
-from ..guides.marginals import SiteValue, levels_like, of_monotone
+from ..guides.marginals import levels_like, of_monotone
 from ..guides.start import MadeAtFirstCall
 from ..linalg.host import outside_autocast, own_random_state
 from ..runtime.pyro_adapter import has_model
@@ -26,7 +24,9 @@ from ..runtime.run import Minibatches, run_particles
 from .conditional import Conditionals, antithetic, mixture_quantiles
 from .find import check_index, find_units
 from .given import Drawn, Given
+from .marginal import check_sites, log_marginals
 from .runs import Call
+from .sample import sample_units
 from .table import SiteTable
 from .units import Units
 
@@ -151,8 +151,6 @@ class AutoHierarchical(MadeAtFirstCall):
             followed = sum(nodes[name]["value"].numel() for name in units.followed)
             self.sites, self._units = SiteTable(like, units.size, units.width, followed), units
 
-    # --- draws
-
     def draw_units(
         self,
         values: Mapping[str, Tensor],
@@ -237,21 +235,7 @@ class AutoHierarchical(MadeAtFirstCall):
                 )
         one = {name: value.unsqueeze(0) for name, value in values.items()}
         drawn = self.draw_units(one, args, kwargs, Minibatches())
-        seen, units = drawn.seen, self.units
-        share = drawn.log_q[0] / len(units.sites)
-        unit_plate = pyro.plate(units.plate, seen.size, dim=units.dim, subsample=seen.given)
-        for site in units.sites:
-            node, value = nodes[site.name], drawn.values[site.name][0]
-            batch = value.shape[: value.dim() - node["fn"].event_dim]
-            # in other plates too: each entry of a unit has an equal part
-            equal = share * len(share) / max(batch.numel(), 1)
-            log_q: Any = equal.reshape(-1, *[1] * (-units.dim - 1)).expand(batch)
-            with ExitStack() as stack:
-                for frame in node["cond_indep_stack"]:
-                    of_units = frame.name == units.plate
-                    stack.enter_context(unit_plate if of_units else self.plates[frame.name])
-                q = SiteValue(value, log_q, node["fn"].event_dim)
-                values[site.name] = pyro.sample(site.name, q)
+        values |= sample_units(self.units, drawn, nodes, self.plates)
         return values
 
     # --- the answer
@@ -290,11 +274,26 @@ class AutoHierarchical(MadeAtFirstCall):
             each = {n: of_monotone(x, mirrored[n], flat) for n, x in each.items()}
         return found | {n: x.reshape(levels.shape + x.shape[1:]) for n, x in each.items()}
 
-    def _draws_of_globals(self, call: Call) -> dict[str, Tensor]:
+    @torch.no_grad()
+    def log_marginals(
+        self, *args: Any, num_draws: int = 256, points: int = 32, **kwargs: Any
+    ) -> Tensor:
+        """log p(y_i | v), u_i integrated out by ``points`` draws, at ``num_draws`` draws of v: (draws,
+        units of the call), in nats; arguments as for :meth:`quantiles`.  See :mod:`.marginal`."""
+        with poutine.block():
+            call = self._call(args, kwargs)
+            given = self.units.given(call, self._draws_of_globals(call, num_draws))
+            check_index(given.seen, self.units, learning=False)
+            q = self._conditionals(given)
+            check_sites(self.units, given, q.mean)
+            return log_marginals(self.units, given, q, points)
+
+    def _draws_of_globals(self, call: Call, draws: int | None = None) -> dict[str, Tensor]:
         def values(sites: Any) -> dict[str, Tensor]:
             return {name: sites[name]["value"] for name in self.units.globals}
 
-        draws = max(FEWEST, min(DRAWS, MOST_NUMBERS // self.sites.linear.numel()))
+        if draws is None:
+            draws = max(FEWEST, min(DRAWS, MOST_NUMBERS // self.sites.linear.numel()))
         given = self.globals, values, {}, draws, call.args, call.kwargs
         return run_particles(*given, minibatches=call.minibatches, sampling=True)
 

@@ -289,3 +289,19 @@ def test_models_that_cannot_be_batched_and_leave_their_support_far_out() -> None
     svi = SVI(model, guide, ngvi.NGVB(guide), Trace_ELBO())
     svi.step()
     assert guide.units.smooth and (guide.sites.visits > 0).all()
+
+
+def test_data_outside_the_plate_are_not_those_of_a_unit() -> None:
+    index = torch.arange(6).repeat_interleave(2)
+
+    def model() -> None:
+        s = scale()
+        with pyro.plate("units", 6):
+            u: Any = pyro.sample("u", dist.Normal(ZERO, s))
+        with pyro.plate("data", 12):
+            pyro.sample("y", dist.Normal(u[index], 1.0), obs=Y.repeat(2))
+
+    guide = ngvi.AutoHierarchical(model)
+    guide()
+    with pytest.raises(ValueError, match="data outside the plate 'units' see its units"):
+        guide.log_marginals()
