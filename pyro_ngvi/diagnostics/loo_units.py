@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .weights import find_tail, smoothed
+from .khat import khat_from_log_weights
 
 #: the k-hat above which Vehtari et al. do not trust a density
 TRUSTED = 0.7
@@ -58,7 +58,7 @@ def loo_units(
         kwargs: keyword arguments of the model.
 
     Raises:
-        ValueError: where data of units lie outside their plate.
+        ValueError: where data of units lie outside their plate, or for fewer than 25 draws.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -80,12 +80,11 @@ def loo_units(
         torch.Size([4])
     """
     log_l = guide.log_marginals(*args, num_draws=num_draws, points=points, **kwargs)
-    columns = log_l.double().cpu().numpy().T
     terms, shapes = [], []
-    for x in columns:
-        weights = smoothed(-x)
-        terms.append(float(np.logaddexp.reduce(weights + x)))
-        shapes.append(find_tail(-x - (-x).max()).shape)
+    for x in log_l.double().cpu().numpy().T:
+        found = khat_from_log_weights(-x)
+        terms.append(float(np.logaddexp.reduce(found.psis_log_weights + x)))
+        shapes.append(found.khat)
     pointwise, khat = (torch.tensor(x, dtype=torch.float64) for x in (terms, shapes))
     se = float((len(terms) * pointwise.var(correction=0)).sqrt())
     return UnitLOO(float(pointwise.sum()), se, pointwise, khat)

@@ -77,9 +77,13 @@ class Conditionals:
     @classmethod
     def of(cls, prior: UnitPriors, linear: Tensor, precision: Tensor) -> Conditionals:
         """From sites nu (B, k), Lambda (B, k, k)."""
-        root = cholesky(prior.precision + precision)
-        mean = solve_transposed(root, solve(root, prior.linear + linear))
-        return cls(mean, root)
+        return cls.without_sites(UnitPriors(prior.linear + linear, prior.precision + precision))
+
+    @classmethod
+    def without_sites(cls, prior: UnitPriors) -> Conditionals:
+        """p(u_i | v) itself."""
+        root = cholesky(prior.precision)
+        return cls(solve_transposed(root, solve(root, prior.linear)), root)
 
     @property
     def log_det_root(self) -> Tensor:

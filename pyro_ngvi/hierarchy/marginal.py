@@ -19,12 +19,12 @@ from torch import Tensor
 from ..runtime.density import Sites, site_log_prob, with_density
 from .conditional import Conditionals, antithetic
 from .given import Given
-from .units import Units
+from .units import Units, gradient
 
 
 def log_marginals(units: Units, given: Given, q: Conditionals, points: int) -> Tensor:
     """log L_i(v) (S, B), by so many ``points`` of q at each draw of v."""
-    prior = Conditionals.of(given.priors, *(0.0 * x[0] for x in vars(given.priors).values()))
+    prior = Conditionals.without_sites(given.priors)
     total: Tensor | None = None
     noise = antithetic(q.mean.new_empty(points, *q.mean.shape[1:]))
     for e in noise:  # one at a time: S B k numbers
@@ -39,8 +39,7 @@ def check_sites(units: Units, given: Given, x: Tensor) -> None:
     """Refuse models in which units do not have their data to themselves."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
-        own = _log_likelihoods(units, given, x).sum()
-        (slope,) = torch.autograd.grad(own, x) if own.requires_grad else (torch.zeros_like(x),)
+        slope = gradient(_log_likelihoods(units, given, x), x)
     whole = units.gradient(given, x) / given.seen.scale
     size = 1e-3 * whole.abs().max().clamp_min(1e-3)
     if not bool(((slope - whole).abs() <= size).all()):

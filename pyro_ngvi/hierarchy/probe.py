@@ -133,7 +133,7 @@ def _is_smooth(call: Call, units: Units, values: dict[str, Tensor], e: Tensor, u
     """Whether no gradient of the data in a few of the units was seen to jump, near their priors'
     means, and on segments of three prior sds and more."""
     given = _given(call, units, values)
-    prior = Conditionals.of(given.priors, *(0.0 * x[0] for x in vars(given.priors).values()))
+    prior = Conditionals.without_sites(given.priors)
     away = torch.zeros_like(e)
     away[:, :: max(1, e.shape[1] // FEW)] = 1.0
     wide = 3.0 * away * prior.sd()

@@ -135,27 +135,18 @@ class Units:
         units = self.values(given.gaussians(x), given.maps)
         return given.call.batched(total, {**given.values, **units})
 
+    @torch.enable_grad()
     def gradient(self, given: Given, x: Tensor) -> Tensor:
         """Of ``log_likelihood`` in x (S, B, k)."""
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            log_p = self.log_likelihood(given, x)
-            if not log_p.requires_grad:
-                return torch.zeros_like(x)
-            return torch.autograd.grad(log_p.sum(), x, materialize_grads=True)[0]
+        x = x.detach().requires_grad_()
+        return gradient(self.log_likelihood(given, x), x)
 
     @torch.enable_grad()
     def line(self, given: Given, x: Tensor, u: Tensor) -> tuple[float, float]:
         """The first two derivatives of ``log_likelihood`` along u, both (S, B, k), at x."""
         x = x.detach().requires_grad_()
-        log_p = self.log_likelihood(given, x).sum()
-        keep: Any = {"materialize_grads": True}
-        if not log_p.requires_grad:
-            return 0.0, 0.0
-        first = (torch.autograd.grad(log_p, x, create_graph=True, **keep)[0] * u).sum()
-        second = torch.zeros(())
-        if first.requires_grad:
-            second = (torch.autograd.grad(first, x, **keep)[0] * u).sum()
+        first = (gradient(self.log_likelihood(given, x), x, create_graph=True) * u).sum()
+        second = (gradient(first, x) * u).sum()
         return float(first.detach()), float(second)
 
     @torch.enable_grad()
@@ -165,32 +156,28 @@ class Units:
         log_p = self.log_likelihood(given, x, weight)
         if not log_p.requires_grad:
             return None
-        keep: Any = {"create_graph": self.smooth, "materialize_grads": True}
-        (g,) = torch.autograd.grad(log_p.sum(), x, **keep)
+        g, cross = gradient(log_p, x, create_graph=self.smooth), x.new_zeros(*x.shape[1:], 0)
         if not self.smooth:
-            return Slopes(g, None, x.new_zeros(*x.shape[1:], 0))
-        H = -torch.stack(_gradients(g, x), -1)
-        cross = self._cross(*given.few(x), weight)
+            return Slopes(g, None, cross)
+        H = -torch.stack(_columns(g, x), -1)
+        if self.followed:
+            cross = self._cross(*given.few(x), weight)
         return Slopes(g.detach(), 0.5 * (H + H.mT), cross)
 
     def _cross(self, given: Given, x: Tensor, weight: float) -> Tensor:
         """Minus the mean of the mixed derivatives in x and the globals followed, (B, k, D)."""
         x = x.detach().requires_grad_()
         followed = {name: given.values[name].detach().requires_grad_() for name in self.followed}
-        if not followed:
-            return x.new_zeros(*x.shape[1:], 0)
         given = replace(given, values={**given.values, **followed})
         if self.effects:  # what data say of x is through the place too
             given = replace(given, place=self.given(given.call, given.values).place)
-        keep: Any = {"create_graph": True, "materialize_grads": True}
-        (g,) = torch.autograd.grad(self.log_likelihood(given, x, weight).sum(), x, **keep)
+        g = gradient(self.log_likelihood(given, x, weight), x, create_graph=True)
         # d (g' w) / d phi is linear in w: its gradients in w are columns of d g / d phi
         w = torch.zeros_like(g, requires_grad=True)
-        rows = [x.new_zeros(len(x), v[0].numel()) for v in followed.values()]
-        if g.requires_grad:
-            rows = torch.autograd.grad(g, [*followed.values()], w, **keep)
+        keep: Any = {"create_graph": True, "materialize_grads": True}
+        rows = torch.autograd.grad((g * w).sum(), [*followed.values()], **keep)
         each = torch.cat([row.reshape(len(x), -1) for row in rows], 1)
-        return -torch.stack([column.mean(0) for column in _gradients(each, w)], -1)
+        return -torch.stack([column.mean(0) for column in _columns(each, w)], -1)
 
     def held(self, z: Tensor | None = None) -> Callable[[Model], Held]:
         """What makes a model stop after the units, which stand at ``z``: see :class:`Held`."""
@@ -235,12 +222,16 @@ class Units:
         return Seen(index, full, ordered)
 
 
-def _gradients(y: Tensor, x: Tensor) -> list[Tensor]:
-    """Those in x of each entry of y's last axis, summed over the others."""
-    if not y.requires_grad:  # where the likelihood is linear
-        return [torch.zeros_like(x)] * y.shape[-1]
-    keep: Any = {"retain_graph": True, "materialize_grads": True}
-    return [torch.autograd.grad(each.sum(), x, **keep)[0] for each in y.unbind(-1)]
+def gradient(y: Tensor, x: Tensor, **how: Any) -> Tensor:
+    """That of the sum of y in x; zeros where nothing in y depends on anything."""
+    if not y.requires_grad:
+        return torch.zeros_like(x)
+    return torch.autograd.grad(y.sum(), x, materialize_grads=True, **how)[0]
+
+
+def _columns(y: Tensor, x: Tensor) -> list[Tensor]:
+    """Gradients in x of each entry of y's last axis, summed over the others."""
+    return [gradient(each, x, retain_graph=True) for each in y.unbind(-1)]
 
 
 def _block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
