@@ -8,6 +8,7 @@ from . import (
     diagnostics,
     distributions,
     families,
+    fitting,
     flows,
     guides,
     hierarchy,
@@ -20,6 +21,7 @@ from . import (
 from ._old_modules import name_the_version as _name_the_version
 from ._version import __version__
 from .diagnostics import khat, predict, summary, to_arviz
+from .fitting import StopRule
 from .guides import (
     AutoCouplingFlow,
     AutoExponentialFamily,
@@ -59,10 +61,12 @@ __all__ = [
     "AutoWalshHadamard",
     "BatchedELBO",
     "SitesELBO",
+    "StopRule",
     "__version__",
     "diagnostics",
     "distributions",
     "families",
+    "fitting",
     "flows",
     "guides",
     "hierarchy",

@@ -26,6 +26,7 @@ LAYERS = (
     "losses",
     "sites",
     "hierarchy",
+    "fitting",
     "diagnostics",
     "nn",
 )

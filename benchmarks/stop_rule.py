@@ -1,0 +1,101 @@
+"""Does "converged" mean what it says: the nats that are left when `StopRule` ends a run.
+
+Run from the root of the repository: ``python -m benchmarks.stop_rule --help``.  `NGVB` with default
+settings on the zoo; the gap is that of the guide's ELBO to the known optimum of its family.  Beside it:
+the first step from which the gap stays at or below the tolerance (of the step counts of a grid that
+grows by 15 %), the steps of the run, and the share of its time that went into looking.
+"""
+
+import argparse
+import time
+from statistics import median
+from typing import Any
+
+import pyro
+import torch
+from pyro.infer import SVI
+
+import pyro_ngvi as ngvi
+
+from .particles import GUIDES
+from .problems import DataNotFound, Problem, load, names
+from .problems.problem import FAMILIES
+from .time_to_target import Elbo, checkpoints, evaluator, prepare
+
+
+class _Timed(ngvi.StopRule):
+    """The rule, with the seconds that it takes."""
+
+    seconds = 0.0
+
+    def __call__(self, loss: Any, *args: Any, **kwargs: Any) -> bool:
+        start = time.perf_counter()
+        try:
+            return super().__call__(loss, *args, **kwargs)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+def run(problem: Problem, family: str, seed: int, elbo: Elbo, p: Any) -> dict[str, Any]:
+    """One run to the stop: its reason, steps, gap, first good step, and share of time for looking."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    guide = GUIDES[family](problem.model)
+    svi = SVI(problem.model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(p.particles))
+    stop = _Timed(svi, p.tol, max_steps=p.max_steps)
+    grid, good, seconds = set(checkpoints(p.max_steps)), None, 0.0
+
+    def gap() -> float:
+        with torch.no_grad():
+            q = guide.get_posterior()
+            return problem.optimum[family].elbo - elbo(q.mean, q.scale_tril)
+
+    while True:
+        start = time.perf_counter()
+        ended = stop(svi.step(*problem.args), *problem.args)
+        seconds += time.perf_counter() - start
+        if stop.steps in grid or ended:
+            good = (good or stop.steps) if gap() <= p.tol else None
+        if ended:
+            break
+    shares = {"good": good, "looking": stop.seconds / seconds}
+    return {"reason": stop.reason, "steps": stop.steps, "gap": gap(), **shares}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prints a line for every problem and family, and what all of them say."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--problems", nargs="+", default=names(), metavar="NAME")
+    parser.add_argument("--families", nargs="+", default=FAMILIES, choices=FAMILIES)
+    parser.add_argument("--particles", default=8, type=int)
+    parser.add_argument("--tol", default=0.05, type=float)
+    parser.add_argument("--max-steps", default=1000, type=int)
+    parser.add_argument("--seeds", default=3, type=int)
+    p = parser.parse_args(arguments)
+    prepare()
+    runs: list[dict[str, Any]] = []
+    for name in p.problems:
+        try:
+            problem = load(name)
+        except DataNotFound as error:
+            print(f"{name} is left out. {error}")
+            continue
+        elbo = evaluator(problem)
+        for family in (f for f in p.families if f in problem.optimum):
+            found = [run(problem, family, seed, elbo, p) for seed in range(p.seeds)]
+            shown = ", ".join(
+                f"{r['reason']} {r['steps']} ({r['good'] or '-'}) {r['gap']:.3f}" for r in found
+            )
+            print(f"{name:34} {family:10} {shown}", flush=True)
+            runs += found
+    ended = [r for r in runs if r["reason"] == "converged"]
+    wrong = sum(r["gap"] > p.tol + 0.05 for r in ended)
+    print(f"converged: {len(ended)} of {len(runs)}; of these above tol + 0.05 nat: {wrong}")
+    if ended:
+        looking = median(r["looking"] for r in ended)
+        late = [r["steps"] / r["good"] for r in ended if r["good"]]
+        print(f"steps / first good step: median {median(late):.2f}; looking: {looking:.0%} of time")
+
+
+if __name__ == "__main__":
+    main()

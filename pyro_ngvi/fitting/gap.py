@@ -1,0 +1,218 @@
+r"""How many nats a guide can still gain within its family, from gradients at what it holds.
+
+Near the optimum the ELBO that is missing is, with g the gradient of the loss and H its Hessian,
+
+    gap = g' H^-1 g / 2.                                                                          (1)
+
+The mean of n noisy gradients would add tr(H^-1 Cov g) / (2 n) to it.  Two means over different noise do
+not: with a and b those of two halves of the gradients,
+
+    gap = x' b / 2,   H x = a                                                                     (2)
+
+is without bias, and its standard error is that of x' b, from the spread of the gradients behind b.
+
+x comes from conjugate gradients, preconditioned by the Fisher matrix F of the family, in which H is
+near the identity (a full-rank Gaussian at a Gaussian posterior) or has eigenvalues from near 0 to d (a
+mean-field one).  H v is the difference of gradients at a shifted and at the same q, of the noise behind
+a.  The solver goes on to a small residual: along correlated posteriors H is a thousandth of F and less,
+and a gradient that is hardly there stands for much.
+
+Far from the optimum (1) is no more than a large number, which is all that is asked of it there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyro
+import torch
+
+from ..families.base import Tensors, dot
+
+#: Fisher length of the shift between the two gradients of a Hessian product
+SHIFT = 0.05
+#: steps of conjugate gradients, at most, and the share that is left of the squared residual
+CG_STEPS, RESIDUAL = 20, 1e-6
+
+#: one gradient or tangent for each block
+Parts = list[Tensors]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Nats still to gain.
+
+    Attributes:
+        nats: the estimate (2), below zero by chance where little is left.
+        error: its standard error.
+        gradients: how many gradients of the loss it took.
+        curved: whether all Hessian products were positive; where not, the guide stands at no minimum.
+    """
+
+    nats: float
+    error: float
+    gradients: int
+    curved: bool = True
+
+    def is_below(self, tol: float) -> bool:
+        """Whether the gap is below ``tol`` nats: one standard error, of at most tol / 2, included."""
+        return self.curved and self.error <= 0.5 * tol and self.nats + self.error <= tol
+
+    def is_above(self, tol: float) -> bool:
+        """Whether it is above, by two standard errors."""
+        return not self.curved or not self.nats - 2.0 * self.error <= tol
+
+
+class GapMeter:
+    """Estimates (2) for guides of ours, at what the guide holds: averages, not iterates.
+
+    Args:
+        blocks: guides of ours with a known Fisher matrix, which hold all that is trained.
+        gradient: ``gradient(s)`` adds to ``.grad`` the gradient of the loss for noise and data number
+            s, the same for the same s.
+    """
+
+    def __init__(self, blocks: list[Any], gradient: Callable[[int], Any]) -> None:
+        self.blocks, self._gradient = blocks, gradient
+        self.families = [block.family for block in blocks]
+        self.params: Parts = []
+        self.count = 0
+
+    def __call__(self, tol: float, most: int, fewest: int = 16) -> Gap:
+        """The gap, from as many gradients as tell it from ``tol`` nats, and about ``most`` at most."""
+        with self._at_answer():
+            self.count, n = 0, fewest
+            drawn: list[Parts] = []
+            while True:
+                drawn += [self._local_gradient(s) for s in range(len(drawn), n)]
+                gap = self._solve(drawn, tol)
+                # twice as many, and as many Hessian products again, cost about three times as much
+                if gap.is_below(tol) or gap.is_above(tol) or 4 * self.count > most:
+                    return gap
+                n *= 2
+
+    def _solve(self, drawn: list[Parts], tol: float) -> Gap:
+        half = len(drawn) // 2
+        a, others = _mean(drawn[:half]), drawn[half:]
+        x, residual, direction = _times(0.0, a), a, self._natural(a)
+        square = _dot(residual, direction)
+        start, gap = square, Gap(math.inf, math.inf, self.count)
+        for _ in range(CG_STEPS):
+            if not square > 0.0:  # no gradient is left, or none that is finite
+                break
+            product = self._hessian_product(direction, a, half)
+            curvature = _dot(direction, product)
+            if not curvature > 0.0:
+                return Gap(gap.nats, gap.error, self.count, curved=False)
+            step = square / curvature
+            x, residual = _add(x, step, direction), _add(residual, -step, product)
+            terms = torch.tensor([0.5 * _dot(x, b) for b in others], dtype=torch.float64)
+            error = float(terms.std()) / math.sqrt(len(others))
+            gap = Gap(float(terms.mean()), error, self.count)
+            if gap.is_above(tol):
+                break
+            natural = self._natural(residual)
+            last, square = square, _dot(residual, natural)
+            if square <= RESIDUAL * start:
+                break
+            direction = _add(natural, square / last, direction)
+        if start == 0.0:  # not even noise: a gradient of zero
+            return Gap(0.0, 0.0, self.count)
+        return replace(gap, gradients=self.count)
+
+    def _natural(self, gradient: Parts) -> Parts:
+        parts = zip(self.families, self.params, gradient, strict=True)
+        return [family.natural_gradient(params, g) for family, params, g in parts]
+
+    def _hessian_product(self, tangent: Parts, at_start: Parts, n: int) -> Parts:
+        """H times a tangent, a gradient, of the noise of the first n gradients, whose mean is given."""
+        parts = zip(self.families, self.params, tangent, strict=True)
+        length = math.sqrt(sum(float(f.inner(p, u, u)) for f, p, u in parts))
+        with self._moved(tangent, SHIFT / length):
+            shifted = _mean([self._local_gradient(s) for s in range(n)])
+        return _times(length / SHIFT, _add(shifted, -1.0, at_start))
+
+    def _local_gradient(self, s: int) -> Parts:
+        """Gradient number ``s`` in the local frame of what the guide holds."""
+        self.count += 1
+        with pyro.poutine.trace(param_only=True) as seen:
+            self._gradient(s)
+        found = []
+        for block, params in zip(self.blocks, self.params, strict=True):
+            held = block.natural_params()
+            grads = {
+                k: torch.zeros_like(v) if held[k].grad is None else held[k].grad
+                for k, v in params.items()
+            }
+            found.append(block.family.pull(params, grads))
+            block.curvature = None
+        for p in traced_params(seen):
+            p.grad = None
+        return found
+
+    @contextmanager
+    def _at_answer(self) -> Iterator[None]:
+        """Draws come from what the guide holds, by the path of log q alone, whose noise vanishes."""
+        before = [(b, b._lag, b._lag_of, b.path_share) for b in self.blocks]
+        try:
+            for block in self.blocks:
+                block.set_iterate_offset(None)
+                block.path_share = None
+            self.params = [_copies(block) for block in self.blocks]
+            yield
+        finally:
+            for block, lag, lag_of, share in before:
+                block.set_iterate_offset(lag, lag_of)
+                block.path_share = share
+
+    @contextmanager
+    def _moved(self, tangent: Parts, step: float) -> Iterator[None]:
+        """With the parameters moved straight along a tangent."""
+        try:
+            parts = zip(self.families, self.params, tangent, strict=True)
+            self._hold([{k: p[k] + step * v for k, v in f.push(p, u).items()} for f, p, u in parts])
+            yield
+        finally:
+            self._hold(self.params)
+
+    @torch.no_grad()
+    def _hold(self, values: Parts) -> None:
+        for block, own in zip(self.blocks, values, strict=True):
+            for name, p in block.natural_params().items():
+                p.copy_(own[name])
+
+
+def traced_params(seen: Any) -> list[Any]:
+    """The unconstrained parameters that a ``poutine.trace(param_only=True)`` has met."""
+    sites = seen.trace.nodes.values()
+    return [site["value"].unconstrained() for site in sites if site["type"] == "param"]
+
+
+def _copies(block: Any) -> Tensors:
+    return {name: p.detach().clone() for name, p in block._current().items()}
+
+
+def _dot(a: Parts, b: Parts) -> float:
+    return sum(float(dot(u, v)) for u, v in zip(a, b, strict=True))
+
+
+def _add(a: Parts, factor: float, b: Parts) -> Parts:
+    pairs = zip(a, b, strict=True)
+    return [
+        {k: torch.add(v, other[k], alpha=factor) for k, v in own.items()} for own, other in pairs
+    ]
+
+
+def _times(factor: float, a: Parts) -> Parts:
+    return [{k: factor * v for k, v in own.items()} for own in a]
+
+
+def _mean(drawn: list[Parts]) -> Parts:
+    total = drawn[0]
+    for other in drawn[1:]:
+        total = _add(total, 1.0, other)
+    return _times(1.0 / len(drawn), total)

@@ -1,0 +1,207 @@
+"""When to stop: once the ELBO that is still to gain is below so many nats."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pyro
+import torch
+from pyro.infer import SVI
+
+from ..linalg.host import own_random_state
+from ..losses import BatchedELBO
+from ..optim.host import find_blocks
+from .gap import Gap, GapMeter, traced_params
+
+#: the first step after which to look
+FIRST = 5
+#: particles of a look, in those of a step: batched, they cost little more
+WIDER, FEWEST_PARTICLES = 4, 8
+#: gradients of a look, at most, and as a share of the steps so far
+MOST_GRADIENTS = 80
+#: losses in a row that are not finite
+LOST = 20
+
+
+class StopRule:
+    r"""Tells a loop over ``svi.step`` when to end, by what is still to gain.
+
+    "converged" has a meaning: the ELBO of what the guide holds is at most ``tol`` nats below the best
+    of its family *near by*, found from gradients there (:mod:`pyro_ngvi.fitting.gap`).  It needs guides
+    of ours with a known Fisher matrix that hold all that is trained, any optimizer.  For other guides
+    (Pyro's, flows, sites, hierarchies), or where the model has parameters of its own, the rule says
+    "settled" in its place: the mean loss of the last quarter of the steps is no more than ``tol`` below
+    that of the quarter before, by a standard error of at most tol / 2.  That says nothing of what is
+    still to gain where a rate is too small, or too large to settle near the optimum.
+
+    It looks when the losses have ceased to fall: after step 5 at first, and then after 10 to 25 % more
+    steps, so that its gradients cost about as much as the steps at most.  Looking changes neither
+    parameters nor random states: the run is the same as without it.
+
+    Not for: a loss that changes between steps (``kl_weight`` in a warm-up), or guides with several
+    modes, of which it sees the one at hand.
+
+    Args:
+        svi: the ``pyro.infer.SVI`` of the loop.
+        tol: nats.
+        batches: for loops over minibatches, what they go over: an iterable that can be gone through
+            again, such as a ``DataLoader``, of tuples of arguments, or of single ones.  Without it the
+            arguments of the call are all the data, or the model subsamples them by itself.
+        max_steps: steps after which to stop in any case.
+        max_time: the same in seconds since the rule was made.
+
+    Attributes:
+        reason: why to stop: "converged", "settled", "max_steps", "max_time" or "diverged" (20 losses in
+            a row are not finite); ``None``: go on.
+        gap: nats still to gain at the last look (:class:`~pyro_ngvi.fitting.Gap`); ``None``: no look.
+        steps: how many losses it has seen.
+        looks: step and gap of each look so far.
+
+    Raises:
+        ValueError: for arguments out of range.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> import pyro_ngvi as ngvi
+        >>> def model():
+        ...     pyro.sample("x", dist.Gamma(9.0, 3.0))
+        >>> pyro.set_rng_seed(0)
+        >>> guide = ngvi.AutoFullRankNormal(model)
+        >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+        >>> stop = ngvi.StopRule(svi, max_steps=1000)
+        >>> while not stop(svi.step()):
+        ...     pass
+        >>> stop.reason, stop.steps < 100, stop.gap.nats < 0.05
+        ('converged', True, True)
+    """
+
+    def __init__(
+        self,
+        svi: SVI,
+        tol: float = 0.05,
+        *,
+        batches: Iterable[Any] | None = None,
+        max_steps: int | None = None,
+        max_time: float | None = None,
+    ) -> None:
+        for name, value in {"tol": tol, "max_steps": max_steps, "max_time": max_time}.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"StopRule: {name} must be positive, got {value!r}.")
+        if not isinstance(svi, SVI):
+            raise ValueError(
+                f"StopRule looks at a pyro.infer.SVI, and got {type(svi).__name__}. Make it with the "
+                f"SVI of the loop: stop = StopRule(svi)."
+            )
+        self.svi, self.tol, self.batches = svi, float(tol), batches
+        self.max_steps, self.max_time = max_steps, max_time
+        self.reason: str | None = None
+        self.gap: Gap | None = None
+        self.looks: list[tuple[int, Gap]] = []
+        self._losses: list[float] = []
+        self._lost, self._next, self._started = 0, FIRST, time.monotonic()
+        self._wide: BatchedELBO | None = None
+        self._stream = self._cycle()
+
+    @property
+    def steps(self) -> int:
+        """How many losses the rule has seen."""
+        return len(self._losses)
+
+    def __call__(self, loss: Any, *args: Any, **kwargs: Any) -> bool:
+        """Whether to stop after a step whose loss was ``loss``, taken at these arguments."""
+        self._losses.append(float(loss))
+        self._lost = 0 if math.isfinite(self._losses[-1]) else self._lost + 1
+        self.reason = self._reason(args, kwargs)
+        return self.reason is not None
+
+    def _reason(self, args: Any, kwargs: Any) -> str | None:
+        if self._lost >= LOST:
+            return "diverged"
+        if self.steps >= self._next and not self._lost:
+            found = self._look(args, kwargs)
+            if found is not None:
+                return found
+        if self.max_steps is not None and self.steps >= self.max_steps:
+            return "max_steps"
+        if self.max_time is not None and time.monotonic() - self._started >= self.max_time:
+            return "max_time"
+        return None
+
+    def _look(self, args: Any, kwargs: Any) -> str | None:
+        fall, error = self._fall()
+        self._next = self.steps + max(1, self.steps // 10)
+        if fall > self.tol + 2.0 * error:
+            return None
+        blocks = self._blocks(args, kwargs)
+        if not blocks:
+            settled = fall + error <= self.tol and error <= 0.5 * self.tol
+            return "settled" if settled else None
+        meter = GapMeter(blocks, self._gradient(args, kwargs))
+        self.gap = gap = meter(self.tol, max(MOST_GRADIENTS, self.steps))
+        self.looks.append((self.steps, gap))
+        self._next = self.steps + max(self.steps // 4, gap.gradients // 4, 1)
+        return "converged" if gap.is_below(self.tol) else None
+
+    def _fall(self) -> tuple[float, float]:
+        """By how much the mean loss of the last quarter is below that before it; standard error."""
+        n = max(2, self.steps // 4)
+        window = torch.tensor(self._losses[-2 * n :], dtype=torch.float64)
+        before, last = window.split([len(window) - n, n])
+        variance = before.var() / len(before) + last.var() / n
+        return float(before.mean() - last.mean()), float(variance.sqrt())
+
+    def _blocks(self, args: Any, kwargs: Any) -> list[Any]:
+        """The parts of the guide that hold all that is trained; none where the gap is not to be had."""
+        guide = self.svi.guide
+        if hasattr(guide, "draw_units"):  # units have steps of their own
+            return []
+        blocks = [block for _, block in find_blocks(guide)]
+        if not all(not hasattr(b, "holds_sites") and b.family.known_fisher for b in blocks):
+            return []
+        natural = {id(p) for block in blocks for p in block.natural_params().values()}
+        with own_random_state(), torch.no_grad(), pyro.poutine.trace(param_only=True) as seen:
+            self.svi.loss(self.svi.model, guide, *self._arguments(0, [], args), **kwargs)
+        params = traced_params(seen)
+        return blocks if all(id(p) in natural for p in params if p.requires_grad) else []
+
+    def _gradient(self, args: Any, kwargs: Any) -> Callable[[int], Any]:
+        """The gradient of noise and minibatch number s."""
+        svi, batches, seed = self.svi, [], 1_000 * self.steps
+        loss_and_grads = svi.loss_and_grads
+        own = getattr(loss_and_grads, "__self__", None)
+        if isinstance(own, BatchedELBO):
+            if self._wide is None:
+                particles = max(WIDER * own.num_particles, FEWEST_PARTICLES)
+                self._wide = BatchedELBO(particles, chunk_size=own.chunk_size)
+            self._wide.kl_weight = own.kl_weight
+            loss_and_grads = self._wide.loss_and_grads
+
+        def gradient(s: int) -> None:
+            with own_random_state(seed + s):
+                batch = self._arguments(s, batches, args)
+                loss_and_grads(svi.model, svi.guide, *batch, **kwargs)
+
+        return gradient
+
+    def _arguments(self, s: int, batches: list[Any], args: Any) -> tuple[Any, ...]:
+        """The arguments of gradient number s; ``batches``: those that were taken for this look."""
+        if self.batches is None:
+            return args
+        while len(batches) <= s:
+            batches.append(next(self._stream))
+        return batches[s]
+
+    def _cycle(self) -> Iterator[tuple[Any, ...]]:
+        while True:
+            batch = None
+            for batch in self.batches or ():
+                yield tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+            if batch is None:
+                raise ValueError(
+                    "StopRule: batches is empty, or can be gone through only once. Pass a DataLoader "
+                    "or a list of tuples of arguments."
+                )

@@ -1,0 +1,136 @@
+"""StopRule and the nats still to gain that it estimates."""
+
+import math
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from pyro.optim import PyroOptim
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.fitting.gap import GapMeter
+
+PRECISION = torch.tensor([[4.0, 1.5, 0.0], [1.5, 2.0, -0.6], [0.0, -0.6, 1.0]], dtype=torch.float64)
+MEAN = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+X = torch.randn(60, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = (X @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) > 0).double()
+
+
+def gaussian() -> None:
+    pyro.sample("z", dist.MultivariateNormal(MEAN, precision_matrix=PRECISION))
+
+
+def logistic(X, y) -> None:
+    w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=X.dtype), 1.0).to_event(1))
+    with pyro.plate("data", 60, subsample_size=len(X)):
+        pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.3])
+@pytest.mark.parametrize("make", [ngvi.AutoMeanFieldNormal, ngvi.AutoFullRankNormal])
+def test_gap_of_a_shifted_mean_is_that_of_the_closed_form(make, shift):
+    """A shift s of the mean of the best q costs s' P s / 2 nats, in the metric of the posterior's P."""
+    pyro.set_rng_seed(0)
+    guide: Any = make(gaussian, init=None)
+    guide()
+    delta = shift * torch.tensor([1.0, -1.5, 0.7], dtype=torch.float64)
+    best = guide.family.matched(MEAN, PRECISION)
+    for name, p in guide.natural_params().items():
+        p.data.copy_(best[name])
+    guide.loc.data.add_(delta)
+    loss: Any = ngvi.BatchedELBO(32)
+
+    def gradient(s):
+        with torch.random.fork_rng():
+            torch.manual_seed(s)
+            loss.loss_and_grads(gaussian, guide)
+
+    before = {k: v.clone() for k, v in guide.state_dict().items()}
+    gap = GapMeter([guide], gradient)(tol=10.0, most=200, fewest=32)
+    true = 0.5 * float(delta @ PRECISION @ delta)
+    # the noise of the scales is unrelated to the shift; five standard errors
+    assert abs(gap.nats - true) <= 5.0 * gap.error + 0.01 * true + 1e-9
+    assert gap.error < 0.05 + 0.1 * true and gap.curved
+    assert all(torch.equal(v, before[k]) for k, v in guide.state_dict().items())
+    assert all(p.grad is None for p in guide.parameters())
+
+
+def run(seed: int, rule: bool = False, steps: int = 200, **how: Any) -> tuple[list[Any], Any]:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    guide = ngvi.AutoMeanFieldNormal(logistic)
+    svi = SVI(logistic, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(4))
+    stop: Any = ngvi.StopRule(svi, **how) if rule else None
+    losses = []
+    for _ in range(steps):
+        losses.append(svi.step(X, Y))
+        if stop is not None and stop(losses[-1], X, Y):
+            break
+    return losses, stop
+
+
+def test_looking_changes_nothing_of_the_run():
+    losses, stop = run(1, rule=True, tol=1e-6, steps=40)
+    assert losses == run(1, steps=40)[0] and len(stop.looks) > 0 and stop.reason is None
+
+
+def test_converged_means_that_hardly_anything_is_left():
+    for seed in range(3):
+        _, stop = run(seed, rule=True)
+        assert stop.reason == "converged" and stop.steps < 200
+        assert stop.gap.nats + stop.gap.error <= 0.05 and stop.gap.error <= 0.025
+
+
+def test_a_guide_without_known_fisher_settles_by_its_losses():
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = AutoNormal(logistic)
+    svi = SVI(logistic, guide, PyroOptim(torch.optim.Adam, {"lr": 0.05}), Trace_ELBO())
+    stop: Any = ngvi.StopRule(svi, tol=1.0)
+    while not stop(svi.step(X, Y), X, Y):
+        assert stop.steps < 3000
+    assert stop.reason == "settled" and stop.gap is None and stop.steps > 20
+
+
+def test_minibatches_come_from_the_loader_and_are_gone_through_again():
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = ngvi.AutoFullRankNormal(logistic)
+    data = torch.utils.data.TensorDataset(X, Y)
+    loader = torch.utils.data.DataLoader(data, batch_size=20, shuffle=True)
+    svi = SVI(logistic, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+    stop: Any = ngvi.StopRule(svi, tol=0.5, batches=loader, max_steps=600)
+    while stop.reason is None:
+        for batch in loader:
+            if stop(svi.step(*batch), *batch):
+                break
+    assert stop.reason == "converged"
+    once: Any = ngvi.StopRule(svi, batches=iter([]))
+    with pytest.raises(ValueError, match="batches is empty"):
+        for _ in range(6):
+            once(1.0)
+
+
+def test_other_reasons():
+    _, stop = run(0, rule=True, tol=1e-9, max_steps=7)
+    assert stop.reason == "max_steps" and stop.steps == 7
+    _, stop = run(0, rule=True, tol=1e-9, max_time=1e-6)
+    assert stop.reason == "max_time"
+    stop = ngvi.StopRule(stop.svi)
+    assert [stop(math.nan, X, Y) for _ in range(20)] == [False] * 19 + [True]
+    assert stop.reason == "diverged"
+
+
+@pytest.mark.parametrize(
+    "how", [{"tol": 0.0}, {"tol": math.nan}, {"max_steps": 0}, {"max_time": -1.0}]
+)
+def test_arguments_out_of_range_are_refused(how):
+    _, stop = run(0, rule=True, steps=1)
+    with pytest.raises(ValueError, match=next(iter(how))):
+        ngvi.StopRule(stop.svi, **how)
+    with pytest.raises(ValueError, match=r"pyro\.infer\.SVI"):
+        ngvi.StopRule(stop)
