@@ -134,3 +134,43 @@ def test_arguments_out_of_range_are_refused(how):
         ngvi.StopRule(stop.svi, **how)
     with pytest.raises(ValueError, match=r"pyro\.infer\.SVI"):
         ngvi.StopRule(stop)
+
+
+def matrix_logistic(X, y) -> None:
+    zeros = torch.zeros(2, 2, dtype=X.dtype)
+    w = pyro.sample("w", dist.Normal(zeros, 1.0).to_event(2)).reshape(-1)[:3]
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: ngvi.AutoFactorNormal(model, rank=1),
+        lambda model: ngvi.AutoFactorPrecision(model, rank=1),
+        ngvi.AutoExponentialFamily,
+        ngvi.AutoMatrixNormal,
+    ],
+)
+def test_other_families_with_a_known_fisher_matrix_converge(make):
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = make(matrix_logistic)
+    svi = SVI(matrix_logistic, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+    stop: Any = ngvi.StopRule(svi, max_steps=600)
+    while not stop(svi.step(X, Y), X, Y):
+        pass
+    assert stop.reason == "converged" and stop.gap.curved
+
+
+@pytest.mark.parametrize("rule, curvature", [("VOGN", "gauss_newton"), ("IVON", "price")])
+def test_other_rules_and_curvatures(rule, curvature):
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = ngvi.AutoMeanFieldNormal(matrix_logistic)
+    optim = getattr(ngvi.optim, rule)(guide)
+    svi = SVI(matrix_logistic, guide, optim, ngvi.BatchedELBO(8, curvature=curvature))
+    stop: Any = ngvi.StopRule(svi, max_steps=600)
+    while not stop(svi.step(X, Y), X, Y):
+        pass
+    assert stop.reason == "converged"
