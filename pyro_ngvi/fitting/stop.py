@@ -10,6 +10,7 @@ from typing import Any
 import pyro
 import torch
 from pyro.infer import SVI
+from torch import nn
 
 from ..linalg.host import own_random_state
 from ..losses import BatchedELBO
@@ -41,8 +42,9 @@ class StopRule:
     steps, so that its gradients cost about as much as the steps at most.  Looking changes neither
     parameters nor random states: the run is the same as without it.
 
-    Not for: a loss that changes between steps (``kl_weight`` in a warm-up), or guides with several
-    modes, of which it sees the one at hand.
+    Not for: a loss that changes between steps (``kl_weight`` in a warm-up); posteriors with several
+    modes, of which it sees the one at hand.  And the best of a family may be far from the posterior:
+    that is :func:`pyro_ngvi.khat`'s question.
 
     Args:
         svi: the ``pyro.infer.SVI`` of the loop.
@@ -157,7 +159,8 @@ class StopRule:
     def _blocks(self, args: Any, kwargs: Any) -> list[Any]:
         """The parts of the guide that hold all that is trained; none where the gap is not to be had."""
         guide = self.svi.guide
-        if hasattr(guide, "draw_units"):  # units have steps of their own
+        parts = guide.modules() if isinstance(guide, nn.Module) else ()
+        if any(hasattr(part, "draw_units") for part in parts):  # units have steps of their own
             return []
         blocks = [block for _, block in find_blocks(guide)]
         if not all(not hasattr(b, "holds_sites") and b.family.known_fisher for b in blocks):

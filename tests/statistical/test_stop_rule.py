@@ -174,3 +174,36 @@ def test_other_rules_and_curvatures(rule, curvature):
     while not stop(svi.step(X, Y), X, Y):
         pass
     assert stop.reason == "converged"
+
+
+def groups(y) -> None:
+    mu = pyro.sample("mu", dist.Normal(torch.zeros((), dtype=y.dtype), 1.0))
+    with pyro.plate("groups", len(y)):
+        u = pyro.sample("u", dist.Normal(mu, 1.0))
+        pyro.sample("y", dist.Normal(u, 1.0), obs=y)
+
+
+def learnt_scale(X, y) -> None:
+    scale = pyro.param("scale", torch.ones((), dtype=X.dtype))
+    w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=X.dtype), scale.exp()).to_event(1))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+
+def test_where_not_all_that_is_trained_is_natural_it_can_only_settle():
+    """Sites of units, and parameters of the model, have steps of their own: no gap is claimed."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    hierarchy = ngvi.AutoHierarchical(groups)
+    svi = SVI(groups, hierarchy, ngvi.NGVB(hierarchy), ngvi.BatchedELBO(16))
+    stop: Any = ngvi.StopRule(svi, max_steps=60)
+    while not stop(svi.step(Y), Y):
+        pass
+    assert stop.reason in ("settled", "max_steps") and stop.gap is None
+    guide = ngvi.AutoFullRankNormal(learnt_scale)
+    optim = ngvi.NGVB(guide, others=PyroOptim(torch.optim.Adam, {"lr": 0.01}))
+    svi = SVI(learnt_scale, guide, optim, ngvi.BatchedELBO(8))
+    stop = ngvi.StopRule(svi, max_steps=30)
+    while not stop(svi.step(X, Y), X, Y):
+        pass
+    assert stop.reason in ("settled", "max_steps") and stop.gap is None
