@@ -18,7 +18,7 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 
-from .problems import DataNotFound, LogJoint, Problem, load, names
+from .problems import LogJoint, Problem, load_present, names
 from .problems.problem import FAMILIES
 from .time_to_target import Elbo, evaluator, prepare
 
@@ -92,12 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows, init = [], None if p.point else "auto"
     heads = " ".join(f"{f'gap@{k}':>9}" for k in p.steps)
     print(f"{'problem':34} {'family':10} {'S':>3} {heads} {'mean':>7} {'sd':>7} skipped")
-    for name in p.problems:
-        try:
-            problem = load(name)
-        except DataNotFound as error:
-            print(f"{name} is left out. {error}")
-            continue
+    for problem in load_present(p.problems):
         elbo = evaluator(problem)
         for family in p.families:
             if family not in problem.optimum:
@@ -111,11 +106,17 @@ def main(arguments: list[str] | None = None) -> None:
                 mean, sd, skipped = (max(r[i] for r in runs) for i in (1, 2, 3))
                 shown = " ".join(f"{gap:9.3g}" for gap in gaps)
                 print(
-                    f"{name:34} {family:10} {particles:3d} {shown} {mean:7.3f} {sd:7.3f} {skipped:d}",
+                    f"{problem.name:34} {family:10} {particles:3d} {shown} "
+                    f"{mean:7.3f} {sd:7.3f} {skipped:d}",
                     flush=True,
                 )
                 rows.append(
-                    {"problem": name, "family": family, "particles": particles, "steps": p.steps}
+                    {
+                        "problem": problem.name,
+                        "family": family,
+                        "particles": particles,
+                        "steps": p.steps,
+                    }
                     | {"gaps": gaps, "mean_error": mean, "sd_error": sd, "skipped": skipped}
                 )
     if p.json is not None:

@@ -18,7 +18,7 @@ from pyro.infer import SVI
 import pyro_ngvi as ngvi
 
 from .particles import GUIDES
-from .problems import DataNotFound, Problem, load, names
+from .problems import Problem, load_present, names
 from .problems.problem import FAMILIES
 from .time_to_target import Elbo, checkpoints, evaluator, prepare
 
@@ -74,19 +74,14 @@ def main(arguments: list[str] | None = None) -> None:
     p = parser.parse_args(arguments)
     prepare()
     runs: list[dict[str, Any]] = []
-    for name in p.problems:
-        try:
-            problem = load(name)
-        except DataNotFound as error:
-            print(f"{name} is left out. {error}")
-            continue
+    for problem in load_present(p.problems):
         elbo = evaluator(problem)
         for family in (f for f in p.families if f in problem.optimum):
             found = [run(problem, family, seed, elbo, p) for seed in range(p.seeds)]
             shown = ", ".join(
                 f"{r['reason']} {r['steps']} ({r['good'] or '-'}) {r['gap']:.3f}" for r in found
             )
-            print(f"{name:34} {family:10} {shown}", flush=True)
+            print(f"{problem.name:34} {family:10} {shown}", flush=True)
             runs += found
     ended = [r for r in runs if r["reason"] == "converged"]
     wrong = sum(r["gap"] > p.tol + 0.05 for r in ended)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import methods
-from .problems import DataNotFound, LogJoint, Problem, load
+from .problems import LogJoint, Problem, load_present
 from .problems.problem import FAMILIES
 from .problems.sample_average import gaussian_elbo, standard_noise
 from .report import Result, table
@@ -224,12 +224,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings, path = parse(arguments)
     prepare()
     entries, results = contestants(settings), list[Result]()
-    for name in settings.problems:
-        try:
-            problem = load(name)
-        except DataNotFound as error:
-            print(f"{name} is left out. {error}")
-            continue
+    for problem in load_present(settings.problems):
         for family in settings.families:
             new = compare(problem, family, entries, settings)
             results += new

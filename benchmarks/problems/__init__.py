@@ -6,14 +6,14 @@
 (31, -55.465137)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
 from . import hierarchical, logistic, posteriordb, regression
 from .log_joint import LogJoint
 from .problem import DataNotFound, Optimum, Problem
 
-__all__ = ["DataNotFound", "LogJoint", "Optimum", "Problem", "load", "names"]
+__all__ = ["DataNotFound", "LogJoint", "Optimum", "Problem", "load", "load_present", "names"]
 
 _KINDS: dict[str, tuple[tuple[str, ...], Callable[[str], Problem]]] = {
     "logistic": (tuple(logistic.REGRESSIONS), logistic.load),
@@ -47,3 +47,12 @@ def load(name: str) -> Problem:
         if name in members:
             return loader(name)
     raise KeyError(f"There is no problem called {name!r}; there are {', '.join(names())}.")
+
+
+def load_present(chosen: Iterable[str]) -> Iterator[Problem]:
+    """The problems of these names; one whose data file is not there is left out, and printed."""
+    for name in chosen:
+        try:
+            yield load(name)
+        except DataNotFound as error:
+            print(f"{name} is left out. {error}")
