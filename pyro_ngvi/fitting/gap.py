@@ -25,11 +25,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import pyro
 import torch
+from torch.utils._pytree import tree_map
 
 from ..families.base import Tensors, dot
 
@@ -99,10 +101,12 @@ class GapMeter:
         half = len(drawn) // 2
         a, others = _mean(drawn[:half]), drawn[half:]
         x, residual, direction = _times(0.0, a), a, self._natural(a)
-        square = _dot(residual, direction)
-        start, gap = square, Gap(math.inf, math.inf, self.count)
+        start = square = _dot(residual, direction)
+        if start == 0.0:  # not even noise: a gradient of zero
+            return Gap(0.0, 0.0, self.count)
+        gap = Gap(math.inf, math.inf, self.count)
         for _ in range(CG_STEPS):
-            if not square > 0.0:  # no gradient is left, or none that is finite
+            if not square > 0.0:  # nothing is left, or nothing that is finite
                 break
             product = self._hessian_product(direction, a, half)
             curvature = _dot(direction, product)
@@ -120,9 +124,7 @@ class GapMeter:
             if square <= RESIDUAL * start:
                 break
             direction = _add(natural, square / last, direction)
-        if start == 0.0:  # not even noise: a gradient of zero
-            return Gap(0.0, 0.0, self.count)
-        return replace(gap, gradients=self.count)
+        return gap
 
     def _natural(self, gradient: Parts) -> Parts:
         parts = zip(self.families, self.params, gradient, strict=True)
@@ -201,18 +203,12 @@ def _dot(a: Parts, b: Parts) -> float:
 
 
 def _add(a: Parts, factor: float, b: Parts) -> Parts:
-    pairs = zip(a, b, strict=True)
-    return [
-        {k: torch.add(v, other[k], alpha=factor) for k, v in own.items()} for own, other in pairs
-    ]
+    return tree_map(lambda u, v: torch.add(u, v, alpha=factor), a, b)
 
 
 def _times(factor: float, a: Parts) -> Parts:
-    return [{k: factor * v for k, v in own.items()} for own in a]
+    return tree_map(lambda v: factor * v, a)
 
 
 def _mean(drawn: list[Parts]) -> Parts:
-    total = drawn[0]
-    for other in drawn[1:]:
-        total = _add(total, 1.0, other)
-    return _times(1.0 / len(drawn), total)
+    return _times(1.0 / len(drawn), reduce(lambda a, b: _add(a, 1.0, b), drawn))

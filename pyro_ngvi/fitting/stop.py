@@ -21,7 +21,7 @@ from .gap import Gap, GapMeter, traced_params
 FIRST = 5
 #: particles of a look, in those of a step: batched, they cost little more
 WIDER, FEWEST_PARTICLES = 4, 8
-#: gradients of a look, at most, and as a share of the steps so far
+#: about how many gradients a look takes at most, until there were more steps than that
 MOST_GRADIENTS = 80
 #: losses in a row that are not finite
 LOST = 20
