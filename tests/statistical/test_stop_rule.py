@@ -59,6 +59,14 @@ def test_gap_of_a_shifted_mean_is_that_of_the_closed_form(make, shift):
     assert all(p.grad is None for p in guide.parameters())
 
 
+def to_the_end(svi: SVI, *args: Any, **how: Any) -> Any:
+    """The rule, after a loop that it has ended."""
+    stop: Any = ngvi.StopRule(svi, **how)
+    while not stop(svi.step(*args), *args):
+        pass
+    return stop
+
+
 def run(seed: int, rule: bool = False, steps: int = 200, **how: Any) -> tuple[list[Any], Any]:
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
@@ -157,9 +165,7 @@ def test_other_families_with_a_known_fisher_matrix_converge(make):
     pyro.set_rng_seed(0)
     guide = make(matrix_logistic)
     svi = SVI(matrix_logistic, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
-    stop: Any = ngvi.StopRule(svi, max_steps=600)
-    while not stop(svi.step(X, Y), X, Y):
-        pass
+    stop = to_the_end(svi, X, Y, max_steps=600)
     assert stop.reason == "converged" and stop.gap.curved
 
 
@@ -170,9 +176,7 @@ def test_other_rules_and_curvatures(rule, curvature):
     guide = ngvi.AutoMeanFieldNormal(matrix_logistic)
     optim = getattr(ngvi.optim, rule)(guide)
     svi = SVI(matrix_logistic, guide, optim, ngvi.BatchedELBO(8, curvature=curvature))
-    stop: Any = ngvi.StopRule(svi, max_steps=600)
-    while not stop(svi.step(X, Y), X, Y):
-        pass
+    stop = to_the_end(svi, X, Y, max_steps=600)
     assert stop.reason == "converged"
 
 
@@ -196,14 +200,10 @@ def test_where_not_all_that_is_trained_is_natural_it_can_only_settle():
     pyro.set_rng_seed(0)
     hierarchy = ngvi.AutoHierarchical(groups)
     svi = SVI(groups, hierarchy, ngvi.NGVB(hierarchy), ngvi.BatchedELBO(16))
-    stop: Any = ngvi.StopRule(svi, max_steps=60)
-    while not stop(svi.step(Y), Y):
-        pass
+    stop = to_the_end(svi, Y, max_steps=60)
     assert stop.reason in ("settled", "max_steps") and stop.gap is None
     guide = ngvi.AutoFullRankNormal(learnt_scale)
     optim = ngvi.NGVB(guide, others=PyroOptim(torch.optim.Adam, {"lr": 0.01}))
     svi = SVI(learnt_scale, guide, optim, ngvi.BatchedELBO(8))
-    stop = ngvi.StopRule(svi, max_steps=30)
-    while not stop(svi.step(X, Y), X, Y):
-        pass
+    stop = to_the_end(svi, X, Y, max_steps=30)
     assert stop.reason in ("settled", "max_steps") and stop.gap is None
