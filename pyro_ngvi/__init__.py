@@ -21,7 +21,7 @@ from . import (
 from ._old_modules import name_the_version as _name_the_version
 from ._version import __version__
 from .diagnostics import khat, predict, summary, to_arviz
-from .fitting import StopRule
+from .fitting import StopRule, load, save
 from .guides import (
     AutoCouplingFlow,
     AutoExponentialFamily,
@@ -72,11 +72,13 @@ __all__ = [
     "hierarchy",
     "khat",
     "linalg",
+    "load",
     "losses",
     "neutra",
     "nn",
     "optim",
     "predict",
+    "save",
     "sites",
     "summary",
     "to_arviz",

@@ -1,6 +1,8 @@
-"""Around Pyro's own loop: when to stop, and how much is still to gain."""
+"""Around Pyro's own loop: when to stop, how much is still to gain, and how to go on tomorrow."""
 
+from .batches import Batches
+from .checkpoint import load, save
 from .gap import Gap
 from .stop import StopRule
 
-__all__ = ["Gap", "StopRule"]
+__all__ = ["Batches", "Gap", "StopRule", "load", "save"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import astuple
 from typing import Any
 
 import pyro
@@ -15,6 +16,7 @@ from torch import nn
 from ..linalg.host import own_random_state
 from ..losses import BatchedELBO
 from ..optim.host import find_blocks
+from .batches import Batches
 from .gap import Gap, GapMeter, traced_params
 
 #: the first step after which to look
@@ -98,7 +100,8 @@ class StopRule:
                 f"StopRule looks at a pyro.infer.SVI, and got {type(svi).__name__}. Make it with the "
                 f"SVI of the loop: stop = StopRule(svi)."
             )
-        self.svi, self.tol, self.batches = svi, float(tol), batches
+        self.svi, self.tol = svi, float(tol)
+        self.batches = None if batches is None else Batches(batches)
         self.max_steps, self.max_time = max_steps, max_time
         self.reason: str | None = None
         self.gap: Gap | None = None
@@ -106,7 +109,6 @@ class StopRule:
         self._losses: list[float] = []
         self._lost, self._next, self._started = 0, FIRST, time.monotonic()
         self._wide: BatchedELBO | None = None
-        self._stream = self._cycle()
 
     @property
     def steps(self) -> int:
@@ -195,16 +197,27 @@ class StopRule:
         if self.batches is None:
             return args
         while len(batches) <= s:
-            batches.append(next(self._stream))
+            with self.batches.apart():
+                batches.append(next(self.batches))
         return batches[s]
 
-    def _cycle(self) -> Iterator[tuple[Any, ...]]:
-        while True:
-            batch = None
-            for batch in self.batches or ():
-                yield tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-            if batch is None:
-                raise ValueError(
-                    "StopRule: batches is empty, or can be gone through only once. Pass a DataLoader "
-                    "or a list of tuples of arguments."
-                )
+    def state_dict(self) -> dict[str, Any]:
+        """What the rule has seen, as plain data: for :func:`pyro_ngvi.save`."""
+        return {
+            "losses": torch.tensor(self._losses, dtype=torch.float64),
+            "looks": [(steps, astuple(gap)) for steps, gap in self.looks],
+            "lost": self._lost,
+            "next": self._next,
+            "seconds": time.monotonic() - self._started,
+            "batches": None if self.batches is None else self.batches.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what another rule has seen."""
+        self._losses = state["losses"].tolist()
+        self.looks = [(steps, Gap(*gap)) for steps, gap in state["looks"]]
+        self.gap = self.looks[-1][1] if self.looks else None
+        self._lost, self._next = state["lost"], state["next"]
+        self._started = time.monotonic() - state["seconds"]
+        if self.batches is not None and state["batches"] is not None:
+            self.batches.load_state_dict(state["batches"])

@@ -140,10 +140,9 @@ class AutoFamily(FirstCall):
 
     The first call runs the model for its sites, and again, with other values, where a support is not
     the real line or a site is masked.  Copies have parameters of their own and no model: make them
-    after the first call.  To save, ``torch.save((guide.state_dict(), optim.get_state(),
-    torch.get_rng_state()), path)``, with the ``state_dict`` of a model that is a module; to go on make
-    all anew and load them in that order, before or after the first call.  The parameter store restores
-    the guide as well.
+    after the first call.  To save a run and go on, :func:`pyro_ngvi.save` and ``load``; by hand
+    ``guide.state_dict()`` and ``optim.get_state()`` load before or after the first call, in that order.
+    The parameter store restores the guide as well.
 
     Args:
         model: a Pyro model whose latent sites are all continuous and of fixed size.

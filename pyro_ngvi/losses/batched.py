@@ -300,6 +300,9 @@ class BatchedELBO(ELBO):
         with own_random_state(), poutine.block(), torch.no_grad():
             of_guide, of_model = run.run_both(model, guide, args, kwargs, minibatches)
             guide_sites, drawn, sites = of_guide.sites, of_model.values, of_model.sites
+            if hasattr(guide, "draw_units"):  # the order of draws is to be that of later calls
+                for name in (n for n, site in sites.items() if density.is_minibatch(site)):
+                    minibatches.draw(name, sites[name]["fn"])
             checks.check_guide(guide_sites)
             self._model = summed_out(model, sites, drawn)
             if self._model is not model:

@@ -133,12 +133,14 @@ class OthersState:
                 RuntimeWarning,
                 stacklevel=6,
             )
-        if self._waiting is not None:
-            self._restore(others, self._waiting)
+        self.restore(others)
         others(params)
 
-    def _restore(self, others: PyroOptim, waiting: dict[str, Any]) -> None:
-        """Put a loaded state to use, now that the parameters have their names."""
+    def restore(self, others: PyroOptim) -> None:
+        """Put a loaded state to use, once the parameters have their names."""
+        waiting = self._waiting
+        if waiting is None:
+            return
         names = {path: name for name, path in self._paths().items()}
         unknown = [path for path in waiting if path.startswith(".") and path not in names]
         if unknown:

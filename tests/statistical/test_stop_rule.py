@@ -117,10 +117,10 @@ def test_minibatches_come_from_the_loader_and_are_gone_through_again():
             if stop(svi.step(*batch), *batch):
                 break
     assert stop.reason == "converged"
-    once: Any = ngvi.StopRule(svi, batches=iter([]))
-    with pytest.raises(ValueError, match="batches is empty"):
+    none: Any = ngvi.StopRule(svi, batches=[])
+    with pytest.raises(ValueError, match="minibatches is empty"):
         for _ in range(6):
-            once(1.0)
+            none(1.0)
 
 
 def test_other_reasons():

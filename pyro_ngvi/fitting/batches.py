@@ -1,0 +1,144 @@
+"""Minibatches without end, which go on after a checkpoint where they were; random states as data."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Batches:
+    """Minibatches without end, each as a tuple of arguments: epoch after epoch of ``source``.
+
+    What :func:`pyro_ngvi.save` saves of it is the random state at the start of the epoch and the place
+    in it, so that a resumed run goes on with the very minibatch that would have been next, shuffled
+    loaders included.  It loads those before once more.
+
+    Not for: iterators that can be gone through once, such as generators; a loader whose data change
+    from one epoch to the next by more than torch's, NumPy's and Python's random states.
+
+    Args:
+        source: a ``DataLoader``, or another iterable that can be gone through again, of tuples or lists
+            of arguments, or of single ones.
+
+    Attributes:
+        epoch: how many epochs were begun.
+        position: how many minibatches of this one were taken.
+
+    Raises:
+        ValueError: where an epoch is empty.
+
+    Example:
+        >>> batches = Batches([("a", 1), ("b", 2)])
+        >>> [next(batches) for _ in range(3)], batches.epoch, batches.position
+        ([('a', 1), ('b', 2), ('a', 1)], 2, 1)
+    """
+
+    def __init__(self, source: Iterable[Any]) -> None:
+        if not isinstance(source, Iterable) or isinstance(source, Iterator):
+            raise ValueError(
+                f"Minibatches come from an iterable that can be gone through again, and this is "
+                f"{type(source).__name__}. Pass a DataLoader or a list of tuples of arguments."
+            )
+        self.source = source
+        self.epoch = self.position = 0
+        self._running: Iterator[Any] | None = None
+        self._start: dict[str, Any] | None = None
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> tuple[Any, ...]:
+        for _ in range(2):
+            if self._running is None:
+                self.epoch, self.position = self.epoch + 1, 0
+                self._start = random_states(self._generators())
+                self._running = iter(self.source)
+            try:
+                batch = next(self._running)
+            except StopIteration:
+                self._running = None
+            else:
+                self.position += 1
+                return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+        raise ValueError("The iterable of minibatches is empty: there is nothing to go over.")
+
+    def _generators(self) -> list[torch.Generator]:
+        """Generators of the source's own: those of a loader and its samplers."""
+        batch_sampler = getattr(self.source, "batch_sampler", None)
+        samplers = batch_sampler, getattr(batch_sampler, "sampler", None)
+        holders = self.source, getattr(self.source, "sampler", None), *samplers
+        found = {id(g): g for g in (getattr(holder, "generator", None) for holder in holders)}
+        return [g for g in found.values() if isinstance(g, torch.Generator)]
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within it minibatches are taken without a trace in the generators of the source."""
+        before = [(g, g.get_state()) for g in self._generators()]
+        try:
+            yield
+        finally:
+            for generator, state in before:
+                generator.set_state(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place, as plain data."""
+        own = [g.get_state() for g in self._generators()]
+        return {"epoch": self.epoch, "position": self.position, "start": self._start, "own": own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a place; random states other than the source's own are left as they are."""
+        own = self._generators()
+        if len(own) != len(state["own"]):
+            raise ValueError(
+                f"The saved run's minibatches came from a loader with {len(state['own'])} generators "
+                f"of its own, and this one has {len(own)}: pass the loader of that run."
+            )
+        before = random_states()
+        self._running, self._start = None, state["start"]
+        if self._start is not None:
+            set_random_states(self._start, own)
+            self._running = iter(self.source)
+            for taken in range(state["position"]):
+                if next(self._running, self) is self:
+                    raise ValueError(
+                        f"The saved run was at minibatch {state['position']} of an epoch, and this "
+                        f"loader has {taken}: pass the loader of that run."
+                    )
+        self.epoch, self.position = state["epoch"], state["position"]
+        set_random_states(before)
+        for generator, saved in zip(own, state["own"], strict=True):
+            generator.set_state(saved)
+
+
+def random_states(own: Iterable[torch.Generator] = ()) -> dict[str, Any]:
+    """The random states of torch, its devices in use, NumPy, Python, and further generators."""
+    numpy: Any = np.random.get_state(legacy=False)
+    key = numpy["state"].pop("key", None)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "numpy": numpy | {"key": None if key is None else torch.from_numpy(key.astype(np.int64))},
+        "python": random.getstate(),
+        "own": [g.get_state() for g in own],
+    }
+
+
+def set_random_states(states: dict[str, Any], own: Iterable[torch.Generator] = ()) -> None:
+    """Put back what :func:`random_states` gave; other numbers of GPUs leave those as they are."""
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+    numpy = dict(states["numpy"])
+    key = numpy.pop("key")
+    if key is not None:
+        numpy["state"] = numpy["state"] | {"key": key.numpy().astype(np.uint32)}
+    np.random.set_state(numpy)
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    for generator, state in zip(own, states["own"], strict=False):
+        generator.set_state(state)
