@@ -21,7 +21,7 @@ from . import (
 from ._old_modules import name_the_version as _name_the_version
 from ._version import __version__
 from .diagnostics import khat, predict, summary, to_arviz
-from .fitting import StopRule, load, save
+from .fitting import StopRule, advise, fit, load, save
 from .guides import (
     AutoCouplingFlow,
     AutoExponentialFamily,
@@ -63,9 +63,11 @@ __all__ = [
     "SitesELBO",
     "StopRule",
     "__version__",
+    "advise",
     "diagnostics",
     "distributions",
     "families",
+    "fit",
     "fitting",
     "flows",
     "guides",

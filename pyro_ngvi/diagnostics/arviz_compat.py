@@ -96,6 +96,11 @@ def summary(data: Any, **kwargs: Any) -> Any:
     return _arviz().summary(data, kind=kind, **kwargs)
 
 
+def loo(data: Any, **kwargs: Any) -> Any:
+    """``arviz.loo``."""
+    return _arviz().loo(data, **kwargs)
+
+
 def labelled(data: Any, values: Mapping[str, np.ndarray], **selection: Any) -> Any:
     """One number for each entry of the posterior as a series with the labels of :func:`summary`.
 

@@ -72,6 +72,8 @@ class KHat:
         missed: nats by which lower bounds on the evidence from draws of the prior exceed the guide's
             own estimate; positive where the guide has missed a mode. ``None`` where the prior cannot
             be drawn from, or sites are summed out.
+        elbo: mean of log p(data, z) - log q(z) over the draws, in nats, and ``elbo_error`` its standard
+            error; NaN where only normalised weights were given.
     """
 
     khat: float
@@ -81,6 +83,8 @@ class KHat:
     shifts: Mapping[str, Shift] = field(default_factory=dict, repr=False)
     slope: Slope | None = None
     missed: float | None = None
+    elbo: float = float("nan")
+    elbo_error: float = float("nan")
 
     @cached_property
     def decision(self) -> str:
@@ -267,6 +271,8 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         shifts={name: shift_of(x, weights) for name, x in values.items() if x.dtype.kind == "f"},
         slope=steepest(unconstrained, log_ratio),
         missed=missed,
+        elbo=float(log_ratio.mean()),
+        elbo_error=float(log_ratio.std(ddof=1) / len(log_ratio) ** 0.5),
     )
 
 

@@ -1,8 +1,10 @@
-"""Around Pyro's own loop: when to stop, how much is still to gain, and how to go on tomorrow."""
+"""From a model to an answer in one call, and its parts: advice, when to stop, how to go on tomorrow."""
 
+from .advice import Advice, advise
 from .batches import Batches
-from .checkpoint import load, save
+from .checkpoint import save
+from .fit import Fit, fit, load
 from .gap import Gap
 from .stop import StopRule
 
-__all__ = ["Batches", "Gap", "StopRule", "load", "save"]
+__all__ = ["Advice", "Batches", "Fit", "Gap", "StopRule", "advise", "fit", "load", "save"]

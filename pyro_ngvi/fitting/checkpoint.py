@@ -20,9 +20,10 @@ from pyro.infer import SVI
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..optim.host import NaturalGradientOptim
+from ..optim.host import NaturalGradientOptim, find_blocks
 from ..optim.state import OthersState
 from .batches import Batches, random_states, set_random_states
+from .gap import traced_params
 from .stop import StopRule
 
 FORMAT = 1
@@ -76,38 +77,6 @@ def save(
         True
     """
     write(path, collect(svi, stop, batches, extra))
-
-
-def load(
-    path: str | os.PathLike[str],
-    svi: SVI,
-    *args: Any,
-    stop: StopRule | None = None,
-    batches: Batches | None = None,
-    **kwargs: Any,
-) -> Any:
-    """Go on where :func:`pyro_ngvi.save` was called: the steps after it are those of an unbroken run.
-
-    Make model, guide, optimizer and loss by the same code as then.  The file may have been written on
-    another device: values come to where guide and model are.
-
-    Args:
-        path: the file.
-        svi: the ``pyro.infer.SVI``, new or used.
-        args: those of the model, from which a guide learns its sites.
-        stop: a stop rule for the SVI, which takes over what that of the run had seen.
-        batches: minibatches, of the same data.
-        kwargs: those of the model.
-
-    Returns:
-        What was given to ``save`` as ``extra``.
-
-    Raises:
-        FileNotFoundError: where there is no file.
-        ValueError: for a file that is damaged or something else, and for a run of another model, guide,
-            optimizer or precision.
-    """
-    return restore(read(path), svi, args, kwargs, stop, batches, f"load: {path}")
 
 
 def collect(svi: SVI, stop: Any = None, batches: Any = None, extra: Any = None) -> dict[str, Any]:
@@ -176,9 +145,7 @@ def restore(
     if isinstance(guide, nn.Module):
         # guides of ours that do not know their sites yet keep it, and do not search for a start
         _told(path, "guide", lambda: guide.load_state_dict(own["state"], strict=False))
-    with torch.no_grad():  # all parameters get their names
-        drawn = _told(path, "guide", lambda: pyro.poutine.trace(guide).get_trace(*args, **kwargs))
-        pyro.poutine.trace(pyro.poutine.replay(model, drawn)).get_trace(*args, **kwargs)
+    _told(path, "guide", lambda: _step_dry(svi, args, kwargs))
     if _latents(guide) != own["latents"]:
         raise ValueError(
             f"{path} is of another model: its latent sites are {_listed(own['latents'])}, and here "
@@ -247,6 +214,17 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{tree['versions']['pyro_ngvi']}; this version, {__version__}, reads format {FORMAT}."
         )
     return tree
+
+
+def _step_dry(svi: SVI, args: Any, kwargs: Any) -> None:
+    """A step without its end: guide and model make their parameters, and a loss that looks at a model
+    once, and goes another way then, has done so."""
+    with pyro.poutine.trace(param_only=True) as seen:
+        svi.loss_and_grads(svi.model, svi.guide, *args, **kwargs)
+    for p in traced_params(seen):
+        p.grad = None
+    for _, block in find_blocks(svi.guide):
+        block.curvature = None
 
 
 def _name(thing: Any) -> str:

@@ -25,8 +25,8 @@ FIRST = 5
 WIDER, FEWEST_PARTICLES = 4, 8
 #: about how many gradients a look takes at most, until there were more steps than that
 MOST_GRADIENTS = 80
-#: losses in a row that are not finite
-LOST = 20
+#: losses in a row that are not finite; steps before which nothing stalls
+LOST, STALLED = 20, 50
 
 
 class StopRule:
@@ -58,8 +58,9 @@ class StopRule:
         max_time: the same in seconds since the rule was made.
 
     Attributes:
-        reason: why to stop: "converged", "settled", "max_steps", "max_time" or "diverged" (20 losses in
-            a row are not finite); ``None``: go on.
+        reason: why to stop: "converged"; "settled"; "stalled" (three quarters of the steps have not
+            halved a gap above ``tol``, nor lowered the losses: ``gap`` says what is left); "max_steps";
+            "max_time"; "diverged" (20 losses in a row are not finite); ``None``: go on.
         gap: nats still to gain at the last look (:class:`~pyro_ngvi.fitting.Gap`); ``None``: no look.
         steps: how many losses it has seen.
         looks: step and gap of each look so far.
@@ -92,9 +93,7 @@ class StopRule:
         max_steps: int | None = None,
         max_time: float | None = None,
     ) -> None:
-        for name, value in {"tol": tol, "max_steps": max_steps, "max_time": max_time}.items():
-            if value is not None and not value > 0:
-                raise ValueError(f"StopRule: {name} must be positive, got {value!r}.")
+        _check_positive(tol=tol, max_steps=max_steps, max_time=max_time)
         if not isinstance(svi, SVI):
             raise ValueError(
                 f"StopRule looks at a pyro.infer.SVI, and got {type(svi).__name__}. Make it with the "
@@ -109,6 +108,13 @@ class StopRule:
         self._losses: list[float] = []
         self._lost, self._next, self._started = 0, FIRST, time.monotonic()
         self._wide: BatchedELBO | None = None
+
+    def limit(self, max_steps: int | None = None, max_time: float | None = None) -> None:
+        """Put other limits, which count from here, in the place of those of before."""
+        _check_positive(max_steps=max_steps, max_time=max_time)
+        so_far = time.monotonic() - self._started
+        self.max_steps = None if max_steps is None else self.steps + max_steps
+        self.max_time = None if max_time is None else so_far + max_time
 
     @property
     def steps(self) -> int:
@@ -148,7 +154,17 @@ class StopRule:
         self.gap = gap = meter(self.tol, max(MOST_GRADIENTS, self.steps))
         self.looks.append((self.steps, gap))
         self._next = self.steps + max(self.steps // 4, gap.gradients // 4, 1)
-        return "converged" if gap.is_below(self.tol) else None
+        if gap.is_below(self.tol):
+            return "converged"
+        return "stalled" if self._stalls() else None
+
+    def _stalls(self) -> bool:
+        """Whether the steps of the last three quarters have not halved a gap that stays above tol."""
+        since = [gap for steps, gap in self.looks if 4 * steps >= self.steps]
+        if self.steps < STALLED or len(since) < 4:
+            return False
+        above = all(gap.curved and gap.nats - gap.error > self.tol for gap in since)
+        return above and since[0].nats < 2.0 * since[-1].nats
 
     def _fall(self) -> tuple[float, float]:
         """By how much the mean loss of the last quarter is below that before it; standard error."""
@@ -221,3 +237,9 @@ class StopRule:
         self._started = time.monotonic() - state["seconds"]
         if self.batches is not None and state["batches"] is not None:
             self.batches.load_state_dict(state["batches"])
+
+
+def _check_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be positive, got {value!r}.")

@@ -26,8 +26,8 @@ LAYERS = (
     "losses",
     "sites",
     "hierarchy",
-    "fitting",
     "diagnostics",
+    "fitting",
     "nn",
 )
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if len(p.relative_to(PACKAGE).parts) > 1)
@@ -61,7 +61,8 @@ def imports(path: Path) -> list[tuple[str, str]]:
             source = ".".join([*base, *(node.module or "").split(".")]).rstrip(".")
             for alias in node.names:
                 whole = f"{source}.{alias.name}"
-                is_file = (PACKAGE.parent / whole.replace(".", "/")).with_suffix(".py").exists()
+                at = PACKAGE.parent / whole.replace(".", "/")
+                is_file = at.with_suffix(".py").exists() or (at / "__init__.py").exists()
                 found.append((whole if is_file else source, alias.name))
     return found
 

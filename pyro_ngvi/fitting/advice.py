@@ -1,0 +1,194 @@
+"""Which guide, rule and loss for a model, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.infer import SVI, autoguide
+from pyro.optim import PyroOptim
+from torch.distributions import biject_to
+
+from .. import guides, hierarchy, optim, sites
+from ..guides import AutoFlow, AutoOrthogonalFlow
+from ..hierarchy import AutoHierarchical
+from ..hierarchy.find import find_units
+from ..linalg.host import own_random_state
+from ..losses import BatchedELBO
+from ..optim.host import find_blocks
+from ..runtime.density import is_latent
+from ..runtime.pyro_adapter import is_marked
+from ..runtime.run import Minibatches, run_plainly
+from ..sites import SitesELBO
+from ..sites.site_guide import SiteGuide
+
+#: where the classes stand that have names
+GUIDES, OPTIMS = (guides, hierarchy, sites, autoguide), (optim, sites)
+
+#: latent variables from which a Cholesky factor costs too much, and from which factors do
+FULL_RANK, FACTOR = 1_000, 100_000
+#: units, and latent variables, from which on they are taken for themselves
+UNITS, MANY = 20, 100
+
+
+@dataclass
+class Advice:
+    """Guide, optimizer and loss for a model: ``svi = advice.svi()``.  Prints as its reasons.
+
+    Attributes:
+        model: the model.
+        guide: a class of guides, or a guide.
+        optim: what makes an optimizer from the guide, or an optimizer.
+        loss: a loss.
+        reasons: a clause for each choice.
+        recipe: names from which ``advise`` makes the same again; ``None`` for the user's own objects.
+    """
+
+    model: Any
+    guide: Any
+    optim: Any
+    loss: Any
+    reasons: tuple[str, ...]
+    recipe: dict[str, Any]
+
+    def svi(self) -> SVI:
+        """The parts put together."""
+        guide = self.guide(self.model) if _is_maker(self.guide) else self.guide
+        made = self.optim if isinstance(self.optim, PyroOptim) else self.optim(guide)
+        return SVI(self.model, guide, made, self.loss)
+
+    def __str__(self) -> str:
+        return "; ".join(self.reasons) + "."
+
+
+def advise(
+    model: Any,
+    *args: Any,
+    guide: Any = None,
+    optim: Any = None,
+    loss: Any = None,
+    num_particles: int | None = None,
+    **kwargs: Any,
+) -> Advice:
+    """Which guide, optimizer and loss :func:`pyro_ngvi.fit` takes for a model, and why.
+
+    What is given is kept, the rest goes with it:
+
+    * guide: :class:`~pyro_ngvi.AutoHierarchical` where 20 or more units have Gaussian latent variables
+      of their own, with 100 latent variables or more in all; else a Gaussian over all of them:
+      :class:`~pyro_ngvi.AutoFullRankNormal` up to 1,000, :class:`~pyro_ngvi.AutoFactorNormal` up to
+      100,000, :class:`~pyro_ngvi.AutoMeanFieldNormal` above.
+    * optimizer: :class:`~pyro_ngvi.NGVB` where the family knows its Fisher matrix, ``CVI`` for sites,
+      ``SPRING`` for flows, ``IFVB`` for any other guide.
+    * loss: :class:`~pyro_ngvi.BatchedELBO` of 8 particles, with the curvature that the optimizer asks
+      for; 16 for units, 128 for flows; ``SitesELBO`` for sites.
+
+    It looks at the structure of the model only, not at what the posterior turns out to be.
+
+    Args:
+        model: a Pyro model.
+        args: its arguments.
+        guide: a guide, a class of guides, or the name of one of this package or of Pyro.
+        optim: an optimizer, a class (or function of the guide), or the name of one of this package.
+        loss: a loss.
+        num_particles: draws of a step.
+        kwargs: keyword arguments of the model.
+
+    Raises:
+        ValueError: for names that are not known, and ``num_particles`` beside a ``loss``.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> def model():
+        ...     pyro.sample("x", dist.Gamma(torch.full((3,), 9.0), 3.0).to_event(1))
+        >>> print(ngvi.advise(model))
+        AutoFullRankNormal, for 3 latent variables; NGVB, exact natural gradients; 8 particles.
+    """
+    if loss is not None and num_particles is not None:
+        raise ValueError(
+            "num_particles= is a matter of the loss: give it there, or leave loss= out."
+        )
+    guide = _named("guide", guide, GUIDES) if isinstance(guide, str) else guide
+    rule = _named("optim", optim, OPTIMS) if isinstance(optim, str) else optim
+    reasons, own_loss = [], loss is not None
+    if guide is None:
+        guide, why = _guide_for(model, args, kwargs)
+        reasons.append(f"{guide.__name__}, {why}")
+    kind = _class_of(guide)
+    if rule is None:
+        rule, why = _rule_for(kind, guide)
+        reasons.append(f"{rule.__name__}, {why}")
+    if loss is None:
+        loss = _loss_for(kind, rule, num_particles)
+        draws = f"{loss.num_particles} particles"
+        reasons.append("sums over sites" if isinstance(loss, SitesELBO) else draws)
+    recipe = {
+        "guide": _name_of(guide, GUIDES),
+        "optim": _name_of(rule, OPTIMS),
+        "loss": None if own_loss else "chosen",
+        "num_particles": num_particles,
+    }
+    return Advice(model, guide, rule, loss, tuple(reasons), recipe)
+
+
+def _named(what: str, name: str, places: tuple[Any, ...]) -> Any:
+    for place in places:
+        if name in place.__all__:
+            return getattr(place, name)
+    known = [n for n in places[0].__all__ if n[:4] == "Auto" or what == "optim"]
+    raise ValueError(f"There is no {what} called {name!r}. Known are {', '.join(known)[:140]} ...")
+
+
+def _name_of(thing: Any, places: tuple[Any, ...]) -> str | None:
+    name = getattr(thing, "__name__", "")
+    return name if any(getattr(place, name, None) is thing for place in places if name) else None
+
+
+def _is_maker(guide: Any) -> bool:
+    """Whether something makes a guide of a model; else it is one."""
+    return isinstance(guide.func if isinstance(guide, partial) else guide, type)
+
+
+def _class_of(guide: Any) -> type:
+    made = guide.func if isinstance(guide, partial) else guide
+    return made if isinstance(made, type) else type(made)
+
+
+def _guide_for(model: Any, args: Any, kwargs: Any) -> tuple[Any, str]:
+    with poutine.block(), own_random_state(), torch.no_grad():
+        found = run_plainly(model, {}, args, kwargs, Minibatches())
+    latents = [s for s in found.values() if is_latent(s) and not is_marked(s)]
+    latents = [s for s in latents if not s["fn"].support.is_discrete]
+    d = sum(biject_to(s["fn"].support).inv(s["value"]).numel() for s in latents)
+    try:
+        units = find_units(model, args, kwargs, None)
+    except ValueError:  # why it is none for AutoHierarchical
+        units = None
+    if units is not None and units.size >= UNITS and max(d, units.size * units.width) >= MANY:
+        return AutoHierarchical, f"for {str(units)[:100]}"
+    for guide, most in ((guides.AutoFullRankNormal, FULL_RANK), (guides.AutoFactorNormal, FACTOR)):
+        if d <= most:
+            return guide, f"for {d:,} latent variable{'s' * (d != 1)}"
+    return guides.AutoMeanFieldNormal, f"for {d:,} latent variables"
+
+
+def _rule_for(kind: type, guide: Any) -> tuple[Any, str]:
+    if issubclass(kind, SiteGuide):
+        return sites.CVI, "fixed points of the sites"
+    if issubclass(kind, AutoFlow | AutoOrthogonalFlow):
+        return optim.SPRING, "natural gradients from scores"
+    if hasattr(kind, "make_family") or kind is AutoHierarchical or any(find_blocks(guide)):
+        return optim.NGVB, "exact natural gradients"
+    return optim.IFVB, "natural gradients of any guide"
+
+
+def _loss_for(kind: type, rule: Any, num_particles: int | None) -> Any:
+    if issubclass(kind, SiteGuide):
+        return SitesELBO() if num_particles is None else SitesELBO(num_particles)
+    accepts = getattr(rule, "accepts", (None,))
+    ways = [way for way in (None, "price", *accepts) if way in accepts]
+    usual = 128 if ways[0] == "scores" else 16 if kind is AutoHierarchical else 8
+    return BatchedELBO(usual if num_particles is None else num_particles, curvature=ways[0])

@@ -1,0 +1,261 @@
+"""A fit in one call: a thin layer over Pyro's own loop."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pyro
+from pyro.infer import SVI
+
+from .advice import Advice, advise
+from .batches import Batches
+from .checkpoint import collect, read, restore, write
+from .progress import Progress, signals
+from .result import Result
+from .stop import StopRule
+
+#: seconds between checkpoints
+EVERY = 60.0
+
+
+class Fit(Result):
+    """A run of :func:`pyro_ngvi.fit`, whether it has ended or not: the loop, and :class:`Result`.
+
+    Attributes:
+        svi: the ``pyro.infer.SVI``.
+        stop: the :class:`~pyro_ngvi.StopRule`.
+        advice: guide, optimizer and loss, and the reasons for what was not given.
+    """
+
+    def __init__(
+        self, advice: Advice, args: Any, kwargs: Any, data: Iterable[Any] | None, tol: float
+    ) -> None:
+        super().__init__(advice.model, args, kwargs)
+        self.advice = advice
+        self.svi: SVI = advice.svi()
+        self.batches = None if data is None else Batches(data)
+        self.stop = StopRule(self.svi, tol, batches=data)
+        self._saved: dict[str, Any] | None = None
+
+    def resume(
+        self,
+        *args: Any,
+        data: Iterable[Any] | None = None,
+        tol: float | None = None,
+        max_steps: int | None = None,
+        max_time: float | None = None,
+        progress: bool = True,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: float = EVERY,
+        callbacks: Iterable[Callable[[Fit], Any]] = (),
+        **kwargs: Any,
+    ) -> Fit:
+        """Take more steps, until the stop rule or one of the limits, which count from here.
+
+        Args:
+            args: those of the model, and ``kwargs``; those of before where there are none.
+            data: minibatches, in place of those of before.
+            tol: nats, in place of that of before.
+            max_steps: as for :func:`pyro_ngvi.fit`, and the others below it.
+
+        Returns:
+            This fit.
+        """
+        if args or kwargs:
+            self.args, self.kwargs = args, kwargs
+        if data is not None:
+            self.batches = Batches(data)
+            self.stop.batches = Batches(data)
+        self.put_back()
+        stop = self.stop
+        stop.tol = stop.tol if tol is None else float(tol)
+        stop.limit(max_steps, max_time)
+        self.forget()
+        callbacks, saved = list(callbacks), time.monotonic()
+        bar = Progress(stop, progress)
+        try:
+            with signals() as noted:
+                while True:
+                    ended = self._step(bar)
+                    # a list, so that all of them are called
+                    asked = [callback(self) for callback in callbacks]
+                    if noted or ended or any(asked):
+                        reasons = [*noted, stop.reason if ended else "callback"]
+                        self.why_stopped = reasons[0]
+                        break
+                    if checkpoint is not None and time.monotonic() - saved >= every:
+                        self.save(checkpoint)
+                        saved = time.monotonic()
+        finally:
+            bar.close()
+        if checkpoint is not None:
+            self.save(checkpoint)
+        return self
+
+    def _step(self, bar: Progress) -> bool:
+        start = time.perf_counter()
+        args = self.args if self.batches is None else next(self.batches)
+        loss: Any = self.svi.step(*args, **self.kwargs)
+        ended = self.stop(loss, *args, **self.kwargs)
+        self.record(float(loss), time.perf_counter() - start)
+        bar.update(float(loss))
+        return ended
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all of it to a file, for :func:`pyro_ngvi.load`; see :func:`pyro_ngvi.save`."""
+        self.put_back()
+        extra = {"fit": self.record_dict() | {"recipe": self.advice.recipe, "tol": self.stop.tol}}
+        write(path, collect(self.svi, self.stop, self.batches, extra))
+
+    def put_back(self) -> None:
+        """Restore what was loaded from a file, now that the arguments are there."""
+        if self._saved is None:
+            return
+        args = self.args if self.batches is None else next(Batches(self.batches.source))
+        parts = self.stop, self.batches
+        restore(self._saved, self.svi, args, self.kwargs, *parts, "load: the file")
+        self._saved = None
+
+
+def fit(
+    model: Callable[..., Any],
+    *args: Any,
+    guide: Any = None,
+    optim: Any = None,
+    loss: Any = None,
+    num_particles: int | None = None,
+    data: Iterable[Any] | None = None,
+    max_steps: int | None = None,
+    max_time: float | None = None,
+    tol: float = 0.05,
+    seed: int | None = None,
+    progress: bool = True,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: float = EVERY,
+    callbacks: Iterable[Callable[[Fit], Any]] = (),
+    **kwargs: Any,
+) -> Fit:
+    """From a model to its posterior: choose guide, rule and loss, step until nothing is left to gain.
+
+    The same as ``SVI(model, guide, optim, loss)`` with what :func:`pyro_ngvi.advise` names, a loop over
+    ``svi.step``, and :class:`~pyro_ngvi.StopRule` to end it; what is given is taken in place of what
+    would be chosen.  Ctrl-C or SIGTERM end it after the step at hand, with a whole :class:`Fit`.
+
+    Not for a loss that changes between steps (``kl_weight`` in a warm-up), nor for several optimizers:
+    write the loop.  Parameters of ``pyro.param`` go on from where Pyro's store has them.
+
+    Args:
+        model: a Pyro model.  If a keyword argument of it has the name of an option here, bind it first
+            with ``functools.partial``.
+        args: its arguments, with the data.
+        guide: a guide, a class of guides, or the name of one of this package or of Pyro.
+        optim: an optimizer, a class (or function of the guide), or the name of one of this package.
+        loss: a loss of Pyro's or of this package.
+        num_particles: draws of a step, for the loss that is chosen.
+        data: minibatches: a ``DataLoader``, or another iterable that can be gone through again, of
+            tuples of arguments.  ``args`` are then those of all data, for what is read afterwards.
+        max_steps: steps after which to stop in any case; ``None`` for no such limit, as ``max_time``.
+        max_time: the same in seconds.
+        tol: nats of ELBO that may be left to gain within the family of the guide.
+        seed: of all random numbers, as by ``pyro.set_rng_seed``.
+        progress: whether to show a bar, or lines at growing intervals where the output is no terminal.
+        checkpoint: a file that is written every so often and at the end; :func:`pyro_ngvi.load`.
+        every: seconds between checkpoints.
+        callbacks: functions of the fit, called after each step; one that returns true ends it.
+        kwargs: keyword arguments of the model.
+
+    Returns:
+        The fit, which prints as what was chosen, why it stopped, and whether to believe it.
+
+    Raises:
+        ValueError: for options out of range or unknown names, and what guide, optimizer or loss refuse.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> def model(y):
+        ...     m = pyro.sample("m", dist.Normal(0.0, 10.0))
+        ...     s = pyro.sample("s", dist.HalfNormal(5.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Normal(m, s), obs=y)
+        >>> fit = ngvi.fit(model, torch.linspace(-2.0, 6.0, 100), seed=0)
+        >>> fit.why_stopped, fit.khat.decision
+        ('converged', 'intervals')
+    """
+    if seed is not None:
+        pyro.set_rng_seed(seed)
+    first = next(Batches(data)) if data is not None and guide is None else args
+    given = {"guide": guide, "optim": optim, "loss": loss, "num_particles": num_particles}
+    made = Fit(advise(model, *first, **given, **kwargs), args, kwargs, data, tol)
+    return made.resume(
+        max_steps=max_steps,
+        max_time=max_time,
+        progress=progress,
+        checkpoint=checkpoint,
+        every=every,
+        callbacks=callbacks,
+    )
+
+
+def load(
+    path: str | os.PathLike[str],
+    run: SVI | Callable[..., Any],
+    *args: Any,
+    stop: StopRule | None = None,
+    batches: Batches | None = None,
+    guide: Any = None,
+    optim: Any = None,
+    loss: Any = None,
+    data: Iterable[Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Go on where a run was saved: the steps after it are those of an unbroken run, bit for bit.
+
+    Of a hand-written loop (:func:`pyro_ngvi.save`) make model, guide, optimizer and loss by the same
+    code as then, and pass the SVI.  Of a fit pass the model: ``ngvi.load(path, model).resume(X, y)``.
+    The file may come from another device: values come to where guide and model are.
+
+    Args:
+        path: the file.
+        run: the ``pyro.infer.SVI``, new or used; or for a fit the model.
+        args: arguments of the model: guide and loss learn from them what there is, by a step that is
+            taken back.  For a fit they may come later.
+        stop: a stop rule for the SVI, which takes over what that of the run had seen.
+        batches: minibatches of the loop, of the same data.
+        guide: for a fit that was given a guide of its own, as then; so ``optim`` and ``loss``.
+        data: minibatches of a fit.
+        kwargs: keyword arguments of the model.
+
+    Returns:
+        For an SVI what was given to ``save`` as ``extra``; for a model the :class:`Fit`.
+
+    Raises:
+        FileNotFoundError: where there is no file.
+        ValueError: for a file that is damaged or something else, and for a run of another model, guide,
+            optimizer or precision.
+    """
+    saved = read(path)
+    if isinstance(run, SVI):
+        return restore(saved, run, args, kwargs, stop, batches, f"load: {path}")
+    record = (saved["extra"] or {}).get("fit") if isinstance(saved["extra"], dict) else None
+    if record is None:
+        raise ValueError(
+            f"load: {path} is of a hand-written loop: pass its pyro.infer.SVI, not a model."
+        )
+    recipe, given = record["recipe"], {"guide": guide, "optim": optim, "loss": loss}
+    for name, value in given.items():
+        if value is None and recipe[name] is None:
+            raise ValueError(
+                f"load: {path} is of a fit with a {name} of its own: pass {name}= as it was then."
+            )
+        given[name] = recipe[name] if value is None else value
+    particles = recipe["num_particles"] if loss is None else None
+    made = advise(
+        run, guide=given["guide"], optim=given["optim"], loss=loss, num_particles=particles
+    )
+    found = Fit(made, args, kwargs, data, record["tol"])
+    found.load_record(record)
+    found._saved = saved
+    return found

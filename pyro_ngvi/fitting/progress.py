@@ -1,0 +1,100 @@
+"""What a fit shows while it runs, and how it is broken off."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm.auto import tqdm
+
+#: seconds until the first line where the output is no terminal, and by what factor pauses grow
+FIRST_LINE, GROWTH = 10.0, 2.0
+#: share of the last loss in the mean that is shown
+NEWEST = 0.1
+
+
+class Progress:
+    """A tqdm bar in terminals and notebooks; in logs a line after 10 s, 20 s, 40 s ...
+
+    Args:
+        stop: the :class:`~pyro_ngvi.StopRule` of the loop.
+        shown: whether to show anything.
+    """
+
+    def __init__(self, stop: Any, shown: bool) -> None:
+        self.stop, self.shown = stop, shown
+        in_notebook = "notebook" in tqdm.__module__
+        self._is_bar = shown and (in_notebook or sys.stderr.isatty())
+        self._bar = tqdm(initial=stop.steps, unit="step", disable=not self._is_bar, leave=False)
+        self._mean: float | None = None
+        self._first = stop.steps
+        self._start = time.monotonic()
+        self._next = FIRST_LINE
+
+    def update(self, loss: float) -> None:
+        """After a step."""
+        if not self.shown:
+            return
+        if math.isfinite(loss):
+            self._mean = loss if self._mean is None else self._mean + NEWEST * (loss - self._mean)
+        if self._is_bar:
+            self._bar.total = self.steps_in_all()
+            self._bar.set_postfix_str(self._words(), refresh=False)
+            self._bar.update()
+            return
+        seconds = time.monotonic() - self._start
+        if seconds >= self._next:
+            self._next = GROWTH * seconds
+            rate = (self.stop.steps - self._first) / seconds
+            line = f"step {self.stop.steps}, {seconds:.0f} s, {rate:.3g} steps/s, {self._words()}"
+            print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.close()
+
+    def steps_in_all(self) -> int | None:
+        """When the rule is likely to end the run, by how the gap fell between its last two looks."""
+        stop, found = self.stop, None
+        if len(stop.looks) >= 2:
+            (k, before), (n, now) = stop.looks[-2:]
+            if before.nats > now.nats > stop.tol:
+                rate = math.log(before.nats / now.nats) / (n - k)
+                found = n + math.ceil(math.log(now.nats / stop.tol) / rate)
+        if stop.max_steps is not None:
+            found = min(found or stop.max_steps, stop.max_steps)
+        return None if found is None else max(found, stop.steps)
+
+    def _words(self) -> str:
+        gap = self.stop.gap
+        left = f", {gap.nats:.2g} nats to go" if gap is not None and math.isfinite(gap.nats) else ""
+        return f"ELBO {-self._mean:.5g}{left}" if self._mean is not None else "ELBO not finite"
+
+
+@contextmanager
+def signals() -> Iterator[list[str]]:
+    """Within it Ctrl-C and SIGTERM are noted, as "interrupted" or "terminated", and no step is cut
+    off; a second Ctrl-C raises at once.  Other threads than the main one cannot listen, and do not."""
+    noted: list[str] = []
+    names = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+
+    def note(number: int, frame: Any) -> None:
+        if noted and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        noted.append(names[signal.Signals(number)])
+
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    before = {number: signal.signal(number, note) for number in names}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,184 @@
+"""What one asks of a fit: numbers, tables, pictures, predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from html import escape
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from .. import diagnostics
+from ..diagnostics.arviz_compat import loo
+from ..diagnostics.draws import guide_draws, random_state
+from ..diagnostics.khat import KHat
+
+#: what stands there once it was asked for, until the next step
+KEPT = ("idata", "khat")
+
+
+class Result:
+    """A trained guide and how it came about; what is read from it is found when first asked for.
+
+    Attributes:
+        model, args, kwargs: the model and its arguments.
+        why_stopped: "converged", "settled", "stalled", "max_steps", "max_time" or "diverged", as
+            :class:`~pyro_ngvi.StopRule` says; "interrupted", "terminated", or "callback".
+    """
+
+    svi: Any
+    stop: Any
+    advice: Any
+
+    def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.why_stopped: str | None = None
+        self._losses: list[float] = []
+        self._seconds: list[float] = []
+        self._kept: dict[str, Any] = {}
+
+    # --- how it came about
+
+    def record(self, loss: float, seconds: float) -> None:
+        """Note a step."""
+        self._losses.append(loss)
+        self._seconds.append(seconds)
+
+    def record_dict(self) -> dict[str, Any]:
+        """The record, for a checkpoint."""
+        return {"losses": self._losses, "seconds": self._seconds, "why_stopped": self.why_stopped}
+
+    def load_record(self, record: Mapping[str, Any]) -> None:
+        """Take over the record of a checkpoint."""
+        self._losses, self._seconds = list(record["losses"]), list(record["seconds"])
+        self.why_stopped = record["why_stopped"]
+
+    def put_back(self) -> None:
+        """Before anything is read."""
+
+    def forget(self) -> None:
+        """Before a step: what was read is no longer so."""
+        self._kept.clear()
+
+    @property
+    def guide(self) -> Any:
+        """The trained guide."""
+        self.put_back()
+        return self.svi.guide
+
+    @property
+    def losses(self) -> np.ndarray:
+        """The loss of each step, (steps,), in nats."""
+        return np.array(self._losses)
+
+    @property
+    def report(self) -> dict[str, np.ndarray]:
+        """Of each step its loss and its seconds; of each look of the stop rule its step, the nats to go
+        and their standard error."""
+        looks = [(k, gap.nats, gap.error) for k, gap in self.stop.looks]
+        table = np.array(looks).reshape(-1, 3)
+        found = {"loss": self.losses, "seconds": np.array(self._seconds)}
+        return found | dict(zip(("look", "gap", "gap_error"), table.T, strict=True))
+
+    # --- whether to believe it
+
+    @property
+    def khat(self) -> KHat:
+        """Whether the draws may be taken as they are, from 1,000 of them at a fixed seed."""
+        if "khat" not in self._kept:
+            self._kept["khat"] = diagnostics.khat(
+                self.model, self.guide, *self.args, seed=0, **self.kwargs
+            )
+        return self._kept["khat"]
+
+    @property
+    def elbo(self) -> tuple[float, float]:
+        """The ELBO of the guide in nats, and its standard error."""
+        return self.khat.elbo, self.khat.elbo_error
+
+    @property
+    def idata(self) -> Any:
+        """Draws in ArviZ's container, as :func:`pyro_ngvi.to_arviz` gives them by default."""
+        if "idata" not in self._kept:
+            self._kept["idata"] = self.to_arviz(seed=0)
+        return self._kept["idata"]
+
+    def to_arviz(self, **options: Any) -> Any:
+        """:func:`pyro_ngvi.to_arviz` of the fit, with its options."""
+        return diagnostics.to_arviz(self.model, self.guide, *self.args, **options, **self.kwargs)
+
+    def summary(self, **options: Any) -> Any:
+        """ArviZ's table with the verdict under it: :func:`pyro_ngvi.summary`."""
+        return diagnostics.summary(self.idata, **options)
+
+    def loo(self, **options: Any) -> Any:
+        """``arviz.loo``, of resampled draws where k-hat asks for it."""
+        decision = self.idata.attrs["decision"]
+        return loo(
+            self.to_arviz(seed=0, resample="psis") if decision == "resample" else self.idata,
+            **options,
+        )
+
+    # --- draws
+
+    def sample(self, num_samples: int = 1000, seed: int | None = None) -> dict[str, Tensor]:
+        """Draws (num_samples, ...) of the latent sites, by name."""
+        with random_state(seed):
+            return guide_draws(partial(self.guide, *self.args, **self.kwargs), num_samples)[0]
+
+    def predict(self, *args: Any, **options: Any) -> dict[str, Tensor]:
+        """:func:`pyro_ngvi.predict` at new arguments."""
+        return diagnostics.predict(self.model, self.guide, *args, **options)
+
+    # --- to look at
+
+    def plot(self, ax: Any = None) -> Any:
+        """The ELBO over the steps, and above its last value the nats that were still to gain.
+
+        Args:
+            ax: matplotlib ``Axes``; ``None`` for those of a new figure.
+
+        Returns:
+            The ``Axes``.
+        """
+        from matplotlib import pyplot
+
+        ax = pyplot.subplots()[1] if ax is None else ax
+        elbo = -self.losses
+        steps = np.arange(1, len(elbo) + 1)
+        ax.plot(steps, elbo, ".", markersize=3, alpha=0.4, label="ELBO of a step")
+        last = elbo[-max(2, len(elbo) // 4) :]
+        level = float(last[np.isfinite(last)].mean()) if np.isfinite(last).any() else 0.0
+        gap = self.stop.gap
+        if gap is not None and np.isfinite(gap.nats):
+            top = level + max(gap.nats, 0.0) + gap.error
+            ax.axhspan(level, top, color="tab:orange", alpha=0.3, label="still to gain")
+        for k, _ in self.stop.looks:
+            ax.axvline(k, color="0.8", linewidth=0.5, zorder=0)
+        start = np.nanquantile(np.where(np.isfinite(elbo), elbo, np.nan), 0.05)
+        ax.set_ylim(min(start, level - 1.0), None)
+        ax.set_xlabel("step")
+        ax.set_ylabel("ELBO [nats]")
+        ax.legend()
+        return ax
+
+    def __repr__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> list[str]:
+        steps, seconds = len(self._losses), sum(self._seconds)
+        lines = [f"Fit: {self.advice}"] if self.advice.reasons else ["Fit"]
+        gap = self.stop.gap
+        left = f", {gap.nats:.2g} +- {gap.error:.1g} nats to go" if gap is not None else ""
+        lines.append(f"{self.why_stopped} after {steps} steps, {seconds:.2g} s{left}")
+        try:
+            elbo, error = self.elbo
+            lines.append(f"ELBO {elbo:.2f} +- {error:.2f} nats. {self.khat.verdict}")
+        except Exception as error:  # whatever the guide or the model says of these arguments
+            lines.append(f"No verdict: {error}")
+        return lines
+
+    def _repr_html_(self) -> str:
+        return "".join(f"<p>{escape(line)}</p>" for line in self._lines())

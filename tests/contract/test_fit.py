@@ -1,0 +1,356 @@
+"""``fit``: what it chooses, how it ends, what it keeps, and that it is no more than Pyro's loop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from pyro.optim import PyroOptim
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.fitting.progress import Progress
+from tests.contract.registry import data, regression
+
+X, y = data()
+
+
+def logistic(X: Tensor, y: Tensor | None = None, size: int | None = None) -> None:
+    w = pyro.sample("w", dist.Normal(X.new_zeros(3), 1.0).to_event(1))
+    with pyro.plate("data", size or len(X), subsample=X if size else None):
+        pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+
+def classes(n: int = 40) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    A = torch.randn(n, 3, generator=generator, dtype=torch.float64)
+    return A, (A.sum(-1) + torch.randn(n, generator=generator) > 0).to(A)
+
+
+A, b = classes()
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> None:
+    pyro.clear_param_store()
+
+
+def test_it_is_the_loop_that_one_would_write() -> None:
+    fit = ngvi.fit(logistic, A, b, seed=3, progress=False)
+    pyro.clear_param_store()
+    pyro.set_rng_seed(3)
+    guide = ngvi.AutoFullRankNormal(logistic)
+    svi = SVI(logistic, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+    stop, losses = ngvi.StopRule(svi), []
+    while not losses or not stop(losses[-1], A, b):
+        losses.append(svi.step(A, b))
+    assert fit.losses.tolist() == losses
+    assert fit.why_stopped == stop.reason == "converged"
+    assert fit.stop.looks == stop.looks
+
+
+def test_what_it_says() -> None:
+    fit = ngvi.fit(logistic, A, b, seed=0)
+    first, second, third = repr(fit).splitlines()
+    assert first == (
+        "Fit: AutoFullRankNormal, for 3 latent variables; NGVB, exact natural gradients; 8 particles."
+    )
+    assert second.startswith(f"converged after {len(fit.losses)} steps, ")
+    assert third == f"ELBO {fit.elbo[0]:.2f} +- {fit.elbo[1]:.2f} nats. {fit.khat.verdict}"
+    assert fit._repr_html_().count("<p>") == 3
+    table = fit.summary()
+    assert list(table.index) == ["w[0]", "w[1]", "w[2]"]
+    assert fit.idata is fit.idata and fit.idata["posterior"]["w"].shape == (1, 1000, 3)
+
+
+def test_the_elbo_is_that_of_the_guide() -> None:
+    fit = ngvi.fit(regression, X, y, seed=0)
+    elbo, error = fit.elbo
+    with torch.no_grad():
+        exact = -Trace_ELBO(4000, vectorize_particles=True, max_plate_nesting=1).loss(
+            regression, fit.guide, X, y
+        )
+    # the posterior is Gaussian: the log weights are nearly the same
+    assert abs(elbo - exact) < 4 * error + 0.05 and error < 0.01
+
+
+def test_the_report_is_of_every_step() -> None:
+    fit = ngvi.fit(logistic, A, b, seed=0)
+    report = fit.report
+    assert len(report["loss"]) == len(report["seconds"]) == fit.stop.steps
+    assert (report["seconds"] > 0).all()
+    assert report["gap"][-1] == fit.stop.gap.nats
+    assert report["look"][-1] == fit.stop.steps
+    ax = fit.plot()
+    assert ax.get_ylabel() == "ELBO [nats]"
+
+
+def test_draws_and_predictions() -> None:
+    fit = ngvi.fit(logistic, A, b, seed=0)
+    assert fit.sample(7, seed=1)["w"].shape == (7, 3)
+    assert torch.equal(fit.sample(7, seed=1)["w"], fit.sample(7, seed=1)["w"])
+    assert fit.predict(A[:5])["y"].shape == (1000, 5)
+    C, c = classes(200)
+    fit = ngvi.fit(logistic, C, c, seed=0)
+    assert np.isfinite(float(fit.loo().iloc[0]))
+
+
+# --- what is chosen, and what is given
+
+
+def units(y: Tensor) -> None:
+    m = pyro.sample("m", dist.Normal(0.0, 5.0))
+    s = pyro.sample("s", dist.HalfNormal(5.0))
+    with pyro.plate("units", len(y)):
+        u = pyro.sample("u", dist.Normal(m, s))
+        pyro.sample("y", dist.Normal(u, 2.0), obs=y)
+
+
+def wide(d: int) -> None:
+    pyro.sample("z", dist.Normal(torch.zeros(d), 1.0).to_event(1))
+
+
+def test_advice_by_the_structure_of_the_model() -> None:
+    assert ngvi.advise(logistic, A, b).guide is ngvi.AutoFullRankNormal
+    assert ngvi.advise(units, torch.ones(8)).guide is ngvi.AutoFullRankNormal
+    found = ngvi.advise(units, torch.ones(200))
+    assert found.guide is ngvi.AutoHierarchical
+    assert str(found).startswith("AutoHierarchical, for 200 units of 1 latent variable (u)")
+    assert found.loss.num_particles == 16
+    assert ngvi.advise(wide, 1001).guide is ngvi.AutoFactorNormal
+    assert ngvi.advise(wide, 100_001).guide is ngvi.AutoMeanFieldNormal
+
+
+@pytest.mark.parametrize(
+    ("guide", "optim", "loss"),
+    [
+        ("AutoMeanFieldNormal", ngvi.NGVB, ngvi.BatchedELBO),
+        (partial(ngvi.AutoFactorNormal, rank=2), ngvi.NGVB, ngvi.BatchedELBO),
+        ("AutoSites", ngvi.CVI, ngvi.SitesELBO),
+        ("AutoCouplingFlow", ngvi.optim.SPRING, ngvi.BatchedELBO),
+        ("AutoNormal", ngvi.IFVB, ngvi.BatchedELBO),
+        (AutoNormal, ngvi.IFVB, ngvi.BatchedELBO),
+    ],
+)
+def test_rules_and_losses_go_with_the_guide(guide: Any, optim: Any, loss: Any) -> None:
+    fit = ngvi.fit(logistic, A, b, guide=guide, max_steps=2, progress=False)
+    assert type(fit.svi.optim) is optim
+    assert type(fit.svi.loss_and_grads.__self__) is loss
+    assert fit.stop.steps == 2 and fit.why_stopped == "max_steps"
+
+
+def test_what_is_given_is_taken() -> None:
+    guide = AutoNormal(logistic)
+    optim, loss = PyroOptim(torch.optim.Adam, {"lr": 0.1}), Trace_ELBO()
+    fit = ngvi.fit(logistic, A, b, guide=guide, optim=optim, loss=loss, max_steps=3)
+    assert fit.guide is guide and fit.svi.optim is optim
+    assert fit.advice.reasons == ()
+    fit = ngvi.fit(logistic, A, b, guide="AutoMeanFieldNormal", optim="VOGN", max_steps=2)
+    assert fit.svi.loss_and_grads.__self__.curvature == "gauss_newton"
+    fit = ngvi.fit(
+        logistic, A, b, optim=partial(ngvi.NGVB, momentum=0.5), num_particles=3, max_steps=1
+    )
+    assert fit.svi.loss_and_grads.__self__.num_particles == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"guide": "AutoNoSuch"}, "no guide called 'AutoNoSuch'. Known are Auto"),
+        ({"optim": "Sgd"}, "no optim called 'Sgd'. Known are AIFVB"),
+        ({"loss": Trace_ELBO(), "num_particles": 3}, "num_particles= is a matter of the loss"),
+        ({"max_steps": 0}, "max_steps must be positive, got 0"),
+        ({"tol": -1.0}, "tol must be positive, got -1.0"),
+        ({"data": iter([])}, "gone through again"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says) as refused:
+        ngvi.fit(logistic, A, b, **options)
+    assert len(str(refused.value)) <= 240
+
+
+def test_minibatches_of_a_loader() -> None:
+    loader = DataLoader(TensorDataset(A, b), 10, shuffle=True)
+    model = partial(logistic, size=40)
+    fit = ngvi.fit(model, A, b, data=loader, tol=0.3, seed=0, max_steps=2000)
+    assert fit.why_stopped == "converged"
+    whole = ngvi.fit(logistic, A, b, seed=0)
+    assert fit.khat.elbo == pytest.approx(whole.khat.elbo, abs=0.4)
+
+
+# --- how it ends
+
+
+def test_a_callback_ends_it_and_sees_every_step() -> None:
+    seen: list[int] = []
+
+    def third(fit: Any) -> bool:
+        seen.append(len(fit.losses))
+        return len(seen) == 3
+
+    fit = ngvi.fit(logistic, A, b, callbacks=[third])
+    assert seen == [1, 2, 3] and fit.why_stopped == "callback"
+    assert fit.resume(callbacks=[lambda fit: None]).why_stopped == "converged"
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")]
+)
+def test_signals_end_it_with_a_checkpoint(number: int, reason: str, tmp_path: Path) -> None:
+    before = signal.getsignal(number)
+    path = tmp_path / "run"
+
+    def kill(fit: Any) -> None:
+        if len(fit.losses) == 2:
+            os.kill(os.getpid(), number)
+
+    fit = ngvi.fit(logistic, A, b, seed=0, callbacks=[kill], checkpoint=path)
+    assert fit.why_stopped == reason and len(fit.losses) == 2
+    assert signal.getsignal(number) is before
+    assert fit.khat.log_weights.shape == (1000,)
+    pyro.clear_param_store()
+    resumed = ngvi.load(path, logistic).resume(A, b)
+    assert resumed.why_stopped == "converged"
+    pyro.clear_param_store()
+    assert resumed.losses.tolist() == ngvi.fit(logistic, A, b, seed=0).losses.tolist()
+
+
+def test_a_second_interrupt_raises_at_once() -> None:
+    def kill(fit: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        ngvi.fit(logistic, A, b, callbacks=[kill])
+
+
+def test_it_runs_in_other_threads() -> None:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(ngvi.fit(logistic, A, b, seed=0)))
+    thread.start()
+    thread.join()
+    assert found[0].why_stopped == "converged"
+
+
+# --- going on
+
+
+def test_limits_count_from_here() -> None:
+    fit = ngvi.fit(logistic, A, b, seed=0, max_steps=2)
+    assert fit.why_stopped == "max_steps"
+    old = fit.khat
+    fit.resume(max_steps=2)
+    assert len(fit.losses) == 4 and fit.khat is not old
+    fit.resume()
+    assert fit.why_stopped == "converged"
+    fit.resume(max_time=1e-9)
+    assert fit.why_stopped == "max_time"
+
+
+@pytest.mark.parametrize(
+    "guide", ["AutoFullRankNormal", "AutoCouplingFlow", "AutoNormal", "AutoSites"]
+)
+def test_a_saved_fit_goes_on_as_an_unbroken_one(guide: str, tmp_path: Path) -> None:
+    fit = ngvi.fit(logistic, A, b, guide=guide, seed=0, max_steps=3)
+    fit.save(tmp_path / "run")
+    fit.resume(max_steps=4)
+    pyro.clear_param_store()
+    loaded = ngvi.load(tmp_path / "run", logistic)
+    assert loaded.why_stopped == "max_steps" and len(loaded.losses) == 3
+    loaded.resume(A, b, max_steps=4)
+    assert loaded.losses.tolist() == fit.losses.tolist()
+    assert loaded.khat.elbo == fit.khat.elbo
+
+
+def test_a_saved_fit_can_be_read_at_once(tmp_path: Path) -> None:
+    fit = ngvi.fit(logistic, A, b, seed=0)
+    fit.save(tmp_path / "run")
+    expected = fit.khat.elbo
+    pyro.clear_param_store()
+    loaded = ngvi.load(tmp_path / "run", logistic, A, b)
+    assert loaded.khat.elbo == expected
+    assert loaded.why_stopped == "converged"
+
+
+def test_parts_of_one_s_own_are_asked_for(tmp_path: Path) -> None:
+    own = partial(ngvi.AutoFactorNormal, rank=2)
+    ngvi.fit(logistic, A, b, guide=own, seed=0, max_steps=3, checkpoint=tmp_path / "run")
+    with pytest.raises(ValueError, match="a guide of its own: pass guide= as it was then"):
+        ngvi.load(tmp_path / "run", logistic)
+    assert (
+        len(ngvi.load(tmp_path / "run", logistic, guide=own).resume(A, b, max_steps=1).losses) == 4
+    )
+
+
+def test_a_file_of_a_loop_is_none_of_a_fit(tmp_path: Path) -> None:
+    guide = ngvi.AutoFullRankNormal(logistic)
+    svi = SVI(logistic, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(2))
+    svi.step(A, b)
+    ngvi.save(tmp_path / "run", svi)
+    with pytest.raises(ValueError, match="of a hand-written loop: pass its"):
+        ngvi.load(tmp_path / "run", logistic)
+
+
+def test_a_fit_in_minibatches_goes_on_within_the_epoch(tmp_path: Path) -> None:
+    def loader() -> Any:
+        return DataLoader(TensorDataset(A, b), 10, shuffle=True)
+
+    model = partial(logistic, size=40)
+    fit = ngvi.fit(model, data=loader(), seed=0, max_steps=6)
+    fit.save(tmp_path / "run")
+    fit.resume(max_steps=9)
+    pyro.clear_param_store()
+    loaded = ngvi.load(tmp_path / "run", model, data=loader()).resume(max_steps=9)
+    assert loaded.losses.tolist() == fit.losses.tolist()
+
+
+# --- what it shows
+
+
+def test_logs_get_lines_at_growing_intervals(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    svi = SVI(
+        logistic, AutoNormal(logistic), PyroOptim(torch.optim.Adam, {"lr": 0.1}), Trace_ELBO()
+    )
+    stop = ngvi.StopRule(svi)
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    bar = Progress(stop, shown=True)
+    for k in range(100):
+        now[0] = float(k)
+        bar.update(-2.0)
+    bar.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[2] for line in lines] == ["10", "20", "40", "80"]
+    assert lines[0].endswith("ELBO 2")
+    Progress(stop, shown=False).update(1.0)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_is_left_is_told_from_the_last_two_looks() -> None:
+    svi = SVI(
+        logistic, AutoNormal(logistic), PyroOptim(torch.optim.Adam, {"lr": 0.1}), Trace_ELBO()
+    )
+    stop = ngvi.StopRule(svi, tol=0.1)
+    bar = Progress(stop, shown=False)
+    assert bar.steps_in_all() is None
+    Gap = ngvi.fitting.Gap
+    stop.looks = [(100, Gap(10.0, 0.1, 32)), (200, Gap(1.0, 0.1, 32))]  # a tenth in 100 steps
+    assert bar.steps_in_all() == 300
+    stop.limit(max_steps=250)
+    assert bar.steps_in_all() == 250
