@@ -34,6 +34,36 @@ FULL_RANK, FACTOR = 1_000, 100_000
 UNITS, MANY = 20, 100
 
 
+class Structure:
+    """What a run of a model tells: ``d`` latent variables, and ``units`` for
+    :class:`~pyro_ngvi.AutoHierarchical`, ``None`` where it takes none."""
+
+    def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        with poutine.block(), own_random_state(), torch.no_grad():
+            found = run_plainly(model, {}, args, kwargs, Minibatches())
+        latents = [s for s in found.values() if is_latent(s) and not is_marked(s)]
+        latents = [s for s in latents if not s["fn"].support.is_discrete]
+        sizes = [biject_to(s["fn"].support).inv(s["value"]).numel() for s in latents]
+        self.d, self.units = sum(sizes), None
+        try:
+            self.units = find_units(model, args, kwargs, None)
+        except ValueError:  # why it has none
+            pass
+
+    def guide(self) -> tuple[Any, str]:
+        """The guide to begin with, and why."""
+        units, d = self.units, self.d
+        if units is not None:
+            size = max(d, units.size * units.width)  # there may be a minibatch of them in d
+            if units.size >= UNITS and size >= MANY:
+                return AutoHierarchical, f"for {str(units)[:100]}"
+        why, normal = f"for {d:,} latent variable{'s' * (d != 1)}", guides.AutoFullRankNormal
+        if d > FULL_RANK:
+            normal = guides.AutoFactorNormal if d <= FACTOR else guides.AutoMeanFieldNormal
+        return normal, why
+
+
 @dataclass
 class Advice:
     """Guide, optimizer and loss for a model: ``svi = advice.svi()``.  Prints as its reasons.
@@ -115,7 +145,7 @@ def advise(
     rule = _named("optim", optim, OPTIMS) if isinstance(optim, str) else optim
     reasons, own_loss = [], loss is not None
     if guide is None:
-        guide, why = _guide_for(model, args, kwargs)
+        guide, why = Structure(model, args, kwargs).guide()
         reasons.append(f"{guide.__name__}, {why}")
     kind = _class_of(guide)
     if rule is None:
@@ -155,24 +185,6 @@ def _is_maker(guide: Any) -> bool:
 def _class_of(guide: Any) -> type:
     made = guide.func if isinstance(guide, partial) else guide
     return made if isinstance(made, type) else type(made)
-
-
-def _guide_for(model: Any, args: Any, kwargs: Any) -> tuple[Any, str]:
-    with poutine.block(), own_random_state(), torch.no_grad():
-        found = run_plainly(model, {}, args, kwargs, Minibatches())
-    latents = [s for s in found.values() if is_latent(s) and not is_marked(s)]
-    latents = [s for s in latents if not s["fn"].support.is_discrete]
-    d = sum(biject_to(s["fn"].support).inv(s["value"]).numel() for s in latents)
-    try:
-        units = find_units(model, args, kwargs, None)
-    except ValueError:  # why it is none for AutoHierarchical
-        units = None
-    if units is not None and units.size >= UNITS and max(d, units.size * units.width) >= MANY:
-        return AutoHierarchical, f"for {str(units)[:100]}"
-    for guide, most in ((guides.AutoFullRankNormal, FULL_RANK), (guides.AutoFactorNormal, FACTOR)):
-        if d <= most:
-            return guide, f"for {d:,} latent variable{'s' * (d != 1)}"
-    return guides.AutoMeanFieldNormal, f"for {d:,} latent variables"
 
 
 def _rule_for(kind: type, guide: Any) -> tuple[Any, str]:

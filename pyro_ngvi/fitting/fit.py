@@ -10,9 +10,10 @@ from typing import Any
 import pyro
 from pyro.infer import SVI
 
-from .advice import Advice, advise
+from .advice import Advice, Structure, advise
 from .batches import Batches
 from .checkpoint import collect, read, restore, write
+from .ladder import climb
 from .progress import Progress, signals
 from .result import Result
 from .stop import StopRule
@@ -151,7 +152,10 @@ def fit(
         model: a Pyro model.  If a keyword argument of it has the name of an option here, bind it first
             with ``functools.partial``.
         args: its arguments, with the data.
-        guide: a guide, a class of guides, or the name of one of this package or of Pyro.
+        guide: a guide, a class of guides, or the name of one of this package or of Pyro; ``"auto"`` for
+            the best of several: the one that would be chosen, then :class:`~pyro_ngvi.AutoHierarchical`
+            where there are units, then :class:`~pyro_ngvi.AutoCouplingFlow` up to 100 latent variables,
+            until draws of one may be taken as they are, or it gains no more than its standard error.
         optim: an optimizer, a class (or function of the guide), or the name of one of this package.
         loss: a loss of Pyro's or of this package.
         num_particles: draws of a step, for the loss that is chosen.
@@ -181,22 +185,26 @@ def fit(
         ...     with pyro.plate("data", len(y)):
         ...         pyro.sample("y", dist.Normal(m, s), obs=y)
         >>> fit = ngvi.fit(model, torch.linspace(-2.0, 6.0, 100), seed=0)
-        >>> fit.why_stopped, fit.khat.decision
-        ('converged', 'intervals')
+        >>> fit.why_stopped, fit.guide.median()["m"].round()
+        ('converged', tensor(2.))
     """
     if seed is not None:
         pyro.set_rng_seed(seed)
-    first = next(Batches(data)) if data is not None and guide is None else args
-    given = {"guide": guide, "optim": optim, "loss": loss, "num_particles": num_particles}
-    made = Fit(advise(model, *first, **given, **kwargs), args, kwargs, data, tol)
-    return made.resume(
-        max_steps=max_steps,
-        max_time=max_time,
-        progress=progress,
-        checkpoint=checkpoint,
-        every=every,
-        callbacks=callbacks,
-    )
+    first = next(Batches(data)) if data is not None and guide in (None, "auto") else args
+    parts = {"optim": optim, "loss": loss, "num_particles": num_particles}
+    how: dict[str, Any] = {"max_steps": max_steps, "progress": progress, "checkpoint": checkpoint}
+    how |= {"every": every, "callbacks": list(callbacks)}
+
+    def one(guide: Any, max_time: float | None) -> Fit:
+        made = Fit(advise(model, *first, guide=guide, **parts, **kwargs), args, kwargs, data, tol)
+        return made.resume(max_time=max_time, **how)
+
+    if guide != "auto":
+        return one(guide, max_time)
+    best = climb(Structure(model, first, kwargs), one, max_time)
+    if checkpoint is not None and len(best.rungs) > 1:
+        best.save(checkpoint)
+    return best
 
 
 def load(

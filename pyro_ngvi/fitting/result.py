@@ -26,6 +26,7 @@ class Result:
         model, args, kwargs: the model and its arguments.
         why_stopped: "converged", "settled", "stalled", "max_steps", "max_time" or "diverged", as
             :class:`~pyro_ngvi.StopRule` says; "interrupted", "terminated", or "callback".
+        rungs: with ``guide="auto"`` what each guide has reached; this is the fit of the best.
     """
 
     svi: Any
@@ -35,6 +36,7 @@ class Result:
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.why_stopped: str | None = None
+        self.rungs: tuple[Any, ...] = ()
         self._losses: list[float] = []
         self._seconds: list[float] = []
         self._kept: dict[str, Any] = {}
@@ -178,7 +180,7 @@ class Result:
             lines.append(f"ELBO {elbo:.2f} +- {error:.2f} nats. {self.khat.verdict}")
         except Exception as error:  # whatever the guide or the model says of these arguments
             lines.append(f"No verdict: {error}")
-        return lines
+        return [*lines, *map(str, self.rungs)]
 
     def _repr_html_(self) -> str:
         return "".join(f"<p>{escape(line)}</p>" for line in self._lines())

@@ -11,7 +11,7 @@ from typing import Any
 import pyro
 import torch
 from pyro.infer import SVI
-from torch import nn
+from torch import Tensor, nn
 
 from ..linalg.host import own_random_state
 from ..losses import BatchedELBO
@@ -25,8 +25,10 @@ FIRST = 5
 WIDER, FEWEST_PARTICLES = 4, 8
 #: about how many gradients a look takes at most, until there were more steps than that
 MOST_GRADIENTS = 80
-#: losses in a row that are not finite; steps before which nothing stalls
-LOST, STALLED = 20, 50
+#: losses in a row that are not finite
+LOST = 20
+#: steps before which a run is not said to have settled, by losses alone, or to stall
+SETTLED, STALLED = 40, 50
 
 
 class StopRule:
@@ -36,9 +38,9 @@ class StopRule:
     of its family *near by*, found from gradients there (:mod:`pyro_ngvi.fitting.gap`).  It needs guides
     of ours with a known Fisher matrix that hold all that is trained, any optimizer.  For other guides
     (Pyro's, flows, sites, hierarchies), or where the model has parameters of its own, the rule says
-    "settled" in its place: the mean loss of the last quarter of the steps is no more than ``tol`` below
-    that of the quarter before, by a standard error of at most tol / 2.  That says nothing of what is
-    still to gain where a rate is too small, or too large to settle near the optimum.
+    "settled" in its place: the trimmed mean of the losses of the last quarter of the steps is no more
+    than ``tol`` below that of the quarter before, by a standard error of at most tol / 2.  That says
+    nothing of what is still to gain where a rate is too small, or too large to settle near the optimum.
 
     It looks when the losses have ceased to fall: after step 5 at first, and then after 10 to 25 % more
     steps, so that its gradients cost about as much as the steps at most.  Looking changes neither
@@ -148,7 +150,7 @@ class StopRule:
             return None
         blocks = self._blocks(args, kwargs)
         if not blocks:
-            settled = fall + error <= self.tol and error <= 0.5 * self.tol
+            settled = self.steps >= SETTLED and fall + error <= self.tol and error <= 0.5 * self.tol
             return "settled" if settled else None
         meter = GapMeter(blocks, self._gradient(args, kwargs))
         self.gap = gap = meter(self.tol, max(MOST_GRADIENTS, self.steps))
@@ -170,9 +172,8 @@ class StopRule:
         """By how much the mean loss of the last quarter is below that before it; standard error."""
         n = max(2, self.steps // 4)
         window = torch.tensor(self._losses[-2 * n :], dtype=torch.float64)
-        before, last = window.split([len(window) - n, n])
-        variance = before.var() / len(before) + last.var() / n
-        return float(before.mean() - last.mean()), float(variance.sqrt())
+        (before, error), (last, other) = map(_trimmed_mean, window.split([len(window) - n, n]))
+        return before - last, math.hypot(error, other)
 
     def _blocks(self, args: Any, kwargs: Any) -> list[Any]:
         """The parts of the guide that hold all that is trained; none where the gap is not to be had."""
@@ -237,6 +238,15 @@ class StopRule:
         self._started = time.monotonic() - state["seconds"]
         if self.batches is not None and state["batches"] is not None:
             self.batches.load_state_dict(state["batches"])
+
+
+def _trimmed_mean(x: Tensor) -> tuple[float, float]:
+    """The mean without the tenths at both ends, which a few losses in a tail do not move, and its
+    standard error (Tukey & McLaughlin 1963)."""
+    x, cut = x.sort().values, len(x) // 10
+    kept = x[cut : len(x) - cut]
+    winsorized = x.clamp(kept[0], kept[-1])
+    return float(kept.mean()), float(winsorized.std()) * len(x) ** 0.5 / len(kept)
 
 
 def _check_positive(**values: float | None) -> None:

@@ -354,3 +354,55 @@ def test_what_is_left_is_told_from_the_last_two_looks() -> None:
     assert bar.steps_in_all() == 300
     stop.limit(max_steps=250)
     assert bar.steps_in_all() == 250
+
+
+# --- from one guide to the next
+
+
+def banana() -> None:
+    """Far from every Gaussian."""
+    x = pyro.sample("x", dist.Normal(torch.zeros(2, dtype=X.dtype), 1.0).to_event(1))
+    pyro.factor("bend", dist.Normal(x[0] ** 2, 0.1).log_prob(x[1]))
+
+
+def test_it_climbs_while_it_pays(tmp_path: Path) -> None:
+    fit = ngvi.fit(banana, guide="auto", seed=1, checkpoint=tmp_path / "run")
+    first, second = fit.rungs
+    assert (first.guide, second.guide) == ("AutoFullRankNormal", "AutoCouplingFlow")
+    assert first.decision != "intervals" and second.decision == "intervals"
+    assert second.elbo > first.elbo + 0.05
+    assert type(fit.guide) is ngvi.AutoCouplingFlow
+    assert fit.elbo == (second.elbo, second.error)
+    assert repr(fit).splitlines()[-2:] == [str(first), str(second)]
+    expected = fit.khat.elbo
+    pyro.clear_param_store()
+    assert ngvi.load(tmp_path / "run", banana).khat.elbo == expected
+
+
+def test_it_stays_where_the_first_guide_will_do() -> None:
+    fit = ngvi.fit(regression, X, y, guide="auto", seed=0)
+    assert [rung.guide for rung in fit.rungs] == ["AutoFullRankNormal"]
+
+
+def test_the_best_of_the_guides_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyro_ngvi.fitting.ladder.FLOW", 0)
+    fit = ngvi.fit(units, torch.linspace(-3.0, 3.0, 8), guide="auto", seed=0)
+    assert [rung.guide for rung in fit.rungs] == ["AutoFullRankNormal", "AutoHierarchical"]
+    assert fit.elbo[0] == max(rung.elbo for rung in fit.rungs)
+
+
+def test_a_model_with_parameters_of_its_own_has_one_guide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyro_ngvi.diagnostics.khat.COARSE_MEAN", -1.0)  # nothing is good enough
+
+    def learning() -> None:
+        pyro.param("width", torch.tensor(0.3), constraint=dist.constraints.positive)
+        banana()
+
+    with pytest.warns(UserWarning, match="leaves what is not natural"):
+        fit = ngvi.fit(learning, guide="auto", seed=0, max_steps=30)
+    assert len(fit.rungs) == 1 and fit.rungs[0].decision != "intervals"
+
+
+def test_time_is_that_of_all_guides() -> None:
+    fit = ngvi.fit(banana, guide="auto", seed=1, max_time=1e-6)
+    assert len(fit.rungs) == 1 and fit.why_stopped == "max_time"

@@ -1,0 +1,111 @@
+"""From a cheap family to richer ones, while it pays."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro import poutine
+from torch import nn
+
+from ..guides import AutoCouplingFlow
+from ..hierarchy import AutoHierarchical
+from ..linalg.host import own_random_state
+from .advice import Structure
+from .gap import traced_params
+
+#: latent variables above which a flow costs too much
+FLOW = 100
+#: how much more time the next guide may take than all before it, and seconds that it may in any case
+PATIENCE, SECONDS = 4.0, 10.0
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What one guide has reached.
+
+    Attributes:
+        guide: its name.
+        elbo: ELBO in nats, and ``error`` its standard error.
+        khat: k-hat of the importance weights.
+        decision: of :class:`~pyro_ngvi.diagnostics.KHat`.
+        why_stopped: of the fit.
+        seconds: of fit and verdict.
+    """
+
+    guide: str
+    elbo: float
+    error: float
+    khat: float
+    decision: str
+    why_stopped: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.guide}: ELBO {self.elbo:.2f} +- {self.error:.2f}, k-hat {self.khat:.2f}, "
+            f"{self.decision}, {self.seconds:.2g} s"
+        )
+
+
+def guides(structure: Structure) -> Iterator[Any]:
+    """Guides of a model, the cheapest that suits it first."""
+    first, _ = structure.guide()
+    yield first
+    if structure.units is not None and first is not AutoHierarchical:
+        yield AutoHierarchical
+    if structure.d <= FLOW:
+        yield AutoCouplingFlow
+
+
+def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None) -> Any:
+    """The fit of the guide with the highest ELBO, of those up to the first that is good enough.
+
+    Good enough are draws that may be taken as they are, or an ELBO that is no better than that of the
+    best guide before it by the standard error of the difference.  Where the model has parameters of its
+    own, which every guide would train, the first guide is all.
+
+    A guide after the first takes at most four times as long as those before it, or ten seconds.
+
+    Args:
+        structure: what is known of the model.
+        fit: ``fit(guide, max_time)`` gives a fit.
+        max_time: seconds in all.
+    """
+    best: Any = None
+    rungs, start = [], time.monotonic()
+    for guide in guides(structure):
+        began = time.monotonic()
+        limit = max_time
+        if best is not None:
+            limit = max(SECONDS, PATIENCE * (began - start))
+            limit = limit if max_time is None else min(limit, max_time - (began - start))
+            if limit <= 0.0:
+                break
+        found = fit(guide, limit)
+        k, seconds = found.khat, time.monotonic() - began
+        why, name = str(found.why_stopped), guide.__name__
+        rungs.append(Rung(name, k.elbo, k.elbo_error, k.khat, k.decision, why, seconds))
+        gain = math.inf if best is None else k.elbo - best.khat.elbo
+        error = 0.0 if best is None else math.hypot(k.elbo_error, best.khat.elbo_error)
+        best = found if gain > 0.0 else best
+        if k.decision == "intervals" or gain < error or why in ("interrupted", "terminated"):
+            break
+        if _has_params(structure):
+            break
+    best.rungs = tuple(rungs)
+    return best
+
+
+def _has_params(structure: Structure) -> bool:
+    """Whether a model has parameters that are trained beside the guide's."""
+    model = structure.model
+    if isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters()):
+        return True
+    with own_random_state(), torch.no_grad(), poutine.trace(param_only=True) as seen:
+        model(*structure.args, **structure.kwargs)
+    return bool(traced_params(seen))
