@@ -1,7 +1,7 @@
 """Does `fit(..., guide="auto")` find what the best guide tried by hand finds, and in what time?
 
-Run from the root of the repository: ``python -m benchmarks.auto_guide --help``.  For each problem of the
-zoo a fit that chooses, and one of each guide in the list, every one with default settings and a limit
+Run from the root of the repository: ``python -m benchmarks.auto_guide --help``.  For each problem of
+the zoo a fit that chooses, and one of each guide in the list, all with default settings and a limit
 of seconds.  The best by hand is that of the highest ELBO; "as good": at most 0.1 nat below it, or the
 same decision of `khat`.
 """

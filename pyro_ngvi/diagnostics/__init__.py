@@ -3,6 +3,7 @@
 from ..probing.vectorized import check_vectorized
 from ..runtime.model_density import ModelDensity
 from ..sites.leave_one_out import Influence, SiteLOO
+from .diagnosis import Diagnosis, Moved, diagnose
 from .export import to_arviz
 from .khat import KHat, khat, khat_from_log_weights
 from .loo_units import UnitLOO, loo_units
@@ -11,12 +12,15 @@ from .prediction import predict
 from .summary import summary
 
 __all__ = [
+    "Diagnosis",
     "Influence",
     "KHat",
     "ModelDensity",
+    "Moved",
     "SiteLOO",
     "UnitLOO",
     "check_vectorized",
+    "diagnose",
     "khat",
     "khat_from_log_weights",
     "loo_units",

@@ -32,7 +32,7 @@ class Rung:
         guide: its name.
         elbo: ELBO in nats, and ``error`` its standard error.
         khat: k-hat of the importance weights.
-        decision: of :class:`~pyro_ngvi.diagnostics.KHat`.
+        decision: of the fit's ``verdict``.
         why_stopped: of the fit.
         seconds: of fit and verdict.
     """
@@ -87,13 +87,13 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
             if limit <= 0.0:
                 break
         found = fit(guide, limit)
-        k, seconds = found.khat, time.monotonic() - began
-        why, name = str(found.why_stopped), guide.__name__
-        rungs.append(Rung(name, k.elbo, k.elbo_error, k.khat, k.decision, why, seconds))
+        k, decision = found.khat, found.verdict.decision
+        why, seconds = str(found.why_stopped), time.monotonic() - began
+        rungs.append(Rung(guide.__name__, k.elbo, k.elbo_error, k.khat, decision, why, seconds))
         gain = math.inf if best is None else k.elbo - best.khat.elbo
         error = 0.0 if best is None else math.hypot(k.elbo_error, best.khat.elbo_error)
         best = found if gain > 0.0 else best
-        if k.decision == "intervals" or gain < error or why in ("interrupted", "terminated"):
+        if decision == "intervals" or gain < error or why in ("interrupted", "terminated"):
             break
         if _has_params(structure):
             break

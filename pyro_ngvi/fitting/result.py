@@ -8,15 +8,18 @@ from html import escape
 from typing import Any
 
 import numpy as np
+import torch
+from pyro import poutine
 from torch import Tensor
 
 from .. import diagnostics
+from ..diagnostics import Diagnosis, KHat
 from ..diagnostics.arviz_compat import loo
 from ..diagnostics.draws import guide_draws, random_state
-from ..diagnostics.khat import KHat
+from ..linalg.host import own_random_state
 
-#: what stands there once it was asked for, until the next step
-KEPT = ("idata", "khat")
+#: sizes up to which a fit is diagnosed by short chains unasked
+FEW_LATENTS, FEW_DATA = 200, 20_000
 
 
 class Result:
@@ -96,6 +99,32 @@ class Result:
         return self._kept["khat"]
 
     @property
+    def diagnosis(self) -> Diagnosis:
+        """Whether to believe the guide, site by site: :func:`pyro_ngvi.diagnose`."""
+        if "diagnosis" not in self._kept:
+            self._kept["diagnosis"] = diagnostics.diagnose(
+                self.model, self.guide, *self.args, **self.kwargs
+            )
+        return self._kept["diagnosis"]
+
+    @property
+    def verdict(self) -> KHat | Diagnosis:
+        """The diagnosis, or for large models k-hat, which costs less; both have ``decision``, ``ok``
+        and ``verdict``.  Large: above 200 latent variables, or 20,000 data."""
+        return self.diagnosis if self._is_small() else self.khat
+
+    def _is_small(self) -> bool:
+        if "small" not in self._kept:
+            with own_random_state(), torch.no_grad(), poutine.block():
+                trace: Any = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+            latents, data = (
+                sum(trace.nodes[name]["value"].numel() for name in names)
+                for names in (trace.stochastic_nodes, trace.observation_nodes)
+            )
+            self._kept["small"] = latents <= FEW_LATENTS and data <= FEW_DATA
+        return self._kept["small"]
+
+    @property
     def elbo(self) -> tuple[float, float]:
         """The ELBO of the guide in nats, and its standard error."""
         return self.khat.elbo, self.khat.elbo_error
@@ -117,7 +146,7 @@ class Result:
 
     def loo(self, **options: Any) -> Any:
         """``arviz.loo``, of resampled draws where k-hat asks for it."""
-        decision = self.idata.attrs["decision"]
+        decision = self.khat.decision
         return loo(
             self.to_arviz(seed=0, resample="psis") if decision == "resample" else self.idata,
             **options,
@@ -177,7 +206,7 @@ class Result:
         lines.append(f"{self.why_stopped} after {steps} steps, {seconds:.2g} s{left}")
         try:
             elbo, error = self.elbo
-            lines.append(f"ELBO {elbo:.2f} +- {error:.2f} nats. {self.khat.verdict}")
+            lines.append(f"ELBO {elbo:.2f} +- {error:.2f} nats. {self.verdict.verdict}")
         except Exception as error:  # whatever the guide or the model says of these arguments
             lines.append(f"No verdict: {error}")
         return [*lines, *map(str, self.rungs)]

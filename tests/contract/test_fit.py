@@ -70,7 +70,7 @@ def test_what_it_says() -> None:
         "Fit: AutoFullRankNormal, for 3 latent variables; NGVB, exact natural gradients; 8 particles."
     )
     assert second.startswith(f"converged after {len(fit.losses)} steps, ")
-    assert third == f"ELBO {fit.elbo[0]:.2f} +- {fit.elbo[1]:.2f} nats. {fit.khat.verdict}"
+    assert third == f"ELBO {fit.elbo[0]:.2f} +- {fit.elbo[1]:.2f} nats. {fit.diagnosis.verdict}"
     assert fit._repr_html_().count("<p>") == 3
     table = fit.summary()
     assert list(table.index) == ["w[0]", "w[1]", "w[2]"]
@@ -393,7 +393,7 @@ def test_the_best_of_the_guides_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_model_with_parameters_of_its_own_has_one_guide(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["pyro_ngvi.diagnostics.khat"]
+    module = sys.modules["pyro_ngvi.diagnostics.diagnosis"]
     monkeypatch.setattr(module, "COARSE_MEAN", -1.0)  # nothing is good enough
 
     def learning() -> None:

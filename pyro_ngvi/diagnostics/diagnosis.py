@@ -1,0 +1,251 @@
+r"""Where short Markov chains lead that start at draws of a guide, and how far that is.
+
+Hamiltonian Monte Carlo leaves the posterior as it is, so where the guide is right its draws stay what
+they are, and where it is wrong they move towards what is right, also where no draw of the guide is and
+importance weights see nothing (Wang, Kasprzak & Huggins, "A targeted accuracy diagnostic for
+variational approximations", AISTATS 2023).  With x_0 the draws, x_T those after T steps, and rho their
+correlation, an entry whose chain is linear has
+
+    E x_T - mu = rho (E x_0 - mu),    Var x_T - v = rho^2 (Var x_0 - v),
+
+mu and v of the posterior.  So the errors of the guide are estimated by
+
+    mu - E x_0 = (E x_T - E x_0) / (1 - rho),    v - Var x_0 = (Var x_T - Var x_0) / (1 - rho^2).    (1)
+
+Chains do not find modes far from where they start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.model_density import ModelDensity
+from .draws import guide_draws, random_state
+from .khat import COARSE_MEAN, COARSE_SD, KHat, khat
+
+#: mean acceptance that step sizes aim at, and steps that adapt them
+ACCEPTED, ADAPTING = 0.8, 5
+#: leapfrog steps of a trajectory, at most, and its length in sds of the guide: a quarter of a period
+MOST_LEAPS, LENGTH = 16, 0.5 * math.pi
+#: correlation with the start above which a chain has not told much
+STUCK = 0.7
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What short chains say of the entries of one latent site.
+
+    Attributes:
+        mean: error of the guide's mean by (1), in sds of the posterior, and ``mean_error`` its standard
+            error, both of the shape of the site.
+        log_sd: logarithm of the posterior's sd over the guide's by (1), and ``log_sd_error``.
+        rho: correlation of the ends of the chains with their starts.
+    """
+
+    mean: Tensor
+    mean_error: Tensor
+    log_sd: Tensor
+    log_sd_error: Tensor
+    rho: Tensor
+
+    @property
+    def is_off(self) -> bool:
+        """Whether a mean is off by more than 0.3 sds, or an sd by more than 30 %, at three errors."""
+        mean = self.mean.abs() - 3.0 * self.mean_error > COARSE_MEAN
+        return bool((mean | (self.log_sd.abs() - 3.0 * self.log_sd_error > COARSE_SD)).any())
+
+    @property
+    def is_good(self) -> bool:
+        """Whether none is, by one standard error, and all chains have left their starts."""
+        mean = self.mean.abs() + self.mean_error <= COARSE_MEAN
+        sd = self.log_sd.abs() + self.log_sd_error <= COARSE_SD
+        return bool((mean & sd & (self.rho <= STUCK)).all())
+
+    def __str__(self) -> str:
+        mean, sd = float(self.mean.abs().max()), float(self.log_sd.abs().max())
+        stuck = f", chains stuck (correlation {float(self.rho.max()):.2f})"
+        return (
+            f"means off by about {mean:.2g} sd, sds by {100.0 * math.expm1(sd):.0f} %, at most"
+            + stuck * bool((self.rho > STUCK).any())
+        )
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Whether to believe a guide, site by site: what :func:`pyro_ngvi.diagnose` found; prints as that.
+
+    Attributes:
+        sites: :class:`Moved` by latent site.
+        khat: what importance weights say.
+        accepted: share of trajectories that were accepted, after adaptation.
+    """
+
+    sites: dict[str, Moved]
+    khat: KHat = field(repr=False)
+    accepted: float
+
+    @property
+    def decision(self) -> str:
+        """ "intervals" where all sites are good and no mode was missed; "unusable" where one is off or
+        a mode was missed; else "resample" where weights can be relied on, or "unclear"."""
+        if (self.khat.missed or 0.0) > 0.0 or any(m.is_off for m in self.sites.values()):
+            return "unusable" if self.khat.decision != "resample" else "resample"
+        if all(m.is_good for m in self.sites.values()):
+            return "intervals"
+        return self.khat.decision if self.khat.decision == "resample" else "unclear"
+
+    @property
+    def ok(self) -> bool:
+        """Whether the guide's draws may be taken as they are."""
+        return self.decision == "intervals"
+
+    @property
+    def verdict(self) -> str:
+        """The decision and its reasons, in words."""
+        words = {
+            "intervals": "Take the intervals as they are",
+            "resample": "Resample, do not take the intervals as they are",
+            "unusable": "Not usable",
+            "unclear": "Not clear",
+        }
+        wrong = {n: m for n, m in self.sites.items() if not m.is_good}
+        name, worst = max((wrong or self.sites).items(), key=lambda item: item[1].is_off)
+        where = f"{name!r} has {worst}" if wrong else "short chains move no site far"
+        if (self.khat.missed or 0.0) > 0.0:
+            where = f"a mode was missed ({self.khat.missed:.1f} nats)"
+        return f"{words[self.decision]}: {where}."
+
+    def __str__(self) -> str:
+        words = {
+            n: "good" if m.is_good else "off" if m.is_off else "?" for n, m in self.sites.items()
+        }
+        lines = [f"  {name} ({words[name]}): {moved}" for name, moved in self.sites.items()]
+        figures = f"k-hat {self.khat.khat:.2f}, weights worth {self.khat.ess:.0f} draws"
+        return "\n".join([self.verdict, *lines, f"  ({figures})"])
+
+
+def diagnose(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    *args: Any,
+    num_chains: int = 1000,
+    num_steps: int = 15,
+    seed: int | None = 0,
+    **kwargs: Any,
+) -> Diagnosis:
+    """Whether to believe a trained guide, by short chains from its draws: bounds on errors of means and
+    sds of every site, where k-hat tells of the joint distribution alone.
+
+    A step of Hamiltonian Monte Carlo has up to 16 gradients of the model for all chains at once; the
+    metric is the covariance of the guide's draws.
+
+    When not to use it: models whose gradient costs too much for ``16 * num_steps`` of them, and
+    posteriors with several modes, between which short chains do not go.
+
+    Args:
+        model: the Pyro model.
+        guide: any trained Pyro guide of it.
+        args: what the model is called with: the full data.
+        num_chains: draws of the guide at which chains start.
+        num_steps: T, of which the first five adapt the length of leaps.
+        seed: makes the result repeatable; ``None`` for the global random state.
+        kwargs: keyword arguments of the model.
+
+    Raises:
+        ValueError: as :func:`pyro_ngvi.khat`; for fewer than 50 chains.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist
+        >>> def model():
+        ...     pyro.sample("z", dist.Normal(0.0, 1.0))
+        >>> def narrow():
+        ...     pyro.sample("z", dist.Normal(0.0, 0.4))
+        >>> diagnose(model, model).decision, diagnose(model, narrow).decision
+        ('intervals', 'unusable')
+    """
+    if num_chains < 50 or num_steps <= ADAPTING:
+        raise ValueError(f"diagnose needs at least 50 chains and {ADAPTING + 1} steps.")
+    weights = khat(model, guide, *args, seed=seed, **kwargs)
+    with random_state(seed, stream=2):
+        values, _ = guide_draws(partial(guide, *args, **kwargs), num_chains)
+        density = ModelDensity(model, args, kwargs)
+        start = density.pack({name: values[name] for name in density.layout.transforms})
+        end, accepted = run_chains(density, start.detach(), num_steps)
+    with torch.no_grad():
+        before, after = density.unpack(start), density.unpack(end)
+    sites = {name: moved(before[name], after[name]) for name in before}
+    return Diagnosis(sites, weights, accepted)
+
+
+def run_chains(
+    log_prob: Callable[[Tensor], Tensor], start: Tensor, num_steps: int
+) -> tuple[Tensor, float]:
+    """Hamiltonian Monte Carlo from ``start`` (S, d), all chains at once, and the share accepted.
+
+    ``log_prob`` maps (S, d) to (S,).  Trajectories have random lengths, the same for all chains.
+    """
+    S, d = start.shape
+    center = start.mean(0)
+    factor, info = torch.linalg.cholesky_ex(torch.cov(start.mT).reshape(d, d))
+    if 4 * d > S or bool(info):  # the covariance is known on its diagonal alone
+        factor = torch.diag_embed(start.std(0).clamp_min(torch.finfo(start.dtype).tiny))
+
+    def gradient(u: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            u = u.detach().requires_grad_()
+            value = log_prob(center + u @ factor.mT)
+            (grad,) = torch.autograd.grad(value.sum(), u)
+        return value.detach(), grad
+
+    u = torch.linalg.solve_triangular(factor, (start - center).mT, upper=False).mT
+    value, grad = gradient(u)
+    leap, rates = LENGTH / min(MOST_LEAPS, 4.0 * d**0.25), []
+    for step in range(num_steps):
+        momentum = torch.randn_like(u)
+        length = LENGTH * (0.5 + float(torch.rand(())))
+        leaps = min(MOST_LEAPS, max(1, math.ceil(length / leap)))
+        at, p, slope, new = u, momentum, grad, value
+        for _ in range(leaps):
+            p = p + 0.5 * leap * slope
+            at = at + leap * p
+            new, slope = gradient(at)
+            p = p + 0.5 * leap * slope
+        energy = new - value + 0.5 * (momentum.square().sum(1) - p.square().sum(1))
+        chance = energy.nan_to_num(-math.inf, -math.inf, -math.inf).clamp_max(0.0).exp()
+        taken = torch.rand_like(chance) < chance
+        u = torch.where(taken[:, None], at, u)
+        grad, value = torch.where(taken[:, None], slope, grad), torch.where(taken, new, value)
+        rate = float(chance.mean())
+        if step < ADAPTING:
+            leap *= math.exp(2.0 * (rate - ACCEPTED))
+        else:
+            rates.append(rate)
+    return center + u @ factor.mT, sum(rates) / len(rates)
+
+
+def moved(before: Tensor, after: Tensor) -> Moved:
+    """Estimates (1) for draws (S, ...) of a site and where their chains ended, entry by entry."""
+    S, rounding = len(before), 64.0 * torch.finfo(before.dtype).eps
+    before, after = before.double(), after.double()
+    a, b = before - before.mean(0), after - after.mean(0)
+    va, vb = a.square().mean(0), b.square().mean(0)
+    rho = (a * b).mean(0) / (va * vb).sqrt()
+    left = 1.0 - rho.clamp(0.0, STUCK)
+    mean = (after.mean(0) - before.mean(0)) / vb.sqrt() / left
+    mean_error = (b - a).std(0) / vb.sqrt() / left / S**0.5
+    # Var by (1), kept positive where it extrapolates; the error by the influence of each draw
+    share = 1.0 - rho.clamp(0.0, STUCK).square()
+    ratio = (1.0 + (vb / va - 1.0) / share).clamp_min(1e-3)
+    influence = (b.square() - a.square() * (vb / va)) / va
+    log_sd_error = 0.5 * influence.std(0) / share / ratio / S**0.5
+    found = mean, mean_error, 0.5 * ratio.log(), log_sd_error, rho
+    # entries such as the upper triangle of a Cholesky factor do not vary, but for roundings
+    varies = va.sqrt() > rounding * before.abs().amax(0)
+    return Moved(*(torch.where(varies, x, 0.0) for x in found))

@@ -1,0 +1,205 @@
+"""``diagnose``: errors of a guide's means and sds, found by short chains from its draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.diagnostics.diagnosis import moved, run_chains
+
+
+def gaussian(mean: float, sd: float, d: int = 1, heavy: float | None = None) -> Callable[[], None]:
+    """x (d,) in a plate, of this mean and sd; with ``heavy`` Student's t of so many degrees."""
+
+    def program() -> None:
+        loc = torch.full((d,), mean, dtype=torch.float64)
+        with pyro.plate("entries", d):
+            scale = sd if heavy is None else sd * math.sqrt((heavy - 2.0) / heavy)
+            q = dist.Normal(loc, scale) if heavy is None else dist.StudentT(heavy, loc, scale)
+            pyro.sample("x", q)
+
+    return program
+
+
+def test_chains_leave_a_posterior_as_it_is() -> None:
+    """Correlated normals: means, sds and correlations of 4,000 chains, standard errors 1 / 63."""
+    torch.manual_seed(1)
+    factor = torch.tensor([[1.0, 0.0, 0.0], [0.9, 0.3, 0.0], [-0.5, 0.2, 2.0]], dtype=torch.float64)
+    precision = torch.linalg.inv(factor @ factor.mT)
+    start = torch.randn(4000, 3, dtype=torch.float64) @ factor.mT
+
+    def log_prob(x: Tensor) -> Tensor:
+        return -0.5 * ((x @ precision) * x).sum(-1)
+
+    end, accepted = run_chains(log_prob, start, 15)
+    assert 0.6 < accepted < 1.0
+    z = torch.linalg.solve_triangular(factor, end.mT, upper=False)
+    assert z.mean(1).abs().max() < 4.0 / 63.0
+    assert (torch.cov(z) - torch.eye(3)).abs().max() < 4.0 * math.sqrt(2.0) / 63.0
+    rho = moved(start, end).rho
+    assert rho.abs().max() < 0.3  # and they have gone elsewhere
+
+
+def test_the_estimates_are_exact_for_linear_chains() -> None:
+    """x_T = mu + r (x_0 - mu) + noise, of the posterior's mean and sd; standard errors about 0.01."""
+    torch.manual_seed(1)
+    mu, sd, r = 1.5, 2.0, 0.6
+    before = 0.7 * torch.randn(40_000, 1, dtype=torch.float64)  # mean 0, sd 0.7
+    noise = sd * math.sqrt(1.0 - r**2) * torch.randn_like(before)
+    found = moved(before, mu + r * (before - mu) + noise)
+    end = math.sqrt(r**2 * 0.7**2 + sd**2 * (1.0 - r**2))
+    # the correlation is that of a chain that has not reached its sd
+    rho = r * 0.7 / end
+    assert abs(float(found.rho) - rho) < 0.02
+    shift = mu * (1.0 - r) / end / (1.0 - rho)
+    assert abs(float(found.mean) - shift) < 4.0 * float(found.mean_error)
+    ratio = 1.0 + (end**2 / 0.7**2 - 1.0) / (1.0 - rho**2)
+    assert abs(float(found.log_sd) - 0.5 * math.log(ratio)) < 4.0 * float(found.log_sd_error)
+
+
+@pytest.mark.parametrize(
+    ("mean", "sd"), [(0.0, 1.0), (0.5, 1.0), (0.0, 1.6), (0.0, 0.6), (-1.0, 2.0)]
+)
+def test_errors_of_a_guide_are_found(mean: float, sd: float) -> None:
+    """The guide is a standard normal, the posterior another one, in 3 entries."""
+    model, guide = gaussian(mean, sd, 3), gaussian(0.0, 1.0, 3)
+    found = ngvi.diagnose(model, guide, seed=0)
+    x = found.sites["x"]
+    assert (x.mean - mean / sd).abs().max() < 4.0 * x.mean_error.max() + 0.1 * abs(mean / sd)
+    assert (x.log_sd - math.log(sd)).abs().max() < 4.0 * x.log_sd_error.max() + 0.1
+    right = mean == 0.0 and sd == 1.0
+    assert found.ok == right == x.is_good
+    assert found.decision == ("intervals" if right else "unusable" if x.is_off else "resample")
+
+
+def test_standard_errors_are_those_of_the_estimates() -> None:
+    """Over 40 seeds: the spread of the estimates against their mean standard error, 11 % each."""
+    model, guide = gaussian(0.2, 1.2), gaussian(0.0, 1.0)
+    runs = [ngvi.diagnose(model, guide, seed=s, num_chains=400).sites["x"] for s in range(40)]
+    for value, error in (("mean", "mean_error"), ("log_sd", "log_sd_error")):
+        spread = torch.stack([getattr(x, value) for x in runs]).std()
+        said = torch.stack([getattr(x, error) for x in runs]).mean()
+        assert 0.6 < float(spread / said) < 1.5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_narrow_mode_in_a_wide_one_is_seen(seed: int) -> None:
+    """Weights call it good: few draws of a guide of the narrow part lie where they are large."""
+
+    def model() -> None:
+        x = pyro.sample("x", dist.Normal(torch.zeros((), dtype=torch.float64), 10.0))
+        both = torch.logaddexp(
+            math.log(0.9) + dist.Normal(0.0, 1.0).log_prob(x),
+            math.log(0.1) + dist.Normal(0.0, 10.0).log_prob(x),
+        )
+        pyro.factor("mixture", both - dist.Normal(0.0, 10.0).log_prob(x))
+
+    found = ngvi.diagnose(model, gaussian_named("x", 1.1), seed=seed)
+    assert not found.ok
+    assert float(found.sites["x"].log_sd) > 0.4  # the truth is log(3.3 / 1.1)
+
+
+def gaussian_named(name: str, sd: float) -> Callable[[], None]:
+    def guide() -> None:
+        pyro.sample(name, dist.Normal(torch.zeros((), dtype=torch.float64), sd))
+
+    return guide
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nothing_is_called_off_where_the_guide_is_right(seed: int) -> None:
+    def model(y: Tensor) -> None:
+        s = pyro.sample("s", dist.Gamma(y.new_tensor(30.0), 10.0))
+        w = pyro.sample("w", dist.Dirichlet(y.new_tensor([20.0, 30.0, 40.0])))
+        pyro.deterministic("sum", s + w.sum())
+
+    found = ngvi.diagnose(model, model_as_guide, torch.ones(1, dtype=torch.float64), seed=seed)
+    assert not any(x.is_off for x in found.sites.values())
+    assert found.sites.keys() == {"s", "w"}
+
+
+def model_as_guide(y: Tensor) -> None:
+    pyro.sample("s", dist.Gamma(y.new_tensor(30.0), 10.0))
+    pyro.sample("w", dist.Dirichlet(y.new_tensor([20.0, 30.0, 40.0])))
+
+
+def test_the_chains_know_a_sampler_that_is_wrong() -> None:
+    """torch 2.13 draws the last row of LKJCholesky(3) with sds 20 % too large: exactly, correlations
+    have sd (2 eta + 2)^-1/2 = 0.213 at eta = 10."""
+
+    def model() -> None:
+        pyro.sample("L", dist.LKJCholesky(3, torch.tensor(10.0, dtype=torch.float64)))
+
+    torch.manual_seed(0)
+    start = dist.LKJCholesky(3, torch.tensor(10.0, dtype=torch.float64)).sample((4000,))
+    density = ngvi.diagnostics.ModelDensity(model)
+    end, _ = run_chains(density, density.pack({"L": start}), 30)
+    L = density.unpack(end)["L"]
+    sds = (L @ L.mT)[:, [1, 2, 2], [0, 0, 1]].std(0)
+    assert (sds - 22.0**-0.5).abs().max() < 4.0 * 22.0**-0.5 / (2.0 * 4000) ** 0.5
+    found = moved(start, L)
+    assert found.mean[0, 2] == found.log_sd[0, 0] == 0.0  # entries that do not vary
+
+
+def test_a_false_alarm_of_weights_is_none_of_chains() -> None:
+    """A hundred normal data: k-hat is near 1, the mean and the scale are known to a few per cent."""
+
+    def model(y: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(y.new_zeros(()), 10.0))
+        s = pyro.sample("s", dist.HalfNormal(y.new_tensor(5.0)))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(m, s), obs=y)
+
+    for seed in range(3):
+        fit = ngvi.fit(model, torch.linspace(-2.0, 6.0, 100), seed=seed)
+        assert fit.diagnosis.ok and fit.verdict is fit.diagnosis
+
+
+def test_a_mean_field_guide_of_a_correlated_posterior_is_off() -> None:
+    def model(X: Tensor, y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(X.new_zeros(2), 10.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(100, 1, generator=generator, dtype=torch.float64)
+    X = torch.cat([x, x + 0.5 * torch.randn(100, 1, generator=generator, dtype=torch.float64)], 1)
+    y = X.sum(-1)
+    guide: Any = ngvi.AutoMeanFieldNormal(model)
+    fit = ngvi.fit(model, X, y, guide=guide, seed=0)
+    precision = X.mT @ X + 0.01 * torch.eye(2, dtype=torch.float64)
+    exact = torch.linalg.inv(precision).diagonal().sqrt()
+    ratio = exact / fit.sample(20_000, seed=0)["w"].std(0)
+    found = fit.diagnosis.sites["w"]
+    assert found.is_off and fit.diagnosis.verdict.startswith("Not usable: 'w' has means off by")
+    assert (found.log_sd - ratio.log()).abs().max() < 4.0 * found.log_sd_error.max() + 0.15
+
+
+def test_it_is_repeatable_and_leaves_no_trace() -> None:
+    before = torch.get_rng_state()
+    one, two = (ngvi.diagnose(gaussian(0.0, 1.0), gaussian(0.1, 1.0), seed=3) for _ in range(2))
+    assert torch.equal(one.sites["x"].mean, two.sites["x"].mean)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert str(one).splitlines()[0] == one.verdict
+
+
+def test_few_chains_are_refused() -> None:
+    for options in ({"num_chains": 10}, {"num_steps": 3}):
+        with pytest.raises(ValueError, match="at least 50 chains and 6 steps"):
+            ngvi.diagnose(gaussian(0.0, 1.0), gaussian(0.0, 1.0), **options)
+
+
+@pytest.mark.slow
+def test_heavy_tails_are_never_called_good_where_the_sd_is_off() -> None:
+    """Student's t of 3 degrees against the Gaussian of its centre, whose sd is 0.65 of the truth."""
+    guide = gaussian(0.0, 0.65, 3)
+    found = [ngvi.diagnose(gaussian(0.0, 1.0, 3, heavy=3.0), guide, seed=s) for s in range(40)]
+    assert not any(x.ok for x in found)
