@@ -1,9 +1,9 @@
-"""Verdict against error on posteriors with published answers: does ``khat`` know when to trust?
+"""Verdict against error on posteriors with published answers: do ``khat`` and ``diagnose`` know?
 
 For every reference posterior, three guides, several lengths of training and seeds: the largest error
-of a raw posterior mean, in reference sds, and of a raw sd, as a factor, beside what ``khat`` decided
-without the reference.  "intervals" is wrong where a mean is off by more than 0.3 sds or an sd by more
-than 30 %; a good fit is doubted where neither is and the decision is another one.
+of a raw posterior mean, in reference sds, and of a raw sd, as a factor, beside what ``khat`` and
+``diagnose`` decided without the reference.  "intervals" is wrong where a mean is off by more than 0.3
+sds or an sd by more than 30 %; a good fit is doubted where neither is and the decision is another one.
 
     PYRO_NGVI_DATA=... python -m benchmarks.reference_posteriors --steps 50 200 1000 --seeds 2
 """
@@ -43,6 +43,7 @@ class Row(NamedTuple):
     raw: tuple[float, float]
     resampled: tuple[float, float]
     found: ngvi.diagnostics.KHat
+    diagnosis: ngvi.diagnostics.Diagnosis
 
     @property
     def good(self) -> bool:
@@ -77,7 +78,8 @@ def judged(problem: Problem, guide: Any, name: str, steps: int, seed: int, draws
     raw = errors(problem, exported(None))
     # where there is nothing to resample by, the figures are those of the raw draws
     resampled = errors(problem, exported("psis")) if found.ess > 0 else raw
-    return Row(problem.name, name, steps, seed, raw, resampled, found)
+    diagnosis = ngvi.diagnose(problem.model, guide, *problem.args, seed=1)
+    return Row(problem.name, name, steps, seed, raw, resampled, found, diagnosis)
 
 
 def fits(steps: list[int], seeds: int, draws: int) -> Iterator[Row]:
@@ -109,25 +111,30 @@ def main() -> None:
     warnings.simplefilter("ignore", RuntimeWarning)  # of weights that are not to be relied on
     rows = []
     print(
-        "posterior | guide | steps | seed | mean off, sds | sd off, factor | resampled | decision"
+        "posterior | guide | steps | seed | mean off, sds | sd off, factor | resampled | khat "
+        "| diagnose"
     )
-    print("---|---|---|---|---|---|---|---")
+    print("---|---|---|---|---|---|---|---|---")
     for row in fits(options.steps, options.seeds, options.draws):
         rows.append(row)
-        mark = " (WRONG)" if row.found.ok and not row.good else ""
+        marks = [
+            f"{x.decision}{' (WRONG)' * (x.ok and not row.good)}"
+            for x in (row.found, row.diagnosis)
+        ]
         print(
             f"{row.problem} | {row.guide} | {row.steps} | {row.seed} | {row.raw[0]:.2f} | "
             f"{row.raw[1]:.2f} | {row.resampled[0]:.2f}, {row.resampled[1]:.2f} | "
-            f"{row.found.decision}{mark}",
+            f"{' | '.join(marks)}",
             flush=True,
         )
-    tally = Counter((row.found.decision, row.good) for row in rows)
-    print(f"\n{len(rows)} fits; good and bad raw intervals by decision:")
-    for decision in ("intervals", "resample", "unusable"):
-        print(f"{decision}: {tally[decision, True]} good, {tally[decision, False]} bad")
     good = sum(row.good for row in rows)
-    doubted = good - tally["intervals", True]
-    print(f"good fits that are doubted: {doubted} of {good}")
+    for who in ("khat", "diagnose"):
+        said = [row.found if who == "khat" else row.diagnosis for row in rows]
+        tally = Counter((x.decision, row.good) for x, row in zip(said, rows, strict=True))
+        print(f"\n{who}, {len(rows)} fits; good and bad raw intervals by decision:")
+        for decision in ("intervals", "resample", "unclear", "unusable"):
+            print(f"{decision}: {tally[decision, True]} good, {tally[decision, False]} bad")
+        print(f"good fits that are doubted: {good - tally['intervals', True]} of {good}")
     resample = [row.resampled for row in rows if row.found.decision == "resample"]
     right = sum(mean <= MEAN and sd <= SD for mean, sd in resample)
     print(f'resampled draws are good in {right} of {len(resample)} that are called "resample"')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +88,13 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
             if limit <= 0.0:
                 break
         found = fit(guide, limit)
-        k, decision = found.khat, found.verdict.decision
+        try:
+            k, decision = found.khat, found.verdict.decision
+        except (ValueError, TypeError, RuntimeError) as error:  # of a minibatch, perhaps
+            message = f'fit(guide="auto") ends with {guide.__name__}: no verdict on it, {error}'
+            warnings.warn(message[:240], UserWarning, stacklevel=3)
+            best = best or found
+            break
         why, seconds = str(found.why_stopped), time.monotonic() - began
         rungs.append(Rung(guide.__name__, k.elbo, k.elbo_error, k.khat, decision, why, seconds))
         gain = math.inf if best is None else k.elbo - best.khat.elbo

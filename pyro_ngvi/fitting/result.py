@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import astuple
 from functools import partial
 from html import escape
 from typing import Any
@@ -17,9 +18,11 @@ from ..diagnostics import Diagnosis, KHat
 from ..diagnostics.arviz_compat import loo
 from ..diagnostics.draws import guide_draws, random_state
 from ..linalg.host import own_random_state
+from ..runtime.run import CannotBatch
+from .ladder import Rung
 
 #: sizes up to which a fit is diagnosed by short chains unasked
-FEW_LATENTS, FEW_DATA = 200, 20_000
+FEW_LATENTS, FEW_DATA = 200, 5_000
 
 
 class Result:
@@ -39,7 +42,7 @@ class Result:
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.why_stopped: str | None = None
-        self.rungs: tuple[Any, ...] = ()
+        self.rungs: tuple[Rung, ...] = ()
         self._losses: list[float] = []
         self._seconds: list[float] = []
         self._kept: dict[str, Any] = {}
@@ -53,12 +56,14 @@ class Result:
 
     def record_dict(self) -> dict[str, Any]:
         """The record, for a checkpoint."""
-        return {"losses": self._losses, "seconds": self._seconds, "why_stopped": self.why_stopped}
+        steps = {"losses": self._losses, "seconds": self._seconds}
+        return steps | {"why_stopped": self.why_stopped, "rungs": [*map(astuple, self.rungs)]}
 
     def load_record(self, record: Mapping[str, Any]) -> None:
         """Take over the record of a checkpoint."""
         self._losses, self._seconds = list(record["losses"]), list(record["seconds"])
         self.why_stopped = record["why_stopped"]
+        self.rungs = tuple(Rung(*rung) for rung in record["rungs"])
 
     def put_back(self) -> None:
         """Before anything is read."""
@@ -109,9 +114,14 @@ class Result:
 
     @property
     def verdict(self) -> KHat | Diagnosis:
-        """The diagnosis, or for large models k-hat, which costs less; both have ``decision``, ``ok``
-        and ``verdict``.  Large: above 200 latent variables, or 20,000 data."""
-        return self.diagnosis if self._is_small() else self.khat
+        """The diagnosis, or k-hat, which costs less, above 200 latent variables or 5,000 data, and for
+        models that ``vmap`` cannot run; both have ``decision``, ``ok`` and ``verdict``."""
+        if self._is_small():
+            try:
+                return self.diagnosis
+            except CannotBatch:
+                self._kept["small"] = False
+        return self.khat
 
     def _is_small(self) -> bool:
         if "small" not in self._kept:

@@ -377,7 +377,8 @@ def test_it_climbs_while_it_pays(tmp_path: Path) -> None:
     assert repr(fit).splitlines()[-2:] == [str(first), str(second)]
     expected = fit.khat.elbo
     pyro.clear_param_store()
-    assert ngvi.load(tmp_path / "run", banana).khat.elbo == expected
+    loaded = ngvi.load(tmp_path / "run", banana)
+    assert loaded.khat.elbo == expected and loaded.rungs == (first, second)
 
 
 def test_it_stays_where_the_first_guide_will_do() -> None:
@@ -403,6 +404,24 @@ def test_a_model_with_parameters_of_its_own_has_one_guide(monkeypatch: pytest.Mo
     with pytest.warns(UserWarning, match="leaves what is not natural"):
         fit = ngvi.fit(learning, guide="auto", seed=0, max_steps=30)
     assert len(fit.rungs) == 1 and fit.rungs[0].decision != "intervals"
+
+
+def test_a_fit_without_a_verdict_is_kept() -> None:
+    loader = [(A[:20], b[:20]), (A[20:], b[20:])]
+    with pytest.warns(UserWarning, match="ends with AutoFullRankNormal: no verdict on it"):
+        fit = ngvi.fit(partial(logistic, size=40), data=loader, guide="auto", seed=0, max_steps=20)
+    assert fit.why_stopped in ("max_steps", "converged") and fit.rungs == ()
+    assert "No verdict" in repr(fit)
+
+
+def test_a_model_that_cannot_be_batched_is_judged_by_weights() -> None:
+    def looping() -> None:
+        x = pyro.sample("x", dist.Normal(torch.zeros(2, dtype=torch.float64), 1.0).to_event(1))
+        pyro.factor("f", torch.tensor(0.1 * float(x.detach().sum() > 1e6), dtype=x.dtype))
+
+    with pytest.warns(RuntimeWarning, match="vmap cannot run"):
+        fit = ngvi.fit(looping, seed=0, max_steps=5)
+    assert fit.verdict is fit.khat
 
 
 def test_time_is_that_of_all_guides() -> None:
