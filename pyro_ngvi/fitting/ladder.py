@@ -64,7 +64,8 @@ def guides(structure: Structure) -> Iterator[Any]:
 
 
 def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None) -> Any:
-    """The fit of the guide with the highest ELBO, of those up to the first that is good enough.
+    """The fit of the guide with the highest ELBO, of those up to the first that is good enough; of two
+    that no standard error tells apart, the one whose draws may be taken as they are.
 
     Good enough are draws that may be taken as they are, or an ELBO that is no better than that of the
     best guide before it by the standard error of the difference.  Where the model has parameters of its
@@ -99,8 +100,9 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         rungs.append(Rung(guide.__name__, k.elbo, k.elbo_error, k.khat, decision, why, seconds))
         gain = math.inf if best is None else k.elbo - best.khat.elbo
         error = 0.0 if best is None else math.hypot(k.elbo_error, best.khat.elbo_error)
-        best = found if gain > 0.0 else best
-        if decision == "intervals" or gain < error or why in ("interrupted", "terminated"):
+        good = decision == "intervals"
+        best = found if gain > 0.0 or (good and gain > -error) else best
+        if good or gain < error or why in ("interrupted", "terminated"):
             break
         if _has_params(structure):
             break
