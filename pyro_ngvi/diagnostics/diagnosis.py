@@ -34,6 +34,8 @@ from .khat import COARSE_MEAN, COARSE_SD, KHat, khat
 ACCEPTED, ADAPTING = 0.8, 5
 #: leapfrog steps of a trajectory, at most, and its length in sds of the guide: a quarter of a period
 MOST_LEAPS, LENGTH = 16, 0.5 * math.pi
+#: k-hat above which weights know of mass that chains may not have reached: they have no mean
+HEAVY = 1.5
 #: correlation with the start above which a chain has not told much
 STUCK = 0.7
 
@@ -93,13 +95,21 @@ class Diagnosis:
 
     @property
     def decision(self) -> str:
-        """ "intervals" where all sites are good and no mode was missed; "unusable" where one is off or
-        a mode was missed; else "resample" where weights can be relied on, or "unclear"."""
-        if (self.khat.missed or 0.0) > 0.0 or any(m.is_off for m in self.sites.values()):
-            return "unusable" if self.khat.decision != "resample" else "resample"
-        if all(m.is_good for m in self.sites.values()):
+        """ "intervals" where all sites are good, no mode was missed, and weights are not so heavy that
+        something must be unseen; else "resample" where weights can be relied on, "unusable" where a
+        site is off or a mode was missed, or "unclear"."""
+        weights = self.khat
+        good = all(m.is_good for m in self.sites.values())
+        if good and not self._missed and (weights.reliable or weights.khat <= HEAVY):
             return "intervals"
-        return self.khat.decision if self.khat.decision == "resample" else "unclear"
+        if weights.decision == "resample":
+            return "resample"
+        off = any(m.is_off for m in self.sites.values())
+        return "unusable" if off or self._missed else "unclear"
+
+    @property
+    def _missed(self) -> bool:
+        return self.khat.reliable and (self.khat.missed or 0.0) > 0.0
 
     @property
     def ok(self) -> bool:
@@ -118,8 +128,10 @@ class Diagnosis:
         wrong = {n: m for n, m in self.sites.items() if not m.is_good}
         name, worst = max((wrong or self.sites).items(), key=lambda item: item[1].is_off)
         where = f"{name!r} has {worst}" if wrong else "short chains move no site far"
-        if (self.khat.missed or 0.0) > 0.0:
-            where = f"a mode was missed ({self.khat.missed:.1f} nats)"
+        if not wrong and self._missed:
+            where = f"draws of the prior show {self.khat.missed:.1f} nats more: a mode was missed"
+        elif not wrong and not self.ok:
+            where += f", but weights have a heavy tail (k-hat {self.khat.khat:.1f})"
         return f"{words[self.decision]}: {where}."
 
     def __str__(self) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 import torch
 from pyro import poutine
 from pyro.infer import SVI, autoguide
+from pyro.infer.autoguide import AutoGuide
 from pyro.optim import PyroOptim
+from torch import nn
 from torch.distributions import biject_to
 
 from .. import guides, hierarchy, optim, sites
@@ -22,11 +25,15 @@ from ..optim.host import find_blocks
 from ..runtime.density import is_latent
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import Minibatches, run_plainly
+from ..runtime.store import OwnName, claim_name, rename
 from ..sites import SitesELBO
 from ..sites.site_guide import SiteGuide
+from .checkpoint import called
 
 #: where the classes stand that have names
 GUIDES, OPTIMS = (guides, hierarchy, sites, autoguide), (optim, sites)
+#: beginnings of modules whose classes and functions want settings, not a guide
+LOOKALIKES = ("pyro.optim.", "torch.optim")
 
 #: latent variables from which a Cholesky factor costs too much, and from which factors do
 FULL_RANK, FACTOR = 1_000, 100_000
@@ -86,7 +93,14 @@ class Advice:
 
     def svi(self) -> SVI:
         """The parts put together."""
-        guide = self.guide(self.model) if _is_maker(self.guide) else self.guide
+        guide = self.guide
+        if _is_maker(guide):
+            guide = guide(self.model)
+            if not isinstance(guide, OwnName) and isinstance(guide, AutoGuide):
+                # Pyro calls all guides of a class the same, and a second one takes over the first
+                rename(guide, claim_name(type(guide).__name__))
+        elif self.optim is optim.IFVB and not isinstance(guide, nn.Module):
+            guide = optim.remember_arguments(guide)
         made = self.optim if isinstance(self.optim, PyroOptim) else self.optim(guide)
         return SVI(self.model, guide, made, self.loss)
 
@@ -141,35 +155,47 @@ def advise(
         raise ValueError(
             "num_particles= is a matter of the loss: give it there, or leave loss= out."
         )
-    guide = _named("guide", guide, GUIDES) if isinstance(guide, str) else guide
-    rule = _named("optim", optim, OPTIMS) if isinstance(optim, str) else optim
-    reasons, own_loss = [], loss is not None
+    guide = _named("guide", guide, GUIDES, AutoGuide) if isinstance(guide, str) else guide
+    rule = _named("optim", optim, OPTIMS, PyroOptim) if isinstance(optim, str) else optim
+    own_loss, why_guide, why_rule = loss is not None, "as given", "as given"
     if guide is None:
-        guide, why = Structure(model, args, kwargs).guide()
-        reasons.append(f"{guide.__name__}, {why}")
+        guide, why_guide = Structure(model, args, kwargs).guide()
     kind = _class_of(guide)
     if rule is None:
-        rule, why = _rule_for(kind, guide)
-        reasons.append(f"{rule.__name__}, {why}")
+        rule, why_rule = _rule_for(kind, guide)
+    elif not (
+        isinstance(rule, PyroOptim) or getattr(rule, "__module__", "")[:11] not in LOOKALIKES
+    ):
+        raise ValueError(
+            "optim= is an optimizer or a function of the guide that gives one: for Adam pass "
+            "pyro.optim.Adam({'lr': 0.01})."
+        )
     if loss is None:
         loss = _loss_for(kind, rule, num_particles)
-        draws = f"{loss.num_particles} particles"
-        reasons.append("sums over sites" if isinstance(loss, SitesELBO) else draws)
+        why = (
+            "sums over sites" if isinstance(loss, SitesELBO) else f"{loss.num_particles} particles"
+        )
+    elif isinstance(loss, str | type):
+        raise ValueError("loss= is a loss, not its class or name: pass pyro.infer.Trace_ELBO().")
+    else:
+        why = f"{type(loss).__name__}, as given"
+    reasons = f"{called(guide)}, {why_guide}", f"{called(rule)}, {why_rule}", why
     recipe = {
         "guide": _name_of(guide, GUIDES),
         "optim": _name_of(rule, OPTIMS),
         "loss": None if own_loss else "chosen",
         "num_particles": num_particles,
     }
-    return Advice(model, guide, rule, loss, tuple(reasons), recipe)
+    return Advice(model, guide, rule, loss, reasons, recipe)
 
 
-def _named(what: str, name: str, places: tuple[Any, ...]) -> Any:
-    for place in places:
-        if name in place.__all__:
-            return getattr(place, name)
-    known = [n for n in places[0].__all__ if n[:4] == "Auto" or what == "optim"]
-    raise ValueError(f"There is no {what} called {name!r}. Known are {', '.join(known)[:140]} ...")
+def _named(what: str, name: str, places: tuple[Any, ...], of: type) -> Any:
+    known = {n: getattr(p, n) for p in reversed(places) for n in p.__all__}
+    known = {n: x for n, x in known.items() if isinstance(x, type) and issubclass(x, of)}
+    if name not in known:
+        near = get_close_matches(name, known, n=5, cutoff=0.0)
+        raise ValueError(f"There is no {what} called {name!r}. Near are {', '.join(near)}.")
+    return known[name]
 
 
 def _name_of(thing: Any, places: tuple[Any, ...]) -> str | None:

@@ -1,32 +1,37 @@
 """Everything that the next step depends on, in one file; and back, bit for bit.
 
-A file is what ``torch.save`` writes of dicts, tensors and numbers, so that reading it runs no code.  It
-replaces the one before in a single step, once all of it stands on the disk: whatever happens meanwhile,
-the path holds a whole one.
+A file is what ``torch.save`` writes of dicts, tensors and numbers, so that reading it runs no code, and
+its digest.  It replaces the one before in a single step, once all of it stands on the disk: whatever
+happens meanwhile, the path holds a whole one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
-import zipfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyro
 import torch
 from pyro.infer import SVI
+from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 from .._version import __version__
 from ..optim.host import NaturalGradientOptim, find_blocks
 from ..optim.state import OthersState
+from ..runtime.store import module_name
 from .batches import Batches, random_states, set_random_states
 from .gap import traced_params
 from .stop import StopRule
 
 FORMAT = 1
+#: what stands behind the file of ``torch.save``, which does not mind
+DIGEST = hashlib.sha256
 #: what Pyro calls the running means of ``TraceGraph_ELBO`` in its parameter store
 BASELINES = "__baseline"
 
@@ -103,11 +108,16 @@ def collect(svi: SVI, stop: Any = None, batches: Any = None, extra: Any = None) 
             "torch": str(torch.__version__),
             "pyro": pyro.__version__,
         },
-        "guide": {"name": _name(guide), "latents": _latents(guide), "state": _state(guide)},
+        "guide": {
+            "name": called(guide),
+            "stored": _stored(guide),
+            "latents": _latents(guide),
+            "state": _state(guide),
+        },
         "model": _state(svi.model),
         "params": {name: unconstrained[name].detach().clone() for name in sorted(names)},
         "optim": {
-            "name": _name(optim),
+            "name": called(optim),
             "state": optim.get_state() if ours else OthersState(guide).save(optim),
         },
         "stop": None if stop is None else stop.state_dict(),
@@ -133,9 +143,9 @@ def restore(
         ("guide", guide, own["name"]),
         ("optimizer", optim, saved["optim"]["name"]),
     ):
-        if _name(now) != then:
+        if called(now) != then:
             raise ValueError(
-                f"{path} is of a run with the {what} {then}, and this one has {_name(now)}."
+                f"{path} is of a run with the {what} {then}, and this one has {called(now)}."
             )
     for what, now, then in (("stop", stop, saved["stop"]), ("batches", batches, saved["batches"])):
         if (now is None) != (then is None):
@@ -155,7 +165,7 @@ def restore(
     _fill(path, "guide", guide, own["state"])
     _fill_store(path, saved["params"])
     if isinstance(optim, NaturalGradientOptim):
-        optim.set_state(saved["optim"]["state"])
+        optim.set_state(_renamed(saved["optim"]["state"], own["stored"], _stored(guide)))
     else:
         others = OthersState(guide)
         others.load(optim, saved["optim"]["state"])
@@ -172,8 +182,10 @@ def write(path: str | os.PathLike[str], tree: Any) -> None:
     """Replace the file at ``path`` by a new one, as a whole or not at all."""
     path = Path(path)
     beside = path.with_name(path.name + ".tmp")
-    with open(beside, "wb") as file:
+    with open(beside, "wb+") as file:
         torch.save(tree, file)
+        size = file.tell()
+        file.write(_digest(file, size))
         file.flush()
         os.fsync(file.fileno())
     try:
@@ -197,11 +209,12 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What :func:`write` wrote, on the CPU.  No code in the file runs."""
     if not Path(path).exists():
         raise FileNotFoundError(f"load: there is no file {path}.")
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END) - DIGEST().digest_size
+        whole = size > 0 and _digest(file, size) == file.read()
     try:
-        with zipfile.ZipFile(path) as whole:
-            broken = whole.testzip()
-        tree = None if broken else torch.load(path, weights_only=True, map_location="cpu")
-    except Exception:  # zipfile, zlib and pickle raise anything over what is no file of theirs
+        tree = torch.load(path, weights_only=True, map_location="cpu") if whole else None
+    except Exception:  # zip and pickle raise anything over what is no file of theirs
         tree = None
     if not isinstance(tree, dict) or "format" not in tree:
         raise ValueError(
@@ -216,6 +229,16 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     return tree
 
 
+def _digest(file: Any, size: int) -> bytes:
+    """Of the first ``size`` bytes of a file, behind which it stays."""
+    digest, _ = DIGEST(), file.seek(0)
+    while size:
+        block = file.read(min(size, 1 << 20))
+        digest.update(block)
+        size -= len(block)
+    return digest.digest()
+
+
 def _step_dry(svi: SVI, args: Any, kwargs: Any) -> None:
     """A step without its end: guide and model make their parameters, and a loss that looks at a model
     once, and goes another way then, has done so."""
@@ -227,12 +250,25 @@ def _step_dry(svi: SVI, args: Any, kwargs: Any) -> None:
         block.curvature = None
 
 
-def _name(thing: Any) -> str:
-    """What a guide or an optimizer is called: of a ``PyroOptim`` by what it wraps."""
+def called(thing: Any) -> str:
+    """What a guide or an optimizer, or what makes one, is called: a ``PyroOptim`` by what it wraps."""
+    thing = thing.func if isinstance(thing, partial) else thing
     inner = getattr(thing, "pt_optim_constructor", None)
     if inner is not None and not isinstance(thing, NaturalGradientOptim):
         thing = inner
     return getattr(thing, "__name__", None) or type(thing).__name__
+
+
+def _renamed(tree: Any, old: str | None, new: str | None) -> Any:
+    """A state whose keys are names in Pyro's store, for a guide that is called otherwise there."""
+    if not isinstance(tree, dict) or old == new or old is None or new is None:
+        return tree
+    keys = {k: new + k[len(old) :] if str(k).startswith(f"{old}.") else k for k in tree}
+    return {keys[k]: _renamed(v, old, new) for k, v in tree.items()}
+
+
+def _stored(guide: Any) -> str | None:
+    return module_name(guide) if isinstance(guide, PyroModule) else None
 
 
 def _latents(guide: Any) -> dict[str, tuple[int, ...]] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pyro
@@ -40,6 +41,7 @@ class Fit(Result):
         self.batches = None if data is None else Batches(data)
         self.stop = StopRule(self.svi, tol, batches=data)
         self._saved: dict[str, Any] | None = None
+        self._path: Any = None
 
     def resume(
         self,
@@ -74,7 +76,10 @@ class Fit(Result):
         stop = self.stop
         stop.tol = stop.tol if tol is None else float(tol)
         stop.limit(max_steps, max_time)
-        self.forget()
+        if checkpoint is not None and not Path(checkpoint).parent.is_dir():
+            raise ValueError(
+                f"checkpoint={str(checkpoint)!r}: there is no such folder. Make it first."
+            )
         callbacks, saved = list(callbacks), time.monotonic()
         bar = Progress(stop, progress)
         try:
@@ -108,16 +113,27 @@ class Fit(Result):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all of it to a file, for :func:`pyro_ngvi.load`; see :func:`pyro_ngvi.save`."""
         self.put_back()
-        extra = {"fit": self.record_dict() | {"recipe": self.advice.recipe, "tol": self.stop.tol}}
+        advice = {"recipe": self.advice.recipe, "reasons": self.advice.reasons}
+        extra = {"fit": self.record_dict() | advice | {"tol": self.stop.tol}}
         write(path, collect(self.svi, self.stop, self.batches, extra))
 
     def put_back(self) -> None:
         """Restore what was loaded from a file, now that the arguments are there."""
         if self._saved is None:
             return
+        if (self.batches is None) != (self._saved["batches"] is None):
+            how = "without data=: leave it out" if self.batches else "with data=: pass it"
+            raise ValueError(f"load: {self._path} is of a fit {how} here too.")
         args = self.args if self.batches is None else next(Batches(self.batches.source))
         parts = self.stop, self.batches
-        restore(self._saved, self.svi, args, self.kwargs, *parts, "load: the file")
+        try:
+            restore(self._saved, self.svi, args, self.kwargs, *parts, f"load: {self._path}")
+        except TypeError as error:
+            if args or self.kwargs:
+                raise
+            raise ValueError(
+                f"load: give the model's arguments, load(path, model, X, y) or resume(X, y): {error}"
+            ) from error
         self._saved = None
 
 
@@ -146,7 +162,8 @@ def fit(
     would be chosen.  Ctrl-C or SIGTERM end it after the step at hand, with a whole :class:`Fit`.
 
     Not for a loss that changes between steps (``kl_weight`` in a warm-up), nor for several optimizers:
-    write the loop.  Parameters of ``pyro.param`` go on from where Pyro's store has them.
+    write the loop.  Parameters of ``pyro.param``, those of a guide that is a function too, go on from
+    where Pyro's store has them, and belong to every fit that uses their names.
 
     Args:
         model: a Pyro model.  If a keyword argument of it has the name of an option here, bind it first
@@ -192,17 +209,19 @@ def fit(
         pyro.set_rng_seed(seed)
     first = next(Batches(data)) if data is not None and guide in (None, "auto") else args
     parts = {"optim": optim, "loss": loss, "num_particles": num_particles}
-    how: dict[str, Any] = {"max_steps": max_steps, "progress": progress, "checkpoint": checkpoint}
-    how |= {"every": every, "callbacks": list(callbacks)}
+    how: dict[str, Any] = {"max_steps": max_steps, "progress": progress, "every": every}
+    how["callbacks"] = list(callbacks)
 
-    def one(guide: Any, max_time: float | None) -> Fit:
+    def one(guide: Any, max_time: float | None, best: Fit | None = None) -> Fit:
         made = Fit(advise(model, *first, guide=guide, **parts, **kwargs), args, kwargs, data, tol)
-        return made.resume(max_time=max_time, **how)
+        # the file holds the best that has ended
+        path = checkpoint if best is None else None
+        return made.resume(max_time=max_time, checkpoint=path, **how)
 
     if guide != "auto":
         return one(guide, max_time)
     best = climb(Structure(model, first, kwargs), one, max_time)
-    if checkpoint is not None and len(best.rungs) > 1:
+    if checkpoint is not None:
         best.save(checkpoint)
     return best
 
@@ -245,6 +264,10 @@ def load(
             optimizer or precision.
     """
     saved = read(path)
+    if not isinstance(run, SVI) and (stop is not None or batches is not None):
+        raise ValueError(
+            "load: stop= and batches= go with an SVI; a fit has them, and takes data=."
+        )
     if isinstance(run, SVI):
         return restore(saved, run, args, kwargs, stop, batches, f"load: {path}")
     record = (saved["extra"] or {}).get("fit") if isinstance(saved["extra"], dict) else None
@@ -264,6 +287,10 @@ def load(
         run, guide=given["guide"], optim=given["optim"], loss=loss, num_particles=particles
     )
     found = Fit(made, args, kwargs, data, record["tol"])
+    made.reasons = record["reasons"]
     found.load_record(record)
-    found._saved = saved
+    found.stop.load_state_dict(saved["stop"] | {"batches": None})
+    found._saved, found._path = saved, path
+    if args or kwargs:
+        found.put_back()
     return found

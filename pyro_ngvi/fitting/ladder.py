@@ -75,7 +75,7 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
 
     Args:
         structure: what is known of the model.
-        fit: ``fit(guide, max_time)`` gives a fit.
+        fit: ``fit(guide, max_time, best)`` gives a fit; ``best``: that of the guides before.
         max_time: seconds in all.
     """
     best: Any = None
@@ -88,10 +88,17 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
             limit = limit if max_time is None else min(limit, max_time - (began - start))
             if limit <= 0.0:
                 break
-        found = fit(guide, limit)
+        found = best
         try:
+            found = fit(guide, limit, best)
             k, decision = found.khat, found.verdict.decision
-        except (ValueError, TypeError, RuntimeError) as error:  # of a minibatch, perhaps
+        except (
+            ValueError,
+            TypeError,
+            RuntimeError,
+        ) as error:  # of a minibatch, or a rule's refusal
+            if found is None:
+                raise
             message = f'fit(guide="auto") ends with {guide.__name__}: no verdict on it, {error}'
             warnings.warn(message[:240], UserWarning, stacklevel=3)
             best = best or found

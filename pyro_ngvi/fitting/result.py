@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from pyro import poutine
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from .. import diagnostics
@@ -50,7 +51,8 @@ class Result:
     # --- how it came about
 
     def record(self, loss: float, seconds: float) -> None:
-        """Note a step."""
+        """Note a step: what was read before is no longer so."""
+        self._kept.clear()
         self._losses.append(loss)
         self._seconds.append(seconds)
 
@@ -67,10 +69,6 @@ class Result:
 
     def put_back(self) -> None:
         """Before anything is read."""
-
-    def forget(self) -> None:
-        """Before a step: what was read is no longer so."""
-        self._kept.clear()
 
     @property
     def guide(self) -> Any:
@@ -125,10 +123,14 @@ class Result:
 
     def _is_small(self) -> bool:
         if "small" not in self._kept:
+
+            def counts(site: Any) -> bool:
+                return not site_is_subsample(site)
+
             with own_random_state(), torch.no_grad(), poutine.block():
                 trace: Any = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
             latents, data = (
-                sum(trace.nodes[name]["value"].numel() for name in names)
+                sum(site["value"].numel() for site in map(trace.nodes.get, names) if counts(site))
                 for names in (trace.stochastic_nodes, trace.observation_nodes)
             )
             self._kept["small"] = latents <= FEW_LATENTS and data <= FEW_DATA
@@ -198,8 +200,8 @@ class Result:
             ax.axhspan(level, top, color="tab:orange", alpha=0.3, label="still to gain")
         for k, _ in self.stop.looks:
             ax.axvline(k, color="0.8", linewidth=0.5, zorder=0)
-        start = np.nanquantile(np.where(np.isfinite(elbo), elbo, np.nan), 0.05)
-        ax.set_ylim(min(start, level - 1.0), None)
+        if np.isfinite(elbo).any():
+            ax.set_ylim(min(np.quantile(elbo[np.isfinite(elbo)], 0.05), level - 1.0), None)
         ax.set_xlabel("step")
         ax.set_ylabel("ELBO [nats]")
         ax.legend()
@@ -210,7 +212,7 @@ class Result:
 
     def _lines(self) -> list[str]:
         steps, seconds = len(self._losses), sum(self._seconds)
-        lines = [f"Fit: {self.advice}"] if self.advice.reasons else ["Fit"]
+        lines = [f"Fit: {self.advice}"]
         gap = self.stop.gap
         left = f", {gap.nats:.2g} +- {gap.error:.1g} nats to go" if gap is not None else ""
         lines.append(f"{self.why_stopped} after {steps} steps, {seconds:.2g} s{left}")

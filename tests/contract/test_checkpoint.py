@@ -321,20 +321,14 @@ def test_damaged_files_are_refused(saved: Path, tmp_path: Path) -> None:
         other.write_bytes(whole[:size])
         with pytest.raises(ValueError, match="damaged, cut off, or something else"):
             read(other)
-    kept = repr(read(saved))
     chosen = random.Random(0)
-    refused = 0
     for _ in range(200):
         at = chosen.randrange(len(whole))
         flipped = bytes([whole[at] ^ (1 << chosen.randrange(8))])
         other.write_bytes(whole[:at] + flipped + whole[at + 1 :])
-        try:
-            found = read(other)
-        except ValueError:
-            refused += 1
-        else:  # padding
-            assert repr(found) == kept, at
-    assert refused > 100
+        with pytest.raises(ValueError, match="damaged, cut off, or something else"):
+            read(other)
+    assert torch.load(saved, weights_only=True)["format"] == FORMAT
 
 
 def test_foreign_and_older_files_are_refused(tmp_path: Path) -> None:

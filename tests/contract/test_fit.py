@@ -158,7 +158,7 @@ def test_what_is_given_is_taken() -> None:
     optim, loss = PyroOptim(torch.optim.Adam, {"lr": 0.1}), Trace_ELBO()
     fit = ngvi.fit(logistic, A, b, guide=guide, optim=optim, loss=loss, max_steps=3)
     assert fit.guide is guide and fit.svi.optim is optim
-    assert fit.advice.reasons == ()
+    assert str(fit.advice) == "AutoNormal, as given; Adam, as given; Trace_ELBO, as given."
     fit = ngvi.fit(logistic, A, b, guide="AutoMeanFieldNormal", optim="VOGN", max_steps=2)
     assert fit.svi.loss_and_grads.__self__.curvature == "gauss_newton"
     fit = ngvi.fit(
@@ -170,9 +170,13 @@ def test_what_is_given_is_taken() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"guide": "AutoNoSuch"}, "no guide called 'AutoNoSuch'. Known are Auto"),
-        ({"optim": "Sgd"}, "no optim called 'Sgd'. Known are AIFVB"),
+        ({"guide": "AutoNoSuch"}, "no guide called 'AutoNoSuch'. Near are Auto"),
+        ({"optim": "Sgd"}, "no optim called 'Sgd'. Near are "),
         ({"loss": Trace_ELBO(), "num_particles": 3}, "num_particles= is a matter of the loss"),
+        ({"optim": torch.optim.Adam}, "for Adam pass pyro.optim.Adam"),
+        ({"optim": pyro.optim.Adam}, "for Adam pass pyro.optim.Adam"),  # pyright: ignore[reportAttributeAccessIssue]
+        ({"loss": Trace_ELBO}, "not its class or name"),
+        ({"checkpoint": "/no/such/folder/run"}, "there is no such folder"),
         ({"max_steps": 0}, "max_steps must be positive, got 0"),
         ({"tol": -1.0}, "tol must be positive, got -1.0"),
         ({"data": iter([])}, "gone through again"),
@@ -427,3 +431,71 @@ def test_a_model_that_cannot_be_batched_is_judged_by_weights() -> None:
 def test_time_is_that_of_all_guides() -> None:
     fit = ngvi.fit(banana, guide="auto", seed=1, max_time=1e-6)
     assert len(fit.rungs) == 1 and fit.why_stopped == "max_time"
+
+
+# --- what strangers found
+
+
+def test_plates_are_no_latent_variables() -> None:
+    C, c = classes(300)
+    fit = ngvi.fit(logistic, C, c, seed=0)
+    assert fit.verdict is fit.diagnosis and fit.verdict.ok
+
+
+def test_what_a_callback_reads_is_that_of_the_step() -> None:
+    seen: list[float] = []
+    adam = PyroOptim(torch.optim.Adam, {"lr": 0.05})
+    how: Any = {"optim": adam, "max_steps": 12, "seed": 0}
+    fit = ngvi.fit(logistic, A, b, callbacks=[lambda fit: seen.append(fit.elbo[0])], **how)
+    assert len(set(seen)) == len(fit.losses) > 4
+    assert fit.elbo[0] == seen[-1]
+
+
+def test_two_fits_by_pyro_s_guides_share_nothing() -> None:
+    one = ngvi.fit(logistic, A, b, guide="AutoNormal", seed=0, max_steps=100)
+    before = one.sample(10, seed=0)["w"]
+    other = ngvi.fit(logistic, A, 1.0 - b, guide="AutoNormal", seed=0, max_steps=100)
+    assert torch.equal(one.sample(10, seed=0)["w"], before)
+    assert (other.sample(500, seed=0)["w"].mean(0) * before.mean(0) < 0.0).all()
+
+
+def test_a_guide_that_is_a_function() -> None:
+    def guide(X: Tensor, y: Tensor) -> None:
+        loc = pyro.param("loc", lambda: torch.zeros(3, dtype=X.dtype))
+        scale = pyro.param(
+            "scale", lambda: torch.ones_like(loc), constraint=dist.constraints.positive
+        )
+        pyro.sample("w", dist.Normal(loc, scale).to_event(1))
+
+    fit = ngvi.fit(logistic, A, b, guide=guide, seed=0, max_steps=200)
+    assert str(fit.advice).startswith("guide, as given; IFVB, natural gradients of any guide")
+    whole = ngvi.fit(logistic, A, b, guide="AutoMeanFieldNormal", seed=0)
+    assert fit.elbo[0] == pytest.approx(whole.elbo[0], abs=0.2)
+
+
+def test_a_guide_that_refuses_ends_the_climb(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with pytest.warns(UserWarning, match=r"ends with AutoCouplingFlow: no verdict on it, NGVB"):
+        fit = ngvi.fit(banana, guide="auto", optim="NGVB", seed=1, checkpoint=path)
+    assert [rung.guide for rung in fit.rungs] == ["AutoFullRankNormal"]
+    assert type(ngvi.load(path, banana).guide) is ngvi.AutoFullRankNormal
+
+
+def test_a_loaded_fit_knows_what_it_knew(tmp_path: Path) -> None:
+    fit = ngvi.fit(logistic, A, b, seed=0)
+    fit.save(tmp_path / "run")
+    loaded = ngvi.load(tmp_path / "run", logistic)
+    assert loaded.stop.looks == fit.stop.looks and loaded.stop.steps == fit.stop.steps
+    with pytest.raises(ValueError, match=r"load\(path, model, X, y\) or resume\(X, y\)"):
+        loaded.save(tmp_path / "other")
+    loaded = ngvi.load(tmp_path / "run", logistic, A, b)
+    assert repr(loaded).splitlines()[:2] == repr(fit).splitlines()[:2]
+
+
+def test_minibatches_must_come_as_then(tmp_path: Path) -> None:
+    fit = ngvi.fit(partial(logistic, size=40), data=[(A, b)], seed=0, max_steps=2)
+    fit.save(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"run is of a fit with data=: pass it here too"):
+        ngvi.load(tmp_path / "run", partial(logistic, size=40), A, b)
+    with pytest.raises(ValueError, match="go with an SVI"):
+        ngvi.load(tmp_path / "run", logistic, A, b, stop=fit.stop)
