@@ -30,8 +30,8 @@ from ..runtime.model_density import ModelDensity
 from .draws import guide_draws, random_state
 from .khat import COARSE_MEAN, COARSE_SD, KHat, khat
 
-#: mean acceptance that step sizes aim at, and steps that adapt them
-ACCEPTED, ADAPTING = 0.8, 5
+#: mean acceptance that leaps aim at, steps that adapt them, and the first leap times d^(1/4)
+ACCEPTED, ADAPTING, LEAP = 0.8, 4, 1.2
 #: leapfrog steps of a trajectory, at most, and its length in sds of the guide: a quarter of a period
 MOST_LEAPS, LENGTH = 16, 0.5 * math.pi
 #: k-hat above which weights know of mass that chains may not have reached: they have no mean
@@ -65,9 +65,9 @@ class Moved:
 
     @property
     def is_good(self) -> bool:
-        """Whether none is, by one standard error, and all chains have left their starts."""
-        mean = self.mean.abs() + self.mean_error <= COARSE_MEAN
-        sd = self.log_sd.abs() + self.log_sd_error <= COARSE_SD
+        """Whether none is, by two standard errors, and all chains have left their starts."""
+        mean = self.mean.abs() + 2.0 * self.mean_error <= COARSE_MEAN
+        sd = self.log_sd.abs() + 2.0 * self.log_sd_error <= COARSE_SD
         return bool((mean & sd & (self.rho <= STUCK)).all())
 
     def __str__(self) -> str:
@@ -148,7 +148,7 @@ def diagnose(
     guide: Callable[..., Any],
     *args: Any,
     num_chains: int = 1000,
-    num_steps: int = 15,
+    num_steps: int = 12,
     seed: int | None = 0,
     **kwargs: Any,
 ) -> Diagnosis:
@@ -166,7 +166,7 @@ def diagnose(
         guide: any trained Pyro guide of it.
         args: what the model is called with: the full data.
         num_chains: draws of the guide at which chains start.
-        num_steps: T, of which the first five adapt the length of leaps.
+        num_steps: T, of which the first four adapt the length of leaps.
         seed: makes the result repeatable; ``None`` for the global random state.
         kwargs: keyword arguments of the model.
 
@@ -218,7 +218,7 @@ def run_chains(
 
     u = torch.linalg.solve_triangular(factor, (start - center).mT, upper=False).mT
     value, grad = gradient(u)
-    leap, rates = LENGTH / min(MOST_LEAPS, 4.0 * d**0.25), []
+    leap, rates = LEAP / d**0.25, []
     for step in range(num_steps):
         momentum = torch.randn_like(u)
         length = LENGTH * (0.5 + float(torch.rand(())))
@@ -236,7 +236,7 @@ def run_chains(
         grad, value = torch.where(taken[:, None], slope, grad), torch.where(taken, new, value)
         rate = float(chance.mean())
         if step < ADAPTING:
-            leap *= math.exp(2.0 * (rate - ACCEPTED))
+            leap = min(leap * math.exp(rate - ACCEPTED), LENGTH)
         else:
             rates.append(rate)
     return center + u @ factor.mT, sum(rates) / len(rates)

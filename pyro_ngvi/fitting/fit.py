@@ -132,7 +132,8 @@ class Fit(Result):
             if args or self.kwargs:
                 raise
             raise ValueError(
-                f"load: give the model's arguments, load(path, model, X, y) or resume(X, y): {error}"
+                f"load: the model's arguments are missing, which come after the model, or with the "
+                f"call of resume: {error}"
             ) from error
         self._saved = None
 

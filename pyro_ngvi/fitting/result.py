@@ -22,8 +22,8 @@ from ..linalg.host import own_random_state
 from ..runtime.run import CannotBatch
 from .ladder import Rung
 
-#: sizes up to which a fit is diagnosed by short chains unasked
-FEW_LATENTS, FEW_DATA = 200, 5_000
+#: latent variables times data up to which a fit is diagnosed by short chains unasked
+LITTLE = 10_000
 
 
 class Result:
@@ -112,8 +112,8 @@ class Result:
 
     @property
     def verdict(self) -> KHat | Diagnosis:
-        """The diagnosis, or k-hat, which costs less, above 200 latent variables or 5,000 data, and for
-        models that ``vmap`` cannot run; both have ``decision``, ``ok`` and ``verdict``."""
+        """The diagnosis, or k-hat, which costs less, where latent variables times data are more than
+        10,000, or ``vmap`` cannot run the model; both have ``decision``, ``ok`` and ``verdict``."""
         if self._is_small():
             try:
                 return self.diagnosis
@@ -133,7 +133,7 @@ class Result:
                 sum(site["value"].numel() for site in map(trace.nodes.get, names) if counts(site))
                 for names in (trace.stochastic_nodes, trace.observation_nodes)
             )
-            self._kept["small"] = latents <= FEW_LATENTS and data <= FEW_DATA
+            self._kept["small"] = latents * max(latents, data) <= LITTLE
         return self._kept["small"]
 
     @property

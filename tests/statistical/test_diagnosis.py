@@ -39,7 +39,7 @@ def test_chains_leave_a_posterior_as_it_is() -> None:
     def log_prob(x: Tensor) -> Tensor:
         return -0.5 * ((x @ precision) * x).sum(-1)
 
-    end, accepted = run_chains(log_prob, start, 15)
+    end, accepted = run_chains(log_prob, start, 12)
     assert 0.6 < accepted < 1.0
     z = torch.linalg.solve_triangular(factor, end.mT, upper=False)
     assert z.mean(1).abs().max() < 4.0 / 63.0
@@ -104,7 +104,8 @@ def test_a_narrow_mode_in_a_wide_one_is_seen(seed: int) -> None:
 
     found = ngvi.diagnose(model, gaussian_named("x", 1.1), seed=seed)
     assert not found.ok
-    assert float(found.sites["x"].log_sd) > 0.4  # the truth is log(3.3 / 1.1)
+    x = found.sites["x"]  # the truth is log(3.3 / 1.1): chains go there, and are not there yet
+    assert float(x.log_sd) > 3.0 * float(x.log_sd_error)
 
 
 def gaussian_named(name: str, sd: float) -> Callable[[], None]:
@@ -193,7 +194,7 @@ def test_it_is_repeatable_and_leaves_no_trace() -> None:
 
 def test_few_chains_are_refused() -> None:
     for options in ({"num_chains": 10}, {"num_steps": 3}):
-        with pytest.raises(ValueError, match="at least 50 chains and 6 steps"):
+        with pytest.raises(ValueError, match="at least 50 chains and 5 steps"):
             ngvi.diagnose(gaussian(0.0, 1.0), gaussian(0.0, 1.0), **options)
 
 
