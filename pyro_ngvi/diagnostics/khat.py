@@ -258,6 +258,7 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         few = max(len(log_ratio) // 4, MIN_DRAWS)
         prior = prior_evidence(fitted.model, fitted.latent, few, batch_size)
         missed = None if prior is None else missed_nats(prior, evidence_of(log_ratio))
+    spread = log_ratio.std(ddof=1) if np.isfinite(log_ratio).all() else np.nan
     unconstrained = {}
     for name, x in draws.values.items():
         try:
@@ -272,7 +273,7 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         slope=steepest(unconstrained, log_ratio),
         missed=missed,
         elbo=float(log_ratio.mean()),
-        elbo_error=float(log_ratio.std(ddof=1) / len(log_ratio) ** 0.5),
+        elbo_error=float(spread / len(log_ratio) ** 0.5),
     )
 
 

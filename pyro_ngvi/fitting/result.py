@@ -39,6 +39,7 @@ class Result:
     svi: Any
     stop: Any
     advice: Any
+    batches: Any = None
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
@@ -96,6 +97,7 @@ class Result:
     def khat(self) -> KHat:
         """Whether the draws may be taken as they are, from 1,000 of them at a fixed seed."""
         if "khat" not in self._kept:
+            self._need_all_data()
             self._kept["khat"] = diagnostics.khat(
                 self.model, self.guide, *self.args, seed=0, **self.kwargs
             )
@@ -105,6 +107,7 @@ class Result:
     def diagnosis(self) -> Diagnosis:
         """Whether to believe the guide, site by site: :func:`pyro_ngvi.diagnose`."""
         if "diagnosis" not in self._kept:
+            self._need_all_data()
             self._kept["diagnosis"] = diagnostics.diagnose(
                 self.model, self.guide, *self.args, **self.kwargs
             )
@@ -121,8 +124,16 @@ class Result:
                 self._kept["small"] = False
         return self.khat
 
+    def _need_all_data(self) -> None:
+        if self.batches is not None and not (self.args or self.kwargs):
+            raise ValueError(
+                "This fit saw minibatches alone. Give all data as arguments beside data=, or pass "
+                "model, guide and all data to khat, diagnose or to_arviz."
+            )
+
     def _is_small(self) -> bool:
         if "small" not in self._kept:
+            self._need_all_data()
 
             def counts(site: Any) -> bool:
                 return not site_is_subsample(site)
@@ -150,6 +161,7 @@ class Result:
 
     def to_arviz(self, **options: Any) -> Any:
         """:func:`pyro_ngvi.to_arviz` of the fit, with its options."""
+        self._need_all_data()
         return diagnostics.to_arviz(self.model, self.guide, *self.args, **options, **self.kwargs)
 
     def summary(self, **options: Any) -> Any:

@@ -416,7 +416,10 @@ def test_a_fit_without_a_verdict_is_kept() -> None:
     with pytest.warns(UserWarning, match="ends with AutoFullRankNormal: no verdict on it"):
         fit = ngvi.fit(partial(logistic, size=40), data=loader, guide="auto", seed=0, max_steps=20)
     assert fit.why_stopped in ("max_steps", "converged") and fit.rungs == ()
-    assert "No verdict" in repr(fit)
+    assert "No verdict: This fit saw minibatches alone" in repr(fit)
+    for read in (fit.to_arviz, lambda: fit.elbo, lambda: fit.diagnosis):
+        with pytest.raises(ValueError, match="Give all data as arguments beside data="):
+            read()
 
 
 def test_a_model_that_cannot_be_batched_is_judged_by_weights() -> None:
