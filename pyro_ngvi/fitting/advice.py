@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from ..runtime.run import Minibatches, run_plainly
 from ..runtime.store import OwnName, claim_name, rename
 from ..sites import SitesELBO
 from ..sites.site_guide import SiteGuide
-from .checkpoint import called
+from .checkpoint import bare, called
 
 #: where the classes stand that have names
 GUIDES, OPTIMS = (guides, hierarchy, sites, autoguide), (optim, sites)
@@ -42,7 +42,7 @@ UNITS, MANY = 20, 100
 
 
 class Structure:
-    """What a run of a model tells: ``d`` latent variables, and ``units`` for
+    """What a run of a model tells: ``d`` latent variables, numbers of ``data``, and ``units`` for
     :class:`~pyro_ngvi.AutoHierarchical`, ``None`` where it takes none."""
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
@@ -52,11 +52,16 @@ class Structure:
         latents = [s for s in found.values() if is_latent(s) and not is_marked(s)]
         latents = [s for s in latents if not s["fn"].support.is_discrete]
         sizes = [biject_to(s["fn"].support).inv(s["value"]).numel() for s in latents]
-        self.d, self.units = sum(sizes), None
+        self.d = sum(sizes)
+        self.data = sum(s["value"].numel() for s in found.values() if s["is_observed"])
+
+    @cached_property
+    def units(self) -> Any:
+        """Units of the model, whose search runs it several times."""
         try:
-            self.units = find_units(model, args, kwargs, None)
+            return find_units(self.model, self.args, self.kwargs, None)
         except ValueError:  # why it has none
-            pass
+            return None
 
     def guide(self) -> tuple[Any, str]:
         """The guide to begin with, and why."""
@@ -163,9 +168,7 @@ def advise(
     kind = _class_of(guide)
     if rule is None:
         rule, why_rule = _rule_for(kind, guide)
-    elif not (
-        isinstance(rule, PyroOptim) or getattr(rule, "__module__", "")[:11] not in LOOKALIKES
-    ):
+    elif not isinstance(rule, PyroOptim) and str(rule.__module__).startswith(LOOKALIKES):
         raise ValueError(
             "optim= is an optimizer or a function of the guide that gives one: for Adam pass "
             "pyro.optim.Adam({'lr': 0.01})."
@@ -205,12 +208,11 @@ def _name_of(thing: Any, places: tuple[Any, ...]) -> str | None:
 
 def _is_maker(guide: Any) -> bool:
     """Whether something makes a guide of a model; else it is one."""
-    return isinstance(guide.func if isinstance(guide, partial) else guide, type)
+    return isinstance(bare(guide), type)
 
 
 def _class_of(guide: Any) -> type:
-    made = guide.func if isinstance(guide, partial) else guide
-    return made if isinstance(made, type) else type(made)
+    return bare(guide) if _is_maker(guide) else type(guide)
 
 
 def _rule_for(kind: type, guide: Any) -> tuple[Any, str]:

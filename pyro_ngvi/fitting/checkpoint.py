@@ -22,11 +22,11 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..optim.host import NaturalGradientOptim, find_blocks
+from ..optim.host import NaturalGradientOptim, describe, find_blocks
 from ..optim.state import OthersState
 from ..runtime.store import module_name
 from .batches import Batches, random_states, set_random_states
-from .gap import traced_params
+from .gap import gradients_taken_back
 from .stop import StopRule
 
 FORMAT = 1
@@ -242,21 +242,22 @@ def _digest(file: Any, size: int) -> bytes:
 def _step_dry(svi: SVI, args: Any, kwargs: Any) -> None:
     """A step without its end: guide and model make their parameters, and a loss that looks at a model
     once, and goes another way then, has done so."""
-    with pyro.poutine.trace(param_only=True) as seen:
+    with gradients_taken_back(block for _, block in find_blocks(svi.guide)):
         svi.loss_and_grads(svi.model, svi.guide, *args, **kwargs)
-    for p in traced_params(seen):
-        p.grad = None
-    for _, block in find_blocks(svi.guide):
-        block.curvature = None
+
+
+def bare(maker: Any) -> Any:
+    """What makes a guide or an optimizer, without arguments that are bound to it."""
+    return maker.func if isinstance(maker, partial) else maker
 
 
 def called(thing: Any) -> str:
     """What a guide or an optimizer, or what makes one, is called: a ``PyroOptim`` by what it wraps."""
-    thing = thing.func if isinstance(thing, partial) else thing
+    thing = bare(thing)
     inner = getattr(thing, "pt_optim_constructor", None)
     if inner is not None and not isinstance(thing, NaturalGradientOptim):
         thing = inner
-    return getattr(thing, "__name__", None) or type(thing).__name__
+    return describe(thing)
 
 
 def _renamed(tree: Any, old: str | None, new: str | None) -> Any:

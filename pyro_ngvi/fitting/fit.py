@@ -106,7 +106,7 @@ class Fit(Result):
         args = self.args if self.batches is None else next(self.batches)
         loss: Any = self.svi.step(*args, **self.kwargs)
         ended = self.stop(loss, *args, **self.kwargs)
-        self.record(float(loss), time.perf_counter() - start)
+        self.record(time.perf_counter() - start)
         bar.update(float(loss))
         return ended
 

@@ -23,7 +23,7 @@ Far from the optimum (1) is no more than a large number, which is all that is as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -141,19 +141,16 @@ class GapMeter:
     def _local_gradient(self, s: int) -> Parts:
         """Gradient number ``s`` in the local frame of what the guide holds."""
         self.count += 1
-        with pyro.poutine.trace(param_only=True) as seen:
-            self._gradient(s)
         found = []
-        for block, params in zip(self.blocks, self.params, strict=True):
-            held = block.natural_params()
-            grads = {
-                k: torch.zeros_like(v) if held[k].grad is None else held[k].grad
-                for k, v in params.items()
-            }
-            found.append(block.family.pull(params, grads))
-            block.curvature = None
-        for p in traced_params(seen):
-            p.grad = None
+        with gradients_taken_back(self.blocks):
+            self._gradient(s)
+            for block, params in zip(self.blocks, self.params, strict=True):
+                held = block.natural_params()
+                grads = {
+                    k: torch.zeros_like(v) if held[k].grad is None else held[k].grad
+                    for k, v in params.items()
+                }
+                found.append(block.family.pull(params, grads))
         return found
 
     @contextmanager
@@ -186,6 +183,17 @@ class GapMeter:
         for block, own in zip(self.blocks, values, strict=True):
             for name, p in block.natural_params().items():
                 p.copy_(own[name])
+
+
+@contextmanager
+def gradients_taken_back(blocks: Iterable[Any]) -> Iterator[None]:
+    """Around a loss and its backward pass: what they leave in parameters and blocks is gone then."""
+    with pyro.poutine.trace(param_only=True) as seen:
+        yield
+    for p in traced_params(seen):
+        p.grad = None
+    for block in blocks:
+        block.curvature = None
 
 
 def traced_params(seen: Any) -> list[Any]:

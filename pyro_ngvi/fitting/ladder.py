@@ -91,12 +91,9 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         found = best
         try:
             found = fit(guide, limit, best)
-            k, decision = found.khat, found.verdict.decision
-        except (
-            ValueError,
-            TypeError,
-            RuntimeError,
-        ) as error:  # of a minibatch, or a rule's refusal
+            decision, k = found.verdict.decision, found.khat
+        except (ValueError, TypeError, RuntimeError) as error:
+            # a minibatch has no verdict, and a rule may refuse a guide
             if found is None:
                 raise
             message = f'fit(guide="auto") ends with {guide.__name__}: no verdict on it, {error}'

@@ -9,17 +9,14 @@ from html import escape
 from typing import Any
 
 import numpy as np
-import torch
-from pyro import poutine
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from .. import diagnostics
 from ..diagnostics import Diagnosis, KHat
 from ..diagnostics.arviz_compat import loo
 from ..diagnostics.draws import guide_draws, random_state
-from ..linalg.host import own_random_state
 from ..runtime.run import CannotBatch
+from .advice import Structure
 from .ladder import Rung
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked
@@ -45,26 +42,24 @@ class Result:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.why_stopped: str | None = None
         self.rungs: tuple[Rung, ...] = ()
-        self._losses: list[float] = []
         self._seconds: list[float] = []
         self._kept: dict[str, Any] = {}
 
     # --- how it came about
 
-    def record(self, loss: float, seconds: float) -> None:
+    def record(self, seconds: float) -> None:
         """Note a step: what was read before is no longer so."""
         self._kept.clear()
-        self._losses.append(loss)
         self._seconds.append(seconds)
 
     def record_dict(self) -> dict[str, Any]:
-        """The record, for a checkpoint."""
-        steps = {"losses": self._losses, "seconds": self._seconds}
-        return steps | {"why_stopped": self.why_stopped, "rungs": [*map(astuple, self.rungs)]}
+        """What the stop rule does not record, for a checkpoint."""
+        rungs = [*map(astuple, self.rungs)]
+        return {"seconds": self._seconds, "why_stopped": self.why_stopped, "rungs": rungs}
 
     def load_record(self, record: Mapping[str, Any]) -> None:
         """Take over the record of a checkpoint."""
-        self._losses, self._seconds = list(record["losses"]), list(record["seconds"])
+        self._seconds = list(record["seconds"])
         self.why_stopped = record["why_stopped"]
         self.rungs = tuple(Rung(*rung) for rung in record["rungs"])
 
@@ -80,7 +75,7 @@ class Result:
     @property
     def losses(self) -> np.ndarray:
         """The loss of each step, (steps,), in nats."""
-        return np.array(self._losses)
+        return np.array(self.stop.losses)
 
     @property
     def report(self) -> dict[str, np.ndarray]:
@@ -108,9 +103,10 @@ class Result:
         """Whether to believe the guide, site by site: :func:`pyro_ngvi.diagnose`."""
         if "diagnosis" not in self._kept:
             self._need_all_data()
-            self._kept["diagnosis"] = diagnostics.diagnose(
-                self.model, self.guide, *self.args, **self.kwargs
+            self._kept["diagnosis"] = found = diagnostics.diagnose(
+                self.model, self.guide, *self.args, seed=0, **self.kwargs
             )
+            self._kept["khat"] = found.khat  # of the same draws
         return self._kept["diagnosis"]
 
     @property
@@ -134,17 +130,8 @@ class Result:
     def _is_small(self) -> bool:
         if "small" not in self._kept:
             self._need_all_data()
-
-            def counts(site: Any) -> bool:
-                return not site_is_subsample(site)
-
-            with own_random_state(), torch.no_grad(), poutine.block():
-                trace: Any = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
-            latents, data = (
-                sum(site["value"].numel() for site in map(trace.nodes.get, names) if counts(site))
-                for names in (trace.stochastic_nodes, trace.observation_nodes)
-            )
-            self._kept["small"] = latents * max(latents, data) <= LITTLE
+            found = Structure(self.model, self.args, self.kwargs)
+            self._kept["small"] = found.d * max(found.d, found.data) <= LITTLE
         return self._kept["small"]
 
     @property
@@ -223,14 +210,15 @@ class Result:
         return "\n".join(self._lines())
 
     def _lines(self) -> list[str]:
-        steps, seconds = len(self._losses), sum(self._seconds)
+        steps, seconds = self.stop.steps, sum(self._seconds)
         lines = [f"Fit: {self.advice}"]
         gap = self.stop.gap
         left = f", {gap.nats:.2g} +- {gap.error:.1g} nats to go" if gap is not None else ""
         lines.append(f"{self.why_stopped} after {steps} steps, {seconds:.2g} s{left}")
         try:
+            verdict = self.verdict.verdict
             elbo, error = self.elbo
-            lines.append(f"ELBO {elbo:.2f} +- {error:.2f} nats. {self.verdict.verdict}")
+            lines.append(f"ELBO {elbo:.2f} +- {error:.2f} nats. {verdict}")
         except Exception as error:  # whatever the guide or the model says of these arguments
             lines.append(f"No verdict: {error}")
         return [*lines, *map(str, self.rungs)]

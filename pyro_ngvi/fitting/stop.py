@@ -64,7 +64,7 @@ class StopRule:
             halved a gap above ``tol``, nor lowered the losses: ``gap`` says what is left); "max_steps";
             "max_time"; "diverged" (20 losses in a row are not finite); ``None``: go on.
         gap: nats still to gain at the last look (:class:`~pyro_ngvi.fitting.Gap`); ``None``: no look.
-        steps: how many losses it has seen.
+        losses: what it has seen, and ``steps``, how many.
         looks: step and gap of each look so far.
 
     Raises:
@@ -107,7 +107,7 @@ class StopRule:
         self.reason: str | None = None
         self.gap: Gap | None = None
         self.looks: list[tuple[int, Gap]] = []
-        self._losses: list[float] = []
+        self.losses: list[float] = []
         self._lost, self._next, self._started = 0, FIRST, time.monotonic()
         self._wide: BatchedELBO | None = None
 
@@ -121,12 +121,12 @@ class StopRule:
     @property
     def steps(self) -> int:
         """How many losses the rule has seen."""
-        return len(self._losses)
+        return len(self.losses)
 
     def __call__(self, loss: Any, *args: Any, **kwargs: Any) -> bool:
         """Whether to stop after a step whose loss was ``loss``, taken at these arguments."""
-        self._losses.append(float(loss))
-        self._lost = 0 if math.isfinite(self._losses[-1]) else self._lost + 1
+        self.losses.append(float(loss))
+        self._lost = 0 if math.isfinite(self.losses[-1]) else self._lost + 1
         self.reason = self._reason(args, kwargs)
         return self.reason is not None
 
@@ -171,7 +171,7 @@ class StopRule:
     def _fall(self) -> tuple[float, float]:
         """By how much the mean loss of the last quarter is below that before it; standard error."""
         n = max(2, self.steps // 4)
-        window = torch.tensor(self._losses[-2 * n :], dtype=torch.float64)
+        window = torch.tensor(self.losses[-2 * n :], dtype=torch.float64)
         (before, error), (last, other) = map(_trimmed_mean, window.split([len(window) - n, n]))
         return before - last, math.hypot(error, other)
 
@@ -221,7 +221,7 @@ class StopRule:
     def state_dict(self) -> dict[str, Any]:
         """What the rule has seen, as plain data: for :func:`pyro_ngvi.save`."""
         return {
-            "losses": torch.tensor(self._losses, dtype=torch.float64),
+            "losses": torch.tensor(self.losses, dtype=torch.float64),
             "looks": [(steps, astuple(gap)) for steps, gap in self.looks],
             "lost": self._lost,
             "next": self._next,
@@ -231,7 +231,7 @@ class StopRule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what another rule has seen."""
-        self._losses = state["losses"].tolist()
+        self.losses = state["losses"].tolist()
         self.looks = [(steps, Gap(*gap)) for steps, gap in state["looks"]]
         self.gap = self.looks[-1][1] if self.looks else None
         self._lost, self._next = state["lost"], state["next"]
