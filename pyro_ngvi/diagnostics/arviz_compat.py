@@ -29,7 +29,8 @@ def from_groups(
             the name of a variable or a dimension, which netCDF refuses, becomes a dot.
         coords: dimension name to labels; a dimension without labels counts from 0.
         dims: names of the dimensions ``rest`` by variable, in every group but ``sample_stats``, whose
-            variables have none. ``log_likelihood``, without event dimensions, takes the leading names.
+            variables have none. ``log_likelihood`` and ``log_prior``, without event dimensions, take the
+            leading names.
         pred_dims: the same for the groups ``predictions`` and ``predictions_constant_data``,
             where neither ``coords`` nor ``dims`` hold, because their rows are others.
         attrs: stored on the root and on the group ``posterior``.
@@ -45,11 +46,15 @@ def from_groups(
     labels = {"coords": _without_slashes(coords or {}), "dims": _names(dims)}
     root = dict(attrs or {})
     arviz = _arviz()
+    # ArviZ leaves out event dimensions in a group of this name only
+    prior = {"log_likelihood": plain.pop(name) for name in ("log_prior",) if name in plain}
     if not arviz.__version__.startswith("0."):
         attributes = {"/": root, "posterior": root}
         data = arviz.from_dict(plain, **labels, pred_dims=_names(pred_dims), attrs=attributes)
         for name, group in arviz.from_dict(stats).children.items():
             data[name] = group
+        if prior:
+            data["log_prior"] = arviz.from_dict(prior, **labels)["log_likelihood"]
         return data
     # apart, since ArviZ 0.x would label the rows of new data as those of the old
     new = {name: plain.pop(name) for name in [*plain] if name.startswith("predictions")}
@@ -57,6 +62,8 @@ def from_groups(
     for apart, names in ((stats, None), (new, pred_dims)):
         if apart:
             data.extend(arviz.from_dict(**apart, dims=_names(names)))
+    if prior:
+        data.add_groups(log_prior=arviz.from_dict(**prior, **labels)["log_likelihood"])
     return data
 
 

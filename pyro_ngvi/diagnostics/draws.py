@@ -41,7 +41,8 @@ class Draws:
     ``values`` are the model's latent sites, each (S, *shape); ``log_q`` (S,) is log q(z) there and
     ``log_joint`` (S,) log p(data, z) with scales and masks, in nats, in float64 and over the sites as
     the model writes them.  ``rounding`` bounds, in nats, what rounding may do to their difference.
-    ``sites`` are values of latent and deterministic sites, ``log_likelihood`` is by observed site.
+    ``sites`` are values of latent and deterministic sites, ``log_prior`` is by latent site, with scale
+    and mask, ``log_likelihood`` by observed site.
     """
 
     values: dict[str, Tensor]
@@ -49,6 +50,7 @@ class Draws:
     log_joint: Tensor
     rounding: float
     sites: dict[str, Tensor]
+    log_prior: dict[str, Tensor]
     log_likelihood: dict[str, Tensor]
 
     @property
@@ -165,9 +167,11 @@ class Fitted:
                 mask, term = sites[name]["mask"], terms[name][0]
                 seen = torch.as_tensor(True if mask is None else mask, device=term.device)
                 likelihood[name] = compact(torch.where(seen, term, 0.0), num_samples)
+            prior = {name: compact(terms[name][1], num_samples) for name in self.latent}
             return {
                 "density": _density(sites, terms),
                 "values": {name: sites[name]["value"] for name in self.shown},
+                "log_prior": prior,
                 "log_likelihood": likelihood,
             }
 
@@ -178,6 +182,7 @@ class Fitted:
             found["density"]["log"],
             64.0 * sum(float(x["squares"].max()) ** 0.5 for x in (found["density"], of_guide)),
             found["values"],
+            found["log_prior"],
             found["log_likelihood"],
         )
 

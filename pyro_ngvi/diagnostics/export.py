@@ -51,6 +51,8 @@ def to_arviz(
     * ``log_likelihood``: per example and observed site, in nats, without ``poutine.scale`` (with a
       warning: ``az.loo`` would be wrong) and without ``pyro.factor`` (a warning where one lies in a
       plate with data); zero where the site is masked.
+    * ``log_prior``: per latent site, in nats, for ``az.psense`` (``psens`` in 0.x); what of the prior is
+      written as a ``pyro.factor`` is not in it.
     * ``posterior_predictive``, and where asked ``prior`` and ``prior_predictive``: observed sites
       drawn anew. A site that ``poutine.condition`` has fixed is one of them; fix parameters by
       ``poutine.do``. They are left out, with a warning, where a likelihood cannot be drawn from.
@@ -65,8 +67,8 @@ def to_arviz(
     are left alone. The model runs batched over the draws, or once for each where it cannot. Not for a
     model that subsamples its data: give the full data.
 
-    With ``resample="psis"`` the draws in ``posterior``, ``log_likelihood``, ``posterior_predictive``
-    and ``predictions`` are resampled in proportion to their Pareto-smoothed weights (systematically: a
+    With ``resample="psis"`` the draws in ``posterior``, ``log_prior``, ``log_likelihood``,
+    ``posterior_predictive`` and ``predictions`` are resampled in proportion to their Pareto-smoothed weights (systematically: a
     draw of weight w comes S w times, rounded up or down). ``sample_stats`` stays that of the guide's
     own draws, and gains ``resampled_from``, the number of the one that each posterior draw is. Repeated
     draws stand side by side, so ArviZ's ESS and errors count them about right. It can correct what
@@ -157,6 +159,7 @@ def to_arviz(
             values = values | {name: posterior[name] for name in fitted.joint.names}
             shown = list(posterior)
         groups["posterior"] = per_draw(posterior)
+        groups["log_prior"] = per_draw(draws.log_prior)
         groups["log_likelihood"] = per_draw(draws.log_likelihood)
         attrs = {
             "inference_library": "pyro_ngvi",

@@ -56,6 +56,7 @@ def data(conjugate: dict[str, Any]) -> Any:
             "posterior": {"mu": mu, "w": np.stack([mu, 2 * mu], -1)},
             "sample_stats": {"lp": -(mu**2), "log_q": mu},
             "log_likelihood": {"x": conjugate["log_likelihood"]},
+            "log_prior": {name: normal_log_pdf(mu, 0.0, 100.0) for name in ("mu", "w")},
             "posterior_predictive": {"x": mu[..., None] + np.zeros(N)},
             "prior": {"mu": 10 * mu},
             "prior_predictive": {"x": mu[..., None] + np.ones(N)},
@@ -76,6 +77,7 @@ def test_every_group_arrives_with_values_dims_and_coords(
         "posterior": {"mu": sampled["mu"], "w": ("chain", "draw", "feature")},
         "sample_stats": {"lp": sampled["mu"], "log_q": sampled["mu"]},
         "log_likelihood": {"x": sampled["x"]},
+        "log_prior": {"mu": sampled["mu"], "w": sampled["mu"]},
         "posterior_predictive": {"x": sampled["x"]},
         "prior": {"mu": sampled["mu"]},
         "prior_predictive": {"x": sampled["x"]},
@@ -166,6 +168,23 @@ def test_loo_finds_the_closed_form(data: Any, conjugate: dict[str, Any]) -> None
     error = (ratio.std(0) / ratio.mean(0) / np.sqrt(DRAWS)).sum()
     assert abs(float(elpd) - conjugate["elpd"]) < 4 * error
     assert float(np.max(loo.pareto_k)) < 0.7
+
+
+def test_power_scaling_sees_data_and_a_weak_prior(data: Any) -> None:
+    old = az.__version__.startswith("0.")
+    psense: Any = az.psens if old else az.psense
+    which = "component" if old else "group"
+    by = {name: float(psense(data, **{which: name})["mu"]) for name in ("prior", "likelihood")}
+    # the sd goes with the root of the power of the likelihood; the prior is 70 times as wide
+    assert by["prior"] < 0.01 < 0.05 < by["likelihood"]
+
+
+@pytest.mark.skipif(az.__version__.startswith("0."), reason="new in ArviZ 1")
+def test_loo_of_a_subsample_of_the_data(data: Any) -> None:
+    whole: Any = az.loo(data)  # type: ignore[attr-defined]
+    some: Any = az.loo_subsample(data, observations=4)  # type: ignore[attr-defined]
+    # the terms less their log predictive density, which is all that is extrapolated, differ little
+    assert abs(some.elpd - whole.elpd) < 1.0 and some.n_data_points == N
 
 
 def test_plots_draw(data: Any) -> None:

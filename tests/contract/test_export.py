@@ -78,6 +78,8 @@ def test_densities_are_those_of_pyro(
             expected = dist.Normal(X @ at["w"], at["sigma"]).log_prob(y)
             torch.testing.assert_close(values_of(result, "log_likelihood")["y"][s], expected)
             torch.testing.assert_close(values["mean"][s], X @ at["w"])
+            for site, log_prior in values_of(result, "log_prior").items():
+                torch.testing.assert_close(log_prior[s], trace.nodes[site]["log_prob_sum"])
     weights = torch.softmax(stats["lp"] - stats["log_q"], 0)
     torch.testing.assert_close(stats["log_weights"].exp(), weights)
     assert len(values["w"].unique(dim=0)) == S
@@ -97,6 +99,7 @@ def test_groups_names_and_attributes(name: str, data: tuple[Tensor, Tensor]) -> 
     assert found == {
         "posterior": latent,
         "sample_stats": dict.fromkeys(["lp", "log_q", "log_weights"], sampled),
+        "log_prior": {"w": sampled, "sigma": sampled},
         "log_likelihood": {"y": (*sampled, "unit")},
         "posterior_predictive": {"y": (*sampled, "unit")},
         "prior": latent,
