@@ -21,7 +21,7 @@ from . import (
 from ._old_modules import name_the_version as _name_the_version
 from ._version import __version__
 from .diagnostics import diagnose, khat, predict, summary, to_arviz
-from .fitting import StopRule, advise, fit, load, save
+from .fitting import StopRule, advise, compare, fit, load, save
 from .guides import (
     AutoCouplingFlow,
     AutoExponentialFamily,
@@ -64,6 +64,7 @@ __all__ = [
     "StopRule",
     "__version__",
     "advise",
+    "compare",
     "diagnose",
     "diagnostics",
     "distributions",

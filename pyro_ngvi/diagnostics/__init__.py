@@ -6,6 +6,7 @@ from ..sites.leave_one_out import Influence, SiteLOO
 from .diagnosis import Diagnosis, Moved, diagnose
 from .export import to_arviz
 from .khat import KHat, khat, khat_from_log_weights
+from .loo import loo
 from .loo_units import UnitLOO, loo_units
 from .plots import plot_influence, plot_sites
 from .prediction import predict
@@ -23,6 +24,7 @@ __all__ = [
     "diagnose",
     "khat",
     "khat_from_log_weights",
+    "loo",
     "loo_units",
     "plot_influence",
     "plot_sites",

@@ -7,7 +7,8 @@ only ArviZ is installed. ArviZ takes as long to import as torch, so it is import
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -29,8 +30,8 @@ def from_groups(
             the name of a variable or a dimension, which netCDF refuses, becomes a dot.
         coords: dimension name to labels; a dimension without labels counts from 0.
         dims: names of the dimensions ``rest`` by variable, in every group but ``sample_stats``, whose
-            variables have none. ``log_likelihood`` and ``log_prior``, without event dimensions, take the
-            leading names.
+            variables have none. ``log_likelihood`` and ``log_prior``, without event dimensions, take
+            the leading names.
         pred_dims: the same for the groups ``predictions`` and ``predictions_constant_data``,
             where neither ``coords`` nor ``dims`` hold, because their rows are others.
         attrs: stored on the root and on the group ``posterior``.
@@ -47,13 +48,13 @@ def from_groups(
     root = dict(attrs or {})
     arviz = _arviz()
     # ArviZ leaves out event dimensions in a group of this name only
-    prior = {"log_likelihood": plain.pop(name) for name in ("log_prior",) if name in plain}
+    prior = {"log_likelihood": plain.pop("log_prior", {})}
     if not arviz.__version__.startswith("0."):
         attributes = {"/": root, "posterior": root}
         data = arviz.from_dict(plain, **labels, pred_dims=_names(pred_dims), attrs=attributes)
         for name, group in arviz.from_dict(stats).children.items():
             data[name] = group
-        if prior:
+        if prior["log_likelihood"]:
             data["log_prior"] = arviz.from_dict(prior, **labels)["log_likelihood"]
         return data
     # apart, since ArviZ 0.x would label the rows of new data as those of the old
@@ -62,7 +63,7 @@ def from_groups(
     for apart, names in ((stats, None), (new, pred_dims)):
         if apart:
             data.extend(arviz.from_dict(**apart, dims=_names(names)))
-    if prior:
+    if prior["log_likelihood"]:
         data.add_groups(log_prior=arviz.from_dict(**prior, **labels)["log_likelihood"])
     return data
 
@@ -103,9 +104,49 @@ def summary(data: Any, **kwargs: Any) -> Any:
     return _arviz().summary(data, kind=kind, **kwargs)
 
 
-def loo(data: Any, **kwargs: Any) -> Any:
-    """``arviz.loo``."""
-    return _arviz().loo(data, **kwargs)
+def loo_in_pieces(pieces: Iterable[np.ndarray], dims: Mapping[str, int]) -> Any:
+    """``arviz.loo`` of log likelihoods (draws, data), put together from those of pieces of the data.
+
+    Args:
+        pieces: along the data.
+        dims: names and sizes of the dimensions that the data have together.
+    """
+    import xarray as xr
+
+    def joined(parts: list[Any]) -> Any:
+        values = np.concatenate([x.values for x in parts]).reshape([*dims.values()])
+        return xr.DataArray(values, dims=[*dims], coords={dim: range(n) for dim, n in dims.items()})
+
+    found = []
+    for piece in pieces:
+        groups = {"posterior": piece[:, :1], "log_likelihood": piece}
+        data = from_groups({group: {"y": x[None]} for group, x in groups.items()})
+        with warnings.catch_warnings():
+            # said of a piece of one datum
+            warnings.filterwarnings("ignore", "The point-wise LOO is the same with the sum LOO")
+            # reff: one chain of independent draws
+            found.append(_arviz().loo(data, pointwise=True, reff=1.0))
+    old = _arviz().__version__.startswith("0.")
+    terms = joined([x.loo_i if old else x.elpd_i for x in found])
+    n = terms.size
+    whole = {
+        "elpd_loo" if old else "elpd": float(terms.sum()),
+        "se": float(n * terms.var(ddof=0 if old else 1)) ** 0.5,
+        "p_loo" if old else "p": float(sum(x.p_loo if old else x.p for x in found)),
+        "n_data_points": n,
+        "warning": any(x.warning for x in found),
+        "loo_i" if old else "elpd_i": terms,
+        "pareto_k": joined([x.pareto_k for x in found]),
+    }
+    if not old:
+        return replace(found[0], **whole)
+    whole = dict(found[0]) | whole
+    return type(found[0])(list(whole.values()), index=list(whole))
+
+
+def compare(elpds: Mapping[str, Any], **kwargs: Any) -> Any:
+    """``arviz.compare``."""
+    return _arviz().compare(dict(elpds), **kwargs)
 
 
 def labelled(data: Any, values: Mapping[str, np.ndarray], **selection: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.distributions import constraints
 from ..runtime.checks import LatentSupports, check_data, plain_support
 from ..runtime.density import (
     Kind,
+    Site,
     Sites,
     is_auxiliary,
     is_latent,
@@ -164,9 +165,7 @@ class Fitted:
             terms = {name: site_log_prob(site) for name, site in sites.items()}
             likelihood = {}
             for name in log_likelihood_of:
-                mask, term = sites[name]["mask"], terms[name][0]
-                seen = torch.as_tensor(True if mask is None else mask, device=term.device)
-                likelihood[name] = compact(torch.where(seen, term, 0.0), num_samples)
+                likelihood[name] = compact(unmasked(sites[name], terms[name][0]), num_samples)
             prior = {name: compact(terms[name][1], num_samples) for name in self.latent}
             return {
                 "density": _density(sites, terms),
@@ -234,6 +233,47 @@ def _density(sites: Sites, terms: Mapping[str, tuple[Tensor, Tensor]]) -> dict[s
         logs.append(term.double().sum())
         squares.append((eps * term.double().nan_to_num(0.0, 0.0, 0.0)).square().sum())
     return {"log": torch.stack(logs).sum(), "squares": torch.stack(squares).sum()}
+
+
+def with_likelihood(fitted: Fitted) -> list[str]:
+    """The observed sites with a likelihood by example; warns of those that ArviZ would misread."""
+    data = sites_of_kind(fitted.in_sum, "observed")
+    observed = {name: fitted.sites[name] for name in sites_of_kind(fitted.sites, "observed")}
+    whole = [n for n in data if n not in observed and not fitted.in_sum[n]["cond_indep_stack"]]
+    if whole:
+        warnings.warn(
+            f"The data {', '.join(map(repr, whole))} share an enumerated variable and have no "
+            f"likelihood by example: left out. A plate of independent series gives it theirs.",
+            UserWarning,
+            stacklevel=3,
+        )
+    for name, site in observed.items():
+        if bool((torch.as_tensor(site["scale"]) != 1.0).any()):
+            warnings.warn(
+                f"The observed site {name!r} stands under poutine.scale, so the posterior holds "
+                f"p^c and log_likelihood log p: az.loo and waic are wrong here; AutoSites.loo() is "
+                f"not. log_likelihood=False leaves the group out.",
+                UserWarning,
+                stacklevel=3,
+            )
+    plates = {frame.name for site in observed.values() for frame in site["cond_indep_stack"]}
+    for name, site in fitted.sites.items():
+        if site_kind(site) == "factor" and plates & {f.name for f in site["cond_indep_stack"]}:
+            warnings.warn(
+                f"The pyro.factor {name!r} lies in a plate with data, and log_likelihood does not "
+                f"have it. Where it is a likelihood az.loo is wrong: make it an observed site.",
+                UserWarning,
+                stacklevel=3,
+            )
+    return [name for name in data if name not in whole]
+
+
+def unmasked(site: Site, term: Tensor) -> Tensor:
+    """The log likelihood of each datum without scale, zero where it is masked."""
+    mask = site["mask"]
+    return torch.where(
+        torch.as_tensor(True if mask is None else mask, device=term.device), term, 0.0
+    )
 
 
 def compact(x: Tensor, num_samples: int) -> Tensor:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from .._version import __version__
 from ..linalg.host import own_random_state
-from ..runtime.density import Sites, site_kind
+from ..runtime.density import Sites
 from ..runtime.model_density import map_draws
 from ..runtime.summed_out import SummedOut, given_name
 from .arviz_compat import from_groups
-from .draws import Fitted, random_state, sites_of_kind, warn_of_edges
+from .draws import Fitted, random_state, sites_of_kind, warn_of_edges, with_likelihood
 from .groups import constants, name_dims, observations, per_draw
 from .khat import judge
 from .prediction import PREDICTIONS, NewData, fixed_parameters, simulate
@@ -51,8 +51,8 @@ def to_arviz(
     * ``log_likelihood``: per example and observed site, in nats, without ``poutine.scale`` (with a
       warning: ``az.loo`` would be wrong) and without ``pyro.factor`` (a warning where one lies in a
       plate with data); zero where the site is masked.
-    * ``log_prior``: per latent site, in nats, for ``az.psense`` (``psens`` in 0.x); what of the prior is
-      written as a ``pyro.factor`` is not in it.
+    * ``log_prior``: per latent site, in nats, for ``az.psense`` (``psens`` in 0.x); a part of the prior
+      that is a ``pyro.factor`` is not in it.
     * ``posterior_predictive``, and where asked ``prior`` and ``prior_predictive``: observed sites
       drawn anew. A site that ``poutine.condition`` has fixed is one of them; fix parameters by
       ``poutine.do``. They are left out, with a warning, where a likelihood cannot be drawn from.
@@ -68,11 +68,11 @@ def to_arviz(
     model that subsamples its data: give the full data.
 
     With ``resample="psis"`` the draws in ``posterior``, ``log_prior``, ``log_likelihood``,
-    ``posterior_predictive`` and ``predictions`` are resampled in proportion to their Pareto-smoothed weights (systematically: a
-    draw of weight w comes S w times, rounded up or down). ``sample_stats`` stays that of the guide's
-    own draws, and gains ``resampled_from``, the number of the one that each posterior draw is. Repeated
-    draws stand side by side, so ArviZ's ESS and errors count them about right. It can correct what
-    k-hat finds correctable, no more.
+    ``posterior_predictive`` and ``predictions`` are resampled in proportion to their Pareto-smoothed
+    weights (systematically: a draw of weight w comes S w times, rounded up or down). ``sample_stats``
+    stays that of the guide's own draws, and gains ``resampled_from``, the number of the one that each
+    posterior draw is. Repeated draws stand side by side, so ArviZ's ESS and errors count them about
+    right. It can correct what k-hat finds correctable, no more.
 
     The attributes of the container and of ``posterior`` hold ``decision`` ("intervals", "resample" or
     "unusable") and ``verdict``, the same in words (:class:`~pyro_ngvi.diagnostics.KHat`); ``khat``,
@@ -141,7 +141,7 @@ def to_arviz(
     sites, observed = fitted.sites, sites_of_kind(fitted.sites, "observed")
     groups: dict[str, dict[str, np.ndarray]] = {}
     with random_state(seed):
-        likelihoods = _likelihoods(fitted) if log_likelihood else ()
+        likelihoods = with_likelihood(fitted) if log_likelihood else ()
         draws = fitted.draw(num_samples, batch_size, likelihoods)
         found = judge(fitted, draws, batch_size)
         warn_of_edges(sites, draws.values)
@@ -240,39 +240,6 @@ def _with_discrete(
         return {"values": {name: sites[name]["value"] for name in names}}
 
     return map_draws(joint.with_draws(values.keys()), drawn, given, num_samples)["values"]
-
-
-def _likelihoods(fitted: Fitted) -> list[str]:
-    """The observed sites with a likelihood by example; warns of those that ArviZ would misread."""
-    data = sites_of_kind(fitted.in_sum, "observed")
-    observed = {name: fitted.sites[name] for name in sites_of_kind(fitted.sites, "observed")}
-    whole = [n for n in data if n not in observed and not fitted.in_sum[n]["cond_indep_stack"]]
-    if whole:
-        warnings.warn(
-            f"The data {', '.join(map(repr, whole))} share an enumerated variable and have no "
-            f"likelihood by example: left out. A plate of independent series gives it theirs.",
-            UserWarning,
-            stacklevel=3,
-        )
-    for name, site in observed.items():
-        if bool((torch.as_tensor(site["scale"]) != 1.0).any()):
-            warnings.warn(
-                f"The observed site {name!r} stands under poutine.scale, so the posterior holds "
-                f"p^c and log_likelihood log p: az.loo and waic are wrong here; AutoSites.loo() is "
-                f"not. log_likelihood=False leaves the group out.",
-                UserWarning,
-                stacklevel=3,
-            )
-    plates = {frame.name for site in observed.values() for frame in site["cond_indep_stack"]}
-    for name, site in fitted.sites.items():
-        if site_kind(site) == "factor" and plates & {f.name for f in site["cond_indep_stack"]}:
-            warnings.warn(
-                f"The pyro.factor {name!r} lies in a plate with data, and log_likelihood does not "
-                f"have it. Where it is a likelihood az.loo is wrong: make it an observed site.",
-                UserWarning,
-                stacklevel=3,
-            )
-    return [name for name in data if name not in whole]
 
 
 def _can_be_drawn(fitted: Fitted, observed: Sequence[str]) -> bool:

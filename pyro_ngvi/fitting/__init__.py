@@ -3,8 +3,20 @@
 from .advice import Advice, advise
 from .batches import Batches
 from .checkpoint import save
+from .compare import compare
 from .fit import Fit, fit, load
 from .gap import Gap
 from .stop import StopRule
 
-__all__ = ["Advice", "Batches", "Fit", "Gap", "StopRule", "advise", "fit", "load", "save"]
+__all__ = [
+    "Advice",
+    "Batches",
+    "Fit",
+    "Gap",
+    "StopRule",
+    "advise",
+    "compare",
+    "fit",
+    "load",
+    "save",
+]

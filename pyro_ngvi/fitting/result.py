@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .. import diagnostics
 from ..diagnostics import Diagnosis, KHat
-from ..diagnostics.arviz_compat import loo
 from ..diagnostics.draws import guide_draws, random_state
 from ..runtime.run import CannotBatch
 from .advice import Structure
@@ -21,6 +20,8 @@ from .ladder import Rung
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked
 LITTLE = 10_000
+#: data above which their likelihoods and predictions at 1,000 draws are not held unasked: 400 MB each
+MANY = 100_000
 
 
 class Result:
@@ -43,7 +44,7 @@ class Result:
         self.why_stopped: str | None = None
         self.rungs: tuple[Rung, ...] = ()
         self._seconds: list[float] = []
-        self._kept: dict[str, Any] = {}
+        self._kept: dict[Any, Any] = {}
 
     # --- how it came about
 
@@ -113,11 +114,12 @@ class Result:
     def verdict(self) -> KHat | Diagnosis:
         """The diagnosis, or k-hat, which costs less, where latent variables times data are more than
         10,000, or ``vmap`` cannot run the model; both have ``decision``, ``ok`` and ``verdict``."""
-        if self._is_small():
+        d, data = self._structure.d, self._structure.data
+        if d * max(d, data) <= LITTLE and "chains" not in self._kept:
             try:
                 return self.diagnosis
             except CannotBatch:
-                self._kept["small"] = False
+                self._kept["chains"] = None
         return self.khat
 
     def _need_all_data(self) -> None:
@@ -127,12 +129,12 @@ class Result:
                 "model, guide and all data to khat, diagnose or to_arviz."
             )
 
-    def _is_small(self) -> bool:
-        if "small" not in self._kept:
+    @property
+    def _structure(self) -> Structure:
+        if "structure" not in self._kept:
             self._need_all_data()
-            found = Structure(self.model, self.args, self.kwargs)
-            self._kept["small"] = found.d * max(found.d, found.data) <= LITTLE
-        return self._kept["small"]
+            self._kept["structure"] = Structure(self.model, self.args, self.kwargs)
+        return self._kept["structure"]
 
     @property
     def elbo(self) -> tuple[float, float]:
@@ -141,9 +143,12 @@ class Result:
 
     @property
     def idata(self) -> Any:
-        """Draws in ArviZ's container, as :func:`pyro_ngvi.to_arviz` gives them by default."""
+        """Draws in ArviZ's container, as :func:`pyro_ngvi.to_arviz` gives them by default; without the
+        log likelihoods and predictions of more than 100,000 data, which :meth:`loo` does not need."""
         if "idata" not in self._kept:
-            self._kept["idata"] = self.to_arviz(seed=0)
+            held = self._structure.data <= MANY
+            groups = dict.fromkeys(("log_likelihood", "posterior_predictive"), held)
+            self._kept["idata"] = self.to_arviz(seed=0, **groups)
         return self._kept["idata"]
 
     def to_arviz(self, **options: Any) -> Any:
@@ -155,13 +160,14 @@ class Result:
         """ArviZ's table with the verdict under it: :func:`pyro_ngvi.summary`."""
         return diagnostics.summary(self.idata, **options)
 
-    def loo(self, **options: Any) -> Any:
-        """``arviz.loo``, of resampled draws where k-hat asks for it."""
-        decision = self.khat.decision
-        return loo(
-            self.to_arviz(seed=0, resample="psis") if decision == "resample" else self.idata,
-            **options,
-        )
+    def loo(self, var_name: str | None = None) -> Any:
+        """Leaving out each datum in turn: :func:`pyro_ngvi.diagnostics.loo`."""
+        if ("loo", var_name) not in self._kept:
+            self._need_all_data()
+            self._kept["loo", var_name] = diagnostics.loo(
+                self.model, self.guide, *self.args, var_name=var_name, seed=0, **self.kwargs
+            )
+        return self._kept["loo", var_name]
 
     # --- draws
 

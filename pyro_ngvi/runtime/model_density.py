@@ -18,6 +18,7 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from ..linalg.host import own_random_state
 from .density import (
@@ -254,8 +255,16 @@ def map_draws(
                 with own_random_state(), _Largest() as largest:
                     run_particles(program, chosen, one, 1, (), {}, sampling=True, **how)
                 batch_size = max(1, MOST_NUMBERS // largest.numel)
-            batched = how | {"sampling": True, "chunk_size": batch_size}
-            return run_particles(program, chosen, values, num_samples, (), {}, **batched)
+            found: Parts | None = None
+            for start in range(0, num_samples, batch_size):
+                size = min(batch_size, num_samples - start)
+                some = {name: x[start : start + size] for name, x in values.items()}
+                part = run_particles(program, chosen, some, size, (), {}, sampling=True, **how)
+                if found is None:
+                    found = tree_map(lambda x: x.new_empty(num_samples, *x.shape[1:]), part)
+                # copied, since results that are kept between large tensors scatter the heap
+                tree_map(lambda x, y: x.narrow(0, start, size).copy_(y), found, part)  # noqa: B023
+            return found or {}
         except CannotBatch:
             # A program that is wrong rather than unbatchable shows its own error in the loop.
             return run_in_loop(program, chosen, values, num_samples, (), {}, **how)

@@ -170,6 +170,21 @@ def test_loo_finds_the_closed_form(data: Any, conjugate: dict[str, Any]) -> None
     assert float(np.max(loo.pareto_k)) < 0.7
 
 
+def test_loo_in_pieces_is_that_of_all_and_compares(data: Any, conjugate: dict[str, Any]) -> None:
+    old = az.__version__.startswith("0.")
+    held = conjugate["log_likelihood"][0]
+    found = shim.loo_in_pieces([held[:, :4], held[:, 4:]], {"unit": N})
+    whole: Any = az.loo(data, pointwise=True)
+    for name in ("elpd_loo", "se", "p_loo") if old else ("elpd", "se", "p"):
+        np.testing.assert_allclose(getattr(found, name), getattr(whole, name), rtol=1e-12)
+    terms = "loo_i" if old else "elpd_i"
+    np.testing.assert_allclose(getattr(found, terms), getattr(whole, terms), rtol=1e-12)
+    assert found.pareto_k.dims == ("unit",) and found.n_data_points == N
+    assert f"{N} observations" in str(found)
+    worse = shim.loo_in_pieces([held - 1.0], {"unit": N})
+    assert list(shim.compare({"worse": worse, "better": found}).index) == ["better", "worse"]
+
+
 def test_power_scaling_sees_data_and_a_weak_prior(data: Any) -> None:
     old = az.__version__.startswith("0.")
     psense: Any = az.psens if old else az.psense

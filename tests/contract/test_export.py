@@ -67,6 +67,7 @@ def test_densities_are_those_of_pyro(
     guide = GUIDES[name](model)
     result = to_arviz(model, guide, X, y, num_samples=S, seed=1, batch_size=batch_size)
     values, stats = values_of(result), values_of(result, "sample_stats")
+    of_site: Any
     with torch.no_grad():
         for s in (0, 1, S - 1):
             at = {"w": values["w"][s], "sigma": values["sigma"][s]}
@@ -79,7 +80,8 @@ def test_densities_are_those_of_pyro(
             torch.testing.assert_close(values_of(result, "log_likelihood")["y"][s], expected)
             torch.testing.assert_close(values["mean"][s], X @ at["w"])
             for site, log_prior in values_of(result, "log_prior").items():
-                torch.testing.assert_close(log_prior[s], trace.nodes[site]["log_prob_sum"])
+                of_site = trace.nodes[site]
+                torch.testing.assert_close(log_prior[s], of_site["log_prob_sum"])
     weights = torch.softmax(stats["lp"] - stats["log_q"], 0)
     torch.testing.assert_close(stats["log_weights"].exp(), weights)
     assert len(values["w"].unique(dim=0)) == S

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -24,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.fitting.progress import Progress
+from tests.contract import export_examples
 from tests.contract.registry import data, regression
 
 X, y = data()
@@ -104,10 +104,30 @@ def test_draws_and_predictions() -> None:
     assert fit.sample(7, seed=1)["w"].shape == (7, 3)
     assert torch.equal(fit.sample(7, seed=1)["w"], fit.sample(7, seed=1)["w"])
     assert fit.predict(A[:5])["y"].shape == (1000, 5)
+
+
+def test_fits_in_one_table() -> None:
     C, c = classes(200)
-    fit = ngvi.fit(logistic, C, c, seed=0)
-    found = fit.loo()  # ArviZ 1.x and 0.x
-    assert np.isfinite(float(found.elpd if hasattr(found, "elpd") else found.elpd_loo))
+    how: Any = {"seed": 0, "progress": False}
+    first = C * C.new_tensor([1.0, 0.0, 0.0])
+    both = ngvi.fit(logistic, C, c, **how), ngvi.fit(logistic, first, c, **how)
+    table = ngvi.compare({"all": both[0], "one": both[1]})
+    assert list(table.index) == ["all", "one"]
+    for name, fit in zip(table.index, both, strict=True):
+        assert (table.elbo[name], table.elbo_se[name]) == fit.elbo
+        assert table.decision[name] == "intervals"
+        assert fit.loo() is fit.loo()
+
+
+def test_idata_holds_no_likelihoods_of_a_hundred_thousand_data(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    C, c = classes(200)
+    fit = ngvi.fit(logistic, C, c, seed=0, progress=False)
+    monkeypatch.setattr(sys.modules["pyro_ngvi.fitting.result"], "MANY", 199)
+    groups = {"log_likelihood", "posterior_predictive"}
+    assert not groups & {*export_examples.groups_of(fit.idata)}
+    assert fit.loo().n_data_points == 200
 
 
 # --- what is chosen, and what is given

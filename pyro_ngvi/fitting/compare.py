@@ -1,0 +1,48 @@
+"""Several fits in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..diagnostics import arviz_compat
+from .result import Result
+
+
+def compare(fits: Mapping[str, Result], *, var_name: str | None = None, **options: Any) -> Any:
+    """``arviz.compare`` of fits to the same data, and what each fit says of itself.
+
+    ArviZ's columns rank *models* by how well they predict a datum that is left out; behind them are
+    ``elbo``, ``elbo_se`` in nats, and the ``decision`` of the verdict.  The ELBO compares *guides* of
+    one model: it is a lower bound of the log evidence, which a better guide raises; between models it
+    mixes the evidence with how good the guides are.  Not for fits that are "unusable".
+
+    Args:
+        fits: by name; of :func:`pyro_ngvi.fit`, with all data.
+        var_name: the observed site, where there are several.
+        options: of ``arviz.compare``.
+
+    Returns:
+        A pandas ``DataFrame``, the best model first.
+
+    Raises:
+        ValueError: where a model has no likelihood by datum, or the numbers of data differ.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> def model(y, scale):
+        ...     m = pyro.sample("m", dist.Normal(0.0, 10.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Normal(m, scale), obs=y)
+        >>> y = torch.linspace(-2.0, 2.0, 30)
+        >>> how = {"guide": "AutoMeanFieldNormal", "seed": 0, "progress": False}
+        >>> fits = {f"sd {s}": ngvi.fit(model, y, s, **how) for s in (1.0, 5.0)}
+        >>> list(ngvi.compare(fits).index)
+        ['sd 1.0', 'sd 5.0']
+    """
+    by_datum = {name: fit.loo(var_name=var_name) for name, fit in fits.items()}
+    table = arviz_compat.compare(by_datum, **options)
+    for name, fit in fits.items():
+        table.loc[name, ["elbo", "elbo_se"]] = fit.elbo
+        table.loc[name, "decision"] = fit.verdict.decision
+    return table
