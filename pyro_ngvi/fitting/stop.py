@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import pyro
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from ..linalg.host import own_random_state
 from ..losses import BatchedELBO
 from ..optim.host import find_blocks
+from ..runtime.run import CannotBatch
 from .batches import Batches
 from .gap import Gap, GapMeter, traced_params
+from .twin import Twin, has_twin
 
 #: the first step after which to look
 FIRST = 5
@@ -35,12 +38,14 @@ class StopRule:
     r"""Tells a loop over ``svi.step`` when to end, by what is still to gain.
 
     "converged" has a meaning: the ELBO of what the guide holds is at most ``tol`` nats below the best
-    of its family *near by*, found from gradients there (:mod:`pyro_ngvi.fitting.gap`).  It needs guides
-    of ours with a known Fisher matrix that hold all that is trained, any optimizer.  For other guides
-    (Pyro's, flows, sites, hierarchies), or where the model has parameters of its own, the rule says
-    "settled" in its place: the trimmed mean of the losses of the last quarter of the steps is no more
-    than ``tol`` below that of the quarter before, by a standard error of at most tol / 2.  That says
-    nothing of what is still to gain where a rate is too small, or too large to settle near the optimum.
+    of its family *near by*, found from gradients there (:mod:`pyro_ngvi.fitting.gap`).  It needs a
+    guide of ours with a known Fisher matrix; or Pyro's ``AutoNormal``, ``AutoDiagonalNormal``,
+    ``AutoMultivariateNormal`` or ``AutoLowRankMultivariateNormal``, with an ELBO of Pyro's and a model
+    that ``vmap`` can run.  Any optimizer will do.  For other guides (flows, sites, hierarchies), or
+    where the model has parameters of its own, the rule says "settled" in its place: the trimmed mean of
+    the losses of the last quarter of the steps is no more than ``tol`` below that of the quarter before,
+    by a standard error of at most tol / 2.  That says nothing of what is still to gain where a rate is
+    too small, or too large to settle near the optimum.
 
     It looks when the losses have ceased to fall: after step 5 at first, and then after 10 to 25 % more
     steps, so that its gradients cost about as much as the steps at most.  Looking changes neither
@@ -148,12 +153,11 @@ class StopRule:
         self._next = self.steps + max(1, self.steps // 10)
         if fall > self.tol + 2.0 * error:
             return None
-        blocks = self._blocks(args, kwargs)
-        if not blocks:
+        gap = self._measure(args, kwargs)
+        if gap is None:
             settled = self.steps >= SETTLED and fall + error <= self.tol and error <= 0.5 * self.tol
             return "settled" if settled else None
-        meter = GapMeter(blocks, self._gradient(args, kwargs))
-        self.gap = gap = meter(self.tol, max(MOST_GRADIENTS, self.steps))
+        self.gap = gap
         self.looks.append((self.steps, gap))
         self._next = self.steps + max(self.steps // 4, gap.gradients // 4, 1)
         if gap.is_below(self.tol):
@@ -175,39 +179,65 @@ class StopRule:
         (before, error), (last, other) = map(_trimmed_mean, window.split([len(window) - n, n]))
         return before - last, math.hypot(error, other)
 
-    def _blocks(self, args: Any, kwargs: Any) -> list[Any]:
-        """The parts of the guide that hold all that is trained; none where the gap is not to be had."""
+    def _measure(self, args: Any, kwargs: Any) -> Gap | None:
+        """What is still to gain; ``None`` where it is not to be had."""
+        svi, loss = self.svi, getattr(self.svi.loss_and_grads, "__self__", None)
+        of_pyro, blocks = has_twin(svi.guide, loss), self._blocks()
+        if not of_pyro and not blocks:
+            return None
+        held = (
+            [svi.guide.parameters()] if of_pyro else [b.natural_params().values() for b in blocks]
+        )
+        known, first = {id(p) for part in held for p in part}, self._arguments(0, [], args)
+        with own_random_state(), torch.no_grad(), pyro.poutine.trace(param_only=True) as seen:
+            svi.loss(svi.model, svi.guide, *first, **kwargs)
+        if not all(id(p) in known for p in traced_params(seen) if p.requires_grad):
+            return None
+        particles = max(WIDER * getattr(loss, "num_particles", 1), FEWEST_PARTICLES)
+        if of_pyro:
+            with own_random_state():
+                twin = Twin(svi.guide, svi.model, first, kwargs, particles)
+            if not twin.fits:
+                return None
+            blocks, gradient = [twin], twin.gradient
+        else:
+            gradient = partial(self._loss_and_grads(loss, particles), svi.model, svi.guide)
+        meter = GapMeter(blocks, self._by_number(gradient, args, kwargs))
+        try:
+            return meter(self.tol, max(MOST_GRADIENTS, self.steps))
+        except CannotBatch:  # what Pyro's losses run one by one
+            return None
+
+    def _loss_and_grads(self, loss: Any, particles: int) -> Callable[..., Any]:
+        """That of the loss, with more particles where they are batched."""
+        if not isinstance(loss, BatchedELBO):
+            return self.svi.loss_and_grads
+        if self._wide is None:
+            self._wide = BatchedELBO(particles, chunk_size=loss.chunk_size)
+        self._wide.kl_weight = loss.kl_weight
+        return self._wide.loss_and_grads
+
+    def _blocks(self) -> list[Any]:
+        """The parts of a guide of ours, if the Fisher matrices of all are known."""
         guide = self.svi.guide
         parts = guide.modules() if isinstance(guide, nn.Module) else ()
         if any(hasattr(part, "draw_units") for part in parts):  # units have steps of their own
             return []
         blocks = [block for _, block in find_blocks(guide)]
-        if not all(not hasattr(b, "holds_sites") and b.family.known_fisher for b in blocks):
-            return []
-        natural = {id(p) for block in blocks for p in block.natural_params().values()}
-        with own_random_state(), torch.no_grad(), pyro.poutine.trace(param_only=True) as seen:
-            self.svi.loss(self.svi.model, guide, *self._arguments(0, [], args), **kwargs)
-        params = traced_params(seen)
-        return blocks if all(id(p) in natural for p in params if p.requires_grad) else []
+        known = (not hasattr(b, "holds_sites") and b.family.known_fisher for b in blocks)
+        return blocks if all(known) else []
 
-    def _gradient(self, args: Any, kwargs: Any) -> Callable[[int], Any]:
+    def _by_number(
+        self, gradient: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Callable[[int], Any]:
         """The gradient of noise and minibatch number s."""
-        svi, batches, seed = self.svi, [], 1_000 * self.steps
-        loss_and_grads = svi.loss_and_grads
-        own = getattr(loss_and_grads, "__self__", None)
-        if isinstance(own, BatchedELBO):
-            if self._wide is None:
-                particles = max(WIDER * own.num_particles, FEWEST_PARTICLES)
-                self._wide = BatchedELBO(particles, chunk_size=own.chunk_size)
-            self._wide.kl_weight = own.kl_weight
-            loss_and_grads = self._wide.loss_and_grads
+        batches, seed = [], 1_000 * self.steps
 
-        def gradient(s: int) -> None:
+        def numbered(s: int) -> None:
             with own_random_state(seed + s):
-                batch = self._arguments(s, batches, args)
-                loss_and_grads(svi.model, svi.guide, *batch, **kwargs)
+                gradient(*self._arguments(s, batches, args), **kwargs)
 
-        return gradient
+        return numbered
 
     def _arguments(self, s: int, batches: list[Any], args: Any) -> tuple[Any, ...]:
         """The arguments of gradient number s; ``batches``: those that were taken for this look."""

@@ -1,0 +1,102 @@
+"""Pyro's Gaussian guides as members of our families, whose Fisher matrices are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from pyro import infer
+from pyro.infer import autoguide
+from torch import Tensor, nn
+
+from ..families import FactorNormal, FullRankNormal, MeanFieldNormal
+from ..losses import BatchedELBO
+from ..runtime.density import LatentLayout
+from ..runtime.model_density import ModelDensity
+
+_NAMES = "Trace_ELBO", "TraceEnum_ELBO", "TraceGraph_ELBO", "TraceMeanField_ELBO"
+#: losses whose expectation is the negative ELBO
+ELBOS = {BatchedELBO, *(getattr(infer, kind + name) for kind in ("", "Jit") for name in _NAMES)}
+
+
+def has_twin(guide: Any, loss: Any) -> bool:
+    """Whether the guide is one of Pyro's Gaussians, and the loss the ELBO."""
+    return type(guide) in _HELD and type(loss) in ELBOS and getattr(loss, "kl_weight", 1.0) == 1.0
+
+
+class Twin:
+    """What a guide of Pyro's holds, in a family of ours: a block for :class:`GapMeter`.
+
+    Args:
+        guide: the guide, of a kind that :func:`has_twin`.
+        model: its model.
+        args: arguments of the model.
+        kwargs: its keyword arguments.
+        particles: draws behind a gradient.
+
+    Attributes:
+        fits: whether the guide's entries are those of the model at these arguments.
+    """
+
+    _lag = _lag_of = path_share = curvature = None
+
+    def __init__(self, guide: Any, model: Any, args: Any, kwargs: Any, particles: int) -> None:
+        self._model, self._args, self._particles = model, args, particles
+        self._density = ModelDensity(model, args, kwargs)
+        self.family, held = _HELD[type(guide)](guide, self._density.layout)
+        self._params = {name: nn.Parameter(x.detach().clone()) for name, x in held.items()}
+        self.fits = self._params["loc"].shape == (self._density.dim,)
+
+    def natural_params(self) -> dict[str, nn.Parameter]:
+        """The parameters, by name."""
+        return self._params
+
+    _current = natural_params
+
+    def set_iterate_offset(self, *lag: Any) -> None:
+        """Nothing to set: the guide holds one point."""
+
+    def gradient(self, *args: Any, **kwargs: Any) -> None:
+        """That of the negative ELBO at arguments of the model, by the path of the draws alone."""
+        same = len(args) == len(self._args) and all(map(is_, args, self._args))
+        density = self._density if same else ModelDensity(self._model, args, kwargs)
+        z = self.family.centred_draw(self._params, torch.Size([self._particles]))
+        fixed = {name: p.detach() for name, p in self._params.items()}
+        loss = (self.family.log_prob(fixed, z) - density(z)).mean()
+        found = torch.autograd.grad(loss, [*self._params.values()])
+        for p, g in zip(self._params.values(), found, strict=True):
+            p.grad = g
+
+
+def _by_site(guide: Any, layout: LatentLayout) -> tuple[Any, dict[str, Tensor]]:
+    loc, scale = (
+        torch.cat([attrgetter(name)(values).reshape(-1) for name in layout.transforms])
+        for values in (guide.locs, guide.scales)
+    )
+    return MeanFieldNormal(), {"loc": loc, "log_scale": scale.log()}
+
+
+def _diagonal(guide: Any, layout: LatentLayout) -> tuple[Any, dict[str, Tensor]]:
+    return MeanFieldNormal(), {"loc": guide.loc, "log_scale": guide.scale.log()}
+
+
+def _full(guide: Any, layout: LatentLayout) -> tuple[Any, dict[str, Tensor]]:
+    scale_tril = guide.scale[:, None] * guide.scale_tril
+    return FullRankNormal(), {"loc": guide.loc, "scale_tril": scale_tril}
+
+
+def _low_rank(guide: Any, layout: LatentLayout) -> tuple[Any, dict[str, Tensor]]:
+    factor = guide.scale[:, None] * guide.cov_factor
+    held = {"loc": guide.loc, "factor": factor, "log_scale": guide.scale.log()}
+    return FactorNormal(factor.shape[1]), held
+
+
+#: family and parameters of each
+_HELD: dict[Any, Callable[[Any, LatentLayout], tuple[Any, dict[str, Tensor]]]] = {
+    autoguide.AutoNormal: _by_site,
+    autoguide.AutoDiagonalNormal: _diagonal,
+    autoguide.AutoMultivariateNormal: _full,
+    autoguide.AutoLowRankMultivariateNormal: _low_rank,
+}
