@@ -33,8 +33,10 @@
 # | the same, and you want error bars on the answer itself | `AIFVB`: averages its steps |
 # | no density (`AutoDelta`), or one that cannot be evaluated | `pyro.optim.Adam` |
 #
-# Three examples: one where we know the answer, one with two modes, and one that asks whether the
-# run was long enough. The notebook takes a little over a minute on one core.
+# For one fit of such a guide `ngvi.fit(model, *args, guide=guide)` takes `IFVB` by itself. Here we
+# write the loops, to compare optimizers at equal time. Three examples: one where we know the answer,
+# one with two modes, and one that asks whether the run was long enough. A little over a minute on one
+# core.
 
 # %%
 import time
@@ -215,6 +217,11 @@ for point in (*STARTS, (58.0, 144.0)):
     )
     low, high = torch.linalg.eigvalsh(curvature)
     print(f"at (a, b) = {point}: {high / low:.0f} times steeper across than along")
+# what the text says of these numbers
+best = tuned["KL at the end, median"]
+assert best["IFVB"] < best[["Adam", "gradient"]].min()
+assert tuned.loc["IFVB", "worst"] < 1e-6
+assert final(paths["NGVB", "auto"]) < 1e-4
 
 # %% [markdown]
 # A rate that suits the steep direction is slow in the flat one; a rate that is fast in the flat one
@@ -223,14 +230,7 @@ for point in (*STARTS, (58.0, 144.0)):
 # directions look alike. Products with that of a Beta are exact, and `IFVB` makes the draws *steady*:
 # their gradients have no noise where q is the posterior. So it needs no rate and ends there, to the
 # rounding of the numbers, from either start. `NGVB` does so too, at a lower price a step.
-
-# %%
-best = tuned["KL at the end, median"]
-assert best["IFVB"] < best[["Adam", "gradient"]].min()
-assert tuned.loc["IFVB", "worst"] < 1e-6
-assert final(paths["NGVB", "auto"]) < 1e-4
-
-# %% [markdown]
+#
 # ## Two modes, two components
 #
 # Cameras see the square of a wave and not its sign. Here is the smallest such problem: eight
@@ -314,7 +314,7 @@ for name, colour in (("Adam, 0.03", "C1"), ("Adam, 0.1", "C4"), ("IFVB", "C2")):
         label = None if i else name
         axes[0].plot(seconds[len(box) - 1 :], smooth, color=colour, linewidth=0.9, label=label)
 axes[0].axhline(evidence, color="k", linestyle=":", label="log evidence")
-axes[0].set(xlabel="seconds", ylabel="nats", ylim=(evidence - 12, evidence + 1))
+axes[0].set(xlabel="seconds", ylabel="ELBO (nats)", ylim=(evidence - 12, evidence + 1))
 axes[0].set_title("ELBO of three starts, mean of twenty steps")
 axes[0].legend(fontsize="small", loc="lower right")
 density = (log_joint(grid) - log_joint(grid).max()).exp().reshape(201, 201).T
@@ -322,6 +322,7 @@ for axis, name in zip(axes[1:], ("Adam, 0.03", "IFVB"), strict=True):
     axis.contour(horizontal, vertical, density, levels=[0.01, 0.1, 0.5], colors="k", linewidths=0.7)
     axis.plot(*mixtures[name][1][1].T, ".", color="C2" if name == "IFVB" else "C1", markersize=3)
     axis.set(title=f"{name}: draws at the end", xlim=(-2, 2), ylim=(-3.2, 3.2))
+    axis.set(xlabel="first entry of w", ylabel="second entry of w")
 
 # %%
 gaps = pd.DataFrame({name: [gap for *_, gap in found] for name, found in mixtures.items()})
@@ -339,8 +340,7 @@ summary = pd.DataFrame(
     }
 )
 print(summary.round(2).T.to_string())
-
-# %%
+# what the text says of these numbers
 assert (gaps["IFVB"] < 0.1).all()  # a bound, up to the noise of its estimate
 assert gaps["IFVB"].median() > gaps.drop(columns="IFVB").median().max() - 0.3
 
@@ -361,8 +361,7 @@ assert gaps["IFVB"].median() > gaps.drop(columns="IFVB").median().max() - 0.3
 # - try several starts, and keep the one with the highest ELBO;
 # - look at the weights afterwards. A component that has all but died comes back now and then, while
 #   steps are long; do not count on it.
-
-# %% [markdown]
+#
 # ## Was the run long enough?
 #
 # Variational answers have two errors. One is that q has the wrong shape; k-hat looks for it, as in
@@ -458,7 +457,13 @@ for (steps, error), colour in zip(errors.items(), ("C0", "C1"), strict=True):
     bell = dist.Normal(averages[steps][name], error[name]).log_prob(torch.tensor(at)).exp()
     right.plot(at, bell, colour, label=f"one run of {steps} steps")
 right.plot(again[name], np.zeros(8), "k|", markersize=20, label="eight runs of 200")
-right.set(xlabel="mean of the slope", yticks=[], ylim=(0, None), title="where the optimum may be")
+right.set(
+    xlabel="mean of the slope",
+    ylabel="density",
+    yticks=[],
+    ylim=(0, None),
+    title="where the optimum may be",
+)
 _ = right.legend()
 
 # %% [markdown]
@@ -481,13 +486,7 @@ for site in ("intercept", "slope"):
     error = errors[200][f"AutoNormal.locs.{site}"]
     wider = (1 + (error / rows["guide"][site]) ** 2) ** 0.5 - 1
     print(f"{site}: the error of its mean, {error:.3f}, makes an sd wider by {wider:.1%}")
-
-# %% [markdown]
-# What the error of the means adds is smaller than the noise with which a thousand draws know an sd, so
-# the columns differ by little more than that noise. For this posterior 200 steps were enough, and now
-# we know. Had the widened draws been visibly wider, more steps would be the cure.
-
-# %%
+# what the text says of these numbers
 ratio = np.array([errors[200][k] / errors[800][k] for k in table.index])
 assert (ratio > 1.3).all() and (ratio < 3.1).all(), ratio  # sqrt(800 / 200) = 2
 spread = np.array([errors[200][k] / again[k].std() for k in table.index])
@@ -495,6 +494,10 @@ assert (spread > 0.4).all() and (spread < 2.5).all(), spread
 assert table.loc["AutoNormal.locs.slope", "average, 200 steps"] < -1.0  # cold is dangerous
 
 # %% [markdown]
+# What the error of the means adds is smaller than the noise with which a thousand draws know an sd, so
+# the columns differ by little more than that noise. For this posterior 200 steps were enough, and now
+# we know. Had the widened draws been visibly wider, more steps would be the cure.
+#
 # ## What it costs, and where it fails
 #
 # - **Scores.** log q must be computable at a given point, and depend on the parameters. `AutoDelta` has

@@ -87,6 +87,7 @@ panels = {
 for axis, (title, covariance) in zip(axes, panels.items(), strict=True):
     image = axis.imshow(correlation(covariance).numpy(), cmap="RdBu", vmin=-1, vmax=1)
     axis.set(title=title, xticks=range(0, 64, 8), yticks=range(0, 64, 8))
+    axis.set(xlabel="weight", ylabel="weight")
 _ = figure.colorbar(image, ax=axes, label="correlation of two weights (row by row)")
 
 # %%
@@ -95,6 +96,8 @@ standard_error = ((variances * variances[:, None] + exact**2) / number).sqrt()
 gap = ((drawn - exact) / standard_error).abs().max().item()
 print(f"largest difference: {gap:.1f} standard errors")
 assert gap < 5.0
+# what the text says of these numbers
+assert torch.allclose(variances, variances.mean().expand(64), rtol=1e-4)
 
 # %% [markdown]
 # With equal sds each weight is fully correlated, up to its sign, with the seven others of its class
@@ -103,11 +106,7 @@ assert gap < 5.0
 # move as one. A mean-field guide has only the diagonal of this picture.
 #
 # The variances of the weights are all equal, whatever the sds of g.
-
-# %%
-assert torch.allclose(variances, variances.mean().expand(64), rtol=1e-4)
-
-# %% [markdown]
+#
 # ## One network, two guides
 #
 # Points of a curve in two clumps, with noise of sd 0.1, and a network 1-128-128-1 with tanh.
@@ -235,6 +234,16 @@ for axis, name in zip(axes, shown, strict=True):
     widths += [(name, what, *sd[at].tolist()) for what, sd in (("y", seen.sd), ("output", output))]
 places = ["in clump, -1.5", "between, 0.2", "in clump, 1.75", "outside, 3.5"]
 print(pd.DataFrame(widths, columns=["guide", "sd of", *places]).round(2).to_string(index=False))
+# what the text says of these numbers
+last = table.groupby("guide").last()
+flat_fits = ["mean-field, NGVB", "mean-field, Adam 0.01"]
+assert (last.loc[flat_fits, "RMSE"] > 0.4).all()
+narrow = table[table["guide"] == "mean-field, Adam 0.01, narrow start"]
+assert narrow["RMSE"].iloc[0] < narrow["RMSE"].iloc[1]
+for name in ("Walsh-Hadamard", "Walsh-Hadamard, full q(g)"):
+    assert last.loc[name, "RMSE"] < 0.3, name
+    assert last.loc[name, "log density"] > last.loc[flat_fits, "log density"].max() + 0.4, name
+    assert counts[name] < counts["mean-field, NGVB"], name
 
 # %% [markdown]
 # From the wide start mean-field has learnt next to nothing: a nearly flat line, and the rest of y is
@@ -248,19 +257,7 @@ print(pd.DataFrame(widths, columns=["guide", "sd of", *places]).round(2).to_stri
 # clumps, and the log density is far from that of the truth. And they are about as wide between the
 # clumps and outside as they are at the data: outside, the true curve leaves the band. This guide does
 # not know where it knows nothing. And all of this is one data set and one seed.
-
-# %%
-last = table.groupby("guide").last()
-flat_fits = ["mean-field, NGVB", "mean-field, Adam 0.01"]
-assert (last.loc[flat_fits, "RMSE"] > 0.4).all()
-narrow = table[table["guide"] == "mean-field, Adam 0.01, narrow start"]
-assert narrow["RMSE"].iloc[0] < narrow["RMSE"].iloc[1]
-for name in ("Walsh-Hadamard", "Walsh-Hadamard, full q(g)"):
-    assert last.loc[name, "RMSE"] < 0.3, name
-    assert last.loc[name, "log density"] > last.loc[flat_fits, "log density"].max() + 0.4, name
-    assert counts[name] < counts["mean-field, NGVB"], name
-
-# %% [markdown]
+#
 # The loss cannot tell which guide is better. That of `AutoWalshHadamard` bounds the evidence of a
 # model in which g has a prior and W is made of g; that of mean-field bounds the evidence of the model
 # as written. Compare predictions, as in the table.
