@@ -6,6 +6,7 @@ from ..sites.leave_one_out import Influence, SiteLOO
 from .diagnosis import Diagnosis, Moved, diagnose
 from .export import to_arviz
 from .khat import KHat, khat, khat_from_log_weights
+from .linear_response import LinearResponse, linear_response
 from .loo_units import UnitLOO, loo_units
 from .plots import plot_influence, plot_sites
 from .prediction import predict
@@ -15,6 +16,7 @@ __all__ = [
     "Diagnosis",
     "Influence",
     "KHat",
+    "LinearResponse",
     "ModelDensity",
     "Moved",
     "SiteLOO",
@@ -23,6 +25,7 @@ __all__ = [
     "diagnose",
     "khat",
     "khat_from_log_weights",
+    "linear_response",
     "loo_units",
     "plot_influence",
     "plot_sites",
