@@ -6,6 +6,7 @@ from ..sites.leave_one_out import Influence, SiteLOO
 from .diagnosis import Diagnosis, Moved, diagnose
 from .export import to_arviz
 from .khat import KHat, khat, khat_from_log_weights
+from .linear_response import LinearResponse, linear_response
 from .loo import loo
 from .loo_units import UnitLOO, loo_units
 from .plots import plot_influence, plot_sites
@@ -16,6 +17,7 @@ __all__ = [
     "Diagnosis",
     "Influence",
     "KHat",
+    "LinearResponse",
     "ModelDensity",
     "Moved",
     "SiteLOO",
@@ -24,6 +26,7 @@ __all__ = [
     "diagnose",
     "khat",
     "khat_from_log_weights",
+    "linear_response",
     "loo",
     "loo_units",
     "plot_influence",

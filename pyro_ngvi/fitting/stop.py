@@ -43,7 +43,7 @@ class StopRule:
     ``AutoMultivariateNormal`` or ``AutoLowRankMultivariateNormal``, with an ELBO of Pyro's and a model
     that ``vmap`` can run.  Any optimizer will do.  For other guides (flows, sites, hierarchies), or
     where the model has parameters of its own, the rule says "settled" in its place: the trimmed mean of
-    the losses of the last quarter of the steps is no more than ``tol`` below that of the quarter before,
+    the losses of the last quarter of the steps is no more than ``tol`` below that of that before,
     by a standard error of at most tol / 2.  That says nothing of what is still to gain where a rate is
     too small, or too large to settle near the optimum.
 

@@ -252,7 +252,7 @@ def map_draws(
         try:
             if batch_size is None:
                 one = {name: x[:1] for name, x in values.items()}
-                with own_random_state(), _Largest() as largest:
+                with own_random_state(), Largest() as largest:
                     run_particles(program, chosen, one, 1, (), {}, sampling=True, **how)
                 batch_size = max(1, MOST_NUMBERS // largest.numel)
             found: Parts | None = None
@@ -275,7 +275,7 @@ def without_plates(sites: Sites) -> Sites:
     return {name: site for name, site in sites.items() if not site_is_subsample(site)}
 
 
-class _Largest(TorchFunctionMode):
+class Largest(TorchFunctionMode):
     """The size of the largest tensor that differs between draws, for one draw, under ``vmap``."""
 
     numel = 1

@@ -187,7 +187,7 @@ def test_loo_in_pieces_is_that_of_all_and_compares(data: Any, conjugate: dict[st
 
 def test_power_scaling_sees_data_and_a_weak_prior(data: Any) -> None:
     old = az.__version__.startswith("0.")
-    psense: Any = az.psens if old else az.psense
+    psense = getattr(az, "psens" if old else "psense")
     which = "component" if old else "group"
     by = {name: float(psense(data, **{which: name})["mu"]) for name in ("prior", "likelihood")}
     # the sd goes with the root of the power of the likelihood; the prior is 70 times as wide
