@@ -46,17 +46,21 @@ def from_groups(
     root = dict(attrs or {})
     arviz = _arviz()
     if not arviz.__version__.startswith("0."):
-        attributes = {"/": root, "posterior": root}
+        attributes = {"/": root} | ({"posterior": root} if "posterior" in plain else {})
         data = arviz.from_dict(plain, **labels, pred_dims=_names(pred_dims), attrs=attributes)
         for name, group in arviz.from_dict(stats).children.items():
             data[name] = group
         return data
+    # apart, since ArviZ 0.x would pass over a group that its schema does not know
+    others = {name: plain.pop(name) for name in ("prior_sbc",) if name in plain}
     # apart, since ArviZ 0.x would label the rows of new data as those of the old
     new = {name: plain.pop(name) for name in [*plain] if name.startswith("predictions")}
     data = arviz.from_dict(**plain, **labels, attrs=dict(root), posterior_attrs=root)
     for apart, names in ((stats, None), (new, pred_dims)):
         if apart:
             data.extend(arviz.from_dict(**apart, dims=_names(names)))
+    for name, group in others.items():
+        data.add_groups({name: arviz.dict_to_dataset(group, **labels)})
     return data
 
 
