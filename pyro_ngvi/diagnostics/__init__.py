@@ -3,6 +3,7 @@
 from ..probing.vectorized import check_vectorized
 from ..runtime.model_density import ModelDensity
 from ..sites.leave_one_out import Influence, SiteLOO
+from .calibration import Calibration, calibrate
 from .diagnosis import Diagnosis, Moved, diagnose
 from .export import to_arviz
 from .khat import KHat, khat, khat_from_log_weights
@@ -12,8 +13,10 @@ from .loo_units import UnitLOO, loo_units
 from .plots import plot_influence, plot_sites
 from .prediction import predict
 from .summary import summary
+from .uniformity import Uniformity
 
 __all__ = [
+    "Calibration",
     "Diagnosis",
     "Influence",
     "KHat",
@@ -21,7 +24,9 @@ __all__ = [
     "ModelDensity",
     "Moved",
     "SiteLOO",
+    "Uniformity",
     "UnitLOO",
+    "calibrate",
     "check_vectorized",
     "diagnose",
     "khat",

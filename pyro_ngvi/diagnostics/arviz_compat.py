@@ -50,13 +50,19 @@ def from_groups(
     # ArviZ leaves out event dimensions in a group of this name only
     prior = {"log_likelihood": plain.pop("log_prior", {})}
     if not arviz.__version__.startswith("0."):
-        attributes = {"/": root, "posterior": root}
+        attributes = {"/": root} | ({"posterior": root} if "posterior" in plain else {})
         data = arviz.from_dict(plain, **labels, pred_dims=_names(pred_dims), attrs=attributes)
         for name, group in arviz.from_dict(stats).children.items():
             data[name] = group
         if prior["log_likelihood"]:
             data["log_prior"] = arviz.from_dict(prior, **labels)["log_likelihood"]
         return data
+    # apart, since ArviZ 0.x would pass over a group that its schema does not know
+    others = {
+        name: arviz.dict_to_dataset(plain.pop(name), **labels)
+        for name in ("prior_sbc",)
+        if name in plain
+    }
     # apart, since ArviZ 0.x would label the rows of new data as those of the old
     new = {name: plain.pop(name) for name in [*plain] if name.startswith("predictions")}
     data = arviz.from_dict(**plain, **labels, attrs=dict(root), posterior_attrs=root)
@@ -64,7 +70,9 @@ def from_groups(
         if apart:
             data.extend(arviz.from_dict(**apart, dims=_names(names)))
     if prior["log_likelihood"]:
-        data.add_groups(log_prior=arviz.from_dict(**prior, **labels)["log_likelihood"])
+        others["log_prior"] = arviz.from_dict(**prior, **labels)["log_likelihood"]
+    for name, group in others.items():
+        data.add_groups({name: group})
     return data
 
 

@@ -114,6 +114,21 @@ def test_log_likelihood_may_lack_the_event_dimensions() -> None:
     assert data["observed_data"]["y"].dims == ("row", "y_dim_0")
 
 
+def test_pits_come_in_a_group_of_their_own() -> None:
+    """That which ``plot_ecdf_pit`` of ArviZ 1.x reads, with PITs of more than one entry."""
+    pits = np.random.default_rng(0).random((1, 40, 2))
+    data = shim.from_groups(
+        {"prior_sbc": {"w": pits, "s": pits[..., 0]}},
+        dims={"w": ["feature"]},
+        coords={"feature": ["a", "b"]},
+    )
+    assert data["prior_sbc"]["w"].dims == ("chain", "draw", "feature")
+    assert list(data["prior_sbc"]["w"].coords["feature"].values) == ["a", "b"]
+    np.testing.assert_array_equal(data["prior_sbc"]["w"].values, pits)
+    if not az.__version__.startswith("0."):
+        assert vars(az)["plot_ecdf_pit"](data, backend="none") is not None
+
+
 def test_a_statistic_of_the_draws_has_no_dimensions_of_a_site_of_its_name() -> None:
     lp = np.zeros((1, 5))
     data = shim.from_groups(

@@ -1,0 +1,268 @@
+r"""Simulation-based calibration: whether fits to data that the model makes find what made them.
+
+With theta from the prior and y from the model given theta, theta and draws theta_1, ..., theta_S from
+the exact posterior given y are exchangeable, so that with u uniform on [0, 1]
+
+    PIT = (#{s: theta_s < theta} + u (1 + #{s: theta_s = theta})) / (S + 1)                       (1)
+
+is uniform, for discrete theta too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyro
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..linalg.host import own_random_state
+from ..runtime.density import Site, Sites, site_kind, sum_log_prob
+from ..runtime.model_density import Parts, map_draws, without_plates
+from ..runtime.run import Conditioned, Minibatches
+from ..runtime.store import ModuleParams
+from .arviz_compat import from_groups
+from .draws import Fitted, guide_draws, random_state, refuse_minibatches, sites_of_kind
+from .groups import name_dims, per_draw
+from .prediction import fixed_parameters, simulate
+from .uniformity import ALPHA, Uniformity, uniformity
+
+#: simulations below which limits of many are too far for p-values
+FEWEST = 20
+#: the log density of data and latent sites together, whose PITs stand beside those of the sites
+JOINT = "log_joint"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What :func:`pyro_ngvi.diagnostics.calibrate` found; prints as that.
+
+    Attributes:
+        pits: PITs by site, (N, ...), in the order of the simulations, without those that failed.
+        sites: :class:`Uniformity` of each.
+        failed: errors of the fits that failed, by number of the simulation.
+        dims: names of dimensions by site.
+    """
+
+    pits: dict[str, np.ndarray] = field(repr=False)
+    sites: dict[str, Uniformity] = field(repr=False)
+    failed: dict[int, Exception]
+    dims: dict[str, list[str]] = field(repr=False)
+
+    @property
+    def findings(self) -> dict[str, str]:
+        """What is wrong, in words, by site; sites share the probability of a false alarm."""
+        found = {name: x.findings(ALPHA / len(self.sites)) for name, x in self.sites.items()}
+        return {name: ", ".join(words) for name, words in found.items() if words}
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found, and no fit failed."""
+        return not self.findings and not self.failed
+
+    @property
+    def verdict(self) -> str:
+        """What was found, in words."""
+        n = len(next(iter(self.pits.values())))
+        wrong = "; ".join(f"{name!r} {words}" for name, words in self.findings.items())
+        errors = (
+            f"standard errors {n**-0.5:.2f} sd of a mean, {100 * (2 * n) ** -0.5:.0f} % of an sd"
+        )
+        found = f"Not calibrated: {wrong}" if wrong else "Nothing found wrong"
+        failed = f" {len(self.failed)} more fits failed, and count for nothing here."
+        return f"{found} ({n} simulations: {errors})." + failed * bool(self.failed)
+
+    @property
+    def idata(self) -> Any:
+        """ArviZ's container with the PITs in the group ``prior_sbc``, for its ``plot_ecdf_pit``."""
+        return from_groups({"prior_sbc": per_draw(self.pits)}, dims=self.dims)
+
+    def __str__(self) -> str:
+        found = self.findings
+        lines = [
+            f"  {name} ({'off' if name in found else 'good'}): p-value {x.p_value:.2g}; "
+            f"uniform {x.uniform.min():.2g}, symmetric {x.symmetric.min():.2g}, "
+            f"spread {x.spread.min():.2g}" + f" at least, of {x.bias.size}" * (x.bias.size > 1)
+            for name, x in self.sites.items()
+        ]
+        return "\n".join([self.verdict, *lines])
+
+
+def calibrate(
+    model: Callable[..., Any],
+    fit: Callable[[Callable[..., Any]], Any],
+    *args: Any,
+    num_simulations: int = 200,
+    num_samples: int = 1000,
+    seed: int | None = None,
+    progress: bool = True,
+    **kwargs: Any,
+) -> Calibration:
+    r"""Whether fits to data that the model makes are right on average over its prior.
+
+    Latent sites and data are drawn from the model N times, each time ``fit`` is called for these data,
+    and the PITs (1) of ``diagnostics/calibration.py`` are uniform where its guides are exact.  Where
+    they lean to one side, means are biased; in the shape of a U, sds are too small.  Deterministic
+    sites have PITs too, and the log density of data and latent sites together, ``log_joint``: it alone
+    tells a guide that gives back the prior, and wrong correlations.  Where it is biased low, draws lie
+    too far out, or elsewhere; where high, too near the mode.
+
+    When not to use it: for the data at hand.  An average over the prior says nothing of one posterior,
+    errors of which may cancel there, and where data of the prior are unlike them it is of other fits;
+    :func:`pyro_ngvi.diagnose` judges one.  Nor where N fits cost too much; for likelihoods under
+    ``poutine.scale``, from which data are not drawn; or with a guide that reads the data from its
+    arguments, since these, and so masks, plates and lags of a series, stay those that are given.
+
+    Each fit begins with an empty parameter store; the user's own is left alone.  Until one fit has
+    worked its error is raised; later ones are warned of and kept.  Ctrl-C ends it with what there is.
+
+    Args:
+        model: the Pyro model.  If a keyword argument of it has the name of an option here, bind it
+            first with ``functools.partial``.
+        fit: trains a guide of the model that it is given, the model with drawn data in place of its
+            observed values, to be called as the model.  Returns it, or what has it as ``guide``:
+            ``lambda model: ngvi.fit(model, X, y, progress=False)``.
+        args: what the model is called with: the full data, of which shapes and masks count.
+        num_simulations: N, at least 20.
+        num_samples: draws of each guide.
+        seed: makes the result repeatable, whatever seeds ``fit`` sets, and leaves the global random
+            state as it was.
+        progress: whether to show a bar.
+        kwargs: keyword arguments of the model.
+
+    Raises:
+        ValueError: for a model without data, with a minibatch, or with what has no prior to draw from:
+            parameters, ``pyro.factor``; and as :func:`pyro_ngvi.khat`.
+        NotImplementedError: of an improper prior.
+
+    Warns:
+        RuntimeWarning: for each fit that failed.
+        UserWarning: where ``poutine.condition`` seems to have fixed a parameter.
+
+    Sources: Talts et al. (2018), "Validating Bayesian inference algorithms with simulation-based
+    calibration", arXiv 1804.06788; Yao et al. (2018), "Yes, but did it work?", ICML, section 3;
+    for ``log_joint`` Modrak et al. (2023), "Simulation-based calibration checking for
+    Bayesian computation", Bayesian Analysis.
+
+    Example:
+        >>> import pyro.distributions as dist
+        >>> def model(y):
+        ...     m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        ...     pyro.sample("y", dist.Normal(m, 1.0), obs=y)
+        >>> def fit(model):  # the posterior, but for its sd: 0.71
+        ...     y = pyro.poutine.trace(model).get_trace(torch.tensor(0.0)).nodes["y"]["value"]
+        ...     return lambda _: pyro.sample("m", dist.Normal(0.5 * y, 0.35))
+        >>> how = {"num_simulations": 100, "seed": 0, "progress": False}
+        >>> found = calibrate(model, fit, torch.tensor(0.0), **how)
+        >>> found.findings["m"]
+        'sds too small by a factor of 1...'
+    """
+    if num_simulations < FEWEST:
+        raise ValueError(
+            f"num_simulations is {num_simulations}; raise num_simulations to {FEWEST} or more."
+        )
+    program, store = partial(model, *args, **kwargs), pyro.get_param_store()
+    with store.scope():
+        sites = _drawn_sites(program)
+    observed = sites_of_kind(sites, "observed")
+    for note in fixed_parameters(program, sites, {}):
+        warnings.warn(note, UserWarning, stacklevel=2)
+    root = int(torch.randint(2**31, (), device="cpu")) if seed is None else seed
+    names = [name for name, site in sites.items() if site_kind(site) != "deterministic"]
+    with random_state(root):
+        drawn = simulate(program, observed, names, {}, num_simulations, None, small=False)
+    pits: list[dict[str, np.ndarray]] = []
+    failed: dict[int, Exception] = {}
+    for i in tqdm(range(num_simulations), unit="fit", leave=False, disable=not progress):
+        truth = {name: x[i] for name, x in drawn.items()}
+        given = _Given({name: truth[name] for name in observed})(model)
+        try:
+            with store.scope():
+                with random_state(root, 2 * i + 1):
+                    found = fit(given)
+                if getattr(found, "why_stopped", None) in ("interrupted", "terminated"):
+                    raise KeyboardInterrupt
+                # apart, for a fit may set a seed: draws of all guides would be alike
+                with random_state(root, 2 * i + 2):
+                    fitted = Fitted(given, getattr(found, "guide", found), args, kwargs)
+                    pits.append(_pits(fitted, truth, num_samples))
+        except KeyboardInterrupt:
+            if len(pits) < FEWEST:
+                raise
+            break
+        except Exception as error:
+            if not pits:
+                error.add_note(f"in simulation {i} of {num_simulations} of calibrate")
+                raise
+            failed[i] = error
+            warnings.warn(
+                f"calibrate: the fit of simulation {i} failed and is left out: {error!r:.80}. Its "
+                f"error is kept in Calibration.failed[{i}].",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    by_site = {name: np.stack([x[name] for x in pits]) for name in pits[0]}
+    dims = name_dims({"prior_sbc": by_site}, sites, {}, {})
+    tests = {name: uniformity(x) for name, x in by_site.items()}
+    return Calibration(by_site, tests, failed, dims)
+
+
+def _drawn_sites(program: Callable[[], Any]) -> Sites:
+    """The sites of a model all of which can be drawn."""
+    minibatches = Minibatches()
+    with torch.no_grad(), own_random_state(), ModuleParams(), Conditioned({}, minibatches) as ran:
+        program()
+    refuse_minibatches(ran.sites, minibatches)
+    sites = without_plates(ran.sites)
+    for name in [*ran.params, *sites_of_kind(sites, "factor")]:
+        raise ValueError(
+            f"calibrate draws all unknowns from the model, and {name!r} is a parameter or a "
+            f"pyro.factor, without a distribution. Make it a sample site, or a number (a buffer)."
+        )
+    if not sites_of_kind(sites, "observed"):
+        raise ValueError(
+            "calibrate: the model has no observed site with these arguments. Pass the data, or "
+            "anything of their shape: they are drawn anew."
+        )
+    return sites
+
+
+def _pits(fitted: Fitted, truth: Mapping[str, Tensor], num_samples: int) -> dict[str, np.ndarray]:
+    """Equation (1) for what the model shows at the truth and at draws of the guide."""
+    draws, _ = guide_draws(fitted.guide, num_samples)
+    values = {name: torch.cat([truth[name][None], draws[name]]) for name in fitted.latent}
+
+    def shown(sites: Sites) -> Parts:
+        found = {name: sites[name]["value"] for name in fitted.shown}
+        return {"": found | {JOINT: sum_log_prob(sites)}}
+
+    pits = {}
+    for name, x in map_draws(fitted.joint, shown, values, num_samples + 1)[""].items():
+        if x.isnan().any():
+            raise ValueError(
+                f"{name!r} is NaN at draws of the guide: its fit has diverged. Give another "
+                f"guide, or smaller steps."
+            )
+        below, same = ((x[1:] < x[0]).sum(0).cpu(), (x[1:] == x[0]).sum(0).cpu())
+        u = torch.rand(below.shape, dtype=torch.float64, device="cpu")
+        pits[name] = ((below + u * (1 + same)) / (num_samples + 1)).numpy()
+    return pits
+
+
+class _Given(Messenger):
+    """Observes these values in place of the data."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.values = values
+
+    def _pyro_sample(self, msg: Site) -> None:
+        if msg["name"] in self.values:
+            msg["value"] = self.values[msg["name"]]
