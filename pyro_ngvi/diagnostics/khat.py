@@ -170,8 +170,8 @@ class KHat:
         if self.reliable and (self.missed or 0.0) > 0.0:
             return (
                 f"Not usable: draws from the prior show at least {self.missed:.1f} nats more "
-                f"evidence than the guide's. It misses a mode: start elsewhere, or from several "
-                f"points ({figures})."
+                f"evidence than the guide's. It misses a mode, or a long tail: start elsewhere, or "
+                f"take a richer guide ({figures})."
             )
         if self.reliable:
             few = ", and the weights rest on few draws" if self.ess < FEWEST * draws else ""

@@ -25,7 +25,7 @@ from ..optim.host import find_blocks
 from ..runtime.density import is_latent
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import Minibatches, run_plainly
-from ..runtime.store import OwnName, claim_name, rename
+from ..runtime.store import ModuleParams, OwnName, claim_name, rename
 from ..sites import SitesELBO
 from ..sites.site_guide import SiteGuide
 from .checkpoint import bare, called
@@ -47,7 +47,7 @@ class Structure:
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
-        with poutine.block(), own_random_state(), torch.no_grad():
+        with poutine.block(), own_random_state(), torch.no_grad(), ModuleParams():
             found = run_plainly(model, {}, args, kwargs, Minibatches())
         latents = [s for s in found.values() if is_latent(s) and not is_marked(s)]
         latents = [s for s in latents if not s["fn"].support.is_discrete]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyro
+import torch
 from pyro.infer import SVI
 
 from .advice import Advice, Structure, advise
@@ -87,7 +88,7 @@ class Fit(Result):
                 while True:
                     ended = self._step(bar)
                     # a list, so that all of them are called
-                    asked = [callback(self) for callback in callbacks]
+                    asked = [_is_true(callback(self)) for callback in callbacks]
                     if noted or ended or any(asked):
                         reasons = [*noted, stop.reason if ended else "callback"]
                         self.why_stopped = reasons[0]
@@ -181,12 +182,12 @@ def fit(
             tuples of arguments.  ``args`` are then those of all data, for what is read afterwards.
         max_steps: steps after which to stop in any case; ``None`` for no such limit, as ``max_time``.
         max_time: the same in seconds.
-        tol: nats of ELBO that may be left to gain within the family of the guide.
+        tol: nats of ELBO that may be left to gain within the guide's family; 0 to go on to a limit.
         seed: of all random numbers, as by ``pyro.set_rng_seed``.
         progress: whether to show a bar, or lines at growing intervals where the output is no terminal.
         checkpoint: a file that is written every so often and at the end; :func:`pyro_ngvi.load`.
         every: seconds between checkpoints.
-        callbacks: functions of the fit, called after each step; one that returns true ends it.
+        callbacks: functions of the fit, called after each step; one that returns ``True`` ends it.
         kwargs: keyword arguments of the model.
 
     Returns:
@@ -208,23 +209,32 @@ def fit(
     """
     if seed is not None:
         pyro.set_rng_seed(seed)
+    by_ladder = isinstance(guide, str) and guide == "auto"
     first = next(Batches(data)) if data is not None and guide in (None, "auto") else args
     parts = {"optim": optim, "loss": loss, "num_particles": num_particles}
     how: dict[str, Any] = {"max_steps": max_steps, "progress": progress, "every": every}
     how["callbacks"] = list(callbacks)
 
     def one(guide: Any, max_time: float | None, best: Fit | None = None) -> Fit:
-        made = Fit(advise(model, *first, guide=guide, **parts, **kwargs), args, kwargs, data, tol)
+        advice = advise(model, *first, guide=guide, **parts, **kwargs)
+        if by_ladder:
+            advice.reasons = (f"{guide.__name__}, by the ladder", *advice.reasons[1:])
+        made = Fit(advice, args, kwargs, data, tol)
         # the file holds the best that has ended
         path = checkpoint if best is None else None
         return made.resume(max_time=max_time, checkpoint=path, **how)
 
-    if guide != "auto":
+    if not by_ladder:
         return one(guide, max_time)
     best = climb(Structure(model, first, kwargs), one, max_time)
     if checkpoint is not None:
         best.save(checkpoint)
     return best
+
+
+def _is_true(answer: Any) -> bool:
+    """Whether a callback says that it is enough: by a truth value, not by what it happens to return."""
+    return getattr(answer, "dtype", type(answer)) in (bool, torch.bool) and bool(answer)
 
 
 def load(

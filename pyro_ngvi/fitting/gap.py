@@ -40,6 +40,9 @@ SHIFT = 0.05
 #: steps of conjugate gradients, at most, and the share that is left of the squared residual
 CG_STEPS, RESIDUAL = 20, 1e-6
 
+#: negative curvature, in units of F, that is taken for none, and such as no q has
+FLAT, FAR = 0.1, 100.0
+
 #: one gradient or tangent for each block
 Parts = list[Tensors]
 
@@ -52,7 +55,8 @@ class Gap:
         nats: the estimate (2), below zero by chance where little is left.
         error: its standard error.
         gradients: how many gradients of the loss it took.
-        curved: whether all Hessian products were positive; where not, the guide stands at no minimum.
+        curved: whether all Hessian products were positive, where there was a slope; where not, the
+            guide stands at no minimum.
     """
 
     nats: float
@@ -111,7 +115,8 @@ class GapMeter:
             product = self._hessian_product(direction, a, half)
             curvature = _dot(direction, product)
             if not curvature > 0.0:
-                return Gap(gap.nats, gap.error, self.count, curved=False)
+                flat = self._is_flat(direction, curvature, others)
+                return Gap(gap.nats, gap.error, self.count, curved=flat)
             step = square / curvature
             x, residual = _add(x, step, direction), _add(residual, -step, product)
             terms = torch.tensor([0.5 * _dot(x, b) for b in others], dtype=torch.float64)
@@ -126,14 +131,26 @@ class GapMeter:
             direction = _add(natural, square / last, direction)
         return gap
 
+    def _is_flat(self, direction: Parts, curvature: float, others: list[Parts]) -> bool:
+        """Whether nothing is to be gained along a direction of no curvature, as where factors turn
+        without a change of q: there is no slope but noise, and -H is small, or not to be had, since a
+        straight shift of a small Fisher length leads far away."""
+        slopes = torch.tensor([_dot(direction, b) for b in others], dtype=torch.float64)
+        steep = abs(float(slopes.mean())) > 2.0 * float(slopes.std()) / math.sqrt(len(others))
+        return not steep and not -FAR < curvature / self._inner(direction) < -FLAT
+
+    def _inner(self, tangent: Parts) -> float:
+        """The squared Fisher length of a tangent."""
+        parts = zip(self.families, self.params, tangent, strict=True)
+        return sum(float(f.inner(p, u, u)) for f, p, u in parts)
+
     def _natural(self, gradient: Parts) -> Parts:
         parts = zip(self.families, self.params, gradient, strict=True)
         return [family.natural_gradient(params, g) for family, params, g in parts]
 
     def _hessian_product(self, tangent: Parts, at_start: Parts, n: int) -> Parts:
         """H times a tangent, a gradient, of the noise of the first n gradients, whose mean is given."""
-        parts = zip(self.families, self.params, tangent, strict=True)
-        length = math.sqrt(sum(float(f.inner(p, u, u)) for f, p, u in parts))
+        length = math.sqrt(self._inner(tangent))
         with self._moved(tangent, SHIFT / length):
             shifted = _mean([self._local_gradient(s) for s in range(n)])
         return _times(length / SHIFT, _add(shifted, -1.0, at_start))

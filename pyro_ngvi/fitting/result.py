@@ -20,6 +20,8 @@ from .ladder import Rung
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked
 LITTLE = 10_000
+#: numbers in the draws that are taken unasked
+HELD = 50_000_000
 #: data above which their likelihoods and predictions at 1,000 draws are not held unasked: 400 MB each
 MANY = 100_000
 
@@ -79,6 +81,16 @@ class Result:
         return np.array(self.stop.losses)
 
     @property
+    def steps(self) -> int:
+        """How many steps were taken."""
+        return self.stop.steps
+
+    @property
+    def seconds(self) -> float:
+        """What they took in all, with the looks of the stop rule."""
+        return sum(self._seconds)
+
+    @property
     def report(self) -> dict[str, np.ndarray]:
         """Of each step its loss and its seconds; of each look of the stop rule its step, the nats to go
         and their standard error."""
@@ -91,11 +103,12 @@ class Result:
 
     @property
     def khat(self) -> KHat:
-        """Whether the draws may be taken as they are, from 1,000 of them at a fixed seed."""
+        """Whether the draws may be taken as they are, from 1,000 of them at a fixed seed, fewer where
+        they have more than 5 * 10^7 numbers."""
         if "khat" not in self._kept:
             self._need_all_data()
             self._kept["khat"] = diagnostics.khat(
-                self.model, self.guide, *self.args, seed=0, **self.kwargs
+                self.model, self.guide, *self.args, num_samples=self._draws, seed=0, **self.kwargs
             )
         return self._kept["khat"]
 
@@ -137,6 +150,10 @@ class Result:
         return self._kept["structure"]
 
     @property
+    def _draws(self) -> int:
+        return max(100, min(1000, HELD // max(1, self._structure.d)))
+
+    @property
     def elbo(self) -> tuple[float, float]:
         """The ELBO of the guide in nats, and its standard error."""
         return self.khat.elbo, self.khat.elbo_error
@@ -148,7 +165,7 @@ class Result:
         if "idata" not in self._kept:
             held = self._structure.data <= MANY
             groups = dict.fromkeys(("log_likelihood", "posterior_predictive"), held)
-            self._kept["idata"] = self.to_arviz(seed=0, **groups)
+            self._kept["idata"] = self.to_arviz(num_samples=self._draws, seed=0, **groups)
         return self._kept["idata"]
 
     def to_arviz(self, **options: Any) -> Any:
@@ -158,14 +175,19 @@ class Result:
 
     def summary(self, **options: Any) -> Any:
         """ArviZ's table with the verdict under it: :func:`pyro_ngvi.summary`."""
+        verdict = self.verdict
+        self.idata.attrs.update(decision=verdict.decision, verdict=verdict.verdict)
         return diagnostics.summary(self.idata, **options)
 
     def loo(self, var_name: str | None = None) -> Any:
-        """Leaving out each datum in turn: :func:`pyro_ngvi.diagnostics.loo`."""
+        """Leaving out each datum in turn: :func:`pyro_ngvi.diagnostics.loo`.  ``AutoSites`` knows it
+        better: ``fit.guide.loo()``."""
         if ("loo", var_name) not in self._kept:
             self._need_all_data()
             self._kept["loo", var_name] = diagnostics.loo(
-                self.model, self.guide, *self.args, var_name=var_name, seed=0, **self.kwargs
+                *(self.model, self.guide, *self.args),
+                **{"num_samples": self._draws, "var_name": var_name, "seed": 0},
+                **self.kwargs,
             )
         return self._kept["loo", var_name]
 
@@ -216,11 +238,10 @@ class Result:
         return "\n".join(self._lines())
 
     def _lines(self) -> list[str]:
-        steps, seconds = self.stop.steps, sum(self._seconds)
         lines = [f"Fit: {self.advice}"]
         gap = self.stop.gap
         left = f", {gap.nats:.2g} +- {gap.error:.1g} nats to go" if gap is not None else ""
-        lines.append(f"{self.why_stopped} after {steps} steps, {seconds:.2g} s{left}")
+        lines.append(f"{self.why_stopped} after {self.steps} steps, {self.seconds:.2g} s{left}")
         try:
             verdict = self.verdict.verdict
             elbo, error = self.elbo

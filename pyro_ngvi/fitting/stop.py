@@ -30,8 +30,8 @@ WIDER, FEWEST_PARTICLES = 4, 8
 MOST_GRADIENTS = 80
 #: losses in a row that are not finite
 LOST = 20
-#: steps before which a run is not said to have settled, by losses alone, or to stall
-SETTLED, STALLED = 40, 50
+#: steps before which a run is not said to settle, by its losses, or to stall, by looks, or by losses
+SETTLED, STALLED, NOISY = 40, 50, 500
 
 
 class StopRule:
@@ -57,7 +57,7 @@ class StopRule:
 
     Args:
         svi: the ``pyro.infer.SVI`` of the loop.
-        tol: nats.
+        tol: nats; 0 to go on until one of the limits below.
         batches: for loops over minibatches, what they go over: an iterable that can be gone through
             again, such as a ``DataLoader``, of tuples of arguments, or of single ones.  Without it the
             arguments of the call are all the data, or the model subsamples them by itself.
@@ -66,8 +66,9 @@ class StopRule:
 
     Attributes:
         reason: why to stop: "converged"; "settled"; "stalled" (three quarters of the steps have not
-            halved a gap above ``tol``, nor lowered the losses: ``gap`` says what is left); "max_steps";
-            "max_time"; "diverged" (20 losses in a row are not finite); ``None``: go on.
+            halved a gap above ``tol``, nor lowered losses whose noise is too large for "settled"; see
+            ``gap``); "max_steps"; "max_time"; "diverged" (20 losses in a row are not finite); ``None``:
+            go on.
         gap: nats still to gain at the last look (:class:`~pyro_ngvi.fitting.Gap`); ``None``: no look.
         losses: what it has seen, and ``steps``, how many.
         looks: step and gap of each look so far.
@@ -100,7 +101,7 @@ class StopRule:
         max_steps: int | None = None,
         max_time: float | None = None,
     ) -> None:
-        _check_positive(tol=tol, max_steps=max_steps, max_time=max_time)
+        _check_positive(tol=tol or None, max_steps=max_steps, max_time=max_time)
         if not isinstance(svi, SVI):
             raise ValueError(
                 f"StopRule looks at a pyro.infer.SVI, and got {type(svi).__name__}. Make it with the "
@@ -138,7 +139,7 @@ class StopRule:
     def _reason(self, args: Any, kwargs: Any) -> str | None:
         if self._lost >= LOST:
             return "diverged"
-        if self.steps >= self._next and not self._lost:
+        if self.tol and self.steps >= self._next and not self._lost:
             found = self._look(args, kwargs)
             if found is not None:
                 return found
@@ -155,8 +156,9 @@ class StopRule:
             return None
         gap = self._measure(args, kwargs)
         if gap is None:
-            settled = self.steps >= SETTLED and fall + error <= self.tol and error <= 0.5 * self.tol
-            return "settled" if settled else None
+            if self.steps >= SETTLED and fall + error <= self.tol and error <= 0.5 * self.tol:
+                return "settled"
+            return "stalled" if self.steps >= NOISY and self._has_not_fallen() else None
         self.gap = gap
         self.looks.append((self.steps, gap))
         self._next = self.steps + max(self.steps // 4, gap.gradients // 4, 1)
@@ -171,6 +173,12 @@ class StopRule:
             return False
         above = all(gap.curved and gap.nats - gap.error > self.tol for gap in since)
         return above and since[0].nats < 2.0 * since[-1].nats
+
+    def _has_not_fallen(self) -> bool:
+        """Whether the losses of the last half are no lower than those of the quarter before."""
+        last = torch.tensor(self.losses[self.steps // 4 :], dtype=torch.float64)
+        before, last = last.split([self.steps // 2 - self.steps // 4, (self.steps + 1) // 2])
+        return _trimmed_mean(last)[0] >= _trimmed_mean(before)[0]
 
     def _fall(self) -> tuple[float, float]:
         """By how much the mean loss of the last quarter is below that before it; standard error."""

@@ -11,12 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
+from pyro.nn import PyroModule
 from pyro.optim import PyroOptim
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -104,6 +106,42 @@ def test_draws_and_predictions() -> None:
     assert fit.sample(7, seed=1)["w"].shape == (7, 3)
     assert torch.equal(fit.sample(7, seed=1)["w"], fit.sample(7, seed=1)["w"])
     assert fit.predict(A[:5])["y"].shape == (1000, 5)
+
+
+def test_only_a_truth_value_of_a_callback_ends_a_fit() -> None:
+    for answer, steps in ((("a",), 3), (torch.ones(2), 3), (np.bool_(True), 1), (True, 1)):
+        how: Any = {"tol": 0.0, "max_steps": 3, "progress": False}
+        fit = ngvi.fit(logistic, A, b, callbacks=[lambda _, said=answer: said], seed=0, **how)
+        assert fit.steps == steps and fit.why_stopped == ("callback" if steps == 1 else "max_steps")
+        assert fit.stop.looks == [] and fit.seconds > 0.0
+
+
+def test_the_table_has_the_verdict_of_the_fit() -> None:
+    fit = ngvi.fit(units, torch.tensor([1.0, 2.0, 0.0]), seed=0, max_steps=30, progress=False)
+    assert fit.summary().attrs["verdict"] == fit.verdict.verdict
+    assert isinstance(fit.verdict, ngvi.diagnostics.Diagnosis)
+
+
+def test_what_the_user_froze_stays() -> None:
+    class Scaled(PyroModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(2.0), requires_grad=False)
+
+        def forward(self, y: Tensor) -> None:
+            m = pyro.sample("m", dist.Normal(0.0, self.scale))
+            with pyro.plate("data", len(y)):
+                pyro.sample("y", dist.Normal(m, 1.0), obs=y)
+
+    model = Scaled()
+    ngvi.fit(model, torch.ones(5), seed=0, progress=False)
+    assert not model.scale.requires_grad and float(model.scale) == 2.0
+
+
+def test_large_draws_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["pyro_ngvi.fitting.result"], "HELD", 600)
+    fit = ngvi.fit(logistic, A, b, seed=0, progress=False)
+    assert len(fit.khat.log_weights) == fit.idata["posterior"].sizes["draw"] == 200
 
 
 def test_fits_in_one_table() -> None:

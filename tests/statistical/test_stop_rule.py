@@ -137,7 +137,7 @@ def test_other_reasons():
 
 
 @pytest.mark.parametrize(
-    "how", [{"tol": 0.0}, {"tol": math.nan}, {"max_steps": 0}, {"max_time": -1.0}]
+    "how", [{"tol": -1.0}, {"tol": math.nan}, {"max_steps": 0}, {"max_time": -1.0}]
 )
 def test_arguments_out_of_range_are_refused(how):
     _, stop = run(0, rule=True, steps=1)
@@ -181,6 +181,27 @@ def test_other_rules_and_curvatures(rule, curvature):
     svi = SVI(matrix_logistic, guide, optim, ngvi.BatchedELBO(8, curvature=curvature))
     stop = to_the_end(svi, X, Y, max_steps=600)
     assert stop.reason == "converged"
+
+
+def test_factors_that_may_turn_freely_converge():
+    """At full rank B B' + diag(c^2) is the same along whole curves: the Fisher matrix is singular."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = ngvi.AutoFactorNormal(logistic, rank=2)
+    svi = SVI(logistic, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+    assert to_the_end(svi, X, Y, max_steps=500).reason == "converged"
+
+
+def test_losses_of_much_noise_that_fall_no_more_stall_and_those_that_fall_do_not():
+    adam = PyroOptim(torch.optim.Adam, {"lr": 0.05})
+    stop: Any = ngvi.StopRule(SVI(logistic, lambda X, y: None, adam, Trace_ELBO()))
+    noise = torch.randn(4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    noise = 1e3 * noise
+    ended = next(k for k, x in enumerate(noise.tolist()) if stop(3e5 + x, X, Y))
+    assert ended >= 499 and stop.reason == "stalled"
+    stop = ngvi.StopRule(SVI(logistic, lambda X, y: None, adam, Trace_ELBO()))
+    falling = [stop(3e5 + x - 3.0 * k, X, Y) for k, x in enumerate(noise.tolist())]
+    assert not any(falling)
 
 
 def groups(y) -> None:
