@@ -74,9 +74,8 @@ for name, model in (("banana", banana), ("funnel", funnel)):
     flow = ngvi.fit(model, guide="AutoCouplingFlow", tol=0.001, max_steps=600, seed=0)
     fits[name] = model, gaussian, flow
     for kind, fit in (("Gaussian", gaussian), ("flow", flow)):
-        steps, seconds = len(fit.losses), fit.report["seconds"].sum()
         print(f"{name}, {kind}: {kl(model, fit.guide):.4f} nats,", end=" ")
-        print(f"{fit.why_stopped} after {steps} steps, {seconds:.1f} s")
+        print(f"{fit.why_stopped} after {fit.steps} steps, {fit.seconds:.1f} s")
 assert kl(banana, fits["banana"][2].guide) < 0.01 and kl(funnel, flow.guide) < 0.1
 
 # %% [markdown]

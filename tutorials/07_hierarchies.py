@@ -150,12 +150,13 @@ plt.show()
 
 # %% [markdown]
 # Every average is drawn most of the way to the mean of all: 45 times at bat hardly tell players apart.
-# May the intervals be used? `fit.diagnosis` asks short Markov chains, site by site; the line under
-# ArviZ's table asks importance weights of all twenty variables at once:
+# May the intervals be used? `fit.diagnosis` asks short Markov chains, site by site, and the line under
+# ArviZ's table repeats its verdict. `fit.khat` asks importance weights of all twenty variables at once:
 
 # %%
 print(fit.diagnosis)
 print(fit.summary(var_names=["m", "s"]))
+print("k-hat:", fit.khat.verdict)
 
 # %% [markdown]
 # The two differ here. Resampling by such weights is out; the intervals of single sites, as in the

@@ -41,6 +41,9 @@ def predict(
     batched by ``torch.func.vmap``, so write the model for one draw (``X @ w``); a model that cannot run
     under ``vmap`` runs once for each.
 
+    For more new data than memory has room for, S times, go through them in parts, with *kept* draws,
+    which all parts then share: ``predict(model, to_arviz(model, guide, X, y), X_part)``.
+
     A guide knows the units that it was trained on. A latent site with a value for each of them (a
     plate over rows, not over groups) is refused where the new arguments give it another size, and
     comes with a warning where it has the same size, since the new rows may be other units. For other

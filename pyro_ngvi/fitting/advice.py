@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
+import pyro
 import torch
 from pyro import poutine
 from pyro.infer import SVI, autoguide
@@ -16,13 +18,14 @@ from torch import nn
 from torch.distributions import biject_to
 
 from .. import guides, hierarchy, optim, sites
+from ..distributions import GaussianProcess, GaussianStateSpace
 from ..guides import AutoFlow, AutoOrthogonalFlow
 from ..hierarchy import AutoHierarchical
 from ..hierarchy.find import find_units
 from ..linalg.host import own_random_state
 from ..losses import BatchedELBO
 from ..optim.host import find_blocks
-from ..runtime.density import is_latent
+from ..runtime.density import innermost, is_latent
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import Minibatches, run_plainly
 from ..runtime.store import ModuleParams, OwnName, claim_name, rename
@@ -37,13 +40,15 @@ LOOKALIKES = ("pyro.optim.", "torch.optim")
 
 #: latent variables from which a Cholesky factor costs too much, and from which factors do
 FULL_RANK, FACTOR = 1_000, 100_000
+#: priors that :class:`~pyro_ngvi.AutoSites` alone follows to new inputs
+PROCESSES = GaussianProcess, GaussianStateSpace
 #: units, and latent variables, from which on they are taken for themselves
 UNITS, MANY = 20, 100
 
 
 class Structure:
-    """What a run of a model tells: ``d`` latent variables, numbers of ``data``, and ``units`` for
-    :class:`~pyro_ngvi.AutoHierarchical`, ``None`` where it takes none."""
+    """What a run of a model tells: ``d`` latent variables, numbers of ``data``, the name of a latent
+    ``process``, and ``units`` for :class:`~pyro_ngvi.AutoHierarchical`, or ``None``."""
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
@@ -53,6 +58,8 @@ class Structure:
         latents = [s for s in latents if not s["fn"].support.is_discrete]
         sizes = [biject_to(s["fn"].support).inv(s["value"]).numel() for s in latents]
         self.d = sum(sizes)
+        priors = [s["name"] for s in latents if isinstance(innermost(s["fn"]), PROCESSES)]
+        self.process = next(iter(priors), None)
         self.data = sum(s["value"].numel() for s in found.values() if s["is_observed"])
 
     @cached_property
@@ -63,8 +70,21 @@ class Structure:
         except ValueError:  # why it has none
             return None
 
+    @cached_property
+    def suits_sites(self) -> bool:
+        """Whether :class:`~pyro_ngvi.AutoSites` takes the model, and a process in it."""
+        if self.process is None:
+            return False
+        with suppress(ValueError), poutine.block(), own_random_state(), torch.no_grad():
+            with pyro.get_param_store().scope():
+                sites.AutoSites(self.model, name="advice")(*self.args, **self.kwargs)
+            return True
+        return False
+
     def guide(self) -> tuple[Any, str]:
         """The guide to begin with, and why."""
+        if self.suits_sites:
+            return sites.AutoSites, f"for the process {self.process}"
         units, d = self.units, self.d
         if units is not None:
             size = max(d, units.size * units.width)  # there may be a minibatch of them in d
@@ -126,10 +146,11 @@ def advise(
 
     What is given is kept, the rest goes with it:
 
-    * guide: :class:`~pyro_ngvi.AutoHierarchical` where 20 or more units have Gaussian latent variables
-      of their own, with 100 latent variables or more in all; else a Gaussian over all of them:
-      :class:`~pyro_ngvi.AutoFullRankNormal` up to 1,000, :class:`~pyro_ngvi.AutoFactorNormal` up to
-      100,000, :class:`~pyro_ngvi.AutoMeanFieldNormal` above.
+    * guide: :class:`~pyro_ngvi.AutoSites` where a latent site is a Gaussian process or a chain of this
+      package, and it takes the model; :class:`~pyro_ngvi.AutoHierarchical` where 20 or more units have
+      Gaussian latent variables of their own, with 100 latent variables or more in all; else a Gaussian
+      over all of them: :class:`~pyro_ngvi.AutoFullRankNormal` up to 1,000,
+      :class:`~pyro_ngvi.AutoFactorNormal` up to 100,000, :class:`~pyro_ngvi.AutoMeanFieldNormal` above.
     * optimizer: :class:`~pyro_ngvi.NGVB` where the family knows its Fisher matrix, ``CVI`` for sites,
       ``SPRING`` for flows, ``IFVB`` for any other guide.
     * loss: :class:`~pyro_ngvi.BatchedELBO` of 8 particles, with the curvature that the optimizer asks

@@ -30,8 +30,11 @@ WIDER, FEWEST_PARTICLES = 4, 8
 MOST_GRADIENTS = 80
 #: losses in a row that are not finite
 LOST = 20
-#: steps before which a run is not said to settle, by its losses, or to stall, by looks, or by losses
+#: steps before which a run is not said to settle, by its losses, or to stall, by looks at a guide of
+#: ours, or by looks at one of Pyro's or by losses
 SETTLED, STALLED, NOISY = 40, 50, 500
+#: sweeps over sites before which their losses, which have no noise, are not said to settle
+SWEEPS = 12
 
 
 class StopRule:
@@ -156,7 +159,8 @@ class StopRule:
             return None
         gap = self._measure(args, kwargs)
         if gap is None:
-            if self.steps >= SETTLED and fall + error <= self.tol and error <= 0.5 * self.tol:
+            least = SWEEPS if getattr(self.svi.guide, "holds_sites", False) else SETTLED
+            if self.steps >= least and fall + error <= self.tol and error <= 0.5 * self.tol:
                 return "settled"
             return "stalled" if self.steps >= NOISY and self._has_not_fallen() else None
         self.gap = gap
@@ -169,7 +173,8 @@ class StopRule:
     def _stalls(self) -> bool:
         """Whether the steps of the last three quarters have not halved a gap that stays above tol."""
         since = [gap for steps, gap in self.looks if 4 * steps >= self.steps]
-        if self.steps < STALLED or len(since) < 4:
+        # rates of others' optimizers may be about to fall
+        if self.steps < (STALLED if self._blocks() else NOISY) or len(since) < 4:
             return False
         above = all(gap.curved and gap.nats - gap.error > self.tol for gap in since)
         return above and since[0].nats < 2.0 * since[-1].nats

@@ -194,6 +194,24 @@ def test_advice_by_the_structure_of_the_model() -> None:
     assert ngvi.advise(wide, 100_001).guide is ngvi.AutoMeanFieldNormal
 
 
+def test_a_process_has_sites_where_they_take_the_model() -> None:
+    times = torch.linspace(0.0, 1.0, 30, dtype=torch.float64)
+    counts = torch.poisson(3.0 * (1.0 + times))
+
+    def counted(counts: Tensor, learnt: bool) -> None:
+        rate = pyro.sample("l", dist.LogNormal(0.0, 1.0)).double() if learnt else 0.3
+        prior = ngvi.distributions.matern_state_space(times, rate, 1.0)
+        f = pyro.sample("f", prior)
+        with pyro.plate("times", 30):
+            pyro.sample("y", dist.Poisson(f[..., 0].exp()), obs=counts)
+
+    names = [*pyro.get_param_store().keys()]
+    fit = ngvi.fit(counted, counts, False, seed=0, progress=False)
+    assert str(fit.advice).startswith("AutoSites, for the process f; CVI")
+    assert fit.why_stopped == "settled" and fit.steps < 40 and names == []
+    assert ngvi.advise(counted, counts, True).guide is ngvi.AutoFullRankNormal
+
+
 @pytest.mark.parametrize(
     ("guide", "optim", "loss"),
     [
