@@ -302,9 +302,7 @@ def held_out(guide):
 process = ngvi.AutoSites(classifier)
 fit = learn(classifier, process, A, a, steps=60)
 print(f"loss after 6 steps {fit.losses[6]:.2f},", end=" ")
-print(
-    f"after {fit.steps} {fit.svi.evaluate_loss(A, a):.2f} nats ({fit.why_stopped});", end=" "
-)
+print(f"after {fit.steps} {fit.svi.evaluate_loss(A, a):.2f} nats ({fit.why_stopped});", end=" ")
 print(
     f"variance {kernel.variance.item():.1f}, length-scale {kernel.lengthscale.item():.2f};", end=" "
 )
