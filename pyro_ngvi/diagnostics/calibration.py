@@ -208,6 +208,11 @@ def calibrate(
                 RuntimeWarning,
                 stacklevel=2,
             )
+    if len(pits) < FEWEST:
+        raise ValueError(
+            f"calibrate: {len(pits)} of {num_simulations} fits worked, and {FEWEST} are needed. Look "
+            f"at the error of one: {next(iter(failed.values()))!r:.80}."
+        )
     by_site = {name: np.stack([x[name] for x in pits]) for name in pits[0]}
     dims = name_dims({"prior_sbc": by_site}, sites, {}, {})
     tests = {name: uniformity(x) for name, x in by_site.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from ..runtime.density import Sites, site_log_prob
 from ..runtime.model_density import Parts, map_draws
 from .arviz_compat import loo_in_pieces
-from .draws import Fitted, compact, random_state, unmasked, with_likelihood
+from .draws import Fitted, compact, random_state, with_likelihood
 from .groups import name_dims
 from .khat import judge
 from .weights import systematic_resample
@@ -38,8 +39,8 @@ def loo(
 
     The same as of :func:`to_arviz` with this seed, resampled where the verdict asks for it, but that
     the log likelihoods, draws times data, are not held: the model runs through all draws again for
-    every 2^28 of them.  Not for data that depend on each other given the latent variables, nor for
-    leaving out units of a hierarchy (:func:`loo_units`).
+    every 2^28 of them, and that masked data are no data.  Not for data that depend on each other given
+    the latent variables, nor for leaving out units of a hierarchy (:func:`loo_units`).
 
     Args:
         model: the Pyro model.
@@ -57,6 +58,9 @@ def loo(
     Raises:
         ValueError: as :func:`khat`, and where no or several sites have a likelihood by datum.
 
+    Warns:
+        RuntimeWarning: where the verdict is "unusable".
+
     Source:
         Vehtari, Simpson, Gelman, Yao & Gabry 2024, Pareto smoothed importance sampling, JMLR 25(72).
 
@@ -67,7 +71,7 @@ def loo(
         ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
         ...     with pyro.plate("unit", len(y)):
         ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-        >>> found = loo(model, AutoNormal(model, init_scale=0.2), torch.ones(20), seed=0)
+        >>> found = loo(model, AutoNormal(model, init_scale=0.2), torch.linspace(-1.0, 1.0, 20), seed=0)
         >>> found.n_data_points
         20
     """
@@ -85,29 +89,35 @@ def loo(
         draws = fitted.draw(num_samples, batch_size)
         found = judge(fitted, draws, batch_size)
         values = draws.values
+        if found.decision == "unusable":
+            warnings.warn(
+                f"loo cannot be relied on here. {found.verdict}"[:240], RuntimeWarning, stacklevel=2
+            )
         if found.decision == "resample":
             offset = float(torch.rand((), dtype=torch.float64))
             kept = torch.from_numpy(systematic_resample(found.psis_log_weights, offset))
             values = {n: x[kept.to(x.device)] for n, x in values.items()}
 
-    def terms(rows: slice) -> Tensor:
+    def terms(rows: Tensor) -> Tensor:
         """Log likelihoods of some data at all draws."""
 
         def chosen(sites: Sites) -> Parts:
-            term = unmasked(sites[name], site_log_prob(sites[name])[0])
+            term = site_log_prob(sites[name])[0]
             return {"": {"": compact(term, num_samples).flatten()[rows]}}
 
         return map_draws(fitted.joint, chosen, values, num_samples, batch_size)[""][""]
 
-    one = site_log_prob(fitted.in_sum[name])[0]
-    dims = name_dims({"": {name: one.numpy(force=True)}}, fitted.in_sum, {}, {})[name][: one.dim()]
+    def pieces(rows: Tensor) -> Iterator[np.ndarray]:
+        held, few = terms(rows), max(1, SEEN // num_samples)
+        for i in range(0, len(rows), few):
+            yield held[:, i : i + few].cpu().numpy().copy()  # a view would keep all rows
 
-    def pieces(start: int, stop: int) -> Iterator[np.ndarray]:
-        rows, seen = terms(slice(start, stop)), max(1, SEEN // num_samples)
-        for i in range(0, rows.shape[1], seen):
-            yield rows[:, i : i + seen].cpu().numpy().copy()  # a view would keep all rows
-
-    held = max(1, HELD // num_samples)
-    starts = range(0, one.numel(), held)
-    parts = chain.from_iterable(pieces(start, start + held) for start in starts)
-    return loo_in_pieces(parts, dict(zip(dims, one.shape, strict=True)))
+    one, mask = site_log_prob(fitted.in_sum[name])[0], fitted.in_sum[name]["mask"]
+    dims = name_dims({"": {name: one.numpy(force=True)}}, fitted.in_sum, {}, {})[name]
+    shape = dict(zip(dims, one.shape, strict=False))
+    seen = torch.as_tensor(True if mask is None else mask, device=one.device).expand(one.shape)
+    rows = seen.flatten().nonzero()[:, 0]
+    if len(rows) < one.numel():
+        shape = {f"{name}_seen": len(rows)}
+    parts = rows.split(max(1, HELD // num_samples))
+    return loo_in_pieces(chain.from_iterable(map(pieces, parts)), shape)

@@ -40,7 +40,15 @@ def compare(fits: Mapping[str, Result], *, var_name: str | None = None, **option
         >>> list(ngvi.compare(fits).index)
         ['sd 1.0', 'sd 5.0']
     """
-    by_datum = {name: fit.loo(var_name=var_name) for name, fit in fits.items()}
+    if not fits:
+        raise ValueError("compare needs fits by name, and got none: compare({'a': fit}).")
+    by_datum = {}
+    for name, fit in fits.items():
+        try:
+            by_datum[name] = fit.loo(var_name=var_name)
+        except ValueError as error:
+            error.add_note(f"in the fit {name!r} of compare")
+            raise
     table = arviz_compat.compare(by_datum, **options)
     for name, fit in fits.items():
         table.loc[name, ["elbo", "elbo_se"]] = fit.elbo

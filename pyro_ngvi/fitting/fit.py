@@ -11,7 +11,10 @@ from typing import Any
 import pyro
 import torch
 from pyro.infer import SVI
+from torch import Tensor, nn
 
+from ..linalg.host import own_random_state
+from ..runtime.run import Minibatches, run_both
 from .advice import Advice, Structure, advise
 from .batches import Batches
 from .checkpoint import collect, read, restore, write
@@ -43,6 +46,7 @@ class Fit(Result):
         self.stop = StopRule(self.svi, tol, batches=data)
         self._saved: dict[str, Any] | None = None
         self._path: Any = None
+        self._params: dict[str, Tensor] = {}
 
     def resume(
         self,
@@ -74,9 +78,9 @@ class Fit(Result):
             self.batches = Batches(data)
             self.stop.batches = Batches(data)
         self.put_back()
+        self._params = {}  # not to be put back in the middle of the run
         stop = self.stop
-        stop.tol = stop.tol if tol is None else float(tol)
-        stop.limit(max_steps, max_time)
+        stop.limit(max_steps, max_time, tol)
         if checkpoint is not None and not Path(checkpoint).parent.is_dir():
             raise ValueError(
                 f"checkpoint={str(checkpoint)!r}: there is no such folder. Make it first."
@@ -98,15 +102,18 @@ class Fit(Result):
                         saved = time.monotonic()
         finally:
             bar.close()
+        self._keep_params()
         if checkpoint is not None:
             self.save(checkpoint)
         return self
 
     def _step(self, bar: Progress) -> bool:
         start = time.perf_counter()
-        args = self.args if self.batches is None else next(self.batches)
+        self._last = args = self.args if self.batches is None else next(self.batches)
         loss: Any = self.svi.step(*args, **self.kwargs)
         ended = self.stop(loss, *args, **self.kwargs)
+        if self.stop.reason == "stalled":
+            self.stop.polish(*args, **self.kwargs)
         self.record(time.perf_counter() - start)
         bar.update(float(loss))
         return ended
@@ -118,8 +125,23 @@ class Fit(Result):
         extra = {"fit": self.record_dict() | advice | {"tol": self.stop.tol}}
         write(path, collect(self.svi, self.stop, self.batches, extra))
 
+    def _keep_params(self) -> None:
+        """Copy the parameters that a later fit would train on, since they go by their names alone."""
+        svi = self.svi
+        modules = [part for part in (self.model, svi.guide) if isinstance(part, nn.Module)]
+        own = {id(p) for part in modules for p in part.parameters()}
+        with own_random_state(), torch.no_grad():
+            ran = run_both(self.model, svi.guide, self._last, self.kwargs, Minibatches())
+        names = {name for handler in ran for name in handler.params}
+        held = pyro.get_param_store().named_parameters()
+        self._params = {n: p.detach().clone() for n, p in held if n in names and id(p) not in own}
+
     def put_back(self) -> None:
-        """Restore what was loaded from a file, now that the arguments are there."""
+        """Restore parameters that another fit has trained on, and what was loaded from a file, now that
+        the arguments are there."""
+        for name, p in pyro.get_param_store().named_parameters():
+            if name in self._params:
+                p.data.copy_(self._params[name])
         if self._saved is None:
             return
         if (self.batches is None) != (self._saved["batches"] is None):
@@ -164,8 +186,8 @@ def fit(
     would be chosen.  Ctrl-C or SIGTERM end it after the step at hand, with a whole :class:`Fit`.
 
     Not for a loss that changes between steps (``kl_weight`` in a warm-up), nor for several optimizers:
-    write the loop.  Parameters of ``pyro.param``, those of a guide that is a function too, go on from
-    where Pyro's store has them, and belong to every fit that uses their names.
+    write the loop.  Parameters of ``pyro.param``, those of a guide that is a function too, begin where
+    Pyro's store has them; what is read of a fit later first puts its own back.
 
     Args:
         model: a Pyro model.  If a keyword argument of it has the name of an option here, bind it first
@@ -234,7 +256,8 @@ def fit(
 
 def _is_true(answer: Any) -> bool:
     """Whether a callback says that it is enough: by a truth value, not by what it happens to return."""
-    return getattr(answer, "dtype", type(answer)) in (bool, torch.bool) and bool(answer)
+    kind, entries = getattr(answer, "dtype", type(answer)), getattr(answer, "shape", ())
+    return kind in (bool, torch.bool) and not entries and bool(answer)
 
 
 def load(

@@ -79,7 +79,7 @@ class GapMeter:
     Args:
         blocks: guides of ours with a known Fisher matrix, which hold all that is trained.
         gradient: ``gradient(s)`` adds to ``.grad`` the gradient of the loss for noise and data number
-            s, the same for the same s.
+            s, the same for the same s, and returns the loss.
     """
 
     def __init__(self, blocks: list[Any], gradient: Callable[[int], Any]) -> None:
@@ -87,27 +87,51 @@ class GapMeter:
         self.families = [block.family for block in blocks]
         self.params: Parts = []
         self.count = 0
+        self._first = self._used = 0
 
     def __call__(self, tol: float, most: int, fewest: int = 16) -> Gap:
         """The gap, from as many gradients as tell it from ``tol`` nats, and about ``most`` at most."""
+        self._first += self._used  # noise that is new to what is held
         with self._at_answer():
             self.count, n = 0, fewest
             drawn: list[Parts] = []
             while True:
                 drawn += [self._local_gradient(s) for s in range(len(drawn), n)]
-                gap = self._solve(drawn, tol)
+                gap, _ = self._solve(drawn, tol)
+                self._used = n
                 # twice as many, and as many Hessian products again, cost about three times as much
                 if gap.is_below(tol) or gap.is_above(tol) or 4 * self.count > most:
                     return gap
                 n *= 2
 
-    def _solve(self, drawn: list[Parts], tol: float) -> Gap:
+    def newton_step(self, n: int) -> bool:
+        """Move what the guide holds to the optimum, by x of equation (2) from n gradients of new noise,
+        or by a part of it; whether the mean loss over that noise falls so."""
+        self._first += self._used
+        with self._at_answer():
+            self.count, self._used, half = 0, n, n // 2
+            _, x = self._solve([self._local_gradient(s) for s in range(n)], math.inf)
+            before = self._mean_loss(half)
+            for part in (1.0, 0.5, 0.25):
+                parts = zip(self.families, self.params, x, strict=True)
+                self._hold([f.retract(p, u, -part) for f, p, u in parts])
+                if self._mean_loss(half) < before:
+                    return True
+            self._hold(self.params)
+        return False
+
+    def _mean_loss(self, n: int) -> float:
+        self.count += n
+        with gradients_taken_back(self.blocks):
+            return sum(float(self._gradient(self._first + s)) for s in range(n)) / n
+
+    def _solve(self, drawn: list[Parts], tol: float) -> tuple[Gap, Parts]:
         half = len(drawn) // 2
         a, others = _mean(drawn[:half]), drawn[half:]
         x, residual, direction = _times(0.0, a), a, self._natural(a)
         start = square = _dot(residual, direction)
         if start == 0.0:  # not even noise: a gradient of zero
-            return Gap(0.0, 0.0, self.count)
+            return Gap(0.0, 0.0, self.count), x
         gap = Gap(math.inf, math.inf, self.count)
         for _ in range(CG_STEPS):
             if not square > 0.0:  # nothing is left, or nothing that is finite
@@ -116,7 +140,7 @@ class GapMeter:
             curvature = _dot(direction, product)
             if not curvature > 0.0:
                 flat = self._is_flat(direction, curvature, others)
-                return Gap(gap.nats, gap.error, self.count, curved=flat)
+                return Gap(gap.nats, gap.error, self.count, curved=flat), x
             step = square / curvature
             x, residual = _add(x, step, direction), _add(residual, -step, product)
             terms = torch.tensor([0.5 * _dot(x, b) for b in others], dtype=torch.float64)
@@ -129,7 +153,7 @@ class GapMeter:
             if square <= RESIDUAL * start:
                 break
             direction = _add(natural, square / last, direction)
-        return gap
+        return gap, x
 
     def _is_flat(self, direction: Parts, curvature: float, others: list[Parts]) -> bool:
         """Whether nothing is to be gained along a direction of no curvature, as where factors turn
@@ -160,7 +184,7 @@ class GapMeter:
         self.count += 1
         found = []
         with gradients_taken_back(self.blocks):
-            self._gradient(s)
+            self._gradient(self._first + s)
             for block, params in zip(self.blocks, self.params, strict=True):
                 held = block.natural_params()
                 grads = {

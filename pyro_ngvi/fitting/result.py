@@ -81,6 +81,12 @@ class Result:
         return np.array(self.stop.losses)
 
     @property
+    def _gap(self) -> Any:
+        """That of the last look, if it is not of long ago."""
+        late = self.stop.looks and 4 * self.stop.looks[-1][0] >= 3 * self.steps
+        return self.stop.gap if late else None
+
+    @property
     def steps(self) -> int:
         """How many steps were taken."""
         return self.stop.steps
@@ -221,7 +227,7 @@ class Result:
         ax.plot(steps, elbo, ".", markersize=3, alpha=0.4, label="ELBO of a step")
         last = elbo[-max(2, len(elbo) // 4) :]
         level = float(last[np.isfinite(last)].mean()) if np.isfinite(last).any() else 0.0
-        gap = self.stop.gap
+        gap = self._gap
         if gap is not None and np.isfinite(gap.nats):
             top = level + max(gap.nats, 0.0) + gap.error
             ax.axhspan(level, top, color="tab:orange", alpha=0.3, label="still to gain")
@@ -239,7 +245,7 @@ class Result:
 
     def _lines(self) -> list[str]:
         lines = [f"Fit: {self.advice}"]
-        gap = self.stop.gap
+        gap = self._gap
         left = f", {gap.nats:.2g} +- {gap.error:.1g} nats to go" if gap is not None else ""
         lines.append(f"{self.why_stopped} after {self.steps} steps, {self.seconds:.2g} s{left}")
         try:

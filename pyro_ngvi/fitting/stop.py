@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import astuple
 from functools import partial
 from typing import Any
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 
 from ..linalg.host import own_random_state
 from ..losses import BatchedELBO
-from ..optim.host import find_blocks
+from ..optim.host import NaturalGradientOptim, find_blocks
 from ..runtime.run import CannotBatch
 from .batches import Batches
-from .gap import Gap, GapMeter, traced_params
+from .gap import CG_STEPS, Gap, GapMeter, traced_params
 from .twin import Twin, has_twin
 
 #: the first step after which to look
@@ -28,13 +29,14 @@ FIRST = 5
 WIDER, FEWEST_PARTICLES = 4, 8
 #: about how many gradients a look takes at most, until there were more steps than that
 MOST_GRADIENTS = 80
+#: gradients of Newton steps for a stalled run, in those that the run took
+POLISH = 3
 #: losses in a row that are not finite
 LOST = 20
-#: steps before which a run is not said to settle, by its losses, or to stall, by looks at a guide of
-#: ours, or by looks at one of Pyro's or by losses
-SETTLED, STALLED, NOISY = 40, 50, 500
-#: sweeps over sites before which their losses, which have no noise, are not said to settle
-SWEEPS = 12
+#: steps before which a run is not said to settle, by its losses, or to stall, by looks
+SETTLED, STALLED = 40, 50
+#: the fall of losses, in sds of theirs, that is given up
+NOISY = 0.1
 
 
 class StopRule:
@@ -68,10 +70,11 @@ class StopRule:
         max_time: the same in seconds since the rule was made.
 
     Attributes:
-        reason: why to stop: "converged"; "settled"; "stalled" (three quarters of the steps have not
-            halved a gap above ``tol``, nor lowered losses whose noise is too large for "settled"; see
-            ``gap``); "max_steps"; "max_time"; "diverged" (20 losses in a row are not finite); ``None``:
-            go on.
+        reason: why to stop: "converged"; "settled"; "stalled" (under a natural-gradient rule three
+            quarters of the steps have not halved a gap above ``tol``; under another optimizer, or
+            without gaps, the losses of a quarter of the steps fell by no more than a tenth of their own
+            sd, within two standard errors, which is more than ``tol``); "max_steps"; "max_time";
+            "diverged" (20 losses in a row are not finite); ``None``: go on.
         gap: nats still to gain at the last look (:class:`~pyro_ngvi.fitting.Gap`); ``None``: no look.
         losses: what it has seen, and ``steps``, how many.
         looks: step and gap of each look so far.
@@ -120,9 +123,15 @@ class StopRule:
         self._lost, self._next, self._started = 0, FIRST, time.monotonic()
         self._wide: BatchedELBO | None = None
 
-    def limit(self, max_steps: int | None = None, max_time: float | None = None) -> None:
-        """Put other limits, which count from here, in the place of those of before."""
-        _check_positive(max_steps=max_steps, max_time=max_time)
+    def limit(
+        self,
+        max_steps: int | None = None,
+        max_time: float | None = None,
+        tol: float | None = None,
+    ) -> None:
+        """Put other limits, which count from here, in the place of those of before; so a ``tol``."""
+        _check_positive(tol=tol or None, max_steps=max_steps, max_time=max_time)
+        self.tol = self.tol if tol is None else float(tol)
         so_far = time.monotonic() - self._started
         self.max_steps = None if max_steps is None else self.steps + max_steps
         self.max_time = None if max_time is None else so_far + max_time
@@ -157,33 +166,36 @@ class StopRule:
         self._next = self.steps + max(1, self.steps // 10)
         if fall > self.tol + 2.0 * error:
             return None
-        gap = self._measure(args, kwargs)
+        gap, meter = None, self._meter(args, kwargs)
+        with suppress(CannotBatch):  # what Pyro's losses run one by one
+            gap = meter and meter(self.tol, max(MOST_GRADIENTS, self.steps))
         if gap is None:
-            least = SWEEPS if getattr(self.svi.guide, "holds_sites", False) else SETTLED
-            if self.steps >= least and fall + error <= self.tol and error <= 0.5 * self.tol:
+            if self.steps >= SETTLED and fall + error <= self.tol and error <= 0.5 * self.tol:
                 return "settled"
-            return "stalled" if self.steps >= NOISY and self._has_not_fallen() else None
+            return "stalled" if self._is_flat(fall, error) else None
         self.gap = gap
         self.looks.append((self.steps, gap))
         self._next = self.steps + max(self.steps // 4, gap.gradients // 4, 1)
         if gap.is_below(self.tol):
             return "converged"
-        return "stalled" if self._stalls() else None
+        # the rates of others are too small, or about to fall: only their losses tell
+        natural = isinstance(self.svi.optim, NaturalGradientOptim) and self._blocks()
+        stalls = self._stalls() if natural else self._is_flat(fall, error)
+        return "stalled" if stalls else None
 
     def _stalls(self) -> bool:
         """Whether the steps of the last three quarters have not halved a gap that stays above tol."""
         since = [gap for steps, gap in self.looks if 4 * steps >= self.steps]
-        # rates of others' optimizers may be about to fall
-        if self.steps < (STALLED if self._blocks() else NOISY) or len(since) < 4:
+        if self.steps < STALLED or len(since) < 4:
             return False
         above = all(gap.curved and gap.nats - gap.error > self.tol for gap in since)
         return above and since[0].nats < 2.0 * since[-1].nats
 
-    def _has_not_fallen(self) -> bool:
-        """Whether the losses of the last half are no lower than those of the quarter before."""
-        last = torch.tensor(self.losses[self.steps // 4 :], dtype=torch.float64)
-        before, last = last.split([self.steps // 2 - self.steps // 4, (self.steps + 1) // 2])
-        return _trimmed_mean(last)[0] >= _trimmed_mean(before)[0]
+    def _is_flat(self, fall: float, error: float) -> bool:
+        """Whether the losses of a quarter fell by a tenth of their own sd at most, by two errors, of
+        which so many losses have to be: some 3,000, or chance would end many a run that still falls."""
+        sd = error * (self.steps / 8.0) ** 0.5  # of the difference of the means of two quarters
+        return 2.0 * error + max(fall, 0.0) <= NOISY * sd
 
     def _fall(self) -> tuple[float, float]:
         """By how much the mean loss of the last quarter is below that before it; standard error."""
@@ -192,8 +204,34 @@ class StopRule:
         (before, error), (last, other) = map(_trimmed_mean, window.split([len(window) - n, n]))
         return before - last, math.hypot(error, other)
 
-    def _measure(self, args: Any, kwargs: Any) -> Gap | None:
-        """What is still to gain; ``None`` where it is not to be had."""
+    def polish(self, *args: Any, **kwargs: Any) -> bool:
+        """Newton steps for a run that has stalled: whether it has "converged" by them.
+
+        Where H in equation (2) of :mod:`pyro_ngvi.fitting.gap` is a small part of F, as for a mean
+        field of strongly correlated latents, natural gradients gain little, and x goes all the way.
+        The guide moves to its end as long as the losses of the noise behind it fall so, from 32
+        gradients, then twice as many, while they may take three times what the run took.  Only guides
+        of ours move.  :func:`pyro_ngvi.fit` does this by itself.
+
+        Args:
+            args: those of the step, and ``kwargs``.
+        """
+        meter = self._meter(args, kwargs) if self._blocks() else None
+        most = POLISH * (self.steps + sum(gap.gradients for _, gap in self.looks))
+        n, taken = 32, 0
+        while meter is not None and taken + n * CG_STEPS <= most and meter.newton_step(n):
+            taken += meter.count
+            self.gap = meter(self.tol, most)
+            taken += meter.count
+            self.looks.append((self.steps, self.gap))
+            if self.gap.is_below(self.tol):
+                self.reason = "converged"
+                return True
+            n *= 2
+        return False
+
+    def _meter(self, args: Any, kwargs: Any) -> GapMeter | None:
+        """What measures the gap; ``None`` where it is not to be had."""
         svi, loss = self.svi, getattr(self.svi.loss_and_grads, "__self__", None)
         of_pyro, blocks = has_twin(svi.guide, loss), self._blocks()
         if not of_pyro and not blocks:
@@ -215,11 +253,7 @@ class StopRule:
             blocks, gradient = [twin], twin.gradient
         else:
             gradient = partial(self._loss_and_grads(loss, particles), svi.model, svi.guide)
-        meter = GapMeter(blocks, self._by_number(gradient, args, kwargs))
-        try:
-            return meter(self.tol, max(MOST_GRADIENTS, self.steps))
-        except CannotBatch:  # what Pyro's losses run one by one
-            return None
+        return GapMeter(blocks, self._by_number(gradient, args, kwargs))
 
     def _loss_and_grads(self, loss: Any, particles: int) -> Callable[..., Any]:
         """That of the loss, with more particles where they are batched."""
@@ -243,12 +277,12 @@ class StopRule:
     def _by_number(
         self, gradient: Callable[..., Any], args: Any, kwargs: Any
     ) -> Callable[[int], Any]:
-        """The gradient of noise and minibatch number s."""
+        """The gradient of noise and minibatch number s, which returns the loss."""
         batches, seed = [], 1_000 * self.steps
 
-        def numbered(s: int) -> None:
+        def numbered(s: int) -> Any:
             with own_random_state(seed + s):
-                gradient(*self._arguments(s, batches, args), **kwargs)
+                return gradient(*self._arguments(s, batches, args), **kwargs)
 
         return numbered
 

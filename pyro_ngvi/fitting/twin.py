@@ -16,8 +16,9 @@ from ..losses import BatchedELBO
 from ..runtime.density import LatentLayout
 from ..runtime.model_density import ModelDensity
 
-_NAMES = "Trace_ELBO", "TraceEnum_ELBO", "TraceGraph_ELBO", "TraceMeanField_ELBO"
-#: losses whose expectation is the negative ELBO
+_NAMES = "Trace_ELBO", "TraceEnum_ELBO", "TraceGraph_ELBO"
+#: losses whose expectation is the negative ELBO; TraceMeanField_ELBO has another one with AutoNormal,
+#: where a support is constrained
 ELBOS = {BatchedELBO, *(getattr(infer, kind + name) for kind in ("", "Jit") for name in _NAMES)}
 
 
@@ -47,7 +48,9 @@ class Twin:
         self._density = ModelDensity(model, args, kwargs)
         self.family, held = _HELD[type(guide)](guide, self._density.layout)
         self._params = {name: nn.Parameter(x.detach().clone()) for name, x in held.items()}
-        self.fits = self._params["loc"].shape == (self._density.dim,)
+        sites = [name for name, _ in guide.prototype_trace.iter_stochastic_nodes()]
+        same = sites == [*self._density.layout.transforms]
+        self.fits = same and self._params["loc"].shape == (self._density.dim,)
 
     def natural_params(self) -> dict[str, nn.Parameter]:
         """The parameters, by name."""
