@@ -100,6 +100,8 @@ def run(problem: Problem, family: str, seed: int, elbo: Elbo, p: Any) -> dict[st
     while True:
         start = time.perf_counter()
         ended = stop(svi.step(*problem.args), *problem.args)
+        if ended and stop.reason == "stalled":
+            stop.polish(*problem.args)
         seconds += time.perf_counter() - start
         left = gap() if stop.steps in grid or ended else None
         if left is not None:

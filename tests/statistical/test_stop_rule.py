@@ -8,6 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
 from pyro.optim import PyroOptim
 
 import pyro_ngvi as ngvi
@@ -181,6 +182,39 @@ def test_other_rules_and_curvatures(rule, curvature):
     svi = SVI(matrix_logistic, guide, optim, ngvi.BatchedELBO(8, curvature=curvature))
     stop = to_the_end(svi, X, Y, max_steps=600)
     assert stop.reason == "converged"
+
+
+def test_newton_steps_go_where_natural_gradients_creep():
+    """Along the longest axis of a correlated Gaussian H is a five-hundredth of F of the mean field."""
+    correlation = torch.full((5, 5), 0.998, dtype=torch.float64).fill_diagonal_(1.0)
+    precision = torch.linalg.inv(correlation)
+
+    def correlated() -> None:
+        pyro.sample(
+            "z", dist.MultivariateNormal(correlation.new_zeros(5), precision_matrix=precision)
+        )
+
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide: Any = ngvi.AutoMeanFieldNormal(correlated, init=None)
+    guide()
+    for name, x in guide.family.matched(correlation.new_ones(5), precision).items():
+        guide.natural_params()[name].data.copy_(x)
+    stop: Any = ngvi.StopRule(SVI(correlated, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8)))
+    stop.losses = [1.0] * 500  # so many gradients may be taken
+    before = 0.5 * float(precision.sum())  # of the mean (1, ..., 1)
+    assert before > 0.4 and stop.polish() and stop.reason == "converged"
+    loc, variance = guide.loc.detach(), (2.0 * guide.log_scale.detach()).exp()
+    left = 0.5 * float(loc @ precision @ loc + (variance * precision.diagonal()).sum() - 5.0)
+    left -= 0.5 * float((variance * precision.diagonal()).log().sum())
+    assert 0.0 <= left < 0.05
+    other = AutoNormal(correlated)
+    stop = ngvi.StopRule(
+        SVI(correlated, other, PyroOptim(torch.optim.Adam, {"lr": 0.01}), Trace_ELBO())
+    )
+    other()
+    held = {name: p.clone() for name, p in other.named_parameters()}
+    assert not stop.polish() and all(torch.equal(p, held[n]) for n, p in other.named_parameters())
 
 
 def test_factors_that_may_turn_freely_converge():
