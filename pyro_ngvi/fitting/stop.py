@@ -34,7 +34,7 @@ POLISH = 3
 #: losses in a row that are not finite
 LOST = 20
 #: steps before which a run is not said to settle, by its losses, or to stall, by looks
-SETTLED, STALLED = 40, 50
+SETTLED, STALLED = 40, 100
 #: the fall of losses, in sds of theirs, that is given up
 NOISY = 0.1
 
