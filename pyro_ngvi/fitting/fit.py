@@ -102,7 +102,8 @@ class Fit(Result):
                         saved = time.monotonic()
         finally:
             bar.close()
-        self._keep_params()
+        if self.why_stopped != "diverged":  # nor could guide and model run
+            self._keep_params()
         if checkpoint is not None:
             self.save(checkpoint)
         return self
@@ -130,7 +131,7 @@ class Fit(Result):
         svi = self.svi
         modules = [part for part in (self.model, svi.guide) if isinstance(part, nn.Module)]
         own = {id(p) for part in modules for p in part.parameters()}
-        with own_random_state(), torch.no_grad():
+        with own_random_state(), torch.no_grad(), pyro.validation_enabled(False):
             ran = run_both(self.model, svi.guide, self._last, self.kwargs, Minibatches())
         names = {name for handler in ran for name in handler.params}
         held = pyro.get_param_store().named_parameters()

@@ -81,7 +81,7 @@ def check_latents(
         raise ValueError(
             f"{guide}: {int(lost.sum())} of the {lost.numel()} entries of the latent site "
             f"{name!r} are masked out and nothing else depends on them, so q would widen there "
-            "without end. Mask the observed site alone: they keep their prior."
+            "without end. Mask the observed site alone, by poutine.mask, not by obs_mask=."
         )
 
 

@@ -66,6 +66,31 @@ def test_it_is_arvizs_of_all_at_once(
     assert_same(found, az.loo(drawn, pointwise=True, reff=1.0))
 
 
+def test_masked_data_are_no_data() -> None:
+    seen = torch.tensor([True] * 9 + [False] * 5)
+
+    def masked(data: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 10.0))
+        with pyro.plate("data", len(data)), pyro.poutine.mask(mask=seen[: len(data)]):
+            pyro.sample("y", dist.Normal(m, 1.0), obs=data)
+
+    def guide(data: Tensor) -> None:
+        pyro.sample("m", dist.Normal(0.0, 0.333))
+
+    data = torch.cat([torch.linspace(-2.0, 2.0, 9), torch.full((5,), 50.0)])
+    found, alone = loo(masked, guide, data, seed=0), loo(masked, guide, data[:9], seed=0)
+    np.testing.assert_allclose(numbers(found), numbers(alone), rtol=1e-12)
+    assert pointwise(found).dims == ("y_seen",) and found.n_data_points == 9
+
+
+def test_an_unusable_guide_is_told_of() -> None:
+    def narrow(data: Tensor) -> None:
+        pyro.sample("m", dist.Normal(3.0, 0.05))
+
+    with pytest.warns(RuntimeWarning, match="loo cannot be relied on here. Not usable"):
+        loo(crossed, narrow, torch.linspace(-1.5, 1.5, 12).reshape(3, 4), seed=0)
+
+
 def test_one_of_several_sites() -> None:
     def two(a: Tensor, b: Tensor) -> None:
         m = pyro.sample("m", dist.Normal(0.0, 1.0))
