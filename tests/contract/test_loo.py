@@ -67,7 +67,7 @@ def test_it_is_arvizs_of_all_at_once(
 
 
 def test_masked_data_are_no_data() -> None:
-    seen = torch.tensor([True] * 9 + [False] * 5)
+    seen: Any = torch.tensor([True] * 9 + [False] * 5)
 
     def masked(data: Tensor) -> None:
         m = pyro.sample("m", dist.Normal(0.0, 10.0))
