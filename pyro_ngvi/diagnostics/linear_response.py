@@ -120,10 +120,13 @@ def linear_response(
         mu, sigma = _independent_normals(fitted, density.layout)
     layout = density.layout
     chosen = list(layout.transforms) if sites is None else list(sites)
-    if unknown := sorted(set(chosen) - layout.transforms.keys()):
+    if not chosen or (unknown := set(chosen) - layout.transforms.keys()):
+        named = sorted(unknown) if chosen else "without a name"
         raise ValueError(
-            f"The model has no latent sites {unknown}; choose sites among {list(layout.transforms)}."
+            f"The model has no latent sites {named}; choose sites among {list(layout.transforms)}."
         )
+    if num_samples < 2:
+        raise ValueError(f"num_samples is {num_samples}; give a pair of draws, 2, or more.")
     _refuse_kinks(density, mu, args, kwargs)
     noise = antithetic(num_samples, len(mu), seed).to(mu)
 

@@ -17,6 +17,8 @@ mean-field one).  H v is the difference of gradients at a shifted and at the sam
 a.  The solver goes on to a small residual: along correlated posteriors H is a thousandth of F and less,
 and a gradient that is hardly there stands for much.
 
+x is also the way to the optimum: where natural gradients creep, one such step of Newton's goes it.
+
 Far from the optimum (1) is no more than a large number, which is all that is asked of it there.
 """
 

@@ -38,7 +38,7 @@ class Twin:
         particles: draws behind a gradient.
 
     Attributes:
-        fits: whether the guide's entries are those of the model at these arguments.
+        fits: whether all entries of the guide are trained, and are those of the model here.
     """
 
     _lag = _lag_of = path_share = curvature = None
@@ -50,7 +50,8 @@ class Twin:
         self._params = {name: nn.Parameter(x.detach().clone()) for name, x in held.items()}
         sites = [name for name, _ in guide.prototype_trace.iter_stochastic_nodes()]
         same = sites == [*self._density.layout.transforms]
-        self.fits = same and self._params["loc"].shape == (self._density.dim,)
+        trained = all(p.requires_grad for p in guide.parameters())
+        self.fits = same and trained and self._params["loc"].shape == (self._density.dim,)
 
     def natural_params(self) -> dict[str, nn.Parameter]:
         """The parameters, by name."""

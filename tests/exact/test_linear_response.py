@@ -293,6 +293,10 @@ def test_messages() -> None:
     guide = at(AutoNormal, linear, torch.zeros(3).double(), torch.ones(3).double(), X, Y)
     with pytest.raises(ValueError, match=r"no latent sites \['v'\]; choose sites among \['w'\]"):
         linear_response(linear, guide, X, Y, sites=["v"])
+    with pytest.raises(ValueError, match="no latent sites without a name; choose"):
+        linear_response(linear, guide, X, Y, sites=[])
+    with pytest.raises(ValueError, match="num_samples is 0; give a pair of draws"):
+        linear_response(linear, guide, X, Y, num_samples=0)
     full = ngvi.AutoFullRankNormal(linear)
     full(X, Y)
     with pytest.raises(ValueError, match="AutoFullRankNormal is none"):

@@ -155,15 +155,22 @@ def test_where_the_loss_or_the_model_does_not_allow_it_it_can_only_settle() -> N
     class Part(AutoNormal):
         pass
 
+    def frozen(X, y) -> None:
+        logistic(X, y)
+
     for model, kind, loss in (
         (logistic, AutoNormal, RenyiELBO(num_particles=2)),
         (logistic, AutoNormal, TraceMeanField_ELBO()),
+        (frozen, AutoNormal, Trace_ELBO()),
         (learnt, AutoNormal, Trace_ELBO()),
         (branching, AutoNormal, Trace_ELBO()),
         (poutine.scale(logistic, 1.0), Part, Trace_ELBO()),
     ):
         pyro.clear_param_store()
         svi = SVI(model, kind(model), adam(0.05), loss)
+        if model is frozen:
+            svi.guide(X, Y)
+            svi.guide.scales.requires_grad_(False)
         stop: Any = ngvi.StopRule(svi, tol=1e9)
         for _ in range(6):
             stop(svi.step(X, Y), X, Y)
