@@ -41,7 +41,7 @@ def compare(fits: Mapping[str, Result], *, var_name: str | None = None, **option
         ['sd 1.0', 'sd 5.0']
     """
     if not fits:
-        raise ValueError("compare needs fits by name, and got none: compare({'a': fit}).")
+        raise ValueError("compare got no fits. Pass a dict of them by name.")
     by_datum = {}
     for name, fit in fits.items():
         try:
