@@ -120,9 +120,8 @@ def run(problem: Problem, family: str, seed: int, elbo: Elbo, p: Any) -> dict[st
             for name in OTHERS.keys() - others.keys() if stop.steps in grid else ():
                 if OTHERS[name](stop.losses, path):
                     others[name] = stop.steps, left
-        if ours is not None and (
-            stop.steps == p.max_steps or len(others) == len(OTHERS) * p.others
-        ):
+        spoke = not p.others or len(others) == len(OTHERS) or stop.steps == p.max_steps
+        if ours is not None and spoke:
             return ours | {"good": good if p.others else ours["good"]}
 
 

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-from pyro.poutine.messenger import Messenger
+from pyro import poutine
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..linalg.host import own_random_state
-from ..runtime.density import Site, Sites, site_kind, sum_log_prob
+from ..runtime.density import Sites, site_kind, sum_log_prob
 from ..runtime.model_density import Parts, map_draws, without_plates
 from ..runtime.run import Conditioned, Minibatches
 from ..runtime.store import ModuleParams
@@ -182,7 +182,7 @@ def calibrate(
     failed: dict[int, Exception] = {}
     for i in tqdm(range(num_simulations), unit="fit", leave=False, disable=not progress):
         truth = {name: x[i] for name, x in drawn.items()}
-        given = _Given({name: truth[name] for name in observed})(model)
+        given = poutine.condition(model, data={name: truth[name] for name in observed})
         try:
             with store.scope():
                 with random_state(root, 2 * i + 1):
@@ -259,15 +259,3 @@ def _pits(fitted: Fitted, truth: Mapping[str, Tensor], num_samples: int) -> dict
         u = torch.rand(below.shape, dtype=torch.float64, device="cpu")
         pits[name] = ((below + u * (1 + same)) / (num_samples + 1)).numpy()
     return pits
-
-
-class _Given(Messenger):
-    """Observes these values in place of the data."""
-
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.values = values
-
-    def _pyro_sample(self, msg: Site) -> None:
-        if msg["name"] in self.values:
-            msg["value"] = self.values[msg["name"]]

@@ -30,6 +30,7 @@ from ..runtime.model_density import Parts, map_draws, without_plates
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import Minibatches, look, run_both
 from ..runtime.summed_out import summed_out
+from .weights import systematic_resample
 
 MIN_DRAWS = 25  # fewer leave less than five weights for the tail
 MOST_DOUBLES = 10_000_000  # in an array that is stored in float64
@@ -165,7 +166,8 @@ class Fitted:
             terms = {name: site_log_prob(site) for name, site in sites.items()}
             likelihood = {}
             for name in log_likelihood_of:
-                likelihood[name] = compact(unmasked(sites[name], terms[name][0]), num_samples)
+                seen = torch.where(mask_of(sites[name]), terms[name][0], 0.0)
+                likelihood[name] = compact(seen, num_samples)
             prior = {name: compact(terms[name][1], num_samples) for name in self.latent}
             return {
                 "density": _density(sites, terms),
@@ -268,12 +270,18 @@ def with_likelihood(fitted: Fitted) -> list[str]:
     return [name for name in data if name not in whole]
 
 
-def unmasked(site: Site, term: Tensor) -> Tensor:
-    """The log likelihood of each datum without scale, zero where it is masked."""
+def mask_of(site: Site) -> Tensor:
+    """Which data of a site count, in a shape that broadcasts to that of its terms."""
     mask = site["mask"]
-    return torch.where(
-        torch.as_tensor(True if mask is None else mask, device=term.device), term, 0.0
-    )
+    return torch.as_tensor(True if mask is None else mask, device=site["value"].device)
+
+
+def resampled(
+    values: Mapping[str, Tensor], log_weights: np.ndarray
+) -> tuple[np.ndarray, dict[str, Tensor]]:
+    """Places (S,) of draws taken in proportion to normalised weights, and their values by site."""
+    kept = systematic_resample(log_weights, float(torch.rand((), dtype=torch.float64)))
+    return kept, {name: x[torch.from_numpy(kept).to(x.device)] for name, x in values.items()}
 
 
 def compact(x: Tensor, num_samples: int) -> Tensor:

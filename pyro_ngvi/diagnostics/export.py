@@ -15,11 +15,10 @@ from ..runtime.density import Sites
 from ..runtime.model_density import map_draws
 from ..runtime.summed_out import SummedOut, given_name
 from .arviz_compat import from_groups
-from .draws import Fitted, random_state, sites_of_kind, warn_of_edges, with_likelihood
+from .draws import Fitted, random_state, resampled, sites_of_kind, warn_of_edges, with_likelihood
 from .groups import constants, name_dims, observations, per_draw
 from .khat import judge
 from .prediction import PREDICTIONS, NewData, fixed_parameters, simulate
-from .weights import systematic_resample
 
 
 def to_arviz(
@@ -183,9 +182,8 @@ def to_arviz(
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            kept = systematic_resample(weights, float(torch.rand((), dtype=torch.float64)))
+            kept, values = resampled(values, weights)
             stats |= per_draw({"resampled_from": kept})
-            values = {name: x[torch.from_numpy(kept).to(x.device)] for name, x in values.items()}
             for group in groups.values():
                 group |= {name: x[:, kept] for name, x in group.items()}
             attrs |= {"resample": resample, "resample_ess": float(1 / np.exp(2 * weights).sum())}

@@ -8,16 +8,14 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..runtime.density import Sites, site_log_prob
 from ..runtime.model_density import Parts, map_draws
 from .arviz_compat import loo_in_pieces
-from .draws import Fitted, compact, random_state, with_likelihood
+from .draws import Fitted, compact, mask_of, random_state, resampled, with_likelihood
 from .groups import name_dims
 from .khat import judge
-from .weights import systematic_resample
 
 #: log likelihoods that are held at once: a GiB, in float32 as `to_arviz` stores so many of them
 HELD = 2**28
@@ -94,9 +92,7 @@ def loo(
                 f"loo cannot be relied on here. {found.verdict}"[:240], RuntimeWarning, stacklevel=2
             )
         if found.decision == "resample":
-            offset = float(torch.rand((), dtype=torch.float64))
-            kept = torch.from_numpy(systematic_resample(found.psis_log_weights, offset))
-            values = {n: x[kept.to(x.device)] for n, x in values.items()}
+            _, values = resampled(values, found.psis_log_weights)
 
     def terms(rows: Tensor) -> Tensor:
         """Log likelihoods of some data at all draws."""
@@ -112,11 +108,11 @@ def loo(
         for i in range(0, len(rows), few):
             yield held[:, i : i + few].cpu().numpy().copy()  # a view would keep all rows
 
-    one, mask = site_log_prob(fitted.in_sum[name])[0], fitted.in_sum[name]["mask"]
+    site = fitted.in_sum[name]
+    one = site_log_prob(site)[0]
     dims = name_dims({"": {name: one.numpy(force=True)}}, fitted.in_sum, {}, {})[name]
     shape = dict(zip(dims, one.shape, strict=False))
-    seen = torch.as_tensor(True if mask is None else mask, device=one.device).expand(one.shape)
-    rows = seen.flatten().nonzero()[:, 0]
+    rows = mask_of(site).expand(one.shape).flatten().nonzero()[:, 0]
     if len(rows) < one.numel():
         shape = {f"{name}_seen": len(rows)}
     parts = rows.split(max(1, HELD // num_samples))

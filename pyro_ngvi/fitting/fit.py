@@ -233,7 +233,7 @@ def fit(
     if seed is not None:
         pyro.set_rng_seed(seed)
     by_ladder = isinstance(guide, str) and guide == "auto"
-    first = next(Batches(data)) if data is not None and guide in (None, "auto") else args
+    first = next(Batches(data)) if data is not None and (guide is None or by_ladder) else args
     parts = {"optim": optim, "loss": loss, "num_particles": num_particles}
     how: dict[str, Any] = {"max_steps": max_steps, "progress": progress, "every": every}
     how["callbacks"] = list(callbacks)

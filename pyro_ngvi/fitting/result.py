@@ -112,7 +112,6 @@ class Result:
         """Whether the draws may be taken as they are, from 1,000 of them at a fixed seed, fewer where
         they have more than 5 * 10^7 numbers."""
         if "khat" not in self._kept:
-            self._need_all_data()
             self._kept["khat"] = diagnostics.khat(
                 self.model, self.guide, *self.args, num_samples=self._draws, seed=0, **self.kwargs
             )
@@ -189,7 +188,6 @@ class Result:
         """Leaving out each datum in turn: :func:`pyro_ngvi.diagnostics.loo`.  ``AutoSites`` knows it
         better: ``fit.guide.loo()``."""
         if ("loo", var_name) not in self._kept:
-            self._need_all_data()
             self._kept["loo", var_name] = diagnostics.loo(
                 *(self.model, self.guide, *self.args),
                 **{"num_samples": self._draws, "var_name": var_name, "seed": 0},
