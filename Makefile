@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+DOCS_STAMP := .venv/.installed-docs
 BENCH_STAMP := .venv/.installed-bench
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 # One process per core, each with one thread: threads of several test processes would only fight for the cores.
@@ -10,10 +11,10 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LATEST_INSTALL := .venv-latest/bin/pip install --disable-pip-version-check --upgrade --upgrade-strategy eager
 PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: quickstart test test-slow test-latest lint tutorials bench clean
+.PHONY: quickstart test test-slow test-latest lint tutorials docs bench clean
 
 quickstart: $(STAMP)
-	MPLBACKEND=Agg $(BIN)/python tutorials/quickstart.py
+	MPLBACKEND=Agg $(BIN)/python docs/quickstart.py
 
 test: $(STAMP)
 	$(PYTEST)
@@ -36,7 +37,12 @@ lint: $(STAMP)
 	$(BIN)/pyright
 
 tutorials: $(STAMP)
-	$(PYTEST) -o addopts= --nbmake --nbmake-timeout=600 tutorials
+	$(PYTEST) -o addopts= --nbmake --nbmake-timeout=600 docs/tutorials
+
+# The site, in docs/_build/html. Its code cells run; warnings are errors.
+docs: $(DOCS_STAMP)
+	OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/sphinx-build -W --keep-going -j $(WORKERS) -b html docs docs/_build/html
+	$(BIN)/python docs/check_site.py docs/_build/html
 
 bench: $(BENCH_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.time_to_target
@@ -59,6 +65,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP_INSTALL) torch==2.13.0
 	$(PIP_INSTALL) -e ".[test,tutorials]"
+	touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(PIP_INSTALL) -e ".[docs]"
 	touch $@
 
 $(BENCH_STAMP): $(STAMP)

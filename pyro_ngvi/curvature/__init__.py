@@ -1,6 +1,6 @@
 """Expected curvatures that a loss leaves for its optimizer: one function each, in one table.
 
-``docs/extending.md`` adds one, the empirical Fisher matrix.
+``docs/howto/extending.md`` adds one, the empirical Fisher matrix.
 """
 
 from .estimators import ESTIMATORS, Drawn

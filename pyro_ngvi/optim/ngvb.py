@@ -135,7 +135,7 @@ class NaturalGradient(NaturalGradientOptim):
             rule whose other fields have defaults is one.
         others: a ``PyroOptim`` for parameters that are not natural; see :class:`NGVB`.
 
-    Example (docs/extending.md writes a rule):
+    Example (docs/howto/extending.md writes a rule):
         >>> import pyro_ngvi as ngvi
         >>> from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
         >>> guide = ngvi.AutoMeanFieldNormal(lambda: None)

@@ -1,4 +1,4 @@
-"""docs/extending.md: its blocks run in order, by public names, and what they build is right."""
+"""docs/howto/extending.md: its blocks run in order, by public names, and what they build is right."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "extending.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.M | re.S)
 
 

@@ -1,4 +1,4 @@
-"""docs/gotchas.md: its code runs, and does what the page says."""
+"""docs/howto/gotchas.md: its code runs, and does what the page says."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from pyro.infer.autoguide import AutoMultivariateNormal
 
 import pyro_ngvi as ngvi
 
-PAGE = (Path(__file__).parents[2] / "docs" / "gotchas.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "gotchas.md").read_text(encoding="utf-8")
 
 
 def page_names() -> dict[str, Any]:

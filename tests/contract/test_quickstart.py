@@ -9,7 +9,7 @@ from pyro.infer import SVI, Trace_ELBO
 
 import pyro_ngvi as ngvi
 from benchmarks.problems import load
-from tutorials import quickstart
+from docs import quickstart
 
 
 def test_prints_the_tour_and_saves_the_figure(
