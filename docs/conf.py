@@ -2,7 +2,11 @@
 
 import os
 import socket
+import sys
 from importlib.metadata import version as installed
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "pyro_ngvi"
 author = "the pyro_ngvi developers"
@@ -11,6 +15,7 @@ release = version = installed("pyro-ngvi")
 
 extensions = [
     "myst_nb",  # Markdown, with code cells that run while the site is built
+    "docstrings",  # in _ext
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.intersphinx",

@@ -17,7 +17,7 @@ In (log m, log a) F = diag(a, a^2 trigamma(a) - a), without a difference of larg
 divides by its root.  With relative velocities v of m and w of a, a <- a (1 + s w) and
 b <- b (1 + s (w - v)).
 
-**Dirichlet**(alpha), K entries with total T, in the inverse of PyTorch's ``StickBreakingTransform``:
+**Dirichlet** (alpha), K entries with total T, in the inverse of PyTorch's ``StickBreakingTransform``:
 
     sigmoid(z_k - log(K - k)) = x_k / (1 - x_1 - ... - x_{k-1}),   k = 1..K-1,   |dx/dz| = x_1 ... x_K,
     log q(z) = sum_k alpha_k log x_k + lgamma(T) - sum_k lgamma(alpha_k).
