@@ -97,8 +97,8 @@ def with_backward(forward: Callable[..., Any], backward: Callable[..., Any]) -> 
 class Family(ABC):
     """A family of distributions over R^d with its information geometry; densities are in nats.
 
-    docs/howto/extending.md says what a new one gives; automatic differentiation or, for moments, draws do the
-    rest.  The local frame is that of ``params`` unless :meth:`frame` says otherwise.
+    docs/howto/extending.md says what a new one gives; automatic differentiation or, for moments, draws
+    do the rest.  The local frame is that of ``params`` unless :meth:`frame` says otherwise.
     """
 
     #: names of the tensors in ``params``

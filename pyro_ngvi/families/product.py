@@ -21,6 +21,7 @@ class AugmentedGaussian(Family):
 
     @property
     def triangles(self) -> Mapping[str, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Those of ``gaussian``."""
         return self.gaussian.triangles
 
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
@@ -46,6 +47,7 @@ def _by_parts(name: str, collect: str) -> Any:
             found[part] = getattr(family, name)(*own)
         return getattr(self, collect)(found)
 
+    method.__doc__ = getattr(Family, name).__doc__
     return method
 
 

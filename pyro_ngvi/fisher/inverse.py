@@ -44,11 +44,17 @@ class InverseFisher(Protocol):
         """Whether ``init`` heeds the first guess of the diagonal, which is otherwise not made."""
         return True
 
-    def init(self, diagonal: Tensor, weight: float) -> State: ...
+    def init(self, diagonal: Tensor, weight: float) -> State:
+        """The state before any score, from a guess of F's diagonal (D,) worth ``weight`` scores."""
+        ...
 
-    def update(self, state: State, scores: Tensor) -> State: ...
+    def update(self, state: State, scores: Tensor) -> State:
+        """The state after more scores, (S, D)."""
+        ...
 
-    def product(self, state: State, g: Tensor) -> Tensor: ...
+    def product(self, state: State, g: Tensor) -> Tensor:
+        """F^-1 g for a gradient g (D,)."""
+        ...
 
 
 def host_count(number: int) -> Tensor:

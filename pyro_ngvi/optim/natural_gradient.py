@@ -106,9 +106,13 @@ class Schedule(Protocol):
     curvature 1), and noises of different steps are independent; so the numerator estimates |x_{k-1}|^2.
     """
 
-    def init(self, like: Tensor) -> Tensors: ...
+    def init(self, like: Tensor) -> Tensors:
+        """The state before the first step."""
+        ...
 
-    def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]: ...
+    def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
+        """The gain of the next step, and the state after it."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -195,12 +195,11 @@ def choose(condition: Tensor, accepted: State, refused: State) -> State:
 
 
 class Averaging(Protocol):
-    """Weights w_j of an average sum_j w_j x_j / sum_j w_j of the iterates.
+    """Weights w_j of an average sum_j w_j x_j / sum_j w_j of the iterates."""
 
-    ``rate(k, total)``: w_k / sum_{j<=k} w_j for iterate k = 1, 2, ... and the new total of the weights.
-    """
-
-    def rate(self, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]: ...
+    def rate(self, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        """w_k / sum_{j<=k} w_j for iterate k = 1, 2, ..., and the new total of the weights."""
+        ...
 
 
 @dataclass(frozen=True)
