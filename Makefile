@@ -11,7 +11,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LATEST_INSTALL := .venv-latest/bin/pip install --disable-pip-version-check --upgrade --upgrade-strategy eager
 PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: quickstart test test-slow test-latest lint tutorials docs bench clean
+.PHONY: quickstart test test-slow test-latest lint tutorials docs package bench clean
 
 quickstart: $(STAMP)
 	MPLBACKEND=Agg $(BIN)/python docs/quickstart.py
@@ -43,6 +43,16 @@ tutorials: $(STAMP)
 docs: $(DOCS_STAMP)
 	OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/sphinx-build -W --keep-going -j $(WORKERS) -b html docs docs/_build/html
 	$(BIN)/python docs/check_site.py docs/_build/html
+
+# The sdist, the wheel made from it, and that wheel in an environment with nothing else: README's code and the quickstart.
+package: $(STAMP)
+	rm -rf dist .venv-wheel
+	$(PIP_INSTALL) --quiet build
+	$(BIN)/python -m build --quiet --outdir dist .
+	$(BIN)/python -m venv .venv-wheel
+	$(PIP_INSTALL:.venv/%=.venv-wheel/%) --quiet torch==2.13.0
+	$(PIP_INSTALL:.venv/%=.venv-wheel/%) --quiet dist/*.whl scikit-learn matplotlib
+	MPLBACKEND=Agg .venv-wheel/bin/python tests/run_installed.py
 
 bench: $(BENCH_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.time_to_target
@@ -76,5 +86,5 @@ $(BENCH_STAMP): $(STAMP)
 	touch $@
 
 clean:
-	rm -rf .venv .venv-arviz1 .venv-latest dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-arviz1 .venv-latest .venv-wheel dist build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
