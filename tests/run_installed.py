@@ -1,4 +1,4 @@
-"""README's code and the quickstart with the package that this Python has installed: see `make package`."""
+"""README and the quickstart with the package that this Python has installed: see `make package`."""
 
 import os
 import re
