@@ -34,8 +34,9 @@ class Scaled(PyroModule):
         self.w = PyroSample(dist.Normal(torch.zeros(3), 1.0).to_event(1))
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> None:
+        w: Any = self.w  # a draw
         with pyro.plate("data", len(x)):
-            logits = self.scale * (x * self.w).sum(-1)
+            logits = self.scale * (x * w).sum(-1)
             pyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
 
 
@@ -105,9 +106,10 @@ def test_parameters_may_be_local_to_their_modules(kind: Any, rule: Any, make_mod
 @pytest.mark.parametrize("kind", [ngvi.AutoFullRankNormal, ngvi.AutoMeanFieldNormal, AutoNormal])
 def test_torchs_optimizers_train_the_module(kind: Any) -> None:
     pyro.set_rng_seed(0)
-    guide = kind(logistic)
+    model: Any = logistic
+    guide = kind(model)
     guide(X, Y)
-    elbo = BatchedELBO(8)(logistic, guide)
+    elbo = BatchedELBO(8)(model, guide)
     adam = torch.optim.Adam(elbo.parameters(), lr=0.02)
     losses = []
     for _ in range(200):
