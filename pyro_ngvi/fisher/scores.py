@@ -37,6 +37,7 @@ from ..runtime.run import (
     run_particles,
     run_plainly,
 )
+from ..runtime.store import leaf_of
 from .watch import guide_name, takes_arguments, watch
 
 
@@ -169,7 +170,7 @@ class GuideScores:
         with poutine.trace(param_only=True) as recorder:
             result = run()
         nodes: Any = recorder.trace.nodes
-        params = {n: s["value"].unconstrained() for n, s in nodes.items() if s["type"] == "param"}
+        params = {n: leaf_of(s["value"]) for n, s in nodes.items() if s["type"] == "param"}
         first = {id(p): name for name, p in reversed(params.items())}
         return result, {name: p for name, p in params.items() if first[id(p)] == name}
 

@@ -170,9 +170,12 @@ class StopRule:
         with suppress(CannotBatch):  # what Pyro's losses run one by one
             gap = meter and meter(self.tol, max(MOST_GRADIENTS, self.steps))
         if gap is None:
-            if self.steps >= SETTLED and fall + error <= self.tol and error <= 0.5 * self.tol:
+            flat = self._is_flat(fall, error)
+            # losses without noise, as those of sites, are flat early
+            enough = self.steps >= SETTLED or flat
+            if enough and fall + error <= self.tol and error <= 0.5 * self.tol:
                 return "settled"
-            return "stalled" if self._is_flat(fall, error) else None
+            return "stalled" if flat else None
         self.gap = gap
         self.looks.append((self.steps, gap))
         self._next = self.steps + max(self.steps // 4, gap.gradients // 4, 1)

@@ -229,6 +229,14 @@ def _own(msg: Any) -> nn.Parameter | None:
     return first if plain and isinstance(first, nn.Parameter) else None
 
 
+def leaf_of(value: Any) -> Tensor:
+    """The unconstrained parameter behind the value of a param site.
+
+    With ``module_local_params`` Pyro shows plain parameters of a module as they are.
+    """
+    return value.unconstrained() if hasattr(value, "unconstrained") else value
+
+
 def states_to_restore(optim: Any) -> dict[str, Any]:
     """The saved states of parameters that ``optim`` has not met since ``set_state``; a live dict."""
     return optim._state_waiting_to_be_consumed
