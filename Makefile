@@ -41,7 +41,7 @@ tutorials: $(STAMP)
 
 # The site, in docs/_build/html. Its code cells run; warnings are errors.
 docs: $(DOCS_STAMP)
-	OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/sphinx-build -W --keep-going -j $(WORKERS) -b html docs docs/_build/html
+	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -j $(WORKERS) -b html docs docs/_build/html
 	$(BIN)/python docs/check_site.py docs/_build/html
 
 # The sdist, the wheel made from it, and that wheel in an environment with nothing else: README's code and the quickstart.

@@ -41,6 +41,7 @@ suppress_warnings = ["mystnb.mime_priority"]
 
 # Code cells run at every build and a failure stops it; notebooks are stored with their outputs
 # and run by `make tutorials`.
+os.environ.pop("MPLBACKEND", None)  # the cells' figures stay in the page
 nb_execution_mode = os.environ.get("NGVI_DOCS_EXECUTION", "cache")
 nb_execution_excludepatterns = ["tutorials/*.ipynb"]
 nb_execution_raise_on_error = True
