@@ -8,9 +8,10 @@ result, bit for bit, whether it gets an answer or not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import reduce, wraps
-from typing import ParamSpec, TypeVar
+from functools import partial, reduce, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -84,6 +85,17 @@ def own_random_state(seed: int | None = None) -> Iterator[None]:
 
 
 def fixed_normal(*shape: int, seed: int) -> Tensor:
-    """Normal numbers in float64 on the CPU, the same for the same seed; no random state is touched."""
+    """Normal numbers in float64 on the CPU, the same for the same seed; no random state is touched.
+
+    Under ``vmap`` they are the same for all particles, and a plain tensor that the host can look at.
+    """
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
+    drawn = partial(torch.randn, shape, generator=generator, dtype=torch.float64)
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return drawn() if functorch.peek_interpreter_stack() is None else outside_modes(drawn)
+
+
+def outside_modes(function: Callable[[], T]) -> T:
+    """Call it where no mode of torch holds (vmap, grad, inference, tracing): in a thread of its own."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()

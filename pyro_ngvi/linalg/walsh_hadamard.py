@@ -19,16 +19,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from .host import fixed_normal
-
-T = TypeVar("T")
+from .host import fixed_normal, outside_modes
 
 HALVES = (torch.float16, torch.bfloat16)
 #: largest D for which one product with a dense matrix costs least
@@ -92,7 +88,7 @@ def _kernel_serves(x: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return _tried.get(key, True)
     if key not in _tried:
-        why = _outside_modes(_try_kernel, *key)
+        why = outside_modes(partial(_try_kernel, *key))
         if why is not None:
             warnings.warn(
                 f"Triton's kernel for the Walsh-Hadamard transform is not used on {x.device} with rows "
@@ -151,14 +147,8 @@ def _matrix(n: int, squared_scale: int, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # part of the graph, kept by nobody
             return _build(*key)
         # so that what is kept is a plain tensor; a copy is waited for, a kernel in a new thread is not
-        _matrices[key] = _outside_modes(lambda: _build(*key[:3], torch.device("cpu")).to(x.device))
+        _matrices[key] = outside_modes(lambda: _build(*key[:3], torch.device("cpu")).to(x.device))
     return _matrices[key]
-
-
-def _outside_modes(function: Callable[..., T], *args: Any) -> T:
-    """Call it where no mode of torch holds (vmap, grad, inference, tracing): in a thread of its own."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(function, *args).result()
 
 
 def _build(n: int, squared_scale: int, dtype: torch.dtype, device: torch.device) -> Tensor:

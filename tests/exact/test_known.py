@@ -12,7 +12,7 @@ from torch.func import vmap
 import pyro_ngvi as ngvi
 from pyro_ngvi.families import FactorNormal, FullRankNormal, MeanFieldNormal
 from pyro_ngvi.linalg import host
-from pyro_ngvi.linalg.host import choose, host_bool
+from pyro_ngvi.linalg.host import choose, fixed_normal, host_bool
 from pyro_ngvi.optim import NoiseClock, Tail
 from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
 from pyro_ngvi.optim.state import flat
@@ -41,6 +41,18 @@ def test_known_and_choose():
     x, y = {"a": torch.ones(3)}, {"a": torch.zeros(3)}
     assert torch.equal(choose(yes, x, y)["a"], x["a"])
     assert torch.equal(choose(no, x, y)["a"], y["a"])
+
+
+def test_fixed_normal_numbers_are_plain_and_the_same_under_vmap():
+    plain, before, seen = fixed_normal(3, seed=1), torch.get_rng_state(), []
+
+    def program(x):
+        seen.append(torch.equal(fixed_normal(3, seed=1), plain))
+        return x
+
+    vmap(program, randomness="different")(torch.ones(2))
+    assert seen == [True]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def updates(family, momentum, averaging):
