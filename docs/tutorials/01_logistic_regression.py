@@ -66,7 +66,9 @@ import pyro_ngvi as ngvi
 
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)
-print(f"pyro_ngvi {ngvi.__version__}, Pyro {pyro.__version__}, PyTorch {torch.__version__}")
+print(
+    "pyro_ngvi", ngvi.__version__, "with Pyro", pyro.__version__, "and PyTorch", torch.__version__
+)
 
 # %% tags=["remove-cell"]
 plt.rcParams.update({"figure.dpi": 90, "figure.constrained_layout.use": True})
@@ -187,14 +189,23 @@ print(fit)
 print(fit.guide.start_report)
 
 # %% [markdown]
-# From there the ELBO has little to rise. Its estimates, each from eight draws, go on rattling;
-# what matters is the height that is still to gain, the coloured band above the last value.
+# To see the optimizer at work we leave that search out, so that the guide starts at a point.
+
+# %%
+guide = ngvi.AutoFullRankNormal(model, init=None)
+from_a_point = ngvi.fit(model, X, y, guide=guide, seed=1, progress=False)
+print(from_a_point)
 
 # %% tags=["hide-input"]
-figure, axis = plt.subplots(figsize=(6, 3))
-_ = fit.plot(axis)
+figure, axis = plt.subplots(figsize=(7, 3))
+_ = from_a_point.plot(axis)
 
 # %% [markdown]
+# Each dot is an estimate of the ELBO from eight draws. The vertical lines are the steps after
+# which the stop rule looked, and the orange band is what it found still to gain at the last one.
+# The curve rises steeply, then goes on rattling: what ends the fit is the band, not the rattling.
+# The ELBO is that of the first fit, within the tolerance.
+#
 # `fit` is a thin layer over Pyro's own loop. [Start here](../start.md) writes that loop out.
 #
 # ## The posterior
@@ -215,12 +226,13 @@ print(ngvi.summary(idata))
 # guide was. The verdict under the table stands in their place.
 
 # %% tags=["hide-input"]
-_ = az.plot_forest(idata, var_names=["w", "intercept"], combined=True, figsize=(7, 4))
-_ = plt.title("94% intervals (thin), halves of the draws (thick)", fontsize=11)
+_ = az.plot_forest(idata, var_names=["w", "intercept"], combined=True, figsize=(7, 4), textsize=10)
+plt.title("94% intervals (thin) and middle halves (thick)", fontsize=10)
+_ = plt.xlabel("log odds of benign, for one sd of the measurement")
 
 # %% [markdown]
-# Texture and concave points tell the most for sure. Radius, perimeter and area have wide intervals
-# each: they share one effect, and the data cannot say which of them has it.
+# Texture is known best: its interval is narrow and far from zero. Radius, perimeter and area have
+# wide intervals each. They share one effect, and the data cannot say which of them has it.
 #
 # ## Does the model describe the data?
 #
@@ -243,8 +255,8 @@ _ = axis.legend()
 print(f"{((low <= seen) & (seen <= high)).sum()} of 10 shares are inside their bar")
 
 # %% [markdown]
-# The dots lie in their bars, so in this respect the model is good enough. It would not be without
-# the other measurements: radius alone would give a smoother fall.
+# The dots lie in their bars, also where the share falls from nearly all to nearly none. In this
+# respect the model is good enough.
 #
 # ## New tumours
 #
@@ -300,13 +312,20 @@ draws = {
     "mean field": mean_field.sample(2000, seed=1)["w"].numpy(),
 }
 colours = {"NUTS": "0.4", "full rank": "C0", "mean field": "C1"}
+related = np.triu(np.abs(np.corrcoef(nuts.T)), k=1)
+pair = np.array(np.unravel_index(related.argmax(), related.shape))
+angle = np.linspace(0, 2 * np.pi, 100)
+circle = np.stack([np.cos(angle), np.sin(angle)])
+
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=[1, 1.4])
-i, j = features.index("radius"), features.index("area")
-for name, w in draws.items():
-    left.plot(*w[:600, [i, j]].T, ".", color=colours[name], ms=3, alpha=0.5)
-    left.plot([], [], "o", color=colours[name], label=name)
-left.set(xlabel="coefficient of radius (log odds)", ylabel="coefficient of area (log odds)")
-left.legend()
+left.plot(*nuts[:, pair].T, ".", color=colours["NUTS"], ms=3, alpha=0.4, label="draws of NUTS")
+for name in ("full rank", "mean field"):
+    w = draws[name][:, pair]
+    edge = w.mean(0)[:, None] + 2.15 * np.linalg.cholesky(np.cov(w.T)) @ circle
+    left.plot(*edge, color=colours[name], lw=2, label=f"{name}, 90% region")
+across, up = (features[k] for k in pair)
+left.set(xlabel=f"coefficient of {across} (log odds)", ylabel=f"coefficient of {up} (log odds)")
+left.legend(fontsize="small")
 for name in ("full rank", "mean field"):
     right.plot(draws[name].std(0) / nuts.std(0), "o-", lw=0.7, color=colours[name], label=name)
 right.axhline(1.0, color=colours["NUTS"], zorder=0)
@@ -333,15 +352,15 @@ assert by_family["full rank"][1] > by_family["mean field"][1] + 1.0
 assert ((low <= seen) & (seen <= high)).sum() >= 8
 
 # %% [markdown]
-# Left: draws of two coefficients that share one effect. NUTS and full rank fill the same long
-# ellipse; mean field fits into its middle. Right: its sds are too small for all measurements, and
-# most of all for those that are correlated with others. The table has the ELBO with its standard
-# error, the decision of the diagnosis, the largest difference of a mean from that of NUTS in sds,
-# and the range of the ratios of the sds. Hold these against the error of NUTS itself, printed
-# above.
+# Left: the two coefficients that are most correlated. Full rank covers the draws of NUTS; mean
+# field has no tilt, and fits into the middle. Right: its sds are too small for all measurements,
+# and most of all for those that are correlated with others. The table has the ELBO with its
+# standard error, the decision of the diagnosis, the largest difference of a mean from that of NUTS
+# in sds, and the range of the ratios of the sds. Hold these against the error of NUTS itself,
+# printed above.
 #
-# **Conclusion.** The means are right in both. The intervals are right with full rank and much too
-# narrow with mean field, and the diagnosis said so without NUTS.
+# **Conclusion.** The means of both are within a fraction of an sd. The intervals are right with
+# full rank and much too narrow with mean field, and the diagnosis said so without NUTS.
 #
 # If the verdict is bad, in this order: has it converged? Is the family too small (`guide="auto"`
 # goes on to richer ones)? Is the posterior far from Gaussian, so that another parametrisation
@@ -369,7 +388,7 @@ assert ((low <= seen) & (seen <= high)).sum() >= 8
 # Gradient descent and Adam move in $\log a$ and $\log b$, as Pyro stores them. Both get the best
 # of twelve learning rates, the one with the smallest KL divergence after 150 steps. The natural
 # gradient takes its full step, except that no step is longer than 1 in units of the Fisher matrix,
-# about half a nat: that is the trust region of `NGVB`. All gradients here are exact.
+# about half a nat: so the trust region of `NGVB` begins. All gradients here are exact.
 
 # %% tags=["hide-input"]
 target = torch.tensor([58.0, 144.0])
@@ -449,16 +468,16 @@ assert min(first["Adam"] + first["gradient"]) > max(first["natural gradient"])
 
 # %% [markdown]
 # Left, grey: lines of equal KL divergence, a narrow valley. First-order methods fall into it,
-# where the *mean* a / (a + b) of q is right, and then creep along it, where only the *width*
+# where the *mean* $a / (a + b)$ of $q$ is right, and then creep along it, where only the *width*
 # changes. A rate that is safe across the valley is slow along it. The natural gradient (green)
-# knows the valley, since F describes it, and takes nearly the same few steps from both starts.
+# knows the valley, since $F$ describes it, and takes nearly the same few steps from both starts.
 #
-# **Conclusion.** The natural gradient measures a step by how much q changes, not by how much its
-# parameters do. So one step length fits all posteriors, and there is no rate to tune. With sampled
-# gradients, as in the fit above, noise has to be averaged away as well: [Natural
-# gradients](../ideas/natural_gradients.md) and [The trust region](../ideas/trust_region.md) say
-# how. What a step costs, and where the advantage ends, is in the [second
-# tutorial](02_any_guide.ipynb).
+# **Conclusion.** The natural gradient measures a step by how much $q$ changes, not by how much its
+# parameters do. A bound on that change suits posteriors of any scale and shape, so there is no
+# rate to tune. With sampled gradients, as in the fit above, noise has to be averaged away as well:
+# [natural gradients](../ideas/natural_gradients.md) and [the trust
+# region](../ideas/trust_region.md) say how. What a step costs, and where the advantage ends, is in
+# the [second tutorial](02_any_guide.ipynb).
 #
 # ## Where next
 #
