@@ -203,8 +203,8 @@ _ = from_a_point.plot(axis)
 # %% [markdown]
 # Each dot is an estimate of the ELBO from eight draws. The vertical lines are the steps after
 # which the stop rule looked, and the orange band is what it found still to gain at the last one.
-# The curve rises steeply, then goes on rattling: what ends the fit is the band, not the rattling.
-# The ELBO is that of the first fit, within the tolerance.
+# The curve rises steeply and is flat soon. What ends the fit is the height of that band. The ELBO
+# is that of the first fit, within the tolerance.
 #
 # `fit` is a thin layer over Pyro's own loop. [Start here](../start.md) writes that loop out.
 #
@@ -266,10 +266,14 @@ print(f"{((low <= seen) & (seen <= high)).sum()} of 10 shares are inside their b
 # %%
 X_new = torch.stack([torch.full((10,), value) for value in (-1.0, 0.0, 1.0)])
 y_new = fit.predict(X_new, num_samples=2000, seed=1)["y"]  # (draw, tumour)
-new = pd.DataFrame({"all measurements at": [-1, 0, 1], "P(benign)": y_new.mean(0).numpy().round(3)})
+share = y_new.mean(0).numpy().round(3)
+new = pd.DataFrame({"all measurements at": [-1, 0, 1], "P(benign)": share})
 print(new.to_string(index=False))
 
 # %% [markdown]
+# Column by column: where the tumour is, in sds from the average, and the share of the draws that
+# are benign. These probabilities average over the posterior of the coefficients.
+#
 # ## Is the approximation any good?
 #
 # The ELBO cannot tell. It is below a number that we do not know. `fit.diagnosis` asks Markov
@@ -302,7 +306,8 @@ mcmc.run(X, y)
 nuts = mcmc.get_samples()["w"].numpy()
 diagnostics = mcmc.diagnostics()
 fewest = float(diagnostics["w"]["n_eff"].min())
-print(f"\nNUTS: at least {fewest:.0f} effective draws, so sds known to {(2 * fewest) ** -0.5:.0%};")
+error = (2 * fewest) ** -0.5
+print(f"\nNUTS: at least {fewest:.0f} effective draws, so sds are known to {error:.0%};")
 print(f"{len(diagnostics['divergences']['chain 0'])} divergences")
 
 # %% tags=["hide-input"]
@@ -429,7 +434,7 @@ def natural(start, steps=150):
 starts = torch.tensor([[5.0, 45.0], [25.0, 25.0]])
 grids = {
     "gradient": (torch.optim.SGD, np.geomspace(1e-4, 0.1, 12)),
-    "Adam": (torch.optim.Adam, np.geomspace(0.005, 0.5, 12)),
+    "Adam": (torch.optim.Adam, np.geomspace(0.005, 5.0, 12)),
 }
 paths, rates = {}, {}
 for name, (make, grid) in grids.items():
@@ -464,6 +469,7 @@ print(steps.to_string())
 
 # %% tags=["remove-cell"]
 assert max(first["natural gradient"]) < 15
+assert all(grid[0] < rates[name] < grid[-1] for name, (_, grid) in grids.items())
 assert min(first["Adam"] + first["gradient"]) > max(first["natural gradient"])
 
 # %% [markdown]

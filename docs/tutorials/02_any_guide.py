@@ -32,7 +32,7 @@
 # **Contents**
 #
 # 1. [How it works](#how-it-works)
-# 2. [A guide of Pyro's: tumours](#a-guide-of-pyro-s-tumours)
+# 2. [A guide of Pyro's: tumours](#a-guide-of-pyros-tumours)
 # 3. [A guide of your own: eight schools](#a-guide-of-your-own-eight-schools)
 # 4. [Was the run long enough? O-rings](#was-the-run-long-enough-o-rings)
 # 5. [When to use it](#when-to-use-it), and [references](#references)
@@ -123,41 +123,20 @@ print(fit)
 
 # %% tags=["hide-input"]
 narrow = np.linalg.eigvalsh(np.cov(fit.sample(4000, seed=1)["w"].numpy().T))
-print(
-    f"posterior sds along the axes of its ellipsoid: {narrow[0] ** 0.5:.2f} to {narrow[-1] ** 0.5:.2f}"
-)
+low, high = narrow[0] ** 0.5, narrow[-1] ** 0.5
+print(f"posterior sds along the axes of its ellipsoid: {low:.2f} to {high:.2f}")
 
 # %% [markdown]
 # The first line says what was used: the guide as given, and `IFVB`, since the guide is not one of
-# ours.
+# ours. To save time we have asked for 0.2 nat in place of the default 0.05, and the verdict
+# notices: the sd of one coefficient is not right yet.
 #
-# How good is that beside Adam? A fair answer needs a tuned Adam. We give it three constant rates,
-# and three that fall to zero along a cosine that ends exactly when the time is over, three seeds
-# each. A step of `IFVB` costs more than one of Adam, so every run gets the same processor time.
-# The folded cell has the loop.
+# How good is that beside Adam? A fair answer needs a tuned Adam. We give it two constant rates,
+# and three that fall to zero along a cosine which ends exactly with the run; three seeds each. A
+# step of `IFVB` costs more than one of Adam, so the first thing to know is how much more.
 
 # %% tags=["hide-input"]
-SECONDS, SEEDS = 0.8, 3
-METHODS = ["IFVB"]
-METHODS += [f"Adam {rate}" for rate in (0.01, 0.03, 0.1)]
-METHODS += [f"Adam {rate}, falling" for rate in (0.03, 0.1, 0.3)]
-
-
-def run(model, guide, name, elbo, *args, seconds=SECONDS):
-    """Steps for so many seconds of processor time; the losses."""
-    rate = None if name == "IFVB" else float(name.split()[1].strip(","))
-    optim = ngvi.IFVB(guide) if name == "IFVB" else pyro.optim.Adam({"lr": rate})
-    svi = SVI(model, guide, optim, elbo)
-    used, losses = 0.0, []
-    while used < seconds:
-        began = time.process_time()
-        losses.append(svi.step(*args))
-        used += time.process_time() - began
-        if name.endswith("falling"):
-            for one in optim.optim_objs.values():
-                for group in one.param_groups:
-                    group["lr"] = 0.5 * rate * (1 + math.cos(math.pi * min(used / seconds, 1.0)))
-    return np.array(losses)
+SEEDS = 3
 
 
 def begin(make_guide, seed, *args):
@@ -168,27 +147,67 @@ def begin(make_guide, seed, *args):
     return guide
 
 
-warm_up = begin(lambda: AutoMultivariateNormal(model), 0, X, y)
-for name in ("IFVB", "Adam 0.01"):  # the first steps load code
-    run(model, warm_up, name, ngvi.BatchedELBO(8), X, y, seconds=0.1)
+def run(model, guide, name, elbo, steps, *args):
+    """The losses of so many steps."""
+    rate = None if name == "IFVB" else float(name.split()[1].strip(","))
+    optim = ngvi.IFVB(guide) if name == "IFVB" else pyro.optim.Adam({"lr": rate})
+    svi, losses = SVI(model, guide, optim, elbo), []
+    for k in range(steps):
+        losses.append(svi.step(*args))
+        if name.endswith("falling"):
+            for one in optim.optim_objs.values():
+                for group in one.param_groups:
+                    group["lr"] = 0.5 * rate * (1 + math.cos(math.pi * (k + 1) / steps))
+    return np.array(losses)
+
+
+def price(model, make_guide, elbo, *args):
+    """Processor time of a step of IFVB in those of Adam: the median of blocks in turn."""
+    guide, ratios = begin(make_guide, 0, *args), []
+    natural = SVI(model, guide, ngvi.IFVB(guide), elbo)
+    first_order = SVI(model, guide, pyro.optim.Adam({"lr": 0.001}), elbo)
+    for _ in range(4):
+        seconds = []
+        for svi, number in ((natural, 8), (first_order, 40)):
+            began = time.process_time()
+            for _ in range(number):
+                svi.step(*args)
+            seconds.append((time.process_time() - began) / number)
+        ratios.append(seconds[0] / seconds[1])
+    return np.median(ratios[1:])  # the first steps load code
+
+
+def pyros():
+    return AutoMultivariateNormal(model)
+
+
+loss = ngvi.BatchedELBO(num_particles=8)
+print(f"a step of IFVB costs as much as {price(model, pyros, loss, X, y):.1f} of Adam here")
+
+# %% [markdown]
+# That ratio varies with the machine, and the seconds vary more. So that the table below can be
+# reproduced, we fix the exchange rate: for each step of `IFVB` Adam makes *four*.
+
+# %% tags=["hide-input"]
+METHODS = ["IFVB", "Adam 0.03", "Adam 0.1"]
+METHODS += [f"Adam {rate}, falling" for rate in (0.03, 0.1, 0.3)]
+steps = {name: 100 if name == "IFVB" else 400 for name in METHODS}
 
 curves, rows = {}, []
 for name in METHODS:
     ends = []
     for seed in range(SEEDS):
-        guide = begin(lambda: AutoMultivariateNormal(model), seed, X, y)
-        curves[name, seed] = run(model, guide, name, ngvi.BatchedELBO(8), X, y)
+        guide = begin(pyros, seed, X, y)
+        curves[name, seed] = run(model, guide, name, loss, steps[name], X, y)
         ends.append(ngvi.khat(model, guide, X, y, num_samples=2000, seed=0).elbo)
-    steps = np.median([len(curves[name, seed]) for seed in range(SEEDS)])
-    rows.append((name, int(steps), np.median(ends), min(ends), max(ends)))
+    rows.append((name, steps[name], np.median(ends), min(ends), max(ends)))
 columns = ["method", "steps", "ELBO, median", "worst seed", "best seed"]
 tumours = pd.DataFrame(rows, columns=columns)
 print(tumours.round(2).to_string(index=False))
 
 # %% [markdown]
-# Column by column: the steps that fitted into the time (median over seeds), then the ELBO at the
-# end, from 2,000 draws, in nats. Differences of ELBOs are differences of the KL divergence from
-# the posterior.
+# Column by column: the steps, then the ELBO at the end over three seeds, each from 2,000 draws, in
+# nats. Differences of ELBOs are differences of the KL divergence from the posterior.
 
 # %% tags=["hide-input"]
 figure, axis = plt.subplots(figsize=(8, 3.8))
@@ -204,29 +223,28 @@ for name in reversed(METHODS):
         axis.plot(share, elbo, color=colour, lw=width, alpha=0.8)
     label = name if width > 1 else None
     axis.plot([], [], color=colour, label=label)
-axis.plot([], [], color="0.75", label="Adam, the other five")
+axis.plot([], [], color="0.75", label="Adam, the other four")
 level = fit.elbo[0]
 axis.axhline(level, color="k", ls=":", lw=1, label="ELBO of the fit above")
-axis.set(xlabel="share of the processor time", ylabel="ELBO (nats), mean of 10 steps")
+axis.set(
+    xlabel="share of the run (all runs: the same cost)", ylabel="ELBO (nats), mean of 10 steps"
+)
 axis.set(ylim=(level - 45, level + 5))
 _ = axis.legend(loc="lower right", fontsize="small")
-ratio = tumours["steps"][1:].median() / tumours["steps"][0]
-print(f"in the time of one step of IFVB Adam makes {ratio:.1f}")
 
 # %% tags=["remove-cell"]
 # what the text says of these numbers
-assert tumours["ELBO, median"][0] > tumours["ELBO, median"][1:].max() - 0.1
-assert ratio > 1.5
+assert tumours["ELBO, median"][0] > tumours["ELBO, median"][1:].max() + 0.3
+assert tumours["worst seed"][0] > level - 1.0
 
 # %% [markdown]
-# Green has reached the dotted line early and has stayed there. The best Adam (orange) gets there
-# late, by a schedule that knows when the clock will stop; the others (grey) are still on their
-# way, or rattle below it. Which schedule is best depends on the time given, and finding it took
-# six runs.
+# Green reaches the dotted line, with all three seeds. The best Adam (orange) comes near it at the
+# very end, by a schedule that knows when the end will be; the others (grey) are still on their
+# way, or rattle below. Which of them is best depends on the length of the run, and finding it took
+# five times three runs.
 #
 # **Conclusion.** On a posterior with narrow and wide directions, and a model that is not cheap,
-# `IFVB` wins although its steps cost several times those of Adam. The ratio is that of this
-# machine; the order of the methods should not be.
+# `IFVB` is ahead of a tuned Adam at equal cost, and there was nothing to tune.
 #
 # ## A guide of your own: eight schools
 #
@@ -289,7 +307,8 @@ def funnel(effect=None):
 #
 # Here the log evidence is known: given $\mu$ and $\tau$ the effects integrate out, and two
 # dimensions are left for a grid. So the table can show the whole error, $\log p(y) - \text{ELBO} =
-# \text{KL}(q \,\|\, p)$. The last row is Pyro's full Gaussian, for comparison.
+# \text{KL}(q \,\|\, p)$. The last row is the best full Gaussian that `ngvi.fit` finds, for
+# comparison.
 
 # %% tags=["hide-input"]
 mus, logs = torch.linspace(-30, 40, 351), torch.linspace(-9, 7, 401)
@@ -301,27 +320,34 @@ for value, sd in zip(effect, error, strict=True):
 evidence = (joint.logsumexp((0, 1)) + ((mus[1] - mus[0]) * (logs[1] - logs[0])).log()).item()
 
 
-def made(make_guide, name, seed):
-    guide = begin(make_guide, seed, effect)
-    elbo = Trace_ELBO(8, vectorize_particles=True, max_plate_nesting=1)
-    steps = len(run(schools, guide, name, elbo, effect, seconds=1.2))
-    found = ngvi.khat(schools, guide, effect, num_samples=4000, seed=0)
-    with torch.no_grad(), pyro.plate("draws", 1500, dim=-2):
-        trace = pyro.poutine.trace(guide).get_trace(effect)
-    kept = {site: trace.nodes[site]["value"] for site in ("tau", "theta")}
-    return steps, evidence - found.elbo, kept
+def draws_of(guide, number=1000):
+    with torch.no_grad():
+        traces = [pyro.poutine.trace(guide).get_trace(effect) for _ in range(number)]
+    sites = ("tau", "theta")
+    return {site: torch.stack([t.nodes[site]["value"] for t in traces]) for site in sites}
 
 
-contest = [("funnel", name) for name in ("IFVB", "Adam 0.03", "Adam 0.1", "Adam 0.3")]
-contest += [("funnel", "Adam 0.1, falling"), ("full Gaussian", "IFVB")]
-makers = {"funnel": lambda: funnel, "full Gaussian": lambda: AutoMultivariateNormal(schools)}
+loss = Trace_ELBO(num_particles=8, vectorize_particles=True, max_plate_nesting=1)
+ratio = price(schools, lambda: funnel, loss, effect)
+print(f"a step of IFVB costs as much as {ratio:.0f} of Adam here; below, nine")
+
+METHODS = ["IFVB", "Adam 0.03", "Adam 0.1", "Adam 0.3", "Adam 0.1, falling"]
+steps = {name: 30 if name == "IFVB" else 270 for name in METHODS}
 rows, drawn = [], {}
-for kind, name in contest:
-    found = [made(makers[kind], name, seed) for seed in range(SEEDS)]
-    gaps = [gap for _, gap, _ in found]
-    drawn[kind, name] = found[0][2]
-    steps = int(np.median([steps for steps, _, _ in found]))
-    rows.append((kind, name, steps, np.median(gaps), max(gaps), min(gaps)))
+for name in METHODS:
+    gaps = []
+    for seed in range(SEEDS):
+        guide = begin(lambda: funnel, seed, effect)
+        run(schools, guide, name, loss, steps[name], effect)
+        found = ngvi.khat(schools, guide, effect, num_samples=4000, seed=0)
+        gaps.append(evidence - found.elbo)
+    if name == "IFVB":
+        drawn["funnel"] = draws_of(funnel)
+    rows.append(("funnel", name, steps[name], np.median(gaps), max(gaps), min(gaps)))
+gaussian = ngvi.fit(schools, effect, guide="AutoFullRankNormal", seed=0, progress=False)
+gap = evidence - gaussian.elbo[0]
+drawn["full Gaussian"] = gaussian.sample(1500, seed=0)
+rows.append(("full Gaussian", "ngvi.fit", gaussian.steps, gap, gap, gap))
 columns = ["guide", "method", "steps", "KL, median", "worst seed", "best seed"]
 table = pd.DataFrame(rows, columns=columns)
 print(f"log evidence {evidence:.2f} nats")
@@ -335,8 +361,8 @@ theta = variance * (mu * tau**-2 + effect[0] * error[0] ** -2) + variance.sqrt()
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), sharex=True, sharey=True)
 panels = {"posterior, exact": (theta, tau)}
 for kind in ("funnel", "full Gaussian"):
-    kept = drawn[kind, "IFVB"]
-    panels[f"{kind}, IFVB"] = kept["theta"][..., 0].flatten(), kept["tau"].flatten()
+    kept = drawn[kind]
+    panels[kind] = kept["theta"][..., 0].flatten(), kept["tau"].flatten()
 for axis, (title, (one, scale)) in zip(axes, panels.items(), strict=True):
     axis.plot(one, scale.log(), ".", ms=3, alpha=0.4)
     axis.set(title=title, xlabel="effect of school A (points)", xlim=(-30, 60), ylim=(-4, 4.5))
@@ -344,21 +370,24 @@ _ = axes[0].set(ylabel="log tau")
 
 # %% tags=["remove-cell"]
 # what the text says of these numbers
-by = table.set_index(["guide", "method"])
-own = by.loc["funnel"]
-assert own["KL, median"].min() < by.loc[("full Gaussian", "IFVB"), "KL, median"]
-assert own.loc["IFVB", "steps"] < own["steps"].drop("IFVB").min() / 2
+by = table.set_index("guide")["KL, median"]
+assert by["funnel"].max() < by["full Gaussian"]
+own = table[:-1].set_index("method")
+assert own["KL, median"].min() < own.loc["IFVB", "KL, median"]
+assert own.loc["Adam 0.3", "worst seed"] > own["KL, median"].min() + 0.2
+assert own["KL, median"].max() < table["KL, median"].iloc[-1] - 0.3
 
 # %% [markdown]
 # The funnel (middle) has the shape of the posterior (left), the Gaussian (right) has not, and the
 # table has the price of that in nats. This is why one writes guides.
 #
-# **Conclusion.** But the optimizer to train *this* guide, in this time, is Adam at a good rate.
-# Its steps are many times cheaper here. The model costs next to nothing, so all that `IFVB` does
-# with the guide weighs; and since $\theta$ depends on draws of $\mu$ and $\tau$, $F$ is an average
-# over draws, for which the guide runs several times a step. What `IFVB` saves is the search for a
-# rate: look at the spread between the rows of Adam. (For this structure there is a guide of ours
-# that knows its geometry, [`AutoHierarchical`](07_hierarchies.ipynb).)
+# **Conclusion.** To train *this* guide, Adam at a good rate is ahead at equal cost. Its steps are
+# many times cheaper here, for two reasons. The model costs next to nothing, so all that `IFVB`
+# does with the guide weighs. And $\theta$ depends on draws of $\mu$ and $\tau$: then $F$ is an
+# average over draws, for which the guide runs several times a step. The lead is a fraction of a
+# nat, less than what a Gaussian loses, and it needs the right rate: see the worst seed at the
+# largest. (For this structure there is a guide of ours that knows its geometry,
+# [`AutoHierarchical`](07_hierarchies.ipynb).)
 #
 # ## Was the run long enough? O-rings
 #
@@ -472,7 +501,7 @@ assert errors.loc["locs.slope", "average"] < -1.0  # cold is dangerous
 # %%
 for site, sd in sds.items():
     wider = math.hypot(1.0, theory[f"AutoNormal.locs.{site}"] / sd) - 1.0
-    print(f"{site}: sd {sd:.2f}; the error of its mean would make it wider by {wider:.1%}")
+    print(f"{site}: sd {sd:.2f}; the error of its mean would make it wider by {wider:.2%}")
 
 # %% [markdown]
 # **Conclusion.** One run of 200 steps was enough for this posterior, and its own standard errors
