@@ -23,8 +23,9 @@
 # `IFVB` drives the guides that you already have: Pyro's autoguides, mixtures, functions with
 # `pyro.param`. It needs no learning rate. Is it worth its price?
 #
-# **You will learn** to put `IFVB` in the place of Adam, to judge the two at equal time with Adam
-# tuned, when each is the better choice, and to ask with `AIFVB` whether a run was long enough.
+# **You will learn** to put `IFVB` in the place of Adam, to judge the two at equal cost, with Adam
+# tuned, to know when each is the better choice, and to ask with `AIFVB` whether a run was long
+# enough.
 #
 # **You should know** how to write a guide in Pyro, and [what a natural gradient
 # is](01_logistic_regression.ipynb).
