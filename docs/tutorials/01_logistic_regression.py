@@ -473,10 +473,11 @@ assert all(grid[0] < rates[name] < grid[-1] for name, (_, grid) in grids.items()
 assert min(first["Adam"] + first["gradient"]) > max(first["natural gradient"])
 
 # %% [markdown]
-# Left, grey: lines of equal KL divergence, a narrow valley. First-order methods fall into it,
-# where the *mean* $a / (a + b)$ of $q$ is right, and then creep along it, where only the *width*
-# changes. A rate that is safe across the valley is slow along it. The natural gradient (green)
-# knows the valley, since $F$ describes it, and takes nearly the same few steps from both starts.
+# Left, grey: lines of equal KL divergence, a narrow valley. Gradient descent (blue) falls into it,
+# where the *mean* $a / (a + b)$ of $q$ is right, and then creeps along it, where only the *width*
+# changes. Adam (orange) is faster along the valley, and swings from side to side: a rate that
+# suits the one direction does not suit the other. The natural gradient (green) knows the valley,
+# since $F$ describes it, and takes the same few steps from both starts.
 #
 # **Conclusion.** The natural gradient measures a step by how much $q$ changes, not by how much its
 # parameters do. A bound on that change suits posteriors of any scale and shape, so there is no
