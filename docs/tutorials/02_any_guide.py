@@ -86,7 +86,7 @@ plt.rcParams.update({"figure.dpi": 90, "figure.constrained_layout.use": True})
 #
 # and a few steps of conjugate gradients on such products solve $F x = g$. No matrix is formed or
 # inverted, and the model is not called. Where the sites of the guide are normals, gammas, betas
-# and the like, $D$ is known in closed form. For mixtures and flows $F v$ comes from *scores*,
+# and the like, $D$ is known in closed form. For mixtures $F v$ comes from *scores*,
 # $\nabla_\lambda \log q_\lambda(z)$ at draws of the guide (Godichon-Baggioni, Nguyen & Tran 2024).
 # [Inversion-free steps](../ideas/inversion_free.md) has the details.
 #
