@@ -183,7 +183,10 @@ class SelfDivergence:
         return lambda: from_ratios(log_q(), before)
 
     def locations(self, names: list[str]) -> list[str]:
-        """Those parameters that only place Gaussian sites: F has no entries between them and others."""
+        """Those parameters that only place Gaussian sites: F has no entries between them and others.
+
+        Not those that place a site together with a parameter that does more.
+        """
         with torch.enable_grad(), poutine.block(), pyro.validation_enabled(False):
             fns, leaves = self.scores.capture(self._distributions)
         places, others = list[Tensor](), list[Tensor]()
@@ -193,8 +196,15 @@ class SelfDivergence:
                     place = isinstance(fn, GAUSSIAN) and name == "loc"
                     (places if place else others).append(value)
         wanted = [leaves[name] for name in names]
-        found = zip(names, _reached(places, wanted), _reached(others, wanted), strict=True)
-        return [name for name, places_it, does_more in found if places_it and not does_more]
+        more = {name for name, found in zip(names, _reached(others, wanted), strict=True) if found}
+        together = [
+            {name for name, found in zip(names, _reached([place], wanted), strict=True) if found}
+            for place in places
+        ]
+        while mixed := [group for group in together if group & more and not group <= more]:
+            more.update(*mixed)
+        placing = set[str]().union(*together)
+        return [name for name in names if name in placing - more]
 
     def _distributions(self) -> list[Any]:
         if self.scores.is_joint:

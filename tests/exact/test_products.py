@@ -218,6 +218,22 @@ def test_sites_that_depend_on_draws_are_averaged_over_runs() -> None:
     assert divergence.locations(["a", "scale"]) == ["a"]
 
 
+def test_what_places_a_site_together_with_a_weight_is_not_in_the_block_of_locations() -> None:
+    def guide() -> None:
+        m = pyro.param("m", torch.tensor(0.5))
+        value = pyro.param("value", torch.tensor(2.0))
+        weight = pyro.param("weight", torch.tensor(3.0), constraint=constraints.positive)
+        x = pyro.sample("x", dist.Normal(m, 1.0))
+        precision = 1.0 + weight
+        pyro.sample("y", dist.Normal((x + value) / precision, precision**-0.5))
+
+    divergence = SelfDivergence(moved(guide))
+    product = divergence.product(["value", "weight"])
+    assert product is not None
+    assert product(torch.tensor([1.0, 0.0]))[1].abs() > 0.01  # an entry of F between the two
+    assert divergence.locations(["m", "value", "weight"]) == ["m"]
+
+
 def test_a_subsampled_plate_counts_in_full() -> None:
     def guide() -> None:
         loc = pyro.param("loc", torch.tensor(0.0))
