@@ -28,6 +28,7 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.infer import SVI
 from torch import Tensor
 
 import pyro_ngvi as ngvi
@@ -178,7 +179,7 @@ def run_loop(problem: Problem, family: str, seed: int, watch: Watch) -> None:
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     guide = GUIDES[family](problem.model)
-    svi = pyro.infer.SVI(problem.model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+    svi = SVI(problem.model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
     while True:
         svi.step(*problem.args)
         if watch.see(lambda: answer(guide)):
@@ -267,8 +268,8 @@ def compare(problem: Problem, family: str, seed: int, p: Any) -> list[dict[str, 
         try:
             run(problem, family, seed, mine)
             mine.pause()
-        except (ArithmeticError, RuntimeError, ValueError) as error:
-            print(f"{problem.name}, {family}, {method}: {str(error).splitlines()[0]}", flush=True)
+        except (ArithmeticError, RuntimeError, ValueError) as raised:
+            print(f"{problem.name}, {family}, {method}: {str(raised).splitlines()[0]}", flush=True)
             mine.fail()
         mine.end()
 

@@ -19,12 +19,12 @@ def collect(rows: list[dict[str, Any]], family: str) -> Table:
         if row["family"] != family:
             continue
         entry = table.setdefault((row["problem"], row["dim"], row["seed"]), {})
-        errors, method = tuple(row["errors"]), row["method"]
+        errors, method = tuple(row["errors"]), str(row["method"])
         if method.startswith("Adam"):
             best = entry.get(BEST, (math.inf,) * len(errors))
             entry[BEST] = tuple(map(min, best, errors))
         if not method.startswith("Adam") or method in LABELS:
-            entry[LABELS.get(method, method)] = errors
+            entry[LABELS[method] if method in LABELS else method] = errors
     return table
 
 

@@ -39,7 +39,7 @@ def laplace(
             return 1e30, np.zeros(len(x))
         return -float(value), -slope.numpy()
 
-    options = {"maxiter": 2000, "maxfun": 4000, "ftol": 1e-13, "gtol": 1e-7}
+    options = {"maxiter": 500, "maxfun": 1000, "ftol": 1e-13, "gtol": 1e-7}
     found = minimize(objective, start.numpy(), jac=True, method="L-BFGS-B", options=options)
     theta, value = torch.as_tensor(found.x), -float(found.fun)
     for _ in range(newton_steps + 1):
