@@ -94,7 +94,7 @@ class Watch:
         self.held: dict[float, Gaussian | None] = {}
         self.budgets, self.until = budgets, budgets[-1]
         self._look, self._last, self._good = look, None, 0
-        self.seconds, self._next = 0.0, 0.0
+        self.seconds, self._next, self._read = 0.0, 0.0, 0.0
         self._from = time.process_time()
 
     def go(self) -> None:
@@ -127,9 +127,13 @@ class Watch:
         finally:
             self.go()
 
-    def see(self, answer: Callable[[], Gaussian]) -> bool:
-        """As :meth:`report`, of an answer that costs something to read."""
+    def see(self, answer: Callable[[], Gaussian], final: bool = False) -> bool:
+        """As :meth:`report`, of an answer that costs something to read: once in 1 % of the time."""
         self.pause()
+        if self.seconds < self._read and not final:
+            self.go()
+            return False
+        self._read = 1.01 * self.seconds
         given = answer()
         self.go()
         return self.report(*given)
@@ -164,7 +168,7 @@ def run_fit(problem: Problem, family: str, seed: int, watch: Watch) -> None:
     name = GUIDES[family].__name__
     how: dict[str, Any] = {"seed": seed, "progress": False, "callbacks": [callback]}
     fit = ngvi.fit(problem.model, *problem.args, guide=name, **how)
-    watch.see(lambda: answer(fit.guide))
+    watch.see(lambda: answer(fit.guide), final=True)
 
 
 def answer(guide: Any) -> Gaussian:
