@@ -75,7 +75,7 @@ def losses(table: Table, budgets: tuple[float, ...]) -> str:
     ours = [LABELS[method] for method in OURS]
     for (problem, dim, _), entry in table.items():
         for i, budget in enumerate(budgets):
-            mine = min(entry[method][i] for method in ours if method in entry)
+            mine = min((entry[m][i] for m in ours if m in entry), default=-math.inf)
             ahead = {m: e[i] for m, e in entry.items() if m not in ours and e[i] <= NEAR}
             if mine > NEAR and ahead:
                 others = ", ".join(f"{m} {shown(e)}" for m, e in ahead.items())
