@@ -34,7 +34,7 @@ def shown(error: float) -> str:
         return "none"
     if error < 1.0:
         return f"{max(error, 0.0):.3f}"
-    return f"{error:.1f}" if error < 100.0 else f"{error:,.0f}" if error < 1e6 else f"{error:.0e}"
+    return f"{error:.1f}" if error < 100.0 else f"{error:,.0f}" if error < 1e6 else "> 1e6"
 
 
 def line(*cells: str) -> str:

@@ -43,7 +43,8 @@ def dadvi(
         >>> def target(theta):  # N(3, 1/4)
         ...     return -2.0 * (theta - 3.0).square().sum(-1)
         >>> noise = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
-        >>> dadvi(target, torch.zeros(1).double(), torch.ones(1).double(), noise)
+        >>> loc, scale = dadvi(target, torch.zeros(1).double(), torch.ones(1).double(), noise)
+        >>> loc.round(decimals=3), scale.round(decimals=3)
         (tensor([3.], dtype=torch.float64), tensor([[0.5000]], dtype=torch.float64))
     """
     dim = len(loc)

@@ -28,7 +28,8 @@ def laplace(
         >>> from benchmarks.baselines import laplace
         >>> def target(theta):  # N(3, 1/4)
         ...     return -2.0 * (theta - 3.0).square().sum()
-        >>> laplace(target, torch.zeros(1, dtype=torch.float64))
+        >>> loc, scale = laplace(target, torch.zeros(1, dtype=torch.float64))
+        >>> loc.round(decimals=3), scale.round(decimals=3)
         (tensor([3.], dtype=torch.float64), tensor([[0.5000]], dtype=torch.float64))
     """
     gradient = torch.func.grad_and_value(log_density)
