@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 NEAR = 0.1
+BESIDE = "\u00a0/\u00a0"  # no line breaks within a cell
 FIXED, BEST = "Adam, rate .01", "Adam, best of five rates"
 OURS = ("fit", "NGVB loop")
 LABELS = {"fit": "`ngvi.fit`", "NGVB loop": "`NGVB`, plain loop", "Adam 0.01": FIXED}
@@ -64,7 +65,7 @@ def details(table: Table, budgets: tuple[float, ...]) -> str:
     methods = list(dict.fromkeys(method for entry in table.values() for method in entry))
     lines = [line("problem", *methods), line(*("---" for _ in range(len(methods) + 1)))]
     for (problem, dim, _), entry in table.items():
-        cells = [" / ".join(shown(e) for e in entry[method]) for method in methods]
+        cells = [BESIDE.join(shown(e) for e in entry[method]) for method in methods]
         lines.append(line(f"{problem}, d = {dim}", *cells))
     return "\n".join(lines)
 
