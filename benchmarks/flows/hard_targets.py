@@ -208,7 +208,7 @@ class Table:
         seeds = len({run.seed for run in self.runs})
         known = "not known" if self.log_z is None else f"{self.log_z:.4f}"
         what = "ELBO" if self.log_z is None else "gap"
-        title = f"#### {self.target}, d = {self.dim}, log Z {known}, {seeds} seeds\n"
+        title = f"### {self.target}, d = {self.dim}, log Z {known}, {seeds} seeds\n"
         marks = [f"{what} at {mark * self.budget:g} s" for mark in MARKS]
         lines = [title, heading("", *marks, "se", "k-hat", "distance", "steps")]
         for name in best_of_grid(self.runs):

@@ -60,10 +60,12 @@ def maximise(
     loc: Tensor,
     scale_tril: Tensor,
     max_steps: int = 2000,
+    report: Callable[[Tensor, Tensor], bool] = lambda loc, scale_tril: False,
 ) -> tuple[float, Tensor, Tensor]:
     """The optimum of the sample average from a start: its value, loc and scale_tril.
 
     The start also preconditions; for ``"mean_field"`` its ``scale_tril`` must be diagonal.
+    ``report`` sees every iterate, and ends the run where it returns true.
     """
     dim = len(loc)
     size = 2 * dim + (dim * (dim - 1) // 2 if family == "full_rank" else 0)
@@ -78,8 +80,14 @@ def maximise(
             return 1e30, np.zeros(size)
         return value, gradient.numpy()
 
+    def look(x: np.ndarray) -> None:
+        if report(*_unpack(torch.as_tensor(x), dim, family, loc, scale_tril)):
+            raise StopIteration
+
     options = {"maxiter": max_steps, "maxfun": 2 * max_steps, "maxcor": 50, "ftol": 1e-13}
-    result = minimize(objective, np.zeros(size), jac=True, method="L-BFGS-B", options=options)
+    result = minimize(
+        objective, np.zeros(size), jac=True, method="L-BFGS-B", options=options, callback=look
+    )
     best_loc, best_scale = _unpack(torch.as_tensor(result.x), dim, family, loc, scale_tril)
     return -float(result.fun), best_loc, best_scale
 

@@ -1,0 +1,121 @@
+"""What the leaderboard says of a run: the answer that was held at a budget, and the tables."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.leaderboard import Watch
+from benchmarks.leaderboard_report import BEST, FIXED, collect, losses, report, summary
+
+
+@pytest.fixture
+def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves the clock of the process."""
+    now = [100.0]
+    monkeypatch.setattr("time.process_time", lambda: now[0])
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    return wait
+
+
+def answer(value: float) -> tuple[Tensor, Tensor]:
+    return torch.full((2,), value), torch.eye(2)
+
+
+def held(watch: Watch) -> dict[float, float | None]:
+    return {b: None if given is None else float(given[0][0]) for b, given in watch.held.items()}
+
+
+def test_an_answer_counts_from_when_it_is_there(wait: Callable[[float], None]) -> None:
+    watch = Watch((1.0, 2.0, 4.0), lambda loc, scale_tril: math.inf)
+    watch.go()
+    for k in range(1, 4):  # at 0.75, 1.5 and 2.25 s
+        wait(0.75)
+        assert not watch.report(*answer(k))
+    watch.end()
+    assert held(watch) == {1.0: 1.0, 2.0: 2.0, 4.0: 3.0}
+
+
+def test_the_clock_stands_still_while_answers_are_read(wait: Callable[[float], None]) -> None:
+    def slow() -> tuple[Tensor, Tensor]:
+        wait(5.0)
+        return answer(1.0)
+
+    def look(loc: Tensor, scale_tril: Tensor) -> float:
+        wait(7.0)
+        return 1.0
+
+    watch = Watch((1.0,), look)
+    watch.go()
+    wait(0.5)
+    assert not watch.see(slow)
+    assert watch.seconds == 0.5
+    wait(0.4)
+    watch.pause()
+    assert watch.seconds == pytest.approx(0.9)
+
+
+def test_late_failed_and_infinite_runs_have_nothing(wait: Callable[[float], None]) -> None:
+    late = Watch((1.0, 2.0), lambda loc, scale_tril: 1.0)
+    late.go()
+    wait(1.5)
+    late.report(*answer(1.0))
+    late.end()
+    assert held(late) == {1.0: None, 2.0: 1.0}
+    failed = Watch((1.0, 2.0), lambda loc, scale_tril: 1.0)
+    failed.go()
+    wait(0.5)
+    assert not failed.report(*answer(1.0))
+    wait(0.1)
+    assert failed.report(*answer(math.nan))
+    failed.end()
+    assert held(failed) == {1.0: None, 2.0: None}
+
+
+def test_a_run_ends_at_its_limit_or_when_it_has_settled(wait: Callable[[float], None]) -> None:
+    watch = Watch((1.0, 10.0), lambda loc, scale_tril: 0.0)
+    watch.go()
+    ended = []
+    while not ended or not ended[-1]:
+        wait(0.3)
+        ended.append(watch.report(*answer(0.0)))
+    assert watch.settled and len(ended) == 4
+    watch = Watch((1.0, 10.0), lambda loc, scale_tril: 1.0)
+    watch.go()
+    wait(9.9)
+    assert not watch.report(*answer(0.0))
+    wait(0.1)
+    assert watch.report(*answer(1.0))
+
+
+def row(problem: str, method: str, errors: list[float]) -> dict[str, object]:
+    base = {"dim": 2, "family": "full_rank", "seed": 0, "seconds": 1.0, "standard_error": 0.001}
+    return base | {"problem": problem, "method": method, "errors": errors}
+
+
+def test_tables() -> None:
+    """Adam's best rate by budget; shares, worst errors, and the rows in which we are behind."""
+    rows = [
+        row("a", "fit", [math.inf, 0.05]),
+        row("a", "NGVB loop", [0.3, 0.01]),
+        row("a", "Adam 0.01", [5.0, 2.0]),
+        row("a", "Adam 0.1", [0.08, 3.0]),
+        row("b", "fit", [0.0, 0.0]),
+        row("b", "NGVB loop", [0.2, 0.2]),
+        row("b", "Adam 0.01", [0.05, 0.05]),
+        row("b", "Adam 0.1", [9.0, 0.01]),
+    ]
+    table = collect(rows, "full_rank")
+    assert table[("a", 2, 0)][BEST] == (0.08, 2.0)
+    assert table[("a", 2, 0)][FIXED] == (5.0, 2.0)
+    lines = summary(table, (1.0, 2.0)).splitlines()
+    assert lines[2].startswith("| `ngvi.fit` | 50 % | 100 % | none | 0.050 |")
+    behind = losses(table, (1.0, 2.0))
+    assert "| a, d = 2 | 1 s | 0.300 | Adam, best of five rates 0.080 |" in behind
+    assert "b, d" not in behind
+    assert "### full_rank: 2 problems" in report(rows, (1.0, 2.0))
