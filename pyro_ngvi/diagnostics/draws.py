@@ -27,7 +27,7 @@ from ..runtime.density import (
     site_log_prob,
 )
 from ..runtime.model_density import Parts, map_draws, without_plates
-from ..runtime.pyro_adapter import is_marked
+from ..runtime.pyro_adapter import is_marked, masks_of
 from ..runtime.run import Minibatches, look, run_both
 from ..runtime.summed_out import summed_out
 from .weights import systematic_resample
@@ -271,9 +271,14 @@ def with_likelihood(fitted: Fitted) -> list[str]:
 
 
 def mask_of(site: Site) -> Tensor:
-    """Which data of a site count, in a shape that broadcasts to that of its terms."""
-    mask = site["mask"]
-    return torch.as_tensor(True if mask is None else mask, device=site["value"].device)
+    """Which data of a site count, in a shape that broadcasts to that of its terms; of an event that is
+    masked in part those that are not all masked."""
+    counts = torch.as_tensor(True, device=site["value"].device)
+    for mask, left_out in masks_of(site):
+        within = site["fn"].event_dim - left_out
+        mask = torch.as_tensor(mask, device=counts.device)
+        counts = counts & (mask.flatten(-within).any(-1) if within and mask.dim() else mask)
+    return counts
 
 
 def resampled(

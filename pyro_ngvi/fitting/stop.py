@@ -295,7 +295,13 @@ class StopRule:
             return args
         while len(batches) <= s:
             with self.batches.apart():
-                batches.append(next(self.batches))
+                batch = next(self.batches)
+            if args and len(args) != len(batch):
+                raise ValueError(
+                    f"StopRule: a step has {len(args)} arguments and a minibatch of batches= has "
+                    f"{len(batch)}. Pass by keyword what is no part of a minibatch."
+                )
+            batches.append(batch)
         return batches[s]
 
     def state_dict(self) -> dict[str, Any]:

@@ -66,13 +66,22 @@ def test_it_is_arvizs_of_all_at_once(
     assert_same(found, az.loo(drawn, pointwise=True, reff=1.0))
 
 
-def test_masked_data_are_no_data() -> None:
+@pytest.mark.parametrize("how", ["poutine.mask", ".mask", ".mask in an event"])
+def test_masked_data_are_no_data(how: str) -> None:
     seen: Any = torch.tensor([True] * 9 + [False] * 5)
 
     def masked(data: Tensor) -> None:
         m = pyro.sample("m", dist.Normal(0.0, 10.0))
-        with pyro.plate("data", len(data)), pyro.poutine.mask(mask=seen[: len(data)]):
-            pyro.sample("y", dist.Normal(m, 1.0), obs=data)
+        own = seen[: len(data)]
+        fn: Any = dist.Normal(m, 1.0)
+        if how == ".mask":
+            fn = fn.expand([len(data)]).mask(own)
+        if how == ".mask in an event":  # of two numbers, the second of which is never seen
+            fn = fn.expand([len(data), 2]).mask(torch.stack([own, own & False], -1)).to_event(1)
+            data = torch.stack([data, data], -1)
+        with pyro.plate("data", len(data)):
+            with pyro.poutine.mask(mask=own if how == "poutine.mask" else True):
+                pyro.sample("y", fn, obs=data)
 
     def guide(data: Tensor) -> None:
         pyro.sample("m", dist.Normal(0.0, 0.333))

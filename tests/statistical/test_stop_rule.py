@@ -120,6 +120,23 @@ def test_sites_whose_losses_are_the_same_have_settled():
     assert stop.reason == "settled"
 
 
+def test_steps_with_other_arguments_than_minibatches_are_refused():
+    """Those that the loader does not give, the size of all data say, would be those of the default."""
+
+    def sized(X, y, size=None) -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=X.dtype), 1.0).to_event(1))
+        with pyro.plate("data", size or len(X), subsample_size=len(X)):
+            pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+    guide: Any = ngvi.AutoFullRankNormal(sized)
+    svi = SVI(sized, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(4))
+    svi.step(X[:20], Y[:20], 60)
+    loader = [(X[:20], Y[:20]), (X[20:40], Y[20:40]), (X[40:], Y[40:])]
+    with pytest.raises(ValueError, match="3 arguments and a minibatch of batches= has 2"):
+        ngvi.StopRule(svi, batches=loader).polish(X[:20], Y[:20], 60)
+    ngvi.StopRule(svi, batches=loader).polish(X[:20], Y[:20], size=60)  # that goes with all of them
+
+
 def test_minibatches_come_from_the_loader_and_are_gone_through_again():
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
