@@ -161,9 +161,12 @@ fit
 # Adam in `others=`. The sites make $q(f)$ follow a new kernel at once, so the two disturb each
 # other little. Adam gets a short memory, as the first gradients are large and mean little.
 #
-# The run ended at the limit of 30 steps; the kernel still moves a little. The verdict is about the
-# joint posterior of 400 function values. `guide.predict` has mean and variance of $f$ at any
-# inputs, and one integral turns them into a probability:
+# The run ended at the limit of 30 steps; the kernel still moves a little. The verdict judges the
+# joint posterior of all 400 function values by importance weights, and does not trust it: the
+# weights rest on few draws, as is common with hundreds of latent variables. What we want of this
+# posterior are predictions, one input at a time. Those can be checked, and are below.
+# `guide.predict` has mean and variance of $f$ at any inputs, and one integral turns them into a
+# probability:
 
 # %%
 nodes, weights = map(torch.tensor, np.polynomial.hermite_e.hermegauss(64))
