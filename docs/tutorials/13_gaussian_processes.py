@@ -242,13 +242,14 @@ ngvi.fit(
     callbacks=[lambda _: path.append((moving.lengthscale.item(), moving.variance.item()))],
 )
 figure, axis = plt.subplots(figsize=(5.5, 4), layout="constrained")
-levels = surface.max() - np.array([60, 40, 25, 15, 8, 4, 2, 0])
+levels = -np.array([60, 40, 25, 15, 8, 4, 2, 0])
+surface = surface - surface.max()
 image = axis.contourf(lengths, sizes, surface, levels=levels, cmap="Blues", extend="min")
 axis.plot(*np.array(path).T, "C3.-", markersize=4, linewidth=0.8, label="the fit, step by step")
 axis.set(xscale="log", yscale="log", xlabel="length-scale $\\ell$ [pixel units]")
 axis.set(ylabel="variance of $f$, $s^2$")
 axis.legend(loc="upper left")
-_ = figure.colorbar(image, label="ELBO [nats]")
+_ = figure.colorbar(image, label="ELBO, the best of the grid being 0 [nats]")
 
 # %% [markdown]
 # The bound has a ridge: longer length-scales want larger variances, and the data hardly tell them

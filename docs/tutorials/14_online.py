@@ -187,11 +187,12 @@ figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained
 sizes = np.arange(119, 570, 50)
 for (name, gap), mark in zip(gaps.items(), "os^", strict=True):
     left.plot(sizes, gap, mark + "-", label=name)
-left.set(yscale="log", xlabel="tumours seen", ylabel="nats below the best Gaussian")
-left.legend(fontsize="small")
+left.set(
+    yscale="log", ylim=(5e-4, 3e3), xlabel="tumours seen", ylabel="nats below the best Gaussian"
+)
+left.legend(fontsize="small", loc="upper left")
 right.plot(*np.array(predicted).T, "o-")
-right.axhline(score(prior, X, y), color="0.6", linewidth=0.8, label="the prior")
-right.axhline(-np.log(2), color="0.6", linestyle=":", linewidth=0.8, label="a coin")
+right.axhline(-np.log(2), color="0.6", linestyle=":", linewidth=0.8, label="a coin, and the prior")
 right.set(xlabel="tumours seen", ylabel="mean log density of\nthe next fifty [nats]")
 _ = right.legend(fontsize="small", loc="center right")
 
