@@ -159,10 +159,9 @@ fit
 # The loss has no noise, so we can read off how soon it was there:
 
 # %%
-best = fit.losses[-1]
-pd.DataFrame(
-    {"loss before the sweep": fit.losses[:7], "nats to go": fit.losses[:7] - best}
-).rename_axis("sweep").style.format({"loss before the sweep": "{:.6g}", "nats to go": "{:.1e}"})
+to_go = fit.losses[:7] - fit.losses[-1]
+sweeps = pd.DataFrame({"loss before the sweep": fit.losses[:7], "nats to go": to_go})
+sweeps.rename_axis("sweep").style.format({"nats to go": "{:.1e}"})
 
 # %% [markdown]
 # The first sweep starts at the prior. Four or five sweeps do; the rest of the run was the stop rule
@@ -246,9 +245,8 @@ axis.set(xlabel="seconds of processor time", ylabel="nats below the optimum")
 _ = axis.legend()
 
 # %%
-pd.Series(ends, name="nats to go after one second, median of 3 seeds").to_frame().style.format(
-    "{:.1e}"
-)
+after = pd.DataFrame({"nats to go after one second, median of 3 seeds": ends})
+after.style.format("{:.1e}")
 
 # %% [markdown]
 # The sweeps fall through the floor of the picture after a handful of steps. `NGVB` comes within a
@@ -286,9 +284,8 @@ _ = axis.legend(loc="upper left", markerscale=0.6)
 
 # %%
 share = precision[mine].sum() / precision.sum()
-print(
-    f"Patient 48 has {mine.sum()} of {len(y)} visits and {share:.0%} of the precision of all sites."
-)
+print(f"Patient 48 has {mine.sum()} of {len(y)} visits")
+print(f"and {share:.0%} of the precision of all sites")
 
 # %% [markdown]
 # The area of a point is the precision of its site, which for counts is the expected count. Small
@@ -324,7 +321,8 @@ disputed = np.argsort(-np.abs(by_sites - by_psis))[:12]
 def refit_without(rows):
     keep = torch.ones(len(y), dtype=torch.bool)
     keep[rows] = False
-    return ngvi.fit(poisson, X[keep], y[keep], guide="AutoSites", max_steps=8, progress=False).guide
+    how = {"guide": "AutoSites", "max_steps": 8, "progress": False}
+    return ngvi.fit(poisson, X[keep], y[keep], **how).guide
 
 
 def log_predictive(guide, n):
@@ -348,7 +346,7 @@ table = pd.DataFrame(
     },
     index=pd.Index(disputed, name="visit"),
 )
-table
+table.round(2)
 
 # %%
 for name in ("sites", "PSIS"):
@@ -382,7 +380,8 @@ assert "Take the intervals as they are" in fit.verdict.verdict
 # %%
 of_patient = [torch.arange(4) + 4 * i for i in range(59)]
 influence = fit.guide.influence(groups=of_patient)
-print(influence)
+most = influence.most(5)
+pd.DataFrame({"patient": most, "shift [sd]": influence.distance[most]}).set_index("patient")
 
 # %% tags=["hide-input"]
 figure, axis = plt.subplots(figsize=(7, 2.8), layout="constrained")

@@ -206,15 +206,16 @@ half = int((precision.sort(descending=True).values.cumsum(0) < precision.sum() /
 print(f"{half} of {len(X)} digits have half of the precision of all sites")
 
 # %% [markdown]
-# Above each image stands the precision of its site. The upper row are digits of an odd hand, which
-# might be another one; the lower row are textbook digits, about which the function was sure
+# Above each image stands the precision of its site. The upper row are digits of an unusual hand,
+# which might be another one; the lower row are textbook digits, about which the function was sure
 # already. As in a support-vector machine, a minority of the data carries the answer.
 #
 # ## Which kernel?
 #
 # The ELBO is a lower bound of the log evidence, which is what one would maximise in $s^2$ and
 # $\ell$. Here is the bound over a grid, each point after six sweeps with the kernel held, and the
-# path that the fit above took. To save time the grid has 100 inducing points; they come below.
+# path of a fit that learns it. To save time both have 100 inducing points, which are explained
+# below.
 
 # %% tags=["hide-input"]
 sizes, lengths = np.logspace(0.5, 3, 6), np.logspace(0, 1, 6)
@@ -253,9 +254,8 @@ _ = figure.colorbar(image, label="ELBO, the best of the grid being 0 [nats]")
 
 # %% [markdown]
 # The bound has a ridge: longer length-scales want larger variances, and the data hardly tell them
-# apart along it. The fit runs onto the ridge and then creeps along. Predictions differ little
-# there, so an early stop does no harm. A posterior for $s^2$ and $\ell$ would be as long as the
-# ridge; this page has point estimates.
+# apart along it. The fit runs onto the ridge and then creeps along. A posterior for $s^2$ and
+# $\ell$ would be as long as the ridge; this page has point estimates.
 #
 # ## More data in the same time
 #
@@ -309,7 +309,7 @@ table = grouped[["accuracy", "log density", "ELBO", "time / dense"]].mean()
 table.insert(
     2, "its range", grouped["log density"].agg(lambda s: f"{s.min():.3f} to {s.max():.3f}")
 )
-table.round({"accuracy": 3, "log density": 3, "ELBO": 1, "time / dense": 2})
+table.round({"accuracy": 3, "log density": 3, "ELBO": 1, "time / dense": 2}).fillna("")
 
 # %% tags=["remove-cell"]
 # what the text says of these numbers
@@ -331,8 +331,8 @@ assert half < 100
 # With 400 digits every inducing point that is left out costs some nats of ELBO and some of the
 # score: this function, in 64 dimensions, is not smooth enough to be summed up by 100 values. But
 # they buy data. 200 points that see all 1,397 digits predict better than the dense process on 400,
-# in each split, for less time. Minibatches come to about the same answer as all data at once; they
-# pay where the data do not fit into memory.
+# in each split, for about the same time. Minibatches come to about the same answer as all data at
+# once; they pay where the data do not fit into memory.
 #
 # The ELBOs of 400 and of 1,397 digits are not to be compared: they are bounds for different data.
 #
