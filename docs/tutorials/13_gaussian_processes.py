@@ -261,8 +261,9 @@ _ = figure.colorbar(image, label="ELBO, the best of the grid being 0 [nats]")
 #
 # A dense process costs $N^3$ a sweep. With $M$ *inducing points*, $q$ is kept for the values of $f$
 # at $M$ inputs, here the first digits of the data, and a sweep costs $N M^2$. The bound is that of
-# Titsias (2009), in the form of Adam et al. (2021), and it can only be lower than that of the dense
-# process. Minibatches become possible too: a step sees some digits and moves their sites alone.
+# Titsias (2009), in the form of Adam et al. (2021), and at the same kernel it is never above the
+# bound of the dense process. Minibatches become possible too: a step sees some digits and moves
+# their sites alone.
 #
 # We run all of it on three splits. Seconds are processor time, as a multiple of that of the dense
 # fit.
