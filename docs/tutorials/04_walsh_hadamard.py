@@ -190,7 +190,7 @@ first.round(digits)
 # %% [markdown]
 # Read the columns from left to right. The loss falls in every run, as it should. The predictions of
 # the narrow start are good at first, at a loss that is many times that of the wide start, and then
-# get worse as it falls. From the wide start the network is soon worse than one Gaussian for all y,
+# get worse as it falls. From the wide start the network is no better than one Gaussian for all y,
 # and the noise, in the last column, is put at the sd of y or more: all is called noise. Adam is on
 # the same way, further back. So a good mean-field fit of this network is one that was stopped
 # early. Its bound is not a guide to it.

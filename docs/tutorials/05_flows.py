@@ -239,9 +239,8 @@ pd.DataFrame(
 
 # %% [markdown]
 # `SPRING` takes fewer steps and ends nearer to the log evidence than Adam at its best rate. The
-# gaps are measured with 20,000 draws; for a flow as near as this their noise is well below a
-# thousandth of a nat. This is one easy target in two dimensions. The page {doc}`/benchmarks/index`
-# leads to others: with fifty latent variables Adam is ahead.
+# gaps are measured with 20,000 draws. This is one easy target in two dimensions. The page
+# {doc}`/benchmarks/index` leads to others: with fifty latent variables Adam is ahead.
 #
 # ## Eight schools
 #
@@ -366,15 +365,16 @@ assert about_tau["nats below log evidence"].idxmax() == "Gaussian"
 # columns of the table look further down: the flow has too few draws with $\tau < 0.2$. Its neck is
 # shorter than the true one. If that part matters to you, check it by itself.
 #
-# The two remedies made for hierarchies are cheaper, and by the ELBO they land between the Gaussian
-# and the flow. None of the four reaches the bottom of the neck. Where a reparametrisation is known,
-# begin with it; a flow is for posteriors whose shape you do not know.
+# By the ELBO the two remedies made for hierarchies land between the Gaussian and the flow. None of
+# the four reaches the bottom of the neck. Where a reparametrisation is known, begin with it; a flow
+# is for posteriors whose shape you do not know.
 #
 # ## If the verdict still says no
 #
 # Then draws of $q$ are not to be used, but $q$ can still help: `ngvi.neutra` rewrites the model in
 # the noise of the trained flow (Hoffman et al. 2019). There the posterior is nearly standard
-# normal, and HMC moves well. It is exact, and takes longer than all of this page.
+# normal, and HMC moves well. It is exact in the limit of many draws, and slow: each of its steps
+# runs flow and model.
 #
 # ```python
 # nuts = pyro.infer.NUTS(ngvi.neutra(schools, fits["flow"].guide))
@@ -385,7 +385,7 @@ assert about_tau["nats below log evidence"].idxmax() == "Gaussian"
 #
 # ## When not to use a flow
 #
-# - **The Gaussian's verdict is good.** A flow takes several times as long to say the same.
+# - **The Gaussian's verdict is good.** A flow costs more and would say the same.
 # - **More than some twenty latent variables.** `SPRING` falls behind; train the flow by
 #   {class}`pyro_ngvi.IFVB` or Adam. With hundreds use another guide.
 # - **Several separate modes.** Any method that minimises $\mathrm{KL}(q \,\|\, p)$ may stay in one
