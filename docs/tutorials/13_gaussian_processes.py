@@ -310,7 +310,8 @@ table = grouped[["accuracy", "log density", "ELBO", "time / dense"]].mean()
 table.insert(
     2, "its range", grouped["log density"].agg(lambda s: f"{s.min():.3f} to {s.max():.3f}")
 )
-table.round({"accuracy": 3, "log density": 3, "ELBO": 1, "time / dense": 2}).fillna("")
+table["ELBO"] = table["ELBO"].map(lambda bound: "" if np.isnan(bound) else f"{bound:.1f}")
+table.round({"accuracy": 3, "log density": 3, "time / dense": 2})
 
 # %% tags=["remove-cell"]
 # what the text says of these numbers
