@@ -37,7 +37,7 @@
 # model](#a-better-model) · [Limits](#when-not-to-use-it)
 #
 # *Level*: you know GLMs and the ELBO. *Tags*: GLM, counts, leave-one-out, influence, random
-# effects. *Time*: ten minutes to read, about twenty seconds to run on one core.
+# effects. *Time*: ten minutes to read, about twenty-five seconds to run on one core.
 
 # %% tags=["remove-cell"]
 # ruff: noqa: B018, E402

@@ -28,8 +28,8 @@
 # - predict at new inputs, and compare with a tuned logistic regression on three splits;
 # - use inducing points and minibatches to take in more data in the same time.
 #
-# **Contents** [The digits](#the-digits) · [The model](#a-random-function-of-64-pixels) · [The
-# kernel](#which-kernel) · [Sites](#which-digits-does-it-learn-from) · [Inducing
+# **Contents** [The digits](#the-digits) · [The model](#a-random-function-of-64-pixels) ·
+# [Sites](#which-digits-does-it-learn-from) · [The kernel](#which-kernel) · [Inducing
 # points](#more-data-in-the-same-time) · [Limits](#when-not-to-use-it)
 #
 # *Level*: you know what a kernel is; [06](06_sites.ipynb) explains sites. *Tags*: Gaussian process,
@@ -124,8 +124,9 @@ print("test: accuracy {:.3f}, log density {:.3f} nats".format(*scores(line, y_te
 # %% [markdown]
 # ## A random function of 64 pixels
 #
-# $$f \sim \mathrm{GP}(0, k), \qquad k(x, x') = s^2 \exp\!\big(-\tfrac12 \|x - x'\|^2 / \ell^2\big),
-# \qquad y_n \sim \mathrm{Bernoulli}\big(\mathrm{logit}^{-1} f(x_n)\big).$$
+# $$f \sim \mathrm{GP}(0, k), \qquad
+# k(x, x') = s^2 \exp\!\big(-\tfrac12 \|x - x'\|^2 / \ell^2\big),$$
+# $$y_n \sim \mathrm{Bernoulli}\big(\mathrm{logit}^{-1} f(x_n)\big).$$
 #
 # `GaussianProcess` takes the kernels of Pyro. It is a site of its own, outside of the plate of the
 # data. The argument `index` is for the minibatches of the last section.
