@@ -377,8 +377,8 @@ pd.DataFrame(rows, columns=["width", "dense layer", "Walsh-Hadamard layer"]).set
 #   uncertainty.
 # - **Small layers.** For some hundred weights {class}`pyro_ngvi.AutoMatrixNormal` or
 #   {class}`pyro_ngvi.AutoFullRankNormal` keep the model as it is.
-# - **Other ways out.** A fit that is stopped early, a tempered KL term or an ensemble predict well
-#   too. They give up the bound in another manner.
+# - **Other ways out.** Stopping early, a tempered KL term and ensembles are others, and are not
+#   compared here.
 #
 # **Next** {doc}`/howto/networks`, and {doc}`/ideas/walsh_hadamard` for the equations.
 #

@@ -33,7 +33,8 @@
 # [Limits](#when-not-to-use-a-flow)
 #
 # *Level*: you know SVI and have read a fit's verdict before ([01](01_logistic_regression.ipynb)).
-# *Tags*: normalizing flow, skewed posterior, funnel, diagnostics. *Time*: ten minutes to read, about a minute to run on one core.
+# *Tags*: normalizing flow, skewed posterior, funnel, diagnostics. *Time*: ten minutes to read,
+# about a minute to run on one core.
 
 # %% tags=["remove-cell"]
 # ruff: noqa: B018, E402

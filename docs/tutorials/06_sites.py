@@ -249,10 +249,10 @@ after = pd.DataFrame({"nats to go after one second, median of 3 seeds": ends})
 after.style.format("{:.1e}")
 
 # %% [markdown]
-# The sweeps fall through the floor of the picture after a handful of steps, and stop at rounding.
-# `NGVB` comes within a thousandth of a nat, where the noise of its draws slows it. Adam's best rate
-# is still a tenth of a nat away. The seconds are those of one machine; the order is not. All three
-# head for the same Gaussian.
+# The optimum is where the sweeps of the fit above ended. These sweeps are there again, to rounding,
+# after a handful of steps. `NGVB`, which knows nothing of them, comes within a thousandth of a nat,
+# where the noise of its draws slows it. Adam's best rate is still a tenth of a nat away. The
+# seconds depend on the machine. All three head for the same Gaussian.
 
 # %% [markdown]
 # ## What a site is
