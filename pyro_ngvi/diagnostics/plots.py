@@ -44,9 +44,9 @@ def plot_influence(influence: Influence, ax: Any = None, *, label: int = 5) -> A
 def plot_sites(guide: Any, group: str | None = None, ax: Any = None) -> Any:
     """The sites as observations of f, Lambda^-1 nu +- Lambda^-1/2, against the posterior mean of f.
 
-    Points on the diagonal are data that the posterior agrees with.  A site whose bar
-    would be longer than the picture says little, and is a pale point; one without a peak (Lambda not
-    positive definite) is left out.  At the arguments of the last step.
+    Points on the diagonal are data that the posterior agrees with.  The flatter a site, the paler its
+    point and bar: it says little.  One whose bar would be longer than the picture has no bar, and one
+    without a peak (Lambda not positive definite) is left out.  At the arguments of the last step.
 
     Args:
         guide: a :class:`~pyro_ngvi.AutoSites`.
@@ -71,8 +71,12 @@ def plot_sites(guide: Any, group: str | None = None, ax: Any = None) -> Any:
         x, y, sd = (t[:, j].detach().cpu().numpy() for t in (mean, site.mean, variance.sqrt()))
         told, untold = ((shown & c)[:, j].cpu().numpy() for c in (says, ~says))
         look: dict[str, Any] = {"color": f"C{j}", "label": f"f[{j}]" if several else None}
-        ax.plot(x[untold], y[untold], ".", markersize=3, alpha=0.3, color=f"C{j}")
-        ax.errorbar(x[told], y[told], sd[told], fmt=".", markersize=4, elinewidth=0.5, **look)
+        ax.plot(x[untold], y[untold], ".", markersize=3, alpha=0.1, color=f"C{j}")
+        if told.any():
+            x, y, sd = x[told], y[told], sd[told]
+            strength = (0.1 + 0.9 * (sd.min() / sd)).clip(0.0, 1.0)
+            ax.scatter(x, y, s=8, alpha=strength, linewidths=0, **look)
+            ax.vlines(x, y - sd, y + sd, color=look["color"], linewidth=0.5, alpha=strength)
     ax.plot([low, high], [low, high], color="0.5", linewidth=0.8, zorder=0)
     ax.set_ylim(low, high)
     ax.set_xlabel("posterior mean of f")
