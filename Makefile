@@ -56,6 +56,7 @@ package: $(STAMP)
 
 bench: $(BENCH_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.time_to_target
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.leaderboard
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.particles
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.step_cost
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu

@@ -21,7 +21,7 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx_copybutton",
     "sphinx_design",
-    "sphinx-mathjax-offline",  # formulas without a network
+    "offline_mathjax",  # in _ext
 ]
 exclude_patterns = ["_build", "**.ipynb_checkpoints"]
 

@@ -1,0 +1,11 @@
+"""Formulas without a network: MathJax from sphinx-mathjax-offline, in builds by several processes too."""
+
+from importlib import import_module
+from typing import Any
+
+from sphinx.application import Sphinx
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    import_module("sphinx-mathjax-offline").setup(app)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
