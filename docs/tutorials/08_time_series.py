@@ -133,7 +133,7 @@ axis.set(xlabel="year", ylabel="volume [$10^8$ m³]")
 plt.show()
 
 # %% [markdown]
-# Six simulated rivers and the data (black). Some of them run dry, so the prior is wider than what
+# Six simulated rivers and the data (black). One of them runs dry, so the prior is wider than what
 # anyone knows about rivers, but it does not forbid what happened. With a hundred data that is good
 # enough.
 #
@@ -233,9 +233,9 @@ for share, bound in ((0.5, 0.674), (0.9, 1.645)):
 assert (z.abs() < 1.645).sum() >= 16
 
 # %% [markdown]
-# The forecast is flat, as a random walk has no direction, and its band widens with the square root of
-# time. The held-out years lie inside, if anything too comfortably. Twenty years from one origin are not
-# twenty independent checks, though: one level too high would spoil them all.
+# The forecast is flat, as a random walk has no direction, and its band widens with time. The held-out
+# years lie inside, if anything too comfortably. Twenty years from one origin are not twenty independent
+# checks, though: one level too high would spoil them all.
 
 # %% [markdown]
 # ## Many origins: is the model any good?
@@ -312,11 +312,12 @@ assert summary["gain"]["local level"] > 0.0
 # share of years in the forecast's 90 % interval; *sd* the mean forecast sd, in $10^8$ m³; *gain* the
 # mean difference from *constant*, and *its error* the standard error of that mean.
 #
-# A moving level gains most at the early origins, where *constant* still averages over the high flow
-# before 1899. Later all three are close, since the level then hardly moves. Between the random walk and
-# the Matérn process the difference is small beside its error: thirteen origins do not tell them apart.
-# Note that leave-one-out (`guide.loo()`) would not answer this question. It predicts a year from *both*
-# sides.
+# On average both moving levels are ahead of the constant one, by about one standard error. The gains
+# come from origins up to 1941, where *constant* still averages over the high flow before 1899. At
+# one of them, 1916, two years of high flow made the constant the better guess. Later the level
+# hardly moves, and a constant is as good. The random walk and the Matérn process cannot be told
+# apart. So the check supports a moving level, weakly. Note that leave-one-out (`guide.loo()`) would
+# not answer this question. It predicts a year from *both* sides.
 
 # %% [markdown]
 # ## Counts: disasters in coal mines
@@ -400,10 +401,10 @@ axis.legend(ncols=3, fontsize="small")
 plt.show()
 
 # %% [markdown]
-# The rate falls to a third between 1880 and 1900, when safety laws came into force. The data end low
-# and the forecast hedges: it returns towards the long-run mean, and widens fast. Is it a good
-# forecast? As rivals, two constant rates: that of all known years, and that of the last twenty, both
-# with the conjugate Gamma prior of shape 1 and mean 1.
+# The rate falls to a third between 1880 and 1900, when safety laws came into force. The forecast
+# starts at the last level, drifts towards the long-run mean, and widens. Is it a good forecast? As
+# rivals, two constant rates: that of all known years, and that of the last twenty, both with the
+# conjugate Gamma prior of shape 1 and mean 1.
 
 
 # %%

@@ -79,8 +79,8 @@ torch.set_default_dtype(torch.float64)
 # %% [markdown]
 # ## Data
 #
-# Insects that were counted on 72 plots after spraying with one of six insecticides (Beall 1942, table
-# 1; the data set `InsectSprays` of R). Which sprays work, and how sure is that?
+# Insects that were counted on 72 plots after spraying with one of six insecticides (Beall 1942; the
+# data set `InsectSprays` of R). Which sprays work, and how sure is that?
 
 # %%
 table = {
@@ -237,7 +237,7 @@ def plot_effects(spray, y=None):
         pyro.sample("y", dist.Poisson((log_rate[spray] + e).exp()), obs=y)
 
 
-fits["negative binomial"] = ngvi.fit(negative_binomial, spray, y, seed=0, progress=False)
+fits["negative binomial"] = ngvi.fit(negative_binomial, spray, y, tol=0.005, seed=0, progress=False)
 fits["plot effects"] = ngvi.fit(
     plot_effects, spray, y, guide="AutoHierarchical", seed=0, progress=False
 )
@@ -251,8 +251,8 @@ for name in ("negative binomial", "plot effects"):
 
 # %%
 checks["negative binomial"] = check(fits["negative binomial"])
-new_plots = fits["plot effects"].predict(spray, num_samples=4000, seed=0, from_prior=["e"])["y"]
-statistic = dispersion(new_plots)
+new_plots = fits["plot effects"].predict(spray, num_samples=4000, seed=0, from_prior=["e"])
+statistic = dispersion(new_plots["y"])
 checks["plot effects"] = statistic, float((statistic >= observed).double().mean())
 
 # %% tags=["hide-input"]
@@ -279,7 +279,8 @@ compared.round(2)
 # - **elpd_loo**: $\sum_i \log p(y_i \mid y_{-i})$, in nats: how well each count is predicted by the
 #   others.
 # - **p_loo**: how much worse that is than predicting counts that the fit has seen. In a healthy
-#   model it is about the number of parameters that the data move, or fewer.
+#   model it is about the number of parameters that the data move. Far above, as for *one rate*,
+#   which has a single one, it says that the model is wrong.
 # - **elpd_diff** and **dse**: the distance from the best model and its standard error. Read them
 #   together.
 # - **weight**: weights of the models in a mixture of their predictions (stacking).
@@ -400,7 +401,8 @@ assert abs(rows["a ~ N(2, 1)"][1] - rows["a ~ N(2, 10)"][1]) < 1.0
 # To have something to find we take a second prior for $\omega$ that is ten times narrower.
 
 # %%
-narrow = ngvi.fit(negative_binomial, spray, y, scale=0.05, seed=0, progress=False)
+closely = {"tol": 0.005, "seed": 0, "progress": False}
+narrow = ngvi.fit(negative_binomial, spray, y, scale=0.05, **closely)
 
 
 def weighted_mean(fit, alpha, name):
@@ -421,17 +423,16 @@ curves = {
 }
 
 # %% [markdown]
-# Importance weights are an approximation. Refits with the prior to that power, `power=` of the
-# model, are the check:
+# Importance weights are an approximation. Refits with the prior to that power, `power=` of the model,
+# are the check. (`tol=0.005` lets these fits come closer to their optimum than the usual 0.05 nat, so
+# that small differences show.)
 
 # %%
 refits = {}
 for name, scale in (("omega ~ HalfNormal(0.5)", 0.5), ("omega ~ HalfNormal(0.05)", 0.05)):
     refits[name] = []
     for power in powers:
-        refit = ngvi.fit(
-            negative_binomial, spray, y, scale=scale, power=power, seed=0, progress=False
-        )
+        refit = ngvi.fit(negative_binomial, spray, y, scale=scale, power=power, **closely)
         refits[name].append(float(refit.sample(4000, seed=0)["omega"].mean()))
 
 # %% tags=["hide-input"]
@@ -440,6 +441,7 @@ for place, (name, curve) in enumerate(curves.items()):
     axis.plot(powers, curve, color=f"C{place}", label=f"{name}, by weights")
     axis.plot(powers, refits[name], "o", mfc="none", color=f"C{place}", label="by refits")
 axis.set(xlabel="power of the prior", ylabel="posterior mean of omega", xscale="log")
+axis.set_ylim(0.0, None)
 axis.set_xticks(powers, [f"{p:g}" for p in powers])
 axis.minorticks_off()
 axis.legend(fontsize="small")
@@ -452,8 +454,9 @@ for name, curve in curves.items():
     assert np.allclose(curve, refits[name], rtol=0.15), (name, curve, refits[name])
 
 # %% [markdown]
-# Weights and refits agree. Under the wide prior the mean of $\omega$ hardly depends on the power; the
-# narrow one pulls it down the harder the more it counts. ArviZ turns the slopes at $\alpha = 1$ into
+# Weights and refits agree near a power of 1, which is all that is asked of weights; at 0.5 they
+# part. Under the wide prior the mean of $\omega$ hardly depends on the power. The narrow one pulls
+# it down the harder the more it counts. ArviZ turns the slopes at $\alpha = 1$ into
 # one number for each variable, for the prior and for the likelihood:
 
 # %%
