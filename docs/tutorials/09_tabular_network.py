@@ -84,7 +84,7 @@ tables = {
     "diabetes": (torch.tensor(patients.data).float(), torch.tensor(patients.target).float()),
     "digits": (torch.tensor(digits.data / 16.0).float(), torch.tensor(digits.target)),
 }
-sizes = {"diabetes": (250, 50), "digits": (500, 200)}
+sizes = {"diabetes": (220, 100), "digits": (500, 200)}
 
 
 def split(name, seed):
@@ -171,7 +171,7 @@ train, tune, test = split("diabetes", 0)
 model = make_model("diabetes", train[0])
 guide = ngvi.AutoMeanFieldNormal(model, init_loc_fn=model.init_to_module, init_scale=0.03)
 loader = DataLoader(TensorDataset(*train), batch_size=50, shuffle=True)
-fit = ngvi.fit(model, data=loader, guide=guide, optim="IVON", max_steps=150, seed=0, progress=False)
+fit = ngvi.fit(model, data=loader, guide=guide, optim="IVON", max_steps=100, seed=0, progress=False)
 prediction = ngvi.nn.predict(model, fit.guide, *test, num_samples=200, seed=0)
 print(fit.advice)
 print(f"{fit.why_stopped} after {fit.steps} steps")
@@ -201,7 +201,7 @@ print(f"log density of a test patient: {prediction.log_density.mean():.2f} nats"
 
 
 # %%
-def map_networks(name, train, decay, seed, number=1, steps=300):
+def map_networks(name, train, decay, seed, number=1, steps=200):
     """Networks at their best weights, by Adam."""
     found, (x, y) = [], train
     for member in range(number):
@@ -220,9 +220,9 @@ def map_networks(name, train, decay, seed, number=1, steps=300):
 
 
 rules = {
-    "VOGN": (ngvi.optim.VOGN, "gauss_newton", 150),
-    "IVON": (ngvi.optim.IVON, None, 250),
-    "NGVB": (ngvi.NGVB, None, 250),
+    "VOGN": (ngvi.optim.VOGN, "gauss_newton", 130),
+    "IVON": (ngvi.optim.IVON, None, 230),
+    "NGVB": (ngvi.NGVB, None, 190),
 }
 
 
@@ -282,10 +282,11 @@ for name in tables:
     chosen[name, "ensemble"] = chosen[name, "MAP"]
 
 # %% tags=["hide-input"]
+colours = {"MAP": "0.4", "ensemble": "k", "VOGN": "C0", "IVON": "C1", "NGVB": "C2"}
 figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
 for axis, name in zip(axes, tables, strict=True):
     for method, part in tuning[tuning["table"] == name].groupby("method", sort=False):
-        axis.plot(part["setting"], part["score"], "o-", ms=4, label=method)
+        axis.plot(part["setting"], part["score"], "o-", ms=4, label=method, color=colours[method])
     axis.set(xscale="log", title=name, xlabel="setting (decay, or weight of the KL)")
     axis.set(ylabel="validation log score [nats]")
 axes[1].legend(fontsize="small")
@@ -348,7 +349,7 @@ levels = np.linspace(0.05, 0.95, 19)
 for method, parts in kept.items():
     pit = torch.cat([predicted.cdf(y) for predicted, y in parts])
     actual = [((pit - 0.5).abs() < 0.5 * level).float().mean().item() for level in levels]
-    axis.plot(levels, actual - levels, label=method)
+    axis.plot(levels, actual - levels, label=method, color=colours[method])
 axis.axhline(0.0, color="grey", lw=0.8)
 axis.set(xlabel="nominal coverage", ylabel="actual less nominal coverage")
 axis.legend(fontsize="small")
@@ -389,7 +390,7 @@ for method, parts in kept.items():
         for b in range(5)
         if (bins == b).sum() > 20
     ]
-    axis.plot(*np.array(at).T, "o-", ms=4, label=method)
+    axis.plot(*np.array(at).T, "o-", ms=4, label=method, color=colours[method])
 axis.plot([0.2, 1], [0.2, 1], color="grey", lw=0.8)
 axis.set(xlabel="confidence", ylabel="accuracy")
 axis.legend(fontsize="small")

@@ -455,7 +455,7 @@ for name, curve in curves.items():
 
 # %% [markdown]
 # Weights and refits agree near a power of 1, which is all that is asked of weights; at 0.5 they
-# part. Under the wide prior the mean of $\omega$ hardly depends on the power. The narrow one pulls
+# begin to part. Under the wide prior the mean of $\omega$ hardly depends on the power. The narrow one pulls
 # it down the harder the more it counts. ArviZ turns the slopes at $\alpha = 1$ into
 # one number for each variable, for the prior and for the likelihood:
 
