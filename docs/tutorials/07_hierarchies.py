@@ -165,7 +165,7 @@ assert kl["AutoHierarchical"] < 0.25 < kl["AutoMeanFieldNormal"]
 
 # %% [markdown]
 # The exact posterior is a funnel: where $s$ is small, effects crowd together. The hierarchical guide
-# has its shape and nearly its distance in nats. It is a little short at very small $s$, which is
+# has that shape, and is about a tenth of a nat away. Its tail to very small $s$ is shorter, which is
 # what the verdict could not rule out. The mean-field Gaussian, the family of Pyro's `AutoNormal`,
 # has no funnel. It all but excludes that the schools are alike.
 #
@@ -245,7 +245,8 @@ assert errors[1] < 0.5 * errors[0]
 # Every average is drawn most of the way to the mean of all: 45 times at bat hardly tell players
 # apart. The rest of the season agrees. The error of the shrunken averages is about half that of the
 # raw ones. For these players the plain mean does about as well; the model has found out that it
-# should nearly be used.
+# should nearly be used. Intervals are for the players' chances. Averages of a season scatter around
+# these, so that somewhat fewer than 90 % of them should lie inside.
 #
 # May the intervals be used? The line under ArviZ's table says so.
 
@@ -350,9 +351,9 @@ assert (abs(middle_ - globals_["truth"]) < 0.08).all()
 # is larger. Neither more groups nor more steps mend it. With 100,000 groups the intervals are
 # narrower than the bias.
 #
-# What does it do to the groups? For 2,000 of them, posterior against truth, by the number of data.
-# Rivals are the truth of the globals without any data of the group (*no data*), and the true globals
-# with the exact posterior of the group by quadrature (*best possible*).
+# What does it do to the groups? For 2,000 of them, posterior against truth, by the number of data. Two
+# rivals know the true globals: one has no data of the group (*no data*), the other takes the exact
+# posterior mean of the group, by quadrature (*best possible*).
 
 
 # %%
