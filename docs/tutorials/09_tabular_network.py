@@ -220,9 +220,9 @@ def map_networks(name, train, decay, seed, number=1, steps=200):
 
 
 rules = {
-    "VOGN": (ngvi.optim.VOGN, "gauss_newton", 130),
+    "VOGN": (ngvi.optim.VOGN, "gauss_newton", 120),
     "IVON": (ngvi.optim.IVON, None, 230),
-    "NGVB": (ngvi.NGVB, None, 190),
+    "NGVB": (ngvi.NGVB, None, 200),
 }
 
 
@@ -266,7 +266,8 @@ def mixture(networks, x):
 # setting.
 
 # %%
-grid = {"MAP": (0.1, 1.0, 10.0, 30.0)} | dict.fromkeys(rules, (1.0, 0.3, 0.1, 0.03))
+grid = {"MAP": (0.01, 0.1, 1.0, 10.0, 30.0, 100.0)}
+grid |= dict.fromkeys(rules, (1.0, 0.3, 0.1, 0.03, 0.01))
 rows = []
 for name in tables:
     train, tune, _ = split(name, 100)
