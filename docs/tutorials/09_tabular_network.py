@@ -22,7 +22,7 @@
 # page says so.
 #
 # **Level** intermediate. **Tags** networks, VOGN, IVON, calibration, deep ensembles.
-# **Reading** 12 minutes, about a minute of computing on one core. **Written for** pyro_ngvi 0.2.
+# **Reading** 12 minutes, one to two minutes of computing on one core. **Written for** pyro_ngvi 0.2.
 #
 # **Goals**
 #
@@ -294,8 +294,17 @@ axes[1].legend(fontsize="small")
 plt.show()
 print("chosen:", ", ".join(f"{m} on {t} {s:g}" for (t, m), s in chosen.items() if m != "ensemble"))
 
+# %% tags=["remove-cell"]
+at = tuning.set_index(["table", "method", "setting"])["score"]
+for name in tables:
+    for method in rules:
+        assert at[name, method, 1.0] < at[name, method, chosen[name, method]] - 0.05
+
 # %% [markdown]
-# TUNING
+# MAP has its best decay inside the grid, a strong one for diabetes and a weak one for digits. For
+# the three posteriors the KL weight matters more than the rule. At 1, Bayes' rule with this prior,
+# all are clearly worse: many weights stay near their wide prior, and their noise reaches the
+# prediction. NGVB is far behind on digits at any weight; more about that below.
 
 # %% [markdown]
 # ## Diabetes: log score and coverage
@@ -356,8 +365,21 @@ axis.set(xlabel="nominal coverage", ylabel="actual less nominal coverage")
 axis.legend(fontsize="small")
 plt.show()
 
+# %% tags=["remove-cell"]
+assert diabetes["log score"].idxmax() in ("ensemble", "NGVB", "VOGN")
+assert (diabetes["minus ensemble"] < 0.03).all() and (diabetes["minus ensemble"] > -0.12).all()
+assert (diabetes["inside 90 %"] > 0.86).all()
+
 # %% [markdown]
-# DIABETES
+# *log score* is in nats for each test patient, *RMSE* in sds of the target, *inside 90 %* the
+# coverage, all averaged over three splits. *minus ensemble* is the difference of log scores, and
+# *its error* the standard error over splits, which three splits give roughly.
+#
+# The ensemble, NGVB and VOGN cannot be told apart. MAP is a little behind, for a fifth of the time.
+# IVON is behind too, with intervals that are too wide. In the figure a curve above zero is too
+# modest, one below too sure; the standard error of a share of 366 predictions is up to 0.026. By
+# that measure nobody is badly calibrated here, IVON at high levels excepted: a normal likelihood
+# with a learnt sd does most of the work.
 
 # %% [markdown]
 # ## Digits: log score and calibration
@@ -397,13 +419,38 @@ axis.set(xlabel="confidence", ylabel="accuracy")
 axis.legend(fontsize="small")
 plt.show()
 
+# %% tags=["remove-cell"]
+assert digit_table["log score"].idxmax() == "ensemble"
+assert digit_table["log score"]["NGVB"] < digit_table["log score"].drop("NGVB").min() - 0.1
+assert (digit_table["ECE"].drop("NGVB") < 0.08).all()
+
 # %% [markdown]
-# DIGITS
+# Columns as before; *ECE* is the expected calibration error. The figure shows accuracy against
+# confidence, in bins with more than twenty digits. Above the diagonal a method is too modest, below
+# too sure.
+#
+# The ensemble has the best log score and the most digits right. MAP and VOGN come next, and their
+# stated confidence is as good as the ensemble's or better. IVON is behind by about as much again.
+# NGVB is far too modest. Its trust region takes short steps where gradients are noisy, and a network
+# on minibatches has little else. Two hundred steps do not bring it near its optimum.
 
 # %% [markdown]
 # ## What to take
 #
-# CONCLUSION
+# - **A deep ensemble** first. On these tables nothing was better by more than its error, and it has
+#   one number to tune. It costs one network a member, to train and to keep.
+# - **MAP** where a hundredth of a nat does not matter: a fifth of the time.
+# - **VOGN** if you want one distribution over weights, for instance to draw from or to go on from as
+#   a prior. It was level with the ensemble on one table and close on the other.
+# - **IVON** if networks are large: its step costs least and needs no squared gradients of single
+#   rows. At equal time on these small ones it was not ahead.
+# - **NGVB** for models with few noisy gradients. It was as good as any on the small regression, and
+#   is the wrong tool for digits.
+#
+# Choose the KL weight on validation data, and say so: below 1 it is not Bayes' rule. What this page
+# does not show: larger tables and networks, other likelihoods, more than three splits. Rates were
+# left alone (Adam at 0.01, the others at their defaults), and linear models and boosted trees, which
+# are strong on tables, were not compared.
 #
 # Reference: {func}`pyro_ngvi.nn.bayesianize`, {func}`pyro_ngvi.nn.predict`,
 # {class}`pyro_ngvi.optim.VOGN`, {class}`pyro_ngvi.optim.IVON`, {class}`pyro_ngvi.NGVB`,
