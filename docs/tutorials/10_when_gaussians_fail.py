@@ -301,7 +301,7 @@ panels(
 assert auto.elbo[0] > fit.elbo[0] + 0.5 and auto.verdict.ok
 
 # %% [markdown]
-# Both remedies have the neck of the funnel. How deep they go down it is the remaining difference.
+# Both go some way down the neck of the funnel, and neither to its end.
 #
 # k-hat is less sure than the chains about such fits: one draw in a thin tail can carry it above 0.7,
 # and five sets of draws from one guide give five answers.
@@ -319,7 +319,8 @@ print("k-hat of the same guide:", " ".join(f"{k:.2f}" for k in khats))
 #
 # A flow maps standard normal noise $\varepsilon$ to $z = T(\varepsilon)$. `ngvi.neutra` turns the model
 # into one for $\varepsilon$. There the posterior is nearly a standard normal, and NUTS, which is exact
-# whatever the guide missed, has an easy walk. Here it is beside NUTS on the model as it stands.
+# in the long run whatever the guide missed, has an easy walk. Here it is beside NUTS on the model as
+# it stands.
 
 
 # %%
@@ -363,7 +364,7 @@ assert sizes[1] > 2.0 * sizes[0]
 # %% [markdown]
 # ## Three seeds, side by side
 #
-# Fits are random. We repeat each with two more seeds, and count processor time, the search for a start
+# Fits are random. Here is each with three seeds, with its processor time, the search for a start
 # included, relative to the Gaussian of the centred model.
 
 # %%
