@@ -21,7 +21,7 @@
 # answer owes to the prior.
 #
 # **Level** intermediate. **Tags** ArviZ, leave-one-out, Pareto k, predictive checks, prior sensitivity.
-# **Reading** 12 minutes, about ten seconds of computing on one core. **Written for** pyro_ngvi 0.2,
+# **Reading** 12 minutes, about twenty seconds of computing on one core. **Written for** pyro_ngvi 0.2,
 # ArviZ 0.23.
 #
 # **Goals**
@@ -455,8 +455,8 @@ for name, curve in curves.items():
 
 # %% [markdown]
 # Weights and refits agree near a power of 1, which is all that is asked of weights; at 0.5 they
-# begin to part. Under the wide prior the mean of $\omega$ hardly depends on the power. The narrow one pulls
-# it down the harder the more it counts. ArviZ turns the slopes at $\alpha = 1$ into
+# begin to part. Under the wide prior the mean of $\omega$ hardly depends on the power. The narrow
+# one pulls it down the harder the more it counts. ArviZ turns the slopes at $\alpha = 1$ into
 # one number for each variable, for the prior and for the likelihood:
 
 # %%
