@@ -163,8 +163,7 @@ print(fit)
 learnt = scales("step", "noise")
 
 # %% [markdown]
-# Line by line: which guide, rule and loss; the loss has *settled* (the seconds are those of a busy
-# machine); the ELBO. It has no noise because
+# Line by line: which guide, rule and loss; the loss has *settled* (seconds differ by machine); the ELBO. It has no noise because
 # nothing is drawn. The likelihood is Gaussian too, so the ELBO *is* the log marginal likelihood, and
 # the scales that maximise it are maximum-likelihood estimates. Durbin and Koopman print theirs (section
 # 2.10), for a first level without a prior:

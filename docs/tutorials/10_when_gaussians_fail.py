@@ -140,8 +140,7 @@ fit = ngvi.fit(schools, error, effect, seed=0, progress=False)
 print(fit)
 
 # %% [markdown]
-# The first line says what was chosen, the second why the run stopped (seconds on this page are those
-# of a busy machine). It *converged*: no Gaussian
+# The first line says what was chosen, the second why the run stopped (seconds differ by machine). It *converged*: no Gaussian
 # does better. The third line says that the best Gaussian is not good enough. The reason is in the
 # diagnosis:
 
