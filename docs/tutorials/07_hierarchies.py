@@ -109,9 +109,10 @@ print(fit)
 
 # %% [markdown]
 # The guide has found the units by itself: one latent variable for each entry of the plate, given two
-# globals. `fit` then says what was chosen, why it stopped (seconds differ by machine), and whether to believe it. The chains of the
-# verdict call the means good and cannot quite tell about the sd of one site. Here the exact answer is
-# known: given $s$ all is Gaussian, so a sum over a grid of $s$ gives the posterior and the evidence.
+# globals. `fit` then says what was chosen, why it stopped (seconds differ by machine), and whether
+# to believe it. The chains of the verdict call the means good and cannot quite tell about the sd of
+# one site. Here the exact answer is known: given $s$ all is Gaussian, so a sum over a grid of $s$
+# gives the posterior and the evidence.
 
 
 # %% tags=["hide-input"]

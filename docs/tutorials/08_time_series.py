@@ -163,10 +163,10 @@ print(fit)
 learnt = scales("step", "noise")
 
 # %% [markdown]
-# Line by line: which guide, rule and loss; the loss has *settled* (seconds differ by machine); the ELBO. It has no noise because
-# nothing is drawn. The likelihood is Gaussian too, so the ELBO *is* the log marginal likelihood, and
-# the scales that maximise it are maximum-likelihood estimates. Durbin and Koopman print theirs (section
-# 2.10), for a first level without a prior:
+# Line by line: which guide, rule and loss; the loss has *settled* (seconds differ by machine); the
+# ELBO. It has no noise because nothing is drawn. The likelihood is Gaussian too, so the ELBO *is*
+# the log marginal likelihood, and the scales that maximise it are maximum-likelihood estimates.
+# Durbin and Koopman print theirs (section 2.10), for a first level without a prior:
 
 # %%
 published = {"step": 1469.1, "noise": 15099.0}

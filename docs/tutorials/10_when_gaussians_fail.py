@@ -140,9 +140,9 @@ fit = ngvi.fit(schools, error, effect, seed=0, progress=False)
 print(fit)
 
 # %% [markdown]
-# The first line says what was chosen, the second why the run stopped (seconds differ by machine). It *converged*: no Gaussian
-# does better. The third line says that the best Gaussian is not good enough. The reason is in the
-# diagnosis:
+# The first line says what was chosen, the second why the run stopped (seconds differ by machine). It
+# *converged*: no Gaussian does better. The third line says that the best Gaussian is not good
+# enough. The reason is in the diagnosis:
 
 # %%
 print(fit.diagnosis)
