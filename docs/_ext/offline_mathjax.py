@@ -1,4 +1,4 @@
-"""Formulas without a network: MathJax from sphinx-mathjax-offline, in builds by several processes too."""
+"""Formulas without a network: MathJax from sphinx-mathjax-offline, in parallel builds too."""
 
 from importlib import import_module
 from typing import Any
