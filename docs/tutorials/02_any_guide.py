@@ -495,7 +495,7 @@ assert errors.loc["locs.slope", "average"] < -1.0  # cold is dangerous
 # Each panel is a parameter of the guide. The curve is what one run says about where the optimum
 # may be; the black marks are eight runs. They fall where the curve allows. In the table, `standard
 # error` is the width of the curve, `spread of 8 runs` that of the marks, and their ratio should be
-# one, up to the error printed below it.
+# one, up to about twice the error printed below it. Above one the theory is too cautious.
 #
 # Are these errors large? What matters is their size beside the posterior's. The next cell widens
 # the sd of each coefficient by the error of its mean.

@@ -210,7 +210,7 @@ assert second["ELBO"] > first["ELBO"] + 2.0
 # beyond their end.
 #
 # Both find the bend, and both beat one Gaussian for all wines by the same margin. With 58 test
-# wines the shares are known to about five or six percentage points, so both are a little modest.
+# wines the shares are known to four to seven percentage points, so both are a little modest.
 # But look to the right of the last wine: with the full covariance the dark band opens, with
 # independent weights it stays as narrow as in the middle.
 #
