@@ -336,8 +336,8 @@ def reliability(prob, labels, bins=10):
 # First the tuning, on one split: four weights for each method, and two rates where Adam is at
 # work. `VOGN` and `IVON` keep their default rates, which fall with the steps. The numbers of steps
 # are fixed, so that the tables can be reproduced, and chosen so that runs cost about the same; the
-# line below the table says how nearly (BBB gets more than its share). The score is the negative
-# log likelihood of validation digits, in nats a digit; lower is better.
+# line below the table says how nearly (BBB, VOGN and IVON get more than their share). The score is
+# the negative log likelihood of validation digits, in nats a digit; lower is better.
 
 # %% tags=["hide-input"]
 methods = {"MAP": best, "ensemble": best, "BBB": bbb, "VOGN": vogn, "IVON": ivon}

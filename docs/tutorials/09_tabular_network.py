@@ -384,8 +384,9 @@ assert (diabetes["inside 90 %"] > 0.86).all()
 # The ensemble, NGVB and VOGN cannot be told apart. MAP is a little behind, for a fifth of the time.
 # IVON is behind too, with intervals that are too wide at high levels. In the figure a curve above
 # zero is too modest, one below too sure; the standard error of a share of 366 predictions is up to
-# 0.026. At middle levels MAP and the ensemble hold a few points too few, at high levels all but IVON
-# hold about what they should. The normal likelihood with its learnt sd does most of the work.
+# 0.026, and of one near 0.9 up to 0.016. At middle levels all hold a few points too few. At high levels
+# MAP and the ensemble hold about what they should, NGVB and VOGN a few points too many. The normal
+# likelihood with its learnt sd does most of the work.
 
 # %% [markdown]
 # ## Digits: log score and calibration
