@@ -211,7 +211,7 @@ assert second["ELBO"] > first["ELBO"] + 2.0
 #
 # Both find the bend, and both beat one Gaussian for all wines by the same margin. With 58 test
 # wines the shares are known to four to seven percentage points, so both are a little modest.
-# But look to the right of the last wine: with the full covariance the dark band opens, with
+# But look to the right of the last wine: with the full covariance the inner band opens, with
 # independent weights it stays as narrow as in the middle.
 #
 # **Conclusion.** Where there are data, the two families predict alike. Where there are none,
