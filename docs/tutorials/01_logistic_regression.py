@@ -204,7 +204,8 @@ _ = from_a_point.plot(axis)
 # Each dot is an estimate of the ELBO from eight draws. The vertical lines are the steps after
 # which the stop rule looked, and the orange band is what it found still to gain at the last one.
 # The curve rises steeply and is flat soon. What ends the fit is the height of that band. The ELBO
-# is that of the first fit, within the tolerance.
+# is that of the first fit, within the tolerance. The search had saved steps but not time: on a model
+# as small as this it may cost more seconds than it saves ([benchmarks](../benchmarks/index.md)).
 #
 # `fit` is a thin layer over Pyro's own loop. [Start here](../start.md) writes that loop out.
 #
@@ -506,7 +507,7 @@ assert min(first["Adam"] + first["gradient"]) > max(first["natural gradient"])
 #   24](https://jmlr.org/papers/v24/22-0291.html).
 # - W. N. Street, W. H. Wolberg & O. L. Mangasarian (1993). Nuclear feature extraction for breast
 #   tumor diagnosis. *Proc. SPIE* 1905. The table: scikit-learn's `load_breast_cancer`.
-# - M. Wang, M. Kasprzak & J. H. Huggins (2023). A targeted accuracy diagnostic for variational
+# - Y. Wang, M. Kasprzak & J. H. Huggins (2023). A targeted accuracy diagnostic for variational
 #   approximations. *AISTATS*. This is the idea behind `fit.diagnosis`.
 # - Y. Yao, A. Vehtari, D. Simpson & A. Gelman (2018). Yes, but did it work? Evaluating variational
 #   inference. *ICML*. [arXiv:1802.02538](https://arxiv.org/abs/1802.02538). This is k-hat.

@@ -493,9 +493,9 @@ assert errors.loc["locs.slope", "average"] < -1.0  # cold is dangerous
 
 # %% [markdown]
 # Each panel is a parameter of the guide. The curve is what one run says about where the optimum
-# may be; the black marks are eight runs. They fall where the curve allows. In the table, `standard
+# may be; the short marks are eight runs. They fall where the curve allows. In the table, `standard
 # error` is the width of the curve, `spread of 8 runs` that of the marks, and their ratio should be
-# one, up to the error printed below it.
+# one, up to about twice the error printed below it. Above one the theory is too cautious.
 #
 # Are these errors large? What matters is their size beside the posterior's. The next cell widens
 # the sd of each coefficient by the error of its mean.
@@ -526,8 +526,8 @@ for site, sd in sds.items():
 # It is not made for `RenyiELBO` and `ReweightedWakeSleep`, whose gradients are not those of an
 # ELBO; `IFVB(guide, steady=False)` takes them. In mixtures a component may lose its weight and
 # die, under Adam as well; start the components apart and try several seeds. [Bring your own
-# guide](../howto/own_guide.md) has more, and `benchmarks/README.md` measures nine other pairs of
-# guide and posterior at equal time.
+# guide](../howto/own_guide.md) has more, and `benchmarks/README.md` measures nine pairs of guide and
+# posterior at equal time.
 #
 # ## References
 #

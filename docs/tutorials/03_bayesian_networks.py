@@ -210,8 +210,8 @@ assert second["ELBO"] > first["ELBO"] + 2.0
 # beyond their end.
 #
 # Both find the bend, and both beat one Gaussian for all wines by the same margin. With 58 test
-# wines the shares are known to about five or six percentage points, so both are a little modest.
-# But look to the right of the last wine: with the full covariance the dark band opens, with
+# wines the shares are known to four to seven percentage points, so both are a little modest.
+# But look to the right of the last wine: with the full covariance the inner band opens, with
 # independent weights it stays as narrow as in the middle.
 #
 # **Conclusion.** Where there are data, the two families predict alike. Where there are none,
@@ -336,8 +336,8 @@ def reliability(prob, labels, bins=10):
 # First the tuning, on one split: four weights for each method, and two rates where Adam is at
 # work. `VOGN` and `IVON` keep their default rates, which fall with the steps. The numbers of steps
 # are fixed, so that the tables can be reproduced, and chosen so that runs cost about the same; the
-# line below the table says how nearly (BBB gets more than its share). The score is the negative
-# log likelihood of validation digits, in nats a digit; lower is better.
+# line below the table says how nearly (BBB, VOGN and IVON get more than their share). The score is
+# the negative log likelihood of validation digits, in nats a digit; lower is better.
 
 # %% tags=["hide-input"]
 methods = {"MAP": best, "ensemble": best, "BBB": bbb, "VOGN": vogn, "IVON": ivon}

@@ -186,10 +186,10 @@ first.round(digits)
 # %% [markdown]
 # Read the columns from left to right. The loss falls in every run, as it should. The predictions of
 # the narrow start are good at first, at a loss that is many times that of the wide start, and then
-# get worse as it falls. From the wide start the network is no better than one Gaussian for all y,
-# and the noise, in the last column, is put at the sd of y or more: all is called noise. Adam is on
-# the same way, further back. So a good mean-field fit of this network is one that was stopped
-# early. Its bound is not a guide to it.
+# get worse as it falls. From the wide start the network is hardly better than one Gaussian for all
+# y, and the noise, in the last column, is put at the sd of y or more: all is called noise. Adam's loss
+# has far to fall, and its predictions have begun to slip. So a good mean-field fit of this network is
+# one that was stopped early. Its bound is not a guide to it.
 #
 # ## A matrix from a vector
 #
@@ -344,7 +344,7 @@ assert middle["ridge", 0] > middle["Walsh-Hadamard"].max() - 0.02
 
 # %% [markdown]
 # Points are splits, lines their means. The mean-field guide gets worse with every factor of four in
-# the width, down to one Gaussian for all patients. The Walsh-Hadamard guide depends on it little.
+# the width, nearly down to one Gaussian for all patients. The other depends on it little.
 # At width 16 there is nothing to repair.
 #
 # The table has the ranges. The ridge regression is still as good as any: a Walsh-Hadamard network

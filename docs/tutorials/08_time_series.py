@@ -133,7 +133,7 @@ axis.set(xlabel="year", ylabel="volume [$10^8$ m³]")
 plt.show()
 
 # %% [markdown]
-# Six simulated rivers and the data (black). One of them runs dry, so the prior is wider than what
+# Six simulated rivers and the data (dots). One of them runs dry, so the prior is wider than what
 # anyone knows about rivers, but it does not forbid what happened. With a hundred data that is good
 # enough.
 #
@@ -177,7 +177,7 @@ pd.DataFrame(variances).rename(index=lambda k: f"variance of the {k}").round(0)
 assert all(abs(variances["here"][k] / published[k] - 1.0) < 0.1 for k in published)
 
 # %% [markdown]
-# They agree within a few per cent, the first level's prior included. `guide.predict` gives mean and
+# They agree within one per cent, the first level's prior included. `guide.predict` gives mean and
 # variance of the level in every year:
 
 # %%

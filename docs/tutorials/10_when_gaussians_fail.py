@@ -437,8 +437,8 @@ plt.show()
 #   starts; [gotchas](../howto/gotchas.md) says more.
 # - `diagnose` needs gradients of the model at a thousand points some fifty times. On a large model
 #   `fit` falls back to k-hat.
-# - Everything here used one small data set. [Tutorial 05](05_flows.ipynb) has a banana and a funnel in
-#   ten dimensions, and compares `SPRING` with Adam at equal time.
+# - Everything here used one small data set. [Tutorial 05](05_flows.ipynb) has a second one, with a bent
+#   posterior, and compares `SPRING` with Adam at equal time.
 #
 # Reference: {func}`pyro_ngvi.diagnose`, {func}`pyro_ngvi.khat`, {class}`pyro_ngvi.AutoCouplingFlow`,
 # {class}`pyro_ngvi.optim.SPRING`, {func}`pyro_ngvi.neutra`, {func}`pyro_ngvi.fit`.

@@ -102,8 +102,9 @@ axis.set(xlabel="spray", ylabel="insects on a plot", xticks=range(6), xticklabel
 plt.show()
 
 # %% [markdown]
-# C, D and E work; A, B and F hardly do. Where counts are large they also scatter more. The question for
-# a model is how much more.
+# C, D and E work better than A, B and F. (No plot was left without a spray, so nobody knows whether the
+# latter work at all.) Where counts are large they also scatter more. The question for a model is how
+# much more.
 #
 # ## Two models and their prior
 #
@@ -204,7 +205,7 @@ histograms(checks)
 assert checks["Poisson"][1] < 0.05
 
 # %% [markdown]
-# *p* is the share of predicted data sets with at least the dispersion of the data (black line). Few
+# *p* is the share of predicted data sets with at least the dispersion of the data (vertical line). Few
 # data sets of either model scatter as much as ours. The Poisson models do not describe the scatter,
 # and intervals of theirs would be too narrow.
 
@@ -302,8 +303,8 @@ assert compared.loc["plot effects", "p_loo"] > 12
 
 # %% [markdown]
 # *One rate* is out of the question: its distance is many standard errors. Between the other three the
-# distances are a few nats, of the size of their errors. The predictive check saw the Poisson model's
-# fault more clearly than the comparison does. And the first row carries a warning.
+# distances are a few nats, one to three times their errors. The predictive check saw the Poisson
+# model's fault more clearly than the comparison does. And the first row carries a warning.
 
 # %% [markdown]
 # ## A leave-one-out estimate that fails
