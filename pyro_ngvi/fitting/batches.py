@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import SequentialSampler
 
 
 class Batches:
@@ -66,6 +67,19 @@ class Batches:
                 self.position += 1
                 return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
         raise ValueError("The iterable of minibatches is empty: there is nothing to go over.")
+
+    def reshuffle(self) -> None:
+        """Begin an epoch in an order that depends on torch's random state alone: a random one, but for
+        loaders that do not shuffle and iterables of no length, which go on."""
+        source, order = self.source, None
+        if isinstance(source, Sequence):
+            order = [source[i] for i in torch.randperm(len(source)).tolist()]
+        elif not isinstance(getattr(source, "sampler", None), SequentialSampler | None):
+            for generator in self._generators():
+                generator.manual_seed(int(torch.randint(2**31, ())))
+            order = source
+        if order is not None:
+            self._running, self._start, self.position = iter(order), None, 0
 
     def _generators(self) -> list[torch.Generator]:
         """Generators of the source's own: those of a loader and its samplers."""
