@@ -52,7 +52,7 @@ package: $(STAMP)
 	$(BIN)/python -m venv .venv-wheel
 	$(PIP_INSTALL:.venv/%=.venv-wheel/%) --quiet torch==2.13.0
 	$(PIP_INSTALL:.venv/%=.venv-wheel/%) --quiet dist/*.whl scikit-learn matplotlib
-	MPLBACKEND=Agg .venv-wheel/bin/python tests/run_installed.py
+	MPLBACKEND=Agg .venv-wheel/bin/python docs/run_installed.py
 
 bench: $(BENCH_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.time_to_target
