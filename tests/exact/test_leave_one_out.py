@@ -248,9 +248,8 @@ def test_plots_return_their_axes() -> None:
         low, high = own.get_ylim()
         mean = torch.einsum("nkd,d->nk", case.A, guide.get_posterior().mean)
         assert low < float(mean.min()) and high > float(mean.max())
-        opacity = [
-            drawn.get_alpha() for drawn in own.collections
-        ]  # of points and bars, each in turn
+        # of points and bars, each in turn
+        opacity: Any = [drawn.get_alpha() for drawn in own.collections]
         assert opacity and all(0.1 <= a.min() and a.max() == 1.0 for a in opacity)
     pyplot.close("all")
 
