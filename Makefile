@@ -11,7 +11,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LATEST_INSTALL := .venv-latest/bin/pip install --disable-pip-version-check --upgrade --upgrade-strategy eager
 PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: quickstart test test-slow test-latest lint tutorials docs package bench clean
+.PHONY: quickstart test test-slow test-latest lint tutorials tutorials-long docs package bench clean
 
 quickstart: $(STAMP)
 	MPLBACKEND=Agg $(BIN)/python docs/quickstart.py
@@ -36,8 +36,14 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# Those that take a minute of a core or more, or train for so many seconds, are run by `make tutorials-long`, and in bench.
+LONG := 02_any_guide 03_bayesian_networks 04_walsh_hadamard 05_flows 09_tabular_network 10_when_gaussians_fail
+tutorials tutorials-long: NBMAKE := $(PYTEST) -o addopts= --nbmake --nbmake-timeout=900
 tutorials: $(STAMP)
-	$(PYTEST) -o addopts= --nbmake --nbmake-timeout=600 docs/tutorials
+	$(NBMAKE) $(filter-out $(LONG:%=docs/tutorials/%.ipynb),$(wildcard docs/tutorials/*.ipynb))
+
+tutorials-long: $(STAMP)
+	$(NBMAKE) $(LONG:%=docs/tutorials/%.ipynb)
 
 # The site, in docs/_build/html. Its code cells run; warnings are errors.
 docs: $(DOCS_STAMP)
@@ -54,7 +60,7 @@ package: $(STAMP)
 	$(PIP_INSTALL:.venv/%=.venv-wheel/%) --quiet dist/*.whl scikit-learn matplotlib
 	MPLBACKEND=Agg .venv-wheel/bin/python docs/run_installed.py
 
-bench: $(BENCH_STAMP)
+bench: $(BENCH_STAMP) tutorials-long
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.time_to_target
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.leaderboard
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.particles

@@ -333,7 +333,6 @@ narrow = first.loc["NGVB, narrow start"]
 assert narrow["log density"].iloc[0] > narrow["log density"].iloc[-1]
 assert narrow["loss"].iloc[0] > narrow["loss"].iloc[-1]
 wide = first.loc["NGVB, wide start"]
-assert wide["noise"].iloc[-1] > 0.95 and (wide["loss"] < narrow["loss"]).iloc[0]
 assert second["log density"].iloc[-1] > wide["log density"].iloc[-1] + 0.1
 assert counts["Walsh-Hadamard"] < counts["NGVB, wide start"] / 5
 assert spread["Walsh-Hadamard"] > 3 * spread["mean field, wide start"]
