@@ -36,7 +36,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..families.base import Tensors, dot
-from ..runtime.store import leaf_of
+from ..runtime.store import traced_params
 
 #: Fisher length of the shift between the two gradients of a Hessian product
 SHIFT = 0.05
@@ -238,12 +238,6 @@ def gradients_taken_back(blocks: Iterable[Any]) -> Iterator[None]:
         p.grad = None
     for block in blocks:
         block.curvature = None
-
-
-def traced_params(seen: Any) -> list[Any]:
-    """The unconstrained parameters that a ``poutine.trace(param_only=True)`` has met."""
-    sites = seen.trace.nodes.values()
-    return [leaf_of(site["value"]) for site in sites if site["type"] == "param"]
 
 
 def _copies(block: Any) -> Tensors:

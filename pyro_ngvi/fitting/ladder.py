@@ -16,8 +16,8 @@ from torch import nn
 from ..guides import AutoCouplingFlow
 from ..hierarchy import AutoHierarchical
 from ..linalg.host import own_random_state
+from ..runtime.store import traced_params
 from .advice import Structure
-from .gap import traced_params
 
 #: latent variables above which a flow costs too much
 FLOW = 100

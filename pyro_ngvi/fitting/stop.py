@@ -13,14 +13,16 @@ from typing import Any
 import pyro
 import torch
 from pyro.infer import SVI
-from torch import Tensor, nn
+from torch import nn
 
 from ..linalg.host import own_random_state
 from ..losses import BatchedELBO
 from ..optim.host import NaturalGradientOptim, find_blocks
 from ..runtime.run import CannotBatch
+from ..runtime.store import traced_params
 from .batches import Batches
-from .gap import CG_STEPS, Gap, GapMeter, traced_params
+from .gap import CG_STEPS, Gap, GapMeter
+from .trimmed import trimmed_mean
 from .twin import Twin, has_twin
 
 #: the first step after which to look
@@ -206,7 +208,7 @@ class StopRule:
         """By how much the mean loss of the last quarter is below that before it; standard error."""
         n = max(2, self.steps // 4)
         window = torch.tensor(self.losses[-2 * n :], dtype=torch.float64)
-        (before, error), (last, other) = map(_trimmed_mean, window.split([len(window) - n, n]))
+        (before, error), (last, other) = map(trimmed_mean, window.split([len(window) - n, n]))
         return before - last, math.hypot(error, other)
 
     def polish(self, *args: Any, **kwargs: Any) -> bool:
@@ -244,9 +246,8 @@ class StopRule:
         held = (
             [svi.guide.parameters()] if of_pyro else [b.natural_params().values() for b in blocks]
         )
-        known = {id(p) for part in held for p in part}
+        known, first = {id(p) for part in held for p in part}, self._arguments(0, [], args)
         with own_random_state(), torch.no_grad(), pyro.poutine.trace(param_only=True) as seen:
-            first = self._arguments(0, [], args)
             svi.loss(svi.model, svi.guide, *first, **kwargs)
         if not all(id(p) in known for p in traced_params(seen) if p.requires_grad):
             return None
@@ -284,15 +285,17 @@ class StopRule:
         self, gradient: Callable[..., Any], args: Any, kwargs: Any
     ) -> Callable[[int], Any]:
         """The gradient of noise and minibatch number s, which returns the loss."""
-        batches, seed = [], 1_000 * self.steps
+        batches = []
 
         def numbered(s: int) -> Any:
-            with own_random_state(seed + s):
-                own = self._arguments(s, batches, args)
-            with own_random_state(seed + s):  # the same noise, whether a shuffle came before or not
+            own = self._arguments(s, batches, args)
+            with own_random_state(self._seed(s)):
                 return gradient(*own, **kwargs)
 
         return numbered
+
+    def _seed(self, s: int) -> int:
+        return 1_000 * self.steps + s
 
     def _arguments(self, s: int, batches: list[Any], args: Any) -> tuple[Any, ...]:
         """The arguments of gradient number s; ``batches``: those that were taken for this look.
@@ -303,7 +306,7 @@ class StopRule:
         if self.batches is None:
             return args
         while len(batches) <= s:
-            with self.batches.apart():
+            with own_random_state(self._seed(s)), self.batches.apart():
                 if len(batches) % IN_ONE_ORDER == 0:
                     self.batches.reshuffle()
                 batch = next(self.batches)
@@ -335,15 +338,6 @@ class StopRule:
         self._started = time.monotonic() - state["seconds"]
         if self.batches is not None and state["batches"] is not None:
             self.batches.load_state_dict(state["batches"])
-
-
-def _trimmed_mean(x: Tensor) -> tuple[float, float]:
-    """The mean without the tenths at both ends, which a few losses in a tail do not move, and its
-    standard error (Tukey & McLaughlin 1963)."""
-    x, cut = x.sort().values, len(x) // 10
-    kept = x[cut : len(x) - cut]
-    winsorized = x.clamp(kept[0], kept[-1])
-    return float(kept.mean()), float(winsorized.std()) * len(x) ** 0.5 / len(kept)
 
 
 def _check_positive(**values: float | None) -> None:

@@ -41,7 +41,7 @@ from ..families.base import Tensors
 from ..families.vectors import entry_name, pack, unpack
 from ..fisher.scores import family_scores
 from ..linalg.host import own_random_state
-from ..runtime.store import leaf_of
+from ..runtime.store import traced_params
 from .blocks import GuideBlock, UsingAverage
 from .ifvb import IFVB
 from .rule import Averaging
@@ -244,9 +244,7 @@ def _packed_gradient(svi: Any, leaves: Tensors, args: Any, kwargs: Any) -> Calla
             svi.loss_and_grads(svi.model, svi.guide, *args, **kwargs)
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in leaves.values()]
         result = torch.cat([g.detach().reshape(-1) for g in found])
-        nodes: Any = seen.trace.nodes
-        touched = [leaf_of(site["value"]) for site in nodes.values()]
-        for p in (*touched, *leaves.values()):
+        for p in (*traced_params(seen), *leaves.values()):
             p.grad = None
         return result
 

@@ -92,12 +92,8 @@ class Schedule(Protocol):
     r"""How long a step is: the gain b_k that multiplies the natural gradient, and how it decays.
 
     A schedule is a pair of pure functions of tensors that hold a number for each block, so it neither
-    waits for the device nor keeps state of its own:
-
-        init(like) -> state,   gain(signal, state) -> (b_k, state)
-
-    ``like`` and ``signal`` have the shape (B,), and b_k has it or none.  ``signal``, in [-1, 1], is
-    what the step before says about this one: the estimate
+    waits for the device nor keeps state of its own.  ``like`` and ``signal`` are (B,), b_k too or ().
+    ``signal``, in [-1, 1], is what the step before says about this one: the estimate
 
         snr_k = (<G_k, G_{k-1}> + <G_{k-1}, move_{k-1}>) / |G_k|^2                                   (1)
 

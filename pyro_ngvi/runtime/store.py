@@ -237,6 +237,12 @@ def leaf_of(value: Any) -> Tensor:
     return value.unconstrained() if hasattr(value, "unconstrained") else value
 
 
+def traced_params(seen: Any) -> list[Any]:
+    """The unconstrained parameters that a ``poutine.trace(param_only=True)`` has met."""
+    sites = seen.trace.nodes.values()
+    return [leaf_of(site["value"]) for site in sites if site["type"] == "param"]
+
+
 def states_to_restore(optim: Any) -> dict[str, Any]:
     """The saved states of parameters that ``optim`` has not met since ``set_state``; a live dict."""
     return optim._state_waiting_to_be_consumed
