@@ -5,6 +5,7 @@ from importlib import import_module as _import_module
 from typing import Any as _Any
 
 from . import (
+    compiled,
     diagnostics,
     distributions,
     families,
@@ -20,6 +21,7 @@ from . import (
 )
 from ._old_modules import name_the_version as _name_the_version
 from ._version import __version__
+from .compiled import compile
 from .diagnostics import diagnose, khat, predict, summary, to_arviz
 from .fitting import StopRule, advise, compare, fit, load, save
 from .guides import (
@@ -65,6 +67,8 @@ __all__ = [
     "__version__",
     "advise",
     "compare",
+    "compile",
+    "compiled",
     "diagnose",
     "diagnostics",
     "distributions",

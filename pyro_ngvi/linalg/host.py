@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import partial, reduce, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,9 +22,27 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+_looks_away: ContextVar[bool] = ContextVar("looks_away", default=False)
+
+
+@contextmanager
+def nothing_at_hand() -> Iterator[None]:
+    """While it lasts no tensor is at hand: what is recorded then holds for other numbers too."""
+    token = _looks_away.set(True)
+    try:
+        yield
+    finally:
+        _looks_away.reset(token)
+
+
+def constant(x: Tensor) -> Tensor:
+    """``x``, which no step changes; for a recording like a number that stands in the program."""
+    return torch.ops.aten.lift_fresh_copy(x) if _looks_away.get() else x
+
+
 def at_hand(x: Tensor) -> bool:
     """Whether the host can look at ``x`` without waiting for another device."""
-    return x.device.type == "cpu"
+    return x.device.type == "cpu" and not _looks_away.get()
 
 
 def host_bool(condition: Tensor) -> bool | None:
@@ -92,6 +111,8 @@ def fixed_normal(*shape: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     drawn = partial(torch.randn, shape, generator=generator, dtype=torch.float64)
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    if _looks_away.get():
+        return constant(outside_modes(drawn))
     return drawn() if functorch.peek_interpreter_stack() is None else outside_modes(drawn)
 
 

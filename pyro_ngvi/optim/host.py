@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pyro
@@ -25,13 +24,13 @@ from .state import (
     ADAM,
     DefaultAdam,
     OthersState,
-    entries_of,
     fitted,
     flat,
     is_power_of_two,
     moved,
     refuse_wrappers,
 )
+from .whole_step import whole_step
 
 
 def find_blocks(guide: Any) -> Iterator[tuple[str, Any]]:
@@ -115,6 +114,30 @@ class NaturalGradientOptim(PyroOptim):
         block.curvature = block.path_share = None  # as may a step that failed
         block.averaged = block.holds_average and rule.averaging is not None
 
+    def holders(self) -> list[Any]:
+        """The objects whose attributes, and entries of whose dicts, a step of the blocks replaces.
+
+        It never writes into what they hold, so that a step can be undone.
+        """
+        blocks = [block for _, block in self._blocks()]
+        return [self, *blocks, *(b.algebra for b in blocks if hasattr(b, "algebra"))]
+
+    def natural_params(self) -> list[Tensor]:
+        """The parameters that this optimizer steps by itself."""
+        return [p for _, block in self._blocks() for p in block.natural_params().values()]
+
+    @property
+    def reports(self) -> dict[str, Report]:
+        """What the last step did, by block, as tensors."""
+        return dict(self._reports)
+
+    def take_reports(self, reports: dict[str, Report]) -> None:
+        """Keep the reports of a step that was done elsewhere, and warn where it was skipped."""
+        self._reports = reports
+        for path, block in self._blocks():
+            if path in reports and host_bool(reports[path].finite) is False:
+                self._warn_skipped(block, reports[path])
+
     @outside_autocast
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
         """One step for every parameter in ``params``, which uses the gradients in ``.grad`` up.
@@ -122,10 +145,11 @@ class NaturalGradientOptim(PyroOptim):
         An exception, Ctrl-C included, leaves parameters and states as they were, without gradients.
         """
         params = list(params)
-        with _all_or_nothing(self, params):
-            self._step(params)
+        with whole_step(self, params):
+            self.step_others(self.step_blocks(params))
 
-    def _step(self, params: list[Tensor]) -> None:
+    def step_blocks(self, params: list[Tensor]) -> list[Tensor]:
+        """Step the natural blocks among ``params`` and return the other parameters, sorted."""
         remaining = {id(p): p for p in params}
         blocks = []
         for path, block in self._blocks():
@@ -139,6 +163,10 @@ class NaturalGradientOptim(PyroOptim):
             if path not in self._rules:  # appended to a list of guides after construction
                 self._adopt(path, block)
             self._step_block(path, block, tensors)
+        return others
+
+    def step_others(self, others: list[Tensor]) -> None:
+        """Step by ``others=`` what :meth:`step_blocks` left."""
         if others and self.others is not None:
             self._others_state.step(self.others, others, type(self).__name__)
 
@@ -305,40 +333,6 @@ class NaturalGradientOptim(PyroOptim):
             lag = {k[4:]: state.pop(k) for k in [*state] if k.startswith("lag.")}
             block.set_iterate_offset(lag or None)
             block.path_share = state.get("path_share")
-
-
-@contextmanager
-def _all_or_nothing(optim: NaturalGradientOptim, params: list[Tensor]) -> Iterator[None]:
-    """Around a step of ``optim``: undo it where it raises, and use the gradients up in any case."""
-    leaves = {id(p): p for p in params}
-    blocks = [block for _, block in optim._blocks()]
-    values: list[tuple[Tensor, Tensor]] = []
-    entries: list[tuple[Any, dict[Any, Any]]] = []
-    try:
-        leaves |= {id(p): p for block in blocks for p in block.natural_params().values()}
-        values = [(p, p.detach().clone()) for p in leaves.values()]
-        # a step replaces attributes and entries of dicts, and never writes into them
-        algebras = [block.algebra for block in blocks if hasattr(block, "algebra")]
-        for holder in (optim, optim._others_state, optim.others, *blocks, *algebras):
-            own = {} if holder is None else vars(holder)
-            dicts = [own, *(v for v in own.values() if isinstance(v, dict))]
-            entries += [(held, dict(held)) for held in dicts]
-        for inner in () if optim.others is None else optim.others.optim_objs.values():
-            entries += entries_of(inner)
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for p, before in values:
-                p.copy_(before)
-        for held, before in entries:
-            held.clear()
-            held.update(before)
-        for block in blocks:
-            block.curvature = None  # what a loss left belongs to this step
-        raise
-    finally:
-        for p in leaves.values():
-            p.grad = None
 
 
 def _sites(block: Any, bad_entries: Tensor) -> tuple[str, ...]:

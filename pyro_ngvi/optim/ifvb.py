@@ -190,10 +190,10 @@ class IFVB(NaturalGradientOptim):
             rule = replace(rule, noise_radius=HELD)
         return IFVBRule(rule, fisher, self._by_layer)
 
-    def _step(self, params: list[Tensor]) -> None:
+    def step_blocks(self, params: list[Tensor]) -> list[Tensor]:
         if self._rest is not None and not self._rest_known:
             self._find_rest(self._rest)
-        super()._step(params)
+        return super().step_blocks(params)
 
     def _find_rest(self, rest: GuideBlock) -> None:
         ours = {id(p) for _, b in find_blocks(self.guide) for p in b.natural_params().values()}

@@ -263,7 +263,7 @@ class CVI(NaturalGradientOptim):
         self._rules[path] = SiteRule(self.lr)
         block.curvature = None  # a step that failed may have left some
 
-    def _step(self, params: list[Tensor]) -> None:
+    def step_blocks(self, params: list[Tensor]) -> list[Tensor]:
         """One step; the first of all leaves every other parameter alone.
 
         Before a site has moved q is the prior, and the gradients in hyperparameters are so large that
@@ -274,7 +274,7 @@ class CVI(NaturalGradientOptim):
         if any(id(p) in own for p in params):
             self._sorted_others({id(p): p for p in params if id(p) not in own}, True)
             params = [p for p in params if id(p) in own]
-        super()._step(params)
+        return super().step_blocks(params)
 
     def _state_of(self, path: str, block: Any, values: Tensors) -> State:
         state, edition = super()._state_of(path, block, values), block.last_step.edition

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from ..linalg.cubature import gauss_hermite
-from ..linalg.host import host_bool
+from ..linalg.host import constant, host_bool
 from ..linalg.products import matvec
 from ..linalg.spectral import positive_part
 
@@ -74,10 +74,15 @@ def default_count(k: int) -> int:
     return ORDERS.get(k, SOBOL)
 
 
-@lru_cache(maxsize=32)
-@torch.inference_mode(False)
 def quadrature_points(k: int, count: int, dtype: torch.dtype, device: torch.device | str) -> Points:
     """Points for k entries: ``count`` a dimension (k <= 3) or in all."""
+    kept = _points(k, count, dtype, device)
+    return Points(constant(kept.x), constant(kept.weights))
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def _points(k: int, count: int, dtype: torch.dtype, device: torch.device | str) -> Points:
     how: Any = {"dtype": dtype, "device": device}
     if k <= 3:
         x, w = gauss_hermite(count, **how)

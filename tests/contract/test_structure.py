@@ -24,6 +24,7 @@ LAYERS = (
     "optim",
     "guides",
     "losses",
+    "compiled",
     "sites",
     "hierarchy",
     "diagnostics",

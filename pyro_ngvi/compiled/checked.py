@@ -1,0 +1,206 @@
+"""The graph of a step, and how it is held against the step itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..linalg.host import host_bool, own_random_state
+from ..optim.whole_step import whole_step
+from .graph import CannotCompile, Graph, Place
+from .lowered import Lowering
+from .step import StepFunction
+
+#: uses at which a graph is held against an eager step
+CHECKED = (1, 2, 8, 64, 512, 4096, 32768)
+#: after so many other data it is not done again for more
+NEW_DATA = 2
+
+
+class CheckedGraph:
+    """A recorded step.  The constructor takes this step; its results are in ``results``.
+
+    Attributes:
+        tier: how the last step was done.
+        refused: why it is not to be used any longer; "" while all is well.
+        reason: why Inductor's code is not used, where that was tried; "" while all is well.
+        lowering: Inductor's work on it; ``None`` where there is none to wait for.
+    """
+
+    def __init__(self, function: StepFunction, args: Any, kwargs: Any, data: list[Tensor]) -> None:
+        self.function, self.uses, self.refused, self.tier = function, 0, "", "recorded"
+        self.reason = ""
+        self.lowering: Lowering | None = None
+        self._fast: Any = None  # Inductor's function, once it was checked
+        self._data, self._other_data = _identities(data), 0
+        before, random = function.state, random_states()
+        inputs = [*function.inputs(), *data]
+        held = [x.detach().clone() for x in function.leaves]
+        recorded: list[Tensor] = []
+
+        def step() -> list[Tensor]:
+            recorded[:] = function.eager(args, kwargs)
+            return recorded
+
+        modules = {id(x): place for x, place in tensors_of_modules(function.svi)}
+        self.graph = Graph(step, inputs, len(inputs) - len(data), modules)
+        changed = before.differs(function.state)
+        if changed is not None:
+            name = type(function.svi.optim).__name__
+            raise CannotCompile(f"a step changes {changed!r} of {name}, which is no tensor")
+        after = random_states()
+        set_random_states(random)
+        with torch.no_grad():
+            again = self.graph.pure(*self.graph.arguments([*held, *inputs[len(held) :]]))
+        if difference(again, recorded) or not same_states(after, random_states()):
+            raise CannotCompile("its operations, run again, do not give what it gave")
+        self.results = recorded
+
+    def lower(self, data: list[Tensor], wait: bool) -> None:
+        """Begin with Inductor's work; ``wait`` for its end."""
+        with own_random_state():
+            examples = self.graph.arguments([*self.function.inputs(), *data])
+        self.lowering = Lowering(self.graph.pure, examples)
+        if wait:
+            self.lowering.wait()
+
+    def step(self, args: Any, kwargs: Any, data: list[Tensor]) -> Tensor:
+        """One step; its loss."""
+        self.uses += 1
+        inputs = [*self.function.inputs(), *data]
+        if self.uses in CHECKED or self._are_other(data):
+            results = self._compared(inputs, args, kwargs)
+        else:
+            results = self._run(inputs)
+        self.function.take(results)
+        return self.function.loss_of(results)
+
+    def several(self, most: int, data: list[Tensor]) -> list[Tensor]:
+        """Up to ``most`` steps that need no comparison, and leave nothing to other optimizers."""
+        function, losses = self.function, []
+        following = min(use for use in (*CHECKED, self.uses + most + 1) if use > self.uses)
+        most = min(most, following - 1 - self.uses)
+        if function.others or most < 1 or _identities(data) != self._data:
+            return []
+        stepped, results = len(function.stepped), []
+        inputs = [*function.inputs(), *data]
+        state = slice(len(function.leaves), len(inputs) - len(data))
+        try:
+            for _ in range(most):
+                results = self._run(inputs)
+                inputs[:stepped], inputs[state] = results[:stepped], function.state_of(results)
+                losses.append(function.loss_of(results))
+                if any(host_bool(finite) is False for finite in function.finite_of(results)):
+                    break
+        finally:
+            self.uses += len(losses)
+            if results:
+                function.take(results)
+        return losses
+
+    @torch.no_grad()
+    def _run(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        arguments = self.graph.arguments(inputs)
+        if self._fast is None and self.lowering is not None and self.lowering.is_ready():
+            return self._try(self.lowering, arguments)
+        self.tier = "replay" if self._fast is None else "inductor"
+        return self.graph.pure(*arguments) if self._fast is None else self._fast(*arguments)
+
+    def _try(self, lowering: Lowering, arguments: list[Tensor]) -> Sequence[Tensor]:
+        """Both functions, the first time: Inductor's is taken from now on if it gives the same."""
+        fast, random = lowering.take(), random_states()
+        results, self.tier = self.graph.pure(*arguments), "replay"
+        if fast is not None:
+            after = random_states()
+            set_random_states(random)
+            if difference(fast(*arguments), results) is None:
+                self._fast = fast
+            else:
+                lowering.reason = "Inductor's code gives other numbers than the graph"
+            set_random_states(after)
+        self.reason, self.lowering = lowering.reason, None
+        return results
+
+    def _compared(self, inputs: list[Tensor], args: Any, kwargs: Any) -> Sequence[Tensor]:
+        """The results of an eager step if the graph gives others, which is then refused."""
+        function, before = self.function, self.function.state
+        leaves, tensors = function.leaves, before.tensors
+        stepped, random = len(function.stepped), random_states()
+        held = [p.detach().clone() for p in leaves]
+        with whole_step(function.svi.optim, leaves) if function.natural else nullcontext():
+            eager = function.eager(args, kwargs)
+        eager[:stepped] = [x.clone() for x in eager[:stepped]]
+        after, changed = random_states(), before.differs(function.state)
+        if changed is None:
+            with torch.no_grad():
+                for p, x in zip(function.stepped, held, strict=False):
+                    p.copy_(x)
+            function.state.write(tensors)
+            set_random_states(random)
+            results = self._run(inputs)
+            if not difference(results, eager) and same_states(after, random_states()):
+                return results
+            set_random_states(after)
+        self.refused = (
+            f"at use {self.uses} it gave other numbers than the program, which changes from step to "
+            f"step; the steps since their last comparison may be wrong"
+        )
+        return eager
+
+    def _are_other(self, data: list[Tensor]) -> bool:
+        """Whether the data are not those of the last step, for the first few times."""
+        if self._other_data >= NEW_DATA:
+            return False
+        now = _identities(data)
+        other, self._data = now != self._data, now
+        self._other_data += other
+        return other
+
+
+def _identities(data: list[Tensor]) -> list[tuple[int, int]]:
+    return [(id(x), -1 if x.is_inference() else x._version) for x in data]
+
+
+def random_states() -> list[Tensor]:
+    """The states of PyTorch's generators, of a GPU where it is in use."""
+    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *on_gpu]
+
+
+def set_random_states(states: list[Tensor]) -> None:
+    """Put :func:`random_states` back."""
+    torch.set_rng_state(states[0])
+    if states[1:]:
+        torch.cuda.set_rng_state_all(states[1:])
+
+
+def same_states(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Whether two :func:`random_states` are the same."""
+    return all(map(torch.equal, a, b))
+
+
+def difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float | None:
+    """The largest relative difference of two lists of tensors, if it is more than rounding."""
+    worst = 0.0
+    for x, y in zip(a, b, strict=True):
+        if not x.is_floating_point():
+            continue
+        size = y.abs().nan_to_num(0.0, 0.0, 0.0).max() if y.numel() else y.sum()
+        apart = ((x - y).abs() > 0) & ~(x == y) | (x.isnan() != y.isnan())
+        error = torch.where(apart, (x - y).abs() / size.clamp_min(torch.finfo(y.dtype).tiny), 0.0)
+        error = error.nan_to_num(torch.inf).max().item() if y.numel() else 0.0
+        if error > torch.finfo(y.dtype).eps ** 0.5:
+            worst = max(worst, error)
+    return worst or None
+
+
+def tensors_of_modules(svi: Any) -> Iterator[tuple[Tensor, Place]]:
+    """The tensors of the modules of model and guide, and where they stand."""
+    for root in (svi.model, svi.guide):
+        for module in root.modules() if isinstance(root, nn.Module) else ():
+            for held in (module._buffers, module._parameters):
+                yield from ((x, (held, name)) for name, x in held.items() if x is not None)

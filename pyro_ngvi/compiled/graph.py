@@ -1,0 +1,204 @@
+"""A function of tensors as a graph of ATen operations: recorded, made pure, and split.
+
+``make_fx`` runs the function once and records what it does below autograd and ``vmap``.  That holds for
+other numbers too if it did not depend on these.  So it refuses a function that asks for the value of a
+tensor; here, one is refused that uses tensors found elsewhere than in its arguments.
+
+Random numbers that depend on no argument are drawn by a graph of their own, in the order of the
+function and from PyTorch's generators: whatever runs the rest, they are those of the function.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.graph import CodeGen
+
+from ..linalg.host import nothing_at_hand
+
+#: operations that make an alias or a copy of a number that was written in the program
+_LIFTS = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
+_DETACHES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+#: a tensor that can be replaced: a dict, and the key under which it stands there
+Place = tuple[dict[str, Any], str]
+
+
+class CannotCompile(RuntimeError):
+    """Why a step cannot be a graph."""
+
+
+class Graph:
+    """A recorded function of a list of tensors to a list of tensors.
+
+    Attributes:
+        noise: draws the random numbers, without arguments.
+        pure: everything else: from arguments, in order, and noise.
+        extra: further arguments between the two: tensors of modules, and numbers of the program.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], list[Tensor]],
+        inputs: Sequence[Tensor],
+        kept: int,
+        modules: dict[int, Place],
+    ) -> None:
+        """Record ``function``, which reads ``inputs`` where they are.
+
+        Args:
+            kept: how many of the first inputs it may write to, and returns; the graph leaves them
+                alone.
+            modules: where tensors of modules stand, by their identities.
+        """
+        graph_module = _record(function, inputs)
+        graph_module.graph.set_codegen(CodeGen())  # of flat lists, whatever was traced
+        self.extra = _lift(graph_module, modules)
+        _keep_inputs(graph_module, kept)
+        _simplify(graph_module)
+        self.noise, self.pure = _split(graph_module)
+        self.num_nodes = len(self.pure.graph.nodes)
+
+    def arguments(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Those of ``pure``; draws the noise."""
+        return [*inputs, *(held[name] for held, name in self.extra), *self.noise()]
+
+
+def _record(function: Callable[[], list[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    with nothing_at_hand():
+        try:
+            # the real tensors are recorded by their identity, and no shape is left open
+            return make_fx(lambda *_: function())(*inputs)
+        except Exception as error:  # what is wrong without a recording too, the eager step will say
+            raise CannotCompile(_reason(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    """Where the program asked for what a recording has not, and what."""
+    first = next(iter(str(error).splitlines()), type(error).__name__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
+    frame = frames[-1]
+    name = frame.filename.rpartition("/")[2]
+    if "value out of a tracing tensor" in first:
+        first = "reads the value of a tensor"
+    return f"{name}, line {frame.lineno}, {first[:100]}"
+
+
+def _lift(gm: fx.GraphModule, modules: dict[int, Place]) -> list[Place]:
+    """Make arguments of tensors of modules and of numbers of the program; refuse all others."""
+    extra: dict[int, tuple[Place, fx.Node]] = {}
+    last = [node for node in gm.graph.nodes if node.op == "placeholder"][-1]
+    for node in [n for n in gm.graph.nodes if n.op == "get_attr"]:
+        tensor = getattr(gm, node.target)
+        if not isinstance(tensor, Tensor):
+            raise CannotCompile("it draws from a random generator of its own")
+        if tensor._is_zerotensor():  # forward mode makes them where nobody sees it
+            with gm.graph.inserting_before(node):
+                size, how = list(tensor.shape), {"dtype": tensor.dtype, "device": tensor.device}
+                zeros = gm.graph.call_function(torch.ops.aten.zeros.default, (size,), how)
+            node.replace_all_uses_with(zeros)
+            gm.graph.erase_node(node)
+            continue
+        if id(tensor) not in modules and not all(user.target in _LIFTS for user in node.users):
+            raise CannotCompile(
+                f"it uses a tensor of shape {tuple(tensor.shape)} that it finds elsewhere than among "
+                f"the arguments of svi.step: pass it as one"
+            )
+        if id(tensor) not in extra:
+            with gm.graph.inserting_after(last):
+                last = gm.graph.placeholder(f"extra_{len(extra)}")
+            place = modules.get(id(tensor), ({node.target: tensor}, node.target))
+            extra[id(tensor)] = place, last
+        node.replace_all_uses_with(extra[id(tensor)][1])
+        gm.graph.erase_node(node)
+    return [place for place, _ in extra.values()]
+
+
+def _keep_inputs(gm: fx.GraphModule, kept: int) -> None:
+    """Compute what is written to the first arguments, and leave them as they are."""
+    arguments = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node in arguments[:kept]:
+        while writes := [user for user in node.users if _is_mutable(user) and user.args[0] is node]:
+            write, overload = writes[0], writes[0].target
+            if overload is torch.ops.aten.copy_.default:
+                value: Any = write.args[1]
+            else:  # p.add_(x) becomes p.add(x)
+                packet = getattr(torch.ops.aten, overload._schema.name.split("::")[1].rstrip("_"))
+                with gm.graph.inserting_before(write):
+                    plain = getattr(packet, overload._overloadname)
+                    value = gm.graph.call_function(plain, write.args, write.kwargs)
+            write.replace_all_uses_with(value)
+            gm.graph.erase_node(write)
+            if len(writes) > 1:
+                raise CannotCompile("a step writes to a parameter and to what it was before")
+            node = value
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _simplify(gm: fx.GraphModule) -> None:
+    """Without detached aliases (the graph runs without gradients), fresh copies, unused results."""
+    written = {node.args[0] for node in gm.graph.nodes if _is_mutable(node)}
+    for node in list(gm.graph.nodes):
+        alias = node.target in _DETACHES or (node.target in _LIFTS and node not in written)
+        if alias and isinstance(node.args[0], fx.Node):
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+    for node in reversed(list(gm.graph.nodes)):
+        if not node.users and not _is_random(node) and not node.is_impure():
+            gm.graph.erase_node(node)
+
+
+def _is_random(node: fx.Node) -> bool:
+    overload = node.target
+    return isinstance(overload, torch._ops.OpOverload) and (
+        torch.Tag.nondeterministic_seeded in overload.tags
+    )
+
+
+def _split(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The part that draws random numbers without any argument, and the rest."""
+    free: set[fx.Node] = set()  # of arguments and of random numbers that depend on them
+    drawn: list[fx.Node] = []
+    for node in gm.graph.nodes:
+        if node.op in ("call_function", "get_attr") and all(
+            n in free for n in node.all_input_nodes
+        ):
+            mutates = node.op == "call_function" and node.is_impure() and not _is_random(node)
+            if not mutates:
+                free.add(node)
+                drawn += [node] if _is_random(node) else []
+    needed, stack = set(drawn), list(drawn)
+    while stack:
+        for node in stack.pop().all_input_nodes:
+            if node not in needed:
+                needed.add(node)
+                stack.append(node)
+    noise, copies = fx.Graph(), {}
+    for node in gm.graph.nodes:
+        if node in needed:
+            copies[node] = noise.node_copy(node, lambda n: copies[n])
+    noise.output(tuple(copies[node] for node in drawn))
+    noise_module = fx.GraphModule(gm, noise)
+    last = [node for node in gm.graph.nodes if node.op == "placeholder"][-1]
+    for number, node in enumerate(drawn):
+        with gm.graph.inserting_after(last):
+            last = gm.graph.placeholder(f"noise_{number}")
+        node.replace_all_uses_with(last)
+        filled = node.args[0] if _is_mutable(node) else None
+        gm.graph.erase_node(node)
+        if isinstance(filled, fx.Node):  # x.normal_(), where x is read afterwards
+            filled.replace_all_uses_with(last)
+    for node in reversed(list(gm.graph.nodes)):
+        if node in needed and not node.users:
+            gm.graph.erase_node(node)
+    gm.graph.lint()
+    return noise_module, fx.GraphModule(gm, gm.graph)

@@ -1,0 +1,87 @@
+"""PyTorch's Inductor on a recorded graph: in a process of its own, then from its cache on disk.
+
+Inductor takes half a minute of a core.  In a thread it would hold the interpreter for most of that, and
+put PyTorch's random state back in the end, so that the steps meanwhile would have their random numbers
+drawn twice.  So another process compiles, and leaves the result in Inductor's cache
+(``TORCHINDUCTOR_CACHE_DIR``), from which this one has it in a second or two; so has a later run.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributions import Distribution
+
+#: what the other process runs
+PROGRAM = (
+    "import sys; from pyro_ngvi.compiled.lowered import compile_file; compile_file(sys.argv[1])"
+)
+
+
+class Lowering:
+    """Inductor's work on ``graph``, begun in another process.
+
+    Attributes:
+        reason: why there is no code, a sentence; "" while all is well.
+    """
+
+    def __init__(self, graph: fx.GraphModule, examples: Sequence[Tensor]) -> None:
+        self.reason = ""
+        self._graph = graph
+        self._examples = [x.detach().clone() for x in examples]
+        self._folder = tempfile.TemporaryDirectory(prefix="pyro_ngvi-")
+        path = Path(self._folder.name) / "graph.pt"
+        torch.save((graph, self._examples), path)
+        self._errors = Path(self._folder.name, "errors.txt")
+        with self._errors.open("w") as errors:
+            arguments = [sys.executable, "-c", PROGRAM, str(path)]
+            self._process = subprocess.Popen(arguments, stdout=errors, stderr=errors)
+
+    def is_ready(self) -> bool:
+        """Whether the other process has ended."""
+        return self._process.poll() is not None
+
+    def wait(self) -> None:
+        """Wait for it."""
+        self._process.wait()
+
+    def take(self) -> Callable[..., Any] | None:
+        """The compiled function, once :meth:`is_ready`; ``None``: ``reason`` says why."""
+        if self._process.returncode:
+            last = (self._errors.read_text().strip().splitlines() or ["no message"])[-1]
+            self.reason = f"Inductor failed: {last[:120]}"
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return lowered(self._graph, self._examples)
+
+
+def lowered(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+    """Inductor's function for ``graph``; at once where its cache has it."""
+    validates = Distribution._validate_args
+    try:
+        import torch._inductor as inductor  # a second
+
+        given: Any = examples
+        with torch.no_grad():
+            run: Any = inductor.compile(graph, given, options={"fallback_random": True})
+        return run
+    finally:
+        # compiling switches the validation of distributions off, for the whole process
+        Distribution.set_default_validate_args(validates)
+
+
+def compile_file(path: str) -> None:
+    """What the other process does."""
+    import torch._dynamo  # without it a graph cannot be read
+
+    graph, examples = torch.load(path, weights_only=False)
+    lowered(graph, examples)(*examples)

@@ -1,0 +1,74 @@
+"""What a step of SVI reads and replaces beside parameters: tensors in attributes of its optimizer.
+
+An optimizer of ours replaces attributes and entries of dicts, and writes into none, so that a step can
+be undone.  Hence all that the next step depends on is found by looking through the attributes of the
+optimizer and of the parts of the guide that it steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ..optim.host import NaturalGradientOptim
+
+#: attributes of modules that are looked up elsewhere, and what a step leaves to be read by users
+_ELSEWHERE = ("_parameters", "_modules", "_reports")
+#: stands for a tensor
+_TENSOR = object()
+
+
+class StepState:
+    """The attributes of an optimizer and its blocks that hold tensors, at one moment.
+
+    Attributes:
+        tensors: those tensors, in a fixed order.
+    """
+
+    def __init__(self, optim: Any) -> None:
+        self.tensors: list[Tensor] = []
+        self._places: list[tuple[dict[str, Any], str, TreeSpec, list[Any]]] = []
+        self._rest: dict[tuple[int, str], Any] = {}
+        for holder in optim.holders() if isinstance(optim, NaturalGradientOptim) else ():
+            for name, value in vars(holder).items():
+                if name in _ELSEWHERE:
+                    continue
+                leaves, spec = tree_flatten(value)
+                if any(_counts(leaf) for leaf in leaves):
+                    rest = [_TENSOR if _counts(leaf) else leaf for leaf in leaves]
+                    self._places.append((vars(holder), name, spec, rest))
+                    self.tensors += [leaf for leaf in leaves if _counts(leaf)]
+                else:
+                    self._rest[id(holder), name] = leaves
+
+    def differs(self, other: StepState) -> str | None:
+        """The first attribute that is not the same in ``other``, tensors apart."""
+        mine, others = ({(id(p[0]), p[1]): p for p in s._places} for s in (self, other))
+        for key in [*mine, *others]:
+            a, b = mine.get(key), others.get(key)
+            if a is None or b is None or a[2] != b[2] or not _same(a[3], b[3]):
+                return key[1]
+        for key in [*self._rest, *other._rest]:
+            if not _same(self._rest.get(key), other._rest.get(key)):
+                return key[1]
+        return None
+
+    def write(self, tensors: list[Tensor]) -> None:
+        """Put ``tensors`` in the places of those that were there."""
+        self.tensors, following = tensors, iter(tensors)
+        for attributes, name, spec, rest in self._places:
+            leaves = [next(following) if leaf is _TENSOR else leaf for leaf in rest]
+            attributes[name] = tree_unflatten(leaves, spec)
+
+
+def _counts(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is None or b is None or len(a) != len(b):
+        return False
+    plain = (int, float, str, bool, type(None))
+    return all(x is y or (isinstance(x, plain) and x == y) for x, y in zip(a, b, strict=True))

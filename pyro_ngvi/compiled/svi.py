@@ -1,0 +1,248 @@
+"""SVI whose steps are graphs of tensor operations, held against its eager ones.
+
+A step of ``pyro.infer.SVI`` on a small model is nearly all Python.  Nothing of it but the tensor
+operations has to happen again, as long as model, guide and rule do the same whatever the numbers are.
+
+* The first step with arguments of new shapes is eager, the second is recorded
+  (:mod:`pyro_ngvi.compiled.graph`), and the following ones run the graph.
+* Parameters, the optimizer's state, the data and random numbers are its inputs and may change.
+* A step that asks for the value of a tensor, uses tensors from elsewhere or changes anything but
+  tensors is refused: such an SVI goes on eagerly, with one sentence that says why.
+* At its first uses, where the data are others, and at uses number 8, 64, 512, ..., the graph and an
+  eager step with the same random numbers are compared; if they differ, the eager one counts, with a
+  warning.
+
+PyTorch's Inductor makes C++ or Triton code of the graph in the background.  Until this is ready, and
+gives the same numbers, the graph runs operation by operation.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.infer import SVI
+from pyro.poutine.runtime import am_i_wrapped
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from ..optim.whole_step import whole_step
+from ..runtime.store import traced_params
+from .checked import CheckedGraph, random_states, set_random_states, tensors_of_modules
+from .graph import CannotCompile, Place
+from .state import StepState
+from .step import StepFunction
+
+#: structures of the arguments that are known at a time
+MOST_GRAPHS = 8
+#: steps after which the next one has to be recorded
+SETTLED = 4
+PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
+
+
+@dataclass
+class _Known:
+    """What is known of steps with arguments of one structure."""
+
+    params: list[Tensor] | None = None
+    written: list[Place] = field(default_factory=list)
+    graph: CheckedGraph | None = None
+    steps: int = 0
+    refused: str = ""
+
+
+class CompiledSVI(SVI):
+    """What :func:`compile` returns: an ``SVI`` whose steps run a graph where they can.
+
+    Attributes:
+        tier: how the last step was done: "eager", "recorded", "replay" or "inductor".
+        reason: why no faster tier did it, a sentence; "" where nothing is in the way.
+    """
+
+    def __init__(self, svi: SVI, inductor: bool = True, wait: bool = False) -> None:
+        vars(self).update(vars(svi))
+        self._inductor, self._wait = inductor, wait
+        self._known: OrderedDict[Any, _Known] = OrderedDict()
+        self._told: set[str] = set()
+        self.tier, self.reason = "eager", ""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """One step, as ``SVI.step``: the loss before it, in nats."""
+        loss = self._step(args, kwargs)[0]
+        return loss.item() if isinstance(loss, Tensor) else loss
+
+    def run(
+        self,
+        num_steps: int,
+        *args: Any,
+        callback: Callable[[int, Tensor], Any] | None = None,
+        every: int = 100,
+        **kwargs: Any,
+    ) -> Tensor:
+        """``num_steps`` steps with the same arguments; between callbacks nothing waits for the device.
+
+        Args:
+            num_steps: how many.
+            callback: called after each ``every`` steps with the number of steps and their losses so
+                far; the run ends where it returns True.
+
+        Returns:
+            The losses (num_steps,) in nats, on their device.
+        """
+        losses: list[Tensor] = []
+        while len(losses) < num_steps:
+            end = min(num_steps, (len(losses) // every + 1) * every)
+            while len(losses) < end:
+                loss, known, data = self._step(args, kwargs)
+                losses.append(torch.as_tensor(loss))
+                if known.graph is not None and not known.refused:
+                    losses += known.graph.several(end - len(losses), data)
+                    self.tier = known.graph.tier
+            if callback is not None and callback(len(losses), torch.stack(losses)):
+                break
+        return torch.stack(losses) if losses else torch.zeros(0)
+
+    def _step(self, args: Any, kwargs: Any) -> tuple[Any, _Known, list[Tensor]]:
+        try:
+            known, data = self._find(args, kwargs)
+            if known.graph is not None and not known.graph.function.fits():
+                self._known.clear()
+                known, data = self._find(args, kwargs)
+        except CannotCompile as refused:
+            return self._eager(str(refused), args, kwargs), _Known(refused=str(refused)), []
+        if known.refused:
+            loss = self._eager(known.refused, args, kwargs)
+        elif known.params is None:
+            loss = self._first(known, args, kwargs)
+        elif known.graph is None:
+            loss = self._record(known, data, args, kwargs)
+        else:
+            loss = known.graph.step(args, kwargs, data)
+            known.refused = known.graph.refused
+            self.tier, self.reason = known.graph.tier, known.refused or known.graph.reason
+            self._tell(self.reason)
+        return loss, known, data
+
+    def _first(self, known: _Known, args: Any, kwargs: Any) -> Any:
+        """An eager step, which shows the parameters and what else it writes to."""
+        before = {id(x): x._version for x, _ in tensors_of_modules(self)}
+        with poutine.trace(param_only=True) as seen:
+            loss = self._eager("", args, kwargs)
+        params = {id(p): p for p in traced_params(seen)}
+        mine = params.keys() | {id(x) for x in StepState(self.optim).tensors}
+        after = [(x, place) for x, place in tensors_of_modules(self) if id(x) not in mine]
+        new = [name for x, (_, name) in after if id(x) not in before]
+        known.steps += 1
+        if not new:
+            known.params = list(params.values())
+            known.written = [place for x, place in after if x._version != before[id(x)]]
+        elif known.steps > SETTLED:
+            known.refused = f"every step makes a new tensor {new[0]!r} of a module"
+        self._known[self._structure(args, kwargs)[0]] = known  # the guide has parameters now
+        return loss
+
+    def _eager(self, reason: str, args: Any, kwargs: Any) -> Any:
+        self.tier, self.reason = "eager", reason
+        self._tell(reason)
+        return super().step(*args, **kwargs)
+
+    def _tell(self, reason: str) -> None:
+        if reason and reason not in self._told:
+            self._told.add(reason)
+            warnings.warn(
+                f"pyro_ngvi.compile: no graph of this step, since {reason}.", stacklevel=5
+            )
+
+    def _find(self, args: Any, kwargs: Any) -> tuple[_Known, list[Tensor]]:
+        """What is known of arguments of this structure, and the tensors among them."""
+        if am_i_wrapped():
+            raise CannotCompile("effect handlers are around svi.step")
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise CannotCompile("autocast is on")
+        structure, data = self._structure(args, kwargs)
+        known = self._known.setdefault(structure, _Known())
+        self._known.move_to_end(structure)
+        if len(self._known) > MOST_GRAPHS:
+            self._known.popitem(last=False)
+        return known, data
+
+    def _structure(self, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
+        """What a graph holds for, and the tensors among the arguments, which may have other values."""
+        leaves, spec = tree_flatten((args, kwargs))
+        key: list[Any] = [str(spec), *self._settings()]
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                key.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad))
+            elif isinstance(leaf, PLAIN):
+                key.append((type(leaf), leaf))
+            else:
+                kind = type(leaf).__name__
+                raise CannotCompile(f"an argument is of type {kind}, neither tensor nor number")
+        return tuple(key), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def _settings(self) -> list[Any]:
+        """What else the program may branch on: settings of PyTorch, of the loss, and of modules."""
+        found: list[Any] = [torch.get_default_dtype(), dist.is_validation_enabled()]
+        found += [self.loss_and_grads, torch.is_grad_enabled()]
+        loss = getattr(self.loss_and_grads, "__self__", None)
+        for name, value in vars(loss).items() if loss is not None else ():
+            if isinstance(value, PLAIN) and not name.startswith("_"):
+                found.append((name, value))
+        for root in (self.model, self.guide):
+            for module in root.modules() if isinstance(root, nn.Module) else ():
+                found += [
+                    module.training,
+                    *(p.requires_grad for p in module._parameters.values() if p is not None),
+                ]
+        return found
+
+    def _record(self, known: _Known, data: list[Tensor], args: Any, kwargs: Any) -> Any:
+        known.steps += 1
+        assert known.params is not None
+        random, function = random_states(), StepFunction(self, known.params, known.written)
+        try:
+            with whole_step(self.optim, function.leaves) if function.natural else nullcontext():
+                graph = CheckedGraph(function, args, kwargs, data)
+        except CannotCompile as refused:
+            set_random_states(random)
+            known.refused = str(refused) if known.steps > SETTLED else ""
+            return self._eager(known.refused, args, kwargs)
+        known.graph, results = graph, graph.results
+        function.step_others(function.gradients_of(results))
+        if self._inductor:
+            graph.lower(data, self._wait)
+        self.tier, self.reason = "recorded", ""
+        return function.loss_of(results)
+
+
+def compile(svi: SVI, *, inductor: bool = True, wait: bool = False) -> CompiledSVI:
+    """An ``SVI`` that takes the same steps as ``svi`` without the Python in them.
+
+    Args:
+        svi: with a loss that runs without a look at its numbers, above all
+            :class:`~pyro_ngvi.BatchedELBO`.
+        inductor: let PyTorch's Inductor make code of the graph, in the background (half a minute of
+            another core; it needs a C++ compiler).
+        wait: wait for it, at the second step.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> def model(y):
+        ...     mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        >>> guide = ngvi.AutoFullRankNormal(model)
+        >>> svi = pyro.infer.SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+        >>> svi = ngvi.compile(svi, inductor=False)
+        >>> losses = svi.run(100, torch.tensor([1.0, 2.0, 3.0]))
+        >>> svi.tier, len(losses)
+        ('replay', 100)
+    """
+    return CompiledSVI(svi, inductor, wait)
