@@ -7,6 +7,7 @@ optimizer and of the parts of the guide that it steps.
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,17 +32,30 @@ class StepState:
         self.tensors: list[Tensor] = []
         self._places: list[tuple[dict[str, Any], str, TreeSpec, list[Any]]] = []
         self._rest: dict[tuple[int, str], Any] = {}
+        self._written: list[_Mark] = []
+        self._marks: list[_Mark] = []
+        self._sizes: list[tuple[dict[str, Any], int]] = []
         for holder in optim.holders() if isinstance(optim, NaturalGradientOptim) else ():
+            self._sizes.append((vars(holder), len(vars(holder))))
             for name, value in vars(holder).items():
                 if name in _ELSEWHERE:
                     continue
+                mark = _Mark(vars(holder), name)
                 leaves, spec = tree_flatten(value)
                 if any(_counts(leaf) for leaf in leaves):
                     rest = [_TENSOR if _counts(leaf) else leaf for leaf in leaves]
                     self._places.append((vars(holder), name, spec, rest))
                     self.tensors += [leaf for leaf in leaves if _counts(leaf)]
+                    self._written.append(mark)
                 else:
+                    self._marks.append(mark)
                     self._rest[id(holder), name] = leaves
+
+    def is_untouched(self) -> bool:
+        """Whether every attribute still holds the very object that it held here, or was written."""
+        return all(len(own) == size for own, size in self._sizes) and all(
+            mark.holds() for mark in (*self._written, *self._marks)
+        )
 
     def differs(self, other: StepState) -> str | None:
         """The first attribute that is not the same in ``other``, tensors apart."""
@@ -61,6 +75,21 @@ class StepState:
         for attributes, name, spec, rest in self._places:
             leaves = [next(following) if leaf is _TENSOR else leaf for leaf in rest]
             attributes[name] = tree_unflatten(leaves, spec)
+        self._written = [_Mark(attributes, name) for attributes, name, _, _ in self._places]
+
+
+class _Mark:
+    """The object that an attribute holds, and those in it if it is a dict."""
+
+    def __init__(self, attributes: dict[str, Any], name: str) -> None:
+        self.attributes, self.name, self.value = attributes, name, attributes[name]
+        self.inner = list(self.value.values()) if isinstance(self.value, dict) else []
+
+    def holds(self) -> bool:
+        now = self.attributes.get(self.name)
+        if now is not self.value or not self.inner:
+            return now is self.value
+        return len(now) == len(self.inner) and all(map(is_, now.values(), self.inner))
 
 
 def _counts(leaf: Any) -> bool:

@@ -60,10 +60,11 @@ class StepFunction:
         Not where the parameter store was restored, a module has another buffer, or the optimizer was
         given a state, which it sorts out at its next step.
         """
-        now = StepState(self.svi.optim)
-        if now.differs(self.state):
-            return False
-        self.state = now
+        if not self.state.is_untouched():
+            now = StepState(self.svi.optim)
+            if now.differs(self.state):
+                return False
+            self.state = now
         store = dict(pyro.get_param_store().named_parameters())
         return all(store.get(name) is p for name, p in self._stored.items()) and all(
             held.get(name) is x for held, name, x in self._written

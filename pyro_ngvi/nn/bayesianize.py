@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ..guides.centers import init_to_center
-from ..linalg.host import host_bool
+from ..linalg.host import host_bool, is_recording
 from ..optim.rule import require
 from .weights import (
     REFUSED,
@@ -274,9 +274,10 @@ class BayesianModule(nn.Module):
         weights: dict[str, Tensor] = {}
         hyperparameters: Sampled = {}
         single = True
+        normals = self._make_normals() if is_recording() else self._normals
         for name, rule in self._priors.items():
             parameter = self.module.get_parameter(name)
-            prior = self._normals.get(name)
+            prior = normals.get(name)
             if prior is None:
                 prior = prior_from(rule, name, parameter, hyperparameters)
             weights[name] = pyro.sample(name, prior)

@@ -1,0 +1,207 @@
+"""What `ngvi.compile` makes of a step: eager, replayed, by Inductor, in a run; and Adam beside it.
+
+Run from the root of the repository: ``python -m benchmarks.compiled --help``.  One thread.  See
+``benchmarks/README.md`` for what is measured.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pyro
+import torch
+from pyro.infer import SVI, JitTrace_ELBO, Trace_ELBO
+from pyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal
+from pyro.optim import PyroOptim
+from torch import nn
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.nn import bayesianize
+from pyro_ngvi.optim import IVON, SPRING, VOGN
+
+from .problems import load
+from .step_cost import quiet_and_single
+from .stepping import circumstances, heading, line
+
+PARTICLES = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """An SVI, made anew by each call, the arguments of its steps, and Pyro's against it."""
+
+    make: Callable[[], SVI]
+    args: tuple[Any, ...]
+    adam: Callable[[], SVI]
+    jit: Callable[[], SVI] | None = None
+
+
+def _adam() -> Any:
+    return PyroOptim(torch.optim.Adam, {"lr": 1e-3})
+
+
+def _on(problem: str, ours: Any, theirs: Any, rule: Any, loss: Callable[[], Any]) -> Case:
+    p = load(problem)
+
+    def make() -> SVI:
+        guide = ours(p.model)
+        return SVI(p.model, guide, rule(guide), loss())
+
+    def adam(kind: Any = Trace_ELBO) -> SVI:
+        trace = kind(PARTICLES, vectorize_particles=True, max_plate_nesting=1)
+        return SVI(p.model, theirs(p.model), _adam(), trace)
+
+    return Case(make, p.args, adam, lambda: adam(JitTrace_ELBO))
+
+
+def _network(rule: Any, loss: Callable[[], Any]) -> Case:
+    layers = (784, 400, 400, 10)
+    x, y = torch.randn(128, layers[0], dtype=torch.float32), torch.randint(0, layers[-1], (128,))
+
+    def model() -> Any:
+        parts: list[nn.Module] = []
+        for inputs, outputs in pairwise(layers):
+            parts += [nn.Linear(inputs, outputs, dtype=torch.float32), nn.ReLU()]
+        return bayesianize(nn.Sequential(*parts[:-1]), "categorical", num_data=60_000)
+
+    def make(optim: Any = rule, elbo: Any = loss) -> SVI:
+        net = model()
+        start: Any = {"init_loc_fn": net.init_to_module, "init_scale": 0.01}
+        guide = ngvi.AutoMeanFieldNormal(net, **start)
+        return SVI(net, guide, optim(guide), elbo())
+
+    return Case(make, (x, y), lambda: make(lambda guide: _adam(), lambda: ngvi.BatchedELBO(1)))
+
+
+def batched(curvature: str | None = None, particles: int = PARTICLES) -> Callable[[], Any]:
+    return lambda: ngvi.BatchedELBO(particles, curvature=curvature)
+
+
+FULL = (ngvi.AutoFullRankNormal, AutoMultivariateNormal, ngvi.NGVB, batched())
+MEAN = (ngvi.AutoMeanFieldNormal, AutoDiagonalNormal, ngvi.NGVB, batched())
+
+CASES: dict[str, Callable[[], Case]] = {
+    "NGVB, full rank, wdbc": lambda: _on("wdbc", *FULL),
+    "NGVB, mean field, wdbc": lambda: _on("wdbc", *MEAN),
+    "NGVB, full rank, German credit": lambda: _on("german_credit", *FULL),
+    "NGVB, full rank, varying intercepts": lambda: _on("varying_intercepts", *FULL),
+    "NGVB, full rank, eight schools": lambda: _on("eight_schools_noncentered", *FULL),
+    "SPRING, coupling flow, eight schools": lambda: _on(
+        "eight_schools_noncentered",
+        ngvi.AutoCouplingFlow,
+        AutoMultivariateNormal,
+        SPRING,
+        batched("scores"),
+    ),
+    "VOGN, 784-400-400-10, batch 128": lambda: _network(VOGN, batched("gauss_newton", 1)),
+    "IVON, 784-400-400-10, batch 128": lambda: _network(IVON, batched(None, 1)),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Milliseconds a step, medians over the rounds; seconds until a tier is there."""
+
+    case: str
+    eager: float
+    replay: float
+    inductor: float | None
+    run: float | None
+    adam: float
+    jit: float | None
+    seconds_to_replay: float
+    seconds_to_inductor: float | None
+    reason: str
+
+    def __str__(self) -> str:
+        def cell(x: float | None) -> str:
+            return "" if x is None else f"{x:.2f}"
+
+        best = self.replay if self.run is None else self.run
+        times = (self.eager, self.replay, self.inductor, self.run, self.adam, self.jit)
+        seconds = (self.seconds_to_replay, self.seconds_to_inductor)
+        return line(self.case, *map(cell, times), f"{self.eager / best:.1f}", *map(cell, seconds))
+
+
+def measure(name: str, rounds: int, inductor: bool) -> Row:
+    """All ways of a step in turn, in each of ``rounds`` rounds."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    case = CASES[name]()
+    args = case.args
+    eager, adam = case.make(), case.adam()
+    replay, fast = ngvi.compile(case.make(), inductor=False), ngvi.compile(case.make(), wait=True)
+    jit = None if case.jit is None else case.jit()
+
+    def first(svi: Any, tier: str) -> float:
+        start = time.perf_counter()
+        for _ in range(8):
+            svi.step(*args)
+            if svi.tier == tier:
+                break
+        return time.perf_counter() - start
+
+    to_replay = first(replay, "replay")
+    to_inductor = first(fast, "inductor") if inductor else None
+    reason = replay.reason or fast.reason
+    ways: dict[str, tuple[Callable[[int], object], int]] = {}
+
+    def steps(svi: Any) -> Callable[[int], object]:
+        return lambda count: [svi.step(*args) for _ in range(count)]
+
+    ways = {"eager": (steps(eager), 10), "replay": (steps(replay), 20), "adam": (steps(adam), 10)}
+    if inductor:
+        ways["inductor"] = steps(fast), 50
+        ways["run"] = (lambda count: fast.run(count, *args)), 100
+    if jit is not None:
+        ways["jit"] = steps(jit), 10
+    for svi in (replay, fast)[: 1 + inductor]:
+        svi.run(70, *args)  # past the uses that are compared
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for k in range(rounds + 1):
+        for way, (go, count) in ways.items():
+            start = time.perf_counter()
+            go(count)
+            if k > 0:
+                times[way].append(1e3 * (time.perf_counter() - start) / count)
+    found = {way: median(values) for way, values in times.items()}
+    found |= {way: None for way in ("inductor", "run", "jit") if way not in found}
+    return Row(
+        name,
+        seconds_to_replay=to_replay,
+        seconds_to_inductor=to_inductor,
+        reason=reason,
+        **found,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the benchmark, prints the table and writes the JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--rounds", default=11, type=int)
+    parser.add_argument("--replay", action="store_true", help="without Inductor")
+    parser.add_argument("--json", type=Path, help="write all results to this file")
+    p = parser.parse_args(arguments)
+    quiet_and_single()
+    torch.set_default_dtype(torch.float64)
+    columns = ("eager", "replay", "Inductor", "run", "Pyro, Adam", "JitTrace_ELBO", "eager / best")
+    print(heading("ms a step", *columns, "s to replay", "s to Inductor"))
+    rows = []
+    for name in p.only:
+        rows.append(measure(name, p.rounds, not p.replay))
+        print(rows[-1], *([f"({rows[-1].reason})"] if rows[-1].reason else []), flush=True)
+    if p.json is not None:
+        p.json.write_text(
+            json.dumps(circumstances() | {"rows": [asdict(r) for r in rows]}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
