@@ -19,6 +19,17 @@ def float64_default() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
+@pytest.fixture
+def plain_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guides start as where their search found nothing, for tests of what comes after the start.
+
+    A search takes longer than most tests.  tests/exact/test_laplace_start.py and the tests of flows are
+    tests of it; those without this fixture begin with it.
+    """
+    monkeypatch.setattr("pyro_ngvi.guides.start.find_laplace_unasked", lambda *_: None)
+    monkeypatch.setattr("pyro_ngvi.guides.flow.find_gaussian", lambda g, family, params, *_: params)
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """The directory that PYRO_NGVI_DATA names; without it the test is skipped."""

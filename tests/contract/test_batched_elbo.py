@@ -33,6 +33,7 @@ from tests.contract.same_noise import (
     nested_plates,
     param_model,
 )
+from tests.covering import covering
 
 
 def constrained(X: Tensor, y: Tensor) -> None:
@@ -127,10 +128,11 @@ MODELS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("num_particles", [1, 3])
-@pytest.mark.parametrize("guide", ["full rank", "site by site"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "guide", "num_particles", "dtype"),
+    covering(MODELS, ["full rank", "site by site"], [1, 3], [torch.float64, torch.float32]),
+    ids=str,
+)
 def test_every_model(model: str, guide: str, num_particles: int, dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)
     fn = MODELS[model]

@@ -28,6 +28,8 @@ from tests.contract.registry import data, regression
 from tests.contract.test_every_pair import ALL, COLUMNS, LOSSES, ROWS, RULES, WORKS, N
 from tests.contract.test_every_pair import model as two_sites
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 X, y = data()
 
 

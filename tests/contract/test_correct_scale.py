@@ -24,6 +24,8 @@ from tests import registry
 from tests.contract.same_noise import gradients
 from tests.registry import some
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 N, M, D = 48, 8, 2
 NOISE = 0.5
 Step = tuple[Any, tuple[Any, ...]]  # a model and its arguments

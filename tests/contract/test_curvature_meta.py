@@ -20,6 +20,8 @@ from torch.nn.functional import linear
 
 import pyro_ngvi as ngvi
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 N, D, H, C = 12, 3, 5, 2
 
 RULES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any], str | None]] = {

@@ -16,6 +16,8 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 Y = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
 
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import pyro_ngvi as ngvi
 from pyro_ngvi import BatchedELBO
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 X = torch.linspace(-2.0, 2.0, 20).unsqueeze(-1) ** torch.arange(3)
 Y = (X[:, 1] > 0.3).float()
 

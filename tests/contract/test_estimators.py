@@ -22,6 +22,8 @@ import pyro_ngvi as ngvi
 from pyro_ngvi.curvature import ESTIMATORS, Drawn
 from tests.registry import CURVATURES
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 N, M, D, TAU = 9, 4, 3, 0.25
 X = torch.linspace(-1.0, 2.0, N * D, dtype=torch.float64).view(N, D).sin()
 Y = torch.linspace(0.0, 3.0, N, dtype=torch.float64).round()

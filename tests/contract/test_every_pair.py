@@ -20,6 +20,8 @@ from pyro_ngvi import IFVB
 from tests.registry import FOREIGN, GUIDES, LOSSES, RULES
 from tests.trajectories import COLUMNS, ROWS, model
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 ALL = GUIDES | FOREIGN
 N = 6
 

@@ -19,6 +19,8 @@ from pyro_ngvi.optim.state import flat as by_path
 from tests.exact.site_cases import linear_data as data
 from tests.registry import BASELINES, RULES, VARIANTS
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 
 def model(X: Tensor, y: Tensor) -> None:
     scale = pyro.param("scale", torch.tensor(1.0), constraint=dist.constraints.positive)

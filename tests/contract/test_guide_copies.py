@@ -22,6 +22,8 @@ from pyro_ngvi import NGVB, AutoFullRankNormal, AutoMeanFieldNormal
 from pyro_ngvi.runtime.store import module_name
 from tests.contract.registry import GUIDES, called, constrained, data, perturbed, plates, regression
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 guides = pytest.mark.parametrize("kind", GUIDES)
 
 

@@ -26,6 +26,7 @@ from pyro_ngvi.optim.schedules import as_schedule
 from pyro_ngvi.optim.state import flat
 from tests import registry
 from tests.contract.registry import GUIDES, D, N, data
+from tests.covering import covering
 from tests.registry import some
 
 GAUSSIAN = some(registry.FAMILIES, "mean field", "full rank", "factor", "factor precision")
@@ -37,11 +38,11 @@ SCHEDULES = {
     "function": as_schedule(lambda k: 1.0 / (1.0 + k)),
 }
 AVERAGING = {"none": None, "tail": Tail(), "log": LogPower()}
-CASES = [
-    pytest.param(family, coordinates, id=f"{name}-{coordinates}")
+CASES = {
+    f"{name}, {coordinates}": (family, coordinates)
     for name, family in FAMILIES.items()
     for coordinates in family.coordinates
-]
+}
 
 
 def on_meta(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -57,17 +58,16 @@ def same_layout(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize(("family", "coordinates"), CASES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("averaging", AVERAGING)
-def test_update(
-    family: Family, coordinates: str, schedule: str, momentum: float, averaging: str
-) -> None:
+@pytest.mark.parametrize(
+    ("case", "schedule", "momentum", "averaging"),
+    covering(CASES, SCHEDULES, [0.0, 0.9], AVERAGING),
+)
+def test_update(case: str, schedule: str, momentum: float, averaging: str) -> None:
     """The same shapes and dtypes as on the CPU, for parameters, state and report.
 
     float32 beside a default of float64 shows what would be promoted.
     """
+    family, coordinates = CASES[case]
     rule = NaturalGradientRule(
         family,
         schedule=SCHEDULES[schedule],

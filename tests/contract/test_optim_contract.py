@@ -1,7 +1,7 @@
-"""Every guide x every setting of NGVB x every loss x particles x minibatches x dtype: steps are taken.
+"""NGVB's guides, settings, losses, particles, minibatches and dtypes: steps are taken.
 
 One registry (``registry.py``) generates the cases.  Settings and losses are crossed with the guides
-separately, since neither knows of the other.
+separately, since neither knows of the other, and any two values of different axes meet once.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from pyro_ngvi import NGVB, BatchedELBO
 from pyro_ngvi.optim import LogPower, RobbinsMonro, Tail
 from pyro_ngvi.optim.rule import StepReport
 from tests.contract.registry import GUIDES, LOSSES, D, data, regression
+from tests.covering import covering
 
 guides = pytest.mark.parametrize("kind", GUIDES)
 
@@ -35,7 +36,9 @@ SCHEDULES: dict[str, Any] = {
 }
 MOMENTUM = [None, 0.5]
 AVERAGING: dict[str, Any] = {"default": None, "off": False, "tail": True, "log": 2.0}
-COORDINATES = ["local", "natural"]
+DTYPES = [torch.float32, torch.float64]
+FACTORS = [kind for kind in GUIDES if kind.startswith("factor")]  # they have no natural coordinates
+NATURAL = [kind for kind in GUIDES if kind not in FACTORS]
 
 
 def assert_steps(guide: Any, optim: NGVB, step: Callable[[], Any], dtype: torch.dtype) -> None:
@@ -55,11 +58,10 @@ def assert_steps(guide: Any, optim: NGVB, step: Callable[[], Any], dtype: torch.
         assert {field.name for field in fields(StepReport)} == set(vars(report))
 
 
-@guides
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("particles", [1, 8])
-@pytest.mark.parametrize("minibatch", [None, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("kind", "loss", "particles", "minibatch", "dtype"),
+    covering(GUIDES, LOSSES, [1, 8], [None, 2], DTYPES),
+)
 def test_losses(
     kind: str, loss: str, particles: int, minibatch: int | None, dtype: torch.dtype
 ) -> None:
@@ -69,34 +71,37 @@ def test_losses(
     assert_steps(guide, optim, lambda: svi.step(*data(dtype), minibatch), dtype)
 
 
-@guides
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("coordinates", COORDINATES)
-@pytest.mark.parametrize("averaging", AVERAGING)
-@pytest.mark.parametrize("momentum", MOMENTUM)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("coordinates", "kind", "schedule", "momentum", "averaging", "dtype"),
+    [
+        *covering(["local"], GUIDES, SCHEDULES, MOMENTUM, AVERAGING, DTYPES),
+        *covering(["natural"], NATURAL, SCHEDULES, MOMENTUM, AVERAGING, DTYPES),
+    ],
+)
 def test_settings(
+    coordinates: str,
     kind: str,
     schedule: str,
     momentum: float | None,
     averaging: str,
-    coordinates: str,
     dtype: torch.dtype,
 ) -> None:
     guide = GUIDES[kind](regression, init=None)
-    settings: dict[str, Any] = {
-        "schedule": SCHEDULES[schedule],
-        "momentum": momentum,
-        "averaging": AVERAGING[averaging],
-        "coordinates": coordinates,
-    }
-    if coordinates not in guide.family.coordinates:
-        with pytest.raises(ValueError, match=r"'natural' is not available for Factor\w*Normal"):
-            NGVB(guide, **settings)
-        return
-    optim = NGVB(guide, **settings)
+    optim = NGVB(
+        guide,
+        schedule=SCHEDULES[schedule],
+        momentum=momentum,
+        averaging=AVERAGING[averaging],
+        coordinates=coordinates,
+    )
     svi = SVI(regression, guide, optim, BatchedELBO(2))
     assert_steps(guide, optim, lambda: svi.step(*data(dtype)), dtype)
+
+
+@pytest.mark.parametrize("kind", FACTORS)
+def test_natural_coordinates_that_a_family_does_not_have(kind: str) -> None:
+    with pytest.raises(ValueError, match=r"'natural' is not available for Factor\w*Normal"):
+        NGVB(GUIDES[kind](regression, init=None), coordinates="natural")
 
 
 class Network(PyroModule):

@@ -22,6 +22,7 @@ from pyro_ngvi.optim import RobbinsMonro
 from pyro_ngvi.optim.state import flat
 from pyro_ngvi.runtime.store import module_name
 from tests.contract.registry import GUIDES, LOSSES, D, N, data, regression
+from tests.covering import covering
 
 guides = pytest.mark.parametrize("kind", GUIDES)
 
@@ -88,10 +89,10 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(one[name], other[name]), name
 
 
-@guides
-@settings
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("order", ["documented", "optimizer first", "call first"])
+@pytest.mark.parametrize(
+    ("kind", "setting", "loss", "order"),
+    covering(GUIDES, SETTINGS, LOSSES, ["documented", "optimizer first", "call first"]),
+)
 def test_a_fresh_run_resumes(
     kind: str, setting: str, loss: str, order: str, tmp_path: Path
 ) -> None:

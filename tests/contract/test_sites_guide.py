@@ -125,8 +125,11 @@ def batched(X: Tensor, y: Tensor | None = None) -> None:
         pyro.sample("y", dist.Bernoulli(logits=logits.reshape(*w.shape[:-1], -1)), obs=y)
 
 
-@pytest.mark.parametrize("program", [model, batched], ids=["one by one", "parallel"])
-@pytest.mark.parametrize("new", [False, True], ids=["train", "new"])
+@pytest.mark.parametrize(
+    ("new", "program"),
+    [(True, model), (False, batched)],
+    ids=["new, one by one", "train, parallel"],
+)
 def test_predictive(new: bool, program: Any) -> None:
     """At the inputs of training, and at others of another number."""
     guide = fit(program, *data(), sweeps=15).guide

@@ -182,7 +182,6 @@ MODELS: dict[str, tuple[Callable[[Tensor], None], Tensor, Any]] = {
         tensor([1.0, 1.0, 0.0, 1.0, 0.0]),
         dist.Beta(tensor(5.0), tensor(3.0)),
     ),
-    "gamma": (gamma_poisson, tensor([3.0, 5.0, 4.0, 2.0]), dist.Gamma(tensor(16.0), tensor(4.5))),
     "gammas": (
         gamma_exponential,
         tensor([0.3, 1.0, 40.0]),
@@ -203,15 +202,22 @@ LOSSES = some(registry.LOSSES, "Batched", "Trace vectorised")
 
 
 @pytest.mark.parametrize(
-    ("name", "loss"), [*((n, "Batched") for n in MODELS), ("dirichlet", "Trace vectorised")]
+    ("name", "loss", "steps"),
+    [
+        ("beta", "Batched", 600),
+        ("gammas", "Batched", 1000),
+        ("dirichlet", "Batched", 600),
+        ("dirichlet", "Trace vectorised", 600),
+        ("normal", "Batched", 600),
+    ],
 )
-def test_ngvb_reaches_the_posterior(name: str, loss: str) -> None:
+def test_ngvb_reaches_the_posterior(name: str, loss: str, steps: int) -> None:
     """With its defaults: sticking the landing leaves no noise, so the limit is exact."""
     model, y, posterior = MODELS[name]
     torch.manual_seed(0)
     guide = ngvi.AutoExponentialFamily(model)
     svi = SVI(model, guide, ngvi.NGVB(guide), LOSSES[loss](8))
-    for _ in range(1000):
+    for _ in range(steps):
         svi.step(y)
     q = guide.site_distribution("z")
     assert type(q) is type(posterior)

@@ -15,6 +15,8 @@ import pyro_ngvi as ngvi
 from pyro_ngvi.curvature.estimators import Curvature
 from pyro_ngvi.runtime.model_density import ModelDensity
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 N, M = 7, 3
 X = torch.linspace(-1.0, 1.0, N * 2, dtype=torch.float64).reshape(N, 2).sin() + 0.3
 Y = torch.tensor([1.0, 0.0, 2.0, 1.0, 3.0, 0.0, 1.0], dtype=torch.float64)

@@ -30,6 +30,8 @@ from tests.exact.site_cases import (
     with_outliers,
 )
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 problems = pytest.mark.parametrize("problem", CONJUGATE.values(), ids=CONJUGATE)
 
 

@@ -331,13 +331,13 @@ def test_effects_of_two_sites_are_found_among_decoys() -> None:
 def test_quantiles_of_units_are_those_of_draws() -> None:
     guide, _ = fitted(form="not")
     with torch.no_grad():
-        draws = torch.stack([guide(Y, form="not")["z"] for _ in range(4000)])
+        draws = torch.stack([guide(Y, form="not")["z"] for _ in range(2000)])
     levels = torch.tensor([0.1, 0.5, 0.9]).double()
     wanted = draws.quantile(levels, 0)
-    # standard error of a quantile of draws, and that of 64 draws of the globals
-    error = 0.04 * draws.std(0)
+    # standard errors: 0.04 sd of a quantile of 2,000 draws, 0.03 sd of 64 draws of the globals
+    error = 0.05 * draws.std(0)
     found = guide.quantiles(levels, Y, form="not")["z"]
-    assert ((found - wanted).abs() < 4.0 * error).all()
+    assert ((found - wanted).abs() < 3.2 * error).all()
 
 
 def test_the_globals_are_those_of_the_exact_posterior() -> None:

@@ -32,6 +32,7 @@ from pyro_ngvi.optim.rule import LogPower
 from pyro_ngvi.optim.schedules import Custom, NoiseClock, check_convergence
 from pyro_ngvi.optim.state import flat
 from tests.contract.registry import data, regression
+from tests.covering import covering
 from tests.robustness.advice_cases import line, steps
 
 D, STEPS = 4, 50
@@ -462,10 +463,9 @@ class Run:
         torch.set_rng_state(rng)
 
 
-@pytest.mark.parametrize("kind", GUIDES)
-@pytest.mark.parametrize("optimizer", [IFVB, AIFVB])
-@pytest.mark.parametrize("form", SAVED)
-@pytest.mark.parametrize("before", [5, 13])
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "form", "before"), covering(GUIDES, [IFVB, AIFVB], SAVED, [5, 13])
+)
 def test_a_run_resumes_bit_for_bit(
     kind: str, optimizer: type[IFVB], form: str, before: int, tmp_path: Path
 ) -> None:
@@ -506,9 +506,10 @@ def layout(tensors: Tensors) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (v.shape, v.dtype) for name, v in tensors.items()}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("averaging", [None, LogPower()])
-@pytest.mark.parametrize("frame", ["stored", "mean field", "full rank"])
+@pytest.mark.parametrize(
+    ("form", "averaging", "frame"),
+    covering(FORMS, [None, LogPower()], ["stored", "mean field", "full rank"]),
+)
 def test_meta_device(form: str, averaging: LogPower | None, frame: str) -> None:
     """No value is read: what runs on tensors without values cannot make a GPU wait.
 

@@ -17,6 +17,7 @@ import pyro_ngvi as ngvi
 from pyro_ngvi.distributions import GaussianProcess
 from pyro_ngvi.runtime.run import Minibatches
 from pyro_ngvi.sites.conditioned_model import ConditionedModel
+from tests.covering import covering
 from tests.exact.process_cases import (
     NOISE,
     Matern,
@@ -179,8 +180,9 @@ def test_draws_have_the_moments_of_the_prediction() -> None:
     torch.testing.assert_close(trace.log_prob_sum(), q.log_prob(values), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("first", ["all data", "a minibatch"])
+@pytest.mark.parametrize(
+    ("kind", "first"), covering(KINDS, ["all data", "a minibatch"], strength=1)
+)
 def test_minibatches_converge_to_where_all_data_do(kind: str, first: str) -> None:
     X, y = case(kind)
     model = make(kind)

@@ -25,6 +25,8 @@ import pyro_ngvi as ngvi
 from tests.registry import BASELINES, RULES
 from tests.robustness.advice_cases import N, X, Y, advised, line, local, messages, said, steps
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 
 def subsampled_plate(part: str) -> None:
     said_ = said(lambda: ngvi.AutoMeanFieldNormal(local)(), part)

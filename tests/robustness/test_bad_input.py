@@ -18,9 +18,11 @@ from torch import Tensor
 from pyro_ngvi import NGVB, AutoFactorNormal, AutoFullRankNormal, BatchedELBO
 from pyro_ngvi.optim import Constant
 from tests.contract.registry import GUIDES, LOSSES, D, N, data, regression
+from tests.covering import covering
 
 guides = pytest.mark.parametrize("kind", GUIDES)
-losses = pytest.mark.parametrize("loss", LOSSES)
+#: each guide and each loss: the refusals that take both are not made where they meet
+guides_and_losses = pytest.mark.parametrize(("kind", "loss"), covering(GUIDES, LOSSES, strength=1))
 
 
 def normal(name: str = "x") -> Tensor:
@@ -35,8 +37,7 @@ def step(kind: str, loss: str, model: Any, *args: Any) -> Any:
 # --- models -----------------------------------------------------------------------------------
 
 
-@guides
-@losses
+@guides_and_losses
 @pytest.mark.parametrize("observed", [True, False])
 def test_no_latent_site(kind: str, loss: str, observed: bool) -> None:
     def model() -> None:
@@ -54,8 +55,7 @@ DISCRETE = {
 }
 
 
-@guides
-@losses
+@guides_and_losses
 @pytest.mark.parametrize("fn", DISCRETE)
 def test_discrete_latent_site(kind: str, loss: str, fn: str) -> None:
     def model() -> None:
@@ -80,8 +80,7 @@ def test_refused_model_is_refused_again(kind: str) -> None:
             guide()
 
 
-@guides
-@losses
+@guides_and_losses
 def test_subsampled_local_latents(kind: str, loss: str) -> None:
     def model() -> None:
         with pyro.plate("data", 10, subsample_size=3):
@@ -215,8 +214,7 @@ ALLOWED = {
 }
 
 
-@guides
-@pytest.mark.parametrize("case", ALLOWED)
+@pytest.mark.parametrize(("kind", "case"), covering(GUIDES, ALLOWED, strength=1))
 def test_masks_that_leave_every_entry_a_density(kind: str, case: str) -> None:
     state = torch.get_rng_state()
     GUIDES[kind](ALLOWED[case])._setup_prototype()
@@ -295,8 +293,7 @@ def test_start_that_is_not_finite(kind: str) -> None:
         GUIDES[kind](model, init_loc_fn=start)()
 
 
-@guides
-@losses
+@guides_and_losses
 @pytest.mark.parametrize("size", [3, 7])
 @pytest.mark.parametrize("indexed", [False, True])
 def test_plate_of_a_latent_site_that_changes_its_size(
@@ -339,8 +336,7 @@ def test_guide_of_another_model_under_batched_elbo(kind: str) -> None:
         SVI(normal, guide, NGVB(guide), BatchedELBO()).step()
 
 
-@guides
-@losses
+@guides_and_losses
 @pytest.mark.parametrize("set_up", [False, True])
 def test_optimizer_of_another_guide(kind: str, loss: str, set_up: bool) -> None:
     guide, other = GUIDES[kind](normal), GUIDES[kind](normal)
@@ -434,8 +430,7 @@ def test_rank_too_large(rank: int) -> None:
 # --- data -------------------------------------------------------------------------------------
 
 
-@guides
-@losses
+@guides_and_losses
 def test_empty_plate(kind: str, loss: str) -> None:
     """Pyro's own refusal, at the line of the plate."""
     X, y = data()
@@ -459,8 +454,7 @@ def test_empty_data_without_a_plate_leave_the_prior(kind: str) -> None:
     torch.testing.assert_close(variance, torch.ones(3), atol=1e-6, rtol=0)
 
 
-@guides
-@losses
+@guides_and_losses
 def test_nan_in_the_data(kind: str, loss: str) -> None:
     """Pyro's validation names the observed site."""
     X, y = data()

@@ -24,6 +24,8 @@ from pyro_ngvi import AutoFullRankNormal
 from pyro_ngvi.losses import BatchedELBO
 from pyro_ngvi.runtime.model_density import batched_trace
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 N = 5
 Y = torch.arange(float(N), dtype=torch.float64)
 

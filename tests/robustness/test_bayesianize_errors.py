@@ -19,6 +19,8 @@ from torch import Tensor, nn
 import pyro_ngvi as ngvi
 from pyro_ngvi.nn import bayesianize, predict
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(8, 2, dtype=torch.float64, generator=GENERATOR)
 Y = torch.randn(8, dtype=torch.float64, generator=GENERATOR)

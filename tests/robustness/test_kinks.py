@@ -16,6 +16,8 @@ from pyro_ngvi.probing.kinks import kinked_sites
 from pyro_ngvi.runtime.density import LatentLayout
 from pyro_ngvi.runtime.run import Minibatches, run_particles
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 
 def with_prior(prior: Callable[[], Any]) -> Callable[[], None]:
     def model() -> None:

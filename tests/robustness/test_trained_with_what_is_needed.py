@@ -15,6 +15,8 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 
 def model(X: Tensor, y: Tensor) -> None:
     w = pyro.sample("w", dist.Normal(X.new_zeros(2), 1.0).to_event(1))

@@ -26,6 +26,8 @@ from pyro_ngvi.probing import vectorized
 from tests.contract.registry import GUIDES, D, N, data, plates, regression
 from tests.robustness.test_vectorized_check import silent_broadcast, wrong_matmul
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 
 def loss(num_particles: int = 4, **how: Any) -> Trace_ELBO:
     return Trace_ELBO(num_particles, vectorize_particles=True, **how)

@@ -60,7 +60,7 @@ def test_averaging_delays_where_gradients_are_exact(start: tuple[float, float]) 
 
 @pytest.mark.parametrize("start", example1.STARTS)
 def test_default_ifvb_on_the_beta_example(start: tuple[float, float]) -> None:
-    assert example1.through_svi(ngvi.IFVB, start, 1000, positive=True)[-1] < 1e-6
+    assert example1.through_svi(ngvi.IFVB, start, 200, positive=True)[-1] < 1e-6
 
 
 def test_poisson_gradients_are_those_of_the_bound() -> None:
