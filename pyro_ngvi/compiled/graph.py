@@ -59,6 +59,7 @@ class Graph:
         """
         graph_module = _record(function, inputs)
         graph_module.graph.set_codegen(CodeGen())  # of flat lists, whatever was traced
+        _erase_unused(graph_module)
         self.extra = _lift(graph_module, modules)
         _keep_inputs(graph_module, kept)
         _simplify(graph_module)
@@ -82,8 +83,8 @@ def _record(function: Callable[[], list[Tensor]], inputs: Sequence[Tensor]) -> f
 def _reason(error: BaseException) -> str:
     """Where the program asked for what a recording has not, and what."""
     first = next(iter(str(error).splitlines()), type(error).__name__)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
-    frame = frames[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = [f for f in frames if "/lib/python" not in f.filename.replace("\\", "/")][-1]
     name = frame.filename.rpartition("/")[2]
     if "value out of a tracing tensor" in first:
         first = "reads the value of a tensor"
@@ -152,6 +153,10 @@ def _simplify(gm: fx.GraphModule) -> None:
         if alias and isinstance(node.args[0], fx.Node):
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
+    _erase_unused(gm)
+
+
+def _erase_unused(gm: fx.GraphModule) -> None:
     for node in reversed(list(gm.graph.nodes)):
         if not node.users and not _is_random(node) and not node.is_impure():
             gm.graph.erase_node(node)
