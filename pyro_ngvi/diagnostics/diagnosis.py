@@ -28,8 +28,8 @@ from torch import Tensor
 
 from ..runtime.model_density import ModelDensity
 from .draws import guide_draws, random_state
-from .judge import khat
 from .khat import BOUNDS, COARSE_MEAN, COARSE_SD, KHat, right_to
+from .verdict import khat
 
 #: mean acceptance that leaps aim at, steps that adapt them, and the first leap times d^(1/4)
 ACCEPTED, ADAPTING, LEAP = 0.8, 4, 1.2
@@ -182,7 +182,8 @@ def diagnose(
     metric is the covariance of the guide's draws.
 
     When not to use it: models whose gradient costs too much for ``16 * num_steps`` of them, and
-    posteriors with several modes, between which short chains do not go.
+    posteriors with several modes, between which short chains do not go.  Nor do they go down the neck
+    of a funnel: that a guide lacks it may not be seen.
 
     Args:
         model: the Pyro model.

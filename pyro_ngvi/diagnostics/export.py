@@ -17,8 +17,8 @@ from ..runtime.summed_out import SummedOut, given_name
 from .arviz_compat import from_groups
 from .draws import Fitted, random_state, resampled, sites_of_kind, warn_of_edges, with_likelihood
 from .groups import constants, name_dims, observations, per_draw
-from .judge import judge, weights_of
 from .prediction import PREDICTIONS, NewData, fixed_parameters, simulate
+from .verdict import judge, weights_of
 
 
 def to_arviz(

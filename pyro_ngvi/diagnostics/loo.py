@@ -16,8 +16,8 @@ from .arviz_compat import elpd_data
 from .diagnosis import Diagnosis
 from .draws import Draws, Fitted, compact, mask_of, random_state, sites_of_kind, with_likelihood
 from .groups import name_dims, observations
-from .judge import MORE, judge, log_ratios, may_draw_more, weights_of
 from .khat import KHat, khat_from_log_weights
+from .verdict import MORE, judge, log_ratios, may_draw_more, weights_of
 
 #: log likelihoods that are held at once: a GiB, in float32 as `to_arviz` stores so many of them
 HELD = 2**28

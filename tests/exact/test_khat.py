@@ -185,10 +185,10 @@ def test_a_khat_of_nearly_equal_weights_is_made_sure_of(seed: int) -> None:
 
 
 def test_no_more_draws_than_memory_bears(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyro_ngvi.diagnostics.judge.MOST", 16_000 * 6 - 1)  # a latent, five data
+    monkeypatch.setattr("pyro_ngvi.diagnostics.verdict.MOST", 16_000 * 6 - 1)  # a latent, five data
     found = khat(counts, lognormal, COUNTS, seed=0)
     assert found.doubtful and found.khat > 1.0 and len(found.log_weights) == 1000
-    monkeypatch.setattr("pyro_ngvi.diagnostics.judge.MOST", 16_000 * 7)
+    monkeypatch.setattr("pyro_ngvi.diagnostics.verdict.MOST", 16_000 * 7)
     before = torch.get_rng_state()
     assert khat(counts, lognormal, COUNTS, seed=0).ok
     assert torch.equal(before, torch.get_rng_state())

@@ -1,4 +1,4 @@
-"""From a model and its guide to importance weights, and what they say."""
+"""From a model and its guide to importance weights, and what they say: the one place that decides."""
 
 from collections.abc import Callable
 from dataclasses import replace
