@@ -185,8 +185,9 @@ def test_fits_in_one_table() -> None:
 
 
 def means(y: Tensor, seen: Tensor | None = None) -> None:
+    mask: Any = True if seen is None else seen
     m = pyro.sample("m", dist.Normal(y.new_zeros(()), 10.0))
-    with pyro.plate("data", len(y)), pyro.poutine.mask(mask=True if seen is None else seen):
+    with pyro.plate("data", len(y)), pyro.poutine.mask(mask=mask):
         pyro.sample("y", dist.Normal(m, 1.0), obs=y)
 
 
