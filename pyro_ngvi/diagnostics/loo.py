@@ -47,8 +47,8 @@ def loo(
 
     Where a k-hat is too large 16 times as many draws decide, if they and the data are no more than
     5 * 10^7 numbers.  The log likelihoods, draws times data, are not held: the model runs through all
-    draws again for every 2^28 of them.  Masked data are no data.  Not for data that depend on each other
-    given the latent variables, nor for leaving out units of a hierarchy (:func:`loo_units`).
+    draws again for every 2^28 of them.  Masked data are no data.  Not for data that depend on each
+    other given the latent variables, nor for leaving out units of a hierarchy (:func:`loo_units`).
 
     Args:
         model: the Pyro model.
