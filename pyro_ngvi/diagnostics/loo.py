@@ -43,7 +43,7 @@ def loo(
 
     ``arviz.loo`` of the guide's draws leaves p / q out, and so leaves a datum out of q.  That is done
     here only where p / q is of no use, :class:`KHat` "unusable": too few draws would carry all terms,
-    which made them up to 3 nats too high on reference posteriors.
+    which made scores up to 4 nats too high on reference posteriors.
 
     Where a k-hat is too large 16 times as many draws decide, if they and the data are no more than
     5 * 10^7 numbers.  The log likelihoods, draws times data, are not held: the model runs through all
