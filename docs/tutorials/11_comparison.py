@@ -303,15 +303,15 @@ assert compared.loc["plot effects", "p_loo"] > 12
 
 # %% [markdown]
 # *One rate* is out of the question: its distance is many standard errors. Between the other three the
-# distances are a few nats, one to three times their errors. The predictive check saw the Poisson
-# model's fault more clearly than the comparison does. And the first row carries a warning.
+# distances are three nats at most, no more than their errors. The predictive check saw the Poisson
+# model's fault more clearly than the comparison does. And the row *plot effects* carries a warning.
 
 # %% [markdown]
 # ## A leave-one-out estimate that fails
 #
-# `elpd_loo` comes from one fit. Draws are reweighted by $1 / p(y_i \mid z)$ as if count $i$ had been
-# left out, and the *Pareto k-hat* of count $i$ is the shape of the tail of these weights. Above 0.7 the
-# estimate fails.
+# `elpd_loo` comes from one fit. Draws are reweighted by $p(y, z) / q(z) / p(y_i \mid z)$, as if they
+# came from the posterior and count $i$ had been left out, and the *Pareto k-hat* of count $i$ is the
+# shape of the tail of these weights. Above 0.7 the estimate fails.
 
 # %% tags=["hide-input"]
 figure, axis = plt.subplots(figsize=(8, 2.8), layout="constrained")
@@ -345,8 +345,8 @@ print(f"difference:        {difference.sum():.2f} nats, standard error {error:.2
 assert (by_units.khat < 0.7).all() and abs(difference.sum()) < 3 * error
 
 # %% [markdown]
-# Without the failing weights the first place is gone: the two models predict alike. Take the negative
-# binomial, which is smaller.
+# Without the failing weights too the two models predict alike. Take the negative binomial, which is
+# smaller.
 #
 # How firm are these numbers? Draws are random. Scores of the same fits from five other sets of draws:
 

@@ -6,7 +6,7 @@ from ..sites.leave_one_out import Influence, SiteLOO
 from .calibration import Calibration, calibrate
 from .diagnosis import Diagnosis, Moved, diagnose
 from .export import to_arviz
-from .khat import KHat, khat, khat_from_log_weights
+from .khat import KHat, khat_from_log_weights
 from .linear_response import LinearResponse, linear_response
 from .loo import loo
 from .loo_units import UnitLOO, loo_units
@@ -14,6 +14,7 @@ from .plots import plot_influence, plot_sites
 from .prediction import predict
 from .summary import summary
 from .uniformity import Uniformity
+from .verdict import khat
 
 __all__ = [
     "Calibration",

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from ..runtime.model_density import ModelDensity
 from .draws import guide_draws, random_state
-from .khat import COARSE_MEAN, COARSE_SD, KHat, khat
+from .khat import BOUNDS, COARSE_MEAN, COARSE_SD, KHat, right_to
+from .verdict import khat
 
 #: mean acceptance that leaps aim at, steps that adapt them, and the first leap times d^(1/4)
 ACCEPTED, ADAPTING, LEAP = 0.8, 4, 1.2
@@ -42,11 +43,11 @@ STUCK = 0.7
 
 @dataclass(frozen=True)
 class Moved:
-    """What short chains say of the entries of one latent site.
+    """What short chains say of the entries of one latent site, or of its unconstrained coordinates.
 
     Attributes:
         mean: error of the guide's mean by (1), in sds of the posterior, and ``mean_error`` its standard
-            error, both of the shape of the site.
+            error, one for each entry.
         log_sd: logarithm of the posterior's sd over the guide's by (1), and ``log_sd_error``.
         rho: correlation of the ends of the chains with their starts.
     """
@@ -60,21 +61,28 @@ class Moved:
     @property
     def is_off(self) -> bool:
         """Whether a mean is off by more than 0.3 sds, or an sd by more than 30 %, at three errors."""
-        mean = self.mean.abs() - 3.0 * self.mean_error > COARSE_MEAN
-        return bool((mean | (self.log_sd.abs() - 3.0 * self.log_sd_error > COARSE_SD)).any())
+        mean, log_sd = self.errors(-3.0)
+        return bool(((mean > COARSE_MEAN) | (log_sd > COARSE_SD)).any())
 
     @property
     def is_good(self) -> bool:
         """Whether none is, by two standard errors, and all chains have left their starts."""
-        mean = self.mean.abs() + 2.0 * self.mean_error <= COARSE_MEAN
-        sd = self.log_sd.abs() + 2.0 * self.log_sd_error <= COARSE_SD
-        return bool((mean & sd & (self.rho <= STUCK)).all())
+        mean, log_sd = self.errors(2.0)
+        good = (mean <= COARSE_MEAN) & (log_sd <= COARSE_SD) & (self.rho <= STUCK)
+        return bool(good.all())
+
+    def errors(self, more: float) -> tuple[Tensor, Tensor]:
+        """Sizes of the errors of means and of log sds, and so many standard errors more."""
+        return (
+            self.mean.abs() + more * self.mean_error,
+            self.log_sd.abs() + more * self.log_sd_error,
+        )
 
     def __str__(self) -> str:
         mean, sd = float(self.mean.abs().max()), float(self.log_sd.abs().max())
         stuck = f", chains stuck (correlation {float(self.rho.max()):.2f})"
         return (
-            f"means off by about {mean:.2g} sd, sds by {100.0 * math.expm1(sd):.0f} %, at most"
+            f"means off by up to {mean:.2g} sd, sds by up to {100.0 * math.expm1(sd):.0f} %"
             + stuck * bool((self.rho > STUCK).any())
         )
 
@@ -85,26 +93,34 @@ class Diagnosis:
 
     Attributes:
         sites: :class:`Moved` by latent site.
+        unconstrained: the same of unconstrained coordinates, such as log(x) of a positive x, where
+            they are others: mean and sd of x hardly see how much of the mass lies near 0.
         khat: what importance weights say.
         accepted: share of trajectories that were accepted, after adaptation.
     """
 
     sites: dict[str, Moved]
+    unconstrained: dict[str, Moved]
     khat: KHat = field(repr=False)
     accepted: float
 
     @property
+    def _moved(self) -> dict[str, Moved]:
+        others = {f"{name}, unconstrained": moved for name, moved in self.unconstrained.items()}
+        return self.sites | others
+
+    @property
     def decision(self) -> str:
-        """ "intervals" where all sites are good, no mode was missed, and weights are not so heavy that
-        something must be unseen; else "resample" where weights can be relied on, "unusable" where a
-        site is off or a mode was missed, or "unclear"."""
+        """ "intervals" where all sites are good, on both scales, no mode was missed, and weights are
+        not so heavy that something must be unseen; else "resample" where weights can be relied on,
+        "unusable" where a site is off or a mode was missed, or "unclear"."""
         weights = self.khat
-        good = all(m.is_good for m in self.sites.values())
+        good = all(m.is_good for m in self._moved.values())
         if good and not self._missed and (weights.reliable or weights.khat <= HEAVY):
             return "intervals"
         if weights.decision == "resample":
             return "resample"
-        off = any(m.is_off for m in self.sites.values())
+        off = any(m.is_off for m in self._moved.values())
         return "unusable" if off or self._missed else "unclear"
 
     @property
@@ -125,9 +141,15 @@ class Diagnosis:
             "unusable": "Not usable",
             "unclear": "Not clear",
         }
-        wrong = {n: m for n, m in self.sites.items() if not m.is_good}
-        name, worst = max((wrong or self.sites).items(), key=lambda item: item[1].is_off)
-        where = f"{name!r} has {worst}" if wrong else "short chains move no site far"
+        wrong = {n: m for n, m in self._moved.items() if not m.is_good}
+        if wrong:
+            name, worst = max(wrong.items(), key=lambda item: item[1].is_off)
+            where = f"{name!r} has {worst}"
+        else:
+            errors = zip(*(m.errors(2.0) for m in self._moved.values()), strict=True)
+            mean, log_sd = (max(float(x.max()) for x in part if x.numel()) for part in errors)
+            where = f"{right_to(mean, log_sd)} by short chains"
+            where += f" ({BOUNDS})" * self.ok
         if not wrong and self._missed:
             where = f"draws of the prior show {self.khat.missed:.1f} nats more: a mode was missed"
         elif not wrong and not self.ok:
@@ -136,10 +158,11 @@ class Diagnosis:
 
     def __str__(self) -> str:
         words = {
-            n: "good" if m.is_good else "off" if m.is_off else "?" for n, m in self.sites.items()
+            n: "good" if m.is_good else "off" if m.is_off else "?" for n, m in self._moved.items()
         }
-        lines = [f"  {name} ({words[name]}): {moved}" for name, moved in self.sites.items()]
-        figures = f"k-hat {self.khat.khat:.2f}, weights worth {self.khat.ess:.0f} draws"
+        lines = [f"  {name} ({words[name]}): {moved}" for name, moved in self._moved.items()]
+        draws = len(self.khat.log_weights)
+        figures = f"k-hat {self.khat.khat:.2f}, {draws} weights worth {self.khat.ess:.0f} draws"
         return "\n".join([self.verdict, *lines, f"  ({figures})"])
 
 
@@ -153,13 +176,14 @@ def diagnose(
     **kwargs: Any,
 ) -> Diagnosis:
     """Whether to believe a trained guide, by short chains from its draws: bounds on errors of means and
-    sds of every site, where k-hat tells of the joint distribution alone.
+    sds of every site, as it is and unconstrained, where k-hat tells of the joint distribution alone.
 
     A step of Hamiltonian Monte Carlo has up to 16 gradients of the model for all chains at once; the
     metric is the covariance of the guide's draws.
 
     When not to use it: models whose gradient costs too much for ``16 * num_steps`` of them, and
-    posteriors with several modes, between which short chains do not go.
+    posteriors with several modes, between which short chains do not go.  Nor do they go down the neck
+    of a funnel: that a guide lacks it may not be seen.
 
     Args:
         model: the Pyro model.
@@ -190,10 +214,16 @@ def diagnose(
         density = ModelDensity(model, args, kwargs)
         start = density.pack({name: values[name] for name in density.layout.transforms})
         end, accepted = run_chains(density, start.detach(), num_steps)
+    sites, unconstrained = {}, {}
     with torch.no_grad():
-        before, after = density.unpack(start), density.unpack(end)
-    sites = {name: moved(before[name], after[name]) for name in before}
-    return Diagnosis(sites, weights, accepted)
+        ends = density.layout.unconstrained(end)
+        for (name, transform, a), (_, _, b) in zip(
+            density.layout.unconstrained(start), ends, strict=True
+        ):
+            sites[name] = moved(x := transform(a), transform(b))
+            if x is not a:  # the identity returns its argument
+                unconstrained[name] = moved(a, b)
+    return Diagnosis(sites, unconstrained, weights, accepted)
 
 
 def run_chains(

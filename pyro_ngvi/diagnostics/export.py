@@ -17,8 +17,8 @@ from ..runtime.summed_out import SummedOut, given_name
 from .arviz_compat import from_groups
 from .draws import Fitted, random_state, resampled, sites_of_kind, warn_of_edges, with_likelihood
 from .groups import constants, name_dims, observations, per_draw
-from .khat import judge
 from .prediction import PREDICTIONS, NewData, fixed_parameters, simulate
+from .verdict import judge, weights_of
 
 
 def to_arviz(
@@ -75,11 +75,12 @@ def to_arviz(
 
     The attributes of the container and of ``posterior`` hold ``decision`` ("intervals", "resample" or
     "unusable") and ``verdict``, the same in words (:class:`~pyro_ngvi.diagnostics.KHat`); ``khat``,
-    ``khat_threshold``, ``kl`` and ``ess``; ``num_samples``, ``guide``, ``inference_library`` and
-    its version, and where asked ``resample`` and ``resample_ess``, how many exact draws the
-    smoothed weights are worth. ``arviz.summary`` shows R-hat and ESS as if the draws were a
-    chain's: use :func:`pyro_ngvi.summary`. The ``arviz.loo_approximate_posterior`` of ArviZ 1.x
-    takes ``lp`` and ``log_q``; resampled draws need no such correction, nor fit to these.
+    ``khat_threshold``, ``kl`` and ``ess``, of ``khat_samples`` draws (:func:`khat`); ``num_samples``,
+    ``guide``, ``inference_library`` and its version, and where asked ``resample`` and ``resample_ess``,
+    how many exact draws the smoothed weights are worth. ``arviz.summary`` shows R-hat and ESS as if the
+    draws were a chain's: use :func:`pyro_ngvi.summary`. And ``arviz.loo`` takes draws for those of the
+    posterior: use :func:`pyro_ngvi.diagnostics.loo`, or the ``arviz.loo_approximate_posterior`` of
+    ArviZ 1.x, which takes ``lp`` and ``log_q``; resampled draws need no such correction.
 
     Latent sites that are marked ``infer={"enumerate": "parallel"}`` and not in the guide are summed
     out. ``log_likelihood`` is then that of the data without them: where data share such a variable,
@@ -142,7 +143,7 @@ def to_arviz(
     with random_state(seed):
         likelihoods = with_likelihood(fitted) if log_likelihood else ()
         draws = fitted.draw(num_samples, batch_size, likelihoods)
-        found = judge(fitted, draws, batch_size)
+        found, own = judge(fitted, draws, batch_size), weights_of(draws)
         warn_of_edges(sites, draws.values)
         if fixed := draws.point_masses:
             found = replace(found, khat=float("inf"))
@@ -166,6 +167,7 @@ def to_arviz(
             "guide": getattr(guide, "__name__", type(guide).__name__),
             "num_samples": num_samples,
             "khat": found.khat,
+            "khat_samples": len(found.log_weights),
             "khat_threshold": found.threshold,
             "kl": found.kl,
             "ess": found.ess,
@@ -173,9 +175,9 @@ def to_arviz(
             "verdict": found.verdict,
         }
         stats = per_draw({"lp": draws.log_joint, "log_q": draws.log_q})
-        stats |= per_draw({"log_weights": found.log_weights})
+        stats |= per_draw({"log_weights": own.log_weights})
         if resample:
-            weights = found.psis_log_weights
+            weights = own.psis_log_weights
             if found.decision == "unusable":
                 warnings.warn(
                     f'resample="psis" cannot be relied on here. {found.verdict}',

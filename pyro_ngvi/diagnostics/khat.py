@@ -1,27 +1,14 @@
 """Whether to take a guide's draws as they are, to resample them, or not to use them."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
-from torch import Tensor
-from torch.distributions import biject_to
 
-from .draws import MIN_DRAWS, Draws, Fitted, random_state, warn_of_edges
-from .weights import (
-    Shift,
-    Slope,
-    evidence_of,
-    find_tail,
-    missed_nats,
-    prior_evidence,
-    shift_of,
-    smoothed,
-    steepest,
-)
+from .draws import MIN_DRAWS
+from .weights import FEWEST_OF_PART, PART, Shift, Slope, Tail, find_tail, smoothed
 
 COARSE = 0.05  # nats of rounding above which equal and unequal weights look alike
 # The bounds were calibrated on the reference posteriors of ``benchmarks.reference_posteriors``: what is
@@ -33,6 +20,7 @@ SMALL_KL = 0.5 * COARSE_MEAN**2  # nats: KL of two Gaussians whose means are tha
 HALF = 0.5  # a k-hat below which the weights have a variance; a share of the draws
 FEWEST = 0.1  # share of the draws below which weighted moments were up to 70 % off
 STEEP = 0.1  # sds by which a slope stands out of its noise where a fit has not ended
+BOUNDS = f"the bounds are {COARSE_MEAN} sd and {100 * np.expm1(COARSE_SD):.0f} %"
 
 
 @dataclass(frozen=True)
@@ -65,7 +53,8 @@ class KHat:
             without a meaning where the weights are equal to within a percent.
         threshold: min(1 - 1/log10(S), 0.7), above which the weights are not to be relied on.
         ess: 1 / sum_s w_s^2, the number of exact draws that the normalised weights w are worth.
-        log_weights: their logarithms, (S,), in nats.
+        log_weights: their logarithms, (S,), in nats; S may be 16 times what was asked for, as
+            :func:`khat` says.
         shifts: by latent or deterministic site, what weights would change in each mean and sd.
         slope: the steepest slope of the ELBO along a latent entry; a fit that had ended has none that
             stands out of its noise. See ``diagnostics/weights.py``.
@@ -74,6 +63,7 @@ class KHat:
             be drawn from, or sites are summed out.
         elbo: mean of log p(data, z) - log q(z) over the draws, in nats, and ``elbo_error`` its standard
             error; NaN where only normalised weights were given.
+        tail: the tail of the weights.
     """
 
     khat: float
@@ -85,6 +75,7 @@ class KHat:
     missed: float | None = None
     elbo: float = float("nan")
     elbo_error: float = float("nan")
+    tail: Tail | None = field(default=None, repr=False)
 
     @cached_property
     def decision(self) -> str:
@@ -114,6 +105,11 @@ class KHat:
         return not np.isnan(self.khat) and (self.khat <= self.threshold or nearly_equal)
 
     @property
+    def doubtful(self) -> bool:
+        """Whether k-hat alone doubts weights that are worth half of the draws: more draws may tell."""
+        return self.khat > self.threshold and self.ess >= HALF * len(self.log_weights)
+
+    @property
     def ended(self) -> bool:
         """Whether no slope of the ELBO stands out of its noise by more than 0.1 sd."""
         return self.slope is None or self.slope.excess <= STEEP
@@ -139,7 +135,7 @@ class KHat:
             )
         if not np.isfinite(self.khat) or self.khat == 0.0:
             return self.log_weights
-        return smoothed(self.log_weights)
+        return smoothed(self.log_weights, self.tail)
 
     @property
     def verdict(self) -> str:
@@ -161,7 +157,7 @@ class KHat:
                 "evaluate the model in float64."
             )
         if self.decision == "intervals":
-            return f"Take the intervals as they are: {self._moves()} ({figures})."
+            return f"Take the intervals as they are: {self._moves()} ({figures}; {BOUNDS})."
         if self.decision == "resample":
             return (
                 f"Resample, do not take the intervals as they are: {self._moves()}. The weights can "
@@ -189,8 +185,8 @@ class KHat:
             return f"KL(q || posterior) is about {max(self.kl, 0.0):.2g} nats"
         (mean, at_mean), (log_sd, at_sd) = self._moved("mean"), self._moved("log_sd")
         if mean <= COARSE_MEAN and log_sd <= COARSE_SD:
-            sds = f"no sd by more than {100 * np.expm1(log_sd):.0f} %"
-            return f"weights move no mean by more than {mean:.2f} sd and {sds}"
+            doubt = "" if self.ok else ", but they are too uneven to rely on that"
+            return f"{right_to(mean, log_sd)} by the weights{doubt}"
         if mean / COARSE_MEAN >= log_sd / COARSE_SD:
             return f"weights move the mean of {at_mean!r} by up to {mean:.2g} sds"
         return f"weights change the sd of {at_sd!r} by a factor of up to {np.exp(log_sd):.2g}"
@@ -201,84 +197,9 @@ class KHat:
         return max(sizes, key=itemgetter(0))
 
 
-def khat(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    *args: Any,
-    num_samples: int = 1000,
-    seed: int | None = None,
-    batch_size: int | None = None,
-    **kwargs: Any,
-) -> KHat:
-    """Whether a trained Pyro guide's draws may be taken as they are: :class:`KHat`.
-
-    The same ``num_samples`` and ``seed`` give the draws of :func:`pyro_ngvi.to_arviz`, which says what
-    the other arguments are. The parameter store and gradients are left alone. Latent sites that are
-    marked ``infer={"enumerate": "parallel"}`` and not in the guide are summed out.
-
-    Raises:
-        ValueError: for fewer than 25 draws, a subsampled plate, a guide that is a point mass in
-            some latent sites or does not sample the model's latent sites, and data outside the
-            support of their site.
-
-    Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> def model():
-        ...     pyro.sample("z", dist.Normal(0.0, 1.0))
-        >>> def narrow():
-        ...     pyro.sample("z", dist.Normal(0.0, 0.3))
-        >>> khat(model, model, seed=0).decision  # an exact guide: all weights are equal
-        'intervals'
-        >>> khat(model, narrow, seed=0).decision
-        'unusable'
-    """
-    with random_state(seed):  # apart: a guide's first run ever may draw more than later ones
-        fitted = Fitted(model, guide, args, kwargs)
-    with random_state(seed):
-        draws = fitted.draw(num_samples, batch_size)
-        found = judge(fitted, draws, batch_size)
-    warn_of_edges(fitted.sites, draws.values)
-    if fixed := draws.point_masses:
-        raise ValueError(
-            f"All draws of {fixed} from the guide are the same point (AutoDelta?). Judge the rest "
-            "given it: pass pyro.poutine.condition(model, data=...) and the guide of the other sites."
-        )
-    return found
-
-
-def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
-    """What the weights of ``draws`` say."""
-    log_ratio = _numbers(draws.log_joint - draws.log_q)
-    found = khat_from_log_weights(log_ratio, draws.rounding)
-    values = {name: _numbers(x) for name, x in draws.sites.items()}
-    weights = found.psis_log_weights if found.ess > 0.0 else found.log_weights
-    missed = None
-    # what depends on enumerated sites has no density of its own to draw from
-    if found.ess > 0.0 and fitted.joint is fitted.model:
-        few = max(len(log_ratio) // 4, MIN_DRAWS)
-        prior = prior_evidence(fitted.model, fitted.latent, few, batch_size)
-        missed = None if prior is None else missed_nats(prior, evidence_of(log_ratio))
-    spread = log_ratio.std(ddof=1) if np.isfinite(log_ratio).all() else np.nan
-    unconstrained = {}
-    for name, x in draws.values.items():
-        try:
-            theta = biject_to(fitted.sites[name]["fn"].support).inv(x)
-        except NotImplementedError:  # discrete, circular: no direction to move along
-            continue
-        if theta.is_floating_point():
-            unconstrained[name] = _numbers(theta)
-    return replace(
-        found,
-        shifts={name: shift_of(x, weights) for name, x in values.items() if x.dtype.kind == "f"},
-        slope=steepest(unconstrained, log_ratio),
-        missed=missed,
-        elbo=float(log_ratio.mean()),
-        elbo_error=float(spread / len(log_ratio) ** 0.5),
-    )
-
-
-def _numbers(x: Tensor) -> np.ndarray:
-    return x.detach().cpu().numpy()
+def right_to(mean: float, log_sd: float) -> str:
+    """How far means and sds are off at most, in words."""
+    return f"means are right to {mean:.2f} sd and sds to {100 * np.expm1(log_sd):.0f} %"
 
 
 def khat_from_log_weights(log_weights: np.ndarray, resolution: float = 0.0) -> KHat:
@@ -312,5 +233,9 @@ def khat_from_log_weights(log_weights: np.ndarray, resolution: float = 0.0) -> K
     if -x.min() <= resolution and resolution > COARSE:
         return KHat(float("nan"), threshold, ess, normalised)
     # equal weights: the guide is the posterior, and there is no tail to fit
-    shape = 0.0 if -x.min() <= resolution else find_tail(x).shape
-    return KHat(shape, threshold, ess, normalised)
+    if -x.min() <= resolution:
+        return KHat(0.0, threshold, ess, normalised)
+    tail = find_tail(x)
+    if tail.shape > threshold and ess >= HALF * len(x) and PART * len(tail.at) >= FEWEST_OF_PART:
+        tail = find_tail(x, PART)
+    return KHat(tail.shape, threshold, ess, normalised, tail=tail)

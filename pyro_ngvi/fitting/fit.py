@@ -10,11 +10,14 @@ from typing import Any
 
 import pyro
 import torch
+from pyro import poutine
 from pyro.infer import SVI
 from torch import Tensor, nn
 
 from ..linalg.host import own_random_state
-from ..runtime.run import Minibatches, run_both
+from ..runtime.checks import check_missing
+from ..runtime.run import Minibatches, run_both, run_plainly
+from ..runtime.store import ModuleParams
 from .advice import Advice, Structure, advise
 from .batches import Batches
 from .checkpoint import collect, read, restore, write
@@ -111,12 +114,15 @@ class Fit(Result):
     def _step(self, bar: Progress) -> bool:
         start = time.perf_counter()
         self._last = args = self.args if self.batches is None else next(self.batches)
+        if not self.steps:
+            with poutine.block(), own_random_state(), torch.no_grad(), ModuleParams():
+                check_missing(run_plainly(self.model, {}, args, self.kwargs, Minibatches()))
         loss: Any = self.svi.step(*args, **self.kwargs)
         ended = self.stop(loss, *args, **self.kwargs)
         if self.stop.reason == "stalled":
             self.stop.polish(*args, **self.kwargs)
         self.record(time.perf_counter() - start)
-        bar.update(float(loss))
+        bar.update()
         return ended
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -9,14 +9,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 from tqdm.auto import tqdm
 
 #: seconds until the first line where the output is no terminal, and by what factor pauses grow
 FIRST_LINE, GROWTH = 10.0, 2.0
-#: share of the last loss in the mean that is shown
-NEWEST = 0.1
+#: losses whose median is shown, at most
+NEWEST = 100
 
 
 class Progress:
@@ -32,17 +33,14 @@ class Progress:
         in_notebook = "notebook" in tqdm.__module__
         self._is_bar = shown and (in_notebook or sys.stderr.isatty())
         self._bar = tqdm(initial=stop.steps, unit="step", disable=not self._is_bar, leave=False)
-        self._mean: float | None = None
         self._first = stop.steps
         self._start = time.monotonic()
         self._next = FIRST_LINE
 
-    def update(self, loss: float) -> None:
-        """After a step."""
+    def update(self) -> None:
+        """After a step that the rule has seen."""
         if not self.shown:
             return
-        if math.isfinite(loss):
-            self._mean = loss if self._mean is None else self._mean + NEWEST * (loss - self._mean)
         if self._is_bar:
             self._bar.total = self.steps_in_all()
             self._bar.set_postfix_str(self._words(), refresh=False)
@@ -72,9 +70,14 @@ class Progress:
         return None if found is None else max(found, stop.steps)
 
     def _words(self) -> str:
-        gap = self.stop.gap
+        """The median ELBO of the last quarter of the steps, and what is left."""
+        gap, losses = self.stop.gap, self.stop.losses
+        last = losses[-max(1, min(len(losses) // 4, NEWEST)) :]
+        finite = [x for x in last if math.isfinite(x)]
+        if not finite:
+            return "ELBO not finite"
         left = f", {gap.nats:.2g} nats to go" if gap is not None and math.isfinite(gap.nats) else ""
-        return f"ELBO {-self._mean:.5g}{left}" if self._mean is not None else "ELBO not finite"
+        return f"ELBO {-median(finite):.5g}{left}"
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import astuple
 from functools import partial
 from html import escape
@@ -185,12 +186,16 @@ class Result:
         return diagnostics.summary(self.idata, **options)
 
     def loo(self, var_name: str | None = None) -> Any:
-        """Leaving out each datum in turn: :func:`pyro_ngvi.diagnostics.loo`.  ``AutoSites`` knows it
-        better: ``fit.guide.loo()``."""
+        """Leaving out each datum in turn, by weights p / q unless the verdict has no use for them:
+        :func:`pyro_ngvi.diagnostics.loo`.  ``AutoSites`` knows it better: ``fit.guide.loo()``."""
         if ("loo", var_name) not in self._kept:
+            verdict = None
+            with suppress(ValueError):  # there is none of a guide that is a point in some sites
+                verdict = self.verdict
             self._kept["loo", var_name] = diagnostics.loo(
                 *(self.model, self.guide, *self.args),
                 **{"num_samples": self._draws, "var_name": var_name, "seed": 0},
+                verdict=verdict,
                 **self.kwargs,
             )
         return self._kept["loo", var_name]

@@ -83,12 +83,30 @@ def _validated_log_prob(site: Site) -> Tensor:
         return site_log_prob(site)[1]
     except ValueError as error:
         value = site["value"]
-        raise ValueError(
-            f"The site {site['name']!r} cannot be evaluated: {error}"
-            + "\nMask NaN, and observe numbers under the mask, whose gradients count: "
-            "poutine.mask(mask=~y.isnan()), obs=torch.nan_to_num(y). Steps of AutoSites alone take NaN."
-            * (isinstance(value, Tensor) and bool(value.isnan().any()))
-        ) from error
+        nan = isinstance(value, Tensor) and bool(value.isnan().any())
+        words = _of_nan(site) if nan else error
+        raise ValueError(f"The site {site['name']!r} cannot be evaluated: {words}") from error
+
+
+def _of_nan(site: Site) -> str:
+    value = site["value"]
+    return (
+        f"{int(value.isnan().sum())} of its {value.numel()} values are NaN. Mask them, and observe "
+        f"numbers under the mask, whose gradients count: poutine.mask(mask=~y.isnan()), "
+        f"obs=torch.nan_to_num(y)."
+    )
+
+
+def check_missing(sites: Sites) -> None:
+    """Refuse NaN among the data: steps of ``AutoSites`` take them, what comes after them does not."""
+    for name, site in sites.items():
+        value = site["value"]
+        if (
+            site_kind(site) == "observed"
+            and isinstance(value, Tensor)
+            and bool(value.isnan().any())
+        ):
+            raise ValueError(f"The site {name!r} cannot be evaluated: {_of_nan(site)}")
 
 
 def check_data(checked: Sites, run_unchecked: Callable[[], Sites]) -> None:

@@ -185,19 +185,24 @@ def test_loo_finds_the_closed_form(data: Any, conjugate: dict[str, Any]) -> None
     assert float(np.max(loo.pareto_k)) < 0.7
 
 
-def test_loo_in_pieces_is_that_of_all_and_compares(data: Any, conjugate: dict[str, Any]) -> None:
+def test_elpd_of_terms_is_arvizs_and_compares(data: Any, conjugate: dict[str, Any]) -> None:
     old = az.__version__.startswith("0.")
-    held = conjugate["log_likelihood"][0]
-    found = shim.loo_in_pieces([held[:, :4], held[:, 4:]], {"unit": N})
     whole: Any = az.loo(data, pointwise=True)
+    terms = "loo_i" if old else "elpd_i"
+    held = conjugate["log_likelihood"][0]
+    of_all = np.log(np.exp(held).mean(0))
+    parts = getattr(whole, terms).values, of_all, whole.pareto_k.values
+    found = shim.elpd_data(*parts, {"unit": N}, DRAWS)
     for name in ("elpd_loo", "se", "p_loo") if old else ("elpd", "se", "p"):
         np.testing.assert_allclose(getattr(found, name), getattr(whole, name), rtol=1e-12)
-    terms = "loo_i" if old else "elpd_i"
-    np.testing.assert_allclose(getattr(found, terms), getattr(whole, terms), rtol=1e-12)
-    assert found.pareto_k.dims == ("unit",) and found.n_data_points == N
-    assert f"{N} observations" in str(found)
-    worse = shim.loo_in_pieces([held - 1.0], {"unit": N})
+    assert getattr(found, terms).dims == found.pareto_k.dims == ("unit",)
+    assert found.n_data_points == N and found.n_samples == DRAWS and not found.warning
+    assert found.good_k == whole.good_k and f"{N} observations" in str(found)
+    worse = shim.elpd_data(parts[0] - 1.0, *parts[1:], {"unit": N}, DRAWS)
     assert list(shim.compare({"worse": worse, "better": found}).index) == ["better", "worse"]
+    with pytest.warns(UserWarning, match=f"greater than 0.70 for 1 of {N} data"):
+        bad = shim.elpd_data(*parts[:2], np.linspace(0.2, 0.75, N), {"unit": N}, DRAWS)
+    assert bad.warning
 
 
 def test_power_scaling_sees_data_and_a_weak_prior(data: Any) -> None:

@@ -83,6 +83,20 @@ def test_how_many_draws_correct_a_fit(share: float, excess: float, decision: str
     assert found.decision == decision
 
 
+def test_a_verdict_contradicts_itself_nowhere() -> None:
+    near = {"z": shift(mean=0.1, log_sd=float(np.log(1.25)))}
+    good = khat_of(weights_of(0.02), shifts=near)
+    assert good.verdict.startswith(
+        "Take the intervals as they are: means are right to 0.10 sd and sds to 25 % by the weights (k"
+    )
+    assert good.verdict.endswith("the bounds are 0.3 sd and 30 %).")
+    uneven = khat_of(weights_of(0.5), khat=0.6, ess=0.2 * S, shifts=near)
+    assert uneven.decision == "resample"
+    assert "sds to 25 % by the weights, but they are too uneven to rely on that." in uneven.verdict
+    far = khat_of(weights_of(0.5), shifts={"z": shift(log_sd=float(np.log(1.4)))})
+    assert "Resample, do not take the intervals as they are: weights change the sd" in far.verdict
+
+
 def test_what_cannot_be_relied_on_is_unusable_and_so_is_a_missed_mode() -> None:
     assert khat_of(weights_of(0.02), khat=0.71).decision == "unusable"
     assert khat_of(weights_of(0.02), khat=float("nan")).decision == "unusable"

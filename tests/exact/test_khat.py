@@ -8,7 +8,7 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoDelta, AutoNormal
 
-from pyro_ngvi.diagnostics import KHat, khat, khat_from_log_weights
+from pyro_ngvi.diagnostics import KHat, khat, khat_from_log_weights, to_arviz
 
 RNG = np.random.default_rng(7)
 LOG_WEIGHTS = {
@@ -157,3 +157,51 @@ def test_point_mass_is_refused() -> None:
 def test_few_draws_are_refused() -> None:
     with pytest.raises(ValueError, match="raise num_samples"):
         khat(target, AutoNormal(target), num_samples=20)
+
+
+def counts(y: torch.Tensor) -> None:
+    rate = pyro.sample("rate", dist.Gamma(y.new_tensor(1.0), y.new_tensor(1.0)))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Poisson(rate), obs=y)
+
+
+def lognormal(y: torch.Tensor) -> None:
+    """The best Gaussian of log(rate) for the posterior, Gamma(5, 6); KL 0.017 nats."""
+    loc, scale = y.new_tensor(5.0 / 6.0).log() - 0.1, 5.0**-0.5
+    pyro.sample("rate", dist.LogNormal(loc, scale))
+
+
+COUNTS = torch.tensor([0.0, 1.0, 2.0, 0.0, 1.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_khat_of_nearly_equal_weights_is_made_sure_of(seed: int) -> None:
+    """Its mean is exact and its sd 5 % too large, and k-hat of 1,000 draws about 3."""
+    found = khat(counts, lognormal, COUNTS, seed=seed)
+    assert found.ok and len(found.log_weights) == 16_000 and "from 16000 draws" in found.verdict
+    data = to_arviz(counts, lognormal, COUNTS, seed=seed)
+    assert data.attrs["khat"] == found.khat and data.attrs["khat_samples"] == 16_000
+    assert data["sample_stats"]["log_weights"].shape == (1, 1000)
+
+
+def test_no_more_draws_than_memory_bears(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyro_ngvi.diagnostics.verdict.MOST", 16_000 * 6 - 1)  # a latent, five data
+    found = khat(counts, lognormal, COUNTS, seed=0)
+    assert found.doubtful and found.khat > 1.0 and len(found.log_weights) == 1000
+    monkeypatch.setattr("pyro_ngvi.diagnostics.verdict.MOST", 16_000 * 7)
+    before = torch.get_rng_state()
+    assert khat(counts, lognormal, COUNTS, seed=0).ok
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_heavy_tails_stay_unusable() -> None:
+    """Student's t of 3 degrees, whose sd is 1.73: a Gaussian of 1.1 misses its tails."""
+
+    def heavy() -> None:
+        pyro.sample("z", dist.StudentT(torch.tensor(3.0), 0.0, 1.0))
+
+    def light() -> None:
+        pyro.sample("z", dist.Normal(torch.tensor(0.0), 1.1))
+
+    found = [khat(heavy, light, seed=seed) for seed in range(8)]
+    assert sum(x.ok for x in found) <= 4 and all(len(x.log_weights) == 16_000 for x in found)

@@ -55,6 +55,23 @@ def test_quantiles_of_a_pareto_tail_stay_what_they_are(k: float) -> None:
     assert np.abs(off).max() < 2 * (pull + (1 + k) / np.sqrt(len(tail.at))) * largest
 
 
+@pytest.mark.parametrize("k", [0.2, 0.5])
+def test_a_pareto_tail_beyond_weights_that_are_nearly_equal(k: float) -> None:
+    """Of 16,000 weights 1.2 % exceed 1 by a Pareto distribution, the others pile up below 1: the 2.4 %
+    that are taken for a tail at first are none, and their upper quarter is."""
+    size, share = 16_000, 0.012
+    p = (np.arange(size) + 0.5) / size
+    above = np.clip((p - 1.0 + share) / share, 0.0, 1.0)
+    raw = np.where(p < 1.0 - share, -0.001 * (1.0 - p), -k * np.log1p(-above))
+    whole = find_tail(raw - raw.max())
+    found = khat_from_log_weights(raw)
+    assert whole.shape > 1.0 and found.ess > 0.5 * size
+    quarter = np.ceil(0.25 * 3 * np.sqrt(size))
+    # within one standard error, and the pull of ten draws towards 1/2, as in test_khat
+    assert abs(found.khat - k) < (1 + k) / np.sqrt(quarter) + 10 / (quarter + 10) * abs(k - 0.5)
+    assert found.ok
+
+
 def test_equal_weights_and_no_tail_stay_as_they_are() -> None:
     # ArviZ says k = inf for equal weights, and leaves them too
     equal = khat_from_log_weights(np.full(400, -3.0))

@@ -196,7 +196,7 @@ def test_data_outside_the_support() -> None:
 
     with pytest.raises(ValueError, match=r"'y' cannot be evaluated: Expected value argument"):
         loss(model, normal_guide, Y)
-    with pytest.raises(ValueError, match=r"'y' cannot be evaluated: Expected value argument"):
+    with pytest.raises(ValueError, match=r"'y' cannot be evaluated: 5 of its 5 values are NaN"):
         loss(model, normal_guide, torch.full((N,), torch.nan))
 
 

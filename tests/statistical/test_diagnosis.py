@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -182,6 +183,45 @@ def test_a_mean_field_guide_of_a_correlated_posterior_is_off() -> None:
     found = fit.diagnosis.sites["w"]
     assert found.is_off and fit.diagnosis.verdict.startswith("Not usable: 'w' has means off by")
     assert (found.log_sd - ratio.log()).abs().max() < 4.0 * found.log_sd_error.max() + 0.15
+
+
+def test_the_unconstrained_scale_counts_too() -> None:
+    """A log-normal with mean and sd of Gamma(2, 1), of whose log the mean is .19 higher and the sd a
+    factor of 1.26 too small; with those of Gamma(0.7, 1) a factor of 1.62."""
+
+    def model(a: float) -> None:
+        pyro.sample("x", dist.Gamma(torch.tensor(a, dtype=torch.float64), 1.0))
+
+    def guide(a: float) -> None:
+        variance = math.log1p(1.0 / a)
+        loc = torch.tensor(math.log(a) - 0.5 * variance, dtype=torch.float64)
+        pyro.sample("x", dist.LogNormal(loc, variance**0.5))
+
+    for a in (2.0, 0.7):
+        found = ngvi.diagnose(model, guide, a, seed=0, num_chains=4000, num_steps=25)
+        x, log_x = found.sites["x"], found.unconstrained["x"]
+        exact = float(torch.polygamma(1, torch.tensor(a, dtype=torch.float64)))
+        ratio = 0.5 * math.log(exact / math.log1p(1.0 / a))
+        assert abs(float(log_x.log_sd) - ratio) < 4.0 * float(log_x.log_sd_error) + 0.05
+        assert not x.is_off and float(x.mean.abs()) < 4.0 * float(x.mean_error)
+    assert log_x.is_off and not log_x.is_good and not found.ok
+    assert "'x, unconstrained' has means off" in found.verdict
+    assert "x, unconstrained (off): means off by" in str(found)
+    same = ngvi.diagnose(gaussian(0.0, 1.0), gaussian(0.0, 1.0))
+    assert same.unconstrained == {}  # the coordinates of a real site are its values
+
+
+def test_a_good_verdict_says_how_good_within_which_bounds() -> None:
+    found = ngvi.diagnose(gaussian(0.0, 1.0), gaussian(0.05, 1.0), seed=0)
+    numbers = re.fullmatch(
+        r"Take the intervals as they are: means are right to (.*) sd and sds to (.*) % by short "
+        r"chains \(the bounds are 0.3 sd and 30 %\)\.",
+        found.verdict,
+    )
+    assert numbers is not None
+    mean, log_sd = found.sites["x"].errors(2.0)
+    assert float(numbers[1]) == pytest.approx(float(mean.max()), abs=0.005)
+    assert float(numbers[2]) == pytest.approx(100.0 * math.expm1(float(log_sd.max())), abs=0.5)
 
 
 def test_it_is_repeatable_and_leaves_no_trace() -> None:
