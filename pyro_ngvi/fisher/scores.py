@@ -37,7 +37,7 @@ from ..runtime.run import (
     run_particles,
     run_plainly,
 )
-from ..runtime.store import leaf_of
+from ..runtime.store import RefuseShadowed, leaf_of
 from .watch import guide_name, takes_arguments, watch
 
 
@@ -140,9 +140,9 @@ class GuideScores:
 
         Raises:
             ValueError: for a guide that computes a site from a draw and from parameters, such as
-                AutoStructured and AutoGaussian.
+                AutoStructured and AutoGaussian; for modules whose names in Pyro's store are taken.
         """
-        with torch.enable_grad(), poutine.block():
+        with torch.enable_grad(), poutine.block(), RefuseShadowed():
             if not self.is_joint:
                 self._refuse_moved_draws()
             log_q, leaves = self.capture(lambda: self._log_q(1))

@@ -216,6 +216,7 @@ class AutoFamily(FirstCall):
         """The lag of each parameter, by name; ``intact``: what :meth:`offset_is_intact` said."""
         if self._lag is None:
             return {}
+        self._lag = {k: self._lag[k].to(p) for k, p in self.natural_params().items()}  # if loaded
         intact = self.offset_is_intact() if intact is None else intact
         if host_bool(intact):
             return dict(self._lag)

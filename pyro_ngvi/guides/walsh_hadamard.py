@@ -76,7 +76,10 @@ class AutoWalshHadamard(AutoProduct):
     Args:
         sites: names of the sites to reparameterise, of any shape with at least one dimension (vectors
             become square matrices).  By default all Gaussian matrix sites, both dimensions above 1,
-            but the last of the model's (n, m) sites, an output layer, if there are two or more.
+            but the last of the model's (n, m) sites, an output layer, if there are two or more: that
+            one keeps its own prior and a mean and an sd for each weight.  So a network 16-256-256-10
+            has 3,594 latent numbers, 8,212 trained; with the last layer named too 1,290, 3,870
+            trained; 72,714 and 145,428 in mean field.
         g: "mean_field" or "full_rank" for q(g) of each site.
         rest: the same for all other sites together.
         g_scale: prior sd of g; 1 keeps the prior variance of each W_ij while the diagonals are signs.

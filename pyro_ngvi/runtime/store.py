@@ -205,9 +205,8 @@ class ModuleParams(Messenger):
         own, name, value = _own(msg), msg["name"], msg["value"]
         if own is None:
             return
-        store = pyro.get_param_store()
-        # a handler such as poutine.substitute may have given another value, for this run alone
-        if value is not own and name in store and store[name] is value:
+        if _is_shadowed(own, msg):
+            store = pyro.get_param_store()
             _check_shape(name, own, value)
             if not (own.is_meta or torch.equal(own, value.to(own))):
                 self._replaced.append(name)
@@ -227,6 +226,30 @@ def _own(msg: Any) -> nn.Parameter | None:
     # under a constraint the store holds another tensor in any case; in a plate it may give some rows
     plain = how.get("constraint") is constraints.real and how.get("event_dim") is None
     return first if plain and isinstance(first, nn.Parameter) else None
+
+
+def _is_shadowed(own: nn.Parameter, msg: Any) -> bool:
+    """Whether Pyro's store holds another tensor by the name of a module's parameter, which it uses."""
+    # a handler such as poutine.substitute may have given another value, for this run alone
+    name, value, store = msg["name"], msg["value"], pyro.get_param_store()
+    return value is not own and name in store and store[name] is value
+
+
+class RefuseShadowed(Messenger):
+    """Around a run of a guide: refuse modules whose parameters Pyro's store does not hold.
+
+    ``pyro.module`` registers parameters by name, and a second module of the same names goes on with its
+    own: SVI would step those of the first.
+    """
+
+    def _pyro_post_param(self, msg: Any) -> None:
+        own = _own(msg)
+        if own is not None and _is_shadowed(own, msg):
+            raise ValueError(
+                f"Pyro's store holds another module's {msg['name']!r}: steps would move that one. Call "
+                f"pyro.clear_param_store() before the first step of a second guide, or make it of a "
+                f"subclass."
+            )
 
 
 def leaf_of(value: Any) -> Tensor:

@@ -394,3 +394,30 @@ def test_minibatches_must_be_an_iterable_that_lasts() -> None:
     assert [next(batches) for _ in range(2)] == [(1,), (2,)]
     with pytest.raises(ValueError, match="at minibatch 2 of an epoch, and this loader has 1"):
         Batches([(1,)]).load_state_dict(batches.state_dict())
+
+
+def test_a_file_of_a_gpu_is_read_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file says of its tensors that they lie on cuda:0, as torch.save writes there, and holds a
+    GPU's random state.  (Nothing is computed on a GPU.)"""
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+
+    def loop() -> Loop:
+        guide = ngvi.AutoMeanFieldNormal(regression)
+        return Loop(lambda: SVI(regression, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(4)), (X, y))
+
+    run = loop()
+    run.take(3)
+    with monkeypatch.context() as gpu:
+        gpu.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        gpu.setattr(torch.cuda, "is_initialized", lambda: True)
+        gpu.setattr(torch.cuda, "get_rng_state_all", lambda: [torch.get_rng_state()])
+        run.save(tmp_path / "run")
+    with pytest.raises(RuntimeError, match="CUDA"):
+        torch.load(tmp_path / "run", weights_only=True)
+    expected = run.take(2)
+    other = loop()
+    other.load(tmp_path / "run")
+    assert other.take(2) == expected

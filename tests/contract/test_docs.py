@@ -3,6 +3,7 @@
 Building the site (`make docs`) runs the code on its pages and checks its links.
 """
 
+import ast
 import inspect
 import re
 from collections.abc import Iterator
@@ -87,3 +88,17 @@ def test_notebooks_are_stored_as_they_ran(path: Path) -> None:
     outputs = [output for cell in code for output in cell.outputs]
     assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
     assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+def test_nothing_but_the_progress_of_a_fit_is_printed_or_logged() -> None:
+    """The package tells by warnings; :mod:`pyro_ngvi.fitting.progress` states the choice."""
+    found = set()
+    root = DOCS.parent / "pyro_ngvi"
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            prints = isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"
+            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if prints or any(m.split(".")[0] == "logging" for m in modules):
+                found.add(path.relative_to(root).as_posix())
+    assert found == {"fitting/progress.py"}

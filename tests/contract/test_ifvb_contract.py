@@ -197,6 +197,34 @@ def test_parameters_without_scores_need_somebody():
         svi.step(X, y)
 
 
+def test_a_second_flow_of_the_same_names_is_refused_and_works_after_a_clear():
+    """Pyro's AutoIAFNormal is called that each time, and would train the network of the first."""
+    X, y = data()
+
+    def second(kind: Any) -> Any:
+        guide = kind(regression, hidden_dim=[4])
+        optim = ngvi.IFVB(guide, others=Adam({"lr": 0.01}))
+        return guide, SVI(regression, guide, optim, Trace_ELBO())
+
+    class Renamed(AutoIAFNormal):
+        pass
+
+    for kind in (AutoIAFNormal, Renamed):
+        guide, svi = second(kind)
+        svi.step(X, y)
+        before = [p.clone() for p in guide.transform.parameters()]
+        svi.step(X, y)
+        assert all(
+            (p != b).any() for p, b in zip(guide.transform.parameters(), before, strict=True)
+        )
+    guide, svi = second(AutoIAFNormal)
+    with pytest.raises(ValueError, match=r"store holds another module's.*clear_param_store\(\)"):
+        svi.step(X, y)
+    pyro.clear_param_store()
+    svi.step(X, y)
+    assert len(list(guide.parameters())) == len(list(pyro.get_param_store()))
+
+
 def test_function_with_arguments_is_refused_unless_it_remembers_them():
     def guide(X, y): ...
 

@@ -11,6 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer import SVI
 from torch import Tensor
 
 from benchmarks.baselines import PaperWindow
@@ -25,7 +26,7 @@ from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
 from pyro_ngvi.optim.schedules import as_schedule
 from pyro_ngvi.optim.state import flat
 from tests import registry
-from tests.contract.registry import GUIDES, D, N, data
+from tests.contract.registry import GUIDES, D, N, data, regression
 from tests.covering import covering
 from tests.registry import some
 
@@ -182,6 +183,28 @@ def test_step_of_svi(kind: str, averaging: bool) -> None:
     assert loss.device.type == "meta"
     assert all(p.device.type == "meta" for p in guide.natural_params().values())
     assert guide.sampling_posterior().mean.device.type == "meta"
+
+
+@pytest.mark.parametrize("kind", ["mean field", "full rank"])
+def test_a_state_from_the_cpu_goes_to_the_device_of_the_guide(kind: str) -> None:
+    """As a checkpoint that goes on a GPU: all of it, the offset of an average too."""
+    guide = GUIDES[kind](regression)
+    optim, elbo = NGVB(guide, averaging=True), BatchedELBO(4)
+    svi = SVI(regression, guide, optim, elbo)
+    for _ in range(3):
+        svi.step(*data())
+    state = optim.get_state()
+    assert state["natural"][""]["lag"]
+    guide.to("meta")
+    optim = NGVB(guide, averaging=True)
+    optim.set_state(state)
+    args: list[Any] = [x.to("meta") for x in data()]
+    with pyro.validation_enabled(False):
+        assert guide.sampling_posterior().mean.device.type == "meta"
+        elbo.loss_and_grads(regression, guide, *args)
+        optim(set(guide.natural_params().values()))
+    now = flat(optim.get_state()["natural"])
+    assert all(v.device.type == "meta" for v in now.values() if v.is_floating_point())
 
 
 def test_a_value_of_a_meta_tensor_can_not_be_read() -> None:

@@ -261,6 +261,24 @@ def test_which_sites() -> None:
     assert svi.step(*data()) < float("inf")
 
 
+def test_numbers_with_and_without_an_output_layer() -> None:
+    """Those that the docstring states."""
+    sizes = ((16, 256), (256, 256), (256, 10))
+    layers = [m for n, k in sizes for m in (torch.nn.Linear(n, k), torch.nn.ReLU())][:-1]
+    net = torch.nn.Sequential(*layers)
+    model = ngvi.nn.bayesianize(net, "normal", num_data=20, noise=0.1)
+    x, y = torch.randn(20, 16), torch.randn(20, 10)
+    assert sum(p.numel() for p in net.parameters()) == 72_714 == 145_428 // 2
+    for sites, numbers in (
+        (None, (3_594, 8_212)),
+        (["0.weight", "2.weight", "4.weight"], (1_290, 3_870)),
+    ):
+        pyro.clear_param_store()
+        guide = AutoWalshHadamard(model, sites, init_loc_fn=model.init_to_module)
+        guide(x, y)
+        assert (guide.latent_dim, sum(p.numel() for p in guide.parameters())) == numbers
+
+
 def test_start() -> None:
     """At the nearest matrix of that form, as long as the one asked for."""
     W = torch.randn(ROWS, COLUMNS)
