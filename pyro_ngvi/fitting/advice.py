@@ -42,8 +42,6 @@ LOOKALIKES = ("pyro.optim.", "torch.optim")
 FULL_RANK, FACTOR = 1_000, 100_000
 #: priors that :class:`~pyro_ngvi.AutoSites` alone follows to new inputs
 PROCESSES = GaussianProcess, GaussianStateSpace
-#: units, and latent variables, from which on they are taken for themselves
-UNITS, MANY = 20, 100
 
 
 class Structure:
@@ -56,8 +54,10 @@ class Structure:
             found = run_plainly(model, {}, args, kwargs, Minibatches())
         latents = [s for s in found.values() if is_latent(s) and not is_marked(s)]
         latents = [s for s in latents if not s["fn"].support.is_discrete]
-        sizes = [biject_to(s["fn"].support).inv(s["value"]).numel() for s in latents]
-        self.d = sum(sizes)
+        self.sizes = {
+            s["name"]: biject_to(s["fn"].support).inv(s["value"]).numel() for s in latents
+        }
+        self.d = sum(self.sizes.values())
         priors = [s["name"] for s in latents if isinstance(innermost(s["fn"]), PROCESSES)]
         self.process = next(iter(priors), None)
         self.data = sum(s["value"].numel() for s in found.values() if s["is_observed"])
@@ -87,8 +87,10 @@ class Structure:
             return sites.AutoSites, f"for the process {self.process}"
         units, d = self.units, self.d
         if units is not None:
-            size = max(d, units.size * units.width)  # there may be a minibatch of them in d
-            if units.size >= UNITS and size >= MANY:
+            inside = units.size * units.width  # of which d may have a minibatch
+            beside = sum(self.sizes.get(name, 0) for name in units.globals)
+            wanted = units.pooled or inside + beside > FULL_RANK
+            if wanted and beside <= min(inside, FULL_RANK):
                 return AutoHierarchical, f"for {str(units)[:100]}"
         why, normal = f"for {d:,} latent variable{'s' * (d != 1)}", guides.AutoFullRankNormal
         if d > FULL_RANK:
@@ -147,10 +149,11 @@ def advise(
     What is given is kept, the rest goes with it:
 
     * guide: :class:`~pyro_ngvi.AutoSites` where a latent site is a Gaussian process or a chain of this
-      package, and it takes the model; :class:`~pyro_ngvi.AutoHierarchical` where 20 or more units have
-      Gaussian latent variables of their own, with 100 latent variables or more in all; else a Gaussian
-      over all of them: :class:`~pyro_ngvi.AutoFullRankNormal` up to 1,000,
-      :class:`~pyro_ngvi.AutoFactorNormal` up to 100,000, :class:`~pyro_ngvi.AutoMeanFieldNormal` above.
+      package, and it takes the model; :class:`~pyro_ngvi.AutoHierarchical` where at least half of the
+      latent variables are Gaussian ones of units whose prior depends on the others, of which there are
+      at most 1,000 (whatever it depends on, above 1,000 in all); else a Gaussian over all of them:
+      :class:`~pyro_ngvi.AutoFullRankNormal` up to 1,000, :class:`~pyro_ngvi.AutoFactorNormal` up to
+      100,000, :class:`~pyro_ngvi.AutoMeanFieldNormal` above.
     * optimizer: :class:`~pyro_ngvi.NGVB` where the family knows its Fisher matrix, ``CVI`` for sites,
       ``SPRING`` for flows, ``IFVB`` for any other guide.
     * loss: :class:`~pyro_ngvi.BatchedELBO` of 8 particles, with the curvature that the optimizer asks

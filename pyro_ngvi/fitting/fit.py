@@ -20,7 +20,7 @@ from ..runtime.run import Minibatches, run_both, run_plainly
 from ..runtime.store import ModuleParams
 from .advice import Advice, Structure, advise
 from .batches import Batches
-from .checkpoint import collect, read, restore, write
+from .checkpoint import called, collect, read, restore, write
 from .ladder import climb
 from .progress import Progress, signals
 from .result import Result
@@ -204,6 +204,7 @@ def fit(
             the best of several: the one that would be chosen, then :class:`~pyro_ngvi.AutoHierarchical`
             where there are units, then :class:`~pyro_ngvi.AutoCouplingFlow` up to 100 latent variables,
             until draws of one may be taken as they are, or it gains no more than its standard error.
+            The first takes a minute at most, and goes on in the end if it was the best.
         optim: an optimizer, a class (or function of the guide), or the name of one of this package.
         loss: a loss of Pyro's or of this package.
         num_particles: draws of a step, for the loss that is chosen.
@@ -245,9 +246,12 @@ def fit(
     how["callbacks"] = list(callbacks)
 
     def one(guide: Any, max_time: float | None, best: Fit | None = None) -> Fit:
+        if best is not None and guide is None:
+            how["max_steps"] = None if max_steps is None else max_steps - best.steps
+            return best.resume(max_time=max_time, checkpoint=checkpoint, **how)
         advice = advise(model, *first, guide=guide, **parts, **kwargs)
         if by_ladder:
-            advice.reasons = (f"{guide.__name__}, by the ladder", *advice.reasons[1:])
+            advice.reasons = (f"{called(guide)}, by the ladder", *advice.reasons[1:])
         made = Fit(advice, args, kwargs, data, tol)
         # the file holds the best that has ended
         path = checkpoint if best is None else None

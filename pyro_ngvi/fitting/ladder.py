@@ -23,6 +23,8 @@ from .advice import Structure
 FLOW = 100
 #: how much more time the next guide may take than all before it, and seconds that it may in any case
 PATIENCE, SECONDS = 4.0, 10.0
+#: seconds of the first guide, while others wait
+FIRST = 60.0
 
 
 @dataclass(frozen=True)
@@ -71,27 +73,32 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
     best guide before it by the standard error of the difference.  Where the model has parameters of its
     own, which every guide would train, the first guide is all.
 
-    A guide after the first takes at most four times as long as those before it, or ten seconds.
+    The first guide takes at most a minute, and goes on after the others if it was the best.  Each of
+    these takes at most four times as long as those before it, or ten seconds.
 
     Args:
         structure: what is known of the model.
-        fit: ``fit(guide, max_time, best)`` gives a fit; ``best``: that of the guides before.
+        fit: ``fit(guide, max_time, best)`` gives a fit; ``best``: that of the guides before, or with
+            no guide the one to go on with.
         max_time: seconds in all.
     """
+    choices, total = [*guides(structure)], math.inf if max_time is None else max_time
+    choices = choices[:1] if len(choices) > 1 and _has_params(structure) else choices
     best: Any = None
-    rungs, start = [], time.monotonic()
-    for guide in guides(structure):
+    fits, rungs, start = [], [], time.monotonic()
+    for guide in choices:
         began = time.monotonic()
-        limit = max_time
-        if best is not None:
-            limit = max(SECONDS, PATIENCE * (began - start))
-            limit = limit if max_time is None else min(limit, max_time - (began - start))
-            if limit <= 0.0:
-                break
+        if not rungs:
+            limit = min(FIRST if len(choices) > 1 else math.inf, total)
+        else:
+            limit = min(max(SECONDS, PATIENCE * (began - start)), total - (began - start))
+        if limit <= 0.0:
+            break
         found = best
         try:
             found = fit(guide, limit, best)
-            decision, k = found.verdict.decision, found.khat
+            fits.append(found)
+            rung = _rung(guide.__name__, found, began)
         except (ValueError, TypeError, RuntimeError) as error:
             # a minibatch has no verdict, and a rule may refuse a guide
             if found is None:
@@ -100,18 +107,26 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
             warnings.warn(message[:240], UserWarning, stacklevel=3)
             best = best or found
             break
-        why, seconds = str(found.why_stopped), time.monotonic() - began
-        rungs.append(Rung(guide.__name__, k.elbo, k.elbo_error, k.khat, decision, why, seconds))
-        gain = math.inf if best is None else k.elbo - best.khat.elbo
-        error = 0.0 if best is None else math.hypot(k.elbo_error, best.khat.elbo_error)
-        good = decision == "intervals"
+        rungs.append(rung)
+        gain = math.inf if best is None else rung.elbo - best.khat.elbo
+        error = 0.0 if best is None else math.hypot(rung.error, best.khat.elbo_error)
+        good = rung.decision == "intervals"
         best = found if gain > 0.0 or (good and gain > -error) else best
-        if good or gain < error or why in ("interrupted", "terminated"):
+        if good or gain < error or rung.why_stopped in ("interrupted", "terminated"):
             break
-        if _has_params(structure):
-            break
+    left = total - (time.monotonic() - start)
+    hurried = len(choices) > 1 and fits[0].why_stopped == "max_time"
+    if hurried and fits.index(best) == 0 and left > 0.0:
+        began = time.monotonic()
+        best = fit(None, left, best)
+        rungs = [_rung(rung.guide, best, began - rung.seconds) for rung in rungs[:1]] + rungs[1:]
     best.rungs = tuple(rungs)
     return best
+
+
+def _rung(guide: str, found: Any, began: float) -> Rung:
+    decision, k, seconds = found.verdict.decision, found.khat, time.monotonic() - began
+    return Rung(guide, k.elbo, k.elbo_error, k.khat, decision, str(found.why_stopped), seconds)
 
 
 def _has_params(structure: Structure) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import diagnostics
 from ..diagnostics import Diagnosis, KHat
 from ..diagnostics.draws import guide_draws, random_state
+from ..hierarchy import AutoHierarchical
 from ..runtime.run import CannotBatch
 from .advice import Structure
 from .ladder import Rung
@@ -141,6 +142,16 @@ class Result:
                 self._kept["chains"] = None
         return self.khat
 
+    @property
+    def _verdict_in_words(self) -> str:
+        """The verdict, and the guide that knows of units where another is not to be believed."""
+        verdict, units = self.verdict, None
+        if not verdict.ok and not isinstance(self.guide, AutoHierarchical):
+            units = self._structure.units
+        if units is None or not units.pooled:
+            return verdict.verdict
+        return f'{verdict.verdict} There are {str(units)[:100]}: pass guide="AutoHierarchical".'
+
     def _need_all_data(self) -> None:
         if self.batches is not None and not (self.args or self.kwargs):
             raise ValueError(
@@ -181,8 +192,7 @@ class Result:
 
     def summary(self, **options: Any) -> Any:
         """ArviZ's table with the verdict under it: :func:`pyro_ngvi.summary`."""
-        verdict = self.verdict
-        self.idata.attrs.update(decision=verdict.decision, verdict=verdict.verdict)
+        self.idata.attrs.update(decision=self.verdict.decision, verdict=self._verdict_in_words)
         return diagnostics.summary(self.idata, **options)
 
     def loo(self, var_name: str | None = None) -> Any:
@@ -252,8 +262,7 @@ class Result:
         left = f", {gap.nats:.2g} +- {gap.error:.1g} nats to go" if gap is not None else ""
         lines.append(f"{self.why_stopped} after {self.steps} steps, {self.seconds:.2g} s{left}")
         try:
-            verdict = self.verdict.verdict
-            elbo, error = self.elbo
+            verdict, (elbo, error) = self._verdict_in_words, self.elbo
             lines.append(f"ELBO {elbo:.2f} +- {error:.2f} nats. {verdict}")
         except Exception as error:  # whatever the guide or the model says of these arguments
             lines.append(f"No verdict: {error}")

@@ -20,9 +20,10 @@ from ..losses import BatchedELBO
 from ..optim.host import NaturalGradientOptim, find_blocks
 from ..runtime.run import CannotBatch
 from ..runtime.store import traced_params
+from ..sites import CVI
 from .batches import Batches
 from .gap import CG_STEPS, Gap, GapMeter
-from .trimmed import trimmed_mean
+from .losses import still_to_fall, trimmed_mean
 from .twin import Twin, has_twin
 
 #: the first step after which to look
@@ -53,7 +54,8 @@ class StopRule:
     that ``vmap`` can run.  Any optimizer will do.  For other guides (flows, sites, hierarchies), or
     where the model has parameters of its own, the rule says "settled" in its place: the trimmed mean of
     the losses of the last quarter of the steps is no more than ``tol`` below that of that before,
-    by a standard error of at most tol / 2.  That says nothing of what is still to gain where a rate is
+    by a standard error of at most tol / 2; or sweeps of ``CVI`` over all data have no more to fall, by
+    the ratio of their last falls.  That says nothing of what is still to gain where a rate is
     too small, or too large to settle near the optimum.
 
     It looks when the losses have ceased to fall: after step 5 at first, and then after 10 to 25 % more
@@ -168,6 +170,9 @@ class StopRule:
     def _look(self, args: Any, kwargs: Any) -> str | None:
         fall, error = self._fall()
         self._next = self.steps + max(1, self.steps // 10)
+        sweeps = isinstance(self.svi.optim, CVI) and self.svi.optim.sweeps
+        if sweeps and still_to_fall(self.losses) <= self.tol:
+            return "settled"
         if fall > self.tol + 2.0 * error:
             return None
         gap, meter = None, self._meter(args, kwargs)
@@ -175,7 +180,6 @@ class StopRule:
             gap = meter and meter(self.tol, max(MOST_GRADIENTS, self.steps))
         if gap is None:
             flat = self._is_flat(fall, error)
-            # losses without noise, as those of sites, are flat early
             enough = self.steps >= SETTLED or flat
             if enough and fall + error <= self.tol and error <= 0.5 * self.tol:
                 return "settled"

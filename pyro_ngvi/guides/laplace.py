@@ -20,6 +20,9 @@ nearest member of the family,
 by a few draws of q.  By Bonnet's and Price's theorems dELBO/dm = -E_q grad f and
 dELBO/dSigma = (P - E_q hess f) / 2, so that its fixed points are the stationary points of the ELBO in
 the family (Opper & Archambeau 2009; with a learning rate it is VON, Khan & Lin 2017).
+
+**Instead**, where one path alone leads to the best, far from the posterior: natural-gradient steps from
+the start that was to be replaced, as much work as a path was, if they reach a larger ELBO.
 """
 
 from __future__ import annotations
@@ -37,15 +40,14 @@ from ..families.base import Tensors, centred
 from ..families.full_rank import FullRankNormal
 from ..linalg.hessian import ROWS, bfgs, derivatives, eigen_abs
 from ..linalg.host import own_random_state
+from ..optim.ngvb import make_rule
 
 LogDensity = Callable[[Tensor], Tensor]  # theta (S, d) to (S,)
 
 #: the d above which there is one point to start from, and the largest d
 MANY, LARGEST = 64, 500
-#: points to start from where all lead to one ELBO
-STARTS = 4
-#: else: at least, and until so many have led to the best ELBO; at most
-AGAIN, NEAR, MORE_STARTS = 6, 3, 32
+#: points where all lead to one ELBO; else at least, until so many led to the best ELBO, and at most
+STARTS, AGAIN, NEAR, MORE_STARTS = 4, 6, 3, 32
 #: evaluations after which no other path begins
 BUDGET = 8_000
 #: Gaussians in a row without a larger ELBO that end a path
@@ -58,8 +60,6 @@ DRAWS, COMPARED, FINAL, FINALISTS = 8, 32, 256, 3
 DECREASE, GAIN = 0.05, 0.1
 #: nats within which two ELBOs are those of one mode
 SAME = 1.0
-#: spread by dimension above which a Gaussian from one point is none to start from
-FAR = 0.1
 FULL = FullRankNormal()
 
 
@@ -70,7 +70,8 @@ class Found:
     Attributes:
         params: of the member of the family with the largest ELBO; ``None`` if none beats the one that
             the search was to replace.
-        elbos: nats, the largest ELBO from each point; -inf where there is none.
+        elbos: nats, the largest ELBO from each point, then by natural-gradient steps, where these were
+            taken; -inf where there is none.
         given: nats, the ELBO of the member to replace.
         evaluations: of the log density at a point; a gradient, or a row of a Hessian, counts as one.
     """
@@ -258,36 +259,37 @@ class Search:
 
     def run(self, family: Any, given: Tensors, points: Iterable[Tensor]) -> Found:
         """See :func:`best_gaussian`."""
-        reached: list[float] = []
+        reached, near = [], 0
         for point in islice(points, MORE_STARTS if self.d <= MANY else 1):
             end = self.visit(point)
             reached.append(-torch.inf if end is None else end.elbo)
             near = sum(elbo > max(reached) - SAME for elbo in reached)
-            if near == len(reached) == STARTS or (len(reached) >= AGAIN and near >= NEAR):
-                break
-            if self.evaluations > BUDGET:
+            enough = near == len(reached) == STARTS or (len(reached) >= AGAIN and near >= NEAR)
+            if enough or self.evaluations > BUDGET:
                 break
         best = self.final()
-        # from one point alone, and no step on expectations: a Gaussian that is far from the posterior
-        # may be on its way to a mode without mass, as that of a scale whose effects are all equal
-        if best is not None and self.d > MANY and best.spread > FAR * self.d:
-            best = None
-        before = lower(self.log_ratio(family, given, COMPARED))
-        params = None if best is None else self.member(best, family)
-        # its ELBO may be the noise of a few draws, if it is far from the posterior
-        if params is not None and not lower(self.log_ratio(family, params, COMPARED), 2.0) > before:
-            params = None
+        before, found = lower(self.log_ratio(family, given, COMPARED)), []
+        if best is not None:
+            found.append(self.member(best, family))
+            # where no other point leads may be no mass, as with a scale of 0 and effects that are equal
+            if near == 1 and best.spread > SAME:
+                steps = self.evaluations // (DRAWS * len(reached))
+                found.append(ascended(lambda z: -self.f(z), family, given, steps))
+                reached.append(lower(self.log_ratio(family, found[-1], COMPARED)))
+        # an ELBO may be the noise of a few draws, if q is far from the posterior
+        elbos = [lower(self.log_ratio(family, q, COMPARED), 2.0) for q in found]
+        params = found[elbos.index(max(elbos))] if max(elbos, default=before) > before else None
         return Found(params, tuple(reached), before, self.evaluations)
 
     def final(self) -> Gaussian | None:
         """The best of the ends, if one has an ELBO."""
         best = sorted(self.ends, key=lambda q: -q.elbo)[:FINALISTS]
         best = [q for q in best if q.elbo > -torch.inf]
-        if len(best) > 1:
-            params = [FULL.matched(q.loc, q.precision) for q in best]
-            elbos = [lower(self.log_ratio(FULL, p, FINAL), 2.0) for p in params]
-            return best[elbos.index(max(elbos))]
-        return best[0] if best else None
+        if len(best) < 2:
+            return best[0] if best else None
+        params = [FULL.matched(q.loc, q.precision) for q in best]
+        elbos = [lower(self.log_ratio(FULL, p, FINAL), 2.0) for p in params]
+        return best[elbos.index(max(elbos))]
 
     def member(self, q: Gaussian, family: Any) -> Tensors:
         """The nearest member of the family, by steps on its own expectations where that pays."""
@@ -304,6 +306,26 @@ class Search:
 def holder(known: Iterable[Gaussian], theta: Tensor) -> Gaussian | None:
     """The first that holds theta (d,)."""
     return next((q for q in known if q.holds(theta)), None)
+
+
+def ascended(density: LogDensity, family: Any, params: Tensors, steps: int) -> Tensors:
+    """What so many steps of NGVB make of ``params``, of a seed of its own, if its ELBO is no lower."""
+    rule = make_rule(family, averaging=False)
+
+    def loss(q: Tensors, fixed: Tensors, n: int) -> Tensor:
+        z = family.draw(q, torch.Size((n,)))
+        return (family.log_prob(fixed, z) - density(z)).mean()
+
+    with own_random_state(0), torch.no_grad():
+        before, now, state = loss(params, params, FINAL), params, rule.init(params)
+        for _ in range(steps):
+            leaves = {name: v.detach().requires_grad_() for name, v in now.items()}
+            with torch.enable_grad():
+                found = torch.autograd.grad(loss(leaves, now, DRAWS), [*leaves.values()])
+            now, state, _ = rule.update(now, dict(zip(leaves, found, strict=True)), state)
+        after = loss(now, now, FINAL)
+    better = torch.isfinite(after) & ~(after > before)
+    return {name: torch.where(better, v, params[name]) for name, v in now.items()}
 
 
 def lower(ratio: Tensor, errors: float = 0.0) -> float:

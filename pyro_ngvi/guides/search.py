@@ -17,14 +17,13 @@ from torch.distributions import biject_to
 
 from ..families.base import Family, Tensors
 from ..linalg.host import own_random_state
-from ..optim.ngvb import make_rule
 from ..runtime.model_density import ModelDensity
 from ..runtime.pyro_adapter import is_marked, model_as_given, unblocked
 from .centers import init_to_center
-from .laplace import LARGEST, Found, best_gaussian
+from .laplace import LARGEST, Found, ascended, best_gaussian
 
-#: steps and draws of the Gaussian start
-STEPS, DRAWS = 200, 8
+#: steps of the Gaussian start
+STEPS = 200
 #: largest d for which a guide searches unasked
 UNASKED = 200
 
@@ -167,23 +166,4 @@ def find_gaussian(guide: Any, family: Family, params: Tensors, args: Any, kwargs
     If they end with a lower ELBO than they began, or none, ``params`` comes back.
     """
     model = _model_alone(guide, _sites(guide, args, kwargs))
-    density = ModelDensity(model, tuple(args), kwargs)
-    rule = make_rule(family, averaging=False)
-
-    def loss(q: Tensors, fixed: Tensors, n: int) -> Tensor:
-        z = family.draw(q, torch.Size((n,)))
-        return (family.log_prob(fixed, z) - density(z)).mean()
-
-    with own_random_state(0), torch.no_grad():
-        before = loss(params, params, 32 * DRAWS)
-        now, state = params, rule.init(params)
-        for _ in range(STEPS):
-            leaves = {name: v.detach().requires_grad_() for name, v in now.items()}
-            with torch.enable_grad():
-                value = loss(leaves, now, DRAWS)
-                found = torch.autograd.grad(value, list(leaves.values()))
-            grads = dict(zip(leaves, found, strict=True))
-            now, state, _ = rule.update(now, grads, state)
-        after = loss(now, now, 32 * DRAWS)
-    better = torch.isfinite(after) & ~(after > before)
-    return {name: torch.where(better, v, params[name]) for name, v in now.items()}
+    return ascended(ModelDensity(model, tuple(args), kwargs), family, params, STEPS)

@@ -45,6 +45,9 @@ def probed(call: Call, units: Units, sites: Sites, latent: Sites) -> Units:
     masks = digit_masks(count, torch.device("cpu"))[: 2 * count - 2]
     units = replace(units, dependent=_are_dependent(call, units, values, u, masks))
     units = _with_effects(call, units, sites, values, elsewhere, (e, u, masks))
+    here, there = (_given(call, units, at).priors for at in (values, elsewhere))
+    stays = same(here.linear, there.linear) and same(here.precision, there.precision)
+    units = replace(units, pooled=not stays)
     e, u = _finite_moves(call, units, values, e, u)
     _check_data(call, units, values, e, u, masks)
     if not _is_smooth(call, units, values, e, u):

@@ -34,6 +34,7 @@ class Units:
     globals, as u = m + s z: sites are on u then.
     ``followed``: globals that sites follow, since the slope of the data in the units depends on them.
     ``smooth``: whether no gradient of what is observed was seen to jump.
+    ``pooled``: whether the prior of sites, or of the effects in their place, depends on the globals.
     """
 
     plate: str
@@ -45,6 +46,7 @@ class Units:
     effects: Mapping[str, LocalSite] = field(default_factory=dict)
     followed: tuple[str, ...] = ()
     smooth: bool = True
+    pooled: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:

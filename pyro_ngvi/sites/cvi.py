@@ -249,6 +249,7 @@ class CVI(NaturalGradientOptim):
             raise ValueError(f"lr is a share of the way to the targets, in (0, 1], got {lr!r}.")
         self.lr = float(lr)
         self._editions: dict[str, int] = {}
+        self._whole = False
         super().__init__(guide, others)
         if not self._rules:
             raise ValueError(
@@ -288,6 +289,7 @@ class CVI(NaturalGradientOptim):
     def _step_block(self, path: str, block: SiteGuide, tensors: dict[str, Any]) -> None:
         targets, algebra = block.take_curvature(), block.algebra
         self._check_curvature(block, targets)
+        self._whole = targets.whole
         before = self._state_of(path, block, {n: p.detach() for n, p in tensors.items()})
         step, state, report = self._rules[path].step(algebra, targets, before, block.fresh)
         algebra.evidence = step.evidence
@@ -320,6 +322,12 @@ class CVI(NaturalGradientOptim):
                 RuntimeWarning,
                 stacklevel=4,
             )
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether the last step was one of a fixed-point iteration: of all data, without draws, and
+        with no parameters beside the sites."""
+        return self._whole and not self._has_others
 
     def report(self, path: str | None = None) -> SweepReport:
         """What the last step did.  Waits for the device, so do not call it at every step on a GPU."""

@@ -297,13 +297,33 @@ def wide(d: int) -> None:
 
 def test_advice_by_the_structure_of_the_model() -> None:
     assert ngvi.advise(logistic, A, b).guide is ngvi.AutoFullRankNormal
-    assert ngvi.advise(units, torch.ones(8)).guide is ngvi.AutoFullRankNormal
-    found = ngvi.advise(units, torch.ones(200))
+    found = ngvi.advise(units, torch.ones(8))
     assert found.guide is ngvi.AutoHierarchical
-    assert str(found).startswith("AutoHierarchical, for 200 units of 1 latent variable (u)")
+    assert str(found).startswith("AutoHierarchical, for 8 units of 1 latent variable (u)")
     assert found.loss.num_particles == 16
+    # a single unit and two globals: most latent variables are no unit's
+    assert ngvi.advise(units, torch.ones(1)).guide is ngvi.AutoFullRankNormal
     assert ngvi.advise(wide, 1001).guide is ngvi.AutoFactorNormal
     assert ngvi.advise(wide, 100_001).guide is ngvi.AutoMeanFieldNormal
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_units_are_taken_for_themselves_where_their_prior_tells_of_the_globals(named: bool) -> None:
+    """Of a non-centred effect: where it has a name.  Else a site for each unit would have to follow a
+    product of z and s, which no Gaussian does, and one over all of them suits."""
+
+    def noncentred(y: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 5.0))
+        s = pyro.sample("s", dist.HalfNormal(5.0))
+        with pyro.plate("units", len(y)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            u = pyro.deterministic("u", m + s * z) if named else m + s * z
+            pyro.sample("y", dist.Normal(u, 2.0), obs=y)
+
+    wanted = ngvi.AutoHierarchical if named else ngvi.AutoFullRankNormal
+    assert ngvi.advise(noncentred, torch.arange(30.0)).guide is wanted
+    # beyond what one Gaussian over all of them takes it is the units' turn
+    assert ngvi.advise(noncentred, torch.arange(1001.0)).guide is ngvi.AutoHierarchical
 
 
 def test_a_process_has_sites_where_they_take_the_model() -> None:
@@ -581,10 +601,41 @@ def test_it_stays_where_the_first_guide_will_do() -> None:
 
 
 def test_the_best_of_the_guides_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noncentred(y: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 5.0))
+        s = pyro.sample("s", dist.HalfCauchy(5.0))
+        with pyro.plate("units", len(y)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(m + s * z, 2.0), obs=y)
+
     monkeypatch.setattr("pyro_ngvi.fitting.ladder.FLOW", 0)
-    fit = ngvi.fit(units, torch.linspace(-3.0, 3.0, 8), guide="auto", seed=0)
+    fit = ngvi.fit(noncentred, torch.linspace(-3.0, 3.0, 8), guide="auto", seed=0)
     assert [rung.guide for rung in fit.rungs] == ["AutoFullRankNormal", "AutoHierarchical"]
     assert fit.elbo[0] == max(rung.elbo for rung in fit.rungs)
+
+
+def test_the_first_guide_lets_others_pass_and_goes_on_if_it_was_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("FIRST", "SECONDS", "PATIENCE"):
+        monkeypatch.setattr(f"pyro_ngvi.fitting.ladder.{name}", 1e-3)
+    fit = ngvi.fit(banana, guide="auto", optim="IFVB", seed=1, max_steps=30)
+    first, second = fit.rungs
+    assert (first.guide, second.guide) == ("AutoFullRankNormal", "AutoCouplingFlow")
+    # the flow had a single step, after which the first went on to the limit of steps of both parts
+    assert second.why_stopped == "max_time" and second.elbo < first.elbo
+    assert type(fit.guide) is ngvi.AutoFullRankNormal
+    assert fit.why_stopped == first.why_stopped != "max_time" and 1 < fit.steps <= 30
+    assert fit.elbo == (first.elbo, first.error)
+
+
+def test_a_distrusted_guide_is_told_of_units() -> None:
+    y = torch.linspace(-3.0, 3.0, 8)
+    for guide, told in (("AutoFullRankNormal", True), ("AutoHierarchical", False)):
+        fit = ngvi.fit(units, y, guide=guide, seed=0, max_steps=1)
+        assert not fit.verdict.ok
+        assert ("8 units of 1 latent variable (u)" in repr(fit).splitlines()[2]) == told
+        assert repr(fit).endswith('pass guide="AutoHierarchical".') == told
 
 
 def test_a_model_with_parameters_of_its_own_has_one_guide(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from pyro.optim import PyroOptim
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.fitting.gap import GapMeter
+from pyro_ngvi.fitting.losses import still_to_fall
 
 PRECISION = torch.tensor([[4.0, 1.5, 0.0], [1.5, 2.0, -0.6], [0.0, -0.6, 1.0]], dtype=torch.float64)
 MEAN = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
@@ -118,6 +119,30 @@ def test_sites_whose_losses_are_the_same_have_settled():
     while not stop(202.0, X, Y):
         assert stop.steps < 10
     assert stop.reason == "settled"
+
+
+def test_what_falls_by_a_factor_has_left_what_the_series_says():
+    """1 + q + q^2 + ... of them; the larger factor where they slow down."""
+    for q in (0.1, 0.9, -0.5):
+        losses: list[Any] = [3.0 + q**k for k in range(7)]
+        left = max(still_to_fall(losses), 0.0)
+        # with a sign that changes the next loss is on the other side
+        assert left >= abs(losses[-1] - 3.0) - 1e-12
+        assert q < 0.0 or left == pytest.approx(losses[-1] - 3.0)
+    assert still_to_fall([9.0, 1.0, 0.9, 0.8]) == math.inf
+    assert still_to_fall([9.0, 1.0, 0.9, 0.85]) == pytest.approx(0.05)
+    assert still_to_fall([9.0, 1.0, 1.0, 1.0]) == 0.0
+
+
+def test_sweeps_settle_once_nothing_is_left():
+    """Not after the 40 losses that noise would want; nor before they are there."""
+    for tol in (0.05, 1e-6):
+        guide = ngvi.AutoSites(logistic)
+        svi = SVI(logistic, guide, ngvi.CVI(guide), ngvi.SitesELBO())
+        stop = to_the_end(svi, X, Y, tol=tol)
+        losses: list[Any] = [svi.step(X, Y) for _ in range(20)]
+        assert stop.reason == "settled" and 5 <= stop.steps < 15
+        assert float(losses[0] - losses[-1]) <= tol
 
 
 def test_steps_with_other_arguments_than_minibatches_are_refused():
