@@ -86,7 +86,7 @@ class _Mark:
         self.inner = list(self.value.values()) if isinstance(self.value, dict) else []
 
     def holds(self) -> bool:
-        now = self.attributes.get(self.name)
+        now: Any = self.attributes.get(self.name)
         if now is not self.value or not self.inner:
             return now is self.value
         return len(now) == len(self.inner) and all(map(is_, now.values(), self.inner))
