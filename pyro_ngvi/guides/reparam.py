@@ -13,6 +13,7 @@ from pyro.infer.reparam.reparam import Reparam
 from torch import Tensor, nn
 from torch.distributions import Transform, constraints
 
+from ..linalg.host import constant
 from ..linalg.walsh_hadamard_matrix import WalshHadamardMatrix, matrix_for
 
 
@@ -70,7 +71,7 @@ class WalshHadamardTransform(Transform):
         return constraints.independent(constraints.real, len(self.matrix.shape))
 
     def _call(self, x: Tensor) -> Tensor:
-        return self.loc + self.scale * self.matrix.dense(x, *self.diagonals())
+        return constant(self.loc) + constant(self.scale) * self.matrix.dense(x, *self.diagonals())
 
     def _entries(self, value: Tensor) -> Tensor:
         return value.flatten(-len(self.matrix.shape))
@@ -84,8 +85,8 @@ class WalshHadamardTransform(Transform):
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         p_g = dist.Normal(0.0, self.g_scale, validate_args=False).log_prob(x).sum(-1)
-        p_W = dist.Normal(self.loc, self.scale, validate_args=False).log_prob(y)
-        return p_g - self._entries(p_W).sum(-1)
+        prior = dist.Normal(constant(self.loc), constant(self.scale), validate_args=False)
+        return p_g - self._entries(prior.log_prob(y)).sum(-1)
 
     def stddev(self, g_covariance: Tensor) -> Tensor:
         """sd of each entry of W, from the variances (num_g,) or the covariance (num_g, num_g) of g."""

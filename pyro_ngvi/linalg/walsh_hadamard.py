@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .host import fixed_normal, outside_modes
+from .host import constant, fixed_normal, outside_modes
 
 HALVES = (torch.float16, torch.bfloat16)
 #: largest D for which one product with a dense matrix costs least
@@ -148,7 +148,7 @@ def _matrix(n: int, squared_scale: int, x: Tensor) -> Tensor:
             return _build(*key)
         # so that what is kept is a plain tensor; a copy is waited for, a kernel in a new thread is not
         _matrices[key] = outside_modes(lambda: _build(*key[:3], torch.device("cpu")).to(x.device))
-    return _matrices[key]
+    return constant(_matrices[key])
 
 
 def _build(n: int, squared_scale: int, dtype: torch.dtype, device: torch.device) -> Tensor:
