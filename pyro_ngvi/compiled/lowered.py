@@ -8,6 +8,7 @@ drawn twice.  So another process compiles, and leaves the result in Inductor's c
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor, fx
@@ -37,24 +39,32 @@ class Lowering:
         self.reason = ""
         self._graph = graph
         self._examples = [x.detach().clone() for x in examples]
-        self._folder = tempfile.TemporaryDirectory(prefix="pyro_ngvi-")
-        path = Path(self._folder.name) / "graph.pt"
-        torch.save((graph, self._examples), path)
-        self._errors = Path(self._folder.name, "errors.txt")
-        with self._errors.open("w") as errors:
-            arguments = [sys.executable, "-c", PROGRAM, str(path)]
-            self._process = subprocess.Popen(arguments, stdout=errors, stderr=errors)
+        self._process: subprocess.Popen[bytes] | None = None
+        folder = tempfile.mkdtemp(prefix="pyro_ngvi-")
+        finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        path, self._errors = Path(folder, "graph.pt"), Path(folder, "errors.txt")
+        try:
+            torch.save((graph, self._examples), path)
+            with self._errors.open("w") as errors:
+                arguments = [sys.executable, "-c", PROGRAM, str(path)]
+                self._process = subprocess.Popen(arguments, stdout=errors, stderr=errors)
+            finalize(self, self._process.kill)
+        except Exception as error:  # no interpreter to start, a graph that cannot be stored
+            self.reason = f"Inductor cannot be started: {type(error).__name__}, {str(error)[:100]}"
 
     def is_ready(self) -> bool:
         """Whether the other process has ended."""
-        return self._process.poll() is not None
+        return self._process is None or self._process.poll() is not None
 
     def wait(self) -> None:
         """Wait for it."""
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
 
     def take(self) -> Callable[..., Any] | None:
         """The compiled function, once :meth:`is_ready`; ``None``: ``reason`` says why."""
+        if self._process is None:
+            return None
         if self._process.returncode:
             last = (self._errors.read_text().strip().splitlines() or ["no message"])[-1]
             self.reason = f"Inductor failed: {last[:120]}"

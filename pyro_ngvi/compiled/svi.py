@@ -215,6 +215,7 @@ class CompiledSVI(SVI):
             known.refused = str(refused) if known.steps > SETTLED else ""
             return self._eager(known.refused, args, kwargs)
         known.graph, results = graph, graph.results
+        graph.results = []
         function.step_others(function.gradients_of(results))
         if self._inductor:
             graph.lower(data, self._wait)
@@ -232,6 +233,13 @@ def compile(svi: SVI, *, inductor: bool = True, wait: bool = False) -> CompiledS
             another core; it needs a C++ compiler).
         wait: wait for it, at the second step.
 
+    Raises:
+        TypeError: for anything but an ``SVI``.
+
+    Warns:
+        UserWarning: once for each reason why steps stay eager, or without Inductor's code; never where
+            numbers might be wrong and nothing is said.
+
     Example:
         >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model(y):
@@ -245,4 +253,9 @@ def compile(svi: SVI, *, inductor: bool = True, wait: bool = False) -> CompiledS
         >>> svi.tier, len(losses)
         ('replay', 100)
     """
+    if not isinstance(svi, SVI):
+        raise TypeError(
+            f"compile takes an SVI, got {type(svi).__name__}: "
+            f"svi = pyro_ngvi.compile(SVI(model, guide, optim, loss))."
+        )
     return CompiledSVI(svi, inductor, wait)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -343,3 +344,39 @@ def test_errors_of_the_program_are_its_own() -> None:
     with pytest.raises(RuntimeError, match="size"):
         svi.step(X[:, :2], y)
     assert svi.step(X, y) > 0.0
+
+
+def test_only_an_svi_is_compiled() -> None:
+    guide: Any = ngvi.AutoFullRankNormal(logistic)
+    with pytest.raises(TypeError, match="compile takes an SVI, got AutoFullRankNormal"):
+        ngvi.compile(guide)
+
+
+@pytest.mark.filterwarnings("error")
+def test_inductor_that_fails_is_told_and_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "pyro_ngvi.compiled.lowered.PROGRAM", "raise SystemExit('no compiler here')"
+    )
+    X, y = data()
+    svi = ngvi.compile(make(), wait=True)
+    with pytest.warns(UserWarning, match="Inductor failed: no compiler here"):
+        for _ in range(6):
+            svi.step(X, y)
+    assert svi.tier == "replay" and "no compiler" in svi.reason
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_inductors_code_gives_the_same_numbers() -> None:
+    X, y = data()
+    svi = make()
+    losses = [svi.step(X, y) for _ in range(20)]
+    eager = everything(svi)
+    validates = torch.distributions.Distribution._validate_args
+    svi = ngvi.compile(make(), wait=True)
+    found = [svi.step(X, y) for _ in range(20)]
+    assert svi.tier == "inductor" and svi.reason == ""
+    assert torch.distributions.Distribution._validate_args is validates
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-12, atol=0.0)
+    for x, z in zip(everything(svi), eager, strict=True):
+        torch.testing.assert_close(x, z, rtol=1e-10, atol=1e-12)
