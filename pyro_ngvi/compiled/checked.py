@@ -112,17 +112,20 @@ class CheckedGraph:
 
     def _try(self, lowering: Lowering, arguments: list[Tensor]) -> Sequence[Tensor]:
         """Both functions, the first time: Inductor's is taken from now on if it gives the same."""
-        fast, random = lowering.take(), random_states()
+        random, reason = random_states(), ""
         results, self.tier = self.graph.pure(*arguments), "replay"
-        if fast is not None:
-            after = random_states()
+        after = random_states()
+        try:
+            fast = lowering.take()
             set_random_states(random)
-            if difference(fast(*arguments), results) is None:
+            if fast is not None and difference(fast(*arguments), results) is None:
                 self._fast = fast
             else:
-                lowering.reason = "Inductor's code gives other numbers than the graph"
-            set_random_states(after)
-        self.reason, self.lowering = lowering.reason, None
+                reason = lowering.reason or "Inductor's code gives other numbers than the graph"
+        except Exception as error:
+            reason = f"Inductor's code fails: {type(error).__name__}, {str(error)[:100]}"
+        set_random_states(after)
+        self.reason, self.lowering = reason, None
         return results
 
     def _compared(self, inputs: list[Tensor], args: Any, kwargs: Any) -> Sequence[Tensor]:
@@ -148,6 +151,8 @@ class CheckedGraph:
         self.refused = (
             f"at use {self.uses} it gave other numbers than the program, which changes from step to "
             f"step; the steps since their last comparison may be wrong"
+            if changed is None
+            else f"a step changes {changed!r} of its optimizer, which is no tensor"
         )
         return eager
 

@@ -38,7 +38,7 @@ class Lowering:
     def __init__(self, graph: fx.GraphModule, examples: Sequence[Tensor]) -> None:
         self.reason = ""
         self._graph = graph
-        self._examples = [x.detach().clone() for x in examples]
+        self._examples = [x.detach() for x in examples]
         self._process: subprocess.Popen[bytes] | None = None
         folder = tempfile.mkdtemp(prefix="pyro_ngvi-")
         finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -71,7 +71,16 @@ class Lowering:
             return None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return lowered(self._graph, self._examples)
+            run = lowered(self._graph, self._examples)
+        strides = [x.stride() for x in self._examples]
+        return lambda *tensors: run(*map(_with_strides, tensors, strides))
+
+
+def _with_strides(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """``x``, in the layout for which code was made."""
+    if x.stride() == stride:
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def lowered(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:

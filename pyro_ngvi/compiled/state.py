@@ -15,8 +15,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..optim.host import NaturalGradientOptim
 
-#: attributes of modules that are looked up elsewhere, and what a step leaves to be read by users
-_ELSEWHERE = ("_parameters", "_modules", "_reports")
+#: attributes that are looked up elsewhere, that users read, and a count of what others have stored
+_ELSEWHERE = ("_parameters", "_modules", "_reports", "_store_size")
 #: stands for a tensor
 _TENSOR = object()
 

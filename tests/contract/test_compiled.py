@@ -191,6 +191,18 @@ def test_runs_do_not_pass_over_comparisons() -> None:
     assert not same(before, everything(svi))
 
 
+def test_graphs_outlive_guides_that_come_later() -> None:
+    X, y = data()
+    svi = compiled()
+    for _ in range(5):
+        svi.step(X, y)
+    other = ngvi.AutoMeanFieldNormal(logistic)
+    SVI(logistic, other, ngvi.NGVB(other), BatchedELBO(2)).step(X, y)
+    for _ in range(10):  # past a comparison
+        svi.step(X, y)
+        assert svi.tier == "replay"
+
+
 def test_what_is_skipped_is_told() -> None:
     X, y = data()
     svi = compiled()
