@@ -261,7 +261,8 @@ def schools(sigma, y=None):
         pyro.sample("y", dist.Normal(theta, sigma), obs=y)
 
 
-fits = {"Gaussian": ngvi.fit(schools, sigma, y, seed=0, progress=False)}
+how = {"guide": "AutoFullRankNormal", "seed": 0, "progress": False}
+fits = {"Gaussian": ngvi.fit(schools, sigma, y, **how)}
 print(fits["Gaussian"].diagnosis)
 
 # %% [markdown]
@@ -288,7 +289,9 @@ def non_centred(sigma, y=None):
         pyro.sample("y", dist.Normal(mu + tau * z, sigma), obs=y)
 
 
-fits["Gaussian, non-centred"] = ngvi.fit(non_centred, sigma, y, seed=0, progress=False)
+fits["Gaussian, non-centred"] = ngvi.fit(
+    non_centred, sigma, y, guide="AutoFullRankNormal", seed=0, progress=False
+)
 fits["AutoHierarchical"] = ngvi.fit(
     schools, sigma, y, guide="AutoHierarchical", seed=0, progress=False
 )
