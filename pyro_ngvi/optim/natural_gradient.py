@@ -97,8 +97,7 @@ class Schedule(Protocol):
 
         snr_k = (<G_k, G_{k-1}> + <G_{k-1}, move_{k-1}>) / |G_k|^2                                   (1)
 
-    of the share of signal in the energy of the natural gradient G_k, in the Fisher metric; ``energy``,
-    the weight of that share, is the energy of G_k as kept in typical ones, 1 at least.  Near the
+    of the share of signal in the energy of the natural gradient G_k, in the Fisher metric.  Near the
     optimum its expectation x moves by x_k = x_{k-1} - move_{k-1} (the Fisher metric makes every
     curvature 1), and noises of different steps are independent; so the numerator estimates |x_{k-1}|^2.
     """
@@ -107,7 +106,7 @@ class Schedule(Protocol):
         """The state before the first step."""
         ...
 
-    def gain(self, signal: Tensor, state: Tensors, energy: Any = 1.0) -> tuple[Tensor, Tensors]:
+    def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
         """The gain of the next step, and the state after it."""
         ...
 
@@ -123,8 +122,7 @@ class NoiseClock:
 
         c <- min(c + 1/2, 1 / max(0, mean(snr) - 2 se(snr))),   b = 1 / c,
 
-    where mean and standard error come from (1) over the last max(10, c / 2) steps, weighted by energy,
-    or rare long gradients between many short ones that agree would pass for signal, and 1 / (4 n) is
+    where mean and standard error come from (1) over the last max(10, c / 2) steps, and 1 / (4 n) is
     added to the variance after n, which few steps do not show.  It begins late: a start may be near.
 
     Multiplicative noise (few particles for many dimensions) shows from the first step on, hence a small
@@ -142,16 +140,13 @@ class NoiseClock:
     def init(self, like: Tensor) -> Tensors:
         names = ("mean", "variance", "weight", "count")
         zero = torch.zeros_like(like)
-        known = {"clock": zero + self.start, "energy": zero + 1.0}
-        return known | {n: zero.clone() for n in names}
+        return {"clock": zero + self.start, **{n: zero.clone() for n in names}}
 
-    def gain(self, signal: Tensor, state: Tensors, energy: Any = 1.0) -> tuple[Tensor, Tensors]:
+    def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
         clock, count = state["clock"], state["count"]
         first = count == 0  # nothing came before the first step: no signal to read
         window = torch.clamp(0.5 * clock, min=self.min_window)
         a = torch.where(first, 0.0, torch.maximum(1.0 / window, 1.0 / count.clamp_min(1.0)))
-        mean_energy = (1 - a) * state["energy"] + a * energy
-        a = a * energy / mean_energy  # from here on the weight of this signal in their mean
         mean = torch.lerp(state["mean"], signal, a)
         variance = torch.lerp(state["variance"], (signal - mean).square(), a)
         weight = (1 - a).square() * state["weight"] + a.square()  # sum of squared weights
@@ -159,7 +154,7 @@ class NoiseClock:
         certain = (mean - self.standard_errors * error).clamp(1e-12, 1.0)
         advanced = torch.minimum(clock + self.increment, 1.0 / certain).clamp_min(1.0)
         clock = torch.where(first, clock, advanced)
-        moments = {"energy": mean_energy, "mean": mean, "variance": variance, "weight": weight}
+        moments = {"mean": mean, "variance": variance, "weight": weight}
         return 1.0 / clock, {"clock": clock, **moments, "count": count + 1}
 
 
@@ -218,14 +213,12 @@ class NaturalGradientRule(Rule):
         )
         cosine = block_dots(blocks, gradient, state["direction"])
         signal = (state["length"] * cosine + state["descent"] / length) / length
-        log_typical = torch.where(state["count"] == 0, length.log(), state["log_typical"])
-        typical, most = log_typical.exp(), 1.0 / torch.finfo(length.dtype).eps
-        # below one nat^(1/2) no gradient can throw q away, however unusual its length
-        kept_length = torch.minimum(length, self.outlier * typical.clamp_min(1.0))
-        energy = (kept_length / typical).square().clamp(1.0, most)
-        clamped = signal.clamp(-1.0, 1.0)
-        gain, schedule_state = self.schedule.gain(clamped, state["schedule"], energy)
+        gain, schedule_state = self.schedule.gain(signal.clamp(-1.0, 1.0), state["schedule"])
         gain = gain.expand_as(length)
+
+        log_typical = torch.where(state["count"] == 0, length.log(), state["log_typical"])
+        # below one nat^(1/2) no gradient can throw q away, however unusual its length
+        kept_length = torch.minimum(length, self.outlier * log_typical.exp().clamp_min(1.0))
         if self.clip_norm is not None:
             euclidean = torch.linalg.vector_norm(pack(direction))
             kept_length = torch.minimum(kept_length, self.clip_norm / euclidean)
@@ -288,9 +281,17 @@ class NaturalGradientRule(Rule):
             "growth": 1.0 + (GROW - 1.0) * (damped & agrees).to(length),
         }
         refused = {"skipped_in_a_row": in_a_row + 1.0}
-        norm, limit = torch.linalg.vector_norm(torch.stack([move_norm, radius]), dim=1).unbind()
+        whole = torch.linalg.vector_norm(torch.stack([move_norm, radius]), dim=1)
         return Step(
-            new, norm, gain[0], changed, limit, damped.any(), finite, None, if_refused=refused
+            new,
+            whole[0],
+            gain[0],
+            changed,
+            whole[1],
+            damped.any(),
+            finite,
+            None,
+            if_refused=refused,
         )
 
     def _reach(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ class RobbinsMonro:
     def init(self, like: Tensor) -> Tensors:
         return {"count": torch.zeros_like(like), "mean": torch.zeros_like(like)}
 
-    def gain(self, signal: Tensor, state: Tensors, energy: Any = 1.0) -> tuple[Tensor, Tensors]:
+    def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
         count = state["count"]
         mean = torch.lerp(state["mean"], signal, 0.1)
         advance = mean <= self.patience
@@ -81,7 +80,7 @@ class Constant:
     def init(self, like: Tensor) -> Tensors:
         return {}
 
-    def gain(self, signal: Tensor, state: Tensors, energy: Any = 1.0) -> tuple[Tensor, Tensors]:
+    def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
         return torch.full_like(signal, self.value), state
 
 
@@ -94,7 +93,7 @@ class Custom:
     def init(self, like: Tensor) -> Tensors:
         return {"count": like.new_zeros(())}
 
-    def gain(self, signal: Tensor, state: Tensors, energy: Any = 1.0) -> tuple[Tensor, Tensors]:
+    def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
         value = self.function(state["count"])
         return torch.as_tensor(value).to(signal), {"count": state["count"] + 1}
 

@@ -26,7 +26,7 @@ from ..linalg.host import host_bool
 from .rule import State
 
 #: entries that states of version 0.1 lack
-LATER = ("reach", "growth", "path_share", "schedule.energy")
+LATER = ("reach", "growth", "path_share")
 
 
 def flat(state: State, prefix: str = "") -> Tensors:
