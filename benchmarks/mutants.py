@@ -58,8 +58,8 @@ RULES = (
     Mutant(
         "outliers: no floor of 1 nat",
         "optim/natural_gradient.py",
-        "self.outlier * typical.clamp_min(1.0)",
-        "self.outlier * typical",
+        "log_typical.exp().clamp_min(1.0)",
+        "log_typical.exp()",
         ("test_trust_region", "test_one_step"),
     ),
     Mutant(
