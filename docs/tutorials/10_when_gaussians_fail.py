@@ -133,8 +133,8 @@ plt.show()
 #
 # ## A Gaussian, and what the diagnosis says
 #
-# A full-rank Gaussian over $(\mu, \log\tau, \theta)$ is what one would take for a model as small as this
-# one. (By itself `fit` sees the schools in it and takes the second remedy below.)
+# A full-rank Gaussian over $(\mu, \log\tau, \theta)$ is what one would take for so small a model. (By
+# itself `fit` sees the schools in it and takes the second remedy below.)
 
 # %%
 full_rank = {"guide": "AutoFullRankNormal", "seed": 0, "progress": False}
@@ -279,8 +279,8 @@ assert by[0.1, "centred"] < by[0.1, "non-centred"]
 # Two guides keep the model as it is. `AutoHierarchical` has the conditional prior $p(\theta \mid \mu,
 # \tau)$ inside, so the funnel comes with it ([tutorial 07](07_hierarchies.ipynb)).
 # `AutoCouplingFlow` is a Gaussian pushed through an invertible network, trained by `SPRING`
-# ([how flows work](../ideas/flows.md)). `guide="auto"` tries them in this order, and stops when the
-# draws may be taken as they are or nothing more is gained.
+# ([how flows work](../ideas/flows.md)). `guide="auto"` begins with what `fit` takes by itself, here the
+# first of the two, and goes on until draws may be taken as they are or nothing more is gained.
 
 # %%
 auto = ngvi.fit(schools, error, effect, guide="auto", seed=0, progress=False)
@@ -288,7 +288,8 @@ print(auto)
 
 # %% [markdown]
 # The lines at the end are the rungs of that ladder: ELBO with its standard error, k-hat, decision and
-# seconds. Most of the gain comes from the hierarchical guide; a flow adds the rest.
+# seconds. The hierarchical guide has nearly all of the evidence. The verdict on it is not clear, so the
+# flow was tried, whose draws may be taken as they are.
 
 # %% tags=["hide-input"]
 panels(
