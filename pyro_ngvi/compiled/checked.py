@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..linalg.host import host_bool, own_random_state
 from ..optim.whole_step import whole_step
+from ..runtime.density import identity, is_same
 from .graph import CannotCompile, Graph, Place
 from .lowered import Lowering
 from .step import StepFunction
@@ -36,7 +37,7 @@ class CheckedGraph:
         self.reason = ""
         self.lowering: Lowering | None = None
         self._fast: Any = None  # Inductor's function, once it was checked
-        self._data, self._other_data = _identities(data), 0
+        self._data, self._other_data = [identity(x) for x in data], 0
         before, random = function.state, random_states()
         inputs = [*function.inputs(), *data]
         held = [x.detach().clone() for x in function.leaves]
@@ -80,11 +81,12 @@ class CheckedGraph:
         return self.function.loss_of(results)
 
     def several(self, most: int, data: list[Tensor]) -> list[Tensor]:
-        """Up to ``most`` steps that need no comparison, and leave nothing to other optimizers."""
+        """Up to ``most`` further steps on the data of the last, as far as they need no comparison and
+        leave nothing to other optimizers."""
         function, losses = self.function, []
         following = min(use for use in (*CHECKED, self.uses + most + 1) if use > self.uses)
         most = min(most, following - 1 - self.uses)
-        if function.others or most < 1 or _identities(data) != self._data:
+        if function.others or most < 1:
             return []
         stepped, results = len(function.stepped), []
         inputs = [*function.inputs(), *data]
@@ -160,14 +162,10 @@ class CheckedGraph:
         """Whether the data are not those of the last step, for the first few times."""
         if self._other_data >= NEW_DATA:
             return False
-        now = _identities(data)
-        other, self._data = now != self._data, now
+        other = not all(map(is_same, self._data, data))
+        self._data = [identity(x) for x in data]
         self._other_data += other
         return other
-
-
-def _identities(data: list[Tensor]) -> list[tuple[int, int]]:
-    return [(id(x), -1 if x.is_inference() else x._version) for x in data]
 
 
 def random_states() -> list[Tensor]:

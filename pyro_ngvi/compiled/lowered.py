@@ -8,6 +8,7 @@ drawn twice.  So another process compiles, and leaves the result in Inductor's c
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -47,7 +48,8 @@ class Lowering:
             torch.save((graph, self._examples), path)
             with self._errors.open("w") as errors:
                 arguments = [sys.executable, "-c", PROGRAM, str(path)]
-                self._process = subprocess.Popen(arguments, stdout=errors, stderr=errors)
+                here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+                self._process = subprocess.Popen(arguments, stdout=errors, stderr=errors, env=here)
             finalize(self, self._process.kill)
         except Exception as error:  # no interpreter to start, a graph that cannot be stored
             self.reason = f"Inductor cannot be started: {type(error).__name__}, {str(error)[:100]}"

@@ -185,7 +185,10 @@ class CompiledSVI(SVI):
             else:
                 kind = type(leaf).__name__
                 raise CannotCompile(f"an argument is of type {kind}, neither tensor nor number")
-        return tuple(key), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        data = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        ids = [id(x) for x in data]
+        key += [ids.index(i) for i in ids]  # one tensor in two places is one input
+        return tuple(key), data
 
     def _settings(self) -> list[Any]:
         """What else the program may branch on: settings of PyTorch, of the loss, and of modules."""
@@ -212,6 +215,8 @@ class CompiledSVI(SVI):
                 graph = CheckedGraph(function, args, kwargs, data)
         except CannotCompile as refused:
             set_random_states(random)
+            for p in function.leaves:
+                p.grad = None  # the eager step would add to what is there
             known.refused = str(refused) if known.steps > SETTLED else ""
             return self._eager(known.refused, args, kwargs)
         known.graph, results = graph, graph.results

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from typing import Any
-from weakref import ref
 
 import torch
 from pyro.infer.autoguide import AutoGuide
@@ -23,6 +22,7 @@ from .density import (
     Site,
     Sites,
     check_log_prob_shape,
+    identity,
     innermost,
     is_same,
     site_kind,
@@ -143,7 +143,7 @@ class LaterData:
 
     def __init__(self, sites: Sites) -> None:
         told = {name: site for name, site in sites.items() if _is_told(site)}
-        self.good = {name: _identity(site["value"]) for name, site in told.items()}
+        self.good = {name: identity(site["value"]) for name, site in told.items()}
         # a support that moves, with a parameter say, is no fault of the data
         self._bounds = {name: _kept_bounds(site["fn"].support) for name, site in told.items()}
 
@@ -164,7 +164,7 @@ class LaterData:
             good = None if of_latents else _within(fn.support, value)
             answer = None if good is None else host_bool(good.all())
             if answer:
-                self.good[name] = _identity(value)
+                self.good[name] = identity(value)
             elif answer is None or moved(before, bounds(fn.support)):
                 del self._bounds[name]  # the support depends on latent sites, say
                 self.good.pop(name, None)
@@ -177,10 +177,6 @@ class LaterData:
                         f"{tuple(value.shape)}, is not within the support ({fn.support!r}) of "
                         f"{type(fn).__name__}. Invalid values:\n{value}"
                     )
-
-
-def _identity(value: Tensor) -> tuple[ref[Tensor], int]:
-    return ref(value), -1 if value.is_inference() else value._version
 
 
 def _within(support: Any, value: Tensor) -> Tensor | None:

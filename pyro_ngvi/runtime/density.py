@@ -145,6 +145,11 @@ def sum_per_particle(x: Tensor) -> Tensor:
     return x.flatten(1).sum(1) if x.dim() > 1 else x
 
 
+def identity(value: Tensor) -> tuple[ref[Tensor], int]:
+    """A reference to a tensor, and how often it was written to: for :func:`is_same`."""
+    return ref(value), -1 if value.is_inference() else value._version
+
+
 def is_same(known: tuple[ref[Tensor], int] | None, value: Any) -> bool:
     """Whether ``value`` is the tensor of this reference, and has not been written to since."""
     if known is None or known[0]() is not value:

@@ -322,6 +322,31 @@ def test_what_a_graph_cannot_do_stays_eager(kind: str) -> None:
         assert found == losses and same(everything(svi), eager)
 
 
+def test_other_optimizers_get_the_gradient_of_an_eager_step_once() -> None:
+    """Where a recording is refused after its backward pass."""
+    X, y = data()
+    how: Any = (of_globals, AutoMultivariateNormal, lambda guide: adam({"lr": 0.01}))
+    svi = make(*how)
+    losses = [svi.step(X, y) for _ in range(8)]
+    svi = compiled(*how)
+    with pytest.warns(UserWarning, match="uses a tensor"):
+        assert [svi.step(X, y) for _ in range(8)] == losses
+
+
+def test_one_tensor_in_two_places_is_another_structure() -> None:
+    def model(X: Tensor, Z: Tensor, y: Tensor) -> None:
+        logistic(X + 2.0 * Z, y)
+
+    X, y = data()
+    Z = data(seed=1)[0]
+    calls = [(X, X, y)] * 6 + [(X, Z, y)] * 6
+    svi = make(model)
+    losses = [svi.step(*call) for call in calls]
+    svi = compiled(model)
+    assert [svi.step(*call) for call in calls] == losses
+    assert svi.tier == "replay"
+
+
 @pytest.mark.parametrize("model", [of_arrays, of_lists])
 def test_data_that_take_another_way_are_found_with_the_next_data(model: Any) -> None:
     """What NumPy or a list make of the data stands in the graph like a number of the program."""
