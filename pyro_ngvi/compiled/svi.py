@@ -21,8 +21,9 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pyro.distributions as dist
@@ -191,19 +192,16 @@ class CompiledSVI(SVI):
         return tuple(key), data
 
     def _settings(self) -> list[Any]:
-        """What else the program may branch on: settings of PyTorch, of the loss, and of modules."""
+        """What else the program may branch on: settings of PyTorch, of the loss and of modules, numbers
+        and names around functions."""
         found: list[Any] = [torch.get_default_dtype(), dist.is_validation_enabled()]
         found += [self.loss_and_grads, torch.is_grad_enabled()]
-        loss = getattr(self.loss_and_grads, "__self__", None)
-        for name, value in vars(loss).items() if loss is not None else ():
-            if isinstance(value, PLAIN) and not name.startswith("_"):
-                found.append((name, value))
+        found += _numbers_of(getattr(self.loss_and_grads, "__self__", None))
         for root in (self.model, self.guide):
+            found += _around(root)
             for module in root.modules() if isinstance(root, nn.Module) else ():
-                found += [
-                    module.training,
-                    *(p.requires_grad for p in module._parameters.values() if p is not None),
-                ]
+                held = (p for p in module._parameters.values() if p is not None)
+                found += [*_numbers_of(module), *(p.requires_grad for p in held)]
         return found
 
     def _record(self, known: _Known, data: list[Tensor], args: Any, kwargs: Any) -> Any:
@@ -226,6 +224,27 @@ class CompiledSVI(SVI):
             graph.lower(data, self._wait)
         self.tier, self.reason = "recorded", ""
         return function.loss_of(results)
+
+
+def _numbers_of(holder: Any) -> list[Any]:
+    """The numbers and the like among the public attributes of an object."""
+    own = getattr(holder, "__dict__", {})
+    return [x for x in own.items() if isinstance(x[1], PLAIN) and not x[0].startswith("_")]
+
+
+def _around(program: Any) -> list[Any]:
+    """What the names stand for that a function takes from around it: numbers, or which object."""
+    while isinstance(program, partial):
+        program = program.func
+    code = getattr(program, "__code__", None)
+    if code is None:
+        return []
+    names = program.__globals__
+    found = [names[name] for name in code.co_names if name in names]
+    for cell in program.__closure__ or ():
+        with suppress(ValueError):  # of a name that has no value yet
+            found.append(cell.cell_contents)
+    return [x if isinstance(x, PLAIN) else id(x) for x in found]
 
 
 def compile(svi: SVI, *, inductor: bool = True, wait: bool = False) -> CompiledSVI:

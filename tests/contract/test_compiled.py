@@ -14,6 +14,7 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoMultivariateNormal
+from pyro.nn import PyroModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -244,6 +245,40 @@ def test_settings_of_the_loss_are_part_of_the_structure() -> None:
             losses.append(svi.step(X, y))
         results.append(losses)
     assert results[0] == results[1] and svi.tier == "replay"
+
+
+def test_numbers_around_the_program_are_part_of_the_structure() -> None:
+    """Of the names in a function, and among the attributes of a module, at once."""
+    X, y = data()
+
+    class Module(PyroModule):
+        scale = 1.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 1.0
+
+        def forward(self, X: Tensor, y: Tensor) -> None:
+            w = pyro.sample("w", dist.Normal(X.new_zeros(D), self.scale).to_event(1))
+            pyro.sample("y", dist.Normal(X @ w, 1.0).to_event(1), obs=y)
+
+    results: list[Any] = []
+    for build in (make, compiled):
+        scale, module = 1.0, Module()
+
+        def function(X: Tensor, y: Tensor) -> None:
+            w = pyro.sample("w", dist.Normal(X.new_zeros(D), scale).to_event(1))  # noqa: B023
+            pyro.sample("y", dist.Normal(X @ w, 1.0).to_event(1), obs=y)
+
+        losses = []
+        for model in (function, module):
+            scale, module.scale = 1.0, 1.0
+            svi = build(model)
+            losses += [svi.step(X, y) for _ in range(20)]
+            scale, module.scale = 3.0, 3.0
+            losses += [svi.step(X, y) for _ in range(5)]
+        results.append(losses)
+    assert results[0] == results[1]
 
 
 # --- what is refused ----------------------------------------------------------------------------
