@@ -279,7 +279,7 @@ def compile(svi: SVI, *, inductor: bool = True, wait: bool = False) -> CompiledS
     """
     if not isinstance(svi, SVI):
         raise TypeError(
-            f"compile takes an SVI, got {type(svi).__name__}: "
-            f"svi = pyro_ngvi.compile(SVI(model, guide, optim, loss))."
+            f"compile takes an SVI, got {type(svi).__name__}. Make one first, "
+            f"svi = SVI(model, guide, optim, BatchedELBO(8)), and then pyro_ngvi.compile(svi)."
         )
     return CompiledSVI(svi, inductor, wait)
