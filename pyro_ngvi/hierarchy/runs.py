@@ -101,6 +101,13 @@ class Held:
                 self.model(*args, **kwargs)
         except _AllSeen:
             return
+        except TypeError as error:
+            if args or kwargs:
+                raise
+            raise TypeError(
+                f"AutoHierarchical was asked without the arguments of its model: {str(error)[:80]}. "
+                f"Its answers are those of the units of a call: pass them, as in guide.median(*args)."
+            ) from error
 
 
 class _Hold(Messenger):

@@ -305,3 +305,19 @@ def test_data_outside_the_plate_are_not_those_of_a_unit() -> None:
     guide()
     with pytest.raises(ValueError, match="data outside the plate 'units' see its units"):
         guide.log_marginals()
+
+
+def test_answers_without_the_arguments_of_the_model() -> None:
+    def model(y: Tensor) -> None:
+        s = scale()
+        with pyro.plate("units", len(y)):
+            u: Any = pyro.sample("u", dist.Normal(ZERO, s))
+            pyro.sample("y", dist.Normal(u, 0.5), obs=y)
+
+    guide = ngvi.AutoHierarchical(model)
+    SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(4)).step(Y)
+    with pytest.raises(
+        TypeError, match=r"without the arguments of its model.*guide.median\(\*args\)"
+    ):
+        guide.quantiles([0.5])
+    assert guide.quantiles([0.5], Y)["u"].shape == (1, 6)
