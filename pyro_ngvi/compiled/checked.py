@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..linalg.host import host_bool, own_random_state
-from ..optim.whole_step import whole_step
 from ..runtime.density import identity, is_same
 from .graph import CannotCompile, Graph, Place
 from .lowered import Lowering
@@ -136,7 +134,7 @@ class CheckedGraph:
         leaves, tensors = function.leaves, before.tensors
         stepped, random = len(function.stepped), random_states()
         held = [p.detach().clone() for p in leaves]
-        with whole_step(function.svi.optim, leaves) if function.natural else nullcontext():
+        with function.whole():
             eager = function.eager(args, kwargs)
         eager[:stepped] = [x.clone() for x in eager[:stepped]]
         after, changed = random_states(), before.differs(function.state)

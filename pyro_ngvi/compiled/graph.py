@@ -64,7 +64,6 @@ class Graph:
         _keep_inputs(graph_module, kept)
         _simplify(graph_module)
         self.noise, self.pure = _split(graph_module)
-        self.num_nodes = len(self.pure.graph.nodes)
 
     def arguments(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Those of ``pure``; draws the noise."""

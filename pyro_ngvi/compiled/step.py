@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -112,14 +113,13 @@ class StepFunction:
             first += len(names)
         return found
 
+    def whole(self) -> Any:
+        """Around a step: undo it where it raises, if a rule of ours takes it."""
+        return whole_step(self.svi.optim, self.leaves) if self.natural else nullcontext()
+
     def take(self, results: Sequence[Tensor]) -> None:
         """Put the results where they belong, and let the other parameters be stepped."""
-        if not self.others:
-            self._finish(results)
-        elif self.natural:
-            with whole_step(self.svi.optim, self.leaves):
-                self._finish(results)
-        else:
+        with self.whole() if self.others else nullcontext():
             self._finish(results)
 
     def _finish(self, results: Sequence[Tensor]) -> None:
@@ -136,7 +136,7 @@ class StepFunction:
                     for k, r in self._reports.items()
                 }
             )
-        self.step_others([next(rest) for _ in self._with_gradient])
+        self.step_others(self.gradients_of(results))
 
     @torch.no_grad()
     def _write(self, results: Sequence[Tensor]) -> None:

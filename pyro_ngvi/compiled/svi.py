@@ -21,7 +21,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,7 +34,6 @@ from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from ..optim.whole_step import whole_step
 from ..runtime.store import traced_params
 from .checked import CheckedGraph, random_states, set_random_states, tensors_of_modules
 from .graph import CannotCompile, Place
@@ -209,7 +208,7 @@ class CompiledSVI(SVI):
         assert known.params is not None
         random, function = random_states(), StepFunction(self, known.params, known.written)
         try:
-            with whole_step(self.optim, function.leaves) if function.natural else nullcontext():
+            with function.whole():
                 graph = CheckedGraph(function, args, kwargs, data)
         except CannotCompile as refused:
             set_random_states(random)
