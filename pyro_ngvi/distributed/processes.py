@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ def connect(backend: str | None = None, timeout: float = 600.0) -> None:
     )
     named = backend or ("nccl" if gpu else "gloo")
     dist.init_process_group(named, store=store, rank=r, world_size=R, timeout=wait)
+    atexit.register(dist.destroy_process_group)  # or threads of gloo may outlive the interpreter
 
 
 def is_alone() -> bool:

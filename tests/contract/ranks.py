@@ -193,6 +193,31 @@ def one_gradient(curvature: str, factor: bool = False) -> dict[str, Any]:
     return {"all": left, "single": single, "own": svi.own_noise, "shards": sorted(svi.shards or ())}
 
 
+def gaussian(own_noise: bool) -> float:
+    """KL from the posterior, which is Gaussian, after 100 steps on shards."""
+    X, y = data()
+
+    def model(X: Tensor, y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(X.new_zeros(D), 1.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
+
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = ngvi.AutoFullRankNormal(model)
+    svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+    svi = ngvi.distributed.wrap(svi, own_noise=own_noise)
+    for _ in range(100):
+        svi.step(*ngvi.distributed.shard(X, y))
+    precision = torch.eye(D) + X.mT @ X
+    mean = torch.linalg.solve(precision, X.mT @ y)
+    exact = torch.distributions.MultivariateNormal(mean, precision_matrix=precision)
+    with torch.no_grad():
+        q = guide.get_posterior()
+        q = torch.distributions.MultivariateNormal(q.mean, q.covariance_matrix)
+        return float(torch.distributions.kl_divergence(q, exact))
+
+
 def with_faults() -> dict[str, Any]:
     """NaN in the data of the last rank at one step, then random numbers that only one rank draws."""
     svi = ours("AutoFullRankNormal", ngvi.NGVB)()
@@ -271,8 +296,10 @@ def main(number: int, world: int, store: str, out: str) -> None:
         one_gradient("gauss_newton", factor=True),
         one_gradient("scores"),
     ]
+    found["shared noise"], found["noise of ranks"] = gaussian(False), gaussian(True)
     if world > 1:
         found["faults"], found["refused"] = with_faults(), refused()
+        torch.distributed.destroy_process_group()
     if number == 0:
         torch.save(found, out)
 

@@ -94,6 +94,13 @@ def test_one_data_set_on_all_ranks_is_more_particles(worlds: Any, number: int, s
     assert not torch.equal(found["single"][0]["loss"], found["single"][1]["loss"])
 
 
+@pytest.mark.parametrize("size", WORLDS)
+def test_shared_noise_vanishes_at_a_gaussian_posterior(worlds: Any, size: int) -> None:
+    found = worlds(size)
+    assert found["shared noise"] < 1e-10
+    assert found["noise of ranks"] > 1e-6
+
+
 def test_faults(worlds: Any) -> None:
     found = worlds(2)["faults"]
     assert found["skipped"] == 1 and "skipped a step" in found["message"]
