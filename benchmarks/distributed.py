@@ -69,7 +69,7 @@ def work(case: str, rank: int, ranks: int, store: str, steps: int) -> dict[str, 
     start = init_to_value(values={"w": torch.zeros(d)})
     guide = getattr(ngvi, kind)(model, init_loc_fn=start)
     svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
-    svi = ngvi.distributed.wrap(svi, check_every=10**9)
+    svi = ngvi.distributed.wrap(svi, ["data"], check_every=10**9)
 
     def timed(go: Any, count: int) -> float:
         go()

@@ -82,9 +82,9 @@ def in_touch(doing: str) -> Iterator[None]:
         yield
     except RuntimeError as error:  # of gloo and NCCL alike
         raise RuntimeError(
-            f"Rank {dist.get_rank()} of {dist.get_world_size()} lost touch while {doing}: another rank "
-            f"has died (its own output says why) or is late. Restart all from the last checkpoint, as "
-            f"torchrun --max-restarts does."
+            f"Rank {dist.get_rank()} of {dist.get_world_size()} lost touch while {doing}: most often "
+            f"another rank has died (its own output says why) or is late. Restart all from the last "
+            f"checkpoint, as torchrun --max-restarts does."
         ) from error
 
 

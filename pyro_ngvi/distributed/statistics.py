@@ -21,7 +21,7 @@ ROWS, DRAWS = "rows", ("draws", "residuals")
 
 
 def average(
-    losses: list[Any], params: list[Tensor], blocks: list[Any], own_draws: bool
+    losses: list[Any], params: list[Tensor], blocks: list[Any], own_draws: bool, step: int
 ) -> list[Tensor]:
     """The losses, averaged over ranks, as are the gradients of ``params`` and what ``blocks`` hold."""
     like = params[0] if params else torch.zeros(())
@@ -39,7 +39,7 @@ def average(
             _side_by_side(v) if _is_listed(name, own_draws) else v
             for name, v in curvature.parts.items()
         ]
-    means = _mean(flat)
+    means = _mean(flat, step)
     for p in params:
         mean = means.pop(len(losses)).to(p)
         # a loss without gradient in a parameter is another matter than one with a gradient of zero
@@ -69,7 +69,15 @@ def _side_by_side(x: Tensor) -> Tensor:
     return slots
 
 
-def _mean(tensors: list[Tensor]) -> list[Tensor]:
+def _mean(tensors: list[Tensor], step: int) -> list[Tensor]:
+    # sums of different things would crash in gloo, or be wrong without a word
+    sizes = [sum(x.numel() for x in tensors), step]
+    least, most = extremes(torch.tensor(sizes, device=tensors[0].device), "meeting for a sum")
+    if not torch.equal(least, most):
+        raise RuntimeError(
+            f"distributed: this rank sums {sizes[0]} numbers at step {step}, others {least.tolist()} "
+            f"to {most.tolist()}. step, evaluate_loss and load are calls of all ranks together."
+        )
     wide = reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
     buffer = mean_over_ranks(torch.cat([x.reshape(-1).to(wide) for x in tensors]))
     pieces = buffer.split([x.numel() for x in tensors])

@@ -13,13 +13,22 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.infer import SVI
+from pyro.infer import (
+    SVI,
+    EnergyDistance,
+    RenyiELBO,
+    ReweightedWakeSleep,
+    Trace_MMD,
+    TraceTailAdaptive_ELBO,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ..linalg.host import own_random_state
 from ..optim.host import NaturalGradientOptim, describe, find_blocks
+from ..optim.rule import require
+from ..optim.state import OthersState
 from ..runtime.run import Minibatches, run_both
 from ..runtime.store import traced_params
 from .processes import (
@@ -32,35 +41,39 @@ from .processes import (
     take_from_first,
     world_size,
 )
-from .shards import Multiplied, shards_among, terms_of
+from .shards import Multiplied, check_terms, terms_of
 from .statistics import average
 
+#: what Pyro calls the running means of ``TraceGraph_ELBO`` in its parameter store
+BASELINES = "__baseline"
 #: keeps the random numbers of ranks apart
 APART = 0x9E3779B97F4A7C15
+
+
+#: losses that are not linear in log p, so that means over ranks are not theirs
+NOT_LINEAR = (RenyiELBO, ReweightedWakeSleep, TraceTailAdaptive_ELBO, EnergyDistance, Trace_MMD)
 
 
 class DistributedSVI(SVI):
     """What :func:`wrap` returns: an ``SVI`` whose losses and gradients are those of all ranks.
 
+    ``step``, ``evaluate_loss`` and ``pyro_ngvi.load`` are calls of all ranks together.
+
     Attributes:
-        shards: after the first step, the names of the sites that are summed over ranks.
-        own_noise: after the first step, whether each rank draws for itself.
+        own_noise: whether each rank draws for itself.
     """
 
     def __init__(
-        self,
-        svi: SVI,
-        plates: Sequence[str] | None,
-        scaled_to: str | None,
-        own_noise: bool | None,
-        check_every: int,
+        self, svi: SVI, plates: Sequence[str], scaled_to: str | None, own_noise: bool, every: int
     ) -> None:
         vars(self).update(vars(svi))
         self._own: Any = svi
-        self._how = {"plates": plates, "scaled_to": scaled_to}
-        self.own_noise, self._check_every = own_noise, check_every
-        self.shards: set[str] | None = None
-        self._factor = Multiplied(set(), world_size())
+        self._plates, self._scaled_to, self._check_every = tuple(plates), scaled_to, every
+        self.own_noise = own_noise
+        self._is_open = False
+        # plates of all data have the scale of all data
+        factor = 1 if scaled_to == "whole" else world_size()
+        self._program = Multiplied(self._plates, factor)(svi.model)
         self._leaves: dict[str, Tensor] = {}
         self._steps = 0
         self.loss, self.loss_and_grads = self._loss, self._loss_and_grads
@@ -75,16 +88,19 @@ class DistributedSVI(SVI):
         return loss
 
     def check(self) -> None:
-        """Compare parameters, the optimizer's state and the random state of all ranks.
+        """Compare parameters, the optimizer's state and the random state of all ranks; not buffers.
 
         Raises:
             RuntimeError: on all ranks, where they are not the same bits; it names the first tensor.
         """
         held: dict[str, Tensor] = dict(self._leaves)
-        if isinstance(self.optim, NaturalGradientOptim):
-            state = tree_flatten_with_path(self.optim.get_state()["natural"])[0]
-            held |= {"state" + "".join(map(str, path)): v for path, v in state}
+        ours = isinstance(self.optim, NaturalGradientOptim)
+        state = self.optim.get_state() if ours else OthersState(self.guide).save(self.optim)
+        for path, value in tree_flatten_with_path(state)[0]:
+            if isinstance(value, Tensor):
+                held["state" + "".join(map(str, path))] = value
         held["the random state of torch"] = torch.get_rng_state()
+        held = dict(sorted(held.items()))  # Pyro's optimizers meet parameters in any order
         where = next(iter(held.values())).device
         sums = torch.stack([_checksum(v).to(where) for v in held.values()])
         least, most = extremes(sums, "comparing parameters")
@@ -92,19 +108,20 @@ class DistributedSVI(SVI):
             first = [*held][int((least != most).nonzero()[0])]
             raise RuntimeError(
                 f"distributed: ranks have come apart after {self._steps} steps: {first} differs. Draw "
-                f"numbers that only one rank needs from a torch.Generator of their own, and train no "
-                f"guide that reads the data of its rank."
+                f"numbers that only one rank needs from a torch.Generator of their own."
             )
 
     def _loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Any:
         with self._as_one_of_all(args, kwargs):
-            loss = self._own.loss(model, guide, *args, **kwargs)
+            loss = self._own.loss(self._program, guide, *args, **kwargs)
         return self._averaged(loss, [])
 
     def _loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Any:
         with self._as_one_of_all(args, kwargs), poutine.trace(param_only=True) as seen:
-            loss = self._own.loss_and_grads(model, guide, *args, **kwargs)
+            loss = self._own.loss_and_grads(self._program, guide, *args, **kwargs)
         found = dict(zip(seen.trace.nodes, traced_params(seen), strict=True))
+        # running means of Pyro's baselines are a matter of each rank
+        found = {k: p for k, p in found.items() if not k.startswith(BASELINES)}
         new = sorted(found.keys() - self._leaves.keys())
         if new and not is_alone():
             raise RuntimeError(
@@ -119,20 +136,22 @@ class DistributedSVI(SVI):
             return loss
         losses, spec = tree_flatten(loss)
         blocks = [block for _, block in find_blocks(self.guide)] if params else []
-        return tree_unflatten(average(losses, params, blocks, bool(self.own_noise)), spec)
+        means = average(losses, params, blocks, self.own_noise, self._steps)
+        return tree_unflatten(means, spec)
 
     @contextmanager
     def _as_one_of_all(self, args: Any, kwargs: Any) -> Iterator[None]:
-        """Around a loss of this rank: the factor of its shards, and the random numbers meant for it.
+        """Around a loss of this rank: the random numbers meant for it.
 
         The random state is that of all ranks before and after, so that the optimizer draws alike.
         """
-        if self.shards is None:
+        if not self._is_open:
             self._open(args, kwargs)
+            self._is_open = True
         seed = int(torch.randint(2**62, (), device="cpu"))
         if self.own_noise:
             seed = (seed + rank() * APART) % 2**62
-        with own_random_state(seed), self._factor:
+        with own_random_state(seed):
             yield
 
     def _open(self, args: Any, kwargs: Any) -> None:
@@ -152,10 +171,7 @@ class DistributedSVI(SVI):
         take_from_first([v.detach() for v in tensors.values()])
         with poutine.block():
             terms = from_all(terms_of(self._look(args, kwargs)))
-        self.shards, differ = shards_among(terms, **self._how)
-        self._factor.names = self.shards
-        if self.own_noise is None:
-            self.own_noise = not differ
+        check_terms(terms, self._plates, self._scaled_to)
 
     def _look(self, args: Any, kwargs: Any) -> Any:
         """The model's sites at a draw of the guide, the same on all ranks once parameters are."""
@@ -184,33 +200,35 @@ def _checksum(x: Tensor) -> Tensor:
 
 def wrap(
     svi: SVI,
+    plates: Sequence[str],
     *,
-    plates: Sequence[str] | None = None,
     scaled_to: str | None = None,
     own_noise: bool | None = None,
     check_every: int = 100,
 ) -> DistributedSVI:
     r"""An ``SVI`` on several processes, which takes the steps of one process with all data.
 
-    With R ranks, of which number r has the data y_r,
+    With R ranks, of which number r has the data y_r in the ``plates`` of the model,
 
         ELBO = 1/R sum_r E_q[R log p(y_r | z) + log p(z) - log q(z)],
 
     and gradients and curvatures likewise are averaged before the optimizer's step, which is the same on
-    all ranks.  At the first step all ranks take the parameters and the random state of rank 0.  What
-    data are whose is found there: terms that differ between ranks are summed, others count once.  So
-    where every rank has all data, R ranks of S particles are R S particles.
+    all ranks.  With ``plates=[]`` all ranks have all data: R ranks of S particles are R S particles.
+    At the first call all ranks take the parameters and the random state of rank 0, and it is refused
+    where anything outside those plates is not the same on all.
 
     A step sends once all gradients, curvatures and the loss: for a full-rank guide in d dimensions
-    about d^2 / 2 numbers.
+    about d^2 numbers.
 
-    Not for models whose data fit one process and take a few milliseconds a step; latent sites in the
-    plate of the shards; ``CVI``.  Do not wrap model or guide in DistributedDataParallel.
+    Not for models whose data fit one process and take a few milliseconds a step; latent sites for each
+    datum (in a plate of the shards, which is refused, or in one vector, which cannot be seen);
+    likelihoods that are no product over the rows of the shards; losses that are not linear in log p;
+    ``CVI``.  Do not wrap model or guide in DistributedDataParallel.
 
     Args:
         svi: with any guide, loss and optimizer but those above.
-        plates: the names of plates that hold the shards, where the rule above is not what you mean.
-        scaled_to: for minibatches and other scaled sites, whether their scale leads to the "whole"
+        plates: names of the plates that hold the shards; ``[]``: all ranks have the same data.
+        scaled_to: for minibatches and other scales in them, whether they lead to the "whole"
             (``plate("data", N, subsample=...)``, N of all ranks), or to the "shard" of a rank.
         own_noise: whether each rank draws particles of its own; by default only where all have the
             same data.  The same draws on all ranks leave the noise of one process, which vanishes at a
@@ -219,10 +237,10 @@ def wrap(
             also after steps 1, 2, 4, 8, ...
 
     Raises:
-        RuntimeError: where processes are not connected; at a step, where a rank is gone or the ranks
-            have come apart.
-        ValueError: for what is named above; at the first step, where models differ or a scale is not
-            explained.
+        RuntimeError: where processes are not connected; at a step, where a rank is gone, is at another
+            call, or has come apart from the others.
+        ValueError: for what is named above; at the first step, where ranks have different models or a
+            scale is not explained.
 
     Source: sums before the step as in synchronous partitioned VI (Bui et al. 2018, arXiv:1811.11206).
 
@@ -235,7 +253,7 @@ def wrap(
         ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
         >>> guide = ngvi.AutoFullRankNormal(model)
         >>> svi = pyro.infer.SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
-        >>> svi = ngvi.distributed.wrap(svi)
+        >>> svi = ngvi.distributed.wrap(svi, plates=["data"])
         >>> y = ngvi.distributed.shard(torch.tensor([1.0, 2.0, 3.0, 4.0]))
         >>> losses = [svi.step(y) for _ in range(100)]
         >>> round(guide.median()["mu"].item(), 1)
@@ -247,8 +265,10 @@ def wrap(
             f"distributed.wrap takes a plain pyro.infer.SVI, got {type(svi).__name__}. Wrap before "
             f"anything else; compiled steps run on one process."
         )
-    if scaled_to not in (None, "whole", "shard"):
-        raise ValueError(f"scaled_to must be 'whole' or 'shard', got {scaled_to!r}.")
+    require(not isinstance(plates, str), "plates", "be a list of names", plates)
+    valid = scaled_to in (None, "whole", "shard")
+    require(valid, "scaled_to", "be 'whole', 'shard' or None", scaled_to)
+    require(check_every >= 1, "check_every", "be at least 1", check_every)
     modules = [m for m in (svi.model, svi.guide) if isinstance(m, nn.Module)]
     parts = [part for module in modules for part in module.modules()]
     if any(isinstance(part, DistributedDataParallel) for part in parts):
@@ -261,4 +281,12 @@ def wrap(
             f"distributed.wrap: {describe(svi.guide)} holds numbers for each unit or datum, which all "
             f"have to be on one process. Take pyro_ngvi.AutoFullRankNormal, or one process."
         )
-    return DistributedSVI(svi, plates, scaled_to, own_noise, check_every)
+    loss = getattr(svi.loss_and_grads, "__self__", None)
+    if plates and isinstance(loss, NOT_LINEAR):
+        raise ValueError(
+            f"distributed.wrap: {type(loss).__name__} is not linear in log p: means over shards are "
+            f"not those of all data. Take an ELBO, or all data on all ranks with plates=[]."
+        )
+    return DistributedSVI(
+        svi, plates, scaled_to, not plates if own_noise is None else own_noise, check_every
+    )

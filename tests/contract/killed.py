@@ -27,7 +27,7 @@ def main(folder: Path, kills: list[str]) -> None:
     rank, path = torch.distributed.get_rank(), folder / "run.ngvi"
     mine = ngvi.distributed.shard(*data())
     pyro.set_rng_seed(rank)
-    svi, done = ngvi.distributed.wrap(ours("AutoFullRankNormal", ngvi.IFVB)()), 0
+    svi, done = ngvi.distributed.wrap(ours("AutoFullRankNormal", ngvi.IFVB)(), ["data"]), 0
     if path.exists():
         done = ngvi.load(path, svi, *mine)["steps"]
     for step in range(done, STEPS):

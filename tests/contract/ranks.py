@@ -79,6 +79,47 @@ def by_rank(X: Tensor, y: Tensor) -> None:
     pyro.sample(f"x{rank()}", dist.Normal(0.0, 1.0), obs=y[0])
 
 
+def empirical(X: Tensor, y: Tensor) -> None:
+    m = pyro.sample("m", dist.Normal(y.mean(), 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(m, 1.0), obs=y)
+
+
+def reads_data(model: Any) -> Any:
+    def guide(X: Tensor, y: Tensor) -> None:
+        w = pyro.sample(
+            "w", dist.Normal(pyro.param("a", torch.zeros(D)) + y.mean(), 1.0).to_event(1)
+        )
+        pyro.sample("s", dist.LogNormal(w.sum(), 1.0))
+
+    return guide
+
+
+def one_label(X: Tensor, y: Tensor) -> None:
+    """A discrete variable of all data together, whose sum is no product over ranks."""
+    m = pyro.sample("m", dist.Normal(torch.tensor([-1.0, 1.0]), 1.0).to_event(1))
+    k = pyro.sample("k", dist.Bernoulli(0.4), infer={"enumerate": "parallel"})
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(m[k.long()], 0.5), obs=y)
+
+
+def two_sites(X: Tensor, y: Tensor) -> None:
+    m = pyro.sample("m", dist.Normal(torch.tensor([-1.0, 1.0]), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        k = pyro.sample("k", dist.Bernoulli(0.4), infer={"enumerate": "parallel"}).long()
+        pyro.sample("y", dist.Normal(m[k], 0.5), obs=y)
+        pyro.sample("x", dist.Normal(-m[k], 1.0), obs=X[:, 0])
+
+
+def visits(X: Tensor, y: Tensor) -> None:
+    """A label by row of X, whose entries stand in a plate within."""
+    m = pyro.sample("m", dist.Normal(torch.tensor([-1.0, 1.0]), 1.0).to_event(1))
+    with pyro.plate("data", len(y), dim=-1):
+        k = pyro.sample("k", dist.Bernoulli(0.4), infer={"enumerate": "parallel"}).long()
+        with pyro.plate("visits", D, dim=-2):
+            pyro.sample("x", dist.Normal(m[k], 1.0), obs=X.mT)
+
+
 def mixture(X: Tensor, y: Tensor) -> None:
     m = pyro.sample("m", dist.Normal(torch.tensor([-1.0, 1.0]), 1.0).to_event(1))
     with pyro.plate("data", len(y)):
@@ -123,6 +164,8 @@ FITS: dict[str, Callable[[], SVI]] = {
     "NGVB, full rank, Hessian": ours("AutoFullRankNormal", ngvi.NGVB, curvature="hessian"),
     "NGVB, terms of all ranks": ours("AutoFullRankNormal", ngvi.NGVB, all_the_same),
     "NGVB, summed out": ours("AutoFullRankNormal", ngvi.NGVB, mixture),
+    "NGVB, two sites summed out": ours("AutoFullRankNormal", ngvi.NGVB, two_sites),
+    "NGVB, summed out by row": ours("AutoFullRankNormal", ngvi.NGVB, visits),
     "NGVB, others": ours(
         "AutoMeanFieldNormal",
         lambda guide: ngvi.NGVB(guide, others=adam(guide)),
@@ -151,10 +194,10 @@ def run(fit: Callable[[], SVI], batches: Iterable[Any], **how: Any) -> dict[str,
     pyro.clear_param_store()
     pyro.set_rng_seed(17 + rank())  # which the first step makes that of rank 0
     svi = fit()
-    svi = ngvi.distributed.wrap(svi, check_every=10, **how)
+    svi = ngvi.distributed.wrap(svi, ["data"], check_every=10, **how)
     losses = [svi.step(*batch) for batch in batches]
     store = {k: v.detach().clone() for k, v in pyro.get_param_store().named_parameters()}
-    return {"losses": torch.tensor(losses), **store, "shards": sorted(svi.shards or ())}
+    return {"losses": torch.tensor(losses), **store}
 
 
 def batches_of(size: int) -> Iterable[Any]:
@@ -170,7 +213,7 @@ def one_gradient(curvature: str, factor: bool = False) -> dict[str, Any]:
     pyro.clear_param_store()
     guide = (ngvi.AutoFactorPrecision if factor else ngvi.AutoFullRankNormal)(regression)
     alone = SVI(regression, guide, adam(guide), ngvi.BatchedELBO(4, curvature=curvature))
-    svi = ngvi.distributed.wrap(alone)
+    svi = ngvi.distributed.wrap(alone, plates=[])
 
     def left_by(svi: SVI) -> dict[str, Tensor]:
         guide.curvature = None
@@ -190,7 +233,7 @@ def one_gradient(curvature: str, factor: bool = False) -> dict[str, Any]:
     for r in range(world_size()):
         with own_random_state((seed + r * APART) % 2**62):
             single.append(left_by(alone))
-    return {"all": left, "single": single, "own": svi.own_noise, "shards": sorted(svi.shards or ())}
+    return {"all": left, "single": single, "own": svi.own_noise}
 
 
 def gaussian(own_noise: bool) -> float:
@@ -206,7 +249,7 @@ def gaussian(own_noise: bool) -> float:
     pyro.set_rng_seed(0)
     guide = ngvi.AutoFullRankNormal(model)
     svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
-    svi = ngvi.distributed.wrap(svi, own_noise=own_noise)
+    svi = ngvi.distributed.wrap(svi, ["data"], own_noise=own_noise)
     for _ in range(100):
         svi.step(*ngvi.distributed.shard(X, y))
     precision = torch.eye(D) + X.mT @ X
@@ -221,7 +264,7 @@ def gaussian(own_noise: bool) -> float:
 def with_faults() -> dict[str, Any]:
     """NaN in the data of the last rank at one step, then random numbers that only one rank draws."""
     svi = ours("AutoFullRankNormal", ngvi.NGVB)()
-    svi = ngvi.distributed.wrap(svi)
+    svi = ngvi.distributed.wrap(svi, plates=["data"])
     X, y = ngvi.distributed.shard(*data())
     losses = []
     for k in range(6):
@@ -232,42 +275,49 @@ def with_faults() -> dict[str, Any]:
                 message = str(caught[-1].message)
     svi.check()
     skipped = svi.optim.report().skipped
+    try:
+        svi.step(X, y) if rank() else svi.evaluate_loss(X, y)
+        calls = ""
+    except RuntimeError as error:
+        calls = str(error)
     torch.randn(rank())  # nothing on rank 0
     try:
         svi.check()
         apart = ""
     except RuntimeError as error:
         apart = str(error)
-    return {"losses": losses, "skipped": skipped, "message": message, "apart": apart}
+    return {
+        "losses": losses,
+        "skipped": skipped,
+        "message": message,
+        "calls": calls,
+        "apart": apart,
+    }
 
 
 def refused() -> dict[str, str]:
     """What is said at the first step, by all ranks."""
     X, y = ngvi.distributed.shard(*data())
+    full = ("AutoFullRankNormal", ngvi.NGVB)
+    batch, plate = next(iter(batches_of(8))), ["data"]
+    vadam = ours("AutoMeanFieldNormal", optim.Vadam, curvature="squared_gradient")
+    cases: dict[str, tuple[Any, Any, Any]] = {
+        "scale": (ours(*full, minibatch), batch, {"plates": plate}),
+        "no scale": (ours(*full), (X, y), {"plates": plate, "scaled_to": "whole"}),
+        "local": (ours(*full, local), (X, y), {"plates": plate}),
+        "no such plate": (ours(*full), (X, y), {"plates": ["date"]}),
+        "shards": (ours(*full), (X, y), {"plates": []}),
+        "site": (ours(*full, by_rank), (X, y), {"plates": plate}),
+        "prior": (ours(*full, empirical), (X, y), {"plates": plate}),
+        "guide": (pyros(reads_data, adam, Trace_ELBO()), (X, y), {"plates": plate}),
+        "label": (ours(*full, one_label), (X, y), {"plates": plate}),
+        "squares": (vadam, (X, y), {"plates": plate}),
+    }
     found = {}
-    for name, (svi, args, how) in {
-        "scale": (
-            ours("AutoFullRankNormal", ngvi.NGVB, minibatch)(),
-            next(iter(batches_of(8))),
-            {},
-        ),
-        "local": (ours("AutoFullRankNormal", ngvi.NGVB, local)(), (X, y), {}),
-        "local, named": (
-            ours("AutoFullRankNormal", ngvi.NGVB, local)(),
-            (X, y),
-            {"plates": ["data"]},
-        ),
-        "plates": (ours("AutoFullRankNormal", ngvi.NGVB)(), (X, y), {"plates": ["date"]}),
-        "site": (ours("AutoFullRankNormal", ngvi.NGVB, by_rank)(), (X, y), {}),
-        "squares": (
-            ours("AutoMeanFieldNormal", optim.Vadam, curvature="squared_gradient")(),
-            (X, y),
-            {},
-        ),
-    }.items():
+    for name, (make, args, how) in cases.items():
         pyro.clear_param_store()
         try:
-            ngvi.distributed.wrap(svi, **how).step(*args)
+            ngvi.distributed.wrap(make(), **how).step(*args)
         except (ValueError, RuntimeError) as error:
             found[name] = str(error)
     return found

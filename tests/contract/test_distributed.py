@@ -12,11 +12,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI, Trace_ELBO
+from pyro.infer import SVI, RenyiELBO, Trace_ELBO
 from torch.nn.parallel import DistributedDataParallel
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.distributed.shards import Term, shards_among
 from tests.contract import ranks
 
 ROOT = Path(__file__).parents[2]
@@ -59,21 +58,7 @@ def test_as_one_process(worlds: Any, name: str, size: int) -> None:
     # a factor's Fisher matrix is nearly singular at the start: rows in another order give 4e-8 too
     tol = 1e-6 if name == "NGVB, factor" else 1e-10
     for key, value in expected.items():
-        if key != "shards":
-            torch.testing.assert_close(found[key], value, rtol=tol, atol=tol)
-
-
-@pytest.mark.parametrize(
-    ("name", "shards"),
-    [
-        ("NGVB, full rank", ["y"]),
-        ("NGVB, terms of all ranks", ["y"]),
-        ("NGVB, summed out", ["k", "y"]),
-        ("minibatches", []),
-    ],
-)
-def test_what_is_summed(worlds: Any, name: str, shards: list[str]) -> None:
-    assert worlds(2)[name]["shards"] == shards
+        torch.testing.assert_close(found[key], value, rtol=tol, atol=tol)
 
 
 @pytest.mark.parametrize("size", WORLDS)
@@ -81,7 +66,7 @@ def test_what_is_summed(worlds: Any, name: str, shards: list[str]) -> None:
 def test_one_data_set_on_all_ranks_is_more_particles(worlds: Any, number: int, size: int) -> None:
     """The mean of the losses and gradients of single ranks; rows and draws side by side."""
     found = worlds(size)["own noise"][number]
-    assert found["own"] and not found["shards"]
+    assert found["own"]
     for name, value in found["all"].items():
         single = [s[name] for s in found["single"]]
         if name == "rows":
@@ -106,6 +91,7 @@ def test_faults(worlds: Any) -> None:
     assert found["skipped"] == 1 and "skipped a step" in found["message"]
     assert not torch.tensor(found["losses"])[3].isfinite()
     assert torch.tensor(found["losses"])[[0, 1, 2, 4, 5]].isfinite().all()
+    assert "calls of all ranks together" in found["calls"] and len(found["calls"]) <= 240
     assert "the random state of torch differs" in found["apart"] and len(found["apart"]) <= 240
 
 
@@ -113,10 +99,14 @@ def test_faults(worlds: Any) -> None:
     ("name", "match"),
     [
         ("scale", "'y' is scaled"),
+        ("no scale", "'y' is not scaled"),
         ("local", "'z' is latent in the plate 'data'"),
-        ("local, named", "each rank would have others"),
-        ("plates", "no plates of observed or latent"),
+        ("no such plate", "no plates of the model"),
+        ("shards", "the data or parameters of 'y' are not the same on ranks 0 and 1"),
         ("site", "only one has the site 'x0'"),
+        ("prior", "the prior, or the draw of the guide, of 'm'"),
+        ("guide", "the prior, or the draw of the guide, of 'w'"),
+        ("label", "share an enumerated variable but not their scale"),
         ("squares", "'gauss_newton' in place of"),
     ],
 )
@@ -151,33 +141,6 @@ def test_killed_ranks_change_nothing(kills: list[str], tmp_path: Path) -> None:
         assert torch.equal(value, found[1][name])
 
 
-def term(*numbers: float, **further: Any) -> Term:
-    how = {"plates": ("data",), "observed": True, "enumerated": False, "scaled": False, "size": 3}
-    return Term(**(how | further), numbers=numbers)
-
-
-def test_same_data_up_to_rounding() -> None:
-    a, b = {"y": term(100.0, 150.0)}, {"y": term(100.0 * (1 + 1e-7), 150.0)}
-    assert shards_among([a, b]) == (set(), False)
-    assert shards_among([a, {"y": term(100.0, 150.1)}]) == ({"y"}, True)
-    assert shards_among([a, {"y": term(100.0, 150.0, size=4)}]) == ({"y"}, True)
-
-
-@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_nothing_is_seen_where_log_p_is_not_finite(bad: float) -> None:
-    for terms in ([term(bad, 1.0), term(bad, 1.0)], [term(2.0, 1.0), term(bad, 1.0)]):
-        with pytest.raises(ValueError, match="Name the plates of the shards") as caught:
-            shards_among([{"y": t} for t in terms])
-        assert len(str(caught.value)) <= 240
-        assert shards_among([{"y": t} for t in terms], plates=["data"]) == ({"y"}, True)
-
-
-def test_scales_of_shards_are_multiplied_on() -> None:
-    both = [{"y": term(1.0, scaled=True)}, {"y": term(2.0, scaled=True)}]
-    assert shards_among(both, scaled_to="shard") == ({"y"}, True)
-    assert shards_among(both, scaled_to="whole") == (set(), True)
-
-
 def model(y: torch.Tensor) -> None:
     z = pyro.sample("z", dist.Normal(0.0, 1.0))
     with pyro.plate("data", len(y)):
@@ -192,28 +155,34 @@ def plain() -> SVI:
 def test_unconnected_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"distributed.connect\(\) first"):
-        ngvi.distributed.wrap(plain())
+        ngvi.distributed.wrap(plain(), ["data"])
 
 
 def test_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     svi = plain()
     with pytest.raises(ValueError, match="compiled steps run on one process"):
-        ngvi.distributed.wrap(ngvi.compile(svi))
+        ngvi.distributed.wrap(ngvi.compile(svi), ["data"])
     with pytest.raises(ValueError, match="takes a plain"):
-        ngvi.distributed.wrap(ngvi.distributed.wrap(svi))
+        ngvi.distributed.wrap(ngvi.distributed.wrap(svi, []), [])
     with pytest.raises(TypeError, match="a step of its own"):
-        ngvi.compile(ngvi.distributed.wrap(svi))
+        ngvi.compile(ngvi.distributed.wrap(svi, []))
     with pytest.raises(ValueError, match="scaled_to must be"):
-        ngvi.distributed.wrap(svi, scaled_to="all")
+        ngvi.distributed.wrap(svi, [], scaled_to="all")
+    with pytest.raises(ValueError, match="be a list of names"):
+        ngvi.distributed.wrap(svi, "data")
+    with pytest.raises(ValueError, match="check_every must be"):
+        ngvi.distributed.wrap(svi, [], check_every=0)
+    with pytest.raises(ValueError, match="RenyiELBO is not linear in log p"):
+        ngvi.distributed.wrap(SVI(model, svi.guide, svi.optim, RenyiELBO()), ["data"])
     sites = ngvi.AutoSites(model)
     svi = SVI(model, sites, ngvi.CVI(sites), ngvi.SitesELBO())
     with pytest.raises(ValueError, match="for each unit or datum"):
-        ngvi.distributed.wrap(svi)
+        ngvi.distributed.wrap(svi, [])
     monkeypatch.setattr(DistributedDataParallel, "__init__", torch.nn.Module.__init__)
     broken: Any = DistributedDataParallel
     svi.model = broken()
     with pytest.raises(ValueError, match="its attribute module"):
-        ngvi.distributed.wrap(svi)
+        ngvi.distributed.wrap(svi, [])
 
 
 def test_shards_hold_each_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
