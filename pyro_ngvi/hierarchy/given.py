@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributions import Transform
+from torch.utils._pytree import tree_map_only
 
 from ..linalg.products import matvec
 from .conditional import UnitPriors
@@ -41,8 +42,7 @@ class Seen:
         return None if self.whole else self.index
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """x = A z + b at S draws of the globals: A^-1 (S, B, k, k), b (S, B, k), log |det A| (S, B)."""
 
     inverse: Tensor
@@ -83,9 +83,8 @@ class Given:
         return self._each(Tensor.detach)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Given:
-        values = {name: change(value) for name, value in self.values.items()}
-        priors: Any = UnitPriors(*map(change, vars(self.priors).values()))
-        place = self.place and Place(*map(change, vars(self.place).values()))
+        parts = dict(self.values), self.priors, self.place
+        values, priors, place = tree_map_only(Tensor, change, parts)
         return replace(self, values=values, priors=priors, place=place)
 
     def repeated(self, times: int) -> Given:

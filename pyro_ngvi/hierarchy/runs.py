@@ -48,73 +48,29 @@ class LocalSite:
 Parts = Sequence[tuple[LocalSite, slice]]
 
 
-@dataclass(frozen=True)
-class Call:
-    """A model with the arguments of one call, and its minibatches."""
-
-    model: Model
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    minibatches: Minibatches
-
-    def batched(self, reduce: Callable[[Sites], Any], values: Values, held: Any = None) -> Any:
-        """``reduce`` of the sites of S runs at ``values`` (S, ...) by site, out of handlers' sight.
-
-        ``held``: what makes the program of the model.  Where it cannot run under ``vmap`` the runs come
-        one after the other.
-        """
-        program = self.model if held is None else held(self.model)
-        count = len(next(iter(values.values())))
-        given = program, reduce, values, count, self.args, self.kwargs
-        with poutine.block(hide_fn=lambda msg: msg.get("type") != "param"):
-            try:
-                return run_particles(*given, minibatches=self.minibatches)
-            except CannotBatch:
-                return run_in_loop(*given, minibatches=self.minibatches)
-
-    def at(self, values: Values, held: Any = None) -> Sites:
-        """The sites of one run."""
-        program = self.model if held is None else held(self.model)
-        return run_plainly(program, values, self.args, self.kwargs, self.minibatches)
-
-
 class _AllSeen(Exception):
     """The rest of the run is not needed."""
 
 
-class Held:
-    """A model up to the last of its units' sites, which stand at z = 0, or at ``z`` (k,) or (B, k).
+class Held(Messenger):
+    """Around a model: its units' sites stand at z = 0, or at ``z`` (k,) or (B, k), and no more is run
+    after the last of them.
 
     ``parts`` are these sites with their entries of z; the run goes on to the sites ``further``.
     """
 
-    def __init__(
-        self, model: Model, parts: Parts, z: Tensor | None, further: Iterable[str] = ()
-    ) -> None:
-        self.model, self.handler = model, _Hold(parts, z)
-        self._wanted = {site.name for site, _ in parts} | set(further)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self.handler.left = set(self._wanted)
-        try:
-            with self.handler:
-                self.model(*args, **kwargs)
-        except _AllSeen:
-            return
-        except TypeError as error:
-            if args or kwargs:
-                raise
-            raise TypeError(
-                f"AutoHierarchical was asked without the arguments of its model: {str(error)[:80]}. "
-                f"Its answers are those of the units of a call: pass them, as in guide.median(*args)."
-            ) from error
-
-
-class _Hold(Messenger):
-    def __init__(self, parts: Parts, z: Tensor | None) -> None:
+    def __init__(self, parts: Parts, z: Tensor | None, further: Iterable[str] = ()) -> None:
         super().__init__()
-        self.z, self.left = z, set()
-        self.parts = {site.name: (site, own) for site, own in parts}
+        self.parts, self.z = {site.name: (site, own) for site, own in parts}, z
+        self.wanted = {*self.parts, *further}
+
+    def __enter__(self) -> Any:
+        self.left = set(self.wanted)
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, *error: Any) -> Any:
+        super().__exit__(kind, *error)
+        return kind is _AllSeen
 
     def _pyro_sample(self, msg: Site) -> None:
         if msg["name"] not in self.parts:
@@ -133,6 +89,45 @@ class _Hold(Messenger):
         self.left.discard(msg["name"])
         if not self.left:
             raise _AllSeen
+
+
+@dataclass(frozen=True)
+class Call:
+    """A model with the arguments of one call, and its minibatches."""
+
+    model: Model
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    minibatches: Minibatches
+
+    def batched(
+        self, reduce: Callable[[Sites], Any], values: Values, held: Held | None = None
+    ) -> Any:
+        """``reduce`` of the sites of S runs at ``values`` (S, ...) by site, out of handlers' sight.
+
+        Where the model cannot run under ``vmap`` the runs come one after the other.
+        """
+        program = self.model if held is None else held(self.model)
+        count = len(next(iter(values.values())))
+        given = program, reduce, values, count, self.args, self.kwargs
+        with poutine.block(hide_fn=lambda msg: msg.get("type") != "param"):
+            try:
+                return run_particles(*given, minibatches=self.minibatches)
+            except CannotBatch:
+                return run_in_loop(*given, minibatches=self.minibatches)
+            except TypeError as error:
+                if self.args or self.kwargs:
+                    raise
+                raise TypeError(
+                    f"AutoHierarchical was asked without the arguments of its model: "
+                    f"{str(error)[:80]}. Its answers are those of the units of a call: pass them, as "
+                    f"in guide.median(*args)."
+                ) from error
+
+    def at(self, values: Values, held: Held | None = None) -> Sites:
+        """The sites of one run."""
+        program = self.model if held is None else held(self.model)
+        return run_plainly(program, values, self.args, self.kwargs, self.minibatches)
 
 
 def gaussian_of(site: Site) -> tuple[Any, list[Any]]:

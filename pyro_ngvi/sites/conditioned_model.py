@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..distributions import GaussianProcess, GaussianStateSpace
 from ..runtime.density import Site, Sites
 from ..runtime.run import Conditioned, Minibatches
-from .structure import TensorRef
+from .structure import TensorRef, is_weighted, unwrapped
 
 T = TypeVar("T")
 
@@ -264,9 +264,7 @@ class ConditionedModel:
 
 def gaussian_of(site: Site) -> Any:
     """The Gaussian of a latent site, without ``to_event``; refuses any other distribution."""
-    fn, name = site["fn"], site["name"]
-    while isinstance(fn, dist.Independent):
-        fn = fn.base_dist
+    fn, name = unwrapped(site), site["name"]
     if not (isinstance(fn, dist.Normal | dist.MultivariateNormal) or hasattr(fn, "from_noise")):
         raise ValueError(
             f"AutoSites: latent site {name!r} is {type(fn).__name__}, not Gaussian, or has no "
@@ -280,8 +278,7 @@ def gaussian_of(site: Site) -> Any:
 
 def refuse_weights(site: Site) -> None:
     """Refuse a prior under a scale or a mask."""
-    scale, mask = site["scale"], site["mask"]
-    if isinstance(scale, Tensor) or scale != 1.0 or not (mask is None or mask is True):
+    if is_weighted(site):
         raise ValueError(
             f"AutoSites: the prior of {site['name']!r} stands under a scale or a mask (a "
             "subsampled plate, poutine.scale or poutine.mask): it would not be Gaussian. Take the "

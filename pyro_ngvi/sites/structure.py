@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import pyro.distributions as dist
@@ -186,6 +187,15 @@ def minibatch_scale(site: Site) -> float:
         if frame.full_size is not None and frame.full_size != frame.size:
             scale *= frame.full_size / frame.size
     return scale
+
+
+def is_weighted(site: Site, plate: str | None = None) -> bool:
+    """Whether a latent site stands under a mask, or a scale beside that of the subsampled ``plate``."""
+    frames = (frame for frame in site["cond_indep_stack"] if frame.name == plate)
+    own = prod((frame.full_size or frame.size) / frame.size for frame in frames)
+    scale, mask = site["scale"], site["mask"]
+    scaled = isinstance(scale, Tensor) or abs(scale / own - 1.0) > 1e-9
+    return scaled or not (mask is None or mask is True)
 
 
 def data_terms(site: Site, scaled: bool = True) -> Tensor:
