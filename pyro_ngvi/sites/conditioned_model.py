@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from math import log, pi
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro.distributions.util import sum_rightmost
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -184,7 +186,7 @@ class WhitenedRun(Conditioned):
             own = torch.zeros(size) if noise is None else noise.new_zeros(size)
         else:
             own = noise[self.used : self.used + size]
-        own = own.to(_like(fn))
+        own = own.to(fn.initial_loc if isinstance(fn, GaussianStateSpace) else fn.loc)
         if maker is not None:
             value = maker(own)
         elif direct:
@@ -209,19 +211,20 @@ class WhitenedRun(Conditioned):
                 refuse_weights(msg)
 
 
+class MeansOfProcesses(Messenger):
+    """Takes its mean for a draw of a :class:`GaussianProcess`: no N x N matrix is factored."""
+
+    def _pyro_sample(self, msg: Site) -> None:
+        if isinstance(unwrapped(msg), GaussianProcess) and not msg["is_observed"]:
+            msg["value"], msg["done"] = msg["fn"].mean, True
+
+
 def other_size(name: str, now: torch.Size, before: torch.Size) -> ValueError:
     return ValueError(
         f"AutoSites: {name!r} has the shape {tuple(now)} with these arguments, and {tuple(before)} "
         f"before. A block of another size needs a guide of its own, prediction at new inputs a "
         f"GaussianProcess, one in minibatches AutoSites(model, inducing=Z)."
     )
-
-
-def _like(fn: Any) -> Tensor:
-    """A tensor of the kind that draws of ``fn`` are."""
-    if not isinstance(fn, GaussianStateSpace | GaussianProcess):
-        return fn.loc
-    return next(v for v in vars(fn).values() if isinstance(v, Tensor) and v.is_floating_point())
 
 
 @dataclass
@@ -299,16 +302,8 @@ def colour(fn: Any, noise: Tensor) -> Tensor:
 
 def log_det_root(fn: Any, event_dim: int) -> Tensor:
     """log |det R|, summed over the last ``event_dim`` dimensions of a draw, in nats."""
-    if isinstance(fn, dist.Normal):
-        each, summed = fn.scale.log().expand(fn.shape()), event_dim
-    else:
-        summed = event_dim - len(fn.event_shape)
-        if hasattr(fn, "log_det_root"):
-            each = fn.log_det_root()
-        else:
-            diagonal = torch.diagonal(fn.scale_tril, dim1=-2, dim2=-1)
-            each = diagonal.log().sum(-1).expand(fn.batch_shape)
-    total: Any = sum_rightmost(each, summed)
+    each = -fn.log_prob(fn.mean) - 0.5 * fn.event_shape.numel() * log(2.0 * pi)
+    total: Any = sum_rightmost(each, event_dim - len(fn.event_shape))
     return total
 
 

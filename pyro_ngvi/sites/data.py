@@ -14,16 +14,14 @@ an effect of every datum): without the datum that is another block, which the ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..linalg.host import host_bool
 from ..linalg.products import matvec
-from .algebra import Algebra, Marginals, View, apart
+from .algebra import Algebra
 from .bound_model import BoundModel
 from .site_guide import LastStep
 from .structure import Group, ModelStructure
@@ -185,39 +183,3 @@ def _peak(linear: Tensor, precision: Tensor) -> Tensor:
     exists = (size.amin(-1) > least).unsqueeze(-1)
     along = matvec(vectors.mT, linear)
     return torch.where(exists, matvec(vectors, along / values), torch.nan)
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """q, its marginals and its sites at one call with all data.
-
-    ``sites`` are nu (N, k) and Lambda (N, k, k) by group, copies without a graph.  ``basis`` (D, R) are
-    the directions of a dense algebra that does not keep all.
-    """
-
-    call: BoundModel
-    view: View
-    posterior: Any
-    marginals: dict[str, Marginals]
-    sites: dict[str, tuple[Tensor, Tensor]]
-    basis: Tensor | None
-
-
-@torch.no_grad()
-def take_snapshot(
-    algebra: Algebra, sites: Mapping[str, tuple[Tensor, Tensor]], call: BoundModel
-) -> Snapshot:
-    """q as its sites and the model's parameters make it now, for a call with all data."""
-    algebra = apart(algebra)  # a look at other data leaves q alone
-    view = algebra.view(call)
-    copies = {name: (a.clone(), b.clone()) for name, (a, b) in sites.items()}
-    # the view may have changed the coordinates of the evidence, so it is made anew
-    q = algebra.posterior(view, algebra.recollect(view, copies))
-    if host_bool(q.proper) is False:
-        raise RuntimeError(
-            "AutoSites: with the parameters of the model as they are now, prior and sites do not make "
-            "a proper Gaussian. Take more steps, or guide.reset()."
-        )
-    return Snapshot(
-        call, view, q, algebra.marginals(view, q), copies, getattr(algebra, "basis", None)
-    )

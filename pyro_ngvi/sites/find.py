@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
@@ -44,6 +45,7 @@ MOST_ENTRIES, MOST_CANDIDATES = 64, 12
 
 def first_call(
     model: Callable[..., Any],
+    drawn: Messenger,
     own: set[str],
     args: Any,
     kwargs: Any,
@@ -52,13 +54,13 @@ def first_call(
 ) -> tuple[ModelStructure, Algebra]:
     """The structure of a ``model`` at these arguments, where ``own`` latent sites are the guide's.
 
-    With the algebra that suits it.
+    With the algebra that suits it.  Its other latent sites are drawn under the handler ``drawn``.
     """
 
     def rest() -> dict[str, Tensor]:
         """A value from the prior for every latent site that other guides of a list infer."""
         with torch.no_grad():
-            trace = poutine.trace(model).get_trace(*args, **kwargs)
+            trace = poutine.trace(drawn(model)).get_trace(*args, **kwargs)
         sites: Any = trace.iter_stochastic_nodes()
         return {n: s["value"] for n, s in sites if n not in own and not site_is_subsample(s)}
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from ..guides.marginals import SiteValue, levels_like
 from ..linalg.host import outside_autocast
 from ..runtime.store import module_name
-from .data import Indices, SiteData, SiteView, Snapshot, take_snapshot
+from .algebra import Snapshot, apart
+from .data import Indices, SiteData, SiteView
 from .leave_one_out import Influence, SiteLOO, influence_of, loo_of
 from .site_guide import SiteGuide
 
@@ -239,6 +240,7 @@ class AutoSites(SiteGuide):
         name = self._data().group(group).name
         return name, self._snapshot((), {}).marginals[name].mean
 
+    @torch.no_grad()
     def _snapshot(self, args: Any, kwargs: Any) -> Snapshot:
         others, last = self._structure().rest, self.last_step
         if others:
@@ -252,7 +254,9 @@ class AutoSites(SiteGuide):
                 "known. Pass them as arguments, or call guide.refresh(*args)."
             )
         call = self._call_of_all(*last.or_given(args, kwargs))
-        return take_snapshot(self.algebra, self.site_tensors(), call)
+        algebra = apart(self.algebra)  # a look at other data leaves q alone
+        sites = {n: (a.clone(), b.clone()) for n, (a, b) in self.site_tensors().items()}
+        return algebra.at(call, sites, algebra.view(call))
 
 
 def _refuse_gradient(grad: Tensor) -> None:

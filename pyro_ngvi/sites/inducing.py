@@ -38,7 +38,7 @@ from .algebra import Algebra, GaussianPotential, SiteTensors, View
 from .bound_model import BoundModel
 from .dense import WhitePosterior
 from .processes import Regression, find_axes, only_processes, probe, regress, seen_by_group
-from .structure import Kept, LinearMap, ModelStructure
+from .structure import Kept, LinearMap, ModelStructure, learns
 
 #: share of a running average that one pass of the data replaces: more is noise, less is old
 FORGOTTEN = 0.1
@@ -66,13 +66,13 @@ class InducingAlgebra(Algebra):
         maps, processes = {}, self._regress(call, self._regressed.value)
         for name, seen in seen_by_group(call, self.axes).items():
             maps[name] = seen.on(list(processes.values()))
-            if seen.learns and not call.whole:
+            if learns(seen) and not call.whole:
                 raise ValueError(
                     f"AutoSites: this step has a minibatch, and the numbers by which the data of "
                     f"{name!r} see the latent processes have parameters that are learned. Learn "
                     f"them in steps with all data, or hold them by .detach()."
                 )
-        kept = {name: r for name, r in processes.items() if not r.learns}
+        kept = {name: r for name, r in processes.items() if not learns(r)}
         self._regressed.put(kept if call.whole else None)
         # in direct runs f at the probe is the probe itself, and would not show another prior
         call.at_probe = {name: _at_probe(at) for name, at in maps.items()}
@@ -135,8 +135,7 @@ class InducingAlgebra(Algebra):
         jitter = max(fn.jitter for fn in call.block.values())
         root = factor(torch.block_diag(*rests) + half.mT @ half, jitter)
         mean = design @ q.mean + torch.cat([r.offset for r in found.values()])
-        learns = any(r.learns for r in found.values())
-        self._drawn.put(None if learns else (found, mean, root), marks)
+        self._drawn.put(None if learns(*found.values()) else (found, mean, root), marks)
         return mean, root
 
 

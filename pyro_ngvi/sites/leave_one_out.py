@@ -56,8 +56,8 @@ from torch import Tensor
 
 from ..linalg.products import matvec
 from ..optim.rule import require
+from .algebra import Snapshot
 from .bound_model import moves
-from .data import Snapshot
 from .dense import WhitePosterior
 from .expectation import quadrature_points
 
@@ -329,5 +329,5 @@ def _in_latent(at: Snapshot, white: Tensor) -> Tensor:
     if designs:  # inducing points: the processes' own values, at all inputs
         parts = white.split([A.shape[-1] for A in designs], -1)
         return torch.cat([part @ A.mT for part, A in zip(parts, designs, strict=True)], -1)
-    noises = white if at.basis is None else white @ at.basis.mT
+    noises = white if at.view.basis is None else white @ at.view.basis.mT
     return moves(at.call.flat_block, noises)

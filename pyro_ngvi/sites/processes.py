@@ -28,29 +28,39 @@ from ..linalg.host import fixed_normal
 from ..linalg.products import matvec
 from .bound_model import BoundModel, affine_maps
 from .checks import other_priors
-from .conditioned_model import for_each
-from .probe_points import digit_masks
+from .probe_points import by_halves
 from .structure import Group, LinearMap, ModelStructure, same_bits
 
 
 @dataclass(frozen=True)
-class Regression:
+class Maker:
+    """Makes f = A eps + b of a process, A (N, M) and b (N,), from the M entries of its noise."""
+
+    design: Tensor
+    offset: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.design.shape[-1]
+
+    def __call__(self, noise: Tensor) -> Tensor:
+        return self.offset + self.design @ noise
+
+    def plus(self, shift: Tensor) -> Maker:
+        return Maker(self.design, self.offset + shift)
+
+
+@dataclass(frozen=True)
+class Regression(Maker):
     """A (N, M), mean(X) (N,), variances of the rest (N,); L (M, M) and mean(Z) (M,) of u.
 
     ``marks`` tell others from it.
     """
 
-    design: Tensor
-    offset: Tensor
     rest: Tensor
     root: Tensor
     level: Tensor
     marks: tuple[Tensor, ...]
-
-    @property
-    def learns(self) -> bool:
-        """Whether it depends on parameters of the model."""
-        return any(t.requires_grad for t in (self.design, self.offset, self.rest))
 
     def at(self, index: Tensor) -> Regression:
         """f at the inputs of these numbers (n,), of which each may come several times."""
@@ -93,11 +103,6 @@ class Seen:
     offset: Tensor
     inputs: Tensor | None
 
-    @property
-    def learns(self) -> bool:
-        """Whether it depends on parameters of the model."""
-        return self.weights.requires_grad or self.offset.requires_grad
-
     def on(self, processes: Sequence[Regression]) -> LinearMap:
         """h on the white values (C M,) of all processes at their inducing inputs."""
         H, at = self.weights, [r if self.inputs is None else r.at(self.inputs) for r in processes]
@@ -116,14 +121,16 @@ def seen_by_group(call: BoundModel, axes: Mapping[str, int]) -> dict[str, Seen]:
     _ = call.at_probe  # refuses processes at other inputs than those of the data
     plan, count, found, maps = call.plan, _count(call), {}, {}
     units = torch.eye(len(call.block), dtype=plan.dtype, device=plan.device)
+    # all values of a process are one entry of the noise
+    one = plan.zero().new_ones(count, 1)
+    makers = {name: Maker(one, 0.0 * one[:, 0]) for name in call.block}
     for group in plan.groups:
         name, shape, chosen = group.name, call.shapes[group.name], _columns(plan, group)
         if chosen is not None:
             H = units[chosen].expand(count, -1, -1)
             found[name] = Seen(H, H.new_zeros(count, len(chosen)), None)
             continue
-        makers = {name: _Values(count) for name in call.block}
-        maps = maps or affine_maps(lambda noise, m=makers: call.predictors(noise, m), units)
+        maps = maps or affine_maps(lambda noise: call.predictors(noise, makers), units)
         i = None if len(shape) == 1 else _numbers(shape, axes[name], plan.device)
         found[name] = Seen(maps[name].design, maps[name].offset, i)
     return found
@@ -168,19 +175,12 @@ def find_axes(plan: ModelStructure, call: BoundModel) -> dict[str, int]:
     others = [group for group in plan.groups if group.name not in axes]
     if not others:
         return axes
-    moved = digit_masks(count, plan.device)
     values = fixed_normal(len(call.block), count, seed=count).to(plan.zero())
-
-    def predictors(moved: Tensor) -> dict[str, Tensor]:
-        return call.predictors(torch.where(moved, values, torch.zeros_like(values)).reshape(-1))
-
-    still = predictors(torch.zeros_like(moved[0]))
-    after = for_each(predictors, moved, 8)
+    stay = by_halves(lambda z: call.predictors(z.mT.reshape(-1)), values.mT)
     for group in others:
-        f, shape = after[group.name], call.shapes[group.name]
+        shape = call.shapes[group.name]
         for axis in [d for d, size in enumerate(shape) if size == count]:
-            held = ~moved[:, _numbers(shape, axis, plan.device)]
-            if torch.equal(f[held], still[group.name].expand_as(f)[held]):
+            if stay(group.name, _numbers(shape, axis, plan.device)):
                 axes[group.name] = axis
                 break
         else:
@@ -192,17 +192,6 @@ def find_axes(plan: ModelStructure, call: BoundModel) -> dict[str, int]:
                 f"the order of the data."
             )
     return axes
-
-
-@dataclass(frozen=True)
-class _Values:
-    """Makes all values (count,) of a process of one entry of the noise."""
-
-    count: int
-    size = 1
-
-    def __call__(self, noise: Tensor) -> Tensor:
-        return noise.expand(self.count)
 
 
 def _count(call: BoundModel) -> int:

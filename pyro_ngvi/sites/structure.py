@@ -255,6 +255,17 @@ class Kept:
         return Kept, ()
 
 
+def tensors_of(*parts: Any) -> list[Tensor]:
+    """Tensors that are attributes of objects, of which some may be ``None``."""
+    values = (v for part in parts if part is not None for v in vars(part).values())
+    return [t for t in values if isinstance(t, Tensor)]
+
+
+def learns(*parts: Any) -> bool:
+    """Whether they depend on parameters of the model."""
+    return any(t.requires_grad for t in tensors_of(*parts))
+
+
 def all_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
