@@ -283,7 +283,7 @@ class CVI(NaturalGradientOptim):
 
     @torch.no_grad()
     def _step_block(self, path: str, block: SiteGuide, tensors: dict[str, Any]) -> None:
-        (targets, block.curvature), algebra = (block.curvature, None), block.algebra
+        targets, algebra = block.take_curvature(), block.algebra
         self._check_curvature(block, targets)
         self._whole = targets.whole
         before = self._state_of(path, block, {n: p.detach() for n, p in tensors.items()})

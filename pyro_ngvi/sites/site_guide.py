@@ -241,6 +241,11 @@ class SiteGuide(MadeAtFirstCall):
             )
         self.curvature = targets
 
+    def take_curvature(self) -> Any:
+        """What the loss left for the optimizer at this step, once."""
+        left, self.curvature = self.curvature, None
+        return left
+
     def site_of(self, index: int) -> str:
         """Name of the latent site that holds entry ``index`` of the flat latent vector."""
         return entry_name(index, self._structure().shapes)
