@@ -23,9 +23,8 @@ from ..runtime.pyro_adapter import has_model
 from ..runtime.run import Minibatches, run_particles
 from .conditional import Conditionals, antithetic, mixture_quantiles
 from .find import check_index, find_units
-from .given import Drawn, Given
 from .marginal import check_sites, log_marginals
-from .runs import Call
+from .runs import Call, Drawn, Given
 from .table import SiteTable
 from .units import Units
 

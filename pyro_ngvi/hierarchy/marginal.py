@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..runtime.density import Sites, site_log_prob, with_density
 from .conditional import Conditionals, antithetic
-from .given import Given
+from .runs import Given
 from .units import Units, gradient
 
 

@@ -24,8 +24,7 @@ from ..linalg.host import at_hand
 from ..runtime.density import Sites, site_kind, site_log_prob, with_density
 from ..sites.structure import is_weighted
 from .conditional import Slopes, UnitPriors
-from .given import Drawn, Given, Place, Seen
-from .runs import Call, Held, LocalSite, Parts, Values, gaussian_of
+from .runs import Call, Drawn, Given, Held, LocalSite, Parts, Place, Seen, Values, gaussian_of
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ..linalg.products import symmetric_product
 from ..linalg.spectral import positive_part
 from .bound_model import BoundModel
 from .conditioned_model import for_each
-from .processes import Regression
+from .new_inputs import Regression
 from .structure import Kept, LinearMap, ModelStructure, learns, tensors_of
 
 #: nu (n, k) and Lambda (n, k, k) by group

@@ -1,28 +1,93 @@
-r"""The block at inputs of a Gaussian process other than those of the data: predictions.
+r"""Gaussian processes at inputs X other than those of the data or the inducing ones, Z: predictions.
 
-The dense algebra knows q over the noise eps (D,) that makes the block at the inputs Z of training.  At
-other inputs X a process is
+At Z the white values eps make a process; from there
 
-    f(X) = mean(X) + A eps_f + R eps',    eps' ~ N(0, I),  R R' = k(X, X) + jitter I - A A'
+    u = f(Z) = mean(Z) + L eps,   L L' = k(Z, Z) + jitter I,
+    f(X) = mean(X) + A eps + R eps',   A = k(X, Z) L^-T,   eps' ~ N(0, I) independent of eps,
+    R R' = k(X, X) + jitter I - A A',  of which var rest_n = k(x_n, x_n) + jitter - |A_n|^2 alone
 
-(:mod:`pyro_ngvi.sites.processes`), and every other site is made as before.  So the block at X is
-affine in (eps, eps'); its mean and covariance under q follow from runs of the model at unit vectors.
+costs O(N M^2), and no N x N matrix (Titsias 2009; eps as in Hensman, Matthews & Ghahramani 2015).  The
+dense algebra knows q over the noise of its whole block, of which all other sites are made as before.
+So the block at X is affine in (eps, eps'), and runs at unit vectors give its moments under q.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..distributions.gaussian_process import GaussianProcess, factor
+from ..distributions.gaussian_process import GaussianProcess, factor, with_jitter
 from ..linalg.host import at_hand, fixed_normal
 from ..runtime.density import identity, is_same
 from .bound_model import BoundModel, moves
-from .processes import regress
-from .structure import Kept
+from .structure import Kept, same_bits
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes f = A eps + b of a process, A (N, M) and b (N,), from the M entries of its noise."""
+
+    design: Tensor
+    offset: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.design.shape[-1]
+
+    def __call__(self, noise: Tensor) -> Tensor:
+        return self.offset + self.design @ noise
+
+    def plus(self, shift: Tensor) -> Maker:
+        return Maker(self.design, self.offset + shift)
+
+
+@dataclass(frozen=True)
+class Regression(Maker):
+    """A (N, M), mean(X) (N,), variances of the rest (N,); L (M, M) and mean(Z) (M,) of u.
+
+    ``marks`` tell others from it.
+    """
+
+    rest: Tensor
+    root: Tensor
+    level: Tensor
+    marks: tuple[Tensor, ...]
+
+    def at(self, index: Tensor) -> Regression:
+        """f at the inputs of these numbers (n,), of which each may come several times."""
+        rows = {n: getattr(self, n).index_select(0, index) for n in ("design", "offset", "rest")}
+        return replace(self, **rows)
+
+    def marginals(self, mean: Tensor, half: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of f (N,), for eps of mean (M,) and A eps of covariance half' half."""
+        return self.design @ mean + self.offset, half.square().sum(0) + self.rest
+
+
+def regress(fn: GaussianProcess, known: Tensor, before: Regression | None = None) -> Regression:
+    """f at the inputs of ``fn`` on its white values at ``known`` (M, ...).
+
+    ``before``, that of another call, is given back where kernel, mean and inputs are still the same:
+    O(N M).  So an unchanged prior is recognised by its object.
+    """
+    cross, inner = fn.kernel(known, fn.inputs), fn.kernel(known)
+    variance, loc = fn.variance, fn.loc
+    v = probe(cross)
+    marks = (v @ cross, v @ inner, variance, loc)
+    if before is not None and same_bits(marks, before.marks):
+        return before
+    root = factor(with_jitter(inner, fn.jitter), fn.jitter)
+    half = torch.linalg.solve_triangular(root, cross, upper=False)
+    rest = (variance - half.square().sum(0)).clamp_min(0.0)
+    return Regression(half.mT, loc, rest, root, fn.mean_at(known), marks)
+
+
+def probe(like: Tensor) -> Tensor:
+    """A fixed eps (M,) for ``like`` (M, ...), at which two maps would differ."""
+    return fixed_normal(len(like), seed=20_090_416).to(like)
 
 
 class KnownInputs(nn.Module):
