@@ -29,10 +29,8 @@ from .structure import Kept, LinearMap, ModelStructure, learns, tensors_of
 
 #: nu (n, k) and Lambda (n, k, k) by group
 SiteTensors = Mapping[str, tuple[Tensor, Tensor]]
-#: changes of every group's sites, or their mean parameters: (n, k) and (n, k, k)
+#: (n, k) and (n, k, k) by group, changes or mean parameters of sites; or values by site, and log q
 Pairs = dict[str, tuple[Tensor, Tensor]]
-#: the value of every site of a block, and its share of log q
-Values = dict[str, tuple[Tensor, Tensor]]
 
 #: halvings of a step that would leave the proper densities
 HALVINGS = 6
@@ -128,11 +126,6 @@ class Snapshot:
     marginals: dict[str, Marginals]
 
 
-def _spread(x: Tensor, lead: torch.Size, event_dim: int) -> Tensor:
-    """x (S, *shape) with S = lead.numel(), for plates to the left of those of the site."""
-    return x.reshape(torch.broadcast_shapes(x.shape[1:], lead + (1,) * event_dim))
-
-
 def apart(module: Any) -> Any:
     """A copy of a module that shares its tensors: what it is given afterwards stays with the copy."""
     other = copy(module)
@@ -182,7 +175,7 @@ class Algebra(nn.Module):
         """Mean (D,) and root R (D, D), lower triangular, of the flat block z: covariance R R'."""
         raise NotImplementedError
 
-    def drawer(self, call: BoundModel) -> tuple[int, Callable[[Tensor], Values]]:
+    def drawer(self, call: BoundModel) -> tuple[int, Callable[[Tensor], Pairs]]:
         """What makes the block under q of white noise (M,), and M: values by site, each with its share
         of log q - log N(noise; 0, I)."""
         mean, root = self.joint(call)
@@ -190,13 +183,13 @@ class Algebra(nn.Module):
         dims = call.plan.event_dims
         summed: Any = {name: sum_rightmost(x, dims[name]) for name, x in shares.items()}
 
-        def draw(noise: Tensor) -> Values:
+        def draw(noise: Tensor) -> Pairs:
             values = call.by_site(mean + noise @ root.mT)
             return {name: (z, summed[name]) for name, z in values.items()}
 
         return len(mean), draw
 
-    def sample(self, call: BoundModel, name: str) -> Values:
+    def sample(self, call: BoundModel, name: str) -> Pairs:
         """A draw of every site of the block, and its share of log q; ``name`` begins helpers' names."""
         size, draw = self.drawer(call)
         white = dist.Normal(call.plan.zero().new_zeros(size), 1.0).to_event(1)
@@ -204,8 +197,12 @@ class Algebra(nn.Module):
         lead = noise.shape[:-1]  # of plates to the left of those of the block
         if not lead:
             return draw(noise)
+
+        def spread(x: Tensor, event_dim: int) -> Tensor:
+            return x.reshape(torch.broadcast_shapes(x.shape[1:], lead + (1,) * event_dim))
+
         rows, dims = for_each(draw, noise.reshape(-1, size)), call.plan.event_dims
-        return {n: (_spread(z, lead, dims[n]), _spread(q, lead, 0)) for n, (z, q) in rows.items()}
+        return {n: (spread(z, dims[n]), spread(log_q, 0)) for n, (z, log_q) in rows.items()}
 
     def moments(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         """Mean (D,) of the flat block z under q, and S (M, D) with S'S its covariance."""
@@ -289,12 +286,6 @@ class Algebra(nn.Module):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.running = state["running"]
-
-    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        for value in vars(self).values():
-            if isinstance(value, Kept):  # it may be of another device or dtype
-                value.put(None)
-        return super()._apply(fn, *args, **kwargs)
 
 
 def choose(condition: Tensor, a: Any, b: Any) -> Any:

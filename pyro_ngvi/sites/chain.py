@@ -43,7 +43,7 @@ from torch import Tensor
 from ..distributions.state_space import GaussianStateSpace, interleave, scan
 from ..linalg.cholesky import inverse_cholesky
 from ..linalg.products import matvec
-from .algebra import Algebra, GaussianPotential, Values, View
+from .algebra import Algebra, GaussianPotential, Pairs, View
 from .bound_model import BoundModel, affine_maps
 from .probe_points import by_halves
 from .structure import LinearMap, ModelStructure
@@ -115,7 +115,7 @@ class ChainAlgebra(Algebra):
             )
         return chain_posterior(prior, self.linear, self.precision)
 
-    def sample(self, call: BoundModel, name: str) -> Values:
+    def sample(self, call: BoundModel, name: str) -> Pairs:
         (site,) = call.plan.shapes
         q = self._chain(call).distribution()
         states: Any = pyro.sample(name + "_noise", q, infer={"is_auxiliary": True})

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..linalg.products import BLOCK
-from .algebra import Algebra, GaussianPotential, Values, View
+from .algebra import Algebra, GaussianPotential, Pairs, View
 from .bound_model import BoundModel, moves
 from .new_inputs import KnownInputs
 from .structure import Kept, LinearMap, ModelStructure
@@ -213,12 +213,12 @@ class DenseAlgebra(Algebra):
         assert self.known is not None
         return self.known.joint(call, self._noise_posterior(), self.linear)
 
-    def drawer(self, call: BoundModel) -> tuple[int, Callable[[Tensor], Values]]:
+    def drawer(self, call: BoundModel) -> tuple[int, Callable[[Tensor], Pairs]]:
         if self._moved(call):
             return super().drawer(call)
         q = self._noise_posterior()
 
-        def draw(noise: Tensor) -> Values:
+        def draw(noise: Tensor) -> Pairs:
             found = call.block_at(q.draw(noise))
             name, (z, log_q) = next(iter(found.items()))
             return found | {name: (z, log_q + q.white.log_det_root / log_q.numel())}

@@ -22,7 +22,7 @@ from .bound_model import BoundModel, bind
 from .checks import check_prior
 from .conditioned_model import MeansOfProcesses
 from .find import first_call
-from .structure import ModelStructure, all_same
+from .structure import Group, ModelStructure, all_same
 
 #: seed of the values that stand for latent sites of other guides while the structure is looked for
 SEED = 20_180_216
@@ -302,6 +302,11 @@ class LastStep:
         """Take the arguments of a step, and whether it moves hyperparameters."""
         self.arguments, self.stale = (args, kwargs), stale
         self.plan, self.numbers = None, {}
+
+    def number(self, group: Group, device: torch.device) -> Tensor:
+        """The number (N,) then of each datum of a group now, -1 for a new one."""
+        found = self.numbers.get(group.name)
+        return torch.arange(group.size, device=device) if found is None else found
 
     def edited(self) -> None:
         """Data came, went or were reset by hand."""

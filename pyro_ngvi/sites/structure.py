@@ -274,5 +274,5 @@ def same_bits(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
     """Whether tensors agree bit for bit, so far as the host can look without waiting."""
     if len(a) != len(b) or any(t.requires_grad for t in (*a, *b)):
         return False
-    pairs = zip(a, b, strict=True)
-    return all(at_hand(x) and x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
+    kinds = all((x.dtype, x.device) == (y.dtype, y.device) for x, y in zip(a, b, strict=True))
+    return kinds and all(at_hand(x) and torch.equal(x, y) for x, y in zip(a, b, strict=True))
