@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..linalg.host import host_bool
-from ..linalg.products import symmetric_product
+from ..linalg.products import matvec, symmetric_product
 from ..linalg.spectral import positive_part
 from .bound_model import BoundModel
 from .conditioned_model import for_each
@@ -61,7 +61,7 @@ class GaussianPotential(NamedTuple):
 
 def potential_of(at: LinearMap, linear: Tensor, precision: Tensor) -> GaussianPotential:
     """What the sites ``linear`` (N, k), ``precision`` (N, k, k) of one group say of eps."""
-    weighted = (precision @ at.offset.unsqueeze(-1)).squeeze(-1)
+    weighted = matvec(precision, at.offset)
     A = at.design.flatten(0, 1)
     scaled = precision.flatten(1) * A if A.shape[0] == len(linear) else precision @ at.design
     scaled = scaled.reshape(A.shape)

@@ -27,6 +27,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..linalg.host import at_hand, outside_autocast
+from ..linalg.products import matvec
 from ..runtime.density import site_log_prob
 from ..runtime.store import whole_gradients
 from .algebra import Pairs, Snapshot, apart
@@ -35,7 +36,7 @@ from .checks import check_seen
 from .dense import WhitePosterior
 from .expectation import Expected, default_count, expectations, first_targets, quadrature_points
 from .probe_points import same
-from .site_guide import LastStep, SiteGuide, find_sites
+from .site_guide import SiteGuide, find_sites
 from .structure import minibatch_scale
 
 Program = Callable[..., Any]
@@ -43,7 +44,7 @@ Program = Callable[..., Any]
 
 def site_targets(gradient: Tensor, hessian: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     """grad_mu E log p as (nu, Lambda) = (g - H m, -H), from g (n, k), H (n, k, k) and m (n, k)."""
-    return gradient - (hessian @ mean.unsqueeze(-1)).squeeze(-1), -hessian
+    return gradient - matvec(hessian, mean), -hessian
 
 
 @dataclass
@@ -168,7 +169,11 @@ class SitesELBO(ELBO):
     ) -> tuple[Tensor, SiteTargets]:
         call.hidden = False
         if derivatives:
-            _check_data(block.last_step, call)
+            last = block.last_step
+            last.scaled = _check_scaled(call, last.scaled)
+            learns = any(terms.requires_grad for terms in call.terms_at_probe.values())
+            if learns or not last.has_arguments_of(call):  # parameters may bring in what was unseen
+                check_seen(call)
         # a look at other data, or at other parameters, leaves q as it is
         algebra = block.algebra if derivatives else apart(block.algebra)
         view = algebra.view(call)
@@ -217,14 +222,6 @@ def _block_of(guide: Any) -> SiteGuide:
             f"{len(found)}. Other guides take Trace_ELBO or pyro_ngvi.BatchedELBO."
         )
     return found[0]
-
-
-def _check_data(last: LastStep, call: BoundModel) -> None:
-    """Refuse data unlike the first call's, and batch after batch under a scale."""
-    last.scaled = _check_scaled(call, last.scaled)
-    learns = any(terms.requires_grad for terms in call.terms_at_probe.values())
-    if learns or not last.has_arguments_of(call):  # parameters may bring in what was not seen
-        check_seen(call)
 
 
 def _check_scaled(call: BoundModel, before: list[Tensor]) -> list[Tensor]:
