@@ -18,6 +18,7 @@ from ..linalg.products import matvec
 from ..runtime.density import Site, Sites
 from ..runtime.pyro_adapter import with_inner
 from ..runtime.run import CannotBatch, Minibatches, run_in_loop, run_particles, run_plainly
+from ..sites.conditioned_model import AllSeen
 from .conditional import UnitPriors
 
 Model = Callable[..., Any]
@@ -56,10 +57,6 @@ class LocalSite:
 Parts = Sequence[tuple[LocalSite, slice]]
 
 
-class _AllSeen(Exception):
-    """The rest of the run is not needed."""
-
-
 class Held(Messenger):
     """Around a model: its units' sites stand at z = 0, or at ``z`` (k,) or (B, k), and no more is run
     after the last of them.
@@ -78,7 +75,7 @@ class Held(Messenger):
 
     def __exit__(self, kind: Any, *error: Any) -> Any:
         super().__exit__(kind, *error)
-        return kind is _AllSeen
+        return kind is AllSeen
 
     def _pyro_sample(self, msg: Site) -> None:
         if msg["name"] not in self.parts:
@@ -96,7 +93,7 @@ class Held(Messenger):
     def _pyro_post_sample(self, msg: Site) -> None:
         self.left.discard(msg["name"])
         if not self.left:
-            raise _AllSeen
+            raise AllSeen
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ _DESCRIBE = {
 }
 
 
-class _AllSeen(Exception):
+class AllSeen(Exception):
     """The rest of the run is not needed."""
 
 
@@ -140,7 +140,7 @@ class WhitenedRun(Conditioned):
         elif place in self._look_at:
             self.seen[place] = value
             if len(self.seen) == len(self._look_at) and not self._go_on:
-                raise _AllSeen
+                raise AllSeen
 
     def check_course(self) -> None:
         """Refuse a run that did not come by every place that it was to see or to replace."""
@@ -253,7 +253,7 @@ class ConditionedModel:
             try:
                 with run.operations:
                     self.model(*self.args, **self.kwargs)
-            except _AllSeen:
+            except AllSeen:
                 return run
         run.check_course()
         return run
