@@ -231,10 +231,6 @@ class Algebra(nn.Module):
         versions, q = self._q.get(sites, view.tensors) or (None, None)
         return q if versions == [p._version for p in sites] else None
 
-    def forget(self) -> None:
-        """Drop the q that was kept: the sites are other tensors now."""
-        self._q.put(None)
-
     def collect(self, view: View, sites: SiteTensors) -> GaussianPotential:
         """The evidence of the sites of the view's data."""
         first, *more = [self.of_group(view.maps[name], *pair) for name, pair in sites.items()]

@@ -52,8 +52,7 @@ ROUNDS, LONGEST, SHORT = 16, 2.0, 0.2
 WIDEST = 16.0
 
 
-@dataclass(frozen=True)
-class Points:
+class Points(NamedTuple):
     """x (Q, k) and weights (Q,) for N(0, I_k)."""
 
     x: Tensor
@@ -76,8 +75,7 @@ def default_count(k: int) -> int:
 
 def quadrature_points(k: int, count: int, dtype: torch.dtype, device: torch.device | str) -> Points:
     """Points for k entries: ``count`` a dimension (k <= 3) or in all."""
-    kept = _points(k, count, dtype, device)
-    return Points(constant(kept.x), constant(kept.weights))
+    return Points(*map(constant, _points(k, count, dtype, device)))
 
 
 @lru_cache(maxsize=32)

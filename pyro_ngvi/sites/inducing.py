@@ -123,7 +123,8 @@ class InducingAlgebra(Algebra):
         for c, at in enumerate(processes.values()):
             # the rows of the first processes are 0, and those of the last are left out
             rows = nn.functional.pad(at.design, (c * M, 0)) if c else at.design
-            found.append(at.marginals(q.mean[c * M : (c + 1) * M], q.half(rows)))
+            mean = at.design @ q.mean[c * M : (c + 1) * M] + at.offset
+            found.append((mean, q.half(rows).square().sum(0) + at.rest))
         means, variances = map(torch.cat, zip(*found, strict=True))
         return means, variances.sqrt()
 

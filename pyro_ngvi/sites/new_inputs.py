@@ -62,10 +62,6 @@ class Regression(Maker):
         rows = {n: getattr(self, n).index_select(0, index) for n in ("design", "offset", "rest")}
         return replace(self, **rows)
 
-    def marginals(self, mean: Tensor, half: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance of f (N,), for eps of mean (M,) and A eps of covariance half' half."""
-        return self.design @ mean + self.offset, half.square().sum(0) + self.rest
-
 
 def regress(fn: GaussianProcess, known: Tensor, before: Regression | None = None) -> Regression:
     """f at the inputs of ``fn`` on its white values at ``known`` (M, ...).
@@ -136,7 +132,7 @@ class KnownInputs(nn.Module):
 
     def at(self, name: str) -> Tensor:
         """The inputs (N, ...) of a process."""
-        return self._buffers[_buffer(name)]  # pyright: ignore[reportReturnType]
+        return self.get_buffer(_buffer(name))
 
     def joint(self, call: BoundModel, q: Any, evidence: Tensor) -> tuple[Tensor, Tensor]:
         """Mean (D,) and root R (D, D) of the flat block at the call's inputs: covariance R R'.

@@ -222,7 +222,6 @@ class SiteGuide(MadeAtFirstCall):
         """Take the sites that Pyro's store holds now: it may have been restored in between."""
         if follow_store(self, {f"{module_name(self)}.": self}):
             self.fresh, self.last_step.stale = not self._any_moved(), True
-            self.algebra.forget()
 
     def set_iterate_offset(self, lag: Any, answer: Any = None) -> None:
         """Sites are never averaged; the optimizers of our other guides ask for it."""
