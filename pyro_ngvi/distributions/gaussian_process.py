@@ -8,9 +8,7 @@ at other inputs, new ones too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from math import log, pi
 from typing import Any, cast
 
@@ -20,18 +18,6 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from ..linalg.host import host_bool
-
-_MEANS: ContextVar[bool] = ContextVar("draws_are_means", default=False)
-
-
-@contextmanager
-def draws_are_means(active: bool = True) -> Iterator[None]:
-    """While it lasts, a draw of a :class:`GaussianProcess` is its mean: to see a model's structure."""
-    token = _MEANS.set(active)
-    try:
-        yield
-    finally:
-        _MEANS.reset(token)
 
 
 class GaussianProcess(TorchDistribution):
@@ -173,8 +159,6 @@ class GaussianProcess(TorchDistribution):
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draws (*sample_shape, *batch_shape, N)."""
         shape = self._extended_shape(torch.Size(sample_shape))
-        if _MEANS.get():
-            return self.loc.expand(shape)
         return self.from_noise(torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device))
 
     def log_prob(self, value: Tensor) -> Tensor:

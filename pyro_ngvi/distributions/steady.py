@@ -26,8 +26,10 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.distributions.kl import register_kl
+from torch.utils._pytree import tree_leaves
 
 from ..runtime.density import innermost
+from ..runtime.pyro_adapter import with_inner
 
 GAUSSIAN = (td.Normal, td.MultivariateNormal, td.LowRankMultivariateNormal)
 
@@ -110,13 +112,6 @@ def is_fixed(transform: Any) -> bool:
     """Whether a transform of torch has no parameters that could move."""
     if type(transform).__module__ != td.transforms.__name__:
         return False
-    return not any(isinstance(value, Tensor | nn.Module) for value in _contents(transform))
-
-
-def _contents(transform: Any) -> list[Any]:
-    found: list[Any] = []
-    for name, value in vars(transform).items():
-        if not name.startswith("_cached"):
-            for part in value if isinstance(value, list | tuple) else [value]:
-                found += _contents(part) if isinstance(part, td.Transform) else [part]
-    return found
+    inner = (item for part in with_inner(transform) for item in vars(part).items())
+    held = (value for name, value in inner if not name.startswith("_cached"))
+    return not any(isinstance(x, Tensor | nn.Module) for x in tree_leaves(list(held)))

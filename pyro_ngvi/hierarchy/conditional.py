@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import log, pi
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +51,7 @@ MOST_RATIO, MOST_SDS = 16.0, 3.0
 FIRST_SHARE, FAST, MEMORY = 0.8, 9.0, 8.0
 
 
-@dataclass(frozen=True)
-class UnitPriors:
+class UnitPriors(NamedTuple):
     """p(u_i | v) of B units at S draws of v: h (S, B, k), P (S, B, k, k)."""
 
     linear: Tensor

@@ -23,10 +23,8 @@ from ..runtime.pyro_adapter import has_model
 from ..runtime.run import Minibatches, run_particles
 from .conditional import Conditionals, antithetic, mixture_quantiles
 from .find import check_index, find_units
-from .given import Drawn, Given
 from .marginal import check_sites, log_marginals
-from .runs import Call
-from .sample import sample_units
+from .runs import Call, Drawn, Given
 from .table import SiteTable
 from .units import Units
 
@@ -235,7 +233,7 @@ class AutoHierarchical(MadeAtFirstCall):
                 )
         one = {name: value.unsqueeze(0) for name, value in values.items()}
         drawn = self.draw_units(one, args, kwargs, Minibatches())
-        values |= sample_units(self.units, drawn, nodes, self.plates)
+        values |= self.units.sample(drawn, nodes, self.plates)
         return values
 
     # --- the answer
@@ -255,10 +253,8 @@ class AutoHierarchical(MadeAtFirstCall):
         units = self.units
         levels = levels_like(quantiles, self.sites.linear)
         found = dict(self.globals.quantiles(quantiles))
-        with own_random_state(SEED), poutine.block():
-            call = self._call(args, kwargs)
-            given = units.given(call, self._draws_of_globals(call))
-        check_index(given.seen, units, learning=False)
+        with own_random_state(SEED):
+            given = self._given_globals(args, kwargs)
         if not bool(self.sites.visits.any()):
             warnings.warn(
                 "AutoHierarchical: no unit has taken a step yet, so these are quantiles of the prior. "
@@ -281,21 +277,28 @@ class AutoHierarchical(MadeAtFirstCall):
         """log p(y_i | v), u_i integrated out by ``points`` draws, at ``num_draws`` draws of v: (draws,
         units of the call), in nats; arguments as for :meth:`quantiles`.  See :mod:`.marginal`."""
         with poutine.block():
-            call = self._call(args, kwargs)
-            given = self.units.given(call, self._draws_of_globals(call, num_draws))
-            check_index(given.seen, self.units, learning=False)
+            given = self._given_globals(args, kwargs, num_draws)
             q = self._conditionals(given)
             check_sites(self.units, given, q.mean)
             return log_marginals(self.units, given, q, points)
 
-    def _draws_of_globals(self, call: Call, draws: int | None = None) -> dict[str, Tensor]:
+    def _given_globals(
+        self, args: Any, kwargs: Any, draws: int | None = None, learning: bool = False
+    ) -> Given:
+        """What a call says of its units at ``draws`` of the globals."""
+        units, call = self.units, self._call(args, kwargs)
+
         def values(sites: Any) -> dict[str, Tensor]:
-            return {name: sites[name]["value"] for name in self.units.globals}
+            return {name: sites[name]["value"] for name in units.globals}
 
         if draws is None:
             draws = max(FEWEST, min(DRAWS, MOST_NUMBERS // self.sites.linear.numel()))
-        given = self.globals, values, {}, draws, call.args, call.kwargs
-        return run_particles(*given, minibatches=call.minibatches, sampling=True)
+        how = self.globals, values, {}, draws, args, kwargs
+        with poutine.block():
+            drawn = run_particles(*how, minibatches=call.minibatches, sampling=True)
+            given = units.given(call, drawn)
+        check_index(given.seen, units, learning)
+        return given
 
     # --- units that come, go, or are new
 
@@ -311,9 +314,7 @@ class AutoHierarchical(MadeAtFirstCall):
         """
         with poutine.block():
             for step in range(num_steps):
-                call = self._call(args, kwargs)
-                given = self.units.given(call, self._draws_of_globals(call))
-                check_index(given.seen, self.units, learning=True)
+                given = self._given_globals(args, kwargs, learning=True)
                 if step == 0:
                     self.sites.forget(given.seen)
                     self._begin(given)

@@ -18,20 +18,19 @@ from torch import Tensor
 
 from ..runtime.density import Sites, site_log_prob, with_density
 from .conditional import Conditionals, antithetic
-from .given import Given
+from .runs import Given
 from .units import Units, gradient
 
 
 def log_marginals(units: Units, given: Given, q: Conditionals, points: int) -> Tensor:
     """log L_i(v) (S, B), by so many ``points`` of q at each draw of v."""
     prior = Conditionals.without_sites(given.priors)
-    total: Tensor | None = None
+    total = torch.full_like(q.mean[..., 0], -torch.inf)
     noise = antithetic(q.mean.new_empty(points, *q.mean.shape[1:]))
     for e in noise:  # one at a time: S B k numbers
         x = q.draw(e.expand_as(q.mean))
         ratio = _log_likelihoods(units, given, x) + prior.log_prob(x) - q.log_prob(x)
-        total = ratio if total is None else torch.logaddexp(total, ratio)
-    assert total is not None
+        total = torch.logaddexp(total, ratio)
     return total - log(points)
 
 

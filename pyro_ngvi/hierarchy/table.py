@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .conditional import Sites
-from .given import Seen
+from .runs import Seen
 
 
 class SiteTable(nn.Module):

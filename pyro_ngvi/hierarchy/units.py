@@ -7,22 +7,24 @@ must depend on units one by one.  Everything here is read off runs of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
+import pyro
 import torch
 import torch.distributions as td
 from torch import Tensor
 from torch.distributions import Transform
 
+from ..guides.marginals import SiteValue
 from ..linalg.host import at_hand
-from ..runtime.density import Site, Sites, site_kind, site_log_prob, with_density
-from ..sites.structure import minibatch_scale
+from ..runtime.density import Sites, site_kind, site_log_prob, with_density
+from ..sites.structure import is_weighted
 from .conditional import Slopes, UnitPriors
-from .given import Given, Place, Seen
-from .runs import Call, Held, LocalSite, Model, Parts, Values, gaussian_of
+from .runs import Call, Drawn, Given, Held, LocalSite, Parts, Place, Seen, Values, gaussian_of
 
 
 @dataclass(frozen=True)
@@ -181,10 +183,9 @@ class Units:
         each = torch.cat([row.reshape(len(x), -1) for row in rows], 1)
         return -torch.stack([column.mean(0) for column in _columns(each, w)], -1)
 
-    def held(self, z: Tensor | None = None) -> Callable[[Model], Held]:
-        """What makes a model stop after the units, which stand at ``z``: see :class:`Held`."""
-        further = [effect.name for effect in self.effects.values()]
-        return lambda model: Held(model, self.parts, z, further)
+    def held(self, z: Tensor | None = None) -> Held:
+        """What makes a model stop after the units, which stand at ``z``."""
+        return Held(self.parts, z, [effect.name for effect in self.effects.values()])
 
     def offset(self, sites: Sites) -> Tensor:
         """Prior means (B, k) in a run."""
@@ -196,24 +197,45 @@ class Units:
 
     def conditional_precision(self, sites: Sites) -> Tensor:
         """Precisions (B, k, k), given means, in a run."""
-        blocks = []
+        blocks: list[Tensor] = []
         for site in self.sites:
             fn = gaussian_of(sites[site.name])[0]
             if isinstance(fn, td.Normal):
                 blocks.append(site.rows(fn.scale.expand(fn.batch_shape) ** -2).diag_embed())
                 continue
-            root = fn.scale_tril.expand(*fn.batch_shape, *fn.event_shape, *fn.event_shape)
-            one = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
-            inverse = torch.linalg.solve_triangular(root, one, upper=False)
-            P = (inverse.mT @ inverse).movedim(site.axis - 1, 0)  # behind a matrix, not a vector
-            P = P.reshape(len(P), -1, *P.shape[-2:])
-            blocks.append(_block_diagonal([*P.unbind(1)]))
-        return _block_diagonal(blocks)
+            P = fn.precision_matrix.movedim(site.axis - 1, 0)  # behind a matrix, not a vector
+            blocks += P.reshape(len(P), -1, *P.shape[-2:]).unbind(1)
+        return torch.func.vmap(torch.block_diag)(*blocks)
+
+    def sample(
+        self, drawn: Drawn, nodes: Mapping[str, Any], plates: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """Sample the latent sites at one draw; ``nodes`` and ``plates`` are a guide's."""
+        seen, values = drawn.seen, {}
+        share = drawn.log_q[0] / len(self.sites)
+        of_units = pyro.plate(self.plate, seen.size, dim=self.dim, subsample=seen.given)
+        plates = {**plates, self.plate: of_units}
+        for name in self.names:
+            node, value = nodes[name], drawn.values[name][0]
+            batch = value.shape[: value.dim() - node["fn"].event_dim]
+            # in other plates too: each entry of a unit has an equal part
+            equal = share * len(share) / max(batch.numel(), 1)
+            log_q: Any = equal.reshape(-1, *[1] * (-self.dim - 1)).expand(batch)
+            with ExitStack() as stack:
+                for frame in node["cond_indep_stack"]:
+                    stack.enter_context(plates[frame.name])
+                values[name] = pyro.sample(name, SiteValue(value, log_q, node["fn"].event_dim))
+        return values
 
     def _seen(self, sites: Sites) -> Seen:
         first = sites[self.names[0]]
         for name in self.names:
-            _refuse_weights(sites[name], self.plate)
+            if is_weighted(sites[name], self.plate):
+                raise ValueError(
+                    f"AutoHierarchical: the prior of {name!r} stands under poutine.scale, poutine.mask,"
+                    f" obs_mask= or a subsampled plate beside {self.plate!r}. Subsample units alone; "
+                    f"scale or mask what is observed alone."
+                )
         size = next(f for f in first["cond_indep_stack"] if f.name == self.plate).size
         plate, every = sites.get(self.plate), torch.arange(size)
         if plate is None:
@@ -234,32 +256,3 @@ def gradient(y: Tensor, x: Tensor, **how: Any) -> Tensor:
 def _columns(y: Tensor, x: Tensor) -> list[Tensor]:
     """Gradients in x of each entry of y's last axis, summed over the others."""
     return [gradient(each, x, retain_graph=True) for each in y.unbind(-1)]
-
-
-def _block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
-    """Matrices (B, k_a, k_a) along the diagonal of one (B, k, k)."""
-    if len(blocks) == 1:
-        return blocks[0]
-    k, start, rows = sum(b.shape[-1] for b in blocks), 0, []
-    for b in blocks:
-        n = b.shape[-1]
-        rows.append(torch.nn.functional.pad(b, (start, k - start - n)))
-        start += n
-    return torch.cat(rows, -2)
-
-
-def _refuse_weights(site: Site, plate: str) -> None:
-    for frame in site["cond_indep_stack"]:
-        subsampled = frame.full_size is not None and frame.full_size != frame.size
-        if subsampled and frame.name != plate:
-            raise ValueError(
-                f"AutoHierarchical: the site {site['name']!r} of the units in {plate!r} lies in "
-                f"another subsampled plate, {frame.name!r}. Subsample the units alone."
-            )
-    scale, mask = site["scale"], site["mask"]
-    weighted = isinstance(scale, Tensor) or abs(scale / minibatch_scale(site) - 1.0) > 1e-9
-    if weighted or not (mask is None or mask is True):
-        raise ValueError(
-            f"AutoHierarchical: the prior of {site['name']!r} stands under poutine.scale, poutine.mask "
-            f"or obs_mask=. Scale what is observed alone, or mask it alone by poutine.mask."
-        )

@@ -3,9 +3,8 @@
 * ``structure``: what a model is made of, which ``find`` sees at a few ``probe_points``;
 * ``bound_model``: the structure at the arguments of one call, by runs of a ``conditioned_model``;
 * ``algebra``: q from the sites of all data, dense, as a chain or with inducing points;
-* ``data``: the sites themselves, and data that come, go or change;
-* ``kept``: what is kept of the last step, and whether a later call is like it;
-* ``site_guide``: Pyro's side of all of it; ``guide``: what a user asks.
+* ``checks``: whether a later call is like the first one and the last step;
+* ``site_guide``: Pyro's side of all of it; ``guide``: what a user asks, and data that come or go.
 """
 
 from .cvi import CVI

@@ -7,35 +7,36 @@ q = algebra.posterior(view, evidence)           # log_normalizer, proper, margin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import pyro
 import pyro.distributions as dist
 import torch
+from pyro.distributions.util import sum_rightmost
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..linalg.host import host_bool
-from ..linalg.products import symmetric_product
+from ..linalg.products import matvec, symmetric_product
 from ..linalg.spectral import positive_part
 from .bound_model import BoundModel
-from .new_inputs import draw_jointly
-from .processes import Regression
-from .structure import Kept, LinearMap, ModelStructure
+from .conditioned_model import for_each
+from .new_inputs import Regression
+from .structure import Kept, LinearMap, ModelStructure, learns, tensors_of
 
 #: nu (n, k) and Lambda (n, k, k) by group
 SiteTensors = Mapping[str, tuple[Tensor, Tensor]]
-#: changes of every group's sites, or their mean parameters: (n, k) and (n, k, k)
+#: (n, k) and (n, k, k) by group, changes or mean parameters of sites; or values by site, and log q
 Pairs = dict[str, tuple[Tensor, Tensor]]
 
 #: halvings of a step that would leave the proper densities
 HALVINGS = 6
 
 
-@dataclass(frozen=True)
-class GaussianPotential:
+class GaussianPotential(NamedTuple):
     """What sites say of eps: exp(constant + linear' eps - eps' precision eps / 2); (), (R,), (R, R)."""
 
     constant: Tensor
@@ -49,13 +50,7 @@ class GaussianPotential:
 
     def plus(self, step: GaussianPotential, share: float | Tensor = 1.0) -> GaussianPotential:
         """self + share * step."""
-        pairs = zip(vars(self).values(), vars(step).values(), strict=True)
-        return GaussianPotential(*(a + share * b for a, b in pairs))
-
-    def where(self, condition: Tensor, other: GaussianPotential) -> GaussianPotential:
-        """self where the 0-dim ``condition`` holds, else ``other``."""
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return GaussianPotential(*(torch.where(condition, a, b) for a, b in pairs))
+        return GaussianPotential(*(a + share * b for a, b in zip(self, step, strict=True)))
 
     def of(self, root: Tensor, shift: Tensor) -> GaussianPotential:
         """The same, said of eta (R,) with eps = root eta + shift."""
@@ -66,7 +61,7 @@ class GaussianPotential:
 
 def potential_of(at: LinearMap, linear: Tensor, precision: Tensor) -> GaussianPotential:
     """What the sites ``linear`` (N, k), ``precision`` (N, k, k) of one group say of eps."""
-    weighted = (precision @ at.offset.unsqueeze(-1)).squeeze(-1)
+    weighted = matvec(precision, at.offset)
     A = at.design.flatten(0, 1)
     scaled = precision.flatten(1) * A if A.shape[0] == len(linear) else precision @ at.design
     scaled = scaled.reshape(A.shape)
@@ -100,24 +95,35 @@ class Marginals:
 class View:
     """The block at one call's arguments: linear maps by group, and a prior that has a structure.
 
-    ``processes`` are those of the block on their inducing points, in order.
+    ``processes`` are those of the block on their inducing points, in order; ``basis`` (D, R) the
+    directions that a dense algebra keeps, if not all.
     """
 
     maps: dict[str, LinearMap]
     prior: Any = None
     processes: tuple[Regression, ...] = ()
+    basis: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that it is made of."""
-        values = [v for m in self.maps.values() for v in vars(m).values()]
-        values += [] if self.prior is None else vars(self.prior).values()
-        return [t for t in values if isinstance(t, Tensor)]
+        return tensors_of(*self.maps.values(), self.prior)
 
     @property
     def learns(self) -> bool:
         """Whether it depends on parameters of the model."""
-        return any(t.requires_grad for t in self.tensors)
+        return learns(*self.maps.values(), self.prior)
+
+
+@dataclass
+class Snapshot:
+    """q at one call with its marginals; ``sites`` are nu (n, k) and Lambda (n, k, k) of its data."""
+
+    call: BoundModel
+    sites: SiteTensors
+    view: View
+    posterior: Any
+    marginals: dict[str, Marginals]
 
 
 def apart(module: Any) -> Any:
@@ -142,10 +148,10 @@ class Algebra(nn.Module):
 
     def __init__(self, evidence: GaussianPotential) -> None:
         super().__init__()
-        for name, value in vars(evidence).items():
+        for name, value in evidence._asdict().items():
             self.register_buffer(name, value)
-        #: the view of the last call, and q of its sites
-        self._view, self._q = Kept(), Kept()
+        #: q of the sites at the last call
+        self._q = Kept()
 
     @property
     def evidence(self) -> GaussianPotential:
@@ -154,7 +160,7 @@ class Algebra(nn.Module):
 
     @evidence.setter
     def evidence(self, value: GaussianPotential) -> None:
-        for name, tensor in vars(value).items():
+        for name, tensor in value._asdict().items():
             setattr(self, name, tensor.detach())
 
     def view(self, call: BoundModel) -> View:
@@ -169,9 +175,34 @@ class Algebra(nn.Module):
         """Mean (D,) and root R (D, D), lower triangular, of the flat block z: covariance R R'."""
         raise NotImplementedError
 
-    def sample(self, call: BoundModel, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    def drawer(self, call: BoundModel) -> tuple[int, Callable[[Tensor], Pairs]]:
+        """What makes the block under q of white noise (M,), and M: values by site, each with its share
+        of log q - log N(noise; 0, I)."""
+        mean, root = self.joint(call)
+        shares: Any = call.by_site(-root.diagonal().abs().log())
+        dims = call.plan.event_dims
+        summed: Any = {name: sum_rightmost(x, dims[name]) for name, x in shares.items()}
+
+        def draw(noise: Tensor) -> Pairs:
+            values = call.by_site(mean + noise @ root.mT)
+            return {name: (z, summed[name]) for name, z in values.items()}
+
+        return len(mean), draw
+
+    def sample(self, call: BoundModel, name: str) -> Pairs:
         """A draw of every site of the block, and its share of log q; ``name`` begins helpers' names."""
-        return draw_jointly(call, name + "_noise", *self.joint(call))
+        size, draw = self.drawer(call)
+        white = dist.Normal(call.plan.zero().new_zeros(size), 1.0).to_event(1)
+        noise = pyro.sample(name + "_noise", white, infer={"is_auxiliary": True})
+        lead = noise.shape[:-1]  # of plates to the left of those of the block
+        if not lead:
+            return draw(noise)
+
+        def spread(x: Tensor, event_dim: int) -> Tensor:
+            return x.reshape(torch.broadcast_shapes(x.shape[1:], lead + (1,) * event_dim))
+
+        rows, dims = for_each(draw, noise.reshape(-1, size)), call.plan.event_dims
+        return {n: (spread(z, dims[n]), spread(log_q, 0)) for n, (z, log_q) in rows.items()}
 
     def moments(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         """Mean (D,) of the flat block z under q, and S (M, D) with S'S its covariance."""
@@ -192,22 +223,13 @@ class Algebra(nn.Module):
         """Keep the ``q`` of these site tensors, as they are now, for the next to ask."""
         sites = tuple(sites)
         versions = [p._version for p in sites]
-        self._q.put(None if view.learns else (versions, q), [view, *sites])
+        self._q.put(None if view.learns else (versions, q), sites, view.tensors)
 
     def kept(self, view: View, sites: Iterable[Tensor]) -> Any:
         """The q that was kept, if nobody wrote to the sites and the view is the same; else None."""
         sites = tuple(sites)
-        versions, q = self._q.get([view, *sites]) or (None, None)
+        versions, q = self._q.get(sites, view.tensors) or (None, None)
         return q if versions == [p._version for p in sites] else None
-
-    def forget(self) -> None:
-        """Drop the q that was kept: the sites are other tensors now."""
-        self._q.put(None)
-
-    def _viewed(self, view: View, tensors: Iterable[Tensor]) -> View:
-        """Keep a view as the one of these tensors."""
-        self._view.put(None if view.learns else view, tensors=[t.detach() for t in tensors])
-        return view
 
     def collect(self, view: View, sites: SiteTensors) -> GaussianPotential:
         """The evidence of the sites of the view's data."""
@@ -244,13 +266,16 @@ class Algebra(nn.Module):
         """The evidence after a ``change`` of the sites of a minibatch, which makes them ``sites``."""
         return self.evidence.plus(self.collect(view, change))
 
-    def marginals(self, view: View, q: Any) -> dict[str, Marginals]:
-        """Those of all data of the view."""
-        found = {}
-        for name, at in view.maps.items():
-            mean, covariance = q.marginals(at)
-            found[name] = Marginals(mean, covariance, at.rest)
-        return found
+    def at(self, call: BoundModel, sites: SiteTensors, view: View, q: Any = None) -> Snapshot:
+        """``q``, by default that of the evidence made anew of these ``sites``, with its marginals."""
+        q = self.posterior(view, self.recollect(view, sites)) if q is None else q
+        if host_bool(q.proper) is False:
+            raise RuntimeError(
+                "AutoSites: with the parameters of the model as they are now, prior and sites do not "
+                "make a proper Gaussian. Take smaller steps for them, or guide.reset()."
+            )
+        found = {n: Marginals(*q.marginals(at), rest=at.rest) for n, at in view.maps.items()}
+        return Snapshot(call, sites, view, q, found)
 
     def get_extra_state(self) -> dict[str, Any]:
         return {"running": self.running}
@@ -258,15 +283,13 @@ class Algebra(nn.Module):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.running = state["running"]
 
-    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        for value in vars(self).values():
-            if isinstance(value, Kept):  # it may be of another device or dtype
-                value.put(None)
-        return super()._apply(fn, *args, **kwargs)
+
+def choose(condition: Tensor, a: Any, b: Any) -> Any:
+    """The tensors of ``a`` where the 0-dim ``condition`` holds, else those of ``b``."""
+    return tree_map(lambda x, y: torch.where(condition, x, y), a, b)
 
 
-@dataclass(frozen=True)
-class ProperStep:
+class ProperStep(NamedTuple):
     """The change of every site, with its share in it; log Z and evidence after it, and q if known."""
 
     change: Pairs
@@ -292,12 +315,7 @@ def proper_step(algebra: Algebra, targets: Any, change: Pairs) -> ProperStep:
         before = targets.sites[name][1]
         positive[name] = nu, positive_part(before + Lambda) - before
     other = _halved(algebra, targets, positive)
-    return ProperStep(
-        tree_map(lambda a, b: torch.where(found, a, b), step.change, positive),
-        torch.where(found, step.share, other.share),
-        torch.where(found, step.log_normalizer, other.log_normalizer),
-        step.evidence.where(found, other.evidence),
-    )
+    return ProperStep(*choose(found, step[:4], other[:4]))
 
 
 def _halved(algebra: Algebra, targets: Any, change: Pairs) -> ProperStep:
@@ -324,5 +342,5 @@ def _halved(algebra: Algebra, targets: Any, change: Pairs) -> ProperStep:
         found = found | fits
         if host_bool(found):
             break
-    evidence = after.where(share == 1.0, before.plus(step, share))
+    evidence = choose(share == 1.0, after, before.plus(step, share))
     return ProperStep(change, share, log_normalizer, evidence)

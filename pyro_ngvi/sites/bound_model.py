@@ -244,16 +244,15 @@ def _summed(terms: list[Tensor]) -> Tensor:
 
 def apart(groups: Sequence[Group]) -> list[list[Group]]:
     """The groups in sets of which no two see one place: each sees it at points of its own."""
-    sets: list[tuple[set[TensorRef], list[Group]]] = []
+    sets: list[list[Group]] = []
     for group in groups:
-        places = set(group.places)
-        free = (one for one in sets if not one[0] & places)
-        taken, members = next(free, None) or (set(), [])
-        if not members:
-            sets.append((taken, members))
-        taken |= places
-        members.append(group)
-    return [members for _, members in sets]
+        for members in sets:
+            if not any(set(group.places) & set(other.places) for other in members):
+                members.append(group)
+                break
+        else:
+            sets.append([group])
+    return sets
 
 
 def affine_maps(

@@ -43,10 +43,9 @@ from torch import Tensor
 from ..distributions.state_space import GaussianStateSpace, interleave, scan
 from ..linalg.cholesky import inverse_cholesky
 from ..linalg.products import matvec
-from .algebra import Algebra, GaussianPotential, View
+from .algebra import Algebra, GaussianPotential, Pairs, View
 from .bound_model import BoundModel, affine_maps
-from .conditioned_model import for_each
-from .probe_points import digit_masks
+from .probe_points import by_halves
 from .structure import LinearMap, ModelStructure
 
 
@@ -71,16 +70,11 @@ class ChainAlgebra(Algebra):
                     "MultivariateNormal."
                 )
         _refuse_minibatch(call)
-        # move the states whose number has a certain binary digit; the f of the others must stay
-        moved, states = digit_masks(T, plan.device), call.probe.reshape(shape)
-
-        def predictors(moved: Tensor) -> dict[str, Tensor]:
-            noise = torch.where(moved.unsqueeze(-1), states, torch.zeros_like(states))
-            return call.predictors(noise.reshape(-1))
-
-        still = predictors(torch.zeros_like(moved[0]))
-        for group, f in for_each(predictors, moved, 8).items():
-            if not torch.equal(f[~moved], still[group].expand_as(f)[~moved]):
+        states = call.probe.reshape(shape)
+        stay = by_halves(lambda z: call.predictors(z.reshape(-1)), states)
+        every = torch.arange(T, device=plan.device)
+        for group in call.index:
+            if not stay(group, every):
                 raise ValueError(
                     f"AutoSites: the predictor of datum t of {group!r} depends on other states than "
                     f"that of time t. Put what it needs into the state, or write the prior as a "
@@ -96,8 +90,7 @@ class ChainAlgebra(Algebra):
             return call.predictors(state.expand(prior.event_shape).reshape(-1))
 
         units = call.plan.zero().new_ones(prior.event_shape[-1]).diag()
-        view = View(affine_maps(predictors, units), prior)
-        return self._view.get(tensors=view.tensors) or self._viewed(view, view.tensors)
+        return View(affine_maps(predictors, units), prior)
 
     @staticmethod
     def of_group(at: LinearMap, linear: Tensor, precision: Tensor) -> GaussianPotential:
@@ -122,7 +115,7 @@ class ChainAlgebra(Algebra):
             )
         return chain_posterior(prior, self.linear, self.precision)
 
-    def sample(self, call: BoundModel, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    def sample(self, call: BoundModel, name: str) -> Pairs:
         (site,) = call.plan.shapes
         q = self._chain(call).distribution()
         states: Any = pyro.sample(name + "_noise", q, infer={"is_auxiliary": True})

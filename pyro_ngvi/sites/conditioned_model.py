@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from math import log, pi
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro.distributions.util import sum_rightmost
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -34,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..distributions import GaussianProcess, GaussianStateSpace
 from ..runtime.density import Site, Sites
 from ..runtime.run import Conditioned, Minibatches
-from .structure import TensorRef
+from .structure import TensorRef, is_weighted, unwrapped
 
 T = TypeVar("T")
 
@@ -48,7 +50,7 @@ _DESCRIBE = {
 }
 
 
-class _AllSeen(Exception):
+class AllSeen(Exception):
     """The rest of the run is not needed."""
 
 
@@ -138,7 +140,7 @@ class WhitenedRun(Conditioned):
         elif place in self._look_at:
             self.seen[place] = value
             if len(self.seen) == len(self._look_at) and not self._go_on:
-                raise _AllSeen
+                raise AllSeen
 
     def check_course(self) -> None:
         """Refuse a run that did not come by every place that it was to see or to replace."""
@@ -184,7 +186,7 @@ class WhitenedRun(Conditioned):
             own = torch.zeros(size) if noise is None else noise.new_zeros(size)
         else:
             own = noise[self.used : self.used + size]
-        own = own.to(_like(fn))
+        own = own.to(fn.initial_loc if isinstance(fn, GaussianStateSpace) else fn.loc)
         if maker is not None:
             value = maker(own)
         elif direct:
@@ -209,19 +211,20 @@ class WhitenedRun(Conditioned):
                 refuse_weights(msg)
 
 
+class MeansOfProcesses(Messenger):
+    """Takes its mean for a draw of a :class:`GaussianProcess`: no N x N matrix is factored."""
+
+    def _pyro_sample(self, msg: Site) -> None:
+        if isinstance(unwrapped(msg), GaussianProcess) and not msg["is_observed"]:
+            msg["value"], msg["done"] = msg["fn"].mean, True
+
+
 def other_size(name: str, now: torch.Size, before: torch.Size) -> ValueError:
     return ValueError(
         f"AutoSites: {name!r} has the shape {tuple(now)} with these arguments, and {tuple(before)} "
         f"before. A block of another size needs a guide of its own, prediction at new inputs a "
         f"GaussianProcess, one in minibatches AutoSites(model, inducing=Z)."
     )
-
-
-def _like(fn: Any) -> Tensor:
-    """A tensor of the kind that draws of ``fn`` are."""
-    if not isinstance(fn, GaussianStateSpace | GaussianProcess):
-        return fn.loc
-    return next(v for v in vars(fn).values() if isinstance(v, Tensor) and v.is_floating_point())
 
 
 @dataclass
@@ -250,7 +253,7 @@ class ConditionedModel:
             try:
                 with run.operations:
                     self.model(*self.args, **self.kwargs)
-            except _AllSeen:
+            except AllSeen:
                 return run
         run.check_course()
         return run
@@ -264,9 +267,7 @@ class ConditionedModel:
 
 def gaussian_of(site: Site) -> Any:
     """The Gaussian of a latent site, without ``to_event``; refuses any other distribution."""
-    fn, name = site["fn"], site["name"]
-    while isinstance(fn, dist.Independent):
-        fn = fn.base_dist
+    fn, name = unwrapped(site), site["name"]
     if not (isinstance(fn, dist.Normal | dist.MultivariateNormal) or hasattr(fn, "from_noise")):
         raise ValueError(
             f"AutoSites: latent site {name!r} is {type(fn).__name__}, not Gaussian, or has no "
@@ -280,8 +281,7 @@ def gaussian_of(site: Site) -> Any:
 
 def refuse_weights(site: Site) -> None:
     """Refuse a prior under a scale or a mask."""
-    scale, mask = site["scale"], site["mask"]
-    if isinstance(scale, Tensor) or scale != 1.0 or not (mask is None or mask is True):
+    if is_weighted(site):
         raise ValueError(
             f"AutoSites: the prior of {site['name']!r} stands under a scale or a mask (a "
             "subsampled plate, poutine.scale or poutine.mask): it would not be Gaussian. Take the "
@@ -302,16 +302,8 @@ def colour(fn: Any, noise: Tensor) -> Tensor:
 
 def log_det_root(fn: Any, event_dim: int) -> Tensor:
     """log |det R|, summed over the last ``event_dim`` dimensions of a draw, in nats."""
-    if isinstance(fn, dist.Normal):
-        each, summed = fn.scale.log().expand(fn.shape()), event_dim
-    else:
-        summed = event_dim - len(fn.event_shape)
-        if hasattr(fn, "log_det_root"):
-            each = fn.log_det_root()
-        else:
-            diagonal = torch.diagonal(fn.scale_tril, dim1=-2, dim2=-1)
-            each = diagonal.log().sum(-1).expand(fn.batch_shape)
-    total: Any = sum_rightmost(each, summed)
+    each = -fn.log_prob(fn.mean) - 0.5 * fn.event_shape.numel() * log(2.0 * pi)
+    total: Any = sum_rightmost(each, event_dim - len(fn.event_shape))
     return total
 
 

@@ -39,7 +39,7 @@ from ..linalg.host import host_bool
 from ..optim.host import NaturalGradientOptim, describe
 from ..optim.rule import Report, State, StepReport
 from ..optim.state import ADAM
-from .algebra import Algebra, Pairs, ProperStep, proper_step
+from .algebra import Algebra, Pairs, ProperStep, choose, proper_step
 from .loss import SiteTargets
 from .site_guide import SiteGuide, find_sites
 
@@ -79,7 +79,7 @@ class Sweep:
         """That of a sweep of which the ``share`` of a ``change`` was made."""
         step = _named(tree_map(lambda x: share * x, change))
         ahead = self.ahead | {"step": step, "gain": share * self.gain}
-        return _choose(self.back, self.behind, ahead)
+        return choose(self.back, self.behind, ahead)
 
 
 def start_sweeps(values: Tensors) -> State:
@@ -118,7 +118,7 @@ def next_sweep(
     gain = torch.where(same & (along > 0) & (secant > 0), secant, lr).clamp(SMALLEST * lr, lr)
     share = torch.where(elbo.isfinite(), 0.5, LOST).to(elbo)
     left = tree_map(lambda x: share * x, last)
-    change = _choose(back, tree_map(torch.sub, left, last), towards(residual, exact, gain))
+    change = choose(back, tree_map(torch.sub, left, last), towards(residual, exact, gain))
     behind = memory | {"backs": backs + 1.0, "gain": share * memory["gain"], "step": _named(left)}
     ahead: State = {"elbo": elbo, "backs": torch.zeros_like(elbo), "moment": _named(moments)}
     gain = torch.where(back, behind["gain"], gain)
@@ -145,10 +145,6 @@ def _pairs(named: Tensors) -> Pairs:
 
 def _linear(named: Tensors) -> list[tuple[str, Tensor]]:
     return [(n.removeprefix("linear_"), v) for n, v in named.items() if n.startswith("linear_")]
-
-
-def _choose(condition: Tensor, a: Any, b: Any) -> Any:
-    return tree_map(lambda x, y: torch.where(condition, x, y), a, b)
 
 
 @dataclass(frozen=True)

@@ -16,22 +16,18 @@ many thousands of latent variables *and* data: it keeps min(D, N k)^2 numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from math import log, pi
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-import pyro
 import torch
-from pyro.distributions import TorchDistribution
 from torch import Tensor
-from torch.distributions import constraints
 
 from ..linalg.products import BLOCK
-from .algebra import Algebra, GaussianPotential, View
+from .algebra import Algebra, GaussianPotential, Pairs, View
 from .bound_model import BoundModel, moves
-from .conditioned_model import for_each
-from .new_inputs import KnownInputs, spread
-from .structure import LinearMap, ModelStructure
+from .new_inputs import KnownInputs
+from .structure import Kept, LinearMap, ModelStructure
 
 
 class WhitePosterior:
@@ -48,11 +44,9 @@ class WhitePosterior:
         self.root, info = torch.linalg.cholesky_ex(W)
         self.proper = info == 0
         self.mean = self.solve(evidence.linear)
-        log_det = self._log_det()
-        self.log_normalizer = evidence.constant + 0.5 * (evidence.linear @ self.mean) - log_det
-
-    def _log_det(self) -> Tensor:
-        return self.root.diagonal().log().sum()
+        self.log_det_root = self.root.diagonal().log().sum()
+        at_mean = evidence.constant + 0.5 * (evidence.linear @ self.mean)
+        self.log_normalizer = at_mean - self.log_det_root
 
     def marginals(self, at: LinearMap) -> tuple[Tensor, Tensor]:
         """Mean (N, k) and covariance (N, k, k) of A eps + b, without the rest."""
@@ -106,57 +100,35 @@ class WhitePosterior:
             trace = self.covariance_half().square().sum() - len(self.mean)
         else:
             trace = -sum((Lambda * C).sum() for Lambda, C in sites)
-        return 0.5 * (self.mean.square().sum() + trace) + self._log_det()
+        return 0.5 * (self.mean.square().sum() + trace) + self.log_det_root
 
     def draw(self, noise: Tensor) -> Tensor:
         """A draw for white ``noise`` (..., R)."""
         scaled = torch.linalg.solve_triangular(self.root.mT, noise.unsqueeze(-1), upper=True)
         return self.mean + scaled.squeeze(-1).flip(-1)
 
-    def log_prob(self, eta: Tensor) -> Tensor:
-        """log q(eta) for eta (..., R), in nats."""
-        z = (eta - self.mean).flip(-1) @ self.root
-        return self._log_det() - 0.5 * (z.square().sum(-1) + len(self.mean) * log(2 * pi))
 
-
-class NoisePosterior(TorchDistribution):
+@dataclass(frozen=True)
+class NoisePosterior:
     """q(eps) over all D entries: ``white`` in the directions of ``basis`` (D, R), else the prior."""
 
-    arg_constraints: ClassVar[dict[str, Any]] = {}
-    support: Any = constraints.real_vector
-    has_rsample = True
-
-    def __init__(self, white: WhitePosterior, basis: Tensor | None, batch_shape: Any = ()) -> None:
-        self.white, self.basis = white, basis
-        dim = len(white.mean) if basis is None else len(basis)
-        super().__init__(torch.Size(batch_shape), torch.Size((dim,)), validate_args=False)
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> NoisePosterior:
-        return NoisePosterior(self.white, self.basis, batch_shape)
-
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
-        white, shape = self.white, self._extended_shape(torch.Size(sample_shape))
-        noise = torch.randn(shape, dtype=white.mean.dtype, device=white.mean.device)
-        if self.basis is None:
-            return white.draw(noise)
-        seen = noise @ self.basis
-        return noise + (white.draw(seen) - seen) @ self.basis.mT
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        if self.basis is None:
-            return self.white.log_prob(value)
-        seen = value @ self.basis
-        unseen = value.square().sum(-1) - seen.square().sum(-1)
-        others = len(self.basis) - self.basis.shape[-1]
-        return self.white.log_prob(seen) - 0.5 * (unseen + others * log(2 * pi))
+    white: WhitePosterior
+    basis: Tensor | None
 
     @property
     def mean(self) -> Tensor:
         mean = self.white.mean
         return mean if self.basis is None else self.basis @ mean
 
-    def root(self) -> Tensor:
-        """Rows whose products sum to the covariance of eps: S (D, D) with cov = S' S."""
+    def draw(self, noise: Tensor) -> Tensor:
+        """A draw for white ``noise`` (..., D)."""
+        if self.basis is None:
+            return self.white.draw(noise)
+        seen = noise @ self.basis
+        return noise + (self.white.draw(seen) - seen) @ self.basis.mT
+
+    def half(self) -> Tensor:
+        """S (D, D) with S'S the covariance of eps."""
         inner = self.white.covariance_half()
         if self.basis is None:
             return inner
@@ -187,6 +159,8 @@ class DenseAlgebra(Algebra):
         super().__init__(GaussianPotential.none(plan.zero(), size))
         basis = torch.eye(plan.dim, size, dtype=plan.dtype, device=plan.device)
         self.register_buffer("basis", basis if size < plan.dim else None)
+        #: the view of the last call
+        self._view = Kept()
         #: where Gaussian processes of the block, if there are any, are at the data
         self.known = KnownInputs(call) if KnownInputs.processes(call.block) else None
 
@@ -212,7 +186,9 @@ class DenseAlgebra(Algebra):
         if self.basis is not None:
             maps, basis = reduced(maps)
             self.basis = basis.detach()
-        return self._viewed(View(maps), at_probe)
+        view = View(maps, basis=self.basis)
+        self._view.put(None if view.learns else view, tensors=[t.detach() for t in at_probe])
+        return view
 
     def make_room(self, plan: ModelStructure) -> None:
         """The directions that data see become all, where data see them all."""
@@ -237,18 +213,17 @@ class DenseAlgebra(Algebra):
         assert self.known is not None
         return self.known.joint(call, self._noise_posterior(), self.linear)
 
-    def sample(self, call: BoundModel, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    def drawer(self, call: BoundModel) -> tuple[int, Callable[[Tensor], Pairs]]:
         if self._moved(call):
-            return super().sample(call, name)
-        noise = pyro.sample(name + "_noise", self._noise_posterior(), infer={"is_auxiliary": True})
-        lead = noise.shape[:-1]
-        if not lead:
-            return call.block_at(noise)
-        batched = for_each(call.block_at, noise.reshape(-1, noise.shape[-1]))
-        return {
-            site: (spread(z, lead, call.plan.event_dims[site]), spread(log_q, lead, 0))
-            for site, (z, log_q) in batched.items()
-        }
+            return super().drawer(call)
+        q = self._noise_posterior()
+
+        def draw(noise: Tensor) -> Pairs:
+            found = call.block_at(q.draw(noise))
+            name, (z, log_q) = next(iter(found.items()))
+            return found | {name: (z, log_q + q.white.log_det_root / log_q.numel())}
+
+        return call.plan.dim, draw
 
     def mean_and_sd(self, call: BoundModel) -> tuple[Tensor, Tensor]:
         known = self._moved(call)
@@ -259,4 +234,4 @@ class DenseAlgebra(Algebra):
         if self._moved(call):
             return super().moments(call)
         q = self._noise_posterior()
-        return call.flat_block(q.mean), moves(call.flat_block, q.root())
+        return call.flat_block(q.mean), moves(call.flat_block, q.half())

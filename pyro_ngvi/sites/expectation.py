@@ -31,12 +31,13 @@ since it may change by orders of magnitude.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..linalg.cubature import gauss_hermite
 from ..linalg.host import constant, host_bool
@@ -51,16 +52,14 @@ ROUNDS, LONGEST, SHORT = 16, 2.0, 0.2
 WIDEST = 16.0
 
 
-@dataclass(frozen=True)
-class Points:
+class Points(NamedTuple):
     """x (Q, k) and weights (Q,) for N(0, I_k)."""
 
     x: Tensor
     weights: Tensor
 
 
-@dataclass(frozen=True)
-class Expected:
+class Expected(NamedTuple):
     """E (N,), g (N, k), H (N, k, k), in nats; ``quadratic`` (N,) bool: log p is, and all is exact."""
 
     value: Tensor
@@ -76,8 +75,7 @@ def default_count(k: int) -> int:
 
 def quadrature_points(k: int, count: int, dtype: torch.dtype, device: torch.device | str) -> Points:
     """Points for k entries: ``count`` a dimension (k <= 3) or in all."""
-    kept = _points(k, count, dtype, device)
-    return Points(constant(kept.x), constant(kept.weights))
+    return Points(*map(constant, _points(k, count, dtype, device)))
 
 
 @lru_cache(maxsize=32)
@@ -170,11 +168,8 @@ def _assemble(value: Tensor, d: Tensor, f: Tensor, L: Tensor, p: Points) -> Expe
 
 # --- first targets of all: every datum for itself, from its own prior
 
-T = TypeVar("T", "_Place", Expected)
 
-
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """N(a, V) of every datum, a = m_n + R x and V = R W W' R' with C_n = R R'; log det W (n,)."""
 
     x: Tensor
@@ -266,17 +261,17 @@ def first_targets(
         # as a function of f at the mean of q, from which CVI takes its targets
         Lambda = torch.where(e.quadratic.reshape(-1, 1, 1), -e.hessian, _absolute(-e.hessian))
         gradient = e.gradient + matvec(Lambda, matvec(roots[name], best[name].x))
-        targets[name] = replace(e, gradient=gradient, hessian=-Lambda)
+        targets[name] = e._replace(gradient=gradient, hessian=-Lambda)
     return targets
 
 
-def _chosen(condition: Tensor, one: T, other: T) -> T:
+def _chosen(condition: Tensor, one: Any, other: Any) -> Any:
     """Those tensors of ``one`` for the data that are marked by ``condition`` (n,)."""
-    found = {
-        name: torch.where(condition.reshape(-1, *[1] * (x.dim() - 1)), x, getattr(other, name))
-        for name, x in vars(one).items()
-    }
-    return replace(one, **found)
+
+    def each(x: Tensor, y: Tensor) -> Tensor:
+        return torch.where(condition.reshape(-1, *[1] * (x.dim() - 1)), x, y)
+
+    return tree_map(each, one, other)
 
 
 def _absolute(G: Tensor) -> Tensor:

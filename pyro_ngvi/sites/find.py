@@ -16,12 +16,12 @@ tried, such as the location and the log scale of a Normal.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
@@ -44,6 +44,7 @@ MOST_ENTRIES, MOST_CANDIDATES = 64, 12
 
 def first_call(
     model: Callable[..., Any],
+    drawn: Messenger,
     own: set[str],
     args: Any,
     kwargs: Any,
@@ -52,13 +53,13 @@ def first_call(
 ) -> tuple[ModelStructure, Algebra]:
     """The structure of a ``model`` at these arguments, where ``own`` latent sites are the guide's.
 
-    With the algebra that suits it.
+    With the algebra that suits it.  Its other latent sites are drawn under the handler ``drawn``.
     """
 
     def rest() -> dict[str, Tensor]:
         """A value from the prior for every latent site that other guides of a list infer."""
         with torch.no_grad():
-            trace = poutine.trace(model).get_trace(*args, **kwargs)
+            trace = poutine.trace(drawn(model)).get_trace(*args, **kwargs)
         sites: Any = trace.iter_stochastic_nodes()
         return {n: s["value"] for n, s in sites if n not in own and not site_is_subsample(s)}
 
@@ -95,7 +96,8 @@ def find_structure(
             found = _Search(runner, run.used, name, other, latent).find()
             if found is not None:
                 plates = tuple(frame.name for frame in site["cond_indep_stack"])
-                grouped.setdefault((*found, data_shape(site), plates), []).append(name)
+                key = found.places, found.trailing, found.batch, plates
+                grouped.setdefault(key, []).append(name)
         elif site_kind(site) == "factor":
             _refuse_factor(name, runner, run)
     if not grouped:
@@ -165,20 +167,6 @@ def _refuse_factor(name: str, runner: ConditionedModel, run: WhitenedRun) -> Non
         )
 
 
-@dataclass
-class _Candidate:
-    """Values at the first and the last corner, with the shape (*batch, *trailing).
-
-    ``shared``: it is one number for all data.
-    """
-
-    place: TensorRef
-    first: Tensor
-    last: Tensor
-    trailing: torch.Size
-    shared: bool
-
-
 class _Search:
     """For the predictor of the observed site ``name``, which must be free of what ``other`` changes.
 
@@ -197,6 +185,8 @@ class _Search:
         self.corners, self.plane = corners(runner, dim, name)
         site = self.corners[0].sites[name]
         self.batch, self.observed = data_shape(site), data_terms(site)
+        #: values that move with the noise, at the first corner and at the last
+        self.first, self.last = self.corners[0].seen, self.corners[3].seen
         #: what was wrong with places that were tried
         self.nonlinear: list[TensorRef] = []
         self.tied: list[TensorRef] = []
@@ -209,45 +199,51 @@ class _Search:
                 f"{self.observed.shape[-1]}): pyro.sample({name!r}, ...)."
             )
 
-    def find(self) -> tuple[tuple[TensorRef, ...], tuple[torch.Size, ...]] | None:
-        """Where the predictor is, and shapes for one datum there; ``None`` if nothing is seen."""
+    def find(self) -> Group | None:
+        """The site with its predictor; ``None`` if its data see nothing."""
         if self._is_enough({}):
             return None
         # stable: the first of each width leads, and a number that all data share comes last
-        candidates = sorted(self._candidates(), key=lambda c: (c.shared, c.trailing.numel()))
-        pairs = list(combinations(candidates[:MOST_CANDIDATES], 2))
-        pairs.sort(key=lambda pair: sum(c.trailing.numel() for c in pair))
-        for chosen in [*((c,) for c in candidates), *pairs]:
+        candidates = sorted(self._candidates(), key=lambda g: (self._shares(g), g.width))
+        pairs = [
+            Group(self.name, a.observed, a.places + b.places, a.trailing + b.trailing, self.batch)
+            for a, b in combinations(candidates[:MOST_CANDIDATES], 2)
+        ]
+        for group in [*candidates, *sorted(pairs, key=lambda g: g.width)]:
             try:
-                if self._is_enough({c.place: c.first for c in chosen}):
-                    if self._is_local(chosen):
-                        return tuple(c.place for c in chosen), tuple(c.trailing for c in chosen)
-                    self.tied.append(chosen[0].place)
+                first = group.join(self.first, self.batch)
+                if self._is_enough(group.split(first, self.batch)):
+                    if self._is_local(group, first):
+                        return group
+                    self.tied.append(group.places[0])
             except (RuntimeError, ValueError):
-                if not any(c.shared for c in chosen):  # else the model wants one number there
+                if not self._shares(group):  # else the model wants one number there
                     raise
         raise ValueError(self._refusal(bool(candidates)))
 
-    def _candidates(self) -> list[_Candidate]:
+    def _shares(self, group: Group) -> bool:
+        """Whether a value is one number for all data."""
+        return any(not self.first[place].dim() for place in group.places) and bool(self.batch)
+
+    def _candidates(self) -> list[Group]:
         """Values of the right shape that depend on the noise, and are affine in it."""
-        first, last, rank = self.corners[0].seen, self.corners[3].seen, len(self.batch)
         affine = self.plane.affine(self.runner, [corner.seen for corner in self.corners])
-        others = self.other(self.plane.e, look_at=None).seen if self.other else first
-        candidates = []
-        for place in sorted(first, key=lambda place: place.site is None):  # sites come first
-            a = first[place]
-            trailing, shared = torch.Size(a.shape[rank:]), a.shape[:rank] != self.batch
+        others = self.other(self.plane.e, look_at=None).seen if self.other else self.first
+        candidates, rank = [], len(self.batch)
+        for place in sorted(self.first, key=lambda place: place.site is None):  # sites come first
+            value = self.first[place]
+            trailing = torch.Size(value.shape[rank:])
             if not affine[place]:
                 self.nonlinear.append(place)
-            elif (shared and a.shape) or trailing.numel() > MOST_ENTRIES:
+            elif (
+                value.dim() and value.shape[:rank] != self.batch
+            ) or trailing.numel() > MOST_ENTRIES:
                 continue
-            elif not same(others[place], a):
+            elif not same(others[place], value):
                 self.moved_by_other = True
             elif self.declared is None or place.site == self.declared:
-                b = last[place]
-                if shared:
-                    a, b = a.expand(self.batch), b.expand(self.batch)
-                candidates.append(_Candidate(place, a, b, trailing, shared))
+                found = Group(self.name, (self.name,), (place,), (trailing,), self.batch)
+                candidates.append(found)
         return candidates
 
     def _terms(self, noise: Any, held: dict[TensorRef, Tensor]) -> Tensor:
@@ -258,19 +254,13 @@ class _Search:
         before, after = (self._terms(self.corners[k].noise, held) for k in (0, 3))
         return same(after, before) and self.plane.stays(lambda noise: self._terms(noise, held))
 
-    def _is_local(self, chosen: tuple[_Candidate, ...]) -> bool:
+    def _is_local(self, group: Group, first: Tensor) -> bool:
         """Move f at the data whose number has a certain binary digit; the others' terms must stay."""
-        count = self.batch.numel()
-        if count < 2:
-            return True
-        moved = digit_masks(count, self.observed.device)
+        last, moved = group.join(self.last, self.batch), digit_masks(group.size, first.device)
 
         def terms(moved: Tensor) -> Tensor:
-            held = {}
-            for c in chosen:
-                where = moved.reshape(self.batch + (1,) * len(c.trailing))
-                held[c.place] = torch.where(where, c.last, c.first)
-            return self._terms(self.plane.e, held).reshape(-1)
+            f = torch.where(moved.unsqueeze(-1), last, first)
+            return self._terms(self.plane.e, group.split(f, self.batch)).reshape(-1)
 
         after = for_each(terms, moved, 8)
         before = self.observed.reshape(-1).expand_as(after)

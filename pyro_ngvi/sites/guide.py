@@ -14,9 +14,11 @@ from torch import Tensor
 from ..guides.marginals import SiteValue, levels_like
 from ..linalg.host import outside_autocast
 from ..runtime.store import module_name
-from .data import Indices, SiteData, SiteView, Snapshot, take_snapshot
+from .algebra import Snapshot, apart
+from .data import Indices, SiteView, group_of, numbers
 from .leave_one_out import Influence, SiteLOO, influence_of, loo_of
 from .site_guide import SiteGuide
+from .structure import Group
 
 
 class AutoSites(SiteGuide):
@@ -153,13 +155,9 @@ class AutoSites(SiteGuide):
 
     # --- data that come, go or change
 
-    def _data(self) -> SiteData:
-        params, before = self.natural_params(), self._call_before()
-        return SiteData(self._structure(), params, self.algebra, self.last_step, before)
-
     def sites(self) -> dict[str, SiteView]:
         """The sites by group, as copies; a group has the name of its first observed site."""
-        return self._data().views()
+        return {g.name: SiteView.of(*self._own(g)) for g in self._structure().groups}
 
     def remove(self, indices: Indices, group: str | None = None) -> None:
         """Delete the sites of these data, which the next call of the model no longer brings.
@@ -178,18 +176,24 @@ class AutoSites(SiteGuide):
             RuntimeError: where the guide does not know what these data see of the latent block:
                 before its first call, after a call with a minibatch, unpickled.
         """
-        self.plan, self.curvature = self._data().remove(indices, group), None
+        found = group_of(self._structure(), group, table=False)
+        index = numbers(indices, found, self._structure().device)
+        self._clear(found, index)
+        keep = torch.ones(found.size, dtype=torch.bool, device=index.device)
+        keep[index] = False
+        self._resize(found, keep.nonzero().squeeze(-1), 0)
 
     def add(self, count: int, group: str | None = None) -> None:
         """Make room for ``count`` data more, which the next call brings after those of before.
 
         Their sites are zero, so q stays as it is until the next step.  Groups as in :meth:`remove`.
         """
-        data = self._data()
-        if self.last_step.stale and data.before is not None and data.before.whole:
+        found, before = group_of(self._structure(), group, table=False), self._call_before()
+        if self.last_step.stale and before is not None and before.whole:
             # now, as the data to come would not fit
-            self.refresh(*data.before.runner.args, **data.before.runner.kwargs)
-        self.plan, self.curvature = data.add(count, group), None
+            self.refresh(*before.runner.args, **before.runner.kwargs)
+        self._resize(found, numbers(None, found, self._structure().device), count)
+        self.algebra.make_room(self._structure())
 
     def reset(self, indices: Indices | None = None, group: str | None = None) -> None:
         """Set sites back to zero, so that q forgets what these data said: when they have changed.
@@ -198,8 +202,59 @@ class AutoSites(SiteGuide):
             indices: as in :meth:`remove`; ``None`` for all.
             group: name of the group; ``None`` for the only one or, without indices, for all.
         """
-        self._data().reset(indices, group)
-        self.fresh, self.curvature = self.fresh or (indices is None and group is None), None
+        plan = self._structure()
+        if indices is None and group is None:
+            for p in self.natural_params().values():
+                p.detach().zero_()
+            self.algebra.reset()
+            self.fresh = True
+        else:
+            found = group_of(plan, group)
+            self._clear(found, numbers(indices, found, plan.device))
+        self.last_step.edited()
+        self.curvature = None
+
+    def _own(self, group: Group) -> tuple[Tensor, Tensor]:
+        tensors = self.natural_params()
+        return tensors[f"linear_{group.name}"], tensors[f"precision_{group.name}"]
+
+    @torch.no_grad()
+    def _clear(self, group: Group, index: Tensor) -> None:
+        """Zero sites, and the evidence made anew of all others: differences would lose digits."""
+        if not any(bool(p[index].any()) for p in self._own(group)):
+            return
+        before = self._call_before()
+        if before is None or not before.whole:
+            raise RuntimeError(
+                "AutoSites: the guide does not know what these data see of the latent block, as its "
+                "last call had a minibatch, or it is an unpickled copy without one. Call "
+                "guide.refresh(*args) with all data before."
+            )
+        view = self.algebra.view(before)
+        for p in self._own(group):
+            p[index] = 0.0
+        full = {}
+        for g in self._structure().groups:
+            size, number = before.plan.group(g.name).size, self.last_step.number(g, index.device)
+            there = (number >= 0).nonzero().squeeze(-1)
+            full[g.name] = tuple(
+                p.new_zeros(size, *p.shape[1:]).index_copy(0, number[there], p[there])
+                for p in self._own(g)
+            )
+        self.algebra.recollect(view, full)
+        self.last_step.stale = False
+
+    def _resize(self, group: Group, kept: Tensor, more: int) -> None:
+        """Keep the sites of these numbers, and append ``more`` of 0."""
+        number = self.last_step.number(group, kept.device)
+        number = torch.cat([number[kept], number.new_full((more,), -1)])
+        for p in self._own(group):
+            # the parameter stays the same object, so Pyro's store and SVI keep it under its name
+            p.data, p.grad = torch.cat([p.data[kept], p.data.new_zeros(more, *p.shape[1:])]), None
+        self.last_step.plan = self.last_step.plan or self.plan
+        self.last_step.numbers[group.name] = number
+        self.last_step.edited()
+        self.plan, self.curvature = self._structure().resized(group, len(number)), None
 
     # --- diagnostics
 
@@ -229,16 +284,17 @@ class AutoSites(SiteGuide):
                 ``None`` for every datum by itself.  Not where the guide's algebra is not dense.
             kwargs: keyword arguments of the model.
         """
-        data = self._data()
-        chosen = data.group(group)
-        sets = None if groups is None else [data.numbers(indices, chosen) for indices in groups]
+        plan = self._structure()
+        chosen = group_of(plan, group)
+        sets = None if groups is None else [numbers(i, chosen, plan.device) for i in groups]
         return influence_of(self._snapshot(args, kwargs), chosen.name, sets)
 
     def predictor_means(self, group: str | None = None) -> tuple[str, Tensor]:
         """Name of a group and the posterior mean (N, k) of its f, at the arguments of the last step."""
-        name = self._data().group(group).name
+        name = group_of(self._structure(), group).name
         return name, self._snapshot((), {}).marginals[name].mean
 
+    @torch.no_grad()
     def _snapshot(self, args: Any, kwargs: Any) -> Snapshot:
         others, last = self._structure().rest, self.last_step
         if others:
@@ -252,7 +308,9 @@ class AutoSites(SiteGuide):
                 "known. Pass them as arguments, or call guide.refresh(*args)."
             )
         call = self._call_of_all(*last.or_given(args, kwargs))
-        return take_snapshot(self.algebra, self.site_tensors(), call)
+        algebra = apart(self.algebra)  # a look at other data leaves q alone
+        sites = {n: (a.clone(), b.clone()) for n, (a, b) in self.site_tensors().items()}
+        return algebra.at(call, sites, algebra.view(call))
 
 
 def _refuse_gradient(grad: Tensor) -> None:

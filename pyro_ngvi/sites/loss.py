@@ -26,16 +26,17 @@ from pyro.infer import ELBO
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..linalg.host import at_hand, host_bool, outside_autocast
+from ..linalg.host import at_hand, outside_autocast
+from ..linalg.products import matvec
 from ..runtime.density import site_log_prob
 from ..runtime.store import whole_gradients
-from .algebra import Marginals, Pairs, View, apart
+from .algebra import Pairs, Snapshot, apart
 from .bound_model import BoundModel
 from .checks import check_seen
 from .dense import WhitePosterior
 from .expectation import Expected, default_count, expectations, first_targets, quadrature_points
 from .probe_points import same
-from .site_guide import LastStep, SiteGuide, find_sites
+from .site_guide import SiteGuide, find_sites
 from .structure import minibatch_scale
 
 Program = Callable[..., Any]
@@ -43,19 +44,14 @@ Program = Callable[..., Any]
 
 def site_targets(gradient: Tensor, hessian: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     """grad_mu E log p as (nu, Lambda) = (g - H m, -H), from g (n, k), H (n, k, k) and m (n, k)."""
-    return gradient - (hessian @ mean.unsqueeze(-1)).squeeze(-1), -hessian
+    return gradient - matvec(hessian, mean), -hessian
 
 
 @dataclass
-class SiteTargets:
-    """What the loss leaves on the guide for :class:`~pyro_ngvi.CVI`; ``sites`` of the call's data."""
+class SiteTargets(Snapshot):
+    """What the loss leaves on the guide for :class:`~pyro_ngvi.CVI`."""
 
     kind = "sites"
-    call: BoundModel
-    sites: dict[str, tuple[Tensor, Tensor]]
-    view: View
-    posterior: Any
-    marginals: dict[str, Marginals]
     expected: dict[str, Expected]
     elbo: Tensor
     whole: bool
@@ -173,26 +169,25 @@ class SitesELBO(ELBO):
     ) -> tuple[Tensor, SiteTargets]:
         call.hidden = False
         if derivatives:
-            _check_data(block.last_step, call)
+            last = block.last_step
+            last.scaled = _check_scaled(call, last.scaled)
+            learns = any(terms.requires_grad for terms in call.terms_at_probe.values())
+            if learns or not last.has_arguments_of(call):  # parameters may bring in what was unseen
+                check_seen(call)
         # a look at other data, or at other parameters, leaves q as it is
         algebra = block.algebra if derivatives else apart(block.algebra)
         view = algebra.view(call)
         tensors = {n: (a.detach(), b.detach()) for n, (a, b) in block.site_tensors().items()}
-        chosen = {n: call.rows(n, *pair) for n, pair in tensors.items()}
         if call.whole:
             q = None if algebra.running else algebra.kept(view, block.natural_params().values())
-            q = algebra.posterior(view, algebra.recollect(view, tensors)) if q is None else q
+            at = algebra.at(call, tensors, view, q)
         else:
             block.make_current()  # a step before, with all data, may have moved the prior
             if view.learns:
                 algebra.begin_running(view)
-            q = algebra.posterior(view, algebra.evidence)
-        if host_bool(q.proper) is False:
-            raise RuntimeError(
-                "SitesELBO: with the parameters of the model as they are now, prior and sites do not "
-                "make a proper Gaussian. Take smaller steps for them, or guide.reset()."
-            )
-        marginals = algebra.marginals(view, q)
+            chosen = {n: call.rows(n, *pair) for n, pair in tensors.items()}
+            at = algebra.at(call, chosen, view, algebra.posterior(view, algebra.evidence))
+        q, marginals = at.posterior, at.marginals
         points = {}
         for g in call.plan.groups:
             count = (self.num_points or default_count(g.width)) * self._refinement
@@ -205,18 +200,18 @@ class SitesELBO(ELBO):
         if algebra.running:  # whose evidence is not quite that of the sites
             kl = q.kl()
         elif call.whole and isinstance(q, WhitePosterior):
-            kl = q.kl([(chosen[name][1], m.covariance) for name, m in marginals.items()])
+            kl = q.kl([(at.sites[name][1], m.covariance) for name, m in marginals.items()])
         elbo = q.log_normalizer if kl is None else -kl
         for name, m in marginals.items():
             local = expected[name].value
             if kl is None:  # what the sites say is taken back datum by datum
-                linear, precision = chosen[name]
+                linear, precision = at.sites[name]
                 trace = (precision * m.second_moment).sum((-2, -1))
                 local = local - ((linear * m.mean).sum(-1) - 0.5 * trace)
             elbo = elbo + call.weight(name) * local.sum()
         elbo = elbo + call.other_terms()
         whole = exact and call.whole
-        return elbo, SiteTargets(call, chosen, view, q, marginals, targets, elbo.detach(), whole)
+        return elbo, SiteTargets(**vars(at), expected=targets, elbo=elbo.detach(), whole=whole)
 
 
 def _block_of(guide: Any) -> SiteGuide:
@@ -227,14 +222,6 @@ def _block_of(guide: Any) -> SiteGuide:
             f"{len(found)}. Other guides take Trace_ELBO or pyro_ngvi.BatchedELBO."
         )
     return found[0]
-
-
-def _check_data(last: LastStep, call: BoundModel) -> None:
-    """Refuse data unlike the first call's, and batch after batch under a scale."""
-    last.scaled = _check_scaled(call, last.scaled)
-    learns = any(terms.requires_grad for terms in call.terms_at_probe.values())
-    if learns or not last.has_arguments_of(call):  # parameters may bring in what was not seen
-        check_seen(call)
 
 
 def _check_scaled(call: BoundModel, before: list[Tensor]) -> list[Tensor]:
@@ -288,7 +275,7 @@ def _averaged(targets: list[SiteTargets]) -> SiteTargets:
     """Expectations averaged over draws; none of them counts as exact."""
     first = targets[0]
     for name, e in first.expected.items():
-        every = zip(*(vars(t.expected[name]).values() for t in targets), strict=True)
+        every = zip(*(t.expected[name] for t in targets), strict=True)
         value, gradient, hessian = (torch.stack(x).mean(0) for x in list(every)[:3])
         first.expected[name] = Expected(value, gradient, hessian, torch.zeros_like(e.quadratic))
     first.elbo = torch.stack([t.elbo for t in targets]).mean(0)

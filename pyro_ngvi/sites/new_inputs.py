@@ -1,69 +1,89 @@
-r"""The block at inputs of a Gaussian process other than those of the data: predictions.
+r"""Gaussian processes at inputs X other than those of the data or the inducing ones, Z: predictions.
 
-The dense algebra knows q over the noise eps (D,) that makes the block at the inputs Z of training.  At
-other inputs X a process is
+At Z the white values eps make a process; from there
 
-    f(X) = mean(X) + A eps_f + R eps',    eps' ~ N(0, I),  R R' = k(X, X) + jitter I - A A'
+    u = f(Z) = mean(Z) + L eps,   L L' = k(Z, Z) + jitter I,
+    f(X) = mean(X) + A eps + R eps',   A = k(X, Z) L^-T,   eps' ~ N(0, I) independent of eps,
+    R R' = k(X, X) + jitter I - A A',  of which var rest_n = k(x_n, x_n) + jitter - |A_n|^2 alone
 
-(:mod:`pyro_ngvi.sites.processes`), and every other site is made as before.  So the block at X is
-affine in (eps, eps'); its mean and covariance under q follow from runs of the model at unit vectors.
+costs O(N M^2), and no N x N matrix (Titsias 2009; eps as in Hensman, Matthews & Ghahramani 2015).  The
+dense algebra knows q over the noise of its whole block, of which all other sites are made as before.
+So the block at X is affine in (eps, eps'), and runs at unit vectors give its moments under q.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import pyro
-import pyro.distributions as dist
 import torch
-from pyro.distributions.util import sum_rightmost
 from torch import Tensor, nn
 
-from ..distributions.gaussian_process import GaussianProcess, factor
+from ..distributions.gaussian_process import GaussianProcess, factor, with_jitter
 from ..linalg.host import at_hand, fixed_normal
+from ..runtime.density import identity, is_same
 from .bound_model import BoundModel, moves
-from .processes import Regression, regress
-from .structure import Kept
-
-
-def spread(x: Tensor, lead: torch.Size, event_dim: int) -> Tensor:
-    """x (S, *shape) with S = lead.numel(), for plates to the left of those of the site."""
-    return x.reshape(torch.broadcast_shapes(x.shape[1:], lead + (1,) * event_dim))
-
-
-def draw_jointly(
-    call: BoundModel, name: str, mean: Tensor, root: Tensor
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """z = mean + root noise by site, each with its share of log q(z) - log N(noise; 0, I).
-
-    ``root`` (D, D) is lower triangular; the noise (..., D) is a site of that ``name``.
-    """
-    white = dist.Normal(torch.zeros_like(mean), 1.0).to_event(1)
-    noise = pyro.sample(name, white, infer={"is_auxiliary": True})
-    lead, event_dims = noise.shape[:-1], call.plan.event_dims
-    values = call.by_site((mean + noise @ root.mT).reshape(lead.numel(), -1))
-    shares: Any = call.by_site(-root.diagonal().abs().log())
-    summed: Any = {site: sum_rightmost(x, event_dims[site]) for site, x in shares.items()}
-    return {n: (spread(z, lead, event_dims[n]), summed[n]) for n, z in values.items()}
+from .structure import Kept, same_bits
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes a process at new inputs from the noise of the old ones; ``rest`` (N,) is added."""
+    """Makes f = A eps + b of a process, A (N, M) and b (N,), from the M entries of its noise."""
 
-    regression: Regression
-    rest: Tensor | None = None
+    design: Tensor
+    offset: Tensor
 
     @property
     def size(self) -> int:
-        """Entries of the block's noise that it takes."""
-        return self.regression.design.shape[-1]
+        return self.design.shape[-1]
 
     def __call__(self, noise: Tensor) -> Tensor:
-        f = self.regression.offset + self.regression.design @ noise
-        return f if self.rest is None else f + self.rest
+        return self.offset + self.design @ noise
+
+    def plus(self, shift: Tensor) -> Maker:
+        return Maker(self.design, self.offset + shift)
+
+
+@dataclass(frozen=True)
+class Regression(Maker):
+    """A (N, M), mean(X) (N,), variances of the rest (N,); L (M, M) and mean(Z) (M,) of u.
+
+    ``marks`` tell others from it.
+    """
+
+    rest: Tensor
+    root: Tensor
+    level: Tensor
+    marks: tuple[Tensor, ...]
+
+    def at(self, index: Tensor) -> Regression:
+        """f at the inputs of these numbers (n,), of which each may come several times."""
+        rows = {n: getattr(self, n).index_select(0, index) for n in ("design", "offset", "rest")}
+        return replace(self, **rows)
+
+
+def regress(fn: GaussianProcess, known: Tensor, before: Regression | None = None) -> Regression:
+    """f at the inputs of ``fn`` on its white values at ``known`` (M, ...).
+
+    ``before``, that of another call, is given back where kernel, mean and inputs are still the same:
+    O(N M).  So an unchanged prior is recognised by its object.
+    """
+    cross, inner = fn.kernel(known, fn.inputs), fn.kernel(known)
+    variance, loc = fn.variance, fn.loc
+    v = probe(cross)
+    marks = (v @ cross, v @ inner, variance, loc)
+    if before is not None and same_bits(marks, before.marks):
+        return before
+    root = factor(with_jitter(inner, fn.jitter), fn.jitter)
+    half = torch.linalg.solve_triangular(root, cross, upper=False)
+    rest = (variance - half.square().sum(0)).clamp_min(0.0)
+    return Regression(half.mT, loc, rest, root, fn.mean_at(known), marks)
+
+
+def probe(like: Tensor) -> Tensor:
+    """A fixed eps (M,) for ``like`` (M, ...), at which two maps would differ."""
+    return fixed_normal(len(like), seed=20_090_416).to(like)
 
 
 class KnownInputs(nn.Module):
@@ -95,24 +115,24 @@ class KnownInputs(nn.Module):
     def _keep(self, block: Mapping[str, Any]) -> None:
         """Take the inputs of this block for those of the data."""
         for name, fn in self.processes(block).items():
-            stamp = _stamp(fn.inputs)
-            if stamp is None or stamp != self._stamps.get(name):
+            if not is_same(self._stamps.get(name), fn.inputs):
                 # a copy, since the caller may write into his tensor
                 self.register_buffer(_buffer(name), fn.inputs.detach().clone())
-                self._stamps[name] = stamp
+                self._stamps[name] = identity(fn.inputs)
 
     def moved(self, block: Mapping[str, Any]) -> dict[str, GaussianProcess]:
         """The processes of a block that are at other inputs."""
         return {n: fn for n, fn in self.processes(block).items() if not self._is_at(n, fn.inputs)}
 
     def _is_at(self, name: str, x: Tensor) -> bool:
-        stamp, known = _stamp(x), self.at(name)
-        same = stamp is not None and stamp == self._stamps.get(name)
-        return same or (x.shape == known.shape and torch.equal(x, known.to(x)))
+        known = self.at(name)
+        if is_same(self._stamps.get(name), x):
+            return True
+        return x.shape == known.shape and torch.equal(x, known.to(x))
 
     def at(self, name: str) -> Tensor:
         """The inputs (N, ...) of a process."""
-        return self._buffers[_buffer(name)]  # pyright: ignore[reportReturnType]
+        return self.get_buffer(_buffer(name))
 
     def joint(self, call: BoundModel, q: Any, evidence: Tensor) -> tuple[Tensor, Tensor]:
         """Mean (D,) and root R (D, D) of the flat block at the call's inputs: covariance R R'.
@@ -123,7 +143,7 @@ class KnownInputs(nn.Module):
         moved, (before, *last) = self.moved(call.block), self._joint.value or ({},)
         maps = {n: regress(fn, self.at(n), before.get(n)) for n, fn in moved.items()}
         probe = fixed_normal(len(q.mean), seed=len(q.mean)).to(q.mean)
-        probe = call.flat_block(probe, {n: Maker(at) for n, at in maps.items()})
+        probe = call.flat_block(probe, maps)
         marks = [evidence, *maps.values()]
         if self._joint.get(marks, [probe]) is not None:
             return last[0], last[1]
@@ -135,11 +155,11 @@ class KnownInputs(nn.Module):
         def flat(noise: Tensor) -> Tensor:
             own, *rests = noise.split([len(q.mean), *map(len, roots)])
             made = zip(maps.items(), roots, rests, strict=True)
-            return call.flat_block(own, {n: Maker(at, root @ e) for (n, at), root, e in made})
+            return call.flat_block(own, {n: at.plus(root @ e) for (n, at), root, e in made})
 
         zero = q.mean.new_zeros(sum(map(len, roots)))
         mean = flat(torch.cat([q.mean, zero]))
-        half = moves(flat, torch.block_diag(q.root(), torch.ones_like(zero).diag()))
+        half = moves(flat, torch.block_diag(q.half(), torch.ones_like(zero).diag()))
         root = torch.linalg.qr(half, mode="r").R.mT
         kept = None if root.requires_grad else (maps, mean, root)
         self._joint.put(kept, marks, [probe.detach()])
@@ -150,16 +170,16 @@ class KnownInputs(nn.Module):
         found = {name: regress(fn, self.at(name)) for name, fn in self.moved(call.block).items()}
 
         def flat(noise: Tensor) -> Tensor:
-            return call.flat_block(noise, {name: Maker(at) for name, at in found.items()})
+            return call.flat_block(noise, found)
 
         mean = flat(q.mean)
         none = {n: mean.new_zeros(fn.shape().numel()) for n, fn in call.block.items()}
         rest = torch.cat([found[n].rest if n in found else zero for n, zero in none.items()])
         # where other sites depend on a process its rest moves them too
-        moved = call.flat_block(q.mean, {n: Maker(at, at.rest) for n, at in found.items()})
-        if not torch.equal(moved != mean, (mean + rest) != mean):
+        moved = call.flat_block(q.mean, {n: at.plus(at.rest) for n, at in found.items()})
+        if any(x.any() for n, x in call.by_site(moved != mean).items() if n not in found):
             return None
-        return mean, moves(flat, q.root()).square().sum(0) + rest
+        return mean, moves(flat, q.half()).square().sum(0) + rest
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_stamps": {}}
@@ -176,8 +196,3 @@ def _refuse(names: Any) -> None:
 
 def _buffer(name: str) -> str:
     return "inputs_" + name.replace(".", "_")
-
-
-def _stamp(x: Tensor) -> tuple[int, int, Tensor] | None:
-    """Equal for the same tensor, not written to since; ``None`` where that is not known."""
-    return None if x.is_inference() else (id(x), x._version, x)

@@ -161,3 +161,26 @@ def digit_masks(count: int, device: torch.device) -> Tensor:
     bits = torch.arange(max(count - 1, 1).bit_length(), device=device).unsqueeze(-1)
     ones = ((torch.arange(count, device=device) >> bits) & 1).bool()
     return torch.cat([ones, ~ones])
+
+
+def by_halves(
+    predictors: Callable[[Tensor], dict[str, Tensor]], values: Tensor
+) -> Callable[[str, Tensor], bool]:
+    """Runs the predictors at ``values`` (n, S) for one half of the n and 0 for the other, in turn.
+
+    Returns:
+        Whether those of a group, by its name, stay as at 0 where the numbers (N,) that they are to
+        depend on are of the other half.
+    """
+    moved = digit_masks(len(values), values.device)
+
+    def at(mask: Tensor) -> dict[str, Tensor]:
+        return predictors(torch.where(mask.unsqueeze(-1), values, torch.zeros_like(values)))
+
+    still, after = at(torch.zeros_like(moved[0])), for_each(at, moved, CHUNK)
+
+    def stay(group: str, numbers: Tensor) -> bool:
+        f, held = after[group], ~moved[:, numbers]
+        return torch.equal(f[held], still[group].expand_as(f)[held])
+
+    return stay

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from pyro import poutine
 from pyro.nn.module import pyro_method
+from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
-from ..distributions.gaussian_process import draws_are_means
 from ..families.vectors import entry_name
 from ..guides.start import MadeAtFirstCall
 from ..linalg.host import at_hand, own_random_state
@@ -20,8 +20,9 @@ from ..runtime.store import ModuleParams, check_names, follow_store, module_name
 from .algebra import Algebra
 from .bound_model import BoundModel, bind
 from .checks import check_prior
+from .conditioned_model import MeansOfProcesses
 from .find import first_call
-from .structure import ModelStructure, all_same
+from .structure import Group, ModelStructure, all_same
 
 #: seed of the values that stand for latent sites of other guides while the structure is looked for
 SEED = 20_180_216
@@ -74,14 +75,14 @@ class SiteGuide(MadeAtFirstCall):
                 check_names(self, in_use=False)
                 with ModuleParams():
                     _ = self.inducing  # read, so that a parameter is the one of the store
-                with draws_are_means(self.inducing is not None):  # no N x N matrix
-                    with model_under(self, ModuleParams()):
-                        super()._setup_prototype(*args, **kwargs)
-                    prototype: Any = self.prototype_trace
-                    own = {name for name, _ in prototype.iter_stochastic_nodes()}
-                    found = first_call(model, own, args, kwargs, self.latent, self.inducing)
-                    self.plan, self.algebra = found
-                    self._make_sites(args, kwargs)
+                drawn = MeansOfProcesses() if self.inducing is not None else Messenger()
+                with model_under(self, ModuleParams()), model_under(self, drawn):
+                    super()._setup_prototype(*args, **kwargs)
+                prototype: Any = self.prototype_trace
+                own = {name for name, _ in prototype.iter_stochastic_nodes()}
+                found = first_call(model, drawn, own, args, kwargs, self.latent, self.inducing)
+                self.plan, self.algebra = found
+                self._make_sites(args, kwargs)
         except BaseException:
             self.prototype_trace = self.plan = None  # so that the next call says the same again
             raise
@@ -104,19 +105,16 @@ class SiteGuide(MadeAtFirstCall):
 
     def whole_model(self) -> Callable[..., Any]:
         """The model; in an ``AutoGuideList`` that of the list, with sites of other guides."""
-        try:
-            return self._holder().model
-        except TypeError:  # Pyro leaves it out of copies
+        if not has_model(self._holder()):  # Pyro leaves it out of copies
             raise RuntimeError(
                 "This AutoSites was unpickled or loaded, and does not carry the model. Take a step, or "
                 "evaluate the loss, by SVI(model, guide, ...) first: the guide gets the model from it."
-            ) from None
+            )
+        return self._holder().model
 
     def adopt(self, model: Callable[..., Any]) -> None:
         """Take ``model``, if this is a copy that came without."""
-        try:
-            self.whole_model()
-        except RuntimeError:
+        if not has_model(self._holder()):
             give_model(self._holder(), model)
 
     def owns(self, name: str) -> bool:
@@ -224,7 +222,6 @@ class SiteGuide(MadeAtFirstCall):
         """Take the sites that Pyro's store holds now: it may have been restored in between."""
         if follow_store(self, {f"{module_name(self)}.": self}):
             self.fresh, self.last_step.stale = not self._any_moved(), True
-            self.algebra.forget()
 
     def set_iterate_offset(self, lag: Any, answer: Any = None) -> None:
         """Sites are never averaged; the optimizers of our other guides ask for it."""
@@ -304,6 +301,11 @@ class LastStep:
         """Take the arguments of a step, and whether it moves hyperparameters."""
         self.arguments, self.stale = (args, kwargs), stale
         self.plan, self.numbers = None, {}
+
+    def number(self, group: Group, device: torch.device) -> Tensor:
+        """The number (N,) then of each datum of a group now, -1 for a new one."""
+        found = self.numbers.get(group.name)
+        return torch.arange(group.size, device=device) if found is None else found
 
     def edited(self) -> None:
         """Data came, went or were reset by hand."""

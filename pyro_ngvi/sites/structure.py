@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import pyro.distributions as dist
@@ -188,6 +189,15 @@ def minibatch_scale(site: Site) -> float:
     return scale
 
 
+def is_weighted(site: Site, plate: str | None = None) -> bool:
+    """Whether a latent site stands under a mask, or a scale beside that of the subsampled ``plate``."""
+    frames = (frame for frame in site["cond_indep_stack"] if frame.name == plate)
+    own = prod((frame.full_size or frame.size) / frame.size for frame in frames)
+    scale, mask = site["scale"], site["mask"]
+    scaled = isinstance(scale, Tensor) or abs(scale / own - 1.0) > 1e-9
+    return scaled or not (mask is None or mask is True)
+
+
 def data_terms(site: Site, scaled: bool = True) -> Tensor:
     """log p of each datum, ``data_shape``, in nats: with masks, without the scale of a minibatch.
 
@@ -245,6 +255,17 @@ class Kept:
         return Kept, ()
 
 
+def tensors_of(*parts: Any) -> list[Tensor]:
+    """Tensors that are attributes of objects, of which some may be ``None``."""
+    values = (v for part in parts if part is not None for v in vars(part).values())
+    return [t for t in values if isinstance(t, Tensor)]
+
+
+def learns(*parts: Any) -> bool:
+    """Whether they depend on parameters of the model."""
+    return any(t.requires_grad for t in tensors_of(*parts))
+
+
 def all_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
@@ -253,5 +274,5 @@ def same_bits(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
     """Whether tensors agree bit for bit, so far as the host can look without waiting."""
     if len(a) != len(b) or any(t.requires_grad for t in (*a, *b)):
         return False
-    pairs = zip(a, b, strict=True)
-    return all(at_hand(x) and x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
+    kinds = all((x.dtype, x.device) == (y.dtype, y.device) for x, y in zip(a, b, strict=True))
+    return kinds and all(at_hand(x) and torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -122,7 +122,7 @@ REFUSED: list[tuple[Callable[..., None], str]] = [
     (priors_that_see_several, "the priors of u, w in a unit depend on other units"),
     (enumerated, "'k' is enumerated"),
     (masked_prior, "the prior of 'u' stands under poutine.scale, poutine.mask"),
-    (in_another_minibatch, "another subsampled plate, 'times'"),
+    (in_another_minibatch, "a subsampled plate beside 'units'"),
     (wide, "has 65 latent variables, more than 64"),
 ]
 
