@@ -126,10 +126,6 @@ class FactorNormal(FactorFamily):
             "log_scale": (w * c).square() - (1.0 - leverage),
         }
 
-    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        in_rows = grads["factor"].mT.contiguous().mT  # see Factors
-        return super().pull(params, grads | {"factor": in_rows})
-
     def dilation(self, params: Tensors) -> Tensors:
         return {"factor": params["factor"], "log_scale": torch.ones_like(params["log_scale"])}
 
