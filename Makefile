@@ -66,6 +66,7 @@ bench: $(BENCH_STAMP) tutorials-long
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.particles
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.step_cost
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.compiled
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.distributed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.any_guide
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ifvb_paper

@@ -7,6 +7,7 @@ from typing import Any as _Any
 from . import (
     compiled,
     diagnostics,
+    distributed,
     distributions,
     families,
     fitting,
@@ -71,6 +72,7 @@ __all__ = [
     "compiled",
     "diagnose",
     "diagnostics",
+    "distributed",
     "distributions",
     "families",
     "fit",

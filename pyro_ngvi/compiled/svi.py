@@ -257,7 +257,7 @@ def compile(svi: SVI, *, inductor: bool = True, wait: bool = False) -> CompiledS
         wait: wait for it, at the second step.
 
     Raises:
-        TypeError: for anything but an ``SVI``.
+        TypeError: for anything but an ``SVI``, and for one whose class has another step.
 
     Warns:
         UserWarning: once for each reason why steps stay eager, or without Inductor's code; never where
@@ -280,5 +280,10 @@ def compile(svi: SVI, *, inductor: bool = True, wait: bool = False) -> CompiledS
         raise TypeError(
             f"compile takes an SVI, got {type(svi).__name__}. Make one first, "
             f"svi = SVI(model, guide, optim, BatchedELBO(8)), and then pyro_ngvi.compile(svi)."
+        )
+    if type(svi).step is not SVI.step:
+        raise TypeError(
+            f"compile takes the step of pyro.infer.SVI; {type(svi).__name__} has a step of its own, so "
+            f"pass a plain SVI."
         )
     return CompiledSVI(svi, inductor, wait)

@@ -23,6 +23,7 @@ LAYERS = (
     "guides",
     "losses",
     "compiled",
+    "distributed",
     "sites",
     "hierarchy",
     "diagnostics",

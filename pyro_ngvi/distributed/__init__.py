@@ -1,0 +1,7 @@
+"""The same steps on several processes, which ``torch.distributed`` connects."""
+
+from .processes import connect
+from .rows import shard
+from .svi import DistributedSVI, wrap
+
+__all__ = ["DistributedSVI", "connect", "shard", "wrap"]

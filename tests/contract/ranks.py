@@ -1,0 +1,308 @@
+"""Fits on one rank of several, for ``test_distributed.py``: run as a script, once for each rank.
+
+    python -m tests.contract.ranks RANK WORLD STORE OUT
+
+Every fit is of all data, of which each rank has its rows; what it leaves is to be that of one process.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+import torch.distributed
+from pyro.infer import SVI, Trace_ELBO, TraceEnum_ELBO
+from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+from torch import Tensor
+from torch.nn.functional import linear
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.distributed.processes import rank, world_size
+from pyro_ngvi.distributed.svi import APART
+from pyro_ngvi.linalg.host import own_random_state
+
+STEPS, N, D = 50, 26, 3
+
+
+def data() -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(3)
+    X = torch.randn(N, D, generator=g)
+    return X, X.sum(-1) + 0.5 * torch.randn(N, generator=g)
+
+
+def regression(X: Tensor, y: Tensor) -> None:
+    w = pyro.sample("w", dist.Normal(X.new_zeros(D), 1.0).to_event(1))
+    s = pyro.sample("s", dist.Gamma(X.new_tensor(2.0), 2.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(X @ w, s), obs=y)
+
+
+def all_the_same(X: Tensor, y: Tensor) -> None:
+    """Beside the data, an observation that every rank has, and a term that belongs to none."""
+    regression(X, y)
+    w = pyro.sample("v", dist.Normal(0.0, 1.0))
+    pyro.sample("measured", dist.Normal(w, 0.3), obs=torch.tensor(0.7))
+    pyro.factor("penalty", -w.square())
+
+
+def learnt(X: Tensor, y: Tensor) -> None:
+    """A parameter of the model, which starts at another number on each rank but that of rank 0."""
+    w = pyro.sample("w", dist.Normal(X.new_zeros(D), 1.0).to_event(1))
+    s = pyro.param("s", torch.tensor(1.0 + rank()), constraint=dist.constraints.positive)
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(X @ w, s), obs=y)
+
+
+def minibatch(X: Tensor, y: Tensor, index: Tensor) -> None:
+    w = pyro.sample("w", dist.Normal(X.new_zeros(D), 1.0).to_event(1))
+    with pyro.plate("data", N, subsample=index):
+        pyro.sample("y", dist.Normal(X[index] @ w, 0.5), obs=y[index])
+
+
+def local(X: Tensor, y: Tensor) -> None:
+    """As many latent variables as data, with shards of one size on all ranks."""
+    with pyro.plate("data", 6):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=y[:6])
+
+
+def by_rank(X: Tensor, y: Tensor) -> None:
+    regression(X, y)
+    pyro.sample(f"x{rank()}", dist.Normal(0.0, 1.0), obs=y[0])
+
+
+def mixture(X: Tensor, y: Tensor) -> None:
+    m = pyro.sample("m", dist.Normal(torch.tensor([-1.0, 1.0]), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        k = pyro.sample("k", dist.Bernoulli(0.4), infer={"enumerate": "parallel"})
+        pyro.sample("y", dist.Normal(m[k.long()], 0.5), obs=y)
+
+
+def layer(X: Tensor, y: Tensor) -> None:
+    W = pyro.sample("W", dist.Normal(X.new_zeros(2, D), 1.0).to_event(2))
+    with pyro.plate("data", len(y)):
+        mean = linear(X, W)
+        pyro.sample("y", dist.Normal(mean, 0.5).to_event(1), obs=torch.stack([y, -y], -1))
+
+
+def ours(
+    guide: str, optim: Callable[..., Any], model: Any = regression, /, **loss: Any
+) -> Callable[[], SVI]:
+    def make() -> SVI:
+        made = getattr(ngvi, guide)(model)
+        return SVI(model, made, optim(made), ngvi.BatchedELBO(4, **loss))
+
+    return make
+
+
+def pyros(guide: Any, optim: Callable[..., Any], loss: Any, model: Any = regression) -> Any:
+    def make() -> SVI:
+        made = guide(model)
+        return SVI(model, made, optim(made), loss)
+
+    return make
+
+
+def adam(guide: Any) -> Any:
+    return pyro.optim.Adam({"lr": 0.05})  # pyright: ignore[reportAttributeAccessIssue]
+
+
+optim = ngvi.optim
+FITS: dict[str, Callable[[], SVI]] = {
+    "NGVB, mean field": ours("AutoMeanFieldNormal", ngvi.NGVB),
+    "NGVB, full rank": ours("AutoFullRankNormal", ngvi.NGVB),
+    "NGVB, factor": ours("AutoFactorNormal", ngvi.NGVB),
+    "NGVB, full rank, Hessian": ours("AutoFullRankNormal", ngvi.NGVB, curvature="hessian"),
+    "NGVB, terms of all ranks": ours("AutoFullRankNormal", ngvi.NGVB, all_the_same),
+    "NGVB, summed out": ours("AutoFullRankNormal", ngvi.NGVB, mixture),
+    "NGVB, others": ours(
+        "AutoMeanFieldNormal",
+        lambda guide: ngvi.NGVB(guide, others=adam(guide)),
+        learnt,
+    ),
+    "VON": ours("AutoFullRankNormal", optim.VON, curvature="hessian"),
+    "VOGN": ours("AutoMeanFieldNormal", optim.VOGN, curvature="gauss_newton"),
+    "IVON": ours("AutoMeanFieldNormal", optim.IVON, curvature="price"),
+    "SLANG": ours("AutoFactorPrecision", partial(optim.SLANG, lr=0.1), curvature="gauss_newton"),
+    "SPRING": ours("AutoCouplingFlow", optim.SPRING, curvature="scores"),
+    "IFVB": ours("AutoFullRankNormal", ngvi.IFVB),
+    "IFVB, Pyro's guide": pyros(AutoMultivariateNormal, ngvi.IFVB, Trace_ELBO(4)),
+    "AIFVB": ours("AutoMeanFieldNormal", ngvi.AIFVB),
+    "Adam, Pyro's guide": pyros(AutoNormal, adam, Trace_ELBO(4)),
+    "Adam, Pyro's enumeration": pyros(
+        lambda model: AutoNormal(pyro.poutine.block(model, expose=["m"])),
+        adam,
+        TraceEnum_ELBO(max_plate_nesting=1),
+        mixture,
+    ),
+}
+
+
+def run(fit: Callable[[], SVI], batches: Iterable[Any], **how: Any) -> dict[str, Any]:
+    """The losses of a fit, and what the guide and Pyro's store hold at its end."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(17 + rank())  # which the first step makes that of rank 0
+    svi = fit()
+    svi = ngvi.distributed.wrap(svi, check_every=10, **how)
+    losses = [svi.step(*batch) for batch in batches]
+    store = {k: v.detach().clone() for k, v in pyro.get_param_store().named_parameters()}
+    return {"losses": torch.tensor(losses), **store, "shards": sorted(svi.shards or ())}
+
+
+def batches_of(size: int) -> Iterable[Any]:
+    """Each rank's part of the same minibatches."""
+    X, y = data()
+    g = torch.Generator().manual_seed(5)
+    for _ in range(STEPS):
+        yield X, y, ngvi.distributed.shard(torch.randperm(N, generator=g)[:size])
+
+
+def one_gradient(curvature: str, factor: bool = False) -> dict[str, Any]:
+    """What one loss of data that all ranks have leaves, and what those of single ranks leave."""
+    pyro.clear_param_store()
+    guide = (ngvi.AutoFactorPrecision if factor else ngvi.AutoFullRankNormal)(regression)
+    alone = SVI(regression, guide, adam(guide), ngvi.BatchedELBO(4, curvature=curvature))
+    svi = ngvi.distributed.wrap(alone)
+
+    def left_by(svi: SVI) -> dict[str, Tensor]:
+        guide.curvature = None
+        loss = svi.loss_and_grads(svi.model, guide, *data())
+        assert guide.curvature is not None
+        grads = {k: p.grad for k, p in guide.natural_params().items() if p.grad is not None}
+        for p in guide.natural_params().values():
+            p.grad = None
+        return {"loss": torch.as_tensor(loss), **guide.curvature.parts, **grads}
+
+    left_by(svi)
+    pyro.set_rng_seed(3)
+    left = left_by(svi)
+    pyro.set_rng_seed(3)
+    seed = int(torch.randint(2**62, ()))
+    single = []
+    for r in range(world_size()):
+        with own_random_state((seed + r * APART) % 2**62):
+            single.append(left_by(alone))
+    return {"all": left, "single": single, "own": svi.own_noise, "shards": sorted(svi.shards or ())}
+
+
+def gaussian(own_noise: bool) -> float:
+    """KL from the posterior, which is Gaussian, after 100 steps on shards."""
+    X, y = data()
+
+    def model(X: Tensor, y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(X.new_zeros(D), 1.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
+
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = ngvi.AutoFullRankNormal(model)
+    svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+    svi = ngvi.distributed.wrap(svi, own_noise=own_noise)
+    for _ in range(100):
+        svi.step(*ngvi.distributed.shard(X, y))
+    precision = torch.eye(D) + X.mT @ X
+    mean = torch.linalg.solve(precision, X.mT @ y)
+    exact = torch.distributions.MultivariateNormal(mean, precision_matrix=precision)
+    with torch.no_grad():
+        q = guide.get_posterior()
+        q = torch.distributions.MultivariateNormal(q.mean, q.covariance_matrix)
+        return float(torch.distributions.kl_divergence(q, exact))
+
+
+def with_faults() -> dict[str, Any]:
+    """NaN in the data of the last rank at one step, then random numbers that only one rank draws."""
+    svi = ours("AutoFullRankNormal", ngvi.NGVB)()
+    svi = ngvi.distributed.wrap(svi)
+    X, y = ngvi.distributed.shard(*data())
+    losses = []
+    for k in range(6):
+        bad = k == 3 and rank() == world_size() - 1
+        with warnings.catch_warnings(record=True) as caught:
+            losses.append(svi.step(X, y * torch.nan if bad else y))
+            if k == 3:
+                message = str(caught[-1].message)
+    svi.check()
+    skipped = svi.optim.report().skipped
+    torch.randn(rank())  # nothing on rank 0
+    try:
+        svi.check()
+        apart = ""
+    except RuntimeError as error:
+        apart = str(error)
+    return {"losses": losses, "skipped": skipped, "message": message, "apart": apart}
+
+
+def refused() -> dict[str, str]:
+    """What is said at the first step, by all ranks."""
+    X, y = ngvi.distributed.shard(*data())
+    found = {}
+    for name, (svi, args, how) in {
+        "scale": (
+            ours("AutoFullRankNormal", ngvi.NGVB, minibatch)(),
+            next(iter(batches_of(8))),
+            {},
+        ),
+        "local": (ours("AutoFullRankNormal", ngvi.NGVB, local)(), (X, y), {}),
+        "local, named": (
+            ours("AutoFullRankNormal", ngvi.NGVB, local)(),
+            (X, y),
+            {"plates": ["data"]},
+        ),
+        "plates": (ours("AutoFullRankNormal", ngvi.NGVB)(), (X, y), {"plates": ["date"]}),
+        "site": (ours("AutoFullRankNormal", ngvi.NGVB, by_rank)(), (X, y), {}),
+        "squares": (
+            ours("AutoMeanFieldNormal", optim.Vadam, curvature="squared_gradient")(),
+            (X, y),
+            {},
+        ),
+    }.items():
+        pyro.clear_param_store()
+        try:
+            ngvi.distributed.wrap(svi, **how).step(*args)
+        except (ValueError, RuntimeError) as error:
+            found[name] = str(error)
+    return found
+
+
+def main(number: int, world: int, store: str, out: str) -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    # the start is that of rank 0, which sees the data of one shard
+    start: Any = import_module("pyro_ngvi.guides.start")
+    start.find_laplace_unasked = lambda *_: None
+    flow: Any = import_module("pyro_ngvi.guides.flow")
+    flow.find_gaussian = lambda g, family, params, *_: params
+    if world > 1:
+        how: Any = {"rank": number, "world_size": world, "timeout": timedelta(seconds=120)}
+        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", **how)
+    X, y = data()
+    mine, even = ngvi.distributed.shard(X, y), ngvi.distributed.shard(X[:24], y[:24])
+    found: dict[str, Any] = {name: run(fit, [mine] * STEPS) for name, fit in FITS.items()}
+    small = ours("AutoFullRankNormal", ngvi.NGVB, minibatch)
+    found["minibatches"] = run(small, batches_of(8), scaled_to="whole")
+    kronecker = ours("AutoMatrixNormal", optim.NoisyKFAC, layer, curvature="kronecker")
+    found["NoisyKFAC"] = run(kronecker, [even] * STEPS)
+    found["own noise"] = [
+        one_gradient("hessian"),
+        one_gradient("gauss_newton", factor=True),
+        one_gradient("scores"),
+    ]
+    found["shared noise"], found["noise of ranks"] = gaussian(False), gaussian(True)
+    if world > 1:
+        found["faults"], found["refused"] = with_faults(), refused()
+        torch.distributed.destroy_process_group()
+    if number == 0:
+        torch.save(found, out)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
