@@ -348,8 +348,8 @@ STEPS = (
     Mutant(
         "start: a minibatch is searched unasked",
         "guides/search.py",
-        'if not site_is_subsample(site) or len(site["value"]) < site["fn"].size:',
-        "if not site_is_subsample(site):",
+        'site_is_subsample(s) and len(s["value"]) >= s["fn"].size for s',
+        "site_is_subsample(s) for s",
         ("test_laplace_start",),
     ),
     Mutant(
@@ -793,9 +793,9 @@ OTHER_GUIDES = (
     ),
     Mutant(
         "conjugate gradients: directions that are not conjugate",
-        "fisher/conjugate.py",
-        "scaled(energy / before.clamp_min(tiny), p)",
-        "scaled(before / energy.clamp_min(tiny), p)",
+        "linalg/positive.py",
+        "energy / before.clamp_min(tiny) * p",
+        "before / energy.clamp_min(tiny) * p",
         ("test_products",),
     ),
     Mutant(

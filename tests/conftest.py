@@ -26,7 +26,7 @@ def plain_start(monkeypatch: pytest.MonkeyPatch) -> None:
     A search takes longer than most tests.  tests/exact/test_laplace_start.py and the tests of flows are
     tests of it; those without this fixture begin with it.
     """
-    monkeypatch.setattr("pyro_ngvi.guides.start.find_laplace_unasked", lambda *_: None)
+    monkeypatch.setattr("pyro_ngvi.guides.search.UNASKED", -1)
     monkeypatch.setattr("pyro_ngvi.guides.flow.find_gaussian", lambda g, family, params, *_: params)
 
 

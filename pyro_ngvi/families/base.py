@@ -197,8 +197,11 @@ class Family(ABC):
         return interpolate(average, params, rate)
 
     def not_finite(self, params: Tensors) -> Tensor:
-        """Entries of z (d,) whose numbers in ``params`` (or ``grads``) are not all finite."""
-        return ~torch.isfinite(params["loc"])
+        """Entries of z (d,) at which ``params`` (or ``grads``) are not finite; all of them where no
+        entry of loc says which."""
+        own = ~torch.isfinite(params["loc"])
+        found = torch.stack([~torch.isfinite(v).all() for v in params.values()]).any()
+        return own | (found & ~own.any())
 
     def mean(self, params: Tensors) -> Tensor:
         """Expectation of z, (d,); by default of 4,096 draws, as all moments and quantiles here."""

@@ -45,30 +45,6 @@ def _inverse_times(B: Tensor, log_scale: Tensor, x: Tensor) -> Tensor:
     return factors.inverse_product(x / factors.c) / factors.c
 
 
-def _log_density(
-    z: Tensor, loc: Tensor, factor: Tensor, log_scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """log q(z) and w = Sigma^-1 (z - mu), for z (..., d)."""
-    factors = Factors(factor, log_scale)
-    x = ((z - loc) / factors.c).reshape(-1, z.shape[-1])
-    square, rest = factors.inverse_square(x)
-    log_q = -0.5 * (square.reshape(z.shape[:-1]) + z.shape[-1] * LOG_2PI) - factors.half_log_det
-    return log_q, (rest / factors.c).reshape(z.shape)
-
-
-def _log_density_backward(g: Tensor | None, g_w: Tensor | None, *saved: Tensor) -> tuple[Any, ...]:
-    """At parameters without a gradient d log q / dz = -w, all that sticking the landing asks for."""
-    _, loc, B, log_scale, _, w = saved
-    by_z = None if g is None else -g.unsqueeze(-1) * w
-    if g_w is not None:  # second derivatives: w is an output, and linear in z
-        by_w = _inverse_times(B, log_scale, g_w.reshape(-1, len(loc))).reshape(g_w.shape)
-        by_z = by_w if by_z is None else by_z + by_w
-    return by_z, None, None, None
-
-
-_log_density_at = with_backward(_log_density, _log_density_backward)
-
-
 def _draw(loc: Tensor, factor: Tensor, log_scale: Tensor, noise: Tensor) -> Tensor:
     r = factor.shape[-1]
     return loc + noise[..., :r] @ factor.mT + log_scale.exp() * noise[..., r:]
@@ -133,9 +109,10 @@ class FactorNormal(FactorFamily):
         return self._factors(params).half_log_det
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
-        at_fixed = z.requires_grad and not any(p.requires_grad for p in params.values())
-        log_density = _log_density_at if at_fixed else _log_density
-        return log_density(z, params["loc"], params["factor"], params["log_scale"])[0]
+        factors = self._factors(params)
+        x = ((z - params["loc"]) / factors.c).reshape(-1, z.shape[-1])
+        square = factors.inverse_square(x).reshape(z.shape[:-1])
+        return -0.5 * (square + z.shape[-1] * LOG_2PI) - factors.half_log_det
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         factors = self._factors(params)
@@ -148,10 +125,6 @@ class FactorNormal(FactorFamily):
             "factor": w.unsqueeze(-1) * (w @ B).unsqueeze(-2) - (W / c).mT,
             "log_scale": (w * c).square() - (1.0 - leverage),
         }
-
-    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        in_rows = grads["factor"].mT.contiguous().mT  # see Factors
-        return super().pull(params, grads | {"factor": in_rows})
 
     def dilation(self, params: Tensors) -> Tensors:
         return {"factor": params["factor"], "log_scale": torch.ones_like(params["log_scale"])}

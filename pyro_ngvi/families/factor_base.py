@@ -69,12 +69,11 @@ class Factors:
         """M~^-1 x' for rows x (n, d): the residual after regressing x on the factors."""
         return x - torch.cholesky_solve(self.B @ x.mT, self.C_chol).mT @ self.B
 
-    def inverse_square(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x M~^-1 x' for each row of x (n, d), shape (n,), and M~^-1 x'."""
+    def inverse_square(self, x: Tensor) -> Tensor:
+        """x M~^-1 x' for each row of x (n, d), shape (n,)."""
         m = torch.cholesky_solve(self.B @ x.mT, self.C_chol).mT
-        rest = x - m @ self.B
         # |x - B~ m|^2 + |m|^2 = x' M~^-1 x without a difference of large numbers
-        return rest.square().sum(-1) + m.square().sum(-1), rest
+        return (x - m @ self.B).square().sum(-1) + m.square().sum(-1)
 
     def root(self, x: Tensor) -> Tensor:
         """T x' for rows x (n, d), with T = c [I + B~ (I + R)^-1 B~'], R R' = C, so that T T' = M."""

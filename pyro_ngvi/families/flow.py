@@ -21,7 +21,6 @@ optimizers that need scores, where the flow's own backward pass reads its module
 from __future__ import annotations
 
 import itertools
-from functools import reduce
 from typing import Any
 
 import torch
@@ -143,10 +142,6 @@ class FlowFamily(AugmentedGaussian):
             return pull((-s, -torch.ones_like(log_det)))[0]
 
         return vmap(one)(noise)
-
-    def not_finite(self, params: Tensors) -> Tensor:
-        rest = [~torch.isfinite(v).all() for v in self._others(params).values()]
-        return reduce(torch.logical_or, rest, self.gaussian.not_finite(params))
 
     def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
         """The affine part, then the parameters of T whose names agree up to the first number."""

@@ -328,17 +328,6 @@ class OrthogonalFlow(Family):
         rotations = [W for name, W in params.items() if is_rotation(name)]
         return torch.stack([(norm(W @ v) / norm(v) - 1.0).abs() for W in rotations]).amax()
 
-    def not_finite(self, params: Tensors) -> Tensor:
-        # a gradient that is not finite in one latent entry spoils one row of the last map, and all
-        # that lies behind it
-        last = self.maps[-1].names
-        rows = ~torch.isfinite(params["loc"])
-        for name in last:
-            if params[name].dim() == 2:
-                rows = rows | ~torch.isfinite(params[name]).all(-1)
-        rest = [~torch.isfinite(v).all() for name, v in params.items() if name not in last]
-        return rows | (torch.stack(rest).any() & ~rows.any())
-
 
 def is_rotation(name: str) -> bool:
     return name.startswith("weight_")

@@ -37,14 +37,18 @@ class AugmentedGaussian(Family):
         return own | {name: params[name] + step * v for name, v in self._others(tangent).items()}
 
 
-def _by_parts(name: str, collect: str) -> Any:
-    """The method that calls ``name`` of every part with the part's own tensors, and collects."""
+def _by_parts(name: str, collect: str, split: str = "") -> Any:
+    """The method that calls ``name`` of every part with the part's own tensors, and collects.
+
+    ``split`` is the method that gives the parts of its argument after the parameters.
+    """
 
     def method(self: ProductFamily, *args: Any) -> Any:
+        parts = getattr(self, split)(*args) if split else {}
         found = {}
         for part, family in self.parts.items():
-            own = (self.own(part, a) if isinstance(a, dict) else a for a in args)
-            found[part] = getattr(family, name)(*own)
+            own = [self.own(part, a) if isinstance(a, dict) else a for a in args]
+            found[part] = getattr(family, name)(*([own[0], parts[part]] if split else own))
         return getattr(self, collect)(found)
 
     method.__doc__ = getattr(Family, name).__doc__
@@ -169,9 +173,8 @@ class ProductFamily(Family):
         lengths = [f.noise_dim(self.own(p, params)) for p, f in self.parts.items()]
         return dict(zip(self.parts, noise.split(lengths, -1), strict=True))
 
-    def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        own = self._split_noise(params, noise)
-        return self.join({p: f.rsample(self.own(p, params), own[p]) for p, f in self.parts.items()})
+    def _split_latent(self, params: Tensors, z: Tensor) -> Tensors:
+        return self.split(z)
 
     @property
     def has_transport(self) -> bool:
@@ -189,18 +192,13 @@ class ProductFamily(Family):
         own = [f.noise_of(self.own(p, params), zs[p]) for p, f in self.parts.items()]
         return torch.cat(own, -1)
 
-    def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
-        zs = self.split(z)
-        return self._sum({p: f.log_prob(self.own(p, params), zs[p]) for p, f in self.parts.items()})
-
-    def score(self, params: Tensors, z: Tensor) -> Tensors:
-        zs = self.split(z)
-        return self._named({p: f.score(self.own(p, params), zs[p]) for p, f in self.parts.items()})
-
     def dilation(self, params: Tensors) -> Tensors:
         own = {p: f.dilation(self.own(p, params)) for p, f in self.parts.items()}
         return self._named(own) if all(own.values()) else {}
 
+    rsample = _by_parts("rsample", "join", "_split_noise")
+    log_prob = _by_parts("log_prob", "_sum", "_split_latent")
+    score = _by_parts("score", "_named", "_split_latent")
     draw = _by_parts("draw", "join")
     centred_draw = _by_parts("centred_draw", "join")
     mean = _by_parts("mean", "join")

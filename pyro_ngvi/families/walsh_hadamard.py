@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -141,9 +140,7 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
 
     def not_finite(self, params: Tensors) -> Tensor:
         # each number is part of all entries of a block
-        rest = (~torch.isfinite(v) for v in self._others(params).values())
-        bad = reduce(torch.logical_or, rest, self.gaussian.not_finite(params).any())
-        return bad.expand(self.entries)
+        return super().not_finite(params).any().expand(self.entries)
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
         v, outside = self._split(z)

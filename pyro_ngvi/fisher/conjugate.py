@@ -2,7 +2,7 @@ r"""Natural gradients by conjugate gradients on products with the Fisher matrix.
 
     (F + c) x = g                                                                           (1)
 
-by a few steps of conjugate gradients (Hestenes & Stiefel 1952) from zero: nothing is inverted, and no
+by a few steps of conjugate gradients from zero: nothing is inverted, and no
 matrix kept.  x is the best solution in the Krylov space of g, so x'(F + c) x = g'x after any of them,
 and an early end damps the directions of which g says least, as c does.
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..families.base import Tensors
-from ..linalg.host import host_bool
+from ..linalg.positive import conjugate_gradients
 
 #: bounds of the damping, where it begins, and the factors by which it rises and falls
 LOW, HIGH, START, RISE, FALL = 1e-3, 1e3, 1e-2, 3.0, 0.8
@@ -90,29 +90,13 @@ class ConjugateGradients:
 
     def solve(self, state: Tensors, product: Product, g: Tensor, blocks: list[int]) -> Tensor:
         """x of (1), each of the consecutive ``blocks``, between which F has no entries, by itself."""
-        tiny = torch.finfo(g.dtype).tiny
-        unit = state["square"].sqrt().clamp_min(tiny**0.5)
+        unit = state["square"].sqrt().clamp_min(torch.finfo(g.dtype).tiny ** 0.5)
         ridge = state["damping"] * unit
 
-        def dots(a: Tensor, b: Tensor) -> Tensor:
-            return torch.stack([part.sum() for part in (a * b).split(blocks)])
+        def dot(a: Tensor, b: Tensor) -> Tensor:
+            return torch.cat([part.sum().expand_as(part) for part in (a * b).split(blocks)])
 
-        def scaled(factors: Tensor, v: Tensor) -> Tensor:
-            pairs = zip(factors.unbind(), v.split(blocks), strict=True)
-            return torch.cat([factor * part for factor, part in pairs])
+        def damped(v: Tensor) -> Tensor:
+            return product(v) + ridge * v
 
-        x, r = torch.zeros_like(g), g
-        p = r / unit
-        energy = dots(r, p)
-        enough = ENOUGH**2 * energy
-        for _ in range(self.iterations):
-            image = product(p) + ridge * p
-            # zero where a block is solved
-            rate = energy / dots(p, image).clamp_min(tiny)
-            x, r = x + scaled(rate, p), r - scaled(rate, image)
-            z = r / unit
-            before, energy = energy, dots(r, z)
-            if host_bool((energy <= enough).all()):
-                break
-            p = z + scaled(energy / before.clamp_min(tiny), p)
-        return x
+        return conjugate_gradients(damped, g, lambda r: r / unit, self.iterations, ENOUGH**2, dot)

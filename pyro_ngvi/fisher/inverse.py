@@ -239,20 +239,15 @@ class Window(InverseFisher):
         rows, gram, weights = (state[name].clone() for name in ("rows", "gram", "weights"))
         if self.decay != 1.0:
             weights.mul_(self.decay)
-        start, left = int(state["next"]), scores[-self.size :]
-        while len(left):  # a second turn at the end of the ring
-            stop = min(start + len(left), self.size)
-            new, left = left.tensor_split([stop - start])
-            good = good_rows(new)
-            place = slice(start, stop)
-            rows[place] = torch.where(good, new, rows[place])
-            weights[place] = torch.where(good[:, 0], 1.0, weights[place])
-            products = rows[place] @ rows.mT
-            gram[place] = products
-            gram[:, place] = products.mT
-            start = stop % self.size
+        new = scores[-self.size :]
+        ring = (state["next"] + torch.arange(len(new), device=new.device)) % self.size
+        good = good_rows(new)
+        rows[ring] = torch.where(good, new, rows[ring])
+        weights[ring] = torch.where(good[:, 0], 1.0, weights[ring])
+        gram[ring] = rows[ring] @ rows.mT
+        gram[:, ring] = gram[ring].mT
         kept = {"rows": rows, "gram": gram, "weights": weights}
-        return state | kept | {"next": host_count(start)}
+        return state | kept | {"next": (state["next"] + len(new)) % self.size}
 
     def product(self, state: Tensors, g: Tensor) -> Tensor:
         rows, weights = state["rows"], state["weights"]

@@ -18,7 +18,7 @@ r = q_lambda(z) / q_0(z), whose terms are all positive.
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -166,17 +166,19 @@ class SelfDivergence:
         """The guide as it is now; calls give D, 0-dim, of the guide as it is then."""
         scores = self.scores
         with torch.no_grad(), poutine.block(), pyro.validation_enabled(False):
-            # copies: the parameters may be written to in place
             if scores.is_joint:
                 now = scores.posterior()
                 if _is_smooth(now):
-                    then = deepcopy(detach(now))
+                    then = _copied(now)
                     return lambda: between(then, scores.posterior())
             elif self._runs == 1:
-                run = partial(scores.run, minibatches=Minibatches())
-                sites = drawing(run())
+                minibatches = Minibatches()
+                sites = drawing(scores.run(minibatches=minibatches))
                 if all(_is_smooth(site["fn"]) for site in sites.values()):
-                    fns = {name: deepcopy(detach(site["fn"])) for name, site in sites.items()}
+                    fns = {name: _copied(site["fn"]) for name, site in sites.items()}
+                    # D does not depend on the draws, and later runs take no random numbers
+                    values = {name: site["value"] for name, site in sites.items()}
+                    run = partial(scores.run, values, minibatches)
                     return lambda: torch.as_tensor(of_sites(run(), fns))
             log_q = scores.held(DRAWS)
             before = log_q()
@@ -210,6 +212,17 @@ class SelfDivergence:
         if self.scores.is_joint:
             return [innermost(self.scores.posterior())]
         return [innermost(site["fn"]) for site in self.scores.run().values() if is_latent(site)]
+
+
+def _copied(fn: Any) -> Any:
+    """``fn`` with tensors of its own: the parameters may be written to in place."""
+    new = copy(fn)
+    for name, value in vars(fn).items():
+        if isinstance(value, Tensor):
+            vars(new)[name] = value.detach().clone()
+        elif isinstance(value, td.Distribution):
+            vars(new)[name] = _copied(value)
+    return new
 
 
 def _reached(outputs: list[Tensor], leaves: list[Tensor]) -> list[bool]:

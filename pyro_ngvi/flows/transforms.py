@@ -13,6 +13,7 @@ answer for parameters of an earlier step.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import pyro
 import torch
 from torch import Tensor, nn
-from torch.distributions import Transform
+from torch.distributions import Transform, constraints
 
 from ..families.base import log_normal
 from ..runtime.checks import plain_support
@@ -196,32 +197,30 @@ def _check_steps(steps: Iterable[Any], d: int) -> None:
     Gradients and scores are derivatives within the pieces of a density, and miss its jumps: behind a
     leaky ReLU the scores of mu average 39.5 and not 0.
     """
-    before, last = "Real()", "its base"
-    for t in (part for step in steps for part in getattr(step, "parts", [step])):
-        if str(plain_support(t.domain)) != before:
+    parts = [part for step in steps for part in getattr(step, "parts", [step])]
+    ends = [(type(t).__name__, plain_support(t.domain), plain_support(t.codomain)) for t in parts]
+    real = plain_support(constraints.real)
+    space = [("the base", real, real), *ends, ("the vector of latent variables", real, real)]
+    for (last, _, image), (name, domain, _) in itertools.pairwise(space):
+        if str(image) != str(domain):
             raise ValueError(
-                f"The transform {type(t).__name__} begins at {plain_support(t.domain)}, and what "
-                f"comes before it ({last}) fills {before}. A flow is a smooth map of R^{d} onto itself."
+                f"In the flow {last} maps onto {image}, and then {name} begins at {domain}. "
+                f"A flow is a smooth map of R^{d} onto itself."
             )
+    for t in parts:
         if kinked := [part for part in with_inner(t) if isinstance(part, KINKED)]:
             raise ValueError(
                 f"The transform {type(kinked[0]).__name__} has a kink at 0, where the density of its "
                 f"draws jumps. Gradients do not see a jump, so the answer would be wrong. Take a "
                 f"smooth map of R^{d} onto itself, such as a coupling or a spline."
             )
-        before, last = str(plain_support(t.codomain)), type(t).__name__
         for name, v in (pair for part in with_inner(t) for pair in vars(part).items()):
             if isinstance(v, Tensor) and v.requires_grad and v.is_leaf:
                 raise ValueError(
-                    f"The tensor {name!r} of the transform {last} requires a gradient, but is no "
-                    f"parameter of a module, so nothing would train it. Detach it, or use a transform "
-                    f"that is an nn.Module."
+                    f"The tensor {name!r} of the transform {type(t).__name__} requires a gradient, but "
+                    f"is no parameter of a module, so nothing would train it. Detach it, or use a "
+                    f"transform that is an nn.Module."
                 )
-    if before != "Real()":
-        raise ValueError(
-            f"The transform {last} maps onto {before}, by its codomain. A flow is a smooth map of "
-            f"R^{d} onto itself."
-        )
 
 
 def _check_base(flow: Any, name: str, d: int) -> None:

@@ -207,8 +207,7 @@ class AutoMatrixNormal(AutoProduct):
         kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Raises:
-        KeyError: for another ``rest``.
-        ValueError: at the first call, for a model without a matrix.
+        ValueError: for another ``rest``; at the first call, for a model without a matrix.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist

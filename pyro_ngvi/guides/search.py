@@ -46,10 +46,7 @@ def _sites(guide: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 def _one_function(sites: dict[str, Any]) -> bool:
     """Whether no minibatch and no latent site of another guide is among :func:`_sites`."""
-    for site in sites.values():
-        if not site_is_subsample(site) or len(site["value"]) < site["fn"].size:
-            return False
-    return True
+    return all(site_is_subsample(s) and len(s["value"]) >= s["fn"].size for s in sites.values())
 
 
 def _model_alone(guide: Any, sites: dict[str, Any]) -> Callable[..., Any]:
@@ -110,30 +107,38 @@ def _points(
         yield point
 
 
-def _search(
-    guide: Any, sites: dict[str, Any], start: Tensor, given: Tensors, args: Any, kwargs: Any
-) -> Found:
-    model = _model_alone(guide, sites)
-    points = _points(guide._unconstrained_shapes, model, start, args, kwargs)
-    with own_random_state():  # a prototype draws
-        density = _density_alone(model, start, args, kwargs)
-        return best_gaussian(density, guide.family, given, points)
-
-
-def find_laplace(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: Any) -> Found:
+def find_laplace(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: Any) -> Found | None:
     """What to replace ``given`` by (:mod:`.laplace`), for the log joint over the unconstrained vector.
 
+    Unasked, without ``init="laplace"``, ``None`` unless the log joint is one function of few latent
+    variables: not with a minibatch or latent sites of other guides, of which it would see one value;
+    where a state is to be loaded; for a model that fails away from its start, or under ``vmap``.
+
     Raises:
-        ValueError: if d is too large for Hessians.
+        ValueError: if asked, and d is too large for Hessians.
     """
-    kind, d = type(guide).__name__, len(start)
-    if d > LARGEST:
+    kind, d, asked = type(guide).__name__, len(start), guide.init == "laplace"
+    if asked and d > LARGEST:
         raise ValueError(
             f'{kind}: init="laplace" takes Hessians of {d} x {d} numbers, and {LARGEST} is the most. '
             f'Leave init out, or pass init="map".'
         )
-    found = _search(guide, _sites(guide, args, kwargs), start, given, args, kwargs)
-    if found.params is None:
+    if not asked and (d > UNASKED or start.is_meta or guide._waiting_state is not None):
+        return None
+    try:
+        sites = _sites(guide, args, kwargs)
+        if not asked and not _one_function(sites):
+            return None
+        model = _model_alone(guide, sites)
+        points = _points(guide._unconstrained_shapes, model, start, args, kwargs)
+        with own_random_state():  # a prototype draws
+            density = _density_alone(model, start, args, kwargs)
+            found = best_gaussian(density, guide.family, given, points)
+    except Exception:
+        if asked:
+            raise
+        return None  # whatever it is, the first step meets it where the user asked for it
+    if asked and found.params is None:
         warnings.warn(
             f'{kind}: init="laplace" found no Gaussian with a larger ELBO than the one that it was to '
             f"replace, and starts there. Pass init_loc_fn= for another point.",
@@ -141,23 +146,6 @@ def find_laplace(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: A
             stacklevel=2,
         )
     return found
-
-
-def find_laplace_unasked(
-    guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: Any
-) -> Found | None:
-    """As :func:`find_laplace`, where the log joint is one function of few latent variables.
-
-    ``None`` with a minibatch or latent sites of other guides, of which it would see one value; where a
-    state is to be loaded; and for a model that fails away from its start, or under ``vmap``.
-    """
-    if len(start) > UNASKED or start.is_meta or guide._waiting_state is not None:
-        return None
-    try:
-        sites = _sites(guide, args, kwargs)
-        return _search(guide, sites, start, given, args, kwargs) if _one_function(sites) else None
-    except Exception:  # whatever it is, the first step meets it where the user asked for it
-        return None
 
 
 def find_gaussian(guide: Any, family: Family, params: Tensors, args: Any, kwargs: Any) -> Tensors:

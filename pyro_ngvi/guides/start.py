@@ -28,7 +28,7 @@ from ..runtime.pyro_adapter import (
 from ..runtime.store import ModuleParams, OwnName, check_names, claim_name, module_name, rename
 from .centers import init_to_center
 from .laplace import Found
-from .search import find_laplace, find_laplace_unasked, find_mode
+from .search import find_laplace, find_mode
 
 #: sd of every unconstrained latent variable at the start, unless init_scale says another
 SCALE = 0.1
@@ -161,8 +161,7 @@ class FirstCall(MadeAtFirstCall, AutoContinuous):
             loc = find_mode(self, loc, args, kwargs)
         params = self.family.init(loc, self.init_scale)
         if self.init in ("laplace", "auto"):
-            find = find_laplace if self.init == "laplace" else find_laplace_unasked
-            self.start_report = found = find(self, loc, params, args, kwargs)
+            self.start_report = found = find_laplace(self, loc, params, args, kwargs)
             if found is not None and found.params is not None:
                 return {name: v.clone() for name, v in found.params.items()}
         return params

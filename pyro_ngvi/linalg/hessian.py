@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import vjp, vmap
+from torch.func import grad_and_value, jacrev
 
 #: rows of a Hessian at once: larger batches fall out of the cache
 ROWS = 16
@@ -16,15 +15,11 @@ ROWS = 16
 def derivatives(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Value, gradient and Hessian at one point x (d,), by reverse over reverse, which all allow."""
 
-    def gradient_and_value(point: Tensor) -> tuple[Tensor, Tensor]:
-        made: Any = vjp(f, point)
-        value, pull = made
-        return pull(torch.ones_like(value))[0], value
+    def gradient(point: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        g, value = grad_and_value(f)(point)
+        return g, (value, g)
 
-    made: Any = vjp(gradient_and_value, x, has_aux=True)
-    g, pull, value = made
-    eye = torch.eye(len(x), dtype=x.dtype, device=x.device)
-    H = vmap(lambda v: pull(v)[0], chunk_size=ROWS)(eye)
+    H, (value, g) = jacrev(gradient, has_aux=True, chunk_size=ROWS)(x)
     return value, g, 0.5 * (H + H.mT)
 
 

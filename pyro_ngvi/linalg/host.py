@@ -35,11 +35,6 @@ def nothing_at_hand() -> Iterator[None]:
         _looks_away.reset(token)
 
 
-def is_recording() -> bool:
-    """Whether nothing is at hand: what is made now must come from what goes in."""
-    return _looks_away.get()
-
-
 def constant(x: Tensor) -> Tensor:
     """``x``, which no step changes; for a recording like a number that stands in the program."""
     return torch.ops.aten.lift_fresh_copy(x) if _looks_away.get() else x

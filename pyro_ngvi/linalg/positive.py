@@ -7,10 +7,44 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .host import host_bool
+
 #: rows up to which the matrix is made whole, and conjugate gradient steps that cost about as much
 WHOLE, STEPS = 2000, 50
 #: share of the squared residual that is left
 RESIDUAL = 1e-10
+
+
+def conjugate_gradients(
+    product: Callable[[Tensor], Tensor],
+    b: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+    iterations: int,
+    share: float,
+    dot: Callable[[Tensor, Tensor], Tensor] = torch.dot,
+) -> Tensor:
+    """x with H x = ``b`` (d,), nearly: from zero, by conjugate gradients (Hestenes & Stiefel 1952).
+
+    They end after ``iterations``, or where the squared residual, in the norm of ``precondition``, is
+    down to this ``share``.  Where H has blocks, and ``dot`` gives each entry the inner product of its
+    own block, each is solved by itself.
+    """
+    tiny = torch.finfo(b.dtype).tiny
+    x, r, p = torch.zeros_like(b), b, precondition(b)
+    energy = dot(r, p)
+    enough = share * energy
+    for _ in range(iterations):
+        done = (energy <= enough).all()
+        if host_bool(done):
+            break
+        image = product(p)
+        # no further steps where nobody could ask
+        rate = torch.where(done, 0.0, energy / dot(p, image).clamp_min(tiny))
+        x, r = x + rate * p, r - rate * image
+        z = precondition(r)
+        before, energy = energy, dot(r, z)
+        p = z + energy / before.clamp_min(tiny) * p
+    return x
 
 
 def solve_positive(

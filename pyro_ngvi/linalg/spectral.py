@@ -26,7 +26,7 @@ import math
 import torch
 from torch import Tensor
 
-from .host import host_bool
+from .positive import conjugate_gradients
 
 #: QR iterations; neighbours a factor 1.3 apart are separated to 1e-3, closer ones stay mixed
 ITERATIONS = 30
@@ -134,35 +134,19 @@ def solve_squared_projection(Q: Tensor, b: Tensor, iterations: int) -> Tensor:
     Exact for d up to ``DENSE``, else by at most ``iterations`` of conjugate gradients.  A coordinate
     with leverage 1 has a zero row: a floor of sqrt(eps) on the diagonal holds v there.
     """
-    floor = math.sqrt(torch.finfo(Q.dtype).eps)
+    eps = torch.finfo(Q.dtype).eps
+    floor = math.sqrt(eps)
     if Q.shape[-1] > DENSE:
-        return _conjugate_gradients(Q, b, floor, iterations)
+        leverage = Q.square().sum(-2).clamp(0.0, 1.0)
+        diagonal = 1.0 - 2.0 * leverage + floor
+        preconditioner = 1.0 / ((1.0 - leverage).square() + floor)
+
+        def product(v: Tensor) -> Tensor:
+            inner = Q @ (v * Q).mT
+            return torch.addcmul((inner @ Q).mul_(Q).sum(-2), diagonal, v)
+
+        return conjugate_gradients(product, b, preconditioner.mul, iterations, eps**2)
     identity = torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device)
     squared = torch.addmm(identity, Q.mT, Q, alpha=-1.0).square()
     root, _ = torch.linalg.cholesky_ex(torch.add(squared, identity, alpha=floor))
     return torch.cholesky_solve(b.unsqueeze(-1), root).squeeze(-1)
-
-
-def _conjugate_gradients(Q: Tensor, b: Tensor, floor: float, iterations: int) -> Tensor:
-    leverage = Q.square().sum(-2).clamp(0.0, 1.0)
-    diagonal = 1.0 - 2.0 * leverage + floor
-    preconditioner = 1.0 / ((1.0 - leverage).square() + floor)
-    v = torch.zeros_like(b)
-    residual = b
-    direction = preconditioner * residual
-    rho = torch.dot(residual, direction)
-    tiny = torch.finfo(Q.dtype).tiny
-    stop = rho * torch.finfo(Q.dtype).eps ** 2  # converged: further steps are set to zero
-    for _ in range(iterations):
-        if host_bool(rho <= stop):
-            break
-        inner = Q @ (direction * Q).mT
-        image = torch.addcmul((inner @ Q).mul_(Q).sum(-2), diagonal, direction)
-        alpha = torch.where(rho > stop, rho / torch.dot(direction, image).clamp_min(tiny), 0.0)
-        v = torch.addcmul(v, alpha, direction)
-        residual = torch.addcmul(residual, alpha, image, value=-1.0)
-        y = preconditioner * residual
-        rho_next = torch.dot(residual, y)
-        direction = torch.addcmul(y, rho_next / rho.clamp_min(tiny), direction)
-        rho = rho_next
-    return v

@@ -147,25 +147,15 @@ class WalshHadamardMatrix:
         h = sums.index_add(-1, self.classes(U.device), weighted)
         return self.transform(h / torch.where(counts > 0.0, counts, 1.0))
 
-    def covariance(self, g_covariance: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """Cov(vec U) (entries, entries) from Cov(g) (num_g, num_g)."""
-        h = self._number_covariance(g_covariance)
-        index, weights = self.classes(left.device), self.weights(left, right)
-        return h[index][:, index] * weights * weights.unsqueeze(-1)
-
     def variance(self, g_variance: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """Var(U) in its shape, from variances (num_g,) of g or its covariance (num_g, num_g)."""
         if g_variance.dim() == 1:
             mean = g_variance.unflatten(-1, (-1, self.size)).mean(-1)
             numbers = mean.repeat_interleave(self.size)
         else:
-            numbers = self._number_covariance(g_variance).diagonal()
+            numbers = self.transform(self.transform(g_variance).mT).diagonal()
         variance = numbers[self.classes(left.device)] * self.weights(left, right).square()
         return variance.unflatten(-1, self.shape)
-
-    def _number_covariance(self, g_covariance: Tensor) -> Tensor:
-        """Cov(h), (num_g, num_g)."""
-        return self.transform(self.transform(g_covariance).mT)
 
 
 def matrix_for(shape: torch.Size, shared: bool = False) -> WalshHadamardMatrix:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ..guides.centers import init_to_center
-from ..linalg.host import host_bool, is_recording
+from ..linalg.host import host_bool
 from ..optim.rule import require
 from .weights import (
     REFUSED,
@@ -46,19 +46,32 @@ from .weights import (
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def bayesianize(
-    module: nn.Module,
-    likelihood: str | Callable[[Tensor], Any],
-    *,
-    num_data: int,
-    prior: Prior | Mapping[str, Prior] = 1.0,
-    noise: float | Callable[[], Any] | None = None,
-) -> "BayesianModule":
+def inputs_of(x: Any, module: nn.Module) -> tuple[Any, ...]:
+    """The inputs of ``module`` from what the model takes; a ``DataLoader`` makes a list of a tuple."""
+    if isinstance(x, list):
+        takes = [p.kind for p in inspect.signature(module.forward).parameters.values()]
+        several = sum(kind in _POSITIONAL for kind in takes) > 1
+        return tuple(x) if several or inspect.Parameter.VAR_POSITIONAL in takes else (x,)
+    return x if isinstance(x, tuple) else (x,)
+
+
+@contextmanager
+def _slow_attention() -> Iterator[None]:
+    """Without the kernels of attention layers in eval mode, which have no derivative."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+class BayesianModule(nn.Module):
     r"""A Pyro model ``model(x, y=None)`` in which the parameters of a module are latent.
 
     Every parameter becomes a sample site with its dotted name, its shape as event shape, and a
     prior. Parameters with ``requires_grad=False`` and buffers keep their values. The module itself
-    is copied and left alone.
+    is copied and left alone; the copy is ``model.module``.
 
     The model takes a batch ``x`` (M, ...), or a tuple or list of them for a module of several inputs,
     and ``y`` (M, ...), or ``None`` to draw it; it returns the output of the module. ``y`` is the
@@ -109,34 +122,6 @@ def bayesianize(
         >>> ngvi.nn.predict(model, guide, x, y, num_samples=50).mean.shape
         torch.Size([20, 3])
     """
-    return BayesianModule(module, likelihood, num_data, prior, noise)
-
-
-def inputs_of(x: Any, module: nn.Module) -> tuple[Any, ...]:
-    """The inputs of ``module`` from what the model takes; a ``DataLoader`` makes a list of a tuple."""
-    if isinstance(x, list):
-        takes = [p.kind for p in inspect.signature(module.forward).parameters.values()]
-        several = sum(kind in _POSITIONAL for kind in takes) > 1
-        return tuple(x) if several or inspect.Parameter.VAR_POSITIONAL in takes else (x,)
-    return x if isinstance(x, tuple) else (x,)
-
-
-@contextmanager
-def _slow_attention() -> Iterator[None]:
-    """Without the kernels of attention layers in eval mode, which have no derivative."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-class BayesianModule(nn.Module):
-    """The model that :func:`bayesianize` makes; see there for the arguments.
-
-    It is a module around a copy of yours, ``model.module``: ``.to()``, ``copy`` and ``pickle`` work.
-    """
 
     #: whether two runs of the module gave the same output
     _seen_to_repeat = False
@@ -146,8 +131,8 @@ class BayesianModule(nn.Module):
         module: nn.Module,
         likelihood: str | Callable[[Tensor], Any],
         num_data: int,
-        prior: Prior | Mapping[str, Prior],
-        noise: float | Callable[[], Any] | None,
+        prior: Prior | Mapping[str, Prior] = 1.0,
+        noise: float | Callable[[], Any] | None = None,
     ) -> None:
         super().__init__()
         refuse(module.named_modules())
@@ -176,26 +161,6 @@ class BayesianModule(nn.Module):
         kinds = tuple(kind for kinds, _, _ in REFUSED for kind in kinds)
         # train() and eval() may change what they do
         self._watched = [m for m in self.module.named_modules() if isinstance(m[1], kinds)]
-        self._normals = self._make_normals()
-
-    def _make_normals(self) -> dict[str, Any]:
-        """The priors that are the same at every run.
-
-        Not made at the first run, which may be under ``torch.func`` transforms or inference mode,
-        where tensors are not ones to keep, nor can validation branch on values.
-        """
-        made = {}
-        for name, sd in self._priors.items():
-            if not callable(sd):
-                p = self.module.get_parameter(name)
-                base: Any = dist.Normal(p.new_zeros(()), p.new_full((), sd), validate_args=False)
-                made[name] = base.expand(p.shape).to_event(p.dim())
-        return made
-
-    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        super()._apply(fn, *args, **kwargs)
-        self._normals = self._make_normals()  # .to() changes device or dtype
-        return self
 
     @property
     def sites(self) -> dict[str, torch.Size]:
@@ -274,13 +239,9 @@ class BayesianModule(nn.Module):
         weights: dict[str, Tensor] = {}
         hyperparameters: Sampled = {}
         single = True
-        normals = self._make_normals() if is_recording() else self._normals
         for name, rule in self._priors.items():
             parameter = self.module.get_parameter(name)
-            prior = normals.get(name)
-            if prior is None:
-                prior = prior_from(rule, name, parameter, hyperparameters)
-            weights[name] = pyro.sample(name, prior)
+            weights[name] = pyro.sample(name, prior_from(rule, name, parameter, hyperparameters))
             # Vectorised particles put dimensions in front of those of a weight; nothing else does.
             single = single and weights[name].dim() == parameter.dim()
         with _slow_attention():
@@ -347,3 +308,6 @@ class BayesianModule(nn.Module):
         sd = over_rows(sd, len(event))
         split = sd.dim() - len(event)
         return sd.reshape(sd.shape[:split] + (1,) * (len(outputs) - len(event)) + sd.shape[split:])
+
+
+bayesianize = BayesianModule

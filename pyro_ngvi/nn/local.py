@@ -128,10 +128,6 @@ def draws_for_data(value: Tensor, x: Tensor, needed: bool = True) -> Tensor:
     return shared if draws is None else draws.for_data(value, shared, x, needed)
 
 
-class NoFactor(ValueError):
-    """The distribution of a site is no factor of the guide's, or none that is known here."""
-
-
 class _LocalDraws(Messenger):
     """During one run of a model: which tensor is the value of which site, and the draws for data."""
 
@@ -158,11 +154,8 @@ class _LocalDraws(Messenger):
                 f"data of another call). Use pyro_ngvi.BatchedELBO, or the model itself."
             )
         if name not in self.drawn:
-            try:
-                q = posterior_of(self.guide, name)
-            except NoFactor:
-                if needed:
-                    raise
+            q = posterior_of(self.guide, name, needed)
+            if q is None:
                 return shared
             self.drawn[name] = lead, q.family.draw(q.params, lead), q
         return self.drawn[name][1]
@@ -185,15 +178,15 @@ class _LocalDraws(Messenger):
             yield name, q.log_prob(g) - fn.log_prob(g) - (cross_entropy - q.entropy())
 
 
-def posterior_of(guide: AutoGuide, name: str) -> FamilyDistribution:
-    """q of one site, a real vector (K,), as the guide draws it now."""
+def posterior_of(guide: AutoGuide, name: str, needed: bool) -> FamilyDistribution | None:
+    """q of one site, a real vector (K,), as the guide draws it now; refused or None: no factor."""
     for part in guide.modules():
         trace: Any = getattr(part, "prototype_trace", None)
         if trace is None or isinstance(part, AutoGuideList) or name not in trace.nodes:
             continue
         found = _factor(part, name, trace)
-        if found is None:
-            raise NoFactor(
+        if found is None and needed:
+            raise ValueError(
                 f"local_reparameterization cannot draw {name!r} alone from {type(part).__name__}. It "
                 f"takes a real vector outside of plates, of pyro_ngvi.AutoMeanFieldNormal(model), say, "
                 f"or the only site of a part of an AutoGuideList."

@@ -6,7 +6,6 @@ import math
 from functools import partial
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
@@ -15,6 +14,7 @@ from ..guides.reparam import hold_diagonals
 from ..linalg.walsh_hadamard_matrix import matrix_for
 from ..optim.rule import require
 from .local import draws_for_data
+from .weights import centred_normal
 
 
 class WalshHadamardLinear(PyroModule):
@@ -146,13 +146,8 @@ class WalshHadamardLinear(PyroModule):
 
 
 def normal_prior(module: Any, like: str, shape: tuple[int, ...], sd: float = 1.0) -> Any:
-    """Independent centred normals, in dtype and place those of the tensor ``like`` of a layer.
-
-    Arguments are not validated: under ``vmap`` and on a GPU it would cost.
-    """
-    zero = getattr(module, like).detach().new_zeros(())
-    base: Any = dist.Normal(zero, zero.new_full((), sd), validate_args=False)
-    return base.expand(shape).to_event(len(shape))
+    """For a ``PyroSample`` of a layer, whose tensor ``like`` may move to another device."""
+    return centred_normal(getattr(module, like), shape, sd)
 
 
 def check_width(layer: Any, x: Tensor) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..linalg.host import host_bool
 
@@ -45,6 +46,11 @@ REFUSED: list[tuple[tuple[type, ...], Callable[[Any], bool], str]] = [
         (torch.jit.ScriptModule,),
         lambda m: True,
         "is compiled by torch.jit and takes no other weights. Give the module it was made of.",
+    ),
+    (
+        (LazyModuleMixin,),
+        lambda m: m.has_uninitialized_params(),
+        "has an uninitialized parameter. Run the module once on data.",
     ),
     (
         (PyroModule,),
@@ -137,14 +143,26 @@ def choose_prior(prior: Prior | Mapping[str, Prior], name: str) -> Prior:
     return sd_or_function(prior, f"The prior of {name!r}", cauchy)
 
 
+def centred_normal(like: Tensor, shape: tuple[int, ...], sd: float = 1.0) -> Any:
+    """Independent centred normals, one event, in dtype and place of the tensor ``like``.
+
+    Arguments are not validated: under ``vmap`` and on a GPU it would cost.
+    """
+    zero = like.detach().new_zeros(())
+    base: Any = dist.Normal(zero, zero.new_full((), sd), validate_args=False)
+    return base.expand(shape).to_event(len(shape))
+
+
 def prior_from(function: Any, name: str, parameter: Tensor, sampled: Sampled) -> Any:
-    """What the user's function returns, in the shape of the parameter, which is one event.
+    """The prior of a parameter, one event of its shape: normals of an sd, or what a function returns.
 
     ``sampled`` holds the hyperparameters of this run of the model so far; new ones are added.
     """
     shape = parameter.shape
+    if not callable(function):
+        return centred_normal(parameter, shape, function)
     with _Hyperparameters(name, len(shape), sampled) as seen:
-        fn = function(name, parameter)
+        fn: Any = function(name, parameter)
     refuse_other_than_pyro(f"The prior of {name!r}", fn)
     if seen.lead or fn.shape() != shape:
         outer = seen.lead + shape[: len(shape) - fn.event_dim]

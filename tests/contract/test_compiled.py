@@ -13,7 +13,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoMultivariateNormal
+from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -452,3 +452,22 @@ def test_inductors_code_gives_the_same_numbers() -> None:
     torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-12, atol=0.0)
     for x, z in zip(everything(svi), eager, strict=True):
         torch.testing.assert_close(x, z, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("guide", [AutoMultivariateNormal, AutoNormal, ngvi.AutoCouplingFlow])
+def test_inversion_free(guide: Any, plain_start: None) -> None:
+    """Conjugate gradients end, steps are shortened, and a ring of scores turns, without the host."""
+    X, y = data(60)
+    results: list[Any] = []
+    svi: Any = None
+    for build in (make, compiled):
+        svi = build(logistic, guide, ngvi.AIFVB)
+        losses, shortened = [], 0
+        for _ in range(30):
+            losses.append(svi.step(X, y))
+            shortened += svi.optim.report().outcome == "damped"
+        results.append((losses, everything(svi), torch.get_rng_state()))
+    assert getattr(svi, "tier", "") == "replay" and shortened > 0
+    assert results[0][0] == results[1][0]
+    assert same(results[0][1], results[1][1])
+    assert torch.equal(results[0][2], results[1][2])

@@ -93,8 +93,9 @@ def test_particles_in_front(square: bool) -> None:
 @pytest.mark.parametrize("out, m", SHAPES)
 def test_entries_of_one_row_are_independent_a_priori(out: int, m: int) -> None:
     layer: Any = WalshHadamardLinear(m, out, g_scale=2.0, weight_sd=0.5, train_diagonals=False)
-    identity = 4.0 * torch.eye(layer.matrix.num_g)
-    covariance = 0.25 * layer.matrix.covariance(identity, layer.left, layer.right)
+    identity = 2.0 * torch.eye(layer.matrix.num_g)
+    columns = 0.5 * layer.matrix.dense(identity, layer.left, layer.right).flatten(1)
+    covariance = columns.mT @ columns
     rows = covariance.reshape(out, m, out, m).diagonal(dim1=0, dim2=2)
     torch.testing.assert_close(rows, torch.eye(m).unsqueeze(-1).expand(m, m, out).clone())
 

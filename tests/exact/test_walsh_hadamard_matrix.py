@@ -85,12 +85,12 @@ def test_diagonals_of_each_particle(matrix: WalshHadamardMatrix) -> None:
 
 @cases
 def test_moments(matrix: WalshHadamardMatrix) -> None:
-    """Mean and covariance of vec(U) by the linear map: exact for any Gaussian g."""
+    """Variances of the entries of U by the linear map: exact for any Gaussian g."""
     left, right = diagonals(matrix)
     A, K = linear_map(matrix, left, right), matrix.num_g
     root = torch.randn(K, K) / math.sqrt(K)
-    expected = A @ (root @ root.mT) @ A.mT
-    actual = matrix.covariance(root @ root.mT, left, right)
+    expected = (A @ (root @ root.mT) @ A.mT).diagonal().view(matrix.rows, matrix.columns)
+    actual = matrix.variance(root @ root.mT, left, right)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
     variance = torch.rand(K)
     expected = (A.square() @ variance).view(matrix.rows, matrix.columns)
