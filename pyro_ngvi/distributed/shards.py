@@ -104,7 +104,7 @@ def check_terms(
             )
         if inside and not term.latent and not scaled and scaled_to is not None:
             raise ValueError(
-                f"distributed: {name!r} is not scaled, as plates of minibatches are. Leave scaled_to out."
+                f"distributed: {name!r} is not scaled, as minibatches are. Leave scaled_to out."
             )
 
 
