@@ -9,17 +9,22 @@ multiplications a row, in products of small matrices, which a CPU does four to s
 the D log2(D) additions of the butterfly (`benchmarks/whvi_paper/transform.py`).  One dense product to
 D = 64, two factors to 1024, three to 2^15.
 
+On a GPU, where Triton is installed, a kernel does the same (`_walsh_hadamard_triton`), if it compiles
+there and a first try of each length and dtype agrees with the products.
+
 Not for x H with another order of the rows (sequency, dyadic): permute the result.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from .host import constant, outside_modes
+from .host import constant, fixed_normal, outside_modes
 
 HALVES = (torch.float16, torch.bfloat16)
 #: largest D for which one product with a dense matrix costs least
@@ -28,6 +33,8 @@ DENSE = 64
 LARGEST = 5
 
 _matrices: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
+#: whether the kernel serves rows of a length and dtype on a device
+_tried: dict[tuple[int, torch.dtype, torch.device], bool] = {}
 
 
 def walsh_hadamard_transform(x: Tensor) -> Tensor:
@@ -63,7 +70,49 @@ def walsh_hadamard_transform(x: Tensor) -> Tensor:
             f"walsh_hadamard_transform needs float16, bfloat16, float32 or float64, got {x.dtype}; "
             "convert with x.to(torch.float32)."
         )
+    if _on_gpu(x):
+        from ._walsh_hadamard_triton import available, transform_rows
+
+        if available(x) and _kernel_serves(x):
+            return transform_rows(x)
     return _by_factors(x.float()).to(x.dtype) if x.dtype in HALVES else _by_factors(x)
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _kernel_serves(x: Tensor) -> bool:
+    """Whether the kernel does; tried once, which waits for the device, and not while tracing."""
+    key = x.shape[-1], x.dtype, x.device
+    if torch.compiler.is_compiling():
+        return _tried.get(key, True)
+    if key not in _tried:
+        why = outside_modes(partial(_try_kernel, *key))
+        if why is not None:
+            warnings.warn(
+                f"Triton's kernel for the Walsh-Hadamard transform is not used on {x.device} with rows "
+                f"of {x.shape[-1]} in {x.dtype}: {why} Products with small matrices take its place.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        _tried[key] = why is None
+    return _tried[key]
+
+
+def _try_kernel(D: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the kernel must not be used, if so: it fails, or does not give what the products give."""
+    from ._walsh_hadamard_triton import BLOCK, transform_rows
+
+    rows = 2 * BLOCK // D + 3  # several programs, one of them not full
+    try:
+        x = fixed_normal(rows, D, seed=D).to(device, dtype)
+        y = transform_rows(x).double()
+    except Exception as error:  # no compiler, another version of Triton, another kind of GPU
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    exact = _by_factors(x.double())
+    bound = 8.0 * torch.finfo(dtype).eps * exact.abs().max()
+    return None if bool(((y - exact).abs() <= bound).all()) else "its numbers are wrong."
 
 
 def _by_factors(x: Tensor) -> Tensor:

@@ -1,5 +1,11 @@
 """The Walsh-Hadamard transform against the dense matrix; derivatives, vmap, dtypes, devices, errors."""
 
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
 import pytest
 import torch
 from scipy.linalg import hadamard
@@ -8,7 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call, grad, vmap
 
 from pyro_ngvi.curvature.derivatives import jvp
-from pyro_ngvi.linalg import walsh_hadamard, walsh_hadamard_transform
+from pyro_ngvi.linalg import _walsh_hadamard_triton, walsh_hadamard, walsh_hadamard_transform
 
 LENGTHS = [2**p for p in range(13)]
 #: one product, two factors, three factors
@@ -194,3 +200,140 @@ def test_meta(D: int, dtype: torch.dtype, nothing_kept: None) -> None:
 def test_errors(x: Tensor, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=f"walsh_hadamard_transform needs.*{words}"):
         walsh_hadamard_transform(x)
+
+
+# ---- the kernel for GPUs, in Triton's interpreter ---------------------------------------------------
+
+
+def kernel_values() -> None:
+    """Within the units of float32's log2(D) additions and one scale, then one rounding."""
+    from pyro_ngvi.linalg._walsh_hadamard_triton import available, transform_rows
+
+    for dtype in (torch.float32, *HALVES):
+        for D in (2, 4, 64, 1024, 2048, 4096, 8192):
+            for rows in (1, 5, 33):  # 33 rows fill the programs of no D but the longest
+                x = (1e3 * torch.randn(rows, D)).to(dtype)
+                y = transform_rows(x)
+                exact = walsh_hadamard_transform(x.double())
+                single = 0.5 * torch.finfo(torch.float32).eps * (D.bit_length() + 1)
+                # the interpreter cuts bfloat16 off, where a GPU rounds: a whole unit, not half
+                unit = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps
+                error = (y.double() - exact).abs()
+                bound = single * x.double().norm(dim=-1, keepdim=True) * (1 + unit)
+                assert available(x) and y.dtype == dtype
+                assert (error <= bound + unit * exact.abs() + torch.finfo(dtype).tiny).all()
+    assert transform_rows(torch.empty(0, 3, 8)).shape == (0, 3, 8)
+    assert not available(torch.ones(2, 16384).float()) and not available(torch.ones(2, 4).double())
+
+
+def kernel_derivatives() -> None:
+    """Both ways give the same to float32's rounding; the reference computes in float64."""
+    from pyro_ngvi.linalg._walsh_hadamard_triton import transform_rows
+
+    def second(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        first = grad(lambda x: f(x).pow(3).sum())
+        return grad(lambda x: first(x).square().sum())
+
+    x = torch.randn(3, 5, 64)
+    reference, kernel, single = walsh_hadamard_transform, transform_rows, x.float()
+
+    def same(a: Tensor, b: Tensor) -> None:
+        scale = float(b.abs().max())
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5 * scale)
+
+    same(second(kernel)(single), second(reference)(x))
+    same(vmap(kernel, in_dims=1, out_dims=1)(single), reference(x))
+    same(vmap(vmap(kernel), in_dims=1, out_dims=1)(single), reference(x))
+    same(kernel(single.mT.contiguous().mT), reference(x))
+    same(vmap(second(kernel))(single), second(reference)(x))
+    same(jvp(kernel, (single,), (single.cos(),))[1], reference(x.cos()))
+    leaf, plain = single.clone().requires_grad_(), x.clone().requires_grad_()
+    (a,) = torch.autograd.grad(kernel(leaf).pow(3).sum(), leaf, create_graph=True)
+    (b,) = torch.autograd.grad(reference(plain).pow(3).sum(), plain, create_graph=True)
+    (a,), (b,) = (torch.autograd.grad(g.square().sum(), v) for g, v in ((a, leaf), (b, plain)))
+    same(a, b)
+
+
+def kernel_is_used() -> None:
+    """On what says that it is on a GPU; in float64 and beyond the largest D the products are."""
+    from unittest.mock import patch
+
+    for x, calls in (
+        (torch.randn(3, 64).float(), 1),
+        (torch.randn(3, 64), 0),
+        (torch.randn(1, 16384).float(), 0),
+        (torch.randn(3, 1).float(), 0),
+    ):
+        inner = _walsh_hadamard_triton.transform_rows
+        with (
+            patch.object(walsh_hadamard, "_on_gpu", lambda x: True),
+            patch.object(_walsh_hadamard_triton, "transform_rows", side_effect=inner) as used,
+        ):
+            walsh_hadamard_transform(x)
+            tried = used.call_count
+            y = walsh_hadamard_transform(x)
+        assert tried == 2 * calls and used.call_count == tried + calls
+        exact = walsh_hadamard_transform(x.double())
+        torch.testing.assert_close(y.double(), exact, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("check", [kernel_values, kernel_derivatives, kernel_is_used])
+def test_kernel_in_the_interpreter(check: Callable[[], None]) -> None:
+    """In a process of its own, because Triton reads TRITON_INTERPRET when the kernel is defined."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed: its kernel cannot be run")
+    done = subprocess.run(
+        [sys.executable, __file__, check.__name__],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _broken(x: Tensor) -> Tensor:
+    raise RuntimeError("Failed to find C compiler.")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "why"),
+    [(_broken, "RuntimeError: Failed to find C compiler"), (torch.cos, "its numbers are wrong")],
+)
+def test_a_kernel_that_fails_its_first_try_is_not_used(
+    kernel: Callable[[Tensor], Tensor], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(walsh_hadamard, "_tried", {})
+    monkeypatch.setattr(walsh_hadamard, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(_walsh_hadamard_triton, "available", lambda x: True)
+    monkeypatch.setattr(_walsh_hadamard_triton, "transform_rows", kernel)
+    x = torch.randn(3, 8)
+    with pytest.warns(RuntimeWarning, match=f"is not used on cpu with rows of 8 .*{why}"):
+        y = walsh_hadamard_transform(x)
+    torch.testing.assert_close(y, x @ dense(8), rtol=0, atol=1e-13)
+    walsh_hadamard_transform(x)  # without a second try or warning
+    # another length is tried for itself, and under vmap too
+    with pytest.warns(RuntimeWarning, match="with rows of 16"):
+        y = vmap(walsh_hadamard_transform, 1, 1)(torch.eye(16).expand(2, 16, 16))
+    torch.testing.assert_close(y[1], dense(16), rtol=0, atol=1e-13)
+
+
+def test_a_kernel_that_agrees_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+
+    def kernel(x: Tensor) -> Tensor:
+        shapes.append(tuple(x.shape))
+        return x @ dense(8)
+
+    monkeypatch.setattr(walsh_hadamard, "_tried", {})
+    monkeypatch.setattr(walsh_hadamard, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(_walsh_hadamard_triton, "available", lambda x: True)
+    monkeypatch.setattr(_walsh_hadamard_triton, "transform_rows", kernel)
+    for _ in range(2):
+        walsh_hadamard_transform(torch.randn(3, 8))
+    assert shapes[1:] == [(3, 8), (3, 8)]  # the first was the try
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    globals()[sys.argv[1]]()
