@@ -780,8 +780,8 @@ OTHER_GUIDES = (
     Mutant(
         "products: a distribution held fixed shares its memory with the parameters",
         "fisher/products.py",
-        "then = deepcopy(detach(now))",
-        "then = detach(now)",
+        "vars(new)[name] = value.detach().clone()",
+        "vars(new)[name] = value.detach()",
         ("test_products",),
     ),
     Mutant(
