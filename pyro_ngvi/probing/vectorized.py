@@ -13,7 +13,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..linalg.host import own_random_state
+from ..linalg.host import own_random_state, random_states, same_states
 from ..runtime.density import Site, Sites, free_dim, is_latent, site_log_prob, with_density
 from ..runtime.pyro_adapter import has_model, model_as_given
 from ..runtime.run import (
@@ -129,14 +129,9 @@ def _draws_all(model: Program, run: Conditioned) -> bool:
     for name, site in run.sites.items():
         if is_latent(site) and (name not in run.values or site["infer"].get("enumerate")):
             return False
-
-    def random_state() -> list[Tensor]:
-        on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return [torch.get_rng_state(), *on_devices]
-
-    before, values = random_state(), {name: site["value"] for name, site in run.sites.items()}
+    before, values = random_states(), {name: site["value"] for name, site in run.sites.items()}
     run_plainly(model, values, (), {}, Minibatches())
-    return all(map(torch.equal, before, random_state()))
+    return same_states(before, random_states())
 
 
 def _check(
