@@ -113,21 +113,20 @@ class StopRule:
         max_steps: int | None = None,
         max_time: float | None = None,
     ) -> None:
-        _check_positive(tol=tol or None, max_steps=max_steps, max_time=max_time)
         if not isinstance(svi, SVI):
             raise ValueError(
                 f"StopRule looks at a pyro.infer.SVI, and got {type(svi).__name__}. Make it with the "
                 f"SVI of the loop: stop = StopRule(svi)."
             )
-        self.svi, self.tol = svi, float(tol)
+        self.svi = svi
         self.batches = None if batches is None else Batches(batches)
-        self.max_steps, self.max_time = max_steps, max_time
         self.reason: str | None = None
         self.gap: Gap | None = None
         self.looks: list[tuple[int, Gap]] = []
         self.losses: list[float] = []
         self._lost, self._next, self._started = 0, FIRST, time.monotonic()
         self._wide: BatchedELBO | None = None
+        self.limit(max_steps, max_time, tol)
 
     def limit(
         self,
@@ -136,7 +135,13 @@ class StopRule:
         tol: float | None = None,
     ) -> None:
         """Put other limits, which count from here, in the place of those of before; so a ``tol``."""
-        _check_positive(tol=tol or None, max_steps=max_steps, max_time=max_time)
+        for name, value in {
+            "tol": tol or None,
+            "max_steps": max_steps,
+            "max_time": max_time,
+        }.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value!r}.")
         self.tol = self.tol if tol is None else float(tol)
         so_far = time.monotonic() - self._started
         self.max_steps = None if max_steps is None else self.steps + max_steps
@@ -342,9 +347,3 @@ class StopRule:
         self._started = time.monotonic() - state["seconds"]
         if self.batches is not None and state["batches"] is not None:
             self.batches.load_state_dict(state["batches"])
-
-
-def _check_positive(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be positive, got {value!r}.")
