@@ -269,7 +269,14 @@ class StopRule:
             blocks, gradient = [twin], twin.gradient
         else:
             gradient = partial(self._loss_and_grads(loss, particles), svi.model, svi.guide)
-        return GapMeter(blocks, self._by_number(gradient, args, kwargs))
+        batches: list[Any] = []
+
+        def numbered(s: int) -> Any:
+            own = self._arguments(s, batches, args)
+            with own_random_state(self._seed(s)):
+                return gradient(*own, **kwargs)
+
+        return GapMeter(blocks, numbered)
 
     def _loss_and_grads(self, loss: Any, particles: int) -> Callable[..., Any]:
         """That of the loss, with more particles where they are batched."""
@@ -289,19 +296,6 @@ class StopRule:
         blocks = [block for _, block in find_blocks(guide)]
         known = (not hasattr(b, "holds_sites") and b.family.known_fisher for b in blocks)
         return blocks if all(known) else []
-
-    def _by_number(
-        self, gradient: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Callable[[int], Any]:
-        """The gradient of noise and minibatch number s, which returns the loss."""
-        batches = []
-
-        def numbered(s: int) -> Any:
-            own = self._arguments(s, batches, args)
-            with own_random_state(self._seed(s)):
-                return gradient(*own, **kwargs)
-
-        return numbered
 
     def _seed(self, s: int) -> int:
         return 1_000 * self.steps + s

@@ -76,16 +76,17 @@ class Twin:
 
 def _held(guide: Any, layout: LatentLayout) -> tuple[Any, dict[str, Tensor]]:
     """Family and parameters of what a guide holds."""
-    if isinstance(guide, autoguide.AutoNormal):
+    kind = type(guide)
+    if kind is autoguide.AutoNormal:
         loc, scale = (
             torch.cat([attrgetter(name)(values).reshape(-1) for name in layout.transforms])
             for values in (guide.locs, guide.scales)
         )
     else:
         loc, scale = guide.loc, guide.scale
-    if isinstance(guide, autoguide.AutoMultivariateNormal):
+    if kind is autoguide.AutoMultivariateNormal:
         return FullRankNormal(), {"loc": loc, "scale_tril": scale[:, None] * guide.scale_tril}
-    if isinstance(guide, autoguide.AutoLowRankMultivariateNormal):
+    if kind is autoguide.AutoLowRankMultivariateNormal:
         factor = scale[:, None] * guide.cov_factor
         held = {"loc": loc, "factor": factor, "log_scale": scale.log()}
         return FactorNormal(factor.shape[1]), held
