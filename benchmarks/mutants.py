@@ -1063,8 +1063,8 @@ DIAGNOSTICS = (
     Mutant(
         "shifts: one standard error in the largest mean",
         "diagnostics/weights.py",
-        "np.abs(self.mean) + 2 * self.mean_error",
-        "np.abs(self.mean) + self.mean_error",
+        "abs(self.mean) + more * self.mean_error",
+        "abs(self.mean) + 0.5 * more * self.mean_error",
         ("test_decisions", "test_verdict"),
     ),
     Mutant(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..linalg.host import host_bool, own_random_state
+from ..linalg.host import host_bool, own_random_state, random_states, same_states, set_random_states
 from ..runtime.density import identity, is_same
 from .graph import CannotCompile, Graph, Place
 from .lowered import Lowering
@@ -164,24 +164,6 @@ class CheckedGraph:
         self._data = [identity(x) for x in data]
         self._other_data += other
         return other
-
-
-def random_states() -> list[Tensor]:
-    """The states of PyTorch's generators, of a GPU where it is in use."""
-    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *on_gpu]
-
-
-def set_random_states(states: list[Tensor]) -> None:
-    """Put :func:`random_states` back."""
-    torch.set_rng_state(states[0])
-    if states[1:]:
-        torch.cuda.set_rng_state_all(states[1:])
-
-
-def same_states(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Whether two :func:`random_states` are the same."""
-    return all(map(torch.equal, a, b))
 
 
 def difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float | None:

@@ -34,8 +34,9 @@ from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from ..linalg.host import random_states, set_random_states
 from ..runtime.store import traced_params
-from .checked import CheckedGraph, random_states, set_random_states, tensors_of_modules
+from .checked import CheckedGraph, tensors_of_modules
 from .graph import CannotCompile, Place
 from .state import StepState
 from .step import StepFunction

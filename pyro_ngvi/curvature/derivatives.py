@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..linalg.host import fixed_normal
 from ..runtime.density import Site, Sites, site_kind, site_log_prob
-from ..runtime.pyro_adapter import masks_of
+from ..runtime.pyro_adapter import unmasked
 
 #: columns of a Hessian that are computed at a time, for each draw
 CHUNK = 64
@@ -99,26 +99,14 @@ def data_of(sites: Sites) -> tuple[Tensor, Tensor]:
     for site in filter(is_datum, sites.values()):
         plain, _ = site_log_prob(site)
         log_probs.append(scale_and_mask(plain, 1.0, site["mask"]).reshape(-1))
-        weights.append(scale_and_mask(_shown(site, plain), site["scale"], None).reshape(-1))
+        shown = torch.ones_like(plain) * unmasked(site)
+        weights.append(scale_and_mask(shown, site["scale"], None).reshape(-1))
     if not log_probs:
         raise ValueError(
             "Gradients of single data: no observed site of the model lies in a plate. Put it in one, "
             'with pyro.plate("data", N): pyro.sample("y", ..., obs=y), or use curvature="hessian".'
         )
     return torch.cat(log_probs), torch.cat(weights)
-
-
-def _shown(site: Site, log_prob: Tensor) -> Tensor:
-    """1 for the data that the site's masks leave, 0 for others."""
-    shown = torch.ones_like(log_prob)
-    for mask, left_out in masks_of(site):
-        within = site["fn"].event_dim - left_out
-        if within and isinstance(mask, Tensor):
-            # of an event some parts may be hidden: the datum is there while one of them is
-            mask = mask.expand(log_prob.shape + site["fn"].event_shape[:within])
-            mask = mask.flatten(-within).any(-1)
-        shown = shown * mask
-    return shown
 
 
 def products(

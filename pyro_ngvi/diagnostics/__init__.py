@@ -8,8 +8,7 @@ from .diagnosis import Diagnosis, Moved, diagnose
 from .export import to_arviz
 from .khat import KHat, khat_from_log_weights
 from .linear_response import LinearResponse, linear_response
-from .loo import loo
-from .loo_units import UnitLOO, loo_units
+from .loo import UnitLOO, loo, loo_units
 from .plots import plot_influence, plot_sites
 from .prediction import predict
 from .summary import summary

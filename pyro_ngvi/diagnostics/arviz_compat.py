@@ -41,38 +41,26 @@ def from_groups(
         >>> data["posterior"]["w"].dims
         ('chain', 'draw', 'feature')
     """
-    plain: dict[str, Any] = {name: _without_slashes(group) for name, group in groups.items()}
-    # apart, since both versions would give a statistic the dimensions of a site of its name
-    stats = {name: plain.pop(name) for name in ("sample_stats",) if name in plain}
-    labels = {"coords": _without_slashes(coords or {}), "dims": _names(dims)}
-    root = dict(attrs or {})
     arviz = _arviz()
-    # ArviZ leaves out event dimensions in a group of this name only
-    prior = {"log_likelihood": plain.pop("log_prior", {})}
-    if not arviz.__version__.startswith("0."):
-        attributes = {"/": root} | ({"posterior": root} if "posterior" in plain else {})
-        data = arviz.from_dict(plain, **labels, pred_dims=_names(pred_dims), attrs=attributes)
-        for name, group in arviz.from_dict(stats).children.items():
-            data[name] = group
-        if prior["log_likelihood"]:
-            data["log_prior"] = arviz.from_dict(prior, **labels)["log_likelihood"]
-        return data
-    # apart, since ArviZ 0.x would pass over a group that its schema does not know
-    others = {
-        name: arviz.dict_to_dataset(plain.pop(name), **labels)
-        for name in ("prior_sbc",)
-        if name in plain
-    }
-    # apart, since ArviZ 0.x would label the rows of new data as those of the old
-    new = {name: plain.pop(name) for name in [*plain] if name.startswith("predictions")}
-    data = arviz.from_dict(**plain, **labels, attrs=dict(root), posterior_attrs=root)
-    for apart, names in ((stats, None), (new, pred_dims)):
-        if apart:
-            data.extend(arviz.from_dict(**apart, dims=_names(names)))
-    if prior["log_likelihood"]:
-        others["log_prior"] = arviz.from_dict(**prior, **labels)["log_likelihood"]
-    for name, group in others.items():
-        data.add_groups({name: group})
+    old = arviz.__version__.startswith("0.")
+    root, labels = dict(attrs or {}), _without_slashes(coords or {})
+    datasets = {}
+    for name, group in groups.items():
+        how: dict[str, Any] = {"skip_event_dims": name in ("log_likelihood", "log_prior")}
+        if name.startswith("predictions"):
+            how |= {"dims": _names(pred_dims)}
+        elif name != "sample_stats":  # one of which may have the name of a site
+            how |= {"dims": _names(dims), "coords": labels}
+        if name.endswith("_data"):
+            how["default_dims" if old else "sample_dims"] = []
+        attributes = root if name == "posterior" else None
+        datasets[name] = arviz.dict_to_dataset(_without_slashes(group), attrs=attributes, **how)
+    if old:
+        return arviz.InferenceData(attrs=root, **datasets)
+    import xarray as xr
+
+    data = xr.DataTree.from_dict(datasets)
+    data.attrs = root
     return data
 
 
@@ -170,14 +158,10 @@ def labelled(data: Any, values: Mapping[str, np.ndarray], **selection: Any) -> A
     """
     import xarray as xr
 
-    posterior = data["posterior"]
-    few = {
-        name: (posterior[name].dims, np.broadcast_to(x, (1, 4, *np.shape(x))))
-        for name, x in values.items()
-    }
-    dims = {dim for names, _ in few.values() for dim in names} - {"chain", "draw"}
-    coords = {dim: posterior[dim].values for dim in dims if dim in posterior.coords}
-    group = xr.Dataset(few, coords | {"chain": [0], "draw": np.arange(4)})
+    few = {name: data["posterior"][name].isel(chain=[0], draw=slice(4)) for name in values}
+    group = xr.Dataset(
+        {name: x.copy(data=np.broadcast_to(values[name], x.shape)) for name, x in few.items()}
+    )
     az = _arviz()
     old = az.__version__.startswith("0.")
     table = az.summary(

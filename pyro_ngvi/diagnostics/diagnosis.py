@@ -30,6 +30,7 @@ from ..runtime.model_density import ModelDensity
 from .draws import guide_draws, random_state
 from .khat import BOUNDS, COARSE_MEAN, COARSE_SD, KHat, right_to
 from .verdict import khat
+from .weights import Shift
 
 #: mean acceptance that leaps aim at, steps that adapt them, and the first leap times d^(1/4)
 ACCEPTED, ADAPTING, LEAP = 0.8, 4, 1.2
@@ -42,7 +43,7 @@ STUCK = 0.7
 
 
 @dataclass(frozen=True)
-class Moved:
+class Moved(Shift):
     """What short chains say of the entries of one latent site, or of its unconstrained coordinates.
 
     Attributes:
@@ -52,10 +53,6 @@ class Moved:
         rho: correlation of the ends of the chains with their starts.
     """
 
-    mean: Tensor
-    mean_error: Tensor
-    log_sd: Tensor
-    log_sd_error: Tensor
     rho: Tensor
 
     @property
@@ -70,13 +67,6 @@ class Moved:
         mean, log_sd = self.errors(2.0)
         good = (mean <= COARSE_MEAN) & (log_sd <= COARSE_SD) & (self.rho <= STUCK)
         return bool(good.all())
-
-    def errors(self, more: float) -> tuple[Tensor, Tensor]:
-        """Sizes of the errors of means and of log sds, and so many standard errors more."""
-        return (
-            self.mean.abs() + more * self.mean_error,
-            self.log_sd.abs() + more * self.log_sd_error,
-        )
 
     def __str__(self) -> str:
         mean, sd = float(self.mean.abs().max()), float(self.log_sd.abs().max())

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ..runtime.density import (
     Kind,
     Site,
     Sites,
+    check_guide_of_this_model,
     is_auxiliary,
     is_latent,
     is_minibatch,
@@ -27,12 +28,12 @@ from ..runtime.density import (
     site_log_prob,
 )
 from ..runtime.model_density import Parts, map_draws, without_plates
-from ..runtime.pyro_adapter import is_marked, masks_of
+from ..runtime.pyro_adapter import is_marked, unmasked
 from ..runtime.run import Minibatches, look, run_both
 from ..runtime.summed_out import summed_out
-from .weights import systematic_resample
+from .khat import KHat, khat_from_log_weights
+from .weights import MIN_DRAWS, systematic_resample
 
-MIN_DRAWS = 25  # fewer leave less than five weights for the tail
 MOST_DOUBLES = 10_000_000  # in an array that is stored in float64
 
 
@@ -54,6 +55,16 @@ class Draws:
     sites: dict[str, Tensor]
     log_prior: dict[str, Tensor]
     log_likelihood: dict[str, Tensor]
+
+    @property
+    def log_ratio(self) -> np.ndarray:
+        """log p(data, z) - log q(z), (S,)."""
+        return (self.log_joint - self.log_q).numpy(force=True)
+
+    @cached_property
+    def weights(self) -> KHat:
+        """The importance weights, and their tail."""
+        return khat_from_log_weights(self.log_ratio, self.rounding)
 
     @property
     def point_masses(self) -> str:
@@ -120,19 +131,10 @@ class Fitted:
                 f"The guide does not sample the model's latent sites {missing}. If they are data, "
                 f"pass them; else give a guide of all, discrete ones infer={{'enumerate': 'parallel'}}."
             )
-        if unknown := sorted(drawn.keys() - set(self.latent)):
-            raise ValueError(
-                f"The guide samples the sites {unknown}, which are not latent in the model. Is it "
-                f"that of another model? Sites on the way to others: infer={{'is_auxiliary': True}}."
-            )
+        check_guide_of_this_model(drawn, {name: self.sites[name] for name in self.latent})
         LatentSupports(guide).check(self.sites)
-
-        def unchecked() -> Sites:
-            with pyro.validation_enabled(False):
-                return look(self.model, drawn)
-
         with torch.no_grad():
-            check_data(self.sites, unchecked)
+            check_data(self.sites, self.model, drawn)
         self.parameters = {
             name: x.detach().cpu().numpy()
             for name, x in of_model.params.items()
@@ -242,43 +244,34 @@ def with_likelihood(fitted: Fitted) -> list[str]:
     data = sites_of_kind(fitted.in_sum, "observed")
     observed = {name: fitted.sites[name] for name in sites_of_kind(fitted.sites, "observed")}
     whole = [n for n in data if n not in observed and not fitted.in_sum[n]["cond_indep_stack"]]
+    notes = []
     if whole:
-        warnings.warn(
+        notes.append(
             f"The data {', '.join(map(repr, whole))} share an enumerated variable and have no "
-            f"likelihood by example: left out. A plate of independent series gives it theirs.",
-            UserWarning,
-            stacklevel=3,
+            f"likelihood by example: left out. A plate of independent series gives it theirs."
         )
-    for name, site in observed.items():
-        if bool((torch.as_tensor(site["scale"]) != 1.0).any()):
-            warnings.warn(
-                f"The observed site {name!r} stands under poutine.scale, so the posterior holds "
-                f"p^c and log_likelihood log p: az.loo and waic are wrong here; AutoSites.loo() is "
-                f"not. log_likelihood=False leaves the group out.",
-                UserWarning,
-                stacklevel=3,
-            )
+    notes += [
+        f"The observed site {name!r} stands under poutine.scale, so the posterior holds p^c and "
+        f"log_likelihood log p: az.loo and waic are wrong here; AutoSites.loo() is not. "
+        f"log_likelihood=False leaves the group out."
+        for name, site in observed.items()
+        if bool((torch.as_tensor(site["scale"]) != 1.0).any())
+    ]
     plates = {frame.name for site in observed.values() for frame in site["cond_indep_stack"]}
-    for name, site in fitted.sites.items():
-        if site_kind(site) == "factor" and plates & {f.name for f in site["cond_indep_stack"]}:
-            warnings.warn(
-                f"The pyro.factor {name!r} lies in a plate with data, and log_likelihood does not "
-                f"have it. Where it is a likelihood az.loo is wrong: make it an observed site.",
-                UserWarning,
-                stacklevel=3,
-            )
+    notes += [
+        f"The pyro.factor {name!r} lies in a plate with data, and log_likelihood does not have it. "
+        f"Where it is a likelihood az.loo is wrong: make it an observed site."
+        for name, site in fitted.sites.items()
+        if site_kind(site) == "factor" and plates & {f.name for f in site["cond_indep_stack"]}
+    ]
+    for note in notes:
+        warnings.warn(note, UserWarning, stacklevel=3)
     return [name for name in data if name not in whole]
 
 
 def mask_of(site: Site) -> Tensor:
-    """Which data of a site count, in a shape that broadcasts to that of its terms; of an event that is
-    masked in part those that are not all masked."""
-    counts = torch.as_tensor(True, device=site["value"].device)
-    for mask, left_out in masks_of(site):
-        within = site["fn"].event_dim - left_out
-        mask = torch.as_tensor(mask, device=counts.device)
-        counts = counts & (mask.flatten(-within).any(-1) if within and mask.dim() else mask)
-    return counts
+    """Which data of a site count, in a shape that broadcasts to that of its terms."""
+    return torch.as_tensor(unmasked(site), device=site["value"].device)
 
 
 def resampled(

@@ -18,7 +18,7 @@ from .arviz_compat import from_groups
 from .draws import Fitted, random_state, resampled, sites_of_kind, warn_of_edges, with_likelihood
 from .groups import constants, name_dims, observations, per_draw
 from .prediction import PREDICTIONS, NewData, fixed_parameters, simulate
-from .verdict import judge, weights_of
+from .verdict import judge
 
 
 def to_arviz(
@@ -143,7 +143,7 @@ def to_arviz(
     with random_state(seed):
         likelihoods = with_likelihood(fitted) if log_likelihood else ()
         draws = fitted.draw(num_samples, batch_size, likelihoods)
-        found, own = judge(fitted, draws, batch_size), weights_of(draws)
+        found, own = judge(fitted, draws, batch_size), draws.weights
         warn_of_edges(sites, draws.values)
         if fixed := draws.point_masses:
             found = replace(found, khat=float("inf"))

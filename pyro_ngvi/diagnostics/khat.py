@@ -7,8 +7,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from .draws import MIN_DRAWS
-from .weights import FEWEST_OF_PART, PART, Shift, Slope, Tail, find_tail, smoothed
+from .weights import FEWEST_OF_PART, MIN_DRAWS, PART, Shift, Slope, Tail, find_tail, smoothed
 
 COARSE = 0.05  # nats of rounding above which equal and unequal weights look alike
 # The bounds were calibrated on the reference posteriors of ``benchmarks.reference_posteriors``: what is
@@ -84,8 +83,8 @@ class KHat:
             return "unusable"
         share = self.ess / len(self.log_weights)
         if self.shifts:
-            small = self._moved("mean")[0] <= COARSE_MEAN
-            small = small and self._moved("log_sd")[0] <= COARSE_SD
+            (mean, _), (log_sd, _) = self._moved
+            small = mean <= COARSE_MEAN and log_sd <= COARSE_SD
         else:
             small = self.kl <= SMALL_KL
         if small and (self.khat <= HALF or share >= HALF):
@@ -183,7 +182,7 @@ class KHat:
     def _moves(self) -> str:
         if not self.shifts:
             return f"KL(q || posterior) is about {max(self.kl, 0.0):.2g} nats"
-        (mean, at_mean), (log_sd, at_sd) = self._moved("mean"), self._moved("log_sd")
+        (mean, at_mean), (log_sd, at_sd) = self._moved
         if mean <= COARSE_MEAN and log_sd <= COARSE_SD:
             doubt = "" if self.ok else ", but they are too uneven to rely on that"
             return f"{right_to(mean, log_sd)} by the weights{doubt}"
@@ -191,10 +190,12 @@ class KHat:
             return f"weights move the mean of {at_mean!r} by up to {mean:.2g} sds"
         return f"weights change the sd of {at_sd!r} by a factor of up to {np.exp(log_sd):.2g}"
 
-    def _moved(self, what: str) -> tuple[float, str]:
-        """How far weights move a mean, or a log sd, at most, and of which site."""
-        sizes = ((getattr(s, f"largest_{what}"), name) for name, s in self.shifts.items())
-        return max(sizes, key=itemgetter(0))
+    @property
+    def _moved(self) -> list[tuple[float, str]]:
+        """How far weights move a mean, and a log sd, at most, and of which site."""
+        sizes = [(name, shift.errors(2.0)) for name, shift in self.shifts.items()]
+        largest = ([(float(x[i].max(initial=0.0)), name) for name, x in sizes] for i in (0, 1))
+        return [max(found, key=itemgetter(0)) for found in largest]
 
 
 def right_to(mean: float, log_sd: float) -> str:

@@ -1,13 +1,15 @@
-"""Leaving out each datum in turn, of as many data as one likes."""
+"""Leaving out each datum in turn, of as many data as one likes, or each unit of a hierarchy."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..runtime.density import Sites, site_log_prob
@@ -17,10 +19,12 @@ from .diagnosis import Diagnosis
 from .draws import Draws, Fitted, compact, mask_of, random_state, sites_of_kind, with_likelihood
 from .groups import name_dims, observations
 from .khat import KHat, khat_from_log_weights
-from .verdict import MORE, judge, log_ratios, may_draw_more, weights_of
+from .verdict import MORE, judge, may_draw_more
 
 #: log likelihoods that are held at once: a GiB, in float32 as `to_arviz` stores so many of them
 HELD = 2**28
+#: the k-hat above which Vehtari et al. do not trust a density
+TRUSTED = 0.7
 
 
 def loo(
@@ -132,8 +136,8 @@ def _left_out(
 
         return map_draws(fitted.joint, chosen, draws.values, size, batch_size)[""][""]
 
-    log_ratio = log_ratios(draws) if weigh else np.zeros(size)
-    smooth = weights_of(draws).psis_log_weights if weigh else log_ratio - np.log(size)
+    log_ratio = draws.log_ratio if weigh else np.zeros(size)
+    smooth = draws.weights.psis_log_weights if weigh else log_ratio - np.log(size)
     parts = rows.split(max(1, HELD // size))
     found = [_one(x, log_ratio, smooth) for part in parts for x in terms(part).cpu().numpy().T]
     return np.array(found).reshape(-1, 4).T
@@ -148,14 +152,20 @@ def _one(
     normalised.  A k-hat that does not matter, of weights that are equal in practice, is its bound.
     """
     log_l = log_l.astype(np.float64)
-    with np.errstate(invalid="ignore"):  # a draw that the datum rules out: its weight is not known
+    without, found = _without(log_l, log_ratio)
+    if math.isnan(without):
+        return without, without, found.khat, False
+    k = min(found.khat, found.threshold) if found.reliable else found.khat
+    return without, float(np.logaddexp.reduce(log_l + log_weights)), k, k > found.threshold
+
+
+def _without(log_l: np.ndarray, log_ratio: np.ndarray | float) -> tuple[float, KHat]:
+    """log p(y_i | y_-i), NaN where a draw rules it out, whose weight is not known; the weights."""
+    with np.errstate(invalid="ignore"):
         found = khat_from_log_weights(log_ratio - log_l)
     if found.ess == 0.0:
-        return math.nan, math.nan, found.khat, False
-    terms = (log_l + w for w in (found.psis_log_weights, log_weights))
-    without, with_it = (float(np.logaddexp.reduce(x)) for x in terms)
-    k = min(found.khat, found.threshold) if found.reliable else found.khat
-    return without, with_it, k, k > found.threshold
+        return math.nan, found
+    return float(np.logaddexp.reduce(log_l + found.psis_log_weights)), found
 
 
 def _site_of(fitted: Fitted, var_name: str | None) -> str:
@@ -186,3 +196,75 @@ def data_of(model: Any, guide: Any, args: Any, kwargs: Any, var_name: str | None
         return np.concatenate([x.flatten() for x in held.values()])
     one, rows = _rows(fitted, name)
     return held[name].reshape(one.numel(), -1)[rows.cpu().numpy()]
+
+
+@dataclass(frozen=True)
+class UnitLOO:
+    """Expected log predictive density of the data of new units, by leave-one-out, in nats.
+
+    Attributes:
+        elpd: sum over the units.
+        se: standard error of ``elpd`` as a sum of independent terms.
+        pointwise: log p(y_i | y_-i) (B,).
+        khat: Pareto k-hat of each unit's weights (B,); above 0.7 its density is not to be trusted.
+    """
+
+    elpd: float
+    se: float
+    pointwise: Tensor = field(repr=False)
+    khat: Tensor = field(repr=False)
+
+    def __str__(self) -> str:
+        bad = int((self.khat > TRUSTED).sum())
+        word = f"; k-hat above {TRUSTED} in {bad}" if bad else ""
+        return (
+            f"elpd_loo {self.elpd:.2f} nats, standard error {self.se:.2f} "
+            f"(of {len(self.pointwise)} units{word})"
+        )
+
+
+def loo_units(
+    guide: Any, *args: Any, num_draws: int = 1000, points: int = 32, **kwargs: Any
+) -> UnitLOO:
+    """How well the other units predict all data of a unit, for each, without refitting.
+
+    Each unit's latent variables are integrated out (:mod:`pyro_ngvi.hierarchy.marginal`), since leaving
+    out data of a unit whose effect they alone inform fails with weights on that effect.  The globals
+    are reweighted by 1 / p(y_i | v), their tail smoothed (Vehtari et al. 2024); q of the globals
+    stands for their posterior.
+
+    Args:
+        guide: a trained :class:`~pyro_ngvi.AutoHierarchical`.
+        args: those of the model, with the data of the units that are left out in turn.
+        num_draws: draws of the globals.
+        points: draws of a unit's latent variables at each of them.
+        kwargs: keyword arguments of the model.
+
+    Raises:
+        ValueError: where data of units lie outside their plate, or for fewer than 25 draws.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> import pyro_ngvi as ngvi
+        >>> from pyro_ngvi.diagnostics import loo_units
+        >>> def model(y):
+        ...     m = pyro.sample("m", dist.Normal(0.0, 5.0))
+        ...     s = pyro.sample("s", dist.HalfNormal(5.0))
+        ...     with pyro.plate("schools", len(y)):
+        ...         u = pyro.sample("u", dist.Normal(m, s))
+        ...         pyro.sample("y", dist.Normal(u, 2.0), obs=y)
+        >>> y = torch.tensor([3.0, 5.0, 1.0, -2.0])
+        >>> guide = ngvi.AutoHierarchical(model)
+        >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(16))
+        >>> losses = [svi.step(y) for _ in range(30)]
+        >>> found = loo_units(guide, y)
+        >>> found.pointwise.shape
+        torch.Size([4])
+    """
+    log_l = guide.log_marginals(*args, num_draws=num_draws, points=points, **kwargs)
+    found = [_without(x, 0.0) for x in log_l.double().cpu().numpy().T]
+    pairs = torch.tensor([(term, weights.khat) for term, weights in found], dtype=torch.float64)
+    pointwise, khat = pairs.unbind(1)
+    se = float((len(found) * pointwise.var(correction=0)).sqrt())
+    return UnitLOO(float(pointwise.sum()), se, pointwise, khat)

@@ -16,11 +16,8 @@ def plot_influence(influence: Influence, ax: Any = None, *, label: int = 5) -> A
 
     Args:
         influence: what ``guide.influence()`` gives.
-        ax: matplotlib ``Axes``; ``None`` for those of a new figure.
+        ax: matplotlib ``Axes``, which are returned; ``None`` for those of a new figure.
         label: how many of the most influential get their number.
-
-    Returns:
-        The ``Axes``.
     """
     ax = _axes(ax)
     distance = influence.distance.detach().cpu()
@@ -51,10 +48,7 @@ def plot_sites(guide: Any, group: str | None = None, ax: Any = None) -> Any:
     Args:
         guide: a :class:`~pyro_ngvi.AutoSites`.
         group: name of a group of its data; not needed where there is one.
-        ax: matplotlib ``Axes``; ``None`` for those of a new figure.
-
-    Returns:
-        The ``Axes``.
+        ax: matplotlib ``Axes``, which are returned; ``None`` for those of a new figure.
 
     Raises:
         ValueError: for a group that is not there, and before the data of the last step are known.

@@ -5,13 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 from torch.distributions import biject_to
 
 from ..linalg.host import own_random_state
-from .draws import MIN_DRAWS, Draws, Fitted, random_state, sites_of_kind, warn_of_edges
-from .khat import KHat, khat_from_log_weights
-from .weights import evidence_of, missed_nats, prior_evidence, shift_of, steepest
+from .draws import Draws, Fitted, random_state, sites_of_kind, warn_of_edges
+from .khat import KHat
+from .weights import MIN_DRAWS, evidence_of, missed_nats, prior_evidence, shift_of, steepest
 
 #: times as many draws where k-hat alone doubts them, if they and their data are so many numbers at most
 MORE, MOST = 16, 50_000_000
@@ -65,12 +64,38 @@ def khat(
 
 
 def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
-    """What the weights of ``draws`` say, or those of 16 times as many where it is doubtful."""
-    found = _judged(fitted, draws, batch_size)
-    if not found.doubtful or not may_draw_more(fitted, draws):
-        return found
+    """What the weights of ``draws`` say, or those of 16 times as many where k-hat alone doubts them."""
     with own_random_state():
-        return _judged(fitted, fitted.draw(MORE * len(draws.log_q), batch_size), batch_size)
+        if draws.weights.doubtful and may_draw_more(fitted, draws):
+            draws = fitted.draw(MORE * len(draws.log_q), batch_size)
+        found, log_ratio = draws.weights, draws.log_ratio
+        values = {name: x.numpy(force=True) for name, x in draws.sites.items()}
+        weights = found.psis_log_weights if found.ess > 0.0 else found.log_weights
+        missed = None
+        # what depends on enumerated sites has no density of its own to draw from
+        if found.ess > 0.0 and fitted.joint is fitted.model:
+            few = max(len(log_ratio) // 4, MIN_DRAWS)
+            prior = prior_evidence(fitted.model, fitted.latent, few, batch_size)
+            missed = None if prior is None else missed_nats(prior, evidence_of(log_ratio))
+        spread = log_ratio.std(ddof=1) if np.isfinite(log_ratio).all() else np.nan
+        unconstrained = {}
+        for name, x in draws.values.items():
+            try:
+                theta = biject_to(fitted.sites[name]["fn"].support).inv(x)
+            except NotImplementedError:  # discrete, circular: no direction to move along
+                continue
+            if theta.is_floating_point():
+                unconstrained[name] = theta.numpy(force=True)
+        return replace(
+            found,
+            shifts={
+                name: shift_of(x, weights) for name, x in values.items() if x.dtype.kind == "f"
+            },
+            slope=steepest(unconstrained, log_ratio),
+            missed=missed,
+            elbo=float(log_ratio.mean()),
+            elbo_error=float(spread / len(log_ratio) ** 0.5),
+        )
 
 
 def may_draw_more(fitted: Fitted, draws: Draws) -> bool:
@@ -79,46 +104,3 @@ def may_draw_more(fitted: Fitted, draws: Draws) -> bool:
     numbers = sum(x.numel() for x in (*draws.values.values(), *draws.sites.values()))
     numbers += len(draws.log_q) * sum(fitted.sites[n]["fn"].shape().numel() for n in data)
     return MORE * numbers <= MOST
-
-
-def log_ratios(draws: Draws) -> np.ndarray:
-    """log p(data, z) - log q(z), (S,)."""
-    return _numbers(draws.log_joint - draws.log_q)
-
-
-def weights_of(draws: Draws) -> KHat:
-    """The weights of ``draws``, and their tail."""
-    return khat_from_log_weights(log_ratios(draws), draws.rounding)
-
-
-def _judged(fitted: Fitted, draws: Draws, batch_size: int | None) -> KHat:
-    found, log_ratio = weights_of(draws), log_ratios(draws)
-    values = {name: _numbers(x) for name, x in draws.sites.items()}
-    weights = found.psis_log_weights if found.ess > 0.0 else found.log_weights
-    missed = None
-    # what depends on enumerated sites has no density of its own to draw from
-    if found.ess > 0.0 and fitted.joint is fitted.model:
-        few = max(len(log_ratio) // 4, MIN_DRAWS)
-        prior = prior_evidence(fitted.model, fitted.latent, few, batch_size)
-        missed = None if prior is None else missed_nats(prior, evidence_of(log_ratio))
-    spread = log_ratio.std(ddof=1) if np.isfinite(log_ratio).all() else np.nan
-    unconstrained = {}
-    for name, x in draws.values.items():
-        try:
-            theta = biject_to(fitted.sites[name]["fn"].support).inv(x)
-        except NotImplementedError:  # discrete, circular: no direction to move along
-            continue
-        if theta.is_floating_point():
-            unconstrained[name] = _numbers(theta)
-    return replace(
-        found,
-        shifts={name: shift_of(x, weights) for name, x in values.items() if x.dtype.kind == "f"},
-        slope=steepest(unconstrained, log_ratio),
-        missed=missed,
-        elbo=float(log_ratio.mean()),
-        elbo_error=float(spread / len(log_ratio) ** 0.5),
-    )
-
-
-def _numbers(x: Tensor) -> np.ndarray:
-    return x.detach().cpu().numpy()

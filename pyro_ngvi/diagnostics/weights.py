@@ -49,6 +49,7 @@ from ..linalg.host import own_random_state
 from ..runtime.density import Sites, site_log_prob
 from ..runtime.model_density import Parts, map_draws
 
+MIN_DRAWS = 25  # fewer leave less than five weights for the tail
 FEWEST = 5  # weights that make a tail
 PART, FEWEST_OF_PART = 0.25, 90  # of the tail, where the whole of it may be none
 PRIOR_DRAWS, PRIOR_SHAPE = 10, 0.5
@@ -138,20 +139,17 @@ class Shift:
     errors.  Infinite where a moment of the draws is not finite.
     """
 
-    mean: np.ndarray
-    mean_error: np.ndarray
-    log_sd: np.ndarray
-    log_sd_error: np.ndarray
+    mean: Any
+    mean_error: Any
+    log_sd: Any
+    log_sd_error: Any
 
-    @property
-    def largest_mean(self) -> float:
-        """The largest change of a mean in sds, two standard errors included."""
-        return float((np.abs(self.mean) + 2 * self.mean_error).max(initial=0.0))
-
-    @property
-    def largest_log_sd(self) -> float:
-        """The largest change of a log sd, two standard errors included."""
-        return float((np.abs(self.log_sd) + 2 * self.log_sd_error).max(initial=0.0))
+    def errors(self, more: float) -> tuple[Any, Any]:
+        """Sizes of the changes of means and of log sds, and so many standard errors more."""
+        return (
+            abs(self.mean) + more * self.mean_error,
+            abs(self.log_sd) + more * self.log_sd_error,
+        )
 
 
 @dataclass(frozen=True)

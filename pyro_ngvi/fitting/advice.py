@@ -27,7 +27,7 @@ from ..losses import BatchedELBO
 from ..optim.host import find_blocks
 from ..runtime.density import innermost, is_latent
 from ..runtime.pyro_adapter import is_marked
-from ..runtime.run import Minibatches, run_plainly
+from ..runtime.run import look
 from ..runtime.store import ModuleParams, OwnName, claim_name, rename
 from ..sites import SitesELBO
 from ..sites.site_guide import SiteGuide
@@ -50,8 +50,8 @@ class Structure:
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
-        with poutine.block(), own_random_state(), torch.no_grad(), ModuleParams():
-            found = run_plainly(model, {}, args, kwargs, Minibatches())
+        with poutine.block(), ModuleParams():
+            found = look(model, {}, args, kwargs)
         latents = [s for s in found.values() if is_latent(s) and not is_marked(s)]
         latents = [s for s in latents if not s["fn"].support.is_discrete]
         self.sizes = {
@@ -189,7 +189,7 @@ def advise(
     own_loss, why_guide, why_rule = loss is not None, "as given", "as given"
     if guide is None:
         guide, why_guide = Structure(model, args, kwargs).guide()
-    kind = _class_of(guide)
+    kind = bare(guide) if _is_maker(guide) else type(guide)
     if rule is None:
         rule, why_rule = _rule_for(kind, guide)
     elif not isinstance(rule, PyroOptim) and str(rule.__module__).startswith(LOOKALIKES):
@@ -233,10 +233,6 @@ def _name_of(thing: Any, places: tuple[Any, ...]) -> str | None:
 def _is_maker(guide: Any) -> bool:
     """Whether something makes a guide of a model; else it is one."""
     return isinstance(bare(guide), type)
-
-
-def _class_of(guide: Any) -> type:
-    return bare(guide) if _is_maker(guide) else type(guide)
 
 
 def _rule_for(kind: type, guide: Any) -> tuple[Any, str]:

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import SequentialSampler
 
+from ..linalg.host import random_states, set_random_states
+
 
 class Batches:
     """Minibatches without end, each as a tuple of arguments: epoch after epoch of ``source``.
@@ -57,7 +59,7 @@ class Batches:
         for _ in range(2):
             if self._running is None:
                 self.epoch, self.position = self.epoch + 1, 0
-                self._start = random_states(self._generators())
+                self._start = all_random_states(self._generators())
                 self._running = iter(self.source)
             try:
                 batch = next(self._running)
@@ -112,10 +114,10 @@ class Batches:
                 f"The saved run's minibatches came from a loader with {len(state['own'])} generators "
                 f"of its own, and this one has {len(own)}: pass the loader of that run."
             )
-        before = random_states()
+        before = all_random_states()
         self._running, self._start = None, state["start"]
         if self._start is not None:
-            set_random_states(self._start, own)
+            set_all_random_states(self._start, own)
             self._running = iter(self.source)
             for taken in range(state["position"]):
                 if next(self._running, self) is self:
@@ -124,29 +126,28 @@ class Batches:
                         f"loader has {taken}: pass the loader of that run."
                     )
         self.epoch, self.position = state["epoch"], state["position"]
-        set_random_states(before)
+        set_all_random_states(before)
         for generator, saved in zip(own, state["own"], strict=True):
             generator.set_state(saved)
 
 
-def random_states(own: Iterable[torch.Generator] = ()) -> dict[str, Any]:
+def all_random_states(own: Iterable[torch.Generator] = ()) -> dict[str, Any]:
     """The random states of torch, its devices in use, NumPy, Python, and further generators."""
     numpy: Any = np.random.get_state(legacy=False)
     key = numpy["state"].pop("key", None)
+    on_cpu, *on_gpu = random_states()
     return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "torch": on_cpu,
+        "cuda": on_gpu,
         "numpy": numpy | {"key": None if key is None else torch.from_numpy(key.astype(np.int64))},
         "python": random.getstate(),
         "own": [g.get_state() for g in own],
     }
 
 
-def set_random_states(states: dict[str, Any], own: Iterable[torch.Generator] = ()) -> None:
-    """Put back what :func:`random_states` gave; other numbers of GPUs leave those as they are."""
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
+def set_all_random_states(states: dict[str, Any], own: Iterable[torch.Generator] = ()) -> None:
+    """Put back what :func:`all_random_states` gave."""
+    set_random_states([states["torch"], *states["cuda"]])
     numpy = dict(states["numpy"])
     key = numpy.pop("key")
     if key is not None:

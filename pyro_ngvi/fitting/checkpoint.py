@@ -25,7 +25,7 @@ from .._version import __version__
 from ..optim.host import NaturalGradientOptim, describe, find_blocks
 from ..optim.state import OthersState
 from ..runtime.store import module_name
-from .batches import Batches, random_states, set_random_states
+from .batches import Batches, all_random_states, set_all_random_states
 from .gap import gradients_taken_back
 from .stop import StopRule
 
@@ -123,7 +123,7 @@ def collect(svi: SVI, stop: Any = None, batches: Any = None, extra: Any = None) 
         "stop": None if stop is None else stop.state_dict(),
         "batches": None if batches is None else batches.state_dict(),
         "extra": extra,
-        "random": random_states(),
+        "random": all_random_states(),
     }
 
 
@@ -174,7 +174,7 @@ def restore(
         stop.load_state_dict(saved["stop"])
     if batches is not None:
         batches.load_state_dict(saved["batches"])
-    set_random_states(saved["random"])
+    set_all_random_states(saved["random"])
     return saved["extra"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from torch import Tensor, nn
 
 from ..linalg.host import own_random_state
 from ..runtime.checks import check_missing
-from ..runtime.run import Minibatches, run_both, run_plainly
+from ..runtime.run import Minibatches, look, run_both
 from ..runtime.store import ModuleParams
 from .advice import Advice, Structure, advise
 from .batches import Batches
 from .checkpoint import called, collect, read, restore, write
-from .ladder import climb
+from .ladder import Rung, climb
 from .progress import Progress, signals
 from .result import Result
 from .stop import StopRule
@@ -115,8 +116,8 @@ class Fit(Result):
         start = time.perf_counter()
         self._last = args = self.args if self.batches is None else next(self.batches)
         if not self.steps:
-            with poutine.block(), own_random_state(), torch.no_grad(), ModuleParams():
-                check_missing(run_plainly(self.model, {}, args, self.kwargs, Minibatches()))
+            with poutine.block(), ModuleParams():
+                check_missing(look(self.model, {}, args, self.kwargs))
         loss: Any = self.svi.step(*args, **self.kwargs)
         ended = self.stop(loss, *args, **self.kwargs)
         if self.stop.reason == "stalled":
@@ -128,9 +129,15 @@ class Fit(Result):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all of it to a file, for :func:`pyro_ngvi.load`; see :func:`pyro_ngvi.save`."""
         self.put_back()
-        advice = {"recipe": self.advice.recipe, "reasons": self.advice.reasons}
-        extra = {"fit": self.record_dict() | advice | {"tol": self.stop.tol}}
-        write(path, collect(self.svi, self.stop, self.batches, extra))
+        record = {
+            "seconds": self._seconds,
+            "why_stopped": self.why_stopped,
+            "rungs": [*map(astuple, self.rungs)],
+            "recipe": self.advice.recipe,
+            "reasons": self.advice.reasons,
+            "tol": self.stop.tol,
+        }
+        write(path, collect(self.svi, self.stop, self.batches, {"fit": record}))
 
     def _keep_params(self) -> None:
         """Copy the parameters that a later fit would train on, since they go by their names alone."""
@@ -333,7 +340,8 @@ def load(
     )
     found = Fit(made, args, kwargs, data, record["tol"])
     made.reasons = record["reasons"]
-    found.load_record(record)
+    found._seconds, found.why_stopped = list(record["seconds"]), record["why_stopped"]
+    found.rungs = tuple(Rung(*rung) for rung in record["rungs"])
     found.stop.load_state_dict(saved["stop"] | {"batches": None})
     found._saved, found._path = saved, path
     if args or kwargs:

@@ -205,7 +205,10 @@ class GapMeter:
             for block in self.blocks:
                 block.set_iterate_offset(None)
                 block.path_share = None
-            self.params = [_copies(block) for block in self.blocks]
+            self.params = [
+                {name: p.detach().clone() for name, p in block._current().items()}
+                for block in self.blocks
+            ]
             yield
         finally:
             for block, lag, lag_of, share in before:
@@ -238,10 +241,6 @@ def gradients_taken_back(blocks: Iterable[Any]) -> Iterator[None]:
         p.grad = None
     for block in blocks:
         block.curvature = None
-
-
-def _copies(block: Any) -> Tensors:
-    return {name: p.detach().clone() for name, p in block._current().items()}
 
 
 def _dot(a: Parts, b: Parts) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +29,8 @@ FIRST = 60.0
 
 @dataclass(frozen=True)
 class Rung:
-    """What one guide has reached.
-
-    Attributes:
-        guide: its name.
-        elbo: ELBO in nats, and ``error`` its standard error.
-        khat: k-hat of the importance weights.
-        decision: of the fit's ``verdict``.
-        why_stopped: of the fit.
-        seconds: of fit and verdict.
-    """
+    """What one guide has reached: its ELBO and standard ``error`` in nats, k-hat of its weights, the
+    verdict's decision, and the seconds of fit and verdict."""
 
     guide: str
     elbo: float
@@ -55,35 +47,21 @@ class Rung:
         )
 
 
-def guides(structure: Structure) -> Iterator[Any]:
-    """Guides of a model, the cheapest that suits it first."""
-    first, _ = structure.guide()
-    yield first
-    if structure.units is not None and first is not AutoHierarchical:
-        yield AutoHierarchical
-    if structure.d <= FLOW:
-        yield AutoCouplingFlow
-
-
 def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None) -> Any:
-    """The fit of the guide with the highest ELBO, of those up to the first that is good enough; of two
-    that no standard error tells apart, the one whose draws may be taken as they are.
+    """The best fit, as :func:`pyro_ngvi.fit` says of ``guide="auto"``; of two that no error tells
+    apart, the one whose draws may be taken as they are.  ``fit(guide, max_time, best)`` gives a fit;
+    ``best`` is that of the guides before, or with no guide the one to go on with.
 
-    Good enough are draws that may be taken as they are, or an ELBO that is no better than that of the
-    best guide before it by the standard error of the difference.  Where the model has parameters of its
-    own, which every guide would train, the first guide is all.
-
-    The first guide takes at most a minute, and goes on after the others if it was the best.  Each of
-    these takes at most four times as long as those before it, or ten seconds.
-
-    Args:
-        structure: what is known of the model.
-        fit: ``fit(guide, max_time, best)`` gives a fit; ``best``: that of the guides before, or with
-            no guide the one to go on with.
-        max_time: seconds in all.
+    Each further guide takes at most four times as long as those before it, or ten seconds.  Where the
+    model has parameters of its own, which every guide would train, the first guide is all.
     """
-    choices, total = [*guides(structure)], math.inf if max_time is None else max_time
-    choices = choices[:1] if len(choices) > 1 and _has_params(structure) else choices
+    choices, total = [structure.guide()[0]], math.inf if max_time is None else max_time
+    if structure.units is not None and AutoHierarchical not in choices:
+        choices.append(AutoHierarchical)
+    if structure.d <= FLOW:
+        choices.append(AutoCouplingFlow)
+    if len(choices) > 1 and _has_params(structure):
+        del choices[1:]
     best: Any = None
     fits, rungs, start = [], [], time.monotonic()
     for guide in choices:

@@ -26,12 +26,7 @@ NEWEST = 100
 
 
 class Progress:
-    """A tqdm bar in terminals and notebooks; in logs a line after 10 s, 20 s, 40 s ...
-
-    Args:
-        stop: the :class:`~pyro_ngvi.StopRule` of the loop.
-        shown: whether to show anything.
-    """
+    """A tqdm bar in terminals and notebooks; in logs a line after 10 s, 20 s, 40 s ..."""
 
     def __init__(self, stop: Any, shown: bool) -> None:
         self.stop, self.shown = stop, shown

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import astuple
-from functools import partial
+from functools import cached_property, partial
 from html import escape
 from typing import Any
 
@@ -26,6 +24,8 @@ LITTLE = 10_000
 HELD = 50_000_000
 #: data above which their likelihoods and predictions at 1,000 draws are not held unasked: 400 MB each
 MANY = 100_000
+#: what is read off a fit, and kept until its next step
+READ = "khat", "diagnosis", "verdict", "idata", "_structure"
 
 
 class Result:
@@ -48,25 +48,20 @@ class Result:
         self.why_stopped: str | None = None
         self.rungs: tuple[Rung, ...] = ()
         self._seconds: list[float] = []
-        self._kept: dict[Any, Any] = {}
+        self._forget()
 
     # --- how it came about
 
     def record(self, seconds: float) -> None:
-        """Note a step: what was read before is no longer so."""
-        self._kept.clear()
+        """Note a step."""
+        self._forget()
         self._seconds.append(seconds)
 
-    def record_dict(self) -> dict[str, Any]:
-        """What the stop rule does not record, for a checkpoint."""
-        rungs = [*map(astuple, self.rungs)]
-        return {"seconds": self._seconds, "why_stopped": self.why_stopped, "rungs": rungs}
-
-    def load_record(self, record: Mapping[str, Any]) -> None:
-        """Take over the record of a checkpoint."""
-        self._seconds = list(record["seconds"])
-        self.why_stopped = record["why_stopped"]
-        self.rungs = tuple(Rung(*rung) for rung in record["rungs"])
+    def _forget(self) -> None:
+        """What was read before is no longer so."""
+        self._loo: dict[str | None, Any] = {}
+        for name in READ:
+            vars(self).pop(name, None)
 
     def put_back(self) -> None:
         """Before anything is read."""
@@ -109,37 +104,30 @@ class Result:
 
     # --- whether to believe it
 
-    @property
+    @cached_property
     def khat(self) -> KHat:
         """Whether the draws may be taken as they are, from 1,000 of them at a fixed seed, fewer where
         they have more than 5 * 10^7 numbers."""
-        if "khat" not in self._kept:
-            self._kept["khat"] = diagnostics.khat(
-                self.model, self.guide, *self.args, num_samples=self._draws, seed=0, **self.kwargs
-            )
-        return self._kept["khat"]
+        return diagnostics.khat(
+            self.model, self.guide, *self.args, num_samples=self._draws, seed=0, **self.kwargs
+        )
 
-    @property
+    @cached_property
     def diagnosis(self) -> Diagnosis:
         """Whether to believe the guide, site by site: :func:`pyro_ngvi.diagnose`."""
-        if "diagnosis" not in self._kept:
-            self._need_all_data()
-            self._kept["diagnosis"] = found = diagnostics.diagnose(
-                self.model, self.guide, *self.args, seed=0, **self.kwargs
-            )
-            self._kept["khat"] = found.khat  # of the same draws
-        return self._kept["diagnosis"]
+        self._need_all_data()
+        found = diagnostics.diagnose(self.model, self.guide, *self.args, seed=0, **self.kwargs)
+        vars(self)["khat"] = found.khat  # of the same draws
+        return found
 
-    @property
+    @cached_property
     def verdict(self) -> KHat | Diagnosis:
         """The diagnosis, or k-hat, which costs less, where latent variables times data are more than
         10,000, or ``vmap`` cannot run the model; both have ``decision``, ``ok`` and ``verdict``."""
         d, data = self._structure.d, self._structure.data
-        if d * max(d, data) <= LITTLE and "chains" not in self._kept:
-            try:
+        with suppress(CannotBatch):
+            if d * max(d, data) <= LITTLE:
                 return self.diagnosis
-            except CannotBatch:
-                self._kept["chains"] = None
         return self.khat
 
     @property
@@ -159,12 +147,10 @@ class Result:
                 "model, guide and all data to khat, diagnose or to_arviz."
             )
 
-    @property
+    @cached_property
     def _structure(self) -> Structure:
-        if "structure" not in self._kept:
-            self._need_all_data()
-            self._kept["structure"] = Structure(self.model, self.args, self.kwargs)
-        return self._kept["structure"]
+        self._need_all_data()
+        return Structure(self.model, self.args, self.kwargs)
 
     @property
     def _draws(self) -> int:
@@ -175,15 +161,13 @@ class Result:
         """The ELBO of the guide in nats, and its standard error."""
         return self.khat.elbo, self.khat.elbo_error
 
-    @property
+    @cached_property
     def idata(self) -> Any:
         """Draws in ArviZ's container, as :func:`pyro_ngvi.to_arviz` gives them by default; without the
         log likelihoods and predictions of more than 100,000 data, which :meth:`loo` does not need."""
-        if "idata" not in self._kept:
-            held = self._structure.data <= MANY
-            groups = dict.fromkeys(("log_likelihood", "posterior_predictive"), held)
-            self._kept["idata"] = self.to_arviz(num_samples=self._draws, seed=0, **groups)
-        return self._kept["idata"]
+        held = self._structure.data <= MANY
+        groups = dict.fromkeys(("log_likelihood", "posterior_predictive"), held)
+        return self.to_arviz(num_samples=self._draws, seed=0, **groups)
 
     def to_arviz(self, **options: Any) -> Any:
         """:func:`pyro_ngvi.to_arviz` of the fit, with its options."""
@@ -198,17 +182,14 @@ class Result:
     def loo(self, var_name: str | None = None) -> Any:
         """Leaving out each datum in turn, by weights p / q unless the verdict has no use for them:
         :func:`pyro_ngvi.diagnostics.loo`.  ``AutoSites`` knows it better: ``fit.guide.loo()``."""
-        if ("loo", var_name) not in self._kept:
-            verdict = None
+        if var_name not in self._loo:
+            how: Any = {"num_samples": self._draws, "var_name": var_name, "seed": 0}
             with suppress(ValueError):  # there is none of a guide that is a point in some sites
-                verdict = self.verdict
-            self._kept["loo", var_name] = diagnostics.loo(
-                *(self.model, self.guide, *self.args),
-                **{"num_samples": self._draws, "var_name": var_name, "seed": 0},
-                verdict=verdict,
-                **self.kwargs,
+                how["verdict"] = self.verdict
+            self._loo[var_name] = diagnostics.loo(
+                self.model, self.guide, *self.args, **how, **self.kwargs
             )
-        return self._kept["loo", var_name]
+        return self._loo[var_name]
 
     # --- draws
 
@@ -227,10 +208,7 @@ class Result:
         """The ELBO over the steps, and above its last value the nats that were still to gain.
 
         Args:
-            ax: matplotlib ``Axes``; ``None`` for those of a new figure.
-
-        Returns:
-            The ``Axes``.
+            ax: matplotlib ``Axes``, which are returned; ``None`` for those of a new figure.
         """
         from matplotlib import pyplot
 

@@ -113,21 +113,20 @@ class StopRule:
         max_steps: int | None = None,
         max_time: float | None = None,
     ) -> None:
-        _check_positive(tol=tol or None, max_steps=max_steps, max_time=max_time)
         if not isinstance(svi, SVI):
             raise ValueError(
                 f"StopRule looks at a pyro.infer.SVI, and got {type(svi).__name__}. Make it with the "
                 f"SVI of the loop: stop = StopRule(svi)."
             )
-        self.svi, self.tol = svi, float(tol)
+        self.svi = svi
         self.batches = None if batches is None else Batches(batches)
-        self.max_steps, self.max_time = max_steps, max_time
         self.reason: str | None = None
         self.gap: Gap | None = None
         self.looks: list[tuple[int, Gap]] = []
         self.losses: list[float] = []
         self._lost, self._next, self._started = 0, FIRST, time.monotonic()
         self._wide: BatchedELBO | None = None
+        self.limit(max_steps, max_time, tol)
 
     def limit(
         self,
@@ -136,7 +135,13 @@ class StopRule:
         tol: float | None = None,
     ) -> None:
         """Put other limits, which count from here, in the place of those of before; so a ``tol``."""
-        _check_positive(tol=tol or None, max_steps=max_steps, max_time=max_time)
+        for name, value in {
+            "tol": tol or None,
+            "max_steps": max_steps,
+            "max_time": max_time,
+        }.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value!r}.")
         self.tol = self.tol if tol is None else float(tol)
         so_far = time.monotonic() - self._started
         self.max_steps = None if max_steps is None else self.steps + max_steps
@@ -264,7 +269,14 @@ class StopRule:
             blocks, gradient = [twin], twin.gradient
         else:
             gradient = partial(self._loss_and_grads(loss, particles), svi.model, svi.guide)
-        return GapMeter(blocks, self._by_number(gradient, args, kwargs))
+        batches: list[Any] = []
+
+        def numbered(s: int) -> Any:
+            own = self._arguments(s, batches, args)
+            with own_random_state(self._seed(s)):
+                return gradient(*own, **kwargs)
+
+        return GapMeter(blocks, numbered)
 
     def _loss_and_grads(self, loss: Any, particles: int) -> Callable[..., Any]:
         """That of the loss, with more particles where they are batched."""
@@ -284,19 +296,6 @@ class StopRule:
         blocks = [block for _, block in find_blocks(guide)]
         known = (not hasattr(b, "holds_sites") and b.family.known_fisher for b in blocks)
         return blocks if all(known) else []
-
-    def _by_number(
-        self, gradient: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Callable[[int], Any]:
-        """The gradient of noise and minibatch number s, which returns the loss."""
-        batches = []
-
-        def numbered(s: int) -> Any:
-            own = self._arguments(s, batches, args)
-            with own_random_state(self._seed(s)):
-                return gradient(*own, **kwargs)
-
-        return numbered
 
     def _seed(self, s: int) -> int:
         return 1_000 * self.steps + s
@@ -342,9 +341,3 @@ class StopRule:
         self._started = time.monotonic() - state["seconds"]
         if self.batches is not None and state["batches"] is not None:
             self.batches.load_state_dict(state["batches"])
-
-
-def _check_positive(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be positive, got {value!r}.")

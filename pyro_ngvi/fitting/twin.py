@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from operator import attrgetter, is_
 from typing import Any
 
@@ -16,6 +15,13 @@ from ..losses import BatchedELBO
 from ..runtime.density import LatentLayout
 from ..runtime.model_density import ModelDensity
 
+#: guides that have a twin
+GUIDES = (
+    autoguide.AutoNormal,
+    autoguide.AutoDiagonalNormal,
+    autoguide.AutoMultivariateNormal,
+    autoguide.AutoLowRankMultivariateNormal,
+)
 _NAMES = "Trace_ELBO", "TraceEnum_ELBO", "TraceGraph_ELBO"
 #: losses whose expectation is the negative ELBO; TraceMeanField_ELBO has another one with AutoNormal,
 #: where a support is constrained
@@ -24,18 +30,12 @@ ELBOS = {BatchedELBO, *(getattr(infer, kind + name) for kind in ("", "Jit") for 
 
 def has_twin(guide: Any, loss: Any) -> bool:
     """Whether the guide is one of Pyro's Gaussians, and the loss the ELBO."""
-    return type(guide) in _HELD and type(loss) in ELBOS and getattr(loss, "kl_weight", 1.0) == 1.0
+    return type(guide) in GUIDES and type(loss) in ELBOS and getattr(loss, "kl_weight", 1.0) == 1.0
 
 
 class Twin:
-    """What a guide of Pyro's holds, in a family of ours: a block for :class:`GapMeter`.
-
-    Args:
-        guide: the guide, of a kind that :func:`has_twin`.
-        model: its model.
-        args: arguments of the model.
-        kwargs: its keyword arguments.
-        particles: draws behind a gradient.
+    """What a guide of Pyro's that :func:`has_twin` holds, in a family of ours: a block for
+    :class:`GapMeter`, whose gradients come from so many ``particles``.
 
     Attributes:
         fits: whether all entries of the guide are trained, and are those of the model here.
@@ -46,7 +46,7 @@ class Twin:
     def __init__(self, guide: Any, model: Any, args: Any, kwargs: Any, particles: int) -> None:
         self._model, self._args, self._particles = model, args, particles
         self._density = ModelDensity(model, args, kwargs)
-        self.family, held = _HELD[type(guide)](guide, self._density.layout)
+        self.family, held = _held(guide, self._density.layout)
         self._params = {name: nn.Parameter(x.detach().clone()) for name, x in held.items()}
         sites = [name for name, _ in guide.prototype_trace.iter_stochastic_nodes()]
         same = sites == [*self._density.layout.transforms]
@@ -74,33 +74,20 @@ class Twin:
             p.grad = g
 
 
-def _by_site(guide: Any, layout: LatentLayout) -> tuple[Any, dict[str, Tensor]]:
-    loc, scale = (
-        torch.cat([attrgetter(name)(values).reshape(-1) for name in layout.transforms])
-        for values in (guide.locs, guide.scales)
-    )
+def _held(guide: Any, layout: LatentLayout) -> tuple[Any, dict[str, Tensor]]:
+    """Family and parameters of what a guide holds."""
+    kind = type(guide)
+    if kind is autoguide.AutoNormal:
+        loc, scale = (
+            torch.cat([attrgetter(name)(values).reshape(-1) for name in layout.transforms])
+            for values in (guide.locs, guide.scales)
+        )
+    else:
+        loc, scale = guide.loc, guide.scale
+    if kind is autoguide.AutoMultivariateNormal:
+        return FullRankNormal(), {"loc": loc, "scale_tril": scale[:, None] * guide.scale_tril}
+    if kind is autoguide.AutoLowRankMultivariateNormal:
+        factor = scale[:, None] * guide.cov_factor
+        held = {"loc": loc, "factor": factor, "log_scale": scale.log()}
+        return FactorNormal(factor.shape[1]), held
     return MeanFieldNormal(), {"loc": loc, "log_scale": scale.log()}
-
-
-def _diagonal(guide: Any, layout: LatentLayout) -> tuple[Any, dict[str, Tensor]]:
-    return MeanFieldNormal(), {"loc": guide.loc, "log_scale": guide.scale.log()}
-
-
-def _full(guide: Any, layout: LatentLayout) -> tuple[Any, dict[str, Tensor]]:
-    scale_tril = guide.scale[:, None] * guide.scale_tril
-    return FullRankNormal(), {"loc": guide.loc, "scale_tril": scale_tril}
-
-
-def _low_rank(guide: Any, layout: LatentLayout) -> tuple[Any, dict[str, Tensor]]:
-    factor = guide.scale[:, None] * guide.cov_factor
-    held = {"loc": guide.loc, "factor": factor, "log_scale": guide.scale.log()}
-    return FactorNormal(factor.shape[1]), held
-
-
-#: family and parameters of each
-_HELD: dict[Any, Callable[[Any, LatentLayout], tuple[Any, dict[str, Tensor]]]] = {
-    autoguide.AutoNormal: _by_site,
-    autoguide.AutoDiagonalNormal: _diagonal,
-    autoguide.AutoMultivariateNormal: _full,
-    autoguide.AutoLowRankMultivariateNormal: _low_rank,
-}

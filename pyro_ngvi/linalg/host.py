@@ -103,6 +103,24 @@ def own_random_state(seed: int | None = None) -> Iterator[None]:
         yield
 
 
+def random_states() -> list[Tensor]:
+    """The states of torch's generators, of a GPU where it is in use."""
+    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *on_gpu]
+
+
+def set_random_states(states: list[Tensor]) -> None:
+    """Put :func:`random_states` back; those of another number of GPUs are left as they are."""
+    torch.set_rng_state(states[0])
+    if states[1:] and len(states[1:]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states[1:])
+
+
+def same_states(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Whether two :func:`random_states` are the same."""
+    return all(map(torch.equal, a, b))
+
+
 def fixed_normal(*shape: int, seed: int) -> Tensor:
     """Normal numbers in float64 on the CPU, the same for the same seed; no random state is touched.
 

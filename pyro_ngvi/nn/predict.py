@@ -177,13 +177,9 @@ def _run(
             result["log_density"] = fn.log_prob(sites["y"]["value"])
         return {"y": result}
 
-    def unchecked() -> Sites:
-        with pyro.validation_enabled(False):
-            return look(program, first)
-
     if y is not None:  # under vmap nothing is validated
         first = {name: value[0] for name, value in values.items()}
-        check_data({"y": look(program, first)["y"]}, unchecked)
+        check_data({"y": look(program, first)["y"]}, program, first)
     return map_draws(program, reduce, values, num_samples, chunk_size)["y"]
 
 

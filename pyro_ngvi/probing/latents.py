@@ -26,7 +26,7 @@ from torch.distributions import VonMises, biject_to
 
 from ..linalg.host import fixed_normal, own_random_state
 from ..runtime.checks import bounds, check_whole_plates, moved
-from ..runtime.density import Sites, innermost, is_minibatch, site_log_prob
+from ..runtime.density import Sites, innermost, is_minibatch, sum_log_prob
 from ..runtime.pyro_adapter import masks_of
 from ..runtime.run import Minibatches, run_plainly
 
@@ -115,7 +115,7 @@ def _unseen(
     if not masked or any(map(is_minibatch, again.values())):
         return {}
     with torch.enable_grad():
-        here = _log_joint(again)
+        here = sum_log_prob(again)
         total = here + 0.0 * sum(leaf.sum() for leaf in leaves.values())
         grads = torch.autograd.grad(total, list(leaves.values()))
     found = {}
@@ -125,11 +125,6 @@ def _unseen(
         if lost.all() if masked[name].all() else lost.any():
             with torch.no_grad():
                 there = torch.where(lost, far[name], leaf)
-                if bool(_log_joint(run({name: there})) == here):
+                if bool(sum_log_prob(run({name: there})) == here):
                     found[name] = lost
     return found
-
-
-def _log_joint(sites: Sites) -> Tensor:
-    total: Any = sum(site_log_prob(site)[1].sum() for site in sites.values())
-    return total

@@ -13,7 +13,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..linalg.host import own_random_state
+from ..linalg.host import own_random_state, random_states, same_states
 from ..runtime.density import Site, Sites, free_dim, is_latent, site_log_prob, with_density
 from ..runtime.pyro_adapter import has_model, model_as_given
 from ..runtime.run import (
@@ -129,14 +129,9 @@ def _draws_all(model: Program, run: Conditioned) -> bool:
     for name, site in run.sites.items():
         if is_latent(site) and (name not in run.values or site["infer"].get("enumerate")):
             return False
-
-    def random_state() -> list[Tensor]:
-        on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return [torch.get_rng_state(), *on_devices]
-
-    before, values = random_state(), {name: site["value"] for name, site in run.sites.items()}
+    before, values = random_states(), {name: site["value"] for name, site in run.sites.items()}
     run_plainly(model, values, (), {}, Minibatches())
-    return all(map(torch.equal, before, random_state()))
+    return same_states(before, random_states())
 
 
 def _check(
@@ -169,28 +164,25 @@ def _check(
 
 def _vectorized(model: Program, guide: Program, particles: Any) -> Sites:
     """The sample sites of a model with vectorised particles, as ``Trace_ELBO`` runs it."""
-    recorder, where = poutine.trace(particles(guide)), ""
+    ran, where = Conditioned({}, Minibatches()), ""
     try:
         with pyro.validation_enabled(False):  # Pyro's own messages do not name the cause
-            draws = recorder.get_trace()
-            recorder = poutine.trace(poutine.replay(particles(model), trace=draws))
-            recorder()
-            sites = _sample_sites(recorder.trace)
-            for name, site in sites.items():
+            with ran:
+                particles(guide)()
+            ran = Conditioned({n: x["value"] for n, x in ran.sites.items()}, Minibatches())
+            with ran:
+                particles(model)()
+            for name, site in ran.sites.items():
                 if not site_is_subsample(site):
                     where = f"in the log_prob of the site {name!r}"
                     site["log_prob"] = site_log_prob(site)[1]
     except (RuntimeError, ValueError) as error:
-        names = list(_sample_sites(recorder.trace))
+        names = list(ran.sites)
         where = where or (f"after the site {names[-1]!r}" if names else "before its first site")
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         reason = textwrap.shorten(reason, 80, placeholder=" ...")
         raise _wrong(f"the program fails {where}: {reason}") from error
-    return sites
-
-
-def _sample_sites(trace: Any) -> Sites:
-    return {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
+    return ran.sites
 
 
 def _per_particle(site: Site, shape: torch.Size, size: int) -> Tensor:

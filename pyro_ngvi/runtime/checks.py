@@ -7,9 +7,10 @@ later ones by :class:`LaterData`, on a CPU and against supports without latent v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
+import pyro
 import torch
 from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.util import site_is_subsample
@@ -29,7 +30,8 @@ from .density import (
     site_log_prob,
     with_density,
 )
-from .pyro_adapter import masks_of
+from .pyro_adapter import unmasked
+from .run import Program, Values, look
 
 
 def check_guide(sites: Sites) -> None:
@@ -109,11 +111,11 @@ def check_missing(sites: Sites) -> None:
             raise ValueError(f"The site {name!r} cannot be evaluated: {_of_nan(site)}")
 
 
-def check_data(checked: Sites, run_unchecked: Callable[[], Sites]) -> None:
-    """Refuse observed values outside the support; the second run is at the same draw, unvalidated.
+def check_data(checked: Sites, program: Program, values: Values) -> None:
+    """Refuse observed values outside the support, for the sites of a run of ``program`` at ``values``.
 
-    A support may depend on the latents (Uniform(0, z)).  Where the density is then zero by itself, the
-    draw is merely impossible.  What a mask hides may be anything.
+    A support may depend on the latents (Uniform(0, z)).  Where the density is then zero by itself, as a
+    run without validation tells, the draw is merely impossible.  What a mask hides may be anything.
     """
     for name, site in checked.items():
         if site_kind(site) != "observed":
@@ -121,12 +123,13 @@ def check_data(checked: Sites, run_unchecked: Callable[[], Sites]) -> None:
         try:
             _validated_log_prob(site)
         except ValueError:
-            unchecked = run_unchecked().get(name)
+            with pyro.validation_enabled(False):
+                unchecked = look(program, values).get(name)
             if unchecked is None:
                 raise
             impossible = float(site_log_prob(unchecked)[1].sum()) == -torch.inf
             bad = ~site["fn"].support.check(site["value"])
-            if not impossible and (not bad.any() or _unhidden(bad, site).any()):
+            if not impossible and (not bad.any() or (bad & unmasked(site, torch.all)).any()):
                 raise
 
 
@@ -171,7 +174,7 @@ class LaterData:
             else:
                 nan = value.isnan()
                 bad = ~(good | (nan.flatten(-fn.event_dim).any(-1) if fn.event_dim else nan))
-                if host_bool(_unhidden(bad, site).any()):
+                if host_bool((bad & unmasked(site, torch.all)).any()):
                     raise ValueError(
                         f"The site {name!r} cannot be evaluated: its value in this step, of shape "
                         f"{tuple(value.shape)}, is not within the support ({fn.support!r}) of "
@@ -196,14 +199,6 @@ def _is_told(site: Site) -> bool:
         return False
     good = _within(site["fn"].support, value)
     return good is not None and host_bool(good.all()) is True
-
-
-def _unhidden(bad: Tensor, site: Site) -> Tensor:
-    """The entries that no mask hides; of an event that is masked in part nothing is said."""
-    for mask, left_out in masks_of(site):
-        within = site["fn"].event_dim - left_out
-        bad = bad & (mask.flatten(-within).all(-1) if within and isinstance(mask, Tensor) else mask)
-    return bad
 
 
 class LatentSupports:
@@ -255,18 +250,17 @@ def _kept_bounds(support: Any) -> list[Any]:
 
 def moved(before: list[Any], now: list[Any], ask: Any = host_bool) -> bool:
     """Whether bounds are known to differ; by ``ask=bool`` a device is waited for."""
-    return len(before) != len(now) or any(
-        _differ(a, b, ask) for a, b in zip(before, now, strict=True)
-    )
-
-
-def _differ(a: Any, b: Any, ask: Any) -> bool:
-    a, b = torch.as_tensor(a), torch.as_tensor(b)
-    if ask((a == b).all()) is not False:
-        return False
-    # bounds that are sums over the data change by their rounding when the data come in another order
-    eps = max((torch.finfo(x.dtype).eps for x in (a, b) if x.is_floating_point()), default=0.0)
-    return not torch.isclose(a.double(), b.double(), rtol=1e3 * eps, atol=0.0).all()
+    if len(before) != len(now):
+        return True
+    for a, b in zip(map(torch.as_tensor, before), map(torch.as_tensor, now), strict=True):
+        if ask((a == b).all()) is False:
+            # sums over the data move by their rounding when the data come in another order
+            eps = max(
+                (torch.finfo(x.dtype).eps for x in (a, b) if x.is_floating_point()), default=0.0
+            )
+            if not torch.isclose(a.double(), b.double(), rtol=1e3 * eps, atol=0.0).all():
+                return True
+    return False
 
 
 def plain_support(support: Any) -> Any:

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from pyro.distributions import MaskedDistribution
 from pyro.infer.autoguide import AutoContinuous, AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.messenger import Messenger
+from torch import Tensor
 from torch.distributions import Transform
 
 from .density import layers_of
@@ -49,14 +51,21 @@ def give_model(guide: AutoGuide, model: Callable[..., Any]) -> None:
 
 
 @contextmanager
-def model_under(guide: AutoGuide, handler: Messenger) -> Iterator[None]:
-    """Run the model of ``guide`` under ``handler``, inside of those that its guide puts around."""
-    given = guide._model
-    guide._model = (handler(guide.model),)
+def kept_whole(guide: AutoGuide) -> Iterator[None]:
+    """Put model and master back, which ``AutoGuide.__getstate__`` takes from the original too."""
+    model, master = guide._model, guide.master
     try:
         yield
     finally:
-        guide._model = given
+        guide._model, guide.master = model, master
+
+
+@contextmanager
+def model_under(guide: AutoGuide, handler: Messenger) -> Iterator[None]:
+    """Run the model of ``guide`` under ``handler``, inside of those that its guide puts around."""
+    with kept_whole(guide):
+        guide._model = (handler(guide.model),)
+        yield
 
 
 def _inside(model: Any, handler: type[Messenger]) -> Any:
@@ -99,6 +108,21 @@ def masks_of(site: Any) -> list[tuple[Any, int]]:
     return [*masks, *((layer._mask, layer.event_dim) for layer in layers)]
 
 
+def unmasked(site: Any, of_event: Callable[..., Tensor] = torch.any) -> bool | Tensor:
+    """Which data of a sample site its masks leave, in a shape that broadcasts to that of its terms.
+
+    An event that is masked in part is left, or with ``of_event=torch.all`` it is not.
+    """
+    left: bool | Tensor = True
+    for mask, left_out in masks_of(site):
+        inside = site["fn"].event_shape[: site["fn"].event_dim - left_out]
+        if inside and isinstance(mask, Tensor):
+            mask = mask.expand(torch.broadcast_shapes(mask.shape, inside))
+            mask = of_event(mask.flatten(-len(inside)), -1)
+        left = left & mask
+    return left
+
+
 def particle_plate(site: Any) -> CondIndepStackFrame | None:
     """The plate that an ELBO puts around model and guide to vectorise its particles, if it is the
     only plate of ``site``."""
@@ -130,13 +154,3 @@ def forget_cached(transform: Any) -> None:
         for name in vars(t):
             if name.startswith("_cached"):
                 setattr(t, name, (None, None) if name == "_cached_x_y" else None)
-
-
-@contextmanager
-def kept_whole(guide: AutoGuide) -> Iterator[None]:
-    """Around ``AutoGuide.__getstate__``, which takes model and master from the original too."""
-    model, master = guide._model, guide.master
-    try:
-        yield
-    finally:
-        guide._model, guide.master = model, master

@@ -266,11 +266,6 @@ def traced_params(seen: Any) -> list[Any]:
     return [leaf_of(site["value"]) for site in sites if site["type"] == "param"]
 
 
-def states_to_restore(optim: Any) -> dict[str, Any]:
-    """The saved states of parameters that ``optim`` has not met since ``set_state``; a live dict."""
-    return optim._state_waiting_to_be_consumed
-
-
 @contextmanager
 def whole_gradients() -> Iterator[None]:
     """Around a loss and its backward pass: ``.grad`` of what Pyro's store holds gets all, or nothing.

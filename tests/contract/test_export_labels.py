@@ -167,7 +167,7 @@ def test_guide_of_another_model_is_refused(data: tuple[Tensor, Tensor]) -> None:
         hand_written(X, y)
         pyro.sample("extra", dist.Normal(X.new_zeros(()), 1.0))
 
-    with pytest.raises(ValueError, match=r"samples the sites \['extra'\]"):
+    with pytest.raises(ValueError, match="guide samples 'extra', which is no site of the model"):
         to_arviz(model, other, *data, num_samples=S)
 
 

@@ -14,7 +14,6 @@ from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoContinuous, AutoGuideList, AutoMultivariateNormal
 from pyro.nn import PyroModule
 from pyro.ops.special import safe_log
-from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 
 from pyro_ngvi import AutoMeanFieldNormal
 from pyro_ngvi.runtime.density import batched_safe_log
@@ -26,7 +25,7 @@ from pyro_ngvi.runtime.pyro_adapter import (
     particle_plate,
     unblocked,
 )
-from pyro_ngvi.runtime.store import claim_name, module_name, rename, states_to_restore
+from pyro_ngvi.runtime.store import claim_name, module_name, rename
 
 
 def model() -> None:
@@ -174,14 +173,3 @@ def test_pyro_takes_its_safe_logarithm_from_a_class_of_pyro_ops_special() -> Non
         values = torch.func.vmap(safe_log)(x.detach())
     assert torch.equal(values, safe_log(x)), "safe_log no longer looks up `_SafeLog` when called"
     torch.testing.assert_close(batched, theirs)
-
-
-def test_optimizers_keep_states_until_their_parameters_come() -> None:
-    saved = {"w": {"state": {}, "param_groups": []}}
-    optim = Adam({"lr": 0.1})
-    assert states_to_restore(optim) == {}
-    optim.set_state(saved)
-    assert states_to_restore(optim) == saved, (
-        "PyroOptim no longer keeps restored states in `_state_waiting_to_be_consumed`: change "
-        "states_to_restore() in pyro_ngvi/runtime/store.py, or an undone step loses them."
-    )
