@@ -899,8 +899,8 @@ SITES = (
     Mutant(
         "CVI: sign of H m in the targets",
         "sites/loss.py",
-        "gradient - (hessian @ mean.unsqueeze(-1)).squeeze(-1), -hessian",
-        "gradient + (hessian @ mean.unsqueeze(-1)).squeeze(-1), -hessian",
+        "return gradient - matvec(hessian, mean), -hessian",
+        "return gradient + matvec(hessian, mean), -hessian",
         ("test_cvi",),
     ),
     Mutant(
@@ -990,7 +990,7 @@ SITES = (
     Mutant(
         "proper step: evidence of the whole step after a share of it",
         "sites/algebra.py",
-        "evidence = after.where(share == 1.0, before.plus(step, share))",
+        "evidence = choose(share == 1.0, after, before.plus(step, share))",
         "evidence = after",
         ("test_proper_step",),
     ),
