@@ -719,10 +719,10 @@ FISHER = (
         ("test_fisher_guesses",),
     ),
     Mutant(
-        "dense: sign in Sherman-Morrison",
+        "dense: sign in Woodbury",
         "fisher/inverse.py",
-        "(1.0 + rows[0] @ b[0])",
-        "(1.0 - rows[0] @ b[0])",
+        "device=rows.device) + rows @ b.mT",
+        "device=rows.device) - rows @ b.mT",
         ("test_inversion_free",),
     ),
     Mutant(

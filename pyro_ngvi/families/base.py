@@ -166,8 +166,7 @@ class Family(ABC):
 
     def _noise(self, params: Tensors, shape: torch.Size) -> Tensor:
         like = next(iter(params.values()))
-        noise_shape = (*shape, self.noise_dim(params))
-        return torch.randn(noise_shape, dtype=like.dtype, device=like.device)
+        return torch.randn(*shape, self.noise_dim(params), dtype=like.dtype, device=like.device)
 
     def centred_draw(self, params: Tensors, shape: torch.Size) -> Tensor:
         """As :meth:`draw`, of noise whose mean over all draws is zero; see :func:`centred`."""
@@ -197,11 +196,10 @@ class Family(ABC):
         return interpolate(average, params, rate)
 
     def not_finite(self, params: Tensors) -> Tensor:
-        """Entries of z (d,) at which ``params`` (or ``grads``) are not finite; all of them where no
-        entry of loc says which."""
+        """Entries of z (d,) that are not finite in ``params`` or ``grads``; all, if only others are."""
         own = ~torch.isfinite(params["loc"])
         found = torch.stack([~torch.isfinite(v).all() for v in params.values()]).any()
-        return own | (found & ~own.any())
+        return torch.where(own.any(), own, found)
 
     def mean(self, params: Tensors) -> Tensor:
         """Expectation of z, (d,); by default of 4,096 draws, as all moments and quantiles here."""
@@ -213,8 +211,7 @@ class Family(ABC):
 
     def covariance(self, params: Tensors) -> Tensor:
         """The d x d covariance matrix.  For small d: plots, tests, summaries."""
-        d = self.dim(params)
-        return torch.cov(self.fixed_draws(params).mT).reshape(d, d)
+        return torch.atleast_2d(torch.cov(self.fixed_draws(params).mT))
 
     def scale_tril(self, params: Tensors) -> Tensor:
         """Lower triangular L (d, d) with L L' the covariance.  For small d."""

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
-from .base import LOG_2PI, NormalFamily, Tensors, with_backward
+from .base import NormalFamily, Tensors, with_backward
 
 
 def _draw(loc: Tensor, A: Tensor, B: Tensor, noise: Tensor) -> Tensor:
@@ -142,11 +142,6 @@ class MatrixNormal(NormalFamily):
     def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
         return self._whiten(params, z).transpose(0, 1).reshape(z.shape)
 
-    def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
-        w = self._whiten(params, z)
-        square = w.square().sum((0, 2)).reshape(z.shape[:-1])
-        return -0.5 * (square + z.shape[-1] * LOG_2PI) - self.log_det(params)
-
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         A, B = self._factors(params)
         w = self._whiten(params, z).transpose(0, 1)
@@ -158,10 +153,6 @@ class MatrixNormal(NormalFamily):
             "row_tril": (left @ w.mT).tril() - torch.diag(self.columns / A.diagonal()),
             "column_tril": (right.mT @ w).tril() - torch.diag(self.rows / B.diagonal()),
         }
-
-    def covariance(self, params: Tensors) -> Tensor:
-        A, B = self._factors(params)
-        return torch.kron(A @ A.mT, B @ B.mT)
 
     def scale_tril(self, params: Tensors) -> Tensor:
         return torch.kron(*self._factors(params))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..linalg.cholesky import SMALLEST
-from .base import LOG_2PI, NormalFamily, Tensors, clamp_exponent
+from .base import NormalFamily, Tensors, clamp_exponent
 
 #: 1 + a + a^2 / 2 stands for exp(a) near 0 only, and below -1 it rises again
 LARGEST = 1.0
@@ -67,16 +67,10 @@ class MeanFieldNormal(NormalFamily):
         w = self.noise_of(params, z)
         return {"loc": w * (-params["log_scale"]).exp(), "log_scale": w.square() - 1.0}
 
-    def entropy(self, params: Tensors) -> Tensor:
-        return (params["log_scale"] + 0.5 * (1.0 + LOG_2PI)).sum()
-
     def kl(self, params: Tensors, other: Tensors) -> Tensor:
         log_ratio = params["log_scale"] - other["log_scale"]
         w = self.noise_of(other, params["loc"])
         return 0.5 * ((2.0 * log_ratio).exp() - 1.0 - 2.0 * log_ratio + w.square()).sum()
-
-    def covariance(self, params: Tensors) -> Tensor:
-        return torch.diag((2.0 * params["log_scale"]).exp())
 
     def scale_tril(self, params: Tensors) -> Tensor:
         return torch.diag(self.stddev(params))

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -117,16 +117,13 @@ class AffineMap:
 
     @property
     def names(self) -> tuple[str, ...]:
-        parts = (self.shift, self.log_scale, self.rotation, self.triangle)
-        return tuple(name for name in parts if name)
+        return tuple(filter(None, astuple(self)))
 
     def start(self, like: Tensor, factor: float, shift: float) -> Tensors:
         """The parts of x -> factor x + shift, for x of the shape (d,) of ``like``."""
-        stretch = torch.full_like(like, factor)
-        parts = (torch.full_like(like, shift), stretch.log(), torch.diag(torch.ones_like(like)))
-        names = (self.shift, self.log_scale, self.rotation, self.triangle)
-        both = zip(names, (*parts, torch.diag(stretch)), strict=True)
-        return {name: v for name, v in both if name}
+        shift_by, stretch = torch.full_like(like, shift), torch.full_like(like, factor)
+        parts = shift_by, stretch.log(), torch.diag(torch.ones_like(like)), torch.diag(stretch)
+        return {name: v for name, v in zip(astuple(self), parts, strict=True) if name}
 
     def linear(self, params: Tensors, x: Tensor) -> Tensor:
         """L x, or W (s o x)."""

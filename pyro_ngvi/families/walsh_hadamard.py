@@ -126,14 +126,16 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
     def dim(self, params: Tensors) -> int:
         return self.entries
 
+    def _log_noise(self, params: Tensors) -> Tensor:
+        """log sigma; 0 where nothing is outside of the space."""
+        return params[NOISE] if self.rest else params["loc"].new_zeros(())
+
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         # coordinates of white noise within and without the space are independent
         frame = self._frame()
         e = self.coordinates_of(noise, frame)
         u = self.embed(self.gaussian.rsample(params, e), frame)
-        if not self.rest:
-            return u
-        return u + params[NOISE].exp() * (noise - self.embed(e, frame))
+        return u + self._log_noise(params).exp() * (noise - self.embed(e, frame))
 
     def mean(self, params: Tensors) -> Tensor:
         return self.embed(params["loc"])
@@ -144,11 +146,10 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
         v, outside = self._split(z)
+        log_noise = self._log_noise(params)
+        square = (outside * (-log_noise).exp()).square().sum(-1)
         inside = self.gaussian.log_prob(params, v)
-        if not self.rest:
-            return inside
-        w = outside * (-params[NOISE]).exp()
-        return inside - 0.5 * w.square().sum(-1) - self.rest * (params[NOISE] + 0.5 * LOG_2PI)
+        return inside - 0.5 * square - self.rest * (log_noise + 0.5 * LOG_2PI)
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         v, outside = self._split(z)
@@ -159,25 +160,21 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
         return own | {NOISE: w.square().sum(-1) - self.rest}
 
     def log_det(self, params: Tensors) -> Tensor:
-        inside = self.gaussian.log_det(params)
-        return inside + self.rest * params[NOISE] if self.rest else inside
+        return self.gaussian.log_det(params) + self.rest * self._log_noise(params)
 
     def covariance(self, params: Tensors) -> Tensor:
         frame = self._frame()
         inside = self.embed(self.embed(self.gaussian.covariance(params), frame).mT, frame)
-        if not self.rest:
-            return inside
         identity = torch.eye(self.entries, dtype=inside.dtype, device=inside.device)
         outside = identity - self.embed(self.coordinates_of(identity, frame), frame)
-        return inside + (2.0 * params[NOISE]).exp() * outside
+        return inside + (2.0 * self._log_noise(params)).exp() * outside
 
     def stddev(self, params: Tensors) -> Tensor:
         index, weights = self._frame()
         share = weights.square()  # of each entry in the square of its coordinate y
         inside = self._class_stddev(params).index_select(0, index) * weights.abs()
-        if not self.rest:
-            return inside
-        return torch.hypot(inside, params[NOISE].exp() * (1.0 - share).clamp_min(0.0).sqrt())
+        outside = self._log_noise(params).exp() * (1.0 - share).clamp_min(0.0).sqrt()
+        return torch.hypot(inside, outside)
 
     def _class_stddev(self, params: Tensors) -> Tensor:
         """sd of each y_k, (K,); norms, because squares would overflow sooner."""

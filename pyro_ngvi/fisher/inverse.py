@@ -97,14 +97,10 @@ def first_guess(scores: Tensor, sizes: list[int]) -> Tensor:
 def _add_outer_products(inverse: Tensor, rows: Tensor) -> Tensor:
     """(H + rows' rows)^-1 from H^-1 (D, D), for rows (S, D); symmetric to the last bit."""
     b = rows @ inverse
-    if len(rows) == 1:
-        b = b[0] / (1.0 + rows[0] @ b[0]).sqrt()
-        # not torch.addr, whose two triangles may be rounded differently; so may those of a product
-        return inverse - b[:, None] * b
     capacitance = torch.eye(len(rows), dtype=rows.dtype, device=rows.device) + rows @ b.mT
     factor, _ = torch.linalg.cholesky_ex(capacitance)
     b = torch.linalg.solve_triangular(factor, b, upper=False)
-    half = 0.5 * (b.mT @ b)
+    half = 0.5 * (b.mT @ b)  # the two triangles of a product may be rounded differently
     return inverse - (half + half.mT)
 
 
