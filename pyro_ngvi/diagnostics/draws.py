@@ -244,28 +244,31 @@ def with_likelihood(fitted: Fitted) -> list[str]:
     data = sites_of_kind(fitted.in_sum, "observed")
     observed = {name: fitted.sites[name] for name in sites_of_kind(fitted.sites, "observed")}
     whole = [n for n in data if n not in observed and not fitted.in_sum[n]["cond_indep_stack"]]
-    notes = []
     if whole:
-        notes.append(
+        warnings.warn(
             f"The data {', '.join(map(repr, whole))} share an enumerated variable and have no "
-            f"likelihood by example: left out. A plate of independent series gives it theirs."
+            f"likelihood by example: left out. A plate of independent series gives it theirs.",
+            UserWarning,
+            stacklevel=3,
         )
-    notes += [
-        f"The observed site {name!r} stands under poutine.scale, so the posterior holds p^c and "
-        f"log_likelihood log p: az.loo and waic are wrong here; AutoSites.loo() is not. "
-        f"log_likelihood=False leaves the group out."
-        for name, site in observed.items()
-        if bool((torch.as_tensor(site["scale"]) != 1.0).any())
-    ]
+    for name, site in observed.items():
+        if bool((torch.as_tensor(site["scale"]) != 1.0).any()):
+            warnings.warn(
+                f"The observed site {name!r} stands under poutine.scale, so the posterior holds "
+                f"p^c and log_likelihood log p: az.loo and waic are wrong here; AutoSites.loo() is "
+                f"not. log_likelihood=False leaves the group out.",
+                UserWarning,
+                stacklevel=3,
+            )
     plates = {frame.name for site in observed.values() for frame in site["cond_indep_stack"]}
-    notes += [
-        f"The pyro.factor {name!r} lies in a plate with data, and log_likelihood does not have it. "
-        f"Where it is a likelihood az.loo is wrong: make it an observed site."
-        for name, site in fitted.sites.items()
-        if site_kind(site) == "factor" and plates & {f.name for f in site["cond_indep_stack"]}
-    ]
-    for note in notes:
-        warnings.warn(note, UserWarning, stacklevel=3)
+    for name, site in fitted.sites.items():
+        if site_kind(site) == "factor" and plates & {f.name for f in site["cond_indep_stack"]}:
+            warnings.warn(
+                f"The pyro.factor {name!r} lies in a plate with data, and log_likelihood does not "
+                f"have it. Where it is a likelihood az.loo is wrong: make it an observed site.",
+                UserWarning,
+                stacklevel=3,
+            )
     return [name for name in data if name not in whole]
 
 
