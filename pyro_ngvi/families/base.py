@@ -166,7 +166,7 @@ class Family(ABC):
 
     def _noise(self, params: Tensors, shape: torch.Size) -> Tensor:
         like = next(iter(params.values()))
-        return torch.randn(*shape, self.noise_dim(params), dtype=like.dtype, device=like.device)
+        return torch.randn((*shape, self.noise_dim(params)), dtype=like.dtype, device=like.device)
 
     def centred_draw(self, params: Tensors, shape: torch.Size) -> Tensor:
         """As :meth:`draw`, of noise whose mean over all draws is zero; see :func:`centred`."""

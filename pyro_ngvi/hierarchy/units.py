@@ -203,7 +203,11 @@ class Units:
             if isinstance(fn, td.Normal):
                 blocks.append(site.rows(fn.scale.expand(fn.batch_shape) ** -2).diag_embed())
                 continue
-            P = fn.precision_matrix.movedim(site.axis - 1, 0)  # behind a matrix, not a vector
+            # not its precision_matrix, whose gradient fails where the matrix is nearly singular
+            root = fn.scale_tril.expand(*fn.batch_shape, *fn.event_shape, *fn.event_shape)
+            one = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
+            inverse = torch.linalg.solve_triangular(root, one, upper=False)
+            P = (inverse.mT @ inverse).movedim(site.axis - 1, 0)  # behind a matrix, not a vector
             blocks += P.reshape(len(P), -1, *P.shape[-2:]).unbind(1)
         return torch.func.vmap(torch.block_diag)(*blocks)
 
