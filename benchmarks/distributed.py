@@ -31,9 +31,9 @@ from .stepping import circumstances, heading, line
 
 #: rows and latent variables of logistic regressions, and the guide
 CASES = {
-    "full rank, d = 50": (60_000, 50, "AutoFullRankNormal"),
-    "full rank, d = 500": (10_000, 500, "AutoFullRankNormal"),
-    "mean field, d = 100,000": (200, 100_000, "AutoMeanFieldNormal"),
+    "full rank, d = 50": (400_000, 50, "AutoFullRankNormal"),
+    "full rank, d = 500": (60_000, 500, "AutoFullRankNormal"),
+    "mean field, d = 100,000": (500, 100_000, "AutoMeanFieldNormal"),
 }
 #: seconds to send a message, and bytes a second, of links for the last table
 LINKS = {"10 Gbit Ethernet": (5e-5, 1.2e9), "InfiniBand": (5e-6, 2.5e10)}
@@ -106,8 +106,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--json", type=Path, help="write all results to this file")
     parser.add_argument("--work", nargs=6, help=argparse.SUPPRESS)
     p = parser.parse_args(arguments)
