@@ -1097,6 +1097,30 @@ DIAGNOSTICS = (
     ),
 )
 
+PROCESSES = (
+    Mutant(
+        "processes: the terms of a shard count once",
+        "distributed/shards.py",
+        'msg["scale"] = msg["scale"] * self.factor',
+        'msg["scale"] = msg["scale"] * 1',
+        ("../contract/test_distributed",),
+    ),
+    Mutant(
+        "processes: rows of all ranks as if they were of one",
+        "distributed/statistics.py",
+        "(world_size() ** 0.5 if name == ROWS else world_size())",
+        "world_size()",
+        ("../contract/test_distributed",),
+    ),
+    Mutant(
+        "processes: parameters of rank 0 are not taken",
+        "distributed/svi.py",
+        "take_from_first([v.detach() for v in tensors.values()])",
+        "take_from_first([v.detach().clone() for v in tensors.values()])",
+        ("../contract/test_distributed",),
+    ),
+)
+
 MUTANTS = (
     *RULES,
     *STEPS,
@@ -1107,6 +1131,7 @@ MUTANTS = (
     *CURVATURE,
     *SITES,
     *DIAGNOSTICS,
+    *PROCESSES,
 )
 
 
