@@ -50,9 +50,14 @@ def connect(backend: str | None = None, timeout: float = 600.0) -> None:
     atexit.register(dist.destroy_process_group)  # or threads of gloo may outlive the interpreter
 
 
+def is_connected() -> bool:
+    """Whether processes know of each other."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def is_alone() -> bool:
     """Whether there is one process only."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    return not is_connected() or dist.get_world_size() == 1
 
 
 def rank() -> int:
@@ -68,7 +73,7 @@ def world_size() -> int:
 def check_connected() -> None:
     """Refuse processes of ``torchrun`` that are not connected: each would fit its shard alone."""
     asked = int(os.environ.get("WORLD_SIZE", "1"))
-    if asked > 1 and not (dist.is_available() and dist.is_initialized()):
+    if asked > 1 and not is_connected():
         raise RuntimeError(
             f"torchrun started {asked} processes that are not connected yet. Call "
             f"pyro_ngvi.distributed.connect() first."
@@ -88,21 +93,19 @@ def in_touch(doing: str) -> Iterator[None]:
         ) from error
 
 
-def mean_over_ranks(x: Tensor, doing: str = "summing the statistics of a step") -> Tensor:
-    """The mean of ``x``, the same bits on all ranks; ``x`` is used up."""
-    if not is_alone():
-        x /= world_size()
-        with in_touch(doing):
-            dist.all_reduce(x)
+def mean_over_ranks(x: Tensor) -> Tensor:
+    """The mean of ``x`` over several ranks, the same bits on all; ``x`` is used up."""
+    x /= world_size()
+    with in_touch("summing the statistics of a step"):
+        dist.all_reduce(x)
     return x
 
 
 def extremes(x: Tensor, doing: str) -> tuple[Tensor, Tensor]:
-    """The least and the largest of integers ``x`` over the ranks, entry by entry."""
+    """The least and the largest of integers ``x`` over several ranks, entry by entry."""
     both = torch.stack([~x, x])  # ~x = -1 - x turns the order around
-    if not is_alone():
-        with in_touch(doing):
-            dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    with in_touch(doing):
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
     return ~both[0], both[1]
 
 

@@ -21,10 +21,18 @@ ROWS, DRAWS = "rows", ("draws", "residuals")
 
 
 def average(
-    losses: list[Any], params: list[Tensor], blocks: list[Any], own_draws: bool, step: int
+    losses: list[Any],
+    params: list[Tensor],
+    blocks: list[Any],
+    *,
+    own_draws: bool,
+    step: int,
+    like: Tensor,
 ) -> list[Tensor]:
-    """The losses, averaged over ranks, as are the gradients of ``params`` and what ``blocks`` hold."""
-    like = params[0] if params else torch.zeros(())
+    """The losses, averaged over ranks, as are the gradients of ``params`` and what ``blocks`` hold.
+
+    Losses that are numbers go where ``like`` is, as NCCL sums on GPUs alone.
+    """
     flat = [(x if isinstance(x, Tensor) else like.new_tensor(x)).detach() for x in losses]
     flat += [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     held = [b for b in blocks if b.curvature is not None]

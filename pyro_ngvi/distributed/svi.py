@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unfla
 from ..linalg.host import own_random_state
 from ..optim.host import NaturalGradientOptim, describe, find_blocks
 from ..optim.rule import require
-from ..optim.state import OthersState
+from ..optim.state import OthersState, is_power_of_two
 from ..runtime.run import Minibatches, run_both
-from ..runtime.store import traced_params
+from ..runtime.store import BASELINES, traced_params
 from .processes import (
     check_connected,
     extremes,
@@ -44,8 +44,6 @@ from .processes import (
 from .shards import Multiplied, check_terms, terms_of
 from .statistics import average
 
-#: what Pyro calls the running means of ``TraceGraph_ELBO`` in its parameter store
-BASELINES = "__baseline"
 #: keeps the random numbers of ranks apart
 APART = 0x9E3779B97F4A7C15
 
@@ -82,8 +80,8 @@ class DistributedSVI(SVI):
         """One step, as ``SVI.step``: the loss of all ranks before it, in nats."""
         loss = super().step(*args, **kwargs)
         self._steps += 1
-        often = self._steps < self._check_every and self._steps & (self._steps - 1) == 0
-        if often or self._steps % self._check_every == 0:
+        early = self._steps < self._check_every and is_power_of_two(self._steps)
+        if early or self._steps % self._check_every == 0:
             self.check()
         return loss
 
@@ -93,6 +91,8 @@ class DistributedSVI(SVI):
         Raises:
             RuntimeError: on all ranks, where they are not the same bits; it names the first tensor.
         """
+        if is_alone():
+            return
         held: dict[str, Tensor] = dict(self._leaves)
         ours = isinstance(self.optim, NaturalGradientOptim)
         state = self.optim.get_state() if ours else OthersState(self.guide).save(self.optim)
@@ -136,8 +136,9 @@ class DistributedSVI(SVI):
             return loss
         losses, spec = tree_flatten(loss)
         blocks = [block for _, block in find_blocks(self.guide)] if params else []
-        means = average(losses, params, blocks, self.own_noise, self._steps)
-        return tree_unflatten(means, spec)
+        like = next(iter(self._leaves.values()), torch.zeros(()))
+        how: Any = {"own_draws": self.own_noise, "step": self._steps, "like": like}
+        return tree_unflatten(average(losses, params, blocks, **how), spec)
 
     @contextmanager
     def _as_one_of_all(self, args: Any, kwargs: Any) -> Iterator[None]:
@@ -146,7 +147,8 @@ class DistributedSVI(SVI):
         The random state is that of all ranks before and after, so that the optimizer draws alike.
         """
         if not self._is_open:
-            self._open(args, kwargs)
+            with poutine.block():
+                self._open(args, kwargs)
             self._is_open = True
         seed = int(torch.randint(2**62, (), device="cpu"))
         if self.own_noise:
@@ -157,7 +159,7 @@ class DistributedSVI(SVI):
     def _open(self, args: Any, kwargs: Any) -> None:
         """Before the first step: one random state and one set of parameters, and what the data are."""
         share_random_state()
-        with poutine.block(), poutine.trace(param_only=True) as seen:
+        with poutine.trace(param_only=True) as seen:
             self._look(args, kwargs)
         found = zip(seen.trace.nodes, traced_params(seen), strict=True)
         self._leaves = dict(sorted(found, key=lambda item: item[0]))
@@ -169,8 +171,7 @@ class DistributedSVI(SVI):
         tensors = self._leaves | buffers
         _check_alike(from_all({k: (tuple(v.shape), str(v.dtype)) for k, v in tensors.items()}))
         take_from_first([v.detach() for v in tensors.values()])
-        with poutine.block():
-            terms = from_all(terms_of(self._look(args, kwargs)))
+        terms = from_all(terms_of(self._look(args, kwargs)))
         check_terms(terms, self._plates, self._scaled_to)
 
     def _look(self, args: Any, kwargs: Any) -> Any:

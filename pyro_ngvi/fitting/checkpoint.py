@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from .._version import __version__
 from ..optim.host import NaturalGradientOptim, describe, find_blocks
 from ..optim.state import OthersState
-from ..runtime.store import module_name
+from ..runtime.store import BASELINES, module_name
 from .batches import Batches, all_random_states, set_all_random_states
 from .gap import gradients_taken_back
 from .stop import StopRule
@@ -32,8 +32,6 @@ from .stop import StopRule
 FORMAT = 1
 #: what stands behind the file of ``torch.save``, which does not mind
 DIGEST = hashlib.sha256
-#: what Pyro calls the running means of ``TraceGraph_ELBO`` in its parameter store
-BASELINES = "__baseline"
 
 
 def save(

@@ -24,6 +24,8 @@ from torch.distributions import constraints
 # a store's file then loads with weights_only=True: our parameters have no other constraint
 torch.serialization.add_safe_globals([type(constraints.real)])
 
+#: what Pyro calls the running means of ``TraceGraph_ELBO`` in the store
+BASELINES = "__baseline"
 #: names that guides of this process have, or had
 _claimed: set[str] = set()
 #: the tensors that guides of this process have put into the store, or taken over, by name
