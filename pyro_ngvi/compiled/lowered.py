@@ -50,7 +50,7 @@ class Lowering:
                 arguments = [sys.executable, "-c", PROGRAM, str(path)]
                 here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
                 self._process = subprocess.Popen(arguments, stdout=errors, stderr=errors, env=here)
-            finalize(self, self._process.kill)
+            finalize(self, _end, self._process)
         except Exception as error:  # no interpreter to start, a graph that cannot be stored
             self.reason = f"Inductor cannot be started: {type(error).__name__}, {str(error)[:100]}"
 
@@ -76,6 +76,11 @@ class Lowering:
             run = lowered(self._graph, self._examples)
         strides = [x.stride() for x in self._examples]
         return lambda *tensors: run(*map(_with_strides, tensors, strides))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
 
 
 def _with_strides(x: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -67,9 +67,11 @@ class CompiledSVI(SVI):
         reason: why no faster tier did it, a sentence; "" where nothing is in the way.
     """
 
-    def __init__(self, svi: SVI, inductor: bool = True, wait: bool = False) -> None:
+    def __init__(
+        self, svi: SVI, inductor: bool = True, wait: bool = False, warn: bool = True
+    ) -> None:
         vars(self).update(vars(svi))
-        self._inductor, self._wait = inductor, wait
+        self._inductor, self._wait, self._warn = inductor, wait, warn
         self._known: OrderedDict[Any, _Known] = OrderedDict()
         self._told: set[str] = set()
         self.tier, self.reason = "eager", ""
@@ -128,7 +130,7 @@ class CompiledSVI(SVI):
             loss = known.graph.step(args, kwargs, data)
             known.refused = known.graph.refused
             self.tier, self.reason = known.graph.tier, known.refused or known.graph.reason
-            self._tell(self.reason)
+            self._tell(self.reason, self._warn or bool(known.refused))
         return loss, known, data
 
     def _first(self, known: _Known, args: Any, kwargs: Any) -> Any:
@@ -151,11 +153,11 @@ class CompiledSVI(SVI):
 
     def _eager(self, reason: str, args: Any, kwargs: Any) -> Any:
         self.tier, self.reason = "eager", reason
-        self._tell(reason)
+        self._tell(reason, self._warn)
         return super().step(*args, **kwargs)
 
-    def _tell(self, reason: str) -> None:
-        if reason and reason not in self._told:
+    def _tell(self, reason: str, warn: bool) -> None:
+        if warn and reason and reason not in self._told:
             self._told.add(reason)
             warnings.warn(
                 f"pyro_ngvi.compile: no graph of this step, since {reason}.", stacklevel=5
@@ -247,7 +249,9 @@ def _around(program: Any) -> list[Any]:
     return [x if isinstance(x, PLAIN) else id(x) for x in found]
 
 
-def compile(svi: SVI, *, inductor: bool = True, wait: bool = False) -> CompiledSVI:
+def compile(
+    svi: SVI, *, inductor: bool = True, wait: bool = False, warn: bool = True
+) -> CompiledSVI:
     """An ``SVI`` that takes the same steps as ``svi`` without the Python in them.
 
     Args:
@@ -256,6 +260,7 @@ def compile(svi: SVI, *, inductor: bool = True, wait: bool = False) -> CompiledS
         inductor: let PyTorch's Inductor make code of the graph, in the background (half a minute of
             another core; it needs a C++ compiler).
         wait: wait for it, at the second step.
+        warn: tell why steps stay eager, as ``reason`` does in any case.
 
     Raises:
         TypeError: for anything but an ``SVI``, and for one whose class has another step.
@@ -287,4 +292,4 @@ def compile(svi: SVI, *, inductor: bool = True, wait: bool = False) -> CompiledS
             f"compile takes the step of pyro.infer.SVI; {type(svi).__name__} has a step of its own, so "
             f"pass a plain SVI."
         )
-    return CompiledSVI(svi, inductor, wait)
+    return CompiledSVI(svi, inductor, wait, warn)

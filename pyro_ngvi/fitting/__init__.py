@@ -4,8 +4,9 @@ from .advice import Advice, advise
 from .batches import Batches
 from .checkpoint import save
 from .compare import compare
-from .fit import Fit, fit, load
+from .fit import Fit, fit
 from .gap import Gap
+from .load import load
 from .stop import StopRule
 
 __all__ = [

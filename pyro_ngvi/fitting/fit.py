@@ -12,23 +12,27 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer import SVI
 from torch import Tensor, nn
 
+from ..compiled import CompiledSVI
+from ..compiled import compile as compile_svi
 from ..linalg.host import own_random_state
+from ..optim.rule import require
 from ..runtime.checks import check_missing
 from ..runtime.run import Minibatches, look, run_both
 from ..runtime.store import ModuleParams
 from .advice import Advice, Structure, advise
 from .batches import Batches
-from .checkpoint import called, collect, read, restore, write
-from .ladder import Rung, climb
+from .checkpoint import called, collect, restore, write
+from .ladder import climb
 from .progress import Progress, signals
 from .result import Result
 from .stop import StopRule
 
 #: seconds between checkpoints
 EVERY = 60.0
+#: seconds and steps after which ``compile="auto"`` records a step, which takes as long as 100 to 400
+LONG = 5.0, 300
 
 
 class Fit(Result):
@@ -41,13 +45,21 @@ class Fit(Result):
     """
 
     def __init__(
-        self, advice: Advice, args: Any, kwargs: Any, data: Iterable[Any] | None, tol: float
+        self,
+        advice: Advice,
+        args: Any,
+        kwargs: Any,
+        data: Iterable[Any] | None,
+        tol: float,
+        compile: bool | str = False,
     ) -> None:
         super().__init__(advice.model, args, kwargs)
         self.advice = advice
-        self.svi: SVI = advice.svi()
+        self.svi: Any = advice.svi()
         self.batches = None if data is None else Batches(data)
         self.stop = StopRule(self.svi, tol, batches=data)
+        require(compile in (True, False, "auto"), "compile", 'be True, False or "auto"', compile)
+        self.compile = compile
         self._saved: dict[str, Any] | None = None
         self._path: Any = None
         self._params: dict[str, Tensor] = {}
@@ -118,6 +130,10 @@ class Fit(Result):
         if not self.steps:
             with poutine.block(), ModuleParams():
                 check_missing(look(self.model, {}, args, self.kwargs))
+        if self.compile and not isinstance(self.svi, CompiledSVI):
+            is_long = self.steps >= LONG[1] and self.seconds >= LONG[0]
+            if self.compile is True or is_long:
+                self.svi = compile_svi(self.svi, warn=self.compile is True)
         loss: Any = self.svi.step(*args, **self.kwargs)
         ended = self.stop(loss, *args, **self.kwargs)
         if self.stop.reason == "stalled":
@@ -136,6 +152,7 @@ class Fit(Result):
             "recipe": self.advice.recipe,
             "reasons": self.advice.reasons,
             "tol": self.stop.tol,
+            "compile": self.compile,
         }
         write(path, collect(self.svi, self.stop, self.batches, {"fit": record}))
 
@@ -187,6 +204,7 @@ def fit(
     max_time: float | None = None,
     tol: float = 0.05,
     seed: int | None = None,
+    compile: bool | str = False,
     progress: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
     every: float = EVERY,
@@ -221,6 +239,9 @@ def fit(
         max_time: the same in seconds.
         tol: nats of ELBO that may be left to gain within the guide's family; 0 to go on to a limit.
         seed: of all random numbers, as by ``pyro.set_rng_seed``.
+        compile: whether the steps run as graphs, see :func:`pyro_ngvi.compile`; ``"auto"`` for a run
+            that has taken five seconds and 300 steps.  Inductor's code then takes over when it is ready, so that two
+            runs of one seed agree up to rounding, no longer to the last bit.
         progress: whether to show a bar, or lines at growing intervals where the output is no terminal.
         checkpoint: a file that is written every so often and at the end; :func:`pyro_ngvi.load`.
         every: seconds between checkpoints.
@@ -259,7 +280,7 @@ def fit(
         advice = advise(model, *first, guide=guide, **parts, **kwargs)
         if by_ladder:
             advice.reasons = (f"{called(guide)}, by the ladder", *advice.reasons[1:])
-        made = Fit(advice, args, kwargs, data, tol)
+        made = Fit(advice, args, kwargs, data, tol, compile)
         # the file holds the best that has ended
         path = checkpoint if best is None else None
         return made.resume(max_time=max_time, checkpoint=path, **how)
@@ -276,74 +297,3 @@ def _is_true(answer: Any) -> bool:
     """Whether a callback says that it is enough: by a truth value, not by what it happens to return."""
     kind, entries = getattr(answer, "dtype", type(answer)), getattr(answer, "shape", ())
     return kind in (bool, torch.bool) and not entries and bool(answer)
-
-
-def load(
-    path: str | os.PathLike[str],
-    run: SVI | Callable[..., Any],
-    *args: Any,
-    stop: StopRule | None = None,
-    batches: Batches | None = None,
-    guide: Any = None,
-    optim: Any = None,
-    loss: Any = None,
-    data: Iterable[Any] | None = None,
-    **kwargs: Any,
-) -> Any:
-    """Go on where a run was saved: the steps after it are those of an unbroken run, bit for bit.
-
-    Of a hand-written loop (:func:`pyro_ngvi.save`) make model, guide, optimizer and loss by the same
-    code as then, and pass the SVI.  Of a fit pass the model: ``ngvi.load(path, model).resume(X, y)``.
-    The file may come from another device: values come to where guide and model are.
-
-    Args:
-        path: the file.
-        run: the ``pyro.infer.SVI``, new or used; or for a fit the model.
-        args: arguments of the model: guide and loss learn from them what there is, by a step that is
-            taken back.  For a fit they may come later.
-        stop: a stop rule for the SVI, which takes over what that of the run had seen.
-        batches: minibatches of the loop, of the same data.
-        guide: for a fit that was given a guide of its own, as then; so ``optim`` and ``loss``.
-        data: minibatches of a fit.
-        kwargs: keyword arguments of the model.
-
-    Returns:
-        For an SVI what was given to ``save`` as ``extra``; for a model the :class:`Fit`.
-
-    Raises:
-        FileNotFoundError: where there is no file.
-        ValueError: for a file that is damaged or something else, and for a run of another model, guide,
-            optimizer or precision.
-    """
-    saved = read(path)
-    if not isinstance(run, SVI) and (stop is not None or batches is not None):
-        raise ValueError(
-            "load: stop= and batches= go with an SVI; a fit has them, and takes data=."
-        )
-    if isinstance(run, SVI):
-        return restore(saved, run, args, kwargs, stop, batches, f"load: {path}")
-    record = (saved["extra"] or {}).get("fit") if isinstance(saved["extra"], dict) else None
-    if record is None:
-        raise ValueError(
-            f"load: {path} is of a hand-written loop: pass its pyro.infer.SVI, not a model."
-        )
-    recipe, given = record["recipe"], {"guide": guide, "optim": optim, "loss": loss}
-    for name, value in given.items():
-        if value is None and recipe[name] is None:
-            raise ValueError(
-                f"load: {path} is of a fit with a {name} of its own: pass {name}= as it was then."
-            )
-        given[name] = recipe[name] if value is None else value
-    particles = recipe["num_particles"] if loss is None else None
-    made = advise(
-        run, guide=given["guide"], optim=given["optim"], loss=loss, num_particles=particles
-    )
-    found = Fit(made, args, kwargs, data, record["tol"])
-    made.reasons = record["reasons"]
-    found._seconds, found.why_stopped = list(record["seconds"]), record["why_stopped"]
-    found.rungs = tuple(Rung(*rung) for rung in record["rungs"])
-    found.stop.load_state_dict(saved["stop"] | {"batches": None})
-    found._saved, found._path = saved, path
-    if args or kwargs:
-        found.put_back()
-    return found

@@ -238,7 +238,10 @@ class Result:
         lines = [f"Fit: {self.advice}"]
         gap = self._gap
         left = f", {gap.nats:.2g} +- {gap.error:.1g} nats to go" if gap is not None else ""
-        lines.append(f"{self.why_stopped} after {self.steps} steps, {self.seconds:.2g} s{left}")
+        tier, reason = getattr(self.svi, "tier", ""), getattr(self.svi, "reason", "")
+        how = f" ({tier}{', since ' * bool(reason)}{reason})" if tier else ""
+        took = f"{self.steps} steps{how}, {self.seconds:.2g} s"
+        lines.append(f"{self.why_stopped} after {took}{left}")
         try:
             verdict, (elbo, error) = self._verdict_in_words, self.elbo
             lines.append(f"ELBO {elbo:.2f} +- {error:.2f} nats. {verdict}")

@@ -388,6 +388,7 @@ def test_what_is_given_is_taken() -> None:
         ({"checkpoint": "/no/such/folder/run"}, "there is no such folder"),
         ({"max_steps": 0}, "max_steps must be positive, got 0"),
         ({"tol": -1.0}, "tol must be positive, got -1.0"),
+        ({"compile": "always"}, "compile must be True, False or \"auto\", got 'always'"),
         ({"data": iter([])}, "gone through again"),
     ],
 )
@@ -395,6 +396,35 @@ def test_bad_options_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says) as refused:
         ngvi.fit(logistic, A, b, **options)
     assert len(str(refused.value)) <= 240
+
+
+def test_compiled_steps_are_the_same(tmp_path: Path) -> None:
+    eager = ngvi.fit(logistic, A, b, seed=0, tol=0.0, max_steps=30, progress=False)
+    pyro.clear_param_store()
+    fit = ngvi.fit(logistic, A, b, seed=0, tol=0.0, max_steps=20, progress=False, compile=True)
+    assert "max_steps after 20 steps (replay), " in repr(fit)
+    fit.save(tmp_path / "fit.pt")
+    pyro.clear_param_store()
+    loaded = ngvi.load(tmp_path / "fit.pt", logistic, A, b).resume(max_steps=10, progress=False)
+    assert loaded.svi.tier in ("replay", "inductor")
+    np.testing.assert_allclose(loaded.losses, eager.losses, rtol=1e-10)
+
+
+@pytest.mark.filterwarnings("error")
+def test_long_runs_are_compiled_if_asked_and_stay_eager_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def branching(X: Tensor, y: Tensor) -> None:
+        logistic(X, y) if y.sum() > 0 else logistic(-X, y)
+
+    fit = ngvi.fit(logistic, A, b, max_steps=5, tol=0.0, progress=False, compile="auto")
+    assert type(fit.svi) is SVI
+    monkeypatch.setattr(sys.modules[ngvi.fitting.Fit.__module__], "LONG", (0.0, 2))
+    fit = ngvi.fit(branching, A, b, max_steps=9, tol=0.0, progress=False, compile="auto")
+    assert fit.svi.tier == "eager" and f"(eager, since {fit.svi.reason})" in repr(fit)
+    pyro.clear_param_store()
+    fit = ngvi.fit(logistic, A, b, max_steps=9, tol=0.0, progress=False, compile="auto")
+    assert fit.svi.tier == "replay"
 
 
 def test_minibatches_of_a_loader() -> None:

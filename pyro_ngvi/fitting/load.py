@@ -1,0 +1,87 @@
+"""A run that goes on from a file, by hand or by ``fit``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pyro.infer import SVI
+
+from .advice import advise
+from .batches import Batches
+from .checkpoint import read, restore
+from .fit import Fit
+from .ladder import Rung
+from .stop import StopRule
+
+
+def load(
+    path: str | os.PathLike[str],
+    run: SVI | Callable[..., Any],
+    *args: Any,
+    stop: StopRule | None = None,
+    batches: Batches | None = None,
+    guide: Any = None,
+    optim: Any = None,
+    loss: Any = None,
+    data: Iterable[Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Go on where a run was saved: the steps after it are those of an unbroken run, bit for bit.
+
+    Of a hand-written loop (:func:`pyro_ngvi.save`) make model, guide, optimizer and loss by the same
+    code as then, and pass the SVI.  Of a fit pass the model: ``ngvi.load(path, model).resume(X, y)``.
+    The file may come from another device: values come to where guide and model are.
+
+    Args:
+        path: the file.
+        run: the ``pyro.infer.SVI``, new or used; or for a fit the model.
+        args: arguments of the model: guide and loss learn from them what there is, by a step that is
+            taken back.  For a fit they may come later.
+        stop: a stop rule for the SVI, which takes over what that of the run had seen.
+        batches: minibatches of the loop, of the same data.
+        guide: for a fit that was given a guide of its own, as then; so ``optim`` and ``loss``.
+        data: minibatches of a fit.
+        kwargs: keyword arguments of the model.
+
+    Returns:
+        For an SVI what was given to ``save`` as ``extra``; for a model the :class:`Fit`.
+
+    Raises:
+        FileNotFoundError: where there is no file.
+        ValueError: for a file that is damaged or something else, and for a run of another model, guide,
+            optimizer or precision.
+    """
+    saved = read(path)
+    if not isinstance(run, SVI) and (stop is not None or batches is not None):
+        raise ValueError(
+            "load: stop= and batches= go with an SVI; a fit has them, and takes data=."
+        )
+    if isinstance(run, SVI):
+        return restore(saved, run, args, kwargs, stop, batches, f"load: {path}")
+    record = (saved["extra"] or {}).get("fit") if isinstance(saved["extra"], dict) else None
+    if record is None:
+        raise ValueError(
+            f"load: {path} is of a hand-written loop: pass its pyro.infer.SVI, not a model."
+        )
+    recipe, given = record["recipe"], {"guide": guide, "optim": optim, "loss": loss}
+    for name, value in given.items():
+        if value is None and recipe[name] is None:
+            raise ValueError(
+                f"load: {path} is of a fit with a {name} of its own: pass {name}= as it was then."
+            )
+        given[name] = recipe[name] if value is None else value
+    particles = recipe["num_particles"] if loss is None else None
+    made = advise(
+        run, guide=given["guide"], optim=given["optim"], loss=loss, num_particles=particles
+    )
+    found = Fit(made, args, kwargs, data, record["tol"], record.get("compile", False))
+    made.reasons = record["reasons"]
+    found._seconds, found.why_stopped = list(record["seconds"]), record["why_stopped"]
+    found.rungs = tuple(Rung(*rung) for rung in record["rungs"])
+    found.stop.load_state_dict(saved["stop"] | {"batches": None})
+    found._saved, found._path = saved, path
+    if args or kwargs:
+        found.put_back()
+    return found
