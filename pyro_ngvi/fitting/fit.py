@@ -240,8 +240,8 @@ def fit(
         tol: nats of ELBO that may be left to gain within the guide's family; 0 to go on to a limit.
         seed: of all random numbers, as by ``pyro.set_rng_seed``.
         compile: whether the steps run as graphs, see :func:`pyro_ngvi.compile`; ``"auto"`` for a run
-            that has taken five seconds and 300 steps.  Inductor's code then takes over when it is ready, so that two
-            runs of one seed agree up to rounding, no longer to the last bit.
+            that has taken five seconds and 300 steps.  Once Inductor's code takes over, two runs of one
+            seed agree up to rounding, no longer to the last bit.
         progress: whether to show a bar, or lines at growing intervals where the output is no terminal.
         checkpoint: a file that is written every so often and at the end; :func:`pyro_ngvi.load`.
         every: seconds between checkpoints.
