@@ -101,6 +101,7 @@ class Fitted:
         shown: the latent and deterministic sites whose values the sum leaves as they are: a function
             of an enumerated site has the shape of all its values there.
         parameters: those of the model, constrained; those of the guide are in its draws.
+        whole: the model, where it is that of several processes, which are all at the same call then.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Fitted:
                 f"The model is an {kind}, a guide: give the model first, then the guide."
             )
         self.model, self.guide = partial(model, *args, **kwargs), partial(guide, *args, **kwargs)
+        self.whole: Any = model if hasattr(model, "over_ranks") else None
         with torch.no_grad():
             of_guide, of_model = run_both(model, guide, args, kwargs, Minibatches())
         refuse_minibatches(
@@ -179,11 +181,14 @@ class Fitted:
             }
 
         found = map_draws(self.joint, evaluated, values, num_samples, batch_size)
+        density = found["density"]
+        if self.whole:
+            density = {what: self.whole.over_ranks(x) for what, x in density.items()}
         return Draws(
             values,
             of_guide["log"],
-            found["density"]["log"],
-            64.0 * sum(float(x["squares"].max()) ** 0.5 for x in (found["density"], of_guide)),
+            density["log"],
+            64.0 * sum(float(x["squares"].max()) ** 0.5 for x in (density, of_guide)),
             found["values"],
             found["log_prior"],
             found["log_likelihood"],
@@ -252,7 +257,8 @@ def with_likelihood(fitted: Fitted) -> list[str]:
             stacklevel=3,
         )
     for name, site in observed.items():
-        if bool((torch.as_tensor(site["scale"]) != 1.0).any()):
+        scale = torch.as_tensor(site["scale"])
+        if bool(((scale != 1.0) & (scale != getattr(fitted.whole, "factor", 1.0))).any()):
             warnings.warn(
                 f"The observed site {name!r} stands under poutine.scale, so the posterior holds "
                 f"p^c and log_likelihood log p: az.loo and waic are wrong here; AutoSites.loo() is "

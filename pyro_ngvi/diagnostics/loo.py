@@ -113,6 +113,8 @@ def loo(
             num_samples *= MORE
             draws = fitted.draw(num_samples, batch_size)
             found = _left_out(fitted, draws, name, rows, weigh, batch_size)
+    if found.shape[1] > len(rows):  # with those of other processes
+        shape = {f"{name}_seen": found.shape[1]}
     return elpd_data(found[0], found[1], found[2], shape, num_samples)
 
 
@@ -140,7 +142,10 @@ def _left_out(
     smooth = draws.weights.psis_log_weights if weigh else log_ratio - np.log(size)
     parts = rows.split(max(1, HELD // size))
     found = [_one(x, log_ratio, smooth) for part in parts for x in terms(part).cpu().numpy().T]
-    return np.array(found).reshape(-1, 4).T
+    left_out = np.array(found).reshape(-1, 4).T
+    if fitted.whole:
+        left_out = np.hstack(fitted.whole.of_all(left_out, fitted.in_sum[name]))
+    return left_out
 
 
 def _one(

@@ -73,7 +73,8 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         weights = found.psis_log_weights if found.ess > 0.0 else found.log_weights
         missed = None
         # what depends on enumerated sites has no density of its own to draw from
-        if found.ess > 0.0 and fitted.joint is fitted.model:
+        # nor do processes draw the same from it
+        if found.ess > 0.0 and fitted.joint is fitted.model and not fitted.whole:
             few = max(len(log_ratio) // 4, MIN_DRAWS)
             prior = prior_evidence(fitted.model, fitted.latent, few, batch_size)
             missed = None if prior is None else missed_nats(prior, evidence_of(log_ratio))
@@ -103,4 +104,6 @@ def may_draw_more(fitted: Fitted, draws: Draws) -> bool:
     data = sites_of_kind(fitted.sites, "observed")
     numbers = sum(x.numel() for x in (*draws.values.values(), *draws.sites.values()))
     numbers += len(draws.log_q) * sum(fitted.sites[n]["fn"].shape().numel() for n in data)
+    if fitted.whole:
+        numbers = max(fitted.whole.of_all(numbers))
     return MORE * numbers <= MOST

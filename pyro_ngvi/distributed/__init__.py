@@ -2,6 +2,7 @@
 
 from .processes import connect
 from .rows import shard
-from .svi import DistributedSVI, wrap
+from .svi import DistributedSVI
+from .wrap import wrap
 
 __all__ = ["DistributedSVI", "connect", "shard", "wrap"]

@@ -6,6 +6,7 @@ import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -96,9 +97,49 @@ def in_touch(doing: str) -> Iterator[None]:
 def mean_over_ranks(x: Tensor) -> Tensor:
     """The mean of ``x`` over several ranks, the same bits on all; ``x`` is used up."""
     x /= world_size()
+    summed = _where_sums_go(x)
     with in_touch("summing the statistics of a step"):
-        dist.all_reduce(x)
-    return x
+        dist.all_reduce(summed)
+    return summed.to(x)
+
+
+def _where_sums_go(x: Tensor) -> Tensor:
+    """``x`` where the backend can sum it: NCCL does on GPUs alone."""
+    return x.cuda() if dist.get_backend() == "nccl" else x
+
+
+def is_anywhere(flag: bool) -> bool:
+    """Whether ``flag`` is true on a rank."""
+    if is_alone():
+        return flag
+    found = _where_sums_go(torch.tensor(int(flag)))
+    with in_touch("asking whether to go on"):
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Sums over the processes that hold parts of the data, where these are ``spread``."""
+
+    spread: bool = False
+
+    def sum(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """The sums of each of ``xs``, the same bits on all ranks, and constants there."""
+        if not self.spread:
+            return xs
+        flat = _where_sums_go(torch.cat([x.detach().reshape(-1) for x in xs]))
+        with in_touch("summing what data say"):
+            dist.all_reduce(flat)
+        parts = flat.to(xs[0]).split([x.numel() for x in xs])
+        return tuple(part.reshape(x.shape) for part, x in zip(parts, xs, strict=True))
+
+    def all(self, flag: Tensor) -> Tensor:
+        """Whether the 0-dim ``flag`` holds on all ranks."""
+        return self.sum((~flag).double())[0] == 0 if self.spread else flag
+
+
+ALONE = Ranks()
 
 
 def extremes(x: Tensor, doing: str) -> tuple[Tensor, Tensor]:

@@ -10,15 +10,17 @@ other terms, and the draws of the guide, have to be the same on all ranks, which
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from pyro.poutine.messenger import Messenger
+from torch import Tensor
 
 from ..runtime.density import Sites, is_latent, scale_and_mask, site_kind, site_log_prob
 from ..runtime.pyro_adapter import is_marked
+from .processes import from_all, is_alone, mean_over_ranks
 
 #: relative difference up to which numbers are those of the same data
 SAME = 1e-5
@@ -27,7 +29,7 @@ SAME = 1e-5
 @dataclass(frozen=True)
 class Term:
     """What one rank knows of a site: its plates, whether it is scaled, and numbers made of its value
-    and log probability; none where it is to be summed out."""
+    and log probability; none where it is to be summed out, or of data of the rank alone."""
 
     plates: tuple[str, ...]
     latent: bool
@@ -35,15 +37,16 @@ class Term:
     numbers: tuple[float, ...]
 
 
-def terms_of(sites: Sites) -> dict[str, Term]:
-    """The terms of a model's sites, for the same random numbers on all ranks."""
+def terms_of(sites: Sites, plates: Collection[str]) -> dict[str, Term]:
+    """The terms of a model's sites, for the same random numbers on all ranks; none of the data in
+    ``plates`` leaves its rank."""
     found = {}
     for name, site in sites.items():
         latent = is_latent(site)
         if not latent and site_kind(site) not in ("observed", "factor"):
             continue
         numbers: list[float] = []
-        if not is_marked(site):
+        if not is_marked(site) and (latent or not is_inside(site, plates)):
             log_prob = scale_and_mask(site_log_prob(site)[0], 1.0, site["mask"])
             for x in (torch.as_tensor(site["value"]), log_prob):
                 x = x.detach().double().reshape(-1)
@@ -117,7 +120,7 @@ def _same(a: Term, b: Term) -> bool:
 
 
 class Multiplied(Messenger):
-    """The log probability of all sites in some plates times a factor: put around a model.
+    """The log probability of all sites in some plates times a factor.
 
     Of a variable that is summed out in a plate of the shards the whole sum is multiplied; where one is
     in none of them, Pyro and BatchedELBO refuse the scales, which differ.
@@ -128,5 +131,35 @@ class Multiplied(Messenger):
         self.plates, self.factor = plates, factor
 
     def _pyro_sample(self, msg: Any) -> None:
-        if any(f.name in self.plates for f in msg["cond_indep_stack"]):
+        if is_inside(msg, self.plates):
             msg["scale"] = msg["scale"] * self.factor
+
+
+def is_inside(site: Any, plates: Collection[str]) -> bool:
+    """Whether a site stands in one of the plates."""
+    return any(f.name in plates for f in site["cond_indep_stack"])
+
+
+class Whole:
+    """A model whose log density, averaged over ranks at the same draws, is that of all data.
+
+    What evaluates it (k-hat, leave-one-out) finds in it how to make one number of those of ranks.
+
+    Attributes:
+        factor: that of the terms in the plates of the shards.
+    """
+
+    def __init__(self, model: Callable[..., Any], plates: Collection[str], factor: int) -> None:
+        self.model, self.plates, self.factor = model, plates, factor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with Multiplied(self.plates, self.factor):
+            return self.model(*args, **kwargs)
+
+    def over_ranks(self, x: Tensor) -> Tensor:
+        """The mean of ``x`` over ranks."""
+        return x if is_alone() else mean_over_ranks(x.clone())
+
+    def of_all(self, x: Any, site: Any = None) -> list[Any]:
+        """``x`` of each rank; of this one alone, where it is of a site that all ranks have."""
+        return from_all(x) if site is None or is_inside(site, self.plates) else [x]

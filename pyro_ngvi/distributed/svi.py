@@ -7,49 +7,37 @@ one process with all data, and parameters never have to be sent again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.infer import (
-    SVI,
-    EnergyDistance,
-    RenyiELBO,
-    ReweightedWakeSleep,
-    Trace_MMD,
-    TraceTailAdaptive_ELBO,
-)
+from pyro.infer import SVI
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ..linalg.host import own_random_state
-from ..optim.host import NaturalGradientOptim, describe, find_blocks
-from ..optim.rule import require
+from ..optim.host import NaturalGradientOptim, find_blocks
 from ..optim.state import OthersState, is_power_of_two
 from ..runtime.run import Minibatches, run_both
 from ..runtime.store import BASELINES, traced_params
 from .processes import (
-    check_connected,
     extremes,
     from_all,
     is_alone,
+    is_anywhere,
     rank,
     share_random_state,
     take_from_first,
     world_size,
 )
-from .shards import Multiplied, check_terms, terms_of
+from .shards import Term, Whole, check_terms, terms_of
 from .statistics import average
 
 #: keeps the random numbers of ranks apart
 APART = 0x9E3779B97F4A7C15
-
-
-#: losses that are not linear in log p, so that means over ranks are not theirs
-NOT_LINEAR = (RenyiELBO, ReweightedWakeSleep, TraceTailAdaptive_ELBO, EnergyDistance, Trace_MMD)
 
 
 class DistributedSVI(SVI):
@@ -58,6 +46,8 @@ class DistributedSVI(SVI):
     ``step``, ``evaluate_loss`` and ``pyro_ngvi.load`` are calls of all ranks together.
 
     Attributes:
+        alone: the ``SVI`` of this rank.
+        program: the model for what evaluates the log density of all data on all ranks together.
         own_noise: whether each rank draws for itself.
     """
 
@@ -65,16 +55,16 @@ class DistributedSVI(SVI):
         self, svi: SVI, plates: Sequence[str], scaled_to: str | None, own_noise: bool, every: int
     ) -> None:
         vars(self).update(vars(svi))
-        self._own: Any = svi
+        self.alone: Any = svi
         self._plates, self._scaled_to, self._check_every = tuple(plates), scaled_to, every
         self.own_noise = own_noise
         self._is_open = False
         # plates of all data have the scale of all data
         factor = 1 if scaled_to == "whole" else world_size()
-        self._program = Multiplied(self._plates, factor)(svi.model)
+        self.program = Whole(svi.model, self._plates, factor)
         self._leaves: dict[str, Tensor] = {}
         self._steps = 0
-        self.loss, self.loss_and_grads = self._loss, self._loss_and_grads
+        self.loss, self.loss_and_grads = self._loss, self.over_ranks(svi.loss_and_grads)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One step, as ``SVI.step``: the loss of all ranks before it, in nats."""
@@ -93,12 +83,7 @@ class DistributedSVI(SVI):
         """
         if is_alone():
             return
-        held: dict[str, Tensor] = dict(self._leaves)
-        ours = isinstance(self.optim, NaturalGradientOptim)
-        state = self.optim.get_state() if ours else OthersState(self.guide).save(self.optim)
-        for path, value in tree_flatten_with_path(state)[0]:
-            if isinstance(value, Tensor):
-                held["state" + "".join(map(str, path))] = value
+        held = self._alike()
         held["the random state of torch"] = torch.get_rng_state()
         held = dict(sorted(held.items()))  # Pyro's optimizers meet parameters in any order
         where = next(iter(held.values())).device
@@ -111,17 +96,38 @@ class DistributedSVI(SVI):
                 f"numbers that only one rank needs from a torch.Generator of their own."
             )
 
+    def _alike(self) -> dict[str, Tensor]:
+        """Parameters and the optimizer's state, the same on all ranks."""
+        held: dict[str, Tensor] = dict(self._leaves)
+        ours = isinstance(self.optim, NaturalGradientOptim)
+        state = self.optim.get_state() if ours else OthersState(self.guide).save(self.optim)
+        for path, value in tree_flatten_with_path(state)[0]:
+            if isinstance(value, Tensor):
+                held["state" + "".join(map(str, path))] = value
+        return held
+
     def _loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Any:
         with self._as_one_of_all(args, kwargs):
-            loss = self._own.loss(self._program, guide, *args, **kwargs)
+            loss = self.alone.loss(self.program, guide, *args, **kwargs)
         return self._averaged(loss, [])
 
-    def _loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Any:
+    def over_ranks(self, loss_and_grads: Callable[..., Any]) -> Callable[..., Any]:
+        """That of a loss of this rank, made that of all ranks."""
+        return partial(self._loss_and_grads, loss_and_grads)
+
+    def agreed(self, reason: str | None) -> str | None:
+        """The first reason to stop that a rank has: all ranks ask this at each step, or none."""
+        found = from_all(reason) if is_anywhere(reason is not None) else []
+        return next((r for r in found if r is not None), None)
+
+    def _loss_and_grads(
+        self, own: Callable[..., Any], model: Any, guide: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         with self._as_one_of_all(args, kwargs), poutine.trace(param_only=True) as seen:
-            loss = self._own.loss_and_grads(self._program, guide, *args, **kwargs)
+            loss = own(self.program, guide, *args, **kwargs)
         found = dict(zip(seen.trace.nodes, traced_params(seen), strict=True))
         # running means of Pyro's baselines are a matter of each rank
-        found = {k: p for k, p in found.items() if not k.startswith(BASELINES)}
+        found = self._shared({k: p for k, p in found.items() if not k.startswith(BASELINES)})
         new = sorted(found.keys() - self._leaves.keys())
         if new and not is_alone():
             raise RuntimeError(
@@ -162,7 +168,8 @@ class DistributedSVI(SVI):
         with poutine.trace(param_only=True) as seen:
             self._look(args, kwargs)
         found = zip(seen.trace.nodes, traced_params(seen), strict=True)
-        self._leaves = dict(sorted(found, key=lambda item: item[0]))
+        self._leaves = self._shared(dict(sorted(found, key=lambda item: item[0])))
+        self._prepare(args, kwargs)
         buffers = {
             f"{what}.{name}": x
             for what, root in (("guide", self.guide), ("model", self.model))
@@ -171,8 +178,18 @@ class DistributedSVI(SVI):
         tensors = self._leaves | buffers
         _check_alike(from_all({k: (tuple(v.shape), str(v.dtype)) for k, v in tensors.items()}))
         take_from_first([v.detach() for v in tensors.values()])
-        terms = from_all(terms_of(self._look(args, kwargs)))
-        check_terms(terms, self._plates, self._scaled_to)
+        self._check_terms(terms_of(self._look(args, kwargs), self._plates))
+
+    def _check_terms(self, own: dict[str, Term]) -> None:
+        """Refuse models of which it is not known what to sum."""
+        check_terms(from_all(own), self._plates, self._scaled_to)
+
+    def _shared(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those of the parameters of model and guide that are the same on all ranks."""
+        return params
+
+    def _prepare(self, args: Any, kwargs: Any) -> None:
+        """Make the guide ready, once it was called."""
 
     def _look(self, args: Any, kwargs: Any) -> Any:
         """The model's sites at a draw of the guide, the same on all ranks once parameters are."""
@@ -197,97 +214,3 @@ def _checksum(x: Tensor) -> Tensor:
     bits = x.detach().contiguous().reshape(-1).view(kinds.get(x.element_size(), torch.uint8))
     places = torch.arange(1, len(bits) + 1, device=x.device)
     return (bits.long() * places).sum()
-
-
-def wrap(
-    svi: SVI,
-    plates: Sequence[str],
-    *,
-    scaled_to: str | None = None,
-    own_noise: bool | None = None,
-    check_every: int = 100,
-) -> DistributedSVI:
-    r"""An ``SVI`` on several processes, which takes the steps of one process with all data.
-
-    With R ranks, of which number r has the data y_r in the ``plates`` of the model,
-
-        ELBO = 1/R sum_r E_q[R log p(y_r | z) + log p(z) - log q(z)],
-
-    and gradients and curvatures likewise are averaged before the optimizer's step, which is the same on
-    all ranks.  With ``plates=[]`` all ranks have all data: R ranks of S particles are R S particles.
-    At the first call all ranks take the parameters and the random state of rank 0, and it is refused
-    where anything outside those plates is not the same on all.
-
-    A step sends once all gradients, curvatures and the loss: for a full-rank guide in d dimensions
-    about d^2 numbers.
-
-    Not for models whose data fit one process and take a few milliseconds a step; latent sites for each
-    datum (in a plate of the shards, which is refused, or in one vector, which cannot be seen);
-    likelihoods that are no product over the rows of the shards; losses that are not linear in log p;
-    ``CVI``.  Do not wrap model or guide in DistributedDataParallel.
-
-    Args:
-        svi: with any guide, loss and optimizer but those above.
-        plates: names of the plates that hold the shards; ``[]``: all ranks have the same data.
-        scaled_to: for minibatches and other scales in them, whether they lead to the "whole"
-            (``plate("data", N, subsample=...)``, N of all ranks), or to the "shard" of a rank.
-        own_noise: whether each rank draws particles of its own; by default only where all have the
-            same data.  The same draws on all ranks leave the noise of one process, which vanishes at a
-            Gaussian posterior; own ones do not.
-        check_every: steps between comparisons of parameters, optimizer and random state of all ranks;
-            also after steps 1, 2, 4, 8, ...
-
-    Raises:
-        RuntimeError: where processes are not connected; at a step, where a rank is gone, is at another
-            call, or has come apart from the others.
-        ValueError: for what is named above; at the first step, where ranks have different models or a
-            scale is not explained.
-
-    Source: sums before the step as in synchronous partitioned VI (Bui et al. 2018, arXiv:1811.11206).
-
-    Example (the same script on each rank, ``torchrun --nproc-per-node 2 script.py``):
-        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
-        >>> ngvi.distributed.connect()
-        >>> def model(y):
-        ...     mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
-        ...     with pyro.plate("data", len(y)):
-        ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-        >>> guide = ngvi.AutoFullRankNormal(model)
-        >>> svi = pyro.infer.SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
-        >>> svi = ngvi.distributed.wrap(svi, plates=["data"])
-        >>> y = ngvi.distributed.shard(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-        >>> losses = [svi.step(y) for _ in range(100)]
-        >>> round(guide.median()["mu"].item(), 1)
-        2.5
-    """
-    check_connected()
-    if not isinstance(svi, SVI) or type(svi).step is not SVI.step:
-        raise ValueError(
-            f"distributed.wrap takes a plain pyro.infer.SVI, got {type(svi).__name__}. Wrap before "
-            f"anything else; compiled steps run on one process."
-        )
-    require(not isinstance(plates, str), "plates", "be a list of names", plates)
-    valid = scaled_to in (None, "whole", "shard")
-    require(valid, "scaled_to", "be 'whole', 'shard' or None", scaled_to)
-    require(check_every >= 1, "check_every", "be at least 1", check_every)
-    modules = [m for m in (svi.model, svi.guide) if isinstance(m, nn.Module)]
-    parts = [part for module in modules for part in module.modules()]
-    if any(isinstance(part, DistributedDataParallel) for part in parts):
-        raise ValueError(
-            "distributed.wrap: a DistributedDataParallel module averages gradients behind the "
-            "optimizer's back, and not curvature. Pass the module within it, its attribute module."
-        )
-    if any(hasattr(part, "draw_units") or hasattr(part, "holds_sites") for part in parts):
-        raise ValueError(
-            f"distributed.wrap: {describe(svi.guide)} holds numbers for each unit or datum, which all "
-            f"have to be on one process. Take pyro_ngvi.AutoFullRankNormal, or one process."
-        )
-    loss = getattr(svi.loss_and_grads, "__self__", None)
-    if plates and isinstance(loss, NOT_LINEAR):
-        raise ValueError(
-            f"distributed.wrap: {type(loss).__name__} is not linear in log p: means over shards are "
-            f"not those of all data. Take an ELBO, or all data on all ranks with plates=[]."
-        )
-    return DistributedSVI(
-        svi, plates, scaled_to, not plates if own_noise is None else own_noise, check_every
-    )

@@ -83,15 +83,24 @@ class Structure:
 
     def guide(self) -> tuple[Any, str]:
         """The guide to begin with, and why."""
+        return self.by_data() or self.normal()
+
+    def by_data(self) -> tuple[Any, str] | None:
+        """The guide with parameters for each datum or unit that suits the model, and why."""
         if self.suits_sites:
             return sites.AutoSites, f"for the process {self.process}"
-        units, d = self.units, self.d
+        units = self.units
         if units is not None:
             inside = units.size * units.width  # of which d may have a minibatch
             beside = sum(self.sizes.get(name, 0) for name in units.globals)
             wanted = units.pooled or inside + beside > FULL_RANK
             if wanted and beside <= min(inside, FULL_RANK):
                 return AutoHierarchical, f"for {str(units)[:100]}"
+        return None
+
+    def normal(self) -> tuple[Any, str]:
+        """The Gaussian over all latent variables, and why."""
+        d = self.d
         why, normal = f"for {d:,} latent variable{'s' * (d != 1)}", guides.AutoFullRankNormal
         if d > FULL_RANK:
             normal = guides.AutoFactorNormal if d <= FACTOR else guides.AutoMeanFieldNormal

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from ..compiled import CompiledSVI
 from ..compiled import compile as compile_svi
+from ..distributed import wrap
+from ..distributed.processes import rank
 from ..linalg.host import own_random_state
 from ..optim.rule import require
 from ..runtime.checks import check_missing
@@ -52,10 +55,16 @@ class Fit(Result):
         data: Iterable[Any] | None,
         tol: float,
         compile: bool | str = False,
+        distributed: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(advice.model, args, kwargs)
         self.advice = advice
         self.svi: Any = advice.svi()
+        self.distributed = None if distributed is None else dict(distributed)
+        if distributed is not None:
+            if compile:
+                raise ValueError("Steps of several processes are not compiled: leave compile= out.")
+            self.svi = wrap(self.svi, **distributed)
         self.batches = None if data is None else Batches(data)
         self.stop = StopRule(self.svi, tol, batches=data)
         require(compile in (True, False, "auto"), "compile", 'be True, False or "auto"', compile)
@@ -102,16 +111,25 @@ class Fit(Result):
                 f"checkpoint={str(checkpoint)!r}: there is no such folder. Make it first."
             )
         callbacks, saved = list(callbacks), time.monotonic()
-        bar = Progress(stop, progress)
+        is_first = self.distributed is None or rank() == 0
+        if checkpoint is not None and self.is_spread and hasattr(self.svi.guide, "holds_sites"):
+            raise ValueError(
+                "checkpoint= holds what is the same on all ranks, and each has its own sites here. "
+                "Write the loop, and save by ranks, each with pyro_ngvi.save to a file of its own."
+            )
+        checkpoint = checkpoint if is_first else None
+        bar = Progress(stop, progress and is_first)
         try:
             with signals() as noted:
                 while True:
                     ended = self._step(bar)
                     # a list, so that all of them are called
                     asked = [_is_true(callback(self)) for callback in callbacks]
-                    if noted or ended or any(asked):
-                        reasons = [*noted, stop.reason if ended else "callback"]
-                        self.why_stopped = reasons[0]
+                    reasons = [*noted, *[stop.reason] * ended, *["callback"] * any(asked)]
+                    why = next(iter(reasons), None)
+                    why = why if self.distributed is None else self.svi.agreed(why)
+                    if why is not None:
+                        self.why_stopped = why
                         break
                     if checkpoint is not None and time.monotonic() - saved >= every:
                         self.save(checkpoint)
@@ -122,6 +140,9 @@ class Fit(Result):
             self._keep_params()
         if checkpoint is not None:
             self.save(checkpoint)
+        if self.is_spread:  # now, as print(fit) may be a call of one rank
+            with suppress(ValueError):
+                self.khat  # noqa: B018
         return self
 
     def _step(self, bar: Progress) -> bool:
@@ -153,6 +174,7 @@ class Fit(Result):
             "reasons": self.advice.reasons,
             "tol": self.stop.tol,
             "compile": self.compile,
+            "distributed": self.distributed,
         }
         write(path, collect(self.svi, self.stop, self.batches, {"fit": record}))
 
@@ -205,6 +227,7 @@ def fit(
     tol: float = 0.05,
     seed: int | None = None,
     compile: bool | str = False,
+    distributed: Mapping[str, Any] | None = None,
     progress: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
     every: float = EVERY,
@@ -242,6 +265,9 @@ def fit(
         compile: whether the steps run as graphs, see :func:`pyro_ngvi.compile`; ``"auto"`` for a run
             that has taken five seconds and 300 steps.  Once Inductor's code takes over, two runs of one
             seed agree up to rounding, no longer to the last bit.
+        distributed: options of :func:`pyro_ngvi.distributed.wrap`, ``{"plates": ["data"]}``, for a run
+            on several processes, whose reads are calls of all of them too, but ``print``, ``elbo`` and
+            ``khat``.  The guide is then a Gaussian over all latent variables, if not given.
         progress: whether to show a bar, or lines at growing intervals where the output is no terminal.
         checkpoint: a file that is written every so often and at the end; :func:`pyro_ngvi.load`.
         every: seconds between checkpoints.
@@ -268,6 +294,11 @@ def fit(
     if seed is not None:
         pyro.set_rng_seed(seed)
     by_ladder = isinstance(guide, str) and guide == "auto"
+    if by_ladder and distributed is not None:
+        raise ValueError(
+            'guide="auto" runs several fits against the clock, which processes have each of their own: '
+            "name a guide."
+        )
     first = next(Batches(data)) if data is not None and (guide is None or by_ladder) else args
     parts = {"optim": optim, "loss": loss, "num_particles": num_particles}
     how: dict[str, Any] = {"max_steps": max_steps, "progress": progress, "every": every}
@@ -277,10 +308,13 @@ def fit(
         if best is not None and guide is None:
             how["max_steps"] = None if max_steps is None else max_steps - best.steps
             return best.resume(max_time=max_time, checkpoint=checkpoint, **how)
+        why = "by the ladder" if by_ladder else ""
+        if distributed is not None and guide is None:
+            guide, why = Structure(model, first, kwargs).normal()
         advice = advise(model, *first, guide=guide, **parts, **kwargs)
-        if by_ladder:
-            advice.reasons = (f"{called(guide)}, by the ladder", *advice.reasons[1:])
-        made = Fit(advice, args, kwargs, data, tol, compile)
+        if why:
+            advice.reasons = (f"{called(guide)}, {why}", *advice.reasons[1:])
+        made = Fit(advice, args, kwargs, data, tol, compile, distributed)
         # the file holds the best that has ended
         path = checkpoint if best is None else None
         return made.resume(max_time=max_time, checkpoint=path, **how)

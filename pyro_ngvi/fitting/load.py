@@ -76,7 +76,8 @@ def load(
     made = advise(
         run, guide=given["guide"], optim=given["optim"], loss=loss, num_particles=particles
     )
-    found = Fit(made, args, kwargs, data, record["tol"], record.get("compile", False))
+    how = record.get("compile", False), record.get("distributed")
+    found = Fit(made, args, kwargs, data, record["tol"], *how)
     made.reasons = record["reasons"]
     found._seconds, found.why_stopped = list(record["seconds"]), record["why_stopped"]
     found.rungs = tuple(Rung(*rung) for rung in record["rungs"])

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import diagnostics
 from ..diagnostics import Diagnosis, KHat
 from ..diagnostics.draws import guide_draws, random_state
+from ..distributed.processes import is_alone
 from ..hierarchy import AutoHierarchical
 from ..runtime.run import CannotBatch
 from .advice import Structure
@@ -42,6 +43,7 @@ class Result:
     stop: Any
     advice: Any
     batches: Any = None
+    distributed: Any = None
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
@@ -65,6 +67,11 @@ class Result:
 
     def put_back(self) -> None:
         """Before anything is read."""
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether several processes hold the data, which are then all at the same call."""
+        return self.distributed is not None and not is_alone()
 
     @property
     def guide(self) -> Any:
@@ -109,13 +116,18 @@ class Result:
         """Whether the draws may be taken as they are, from 1,000 of them at a fixed seed, fewer where
         they have more than 5 * 10^7 numbers."""
         return diagnostics.khat(
-            self.model, self.guide, *self.args, num_samples=self._draws, seed=0, **self.kwargs
+            self._whole, self.guide, *self.args, num_samples=self._draws, seed=0, **self.kwargs
         )
 
     @cached_property
     def diagnosis(self) -> Diagnosis:
         """Whether to believe the guide, site by site: :func:`pyro_ngvi.diagnose`."""
         self._need_all_data()
+        if self.is_spread:
+            raise ValueError(
+                "diagnose needs all data on one process. fit.khat has them on several; or load the "
+                "fit from its checkpoint in a process that has all."
+            )
         found = diagnostics.diagnose(self.model, self.guide, *self.args, seed=0, **self.kwargs)
         vars(self)["khat"] = found.khat  # of the same draws
         return found
@@ -124,6 +136,8 @@ class Result:
     def verdict(self) -> KHat | Diagnosis:
         """The diagnosis, or k-hat, which costs less, where latent variables times data are more than
         10,000, or ``vmap`` cannot run the model; both have ``decision``, ``ok`` and ``verdict``."""
+        if self.is_spread:
+            return self.khat
         d, data = self._structure.d, self._structure.data
         with suppress(CannotBatch):
             if d * max(d, data) <= LITTLE:
@@ -134,11 +148,17 @@ class Result:
     def _verdict_in_words(self) -> str:
         """The verdict, and the guide that knows of units where another is not to be believed."""
         verdict, units = self.verdict, None
-        if not verdict.ok and not isinstance(self.guide, AutoHierarchical):
+        others = not self.is_spread and not isinstance(self.guide, AutoHierarchical)
+        if others and not verdict.ok:
             units = self._structure.units
         if units is None or not units.pooled:
             return verdict.verdict
         return f'{verdict.verdict} There are {str(units)[:100]}: pass guide="AutoHierarchical".'
+
+    @property
+    def _whole(self) -> Any:
+        """The model; that of all data, where they are spread over processes."""
+        return self.svi.program if self.is_spread else self.model
 
     def _need_all_data(self) -> None:
         if self.batches is not None and not (self.args or self.kwargs):
@@ -165,14 +185,14 @@ class Result:
     def idata(self) -> Any:
         """Draws in ArviZ's container, as :func:`pyro_ngvi.to_arviz` gives them by default; without the
         log likelihoods and predictions of more than 100,000 data, which :meth:`loo` does not need."""
-        held = self._structure.data <= MANY
+        held = not self.is_spread and self._structure.data <= MANY
         groups = dict.fromkeys(("log_likelihood", "posterior_predictive"), held)
         return self.to_arviz(num_samples=self._draws, seed=0, **groups)
 
     def to_arviz(self, **options: Any) -> Any:
         """:func:`pyro_ngvi.to_arviz` of the fit, with its options."""
         self._need_all_data()
-        return diagnostics.to_arviz(self.model, self.guide, *self.args, **options, **self.kwargs)
+        return diagnostics.to_arviz(self._whole, self.guide, *self.args, **options, **self.kwargs)
 
     def summary(self, **options: Any) -> Any:
         """ArviZ's table with the verdict under it: :func:`pyro_ngvi.summary`."""
@@ -187,7 +207,7 @@ class Result:
             with suppress(ValueError):  # there is none of a guide that is a point in some sites
                 how["verdict"] = self.verdict
             self._loo[var_name] = diagnostics.loo(
-                self.model, self.guide, *self.args, **how, **self.kwargs
+                self._whole, self.guide, *self.args, **how, **self.kwargs
             )
         return self._loo[var_name]
 

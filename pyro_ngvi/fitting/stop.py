@@ -15,6 +15,7 @@ import torch
 from pyro.infer import SVI
 from torch import nn
 
+from ..distributed import DistributedSVI
 from ..linalg.host import own_random_state
 from ..losses import BatchedELBO
 from ..optim.host import NaturalGradientOptim, find_blocks
@@ -118,7 +119,8 @@ class StopRule:
                 f"StopRule looks at a pyro.infer.SVI, and got {type(svi).__name__}. Make it with the "
                 f"SVI of the loop: stop = StopRule(svi)."
             )
-        self.svi = svi
+        self.svi: Any = svi
+        self._alone = svi.alone if isinstance(svi, DistributedSVI) else svi
         self.batches = None if batches is None else Batches(batches)
         self.reason: str | None = None
         self.gap: Gap | None = None
@@ -168,9 +170,10 @@ class StopRule:
                 return found
         if self.max_steps is not None and self.steps >= self.max_steps:
             return "max_steps"
-        if self.max_time is not None and time.monotonic() - self._started >= self.max_time:
-            return "max_time"
-        return None
+        if self.max_time is None:
+            return None
+        late = "max_time" if time.monotonic() - self._started >= self.max_time else None
+        return late if self._alone is self.svi else self.svi.agreed(late)
 
     def _look(self, args: Any, kwargs: Any) -> str | None:
         fall, error = self._fall()
@@ -248,8 +251,9 @@ class StopRule:
 
     def _meter(self, args: Any, kwargs: Any) -> GapMeter | None:
         """What measures the gap; ``None`` where it is not to be had."""
-        svi, loss = self.svi, getattr(self.svi.loss_and_grads, "__self__", None)
-        of_pyro, blocks = has_twin(svi.guide, loss), self._blocks()
+        svi, loss = self.svi, getattr(self._alone.loss_and_grads, "__self__", None)
+        # a twin would see the data of one rank
+        of_pyro, blocks = self._alone is svi and has_twin(svi.guide, loss), self._blocks()
         if not of_pyro and not blocks:
             return None
         held = (
@@ -285,7 +289,8 @@ class StopRule:
         if self._wide is None:
             self._wide = BatchedELBO(particles, chunk_size=loss.chunk_size)
         self._wide.kl_weight = loss.kl_weight
-        return self._wide.loss_and_grads
+        wide = self._wide.loss_and_grads
+        return wide if self._alone is self.svi else self.svi.over_ranks(wide)
 
     def _blocks(self) -> list[Any]:
         """The parts of a guide of ours, if the Fisher matrices of all are known."""

@@ -19,6 +19,7 @@ from pyro.distributions.util import sum_rightmost
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ..distributed.processes import ALONE
 from ..linalg.host import host_bool
 from ..linalg.products import matvec, symmetric_product
 from ..linalg.spectral import positive_part
@@ -141,6 +142,8 @@ class Algebra(nn.Module):
     constant: Tensor
     linear: Tensor
     precision: Tensor
+    #: the processes over which the evidence is summed
+    ranks = ALONE
     #: whether the evidence is a running average over minibatches, see :meth:`begin_running`
     running = False
     #: what the sites nu (n, k), Lambda (n, k, k) of one group say, through its linear map
@@ -229,14 +232,15 @@ class Algebra(nn.Module):
         """The q that was kept, if nobody wrote to the sites and the view is the same; else None."""
         sites = tuple(sites)
         versions, q = self._q.get(sites, view.tensors) or (None, None)
-        return q if versions == [p._version for p in sites] else None
+        found = torch.tensor(versions == [p._version for p in sites])
+        return q if bool(self.ranks.all(found)) else None  # all make it anew, or none
 
     def collect(self, view: View, sites: SiteTensors) -> GaussianPotential:
-        """The evidence of the sites of the view's data."""
+        """The evidence of the sites of the view's data, and of those of other processes."""
         first, *more = [self.of_group(view.maps[name], *pair) for name, pair in sites.items()]
         for other in more:
             first = first.plus(other)
-        return first
+        return GaussianPotential(*self.ranks.sum(*first))
 
     def recollect(self, view: View, sites: SiteTensors) -> GaussianPotential:
         """Make the evidence anew, of the sites of all data."""

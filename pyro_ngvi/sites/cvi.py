@@ -34,6 +34,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ..distributed.processes import ALONE, Ranks
 from ..families.base import Tensors
 from ..linalg.host import host_bool
 from ..optim.host import NaturalGradientOptim, describe
@@ -53,13 +54,13 @@ LOST = 2.0**-8
 MOST_BACKS = 30
 
 
-def pairing(change: Pairs, moments: Pairs) -> Tensor:
-    """<(nu, Lambda), (m, M)> = sum nu' m - tr(Lambda M) / 2 over all sites, 0-dim."""
+def pairing(change: Pairs, moments: Pairs, ranks: Ranks = ALONE) -> Tensor:
+    """<(nu, Lambda), (m, M)> = sum nu' m - tr(Lambda M) / 2 over all sites of all processes, 0-dim."""
     total = torch.zeros(())
     for name, (nu, Lambda) in change.items():
         m, M = moments[name]
         total = total.to(m) + (nu * m).sum() - 0.5 * (Lambda * M).sum()
-    return total
+    return ranks.sum(total)[0]
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def next_sweep(
     size: Tensor,
     lr: float,
     prints: Tensors,
+    ranks: Ranks = ALONE,
 ) -> Sweep:
     """What to do from here: ``residual`` is target - site, and ``exact`` terms (n,) go all the way.
 
@@ -107,13 +109,14 @@ def next_sweep(
     """
     pairs = [(x, memory["print"][name]) for name, x in prints.items()]
     same = torch.stack([((x == y) | (x.isnan() & y.isnan())).all() for x, y in pairs]).all()
+    same = ranks.all(same)
     last, best, backs = _pairs(memory["step"]), memory["elbo"], memory["backs"]
     moved = tree_map(torch.sub, moments, _pairs(memory["moment"]))
     slack = ROUNDINGS * torch.finfo(elbo.dtype).eps * (1.0 + size)
     # where the ELBO is -inf so is best - slack
     fell = best.isfinite() & ~(elbo.isfinite() & (elbo >= best - slack))
     back = same & fell & (backs < MOST_BACKS)
-    along, slope = pairing(last, moved), pairing(residual, moved)
+    along, slope = pairing(last, moved, ranks), pairing(residual, moved, ranks)
     secant = along / (along / memory["gain"] - slope)
     gain = torch.where(same & (along > 0) & (secant > 0), secant, lr).clamp(SMALLEST * lr, lr)
     share = torch.where(elbo.isfinite(), 0.5, LOST).to(elbo)
@@ -169,7 +172,7 @@ class SiteRule:
         if targets.whole:
             size, prints = elbo.abs() + before.abs(), targets.call.fingerprint()
             memory = state["sweep"], residual, exact, moments
-            sweep = next_sweep(*memory, elbo, size, self.lr, prints)
+            sweep = next_sweep(*memory, elbo, size, self.lr, prints, algebra.ranks)
             step = proper_step(algebra, targets, sweep.change)
             state["sweep"] = sweep.memory(step.change, step.share)
             if fresh:  # the first targets of all are not those at q, and make no secant
@@ -180,7 +183,7 @@ class SiteRule:
             back = torch.zeros_like(gain, dtype=torch.bool)
             step = proper_step(algebra, targets, towards(residual, exact, gain))
         share = step.share
-        along = share * pairing(step.change, moments)
+        along = share * pairing(step.change, moments, algebra.ranks)
         if algebra.running:  # where more has changed than these sites
             q, after = targets.posterior, step.q or algebra.posterior(targets.view, step.evidence)
             along = q.expected(after.evidence.plus(q.evidence, -1.0))

@@ -191,9 +191,9 @@ class DenseAlgebra(Algebra):
         return view
 
     def make_room(self, plan: ModelStructure) -> None:
-        """The directions that data see become all, where data see them all."""
-        basis, e = self.basis, self.evidence
-        if basis is not None and sum(g.size * g.width for g in plan.groups) >= plan.dim:
+        """The directions that data see become all, where data see them all, or others see more."""
+        basis, e, rows = self.basis, self.evidence, sum(g.size * g.width for g in plan.groups)
+        if basis is not None and (rows >= plan.dim or self.ranks.spread):
             self.basis = None
             self._view.put(None)
             moved = basis @ e.linear, basis @ e.precision @ basis.mT

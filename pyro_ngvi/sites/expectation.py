@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ..distributed.processes import ALONE, Ranks
 from ..linalg.cubature import gauss_hermite
 from ..linalg.host import constant, host_bool
 from ..linalg.products import matvec
@@ -221,6 +222,7 @@ def first_targets(
     log_likelihood: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
     marginals: Mapping[str, tuple[Tensor, Tensor]],
     points: Mapping[str, Points],
+    ranks: Ranks = ALONE,
 ) -> dict[str, Expected]:
     """Expectations whose targets, at the mean of ``marginals``, are the sites of data alone."""
     roots = {name: _narrowed_root(*pair) for name, pair in marginals.items()}
@@ -253,7 +255,7 @@ def first_targets(
             best[name] = _chosen(better, tried[name], at)
             found[name] = _chosen(better, there[name], found[name])
             share[name] = torch.where(better, 1.0, 0.5 * share[name])
-        settled = settled | (torch.stack(longest).max() < SHORT)
+        settled = settled | ranks.all(torch.stack(longest).max() < SHORT)
         if host_bool(settled):  # elsewhere the rounds left change nothing
             break
     targets = {}

@@ -195,12 +195,13 @@ class SitesELBO(ELBO):
         of_f = {name: m.whole for name, m in marginals.items()}
         targets = expected = expectations(call.log_likelihood, of_f, points, derivatives)
         if derivatives and block.fresh:
-            targets = first_targets(call.log_likelihood, of_f, points)
+            targets = first_targets(call.log_likelihood, of_f, points, algebra.ranks)
         kl: Any = None
         if algebra.running:  # whose evidence is not quite that of the sites
             kl = q.kl()
         elif call.whole and isinstance(q, WhitePosterior):
-            kl = q.kl([(at.sites[name][1], m.covariance) for name, m in marginals.items()])
+            pairs = [(at.sites[name][1], m.covariance) for name, m in marginals.items()]
+            kl = q.kl(None if algebra.ranks.spread else pairs)
         elbo = q.log_normalizer if kl is None else -kl
         for name, m in marginals.items():
             local = expected[name].value
@@ -208,7 +209,7 @@ class SitesELBO(ELBO):
                 linear, precision = at.sites[name]
                 trace = (precision * m.second_moment).sum((-2, -1))
                 local = local - ((linear * m.mean).sum(-1) - 0.5 * trace)
-            elbo = elbo + call.weight(name) * local.sum()
+            elbo = elbo + algebra.ranks.sum(call.weight(name) * local.sum())[0]
         elbo = elbo + call.other_terms()
         whole = exact and call.whole
         return elbo, SiteTargets(**vars(at), expected=targets, elbo=elbo.detach(), whole=whole)

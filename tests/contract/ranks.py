@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pyro
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.distributed.processes import rank, world_size
+from pyro_ngvi.distributed.processes import from_all, rank, world_size
 from pyro_ngvi.distributed.svi import APART
 from pyro_ngvi.linalg.host import own_random_state
 
@@ -72,6 +73,14 @@ def local(X: Tensor, y: Tensor) -> None:
     with pyro.plate("data", 6):
         z = pyro.sample("z", dist.Normal(0.0, 1.0))
         pyro.sample("y", dist.Normal(z, 1.0), obs=y[:6])
+
+
+def outside(X: Tensor, y: Tensor) -> None:
+    """A datum that all ranks have: each would give it a site."""
+    m = pyro.sample("m", dist.Normal(X.new_zeros(()), 1.0))
+    pyro.sample("measured", dist.Normal(m, 0.3), obs=torch.tensor(0.7))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(m, 1.0), obs=y)
 
 
 def by_rank(X: Tensor, y: Tensor) -> None:
@@ -295,6 +304,104 @@ def with_faults() -> dict[str, Any]:
     }
 
 
+def slopes(X: Tensor, y: Tensor, index: Tensor | None = None) -> None:
+    """More latent variables than a rank has rows, counts, and tails that are not log-concave."""
+    A = torch.cat([X, X.square(), X.cos(), X.sin(), (2.0 * X).cos(), (2.0 * X).sin()], -1)
+    w = pyro.sample("w", dist.Normal(X.new_zeros(A.shape[1]), 1.0).to_event(1))
+    m = pyro.sample("m", dist.Normal(0.0, 2.0))
+    with pyro.plate("data", len(y), subsample=index) as rows:
+        f = m + A[rows] @ w
+        pyro.sample("y", dist.StudentT(3.0, f, 0.5), obs=y[rows])
+        pyro.sample("k", dist.Poisson((0.3 * f).exp()), obs=y[rows].abs().round())
+
+
+def parts_of_batches(steps: int) -> Iterable[Any]:
+    """Numbers of a rank's rows, of 24 in all, in minibatches that have as many of each rank."""
+    g = torch.Generator().manual_seed(2)
+    first = ngvi.distributed.shard(torch.arange(24))[0]
+    X, y = ngvi.distributed.shard(*(x[:24] for x in data()))
+    for _ in range(steps):
+        rows = (
+            torch.cat([6 * block + torch.randperm(6, generator=g)[:2] for block in range(4)])
+            - first
+        )
+        yield X, y, rows[(rows >= 0) & (rows < len(y))]
+
+
+def by_sites(model: Any, batches: Iterable[Any], scaled_to: Any = None) -> dict[str, Any]:
+    """Losses, what sites say together, q, and the sites of all ranks."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(17 + rank())
+    guide = ngvi.AutoSites(model)
+    svi = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
+    svi, batches = (
+        ngvi.distributed.wrap(svi, ["data"], check_every=1, scaled_to=scaled_to),
+        [*batches],
+    )
+    losses = [svi.step(*batch) for batch in batches]
+    draws = guide(*batches[-1])
+    sites = from_all([p.detach() for p in guide.natural_params().values()])
+    return {
+        "losses": torch.tensor(losses),
+        "evaluated": torch.tensor(svi.evaluate_loss(*batches[-1])),
+        "precision": guide.get_posterior().covariance_matrix,
+        **{name: x.detach() for name, x in (guide.median() | draws).items()},
+        **{str(i): torch.cat(parts) for i, parts in enumerate(zip(*sites, strict=True))},
+        "report": torch.tensor([svi.optim.report().damped, svi.optim.report().left]),
+    }
+
+
+def in_one_call(path: Path) -> dict[str, Any]:
+    """Fits by ``fit``, what is read of them, and how they end where one rank has had enough."""
+    last = rank() == world_size() - 1
+    how: Any = {"distributed": {"plates": ["data"]}, "seed": 4, "progress": False}
+
+    def fit(model: Any = regression, **options: Any) -> Any:
+        pyro.clear_param_store()
+        return ngvi.fit(model, *ngvi.distributed.shard(*data()), **how, **options)
+
+    done = fit()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # k-hat of a datum
+        loo = done.loo()
+    found = {
+        "losses": torch.tensor(done.losses),
+        "looks": torch.tensor([(k, gap.nats, gap.error) for k, gap in done.stop.looks]),
+        "read": torch.tensor([*done.elbo, done.khat.khat, done.khat.ess]),
+        "loo": torch.tensor([loo.n_data_points, *loo["loo_i"].values]),
+        "draws": torch.tensor(done.idata["posterior"]["w"].values),
+        "why": [done.why_stopped, done.khat.decision, len(repr(done).splitlines())],
+    }
+    with_sites = fit(slopes, guide="AutoSites")
+    found["sites"] = torch.tensor([*with_sites.losses, *with_sites.elbo, with_sites.khat.khat])
+    alike = ngvi.fit(all_the_same, *data(), **how | {"distributed": {"plates": []}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loos = [alike.loo(var_name="y"), alike.loo(var_name="measured")]
+    found["alike"] = [loo.n_data_points for loo in loos]
+    late = fit(tol=0.0, max_time=0.05 if last else 60.0)
+    asked = fit(tol=0.0, max_steps=20, callbacks=[lambda fit: last and fit.steps == 3])
+    found["ends"] = from_all((late.why_stopped, late.steps, asked.why_stopped, asked.steps))
+    fit(tol=0.0, max_steps=8, checkpoint=path)
+    found["written"] = path.exists()
+    found["refused"] = []
+    stored: Any = {"model": slopes, "guide": "AutoSites", "checkpoint": path.with_suffix(".no")}
+    for options in ({"guide": "auto"}, {"compile": True}, {"guide": "AutoHierarchical"}, stored):
+        try:
+            fit(**options)
+        except ValueError as error:
+            found["refused"].append(str(error))
+    return found
+
+
+def sites(model: Any) -> Callable[[], SVI]:
+    def make() -> SVI:
+        guide = ngvi.AutoSites(model)
+        return SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
+
+    return make
+
+
 def refused() -> dict[str, str]:
     """What is said at the first step, by all ranks."""
     X, y = ngvi.distributed.shard(*data())
@@ -312,6 +419,9 @@ def refused() -> dict[str, str]:
         "guide": (pyros(reads_data, adam, Trace_ELBO()), (X, y), {"plates": plate}),
         "label": (ours(*full, one_label), (X, y), {"plates": plate}),
         "squares": (vadam, (X, y), {"plates": plate}),
+        "sites, learned": (sites(learnt), (X, y), {"plates": plate}),
+        "sites, outside": (sites(outside), (X, y), {"plates": plate}),
+        "sites, no plates": (sites(outside), data(), {"plates": []}),
     }
     found = {}
     for name, (make, args, how) in cases.items():
@@ -337,6 +447,8 @@ def main(number: int, world: int, store: str, out: str) -> None:
     X, y = data()
     mine, even = ngvi.distributed.shard(X, y), ngvi.distributed.shard(X[:24], y[:24])
     found: dict[str, Any] = {name: run(fit, [mine] * STEPS) for name, fit in FITS.items()}
+    found["CVI"] = by_sites(slopes, [mine] * 12)
+    found["CVI, minibatches"] = by_sites(slopes, parts_of_batches(12), "shard")
     small = ours("AutoFullRankNormal", ngvi.NGVB, minibatch)
     found["minibatches"] = run(small, batches_of(8), scaled_to="whole")
     kronecker = ours("AutoMatrixNormal", optim.NoisyKFAC, layer, curvature="kronecker")
@@ -346,6 +458,7 @@ def main(number: int, world: int, store: str, out: str) -> None:
         one_gradient("gauss_newton", factor=True),
         one_gradient("scores"),
     ]
+    found["fit"] = in_one_call(Path(out).with_suffix(".fit"))
     found["shared noise"], found["noise of ranks"] = gaussian(False), gaussian(True)
     if world > 1:
         found["faults"], found["refused"] = with_faults(), refused()

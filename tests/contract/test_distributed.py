@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyro
@@ -16,9 +17,10 @@ from pyro.infer import SVI, RenyiELBO, Trace_ELBO
 from torch.nn.parallel import DistributedDataParallel
 
 import pyro_ngvi as ngvi
-from tests.contract import ranks
+from tests.contract import killed, ranks
 
 ROOT = Path(__file__).parents[2]
+OTHERS = ["minibatches", "NoisyKFAC", "CVI", "CVI, minibatches"]
 WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
@@ -45,13 +47,14 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Any:
             said = [p.communicate()[1] for p in running]
             assert not any(p.returncode for p in running), said
             known[size] = torch.load(folder / "out", weights_only=False)
+            known[size]["folder"] = folder
         return known[size]
 
     return world
 
 
 @pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("name", [*ranks.FITS, "minibatches", "NoisyKFAC"])
+@pytest.mark.parametrize("name", [*ranks.FITS, *OTHERS])
 def test_as_one_process(worlds: Any, name: str, size: int) -> None:
     expected, found = worlds(1)[name], worlds(size)[name]
     assert expected.keys() == found.keys()
@@ -86,6 +89,36 @@ def test_shared_noise_vanishes_at_a_gaussian_posterior(worlds: Any, size: int) -
     assert found["noise of ranks"] > 1e-6
 
 
+@pytest.mark.parametrize("size", WORLDS)
+def test_a_fit_in_one_call(worlds: Any, size: int) -> None:
+    """Steps, looks of the stop rule, ELBO, k-hat, leave-one-out and draws are those of one process."""
+    expected, found = worlds(1)["fit"], worlds(size)["fit"]
+    assert found["why"] == expected["why"] and found["why"][0] == "converged"
+    for key in ("losses", "looks", "read", "loo", "draws", "sites"):
+        torch.testing.assert_close(found[key], expected[key], rtol=1e-7, atol=1e-9, msg=key)
+    assert found["alike"] == [ranks.N, 1]
+    ends = found["ends"]
+    assert ends == [ends[0]] * size
+    assert ends[0][0] == "max_time" and ends[0][2:] == ("callback", 3)
+    assert found["written"]
+    refused = ["name a guide", "compile", "one process", "save by ranks"]
+    for message, says in zip(found["refused"], refused, strict=True):
+        assert says in message and len(message) <= 240
+
+
+def test_a_fit_of_two_processes_goes_on_in_one(worlds: Any) -> None:
+    """From the file of rank 0, with all data: the steps after it are those of the other world."""
+    losses = []
+    for size in (1, 2):
+        pyro.clear_param_store()
+        path = worlds(size)["folder"] / "out.fit"
+        fit = ngvi.load(path, ranks.regression, *ranks.data()).resume(max_steps=4, progress=False)
+        losses.append(torch.tensor(fit.losses))
+    assert len(losses[0]) == 12
+    torch.testing.assert_close(*losses, rtol=1e-10, atol=1e-10)
+    assert fit.diagnosis.sites.keys() == {"w", "s"}
+
+
 def test_faults(worlds: Any) -> None:
     found = worlds(2)["faults"]
     assert found["skipped"] == 1 and "skipped a step" in found["message"]
@@ -108,6 +141,9 @@ def test_faults(worlds: Any) -> None:
         ("guide", "the prior, or the draw of the guide, of 'w'"),
         ("label", "share an enumerated variable but not their scale"),
         ("squares", "'gauss_newton' in place of"),
+        ("sites, learned", "learns 's'"),
+        ("sites, outside", "the data 'measured' are in no plate of the shards"),
+        ("sites, no plates", "are in no plate of the shards"),
     ],
 )
 def test_refused_on_all_ranks(worlds: Any, name: str, match: str) -> None:
@@ -116,15 +152,16 @@ def test_refused_on_all_ranks(worlds: Any, name: str, match: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [["3:1", "9:0", "9:1", "16:1"]])
-def test_killed_ranks_change_nothing(kills: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "number"), [("loop", 4), ("fit", 4), ("fit", 50)])
+def test_killed_ranks_change_nothing(how: str, number: int, tmp_path: Path) -> None:
     """``torchrun`` restarts after each kill, from a file of rank 0: bit for bit the unbroken run."""
-    found = []
+    at = Random(number).sample([(s, r) for s in range(1, killed.STEPS) for r in range(2)], number)
+    found, kills = [], [f"{step}:{rank}" for step, rank in at]
     for name, plan in (("unbroken", []), ("broken", kills)):
         folder = tmp_path / name
         folder.mkdir()
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        script = ["-m", "tests.contract.killed", str(folder), *plan]
+        script = ["-m", "tests.contract.killed", str(folder), how, *plan]
         run = subprocess.run(
             [sys.executable, *command, f"--max-restarts={len(plan)}", *script],
             cwd=ROOT,
@@ -174,8 +211,8 @@ def test_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ngvi.distributed.wrap(svi, [], check_every=0)
     with pytest.raises(ValueError, match="RenyiELBO is not linear in log p"):
         ngvi.distributed.wrap(SVI(model, svi.guide, svi.optim, RenyiELBO()), ["data"])
-    sites = ngvi.AutoSites(model)
-    svi = SVI(model, sites, ngvi.CVI(sites), ngvi.SitesELBO())
+    units = ngvi.AutoHierarchical(model)
+    svi = SVI(model, units, ngvi.NGVB(units), ngvi.BatchedELBO(4))
     with pytest.raises(ValueError, match="for each unit or datum"):
         ngvi.distributed.wrap(svi, [])
     monkeypatch.setattr(DistributedDataParallel, "__init__", torch.nn.Module.__init__)
