@@ -1119,6 +1119,20 @@ PROCESSES = (
         "take_from_first([v.detach().clone() for v in tensors.values()])",
         ("../contract/test_distributed",),
     ),
+    Mutant(
+        "processes: the secant sees the sites of one rank",
+        "sites/cvi.py",
+        "    return ranks.sum(total)[0]",
+        "    return total",
+        ("../contract/test_distributed",),
+    ),
+    Mutant(
+        "processes: weights of a fit are those of one rank's data",
+        "distributed/shards.py",
+        "return x if is_alone() else mean_over_ranks(x.clone())",
+        "return x",
+        ("../contract/test_distributed",),
+    ),
 )
 
 MUTANTS = (
