@@ -60,6 +60,8 @@ class Fit(Result):
         super().__init__(advice.model, args, kwargs)
         self.advice = advice
         self.svi: Any = advice.svi()
+        fits = distributed is None or isinstance(distributed, Mapping)
+        require(fits, "distributed", "be a dict, as {'plates': ['data']}", distributed)
         self.distributed = None if distributed is None else dict(distributed)
         if distributed is not None:
             if compile:

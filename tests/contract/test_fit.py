@@ -388,6 +388,7 @@ def test_what_is_given_is_taken() -> None:
         ({"checkpoint": "/no/such/folder/run"}, "there is no such folder"),
         ({"max_steps": 0}, "max_steps must be positive, got 0"),
         ({"tol": -1.0}, "tol must be positive, got -1.0"),
+        ({"distributed": ["data"]}, "distributed must be a dict, as {'plates': \\['data'\\]}"),
         ({"compile": "always"}, "compile must be True, False or \"auto\", got 'always'"),
         ({"data": iter([])}, "gone through again"),
     ],
