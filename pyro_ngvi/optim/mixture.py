@@ -34,7 +34,7 @@ from ..families.base import Tensors
 from ..families.mixture import LEAST, by_component, each
 from ..linalg.host import host_bool
 from .natural_gradient import NaturalGradientRule
-from .rule import Averaging, Rule, State, Step
+from .rule import Averaging, Rule, State, Step, choose
 
 #: points in memory, steps that an idle component waits, nats between twins, nats that a move is for
 POINTS, WAIT, TWINS, WORTH = 64, 100.0, 0.1, 1.0
@@ -78,7 +78,8 @@ class MixtureRule(Rule):
         logits, gradient = ({"logits": t["logits"]} for t in (params, grads))
         weights = _as_dict(self.weights.step(logits, gradient, state["weights"]), state["weights"])
         length = ((pi * parts["length"].square()).sum() + weights["length"].square()).sqrt()
-        radius = ((pi * parts["radius"].square()).sum() + weights["radius"].square()).sqrt()
+        own_radius = weights["radius"] if len(pi) > 1 else 0.0 * length  # one has nothing to weigh
+        radius = ((pi * parts["radius"].square()).sum() + own_radius.square()).sqrt()
         new: Any = {"params": weights["params"] | parts["params"]}
         new["state"] = {"components": parts["state"], "weights": weights["state"]}
         keep = None
@@ -150,14 +151,9 @@ class MixtureRule(Rule):
         others = pi.masked_fill(here, 0.0)
         others = (1.0 - weight.exp()) * others / others.sum()
         logits = put(others.log(), weight).clamp_min(LEAST)
-        placed["logits"] = torch.where(worth, logits, old["logits"])
-        fresh = self._fresh(placed)
-        clean = {"components": _choose(put, components, fresh)}
-        clean["weights"] = _choose(
-            lambda a, b: torch.where(worth, b, a),
-            new["state"]["weights"],
-            self._fresh_weights(placed),
-        )
+        placed = {"logits": torch.where(worth, logits, old["logits"])} | placed
+        clean: State = {"components": tree_map(put, components, self._fresh(placed))}
+        clean["weights"] = choose(~worth, new["state"]["weights"], self._fresh_weights(placed))
         memory["moves"] = state["moves"] + worth
         return {"params": placed, "state": clean | memory}, ~worth
 
@@ -175,8 +171,3 @@ def _as_dict(step: Step, state: State) -> dict[str, Any]:
     whole["state"] = state | step.state | count
     whole["refused"] = state | step.if_refused
     return whole
-
-
-def _choose(pick: Any, now: State, fresh: State) -> State:
-    """``pick`` of each tensor of two states."""
-    return tree_map(pick, now, fresh)
