@@ -13,7 +13,7 @@ from ..curvature.estimators import Curvature, leave_curvature
 from ..families import FullRankNormal, MeanFieldNormal, MixtureNormal
 from ..families.base import Family, Tensors
 from ..families.mixture import LEAST, each
-from ..linalg.host import outside_autocast, own_random_state
+from ..linalg.host import host_bool, outside_autocast, own_random_state
 from ..optim.rule import require
 from .base import AutoFamily, FamilyDistribution
 from .laplace import BUDGET, FINAL, FULL, Found, Gaussian, Search, lower
@@ -56,7 +56,8 @@ class MixtureDistribution(FamilyDistribution):
             return super().log_prob(value)
         self.path_share = None
         result = super().log_prob(value)
-        if not self._stratified or not self.sticking_the_landing:
+        whole = host_bool((share == 1.0).all()) or not self._stratified
+        if whole or not self.sticking_the_landing:
             return result
         # of each component, as the base does of a Gaussian: the rest of log q has no entropy of its own
         K, fixed = len(share), {name: p.detach() for name, p in self.params.items()}
@@ -85,7 +86,7 @@ def best_mixture(
             reached.append(-torch.inf if end is None else end.elbo)
             before, modes = len(modes), _modes(search.ends)
             alone = alone + 1 if len(modes) <= before else 0
-            if len(modes) >= K or alone > PATIENCE + len(modes) or search.evaluations > BUDGET * K:
+            if len(modes) >= K or alone > PATIENCE + len(modes) or search.evaluations > 2 * BUDGET:
                 break
 
         def elbo(params: Tensors) -> float:
