@@ -2,10 +2,10 @@
 
 Run from the root of the repository: ``python -m benchmarks.mixtures --help``.
 
-For each target and guide: the modes that fresh draws of q show (a mode counts from a fifth of the share
-that it would have if all were equal), the ELBO by as many fresh draws with its standard error, for the
-targets of known log evidence 0 also the whole error, and of mixtures the components with a weight above
-1/1,000 at the end.
+For each target and guide: the modes that 20,000 fresh draws of q show (a mode counts from a fifth of the
+share that it would have if all were equal; a goal of the robot from 1/1,000), the ELBO by these draws with
+its standard error, and of mixtures the components with a weight above 1/1,000 at the end.  The log evidence
+of the moons and of the Gaussians is 0, the largest ELBO that there is.
 """
 
 import argparse
@@ -43,6 +43,7 @@ class Target:
     modes: int
     components: int
     args: tuple[Any, ...] = ()
+    least: float = 0.2
 
 
 def of_density(log_p: Callable[[Tensor], Tensor], d: int, width: float | Tensor) -> Any:
@@ -56,17 +57,16 @@ def of_density(log_p: Callable[[Tensor], Tensor], d: int, width: float | Tensor)
     return model
 
 
-def nearest(centers: Tensor, z: Tensor) -> Tensor:
-    return torch.cdist(z, centers).argmin(-1)
-
-
 def two_moons() -> Target:
     """Two bent modes that face each other (Rezende & Mohamed 2015, figure 3, density 1)."""
 
     def log_p(z: Tensor) -> Tensor:
         ring = ((z.norm(dim=-1) - 2.0) / 0.4).square()
         sides = torch.stack([z[..., 0] - 2.0, z[..., 0] + 2.0], -1).div(0.6).square()
-        return (-0.5 * sides).logsumexp(-1) - 0.5 * ring
+        return (-0.5 * sides).logsumexp(-1) - 0.5 * ring - log_evidence
+
+    log_evidence, grid = 0.0, torch.linspace(-6.0, 6.0, 1201)
+    log_evidence = float(log_p(torch.cartesian_prod(grid, grid)).logsumexp(0)) + 2 * math.log(0.01)
 
     return Target(of_density(log_p, 2, 3.0), lambda z: (z[:, 0] > 0).long(), 2, 10)
 
@@ -120,7 +120,7 @@ def planar_robot() -> Target:
         distance, goal = torch.cdist(end(z), goals).min(-1)
         return goal.masked_fill(distance > 0.1, -1)
 
-    return Target(of_density(log_p, 10, width), mode_of, 4, 20)
+    return Target(of_density(log_p, 10, width), mode_of, 4, 20, least=0.004)
 
 
 def labels() -> Target:
@@ -170,11 +170,11 @@ def coupling_flow(target: Target, steps: int) -> tuple[Any, Any, int]:
 
 
 def pyros_flow(target: Target, steps: int) -> tuple[Any, Any, int]:
-    """Four masked autoregressive layers and Adam, of five times as many steps."""
+    """Four masked autoregressive layers and Adam, of twice as many steps."""
     layers = partial(dist.transforms.iterated, 4, dist.transforms.affine_autoregressive)
     guide = AutoNormalizingFlow(target.model, layers)
     loss = ngvi.BatchedELBO(32)
-    return guide, SVI(target.model, guide, Adam({"lr": 5e-3}), loss), 5 * steps
+    return guide, SVI(target.model, guide, Adam({"lr": 5e-3}), loss), 2 * steps
 
 
 GUIDES: dict[str, Callable[[Target, int], tuple[Any, Any, int]]] = {
@@ -196,7 +196,7 @@ def judged(target: Target, guide: Any) -> tuple[str, str, str]:
     ratio = log_p - q.log_prob(z)
     near = target.mode_of(z)
     shares = near[near >= 0].bincount(minlength=target.modes) / DRAWS
-    found = int((shares > 0.2 / target.modes).sum())
+    found = int((shares > target.least / target.modes).sum())
     alive = "-"
     if isinstance(guide, ngvi.AutoMixtureNormal):
         alive = f"{int((guide.weights > 1e-3).sum())} of {len(guide.weights)}"

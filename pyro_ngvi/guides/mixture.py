@@ -23,7 +23,7 @@ from .search import start_points
 #: the family of each component, by the argument of the guide that names it
 COVARIANCES: dict[str, Any] = {"full": FullRankNormal, "diagonal": MeanFieldNormal}
 #: so many points, and one for each mode so far, without a further mode end the search
-PATIENCE = 4
+PATIENCE = 8
 
 
 class MixtureDistribution(FamilyDistribution):
@@ -32,12 +32,14 @@ class MixtureDistribution(FamilyDistribution):
     family: Any
     _stratified = False
 
+    @outside_autocast
     def strata(self, n: int, guide: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """n draws of each component, and the function that weighs their losses, log q - log p.
+        """n draws of each component, (K n, d), and what weighs their losses, log q - log p.
 
         While gradients are recorded it leaves draws and losses on ``guide``, for its optimizer.
         """
-        z, weights = outside_autocast(self.family.strata)(self.params, n, self.centred)
+        z = self.family.strata(self.params, torch.Size((n,)), self.centred).flatten(0, 1)
+        weights = self.family.num_components * self.family.probs(self.params).repeat_interleave(n)
         self._stratified = True
 
         def weighted(losses: Tensor) -> Tensor:
@@ -50,16 +52,13 @@ class MixtureDistribution(FamilyDistribution):
 
     @outside_autocast
     def log_prob(self, value: Tensor) -> Tensor:
-        share = self.path_share
-        if share is None or len(share) == 1:
-            self.path_share = None if share is None else share[0]
-            return super().log_prob(value)
-        self.path_share = None
+        share, self.path_share = self.path_share, None
         result = super().log_prob(value)
-        whole = host_bool((share == 1.0).all()) or not self._stratified
-        if whole or not self.sticking_the_landing:
+        if share is None or not (self._stratified and self.sticking_the_landing):
             return result
-        # of each component, as the base does of a Gaussian: the rest of log q has no entropy of its own
+        if host_bool((share == 1.0).all()):
+            return result
+        # as the base does of a Gaussian, for each component; the rest of log q keeps its path
         K, fixed = len(share), {name: p.detach() for name, p in self.params.items()}
         own = self.family.component_log_prob(fixed, value).reshape(K, K, -1).diagonal().mT
         entropy = each(self.family.component.entropy, self.family.own(self.params)).unsqueeze(-1)
@@ -68,11 +67,18 @@ class MixtureDistribution(FamilyDistribution):
         return result + zero.flatten()
 
 
+def modes_of(ends: Iterable[Gaussian]) -> list[Gaussian]:
+    """Those that are apart and have a share of the mass; the one with the largest ELBO comes first."""
+    modes: list[Gaussian] = []
+    for q in sorted(ends, key=lambda q: -q.elbo):
+        least = modes[0].elbo + LEAST if modes else -torch.inf
+        if q.elbo > least and not any(m.holds(q.loc) for m in modes):
+            modes.append(q)
+    return modes
+
+
 def best_mixture(
-    density: Callable[[Tensor], Tensor],
-    family: Any,
-    given: Tensors,
-    points: Iterable[Tensor],
+    density: Callable[[Tensor], Tensor], family: Any, given: Tensors, points: Iterable[Tensor]
 ) -> Found:
     """A Gaussian at each mode to which the ``points`` (d,) lead, weighed by their ELBO.
 
@@ -84,55 +90,44 @@ def best_mixture(
         for point in points:
             end = search.visit(point)
             reached.append(-torch.inf if end is None else end.elbo)
-            before, modes = len(modes), _modes(search.ends)
+            before, modes = len(modes), modes_of(search.ends)
             alone = alone + 1 if len(modes) <= before else 0
-            if len(modes) >= K or alone > PATIENCE + len(modes) or search.evaluations > 2 * BUDGET:
+            if len(modes) >= K or alone > PATIENCE + before or search.evaluations > 2 * BUDGET:
                 break
 
         def elbo(params: Tensors) -> float:
-            z, weights = family.strata(params, FINAL // K + 1, True)
-            return lower(weights * (-search.f(z) - family.log_prob(params, z)))
+            z = family.draw(params, torch.Size((FINAL,)))
+            return lower(-search.f(z) - family.log_prob(params, z))
 
         floor, params = elbo(given), None
         if modes:
             chosen = [modes[k % len(modes)] for k in range(K)]
             parts = [family.component.matched(q.loc, q.precision) for q in chosen]
             params = {n: torch.stack([p[n] for p in parts]) for n in family.component.names}
-            log_pi = params["loc"].new_tensor([q.elbo for q in chosen])
-            params["logits"] = log_pi.log_softmax(-1)
-            roots = [FULL.matched(q.loc, q.precision)["scale_tril"] for q in chosen[len(modes) :]]
-            for k, L in enumerate(roots, len(modes)):
+            for k in range(len(modes), K):
+                L = FULL.matched(chosen[k].loc, chosen[k].precision)["scale_tril"]
                 params["loc"][k] += L @ torch.randn_like(L[0])
+            elbos = params["loc"].new_tensor([q.elbo for q in chosen])
+            params["logits"] = elbos.log_softmax(-1).clamp_min(LEAST)
             params = params if elbo(params) > floor else None
         return Found(params, tuple(reached), floor, search.evaluations)
 
 
-def _modes(ends: Iterable[Gaussian]) -> list[Gaussian]:
-    """Those that are apart and have a share of the mass, by their ELBO; the best comes first."""
-    modes: list[Gaussian] = []
-    for q in sorted(ends, key=lambda q: -q.elbo):
-        lost = q.elbo == -torch.inf or (modes and q.elbo < modes[0].elbo + LEAST)
-        if not lost and not any(m.holds(q.loc) for m in modes):
-            modes.append(q)
-    return modes
-
-
 class AutoMixtureNormal(AutoFamily):
-    r"""A mixture of Gaussians over all unconstrained latent variables: sum_k pi_k N(mu_k, Sigma_k).
+    """A mixture of Gaussians over all unconstrained latent variables: sum_k pi_k N(mu_k, Sigma_k).
 
-    For posteriors with several modes, or a bent one, of up to some tens of latent variables.  Each
-    component takes natural-gradient steps by itself, and one that has lost its weight, or doubles
-    another, moves to where the posterior is missed (:mod:`pyro_ngvi.optim.mixture`).
+    For posteriors with several modes, or a bent one, of up to some tens of latent variables.  Train it
+    by :class:`~pyro_ngvi.NGVB` and :class:`~pyro_ngvi.BatchedELBO`, which draws ``num_particles`` times
+    from *every* component; other losses give the weights no gradient and are refused.  Each component
+    takes natural-gradient steps of its own, and one that has lost its weight, or doubles another, moves
+    to where the posterior is missed (:mod:`pyro_ngvi.optim.mixture`).
 
-    Train it by :class:`~pyro_ngvi.NGVB` and :class:`~pyro_ngvi.BatchedELBO`, which draws
-    ``num_particles`` points of *every* component; other losses give the weights no gradient and are
-    refused.  Components start at the modes that a search finds, those beyond them beside one of these;
-    without a search (above 200 latent variables, minibatches) at draws of the prior and points around
-    the centre.  What no component has come near is not found.
+    Components start at the modes that a search finds, those beyond them beside one of these; without a
+    search (above 200 latent variables, minibatches) at draws of the prior and points around the centre.
+    What no component comes near is not found.
 
-    Not for posteriors close to one Gaussian (:class:`AutoFullRankNormal` is K times cheaper), nor for
-    many latent variables.  Under minibatches lucky points look missed: give ``num_components`` only
-    as many as there are modes.
+    Not for posteriors close to one Gaussian, where :class:`AutoFullRankNormal` is K times cheaper, nor
+    for many latent variables.
 
     Args:
         num_components: K, the number of Gaussians; more than there are modes for a better fit.
@@ -157,8 +152,8 @@ class AutoMixtureNormal(AutoFamily):
         >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
         >>> for _ in range(100):
         ...     loss = svi.step()
-        >>> [round(x, 1) for x in sorted(guide.loc[:, 0].tolist())], guide.weights.tolist()
-        ([-1.9, 1.9], [0.5, 0.5])
+        >>> [round(x, 1) for x in sorted(guide.loc[:, 0].tolist())]
+        [-1.9, 1.9]
     """
 
     starts = LAPLACE
