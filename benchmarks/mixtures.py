@@ -2,10 +2,10 @@
 
 Run from the root of the repository: ``python -m benchmarks.mixtures --help``.
 
-For each target and guide: the modes that 20,000 fresh draws of q show (a mode counts from a fifth of the
-share that it would have if all were equal; a goal of the robot from 1/1,000), the ELBO by these draws with
-its standard error, and of mixtures the components with a weight above 1/1,000 at the end.  The log evidence
-of the moons and of the Gaussians is 0, the largest ELBO that there is.
+For each target and guide: the modes that 20,000 fresh draws of q show (a mode counts from a fifth of
+the share that it would have if all were equal; a goal of the robot from 1/1,000), the ELBO by these
+draws with its standard error, and of mixtures the components with a weight above 1/1,000 at the end.
+The log evidence of the moons and of the Gaussians is 0, the largest ELBO that there is.
 """
 
 import argparse
