@@ -36,15 +36,17 @@ class MixtureDistribution(FamilyDistribution):
     def strata(self, n: int, guide: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """n draws of each component, (K n, d), and what weighs their losses, log q - log p.
 
-        While gradients are recorded it leaves draws and losses on ``guide``, for its optimizer.
+        While gradients are recorded, draws (n, K, d) and losses stay on ``guide`` for its optimizer.
         """
-        z = self.family.strata(self.params, torch.Size((n,)), self.centred).flatten(0, 1)
+        strata = self.family.strata(self.params, torch.Size((n,)), self.centred)
+        z = strata.flatten(0, 1)
         weights = self.family.num_components * self.family.probs(self.params).repeat_interleave(n)
         self._stratified = True
 
         def weighted(losses: Tensor) -> Tensor:
             if z.requires_grad:
-                left = {"draws": z.detach(), "residuals": losses.detach()}
+                draws, residuals = strata.detach(), losses.detach().reshape(-1, n)
+                left = {"draws": draws.transpose(0, 1), "residuals": residuals.mT}
                 leave_curvature(guide, Curvature("price", left))
             return weights * losses
 

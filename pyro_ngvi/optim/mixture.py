@@ -96,21 +96,23 @@ class MixtureRule(Rule):
         """Parameters and state with an idle component where it is missed; whether none has moved."""
         K, residuals = len(params["logits"]), drawn["residuals"]
         log_pi = params["logits"].log_softmax(-1)
-        points = torch.cat([state["points"], drawn["draws"]])
+        points = torch.cat([state["points"], drawn["draws"].flatten(0, 1)])
         log_n = self.family.component_log_prob(params, points)
         joint = log_pi.unsqueeze(-1) + log_n
         log_q = joint.logsumexp(0)
-        log_p = torch.cat([state["log_p"], log_q[POINTS:] - residuals])
+        log_p = torch.cat([state["log_p"], log_q[POINTS:] - residuals.flatten()])
         log_p = log_p.nan_to_num(-torch.inf, -torch.inf, -torch.inf)
         best, kept = (log_p - log_q).topk(POINTS)
         points, log_p = points[kept], log_p[kept]
 
-        mean = log_n[:, POINTS:].reshape(K, K, -1).mean(-1)  # of row's density at column's draws
+        mean = (
+            log_n[:, POINTS:].reshape(K, -1, K).mean(1)
+        )  # of a row's density, at a column's draws
         divergence = mean.diagonal() - mean
         twins = (divergence + divergence.mT < TWINS).triu(1)
         waited = own["components"]["count"] > WAIT * (1.0 + state["moves"])
         idle = waited & ((log_pi <= LEAST + 1e-3) | twins.any(0))
-        elbo = -(log_pi.exp() * residuals.reshape(K, -1).mean(-1)).sum()
+        elbo = -(log_pi.exp() * residuals.mean(0)).sum()
         moves = idle.any() & (best[0] > elbo + WORTH) & best[0].isfinite() & elbo.isfinite()
         own = own | {"points": points, "log_p": log_p, "moves": state["moves"] + moves}
         if host_bool(moves) is False:
