@@ -27,6 +27,7 @@ from pyro_ngvi.families import (
     MeanFieldDirichlet,
     MeanFieldGamma,
     MeanFieldNormal,
+    MixtureNormal,
     ProductFamily,
 )
 from pyro_ngvi.fisher import Dense, Window
@@ -63,6 +64,8 @@ FAMILIES: dict[str, tuple[Family, int]] = {
     ),
     "gamma": (MeanFieldGamma(), 4),
     "dirichlet": (MeanFieldDirichlet(4), 6),
+    "mixture": (MixtureNormal(FullRankNormal(), 3), 3),
+    "diagonal mixture": (MixtureNormal(MeanFieldNormal(), 4), 3),
     "product": (
         ProductFamily(
             {
@@ -99,6 +102,8 @@ GUIDES: dict[str, Callable[..., Any]] = {
     "factor precision": partial(ngvi.AutoFactorPrecision, rank=2),
     "matrix": ngvi.AutoMatrixNormal,
     "exponential": ngvi.AutoExponentialFamily,
+    "mixture": partial(ngvi.AutoMixtureNormal, num_components=2),
+    "diagonal mixture": partial(ngvi.AutoMixtureNormal, num_components=3, covariance="diagonal"),
     "Walsh-Hadamard": partial(ngvi.AutoWalshHadamard, sites=["W"]),
     "proper Walsh-Hadamard": partial(ngvi.AutoProperWalshHadamard, sites=["W"]),
     "affine coupling": partial(ngvi.AutoCouplingFlow, layers=2, hidden=(8,)),

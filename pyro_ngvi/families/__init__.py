@@ -7,6 +7,7 @@ from .flow import FlowFamily
 from .full_rank import FullRankNormal
 from .matrix_normal import MatrixNormal
 from .mean_field import MeanFieldNormal
+from .mixture import MixtureNormal
 from .orthogonal_flow import OrthogonalFlow
 from .product import ProductFamily
 from .walsh_hadamard import WalshHadamardNormal
@@ -21,6 +22,7 @@ __all__ = [
     "MeanFieldDirichlet",
     "MeanFieldGamma",
     "MeanFieldNormal",
+    "MixtureNormal",
     "NormalFamily",
     "OrthogonalFlow",
     "ProductFamily",

@@ -4,6 +4,7 @@ from .base import AutoFamily
 from .centers import init_to_center
 from .exponential import AutoExponentialFamily
 from .flow import AutoCouplingFlow, AutoFlow, AutoOrthogonalFlow
+from .mixture import AutoMixtureNormal
 from .neutra import NeuTra, neutra
 from .normal import (
     AutoFactorNormal,
@@ -24,6 +25,7 @@ __all__ = [
     "AutoFullRankNormal",
     "AutoMatrixNormal",
     "AutoMeanFieldNormal",
+    "AutoMixtureNormal",
     "AutoOrthogonalFlow",
     "AutoProperWalshHadamard",
     "AutoWalshHadamard",

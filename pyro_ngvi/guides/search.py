@@ -20,7 +20,7 @@ from ..linalg.host import own_random_state
 from ..runtime.model_density import ModelDensity
 from ..runtime.pyro_adapter import is_marked, model_as_given, unblocked
 from .centers import init_to_center
-from .laplace import LARGEST, Found, ascended, best_gaussian
+from .laplace import LARGEST, Found, ascended
 
 #: steps of the Gaussian start
 STEPS = 200
@@ -89,7 +89,7 @@ def find_mode(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Tensor:
     return torch.where(better, theta.detach(), start)
 
 
-def _points(
+def start_points(
     names: Iterable[str], model: Any, start: Tensor, args: Any, kwargs: Any
 ) -> Iterator[Tensor]:
     """``start`` (d,), then by turns a draw of the prior, if it can draw, and one around ``start``."""
@@ -130,10 +130,10 @@ def find_laplace(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: A
         if not asked and not _one_function(sites):
             return None
         model = _model_alone(guide, sites)
-        points = _points(guide._unconstrained_shapes, model, start, args, kwargs)
+        points = start_points(guide._unconstrained_shapes, model, start, args, kwargs)
         with own_random_state():  # a prototype draws
             density = _density_alone(model, start, args, kwargs)
-            found = best_gaussian(density, guide.family, given, points)
+            found = guide.search(density, guide.family, given, points)
     except Exception:
         if asked:
             raise

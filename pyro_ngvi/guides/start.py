@@ -27,7 +27,7 @@ from ..runtime.pyro_adapter import (
 )
 from ..runtime.store import ModuleParams, OwnName, check_names, claim_name, module_name, rename
 from .centers import init_to_center
-from .laplace import Found
+from .laplace import Found, best_gaussian
 from .search import find_laplace, find_mode
 
 #: sd of every unconstrained latent variable at the start, unless init_scale says another
@@ -91,6 +91,8 @@ class FirstCall(MadeAtFirstCall, AutoContinuous):
 
     #: what ``init`` may be besides ``None``
     starts: tuple[str, ...] = ("map",)
+    #: the search behind "laplace" and "auto"
+    search: Callable[..., Found] = staticmethod(best_gaussian)
     #: after a search for a Gaussian: what it saw, in words by ``str``
     start_report: Found | None = None
 

@@ -56,7 +56,7 @@ class BatchedELBO(ELBO):
     that do not depend on latent sites; NaN is not refused there, nor what a mask hides.
 
     Args:
-        num_particles: S, the number of draws of the guide.
+        num_particles: S, the number of draws of the guide; of a mixture, of each of its components.
         curvature: what ``loss_and_grads``, called once a step, leaves on a guide of ours for its
             optimizer; see :mod:`pyro_ngvi.curvature.estimators`. "hessian": the expected Hessian of
             -log p(y, z); "gauss_newton": products of the gradients of single data, with the Hessian of
@@ -171,11 +171,11 @@ class BatchedELBO(ELBO):
             raise ValueError(f"kl_weight is {self.kl_weight}; it must be a positive number.")
         self._minibatches.redraw()
         outer = guide.globals if hasattr(guide, "draw_units") else guide
-        joint, shared = draws_one_vector(outer, AutoFamily), {}
+        joint, shared, weighted = draws_one_vector(outer, AutoFamily), {}, None
         if kind is not None and (self._drawn is None or self._drawn.kind != kind):
             check_takes_curvature(guide, kind, joint and isinstance(guide, AutoFamily))
         if joint:
-            values, log_q, drawn = self._draw_jointly(outer, args, kwargs, kind)
+            values, log_q, drawn, weighted = self._draw_jointly(outer, args, kwargs, kind)
         else:
             (values, log_q), drawn = self._draw(outer, args, kwargs, shared), None
         if outer is not guide:  # units given globals, for all particles at once
@@ -196,7 +196,7 @@ class BatchedELBO(ELBO):
             return sum_log_prob(sites) if taps is None else taps.log_probs(sites)
 
         program = self._model if taps is None else taps
-        given = program, log_joint, values, self.num_particles, args, kwargs
+        given = program, log_joint, values, len(log_q), args, kwargs
         loops = drawn is None or kind in READ_OFF
         with _Tempered(self.kl_weight):
             log_p = self._run(*given, loops=loops, shared=shared, chunk_size=self.chunk_size)
@@ -205,7 +205,8 @@ class BatchedELBO(ELBO):
         losses = log_q - log_p
         if drawn is not None:
             drawn.losses = losses.detach()
-        return losses.sum() / self.num_particles, drawn
+        losses = losses if weighted is None else weighted(losses)
+        return losses.sum() / len(losses), drawn
 
     def _run(self, program: Any, *given: Any, loops: bool, shared: Any = None, **how: Any) -> Any:
         """``run_particles``; where it cannot and ``loops`` allows it, in another way."""
@@ -258,8 +259,8 @@ class BatchedELBO(ELBO):
 
     def _draw_jointly(
         self, guide: AutoContinuous, args: Any, kwargs: Any, kind: str | None
-    ) -> tuple[Values, Tensor, Drawn | None]:
-        """As :meth:`_draw`, from the guide's joint distribution; and what is recorded."""
+    ) -> tuple[Values, Tensor, Drawn | None, Any]:
+        """As :meth:`_draw`, from the guide's joint distribution; what is recorded; and weights."""
         trace: Any = guide.prototype_trace
         if self._layout is None or self._layout[0] is not trace:
             checks.check_whole_plates(type(guide).__name__, dict(trace.iter_stochastic_nodes()))
@@ -271,13 +272,14 @@ class BatchedELBO(ELBO):
             q = _posterior_of(guide, *args, **kwargs)
             # with scores of its own, the optimizer needs no gradient through the draws
             with torch.set_grad_enabled(torch.is_grad_enabled() and not scores):
-                theta = q.rsample((self.num_particles,))
+                n, stratified = self.num_particles, not scores and hasattr(q, "strata")
+                theta, weighted = q.strata(n, guide) if stratified else (q.rsample((n,)), None)
                 values, log_det = layout.unpack_with_log_det(theta)
                 pyro.factor("_log_q", q.log_prob(theta) - log_det, has_rsample=True)
         site = handler.sites["_log_q"]
         log_q = site_log_prob(site)[1]
         if kind is None or not (theta.requires_grad or scores):
-            return values, log_q, None
+            return values, log_q, None, weighted
         unscaled = isinstance(site["scale"], int | float) and site["scale"] == 1.0
         if kind != "price" and not (unscaled and site["mask"] is None):
             raise ValueError(
@@ -287,7 +289,7 @@ class BatchedELBO(ELBO):
         if drawn is None or drawn.kind != kind:
             drawn = self._drawn = Drawn(kind, guide, layout)
         drawn.start(theta, log_det)
-        return values, log_q, drawn
+        return values, log_q, drawn, weighted
 
     def _get_trace(self, model: Program, guide: Any, args: Any, kwargs: Any) -> None:
         """Run a new pair once without ``vmap``, with every check."""

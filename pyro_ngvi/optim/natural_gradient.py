@@ -305,9 +305,8 @@ class NaturalGradientRule(Rule):
         longer = torch.where(agrees, state["growth"] * reach, reach)
         reach = torch.where(first < DISAGREE, SHRINK * reach, longer).clamp_min(1.0)
         entries = float(sum(direction[name].numel() for name in blocks[0]))
-        reach.clamp_(max=entries if len(blocks) > 1 else entries**0.5)
-        reach[1:].clamp_(max=entries**0.5)
-        return reach, agrees
+        first_reach = reach[:1].clamp(max=entries if len(blocks) > 1 else entries**0.5)
+        return torch.cat([first_reach, reach[1:].clamp(max=entries**0.5)]), agrees
 
     def _natural_direction(
         self, blocks: Any, params: Tensors, grads: Tensors, curvature: Any

@@ -10,8 +10,10 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
+from ..families import MixtureNormal
 from ..families.base import Family
 from .host import NaturalGradientOptim
+from .mixture import MixtureRule
 from .natural_gradient import NaturalGradientRule, Schedule
 from .rule import Averaging, Rule, Tail, as_averaging, require
 from .schedules import RobbinsMonro, as_schedule
@@ -48,6 +50,16 @@ def make_rule(
     if averaging is not None:
         given["averaging"] = as_averaging(averaging)
     return NaturalGradientRule(family, lr, **given, **further)
+
+
+def rule_for(family: Any, **arguments: Any) -> Rule:
+    """:func:`make_rule`, or for a mixture one for its components and one for their weights."""
+    if not isinstance(family, MixtureNormal):
+        return make_rule(family, **arguments)
+    component = make_rule(family.component, **arguments)
+    arguments |= {"momentum": None, "averaging": None}
+    weights = make_rule(family.weights, **arguments)
+    return MixtureRule(family, component, weights, component.averaging)
 
 
 class NGVB(NaturalGradientOptim):
@@ -120,7 +132,7 @@ class NGVB(NaturalGradientOptim):
     ) -> None:
         arguments: dict[str, Any] = {"lr": lr, "trust_radius": trust_radius, "schedule": schedule}
         arguments |= {"momentum": momentum, "averaging": averaging, "coordinates": coordinates}
-        super().__init__(guide, others, partial(make_rule, **arguments))
+        super().__init__(guide, others, partial(rule_for, **arguments))
 
 
 class NaturalGradient(NaturalGradientOptim):

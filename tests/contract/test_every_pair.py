@@ -32,6 +32,8 @@ SQUARES, KRONECKER, SCORES = "Batched squared_gradient", "Batched kronecker", "B
 FLOWS = ["affine coupling", "spline coupling", "Pyro's flow", "Zuko's flow", "orthogonal flow"]
 #: without a form of the Hessian that their Fisher matrix could take
 OTHERS = ["factor", "one factor", "matrix", "exponential", "proper Walsh-Hadamard"]
+#: whose weights learn from draws of every component
+MIXTURES = ["mixture", "diagonal mixture"]
 #: mean field and full rank, as a whole or in parts
 DIAGONAL, NEWTON = (
     ["mean field", "Walsh-Hadamard"],
@@ -44,6 +46,7 @@ WORKS: dict[str, list[tuple[list[str], list[str]]]] = {
         (NEWTON, [*PLAIN, PRICE, HESSIAN, GAUSS_NEWTON]),
         (["factor precision"], [*PLAIN, PRICE, GAUSS_NEWTON]),
         ([*OTHERS, "list"], PLAIN),
+        (MIXTURES, ["Batched"]),
     ],
     "VON": [(NEWTON, [PRICE, HESSIAN, GAUSS_NEWTON])],
     "VOGN": [(NEWTON, [GAUSS_NEWTON])],
@@ -51,10 +54,13 @@ WORKS: dict[str, list[tuple[list[str], list[str]]]] = {
     "SLANG": [(["factor precision"], [GAUSS_NEWTON])],
     "Vadam": [(DIAGONAL, [SQUARES])],
     "NoisyKFAC": [(["matrix"], [KRONECKER])],
-    "SPRING": [(["mean field", "full rank", "factor precision", *OTHERS, *FLOWS], [SCORES])],
+    "SPRING": [
+        (["mean field", "full rank", "factor precision", *OTHERS, *FLOWS, *MIXTURES], [SCORES])
+    ],
     "IFVB": [
         ([*NEWTON, "factor precision"], [*PLAIN, PRICE]),
         ([*OTHERS, *FLOWS, *FOREIGN], PLAIN),
+        (MIXTURES, ["Batched"]),
     ],
     "CVI": [],  # steps AutoSites alone, by SitesELBO: tests of sites
 }

@@ -20,7 +20,7 @@ import pyro_ngvi as ngvi
 from pyro_ngvi.families import FactorPrecisionNormal, FullRankNormal, MeanFieldNormal
 from pyro_ngvi.guides import laplace
 from pyro_ngvi.guides.laplace import LARGEST, Found, Search, best_gaussian
-from pyro_ngvi.guides.search import UNASKED, _points
+from pyro_ngvi.guides.search import UNASKED, start_points
 from pyro_ngvi.linalg.hessian import bfgs, derivatives
 from pyro_ngvi.linalg.spectral import principal_factors
 from tests.contract.registry import data, exact_posterior, regression
@@ -438,7 +438,7 @@ def test_points_are_those_of_prior_and_neighbourhood() -> None:
     guide = ngvi.AutoFullRankNormal(model, init=None)
     guide()
     start = guide.loc.detach()
-    points = torch.stack(list(islice(_points(["x"], model, start, (), {}), 201)))
+    points = torch.stack(list(islice(start_points(["x"], model, start, (), {}), 201)))
     assert torch.equal(points[0], start)
     prior, near = points[1::2], points[2::2]
     # 200 draws of N(3, 0.1^2); and uniform within 2 of the start

@@ -1,0 +1,199 @@
+"""Mixtures of Gaussians as a guide: where components start, and q with its strata."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..curvature.estimators import Curvature, leave_curvature
+from ..families import FullRankNormal, MeanFieldNormal, MixtureNormal
+from ..families.base import Family, Tensors
+from ..families.mixture import LEAST, each
+from ..linalg.host import host_bool, outside_autocast, own_random_state
+from ..optim.rule import require
+from .base import AutoFamily, FamilyDistribution
+from .laplace import BUDGET, FINAL, FULL, Found, Gaussian, Search, lower
+from .normal import LAPLACE
+from .search import start_points
+
+#: the family of each component, by the argument of the guide that names it
+COVARIANCES: dict[str, Any] = {"full": FullRankNormal, "diagonal": MeanFieldNormal}
+#: so many points, and one for each mode so far, without a further mode end the search
+PATIENCE = 8
+
+
+class MixtureDistribution(FamilyDistribution):
+    """q of a mixture, from which an ELBO draws by components."""
+
+    family: Any
+    _stratified = False
+
+    @outside_autocast
+    def strata(self, n: int, guide: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """n draws of each component, (K n, d), and what weighs their losses, log q - log p.
+
+        While gradients are recorded, draws (n, K, d) and losses stay on ``guide`` for its optimizer.
+        """
+        strata = self.family.strata(self.params, torch.Size((n,)), self.centred)
+        z = strata.flatten(0, 1)
+        weights = self.family.num_components * self.family.probs(self.params).repeat_interleave(n)
+        self._stratified = True
+
+        def weighted(losses: Tensor) -> Tensor:
+            if z.requires_grad:
+                draws, residuals = strata.detach(), losses.detach().reshape(-1, n)
+                left = {"draws": draws.transpose(0, 1), "residuals": residuals.mT}
+                leave_curvature(guide, Curvature("price", left))
+            return weights * losses
+
+        return z, weighted
+
+    @outside_autocast
+    def log_prob(self, value: Tensor) -> Tensor:
+        share, self.path_share = self.path_share, None
+        result = super().log_prob(value)
+        if share is None or not (self._stratified and self.sticking_the_landing):
+            return result
+        if host_bool((share == 1.0).all()):
+            return result
+        # as the base does of a Gaussian, for each component; the rest of log q keeps its path
+        K, fixed = len(share), {name: p.detach() for name, p in self.params.items()}
+        own = self.family.component_log_prob(fixed, value).reshape(K, K, -1).diagonal().mT
+        entropy = each(self.family.component.entropy, self.family.own(self.params)).unsqueeze(-1)
+        path = own + entropy
+        zero = (share.to(path).unsqueeze(-1) - 1.0) * (path - path.detach())
+        return result + zero.flatten()
+
+
+def modes_of(ends: Iterable[Gaussian]) -> list[Gaussian]:
+    """Those that are apart and have a share of the mass; the one with the largest ELBO comes first."""
+    modes: list[Gaussian] = []
+    for q in sorted(ends, key=lambda q: -q.elbo):
+        least = modes[0].elbo + LEAST if modes else -torch.inf
+        if q.elbo > least and not any(m.holds(q.loc) for m in modes):
+            modes.append(q)
+    return modes
+
+
+def best_mixture(
+    density: Callable[[Tensor], Tensor], family: Any, given: Tensors, points: Iterable[Tensor]
+) -> Found:
+    """A Gaussian at each mode to which the ``points`` (d,) lead, weighed by their ELBO.
+
+    Components beyond the modes are further ones of the same scales, at a draw of each by turns.
+    """
+    K, reached, modes, alone = family.num_components, [], [], 0
+    with own_random_state(0), torch.no_grad():
+        search = Search(density, given["loc"][0])
+        for point in points:
+            end = search.visit(point)
+            reached.append(-torch.inf if end is None else end.elbo)
+            before, modes = len(modes), modes_of(search.ends)
+            alone = alone + 1 if len(modes) <= before else 0
+            if len(modes) >= K or alone > PATIENCE + before or search.evaluations > 2 * BUDGET:
+                break
+
+        def elbo(params: Tensors) -> float:
+            z = family.draw(params, torch.Size((FINAL,)))
+            return lower(-search.f(z) - family.log_prob(params, z))
+
+        floor, params = elbo(given), None
+        if modes:
+            chosen = [modes[k % len(modes)] for k in range(K)]
+            parts = [family.component.matched(q.loc, q.precision) for q in chosen]
+            params = {n: torch.stack([p[n] for p in parts]) for n in family.component.names}
+            for k in range(len(modes), K):
+                L = FULL.matched(chosen[k].loc, chosen[k].precision)["scale_tril"]
+                params["loc"][k] += L @ torch.randn_like(L[0])
+            elbos = params["loc"].new_tensor([q.elbo for q in chosen])
+            params["logits"] = elbos.log_softmax(-1).clamp_min(LEAST)
+            params = params if elbo(params) > floor else None
+        return Found(params, tuple(reached), floor, search.evaluations)
+
+
+class AutoMixtureNormal(AutoFamily):
+    """A mixture of Gaussians over all unconstrained latent variables: sum_k pi_k N(mu_k, Sigma_k).
+
+    For posteriors with several modes, or a bent one, of up to some tens of latent variables.  Train it
+    by :class:`~pyro_ngvi.NGVB` and :class:`~pyro_ngvi.BatchedELBO`, which draws ``num_particles`` times
+    from *every* component; other losses give the weights no gradient and are refused.  Each component
+    takes natural-gradient steps of its own, and one that has lost its weight, or doubles another, moves
+    to where the posterior is missed (:mod:`pyro_ngvi.optim.mixture`).
+
+    Components start at the modes that a search finds, those beyond them beside one of these; without a
+    search (above 200 latent variables, minibatches) at draws of the prior and points around the centre.
+    What no component comes near is not found.
+
+    Not for posteriors close to one Gaussian, where :class:`AutoFullRankNormal` is K times cheaper, nor
+    for many latent variables.
+
+    Args:
+        num_components: K, the number of Gaussians; more than there are modes for a better fit.
+        covariance: "full" (default) or "diagonal", of each component.
+        kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.  With ``init``
+            ``None`` or "map" all components start within ``init_scale`` of one point.
+
+    Raises:
+        ValueError: for arguments out of range.
+        RuntimeError: in the backward pass of a loss that is not a ``BatchedELBO``, for K > 1.
+
+    Source: Lin, Khan & Schmidt (2019, arXiv:1906.02914); Arenz et al. (2023, arXiv:2209.11533).
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> import pyro_ngvi as ngvi
+        >>> def model():
+        ...     x = pyro.sample("x", dist.Normal(0.0, 3.0))
+        ...     pyro.sample("y", dist.Normal(x.abs(), 0.5), obs=torch.tensor(2.0))
+        >>> guide = ngvi.AutoMixtureNormal(model, num_components=2)
+        >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+        >>> for _ in range(100):
+        ...     loss = svi.step()
+        >>> [round(x, 1) for x in sorted(guide.loc[:, 0].tolist())]
+        [-1.9, 1.9]
+    """
+
+    starts = LAPLACE
+    search = staticmethod(best_mixture)
+    family: MixtureNormal
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        num_components: int,
+        covariance: str = "full",
+        **kwargs: Any,
+    ) -> None:
+        whole = isinstance(num_components, int) and num_components >= 1
+        require(whole, "num_components", "be a whole number from 1", num_components)
+        known = " or ".join(map(repr, COVARIANCES))
+        require(covariance in COVARIANCES, "covariance", f"be {known}", covariance)
+        self._shape = COVARIANCES[covariance], num_components
+        super().__init__(model, **kwargs)
+
+    def make_family(self) -> Family:
+        component, K = self._shape
+        return MixtureNormal(component(), K)
+
+    def _start(self, loc: Tensor, args: Any, kwargs: Any) -> Tensors:
+        params = super()._start(loc, args, kwargs)
+        if self.init == "auto" and self.start_report is None:
+            with own_random_state():
+                names = self._unconstrained_shapes
+                points = start_points(names, self.model, loc, args, kwargs)
+                params["loc"] = torch.stack([*islice(points, self.family.num_components)])
+        return params
+
+    def _distribution(self, params: Tensors, **how: Any) -> FamilyDistribution:
+        stl = self.sticking_the_landing
+        return MixtureDistribution(self.family, params, sticking_the_landing=stl, **how)
+
+    @property
+    def weights(self) -> Tensor:
+        """pi (K,), of the answer so far."""
+        return self.family.probs(self._current()).detach()
