@@ -16,6 +16,7 @@ from . import (
     hierarchy,
     linalg,
     losses,
+    metric,
     nn,
     optim,
     sites,
@@ -41,6 +42,7 @@ from .guides import (
 )
 from .hierarchy import AutoHierarchical
 from .losses import BatchedELBO
+from .metric import AutoMetricNormal
 from .optim import AIFVB, IFVB, NGVB
 from .sites import CVI, AutoSites, SitesELBO
 
@@ -58,6 +60,7 @@ __all__ = [
     "AutoHierarchical",
     "AutoMatrixNormal",
     "AutoMeanFieldNormal",
+    "AutoMetricNormal",
     "AutoOrthogonalFlow",
     "AutoProperWalshHadamard",
     "AutoSites",
@@ -84,6 +87,7 @@ __all__ = [
     "linalg",
     "load",
     "losses",
+    "metric",
     "neutra",
     "nn",
     "optim",

@@ -72,7 +72,11 @@ def find_mode(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Tensor:
     start, not an answer.
     """
     model = _model_alone(guide, _sites(guide, args, kwargs))
-    density = _density_alone(model, start, args, kwargs)
+    return mode_of(_density_alone(model, start, args, kwargs), start)
+
+
+def mode_of(density: ModelDensity, start: Tensor) -> Tensor:
+    """The mode of a density that is near ``start`` (d,), which it is if no better point is found."""
     theta = start.detach().clone().requires_grad_(True)
     optimizer = torch.optim.LBFGS([theta], max_iter=50, line_search_fn="strong_wolfe")
 
