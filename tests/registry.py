@@ -99,7 +99,6 @@ GUIDES: dict[str, Callable[..., Any]] = {
     "factor precision": partial(ngvi.AutoFactorPrecision, rank=2),
     "matrix": ngvi.AutoMatrixNormal,
     "exponential": ngvi.AutoExponentialFamily,
-    "metric": ngvi.AutoMetricNormal,
     "Walsh-Hadamard": partial(ngvi.AutoWalshHadamard, sites=["W"]),
     "proper Walsh-Hadamard": partial(ngvi.AutoProperWalshHadamard, sites=["W"]),
     "affine coupling": partial(ngvi.AutoCouplingFlow, layers=2, hidden=(8,)),

@@ -136,9 +136,9 @@ def coordinates(sites: Sites) -> Tensor:
                 of_kind, what = None, f" {error}"
             if of_kind is None:
                 raise ValueError(
-                    f"AutoMetricNormal: the Fisher matrix of {name!r}, {type(fn).__name__}{what}, is not "
-                    f"known. Take a likelihood of pyro_ngvi.metric.COORDINATES, or a guide that needs "
-                    f"none, such as AutoFactorNormal."
+                    f"AutoMetricNormal: the Fisher matrix of {name!r}, {type(fn).__name__}{what}, is "
+                    f"not known. Take a likelihood of pyro_ngvi.metric.COORDINATES, or a guide that "
+                    f"needs none, such as AutoFactorNormal."
                 )
     return torch.cat(found) if found else torch.zeros(0)
 
