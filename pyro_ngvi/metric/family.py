@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import vjp, vmap
 
 from ..families.base import LOG_2PI, Family, Tensors
 from ..linalg.host import fixed_normal, outside_vmap
@@ -64,34 +65,31 @@ class Metric:
     """M = I + A'A at a point, by products with A."""
 
     def __init__(self, model: WhiteModel, loc: Tensor, steps: int) -> None:
-        self.steps = steps
-        with torch.enable_grad():
-            self.at = loc.detach().clone().requires_grad_()
-            g = coordinates(model.sites({WHITE: self.at})).to(loc)
-            self.n, self.d = len(g), len(loc)
-            if self.n:
-                # J v is the derivative of J' w in w
-                w = torch.zeros_like(g).requires_grad_()
-                (pulled,) = torch.autograd.grad(g, self.at, w, create_graph=True)
-                self._push, self._pull = (pulled, w), (g, self.at)
+        self.at, self.d, self.steps = loc.clone(), len(loc), steps
+
+        def rows(xi: Tensor) -> Tensor:
+            g = coordinates(model.sites({WHITE: xi})).to(loc)
+            return g if len(g) else 0.0 * xi[:1]  # no data
+
+        with torch.no_grad():  # of parameters of the model
+            g, pull, *_ = vjp(rows, self.at)
+            self.n, self._pull = len(g), lambda w: pull(w)[0]
+            # A v is the derivative of A'w in w
+            push: Any = vjp(self._pull, torch.zeros_like(g))[1]
+            self._push = lambda v: push(v)[0]
 
     def push(self, V: Tensor) -> Tensor:
         """A v (K, n) of rows v (K, d)."""
-        return self._products(V, *self._push) if self.n else V[:, :0]
+        return self._products(V, self._push)
 
     def pull(self, W: Tensor) -> Tensor:
-        """A' w (K, d) of rows w (K, n)."""
-        return self._products(W, *self._pull) if self.n else W.new_zeros(len(W), self.d)
+        """A'w (K, d) of rows w (K, n)."""
+        return self._products(W, self._pull)
 
-    def _products(self, rows: Tensor, output: Tensor, leaf: Tensor) -> Tensor:
-        def some(part: Tensor) -> Tensor:
-            one, part = len(part) == 1, part[0] if len(part) == 1 else part
-            how: Any = {"retain_graph": True, "is_grads_batched": not one}
-            found = torch.autograd.grad(output, leaf, part, **how)[0]
-            return found[None] if one else found
-
-        chunk = max(1, NUMBERS // max(self.n, self.d))
-        return torch.cat([some(part) for part in rows.detach().split(chunk)])
+    def _products(self, rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        if len(rows) == 1:
+            return function(rows[0])[None]
+        return vmap(function, chunk_size=max(1, NUMBERS // max(self.n, self.d)))(rows)
 
     def product(self, V: Tensor) -> Tensor:
         """M v (K, d) of rows v (K, d)."""
@@ -174,7 +172,7 @@ class MetricNormal(Family):
     def metric(self, params: Tensors) -> Metric:
         """M at a mean; kept until the next."""
         loc = params["loc"].detach()
-        if self._last is None or not torch.equal(self._last.at.detach(), loc):
+        if self._last is None or not torch.equal(self._last.at, loc):
             model = self.bound()
             # an outer vmap would forbid to record the run
             self._last = outside_vmap(lambda: Metric(model, loc, self.cg_steps))
