@@ -10,10 +10,10 @@ import argparse
 import json
 import resource
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
@@ -59,10 +59,18 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def fit(model: Callable[..., Any], guide: Any, particles: int, steps: int, *args: Any) -> Any:
+def fit(
+    model: Any,
+    guide: Any,
+    particles: int,
+    steps: int,
+    *args: Any,
+    rule: Any = ngvi.NGVB,
+    loss: Any = None,
+) -> tuple[float, float, float, float]:
     """Seconds of the first step, of all steps, and of one of the last, and the loss of the last."""
-    optim: Any = ngvi.NGVB(guide)
-    svi, clock, loss = SVI(model, guide, optim, ngvi.BatchedELBO(particles)), [time.time()], 0.0
+    svi: Any = SVI(model, guide, rule(guide), loss or ngvi.BatchedELBO(particles))
+    clock, loss = [time.time()], 0.0
     for _ in range(steps):
         loss = svi.step(*args)
         clock.append(time.time())
@@ -84,7 +92,16 @@ def errors(
     return float(mean), float(ratio.mean()), float(ratio.square().mean().sqrt())
 
 
-def small_field(path: Path | None, samples: int) -> None:
+#: guides for the small field, numbers of steps, and an optimizer and a loss of their own
+GAUSSIANS: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "metric": (ngvi.AutoMetricNormal, 30, {}),
+    "sites": (ngvi.AutoSites, 15, {"rule": ngvi.CVI, "loss": ngvi.SitesELBO()}),
+    "full rank": (ngvi.AutoFullRankNormal, 1000, {}),
+    "mean field": (ngvi.AutoMeanFieldNormal, 1000, {}),
+}
+
+
+def small_field(path: Path | None, samples: int, export: Path | None) -> None:
     """32 x 32 against NUTS, with the best Gaussian of all (full rank) beside it."""
     field = Field(32)
     if path is not None and path.exists():
@@ -99,15 +116,14 @@ def small_field(path: Path | None, samples: int) -> None:
         line("NUTS", time.time() - start, float((halves[0] / halves[1]).log().std() / 2.0))
         if path is not None:
             path.write_text(json.dumps([mean.tolist(), sd.tolist()]))
-    guides: dict[str, tuple[Any, int]] = {
-        "metric": (ngvi.AutoMetricNormal(field.model), 30),
-        "full rank": (ngvi.AutoFullRankNormal(field.model), 200),
-        "mean field": (ngvi.AutoMeanFieldNormal(field.model), 300),
-    }
+    if export is not None:
+        arrays = {"mean": mean, "sd": sd, "amplitude": field.amplitude, "y": field.y}
+        np.savez(export, **{name: x.numpy() for name, x in arrays.items()})
     line("32 x 32", "seconds", "loss", "mean rmse, sd", "log sd: bias", "log sd: rms", "MiB")
-    for name, (guide, steps) in guides.items():
+    for name, (make, steps, how) in GAUSSIANS.items():
         pyro.set_rng_seed(0)
-        _, seconds, _, loss = fit(field.model, guide, 8, steps)
+        guide = make(field.model)
+        _, seconds, _, loss = fit(field.model, guide, 8, steps, **how)
         found = field.moments(guide, 4000)
         line(name, seconds, round(loss, 1), *errors(found, (mean, sd)), peak())
 
@@ -170,6 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("parts", nargs="*", choices=[[], *parts], default=[])
     parser.add_argument("--samples", type=int, default=3000, help="of NUTS, after a third as many")
     parser.add_argument("--truth", type=Path, help="where moments by NUTS are, or are kept")
+    parser.add_argument("--export", type=Path, help="where to put the small field for NIFTy")
     parser.add_argument("--size", type=int, default=256, help="side of the large field")
     parser.add_argument("--single", action="store_true", help="the large field in float32")
     parser.add_argument("--features", type=int, nargs="*", default=[10_000, 100_000])
@@ -179,7 +196,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     chosen = args.parts or parts
     if "small_field" in chosen:
-        small_field(args.truth, args.samples)
+        small_field(args.truth, args.samples, args.export)
     if "wdbc" in chosen:
         wdbc(100)
     if "wide" in chosen:

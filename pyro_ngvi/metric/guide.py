@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -93,7 +94,7 @@ class AutoMetricNormal(AutoFamily):
         params = self.family.init(loc, self.init_scale)
         self.family.metric(params)  # what its likelihood lacks is said here
         if self.init == "map":
-            params["loc"] = mode_of(ModelDensity(self.family.bound()), params["loc"])
+            params["loc"] = mode_of(ModelDensity(self.family.bound()), params["loc"], 10)
         return params
 
     def _distribution(self, params: Tensors, **how: Any) -> FamilyDistribution:
@@ -101,9 +102,12 @@ class AutoMetricNormal(AutoFamily):
         return super()._distribution(params, **how)
 
     def sampling_posterior(self, *args: Any, **kwargs: Any) -> FamilyDistribution:
+        self._require_setup()
         if torch.is_grad_enabled() and has_model(self) and (args or kwargs):
-            self._current()
-            self._bind(args, kwargs)
+            held, given = self.family.model, (*args, *kwargs, *kwargs.values())
+            known = () if held is None else (*held.args, *held.kwargs, *held.kwargs.values())
+            if len(given) != len(known) or any(map(operator.is_not, given, known)):
+                self._bind(args, kwargs)
         return super().sampling_posterior()
 
     def log_det(self) -> tuple[Tensor, Tensor]:

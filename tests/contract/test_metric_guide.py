@@ -129,7 +129,8 @@ def test_parameters_of_the_model_are_learned_by_the_evidence() -> None:
     for _ in range(50):
         raw.grad = None
         loss.loss_and_grads(model, guide)
-        slopes.append(raw.grad.neg())
+        grad: Any = raw.grad
+        slopes.append(-grad)
     found = torch.stack(slopes)
     s = pyro.param("s").detach().requires_grad_()
     S = s.square() * A @ A.mT + torch.eye(len(y)).double()
