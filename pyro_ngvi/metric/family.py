@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -31,12 +31,14 @@ from torch.func import vjp, vmap
 
 from ..families.base import LOG_2PI, Family, Tensors
 from ..linalg.host import fixed_normal, outside_vmap
-from ..linalg.positive import descend, log_forms
+from ..linalg.positive import RESIDUAL, descend, log_forms
 from .likelihoods import coordinates
 from .whitening import WHITE, WhiteModel
 
 #: size up to which a matrix is made whole
 SMALL = 1024
+#: share of the squared residual that the direction of a step leaves
+COARSE = 1e-6
 #: numbers in the rows that are multiplied at once
 NUMBERS = 2**22
 
@@ -105,13 +107,13 @@ class Metric:
         product = self.pull(self.push(one)) if self.d == k else self.push(self.pull(one))
         return torch.linalg.cholesky_ex(one + 0.5 * (product + product.mT))[0]
 
-    def solve(self, B: Tensor) -> Tensor:
+    def solve(self, B: Tensor, share: float = RESIDUAL) -> Tensor:
         """M^-1 b (K, d) of rows b (K, d); NaN where M is not finite."""
         if self.root is not None and self.d <= self.n:
             return torch.cholesky_solve(B.mT, self.root).mT
         if self.root is not None:
             return B - self.pull(torch.cholesky_solve(self.push(B).mT, self.root).mT)
-        X, ended, flat, _ = descend(self.product, B, self.steps)
+        X, ended, flat, _ = descend(self.product, B, self.steps, share=share)
         if not ended:
             warnings.warn(
                 f"AutoMetricNormal: {self.steps} steps of conjugate gradients do not solve for a draw. "
@@ -228,7 +230,8 @@ class MetricNormal(Family):
         return {"loc": by_rows(self.metric(params).product, tangent["loc"])}
 
     def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
-        return {"loc": by_rows(self.metric(params).solve, gradient["loc"])}
+        solve = partial(self.metric(params).solve, share=COARSE)
+        return {"loc": by_rows(solve, gradient["loc"])}
 
     def __getstate__(self) -> dict[str, Any]:
         # a graph cannot be copied, and a copy comes without a model, as Pyro's
