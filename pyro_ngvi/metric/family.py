@@ -66,8 +66,8 @@ def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 class Metric:
     """M = I + A'A at a point, by products with A."""
 
-    def __init__(self, model: WhiteModel, loc: Tensor, steps: int) -> None:
-        self.at, self.d, self.steps = loc.clone(), len(loc), steps
+    def __init__(self, model: WhiteModel, loc: Tensor, steps: int, probes: int) -> None:
+        self.at, self.d, self.steps, self.probes = loc.clone(), len(loc), steps, probes
 
         def rows(xi: Tensor) -> Tensor:
             g = coordinates(model.sites({WHITE: xi})).to(loc)
@@ -128,20 +128,22 @@ class Metric:
         own, data = noise.split([self.d, self.n], -1)
         return self.solve(own + self.pull(data))
 
-    def log_det(self, probes: int) -> tuple[Tensor, Tensor]:
+    @cached_property
+    def log_det(self) -> tuple[Tensor, Tensor]:
         """log det M and its standard error, which is 0 where it is exact."""
         if self.root is not None:
             value = 2.0 * self.root.diagonal().log().sum()
             return value, torch.zeros_like(value)
-        signs = fixed_normal(probes, self.d, seed=self.d).sign().to(self.at)
+        signs = fixed_normal(self.probes, self.d, seed=self.d).sign().to(self.at)
         forms = log_forms(self.product, signs, self.steps)
-        return forms.mean(), forms.std() / probes**0.5
+        return forms.mean(), forms.std() / self.probes**0.5
 
 
 class MetricNormal(Family):
     """The Gaussians (1) in white coordinates, as a family over the unconstrained vector of a model.
 
-    :meth:`bind` says of which model; without one it has neither draws nor a density.
+    Attributes:
+        model: the model, at the arguments of its data; ``None``: neither draws nor a density.
     """
 
     names = ("loc",)
@@ -151,19 +153,13 @@ class MetricNormal(Family):
         self.cg_steps, self.probes = cg_steps, probes
         self.model: WhiteModel | None = None
         self._last: Metric | None = None
-        self._log_det: tuple[Tensor, Tensor] | None = None
-
-    def bind(self, model: WhiteModel) -> None:
-        """Take the model, at the arguments of its data."""
-        self.model = model
-        self.forget()
 
     def forget(self) -> None:
-        """Make the metric anew at the next use: parameters of the model may have changed."""
-        self._last = self._log_det = None
+        """Make the metric anew at the next use: the model or its parameters may have changed."""
+        self._last = None
 
     def bound(self) -> WhiteModel:
-        """The model."""
+        """The model, or an error."""
         if self.model is None:
             raise RuntimeError(
                 "AutoMetricNormal: a copy has no model, and its covariance is made of one. Keep the "
@@ -176,18 +172,15 @@ class MetricNormal(Family):
         loc = params["loc"].detach()
         if self._last is None or not torch.equal(self._last.at, loc):
             model = self.bound()
-            # an outer vmap would forbid to record the run
-            self._last = outside_vmap(lambda: Metric(model, loc, self.cg_steps))
-            self._log_det = None
+            made = model, loc, self.cg_steps, self.probes
+            self._last = outside_vmap(lambda: Metric(*made))  # which outlives the vmap
         return self._last
 
+    @torch.no_grad()
     def log_det(self, params: Tensors) -> tuple[Tensor, Tensor]:
         """log det M and its standard error, in nats."""
         metric = self.metric(params)
-        if self._log_det is None:
-            with torch.no_grad():
-                self._log_det = outside_vmap(lambda: metric.log_det(self.probes))
-        return self._log_det
+        return outside_vmap(lambda: metric.log_det)
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
         return {"loc": self.bound().white(loc[None])[0][0]}
@@ -235,4 +228,4 @@ class MetricNormal(Family):
 
     def __getstate__(self) -> dict[str, Any]:
         # a graph cannot be copied, and a copy comes without a model, as Pyro's
-        return vars(self) | {"model": None, "_last": None, "_log_det": None}
+        return vars(self) | {"model": None, "_last": None}

@@ -85,7 +85,7 @@ class AutoMetricNormal(AutoFamily):
 
     def _bind(self, args: Any, kwargs: Any) -> None:
         model = unblocked(model_as_given(self))
-        self.family.bind(WhiteModel(model, self.prototype_trace, args, dict(kwargs)))
+        self.family.model = WhiteModel(model, self.prototype_trace, args, dict(kwargs))
 
     def _define_family(self, args: Any, kwargs: Any) -> None:
         self._bind(args, kwargs)
