@@ -99,8 +99,9 @@ def descend(
     """
     X, R, V = torch.zeros_like(B), B, B / diagonal
     energy = (R * V).sum(1, keepdim=True)
-    enough, taken, flat = share * energy, [B.new_zeros(0, 2, len(B))], None
-    for _ in range(steps):
+    # in one piece, since small tensors that are kept between large ones scatter the heap
+    enough, taken, flat = share * energy, B.new_zeros(steps, 2, len(B)), None
+    for i in range(steps):
         going = energy > enough
         if not bool(going.any()):
             break
@@ -115,9 +116,9 @@ def descend(
         before, energy = energy, (R * R / diagonal).sum(1, keepdim=True)
         turn = torch.where(going, energy / before, 0.0)
         V = R / diagonal + turn * V
-        taken.append(torch.cat([rate, turn], 1).mT.unsqueeze(0))
+        taken[i, 0], taken[i, 1] = rate[:, 0], turn[:, 0]
     ended = flat is not None or not bool((energy > enough).any())
-    return X, ended, flat, torch.cat(taken)
+    return X, ended, flat, taken[: int((taken[:, 0] > 0.0).any(1).sum())]
 
 
 def log_forms(product: Callable[[Tensor], Tensor], V: Tensor, steps: int) -> Tensor:
