@@ -95,7 +95,7 @@ class Metric:
 
     def product(self, V: Tensor) -> Tensor:
         """M v (K, d) of rows v (K, d)."""
-        return V + self.pull(self.push(V))
+        return V + self._products(V, lambda v: self._pull(self._push(v)))
 
     @cached_property
     def root(self) -> Tensor | None:
@@ -104,8 +104,11 @@ class Metric:
         if k > SMALL:
             return None
         one = torch.eye(k, dtype=self.at.dtype, device=self.at.device)
-        product = self.pull(self.push(one)) if self.d == k else self.push(self.pull(one))
-        return torch.linalg.cholesky_ex(one + 0.5 * (product + product.mT))[0]
+        H = self.product(one) if self.d == k else one + self._products(one, self._gram)
+        return torch.linalg.cholesky_ex(0.5 * (H + H.mT))[0]
+
+    def _gram(self, w: Tensor) -> Tensor:
+        return self._push(self._pull(w))
 
     def solve(self, B: Tensor, share: float = RESIDUAL) -> Tensor:
         """M^-1 b (K, d) of rows b (K, d); NaN where M is not finite."""
