@@ -127,7 +127,8 @@ def log_forms(product: Callable[[Tensor], Tensor], V: Tensor, steps: int) -> Ten
     The steps of conjugate gradients for H x = v are those of Lanczos from v, whose matrix T has v' f(H)
     v = |v|^2 (f(T))_11; exact once they have ended, up to the square of the residual that they leave.
     """
-    lengths, turns = descend(product, V, steps, share=QUADRATURE)[3].permute(1, 2, 0)  # (K, T) each
+    share = max(QUADRATURE, torch.finfo(V.dtype).eps)
+    lengths, turns = descend(product, V, steps, share=share)[3].permute(1, 2, 0)  # (K, T) each
     there = lengths > 0.0
     inverse = torch.where(there, 1.0 / lengths, 1.0)
     before = torch.nn.functional.pad((turns * inverse)[:, :-1], (1, 0))

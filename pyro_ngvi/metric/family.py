@@ -116,6 +116,7 @@ class Metric:
             return torch.cholesky_solve(B.mT, self.root).mT
         if self.root is not None:
             return B - self.pull(torch.cholesky_solve(self.push(B).mT, self.root).mT)
+        share = max(share, torch.finfo(B.dtype).eps)  # in float32 no smaller one is reached
         X, ended, flat, _ = descend(self.product, B, self.steps, share=share)
         if not ended:
             warnings.warn(
