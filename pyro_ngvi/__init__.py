@@ -16,6 +16,7 @@ from . import (
     hierarchy,
     linalg,
     losses,
+    metric,
     nn,
     optim,
     sites,
@@ -42,6 +43,7 @@ from .guides import (
 )
 from .hierarchy import AutoHierarchical
 from .losses import BatchedELBO
+from .metric import AutoMetricNormal
 from .optim import AIFVB, IFVB, NGVB
 from .sites import CVI, AutoSites, SitesELBO
 
@@ -59,6 +61,7 @@ __all__ = [
     "AutoHierarchical",
     "AutoMatrixNormal",
     "AutoMeanFieldNormal",
+    "AutoMetricNormal",
     "AutoMixtureNormal",
     "AutoOrthogonalFlow",
     "AutoProperWalshHadamard",
@@ -86,6 +89,7 @@ __all__ = [
     "linalg",
     "load",
     "losses",
+    "metric",
     "neutra",
     "nn",
     "optim",

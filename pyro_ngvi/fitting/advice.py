@@ -17,7 +17,7 @@ from pyro.optim import PyroOptim
 from torch import nn
 from torch.distributions import biject_to
 
-from .. import guides, hierarchy, optim, sites
+from .. import guides, hierarchy, metric, optim, sites
 from ..distributions import GaussianProcess, GaussianStateSpace
 from ..guides import AutoFlow, AutoOrthogonalFlow
 from ..hierarchy import AutoHierarchical
@@ -34,7 +34,7 @@ from ..sites.site_guide import SiteGuide
 from .checkpoint import bare, called
 
 #: where the classes stand that have names
-GUIDES, OPTIMS = (guides, hierarchy, sites, autoguide), (optim, sites)
+GUIDES, OPTIMS = (guides, hierarchy, metric, sites, autoguide), (optim, sites)
 #: beginnings of modules whose classes and functions want settings, not a guide
 LOOKALIKES = ("pyro.optim.", "torch.optim")
 

@@ -253,7 +253,7 @@ class AutoFamily(FirstCall):
         """The map from noise to the flat latent vector, detached: see :func:`pyro_ngvi.neutra`."""
         return FamilyTransform(self)
 
-    def sampling_posterior(self) -> FamilyDistribution:
+    def sampling_posterior(self, *args: Any, **kwargs: Any) -> FamilyDistribution:
         """The distribution that the guide draws from.
 
         It is ``get_posterior()``, except while gradients are recorded: the draws of one call are then
@@ -306,7 +306,8 @@ class AutoFamily(FirstCall):
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
         """Draw the flat latent vector, as an auxiliary sample site."""
         how: Any = {"infer": {"is_auxiliary": True}}
-        return pyro.sample(f"_{module_name(self)}_latent", self.sampling_posterior(), **how)
+        q = self.sampling_posterior(*args, **kwargs)
+        return pyro.sample(f"_{module_name(self)}_latent", q, **how)
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Posterior median of every entry of each latent site: ``quantiles([0.5])[0]``.

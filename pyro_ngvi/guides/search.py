@@ -72,9 +72,18 @@ def find_mode(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Tensor:
     start, not an answer.
     """
     model = _model_alone(guide, _sites(guide, args, kwargs))
-    density = _density_alone(model, start, args, kwargs)
+    return mode_of(_density_alone(model, start, args, kwargs), start)
+
+
+def mode_of(density: ModelDensity, start: Tensor, history: int = 100) -> Tensor:
+    """The mode near ``start`` (d,), which it is if no better point is found, by L-BFGS.
+
+    ``history`` is the number of past steps that are kept, two vectors each.
+    """
     theta = start.detach().clone().requires_grad_(True)
-    optimizer = torch.optim.LBFGS([theta], max_iter=50, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        [theta], max_iter=50, history_size=history, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> Tensor:
         loss = -density(theta.unsqueeze(0)).sum()

@@ -128,10 +128,14 @@ def fixed_normal(*shape: int, seed: int) -> Tensor:
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = partial(torch.randn, shape, generator=generator, dtype=torch.float64)
+    return constant(outside_modes(drawn)) if _looks_away.get() else outside_vmap(drawn)
+
+
+def outside_vmap(function: Callable[[], T]) -> T:
+    """Call it, where no transform of ``torch.func`` holds."""
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    if _looks_away.get():
-        return constant(outside_modes(drawn))
-    return drawn() if functorch.peek_interpreter_stack() is None else outside_modes(drawn)
+    plain = functorch.peek_interpreter_stack() is None
+    return function() if plain else outside_modes(function)
 
 
 def outside_modes(function: Callable[[], T]) -> T:

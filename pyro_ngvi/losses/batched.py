@@ -342,6 +342,6 @@ class _Tempered(Messenger):
 def _posterior_of(guide: AutoContinuous, *args: Any, **kwargs: Any) -> Any:
     # As a method of the module, so that its parameters are registered as in a call of the guide.
     if isinstance(guide, AutoFamily):
-        return guide.sampling_posterior()
+        return guide.sampling_posterior(*args, **kwargs)
     q = guide.get_posterior(*args, **kwargs)
     return Steady(q) if draws_steadily(guide) and can_be_steady(q) else q

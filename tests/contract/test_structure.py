@@ -21,6 +21,7 @@ LAYERS = (
     "fisher",
     "optim",
     "guides",
+    "metric",
     "losses",
     "compiled",
     "distributed",
