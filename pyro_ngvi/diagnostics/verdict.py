@@ -1,10 +1,12 @@
 """From a model and its guide to importance weights, and what they say: the one place that decides."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch.distributions import biject_to
 
 from ..linalg.host import own_random_state
@@ -95,8 +97,14 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
             slope=steepest(unconstrained, log_ratio),
             missed=missed,
             elbo=float(log_ratio.mean()),
-            elbo_error=float(spread / len(log_ratio) ** 0.5),
+            elbo_error=math.hypot(spread / len(log_ratio) ** 0.5, log_q_error(fitted.guide.func)),
         )
+
+
+def log_q_error(guide: Any) -> float:
+    """Standard error in nats of a constant in log q, which some guides estimate."""
+    with torch.no_grad():
+        return float(getattr(guide, "log_q_error", float)())
 
 
 def may_draw_more(fitted: Fitted, draws: Draws) -> bool:

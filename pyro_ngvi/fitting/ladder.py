@@ -7,17 +7,19 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from pyro import poutine
 from torch import nn
 
-from ..guides import AutoCouplingFlow
+from ..guides import AutoCouplingFlow, AutoMixtureNormal
 from ..hierarchy import AutoHierarchical
 from ..linalg.host import own_random_state
 from ..runtime.store import traced_params
 from .advice import Structure
+from .checkpoint import called
 
 #: latent variables above which a flow costs too much
 FLOW = 100
@@ -52,6 +54,8 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
     apart, the one whose draws may be taken as they are.  ``fit(guide, max_time, best)`` gives a fit;
     ``best`` is that of the guides before, or with no guide the one to go on with.
 
+    Where the search for a start has found several modes the second guide is a mixture.
+
     Each further guide takes at most four times as long as those before it, or ten seconds.  Where the
     model has parameters of its own, which every guide would train, the first guide is all.
     """
@@ -76,21 +80,29 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         try:
             found = fit(guide, limit, best)
             fits.append(found)
-            rung = _rung(guide.__name__, found, began)
+            rung = _rung(called(guide), found, began)
         except (ValueError, TypeError, RuntimeError) as error:
             # a minibatch has no verdict, and a rule may refuse a guide
             if found is None:
                 raise
-            message = f'fit(guide="auto") ends with {guide.__name__}: no verdict on it, {error}'
+            message = f'fit(guide="auto") ends with {called(guide)}: no verdict on it, {error}'
             warnings.warn(message[:240], UserWarning, stacklevel=3)
             best = best or found
             break
         rungs.append(rung)
+        # the verdict on one mode knows nothing of others
+        modes = modes_seen(found.guide) if len(rungs) == 1 and len(choices) > 1 else 1
+        if modes > 1:
+            choices.insert(1, partial(AutoMixtureNormal, num_components=modes))
         gain = math.inf if best is None else rung.elbo - best.khat.elbo
         error = 0.0 if best is None else math.hypot(rung.error, best.khat.elbo_error)
         good = rung.decision == "intervals"
         best = found if gain > 0.0 or (good and gain > -error) else best
-        if good or gain < error or rung.why_stopped in ("interrupted", "terminated"):
+        if (
+            (good and modes == 1)
+            or gain < error
+            or rung.why_stopped in ("interrupted", "terminated")
+        ):
             break
     left = total - (time.monotonic() - start)
     hurried = len(choices) > 1 and fits[0].why_stopped == "max_time"
@@ -100,6 +112,12 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         rungs = [_rung(rung.guide, best, began - rung.seconds) for rung in rungs[:1]] + rungs[1:]
     best.rungs = tuple(rungs)
     return best
+
+
+def modes_seen(guide: Any) -> int:
+    """How many modes of comparable mass the search for a start of a guide has found."""
+    report = getattr(guide, "start_report", None)
+    return 1 if report is None else report.modes
 
 
 def _rung(guide: str, found: Any, began: float) -> Rung:

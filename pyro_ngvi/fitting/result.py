@@ -14,10 +14,11 @@ from .. import diagnostics
 from ..diagnostics import Diagnosis, KHat
 from ..diagnostics.draws import guide_draws, random_state
 from ..distributed.processes import is_alone
+from ..guides import AutoMixtureNormal
 from ..hierarchy import AutoHierarchical
 from ..runtime.run import CannotBatch
 from .advice import Structure
-from .ladder import Rung
+from .ladder import Rung, modes_seen
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked
 LITTLE = 10_000
@@ -146,14 +147,21 @@ class Result:
 
     @property
     def _verdict_in_words(self) -> str:
-        """The verdict, and the guide that knows of units where another is not to be believed."""
-        verdict, units = self.verdict, None
-        others = not self.is_spread and not isinstance(self.guide, AutoHierarchical)
-        if others and not verdict.ok:
+        """The verdict; with a guide that knows of units where another is not to be believed, or with
+        the modes that the search for a start has seen."""
+        verdict, guide, units = self.verdict, self.guide, None
+        if not (verdict.ok or self.is_spread or isinstance(guide, AutoHierarchical)):
             units = self._structure.units
-        if units is None or not units.pooled:
+        if units is not None and units.pooled:
+            return f'{verdict.verdict} There are {str(units)[:100]}: pass guide="AutoHierarchical".'
+        modes = 1 if isinstance(guide, AutoMixtureNormal) else modes_seen(guide)
+        if modes == 1:
             return verdict.verdict
-        return f'{verdict.verdict} There are {str(units)[:100]}: pass guide="AutoHierarchical".'
+        return (
+            f"{verdict.verdict} The search for a start found {modes} modes of comparable mass, of "
+            f"which this may be one: pass guide=functools.partial(pyro_ngvi.AutoMixtureNormal, "
+            f"num_components={modes})."
+        )
 
     @property
     def _whole(self) -> Any:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -41,6 +40,7 @@ from ..families.full_rank import FullRankNormal
 from ..linalg.hessian import ROWS, bfgs, derivatives, eigen_abs
 from ..linalg.host import own_random_state
 from ..optim.ngvb import make_rule
+from .found import COMPARABLE, SAME, Found, Gaussian, holder, modes_of
 
 LogDensity = Callable[[Tensor], Tensor]  # theta (S, d) to (S,)
 
@@ -48,6 +48,8 @@ LogDensity = Callable[[Tensor], Tensor]  # theta (S, d) to (S,)
 MANY, LARGEST = 64, 500
 #: points where all lead to one ELBO; else at least, until so many led to the best ELBO, and at most
 STARTS, AGAIN, NEAR, MORE_STARTS = 4, 6, 3, 32
+#: nats: a fall of log p between two modes, less of which is a bend
+BARRIER = 2.0
 #: evaluations after which no other path begins
 BUDGET = 8_000
 #: Gaussians in a row without a larger ELBO that end a path
@@ -58,60 +60,7 @@ HESSIANS, GRADIENTS, SMOOTH_STEPS = 40, 20, 6
 DRAWS, COMPARED, FINAL, FINALISTS = 8, 32, 256, 3
 #: nats: a promised decrease that ends a path, a gain that ends the steps on expectations
 DECREASE, GAIN = 0.05, 0.1
-#: nats within which two ELBOs are those of one mode
-SAME = 1.0
 FULL = FullRankNormal()
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search saw.
-
-    Attributes:
-        params: of the member of the family with the largest ELBO; ``None`` if none beats the one that
-            the search was to replace.
-        elbos: nats, the largest ELBO from each point, then by natural-gradient steps, where these were
-            taken; -inf where there is none.
-        given: nats, the ELBO of the member to replace.
-        evaluations: of the log density at a point; a gradient, or a row of a Hessian, counts as one.
-    """
-
-    params: Tensors | None
-    elbos: tuple[float, ...]
-    given: float
-    evaluations: int
-
-    def __str__(self) -> str:
-        found = sorted((e for e in self.elbos if e > -torch.inf), reverse=True)
-        if self.params is None:
-            return f"no better start from {len(self.elbos)} points, {self.evaluations} evaluations"
-        near = sum(e > found[0] - SAME for e in found)
-        others = ", ".join(f"{found[0] - e:.1f}" for e in found[near:])
-        return (
-            f"{near} of {len(self.elbos)} points lead to an ELBO within {SAME:g} nat of the best, "
-            f"{found[0]:.1f}{f', others to {others} nats less' if others else ''}; "
-            f"{self.evaluations} evaluations"
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Gaussian:
-    """N(loc, precision^-1) with loc (d,), precision (d, d).
-
-    Attributes:
-        elbo: in nats, by a few draws.
-        spread: variance of log p - log q over them: about twice the KL divergence, if that is small.
-    """
-
-    loc: Tensor
-    precision: Tensor
-    elbo: float
-    spread: float
-
-    def holds(self, theta: Tensor) -> bool:
-        """Whether theta (d,) is no further from the mean than draws are."""
-        x = theta - self.loc
-        return bool(x @ self.precision @ x < len(x))
 
 
 class Search:
@@ -279,7 +228,25 @@ class Search:
         # an ELBO may be the noise of a few draws, if q is far from the posterior
         elbos = [lower(self.log_ratio(family, q, COMPARED), 2.0) for q in found]
         params = found[elbos.index(max(elbos))] if max(elbos, default=before) > before else None
-        return Found(params, tuple(reached), before, self.evaluations)
+        good = [q for q in self.ends if q.spread < SAME]
+        modes: list[Gaussian] = []
+        for q in modes_of(good, COMPARABLE):
+            if all(self.barrier(q, m) > BARRIER for m in modes):
+                modes.append(q)
+        return Found(params, tuple(reached), before, self.evaluations, max(1, len(modes)))
+
+    def barrier(self, a: Gaussian, b: Gaussian) -> float:
+        """Nats by which log p falls half way between two Gaussians, at the best point of that plane."""
+        middle, along = 0.5 * (a.loc + b.loc), b.loc - a.loc
+        plane = torch.linalg.qr(along.unsqueeze(-1), mode="complete")[0][:, 1:]
+        theta = middle
+        if self.d > 1:
+            within = Search(lambda z: self.density(middle + z @ plane.mT), plane[0])
+            for loc, _ in within.newton(torch.zeros_like(plane[0])):
+                theta = middle + plane @ loc
+            self.evaluations += within.evaluations
+        values = self.f(torch.stack([theta, a.loc, b.loc]))
+        return float(values[0] - values[1:].amax())
 
     def final(self) -> Gaussian | None:
         """The best of the ends, if one has an ELBO."""
@@ -301,11 +268,6 @@ class Search:
 
     def smooths(self, q: Gaussian) -> bool:
         return self.d <= MANY and q.spread > 2.0 * GAIN
-
-
-def holder(known: Iterable[Gaussian], theta: Tensor) -> Gaussian | None:
-    """The first that holds theta (d,)."""
-    return next((q for q in known if q.holds(theta)), None)
 
 
 def ascended(density: LogDensity, family: Any, params: Tensors, steps: int) -> Tensors:

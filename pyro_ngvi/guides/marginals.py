@@ -105,7 +105,7 @@ def site_quantiles(guide: Any, params: Tensors, quantiles: Any) -> dict[str, Ten
             value = of_monotone(ends[0], ends[1], flat)
         elif value is None:
             drawn = family.fixed_draws(params, n) if drawn is None else drawn
-            value = sample_quantiles(transform(drawn[:, own].reshape(n, *shape)), flat)
+            value = sample_quantiles(transform(drawn[:, own].reshape(len(drawn), *shape)), flat)
         result[name] = value.reshape(levels.shape + value.shape[1:])
     return result
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import islice
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from ..families.mixture import LEAST, each
 from ..linalg.host import host_bool, outside_autocast, own_random_state
 from ..optim.rule import require
 from .base import AutoFamily, FamilyDistribution
-from .laplace import BUDGET, FINAL, FULL, Found, Gaussian, Search, lower
+from .found import SAME, Found, modes_of
+from .laplace import BUDGET, FINAL, FULL, Search, lower
 from .normal import LAPLACE
 from .search import start_points
 
@@ -69,16 +71,6 @@ class MixtureDistribution(FamilyDistribution):
         return result + zero.flatten()
 
 
-def modes_of(ends: Iterable[Gaussian]) -> list[Gaussian]:
-    """Those that are apart and have a share of the mass; the one with the largest ELBO comes first."""
-    modes: list[Gaussian] = []
-    for q in sorted(ends, key=lambda q: -q.elbo):
-        least = modes[0].elbo + LEAST if modes else -torch.inf
-        if q.elbo > least and not any(m.holds(q.loc) for m in modes):
-            modes.append(q)
-    return modes
-
-
 def best_mixture(
     density: Callable[[Tensor], Tensor], family: Any, given: Tensors, points: Iterable[Tensor]
 ) -> Found:
@@ -92,9 +84,12 @@ def best_mixture(
         for point in points:
             end = search.visit(point)
             reached.append(-torch.inf if end is None else end.elbo)
-            before, modes = len(modes), modes_of(search.ends)
+            # a path may have ended on a slope, where no Gaussian fits
+            good = [q for q in search.ends if q.spread < SAME]
+            before, modes = len(modes), modes_of(good or search.ends, -LEAST)
             alone = alone + 1 if len(modes) <= before else 0
-            if len(modes) >= K or alone > PATIENCE + before or search.evaluations > 2 * BUDGET:
+            enough = len(good) > 0 and len(modes) >= K
+            if enough or alone > PATIENCE + before or search.evaluations > 2 * BUDGET:
                 break
 
         def elbo(params: Tensors) -> float:
@@ -169,7 +164,7 @@ class AutoMixtureNormal(AutoFamily):
         covariance: str = "full",
         **kwargs: Any,
     ) -> None:
-        whole = isinstance(num_components, int) and num_components >= 1
+        whole = isinstance(num_components, Integral) and num_components >= 1
         require(whole, "num_components", "be a whole number from 1", num_components)
         known = " or ".join(map(repr, COVARIANCES))
         require(covariance in COVARIANCES, "covariance", f"be {known}", covariance)

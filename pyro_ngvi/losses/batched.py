@@ -171,6 +171,7 @@ class BatchedELBO(ELBO):
             raise ValueError(f"kl_weight is {self.kl_weight}; it must be a positive number.")
         self._minibatches.redraw()
         outer = guide.globals if hasattr(guide, "draw_units") else guide
+        checks.check_tempers(outer, self.kl_weight)
         joint, shared, weighted = draws_one_vector(outer, AutoFamily), {}, None
         if kind is not None and (self._drawn is None or self._drawn.kind != kind):
             check_takes_curvature(guide, kind, joint and isinstance(guide, AutoFamily))

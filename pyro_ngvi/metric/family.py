@@ -156,6 +156,8 @@ class MetricNormal(Family):
     def __init__(self, cg_steps: int = 1000, probes: int = 4) -> None:
         self.cg_steps, self.probes = cg_steps, probes
         self.model: WhiteModel | None = None
+        #: the model of the last step of an optimizer of ours, as others may have been asked since
+        self.stepped: WhiteModel | None = None
         self._last: Metric | None = None
 
     def forget(self) -> None:
@@ -227,9 +229,10 @@ class MetricNormal(Family):
         return {"loc": by_rows(self.metric(params).product, tangent["loc"])}
 
     def natural_gradient(self, params: Tensors, gradient: Tensors) -> Tensors:
+        self.stepped = self.model
         solve = partial(self.metric(params).solve, share=COARSE)
         return {"loc": by_rows(solve, gradient["loc"])}
 
     def __getstate__(self) -> dict[str, Any]:
         # a graph cannot be copied, and a copy comes without a model, as Pyro's
-        return vars(self) | {"model": None, "_last": None}
+        return vars(self) | {"model": None, "stepped": None, "_last": None}

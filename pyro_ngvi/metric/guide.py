@@ -64,7 +64,7 @@ class AutoMetricNormal(AutoFamily):
     """
 
     family: MetricNormal
-    traceable = False
+    traceable = tempers = False
 
     def __init__(
         self,
@@ -107,8 +107,18 @@ class AutoMetricNormal(AutoFamily):
             held, given = self.family.model, (*args, *kwargs, *kwargs.values())
             known = () if held is None else (*held.args, *held.kwargs, *held.kwargs.values())
             if len(given) != len(known) or any(map(operator.is_not, given, known)):
-                self._bind(args, kwargs)
+                try:
+                    self._bind(args, kwargs)
+                except ValueError:  # new inputs without data: draws are those of before
+                    if held is None:
+                        raise
+        elif self.family.stepped is not None:  # draws and densities are of the last step
+            self.family.model = self.family.stepped
         return super().sampling_posterior()
+
+    def log_q_error(self) -> float:
+        """Standard error of log q, in nats, by that of log det M."""
+        return 0.5 * float(self.log_det()[1])
 
     def log_det(self) -> tuple[Tensor, Tensor]:
         """log det M, of which the ELBO has half, and its standard error; 0 where it is exact."""

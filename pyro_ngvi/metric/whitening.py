@@ -118,7 +118,8 @@ def from_white(fn: Any) -> Any:
         return found(fn)
     if isinstance(fn, td.TransformedDistribution):
         base = from_white(fn.base_dist)
-        return None if base is None else ComposeTransform([base, *fn.transforms])
+        folded = not all(t.bijective for t in fn.transforms)
+        return None if base is None or folded else ComposeTransform([base, *fn.transforms])
     if type(fn).icdf is td.Distribution.icdf:
         return None
     return FromNoise(lambda x: fn.icdf(ndtr(x)), lambda y: ndtri(fn.cdf(y)))

@@ -61,6 +61,15 @@ def check_replaced_priors(names: Collection[str], guide_sites: Sites, model_site
             )
 
 
+def check_tempers(guide: Any, kl_weight: float) -> None:
+    """Refuse a ``kl_weight`` to guides whose covariance is made of the model as it stands."""
+    if kl_weight != 1.0 and not getattr(guide, "tempers", True):
+        raise ValueError(
+            f"{type(guide).__name__} follows the likelihood as the model writes it, not kl_weight="
+            f"{kl_weight:g}. Put poutine.scale(scale={1.0 / kl_weight:g}) around the data."
+        )
+
+
 def check_whole_plates(guide: str, sites: Sites) -> None:
     """Refuse latent sites in a subsampled plate to a guide that has one flat vector of them all."""
     for name, site in sites.items():

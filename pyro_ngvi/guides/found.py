@@ -1,0 +1,86 @@
+"""What a search for Gaussians of a posterior finds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..families.base import Tensors
+
+#: nats within which two ELBOs are those of one mode
+SAME = 1.0
+#: nats below the best from which a mode has less than a twentieth of its mass
+COMPARABLE = math.log(20.0)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search saw.
+
+    Attributes:
+        params: of the member of the family with the largest ELBO; ``None`` if none beats the one that
+            the search was to replace.
+        elbos: nats, the largest ELBO from each point, then by natural-gradient steps, where these were
+            taken; -inf where there is none.
+        given: nats, the ELBO of the member to replace.
+        evaluations: of the log density at a point; a gradient, or a row of a Hessian, counts as one.
+        modes: how many Gaussians of comparable mass the paths ended at, each close to the posterior
+            where it is, with a fall of log p between any two; those that no path led to are not known.
+    """
+
+    params: Tensors | None
+    elbos: tuple[float, ...]
+    given: float
+    evaluations: int
+    modes: int = 1
+
+    def __str__(self) -> str:
+        found = sorted((e for e in self.elbos if e > -torch.inf), reverse=True)
+        if self.params is None:
+            return f"no better start from {len(self.elbos)} points, {self.evaluations} evaluations"
+        near = sum(e > found[0] - SAME for e in found)
+        others = ", ".join(f"{found[0] - e:.1f}" for e in found[near:])
+        return (
+            f"{near} of {len(self.elbos)} points lead to an ELBO within {SAME:g} nat of the best, "
+            f"{found[0]:.1f}{f', others to {others} nats less' if others else ''}; "
+            f"{self.evaluations} evaluations"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian:
+    """N(loc, precision^-1) with loc (d,), precision (d, d).
+
+    Attributes:
+        elbo: in nats, by a few draws.
+        spread: variance of log p - log q over them: about twice the KL divergence, if that is small.
+    """
+
+    loc: Tensor
+    precision: Tensor
+    elbo: float
+    spread: float
+
+    def holds(self, theta: Tensor) -> bool:
+        """Whether theta (d,) is no further from the mean than draws are."""
+        x = theta - self.loc
+        return bool(x @ self.precision @ x < len(x))
+
+
+def holder(known: Iterable[Gaussian], theta: Tensor) -> Gaussian | None:
+    """The first that holds theta (d,)."""
+    return next((q for q in known if q.holds(theta)), None)
+
+
+def modes_of(ends: Iterable[Gaussian], nats: float) -> list[Gaussian]:
+    """Those that are apart, and no more ``nats`` below the one with the largest ELBO, the first."""
+    modes: list[Gaussian] = []
+    for q in sorted(ends, key=lambda q: -q.elbo):
+        least = modes[0].elbo - nats if modes else -torch.inf
+        if q.elbo > least and not any(m.holds(q.loc) for m in modes):
+            modes.append(q)
+    return modes
