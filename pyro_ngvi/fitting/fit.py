@@ -251,8 +251,8 @@ def fit(
             with ``functools.partial``.
         args: its arguments, with the data.
         guide: a guide, a class of guides, or the name of one of this package or of Pyro; ``"auto"`` for
-            the best of several: the one that would be chosen, then a mixture where the search for a
-            start has seen several modes, :class:`~pyro_ngvi.AutoHierarchical` where there are units, and
+            the best of several: the one that would be chosen, a mixture where the search for a start
+            has seen several modes, :class:`~pyro_ngvi.AutoHierarchical` where there are units, and
             :class:`~pyro_ngvi.AutoCouplingFlow` up to 100 latent variables, until draws of one may be
             taken as they are (and no other mode was seen), or it gains no more than its standard error.
             The first takes a minute at most, and goes on in the end if it was the best.

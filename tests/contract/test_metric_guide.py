@@ -244,6 +244,52 @@ def test_what_is_refused(model: Any, reason: str) -> None:
         assert len(str(error.value)) <= 240
 
 
+def test_a_call_at_other_arguments_leaves_the_answer() -> None:
+    guide, svi = stepped(20)
+    wanted = ngvi.khat(poisson, guide, X, Y, seed=0).elbo
+    guide(X[:5], Y[:5])
+    guide(X[:5])  # new inputs without data
+    Trace_ELBO().loss(poisson, guide, X[:5], Y[:5])
+    assert ngvi.khat(poisson, guide, X, Y, seed=0).elbo == wanted
+    assert torch.isfinite(torch.tensor(svi.step(X, Y)))
+
+
+def test_a_weight_on_the_kl_is_refused_and_a_scale_is_followed() -> None:
+    with pytest.raises(ValueError, match=r"poutine.scale\(scale=0.04\) around the data"):
+        stepped(1, loss=ngvi.BatchedELBO(4, kl_weight=25.0))
+
+
+def test_the_error_of_log_det_is_one_of_the_elbo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family, "SMALL", 0)
+    guide, _ = stepped(5, probes=2)
+    _, error = guide.log_det()
+    assert error > 0.0
+    found = ngvi.khat(poisson, guide, X, Y, seed=0)
+    assert found.elbo_error >= 0.5 * error
+
+
+def test_a_prior_that_is_folded_is_refused() -> None:
+    def model() -> None:
+        w = pyro.sample("w", dist.FoldedDistribution(dist.Normal(1.0, 1.0)))
+        pyro.sample("y", dist.Normal(w, 1.0), obs=torch.tensor(0.5))
+
+    with pytest.raises(ValueError, match=r"'w' .* is no closed form of normal noise"):
+        ngvi.AutoMetricNormal(model)()
+
+
+def test_quantiles_of_sites_that_mix_entries_where_draws_are_fewer() -> None:
+    def model() -> None:
+        ordered = [dist.transforms.OrderedTransform()]
+        base = dist.Normal(torch.zeros(3), 1.0).to_event(1)
+        cut = pyro.sample("cut", dist.TransformedDistribution(base, ordered))
+        x = pyro.sample("x", dist.Normal(torch.zeros(1100), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(x + cut[0], 1.0).to_event(1), obs=torch.ones(1100))
+
+    guide = ngvi.AutoMetricNormal(model)
+    guide()
+    assert guide.median()["cut"].diff().min() > 0.0
+
+
 def test_minibatches_and_lists_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'data' .* is a subsampled plate: pass all data"):
         ngvi.AutoMetricNormal(poisson)(X, Y, 5)

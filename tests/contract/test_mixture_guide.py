@@ -55,6 +55,26 @@ def test_both_modes_are_alive_after_a_thousand_steps(covariance: str, search: bo
     assert evidence - ratio.mean() < 0.04 + 4.0 * ratio.std() / 4000**0.5
 
 
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_path_that_ends_on_a_slope_is_no_mode(seed: int) -> None:
+    """Newton steps from the centre end at the saddle between two labels."""
+    g = torch.Generator().manual_seed(seed)
+    y = torch.cat([torch.randn(30, generator=g) - 2.0, torch.randn(15, generator=g) + 2.0])
+
+    def model() -> None:
+        loc = pyro.sample("loc", dist.Normal(torch.zeros(2), 5.0).to_event(1))
+        terms = dist.Normal(loc, 1.0).log_prob(y.unsqueeze(-1)) - math.log(2.0)
+        pyro.factor("y", terms.logsumexp(-1).sum())
+
+    guide, _ = trained(model, 60, num_components=2)
+    torch.testing.assert_close(guide.weights, torch.full((2,), 0.5), rtol=0.0, atol=0.02)
+    grid = torch.linspace(-6.0, 6.0, 601)
+    density = ngvi.diagnostics.ModelDensity(model)
+    evidence = density(torch.cartesian_prod(grid, grid)).logsumexp(0) + 2.0 * math.log(0.02)
+    found = ngvi.khat(model, guide, seed=0, num_samples=2000)
+    assert abs(found.elbo - float(evidence)) < 0.05 + 4.0 * found.elbo_error
+
+
 def test_a_run_goes_on_where_it_was_saved() -> None:
     """Bit for bit, from parameters, state and random state."""
     steps = 130

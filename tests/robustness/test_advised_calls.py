@@ -47,6 +47,7 @@ CALLS = sorted({call for text in TEXTS.values() for _, call in calls(text)})
 
 #: what a reader puts in the place of {} and ..., and for a method what it is called on
 FILLED = {
+    "poutine.scale(scale={})": "poutine.scale(scale=0.5)",
     'pyro.sample("y", ..., obs=y)': 'pyro.sample("y", dist.Normal(0.0, 1.0).expand([N]), obs=y)',
     "BatchedELBO(curvature={})": 'BatchedELBO(curvature="hessian")',
     "pyro.poutine.condition(model, data=...)": 'pyro.poutine.condition(model, data={"w": x[0]})',
