@@ -368,7 +368,9 @@ def in_one_call(path: Path) -> dict[str, Any]:
         "losses": torch.tensor(done.losses),
         "looks": torch.tensor([(k, gap.nats, gap.error) for k, gap in done.stop.looks]),
         "read": torch.tensor([*done.elbo, done.khat.khat, done.khat.ess]),
-        "loo": torch.tensor([loo.n_data_points, *loo["loo_i"].values]),
+        "loo": torch.tensor(
+            [loo.n_data_points, *getattr(loo, "loo_i", getattr(loo, "elpd_i", None)).values]
+        ),
         "draws": torch.tensor(done.idata["posterior"]["w"].values),
         "why": [done.why_stopped, done.khat.decision, len(repr(done).splitlines())],
     }
