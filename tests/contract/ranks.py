@@ -364,13 +364,12 @@ def in_one_call(path: Path) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # k-hat of a datum
         loo = done.loo()
+    terms: Any = loo.loo_i if hasattr(loo, "loo_i") else loo.elpd_i
     found = {
         "losses": torch.tensor(done.losses),
         "looks": torch.tensor([(k, gap.nats, gap.error) for k, gap in done.stop.looks]),
         "read": torch.tensor([*done.elbo, done.khat.khat, done.khat.ess]),
-        "loo": torch.tensor(
-            [loo.n_data_points, *getattr(loo, "loo_i", getattr(loo, "elpd_i", None)).values]
-        ),
+        "loo": torch.tensor([loo.n_data_points, *terms.values]),
         "draws": torch.tensor(done.idata["posterior"]["w"].values),
         "why": [done.why_stopped, done.khat.decision, len(repr(done).splitlines())],
     }
