@@ -138,6 +138,10 @@ class Ranks:
         """Whether the 0-dim ``flag`` holds on all ranks."""
         return self.sum((~flag).double())[0] == 0 if self.spread else flag
 
+    def agree(self, flag: bool) -> bool:
+        """The same of what the host knows."""
+        return not is_anywhere(not flag) if self.spread else flag
+
 
 ALONE = Ranks()
 

@@ -305,9 +305,8 @@ class AutoFamily(FirstCall):
 
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
         """Draw the flat latent vector, as an auxiliary sample site."""
-        how: Any = {"infer": {"is_auxiliary": True}}
-        q = self.sampling_posterior(*args, **kwargs)
-        return pyro.sample(f"_{module_name(self)}_latent", q, **how)
+        q: Any = self.sampling_posterior(*args, **kwargs)
+        return pyro.sample(f"_{module_name(self)}_latent", q, infer={"is_auxiliary": True})
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Posterior median of every entry of each latent site: ``quantiles([0.5])[0]``.

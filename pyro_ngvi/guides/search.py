@@ -20,7 +20,8 @@ from ..linalg.host import own_random_state
 from ..runtime.model_density import ModelDensity
 from ..runtime.pyro_adapter import is_marked, model_as_given, unblocked
 from .centers import init_to_center
-from .laplace import LARGEST, Found, ascended
+from .found import Found
+from .laplace import LARGEST, ascended
 
 #: steps of the Gaussian start
 STEPS = 200

@@ -27,7 +27,8 @@ from ..runtime.pyro_adapter import (
 )
 from ..runtime.store import ModuleParams, OwnName, check_names, claim_name, module_name, rename
 from .centers import init_to_center
-from .laplace import Found, best_gaussian
+from .found import Found
+from .laplace import best_gaussian
 from .search import find_laplace, find_mode
 
 #: sd of every unconstrained latent variable at the start, unless init_scale says another

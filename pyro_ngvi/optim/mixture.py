@@ -105,9 +105,8 @@ class MixtureRule(Rule):
         best, kept = (log_p - log_q).topk(POINTS)
         points, log_p = points[kept], log_p[kept]
 
-        mean = (
-            log_n[:, POINTS:].reshape(K, -1, K).mean(1)
-        )  # of a row's density, at a column's draws
+        # of a row's density, at a column's draws
+        mean = log_n[:, POINTS:].reshape(K, -1, K).mean(1)
         divergence = mean.diagonal() - mean
         twins = (divergence + divergence.mT < TWINS).triu(1)
         waited = own["components"]["count"] > WAIT * (1.0 + state["moves"])

@@ -232,8 +232,8 @@ class Algebra(nn.Module):
         """The q that was kept, if nobody wrote to the sites and the view is the same; else None."""
         sites = tuple(sites)
         versions, q = self._q.get(sites, view.tensors) or (None, None)
-        found = torch.tensor(versions == [p._version for p in sites])
-        return q if bool(self.ranks.all(found)) else None  # all make it anew, or none
+        found = versions == [p._version for p in sites]
+        return q if self.ranks.agree(found) else None  # all make it anew, or none
 
     def collect(self, view: View, sites: SiteTensors) -> GaussianPotential:
         """The evidence of the sites of the view's data, and of those of other processes."""
