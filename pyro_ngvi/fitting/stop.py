@@ -79,9 +79,9 @@ class StopRule:
     Attributes:
         reason: why to stop: "converged"; "settled"; "stalled" (under a natural-gradient rule three
             quarters of the steps have not halved a gap above ``tol``; under another optimizer, or
-            without gaps, the losses of a quarter of the steps fell by no more than a tenth of their own
-            sd, within two standard errors, which is more than ``tol``); "max_steps"; "max_time";
-            "diverged" (20 losses in a row are not finite); ``None``: go on.
+            where noise hides the gap, the losses of a quarter of the steps fell by no more than a
+            tenth of their own sd, within two standard errors, which is more than ``tol``);
+            "max_steps"; "max_time"; "diverged" (20 losses in a row are not finite); ``None``: go on.
         gap: nats still to gain at the last look (:class:`~pyro_ngvi.fitting.Gap`); ``None``: no look.
         losses: what it has seen, and ``steps``, how many.
         looks: step and gap of each look so far.
@@ -197,9 +197,11 @@ class StopRule:
         self._next = self.steps + max(self.steps // 4, gap.gradients // 4, 1)
         if gap.is_below(self.tol):
             return "converged"
-        # the rates of others are too small, or about to fall: only their losses tell
+        # the rates of others are too small, or about to fall: only their losses tell, as they do where
+        # noise leaves no curvature for a gap
         natural = isinstance(self.svi.optim, NaturalGradientOptim) and self._blocks()
-        stalls = self._stalls() if natural else self._is_flat(fall, error)
+        by_gaps = natural and gap.curved
+        stalls = self._stalls() if by_gaps else self._is_flat(fall, error)
         return "stalled" if stalls else None
 
     def _stalls(self) -> bool:

@@ -12,7 +12,7 @@ from pyro.infer.autoguide import AutoNormal
 from pyro.optim import PyroOptim
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.fitting.gap import GapMeter
+from pyro_ngvi.fitting.gap import Gap, GapMeter
 from pyro_ngvi.fitting.losses import still_to_fall
 
 PRECISION = torch.tensor([[4.0, 1.5, 0.0], [1.5, 2.0, -0.6], [0.0, -0.6, 1.0]], dtype=torch.float64)
@@ -323,6 +323,16 @@ def test_losses_of_much_noise_that_fall_no_more_stall_and_those_that_fall_do_not
     stop = ngvi.StopRule(SVI(logistic, lambda X, y: None, adam, Trace_ELBO()))
     falling = [stop(3e5 + x - 3.0 * k, X, Y) for k, x in enumerate(noise.tolist())]
     assert not any(falling)
+
+
+def test_where_noise_hides_the_gap_losses_end_a_run_of_natural_gradients():
+    """As of heavy tails: Hessian products of either sign, for thousands of steps."""
+    guide = ngvi.AutoFullRankNormal(logistic)
+    stop: Any = ngvi.StopRule(SVI(logistic, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8)))
+    stop._meter = lambda *_: lambda *_: Gap(0.2, 0.5, 64, curved=False)
+    noise = torch.randn(9000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ended = next(k for k, x in enumerate(noise.tolist()) if stop(200.0 + x, X, Y))
+    assert ended >= 2000 and stop.reason == "stalled"
 
 
 def groups(y) -> None:
