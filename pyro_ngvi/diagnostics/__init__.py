@@ -9,6 +9,7 @@ from .export import to_arviz
 from .khat import KHat, khat_from_log_weights
 from .linear_response import LinearResponse, linear_response
 from .loo import UnitLOO, loo, loo_units
+from .over_batches import OverBatches
 from .plots import plot_influence, plot_sites
 from .prediction import predict
 from .summary import summary
@@ -23,6 +24,7 @@ __all__ = [
     "LinearResponse",
     "ModelDensity",
     "Moved",
+    "OverBatches",
     "SiteLOO",
     "Uniformity",
     "UnitLOO",

@@ -29,6 +29,7 @@ from torch import Tensor
 from ..runtime.model_density import ModelDensity
 from .draws import guide_draws, random_state
 from .khat import BOUNDS, COARSE_MEAN, COARSE_SD, KHat, right_to
+from .over_batches import need_all_data
 from .verdict import khat
 from .weights import Shift
 
@@ -198,6 +199,7 @@ def diagnose(
     """
     if num_chains < 50 or num_steps <= ADAPTING:
         raise ValueError(f"diagnose needs at least 50 chains and {ADAPTING + 1} steps.")
+    need_all_data(model)
     weights = khat(model, guide, *args, seed=seed, **kwargs)
     with random_state(seed, stream=2):
         values, _ = guide_draws(partial(guide, *args, **kwargs), num_chains)

@@ -32,6 +32,7 @@ from ..runtime.pyro_adapter import is_marked, unmasked
 from ..runtime.run import Minibatches, look, run_both
 from ..runtime.summed_out import summed_out
 from .khat import KHat, khat_from_log_weights
+from .over_batches import OverBatches, need_all_data
 from .weights import MIN_DRAWS, systematic_resample
 
 MOST_DOUBLES = 10_000_000  # in an array that is stored in float64
@@ -102,6 +103,7 @@ class Fitted:
             of an enumerated site has the shape of all its values there.
         parameters: those of the model, constrained; those of the guide are in its draws.
         whole: the model, where it is that of several processes, which are all at the same call then.
+        batches: the model, where it is one of minibatches; the rest is then of the first of them.
     """
 
     def __init__(
@@ -110,7 +112,10 @@ class Fitted:
         guide: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
+        batches: bool = False,
     ) -> None:
+        if not batches:
+            need_all_data(model)
         if isinstance(model, AutoGuide):
             kind = type(model).__name__
             raise ValueError(
@@ -120,9 +125,10 @@ class Fitted:
         self.whole: Any = model if hasattr(model, "over_ranks") else None
         with torch.no_grad():
             of_guide, of_model = run_both(model, guide, args, kwargs, Minibatches())
-        refuse_minibatches(
-            of_model.sites, [n for n, x in of_model.sites.items() if is_minibatch(x)]
-        )
+        self.batches, self._kwargs = model if isinstance(model, OverBatches) else None, kwargs
+        if self.batches is None:
+            plates = [n for n, x in of_model.sites.items() if is_minibatch(x)]
+            refuse_minibatches(of_model.sites, plates)
         drawn = _of_guide(of_guide.sites)
         self.sites = without_plates(of_model.sites)
         for name in drawn.keys() & self.sites.keys():  # what the guide samples is not summed out
@@ -148,6 +154,7 @@ class Fitted:
         self.in_sum = without_plates(look(self.joint, values)) if summed else self.sites
         shape = {name: site["value"].shape for name, site in self.in_sum.items()}
         names = [*self.latent, *sites_of_kind(self.sites, "deterministic")]
+        names = self.latent if self.batches else names  # the others may be of single data
         self.shown = [n for n in names if shape.get(n) == self.sites[n]["value"].shape]
 
     def draw(
@@ -184,6 +191,14 @@ class Fitted:
         density = found["density"]
         if self.whole:
             density = {what: self.whole.over_ranks(x) for what, x in density.items()}
+        if self.batches is not None:
+            density = {what: torch.zeros_like(x) for what, x in density.items()}
+            first = {name: self.sites[name]["value"] for name in self.latent}
+            for share, model in self.batches.bound(first, self._kwargs):
+                joint = summed_out(model, self.sites)
+                part = map_draws(joint, evaluated, values, num_samples, batch_size)["density"]
+                density["log"] += share * part["log"]
+                density["squares"] += share**2 * part["squares"]
         return Draws(
             values,
             of_guide["log"],

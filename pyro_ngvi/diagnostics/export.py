@@ -137,8 +137,10 @@ def to_arviz(
     if resample not in (None, "psis"):
         raise ValueError(f'resample must be None or "psis", got {resample!r}.')
     with random_state(seed):  # apart: a guide's first run ever may draw more than later ones
-        fitted = Fitted(model, guide, args, kwargs)
+        fitted = Fitted(model, guide, args, kwargs, batches=True)
     sites, observed = fitted.sites, sites_of_kind(fitted.sites, "observed")
+    if fitted.batches is not None:  # the rest has numbers for each datum
+        observed, log_likelihood = [], False
     groups: dict[str, dict[str, np.ndarray]] = {}
     with random_state(seed):
         likelihoods = with_likelihood(fitted) if log_likelihood else ()
@@ -220,7 +222,8 @@ def to_arviz(
         groups |= {"predictions": drawn, "predictions_constant_data": given}
     sites = fitted.in_sum | sites
     groups["observed_data"] = observations(sites, observed)
-    groups["constant_data"] = constants(model, args, kwargs, sites)
+    seen = (args, kwargs) if fitted.batches is None else ((), {})
+    groups["constant_data"] = constants(model, *seen, sites)
     for name, value in fitted.parameters.items():
         taken = name in groups["constant_data"]
         groups["constant_data"][f"{name}_parameter" if taken else name] = value

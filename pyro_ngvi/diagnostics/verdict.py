@@ -52,7 +52,7 @@ def khat(
         'unusable'
     """
     with random_state(seed):  # apart: a guide's first run ever may draw more than later ones
-        fitted = Fitted(model, guide, args, kwargs)
+        fitted = Fitted(model, guide, args, kwargs, batches=True)
     with random_state(seed):
         draws = fitted.draw(num_samples, batch_size)
         found = judge(fitted, draws, batch_size)
@@ -73,10 +73,10 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         found, log_ratio = draws.weights, draws.log_ratio
         values = {name: x.numpy(force=True) for name, x in draws.sites.items()}
         weights = found.psis_log_weights if found.ess > 0.0 else found.log_weights
-        missed = None
+        missed, alone = None, not (fitted.whole or fitted.batches)
         # what depends on enumerated sites has no density of its own to draw from
-        # nor do processes draw the same from it
-        if found.ess > 0.0 and fitted.joint is fitted.model and not fitted.whole:
+        # nor do processes draw the same from it, and minibatches would be gone through once more
+        if found.ess > 0.0 and fitted.joint is fitted.model and alone:
             few = max(len(log_ratio) // 4, MIN_DRAWS)
             prior = prior_evidence(fitted.model, fitted.latent, few, batch_size)
             missed = None if prior is None else missed_nats(prior, evidence_of(log_ratio))
@@ -109,6 +109,8 @@ def log_q_error(guide: Any) -> float:
 
 def may_draw_more(fitted: Fitted, draws: Draws) -> bool:
     """Whether 16 times as many draws are not too many, of these sites and their data."""
+    if fitted.batches is not None:
+        return False
     data = sites_of_kind(fitted.sites, "observed")
     numbers = sum(x.numel() for x in (*draws.values.values(), *draws.sites.values()))
     numbers += len(draws.log_q) * sum(fitted.sites[n]["fn"].shape().numel() for n in data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -45,8 +46,8 @@ PROCESSES = GaussianProcess, GaussianStateSpace
 
 
 class Structure:
-    """What a run of a model tells: ``d`` latent variables, numbers of ``data``, the name of a latent
-    ``process``, and ``units`` for :class:`~pyro_ngvi.AutoHierarchical`, or ``None``."""
+    """What a run of a model tells: ``d`` latent variables, numbers of all ``data``, the name of a
+    latent ``process``, and ``units`` for :class:`~pyro_ngvi.AutoHierarchical`, or ``None``."""
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
@@ -60,7 +61,10 @@ class Structure:
         self.d = sum(self.sizes.values())
         priors = [s["name"] for s in latents if isinstance(innermost(s["fn"]), PROCESSES)]
         self.process = next(iter(priors), None)
-        self.data = sum(s["value"].numel() for s in found.values() if s["is_observed"])
+        self.data = 0.0
+        for site in (s for s in found.values() if s["is_observed"]):
+            shares = (f.size / f.full_size for f in site["cond_indep_stack"])
+            self.data += site["value"].numel() / math.prod(shares)
 
     @cached_property
     def units(self) -> Any:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import SequentialSampler
 
+from ..diagnostics.over_batches import as_arguments
 from ..linalg.host import random_states, set_random_states
 
 
@@ -67,7 +69,7 @@ class Batches:
                 self._running = None
             else:
                 self.position += 1
-                return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+                return as_arguments(batch)
         raise ValueError("The iterable of minibatches is empty: there is nothing to go over.")
 
     def reshuffle(self) -> None:
@@ -129,6 +131,18 @@ class Batches:
         set_all_random_states(before)
         for generator, saved in zip(own, state["own"], strict=True):
             generator.set_state(saved)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch of the minibatches, as often as it is gone through, without a trace in the generators
+    of their source."""
+
+    batches: Batches
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        with self.batches.apart():
+            yield from map(as_arguments, self.batches.source)
 
 
 def all_random_states(own: Iterable[torch.Generator] = ()) -> dict[str, Any]:

@@ -16,18 +16,22 @@ from ..diagnostics.draws import guide_draws, random_state
 from ..distributed.processes import is_alone
 from ..guides import AutoMixtureNormal
 from ..hierarchy import AutoHierarchical
+from ..linalg.host import own_random_state
 from ..runtime.run import CannotBatch
 from .advice import Structure
+from .batches import Epoch
 from .ladder import Rung, modes_seen
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked
 LITTLE = 10_000
 #: numbers in the draws that are taken unasked
 HELD = 50_000_000
+#: draws times data for which minibatches are gone through unasked
+VALUES = 1_000_000_000
 #: data above which their likelihoods and predictions at 1,000 draws are not held unasked: 400 MB each
 MANY = 100_000
 #: what is read off a fit, and kept until its next step
-READ = "khat", "diagnosis", "verdict", "idata", "_structure"
+READ = "khat", "diagnosis", "verdict", "idata", "_structure", "_first"
 
 
 class Result:
@@ -116,8 +120,9 @@ class Result:
     def khat(self) -> KHat:
         """Whether the draws may be taken as they are, from 1,000 of them at a fixed seed, fewer where
         they have more than 5 * 10^7 numbers."""
+        model, args = self._call
         return diagnostics.khat(
-            self._whole, self.guide, *self.args, num_samples=self._draws, seed=0, **self.kwargs
+            model, self.guide, *args, num_samples=self._draws, seed=0, **self.kwargs
         )
 
     @cached_property
@@ -136,8 +141,9 @@ class Result:
     @cached_property
     def verdict(self) -> KHat | Diagnosis:
         """The diagnosis, or k-hat, which costs less, where latent variables times data are more than
-        10,000, or ``vmap`` cannot run the model; both have ``decision``, ``ok`` and ``verdict``."""
-        if self.is_spread:
+        10,000, ``vmap`` cannot run the model, or the fit was given minibatches alone; both have
+        ``decision``, ``ok`` and ``verdict``."""
+        if self.is_spread or self._is_stream:
             return self.khat
         d, data = self._structure.d, self._structure.data
         with suppress(CannotBatch):
@@ -150,7 +156,8 @@ class Result:
         """The verdict; with a guide that knows of units where another is not to be believed, or with
         the modes that the search for a start has seen."""
         verdict, guide, units = self.verdict, self.guide, None
-        if not (verdict.ok or self.is_spread or isinstance(guide, AutoHierarchical)):
+        alone = not (self.is_spread or self._is_stream)
+        if alone and not (verdict.ok or isinstance(guide, AutoHierarchical)):
             units = self._structure.units
         if units is not None and units.pooled:
             return f'{verdict.verdict} There are {str(units)[:100]}: pass guide="AutoHierarchical".'
@@ -164,25 +171,40 @@ class Result:
         )
 
     @property
-    def _whole(self) -> Any:
-        """The model; that of all data, where they are spread over processes."""
-        return self.svi.program if self.is_spread else self.model
+    def _is_stream(self) -> bool:
+        """Whether the data are known by their minibatches alone."""
+        return self.batches is not None and not self.args
+
+    @cached_property
+    def _first(self) -> Any:
+        """The first minibatch."""
+        with own_random_state():
+            return next(iter(Epoch(self.batches)))
+
+    @property
+    def _call(self) -> tuple[Any, Any]:
+        """A model of all data, wherever they are, and its arguments."""
+        if self._is_stream:
+            return diagnostics.OverBatches(self.model, Epoch(self.batches)), self._first
+        return self.svi.program if self.is_spread else self.model, self.args
 
     def _need_all_data(self) -> None:
-        if self.batches is not None and not (self.args or self.kwargs):
+        if self._is_stream:
             raise ValueError(
-                "This fit saw minibatches alone. Give all data as arguments beside data=, or pass "
-                "model, guide and all data to khat, diagnose or to_arviz."
+                "This needs all data at once, and the fit saw minibatches alone. Give all data as "
+                "arguments beside data=, or pass model, guide and all data to diagnose or loo."
             )
 
     @cached_property
     def _structure(self) -> Structure:
-        self._need_all_data()
-        return Structure(self.model, self.args, self.kwargs)
+        return Structure(self.model, self._call[1], self.kwargs)
 
     @property
     def _draws(self) -> int:
-        return max(100, min(1000, HELD // max(1, self._structure.d)))
+        most, structure = 1000, self._structure
+        if self._is_stream:
+            most = int(min(most, VALUES // max(1, structure.data)))
+        return max(100, min(most, HELD // max(1, structure.d)))
 
     @property
     def elbo(self) -> tuple[float, float]:
@@ -193,14 +215,15 @@ class Result:
     def idata(self) -> Any:
         """Draws in ArviZ's container, as :func:`pyro_ngvi.to_arviz` gives them by default; without the
         log likelihoods and predictions of more than 100,000 data, which :meth:`loo` does not need."""
-        held = not self.is_spread and self._structure.data <= MANY
+        held = not (self.is_spread or self._is_stream) and self._structure.data <= MANY
         groups = dict.fromkeys(("log_likelihood", "posterior_predictive"), held)
         return self.to_arviz(num_samples=self._draws, seed=0, **groups)
 
     def to_arviz(self, **options: Any) -> Any:
-        """:func:`pyro_ngvi.to_arviz` of the fit, with its options."""
-        self._need_all_data()
-        return diagnostics.to_arviz(self._whole, self.guide, *self.args, **options, **self.kwargs)
+        """:func:`pyro_ngvi.to_arviz` of the fit, with its options; without groups of numbers by datum
+        where it was given minibatches alone."""
+        model, args = self._call
+        return diagnostics.to_arviz(model, self.guide, *args, **options, **self.kwargs)
 
     def summary(self, **options: Any) -> Any:
         """ArviZ's table with the verdict under it: :func:`pyro_ngvi.summary`."""
@@ -210,12 +233,13 @@ class Result:
     def loo(self, var_name: str | None = None) -> Any:
         """Leaving out each datum in turn, by weights p / q unless the verdict has no use for them:
         :func:`pyro_ngvi.diagnostics.loo`.  ``AutoSites`` knows it better: ``fit.guide.loo()``."""
+        self._need_all_data()
         if var_name not in self._loo:
             how: Any = {"num_samples": self._draws, "var_name": var_name, "seed": 0}
             with suppress(ValueError):  # there is none of a guide that is a point in some sites
                 how["verdict"] = self.verdict
             self._loo[var_name] = diagnostics.loo(
-                self._whole, self.guide, *self.args, **how, **self.kwargs
+                self._call[0], self.guide, *self.args, **how, **self.kwargs
             )
         return self._loo[var_name]
 
@@ -224,7 +248,8 @@ class Result:
     def sample(self, num_samples: int = 1000, seed: int | None = None) -> dict[str, Tensor]:
         """Draws (num_samples, ...) of the latent sites, by name."""
         with random_state(seed):
-            return guide_draws(partial(self.guide, *self.args, **self.kwargs), num_samples)[0]
+            guide = partial(self.guide, *self._call[1], **self.kwargs)
+            return guide_draws(guide, num_samples)[0]
 
     def predict(self, *args: Any, **options: Any) -> dict[str, Tensor]:
         """:func:`pyro_ngvi.predict` at new arguments."""

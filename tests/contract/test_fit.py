@@ -683,14 +683,16 @@ def test_a_model_with_parameters_of_its_own_has_one_guide(monkeypatch: pytest.Mo
 
 
 def test_a_fit_without_a_verdict_is_kept() -> None:
-    loader = [(A[:20], b[:20]), (A[20:], b[20:])]
+    loader = [(A[:20], b[:20])]  # not all data
     with pytest.warns(UserWarning, match="ends with AutoFullRankNormal: no verdict on it"):
         fit = ngvi.fit(partial(logistic, size=40), data=loader, guide="auto", seed=0, max_steps=20)
     assert fit.why_stopped in ("max_steps", "converged") and fit.rungs == ()
-    assert "No verdict: This fit saw minibatches alone" in repr(fit)
-    for read in (fit.to_arviz, lambda: fit.elbo, lambda: fit.diagnosis):
-        with pytest.raises(ValueError, match="Give all data as arguments beside data="):
+    assert "No verdict: The minibatches of an epoch hold 0.5 times the data" in repr(fit)
+    for read in (fit.to_arviz, lambda: fit.elbo):
+        with pytest.raises(ValueError, match="Give each datum once"):
             read()
+    with pytest.raises(ValueError, match="Give all data as arguments beside data="):
+        fit.diagnosis  # noqa: B018
 
 
 def test_a_model_that_cannot_be_batched_is_judged_by_weights() -> None:
