@@ -19,17 +19,17 @@ X = torch.randn(N, 2, generator=G, dtype=torch.float64)
 Y = X.sum(-1) + torch.randn(N, generator=G, dtype=torch.float64)
 
 
-def regression(X, y=None, size=None, index=None) -> None:
+def regression(X: Any, y: Any = None, size: Any = None, index: Any = None) -> None:
     w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=torch.float64), 1.0).to_event(1))
     s = pyro.sample("s", dist.LogNormal(torch.zeros((), dtype=torch.float64), 1.0))
     pyro.factor("beside", -(s.square()))
-    how = {"subsample_size": len(X)} if index is None else {"subsample": index}
+    how: Any = {"subsample_size": len(X)} if index is None else {"subsample": index}
     with pyro.plate("data", size or len(X), **how):
         mean = pyro.deterministic("mean", X @ w)
         pyro.sample("y", dist.Normal(mean, s), obs=y)
 
 
-def mixture(X, y=None, size=None, index=None) -> None:
+def mixture(X: Any, y: Any, size: Any = None) -> None:
     m = pyro.sample("m", dist.Normal(torch.zeros(2, dtype=torch.float64), 3.0).to_event(1))
     with pyro.plate("data", size or len(y), subsample_size=len(y)):
         z = pyro.sample("z", dist.Bernoulli(0.3), infer={"enumerate": "parallel"})
@@ -84,7 +84,7 @@ def test_the_container_has_draws_and_their_weights_and_nothing_by_datum() -> Non
     assert found.attrs["khat"] == pytest.approx(at_once.attrs["khat"], abs=1e-8)
 
 
-def shuffled(drop_last: bool = False) -> DataLoader:
+def shuffled(drop_last: bool = False) -> Any:
     own = torch.Generator().manual_seed(3)
     data = TensorDataset(X, Y)
     return DataLoader(data, 20, shuffle=True, generator=own, drop_last=drop_last)
