@@ -22,6 +22,8 @@ from pyro_ngvi.optim.vogn import IVONRule, VadamRule
 from pyro_ngvi.optim.von import VONRule
 from tests.exact.rule_cases import update
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 D = 4
 FAMILIES = {"mean_field": MeanFieldNormal(), "full_rank": FullRankNormal()}
 families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
