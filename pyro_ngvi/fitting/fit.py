@@ -260,7 +260,8 @@ def fit(
         loss: a loss of Pyro's or of this package.
         num_particles: draws of a step, for the loss that is chosen.
         data: minibatches: a ``DataLoader``, or another iterable that can be gone through again, of
-            tuples of arguments.  ``args`` are then those of all data, for what is read afterwards.
+            tuples of arguments.  ``args`` are then those of all data, for what is read afterwards;
+            without them that goes over minibatches (:class:`~pyro_ngvi.diagnostics.OverBatches`).
         max_steps: steps after which to stop in any case; ``None`` for no such limit, as ``max_time``.
         max_time: the same in seconds.
         tol: nats of ELBO that may be left to gain within the guide's family; 0 to go on to a limit.

@@ -184,9 +184,12 @@ class Result:
     @property
     def _call(self) -> tuple[Any, Any]:
         """A model of all data, wherever they are, and its arguments."""
+        if self.is_spread:
+            self._need_all_data()
+            return self.svi.program, self.args
         if self._is_stream:
             return diagnostics.OverBatches(self.model, Epoch(self.batches)), self._first
-        return self.svi.program if self.is_spread else self.model, self.args
+        return self.model, self.args
 
     def _need_all_data(self) -> None:
         if self._is_stream:

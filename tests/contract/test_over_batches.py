@@ -110,6 +110,13 @@ def test_a_fit_of_minibatches_alone_is_read_as_one_of_all_data() -> None:
     np.testing.assert_array_equal(fit.losses[:20], other.losses[:20])
 
 
+def test_minibatches_of_one_of_several_processes_are_not_all_data(monkeypatch) -> None:
+    fit = ngvi.fit(regression, data=parts(N), seed=0, max_steps=3, progress=False)
+    monkeypatch.setattr(type(fit), "is_spread", True)
+    with pytest.raises(ValueError, match="Give all data as arguments beside data="):
+        fit.khat  # noqa: B018
+
+
 def test_epochs_that_do_not_have_each_datum_once_are_refused() -> None:
     fit = ngvi.fit(regression, data=shuffled(True), size=N, seed=0, max_steps=9, progress=False)
     assert "No verdict: The minibatches of an epoch hold 0.8 times the data" in repr(fit)
