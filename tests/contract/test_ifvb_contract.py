@@ -1,5 +1,6 @@
 """IFVB and AIFVB with guides of every kind, losses, number types, and others' parameters."""
 
+from functools import partial
 from typing import Any
 
 import pyro
@@ -9,7 +10,7 @@ import torch
 from pyro import poutine
 from pyro.distributions import constraints
 from pyro.distributions.transforms import affine_coupling
-from pyro.infer import SVI, Predictive, Trace_ELBO, autoguide
+from pyro.infer import SVI, Trace_ELBO, autoguide
 from pyro.infer.autoguide import (
     AutoDelta,
     AutoDiagonalNormal,
@@ -23,6 +24,7 @@ from pyro.infer.autoguide import (
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 
 import pyro_ngvi as ngvi
+from pyro_ngvi.diagnostics.draws import guide_draws
 from pyro_ngvi.fisher import ConjugateGradients, Dense, LowRank, Window
 
 from .registry import GUIDES, LOSSES, D, data, exact_posterior, regression
@@ -79,7 +81,7 @@ def test_every_guide_learns(kind, optimizer):
         svi.step(X, y)
     if optimizer is ngvi.AIFVB:
         optim.use_average()
-    draws = Predictive(regression, guide=guide, num_samples=2000)(X, y)["w"].reshape(-1, D)
+    draws = guide_draws(partial(guide, X, y), 2000)[0]["w"]
     mean, precision = exact_posterior(X, y)
     sd = torch.linalg.inv(precision).diagonal().sqrt()
     assert svi.evaluate_loss(X, y) < start - 1.0
