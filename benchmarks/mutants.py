@@ -1135,6 +1135,79 @@ PROCESSES = (
     ),
 )
 
+FRONTIER = (
+    Mutant(
+        "mixture: weights as if they need not sum to one",
+        "families/mixture.py",
+        'return {"logits": pi * (u - (pi * u).sum())}',
+        'return {"logits": pi * u}',
+        ("test_mixture", "../contract/test_mixture_guide"),
+    ),
+    Mutant(
+        "mixture: the sd without that between components",
+        "families/mixture.py",
+        "return (self.probs(params) @ (own.square() + away.square())).sqrt()",
+        "return (self.probs(params) @ own.square()).sqrt()",
+        ("test_mixture", "../contract/test_mixture_guide"),
+    ),
+    Mutant(
+        "mixture: components step on weighted bounds",
+        "optim/mixture.py",
+        "bounds = by_component(1.0 / pi, self.family.own(grads))",
+        "bounds = self.family.own(grads)",
+        ("test_mixture", "../contract/test_mixture_guide"),
+    ),
+    Mutant(
+        "mixture: twins have no divergence one way",
+        "optim/mixture.py",
+        "twins = (divergence + divergence.mT < TWINS).triu(1)",
+        "twins = (divergence < TWINS).triu(1)",
+        ("test_mixture", "../contract/test_mixture_guide"),
+    ),
+    Mutant(
+        "mixture: a component moves with the weight it had",
+        "optim/mixture.py",
+        'weight = log_p[0] - elbo - self.family.component.log_prob(of_owner, of_owner["loc"])',
+        "weight = log_p[0] - elbo",
+        ("test_mixture", "../contract/test_mixture_guide"),
+    ),
+    Mutant(
+        "metric Gaussian: draws without the noise of the data",
+        "metric/family.py",
+        "return self.solve(own + self.pull(data))",
+        "return self.solve(own)",
+        ("test_metric",),
+    ),
+    Mutant(
+        "metric Gaussian: log det of half of M",
+        "metric/family.py",
+        "value = 2.0 * self.root.diagonal().log().sum()",
+        "value = self.root.diagonal().log().sum()",
+        ("test_metric",),
+    ),
+    Mutant(
+        "metric Gaussian: the prior left out of M",
+        "metric/family.py",
+        "return V + self._products(V, lambda v: self._pull(self._push(v)))",
+        "return self._products(V, lambda v: self._pull(self._push(v)))",
+        ("test_metric",),
+    ),
+    Mutant(
+        "minibatches: each counts as the whole",
+        "diagnostics/draws.py",
+        'density["log"] += share * part["log"]',
+        'density["log"] += part["log"]',
+        ("../contract/test_over_batches",),
+    ),
+    Mutant(
+        "minibatches: shares need not add up",
+        "diagnostics/over_batches.py",
+        "if abs(total - 1.0) > ROUNDING:",
+        "if total > 1e9:",
+        ("../contract/test_over_batches",),
+    ),
+)
+
 MUTANTS = (
     *RULES,
     *STEPS,
@@ -1146,6 +1219,7 @@ MUTANTS = (
     *SITES,
     *DIAGNOSTICS,
     *PROCESSES,
+    *FRONTIER,
 )
 
 

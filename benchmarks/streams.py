@@ -35,7 +35,8 @@ BLOCK = 100_000
 
 def model(X: torch.Tensor, y: torch.Tensor, size: int) -> None:
     w = pyro.sample("w", dist.Normal(X.new_zeros(COLUMNS), 1.0).to_event(1))
-    with pyro.plate("data", size, subsample_size=len(y)):
+    # with subsample_size=len(y) Pyro shuffles `size` numbers at each run: .4 s of 10^7
+    with pyro.plate("data", size, subsample=torch.arange(len(y))):
         pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
 
 
