@@ -15,8 +15,8 @@ from ..runtime.density import Sites
 from ..runtime.model_density import map_draws
 from ..runtime.summed_out import SummedOut, given_name
 from .arviz_compat import from_groups
-from .corrected import corrected as corrected_guide
-from .corrected import decision_on
+from .correction import corrected as corrected_guide
+from .correction import decision_on
 from .draws import Fitted, random_state, resampled, sites_of_kind, warn_of_edges, with_likelihood
 from .groups import constants, name_dims, observations, per_draw
 from .prediction import PREDICTIONS, NewData, fixed_parameters, simulate
@@ -79,7 +79,8 @@ def to_arviz(
     With ``corrected`` the draws of an :class:`~pyro_ngvi.AutoHierarchical` are put right: units follow
     their globals exactly, and globals are resampled by weights of their own, the units integrated out
     (:func:`pyro_ngvi.diagnostics.corrected`). k-hat and verdict are those of the globals then, and do
-    not get worse with the number of units; ``log_q`` is that of the corrected guide.
+    not get worse with the number of units; ``log_q`` is that of the corrected guide, and the attribute
+    ``resample`` is "corrected".
 
     The attributes of the container and of ``posterior`` hold ``decision`` ("intervals", "resample" or
     "unusable") and ``verdict``, the same in words (:class:`~pyro_ngvi.diagnostics.KHat`); ``khat``,
@@ -202,7 +203,8 @@ def to_arviz(
             stats |= per_draw({"resampled_from": kept})
             for group in groups.values():
                 group |= {name: x[:, kept] for name, x in group.items()}
-            attrs |= {"resample": resample, "resample_ess": float(1 / np.exp(2 * weights).sum())}
+            attrs["resample"] = "corrected" if corrected else resample
+            attrs |= {"resample_ess": float(1 / np.exp(2 * weights).sum())}
         groups["sample_stats"] = stats
         if drawable := observed if _can_be_drawn(fitted, observed) else []:
             for note in fixed_parameters(fitted.model, sites, draws.values):

@@ -150,6 +150,8 @@ class Result:
         """The verdict; with a guide that knows of units where another is not to be believed, or with
         the modes that the search for a start has seen."""
         verdict, guide, units = self.verdict, self.guide, None
+        if isinstance(guide, AutoHierarchical) and not verdict.ok:
+            return f"{verdict.verdict} Or take fit.to_arviz(corrected=True), which has its own verdict."
         if not (verdict.ok or self.is_spread or isinstance(guide, AutoHierarchical)):
             units = self._structure.units
         if units is not None and units.pooled:

@@ -207,3 +207,11 @@ def test_weights_do_not_decay_with_the_number_of_units() -> None:
     joint = ngvi.khat(model, guide, y, num_samples=200, seed=0)
     found = ngvi.khat(model, corrected(guide, y), y, num_samples=200, seed=0)
     assert joint.ess < 30 and found.ess > 120
+
+
+def test_the_verdict_on_a_hierarchy_and_its_table_tell_of_the_correction() -> None:
+    pyro.set_rng_seed(0)
+    fit = ngvi.fit(schools, Y, guide="AutoHierarchical", seed=0, max_steps=30, progress=False)
+    assert "fit.to_arviz(corrected=True)" in str(fit) or fit.verdict.ok
+    table = str(ngvi.summary(fit.to_arviz(corrected=True, num_samples=500, seed=0)))
+    assert "Take the corrected intervals" in table and "Of the raw draws" not in table

@@ -4,7 +4,7 @@ Draws v_s of a proposal r(v), and of each unit u_i given v_s, exactly; then with
 
     w_s propto p(v_s) prod_i L_i(v_s) / r(v_s)
 
-(:mod:`pyro_ngvi.hierarchy.collapse`).  r is q(v) where its weights have a third moment, k-hat <= 1/3,
+(:mod:`pyro_ngvi.hierarchy.collapsed`).  r is q(v) where its weights have a third moment, k-hat <= 1/3,
 without which the errors of averages are far from normal.  A Gaussian q falls off faster than the
 posterior of a log scale, which goes as exp(-|x|) to the left under a prior that is flat at 0.  There r
 is a Student-t distribution of 5 degrees of freedom with the mean and covariance of the weighted draws,
@@ -23,7 +23,7 @@ from pyro.infer.autoguide import AutoContinuous
 from torch import Tensor
 
 from ..guides import init_to_center
-from ..hierarchy.collapse import DEGREES, Collapsed, ExactUnits, collapse
+from ..hierarchy.collapsed import DEGREES, Collapsed, ExactUnits, collapse
 from ..runtime.density import LatentLayout
 from .khat import FEWEST, KHat, khat_from_log_weights
 from .weights import MIN_DRAWS
@@ -74,10 +74,7 @@ def decision_on(weights: KHat) -> tuple[str, str]:
     good = weights.reliable and share >= FEWEST and not (weights.missed or 0.0) > 0.0
     figures = f"k-hat of the globals {weights.khat:.2f} from {draws} draws, worth {weights.ess:.0f}"
     if good:
-        return (
-            "intervals",
-            f"Take the intervals: units and globals are corrected ({figures} exact ones).",
-        )
+        return "intervals", f"Take the corrected intervals as they are ({figures} exact ones)."
     return "unusable", (
         f"Not usable: globals cannot be corrected ({figures}). Train a flow for them, "
         f"AutoHierarchical(model, ngvi.AutoCouplingFlow), or take NUTS on ngvi.collapse(guide, ...)."

@@ -124,7 +124,10 @@ class Collapsed:
             )
         self.guide, self.units, self.points = guide, guide.units, points
         self.call = guide._call(args, kwargs)
-        sites = look(self.call.model, {}, args, kwargs)
+        nodes, parts = guide.prototype_trace.nodes, self.units.parts
+        self._held: Any = Held(parts, None, further=[""])(self.call.model)  # to its end, units at 0
+        start = {name: nodes[name]["value"] for name in self.units.globals}
+        sites = look(self._held, start, args, kwargs)
         for name, site in sites.items():
             if is_minibatch(site):
                 raise ValueError(
@@ -132,8 +135,7 @@ class Collapsed:
                     f"{site['fn'].size}. Pass the arguments of the whole, without a minibatch."
                 )
         self._dim = free_dim(sites)
-        nodes = guide.prototype_trace.nodes
-        self._shapes = {name: nodes[name]["value"].shape for name in self.units.globals}
+        self._shapes = {name: value.shape for name, value in start.items()}
         frames = (frame for name in self._shapes for frame in nodes[name]["cond_indep_stack"])
         self._seen = {*self._shapes, *(frame.name for frame in frames)}
         k = self.units.width
@@ -160,9 +162,8 @@ class Collapsed:
     def __call__(self) -> None:
         """Sample the globals; what the data say of them is a ``pyro.factor``."""
         call, units, width = self.call, self.units, -self._dim
-        held = Held(units.parts, None, further=[""])(call.model)  # the whole model, its units at 0
         run = poutine.block(run_plainly, hide_fn=self._hides)
-        sites: Sites = run(held, {}, call.args, call.kwargs, Minibatches())
+        sites: Sites = run(self._held, {}, call.args, call.kwargs, Minibatches())
         lead: torch.Size = torch.Size()
         values, total = {}, torch.zeros(())
         for name, site in with_density(sites).items():
