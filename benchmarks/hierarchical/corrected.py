@@ -27,7 +27,10 @@ POINTS, WIDTH, LOG_SCALES = 241, 10.0, (-16.0, 8.0)
 
 @dataclass(frozen=True)
 class Row:
-    """Errors in sds of the reference (means) and as ratios to them (sds): globals, then effects."""
+    """Errors in sds of the reference (means) and as ratios to them (sds): globals, then effects.
+
+    Seconds are those of the processor, for the fit and the draws.
+    """
 
     case: str
     reference: str
@@ -73,8 +76,9 @@ def both(case: Case, seed: int) -> Iterator[Row]:
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     guide: Any = ngvi.AutoHierarchical(case.model)
-    how = ngvi.NGVB(guide), ngvi.BatchedELBO(16), lambda n, _: n >= STEPS
-    seconds = fit(case, guide, *how)[1]
+    start = time.process_time()
+    fit(case, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(16), lambda n, _: n >= STEPS)
+    seconds = time.process_time() - start
     found = json.loads(WHERE.read_text())[case.name]
     mean, sd, unit_mean, unit_sd = (
         torch.tensor(found[n], dtype=torch.float64) for n in ("mean", "sd", "unit_mean", "unit_sd")
@@ -84,7 +88,7 @@ def both(case: Case, seed: int) -> Iterator[Row]:
         reference = "grid"
         mean, sd = on_grid(case, guide, mean, sd)
     for corrected in (False, True):
-        start = time.perf_counter()
+        start = time.process_time()
         data = ngvi.to_arviz(
             case.model,
             guide,
@@ -95,7 +99,7 @@ def both(case: Case, seed: int) -> Iterator[Row]:
             posterior_predictive=False,
             log_likelihood=False,
         )
-        spent = time.perf_counter() - start
+        spent = time.process_time() - start
         draws = {n: torch.from_numpy(x.values) for n, x in data["posterior"].data_vars.items()}
         v, u = coordinates(draws)[0], draws["u"].reshape(DRAWS, -1)
         ratios, unit_ratios = v.std(0) / sd, u.std(0) / unit_sd

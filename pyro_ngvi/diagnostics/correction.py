@@ -7,18 +7,20 @@ Draws v_s of a proposal r(v), and of each unit u_i given v_s, exactly; then with
 (:mod:`pyro_ngvi.hierarchy.collapsed`).  r is q(v) where its weights have a third moment, k-hat <= 1/3,
 without which the errors of averages are far from normal.  A Gaussian q falls off faster than the
 posterior of a log scale, which goes as exp(-|x|) to the left under a prior that is flat at 0.  There r
-is a Student-t distribution of 5 degrees of freedom with the mean and covariance of the weighted draws,
-and again until its weights have one (Oh & Berger 1992); of all, the one with the smallest k-hat.  Not
-for tens of globals: a covariance of d of them is d (d + 1) / 2 numbers, and no more are taken from
-weights than these are worth draws.
+has mean and Cholesky factor of the weighted draws, and noise of independent Student-t entries with 5
+degrees of freedom: a multivariate t is far out in all entries where it is in one.  And again, until its
+weights have a third moment (Oh & Berger 1992); of all, the one with the smallest k-hat.  Not for tens
+of globals: a covariance of d of them is d (d + 1) / 2 numbers, and no more are taken from weights than
+these are worth draws.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import pyro.distributions as dist
 import torch
-from pyro.distributions import MultivariateStudentT
+from pyro.distributions.transforms import LowerCholeskyAffine
 from pyro.infer.autoguide import AutoContinuous
 from torch import Tensor
 
@@ -82,7 +84,7 @@ def decision_on(weights: KHat) -> tuple[str, str]:
 
 
 class _StudentT(AutoContinuous):
-    """A Student-t distribution with mean and covariance of weighted draws theta (S, d)."""
+    """Mean and Cholesky factor of weighted draws theta (S, d), times independent Student-t noise."""
 
     def __init__(self, model: Collapsed, theta: Tensor, weights: KHat) -> None:
         super().__init__(model, init_loc_fn=init_to_center)
@@ -90,9 +92,10 @@ class _StudentT(AutoContinuous):
         mean = w @ theta
         rest = w.sqrt().unsqueeze(-1) * (theta - mean)
         root = torch.linalg.cholesky(rest.mT @ rest)
-        self._posterior = MultivariateStudentT(DEGREES, mean, root)
+        t = dist.StudentT(DEGREES, torch.zeros_like(mean), 1.0).to_event(1)
+        self._posterior = dist.TransformedDistribution(t, [LowerCholeskyAffine(mean, root)])
         with torch.no_grad():
             self()
 
-    def get_posterior(self, *args: Any, **kwargs: Any) -> MultivariateStudentT:
+    def get_posterior(self, *args: Any, **kwargs: Any) -> Any:
         return self._posterior
