@@ -8,10 +8,11 @@ y_0 the data outside the plate of units.  It has a handful of variables, whateve
 weights p(v | y) / q(v) do not decay with that number, as weights on the joint distribution do.  Rue,
 Martino & Chopin (2009) take such a posterior on a grid, with L by Laplace's method.
 
-Effects given v follow by independence chains, unit by unit (Tierney 1994): proposals u' from Student-t
-distributions of its mean and covariance are taken with probability min(1, w(u') / w(u)),
-w = p(y_i | u, v) p(u | v) / t(u).  After n of them the error is at most (1 - L / max w)^n (Mengersen &
-Tweedie 1996): where p(u_i | y_i, v) is Gaussian L / max w is .9 for one variable, .9^2 for two.
+Effects given v follow by independence chains, unit by unit (Tierney 1994): proposals u' with mean and
+covariance of p(u_i | y_i, v), by the same points, and independent Student-t entries are taken with
+probability min(1, w(u') / w(u)), w = p(y_i | u, v) p(u | v) / t(u), t their density.  After n of them
+the error is at most (1 - L / max w)^n (Mengersen & Tweedie 1996): where p(u_i | y_i, v) is Gaussian
+L / max w is about .9 for one variable, .9^2 for two.
 """
 
 from __future__ import annotations
