@@ -41,7 +41,7 @@ from .guides import (
     AutoWalshHadamard,
     neutra,
 )
-from .hierarchy import AutoHierarchical
+from .hierarchy import AutoHierarchical, collapse
 from .losses import BatchedELBO
 from .metric import AutoMetricNormal
 from .optim import AIFVB, IFVB, NGVB
@@ -72,6 +72,7 @@ __all__ = [
     "StopRule",
     "__version__",
     "advise",
+    "collapse",
     "compare",
     "compile",
     "compiled",

@@ -8,6 +8,7 @@ from ..time_to_target import prepare
 #: module of this package -> what it measures
 PARTS = {
     "fits": "Six models against NUTS: globals and effects, steps and seconds",
+    "corrected": "The same models, draws as they are and put right by weights on the globals",
     "scale": "A hundred thousand groups in minibatches, beside AutoNormal and Adam",
 }
 

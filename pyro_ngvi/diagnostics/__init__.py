@@ -4,6 +4,7 @@ from ..probing.vectorized import check_vectorized
 from ..runtime.model_density import ModelDensity
 from ..sites.leave_one_out import Influence, SiteLOO
 from .calibration import Calibration, calibrate
+from .correction import corrected
 from .diagnosis import Diagnosis, Moved, diagnose
 from .export import to_arviz
 from .khat import KHat, khat_from_log_weights
@@ -30,6 +31,7 @@ __all__ = [
     "UnitLOO",
     "calibrate",
     "check_vectorized",
+    "corrected",
     "diagnose",
     "khat",
     "khat_from_log_weights",

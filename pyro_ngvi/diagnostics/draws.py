@@ -238,7 +238,8 @@ def guide_draws(
         terms = {name: site_log_prob(site) for name, site in sites.items()}
         return {"values": _of_guide(sites), "density": _density(sites, terms)}
 
-    found = map_draws(guide, drawn, {}, num_samples, batch_size=num_samples)
+    at_once = getattr(guide.func, "draws_at_once", num_samples)
+    found = map_draws(guide, drawn, {}, num_samples, batch_size=at_once)
     return found["values"], found["density"]
 
 

@@ -15,6 +15,8 @@ from ..runtime.density import Sites
 from ..runtime.model_density import map_draws
 from ..runtime.summed_out import SummedOut, given_name
 from .arviz_compat import from_groups
+from .correction import corrected as corrected_guide
+from .correction import decision_on
 from .draws import Fitted, random_state, resampled, sites_of_kind, warn_of_edges, with_likelihood
 from .groups import constants, name_dims, observations, per_draw
 from .prediction import PREDICTIONS, NewData, fixed_parameters, simulate
@@ -34,6 +36,7 @@ def to_arviz(
     seed: int | None = None,
     batch_size: int | None = None,
     resample: str | None = None,
+    corrected: bool = False,
     discrete: bool = False,
     predictions: tuple[Any, ...] | Mapping[str, Any] | None = None,
     **kwargs: Any,
@@ -73,6 +76,12 @@ def to_arviz(
     posterior draw is. Repeated draws stand side by side, so ArviZ's ESS and errors count them about
     right. It can correct what k-hat finds correctable, no more.
 
+    With ``corrected`` the draws of an :class:`~pyro_ngvi.AutoHierarchical` are put right: units follow
+    their globals exactly, and globals are resampled by weights of their own, the units integrated out
+    (:func:`pyro_ngvi.diagnostics.corrected`). k-hat and verdict are those of the globals then, and do
+    not get worse with the number of units; ``log_q`` is that of the corrected guide, and the attribute
+    ``resample`` is "corrected".
+
     The attributes of the container and of ``posterior`` hold ``decision`` ("intervals", "resample" or
     "unusable") and ``verdict``, the same in words (:class:`~pyro_ngvi.diagnostics.KHat`); ``khat``,
     ``khat_threshold``, ``kl`` and ``ess``, of ``khat_samples`` draws (:func:`khat`); ``num_samples``,
@@ -105,6 +114,7 @@ def to_arviz(
         batch_size: draws that the model sees at once; ``None`` for a number that bounds the
             memory beside the result.
         resample: ``"psis"`` for importance resampling, ``None`` for the guide's own draws.
+        corrected: whether to correct a hierarchical guide; it implies ``resample="psis"``.
         discrete: whether to draw the sites that are summed out.
         predictions: the model's arguments at new data, ``(X_new,)``, or its keyword arguments,
             ``{"X": X_new}``. Names of dimensions hold for them, ``coords`` do not: the rows are
@@ -136,7 +146,10 @@ def to_arviz(
     """
     if resample not in (None, "psis"):
         raise ValueError(f'resample must be None or "psis", got {resample!r}.')
+    attrs = {"guide": getattr(guide, "__name__", type(guide).__name__)}
     with random_state(seed):  # apart: a guide's first run ever may draw more than later ones
+        if corrected:
+            guide, resample = corrected_guide(guide, *args, **kwargs), "psis"
         fitted = Fitted(model, guide, args, kwargs, batches=True)
     sites, observed = fitted.sites, sites_of_kind(fitted.sites, "observed")
     if fitted.batches is not None:  # the rest has numbers for each datum
@@ -146,6 +159,9 @@ def to_arviz(
         likelihoods = with_likelihood(fitted) if log_likelihood else ()
         draws = fitted.draw(num_samples, batch_size, likelihoods)
         found, own = judge(fitted, draws, batch_size), draws.weights
+        decision, verdict = found.decision, found.verdict
+        if corrected:
+            decision, verdict = decision_on(found)
         warn_of_edges(sites, draws.values)
         if fixed := draws.point_masses:
             found = replace(found, khat=float("inf"))
@@ -163,26 +179,25 @@ def to_arviz(
         groups["posterior"] = per_draw(posterior)
         groups["log_prior"] = per_draw(draws.log_prior)
         groups["log_likelihood"] = per_draw(draws.log_likelihood)
-        attrs = {
+        attrs |= {
             "inference_library": "pyro_ngvi",
             "inference_library_version": __version__,
-            "guide": getattr(guide, "__name__", type(guide).__name__),
             "num_samples": num_samples,
             "khat": found.khat,
             "khat_samples": len(found.log_weights),
             "khat_threshold": found.threshold,
             "kl": found.kl,
             "ess": found.ess,
-            "decision": found.decision,
-            "verdict": found.verdict,
+            "decision": decision,
+            "verdict": verdict,
         }
         stats = per_draw({"lp": draws.log_joint, "log_q": draws.log_q})
         stats |= per_draw({"log_weights": own.log_weights})
         if resample:
             weights = own.psis_log_weights
-            if found.decision == "unusable":
+            if decision == "unusable":
                 warnings.warn(
-                    f'resample="psis" cannot be relied on here. {found.verdict}',
+                    f'resample="psis" cannot be relied on here. {verdict}',
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -190,7 +205,8 @@ def to_arviz(
             stats |= per_draw({"resampled_from": kept})
             for group in groups.values():
                 group |= {name: x[:, kept] for name, x in group.items()}
-            attrs |= {"resample": resample, "resample_ess": float(1 / np.exp(2 * weights).sum())}
+            attrs["resample"] = "corrected" if corrected else resample
+            attrs |= {"resample_ess": float(1 / np.exp(2 * weights).sum())}
         groups["sample_stats"] = stats
         if drawable := observed if _can_be_drawn(fitted, observed) else []:
             for note in fixed_parameters(fitted.model, sites, draws.values):

@@ -229,7 +229,7 @@ class UnitLOO:
 
 
 def loo_units(
-    guide: Any, *args: Any, num_draws: int = 1000, points: int = 32, **kwargs: Any
+    guide: Any, *args: Any, num_draws: int = 1000, points: int | None = None, **kwargs: Any
 ) -> UnitLOO:
     """How well the other units predict all data of a unit, for each, without refitting.
 
@@ -242,7 +242,7 @@ def loo_units(
         guide: a trained :class:`~pyro_ngvi.AutoHierarchical`.
         args: those of the model, with the data of the units that are left out in turn.
         num_draws: draws of the globals.
-        points: draws of a unit's latent variables at each of them.
+        points: of the quadrature over a unit's latent variables, as for :func:`pyro_ngvi.collapse`.
         kwargs: keyword arguments of the model.
 
     Raises:

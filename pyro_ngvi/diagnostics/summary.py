@@ -43,11 +43,11 @@ def summary(data: Any, **kwargs: Any) -> Any:
     of_posterior = kwargs.get("group") in (None, "posterior")
     if not (isinstance(verdict, str) and hasattr(table, "index") and of_posterior):
         return table
-    if "resample" in attrs:
+    if attrs.get("resample") == "psis":
         verdict = (
             f"Resampled: worth {attrs['resample_ess']:.0f} exact draws. Of the raw draws: {verdict}"
         )
-    elif attrs["decision"] != "intervals":
+    elif "resample" not in attrs and attrs["decision"] != "intervals":
         _add_shifts(table, data, {k: v for k, v in kwargs.items() if k in SELECTION})
     return _with_line(table, verdict)
 

@@ -156,8 +156,10 @@ class Result:
         """The verdict; with a guide that knows of units where another is not to be believed, or with
         the modes that the search for a start has seen."""
         verdict, guide, units = self.verdict, self.guide, None
-        alone = not (self.is_spread or self._is_stream)
-        if alone and not (verdict.ok or isinstance(guide, AutoHierarchical)):
+        at_hand = not (verdict.ok or self.is_spread or self._is_stream)
+        if at_hand and isinstance(guide, AutoHierarchical):
+            return f"{verdict.verdict} Or take fit.to_arviz(corrected=True), which has its own verdict."
+        if at_hand:
             units = self._structure.units
         if units is not None and units.pooled:
             return f'{verdict.verdict} There are {str(units)[:100]}: pass guide="AutoHierarchical".'

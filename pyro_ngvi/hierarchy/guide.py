@@ -272,10 +272,10 @@ class AutoHierarchical(MadeAtFirstCall):
 
     @torch.no_grad()
     def log_marginals(
-        self, *args: Any, num_draws: int = 256, points: int = 32, **kwargs: Any
+        self, *args: Any, num_draws: int = 256, points: int | None = None, **kwargs: Any
     ) -> Tensor:
-        """log p(y_i | v), u_i integrated out by ``points`` draws, at ``num_draws`` draws of v: (draws,
-        units of the call), in nats; arguments as for :meth:`quantiles`.  See :mod:`.marginal`."""
+        """log p(y_i | v), u_i integrated out by quadrature, at ``num_draws`` draws of v: (draws, units
+        of the call), in nats; arguments as for :meth:`quantiles`, ``points`` as for ``collapse``."""
         with poutine.block():
             given = self._given_globals(args, kwargs, num_draws)
             q = self._conditionals(given)

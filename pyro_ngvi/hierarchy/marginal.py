@@ -1,8 +1,14 @@
 r"""Likelihoods of single units with their latent variables integrated out.
 
-    L_i(v) = p(y_i | v) = E_q(u_i | v) [p(y_i | u_i, v) p(u_i | v) / q(u_i | v)],
+    L_i(v) = p(y_i | v) = E_q(u_i | v) [p(y_i | u_i, v) p(u_i | v) / q(u_i | v)]
+           ~ sum_j w_j p(y_i | u_ij, v) p(u_ij | v) / q(u_ij | v),      u_ij = m_i(v) + R_i(v)^-T x_j,
 
-an average over draws of a q that is near p(u_i | y_i, v).  Leaving unit i out,
+with the points x_j and weights w_j of :mod:`pyro_ngvi.sites.expectation`.  Since q(u_i | v) lies where
+p(u_i | y_i, v) does, at every v, this is adaptive Gauss-Hermite quadrature (Liu & Pierce 1994) without
+a search for modes.  It is exact where the data are Gaussian.  On ``benchmarks.hierarchical`` sums over
+18 to 300 units were right to 1e-5 nats at most draws of v from a Student-t distribution of the width of
+q(v), to .002 (20 points) and .15 (7^2) at the worst of 100.  It can be differentiated in v.  Leaving
+unit i out,
 
     p(y_i | y_-i) = 1 / E_p(v | y) [1 / L_i(v)]
 
@@ -11,34 +17,76 @@ an average over draws of a q that is near p(u_i | y_i, v).  Leaving unit i out,
 
 from __future__ import annotations
 
-from math import log
+from math import log, pi
+from numbers import Integral
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..runtime.density import Sites, site_log_prob, with_density
-from .conditional import Conditionals, antithetic
+from ..runtime.density import Sites, site_kind, site_log_prob, with_density
+from ..runtime.model_density import MOST_NUMBERS
+from ..sites.expectation import quadrature_points
+from .conditional import Conditionals
 from .runs import Given
 from .units import Units, gradient
 
+#: points a latent variable of a unit, or in all where it has more than three
+ORDERS, SOBOL = {1: 20, 2: 7, 3: 5}, 512
+#: points a latent variable for which NumPy finds their places
+MOST = 200
 
-def log_marginals(units: Units, given: Given, q: Conditionals, points: int) -> Tensor:
-    """log L_i(v) (S, B), by so many ``points`` of q at each draw of v."""
+
+def point_count(k: int, points: int | None) -> tuple[int, int]:
+    """Points a latent variable for k <= 3, else in all; and in all."""
+    count = ORDERS.get(k, SOBOL) if points is None else points
+    if not isinstance(count, Integral) or count < 1 or (k in ORDERS and count > MOST):
+        raise ValueError(
+            f"points must be a whole number from 1, to {MOST} where a unit has up to three latent "
+            f"variables, and is {points!r}."
+        )
+    return count, count**k if k in ORDERS else count
+
+
+class Integrated(NamedTuple):
+    """log L_i(v) (S, B), and of x = R_i' (u_i - m_i) given y_i, v the mean (S, B, k) and E x x'."""
+
+    log_marginals: Tensor
+    mean: Tensor
+    square: Tensor
+
+
+def log_marginals(units: Units, given: Given, q: Conditionals, points: int | None = None) -> Tensor:
+    """log L_i(v) (S, B), by so many ``points`` (:func:`point_count`) at each draw of v."""
+    return integrated(units, given, q, points).log_marginals
+
+
+def integrated(units: Units, given: Given, q: Conditionals, points: int | None) -> Integrated:
+    """As :func:`log_marginals`, with the moments of p(u_i | y_i, v)."""
+    S, B, k = q.mean.shape
     prior = Conditionals.without_sites(given.priors)
     total = torch.full_like(q.mean[..., 0], -torch.inf)
-    noise = antithetic(q.mean.new_empty(points, *q.mean.shape[1:]))
-    for e in noise:  # one at a time: S B k numbers
-        x = q.draw(e.expand_as(q.mean))
-        ratio = _log_likelihoods(units, given, x) + prior.log_prob(x) - q.log_prob(x)
-        total = torch.logaddexp(total, ratio)
-    return total - log(points)
+    mean, square = torch.zeros_like(q.mean), torch.zeros_like(q.root)
+    every = quadrature_points(k, point_count(k, points)[0], q.mean.dtype, q.mean.device)
+    rows = max(1, MOST_NUMBERS // max(1, S * B * k))
+    for x, w in zip(every.x.split(rows), every.weights.split(rows), strict=True):
+        u = q.draw(x[:, None, None].expand(-1, S, B, -1))
+        log_q = q.log_det_root - 0.5 * (x.square().sum(-1) + k * log(2.0 * pi))[:, None, None]
+        log_p = log_likelihoods(units, given.repeated(len(x)), u.flatten(0, 1)).reshape(-1, S, B)
+        terms = log_p + prior.log_prob(u) - log_q + w.log()[:, None, None]
+        before, total = total, torch.logaddexp(total, torch.logsumexp(terms, 0))
+        with torch.no_grad():
+            share, kept = (terms - total).exp(), (before - total).exp()[..., None]
+            mean = kept * mean + torch.einsum("qsb,qk->sbk", share, x)
+            square = kept[..., None] * square + torch.einsum("qsb,qk,ql->sbkl", share, x, x)
+    return Integrated(total, mean, square)
 
 
 def check_sites(units: Units, given: Given, x: Tensor) -> None:
     """Refuse models in which units do not have their data to themselves."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
-        slope = gradient(_log_likelihoods(units, given, x), x)
+        slope = gradient(log_likelihoods(units, given, x), x)
     whole = units.gradient(given, x) / given.seen.scale
     size = 1e-3 * whole.abs().max().clamp_min(1e-3)
     if not bool(((slope - whole).abs() <= size).all()):
@@ -48,14 +96,14 @@ def check_sites(units: Units, given: Given, x: Tensor) -> None:
         )
 
 
-def _log_likelihoods(units: Units, given: Given, x: Tensor) -> Tensor:
-    """log p(y_i | u_i, v) (S, B) at x (S, B, k), of the sites in the plate of the units."""
+def log_likelihoods(units: Units, given: Given, x: Tensor) -> Tensor:
+    """log p(y_i | u_i, v) (S, B) at x (S, B, k), of what is observed in the plate of the units."""
 
     def of_units(sites: Sites) -> Tensor:
         total = x.new_zeros(x.shape[1])
-        for name, site in with_density(sites).items():
+        for site in with_density(sites).values():
             frames = [frame.name for frame in site["cond_indep_stack"]]
-            if name in units.names or units.plate not in frames:
+            if site_kind(site) == "latent" or units.plate not in frames:
                 continue
             plain, weighted = site_log_prob(site)
             weighted = weighted / given.seen.scale

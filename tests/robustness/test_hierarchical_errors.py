@@ -321,3 +321,54 @@ def test_answers_without_the_arguments_of_the_model() -> None:
     ):
         guide.quantiles([0.5])
     assert guide.quantiles([0.5], Y)["u"].shape == (1, 6)
+
+
+# --- integrating units out
+
+
+def subsampled(y: Tensor, size: int | None = None) -> None:
+    s = scale()
+    with pyro.plate("units", len(y), subsample_size=size) as i:
+        u: Any = pyro.sample("u", dist.Normal(ZERO, s))
+        pyro.sample("y", dist.Poisson(u.exp()), obs=y[i])
+
+
+COUNTS = torch.tensor([0.0, 3.0, 1.0, 9.0, 2.0, 0.0])
+
+
+def trained() -> Any:
+    pyro.set_rng_seed(0)
+    guide = ngvi.AutoHierarchical(subsampled)
+    svi = SVI(subsampled, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+    for _ in range(20):
+        svi.step(COUNTS)
+    return guide
+
+
+def test_collapse_wants_a_trained_guide_of_units_with_all_its_data() -> None:
+    with pytest.raises(RuntimeError, match="does not know the units yet"):
+        ngvi.collapse(ngvi.AutoHierarchical(subsampled), COUNTS)
+    other: Any = ngvi.AutoFullRankNormal(subsampled)
+    with pytest.raises(ValueError, match=r"Only AutoHierarchical has units.*AutoFullRank"):
+        ngvi.to_arviz(subsampled, other, COUNTS, corrected=True)
+    guide = trained()
+    with pytest.raises(ValueError, match="the plate 'units' takes 2 of 6"):
+        ngvi.collapse(guide, COUNTS, 2)
+    with pytest.raises(ValueError, match="has 5 units in this call, and had 6 before"):
+        ngvi.collapse(guide, COUNTS[1:])
+
+
+def test_too_few_points_are_noticed() -> None:
+    with pytest.warns(RuntimeWarning, match=r"off by 0\.\d+ nats or more. Pass points=2"):
+        ngvi.collapse(trained(), COUNTS, points=1)
+
+
+def test_weights_that_fail_say_what_to_do() -> None:
+    """Of a guide that is moved far from the posterior."""
+    guide = trained()
+    with torch.no_grad():
+        guide.globals.loc.add_(1.5)
+        guide.globals.scale_tril.mul_(0.02)
+    with pytest.warns(RuntimeWarning, match=r"Train a flow for them.*NUTS on ngvi.collapse"):
+        found = ngvi.to_arviz(subsampled, guide, COUNTS, corrected=True, num_samples=100, seed=0)
+    assert found.attrs["decision"] == "unusable"

@@ -1,0 +1,217 @@
+"""Hierarchies without their units, and draws put right, against closed forms and grids."""
+
+import math
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from torch import Tensor
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.diagnostics import ModelDensity, corrected
+
+Y = torch.tensor([2.0, -0.5, 1.2, 0.3, 3.1]).double()
+
+
+def fitted(model: Any, *args: Any, steps: int = 40) -> Any:
+    pyro.set_rng_seed(0)
+    guide = ngvi.AutoHierarchical(model, locals=["u"] if model is counts else None)
+    svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+    for _ in range(steps):
+        svi.step(*args)
+    return guide
+
+
+def schools(y: Tensor, form: str = "centred") -> None:
+    m: Any = pyro.sample("m", dist.Normal(y.new_zeros(()), 3.0))
+    s: Any = pyro.sample("s", dist.LogNormal(y.new_zeros(()), 1.0))
+    with pyro.plate("schools", len(y)):
+        if form == "centred":
+            u: Any = pyro.sample("u", dist.Normal(m, s))
+        else:
+            u = pyro.deterministic("u", m + s * pyro.sample("z", dist.Normal(0.0 * m, 1.0)))
+        pyro.sample("y", dist.Normal(u, 0.7), obs=y)
+
+
+def schools_without_units(theta: Tensor, y: Tensor = Y) -> Tensor:
+    """log p(y, m, log s) in closed form, (S,)."""
+    m, log_s = theta.unbind(-1)
+    sd = ((2.0 * log_s).exp() + 0.49).sqrt()
+    prior = dist.Normal(0.0, 3.0).log_prob(m) + dist.Normal(0.0, 1.0).log_prob(log_s)
+    return dist.Normal(m[..., None], sd[..., None]).log_prob(y).sum(-1) + prior
+
+
+@pytest.mark.parametrize("form", ["centred", "not"])
+def test_gaussian_units_are_integrated_out_exactly(form: str) -> None:
+    model = ngvi.collapse(fitted(schools, Y, form), Y, form=form)
+    assert model.error < 1e-10
+    theta = torch.tensor([[0.3, -2.0], [1.5, 0.4], [-4.0, 1.9]]).double().requires_grad_()
+    found, wanted = ModelDensity(model)(theta), schools_without_units(theta)
+    assert torch.allclose(found, wanted, rtol=0.0, atol=1e-10)
+    slopes = [torch.autograd.grad(x.sum(), theta)[0] for x in (found, wanted)]
+    assert torch.allclose(*slopes, rtol=0.0, atol=1e-9)
+
+
+RATES = torch.tensor([[2.0, 3.0], [0.0, 0.0], [7.0, 5.0]]).double()
+
+
+def counts(y: Tensor = RATES) -> None:
+    """Globals in plates of their own and of the units, and data beside the units."""
+    s: Any = pyro.sample("s", dist.HalfNormal(y.new_ones(())))
+    with pyro.plate("items", 2):
+        b: Any = pyro.sample("b", dist.Normal(y.new_zeros(()), 1.0))
+        pyro.sample("seen", dist.Normal(b, s), obs=y.new_ones(2))
+    with pyro.plate("units", len(y)):
+        u: Any = pyro.sample("u", dist.Normal(y.new_zeros(()), s))
+        c: Any = pyro.sample("c", dist.Exponential(y.new_ones(())))
+        pyro.sample("y", dist.Poisson(c[..., None] * (u[..., None] + b).exp()).to_event(1), obs=y)
+
+
+def counts_without_units(s: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """The log joint of one draw, by the trapezoidal rule."""
+    prior = dist.HalfNormal(1.0).log_prob(s) + dist.Normal(0.0, 1.0).log_prob(b).sum()
+    beside = (
+        dist.Normal(b, s).log_prob(torch.ones(2)).sum() + dist.Exponential(1.0).log_prob(c).sum()
+    )
+    u = torch.linspace(-12.0, 12.0, 6001).double()[:, None, None]
+    log_p = dist.Poisson(c[:, None] * (u + b).exp()).log_prob(RATES).sum(-1)
+    of_units = torch.logsumexp(log_p + dist.Normal(0.0, s).log_prob(u[..., 0]), 0)
+    return prior + beside + (of_units + math.log(24.0 / 6000.0)).sum()
+
+
+def draws_of_counts() -> dict[str, Tensor]:
+    b = torch.tensor([[0.3, -0.2], [0.9, 1.4]]).double()
+    c = torch.tensor([[1.0, 0.3, 2.0], [0.2, 0.9, 4.0]]).double()
+    return {"s": torch.tensor([0.6, 1.1]).double(), "b": b, "c": c}
+
+
+def test_the_rest_is_what_a_fine_grid_gives() -> None:
+    model, values = ngvi.collapse(fitted(counts)), draws_of_counts()
+    for i in range(2):
+        at = {name: x[i] for name, x in values.items()}
+        found = poutine.trace(poutine.condition(model, at)).get_trace().log_prob_sum()
+        assert float(found) == pytest.approx(float(counts_without_units(**at)), abs=2e-5)
+
+
+def test_two_latent_variables_of_a_unit() -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).double()
+    y = (x > 0.4).double()
+
+    def slopes() -> None:
+        s: Any = pyro.sample("s", dist.HalfNormal(x.new_ones(())))
+        with pyro.plate("units", 4):
+            u: Any = pyro.sample("u", dist.Normal(x.new_zeros(2), s).to_event(1))
+            logits = u[..., :1] + u[..., 1:] * x
+            pyro.sample("y", dist.Bernoulli(logits=logits).to_event(1), obs=y)
+
+    model, s = ngvi.collapse(fitted(slopes), points=12), torch.tensor(0.8).double()
+    line = torch.linspace(-8.0, 8.0, 401).double()
+    u = torch.cartesian_prod(line, line)[:, None]
+    log_p = dist.Bernoulli(logits=u[..., :1] + u[..., 1:] * x).log_prob(y)
+    log_p = log_p.sum(-1) + dist.Normal(0.0, s).log_prob(u).sum(-1)
+    wanted = torch.logsumexp(log_p, 0) + 2.0 * math.log(16.0 / 400.0)
+    assert torch.allclose(model.log_marginals({"s": s[None]})[0], wanted, rtol=0.0, atol=1e-6)
+
+
+def test_particles_of_pyro_and_of_ours_are_those_one_by_one() -> None:
+    model = ngvi.collapse(fitted(counts))
+    guide, width = AutoNormal(model), 2  # of the dimensions that the model takes for plates
+    guide()
+    values = draws_of_counts()
+    one = [counts_without_units(**{n: x[i] for n, x in values.items()}) for i in range(2)]
+    shaped = {
+        n: x.reshape(2, *[1] * (width + 1 - x.dim()), *x.shape[1:]) for n, x in values.items()
+    }
+    with pyro.plate("particles", 2, dim=-width - 1):
+        trace = poutine.trace(poutine.condition(model, shaped)).get_trace()
+    trace.compute_log_prob()
+    found = sum(
+        x["log_prob"].expand(2, *x["log_prob"].shape[1:]).reshape(2, -1).sum(-1)
+        for name, x in trace.nodes.items()
+        if name != "particles" and "log_prob" in x
+    )
+    assert torch.allclose(torch.as_tensor(found), torch.stack(one), rtol=0.0, atol=2e-5)
+    adam = pyro.optim.Adam({"lr": 0.01})  # pyright: ignore[reportAttributeAccessIssue]
+    losses = []
+    for loss in (Trace_ELBO(300, vectorize_particles=True), ngvi.BatchedELBO(300)):
+        pyro.set_rng_seed(1)
+        losses.append(SVI(model, guide, adam, loss).evaluate_loss())
+    # the guide is narrow: the loss has a standard error of some .05
+    assert losses[0] == pytest.approx(losses[1], abs=0.3)
+
+
+def test_units_are_drawn_from_their_posterior_given_the_globals() -> None:
+    model, values = ngvi.collapse(fitted(counts)), draws_of_counts()
+    n = 4000
+    many = {name: x[1].expand(n, *x[1].shape) for name, x in values.items()}
+    pyro.set_rng_seed(0)
+    drawn = model.draw_units(many)["u"]
+    u = torch.linspace(-12.0, 12.0, 24001).double()
+    rate = values["c"][1][:, None] * (u[:, None, None] + values["b"][1]).exp()
+    log_p = dist.Poisson(rate).log_prob(RATES).sum(-1)
+    cdf = torch.softmax(log_p + dist.Normal(0.0, values["s"][1]).log_prob(u)[:, None], 0).cumsum(0)
+    for i in range(3):
+        at = cdf[torch.searchsorted(u, drawn[:, i].contiguous()), i].sort().values
+        # Kolmogorov's statistic exceeds 1.95 with probability 1e-3
+        away = (at - (torch.arange(n) + 0.5) / n).abs().max()
+        assert away * n**0.5 < 1.95
+
+
+def test_corrected_draws_of_schools_are_those_of_the_grid() -> None:
+    guide = fitted(schools, Y, steps=60)
+    theta = torch.cartesian_prod(*(torch.linspace(-15.0, 15.0, 601).double(),) * 2)
+    log_p = schools_without_units(theta)
+    w = torch.softmax(log_p, 0)
+    evidence = torch.logsumexp(log_p, 0) + 2.0 * math.log(0.05)
+    # given m and s an effect is normal
+    precision = (-2.0 * theta[:, 1]).exp() + 1.0 / 0.49
+    mean = (theta[:, :1] * (-2.0 * theta[:, 1:]).exp() + Y / 0.49) / precision[:, None]
+    moments = [torch.stack([theta[:, 0], theta[:, 1]], -1), theta.square(), mean]
+    moments.append(mean.square() + 1.0 / precision[:, None])
+    wanted = torch.cat([w @ x for x in moments])
+    n = 4000
+    data = ngvi.to_arviz(schools, guide, Y, num_samples=n, seed=0, corrected=True)
+    m, s, u = (torch.from_numpy(data["posterior"][x].values[0]).reshape(n, -1) for x in "msu")
+    v = torch.cat([m, s.log()], -1)
+    draws = torch.cat([v, v.square(), u, u.square()], -1)
+    ess = float(data.attrs["resample_ess"])
+    assert data.attrs["khat"] < 0.6 and ess > 0.6 * n
+    assert data.attrs["decision"] == "intervals" and data.attrs["guide"] == "AutoHierarchical"
+    z = (draws.mean(0) - wanted) / draws.std(0) * ess**0.5
+    assert z.abs().max() < 3.5
+    # log p(v, y) - log r(v) are the weights, whatever the units are: their mean is the evidence
+    weights = data["sample_stats"]
+    log_ratio = torch.from_numpy((weights["lp"] - weights["log_q"]).values[0])
+    found = torch.logsumexp(log_ratio, 0) - math.log(n)
+    assert float(found - evidence) == pytest.approx(0.0, abs=4.0 * (1.0 / ess - 1.0 / n) ** 0.5)
+    raw = ngvi.to_arviz(schools, guide, Y, num_samples=n, seed=0)["posterior"]["s"].values
+    short = torch.from_numpy(raw).log().std() / v[:, 1].std()
+    assert short < 0.9  # without the correction
+
+
+def test_weights_do_not_decay_with_the_number_of_units() -> None:
+    y = 2.0 + torch.randn(600, generator=torch.Generator().manual_seed(1)).double()
+
+    def model(y: Tensor) -> None:
+        m: Any = pyro.sample("m", dist.Normal(y.new_zeros(()), 3.0))
+        with pyro.plate("units", len(y)):
+            u: Any = pyro.sample("u", dist.Normal(m, 0.8))
+            pyro.sample("y", dist.StudentT(4.0, u, 0.5), obs=y)
+
+    guide = fitted(model, y, steps=80)
+    joint = ngvi.khat(model, guide, y, num_samples=200, seed=0)
+    found = ngvi.khat(model, corrected(guide, y), y, num_samples=200, seed=0)
+    assert joint.ess < 30 and found.ess > 120
+
+
+def test_the_verdict_on_a_hierarchy_and_its_table_tell_of_the_correction() -> None:
+    pyro.set_rng_seed(0)
+    fit = ngvi.fit(schools, Y, guide="AutoHierarchical", seed=0, max_steps=30, progress=False)
+    assert not fit.verdict.ok and "fit.to_arviz(corrected=True)" in str(fit)
+    table = str(ngvi.summary(fit.to_arviz(corrected=True, num_samples=500, seed=0)))
+    assert "Take the corrected intervals" in table and "Of the raw draws" not in table
