@@ -119,7 +119,7 @@ def _log_ratio(at: Snapshot, name: str, f: Tensor) -> Tensor:
     others = {n: m.mean.expand(len(rows), *m.mean.shape) for n, m in at.marginals.items()}
     log_p = at.call.log_likelihood(others | {name: rows})[name]
     log_t = (rows * (linear - 0.5 * matvec(precision, rows))).sum(-1)
-    return (log_p - log_t).reshape(f.shape[:-1])
+    return (log_p.to(log_t) - log_t).reshape(f.shape[:-1])
 
 
 def _averages(log_r: Tensor, points: Points) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,8 @@ from torch import Tensor
 #: standard deviations to either side, points at which the tilt is known, and points of a table
 REACH, NODES, TABLE = 7.0, 29, 801
 STEP = 2.0 * REACH / (NODES - 1)
+#: standard deviation of the kernel of weighted points, in theirs
+KERNEL = 0.05
 
 
 def nodes(like: Tensor) -> Tensor:
@@ -102,11 +104,33 @@ class Densities:
         """(D,)."""
         return torch.trapezoid((self.x - self.mean).square() * self.p, self.x, dim=0).sqrt()
 
+    @property
+    def from_gaussian(self) -> Tensor:
+        """Total variation (D,) between each and the Gaussian of its mean and sd."""
+        z = (self.x - self.mean) / self.sd
+        normal = torch.exp(-0.5 * z.square()) / (self.sd * (2.0 * torch.pi) ** 0.5)
+        return 0.5 * torch.trapezoid((self.p - normal).abs(), self.x, dim=0)
+
+    @classmethod
+    def of_points(cls, values: Tensor, weights: Tensor) -> Densities:
+        """Of weighted points (S, D), by a narrow kernel that leaves mean and sd as they are."""
+        mean = weights @ values
+        sd = (weights @ (values - mean).square()).sqrt()
+        width = KERNEL * sd
+        points = mean + (values - mean) / (1.0 + KERNEL**2) ** 0.5
+        low, high = points.amin(0) - 5.0 * width, points.amax(0) + 5.0 * width
+        steps = torch.linspace(0.0, 1.0, TABLE // 2, dtype=sd.dtype, device=sd.device).unsqueeze(-1)
+        x = low + steps * (high - low)
+        rows = [torch.exp(-0.5 * ((a - points) / width).square()) for a in x.unsqueeze(1)]
+        return cls.of(x, torch.stack([weights @ row for row in rows]))
+
     def quantiles(self, levels: Tensor) -> Tensor:
         """(Q, D) at levels (Q,) or (Q, D)."""
         mass = torch.cumulative_trapezoid(self.p, self.x, dim=0)
         cdf = torch.cat([torch.zeros_like(mass[:1]), mass]) / mass[-1]
-        levels = levels.to(cdf).reshape(len(levels), -1).expand(-1, cdf.shape[1])
+        levels = (
+            levels.to(cdf).reshape(len(levels), *levels.shape[1:] or (1,)).expand(-1, cdf.shape[1])
+        )
         right = torch.searchsorted(cdf.mT.contiguous(), levels.mT.contiguous()).mT
         right = right.clamp(1, len(cdf) - 1)
         (a, b), (low, high) = ((z.gather(0, right - 1), z.gather(0, right)) for z in (cdf, self.x))

@@ -110,10 +110,8 @@ def combined(
     tables, distance, short = {}, {}, 0.0
     for name in components[0].parts:
         parts = [c.parts[name] for c in components]
-        table = tables[name] = mixture(parts, weights)
-        z = (table.x - table.mean) / table.sd
-        normal = torch.exp(-0.5 * z.square()) / (table.sd * (2.0 * torch.pi) ** 0.5)
-        distance[name] = 0.5 * torch.trapezoid((table.p - normal).abs(), table.x, dim=0)
+        tables[name] = mixture(parts, weights)
+        distance[name] = tables[name].from_gaussian
         edges = torch.stack([p.at_edge for p in parts])
         short = max(short, float((weights.to(edges) @ edges).max()))
     doubts = []
