@@ -26,6 +26,8 @@ STEPS, DROP, MOST = {1: 0.5, 2: 0.8}, 7.0, 400
 EACH, WIDER = 32, 1.4
 #: fine points within a lattice step, or in all for more dimensions
 FINE, DRAWN = 8, 2**13
+#: steps of BFGS and halvings of one at most, the longest, and a gain in nats too small for another
+CLIMBS, HALVINGS, LONGEST, SMALL = 60, 12, 2.0, 1e-3
 #: rounds of standardising, and the ratio of a spread to that of N(0, I) that asks for another
 ROUNDS, FAR = 3, 1.6
 
@@ -111,20 +113,30 @@ def find_mode(
 ) -> tuple[Tensor, Tensor, bool]:
     """The mode (p,), R (p, p), and whether the Hessian there was negative definite.
 
-    ``gradient_at`` gives log p and its gradient.  By L-BFGS, and differences of gradients for R.
+    ``gradient_at`` gives log p and its gradient.  By BFGS until a Newton step would gain 1e-3 nat, with
+    steps of 2 at most, and by differences of gradients for R.
     """
-    u = start.clone().requires_grad_()
-    optim = torch.optim.LBFGS(
-        [u], max_iter=60, tolerance_grad=1e-2, tolerance_change=1e-6, line_search_fn="strong_wolfe"
-    )
-
-    def closure() -> Tensor:
-        value, slope = gradient_at(u.detach())
-        u.grad = -slope
-        return -torch.as_tensor(value, dtype=u.dtype)
-
-    optim.step(closure)
-    mode = u.detach()
+    mode, one = start, torch.eye(len(start), dtype=start.dtype)
+    value, slope = gradient_at(mode)
+    inverse = one / slope.norm().clamp_min(1.0)
+    for _ in range(CLIMBS):
+        step = inverse @ slope
+        if 0.5 * slope @ step < SMALL:
+            break
+        step = step / (step.norm() / LONGEST).clamp_min(1.0)
+        for _ in range(HALVINGS):
+            there, after = gradient_at(mode + step)
+            if there > value:
+                break
+            step = 0.5 * step
+        else:
+            break
+        bend = slope - after
+        if bend @ step > 0.0:  # the update that keeps it positive definite
+            rho = 1.0 / (bend @ step)
+            left = one - rho * torch.outer(step, bend)
+            inverse = left @ inverse @ left.mT + rho * torch.outer(step, step)
+        mode, value, slope = mode + step, there, after
     steps = 0.1 * torch.eye(len(mode), dtype=mode.dtype)
     slopes = [gradient_at(mode + s)[1] - gradient_at(mode - s)[1] for s in steps]
     hessian = torch.stack(slopes) / 0.2
