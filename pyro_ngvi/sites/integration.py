@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import pyro.distributions as dist
@@ -26,6 +27,7 @@ from torch.distributions import biject_to
 
 from ..guides.marginals import entry_by_entry
 from ..linalg.host import own_random_state
+from .conditioned_model import MeansOfProcesses
 from .corrections import component_of, evidence_of, joint_of
 from .cvi import CVI
 from .densities import Densities
@@ -38,7 +40,7 @@ from .structure import unwrapped
 #: sweeps at one point at most, and how far in q's standard deviations the last may go
 SWEEPS, SETTLED = 60, 1e-4
 #: draws of the prior whose median is the start; the least share of the largest weight that counts
-PRIORS, LEAST = 25, 1e-3
+PRIORS, LEAST = 9, 1e-3
 #: points in effect below which their weights are in doubt
 FEW = 8.0
 
@@ -86,7 +88,7 @@ class _Conditioned:
         self.loss, self.optim = SitesELBO(), CVI(self.guide, others=None)
 
     def _latents(self, seed: int) -> dict[str, Any]:
-        with poutine.block(), own_random_state(seed), torch.no_grad():
+        with poutine.block(), own_random_state(seed), torch.no_grad(), MeansOfProcesses():
             trace: Any = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
         return {n: s for n, s in trace.iter_stochastic_nodes() if not site_is_subsample(s)}
 
@@ -149,7 +151,16 @@ class _Conditioned:
         log_det = self.settle(u)
         with torch.no_grad():
             at = self.guide._snapshot(self.args, self.kwargs)
-            return evidence_of(at, joint_of(at)).log_p + log_det
+            found = evidence_of(at, joint_of(at)).log_p + log_det
+        if not isfinite(found):
+            where = ", ".join(
+                f"{n} = {x.tolist():.4g}" if x.dim() == 0 else n for n, x in self.values.items()
+            )
+            raise ValueError(
+                f"integrate: the log evidence is {found} at {where}. Check the data and the supports, "
+                f"and whether the prior lets hyperparameters go where the model cannot."
+            )
+        return found
 
 
 def _is_gaussian(site: Any) -> bool:

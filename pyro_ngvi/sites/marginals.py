@@ -18,6 +18,8 @@ from .structure import ModelStructure
 #: a correction of the evidence by pairs above which both are in doubt, in nats; and a density at the
 #: end of a table, as a share of the largest, above which the table is too short
 TIED, CUT = 0.5, 1e-3
+#: a slope of what the sites leave over, in nats a standard deviation, that is none at convergence
+STEEP = 0.05
 
 
 def shapes_of(plan: ModelStructure, names: Sequence[str] | None) -> dict[str, torch.Size]:
@@ -120,6 +122,12 @@ def combined(
         doubts.append(
             f"In doubt: pairs of data change the log evidence by {pairs:.1f} nats, so terms beyond "
             f"pairs may matter too."
+        )
+    slope = max(c.evidence.slope for c in components)
+    if not slope < STEEP:
+        doubts.append(
+            f"In doubt: the sites have not converged (a slope of {slope:.2g} nats a standard deviation "
+            f"is left). Take more steps of CVI, or of a smaller lr."
         )
     if short > CUT:
         doubts.append(

@@ -262,5 +262,6 @@ def test_refusals_say_what_to_do() -> None:
         fitted(model, y).marginals(names=["f"])
     with pytest.raises(NotImplementedError, match="depends on 4 linear"):
         fitted(softmax, y).marginals()
+    assert "have not converged" in str(fitted(model, y, sweeps=1).marginals())
     with pytest.raises(ValueError, match="'f' is none of 'z'"):
         fitted(model, y).marginals().density("f")
