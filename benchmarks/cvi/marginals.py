@@ -5,7 +5,7 @@ Four models, each with priors on its hyperparameters, non-centred:
 * ``seeds``: 21 plates of seeds, a logistic regression with an effect of every plate (Crowder 1978,
   "Beta-binomial anova for proportions", Applied Statistics 27, table 3; the model of Breslow & Clayton
   1993, "Approximate inference in generalized linear mixed models", JASA 88);
-* ``classification``: 50 binary data under a Gaussian process with an RBF kernel, scale and length-scale
+* ``classification``: 25 binary data under a Gaussian process with an RBF kernel, scale and length-scale
   unknown;
 * ``counts``: 80 Poisson counts of a random walk with unknown steps, as a state-space prior;
 * ``regions``: counts of 49 regions on a square, effects of neighbours correlated, their scale unknown.
@@ -87,21 +87,21 @@ def seeds() -> Case:
 
 
 def classification() -> Case:
-    x = torch.linspace(0.0, 10.0, 50)
+    x = torch.linspace(0.0, 8.0, 25)
     square = (x.unsqueeze(-1) - x).square()
 
     def root(lengthscale: Tensor) -> Tensor:
         K = torch.exp(-0.5 * square / lengthscale.reshape(*lengthscale.shape, 1, 1).square())
-        return torch.linalg.cholesky(K + 1e-4 * torch.eye(50))
+        return torch.linalg.cholesky(K + 1e-4 * torch.eye(25))
 
-    y = torch.bernoulli(torch.sigmoid(3.0 * root(torch.tensor(1.5)) @ torch.randn(50)))
+    y = torch.bernoulli(torch.sigmoid(3.0 * root(torch.tensor(1.5)) @ torch.randn(25)))
 
     def model(y: Tensor) -> None:
         scale = pyro.sample("scale", dist.HalfNormal(torch.tensor(4.0)))
         lengthscale = pyro.sample("lengthscale", dist.LogNormal(torch.tensor(0.0), 0.5))
-        g = dist.MultivariateNormal(torch.zeros(50), scale_tril=scale * root(lengthscale))
+        g = dist.MultivariateNormal(torch.zeros(25), scale_tril=scale * root(lengthscale))
         f = pyro.sample("f", g)
-        with pyro.plate("data", 50):
+        with pyro.plate("data", 25):
             pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
 
     def latent(e: Tensor, u: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def classification() -> Case:
         prior = u[:, 0] - 0.5 * (u[:, 0].exp() / 4.0).square() - 0.5 * (u[:, 1] / 0.5).square()
         return -torch.nn.functional.softplus((1.0 - 2.0 * y) * f).sum(-1) + prior
 
-    return Case(model, y, "f", ("scale", "lengthscale"), 50, log_joint, latent)
+    return Case(model, y, "f", ("scale", "lengthscale"), 25, log_joint, latent)
 
 
 def counts() -> Case:

@@ -24,6 +24,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
+from torch.distributions.transforms import IndependentTransform
 
 from ..guides.marginals import entry_by_entry
 from ..linalg.host import own_random_state
@@ -38,7 +39,7 @@ from .marginals import Draws, SiteMarginals, combined, shapes_of
 from .structure import unwrapped
 
 #: sweeps at one point at most, and how far in q's standard deviations the last may go
-SWEEPS, SETTLED = 60, 1e-4
+SWEEPS, SETTLED = 60, 2e-3
 #: draws of the prior whose median is the start; the least share of the largest weight that counts
 PRIORS, LEAST = 9, 1e-3
 #: points in effect below which their weights are in doubt
@@ -59,6 +60,8 @@ class _Conditioned:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.values: dict[str, Tensor] = {}
         self.unsettled = 0
+        #: sites by u at which they were fitted
+        self.known: dict[tuple[float, ...], list[Tensor]] = {}
         draws = [self._latents(seed) for seed in range(PRIORS)]
         sites = draws[0]
         names = [n for n, s in sites.items() if not _is_gaussian(s)] if over is None else list(over)
@@ -86,6 +89,13 @@ class _Conditioned:
         self.guide = AutoSites(self.conditioned, latent=latent)
         self.program = self.conditioned, self.guide
         self.loss, self.optim = SitesELBO(), CVI(self.guide, others=None)
+        try:
+            self.guide.call_of(args, kwargs)
+        except ValueError as error:
+            raise ValueError(
+                f"integrate: given {', '.join(map(repr, names))} the model is none for AutoSites (see "
+                f"above). Name all hyperparameters, over=[...], those of Gaussian priors too."
+            ) from error
 
     def _latents(self, seed: int) -> dict[str, Any]:
         with poutine.block(), own_random_state(seed), torch.no_grad(), MeansOfProcesses():
@@ -122,16 +132,22 @@ class _Conditioned:
     def settle(self, u: Tensor) -> float:
         """Sweeps at u until q stands still; the log-Jacobian."""
         log_det = float(self.move(u.detach()))
+        params, key = self.guide.natural_params().values(), tuple(u.tolist())
+        with torch.no_grad():
+            for p, known in zip(params, self.known.get(key, params), strict=True):
+                p.copy_(known)
         before, slack = torch.inf, 64.0 * torch.finfo(self.like.dtype).eps
         for _ in range(SWEEPS):
             with poutine.block():
                 loss = float(self.loss.loss_and_grads(*self.program, *self.args, **self.kwargs))
-                self.optim(self.guide.natural_params().values())
+                self.optim(params)
             still = abs(loss - before) <= slack * (1.0 + abs(loss))
             if still or self.optim.report().step_norm < SETTLED:
-                return log_det
+                break
             before = loss
-        self.unsettled += 1
+        else:
+            self.unsettled += 1
+        self.known[key] = [p.detach().clone() for p in params]
         return log_det
 
     def gradient_at(self, u: Tensor) -> tuple[float, Tensor]:
@@ -282,6 +298,8 @@ def _of_theta(at: _Conditioned, u: Tensor, weights: Tensor) -> dict[str, Densiti
             free = Densities.of_points(u[:, start:stop], weights)
             t = free.x.reshape(-1, *shape)
             x = transform(t)
+            while isinstance(transform, IndependentTransform):
+                transform = transform.base_transform
             slope = transform.log_abs_det_jacobian(t, x).reshape(free.x.shape)
             found = Densities.of(x.reshape(free.x.shape), free.p * (-slope).exp())
         else:
