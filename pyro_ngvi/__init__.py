@@ -45,7 +45,7 @@ from .hierarchy import AutoHierarchical, collapse
 from .losses import BatchedELBO
 from .metric import AutoMetricNormal
 from .optim import AIFVB, IFVB, NGVB
-from .sites import CVI, AutoSites, SitesELBO
+from .sites import CVI, AutoSites, SitesELBO, integrate
 
 __all__ = [
     "AIFVB",
@@ -86,6 +86,7 @@ __all__ = [
     "flows",
     "guides",
     "hierarchy",
+    "integrate",
     "khat",
     "linalg",
     "load",

@@ -16,6 +16,7 @@ PARTS = {
     "gp_classification": "Gaussian processes with binary data and counts, beside GPyTorch's NGD",
     "minibatch": "a9a in minibatches, against all data at once",
     "state_space": "A long series of counts, by filtering and smoothing",
+    "marginals": "Marginals with hyperparameters integrated out, beside long Markov chains and NUTS",
 }
 
 

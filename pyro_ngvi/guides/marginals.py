@@ -100,7 +100,7 @@ def site_quantiles(guide: Any, params: Tensors, quantiles: Any) -> dict[str, Ten
     for name, site in guide.prototype_trace.iter_stochastic_nodes():
         value, own, shape = guide._exact_quantiles(name, flat), place(shapes, name), shapes[name]
         transform: Any = biject_to(site["fn"].support)
-        if value is None and _entry_by_entry(transform):
+        if value is None and entry_by_entry(transform):
             ends = [transform(z[:, own].reshape(len(z), *shape)) for z in (at, mirrored)]
             value = of_monotone(ends[0], ends[1], flat)
         elif value is None:
@@ -110,7 +110,8 @@ def site_quantiles(guide: Any, params: Tensors, quantiles: Any) -> dict[str, Ten
     return result
 
 
-def _entry_by_entry(transform: Any) -> bool:
+def entry_by_entry(transform: Any) -> bool:
+    """Whether each entry of the result depends on the same entry of the argument alone."""
     while isinstance(transform, IndependentTransform):
         transform = transform.base_transform
     return transform.domain.event_dim == 0 and transform.codomain.event_dim == 0

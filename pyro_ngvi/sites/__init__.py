@@ -9,6 +9,8 @@
 
 from .cvi import CVI
 from .guide import AutoSites
+from .integration import IntegratedMarginals, integrate
 from .loss import SitesELBO
+from .marginals import SiteMarginals
 
-__all__ = ["CVI", "AutoSites", "SitesELBO"]
+__all__ = ["CVI", "AutoSites", "IntegratedMarginals", "SiteMarginals", "SitesELBO", "integrate"]

@@ -111,8 +111,8 @@ def find_structure(
         for name in other_priors(run.own, other(None).own):
             raise ValueError(
                 f"AutoSites: the prior of {name!r} depends on a latent site outside of the block, such "
-                f"as a length-scale that has a prior of its own. Make that one a parameter of the "
-                f"model (pyro.param, PyroParam), which CVI(guide, others=...) learns."
+                f"as a length-scale that has a prior. Integrate it out, pyro_ngvi.integrate(model), "
+                f"or make it a pyro.param, which CVI(guide, others=...) learns."
             )
     groups: list[Group] = []
     for (places, trailing, *_), names in grouped.items():

@@ -17,6 +17,7 @@ from ..runtime.store import module_name
 from .algebra import Snapshot, apart
 from .data import Indices, SiteView, group_of, numbers
 from .leave_one_out import Influence, SiteLOO, influence_of, loo_of
+from .marginals import SiteMarginals, marginals_of
 from .site_guide import SiteGuide
 from .structure import Group
 
@@ -288,6 +289,33 @@ class AutoSites(SiteGuide):
         chosen = group_of(plan, group)
         sets = None if groups is None else [numbers(i, chosen, plan.device) for i in groups]
         return influence_of(self._snapshot(args, kwargs), chosen.name, sets)
+
+    def marginals(
+        self,
+        *args: Any,
+        names: Sequence[str] | None = None,
+        num_samples: int = 1000,
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> SiteMarginals:
+        """Marginal posteriors that are not Gaussian, and the evidence, at the hyperparameters of now.
+
+        After the steps of CVI: what the sites leave over of the likelihood is integrated.  Equations
+        and when not to trust it: :mod:`pyro_ngvi.sites.corrections`.
+
+        Args:
+            args: as for :meth:`loo`, with ``kwargs``.
+            names: latent sites, or predictors ``f = pyro.deterministic("f", ...)``; by default all
+                latent sites.
+            num_samples: draws to make, by a Gaussian copula with these marginals.
+            seed: of the draws.
+            kwargs: keyword arguments of the model.
+
+        Raises:
+            NotImplementedError: with inducing points, for more than three linear combinations a
+                datum, and for some 10^4 latent variables.
+        """
+        return marginals_of(self._snapshot(args, kwargs), names, num_samples, seed)
 
     def predictor_means(self, group: str | None = None) -> tuple[str, Tensor]:
         """Name of a group and the posterior mean (N, k) of its f, at the arguments of the last step."""

@@ -27,6 +27,13 @@ X = torch.linspace(-1.0, 1.0, N, dtype=torch.float64)
 Y = torch.sin(3.0 * X)
 
 
+def scaled() -> None:
+    tau = pyro.sample("tau", dist.HalfNormal(1.0))
+    w = pyro.sample("w", dist.Normal(0.0, tau))
+    with pyro.plate("data", N):
+        pyro.sample("y", dist.Normal(w, 1.0), obs=Y)
+
+
 def line(x: Tensor = X, y: Tensor | None = Y, index: Any = None) -> Any:
     w: Any = pyro.sample("w", dist.Normal(0.0, 1.0))
     b: Any = pyro.sample("b", dist.Normal(0.0, 1.0))
@@ -58,6 +65,8 @@ FILLED = {
     "to_arviz(model, guide, X, y)": "to_arviz(model, normal, X, y)",
     "pyro_ngvi.predict(model, guide, x)": "pyro_ngvi.predict(model, normal, x)",
     "AutoSites.loo()": "guide.loo()",
+    "pyro.deterministic({}, ...)": 'pyro.deterministic("f", X)',
+    "pyro_ngvi.integrate(model)": "pyro_ngvi.integrate(scaled)",
     "expand()": "dist.Normal(0.0, 1.0).expand([3])",
     "MatrixNormal({}, {})": "families.MatrixNormal(2, 3)",
     "poutine.reparam(model, {{}: pyro_ngvi.nn.WalshHadamardReparam()})": (
@@ -115,6 +124,7 @@ def reader() -> dict[str, Any]:
     here: dict[str, Any] = {
         "model": line,
         "matrix": matrix,
+        "scaled": scaled,
         "layer": layer,
         "guide": guide,
         "optim": optim,

@@ -1,0 +1,189 @@
+r"""Where to evaluate a density of a few hyperparameters, and what its values say of all of it.
+
+    u = mode + R z,    R R' = (-Hessian)^-1 at the mode,
+
+so that the density of z is near N(0, I).  For one or two hyperparameters the points are a lattice of z,
+grown from the mode to wherever the density is above exp(-DROP) of its largest value; sums over a
+lattice of steps h integrate a Gaussian with an error of 2 exp(-2 pi^2 / h^2).  For more they are Sobol
+points of N(0, WIDER^2 I), with importance weights.  In between, log p + |z|^2 / 2 is interpolated by
+cubic radial functions |z - z_k|^3 and a linear one, in one dimension the natural cubic spline, and the
+integral and the marginals of theta are sums over many points of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from math import log, pi
+
+import torch
+from torch import Tensor
+
+#: steps of the lattice by dimension, the log density below which it ends, and most of its points
+STEPS, DROP, MOST = {1: 0.5, 2: 0.8}, 7.0, 400
+#: Sobol points for each of more dimensions, of which a power of 2 is taken, and their scale
+EACH, WIDER = 32, 1.4
+#: fine points within a lattice step, or in all for more dimensions
+FINE, DRAWN = 8, 2**13
+#: steps of BFGS and halvings of one at most, the longest, and a gain in nats too small for another
+CLIMBS, HALVINGS, LONGEST, SMALL = 60, 12, 2.0, 1e-3
+#: rounds of standardising, and the ratio of a spread to that of N(0, I) that asks for another
+ROUNDS, FAR = 3, 1.6
+
+
+@dataclass(frozen=True)
+class Design:
+    """Points z (K, p) with log p (K,), and weights (K,) that sum to 1."""
+
+    center: Tensor
+    root: Tensor
+    z: Tensor
+    log_p: Tensor
+    weights: Tensor
+
+    def u(self, z: Tensor) -> Tensor:
+        return self.center + z @ self.root.mT
+
+    @property
+    def spread(self) -> tuple[Tensor, Tensor]:
+        """Mean (p,) and covariance (p, p) of z."""
+        mean = self.weights @ self.z
+        left = self.z - mean
+        return mean, left.mT @ (self.weights.unsqueeze(-1) * left)
+
+    @property
+    def effective(self) -> float:
+        """1 / sum of squared weights."""
+        return float(1.0 / self.weights.square().sum())
+
+    @cached_property
+    def fine(self) -> tuple[Tensor, Tensor]:
+        """Many points z (S, p) with the logs of their shares (S,) of the integral over u."""
+        p, volume = self.z.shape[1], torch.linalg.slogdet(self.root)[1]
+        if p in STEPS:
+            inner = STEPS[p] * ((torch.arange(FINE, dtype=self.z.dtype) + 0.5) / FINE - 0.5)
+            z = (self.z.unsqueeze(1) + torch.cartesian_prod(*[inner] * p).reshape(-1, p)).flatten(
+                0, 1
+            )
+            log_q = torch.full_like(z[:, 0], p * log(FINE / STEPS[p]))
+        else:
+            z = sobol(DRAWN, self.z)
+            log_q = _log_sobol(z) + log(DRAWN)
+            inside = z.norm(dim=-1) <= self.z.norm(dim=-1).max()
+            z, log_q = z[inside], log_q[inside]
+        return z, self._interpolated(z) + volume - log_q
+
+    @property
+    def log_integral(self) -> float:
+        """The log of the integral of the density over u."""
+        return float(torch.logsumexp(self.fine[1], 0))
+
+    def _interpolated(self, z: Tensor) -> Tensor:
+        """log p (S,) at z (S, p)."""
+        at, p = self.z, self.z.shape[1]
+
+        def row(x: Tensor) -> Tensor:
+            return torch.cat([x.new_ones(len(x), 1), x], -1)
+
+        A = z.new_zeros(len(at) + p + 1, len(at) + p + 1)
+        A[: len(at), : len(at)] = torch.cdist(at, at) ** 3
+        A[: len(at), len(at) :] = row(at)
+        A[len(at) :, : len(at)] = row(at).mT
+        bend = self.log_p - self.log_p.max() + 0.5 * at.square().sum(-1)
+        c = torch.linalg.lstsq(A, torch.cat([bend, z.new_zeros(p + 1)]).unsqueeze(-1)).solution
+        parts = [torch.cat([torch.cdist(x, at) ** 3, row(x)], -1) @ c for x in z.split(4096)]
+        return torch.cat(parts).squeeze(-1) + self.log_p.max() - 0.5 * z.square().sum(-1)
+
+
+def sobol(count: int, like: Tensor) -> Tensor:
+    """Points (count, p) of N(0, WIDER^2 I)."""
+    engine = torch.quasirandom.SobolEngine(like.shape[-1], scramble=True, seed=0)
+    u = engine.draw(count).double().clamp(1e-6, 1.0 - 1e-6)
+    return WIDER * torch.special.ndtri(u).to(like)
+
+
+def _log_sobol(z: Tensor) -> Tensor:
+    """Their log density (count,)."""
+    return -0.5 * (z / WIDER).square().sum(-1) - z.shape[-1] * log(WIDER * (2.0 * pi) ** 0.5)
+
+
+def find_mode(
+    gradient_at: Callable[[Tensor], tuple[float, Tensor]], start: Tensor
+) -> tuple[Tensor, Tensor, bool]:
+    """The mode (p,), R (p, p), and whether the Hessian there was negative definite.
+
+    ``gradient_at`` gives log p and its gradient.  By BFGS until a Newton step would gain 1e-3 nat, with
+    steps of 2 at most, and by differences of gradients for R.
+    """
+    mode, one = start, torch.eye(len(start), dtype=start.dtype)
+    value, slope = gradient_at(mode)
+    inverse = one / slope.norm().clamp_min(1.0)
+    for _ in range(CLIMBS):
+        step = inverse @ slope
+        if 0.5 * slope @ step < SMALL:
+            break
+        step = step / (step.norm() / LONGEST).clamp_min(1.0)
+        for _ in range(HALVINGS):
+            there, after = gradient_at(mode + step)
+            if there > value:
+                break
+            step = 0.5 * step
+        else:
+            break
+        bend = slope - after
+        if bend @ step > 0.0:  # the update that keeps it positive definite
+            rho = 1.0 / (bend @ step)
+            left = one - rho * torch.outer(step, bend)
+            inverse = left @ inverse @ left.mT + rho * torch.outer(step, step)
+        mode, value, slope = mode + step, there, after
+    steps = 0.1 * torch.eye(len(mode), dtype=mode.dtype)
+    slopes = [gradient_at(mode + s)[1] - gradient_at(mode - s)[1] for s in steps]
+    hessian = torch.stack(slopes) / 0.2
+    values, vectors = torch.linalg.eigh(-0.5 * (hessian + hessian.mT))
+    definite = bool((values > 1e-2).all())
+    return mode, vectors * values.clamp_min(1e-2).rsqrt(), definite
+
+
+def explore(log_p: Callable[[Tensor], float], mode: Tensor, root: Tensor) -> Design:
+    """A design for log p of u (p,), standardised again where it is far from N(0, I)."""
+    found = _around(log_p, mode, root)
+    for _ in range(ROUNDS - 1):
+        mean, covariance = found.spread
+        sizes = torch.linalg.eigvalsh(covariance)
+        fits = sizes.min() > FAR**-2
+        if len(mean) in STEPS:  # a lattice finer than it need be is no worse
+            fits = fits and len(found.z) < MOST
+        else:
+            fits = fits and sizes.max() < FAR**2 and mean.abs().max() < 1.0
+        if fits:
+            break
+        half = torch.linalg.cholesky(covariance + 1e-6 * torch.eye(len(mean), dtype=mean.dtype))
+        found = _around(log_p, found.u(mean), found.root @ half)
+    return found
+
+
+def _around(log_p: Callable[[Tensor], float], center: Tensor, root: Tensor) -> Design:
+    p = len(center)
+    if p in STEPS:
+        found, ring = {}, [(0,) * p]
+        while ring and len(found) < MOST:
+            for point in ring:
+                z = STEPS[p] * center.new_tensor(point)
+                found[point] = log_p(center + root @ z)
+            floor = max(found.values()) - DROP
+            near = [k for k, value in found.items() if value > floor]
+            ring = sorted({b for k in near for b in _neighbours(k)} - found.keys())
+        z = STEPS[p] * center.new_tensor(list(found))
+        values = center.new_tensor(list(found.values()))
+        log_q = torch.zeros_like(values)
+    else:
+        z = sobol(1 << (EACH * p - 1).bit_length(), center)
+        values = center.new_tensor([log_p(center + root @ x) for x in z])
+        log_q = _log_sobol(z)
+    return Design(center, root, z, values, torch.softmax(values - log_q, 0))
+
+
+def _neighbours(point: tuple[int, ...]) -> list[tuple[int, ...]]:
+    moves = [(i, d) for i in range(len(point)) for d in (-1, 1)]
+    return [tuple(x + d * (i == j) for j, x in enumerate(point)) for i, d in moves]

@@ -1,0 +1,153 @@
+"""What a user gets of corrected marginals: tables of densities, draws, and a word when to doubt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..guides.marginals import levels_like
+from .algebra import Snapshot
+from .corrections import ORDERS, Component, Draws, component_of, predictors_of
+from .densities import REACH, Densities, mixture
+from .structure import ModelStructure
+
+#: a correction of the evidence by pairs above which both are in doubt, in nats; and a density at the
+#: end of a table, as a share of the largest, above which the table is too short
+TIED, CUT = 0.5, 1e-3
+#: a slope of what the sites leave over, in nats a standard deviation, that is none at convergence
+STEEP = 0.05
+
+
+def shapes_of(plan: ModelStructure, names: Sequence[str] | None) -> dict[str, torch.Size]:
+    """Shapes of the sites ``names``, by default all latent ones; refuses what has no marginals."""
+    wide = [g for g in plan.groups if g.width not in ORDERS]
+    if wide:
+        raise NotImplementedError(
+            f"AutoSites.marginals: a datum of {wide[0].name!r} depends on {wide[0].width} linear "
+            f"combinations of latent variables, and corrections integrate {max(ORDERS)} at most. Use "
+            f"guide.predict."
+        )
+    every = dict(plan.shapes)
+    for name, (group, columns) in predictors_of(plan).items():
+        width = columns.stop - columns.start
+        every[name] = torch.Size((*group.batch, width)) if width > 1 else group.batch
+    for name in names or ():
+        if name not in every:
+            raise ValueError(
+                f"AutoSites.marginals: {name!r} is neither a latent site nor a predictor that data "
+                f"see, which are {', '.join(map(repr, every))}. Name a predictor in the model: "
+                f"f = pyro.deterministic({name!r}, ...)."
+            )
+    return {name: every[name] for name in (plan.shapes if names is None else names)}
+
+
+@dataclass(frozen=True)
+class SiteMarginals:
+    """Marginal posteriors of single numbers, as tables of their densities.
+
+    Attributes:
+        log_evidence: log p(y) in nats, of :mod:`pyro_ngvi.sites.corrections`.
+        samples: draws (S, *shape) by name, with the correlations of the Gaussian and these marginals.
+        distance: by name (*shape), the total variation between marginal and Gaussian of its moments.
+        doubts: what speaks against these figures, in sentences; empty where nothing was found.
+    """
+
+    log_evidence: float
+    samples: Draws = field(repr=False)
+    distance: Draws = field(repr=False)
+    doubts: tuple[str, ...]
+    _tables: dict[str, Densities] = field(repr=False)
+    _shapes: dict[str, torch.Size] = field(repr=False)
+
+    def _shaped(self, flat: dict[str, Tensor]) -> Draws:
+        return {n: x.reshape(x.shape[:-1] + self._shapes[n]) for n, x in flat.items()}
+
+    @property
+    def mean(self) -> Draws:
+        """Posterior means (*shape) by name."""
+        return self._shaped({n: table.mean for n, table in self._tables.items()})
+
+    @property
+    def sd(self) -> Draws:
+        """Posterior standard deviations (*shape) by name."""
+        return self._shaped({n: table.sd for n, table in self._tables.items()})
+
+    def quantiles(self, levels: Any) -> Draws:
+        """Quantiles (Q, *shape) by name at levels (Q,)."""
+        found = {}
+        for name, table in self._tables.items():
+            at = levels_like(levels, table.x)
+            rows = self._shaped({name: table.quantiles(at.reshape(-1))})[name]
+            found[name] = rows.reshape(at.shape + rows.shape[1:])
+        return found
+
+    def density(self, name: str) -> tuple[Tensor, Tensor]:
+        """Points x (P, *shape) and the density there, of a site."""
+        if name not in self._tables:
+            raise ValueError(f"{name!r} is none of {', '.join(map(repr, self._tables))}.")
+        table = self._tables[name]
+        both = ({name: x} for x in (table.x, table.p))
+        x, p = (self._shaped(b)[name] for b in both)
+        return x, p
+
+    def __str__(self) -> str:
+        size = sum(table.x.shape[1] for table in self._tables.values())
+        name = max(self.distance, key=lambda n: float(self.distance[n].max()))
+        largest = float(self.distance[name].max())
+        first = (
+            f"Marginals of {size} numbers, log evidence {self.log_evidence:.2f} nats. The furthest "
+            f"from a Gaussian is one of {name!r}: a total variation of {largest:.3f}."
+        )
+        return " ".join([first, *self.doubts])
+
+
+def combined(
+    components: Sequence[Component], weights: Tensor
+) -> tuple[dict[str, Densities], Draws, tuple[str, ...]]:
+    """Mixtures of marginals by name, their distance from Gaussians, and doubts."""
+    tables, distance, short = {}, {}, 0.0
+    for name in components[0].parts:
+        parts = [c.parts[name] for c in components]
+        tables[name] = mixture(parts, weights)
+        distance[name] = tables[name].from_gaussian
+        edges = torch.stack([p.at_edge for p in parts])
+        short = max(short, float((weights.to(edges) @ edges).max()))
+    doubts = []
+    pairs = float(sum(w * abs(c.evidence.pairs) for w, c in zip(weights, components, strict=True)))
+    if pairs > TIED:
+        doubts.append(
+            f"In doubt: pairs of data change the log evidence by {pairs:.1f} nats, so terms beyond "
+            f"pairs may matter too."
+        )
+    slope = max(c.evidence.slope for c in components)
+    if not slope < STEEP:
+        doubts.append(
+            f"In doubt: the sites have not converged (a slope of {slope:.2g} nats a standard deviation "
+            f"is left). Take more steps of CVI, or of a smaller lr."
+        )
+    if short > CUT:
+        doubts.append(
+            f"In doubt: some densities are still {short:.1g} of their largest value {REACH:g} standard "
+            f"deviations out, where they are cut."
+        )
+    return tables, distance, tuple(doubts)
+
+
+@torch.no_grad()
+def marginals_of(
+    at: Snapshot, names: Sequence[str] | None, num_samples: int, seed: int
+) -> SiteMarginals:
+    """The corrected marginals of a snapshot."""
+    plan = at.call.plan
+    shapes = shapes_of(plan, names)
+    found = component_of(at, list(shapes))
+    tables, distance, doubts = combined([found], torch.ones(1))
+    generator = torch.Generator().manual_seed(seed)
+    draws = found.draws(num_samples, plan, generator)
+    samples = {n: x.reshape(-1, *shapes[n]) for n, x in draws.items()}
+    distance = {n: x.reshape(shapes[n]) for n, x in distance.items()}
+    return SiteMarginals(found.evidence.log_p, samples, distance, doubts, tables, shapes)
