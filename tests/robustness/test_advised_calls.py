@@ -63,6 +63,7 @@ FILLED = {
         "predict(model, to_arviz(model, normal, X, y), X_new)"
     ),
     "to_arviz(model, guide, X, y)": "to_arviz(model, normal, X, y)",
+    "to_arviz(..., resample='psis')": "to_arviz(model, normal, X, y, resample='psis')",
     "pyro_ngvi.predict(model, guide, x)": "pyro_ngvi.predict(model, normal, x)",
     "AutoSites.loo()": "guide.loo()",
     "pyro.deterministic({}, ...)": 'pyro.deterministic("f", X)',
