@@ -150,7 +150,8 @@ def keywords_of_all() -> set[str]:
             for call in (value, *members):
                 if callable(call):
                     found |= named(call)[0]
-    return found | {"batch_first", "diag"}  # of torch.nn's recurrent layers, of Pyro's kernels
+    # of torch.nn's recurrent layers, of Pyro's kernels, of DataLoader
+    return found | {"batch_first", "diag", "drop_last"}
 
 
 def test_the_keywords_in_a_message_are_parameters() -> None:
