@@ -43,7 +43,10 @@ def stepped(steps: int = 3, rule: Any = ngvi.NGVB, loss: Any = None, **settings:
     return guide, svi
 
 
-@pytest.mark.parametrize("rule", [ngvi.NGVB, ngvi.IFVB, ngvi.AIFVB, ngvi.optim.SPRING])
+RULES = [ngvi.NGVB, ngvi.IFVB, pytest.param(ngvi.AIFVB, marks=pytest.mark.slow), ngvi.optim.SPRING]
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_rules_that_step_it_end_at_the_same_mean(rule: Any) -> None:
     scores = rule is ngvi.optim.SPRING
     loss = ngvi.BatchedELBO(32, curvature="scores") if scores else None

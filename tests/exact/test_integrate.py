@@ -70,7 +70,7 @@ SERIES = torch.tensor([0.4, 1.2, 0.7, -0.3, -1.1, -0.2, 0.9, 1.6, 1.1], dtype=to
 BASE = (-0.5 * (T.unsqueeze(-1) - T).square()).exp() + 1e-6 * torch.eye(9)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_several_hyperparameters(count: int) -> None:
     """y ~ N(0, a^2 K + b^2 I + c^2 1 1'), c given or not."""
     root = torch.linalg.cholesky(BASE)
