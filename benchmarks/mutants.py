@@ -1195,8 +1195,8 @@ FRONTIER = (
     Mutant(
         "minibatches: each counts as the whole",
         "diagnostics/draws.py",
-        'density["log"] += share * part["log"]',
-        'density["log"] += part["log"]',
+        'density["log"] = density["log"] + share * part["log"]',
+        'density["log"] = density["log"] + part["log"]',
         ("../contract/test_over_batches",),
     ),
     Mutant(

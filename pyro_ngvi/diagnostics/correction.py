@@ -16,6 +16,7 @@ these are worth draws.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pyro.distributions as dist
@@ -27,6 +28,8 @@ from torch import Tensor
 from ..guides import init_to_center
 from ..hierarchy.collapsed import DEGREES, Collapsed, ExactUnits, collapse
 from ..runtime.density import LatentLayout
+from ..runtime.model_density import batched_trace
+from .draws import guide_draws
 from .khat import FEWEST, KHat, khat_from_log_weights
 from .weights import MIN_DRAWS
 
@@ -58,8 +61,10 @@ def corrected(guide: Any, *args: Any, points: int | None = None, **kwargs: Any) 
     found = best = ExactUnits(model)
     least = float("inf")
     for _ in range(1 + ROUNDS):
-        values, log_weights = found.weighed(DRAWS)
-        weights = khat_from_log_weights(log_weights.cpu().numpy())
+        values, of_guide = guide_draws(partial(found.globals), DRAWS)
+        with torch.no_grad():
+            log_joint = batched_trace(model, values, chunk_size=model.at_once).log_joint()
+        weights = khat_from_log_weights((log_joint.double() - of_guide["log"]).cpu().numpy())
         if weights.khat < least:
             best, least = found, weights.khat
         theta = layout.pack(values)

@@ -157,6 +157,15 @@ class Fitted:
         names = self.latent if self.batches else names  # the others may be of single data
         self.shown = [n for n in names if shape.get(n) == self.sites[n]["value"].shape]
 
+    def _joints(self) -> Iterator[tuple[float, Any]]:
+        """``joint``, or that of each minibatch, with its share in the log density of all data."""
+        if self.batches is None:
+            yield 1.0, self.joint
+            return
+        values = {name: self.sites[name]["value"] for name in self.latent}
+        for share, model in self.batches.bound(values, self._kwargs):
+            yield share, summed_out(model, self.sites)
+
     def draw(
         self, num_samples: int, batch_size: int | None, log_likelihood_of: Collection[str] = ()
     ) -> Draws:
@@ -187,18 +196,15 @@ class Fitted:
                 "log_likelihood": likelihood,
             }
 
-        found = map_draws(self.joint, evaluated, values, num_samples, batch_size)
-        density = found["density"]
+        found: Parts = {}
+        density: dict[str, Any] = {"log": 0.0, "squares": 0.0}
+        for share, joint in self._joints():
+            found = map_draws(joint, evaluated, values, num_samples, batch_size)
+            part = found["density"]
+            density["log"] = density["log"] + share * part["log"]
+            density["squares"] = density["squares"] + share**2 * part["squares"]
         if self.whole:
             density = {what: self.whole.over_ranks(x) for what, x in density.items()}
-        if self.batches is not None:
-            density = {what: torch.zeros_like(x) for what, x in density.items()}
-            first = {name: self.sites[name]["value"] for name in self.latent}
-            for share, model in self.batches.bound(first, self._kwargs):
-                joint = summed_out(model, self.sites)
-                part = map_draws(joint, evaluated, values, num_samples, batch_size)["density"]
-                density["log"] += share * part["log"]
-                density["squares"] += share**2 * part["squares"]
         return Draws(
             values,
             of_guide["log"],

@@ -18,7 +18,7 @@ L / max w is about .9 for one variable, .9^2 for two.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,18 +30,8 @@ from torch import Tensor
 from ..linalg.host import own_random_state
 from ..linalg.products import matvec
 from ..linalg.triangles import cholesky, solve_transposed
-from ..runtime.density import (
-    Sites,
-    free_dim,
-    is_auxiliary,
-    is_latent,
-    is_minibatch,
-    site_log_prob,
-    sum_log_prob,
-    with_density,
-)
-from ..runtime.model_density import batched_trace
-from ..runtime.run import Minibatches, look, run_particles, run_plainly
+from ..runtime.density import Sites, free_dim, is_minibatch, site_log_prob, with_density
+from ..runtime.run import Minibatches, look, run_plainly
 from .conditional import Conditionals
 from .guide import AutoHierarchical
 from .marginal import check_sites, integrated, log_likelihoods, log_marginals, point_count
@@ -263,16 +253,3 @@ class ExactUnits:
         return values | self.collapsed.units.sample(
             drawn, guide.prototype_trace.nodes, guide.plates
         )
-
-    def weighed(self, count: int) -> tuple[Mapping[str, Tensor], Tensor]:
-        """So many draws of the globals, by site, and log p(v, y) - log q(v) of each, (count,)."""
-
-        def drawn(sites: Sites) -> tuple[dict[str, Tensor], Tensor]:
-            chosen = {n: s for n, s in sites.items() if is_latent(s) and not is_auxiliary(s)}
-            return {n: s["value"] for n, s in chosen.items()}, sum_log_prob(sites).double()
-
-        how: Any = {"minibatches": Minibatches(), "sampling": True}
-        with torch.no_grad(), poutine.block():
-            values, log_q = run_particles(self.globals, drawn, {}, count, (), {}, **how)
-            trace = batched_trace(self.collapsed, values, chunk_size=self.collapsed.at_once)
-            return values, trace.log_joint().double() - log_q
