@@ -23,11 +23,11 @@ from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.distributions import biject_to
 from torch.distributions.transforms import IndependentTransform
 
 from ..guides.marginals import entry_by_entry
 from ..linalg.host import own_random_state
+from ..runtime.density import LatentLayout
 from .conditioned_model import MeansOfProcesses
 from .corrections import component_of, evidence_of, joint_of
 from .cvi import CVI
@@ -78,13 +78,12 @@ class _Conditioned:
                 "integrate: all latent sites of the model are Gaussian. Name those that are "
                 "hyperparameters, over=['log_scale'], or fit AutoSites(model), and guide.marginals()."
             )
-        self.transforms = {n: biject_to(sites[n]["fn"].support) for n in names}
-        self.shapes = {n: sites[n]["value"].shape for n in names}
-        free = [{n: self.transforms[n].inv(s[n]["value"]) for n in names} for s in draws]
-        self.free = {n: x.shape for n, x in free[0].items()}
-        every = torch.stack([torch.cat([x.reshape(-1) for x in f.values()]) for f in free])
-        self.start = every.double().cpu().median(0).values
-        self.like = free[0][names[0]]
+        with poutine.block(), own_random_state(0), torch.no_grad(), MeansOfProcesses():
+            hyper: Any = poutine.block(model, expose=names)
+            self.layout = LatentLayout(poutine.trace(hyper).get_trace(*args, **kwargs))
+        values = {n: torch.stack([s[n]["value"] for s in draws]) for n in names}
+        every = self.layout.pack(values)
+        self.start, self.like = every.double().cpu().median(0).values, every
         self.move(self.start)
         self.guide = AutoSites(self.conditioned, latent=latent)
         self.program = self.conditioned, self.guide
@@ -106,28 +105,16 @@ class _Conditioned:
         with _Held(), poutine.condition(data=self.values):
             return self.model(*args, **kwargs)
 
-    def constrained(self, u: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Values (..., *shape) by name at u (..., p), and the log-Jacobian (...)."""
-        values, log_det, start = {}, u.new_zeros(u.shape[:-1]), 0
-        for name, shape in self.free.items():
-            stop = start + shape.numel()
-            free = u[..., start:stop].reshape(u.shape[:-1] + shape)
-            values[name] = self.transforms[name](free)
-            each = self.transforms[name].log_abs_det_jacobian(free, values[name])
-            log_det = log_det + each.reshape((*u.shape[:-1], -1)).sum(-1)
-            start = stop
-        return values, log_det
-
     def at(self, u: Tensor) -> Draws:
-        """Values (..., *shape) by name at u (..., p)."""
-        return {n: x.to(self.like) for n, x in self.constrained(u)[0].items()}
+        """Values (S, *shape) by name at u (S, p)."""
+        return {n: x.to(self.like) for n, x in self.layout.unpack(u).items()}
 
     def move(self, u: Tensor) -> Tensor:
         """Go to u (p,); the log-Jacobian there."""
-        values, log_det = self.constrained(u.to(self.like))
+        values, log_det = self.layout.unpack_with_log_det(u.to(self.like).unsqueeze(0))
         self.values.clear()
-        self.values |= values
-        return log_det
+        self.values |= {n: x[0] for n, x in values.items()}
+        return log_det[0]
 
     def settle(self, u: Tensor) -> float:
         """Sweeps at u until q stands still; the log-Jacobian."""
@@ -275,7 +262,7 @@ def integrate(
             every[mine.to(every.device)] = draws
         components.append(found._replace(joint=None))  # of D^2 numbers
     tables, distance, doubts = combined(components, weights)
-    theta, shapes = _of_theta(at_theta, design.u(z), w), at_theta.shapes | shapes
+    theta, shapes = _of_theta(at_theta, design.u(z), w), at_theta.layout.constrained_shapes | shapes
     distance = {n: table.from_gaussian for n, table in theta.items()} | distance
     return IntegratedMarginals(
         log_evidence=design.log_integral,
@@ -291,21 +278,19 @@ def integrate(
 
 def _of_theta(at: _Conditioned, u: Tensor, weights: Tensor) -> dict[str, Densities]:
     """Densities of the hyperparameters by name, from weighted points u (S, p)."""
-    tables, values, start = {}, at.constrained(u)[0], 0
-    for name, shape in at.free.items():
-        stop, transform = start + shape.numel(), at.transforms[name]
+    tables = {}
+    for name, transform, part in at.layout.unconstrained(u):
         if entry_by_entry(transform):
-            free = Densities.of_points(u[:, start:stop], weights)
-            t = free.x.reshape(-1, *shape)
+            free = Densities.of_points(part.reshape(len(u), -1), weights)
+            t = free.x.reshape(-1, *part.shape[1:])
             x = transform(t)
             while isinstance(transform, IndependentTransform):
                 transform = transform.base_transform
             slope = transform.log_abs_det_jacobian(t, x).reshape(free.x.shape)
             found = Densities.of(x.reshape(free.x.shape), free.p * (-slope).exp())
         else:
-            found = Densities.of_points(values[name].reshape(len(u), -1), weights)
+            found = Densities.of_points(transform(part).reshape(len(u), -1), weights)
         tables[name] = Densities(found.x.to(at.like), found.p.to(at.like))
-        start = stop
     return tables
 
 
