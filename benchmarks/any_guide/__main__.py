@@ -22,6 +22,7 @@ GUIDES: dict[str, Callable[[], guides.Problem]] = {
     "mixture": guides.phase_retrieval,
     "low_rank": guides.german_credit,
     "eight_schools": guides.eight_schools,
+    "structured": guides.structured,
     "iaf": guides.funnel,
     **{cell: partial(guides.regression, cell) for cell in guides.CELLS},
 }

@@ -14,8 +14,10 @@ polynomial, so the ELBO and its gradients have variances.
 prior of the intercept that is tens of thousands of nats away.  **low_rank** is the German one from
 zero.
 
-**eight_schools**: the non-centred model with ``AutoNormal``.  **iaf**: a funnel in ten dimensions with
-``AutoIAFNormal``, a flow of which nobody knows products with the Fisher matrix.
+**eight_schools**: the non-centred model with ``AutoNormal``; **structured**, with ``AutoStructured``.
+
+**iaf**: a funnel in ten dimensions with ``AutoIAFNormal``, a flow of which nobody knows products with the
+Fisher matrix.
 
 The ELBO is evaluated by quadrature for the regressions, else by 20,000 draws.
 """
@@ -23,7 +25,7 @@ The ELBO is evaluated by quadrature for the regressions, else by 20,000 draws.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyro
@@ -37,6 +39,7 @@ from pyro.infer.autoguide import (
     AutoLowRankMultivariateNormal,
     AutoMultivariateNormal,
     AutoNormal,
+    AutoStructured,
     init_to_feasible,
 )
 from torch import Tensor
@@ -53,6 +56,7 @@ __all__ = [
     "german_credit",
     "phase_retrieval",
     "regression",
+    "structured",
 ]
 
 OBSERVATIONS, DIM, NOISE = 15, 5, 1.0
@@ -156,6 +160,12 @@ def eight_schools() -> Problem:
     return Problem(
         "eight_schools", problem.model, problem.args, lambda: AutoNormal(problem.model), _by_draws
     )
+
+
+def structured() -> Problem:
+    """The same with ``AutoStructured``, which computes its sites from noise and parameters."""
+    problem = eight_schools()
+    return replace(problem, name="structured", make_guide=lambda: AutoStructured(problem.model))
 
 
 def _funnel() -> None:

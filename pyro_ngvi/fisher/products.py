@@ -35,7 +35,8 @@ from ..runtime.density import Sites, innermost, is_latent, layers_of
 from ..runtime.run import Minibatches
 from .conjugate import Product
 from .inverse import finite_rows
-from .scores import FreeDraws, GuideScores, drawing, in_full
+from .moved_draws import FreeDraws, depends, reached
+from .scores import GuideScores, drawing, in_full
 
 #: runs of a guide over which D is averaged where its sites depend on each other's draws
 RUNS = 8
@@ -139,6 +140,8 @@ class SelfDivergence:
 
     def product(self, names: list[str]) -> Product | None:
         """Products with F of the parameters of those names; ``None``: D is not known in closed form."""
+        if self.scores.moves_draws:  # D is not that of the noise
+            return None
         with torch.enable_grad(), poutine.block(), pyro.validation_enabled(False):
             if self._runs is None:
                 self._runs = RUNS if self._depends_on_draws() else 1
@@ -158,9 +161,7 @@ class SelfDivergence:
             return False
         with FreeDraws() as free:
             divergence = of_sites(self.scores.run(fixed=False))
-        if divergence is None or not free.draws or not divergence.requires_grad:
-            return False
-        return any(_reached([divergence], free.draws))
+        return divergence is not None and depends([divergence], free.draws.values())
 
     def reference(self) -> Callable[[], Tensor]:
         """The guide as it is now; calls give D, 0-dim, of the guide as it is then."""
@@ -171,7 +172,7 @@ class SelfDivergence:
                 if _is_smooth(now):
                     then = _copied(now)
                     return lambda: between(then, scores.posterior())
-            elif self._runs == 1:
+            elif self._runs == 1 and not scores.moves_draws:
                 minibatches = Minibatches()
                 sites = drawing(scores.run(minibatches=minibatches))
                 if all(_is_smooth(site["fn"]) for site in sites.values()):
@@ -198,9 +199,9 @@ class SelfDivergence:
                     place = isinstance(fn, GAUSSIAN) and name == "loc"
                     (places if place else others).append(value)
         wanted = [leaves[name] for name in names]
-        more = {name for name, found in zip(names, _reached(others, wanted), strict=True) if found}
+        more = {name for name, found in zip(names, reached(others, wanted), strict=True) if found}
         together = [
-            {name for name, found in zip(names, _reached([place], wanted), strict=True) if found}
+            {name for name, found in zip(names, reached([place], wanted), strict=True) if found}
             for place in places
         ]
         while mixed := [group for group in together if group & more and not group <= more]:
@@ -223,12 +224,3 @@ def _copied(fn: Any) -> Any:
         elif isinstance(value, td.Distribution):
             vars(new)[name] = _copied(value)
     return new
-
-
-def _reached(outputs: list[Tensor], leaves: list[Tensor]) -> list[bool]:
-    """Which of ``leaves`` any of ``outputs`` depends on."""
-    if not outputs:
-        return [False] * len(leaves)
-    total = torch.stack([value.sum() for value in outputs]).sum()
-    found = torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True)
-    return [g is not None for g in found]

@@ -1,7 +1,8 @@
 r"""Scores of any guide: phi = grad_lambda log q_lambda(z) at draws z ~ q_lambda that are held fixed.
 
 Of our families they are known in closed form.  For every other guide log q is differentiated by
-autograd in the stored, unconstrained coordinates: the guide runs with each drawn value detached.
+autograd in the stored, unconstrained coordinates: the guide runs with each drawn value detached, or,
+where it computes values from noise and parameters, with noise that moves (:mod:`.moved_draws`).
 
 Subsampled plates: the sites of a plate of which n of N are seen get the factor sqrt(N / n).  The local
 scores of a plate are independent with mean zero, so E[phi phi'] is then the Fisher matrix of all N.
@@ -24,6 +25,7 @@ from pyro.nn.module import pyro_method
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..families.base import Family, Tensors
 from ..linalg.products import each_gradient
@@ -38,6 +40,7 @@ from ..runtime.run import (
     run_plainly,
 )
 from ..runtime.store import RefuseShadowed, leaf_of
+from .moved_draws import FreeDraws, MovedDraws
 from .watch import guide_name, takes_arguments, watch
 
 
@@ -65,42 +68,8 @@ class _Fixed(Messenger):
             msg["value"] = msg["value"].detach()
 
 
-class FreeDraws(Messenger):
-    """Watches one run of a guide for Delta sites computed from draws *and* from parameters.
-
-    ``AutoStructured`` and ``AutoGaussian`` put z = f(e, lambda) of noise e into a ``Delta`` site with a
-    log density.  With e held fixed z still moves with lambda: the gradient of the sum of log densities
-    is then not the score, and its part in the location is even zero.  A Delta of parameters alone is a
-    point estimate, one of draws alone a transformed draw: both are fine.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.draws: list[Tensor] = []
-        self.deltas: dict[str, Tensor] = {}
-
-    def _pyro_post_sample(self, msg: Site) -> None:
-        fn, value = innermost(msg["fn"]), msg["value"]
-        if msg["is_observed"] or not isinstance(value, Tensor):
-            return
-        if isinstance(fn, dist.Delta):
-            self.deltas[msg["name"]] = value
-        elif value.is_floating_point():
-            msg["value"] = value.detach().requires_grad_()
-            self.draws.append(msg["value"])
-
-    def find(self, leaves: list[Tensor]) -> str | None:
-        """Name of the first such site."""
-
-        def depends(value: Tensor, on: list[Tensor]) -> bool:
-            found = torch.autograd.grad(value.sum(), on, allow_unused=True, retain_graph=True)
-            return any(g is not None for g in found)
-
-        for name, value in self.deltas.items():
-            if self.draws and value.requires_grad:
-                if depends(value, self.draws) and depends(value, leaves):
-                    return name
-        return None
+def _held(fixed: bool) -> Any:
+    return _Fixed() if fixed else nullcontext()
 
 
 class GuideScores:
@@ -121,6 +90,8 @@ class GuideScores:
         self.guide = guide
         self._failed: set[str] = set()
         self._watch = watch(guide, steady)
+        #: the sites that make up z, of a guide that moves its draws
+        self._targets: list[str] = []
 
     def leaves(self) -> dict[str, Tensor]:
         """The unconstrained parameters of the guide by their names in the parameter store."""
@@ -139,12 +110,12 @@ class GuideScores:
         """Those :meth:`leaves` on which log q depends at all.
 
         Raises:
-            ValueError: for a guide that computes a site from a draw and from parameters, such as
-                AutoStructured and AutoGaussian; for modules whose names in Pyro's store are taken.
+            ValueError: for a guide that computes sites from draws and from parameters without a density
+                of them; for modules whose names in Pyro's store are taken.
         """
         with torch.enable_grad(), poutine.block(), RefuseShadowed():
             if not self.is_joint:
-                self._refuse_moved_draws()
+                self._find_moved_draws()
             log_q, leaves = self.capture(lambda: self._log_q(1))
             if not log_q.requires_grad:
                 return {}
@@ -153,17 +124,44 @@ class GuideScores:
         found = zip(trainable.items(), grads, strict=True)
         return {name: p for (name, p), grad in found if grad is not None}
 
-    def _refuse_moved_draws(self) -> None:
-        with FreeDraws() as moved, pyro.validation_enabled(False):
+    @property
+    def moves_draws(self) -> bool:
+        """Whether sites are computed from draws and from parameters; known after :meth:`dependent`."""
+        return bool(self._targets)
+
+    def _find_moved_draws(self) -> None:
+        """Find what :class:`MovedDraws` needs.
+
+        Raises:
+            ValueError: for a guide whose sites, computed so, have no density of which scores are known.
+        """
+        with FreeDraws() as free, pyro.validation_enabled(False):
             _, leaves = self.capture(lambda: self.run(fixed=False))
-        name = moved.find([p for p in leaves.values() if p.requires_grad])
-        if name is not None:
+        trainable = [p for p in leaves.values() if p.requires_grad]
+        moved = free.moved(trainable)
+        self._targets = free.targets() if moved else []
+        flaw = self._held_moved(1).flaw(trainable) if moved else None
+        if flaw is not None:
             raise ValueError(
-                f"The guide {guide_name(self.guide)} computes the site {name!r} from a draw and from "
-                "parameters, so log q has no scores at a fixed value. Use a guide that draws its "
-                "sites, such as pyro_ngvi.AutoFullRankNormal, or train this one by "
-                "pyro.optim.Adam."
+                f"The guide {guide_name(self.guide)} computes {moved[0]!r} from draws and parameters, "
+                f"{flaw}: log q has no scores. Use pyro_ngvi.AutoFullRankNormal, or train this guide "
+                "by pyro.optim.Adam."
             )
+
+    def _held_moved(self, n: int) -> MovedDraws:
+        minibatches = Minibatches()
+        with torch.no_grad():
+            noise: Any = self._draws(n, minibatches)
+        if isinstance(noise, list):
+            noise = tree_map(lambda *x: torch.stack(x), *noise)
+        at = functools.partial(self._of_sites, n=n, minibatches=minibatches, fixed=False)
+        return MovedDraws(functools.partial(at, reduce=self._parts), noise)
+
+    def _parts(self, sites: Sites) -> tuple[Tensor, Tensor, Tensor]:
+        """log q, its part in Delta sites, and z of one run."""
+        deltas = {n: s for n, s in sites.items() if isinstance(innermost(s["fn"]), dist.Delta)}
+        z = [sites[name]["value"].reshape(-1) for name in self._targets]
+        return _sum(sites), _sum(deltas), torch.cat(z)
 
     def capture(self, run: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]]:
         """What ``run`` returns, and the parameters it met; those with two names (tied) once."""
@@ -195,8 +193,7 @@ class GuideScores:
         """The sites of one run of the guide, at ``values`` or at draws, ``fixed`` ones by default."""
         args, kwargs = self._arguments()
         shared = Minibatches() if minibatches is None else minibatches
-        hold: Any = _Fixed() if fixed else nullcontext()
-        with hold, self._as_it_is(), pyro.validation_enabled(False):
+        with _held(fixed), self._as_it_is(), pyro.validation_enabled(False):
             return run_plainly(self.guide, values or {}, args, kwargs, shared)
 
     def _log_q(self, n: int) -> Tensor:
@@ -208,6 +205,8 @@ class GuideScores:
         with torch.no_grad(), poutine.block():
             if self.is_joint:
                 return functools.partial(self._of_joint, self.posterior().sample((n,)))
+            if self.moves_draws:
+                return self._held_moved(n)
             minibatches = Minibatches()
             values = self._draws(n, minibatches)
         return functools.partial(self._of_sites, values, n, minibatches)
@@ -224,23 +223,32 @@ class GuideScores:
         return [_values(self.run(minibatches=minibatches)) for _ in range(n)]
 
     def _of_sites(
-        self, values: Tensors | list[Tensors], n: int, minibatches: Minibatches
-    ) -> Tensor:
-        """log q (n,) at those values."""
+        self,
+        values: Tensors | list[Tensors],
+        n: int,
+        minibatches: Minibatches,
+        reduce: Callable[[Sites], Any] | None = None,
+        fixed: bool = True,
+    ) -> Any:
+        """log q (n,), or what ``reduce`` makes of sites, at those values, held ``fixed`` or not."""
+        reduce = reduce or _sum
         if isinstance(values, dict) and "densities" not in self._failed:
             try:
-                return self._in_vmap(values, n, minibatches, _sum)
+                return self._in_vmap(values, n, minibatches, reduce, fixed)
             except RuntimeError:
                 self._failed.add("densities")
         each = (
             values if isinstance(values, list) else [at_particle(s, values, None) for s in range(n)]
         )
-        return torch.stack([_sum(self.run(v, minibatches)) for v in each])
+        found = [reduce(self.run(v, minibatches, fixed)) for v in each]
+        return tree_map(lambda *x: torch.stack(x), *found)
 
-    def _in_vmap(self, values: Tensors, n: int, minibatches: Minibatches, reduce: Any) -> Any:
+    def _in_vmap(
+        self, values: Tensors, n: int, minibatches: Minibatches, reduce: Any, fixed: bool = True
+    ) -> Any:
         args, kwargs = self._arguments()
         given: Any = self.guide, reduce, values, n, args, kwargs
-        with _Fixed(), self._as_it_is():
+        with _held(fixed), self._as_it_is():
             return run_particles(*given, minibatches=minibatches, sampling=not values)
 
     def _in_plate(self, _: Any, n: int, minibatches: Minibatches, reduce: Any) -> Tensors:

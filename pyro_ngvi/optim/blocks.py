@@ -149,7 +149,10 @@ class GuideBlock:
         self._leaves = first | leaves
         weights = {id(p) for module in self._modules() for p in module.parameters(recurse=False)}
         # pyro.module("net", net) in a guide function gives names of the form "net$$$weight"
-        self._networks = any("$$$" in name or id(p) in weights for name, p in self._leaves.items())
+        function = not isinstance(self.scores.guide, nn.Module)
+        self._networks = any(
+            id(p) in weights or (function and "$$$" in name) for name, p in self._leaves.items()
+        )
 
     def _modules(self) -> Iterator[nn.Module]:
         """The layers and transforms of a guide."""
@@ -159,6 +162,8 @@ class GuideBlock:
             kinds = {
                 c for c in type(module).__mro__ if c.__module__.startswith("torch.nn.modules.")
             }
+            if self.scores.moves_draws and isinstance(module, nn.Linear):
+                continue  # slopes of one site on another, as in AutoStructured
             if isinstance(module, TransformModule) or kinds - plain:
                 yield module
 

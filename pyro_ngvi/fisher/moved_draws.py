@@ -1,0 +1,161 @@
+r"""log q at fixed values of a guide that computes its sites from noise *and* from parameters.
+
+Pyro's ``AutoStructured`` and ``AutoGaussian`` put z = f(e, lambda), e ~ p_lambda, into ``Delta`` sites
+whose log density is -log|det df/de|.  With e held fixed z moves with lambda, and the gradient of the
+sum of log densities is not the score (its part in a location is even zero).  At a fixed z the noise
+moves instead,
+
+    log q_lambda(z) = log p_lambda(e) - log|det df/de|,    f(e, lambda) = z,
+
+which Newton's steps solve for e, from the noise that made z.  One more step, with its graph, has the
+derivative of the implicit function,
+
+    e - J^+ (f(e, lambda) - z),    J = df/de held fixed,    de/dlambda = -J^+ df/dlambda,
+
+J^+ the least squares solution by Q R, for sites such as simplices that have more entries than freedom.
+
+Not for guides with more noise than entries of z, whose density is an integral.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pyro.distributions as dist
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+
+from ..families.base import Tensors
+from ..linalg.host import host_bool
+from ..linalg.products import each_gradient
+from ..runtime.density import Site, innermost, is_auxiliary
+
+#: Newton's steps; each squares the error
+NEWTON = 6
+#: error of z, relative to its size, in roundings, from which on it counts as reached
+REACHED = 1e3
+#: relative error of a log density, and slope of z across its surface, that count as none
+TOLERANCE = 1e-3
+
+
+class FreeDraws(Messenger):
+    """Watches one run of a guide: what it draws, and the ``Delta`` sites that it computes.
+
+    A Delta of parameters alone is a point estimate, one of draws alone a transformed draw; of both it
+    is a moved draw.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: dict[str, Tensor] = {}
+        self.deltas: dict[str, Tensor] = {}
+        self.helpers: set[str] = set()
+
+    def _pyro_post_sample(self, msg: Site) -> None:
+        fn, value = innermost(msg["fn"]), msg["value"]
+        if msg["is_observed"] or not isinstance(value, Tensor):
+            return
+        if isinstance(fn, dist.Delta):
+            self.deltas[msg["name"]] = value
+        elif value.is_floating_point():
+            msg["value"] = self.draws[msg["name"]] = value.detach().requires_grad_()
+            if is_auxiliary(msg):
+                self.helpers.add(msg["name"])
+
+    def moved(self, leaves: list[Tensor]) -> list[str]:
+        """The Delta sites that depend on draws and on ``leaves``."""
+        return [n for n in self._computed() if depends([self.deltas[n]], leaves)]
+
+    def targets(self) -> list[str]:
+        """The sites that make up z: computed from draws, or drawn and not on the way to others."""
+        return [*self._computed(), *(name for name in self.draws if name not in self.helpers)]
+
+    def _computed(self) -> list[str]:
+        draws = list(self.draws.values())
+        return [name for name, value in self.deltas.items() if depends([value], draws)]
+
+
+def depends(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> bool:
+    """Whether any of ``outputs`` depends on any of ``leaves``."""
+    return any(reached(list(outputs), list(leaves)))
+
+
+def reached(outputs: list[Tensor], leaves: list[Tensor]) -> list[bool]:
+    """Which of ``leaves`` any of ``outputs`` depends on."""
+    live = [value.sum() for value in outputs if value.requires_grad]
+    if not live or not leaves:
+        return [False] * len(leaves)
+    total = torch.stack(live).sum()
+    found = torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True)
+    return [g is not None for g in found]
+
+
+class MovedDraws:
+    """n draws of such a guide; calls give log q (n,) of them, by its parameters as they are then.
+
+    Args:
+        run: the sum of log densities (n,), that of the Delta sites alone (n,), and z (n, K), at the
+            noise of n runs by site, (n, ...).
+        noise: the noise of the draws.
+    """
+
+    def __init__(
+        self, run: Callable[[Tensors], tuple[Tensor, Tensor, Tensor]], noise: Tensors
+    ) -> None:
+        self._run, self._noise = run, noise
+        with torch.no_grad():
+            self._z = run(noise)[2]
+        roundings = torch.finfo(self._z.dtype).eps * self._z.abs().amax(-1).clamp_min(1.0)
+        self._near = REACHED * roundings
+
+    def __call__(self) -> Tensor:
+        noise, near = self._noise, torch.zeros_like(self._near, dtype=torch.bool)
+        for _ in range(NEWTON):
+            residual, J = self._linearized(noise)
+            near = residual.detach().abs().amax(-1) <= self._near
+            noise = self._solved(noise, residual, J)
+            if host_bool(near.all()):
+                break
+        return torch.where(near, self._run(noise)[0], torch.nan)
+
+    def _linearized(self, noise: Tensors) -> tuple[Tensor, Tensor]:
+        """f(e, lambda) - z (n, K), with its graph in lambda, and J (n, K, L) without one."""
+        with torch.enable_grad():
+            at = {name: e.detach().requires_grad_() for name, e in noise.items()}
+            z = self._run(at)[2]
+            columns = each_gradient(z.sum(0), list(at.values()))
+            J = torch.cat([c.reshape(*z.mT.shape, -1) for c in columns], 2).transpose(0, 1)
+            return z - self._z, J
+
+    def _solved(self, noise: Tensors, residual: Tensor, J: Tensor) -> Tensors:
+        """One of Newton's steps, whose graph in lambda is that of the residual alone."""
+        Q, R = torch.linalg.qr(J)
+        back = torch.linalg.solve_triangular(R, Q.mT @ residual[..., None], upper=True)[..., 0]
+        parts = back.split([e[0].numel() for e in noise.values()], 1)
+        return {
+            name: e.detach() - part.view_as(e)
+            for (name, e), part in zip(noise.items(), parts, strict=True)
+        }
+
+    def flaw(self, leaves: list[Tensor]) -> str | None:
+        """Why log q (of one draw) has no scores in ``leaves``; ``None``: it has."""
+        residual, J = self._linearized(self._noise)
+        K, L = J.shape[1:]
+        if K < L:
+            return f"from {L} random numbers for its {K} entries"
+        Q, R = torch.linalg.qr(J[0])
+        size = R.diagonal().abs()
+        if bool(size.min() <= REACHED * torch.finfo(R.dtype).eps * size.max()):
+            return "from noise that does not move it in every direction"
+        # across the surface on which z lies
+        across = torch.randn_like(residual[0])
+        across = across - Q @ (Q.mT @ across)
+        moves = torch.autograd.grad(residual[0] @ across, leaves, allow_unused=True)
+        slopes = [float(g.abs().max()) for g in moves if g is not None]
+        if max(slopes, default=0.0) > TOLERANCE:
+            return "that lies on a surface which moves with them"
+        given, wanted = float(self._run(self._noise)[1].detach()), -float(size.log().sum())
+        if K == L and abs(given - wanted) > TOLERANCE * (1.0 + abs(wanted)):
+            return f"with log_density={given:.4g}, where -log|det| of its Jacobian is {wanted:.4g}"
+        return None
