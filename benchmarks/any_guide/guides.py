@@ -16,8 +16,8 @@ zero.
 
 **eight_schools**: the non-centred model with ``AutoNormal``; **structured**, with ``AutoStructured``.
 
-**iaf**: a funnel in ten dimensions with ``AutoIAFNormal``, a flow of which nobody knows products with the
-Fisher matrix.
+**iaf**: a funnel in ten dimensions with ``AutoIAFNormal``, a flow of which nobody knows products with
+the Fisher matrix.
 
 The ELBO is evaluated by quadrature for the regressions, else by 20,000 draws.
 """

@@ -7,10 +7,10 @@ moves instead,
 
     log q_lambda(z) = log p_lambda(e) - log|det df/de|,    f(e, lambda) = z,
 
-which Newton's steps solve for e, from the noise that made z.  One more step, with its graph, has the
-derivative of the implicit function,
+which Newton's steps solve for e, from the noise that made z.  The derivative is that of the implicit
+function,
 
-    e - J^+ (f(e, lambda) - z),    J = df/de held fixed,    de/dlambda = -J^+ df/dlambda,
+    de/dlambda = -J^+ df/dlambda,    J = df/de,
 
 J^+ the least squares solution by Q R, for sites such as simplices that have more entries than freedom.
 
@@ -20,6 +20,7 @@ Not for guides with more noise than entries of z, whose density is an integral.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pyro.distributions as dist
 import torch
@@ -33,8 +34,8 @@ from ..runtime.density import Site, innermost, is_auxiliary
 
 #: Newton's steps; each squares the error
 NEWTON = 6
-#: error of z, relative to its size, in roundings, from which on it counts as reached
-REACHED = 1e3
+#: least entry of R, in roundings of the largest, from which on J has full rank
+FULL = 1e3
 #: relative error of a log density, and slope of z across its surface, that count as none
 TOLERANCE = 1e-3
 
@@ -94,6 +95,8 @@ def reached(outputs: list[Tensor], leaves: list[Tensor]) -> list[bool]:
 class MovedDraws:
     """n draws of such a guide; calls give log q (n,) of them, by its parameters as they are then.
 
+    The first call, at the parameters of the draws, says what z is.
+
     Args:
         run: the sum of log densities (n,), that of the Delta sites alone (n,), and z (n, K), at the
             noise of n runs by site, (n, ...).
@@ -104,49 +107,63 @@ class MovedDraws:
         self, run: Callable[[Tensors], tuple[Tensor, Tensor, Tensor]], noise: Tensors
     ) -> None:
         self._run, self._noise = run, noise
-        with torch.no_grad():
-            self._z = run(noise)[2]
-        roundings = torch.finfo(self._z.dtype).eps * self._z.abs().amax(-1).clamp_min(1.0)
-        self._near = REACHED * roundings
+        self._z: Tensor | None = None
 
     def __call__(self) -> Tensor:
-        noise, near = self._noise, torch.zeros_like(self._near, dtype=torch.bool)
+        noise, found, near = self._noise, torch.empty(()), torch.empty(())
         for _ in range(NEWTON):
-            residual, J = self._linearized(noise)
-            near = residual.detach().abs().amax(-1) <= self._near
-            noise = self._solved(noise, residual, J)
+            at, log_q, residual = self._at(noise)
+            near = self._near(residual)
+            Q, R = torch.linalg.qr(self._jacobian(at, residual))
+            back = torch.linalg.solve_triangular(R, Q.mT @ residual.detach()[..., None], upper=True)
+            parts = back[..., 0].split([e[0].numel() for e in at.values()], 1)
+            noise = {
+                name: e - part.view_as(e)
+                for (name, e), part in zip(noise.items(), parts, strict=True)
+            }
+            # one more step of e by its effect on log q: in the value, and in the gradient
+            with torch.enable_grad():
+                slopes = each_gradient(log_q.sum()[None], list(at.values()))
+            slope = torch.cat([g.reshape(len(log_q), -1) for g in slopes], 1)[..., None]
+            pull = Q @ torch.linalg.solve_triangular(R.mT, slope, upper=False)
+            found = log_q - (pull[..., 0] * residual).sum(1)
             if host_bool(near.all()):
                 break
-        return torch.where(near, self._run(noise)[0], torch.nan)
+        found = torch.where(near, found, torch.nan)
+        return found if torch.is_grad_enabled() else found.detach()
 
-    def _linearized(self, noise: Tensors) -> tuple[Tensor, Tensor]:
-        """f(e, lambda) - z (n, K), with its graph in lambda, and J (n, K, L) without one."""
+    def _at(self, noise: Tensors) -> tuple[Tensors, Tensor, Tensor]:
+        """Leaves that hold ``noise``, and log q (n,) and f(e, lambda) - z (n, K) there."""
         with torch.enable_grad():
             at = {name: e.detach().requires_grad_() for name, e in noise.items()}
-            z = self._run(at)[2]
-            columns = each_gradient(z.sum(0), list(at.values()))
-            J = torch.cat([c.reshape(*z.mT.shape, -1) for c in columns], 2).transpose(0, 1)
-            return z - self._z, J
+            log_q, _, z = self._run(at)
+            if self._z is None:
+                self._z = z.detach()
+            return at, log_q, z - self._z
 
-    def _solved(self, noise: Tensors, residual: Tensor, J: Tensor) -> Tensors:
-        """One of Newton's steps, whose graph in lambda is that of the residual alone."""
-        Q, R = torch.linalg.qr(J)
-        back = torch.linalg.solve_triangular(R, Q.mT @ residual[..., None], upper=True)[..., 0]
-        parts = back.split([e[0].numel() for e in noise.values()], 1)
-        return {
-            name: e.detach() - part.view_as(e)
-            for (name, e), part in zip(noise.items(), parts, strict=True)
-        }
+    def _near(self, residual: Tensor) -> Tensor:
+        z: Any = self._z
+        # what the last step leaves is its square
+        bound = torch.finfo(z.dtype).eps ** (1 / 3) * z.abs().amax(-1).clamp_min(1.0)
+        return residual.detach().abs().amax(-1) <= bound
+
+    def _jacobian(self, at: Tensors, residual: Tensor) -> Tensor:
+        """J (n, K, L)."""
+        with torch.enable_grad():
+            columns = each_gradient(residual.sum(0), list(at.values()))
+        J = torch.cat([c.reshape(*residual.mT.shape, -1) for c in columns], 2)
+        return J.transpose(0, 1)
 
     def flaw(self, leaves: list[Tensor]) -> str | None:
         """Why log q (of one draw) has no scores in ``leaves``; ``None``: it has."""
-        residual, J = self._linearized(self._noise)
+        at, _, residual = self._at(self._noise)
+        J = self._jacobian(at, residual)
         K, L = J.shape[1:]
         if K < L:
             return f"from {L} random numbers for its {K} entries"
         Q, R = torch.linalg.qr(J[0])
         size = R.diagonal().abs()
-        if bool(size.min() <= REACHED * torch.finfo(R.dtype).eps * size.max()):
+        if bool(size.min() <= FULL * torch.finfo(R.dtype).eps * size.max()):
             return "from noise that does not move it in every direction"
         # across the surface on which z lies
         across = torch.randn_like(residual[0])

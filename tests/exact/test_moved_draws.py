@@ -116,7 +116,9 @@ def prepared(name: str) -> tuple[GuideScores, dict[str, Tensor], Closed]:
 def draws(scores: GuideScores, closed: Closed, n: int, seed: int) -> Tensor:
     """Unconstrained values (n, K) of the draws that ``scores`` makes from this seed."""
     pyro.set_rng_seed(seed)
-    z = scores.held(n)._z  # pyright: ignore
+    held: Any = scores.held(n)
+    held()
+    z = held._z
     at = {name: slice(*k) for name, k in {"a": (0, 1), "b": (1, 3), "p": (3, 6)}.items()}
     order = scores._targets
     start, found = 0, {}
