@@ -106,6 +106,8 @@ class Diagnosis:
         not so heavy that something must be unseen; else "resample" where weights can be relied on,
         "unusable" where a site is off or a mode was missed, or "unclear"."""
         weights = self.khat
+        if weights.ess == 0.0:
+            return "unusable"
         good = all(m.is_good for m in self._moved.values())
         if good and not self._missed and (weights.reliable or weights.khat <= HEAVY):
             return "intervals"
@@ -132,10 +134,15 @@ class Diagnosis:
             "unusable": "Not usable",
             "unclear": "Not clear",
         }
+        if self.khat.ess == 0.0:
+            return self.khat.verdict
         wrong = {n: m for n, m in self._moved.items() if not m.is_good}
         if wrong:
             name, worst = max(wrong.items(), key=lambda item: item[1].is_off)
             where = f"{name!r} has {worst}"
+            if not worst.is_off:
+                mean, log_sd = (float(x.max()) for x in worst.errors(2.0))
+                where += f"; with their errors {mean:.2g} sd and {100.0 * math.expm1(log_sd):.0f} %"
         else:
             errors = zip(*(m.errors(2.0) for m in self._moved.values()), strict=True)
             mean, log_sd = (max(float(x.max()) for x in part if x.numel()) for part in errors)
@@ -145,7 +152,8 @@ class Diagnosis:
             where = f"draws of the prior show {self.khat.missed:.1f} nats more: a mode was missed"
         elif not wrong and not self.ok:
             where += f", but weights have a heavy tail (k-hat {self.khat.khat:.1f})"
-        return f"{words[self.decision]}: {where}."
+        how = ': to_arviz(..., resample="psis")' * (self.decision == "resample")
+        return f"{words[self.decision]}{how}: {where}."
 
     def __str__(self) -> str:
         words = {

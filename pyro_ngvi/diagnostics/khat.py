@@ -155,6 +155,11 @@ class KHat:
                 "Not usable: the importance weights cannot be told from rounding in this dtype; "
                 "evaluate the model in float64."
             )
+        if self.ess == 0.0:
+            return (
+                "Not usable: the density of model or guide is zero, infinite or NaN at draws of the "
+                "guide. Does the support of a datum depend on a latent variable?"
+            )
         if self.decision == "intervals":
             return f"Take the intervals as they are: {self._moves()} ({figures}; {BOUNDS})."
         if self.decision == "resample":
@@ -172,7 +177,7 @@ class KHat:
             few = ", and the weights rest on few draws" if self.ess < FEWEST * draws else ""
             return f"Not usable yet: {self._moves()}{few} ({figures})."
         if self.khat <= 0.7:
-            return f"Not usable yet: too few draws to tell ({figures}); raise num_samples."
+            return f"Not usable yet: too few draws to tell ({figures}); raise num_samples of khat."
         return (
             f"Not usable: k-hat is {self.khat:.2f}, above {self.threshold:.2f}: the guide misses "
             f"part of the posterior. Train longer, take a richer guide, reparametrise the model, "

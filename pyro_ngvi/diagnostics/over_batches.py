@@ -39,7 +39,8 @@ class OverBatches:
             arguments or of single ones.
 
     Raises:
-        ValueError: where an epoch has not each datum once, or a latent site stands in the plate.
+        ValueError: where an epoch has not each datum once, as of samplers with replacement, or a latent
+            site stands in the plate.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -57,6 +58,11 @@ class OverBatches:
     """
 
     def __init__(self, model: Callable[..., Any], batches: Iterable[Any]) -> None:
+        if any(getattr(s, "replacement", False) for s in samplers_of(batches)):
+            raise ValueError(
+                "The loader draws with replacement, and a pass over it has some data twice and others "
+                "never. Give diagnostics.OverBatches a DataLoader without sampler=."
+            )
         self.model, self.batches = model, batches
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,6 +89,13 @@ class OverBatches:
 def as_arguments(batch: Any) -> tuple[Any, ...]:
     """What an iterable gives, as the arguments of a call."""
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+
+
+def samplers_of(batches: Any) -> list[Any]:
+    """What a loader takes the numbers of its data from."""
+    loader = getattr(batches, "source", batches)
+    groups = getattr(loader, "batch_sampler", None)
+    return [getattr(loader, "sampler", None), groups, getattr(groups, "sampler", None)]
 
 
 def need_all_data(model: Any) -> None:

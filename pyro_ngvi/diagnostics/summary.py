@@ -58,6 +58,8 @@ def _add_shifts(table: Any, data: Any, selection: dict[str, Any]) -> None:
         log_weights = np.asarray(data["sample_stats"]["log_weights"]).reshape(-1)
     except KeyError:  # the group of the posterior alone
         return
+    if not np.isfinite(log_weights.max()):
+        return
     log_weights = log_weights - np.logaddexp.reduce(log_weights)  # of a part of the draws, perhaps
     mean, ratio = {}, {}
     for name, draws in data["posterior"].data_vars.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import SequentialSampler
+from torch.utils.data import SequentialSampler, WeightedRandomSampler
 
-from ..diagnostics.over_batches import as_arguments
+from ..diagnostics.over_batches import as_arguments, samplers_of
 from ..linalg.host import random_states, set_random_states
 
 
@@ -48,6 +49,12 @@ class Batches:
             raise ValueError(
                 f"Minibatches come from an iterable that can be gone through again, and this is "
                 f"{type(source).__name__}. Pass a DataLoader or a list of tuples of arguments."
+            )
+        if any(isinstance(s, WeightedRandomSampler) for s in samplers_of(source)):
+            warnings.warn(
+                "The loader draws data by weights, where a subsampled plate takes all of them to be "
+                "equally likely: the posterior is that of data weighted so. Take a loader that shuffles.",
+                stacklevel=2,
             )
         self.source = source
         self.epoch = self.position = 0
@@ -87,9 +94,7 @@ class Batches:
 
     def _generators(self) -> list[torch.Generator]:
         """Generators of the source's own: those of a loader and its samplers."""
-        batch_sampler = getattr(self.source, "batch_sampler", None)
-        samplers = batch_sampler, getattr(batch_sampler, "sampler", None)
-        holders = self.source, getattr(self.source, "sampler", None), *samplers
+        holders = self.source, *samplers_of(self.source)
         found = {id(g): g for g in (getattr(holder, "generator", None) for holder in holders)}
         return [g for g in found.values() if isinstance(g, torch.Generator)]
 
@@ -139,6 +144,11 @@ class Epoch:
     of their source."""
 
     batches: Batches
+
+    @property
+    def source(self) -> Any:
+        """The loader."""
+        return self.batches.source
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         with self.batches.apart():

@@ -47,8 +47,9 @@ class WithoutVmap:
             self._dim = self._dim if agrees else None
         if reason is not None:
             told = (
-                f"each of {S} particles has a run of its own, at so many times the cost. Where "
-                f"pyro_ngvi.diagnostics.check_vectorized passes, one run is enough."
+                f"each of {S} particles has a run of its own, at so many times the cost. Keep latent "
+                f"values out of in-place writes (take index_put), .item() and if; for OrderedLogistic "
+                f"take Categorical."
                 if self._dim is None
                 else f"its {S} particles run in one vectorised plate, which agrees with runs one by "
                 f"one; a step compares one of them, at the cost of a second run."

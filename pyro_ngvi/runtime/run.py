@@ -33,10 +33,13 @@ Randomness = Literal["same", "different", "error"]
 class CannotBatch(RuntimeError):
     """A program cannot run under ``torch.func.vmap``; ``where`` it stopped."""
 
-    def __init__(self, where: str, reason: str) -> None:
+    def __init__(self, where: str, reason: str, singular: bool = False) -> None:
         super().__init__(
-            f"The program cannot run under torch.func.vmap ({where}): {reason}. Keep latent values "
-            f"in torch (no .item(), if or NumPy) and out of in-place writes, or use "
+            f"A matrix of the program cannot be factored or inverted at one of the draws ({where}). Add "
+            f"more to its diagonal, or take float64."
+            if singular
+            else f"The program cannot run under torch.func.vmap ({where}): {reason}. Keep latent "
+            f"values in torch (no .item(), if or NumPy) and out of in-place writes, or use "
             f"pyro.infer.Trace_ELBO. For OrderedLogistic take Categorical."
         )
         self.where = where
@@ -245,7 +248,8 @@ def run_particles(
                 pass
             where = next(iter(getattr(error, "__notes__", ())), where)
             reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
-            raise CannotBatch(where, reason) from error
+            singular = isinstance(error, torch.linalg.LinAlgError)  # pyright: ignore
+            raise CannotBatch(where, reason, singular) from error
 
 
 def run_in_loop(

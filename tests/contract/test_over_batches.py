@@ -1,5 +1,6 @@
 """What is read of all data that are seen by minibatches, beside what is read of them at once."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,17 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics import OverBatches
+from pyro_ngvi.fitting import Batches
 
 N = 50
 G = torch.Generator().manual_seed(0)
@@ -148,3 +156,34 @@ def test_latent_variables_of_single_data_and_two_plates_are_refused() -> None:
         guide = AutoNormal(model)
         with pytest.raises(ValueError, match=words):
             ngvi.khat(OverBatches(model, batches), guide, batches[0])
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(range(N), replacement=True),
+        RandomSampler(range(N), replacement=True, generator=torch.Generator()),
+        WeightedRandomSampler([1.0] * N, N),
+    ],
+)
+def test_samplers_with_replacement_are_refused(sampler: Any) -> None:
+    """An epoch of them has the right number of data, and some of them twice."""
+    data = TensorDataset(X, Y)
+    whole = DataLoader(data, sampler=sampler)
+    for loader in (whole, DataLoader(data, batch_sampler=BatchSampler(sampler, 10, False))):
+        with pytest.raises(ValueError, match="draws with replacement"):
+            OverBatches(regression, loader)
+
+
+def test_a_fit_of_data_drawn_again_has_no_verdict() -> None:
+    again = RandomSampler(range(N), replacement=True)
+    loader = DataLoader(TensorDataset(X, Y), batch_size=10, sampler=again)
+    model = partial(regression, size=N)
+    fit = ngvi.fit(model, data=loader, guide="AutoFullRankNormal", max_steps=10, progress=False)
+    assert "No verdict: The loader draws with replacement" in str(fit)
+
+
+def test_data_drawn_by_weights_are_warned_of() -> None:
+    sampler = WeightedRandomSampler([1.0] * N, N)
+    with pytest.warns(UserWarning, match="draws data by weights"):
+        Batches(DataLoader(TensorDataset(X, Y), sampler=sampler))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.diagnostics.diagnosis import moved, run_chains
+from pyro_ngvi.diagnostics import Diagnosis, KHat, ModelDensity
+from pyro_ngvi.diagnostics.diagnosis import Moved, moved, run_chains
 
 
 def gaussian(mean: float, sd: float, d: int = 1, heavy: float | None = None) -> Callable[[], None]:
@@ -244,3 +246,51 @@ def test_heavy_tails_are_never_called_good_where_the_sd_is_off() -> None:
     guide = gaussian(0.0, 0.65, 3)
     found = [ngvi.diagnose(gaussian(0.0, 1.0, 3, heavy=3.0), guide, seed=s) for s in range(40)]
     assert not any(x.ok for x in found)
+
+
+def test_draws_at_which_the_density_is_zero() -> None:
+    """Data outside of a support that depends on a latent variable: chains have nowhere to go."""
+
+    def model() -> None:
+        top = pyro.sample("top", dist.Uniform(0.0, 50.0))
+        with pyro.plate("data", 3):
+            pyro.sample("y", dist.Uniform(torch.zeros(()), top), obs=torch.tensor([3.0, 7.0, 12.0]))
+
+    def guide() -> None:
+        pyro.sample("top", dist.Uniform(1.0, 2.0))
+
+    found = ngvi.diagnose(model, guide, num_chains=50)
+    assert found.decision == found.khat.decision == "unusable"
+    assert found.verdict == found.khat.verdict
+    assert "Does the support of a datum depend on a latent variable" in found.verdict
+    idata = ngvi.to_arviz(model, guide, num_samples=50)
+    assert "Not usable" in str(ngvi.summary(idata))  # and no warning of numpy's
+
+
+def test_a_doubt_says_how_large_the_errors_may_be() -> None:
+    """No estimate is out of bounds, and their errors are."""
+    small = torch.tensor([0.1])
+    doubt = Moved(mean=small, mean_error=2.0 * small, log_sd=small, log_sd_error=small, rho=small)
+    weights = KHat(0.8, 0.7, 30.0, np.zeros(1000))
+    found = Diagnosis({"x": doubt}, {}, weights, 0.8)
+    assert found.decision == "unclear"
+    assert found.verdict == (
+        "Not clear: 'x' has means off by up to 0.1 sd, sds by up to 11 %; with their errors 0.5 sd and "
+        "35 %."
+    )
+
+
+def test_a_matrix_that_fails_at_a_draw_is_named() -> None:
+    """And not what vmap cannot do."""
+
+    def model() -> None:
+        r = pyro.sample("r", dist.Uniform(-2.0, 2.0))
+        K = torch.eye(2) + r * torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+        pyro.sample("y", dist.MultivariateNormal(torch.zeros(2), K), obs=torch.ones(2))
+
+    density = ModelDensity(model)
+    with pytest.raises(
+        RuntimeError, match=r"A matrix of the program cannot be factored.*float64"
+    ) as error:
+        density(torch.tensor([[0.0], [5.0]]))
+    assert len(str(error.value)) <= 240
