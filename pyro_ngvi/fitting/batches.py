@@ -53,7 +53,7 @@ class Batches:
         if any(isinstance(s, WeightedRandomSampler) for s in samplers_of(source)):
             warnings.warn(
                 "The loader draws data by weights, where a subsampled plate takes all of them to be "
-                "equally likely: the posterior is that of data weighted so. Take a loader that shuffles.",
+                "equally likely: the posterior is that of data weighted so. Take one that shuffles.",
                 stacklevel=2,
             )
         self.source = source

@@ -35,8 +35,8 @@ class CannotBatch(RuntimeError):
 
     def __init__(self, where: str, reason: str, singular: bool = False) -> None:
         super().__init__(
-            f"A matrix of the program cannot be factored or inverted at one of the draws ({where}). Add "
-            f"more to its diagonal, or take float64."
+            f"A matrix of the program cannot be factored or inverted at one of the draws ({where}). "
+            f"Add more to its diagonal, or take float64."
             if singular
             else f"The program cannot run under torch.func.vmap ({where}): {reason}. Keep latent "
             f"values in torch (no .item(), if or NumPy) and out of in-place writes, or use "
