@@ -71,7 +71,7 @@ class Structure:
         """Units of the model, whose search runs it several times."""
         try:
             return find_units(self.model, self.args, self.kwargs, None)
-        except ValueError:  # why it has none
+        except (ValueError, NotImplementedError):  # why it has none; priors without draws
             return None
 
     @cached_property

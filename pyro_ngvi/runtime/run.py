@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import pyro
 import torch
+from pyro.distributions import ImproperUniform
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -20,7 +21,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..linalg.host import own_random_state
-from .density import Site, Sites, batched_safe_log, is_latent, is_minibatch
+from .density import (
+    Site,
+    Sites,
+    batched_safe_log,
+    feasible_value,
+    innermost,
+    is_latent,
+    is_minibatch,
+)
 
 T = TypeVar("T")
 Program: TypeAlias = Callable[..., Any]
@@ -272,6 +281,14 @@ def run_in_loop(
     return tree_map(lambda *x: torch.stack(x), *map(one, range(num_particles)))
 
 
+class _FlatPriors(Messenger):
+    """Puts a point of the support in the place of a draw that there is not."""
+
+    def _pyro_sample(self, msg: Site) -> None:
+        if msg["value"] is None and isinstance(innermost(msg["fn"]), ImproperUniform):
+            msg["value"], msg["done"] = feasible_value(msg), True
+
+
 def at_particle(s: int, values: Values, shared: Values | None) -> dict[str, Tensor]:
     """What particle number ``s`` has: its own of ``values`` (S, ...), and what is ``shared``."""
     return {name: value[s] for name, value in values.items()} | dict(shared or {})
@@ -293,9 +310,10 @@ def look(
     kwargs: Kwargs | None = None,
     minibatches: Minibatches | None = None,
 ) -> Sites:
-    """As :func:`run_plainly`, without a graph and with the random state put back at the end."""
+    """As :func:`run_plainly`, without a graph and with the random state put back at the end; flat
+    priors, which have no draws, are at a point of their support."""
     drawn = Minibatches() if minibatches is None else minibatches
-    with torch.no_grad(), own_random_state():
+    with torch.no_grad(), own_random_state(), _FlatPriors():
         return run_plainly(program, values, args, kwargs or {}, drawn)
 
 

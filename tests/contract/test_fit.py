@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -777,3 +778,20 @@ def test_minibatches_must_come_as_then(tmp_path: Path) -> None:
         ngvi.load(tmp_path / "run", partial(logistic, size=40), A, b)
     with pytest.raises(ValueError, match="go with an SVI"):
         ngvi.load(tmp_path / "run", logistic, A, b, stop=fit.stop)
+
+
+def test_flat_priors() -> None:
+    """Exact for a Gaussian: the ELBO is the integral of the likelihood over the mean."""
+    y = torch.tensor([3.0, 7.0, 12.0, 9.0, 1.0])
+
+    def flat(y: Any) -> None:
+        m = pyro.sample("m", dist.ImproperUniform(dist.constraints.real, (), ()))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(m, 1.0), obs=y)
+
+    fit = ngvi.fit(flat, y, progress=False, seed=0)
+    n, rest = len(y), float((y - y.mean()).square().sum())
+    exact = -0.5 * ((n - 1) * math.log(2.0 * math.pi) + math.log(n) + rest)
+    assert fit.elbo[0] == pytest.approx(exact, abs=1e-3)
+    assert fit.khat.missed is None  # there are no draws of such a prior
+    assert fit.verdict.ok
