@@ -167,7 +167,7 @@ class IFVB(NaturalGradientOptim):
         self._rest_known = False
         super().__init__(guide, others)
         if "" not in self._rules:
-            self._rest = GuideBlock(guide, steady)
+            self._rest = GuideBlock(guide, steady, framed=not self._stored)
 
     def _blocks(self) -> Iterator[tuple[str, Any]]:
         yield from find_blocks(self.guide)
@@ -179,8 +179,10 @@ class IFVB(NaturalGradientOptim):
         few = family.few_scores if isinstance(family, Coordinates) else family.nearly_singular
         fisher = self._fisher or (Window(128) if few else suited)
         exact = isinstance(fisher, ConjugateGradients) and getattr(family, "exact", False)
-        if self._stored or (isinstance(family, Coordinates) and not exact):
-            # an estimate from scores knows no blocks
+        if isinstance(family, Coordinates):
+            if not exact:  # an estimate from scores knows no blocks
+                family = replace(family, exact=False, locations=())
+        elif self._stored:
             family = Coordinates(family.names, family.nearly_singular)
         arguments: dict[str, Any] = self._rule_arguments
         if not family.known_fisher and arguments["schedule"] is None:
