@@ -15,7 +15,7 @@ from ..families.vectors import entry_name, pack, unpack
 from ..fisher.products import Product, SelfDivergence
 from ..fisher.scores import GuideScores, packed_scores
 from ..runtime.store import constraint_of
-from .frames import STRAIGHT, Straight, frame_under
+from .frames import STRAIGHT, Location, Straight, Triangles, frame_under
 
 
 class Block(Protocol):
@@ -96,10 +96,10 @@ class Coordinates:
         return {name: self.frame(name).unpack(part, v) for (name, v), part in parts}
 
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
-        return {name: self.frame(name).push(params[name], v) for name, v in tangent.items()}
+        return {name: self.frame(name).push(params, name, v) for name, v in tangent.items()}
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        return {name: self.frame(name).pull(params[name], g) for name, g in grads.items()}
+        return {name: self.frame(name).pull(params, name, g) for name, g in grads.items()}
 
     def framed(self, params: Tensors, product: Product) -> Product:
         """Products with F in the frames, from those in the stored coordinates."""
@@ -113,7 +113,7 @@ class Coordinates:
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
-        return {n: self.frame(n).retract(p, step * tangent[n]) for n, p in params.items()}
+        return {n: self.frame(n).retract(params, n, step * tangent[n]) for n in params}
 
     def dilation(self, params: Tensors) -> Tensors:
         """Nothing tells which direction widens q."""
@@ -177,11 +177,19 @@ class GuideBlock:
         first = {name: leaves.pop(name) for name in self._locations}
         self._leaves = first | leaves
         if self._framed:
-            found = {name: frame_under(constraint_of(name)) for name in self._leaves}
-            self._frames = {name: f for name, f in found.items() if f is not STRAIGHT}
+            self._frames = self._find_frames()
         weights = {id(p) for module in self._modules() for p in module.parameters(recurse=False)}
         # pyro.module("net", net) in a guide function gives names of the form "net$$$weight"
         self._networks = any("$$$" in name or id(p) in weights for name, p in self._leaves.items())
+
+    def _find_frames(self) -> dict[str, Straight]:
+        every = {name: frame_under(constraint_of(name)) for name in self._leaves}
+        frames = {name: f for name, f in every.items() if f is not STRAIGHT}
+        pairs = self.divergence.gaussians(list(self._leaves)) if frames else ()
+        for place, factor, inverse in pairs:
+            if isinstance(triangles := frames.get(factor), Triangles):
+                frames[place] = Location(factor, triangles, inverse)
+        return frames
 
     def _modules(self) -> Iterator[nn.Module]:
         """The layers and transforms of a guide."""
