@@ -7,7 +7,7 @@ in the frame in which scores, estimate and step live:
 * **stored**: Pyro's unconstrained coordinates, log-Cholesky.
 * **Bures-Wasserstein**: dSigma = S Sigma + Sigma S with S symmetric, retracted by the exponential map
   (I + S) Sigma (I + S); m straight.  It keeps the numbers of S, in the manner of Draca, Matsubara &
-  Tran (2026, arXiv:2604.02969), of whom only the abstracts were at hand: their transport may be another.
+  Tran (2026, arXiv:2604.02969); only their abstracts were at hand, and their transport may be another.
 * **triangles**: dL = L M, m straight: a product of manifolds.
 * **affine**: that, and dm = L t; the package's (:mod:`pyro_ngvi.optim.frames`).
 
