@@ -130,7 +130,7 @@ class IFVB(NaturalGradientOptim):
         guide: Any,
         lr: float = 1.0,
         schedule: Schedule | Callable[[Tensor], Tensor] | str | None = None,
-        fisher: InverseFisher | None = None,
+        fisher: InverseFisher | ConjugateGradients | None = None,
         num_scores: int | None = None,
         trust_radius: float | None = 1.0,
         clip_norm: float | None = None,

@@ -33,9 +33,8 @@ from tests.exact.orthogonal_members import member, noise, some_tangent
 from tests.registry import FAMILIES
 
 D = 4
-EXP, SOFTPLUS = (
-    frame_under(c) for c in (constraints.lower_cholesky, constraints.softplus_lower_cholesky)
-)
+EXP: Any = frame_under(constraints.lower_cholesky)
+SOFTPLUS: Any = frame_under(constraints.softplus_lower_cholesky)
 
 
 def some(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
@@ -251,6 +250,10 @@ def test_locations_that_have_no_matrix_of_their_own_move_straight() -> None:
     assert block.family.frames == {"both": EXP, "alone": EXP}
 
 
+def guide_x() -> Any:
+    return pyro.param("x")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_guide_by_hand_takes_the_steps_of_the_family(kind: str) -> None:
     """The same gradient, F and retraction: up to the third order of a step, one of N(m, L L')."""
@@ -275,7 +278,7 @@ def test_a_guide_by_hand_takes_the_steps_of_the_family(kind: str) -> None:
         if ours:
             found.append((guide.loc.detach(), guide.scale_tril.detach()))
         else:
-            L: Any = transform_to(KINDS[kind][0])(pyro.param("x").unconstrained())
+            L: Any = transform_to(KINDS[kind][0])(guide_x().unconstrained())
             if KINDS[kind][1] == "precision_matrix":
                 L = torch.linalg.cholesky(torch.linalg.inv(L))
             elif kind == "covariance":
@@ -311,7 +314,7 @@ def test_conjugate_gradients_on_a_guide_of_ours_whose_tangents_are_triangles() -
     guide = ngvi.AutoFullRankNormal(regression, init=None)
     optim = ngvi.IFVB(guide, fisher=ConjugateGradients())
     svi = SVI(regression, guide, optim, ngvi.BatchedELBO(8))
-    losses = [float(svi.step(X, y)) for _ in range(60)]
+    losses: list[Any] = [svi.step(X, y) for _ in range(60)]
     assert losses[-1] < losses[0] - 1.0
 
 
