@@ -57,6 +57,7 @@ ROOT = 2.0**0.5
 FRAMES = ("stored", "Bures-Wasserstein", "triangles", "affine")
 ESTIMATES: dict[str, Any] = {
     "conjugate gradients": ConjugateGradients(),
+    "30 conjugate gradients": ConjugateGradients(30),
     "Dense(growth=1)": Dense(growth=1.0),
     "LowRank(32, growth=1)": LowRank(32, growth=1.0),
 }

@@ -25,8 +25,8 @@ The frame of Bures and Wasserstein, dSigma = S Sigma + Sigma S and dm as it is, 
 2019), which is flat in x; so averages of iterates need no frame.
 
 All other parameters move straight.  Not for unit triangles times scales (``AutoMultivariateNormal``),
-whose stored coordinates are about as good; nor where nothing is learnt from step to step and linear
-systems are solved to the end: conjugate gradients then find the same direction in any frame.
+two parameters where the group has one; nor where nothing is learnt from step to step and linear systems
+are solved to the end: conjugate gradients then find the same direction in any frame.
 
 Sources: Draca, Matsubara & Tran (2026, arXiv:2604.02969), of which only the abstracts were at hand:
 scores transported to the present tangent space, rank-one updates of F^-1 there, retractions.  Tan

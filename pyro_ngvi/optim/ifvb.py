@@ -8,8 +8,9 @@ At every step, from draws z ~ q that have nothing to do with the model,
 
 so all that a guide has to offer is log q: Pyro's autoguides, mixtures, functions with ``pyro.param``.
 
-**Guides that are not ours** are stepped in the unconstrained coordinates in which Pyro stores them,
-where F changes as q moves: it is that of the present q alone.  G comes from a few steps of conjugate
+**Guides that are not ours** are stepped in the unconstrained coordinates in which Pyro stores them, but
+for positive-definite matrices and Cholesky factors, and locations that go with them, which have frames
+(:mod:`pyro_ngvi.optim.frames`).  Elsewhere F changes as q moves: it is that of the present q alone.  G comes from a few steps of conjugate
 gradients (:class:`~pyro_ngvi.fisher.ConjugateGradients`) on products F v, exact ones where the sites
 of the guide have a KL in closed form, Gaussians above all, and else those of 64 fresh scores.  Before
 it is taken a step is held against the KL from the q before (:mod:`pyro_ngvi.optim.divergence`).  Draws
@@ -96,8 +97,9 @@ class IFVB(NaturalGradientOptim):
         momentum: heavy-ball coefficient in [0, 1); ``None``: what suits the guide.
         averaging: as for NGVB.  Guides that are ours then hold the average; beside other guides it is
             kept by the optimizer, see :meth:`use_average`.
-        frame: "family" (default): scores and steps of our guides in the local frame of their family;
-            "stored": in the coordinates of their parameters, as for all other guides.
+        frame: "family" (default): scores and steps of our guides in the local frame of their family,
+            and of parameters under ``constraints.positive_definite`` or ``lower_cholesky`` in that of
+            the affine maps; "stored": in the coordinates in which parameters are stored.
         others: a ``PyroOptim`` for all other parameters; see :class:`~pyro_ngvi.NGVB`.
         by_layer: no entries of F between the layers of a flow; other guides are one layer.
         steady: whether draws of guides that are not ours are made steady.  ``False`` for losses that
