@@ -10,12 +10,12 @@ so all that a guide has to offer is log q: Pyro's autoguides, mixtures, function
 
 **Guides that are not ours** are stepped in the unconstrained coordinates in which Pyro stores them, but
 for positive-definite matrices and Cholesky factors, and locations that go with them, which have frames
-(:mod:`pyro_ngvi.optim.frames`).  Elsewhere F changes as q moves: it is that of the present q alone.  G comes from a few steps of conjugate
-gradients (:class:`~pyro_ngvi.fisher.ConjugateGradients`) on products F v, exact ones where the sites
-of the guide have a KL in closed form, Gaussians above all, and else those of 64 fresh scores.  Before
-it is taken a step is held against the KL from the q before (:mod:`pyro_ngvi.optim.divergence`).  Draws
-of such guides are steady while it trains them (:mod:`pyro_ngvi.distributions.steady`), also under
-Pyro's losses.
+(:mod:`pyro_ngvi.optim.frames`).  In those coordinates F changes as q moves: it is that of the present q
+alone.  G comes from a few steps of conjugate gradients (:class:`~pyro_ngvi.fisher.ConjugateGradients`)
+on products F v, exact ones where the sites of the guide have a KL in closed form, Gaussians above all,
+and else those of 64 fresh scores.  Before it is taken a step is held against the KL from the q before
+(:mod:`pyro_ngvi.optim.divergence`).  Draws of such guides are steady while it trains them
+(:mod:`pyro_ngvi.distributions.steady`), also under Pyro's losses.
 
 **Our families** offer their frame: scores and gradients are taken in units of q itself, where F hardly
 changes while q moves, so that one score a step is enough for the calibrated low-rank estimate
