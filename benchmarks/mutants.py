@@ -654,6 +654,44 @@ OPTIM = (
     ),
 )
 
+FRAMES = (
+    Mutant(
+        "frames: tangents of a precision's location as of a covariance's",
+        "optim/frames.py",
+        "torch.linalg.solve_triangular(L.mT, t, upper=True) if self.inverse else L @ t",
+        "L @ t",
+        ("test_frames",),
+    ),
+    Mutant(
+        "frames: velocities of the diagonal forget the map behind it",
+        "optim/frames.py",
+        "velocity.diagonal(dim1=-2, dim2=-1) / self._slope(x)",
+        "velocity.diagonal(dim1=-2, dim2=-1)",
+        ("test_frames",),
+    ),
+    Mutant(
+        "frames: translation from the right",
+        "optim/frames.py",
+        "LM = L @ M",
+        "LM = M @ L",
+        ("test_frames",),
+    ),
+    Mutant(
+        "frames: retraction of the first order",
+        "optim/frames.py",
+        "new = L + LM + 0.5 * LM @ M",
+        "new = L + LM",
+        ("test_frames",),
+    ),
+    Mutant(
+        "frames: products with F pulled at the wrong place",
+        "optim/blocks.py",
+        "velocity = pack(self.push(params, self.unpack(v, params)))",
+        "velocity = pack(self.unpack(v, params))",
+        ("test_frames",),
+    ),
+)
+
 FISHER = (
     Mutant(
         "low rank: sign in the debiasing",
@@ -735,8 +773,8 @@ FISHER = (
     Mutant(
         "plain coordinates move backwards",
         "optim/blocks.py",
-        "p + step * tangent[name]",
-        "p - step * tangent[name]",
+        "retract(params, n, step * tangent[n])",
+        "retract(params, n, -step * tangent[n])",
         ("test_ifvb_rule",),
     ),
     Mutant(
@@ -1213,6 +1251,7 @@ MUTANTS = (
     *STEPS,
     *FAMILIES,
     *OPTIM,
+    *FRAMES,
     *FISHER,
     *OTHER_GUIDES,
     *CURVATURE,

@@ -10,10 +10,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 import pyro.distributions as dist
+import torch
 import zuko
 from pyro import poutine
+from pyro.distributions import constraints
 from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
-from pyro.infer.autoguide import AutoGuideList, AutoMultivariateNormal, AutoNormal
+from pyro.infer.autoguide import (
+    AutoContinuous,
+    AutoGuideList,
+    AutoMultivariateNormal,
+    AutoNormal,
+)
+from pyro.nn import PyroParam
 
 import pyro_ngvi as ngvi
 from benchmarks.baselines import NAGVAC, algorithm_1, algorithm_2
@@ -93,6 +101,21 @@ def listed(model: Model) -> AutoGuideList:
     return guide
 
 
+class AutoCovariance(AutoContinuous):
+    """N(loc, covariance), as one would write it; ``IFVB`` moves both in a frame of their own."""
+
+    covariance: Any
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_prototype(*args, **kwargs)
+        self.loc = torch.nn.Parameter(self._init_loc())
+        start = 0.01 * torch.eye(len(self.loc)).to(self.loc)
+        self.covariance = PyroParam(start, constraints.positive_definite)
+
+    def get_posterior(self, *args: Any, **kwargs: Any) -> Any:
+        return dist.MultivariateNormal(self.loc, self.covariance)
+
+
 #: guides of this package, for a model with a matrix site ``W`` and a positive site ``s``
 GUIDES: dict[str, Callable[..., Any]] = {
     "mean field": ngvi.AutoMeanFieldNormal,
@@ -117,10 +140,11 @@ GUIDES: dict[str, Callable[..., Any]] = {
     "orthogonal flow": ngvi.AutoOrthogonalFlow,
 }
 
-#: guides of Pyro, which only the rules with an estimated Fisher matrix step
+#: guides of Pyro, or written by hand, which only the rules with an estimated Fisher matrix step
 FOREIGN: dict[str, Callable[[Model], Any]] = {
     "AutoNormal": AutoNormal,
     "AutoMultivariateNormal": AutoMultivariateNormal,
+    "covariance": AutoCovariance,
     "list": listed,
 }
 

@@ -1,4 +1,4 @@
-"""IFVB and AIFVB on guides of any kind: ELBO at equal time, steps beside NGVB, memory at D = 1e6.
+"""IFVB and AIFVB on guides of any kind: ELBO at equal time, steps beside NGVB, frames, memory.
 
 Run from the root of the repository: ``python -m benchmarks.any_guide --help``.
 See ``benchmarks/README.md`` for what is measured and how.
@@ -16,7 +16,7 @@ from typing import Any
 from ..problems import DataNotFound
 from ..stepping import circumstances, heading
 from ..time_to_target import prepare
-from . import generic, guides, memory, steps
+from . import frames, generic, guides, memory, steps
 
 GUIDES: dict[str, Callable[[], guides.Problem]] = {
     "mixture": guides.phase_retrieval,
@@ -26,7 +26,7 @@ GUIDES: dict[str, Callable[[], guides.Problem]] = {
     "iaf": guides.funnel,
     **{cell: partial(guides.regression, cell) for cell in guides.CELLS},
 }
-PARTS = (*GUIDES, "by_steps", "steps", "memory")
+PARTS = (*GUIDES, "by_steps", "steps", "frames", "memory")
 
 
 def equal_time(name: str, seeds: int, budget: float) -> list[Any]:
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the parts, prints their tables and writes the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument("--seeds", type=int, help="default 10; 5 for steps; at least 2")
+    parser.add_argument("--seeds", type=int, help="default 10; 5 for steps and frames; at least 2")
     parser.add_argument("--budget", default=4.0, type=float, help="seconds of a run at equal time")
     parser.add_argument("--quick", action="store_true", help="2 seeds, 1 s, D = 20,000")
     parser.add_argument("--json", type=Path, help="write all results to this file")
@@ -76,6 +76,9 @@ def main(arguments: list[str] | None = None) -> None:
         elif name == "steps":
             found[name] = steps.run(2 if p.quick else p.seeds or 5, 5 if p.quick else 21)
             print(steps.table(found[name]), flush=True)
+        elif name == "frames":
+            found[name] = frames.run(2 if p.quick else p.seeds or 5, p.quick)
+            print(frames.table(found[name]), flush=True)
         else:
             D = 20_000 if p.quick else 1_000_000
             found[name] = memory.run(D, rounds=2 if p.quick else 3)

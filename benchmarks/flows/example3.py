@@ -16,6 +16,7 @@ Methods, on the printed flow if not said otherwise:
   without its normal part, and no normal part enters the momentum.
 * **IFVB, paper**: window of the last 100 psi, one score a step, the steps above.  In the local frame of
   the flow, so that scores are tangent; there a rotation is 1/sqrt(2) as long as in R^(d x d).
+* **IFVB, ambient**: that with scores and window in R^(d x d), as in the script, and projected steps.
 * **IFVB**, **AIFVB**: this package's defaults, with the same 100 draws and minibatches.
 * **Adam**: the same gradients; each W is replaced by the nearest orthogonal matrix after each step.
   **Adam, tangent**: Adam on the left-trivialised gradient, so that no matrix leaves the manifold.
@@ -49,7 +50,7 @@ from ..baselines import PaperWindow
 from ..stepping import heading, line
 from .german_credit import DIM, Credit, evaluate, least_kl
 from .manifold_gradient import AdamOnTangents, ManifoldGradient, ProjectedAdam
-from .orthogonal_forms import AutoOrthogonalForm
+from .orthogonal_forms import AmbientForm, AutoOrthogonalForm
 
 __all__ = ["METHODS", "Run", "Table", "run"]
 
@@ -66,11 +67,20 @@ Contestant = tuple[Any, SVI]
 Maker = Callable[[], Contestant]
 
 
-def _printed(make: Callable[[Any], Any], batch: int | None = BATCH, loss: Any = None) -> Contestant:
+class AutoAmbientForm(AutoOrthogonalForm):
+    """What is learnt of F stays in R^(d x d)."""
+
+    kind = AmbientForm
+
+
+def _printed(
+    make: Callable[[Any], Any], batch: int | None = BATCH, loss: Any = None, kind: Any = None
+) -> Contestant:
     """The printed flow from the printed start, whose mean is 1/2."""
+    kind = kind or AutoOrthogonalForm
     model = Credit(batch)
     start = init_to_value(values={"theta": torch.full((DIM,), 0.5)})
-    guide = AutoOrthogonalForm(model, form="paper", retraction="cholesky-qr", init_loc_fn=start)
+    guide = kind(model, form="paper", retraction="cholesky-qr", init_loc_fn=start)
     guide()
     return guide, SVI(model, guide, make(guide), loss or pyro_ngvi.BatchedELBO(DRAWS))
 
@@ -112,6 +122,7 @@ def _methods() -> dict[str, Maker]:
     made |= {
         "VB on manifold, step 0.01": partial(_printed, partial(gradient, step=STEP, normal=False)),
         "IFVB, paper": partial(_printed, _paper_ifvb),
+        "IFVB, ambient": partial(_printed, _paper_ifvb, kind=AutoAmbientForm),
         "IFVB": partial(_printed, pyro_ngvi.IFVB),
         "AIFVB": partial(_printed, pyro_ngvi.AIFVB),
     }

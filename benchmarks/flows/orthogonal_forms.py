@@ -40,7 +40,14 @@ from pyro_ngvi.families.base import Family, Tensors, clamp_exponent
 from pyro_ngvi.families.orthogonal_flow import NODES, AffineMap, SinhArcsinh, is_rotation
 from pyro_ngvi.linalg import stiefel
 
-__all__ = ["ACTIVATIONS", "RETRACTIONS", "AutoOrthogonalForm", "OrthogonalForm", "retract"]
+__all__ = [
+    "ACTIVATIONS",
+    "RETRACTIONS",
+    "AmbientForm",
+    "AutoOrthogonalForm",
+    "OrthogonalForm",
+    "retract",
+]
 
 #: slope of "leaky" far to the left; far to the right it is 1
 LEAK = 0.1
@@ -282,8 +289,36 @@ class OrthogonalForm(OrthogonalFlow):
         return new
 
 
+class AmbientForm(OrthogonalForm):
+    """Scores, and what is learnt of F, in R^(d x d), where the authors' scripts have them; a step V of
+    a rotation W is projected on its tangents, W skew(W'V)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.triangles = {name: k for name, k in self.triangles.items() if not is_rotation(name)}
+
+    def _projected(self, params: Tensors, tangent: Tensors) -> Tensors:
+        turns = {n: 0.5 * stiefel.pull(W, tangent[n]) for n, W in params.items() if is_rotation(n)}
+        return tangent | turns
+
+    def push(self, params: Tensors, tangent: Tensors) -> Tensors:
+        turns = self._projected(params, tangent)
+        rotations = {n: stiefel.push(params[n], turns[n]) for n in turns if is_rotation(n)}
+        return super().push(params, tangent) | rotations
+
+    def pull(self, params: Tensors, grads: Tensors) -> Tensors:
+        return super().pull(params, grads) | {n: grads[n] for n in params if is_rotation(n)}
+
+    def retract(
+        self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
+    ) -> Tensors:
+        return super().retract(params, self._projected(params, tangent), step)
+
+
 class AutoOrthogonalForm(pyro_ngvi.AutoOrthogonalFlow):
     """``AutoOrthogonalFlow`` with an :class:`OrthogonalForm`; ``activation=None`` is the form's own."""
+
+    kind: type[OrthogonalForm] = OrthogonalForm
 
     def __init__(
         self,
@@ -298,7 +333,7 @@ class AutoOrthogonalForm(pyro_ngvi.AutoOrthogonalFlow):
     ) -> None:
         if activation is None:
             activation = "sigmoid" if form == "paper" else "sinh-arcsinh"
-        self._form = OrthogonalForm(layers, activation, form, base, retraction)
+        self._form = self.kind(layers, activation, form, base, retraction)
         super().__init__(model, layers, **kwargs)
 
     def make_family(self) -> Family:

@@ -277,12 +277,18 @@ class Family(ABC):
 
     def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
         """The inverse of :meth:`pack`; ``like`` gives names and shapes."""
+        sizes = self.sizes(like)
+        parts = dict(zip(sizes, vector.split(list(sizes.values())), strict=True))
+        cut = self.triangles.items()
+        whole = {n: stiefel.unpack(parts[n], len(like[n]), offset) for n, offset in cut}
+        return {n: whole[n] if n in whole else v.reshape(like[n].shape) for n, v in parts.items()}
+
+    def sizes(self, like: Tensors) -> dict[str, int]:
+        """Entries of each part of :meth:`pack`, in its order."""
         cut = {n: (len(like[n]), k) for n, k in self.triangles.items()}
-        sizes = {n: like[n].numel() for n in self.names}
-        sizes |= {n: d * (d + 1 + 2 * k) // 2 for n, (d, k) in cut.items()}
-        parts = dict(zip(self.names, vector.split(list(sizes.values())), strict=True))
-        whole = {n: stiefel.unpack(parts[n], *shape) for n, shape in cut.items()}
-        return {n: whole[n] if n in cut else v.reshape(like[n].shape) for n, v in parts.items()}
+        return {n: like[n].numel() for n in self.names} | {
+            n: d * (d + 1 + 2 * k) // 2 for n, (d, k) in cut.items()
+        }
 
     def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
         """Numbers of consecutive entries of :meth:`pack` that form a layer each; here all form one."""

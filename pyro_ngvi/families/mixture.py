@@ -204,6 +204,10 @@ class MixtureNormal(Family):
         own = each(self.component.pack, self.own(tensors))
         return torch.cat([tensors["logits"], own.flatten()])
 
+    def sizes(self, like: Tensors) -> dict[str, int]:
+        one = self.component.sizes({name: v[0] for name, v in self.own(like).items()})
+        return {"logits": self.num_components, "own": self.num_components * sum(one.values())}
+
     def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
         logits, own = vector.tensor_split([self.num_components])
         rows = own.reshape(self.num_components, -1)

@@ -84,8 +84,6 @@ def first_guess(scores: Tensor, sizes: list[int]) -> Tensor:
     rows, _ = finite_rows(scores)
     seen = (rows != 0).to(rows).sum(0)
     square = rows.square().mean(0)
-    if sum(sizes) != len(square):  # entries of a frame do not go by parameter
-        sizes = [len(square)]
     means = []
     for own, count in zip(square.split(sizes), (seen > 0).split(sizes), strict=True):
         means.append((own.sum() / count.sum().clamp_min(1)).expand_as(own))

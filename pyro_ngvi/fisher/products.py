@@ -17,7 +17,7 @@ r = q_lambda(z) / q_0(z), whose terms are all positive.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from functools import partial
 from typing import Any
@@ -208,6 +208,24 @@ class SelfDivergence:
             more.update(*mixed)
         placing = set[str]().union(*together)
         return [name for name in names if name in placing - more]
+
+    def gaussians(self, names: list[str]) -> Iterator[tuple[str, str, bool]]:
+        """Two parameters that make a ``MultivariateNormal`` of their shapes: what places it, and the
+        matrix behind its scales; and whether that is the precision's.
+        """
+        with torch.enable_grad(), poutine.block(), pyro.validation_enabled(False):
+            fns, leaves = self.scores.capture(self._distributions)
+        wanted = [leaves[name] for name in names]
+        for fn in fns:
+            if not isinstance(fn, td.MultivariateNormal):
+                continue
+            loc, factor = fn.loc, fn.scale_tril
+            if not (loc.requires_grad and factor.requires_grad):
+                continue
+            both = [_reached([v], wanted) for v in (loc, factor)]
+            place, scale = ([n for n, on in zip(names, r, strict=True) if on] for r in both)
+            if [leaves[n].shape for n in place + scale] == [loc.shape, factor.shape]:
+                yield place[0], scale[0], "precision_matrix" in vars(fn)
 
     def _distributions(self) -> list[Any]:
         if self.scores.is_joint:

@@ -52,7 +52,7 @@ def family_scores(family: Family, params: Tensors, n: int, stored: bool = False)
     return packed_scores(family, params, score)
 
 
-def packed_scores(family: Family, params: Tensors, score: Tensors) -> Tensor:
+def packed_scores(family: Any, params: Tensors, score: Tensors) -> Tensor:
     """Scores (n, D), packed in the local frame, from those in the stored coordinates."""
     n = len(next(iter(score.values())))
     if n == 1:

@@ -231,7 +231,7 @@ class AIFVB(IFVB):
 
     def _stored_scores(self, block: Any, n: int) -> Tensor:
         if isinstance(block, GuideBlock):
-            return block.draw_scores(n)
+            return block.stored_scores(n)
         params = {name: p.detach() for name, p in block.natural_params().items()}
         return family_scores(block.family, params, n, stored=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from ..families.base import Tensors, interpolate
 from ..families.vectors import entry_name, pack, unpack
 from ..fisher.products import Product, SelfDivergence
-from ..fisher.scores import GuideScores
+from ..fisher.scores import GuideScores, packed_scores
+from ..runtime.store import constraint_of
+from .frames import STRAIGHT, Location, Straight, Triangles, frame_under
 
 
 class Block(Protocol):
@@ -43,11 +45,11 @@ class Block(Protocol):
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Named tensors moved along straight lines: all that is known of a guide that is not ours.
+    """Named tensors, each moved in a frame of its own: all that is known of a guide that is not ours.
 
     ``nearly_singular``: whether some are weights of networks or transforms, as in a flow.  ``exact``:
     whether products with the Fisher matrix are exact.  ``locations``: the first of them, if they only
-    place Gaussians.
+    place Gaussians.  ``frames``: of those that do not move along straight lines.
     """
 
     coordinates: ClassVar[tuple[str, ...]] = ("local",)
@@ -55,14 +57,13 @@ class Coordinates:
     noise_radius: ClassVar[float] = 0.6
     orthogonal_frame: ClassVar[bool] = False
     known_fisher: ClassVar[bool] = False
-    pack = staticmethod(pack)
-    unpack = staticmethod(unpack)
     average = staticmethod(interpolate)
 
     names: tuple[str, ...]
     nearly_singular: bool = False
     exact: bool = False
     locations: tuple[str, ...] = ()
+    frames: Mapping[str, Straight] = field(default_factory=dict, hash=False)
 
     @property
     def few_scores(self) -> bool:
@@ -74,19 +75,45 @@ class Coordinates:
         """Where nothing tells locations from scales, momentum acts on all."""
         return self.locations or self.names
 
+    def frame(self, name: str) -> Straight:
+        return self.frames.get(name, STRAIGHT)
+
     def block_sizes(self, params: Tensors) -> list[int]:
         """Entries of the blocks of the Fisher matrix: of locations, and of all others."""
-        whole = sum(v.numel() for v in params.values())
-        first = sum(params[name].numel() for name in self.locations)
-        return [n for n in (first, whole - first) if n]
+        sizes = self.sizes(params)
+        first = sum(sizes[name] for name in self.locations)
+        return [n for n in (first, sum(sizes.values()) - first) if n]
+
+    def sizes(self, like: Tensors) -> dict[str, int]:
+        """Entries of each parameter in :meth:`pack`."""
+        return {name: self.frame(name).size(v.shape) for name, v in like.items()}
+
+    def pack(self, tensors: Tensors) -> Tensor:
+        return torch.cat([self.frame(name).pack(v) for name, v in tensors.items()])
+
+    def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
+        parts = zip(like.items(), vector.split(list(self.sizes(like).values())), strict=True)
+        return {name: self.frame(name).unpack(part, v) for (name, v), part in parts}
+
+    def push(self, params: Tensors, tangent: Tensors) -> Tensors:
+        return {name: self.frame(name).push(params, name, v) for name, v in tangent.items()}
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        return grads
+        return {name: self.frame(name).pull(params, name, g) for name, g in grads.items()}
+
+    def framed(self, params: Tensors, product: Product) -> Product:
+        """Products with F in the frames, from those in the stored coordinates."""
+
+        def framed(v: Tensor) -> Tensor:
+            velocity = pack(self.push(params, self.unpack(v, params)))
+            return self.pack(self.pull(params, unpack(product(velocity), params)))
+
+        return framed
 
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
-        return {name: p + step * tangent[name] for name, p in params.items()}
+        return {n: self.frame(n).retract(params, n, step * tangent[n]) for n in params}
 
     def dilation(self, params: Tensors) -> Tensors:
         """Nothing tells which direction widens q."""
@@ -94,7 +121,7 @@ class Coordinates:
 
     def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
         """One part: names do not tell which parameters belong together."""
-        return (sum(v.numel() for v in params.values()),)
+        return (sum(self.sizes(params).values()),)
 
     def not_finite(self, params: Tensors) -> Tensor:
         return ~torch.isfinite(pack(params))
@@ -120,10 +147,10 @@ class EstimatedGeometry:
 
 
 class GuideBlock:
-    """The parameters of a guide on which its log q depends, in unconstrained coordinates.
+    """The parameters of a guide on which its log q depends, as they are stored, without constraints.
 
     They are found at the first step, by running the guide.  The guide holds the iterate: an average is
-    kept by the optimizer.
+    kept by the optimizer.  ``framed``: whether they move in frames of their own (:mod:`.frames`).
     """
 
     holds_average = False
@@ -131,8 +158,10 @@ class GuideBlock:
     curvature = None
     path_share = None
 
-    def __init__(self, guide: Callable[..., Any], steady: bool) -> None:
+    def __init__(self, guide: Callable[..., Any], steady: bool, framed: bool = True) -> None:
         self.scores = GuideScores(guide, steady)
+        self._framed = framed
+        self._frames: dict[str, Straight] = {}
         self.divergence = SelfDivergence(self.scores)
         self._leaves: dict[str, Tensor] = {}
         self._locations: tuple[str, ...] = ()
@@ -147,12 +176,23 @@ class GuideBlock:
             self._locations = tuple(self.divergence.locations(list(leaves)))
         first = {name: leaves.pop(name) for name in self._locations}
         self._leaves = first | leaves
+        if self._framed:
+            self._frames = self._find_frames()
         weights = {id(p) for module in self._modules() for p in module.parameters(recurse=False)}
         # pyro.module("net", net) in a guide function gives names of the form "net$$$weight"
         function = not isinstance(self.scores.guide, nn.Module)
         self._networks = any(
             id(p) in weights or (function and "$$$" in name) for name, p in self._leaves.items()
         )
+
+    def _find_frames(self) -> dict[str, Straight]:
+        every = {name: frame_under(constraint_of(name)) for name in self._leaves}
+        frames = {name: f for name, f in every.items() if f is not STRAIGHT}
+        pairs = self.divergence.gaussians(list(self._leaves)) if frames else ()
+        for place, factor, inverse in pairs:
+            if isinstance(triangles := frames.get(factor), Triangles):
+                frames[place] = Location(factor, triangles, inverse)
+        return frames
 
     def _modules(self) -> Iterator[nn.Module]:
         """The layers and transforms of a guide."""
@@ -169,18 +209,32 @@ class GuideBlock:
 
     @property
     def family(self) -> Coordinates:
-        return Coordinates(tuple(self._leaves), self._networks, self._exact, self._locations)
+        known = self._networks, self._exact, self._locations, self._frames
+        return Coordinates(tuple(self._leaves), *known)
 
     def natural_params(self) -> dict[str, Tensor]:
         return dict(self._leaves)
 
+    def _values(self) -> Tensors:
+        return {name: p.detach() for name, p in self._leaves.items()}
+
     def product(self) -> Product | None:
         """Products with the Fisher matrix at the present parameters, where they are exact."""
-        return self.divergence.product(list(self._leaves)) if self._exact else None
+        stored = self.divergence.product(list(self._leaves)) if self._exact else None
+        return self.family.framed(self._values(), stored) if stored and self._frames else stored
+
+    def stored_scores(self, n: int) -> Tensor:
+        """n scores (n, D) at the present parameters, in the coordinates in which they are stored."""
+        return self.scores.draw(n, list(self._leaves))
 
     def draw_scores(self, n: int) -> Tensor:
-        """n scores (n, D) at the present parameters."""
-        return self.scores.draw(n, list(self._leaves))
+        """n scores in the frames."""
+        scores, values = self.stored_scores(n), self._values()
+        if not self._frames:
+            return scores
+        return packed_scores(
+            self.family, values, torch.func.vmap(lambda s: unpack(s, values))(scores)
+        )
 
     def site_of(self, index: int) -> str:
         """Name of the parameter that holds entry ``index`` of all of them in a row."""

@@ -8,13 +8,14 @@ At every step, from draws z ~ q that have nothing to do with the model,
 
 so all that a guide has to offer is log q: Pyro's autoguides, mixtures, functions with ``pyro.param``.
 
-**Guides that are not ours** are stepped in the unconstrained coordinates in which Pyro stores them,
-where F changes as q moves: it is that of the present q alone.  G comes from a few steps of conjugate
-gradients (:class:`~pyro_ngvi.fisher.ConjugateGradients`) on products F v, exact ones where the sites
-of the guide have a KL in closed form, Gaussians above all, and else those of 64 fresh scores.  Before
-it is taken a step is held against the KL from the q before (:mod:`pyro_ngvi.optim.divergence`).  Draws
-of such guides are steady while it trains them (:mod:`pyro_ngvi.distributions.steady`), also under
-Pyro's losses.
+**Guides that are not ours** are stepped in the unconstrained coordinates in which Pyro stores them, but
+for positive-definite matrices and Cholesky factors, and locations that go with them, which have frames
+(:mod:`pyro_ngvi.optim.frames`).  In those coordinates F changes as q moves: it is that of the present q
+alone.  G comes from a few steps of conjugate gradients (:class:`~pyro_ngvi.fisher.ConjugateGradients`)
+on products F v, exact ones where the sites of the guide have a KL in closed form, Gaussians above all,
+and else those of 64 fresh scores.  Before it is taken a step is held against the KL from the q before
+(:mod:`pyro_ngvi.optim.divergence`).  Draws of such guides are steady while it trains them
+(:mod:`pyro_ngvi.distributions.steady`), also under Pyro's losses.
 
 **Our families** offer their frame: scores and gradients are taken in units of q itself, where F hardly
 changes while q moves, so that one score a step is enough for the calibrated low-rank estimate
@@ -96,8 +97,9 @@ class IFVB(NaturalGradientOptim):
         momentum: heavy-ball coefficient in [0, 1); ``None``: what suits the guide.
         averaging: as for NGVB.  Guides that are ours then hold the average; beside other guides it is
             kept by the optimizer, see :meth:`use_average`.
-        frame: "family" (default): scores and steps of our guides in the local frame of their family;
-            "stored": in the coordinates of their parameters, as for all other guides.
+        frame: "family" (default): scores and steps of our guides in the local frame of their family,
+            and of parameters under ``constraints.positive_definite`` or ``lower_cholesky`` in that of
+            the affine maps; "stored": in the coordinates in which parameters are stored.
         others: a ``PyroOptim`` for all other parameters; see :class:`~pyro_ngvi.NGVB`.
         by_layer: no entries of F between the layers of a flow; other guides are one layer.
         steady: whether draws of guides that are not ours are made steady.  ``False`` for losses that
@@ -130,7 +132,7 @@ class IFVB(NaturalGradientOptim):
         guide: Any,
         lr: float = 1.0,
         schedule: Schedule | Callable[[Tensor], Tensor] | str | None = None,
-        fisher: InverseFisher | None = None,
+        fisher: InverseFisher | ConjugateGradients | None = None,
         num_scores: int | None = None,
         trust_radius: float | None = 1.0,
         clip_norm: float | None = None,
@@ -167,7 +169,7 @@ class IFVB(NaturalGradientOptim):
         self._rest_known = False
         super().__init__(guide, others)
         if "" not in self._rules:
-            self._rest = GuideBlock(guide, steady)
+            self._rest = GuideBlock(guide, steady, framed=not self._stored)
 
     def _blocks(self) -> Iterator[tuple[str, Any]]:
         yield from find_blocks(self.guide)
@@ -179,8 +181,10 @@ class IFVB(NaturalGradientOptim):
         few = family.few_scores if isinstance(family, Coordinates) else family.nearly_singular
         fisher = self._fisher or (Window(128) if few else suited)
         exact = isinstance(fisher, ConjugateGradients) and getattr(family, "exact", False)
-        if self._stored or (isinstance(family, Coordinates) and not exact):
-            # an estimate from scores knows no blocks
+        if isinstance(family, Coordinates):
+            if not exact:  # an estimate from scores knows no blocks
+                family = replace(family, exact=False, locations=())
+        elif self._stored:
             family = Coordinates(family.names, family.nearly_singular)
         arguments: dict[str, Any] = self._rule_arguments
         if not family.known_fisher and arguments["schedule"] is None:

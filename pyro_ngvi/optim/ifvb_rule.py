@@ -70,7 +70,7 @@ class IFVBRule(Rule):
         if isinstance(self.fisher, ConjugateGradients):
             return super().init(params) | {"fisher": self.fisher.init(frame.pack(params))}
         if scores is not None:
-            diagonal, weight = first_guess(scores, [v.numel() for v in params.values()]), 1.0
+            diagonal, weight = first_guess(scores, list(frame.sizes(params).values())), 1.0
         elif frame.orthogonal_frame:
             ones = {name: torch.ones_like(v) for name, v in params.items()}
             diagonal, weight = frame.pack(frame.fisher_product(params, ones)), KNOWN_WEIGHT
@@ -98,7 +98,7 @@ class IFVBRule(Rule):
     def _conjugate_step(
         self, params: Tensors, grads: Tensors, state: State, solver: ConjugateGradients, given: Any
     ) -> Step:
-        product, sizes = given["product"], [v.numel() for v in params.values()]
+        product, sizes = given["product"], list(self.family.sizes(params).values())
         own = solver.update(state["fisher"], product, sizes)
         blocks = [sum(sizes)]
         if isinstance(self.family, Coordinates):

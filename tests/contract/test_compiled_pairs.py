@@ -13,8 +13,8 @@ from tests.contract.test_compiled import compiled, data, everything, make, matri
 
 #: on guides that are neither Pyro's nor flows they decide on the host when to merge scores
 ON_THE_HOST = ("IFVB", "AIFVB")
-#: guides of Pyro
-PYROS = ("AutoNormal", "AutoMultivariateNormal")
+#: guides of Pyro, and one written by hand
+PYROS = ("AutoNormal", "AutoMultivariateNormal", "covariance")
 #: its transform of torch holds tensors of its own
 OF_ITS_OWN = ("proper Walsh-Hadamard",)
 CURVATURES = {

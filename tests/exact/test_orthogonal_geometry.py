@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.flows.orthogonal_forms import OrthogonalForm
+from benchmarks.flows.orthogonal_forms import AmbientForm, OrthogonalForm
 from pyro_ngvi.curvature.derivatives import jvp
 from pyro_ngvi.families import OrthogonalFlow
 from pyro_ngvi.families.base import dot
@@ -33,6 +33,20 @@ def test_retraction_starts_along_the_push(family: OrthogonalFlow) -> None:
     move = jvp(lambda t: family.retract(q, u, t), (torch.zeros(()),), (torch.ones(()),))[1]
     for name, velocity in family.push(q, u).items():
         torch.testing.assert_close(move[name], velocity, rtol=1e-10, atol=1e-10)
+
+
+def test_ambient_steps_are_projected() -> None:
+    """The velocity of W along V is W skew(W'V); gradients keep their normal part."""
+    family = AmbientForm(1)
+    q = member(family)
+    W, V = q["weight_1"], torch.randn(D, D)
+    u = {name: torch.zeros_like(v) for name, v in q.items()} | {"weight_1": V}
+    move = jvp(lambda t: family.retract(q, u, t), (torch.zeros(()),), (torch.ones(()),))[1]
+    wanted = 0.5 * W @ (W.mT @ V - V.mT @ W)
+    torch.testing.assert_close(move["weight_1"], wanted)
+    torch.testing.assert_close(family.push(q, u)["weight_1"], wanted)
+    assert torch.equal(family.pull(q, u)["weight_1"], V)
+    assert torch.equal(family.unpack(family.pack(u), q)["weight_1"], V)
 
 
 @every
