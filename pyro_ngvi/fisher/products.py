@@ -222,7 +222,7 @@ class SelfDivergence:
             loc, factor = fn.loc, fn.scale_tril
             if not (loc.requires_grad and factor.requires_grad):
                 continue
-            both = [_reached([v], wanted) for v in (loc, factor)]
+            both = [reached([v], wanted) for v in (loc, factor)]
             place, scale = ([n for n, on in zip(names, r, strict=True) if on] for r in both)
             if [leaves[n].shape for n in place + scale] == [loc.shape, factor.shape]:
                 yield place[0], scale[0], "precision_matrix" in vars(fn)
