@@ -14,7 +14,7 @@ from ..families.base import Tensors, interpolate
 from ..families.vectors import entry_name, pack, unpack
 from ..fisher.products import Product, SelfDivergence
 from ..fisher.scores import GuideScores, packed_scores
-from ..runtime.store import constraint_of
+from ..runtime.pyro_adapter import constraint_of
 from .frames import STRAIGHT, Location, Straight, Triangles, frame_under
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pyro
 import torch
 from pyro.distributions import MaskedDistribution
 from pyro.infer.autoguide import AutoContinuous, AutoGuide
@@ -20,6 +21,15 @@ from torch import Tensor
 from torch.distributions import Transform
 
 from .density import layers_of
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+def constraint_of(name: str) -> Any:
+    """The constraint of a parameter in Pyro's store; ``None``: it is not there, or has none."""
+    # get_state() is public, and takes the unconstrained tensors from the parameters
+    return pyro.get_param_store()._constraints.get(name)
+
 
 # --- models of guides ---------------------------------------------------------------------------
 

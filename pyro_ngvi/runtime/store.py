@@ -262,11 +262,6 @@ def leaf_of(value: Any) -> Tensor:
     return value.unconstrained() if hasattr(value, "unconstrained") else value
 
 
-def constraint_of(name: str) -> Any:
-    """The constraint of a parameter in Pyro's store; ``None``: it is not there, or has none."""
-    return pyro.get_param_store()._constraints.get(name)
-
-
 def traced_params(seen: Any) -> list[Any]:
     """The unconstrained parameters that a ``poutine.trace(param_only=True)`` has met."""
     sites = seen.trace.nodes.values()

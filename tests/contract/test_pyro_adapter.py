@@ -18,6 +18,7 @@ from pyro.ops.special import safe_log
 from pyro_ngvi import AutoMeanFieldNormal
 from pyro_ngvi.runtime.density import batched_safe_log
 from pyro_ngvi.runtime.pyro_adapter import (
+    constraint_of,
     has_model,
     kept_whole,
     masks_of,
@@ -38,6 +39,14 @@ def test_pyro_keeps_the_name_of_a_module_in_pyro_name() -> None:
         "PyroModule no longer keeps its name in `_pyro_name`: find where this Pyro keeps it, and "
         "change module_name() and rename() in pyro_ngvi/runtime/store.py."
     )
+
+
+def test_pyro_keeps_constraints_in_its_store() -> None:
+    pyro.param("factor", torch.eye(2), constraint=dist.constraints.lower_cholesky)
+    assert constraint_of("factor") is dist.constraints.lower_cholesky, (
+        "ParamStoreDict no longer keeps constraints in `_constraints`: change constraint_of()."
+    )
+    assert constraint_of("another") is None
 
 
 def test_pyro_names_parameters_and_sites_after_the_module() -> None:
