@@ -15,7 +15,7 @@ from ..diagnostics import Diagnosis, KHat
 from ..diagnostics.draws import guide_draws, random_state
 from ..distributed.processes import is_alone
 from ..guides import AutoMixtureNormal
-from ..hierarchy import AutoHierarchical
+from ..hierarchy import AutoHierarchical, can_collapse
 from ..linalg.host import own_random_state
 from ..runtime.run import CannotBatch
 from .advice import Structure
@@ -158,7 +158,10 @@ class Result:
         verdict, guide, units = self.verdict, self.guide, None
         at_hand = not (verdict.ok or self.is_spread or self._is_stream)
         if at_hand and isinstance(guide, AutoHierarchical):
-            return f"{verdict.verdict} Or take fit.to_arviz(corrected=True), which has its own verdict."
+            if can_collapse(guide, *self.args, **self.kwargs):
+                how = "fit.to_arviz(corrected=True), which has its own verdict"
+                return f"{verdict.verdict} Or take {how}."
+            return verdict.verdict
         if at_hand:
             units = self._structure.units
         if units is not None and units.pooled:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -30,12 +31,19 @@ from torch import Tensor
 from ..linalg.host import own_random_state
 from ..linalg.products import matvec
 from ..linalg.triangles import cholesky, solve_transposed
-from ..runtime.density import Sites, free_dim, is_minibatch, site_log_prob, with_density
+from ..runtime.density import Sites, free_dim, is_minibatch, with_density
 from ..runtime.run import Minibatches, look, run_plainly
 from .conditional import Conditionals
 from .guide import AutoHierarchical
-from .marginal import check_sites, integrated, log_likelihoods, log_marginals, point_count
-from .runs import Drawn, Held, Values
+from .marginal import (
+    integrated,
+    log_likelihoods,
+    log_marginals,
+    point_count,
+    told_apart,
+    weighted_terms,
+)
+from .runs import Drawn, Given, Held, Values
 
 #: degrees of freedom of proposals, and how many there are for a unit of k latent variables: so many + k
 DEGREES, PROPOSALS = 5.0, 4
@@ -71,7 +79,8 @@ def collapse(
 
     Raises:
         RuntimeError: for a guide that was never called.
-        ValueError: for minibatches, another number of units, and data of units outside their plate.
+        ValueError: for minibatches, another number of units, and data of several units outside their
+            plate.
 
     Warns:
         RuntimeWarning: where another number of points changes log p(y | v) by more than 0.1 nats.
@@ -101,6 +110,21 @@ def collapse(
         torch.Size([20, 4])
     """
     return Collapsed(guide, args, kwargs, points)
+
+
+def _tried(guide: AutoHierarchical, args: Any, kwargs: Any) -> tuple[Given, Conditionals]:
+    """A few draws of q, whose data are told apart by unit."""
+    given = guide._given_globals(args, kwargs, TRIED, learning=True)
+    q = guide._conditionals(given)
+    return told_apart(guide.units, given, q), q
+
+
+def can_collapse(guide: AutoHierarchical, *args: Any, **kwargs: Any) -> bool:
+    """Whether :func:`collapse` can tell data apart by unit."""
+    with own_random_state(0), torch.no_grad(), suppress(ValueError):
+        _tried(guide, args, kwargs)
+        return True
+    return False
 
 
 class Collapsed:
@@ -134,10 +158,10 @@ class Collapsed:
         #: how many draws of the globals bound the memory
         self.at_once = max(1, AT_ONCE // max(1, total * self.units.size * k))
         with own_random_state(0), torch.no_grad():
-            given = guide._given_globals(args, kwargs, TRIED, learning=True)
-            check_sites(self.units, given, guide._conditionals(given).mean)
+            given, q = _tried(guide, args, kwargs)
+            self.call = given.call
             few, more = (
-                log_marginals(self.units, given, guide._conditionals(given), n).sum(-1)
+                log_marginals(self.units, given, q, n).sum(-1)
                 for n in (count, count + max(2, count // 4))
             )
         #: nats by which a quarter more points change log p(y | v), at draws of q(v)
@@ -167,8 +191,11 @@ class Collapsed:
             elif name not in units.names and all(
                 frame.name != units.plate for frame in site["cond_indep_stack"]
             ):
-                log_p = site_log_prob(site)[1]
-                total = total + log_p.reshape(*log_p.shape[:-width], -1).sum(-1)
+                log_p = weighted_terms(site)
+                log_p = log_p.reshape(*log_p.shape[:-width], -1)
+                if name in call.owners:  # of the units: they have their part
+                    log_p = log_p[..., call.owners[name] == units.size]
+                total = total + log_p.sum(-1)
         total = total + self.log_marginals(values).sum(-1)
         with pyro.plate(f"_all_{units.plate}", 1, dim=self._dim):
             pyro.factor(f"_log_p_{units.plate}", total.reshape(*lead, *[1] * width))

@@ -98,6 +98,40 @@ def test_the_rest_is_what_a_fine_grid_gives() -> None:
         assert float(found) == pytest.approx(float(counts_without_units(**at)), abs=2e-5)
 
 
+SCHOOL_OF = torch.tensor([3, 0, 1, 1, 4, 0, 2, 3, 1])
+SCORES = torch.tensor([1.0, 2.0, -0.5, 0.7, 3.1, 2.2, 0.3, 0.1, -1.0]).double()
+
+
+def test_data_in_a_plate_of_their_own_are_those_of_their_units() -> None:
+    """School 5 has no data; those of "level", and of one entry of "y" besides, are of no school."""
+
+    def by_index(y: Tensor = SCORES) -> None:
+        m: Any = pyro.sample("m", dist.Normal(y.new_zeros(()), 3.0))
+        s: Any = pyro.sample("s", dist.LogNormal(y.new_zeros(()), 1.0))
+        with pyro.plate("schools", 6):
+            u: Any = pyro.sample("u", dist.Normal(m, s))
+        means = torch.cat([u[..., SCHOOL_OF], m.expand(u.shape[:-1])[..., None]], -1)
+        with pyro.plate("data", len(y) + 1), poutine.scale(scale=2.0):
+            pyro.sample("y", dist.Normal(means, 0.7), obs=torch.cat([y, y.new_tensor([1.5])]))
+        pyro.sample("level", dist.Normal(m, 2.0), obs=y.new_tensor(0.4))
+
+    model = ngvi.collapse(fitted(by_index))
+    theta = torch.tensor([[0.3, -2.0], [1.5, 0.4], [-4.0, 1.9]]).double().requires_grad_()
+    m, log_s = theta.unbind(-1)
+    beside = dist.Normal(0.0, 3.0).log_prob(m) + dist.Normal(0.0, 1.0).log_prob(log_s)
+    beside = beside + dist.Normal(m, 2.0).log_prob(torch.tensor(0.4))
+    beside = beside + 2.0 * dist.Normal(m, 0.7).log_prob(torch.tensor(1.5))
+    u = torch.linspace(-80.0, 80.0, 80_001).double()[:, None]  # the trapezoidal rule
+    log_p = dist.Normal(u, 0.7).log_prob(SCORES)
+    each = torch.zeros(len(u), 6).double().index_add(1, SCHOOL_OF, 2.0 * log_p)
+    prior = dist.Normal(m, log_s.exp()).log_prob(u)[..., None]
+    of_units = torch.logsumexp(each[:, None] + prior, 0) + math.log(160.0 / 80_000.0)
+    wanted, found = beside + of_units.sum(-1), ModelDensity(model)(theta)
+    assert torch.allclose(found, wanted, rtol=0.0, atol=1e-8)
+    slopes = [torch.autograd.grad(x.sum(), theta)[0] for x in (found, wanted)]
+    assert torch.allclose(*slopes, rtol=0.0, atol=1e-7)
+
+
 def test_two_latent_variables_of_a_unit() -> None:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).double()
     y = (x > 0.4).double()
