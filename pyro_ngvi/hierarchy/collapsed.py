@@ -36,6 +36,7 @@ from ..runtime.run import Minibatches, look, run_plainly
 from .conditional import Conditionals
 from .guide import AutoHierarchical
 from .marginal import (
+    found_beyond,
     integrated,
     log_likelihoods,
     log_marginals,
@@ -51,6 +52,8 @@ DEGREES, PROPOSALS = 5.0, 4
 NARROWEST = 1.0 / 16.0
 #: draws of the globals at which the quadrature is tried, and nats of error of which a warning tells
 TRIED, NOTICED = 8, 0.1
+#: standard errors from which a unit is known to have more mass than the quadrature finds
+SURE = 4.0
 #: latent variables of units at all points and draws at once: with some data for each they fit in caches
 AT_ONCE = 1 << 18
 
@@ -83,7 +86,8 @@ def collapse(
             plate.
 
     Warns:
-        RuntimeWarning: where another number of points changes log p(y | v) by more than 0.1 nats.
+        RuntimeWarning: where another number of points changes log p(y | v) by more than 0.1 nats, or
+            random points find a tenth more mass of a unit than those, as of a second mode.
 
     Sources:
         Rue, Martino & Chopin 2009, Approximate Bayesian inference for latent Gaussian models, JRSS B
@@ -164,6 +168,12 @@ class Collapsed:
                 log_marginals(self.units, given, q, n).sum(-1)
                 for n in (count, count + max(2, count // 4))
             )
+            beyond, error = found_beyond(self.units, given, q, points)
+        #: numbers of the units of which the quadrature misses part, the worst first, and nats of these
+        self.missed: dict[int, float] = {}
+        for i in beyond.argsort(descending=True).tolist():
+            if beyond[i] > max(NOTICED, SURE * float(error[i])):
+                self.missed[i] = float(beyond[i].log1p())
         #: nats by which a quarter more points change log p(y | v), at draws of q(v)
         self.error = float((few - more).abs().amax().nan_to_num(torch.inf))
         if self.error > NOTICED:
@@ -173,6 +183,19 @@ class Collapsed:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+        elif self.missed:
+            warnings.warn(self.missed_in_words, RuntimeWarning, stacklevel=3)
+
+    @property
+    def missed_in_words(self) -> str:
+        """Of which units the quadrature misses a part."""
+        worst, nats = next(iter(self.missed.items()))
+        count = f"{len(self.missed)} of the {self.units.size} units of {self.units.plate!r}"
+        return (
+            f"Quadrature misses part of {count}, most of unit {worst}, {nats:.2g} nats: given the "
+            f"globals they have several modes, or a long tail"
+        )
 
     def __call__(self) -> None:
         """Sample the globals; what the data say of them is a ``pyro.factor``."""

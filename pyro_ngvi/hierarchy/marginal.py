@@ -22,10 +22,12 @@ from math import log, pi
 from numbers import Integral
 from typing import NamedTuple
 
+import pyro
 import torch
 from torch import Tensor
 
 from ..linalg.host import fixed_normal
+from ..linalg.products import matvec
 from ..runtime.density import Site, Sites, site_kind, site_log_prob, with_density
 from ..runtime.model_density import MOST_NUMBERS
 from ..sites.expectation import quadrature_points
@@ -38,6 +40,8 @@ from .units import Units, gradient
 ORDERS, SOBOL = {1: 20, 2: 7, 3: 5}, 512
 #: points a latent variable for which NumPy finds their places
 MOST = 200
+#: points of wide tails and of q each that look for what the quadrature misses
+WIDE = 1024
 
 
 def point_count(k: int, points: int | None) -> tuple[int, int]:
@@ -83,6 +87,40 @@ def integrated(units: Units, given: Given, q: Conditionals, points: int | None) 
             mean = kept * mean + torch.einsum("qsb,qk->sbk", share, x)
             square = kept[..., None] * square + torch.einsum("qsb,qk,ql->sbkl", share, x, x)
     return Integrated(total, mean, square)
+
+
+def found_beyond(units: Units, given: Given, q: Conditionals, points: int | None) -> Tensor:
+    r"""What random points over all of the prior find of L_i(v), over the L_i(v) of the quadrature.
+
+    Points of q(u_i | v) alone, however many, agree on an L_i that lacks a mode where none of them is.
+    So one half of these is from t, Cauchy entries with centre and scales of the prior, out to where no
+    other unit is.  All count as from t / 2 + q / 2: then weights are at most 2 L_i where q is
+    p(u_i | y_i, v).
+
+    Returns:
+        The ratio minus 1 and its standard error, means over the draws of v, (2, B).
+    """
+    prior, log_l = Conditionals.without_sites(given.priors), log_marginals(units, given, q, points)
+    S, B, k = q.mean.shape
+    means, squares = torch.zeros(2, 2, S, B).to(q.mean)
+    rows = max(1, MOST_NUMBERS // max(1, S * B * k))
+
+    def log_t(u: Tensor) -> Tensor:
+        white = matvec(prior.root.mT, u - prior.mean)
+        return prior.log_det_root - white.square().log1p().sum(-1) - k * log(pi)
+
+    for half in range(2):
+        for n in (min(rows, WIDE - start) for start in range(0, WIDE, rows)):
+            noise = torch.randn(2, n, S, B, k).to(q.mean)
+            u = q.draw(noise[0]) if half else prior.draw(noise[0] / noise[1])
+            with pyro.validation_enabled(False):  # far out parameters leave their support
+                log_p = log_likelihoods(units, given.repeated(n), u.flatten(0, 1))
+            log_w = log_p.reshape(n, S, B) + prior.log_prob(u) + log(2.0)
+            w = (log_w - torch.logaddexp(q.log_prob(u), log_t(u)) - log_l).exp().nan_to_num(0.0)
+            means[half] += w.sum(0) / WIDE
+            squares[half] += w.square().sum(0) / WIDE
+    error = ((squares - means.square()).sum(0) / WIDE).sqrt() / 2.0
+    return torch.stack([means.mean(0).mean(0) - 1.0, error.square().sum(0).sqrt() / S])
 
 
 def told_apart(units: Units, given: Given, q: Conditionals) -> Given:
