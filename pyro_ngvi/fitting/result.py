@@ -15,7 +15,8 @@ from ..diagnostics import Diagnosis, KHat
 from ..diagnostics.draws import guide_draws, random_state
 from ..distributed.processes import is_alone
 from ..guides import AutoMixtureNormal
-from ..hierarchy import AutoHierarchical, can_collapse
+from ..hierarchy import AutoHierarchical
+from ..hierarchy.collapsed import can_collapse
 from ..linalg.host import own_random_state
 from ..runtime.run import CannotBatch
 from .advice import Structure
@@ -166,7 +167,9 @@ class Result:
             units = self._structure.units
         if units is not None and units.pooled:
             return f'{verdict.verdict} There are {str(units)[:100]}: pass guide="AutoHierarchical".'
-        modes = 1 if isinstance(guide, AutoMixtureNormal) else modes_seen(guide)
+        if isinstance(guide, AutoMixtureNormal):
+            return f"{verdict.verdict} {guide.lost}".rstrip()
+        modes = modes_seen(guide)
         if modes == 1:
             return verdict.verdict
         return (

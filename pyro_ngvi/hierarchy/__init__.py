@@ -1,6 +1,6 @@
 """Hierarchical models: units whose latent variables follow the globals."""
 
-from .collapsed import Collapsed, ExactUnits, can_collapse, collapse
+from .collapsed import Collapsed, ExactUnits, collapse
 from .guide import AutoHierarchical
 
-__all__ = ["AutoHierarchical", "Collapsed", "ExactUnits", "can_collapse", "collapse"]
+__all__ = ["AutoHierarchical", "Collapsed", "ExactUnits", "collapse"]
