@@ -75,11 +75,16 @@ def corrected(guide: Any, *args: Any, points: int | None = None, **kwargs: Any) 
     return best
 
 
-def decision_on(weights: KHat) -> tuple[str, str]:
+def decision_on(weights: KHat, model: Collapsed) -> tuple[str, str]:
     """Whether to take corrected draws, and the same in words."""
     share, draws = weights.ess / len(weights.log_weights), len(weights.log_weights)
     good = weights.reliable and share >= FEWEST and not (weights.missed or 0.0) > 0.0
     figures = f"k-hat of the globals {weights.khat:.2f} from {draws} draws, worth {weights.ess:.0f}"
+    if model.missed:
+        return (
+            "unusable",
+            f"Not usable. {model.missed_in_words}. Check against NUTS from several starts.",
+        )
     if good:
         return "intervals", f"Take the corrected intervals as they are ({figures} exact ones)."
     return "unusable", (

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,9 @@ ACCEPTED, ADAPTING, LEAP = 0.8, 4, 1.2
 MOST_LEAPS, LENGTH = 16, 0.5 * math.pi
 #: k-hat above which weights know of mass that chains may not have reached: they have no mean
 HEAVY = 1.5
+#: chains that tell something, and times as many draws for modes of a mixture; k-hat alone judges a mode
+#: with fewer
+FEWEST_CHAINS, OF_MODES = 50, 4
 #: correlation with the start above which a chain has not told much
 STUCK = 0.7
 
@@ -55,6 +58,12 @@ class Moved(Shift):
     """
 
     rho: Tensor
+
+    @classmethod
+    def of_modes(cls, each: list[Moved]) -> Moved:
+        """One, or all those of several modes, (modes, ...)."""
+        fields = zip(*map(astuple, each), strict=True)
+        return each[0] if len(each) == 1 else cls(*map(torch.stack, fields))
 
     @property
     def is_off(self) -> bool:
@@ -88,12 +97,15 @@ class Diagnosis:
             they are others: mean and sd of x hardly see how much of the mass lies near 0.
         khat: what importance weights say.
         accepted: share of trajectories that were accepted, after adaptation.
+        modes: how many modes of a mixture, apart from each other, have chains of their own.  ``sites``
+            are those of each then, (modes, ...), in its sds, and weights judge the shares of modes.
     """
 
     sites: dict[str, Moved]
     unconstrained: dict[str, Moved]
     khat: KHat = field(repr=False)
     accepted: float
+    modes: int = 1
 
     @property
     def _moved(self) -> dict[str, Moved]:
@@ -109,7 +121,8 @@ class Diagnosis:
         if weights.ess == 0.0:
             return "unusable"
         good = all(m.is_good for m in self._moved.values())
-        if good and not self._missed and (weights.reliable or weights.khat <= HEAVY):
+        light = weights.ok if self.modes > 1 else weights.reliable or weights.khat <= HEAVY
+        if good and not self._missed and light:
             return "intervals"
         if weights.decision == "resample":
             return "resample"
@@ -147,11 +160,13 @@ class Diagnosis:
             errors = zip(*(m.errors(2.0) for m in self._moved.values()), strict=True)
             mean, log_sd = (max(float(x.max()) for x in part if x.numel()) for part in errors)
             where = f"{right_to(mean, log_sd)} by short chains"
+            where += f" in each of {self.modes} modes" * (self.modes > 1)
             where += f" ({BOUNDS})" * self.ok
         if not wrong and self._missed:
             where = f"draws of the prior show {self.khat.missed:.1f} nats more: a mode was missed"
         elif not wrong and not self.ok:
-            where += f", but weights have a heavy tail (k-hat {self.khat.khat:.1f})"
+            tail = f"weights have a heavy tail (k-hat {self.khat.khat:.1f})"
+            where += f", but {self.khat.verdict.rstrip('.') if self.modes > 1 else tail}"
         how = ': to_arviz(..., resample="psis")' * (self.decision == "resample")
         return f"{words[self.decision]}{how}: {where}."
 
@@ -181,8 +196,9 @@ def diagnose(
     metric is the covariance of the guide's draws.
 
     When not to use it: models whose gradient costs too much for ``16 * num_steps`` of them, and
-    posteriors with several modes, between which short chains do not go.  Nor do they go down the neck
-    of a funnel: that a guide lacks it may not be seen.
+    posteriors with several modes, between which short chains do not go; of those of an
+    :class:`~pyro_ngvi.AutoMixtureNormal` each has its chains, and k-hat judges their shares.  Nor do
+    they go down the neck of a funnel: that a guide lacks it may not be seen.
 
     Args:
         model: the Pyro model.
@@ -205,25 +221,49 @@ def diagnose(
         >>> diagnose(model, model).decision, diagnose(model, narrow).decision
         ('intervals', 'unusable')
     """
-    if num_chains < 50 or num_steps <= ADAPTING:
-        raise ValueError(f"diagnose needs at least 50 chains and {ADAPTING + 1} steps.")
+    if num_chains < FEWEST_CHAINS or num_steps <= ADAPTING:
+        raise ValueError(
+            f"diagnose needs at least {FEWEST_CHAINS} chains and {ADAPTING + 1} steps."
+        )
     need_all_data(model)
     weights = khat(model, guide, *args, seed=seed, **kwargs)
     with random_state(seed, stream=2):
-        values, _ = guide_draws(partial(guide, *args, **kwargs), num_chains)
+        drawn = partial(guide_draws, partial(guide, *args, **kwargs))
+        values, _ = drawn(num_chains)
         density = ModelDensity(model, args, kwargs)
-        start = density.pack({name: values[name] for name in density.layout.transforms})
-        end, accepted = run_chains(density, start.detach(), num_steps)
-    sites, unconstrained = {}, {}
+
+        def packed(values: Any) -> Tensor:
+            return density.pack({name: values[name] for name in density.layout.transforms}).detach()
+
+        start = packed(values)
+        # chains do not go between the modes of a mixture that are apart
+        modes_at = getattr(guide, "modes_at", lambda x: x.new_zeros(len(x)))
+        counts = modes_at(start).unique(return_counts=True)
+        modes = [int(m) for m, count in zip(*counts, strict=True) if count >= FEWEST_CHAINS]
+        if len(modes) < 2:
+            modes, modes_at = [0], lambda x: x.new_zeros(len(x))
+        else:
+            start = torch.cat([start, packed(drawn((OF_MODES - 1) * num_chains)[0])])
+        pairs, accepted = [], 0.0
+        for mode in modes:
+            own = start[modes_at(start) == mode][:num_chains]
+            end, share = run_chains(density, own, num_steps)
+            pairs.append([x[modes_at(end) == mode] for x in (own, end)])
+            accepted += share / len(modes)
+    sites: dict[str, list[Moved]] = {}
+    unconstrained: dict[str, list[Moved]] = {}
     with torch.no_grad():
-        ends = density.layout.unconstrained(end)
-        for (name, transform, a), (_, _, b) in zip(
-            density.layout.unconstrained(start), ends, strict=True
-        ):
-            sites[name] = moved(x := transform(a), transform(b))
-            if x is not a:  # the identity returns its argument
-                unconstrained[name] = moved(a, b)
-    return Diagnosis(sites, unconstrained, weights, accepted)
+        for own, end in pairs:
+            both = zip(*map(density.layout.unconstrained, (own, end)), strict=True)
+            for (name, transform, a), (_, _, b) in both:
+                sites.setdefault(name, []).append(moved(x := transform(a), transform(b)))
+                if x is not a:  # the identity returns its argument
+                    unconstrained.setdefault(name, []).append(moved(a, b))
+    as_are, others = (
+        {name: Moved.of_modes(each) for name, each in found.items()}
+        for found in (sites, unconstrained)
+    )
+    return Diagnosis(as_are, others, weights, accepted, len(modes))
 
 
 def run_chains(

@@ -157,7 +157,7 @@ class Fitted:
         names = self.latent if self.batches else names  # the others may be of single data
         self.shown = [n for n in names if shape.get(n) == self.sites[n]["value"].shape]
 
-    def _joints(self) -> Iterator[tuple[float, Any]]:
+    def joints(self) -> Iterator[tuple[float, Any]]:
         """``joint``, or that of each minibatch, with its share in the log density of all data."""
         if self.batches is None:
             yield 1.0, self.joint
@@ -198,7 +198,7 @@ class Fitted:
 
         found: Parts = {}
         density: dict[str, Any] = {"log": 0.0, "squares": 0.0}
-        for share, joint in self._joints():
+        for share, joint in self.joints():
             found = map_draws(joint, evaluated, values, num_samples, batch_size)
             part = found["density"]
             density["log"] = density["log"] + share * part["log"]

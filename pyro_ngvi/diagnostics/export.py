@@ -161,7 +161,7 @@ def to_arviz(
         found, own = judge(fitted, draws, batch_size), draws.weights
         decision, verdict = found.decision, found.verdict
         if corrected:
-            decision, verdict = decision_on(found)
+            decision, verdict = decision_on(found, guide.collapsed)
         warn_of_edges(sites, draws.values)
         if fixed := draws.point_masses:
             found = replace(found, khat=float("inf"))

@@ -246,7 +246,7 @@ def loo_units(
         kwargs: keyword arguments of the model.
 
     Raises:
-        ValueError: where data of units lie outside their plate, or for fewer than 25 draws.
+        ValueError: where a datum outside the plate of units is of several, or for fewer than 25 draws.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist

@@ -12,7 +12,15 @@ from torch.distributions import biject_to
 from ..linalg.host import own_random_state
 from .draws import Draws, Fitted, random_state, sites_of_kind, warn_of_edges
 from .khat import KHat
-from .weights import MIN_DRAWS, evidence_of, missed_nats, prior_evidence, shift_of, steepest
+from .weights import (
+    MIN_DRAWS,
+    NOTICED,
+    evidence_of,
+    missed_nats,
+    prior_evidence,
+    shift_of,
+    steepest,
+)
 
 #: times as many draws where k-hat alone doubts them, if they and their data are so many numbers at most
 MORE, MOST = 16, 50_000_000
@@ -31,9 +39,10 @@ def khat(
 
     The same ``num_samples`` and ``seed`` give the draws of :func:`pyro_ngvi.to_arviz`, which says what
     the other arguments are. Where k-hat is too large though the weights are worth half of the draws, 16
-    times as many draws decide, if they and their data are no more than 5 * 10^7 numbers. The parameter
-    store and gradients are left alone. Latent sites that are marked ``infer={"enumerate": "parallel"}``
-    and not in the guide are summed out.
+    times as many draws decide, if they and their data are no more than 5 * 10^7 numbers; and so many of
+    the prior where few suggest that a mode is missed. The parameter store and gradients are left alone.
+    Latent sites that are marked ``infer={"enumerate": "parallel"}`` and not in the guide are summed
+    out.
 
     Raises:
         ValueError: for fewer than 25 draws, a subsampled plate, a guide that is a point mass in
@@ -68,18 +77,26 @@ def khat(
 def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
     """What the weights of ``draws`` say, or those of 16 times as many where k-hat alone doubts them."""
     with own_random_state():
-        if draws.weights.doubtful and may_draw_more(fitted, draws):
+        more = may_draw_more(fitted, draws)
+        if draws.weights.doubtful and more and fitted.batches is None:
             draws = fitted.draw(MORE * len(draws.log_q), batch_size)
         found, log_ratio = draws.weights, draws.log_ratio
         values = {name: x.numpy(force=True) for name, x in draws.sites.items()}
         weights = found.psis_log_weights if found.ess > 0.0 else found.log_weights
-        missed, alone = None, not (fitted.whole or fitted.batches)
+        missed, alone = None, not fitted.whole and (more or not fitted.batches)
         # what depends on enumerated sites has no density of its own to draw from
-        # nor do processes draw the same from it, and minibatches would be gone through once more
+        # nor do processes draw the same from it, and minibatches are gone through once more
         if found.ess > 0.0 and fitted.joint is fitted.model and alone:
-            few = max(len(log_ratio) // 4, MIN_DRAWS)
-            prior = prior_evidence(fitted.model, fitted.latent, few, batch_size)
-            missed = None if prior is None else missed_nats(prior, evidence_of(log_ratio))
+            few, of_guide = max(len(log_ratio) // 4, MIN_DRAWS), evidence_of(log_ratio)
+            joints = None if fitted.batches is None else fitted.joints
+            for count in (few, MORE * few) if more else (few,):
+                prior = prior_evidence(fitted.model, fitted.latent, count, batch_size, joints)
+                if prior is None:
+                    break
+                missed = missed_nats(prior, of_guide)
+                # an excess of few draws may be their noise
+                if missed > 0.0 or prior.log < of_guide.log + NOTICED:
+                    break
         spread = log_ratio.std(ddof=1) if np.isfinite(log_ratio).all() else np.nan
         unconstrained = {}
         for name, x in draws.values.items():
@@ -109,11 +126,11 @@ def log_q_error(guide: Any) -> float:
 
 def may_draw_more(fitted: Fitted, draws: Draws) -> bool:
     """Whether 16 times as many draws are not too many, of these sites and their data."""
-    if fitted.batches is not None:
-        return False
     data = sites_of_kind(fitted.sites, "observed")
     numbers = sum(x.numel() for x in (*draws.values.values(), *draws.sites.values()))
     numbers += len(draws.log_q) * sum(fitted.sites[n]["fn"].shape().numel() for n in data)
     if fitted.whole:
         numbers = max(fitted.whole.of_all(numbers))
+    elif fitted.batches is not None:
+        numbers /= next(fitted.joints())[0]
     return MORE * numbers <= MOST

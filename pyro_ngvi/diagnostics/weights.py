@@ -38,7 +38,7 @@ the prior is much wider than the posterior in many directions, and on modes of l
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -272,8 +272,11 @@ def prior_evidence(
     latent: Collection[str],
     num_samples: int,
     batch_size: int | None = None,
+    joints: Callable[[], Iterable[tuple[float, Any]]] | None = None,
 ) -> Evidence | None:
     """The mean likelihood over draws of the prior; ``None`` where it cannot be drawn from.
+
+    ``joints``: the model of each minibatch, with its share of the data, where ``model`` is one of them.
 
     Leaves the random state alone.
     """
@@ -283,13 +286,19 @@ def prior_evidence(
         log_joint = [scaled.double().sum() for _, scaled in terms.values()]
         # what the draws came from: a masked prior is improper and still draws
         drawn_from = [-terms[name][0].double().sum() for name in latent]
-        return {"sums": {"log_weight": torch.stack([*log_joint, *drawn_from]).sum()}}
+        log_weight = torch.stack([*log_joint, *drawn_from]).sum()
+        kept = {name: sites[name]["value"] for name in latent if joints}
+        return {"sums": {"log_weight": log_weight}, "values": kept}
 
     with own_random_state(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # far from the posterior models may warn of anything
         try:
             run = map_draws(model, likelihood, {}, num_samples, batch_size)
+            found = run["sums"]["log_weight"]
+            if joints is not None:
+                given = likelihood, run["values"], num_samples, batch_size
+                parts = ((w, map_draws(part, *given)["sums"]["log_weight"]) for w, part in joints())
+                found = torch.stack([w * log_weight for w, log_weight in parts]).sum(0)
         except Exception:  # improper priors; models that fail far from the posterior, in any way
             return None
-    found = run["sums"]["log_weight"]
     return evidence_of(torch.where(torch.isfinite(found), found, -torch.inf).cpu().numpy())

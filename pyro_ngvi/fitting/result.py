@@ -16,6 +16,7 @@ from ..diagnostics.draws import guide_draws, random_state
 from ..distributed.processes import is_alone
 from ..guides import AutoMixtureNormal
 from ..hierarchy import AutoHierarchical
+from ..hierarchy.collapsed import can_collapse
 from ..linalg.host import own_random_state
 from ..runtime.run import CannotBatch
 from .advice import Structure
@@ -158,12 +159,17 @@ class Result:
         verdict, guide, units = self.verdict, self.guide, None
         at_hand = not (verdict.ok or self.is_spread or self._is_stream)
         if at_hand and isinstance(guide, AutoHierarchical):
-            return f"{verdict.verdict} Or take fit.to_arviz(corrected=True), which has its own verdict."
+            if can_collapse(guide, *self.args, **self.kwargs):
+                how = "fit.to_arviz(corrected=True), which has its own verdict"
+                return f"{verdict.verdict} Or take {how}."
+            return verdict.verdict
         if at_hand:
             units = self._structure.units
         if units is not None and units.pooled:
             return f'{verdict.verdict} There are {str(units)[:100]}: pass guide="AutoHierarchical".'
-        modes = 1 if isinstance(guide, AutoMixtureNormal) else modes_seen(guide)
+        if isinstance(guide, AutoMixtureNormal):
+            return f"{verdict.verdict} {guide.lost}".rstrip()
+        modes = modes_seen(guide)
         if modes == 1:
             return verdict.verdict
         return (

@@ -229,11 +229,15 @@ class Search:
         elbos = [lower(self.log_ratio(family, q, COMPARED), 2.0) for q in found]
         params = found[elbos.index(max(elbos))] if max(elbos, default=before) > before else None
         good = [q for q in self.ends if q.spread < SAME]
+        return Found(params, tuple(reached), before, self.evaluations, self.count(good))
+
+    def count(self, good: list[Gaussian]) -> int:
+        """How many of comparable mass have a fall of log p between any two; at least 1."""
         modes: list[Gaussian] = []
         for q in modes_of(good, COMPARABLE):
             if all(self.barrier(q, m) > BARRIER for m in modes):
                 modes.append(q)
-        return Found(params, tuple(reached), before, self.evaluations, max(1, len(modes)))
+        return max(1, len(modes))
 
     def barrier(self, a: Gaussian, b: Gaussian) -> float:
         """Nats by which log p falls half way between two Gaussians, at the best point of that plane."""

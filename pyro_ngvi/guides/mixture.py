@@ -26,6 +26,10 @@ from .search import start_points
 COVARIANCES: dict[str, Any] = {"full": FullRankNormal, "diagonal": MeanFieldNormal}
 #: so many points, and one for each mode so far, without a further mode end the search
 PATIENCE = 8
+#: Bhattacharyya distance in nats above which two components are apart: 6 sds, where both have one shape
+APART = 4.5
+#: weight below which a component is of no use
+IN_USE = 1e-3
 
 
 class MixtureDistribution(FamilyDistribution):
@@ -107,7 +111,8 @@ def best_mixture(
             elbos = params["loc"].new_tensor([q.elbo for q in chosen])
             params["logits"] = elbos.log_softmax(-1).clamp_min(LEAST)
             params = params if elbo(params) > floor else None
-        return Found(params, tuple(reached), floor, search.evaluations)
+        good = [q for q in search.ends if q.spread < SAME]
+        return Found(params, tuple(reached), floor, search.evaluations, search.count(good))
 
 
 class AutoMixtureNormal(AutoFamily):
@@ -127,7 +132,7 @@ class AutoMixtureNormal(AutoFamily):
     for many latent variables.
 
     Args:
-        num_components: K, the number of Gaussians; more than there are modes for a better fit.
+        num_components: K, the number of Gaussians (2); more than there are modes for a better fit.
         covariance: "full" (default) or "diagonal", of each component.
         kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.  With ``init``
             ``None`` or "map" all components start within ``init_scale`` of one point.
@@ -160,7 +165,7 @@ class AutoMixtureNormal(AutoFamily):
     def __init__(
         self,
         model: Callable[..., Any],
-        num_components: int,
+        num_components: int = 2,
         covariance: str = "full",
         **kwargs: Any,
     ) -> None:
@@ -192,3 +197,46 @@ class AutoMixtureNormal(AutoFamily):
     def weights(self) -> Tensor:
         """pi (K,), of the answer so far."""
         return self.family.probs(self._current()).detach()
+
+    @property
+    @torch.no_grad()
+    def modes(self) -> Tensor:
+        """The mode that each component is of, (K,), by the number of its first component: those in use
+        that overlap, or overlap by way of others, are of one; -1 for components without weight."""
+        params = self._current()
+        loc, cov = params["loc"], each(self.family.component.covariance, self.family.own(params))
+        root = torch.linalg.cholesky(0.5 * (cov + cov[:, None]))
+        white = torch.linalg.solve_triangular(root, (loc - loc[:, None])[..., None], upper=False)
+        half_log_det = torch.linalg.cholesky(cov).diagonal(0, -2, -1).log().sum(-1)
+        spread = root.diagonal(0, -2, -1).log().sum(-1)
+        spread = spread - 0.5 * (half_log_det + half_log_det[:, None])
+        used = self.weights > IN_USE
+        near = (white.square().sum((-2, -1)) / 8.0 + spread < APART) & used & used[:, None]
+        for _ in used:
+            near = near | (near.to(loc) @ near.to(loc) > 0.0)
+        return torch.where(used, near.to(loc).argmax(1), -1)
+
+    @property
+    def lost(self) -> str:
+        """What is known of modes that no component is of, in words; empty where nothing is."""
+        K, report = len(self.weights), self.start_report
+        held, idle = len(set(self.modes.tolist()) - {-1}), int((self.weights <= IN_USE).sum())
+        if report is not None and held < report.modes and (idle or K < report.modes):
+            return (
+                f"The search for a start found {report.modes} modes of comparable mass, and components "
+                f"in use are of {held}: pass num_components={max(K + 1, report.modes)}."
+            )
+        if report is None and idle:
+            return (
+                f"{idle} of {K} components lost their weight, and no search has counted modes: one may "
+                f"be lost with them. Take another seed, or all data in each step."
+            )
+        return ""
+
+    @torch.no_grad()
+    def modes_at(self, theta: Tensor) -> Tensor:
+        """Of which of :attr:`modes` points theta (S, d) are."""
+        params, modes = self._current(), self.modes
+        log_n = self.family.component_log_prob(params, theta)
+        joint = log_n + params["logits"].log_softmax(-1).unsqueeze(-1)
+        return modes[joint.masked_fill((modes < 0).unsqueeze(-1), -torch.inf).argmax(0)]

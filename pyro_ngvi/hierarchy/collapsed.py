@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -30,12 +31,20 @@ from torch import Tensor
 from ..linalg.host import own_random_state
 from ..linalg.products import matvec
 from ..linalg.triangles import cholesky, solve_transposed
-from ..runtime.density import Sites, free_dim, is_minibatch, site_log_prob, with_density
+from ..runtime.density import Sites, free_dim, is_minibatch, with_density
 from ..runtime.run import Minibatches, look, run_plainly
 from .conditional import Conditionals
 from .guide import AutoHierarchical
-from .marginal import check_sites, integrated, log_likelihoods, log_marginals, point_count
-from .runs import Drawn, Held, Values
+from .marginal import (
+    found_beyond,
+    integrated,
+    log_likelihoods,
+    log_marginals,
+    point_count,
+    told_apart,
+    weighted_terms,
+)
+from .runs import Drawn, Given, Held, Values
 
 #: degrees of freedom of proposals, and how many there are for a unit of k latent variables: so many + k
 DEGREES, PROPOSALS = 5.0, 4
@@ -43,6 +52,8 @@ DEGREES, PROPOSALS = 5.0, 4
 NARROWEST = 1.0 / 16.0
 #: draws of the globals at which the quadrature is tried, and nats of error of which a warning tells
 TRIED, NOTICED = 8, 0.1
+#: standard errors from which a unit is known to have more mass than the quadrature finds
+SURE = 4.0
 #: latent variables of units at all points and draws at once: with some data for each they fit in caches
 AT_ONCE = 1 << 18
 
@@ -71,10 +82,12 @@ def collapse(
 
     Raises:
         RuntimeError: for a guide that was never called.
-        ValueError: for minibatches, another number of units, and data of units outside their plate.
+        ValueError: for minibatches, another number of units, and data of several units outside their
+            plate.
 
     Warns:
-        RuntimeWarning: where another number of points changes log p(y | v) by more than 0.1 nats.
+        RuntimeWarning: where another number of points changes log p(y | v) by more than 0.1 nats, or
+            random points find a tenth more mass of a unit than those, as of a second mode.
 
     Sources:
         Rue, Martino & Chopin 2009, Approximate Bayesian inference for latent Gaussian models, JRSS B
@@ -101,6 +114,21 @@ def collapse(
         torch.Size([20, 4])
     """
     return Collapsed(guide, args, kwargs, points)
+
+
+def _tried(guide: AutoHierarchical, args: Any, kwargs: Any) -> tuple[Given, Conditionals]:
+    """A few draws of q, whose data are told apart by unit."""
+    given = guide._given_globals(args, kwargs, TRIED, learning=True)
+    q = guide._conditionals(given)
+    return told_apart(guide.units, given, q), q
+
+
+def can_collapse(guide: AutoHierarchical, *args: Any, **kwargs: Any) -> bool:
+    """Whether :func:`collapse` can tell data apart by unit."""
+    with own_random_state(0), torch.no_grad(), suppress(ValueError):
+        _tried(guide, args, kwargs)
+        return True
+    return False
 
 
 class Collapsed:
@@ -134,12 +162,18 @@ class Collapsed:
         #: how many draws of the globals bound the memory
         self.at_once = max(1, AT_ONCE // max(1, total * self.units.size * k))
         with own_random_state(0), torch.no_grad():
-            given = guide._given_globals(args, kwargs, TRIED, learning=True)
-            check_sites(self.units, given, guide._conditionals(given).mean)
+            given, q = _tried(guide, args, kwargs)
+            self.call = given.call
             few, more = (
-                log_marginals(self.units, given, guide._conditionals(given), n).sum(-1)
+                log_marginals(self.units, given, q, n).sum(-1)
                 for n in (count, count + max(2, count // 4))
             )
+            beyond, error = found_beyond(self.units, given, q, points)
+        #: numbers of the units of which the quadrature misses part, the worst first, and nats of these
+        self.missed: dict[int, float] = {}
+        for i in beyond.argsort(descending=True).tolist():
+            if beyond[i] > max(NOTICED, SURE * float(error[i])):
+                self.missed[i] = float(beyond[i].log1p())
         #: nats by which a quarter more points change log p(y | v), at draws of q(v)
         self.error = float((few - more).abs().amax().nan_to_num(torch.inf))
         if self.error > NOTICED:
@@ -149,6 +183,19 @@ class Collapsed:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+        elif self.missed:
+            warnings.warn(self.missed_in_words, RuntimeWarning, stacklevel=3)
+
+    @property
+    def missed_in_words(self) -> str:
+        """Of which units the quadrature misses a part."""
+        worst, nats = next(iter(self.missed.items()))
+        count = f"{len(self.missed)} of the {self.units.size} units of {self.units.plate!r}"
+        return (
+            f"Quadrature misses part of {count}, most of unit {worst}, {nats:.2g} nats: given the "
+            f"globals they have several modes, or a long tail"
+        )
 
     def __call__(self) -> None:
         """Sample the globals; what the data say of them is a ``pyro.factor``."""
@@ -167,8 +214,11 @@ class Collapsed:
             elif name not in units.names and all(
                 frame.name != units.plate for frame in site["cond_indep_stack"]
             ):
-                log_p = site_log_prob(site)[1]
-                total = total + log_p.reshape(*log_p.shape[:-width], -1).sum(-1)
+                log_p = weighted_terms(site)
+                log_p = log_p.reshape(*log_p.shape[:-width], -1)
+                if name in call.owners:  # of the units: they have their part
+                    log_p = log_p[..., call.owners[name] == units.size]
+                total = total + log_p.sum(-1)
         total = total + self.log_marginals(values).sum(-1)
         with pyro.plate(f"_all_{units.plate}", 1, dim=self._dim):
             pyro.factor(f"_log_p_{units.plate}", total.reshape(*lead, *[1] * width))

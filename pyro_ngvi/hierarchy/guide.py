@@ -23,7 +23,7 @@ from ..runtime.pyro_adapter import has_model
 from ..runtime.run import Minibatches, run_particles
 from .conditional import Conditionals, antithetic, mixture_quantiles
 from .find import check_index, find_units
-from .marginal import check_sites, log_marginals
+from .marginal import log_marginals, told_apart
 from .runs import Call, Drawn, Given
 from .table import SiteTable
 from .units import Units
@@ -279,8 +279,7 @@ class AutoHierarchical(MadeAtFirstCall):
         with poutine.block():
             given = self._given_globals(args, kwargs, num_draws)
             q = self._conditionals(given)
-            check_sites(self.units, given, q.mean)
-            return log_marginals(self.units, given, q, points)
+            return log_marginals(self.units, told_apart(self.units, given, q), q, points)
 
     def _given_globals(
         self, args: Any, kwargs: Any, draws: int | None = None, learning: bool = False

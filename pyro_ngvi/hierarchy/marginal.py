@@ -17,16 +17,21 @@ unit i out,
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log, pi
 from numbers import Integral
 from typing import NamedTuple
 
+import pyro
 import torch
 from torch import Tensor
 
-from ..runtime.density import Sites, site_kind, site_log_prob, with_density
+from ..linalg.host import fixed_normal
+from ..linalg.products import matvec
+from ..runtime.density import Site, Sites, site_kind, site_log_prob, with_density
 from ..runtime.model_density import MOST_NUMBERS
 from ..sites.expectation import quadrature_points
+from ..sites.probe_points import digit_masks
 from .conditional import Conditionals
 from .runs import Given
 from .units import Units, gradient
@@ -35,6 +40,8 @@ from .units import Units, gradient
 ORDERS, SOBOL = {1: 20, 2: 7, 3: 5}, 512
 #: points a latent variable for which NumPy finds their places
 MOST = 200
+#: points of wide tails and of q each that look for what the quadrature misses
+WIDE = 1024
 
 
 def point_count(k: int, points: int | None) -> tuple[int, int]:
@@ -82,34 +89,115 @@ def integrated(units: Units, given: Given, q: Conditionals, points: int | None) 
     return Integrated(total, mean, square)
 
 
-def check_sites(units: Units, given: Given, x: Tensor) -> None:
-    """Refuse models in which units do not have their data to themselves."""
+def found_beyond(units: Units, given: Given, q: Conditionals, points: int | None) -> Tensor:
+    r"""What random points over all of the prior find of L_i(v), over the L_i(v) of the quadrature.
+
+    Points of q(u_i | v) alone, however many, agree on an L_i that lacks a mode where none of them is.
+    So one half of these is from t, Cauchy entries with centre and scales of the prior, out to where no
+    other unit is.  All count as from t / 2 + q / 2: then weights are at most 2 L_i where q is
+    p(u_i | y_i, v).
+
+    Returns:
+        The ratio minus 1 and its standard error, means over the draws of v, (2, B).
+    """
+    prior, log_l = Conditionals.without_sites(given.priors), log_marginals(units, given, q, points)
+    S, B, k = q.mean.shape
+    means, squares = torch.zeros(2, 2, S, B).to(q.mean)
+    rows = max(1, MOST_NUMBERS // max(1, S * B * k))
+
+    def log_t(u: Tensor) -> Tensor:
+        white = matvec(prior.root.mT, u - prior.mean)
+        return prior.log_det_root - white.square().log1p().sum(-1) - k * log(pi)
+
+    for half in range(2):
+        for n in (min(rows, WIDE - start) for start in range(0, WIDE, rows)):
+            noise = torch.randn(2, n, S, B, k).to(q.mean)
+            u = q.draw(noise[0]) if half else prior.draw(noise[0] / noise[1])
+            with pyro.validation_enabled(False):  # far out parameters leave their support
+                log_p = log_likelihoods(units, given.repeated(n), u.flatten(0, 1))
+            log_w = log_p.reshape(n, S, B) + prior.log_prob(u) + log(2.0)
+            w = (log_w - torch.logaddexp(q.log_prob(u), log_t(u)) - log_l).exp().nan_to_num(0.0)
+            means[half] += w.sum(0) / WIDE
+            squares[half] += w.square().sum(0) / WIDE
+    error = ((squares - means.square()).sum(0) / WIDE).sqrt() / 2.0
+    return torch.stack([means.mean(0).mean(0) - 1.0, error.square().sum(0).sqrt() / S])
+
+
+def told_apart(units: Units, given: Given, q: Conditionals) -> Given:
+    """With the unit that each datum outside their plate belongs to, as in ``Normal(u[index], s)``.
+
+    It is the one whose moves change its density: one half of the units is moved at a time, told apart
+    by the binary digits of their numbers, at all draws of v.  Refuses data of several units.
+    """
+    still, count = q.mean, q.mean.shape[1]
+    away = q.draw(fixed_normal(1, count, units.width, seed=count).to(still).expand_as(still))
+
+    def terms(x: Tensor) -> dict[str, Tensor]:
+        def outside(sites: Sites) -> dict[str, Tensor]:
+            seen = {n: s for n, s in with_density(sites).items() if _is_outside(units, s)}
+            return {name: weighted_terms(site).reshape(-1) for name, site in seen.items()}
+
+        values = units.values(given.gaussians(x), given.maps)
+        return given.call.batched(outside, {**given.values, **values})
+
+    masks, here, owners = digit_masks(count, still.device), terms(still), {}
+    there = [terms(torch.where(mask.unsqueeze(-1), away, still)) for mask in masks] if here else []
+    for name, at in here.items():
+        moved = torch.stack([(x[name] != at).any(0) for x in there])
+        ones, zeros = moved.chunk(2)
+        numbers = (ones.long() << torch.arange(len(ones), device=still.device)[:, None]).sum(0)
+        owned = moved.any(0)
+        if not bool((ones ^ zeros).all(0)[owned].all()):
+            raise _not_told_apart(units, name)
+        if bool(owned.any()):
+            owners[name] = torch.where(owned, numbers, count)
+    given = replace(given, call=replace(given.call, owners=owners))
     with torch.enable_grad():
-        x = x.detach().requires_grad_()
+        x = still.detach().requires_grad_()
         slope = gradient(log_likelihoods(units, given, x), x)
-    whole = units.gradient(given, x) / given.seen.scale
+    whole = units.gradient(given, still) / given.seen.scale
     size = 1e-3 * whole.abs().max().clamp_min(1e-3)
     if not bool(((slope - whole).abs() <= size).all()):
-        raise ValueError(
-            f"AutoHierarchical: data outside the plate {units.plate!r} see its units, so that they are "
-            f"not told apart by unit. Put what is observed of a unit into the plate."
-        )
+        raise _not_told_apart(units, "")
+    return given
+
+
+def _not_told_apart(units: Units, name: str) -> ValueError:
+    which = f"a number of {name!r}" if name else "a density"
+    return ValueError(
+        f"AutoHierarchical: {which} outside the plate {units.plate!r} is of several units, so they "
+        f"are not told apart. Let each datum have its own: a plate of data in place of .to_event(1)."
+    )
+
+
+def _is_outside(units: Units, site: Site) -> bool:
+    inside = any(frame.name == units.plate for frame in site["cond_indep_stack"])
+    return not inside and site_kind(site) != "latent"
+
+
+def weighted_terms(site: Site) -> Tensor:
+    """The log density of a site, term by term, as scales and masks weigh it."""
+    plain, weighted = site_log_prob(site)
+    return weighted.expand(plain.shape)
 
 
 def log_likelihoods(units: Units, given: Given, x: Tensor) -> Tensor:
-    """log p(y_i | u_i, v) (S, B) at x (S, B, k), of what is observed in the plate of the units."""
+    """log p(y_i | u_i, v) (S, B) at x (S, B, k), of what is observed of each unit."""
+    owners = given.call.owners
 
     def of_units(sites: Sites) -> Tensor:
-        total = x.new_zeros(x.shape[1])
-        for site in with_density(sites).values():
-            frames = [frame.name for frame in site["cond_indep_stack"]]
-            if site_kind(site) == "latent" or units.plate not in frames:
+        total = x.new_zeros(x.shape[1] + 1)
+        for name, site in with_density(sites).items():
+            outside = _is_outside(units, site)
+            if site_kind(site) == "latent" or (outside and name not in owners):
                 continue
-            plain, weighted = site_log_prob(site)
-            weighted = weighted / given.seen.scale
-            rows = weighted.expand(plain.shape).movedim(units.dim, 0)
-            total = total + rows.reshape(len(rows), -1).sum(-1)
-        return total
+            terms = weighted_terms(site) / given.seen.scale
+            if outside:
+                total = total.index_add(0, owners[name], terms.reshape(-1).to(total))
+            else:
+                rows = terms.movedim(units.dim, 0)
+                total = total + torch.nn.functional.pad(rows.reshape(len(rows), -1).sum(-1), (0, 1))
+        return total[:-1]
 
     values = units.values(given.gaussians(x), given.maps)
     return given.call.batched(of_units, {**given.values, **values})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -98,12 +98,17 @@ class Held(Messenger):
 
 @dataclass(frozen=True)
 class Call:
-    """A model with the arguments of one call, and its minibatches."""
+    """A model with the arguments of one call, and its minibatches.
+
+    ``owners``: of sites outside the plate of the B units whose data are those of single units, by name,
+    the unit of each datum (N,), and B for data of none.
+    """
 
     model: Model
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     minibatches: Minibatches
+    owners: Mapping[str, Tensor] = field(default_factory=dict)
 
     def batched(
         self, reduce: Callable[[Sites], Any], values: Values, held: Held | None = None

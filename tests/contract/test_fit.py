@@ -8,8 +8,10 @@ import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -149,6 +151,28 @@ def test_the_table_has_the_verdict_of_the_fit() -> None:
     other = " Or take fit.to_arviz(corrected=True), which has its own verdict."
     assert fit.summary().attrs["verdict"] == fit.verdict.verdict + other * (not fit.verdict.ok)
     assert isinstance(fit.verdict, ngvi.diagnostics.Diagnosis)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_correction_is_recommended_where_it_works(apart: bool) -> None:
+    y, index = torch.tensor([1.0, 2.0, 0.0, 0.5]), torch.tensor([0, 1, 2, 1])
+
+    def model() -> None:
+        s: Any = pyro.sample("s", dist.HalfNormal(2.0))
+        with pyro.plate("units", 3):
+            u: Any = pyro.sample("u", dist.Normal(0.0, s))
+        of_data = dist.Normal(u[index], 1.0)
+        with pyro.plate("data", 4) if apart else nullcontext():
+            pyro.sample("y", of_data if apart else of_data.to_event(1), obs=y)
+
+    fit = ngvi.fit(model, guide="AutoHierarchical", seed=0, max_steps=5, progress=False)
+    vars(fit)["verdict"] = SimpleNamespace(ok=False, verdict="Not clear.")
+    assert ("Or take fit.to_arviz(corrected=True)" in str(fit)) == apart
+    if apart:
+        assert fit.to_arviz(corrected=True, num_samples=100).attrs["resample"] == "corrected"
+    else:
+        with pytest.raises(ValueError, match="not told apart"):
+            fit.to_arviz(corrected=True)
 
 
 def test_what_the_user_froze_stays() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import pyro
@@ -13,6 +14,7 @@ import torch
 from pyro.infer import SVI
 
 import pyro_ngvi as ngvi
+from pyro_ngvi.guides.marginals import SiteValue
 from tests.contract.registry import data, regression
 
 
@@ -150,3 +152,84 @@ def test_arguments_out_of_range(how: Any, message: str) -> None:
 def test_natural_coordinates_are_refused() -> None:
     with pytest.raises(ValueError, match="coordinates='natural' is not available"):
         ngvi.NGVB(ngvi.AutoMixtureNormal(two_moons, 2), coordinates="natural")
+
+
+def two_shares(share: float = 0.85) -> None:
+    """Two Gaussians far apart, of these shares of the mass."""
+    z: Any = pyro.sample("z", dist.Normal(0.0, 8.0))
+    shares, places = torch.tensor([share, 1.0 - share]), torch.tensor([-4.0, 6.0])
+    parts = shares.log() + dist.Normal(places, torch.tensor([0.5, 2.0])).log_prob(z[..., None])
+    pyro.factor("f", parts.logsumexp(-1) - dist.Normal(0.0, 8.0).log_prob(z))
+
+
+def test_chains_of_each_mode_judge_an_exact_mixture() -> None:
+    guide, _ = trained(two_shares, 5, num_components=2)
+    assert guide.modes.tolist() == [0, 1] and not guide.lost
+    found = ngvi.diagnose(two_shares, guide)
+    assert found.modes == 2 and found.ok and "in each of 2 modes" in found.verdict
+    assert found.sites["z"].mean.shape == (2,)
+
+    class Narrow(torch.nn.Module):  # in one mode, where weights have no tail to tell of it
+        modes_at = staticmethod(guide.modes_at)
+
+        def forward(self) -> Any:
+            q = guide.get_posterior().sample(())
+            own = torch.where(q < 0.0, -4.0 + 0.5 * (q + 4.0), q)
+            log_q = guide.get_posterior().log_prob(q) + torch.where(q < 0.0, 2.0, 1.0).log().sum(-1)
+            return pyro.sample("z", SiteValue(own[0], log_q, 0))
+
+    assert ngvi.diagnose(two_shares, Narrow()).decision == "unusable"
+
+
+def test_weights_judge_the_shares_of_modes() -> None:
+    guide, _ = trained(two_shares, 5, num_components=2)
+    wrong = ngvi.diagnose(two_shares, guide, 0.5)
+    assert wrong.modes == 2 and not wrong.ok
+    assert all(m.is_good for m in wrong.sites.values())
+
+
+def test_components_that_overlap_are_of_one_mode() -> None:
+    guide, _ = trained(two_moons, 300, num_components=6)
+    in_use = [m for m in guide.modes.tolist() if m >= 0]
+    assert len(set(in_use)) == 2
+    z = torch.tensor([[-2.0, 0.0], [2.0, 0.0], [-1.9, 0.3]])
+    left, right, also_left = guide.modes_at(z).tolist()
+    assert left == also_left != right
+
+
+def far_data(y: Any) -> None:
+    x = pyro.sample("x", dist.Normal(0.5, 3.0))
+    with pyro.plate("data", 3, subsample_size=len(y)):
+        pyro.sample("y", dist.Normal(x.abs(), 0.5), obs=y)
+
+
+def test_a_mode_that_minibatches_have_lost_is_told_of() -> None:
+    y = torch.tensor([1.9, 2.1, 2.0])
+    how: Any = {"init_loc_fn": lambda site: torch.tensor(2.0), "init_scale": 0.1, "init": None}
+    one = ngvi.fit(
+        far_data,
+        data=list(y[:, None]),
+        guide=partial(ngvi.AutoMixtureNormal, **how),
+        seed=0,
+        progress=False,
+        max_steps=60,
+    )
+    assert (one.sample(100)["x"] > 0.0).all()
+    # by draws of the prior; the mode has .445 of the mass, log(1 / .555) = .59 nats, seen to 4 errors
+    assert one.verdict.decision == "unusable" and 0.0 < (one.khat.missed or 0.0) < 0.59 + 0.1
+
+
+def test_a_component_that_died_is_told_of() -> None:
+    guide, _ = trained(two_shares, 5, num_components=2)
+    state = {name: x.clone() for name, x in guide.state_dict().items()}
+    logits = next(name for name in state if name.endswith("logits"))
+    guide.load_state_dict(state | {logits: torch.tensor([0.0, -13.8])})
+    assert guide.modes.tolist() == [0, -1]
+    assert "found 2 modes of comparable mass, and components in use are of 1" in guide.lost
+    guide.start_report = None
+    assert guide.lost.startswith("1 of 2 components lost their weight, and no search")
+
+
+def test_by_name_it_has_two_components() -> None:
+    fit = ngvi.fit(two_shares, guide="AutoMixtureNormal", seed=0, progress=False, max_steps=3)
+    assert fit.guide.weights.sort().values.tolist() == pytest.approx([0.15, 0.85], abs=0.02)

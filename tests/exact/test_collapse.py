@@ -14,6 +14,7 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics import ModelDensity, corrected
+from pyro_ngvi.hierarchy.marginal import found_beyond, log_marginals
 
 Y = torch.tensor([2.0, -0.5, 1.2, 0.3, 3.1]).double()
 
@@ -96,6 +97,94 @@ def test_the_rest_is_what_a_fine_grid_gives() -> None:
         at = {name: x[i] for name, x in values.items()}
         found = poutine.trace(poutine.condition(model, at)).get_trace().log_prob_sum()
         assert float(found) == pytest.approx(float(counts_without_units(**at)), abs=2e-5)
+
+
+SCHOOL_OF = torch.tensor([3, 0, 1, 1, 4, 0, 2, 3, 1])
+SCORES = torch.tensor([1.0, 2.0, -0.5, 0.7, 3.1, 2.2, 0.3, 0.1, -1.0]).double()
+
+
+def test_data_in_a_plate_of_their_own_are_those_of_their_units() -> None:
+    """School 5 has no data; those of "level", and of one entry of "y" besides, are of no school."""
+
+    def by_index(y: Tensor = SCORES) -> None:
+        m: Any = pyro.sample("m", dist.Normal(y.new_zeros(()), 3.0))
+        s: Any = pyro.sample("s", dist.LogNormal(y.new_zeros(()), 1.0))
+        with pyro.plate("schools", 6):
+            u: Any = pyro.sample("u", dist.Normal(m, s))
+        means = torch.cat([u[..., SCHOOL_OF], m.expand(u.shape[:-1])[..., None]], -1)
+        with pyro.plate("data", len(y) + 1), poutine.scale(scale=2.0):
+            pyro.sample("y", dist.Normal(means, 0.7), obs=torch.cat([y, y.new_tensor([1.5])]))
+        pyro.sample("level", dist.Normal(m, 2.0), obs=y.new_tensor(0.4))
+
+    model = ngvi.collapse(fitted(by_index))
+    theta = torch.tensor([[0.3, -2.0], [1.5, 0.4], [-4.0, 1.9]]).double().requires_grad_()
+    m, log_s = theta.unbind(-1)
+    beside = dist.Normal(0.0, 3.0).log_prob(m) + dist.Normal(0.0, 1.0).log_prob(log_s)
+    beside = beside + dist.Normal(m, 2.0).log_prob(torch.tensor(0.4))
+    beside = beside + 2.0 * dist.Normal(m, 0.7).log_prob(torch.tensor(1.5))
+    u = torch.linspace(-80.0, 80.0, 80_001).double()[:, None]  # the trapezoidal rule
+    log_p = dist.Normal(u, 0.7).log_prob(SCORES)
+    each = torch.zeros(len(u), 6).double().index_add(1, SCHOOL_OF, 2.0 * log_p)
+    prior = dist.Normal(m, log_s.exp()).log_prob(u)[..., None]
+    of_units = torch.logsumexp(each[:, None] + prior, 0) + math.log(160.0 / 80_000.0)
+    wanted, found = beside + of_units.sum(-1), ModelDensity(model)(theta)
+    assert torch.allclose(found, wanted, rtol=0.0, atol=1e-8)
+    slopes = [torch.autograd.grad(x.sum(), theta)[0] for x in (found, wanted)]
+    assert torch.allclose(*slopes, rtol=0.0, atol=1e-7)
+
+
+#: where unit 1 is by two of its three data, hardly any other is
+OUTLIERS = [
+    [0.0, 0.3, -0.2],
+    [10.0, 0.1, 9.5],
+    [12.0, 0.0, 0.1],
+    [1.0, 2.0, 3.0],
+    [-3.0, -2.5, 5.0],
+]
+OUTLIERS += [[4.0, 4.2, 4.1], [2.0, -6.0, 2.1], [0.5, 1.0, 7.0]]
+
+
+def heavy(y: Tensor) -> None:
+    m: Any = pyro.sample("m", dist.Normal(y.new_zeros(()), 3.0))
+    s: Any = pyro.sample("s", dist.HalfNormal(y.new_tensor(5.0)))
+    with pyro.plate("units", len(y)):
+        u: Any = pyro.sample("u", dist.Normal(m, s))
+        pyro.sample("y", dist.StudentT(2.0, u[..., None], 0.3).to_event(1), obs=y)
+
+
+def test_a_mode_that_the_quadrature_misses_is_found() -> None:
+    y = torch.tensor(OUTLIERS).double()
+    guide = fitted(heavy, y)
+    with pytest.warns(RuntimeWarning, match="Quadrature misses part of 1 of the 8 .* of unit 1,"):
+        model = ngvi.collapse(guide, y)
+    assert list(model.missed) == [1]
+    with pytest.warns(RuntimeWarning, match="misses part of"):
+        found = ngvi.to_arviz(heavy, guide, y, corrected=True, seed=0).attrs
+    assert found["decision"] == "unusable" and "unit 1, " in found["verdict"]
+    # at one draw of v against the trapezoidal rule
+    m, s = torch.tensor([1.0]).double(), torch.tensor([3.0]).double()
+    given = guide.units.given(model.call, {"m": m, "s": s})
+    q = guide._conditionals(given)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        beyond, error = found_beyond(guide.units, given, q, 40)
+        log_l = log_marginals(guide.units, given, q, 40)[0]
+    u = torch.linspace(-40.0, 42.0, 82_001).double()[:, None]
+    log_p = dist.StudentT(2.0, u[..., None], 0.3).log_prob(y).sum(-1) + dist.Normal(m, s).log_prob(
+        u
+    )
+    wanted = (log_p.logsumexp(0) + math.log(1e-3) - log_l).expm1()
+    assert wanted[1] > 1.0
+    assert ((beyond - wanted).abs() < 4.0 * error + 1e-3).all()  # 4 standard errors
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_heavy_tails_that_fit_their_data_are_not_doubted(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    u = torch.randn(12, 1, generator=generator).double()
+    noise = torch.randn(12, 5, generator=generator).double()
+    chi = torch.randn(12, 5, 2, generator=generator).double().square().mean(-1)
+    assert not ngvi.collapse(fitted(heavy, y := u + 0.3 * noise / chi.sqrt()), y).missed
 
 
 def test_two_latent_variables_of_a_unit() -> None:

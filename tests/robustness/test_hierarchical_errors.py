@@ -291,19 +291,18 @@ def test_models_that_cannot_be_batched_and_leave_their_support_far_out() -> None
     assert guide.units.smooth and (guide.sites.visits > 0).all()
 
 
-def test_data_outside_the_plate_are_not_those_of_a_unit() -> None:
+def test_a_number_for_the_data_of_several_units_is_not_told_apart() -> None:
     index = torch.arange(6).repeat_interleave(2)
 
     def model() -> None:
         s = scale()
         with pyro.plate("units", 6):
             u: Any = pyro.sample("u", dist.Normal(ZERO, s))
-        with pyro.plate("data", 12):
-            pyro.sample("y", dist.Normal(u[index], 1.0), obs=Y.repeat(2))
+        pyro.sample("y", dist.Normal(u[index], 1.0).to_event(1), obs=Y.repeat(2))
 
     guide = ngvi.AutoHierarchical(model)
     guide()
-    with pytest.raises(ValueError, match="data outside the plate 'units' see its units"):
+    with pytest.raises(ValueError, match="a number of 'y' outside the plate 'units' is of sev"):
         guide.log_marginals()
 
 
