@@ -205,7 +205,7 @@ def integrate(
     """Posterior marginals of a latent Gaussian model whose hyperparameters have priors.
 
     For fixed hyperparameters theta the model is one for :class:`~pyro_ngvi.AutoSites`.  It is fitted by
-    CVI at some ten to hundred points theta, chosen around the mode of p(theta | y), and the marginals
+    CVI at tens to some hundred points theta, chosen around the mode of p(theta | y), and the marginals
     of :meth:`AutoSites.marginals` are mixed by the corrected evidences.  No draws are made but for
     ``samples``.  For one to some five hyperparameters.  Equations: :mod:`pyro_ngvi.sites.integration`.
 

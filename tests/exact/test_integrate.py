@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.distributions import local_level
-from pyro_ngvi.sites.design import explore
+from pyro_ngvi.sites.design import explore, find_mode
 
 
 def of_grid(log_p: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,6 +191,34 @@ def test_a_lattice_standardises_itself() -> None:
     u = found.u(z)[:, 0]
     assert abs(float(w @ u) - 3.0) < 0.01
     assert abs(float((w @ (u - 3.0).square()).sqrt()) - 5.0) < 0.03
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_search_ends_at_the_mode_however_far_the_slopes_are_apart(count: int) -> None:
+    """Gamma densities of vague and of precise precisions, INLA's prior among them; closed forms."""
+    a = torch.tensor([1.0, 12.0, 3.0], dtype=torch.float64)[:count]
+    b = torch.tensor([5e-5, 14.0, 0.01], dtype=torch.float64)[:count]
+
+    def log_p(u: Tensor) -> Tensor:
+        return (a * u - b * u.exp()).sum()
+
+    def gradient_at(u: Tensor) -> tuple[float, Tensor]:
+        return float(log_p(u)), a - b * u.exp()
+
+    start = torch.tensor([8.0, 9.2, 5.0], dtype=torch.float64)[:count]
+    mode, root, found_one = find_mode(gradient_at, start)
+    assert found_one
+    # a Newton step gains no more than 1e-3 nat
+    assert ((mode - (a / b).log()).square() * a).sum() < 3e-3
+    found = explore(lambda u: float(log_p(u)), mode, root)
+    assert abs(found.log_integral - float((a.lgamma() - a * b.log()).sum())) < 0.02
+    z, log_w = found.fine
+    w, x = torch.softmax(log_w, 0), found.u(z).exp()
+    mean = w @ x
+    share = 0.02 if count < 3 else 0.05
+    assert ((mean - a / b).abs() < share * a.sqrt() / b).all()
+    sd = (w @ (x - mean).square()).sqrt()
+    assert (sd / (a.sqrt() / b) - 1.0).abs().max() < share
 
 
 def test_a_gaussian_hyperparameter_is_named() -> None:
