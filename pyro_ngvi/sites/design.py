@@ -39,13 +39,18 @@ Place = tuple[Tensor, float, Tensor]
 
 @dataclass(frozen=True)
 class Design:
-    """Points z (K, p) with log p (K,), and weights (K,) that sum to 1."""
+    """Points z (K, p) with log p (K,), and weights (K,) that sum to 1.
+
+    At ``lost`` (L, p) log p has no value, and ``closed`` is whether it fell by DROP all around.
+    """
 
     center: Tensor
     root: Tensor
     z: Tensor
     log_p: Tensor
     weights: Tensor
+    lost: Tensor
+    closed: bool
 
     def u(self, z: Tensor) -> Tensor:
         return self.center + z @ self.root.mT
@@ -77,14 +82,14 @@ class Design:
             log_q = _log_sobol(z) + log(DRAWN)
             inside = z.norm(dim=-1) <= self.z.norm(dim=-1).max()
             z, log_q = z[inside], log_q[inside]
-        return z, self._interpolated(z) + volume - log_q
+        return z, self.interpolated(z) + volume - log_q
 
     @property
     def log_integral(self) -> float:
         """The log of the integral of the density over u."""
         return float(torch.logsumexp(self.fine[1], 0))
 
-    def _interpolated(self, z: Tensor) -> Tensor:
+    def interpolated(self, z: Tensor) -> Tensor:
         """log p (S,) at z (S, p)."""
         at, p = self.z, self.z.shape[1]
 
@@ -118,9 +123,9 @@ def find_mode(
 ) -> tuple[Tensor, Tensor, bool]:
     """The mode (p,), R (p, p), and whether it is one: no slope is left, the Hessian negative definite.
 
-    ``gradient_at`` gives log p and its gradient.  BFGS ends where its own inverse Hessian sees no gain.
-    That knows the directions alone in which it went, so it begins again from the Hessian, by
-    differences of gradients, until that sees none either.
+    ``gradient_at`` gives log p and its gradient, -inf and NaN where it has none.  BFGS ends where its
+    own inverse Hessian sees no gain.  That knows the directions alone in which it went, so it begins
+    again from the Hessian, by differences of gradients, until that sees none either.
     """
     one = torch.eye(len(start), dtype=start.dtype)
     at: Place = start, *gradient_at(start)
@@ -129,13 +134,13 @@ def find_mode(
         before, at = at, _climb(gradient_at, at, inverse)
         steps = WIDTH * one
         slopes = [gradient_at(at[0] + s)[1] - gradient_at(at[0] - s)[1] for s in steps]
-        hessian = torch.stack(slopes) / (2.0 * WIDTH)
+        hessian = torch.stack(slopes).nan_to_num() / (2.0 * WIDTH)  # flat beside what is lost
         values, vectors = torch.linalg.eigh(-0.5 * (hessian + hessian.mT))
         inverse = vectors / values.abs().clamp_min(FLAT) @ vectors.mT
         level = _gain(at[2], inverse) < SMALL
         if level or at is before:
             break
-    return at[0], vectors * values.clamp_min(FLAT).rsqrt(), level and bool((values > FLAT).all())
+    return at[0], vectors * values.clamp_min(FLAT).rsqrt(), level and bool(values.min() > FLAT)
 
 
 def _gain(slope: Tensor, inverse: Tensor) -> float:
@@ -171,7 +176,10 @@ def _climb(
 
 
 def explore(log_p: Callable[[Tensor], float], mode: Tensor, root: Tensor) -> Design:
-    """A design for log p of u (p,), standardised again where it is far from N(0, I)."""
+    """A design for log p of u (p,), standardised again where it is far from N(0, I).
+
+    ``log_p`` is -inf where it has no value.
+    """
     found = _around(log_p, mode, root)
     for _ in range(ROUNDS - 1):
         mean, covariance = found.spread
@@ -189,7 +197,7 @@ def explore(log_p: Callable[[Tensor], float], mode: Tensor, root: Tensor) -> Des
 
 
 def _around(log_p: Callable[[Tensor], float], center: Tensor, root: Tensor) -> Design:
-    p = len(center)
+    p, closed = len(center), True
     if p in STEPS:
         found, ring = {}, [(0,) * p]
         while ring and len(found) < MOST:
@@ -199,14 +207,16 @@ def _around(log_p: Callable[[Tensor], float], center: Tensor, root: Tensor) -> D
             floor = max(found.values()) - DROP[p]
             near = [k for k, value in found.items() if value > floor]
             ring = sorted({b for k in near for b in _neighbours(k)} - found.keys())
-        z = STEPS[p] * center.new_tensor(list(found))
+        z, closed = STEPS[p] * center.new_tensor(list(found)), not ring
         values = center.new_tensor(list(found.values()))
         log_q = torch.zeros_like(values)
     else:
         z = sobol(1 << (EACH * p - 1).bit_length(), center)
         values = center.new_tensor([log_p(center + root @ x) for x in z])
         log_q = _log_sobol(z)
-    return Design(center, root, z, values, torch.softmax(values - log_q, 0))
+    lost, there = z[values.isneginf()], ~values.isneginf()
+    z, values, log_q = z[there], values[there], log_q[there]
+    return Design(center, root, z, values, torch.softmax(values - log_q, 0), lost, closed)
 
 
 def _neighbours(point: tuple[int, ...]) -> list[tuple[int, ...]]:
