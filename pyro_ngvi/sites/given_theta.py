@@ -78,15 +78,17 @@ class Conditioned:
                     f"integrate: the support of the hyperparameter {name!r} depends on other latent "
                     f"sites. Draw one of fixed support, as a share of it, and scale that."
                 )
-        self.guide = AutoSites(self.conditioned, latent=latent)
-        self.program = self.conditioned, self.guide
-        self.loss, self.optim = SitesELBO(), CVI(self.guide, others=None)
+        self.latent, self.loss = latent, SitesELBO()
         self.failure: Exception | None = None
 
     def _latents(self, seed: int) -> dict[str, Any]:
         with poutine.block(), own_random_state(seed), torch.no_grad(), MeansOfProcesses():
             trace: Any = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
         return {n: s for n, s in trace.iter_stochastic_nodes() if not site_is_subsample(s)}
+
+    @property
+    def program(self) -> tuple[Any, Any]:
+        return self.conditioned, self.guide
 
     def conditioned(self, *args: Any, **kwargs: Any) -> Any:
         with _Held(), poutine.condition(data=self.values):
@@ -104,19 +106,24 @@ class Conditioned:
         return log_det[0]
 
     def begin(self) -> Tensor:
-        """A median of the prior or the image of zero, whichever is better: vague priors go far out."""
-        median, best = self.like.double().cpu().median(0).values, -torch.inf
-        start = median
+        """A median of the prior or the image of zero, whichever is better: vague priors go far out.
+
+        The structure of the model is found there, too: far out it is lost in rounding.
+        """
+        median = self.like.double().cpu().median(0).values
+        found = []
         for u in (median, torch.zeros_like(median)):
             self.move(u)
+            self.guide = AutoSites(self.conditioned, latent=self.latent)
+            self.optim = CVI(self.guide, others=None)
             try:
                 self.guide.call_of(self.args, self.kwargs)
-                value = self.gradient_at(u)[0]
+                found.append((self.gradient_at(u)[0], len(found), u, self.guide, self.optim))
             except FAILURES as error:
-                self.failure, value = self.failure or error, -torch.inf
-            if value > best:
-                start, best = u, value
-        if not isfinite(best):
+                self.failure = self.failure or error
+        best: Any = max(found, default=(-torch.inf,) * 5)
+        value, _, start, self.guide, self.optim = best
+        if not isfinite(value):
             reason = str(self.failure).removeprefix("AutoSites: ")
             text = f"integrate(over={list(self.layout.transforms)}): {reason}"
             raise ValueError(shorten(text, 240, placeholder=" ...")) from self.failure

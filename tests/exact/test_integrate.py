@@ -174,7 +174,84 @@ def test_random_effects_of_binary_data_against_quadrature() -> None:
     assert float(0.5 * torch.trapezoid((at - truth).abs(), mu)) < 0.015
 
 
+def test_outliers_whose_sites_have_a_negative_precision() -> None:
+    """At a wider prior of the effects they do not make a proper Gaussian, and begin anew."""
+    y = torch.tensor([0.0, 0.3, -0.2, 0.5, 4.0, -0.4, 0.1, 0.2], dtype=torch.float64)
+
+    def model(y: Tensor) -> None:
+        s = pyro.sample("s", dist.HalfNormal(y.new_tensor(3.0)))
+        m = pyro.sample("m", dist.Normal(y.new_tensor(0.0), 3.0))
+        with pyro.plate("group", len(y)):
+            u = pyro.sample("u", dist.Normal(m, s))
+            pyro.sample("y", dist.StudentT(10.0, u, 0.5), obs=y)
+
+    found = ngvi.integrate(model, y)
+    s, m = torch.linspace(0.0, 9.0, 301).double()[1:], torch.linspace(-5.0, 6.0, 111).double()
+    z = torch.linspace(-8.0, 8.0, 401).double().reshape(-1, 1)
+    total = []
+    for each in s:  # the integral over u, by the sum of an even grid
+        f = m.reshape(-1, 1, 1) + each * z
+        log_w = dist.Normal(0.0, 1.0).log_prob(z) + (z[1] - z[0]).log()
+        total.append((dist.StudentT(10.0, f, 0.5).log_prob(y) + log_w).logsumexp(1).sum(-1))
+    prior = dist.HalfNormal(3.0).log_prob(s)
+    log_p = torch.stack(total) + dist.Normal(0.0, 3.0).log_prob(m) + prior.unsqueeze(-1)
+    evidence, mean, sd = of_grid(torch.logsumexp(log_p, 1) + (m[1] - m[0]).log(), s)
+    assert abs(found.log_evidence - float(evidence)) < 0.05
+    assert abs(float(found.mean["s"] - mean)) < 0.05 * float(sd)
+    assert abs(float(found.sd["s"] / sd) - 1.0) < 0.05
+
+
+def test_a_prior_whose_median_is_far_out() -> None:
+    """That of Gamma(0.01, 0.01) is 10^-30: what AutoSites finds of a model there is rounding."""
+    y = torch.tensor([0.4, -1.9, 1.1, 0.3, -0.8, 2.2], dtype=torch.float64)
+
+    def model(y: Tensor) -> None:
+        p = pyro.sample("p", dist.Gamma(y.new_tensor(0.01), 0.01))
+        m = pyro.sample("m", dist.Normal(y.new_tensor(0.0), 10.0))
+        with pyro.plate("data", len(y)):
+            u = pyro.sample("u", dist.Normal(0.0, p.rsqrt()))
+            pyro.sample("y", dist.Normal(m + u, 1.0), obs=y)
+
+    found = ngvi.integrate(model, y)
+    p = torch.linspace(-9.0, 9.0, 4001).double().exp()
+    V = (1.0 + 1.0 / p).reshape(-1, 1, 1) * torch.eye(6) + 100.0
+    log_p = dist.MultivariateNormal(torch.zeros(6).double(), V).log_prob(y)
+    log_p = log_p + dist.Gamma(0.01, 0.01).log_prob(p) + p.log()
+    evidence, _, _ = of_grid(log_p, p.log())
+    w = torch.softmax(log_p, 0)
+    mean = w @ p
+    sd = (w @ (p - mean).square()).sqrt()
+    assert abs(found.log_evidence - float(evidence)) < 5e-3
+    assert abs(float(found.mean["p"] - mean)) < 0.02 * float(sd)
+    assert abs(float(found.sd["p"] / sd) - 1.0) < 0.03
+
+
 # --- designs, names and refusals
+
+
+def test_points_without_a_value_and_a_lattice_that_does_not_end() -> None:
+    zero, one = torch.zeros(1).double(), torch.eye(1).double()
+    found = explore(lambda u: float(-0.5 * u.square()) if u < 3.2 else -torch.inf, zero, one)
+    assert found.closed
+    assert found.lost.tolist() == [[3.5]]
+    assert abs(float(found.interpolated(found.lost)) + 0.5 * 3.5**2) < 1e-6
+    assert abs(found.log_integral - 0.5 * float(torch.tensor(2.0 * torch.pi).log())) < 3e-3
+    assert not explore(lambda u: -0.01 * float(u.abs().sqrt()), zero, one).closed
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
+)
+def test_a_prior_that_reaches_zero_is_refused_by_name(dtype: torch.dtype) -> None:
+    def model(y: Tensor, se: Tensor) -> None:
+        tau = pyro.sample("tau", dist.Gamma(y.new_tensor(0.01), 0.01))
+        with pyro.plate("school", len(y)):
+            effect = pyro.sample("effect", dist.Normal(y.new_tensor(0.0), tau))
+            pyro.sample("y", dist.Normal(effect, se), obs=y)
+
+    with pytest.raises(ValueError, match=r"tau.*prior") as caught:
+        ngvi.integrate(model, Y.to(dtype), SE.to(dtype))
+    assert len(str(caught.value)) <= 240
 
 
 def test_a_lattice_standardises_itself() -> None:
