@@ -26,7 +26,7 @@ from ..linalg.spectral import positive_part
 from .bound_model import BoundModel
 from .conditioned_model import for_each
 from .new_inputs import Regression
-from .structure import Kept, LinearMap, ModelStructure, learns, tensors_of
+from .structure import ImproperError, Kept, LinearMap, ModelStructure, learns, tensors_of
 
 #: nu (n, k) and Lambda (n, k, k) by group
 SiteTensors = Mapping[str, tuple[Tensor, Tensor]]
@@ -274,10 +274,7 @@ class Algebra(nn.Module):
         """``q``, by default that of the evidence made anew of these ``sites``, with its marginals."""
         q = self.posterior(view, self.recollect(view, sites)) if q is None else q
         if host_bool(q.proper) is False:
-            raise RuntimeError(
-                "AutoSites: with the parameters of the model as they are now, prior and sites do not "
-                "make a proper Gaussian. Take smaller steps for them, or guide.reset()."
-            )
+            raise ImproperError
         found = {n: Marginals(*q.marginals(at), rest=at.rest) for n, at in view.maps.items()}
         return Snapshot(call, sites, view, q, found)
 

@@ -2,12 +2,12 @@ r"""Where to evaluate a density of a few hyperparameters, and what its values sa
 
     u = mode + R z,    R R' = (-Hessian)^-1 at the mode,
 
-so that the density of z is near N(0, I).  For one or two hyperparameters the points are a lattice of z,
-grown from the mode to wherever the density is above exp(-DROP) of its largest value; sums over a
-lattice of steps h integrate a Gaussian with an error of 2 exp(-2 pi^2 / h^2).  For more they are Sobol
-points of N(0, WIDER^2 I), with importance weights.  In between, log p + |z|^2 / 2 is interpolated by
-cubic radial functions |z - z_k|^3 and a linear one, in one dimension the natural cubic spline, and the
-integral and the marginals of theta are sums over many points of it.
+so that the density of z is near N(0, I).  For one to three hyperparameters the points are a lattice of
+z, grown from the mode to wherever the density is above exp(-DROP) of its largest value: so it follows
+long tails.  Sums over a lattice of steps h integrate a Gaussian with an error of 2 exp(-2 pi^2 / h^2).
+For more they are Sobol points of N(0, WIDER^2 I), with importance weights.  In between, log p +
+|z|^2 / 2 is interpolated by cubic radial functions |z - z_k|^3 and a linear one, in one dimension the
+natural cubic spline, and the integral and the marginals of theta are sums over many points of it.
 """
 
 from __future__ import annotations
@@ -20,27 +20,37 @@ from math import log, pi
 import torch
 from torch import Tensor
 
-#: steps of the lattice by dimension, the log density below which it ends, and most of its points
-STEPS, DROP, MOST = {1: 0.5, 2: 0.8}, 7.0, 400
+#: by dimension: steps of the lattice, and how far below its largest log p it ends; most of its points
+STEPS, DROP, MOST = {1: 0.5, 2: 0.8, 3: 1.3}, {1: 7.0, 2: 7.0, 3: 6.0}, 400
 #: Sobol points for each of more dimensions, of which a power of 2 is taken, and their scale
 EACH, WIDER = 32, 1.4
-#: fine points within a lattice step, or in all for more dimensions
-FINE, DRAWN = 8, 2**13
+#: fine points within a lattice step by dimension, or in all for more dimensions
+FINE, DRAWN = {1: 8, 2: 8, 3: 5}, 2**13
 #: steps of BFGS and halvings of one at most, the longest, and a gain in nats too small for another
 CLIMBS, HALVINGS, LONGEST, SMALL = 60, 12, 2.0, 1e-3
+#: searches by BFGS at most, half the width of differences for a Hessian, and its least curvature
+SEARCHES, WIDTH, FLAT = 6, 0.1, 1e-2
 #: rounds of standardising, and the ratio of a spread to that of N(0, I) that asks for another
 ROUNDS, FAR = 3, 1.6
+
+#: u (p,), log p and its gradient (p,) there
+Place = tuple[Tensor, float, Tensor]
 
 
 @dataclass(frozen=True)
 class Design:
-    """Points z (K, p) with log p (K,), and weights (K,) that sum to 1."""
+    """Points z (K, p) with log p (K,), and weights (K,) that sum to 1.
+
+    At ``lost`` (L, p) log p has no value, and ``closed`` is whether it fell by DROP all around.
+    """
 
     center: Tensor
     root: Tensor
     z: Tensor
     log_p: Tensor
     weights: Tensor
+    lost: Tensor
+    closed: bool
 
     def u(self, z: Tensor) -> Tensor:
         return self.center + z @ self.root.mT
@@ -62,24 +72,24 @@ class Design:
         """Many points z (S, p) with the logs of their shares (S,) of the integral over u."""
         p, volume = self.z.shape[1], torch.linalg.slogdet(self.root)[1]
         if p in STEPS:
-            inner = STEPS[p] * ((torch.arange(FINE, dtype=self.z.dtype) + 0.5) / FINE - 0.5)
+            inner = STEPS[p] * ((torch.arange(FINE[p], dtype=self.z.dtype) + 0.5) / FINE[p] - 0.5)
             z = (self.z.unsqueeze(1) + torch.cartesian_prod(*[inner] * p).reshape(-1, p)).flatten(
                 0, 1
             )
-            log_q = torch.full_like(z[:, 0], p * log(FINE / STEPS[p]))
+            log_q = torch.full_like(z[:, 0], p * log(FINE[p] / STEPS[p]))
         else:
             z = sobol(DRAWN, self.z)
             log_q = _log_sobol(z) + log(DRAWN)
             inside = z.norm(dim=-1) <= self.z.norm(dim=-1).max()
             z, log_q = z[inside], log_q[inside]
-        return z, self._interpolated(z) + volume - log_q
+        return z, self.interpolated(z) + volume - log_q
 
     @property
     def log_integral(self) -> float:
         """The log of the integral of the density over u."""
         return float(torch.logsumexp(self.fine[1], 0))
 
-    def _interpolated(self, z: Tensor) -> Tensor:
+    def interpolated(self, z: Tensor) -> Tensor:
         """log p (S,) at z (S, p)."""
         at, p = self.z, self.z.shape[1]
 
@@ -111,18 +121,43 @@ def _log_sobol(z: Tensor) -> Tensor:
 def find_mode(
     gradient_at: Callable[[Tensor], tuple[float, Tensor]], start: Tensor
 ) -> tuple[Tensor, Tensor, bool]:
-    """The mode (p,), R (p, p), and whether the Hessian there was negative definite.
+    """The mode (p,), R (p, p), and whether it is one: no slope is left, the Hessian negative definite.
 
-    ``gradient_at`` gives log p and its gradient.  By BFGS until a Newton step would gain 1e-3 nat, with
-    steps of 2 at most, and by differences of gradients for R.
+    ``gradient_at`` gives log p and its gradient, -inf and NaN where it has none.  BFGS ends where its
+    own inverse Hessian sees no gain.  That knows the directions alone in which it went, so it begins
+    again from the Hessian, by differences of gradients, until that sees none either.
     """
-    mode, one = start, torch.eye(len(start), dtype=start.dtype)
-    value, slope = gradient_at(mode)
-    inverse = one / slope.norm().clamp_min(1.0)
-    for _ in range(CLIMBS):
-        step = inverse @ slope
-        if 0.5 * slope @ step < SMALL:
+    one = torch.eye(len(start), dtype=start.dtype)
+    at: Place = start, *gradient_at(start)
+    inverse = one / at[2].norm().clamp_min(1.0)
+    for _ in range(SEARCHES):
+        before, at = at, _climb(gradient_at, at, inverse)
+        steps = WIDTH * one
+        slopes = [gradient_at(at[0] + s)[1] - gradient_at(at[0] - s)[1] for s in steps]
+        hessian = torch.stack(slopes).nan_to_num() / (2.0 * WIDTH)  # flat beside what is lost
+        values, vectors = torch.linalg.eigh(-0.5 * (hessian + hessian.mT))
+        inverse = vectors / values.abs().clamp_min(FLAT) @ vectors.mT
+        level = _gain(at[2], inverse) < SMALL
+        if level or at is before:
             break
+    return at[0], vectors * values.clamp_min(FLAT).rsqrt(), level and bool(values.min() > FLAT)
+
+
+def _gain(slope: Tensor, inverse: Tensor) -> float:
+    """What a Newton step would gain, in nats."""
+    return 0.5 * float(slope @ inverse @ slope)
+
+
+def _climb(
+    gradient_at: Callable[[Tensor], tuple[float, Tensor]], at: Place, inverse: Tensor
+) -> Place:
+    """BFGS from an inverse Hessian (p, p) until it sees no gain, or no step has any."""
+    one = torch.eye(len(inverse), dtype=inverse.dtype)
+    for _ in range(CLIMBS):
+        mode, value, slope = at
+        if _gain(slope, inverse) < SMALL:
+            break
+        step = inverse @ slope
         step = step / (step.norm() / LONGEST).clamp_min(1.0)
         for _ in range(HALVINGS):
             there, after = gradient_at(mode + step)
@@ -136,17 +171,15 @@ def find_mode(
             rho = 1.0 / (bend @ step)
             left = one - rho * torch.outer(step, bend)
             inverse = left @ inverse @ left.mT + rho * torch.outer(step, step)
-        mode, value, slope = mode + step, there, after
-    steps = 0.1 * torch.eye(len(mode), dtype=mode.dtype)
-    slopes = [gradient_at(mode + s)[1] - gradient_at(mode - s)[1] for s in steps]
-    hessian = torch.stack(slopes) / 0.2
-    values, vectors = torch.linalg.eigh(-0.5 * (hessian + hessian.mT))
-    definite = bool((values > 1e-2).all())
-    return mode, vectors * values.clamp_min(1e-2).rsqrt(), definite
+        at = mode + step, there, after
+    return at
 
 
 def explore(log_p: Callable[[Tensor], float], mode: Tensor, root: Tensor) -> Design:
-    """A design for log p of u (p,), standardised again where it is far from N(0, I)."""
+    """A design for log p of u (p,), standardised again where it is far from N(0, I).
+
+    ``log_p`` is -inf where it has no value.
+    """
     found = _around(log_p, mode, root)
     for _ in range(ROUNDS - 1):
         mean, covariance = found.spread
@@ -164,24 +197,26 @@ def explore(log_p: Callable[[Tensor], float], mode: Tensor, root: Tensor) -> Des
 
 
 def _around(log_p: Callable[[Tensor], float], center: Tensor, root: Tensor) -> Design:
-    p = len(center)
+    p, closed = len(center), True
     if p in STEPS:
         found, ring = {}, [(0,) * p]
         while ring and len(found) < MOST:
             for point in ring:
                 z = STEPS[p] * center.new_tensor(point)
                 found[point] = log_p(center + root @ z)
-            floor = max(found.values()) - DROP
+            floor = max(found.values()) - DROP[p]
             near = [k for k, value in found.items() if value > floor]
             ring = sorted({b for k in near for b in _neighbours(k)} - found.keys())
-        z = STEPS[p] * center.new_tensor(list(found))
+        z, closed = STEPS[p] * center.new_tensor(list(found)), not ring
         values = center.new_tensor(list(found.values()))
         log_q = torch.zeros_like(values)
     else:
         z = sobol(1 << (EACH * p - 1).bit_length(), center)
         values = center.new_tensor([log_p(center + root @ x) for x in z])
         log_q = _log_sobol(z)
-    return Design(center, root, z, values, torch.softmax(values - log_q, 0))
+    lost, there = z[values.isneginf()], ~values.isneginf()
+    z, values, log_q = z[there], values[there], log_q[there]
+    return Design(center, root, z, values, torch.softmax(values - log_q, 0), lost, closed)
 
 
 def _neighbours(point: tuple[int, ...]) -> list[tuple[int, ...]]:

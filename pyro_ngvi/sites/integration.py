@@ -14,161 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from textwrap import shorten
 from typing import Any
 
-import pyro.distributions as dist
 import torch
-from pyro import poutine
-from pyro.poutine.messenger import Messenger
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions.transforms import IndependentTransform
 
 from ..guides.marginals import entry_by_entry
-from ..linalg.host import own_random_state
-from ..runtime.density import LatentLayout
-from .conditioned_model import MeansOfProcesses
-from .corrections import component_of, evidence_of, joint_of
-from .cvi import CVI
+from .corrections import component_of
 from .densities import Densities
 from .design import Design, explore, find_mode
-from .guide import AutoSites
-from .loss import SitesELBO
+from .given_theta import Conditioned
 from .marginals import Draws, SiteMarginals, combined, shapes_of
-from .structure import unwrapped
 
-#: sweeps at one point at most, and how far in q's standard deviations the last may go
-SWEEPS, SETTLED = 60, 2e-3
-#: draws of the prior whose median is the start; the least share of the largest weight that counts
-PRIORS, LEAST = 9, 1e-3
-#: points in effect below which their weights are in doubt
-FEW = 8.0
-
-
-class _Held(Messenger):
-    """Parameters of the model without their gradients."""
-
-    def _pyro_post_param(self, msg: Any) -> None:
-        msg["value"] = msg["value"].detach()
-
-
-class _Conditioned:
-    """The model given theta, its guide of sites, and what both say of theta."""
-
-    def __init__(self, model: Callable[..., Any], args: Any, kwargs: Any, over: Any, latent: Any):
-        self.model, self.args, self.kwargs = model, args, kwargs
-        self.values: dict[str, Tensor] = {}
-        self.unsettled = 0
-        #: sites by u at which they were fitted
-        self.known: dict[tuple[float, ...], list[Tensor]] = {}
-        draws = [self._latents(seed) for seed in range(PRIORS)]
-        sites = draws[0]
-        names = [n for n, s in sites.items() if not _is_gaussian(s)] if over is None else list(over)
-        for name in names:
-            fn = sites[name]["fn"] if name in sites else None
-            if fn is None or fn.support.is_discrete:
-                what = "is discrete" if name in sites else "is no latent site of the model"
-                raise ValueError(
-                    f"integrate: the hyperparameter {name!r} {what}, which has "
-                    f"{', '.join(map(repr, sites))}. Pass over=[...] with continuous ones."
-                )
-        if not names:
-            raise ValueError(
-                "integrate: all latent sites of the model are Gaussian. Name those that are "
-                "hyperparameters, over=['log_scale'], or fit AutoSites(model), and guide.marginals()."
-            )
-        with poutine.block(), own_random_state(0), torch.no_grad(), MeansOfProcesses():
-            hyper: Any = poutine.block(model, expose=names)
-            self.layout = LatentLayout(poutine.trace(hyper).get_trace(*args, **kwargs))
-        values = {n: torch.stack([s[n]["value"] for s in draws]) for n in names}
-        every = self.layout.pack(values)
-        self.start, self.like = every.double().cpu().median(0).values, every
-        self.move(self.start)
-        self.guide = AutoSites(self.conditioned, latent=latent)
-        self.program = self.conditioned, self.guide
-        self.loss, self.optim = SitesELBO(), CVI(self.guide, others=None)
-        try:
-            self.guide.call_of(args, kwargs)
-        except ValueError as error:
-            raise ValueError(
-                f"integrate: given {', '.join(map(repr, names))} the model is none for AutoSites (see "
-                f"above). Name all hyperparameters, over=[...], those of Gaussian priors too."
-            ) from error
-
-    def _latents(self, seed: int) -> dict[str, Any]:
-        with poutine.block(), own_random_state(seed), torch.no_grad(), MeansOfProcesses():
-            trace: Any = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
-        return {n: s for n, s in trace.iter_stochastic_nodes() if not site_is_subsample(s)}
-
-    def conditioned(self, *args: Any, **kwargs: Any) -> Any:
-        with _Held(), poutine.condition(data=self.values):
-            return self.model(*args, **kwargs)
-
-    def at(self, u: Tensor) -> Draws:
-        """Values (S, *shape) by name at u (S, p)."""
-        return {n: x.to(self.like) for n, x in self.layout.unpack(u).items()}
-
-    def move(self, u: Tensor) -> Tensor:
-        """Go to u (p,); the log-Jacobian there."""
-        values, log_det = self.layout.unpack_with_log_det(u.to(self.like).unsqueeze(0))
-        self.values.clear()
-        self.values |= {n: x[0] for n, x in values.items()}
-        return log_det[0]
-
-    def settle(self, u: Tensor) -> float:
-        """Sweeps at u until q stands still; the log-Jacobian."""
-        log_det = float(self.move(u.detach()))
-        params, key = self.guide.natural_params().values(), tuple(u.tolist())
-        with torch.no_grad():
-            for p, known in zip(params, self.known.get(key, params), strict=True):
-                p.copy_(known)
-        before, slack = torch.inf, 64.0 * torch.finfo(self.like.dtype).eps
-        for _ in range(SWEEPS):
-            with poutine.block():
-                loss = float(self.loss.loss_and_grads(*self.program, *self.args, **self.kwargs))
-                self.optim(params)
-            still = abs(loss - before) <= slack * (1.0 + abs(loss))
-            if still or self.optim.report().step_norm < SETTLED:
-                break
-            before = loss
-        else:
-            self.unsettled += 1
-        self.known[key] = [p.detach().clone() for p in params]
-        return log_det
-
-    def gradient_at(self, u: Tensor) -> tuple[float, Tensor]:
-        """ELBO + log-Jacobian and its gradient (p,)."""
-        self.settle(u)
-        moved = u.clone().requires_grad_()
-        with torch.enable_grad(), poutine.block():
-            log_det = self.move(moved)
-            loss = self.loss.differentiable_loss(*self.program, *self.args, **self.kwargs)
-            value = log_det - loss
-            (slope,) = torch.autograd.grad(value, moved)
-        self.move(u)
-        return float(value.detach()), slope
-
-    def log_p(self, u: Tensor) -> float:
-        """log p(y, theta) + log-Jacobian, corrected."""
-        log_det = self.settle(u)
-        with torch.no_grad():
-            at = self.guide._snapshot(self.args, self.kwargs)
-            found = evidence_of(at, joint_of(at)).log_p + log_det
-        if not isfinite(found):
-            where = ", ".join(
-                f"{n} = {x.tolist():.4g}" if x.dim() == 0 else n for n, x in self.values.items()
-            )
-            raise ValueError(
-                f"integrate: the log evidence is {found} at {where}. Check the data and the supports, "
-                f"and whether the prior lets hyperparameters go where the model cannot."
-            )
-        return found
-
-
-def _is_gaussian(site: Any) -> bool:
-    fn = unwrapped(site)
-    return isinstance(fn, dist.Normal | dist.MultivariateNormal) or hasattr(fn, "from_noise")
+#: the least share of the largest weight that counts; points in effect below which they are in doubt
+LEAST, FEW = 1e-3, 8.0
+#: nats below the largest log p(theta | y) at which a point may be lost
+LOST = 5.0
 
 
 @dataclass(frozen=True)
@@ -205,7 +68,7 @@ def integrate(
     """Posterior marginals of a latent Gaussian model whose hyperparameters have priors.
 
     For fixed hyperparameters theta the model is one for :class:`~pyro_ngvi.AutoSites`.  It is fitted by
-    CVI at some ten to hundred points theta, chosen around the mode of p(theta | y), and the marginals
+    CVI at tens to some hundred points theta, chosen around the mode of p(theta | y), and the marginals
     of :meth:`AutoSites.marginals` are mixed by the corrected evidences.  No draws are made but for
     ``samples``.  For one to some five hyperparameters.  Equations: :mod:`pyro_ngvi.sites.integration`.
 
@@ -238,9 +101,11 @@ def integrate(
         >>> found.mean["tau"].round(), found.mean["effect"].round()
         (tensor(5.), tensor([10.,  8.,  6.,  7.,  6.,  6., 10.,  8.]))
     """
-    at_theta = _Conditioned(model, args, kwargs, over, latent)
-    mode, root, definite = find_mode(at_theta.gradient_at, at_theta.start)
+    at_theta = Conditioned(model, args, kwargs, over, latent)
+    mode, root, definite = find_mode(at_theta.gradient_at, at_theta.begin())
+    at_theta.unsettled = 0  # on the way, which does not matter
     design = explore(at_theta.log_p, mode, root)
+    of_design = _doubts(at_theta, design, definite)
     kept = (design.weights >= LEAST * design.weights.max()).nonzero().squeeze(-1)
     weights = design.weights[kept] / design.weights[kept].sum()
     generator = torch.Generator().manual_seed(seed)
@@ -268,7 +133,7 @@ def integrate(
         log_evidence=design.log_integral,
         samples=at_theta.at(design.u(drawn)) | rows,
         distance={n: x.reshape(shapes[n]) for n, x in distance.items()},
-        doubts=(*_doubts(at_theta, design, definite), *doubts),
+        doubts=(*of_design, *doubts),
         _tables=theta | tables,
         _shapes=shapes,
         points=at_theta.at(design.u(design.z)),
@@ -276,7 +141,7 @@ def integrate(
     )
 
 
-def _of_theta(at: _Conditioned, u: Tensor, weights: Tensor) -> dict[str, Densities]:
+def _of_theta(at: Conditioned, u: Tensor, weights: Tensor) -> dict[str, Densities]:
     """Densities of the hyperparameters by name, from weighted points u (S, p)."""
     tables = {}
     for name, transform, part in at.layout.unconstrained(u):
@@ -291,13 +156,46 @@ def _of_theta(at: _Conditioned, u: Tensor, weights: Tensor) -> dict[str, Densiti
         else:
             found = Densities.of_points(transform(part).reshape(len(u), -1), weights)
         tables[name] = Densities(found.x.to(at.like), found.p.to(at.like))
+        if not bool(tables[name].p.isfinite().all()):
+            raise ValueError(
+                f"integrate: {name!r} goes from {float(found.x.min()):.2g} to "
+                f"{float(found.x.max()):.2g}, and its density rounds to points. Give it a narrower "
+                f"prior."
+            )
     return tables
 
 
-def _doubts(at: _Conditioned, design: Design, definite: bool) -> tuple[str, ...]:
-    found = []
+def _doubts(at: Conditioned, design: Design, definite: bool) -> tuple[str, ...]:
+    """What speaks against a design; refuses one that misses a part of theta that matters."""
+    found, where = [], at.where(design.center)
+    if len(design.lost):
+        left = design.interpolated(design.lost) - design.log_p.max() if len(design.z) else None
+        worst = 0 if left is None else int(left.argmax())
+        where = at.where(design.u(design.lost[worst]))
+        if left is None or not left[worst] < -LOST:
+            raise ValueError(
+                shorten(
+                    f"integrate: there is no posterior given {where}, which cannot be left out. Give "
+                    f"it a prior that rules such values out. {at.failure}",
+                    240,
+                    placeholder=" ...",
+                )
+            ) from at.failure
+        found.append(
+            f"In doubt: there is no posterior given {where} (one of {len(design.lost)} such points), "
+            f"which counts for nothing."
+        )
     if not definite:
-        found.append("In doubt: log p(theta | y) is not concave at its mode.")
+        found.append(
+            f"In doubt: log p(theta | y) is not concave where the search for its mode ended: {where}."
+        )
+    if not design.closed:
+        u = design.u(design.z)
+        ranges = {n: float(x.std(0).max()) for n, _, x in at.layout.unconstrained(u)}
+        found.append(
+            f"In doubt: p(theta | y) has not vanished within {len(u)} points, which go furthest in "
+            f"{max(ranges, key=lambda n: ranges[n])!r}. Give it a narrower prior."
+        )
     if design.effective < min(FEW, 3.0 if design.z.shape[1] == 1 else FEW):
         found.append(
             f"In doubt: the points weigh as {design.effective:.1f} of equal weight, so p(theta | y) is "

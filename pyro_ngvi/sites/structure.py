@@ -276,3 +276,13 @@ def same_bits(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
         return False
     kinds = all((x.dtype, x.device) == (y.dtype, y.device) for x, y in zip(a, b, strict=True))
     return kinds and all(at_hand(x) and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+class ImproperError(RuntimeError):
+    """Prior and sites do not make a proper Gaussian, or the prior is none."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "AutoSites: with the parameters of the model as they are now, prior and sites do not make "
+            "a proper Gaussian. Take smaller steps for them, or guide.reset()."
+        )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.distributions import local_level
-from pyro_ngvi.sites.design import explore
+from pyro_ngvi.sites.design import explore, find_mode
 
 
 def of_grid(log_p: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,7 +174,90 @@ def test_random_effects_of_binary_data_against_quadrature() -> None:
     assert float(0.5 * torch.trapezoid((at - truth).abs(), mu)) < 0.015
 
 
+def test_outliers_whose_sites_have_a_negative_precision() -> None:
+    """At a wider prior of the effects they do not make a proper Gaussian, and begin anew."""
+    y = torch.tensor([0.0, 0.3, -0.2, 0.5, 4.0, -0.4, 0.1, 0.2], dtype=torch.float64)
+
+    def model(y: Tensor) -> None:
+        s = pyro.sample("s", dist.HalfNormal(y.new_tensor(3.0)))
+        m = pyro.sample("m", dist.Normal(y.new_tensor(0.0), 3.0))
+        with pyro.plate("group", len(y)):
+            u = pyro.sample("u", dist.Normal(m, s))
+            pyro.sample("y", dist.StudentT(10.0, u, 0.5), obs=y)
+
+    found = ngvi.integrate(model, y)
+    s, m = torch.linspace(0.0, 9.0, 301).double()[1:], torch.linspace(-5.0, 6.0, 111).double()
+    z = torch.linspace(-8.0, 8.0, 401).double().reshape(-1, 1)
+    total = []
+    for each in s:  # the integral over u, by the sum of an even grid
+        f = m.reshape(-1, 1, 1) + each * z
+        log_w = dist.Normal(0.0, 1.0).log_prob(z) + (z[1] - z[0]).log()
+        total.append((dist.StudentT(10.0, f, 0.5).log_prob(y) + log_w).logsumexp(1).sum(-1))
+    prior = dist.HalfNormal(3.0).log_prob(s)
+    log_p = torch.stack(total) + dist.Normal(0.0, 3.0).log_prob(m) + prior.unsqueeze(-1)
+    evidence, mean, sd = of_grid(torch.logsumexp(log_p, 1) + (m[1] - m[0]).log(), s)
+    assert abs(found.log_evidence - float(evidence)) < 0.05
+    assert abs(float(found.mean["s"] - mean)) < 0.05 * float(sd)
+    assert abs(float(found.sd["s"] / sd) - 1.0) < 0.05
+
+
+def test_priors_whose_medians_are_far_out() -> None:
+    """That of Gamma(0.01, 0.01) is 10^-30: what AutoSites finds of a model there is rounding."""
+    group = torch.arange(6).repeat_interleave(3)
+    y = torch.tensor([0.4, -1.9, 1.1, 0.3, -0.8, 2.2]).double()[group]
+    y = y + torch.tensor([0.5, -0.3, 0.9]).double().repeat(6)
+
+    def model(y: Tensor) -> None:
+        p = pyro.sample("p", dist.Gamma(y.new_tensor(0.01), 0.01))
+        q = pyro.sample("q", dist.Gamma(y.new_tensor(0.01), 0.01))
+        m = pyro.sample("m", dist.Normal(y.new_tensor(0.0), 10.0))
+        with pyro.plate("group", 6):
+            u = pyro.sample("u", dist.Normal(0.0, p.rsqrt()))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(m + u[group], q.rsqrt()), obs=y)
+
+    found = ngvi.integrate(model, y)
+    lines = torch.linspace(-8.0, 9.0, 171).double(), torch.linspace(-4.0, 5.0, 91).double()
+    p, q = (x.exp().reshape(-1, 1, 1) for x in torch.cartesian_prod(*lines).unbind(-1))
+    V = 100.0 + (group.unsqueeze(-1) == group) / p + torch.eye(18) / q
+    log_p = dist.MultivariateNormal(torch.zeros(18).double(), V).log_prob(y)
+    for x in (p, q):
+        log_p = log_p + (dist.Gamma(0.01, 0.01).log_prob(x) + x.log()).reshape(-1)
+    log_p = torch.logsumexp(log_p.reshape(171, 91), 1) + (lines[1][1] - lines[1][0]).log()
+    evidence, _, _ = of_grid(log_p, lines[0])
+    assert abs(found.log_evidence - float(evidence)) < 5e-3
+    x, w = lines[0].exp(), torch.softmax(log_p, 0)
+    mean = w @ x
+    sd = (w @ (x - mean).square()).sqrt()
+    assert abs(float(found.mean["p"] - mean)) < 0.02 * float(sd)
+
+
 # --- designs, names and refusals
+
+
+def test_points_without_a_value_and_a_lattice_that_does_not_end() -> None:
+    zero, one = torch.zeros(1).double(), torch.eye(1).double()
+    found = explore(lambda u: float(-0.5 * u.square()) if u < 3.2 else -torch.inf, zero, one)
+    assert found.closed
+    assert found.lost.tolist() == [[3.5]]
+    assert abs(float(found.interpolated(found.lost)) + 0.5 * 3.5**2) < 1e-6
+    assert abs(found.log_integral - 0.5 * float(torch.tensor(2.0 * torch.pi).log())) < 3e-3
+    assert not explore(lambda u: -0.01 * float(u.abs().sqrt()), zero, one).closed
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
+)
+def test_a_prior_that_reaches_zero_is_refused_by_name(dtype: torch.dtype) -> None:
+    def model(y: Tensor, se: Tensor) -> None:
+        tau = pyro.sample("tau", dist.Gamma(y.new_tensor(0.01), 0.01))
+        with pyro.plate("school", len(y)):
+            effect = pyro.sample("effect", dist.Normal(y.new_tensor(0.0), tau))
+            pyro.sample("y", dist.Normal(effect, se), obs=y)
+
+    with pytest.raises(ValueError, match=r"tau.*prior") as caught:
+        ngvi.integrate(model, Y.to(dtype), SE.to(dtype))
+    assert len(str(caught.value)) <= 240
 
 
 def test_a_lattice_standardises_itself() -> None:
@@ -191,6 +274,34 @@ def test_a_lattice_standardises_itself() -> None:
     u = found.u(z)[:, 0]
     assert abs(float(w @ u) - 3.0) < 0.01
     assert abs(float((w @ (u - 3.0).square()).sqrt()) - 5.0) < 0.03
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_search_ends_at_the_mode_however_far_the_slopes_are_apart(count: int) -> None:
+    """Gamma densities of vague and of precise precisions, INLA's prior among them; closed forms."""
+    a = torch.tensor([1.0, 12.0, 3.0], dtype=torch.float64)[:count]
+    b = torch.tensor([5e-5, 14.0, 0.01], dtype=torch.float64)[:count]
+
+    def log_p(u: Tensor) -> Tensor:
+        return (a * u - b * u.exp()).sum()
+
+    def gradient_at(u: Tensor) -> tuple[float, Tensor]:
+        return float(log_p(u)), a - b * u.exp()
+
+    start = torch.tensor([8.0, 9.2, 5.0], dtype=torch.float64)[:count]
+    mode, root, found_one = find_mode(gradient_at, start)
+    assert found_one
+    # a Newton step gains no more than 1e-3 nat
+    assert ((mode - (a / b).log()).square() * a).sum() < 3e-3
+    found = explore(lambda u: float(log_p(u)), mode, root)
+    assert abs(found.log_integral - float((a.lgamma() - a * b.log()).sum())) < 0.02
+    z, log_w = found.fine
+    w, x = torch.softmax(log_w, 0), found.u(z).exp()
+    mean = w @ x
+    share = 0.02 if count < 3 else 0.05
+    assert ((mean - a / b).abs() < share * a.sqrt() / b).all()
+    sd = (w @ (x - mean).square()).sqrt()
+    assert (sd / (a.sqrt() / b) - 1.0).abs().max() < share
 
 
 def test_a_gaussian_hyperparameter_is_named() -> None:

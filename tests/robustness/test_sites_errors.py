@@ -11,6 +11,7 @@ from pyro import poutine
 from pyro.nn import PyroModule
 from torch import Tensor
 
+import pyro_ngvi as ngvi
 from tests.exact.site_cases import N, normal_weights
 from tests.robustness.site_error_cases import D, X, logistic, made, plain, y_real
 
@@ -283,3 +284,62 @@ def test_declared_latent_that_is() -> None:
     guide, svi = made(logistic, latent="f")
     svi.step(X(), (y_real() > 0).double())
     assert str(guide.plan.groups[0].places[0]) == "the site 'f'"
+
+
+# --- what integrate refuses, with the reason
+
+
+def given_t(handler: Any = None, size: int | None = None, **kwargs: Any) -> Callable[..., None]:
+    """m ~ N(0, t), y ~ N(m, 2) in a plate of ``size``, with ``handler`` around the prior of m."""
+
+    def model(y: Tensor) -> None:
+        t: Any = pyro.sample("t", dist.HalfNormal(y.new_tensor(3.0)))
+        with handler() if handler else poutine.scale(scale=1.0):
+            m: Any = pyro.sample("m", dist.Normal(0.0, t))
+        with pyro.plate("data", size or len(y), subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(m, 2.0), obs=y, **kwargs)
+
+    return model
+
+
+def no_gaussian(y: Tensor) -> None:
+    t: Any = pyro.sample("t", dist.HalfNormal(y.new_tensor(3.0)))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(0.0, t), obs=y)
+
+
+def event(y: Tensor) -> None:
+    t: Any = pyro.sample("t", dist.HalfNormal(y.new_tensor(3.0)))
+    with pyro.plate("data", len(y)):
+        m: Any = pyro.sample("m", dist.Normal(0.0, t))
+        pyro.sample("y", dist.Normal(m[:, None], 2.0).to_event(1), obs=y.expand(3, -1).mT)
+
+
+def moving_support(y: Tensor) -> None:
+    a: Any = pyro.sample("a", dist.HalfNormal(y.new_tensor(3.0)))
+    t: Any = pyro.sample("t", dist.Uniform(y.new_tensor(0.0), a))
+    m: Any = pyro.sample("m", dist.Normal(0.0, t))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(m, 2.0), obs=y)
+
+
+NOT_INTEGRATED = {
+    "obs_mask": (
+        given_t(obs_mask=torch.arange(12) < 8),
+        "prior of 'y_unobserved' stands under a scale or a mask",
+    ),
+    "event": (event, "'y' has data of shape .*what is one datum"),
+    "scale": (given_t(lambda: poutine.scale(scale=2.0)), "prior of 'm' stands under a scale"),
+    "no Gaussian": (no_gaussian, "no latent site of its own"),
+    "minibatch": (given_t(size=100), "does not say which data"),
+    "support": (moving_support, "support of the hyperparameter 't' depends on other latent"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_INTEGRATED)
+def test_integrate_says_why(name: str) -> None:
+    model, message = NOT_INTEGRATED[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        ngvi.integrate(model, torch.linspace(-1.0, 2.0, 12, dtype=torch.float64))
+    assert str(caught.value).startswith("integrate")
+    assert len(str(caught.value)) <= 240
