@@ -56,12 +56,10 @@ def centred(noise: Tensor) -> Tensor:
 
         e_s' = sqrt(S / (S - 1)) (e_s - mean(e)),
 
-    of which each row is N(0, I) again, so that averages over draws stay unbiased.  The gradient of the
-    scales, mean_s g_s e_s', then has no part of mean(g), which far from the posterior is nearly all of
-    it, and the mean of a gradient linear in z no noise.  Two rows are an antithetic pair, one stays.
+    of which each row is N(0, I) again: averages stay unbiased, the gradient of the scales has no part
+    of mean(g), nor the mean of a gradient linear in z noise.  Two rows are antithetic, one stays.
     """
-    rows = noise[..., 0].numel()
-    if rows < 2:
+    if (rows := noise[..., 0].numel()) < 2:
         return noise
     mean = noise.mean(tuple(range(noise.dim() - 1)), keepdim=True)
     return (rows / (rows - 1)) ** 0.5 * (noise - mean)
@@ -277,18 +275,14 @@ class Family(ABC):
 
     def unpack(self, vector: Tensor, like: Tensors) -> Tensors:
         """The inverse of :meth:`pack`; ``like`` gives names and shapes."""
-        sizes = self.sizes(like)
-        parts = dict(zip(sizes, vector.split(list(sizes.values())), strict=True))
-        cut = self.triangles.items()
-        whole = {n: stiefel.unpack(parts[n], len(like[n]), offset) for n, offset in cut}
+        parts = dict(zip(self.names, vector.split(list(self.sizes(like).values())), strict=True))
+        whole = {n: stiefel.unpack(parts[n], len(like[n]), k) for n, k in self.triangles.items()}
         return {n: whole[n] if n in whole else v.reshape(like[n].shape) for n, v in parts.items()}
 
     def sizes(self, like: Tensors) -> dict[str, int]:
-        """Entries of each part of :meth:`pack`, in its order."""
-        cut = {n: (len(like[n]), k) for n, k in self.triangles.items()}
-        return {n: like[n].numel() for n in self.names} | {
-            n: d * (d + 1 + 2 * k) // 2 for n, (d, k) in cut.items()
-        }
+        """Entries of each part of :meth:`pack`."""
+        cut = {n: stiefel.pack(like[n], k) for n, k in self.triangles.items()}
+        return {n: cut.get(n, like[n]).numel() for n in self.names}
 
     def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
         """Numbers of consecutive entries of :meth:`pack` that form a layer each; here all form one."""
