@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import pyro_ngvi as ngvi
 from tests.contract import killed, ranks
 
+# the runs of all ranks are made once, for all tests of one worker
+pytestmark = pytest.mark.xdist_group("ranks")
 ROOT = Path(__file__).parents[2]
 OTHERS = ["minibatches", "NoisyKFAC", "CVI", "CVI, minibatches"]
 WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
