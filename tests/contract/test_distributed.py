@@ -13,14 +13,13 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from filelock import FileLock
 from pyro.infer import SVI, RenyiELBO, Trace_ELBO
 from torch.nn.parallel import DistributedDataParallel
 
 import pyro_ngvi as ngvi
 from tests.contract import killed, ranks
 
-# the runs of all ranks are made once, for all tests of one worker
-pytestmark = pytest.mark.xdist_group("ranks")
 ROOT = Path(__file__).parents[2]
 OTHERS = ["minibatches", "NoisyKFAC", "CVI", "CVI, minibatches"]
 WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
@@ -28,12 +27,24 @@ WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What rank 0 of a world of so many processes found, started when first asked for."""
+    """What rank 0 of a world of so many processes found, started when first asked for: once, also for
+    several workers of pytest, which share a folder and wait for each other."""
     known: dict[int, Any] = {}
+    own = tmp_path_factory.mktemp("ranks")
+    shared = own.parent.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
     def world(size: int) -> Any:
+        folder = shared / f"ranks_{size}"
+        with FileLock(f"{folder}.lock"):
+            run(size, folder)
         if size not in known:
-            folder = tmp_path_factory.mktemp("ranks")
+            known[size] = torch.load(folder / "out", weights_only=False)
+            known[size]["folder"] = folder
+        return known[size]
+
+    def run(size: int, folder: Path) -> None:
+        if not folder.exists():
+            folder.mkdir()
             command = [sys.executable, "-m", "tests.contract.ranks"]
             env = os.environ | {"OMP_NUM_THREADS": "1"}
             running = [
@@ -48,9 +59,6 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Any:
             ]
             said = [p.communicate()[1] for p in running]
             assert not any(p.returncode for p in running), said
-            known[size] = torch.load(folder / "out", weights_only=False)
-            known[size]["folder"] = folder
-        return known[size]
 
     return world
 
