@@ -110,26 +110,25 @@ class MovedDraws:
         self._z: Tensor | None = None
 
     def __call__(self) -> Tensor:
-        noise, found, near = self._noise, torch.empty(()), torch.empty(())
-        for _ in range(NEWTON):
+        noise = self._noise
+        for left in reversed(range(NEWTON)):
             at, log_q, residual = self._at(noise)
             near = self._near(residual)
             Q, R = torch.linalg.qr(self._jacobian(at, residual))
+            if not left or host_bool(near.all()):
+                break
             back = torch.linalg.solve_triangular(R, Q.mT @ residual.detach()[..., None], upper=True)
             parts = back[..., 0].split([e[0].numel() for e in at.values()], 1)
             noise = {
                 name: e - part.view_as(e)
                 for (name, e), part in zip(noise.items(), parts, strict=True)
             }
-            # one more step of e by its effect on log q: in the value, and in the gradient
-            with torch.enable_grad():
-                slopes = each_gradient(log_q.sum()[None], list(at.values()))
-            slope = torch.cat([g.reshape(len(log_q), -1) for g in slopes], 1)[..., None]
-            pull = Q @ torch.linalg.solve_triangular(R.mT, slope, upper=False)
-            found = log_q - (pull[..., 0] * residual).sum(1)
-            if host_bool(near.all()):
-                break
-        found = torch.where(near, found, torch.nan)
+        # one more step of e by its effect on log q: in the value, and in the gradient
+        with torch.enable_grad():
+            slopes = each_gradient(log_q.sum()[None], list(at.values()))
+        slope = torch.cat([g.reshape(len(log_q), -1) for g in slopes], 1)[..., None]
+        pull = Q @ torch.linalg.solve_triangular(R.mT, slope, upper=False)
+        found = torch.where(near, log_q - (pull[..., 0] * residual).sum(1), torch.nan)
         return found if torch.is_grad_enabled() else found.detach()
 
     def _at(self, noise: Tensors) -> tuple[Tensors, Tensor, Tensor]:

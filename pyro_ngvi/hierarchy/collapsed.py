@@ -38,6 +38,7 @@ from .guide import AutoHierarchical
 from .marginal import (
     found_beyond,
     integrated,
+    is_outside,
     log_likelihoods,
     log_marginals,
     point_count,
@@ -165,17 +166,17 @@ class Collapsed:
             given, q = _tried(guide, args, kwargs)
             self.call = given.call
             few, more = (
-                log_marginals(self.units, given, q, n).sum(-1)
-                for n in (count, count + max(2, count // 4))
+                log_marginals(self.units, given, q, n) for n in (count, count + max(2, count // 4))
             )
-            beyond, error = found_beyond(self.units, given, q, points)
+            beyond, error = found_beyond(self.units, given, q, few)
         #: numbers of the units of which the quadrature misses part, the worst first, and nats of these
         self.missed: dict[int, float] = {}
         for i in beyond.argsort(descending=True).tolist():
             if beyond[i] > max(NOTICED, SURE * float(error[i])):
                 self.missed[i] = float(beyond[i].log1p())
         #: nats by which a quarter more points change log p(y | v), at draws of q(v)
-        self.error = float((few - more).abs().amax().nan_to_num(torch.inf))
+        change = few.sum(-1) - more.sum(-1)
+        self.error = float(change.abs().amax().nan_to_num(torch.inf))
         if self.error > NOTICED:
             warnings.warn(
                 f"Quadrature over the units of {self.units.plate!r} is off by {self.error:.2g} nats or "
@@ -183,7 +184,6 @@ class Collapsed:
                 RuntimeWarning,
                 stacklevel=3,
             )
-
         elif self.missed:
             warnings.warn(self.missed_in_words, RuntimeWarning, stacklevel=3)
 
@@ -211,9 +211,7 @@ class Collapsed:
                 left = value.shape[: max(0, value.dim() - site["fn"].event_dim - width)]
                 lead = max(lead, left, key=len)
                 values[name] = value.reshape(-1, *self._shapes[name])
-            elif name not in units.names and all(
-                frame.name != units.plate for frame in site["cond_indep_stack"]
-            ):
+            elif is_outside(units, site):
                 log_p = weighted_terms(site)
                 log_p = log_p.reshape(*log_p.shape[:-width], -1)
                 if name in call.owners:  # of the units: they have their part

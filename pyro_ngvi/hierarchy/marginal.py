@@ -89,8 +89,9 @@ def integrated(units: Units, given: Given, q: Conditionals, points: int | None) 
     return Integrated(total, mean, square)
 
 
-def found_beyond(units: Units, given: Given, q: Conditionals, points: int | None) -> Tensor:
-    r"""What random points over all of the prior find of L_i(v), over the L_i(v) of the quadrature.
+def found_beyond(units: Units, given: Given, q: Conditionals, log_l: Tensor) -> Tensor:
+    r"""What random points over all of the prior find of L_i(v), over the L_i(v) of the quadrature, of
+    which ``log_l`` (S, B) are the logarithms.
 
     Points of q(u_i | v) alone, however many, agree on an L_i that lacks a mode where none of them is.
     So one half of these is from t, Cauchy entries with centre and scales of the prior, out to where no
@@ -100,7 +101,7 @@ def found_beyond(units: Units, given: Given, q: Conditionals, points: int | None
     Returns:
         The ratio minus 1 and its standard error, means over the draws of v, (2, B).
     """
-    prior, log_l = Conditionals.without_sites(given.priors), log_marginals(units, given, q, points)
+    prior = Conditionals.without_sites(given.priors)
     S, B, k = q.mean.shape
     means, squares = torch.zeros(2, 2, S, B).to(q.mean)
     rows = max(1, MOST_NUMBERS // max(1, S * B * k))
@@ -134,7 +135,7 @@ def told_apart(units: Units, given: Given, q: Conditionals) -> Given:
 
     def terms(x: Tensor) -> dict[str, Tensor]:
         def outside(sites: Sites) -> dict[str, Tensor]:
-            seen = {n: s for n, s in with_density(sites).items() if _is_outside(units, s)}
+            seen = {n: s for n, s in with_density(sites).items() if is_outside(units, s)}
             return {name: weighted_terms(site).reshape(-1) for name, site in seen.items()}
 
         values = units.values(given.gaussians(x), given.maps)
@@ -170,7 +171,8 @@ def _not_told_apart(units: Units, name: str) -> ValueError:
     )
 
 
-def _is_outside(units: Units, site: Site) -> bool:
+def is_outside(units: Units, site: Site) -> bool:
+    """Whether a site is data, or a factor, outside the plate of the units."""
     inside = any(frame.name == units.plate for frame in site["cond_indep_stack"])
     return not inside and site_kind(site) != "latent"
 
@@ -188,7 +190,7 @@ def log_likelihoods(units: Units, given: Given, x: Tensor) -> Tensor:
     def of_units(sites: Sites) -> Tensor:
         total = x.new_zeros(x.shape[1] + 1)
         for name, site in with_density(sites).items():
-            outside = _is_outside(units, site)
+            outside = is_outside(units, site)
             if site_kind(site) == "latent" or (outside and name not in owners):
                 continue
             terms = weighted_terms(site) / given.seen.scale
