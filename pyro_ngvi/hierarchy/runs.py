@@ -151,9 +151,9 @@ def gaussian_of(site: Site) -> tuple[Any, list[Any]]:
 
 
 def is_gaussian(site: Site) -> bool:
-    """Whether a latent site is a Gaussian, or an elementwise map of one."""
+    """Whether a latent site is a Gaussian, or an elementwise one-to-one map of one."""
     fn, maps = gaussian_of(site)
-    each = all(t.domain.event_dim == t.codomain.event_dim == 0 for t in maps)
+    each = all(t.bijective and t.domain.event_dim == t.codomain.event_dim == 0 for t in maps)
     inner = [part for t in maps for part in with_inner(t)]
     fixed = not any(isinstance(x, Tensor) for t in inner for x in vars(t).values())
     return isinstance(fn, td.Normal | td.MultivariateNormal) and each and fixed

@@ -48,8 +48,7 @@ class WithoutVmap:
         if reason is not None:
             told = (
                 f"each of {S} particles has a run of its own, at so many times the cost. Keep latent "
-                f"values out of in-place writes (take index_put), .item() and if; for OrderedLogistic "
-                f"take Categorical."
+                f"values out of in-place writes (take index_put), .item() and if."
                 if self._dim is None
                 else f"its {S} particles run in one vectorised plate, which agrees with runs one by "
                 f"one; a step compares one of them, at the cost of a second run."

@@ -4,7 +4,7 @@ they fit the guide, and the latent ones as one flat unconstrained vector."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import zip_longest
 from math import prod
 from typing import Any, Literal, TypeAlias
@@ -13,7 +13,6 @@ from weakref import ref
 import pyro.distributions as dist
 import torch
 from pyro.distributions.util import scale_and_mask
-from pyro.ops import special
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -108,26 +107,6 @@ def site_log_prob(site: Site) -> tuple[Tensor, Tensor]:
     except RuntimeError as error:
         error.add_note(f"in the log_prob of the site {site['name']!r}")
         raise
-
-
-class _SafeLog:
-    """Pyro's logarithm with a gradient of at most 1 / eps, of functions that ``torch.func`` knows."""
-
-    @staticmethod
-    def apply(x: Tensor) -> Tensor:
-        eps, here = torch.finfo(x.dtype).eps, x.detach()
-        return torch.where(here < eps, here.log() + (x - here) / eps, x.clamp(min=eps).log())
-
-
-@contextmanager
-def batched_safe_log() -> Iterator[None]:
-    """Let Pyro's ``safe_log``, which ``DiscreteHMM`` and enumeration call, run under ``vmap``."""
-    given = special._SafeLog
-    special._SafeLog = _SafeLog  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        special._SafeLog = given
 
 
 def sum_log_prob(sites: Sites) -> Tensor:

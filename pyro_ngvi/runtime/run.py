@@ -24,12 +24,12 @@ from ..linalg.host import own_random_state
 from .density import (
     Site,
     Sites,
-    batched_safe_log,
     feasible_value,
     innermost,
     is_latent,
     is_minibatch,
 )
+from .stand_ins import stand_ins
 
 T = TypeVar("T")
 Program: TypeAlias = Callable[..., Any]
@@ -49,7 +49,7 @@ class CannotBatch(RuntimeError):
             if singular
             else f"The program cannot run under torch.func.vmap ({where}): {reason}. Keep latent "
             f"values in torch (no .item(), if or NumPy) and out of in-place writes, or use "
-            f"pyro.infer.Trace_ELBO. For OrderedLogistic take Categorical."
+            f"pyro.infer.Trace_ELBO."
         )
         self.where = where
 
@@ -226,7 +226,7 @@ def run_particles(
             # validation branches on tensors
             with (
                 pyro.validation_enabled(False),
-                batched_safe_log(),
+                stand_ins(),
                 _BatchedSamplers() if sampling else nullcontext(),
             ):
                 return batched(*inputs)

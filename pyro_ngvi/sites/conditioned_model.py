@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..distributions import GaussianProcess, GaussianStateSpace
 from ..runtime.density import Site, Sites
 from ..runtime.run import Conditioned, Minibatches
+from ..runtime.stand_ins import stand_ins
 from .structure import TensorRef, is_weighted, unwrapped
 
 T = TypeVar("T")
@@ -310,11 +311,11 @@ def log_det_root(fn: Any, event_dim: int) -> Tensor:
 def for_each(body: Callable[[Any], T], inputs: Any, chunk_size: int | None = None) -> T:
     """``body`` at every row of ``inputs`` (a tensor, or a dict of them), stacked.
 
-    By ``torch.func.vmap``; one after the other where the model cannot run under it (Pyro's
-    ``OrderedLogistic`` fills a tensor in place).
+    By ``torch.func.vmap``; one after the other where the model cannot run under it.
     """
     try:
-        return torch.func.vmap(body, randomness="same", chunk_size=chunk_size)(inputs)
+        with stand_ins():
+            return torch.func.vmap(body, randomness="same", chunk_size=chunk_size)(inputs)
     except RuntimeError:
         # a model that is wrong rather than unbatchable shows its own error here
         count = len(tree_leaves(inputs)[0])

@@ -122,12 +122,21 @@ X = torch.linspace(-1.0, 1.0, 12, dtype=torch.float64)
 GRADES = torch.arange(12) % 3
 
 
+def graded(predictor: torch.Tensor, cuts: torch.Tensor) -> dist.Categorical:
+    """An ordered logistic that writes into a tensor of its own, as vmap does not let it."""
+    below = torch.sigmoid(cuts - predictor.unsqueeze(-1))
+    probs = torch.zeros(*below.shape[:-1], below.shape[-1] + 1, dtype=below.dtype)
+    probs[..., 0], probs[..., -1] = below[..., 0], 1.0 - below[..., -1]
+    probs[..., 1:-1] = below.diff(dim=-1)
+    return dist.Categorical(probs)
+
+
 def ordinal(x: torch.Tensor, y: torch.Tensor) -> None:
-    """vmap cannot run OrderedLogistic; in a plate it broadcasts as it should."""
+    """vmap cannot run it; in a plate it broadcasts as it should."""
     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
     with pyro.plate("data", len(y)):
         cutpoints = torch.tensor([-0.5, 0.5])
-        pyro.sample("y", dist.OrderedLogistic(slope * x, cutpoints), obs=y)
+        pyro.sample("y", graded(slope * x, cutpoints), obs=y)
 
 
 def for_one_draw(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -135,7 +144,7 @@ def for_one_draw(x: torch.Tensor, y: torch.Tensor) -> None:
     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     with pyro.plate("data", len(y)):
         predictor = torch.stack([x, x.square()], -1) @ w
-        pyro.sample("y", dist.OrderedLogistic(predictor, torch.tensor([-0.5, 0.5])), obs=y)
+        pyro.sample("y", graded(predictor, torch.tensor([-0.5, 0.5])), obs=y)
 
 
 def with_a_limit(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -144,7 +153,7 @@ def with_a_limit(x: torch.Tensor, y: torch.Tensor) -> None:
     shift = torch.where((slope > 5.0).any(), 3.0, 0.0)
     with pyro.plate("data", len(y)):
         cutpoints = torch.tensor([-0.5, 0.5])
-        pyro.sample("y", dist.OrderedLogistic(slope * x + shift, cutpoints), obs=y)
+        pyro.sample("y", graded(slope * x + shift, cutpoints), obs=y)
 
 
 def one_by_one(model: Any, guide: Any, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:

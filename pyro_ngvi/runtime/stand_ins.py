@@ -1,0 +1,65 @@
+"""What ``torch.func.vmap`` cannot run of Pyro's and torch's distributions, written anew for it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from pyro.ops import special
+from torch import Tensor
+from torch.distributions import dirichlet
+
+DIRICHLET = dirichlet._Dirichlet
+
+
+class SafeLog:
+    """Pyro's logarithm with a gradient of at most 1 / eps, of functions that ``torch.func`` knows;
+    ``DiscreteHMM`` and enumeration call it."""
+
+    @staticmethod
+    def apply(x: Tensor) -> Tensor:
+        eps, here = torch.finfo(x.dtype).eps, x.detach()
+        return torch.where(here < eps, here.log() + (x - here) / eps, x.clamp(min=eps).log())
+
+
+class DirichletDraw:
+    """Draws of a Dirichlet, and so of Beta and LKJ; torch's function that makes them has a derivative,
+    and no rule under ``vmap``, so it is left where a derivative may be asked for."""
+
+    @staticmethod
+    def apply(concentration: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return DIRICHLET.apply(concentration)  # pyright: ignore[reportReturnType]
+        return torch._sample_dirichlet(concentration)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def ordered_logistic(
+    self: dist.OrderedLogistic, predictor: Tensor, cutpoints: Tensor, validate_args: Any = None
+) -> None:
+    """``OrderedLogistic(predictor, cutpoints)``, which in Pyro writes into a tensor of its own."""
+    below = torch.sigmoid(cutpoints - predictor.unsqueeze(-1))
+    self.predictor, self.cutpoints = predictor.expand(below.shape[:-1]), cutpoints.expand_as(below)
+    end = torch.zeros_like(below[..., :1])
+    probs = torch.cat([end, below, end + 1.0], -1).diff(dim=-1)
+    dist.Categorical.__init__(self, probs, validate_args=validate_args)
+
+
+#: the class or module, the name in it, what is there, and what stands in for it
+STAND_INS: tuple[tuple[Any, str, Any, Any], ...] = (
+    (special, "_SafeLog", special._SafeLog, SafeLog),
+    (dirichlet, "_Dirichlet", DIRICHLET, DirichletDraw),
+    (dist.OrderedLogistic, "__init__", dist.OrderedLogistic.__init__, ordered_logistic),
+)
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """Within it the distributions run under ``vmap``."""
+    for place, name, _, other in STAND_INS:
+        setattr(place, name, other)
+    try:
+        yield
+    finally:
+        for place, name, given, _ in STAND_INS:
+            setattr(place, name, given)
