@@ -26,24 +26,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.density import feasible_value
 from ..runtime.model_density import ModelDensity
+from .chains import ADAPTING, run_chains
 from .draws import guide_draws, random_state
 from .khat import BOUNDS, COARSE_MEAN, COARSE_SD, KHat, right_to
 from .over_batches import need_all_data
 from .verdict import khat
 from .weights import Shift
 
-#: mean acceptance that leaps aim at, steps that adapt them, and the first leap times d^(1/4)
-ACCEPTED, ADAPTING, LEAP = 0.8, 4, 1.2
-#: leapfrog steps of a trajectory, at most, and its length in sds of the guide: a quarter of a period
-MOST_LEAPS, LENGTH = 16, 0.5 * math.pi
 #: k-hat above which weights know of mass that chains may not have reached: they have no mean
 HEAVY = 1.5
-#: chains that tell something, and times as many draws for modes of a mixture; k-hat alone judges a mode
-#: with fewer
-FEWEST_CHAINS, OF_MODES = 50, 4
+#: chains that tell something; k-hat alone judges a mode of a mixture with fewer
+FEWEST_CHAINS = 50
 #: correlation with the start above which a chain has not told much
 STUCK = 0.7
+#: times as many chains where the errors of these leave a site undecided
+MORE_CHAINS = 4
 
 
 @dataclass(frozen=True)
@@ -134,6 +133,13 @@ class Diagnosis:
         return self.khat.reliable and (self.khat.missed or 0.0) > 0.0
 
     @property
+    def is_undecided(self) -> bool:
+        """Whether a site is neither good nor off, as errors of the estimates are too large."""
+        each = self._moved.values()
+        open_ = self.khat.ess > 0.0 and not all(m.is_good for m in each)
+        return open_ and not any(m.is_off for m in each)
+
+    @property
     def ok(self) -> bool:
         """Whether the guide's draws may be taken as they are."""
         return self.decision == "intervals"
@@ -204,7 +210,8 @@ def diagnose(
         model: the Pyro model.
         guide: any trained Pyro guide of it.
         args: what the model is called with: the full data.
-        num_chains: draws of the guide at which chains start.
+        num_chains: draws of the guide at which chains start; four times as many start once more where
+            these leave a site undecided.
         num_steps: T, of which the first four adapt the length of leaps.
         seed: makes the result repeatable; ``None`` for the global random state.
         kwargs: keyword arguments of the model.
@@ -230,26 +237,40 @@ def diagnose(
     with random_state(seed, stream=2):
         drawn = partial(guide_draws, partial(guide, *args, **kwargs))
         values, _ = drawn(num_chains)
-        density = ModelDensity(model, args, kwargs)
+
+        def at_draw(site: Any) -> Tensor:
+            """Where the model runs for sure; at a draw of the prior it may overflow."""
+            return values[site["name"]][0] if site["name"] in values else feasible_value(site)
+
+        density = ModelDensity(model, args, kwargs, init_loc_fn=at_draw)
 
         def packed(values: Any) -> Tensor:
             return density.pack({name: values[name] for name in density.layout.transforms}).detach()
 
-        start = packed(values)
-        # chains do not go between the modes of a mixture that are apart
-        modes_at = getattr(guide, "modes_at", lambda x: x.new_zeros(len(x)))
-        counts = modes_at(start).unique(return_counts=True)
-        modes = [int(m) for m, count in zip(*counts, strict=True) if count >= FEWEST_CHAINS]
-        if len(modes) < 2:
-            modes, modes_at = [0], lambda x: x.new_zeros(len(x))
-        else:
-            start = torch.cat([start, packed(drawn((OF_MODES - 1) * num_chains)[0])])
-        pairs, accepted = [], 0.0
-        for mode in modes:
-            own = start[modes_at(start) == mode][:num_chains]
-            end, share = run_chains(density, own, num_steps)
-            pairs.append([x[modes_at(end) == mode] for x in (own, end)])
-            accepted += share / len(modes)
+        modes_at = getattr(guide, "modes_at", None)
+        found = _by_chains(density, packed(values), modes_at, num_steps, weights)
+        if found.is_undecided:
+            start = packed(drawn(MORE_CHAINS * num_chains)[0])
+            found = _by_chains(density, start, modes_at, num_steps, weights)
+    return found
+
+
+def _by_chains(
+    density: ModelDensity, start: Tensor, modes_at: Any, num_steps: int, weights: KHat
+) -> Diagnosis:
+    """What chains say that begin at draws (S, d) of a guide, which are in its modes ``modes_at(x)``."""
+    at: Any = modes_at or (lambda x: x.new_zeros(len(x)))
+    # chains do not go between the modes of a mixture that are apart
+    counts = at(start).unique(return_counts=True)
+    modes = [int(m) for m, count in zip(*counts, strict=True) if count >= FEWEST_CHAINS]
+    if len(modes) < 2:
+        modes, at = [0], lambda x: x.new_zeros(len(x))
+    pairs, accepted = [], 0.0
+    for mode in modes:
+        own = start[at(start) == mode]
+        end, share = run_chains(density, own, num_steps)
+        pairs.append([x[at(end) == mode] for x in (own, end)])
+        accepted += share / len(modes)
     sites: dict[str, list[Moved]] = {}
     unconstrained: dict[str, list[Moved]] = {}
     with torch.no_grad():
@@ -264,52 +285,6 @@ def diagnose(
         for found in (sites, unconstrained)
     )
     return Diagnosis(as_are, others, weights, accepted, len(modes))
-
-
-def run_chains(
-    log_prob: Callable[[Tensor], Tensor], start: Tensor, num_steps: int
-) -> tuple[Tensor, float]:
-    """Hamiltonian Monte Carlo from ``start`` (S, d), all chains at once, and the share accepted.
-
-    ``log_prob`` maps (S, d) to (S,).  Trajectories have random lengths, the same for all chains.
-    """
-    S, d = start.shape
-    center = start.mean(0)
-    factor, info = torch.linalg.cholesky_ex(torch.cov(start.mT).reshape(d, d))
-    if 4 * d > S or bool(info):  # the covariance is known on its diagonal alone
-        factor = torch.diag_embed(start.std(0).clamp_min(torch.finfo(start.dtype).tiny))
-
-    def gradient(u: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            u = u.detach().requires_grad_()
-            value = log_prob(center + u @ factor.mT)
-            (grad,) = torch.autograd.grad(value.sum(), u)
-        return value.detach(), grad
-
-    u = torch.linalg.solve_triangular(factor, (start - center).mT, upper=False).mT
-    value, grad = gradient(u)
-    leap, rates = LEAP / d**0.25, []
-    for step in range(num_steps):
-        momentum = torch.randn_like(u)
-        length = LENGTH * (0.5 + float(torch.rand(())))
-        leaps = min(MOST_LEAPS, max(1, math.ceil(length / leap)))
-        at, p, slope, new = u, momentum, grad, value
-        for _ in range(leaps):
-            p = p + 0.5 * leap * slope
-            at = at + leap * p
-            new, slope = gradient(at)
-            p = p + 0.5 * leap * slope
-        energy = new - value + 0.5 * (momentum.square().sum(1) - p.square().sum(1))
-        chance = energy.nan_to_num(-math.inf, -math.inf, -math.inf).clamp_max(0.0).exp()
-        taken = torch.rand_like(chance) < chance
-        u = torch.where(taken[:, None], at, u)
-        grad, value = torch.where(taken[:, None], slope, grad), torch.where(taken, new, value)
-        rate = float(chance.mean())
-        if step < ADAPTING:
-            leap = min(leap * math.exp(rate - ACCEPTED), LENGTH)
-        else:
-            rates.append(rate)
-    return center + u @ factor.mT, sum(rates) / len(rates)
 
 
 def moved(before: Tensor, after: Tensor) -> Moved:

@@ -64,7 +64,7 @@ class Structure:
         self.data = 0.0
         for site in (s for s in found.values() if s["is_observed"]):
             shares = (f.size / f.full_size for f in site["cond_indep_stack"])
-            self.data += site["value"].numel() / math.prod(shares)
+            self.data += torch.as_tensor(site["value"]).numel() / math.prod(shares)
 
     @cached_property
     def units(self) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from torch.utils.data import SequentialSampler, WeightedRandomSampler
 
 from ..diagnostics.over_batches import as_arguments, samplers_of
 from ..linalg.host import random_states, set_random_states
+from ..runtime.density import Sites, is_latent, is_minibatch, site_kind
 
 
 class Batches:
@@ -78,6 +79,25 @@ class Batches:
                 self.position += 1
                 return as_arguments(batch)
         raise ValueError("The iterable of minibatches is empty: there is nothing to go over.")
+
+    def warn_of_no_share(self, sites: Sites) -> None:
+        """Warn where a run of the model at a minibatch takes it for all data."""
+        count = len(self.source) if isinstance(self.source, Sized) else 1
+        shared = {
+            frame.name for s in sites.values() if is_latent(s) for frame in s["cond_indep_stack"]
+        }
+        observed = [s for s in sites.values() if site_kind(s) == "observed"]
+        weighed = any(map(is_minibatch, sites.values())) or any(
+            not (isinstance(s["scale"], float | int) and s["scale"] == 1.0) for s in observed
+        )
+        plates = {frame.name for s in observed for frame in s["cond_indep_stack"]} - shared
+        if count > 1 and plates and not weighed:
+            warnings.warn(
+                f"The model takes each of {count} minibatches for all data: the posterior will be as "
+                f"wide as that of one. Tell a plate of {sorted(plates)} how many there are: "
+                f"pyro.plate(name, N, subsample_size=len(x)).",
+                stacklevel=2,
+            )
 
     def reshuffle(self) -> None:
         """Begin an epoch in an order that depends on torch's random state alone: a random one, but for

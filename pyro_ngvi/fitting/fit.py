@@ -152,7 +152,10 @@ class Fit(Result):
         self._last = args = self.args if self.batches is None else next(self.batches)
         if not self.steps:
             with poutine.block(), ModuleParams():
-                check_missing(look(self.model, {}, args, self.kwargs))
+                seen = look(self.model, {}, args, self.kwargs)
+            check_missing(seen)
+            if self.batches is not None:
+                self.batches.warn_of_no_share(seen)
         if self.compile and not isinstance(self.svi, CompiledSVI):
             is_long = self.steps >= LONG[1] and self.seconds >= LONG[0]
             if self.compile is True or is_long:

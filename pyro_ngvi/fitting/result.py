@@ -14,14 +14,14 @@ from .. import diagnostics
 from ..diagnostics import Diagnosis, KHat
 from ..diagnostics.draws import guide_draws, random_state
 from ..distributed.processes import is_alone
-from ..guides import AutoMixtureNormal
+from ..guides import AutoFlow, AutoMixtureNormal, AutoOrthogonalFlow
 from ..hierarchy import AutoHierarchical
 from ..hierarchy.collapsed import can_collapse
 from ..linalg.host import own_random_state
 from ..runtime.run import CannotBatch
 from .advice import Structure
 from .batches import Epoch
-from .ladder import Rung, modes_seen
+from .ladder import FLOW, Rung, modes_seen
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked
 LITTLE = 10_000
@@ -156,27 +156,36 @@ class Result:
     def _verdict_in_words(self) -> str:
         """The verdict; with a guide that knows of units where another is not to be believed, or with
         the modes that the search for a start has seen."""
-        verdict, guide, units = self.verdict, self.guide, None
+        return f"{self.verdict.verdict} {self._way_on()}".rstrip()
+
+    def _way_on(self) -> str:
+        """What to do where the verdict is bad or there are modes of which it knows nothing."""
+        verdict, guide, modes = self.verdict, self.guide, modes_seen(self.guide)
         at_hand = not (verdict.ok or self.is_spread or self._is_stream)
         if at_hand and isinstance(guide, AutoHierarchical):
             if can_collapse(guide, *self.args, **self.kwargs):
-                how = "fit.to_arviz(corrected=True), which has its own verdict"
-                return f"{verdict.verdict} Or take {how}."
-            return verdict.verdict
-        if at_hand:
-            units = self._structure.units
-        if units is not None and units.pooled:
-            return f'{verdict.verdict} There are {str(units)[:100]}: pass guide="AutoHierarchical".'
+                return "Or take fit.to_arviz(corrected=True), which has its own verdict."
+        elif at_hand and (units := self._structure.units) is not None and units.pooled:
+            how = 'pass guide="AutoHierarchical"'
+            more = ', or "auto", which goes on to others' * self._may_climb
+            return f"There are {str(units)[:100]}: {how}{more}."
         if isinstance(guide, AutoMixtureNormal):
-            return f"{verdict.verdict} {guide.lost}".rstrip()
-        modes = modes_seen(guide)
-        if modes == 1:
-            return verdict.verdict
-        return (
-            f"{verdict.verdict} The search for a start found {modes} modes of comparable mass, of "
-            f"which this may be one: pass guide=functools.partial(pyro_ngvi.AutoMixtureNormal, "
-            f"num_components={modes})."
-        )
+            return guide.lost
+        if modes > 1:
+            return (
+                f"The search for a start found {modes} modes of comparable mass, of which this may be "
+                f"one: pass guide=functools.partial(pyro_ngvi.AutoMixtureNormal, "
+                f"num_components={modes})."
+            )
+        if at_hand and self._may_climb and verdict.decision != "resample":
+            return 'Or pass guide="auto", which goes on to richer guides.'
+        return ""
+
+    @property
+    def _may_climb(self) -> bool:
+        """Whether ``guide="auto"`` would try a flow, and has not."""
+        richest = isinstance(self.guide, AutoFlow | AutoOrthogonalFlow)
+        return not self.rungs and not richest and self._structure.d <= FLOW
 
     @property
     def _is_stream(self) -> bool:
@@ -310,7 +319,8 @@ class Result:
             verdict, (elbo, error) = self._verdict_in_words, self.elbo
             lines.append(f"ELBO {elbo:.2f} +- {error:.2f} nats. {verdict}")
         except Exception as error:  # whatever the guide or the model says of these arguments
-            lines.append(f"No verdict: {error}")
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            lines.append(f"No verdict: {reason}")
         return [*lines, *map(str, self.rungs)]
 
     def _repr_html_(self) -> str:

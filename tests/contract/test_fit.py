@@ -692,7 +692,44 @@ def test_a_distrusted_guide_is_told_of_units() -> None:
         fit = ngvi.fit(units, y, guide=guide, seed=0, max_steps=1)
         assert not fit.verdict.ok
         assert ("8 units of 1 latent variable (u)" in repr(fit).splitlines()[2]) == told
-        assert repr(fit).endswith('pass guide="AutoHierarchical".') == told
+        how = 'pass guide="AutoHierarchical", or "auto", which goes on to others.'
+        assert repr(fit).endswith(how) == told
+
+
+def test_a_distrusted_guide_is_told_of_richer_ones_that_were_not_tried() -> None:
+    how = 'Or pass guide="auto", which goes on to richer guides.'
+    for guide, told in (("AutoFullRankNormal", True), ("AutoCouplingFlow", False), ("auto", False)):
+        fit = ngvi.fit(banana, guide=guide, seed=0, max_steps=1)
+        assert not fit.verdict.ok and fit.verdict.decision != "resample"
+        assert (how in repr(fit)) == told
+
+
+def test_a_model_that_is_nan_where_all_of_its_latents_are_one_has_a_verdict() -> None:
+    """Which begins at a draw of the guide."""
+
+    def absorbed(t: torch.Tensor, y: torch.Tensor) -> None:
+        a = pyro.sample("a", dist.LogNormal(0.5, 0.5))
+        b = pyro.sample("b", dist.LogNormal(-1.0, 0.5))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(((-b * t).exp() - (-a * t).exp()) / (a - b), 0.1), obs=y)
+
+    t = torch.linspace(0.2, 8.0, 12)
+    fit = ngvi.fit(absorbed, t, 0.8 * ((-0.3 * t).exp() - (-1.5 * t).exp()), seed=0)
+    assert fit.verdict is fit.diagnosis and "No verdict" not in repr(fit)
+
+
+def test_scales_by_group_are_no_gaussian_units() -> None:
+    """|z| is not one-to-one: a HalfNormal is no Gaussian variable in other words."""
+
+    def model(y: torch.Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 3.0))
+        with pyro.plate("groups", 3):
+            s = pyro.sample("s", dist.HalfNormal(2.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(m, s[torch.arange(len(y)) % 3]), obs=y)
+
+    fit = ngvi.fit(model, torch.linspace(-2.0, 3.0, 30), seed=0)
+    assert type(fit.guide) is ngvi.AutoFullRankNormal and "No verdict" not in repr(fit)
 
 
 def test_a_model_with_parameters_of_its_own_has_one_guide(monkeypatch: pytest.MonkeyPatch) -> None:

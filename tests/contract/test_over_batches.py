@@ -128,7 +128,10 @@ def test_minibatches_of_one_of_several_processes_are_not_all_data(monkeypatch) -
 def test_epochs_that_do_not_have_each_datum_once_are_refused() -> None:
     fit = ngvi.fit(regression, data=shuffled(True), size=N, seed=0, max_steps=9, progress=False)
     assert "No verdict: The minibatches of an epoch hold 0.8 times the data" in repr(fit)
-    fit = ngvi.fit(regression, data=shuffled(), seed=0, max_steps=9, progress=False)
+    with pytest.warns(
+        UserWarning, match="takes each of 3 minibatches for all data.*subsample_size"
+    ):
+        fit = ngvi.fit(regression, data=shuffled(), seed=0, max_steps=9, progress=False)
     assert "No verdict: The minibatches of an epoch hold 3 times the data" in repr(fit)
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics import Diagnosis, KHat, ModelDensity
-from pyro_ngvi.diagnostics.diagnosis import Moved, moved, run_chains
+from pyro_ngvi.diagnostics.chains import run_chains
+from pyro_ngvi.diagnostics.diagnosis import Moved, moved
 
 
 def gaussian(mean: float, sd: float, d: int = 1, heavy: float | None = None) -> Callable[[], None]:
@@ -278,6 +279,24 @@ def test_a_doubt_says_how_large_the_errors_may_be() -> None:
         "Not clear: 'x' has means off by up to 0.1 sd, sds by up to 11 %; with their errors 0.5 sd and "
         "35 %."
     )
+
+
+def test_more_chains_start_where_errors_leave_a_site_undecided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = []
+
+    def counted(log_prob: Any, start: Tensor, steps: int) -> tuple[Tensor, float]:
+        counts.append(len(start))
+        return run_chains(log_prob, start, steps)
+
+    monkeypatch.setattr("pyro_ngvi.diagnostics.diagnosis.run_chains", counted)
+    right, wrong = gaussian(1.0, 2.0), gaussian(1.0, 0.8)
+    assert ngvi.diagnose(right, right, num_chains=80).decision == "intervals"
+    assert counts == [80, 320]
+    assert ngvi.diagnose(right, right, num_chains=400).decision == "intervals"
+    assert ngvi.diagnose(right, wrong, num_chains=400).decision != "intervals"
+    assert counts[2:] == [400, 400]
 
 
 def test_a_matrix_that_fails_at_a_draw_is_named() -> None:
