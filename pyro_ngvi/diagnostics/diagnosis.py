@@ -171,7 +171,10 @@ class Diagnosis:
         if not wrong and self._missed:
             where = f"draws of the prior show {self.khat.missed:.1f} nats more: a mode was missed"
         elif not wrong and not self.ok:
-            tail = f"weights have a heavy tail (k-hat {self.khat.khat:.1f})"
+            k = self.khat.khat
+            tail = f"weights have a heavy tail (k-hat {k:.1f})"
+            if math.isnan(k):
+                tail = "weights cannot be told from rounding: evaluate the model in float64"
             where += f", but {self.khat.verdict.rstrip('.') if self.modes > 1 else tail}"
         how = ': to_arviz(..., resample="psis")' * (self.decision == "resample")
         return f"{words[self.decision]}{how}: {where}."

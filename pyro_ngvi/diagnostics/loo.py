@@ -25,6 +25,8 @@ from .verdict import MORE, judge, may_draw_more
 HELD = 2**28
 #: the k-hat above which Vehtari et al. do not trust a density
 TRUSTED = 0.7
+#: observed sites above which they are a series, of which a user would hardly choose one
+FEW = 8
 
 
 def loo(
@@ -178,7 +180,11 @@ def _site_of(fitted: Fitted, var_name: str | None) -> str:
     if var_name is not None and var_name not in names:
         raise ValueError(f"var_name is {var_name!r}; the sites with a likelihood are {names}.")
     if var_name is None and len(names) != 1:
-        some = f"choose one of {names} by var_name" if names else "loo needs data in a plate"
+        some = f"choose one of {names} by var_name"
+        if not names:
+            some = "loo needs data in a plate, and pyro.factor has none"
+        elif len(names) > FEW:
+            some = "put the data of a series into one site in a plate, or choose a site by var_name"
         raise ValueError(f"{len(names)} observed sites have a likelihood by datum: {some}.")
     return var_name or names[0]
 

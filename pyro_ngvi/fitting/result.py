@@ -177,7 +177,8 @@ class Result:
                 f"one: pass guide=functools.partial(pyro_ngvi.AutoMixtureNormal, "
                 f"num_components={modes})."
             )
-        if at_hand and self._may_climb and verdict.decision != "resample":
+        tells = self.khat.ess > 0.0 and not np.isnan(self.khat.khat)
+        if at_hand and tells and self._may_climb and verdict.decision != "resample":
             return 'Or pass guide="auto", which goes on to richer guides.'
         return ""
 

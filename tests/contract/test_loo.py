@@ -182,6 +182,30 @@ def test_an_unusable_guide_is_told_of() -> None:
         loo(crossed, narrow, torch.linspace(-1.5, 1.5, 12).reshape(3, 4), seed=0)
 
 
+def test_a_series_of_sites_and_a_factor_have_no_datum_to_leave_out() -> None:
+    y = torch.zeros(12)
+
+    def series(y: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        for t in pyro.plate("time", len(y)):
+            pyro.sample(f"y_{t}", dist.Normal(m, 1.0), obs=y[t])
+
+    def factor(y: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.factor("y", dist.Normal(m, 1.0).log_prob(y))
+
+    def guide(y: Tensor) -> None:
+        pyro.sample("m", dist.Normal(0.0, 13.0**-0.5))
+
+    with pytest.raises(
+        ValueError, match=r"^12 observed sites .* put the data of a series into one"
+    ):
+        loo(series, guide, y)
+    with pytest.raises(ValueError, match=r"^0 observed sites .* and pyro.factor has none"):
+        loo(factor, guide, y)
+
+
 def test_one_of_several_sites() -> None:
     def two(a: Tensor, b: Tensor) -> None:
         m = pyro.sample("m", dist.Normal(0.0, 1.0))

@@ -299,6 +299,15 @@ def test_more_chains_start_where_errors_leave_a_site_undecided(
     assert counts[2:] == [400, 400]
 
 
+def test_weights_that_are_rounding_are_no_heavy_tail() -> None:
+    small = torch.tensor([0.01])
+    good = Moved(mean=small, mean_error=small, log_sd=small, log_sd_error=small, rho=small)
+    weights = KHat(math.nan, 0.7, 900.0, np.zeros(1000))
+    found = Diagnosis({"x": good}, {}, weights, 0.8)
+    assert found.decision == "unclear"
+    assert found.verdict.endswith("cannot be told from rounding: evaluate the model in float64.")
+
+
 def test_a_matrix_that_fails_at_a_draw_is_named() -> None:
     """And not what vmap cannot do."""
 
