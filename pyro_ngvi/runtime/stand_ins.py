@@ -6,6 +6,7 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
+import torch.distributions as td
 from pyro.ops import special
 from torch import Tensor
 from torch.distributions import dirichlet
@@ -45,10 +46,21 @@ def ordered_logistic(
     dist.Categorical.__init__(self, probs, validate_args=validate_args)
 
 
+def multinomial_sample(self: td.Multinomial, sample_shape: Any = ()) -> Tensor:
+    """A draw of ``Multinomial``, which in torch adds up counts in a tensor of its own."""
+    with torch.no_grad():
+        which = self._categorical.sample(torch.Size((self.total_count, *sample_shape))).movedim(
+            0, -1
+        )
+        counts = which.new_zeros(self._extended_shape(torch.Size(sample_shape)))
+        return counts.scatter_add(-1, which, torch.ones_like(which)).type_as(self.probs)
+
+
 #: the class or module, the name in it, what is there, and what stands in for it
 STAND_INS: tuple[tuple[Any, str, Any, Any], ...] = (
     (special, "_SafeLog", special._SafeLog, SafeLog),
     (dirichlet, "_Dirichlet", DIRICHLET, DirichletDraw),
+    (td.Multinomial, "sample", td.Multinomial.sample, multinomial_sample),
     (dist.OrderedLogistic, "__init__", dist.OrderedLogistic.__init__, ordered_logistic),
 )
 

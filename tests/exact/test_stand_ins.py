@@ -51,12 +51,14 @@ def looped(model: Callable[[], Any]) -> Callable[[], Any]:
     return counted
 
 
-@pytest.mark.parametrize("name", ["Beta", "Dirichlet", "LKJ"])
+@pytest.mark.parametrize("name", ["Beta", "Dirichlet", "LKJ", "Multinomial", "compound"])
 def test_draws_of_a_prior_in_one_run(name: str) -> None:
     """4,000 draws, means and second moments within 4.5 standard errors of their closed forms."""
     a, total = CONCENTRATION, CONCENTRATION.sum()
     alpha, beta = a[0], a[2]
-    mean, eta = a / total, 1.5
+    mean, eta, n = a / total, 1.5, 5
+    multinomial = dist.Multinomial(n, probs=mean.expand(4, 3))
+    compound = dist.DirichletMultinomial(a, n)
     # the entry of a 2 x 2 LKJ matrix is 2 Beta(eta, eta) - 1
     fn, first, second = {
         "Beta": (
@@ -66,6 +68,8 @@ def test_draws_of_a_prior_in_one_run(name: str) -> None:
         ),
         "Dirichlet": (dist.Dirichlet(a), mean, a * (a + 1) / (total * (total + 1))),
         "LKJ": (dist.LKJCholesky(2, a.new_tensor(eta)), 0.0, 1.0 / (2.0 * eta + 1.0)),
+        "Multinomial": (multinomial, n * mean, n * mean * (1.0 - mean) + (n * mean) ** 2),
+        "compound": (compound, compound.mean, compound.variance + compound.mean**2),
     }[name]
     model = looped(lambda: pyro.sample("x", fn))
     pyro.set_rng_seed(0)
