@@ -17,6 +17,7 @@ unit i out,
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from math import log, pi
 from numbers import Integral
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from ..linalg.host import fixed_normal
 from ..linalg.products import matvec
+from ..linalg.triangles import solve_transposed
 from ..runtime.density import Site, Sites, site_kind, site_log_prob, with_density
 from ..runtime.model_density import MOST_NUMBERS
 from ..sites.expectation import quadrature_points
@@ -127,11 +129,16 @@ def found_beyond(units: Units, given: Given, q: Conditionals, log_l: Tensor) -> 
 def told_apart(units: Units, given: Given, q: Conditionals) -> Given:
     """With the unit that each datum outside their plate belongs to, as in ``Normal(u[index], s)``.
 
-    It is the one whose moves change its density: one half of the units is moved at a time, told apart
-    by the binary digits of their numbers, at all draws of v.  Refuses data of several units.
+    Halves of the units are moved, told apart by the binary digits of their numbers.  Where a unit is
+    NaN so are the densities of its data, flat or not (clamp, Phi(9)).  What hides a NaN (torch.where),
+    or spreads it (0 * NaN, in a product with a matrix), is seen at 1 to 64 sds of the prior and more,
+    either way.  Refuses data of several units, and those that may be of one which nothing shows.
     """
-    still, count = q.mean, q.mean.shape[1]
-    away = q.draw(fixed_normal(1, count, units.width, seed=count).to(still).expand_as(still))
+    still, (S, count, k) = q.mean, q.mean.shape
+    prior, turn = Conditionals.without_sites(given.priors), torch.arange(S).to(still)[:, None, None]
+    length = (-1.0) ** turn * 4.0 ** ((turn / 2.0).floor() % 4.0)
+    noise = fixed_normal(1, count, k, seed=count).to(still)
+    away = still + solve_transposed(prior.root, length * (noise + noise.sign()))
 
     def terms(x: Tensor) -> dict[str, Tensor]:
         def outside(sites: Sites) -> dict[str, Tensor]:
@@ -141,15 +148,29 @@ def told_apart(units: Units, given: Given, q: Conditionals) -> Given:
         values = units.values(given.gaussians(x), given.maps)
         return given.call.batched(outside, {**given.values, **values})
 
-    masks, here, owners = digit_masks(count, still.device), terms(still), {}
-    there = [terms(torch.where(mask.unsqueeze(-1), away, still)) for mask in masks] if here else []
-    for name, at in here.items():
-        moved = torch.stack([(x[name] != at).any(0) for x in there])
-        ones, zeros = moved.chunk(2)
-        numbers = (ones.long() << torch.arange(len(ones), device=still.device)[:, None]).sum(0)
-        owned = moved.any(0)
-        if not bool((ones ^ zeros).all(0)[owned].all()):
+    masks, here, owners = digit_masks(count, still.device).unsqueeze(-1), terms(still), {}
+
+    def there(x: Tensor) -> dict[str, Tensor]:
+        with suppress(RuntimeError, ValueError), pyro.validation_enabled(False):
+            return terms(x)
+        # without a density there, as where a Cholesky fails, nothing is known
+        return {name: torch.full_like(at, torch.nan) for name, at in here.items()}
+
+    def changed(mask: Tensor) -> dict[str, Tensor]:
+        far, lost = there(torch.where(mask, away, still)), there(still.masked_fill(mask, torch.nan))
+        moved = {n: ((far[n] != at) & ~far[n].isnan()).any(0) for n, at in here.items()}
+        gone = {n: (lost[n].isnan() & ~at.isnan()).any(0) for n, at in here.items()}
+        return {name: torch.stack([moved[name], gone[name]]) for name in here}
+
+    each = [changed(mask) for mask in masks if here]
+    for name in here:
+        moved, gone = torch.stack([x[name] for x in each], 1)
+        either = moved | gone
+        owned, seen = either.any(0), torch.where(_of_one(either), either, moved)
+        if not bool(_of_one(seen)[owned].all()):
             raise _not_told_apart(units, name)
+        ones = seen.chunk(2)[0].long()
+        numbers = (ones << torch.arange(len(ones), device=still.device)[:, None]).sum(0)
         if bool(owned.any()):
             owners[name] = torch.where(owned, numbers, count)
     given = replace(given, call=replace(given.call, owners=owners))
@@ -163,11 +184,18 @@ def told_apart(units: Units, given: Given, q: Conditionals) -> Given:
     return given
 
 
+def _of_one(changed: Tensor) -> Tensor:
+    """Which of N changed (2 b, N), by the halves of :func:`digit_masks`, with a single number."""
+    ones, zeros = changed.chunk(2)
+    return (ones ^ zeros).all(0)
+
+
 def _not_told_apart(units: Units, name: str) -> ValueError:
     which = f"a number of {name!r}" if name else "a density"
     return ValueError(
-        f"AutoHierarchical: {which} outside the plate {units.plate!r} is of several units, so they "
-        f"are not told apart. Let each datum have its own: a plate of data in place of .to_event(1)."
+        f"AutoHierarchical: {which} outside the plate {units.plate!r} is of several units, or nothing "
+        f"shows of which. Let each datum have its own, by u[..., index] in a plate of data: no "
+        f".to_event(1), no matrix times u."
     )
 
 

@@ -133,6 +133,46 @@ def test_data_in_a_plate_of_their_own_are_those_of_their_units() -> None:
     assert torch.allclose(*slopes, rtol=0.0, atol=1e-7)
 
 
+ONE = torch.ones(()).double()
+#: log densities of data that are flat at effects of 9 and 12, by NaN and by numbers as it may be
+CEILING: dict[str, Any] = {
+    "clamp": lambda u, b: dist.Normal(b * u.clamp_max(1.0), 0.5).log_prob(SCORES[:6]),
+    "where": lambda u, b: dist.Normal(b * torch.where(u < 1.0, u, 1.0), 0.5).log_prob(SCORES[:6]),
+    "probit": lambda u, b: torch.special.ndtr(u + b).log(),
+    "censored": lambda u, b: (
+        dist.Bernoulli(logits=20.0 * (5.0 - u)).log_prob(ONE).clamp_min(-30.0) - b.abs()
+    ),
+}
+MEASURED, UNIT_OF = torch.tensor([0.0, 9.0, 12.0]).double(), torch.tensor([1, 0, 2, 2, 1, 0])
+
+
+def on_a_ceiling(form: str, design: Tensor | None = None) -> None:
+    b: Any = pyro.sample("b", dist.Normal(Y.new_zeros(()), 1.0))
+    with pyro.plate("units", 3):
+        u: Any = pyro.sample("u", dist.Normal(3.0 + 0.0 * b, 8.0))
+        pyro.sample("z", dist.Normal(u, 0.1), obs=MEASURED)
+    with pyro.plate("data", 6):
+        pyro.factor("y", CEILING[form](u[..., UNIT_OF] if design is None else u @ design, b))
+
+
+@pytest.mark.parametrize("by", ["index", "matrix"])
+@pytest.mark.parametrize("form", CEILING)
+def test_data_that_do_not_respond_where_their_units_are_are_theirs(form: str, by: str) -> None:
+    design = torch.nn.functional.one_hot(UNIT_OF).double().mT if by == "matrix" else None
+    model = ngvi.collapse(fitted(on_a_ceiling, form, design), form, design)
+    assert torch.equal(model.call.owners["y"], UNIT_OF)
+    u = torch.linspace(-2.0, 14.0, 160_001).double()[:, None]  # the trapezoidal rule
+    for b in torch.tensor([-0.7, 0.4, 2.0]).double():
+        log_p = CEILING[form](u.expand(-1, 6), b)
+        of_units = torch.zeros(len(u), 3).double().index_add(1, UNIT_OF, log_p)
+        of_units += dist.Normal(u, 0.1).log_prob(MEASURED) + dist.Normal(3.0, 8.0).log_prob(u)
+        wanted = (
+            of_units.logsumexp(0).sum() + 3.0 * math.log(1e-4) + dist.Normal(0.0, 1.0).log_prob(b)
+        )
+        found = poutine.trace(poutine.condition(model, {"b": b})).get_trace().log_prob_sum()
+        assert float(found) == pytest.approx(float(wanted), abs=1e-5)
+
+
 #: where unit 1 is by two of its three data, hardly any other is
 OUTLIERS = [
     [0.0, 0.3, -0.2],

@@ -291,19 +291,28 @@ def test_models_that_cannot_be_batched_and_leave_their_support_far_out() -> None
     assert guide.units.smooth and (guide.sites.visits > 0).all()
 
 
-def test_a_number_for_the_data_of_several_units_is_not_told_apart() -> None:
-    index = torch.arange(6).repeat_interleave(2)
+@pytest.mark.parametrize("kind", ["one number", "no unit's"])
+def test_a_number_for_the_data_of_several_units_is_not_told_apart(kind: str) -> None:
+    index, design = torch.arange(6).repeat_interleave(2), torch.eye(6)
+    design[:, 2] = 0.0  # as if that datum were flat in its unit: 0 * NaN is NaN
 
     def model() -> None:
         s = scale()
         with pyro.plate("units", 6):
             u: Any = pyro.sample("u", dist.Normal(ZERO, s))
-        pyro.sample("y", dist.Normal(u[index], 1.0).to_event(1), obs=Y.repeat(2))
+        if kind == "one number":
+            pyro.sample("y", dist.Normal(u[index], 1.0).to_event(1), obs=Y.repeat(2))
+        else:
+            with pyro.plate("data", 6):
+                pyro.sample("y", dist.Normal(u @ design, 1.0), obs=Y)
 
     guide = ngvi.AutoHierarchical(model)
     guide()
-    with pytest.raises(ValueError, match="a number of 'y' outside the plate 'units' is of sev"):
+    with pytest.raises(
+        ValueError, match="a number of 'y' outside the plate 'units' is of sev"
+    ) as e:
         guide.log_marginals()
+    assert len(str(e.value)) <= 240 and "or nothing shows of which" in str(e.value)
 
 
 def test_answers_without_the_arguments_of_the_model() -> None:
