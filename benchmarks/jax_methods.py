@@ -68,6 +68,12 @@ def _flat_order(problem: Problem, guide: Any, params: dict[str, Any]) -> Tensor:
     return (100 * LogJoint(problem).unconstrain(values)).round().long()
 
 
+def reordered(scale_tril: Tensor, order: Tensor) -> Tensor:
+    """The factor of a covariance in another order; its covariance, squared, may be singular."""
+    upper = torch.linalg.qr(scale_tril[order].T, mode="r").R
+    return upper.T * upper.diagonal().sign()
+
+
 class NumPyroRun:
     """One seed and one rate of a compiled NumPyro program."""
 
@@ -92,9 +98,7 @@ class NumPyroRun:
             scale = torch.diag(torch.as_tensor(np.array(params["auto_scale"])))
         else:
             scale = torch.as_tensor(np.array(params["auto_scale_tril"]))
-        order = self.program.order
-        covariance = (scale @ scale.T)[order][:, order]
-        return loc[order], torch.linalg.cholesky(covariance)
+        return loc[self.program.order], reordered(scale, self.program.order)
 
 
 def numpyro_factory() -> Callable[..., Run]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.contestants import Watch, present
+from benchmarks.jax_methods import reordered
 from benchmarks.leaderboard_report import BEST, FIXED, collect, losses, report, summary
 from benchmarks.problems import load
 
@@ -78,6 +79,18 @@ def test_absent_packages_leave_their_methods_out(
     monkeypatch.setattr("benchmarks.contestants.find_spec", lambda name: None)
     assert present(("fit", "NumPyro")) == ["fit"]
     assert "the rows of NumPyro are left out" in capsys.readouterr().out
+
+
+def test_a_factor_in_another_order_has_the_covariance() -> None:
+    """Also where the covariance itself has no factor any more in float64."""
+    scale = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1e-9, 0.0], [2.0, 1.0, 3.0]])
+    order = torch.tensor([1, 2, 0])
+    assert torch.linalg.cholesky_ex((scale @ scale.T)[order][:, order]).info > 0
+    found = reordered(scale, order)
+    assert bool((found.diagonal() > 0).all()) and bool((found.triu(1) == 0).all())
+    torch.testing.assert_close(found @ found.T, (scale @ scale.T)[order][:, order])
+    noise = torch.linalg.solve(found, scale[order])  # a rotation
+    torch.testing.assert_close(noise @ noise.T, torch.eye(3), rtol=0, atol=1e-6)
 
 
 def test_blackjax_is_given_the_gaussian_of_its_draws() -> None:
