@@ -1,7 +1,7 @@
 """What `ngvi.compile` makes of a step: eager, replayed, by Inductor, in a run; and Adam beside it.
 
-Run from the root of the repository: ``python -m benchmarks.compiled --help``.  One thread.  See
-``benchmarks/README.md`` for what is measured.
+Run from the root of the repository: ``python -m benchmarks.compiled --help``.  One core, and the
+processor's time but where a tier is waited for.  See ``benchmarks/README.md`` for what is measured.
 """
 
 import argparse
@@ -25,9 +25,11 @@ import pyro_ngvi as ngvi
 from pyro_ngvi.nn import bayesianize
 from pyro_ngvi.optim import IVON, SPRING, VOGN
 
+from . import jax_methods, methods
+from .contestants import present
 from .problems import load
-from .step_cost import quiet_and_single
 from .stepping import circumstances, heading, line
+from .time_to_target import prepare
 
 PARTICLES = 8
 
@@ -40,6 +42,7 @@ class Case:
     args: tuple[Any, ...]
     adam: Callable[[], SVI]
     jit: Callable[[], SVI] | None = None
+    numpyro: Callable[[], methods.Run] | None = None
 
 
 def _adam() -> Any:
@@ -57,7 +60,11 @@ def _on(problem: str, ours: Any, theirs: Any, rule: Any, loss: Callable[[], Any]
         trace = kind(PARTICLES, vectorize_particles=True, max_plate_nesting=1)
         return SVI(p.model, theirs(p.model), _adam(), trace)
 
-    return Case(make, p.args, adam, lambda: adam(JitTrace_ELBO))
+    family = "mean_field" if theirs is AutoDiagonalNormal else "full_rank"
+    begin = jax_methods.numpyro_factory() if present(("NumPyro",)) else None
+    how = p, family, 0, PARTICLES, "feasible", 1e-3
+    numpyro = None if begin is None else lambda: begin(*how)
+    return Case(make, p.args, adam, lambda: adam(JitTrace_ELBO), numpyro)
 
 
 def _network(rule: Any, loss: Callable[[], Any]) -> Case:
@@ -115,16 +122,18 @@ class Row:
     run: float | None
     adam: float
     jit: float | None
+    numpyro: float | None
     seconds_to_replay: float
     seconds_to_inductor: float | None
     reason: str
 
     def __str__(self) -> str:
         def cell(x: float | None) -> str:
-            return "" if x is None else f"{x:.2f}"
+            return "" if x is None else f"{x:.3g}"
 
         best = self.replay if self.run is None else self.run
-        times = (self.eager, self.replay, self.inductor, self.run, self.adam, self.jit)
+        ways = "eager", "replay", "inductor", "run", "adam", "jit", "numpyro"
+        times = (getattr(self, way) for way in ways)
         seconds = (self.seconds_to_replay, self.seconds_to_inductor)
         return line(self.case, *map(cell, times), f"{self.eager / best:.1f}", *map(cell, seconds))
 
@@ -161,17 +170,19 @@ def measure(name: str, rounds: int, inductor: bool) -> Row:
         ways["run"] = (lambda count: fast.run(count, *args)), 100
     if jit is not None:
         ways["jit"] = steps(jit), 10
+    if case.numpyro is not None:
+        ways["numpyro"] = case.numpyro().advance, 200
     for svi in (replay, fast)[: 1 + inductor]:
         svi.run(70, *args)  # past the uses that are compared
     times: dict[str, list[float]] = {way: [] for way in ways}
     for k in range(rounds + 1):
         for way, (go, count) in ways.items():
-            start = time.perf_counter()
+            start = time.process_time()
             go(count)
             if k > 0:
-                times[way].append(1e3 * (time.perf_counter() - start) / count)
+                times[way].append(1e3 * (time.process_time() - start) / count)
     found = {way: median(values) for way, values in times.items()}
-    found |= {way: None for way in ("inductor", "run", "jit") if way not in found}
+    found |= {way: None for way in ("inductor", "run", "jit", "numpyro") if way not in found}
     return Row(
         name,
         seconds_to_replay=to_replay,
@@ -189,10 +200,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--replay", action="store_true", help="without Inductor")
     parser.add_argument("--json", type=Path, help="write all results to this file")
     p = parser.parse_args(arguments)
-    quiet_and_single()
-    torch.set_default_dtype(torch.float64)
-    columns = ("eager", "replay", "Inductor", "run", "Pyro, Adam", "JitTrace_ELBO", "eager / best")
-    print(heading("ms a step", *columns, "s to replay", "s to Inductor"))
+    prepare()
+    columns = ("eager", "replay", "Inductor", "run", "Pyro, Adam", "JitTrace_ELBO", "NumPyro, Adam")
+    print(heading("ms a step", *columns, "eager / best", "s to replay", "s to Inductor"))
     rows = []
     for name in p.only:
         rows.append(measure(name, p.rounds, not p.replay))

@@ -6,8 +6,10 @@ from typing import Any
 NEAR = 0.1
 BESIDE = "\u00a0/\u00a0"  # no line breaks within a cell
 FIXED, BEST = "Adam, rate .01", "Adam, best of five rates"
+RACERS = {"Adam": "", "NumPyro": "NumPyro's "}
 OURS = ("fit", "NGVB loop")
-LABELS = {"fit": "`ngvi.fit`", "NGVB loop": "`NGVB`, plain loop", "Adam 0.01": FIXED}
+LABELS = {"fit": "`ngvi.fit`", "NGVB loop": "`NGVB`, plain loop"}
+LABELS |= {f"{racer} 0.01": of + FIXED for racer, of in RACERS.items()}
 Errors = tuple[float, ...]
 #: by problem and seed, by method: the error at each budget
 Table = dict[tuple[str, int, int], dict[str, Errors]]
@@ -21,11 +23,13 @@ def collect(rows: list[dict[str, Any]], family: str) -> Table:
             continue
         entry = table.setdefault((row["problem"], row["dim"], row["seed"]), {})
         errors, method = tuple(row["errors"]), str(row["method"])
-        if method.startswith("Adam"):
-            best = entry.get(BEST, (math.inf,) * len(errors))
-            entry[BEST] = tuple(map(min, best, errors))
-        if not method.startswith("Adam") or method in LABELS:
-            entry[LABELS[method] if method in LABELS else method] = errors
+        racer = method.split()[0]
+        if racer in RACERS:
+            name = RACERS[racer] + BEST
+            best = entry.get(name, (math.inf,) * len(errors))
+            entry[name] = tuple(map(min, best, errors))
+        if racer not in RACERS or method in LABELS:
+            entry[LABELS.get(method, method)] = errors
     return table
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax.scipy.special import log_ndtr
+from numpyro.infer.util import potential_energy
 
-from .problems import Problem, hierarchical, logistic, posteriordb_models
+from .problems import LogJoint, Problem, hierarchical, logistic, posteriordb_models
 
 
 def _linear_likelihood(mean: Any, sigma: Any, y: Any) -> None:
@@ -43,11 +44,68 @@ def _autoregression(lags: Any, y: Any) -> None:
     _linear_likelihood(alpha + lags @ beta, sigma, y)
 
 
+def _flat(name: str, support: Any, *shape: int) -> Any:
+    return numpyro.sample(name, dist.ImproperUniform(support, (), shape))
+
+
+def _flat_regression(X: Any, y: Any) -> None:
+    beta = _flat("beta", dist.constraints.real_vector, X.shape[1])
+    _linear_likelihood(X @ beta, _flat("sigma", dist.constraints.positive), y)
+
+
 def _flat_regression_half_cauchy(X: Any, y: Any) -> None:
-    flat = dist.ImproperUniform(dist.constraints.real_vector, (), (X.shape[1],))
-    beta = numpyro.sample("beta", flat)
+    beta = _flat("beta", dist.constraints.real_vector, X.shape[1])
     sigma = numpyro.sample("sigma", dist.HalfCauchy(2.5))
     _linear_likelihood(X @ beta, sigma, y)
+
+
+def _gaussian_process(x: Any, y: Any) -> None:
+    rho: Any = numpyro.sample("rho", dist.Gamma(25.0, 4.0))
+    alpha: Any = numpyro.sample("alpha", dist.HalfNormal(2.0))
+    sigma: Any = numpyro.sample("sigma", dist.HalfNormal(1.0))
+    squares = ((x[:, None] - x) / rho) ** 2
+    covariance = alpha**2 * jnp.exp(-squares / 2) + sigma * jnp.eye(len(x))
+    scale = jnp.linalg.cholesky(covariance)
+    normal = dist.MultivariateNormal(jnp.zeros(len(y)), scale_tril=scale)
+    numpyro.sample("y", normal, obs=y)
+
+
+def _gaussian_mixture(y: Any) -> None:
+    mu = _flat("mu", dist.constraints.ordered_vector, 2)
+    numpyro.factor("mu_prior", dist.Normal(0.0, 2.0).log_prob(mu).sum())
+    sigma = numpyro.sample("sigma", dist.HalfNormal(2.0).expand([2]).to_event(1))
+    theta: Any = numpyro.sample("theta", dist.Beta(5.0, 5.0))
+    weights = dist.Categorical(probs=jnp.stack([theta, 1 - theta]))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.MixtureSameFamily(weights, dist.Normal(mu, sigma)), obs=y)
+
+
+def _schools() -> Any:
+    mu = numpyro.sample("mu", dist.Normal(0.0, 5.0))
+    return mu, numpyro.sample("tau", dist.HalfCauchy(5.0))
+
+
+def _eight_schools_noncentered(y: Any, sigma: Any) -> None:
+    mu, tau = _schools()
+    with numpyro.plate("schools", len(y)):
+        z = numpyro.sample("z", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Normal(mu + tau * z, sigma), obs=y)
+
+
+def _eight_schools_centered(y: Any, sigma: Any) -> None:
+    mu, tau = _schools()
+    with numpyro.plate("schools", len(y)):
+        theta = numpyro.sample("theta", dist.Normal(mu, tau))
+        numpyro.sample("y", dist.Normal(theta, sigma), obs=y)
+
+
+def _horseshoe(X: Any, y: Any) -> None:
+    intercept: Any = numpyro.sample("intercept", dist.Normal(0.0, 5.0))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(2.0))
+    tau = numpyro.sample("tau", dist.HalfCauchy(0.1))
+    scales = numpyro.sample("lambda", dist.HalfCauchy(1.0).expand([X.shape[1]]).to_event(1))
+    z = _normal("z", X.shape[1], 1.0)
+    _linear_likelihood(intercept + X @ (tau * scales * z), sigma, y)
 
 
 def _varying_intercepts(X: Any, group: Any, y: Any) -> None:
@@ -64,8 +122,14 @@ _TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     logistic.logistic_regression: _logistic_regression,
     posteriordb_models.probit_regression: _probit_regression,
     posteriordb_models.autoregression: _autoregression,
+    posteriordb_models.flat_regression: _flat_regression,
     posteriordb_models.flat_regression_half_cauchy: _flat_regression_half_cauchy,
+    posteriordb_models.gaussian_process: _gaussian_process,
+    posteriordb_models.gaussian_mixture: _gaussian_mixture,
+    posteriordb_models.eight_schools_noncentered: _eight_schools_noncentered,
+    hierarchical.eight_schools_centered: _eight_schools_centered,
     hierarchical.varying_intercepts: _varying_intercepts,
+    hierarchical.horseshoe: _horseshoe,
 }
 
 
@@ -85,3 +149,16 @@ def translate(problem: Problem) -> Callable[..., Any]:
 def arguments(problem: Problem) -> tuple[np.ndarray, ...]:
     """The problem's data as numpy arrays, which jit treats as constants."""
     return tuple(np.asarray(argument) for argument in problem.args)
+
+
+def log_joint(problem: Problem) -> Callable[[Any], Any]:
+    """`problems.LogJoint` of NumPyro's model: theta (d,) to the log joint density and Jacobian."""
+    model, args, shapes = translate(problem), arguments(problem), LogJoint(problem).shapes
+    ends = np.cumsum([shape.numel() for shape in shapes.values()])[:-1].tolist()
+
+    def density(theta: Any) -> Any:
+        parts = zip(shapes.items(), jnp.split(theta, ends), strict=True)
+        sites = {name: part.reshape(tuple(shape)) for (name, shape), part in parts}
+        return -potential_energy(model, args, {}, sites)
+
+    return density

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import methods
+from .jax_methods import numpyro_factory
 from .problems import LogJoint, Problem, load_present
 from .problems.problem import FAMILIES
 from .problems.sample_average import gaussian_elbo, standard_noise
@@ -91,14 +92,14 @@ def measure(
     hits: dict[float, tuple[int, float]] = {}
     done, seconds, best = 0, 0.0, -float("inf")
     for step in checkpoints(step_cap):
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             run.advance(step - done)
         except ValueError as error:  # Pyro's validation, once a parameter is NaN
             print(f"A run stopped before step {step}. {str(error).splitlines()[0]}")
             break
         finally:
-            seconds += time.perf_counter() - start
+            seconds += time.process_time() - start
         done = step
         value = elbo(*run.gaussian())
         if not value > -float("inf"):  # NaN or diverged: nothing more will come of it
@@ -123,7 +124,7 @@ def contestants(settings: Settings) -> list[Contestant]:
         entries += [("pyro", rate, methods.pyro_adam) for rate in settings.rates]
     if "numpyro" in settings.methods:
         try:
-            begin = methods.numpyro_factory()
+            begin = numpyro_factory()
         except ImportError:
             print("NumPyro is not installed: its rows are left out.")
             return entries

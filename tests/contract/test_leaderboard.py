@@ -3,12 +3,15 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.leaderboard import Watch
+from benchmarks.contestants import Watch, present
+from benchmarks.jax_methods import reordered
 from benchmarks.leaderboard_report import BEST, FIXED, collect, losses, report, summary
+from benchmarks.problems import load
 
 
 @pytest.fixture
@@ -60,6 +63,53 @@ def test_the_clock_stands_still_while_answers_are_read(wait: Callable[[float], N
     assert watch.seconds == pytest.approx(0.9)
 
 
+def test_compilation_is_not_on_the_clock(wait: Callable[[float], None]) -> None:
+    watch = Watch((1.0,), lambda loc, scale_tril: 1.0)
+    watch.go()
+    wait(0.25)
+    watch.compiled(lambda: wait(8.0))
+    wait(0.5)
+    watch.pause()
+    assert (watch.seconds, watch.compile_seconds) == (0.75, 8.0)
+
+
+def test_absent_packages_leave_their_methods_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.contestants.find_spec", lambda name: None)
+    assert present(("fit", "NumPyro")) == ["fit"]
+    assert "the rows of NumPyro are left out" in capsys.readouterr().out
+
+
+def test_a_factor_in_another_order_has_the_covariance() -> None:
+    """Also where the covariance itself has no factor any more in float64."""
+    scale = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1e-9, 0.0], [2.0, 1.0, 3.0]])
+    order = torch.tensor([1, 2, 0])
+    assert torch.linalg.cholesky_ex((scale @ scale.T)[order][:, order]).info > 0
+    found = reordered(scale, order)
+    assert bool((found.diagonal() > 0).all()) and bool((found.triu(1) == 0).all())
+    torch.testing.assert_close(found @ found.T, (scale @ scale.T)[order][:, order])
+    noise = torch.linalg.solve(found, scale[order])  # a rotation
+    torch.testing.assert_close(noise @ noise.T, torch.eye(3), rtol=0, atol=1e-6)
+
+
+def test_blackjax_is_given_the_gaussian_of_its_draws() -> None:
+    """Its own density of its draws."""
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    pytest.importorskip("numpyro", reason="NumPyro is not installed")
+    pathfinder = pytest.importorskip("blackjax.vi.pathfinder", reason="BlackJAX is not installed")
+    from benchmarks.jax_methods import blackjax_pathfinder
+    from benchmarks.numpyro_models import log_joint
+
+    problem, key = load("varying_intercepts"), jax.random.PRNGKey(3)
+    loc, scale_tril = blackjax_pathfinder(problem)(3, torch.zeros(problem.dim))
+    state, _ = pathfinder.approximate(key, log_joint(problem), jax.numpy.zeros(problem.dim))
+    draws, log_q = map(np.array, pathfinder.sample(key, state, 5))
+    q = torch.distributions.MultivariateNormal(loc, scale_tril=scale_tril)
+    found = q.log_prob(torch.as_tensor(draws))
+    np.testing.assert_allclose(found.numpy(), log_q, rtol=1e-8)
+
+
 def test_late_failed_and_infinite_runs_have_nothing(wait: Callable[[float], None]) -> None:
     late = Watch((1.0, 2.0), lambda loc, scale_tril: 1.0)
     late.go()
@@ -109,10 +159,15 @@ def test_tables() -> None:
         row("b", "NGVB loop", [0.2, 0.2]),
         row("b", "Adam 0.01", [0.05, 0.05]),
         row("b", "Adam 0.1", [9.0, 0.01]),
+        row("b", "NumPyro 0.01", [0.5, 0.4]),
+        row("b", "NumPyro 0.1", [0.6, 0.3]),
+        row("a", "NumPyro 0.01", [0.5, 0.3]),
     ]
     table = collect(rows, "full_rank")
     assert table[("a", 2, 0)][BEST] == (0.08, 2.0)
     assert table[("a", 2, 0)][FIXED] == (5.0, 2.0)
+    assert table[("b", 2, 0)]["NumPyro's " + BEST] == (0.5, 0.3)
+    assert table[("b", 2, 0)]["NumPyro's " + FIXED] == (0.5, 0.4)
     lines = summary(table, (1.0, 2.0)).splitlines()
     assert lines[2].startswith("| `ngvi.fit` | 50 % | 100 % | none | 0.050 |")
     behind = losses(table, (1.0, 2.0))
