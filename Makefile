@@ -11,7 +11,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LATEST_INSTALL := .venv-latest/bin/pip install --disable-pip-version-check --upgrade --upgrade-strategy eager
 PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: quickstart test test-slow test-latest lint tutorials tutorials-long docs package bench clean
+.PHONY: quickstart test test-slow test-latest lint tutorials tutorials-long docs package elsewhere bench clean
 
 quickstart: $(STAMP)
 	MPLBACKEND=Agg $(BIN)/python docs/quickstart.py
@@ -60,7 +60,15 @@ package: $(STAMP)
 	$(PIP_INSTALL:.venv/%=.venv-wheel/%) --quiet dist/*.whl scikit-learn matplotlib
 	MPLBACKEND=Agg .venv-wheel/bin/python docs/run_installed.py
 
-bench: $(BENCH_STAMP) tutorials-long
+# What the docs show of NumPyro, PyMC, Stan and Lightning, run beside ours in an environment of its own.
+ELSEWHERE := .venv-elsewhere
+elsewhere:
+	test -x $(ELSEWHERE)/bin/python || $(PYTHON) -m venv $(ELSEWHERE)
+	$(PIP_INSTALL:.venv/%=$(ELSEWHERE)/%) --quiet torch==2.13.0
+	$(PIP_INSTALL:.venv/%=$(ELSEWHERE)/%) --quiet -e ".[elsewhere]"
+	OMP_NUM_THREADS=1 MPLBACKEND=Agg $(ELSEWHERE)/bin/python docs/run_elsewhere.py
+
+bench: $(BENCH_STAMP) tutorials-long elsewhere
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.time_to_target
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.leaderboard
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.particles
@@ -95,5 +103,5 @@ $(BENCH_STAMP): $(STAMP)
 	touch $@
 
 clean:
-	rm -rf .venv .venv-arviz1 .venv-latest .venv-wheel dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-arviz1 .venv-latest .venv-wheel .venv-elsewhere dist build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,6 +17,7 @@ from ..problems import DataNotFound
 from ..stepping import circumstances, heading
 from ..time_to_target import prepare
 from . import frames, generic, guides, memory, steps
+from .kinds import KINDS
 
 GUIDES: dict[str, Callable[[], guides.Problem]] = {
     "mixture": guides.phase_retrieval,
@@ -25,6 +26,7 @@ GUIDES: dict[str, Callable[[], guides.Problem]] = {
     "structured": guides.structured,
     "iaf": guides.funnel,
     **{cell: partial(guides.regression, cell) for cell in guides.CELLS},
+    **KINDS,
 }
 PARTS = (*GUIDES, "by_steps", "steps", "frames", "memory")
 

@@ -26,7 +26,7 @@ RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 COSINE = (0.03, 0.1, 0.3)
 PARTICLES = 8
 #: shares of the budget after which the ELBO is evaluated
-MARKS = (0.125, 0.25, 0.5, 1.0)
+MARKS = (1 / 32, 1 / 16, 0.125, 0.25, 0.5, 1.0)
 #: steps after which it is evaluated in the table by steps
 STEPS = (30, 100, 300)
 Maker = Callable[[Any], Any]

@@ -51,6 +51,7 @@ from ..problems import load
 __all__ = [
     "CELLS",
     "Problem",
+    "by_draws",
     "eight_schools",
     "funnel",
     "german_credit",
@@ -81,7 +82,7 @@ def phase_retrieval() -> Problem:
     X = torch.randn(OBSERVATIONS, DIM, generator=noise)
     truth = torch.randn(DIM, generator=noise)
     y = (X @ truth).square() + NOISE * torch.randn(OBSERVATIONS, generator=noise)
-    return Problem("mixture", _squares, (X, y), _mixture, _by_draws)
+    return Problem("mixture", _squares, (X, y), _mixture, by_draws)
 
 
 def _squares(X: Tensor, y: Tensor) -> None:
@@ -143,7 +144,7 @@ def regression(cell: str) -> Problem:
 
 def _by_quadrature(problem: Any) -> Callable[[Problem, Any], tuple[float, float]]:
     @torch.no_grad()
-    def by_quadrature(_: Problem, guide: Any) -> tuple[float, float]:
+    def evaluate(_: Problem, guide: Any) -> tuple[float, float]:
         q = guide.get_posterior()
         if isinstance(guide, AutoDiagonalNormal):
             factor = q.stddev.diag()
@@ -151,14 +152,14 @@ def _by_quadrature(problem: Any) -> Callable[[Problem, Any], tuple[float, float]
             factor = torch.linalg.cholesky(q.covariance_matrix)
         return problem.exact_elbo(q.mean, factor), 0.0
 
-    return by_quadrature
+    return evaluate
 
 
 def eight_schools() -> Problem:
     """Non-centred, from the zoo."""
     problem = load("eight_schools_noncentered")
     return Problem(
-        "eight_schools", problem.model, problem.args, lambda: AutoNormal(problem.model), _by_draws
+        "eight_schools", problem.model, problem.args, lambda: AutoNormal(problem.model), by_draws
     )
 
 
@@ -176,16 +177,18 @@ def _funnel() -> None:
 
 def funnel() -> Problem:
     """Neal's funnel in ten dimensions."""
-    return Problem("iaf", _funnel, (), lambda: AutoIAFNormal(_funnel), _by_draws)
+    return Problem("iaf", _funnel, (), lambda: AutoIAFNormal(_funnel), by_draws)
 
 
 @torch.no_grad()
-def _by_draws(problem: Problem, guide: Any, seed: int = 5) -> tuple[float, float]:
+def by_draws(
+    problem: Problem, guide: Any, seed: int = 5, draws: int = EVALUATION_DRAWS
+) -> tuple[float, float]:
     """The mean of log p - log q over draws from the guide, the same noise at every call."""
     values = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for _ in range(EVALUATION_DRAWS // CHUNK):
+        for _ in range(draws // CHUNK):
             with pyro.plate("draws", CHUNK, dim=-2):
                 q = poutine.trace(guide).get_trace(*problem.args)
                 p = poutine.trace(poutine.replay(problem.model, trace=q)).get_trace(*problem.args)
