@@ -55,6 +55,7 @@ CALLS = sorted({call for text in TEXTS.values() for _, call in calls(text)})
 #: what a reader puts in the place of {} and ..., and for a method what it is called on
 FILLED = {
     "poutine.scale(scale={})": "poutine.scale(scale=0.5)",
+    "pyro.plate(name, N, subsample_size=len(x))": 'pyro.plate("data", N, subsample_size=len(x))',
     'pyro.sample("y", ..., obs=y)': 'pyro.sample("y", dist.Normal(0.0, 1.0).expand([N]), obs=y)',
     "BatchedELBO(curvature={})": 'BatchedELBO(curvature="hessian")',
     "pyro.poutine.condition(model, data=...)": 'pyro.poutine.condition(model, data={"w": x[0]})',
