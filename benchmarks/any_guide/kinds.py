@@ -33,7 +33,7 @@ from pyro.infer.autoguide import (
     AutoNormal,
 )
 from pyro.nn import PyroParam
-from pyro.optim import Adam
+from pyro.optim import PyroOptim
 from torch import Tensor, nn
 
 from pyro_ngvi.optim import remember_arguments
@@ -55,7 +55,7 @@ def laplace() -> Problem:
 
     pyro.clear_param_store()
     point = AutoLaplaceApproximation(problem.model)
-    svi = SVI(problem.model, point, Adam({"lr": 0.1}), Trace_ELBO())
+    svi = SVI(problem.model, point, PyroOptim(torch.optim.Adam, {"lr": 0.1}), Trace_ELBO())
     for _ in range(500):
         svi.step(*problem.args)
     q = point.laplace_approximation(*problem.args).get_posterior()
