@@ -54,7 +54,8 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
     apart, the one whose draws may be taken as they are.  ``fit(guide, max_time, best)`` gives a fit;
     ``best`` is that of the guides before, or with no guide the one to go on with.
 
-    Where the search for a start has found several modes the second guide is a mixture.
+    Where the search for a start has found several modes the second guide is a mixture, and so is the
+    next if the search of that, which takes more points, has found more.
 
     Each further guide takes at most four times as long as those before it, or ten seconds.  Where the
     model has parameters of its own, which every guide would train, the first guide is all.
@@ -90,19 +91,17 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
             best = best or found
             break
         rungs.append(rung)
-        # the verdict on one mode knows nothing of others
-        modes = modes_seen(found.guide) if len(rungs) == 1 and len(choices) > 1 else 1
-        if modes > 1:
-            choices.insert(1, partial(AutoMixtureNormal, num_components=modes))
+        # the verdict on some modes knows nothing of others
+        mixture = isinstance(found.guide, AutoMixtureNormal)
+        modes = modes_seen(found.guide) if mixture or len(rungs) == 1 else 1
+        more = modes > (len(found.guide.weights) if mixture else 1) and len(choices) > 1
+        if more:
+            choices.insert(len(rungs), partial(AutoMixtureNormal, num_components=modes))
         gain = math.inf if best is None else rung.elbo - best.khat.elbo
         error = 0.0 if best is None else math.hypot(rung.error, best.khat.elbo_error)
         good = rung.decision == "intervals"
         best = found if gain > 0.0 or (good and gain > -error) else best
-        if (
-            (good and modes == 1)
-            or gain < error
-            or rung.why_stopped in ("interrupted", "terminated")
-        ):
+        if (good and not more) or gain < error or rung.why_stopped in ("interrupted", "terminated"):
             break
     left = total - (time.monotonic() - start)
     hurried = len(choices) > 1 and fits[0].why_stopped == "max_time"

@@ -29,7 +29,8 @@ class Found:
         given: nats, the ELBO of the member to replace.
         evaluations: of the log density at a point; a gradient, or a row of a Hessian, counts as one.
         modes: how many Gaussians of comparable mass the paths ended at, each close to the posterior
-            where it is, with a fall of log p between any two; those that no path led to are not known.
+            where it is, but for those that others join without a fall of log p; those that no path led
+            to are not known.
     """
 
     params: Tensors | None
@@ -64,6 +65,11 @@ class Gaussian:
     precision: Tensor
     elbo: float
     spread: float
+
+    def log_mass(self, theta: Tensor) -> Tensor:
+        """Log density at theta (d,) times the mass of the mode, up to a constant."""
+        x = theta - self.loc
+        return self.elbo + 0.5 * (torch.logdet(self.precision) - x @ self.precision @ x)
 
     def holds(self, theta: Tensor) -> bool:
         """Whether theta (d,) is no further from the mean than draws are."""

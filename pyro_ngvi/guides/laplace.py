@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -232,15 +232,17 @@ class Search:
         return Found(params, tuple(reached), before, self.evaluations, self.count(good))
 
     def count(self, good: list[Gaussian]) -> int:
-        """How many of comparable mass have a fall of log p between any two; at least 1."""
-        modes: list[Gaussian] = []
-        for q in modes_of(good, COMPARABLE):
-            if all(self.barrier(q, m) > BARRIER for m in modes):
-                modes.append(q)
-        return max(1, len(modes))
+        """How many of comparable mass no others join without a fall of log p; at least 1."""
+        known, apart = modes_of(good, COMPARABLE), list[list[Gaussian]]()
+        for q in known:
+            joined = [m for m in apart if any(self.barrier(q, p, known) <= BARRIER for p in m)]
+            apart = [m for m in apart if m not in joined] + [[q, *chain(*joined)]]
+        return max(1, len(apart))
 
-    def barrier(self, a: Gaussian, b: Gaussian) -> float:
-        """Nats by which log p falls half way between two Gaussians, at the best point of that plane."""
+    def barrier(self, a: Gaussian, b: Gaussian, known: Iterable[Gaussian]) -> float:
+        """Nats by which log p falls half way between two Gaussians, at the best point of that plane;
+        infinity where another of the ``known`` has that point: these are joined by way of it, or not.
+        """
         middle, along = 0.5 * (a.loc + b.loc), b.loc - a.loc
         plane = torch.linalg.qr(along.unsqueeze(-1), mode="complete")[0][:, 1:]
         theta = middle
@@ -249,6 +251,8 @@ class Search:
             for loc, _ in within.newton(torch.zeros_like(plane[0])):
                 theta = middle + plane @ loc
             self.evaluations += within.evaluations
+        if max(known, key=lambda q: float(q.log_mass(theta))) not in (a, b):
+            return torch.inf
         values = self.f(torch.stack([theta, a.loc, b.loc]))
         return float(values[0] - values[1:].amax())
 

@@ -92,8 +92,9 @@ def best_mixture(
             good = [q for q in search.ends if q.spread < SAME]
             before, modes = len(modes), modes_of(good or search.ends, -LEAST)
             alone = alone + 1 if len(modes) <= before else 0
-            enough = len(good) > 0 and len(modes) >= K
-            if enough or alone > PATIENCE + before or search.evaluations > 2 * BUDGET:
+            # beyond the modes that there are components for they are counted, at half the cost
+            most = BUDGET if good and len(modes) >= K else 2 * BUDGET
+            if alone > PATIENCE + before or search.evaluations > most:
                 break
 
         def elbo(params: Tensors) -> float:
@@ -126,7 +127,7 @@ class AutoMixtureNormal(AutoFamily):
 
     Components start at the modes that a search finds, those beyond them beside one of these; without a
     search (above 200 latent variables, minibatches) at draws of the prior and points around the centre.
-    What no component comes near is not found.
+    The search counts modes beyond K, of which :attr:`lost` tells; what no point leads to is not found.
 
     Not for posteriors close to one Gaussian, where :class:`AutoFullRankNormal` is K times cheaper, nor
     for many latent variables.

@@ -14,6 +14,7 @@ import torch
 from pyro.infer import SVI
 
 import pyro_ngvi as ngvi
+from pyro_ngvi.guides.laplace import Search
 from pyro_ngvi.guides.marginals import SiteValue
 from tests.contract.registry import data, regression
 
@@ -228,6 +229,36 @@ def test_a_component_that_died_is_told_of() -> None:
     assert "found 2 modes of comparable mass, and components in use are of 1" in guide.lost
     guide.start_report = None
     assert guide.lost.startswith("1 of 2 components lost their weight, and no search")
+
+
+def corners() -> None:
+    """Four Gaussians, of which two opposite ones have another half way between them and beside."""
+    x: Any = pyro.sample("x", dist.Normal(torch.zeros(2), 20.0).to_event(1))
+    loc = torch.tensor([[5.0, 5.0], [-5.0, 5.0], [5.0, -5.0], [-5.0, -5.0]])
+    parts = dist.Normal(loc, 1.0).log_prob(x.unsqueeze(-2)).sum(-1)
+    shares = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    pyro.factor("f", (shares + parts).logsumexp(-1) - dist.Normal(0.0, 20.0).log_prob(x).sum(-1))
+
+
+def test_modes_are_counted_beyond_the_components() -> None:
+    guide = ngvi.AutoMixtureNormal(corners, 2)
+    guide()
+    assert guide.start_report is not None and guide.start_report.modes == 4
+    assert guide.loc[:, 0].sort().values.tolist() == pytest.approx([-5.0, 5.0], abs=0.1)
+    assert "found 4 modes of comparable mass, and components in use are of 2" in guide.lost
+
+
+def test_a_mode_half_way_does_not_join_two_others() -> None:
+    search = Search(ngvi.diagnostics.ModelDensity(corners), torch.zeros(2))
+    places = torch.tensor([[5.0, 5.0], [-5.0, 5.0], [5.0, -5.0]])
+    assert search.count([search.gaussian(loc, torch.eye(2)) for loc in places]) == 3
+
+
+def test_the_ladder_has_a_component_for_each_mode() -> None:
+    fit = ngvi.fit(corners, guide="auto", seed=0, progress=False, max_steps=5)
+    assert [rung.guide for rung in fit.rungs[1:]] == ["AutoMixtureNormal"] * 2
+    assert fit.guide.weights.tolist() == pytest.approx([0.4, 0.3, 0.2, 0.1], abs=0.01)
+    assert not fit.guide.lost and abs(fit.elbo[0]) < 0.01  # the evidence is 1
 
 
 def test_by_name_it_has_two_components() -> None:
