@@ -13,7 +13,7 @@ import numpyro.distributions as dist
 from jax.scipy.special import log_ndtr
 from numpyro.infer.util import potential_energy
 
-from .problems import LogJoint, Problem, hierarchical, logistic, posteriordb_models
+from .problems import LogJoint, Problem, hierarchical, logistic, posteriordb_models, regression
 
 
 def _linear_likelihood(mean: Any, sigma: Any, y: Any) -> None:
@@ -57,6 +57,22 @@ def _flat_regression_half_cauchy(X: Any, y: Any) -> None:
     beta = _flat("beta", dist.constraints.real_vector, X.shape[1])
     sigma = numpyro.sample("sigma", dist.HalfCauchy(2.5))
     _linear_likelihood(X @ beta, sigma, y)
+
+
+def _normal_regression(X: Any, y: Any) -> None:
+    beta = _normal("beta", X.shape[1], 10.0)
+    sigma = numpyro.sample("sigma", dist.HalfNormal(10.0))
+    _linear_likelihood(X @ beta, sigma, y)
+
+
+def _flat_known_sigma(X: Any, y: Any) -> None:
+    beta = _flat("beta", dist.constraints.real_vector, X.shape[1])
+    _linear_likelihood(X @ beta, regression.SIGMA, y)
+
+
+def _wide_known_sigma(X: Any, y: Any, prior_sd: Any) -> None:
+    beta = numpyro.sample("beta", dist.Normal(0.0, prior_sd).to_event(1))
+    _linear_likelihood(X @ beta, regression.SIGMA, y)
 
 
 def _gaussian_process(x: Any, y: Any) -> None:
@@ -124,6 +140,9 @@ _TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     posteriordb_models.autoregression: _autoregression,
     posteriordb_models.flat_regression: _flat_regression,
     posteriordb_models.flat_regression_half_cauchy: _flat_regression_half_cauchy,
+    posteriordb_models.normal_regression: _normal_regression,
+    regression.flat_known_sigma: _flat_known_sigma,
+    regression.wide_known_sigma: _wide_known_sigma,
     posteriordb_models.gaussian_process: _gaussian_process,
     posteriordb_models.gaussian_mixture: _gaussian_mixture,
     posteriordb_models.eight_schools_noncentered: _eight_schools_noncentered,

@@ -14,7 +14,6 @@ from pyro.infer.autoguide.initialization import InitMessenger, init_to_median
 from scipy import stats
 from torch import Tensor
 
-from benchmarks.leaderboard import PROBLEMS
 from benchmarks.problems import DataNotFound, LogJoint, Problem, load, names
 
 WITH_DRAWS = [n for n in names("posteriordb") if n != "german_credit_probit"]
@@ -188,15 +187,13 @@ def test_ill_conditioned_covariates_are_as_described() -> None:
     assert np.all(np.abs(correlation - 0.9999) < 1e-5)
 
 
-@pytest.mark.parametrize("name", [*PROBLEMS, "german_credit_probit"])
-def test_numpyro_forms_have_the_same_density(name: str) -> None:
+def test_numpyro_forms_have_the_same_density(problem: Problem) -> None:
     """With the Jacobian and all constants, at random points of the unconstrained space."""
     jax = pytest.importorskip("jax", reason="JAX is not installed")
     pytest.importorskip("numpyro", reason="NumPyro is not installed")
     from benchmarks.numpyro_models import log_joint
 
     jax.config.update("jax_enable_x64", True)
-    problem = load_or_skip(name)
     theta = torch.randn(5, problem.dim)
     found = jax.vmap(log_joint(problem))(theta.numpy())
     np.testing.assert_allclose(np.asarray(found), LogJoint(problem)(theta).numpy(), rtol=1e-12)
