@@ -12,7 +12,16 @@ from coefficients in Hermite polynomials He_l: with u_j = f_j standardised and r
 
     r_j(f_j) / E r_j = sum_l a_jl He_l(u_j) / l!,      cov(i, j) = sum_(l >= 1) a_il a_jl rho_ij^l / l!,
 
-up to l = 3, and for data with k = 1 alone.
+up to l = 3, and for data with k = 1 alone.  A sum c over pairs counts as c / (1 + c^2)^(1/2): where it
+is not small, (2) is no expansion, and far out it would grow without bound.
+
+A heavy-tailed likelihood gives outliers sites of negative precision, so that q / t_j need not be proper
+for another datum, and E r_j be infinite.  Then q r_j / E r_j is far from q: a datum with
+a_j1^2 + a_j2^2 / 2 > 1 (k > 1: of all entries) counts as exp of its first two cumulants, which exist,
+
+    log E r_j  ->  E log r_j + var(log r_j) / 2,       a_jl  ->  E[He_l(u_j) log r_j].
+
+The evidence is no less than log Z + sum_j E log r_j, the ELBO of q (Jensen).
 
 Each expectation is a sum over points of N(f; mean given x, covariance given x), in k <= 3 dimensions.
 For x at a few standardised points t, with c the covariance of f_j and t under q(f_j) = N(m, C),
@@ -47,6 +56,9 @@ from .structure import Group, ModelStructure
 ORDERS, FINER = {1: 12, 2: 10, 3: 6}, {1: 64, 2: 20, 3: 12}
 #: the degree of (2) in rho, entries of f that are evaluated at once, and most numbers of a joint root
 DEGREE, CHUNK, MOST = 3, 2**21, 2**27
+
+
+Draws = dict[str, Tensor]
 
 
 class Joint(NamedTuple):
@@ -122,13 +134,23 @@ def _log_ratio(at: Snapshot, name: str, f: Tensor) -> Tensor:
     return (log_p.to(log_t) - log_t).reshape(f.shape[:-1])
 
 
-def _averages(log_r: Tensor, points: Points) -> tuple[Tensor, Tensor]:
+def _far(log_r: Tensor, points: Points) -> Tensor:
+    """Whether mean and second moments of q r / E r are far from those of q (n,), from log r (Q, n)."""
+    share, x = (log_r + points.weights.log().unsqueeze(-1)).softmax(0), points.x
+    moments = torch.einsum("qn,qi,qj->nij", share - points.weights.unsqueeze(-1), x, x)
+    return (share.mT @ x).square().sum(-1) + 0.5 * moments.square().sum((-2, -1)) > 1.0
+
+
+def _averages(log_r: Tensor, points: Points, far: Tensor) -> tuple[Tensor, Tensor]:
     """log E r (..., n) from log r (..., Q, n), and for k = 1 coefficients a (DEGREE, ..., n)."""
-    log_w = points.weights.log().unsqueeze(-1)
-    log_mean = torch.logsumexp(log_r + log_w, -2)
+    w = points.weights.unsqueeze(-1)
+    log_mean, center = torch.logsumexp(log_r + w.log(), -2), (w * log_r).sum(-2)
+    left = log_r - center.unsqueeze(-2)
+    log_mean = torch.where(far, center + 0.5 * (w * left.square()).sum(-2), log_mean)
     if points.x.shape[-1] > 1:
         return log_mean, log_mean.new_zeros(DEGREE, *log_mean.shape)
-    share, u = (log_r + log_w - log_mean.unsqueeze(-2)).exp(), points.x.squeeze(-1)
+    u = points.x.squeeze(-1)
+    share = w * torch.where(far, left, (log_r - log_mean.unsqueeze(-2)).exp())
     hermite = [torch.ones_like(u), u]
     for degree in range(1, DEGREE):
         hermite.append(u * hermite[-1] - degree * hermite[-2])
@@ -136,7 +158,7 @@ def _averages(log_r: Tensor, points: Points) -> tuple[Tensor, Tensor]:
 
 
 def _pairs(a: Tensor, K: Tensor) -> Tensor:
-    """The second sum of (2) (...) from a (DEGREE, ..., N) and covariances K (N, N) of f."""
+    """The second sum of (2) (...), bounded, from a (DEGREE, ..., N) and covariances K (N, N) of f."""
     scale = torch.where(K.diagonal() > 0.0, K.diagonal(), torch.inf).rsqrt()
     rho = (scale.unsqueeze(-1) * K * scale).clamp(-1.0, 1.0)
     rho.fill_diagonal_(0.0)  # a datum is no pair
@@ -144,15 +166,11 @@ def _pairs(a: Tensor, K: Tensor) -> Tensor:
     for degree, own in enumerate(a, start=1):
         power = power * rho
         total = total + 0.5 * (own @ power * own).sum(-1) / factorial(degree)
-    return total
+    return total / (1.0 + total.square()).sqrt()
 
 
-def tilts(at: Snapshot, joint: Joint, half: Tensor, t: Tensor) -> Tensor:
-    """log E prod_j r_j (P, G) given each of P numbers, ``half`` (M, P), at t (G,) sds from its mean.
-
-    Far out the r_j are far from constant, and second order grows without bound: a sum over pairs c
-    counts as c / (1 + c^2)^(1/2).
-    """
+def tilts(at: Snapshot, joint: Joint, far: Draws, half: Tensor, t: Tensor) -> Tensor:
+    """log E prod_j r_j (P, G) given each of P numbers, ``half`` (M, P), at t (G,) sds from its mean."""
     unit = half / torch.linalg.vector_norm(half, dim=0).clamp_min(torch.finfo(half.dtype).tiny)
     alone = [own.squeeze(-1) for _, own in joint.seen.values() if own.shape[-1] == 1]
     singles = torch.cat([half[:, :0], *alone], -1)
@@ -170,31 +188,33 @@ def tilts(at: Snapshot, joint: Joint, half: Tensor, t: Tensor) -> Tensor:
             root = square_root(C - c.unsqueeze(-1) * c.unsqueeze(-2))
             at_t = mean + t.reshape(-1, 1, 1) * c.unsqueeze(1)
             f = at_t.unsqueeze(2) + torch.einsum("pnij,qj->pqni", root, points.x).unsqueeze(1)
-            log_mean, a = _averages(_log_ratio(at, name, f), points)
+            log_mean, a = _averages(_log_ratio(at, name, f), points, far[name])
             total[rows] += log_mean.sum(-1)
             coefficients += [a] if k == 1 else []
         a, c = torch.cat(coefficients, -1), unit[:, rows].mT @ singles
         for i, row in enumerate(rows.tolist()):
-            pairs = _pairs(a[:, i], K - torch.outer(c[i], c[i]))
-            total[row] += pairs / (1.0 + pairs.square()).sqrt()
+            total[row] += _pairs(a[:, i], K - torch.outer(c[i], c[i]))
     return total
 
 
 class Evidence(NamedTuple):
-    """log p(y) by (2) in nats, with the part of it that pairs of data make.
+    """log p(y) by (2) in nats, with the size of that part of it which is of second order.
 
-    ``slope`` is the largest |E_q d log r / df| in nats a standard deviation, 0 at the optimum of q.
+    ``slope`` is the largest |E_q d log r / df| in nats a standard deviation, 0 at the optimum of q;
+    ``far`` (n,) by group, which data count by their cumulants.
     """
 
     log_p: float
-    pairs: float
+    second: float
     slope: float
+    far: Draws
 
 
 def evidence_of(at: Snapshot, joint: Joint) -> Evidence:
     """The evidence, with log p of sites that are conditioned on."""
-    total = at.posterior.log_normalizer + at.call.other_terms()
-    pairs, coefficients, singles, slopes = torch.zeros_like(total), [], [], []
+    bound = at.posterior.log_normalizer + at.call.other_terms()
+    gain, second, far = torch.zeros_like(bound), torch.zeros_like(bound), {}
+    coefficients, singles, slopes = [], [], []
     for name, (mean, half) in joint.seen.items():
         k = mean.shape[-1]
         points = quadrature_points(k, FINER[k], mean.dtype, mean.device)
@@ -202,15 +222,19 @@ def evidence_of(at: Snapshot, joint: Joint) -> Evidence:
         f = mean + torch.einsum("nij,qj->qni", square_root(C), points.x)
         log_r = _log_ratio(at, name, f)
         slopes.append(torch.einsum("q,qn,qk->nk", points.weights, log_r, points.x).abs().max())
-        log_mean, a = _averages(log_r, points)
-        total = total + log_mean.sum()
+        far[name] = _far(log_r, points)
+        log_mean, a = _averages(log_r, points, far[name])
+        center = points.weights @ log_r
+        bound, gain = bound + center.sum(), gain + (log_mean - center).sum()
+        second = second + (log_mean - center)[far[name]].sum()
         if k == 1:
             coefficients.append(a)
             singles.append(half.squeeze(-1))
     if singles:
         half = torch.cat(singles, -1)
         pairs = _pairs(torch.cat(coefficients, -1), half.mT @ half)
-    return Evidence(float(total + pairs), float(pairs), float(torch.stack(slopes).max()))
+        gain, second = (gain + pairs).clamp_min(0.0), second + pairs.abs()
+    return Evidence(float(bound + gain), float(second), float(torch.stack(slopes).max()), far)
 
 
 class Component(NamedTuple):
@@ -231,18 +255,16 @@ class Component(NamedTuple):
         return found
 
 
-Draws = dict[str, Tensor]
-
-
 def component_of(at: Snapshot, names: Sequence[str]) -> Component:
     """That of a snapshot, for all entries of the sites ``names``."""
     joint, plan, parts = joint_of(at), at.call.plan, {}
+    evidence = evidence_of(at, joint)
     for name in names:
         mean, half = joint.part(name, plan)
         sd = torch.linalg.vector_norm(half, dim=0)
         # what no datum moves is a point, and a table needs some width
         sd = sd.clamp_min(torch.finfo(sd.dtype).eps * (1.0 + mean.abs()))
-        tilt = tilts(at, joint, half, nodes(half))
+        tilt = tilts(at, joint, evidence.far, half, nodes(half))
         if not bool(tilt.isfinite().all()):
             raise ValueError(
                 f"AutoSites.marginals: for {int((~tilt.isfinite()).any(-1).sum())} entries of {name!r} "
@@ -250,4 +272,4 @@ def component_of(at: Snapshot, names: Sequence[str]) -> Component:
                 f"that allows all values of its predictor."
             )
         parts[name] = Tilted.of(mean, sd, tilt)
-    return Component(joint, parts, evidence_of(at, joint))
+    return Component(joint, parts, evidence)

@@ -7,7 +7,8 @@ z, grown from the mode to wherever the density is above exp(-DROP) of its larges
 long tails.  Sums over a lattice of steps h integrate a Gaussian with an error of 2 exp(-2 pi^2 / h^2).
 For more they are Sobol points of N(0, WIDER^2 I), with importance weights.  In between, log p +
 |z|^2 / 2 is interpolated by cubic radial functions |z - z_k|^3 and a linear one, in one dimension the
-natural cubic spline, and the integral and the marginals of theta are sums over many points of it.
+natural cubic spline, and the integral and the marginals of theta are sums over many points of it.  A
+cubic overshoots next to a fall, so log p counts there as DEEP below the largest and |z|^2 / 2 at least.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch import Tensor
 
 #: by dimension: steps of the lattice, and how far below its largest log p it ends; most of its points
 STEPS, DROP, MOST = {1: 0.5, 2: 0.8, 3: 1.3}, {1: 7.0, 2: 7.0, 3: 6.0}, 400
+#: nats below the largest log p and a Gaussian's at which a point counts as there is none to bend from
+DEEP = 14.0
 #: Sobol points for each of more dimensions, of which a power of 2 is taken, and their scale
 EACH, WIDER = 32, 1.4
 #: fine points within a lattice step by dimension, or in all for more dimensions
@@ -41,7 +44,8 @@ Place = tuple[Tensor, float, Tensor]
 class Design:
     """Points z (K, p) with log p (K,), and weights (K,) that sum to 1.
 
-    At ``lost`` (L, p) log p has no value, and ``closed`` is whether it fell by DROP all around.
+    ``log_sum`` is the log of the integral by these alone.  At ``lost`` (L, p) log p has no value, and
+    ``closed`` is whether it fell by DROP all around.
     """
 
     center: Tensor
@@ -49,6 +53,7 @@ class Design:
     z: Tensor
     log_p: Tensor
     weights: Tensor
+    log_sum: float
     lost: Tensor
     closed: bool
 
@@ -100,7 +105,7 @@ class Design:
         A[: len(at), : len(at)] = torch.cdist(at, at) ** 3
         A[: len(at), len(at) :] = row(at)
         A[len(at) :, : len(at)] = row(at).mT
-        bend = self.log_p - self.log_p.max() + 0.5 * at.square().sum(-1)
+        bend = (self.log_p - self.log_p.max() + 0.5 * at.square().sum(-1)).clamp_min(-DEEP)
         c = torch.linalg.lstsq(A, torch.cat([bend, z.new_zeros(p + 1)]).unsqueeze(-1)).solution
         parts = [torch.cat([torch.cdist(x, at) ** 3, row(x)], -1) @ c for x in z.split(4096)]
         return torch.cat(parts).squeeze(-1) + self.log_p.max() - 0.5 * z.square().sum(-1)
@@ -209,14 +214,16 @@ def _around(log_p: Callable[[Tensor], float], center: Tensor, root: Tensor) -> D
             ring = sorted({b for k in near for b in _neighbours(k)} - found.keys())
         z, closed = STEPS[p] * center.new_tensor(list(found)), not ring
         values = center.new_tensor(list(found.values()))
-        log_q = torch.zeros_like(values)
+        log_q = torch.full_like(values, -p * log(STEPS[p]))
     else:
         z = sobol(1 << (EACH * p - 1).bit_length(), center)
         values = center.new_tensor([log_p(center + root @ x) for x in z])
-        log_q = _log_sobol(z)
+        log_q = _log_sobol(z) + log(len(z))
     lost, there = z[values.isneginf()], ~values.isneginf()
     z, values, log_q = z[there], values[there], log_q[there]
-    return Design(center, root, z, values, torch.softmax(values - log_q, 0), lost, closed)
+    log_w = values - log_q
+    log_sum = float(torch.logsumexp(log_w, 0) + torch.linalg.slogdet(root)[1])
+    return Design(center, root, z, values, torch.softmax(log_w, 0), log_sum, lost, closed)
 
 
 def _neighbours(point: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -30,8 +30,9 @@ from .marginals import Draws, SiteMarginals, combined, shapes_of
 
 #: the least share of the largest weight that counts; points in effect below which they are in doubt
 LEAST, FEW = 1e-3, 8.0
-#: nats below the largest log p(theta | y) at which a point may be lost
-LOST = 5.0
+#: nats below the largest log p(theta | y) at which a point may be lost, and nats by which the integral
+#: of what is interpolated may differ from the sum of the points
+LOST, ROUGH = 5.0, 0.2
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,12 @@ def _doubts(at: Conditioned, design: Design, definite: bool) -> tuple[str, ...]:
         found.append(
             f"In doubt: the points weigh as {design.effective:.1f} of equal weight, so p(theta | y) is "
             f"narrower or wider than they are, or far from Gaussian."
+        )
+    rough = abs(design.log_integral - design.log_sum)
+    if not rough < ROUGH:
+        found.append(
+            f"In doubt: log p(theta | y) is rough: interpolated between the points it integrates to "
+            f"{rough:.1f} nats more or less than they sum to."
         )
     if at.unsettled:
         found.append(f"In doubt: sites had not converged at {at.unsettled} points.")

@@ -15,8 +15,8 @@ from .corrections import ORDERS, Component, Draws, component_of, predictors_of
 from .densities import REACH, Densities, mixture
 from .structure import ModelStructure
 
-#: a correction of the evidence by pairs above which both are in doubt, in nats; and a density at the
-#: end of a table, as a share of the largest, above which the table is too short
+#: a correction of the evidence to second order above which both are in doubt, in nats; and a density
+#: at the end of a table, as a share of the largest, above which the table is too short
 TIED, CUT = 0.5, 1e-3
 #: a slope of what the sites leave over, in nats a standard deviation, that is none at convergence
 STEEP = 0.05
@@ -117,11 +117,11 @@ def combined(
         edges = torch.stack([p.at_edge for p in parts])
         short = max(short, float((weights.to(edges) @ edges).max()))
     doubts = []
-    pairs = float(sum(w * abs(c.evidence.pairs) for w, c in zip(weights, components, strict=True)))
-    if pairs > TIED:
+    second = float(sum(w * c.evidence.second for w, c in zip(weights, components, strict=True)))
+    if second > TIED:
         doubts.append(
-            f"In doubt: pairs of data change the log evidence by {pairs:.1f} nats, so terms beyond "
-            f"pairs may matter too."
+            f"In doubt: pairs of data, or outliers, change the log evidence by {second:.1f} nats to "
+            f"second order, so terms beyond it may matter too."
         )
     slope = max(c.evidence.slope for c in components)
     if not slope < STEEP:

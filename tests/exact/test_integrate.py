@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 import pyro_ngvi as ngvi
 from pyro_ngvi.distributions import local_level
 from pyro_ngvi.sites.design import explore, find_mode
+from pyro_ngvi.sites.integration import _doubts
 
 
 def of_grid(log_p: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,6 +203,65 @@ def test_outliers_whose_sites_have_a_negative_precision() -> None:
     assert abs(float(found.sd["s"] / sd) - 1.0) < 0.05
 
 
+def test_scales_at_which_data_between_outliers_leave_no_proper_gaussian() -> None:
+    """At s below 0.3 or so; the data of a unit see one f, integrated by the sum of a grid."""
+    unit = torch.arange(8).repeat_interleave(3)
+    y = torch.tensor(
+        [
+            1.54,
+            1.97,
+            1.64,
+            0.04,
+            0.19,
+            -0.4,
+            -1.34,
+            -2.64,
+            -1.94,
+            1.05,
+            0.87,
+            0.39,
+            -1.43,
+            -1.29,
+            -0.16,
+            -0.75,
+            -0.46,
+            -1.04,
+            -0.2,
+            1.85,
+            0.55,
+            1.28,
+            0.46,
+            1.25,
+        ],
+        dtype=torch.float64,
+    )
+
+    def model(y: Tensor) -> None:
+        s = pyro.sample("s", dist.HalfNormal(y.new_tensor(2.0)))
+        with pyro.plate("unit", 8):
+            u = pyro.sample("u", dist.Normal(y.new_tensor(0.3), 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.StudentT(4.0, u[unit], s), obs=y)
+
+    found = ngvi.integrate(model, y)
+    log_s, z = torch.linspace(-4.5, 2.0, 131).double(), torch.linspace(-7.0, 7.0, 701).double()
+    s, log_w = (
+        log_s.exp().reshape(-1, 1, 1),
+        dist.Normal(0.0, 1.0).log_prob(z) + (z[1] - z[0]).log(),
+    )
+    each = dist.StudentT(4.0, 0.3 + z.unsqueeze(-1), s).log_prob(y).unflatten(-1, (8, 3)).sum(-1)
+    log_p = torch.logsumexp(each + log_w.unsqueeze(-1), 1).sum(-1)
+    log_p = log_p + dist.HalfNormal(2.0).log_prob(s.flatten()) + log_s
+    evidence, _, _ = of_grid(log_p, log_s)
+    x, w = log_s.exp(), torch.softmax(log_p, 0)
+    mean = w @ x
+    sd = (w @ (x - mean).square()).sqrt()
+    assert abs(found.log_evidence - float(evidence)) < 0.01
+    assert abs(float(found.mean["s"] - mean)) < 0.02 * float(sd)
+    assert abs(float(found.sd["s"] / sd) - 1.0) < 0.02
+    assert found.doubts == ()
+
+
 def test_priors_whose_medians_are_far_out() -> None:
     """That of Gamma(0.01, 0.01) is 10^-30: what AutoSites finds of a model there is rounding."""
     group = torch.arange(6).repeat_interleave(3)
@@ -243,6 +304,23 @@ def test_points_without_a_value_and_a_lattice_that_does_not_end() -> None:
     assert abs(float(found.interpolated(found.lost)) + 0.5 * 3.5**2) < 1e-6
     assert abs(found.log_integral - 0.5 * float(torch.tensor(2.0 * torch.pi).log())) < 3e-3
     assert not explore(lambda u: -0.01 * float(u.abs().sqrt()), zero, one).closed
+
+
+def test_points_far_below_the_others_do_not_bend_what_is_between() -> None:
+    zero, one = torch.zeros(2).double(), torch.eye(2).double()
+    low = 0.8 * torch.tensor([[-1, -4], [1, -5], [-4, -3], [-3, -3], [0, -4]]).double()
+
+    def log_p(u: Tensor) -> float:
+        return float(-0.5 * u.square().sum()) - 160.0 * bool(((u - low).norm(dim=-1) < 1e-6).any())
+
+    found, wanted = explore(log_p, zero, one), float(torch.tensor(2.0 * torch.pi).log())
+    assert abs(found.log_integral - wanted) < 0.03
+    assert abs(found.log_sum - wanted) < 3e-3
+    # next to the mode there is no saying what is between
+    low = 0.8 * torch.tensor([[1, 0], [0, 1]]).double()
+    at: Any = SimpleNamespace(where=lambda u: f"u = {u}", unsettled=0)
+    assert not _doubts(at, found, True)
+    assert "is rough: interpolated" in _doubts(at, explore(log_p, zero, one), True)[0]
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,32 @@ def test_two_latent_numbers(kind: str) -> None:
     assert torch.allclose(found.mean["f"], A @ found.mean["z"], atol=5e-3)
 
 
+@pytest.mark.parametrize("slope", [0.0, 0.1])
+def test_outliers_on_both_sides_of_a_datum(slope: float) -> None:
+    """Their sites have negative precisions, and q over the site of the datum between is not proper."""
+    y = torch.tensor([0.0, -1.2, 1.5], dtype=torch.float64)
+    A = torch.tensor([[1.0, -slope], [1.0, slope], [1.0, 2.0 * slope]], dtype=torch.float64)
+
+    def model(y: Tensor) -> None:
+        z = pyro.sample("z", dist.Normal(y.new_zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", 3):
+            pyro.sample("y", dist.StudentT(4.0, A @ z, 0.25), obs=y)
+
+    guide = fitted(model, y, sweeps=60)
+    found = guide.marginals()
+    prior = dist.Normal(0.0, 1.0).log_prob(PAIR).sum(-1)
+    truth, evidence = by_quadrature(
+        prior + dist.StudentT(4.0, PAIR @ A.mT, 0.25).log_prob(y).sum(-1)
+    )
+    elbo = -SitesELBO().loss(model, guide, y)
+    assert elbo < evidence
+    assert elbo < found.log_evidence
+    assert abs(found.log_evidence - evidence) < 0.3 * (evidence - elbo)
+    mean = truth @ LINE * (LINE[1] - LINE[0])
+    assert ((found.mean["z"] - mean).abs() < 0.01 * found.sd["z"]).all()
+    assert found.doubts == ()
+
+
 def test_a_chain_of_counts() -> None:
     y = torch.tensor([0.0, 2.0], dtype=torch.float64)
 
