@@ -166,12 +166,12 @@ def test_a_correction_is_recommended_where_it_works(apart: bool) -> None:
             pyro.sample("y", of_data if apart else of_data.to_event(1), obs=y)
 
     fit = ngvi.fit(model, guide="AutoHierarchical", seed=0, max_steps=5, progress=False)
-    vars(fit)["verdict"] = SimpleNamespace(ok=False, verdict="Not clear.")
+    vars(fit)["verdict"] = SimpleNamespace(ok=False, verdict="Not clear.", decision="unclear")
     assert ("Or take fit.to_arviz(corrected=True)" in str(fit)) == apart
     if apart:
         assert fit.to_arviz(corrected=True, num_samples=100).attrs["resample"] == "corrected"
     else:
-        with pytest.raises(ValueError, match="not told apart"):
+        with pytest.raises(ValueError, match="of several units, or nothing shows of which"):
             fit.to_arviz(corrected=True)
 
 

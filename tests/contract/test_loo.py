@@ -188,7 +188,7 @@ def test_a_series_of_sites_and_a_factor_have_no_datum_to_leave_out() -> None:
     def series(y: Tensor) -> None:
         m = pyro.sample("m", dist.Normal(0.0, 1.0))
         for t in pyro.plate("time", len(y)):
-            pyro.sample(f"y_{t}", dist.Normal(m, 1.0), obs=y[t])
+            pyro.sample(f"y_{t}", dist.Normal(m, 1.0), obs=y[int(t)])
 
     def factor(y: Tensor) -> None:
         m = pyro.sample("m", dist.Normal(0.0, 1.0))
