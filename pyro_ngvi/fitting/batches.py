@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import SequentialSampler, WeightedRandomSampler
 
 from ..diagnostics.over_batches import as_arguments, samplers_of
@@ -81,21 +82,20 @@ class Batches:
         raise ValueError("The iterable of minibatches is empty: there is nothing to go over.")
 
     def warn_of_no_share(self, sites: Sites) -> None:
-        """Warn where a run of the model at a minibatch takes it for all data."""
+        """Warn where a run of the model at a minibatch takes it for all data of a global variable."""
         count = len(self.source) if isinstance(self.source, Sized) else 1
-        shared = {
-            frame.name for s in sites.values() if is_latent(s) for frame in s["cond_indep_stack"]
-        }
-        observed = [s for s in sites.values() if site_kind(s) == "observed"]
+        plates = {name: {f.name for f in s["cond_indep_stack"]} for name, s in sites.items()}
+        observed = {name: s for name, s in sites.items() if site_kind(s) == "observed"}
+        of_data = {plate for name in observed for plate in plates[name]}
+        has_globals = any(is_latent(s) and not plates[name] & of_data for name, s in sites.items())
         weighed = any(map(is_minibatch, sites.values())) or any(
-            not (isinstance(s["scale"], float | int) and s["scale"] == 1.0) for s in observed
+            isinstance(s["scale"], Tensor) or s["scale"] != 1.0 for s in observed.values()
         )
-        plates = {frame.name for s in observed for frame in s["cond_indep_stack"]} - shared
-        if count > 1 and plates and not weighed:
+        if count > 1 and observed and has_globals and not weighed:
             warnings.warn(
                 f"The model takes each of {count} minibatches for all data: the posterior will be as "
-                f"wide as that of one. Tell a plate of {sorted(plates)} how many there are: "
-                f"pyro.plate(name, N, subsample_size=len(x)).",
+                f"wide as that of one. Put {sorted(observed)} into a plate that knows how many there "
+                f"are: pyro.plate(name, N, subsample_size=len(x)).",
                 stacklevel=2,
             )
 
