@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from ..linalg.host import own_random_state
+from ..linalg.host import own_random_state, random_states, set_random_states
 from .density import (
     Site,
     Sites,
@@ -68,6 +68,7 @@ class Minibatches(dict[str, Tensor]):
     def __init__(self, fixed: Values | None = None) -> None:
         super().__init__(fixed or {})
         self._subsamples: dict[str, Any] = {}
+        self._before: dict[str, list[Tensor]] = {}
 
     def fits(self, name: str, subsample: Any) -> bool:
         """Whether there is an index for ``name`` that is a draw from ``subsample``."""
@@ -76,14 +77,23 @@ class Minibatches(dict[str, Tensor]):
         return name in self and _sizes(self._subsamples[name]) == _sizes(subsample)
 
     def draw(self, name: str, subsample: Any) -> Tensor:
-        """Draw the index of the plate ``name`` and remember how."""
+        """Draw the index of the plate ``name`` and remember how.
+
+        One that was drawn anew in the size of the last minibatch is drawn again in that of this one,
+        from the same random state: a run that goes on from a file knows of no last one.
+        """
         self._subsamples[name] = subsample
-        self[name] = subsample()
+        before = self._before.pop(name, None)
+        with nullcontext() if before is None else own_random_state():
+            if before is not None:
+                set_random_states(before)
+            self[name] = subsample()
         return self[name]
 
     def redraw(self) -> None:
         """Draw a new index for every plate that was drawn before."""
         for name, subsample in self._subsamples.items():
+            self._before[name] = random_states()
             self[name] = subsample()
 
 

@@ -211,6 +211,23 @@ def _minibatched() -> SVI:
     return SVI(model, guide, ngvi.NGVB(guide), Trace_ELBO())
 
 
+@pytest.mark.parametrize("before", [1, 2, 3])
+def test_minibatches_of_unequal_size_that_the_plate_draws(before: int, tmp_path: Path) -> None:
+    """An index that was drawn in the size of the minibatch before leaves nothing behind."""
+
+    def model(X: Tensor, y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(X.new_zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", 6, subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
+
+    def make() -> SVI:
+        guide = ngvi.AutoMeanFieldNormal(model, init=None)
+        return SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(4))
+
+    parts = [(X[:4], y[:4]), (X[4:], y[4:])]
+    assert_resumes(tmp_path, lambda: Loop(make, loader=lambda: parts), before, 5)
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("how", ["shuffled", "own generator", "worker", "list"])
 @pytest.mark.parametrize("before", [1, 3])  # within an epoch of two, and at the end of one
