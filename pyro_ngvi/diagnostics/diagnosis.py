@@ -136,8 +136,8 @@ class Diagnosis:
     def is_undecided(self) -> bool:
         """Whether a site is neither good nor off, as errors of the estimates are too large."""
         each = self._moved.values()
-        open_ = self.khat.ess > 0.0 and not all(m.is_good for m in each)
-        return open_ and not any(m.is_off for m in each)
+        doubted = self.khat.ess > 0.0 and not all(m.is_good for m in each)
+        return doubted and not any(m.is_off for m in each)
 
     @property
     def ok(self) -> bool:
@@ -242,7 +242,7 @@ def diagnose(
         values, _ = drawn(num_chains)
 
         def at_draw(site: Any) -> Tensor:
-            """Where the model runs for sure; at a draw of the prior it may overflow."""
+            """Where the model runs for sure; in the middle of all supports it may be NaN."""
             return values[site["name"]][0] if site["name"] in values else feasible_value(site)
 
         density = ModelDensity(model, args, kwargs, init_loc_fn=at_draw)
