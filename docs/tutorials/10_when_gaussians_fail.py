@@ -420,8 +420,8 @@ plt.show()
 # model is far off: `diagnose` calls it unusable at every seed. All three remedies give $P(\tau < 1)$
 # too low, as none goes all the way down the neck. That includes fits whose intervals are accepted.
 # `diagnose` looks at means and sds of $\tau$ itself, of which the neck is a small part; about a tail
-# that matters to you, ask by a chain of remedy 4. Where it says "unclear", its thousand chains could
-# not tell, and the guide may be as close as those that it accepts.
+# that matters to you, ask by a chain of remedy 4. Where it says "unclear", its thousand chains, and
+# then four thousand, could not tell, and the guide may be as close as those that it accepts.
 
 # %% [markdown]
 # ## Which to take when
