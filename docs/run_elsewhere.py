@@ -164,7 +164,7 @@ def lightnings(names: dict[str, Any]) -> str:
 
     def trained(module: Any, loader: Any, **how: Any) -> Any:
         trainer = found["L"].Trainer(**quiet, **how)
-        trainer.fit(module, loader, ckpt_path=how.pop("ckpt_path", None))
+        trainer.fit(module, loader)
         return trainer
 
     whole, loader = made(64)

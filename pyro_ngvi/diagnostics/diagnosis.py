@@ -250,7 +250,7 @@ def diagnose(
         def packed(values: Any) -> Tensor:
             return density.pack({name: values[name] for name in density.layout.transforms}).detach()
 
-        modes_at = getattr(guide, "modes_at", None)
+        modes_at = getattr(guide, "modes_at", _one_mode)
         found = _by_chains(density, packed(values), modes_at, num_steps, weights)
         if found.is_undecided:
             start = packed(drawn(MORE_CHAINS * num_chains)[0])
@@ -258,21 +258,25 @@ def diagnose(
     return found
 
 
+def _one_mode(x: Tensor) -> Tensor:
+    """The mode of each of S points, where there is one."""
+    return x.new_zeros(len(x))
+
+
 def _by_chains(
     density: ModelDensity, start: Tensor, modes_at: Any, num_steps: int, weights: KHat
 ) -> Diagnosis:
     """What chains say that begin at draws (S, d) of a guide, which are in its modes ``modes_at(x)``."""
-    at: Any = modes_at or (lambda x: x.new_zeros(len(x)))
     # chains do not go between the modes of a mixture that are apart
-    counts = at(start).unique(return_counts=True)
+    counts = modes_at(start).unique(return_counts=True)
     modes = [int(m) for m, count in zip(*counts, strict=True) if count >= FEWEST_CHAINS]
     if len(modes) < 2:
-        modes, at = [0], lambda x: x.new_zeros(len(x))
+        modes, modes_at = [0], _one_mode
     pairs, accepted = [], 0.0
     for mode in modes:
-        own = start[at(start) == mode]
+        own = start[modes_at(start) == mode]
         end, share = run_chains(density, own, num_steps)
-        pairs.append([x[at(end) == mode] for x in (own, end)])
+        pairs.append([x[modes_at(end) == mode] for x in (own, end)])
         accepted += share / len(modes)
     sites: dict[str, list[Moved]] = {}
     unconstrained: dict[str, list[Moved]] = {}

@@ -154,8 +154,7 @@ class Result:
 
     @property
     def _verdict_in_words(self) -> str:
-        """The verdict; with a guide that knows of units where another is not to be believed, or with
-        the modes that the search for a start has seen."""
+        """The verdict, and the way on."""
         return f"{self.verdict.verdict} {self._way_on()}".rstrip()
 
     def _way_on(self) -> str:
@@ -177,8 +176,13 @@ class Result:
                 f"one: pass guide=functools.partial(pyro_ngvi.AutoMixtureNormal, "
                 f"num_components={modes})."
             )
-        tells = self.khat.ess > 0.0 and not np.isnan(self.khat.khat)
-        if at_hand and tells and self._may_climb and verdict.decision != "resample":
+        if (
+            at_hand
+            and self._may_climb
+            and verdict.decision != "resample"
+            and self.khat.ess > 0.0  # else no guide has a density here
+            and not np.isnan(self.khat.khat)  # else rounding is what is wrong
+        ):
             return 'Or pass guide="auto", which goes on to richer guides.'
         return ""
 

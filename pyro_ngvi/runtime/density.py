@@ -4,7 +4,6 @@ they fit the guide, and the latent ones as one flat unconstrained vector."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from itertools import zip_longest
 from math import prod
 from typing import Any, Literal, TypeAlias
@@ -17,7 +16,6 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
-from torch.overrides import TorchFunctionMode
 
 from ..linalg.host import outside_autocast
 
@@ -82,27 +80,11 @@ def free_dim(sites: Sites) -> int:
     return min((frame.dim for frame in frames if frame.dim is not None), default=0) - 1
 
 
-class _MaskedWrites(TorchFunctionMode):
-    """Writes ``x[mask] = number``, which has no rule under ``vmap``, as ``masked_fill_``."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.__setitem__:
-            x, mask, value = args
-            if getattr(mask, "dtype", None) is torch.bool and isinstance(value, int | float):
-                return x.masked_fill_(mask, value)
-        return func(*args, **(kwargs or {}))
-
-
 def site_log_prob(site: Site) -> tuple[Tensor, Tensor]:
     """The log probability of a recorded site in nats: unscaled, and with scale and mask."""
     fn = site["fn"]
-    # torch's Multinomial writes by a mask; only there, because a mode makes every call slower
-    mode = _MaskedWrites() if isinstance(innermost(fn), dist.Multinomial) else nullcontext()
     try:
-        with mode:
-            log_prob = fn.log_prob(site["value"], *site["args"], **site["kwargs"])
+        log_prob = fn.log_prob(site["value"], *site["args"], **site["kwargs"])
         return log_prob, scale_and_mask(log_prob, site["scale"], site["mask"])
     except RuntimeError as error:
         error.add_note(f"in the log_prob of the site {site['name']!r}")

@@ -10,6 +10,7 @@ import torch.distributions as td
 from pyro.ops import special
 from torch import Tensor
 from torch.distributions import dirichlet
+from torch.distributions.utils import broadcast_all
 
 DIRICHLET = dirichlet._Dirichlet
 
@@ -56,11 +57,22 @@ def multinomial_sample(self: td.Multinomial, sample_shape: Any = ()) -> Tensor:
         return counts.scatter_add(-1, which, torch.ones_like(which)).type_as(self.probs)
 
 
+def multinomial_log_prob(self: td.Multinomial, value: Tensor) -> Tensor:
+    """The log probability of ``Multinomial``, which in torch writes by a mask."""
+    if self._validate_args:
+        self._validate_sample(value)
+    logits, value = broadcast_all(self.logits, value)
+    logits = logits.masked_fill((value == 0) & (logits == -torch.inf), 0.0)
+    orders = torch.lgamma(value.sum(-1) + 1) - torch.lgamma(value + 1).sum(-1)
+    return orders + (logits * value).sum(-1)
+
+
 #: the class or module, the name in it, what is there, and what stands in for it
 STAND_INS: tuple[tuple[Any, str, Any, Any], ...] = (
     (special, "_SafeLog", special._SafeLog, SafeLog),
     (dirichlet, "_Dirichlet", DIRICHLET, DirichletDraw),
     (td.Multinomial, "sample", td.Multinomial.sample, multinomial_sample),
+    (td.Multinomial, "log_prob", td.Multinomial.log_prob, multinomial_log_prob),
     (dist.OrderedLogistic, "__init__", dist.OrderedLogistic.__init__, ordered_logistic),
 )
 
