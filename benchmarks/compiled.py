@@ -1,7 +1,8 @@
 """What `ngvi.compile` makes of a step: eager, replayed, by Inductor, in a run; and Adam beside it.
 
 Run from the root of the repository: ``python -m benchmarks.compiled --help``.  One core, and the
-processor's time but where a tier is waited for.  See ``benchmarks/README.md`` for what is measured.
+processor's time but where a tier is waited for; on a GPU the time on the wall, and CUDA graphs.
+See ``benchmarks/README.md`` for what is measured.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -49,33 +51,37 @@ def _adam() -> Any:
     return PyroOptim(torch.optim.Adam, {"lr": 1e-3})
 
 
-def _on(problem: str, ours: Any, theirs: Any, rule: Any, loss: Callable[[], Any]) -> Case:
+def _on(
+    problem: str, ours: Any, theirs: Any, rule: Any, loss: Callable[[], Any], device: str
+) -> Case:
     p = load(problem)
+    here = p.to(device, torch.float64)
 
     def make() -> SVI:
-        guide = ours(p.model)
-        return SVI(p.model, guide, rule(guide), loss())
+        guide = ours(here.model)
+        return SVI(here.model, guide, rule(guide), loss())
 
     def adam(kind: Any = Trace_ELBO) -> SVI:
         trace = kind(PARTICLES, vectorize_particles=True, max_plate_nesting=1)
-        return SVI(p.model, theirs(p.model), _adam(), trace)
+        return SVI(here.model, theirs(here.model), _adam(), trace)
 
     family = "mean_field" if theirs is AutoDiagonalNormal else "full_rank"
     begin = jax_methods.numpyro_factory() if present(("NumPyro",)) else None
     how = p, family, 0, PARTICLES, "feasible", 1e-3
     numpyro = None if begin is None else lambda: begin(*how)
-    return Case(make, p.args, adam, lambda: adam(JitTrace_ELBO), numpyro)
+    return Case(make, here.args, adam, lambda: adam(JitTrace_ELBO), numpyro)
 
 
-def _network(rule: Any, loss: Callable[[], Any]) -> Case:
+def _network(rule: Any, loss: Callable[[], Any], device: str) -> Case:
     layers = (784, 400, 400, 10)
     x, y = torch.randn(128, layers[0], dtype=torch.float32), torch.randint(0, layers[-1], (128,))
+    x, y = x.to(device), y.to(device)
 
     def model() -> Any:
         parts: list[nn.Module] = []
         for inputs, outputs in pairwise(layers):
             parts += [nn.Linear(inputs, outputs, dtype=torch.float32), nn.ReLU()]
-        return bayesianize(nn.Sequential(*parts[:-1]), "categorical", num_data=60_000)
+        return bayesianize(nn.Sequential(*parts[:-1]), "categorical", num_data=60_000).to(device)
 
     def make(optim: Any = rule, elbo: Any = loss) -> SVI:
         net = model()
@@ -93,59 +99,76 @@ def batched(curvature: str | None = None, particles: int = PARTICLES) -> Callabl
 FULL = (ngvi.AutoFullRankNormal, AutoMultivariateNormal, ngvi.NGVB, batched())
 MEAN = (ngvi.AutoMeanFieldNormal, AutoDiagonalNormal, ngvi.NGVB, batched())
 
-CASES: dict[str, Callable[[], Case]] = {
-    "NGVB, full rank, wdbc": lambda: _on("wdbc", *FULL),
-    "NGVB, mean field, wdbc": lambda: _on("wdbc", *MEAN),
-    "NGVB, full rank, German credit": lambda: _on("german_credit", *FULL),
-    "NGVB, full rank, varying intercepts": lambda: _on("varying_intercepts", *FULL),
-    "NGVB, full rank, eight schools": lambda: _on("eight_schools_noncentered", *FULL),
-    "SPRING, coupling flow, eight schools": lambda: _on(
+CASES: dict[str, Callable[[str], Case]] = {
+    "NGVB, full rank, wdbc": partial(_on, "wdbc", *FULL),
+    "NGVB, mean field, wdbc": partial(_on, "wdbc", *MEAN),
+    "NGVB, full rank, German credit": partial(_on, "german_credit", *FULL),
+    "NGVB, full rank, varying intercepts": partial(_on, "varying_intercepts", *FULL),
+    "NGVB, full rank, eight schools": partial(_on, "eight_schools_noncentered", *FULL),
+    "SPRING, coupling flow, eight schools": partial(
+        _on,
         "eight_schools_noncentered",
         ngvi.AutoCouplingFlow,
         AutoMultivariateNormal,
         SPRING,
         batched("scores"),
     ),
-    "VOGN, 784-400-400-10, batch 128": lambda: _network(VOGN, batched("gauss_newton", 1)),
-    "IVON, 784-400-400-10, batch 128": lambda: _network(IVON, batched(None, 1)),
+    "VOGN, 784-400-400-10, batch 128": partial(_network, VOGN, batched("gauss_newton", 1)),
+    "IVON, 784-400-400-10, batch 128": partial(_network, IVON, batched(None, 1)),
 }
+
+
+#: in the order of the table
+WAYS = {
+    "eager": "eager",
+    "replay": "replay",
+    "inductor": "Inductor",
+    "run": "run",
+    "graph": "CUDA graph",
+    "graph_run": "run of it",
+    "fast_graph_run": "run of Inductor's",
+    "adam": "Pyro, Adam",
+    "jit": "JitTrace_ELBO",
+    "numpyro": "NumPyro, Adam",
+}
+ON_GPU = ("graph", "graph_run", "fast_graph_run")
 
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds a step, medians over the rounds; seconds until a tier is there."""
+    """Milliseconds a step by way, medians over the rounds; seconds until a tier is there."""
 
     case: str
-    eager: float
-    replay: float
-    inductor: float | None
-    run: float | None
-    adam: float
-    jit: float | None
-    numpyro: float | None
+    ms: dict[str, float]
     seconds_to_replay: float
     seconds_to_inductor: float | None
     reason: str
 
-    def __str__(self) -> str:
+    def cells(self, ways: list[str]) -> str:
+        """A line of the table."""
+
         def cell(x: float | None) -> str:
             return "" if x is None else f"{x:.3g}"
 
-        best = self.replay if self.run is None else self.run
-        ways = "eager", "replay", "inductor", "run", "adam", "jit", "numpyro"
-        times = (getattr(self, way) for way in ways)
+        ours = (w for w in ("fast_graph_run", "graph_run", "run", "replay") if w in self.ms)
         seconds = (self.seconds_to_replay, self.seconds_to_inductor)
-        return line(self.case, *map(cell, times), f"{self.eager / best:.1f}", *map(cell, seconds))
+        ratio = f"{self.ms['eager'] / self.ms[next(ours)]:.1f}"
+        return line(self.case, *(cell(self.ms.get(w)) for w in ways), ratio, *map(cell, seconds))
 
 
-def measure(name: str, rounds: int, inductor: bool) -> Row:
+def measure(name: str, rounds: int, inductor: bool, device: str) -> Row:
     """All ways of a step in turn, in each of ``rounds`` rounds."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    case = CASES[name]()
+    case, on_gpu = CASES[name](device), device == "cuda"
     args = case.args
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    clock = time.perf_counter if on_gpu else time.process_time
     eager, adam = case.make(), case.adam()
-    replay, fast = ngvi.compile(case.make(), inductor=False), ngvi.compile(case.make(), wait=True)
+    replay = ngvi.compile(case.make(), inductor=False, cuda_graph=False)
+    graph = ngvi.compile(case.make(), inductor=False)
+    fast = ngvi.compile(case.make(), wait=True, cuda_graph=False)
+    fast_graph = ngvi.compile(case.make(), wait=True)
     jit = None if case.jit is None else case.jit()
 
     def first(svi: Any, tier: str) -> float:
@@ -158,7 +181,6 @@ def measure(name: str, rounds: int, inductor: bool) -> Row:
 
     to_replay = first(replay, "replay")
     to_inductor = first(fast, "inductor") if inductor else None
-    reason = replay.reason or fast.reason
     ways: dict[str, tuple[Callable[[int], object], int]] = {}
 
     def steps(svi: Any) -> Callable[[int], object]:
@@ -168,28 +190,31 @@ def measure(name: str, rounds: int, inductor: bool) -> Row:
     if inductor:
         ways["inductor"] = steps(fast), 50
         ways["run"] = (lambda count: fast.run(count, *args)), 100
+    if on_gpu:
+        ways["graph"] = steps(graph), 50
+        ways["graph_run"] = (lambda count: graph.run(count, *args)), 200
+        if inductor:
+            ways["fast_graph_run"] = (lambda count: fast_graph.run(count, *args)), 200
     if jit is not None:
         ways["jit"] = steps(jit), 10
     if case.numpyro is not None:
         ways["numpyro"] = case.numpyro().advance, 200
-    for svi in (replay, fast)[: 1 + inductor]:
+    used = [replay, *([fast] if inductor else []), *([graph] if on_gpu else [])]
+    used += [fast_graph] if on_gpu and inductor else []
+    for svi in used:
         svi.run(70, *args)  # past the uses that are compared
+    reason = "; ".join(sorted({svi.reason for svi in used} - {""}))
     times: dict[str, list[float]] = {way: [] for way in ways}
     for k in range(rounds + 1):
         for way, (go, count) in ways.items():
-            start = time.process_time()
+            wait()
+            start = clock()
             go(count)
+            wait()
             if k > 0:
-                times[way].append(1e3 * (time.process_time() - start) / count)
+                times[way].append(1e3 * (clock() - start) / count)
     found = {way: median(values) for way, values in times.items()}
-    found |= {way: None for way in ("inductor", "run", "jit", "numpyro") if way not in found}
-    return Row(
-        name,
-        seconds_to_replay=to_replay,
-        seconds_to_inductor=to_inductor,
-        reason=reason,
-        **found,  # pyright: ignore[reportArgumentType]
-    )
+    return Row(name, found, to_replay, to_inductor, reason)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -198,15 +223,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--rounds", default=11, type=int)
     parser.add_argument("--replay", action="store_true", help="without Inductor")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--json", type=Path, help="write all results to this file")
     p = parser.parse_args(arguments)
     prepare()
-    columns = ("eager", "replay", "Inductor", "run", "Pyro, Adam", "JitTrace_ELBO", "NumPyro, Adam")
+    ways = [way for way in WAYS if p.device == "cuda" or way not in ON_GPU]
+    columns = (WAYS[way] for way in ways)
     print(heading("ms a step", *columns, "eager / best", "s to replay", "s to Inductor"))
     rows = []
     for name in p.only:
-        rows.append(measure(name, p.rounds, not p.replay))
-        print(rows[-1], *([f"({rows[-1].reason})"] if rows[-1].reason else []), flush=True)
+        row = measure(name, p.rounds, not p.replay, p.device)
+        rows.append(row)
+        print(row.cells(ways), *([f"({row.reason})"] if row.reason else []), flush=True)
     if p.json is not None:
         p.json.write_text(
             json.dumps(circumstances() | {"rows": [asdict(r) for r in rows]}, indent=1)

@@ -23,6 +23,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 import pyro_ngvi
+from pyro_ngvi.compiled import CompiledSVI
 from pyro_ngvi.runtime.store import claim_name, rename
 
 Step = Callable[[], object]
@@ -75,6 +76,15 @@ class Setting:
         """A step of `NGVB` on our guide."""
         guide = self.our_guide()
         return self._step(guide, pyro_ngvi.NGVB(guide), loss)
+
+    def svi(self) -> SVI:
+        """`NGVB` on our guide, all of whose step is on the device of the data."""
+        guide, loss = self.our_guide(), pyro_ngvi.BatchedELBO(self.particles)
+        return SVI(self.model, guide, pyro_ngvi.NGVB(guide), loss)
+
+    def compiled(self) -> CompiledSVI:
+        """The same as a graph of the recorded operations."""
+        return pyro_ngvi.compile(self.svi(), inductor=False)
 
     def adam(self, loss: ELBO | None = None) -> Step:
         """A step of Adam on Pyro's guide of the same family."""

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..linalg.host import host_bool, own_random_state, random_states, same_states, set_random_states
 from ..runtime.density import identity, is_same
-from .graph import CannotCompile, Graph, Place
+from .captured import CapturedGraph, on_gpu
+from .graph import CannotCompile, Graph, Place, difference
 from .lowered import Lowering
 from .step import StepFunction
 
@@ -26,15 +27,26 @@ class CheckedGraph:
     Attributes:
         tier: how the last step was done.
         refused: why it is not to be used any longer; "" while all is well.
-        reason: why Inductor's code is not used, where that was tried; "" while all is well.
+        reason: why there is no Inductor's code, or no CUDA graph, where that was tried; "" while all is
+            well.
         lowering: Inductor's work on it; ``None`` where there is none to wait for.
     """
 
-    def __init__(self, function: StepFunction, args: Any, kwargs: Any, data: list[Tensor]) -> None:
+    def __init__(
+        self,
+        function: StepFunction,
+        args: Any,
+        kwargs: Any,
+        data: list[Tensor],
+        cuda_graph: bool = True,
+    ) -> None:
         self.function, self.uses, self.refused, self.tier = function, 0, "", "recorded"
         self.reason = ""
         self.lowering: Lowering | None = None
         self._fast: Any = None  # Inductor's function, once it was checked
+        self._captured: CapturedGraph | None = None
+        self._others_came = False  # other data than those of the capture
+        self._tries = cuda_graph and bool(function.leaves) and on_gpu(function.leaves)
         self._data, self._other_data = [identity(x) for x in data], 0
         before, random = function.state, random_states()
         inputs = [*function.inputs(), *data]
@@ -90,7 +102,10 @@ class CheckedGraph:
         inputs = [*function.inputs(), *data]
         state = slice(len(function.leaves), len(inputs) - len(data))
         try:
-            for _ in range(most):
+            if fixed := self._capture(inputs):
+                self.tier = "cuda_graph"
+                results, losses = fixed.several(inputs, most)
+            for _ in range(most - len(losses)):
                 results = self._run(inputs)
                 inputs[:stepped], inputs[state] = results[:stepped], function.state_of(results)
                 losses.append(function.loss_of(results))
@@ -104,11 +119,26 @@ class CheckedGraph:
 
     @torch.no_grad()
     def _run(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        arguments = self.graph.arguments(inputs)
         if self._fast is None and self.lowering is not None and self.lowering.is_ready():
-            return self._try(self.lowering, arguments)
+            return self._try(self.lowering, self.graph.arguments(inputs))
+        if fixed := self._capture(inputs):
+            self.tier = "cuda_graph"
+            return fixed.step(inputs)
+        arguments = self.graph.arguments(inputs)
         self.tier = "replay" if self._fast is None else "inductor"
         return self.graph.pure(*arguments) if self._fast is None else self._fast(*arguments)
+
+    def _capture(self, inputs: Sequence[Tensor]) -> CapturedGraph | None:
+        """The CUDA graph for these inputs; where there is none, ``reason`` says why."""
+        if self._tries and (self._captured is None or not self._captured.fits(inputs)):
+            self._others_came = self._others_came or self._captured is not None
+            run = self.graph.pure if self._fast is None else self._fast
+            made = self.graph, run, self.function, inputs, self._others_came
+            try:
+                self._captured = CapturedGraph(*made)
+            except CannotCompile as refused:
+                self._captured, self._tries, self.reason = None, False, str(refused)
+        return self._captured
 
     def _try(self, lowering: Lowering, arguments: list[Tensor]) -> Sequence[Tensor]:
         """Both functions, the first time: Inductor's is taken from now on if it gives the same."""
@@ -119,7 +149,7 @@ class CheckedGraph:
             fast = lowering.take()
             set_random_states(random)
             if fast is not None and difference(fast(*arguments), results) is None:
-                self._fast = fast
+                self._fast, self._captured = fast, None
             else:
                 reason = lowering.reason or "Inductor's code gives other numbers than the graph"
         except Exception as error:
@@ -164,21 +194,6 @@ class CheckedGraph:
         self._data = [identity(x) for x in data]
         self._other_data += other
         return other
-
-
-def difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float | None:
-    """The largest relative difference of two lists of tensors, if it is more than rounding."""
-    worst = 0.0
-    for x, y in zip(a, b, strict=True):
-        if not x.is_floating_point():
-            continue
-        size = y.abs().nan_to_num(0.0, 0.0, 0.0).max() if y.numel() else y.sum()
-        apart = ((x - y).abs() > 0) & ~(x == y) | (x.isnan() != y.isnan())
-        error = torch.where(apart, (x - y).abs() / size.clamp_min(torch.finfo(y.dtype).tiny), 0.0)
-        error = error.nan_to_num(torch.inf).max().item() if y.numel() else 0.0
-        if error > torch.finfo(y.dtype).eps ** 0.5:
-            worst = max(worst, error)
-    return worst or None
 
 
 def tensors_of_modules(svi: Any) -> Iterator[tuple[Tensor, Place]]:

@@ -41,6 +41,7 @@ class Graph:
         noise: draws the random numbers, without arguments.
         pure: everything else: from arguments, in order, and noise.
         extra: further arguments between the two: tensors of modules, and numbers of the program.
+        constants: which of these are numbers of the program.
     """
 
     def __init__(
@@ -64,10 +65,27 @@ class Graph:
         _keep_inputs(graph_module, kept)
         _simplify(graph_module)
         self.noise, self.pure = _split(graph_module)
+        places = [(id(held), name) for held, name in modules.values()]
+        self.constants = [(id(held), name) not in places for held, name in self.extra]
 
     def arguments(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Those of ``pure``; draws the noise."""
         return [*inputs, *(held[name] for held, name in self.extra), *self.noise()]
+
+
+def difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float | None:
+    """The largest relative difference of two lists of tensors, if it is more than rounding."""
+    worst = 0.0
+    for x, y in zip(a, b, strict=True):
+        if not x.is_floating_point():
+            continue
+        size = y.abs().nan_to_num(0.0, 0.0, 0.0).max() if y.numel() else y.sum()
+        apart = ((x - y).abs() > 0) & ~(x == y) | (x.isnan() != y.isnan())
+        error = torch.where(apart, (x - y).abs() / size.clamp_min(torch.finfo(y.dtype).tiny), 0.0)
+        error = error.nan_to_num(torch.inf).max().item() if y.numel() else 0.0
+        if error > torch.finfo(y.dtype).eps ** 0.5:
+            worst = max(worst, error)
+    return worst or None
 
 
 def _record(function: Callable[[], list[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:

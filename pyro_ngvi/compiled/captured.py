@@ -1,0 +1,226 @@
+"""A recorded step as a CUDA graph: the driver starts all its kernels at one call.
+
+A CUDA graph reads and writes at fixed addresses.  So parameters, the optimizer's state and the data are
+copied to places of its own before a step, and the results from there after it.  The graph carries
+parameters and state from step to step: in a run one call makes ``CHUNK`` steps.
+
+Random numbers are drawn by the graph.  PyTorch gives it the state of the generator at each call and
+moves that on, so that they are those of an eager step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..linalg.host import random_states, same_states, set_random_states
+from ..runtime.density import identity, is_same
+from .graph import CannotCompile, Graph, difference
+from .step import StepFunction
+
+#: steps at one call within a run
+CHUNK = 20
+
+
+class _Captured(NamedTuple):
+    """A CUDA graph of some steps, the places of the results of the last, and of the losses of all."""
+
+    graph: torch.cuda.CUDAGraph
+    results: list[Tensor]
+    losses: Tensor
+
+
+class CapturedGraph:
+    """``run``, the operations of a recorded step, on one GPU.
+
+    Args:
+        graph: the recording, for its random numbers and tensors of modules.
+        run: from arguments and random numbers to results: ``graph.pure``, or Inductor's code.
+        inputs: parameters, state and data, of which it takes the shapes.
+        own: whether data are copied to places of its own.  If not, they are read where they are, and
+            :meth:`fits` only the same ones.
+
+    Raises:
+        CannotCompile: for tensors on a CPU, and operations that wait for the GPU.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        run: Callable[..., Sequence[Tensor]],
+        function: StepFunction,
+        inputs: Sequence[Tensor],
+        own: bool,
+    ) -> None:
+        self._graph, self._run, self._function, self._own = graph, run, function, own
+        self._kept = len(function.inputs())
+        data = inputs[self._kept :]
+        _require_gpu(graph, inputs[: self._kept], data)
+        self._names = [identity(x) for x in data]
+        self._inputs = [x.detach().clone() for x in inputs[: self._kept]]
+        self._data = [x.detach().clone() if own else x.detach() for x in data]
+        # numbers of the program stay where they are: the graph has them, if they are on the CPU
+        self._extra = [x if c else x.detach().clone() for x, c in _extras(graph)]
+        self._stream = torch.cuda.Stream(self._inputs[0].device)
+        self._of: dict[int, _Captured] = {}
+        self._captured(1)
+
+    def fits(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether it can step on these data."""
+        return self._own or all(map(is_same, self._names, inputs[self._kept :]))
+
+    def step(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The results of one step."""
+        return self.several(inputs, 1)[0]
+
+    def several(self, inputs: Sequence[Tensor], count: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The results of the last of ``count`` steps, and the losses of all."""
+        self._put(inputs)
+        losses: list[Tensor] = []
+        while True:
+            left = count - len(losses)
+            done = self._captured(CHUNK if left >= CHUNK else 1)
+            done.graph.replay()
+            losses += done.losses.clone().unbind()
+            if left <= len(done.losses):
+                return _copies(done.results), losses
+
+    def _put(self, inputs: Sequence[Tensor]) -> None:
+        """Copy what is not the graph's own to its places."""
+        data, extras = inputs[self._kept :], _extras(self._graph)
+        to, values = [*self._inputs], [*inputs[: self._kept]]
+        for own, (x, constant) in zip(self._extra, extras, strict=True):
+            if not constant:
+                to.append(own)
+                values.append(x)
+        if self._own and not all(map(is_same, self._names, data)):
+            to, values = [*to, *self._data], [*values, *data]
+            self._names = [identity(x) for x in data]
+        _copy(to, values)
+
+    def _captured(self, steps: int) -> _Captured:
+        """The graph of so many steps, which gives what they give one by one."""
+        if steps in self._of:
+            return self._of[steps]
+        held, random = _copies(self._inputs), random_states()
+        try:
+            with self._beside(), _no_waiting():  # libraries set themselves up at first use
+                expected = [x.clone() for x in (lambda r: [*r[0], r[1]])(self._steps(steps))]
+            after = random_states()
+            set_random_states(random)
+            _copy(self._inputs, held)
+            done = self._capture(steps)
+            done.graph.replay()
+            apart = difference([*done.results, done.losses], expected)
+            if apart or not same_states(after, random_states()):
+                raise CannotCompile("its CUDA graph gives other numbers")
+        finally:
+            set_random_states(random)
+            _copy(self._inputs, held)
+        self._of[steps] = done
+        return done
+
+    def _capture(self, steps: int) -> _Captured:
+        graph = torch.cuda.CUDAGraph()
+        how: Any = {"stream": self._stream, "capture_error_mode": "thread_local"}
+        try:
+            with torch.cuda.graph(graph, **how):
+                results, losses = self._steps(steps)
+        except RuntimeError as error:
+            # the generator would go on as if the capture had not ended
+            generator = torch.cuda.default_generators[self._stream.device_index]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise CannotCompile(f"it is no CUDA graph: {_first_line(error)}") from error
+        return _Captured(graph, results, losses)
+
+    @torch.no_grad()
+    def _steps(self, steps: int) -> tuple[list[Tensor], Tensor]:
+        function, losses, results = self._function, list[Tensor](), list[Tensor]()
+        stepped, leaves = len(function.stepped), len(function.leaves)
+        places = [*self._inputs[:stepped], *self._inputs[leaves:]]
+        given = [*self._inputs, *self._data, *self._extra]
+        storages = {x.untyped_storage().data_ptr() for x in given}
+        for _ in range(steps):
+            # a result that is an argument, or a part of it, would change with that
+            results = [
+                x.clone() if x.untyped_storage().data_ptr() in storages else x
+                for x in self._run(*given, *self._graph.noise())
+            ]
+            _copy(places, [*results[:stepped], *function.state_of(results)])
+            losses.append(function.loss_of(results))
+        return results, torch.stack(losses)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On the stream of the capture, after what was begun, and before what follows."""
+        here = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(here)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            here.wait_stream(self._stream)
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Refuse what waits for the GPU, which within a capture would break it."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        raise CannotCompile(f"it is no CUDA graph: {_first_line(error)}") from error
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _extras(graph: Graph) -> list[tuple[Tensor, bool]]:
+    """Tensors of modules as they are now, and numbers of the program, and whether it is the latter."""
+    held = (attributes[name] for attributes, name in graph.extra)
+    return list(zip(held, graph.constants, strict=True))
+
+
+def _require_gpu(graph: Graph, inputs: Sequence[Tensor], data: Sequence[Tensor]) -> None:
+    """Refuse tensors elsewhere: their values at the capture would stay for good."""
+    random = random_states()
+    parts = {
+        "the guide or the optimizer": inputs,
+        "an argument of svi.step": data,
+        "a module": [x for x, constant in _extras(graph) if not constant],
+        "a random number": graph.noise(),
+    }
+    set_random_states(random)
+    for name, tensors in parts.items():
+        if not on_gpu(tensors):
+            raise CannotCompile(
+                f"a CUDA graph needs all on the GPU, and {name} has a tensor elsewhere"
+            )
+
+
+def on_gpu(tensors: Sequence[Tensor]) -> bool:
+    """Whether all of them are."""
+    return all(x.is_cuda for x in tensors)
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    found = [torch.empty_like(x) for x in tensors]
+    _copy(found, tensors)
+    return found
+
+
+@torch.no_grad()
+def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy with one kernel for all tensors of a dtype."""
+    for dtype in dict.fromkeys(x.dtype for x in to):
+        pairs = [(x, y) for x, y in zip(to, values, strict=True) if x.dtype == dtype]
+        many: Any = torch
+        many._foreach_copy_([x for x, _ in pairs], [y for _, y in pairs])
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:100]

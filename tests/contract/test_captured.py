@@ -1,0 +1,195 @@
+"""Steps as CUDA graphs, on an emulation of these on the CPU (and on a GPU in tests/gpu).
+
+The emulation records each operation and its results, and a replay does them again: it reads and writes
+at the same addresses, as a GPU does, and draws new random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.compiled import CompiledSVI, captured, checked
+from tests.contract.test_compiled import CASES, D, N, data, everything, make, same
+
+
+class Recorded:
+    """Stands for a ``torch.cuda.CUDAGraph``."""
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for f, args, kwargs, results in self.operations:
+                again = f(*args, **kwargs)
+                for old, new in zip(tree_leaves(results), tree_leaves(again), strict=True):
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+
+class Record(TorchDispatchMode):
+    def __init__(self, graph: Recorded) -> None:
+        super().__init__()
+        self.graph = graph
+        self.written: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # where they are now, whatever shape they are given later
+        place = partial(tree_map_only, Tensor, torch.ops.aten.alias.default)
+        at = place(args)
+        if func._schema.is_mutable:
+            self.written += [(x, x.clone()) for x in tree_leaves(at[0])]
+        results = func(*args, **(kwargs or {}))
+        self.graph.operations.append((func, at, kwargs or {}, place(results)))
+        return results
+
+
+@contextmanager
+def capture(graph: Recorded, **how: Any) -> Iterator[None]:
+    random = torch.get_rng_state()
+    with Record(graph) as record:
+        yield
+    # a GPU does nothing during a capture
+    torch.set_rng_state(random)
+    for x, before in reversed(record.written):
+        x.data.copy_(before)
+
+
+class Stream:
+    device, device_index = torch.device("cpu"), 0
+
+    def __init__(self, *args: Any) -> None: ...
+
+    def wait_stream(self, other: Any) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def emulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (captured, checked):
+        monkeypatch.setattr(module, "on_gpu", lambda tensors: True)
+    emulated = {
+        "Stream": Stream,
+        "current_stream": Stream,
+        "stream": nullcontext,
+        "CUDAGraph": Recorded,
+        "graph": capture,
+        "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": lambda mode: None,
+    }
+    for name, value in emulated.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+
+def compiled(*case: Any) -> CompiledSVI:
+    return ngvi.compile(make(*case), inductor=False)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:NGVB leaves what is not natural")
+def test_steps_are_the_eager_ones(name: str) -> None:
+    model, guide, rule, loss = CASES[name]
+    eager = make(model, guide, rule, loss())
+    losses = [eager.step(*data()) for _ in range(60)]
+    expected = everything(eager)
+    svi = compiled(model, guide, rule, loss())
+    found = [svi.step(*data()) for _ in range(12)]
+    found += svi.run(48, *data()).tolist()
+    assert svi.tier == "cuda_graph", svi.reason
+    assert found == losses and same(everything(svi), expected)
+
+
+def test_other_data_come_into_places_of_their_own() -> None:
+    """At first data are read where they are; then a graph is captured that has a copy."""
+    batches = [data(8, seed) for seed in range(5)]
+    runs: list[Any] = []
+    for build in (make, compiled):
+        svi: Any = build()
+        losses = [svi.step(*batch) for _ in range(4) for batch in batches]
+        losses += [svi.step(*batches[2]) for _ in range(3)]
+        runs.append((losses, everything(svi)))
+    assert svi.tier == "cuda_graph" and runs[0][0] == runs[1][0]
+    assert same(runs[0][1], runs[1][1])
+
+
+def test_data_that_are_written_to_are_those_of_the_next_step() -> None:
+    X, y = data()
+    runs: list[Any] = []
+    for build in (make, compiled):
+        svi: Any = build()
+        losses = []
+        for k in range(12):
+            losses.append(svi.step(X, y))
+            if k in (3, 6):
+                X.mul_(-1.0)
+        runs.append(losses)
+    assert svi.tier == "cuda_graph" and runs[0] == runs[1]
+
+
+def test_results_of_a_step_do_not_change_with_the_next() -> None:
+    svi = compiled()
+    svi.run(30, *data())
+    state = everything(svi)
+    held = [x.clone() for x in state]
+    svi.run(30, *data())
+    assert same(state, held) and not same(state, everything(svi))
+
+
+def test_what_waits_has_no_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch raises where one would wait, in the mode in which the operations are tried first."""
+    modes: list[Any] = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    steps = captured.CapturedGraph._steps
+
+    def waiting(self: Any, count: int) -> Any:
+        assert modes[-1] == "error"
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(captured.CapturedGraph, "_steps", waiting)
+    svi = compiled()
+    with pytest.warns(
+        UserWarning, match="only 'replay' steps, since it is no CUDA graph: called a"
+    ):
+        losses = [svi.step(*data()) for _ in range(6)]
+    assert svi.tier == "replay" and modes[-1] == 0
+    monkeypatch.setattr(captured.CapturedGraph, "_steps", steps)
+    eager = make()
+    assert losses == [eager.step(*data()) for _ in range(6)]
+
+
+def test_what_is_not_on_the_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_gpu(tensors: Any) -> bool:
+        return not any(x.shape == (N, D) for x in tensors)
+
+    monkeypatch.setattr(captured, "on_gpu", on_gpu)
+    svi = compiled()
+    with pytest.warns(UserWarning, match="an argument of svi.step has a tensor elsewhere"):
+        svi.run(6, *data())
+    assert svi.tier == "replay"
+
+
+def test_a_graph_that_gives_other_numbers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = Recorded.replay
+
+    def wrong(self: Recorded) -> None:
+        replay(self)
+        for x in (x for _, _, _, results in self.operations for x in tree_leaves(results)):
+            if isinstance(x, Tensor) and x.is_floating_point() and x.is_contiguous():
+                x.data.mul_(1.01)
+
+    monkeypatch.setattr(Recorded, "replay", wrong)
+    eager = make()
+    losses = [eager.step(*data()) for _ in range(6)]
+    svi = compiled()
+    with pytest.warns(UserWarning, match="its CUDA graph gives other numbers"):
+        assert [svi.step(*data()) for _ in range(6)] == losses
