@@ -248,7 +248,7 @@ class _Probe:
     def check_data(self, units: Units, e: Tensor, u: Tensor) -> None:
         """Refuse data that see several units: the slope in a unit must stay where others move."""
         given, changed = self.given(units, self.globals[0]), self._changed(units, e)
-        for mask in self.masks:
+        for mask in self.masks.to(e.device):
             if bool(changed(given, torch.where(mask.unsqueeze(-1), e + u, e))[:, ~mask].any()):
                 raise ValueError(
                     f"AutoHierarchical: data see several units of {units.plate!r} at once, so they are "

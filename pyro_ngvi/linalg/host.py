@@ -127,7 +127,8 @@ def fixed_normal(*shape: int, seed: int) -> Tensor:
     Under ``vmap`` they are the same for all particles, and a plain tensor that the host can look at.
     """
     generator = torch.Generator().manual_seed(seed)
-    drawn = partial(torch.randn, shape, generator=generator, dtype=torch.float64)
+    how: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
+    drawn = partial(torch.randn, shape, **how)
     return constant(outside_modes(drawn)) if _looks_away.get() else outside_vmap(drawn)
 
 

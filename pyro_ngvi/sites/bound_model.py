@@ -85,7 +85,8 @@ class BoundModel:
     @cached_property
     def probe(self) -> Tensor:
         """A fixed random noise (D,), at which two linear maps would differ."""
-        return fixed_normal(self.plan.dim, seed=self.plan.dim).to(self.plan.zero())
+        noise = fixed_normal(self.plan.dim, seed=self.plan.dim)
+        return noise.to(self.plan.zero(), non_blocking=True)
 
     @cached_property
     def _run(self) -> WhitenedRun:

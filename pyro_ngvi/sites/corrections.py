@@ -247,7 +247,8 @@ class Component(NamedTuple):
     def draws(self, count: int, plan: ModelStructure, generator: torch.Generator) -> Draws:
         """Draws (count, P) by name: of q, each number moved to its own marginal (a Gaussian copula)."""
         like = self.joint.half
-        white = torch.randn(count, len(like), generator=generator, dtype=torch.float64).to(like)
+        shape, dtype = (count, len(like)), torch.float64
+        white = torch.randn(shape, generator=generator, dtype=dtype, device="cpu").to(like)
         found = {}
         for name, part in self.parts.items():
             _, half = self.joint.part(name, plan)

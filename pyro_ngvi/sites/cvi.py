@@ -59,7 +59,7 @@ def pairing(change: Pairs, moments: Pairs, ranks: Ranks = ALONE) -> Tensor:
     total = torch.zeros(())
     for name, (nu, Lambda) in change.items():
         m, M = moments[name]
-        total = total.to(m) + (nu * m).sum() - 0.5 * (Lambda * M).sum()
+        total = total.to(m, non_blocking=True) + (nu * m).sum() - 0.5 * (Lambda * M).sum()
     return ranks.sum(total)[0]
 
 
