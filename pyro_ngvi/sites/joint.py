@@ -144,10 +144,12 @@ def _owners(tells: Tensor) -> Tensor:
 
 
 def inverse_root(root: Tensor) -> Tensor:
-    """The pseudo-inverse of a :func:`square_root` (n, k, k)."""
-    size = root.square().sum(-2, keepdim=True)
-    floor = torch.finfo(size.dtype).eps * size.amax(-1, keepdim=True)
-    return (root / torch.where(size > floor, size, torch.inf)).mT
+    """L (n, k, k) for a :func:`square_root` S: L S is 1 where C is not singular, and 0 elsewhere."""
+    sd = torch.linalg.vector_norm(root, dim=-1, keepdim=True)
+    sd = torch.where(sd > 0.0, sd, torch.inf)
+    size = (root / sd).square().sum(-2, keepdim=True)  # eigenvalues of the correlations
+    floor = 8.0 * torch.finfo(size.dtype).eps * size.amax(-1, keepdim=True)
+    return (root / sd.square() / torch.where(size > floor, size, torch.inf)).mT
 
 
 def covariances(halves: Mapping[int, Tensor]) -> Blocks:

@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_ngvi import SitesELBO
 from pyro_ngvi.sites.corrections import DEGREE, _averages, _pairs
 from pyro_ngvi.sites.expectation import quadrature_points
-from pyro_ngvi.sites.joint import correlations, covariances, shared_of
+from pyro_ngvi.sites.joint import correlations, covariances, inverse_root, shared_of
 from pyro_ngvi.sites.leave_one_out import square_root
 from tests.exact.site_quadrature import (
     LINE,
@@ -208,6 +208,22 @@ def test_pairs_of_exponentials_of_linear_functions() -> None:
     x = (tied.mT @ tied).fill_diagonal_(0.0)
     wanted = sum((x**degree / factorial(degree)).sum() for degree in range(1, DEGREE + 1)) / 2.0
     assert torch.allclose(found, wanted / (1.0 + wanted**2) ** 0.5, rtol=1e-9)
+
+
+def test_entries_of_different_scale_in_float32() -> None:
+    """The sd of a mean may be 10^4 times that of a log scale, which is not rounding of the mean."""
+    white, scale = torch.eye(4), torch.tensor([1e4, 1.0])
+    whole, other = white[:, :2] * scale, white[:, [0, 2]] * scale
+    half = torch.stack([whole + 0.5 * other, whole, 2.0 * whole], 1)
+    C = torch.einsum("mni,mnj->nij", half, half)
+    root = square_root(C)
+    assert torch.allclose(inverse_root(root) @ root, torch.eye(2).expand(3, 2, 2), atol=1e-5)
+    size = C.diagonal(dim1=-2, dim2=-1).sqrt()
+    error = (root @ root.mT - C) / (size.unsqueeze(-1) * size.unsqueeze(-2))
+    assert error.abs().max() < 1e-5
+    owner, slope = shared_of(2, {"y": (torch.zeros(3, 2), half)}).data["y"]
+    assert owner.tolist() == [0, 1, 1]
+    assert torch.allclose(slope[2] * scale, 2.0 * torch.eye(2) * scale, rtol=1e-5, atol=1e-2)
 
 
 def test_what_tells_what() -> None:
