@@ -79,6 +79,37 @@ def test_rows_that_are_equal_or_nearly(slope: float) -> None:
     assert max(variation(truth[i], x[:, i], p[:, i]) for i in (0, 1)) < 2e-4
 
 
+def test_a_binomial_is_its_trials() -> None:
+    trials, hits = torch.tensor([5.0, 3.0, 4.0]).double(), torch.tensor([5.0, 1.0, 0.0]).double()
+    group = torch.arange(3).repeat_interleave(trials.long())
+    each = torch.cat([(torch.arange(n) < k).double() for n, k in zip(trials, hits, strict=True)])
+
+    def effects(y: Tensor) -> Tensor:
+        level = pyro.sample("level", dist.Normal(y.new_tensor(0.0), 2.0))
+        return level + pyro.sample("u", dist.Normal(y.new_zeros(3), 1.5).to_event(1))
+
+    def counted(y: Tensor) -> None:
+        f = effects(y)
+        with pyro.plate("groups", 3):
+            pyro.sample("y", dist.Binomial(trials, logits=f), obs=y)
+
+    def one_by_one(y: Tensor) -> None:
+        f = effects(y)
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Bernoulli(logits=f[group]), obs=y)
+
+    one, other = (
+        fitted(m, y, sweeps=60).marginals() for m, y in ((counted, hits), (one_by_one, each))
+    )
+    ways = (
+        trials.add(1.0).lgamma() - hits.add(1.0).lgamma() - (trials - hits + 1.0).lgamma()
+    ).sum()
+    assert abs(one.log_evidence - other.log_evidence - float(ways)) < 1e-8
+    for name in ("level", "u"):
+        assert torch.allclose(one.mean[name], other.mean[name], rtol=0.0, atol=1e-8)
+        assert torch.allclose(one.sd[name], other.sd[name], rtol=1e-8)
+
+
 def test_linear_functions_of_one_number_in_several_sites() -> None:
     x = torch.tensor([0.5, 1.0, -1.5], dtype=torch.float64)
     offset = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64)
