@@ -128,7 +128,8 @@ def tilts(at: Snapshot, joint: Joint, far: Far, half: Tensor, t: Tensor) -> Tens
     unit = half / torch.linalg.vector_norm(half, dim=0).clamp_min(torch.finfo(half.dtype).tiny)
     K = covariances({k: shared.half for k, shared in joint.shared.items()})
     total = unit.new_zeros(unit.shape[1], len(t))
-    size = max(k * len(t) * ORDERS[k] ** k * s.count for k, s in joint.shared.items())
+    widths = [(m.shape[-1], m.numel()) for m, _ in joint.seen.values()]
+    size = max(count * len(t) * ORDERS[k] ** k for k, count in widths)
     for rows in torch.arange(len(total), device=t.device).split(max(1, CHUNK // size)):
         a, c, root = {}, {}, {}
         for k, shared in joint.shared.items():

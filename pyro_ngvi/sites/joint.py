@@ -43,11 +43,6 @@ class Shared(NamedTuple):
     half: Tensor
     data: dict[str, tuple[Tensor, Tensor]]
 
-    @property
-    def count(self) -> int:
-        """How many data there are."""
-        return sum(len(owner) for owner, _ in self.data.values())
-
 
 class Joint(NamedTuple):
     """The block z and all f under q: means (D,), (N, k), and halves (M, D), (M, N, k) of covariances.
@@ -163,9 +158,8 @@ def covariances(halves: Mapping[int, Tensor]) -> Blocks:
 def correlations(K: Blocks, root: Mapping[int, Tensor]) -> Blocks:
     """Those of f in units of the roots (n, k, k) of their own covariances."""
     inverse = {k: inverse_root(x) for k, x in root.items()}
-    return {
-        (k, other): torch.einsum(
-            "nimb,mjb->nimj", torch.einsum("nia,namb->nimb", inverse[k], x), inverse[other]
-        ).clamp(-1.0, 1.0)
-        for (k, other), x in K.items()
-    }
+    found = {}
+    for (k, other), x in K.items():
+        left = torch.einsum("nia,namb->nimb", inverse[k], x)
+        found[k, other] = torch.einsum("nimb,mjb->nimj", left, inverse[other]).clamp_(-1.0, 1.0)
+    return found
