@@ -82,7 +82,7 @@ def test_rows_that_are_equal_or_nearly(slope: float) -> None:
 def test_a_binomial_is_its_trials() -> None:
     trials, hits = torch.tensor([5.0, 3.0, 4.0]).double(), torch.tensor([5.0, 1.0, 0.0]).double()
     group = torch.arange(3).repeat_interleave(trials.long())
-    each = torch.cat([(torch.arange(n) < k).double() for n, k in zip(trials, hits, strict=True)])
+    each = torch.cat([(torch.arange(n) < k).double() for n, k in ((5, 5), (3, 1), (4, 0))])
 
     def effects(y: Tensor) -> Tensor:
         level = pyro.sample("level", dist.Normal(y.new_tensor(0.0), 2.0))
@@ -243,18 +243,19 @@ def test_pairs_of_exponentials_of_linear_functions() -> None:
 
 def test_entries_of_different_scale_in_float32() -> None:
     """The sd of a mean may be 10^4 times that of a log scale, which is not rounding of the mean."""
-    white, scale = torch.eye(4), torch.tensor([1e4, 1.0])
-    whole, other = white[:, :2] * scale, white[:, [0, 2]] * scale
+    white, scale = torch.eye(4, dtype=torch.float32), torch.tensor([1e4, 1.0], dtype=torch.float32)
+    one, mixing = white[:2, :2], torch.tensor([[1.0, 0.6], [0.0, 0.8]], dtype=torch.float32)
+    whole, other = (white[:, i] @ mixing * scale for i in ([0, 1], [0, 2]))
     half = torch.stack([whole + 0.5 * other, whole, 2.0 * whole], 1)
     C = torch.einsum("mni,mnj->nij", half, half)
     root = square_root(C)
-    assert torch.allclose(inverse_root(root) @ root, torch.eye(2).expand(3, 2, 2), atol=1e-5)
+    assert torch.allclose(inverse_root(root) @ root, one.expand(3, 2, 2), atol=1e-5)
     size = C.diagonal(dim1=-2, dim2=-1).sqrt()
     error = (root @ root.mT - C) / (size.unsqueeze(-1) * size.unsqueeze(-2))
     assert error.abs().max() < 1e-5
     owner, slope = shared_of(2, {"y": (torch.zeros(3, 2), half)}).data["y"]
     assert owner.tolist() == [0, 1, 1]
-    assert torch.allclose(slope[2] * scale, 2.0 * torch.eye(2) * scale, rtol=1e-5, atol=1e-2)
+    assert torch.allclose(slope[2] * scale, 2.0 * one * scale, rtol=1e-5, atol=1e-2)
 
 
 def test_what_tells_what() -> None:
