@@ -5,21 +5,24 @@ r"""Marginals of a guide of sites that are not Gaussian, and its evidence, by wh
     log E prod_j r_j  ~=  sum_j log E r_j + sum_(i<j) cov(r_i / E r_i, r_j / E r_j).              (2)
 
 x is a number that is linear in the block.  The first sum of (2) given x is EP-FACT of Cseke & Heskes
-(2011, "Approximate marginals in latent Gaussian models", JMLR 12): every datum is integrated by itself.
-The second is how the r_j move together while x stands still, to second order (Opper, Paquet & Winther
-2013, "Perturbative corrections for approximate inference in Gaussian latent variable models", JMLR 14),
-from coefficients in Hermite polynomials He_l: with u_j = f_j standardised and rho the correlations of f
+(2011, "Approximate marginals in latent Gaussian models", JMLR 12): every datum is integrated by itself,
+all that see one f as one (:mod:`pyro_ngvi.sites.joint`).  The second is how the r_j move together while
+x stands still, to second order (Opper, Paquet & Winther 2013, "Perturbative corrections for approximate
+inference in Gaussian latent variable models", JMLR 14), from coefficients in Hermite polynomials of
+u_j = S_j^-1 (f_j - m_j), S S' = C.  For a word w of l of its k entries He_w(u) is the product over
+entries e of He_n(u_e), n how often e is in w, and
 
-    r_j(f_j) / E r_j = sum_l a_jl He_l(u_j) / l!,      cov(i, j) = sum_(l >= 1) a_il a_jl rho_ij^l / l!,
+    a_jw = E[r_j He_w(u_j)] / E r_j,      r_j / E r_j = sum_w a_jw He_w(u_j) / l!,
+    cov(i, j) = sum_(l >= 1) sum_(v, w) a_iv a_jw prod_s R_(v_s w_s) / l!,      R = cov(u_i, u_j),
 
-up to l = 3, and for data with k = 1 alone.  A sum c over pairs counts as c / (1 + c^2)^(1/2): where it
-is not small, (2) is no expansion, and far out it would grow without bound.
+up to l = 3.  A sum c over pairs counts as c / (1 + c^2)^(1/2): where it is not small, (2) is no
+expansion, and far out it would grow without bound.
 
 A heavy-tailed likelihood gives outliers sites of negative precision, so that q / t_j need not be proper
-for another datum, and E r_j be infinite.  Then q r_j / E r_j is far from q: a datum with
-a_j1^2 + a_j2^2 / 2 > 1 (k > 1: of all entries) counts as exp of its first two cumulants, which exist,
+for another datum, and E r_j be infinite.  Then q r_j / E r_j is far from q: a datum with squared
+coefficients of degree 1 and, halved, 2 of more than 1 counts as exp of its first two cumulants,
 
-    log E r_j  ->  E log r_j + var(log r_j) / 2,       a_jl  ->  E[He_l(u_j) log r_j].
+    log E r_j  ->  E log r_j + var(log r_j) / 2,       a_jw  ->  E[He_w(u_j) log r_j].
 
 The evidence is no less than log Z + sum_j E log r_j, the ELBO of q (Jensen).
 
@@ -29,109 +32,51 @@ For x at a few standardised points t, with c the covariance of f_j and t under q
     f_j | t ~ N(m + c t, C - c c').
 
 Where the likelihood is Gaussian r_j is constant, and all of it is exact.  For N data, D numbers, and Q
-points it takes 29 N D Q log likelihoods and O(D N^2), in blocks, and N^2 numbers of memory.
+points it takes 29 N D Q log likelihoods and O(D N^2), in blocks, and N^2 numbers of memory, for k > 1
+times up to k^3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import factorial
+from collections.abc import Mapping, Sequence
+from itertools import combinations_with_replacement, product
+from math import factorial, prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..guides.marginals import place
 from ..linalg.products import matvec
 from .algebra import Snapshot
-from .bound_model import moves
-from .chain import ChainPosterior
-from .dense import NoisePosterior, WhitePosterior
 from .densities import REACH, Tilted, nodes
 from .expectation import Points, quadrature_points
+from .joint import Blocks, Joint, Shared, correlations, covariances, joint_of
 from .leave_one_out import square_root
-from .structure import Group, ModelStructure
+from .structure import ModelStructure
 
 #: points for each of k entries of f: given x, and for the evidence, where q(f_j) is wider
 ORDERS, FINER = {1: 12, 2: 10, 3: 6}, {1: 64, 2: 20, 3: 12}
-#: the degree of (2) in rho, entries of f that are evaluated at once, and most numbers of a joint root
-DEGREE, CHUNK, MOST = 3, 2**21, 2**27
+#: the degree of (2) in R, and entries of f that are evaluated at once
+DEGREE, CHUNK = 3, 2**21
 
 
 Draws = dict[str, Tensor]
+Far = dict[int, Tensor]
 
 
-class Joint(NamedTuple):
-    """The block z and all f under q: means (D,), (N, k), and halves (M, D), (M, N, k) of covariances.
-
-    half' half is the covariance, also between them.
-    """
-
-    mean: Tensor
-    half: Tensor
-    seen: dict[str, tuple[Tensor, Tensor]]
-
-    def part(self, name: str, plan: ModelStructure) -> tuple[Tensor, Tensor]:
-        """Mean (P,) and half (M, P) of a latent site, or of a site that is (part of) a predictor."""
-        if name in plan.shapes:
-            own = place(plan.shapes, name)
-            return self.mean[own], self.half[:, own]
-        group, columns = predictors_of(plan)[name]
-        mean, half = self.seen[group.name]
-        return mean[:, columns].flatten(), half[..., columns].flatten(1)
-
-
-def predictors_of(plan: ModelStructure) -> dict[str, tuple[Group, slice]]:
-    """Sites that are not latent, and are what data see: the group, and columns of its f."""
-    found = {}
-    for group in plan.groups:
-        start = 0
-        for seen, trailing in zip(group.places, group.trailing, strict=True):
-            stop = start + trailing.numel()
-            if seen.site is not None and seen.site not in plan.shapes:
-                found[seen.site] = group, slice(start, stop)
-            start = stop
-    return found
-
-
-def joint_of(at: Snapshot) -> Joint:
-    """The joint Gaussian of a dense block or of a chain."""
-    q, call = at.posterior, at.call
-    if at.view.processes or any(m.rest is not None for m in at.marginals.values()):
-        raise NotImplementedError(
-            "AutoSites.marginals: with inducing points q leaves parts of the processes at their prior, "
-            "and a correction by the data does not know these. Leave inducing= out, for some thousand "
-            "data at most."
-        )
-    size = call.plan.dim
-    if size * size > MOST:
-        raise NotImplementedError(
-            f"AutoSites.marginals: the block has {size} latent variables, and a root of their "
-            f"covariance would have {size * size:.0e} numbers. Use guide.predict."
-        )
-    if isinstance(q, ChainPosterior):
-        chain, units = q.distribution(), call.plan.zero().new_ones(size).diag()
-        half = moves(lambda e: chain.from_noise(e.reshape(chain.event_shape)).reshape(-1), units)
-        mean, states = q.mean.reshape(-1), half.reshape(size, *chain.event_shape)
-        seen = {n: torch.einsum("tks,mts->mtk", m.design, states) for n, m in at.view.maps.items()}
-    else:
-        assert isinstance(q, WhitePosterior)
-        noise = NoisePosterior(q, at.view.basis)
-        white, inner = noise.half(), q.covariance_half()
-        mean, half = call.flat_block(noise.mean), moves(call.flat_block, white)
-        if at.view.basis is not None:
-            inner = white @ at.view.basis
-        seen = {n: torch.einsum("nkr,mr->mnk", m.design, inner) for n, m in at.view.maps.items()}
-    return Joint(mean, half, {n: (at.marginals[n].mean, h) for n, h in seen.items()})
-
-
-def _log_ratio(at: Snapshot, name: str, f: Tensor) -> Tensor:
-    """log r (..., n) of a group at f (..., n, k)."""
-    (linear, precision), rows = at.sites[name], f.flatten(0, -3)
-    others = {n: m.mean.expand(len(rows), *m.mean.shape) for n, m in at.marginals.items()}
-    log_p = at.call.log_likelihood(others | {name: rows})[name]
-    log_t = (rows * (linear - 0.5 * matvec(precision, rows))).sum(-1)
-    return (log_p.to(log_t) - log_t).reshape(f.shape[:-1])
+def _log_ratio(at: Snapshot, shared: Shared, move: Tensor) -> Tensor:
+    """log r (..., n) at f - m = ``move`` (..., n, k), of all data that see each f."""
+    rows = move.flatten(0, -3)
+    given = {n: m.mean.expand(len(rows), *m.mean.shape) for n, m in at.marginals.items()}
+    for name, (owner, slope) in shared.data.items():
+        own = torch.einsum("nij,qnj->qni", slope, rows[:, owner])
+        given[name] = at.marginals[name].mean + own
+    found, total = at.call.log_likelihood(given), rows.new_zeros(rows.shape[:-1])
+    for name, (owner, _) in shared.data.items():
+        (linear, precision), x = at.sites[name], given[name]
+        log_t = (x * (linear - 0.5 * matvec(precision, x))).sum(-1)
+        total.index_add_(-1, owner, found[name].to(log_t) - log_t)
+    return total.reshape(move.shape[:-1])
 
 
 def _far(log_r: Tensor, points: Points) -> Tensor:
@@ -141,59 +86,68 @@ def _far(log_r: Tensor, points: Points) -> Tensor:
     return (share.mT @ x).square().sum(-1) + 0.5 * moments.square().sum((-2, -1)) > 1.0
 
 
-def _averages(log_r: Tensor, points: Points, far: Tensor) -> tuple[Tensor, Tensor]:
-    """log E r (..., n) from log r (..., Q, n), and for k = 1 coefficients a (DEGREE, ..., n)."""
+def _averages(log_r: Tensor, points: Points, far: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """log E r (..., n) from log r (..., Q, n), and coefficients a (..., n, k^l) by degree l."""
     w = points.weights.unsqueeze(-1)
     log_mean, center = torch.logsumexp(log_r + w.log(), -2), (w * log_r).sum(-2)
     left = log_r - center.unsqueeze(-2)
     log_mean = torch.where(far, center + 0.5 * (w * left.square()).sum(-2), log_mean)
-    if points.x.shape[-1] > 1:
-        return log_mean, log_mean.new_zeros(DEGREE, *log_mean.shape)
-    u = points.x.squeeze(-1)
     share = w * torch.where(far, left, (log_r - log_mean.unsqueeze(-2)).exp())
-    hermite = [torch.ones_like(u), u]
+    he, k = [torch.ones_like(points.x), points.x], points.x.shape[-1]
     for degree in range(1, DEGREE):
-        hermite.append(u * hermite[-1] - degree * hermite[-2])
-    return log_mean, torch.einsum("lq,...qn->l...n", torch.stack(hermite[1:]), share)
+        he.append(points.x * he[-1] - degree * he[-2])
+    a = []
+    for degree in range(1, DEGREE + 1):
+        words = product(range(k), repeat=degree)
+        rows = [torch.stack([he[v.count(e)][:, e] for e in range(k)]).prod(0) for v in words]
+        a.append(torch.einsum("vq,...qn->...nv", torch.stack(rows), share))
+    return log_mean, a
 
 
-def _pairs(a: Tensor, K: Tensor) -> Tensor:
-    """The second sum of (2) (...), bounded, from a (DEGREE, ..., N) and covariances K (N, N) of f."""
-    scale = torch.where(K.diagonal() > 0.0, K.diagonal(), torch.inf).rsqrt()
-    rho = (scale.unsqueeze(-1) * K * scale).clamp(-1.0, 1.0)
-    rho.fill_diagonal_(0.0)  # a datum is no pair
-    total, power = a.new_zeros(a.shape[1:-1]), torch.ones_like(rho)
-    for degree, own in enumerate(a, start=1):
-        power = power * rho
-        total = total + 0.5 * (own @ power * own).sum(-1) / factorial(degree)
+def _pairs(a: Mapping[int, Sequence[Tensor]], R: Blocks) -> Tensor:
+    """The second sum of (2) (...), bounded, from a (..., n, k^l) by k and R (n, k, n', k') by both."""
+    total = next(iter(a.values()))[0].new_zeros(())
+    for (k, other), rho in R.items():
+        if k == other:  # a datum is no pair, and each pair is there twice
+            rho = rho.clone()
+            rho.diagonal(dim1=0, dim2=2).zero_()
+        for degree, (left, right) in enumerate(zip(a[k], a[other], strict=True), start=1):
+            words = list(product(range(k), repeat=degree))
+            for v in combinations_with_replacement(range(k), degree):
+                power = rho[:, v[0]]
+                for e in v[1:]:
+                    power = (power.unsqueeze(-1) * rho[:, e].unsqueeze(-2)).flatten(-2)
+                moved = left[..., words.index(v)] @ power.flatten(1)
+                share = prod(factorial(v.count(e)) for e in range(k)) * (2 if k == other else 1)
+                total = total + (moved * right.flatten(-2)).sum(-1) / share
     return total / (1.0 + total.square()).sqrt()
 
 
-def tilts(at: Snapshot, joint: Joint, far: Draws, half: Tensor, t: Tensor) -> Tensor:
+def tilts(at: Snapshot, joint: Joint, far: Far, half: Tensor, t: Tensor) -> Tensor:
     """log E prod_j r_j (P, G) given each of P numbers, ``half`` (M, P), at t (G,) sds from its mean."""
     unit = half / torch.linalg.vector_norm(half, dim=0).clamp_min(torch.finfo(half.dtype).tiny)
-    alone = [own.squeeze(-1) for _, own in joint.seen.values() if own.shape[-1] == 1]
-    singles = torch.cat([half[:, :0], *alone], -1)
-    K, total = singles.mT @ singles, unit.new_zeros(unit.shape[1], len(t))
-    size = max(
-        n * k * len(t) * ORDERS[k] ** k for n, k in (m.shape for m, _ in joint.seen.values())
-    )
+    K = covariances({k: shared.half for k, shared in joint.shared.items()})
+    total = unit.new_zeros(unit.shape[1], len(t))
+    widths = [(m.shape[-1], m.numel()) for m, _ in joint.seen.values()]
+    size = max(count * len(t) * ORDERS[k] ** k for k, count in widths)
     for rows in torch.arange(len(total), device=t.device).split(max(1, CHUNK // size)):
-        coefficients = [t.new_zeros(DEGREE, len(rows), len(t), 0)]
-        for name, (mean, own) in joint.seen.items():
-            k = mean.shape[-1]
-            points = quadrature_points(k, ORDERS[k], mean.dtype, mean.device)
-            c = torch.einsum("mp,mni->pni", unit[:, rows], own)
-            C = torch.einsum("mni,mnj->nij", own, own)
-            root = square_root(C - c.unsqueeze(-1) * c.unsqueeze(-2))
-            at_t = mean + t.reshape(-1, 1, 1) * c.unsqueeze(1)
-            f = at_t.unsqueeze(2) + torch.einsum("pnij,qj->pqni", root, points.x).unsqueeze(1)
-            log_mean, a = _averages(_log_ratio(at, name, f), points, far[name])
+        a, c, root = {}, {}, {}
+        for k, shared in joint.shared.items():
+            points = quadrature_points(k, ORDERS[k], t.dtype, t.device)
+            c[k] = torch.einsum("mp,mni->pni", unit[:, rows], shared.half)
+            C = torch.einsum("mni,mnj->nij", shared.half, shared.half)
+            root[k] = square_root(C - c[k].unsqueeze(-1) * c[k].unsqueeze(-2))
+            move = torch.einsum("pnij,qj->pqni", root[k], points.x).unsqueeze(1)
+            move = t.reshape(-1, 1, 1, 1) * c[k][:, None, None] + move
+            log_mean, a[k] = _averages(_log_ratio(at, shared, move), points, far[k])
             total[rows] += log_mean.sum(-1)
-            coefficients += [a] if k == 1 else []
-        a, c = torch.cat(coefficients, -1), unit[:, rows].mT @ singles
         for i, row in enumerate(rows.tolist()):
-            total[row] += _pairs(a[:, i], K - torch.outer(c[i], c[i]))
+            left = {
+                (k, other): x - torch.einsum("ni,mj->nimj", c[k][i], c[other][i])
+                for (k, other), x in K.items()
+            }
+            R = correlations(left, {k: x[i] for k, x in root.items()})
+            total[row] += _pairs({k: [x[i] for x in own] for k, own in a.items()}, R)
     return total
 
 
@@ -201,39 +155,33 @@ class Evidence(NamedTuple):
     """log p(y) by (2) in nats, with the size of that part of it which is of second order.
 
     ``slope`` is the largest |E_q d log r / df| in nats a standard deviation, 0 at the optimum of q;
-    ``far`` (n,) by group, which data count by their cumulants.
+    ``far`` is by k which data (n,) count by their cumulants.
     """
 
     log_p: float
     second: float
     slope: float
-    far: Draws
+    far: Far
 
 
 def evidence_of(at: Snapshot, joint: Joint) -> Evidence:
     """The evidence, with log p of sites that are conditioned on."""
     bound = at.posterior.log_normalizer + at.call.other_terms()
     gain, second, far = torch.zeros_like(bound), torch.zeros_like(bound), {}
-    coefficients, singles, slopes = [], [], []
-    for name, (mean, half) in joint.seen.items():
-        k = mean.shape[-1]
-        points = quadrature_points(k, FINER[k], mean.dtype, mean.device)
-        C = torch.einsum("mni,mnj->nij", half, half)
-        f = mean + torch.einsum("nij,qj->qni", square_root(C), points.x)
-        log_r = _log_ratio(at, name, f)
+    a, root, slopes = {}, {}, []
+    for k, shared in joint.shared.items():
+        points = quadrature_points(k, FINER[k], bound.dtype, bound.device)
+        root[k] = square_root(torch.einsum("mni,mnj->nij", shared.half, shared.half))
+        log_r = _log_ratio(at, shared, torch.einsum("nij,qj->qni", root[k], points.x))
         slopes.append(torch.einsum("q,qn,qk->nk", points.weights, log_r, points.x).abs().max())
-        far[name] = _far(log_r, points)
-        log_mean, a = _averages(log_r, points, far[name])
+        far[k] = _far(log_r, points)
+        log_mean, a[k] = _averages(log_r, points, far[k])
         center = points.weights @ log_r
         bound, gain = bound + center.sum(), gain + (log_mean - center).sum()
-        second = second + (log_mean - center)[far[name]].sum()
-        if k == 1:
-            coefficients.append(a)
-            singles.append(half.squeeze(-1))
-    if singles:
-        half = torch.cat(singles, -1)
-        pairs = _pairs(torch.cat(coefficients, -1), half.mT @ half)
-        gain, second = (gain + pairs).clamp_min(0.0), second + pairs.abs()
+        second = second + (log_mean - center)[far[k]].sum()
+    K = covariances({k: shared.half for k, shared in joint.shared.items()})
+    pairs = _pairs(a, correlations(K, root))
+    gain, second = (gain + pairs).clamp_min(0.0), second + pairs.abs()
     return Evidence(float(bound + gain), float(second), float(torch.stack(slopes).max()), far)
 
 

@@ -147,9 +147,8 @@ def _root(mean: Tensor, covariance: Tensor) -> Tensor:
     floor = eps ** (4.0 / 3.0) * (1.0 + mean.detach().square())
     if mean.shape[-1] == 1:
         return covariance.clamp_min(floor.unsqueeze(-1)).sqrt()
-    # and above the rounding of a singular C, which has no factor otherwise
-    size = torch.diagonal(covariance.detach(), dim1=-2, dim2=-1).amax(-1, keepdim=True)
-    floor = floor + 8.0 * eps * size
+    # and above the rounding of a singular C, which has no factor otherwise, each entry in its own scale
+    floor = floor + 8.0 * eps * torch.diagonal(covariance.detach(), dim1=-2, dim2=-1)
     return torch.linalg.cholesky_ex(covariance + torch.diag_embed(floor))[0]
 
 

@@ -19,9 +19,10 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from ..linalg.host import own_random_state
 from ..runtime.density import LatentLayout
 from .conditioned_model import MeansOfProcesses
-from .corrections import evidence_of, joint_of
+from .corrections import evidence_of
 from .cvi import CVI
 from .guide import AutoSites
+from .joint import joint_of
 from .loss import SitesELBO
 from .marginals import Draws
 from .structure import ImproperError, unwrapped

@@ -117,11 +117,16 @@ def divide_out(mean: Tensor, covariance: Tensor, linear: Tensor, precision: Tens
 
 
 def square_root(covariance: Tensor) -> Tensor:
-    """S (n, k, k) with S S' = C for positive semi-definite C (n, k, k), singular or not."""
+    """S (n, k, k) with S S' = C for positive semi-definite C (n, k, k), singular or not.
+
+    Entries may be of any scale: S = D U w^1/2, with D the sds and U w U' the correlations.
+    """
+    sd = covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt().unsqueeze(-1)
     if covariance.shape[-1] == 1:
-        return covariance.clamp_min(0.0).sqrt()
-    values, vectors = torch.linalg.eigh(covariance)
-    return vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
+        return sd
+    unit = torch.where(sd > 0.0, sd, torch.inf).reciprocal()
+    values, vectors = torch.linalg.eigh((unit * covariance * unit.mT).clamp(-1.0, 1.0))
+    return sd * vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..guides.marginals import levels_like
 from .algebra import Snapshot
-from .corrections import ORDERS, Component, Draws, component_of, predictors_of
+from .corrections import ORDERS, Component, Draws, component_of
 from .densities import REACH, Densities, mixture
+from .joint import predictors_of
 from .structure import ModelStructure
 
 #: a correction of the evidence to second order above which both are in doubt, in nats; and a density

@@ -99,3 +99,28 @@ def test_a_bound_of_minus_infinity_is_a_fall():
     exact, elbo = {"y": torch.zeros(2, dtype=torch.bool)}, torch.tensor(-torch.inf)
     sweep = next_sweep(memory, pairs, exact, pairs, elbo, -elbo, 1.0, prints)
     assert sweep.back
+
+
+@pytest.mark.parametrize("scale", [1e3, 1e5])
+def test_data_in_other_units_in_float32(scale: float) -> None:
+    """The variance of f is 10^8 times that of g and more, whose own is not rounding of it."""
+    y = scale * torch.randn(12, generator=seeded(1), dtype=torch.float64)
+
+    def model(y: Tensor) -> None:
+        f = pyro.sample("f", dist.Normal(y.new_tensor(0.0), 3.0 * scale))
+        g = pyro.sample("g", dist.Normal(y.new_tensor(math.log(scale)), 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
+
+    figures = []
+    for dtype in (torch.float64, torch.float32):
+        values = y.to(dtype)
+        guide = ngvi.AutoSites(model)
+        svi = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
+        for _ in range(40):
+            svi.step(values)
+        found = guide.marginals()
+        sds = [float(guide.predict()["g"][1].sqrt()), float(found.sd["g"])]
+        elbo = -ngvi.SitesELBO().loss(model, guide, values)
+        figures.append(torch.tensor([elbo, found.log_evidence, guide.loo().elpd, *sds]).double())
+    assert (figures[0] - figures[1]).abs().max() < 2e-3

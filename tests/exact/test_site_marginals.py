@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pyro
@@ -17,14 +16,14 @@ from pyro_ngvi import CVI, AutoSites, SitesELBO
 from pyro_ngvi.distributions import GaussianProcess, local_level
 from pyro_ngvi.sites.densities import Tilted, nodes
 from tests.exact.site_models import cases
-
-
-def fitted(model: Callable[..., Any], *args: Tensor, sweeps: int = 25) -> AutoSites:
-    guide = AutoSites(model)
-    svi = SVI(model, guide, CVI(guide), SitesELBO())
-    for _ in range(sweeps):
-        svi.step(*args)
-    return guide
+from tests.exact.site_quadrature import (
+    LINE,
+    PAIR,
+    by_quadrature,
+    fitted,
+    gaussian_variation,
+    variation,
+)
 
 
 @pytest.mark.parametrize("name", cases())
@@ -67,30 +66,6 @@ def test_a_gaussian_chain_stays_as_it_is() -> None:
 
 # --- against dense quadrature
 
-LINE = torch.linspace(-14.0, 14.0, 1201, dtype=torch.float64)
-
-
-def by_quadrature(log_joint: Tensor) -> tuple[Tensor, float]:
-    """Marginals (2, P) on LINE of a density over LINE x LINE, and the log of its integral."""
-    step = LINE[1] - LINE[0]
-    evidence = torch.logsumexp(log_joint.flatten(), 0) + 2.0 * step.log()
-    p = (log_joint - evidence).exp() * step
-    return torch.stack([p.sum(1), p.sum(0)]), float(evidence)
-
-
-def variation(truth: Tensor, x: Tensor, p: Tensor) -> float:
-    """The total variation between a density (P,) on LINE and one at points x."""
-    x, p = x.contiguous(), p.contiguous()
-    at = torch.searchsorted(x, LINE).clamp(1, len(x) - 1)
-    share = (LINE - x[at - 1]) / (x[at] - x[at - 1])
-    found = torch.where((share >= 0) & (share <= 1), p[at - 1] + share * (p[at] - p[at - 1]), 0.0)
-    return float(0.5 * torch.trapezoid((truth - found).abs(), LINE))
-
-
-def gaussian_variation(truth: Tensor, mean: Tensor, variance: Tensor) -> float:
-    q = dist.Normal(mean, variance.sqrt()).log_prob(LINE).exp()
-    return float(0.5 * torch.trapezoid((truth - q).abs(), LINE))
-
 
 def test_what_all_data_see_is_exact() -> None:
     y = torch.tensor([1.0, 1.0, 0.0, 1.0], dtype=torch.float64)
@@ -109,11 +84,11 @@ def test_what_all_data_see_is_exact() -> None:
     (mean, variance), (x, p) = guide.predict()["m"], found.density("m")
     assert gaussian_variation(truth, mean, variance) > 0.05
     assert variation(truth, x, p) < 2e-4
+    assert abs(found.log_evidence - float(evidence)) < 1e-5
     assert abs(float(found.mean["m"] - (LINE * truth).sum() * (LINE[1] - LINE[0]))) < 1e-4
 
 
 A = torch.tensor([[1.5, 0.3], [0.4, -1.0], [1.0, 1.0]], dtype=torch.float64)
-PAIR = torch.stack(torch.meshgrid(LINE, LINE, indexing="ij"), -1)
 
 
 @pytest.mark.parametrize("kind", ["bernoulli", "poisson"])
