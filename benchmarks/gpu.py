@@ -152,8 +152,10 @@ def equality(problem: Problem, family: str, dtype: torch.dtype, device: str) -> 
 @contextmanager
 def forbid_waiting() -> Iterator[None]:
     """Whatever makes the host wait for the GPU raises an error within."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():  # once it says that it does not know of all that waits
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

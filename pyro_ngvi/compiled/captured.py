@@ -10,6 +10,7 @@ moves that on, so that they are those of an eager step.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -170,8 +171,10 @@ class CapturedGraph:
 def _no_waiting() -> Iterator[None]:
     """Refuse what waits for the GPU, which within a capture would break it."""
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():  # once it says that it does not know of all that waits
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
         yield
     except RuntimeError as error:
         raise CannotCompile(f"it is no CUDA graph: {_first_line(error)}") from error

