@@ -11,7 +11,7 @@ function and from PyTorch's generators: whatever runs the rest, they are those o
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -61,12 +61,13 @@ class Graph:
         graph_module = _record(function, inputs)
         graph_module.graph.set_codegen(CodeGen())  # of flat lists, whatever was traced
         _erase_unused(graph_module)
-        self.extra = _lift(graph_module, modules)
+        self.extra, self.constants = _lift(graph_module, modules)
         _keep_inputs(graph_module, kept)
         _simplify(graph_module)
+        moved = _move_constants(graph_module, self.extra, self.constants, inputs[0].device)
+        self.extra += moved
+        self.constants += [True] * len(moved)
         self.noise, self.pure = _split(graph_module)
-        places = [(id(held), name) for held, name in modules.values()]
-        self.constants = [(id(held), name) not in places for held, name in self.extra]
 
     def arguments(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Those of ``pure``; draws the noise."""
@@ -108,8 +109,11 @@ def _reason(error: BaseException) -> str:
     return f"{name}, line {frame.lineno}, {first[:100]}"
 
 
-def _lift(gm: fx.GraphModule, modules: dict[int, Place]) -> list[Place]:
-    """Make arguments of tensors of modules and of numbers of the program; refuse all others."""
+def _lift(gm: fx.GraphModule, modules: dict[int, Place]) -> tuple[list[Place], list[bool]]:
+    """Make arguments of tensors of modules and of numbers of the program; refuse all others.
+
+    Returns where they stand, and which are numbers of the program.
+    """
     extra: dict[int, tuple[Place, fx.Node]] = {}
     last = [node for node in gm.graph.nodes if node.op == "placeholder"][-1]
     for node in [n for n in gm.graph.nodes if n.op == "get_attr"]:
@@ -135,7 +139,7 @@ def _lift(gm: fx.GraphModule, modules: dict[int, Place]) -> list[Place]:
             extra[id(tensor)] = place, last
         node.replace_all_uses_with(extra[id(tensor)][1])
         gm.graph.erase_node(node)
-    return [place for place, _ in extra.values()]
+    return [place for place, _ in extra.values()], [k not in modules for k in extra]
 
 
 def _keep_inputs(gm: fx.GraphModule, kept: int) -> None:
@@ -156,6 +160,55 @@ def _keep_inputs(gm: fx.GraphModule, kept: int) -> None:
             if len(writes) > 1:
                 raise CannotCompile("a step writes to a parameter and to what it was before")
             node = value
+
+
+@torch.no_grad()
+def _move_constants(
+    gm: fx.GraphModule, extra: list[Place], constants: list[bool], device: torch.device
+) -> list[Place]:
+    """More arguments, on ``device``, for what the program makes of its numbers elsewhere: copies of
+    them, and indices of tensors there.  At each step they would be moved, and the host would wait."""
+    if device.type == "cpu":
+        return []
+    arguments = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    own = zip(arguments[len(arguments) - len(extra) :], extra, constants, strict=True)
+    values = {node: held[name] for node, (held, name), constant in own if constant}
+    # what is written to, or has a part that is
+    written = _with_inputs(n for node in gm.graph.nodes if _is_mutable(node) for n in node.args[:1])
+    fixed = set(values)
+    for node in gm.graph.nodes:
+        pure = isinstance(node.target, torch._ops.OpOverload) and not _is_random(node)
+        if pure and node not in written and all(n in fixed for n in node.all_input_nodes):
+            fixed.add(node)
+
+    def value(node: fx.Node) -> Any:
+        if node not in values:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+            target: Any = node.target
+            values[node] = target(*args, **kwargs)
+        return values[node]
+
+    moved: list[Place] = []
+    last = arguments[-1]
+    for node in [n for n in gm.graph.nodes if n in fixed]:
+        copied = node.target is torch.ops.aten._to_copy.default
+        used = [user for user in node.users if copied or user not in fixed]
+        made = value(node) if used else None
+        if not isinstance(made, Tensor):
+            continue
+        came = made if not copied else value(node.all_input_nodes[0])
+        if came.device == device or (copied and made.device != device):
+            continue
+        if not copied and made.dim() == 0 and made.is_floating_point():
+            continue  # a number among the arguments of a kernel
+        with gm.graph.inserting_after(last):
+            last = gm.graph.placeholder(name := f"moved_{len(moved)}")
+        values[last] = made.to(device)
+        moved.append(({name: values[last]}, name))
+        for user in used:
+            user.replace_input_with(node, last)
+    _erase_unused(gm)
+    return moved
 
 
 def _is_mutable(node: fx.Node) -> bool:
@@ -186,6 +239,18 @@ def _is_random(node: fx.Node) -> bool:
     )
 
 
+def _with_inputs(nodes: Iterable[Any]) -> set[fx.Node]:
+    """Nodes and all that they are made of."""
+    found = set(nodes)
+    stack = list(found)
+    while stack:
+        for node in stack.pop().all_input_nodes:
+            if node not in found:
+                found.add(node)
+                stack.append(node)
+    return found
+
+
 def _split(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The part that draws random numbers without any argument, and the rest."""
     free: set[fx.Node] = set()  # of arguments and of random numbers that depend on them
@@ -198,12 +263,7 @@ def _split(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
             if not mutates:
                 free.add(node)
                 drawn += [node] if _is_random(node) else []
-    needed, stack = set(drawn), list(drawn)
-    while stack:
-        for node in stack.pop().all_input_nodes:
-            if node not in needed:
-                needed.add(node)
-                stack.append(node)
+    needed = _with_inputs(drawn)
     noise, copies = fx.Graph(), {}
     for node in gm.graph.nodes:
         if node in needed:

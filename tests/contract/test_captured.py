@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.compiled import CompiledSVI, captured, checked
+from pyro_ngvi.compiled.graph import Graph
 from tests.contract.test_compiled import CASES, D, N, data, everything, make, same
 
 
@@ -193,3 +194,33 @@ def test_a_graph_that_gives_other_numbers_is_not_used(monkeypatch: pytest.Monkey
     svi = compiled()
     with pytest.warns(UserWarning, match="its CUDA graph gives other numbers"):
         assert [svi.step(*data()) for _ in range(6)] == losses
+
+
+def test_what_a_program_makes_on_the_host_is_moved_once() -> None:
+    """The indices of a plate, and numbers that it moves itself: else every step would wait."""
+    X = torch.zeros(5, 3, device="meta")
+
+    def program() -> list[Tensor]:
+        scale = torch.as_tensor(2.0).to(X) * torch.ones(3).to(X.device)
+        return [X[torch.arange(5)] * scale]
+
+    graph = Graph(program, [X], 0, {})
+    assert "_to_copy" not in graph.pure.code and "arange" not in graph.pure.code
+    places = [held[name] for held, name in graph.extra if name.startswith("moved")]
+    assert sorted((x.device.type, *x.shape) for x in places) == [
+        ("meta",),
+        ("meta", 3),
+        ("meta", 5),
+    ]
+    assert graph.constants == [True] * len(graph.extra)
+
+
+def test_what_is_written_to_after_it_was_made_is_made_anew() -> None:
+    X = torch.zeros(3, device="meta")
+
+    def program() -> list[Tensor]:
+        indices = torch.arange(3)
+        indices[1] = 2
+        return [X[indices]]
+
+    assert "arange" in Graph(program, [X], 0, {}).pure.code
