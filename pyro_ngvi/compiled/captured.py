@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -42,8 +43,8 @@ class CapturedGraph:
         graph: the recording, for its random numbers and tensors of modules.
         run: from arguments and random numbers to results: ``graph.pure``, or Inductor's code.
         inputs: parameters, state and data, of which it takes the shapes.
-        own: whether data are copied to places of its own.  If not, they are read where they are, and
-            :meth:`fits` only the same ones.
+        own: whether data are copied to places of its own.  If not, they are read where they are, and it
+            fits no others.
 
     Raises:
         CannotCompile: for tensors on a CPU, and operations that wait for the GPU.
@@ -58,37 +59,63 @@ class CapturedGraph:
         own: bool,
     ) -> None:
         self._graph, self._run, self._function, self._own = graph, run, function, own
-        self._kept = len(function.inputs())
+        self._kept, self._chunk = len(function.inputs()), CHUNK
         data = inputs[self._kept :]
         _require_gpu(graph, inputs[: self._kept], data)
-        self._names = [identity(x) for x in data]
+        self._identities = [identity(x) for x in data]
         self._inputs = [x.detach().clone() for x in inputs[: self._kept]]
         self._data = [x.detach().clone() if own else x.detach() for x in data]
         # numbers of the program stay where they are: the graph has them, if they are on the CPU
         self._extra = [x if c else x.detach().clone() for x, c in _extras(graph)]
         self._stream = torch.cuda.Stream(self._inputs[0].device)
         self._of: dict[int, _Captured] = {}
+        self.is_cut_off = False  # from PyTorch's generator
+        _LIVING.add(self)
         self._captured(1)
 
     def fits(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether it can step on these data."""
-        return self._own or all(map(is_same, self._names, inputs[self._kept :]))
+        """Whether it can step on these data, and with the tensors of modules that there are now."""
+        if self.is_cut_off:
+            return False
+        for own, (x, constant) in zip(self._extra, _extras(self._graph), strict=True):
+            if not constant and (own.shape, own.dtype) != (x.shape, x.dtype):
+                return False
+        data = inputs[self._kept :]
+        return self._own or (
+            all(map(is_same, self._identities, data))
+            # x.data = y leaves x the same
+            and all(_place(x) == _place(y) for x, y in zip(self._data, data, strict=True))
+        )
 
     def step(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The results of one step."""
         return self.several(inputs, 1)[0]
 
     def several(self, inputs: Sequence[Tensor], count: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The results of the last of ``count`` steps, and the losses of all."""
+        """The results of the last of ``count`` steps, and the losses of all.
+
+        Raises:
+            CannotCompile: before the first step, if neither many nor one can be captured any more.
+        """
         self._put(inputs)
         losses: list[Tensor] = []
         while True:
             left = count - len(losses)
-            done = self._captured(CHUNK if left >= CHUNK else 1)
+            done = self._many() if left >= self._chunk > 1 else self._captured(1)
             done.graph.replay()
             losses += done.losses.clone().unbind()
             if left <= len(done.losses):
                 return _copies(done.results), losses
+
+    def _many(self) -> _Captured:
+        """The graph of many steps, or of one, where that of many is refused."""
+        try:
+            return self._captured(self._chunk)
+        except CannotCompile:
+            if self.is_cut_off:
+                raise
+            self._chunk = 1
+            return self._captured(1)
 
     def _put(self, inputs: Sequence[Tensor]) -> None:
         """Copy what is not the graph's own to its places."""
@@ -98,9 +125,8 @@ class CapturedGraph:
             if not constant:
                 to.append(own)
                 values.append(x)
-        if self._own and not all(map(is_same, self._names, data)):
+        if self._own:  # whoever wrote to them, by whatever means
             to, values = [*to, *self._data], [*values, *data]
-            self._names = [identity(x) for x in data]
         _copy(to, values)
 
     def _captured(self, steps: int) -> _Captured:
@@ -110,7 +136,8 @@ class CapturedGraph:
         held, random = _copies(self._inputs), random_states()
         try:
             with self._beside(), _no_waiting():  # libraries set themselves up at first use
-                expected = [x.clone() for x in (lambda r: [*r[0], r[1]])(self._steps(steps))]
+                results, losses = self._steps(steps)
+                expected = [x.clone() for x in (*results, losses)]
             after = random_states()
             set_random_states(random)
             _copy(self._inputs, held)
@@ -126,15 +153,13 @@ class CapturedGraph:
         return done
 
     def _capture(self, steps: int) -> _Captured:
-        graph = torch.cuda.CUDAGraph()
-        how: Any = {"stream": self._stream, "capture_error_mode": "thread_local"}
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        how: Any = {"stream": self._stream, "pool": pool, "capture_error_mode": "thread_local"}
         try:
             with torch.cuda.graph(graph, **how):
                 results, losses = self._steps(steps)
         except RuntimeError as error:
-            # the generator would go on as if the capture had not ended
-            generator = torch.cuda.default_generators[self._stream.device_index]
-            generator.graphsafe_set_state(generator.clone_state())
+            _end_capture(self._stream.device_index, pool)
             raise CannotCompile(f"it is no CUDA graph: {_first_line(error)}") from error
         return _Captured(graph, results, losses)
 
@@ -165,6 +190,21 @@ class CapturedGraph:
                 yield
         finally:
             here.wait_stream(self._stream)
+
+
+#: those that a capture that fails cuts off from the generator
+_LIVING: WeakSet[CapturedGraph] = WeakSet()
+
+
+def _end_capture(device: int, pool: Any) -> None:
+    """After a capture that failed PyTorch's generator and allocator go on as if it had not ended."""
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())
+    for graph in _LIVING:
+        graph.is_cut_off = True
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        with suppress(AttributeError, RuntimeError):
+            getattr(torch._C, name)(device, pool)
 
 
 @contextmanager
@@ -199,15 +239,19 @@ def _require_gpu(graph: Graph, inputs: Sequence[Tensor], data: Sequence[Tensor])
     }
     set_random_states(random)
     for name, tensors in parts.items():
-        if not on_gpu(tensors):
+        if not on_gpu(tensors, inputs[0].device):
             raise CannotCompile(
-                f"a CUDA graph needs all on the GPU, and {name} has a tensor elsewhere"
+                f"a CUDA graph needs all on one GPU, and {name} has a tensor elsewhere"
             )
 
 
-def on_gpu(tensors: Sequence[Tensor]) -> bool:
-    """Whether all of them are."""
-    return all(x.is_cuda for x in tensors)
+def on_gpu(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether all of them are on this one, and it is a GPU."""
+    return device.type == "cuda" and all(x.device == device for x in tensors)
+
+
+def _place(x: Tensor) -> Any:
+    return x.data_ptr(), x.stride()
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..linalg.host import host_bool, own_random_state, random_states, same_states, set_random_states
 from ..runtime.density import identity, is_same
-from .captured import CapturedGraph, on_gpu
+from .captured import CHUNK, CapturedGraph, on_gpu
 from .graph import CannotCompile, Graph, Place, difference
 from .lowered import Lowering
 from .step import StepFunction
@@ -27,8 +27,6 @@ class CheckedGraph:
     Attributes:
         tier: how the last step was done.
         refused: why it is not to be used any longer; "" while all is well.
-        reason: why there is no Inductor's code, or no CUDA graph, where that was tried; "" while all is
-            well.
         lowering: Inductor's work on it; ``None`` where there is none to wait for.
     """
 
@@ -41,12 +39,13 @@ class CheckedGraph:
         cuda_graph: bool = True,
     ) -> None:
         self.function, self.uses, self.refused, self.tier = function, 0, "", "recorded"
-        self.reason = ""
+        self._reasons = {"inductor": "", "cuda_graph": ""}
         self.lowering: Lowering | None = None
         self._fast: Any = None  # Inductor's function, once it was checked
         self._captured: CapturedGraph | None = None
         self._others_came = False  # other data than those of the capture
-        self._tries = cuda_graph and bool(function.leaves) and on_gpu(function.leaves)
+        leaves = function.leaves
+        self._tries = cuda_graph and bool(leaves) and on_gpu(leaves, leaves[0].device)
         self._data, self._other_data = [identity(x) for x in data], 0
         before, random = function.state, random_states()
         inputs = [*function.inputs(), *data]
@@ -65,11 +64,23 @@ class CheckedGraph:
             raise CannotCompile(f"a step changes {changed!r} of {name}, which is no tensor")
         after = random_states()
         set_random_states(random)
-        with torch.no_grad():
-            again = self.graph.pure(*self.graph.arguments([*held, *inputs[len(held) :]]))
+        try:
+            with torch.no_grad():
+                again = self.graph.pure(*self.graph.arguments([*held, *inputs[len(held) :]]))
+        except RuntimeError as error:
+            raise CannotCompile(f"its operations do not run again: {str(error)[:100]}") from error
         if difference(again, recorded) or not same_states(after, random_states()):
             raise CannotCompile("its operations, run again, do not give what it gave")
         self.results = recorded
+
+    @property
+    def reason(self) -> str:
+        """Why there is no Inductor's code, or no CUDA graph, where that was tried."""
+        return "; ".join(filter(None, self._reasons.values()))
+
+    def _has_news(self) -> bool:
+        """Whether Inductor has ended its work since the last step."""
+        return self._fast is None and self.lowering is not None and self.lowering.is_ready()
 
     def lower(self, data: list[Tensor], wait: bool) -> None:
         """Begin with Inductor's work; ``wait`` for its end."""
@@ -102,13 +113,20 @@ class CheckedGraph:
         inputs = [*function.inputs(), *data]
         state = slice(len(function.leaves), len(inputs) - len(data))
         try:
-            if fixed := self._capture(inputs):
-                self.tier = "cuda_graph"
-                results, losses = fixed.several(inputs, most)
-            for _ in range(most - len(losses)):
-                results = self._run(inputs)
+            while len(losses) < most:
+                fixed = None if self._has_news() else self._capture(inputs)
+                if fixed is None:
+                    results = self._run(inputs)
+                    new = [function.loss_of(results)]
+                else:
+                    try:
+                        results, new = fixed.several(inputs, min(most - len(losses), 5 * CHUNK))
+                        self.tier = "cuda_graph"
+                    except CannotCompile as refused:
+                        self._give_up(refused)
+                        continue
                 inputs[:stepped], inputs[state] = results[:stepped], function.state_of(results)
-                losses.append(function.loss_of(results))
+                losses += new
                 if any(host_bool(finite) is False for finite in function.finite_of(results)):
                     break
         finally:
@@ -119,7 +137,7 @@ class CheckedGraph:
 
     @torch.no_grad()
     def _run(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self._fast is None and self.lowering is not None and self.lowering.is_ready():
+        if self.lowering is not None and self._has_news():
             return self._try(self.lowering, self.graph.arguments(inputs))
         if fixed := self._capture(inputs):
             self.tier = "cuda_graph"
@@ -137,8 +155,13 @@ class CheckedGraph:
             try:
                 self._captured = CapturedGraph(*made)
             except CannotCompile as refused:
-                self._captured, self._tries, self.reason = None, False, str(refused)
+                self._give_up(refused)
         return self._captured
+
+    def _give_up(self, refused: CannotCompile) -> None:
+        """No CUDA graphs any more."""
+        self._captured, self._tries = None, False
+        self._reasons["cuda_graph"] = str(refused)
 
     def _try(self, lowering: Lowering, arguments: list[Tensor]) -> Sequence[Tensor]:
         """Both functions, the first time: Inductor's is taken from now on if it gives the same."""
@@ -155,7 +178,7 @@ class CheckedGraph:
         except Exception as error:
             reason = f"Inductor's code fails: {type(error).__name__}, {str(error)[:100]}"
         set_random_states(after)
-        self.reason, self.lowering = reason, None
+        self._reasons["inductor"], self.lowering = reason, None
         return results
 
     def _compared(self, inputs: list[Tensor], args: Any, kwargs: Any) -> Sequence[Tensor]:

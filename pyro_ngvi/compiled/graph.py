@@ -18,12 +18,16 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
+from torch.utils._pytree import tree_leaves
 
 from ..linalg.host import nothing_at_hand
 
 #: operations that make an alias or a copy of a number that was written in the program
 _LIFTS = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
 _DETACHES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+#: what copies to another device, and what may take indices that are elsewhere than its first argument
+_COPY = torch.ops.aten._to_copy.default
+_INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
 
 
 #: a tensor that can be replaced: a dict, and the key under which it stands there
@@ -173,9 +177,7 @@ def _move_constants(
     arguments = [node for node in gm.graph.nodes if node.op == "placeholder"]
     own = zip(arguments[len(arguments) - len(extra) :], extra, constants, strict=True)
     values = {node: held[name] for node, (held, name), constant in own if constant}
-    # what is written to, or has a part that is
-    written = _with_inputs(n for node in gm.graph.nodes if _is_mutable(node) for n in node.args[:1])
-    fixed = set(values)
+    written, fixed = _written(gm), set(values)
     for node in gm.graph.nodes:
         pure = isinstance(node.target, torch._ops.OpOverload) and not _is_random(node)
         if pure and node not in written and all(n in fixed for n in node.all_input_nodes):
@@ -190,25 +192,40 @@ def _move_constants(
 
     moved: list[Place] = []
     last = arguments[-1]
-    for node in [n for n in gm.graph.nodes if n in fixed]:
-        copied = node.target is torch.ops.aten._to_copy.default
-        used = [user for user in node.users if copied or user not in fixed]
-        made = value(node) if used else None
-        if not isinstance(made, Tensor):
+    for node in [n for n in gm.graph.nodes if n in fixed and _device(n) is not None]:
+        if node.target is _COPY and _device(node) == device != _device(node.all_input_nodes[0]):
+            users = [user for user in node.users if not _is_random(user)]
+        elif _device(node) != device:
+            users = [u for u in node.users if u.target in _INDEXED and u.args[0] is not node]
+            users = [user for user in users if _device(user.all_input_nodes[0]) == device]
+        else:
             continue
-        came = made if not copied else value(node.all_input_nodes[0])
-        if came.device == device or (copied and made.device != device):
-            continue
-        if not copied and made.dim() == 0 and made.is_floating_point():
-            continue  # a number among the arguments of a kernel
-        with gm.graph.inserting_after(last):
-            last = gm.graph.placeholder(name := f"moved_{len(moved)}")
-        values[last] = made.to(device)
-        moved.append(({name: values[last]}, name))
-        for user in used:
+        if users:
+            with gm.graph.inserting_after(last):
+                last = gm.graph.placeholder(name := f"moved_{len(moved)}")
+            values[last] = value(node).to(device)
+            last.meta["val"] = values[last]
+            moved.append(({name: values[last]}, name))
+        for user in users:
             user.replace_input_with(node, last)
     _erase_unused(gm)
     return moved
+
+
+def _device(node: fx.Node) -> torch.device | None:
+    return getattr(node.meta.get("val"), "device", None)
+
+
+def _written(gm: fx.GraphModule) -> set[fx.Node]:
+    """What an operation writes to, and all that this is made of or a part of."""
+    found: list[fx.Node] = []
+    for node in filter(_is_mutable, gm.graph.nodes):
+        of = {a.name: a for a in node.target._schema.arguments}
+        given = dict(zip(of, node.args, strict=False)) | node.kwargs
+        for name, value in given.items():
+            if of[name].alias_info is not None and of[name].alias_info.is_write:
+                found += [n for n in tree_leaves(value) if isinstance(n, fx.Node)]
+    return _with_inputs(found)
 
 
 def _is_mutable(node: fx.Node) -> bool:
@@ -217,7 +234,7 @@ def _is_mutable(node: fx.Node) -> bool:
 
 def _simplify(gm: fx.GraphModule) -> None:
     """Without detached aliases (the graph runs without gradients), fresh copies, unused results."""
-    written = {node.args[0] for node in gm.graph.nodes if _is_mutable(node)}
+    written = _written(gm)
     for node in list(gm.graph.nodes):
         alias = node.target in _DETACHES or (node.target in _LIFTS and node not in written)
         if alias and isinstance(node.args[0], fx.Node):

@@ -83,6 +83,10 @@ class CompiledSVI(SVI):
         self._told: set[str] = set()
         self.tier, self.reason = "eager", ""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the graphs, which are of this process."""
+        return vars(self) | {"_known": OrderedDict()}
+
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One step, as ``SVI.step``: the loss before it, in nats."""
         loss = self._step(args, kwargs)[0]
@@ -114,7 +118,7 @@ class CompiledSVI(SVI):
                 losses.append(torch.as_tensor(loss))
                 if known.graph is not None and not known.refused:
                     losses += known.graph.several(end - len(losses), data)
-                    self.tier = known.graph.tier
+                    self.tier, self.reason = known.graph.tier, known.graph.reason
             if callback is not None and callback(len(losses), _stacked(losses)):
                 break
         return _stacked(losses) if losses else torch.zeros(0)
@@ -166,8 +170,8 @@ class CompiledSVI(SVI):
     def _tell(self, reason: str, warn: bool) -> None:
         if warn and reason and reason not in self._told:
             self._told.add(reason)
-            lacks = "no graph of this step" if self.tier == "eager" else f"only {self.tier!r} steps"
-            warnings.warn(f"pyro_ngvi.compile: {lacks}, since {reason}.", stacklevel=5)
+            lacks = "no graph" if self.tier == "eager" else "not the fastest graph"
+            warnings.warn(f"pyro_ngvi.compile: {lacks} of this step, since {reason}.", stacklevel=5)
 
     def _find(self, args: Any, kwargs: Any) -> tuple[_Known, list[Tensor]]:
         """What is known of arguments of this structure, and the tensors among them."""
@@ -235,8 +239,9 @@ class CompiledSVI(SVI):
 
 
 def _stacked(losses: list[Tensor]) -> Tensor:
-    """One tensor where the last one is; an eager step gives a number."""
-    return torch.stack([loss.to(losses[-1]) for loss in losses])
+    """One tensor on the device of most; an eager step gives a number."""
+    like = max(losses, key=lambda loss: loss.device.type != "cpu")
+    return torch.stack([loss.to(like) for loss in losses])
 
 
 def _numbers_of(holder: Any) -> list[Any]:
@@ -278,14 +283,14 @@ def compile(
         wait: wait for it, at the second step.
         warn: tell why steps stay eager, as ``reason`` does in any case.
         cuda_graph: on a GPU, start all kernels of a step, in a run of twenty, with one call.  It keeps
-            a copy of parameters and state, and the memory of these steps.
+            a copy of parameters and state, and the memory of two steps.
 
     Raises:
         TypeError: for anything but an ``SVI``, and for one whose class has another step.
 
     Warns:
-        UserWarning: once for each reason why steps stay eager, or without Inductor's code; never where
-            numbers might be wrong and nothing is said.
+        UserWarning: once for each reason why steps stay eager, or without Inductor's code or a CUDA
+            graph; never where numbers might be wrong and nothing is said.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi

@@ -6,8 +6,10 @@ at the same addresses, as a GPU does, and draws new random numbers.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.compiled import CompiledSVI, captured, checked
-from pyro_ngvi.compiled.graph import Graph
+from pyro_ngvi.compiled.graph import CannotCompile, Graph
 from tests.contract.test_compiled import CASES, D, N, data, everything, make, same
 
 
@@ -77,13 +79,14 @@ class Stream:
 @pytest.fixture(autouse=True)
 def emulation(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (captured, checked):
-        monkeypatch.setattr(module, "on_gpu", lambda tensors: True)
+        monkeypatch.setattr(module, "on_gpu", lambda tensors, device: True)
     emulated = {
         "Stream": Stream,
         "current_stream": Stream,
         "stream": nullcontext,
         "CUDAGraph": Recorded,
         "graph": capture,
+        "graph_pool_handle": lambda: (0, 0),
         "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": lambda mode: None,
     }
@@ -159,7 +162,7 @@ def test_what_waits_has_no_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured.CapturedGraph, "_steps", waiting)
     svi = compiled()
     with pytest.warns(
-        UserWarning, match="only 'replay' steps, since it is no CUDA graph: called a"
+        UserWarning, match="not the fastest graph of this step, since it is no CUDA graph: called a"
     ):
         losses = [svi.step(*data()) for _ in range(6)]
     assert svi.tier == "replay" and modes[-1] == 0
@@ -169,7 +172,7 @@ def test_what_waits_has_no_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_not_on_the_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def on_gpu(tensors: Any) -> bool:
+    def on_gpu(tensors: Any, device: Any) -> bool:
         return not any(x.shape == (N, D) for x in tensors)
 
     monkeypatch.setattr(captured, "on_gpu", on_gpu)
@@ -194,6 +197,110 @@ def test_a_graph_that_gives_other_numbers_is_not_used(monkeypatch: pytest.Monkey
     svi = compiled()
     with pytest.warns(UserWarning, match="its CUDA graph gives other numbers"):
         assert [svi.step(*data()) for _ in range(6)] == losses
+
+
+def test_a_run_goes_on_one_by_one_where_many_steps_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = captured.CapturedGraph._captured
+
+    def refused(self: Any, steps: int) -> Any:
+        if steps > 1:
+            raise CannotCompile("no memory")
+        return one(self, steps)
+
+    monkeypatch.setattr(captured.CapturedGraph, "_captured", refused)
+    eager = make()
+    losses = [eager.step(*data()) for _ in range(60)]
+    svi = compiled()
+    assert svi.run(60, *data()).tolist() == losses and svi.tier == "cuda_graph"
+
+
+def test_a_run_goes_on_without_where_the_capture_of_many_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = captured.CapturedGraph._captured
+
+    def fails(self: Any, steps: int) -> Any:
+        if steps > 1:
+            self.is_cut_off = True
+            raise CannotCompile("it is no CUDA graph: out of memory")
+        return one(self, steps)
+
+    monkeypatch.setattr(captured.CapturedGraph, "_captured", fails)
+    eager = make()
+    losses = [eager.step(*data()) for _ in range(60)]
+    svi = compiled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert svi.run(60, *data()).tolist() == losses
+    assert svi.tier == "replay" and "out of memory" in svi.reason
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("how", ["data =", "data.mul_"])
+def test_data_are_read_anew_whoever_wrote_to_them(own: bool, how: str) -> None:
+    """Also where no version counter sees it."""
+    runs: list[Any] = []
+    svi: Any = None
+    for build in (make, compiled):
+        X, y = data()
+        svi = build()
+        losses = [svi.step(*data(N, 7)) for _ in range(4)] if own else []
+        for k in range(16):
+            losses.append(svi.step(X, y))
+            if k in (5, 9):
+                if how == "data =":
+                    X.data = -2.0 * X
+                else:
+                    X.data.mul_(-2.0)
+        runs.append(losses)
+    assert svi.tier == "cuda_graph" and runs[0] == runs[1]
+
+
+def test_a_capture_that_fails_leaves_the_others_to_be_made_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes the state of the generator from them."""
+    X, y = data()
+    svi: Any = compiled()
+    for _ in range(6):
+        svi.step(X, y)
+    kept = next(iter(svi._known.values())).graph._captured
+    assert not kept.is_cut_off
+
+    class Generator:
+        def clone_state(self) -> str:
+            return "clone"
+
+        def graphsafe_set_state(self, state: str) -> None:
+            seen.append(state)
+
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "default_generators", [Generator()])
+    with monkeypatch.context() as failing:
+
+        @contextmanager
+        def fails(graph: Recorded, **how: Any) -> Iterator[None]:
+            yield
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+        failing.setattr(torch.cuda, "graph", fails)
+        with pytest.warns(UserWarning, match="it is no CUDA graph: operation failed"):
+            for _ in range(6):
+                svi.step(*data(5, 3))
+    assert seen == ["clone"] and kept.is_cut_off
+    svi.step(X, y)
+    anew = next(iter(svi._known.values())).graph._captured
+    assert svi.tier == "cuda_graph"
+    assert not any(k.graph._captured is kept for k in svi._known.values() if k.graph) and anew
+
+
+def test_a_compiled_svi_is_copied_without_its_graphs() -> None:
+    svi = compiled()
+    svi.run(30, *data())
+    again = deepcopy(svi)
+    assert not again._known and again.tier == "cuda_graph"
 
 
 def test_what_a_program_makes_on_the_host_is_moved_once() -> None:
@@ -224,3 +331,18 @@ def test_what_is_written_to_after_it_was_made_is_made_anew() -> None:
         return [X[indices]]
 
     assert "arange" in Graph(program, [X], 0, {}).pure.code
+
+
+def test_what_stays_on_the_host_meets_its_own_there() -> None:
+    """Random numbers, arguments of the host: what they are used with is not moved from there."""
+    X, host = torch.zeros(5, 3, device="meta"), torch.arange(5.0)
+
+    def program() -> list[Tensor]:
+        noise = torch.randn(3) * torch.ones(3)
+        part = host[torch.arange(5)] + torch.tensor([1, 2, 3, 4, 5])
+        return [X * noise.to(X.device), part]
+
+    graph = Graph(program, [X, host], 0, {})
+    assert not any(name.startswith("moved") for _, name in graph.extra)
+    _, part = graph.pure(*graph.arguments([X, host]))
+    assert torch.equal(part, 2.0 * host + 1.0)
