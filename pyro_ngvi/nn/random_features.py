@@ -97,8 +97,10 @@ class RandomFourierFeatures(PyroModule):
             self.omega = PyroSample(partial(normal_prior, like="lengthscale", shape=shape))
         else:
             draws = None if seed is None else torch.Generator("cpu").manual_seed(seed)
-            drawn = torch.randn(in_features, num_features, generator=draws, dtype=dtype)
-            self.register_buffer("omega", drawn.to(device=device))
+            where = None if seed is None else "cpu"
+            shape = (in_features, num_features)
+            drawn = torch.randn(shape, generator=draws, dtype=dtype, device=where)
+            self.register_buffer("omega", drawn.to(device or torch.get_default_device()))
 
     def _hold(self, name: str, value: Any, shape: tuple[int, ...], train: bool, how: Any) -> None:
         value = torch.as_tensor(value, device=how["device"]).detach()

@@ -77,7 +77,10 @@ class Design:
         """Many points z (S, p) with the logs of their shares (S,) of the integral over u."""
         p, volume = self.z.shape[1], torch.linalg.slogdet(self.root)[1]
         if p in STEPS:
-            inner = STEPS[p] * ((torch.arange(FINE[p], dtype=self.z.dtype) + 0.5) / FINE[p] - 0.5)
+            inner = STEPS[p] * (
+                (torch.arange(FINE[p], dtype=self.z.dtype, device=self.z.device) + 0.5) / FINE[p]
+                - 0.5
+            )
             z = (self.z.unsqueeze(1) + torch.cartesian_prod(*[inner] * p).reshape(-1, p)).flatten(
                 0, 1
             )
@@ -132,7 +135,7 @@ def find_mode(
     own inverse Hessian sees no gain.  That knows the directions alone in which it went, so it begins
     again from the Hessian, by differences of gradients, until that sees none either.
     """
-    one = torch.eye(len(start), dtype=start.dtype)
+    one = torch.eye(len(start), dtype=start.dtype, device=start.device)
     at: Place = start, *gradient_at(start)
     inverse = one / at[2].norm().clamp_min(1.0)
     for _ in range(SEARCHES):
@@ -157,7 +160,7 @@ def _climb(
     gradient_at: Callable[[Tensor], tuple[float, Tensor]], at: Place, inverse: Tensor
 ) -> Place:
     """BFGS from an inverse Hessian (p, p) until it sees no gain, or no step has any."""
-    one = torch.eye(len(inverse), dtype=inverse.dtype)
+    one = torch.eye(len(inverse), dtype=inverse.dtype, device=inverse.device)
     for _ in range(CLIMBS):
         mode, value, slope = at
         if _gain(slope, inverse) < SMALL:
@@ -196,7 +199,7 @@ def explore(log_p: Callable[[Tensor], float], mode: Tensor, root: Tensor) -> Des
             fits = fits and sizes.max() < FAR**2 and mean.abs().max() < 1.0
         if fits:
             break
-        half = torch.linalg.cholesky(covariance + 1e-6 * torch.eye(len(mean), dtype=mean.dtype))
+        half = torch.linalg.cholesky(covariance + 1e-6 * torch.ones_like(mean).diag())
         found = _around(log_p, found.u(mean), found.root @ half)
     return found
 

@@ -129,7 +129,7 @@ def shared_of(k: int, seen: Seen) -> Shared:
 
 def _owners(tells: Tensor) -> Tensor:
     """A datum that tells each (N,), by ``tells`` (N, N); those that tell others tell themselves."""
-    owner = torch.arange(len(tells))
+    owner = torch.arange(len(tells), device=tells.device)
     free = torch.ones_like(owner, dtype=torch.bool)
     for i in (tells.sum(1) > 1).nonzero().squeeze(-1).tolist():
         if free[i]:

@@ -4,6 +4,8 @@ Reading a value of a ``meta`` tensor (``.item()``, ``if``, ``float``) raises, so
 synchronise a GPU with its host.
 """
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import pyro
@@ -21,10 +23,12 @@ from pyro_ngvi.families import (
 )
 from pyro_ngvi.fisher import Blocks, Dense, InverseFisher, LowRank, Window
 from pyro_ngvi.fisher.scores import GuideScores, family_scores
+from pyro_ngvi.nn import RandomFourierFeatures
 from pyro_ngvi.optim import Constant, LogPower, NoiseClock, RobbinsMonro, Tail
 from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
 from pyro_ngvi.optim.schedules import as_schedule
 from pyro_ngvi.optim.state import flat
+from pyro_ngvi.sites.design import explore, find_mode
 from tests import registry
 from tests.contract.registry import GUIDES, D, N, data, regression
 from tests.covering import covering
@@ -205,6 +209,36 @@ def test_a_state_from_the_cpu_goes_to_the_device_of_the_guide(kind: str) -> None
         optim(set(guide.natural_params().values()))
     now = flat(optim.get_state()["natural"])
     assert all(v.device.type == "meta" for v in now.values() if v.is_floating_point())
+
+
+@pytest.fixture
+def meta_by_default() -> Iterator[None]:
+    """As a user sets who has a GPU: what is made without a device is there."""
+    before = torch.get_default_device()
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(before)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 4])
+def test_the_host_integrates_on_the_host(dim: int, meta_by_default: None) -> None:
+    """A design over hyperparameters, whose numbers the host looks at."""
+    zero = torch.zeros(dim, device="cpu")
+
+    def gradient_at(u: Tensor) -> tuple[float, Tensor]:
+        return float(-0.5 * (u - 1.0) @ (u - 1.0)), 1.0 - u
+
+    mode, root, found = find_mode(gradient_at, zero)
+    assert found and torch.allclose(mode, zero + 1.0, atol=1e-2)
+    design = explore(lambda u: gradient_at(u)[0], mode, root)
+    assert float(design.fine[1].logsumexp(0)) == pytest.approx(
+        0.5 * dim * math.log(2.0 * math.pi), abs=0.02
+    )
+
+
+def test_random_features_are_where_tensors_are_made(meta_by_default: None) -> None:
+    features = RandomFourierFeatures(3, 4, seed=0)
+    assert features.omega.device.type == "meta"
 
 
 def test_a_value_of_a_meta_tensor_can_not_be_read() -> None:
