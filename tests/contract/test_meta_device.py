@@ -214,10 +214,9 @@ def test_a_state_from_the_cpu_goes_to_the_device_of_the_guide(kind: str) -> None
 @pytest.fixture
 def meta_by_default() -> Iterator[None]:
     """As a user sets who has a GPU: what is made without a device is there."""
-    before = torch.get_default_device()
     torch.set_default_device("meta")
     yield
-    torch.set_default_device(before)
+    torch.set_default_device(None)
 
 
 @pytest.mark.parametrize("dim", [1, 2, 4])
