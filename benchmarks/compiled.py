@@ -165,10 +165,6 @@ def measure(name: str, rounds: int, inductor: bool, device: str) -> Row:
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     clock = time.perf_counter if on_gpu else time.process_time
     eager, adam = case.make(), case.adam()
-    replay = ngvi.compile(case.make(), inductor=False, cuda_graph=False)
-    graph = ngvi.compile(case.make(), inductor=False)
-    fast = ngvi.compile(case.make(), wait=True, cuda_graph=False)
-    fast_graph = ngvi.compile(case.make(), wait=True)
     jit = None if case.jit is None else case.jit()
 
     def first(svi: Any, tier: str) -> float:
@@ -179,31 +175,33 @@ def measure(name: str, rounds: int, inductor: bool, device: str) -> Row:
                 break
         return time.perf_counter() - start
 
-    to_replay = first(replay, "replay")
-    to_inductor = first(fast, "inductor") if inductor else None
-    ways: dict[str, tuple[Callable[[int], object], int]] = {}
-
     def steps(svi: Any) -> Callable[[int], object]:
         return lambda count: [svi.step(*args) for _ in range(count)]
 
+    def run(svi: Any) -> Callable[[int], object]:
+        return lambda count: svi.run(count, *args)
+
+    replay = ngvi.compile(case.make(), inductor=False, cuda_graph=False)
+    ours, to_replay, to_inductor = [replay], first(replay, "replay"), None
+    ways: dict[str, tuple[Callable[[int], object], int]] = {}
     ways = {"eager": (steps(eager), 10), "replay": (steps(replay), 20), "adam": (steps(adam), 10)}
     if inductor:
-        ways["inductor"] = steps(fast), 50
-        ways["run"] = (lambda count: fast.run(count, *args)), 100
+        ours.append(fast := ngvi.compile(case.make(), wait=True, cuda_graph=False))
+        to_inductor = first(fast, "inductor")
+        ways |= {"inductor": (steps(fast), 50), "run": (run(fast), 100)}
     if on_gpu:
-        ways["graph"] = steps(graph), 50
-        ways["graph_run"] = (lambda count: graph.run(count, *args)), 200
-        if inductor:
-            ways["fast_graph_run"] = (lambda count: fast_graph.run(count, *args)), 200
+        ours.append(graph := ngvi.compile(case.make(), inductor=False))
+        ways |= {"graph": (steps(graph), 50), "graph_run": (run(graph), 200)}
+    if on_gpu and inductor:
+        ours.append(both := ngvi.compile(case.make(), wait=True))
+        ways["fast_graph_run"] = run(both), 200
     if jit is not None:
         ways["jit"] = steps(jit), 10
     if case.numpyro is not None:
         ways["numpyro"] = case.numpyro().advance, 200
-    used = [replay, *([fast] if inductor else []), *([graph] if on_gpu else [])]
-    used += [fast_graph] if on_gpu and inductor else []
-    for svi in used:
+    for svi in ours:
         svi.run(70, *args)  # past the uses that are compared
-    reason = "; ".join(sorted({svi.reason for svi in used} - {""}))
+    reason = "; ".join(sorted({svi.reason for svi in ours} - {""}))
     times: dict[str, list[float]] = {way: [] for way in ways}
     for k in range(rounds + 1):
         for way, (go, count) in ways.items():

@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -25,6 +25,7 @@ from pyro.infer import SVI, Trace_ELBO
 from torch import Tensor
 
 import pyro_ngvi
+from pyro_ngvi.linalg.host import forbid_waiting
 from pyro_ngvi.runtime.store import traced_params
 
 from .problems import LogJoint, Problem, load
@@ -149,18 +150,6 @@ def equality(problem: Problem, family: str, dtype: torch.dtype, device: str) -> 
     return Check(f"equal to the CPU, {family}, {dtype}", worst <= limit, detail)
 
 
-@contextmanager
-def forbid_waiting() -> Iterator[None]:
-    """Whatever makes the host wait for the GPU raises an error within."""
-    try:
-        with warnings.catch_warnings():  # once it says that it does not know of all that waits
-            warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def no_waiting(problem: Problem, family: str, coordinates: str, device: str) -> Check:
     """`NaturalGradientRule.update` gives the GPU its work without ever waiting for a result."""
     name = f"no wait in an update, {family}, {coordinates}"
@@ -175,20 +164,25 @@ def no_waiting(problem: Problem, family: str, coordinates: str, device: str) -> 
     return Check(name, True, f"{RULE_STEPS} updates")
 
 
+def free_step(svi: Any, args: tuple[Any, ...]) -> None:
+    """``svi.step`` but for the number that it returns, for which it waits."""
+    with poutine.trace(param_only=True) as seen:
+        svi.loss_and_grads(svi.model, svi.guide, *args)
+    svi.optim(set(traced_params(seen)))
+
+
 def no_waiting_steps(problem: Problem, family: str, device: str) -> Iterator[Check]:
-    """100 steps of SVI but for the number that ``svi.step`` returns: eager, and in a run of graphs."""
+    """100 steps of SVI: eager, and in a run of graphs."""
     moved = problem.to(device, torch.float32)
     setting = Setting(moved.model, moved.args, family, PARTICLES, RANK)
     compiled = setting.compiled()
     compiled.run(70, *moved.args)  # past the first comparisons, which wait
 
-    svi: Any = setting.svi()
+    svi = setting.svi()
 
     def eager(count: int) -> None:
         for _ in range(count):
-            with poutine.trace(param_only=True) as seen:
-                svi.loss_and_grads(svi.model, svi.guide, *moved.args)
-            svi.optim(set(traced_params(seen)))
+            free_step(svi, moved.args)
 
     eager(2)
     ways = {"eager": eager, compiled.tier: lambda count: compiled.run(count, *moved.args)}

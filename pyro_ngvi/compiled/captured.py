@@ -10,7 +10,6 @@ moves that on, so that they are those of an eager step.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -19,9 +18,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ..linalg.host import random_states, same_states, set_random_states
+from ..linalg.host import forbid_waiting, random_states, same_states, set_random_states
 from ..runtime.density import identity, is_same
-from .graph import CannotCompile, Graph, difference
+from .graph import CannotCompile, Graph, difference, first_line
 from .step import StepFunction
 
 #: steps at one call within a run
@@ -135,9 +134,7 @@ class CapturedGraph:
             return self._of[steps]
         held, random = _copies(self._inputs), random_states()
         try:
-            with self._beside(), _no_waiting():  # libraries set themselves up at first use
-                results, losses = self._steps(steps)
-                expected = [x.clone() for x in (*results, losses)]
+            expected = self._expected(steps)
             after = random_states()
             set_random_states(random)
             _copy(self._inputs, held)
@@ -152,6 +149,18 @@ class CapturedGraph:
         self._of[steps] = done
         return done
 
+    def _expected(self, steps: int) -> list[Tensor]:
+        """What the graph has to give; libraries set themselves up at first use.
+
+        It refuses what waits for the GPU, which within a capture would break it.
+        """
+        try:
+            with self._beside(), forbid_waiting():
+                results, losses = self._steps(steps)
+                return [x.clone() for x in (*results, losses)]
+        except RuntimeError as error:
+            raise CannotCompile(f"it is no CUDA graph: {first_line(error)}") from error
+
     def _capture(self, steps: int) -> _Captured:
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         how: Any = {"stream": self._stream, "pool": pool, "capture_error_mode": "thread_local"}
@@ -160,7 +169,7 @@ class CapturedGraph:
                 results, losses = self._steps(steps)
         except RuntimeError as error:
             _end_capture(self._stream.device_index, pool)
-            raise CannotCompile(f"it is no CUDA graph: {_first_line(error)}") from error
+            raise CannotCompile(f"it is no CUDA graph: {first_line(error)}") from error
         return _Captured(graph, results, losses)
 
     @torch.no_grad()
@@ -205,21 +214,6 @@ def _end_capture(device: int, pool: Any) -> None:
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
         with suppress(AttributeError, RuntimeError):
             getattr(torch._C, name)(device, pool)
-
-
-@contextmanager
-def _no_waiting() -> Iterator[None]:
-    """Refuse what waits for the GPU, which within a capture would break it."""
-    mode = torch.cuda.get_sync_debug_mode()
-    try:
-        with warnings.catch_warnings():  # once it says that it does not know of all that waits
-            warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode("error")
-        yield
-    except RuntimeError as error:
-        raise CannotCompile(f"it is no CUDA graph: {_first_line(error)}") from error
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 def _extras(graph: Graph) -> list[tuple[Tensor, bool]]:
@@ -267,7 +261,3 @@ def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         pairs = [(x, y) for x, y in zip(to, values, strict=True) if x.dtype == dtype]
         many: Any = torch
         many._foreach_copy_([x for x, _ in pairs], [y for _, y in pairs])
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:100]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..linalg.host import host_bool, own_random_state, random_states, same_states, set_random_states
 from ..runtime.density import identity, is_same
 from .captured import CHUNK, CapturedGraph, on_gpu
-from .graph import CannotCompile, Graph, Place, difference
+from .graph import CannotCompile, Graph, Place, difference, first_line
 from .lowered import Lowering
 from .step import StepFunction
 
@@ -68,7 +68,7 @@ class CheckedGraph:
             with torch.no_grad():
                 again = self.graph.pure(*self.graph.arguments([*held, *inputs[len(held) :]]))
         except RuntimeError as error:
-            raise CannotCompile(f"its operations do not run again: {str(error)[:100]}") from error
+            raise CannotCompile(f"its operations do not run again: {first_line(error)}") from error
         if difference(again, recorded) or not same_states(after, random_states()):
             raise CannotCompile("its operations, run again, do not give what it gave")
         self.results = recorded
@@ -78,9 +78,9 @@ class CheckedGraph:
         """Why there is no Inductor's code, or no CUDA graph, where that was tried."""
         return "; ".join(filter(None, self._reasons.values()))
 
-    def _has_news(self) -> bool:
-        """Whether Inductor has ended its work since the last step."""
-        return self._fast is None and self.lowering is not None and self.lowering.is_ready()
+    def _lowered(self) -> Lowering | None:
+        """Inductor's work, if it has ended since the last step."""
+        return self.lowering if self.lowering is not None and self.lowering.is_ready() else None
 
     def lower(self, data: list[Tensor], wait: bool) -> None:
         """Begin with Inductor's work; ``wait`` for its end."""
@@ -114,7 +114,7 @@ class CheckedGraph:
         state = slice(len(function.leaves), len(inputs) - len(data))
         try:
             while len(losses) < most:
-                fixed = None if self._has_news() else self._capture(inputs)
+                fixed = None if self._lowered() else self._capture(inputs)
                 if fixed is None:
                     results = self._run(inputs)
                     new = [function.loss_of(results)]
@@ -137,8 +137,8 @@ class CheckedGraph:
 
     @torch.no_grad()
     def _run(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self.lowering is not None and self._has_news():
-            return self._try(self.lowering, self.graph.arguments(inputs))
+        if lowered := self._lowered():
+            return self._try(lowered, self.graph.arguments(inputs))
         if fixed := self._capture(inputs):
             self.tier = "cuda_graph"
             return fixed.step(inputs)

@@ -102,15 +102,20 @@ def _record(function: Callable[[], list[Tensor]], inputs: Sequence[Tensor]) -> f
             raise CannotCompile(_reason(error)) from error
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in at most 100 characters."""
+    return next(iter(str(error).splitlines()), type(error).__name__)[:100]
+
+
 def _reason(error: BaseException) -> str:
     """Where the program asked for what a recording has not, and what."""
-    first = next(iter(str(error).splitlines()), type(error).__name__)
+    first = first_line(error)
     frames = traceback.extract_tb(error.__traceback__)
     frame = [f for f in frames if "/lib/python" not in f.filename.replace("\\", "/")][-1]
     name = frame.filename.rpartition("/")[2]
     if "value out of a tracing tensor" in first:
         first = "reads the value of a tensor"
-    return f"{name}, line {frame.lineno}, {first[:100]}"
+    return f"{name}, line {frame.lineno}, {first}"
 
 
 def _lift(gm: fx.GraphModule, modules: dict[int, Place]) -> tuple[list[Place], list[bool]]:

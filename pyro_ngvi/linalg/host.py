@@ -7,6 +7,7 @@ result, bit for bit, whether it gets an answer or not.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -88,6 +89,19 @@ def outside_autocast(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     return run
+
+
+@contextmanager
+def forbid_waiting() -> Iterator[None]:
+    """Whatever makes the host wait for a GPU, as far as PyTorch knows, is a ``RuntimeError`` within."""
+    mode = torch.cuda.get_sync_debug_mode()
+    try:
+        with warnings.catch_warnings():  # once it says that it does not know of all that waits
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ at the same addresses, as a GPU does, and draws new random numbers.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -199,42 +198,26 @@ def test_a_graph_that_gives_other_numbers_is_not_used(monkeypatch: pytest.Monkey
         assert [svi.step(*data()) for _ in range(6)] == losses
 
 
-def test_a_run_goes_on_one_by_one_where_many_steps_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("fails", "tier"), [(False, "cuda_graph"), (True, "replay")])
+@pytest.mark.filterwarnings("ignore:pyro_ngvi.compile")
+def test_a_run_goes_on_where_there_is_no_graph_of_many_steps(
+    fails: bool, tier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By that of one, and by none after a capture that failed, which has cut that one off."""
     one = captured.CapturedGraph._captured
 
     def refused(self: Any, steps: int) -> Any:
         if steps > 1:
-            raise CannotCompile("no memory")
+            self.is_cut_off = fails
+            raise CannotCompile("it is no CUDA graph: out of memory")
         return one(self, steps)
 
     monkeypatch.setattr(captured.CapturedGraph, "_captured", refused)
     eager = make()
     losses = [eager.step(*data()) for _ in range(60)]
     svi = compiled()
-    assert svi.run(60, *data()).tolist() == losses and svi.tier == "cuda_graph"
-
-
-def test_a_run_goes_on_without_where_the_capture_of_many_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    one = captured.CapturedGraph._captured
-
-    def fails(self: Any, steps: int) -> Any:
-        if steps > 1:
-            self.is_cut_off = True
-            raise CannotCompile("it is no CUDA graph: out of memory")
-        return one(self, steps)
-
-    monkeypatch.setattr(captured.CapturedGraph, "_captured", fails)
-    eager = make()
-    losses = [eager.step(*data()) for _ in range(60)]
-    svi = compiled()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert svi.run(60, *data()).tolist() == losses
-    assert svi.tier == "replay" and "out of memory" in svi.reason
+    assert svi.run(60, *data()).tolist() == losses and svi.tier == tier
+    assert ("out of memory" in svi.reason) == fails
 
 
 @pytest.mark.parametrize("own", [False, True])

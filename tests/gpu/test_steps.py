@@ -11,15 +11,15 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro import poutine
 from pyro.infer import SVI
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import pyro_ngvi as ngvi
-from benchmarks.gpu import forbid_waiting
+from benchmarks.gpu import free_step
 from pyro_ngvi.fisher import low_rank
 from pyro_ngvi.linalg import spectral
+from pyro_ngvi.linalg.host import forbid_waiting
 from tests import trajectories
 from tests.contract.test_every_pair import ALL, WORKS
 from tests.registry import LOSSES, RULES
@@ -153,21 +153,13 @@ def still(device: torch.device) -> tuple[Callable[..., Any], tuple[Tensor, ...]]
     return program, (X, y)
 
 
-def step(svi: Any, args: Any) -> None:
-    """``svi.step`` but for the number that it returns, for which it waits."""
-    with poutine.trace(param_only=True) as capture:
-        svi.loss_and_grads(svi.model, svi.guide, *args)
-    sites: Any = capture.trace.nodes.values()
-    svi.optim({site["value"].unconstrained() for site in sites})
-
-
 def assert_nothing_waits(svi: Any, args: Any) -> None:
     with pyro.validation_enabled(False):
         for _ in range(12):  # until every library is set up, and estimates have met their memory
-            step(svi, args)
+            free_step(svi, args)
         with forbid_waiting():
             for _ in range(FREE):
-                step(svi, args)
+                free_step(svi, args)
 
 
 # the last takes a Cholesky factor of its covariance in a constructor of torch that waits
