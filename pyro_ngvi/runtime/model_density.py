@@ -205,14 +205,6 @@ class ModelDensity:
         values, log_det = self.layout.unpack_with_log_det(theta)
         return self._at(values=values).log_joint() + log_det
 
-    def per_example(self, theta: Tensor) -> dict[str, Tensor]:
-        """The terms of the log joint by site, (S, *batch_shape), with scale and mask.
-
-        All together they sum to ``density(theta)`` without the log-Jacobian.
-        """
-        sites = self.trace(theta).sites.items()
-        return {name: site.log_prob for name, site in sites if site.kind != "deterministic"}
-
 
 def map_draws(
     program: Program,

@@ -15,7 +15,6 @@ log p(r) - log q(r) added.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import copy
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -91,7 +90,7 @@ class SitesELBO(ELBO):
         num_particles: draws of latent sites of other guides in an ``AutoGuideList``; without such
             guides the bound is deterministic and this has no effect.
         num_points: quadrature points per entry of f for up to three (default 32, 14, 9), in all for
-            more (default 1024).  :meth:`quadrature_error` says what they are worth.
+            more (default 1024).  Compare :meth:`loss` with twice as many.
 
     Raises:
         ValueError: for a guide without an ``AutoSites``, or with two.
@@ -108,7 +107,6 @@ class SitesELBO(ELBO):
             )
         super().__init__(num_particles=num_particles)
         self.num_points = num_points
-        self._refinement = 1
 
     def loss(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
         """The negative ELBO, as a number and without gradients."""
@@ -131,12 +129,6 @@ class SitesELBO(ELBO):
             block.leave_targets(targets)
             block.last_step.remember(args, kwargs, targets.view.learns and targets.call.whole)
             return -elbo.detach()
-
-    def quadrature_error(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
-        """Difference in nats between the ELBO with these points and with twice as many."""
-        coarse, finer = self.loss(model, guide, *args, **kwargs), copy(self)
-        finer._refinement = 2
-        return abs(finer.loss(model, guide, *args, **kwargs) - coarse)
 
     def _get_trace(self, model: Program, guide: Program, args: Any, kwargs: Any) -> Any:
         """One draw: a trace of the model and one of the guide, for Pyro's own tools."""
@@ -190,7 +182,7 @@ class SitesELBO(ELBO):
         q, marginals = at.posterior, at.marginals
         points = {}
         for g in call.plan.groups:
-            count = (self.num_points or default_count(g.width)) * self._refinement
+            count = self.num_points or default_count(g.width)
             points[g.name] = quadrature_points(g.width, count, call.plan.dtype, call.plan.device)
         of_f = {name: m.whole for name, m in marginals.items()}
         targets = expected = expectations(call.log_likelihood, of_f, points, derivatives)

@@ -67,7 +67,8 @@ def reference(model, theta, kind, **kwargs):
     density = ModelDensity(model, (), kwargs)
 
     def terms(t):
-        return density.per_example(t[None])
+        sites = density.trace(t[None]).sites.items()
+        return {name: site.log_prob for name, site in sites}
 
     if kind == "hessian":
         return hessian(lambda t: -density(t[None])[0], theta)

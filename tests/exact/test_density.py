@@ -128,9 +128,9 @@ def test_sites_carry_what_a_pyro_trace_carries() -> None:
     weight = 3.0 * (torch.arange(N) % 2 == 0)
     torch.testing.assert_close(observed.log_prob, weight * observed.unscaled_log_prob)
     assert (observed.unscaled_log_prob[:, 1] != 0).all()
-    terms = density.per_example(theta)
-    assert "twice" not in terms and terms["group"].shape == (S, 2)
-    total = sum(term.reshape(S, -1).sum(1) for term in terms.values())
+    assert sites["group"].log_prob.shape == (S, 2)
+    terms = [site.log_prob for site in sites.values() if site.kind != "deterministic"]
+    total = sum(term.reshape(S, -1).sum(1) for term in terms)
     torch.testing.assert_close(density.trace(theta).log_joint(), total)
 
 
@@ -187,7 +187,7 @@ def test_average_over_all_minibatches_is_the_density_of_all_data() -> None:
     densities = [ModelDensity(model, (2,), indices={"data": index}) for index in batches]
     mean = torch.stack([density(theta) for density in densities]).mean(0)
     torch.testing.assert_close(mean, ModelDensity(model, (None,))(theta), rtol=1e-12, atol=1e-12)
-    per_example = densities[0].per_example(theta)["y"]
+    per_example = densities[0].trace(theta).sites["y"].log_prob
     expected = dist.Normal(theta @ X[:2].T, 1.0).log_prob(y[:2]) * N / 2
     torch.testing.assert_close(per_example, expected, rtol=1e-12, atol=1e-12)
 

@@ -223,7 +223,7 @@ def test_arviz_of_series():
     assert each.dims == ("chain", "draw", "animal")
     density = ngvi.diagnostics.ModelDensity(capture_recapture_by_hand)
     at = {name: torch.tensor(data["posterior"][name].values[0]) for name in ("stay", "see")}
-    theirs = density.per_example(density.pack(at))["y"]
+    theirs = density.trace(density.pack(at)).sites["y"].log_prob
     torch.testing.assert_close(torch.tensor(each.values[0]), theirs, rtol=0, atol=1e-10)
 
     guide = ngvi.AutoFullRankNormal(chain)
