@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro.distributions as dist
@@ -47,13 +46,7 @@ class AutoExponentialFamily(AutoProduct):
     too large after 2,400 steps of 64 particles, 5 to 14 % of 8.
 
     Args:
-        families: name of the family for sites that shall not have the one above: "normal", "gamma",
-            "beta" or "dirichlet".  "normal" fits every site.
         kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
-
-    Raises:
-        ValueError: at the first call, for ``families`` of sites that the model does not have, or that
-            do not fit the support.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -71,37 +64,17 @@ class AutoExponentialFamily(AutoProduct):
         'Gamma(14.00, 4.00)'
     """
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        families: Mapping[str, str] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._families = dict(families or {})
-        super().__init__(model, **kwargs)
-
     def make_family(self) -> Family:
         return ProductFamily({}, [])  # its parts are known once the sites are
 
     def _define_family(self, args: Any, kwargs: Any) -> None:
-        sites = dict(self.prototype_trace.iter_stochastic_nodes())
         #: name of the family of each site
         self._members: dict[str, str] = {}
-        for name, site in sites.items():
-            fitting = _fitting(site["fn"].support)
-            if fitting == "dirichlet" and self._unconstrained_shapes[name][-1] == 0:
-                fitting = "normal"  # a simplex of one entry: nothing to infer
-            self._members[name] = self._families.get(name, fitting)
-            if self._members[name] not in (fitting, "normal"):
-                raise ValueError(
-                    f"families[{name!r}] is {self._members[name]!r}, which does not fit the support "
-                    f"{site['fn'].support} of that site. Choose 'normal', or leave it out."
-                )
-        if unknown := [name for name in self._families if name not in sites]:
-            raise ValueError(
-                f"families names {', '.join(map(repr, unknown))}, which the model does not have. Its "
-                f"latent sites are {', '.join(map(repr, sites))}."
-            )
+        for name, site in self.prototype_trace.iter_stochastic_nodes():
+            member = _fitting(site["fn"].support)
+            if member == "dirichlet" and self._unconstrained_shapes[name][-1] == 0:
+                member = "normal"  # a simplex of one entry: nothing to infer
+            self._members[name] = member
         super()._define_family(args, kwargs)
 
     def _part(self, name: str) -> tuple[str, Family]:
@@ -129,7 +102,7 @@ class AutoExponentialFamily(AutoProduct):
         """The distribution of one latent site, as a Pyro distribution over its own support.
 
         Its batch and event shape are those of the site in the model.  A Gamma, Beta, Dirichlet or
-        Normal where the support is the standard one; else (``x > a``, an interval, "normal" on a
+        Normal where the support is the standard one; else (``x > a``, an interval, a Normal on a
         constrained site) the transform of one.  Detached from the parameters of the guide.
         """
         self._require_setup()

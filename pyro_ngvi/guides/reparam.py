@@ -114,7 +114,6 @@ class WalshHadamardReparam(Reparam):
 
     Args:
         g_scale: prior sd of g.
-        shared: one g for all blocks of a site.
         train_diagonals: ``False`` keeps the signs.
 
     Raises:
@@ -136,11 +135,8 @@ class WalshHadamardReparam(Reparam):
         (torch.Size([64]), torch.Size([50, 13]))
     """
 
-    def __init__(
-        self, *, g_scale: float = 1.0, shared: bool = False, train_diagonals: bool = True
-    ) -> None:
-        self.g_scale, self.shared = float(g_scale), shared
-        self.train_diagonals = train_diagonals
+    def __init__(self, *, g_scale: float = 1.0, train_diagonals: bool = True) -> None:
+        self.g_scale, self.train_diagonals = float(g_scale), train_diagonals
 
     def apply(self, msg: Any) -> Any:
         name, fn, value = msg["name"], msg["fn"], msg["value"]
@@ -152,7 +148,7 @@ class WalshHadamardReparam(Reparam):
                 f"{tuple(fn.event_shape)}, {'observed' if msg['is_observed'] else 'latent'}."
             )
         loc, scale = normal
-        matrix = matrix_for(fn.event_shape, self.shared)
+        matrix = matrix_for(fn.event_shape)
         signs: Any = matrix.signs(seed_of(name), loc)
         diagonals: Any = signs
         if self.train_diagonals:

@@ -83,7 +83,6 @@ class AutoWalshHadamard(AutoProduct):
         g: "mean_field" or "full_rank" for q(g) of each site.
         rest: the same for all other sites together.
         g_scale: prior sd of g; 1 keeps the prior variance of each W_ij while the diagonals are signs.
-        shared: one g for all blocks of a site with more rows than D, the power of two from its columns.
         train_diagonals: ``False`` keeps S1 and S2 at their random signs, a function of the site's name.
         kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises, but no ``init``.
 
@@ -116,7 +115,6 @@ class AutoWalshHadamard(AutoProduct):
         g: str = "mean_field",
         rest: str = "mean_field",
         g_scale: float = 1.0,
-        shared: bool = False,
         train_diagonals: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -125,7 +123,7 @@ class AutoWalshHadamard(AutoProduct):
         require(0.0 < g_scale < float("inf"), "g_scale", "be a positive number", g_scale)
         self._sites = None if sites is None else list(sites)
         self._g, self._rest = joint_family("g", g), joint_family("rest", rest)
-        self._g_scale, self._shared, self._train = float(g_scale), shared, train_diagonals
+        self._g_scale, self._train = float(g_scale), train_diagonals
         # an average of g over the past would not belong to the diagonals of today
         self.holds_average = not train_diagonals
         #: names of the parts of the family, and the blocks, by the site that is made of g
@@ -154,7 +152,7 @@ class AutoWalshHadamard(AutoProduct):
         self._check_priors(chosen, args, kwargs)
         for name, (loc, scale) in chosen.items():
             part = self.parts[name] = part_name("g", name, self.parts.values())
-            matrix = self.matrices[name] = matrix_for(loc.shape, self._shared)
+            matrix = self.matrices[name] = matrix_for(loc.shape)
             hold_diagonals(self, f"_{part}", matrix.signs(seed_of(name), loc), self._train)
             transform: Any = self._make_transform(name, loc.detach(), scale.detach())
             site = self.prototype_trace.nodes[name]

@@ -1,6 +1,6 @@
 """Small exact tools of linear algebra and integration."""
 
-from .cubature import gauss_hermite, sphere_points
+from .cubature import gauss_hermite
 from .walsh_hadamard import walsh_hadamard_transform
 
-__all__ = ["gauss_hermite", "sphere_points", "walsh_hadamard_transform"]
+__all__ = ["gauss_hermite", "walsh_hadamard_transform"]

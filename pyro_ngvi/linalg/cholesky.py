@@ -38,19 +38,17 @@ def inverse_cholesky_of_improved(H: Tensor, step: Tensor | float) -> tuple[Tenso
     return inverse_cholesky(0.5 * (identity + shifted @ shifted)), shrink
 
 
-def inverse_cholesky_of_shifted(
-    H: Tensor, step: Tensor | float, halvings: int = HALVINGS
-) -> tuple[Tensor, Tensor]:
+def inverse_cholesky_of_shifted(H: Tensor, step: Tensor | float) -> tuple[Tensor, Tensor]:
     """Lower triangular T with T T' = (I + s H)^-1, s = step / 2^j, H symmetric (d, d), and s / step.
 
-    j <= ``halvings`` is the smallest number that leaves I + s H eigenvalues of at least 1/4; where none
+    j <= ``HALVINGS`` is the smallest number that leaves I + s H eigenvalues of at least 1/4; where none
     does, s is 0.  No result travels from a device to the host.
     """
     identity = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
     # eigvalsh waits for the device, but needs a fifth of the time of the factorisations at d = 31
     needed = _by_eigenvalues if H.device.type == "cpu" else _by_factorisations
-    j = needed(step * H, halvings)
-    shrink = torch.where(j <= halvings, torch.exp2(-j), torch.zeros_like(j))
+    j = needed(step * H, HALVINGS)
+    shrink = torch.where(j <= HALVINGS, torch.exp2(-j), torch.zeros_like(j))
     return inverse_cholesky(identity + shrink * step * H), shrink
 
 

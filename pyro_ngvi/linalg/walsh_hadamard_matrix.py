@@ -39,7 +39,6 @@ class WalshHadamardMatrix:
 
     Args:
         rows, columns: n and m, at least 1.
-        shared: one g for all blocks, which then differ by their diagonals only.
         shape: that of U, by default (rows, columns); its entries in a row are the matrix's first.
 
     Raises:
@@ -59,7 +58,6 @@ class WalshHadamardMatrix:
 
     rows: int
     columns: int
-    shared: bool = False
     shape: tuple[int, ...] = ()
     size: int = field(init=False)
     blocks: int = field(init=False)
@@ -83,7 +81,7 @@ class WalshHadamardMatrix:
     @property
     def num_g(self) -> int:
         """Length of g."""
-        return self.size if self.shared else self.blocks * self.size
+        return self.blocks * self.size
 
     def signs(self, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Diagonals of +-1 drawn from ``seed``: ``left`` and ``right``; torch's random state stays."""
@@ -104,9 +102,7 @@ class WalshHadamardMatrix:
         return live
 
     def _classes(self, i: Any, j: Any) -> Any:
-        within = (i % self.size) ^ j
-        if not self.shared:
-            within = within + i // self.size * self.size
+        within = ((i % self.size) ^ j) + i // self.size * self.size
         return within.reshape(-1)[: self.entries]
 
     def weights(self, left: Tensor, right: Tensor) -> Tensor:
@@ -126,7 +122,7 @@ class WalshHadamardMatrix:
 
     def product(self, x: Tensor, g: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """x U' by (2): ``x`` (..., columns) with ``g`` (..., num_g), broadcast, to (..., rows)."""
-        g = g.unflatten(-1, (-1, self.size))  # (..., blocks or 1, size)
+        g = g.unflatten(-1, (-1, self.size))  # (..., blocks, size)
         y = torch.nn.functional.pad(x.unsqueeze(-2) * right, (0, self.size - self.columns))
         y = walsh_hadamard_transform(walsh_hadamard_transform(y) * g)
         return y.flatten(-2)[..., : self.rows] * (left * math.sqrt(self.size))
@@ -158,16 +154,16 @@ class WalshHadamardMatrix:
         return variance.unflatten(-1, self.shape)
 
 
-def matrix_for(shape: torch.Size, shared: bool = False) -> WalshHadamardMatrix:
+def matrix_for(shape: torch.Size) -> WalshHadamardMatrix:
     """The blocks for values of that shape.
 
     (n, m) is a matrix; (n, m, k, ...) the matrix (n, m k ...); a vector (n,) fills the rows of a square
     matrix of the power of two from sqrt(n) on, so that it needs O(sqrt n) numbers.
     """
     if len(shape) >= 2:
-        return WalshHadamardMatrix(shape[0], shape[1:].numel(), shared, tuple(shape))
+        return WalshHadamardMatrix(shape[0], shape[1:].numel(), tuple(shape))
     (n,) = shape
     side = 1
     while side * side < n:
         side *= 2
-    return WalshHadamardMatrix(-(-n // side), side, shared, (n,))
+    return WalshHadamardMatrix(-(-n // side), side, (n,))

@@ -50,7 +50,6 @@ class WalshHadamardLinear(PyroModule):
         weight_sd: prior sd of each weight while g_scale is 1; by default 1 / sqrt(in_features).
             Behind :class:`RandomFourierFeatures` take 1: the outputs are then draws of its process.
         g_scale: prior sd of each g_k.
-        shared: one g for all blocks of a layer with more outputs than D, the power of two from m on.
         train_diagonals: ``False`` keeps the diagonals at their random signs, as buffers.
         square: for one output, make the m weights of about sqrt(m) numbers, the rows of a square
             matrix; they are no longer independent a priori, and made for every draw.
@@ -97,7 +96,6 @@ class WalshHadamardLinear(PyroModule):
         *,
         weight_sd: float | None = None,
         g_scale: float = 1.0,
-        shared: bool = False,
         train_diagonals: bool = True,
         square: bool = False,
         device: Any = None,
@@ -115,7 +113,7 @@ class WalshHadamardLinear(PyroModule):
         require(self.weight_sd > 0.0, "weight_sd", "be positive", weight_sd)
         self.square, self.has_bias = square, bool(bias)
         shape = (in_features,) if square else (out_features, in_features)
-        self.matrix = matrix_for(torch.Size(shape), shared)
+        self.matrix = matrix_for(torch.Size(shape))
         seed = int(torch.randint(2**31, (), device="cpu"))
         signs = self.matrix.signs(seed, torch.empty(0, device=device, dtype=dtype))
         hold_diagonals(self, "", signs, train_diagonals)

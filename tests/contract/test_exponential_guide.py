@@ -123,29 +123,7 @@ def test_site_distributions_have_plain_types_and_no_gradient() -> None:
     assert type(guide.site_distribution("unit").base_dist) is dist.Beta
 
 
-def test_families_of_the_users_choice() -> None:
-    guide = guide_of(many_supports, families={"positive": "normal", "unit": "beta"})
-    assert guide._members["positive"] == "normal" and guide._members["unit"] == "beta"
-    q = guide.site_distribution("positive")
-    assert type(q) is dist.TransformedDistribution and q.event_shape == (2,)
-    assert (q.sample((5,)) > 0).all()
-
-
-def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"'poisson', which does not fit.*Choose 'normal'"):
-        AutoExponentialFamily(constrained, families={"real": "poisson"})()
-    guide = AutoExponentialFamily(constrained, families={"reals": "normal"})
-    for _ in range(2):  # the second call says the same
-        with pytest.raises(
-            ValueError, match=r"'reals', which the model does not have.*'real', 'ga"
-        ):
-            guide()
-    guide = AutoExponentialFamily(constrained, families={"real": "gamma"})
-    with pytest.raises(ValueError, match=r"'gamma', which does not fit the support Real.*'normal'"):
-        guide()
-    guide = AutoExponentialFamily(constrained, families={"uniform": "dirichlet"})
-    with pytest.raises(ValueError, match=r"'dirichlet'.*Choose 'normal', or leave"):
-        guide()
+def test_distributions_before_the_first_call_are_refused() -> None:
     guide = AutoExponentialFamily(constrained)
     with pytest.raises(RuntimeError, match="call it once"):
         guide.site_distribution("real")

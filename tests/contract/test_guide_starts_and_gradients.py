@@ -15,7 +15,6 @@ from pyro.infer.autoguide import (
 )
 
 from pyro_ngvi import NGVB, BatchedELBO
-from pyro_ngvi.linalg import sphere_points
 from pyro_ngvi.optim import Constant
 from tests.contract.registry import (
     GUIDES,
@@ -30,6 +29,7 @@ from tests.contract.registry import (
     plates,
     regression,
 )
+from tests.cubature import sphere_points
 
 guides = pytest.mark.parametrize("kind", GUIDES)
 

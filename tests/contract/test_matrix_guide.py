@@ -18,10 +18,10 @@ from torch import Tensor
 
 from pyro_ngvi import AIFVB, IFVB, NGVB, AutoMatrixNormal, AutoMeanFieldNormal, BatchedELBO
 from pyro_ngvi.families import MatrixNormal
-from pyro_ngvi.linalg import sphere_points
 from pyro_ngvi.optim import Constant
 from tests import registry
 from tests.contract.registry import perturbed, plates, regression
+from tests.cubature import sphere_points
 from tests.registry import some
 
 N, ROWS, COLUMNS = 20, 3, 2

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 from pyro_ngvi import NGVB, AutoWalshHadamard, BatchedELBO
-from pyro_ngvi.linalg import sphere_points
 from pyro_ngvi.nn import WalshHadamardReparam
 from pyro_ngvi.optim import Constant
 from tests import registry
@@ -31,12 +30,13 @@ from tests.contract.walsh_hadamard_model import (
     weights,
     weights_and_bias,
 )
+from tests.cubature import sphere_points
 from tests.registry import some
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "mean field": {},
     "full rank": {"g": "full_rank", "rest": "full_rank"},
-    "shared, g_scale": {"shared": True, "g_scale": 0.6},
+    "g_scale": {"g_scale": 0.6},
     "signs": {"train_diagonals": False},
 }
 settings = pytest.mark.parametrize("how", SETTINGS.values(), ids=SETTINGS)
@@ -93,7 +93,7 @@ def test_elbo_is_that_of_the_reparameterised_model(how: dict[str, Any], loss: st
     torch.testing.assert_close(-actual, elbo_by_hand(guide, theta, how.get("g_scale", 1.0)).item())
     # and that of poutine.reparam, with the same diagonals
     reparam = WalshHadamardReparam(
-        **{k: v for k, v in how.items() if k in ("shared", "g_scale", "train_diagonals")}
+        **{k: v for k, v in how.items() if k in ("g_scale", "train_diagonals")}
     )
     model = poutine.reparam(weights_and_bias, {"W": reparam})
     for side in ("left", "right"):

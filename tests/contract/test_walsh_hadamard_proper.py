@@ -18,7 +18,6 @@ from pyro_ngvi import (
     AutoWalshHadamard,
     BatchedELBO,
 )
-from pyro_ngvi.linalg import sphere_points
 from pyro_ngvi.optim import Constant
 from tests.contract.registry import perturbed
 from tests.contract.walsh_hadamard_model import (
@@ -31,6 +30,7 @@ from tests.contract.walsh_hadamard_model import (
     weights,
     weights_and_bias,
 )
+from tests.cubature import sphere_points
 
 BASES = pytest.mark.parametrize("g", ["mean_field", "full_rank"])
 D, K = ROWS * COLUMNS, 7

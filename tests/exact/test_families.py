@@ -83,7 +83,7 @@ def test_init_has_the_asked_scale(name):
 @family_cases
 def test_samples_have_the_moments_of_q(name):
     # the noise enters linearly, so the sphere points carry mean and covariance exactly
-    from pyro_ngvi.linalg import sphere_points
+    from tests.cubature import sphere_points
 
     family = FAMILIES[name]
     params = random_member(family)
@@ -108,7 +108,7 @@ def test_score_against_autograd(name):
 @family_cases
 def test_score_integrates_to_zero(name):
     # scores are quadratic in z, so degree-3 points integrate them exactly
-    from pyro_ngvi.linalg import sphere_points
+    from tests.cubature import sphere_points
 
     family = FAMILIES[name]
     params = random_member(family)
@@ -246,7 +246,7 @@ def test_factor_gradient_noise_along_rotations_is_removed():
 @family_cases
 def test_pathwise_gradient_is_exact_on_quadratics(name):
     """Sphere points integrate a quadratic loss, so the sampled gradient equals that of E[loss]."""
-    from pyro_ngvi.linalg import sphere_points
+    from tests.cubature import sphere_points
 
     family = FAMILIES[name]
     params = random_member(family)

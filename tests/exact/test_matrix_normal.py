@@ -11,7 +11,8 @@ from torch.distributions import kl_divergence
 from torch.func import jacrev, vmap
 
 from pyro_ngvi.families import Family, FullRankNormal, MatrixNormal
-from pyro_ngvi.linalg import gauss_hermite, sphere_points
+from pyro_ngvi.linalg import gauss_hermite
+from tests.cubature import sphere_points
 from tests.exact.matrix_members import (
     PRODUCT,
     SHAPES,

@@ -8,7 +8,7 @@ from torch.distributions import kl_divergence
 from torch.func import jacrev, vmap
 
 from pyro_ngvi.families import Family
-from pyro_ngvi.linalg import sphere_points
+from tests.cubature import sphere_points
 from tests.exact.matrix_members import (
     PRODUCT,
     Params,

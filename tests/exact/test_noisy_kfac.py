@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map
 from pyro_ngvi import AutoMatrixNormal, AutoMeanFieldNormal, BatchedELBO
 from pyro_ngvi.curvature.estimators import Curvature
 from pyro_ngvi.families import MatrixNormal, MeanFieldNormal, ProductFamily
-from pyro_ngvi.linalg import sphere_points
 from pyro_ngvi.optim.noisy_kfac import NoisyKFAC, NoisyKFACRule, covariance_factors, damped_factors
 from pyro_ngvi.optim.state import flat
+from tests.cubature import sphere_points
 from tests.exact.rule_cases import update
 
 N, M = 3, 4

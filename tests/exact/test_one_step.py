@@ -13,9 +13,9 @@ from pyro.infer import SVI, Trace_ELBO
 import pyro_ngvi as ngvi
 from pyro_ngvi.families import FactorNormal, FullRankNormal, MeanFieldNormal
 from pyro_ngvi.families.base import Tensors
-from pyro_ngvi.linalg import sphere_points
 from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
 from pyro_ngvi.optim.schedules import Constant
+from tests.cubature import sphere_points
 
 D = 4
 

@@ -13,10 +13,10 @@ import pyro_ngvi as ngvi
 from pyro_ngvi.families import FullRankNormal, MeanFieldNormal, NormalFamily, ProductFamily
 from pyro_ngvi.families.base import Family, Tensors, centred
 from pyro_ngvi.guides.base import FamilyDistribution
-from pyro_ngvi.linalg.cubature import sphere_points
 from pyro_ngvi.optim import Constant
 from pyro_ngvi.optim.blocks import Coordinates, EstimatedGeometry
 from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
+from tests.cubature import sphere_points
 from tests.registry import FAMILIES
 
 FLAT: Any = EstimatedGeometry(Coordinates(("x",)), lambda g: g)

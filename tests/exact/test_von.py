@@ -15,11 +15,11 @@ from pyro.infer.autoguide import AutoGuideList, init_to_value
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.families import FullRankNormal, MeanFieldNormal
-from pyro_ngvi.linalg import sphere_points
 from pyro_ngvi.optim.rule import rate_at
 from pyro_ngvi.optim.state import flat
 from pyro_ngvi.optim.vogn import IVONRule, VadamRule
 from pyro_ngvi.optim.von import VONRule
+from tests.cubature import sphere_points
 from tests.exact.rule_cases import update
 
 pytestmark = pytest.mark.usefixtures("plain_start")

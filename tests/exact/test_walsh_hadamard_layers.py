@@ -54,9 +54,8 @@ def turned(layer: Any) -> Any:
 
 
 @pytest.mark.parametrize("out, m", SHAPES)
-@pytest.mark.parametrize("shared", [False, True])
-def test_output_is_that_of_the_dense_weight(out: int, m: int, shared: bool) -> None:
-    layer = turned(WalshHadamardLinear(m, out, shared=shared, weight_sd=0.7))
+def test_output_is_that_of_the_dense_weight(out: int, m: int) -> None:
+    layer = turned(WalshHadamardLinear(m, out, weight_sd=0.7))
     g, b = torch.randn(layer.matrix.num_g), torch.randn(out)
     W = layer.weight(g)
     assert W.shape == (out, m)

@@ -14,8 +14,8 @@ from pyro_ngvi.linalg.walsh_hadamard_matrix import WalshHadamardMatrix, matrix_f
 SHAPES = [(50, 13), (8, 8), (1, 128), (3, 1), (5, 30), (9, 3)]
 cases = pytest.mark.parametrize(
     "matrix",
-    [WalshHadamardMatrix(*shape, shared) for shape in SHAPES for shared in (False, True)],
-    ids=lambda m: f"{m.rows}x{m.columns}" + (" shared" if m.shared else ""),
+    [WalshHadamardMatrix(*shape) for shape in SHAPES],
+    ids=lambda m: f"{m.rows}x{m.columns}",
 )
 
 
@@ -27,10 +27,10 @@ def diagonals(matrix: WalshHadamardMatrix, seed: int = 0) -> tuple[Tensor, Tenso
 
 
 def written_out(matrix: WalshHadamardMatrix, g: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """sqrt(D) S1 H diag(g) H S2, block under block, cut to (rows, columns); one g."""
+    """sqrt(D) S1 H diag(g) H S2, block under block, cut to (rows, columns); one g (num_g,)."""
     D = matrix.size
     H = torch.as_tensor(hadamard(D), dtype=g.dtype) / math.sqrt(D)
-    per_block = g.reshape(-1, D).expand(matrix.blocks, D)
+    per_block = g.reshape(matrix.blocks, D)
     blocks = []
     for b in range(matrix.blocks):
         s1, s2 = torch.zeros(D), torch.zeros(D)
@@ -44,11 +44,11 @@ def linear_map(matrix: WalshHadamardMatrix, left: Tensor, right: Tensor) -> Tens
     """A (rows columns, num_g): vec(U) = A g, entry by entry: sqrt(D) s_i H_ik H_kj t_bj."""
     D, m = matrix.size, matrix.columns
     H = torch.as_tensor(hadamard(D), dtype=left.dtype) / math.sqrt(D)
-    A = torch.zeros(matrix.rows, m, 1 if matrix.shared else matrix.blocks, D)
+    A = torch.zeros(matrix.rows, m, matrix.blocks, D)
     for i in range(matrix.rows):
         b = i // D
         t = right[b].unsqueeze(-1)
-        A[i, :, 0 if matrix.shared else b] = math.sqrt(D) * left[i] * H[i % D] * H[:m] * t
+        A[i, :, b] = math.sqrt(D) * left[i] * H[i % D] * H[:m] * t
     return A.view(matrix.rows * m, matrix.num_g)
 
 
@@ -57,7 +57,7 @@ def test_sizes(matrix: WalshHadamardMatrix) -> None:
     D = matrix.size
     assert D >= matrix.columns > D // 2 and D & (D - 1) == 0
     assert matrix.blocks == math.ceil(matrix.rows / D)
-    assert matrix.num_g == (D if matrix.shared else D * matrix.blocks)
+    assert matrix.num_g == D * matrix.blocks
 
 
 @cases
