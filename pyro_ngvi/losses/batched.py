@@ -5,6 +5,7 @@
 z_s reparameterised, as in ``pyro.infer.Trace_ELBO`` (Kingma & Welling 2014), particle for particle.
 """
 
+import warnings
 from collections.abc import Callable
 from numbers import Integral
 from typing import Any
@@ -33,7 +34,6 @@ from ..runtime.pyro_adapter import draws_one_vector
 from ..runtime.run import CannotBatch, Conditioned, Minibatches
 from ..runtime.store import whole_gradients
 from ..runtime.summed_out import summed_out
-from .without_vmap import WithoutVmap
 
 Program = Callable[..., Any]
 Values = dict[str, Tensor]
@@ -77,7 +77,7 @@ class BatchedELBO(ELBO):
 
     Warns:
         RuntimeWarning: when model or guide cannot run under ``vmap`` (it branches on a latent value,
-            say): a step takes S runs, or two where Pyro's vectorised particles agree with them.
+            say): a step then takes S runs.
 
     Example:
         >>> import torch, pyro, pyro.distributions as dist
@@ -114,7 +114,7 @@ class BatchedELBO(ELBO):
         self._helpers: set[str] = set()  # sites of the guide that the model does not have
         self._supports, self._later_data = checks.LatentSupports(None), checks.LaterData({})
         self._minibatches = Minibatches()
-        self._without_vmap: list[WithoutVmap] = []
+        self._in_loop: list[Program] = []  # which vmap cannot run
         self._layout: tuple[Trace, LatentLayout] | None = None
         self._drawn: Drawn | None = None  # what lasts of the curvature from step to step
 
@@ -139,7 +139,7 @@ class BatchedELBO(ELBO):
                 outside_autocast(loss.backward)(retain_graph=self.retain_graph)
             if drawn is not None:
                 # parameters of the model need no graph of the curvature
-                with torch.no_grad(), _Tempered(self.kl_weight):
+                with torch.no_grad(), density.Tempered(self.kl_weight):
                     drawn.leave(self._model, self._minibatches, args, kwargs)
         return loss.detach()
 
@@ -199,7 +199,7 @@ class BatchedELBO(ELBO):
         program = self._model if taps is None else taps
         given = program, log_joint, values, len(log_q), args, kwargs
         loops = drawn is None or kind in READ_OFF
-        with _Tempered(self.kl_weight):
+        with density.Tempered(self.kl_weight):
             log_p = self._run(*given, loops=loops, shared=shared, chunk_size=self.chunk_size)
         if drawn is not None and taps is not None:
             log_p = drawn.log_joint(*log_p)
@@ -210,20 +210,28 @@ class BatchedELBO(ELBO):
         return losses.sum() / len(losses), drawn
 
     def _run(self, program: Any, *given: Any, loops: bool, shared: Any = None, **how: Any) -> Any:
-        """``run_particles``; where it cannot and ``loops`` allows it, in another way."""
+        """``run_particles``; where it cannot and ``loops`` allows it, one after the other."""
         common: Any = {"minibatches": self._minibatches, "shared": shared}
-        for other in self._without_vmap:
-            if other.program is program:
-                return other(*given, **common)
-        try:
-            return run.run_particles(program, *given, **common, **how)
-        except CannotBatch as error:
-            if not loops or isinstance(error.__cause__, torch.OutOfMemoryError):
-                raise
-            reason = None if self._without_vmap else error  # one notice is enough
-        other = WithoutVmap(program)
-        result = other.first(reason, *given, **common)
-        self._without_vmap.append(other)
+        reason = None
+        if not any(other is program for other in self._in_loop):
+            try:
+                return run.run_particles(program, *given, **common, **how)
+            except CannotBatch as error:
+                if not loops or isinstance(error.__cause__, torch.OutOfMemoryError):
+                    raise
+                reason = error.where
+        with pyro.validation_enabled(False):
+            result = run.run_in_loop(program, *given, **common)  # shows what is wrong in any run
+        if reason is not None:
+            if not self._in_loop:  # one notice is enough
+                warnings.warn(
+                    f"BatchedELBO: vmap cannot run the program ({reason}): each of {given[2]} "
+                    f"particles has a run of its own, at so many times the cost. Keep latent values "
+                    f"out of in-place writes (take index_put), .item() and if.",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
+            self._in_loop.append(program)
         return result
 
     def _check_what_is_new(self, sites: Sites) -> None:
@@ -321,22 +329,7 @@ class BatchedELBO(ELBO):
             checks.check_values(guide_sites)
             checks.check_values(of_model.sites)
         self._later_data = checks.LaterData(sites)
-        self._pair, self._drawn, self._without_vmap = (model, guide), None, []
-
-
-class _Tempered(Messenger):
-    """Divides the log probability of observed sites (not factors) by tau.
-
-    To multiply the KL term would change the weight of the entropy of q, on which rules are built.
-    """
-
-    def __init__(self, kl_weight: float) -> None:
-        super().__init__()
-        self.kl_weight = kl_weight
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if self.kl_weight != 1.0 and msg["is_observed"] and density.site_kind(msg) == "observed":
-            msg["scale"] = msg["scale"] / self.kl_weight
+        self._pair, self._drawn, self._in_loop = (model, guide), None, []
 
 
 @pyro_method

@@ -12,6 +12,7 @@ from weakref import ref
 import pyro.distributions as dist
 import torch
 from pyro.distributions.util import scale_and_mask
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -63,6 +64,21 @@ def site_kind(site: Site) -> Kind:
     if (site["infer"] or {}).get("_deterministic") or (hidden and isinstance(base, dist.Delta)):
         return "deterministic"
     return "factor" if isinstance(base, dist.Unit) else "observed"
+
+
+class Tempered(Messenger):
+    """Divides the log probability of observed sites (not factors) by tau, ``kl_weight``.
+
+    To multiply the KL term would change the weight of the entropy of q, on which rules are built.
+    """
+
+    def __init__(self, kl_weight: float) -> None:
+        super().__init__()
+        self.kl_weight = kl_weight
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if self.kl_weight != 1.0 and msg["is_observed"] and site_kind(msg) == "observed":
+            msg["scale"] = msg["scale"] / self.kl_weight
 
 
 def with_density(sites: Sites) -> Sites:

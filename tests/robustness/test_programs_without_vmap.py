@@ -132,7 +132,7 @@ def graded(predictor: torch.Tensor, cuts: torch.Tensor) -> dist.Categorical:
 
 
 def ordinal(x: torch.Tensor, y: torch.Tensor) -> None:
-    """vmap cannot run it; in a plate it broadcasts as it should."""
+    """vmap cannot run it; in a plate of particles it would broadcast as it should."""
     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
     with pyro.plate("data", len(y)):
         cutpoints = torch.tensor([-0.5, 0.5])
@@ -145,15 +145,6 @@ def for_one_draw(x: torch.Tensor, y: torch.Tensor) -> None:
     with pyro.plate("data", len(y)):
         predictor = torch.stack([x, x.square()], -1) @ w
         pyro.sample("y", graded(predictor, torch.tensor([-0.5, 0.5])), obs=y)
-
-
-def with_a_limit(x: torch.Tensor, y: torch.Tensor) -> None:
-    """Particles beyond the limit move the others, as long as there are any."""
-    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
-    shift = torch.where((slope > 5.0).any(), 3.0, 0.0)
-    with pyro.plate("data", len(y)):
-        cutpoints = torch.tensor([-0.5, 0.5])
-        pyro.sample("y", graded(slope * x + shift, cutpoints), obs=y)
 
 
 def one_by_one(model: Any, guide: Any, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -171,15 +162,13 @@ def one_by_one(model: Any, guide: Any, seed: int) -> tuple[torch.Tensor, list[to
     return loss.detach(), list(torch.autograd.grad(loss, list(guide.parameters())))
 
 
-@pytest.mark.parametrize(
-    ("model", "way"),
-    [(ordinal, "one vectorised plate"), (for_one_draw, "each of 6 particles has a run of its own")],
-)
-def test_vectorised_particles_where_they_agree_else_a_loop(model: Any, way: str) -> None:
+@pytest.mark.parametrize("model", [ordinal, for_one_draw])
+def test_a_run_for_each_particle(model: Any) -> None:
     guide = ngvi.AutoMeanFieldNormal(model)
     guide(X, GRADES)
     loss = ngvi.BatchedELBO(6)
-    with pytest.warns(RuntimeWarning, match=way) as caught:
+    own = "each of 6 particles has a run of its own"
+    with pytest.warns(RuntimeWarning, match=own) as caught:
         for seed in range(4):
             pyro.set_rng_seed(seed)
             for p in guide.parameters():
@@ -190,42 +179,6 @@ def test_vectorised_particles_where_they_agree_else_a_loop(model: Any, way: str)
             for p, g in zip(guide.parameters(), grads, strict=True):
                 torch.testing.assert_close(p.grad, g)
     assert len([w for w in caught if "vmap cannot run" in str(w.message)]) == 1
-
-
-def test_the_plate_runs_the_model_twice_a_step() -> None:
-    calls = 0
-
-    def counted(x: torch.Tensor, y: torch.Tensor) -> None:
-        nonlocal calls
-        calls += 1
-        ordinal(x, y)
-
-    guide = ngvi.AutoMeanFieldNormal(counted)
-    loss = ngvi.BatchedELBO(20)
-    with pytest.warns(RuntimeWarning, match="one vectorised plate"):
-        loss.loss(counted, guide, X, GRADES)
-    calls = 0
-    loss.loss(counted, guide, X, GRADES)
-    assert calls == 2
-
-
-def test_the_first_particle_that_differs_ends_the_plate() -> None:
-    guide = ngvi.AutoMeanFieldNormal(with_a_limit, init_scale=1.0)
-    guide(X, GRADES)
-    loss = ngvi.BatchedELBO(6)
-    with pytest.warns(RuntimeWarning, match="one vectorised plate"):
-        loss.loss(with_a_limit, guide, X, GRADES)
-    with torch.no_grad():
-        guide.loc.fill_(5.0)  # half of the draws lie beyond the limit
-    right = []
-    for seed in range(40):
-        pyro.set_rng_seed(seed)
-        found = loss.differentiable_loss(with_a_limit, guide, X, GRADES)
-        wanted, _ = one_by_one(with_a_limit, guide, seed)
-        right.append(abs(found - float(wanted)) < 1e-8)
-    # a step is wrong only before the first that compares a particle below the limit
-    first = right.index(True)
-    assert all(right[first:]) and first < 12
 
 
 class NoSample(dist.Normal):
