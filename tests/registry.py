@@ -176,7 +176,7 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
     "SPRING, last iterate": partial(ngvi.optim.SPRING, averaging=False, momentum=0.0),
     "IFVB, window": partial(ngvi.IFVB, fisher=Window(16), num_scores=4),
     "IFVB, dense": partial(ngvi.IFVB, fisher=Dense()),
-    "IFVB, stored": partial(ngvi.IFVB, frame="stored", clip_norm=10.0),
+    "IFVB, clipped": partial(ngvi.IFVB, clip_norm=10.0),
     "IFVB, by layer": partial(ngvi.IFVB, by_layer=True),
 }
 

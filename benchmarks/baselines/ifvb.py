@@ -23,11 +23,37 @@ from typing import Any
 
 from pyro_ngvi import AIFVB, IFVB
 from pyro_ngvi.fisher import Dense
+from pyro_ngvi.optim.blocks import Coordinates, GuideBlock
+from pyro_ngvi.optim.ifvb_rule import IFVBRule
 from pyro_ngvi.optim.schedules import check_convergence
 
 from .paper_window import PaperWindow
 
-__all__ = ["algorithm_1", "algorithm_2"]
+__all__ = ["StoredIFVB", "algorithm_1", "algorithm_2"]
+
+
+class _StoredBlock(GuideBlock):
+    def _find_frames(self) -> dict[str, Any]:
+        return {}
+
+
+class StoredIFVB(IFVB):
+    """IFVB in the coordinates in which parameters are stored, without frames."""
+
+    def __init__(self, guide: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(guide, *args, **kwargs)
+        if self._rest is not None:
+            self._rest = _StoredBlock(guide, self._steady)
+
+    def make_rule(self, family: Any) -> IFVBRule:
+        ours = not isinstance(family, Coordinates)
+        return super().make_rule(
+            Coordinates(family.names, family.nearly_singular) if ours else family
+        )
+
+
+class StoredAIFVB(StoredIFVB, AIFVB):
+    """AIFVB in those coordinates."""
 
 
 def algorithm_1(
@@ -43,7 +69,7 @@ def algorithm_1(
     num_scores: int = 1,
     momentum: float = 0.0,
     check: bool = True,
-    optimizer: type[IFVB] = IFVB,
+    optimizer: type[IFVB] = StoredIFVB,
     **further: Any,
 ) -> IFVB:
     """Algorithm 1; ``further`` arguments are those of ``optimizer``.
@@ -62,11 +88,10 @@ def algorithm_1(
         num_scores=num_scores,
         trust_radius=None,
         momentum=momentum,
-        frame="stored",
         **further,
     )
 
 
 def algorithm_2(guide: Any, *, averaging: Any = 2.0, **arguments: Any) -> IFVB:
     """Algorithm 2; ``arguments`` are those of :func:`algorithm_1`."""
-    return algorithm_1(guide, optimizer=AIFVB, averaging=averaging, **arguments)
+    return algorithm_1(guide, optimizer=StoredAIFVB, averaging=averaging, **arguments)

@@ -508,7 +508,6 @@ for site, sd in sds.items():
 # %% [markdown]
 # **Conclusion.** One run of 200 steps was enough for this posterior, and its own standard errors
 # say so, at the cost of a few hundred gradients in place of eight more runs.
-# `posterior_with_algorithmic_uncertainty` gives draws that are widened in this way.
 #
 # Standard errors know about noise only. They cannot see that a run has not converged, or sits in
 # the wrong mode, or that the family is too small; and for very short runs they are too large.

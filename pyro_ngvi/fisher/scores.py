@@ -44,16 +44,13 @@ from .moved_draws import FreeDraws, MovedDraws
 from .watch import guide_name, takes_arguments, watch
 
 
-def family_scores(family: Family, params: Tensors, n: int, stored: bool = False) -> Tensor:
-    """n scores (n, D) from fresh draws: packed in the local frame of the family, or as ``stored``."""
-    score = family.draw_scores(params, n)
-    if stored:
-        return torch.cat([v.reshape(n, -1) for v in score.values()], 1)
-    return packed_scores(family, params, score)
+def family_scores(family: Family, params: Tensors, n: int, frame: Any = None) -> Tensor:
+    """n scores (n, D) from fresh draws, packed in a ``frame``, by default the family's own."""
+    return packed_scores(frame or family, params, family.draw_scores(params, n))
 
 
 def packed_scores(family: Any, params: Tensors, score: Tensors) -> Tensor:
-    """Scores (n, D), packed in the local frame, from those in the stored coordinates."""
+    """Scores (n, D), packed in the frame ``family``, from those in the stored coordinates."""
     n = len(next(iter(score.values())))
     if n == 1:
         return family.pack(family.pull(params, {k: v[0] for k, v in score.items()}))[None]

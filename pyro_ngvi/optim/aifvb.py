@@ -9,8 +9,7 @@ slowly decaying steps (Polyak & Juditsky 1992), whatever matrix preconditions th
     lambda_bar - lambda*  ~  N(0, C),   C = H^-1 Sigma H^-1 sum_k w_k^2,
 
 with H the Hessian of the expected loss at the optimum lambda* and Sigma the covariance of one step's
-gradient.  The widened posterior (5.4) is q_lambda averaged over lambda ~ N(lambda_bar, C): each draw
-has a lambda of its own.
+gradient.
 
 Both matrices are measured at lambda_bar with the user's own loss: Sigma from repeated gradients, H from
 central differences of gradients with common random numbers, which is right for every gradient
@@ -42,7 +41,7 @@ from ..families.vectors import entry_name, pack, unpack
 from ..fisher.scores import family_scores
 from ..linalg.host import own_random_state
 from ..runtime.store import traced_params
-from .blocks import GuideBlock, UsingAverage
+from .blocks import Coordinates, GuideBlock, UsingAverage
 from .ifvb import IFVB
 from .rule import Averaging
 
@@ -68,13 +67,6 @@ class AsymptoticCovariance:
     def stddev(self) -> Tensors:
         """Standard errors by parameter name, in the shapes of the parameters."""
         return unpack(self.matrix.diagonal().clamp_min(0.0).sqrt(), self.average)
-
-    def sample(self, n: int) -> list[Tensors]:
-        """n draws of all parameters from N(average, C)."""
-        values, vectors = torch.linalg.eigh(self.matrix)
-        noise = torch.randn(n, len(values), dtype=values.dtype, device=values.device)
-        moved = pack(self.average) + (noise * values.clamp_min(0.0).sqrt()) @ vectors.mT
-        return [unpack(row, self.average) for row in moved]
 
 
 def measure_covariance(
@@ -197,27 +189,6 @@ class AIFVB(IFVB):
             gradient = _packed_gradient(svi, leaves, args, kwargs)
             return measure_covariance(gradient, leaves, scale, weight, num_gradients, num_hessians)
 
-    def posterior_with_algorithmic_uncertainty(
-        self, svi: Any, *args: Any, num_samples: int = 1000, **kwargs: Any
-    ) -> Tensors:
-        """Draws (num_samples, ...) of the latent sites from the posterior widened by C (5.4).
-
-        Arguments: those of :meth:`asymptotic_covariance`.  Close to draws of the guide when the run was
-        long enough; wider where more steps would still change the answer.
-        """
-        how = {k: kwargs.pop(k) for k in ("num_gradients", "num_hessians") if k in kwargs}
-        covariance = self.asymptotic_covariance(svi, *args, **how, **kwargs)
-        blocks, leaves = self._averaged_leaves()
-        draws: dict[str, list[Tensor]] = {}
-        with self.use_average(), _without_offset(blocks):
-            for sample in covariance.sample(num_samples):
-                with UsingAverage([(leaves, sample)]), torch.no_grad(), poutine.block():
-                    trace: Any = poutine.trace(svi.guide).get_trace(*args, **kwargs)
-                for name, site in trace.iter_stochastic_nodes():
-                    if not site["infer"].get("is_auxiliary"):
-                        draws.setdefault(name, []).append(site["value"])
-        return {name: torch.stack(values) for name, values in draws.items()}
-
     def _averaged_leaves(self) -> tuple[list[Any], Tensors]:
         blocks = {path: block for path, block in self._blocks() if path in self._states}
         if not blocks:
@@ -233,7 +204,7 @@ class AIFVB(IFVB):
         if isinstance(block, GuideBlock):
             return block.stored_scores(n)
         params = {name: p.detach() for name, p in block.natural_params().items()}
-        return family_scores(block.family, params, n, stored=True)
+        return family_scores(block.family, params, n, Coordinates(block.family.names))
 
 
 def _packed_gradient(svi: Any, leaves: Tensors, args: Any, kwargs: Any) -> Callable[[], Tensor]:

@@ -150,7 +150,7 @@ class GuideBlock:
     """The parameters of a guide on which its log q depends, as they are stored, without constraints.
 
     They are found at the first step, by running the guide.  The guide holds the iterate: an average is
-    kept by the optimizer.  ``framed``: whether they move in frames of their own (:mod:`.frames`).
+    kept by the optimizer.
     """
 
     holds_average = False
@@ -158,9 +158,8 @@ class GuideBlock:
     curvature = None
     path_share = None
 
-    def __init__(self, guide: Callable[..., Any], steady: bool, framed: bool = True) -> None:
+    def __init__(self, guide: Callable[..., Any], steady: bool) -> None:
         self.scores = GuideScores(guide, steady)
-        self._framed = framed
         self._frames: dict[str, Straight] = {}
         self.divergence = SelfDivergence(self.scores)
         self._leaves: dict[str, Tensor] = {}
@@ -176,8 +175,7 @@ class GuideBlock:
             self._locations = tuple(self.divergence.locations(list(leaves)))
         first = {name: leaves.pop(name) for name in self._locations}
         self._leaves = first | leaves
-        if self._framed:
-            self._frames = self._find_frames()
+        self._frames = self._find_frames()
         weights = {id(p) for module in self._modules() for p in module.parameters(recurse=False)}
         # pyro.module("net", net) in a guide function gives names of the form "net$$$weight"
         function = not isinstance(self.scores.guide, nn.Module)

@@ -83,7 +83,7 @@ class IFVB(NaturalGradientOptim):
             function.  A function with arguments has to be wrapped, see
             :func:`~pyro_ngvi.optim.remember_arguments`.
         lr: factor in (0, 1] on the gain of the schedule.
-        schedule: as for NGVB.  ``None``: that of NGVB; in stored coordinates and for flows
+        schedule: as for NGVB.  ``None``: that of NGVB; for guides that are not ours and for flows
             ``RobbinsMonro(0.3, 20, 2/3, patience=0.3)``.
         fisher: what stands for the inverse Fisher matrix, from ``pyro_ngvi.fisher``:
             ``ConjugateGradients()``, ``LowRank(32, growth=1.0)``, ``Window(128)`` (the last scores and
@@ -97,9 +97,6 @@ class IFVB(NaturalGradientOptim):
         momentum: heavy-ball coefficient in [0, 1); ``None``: what suits the guide.
         averaging: as for NGVB.  Guides that are ours then hold the average; beside other guides it is
             kept by the optimizer, see :meth:`use_average`.
-        frame: "family" (default): scores and steps of our guides in the local frame of their family,
-            and of parameters under ``constraints.positive_definite`` or ``lower_cholesky`` in that of
-            the affine maps; "stored": in the coordinates in which parameters are stored.
         others: a ``PyroOptim`` for all other parameters; see :class:`~pyro_ngvi.NGVB`.
         by_layer: no entries of F between the layers of a flow; other guides are one layer.
         steady: whether draws of guides that are not ours are made steady.  ``False`` for losses that
@@ -138,13 +135,11 @@ class IFVB(NaturalGradientOptim):
         clip_norm: float | None = None,
         momentum: float | None = None,
         averaging: Averaging | float | bool | None = None,
-        frame: str = "family",
         others: PyroOptim | None = ADAM,
         *,
         by_layer: bool = False,
         steady: bool = True,
     ) -> None:
-        require(frame in ("family", "stored"), "frame", 'be "family" or "stored"', frame)
         whole = num_scores is None or (isinstance(num_scores, int) and num_scores >= 1)
         require(whole, "num_scores", "be a whole number of at least 1 or None", num_scores)
         require(clip_norm is None or clip_norm > 0.0, "clip_norm", "be positive or None", clip_norm)
@@ -156,7 +151,6 @@ class IFVB(NaturalGradientOptim):
             )
         if isinstance(schedule, RobbinsMonro) and getattr(fisher, "c_beta", 0.0):
             check_convergence(schedule.power, getattr(fisher, "beta", None))
-        self._stored = frame == "stored"
         self._fisher = fisher
         self._by_layer = by_layer
         self._steady = steady
@@ -169,7 +163,7 @@ class IFVB(NaturalGradientOptim):
         self._rest_known = False
         super().__init__(guide, others)
         if "" not in self._rules:
-            self._rest = GuideBlock(guide, steady, framed=not self._stored)
+            self._rest = GuideBlock(guide, steady)
 
     def _blocks(self) -> Iterator[tuple[str, Any]]:
         yield from find_blocks(self.guide)
@@ -181,11 +175,8 @@ class IFVB(NaturalGradientOptim):
         few = family.few_scores if isinstance(family, Coordinates) else family.nearly_singular
         fisher = self._fisher or (Window(128) if few else suited)
         exact = isinstance(fisher, ConjugateGradients) and getattr(family, "exact", False)
-        if isinstance(family, Coordinates):
-            if not exact:  # an estimate from scores knows no blocks
-                family = replace(family, exact=False, locations=())
-        elif self._stored:
-            family = Coordinates(family.names, family.nearly_singular)
+        if isinstance(family, Coordinates) and not exact:  # an estimate from scores knows no blocks
+            family = replace(family, exact=False, locations=())
         arguments: dict[str, Any] = self._rule_arguments
         if not family.known_fisher and arguments["schedule"] is None:
             arguments = arguments | {"schedule": SLOW}
@@ -235,17 +226,17 @@ class IFVB(NaturalGradientOptim):
             values = self._states[path]["average"]
             averages = [(held, values)]
         if not isinstance(block, GuideBlock):
-            return family_scores(block.family, values, n, self._stored)
+            return family_scores(block.family, values, n, self._rules[path].family)
         with UsingAverage(averages):
             return block.draw_scores(n)
 
     def _init_state(self, path: str, block: Any, values: Tensors) -> State:
-        known = block.family.orthogonal_frame and not self._stored
-        if known or not self._rules[path].fisher.starts_from_guess:
-            return self._rules[path].init(values)
+        rule = self._rules[path]
+        if rule.family.orthogonal_frame or not rule.fisher.starts_from_guess:
+            return rule.init(values)
         # one by one: draws made together share the minibatch of a subsampled plate
         draws = [self._draw(path, block, values, 1) for _ in range(FIRST_SCORES)]
-        return self._rules[path].init(values, torch.cat(draws))
+        return rule.init(values, torch.cat(draws))
 
     def _beside_gradients(
         self, path: str, block: Any, values: Tensors, parts: Tensors

@@ -90,9 +90,8 @@ def test_sixty_steps_lower_the_loss(optimizer: Any, arguments: dict[str, Any]) -
     assert run.optim.report().skipped == 0
 
 
-@pytest.mark.parametrize("frame", ["family", "stored"])
-def test_defaults_of_flows(frame: str) -> None:
-    run = Run(frame=frame)
+def test_defaults_of_flows() -> None:
+    run = Run()
     run.steps(1)
     assert run.rule.fisher == Window(128, 1.0) and run.rule.rule.schedule == SLOW
     # 32 scores of the first guess and 8 of the step
