@@ -17,8 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-Tensors = dict[str, Tensor]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -61,9 +61,9 @@ def host_bool(condition: Tensor) -> bool | None:
         return None
 
 
-def choose(condition: Tensor, accepted: Tensors, refused: Tensors) -> Tensors:
-    """``accepted`` where the 0-dim ``condition`` holds, else ``refused``; nobody waits."""
-    return {name: torch.where(condition, v, refused[name]) for name, v in accepted.items()}
+def choose(condition: Tensor, accepted: Any, refused: Any) -> Any:
+    """By tensor ``accepted`` where the 0-dim ``condition`` holds, else ``refused``; nobody waits."""
+    return tree_map(lambda a, b: a if a is b else torch.where(condition, a, b), accepted, refused)
 
 
 def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from pyro.distributions import TransformModule
@@ -16,31 +16,6 @@ from ..fisher.products import Product, SelfDivergence
 from ..fisher.scores import GuideScores, packed_scores
 from ..runtime.pyro_adapter import constraint_of
 from .frames import STRAIGHT, Location, Straight, Triangles, frame_under
-
-
-class Block(Protocol):
-    """What an optimizer asks of a guide, or of a part of one, that it steps.
-
-    Where ``holds_average`` is true the parameters may hold an average of the iterates, and the offset
-    leads from it to the iterate, at which gradients are taken.
-    """
-
-    family: Any
-    holds_average: bool
-    averaged: bool
-    curvature: Any
-    #: for the next gradient, by rules that ask for it
-    path_share: Tensor | None
-
-    def natural_params(self) -> Mapping[str, Tensor]: ...
-
-    def site_of(self, index: int) -> str: ...
-
-    def iterate_offset(self, intact: Tensor | None = None) -> Tensors: ...
-
-    def set_iterate_offset(self, lag: Tensors | None, answer: Tensors | None = None) -> None: ...
-
-    def offset_is_intact(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -150,7 +125,7 @@ class GuideBlock:
     """The parameters of a guide on which its log q depends, as they are stored, without constraints.
 
     They are found at the first step, by running the guide.  The guide holds the iterate: an average is
-    kept by the optimizer.
+    kept by the optimizer.  What it answers is what optimizers ask of our guides, too.
     """
 
     holds_average = False

@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_map
 
 from ..families.base import Tensors
 from ..families.mixture import LEAST, by_component, each
-from ..linalg.host import host_bool
+from ..linalg.host import choose, host_bool
 from .natural_gradient import NaturalGradientRule
-from .rule import Averaging, Rule, State, Step, choose
+from .rule import Averaging, Rule, State, Step
 
 #: points in memory, steps that an idle component waits, nats between twins, nats that a move is for
 POINTS, WAIT, TWINS, WORTH = 64, 100.0, 0.1, 1.0

@@ -15,10 +15,9 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ..families.base import Tensors
-from ..linalg.host import host_bool
+from ..linalg.host import choose, host_bool
 
 #: a nested dict of tensors
 State = dict[str, Any]
@@ -187,11 +186,6 @@ class Rule(ABC):
             bad_entries=new_state["bad_entries"],
         )
         return new, new_state, report
-
-
-def choose(condition: Tensor, accepted: State, refused: State) -> State:
-    """``accepted`` where the 0-dim ``condition`` holds, else ``refused``; nobody waits."""
-    return tree_map(lambda a, b: a if a is b else torch.where(condition, a, b), accepted, refused)
 
 
 class Averaging(Protocol):

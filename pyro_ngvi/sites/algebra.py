@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..distributed.processes import ALONE
-from ..linalg.host import host_bool
+from ..linalg.host import choose, host_bool
 from ..linalg.products import matvec, symmetric_product
 from ..linalg.spectral import positive_part
 from .bound_model import BoundModel
@@ -127,12 +127,12 @@ class Snapshot:
     marginals: dict[str, Marginals]
 
 
-def apart(module: Any) -> Any:
+def shallow_copy(module: Any) -> Any:
     """A copy of a module that shares its tensors: what it is given afterwards stays with the copy."""
     other = copy(module)
     for name, value in vars(module).items():
         other.__dict__[name] = value.copy() if isinstance(value, dict | Kept) else value
-    other._modules = {name: apart(m) for name, m in module._modules.items()}
+    other._modules = {name: shallow_copy(m) for name, m in module._modules.items()}
     return other
 
 
@@ -283,11 +283,6 @@ class Algebra(nn.Module):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.running = state["running"]
-
-
-def choose(condition: Tensor, a: Any, b: Any) -> Any:
-    """The tensors of ``a`` where the 0-dim ``condition`` holds, else those of ``b``."""
-    return tree_map(lambda x, y: torch.where(condition, x, y), a, b)
 
 
 class ProperStep(NamedTuple):

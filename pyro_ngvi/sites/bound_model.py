@@ -210,7 +210,7 @@ class BoundModel:
         """log p(y_n | f_n) (Q, n) for f (Q, n, k) by group, in nats; times the scale, if ``scaled``."""
         for group in self.plan.groups:
             self._observed(group, with_data=True)
-        sets, zero = apart(self.plan.groups), self.plan.zero()
+        sets, zero = disjoint_sets(self.plan.groups), self.plan.zero()
 
         def terms(f: dict[str, Tensor]) -> dict[str, Tensor]:
             found = {}
@@ -243,7 +243,7 @@ def _summed(terms: list[Tensor]) -> Tensor:
     return torch.stack([x.reshape(-1) for x in terms]).sum(0)
 
 
-def apart(groups: Sequence[Group]) -> list[list[Group]]:
+def disjoint_sets(groups: Sequence[Group]) -> list[list[Group]]:
     """The groups in sets of which no two see one place: each sees it at points of its own."""
     sets: list[list[Group]] = []
     for group in groups:

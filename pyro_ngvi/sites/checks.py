@@ -18,7 +18,7 @@ from torch import Tensor
 from ..distributions.gaussian_process import GaussianProcess
 from ..linalg.host import at_hand, fixed_normal
 from ..runtime.density import Site, site_kind
-from .bound_model import BoundModel, apart
+from .bound_model import BoundModel, disjoint_sets
 from .conditioned_model import other_size
 from .probe_points import TOLERANCE, same
 from .structure import aligned, data_terms, missing, unwrapped
@@ -31,7 +31,7 @@ def check_seen(call: BoundModel) -> None:
     if not at_hand(plan.zero()) or not all(n in sites and sites[n]["is_observed"] for n in places):
         return  # without data it is refused later
     unseen = [n for n, s in sites.items() if site_kind(s) == "observed" and n not in places]
-    for number, together in enumerate(apart(plan.groups)):
+    for number, together in enumerate(disjoint_sets(plan.groups)):
         held = call.places_of(together, call.at_probe)
         with torch.no_grad():
             others = call.runner.sites(-1.7 * call.probe, replace=held)

@@ -151,7 +151,7 @@ def tilts(at: Snapshot, joint: Joint, far: Far, half: Tensor, t: Tensor) -> Tens
     return total
 
 
-class Evidence(NamedTuple):
+class CorrectedEvidence(NamedTuple):
     """log p(y) by (2) in nats, with the size of that part of it which is of second order.
 
     ``slope`` is the largest |E_q d log r / df| in nats a standard deviation, 0 at the optimum of q;
@@ -164,7 +164,7 @@ class Evidence(NamedTuple):
     far: Far
 
 
-def evidence_of(at: Snapshot, joint: Joint) -> Evidence:
+def corrected_evidence(at: Snapshot, joint: Joint) -> CorrectedEvidence:
     """The evidence, with log p of sites that are conditioned on."""
     bound = at.posterior.log_normalizer + at.call.other_terms()
     gain, second, far = torch.zeros_like(bound), torch.zeros_like(bound), {}
@@ -182,7 +182,9 @@ def evidence_of(at: Snapshot, joint: Joint) -> Evidence:
     K = covariances({k: shared.half for k, shared in joint.shared.items()})
     pairs = _pairs(a, correlations(K, root))
     gain, second = (gain + pairs).clamp_min(0.0), second + pairs.abs()
-    return Evidence(float(bound + gain), float(second), float(torch.stack(slopes).max()), far)
+    return CorrectedEvidence(
+        float(bound + gain), float(second), float(torch.stack(slopes).max()), far
+    )
 
 
 class Component(NamedTuple):
@@ -190,7 +192,7 @@ class Component(NamedTuple):
 
     joint: Joint
     parts: dict[str, Tilted]
-    evidence: Evidence
+    evidence: CorrectedEvidence
 
     def draws(self, count: int, plan: ModelStructure, generator: torch.Generator) -> Draws:
         """Draws (count, P) by name: of q, each number moved to its own marginal (a Gaussian copula)."""
@@ -207,7 +209,7 @@ class Component(NamedTuple):
 def component_of(at: Snapshot, names: Sequence[str]) -> Component:
     """That of a snapshot, for all entries of the sites ``names``."""
     joint, plan, parts = joint_of(at), at.call.plan, {}
-    evidence = evidence_of(at, joint)
+    evidence = corrected_evidence(at, joint)
     for name in names:
         mean, half = joint.part(name, plan)
         sd = torch.linalg.vector_norm(half, dim=0)

@@ -36,11 +36,11 @@ from torch.utils._pytree import tree_map
 
 from ..distributed.processes import ALONE, Ranks
 from ..families.base import Tensors
-from ..linalg.host import host_bool
+from ..linalg.host import choose, host_bool
 from ..optim.host import NaturalGradientOptim, describe
 from ..optim.rule import Report, State, StepReport
 from ..optim.state import ADAM
-from .algebra import Algebra, Pairs, ProperStep, choose, proper_step
+from .algebra import Algebra, Pairs, ProperStep, proper_step
 from .loss import SiteTargets
 from .site_guide import SiteGuide, find_sites
 

@@ -19,7 +19,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from ..linalg.host import own_random_state
 from ..runtime.density import LatentLayout
 from .conditioned_model import MeansOfProcesses
-from .corrections import evidence_of
+from .corrections import corrected_evidence
 from .cvi import CVI
 from .guide import AutoSites
 from .joint import joint_of
@@ -42,7 +42,7 @@ class _Held(Messenger):
         msg["value"] = msg["value"].detach()
 
 
-class Conditioned:
+class GivenTheta:
     """The model given theta, its guide of sites, and what both say of theta."""
 
     def __init__(self, model: Callable[..., Any], args: Any, kwargs: Any, over: Any, latent: Any):
@@ -180,7 +180,7 @@ class Conditioned:
             log_det = self.settle(u)
             with torch.no_grad():
                 at = self.guide._snapshot(self.args, self.kwargs)
-                found = evidence_of(at, joint_of(at)).log_p + log_det
+                found = corrected_evidence(at, joint_of(at)).log_p + log_det
         except FAILURES as error:
             self.failure = error
             return -torch.inf

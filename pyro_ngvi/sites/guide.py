@@ -14,7 +14,7 @@ from torch import Tensor
 from ..guides.marginals import SiteValue, levels_like
 from ..linalg.host import outside_autocast
 from ..runtime.store import module_name
-from .algebra import Snapshot, apart
+from .algebra import Snapshot, shallow_copy
 from .data import Indices, SiteView, group_of, numbers
 from .leave_one_out import Influence, SiteLOO, influence_of, loo_of
 from .marginals import SiteMarginals, marginals_of
@@ -336,7 +336,7 @@ class AutoSites(SiteGuide):
                 "known. Pass them as arguments, or call guide.refresh(*args)."
             )
         call = self._call_of_all(*last.or_given(args, kwargs))
-        algebra = apart(self.algebra)  # a look at other data leaves q alone
+        algebra = shallow_copy(self.algebra)  # a look at other data leaves q alone
         sites = {n: (a.clone(), b.clone()) for n, (a, b) in self.site_tensors().items()}
         return algebra.at(call, sites, algebra.view(call))
 

@@ -25,7 +25,7 @@ from ..guides.marginals import entry_by_entry
 from .corrections import component_of
 from .densities import Densities
 from .design import Design, explore, find_mode
-from .given_theta import Conditioned
+from .given_theta import GivenTheta
 from .marginals import Draws, SiteMarginals, combined, shapes_of
 
 #: the least share of the largest weight that counts; points in effect below which they are in doubt
@@ -102,7 +102,7 @@ def integrate(
         >>> found.mean["tau"].round(), found.mean["effect"].round()
         (tensor(5.), tensor([10.,  8.,  6.,  7.,  6.,  6., 10.,  8.]))
     """
-    at_theta = Conditioned(model, args, kwargs, over, latent)
+    at_theta = GivenTheta(model, args, kwargs, over, latent)
     mode, root, definite = find_mode(at_theta.gradient_at, at_theta.begin())
     at_theta.unsettled = 0  # on the way, which does not matter
     design = explore(at_theta.log_p, mode, root)
@@ -142,7 +142,7 @@ def integrate(
     )
 
 
-def _of_theta(at: Conditioned, u: Tensor, weights: Tensor) -> dict[str, Densities]:
+def _of_theta(at: GivenTheta, u: Tensor, weights: Tensor) -> dict[str, Densities]:
     """Densities of the hyperparameters by name, from weighted points u (S, p)."""
     tables = {}
     for name, transform, part in at.layout.unconstrained(u):
@@ -166,7 +166,7 @@ def _of_theta(at: Conditioned, u: Tensor, weights: Tensor) -> dict[str, Densitie
     return tables
 
 
-def _doubts(at: Conditioned, design: Design, definite: bool) -> tuple[str, ...]:
+def _doubts(at: GivenTheta, design: Design, definite: bool) -> tuple[str, ...]:
     """What speaks against a design; refuses one that misses a part of theta that matters."""
     found, where = [], at.where(design.center)
     if len(design.lost):

@@ -29,7 +29,7 @@ from ..linalg.host import at_hand, outside_autocast
 from ..linalg.products import matvec
 from ..runtime.density import site_log_prob
 from ..runtime.store import whole_gradients
-from .algebra import Pairs, Snapshot, apart
+from .algebra import Pairs, Snapshot, shallow_copy
 from .bound_model import BoundModel
 from .checks import check_seen
 from .dense import WhitePosterior
@@ -167,7 +167,7 @@ class SitesELBO(ELBO):
             if learns or not last.has_arguments_of(call):  # parameters may bring in what was unseen
                 check_seen(call)
         # a look at other data, or at other parameters, leaves q as it is
-        algebra = block.algebra if derivatives else apart(block.algebra)
+        algebra = block.algebra if derivatives else shallow_copy(block.algebra)
         view = algebra.view(call)
         tensors = {n: (a.detach(), b.detach()) for n, (a, b) in block.site_tensors().items()}
         if call.whole:
