@@ -21,6 +21,8 @@ from math import log, pi
 import torch
 from torch import Tensor
 
+from ..linalg.hessian import bfgs
+
 #: by dimension: steps of the lattice, and how far below its largest log p it ends; most of its points
 STEPS, DROP, MOST = {1: 0.5, 2: 0.8, 3: 1.3}, {1: 7.0, 2: 7.0, 3: 6.0}, 400
 #: nats below the largest log p and a Gaussian's at which a point counts as there is none to bend from
@@ -160,7 +162,6 @@ def _climb(
     gradient_at: Callable[[Tensor], tuple[float, Tensor]], at: Place, inverse: Tensor
 ) -> Place:
     """BFGS from an inverse Hessian (p, p) until it sees no gain, or no step has any."""
-    one = torch.eye(len(inverse), dtype=inverse.dtype, device=inverse.device)
     for _ in range(CLIMBS):
         mode, value, slope = at
         if _gain(slope, inverse) < SMALL:
@@ -174,11 +175,7 @@ def _climb(
             step = 0.5 * step
         else:
             break
-        bend = slope - after
-        if bend @ step > 0.0:  # the update that keeps it positive definite
-            rho = 1.0 / (bend @ step)
-            left = one - rho * torch.outer(step, bend)
-            inverse = left @ inverse @ left.mT + rho * torch.outer(step, step)
+        inverse = bfgs(inverse, step, slope - after)
         at = mode + step, there, after
     return at
 
