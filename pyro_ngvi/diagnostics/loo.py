@@ -273,6 +273,11 @@ def loo_units(
         >>> found.pointwise.shape
         torch.Size([4])
     """
+    if guide.units.plate is None:
+        raise ValueError(
+            f"loo_units leaves out one unit after the other, and all is one block here: {guide.units}. "
+            f"Take pyro_ngvi.diagnostics.loo, which leaves out data."
+        )
     log_l = guide.log_marginals(*args, num_draws=num_draws, points=points, **kwargs)
     found = [_without(x, 0.0) for x in log_l.double().cpu().numpy().T]
     pairs = torch.tensor([(term, weights.khat) for term, weights in found], dtype=torch.float64)

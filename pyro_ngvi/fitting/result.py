@@ -167,7 +167,8 @@ class Result:
         elif at_hand and (units := self._structure.units) is not None and units.pooled:
             how = 'pass guide="AutoHierarchical"'
             more = ', or "auto", which goes on to others' * self._may_climb
-            return f"There are {str(units)[:100]}: {how}{more}."
+            there = "is" if units.plate is None else "are"
+            return f"There {there} {str(units)[:100]}: {how}{more}."
         if isinstance(guide, AutoMixtureNormal):
             return guide.lost
         if modes > 1:

@@ -30,12 +30,13 @@ from torch import Tensor
 
 from ..linalg.host import own_random_state
 from ..linalg.products import matvec
-from ..linalg.triangles import cholesky, solve_transposed
+from ..linalg.triangles import cholesky
 from ..runtime.density import Sites, free_dim, is_minibatch, with_density
 from ..runtime.run import Minibatches, look, run_plainly
 from .conditional import Conditionals
 from .guide import AutoHierarchical
 from .marginal import (
+    at_globals,
     found_beyond,
     integrated,
     is_outside,
@@ -72,13 +73,14 @@ def collapse(
     a posterior that does not suppose a Gaussian q(v); :meth:`Collapsed.draw_units` adds the effects.
 
     A gradient costs one through the likelihood at all points: 20 for units of one latent variable, 49
-    for two, 125 for three, 512 beyond.  Not for minibatches of units; not for units of tens of latent
-    variables, nor with several modes given v, which the points may miss.
+    for two, 125 for three, 512 beyond; a block has 16 draws of its Gaussian at each v, after Newton's
+    steps.  Not for minibatches of units; not for units of tens of latent variables, nor with several
+    modes given v, which the points may miss.
 
     Args:
         guide: a trained :class:`~pyro_ngvi.AutoHierarchical`; its sites are used as they are.
         args: those of its model, with all data.
-        points: for each latent variable of a unit up to three, in all for more.
+        points: for each latent variable of a unit up to three, in all for more, and for a block.
         kwargs: keyword arguments of the model.
 
     Raises:
@@ -120,7 +122,7 @@ def collapse(
 def _tried(guide: AutoHierarchical, args: Any, kwargs: Any) -> tuple[Given, Conditionals]:
     """A few draws of q, whose data are told apart by unit."""
     given = guide._given_globals(args, kwargs, TRIED, learning=True)
-    q = guide._conditionals(given)
+    q = at_globals(guide.units, given, guide._conditionals(given))
     return told_apart(guide.units, given, q), q
 
 
@@ -159,7 +161,7 @@ class Collapsed:
         frames = (frame for name in self._shapes for frame in nodes[name]["cond_indep_stack"])
         self._seen = {*self._shapes, *(frame.name for frame in frames)}
         k = self.units.width
-        count, total = point_count(k, points)
+        count, total = point_count(self.units, points)
         #: how many draws of the globals bound the memory
         self.at_once = max(1, AT_ONCE // max(1, total * self.units.size * k))
         with own_random_state(0), torch.no_grad():
@@ -176,10 +178,12 @@ class Collapsed:
                 self.missed[i] = float(beyond[i].log1p())
         #: nats by which a quarter more points change log p(y | v), at draws of q(v)
         change = few.sum(-1) - more.sum(-1)
+        if self.units.plate is None:  # the same at all draws of v it would change no posterior
+            change = change - change.mean()
         self.error = float(change.abs().amax().nan_to_num(torch.inf))
         if self.error > NOTICED:
             warnings.warn(
-                f"Quadrature over the units of {self.units.plate!r} is off by {self.error:.2g} nats or "
+                f"Quadrature over the {self.units.called} is off by {self.error:.2g} nats or "
                 f"more. Pass points={2 * count} to ngvi.collapse, or train the guide for longer.",
                 RuntimeWarning,
                 stacklevel=3,
@@ -191,7 +195,7 @@ class Collapsed:
     def missed_in_words(self) -> str:
         """Of which units the quadrature misses a part."""
         worst, nats = next(iter(self.missed.items()))
-        count = f"{len(self.missed)} of the {self.units.size} units of {self.units.plate!r}"
+        count = f"{len(self.missed)} of the {self.units.size} {self.units.called}"
         return (
             f"Quadrature misses part of {count}, most of unit {worst}, {nats:.2g} nats: given the "
             f"globals they have several modes, or a long tail"
@@ -218,8 +222,9 @@ class Collapsed:
                     log_p = log_p[..., call.owners[name] == units.size]
                 total = total + log_p.sum(-1)
         total = total + self.log_marginals(values).sum(-1)
-        with pyro.plate(f"_all_{units.plate}", 1, dim=self._dim):
-            pyro.factor(f"_log_p_{units.plate}", total.reshape(*lead, *[1] * width))
+        name = units.plate or "block"
+        with pyro.plate(f"_all_{name}", 1, dim=self._dim):
+            pyro.factor(f"_log_p_{name}", total.reshape(*lead, *[1] * width))
 
     def _hides(self, msg: Any) -> bool:
         """All but the globals and their plates."""
@@ -227,8 +232,11 @@ class Collapsed:
 
     def log_marginals(self, values: Values) -> Tensor:
         """log L_i(v) (S, units), in nats, at globals ``values`` (S, ...) by site."""
+        return log_marginals(self.units, *self._given(values), self.points)
+
+    def _given(self, values: Values) -> tuple[Given, Conditionals]:
         given = self.units.given(self.call, values)
-        return log_marginals(self.units, given, self.guide._conditionals(given), self.points)
+        return given, at_globals(self.units, given, self.guide._conditionals(given))
 
     def draw_units(self, values: Values) -> dict[str, Tensor]:
         """Draws (S, ...) of the units' latent sites by name, one for each of S draws of the globals.
@@ -245,37 +253,36 @@ class Collapsed:
 
     def drawn(self, values: Values) -> Drawn:
         """Units given S draws of the globals, and log p(u_i | y_i, v) as their ``log_q``."""
-        units, given = self.units, self.units.given(self.call, values)
-        q, prior = self.guide._conditionals(given), Conditionals.without_sites(given.priors)
+        units, (given, q) = self.units, self._given(values)
         k, found = units.width, integrated(units, given, q, self.points)
         # rounding, and points that are too coarse for a narrow posterior, leave no spread
-        least = NARROWEST * torch.eye(k, dtype=q.mean.dtype, device=q.mean.device)
+        least = NARROWEST * torch.eye(k, dtype=q.white.dtype, device=q.white.device)
         outer = found.mean.unsqueeze(-1) * found.mean.unsqueeze(-2)
-        root = cholesky(found.square - outer + least)
+        root = None if units.plate is None else cholesky(found.square - outer + least)
 
         def proposed() -> tuple[Tensor, Tensor, Tensor]:
-            e = torch.randn_like(q.mean)
-            chi = torch.randn_like(e.unsqueeze(-1).expand(*e.shape, int(DEGREES))).square().sum(-1)
-            e = e * (DEGREES / chi).sqrt()
-            log_t = -0.5 * (DEGREES + 1.0) * torch.log1p(e.square() / DEGREES).sum(-1)
-            x = q.mean + solve_transposed(q.root, found.mean + matvec(root, e))
-            log_p = log_likelihoods(units, given, x) + prior.log_prob(x)
-            return x, log_p, (log_p - log_t).nan_to_num(-torch.inf)
+            e = torch.randn_like(q.white)
+            if root is None:  # tails of k entries would be far out in some
+                w, log_t = q.drawn(e), -0.5 * e.square().sum(-1)
+            else:
+                chi = torch.randn_like(e.unsqueeze(-1).expand(*e.shape, int(DEGREES)))
+                e = e * (DEGREES / chi.square().sum(-1)).sqrt()
+                log_t = -0.5 * (DEGREES + 1.0) * torch.log1p(e.square() / DEGREES).sum(-1)
+                w = q.drawn(found.mean + matvec(root, e))
+            log_p = log_likelihoods(units, given, w) + given.latent.log_prob(w)
+            return w, log_p, (log_p - log_t).nan_to_num(-torch.inf)
 
-        x, log_p, log_w = proposed()
-        for _ in range(PROPOSALS + k - 1):
+        w, log_p, log_w = proposed()
+        for _ in range(PROPOSALS + (k if root is not None else PROPOSALS) - 1):
             new, log_p_new, log_w_new = proposed()
             takes = torch.rand_like(log_w).log() < log_w_new - log_w
-            x = torch.where(takes.unsqueeze(-1), new, x)
+            w = torch.where(takes.unsqueeze(-1), new, w)
             log_p, log_w = (
                 torch.where(takes, log_p_new, log_p),
                 torch.where(takes, log_w_new, log_w),
             )
-        sites, log_det = units.mapped(given.gaussians(x), given.maps)
-        log_q = log_p - found.log_marginals - log_det
-        return Drawn(
-            sites, log_q if given.place is None else log_q + given.place.log_det, given.seen
-        )
+        sites, log_det = units.mapped(given.latent.at(w), given.maps)
+        return Drawn(sites, log_p - found.log_marginals - log_det, given.seen)
 
 
 class ExactUnits:

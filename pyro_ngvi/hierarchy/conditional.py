@@ -6,7 +6,12 @@ For unit i with k latent variables u_i, whose prior given the globals v is Gauss
     q(u_i | v) propto p(u_i | v) t_i(u_i) = N(m_i(v), Q_i(v)^-1),
     Q_i = P + Lambda_i,   m_i = Q_i^-1 (h + nu_i).
 
-So effects that are shrunk together as their scale shrinks, the funnel, are in q by construction.  One
+So effects that are shrunk together as their scale shrinks, the funnel, are in q by construction.  In
+white coordinates, u = b + A w with w of N(0, I) a priori, it is
+
+    q(w | v) = N((R R')^-1 A' (nu - Lambda b), (R R')^-1),      R R' = I + A' Lambda A,
+
+which needs no inverse of the prior's covariance A A': smooth fields have nearly singular ones.  One
 site serves all v.  The natural gradient of the ELBO in it, averaged over v, vanishes where
 
     Lambda_i = E[H_i],    nu_i = E[g_i + H_i m_i(v)],       g_i = grad log p(y_i | u_i, v), H_i = -hess,
@@ -24,10 +29,10 @@ mean of q as the maximum over u_i of p(u_i, y_i | v) moves with phi, to first or
 Chopin 2009 correct a Laplace approximation so; here it is part of q).
 
 A step of a unit is shortened so that no variance changes by more than 16-fold, and no mean by more than
-three of its standard deviations, before and after: under a wide prior the first expectations are wild.
-Where q becomes wider, one standard deviation of the prior will do.  After some ten steps that needed
-nothing of the kind the share falls as one over their number, and noise averages out.  Units whose
-expectations are not finite keep their site.
+three of its standard deviations, before and after, times the root of k: under a wide prior the first
+expectations are wild.  Where q becomes wider, one standard deviation of the prior will do.  After some
+ten steps that needed nothing of the kind the share falls as one over their number, and noise averages
+out.  Units whose expectations are not finite keep their site.
 """
 
 from __future__ import annotations
@@ -38,73 +43,120 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ..linalg.products import matvec
 from ..linalg.spectral import positive_part
-from ..linalg.triangles import cholesky, solve, solve_transposed
+from ..linalg.triangles import cholesky, solve, solve_columns, solve_transposed
 
 #: halvings of an interval that holds a quantile
 HALVINGS = 50
-#: by what factor a precision changes in a step at most, and by how many sds a mean
+#: by what factor a precision changes in a step at most, and by how many sds a mean of one entry
 MOST_RATIO, MOST_SDS = 16.0, 3.0
 #: the share of the first steps, how many these are, and how many shares of later ones make a whole
 FIRST_SHARE, FAST, MEMORY = 0.8, 9.0, 8.0
 
 
 class UnitPriors(NamedTuple):
-    """p(u_i | v) of B units at S draws of v: h (S, B, k), P (S, B, k, k)."""
+    """p(u_i | v) of B units at S draws of v: u = b + A w, w white; b (S, B, k), A (S, B, k, k).
 
-    linear: Tensor
-    precision: Tensor
+    A = P T with T lower triangular, where u are in the place of Gaussians z, u = P z + p (``turn`` is
+    P^-1); else A = T.
+    """
+
+    offset: Tensor
+    root: Tensor
+    triangle: Tensor
+    turn: Tensor | None = None
 
     @classmethod
-    def of(cls, offset: Tensor, mixing: Tensor | None, precision: Tensor) -> UnitPriors:
-        """u = offset + mixing u + e with e of that precision, mixing strictly lower triangular."""
-        if mixing is None:
-            return cls(matvec(precision, offset), precision)
-        one = torch.eye(offset.shape[-1], dtype=offset.dtype, device=offset.device)
-        left = (one - mixing).mT @ precision
-        return cls(matvec(left, offset), left @ (one - mixing))
+    def of(cls, offset: Tensor, mixing: Tensor | None, root: Tensor) -> UnitPriors:
+        """u = offset + mixing u + root w, mixing strictly lower triangular, root lower triangular."""
+        if mixing is not None:
+            left = torch.eye(offset.shape[-1], dtype=offset.dtype, device=offset.device) - mixing
+            offset, root = solve(left, offset), solve_columns(left, root)
+        return cls(offset, root, root)
+
+    @property
+    def log_det(self) -> Tensor:
+        """log det T, (S, B)."""
+        return torch.diagonal(self.triangle, dim1=-2, dim2=-1).log().sum(-1)
+
+    def at(self, w: Tensor) -> Tensor:
+        """u (..., S, B, k) of white w."""
+        return self.offset + matvec(self.root, w)
+
+    def log_prob(self, w: Tensor) -> Tensor:
+        """log p(z_i | v) at white w, (..., S, B), in nats."""
+        return _log_normal(w) - self.log_det
+
+    def sd(self) -> Tensor:
+        """Standard deviations (S, B, k) of u."""
+        return torch.linalg.vector_norm(self.root, dim=-1)
+
+    def precise(self, change: Tensor) -> Tensor:
+        """P_i (..., S, B, k) times a change of u, P_i = (A A')^-1 the precision."""
+        z = change if self.turn is None else matvec(self.turn, change)
+        z = solve_transposed(self.triangle, solve(self.triangle, z))
+        return z if self.turn is None else matvec(self.turn.mT, z)
+
+    def typical(self) -> UnitPriors:
+        """At one draw of v, (1, B, ...): the median one by volume."""
+        chosen = self.log_det.sum(-1).nanmedian(0).indices.reshape(1)
+        return tree_map_only(Tensor, lambda x: x.index_select(0, chosen), self)
 
 
 @dataclass(frozen=True)
 class Conditionals:
-    """q(u_i | v) of B units at S draws of v: m (S, B, k), and R lower triangular with Q = R R'."""
+    """q(u_i | v) of B units at S draws of v: u = m + A R^-T e, e white; in white coordinates w the
+    mean is ``white`` (S, B, k) and the precision R R'."""
 
-    mean: Tensor
+    prior: UnitPriors
+    white: Tensor
     root: Tensor
 
     @classmethod
     def of(cls, prior: UnitPriors, linear: Tensor, precision: Tensor) -> Conditionals:
-        """From sites nu (B, k), Lambda (B, k, k)."""
-        return cls.without_sites(UnitPriors(prior.linear + linear, prior.precision + precision))
-
-    @classmethod
-    def without_sites(cls, prior: UnitPriors) -> Conditionals:
-        """p(u_i | v) itself."""
-        root = cholesky(prior.precision)
-        return cls(solve_transposed(root, solve(root, prior.linear)), root)
+        """From sites nu (B, k) or (S, B, k), Lambda (B, k, k)."""
+        A = prior.root
+        one = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+        root = cholesky(one + A.mT @ (precision @ A))
+        pull = matvec(A.mT, linear - matvec(precision, prior.offset))
+        return cls(prior, solve_transposed(root, solve(root, pull)), root)
 
     @property
-    def log_det_root(self) -> Tensor:
-        """log det R, (S, B)."""
+    def mean(self) -> Tensor:
+        """m (S, B, k)."""
+        return self.prior.at(self.white)
+
+    @property
+    def log_det(self) -> Tensor:
+        """log det R, (S, B): how much narrower than the prior."""
         return torch.diagonal(self.root, dim1=-2, dim2=-1).log().sum(-1)
 
+    def drawn(self, noise: Tensor) -> Tensor:
+        """White w (..., S, B, k) for white noise e."""
+        return self.white + solve_transposed(self.root, noise)
+
     def draw(self, noise: Tensor) -> Tensor:
-        """u (S, B, k) for white noise."""
-        return self.mean + solve_transposed(self.root, noise)
+        """u (..., S, B, k) for white noise e."""
+        return self.prior.at(self.drawn(noise))
 
-    def log_prob(self, u: Tensor) -> Tensor:
-        """log q(u_i | v), (S, B), in nats."""
-        white = matvec(self.root.mT, u - self.mean)
-        return self.log_det_root - 0.5 * (white.square().sum(-1) + u.shape[-1] * log(2.0 * pi))
+    def log_q(self, noise: Tensor) -> Tensor:
+        """log q(z_i | v) of what is drawn with ``noise``, (..., S, B), in nats."""
+        return _log_normal(noise) + self.log_det - self.prior.log_det
 
-    def sd(self, matrix: Tensor | None = None) -> Tensor:
-        """Standard deviations (S, B, k), of ``matrix`` (S, B, k, k) times u where there is one."""
-        one = torch.eye(self.root.shape[-1], dtype=self.root.dtype, device=self.root.device)
-        half = torch.linalg.solve_triangular(self.root, one.expand_as(self.root), upper=False)
-        half = half if matrix is None else half @ matrix.mT
-        return torch.linalg.vector_norm(half, dim=-2)
+    def log_prob(self, w: Tensor) -> Tensor:
+        """log q(z_i | v) at white w, (..., S, B), in nats."""
+        return self.log_q(matvec(self.root.mT, w - self.white))
+
+    def sd(self) -> Tensor:
+        """Standard deviations (S, B, k) of u."""
+        return torch.linalg.vector_norm(solve_columns(self.root, self.prior.root.mT), dim=-2)
+
+
+def _log_normal(w: Tensor) -> Tensor:
+    return -0.5 * (w.square().sum(-1) + w.shape[-1] * log(2.0 * pi))
 
 
 @dataclass(frozen=True)
@@ -145,20 +197,21 @@ class Sites:
         (S, B, k) at globals phi (S, D); H from g where it is not given."""
         g, H, middle_phi = slopes.g, slopes.H, phi.mean(0, keepdim=True)
         # from here on nu is that in the middle of the draws of v
-        before = self.linear_at(middle_phi)[0]
-        middle = UnitPriors(prior.linear.mean(0), prior.precision.mean(0))
-        now = Conditionals.of(middle, before, self.precision)
+        before, typical = self.linear_at(middle_phi)[0], prior.typical()
+        now = Conditionals.of(typical, before, self.precision)
+        at = now.mean
         if H is None:
+            off = u - mean
             rest = (g - self.linear_at(phi) + matvec(self.precision, u)).unsqueeze(-1)
-            away = matvec(prior.precision + self.precision, u - mean)
+            away = prior.precise(off) + matvec(self.precision, off)
             product = rest * away.unsqueeze(-2)
             precision = positive_part((self.precision - 0.5 * (product + product.mT)).mean(0))
-            spread = matvec(precision, mean - now.mean)
+            spread = matvec(precision, mean - at)
         else:
-            precision, spread = positive_part(H.mean(0)), matvec(H, mean - now.mean)
+            precision, spread = positive_part(H.mean(0)), matvec(H, mean - at)
         # nu belongs to Lambda as it is taken, where that is another than E[H]
         linear = (g + spread + matvec(self.precision, u - mean)).mean(0)
-        linear = linear + matvec(precision, now.mean)
+        linear = linear + matvec(precision, at[0])
         found = torch.cat([x.flatten(1) for x in (precision, linear, slopes.cross)], 1)
         finite = torch.isfinite(found).all(1)
         precision = torch.where(finite[:, None, None], precision, self.precision)
@@ -166,33 +219,40 @@ class Sites:
         cross = torch.where(finite[:, None, None], slopes.cross, self.cross)
         share = (MEMORY / (self.visits + 1.0)).clamp_max(FIRST_SHARE)
         change = share[:, None, None] * (precision - self.precision)
-        half = torch.linalg.solve_triangular(now.root, change, upper=False)
-        relative = torch.linalg.solve_triangular(now.root, half.mT, upper=False)
+        half = solve_columns(now.root[0], typical.root[0].mT)
+        relative = half @ change @ half.mT
         values = torch.linalg.eigvalsh(0.5 * (relative + relative.mT))
         up, down = values[:, -1] / (MOST_RATIO - 1.0), -values[:, 0] / (1.0 - 1.0 / MOST_RATIO)
         shorter = 1.0 / torch.maximum(up, down).clamp_min(1.0)
         precision = self.precision + shorter[:, None, None] * change
         linear = torch.lerp(before, linear, (shorter * share)[:, None])
         cross = torch.lerp(self.cross, cross, (shorter * share)[:, None, None])
-        then = Conditionals.of(middle, linear, precision)
-        step = then.mean - now.mean
-        sds, later_sds, prior_sds = (
-            torch.linalg.vector_norm(matvec(root.mT, step), dim=-1)
-            for root in (now.root, then.root, cholesky(middle.precision))
+        then = Conditionals.of(typical, linear, precision)
+        step = (then.white - now.white)[0]
+        sds, later_sds = (
+            torch.linalg.vector_norm(matvec(root[0].mT, step), dim=-1)
+            for root in (now.root, then.root)
         )
-        grows = then.log_det_root > now.log_det_root
+        # so far is a draw of k entries from the mean
+        reach = step.shape[-1] ** 0.5
+        most_sds = MOST_SDS * reach
+        grows = (then.log_det > now.log_det)[0]
         most = torch.where(
             grows,
-            MOST_SDS / torch.maximum(sds, later_sds),
-            torch.maximum(MOST_SDS / sds, 1.0 / prior_sds),
+            most_sds / torch.maximum(sds, later_sds),
+            torch.maximum(most_sds / sds, reach / torch.linalg.vector_norm(step, dim=-1)),
         )
-        there = now.mean + step * most.unsqueeze(-1)
+        # nu - Lambda m is A^-T w: what the prior says against a site's mean
+        there = torch.lerp(at[0], then.mean[0], most.unsqueeze(-1))
+        against = torch.lerp(
+            before - matvec(self.precision, at[0]),
+            linear - matvec(precision, then.mean[0]),
+            most.unsqueeze(-1),
+        )
         far = (most < 1.0).unsqueeze(-1)
-        linear = torch.where(
-            far, matvec(middle.precision + precision, there) - middle.linear, linear
-        )
+        linear = torch.where(far, matvec(precision, there) + against, linear)
         # on the way the share stays what it is at first
-        settled = (shorter == 1.0) & (sds <= MOST_SDS)
+        settled = (shorter == 1.0) & (sds <= most_sds)
         visits = torch.where(settled, self.visits + 1.0, (self.visits + 1.0).clamp_max(FAST))
         linear = linear + matvec(cross, middle_phi.to(cross))
         return Sites(linear, precision, cross, torch.where(finite, visits, self.visits))

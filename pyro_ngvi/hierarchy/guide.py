@@ -50,7 +50,8 @@ class AutoHierarchical(MadeAtFirstCall):
     Units are the entries of the largest plate that has Gaussian latent sites (``Normal``,
     ``MultivariateNormal``, ``LogNormal``); everything else is global.  The plate may be subsampled: a
     step costs what its minibatch costs, and a unit that is not seen still follows v by its prior.
-    Not for units that depend on each other given v, such as chains and fields (:class:`AutoSites`).
+    Where they depend on each other given v (series, fields, crossed effects) there is one unit, a
+    *block* of all Gaussian sites, up to 512 numbers, that change no scale; not for kinks there.
     Globals phi that enter the likelihood *beside* u, as in b + x'u or a (u - b), move what the data say
     of u: nu_i - C_i phi there, for up to 128 such numbers, and where no gradient jumps (Laplace).  A
     step takes a backward pass more for each, at two draws.  No globals in a subsampled plate of units.
@@ -64,14 +65,15 @@ class AutoHierarchical(MadeAtFirstCall):
     ``guide.state_dict()``; Pyro's parameter store has q(v) alone.
 
     Args:
-        model: a Pyro model whose units are independent given its other latent sites.
+        model: a Pyro model whose units, or whose block, are Gaussian given its other latent sites.
         globals: a guide class, or a function of a model that gives a guide.
-        locals: names of the units' latent sites, all in one plate; found where not given.
+        locals: names of the units' latent sites, all in one plate, or of the block's; found where not
+            given.
         name: name of the guide in Pyro's parameter store.
 
     Raises:
-        ValueError: at the first call, for a model without such units; at later calls for numbers of
-            units that are out of range or come twice, and for another number of units.
+        ValueError: at the first call, for a model without such units or block; at later calls for
+            numbers of units that are out of range or come twice, and for another number of units.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -168,21 +170,19 @@ class AutoHierarchical(MadeAtFirstCall):
         if learning and self.sites.any_new():
             self._begin(given.detached(), weight)
         q = self._conditionals(given)
-        x = q.draw(antithetic(q.mean))
+        noise = antithetic(q.white)
+        w = q.drawn(noise)
         if learning:
             # a prior that is free of the globals leaves the draws without a graph
-            x = x if x.requires_grad else x.requires_grad_()
-            at, mean = given.detached(), q.mean.detach()
-            if len(x) >= ENOUGH:
-                step = partial(self._step, at, mean, x.detach())
+            w = w if w.requires_grad else w.requires_grad_()
+            at = given.detached()
+            if len(w) >= ENOUGH:
+                step = partial(self._step, at, q.mean.detach(), at.priors.at(w.detach()))
             else:
                 step = partial(self._advance, at)
-            x.register_hook(lambda grad: step(weight))
-        drawn, log_det = self.units.mapped(given.gaussians(x), given.maps)
-        log_q = q.log_prob(x) - log_det
-        if given.place is not None:
-            log_q = log_q + given.place.log_det
-        return Drawn(drawn, log_q, given.seen)
+            w.register_hook(lambda grad: step(weight))
+        drawn, log_det = self.units.mapped(given.latent.at(w), given.maps)
+        return Drawn(drawn, q.log_q(noise) - log_det, given.seen)
 
     def _call(self, args: Any, kwargs: Any, minibatches: Minibatches | None = None) -> Call:
         if not has_model(self):  # Pyro leaves it out of copies
@@ -201,9 +201,9 @@ class AutoHierarchical(MadeAtFirstCall):
     @torch.no_grad()
     def _advance(self, given: Given, weight: float = 1.0, noise: float = 1.0) -> None:
         """A step of the sites at fresh draws of the units, or nearer to their means by ``noise``."""
-        given = given.repeated(-(-ENOUGH // len(given.priors.linear)))
+        given = given.repeated(-(-ENOUGH // len(given.priors.offset)))
         q = self._conditionals(given)
-        self._step(given, q.mean, q.draw(noise * antithetic(q.mean)), weight)
+        self._step(given, q.mean, q.draw(noise * antithetic(q.white)), weight)
 
     @outside_autocast
     def _step(self, given: Given, mean: Tensor, x: Tensor, weight: float) -> None:
@@ -262,7 +262,7 @@ class AutoHierarchical(MadeAtFirstCall):
                 stacklevel=2,
             )
         q = self._conditionals(given)
-        mean, sd = given.gaussians(q.mean), q.sd(given.place and given.place.inverse)
+        mean, sd = given.latent.at(q.white), replace(q, prior=given.latent).sd()
         flat = levels.reshape(-1)
         each = units.values(mixture_quantiles(mean, sd, flat), given.maps)
         if any(given.maps.values()):  # which may fall

@@ -1,7 +1,7 @@
 r"""Likelihoods of single units with their latent variables integrated out.
 
     L_i(v) = p(y_i | v) = E_q(u_i | v) [p(y_i | u_i, v) p(u_i | v) / q(u_i | v)]
-           ~ sum_j w_j p(y_i | u_ij, v) p(u_ij | v) / q(u_ij | v),      u_ij = m_i(v) + R_i(v)^-T x_j,
+           ~ sum_j w_j p(y_i | u_ij, v) p(u_ij | v) / q(u_ij | v),      u_ij = m_i(v) + A R_i(v)^-T x_j,
 
 with the points x_j and weights w_j of :mod:`pyro_ngvi.sites.expectation`.  Since q(u_i | v) lies where
 p(u_i | y_i, v) does, at every v, this is adaptive Gauss-Hermite quadrature (Liu & Pierce 1994) without
@@ -29,36 +29,67 @@ from torch import Tensor
 
 from ..linalg.host import fixed_normal
 from ..linalg.products import matvec
-from ..linalg.triangles import solve_transposed
 from ..runtime.density import Site, Sites, site_kind, site_log_prob, with_density
 from ..runtime.model_density import MOST_NUMBERS
-from ..sites.expectation import quadrature_points
+from ..sites.expectation import Points, quadrature_points
 from ..sites.probe_points import digit_masks
 from .conditional import Conditionals
 from .runs import Given
 from .units import Units, gradient
 
-#: points a latent variable of a unit, or in all where it has more than three
-ORDERS, SOBOL = {1: 20, 2: 7, 3: 5}, 512
+#: points a latent variable of a unit, or in all where it has more than three, and of a block
+ORDERS, SOBOL, BLOCK = {1: 20, 2: 7, 3: 5}, 512, 16
 #: points a latent variable for which NumPy finds their places
 MOST = 200
+#: Newton's steps of a block at each draw of the globals
+NEWTON = 3
 #: points of wide tails and of q each that look for what the quadrature misses
 WIDE = 1024
 
 
-def point_count(k: int, points: int | None) -> tuple[int, int]:
-    """Points a latent variable for k <= 3, else in all; and in all."""
-    count = ORDERS.get(k, SOBOL) if points is None else points
+def point_count(units: Units, points: int | None) -> tuple[int, int]:
+    """Points a latent variable of units of up to three, else in all; and in all."""
+    k, block = units.width, units.plate is None
+    count = (BLOCK if block else ORDERS.get(k, SOBOL)) if points is None else points
     if not isinstance(count, Integral) or count < 1 or (k in ORDERS and count > MOST):
         raise ValueError(
             f"points must be a whole number from 1, to {MOST} where a unit has up to three latent "
             f"variables, and is {points!r}."
         )
-    return count, count**k if k in ORDERS else count
+    return count, count**k if k in ORDERS and not block else count
+
+
+def _points(units: Units, count: int, like: Tensor) -> Points:
+    """A block has a few random ones in pairs: given v it is nearly Gaussian, whatever k is."""
+    k = units.width
+    if units.plate is not None:
+        return quadrature_points(k, count, like.dtype, like.device)
+    half = fixed_normal(-(-count // 2), k, seed=count).to(like)
+    x = torch.cat([half, -half])[:count]
+    return Points(x, torch.full_like(x[:, 0], 1.0 / len(x)))
+
+
+def at_globals(units: Units, given: Given, q: Conditionals) -> Conditionals:
+    """q(u | v) of a block with the site that data make at each v, by Newton's steps from ``q``: one
+    site for all v does not follow a scale of the noise.  That of units stays as it is."""
+    if units.coloring is None:
+        return q
+    held, vectors = given.detached(), units.coloring.vectors(q.white)
+    # not by backward: a run of a collapsed model may itself be under vmap
+    slope = torch.func.grad(lambda x: units.log_likelihood(held, x).sum())
+    for _ in range(NEWTON):
+        at = q.mean.detach()
+        columns = [torch.func.grad(lambda x, v=v: (slope(x) * v).sum())(at) for v in vectors]
+        H = -units.coloring.matrix(torch.stack(columns)).detach()
+        new = Conditionals.of(q.prior, slope(at).detach() + matvec(H, at), H)
+        fine = (new.white.isfinite().all(-1) & new.log_det.isfinite())[..., None]
+        white = torch.where(fine, new.white, q.white)
+        q = Conditionals(q.prior, white, torch.where(fine[..., None], new.root, q.root))
+    return q
 
 
 class Integrated(NamedTuple):
-    """log L_i(v) (S, B), and of x = R_i' (u_i - m_i) given y_i, v the mean (S, B, k) and E x x'."""
+    """log L_i(v) (S, B), and of the noise x of u_i given y_i, v the mean (S, B, k) and E x x'."""
 
     log_marginals: Tensor
     mean: Tensor
@@ -72,17 +103,17 @@ def log_marginals(units: Units, given: Given, q: Conditionals, points: int | Non
 
 def integrated(units: Units, given: Given, q: Conditionals, points: int | None) -> Integrated:
     """As :func:`log_marginals`, with the moments of p(u_i | y_i, v)."""
-    S, B, k = q.mean.shape
-    prior = Conditionals.without_sites(given.priors)
-    total = torch.full_like(q.mean[..., 0], -torch.inf)
-    mean, square = torch.zeros_like(q.mean), torch.zeros_like(q.root)
-    every = quadrature_points(k, point_count(k, points)[0], q.mean.dtype, q.mean.device)
+    S, B, k = q.white.shape
+    total = torch.full_like(q.white[..., 0], -torch.inf)
+    mean, square = torch.zeros_like(q.white), torch.zeros_like(q.root)
+    every = _points(units, point_count(units, points)[0], q.white)
     rows = max(1, MOST_NUMBERS // max(1, S * B * k))
     for x, w in zip(every.x.split(rows), every.weights.split(rows), strict=True):
-        u = q.draw(x[:, None, None].expand(-1, S, B, -1))
-        log_q = q.log_det_root - 0.5 * (x.square().sum(-1) + k * log(2.0 * pi))[:, None, None]
-        log_p = log_likelihoods(units, given.repeated(len(x)), u.flatten(0, 1)).reshape(-1, S, B)
-        terms = log_p + prior.log_prob(u) - log_q + w.log()[:, None, None]
+        noise = x[:, None, None].expand(-1, S, B, -1)
+        white = q.drawn(noise)
+        log_p = log_likelihoods(units, given.repeated(len(x)), white.flatten(0, 1))
+        log_p = log_p.reshape(-1, S, B) + q.prior.log_prob(white)
+        terms = log_p - q.log_q(noise) + w.log()[:, None, None]
         before, total = total, torch.logaddexp(total, torch.logsumexp(terms, 0))
         with torch.no_grad():
             share, kept = (terms - total).exp(), (before - total).exp()[..., None]
@@ -103,23 +134,22 @@ def found_beyond(units: Units, given: Given, q: Conditionals, log_l: Tensor) -> 
     Returns:
         The ratio minus 1 and its standard error, means over the draws of v, (2, B).
     """
-    prior = Conditionals.without_sites(given.priors)
-    S, B, k = q.mean.shape
-    means, squares = torch.zeros(2, 2, S, B).to(q.mean)
+    S, B, k = q.white.shape
+    means, squares = torch.zeros(2, 2, S, B).to(q.white)
     rows = max(1, MOST_NUMBERS // max(1, S * B * k))
 
-    def log_t(u: Tensor) -> Tensor:
-        white = matvec(prior.root.mT, u - prior.mean)
-        return prior.log_det_root - white.square().log1p().sum(-1) - k * log(pi)
+    def log_t(white: Tensor) -> Tensor:
+        return -white.square().log1p().sum(-1) - k * log(pi) - q.prior.log_det
 
     for half in range(2):
         for n in (min(rows, WIDE - start) for start in range(0, WIDE, rows)):
-            noise = torch.randn(2, n, S, B, k).to(q.mean)
-            u = q.draw(noise[0]) if half else prior.draw(noise[0] / noise[1])
+            noise = torch.randn(2, n, S, B, k).to(q.white)
+            white = q.drawn(noise[0]) if half else noise[0] / noise[1]
             with pyro.validation_enabled(False):  # far out parameters leave their support
-                log_p = log_likelihoods(units, given.repeated(n), u.flatten(0, 1))
-            log_w = log_p.reshape(n, S, B) + prior.log_prob(u) + log(2.0)
-            w = (log_w - torch.logaddexp(q.log_prob(u), log_t(u)) - log_l).exp().nan_to_num(0.0)
+                log_p = log_likelihoods(units, given.repeated(n), white.flatten(0, 1))
+            log_w = log_p.reshape(n, S, B) + q.prior.log_prob(white) + log(2.0)
+            log_w = log_w - torch.logaddexp(q.log_prob(white), log_t(white)) - log_l
+            w = log_w.exp().nan_to_num(0.0)
             means[half] += w.sum(0) / WIDE
             squares[half] += w.square().sum(0) / WIDE
     error = ((squares - means.square()).sum(0) / WIDE).sqrt() / 2.0
@@ -134,25 +164,25 @@ def told_apart(units: Units, given: Given, q: Conditionals) -> Given:
     or spreads it (0 * NaN, in a product with a matrix), is seen at 1 to 64 sds of the prior and more,
     either way.  Refuses data of several units, and those that may be of one which nothing shows.
     """
-    still, (S, count, k) = q.mean, q.mean.shape
-    prior, turn = Conditionals.without_sites(given.priors), torch.arange(S).to(still)[:, None, None]
+    still, (S, count, k) = q.white, q.white.shape
+    turn = torch.arange(S).to(still)[:, None, None]
     length = (-1.0) ** turn * 4.0 ** ((turn / 2.0).floor() % 4.0)
     noise = fixed_normal(1, count, k, seed=count).to(still)
-    away = still + solve_transposed(prior.root, length * (noise + noise.sign()))
+    away = still + length * (noise + noise.sign())
 
-    def terms(x: Tensor) -> dict[str, Tensor]:
+    def terms(white: Tensor) -> dict[str, Tensor]:
         def outside(sites: Sites) -> dict[str, Tensor]:
             seen = {n: s for n, s in with_density(sites).items() if is_outside(units, s)}
             return {name: weighted_terms(site).reshape(-1) for name, site in seen.items()}
 
-        values = units.values(given.gaussians(x), given.maps)
+        values = units.values(given.latent.at(white), given.maps)
         return given.call.batched(outside, {**given.values, **values})
 
     masks, here, owners = digit_masks(count, still.device).unsqueeze(-1), terms(still), {}
 
-    def there(x: Tensor) -> dict[str, Tensor]:
+    def there(white: Tensor) -> dict[str, Tensor]:
         with suppress(RuntimeError, ValueError), pyro.validation_enabled(False):
-            return terms(x)
+            return terms(white)
         # without a density there, as where a Cholesky fails, nothing is known
         return {name: torch.full_like(at, torch.nan) for name, at in here.items()}
 
@@ -175,9 +205,9 @@ def told_apart(units: Units, given: Given, q: Conditionals) -> Given:
             owners[name] = torch.where(owned, numbers, count)
     given = replace(given, call=replace(given.call, owners=owners))
     with torch.enable_grad():
-        x = still.detach().requires_grad_()
-        slope = gradient(log_likelihoods(units, given, x), x)
-    whole = units.gradient(given, still) / given.seen.scale
+        white = still.detach().requires_grad_()
+        slope = gradient(log_likelihoods(units, given, white), white)
+    whole = matvec(given.priors.root.mT, units.gradient(given, q.mean)) / given.seen.scale
     size = 1e-3 * whole.abs().max().clamp_min(1e-3)
     if not bool(((slope - whole).abs() <= size).all()):
         raise _not_told_apart(units, "")
@@ -211,12 +241,12 @@ def weighted_terms(site: Site) -> Tensor:
     return weighted.expand(plain.shape)
 
 
-def log_likelihoods(units: Units, given: Given, x: Tensor) -> Tensor:
-    """log p(y_i | u_i, v) (S, B) at x (S, B, k), of what is observed of each unit."""
+def log_likelihoods(units: Units, given: Given, white: Tensor) -> Tensor:
+    """log p(y_i | u_i, v) (S, B) at white w (S, B, k), of what is observed of each unit."""
     owners = given.call.owners
 
     def of_units(sites: Sites) -> Tensor:
-        total = x.new_zeros(x.shape[1] + 1)
+        total = white.new_zeros(white.shape[1] + 1)
         for name, site in with_density(sites).items():
             outside = is_outside(units, site)
             if site_kind(site) == "latent" or (outside and name not in owners):
@@ -225,9 +255,9 @@ def log_likelihoods(units: Units, given: Given, x: Tensor) -> Tensor:
             if outside:
                 total = total.index_add(0, owners[name], terms.reshape(-1).to(total))
             else:
-                rows = terms.movedim(units.dim, 0)
+                rows = terms.movedim(units.dim or 0, 0)  # without a plate all is outside
                 total = total + torch.nn.functional.pad(rows.reshape(len(rows), -1).sum(-1), (0, 1))
         return total[:-1]
 
-    values = units.values(given.gaussians(x), given.maps)
+    values = units.values(given.latent.at(white), given.maps)
     return given.call.batched(of_units, {**given.values, **values})

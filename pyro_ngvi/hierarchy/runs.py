@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributions as td
@@ -14,14 +14,23 @@ from torch import Tensor
 from torch.distributions import Transform
 from torch.utils._pytree import tree_map_only
 
+from ..distributions import GaussianProcess, GaussianStateSpace
 from ..linalg.products import matvec
 from ..runtime.density import Site, Sites
 from ..runtime.pyro_adapter import with_inner
-from ..runtime.run import CannotBatch, Minibatches, run_in_loop, run_particles, run_plainly
+from ..runtime.run import (
+    CannotBatch,
+    Conditioned,
+    Minibatches,
+    run_in_loop,
+    run_particles,
+    run_plainly,
+)
 from ..sites.conditioned_model import AllSeen
 from .conditional import UnitPriors
 
 Model = Callable[..., Any]
+Gaussian = td.Normal | td.MultivariateNormal | GaussianProcess | GaussianStateSpace
 Values = Mapping[str, Tensor]
 
 #: at how many draws mixed derivatives are taken, a pass for each of the globals followed: units average
@@ -31,11 +40,12 @@ FEW_DRAWS = 2
 
 @dataclass(frozen=True)
 class LocalSite:
-    """A latent site of the units: ``rest`` is the shape of a unit's share, ``axis`` the units' dim."""
+    """A latent site of the units: ``rest`` is the shape of a unit's share, ``axis`` the units' dim, or
+    ``None`` where one unit has all of it."""
 
     name: str
     rest: torch.Size
-    axis: int
+    axis: int | None
 
     @property
     def size(self) -> int:
@@ -43,12 +53,16 @@ class LocalSite:
 
     def rows(self, value: Tensor) -> Tensor:
         """(..., B, k) of a tensor (..., *shape) in the shape of the site."""
+        if self.axis is None:
+            return value.reshape(*value.shape[: value.dim() - len(self.rest)], 1, self.size)
         lead = value.dim() - len(self.rest) - 1
         moved = value.movedim(self.axis, lead)
         return moved.reshape(*moved.shape[: lead + 1], self.size)
 
     def value(self, rows: Tensor) -> Tensor:
         """The other way round, (..., B, k) to (..., *shape)."""
+        if self.axis is None:
+            return rows.reshape(rows.shape[:-2] + self.rest)
         split = rows.reshape(rows.shape[:-1] + self.rest)
         return split.movedim(rows.dim() - 2, self.axis)
 
@@ -82,10 +96,10 @@ class Held(Messenger):
             return
         site, own = self.parts[msg["name"]]
         fn, maps = gaussian_of(msg)
-        value = torch.zeros_like(fn.loc.expand(fn.shape()))
+        value = torch.zeros_like(offset_and_root(fn)[0])
         if self.z is not None:
             z = self.z[..., own].to(value)
-            value = site.value(z.expand(value.shape[site.axis], site.size))
+            value = site.value(z.expand_as(site.rows(value)))
         for transform in maps:
             value = transform(value)
         msg["value"], msg["done"] = value, True
@@ -134,6 +148,26 @@ class Call:
                     f"in guide.median(*args)."
                 ) from error
 
+    def moved(
+        self, reduce: Callable[[Sites], Any], values: Values, held: Held, units: Values
+    ) -> Any:
+        """``reduce`` (k, S, ...) as :meth:`batched`, where the units' sites are at ``units`` (k, ...):
+        what the model does with globals alone is done once."""
+
+        def each(sites: Sites) -> Any:
+            # some globals come after the units, where the run has ended
+            own = {name: sites[name]["value"] for name in values if name in sites}
+
+            def one(at: Values) -> Any:
+                handler = Conditioned({**own, **at}, self.minibatches, in_vmap=True)
+                with handler, held:
+                    self.model(*self.args, **self.kwargs)
+                return reduce(handler.sites)
+
+            return torch.func.vmap(one)(dict(units))
+
+        return tree_map_only(Tensor, lambda x: x.movedim(1, 0), self.batched(each, values, held))
+
     def at(self, values: Values, held: Held | None = None) -> Sites:
         """The sites of one run."""
         program = self.model if held is None else held(self.model)
@@ -156,7 +190,24 @@ def is_gaussian(site: Site) -> bool:
     each = all(t.bijective and t.domain.event_dim == t.codomain.event_dim == 0 for t in maps)
     inner = [part for t in maps for part in with_inner(t)]
     fixed = not any(isinstance(x, Tensor) for t in inner for x in vars(t).values())
-    return isinstance(fn, td.Normal | td.MultivariateNormal) and each and fixed
+    return isinstance(fn, Gaussian) and each and fixed
+
+
+def offset_and_root(fn: Gaussian) -> tuple[Tensor, Tensor | None]:
+    """Mean, in the distribution's shape, and the Cholesky factor of an event's covariance; ``None``
+    where it is diagonal."""
+    if isinstance(fn, td.Normal):
+        return fn.loc.expand(fn.batch_shape), None
+    if not isinstance(fn, GaussianStateSpace):
+        loc, root = cast(Any, fn).loc, cast(Any, fn).scale_tril
+        return loc.expand(*fn.batch_shape, *fn.event_shape), root.expand(
+            *fn.batch_shape, *root.shape[-2:]
+        )
+    size = fn.event_shape.numel()
+    one = torch.eye(size, dtype=fn.initial_loc.dtype, device=fn.initial_loc.device)
+    made = fn.from_noise(torch.cat([0.0 * one[:1], one]).reshape(-1, *fn.event_shape))
+    root = (made[1:] - made[0]).reshape(size, size).mT
+    return made[0].expand(fn.shape()), root.expand(*fn.batch_shape, size, size)
 
 
 # --- what one call of a model says of its units, at draws of the globals
@@ -185,38 +236,38 @@ class Seen:
 
 
 class Place(NamedTuple):
-    """x = A z + b at S draws of the globals: A^-1 (S, B, k, k), b (S, B, k), log |det A| (S, B)."""
+    """x = P z + p at S draws of the globals: P and, where wanted, P^-1 (S, B, k, k), p (S, B, k)."""
 
-    inverse: Tensor
+    matrix: Tensor
     offset: Tensor
-    log_det: Tensor
+    inverse: Tensor | None
 
     @classmethod
-    def of(cls, matrix: Tensor, offset: Tensor) -> Place:
-        return cls(torch.linalg.inv_ex(matrix)[0], offset, torch.linalg.slogdet(matrix)[1])
+    def of(cls, matrix: Tensor, offset: Tensor, invert: bool = True) -> Place:
+        return cls(matrix, offset, torch.linalg.inv_ex(matrix)[0] if invert else None)
 
     def gaussians(self, x: Tensor) -> Tensor:
+        assert self.inverse is not None
         return matvec(self.inverse, x - self.offset)
 
     def moved(self, prior: UnitPriors) -> UnitPriors:
         """The prior of x, from that of z."""
-        left = self.inverse.mT @ prior.precision
-        linear = matvec(self.inverse.mT, prior.linear)
-        precision = left @ self.inverse
-        return UnitPriors(linear + matvec(precision, self.offset), precision)
+        offset = matvec(self.matrix, prior.offset) + self.offset
+        return UnitPriors(offset, self.matrix @ prior.root, prior.triangle, self.inverse)
 
 
 @dataclass(frozen=True)
 class Given:
     """What a call says of its units at S draws of the globals, ``values`` (S, ...) by site.
 
-    ``priors`` are those of x, where the sites are: the Gaussians z of the units' latent sites, or their
-    ``place``.  ``maps`` are those from z to latent sites, by site.
+    ``latent`` is the prior of the Gaussians z of the units' latent sites, ``maps`` lead from them to
+    the sites, by site.  ``priors`` are those of x, where q has its sites: z, or its ``place``.
     """
 
     call: Call
     values: Values
     seen: Seen
+    latent: UnitPriors
     priors: UnitPriors
     maps: Mapping[str, list[Transform]]
     place: Place | None
@@ -225,9 +276,9 @@ class Given:
         return self._each(Tensor.detach)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Given:
-        parts = dict(self.values), self.priors, self.place
-        values, priors, place = tree_map_only(Tensor, change, parts)
-        return replace(self, values=values, priors=priors, place=place)
+        parts = dict(self.values), self.latent, self.priors, self.place
+        values, latent, priors, place = tree_map_only(Tensor, change, parts)
+        return replace(self, values=values, latent=latent, priors=priors, place=place)
 
     def repeated(self, times: int) -> Given:
         """All draws of the globals so many times, one copy after the other."""
@@ -235,10 +286,10 @@ class Given:
 
     def followed(self, names: Sequence[str]) -> Tensor:
         """phi (S, D): the globals of these names, one after the other."""
-        count = len(self.priors.linear)
+        like = self.priors.offset
         return torch.cat(
-            [self.priors.linear.new_zeros(count, 0)]
-            + [self.values[name].reshape(count, -1).to(self.priors.linear) for name in names],
+            [like.new_zeros(len(like), 0)]
+            + [self.values[name].reshape(len(like), -1).to(like) for name in names],
             1,
         )
 
@@ -247,10 +298,6 @@ class Given:
         count = min(len(x), FEW_DRAWS)
         chosen = (torch.arange(count) * len(x) // count).to(x.device)
         return self._each(lambda t: t[chosen]), x[chosen]
-
-    def gaussians(self, x: Tensor) -> Tensor:
-        """z (..., B, k) at x."""
-        return x if self.place is None else self.place.gaussians(x)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import pyro
@@ -18,37 +19,58 @@ import torch
 import torch.distributions as td
 from torch import Tensor
 from torch.distributions import Transform
+from torch.utils._pytree import tree_map_only
 
 from ..guides.marginals import SiteValue
+from ..linalg.coloring import Coloring
 from ..linalg.host import at_hand
 from ..runtime.density import Sites, site_kind, site_log_prob, with_density
 from ..sites.structure import is_weighted
 from .conditional import Slopes, UnitPriors
-from .runs import Call, Drawn, Given, Held, LocalSite, Parts, Place, Seen, Values, gaussian_of
+from .runs import (
+    Call,
+    Drawn,
+    Given,
+    Held,
+    LocalSite,
+    Parts,
+    Place,
+    Seen,
+    Values,
+    gaussian_of,
+    offset_and_root,
+)
+
+#: names of latent sites that a sentence has
+MOST_NAMES = 4
 
 
 @dataclass(frozen=True)
 class Units:
     """The latent sites of ``size`` units in the plate ``plate``, in the order of the model.
 
+    Without a plate it is one unit, a *block*: a field, a series, crossed effects.  ``coloring`` says
+    which derivatives of what is observed are taken together then.
     ``dependent``: whether some of them are means of others.  ``effects``: deterministic sites, by the
     latent site whose place they take, which are linear in these with coefficients that depend on the
-    globals, as u = m + s z: sites are on u then.
+    globals, as u = m + s z: sites are on u then.  ``direct``: whether data see z through u alone.
     ``followed``: globals that sites follow, since the slope of the data in the units depends on them.
     ``smooth``: whether no gradient of what is observed was seen to jump.
     ``pooled``: whether the prior of sites, or of the effects in their place, depends on the globals.
     """
 
-    plate: str
-    dim: int
+    plate: str | None
+    dim: int | None
     size: int
     sites: tuple[LocalSite, ...]
     globals: tuple[str, ...]
     dependent: bool = False
     effects: Mapping[str, LocalSite] = field(default_factory=dict)
+    direct: bool = False
     followed: tuple[str, ...] = ()
     smooth: bool = True
     pooled: bool = True
+    coloring: Coloring | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -59,12 +81,18 @@ class Units:
         """k."""
         return sum(site.size for site in self.sites)
 
+    @property
+    def called(self) -> str:
+        """What they are, in the middle of a sentence."""
+        return "block" if self.plate is None else f"units of {self.plate!r}"
+
     def __str__(self) -> str:
-        plural = "" if self.width == 1 else "s"
-        return (
-            f"{self.size:,} units of {self.width} latent variable{plural} ({', '.join(self.names)}) in "
-            f"the plate {self.plate!r}, given {', '.join(self.globals)}"
-        )
+        what = f"{self.width} latent variable{'' if self.width == 1 else 's'}"
+        names = ", ".join(self.names[:MOST_NAMES]) + ", ..." * (len(self.names) > MOST_NAMES)
+        where = f"{self.size:,} units of {what} ({names}) in the plate {self.plate!r}"
+        if self.plate is None:
+            where = f"a block of {what} ({names})"
+        return f"{where}, given {', '.join(self.globals)}"
 
     @property
     def parts(self) -> Parts:
@@ -100,13 +128,13 @@ class Units:
             known["seen"] = self._seen(sites)
             known["maps"] = {name: gaussian_of(sites[name])[1] for name in self.names}
             effects = [e.rows(sites[e.name]["value"]) for e in self.effects.values()]
-            return self.offset(sites), self.conditional_precision(sites), effects
+            return self.offset(sites), self.conditional_root(sites), effects
 
-        offset, precision, effects = call.batched(parts, values, self.held())
+        offset, root, effects = call.batched(parts, values, self.held())
         mixing = place = None
         if self.dependent or self.effects:
             units = torch.eye(self.width, dtype=offset.dtype, device=offset.device)
-            moved = [call.batched(parts, values, self.held(z)) for z in units]
+            moved = self._moved(parts, call, values, units, known["maps"])
             if self.dependent:
                 mixing = torch.stack([x[0] - offset for x in moved], -1)
             if self.effects:
@@ -115,18 +143,34 @@ class Units:
                     self._in_place(x[2], z.expand_as(offset)) - there
                     for x, z in zip(moved, units, strict=True)
                 ]
-                place = Place.of(torch.stack(columns, -1), there)
-        priors = UnitPriors.of(offset, mixing, precision)
-        priors = priors if place is None else place.moved(priors)
-        return Given(call, values, known["seen"], priors, known["maps"], place)
+                invert = not (self.direct and self.smooth)
+                place = Place.of(torch.stack(columns, -1), there, invert)
+        latent = UnitPriors.of(offset, mixing, root)
+        priors = latent if place is None else place.moved(latent)
+        return Given(call, values, known["seen"], latent, priors, known["maps"], place)
+
+    def _moved(
+        self, parts: Any, call: Call, values: Values, units: Tensor, maps: Mapping[str, Any]
+    ) -> Sequence[Any]:
+        """``parts`` at each of the Gaussians ``units`` (k, k) of all units."""
+        if self.plate is not None:
+            return [call.batched(parts, values, self.held(z)) for z in units]
+        moved = call.moved(parts, values, self.held(), self.values(units.unsqueeze(1), maps))
+        return [tree_map_only(Tensor, itemgetter(i), moved) for i in range(len(units))]
 
     def _in_place(self, effects: Sequence[Tensor], z: Tensor) -> Tensor:
         """x (S, B, k) at z: effects where there are some, and z elsewhere."""
         rows = dict(zip(self.effects, effects, strict=True))
         return torch.cat([rows.get(site.name, z[..., own]) for site, own in self.parts], -1)
 
-    def log_likelihood(self, given: Given, x: Tensor, weight: float = 1.0) -> Tensor:
-        """log p (S,) of all that may depend on x (S, B, k); ``weight`` is that of what is observed."""
+    def log_likelihood(
+        self, given: Given, x: Tensor, weight: float = 1.0, beside: float = 0.0
+    ) -> Tensor:
+        """log p (S,) of all that may depend on x (S, B, k); ``weight`` is that of what is observed.
+
+        What data see ``direct`` is put in for the model to go on with, and latent variables in whose
+        place it stands are ``beside``, wherever that is.
+        """
 
         def total(sites: Sites) -> Tensor:
             sums = [torch.zeros(())]
@@ -136,8 +180,18 @@ class Units:
                     sums.append((weight if observed else 1.0) * site_log_prob(site)[1].sum())
             return torch.stack([x.to(sums[-1]) for x in sums]).sum()
 
-        units = self.values(given.gaussians(x), given.maps)
-        return given.call.batched(total, {**given.values, **units})
+        z, effects = x, dict[str, Tensor]()
+        if self.direct:
+            z = torch.cat([self._beside(site, x[..., own], beside) for site, own in self.parts], -1)
+            parts = {site.name: x[..., own] for site, own in self.parts}
+            effects = {e.name: e.value(parts[name]) for name, e in self.effects.items()}
+        elif given.place is not None:
+            z = given.place.gaussians(x)
+        values = {**given.values, **self.values(z, given.maps), **effects}
+        return given.call.batched(total, values)
+
+    def _beside(self, site: LocalSite, x: Tensor, value: float) -> Tensor:
+        return torch.full_like(x, value) if site.name in self.effects else x
 
     @torch.enable_grad()
     def gradient(self, given: Given, x: Tensor) -> Tensor:
@@ -163,10 +217,19 @@ class Units:
         g, cross = gradient(log_p, x, create_graph=self.smooth), x.new_zeros(*x.shape[1:], 0)
         if not self.smooth:
             return Slopes(g, None, cross)
-        H = -torch.stack(_columns(g, x), -1)
+        H = -self._hessian(g, x)
         if self.followed:
             cross = self._cross(*given.few(x), weight)
         return Slopes(g.detach(), 0.5 * (H + H.mT), cross)
+
+    def _hessian(self, g: Tensor, x: Tensor) -> Tensor:
+        """Derivatives (S, B, k, k) of the gradient g in x, at the same draw and in the same unit."""
+        if self.coloring is None:
+            return torch.stack(_columns(g, x), -1)
+        vectors = self.coloring.vectors(g)
+        return self.coloring.matrix(
+            torch.stack([gradient(g * v, x, retain_graph=True) for v in vectors])
+        )
 
     def _cross(self, given: Given, x: Tensor, weight: float) -> Tensor:
         """Minus the mean of the mixed derivatives in x and the globals followed, (B, k, D)."""
@@ -191,24 +254,22 @@ class Units:
         """Prior means (B, k) in a run."""
         parts = []
         for site in self.sites:
-            fn = gaussian_of(sites[site.name])[0]
-            parts.append(site.rows(fn.loc.expand(fn.shape())))
+            offset, _ = offset_and_root(gaussian_of(sites[site.name])[0])
+            parts.append(site.rows(offset))
         return torch.cat(parts, -1)
 
-    def conditional_precision(self, sites: Sites) -> Tensor:
-        """Precisions (B, k, k), given means, in a run."""
+    def conditional_root(self, sites: Sites) -> Tensor:
+        """Cholesky factors of covariances (B, k, k), given means, in a run."""
         blocks: list[Tensor] = []
         for site in self.sites:
             fn = gaussian_of(sites[site.name])[0]
             if isinstance(fn, td.Normal):
-                blocks.append(site.rows(fn.scale.expand(fn.batch_shape) ** -2).diag_embed())
+                blocks.append(site.rows(fn.scale.expand(fn.batch_shape)).diag_embed())
                 continue
-            # not its precision_matrix, whose gradient fails where the matrix is nearly singular
-            root = fn.scale_tril.expand(*fn.batch_shape, *fn.event_shape, *fn.event_shape)
-            one = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
-            inverse = torch.linalg.solve_triangular(root, one, upper=False)
-            P = (inverse.mT @ inverse).movedim(site.axis - 1, 0)  # behind a matrix, not a vector
-            blocks += P.reshape(len(P), -1, *P.shape[-2:]).unbind(1)
+            root: Any = offset_and_root(fn)[1]
+            # behind a matrix, not a vector
+            root = root.unsqueeze(0) if site.axis is None else root.movedim(site.axis - 1, 0)
+            blocks += root.reshape(len(root), -1, *root.shape[-2:]).unbind(1)
         return torch.func.vmap(torch.block_diag)(*blocks)
 
     def sample(
@@ -217,14 +278,17 @@ class Units:
         """Sample the latent sites at one draw; ``nodes`` and ``plates`` are a guide's."""
         seen, values = drawn.seen, {}
         share = drawn.log_q[0] / len(self.sites)
-        of_units = pyro.plate(self.plate, seen.size, dim=self.dim, subsample=seen.given)
-        plates = {**plates, self.plate: of_units}
+        if self.plate is not None:
+            of_units = pyro.plate(self.plate, seen.size, dim=self.dim, subsample=seen.given)
+            plates = {**plates, self.plate: of_units}
         for name in self.names:
             node, value = nodes[name], drawn.values[name][0]
             batch = value.shape[: value.dim() - node["fn"].event_dim]
             # in other plates too: each entry of a unit has an equal part
             equal = share * len(share) / max(batch.numel(), 1)
-            log_q: Any = equal.reshape(-1, *[1] * (-self.dim - 1)).expand(batch)
+            if self.dim is not None:
+                equal = equal.reshape(-1, *[1] * (-self.dim - 1))
+            log_q: Any = equal.expand(batch) if batch else equal.sum()
             with ExitStack() as stack:
                 for frame in node["cond_indep_stack"]:
                     stack.enter_context(plates[frame.name])
@@ -235,11 +299,14 @@ class Units:
         first = sites[self.names[0]]
         for name in self.names:
             if is_weighted(sites[name], self.plate):
+                beside = "its own" if self.plate is None else repr(self.plate)
                 raise ValueError(
                     f"AutoHierarchical: the prior of {name!r} stands under poutine.scale, poutine.mask,"
-                    f" obs_mask= or a subsampled plate beside {self.plate!r}. Subsample units alone; "
+                    f" obs_mask= or a subsampled plate beside {beside}. Subsample units alone; "
                     f"scale or mask what is observed alone."
                 )
+        if self.plate is None:
+            return Seen(torch.arange(1), 1, True)
         size = next(f for f in first["cond_indep_stack"] if f.name == self.plate).size
         plate, every = sites.get(self.plate), torch.arange(size)
         if plate is None:

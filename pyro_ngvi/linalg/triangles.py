@@ -55,3 +55,10 @@ def solve_transposed(R: Tensor, b: Tensor) -> Tensor:
             rest = rest - R[..., j, i] * x[j]
         x[i] = rest / R[..., i, i]
     return torch.stack(x, -1)
+
+
+def solve_columns(R: Tensor, B: Tensor) -> Tensor:
+    """X (..., k, m) with R X = B."""
+    if R.shape[-1] > SMALL:
+        return torch.linalg.solve_triangular(R, B, upper=False)
+    return solve(R.unsqueeze(-3), B.mT).mT

@@ -104,7 +104,8 @@ def _sizes(subsample: Any) -> tuple[int, int]:
 class Conditioned(Messenger):
     """Fixes latent sites and minibatches, which stay latent; records sample sites and parameters.
 
-    A minibatch that the program itself passes (``plate(..., subsample=index)``) is never replaced.
+    What is deterministic gives way to a value of its name.  A minibatch that the program itself passes
+    (``plate(..., subsample=index)``) is never replaced.
 
     Args:
         values: value by site; for a plate's name, its minibatch.
@@ -120,6 +121,8 @@ class Conditioned(Messenger):
 
     def _pyro_sample(self, msg: Site) -> None:
         name, fn, of_plate = msg["name"], msg["fn"], site_is_subsample(msg)
+        if name in self.values and (msg["infer"] or {}).get("_deterministic"):
+            msg["value"] = self.values[name]
         if msg["is_observed"] or (of_plate and msg["value"] is not None):
             return
         if name in self.values:

@@ -24,7 +24,23 @@ from pyro_ngvi.hierarchy.conditional import (
     mixture_quantiles,
 )
 from pyro_ngvi.hierarchy.marginal import log_marginals
+from pyro_ngvi.hierarchy.runs import Place
 from pyro_ngvi.linalg.triangles import cholesky, solve, solve_transposed
+
+
+def natural(linear: Tensor, precision: Tensor) -> UnitPriors:
+    """The prior of these natural parameters."""
+    root = torch.linalg.cholesky(torch.linalg.inv(precision))
+    mean = torch.linalg.solve(precision, linear.unsqueeze(-1)).squeeze(-1)
+    return UnitPriors(mean, root, root)
+
+
+def precision_of(prior: UnitPriors) -> Tensor:
+    return torch.linalg.inv(prior.root @ prior.root.mT)
+
+
+def linear_of(prior: UnitPriors) -> Tensor:
+    return (precision_of(prior) @ prior.offset.unsqueeze(-1)).squeeze(-1)
 
 
 def positive(*shape: int, seed: int = 0) -> Tensor:
@@ -55,36 +71,46 @@ def test_a_matrix_that_is_not_positive_definite_has_no_root(k: int) -> None:
     assert R[0].isfinite().all() and not R[1].diagonal(dim1=-2, dim2=-1).isfinite().all()
 
 
+@pytest.mark.parametrize("placed", [False, True], ids=["as they are", "placed"])
 @pytest.mark.parametrize("k", [1, 2, 5])
-def test_a_conditional_is_prior_times_site(k: int) -> None:
+def test_a_conditional_is_prior_times_site(k: int, placed: bool) -> None:
     S, B = 3, 4
-    prior = UnitPriors(normal(S, B, k), positive(S, B, k))
+    prior = natural(normal(S, B, k), positive(S, B, k))
+    log_turn = torch.zeros(S, B).double()
+    if placed:  # u = P z + p
+        P = positive(S, B, k, seed=5) + normal(S, B, k, k)
+        prior, log_turn = Place.of(P, normal(S, B, k, seed=6)).moved(prior), P.det().abs().log()
     nu, Lambda = normal(B, k, seed=2), positive(B, k, seed=3)
     q = Conditionals.of(prior, nu, Lambda)
-    precision = prior.precision + Lambda
-    mean = torch.linalg.solve(precision, prior.linear + nu)
+    precision = precision_of(prior) + Lambda
+    mean = torch.linalg.solve(precision, linear_of(prior) + nu)
     dense = dist.MultivariateNormal(mean, precision_matrix=precision)
-    u = q.draw(normal(S, B, k, seed=4))
+    before = dist.MultivariateNormal(prior.offset, prior.root @ prior.root.mT)
+    e = normal(S, B, k, seed=4)
+    u, w = q.draw(e), q.drawn(e)
+    assert torch.allclose(prior.at(w), u)
     assert torch.allclose(q.mean, mean)
-    assert torch.allclose(q.log_prob(u), dense.log_prob(u))
-    assert torch.allclose(q.sd(), dense.stddev)
-    M = positive(S, B, k, seed=5) + normal(S, B, k, k)
-    covariance = M @ dense.covariance_matrix @ M.mT
-    assert torch.allclose(q.sd(M), covariance.diagonal(dim1=-2, dim2=-1).sqrt())
+    # densities are those of z
+    assert torch.allclose(q.log_prob(w), dense.log_prob(u) + log_turn)
+    assert torch.allclose(q.log_q(e), q.log_prob(w))
+    assert torch.allclose(prior.log_prob(w), before.log_prob(u) + log_turn)
+    assert torch.allclose(q.sd(), dense.stddev) and torch.allclose(prior.sd(), before.stddev)
+    wanted = (precision_of(prior) @ u[..., None])[..., 0]
+    assert torch.allclose(prior.precise(u), wanted)
     # draws have that covariance: their map from noise is a root of it
     root = torch.func.jacrev(lambda e: q.draw(e.expand(S, B, k))[1, 2])(torch.zeros(k).double())
     assert torch.allclose(root @ root.mT, dense.covariance_matrix[1, 2])
 
 
 def test_a_prior_with_means_that_are_sites_is_the_dense_one() -> None:
-    k, precision, offset = 3, positive(2, 3), normal(2, 3)
+    k, noise, offset = 3, positive(2, 3), normal(2, 3)
     B = torch.tril(normal(2, k, k, seed=3), -1)
-    prior = UnitPriors.of(offset, B, precision)
+    prior = UnitPriors.of(offset, B, torch.linalg.cholesky(noise))
     inverse = torch.linalg.inv(torch.eye(k) - B)
-    covariance = inverse @ torch.linalg.inv(precision) @ inverse.mT
-    assert torch.allclose(torch.linalg.inv(prior.precision), covariance)
-    mean = torch.linalg.solve(prior.precision, prior.linear)
-    assert torch.allclose(mean, (inverse @ offset[..., None])[..., 0])
+    covariance = inverse @ noise @ inverse.mT
+    assert torch.allclose(prior.root @ prior.root.mT, covariance)
+    assert torch.allclose(prior.offset, (inverse @ offset[..., None])[..., 0])
+    assert torch.allclose(prior.log_det, 0.5 * covariance.logdet())
 
 
 # --- the step of a site: natural gradient of the ELBO of its unit
@@ -104,21 +130,20 @@ def slopes(g: Tensor, H: Tensor) -> Slopes:
 
 def poisson_case(k: int) -> tuple[UnitPriors, Sites, Tensor]:
     """One unit at one draw of the globals: log p(y | u) = sum_j y_j u_j - exp(u_j)."""
-    prior = UnitPriors(normal(1, 1, k), positive(1, 1, k) + torch.eye(k))
+    prior = natural(normal(1, 1, k), positive(1, 1, k) + torch.eye(k))
     sites = site(0.3 * normal(1, k, seed=5), 0.5 * positive(1, k, seed=6))
     return prior, sites, torch.tensor([3.0, 1.0, 0.0][:k]).double()
 
 
 def moments(prior: UnitPriors, nu: Tensor, Lambda: Tensor) -> tuple[Tensor, Tensor]:
-    Q = (prior.precision + Lambda)[0, 0]
-    return torch.linalg.solve(Q, (prior.linear + nu)[0, 0]), torch.linalg.inv(Q)
+    Q = (precision_of(prior) + Lambda)[0, 0]
+    return torch.linalg.solve(Q, (linear_of(prior) + nu)[0, 0]), torch.linalg.inv(Q)
 
 
 def elbo(prior: UnitPriors, nu: Tensor, Lambda: Tensor, y: Tensor) -> Tensor:
     """E log p(y | u) - KL(q || p), in closed form."""
     m, V = moments(prior, nu, Lambda)
-    P = prior.precision[0, 0]
-    centre = torch.linalg.solve(P, prior.linear[0, 0])
+    P, centre = precision_of(prior)[0, 0], prior.offset[0, 0]
     q = torch.distributions.MultivariateNormal(m, V)
     p = torch.distributions.MultivariateNormal(centre, precision_matrix=P)
     expected = (y * m - (m + 0.5 * V.diagonal()).exp()).sum()
@@ -150,7 +175,7 @@ def test_a_step_goes_along_the_natural_gradient(k: int) -> None:
 
     def log_partition(theta: Tensor) -> Tensor:
         nu, Lambda = unpacked(theta)
-        Q, h = (prior.precision + Lambda)[0, 0], (prior.linear + nu)[0, 0]
+        Q, h = (precision_of(prior) + Lambda)[0, 0], (linear_of(prior) + nu)[0, 0]
         return 0.5 * h @ torch.linalg.solve(Q, h) - 0.5 * torch.logdet(Q)
 
     theta = packed(sites.linear, sites.precision)
@@ -174,7 +199,7 @@ def test_where_steps_end_the_elbo_of_the_unit_is_stationary(k: int) -> None:
 
 
 def test_steps_are_bounded_and_units_that_are_not_finite_keep_their_site() -> None:
-    prior = UnitPriors(torch.zeros(1, 3, 1).double(), torch.full((1, 3, 1, 1), 1e-2).double())
+    prior = natural(torch.zeros(1, 3, 1).double(), torch.full((1, 3, 1, 1), 1e-2).double())
     zero = site(torch.zeros(3, 1).double(), torch.zeros(3, 1, 1).double())
     g = torch.tensor([1e6, 1.0, math.nan]).double().reshape(1, 3, 1)
     H = torch.tensor([1e-3, 1e8, 1.0]).double().reshape(1, 3, 1, 1)
@@ -203,13 +228,13 @@ def test_the_mean_is_right_where_the_likelihood_is_not_concave(curved: bool) -> 
     prior, sites, _ = poisson_case(2)
     sites = site(sites.linear, 0.0 * sites.precision)
     a, C = normal(2, seed=8), 0.4 * torch.eye(2).double()
-    P, h = prior.precision[0, 0], prior.linear[0, 0]
+    P, h = precision_of(prior)[0, 0], linear_of(prior)[0, 0]
     assert torch.linalg.eigvalsh(P - C).min() > 0.1
     e = normal(2000, 1, 2, seed=9)
     e = torch.cat([e, -e])
     for _ in range(40):
         q = Conditionals.of(prior, sites.linear, sites.precision)
-        u, mean = (q.mean + (q.draw(e) - q.mean)), q.mean.expand(len(e), 1, 2)
+        u, mean = q.draw(e), q.mean.expand(len(e), 1, 2)
         H = (-C).expand(len(e), 1, 2, 2) if curved else None
         there = Slopes(a + u @ C, H, torch.zeros(1, 2, 0).double())
         sites = sites.moved(prior, NO_PHI, mean, u, there)

@@ -1,0 +1,73 @@
+"""A sparse symmetric matrix from few products with vectors of zeros and ones.
+
+Columns without a common row share a product; and of an entry (i, j) the other, (j, i), will do
+(Gebremedhin, Manne & Pothen 2005, What color is your Jacobian?, SIAM Review 47).  So the columns with
+most entries, as those of few items that all subjects answer, have a product of their own, and the
+others need not keep out of the rows of these.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: limits on the entries of a column, beyond which it has its own colour, that are tried
+TRIED = 8
+
+
+class Coloring(NamedTuple):
+    """Colours of the k columns, (k,), how many there are, and where entries are found: entry (i, j)
+    of H is entry ``place[i, j]`` of the products in a row, C k numbers, or 0 where it is ``empty``."""
+
+    colors: Tensor
+    count: int
+    place: Tensor
+    empty: Tensor
+
+    @classmethod
+    def of(cls, pattern: Tensor) -> Coloring:
+        """That with the fewest colours of those that this search sees; ``pattern`` (k, k) is bool."""
+        pattern = (pattern | pattern.mT).cpu()
+        degree = pattern.sum(0)
+        limits = degree.unique()
+        limits = limits[torch.linspace(0, len(limits) - 1, min(len(limits), TRIED)).long()]
+        tried = (_colors(pattern, degree > limit) for limit in limits)
+        colors = min(tried, key=lambda c: int(c.max()))
+        alone = _alone(pattern, colors)
+        k = len(pattern)
+        i, j = torch.meshgrid(torch.arange(k), torch.arange(k), indexing="ij")
+        place = torch.where(alone, colors[j] * k + i, colors[i] * k + j)
+        return cls(colors, int(colors.max()) + 1, place, ~pattern)
+
+    def vectors(self, like: Tensor) -> Tensor:
+        """Zeros and ones (C, k): the columns of each colour."""
+        every = torch.arange(self.count)[:, None] == self.colors
+        return every.to(like)
+
+    def matrix(self, products: Tensor) -> Tensor:
+        """H (..., k, k) from its products H v (C, ..., k)."""
+        rows = products.movedim(0, -2).flatten(-2)
+        place, empty = (x.to(rows.device) for x in (self.place, self.empty))
+        found = rows.index_select(-1, place.flatten())
+        return found.reshape(*rows.shape[:-1], *place.shape).masked_fill(empty, 0.0)
+
+
+def _colors(pattern: Tensor, own: Tensor) -> Tensor:
+    """Colours (k,) where the columns ``own`` (k,) have one each, and others share no row but theirs."""
+    others = pattern & ~own[:, None] & ~own
+    meets = (others.float() @ others.float()) > 0.0
+    colors = torch.full((len(pattern),), -1)
+    for j in (~own).nonzero().flatten().tolist():
+        taken = set(colors[meets[j]].tolist())
+        colors[j] = next(c for c in range(len(pattern)) if c not in taken)
+    first = int(colors.max()) + 1
+    colors[own] = torch.arange(first, first + int(own.sum()))
+    return colors
+
+
+def _alone(pattern: Tensor, colors: Tensor) -> Tensor:
+    """Whether no other column of the colour of j has an entry in row i, (k, k)."""
+    of_color = torch.nn.functional.one_hot(colors).float()
+    return (pattern.float() @ of_color)[:, colors] - pattern.float() == 0.0
