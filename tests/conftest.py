@@ -1,18 +1,15 @@
-"""float64 by default, one seed for each test, and the directory of data sets that do not ship with
-the project."""
+"""float64 by default, and the directory of data sets that do not ship with the project."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyro
 import pytest
 import torch
 
 
 @pytest.fixture(autouse=True)
 def float64_default() -> Iterator[None]:
-    pyro.set_rng_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield

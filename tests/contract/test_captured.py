@@ -79,6 +79,7 @@ class Stream:
 def emulation(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (captured, checked):
         monkeypatch.setattr(module, "on_gpu", lambda tensors, device: True)
+    monkeypatch.setattr(captured, "CHUNK", 8)  # the emulation takes as long as the steps
     emulated = {
         "Stream": Stream,
         "current_stream": Stream,
@@ -102,11 +103,11 @@ def compiled(*case: Any) -> CompiledSVI:
 def test_steps_are_the_eager_ones(name: str) -> None:
     model, guide, rule, loss = CASES[name]
     eager = make(model, guide, rule, loss())
-    losses = [eager.step(*data()) for _ in range(60)]
+    losses = [eager.step(*data()) for _ in range(32)]
     expected = everything(eager)
     svi = compiled(model, guide, rule, loss())
     found = [svi.step(*data()) for _ in range(12)]
-    found += svi.run(48, *data()).tolist()
+    found += svi.run(20, *data()).tolist()
     assert svi.tier == "cuda_graph", svi.reason
     assert found == losses and same(everything(svi), expected)
 
@@ -214,9 +215,9 @@ def test_a_run_goes_on_where_there_is_no_graph_of_many_steps(
 
     monkeypatch.setattr(captured.CapturedGraph, "_captured", refused)
     eager = make()
-    losses = [eager.step(*data()) for _ in range(60)]
+    losses = [eager.step(*data()) for _ in range(30)]
     svi = compiled()
-    assert svi.run(60, *data()).tolist() == losses and svi.tier == tier
+    assert svi.run(30, *data()).tolist() == losses and svi.tier == tier
     assert ("out of memory" in svi.reason) == fails
 
 

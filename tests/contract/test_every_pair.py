@@ -17,6 +17,7 @@ from pyro.infer import SVI
 from torch import Tensor
 
 from pyro_ngvi import IFVB
+from pyro_ngvi.curvature import Drawn
 from tests.registry import FOREIGN, GUIDES, LOSSES, RULES
 from tests.trajectories import COLUMNS, ROWS, model
 
@@ -82,6 +83,26 @@ def steps(rule: str, guide: str, loss: str) -> None:
             moved[name] = p.detach().clone()
             assert moved[name].isfinite().all(), name
     assert any(not torch.equal(moved[name], value) for name, value in before.items())
+
+
+@pytest.fixture(scope="module")
+def sought() -> set[Any]:
+    return set()
+
+
+@pytest.fixture(autouse=True)
+def kinks_are_sought_once(sought: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each curvature and latent vector: the search looks at the model alone, which is one, and
+    takes longer than the two steps."""
+    warn = Drawn.warn_of_kinks
+
+    def once(self: Drawn, whole: bool = False) -> None:
+        key = self.kind, whole, *self.layout.unconstrained_shapes.items()
+        if key not in sought:
+            sought.add(key)
+            warn(self, whole)
+
+    monkeypatch.setattr(Drawn, "warn_of_kinks", once)
 
 
 @pytest.mark.filterwarnings(

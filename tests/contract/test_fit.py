@@ -286,7 +286,8 @@ def test_leave_one_out_given_a_point_in_some_sites() -> None:
     guide.append(AutoDelta(pyro.poutine.block(model, expose=["s"])))
     guide.append(AutoNormal(pyro.poutine.block(model, expose=["m"])))
     adam = PyroOptim(torch.optim.Adam, {"lr": 0.05})
-    fit = ngvi.fit(model, y, guide=guide, optim=adam, loss=Trace_ELBO(8), max_steps=300, tol=0.0)
+    loss = Trace_ELBO(8, vectorize_particles=True, max_plate_nesting=1)
+    fit = ngvi.fit(model, y, guide=guide, optim=adam, loss=loss, max_steps=300, tol=0.0)
     s2 = fit.guide.median()["s"].square()
     left = 29.0 / s2 + 0.01
     exact = dist.Normal((y.sum() - y) / s2 / left, (s2 + 1.0 / left).sqrt()).log_prob(y).sum()
@@ -666,7 +667,8 @@ def test_the_best_of_the_guides_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
             pyro.sample("y", dist.Normal(m + s * z, 2.0), obs=y)
 
     monkeypatch.setattr("pyro_ngvi.fitting.ladder.FLOW", 0)
-    fit = ngvi.fit(noncentred, torch.linspace(-3.0, 3.0, 8), guide="auto", seed=0)
+    y, how = torch.linspace(-3.0, 3.0, 8), {"guide": "auto", "seed": 0, "max_steps": 40}
+    fit = ngvi.fit(noncentred, y, **how)
     assert [rung.guide for rung in fit.rungs] == ["AutoFullRankNormal", "AutoHierarchical"]
     assert fit.elbo[0] == max(rung.elbo for rung in fit.rungs)
 

