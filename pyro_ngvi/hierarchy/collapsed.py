@@ -122,7 +122,10 @@ def collapse(
 def _tried(guide: AutoHierarchical, args: Any, kwargs: Any) -> tuple[Given, Conditionals]:
     """A few draws of q, whose data are told apart by unit."""
     given = guide._given_globals(args, kwargs, TRIED, learning=True)
-    q = at_globals(guide.units, given, guide._conditionals(given))
+    q = guide._conditionals(given)
+    if guide.units.coloring is not None:  # of data that the guide may not have seen
+        guide.units.slopes(given, q.mean)
+    q = at_globals(guide.units, given, q)
     return told_apart(guide.units, given, q), q
 
 

@@ -85,7 +85,7 @@ def _block(call: Call, sites: Sites, latent: Sites, wanted: Sequence[str] | None
         )
     probe = Probe(call, units, sites, latent)
     pattern = [probe.curvature(units, at)[0, 0] != 0.0 for at in probe.finite_moves(units)]
-    coloring = Coloring.of(pattern[0] | pattern[1])
+    coloring = Coloring(pattern[0] | pattern[1])
     if coloring.count > MOST_ENTRIES:
         raise ValueError(
             f"AutoHierarchical: data see {coloring.count} latent variables of a block at once, more "

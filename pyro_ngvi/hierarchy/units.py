@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_map_only
 
 from ..guides.marginals import SiteValue
 from ..linalg.coloring import Coloring
-from ..linalg.host import at_hand
+from ..linalg.host import at_hand, fixed_normal
+from ..linalg.products import matvec
 from ..runtime.density import Sites, site_kind, site_log_prob, with_density
 from ..sites.structure import is_weighted
 from .conditional import Slopes, UnitPriors
@@ -226,17 +227,23 @@ class Units:
         """Derivatives (S, B, k, k) of the gradient g in x, at the same draw and in the same unit."""
         if self.coloring is None:
             return torch.stack(_columns(g, x), -1)
-        vectors = self.coloring.vectors(g)
-        return self.coloring.matrix(
-            torch.stack([gradient(g * v, x, retain_graph=True) for v in vectors])
-        )
+        # and one more, since a minibatch may tie what no other has tied before
+        check = fixed_normal(1, self.width, seed=self.width).to(g)
+        vectors = [*self.coloring.vectors(g), check[0]]
+        *products, wanted = (gradient(g * v, x, retain_graph=True) for v in vectors)
+        H = self.coloring.matrix(torch.stack(products))
+        off = (matvec(H, check) - wanted).abs().amax()
+        if bool(off > torch.finfo(g.dtype).eps ** 0.5 * wanted.abs().amax()):
+            H = torch.stack(_columns(g, x), -1)
+            self.coloring.add((H != 0.0).flatten(0, 1).any(0))
+        return H
 
     def _cross(self, given: Given, x: Tensor, weight: float) -> Tensor:
         """Minus the mean of the mixed derivatives in x and the globals followed, (B, k, D)."""
         x = x.detach().requires_grad_()
         followed = {name: given.values[name].detach().requires_grad_() for name in self.followed}
         given = replace(given, values={**given.values, **followed})
-        if self.effects:  # what data say of x is through the place too
+        if self.effects and not self.direct:  # what data say of x is through the place too
             given = replace(given, place=self.given(given.call, given.values).place)
         g = gradient(self.log_likelihood(given, x, weight), x, create_graph=True)
         # d (g' w) / d phi is linear in w: its gradients in w are columns of d g / d phi

@@ -8,8 +8,6 @@ others need not keep out of the rows of these.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -17,29 +15,30 @@ from torch import Tensor
 TRIED = 8
 
 
-class Coloring(NamedTuple):
-    """Colours of the k columns, (k,), how many there are, and where entries are found: entry (i, j)
-    of H is entry ``place[i, j]`` of the products in a row, C k numbers, or 0 where it is ``empty``."""
+class Coloring:
+    """Colours of the k columns, and where entries of the matrix are found in its products.
 
-    colors: Tensor
-    count: int
-    place: Tensor
-    empty: Tensor
+    Entry (i, j) is entry ``place[i, j]`` of the C products (C k numbers in a row), or 0 where it is
+    ``empty``.
+    """
 
-    @classmethod
-    def of(cls, pattern: Tensor) -> Coloring:
-        """That with the fewest colours of those that this search sees; ``pattern`` (k, k) is bool."""
+    def __init__(self, pattern: Tensor) -> None:
+        """The fewest colours that this search sees; ``pattern`` (k, k): where there may be entries."""
         pattern = (pattern | pattern.mT).cpu()
         degree = pattern.sum(0)
         limits = degree.unique()
         limits = limits[torch.linspace(0, len(limits) - 1, min(len(limits), TRIED)).long()]
         tried = (_colors(pattern, degree > limit) for limit in limits)
-        colors = min(tried, key=lambda c: int(c.max()))
-        alone = _alone(pattern, colors)
-        k = len(pattern)
+        self.colors = min(tried, key=lambda c: int(c.max()))
+        self.count, self.empty = int(self.colors.max()) + 1, ~pattern
+        k, colors = len(pattern), self.colors
         i, j = torch.meshgrid(torch.arange(k), torch.arange(k), indexing="ij")
-        place = torch.where(alone, colors[j] * k + i, colors[i] * k + j)
-        return cls(colors, int(colors.max()) + 1, place, ~pattern)
+        alone = _alone(pattern, colors)
+        self.place = torch.where(alone, colors[j] * k + i, colors[i] * k + j)
+
+    def add(self, pattern: Tensor) -> None:
+        """Go on with these entries too."""
+        self.__init__(pattern.cpu() | ~self.empty)
 
     def vectors(self, like: Tensor) -> Tensor:
         """Zeros and ones (C, k): the columns of each colour."""

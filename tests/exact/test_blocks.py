@@ -191,6 +191,33 @@ def test_crossed_effects_are_exact_given_their_scales() -> None:
     assert torch.allclose(left, wanted, rtol=0.0, atol=1e-8)
 
 
+def test_minibatches_of_data_tie_what_others_have_not() -> None:
+    """The first batch has one item: of it alone all effects of subjects look free of each other."""
+
+    def model(rows: Tensor) -> None:
+        a_scale: Any = pyro.sample("a_scale", dist.HalfNormal(ZERO + 1.0))
+        b_scale: Any = pyro.sample("b_scale", dist.HalfNormal(ZERO + 1.0))
+        with pyro.plate("subjects", 5):
+            a: Any = pyro.sample("a", dist.Normal(ZERO, a_scale))
+        with pyro.plate("items", 3):
+            b: Any = pyro.sample("b", dist.Normal(ZERO, b_scale))
+        with pyro.plate("data", len(rows)):
+            at = a[..., SUBJECT[rows]] + b[..., ITEM[rows]]
+            pyro.sample("y", dist.Normal(at, 0.5), obs=ANSWER[rows])
+
+    guide = ngvi.AutoHierarchical(model, locals=["a", "b"])
+    first, every = torch.tensor([0]), torch.arange(15)
+    guide(first)
+    assert guide.units.coloring.count == 2
+    svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+    for _ in range(30):
+        svi.step(every)
+    A = torch.nn.functional.one_hot(SUBJECT).double()
+    B = torch.nn.functional.one_hot(ITEM).double()
+    X = torch.cat([A, B], 1)
+    assert torch.allclose(guide.sites.precision[0], X.mT @ X / 0.25, atol=1e-6)
+
+
 def test_units_stay_units_where_other_effects_have_no_scale_of_their_own() -> None:
     guide = ngvi.AutoHierarchical(lambda: crossed(pooled=False))
     guide()

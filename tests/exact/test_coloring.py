@@ -42,7 +42,7 @@ def test_every_entry_is_found(pattern: Callable[[], Tensor], most: int) -> None:
     k = len(where)
     H = torch.randn(2, 3, k, k, generator=torch.Generator().manual_seed(2)).double()
     H = (H + H.mT) * where
-    coloring = Coloring.of(where)
+    coloring = Coloring(where)
     vectors = coloring.vectors(H)
     assert torch.equal(vectors.sum(0), torch.ones(k).double())
     assert len(vectors) == coloring.count <= most
@@ -51,4 +51,12 @@ def test_every_entry_is_found(pattern: Callable[[], Tensor], most: int) -> None:
 
 
 def test_one_side_of_the_pattern_is_enough() -> None:
-    assert torch.equal(Coloring.of(torch.ones(3, 3).tril().bool()).empty, torch.zeros(3, 3).bool())
+    assert torch.equal(Coloring(torch.ones(3, 3).tril().bool()).empty, torch.zeros(3, 3).bool())
+
+
+def test_entries_that_come_later_are_found_too() -> None:
+    coloring = Coloring(torch.eye(5).bool())
+    coloring.add(band(5, 1))
+    H = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
+    H = (H + H.mT) * band(5, 1)
+    assert torch.equal(coloring.matrix(torch.stack([H @ v for v in coloring.vectors(H)])), H)
