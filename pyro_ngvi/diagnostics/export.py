@@ -195,9 +195,10 @@ def to_arviz(
         stats |= per_draw({"log_weights": own.log_weights})
         if resample:
             weights = own.psis_log_weights
+            asked = "corrected=True" if corrected else 'resample="psis"'
             if decision == "unusable":
                 warnings.warn(
-                    f'resample="psis" cannot be relied on here. {verdict}',
+                    f"{asked} cannot be relied on here. {verdict}",
                     RuntimeWarning,
                     stacklevel=2,
                 )

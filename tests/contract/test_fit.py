@@ -388,6 +388,20 @@ def test_rules_and_losses_go_with_the_guide(guide: Any, optim: Any, loss: Any) -
     assert fit.stop.steps == 2 and fit.why_stopped == "max_steps"
 
 
+@pytest.mark.parametrize(
+    ("globals", "optim"),
+    [
+        (ngvi.AutoMeanFieldNormal, ngvi.NGVB),
+        (ngvi.AutoCouplingFlow, ngvi.IFVB),
+        (AutoNormal, ngvi.IFVB),
+    ],
+)
+def test_a_hierarchy_has_a_rule_for_its_globals(globals: Any, optim: Any) -> None:
+    guide = ngvi.AutoHierarchical(units, globals)
+    fit = ngvi.fit(units, torch.tensor([1.0, 2.0, 0.0]), guide=guide, max_steps=3, progress=False)
+    assert type(fit.svi.optim) is optim and np.isfinite(fit.losses).all()
+
+
 def test_what_is_given_is_taken() -> None:
     guide = AutoNormal(logistic)
     optim, loss = PyroOptim(torch.optim.Adam, {"lr": 0.1}), Trace_ELBO()
