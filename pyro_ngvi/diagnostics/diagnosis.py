@@ -176,7 +176,7 @@ class Diagnosis:
             if math.isnan(k):
                 tail = "weights cannot be told from rounding: evaluate the model in float64"
             where += f", but {self.khat.verdict.rstrip('.') if self.modes > 1 else tail}"
-        how = ': to_arviz(..., resample="psis")' * (self.decision == "resample")
+        how = f": {self.khat.resampling}" * (self.decision == "resample")
         return f"{words[self.decision]}{how}: {where}."
 
     def __str__(self) -> str:

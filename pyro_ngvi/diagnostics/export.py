@@ -196,9 +196,10 @@ def to_arviz(
         if resample:
             weights = own.psis_log_weights
             asked = "corrected=True" if corrected else 'resample="psis"'
-            if decision == "unusable":
+            if decision == "unusable" or (decision == "resample" and found.wanted):
+                how = "cannot be relied on here" if decision == "unusable" else "wants more draws"
                 warnings.warn(
-                    f"{asked} cannot be relied on here. {verdict}",
+                    f"{asked} {how}. {verdict}",
                     RuntimeWarning,
                     stacklevel=2,
                 )

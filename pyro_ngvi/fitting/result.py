@@ -246,8 +246,11 @@ class Result:
 
     def to_arviz(self, **options: Any) -> Any:
         """:func:`pyro_ngvi.to_arviz` of the fit, with its options; without groups of numbers by datum
-        where it was given minibatches alone."""
+        where it was given minibatches alone.  Resampled are the draws of the verdict, if neither
+        ``num_samples`` nor ``seed`` says otherwise."""
         model, args = self._call
+        if options.get("resample"):
+            options = {"num_samples": self._draws, "seed": 0} | options
         return diagnostics.to_arviz(model, self.guide, *args, **options, **self.kwargs)
 
     def summary(self, **options: Any) -> Any:

@@ -175,6 +175,19 @@ def test_a_correction_is_recommended_where_it_works(apart: bool) -> None:
             fit.to_arviz(corrected=True)
 
 
+def test_what_is_resampled_are_the_draws_of_the_verdict() -> None:
+    def model() -> None:
+        pyro.sample("x", dist.MultivariateNormal(X.new_zeros(2), scale_tril=root))
+
+    root = X.new_tensor([[1.0, 0.0], [0.5, 0.75**0.5]])
+    fit = ngvi.fit(model, guide="AutoMeanFieldNormal", seed=0, progress=False)
+    data = fit.to_arviz(resample="psis")
+    assert data.attrs["khat"] == fit.khat.khat
+    again = fit.to_arviz(resample="psis", num_samples=fit._draws, seed=0)
+    assert data["posterior"].equals(again["posterior"])
+    assert not data["posterior"].equals(fit.to_arviz(resample="psis", seed=1)["posterior"])
+
+
 def test_what_the_user_froze_stays() -> None:
     class Scaled(PyroModule):
         def __init__(self) -> None:
