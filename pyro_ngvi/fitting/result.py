@@ -19,8 +19,10 @@ from ..hierarchy import AutoHierarchical
 from ..hierarchy.collapsed import can_collapse
 from ..linalg.host import own_random_state
 from ..runtime.run import CannotBatch
+from ..sites.site_guide import SiteGuide
 from .advice import Structure
 from .batches import Epoch
+from .effects import way_of_effect
 from .ladder import FLOW, Rung, modes_seen
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked
@@ -178,12 +180,14 @@ class Result:
             )
         if (
             at_hand
-            and self._may_climb
             and verdict.decision != "resample"
             and self.khat.ess > 0.0  # else no guide has a density here
             and not np.isnan(self.khat.khat)  # else rounding is what is wrong
         ):
-            return 'Or pass guide="auto", which goes on to richer guides.'
+            narrow = not isinstance(guide, AutoHierarchical | SiteGuide | AutoFlow)
+            if narrow and (way := way_of_effect(self.model, self.args, self.kwargs)):
+                return way
+            return 'Or pass guide="auto", which goes on to richer guides.' * self._may_climb
         return ""
 
     @property

@@ -731,6 +731,64 @@ def test_a_distrusted_guide_is_told_of_richer_ones_that_were_not_tried() -> None
         assert (how in repr(fit)) == told
 
 
+def level(y: Tensor) -> None:
+    q: Any = pyro.sample("q", dist.HalfNormal(y.new_ones(())))
+    r: Any = pyro.sample("r", dist.HalfNormal(y.new_ones(())))
+    z: Any = pyro.sample("z", dist.Normal(y.new_zeros(len(y)), 1.0).to_event(1))
+    pyro.sample("y", dist.Normal(q * z.cumsum(-1), r).to_event(1), obs=y)
+
+
+def process(y: Tensor) -> None:
+    s: Any = pyro.sample("s", dist.HalfNormal(y.new_ones(())))
+    x = torch.arange(len(y)).to(y)
+    cov = s**2 * (-0.1 * (x - x[:, None]) ** 2).exp() + 1e-3 * torch.eye(len(y), dtype=y.dtype)
+    f: Any = pyro.sample("f", dist.MultivariateNormal(torch.zeros_like(y), cov))
+    pyro.sample("y", dist.Normal(f, 0.5).to_event(1), obs=y)
+
+
+def regions(y: Tensor, named: bool = False) -> None:
+    s: Any = pyro.sample("s", dist.HalfNormal(y.new_ones(())))
+    with pyro.plate("regions", len(y)):
+        z: Any = pyro.sample("z", dist.Normal(0.0, 1.0))
+        u = pyro.deterministic("u", s * z) if named else s * z
+        pyro.sample("y", dist.Poisson(u.exp()), obs=y)
+
+
+def coefficients(y: Tensor) -> None:
+    s: Any = pyro.sample("s", dist.HalfNormal(y.new_ones(())))
+    w: Any = pyro.sample("w", dist.Normal(y.new_zeros(6), 1.0).to_event(1))
+    pyro.sample(
+        "y", dist.Normal((w * torch.arange(6.0)).sum(-1), s).expand(y.shape).to_event(1), obs=y
+    )
+
+
+SERIES = torch.tensor([0.0, 1.0, 1.0, 3.0, 2.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (level, "'z' has a scale of its own: name the effect, as u = pyro.deterministic("),
+        (regions, "'z' has a scale of its own: name the effect, as u = pyro.deterministic("),
+        (process, "'f' is an effect with a scale of its own: take ngvi.integrate(model, *args)"),
+        (coefficients, 'Or pass guide="auto", which goes on to richer guides.'),
+    ],
+)
+def test_a_narrow_guide_of_an_effect_is_told_of_what_is_wider(model: Any, told: str) -> None:
+    fit = ngvi.fit(model, SERIES, guide="AutoMeanFieldNormal", seed=0, max_steps=1, progress=False)
+    assert fit.verdict.decision in ("unusable", "unclear")
+    assert told in repr(fit)
+    if model is not coefficients:
+        assert "auto" not in repr(fit).splitlines()[2] and len(fit._way_on()) <= 240
+        assert "ngvi.integrate(model, *args)" in fit._way_on()
+        assert ngvi.integrate(model, SERIES, num_samples=100).points
+
+
+def test_an_effect_that_is_named_is_one_of_units() -> None:
+    assert ngvi.advise(regions, SERIES).guide is ngvi.AutoFullRankNormal
+    assert ngvi.advise(regions, SERIES, True).guide is ngvi.AutoHierarchical
+
+
 def test_a_model_that_is_nan_where_all_of_its_latents_are_one_has_a_verdict() -> None:
     """Which begins at a draw of the guide."""
 
