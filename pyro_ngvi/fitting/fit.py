@@ -270,7 +270,7 @@ def fit(
             tuples of arguments.  ``args`` are then those of all data, for what is read afterwards;
             without them that goes over minibatches (:class:`~pyro_ngvi.diagnostics.OverBatches`).
         max_steps: steps after which to stop in any case; ``None`` for no such limit, as ``max_time``.
-        max_time: the same in seconds.
+        max_time: the same in seconds, of which the search for a start takes half at most.
         tol: nats of ELBO that may be left to gain within the guide's family; 0 to go on to a limit.
         seed: of all random numbers, as by ``pyro.set_rng_seed``.
         compile: whether the steps run as graphs, see :func:`pyro_ngvi.compile`; ``"auto"`` for a run

@@ -757,9 +757,8 @@ def regions(y: Tensor, named: bool = False) -> None:
 def coefficients(y: Tensor) -> None:
     s: Any = pyro.sample("s", dist.HalfNormal(y.new_ones(())))
     w: Any = pyro.sample("w", dist.Normal(y.new_zeros(6), 1.0).to_event(1))
-    pyro.sample(
-        "y", dist.Normal((w * torch.arange(6.0)).sum(-1), s).expand(y.shape).to_event(1), obs=y
-    )
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal((w * torch.arange(6.0)).sum(-1), s), obs=y)
 
 
 SERIES = torch.tensor([0.0, 1.0, 1.0, 3.0, 2.0, 4.0])

@@ -68,8 +68,6 @@ FILLED = {
     "pyro_ngvi.predict(model, guide, x)": "pyro_ngvi.predict(model, normal, x)",
     "AutoSites.loo()": "guide.loo()",
     "pyro.deterministic({}, ...)": 'pyro.deterministic("f", X)',
-    'pyro.deterministic("u", scale * {})': 'pyro.deterministic("u", 2.0 * X)',
-    "ngvi.integrate(model, *args)": "pyro_ngvi.integrate(scaled)",
     "pyro_ngvi.integrate(model)": "pyro_ngvi.integrate(scaled)",
     "expand()": "dist.Normal(0.0, 1.0).expand([3])",
     "MatrixNormal({}, {})": "families.MatrixNormal(2, 3)",
