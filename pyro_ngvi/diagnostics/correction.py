@@ -88,8 +88,8 @@ def decision_on(weights: KHat, model: Collapsed) -> tuple[str, str]:
     if good:
         return "intervals", f"Take the corrected intervals as they are ({figures} exact ones)."
     return "unusable", (
-        f"Not usable: globals cannot be corrected ({figures}). Train a flow for them, "
-        f"AutoHierarchical(model, ngvi.AutoCouplingFlow), or take NUTS on ngvi.collapse(guide, ...)."
+        f"Not usable: globals cannot be corrected ({figures}). Take NUTS on ngvi.collapse(guide, ...), "
+        f"whose draw_units(draws) adds the units."
     )
 
 

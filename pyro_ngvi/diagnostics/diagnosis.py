@@ -123,9 +123,10 @@ class Diagnosis:
         light = weights.ok if self.modes > 1 else weights.reliable or weights.khat <= HEAVY
         if good and not self._missed and light:
             return "intervals"
-        if weights.decision == "resample":
-            return "resample"
         off = any(m.is_off for m in self._moved.values())
+        # weights that would change little decide where chains do not
+        if weights.decision == "resample" or (weights.ok and not off and not good):
+            return "resample"
         return "unusable" if off or self._missed else "unclear"
 
     @property
@@ -176,7 +177,7 @@ class Diagnosis:
             if math.isnan(k):
                 tail = "weights cannot be told from rounding: evaluate the model in float64"
             where += f", but {self.khat.verdict.rstrip('.') if self.modes > 1 else tail}"
-        how = ': to_arviz(..., resample="psis")' * (self.decision == "resample")
+        how = f": {self.khat.resampling}" * (self.decision == "resample")
         return f"{words[self.decision]}{how}: {where}."
 
     def __str__(self) -> str:

@@ -1,5 +1,6 @@
 """Draws from any Pyro guide, with the model and the guide evaluated at them."""
 
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -104,6 +105,7 @@ class Fitted:
         parameters: those of the model, constrained; those of the guide are in its draws.
         whole: the model, where it is that of several processes, which are all at the same call then.
         batches: the model, where it is one of minibatches; the rest is then of the first of them.
+        seconds: what the last call of ``draw`` took.
     """
 
     def __init__(
@@ -174,7 +176,7 @@ class Fitted:
             raise ValueError(
                 f"num_samples is {num_samples}; raise num_samples to {MIN_DRAWS} or more."
             )
-        drawn, of_guide = guide_draws(self.guide, num_samples)
+        start, (drawn, of_guide) = time.perf_counter(), guide_draws(self.guide, num_samples)
         values = {name: drawn[name] for name in self.latent}
         if all((x == x[0]).all() for x in values.values()):
             raise ValueError(
@@ -205,6 +207,7 @@ class Fitted:
             density["squares"] = density["squares"] + share**2 * part["squares"]
         if self.whole:
             density = {what: self.whole.over_ranks(x) for what, x in density.items()}
+        self.seconds = time.perf_counter() - start
         return Draws(
             values,
             of_guide["log"],

@@ -195,9 +195,11 @@ def to_arviz(
         stats |= per_draw({"log_weights": own.log_weights})
         if resample:
             weights = own.psis_log_weights
-            if decision == "unusable":
+            asked = "corrected=True" if corrected else 'resample="psis"'
+            if decision == "unusable" or (decision == "resample" and found.wanted):
+                how = "cannot be relied on here" if decision == "unusable" else "wants more draws"
                 warnings.warn(
-                    f'resample="psis" cannot be relied on here. {verdict}',
+                    f"{asked} {how}. {verdict}",
                     RuntimeWarning,
                     stacklevel=2,
                 )

@@ -18,6 +18,7 @@ COARSE_SD = float(np.log(1.3))
 SMALL_KL = 0.5 * COARSE_MEAN**2  # nats: KL of two Gaussians whose means are that far apart
 HALF = 0.5  # a k-hat below which the weights have a variance; a share of the draws
 FEWEST = 0.1  # share of the draws below which weighted moments were up to 70 % off
+PARETO = 0.7  # the largest k-hat that more draws, 10^(1 / (1 - k)) of them, make reliable
 STEEP = 0.1  # sds by which a slope stands out of its noise where a fit has not ended
 BOUNDS = f"the bounds are {COARSE_MEAN} sd and {100 * np.expm1(COARSE_SD):.0f} %"
 
@@ -63,6 +64,8 @@ class KHat:
         elbo: mean of log p(data, z) - log q(z) over the draws, in nats, and ``elbo_error`` its standard
             error; NaN where only normalised weights were given.
         tail: the tail of the weights.
+        wanted: how many draws to resample, where those that were asked for are too few or too uneven,
+            and this is of more; else 0.
     """
 
     khat: float
@@ -75,6 +78,7 @@ class KHat:
     elbo: float = float("nan")
     elbo_error: float = float("nan")
     tail: Tail | None = field(default=None, repr=False)
+    wanted: int = 0
 
     @cached_property
     def decision(self) -> str:
@@ -107,6 +111,22 @@ class KHat:
     def doubtful(self) -> bool:
         """Whether k-hat alone doubts weights that are worth half of the draws: more draws may tell."""
         return self.khat > self.threshold and self.ess >= HALF * len(self.log_weights)
+
+    @property
+    def unsure(self) -> bool:
+        """Whether more draws may tell if these can be resampled: k-hat is below its bound, not by two
+        standard errors, (1 + k) / sqrt(M) for M in the tail; or above it for so few draws only."""
+        if self.khat > self.threshold or self.tail is None:
+            return self.threshold < self.khat <= PARETO
+        error = (1.0 + self.khat) / max(1, len(self.tail.at)) ** 0.5
+        return self.decision == "resample" and self.khat + 2.0 * error > self.threshold
+
+    @property
+    def resampling(self) -> str:
+        """The call for resampled draws."""
+        if self.wanted:
+            return f'to_arviz(..., resample="psis", num_samples={self.wanted})'
+        return 'to_arviz(..., resample="psis")'
 
     @property
     def ended(self) -> bool:
@@ -165,7 +185,7 @@ class KHat:
         if self.decision == "resample":
             return (
                 f"Resample, do not take the intervals as they are: {self._moves()}. The weights can "
-                f'correct that ({figures}): to_arviz(..., resample="psis").'
+                f"correct that ({figures}): {self.resampling}."
             )
         if self.reliable and (self.missed or 0.0) > 0.0:
             return (
@@ -176,8 +196,11 @@ class KHat:
         if self.reliable:
             few = ", and the weights rest on few draws" if self.ess < FEWEST * draws else ""
             return f"Not usable yet: {self._moves()}{few} ({figures})."
-        if self.khat <= 0.7:
-            return f"Not usable yet: too few draws to tell ({figures}); raise num_samples of khat."
+        if self.khat <= PARETO:
+            enough = 100 * int(np.ceil(10.0 ** (1.0 / (1.0 - self.khat)) / 100.0))
+            return (
+                f"Not usable yet: too few draws to tell ({figures}); raise num_samples to {enough}."
+            )
         return (
             f"Not usable: k-hat is {self.khat:.2f}, above {self.threshold:.2f}: the guide misses "
             f"part of the posterior. Train longer, take a richer guide, reparametrise the model, "
@@ -230,7 +253,7 @@ def khat_from_log_weights(log_weights: np.ndarray, resolution: float = 0.0) -> K
             f"k-hat needs a vector of at least {MIN_DRAWS} log weights and got one of shape "
             f"{x.shape}; raise num_samples."
         )
-    threshold = float(min(1 - 1 / np.log10(len(x)), 0.7))
+    threshold = float(min(1 - 1 / np.log10(len(x)), PARETO))
     if not np.isfinite(x.max()):  # a NaN, an infinite weight, or nothing but zeros
         return KHat(float("inf"), threshold, 0.0, x)
     x = x - x.max()

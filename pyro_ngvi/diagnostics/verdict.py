@@ -11,7 +11,7 @@ from torch.distributions import biject_to
 
 from ..linalg.host import own_random_state
 from .draws import Draws, Fitted, random_state, sites_of_kind, warn_of_edges
-from .khat import KHat
+from .khat import FEWEST, HALF, KHat
 from .weights import (
     MIN_DRAWS,
     NOTICED,
@@ -24,6 +24,8 @@ from .weights import (
 
 #: times as many draws where k-hat alone doubts them, if they and their data are so many numbers at most
 MORE, MOST = 16, 50_000_000
+#: and the seconds that they may take, where they are for the sake of resampling alone
+PATIENCE = 60.0
 
 
 def khat(
@@ -38,9 +40,10 @@ def khat(
     """Whether a trained Pyro guide's draws may be taken as they are: :class:`KHat`.
 
     The same ``num_samples`` and ``seed`` give the draws of :func:`pyro_ngvi.to_arviz`, which says what
-    the other arguments are. Where k-hat is too large though the weights are worth half of the draws, 16
-    times as many draws decide, if they and their data are no more than 5 * 10^7 numbers; and so many of
-    the prior where few suggest that a mode is missed. The parameter store and gradients are left alone.
+    the other arguments are. Where k-hat is too large though the weights are worth half of the draws, or
+    draws would do for resampling but for its error, 16 times as many draws decide, if they and their
+    data are no more than 5 * 10^7 numbers; and so many of the prior where few suggest that a mode is
+    missed. The parameter store and gradients are left alone.
     Latent sites that are marked ``infer={"enumerate": "parallel"}`` and not in the guide are summed
     out.
 
@@ -78,11 +81,17 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
     """What the weights of ``draws`` say, or those of 16 times as many where k-hat alone doubts them."""
     with own_random_state():
         more = may_draw_more(fitted, draws)
-        if draws.weights.doubtful and more and fitted.batches is None:
+        found, own = weighed(fitted, draws), draws.weights
+        # units that are drawn by quadrature cost too much for that
+        cheap = MORE * fitted.seconds <= PATIENCE and not hasattr(
+            fitted.guide.func, "draws_at_once"
+        )
+        if more and fitted.batches is None and (found.doubtful or (found.unsure and cheap)):
             draws = fitted.draw(MORE * len(draws.log_q), batch_size)
-        found, log_ratio = draws.weights, draws.log_ratio
-        values = {name: x.numpy(force=True) for name, x in draws.sites.items()}
-        weights = found.psis_log_weights if found.ess > 0.0 else found.log_weights
+            found = weighed(fitted, draws)
+            even = own.ess >= (HALF if own.khat > own.threshold else FEWEST) * len(own.log_weights)
+            found = replace(found, wanted=0 if even else len(draws.log_q))
+        log_ratio = draws.log_ratio
         missed, alone = None, not fitted.whole and (more or not fitted.batches)
         # what depends on enumerated sites has no density of its own to draw from
         # nor do processes draw the same from it, and minibatches are gone through once more
@@ -98,24 +107,28 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
                 if missed > 0.0 or prior.log < of_guide.log + NOTICED:
                     break
         spread = log_ratio.std(ddof=1) if np.isfinite(log_ratio).all() else np.nan
-        unconstrained = {}
-        for name, x in draws.values.items():
-            try:
-                theta = biject_to(fitted.sites[name]["fn"].support).inv(x)
-            except NotImplementedError:  # discrete, circular: no direction to move along
-                continue
-            if theta.is_floating_point():
-                unconstrained[name] = theta.numpy(force=True)
         return replace(
             found,
-            shifts={
-                name: shift_of(x, weights) for name, x in values.items() if x.dtype.kind == "f"
-            },
-            slope=steepest(unconstrained, log_ratio),
             missed=missed,
             elbo=float(log_ratio.mean()),
             elbo_error=math.hypot(spread / len(log_ratio) ** 0.5, log_q_error(fitted.guide.func)),
         )
+
+
+def weighed(fitted: Fitted, draws: Draws) -> KHat:
+    """The weights of draws, what these would change, and whether the fit has ended."""
+    found, unconstrained = draws.weights, {}
+    for name, x in draws.values.items():
+        try:
+            theta = biject_to(fitted.sites[name]["fn"].support).inv(x)
+        except NotImplementedError:  # discrete, circular: no direction to move along
+            continue
+        if theta.is_floating_point():
+            unconstrained[name] = theta.numpy(force=True)
+    values = {name: x.numpy(force=True) for name, x in draws.sites.items()}
+    weights = found.psis_log_weights if found.ess > 0.0 else found.log_weights
+    shifts = {name: shift_of(x, weights) for name, x in values.items() if x.dtype.kind == "f"}
+    return replace(found, shifts=shifts, slope=steepest(unconstrained, draws.log_ratio))
 
 
 def log_q_error(guide: Any) -> float:

@@ -253,7 +253,12 @@ def _rule_for(kind: type, guide: Any) -> tuple[Any, str]:
         return sites.CVI, "fixed points of the sites"
     if issubclass(kind, AutoFlow | AutoOrthogonalFlow):
         return optim.SPRING, "natural gradients from scores"
-    if hasattr(kind, "make_family") or kind is AutoHierarchical or any(find_blocks(guide)):
+    if isinstance(guide, AutoHierarchical):  # scores, as of a flow, it has none
+        exact = _rule_for(type(guide.globals), guide.globals)[0] is optim.NGVB
+    else:
+        named = hasattr(kind, "make_family") or kind is AutoHierarchical
+        exact = named or any(find_blocks(guide))
+    if exact:
         return optim.NGVB, "exact natural gradients"
     return optim.IFVB, "natural gradients of any guide"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,7 @@ from ..compiled import CompiledSVI
 from ..compiled import compile as compile_svi
 from ..distributed import wrap
 from ..distributed.processes import rank
+from ..guides.laplace import ending_by
 from ..linalg.host import own_random_state
 from ..optim.rule import require
 from ..runtime.checks import check_missing
@@ -36,6 +38,8 @@ from .stop import StopRule
 EVERY = 60.0
 #: seconds and steps after which ``compile="auto"`` records a step, which takes as long as 100 to 400
 LONG = 5.0, 300
+#: share of ``max_time`` that the search of a start may take
+SEARCH = 0.5
 
 
 class Fit(Result):
@@ -122,7 +126,7 @@ class Fit(Result):
         checkpoint = checkpoint if is_first else None
         bar = Progress(stop, progress and is_first)
         try:
-            with signals() as noted:
+            with signals() as noted, ending_by(time.monotonic() + SEARCH * (max_time or math.inf)):
                 while True:
                     ended = self._step(bar)
                     # a list, so that all of them are called
@@ -266,7 +270,7 @@ def fit(
             tuples of arguments.  ``args`` are then those of all data, for what is read afterwards;
             without them that goes over minibatches (:class:`~pyro_ngvi.diagnostics.OverBatches`).
         max_steps: steps after which to stop in any case; ``None`` for no such limit, as ``max_time``.
-        max_time: the same in seconds.
+        max_time: the same in seconds, of which the search for a start takes half at most.
         tol: nats of ELBO that may be left to gain within the guide's family; 0 to go on to a limit.
         seed: of all random numbers, as by ``pyro.set_rng_seed``.
         compile: whether the steps run as graphs, see :func:`pyro_ngvi.compile`; ``"auto"`` for a run

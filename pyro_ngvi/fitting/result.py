@@ -19,8 +19,10 @@ from ..hierarchy import AutoHierarchical
 from ..hierarchy.collapsed import can_collapse
 from ..linalg.host import own_random_state
 from ..runtime.run import CannotBatch
+from ..sites.site_guide import SiteGuide
 from .advice import Structure
 from .batches import Epoch
+from .effects import way_of_effect
 from .ladder import FLOW, Rung, modes_seen
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked
@@ -179,12 +181,14 @@ class Result:
             )
         if (
             at_hand
-            and self._may_climb
             and verdict.decision != "resample"
             and self.khat.ess > 0.0  # else no guide has a density here
             and not np.isnan(self.khat.khat)  # else rounding is what is wrong
         ):
-            return 'Or pass guide="auto", which goes on to richer guides.'
+            narrow = not isinstance(guide, AutoHierarchical | SiteGuide | AutoFlow)
+            if narrow and (way := way_of_effect(self.model, self.args, self.kwargs)):
+                return way
+            return 'Or pass guide="auto", which goes on to richer guides.' * self._may_climb
         return ""
 
     @property
@@ -247,8 +251,11 @@ class Result:
 
     def to_arviz(self, **options: Any) -> Any:
         """:func:`pyro_ngvi.to_arviz` of the fit, with its options; without groups of numbers by datum
-        where it was given minibatches alone."""
+        where it was given minibatches alone.  Resampled are the draws of the verdict, if neither
+        ``num_samples`` nor ``seed`` says otherwise."""
         model, args = self._call
+        if options.get("resample"):
+            options = {"num_samples": self._draws, "seed": 0} | options
         return diagnostics.to_arviz(model, self.guide, *args, **options, **self.kwargs)
 
     def summary(self, **options: Any) -> Any:

@@ -23,12 +23,17 @@ the family (Opper & Archambeau 2009; with a learning rate it is VON, Khan & Lin 
 
 **Instead**, where one path alone leads to the best, far from the posterior: natural-gradient steps from
 the start that was to be replaced, as much work as a path was, if they reach a larger ELBO.
+
+A search that has a time to end by (:func:`ending_by`) stops there, wherever it is, with what it has.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from itertools import chain, islice
 from typing import Any
 
@@ -61,6 +66,23 @@ DRAWS, COMPARED, FINAL, FINALISTS = 8, 32, 256, 3
 #: nats: a promised decrease that ends a path, a gain that ends the steps on expectations
 DECREASE, GAIN = 0.05, 0.1
 FULL = FullRankNormal()
+#: by ``time.monotonic()``, when searches are to end
+_END = ContextVar("end", default=math.inf)
+
+
+@contextmanager
+def ending_by(end: float) -> Iterator[None]:
+    """Searches in here end by then, a time of ``time.monotonic()``."""
+    token = _END.set(end)
+    try:
+        yield
+    finally:
+        _END.reset(token)
+
+
+def is_late() -> bool:
+    """Whether a search has no time left."""
+    return time.monotonic() > _END.get()
 
 
 class Search:
@@ -105,7 +127,7 @@ class Search:
         for _ in range(steps):
             step = -(W @ g)
             slope = g @ step
-            if bool(-slope < DECREASE) or holder(known, theta):
+            if bool(-slope < DECREASE) or holder(known, theta) or is_late():
                 break
             for length in (1.0, 0.3, 0.1):
                 new = theta + length * step
@@ -167,7 +189,7 @@ class Search:
             now = elbo()
             if now > highest:
                 best, highest = (loc, precision), now
-            if not now > before + GAIN:
+            if not now > before + GAIN or is_late():
                 break
             before = now
         return best
@@ -187,7 +209,7 @@ class Search:
                 q = near or self.gaussian(loc, precision)
                 better = best is None or q.elbo > best.elbo
                 best, falling = (q, 0) if better else (best, falling + 1)
-                if near or falling == FALLING:
+                if near or falling == FALLING or is_late():
                     break
                 if k == HESSIANS and better:
                     return None  # log p rises without end
@@ -214,14 +236,14 @@ class Search:
             reached.append(-torch.inf if end is None else end.elbo)
             near = sum(elbo > max(reached) - SAME for elbo in reached)
             enough = near == len(reached) == STARTS or (len(reached) >= AGAIN and near >= NEAR)
-            if enough or self.evaluations > BUDGET:
+            if enough or self.evaluations > BUDGET or is_late():
                 break
         best = self.final()
         before, found = lower(self.log_ratio(family, given, COMPARED)), []
         if best is not None:
             found.append(self.member(best, family))
             # where no other point leads may be no mass, as with a scale of 0 and effects that are equal
-            if near == 1 and best.spread > SAME:
+            if near == 1 and best.spread > SAME and not is_late():
                 steps = self.evaluations // (DRAWS * len(reached))
                 found.append(ascended(lambda z: -self.f(z), family, given, steps))
                 reached.append(lower(self.log_ratio(family, found[-1], COMPARED)))
@@ -275,7 +297,7 @@ class Search:
         return family.matched(*best)
 
     def smooths(self, q: Gaussian) -> bool:
-        return self.d <= MANY and q.spread > 2.0 * GAIN
+        return self.d <= MANY and q.spread > 2.0 * GAIN and not is_late()
 
 
 def ascended(density: LogDensity, family: Any, params: Tensors, steps: int) -> Tensors:
@@ -289,6 +311,8 @@ def ascended(density: LogDensity, family: Any, params: Tensors, steps: int) -> T
     with own_random_state(0), torch.no_grad():
         before, now, state = loss(params, params, FINAL), params, rule.init(params)
         for _ in range(steps):
+            if is_late():
+                break
             leaves = {name: v.detach().requires_grad_() for name, v in now.items()}
             with torch.enable_grad():
                 found = torch.autograd.grad(loss(leaves, now, DRAWS), [*leaves.values()])

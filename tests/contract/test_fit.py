@@ -175,6 +175,19 @@ def test_a_correction_is_recommended_where_it_works(apart: bool) -> None:
             fit.to_arviz(corrected=True)
 
 
+def test_what_is_resampled_are_the_draws_of_the_verdict() -> None:
+    def model() -> None:
+        pyro.sample("x", dist.MultivariateNormal(X.new_zeros(2), scale_tril=root))
+
+    root = X.new_tensor([[1.0, 0.0], [0.5, 0.75**0.5]])
+    fit = ngvi.fit(model, guide="AutoMeanFieldNormal", seed=0, progress=False)
+    data = fit.to_arviz(resample="psis")
+    assert data.attrs["khat"] == fit.khat.khat
+    again = fit.to_arviz(resample="psis", num_samples=fit._draws, seed=0)
+    assert data["posterior"].equals(again["posterior"])
+    assert not data["posterior"].equals(fit.to_arviz(resample="psis", seed=1)["posterior"])
+
+
 def test_what_the_user_froze_stays() -> None:
     class Scaled(PyroModule):
         def __init__(self) -> None:
@@ -387,6 +400,20 @@ def test_rules_and_losses_go_with_the_guide(guide: Any, optim: Any, loss: Any) -
     assert type(fit.svi.optim) is optim
     assert type(fit.svi.loss_and_grads.__self__) is loss
     assert fit.stop.steps == 2 and fit.why_stopped == "max_steps"
+
+
+@pytest.mark.parametrize(
+    ("globals", "optim"),
+    [
+        (ngvi.AutoMeanFieldNormal, ngvi.NGVB),
+        (ngvi.AutoCouplingFlow, ngvi.IFVB),
+        (AutoNormal, ngvi.IFVB),
+    ],
+)
+def test_a_hierarchy_has_a_rule_for_its_globals(globals: Any, optim: Any) -> None:
+    guide = ngvi.AutoHierarchical(units, globals)
+    fit = ngvi.fit(units, torch.tensor([1.0, 2.0, 0.0]), guide=guide, max_steps=3, progress=False)
+    assert type(fit.svi.optim) is optim and np.isfinite(fit.losses).all()
 
 
 def test_what_is_given_is_taken() -> None:
@@ -678,6 +705,8 @@ def test_the_first_guide_lets_others_pass_and_goes_on_if_it_was_the_best(
 ) -> None:
     for name in ("FIRST", "SECONDS", "PATIENCE"):
         monkeypatch.setattr(f"pyro_ngvi.fitting.ladder.{name}", 1e-3)
+    # which leaves no time for the search of a start, of which this is not
+    monkeypatch.setattr(sys.modules["pyro_ngvi.fitting.fit"], "SEARCH", math.inf)
     fit = ngvi.fit(banana, guide="auto", optim="IFVB", seed=1, max_steps=30)
     first, second = fit.rungs
     assert (first.guide, second.guide) == ("AutoFullRankNormal", "AutoCouplingFlow")
@@ -704,6 +733,63 @@ def test_a_distrusted_guide_is_told_of_richer_ones_that_were_not_tried() -> None
         fit = ngvi.fit(banana, guide=guide, seed=0, max_steps=1)
         assert not fit.verdict.ok and fit.verdict.decision != "resample"
         assert (how in repr(fit)) == told
+
+
+def level(y: Tensor) -> None:
+    q: Any = pyro.sample("q", dist.HalfNormal(y.new_ones(())))
+    r: Any = pyro.sample("r", dist.HalfNormal(y.new_ones(())))
+    z: Any = pyro.sample("z", dist.Normal(y.new_zeros(len(y)), 1.0).to_event(1))
+    pyro.sample("y", dist.Normal(q * z.cumsum(-1), r).to_event(1), obs=y)
+
+
+def process(y: Tensor) -> None:
+    s: Any = pyro.sample("s", dist.HalfNormal(y.new_ones(())))
+    x = torch.arange(len(y)).to(y)
+    cov = s**2 * (-0.1 * (x - x[:, None]) ** 2).exp() + 1e-3 * torch.eye(len(y), dtype=y.dtype)
+    f: Any = pyro.sample("f", dist.MultivariateNormal(torch.zeros_like(y), cov))
+    pyro.sample("y", dist.Normal(f, 0.5).to_event(1), obs=y)
+
+
+def regions(y: Tensor, named: bool = False) -> None:
+    s: Any = pyro.sample("s", dist.HalfNormal(y.new_ones(())))
+    with pyro.plate("regions", len(y)):
+        z: Any = pyro.sample("z", dist.Normal(0.0, 1.0))
+        u = pyro.deterministic("u", s * z) if named else s * z
+        pyro.sample("y", dist.Poisson(u.exp()), obs=y)
+
+
+def coefficients(y: Tensor) -> None:
+    s: Any = pyro.sample("s", dist.HalfNormal(y.new_ones(())))
+    w: Any = pyro.sample("w", dist.Normal(y.new_zeros(6), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal((w * torch.arange(6.0)).sum(-1), s), obs=y)
+
+
+SERIES = torch.tensor([0.0, 1.0, 1.0, 3.0, 2.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (level, "'z' has a scale of its own: name the effect, as u = pyro.deterministic("),
+        (regions, "'z' has a scale of its own: name the effect, as u = pyro.deterministic("),
+        (process, "'f' is an effect with a scale of its own: take ngvi.integrate(model, *args)"),
+        (coefficients, 'Or pass guide="auto", which goes on to richer guides.'),
+    ],
+)
+def test_a_narrow_guide_of_an_effect_is_told_of_what_is_wider(model: Any, told: str) -> None:
+    fit = ngvi.fit(model, SERIES, guide="AutoMeanFieldNormal", seed=0, max_steps=1, progress=False)
+    assert fit.verdict.decision in ("unusable", "unclear")
+    assert told in repr(fit)
+    if model is not coefficients:
+        assert "auto" not in repr(fit).splitlines()[2] and len(fit._way_on()) <= 240
+        assert "ngvi.integrate(model, *args)" in fit._way_on()
+        assert ngvi.integrate(model, SERIES, num_samples=100).points
+
+
+def test_an_effect_that_is_named_is_one_of_units() -> None:
+    assert ngvi.advise(regions, SERIES).guide is ngvi.AutoFullRankNormal
+    assert ngvi.advise(regions, SERIES, True).guide is ngvi.AutoHierarchical
 
 
 def test_a_model_that_is_nan_where_all_of_its_latents_are_one_has_a_verdict() -> None:

@@ -97,7 +97,10 @@ def test_verdict_says_what_to_do() -> None:
     apart = equal - np.linspace(-1.0, 1.0, 100) - 0.16  # normalised: a KL of .16 nats
     assert KHat(0.2, 0.5, 80.0, equal).verdict.startswith("Take the intervals as they are")
     assert 'resample="psis"' in KHat(0.2, 0.5, 80.0, apart).verdict
-    assert "raise num_samples" in KHat(0.6, 0.5, 30.0, apart).verdict
+    assert "raise num_samples to 400." in KHat(0.6, 0.5, 30.0, apart).verdict
+    assert khat_from_log_weights(np.zeros(400)).threshold >= 0.6
+    wanted = KHat(0.2, 0.5, 80.0, apart, wanted=1600)
+    assert wanted.verdict.endswith('to_arviz(..., resample="psis", num_samples=1600).')
     assert "check against NUTS" in KHat(0.9, 0.5, 3.0, apart).verdict
 
 

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from itertools import islice
 from typing import Any
 
@@ -478,3 +479,33 @@ def test_a_gaussian_of_a_mode_is_compared_with_nothing() -> None:
     found = found_from(lambda z: -0.5 * (precision * z.square()).sum(-1), 1.0 / precision)
     assert len(found.elbos) == 1 and found.params is not None
     torch.testing.assert_close(found.params["scale_tril"].diagonal(), precision.rsqrt())
+
+
+def test_a_search_ends_in_time_with_what_it_has() -> None:
+    whole = found_from(funnel, torch.zeros(6))
+    with laplace.ending_by(-math.inf):
+        found = found_from(funnel, torch.zeros(6))
+    assert len(whole.elbos) > 4 and len(found.elbos) == 1 and math.isfinite(found.elbos[0])
+    # a Gaussian at the first point of a path, and what compares it with the start
+    assert found.evaluations < 0.05 * whole.evaluations
+    params = FULL.init(torch.zeros(6), 0.1)
+    with laplace.ending_by(-math.inf):
+        assert laplace.ascended(funnel, FULL, params, 50)["loc"].equal(params["loc"])
+    assert not laplace.ascended(funnel, FULL, params, 50)["loc"].equal(params["loc"])
+
+
+def test_a_fit_leaves_time_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model() -> None:
+        s = pyro.sample("s", dist.HalfNormal(1.0))
+        pyro.sample("x", dist.Normal(torch.zeros(5), s).to_event(1))
+
+    def searched(**how: Any) -> int:
+        fit = ngvi.fit(
+            model, guide="AutoFullRankNormal", seed=0, max_steps=3, progress=False, **how
+        )
+        assert fit.steps == 3
+        return fit.guide.start_report.evaluations
+
+    whole = searched(max_time=1e6)
+    monkeypatch.setattr(import_module("pyro_ngvi.fitting.fit"), "SEARCH", 1e-12)
+    assert searched() == whole > 20 * searched(max_time=1e6)

@@ -1,6 +1,8 @@
 """The three decisions about a guide's draws: closed forms for Gaussians, and the ways to be wrong."""
 
+import warnings
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pyro
@@ -9,6 +11,8 @@ import pytest
 import torch
 
 import pyro_ngvi as ngvi
+from pyro_ngvi.diagnostics.draws import Fitted, random_state
+from pyro_ngvi.diagnostics.verdict import weighed
 from pyro_ngvi.diagnostics.weights import Slope, prior_evidence, shift_of, steepest
 
 S = 4000
@@ -220,3 +224,57 @@ def test_summary_says_the_verdict_and_marks_the_rows_that_move() -> None:
     assert "Take the intervals as they are" in repr(good) and "mean_shift" not in good
     again = ngvi.summary(exported(guide, resample="psis"))
     assert "Resampled" in repr(again) and "mean_shift" not in again
+
+
+def scale() -> None:
+    pyro.sample("s", dist.HalfNormal(torch.ones((), dtype=torch.float64)))
+
+
+def away_from_zero() -> None:
+    """The best Gaussian of log s, whose posterior falls as s does: its weights have no mean at all."""
+    pyro.sample("s", dist.LogNormal(torch.tensor(-0.5, dtype=torch.float64), 0.5**0.5))
+
+
+@pytest.mark.parametrize("seed", [5, 19])
+def test_a_tail_that_a_thousand_draws_do_not_show_is_looked_for(seed: int) -> None:
+    fitted = Fitted(scale, away_from_zero, (), {})
+    with random_state(seed):
+        own = weighed(fitted, fitted.draw(1000, None))
+    assert own.decision == "resample" and own.unsure
+    found = ngvi.khat(scale, away_from_zero, seed=seed)
+    assert found.decision == "unusable" and len(found.log_weights) == 16_000
+    with pytest.warns(
+        RuntimeWarning, match=r"^resample=.psis. cannot be relied on here. Not usable"
+    ):
+        ngvi.to_arviz(scale, away_from_zero, seed=seed, resample="psis")
+    # no more are drawn where weights are far from their bound
+    wide = ngvi.khat(target, normal_guide(0.0, 1.6), seed=seed)
+    assert wide.decision == "resample" and len(wide.log_weights) == 1000
+
+
+def test_more_draws_are_not_taken_where_they_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyro_ngvi.diagnostics.verdict.PATIENCE", 0.0)
+    found = ngvi.khat(scale, away_from_zero, seed=5)
+    assert found.decision == "resample" and len(found.log_weights) == 1000
+
+
+def test_few_uneven_draws_are_told_how_many_would_do() -> None:
+    """The mean field of two Gaussians of correlation .6, whose weights have a tail of that shape."""
+    rho = 0.6
+    tril = torch.tensor([[1.0, 0.0], [rho, (1.0 - rho**2) ** 0.5]])
+
+    def correlated() -> None:
+        pyro.sample("x", dist.MultivariateNormal(torch.zeros(2), scale_tril=tril))
+
+    def mean_field() -> None:
+        pyro.sample("x", dist.Normal(torch.zeros(2), (1.0 - rho**2) ** 0.5).to_event(1))
+
+    def exported(n: int) -> Any:
+        how: Any = {"num_samples": n, "seed": 4, "resample": "psis"}
+        return ngvi.to_arviz(correlated, mean_field, **how).attrs["khat_samples"]
+
+    with pytest.warns(RuntimeWarning, match="wants more draws. Resample.*, num_samples=800"):
+        assert exported(50) == 800
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert exported(800) == 12_800
