@@ -89,7 +89,7 @@ def _block(call: Call, sites: Sites, latent: Sites, wanted: Sequence[str] | None
     if coloring.count > MOST_ENTRIES:
         raise ValueError(
             f"AutoHierarchical: data see {coloring.count} latent variables of a block at once, more "
-            f"than {MOST_ENTRIES}. Name what they see: f = pyro.deterministic('f', ...)."
+            f"than {MOST_ENTRIES}. Name what they see: f = pyro.deterministic({'f'!r}, ...)."
         )
     return replace(units, coloring=coloring)
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_ngvi as ngvi
+from pyro_ngvi.fitting.effects import way_of_effect
 from pyro_ngvi.fitting.progress import Progress
 from tests.contract import export_examples
 from tests.contract.registry import data, regression
@@ -381,7 +382,11 @@ def test_a_process_has_sites_where_they_take_the_model() -> None:
     fit = ngvi.fit(counted, counts, False, seed=0, progress=False)
     assert str(fit.advice).startswith("AutoSites, for the process f; CVI")
     assert fit.why_stopped == "settled" and names == []
-    assert ngvi.advise(counted, counts, True).guide is ngvi.AutoFullRankNormal
+    found = ngvi.advise(counted, counts, True)
+    assert found.guide is ngvi.AutoHierarchical
+    assert str(found).startswith(
+        "AutoHierarchical, for a block of 60 latent variables (f), given l;"
+    )
 
 
 @pytest.mark.parametrize(
@@ -773,7 +778,7 @@ SERIES = torch.tensor([0.0, 1.0, 1.0, 3.0, 2.0, 4.0])
     [
         (level, "'z' has a scale of its own: name the effect, as u = pyro.deterministic("),
         (regions, "'z' has a scale of its own: name the effect, as u = pyro.deterministic("),
-        (process, "'f' is an effect with a scale of its own: take ngvi.integrate(model, *args)"),
+        (process, "There is a block of 6 latent variables (f), given s: pass guide="),
         (coefficients, 'Or pass guide="auto", which goes on to richer guides.'),
     ],
 )
@@ -781,10 +786,18 @@ def test_a_narrow_guide_of_an_effect_is_told_of_what_is_wider(model: Any, told: 
     fit = ngvi.fit(model, SERIES, guide="AutoMeanFieldNormal", seed=0, max_steps=1, progress=False)
     assert fit.verdict.decision in ("unusable", "unclear")
     assert told in repr(fit)
-    if model is not coefficients:
+    if model in (level, regions):
         assert "auto" not in repr(fit).splitlines()[2] and len(fit._way_on()) <= 240
         assert "ngvi.integrate(model, *args)" in fit._way_on()
         assert ngvi.integrate(model, SERIES, num_samples=100).points
+
+
+def test_a_process_is_told_of_integrate() -> None:
+    """Where it is no block, as with too many inputs."""
+    way = way_of_effect(process, (SERIES,), {})
+    told = "'f' is an effect with a scale of its own: take ngvi.integrate(model, *args)"
+    assert way.startswith(told) and len(way) <= 240
+    assert ngvi.integrate(process, SERIES, num_samples=100).points
 
 
 def test_an_effect_that_is_named_is_one_of_units() -> None:

@@ -205,7 +205,7 @@ def test_minibatches_of_data_tie_what_others_have_not() -> None:
             at = a[..., SUBJECT[rows]] + b[..., ITEM[rows]]
             pyro.sample("y", dist.Normal(at, 0.5), obs=ANSWER[rows])
 
-    guide = ngvi.AutoHierarchical(model, locals=["a", "b"])
+    guide: Any = ngvi.AutoHierarchical(model, locals=["a", "b"])
     first, every = torch.tensor([0]), torch.arange(15)
     guide(first)
     assert guide.units.coloring.count == 2
