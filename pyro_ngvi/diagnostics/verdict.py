@@ -25,7 +25,7 @@ from .weights import (
 #: times as many draws where k-hat alone doubts them, if they and their data are so many numbers at most
 MORE, MOST = 16, 50_000_000
 #: and the seconds that they may take, where they are for the sake of resampling alone
-PATIENCE = 60.0
+PATIENCE = 15.0
 
 
 def khat(
