@@ -9,6 +9,7 @@ from ..time_to_target import prepare
 PARTS = {
     "fits": "Six models against NUTS: globals and effects, steps and seconds",
     "corrected": "The same models, draws as they are and put right by weights on the globals",
+    "blocks": "One block given hyperparameters (series, field, crossed, nested, spatial) against NUTS",
     "scale": "A hundred thousand groups in minibatches, beside AutoNormal and Adam",
 }
 
