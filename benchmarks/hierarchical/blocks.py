@@ -74,7 +74,7 @@ def run(quick: bool, seeds: int, data: Sequence[str] | None) -> Iterator[Row]:
 
 def contest(case: BlockCase, seed: int) -> Iterator[Row]:
     fit, seconds = fitted(case, seed)
-    units = getattr(fit.guide, "units", None)
+    units: Any = getattr(fit.guide, "units", None)
     if not isinstance(fit.guide, ngvi.AutoHierarchical) or units.plate is not None:
         raise RuntimeError(f"{case.name}: fit chose {type(fit.guide).__name__}, {units}.")
     yield judge(case, "block", seed, fit, seconds)
@@ -113,7 +113,9 @@ def judge(
         fit.steps,
         seconds,
         data.attrs["decision"] if corrected else decision(fit),
-        *(errors(found[n], reference[n]) for n in ("log_hyper", "hyper", "effects")),
+        errors(found["log_hyper"], reference["log_hyper"]),
+        errors(found["hyper"], reference["hyper"]),
+        errors(found["effects"], reference["effects"]),
         reference["seconds"],
     )
 
