@@ -144,12 +144,13 @@ class Result:
     @cached_property
     def verdict(self) -> KHat | Diagnosis:
         """The diagnosis, or k-hat, which costs less, where latent variables times data are more than
-        10,000, ``vmap`` cannot run the model, or the fit was given minibatches alone; both have
-        ``decision``, ``ok`` and ``verdict``."""
+        10,000, ``vmap`` cannot run the model, it has no density where chains come, or the fit was given
+        minibatches alone; both have ``decision``, ``ok`` and ``verdict``."""
         if self.is_spread or self._is_stream:
             return self.khat
         d, data = self._structure.d, self._structure.data
-        with suppress(CannotBatch):
+        # a chain may come where the model has no density, as where a covariance overflows
+        with suppress(CannotBatch, ValueError):
             if d * max(d, data) <= LITTLE:
                 return self.diagnosis
         return self.khat

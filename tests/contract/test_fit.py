@@ -792,6 +792,19 @@ def test_a_narrow_guide_of_an_effect_is_told_of_what_is_wider(model: Any, told: 
         assert ngvi.integrate(model, SERIES, num_samples=100).points
 
 
+def test_chains_that_come_where_there_is_no_density_leave_the_verdict_to_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise ValueError("Expected parameter covariance_matrix ...")
+
+    monkeypatch.setattr("pyro_ngvi.diagnostics.diagnosis.run_chains", fails)
+    fit = ngvi.fit(
+        process, SERIES, guide="AutoMeanFieldNormal", seed=0, max_steps=1, progress=False
+    )
+    assert fit.verdict is fit.khat and not fit.verdict.ok
+
+
 def test_a_process_is_told_of_integrate() -> None:
     """Where it is no block, as with too many inputs."""
     way = way_of_effect(process, (SERIES,), {})
