@@ -112,23 +112,12 @@ def judge(
         seed,
         fit.steps,
         seconds,
-        data.attrs["decision"] if corrected else decision(fit),
+        data.attrs["decision"] if corrected else fit.verdict.decision,
         errors(found["log_hyper"], reference["log_hyper"]),
         errors(found["hyper"], reference["hyper"]),
         errors(found["effects"], reference["effects"]),
         reference["seconds"],
     )
-
-
-def decision(fit: Any) -> str:
-    """Of the fit's verdict, which looks at sites one by one; it is not on the clock.
-
-    Its chains may come where a centred model raises, as scales overflow there; then k-hat is left.
-    """
-    try:
-        return fit.verdict.decision
-    except ValueError:
-        return f"raised (k-hat: {fit.khat.decision})"
 
 
 def errors(x: Tensor, reference: Any) -> Errors:

@@ -52,8 +52,9 @@ from .runs import Drawn, Given, Held, Values
 DEGREES, PROPOSALS = 5.0, 4
 #: variance that is added to theirs, in those of q(u_i | v)
 NARROWEST = 1.0 / 16.0
-#: draws of the globals at which the quadrature is tried, and nats of error of which a warning tells
-TRIED, NOTICED = 8, 0.1
+#: draws of the globals at which the quadrature is tried, and nats of error of which a warning tells;
+#: the points of a block are random, and so much noise costs its weights a fifth of their worth
+TRIED, NOTICED, NOISE = 8, 0.1, 0.5
 #: standard errors from which a unit is known to have more mass than the quadrature finds
 SURE = 4.0
 #: latent variables of units at all points and draws at once: with some data for each they fit in caches
@@ -89,8 +90,9 @@ def collapse(
             plate.
 
     Warns:
-        RuntimeWarning: where another number of points changes log p(y | v) by more than 0.1 nats, or
-            random points find a tenth more mass of a unit than those, as of a second mode.
+        RuntimeWarning: where another number of points changes log p(y | v) by more than 0.1 nats (of a
+            block by 0.5, beside what is the same at all v), or random points find a tenth more mass of
+            a unit than those, as of a second mode.
 
     Sources:
         Rue, Martino & Chopin 2009, Approximate Bayesian inference for latent Gaussian models, JRSS B
@@ -184,7 +186,7 @@ class Collapsed:
         if self.units.plate is None:  # the same at all draws of v it would change no posterior
             change = change - change.mean()
         self.error = float(change.abs().amax().nan_to_num(torch.inf))
-        if self.error > NOTICED:
+        if self.error > (NOTICED if self.units.plate else NOISE):
             warnings.warn(
                 f"Quadrature over the {self.units.called} is off by {self.error:.2g} nats or "
                 f"more. Pass points={2 * count} to ngvi.collapse, or train the guide for longer.",

@@ -75,8 +75,8 @@ def _block(call: Call, sites: Sites, latent: Sites, wanted: Sequence[str] | None
         units = as_block(latent, wanted)
     else:
         units = as_block(latent, [n for n, s in latent.items() if is_gaussian(s)])
-        probe = Probe(call, units, sites, latent)
-        units = as_block(latent, probe.linear_among(units))
+        if units.sites:
+            units = as_block(latent, Probe(call, units, sites, latent).linear_among(units))
     units = probed(call, check_block(units), sites, latent)
     if not units.smooth or (wanted is None and not units.pooled):
         raise ValueError(
