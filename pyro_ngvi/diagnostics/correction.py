@@ -79,6 +79,11 @@ def decision_on(weights: KHat, model: Collapsed) -> tuple[str, str]:
     """Whether to take corrected draws, and the same in words."""
     share, draws = weights.ess / len(weights.log_weights), len(weights.log_weights)
     good = weights.reliable and share >= FEWEST and not (weights.missed or 0.0) > 0.0
+    if model.too_rough:
+        return "unusable", (
+            f"Not usable: log p(y | v) is off by {model.error:.2g} nats or more. Pass points= to "
+            f"ngvi.collapse(guide, ...), or take NUTS."
+        )
     figures = f"k-hat of the globals {weights.khat:.2f} from {draws} draws, worth {weights.ess:.0f}"
     if model.missed:
         return (

@@ -186,7 +186,9 @@ class Collapsed:
         if self.units.plate is None:  # the same at all draws of v it would change no posterior
             change = change - change.mean()
         self.error = float(change.abs().amax().nan_to_num(torch.inf))
-        if self.error > (NOTICED if self.units.plate else NOISE):
+        #: whether that is too much for draws of a block, which such a density would seem to bear out
+        self.too_rough = self.units.plate is None and self.error > NOISE
+        if self.too_rough or (self.units.plate is not None and self.error > NOTICED):
             warnings.warn(
                 f"Quadrature over the {self.units.called} is off by {self.error:.2g} nats or "
                 f"more. Pass points={2 * count} to ngvi.collapse, or train the guide for longer.",

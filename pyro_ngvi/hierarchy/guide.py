@@ -23,7 +23,7 @@ from ..runtime.pyro_adapter import has_model
 from ..runtime.run import Minibatches, run_particles
 from .conditional import Conditionals, antithetic, mixture_quantiles
 from .find import check_index, find_units
-from .marginal import log_marginals, told_apart
+from .marginal import at_globals, log_marginals, told_apart
 from .runs import Call, Drawn, Given
 from .table import SiteTable
 from .units import Units
@@ -278,7 +278,7 @@ class AutoHierarchical(MadeAtFirstCall):
         of the call), in nats; arguments as for :meth:`quantiles`, ``points`` as for ``collapse``."""
         with poutine.block():
             given = self._given_globals(args, kwargs, num_draws)
-            q = self._conditionals(given)
+            q = at_globals(self.units, given, self._conditionals(given))
             return log_marginals(self.units, told_apart(self.units, given, q), q, points)
 
     def _given_globals(
@@ -321,14 +321,14 @@ class AutoHierarchical(MadeAtFirstCall):
 
     def add(self, count: int) -> None:
         """Make room for ``count`` units more, which come after those of before, by their prior."""
-        every = torch.arange(self.units.size)
+        every = torch.arange(self.units.countable)
         if not isinstance(count, Integral) or count < 1:
             raise ValueError(f"count is how many units come, at least 1, got {count!r}.")
         self.sites.keep(every, count)
 
     def remove(self, indices: Tensor | Sequence[int]) -> None:
         """Forget the units of these numbers; the others close up."""
-        gone = torch.zeros(self.units.size, dtype=torch.bool)
+        gone = torch.zeros(self.units.countable, dtype=torch.bool)
         index = torch.as_tensor(indices, device=gone.device).reshape(-1)
         whole = not index.is_floating_point() and index.dtype != torch.bool
         if not whole or not bool(((index >= 0) & (index < len(gone))).all()):

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from math import log, pi
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyro
 import torch
@@ -74,18 +75,24 @@ def at_globals(units: Units, given: Given, q: Conditionals) -> Conditionals:
     site for all v does not follow a scale of the noise.  That of units stays as it is."""
     if units.coloring is None:
         return q
-    held, vectors = given.detached(), units.coloring.vectors(q.white)
-    # not by backward: a run of a collapsed model may itself be under vmap
-    slope = torch.func.grad(lambda x: units.log_likelihood(held, x).sum())
-    for _ in range(NEWTON):
+    vectors = units.coloring.vectors(q.white)
+    for step in range(NEWTON):
+        # the last step alone has a gradient in v: where it begins does not matter to first order
+        held = given if step == NEWTON - 1 else given.detached()
+        # not by backward: a run of a collapsed model may itself be under vmap
+        slope = torch.func.grad(lambda x, held=held: units.log_likelihood(held, x).sum())
         at = q.mean.detach()
-        columns = [torch.func.grad(lambda x, v=v: (slope(x) * v).sum())(at) for v in vectors]
-        H = -units.coloring.matrix(torch.stack(columns)).detach()
-        new = Conditionals.of(q.prior, slope(at).detach() + matvec(H, at), H)
+        columns = [torch.func.grad(partial(_along, slope, v))(at) for v in vectors]
+        H = -units.coloring.matrix(torch.stack(columns))
+        new = Conditionals.of(q.prior, slope(at) + matvec(H, at), H)
         fine = (new.white.isfinite().all(-1) & new.log_det.isfinite())[..., None]
         white = torch.where(fine, new.white, q.white)
         q = Conditionals(q.prior, white, torch.where(fine[..., None], new.root, q.root))
     return q
+
+
+def _along(slope: Any, v: Tensor, x: Tensor) -> Tensor:
+    return (slope(x) * v).sum()
 
 
 class Integrated(NamedTuple):

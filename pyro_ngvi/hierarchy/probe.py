@@ -21,7 +21,7 @@ from ..linalg.host import fixed_normal, own_random_state
 from ..probing.kinks import jump
 from ..runtime.density import Sites, site_kind
 from ..sites.probe_points import TOLERANCE, digit_masks, same
-from .runs import Call, Given, LocalSite, Values
+from .runs import Call, Given, LocalSite, Values, gaussian_of
 from .units import Units
 
 #: most entries of globals that sites follow
@@ -47,44 +47,60 @@ def probed(call: Call, units: Units, sites: Sites, latent: Sites) -> Units:
 
 
 class Probe:
-    """A first call: its ``globals`` at two values, and moves ``e``, ``u`` (B, k) of its units."""
+    """A first call: its ``globals`` at two values, and moves ``e``, ``u`` (B, k) of its units, by up to
+    their prior's sd, from its centre ``z`` (B, k).
+
+    ``near``: the globals at their centre and beside it, as what couples may be 0 at the centre.
+    """
 
     def __init__(self, call: Call, units: Units, sites: Sites, latent: Sites) -> None:
         self.call, self.sites = call, sites
         with own_random_state(1):
             other = call.at({})
         self.globals = tuple({n: s[n]["value"] for n in units.globals} for s in (latent, other))
-        count = len(units.sites[0].rows(sites[units.names[0]]["value"]))
-        self.e, self.u = fixed_normal(2, count, units.width, seed=count)
+        here, there = self.globals
+        self.near = here, {n: torch.lerp(x, there[n], 0.1) for n, x in here.items()}
+        self.z = _gaussians(units, latent)
+        sd = torch.linalg.vector_norm(
+            units.conditional_root(call.at(here, units.held(self.z))), dim=-1
+        )
+        count = len(self.z)
+        self.e, self.u = fixed_normal(2, count, units.width, seed=count).to(sd) * sd.clamp_max(1.0)
         self.masks = digit_masks(count, torch.device("cpu"))[: 2 * count - 2]
 
     def given(self, units: Units, values: Values) -> Given:
         return units.given(self.call, {name: value.unsqueeze(0) for name, value in values.items()})
 
     def shape(self, rows: Callable[[Tensor], Tensor]) -> tuple[bool, bool, bool]:
-        """Whether ``rows`` (B, ...) of z (B, k) are constant, linear, and each of its own unit's."""
+        """Whether ``rows`` (B, ...) of moves (B, k) are constant, linear, each of its own unit's."""
         u, base = self.u, rows(0.0 * self.u)
-        moved, tolerance = rows(u) - base, _roundings(base)
-        linear = same(rows(-3.0 * u) - base, -3.0 * moved, tolerance)
+        moved = rows(u) - base
+        size = base.abs().amax() + moved.abs().amax()
+        linear = _agree(rows(-3.0 * u) - base, -3.0 * moved, size)
+        parts = (rows(torch.where(mask[:, None], u, 0.0)) - base for mask in self.masks)
         one_by_one = all(
-            same(rows(torch.where(mask[:, None], u, 0.0))[~mask], base[~mask], tolerance)
-            for mask in self.masks
+            _agree(part[~mask], 0.0 * part[~mask], size)
+            for mask, part in zip(self.masks, parts, strict=True)
         )
         return not bool(moved.any()), linear, one_by_one
 
     def are_dependent(self, units: Units) -> bool:
         """Whether some sites of units are means of others; refused where not linearly, or across."""
-        here, names = self.globals[0], ", ".join(units.names)
-        at = [self.call.at(here, units.held(z)) for z in (0.0 * self.u, self.u)]
-        root, other = map(units.conditional_root, at)
-        if not same(other, root, _roundings(root)):
+        return any([self._are_dependent(units, here) for here in self.near])
+
+    def _are_dependent(self, units: Units, here: Values) -> bool:
+        names = ", ".join(units.names)
+
+        def at(move: Tensor) -> Sites:
+            return self.call.at(here, units.held(self.z + move))
+
+        root, other = (units.conditional_root(at(x)) for x in (0.0 * self.u, self.u))
+        if not _agree(other, root):
             raise ValueError(
                 f"AutoHierarchical: a scale among the units' sites {names} depends on another of them, "
                 f"so they are not Gaussian together. Name those that are by locals=."
             )
-        constant, linear, one_by_one = self.shape(
-            lambda z: units.offset(self.call.at(here, units.held(z)))
-        )
+        constant, linear, one_by_one = self.shape(lambda x: units.offset(at(x)))
         if not linear:
             raise ValueError(
                 f"AutoHierarchical: a mean among the units' sites {names} is not linear in another of "
@@ -108,19 +124,26 @@ class Probe:
 
         def moved(names: Sequence[str], effects: Sequence[LocalSite]) -> tuple[bool, bool]:
             """Whether sites move the effects, and nothing but linearly."""
+            each = [moved_at(here, names, effects) for here in self.near]
+            return any(x for x, _ in each), all(x for _, x in each)
+
+        def moved_at(
+            globals: Values, names: Sequence[str], effects: Sequence[LocalSite]
+        ) -> tuple[bool, bool]:
             wide = replace(units, effects={effect.name: effect for effect in effects})
             each = [torch.full((s.size,), float(s.name in names)) for s, _ in units.parts]
             own = 0.3 * torch.cat(each).to(self.e)
 
             def at(z: Tensor) -> Sites:
-                return self.call.at(self.globals[0], wide.held((0.3 - own) * self.e + own * z))
+                move = (0.3 - own) * self.e + own * z
+                return self.call.at(globals, wide.held(self.z + move))
 
             def rows(z: Tensor) -> Tensor:
                 sites = at(z)
                 return torch.cat([e.rows(sites[e.name]["value"]) for e in effects], -1)
 
             here, there = (units.conditional_root(at(z)) for z in (0.0 * self.u, self.u))
-            linear = same(there, here, _roundings(here))
+            linear = _agree(there, here)
             linear = linear and self.shape(lambda z: units.offset(at(z)))[1]
             if not effects:
                 return False, linear
@@ -147,6 +170,10 @@ class Probe:
     def curvature(self, units: Units, at: Tensor) -> Tensor:
         """Second derivatives (1, B, k, k) of the data there, at the first value of the globals."""
         found: Any = units.slopes(self.given(units, self.globals[0]), at)
+        if found is None:
+            raise ValueError(
+                "AutoHierarchical: no data depend on the block, so it keeps its prior."
+            )
         return found.H
 
     def with_effects(self, units: Units) -> Units:
@@ -180,39 +207,47 @@ class Probe:
         """Whether data see the latent sites that have effects through these alone."""
         if not units.effects:
             return False
-        given, direct = self.given(units, self.globals[0]), replace(units, direct=True)
+        direct = replace(units, direct=True)
         e, _ = self.finite_moves(direct)
-        at = [direct.log_likelihood(given, e, beside=z) for z in (0.0, 0.3)]
-        return same(at[0], at[1])
+
+        def at(globals: Values, move: Tensor) -> Tensor:
+            return direct.log_likelihood(self.given(units, globals), e, beside=self.z + move)
+
+        moves = 0.3 * self.u, 0.3 * self.e
+        return all(same(at(g, 0.0 * self.u), at(g, x)) for g in self.near for x in moves)
 
     def _is_linear(self, units: Units, effect: LocalSite, at: Values) -> bool:
         """Whether an effect is linear in the latent variables of its unit, and those of no other."""
 
         def rows(z: Tensor) -> Tensor:
-            return effect.rows(self.call.at(at, units.held(0.3 * z))[effect.name]["value"])
+            sites = self.call.at(at, units.held(self.z + 0.3 * z))
+            return effect.rows(sites[effect.name]["value"])
 
         return all(self.shape(rows)[1:])
 
     def finite_moves(self, units: Units) -> tuple[Tensor, Tensor]:
         """Moves (1, B, k) of x where the data have slopes."""
         given = self.given(units, self.globals[0])
-        e, u = (0.3 * x.to(given.priors.offset).unsqueeze(0) for x in (self.e, self.u))
+        x, size = given.priors.offset, 0.3 * given.priors.sd().clamp_max(1.0)
+        e, u = (noise.to(size) * size for noise in fixed_normal(2, *x.shape[1:], seed=x.shape[1]))
         for _ in range(SHRINKS):
-            if bool(units.gradient(given, e).isfinite().all()):
+            if bool(units.gradient(given, x + e).isfinite().all()):
                 break
-            e, u = 0.25 * e, 0.25 * u
-        return e, u
+            x, e, u = 0.25 * x, 0.25 * e, 0.25 * u
+        return x + e, u
 
-    def _changed(self, units: Units, e: Tensor) -> Callable[[Given, Tensor], Tensor]:
-        """Which slopes of the data in units, (1, B, k), are not those of the first run at ``e``."""
-        still = units.gradient(self.given(units, self.globals[0]), e)
+    def _changed(
+        self, units: Units, e: Tensor, at: Values | None = None
+    ) -> Callable[[Given, Tensor], Tensor]:
+        """Which slopes of the data in units, (1, B, k), are not those at ``e``, and globals ``at``."""
+        still = units.gradient(self.given(units, self.globals[0] if at is None else at), e)
         size = TOLERANCE * torch.finfo(still.dtype).eps * still.abs().max().clamp_min(1.0)
         return lambda given, x: (units.gradient(given, x) - still).abs() > size
 
     def check_data(self, units: Units, e: Tensor, u: Tensor) -> None:
         """Refuse data that see several units: the slope in a unit must stay where others move."""
-        given, changed = self.given(units, self.globals[0]), self._changed(units, e)
-        for mask in self.masks.to(e.device):
+        every = [(self.given(units, at), self._changed(units, e, at)) for at in self.near]
+        for (given, changed), mask in product(every, self.masks.to(e.device)):
             if bool(changed(given, torch.where(mask.unsqueeze(-1), e + u, e))[:, ~mask].any()):
                 raise ValueError(
                     f"AutoHierarchical: data see several units of {units.plate!r} at once, so they are "
@@ -252,9 +287,23 @@ class Probe:
         return [name for name in here if moves(name)]
 
 
-def _roundings(like: Tensor) -> float:
-    """What counts as none of a relative change: 4e-8, or 1e-3 in float32."""
-    return 3.0 * torch.finfo(like.dtype).eps ** 0.5
+def _gaussians(units: Units, sites: Sites) -> Tensor:
+    """z (B, k) of a run."""
+    parts = []
+    for site in units.sites:
+        value = sites[site.name]["value"]
+        for transform in reversed(gaussian_of(sites[site.name])[1]):
+            value = transform.inv(value)
+        parts.append(site.rows(value))
+    return torch.cat(parts, -1)
+
+
+def _agree(a: Tensor, b: Tensor, size: Tensor | float = 0.0) -> bool:
+    """Whether each entry of a is that of b to 4e-8 of it (1e-3 in float32), or to roundings of what has
+    that ``size``."""
+    eps = torch.finfo(b.dtype).eps
+    close = (a - b).abs() <= 3.0 * eps**0.5 * b.abs() + 100.0 * eps * size
+    return bool((close | (a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _few_enough(entering: Sequence[str], latent: Sites) -> tuple[str, ...]:

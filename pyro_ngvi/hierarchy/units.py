@@ -83,6 +83,15 @@ class Units:
         return sum(site.size for site in self.sites)
 
     @property
+    def countable(self) -> int:
+        """How many units there are, where they can come and go."""
+        if self.plate is None:
+            raise ValueError(
+                "AutoHierarchical: a block has no units that come or go. Make a new guide."
+            )
+        return self.size
+
+    @property
     def called(self) -> str:
         """What they are, in the middle of a sentence."""
         return "block" if self.plate is None else f"units of {self.plate!r}"
@@ -165,12 +174,12 @@ class Units:
         return torch.cat([rows.get(site.name, z[..., own]) for site, own in self.parts], -1)
 
     def log_likelihood(
-        self, given: Given, x: Tensor, weight: float = 1.0, beside: float = 0.0
+        self, given: Given, x: Tensor, weight: float = 1.0, beside: Tensor | None = None
     ) -> Tensor:
         """log p (S,) of all that may depend on x (S, B, k); ``weight`` is that of what is observed.
 
         What data see ``direct`` is put in for the model to go on with, and latent variables in whose
-        place it stands are ``beside``, wherever that is.
+        place it stands are ``beside`` (B, k), wherever that is.
         """
 
         def total(sites: Sites) -> Tensor:
@@ -183,16 +192,15 @@ class Units:
 
         z, effects = x, dict[str, Tensor]()
         if self.direct:
-            z = torch.cat([self._beside(site, x[..., own], beside) for site, own in self.parts], -1)
+            away = torch.zeros_like(x) if beside is None else beside.to(x).expand_as(x)
+            kept = [(away if s.name in self.effects else x)[..., own] for s, own in self.parts]
+            z = torch.cat(kept, -1)
             parts = {site.name: x[..., own] for site, own in self.parts}
             effects = {e.name: e.value(parts[name]) for name, e in self.effects.items()}
         elif given.place is not None:
             z = given.place.gaussians(x)
         values = {**given.values, **self.values(z, given.maps), **effects}
         return given.call.batched(total, values)
-
-    def _beside(self, site: LocalSite, x: Tensor, value: float) -> Tensor:
-        return torch.full_like(x, value) if site.name in self.effects else x
 
     @torch.enable_grad()
     def gradient(self, given: Given, x: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ class Coloring:
         self.colors = min(tried, key=lambda c: int(c.max()))
         self.count, self.empty = int(self.colors.max()) + 1, ~pattern
         k, colors = len(pattern), self.colors
-        i, j = torch.meshgrid(torch.arange(k), torch.arange(k), indexing="ij")
+        every = torch.arange(k, device=pattern.device)
+        i, j = torch.meshgrid(every, every, indexing="ij")
         alone = _alone(pattern, colors)
         self.place = torch.where(alone, colors[j] * k + i, colors[i] * k + j)
 
@@ -42,7 +43,7 @@ class Coloring:
 
     def vectors(self, like: Tensor) -> Tensor:
         """Zeros and ones (C, k): the columns of each colour."""
-        every = torch.arange(self.count)[:, None] == self.colors
+        every = torch.arange(self.count, device=self.colors.device)[:, None] == self.colors
         return every.to(like)
 
     def matrix(self, products: Tensor) -> Tensor:
@@ -57,12 +58,12 @@ def _colors(pattern: Tensor, own: Tensor) -> Tensor:
     """Colours (k,) where the columns ``own`` (k,) have one each, and others share no row but theirs."""
     others = pattern & ~own[:, None] & ~own
     meets = (others.float() @ others.float()) > 0.0
-    colors = torch.full((len(pattern),), -1)
+    colors = torch.full((len(pattern),), -1, device=pattern.device)
     for j in (~own).nonzero().flatten().tolist():
         taken = set(colors[meets[j]].tolist())
         colors[j] = next(c for c in range(len(pattern)) if c not in taken)
     first = int(colors.max()) + 1
-    colors[own] = torch.arange(first, first + int(own.sum()))
+    colors[own] = torch.arange(first, first + int(own.sum()), device=pattern.device)
     return colors
 
 

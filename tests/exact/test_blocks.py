@@ -488,3 +488,98 @@ def test_corrected_draws_have_the_scales_of_the_exact_posterior() -> None:
         # 2,000 resampled draws worth some hundreds: a standard error of .05 sd
         assert abs(found.mean() - mean) < 0.2 * sd
         assert abs(found.std() / sd - 1.0) < 0.2
+
+
+# --- what couples only away from the centre of the priors
+
+
+def autoregression() -> None:
+    rho: Any = pyro.sample("rho", dist.Uniform(ZERO - 1.0, 1.0))
+    s = step_scale()
+    x: Any = pyro.sample("x_0", dist.Normal(ZERO, s))
+    states = [x]
+    for t in range(1, T):
+        x = pyro.sample(f"x_{t}", dist.Normal(rho * x, s))
+        states.append(x)
+    observe(torch.stack(states, -1))
+
+
+def test_a_coefficient_whose_prior_is_centred_at_zero_is_seen() -> None:
+    guide, _ = fitted(autoregression)
+    assert guide.units.dependent
+    rho, s = torch.tensor([-0.5, 0.0, 0.9]).double(), torch.tensor([0.5, 0.5, 0.7]).double()
+    wanted = []
+    for r, scale in zip(rho, s, strict=True):
+        A = torch.eye(T).double() - r * torch.diag_embed(torch.ones(T - 1).double(), -1)
+        root = scale * torch.linalg.inv(A)
+        K = root @ root.mT + NOISE**2 * torch.eye(T).double()
+        wanted.append(dist.MultivariateNormal(torch.zeros(T).double(), K).log_prob(Y))
+    found = ngvi.collapse(guide).log_marginals({"rho": rho, "s": s})[:, 0]
+    assert torch.allclose(found, torch.stack(wanted), rtol=0.0, atol=1e-8)
+
+
+def change_point() -> None:
+    """The year at which the mean of a field bends is far from 0, where it bends nothing."""
+    s = step_scale()
+    year: Any = pyro.sample("year", dist.Normal(ZERO + 1975.0, 5.0))
+    at = 2.0 * torch.sigmoid(1972.0 + torch.arange(T) - year[..., None])
+    root = s[..., None, None] * torch.eye(T).double()
+    observe(pyro.sample("f", dist.MultivariateNormal(at, scale_tril=root)))
+
+
+def volatility() -> None:
+    """In float32, and returns are small."""
+    s: Any = pyro.sample("s", dist.HalfNormal(torch.ones(())))
+    h: Any = pyro.sample("h", dist.Normal(torch.zeros(9), s).to_event(1))
+    x: Any = pyro.sample("x", dist.Normal(torch.zeros(9), 1e-4 * h.exp()).to_event(1))
+    pyro.sample("y", dist.Normal(x, 1e-4).to_event(1), obs=1e-4 * torch.linspace(-1.0, 1.0, 9))
+
+
+@pytest.mark.parametrize(("model", "left"), [(change_point, "year"), (volatility, "h")])
+def test_what_bends_means_or_scales_where_its_prior_lies_is_left_out(model: Any, left: str) -> None:
+    guide = ngvi.AutoHierarchical(model)
+    guide()
+    assert left in guide.units.globals
+
+
+def tied_noise() -> None:
+    """A factor sees differences of z, beside what is named."""
+    s = step_scale()
+    with pyro.plate("regions", T):
+        z: Any = pyro.sample("z", dist.Normal(ZERO, 3.0))
+    f = pyro.deterministic("f", s * z)
+    pyro.factor("tied", -5.0 * (z[..., 1:] - z[..., :-1]).square().sum(-1))
+    observe(f)
+
+
+def test_data_that_see_contrasts_of_what_is_renamed_are_seen() -> None:
+    with pytest.raises(ValueError, match="data see several units of 'regions' at once"):
+        ngvi.AutoHierarchical(tied_noise)()
+    assert ngvi.advise(tied_noise).guide is ngvi.AutoFullRankNormal
+
+
+def test_a_prior_without_data_is_no_block() -> None:
+    def funnel() -> None:
+        v: Any = pyro.sample("v", dist.Normal(ZERO, 3.0))
+        pyro.sample("x", dist.Normal(torch.zeros(9).double(), (v / 2.0).exp()).to_event(1))
+
+    assert ngvi.advise(funnel).guide is ngvi.AutoFullRankNormal
+
+
+def test_units_do_not_come_to_a_block() -> None:
+    guide, _ = fitted(chain, 1)
+    for change in (lambda: guide.add(1), lambda: guide.remove([0])):
+        with pytest.raises(ValueError, match="a block has no units that come or go"):
+            change()
+
+
+def test_the_collapsed_gradient_is_that_of_the_evidence() -> None:
+    guide, _ = fitted(noisy)
+    collapsed = ngvi.collapse(guide)
+    values = {n: torch.tensor([0.6]).double().requires_grad_() for n in ("s", "noise")}
+    found = torch.autograd.grad(collapsed.log_marginals(values).sum(), [*values.values()])
+    K = values["s"].square() * LOWER @ LOWER.mT
+    K = K + values["noise"].square() * torch.eye(T).double()
+    exact = dist.MultivariateNormal(torch.zeros(T).double(), K).log_prob(Y)
+    wanted = torch.autograd.grad(exact, [*values.values()])
+    assert torch.allclose(torch.cat(found), torch.cat(wanted), rtol=1e-6)
