@@ -273,7 +273,7 @@ def loo_units(
         >>> found.pointwise.shape
         torch.Size([4])
     """
-    if guide.units.plate is None:
+    if guide.units.is_block:
         raise ValueError(
             f"loo_units leaves out one unit after the other, and all is one block here: {guide.units}. "
             f"Take pyro_ngvi.diagnostics.loo, which leaves out data."

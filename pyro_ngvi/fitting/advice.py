@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
-import pyro
 import torch
 from pyro import poutine
 from pyro.infer import SVI, autoguide
@@ -23,7 +21,6 @@ from ..distributions import GaussianProcess, GaussianStateSpace
 from ..guides import AutoFlow, AutoOrthogonalFlow
 from ..hierarchy import AutoHierarchical
 from ..hierarchy.find import find_units
-from ..linalg.host import own_random_state
 from ..losses import BatchedELBO
 from ..optim.host import find_blocks
 from ..runtime.density import innermost, is_latent
@@ -33,6 +30,7 @@ from ..runtime.store import ModuleParams, OwnName, claim_name, rename
 from ..sites import SitesELBO
 from ..sites.site_guide import SiteGuide
 from .checkpoint import bare, called
+from .effects import sites_take
 
 #: where the classes stand that have names
 GUIDES, OPTIMS = (guides, hierarchy, metric, sites, autoguide), (optim, sites)
@@ -77,13 +75,7 @@ class Structure:
     @cached_property
     def suits_sites(self) -> bool:
         """Whether :class:`~pyro_ngvi.AutoSites` takes the model, and a process in it."""
-        if self.process is None:
-            return False
-        with suppress(ValueError), poutine.block(), own_random_state(), torch.no_grad():
-            with pyro.get_param_store().scope():
-                sites.AutoSites(self.model, name="advice")(*self.args, **self.kwargs)
-            return True
-        return False
+        return self.process is not None and sites_take(self.model, self.args, self.kwargs)
 
     def guide(self) -> tuple[Any, str]:
         """The guide to begin with, and why."""

@@ -63,7 +63,7 @@ def _way(model: Any, args: Any, kwargs: Any) -> str:
             )
             if not narrows and not after < NONE * before:
                 continue
-            suits = few and _sites_take(model, others, args, kwargs)
+            suits = few and sites_take(poutine.condition(model, data=others), args, kwargs)
             if narrows:
                 return f"{name!r} is an effect with a scale of its own: {instead}." * suits
             return (
@@ -75,11 +75,11 @@ def _way(model: Any, args: Any, kwargs: Any) -> str:
     return ""
 
 
-def _sites_take(model: Any, values: dict[str, Tensor], args: Any, kwargs: Any) -> bool:
-    """Whether :class:`~pyro_ngvi.AutoSites`, which ``integrate`` fits, takes a model given these."""
-    given = poutine.condition(model, data=values)
-    with suppress(ValueError), pyro.get_param_store().scope():
-        AutoSites(given, name="advice")(*args, **kwargs)
+def sites_take(model: Any, args: Any, kwargs: Any) -> bool:
+    """Whether :class:`~pyro_ngvi.AutoSites`, which ``integrate`` fits too, takes a model."""
+    with suppress(ValueError), poutine.block(), own_random_state(), torch.no_grad():
+        with pyro.get_param_store().scope():
+            AutoSites(model, name="advice")(*args, **kwargs)
         return True
     return False
 

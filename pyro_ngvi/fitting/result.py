@@ -170,7 +170,7 @@ class Result:
         elif at_hand and (units := self._structure.units) is not None and units.pooled:
             how = 'pass guide="AutoHierarchical"'
             more = ', or "auto", which goes on to others' * self._may_climb
-            there = "is" if units.plate is None else "are"
+            there = "is" if units.is_block else "are"
             return f"There {there} {str(units)[:100]}: {how}{more}."
         if isinstance(guide, AutoMixtureNormal):
             return guide.lost

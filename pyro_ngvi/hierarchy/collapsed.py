@@ -125,7 +125,7 @@ def _tried(guide: AutoHierarchical, args: Any, kwargs: Any) -> tuple[Given, Cond
     """A few draws of q, whose data are told apart by unit."""
     given = guide._given_globals(args, kwargs, TRIED, learning=True)
     q = guide._conditionals(given)
-    if guide.units.coloring is not None:  # of data that the guide may not have seen
+    if guide.units.is_block:  # of data that the guide may not have seen
         guide.units.slopes(given, q.mean)
     q = at_globals(guide.units, given, q)
     return told_apart(guide.units, given, q), q
@@ -183,12 +183,14 @@ class Collapsed:
                 self.missed[i] = float(beyond[i].log1p())
         #: nats by which a quarter more points change log p(y | v), at draws of q(v)
         change = few.sum(-1) - more.sum(-1)
-        if self.units.plate is None:  # the same at all draws of v it would change no posterior
+        block = self.units.is_block
+        if block:  # the same at all draws of v it would change no posterior
             change = change - change.mean()
         self.error = float(change.abs().amax().nan_to_num(torch.inf))
+        rough = self.error > (NOISE if block else NOTICED)
         #: whether that is too much for draws of a block, which such a density would seem to bear out
-        self.too_rough = self.units.plate is None and self.error > NOISE
-        if self.too_rough or (self.units.plate is not None and self.error > NOTICED):
+        self.too_rough = block and rough
+        if rough:
             warnings.warn(
                 f"Quadrature over the {self.units.called} is off by {self.error:.2g} nats or "
                 f"more. Pass points={2 * count} to ngvi.collapse, or train the guide for longer.",
@@ -265,7 +267,7 @@ class Collapsed:
         # rounding, and points that are too coarse for a narrow posterior, leave no spread
         least = NARROWEST * torch.eye(k, dtype=q.white.dtype, device=q.white.device)
         outer = found.mean.unsqueeze(-1) * found.mean.unsqueeze(-2)
-        root = None if units.plate is None else cholesky(found.square - outer + least)
+        root = None if units.is_block else cholesky(found.square - outer + least)
 
         def proposed() -> tuple[Tensor, Tensor, Tensor]:
             e = torch.randn_like(q.white)

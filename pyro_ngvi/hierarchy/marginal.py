@@ -50,7 +50,7 @@ WIDE = 1024
 
 def point_count(units: Units, points: int | None) -> tuple[int, int]:
     """Points a latent variable of units of up to three, else in all; and in all."""
-    k, block = units.width, units.plate is None
+    k, block = units.width, units.is_block
     count = (BLOCK if block else ORDERS.get(k, SOBOL)) if points is None else points
     if not isinstance(count, Integral) or count < 1 or (k in ORDERS and count > MOST):
         raise ValueError(
@@ -63,7 +63,7 @@ def point_count(units: Units, points: int | None) -> tuple[int, int]:
 def _points(units: Units, count: int, like: Tensor) -> Points:
     """A block has a few random ones in pairs: given v it is nearly Gaussian, whatever k is."""
     k = units.width
-    if units.plate is not None:
+    if not units.is_block:
         return quadrature_points(k, count, like.dtype, like.device)
     half = fixed_normal(-(-count // 2), k, seed=count).to(like)
     x = torch.cat([half, -half])[:count]

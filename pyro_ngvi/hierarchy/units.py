@@ -83,9 +83,14 @@ class Units:
         return sum(site.size for site in self.sites)
 
     @property
+    def is_block(self) -> bool:
+        """Whether they are one unit without a plate."""
+        return self.plate is None
+
+    @property
     def countable(self) -> int:
         """How many units there are, where they can come and go."""
-        if self.plate is None:
+        if self.is_block:
             raise ValueError(
                 "AutoHierarchical: a block has no units that come or go. Make a new guide."
             )
@@ -94,7 +99,7 @@ class Units:
     @property
     def called(self) -> str:
         """What they are, in the middle of a sentence."""
-        return "block" if self.plate is None else f"units of {self.plate!r}"
+        return "block" if self.is_block else f"units of {self.plate!r}"
 
     def __str__(self) -> str:
         what = f"{self.width} latent variable{'' if self.width == 1 else 's'}"
