@@ -5,11 +5,12 @@ from ..runtime.model_density import ModelDensity
 from ..sites.leave_one_out import Influence, SiteLOO
 from .calibration import Calibration, calibrate
 from .correction import corrected
-from .diagnosis import Diagnosis, Moved, diagnose
+from .diagnosis import Diagnosis, diagnose
 from .export import to_arviz
 from .khat import KHat, khat_from_log_weights
 from .linear_response import LinearResponse, linear_response
 from .loo import UnitLOO, loo, loo_units
+from .moved import Moved
 from .over_batches import OverBatches
 from .plots import plot_influence, plot_sites
 from .prediction import predict

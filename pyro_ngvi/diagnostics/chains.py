@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import pyro
 import torch
 from torch import Tensor
+
+from ..runtime.model_density import NaNWhereSingular
 
 #: mean acceptance that leaps aim at, steps that adapt them, and the first leap times d^(1/4)
 ACCEPTED, ADAPTING, LEAP = 0.8, 4, 1.2
@@ -28,9 +31,11 @@ def run_chains(
         factor = torch.diag_embed(start.std(0).clamp_min(torch.finfo(start.dtype).tiny))
 
     def gradient(u: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
+        # far out parameters leave their support: no density there, and no error
+        with torch.enable_grad(), pyro.validation_enabled(False):
             u = u.detach().requires_grad_()
-            value = log_prob(center + u @ factor.mT)
+            with NaNWhereSingular():
+                value = log_prob(center + u @ factor.mT)
             (grad,) = torch.autograd.grad(value.sum(), u)
         return value.detach(), grad
 

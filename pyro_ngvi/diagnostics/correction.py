@@ -4,37 +4,41 @@ Draws v_s of a proposal r(v), and of each unit u_i given v_s, exactly; then with
 
     w_s propto p(v_s) prod_i L_i(v_s) / r(v_s)
 
-(:mod:`pyro_ngvi.hierarchy.collapsed`).  r is q(v) where its weights have a third moment, k-hat <= 1/3,
-without which the errors of averages are far from normal.  A Gaussian q falls off faster than the
-posterior of a log scale, which goes as exp(-|x|) to the left under a prior that is flat at 0.  There r
-has mean and Cholesky factor of the weighted draws, and noise of independent Student-t entries with 5
-degrees of freedom: a multivariate t is far out in all entries where it is in one.  And again, until its
-weights have a third moment (Oh & Berger 1992); of all, the one with the smallest k-hat.  Not for tens
-of globals: a covariance of d of them is d (d + 1) / 2 numbers, and no more are taken from weights than
-these are worth draws.
+(:mod:`pyro_ngvi.hierarchy.collapsed`).  A Gaussian q(v) falls off faster than the posterior of a log
+scale, so r has marginals from slices of p(v | y) through it (:mod:`.slices`).  And again, through mean
+and covariance of the weighted draws, until weights have a third moment, k-hat <= 1/3, without which
+errors of averages are far from normal, or are all but equal; of all, the one of the smallest k-hat.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import pyro.distributions as dist
+import pyro
 import torch
-from pyro.distributions.transforms import LowerCholeskyAffine
 from pyro.infer.autoguide import AutoContinuous
 from torch import Tensor
 
 from ..guides import init_to_center
-from ..hierarchy.collapsed import DEGREES, Collapsed, ExactUnits, collapse
+from ..hierarchy import AutoHierarchical
+from ..hierarchy.collapsed import Collapsed, ExactUnits, collapse
 from ..runtime.density import LatentLayout
-from ..runtime.model_density import batched_trace
-from .draws import guide_draws
-from .khat import FEWEST, KHat, khat_from_log_weights
+from ..runtime.model_density import NaNWhereSingular, batched_trace
+from ..runtime.run import CannotBatch
+from .draws import Fitted, guide_draws
+from .khat import FEWEST, PARETO, KHat, khat_from_log_weights
+from .moved import Moved
+from .slices import copula
 from .weights import MIN_DRAWS
 
-#: draws behind the choice of r, how many Student-t distributions are tried, and the k-hat that ends it
-DRAWS, ROUNDS, LIGHT = 1000, 3, 1.0 / 3.0
+#: draws behind the choice of r and, for each global, behind q's covariance, rounds, and where they end
+DRAWS, EACH, ROUNDS, LIGHT, EVEN = 1000, 50, 3, 1.0 / 3.0, 0.9
+#: draws of a guide's own, which cost little
+MANY = 4000
+#: draws of r where fewer leave it open whether the guide is off
+MORE = 2000
 
 
 def corrected(guide: Any, *args: Any, points: int | None = None, **kwargs: Any) -> ExactUnits:
@@ -53,32 +57,112 @@ def corrected(guide: Any, *args: Any, points: int | None = None, **kwargs: Any) 
         ValueError: as :func:`pyro_ngvi.collapse`, and for another guide.
 
     Source:
-        Oh & Berger 1992, Adaptive importance sampling in Monte Carlo integration, J. Stat. Comput.
-        Simul. 41.
+        Martins, Simpson, Lindgren & Rue 2013, Bayesian computing with INLA: new features, CSDA 67, for
+        the slices; Oh & Berger 1992, Adaptive importance sampling in Monte Carlo integration, J. Stat.
+        Comput. Simul. 41, for the rounds.
     """
-    model = collapse(guide, *args, points=points, **kwargs)
-    layout = LatentLayout(guide.globals.prototype_trace)
-    found = best = ExactUnits(model)
-    least = float("inf")
-    for _ in range(1 + ROUNDS):
-        values, of_guide = guide_draws(partial(found.globals), DRAWS)
-        with torch.no_grad():
-            log_joint = batched_trace(model, values, chunk_size=model.at_once).log_joint()
-        weights = khat_from_log_weights((log_joint.double() - of_guide["log"]).cpu().numpy())
-        if weights.khat < least:
-            best, least = found, weights.khat
-        theta = layout.pack(values)
-        d = theta.shape[1]
-        if least <= LIGHT or not weights.ess >= max(MIN_DRAWS, d * (d + 1) / 2):
+    return proposal(collapse(guide, *args, points=points, **kwargs)).guide
+
+
+class Proposal(NamedTuple):
+    """A guide of a whole hierarchy, draws (S, d) of its globals, unconstrained, and their weights."""
+
+    guide: ExactUnits
+    theta: Tensor
+    weights: KHat
+
+
+def proposal(model: Collapsed, draws: int = DRAWS) -> Proposal:
+    """The r(v) of this module, that of the smallest k-hat among a few."""
+    layout = LatentLayout(model.guide.globals.prototype_trace)
+    best = found = None
+    theta, _ = _drawn(ExactUnits(model), layout, max(draws, EACH * layout.dim))
+    mean, covariance = theta.mean(0), theta.mT.cov().reshape(2 * theta.shape[1:])
+    for _ in range(ROUNDS):
+        guide = ExactUnits(model, _Sliced(model, layout, mean, covariance))
+        theta, log_r = _drawn(guide, layout, draws)
+        log_p = log_density(model, layout, theta)
+        found = Proposal(guide, theta, khat_from_log_weights((log_p - log_r).cpu().numpy()))
+        if best is None or found.weights.khat < best.weights.khat:
+            best = found
+        ess, d = found.weights.ess, layout.dim
+        if found.weights.khat <= LIGHT or not MIN_DRAWS + d * (d + 1) / 2 <= ess <= EVEN * draws:
             break
-        found = ExactUnits(model, _StudentT(model, theta, weights))
+        w = torch.from_numpy(found.weights.psis_log_weights).to(theta).exp()
+        mean = w @ theta
+        rest = w.sqrt().unsqueeze(-1) * (theta - mean)
+        covariance = rest.mT @ rest
+    assert best is not None
     return best
+
+
+def moved_by_weights(
+    model: Any, guide: AutoHierarchical, args: Any, kwargs: Any, draws: int
+) -> tuple[dict[str, Moved], dict[str, Moved]] | None:
+    """By how much a trained guide is off, with its units integrated out, from so many draws of r, or
+    2000: sites as they are, and unconstrained where that differs.  ``None`` where quadrature or weights
+    are not to be relied on."""
+    sites: dict[str, Moved] = {}
+    unconstrained: dict[str, Moved] = {}
+    with suppress(ValueError, CannotBatch):  # data of several units, a likelihood without vmap
+        collapsed = Collapsed(guide, args, kwargs, None)
+        if collapsed.is_rough:
+            return None
+        exact = Fitted(model, proposal(collapsed, draws).guide, args, kwargs).draw(draws, None)
+        if not (exact.weights.khat <= PARETO or exact.weights.ess >= EVEN * draws):
+            return None
+        layout = LatentLayout(guide.prototype_trace)
+        own = layout.pack(guide_draws(partial(guide, *args, **kwargs), MANY)[0])
+        new = layout.pack(exact.values)
+        w = torch.from_numpy(exact.weights.psis_log_weights).exp()
+        both = zip(*map(layout.unconstrained, (own, new)), strict=True)
+        for (name, transform, a), (_, _, b) in both:
+            sites[name] = _moved(x := transform(a), transform(b), w)
+            if x is not a:  # the identity returns its argument
+                unconstrained[name] = _moved(a, b, w)
+        each = [*sites.values(), *unconstrained.values()]
+        if draws < MORE and not all(m.is_good or m.is_off for m in each):
+            return moved_by_weights(model, guide, args, kwargs, MORE)
+        return sites, unconstrained
+    return None
+
+
+def _moved(own: Tensor, x: Tensor, w: Tensor) -> Moved:
+    """From draws (T, ...) of a guide to others (S, ...) of weights (S,), with standard errors."""
+    own, x = own.double(), x.double()
+    w = w.to(x).reshape(-1, *[1] * (x.dim() - 1))
+    mean, sd = own.mean(0), own.std(0)
+    new_mean = (w * x).sum(0)
+    new_sd = (w * (x - new_mean).square()).sum(0).sqrt()
+    z, own_z = (x - new_mean) / new_sd, (own - mean) / sd
+    T = len(own)
+    of_mean = (w * z).square().sum(0) + (sd / new_sd).square() / T
+    of_sd = (w * (z.square() - 1.0)).square().sum(0) + own_z.square().var(0) / T
+    found = (new_mean - mean) / new_sd, of_mean.sqrt(), (new_sd / sd).log(), 0.5 * of_sd.sqrt()
+    # entries such as the upper triangle of a Cholesky factor do not vary
+    return Moved(*(part.nan_to_num(0.0) for part in found), rho=torch.zeros_like(mean))
+
+
+def _drawn(guide: ExactUnits, layout: LatentLayout, draws: int) -> tuple[Tensor, Tensor]:
+    """Draws (S, d) of the globals, unconstrained, and their log density as constrained ones."""
+    values, of_guide = guide_draws(partial(guide.globals), draws)
+    return layout.pack(values), of_guide["log"]
+
+
+@torch.no_grad()
+def log_density(model: Collapsed, layout: LatentLayout, theta: Tensor) -> Tensor:
+    """log p(v, y) of constrained v at unconstrained points (S, d), (S,), in float64."""
+    # far out parameters leave their support, and covariances are singular
+    with pyro.validation_enabled(False), NaNWhereSingular():
+        trace = batched_trace(model, layout.unpack(theta), chunk_size=model.at_once)
+    return trace.log_joint().double().nan_to_num(-torch.inf)
 
 
 def decision_on(weights: KHat, model: Collapsed) -> tuple[str, str]:
     """Whether to take corrected draws, and the same in words."""
     share, draws = weights.ess / len(weights.log_weights), len(weights.log_weights)
-    good = weights.reliable and share >= FEWEST and not (weights.missed or 0.0) > 0.0
+    steady = weights.reliable or share >= EVEN  # k-hat of weights all but equal says little
+    good = steady and share >= FEWEST and not (weights.missed or 0.0) > 0.0
     if model.too_rough:
         return "unusable", (
             f"Not usable: log p(y | v) is off by {model.error:.2g} nats or more. Pass points= to "
@@ -98,17 +182,19 @@ def decision_on(weights: KHat, model: Collapsed) -> tuple[str, str]:
     )
 
 
-class _StudentT(AutoContinuous):
-    """Mean and Cholesky factor of weighted draws theta (S, d), times independent Student-t noise."""
+class _Sliced(AutoContinuous):
+    """The globals by slices of their density through a Gaussian: :func:`.slices.copula`."""
 
-    def __init__(self, model: Collapsed, theta: Tensor, weights: KHat) -> None:
+    def __init__(
+        self, model: Collapsed, layout: LatentLayout, mean: Tensor, covariance: Tensor
+    ) -> None:
         super().__init__(model, init_loc_fn=init_to_center)
-        w = torch.from_numpy(weights.psis_log_weights).to(theta).exp()
-        mean = w @ theta
-        rest = w.sqrt().unsqueeze(-1) * (theta - mean)
-        root = torch.linalg.cholesky(rest.mT @ rest)
-        t = dist.StudentT(DEGREES, torch.zeros_like(mean), 1.0).to_event(1)
-        self._posterior = dist.TransformedDistribution(t, [LowerCholeskyAffine(mean, root)])
+
+        def log_p(theta: Tensor) -> Tensor:
+            _, log_det = layout.unpack_with_log_det(theta)
+            return log_density(model, layout, theta) + log_det
+
+        self._posterior = copula(log_p, mean, covariance)
         with torch.no_grad():
             self()
 

@@ -19,71 +19,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..hierarchy import AutoHierarchical
 from ..runtime.density import feasible_value
 from ..runtime.model_density import ModelDensity
 from .chains import ADAPTING, run_chains
+from .correction import moved_by_weights
 from .draws import guide_draws, random_state
-from .khat import BOUNDS, COARSE_MEAN, COARSE_SD, KHat, right_to
+from .khat import BOUNDS, KHat, right_to
+from .moved import Moved, moved
 from .over_batches import need_all_data
 from .verdict import khat
-from .weights import Shift
 
 #: k-hat above which weights know of mass that chains may not have reached: they have no mean
 HEAVY = 1.5
 #: chains that tell something; k-hat alone judges a mode of a mixture with fewer
 FEWEST_CHAINS = 50
-#: correlation with the start above which a chain has not told much
-STUCK = 0.7
 #: times as many chains where the errors of these leave a site undecided
 MORE_CHAINS = 4
-
-
-@dataclass(frozen=True)
-class Moved(Shift):
-    """What short chains say of the entries of one latent site, or of its unconstrained coordinates.
-
-    Attributes:
-        mean: error of the guide's mean by (1), in sds of the posterior, and ``mean_error`` its standard
-            error, one for each entry.
-        log_sd: logarithm of the posterior's sd over the guide's by (1), and ``log_sd_error``.
-        rho: correlation of the ends of the chains with their starts.
-    """
-
-    rho: Tensor
-
-    @classmethod
-    def of_modes(cls, each: list[Moved]) -> Moved:
-        """One, or all those of several modes, (modes, ...)."""
-        fields = zip(*map(astuple, each), strict=True)
-        return each[0] if len(each) == 1 else cls(*map(torch.stack, fields))
-
-    @property
-    def is_off(self) -> bool:
-        """Whether a mean is off by more than 0.3 sds, or an sd by more than 30 %, at three errors."""
-        mean, log_sd = self.errors(-3.0)
-        return bool(((mean > COARSE_MEAN) | (log_sd > COARSE_SD)).any())
-
-    @property
-    def is_good(self) -> bool:
-        """Whether none is, by two standard errors, and all chains have left their starts."""
-        mean, log_sd = self.errors(2.0)
-        good = (mean <= COARSE_MEAN) & (log_sd <= COARSE_SD) & (self.rho <= STUCK)
-        return bool(good.all())
-
-    def __str__(self) -> str:
-        mean, sd = float(self.mean.abs().max()), float(self.log_sd.abs().max())
-        stuck = f", chains stuck (correlation {float(self.rho.max()):.2f})"
-        return (
-            f"means off by up to {mean:.2g} sd, sds by up to {100.0 * math.expm1(sd):.0f} %"
-            + stuck * bool((self.rho > STUCK).any())
-        )
 
 
 @dataclass(frozen=True)
@@ -95,9 +54,11 @@ class Diagnosis:
         unconstrained: the same of unconstrained coordinates, such as log(x) of a positive x, where
             they are others: mean and sd of x hardly see how much of the mass lies near 0.
         khat: what importance weights say.
-        accepted: share of trajectories that were accepted, after adaptation.
+        accepted: share of trajectories that were accepted, after adaptation; NaN without chains.
         modes: how many modes of a mixture, apart from each other, have chains of their own.  ``sites``
             are those of each then, (modes, ...), in its sds, and weights judge the shares of modes.
+        integrated: whether this is of no chains, but of weights on the globals of a hierarchy with its
+            units integrated out, and of these given the globals.
     """
 
     sites: dict[str, Moved]
@@ -105,6 +66,7 @@ class Diagnosis:
     khat: KHat = field(repr=False)
     accepted: float
     modes: int = 1
+    integrated: bool = False
 
     @property
     def _moved(self) -> dict[str, Moved]:
@@ -121,6 +83,7 @@ class Diagnosis:
             return "unusable"
         good = all(m.is_good for m in self._moved.values())
         light = weights.ok if self.modes > 1 else weights.reliable or weights.khat <= HEAVY
+        light = light or self.integrated
         if good and not self._missed and light:
             return "intervals"
         off = any(m.is_off for m in self._moved.values())
@@ -166,7 +129,8 @@ class Diagnosis:
         else:
             errors = zip(*(m.errors(2.0) for m in self._moved.values()), strict=True)
             mean, log_sd = (max(float(x.max()) for x in part if x.numel()) for part in errors)
-            where = f"{right_to(mean, log_sd)} by short chains"
+            how = "with the units integrated out" if self.integrated else "by short chains"
+            where = f"{right_to(mean, log_sd)} {how}"
             where += f" in each of {self.modes} modes" * (self.modes > 1)
             where += f" ({BOUNDS})" * self.ok
         if not wrong and self._missed:
@@ -208,7 +172,9 @@ def diagnose(
     When not to use it: models whose gradient costs too much for ``16 * num_steps`` of them, and
     posteriors with several modes, between which short chains do not go; of those of an
     :class:`~pyro_ngvi.AutoMixtureNormal` each has its chains, and k-hat judges their shares.  Nor do
-    they go down the neck of a funnel: that a guide lacks it may not be seen.
+    they go down the neck of a funnel: that a guide lacks it may not be seen.  An
+    :class:`~pyro_ngvi.AutoHierarchical` is judged by :func:`~pyro_ngvi.diagnostics.corrected` draws in
+    place of chains where these can be relied on, which see such necks.
 
     Args:
         model: the Pyro model.
@@ -238,6 +204,10 @@ def diagnose(
         )
     need_all_data(model)
     weights = khat(model, guide, *args, seed=seed, **kwargs)
+    if isinstance(guide, AutoHierarchical):
+        how = model, guide, args, kwargs, weights
+        if found := without_chains(*how, num_draws=num_chains // 2, seed=seed):
+            return found
     with random_state(seed, stream=2):
         drawn = partial(guide_draws, partial(guide, *args, **kwargs))
         values, _ = drawn(num_chains)
@@ -257,6 +227,22 @@ def diagnose(
             start = packed(drawn(MORE_CHAINS * num_chains)[0])
             found = _by_chains(density, start, modes_at, num_steps, weights)
     return found
+
+
+def without_chains(
+    model: Any,
+    guide: AutoHierarchical,
+    args: Any,
+    kwargs: Any,
+    weights: KHat,
+    num_draws: int = 500,
+    seed: int | None = 0,
+) -> Diagnosis | None:
+    """As :func:`diagnose`, of a hierarchy, by corrected draws alone; ``None`` where these are not to be
+    relied on."""
+    with random_state(seed, stream=2):
+        judged = moved_by_weights(model, guide, args, kwargs, num_draws)
+    return judged and Diagnosis(*judged, weights, float("nan"), integrated=True)
 
 
 def _one_mode(x: Tensor) -> Tensor:
@@ -293,24 +279,3 @@ def _by_chains(
         for found in (sites, unconstrained)
     )
     return Diagnosis(as_are, others, weights, accepted, len(modes))
-
-
-def moved(before: Tensor, after: Tensor) -> Moved:
-    """Estimates (1) for draws (S, ...) of a site and where their chains ended, entry by entry."""
-    S, rounding = len(before), 64.0 * torch.finfo(before.dtype).eps
-    before, after = before.double(), after.double()
-    a, b = before - before.mean(0), after - after.mean(0)
-    va, vb = a.square().mean(0), b.square().mean(0)
-    rho = (a * b).mean(0) / (va * vb).sqrt()
-    left = 1.0 - rho.clamp(0.0, STUCK)
-    mean = (after.mean(0) - before.mean(0)) / vb.sqrt() / left
-    mean_error = (b - a).std(0) / vb.sqrt() / left / S**0.5
-    # Var by (1), kept positive where it extrapolates; the error by the influence of each draw
-    share = 1.0 - rho.clamp(0.0, STUCK).square()
-    ratio = (1.0 + (vb / va - 1.0) / share).clamp_min(1e-3)
-    influence = (b.square() - a.square() * (vb / va)) / va
-    log_sd_error = 0.5 * influence.std(0) / share / ratio / S**0.5
-    found = mean, mean_error, 0.5 * ratio.log(), log_sd_error, rho
-    # entries such as the upper triangle of a Cholesky factor do not vary, but for roundings
-    varies = va.sqrt() > rounding * before.abs().amax(0)
-    return Moved(*(torch.where(varies, x, 0.0) for x in found))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import diagnostics
 from ..diagnostics import Diagnosis, KHat
+from ..diagnostics.diagnosis import without_chains
 from ..diagnostics.draws import guide_draws, random_state
 from ..distributed.processes import is_alone
 from ..guides import AutoFlow, AutoMixtureNormal, AutoOrthogonalFlow
@@ -149,9 +150,13 @@ class Result:
         if self.is_spread or self._is_stream:
             return self.khat
         d, data = self._structure.d, self._structure.data
-        # a chain may come where the model has no density, as where a covariance overflows
+        # a chain may come where the model has no density
         with suppress(CannotBatch, ValueError):
             if d * max(d, data) <= LITTLE:
+                if isinstance(self.guide, AutoHierarchical) and self.guide.units.is_block:
+                    # chains would take minutes
+                    how = self.model, self.guide, self.args, self.kwargs, self.khat
+                    return without_chains(*how) or self.khat
                 return self.diagnosis
         return self.khat
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import pyro
@@ -118,7 +118,9 @@ def collapse(
         >>> globals.draw_units(draws)["u"].shape
         torch.Size([20, 4])
     """
-    return Collapsed(guide, args, kwargs, points)
+    model = Collapsed(guide, args, kwargs, points)
+    model.warn()
+    return model
 
 
 def _tried(guide: AutoHierarchical, args: Any, kwargs: Any) -> tuple[Given, Conditionals]:
@@ -166,7 +168,8 @@ class Collapsed:
         frames = (frame for name in self._shapes for frame in nodes[name]["cond_indep_stack"])
         self._seen = {*self._shapes, *(frame.name for frame in frames)}
         k = self.units.width
-        count, total = point_count(self.units, points)
+        self.point_count, total = point_count(self.units, points)
+        count = self.point_count
         #: how many draws of the globals bound the memory
         self.at_once = max(1, AT_ONCE // max(1, total * self.units.size * k))
         with own_random_state(0), torch.no_grad():
@@ -175,30 +178,40 @@ class Collapsed:
             few, more = (
                 log_marginals(self.units, given, q, n) for n in (count, count + max(2, count // 4))
             )
-            beyond, error = found_beyond(self.units, given, q, few)
-        #: numbers of the units of which the quadrature misses part, the worst first, and nats of these
-        self.missed: dict[int, float] = {}
-        for i in beyond.argsort(descending=True).tolist():
-            if beyond[i] > max(NOTICED, SURE * float(error[i])):
-                self.missed[i] = float(beyond[i].log1p())
+        self._tried_at = given, q, few
         #: nats by which a quarter more points change log p(y | v), at draws of q(v)
         change = few.sum(-1) - more.sum(-1)
         block = self.units.is_block
         if block:  # the same at all draws of v it would change no posterior
             change = change - change.mean()
         self.error = float(change.abs().amax().nan_to_num(torch.inf))
-        rough = self.error > (NOISE if block else NOTICED)
+        self.is_rough = self.error > (NOISE if block else NOTICED)
         #: whether that is too much for draws of a block, which such a density would seem to bear out
-        self.too_rough = block and rough
-        if rough:
-            warnings.warn(
-                f"Quadrature over the {self.units.called} is off by {self.error:.2g} nats or "
-                f"more. Pass points={2 * count} to ngvi.collapse, or train the guide for longer.",
-                RuntimeWarning,
-                stacklevel=3,
+        self.too_rough = block and self.is_rough
+
+    @cached_property
+    def missed(self) -> dict[int, float]:
+        """Numbers of units of which the quadrature misses part, the worst first, and nats of these."""
+        found = {}
+        with own_random_state(0), torch.no_grad():
+            beyond, error = found_beyond(self.units, *self._tried_at)
+        for i in beyond.argsort(descending=True).tolist():
+            if beyond[i] > max(NOTICED, SURE * float(error[i])):
+                found[i] = float(beyond[i].log1p())
+        return found
+
+    def warn(self) -> None:
+        """Of what the quadrature does not see."""
+        doubt = ""
+        if self.is_rough:
+            doubt = (
+                f"Quadrature over the {self.units.called} is off by {self.error:.2g} nats or more. "
+                f"Pass points={2 * self.point_count} to ngvi.collapse, or train the guide for longer."
             )
         elif self.missed:
-            warnings.warn(self.missed_in_words, RuntimeWarning, stacklevel=3)
+            doubt = self.missed_in_words
+        if doubt:
+            warnings.warn(doubt, RuntimeWarning, stacklevel=3)
 
     @property
     def missed_in_words(self) -> str:

@@ -48,6 +48,13 @@ from .summed_out import summed_out
 Parts = dict[str, dict[str, Tensor]]
 
 MOST_NUMBERS = 2**20  # in the largest tensor of one piece: 8 MB in float64
+#: what raises for a singular matrix, and what tells of it
+CHECKED: dict[Any, Any] = {
+    torch.linalg.cholesky: torch.linalg.cholesky_ex,
+    torch.linalg.inv: torch.linalg.inv_ex,
+    torch.inverse: torch.linalg.inv_ex,
+    torch.linalg.solve: torch.linalg.solve_ex,
+}
 
 
 @dataclass(frozen=True)
@@ -265,6 +272,20 @@ def map_draws(
 def without_plates(sites: Sites) -> Sites:
     """The sites but for the indices of plates."""
     return {name: site for name, site in sites.items() if not site_is_subsample(site)}
+
+
+class NaNWhereSingular(TorchFunctionMode):
+    """Factors, inverses and solutions of a singular matrix are NaN instead of an error, so that a draw
+    that has one does not take the others with it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if (checked := CHECKED.get(func)) is None:
+            return func(*args, **(kwargs or {}))
+        found, info = checked(*args, **(kwargs or {}))
+        bad = (info != 0).reshape(info.shape + (1,) * (found.dim() - info.dim()))
+        return found.masked_fill(bad, torch.nan)
 
 
 class Largest(TorchFunctionMode):

@@ -847,7 +847,7 @@ def test_scales_by_group_are_no_gaussian_units() -> None:
 
 
 def test_a_model_with_parameters_of_its_own_has_one_guide(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["pyro_ngvi.diagnostics.diagnosis"]
+    module = sys.modules["pyro_ngvi.diagnostics.moved"]
     monkeypatch.setattr(module, "COARSE_MEAN", -1.0)  # nothing is good enough
 
     def learning() -> None:

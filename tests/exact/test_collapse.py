@@ -343,7 +343,7 @@ def test_weights_do_not_decay_with_the_number_of_units() -> None:
 def test_the_verdict_on_a_hierarchy_and_its_table_tell_of_the_correction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = sys.modules["pyro_ngvi.diagnostics.diagnosis"]
+    module = sys.modules["pyro_ngvi.diagnostics.moved"]
     monkeypatch.setattr(module, "COARSE_SD", 0.05)  # the sd of s is off by more
     pyro.set_rng_seed(0)
     fit = ngvi.fit(schools, Y, guide="AutoHierarchical", seed=0, max_steps=30, progress=False)

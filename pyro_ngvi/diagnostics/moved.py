@@ -1,0 +1,78 @@
+"""By how much the mean and the sd of a latent site are off, and whether that is too much."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor
+
+from .khat import COARSE_MEAN, COARSE_SD
+from .weights import Shift
+
+#: correlation with the start above which a chain has not told much
+STUCK = 0.7
+
+
+@dataclass(frozen=True)
+class Moved(Shift):
+    """What short chains, or weights, say of the entries of a latent site, or its unconstrained ones.
+
+    Attributes:
+        mean: error of the guide's mean, in sds of the posterior, and ``mean_error`` its standard error,
+            one for each entry.
+        log_sd: logarithm of the posterior's sd over the guide's, and ``log_sd_error``.
+        rho: correlation of the ends of the chains with their starts, 0 of weights.
+    """
+
+    rho: Tensor
+
+    @classmethod
+    def of_modes(cls, each: list[Moved]) -> Moved:
+        """One, or all those of several modes, (modes, ...)."""
+        fields = zip(*map(astuple, each), strict=True)
+        return each[0] if len(each) == 1 else cls(*map(torch.stack, fields))
+
+    @property
+    def is_off(self) -> bool:
+        """Whether a mean is off by more than 0.3 sds, or an sd by more than 30 %, at three errors."""
+        mean, log_sd = self.errors(-3.0)
+        return bool(((mean > COARSE_MEAN) | (log_sd > COARSE_SD)).any())
+
+    @property
+    def is_good(self) -> bool:
+        """Whether none is, by two standard errors, and all chains have left their starts."""
+        mean, log_sd = self.errors(2.0)
+        good = (mean <= COARSE_MEAN) & (log_sd <= COARSE_SD) & (self.rho <= STUCK)
+        return bool(good.all())
+
+    def __str__(self) -> str:
+        mean, sd = float(self.mean.abs().max()), float(self.log_sd.abs().max())
+        stuck = f", chains stuck (correlation {float(self.rho.max()):.2f})"
+        return (
+            f"means off by up to {mean:.2g} sd, sds by up to {100.0 * math.expm1(sd):.0f} %"
+            + stuck * bool((self.rho > STUCK).any())
+        )
+
+
+def moved(before: Tensor, after: Tensor) -> Moved:
+    """Estimates (1) of :mod:`.diagnosis`, entry by entry, from draws (S, ...) of a site and where their
+    chains ended."""
+    S, rounding = len(before), 64.0 * torch.finfo(before.dtype).eps
+    before, after = before.double(), after.double()
+    a, b = before - before.mean(0), after - after.mean(0)
+    va, vb = a.square().mean(0), b.square().mean(0)
+    rho = (a * b).mean(0) / (va * vb).sqrt()
+    left = 1.0 - rho.clamp(0.0, STUCK)
+    mean = (after.mean(0) - before.mean(0)) / vb.sqrt() / left
+    mean_error = (b - a).std(0) / vb.sqrt() / left / S**0.5
+    # Var by (1), kept positive where it extrapolates; the error by the influence of each draw
+    share = 1.0 - rho.clamp(0.0, STUCK).square()
+    ratio = (1.0 + (vb / va - 1.0) / share).clamp_min(1e-3)
+    influence = (b.square() - a.square() * (vb / va)) / va
+    log_sd_error = 0.5 * influence.std(0) / share / ratio / S**0.5
+    found = mean, mean_error, 0.5 * ratio.log(), log_sd_error, rho
+    # entries such as the upper triangle of a Cholesky factor do not vary, but for roundings
+    varies = va.sqrt() > rounding * before.abs().amax(0)
+    return Moved(*(torch.where(varies, x, 0.0) for x in found))

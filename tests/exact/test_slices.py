@@ -1,0 +1,169 @@
+"""Marginals by slices, and verdicts on the globals of a hierarchy, against closed forms and a grid."""
+
+import math
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from torch import Tensor
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.diagnostics.slices import Pieces, Quantiles, copula
+from pyro_ngvi.runtime.model_density import NaNWhereSingular
+
+POINTS = torch.tensor([-5.0, -2.0, -0.5, 0.0, 1.0, 2.5, 6.0]).double()
+#: heights with slopes of both signs, one flat piece, and a second mode
+HEIGHTS = torch.tensor(
+    [[-9.0, -4.0, -1.0, 0.0, 0.0, -2.0, -30.0], [-6.0, -1.0, -2.0, -4.0, -3.0, -0.5, -3.0]]
+).double()
+
+
+def test_masses_quantiles_and_densities_of_pieces_belong_together() -> None:
+    pieces = Pieces(POINTS, HEIGHTS)
+    x = torch.linspace(-45.0, 45.0, 900_001).double()[:, None].expand(-1, 2)
+    f = pieces.log_prob(x).exp()
+    total = torch.cumulative_trapezoid(f, x, dim=0)
+    # the trapezoidal rule errs by h^2 f'' / 12, h = 1e-4
+    assert total[-1] == pytest.approx([1.0, 1.0], abs=1e-6)
+    assert (pieces.cdf(x[1:]) - total).abs().max() < 1e-6
+    p = torch.logspace(-250.0, math.log10(0.5), 2001).double()[:, None].expand(-1, 2)
+    assert torch.allclose(pieces.cdf(pieces.quantile(p)), p, rtol=1e-9, atol=0.0)
+    # the heights that were asked for, up to a constant
+    at = pieces.log_prob(POINTS[:, None].expand(-1, 2)).mT - HEIGHTS
+    assert torch.allclose(at, at[:, :1].expand_as(at), atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_quantiles_rise_come_back_and_have_their_derivative(dtype: torch.dtype) -> None:
+    move: Any = Quantiles(POINTS, HEIGHTS)
+    z = torch.linspace(-9.0, 9.0, 181, dtype=dtype)[:, None].expand(-1, 2)
+    t = move(z)
+    assert t.dtype == dtype and bool((t.diff(dim=0) > 0.0).all())
+    eps = torch.finfo(dtype).eps
+    assert torch.allclose(move.inv(t.clone()), z, atol=1e4 * eps)
+    if dtype == torch.float64:
+        # at places that are in no piece's end
+        z = z + 0.0137
+        h = 1e-6
+        slope = (move(z + h) - move(z - h)) / (2.0 * h)
+        assert torch.allclose(move.log_abs_det_jacobian(z, move(z)), slope.log().sum(-1), atol=1e-4)
+
+
+def test_a_laplace_density_is_its_own_slices() -> None:
+    """Straight logarithms to both sides of the mean: nothing is approximated, so weights are equal to
+    those of the noise alone, and quantiles are ln(2 p)."""
+
+    def log_p(v: Tensor) -> Tensor:
+        return -((v - 1.0).abs() / torch.tensor([0.3, 2.0]).to(v)).sum(-1)
+
+    mean = torch.ones(2).double()
+    q = copula(log_p, mean, torch.tensor([0.1, 5.0]).double().diag())
+    z = torch.tensor([[-3.0, 1.0], [0.5, 4.0]]).double()
+    y: Any = z
+    for move in q.transforms:
+        y = move(y)
+    ln = (2.0 * 0.5 * torch.erfc(z.abs() / 2.0**0.5)).log()
+    assert torch.allclose(y, 1.0 - z.sign() * ln * torch.tensor([0.3, 2.0]).double(), atol=1e-9)
+
+
+def test_importance_weights_of_skewed_tails_are_nearly_even() -> None:
+    """The log of a Gamma(1.5), whose left tail is exp(1.5 x), beside a Gaussian that depends on it."""
+
+    def log_p(v: Tensor) -> Tensor:
+        x, y = v.unbind(-1)
+        return 1.5 * x - x.exp() - 0.5 * (y - 0.5 * x).square() / 0.25
+
+    a = torch.tensor(1.5).double()
+    var = torch.polygamma(1, a)
+    C = torch.stack([torch.stack([var, 0.5 * var]), torch.stack([0.5 * var, 0.25 + 0.25 * var])])
+    # a Gaussian of two thirds of the width, as q of a skewed marginal is
+    mean = torch.stack([torch.digamma(a), 0.5 * torch.digamma(a)])
+    q = copula(log_p, mean, C / 2.0)
+    torch.manual_seed(0)
+    v = q.sample((20_000,))
+    w = torch.softmax(log_p(v) - q.log_prob(v), 0)
+    ess = float(1.0 / w.square().sum())
+    assert ess > 0.8 * 20_000
+    z = ((w @ v[:, 0]) - torch.digamma(a)) / var.sqrt() * ess**0.5
+    assert abs(float(z)) < 4.0
+    # the evidence, Gamma(1.5) times that of the Gaussian
+    found = torch.logsumexp(log_p(v) - q.log_prob(v), 0) - math.log(20_000)
+    wanted = torch.lgamma(a) + 0.5 * math.log(2.0 * math.pi * 0.25)
+    assert float(found - wanted) == pytest.approx(0.0, abs=4.0 * (1.0 / ess - 5e-5) ** 0.5)
+
+
+def alike(y: Tensor) -> None:
+    """Groups that differ by little more than their noise: the scale may be anything below."""
+    s: Any = pyro.sample("s", dist.HalfNormal(y.new_ones(())))
+    with pyro.plate("groups", len(y)):
+        u: Any = pyro.sample("u", dist.Normal(0.0, s))
+        pyro.sample("y", dist.Normal(u, 1.0), obs=y)
+
+
+def test_a_verdict_sees_the_tail_of_a_log_scale() -> None:
+    y = torch.tensor([0.9, -1.4, 0.3, 1.6, -0.8, 0.2, -1.1, 1.2]).double()
+    pyro.set_rng_seed(0)
+    guide = ngvi.AutoHierarchical(alike)
+    svi = SVI(alike, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(32))
+    for _ in range(80):
+        svi.step(y)
+    found = ngvi.diagnose(alike, guide, y)
+    # without u: y_i ~ N(0, 1 + s^2)
+    x = torch.linspace(-25.0, 4.0, 20_001).double()
+    s = x.exp()
+    log_p = dist.HalfNormal(1.0).log_prob(s) + x
+    log_p = log_p + dist.Normal(0.0, (1.0 + s**2).sqrt()[:, None]).log_prob(y).sum(-1)
+    w = torch.softmax(log_p, 0)
+    mean, sd = w @ x, (w @ (x - w @ x).square()).sqrt()
+    layout = guide.globals.quantiles([0.158655, 0.5, 0.841345])["s"].log()  # Gaussian in log s
+    q_mean, q_sd = layout[1], (layout[2] - layout[0]) / 2.0
+    assert float(sd / q_sd) > 1.4  # else there is nothing to see
+    moved = found.unconstrained["s"]
+    assert float(moved.log_sd) == pytest.approx(
+        float((sd / q_sd).log()), abs=4.0 * float(moved.log_sd_error) + 1e-3
+    )
+    assert float(moved.mean) == pytest.approx(
+        float((mean - q_mean) / sd), abs=4.0 * float(moved.mean_error) + 1e-3
+    )
+    assert (
+        found.integrated and found.decision == "unusable" and "'s, unconstrained'" in found.verdict
+    )
+
+
+@pytest.mark.parametrize("how", [torch.linalg.cholesky, torch.linalg.inv, torch.inverse])
+def test_singular_matrices_do_not_take_the_others_with_them(how: Any) -> None:
+    x = torch.tensor([1.0, 0.0, 4.0], requires_grad=True)
+
+    def log_p(x: Tensor) -> Tensor:
+        return (
+            how(x * torch.eye(2)).sum() + torch.linalg.solve(x * torch.eye(2), torch.ones(2)).sum()
+        )
+
+    with NaNWhereSingular():
+        found = torch.vmap(log_p)(x)
+    assert found.isnan().tolist() == [False, True, False]
+    (slope,) = torch.autograd.grad(found.sum(), x)
+    for i in (0, 2):
+        one = x[i].detach().requires_grad_()
+        value = log_p(one)
+        assert torch.allclose(value, found[i])
+        assert torch.allclose(torch.autograd.grad(value, one)[0], slope[i])
+
+
+def test_chains_go_on_where_one_of_them_meets_a_singular_matrix() -> None:
+    """A covariance that is positive definite for x > 0 alone, where x has a half-normal density."""
+
+    def model() -> None:
+        x: Any = pyro.sample("x", dist.Normal(0.0, 1.0))
+        K = torch.stack([torch.stack([x, 0.0 * x]), torch.stack([0.0 * x, x])])
+        L = torch.linalg.cholesky(K)
+        pyro.factor("flat", 0.0 * L.sum())
+
+    def guide() -> None:
+        pyro.sample("x", dist.HalfNormal(1.0))
+
+    found = ngvi.diagnose(model, guide, seed=0)
+    assert found.sites["x"].is_good
