@@ -75,22 +75,27 @@ class Proposal(NamedTuple):
 def proposal(model: Collapsed, draws: int = DRAWS) -> Proposal:
     """The r(v) of this module, that of the smallest k-hat among a few."""
     layout = LatentLayout(model.guide.globals.prototype_trace)
-    best = found = None
-    theta, _ = _drawn(ExactUnits(model), layout, max(draws, EACH * layout.dim))
-    mean, covariance = theta.mean(0), theta.mT.cov().reshape(2 * theta.shape[1:])
-    for _ in range(ROUNDS):
-        guide = ExactUnits(model, _Sliced(model, layout, mean, covariance))
+
+    def weighed(guide: ExactUnits) -> Proposal:
         theta, log_r = _drawn(guide, layout, draws)
-        log_p = log_density(model, layout, theta)
-        found = Proposal(guide, theta, khat_from_log_weights((log_p - log_r).cpu().numpy()))
+        log_w = (log_density(model, layout, theta) - log_r).cpu().numpy()
+        return Proposal(guide, theta, khat_from_log_weights(log_w))
+
+    best, plain = None, ExactUnits(model)
+    theta, _ = _drawn(plain, layout, max(draws, EACH * layout.dim))
+    mean, covariance = theta.mean(0), theta.mT.cov().reshape(2 * theta.shape[1:])
+    if not bool((covariance.diagonal() > 0.0).all()):  # a guide that is a point in some of them
+        return weighed(plain)
+    for _ in range(ROUNDS):
+        found = weighed(ExactUnits(model, _Sliced(model, layout, mean, covariance)))
         if best is None or found.weights.khat < best.weights.khat:
             best = found
         ess, d = found.weights.ess, layout.dim
         if found.weights.khat <= LIGHT or not MIN_DRAWS + d * (d + 1) / 2 <= ess <= EVEN * draws:
             break
         w = torch.from_numpy(found.weights.psis_log_weights).to(theta).exp()
-        mean = w @ theta
-        rest = w.sqrt().unsqueeze(-1) * (theta - mean)
+        mean = w @ found.theta
+        rest = w.sqrt().unsqueeze(-1) * (found.theta - mean)
         covariance = rest.mT @ rest
     assert best is not None
     return best

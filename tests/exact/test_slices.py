@@ -8,6 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
+from pyro.infer.autoguide import AutoDelta
 from torch import Tensor
 
 import pyro_ngvi as ngvi
@@ -167,3 +168,20 @@ def test_chains_go_on_where_one_of_them_meets_a_singular_matrix() -> None:
 
     found = ngvi.diagnose(model, guide, seed=0)
     assert found.sites["x"].is_good
+
+
+def test_globals_that_are_a_point_stay_one() -> None:
+    y = torch.tensor([0.9, -1.4, 0.3, 1.6]).double()
+    pyro.set_rng_seed(0)
+    guide = ngvi.AutoHierarchical(alike, AutoDelta)
+    svi = SVI(alike, guide, pyro.optim.Adam({"lr": 0.05}), ngvi.BatchedELBO(8))
+    for _ in range(20):
+        svi.step(y)
+    with pytest.warns(UserWarning, match="are the same point"):
+        data = ngvi.to_arviz(alike, guide, y, num_samples=50, seed=0, corrected=True)
+    s = data["posterior"]["s"].values
+    assert float(s.max() - s.min()) == 0.0
+    # given s an effect is normal: variance s^2 / (1 + s^2), to 4 standard errors of it
+    z = data["posterior"]["u"].values[0] - y.numpy() * s[0, 0] ** 2 / (1.0 + s[0, 0] ** 2)
+    wanted = s[0, 0] ** 2 / (1.0 + s[0, 0] ** 2)
+    assert z.var() == pytest.approx(wanted, rel=4.0 * (2.0 / z.size) ** 0.5)
