@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import pyro
@@ -31,12 +32,13 @@ from .draws import Fitted, guide_draws
 from .khat import FEWEST, PARETO, KHat, khat_from_log_weights
 from .moved import Moved
 from .slices import copula
+from .verdict import PATIENCE
 from .weights import MIN_DRAWS
 
 #: draws behind the choice of r and, for each global, behind q's covariance, rounds, and where they end
 DRAWS, EACH, ROUNDS, LIGHT, EVEN = 1000, 50, 3, 1.0 / 3.0, 0.9
-#: draws of a guide's own, which cost little
-MANY = 4000
+#: draws of a guide's own, which cost little, and numbers in them
+MANY, NUMBERS = 4000, 4_000_000
 #: draws of r where fewer leave it open whether the guide is off
 MORE = 2000
 
@@ -105,10 +107,11 @@ def moved_by_weights(
     model: Any, guide: AutoHierarchical, args: Any, kwargs: Any, draws: int
 ) -> tuple[dict[str, Moved], dict[str, Moved]] | None:
     """By how much a trained guide is off, with its units integrated out, from so many draws of r, or
-    2000: sites as they are, and unconstrained where that differs.  ``None`` where quadrature or weights
-    are not to be relied on."""
+    2000 where these leave it open: sites as they are, and unconstrained where that differs.  ``None``
+    where quadrature or weights are not to be relied on."""
     sites: dict[str, Moved] = {}
     unconstrained: dict[str, Moved] = {}
+    start = perf_counter()
     with suppress(ValueError, CannotBatch):  # data of several units, a likelihood without vmap
         collapsed = Collapsed(guide, args, kwargs, None)
         if collapsed.is_rough:
@@ -117,7 +120,8 @@ def moved_by_weights(
         if not (exact.weights.khat <= PARETO or exact.weights.ess >= EVEN * draws):
             return None
         layout = LatentLayout(guide.prototype_trace)
-        own = layout.pack(guide_draws(partial(guide, *args, **kwargs), MANY)[0])
+        many = max(draws, min(MANY, NUMBERS // layout.dim))
+        own = layout.pack(guide_draws(partial(guide, *args, **kwargs), many)[0])
         new = layout.pack(exact.values)
         w = torch.from_numpy(exact.weights.psis_log_weights).exp()
         both = zip(*map(layout.unconstrained, (own, new)), strict=True)
@@ -126,7 +130,9 @@ def moved_by_weights(
             if x is not a:  # the identity returns its argument
                 unconstrained[name] = _moved(a, b, w)
         each = [*sites.values(), *unconstrained.values()]
-        if draws < MORE and not all(m.is_good or m.is_off for m in each):
+        undecided = not all(m.is_good or m.is_off for m in each)
+        patient = MORE / draws * (perf_counter() - start) <= PATIENCE
+        if draws < MORE and undecided and patient:
             return moved_by_weights(model, guide, args, kwargs, MORE)
         return sites, unconstrained
     return None

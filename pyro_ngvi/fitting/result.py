@@ -18,6 +18,7 @@ from ..distributed.processes import is_alone
 from ..guides import AutoFlow, AutoMixtureNormal, AutoOrthogonalFlow
 from ..hierarchy import AutoHierarchical
 from ..hierarchy.collapsed import can_collapse
+from ..hierarchy.marginal import numbers_at_once
 from ..linalg.host import own_random_state
 from ..runtime.run import CannotBatch
 from ..sites.site_guide import SiteGuide
@@ -28,6 +29,8 @@ from .ladder import FLOW, Rung, modes_seen
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked
 LITTLE = 10_000
+#: data times points of the quadrature up to which the units of a hierarchy are integrated out
+SUMMED = 100_000
 #: numbers in the draws that are taken unasked
 HELD = 50_000_000
 #: draws times data for which minibatches are gone through unasked
@@ -145,18 +148,19 @@ class Result:
     @cached_property
     def verdict(self) -> KHat | Diagnosis:
         """The diagnosis, or k-hat, which costs less, where latent variables times data are more than
-        10,000, ``vmap`` cannot run the model, it has no density where chains come, or the fit was given
-        minibatches alone; both have ``decision``, ``ok`` and ``verdict``."""
+        10,000, ``vmap`` cannot run the model, or the fit saw minibatches alone; both have ``decision``,
+        ``ok`` and ``verdict``.  Of a hierarchy data times points of its quadrature count, to 10^5."""
         if self.is_spread or self._is_stream:
             return self.khat
-        d, data = self._structure.d, self._structure.data
-        # a chain may come where the model has no density
-        with suppress(CannotBatch, ValueError):
-            if d * max(d, data) <= LITTLE:
-                if isinstance(self.guide, AutoHierarchical) and self.guide.units.is_block:
-                    # chains would take minutes
-                    how = self.model, self.guide, self.args, self.kwargs, self.khat
-                    return without_chains(*how) or self.khat
+        guide, d, data, slow = self.guide, self._structure.d, self._structure.data, False
+        with suppress(CannotBatch, ValueError):  # a chain may come where there is no density
+            if isinstance(guide, AutoHierarchical):
+                slow = guide.units.is_block  # whose chains would take minutes
+                if data * numbers_at_once(guide.units) <= SUMMED:
+                    how = self.model, guide, self.args, self.kwargs
+                    if found := without_chains(*how, self.khat):
+                        return found
+            if d * max(d, data) <= LITTLE and not slow:
                 return self.diagnosis
         return self.khat
 

@@ -60,6 +60,11 @@ def point_count(units: Units, points: int | None) -> tuple[int, int]:
     return count, count**k if k in ORDERS and not block else count
 
 
+def numbers_at_once(units: Units) -> int:
+    """Of a unit at each draw of v: points, and of a block times its size."""
+    return point_count(units, None)[1] * (units.width if units.is_block else 1)
+
+
 def _points(units: Units, count: int, like: Tensor) -> Points:
     """A block has a few random ones in pairs: given v it is nearly Gaussian, whatever k is."""
     k = units.width
