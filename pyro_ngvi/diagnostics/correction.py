@@ -29,14 +29,14 @@ from ..runtime.density import LatentLayout
 from ..runtime.model_density import NaNWhereSingular, batched_trace
 from ..runtime.run import CannotBatch
 from .draws import Fitted, guide_draws
-from .khat import FEWEST, PARETO, KHat, khat_from_log_weights
+from .khat import EVEN, FEWEST, PARETO, KHat, khat_from_log_weights
 from .moved import Moved
 from .slices import copula
 from .verdict import PATIENCE
 from .weights import MIN_DRAWS
 
 #: draws behind the choice of r and, for each global, behind q's covariance, rounds, and where they end
-DRAWS, EACH, ROUNDS, LIGHT, EVEN = 1000, 50, 3, 1.0 / 3.0, 0.9
+DRAWS, EACH, ROUNDS, LIGHT = 1000, 50, 3, 1.0 / 3.0
 #: draws of a guide's own, which cost little, and numbers in them
 MANY, NUMBERS = 4000, 4_000_000
 #: draws of r where fewer leave it open whether the guide is off
@@ -172,7 +172,7 @@ def log_density(model: Collapsed, layout: LatentLayout, theta: Tensor) -> Tensor
 def decision_on(weights: KHat, model: Collapsed) -> tuple[str, str]:
     """Whether to take corrected draws, and the same in words."""
     share, draws = weights.ess / len(weights.log_weights), len(weights.log_weights)
-    steady = weights.reliable or share >= EVEN  # k-hat of weights all but equal says little
+    steady = weights.reliable or share >= EVEN
     good = steady and share >= FEWEST and not (weights.missed or 0.0) > 0.0
     if model.too_rough:
         return "unusable", (

@@ -17,6 +17,7 @@ COARSE_MEAN = 0.3  # sds
 COARSE_SD = float(np.log(1.3))
 SMALL_KL = 0.5 * COARSE_MEAN**2  # nats: KL of two Gaussians whose means are that far apart
 HALF = 0.5  # a k-hat below which the weights have a variance; a share of the draws
+EVEN = 0.9  # share of the draws from which weights are all but equal, of which k-hat says little
 FEWEST = 0.1  # share of the draws below which weighted moments were up to 70 % off
 PARETO = 0.7  # the largest k-hat that more draws, 10^(1 / (1 - k)) of them, make reliable
 STEEP = 0.1  # sds by which a slope stands out of its noise where a fit has not ended

@@ -11,7 +11,7 @@ from torch.distributions import biject_to
 
 from ..linalg.host import own_random_state
 from .draws import Draws, Fitted, random_state, sites_of_kind, warn_of_edges
-from .khat import FEWEST, HALF, KHat
+from .khat import EVEN, FEWEST, HALF, KHat
 from .weights import (
     MIN_DRAWS,
     NOTICED,
@@ -83,10 +83,10 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         more = may_draw_more(fitted, draws)
         found, own = weighed(fitted, draws), draws.weights
         # units that are drawn by quadrature cost too much for that
-        cheap = MORE * fitted.seconds <= PATIENCE and not hasattr(
-            fitted.guide.func, "draws_at_once"
-        )
-        if more and fitted.batches is None and (found.doubtful or (found.unsure and cheap)):
+        summed = hasattr(fitted.guide.func, "draws_at_once")
+        cheap = MORE * fitted.seconds <= PATIENCE and not summed
+        doubtful = found.doubtful and not (summed and found.ess >= EVEN * len(draws.log_q))
+        if more and fitted.batches is None and (doubtful or (found.unsure and cheap)):
             draws = fitted.draw(MORE * len(draws.log_q), batch_size)
             found = weighed(fitted, draws)
             even = own.ess >= (HALF if own.khat > own.threshold else FEWEST) * len(own.log_weights)
