@@ -18,7 +18,7 @@ from ..distributed.processes import is_alone
 from ..guides import AutoFlow, AutoMixtureNormal, AutoOrthogonalFlow
 from ..hierarchy import AutoHierarchical
 from ..hierarchy.collapsed import can_collapse
-from ..hierarchy.marginal import numbers_at_once
+from ..hierarchy.marginal import work_of_draw
 from ..linalg.host import own_random_state
 from ..runtime.run import CannotBatch
 from ..sites.site_guide import SiteGuide
@@ -29,7 +29,7 @@ from .ladder import FLOW, Rung, modes_seen
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked
 LITTLE = 10_000
-#: data times points of the quadrature up to which the units of a hierarchy are integrated out
+#: data times points of the quadrature up to which units of a hierarchy are integrated out, or so
 SUMMED = 100_000
 #: numbers in the draws that are taken unasked
 HELD = 50_000_000
@@ -156,7 +156,7 @@ class Result:
         with suppress(CannotBatch, ValueError):  # a chain may come where there is no density
             if isinstance(guide, AutoHierarchical):
                 slow = guide.units.is_block  # whose chains would take minutes
-                if data * numbers_at_once(guide.units) <= SUMMED:
+                if work_of_draw(guide.units, data) <= SUMMED:
                     how = self.model, guide, self.args, self.kwargs
                     if found := without_chains(*how, self.khat):
                         return found

@@ -60,9 +60,9 @@ def point_count(units: Units, points: int | None) -> tuple[int, int]:
     return count, count**k if k in ORDERS and not block else count
 
 
-def numbers_at_once(units: Units) -> int:
-    """Of a unit at each draw of v: points, and of a block times its size."""
-    return point_count(units, None)[1] * (units.width if units.is_block else 1)
+def work_of_draw(units: Units, data: float) -> float:
+    """Numbers gone through at each draw of v: those of the data at all points, and a block's matrix."""
+    return point_count(units, None)[1] * (data + units.is_block * units.width**2)
 
 
 def _points(units: Units, count: int, like: Tensor) -> Points:
