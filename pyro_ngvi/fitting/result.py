@@ -152,15 +152,15 @@ class Result:
         ``ok`` and ``verdict``.  Of a hierarchy data times points of its quadrature count, to 10^5."""
         if self.is_spread or self._is_stream:
             return self.khat
-        guide, d, data, slow = self.guide, self._structure.d, self._structure.data, False
+        guide, d, data = self.guide, self._structure.d, self._structure.data
+        little = d * max(d, data) <= LITTLE
         with suppress(CannotBatch, ValueError):  # a chain may come where there is no density
-            if isinstance(guide, AutoHierarchical):
-                slow = guide.units.is_block  # whose chains would take minutes
+            if isinstance(guide, AutoHierarchical) and (guide.units.is_block or not little):
+                # whose chains would take minutes
                 if work_of_draw(guide.units, data) <= SUMMED:
                     how = self.model, guide, self.args, self.kwargs
-                    if found := without_chains(*how, self.khat):
-                        return found
-            if d * max(d, data) <= LITTLE and not slow:
+                    return without_chains(*how, self.khat) or self.khat
+            elif little:
                 return self.diagnosis
         return self.khat
 
