@@ -9,6 +9,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta
+from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 import pyro_ngvi as ngvi
@@ -174,7 +175,7 @@ def test_globals_that_are_a_point_stay_one() -> None:
     y = torch.tensor([0.9, -1.4, 0.3, 1.6]).double()
     pyro.set_rng_seed(0)
     guide = ngvi.AutoHierarchical(alike, AutoDelta)
-    svi = SVI(alike, guide, pyro.optim.Adam({"lr": 0.05}), ngvi.BatchedELBO(8))
+    svi = SVI(alike, guide, Adam({"lr": 0.05}), ngvi.BatchedELBO(8))
     for _ in range(20):
         svi.step(y)
     with pytest.warns(UserWarning, match="are the same point"):
