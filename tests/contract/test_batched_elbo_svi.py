@@ -11,7 +11,7 @@ from pyro.infer.autoguide import (
     AutoMultivariateNormal,
     AutoNormal,
 )
-from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
+from pyro.optim import SGD, Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 from pyro_ngvi.losses import BatchedELBO
@@ -85,8 +85,8 @@ def test_svi_fits_a_conjugate_model() -> None:
             pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
 
     guide = AutoDelta(model)  # no noise: the optimum is the posterior mode, 7 / 4
-    svi = SVI(model, guide, Adam({"lr": 0.1}), BatchedELBO(2))
-    for _ in range(600):
+    svi = SVI(model, guide, SGD({"lr": 0.2}), BatchedELBO(2))  # the error falls to a fifth a step
+    for _ in range(12):
         svi.step()
     assert guide.median()["mu"].item() == pytest.approx(7 / 4, abs=1e-6)
     assert svi.evaluate_loss() == pytest.approx(BatchedELBO().loss(model, guide), abs=1e-12)

@@ -205,10 +205,10 @@ LOSSES = some(registry.LOSSES, "Batched", "Trace vectorised")
     ("name", "loss", "steps"),
     [
         ("beta", "Batched", 600),
-        ("gammas", "Batched", 1000),
-        ("dirichlet", "Batched", 600),
+        pytest.param("gammas", "Batched", 1000, marks=pytest.mark.slow),
+        pytest.param("dirichlet", "Batched", 600, marks=pytest.mark.slow),
         ("dirichlet", "Trace vectorised", 600),
-        ("normal", "Batched", 600),
+        ("normal", "Batched", 400),
     ],
 )
 def test_ngvb_reaches_the_posterior(name: str, loss: str, steps: int) -> None:

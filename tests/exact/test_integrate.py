@@ -158,7 +158,7 @@ def test_random_effects_of_binary_data_against_quadrature() -> None:
             pyro.sample("y", dist.Binomial(trials, logits=mu + tau * effect), obs=hits)
 
     found = ngvi.integrate(model, hits)
-    tau, mu = torch.linspace(0.0, 9.0, 301).double()[1:], torch.linspace(-6.0, 6.0, 241).double()
+    tau, mu = torch.linspace(0.0, 9.0, 151).double()[1:], torch.linspace(-6.0, 6.0, 121).double()
     x, w = (torch.tensor(v) for v in np.polynomial.hermite_e.hermegauss(60))
     f = mu.reshape(-1, 1, 1, 1) + tau.reshape(-1, 1, 1) * x.reshape(-1, 1)
     each = dist.Binomial(trials, logits=f).log_prob(hits)
@@ -188,8 +188,8 @@ def test_outliers_whose_sites_have_a_negative_precision() -> None:
             pyro.sample("y", dist.StudentT(10.0, u, 0.5), obs=y)
 
     found = ngvi.integrate(model, y)
-    s, m = torch.linspace(0.0, 9.0, 301).double()[1:], torch.linspace(-5.0, 6.0, 111).double()
-    z = torch.linspace(-8.0, 8.0, 401).double().reshape(-1, 1)
+    s, m = torch.linspace(0.0, 9.0, 181).double()[1:], torch.linspace(-5.0, 6.0, 56).double()
+    z = torch.linspace(-8.0, 8.0, 201).double().reshape(-1, 1)
     total = []
     for each in s:  # the integral over u, by the sum of an even grid
         f = m.reshape(-1, 1, 1) + each * z
@@ -262,6 +262,7 @@ def test_scales_at_which_data_between_outliers_leave_no_proper_gaussian() -> Non
     assert found.doubts == ()
 
 
+@pytest.mark.slow
 def test_priors_whose_medians_are_far_out() -> None:
     """That of Gamma(0.01, 0.01) is 10^-30: what AutoSites finds of a model there is rounding."""
     group = torch.arange(6).repeat_interleave(3)

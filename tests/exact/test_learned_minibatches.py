@@ -211,6 +211,7 @@ def test_a_level_that_is_learned():
     assert abs(float(pyro.param("level").detach() - best)) < 0.02
 
 
+@pytest.mark.slow
 def test_two_processes():
     """Location and log scale: all data after a refresh, against learning with all data."""
     X, y = data(N)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from pyro.infer import SVI
 from scipy.special import log_expit, logsumexp
@@ -40,6 +41,7 @@ def without(problem: BinaryRegression, n: int, loc: Array, covariance: Array) ->
     return np.append(loc, log_p)
 
 
+@pytest.mark.slow
 def test_sites_tell_what_fits_without_a_datum_would() -> None:
     """The 20 most influential data and 60 others: 0.02 nats in the mean, order to 0.95."""
     problem = REGRESSIONS["wdbc"]()

@@ -67,7 +67,13 @@ def test_presplit_in_1500_steps_of_one(name, family):
     assert gap(load_or_skip(name), family, 1, 1500) < 0.2
 
 
-@pytest.mark.parametrize("name", names("regression"))
+@pytest.mark.parametrize(
+    "name",
+    [  # with 5,000 data they take 15 s each
+        pytest.param(name, marks=[pytest.mark.slow] if "n5000" in name else [])
+        for name in names("regression")
+    ],
+)
 def test_ill_conditioned_regressions_in_300_steps_of_8(name):
     """Scales from 1e-3 to 1e4, correlations 0.9999: means within 0.1 sd, sds within 10%."""
     problem = load_or_skip(name)
