@@ -27,8 +27,6 @@ These fractions are independent Beta(alpha_k, alpha_{k+1} + ... + alpha_K), henc
 c = trigamma(T), w = D^(-1/2) alpha, r = 1 - c w'w and S = I - (1 - sqrt r) ww' / w'w,
 
     D - c alpha alpha' = D^(1/2) S S D^(1/2),   velocity = D^(-1/2) S^-1 tangent.
-
-Not where the variables are strongly correlated a posteriori: a full-rank Gaussian sees the correlation.
 """
 
 from __future__ import annotations
@@ -82,6 +80,11 @@ class MeanFieldGamma(WhitenedFamily):
         # the sd of z is the root of trigamma(a), its mean log m - (log a - digamma(a))
         a = inverse_trigamma(torch.full_like(loc, scale**2))
         return {"log_mean": loc + digamma_gap(a), "log_concentration": a.log()}
+
+    def matched(self, loc: Tensor, precision: Tensor) -> Tensors:
+        """The member with this mode and the diagonal of this matrix as -d^2 log q / dz^2 there."""
+        # log q = a (u - e^u) + ...
+        return {"log_mean": loc.clone(), "log_concentration": precision.diagonal().log()}
 
     def draw(self, params: Tensors, shape: torch.Size) -> Tensor:
         a = params["log_concentration"].exp()
@@ -210,6 +213,18 @@ class MeanFieldDirichlet(WhitenedFamily):
             wide = variance > scale**2
             low, high = torch.where(wide, middle, low), torch.where(wide, high, middle)
         return {"log_concentration": log_p + 0.5 * (low + high)}
+
+    def matched(self, loc: Tensor, precision: Tensor) -> Tensors:
+        """The member with this mode and, in sum, the curvatures on the diagonal of this matrix.
+
+        The log density of a fraction f = sigmoid(t) is alpha log f + rest log(1 - f): its mode is the
+        mean p of x, its curvature (alpha + rest) f (1 - f), where alpha + rest is T times what is left.
+        """
+        t, log_p = self._logits(loc), self._log_x(loc)
+        left = pad(logsigmoid(-t).cumsum(-1), (1, 0))[..., :-1]
+        share = _total((left + logsigmoid(t) + logsigmoid(-t)).exp())
+        total = _total(precision.diagonal().unflatten(-1, t.shape[-2:])) / share
+        return {"log_concentration": log_p + total.log()}
 
     def dim(self, params: Tensors) -> int:
         return params["log_concentration"][..., 1:].numel()

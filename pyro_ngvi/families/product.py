@@ -163,6 +163,13 @@ class ProductFamily(Family):
         locs = self.split(loc)
         return self._named({p: f.init(locs[p], scale) for p, f in self.parts.items()})
 
+    def matched(self, loc: Tensor, precision: Tensor) -> Tensors:
+        """Each part by the block of the matrix that is its own."""
+        locs, at = self.split(loc), self.split(torch.arange(len(loc), device=loc.device))
+        parts: dict[str, Any] = dict(self.parts)
+        own = {p: f.matched(locs[p], precision[at[p]][:, at[p]]) for p, f in parts.items()}
+        return self._named(own)
+
     def dim(self, params: Tensors) -> int:
         return sum(self._lengths)
 

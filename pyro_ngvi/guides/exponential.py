@@ -10,7 +10,8 @@ from torch.distributions import biject_to, transforms
 
 from ..families import MeanFieldDirichlet, MeanFieldGamma, MeanFieldNormal, ProductFamily
 from ..families.base import Family, Tensors
-from .normal import AutoProduct
+from .member import best_member
+from .normal import LAPLACE, AutoProduct
 
 #: what the transform from the real line to a support begins with, by the family that fits the support
 HEADS: dict[str, type[transforms.Transform]] = {
@@ -63,6 +64,9 @@ class AutoExponentialFamily(AutoProduct):
         >>> f"Gamma({q.concentration:.2f}, {q.rate:.2f})"
         'Gamma(14.00, 4.00)'
     """
+
+    starts = LAPLACE
+    search = staticmethod(best_member)
 
     def make_family(self) -> Family:
         return ProductFamily({}, [])  # its parts are known once the sites are

@@ -48,7 +48,6 @@ from ..optim.ngvb import make_rule
 from .found import COMPARABLE, SAME, Found, Gaussian, holder, modes_of
 
 LogDensity = Callable[[Tensor], Tensor]  # theta (S, d) to (S,)
-
 #: the d above which there is one point to start from, and the largest d
 MANY, LARGEST = 64, 500
 #: points where all lead to one ELBO; else at least, until so many led to the best ELBO, and at most
@@ -86,12 +85,15 @@ def is_late() -> bool:
 
 
 class Search:
-    """The search for one density; see the head of this file.
+    """See the head of this file.
 
     Args:
         density: theta (S, d) to log p (S,).
         like: a point (d,).
     """
+
+    #: the family by which the Gaussians on the way are compared
+    compared: Any = FULL
 
     def __init__(self, density: LogDensity, like: Tensor) -> None:
         self.density, self.d, self.evaluations = density, len(like), 0
@@ -110,13 +112,19 @@ class Search:
             value = self.f(leaf.unsqueeze(0))[0]
             return value.detach(), torch.autograd.grad(value, leaf)[0]
 
+    def draws(self, family: Any, params: Tensors, n: int, part: int = 0) -> Tensor:
+        """Draws (n, d) of a member by one part of the noise."""
+        return family.rsample(
+            params, centred(self.noise[n * part :][:n, : family.noise_dim(params)])
+        )
+
     def log_ratio(self, family: Any, params: Tensors, n: int) -> Tensor:
         """log p - log q of n common draws, (n,)."""
-        z = family.rsample(params, centred(self.noise[:n, : family.noise_dim(params)]))
+        z = self.draws(family, params, n)
         return -torch.cat([self.f(part) for part in z.split(ROWS)]) - family.log_prob(params, z)
 
     def gaussian(self, loc: Tensor, precision: Tensor) -> Gaussian:
-        ratio = self.log_ratio(FULL, FULL.matched(loc, precision), COMPARED)
+        ratio = self.log_ratio(self.compared, self.compared.matched(loc, precision), COMPARED)
         return Gaussian(loc, precision, lower(ratio), float(ratio.var().nan_to_num(torch.inf)))
 
     def descend(
@@ -176,8 +184,7 @@ class Search:
         highest, before = elbo(), -torch.inf
         for k in range(SMOOTH_STEPS):
             params = family.matched(loc, precision)
-            noise = self.noise[DRAWS * k :][:DRAWS, : family.noise_dim(params)]
-            away = family.rsample(params, centred(noise)) - loc
+            away = self.draws(family, params, DRAWS, k) - loc
             _, g, H = derivatives(lambda x, a=away: self.f(x + a, self.d).mean(), loc)
             if not bool(torch.isfinite(g.sum() + H.sum())):
                 break
@@ -224,7 +231,7 @@ class Search:
             return q
         if self.smooths(q):
             with suppress(RuntimeError, ValueError):
-                q = self.gaussian(*self.smoothed(q, FULL))
+                q = self.gaussian(*self.smoothed(q, self.compared))
         self.ends.append(q)
         return q
 
@@ -284,14 +291,14 @@ class Search:
         best = [q for q in best if q.elbo > -torch.inf]
         if len(best) < 2:
             return best[0] if best else None
-        params = [FULL.matched(q.loc, q.precision) for q in best]
-        elbos = [lower(self.log_ratio(FULL, p, FINAL), 2.0) for p in params]
+        params = [self.compared.matched(q.loc, q.precision) for q in best]
+        elbos = [lower(self.log_ratio(self.compared, p, FINAL), 2.0) for p in params]
         return best[elbos.index(max(elbos))]
 
     def member(self, q: Gaussian, family: Any) -> Tensors:
         """The nearest member of the family, by steps on its own expectations where that pays."""
         best = q.loc, q.precision
-        if not isinstance(family, FullRankNormal) and self.smooths(q):
+        if type(family) is not type(self.compared) and self.smooths(q):
             with suppress(RuntimeError, ValueError):
                 best = self.smoothed(q, family)
         return family.matched(*best)

@@ -21,6 +21,9 @@ from torch import Tensor
 from pyro_ngvi import NGVB, AutoExponentialFamily, BatchedELBO, khat, to_arviz
 from tests.contract.registry import SHAPES, called, constrained, perturbed, plates
 
+# not of the start
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 
 def many_supports() -> None:
     pyro.sample("real", dist.Normal(0.0, 1.0))

@@ -776,7 +776,11 @@ SERIES = torch.tensor([0.0, 1.0, 1.0, 3.0, 2.0, 4.0])
 @pytest.mark.parametrize(
     ("model", "told"),
     [
-        (level, "'z' has a scale of its own: name the effect, as u = pyro.deterministic("),
+        pytest.param(
+            level,
+            "'z' has a scale of its own: name the effect, as u = pyro.deterministic(",
+            marks=pytest.mark.slow,  # two scales to integrate
+        ),
         (regions, "'z' has a scale of its own: name the effect, as u = pyro.deterministic("),
         (process, "There is a block of 6 latent variables (f), given s: pass guide="),
         (coefficients, 'Or pass guide="auto", which goes on to richer guides.'),

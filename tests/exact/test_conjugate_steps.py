@@ -211,6 +211,7 @@ LOSSES = some(registry.LOSSES, "Batched", "Trace vectorised")
         ("normal", "Batched", 400),
     ],
 )
+@pytest.mark.usefixtures("plain_start")
 def test_ngvb_reaches_the_posterior(name: str, loss: str, steps: int) -> None:
     """With its defaults: sticking the landing leaves no noise, so the limit is exact."""
     model, y, posterior = MODELS[name]
