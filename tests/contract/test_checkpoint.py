@@ -109,7 +109,7 @@ def test_a_loss_that_goes_another_way_after_its_first_step(tmp_path: Path) -> No
         loss = ngvi.BatchedELBO(4, curvature="gauss_newton")
         return SVI(two_sites, guide, ngvi.optim.VOGN(guide), loss)
 
-    for before in range(1, 12):  # the other way is the same up to roundings
+    for before in (1, 2, 3, 11):  # the other way is the same up to roundings
         assert_resumes(tmp_path, lambda: Loop(make, (X, X[:, :ROWS].cos())), before, 1)
 
 

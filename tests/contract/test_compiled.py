@@ -454,7 +454,14 @@ def test_inductors_code_gives_the_same_numbers() -> None:
         torch.testing.assert_close(x, z, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("guide", [AutoMultivariateNormal, AutoNormal, ngvi.AutoCouplingFlow])
+@pytest.mark.parametrize(
+    "guide",
+    [
+        AutoMultivariateNormal,
+        AutoNormal,
+        pytest.param(ngvi.AutoCouplingFlow, marks=pytest.mark.slow),
+    ],
+)
 def test_inversion_free(guide: Any, plain_start: None) -> None:
     """Conjugate gradients end, steps are shortened, and a ring of scores turns, without the host."""
     X, y = data(60)

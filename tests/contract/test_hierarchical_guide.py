@@ -369,7 +369,11 @@ def test_kinds_of_index(index: Any) -> None:
     assert (guide.sites.visits > 0).nonzero().reshape(-1).tolist() == [1, 3]
 
 
-@pytest.mark.parametrize("loss", [Trace_ELBO(2), ngvi.BatchedELBO(4)], ids=["trace", "batched"])
+@pytest.mark.parametrize(
+    "loss",
+    [pytest.param(Trace_ELBO(2), marks=pytest.mark.slow), ngvi.BatchedELBO(4)],
+    ids=["trace", "batched"],
+)
 def test_the_model_draws_its_minibatches(loss: Any) -> None:
     guide, *_ = fit(subsampled, 5, loss=loss, steps=200)
     assert (guide.sites.visits > 0).all()

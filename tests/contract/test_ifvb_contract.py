@@ -66,7 +66,7 @@ OTHERS: dict[str, Any] = {
 CLOSE = {"full rank", "AutoMultivariateNormal"}
 
 
-@pytest.mark.parametrize("optimizer", [ngvi.IFVB, ngvi.AIFVB])
+@pytest.mark.parametrize("optimizer", [ngvi.IFVB, pytest.param(ngvi.AIFVB, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [*GUIDES, *OTHERS])
 def test_every_guide_learns(kind, optimizer):
     pyro.set_rng_seed(0)
@@ -110,7 +110,7 @@ FLOWS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", [ngvi.IFVB, ngvi.AIFVB])
+@pytest.mark.parametrize("optimizer", [ngvi.IFVB, pytest.param(ngvi.AIFVB, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", FLOWS)
 def test_networks_of_others(kind, optimizer):
     """The low-rank estimate would take huge steps; log Z is exact, and q of the right family."""

@@ -38,7 +38,10 @@ def trained(model: Any, steps: int, *args: Any, **how: Any) -> tuple[Any, Any]:
     return guide, svi
 
 
-@pytest.mark.parametrize(("covariance", "search"), [("full", True), ("diagonal", False)])
+@pytest.mark.parametrize(
+    ("covariance", "search"),
+    [pytest.param("full", True, marks=pytest.mark.slow), ("diagonal", False)],
+)
 def test_both_modes_are_alive_after_a_thousand_steps(covariance: str, search: bool) -> None:
     """The share of one of two equal modes, by 4,000 draws, has a standard error of 0.008.
 

@@ -230,6 +230,7 @@ def correlated() -> None:
     pyro.sample("y", dist.Normal(x.sum(-1), 0.3), obs=torch.tensor(1.0))
 
 
+@pytest.mark.slow
 def test_a_chain_finds_the_posterior_however_bad_the_guide() -> None:
     flow = [COUPLING(2, [4])]
     guide: Any = ngvi.AutoFlow(correlated, flow)

@@ -190,6 +190,7 @@ def listed(model: Any, first: bool = True) -> Any:
     return guide
 
 
+@pytest.mark.slow
 def test_noise_scale_by_another_guide() -> None:
     """The factorised posterior, against a full Gaussian, which is a little better."""
     torch.manual_seed(0)

@@ -44,6 +44,7 @@ def test_curvature_is_that_of_the_model_of_g(kind: str) -> None:
     torch.testing.assert_close(found, 1.0 + rows.square().sum(0))
 
 
+@pytest.mark.slow
 def test_von_ends_at_the_best_mean_field_gaussian() -> None:
     """Precision: the diagonal of the posterior's; mean: the posterior's.  Exact curvature, no noise."""
     X, Y = data()

@@ -246,6 +246,7 @@ def test_two_processes():
     assert found[1] < found[0] + 0.3
 
 
+@pytest.mark.slow
 def test_binary_data():
     """The bound of all data after a refresh and some sweeps, against learning with all data."""
     case = Case(binary=True, lr=0.05).epochs(150)

@@ -34,12 +34,12 @@ def test_a_member_is_known_by_its_mode_and_its_curvature(family: Any, d: int) ->
     params = family.init(torch.randn(d), 0.7)
     params = {name: v + 0.5 * torch.randn_like(v) for name, v in params.items()}
     z = family.mean(params)
+    H = torch.eye(d)
     for _ in range(30):  # Newton, for the mode
         H = jacrev(grad(lambda x: family.log_prob(params, x)))(z)
         z = z - torch.linalg.solve(H, grad(lambda x: family.log_prob(params, x))(z))
-    found = family.matched(
-        z, -H + torch.eye(d).roll(1, 0)
-    )  # what is off its diagonal does not count
+    # what is off the diagonal does not count
+    found = family.matched(z, -H + torch.eye(d).roll(1, 0))
     assert found.keys() == params.keys()
     for name, value in params.items():
         torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-8)

@@ -374,6 +374,7 @@ def test_the_density_is_that_of_the_image_of_the_gaussian() -> None:
     torch.testing.assert_close(score, (xi - params["loc"]).detach() @ M)
 
 
+@pytest.mark.slow
 def test_the_mean_is_best_for_its_covariance() -> None:
     """After a run E[grad log p(y, xi)] = 0 under q, up to the noise of the draws that say so."""
     guide, _ = trained(hierarchy, Y, steps=400)

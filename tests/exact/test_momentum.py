@@ -132,6 +132,7 @@ def nested(y):
             pyro.sample("y", dist.Normal(group, 0.5), obs=y)
 
 
+@pytest.mark.slow
 def test_factor_guide_stays_where_it_has_arrived():
     """A posterior whose sds and correlations the factors have to find, with all defaults.
 

@@ -286,6 +286,7 @@ def test_resumes_from_a_saved_state() -> None:
         assert torch.equal(p, other.natural_params()[name]), name
 
 
+@pytest.mark.slow
 def test_reaches_the_best_factor_covariance_of_a_regression() -> None:
     """Within 0.05 nat of L-BFGS on the closed-form KL to the exact Gaussian posterior."""
     X, y = data()

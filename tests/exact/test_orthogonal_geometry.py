@@ -70,6 +70,7 @@ def test_long_steps_stay_in_the_domain(retraction: str) -> None:
         q = {k: v if k.startswith("weight_") else fresh[k] for k, v in q.items()}
 
 
+@pytest.mark.slow
 def test_orthogonal_after_ten_thousand_steps_in_float32() -> None:
     family = OrthogonalFlow(1)
     q = {k: v.float() for k, v in family.init(torch.zeros(5), 0.5).items()}

@@ -198,6 +198,7 @@ def test_enumerated_sites_are_summed_out() -> None:
     assert found.ok and found.pits.keys() == {"m", "log_joint"}
 
 
+@pytest.mark.slow
 def test_a_real_fit_of_a_logistic_regression() -> None:
     X = torch.randn(30, 2)
 

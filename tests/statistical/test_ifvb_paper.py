@@ -138,6 +138,7 @@ def test_normal_model_exact_natural_gradient() -> None:
     assert normal_model.BEST - normal_model.ngvb(200)[-1] < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [(algorithm_1, normal_model.SCRIPT_IFVB), (algorithm_2, normal_model.SCRIPT_AIFVB)],

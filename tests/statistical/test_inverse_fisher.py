@@ -87,7 +87,8 @@ def test_calibrated_where_all_is_noise() -> None:
     assert 0.8 < length < 1.2
 
 
-@pytest.mark.parametrize("rank", [5, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [5, 32])
 def test_low_rank_converges_where_the_rank_holds_all(rank: int) -> None:
     """The relative error falls like n^-1/2: by 4 from n to 16 n, and is that of the recursion.
 
