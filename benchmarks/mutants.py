@@ -370,11 +370,11 @@ STEPS = (
 
 FAMILIES = (
     Mutant(
-        "full rank: retraction's second order 1 for 1/2",
-        "families/full_rank.py",
-        "L + LA + 0.5 * _tril_product(LA, A)",
-        "L + LA + 1.0 * _tril_product(LA, A)",
-        ("test_retractions", "test_families"),
+        "triangles: retraction's second order 1 for 1/2",
+        "linalg/stiefel.py",
+        "L + La + 0.5 * tril_product(La, tangent)",
+        "L + La + 1.0 * tril_product(La, tangent)",
+        ("test_retractions", "test_families", "test_matrix_normal"),
     ),
     Mutant(
         "full rank: Fisher matrix without the 2 of the diagonal",
@@ -515,13 +515,6 @@ FAMILIES = (
         "(alpha * self._gap(alpha)).sum() - constant.sum()",
         "(alpha * self._gap(alpha)).sum() + constant.sum()",
         ("test_exponential_families",),
-    ),
-    Mutant(
-        "matrix normal: retraction's second order 1 for 1/2",
-        "families/matrix_normal.py",
-        "L + LX + 0.5 * (LX @ X)",
-        "L + LX + 1.0 * (LX @ X)",
-        ("test_retractions", "test_matrix_normal"),
     ),
     Mutant(
         "matrix normal: gauge drifts",

@@ -37,7 +37,7 @@ from torch.nn.functional import logsigmoid
 import pyro_ngvi
 from pyro_ngvi.families import OrthogonalFlow
 from pyro_ngvi.families.base import Family, Tensors, clamp_exponent
-from pyro_ngvi.families.orthogonal_flow import NODES, AffineMap, SinhArcsinh, is_rotation
+from pyro_ngvi.families.orthogonal_flow import AffineMap, SinhArcsinh, is_rotation
 from pyro_ngvi.linalg import stiefel
 
 __all__ = [
@@ -49,6 +49,8 @@ __all__ = [
     "retract",
 ]
 
+#: nodes of the quadrature that centres and scales the start
+NODES = 100
 #: slope of "leaky" far to the left; far to the right it is 1
 LEAK = 0.1
 P, Q = 0.5 * (1.0 + LEAK), 0.5 * (1.0 - LEAK)
@@ -252,17 +254,25 @@ class OrthogonalForm(OrthogonalFlow):
         return super()._map(k)
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
-        """The printed form has no scales, and keeps its own sd."""
-        if self.form != "paper":
-            return super().init(loc, scale)
+        """Mean ``loc``, and every sd ``scale`` but for the printed form, which has no scales.
+
+        What enters an activation has mean 0 and sd 1, by quadrature.
+        """
         x, weights = np.polynomial.hermite_e.hermegauss(NODES)
+        weights = weights / weights.sum()
         params: Tensors = {n: torch.zeros_like(loc) for psi in self.bends for n in psi.names}
         flat = {name: torch.zeros((), dtype=torch.float64) for name in params}
-        for psi in self.bends:
-            x = psi.forward(flat, torch.from_numpy(x)).numpy()
-        mean = float(weights / weights.sum() @ x)
         for k, affine in enumerate(self.maps):
-            params |= affine.start(loc, 1.0, -mean if k == self.layers else 0.0)
+            last, factor, shift = k == self.layers, 1.0, 0.0
+            if k > 0:
+                x = self.bends[k - 1].forward(flat, torch.from_numpy(x)).numpy()
+                mean = float(weights @ x)
+                if self.form != "paper":
+                    spread = float(np.sqrt(weights @ (x - mean) ** 2))
+                    factor = (scale if last else 1.0) / spread
+                shift = 0.0 if self.form == "paper" and not last else -factor * mean
+            x = factor * x + shift
+            params |= affine.start(loc, factor) | {affine.shift: torch.full_like(loc, shift)}
         params["loc"] = params["loc"] + loc
         return {name: params[name] for name in self.names}
 

@@ -104,7 +104,8 @@ class Family(ABC):
 
     #: coordinate systems in which :meth:`retract` can move
     coordinates: tuple[str, ...] = ("local",)
-    #: the highest diagonal, 0 or -1, of the tensors whose tangents are lower triangles
+    #: names of lower triangles (0) and rotations (-1), moved as in :mod:`pyro_ngvi.linalg.stiefel`:
+    #: the highest diagonal of their tangents
     triangles: Mapping[str, int] = {}
     #: whether a natural step of length 1 is Newton's at a Gaussian posterior; else momentum helps
     newton_like: bool = False
@@ -236,12 +237,14 @@ class Family(ABC):
 
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
         """The velocity of ``params`` along a tangent."""
-        return tangent | {name: u * tangent[name] for name, u in self.frame(params).items()}
+        moved = {n: stiefel.push(params[n], tangent[n], k) for n, k in self.triangles.items()}
+        return tangent | moved | {n: u * tangent[n] for n, u in self.frame(params).items()}
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
         """Gradients in the local frame: the transpose of ``push``, <pull(g), u> = <g, push(u)>."""
         own = {name: grads[name] for name in self.names}
-        return own | {name: u * grads[name] for name, u in self.frame(params).items()}
+        own |= {n: stiefel.pull(params[n], grads[n], k) for n, k in self.triangles.items()}
+        return own | {n: u * grads[n] for n, u in self.frame(params).items()}
 
     def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors:
         """``gradient`` with its scale part made from the expected Hessian H of -log p(y, z).

@@ -32,34 +32,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
-from torch.nn.functional import pad
 
+from ..linalg import stiefel
 from ..linalg.cholesky import (
     inverse_cholesky,
     inverse_cholesky_of_improved,
     inverse_cholesky_of_shifted,
 )
 from .base import NormalFamily, Tensors, with_backward
-
-#: triangles up to that size are multiplied as if they were squares, and on a GPU all of them are:
-#: there the many small products of the halves take longer than the one they replace
-BLOCK = 150
-
-
-def _tril_product(L: Tensor, A: Tensor, transpose: bool = False) -> Tensor:
-    """tril(L A), or tril(L' A), of lower triangles (d, d) by halves: a third of the d^3 products."""
-    d = L.shape[-1]
-    if d <= BLOCK or L.device.type != "cpu":
-        return ((L.mT if transpose else L) @ A).tril()
-    k = d // 2
-    top = _tril_product(L[:k, :k], A[:k, :k], transpose)
-    end = _tril_product(L[k:, k:], A[k:, k:], transpose)
-    if transpose:
-        top = top + (L[k:, :k].mT @ A[k:, :k]).tril()
-        corner = L[k:, k:].mT @ A[k:, :k]
-    else:
-        corner = L[k:] @ A[:, :k]
-    return torch.cat([pad(top, (0, d - k)), torch.cat([corner, end], -1)], -2)
 
 
 def _draw(loc: Tensor, scale_tril: Tensor, noise: Tensor) -> Tensor:
@@ -142,15 +122,10 @@ class FullRankNormal(NormalFamily):
         return torch.linalg.vector_norm(params["scale_tril"].tril(), dim=-1)
 
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
-        L = params["scale_tril"].tril()
-        return {"loc": L @ tangent["loc"], "scale_tril": L @ tangent["scale_tril"]}
+        return super().push(params, tangent) | {"loc": params["scale_tril"].tril() @ tangent["loc"]}
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        L = params["scale_tril"].tril()
-        return {
-            "loc": L.mT @ grads["loc"],
-            "scale_tril": _tril_product(L, grads["scale_tril"], transpose=True),
-        }
+        return super().pull(params, grads) | {"loc": params["scale_tril"].tril().mT @ grads["loc"]}
 
     def dilation(self, params: Tensors) -> Tensors:
         return {"scale_tril": params["scale_tril"]}
@@ -187,12 +162,8 @@ class FullRankNormal(NormalFamily):
     ) -> Tensors:
         loc, L = params["loc"], params["scale_tril"].tril()
         if coordinates == "local":
-            A = step * tangent["scale_tril"]
-            LA = _tril_product(L, A)
-            return {
-                "loc": loc + step * (L @ tangent["loc"]),
-                "scale_tril": L + LA + 0.5 * _tril_product(LA, A),
-            }
+            scale = stiefel.retract(L, step * tangent["scale_tril"], 0)
+            return {"loc": loc + step * (L @ tangent["loc"]), "scale_tril": scale}
         # moving along -natural gradient adds b H to the whitened precision
         H = -(tangent["scale_tril"] + tangent["scale_tril"].mT)
         improved = coordinates == "improved"

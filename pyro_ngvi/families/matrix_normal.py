@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
+from ..linalg import stiefel
 from .base import NormalFamily, Tensors, with_backward
 
 
@@ -163,22 +164,16 @@ class MatrixNormal(NormalFamily):
 
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
         A, B = self._factors(params)
-        return {
-            "loc": (A @ tangent["loc"].reshape(len(A), -1) @ B.mT).reshape(-1),
-            "row_tril": A @ tangent["row_tril"],
-            "column_tril": B @ tangent["column_tril"],
-        }
+        loc = (A @ tangent["loc"].reshape(len(A), -1) @ B.mT).reshape(-1)
+        return super().push(params, tangent) | {"loc": loc}
 
     def dilation(self, params: Tensors) -> Tensors:
         return {"row_tril": params["row_tril"].tril()}
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
         A, B = self._factors(params)
-        return {
-            "loc": (A.mT @ grads["loc"].reshape(len(A), -1) @ B).reshape(-1),
-            "row_tril": (A.mT @ grads["row_tril"]).tril(),
-            "column_tril": (B.mT @ grads["column_tril"]).tril(),
-        }
+        loc = (A.mT @ grads["loc"].reshape(len(A), -1) @ B).reshape(-1)
+        return super().pull(params, grads) | {"loc": loc}
 
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
         X, Y = tangent["row_tril"], tangent["column_tril"]
@@ -219,7 +214,6 @@ class MatrixNormal(NormalFamily):
 
 
 def _grown(L: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
-    """L (I + X + X^2 / 2) and the growth of its log determinant: its diagonal keeps its sign."""
+    """L (I + X + X^2 / 2) and the growth of its log determinant."""
     x = X.diagonal()
-    LX = L @ X
-    return L + LX + 0.5 * (LX @ X), (1.0 + x + 0.5 * x.square()).log().sum()
+    return stiefel.retract(L, X, 0), (1.0 + x + 0.5 * x.square()).log().sum()

@@ -39,7 +39,6 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
@@ -47,8 +46,6 @@ from torch.linalg import solve_triangular
 from ..linalg import stiefel
 from .base import Family, Tensors, clamp_exponent, interpolate, log_normal
 
-#: nodes of the quadrature that centres and scales the start
-NODES = 100
 #: largest |t|: the power of a tail stays within e^-T and e^T
 TAIL = 0.25
 LOG_2 = math.log(2.0)
@@ -119,10 +116,10 @@ class AffineMap:
     def names(self) -> tuple[str, ...]:
         return tuple(filter(None, astuple(self)))
 
-    def start(self, like: Tensor, factor: float, shift: float) -> Tensors:
-        """The parts of x -> factor x + shift, for x of the shape (d,) of ``like``."""
-        shift_by, stretch = torch.full_like(like, shift), torch.full_like(like, factor)
-        parts = shift_by, stretch.log(), torch.diag(torch.ones_like(like)), torch.diag(stretch)
+    def start(self, like: Tensor, factor: float) -> Tensors:
+        """The parts of x -> factor x, for x of the shape (d,) of ``like``."""
+        zero, stretch = torch.zeros_like(like), torch.full_like(like, factor)
+        parts = zero, stretch.log(), torch.diag(zero + 1.0), torch.diag(stretch)
         return {name: v for name, v in zip(astuple(self), parts, strict=True) if name}
 
     def linear(self, params: Tensors, x: Tensor) -> Tensor:
@@ -204,22 +201,11 @@ class OrthogonalFlow(Family):
         return AffineMap(shift, log_scale=f"log_scale_{k}", rotation=f"weight_{k}")
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
-        """Mean ``loc`` and every sd ``scale``."""
-        x, weights = np.polynomial.hermite_e.hermegauss(NODES)
-        weights = weights / weights.sum()
+        """N(loc, scale^2 I): all maps but the last start as the identity."""
         params: Tensors = {n: torch.zeros_like(loc) for psi in self.bends for n in psi.names}
-        flat = {name: torch.zeros((), dtype=torch.float64) for name in params}
-        factor, shift = 1.0, 0.0  # of the coming map: what enters an activation has sd 1
         for k, affine in enumerate(self.maps):
-            if k > 0:
-                x = self.bends[k - 1].forward(flat, torch.from_numpy(x)).numpy()
-                mean = float(weights @ x)
-                spread = float(np.sqrt(weights @ (x - mean) ** 2))
-                factor = (scale if k == self.layers else 1.0) / spread
-                shift = -factor * mean
-            x = factor * x + shift
-            params |= affine.start(loc, factor, shift)
-        params["loc"] = params["loc"] + loc
+            params |= affine.start(loc, scale if k == self.layers else 1.0)
+        params["loc"] = loc.clone()
         return {name: params[name] for name in self.names}
 
     def _forward(self, params: Tensors, noise: Tensor) -> tuple[Tensor, list[Pair]]:
@@ -285,30 +271,19 @@ class OrthogonalFlow(Family):
         return {name: score[name] for name in self.names}
 
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
-        velocity = {name: tangent[name] for name in self.names}
-        for name, offset in self.triangles.items():
-            W, a = params[name], tangent[name]
-            velocity[name] = stiefel.push(W, a) if offset else W.tril() @ a
+        velocity = super().push(params, tangent)
         return velocity | {m.shift: m.linear(params, tangent[m.shift]) for m in self.maps}
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        pulled = {name: grads[name] for name in self.names}
-        for name, offset in self.triangles.items():
-            W, G = params[name], grads[name]
-            pulled[name] = stiefel.pull(W, G) if offset else (W.tril().mT @ G).tril()
+        pulled = super().pull(params, grads)
         return pulled | {m.shift: m.transposed(params, grads[m.shift]) for m in self.maps}
 
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
         new = {name: clamp_exponent(params[name] + step * tangent[name]) for name in self.names}
-        for name, offset in self.triangles.items():
-            W, v = params[name], step * tangent[name]
-            if offset:
-                new[name] = stiefel.retract(W, v)
-            else:
-                LA = W.tril() @ v
-                new[name] = W.tril() + LA + 0.5 * LA @ v
+        for name, k in self.triangles.items():
+            new[name] = stiefel.retract(params[name], step * tangent[name], k)
         moves = {m.shift: step * m.linear(params, tangent[m.shift]) for m in self.maps}
         return new | {name: params[name] + v for name, v in moves.items()}
 
