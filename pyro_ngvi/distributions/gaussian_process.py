@@ -1,10 +1,4 @@
-r"""A Gaussian process at given inputs, with nothing computed before it is asked for.
-
-    f ~ N(mean(X), k(X, X) + jitter I),        f (N,).
-
-The jitter is part of the model: white noise of variance ``jitter`` at every input, independent of that
-at other inputs, new ones too.
-"""
+"""A Gaussian process at given inputs, with nothing computed before it is asked for."""
 
 from __future__ import annotations
 
@@ -33,8 +27,8 @@ class GaussianProcess(TorchDistribution):
             ``kernel(X, Z)`` (N, M), ``kernel(X, diag=True)`` (N,).
         inputs: X (N, ...), in whatever form the kernel takes it.
         mean: a number, a function of the inputs to (N,), or ``None`` for 0.
-        jitter: variance of the white noise.  1e-6 suits unit variances in float64; an RBF kernel in
-            float32 needs 1e-4 and more.
+        jitter: variance of white noise at every input, new ones too: a part of the model.  1e-6 suits
+            unit variances in float64; an RBF kernel in float32 needs 1e-4 and more.
 
     Raises:
         ValueError: for a kernel matrix that is not positive definite; in the plate of the data.

@@ -25,8 +25,6 @@ class GaussianStateSpace(TorchDistribution):
     """A Gauss-Markov chain s of T states in R^S; event shape (T, S).
 
     The parameters are those of one chain; :meth:`expand` makes independent copies, as a plate does.
-    Unlike in NumPyro's distribution of this name every step may have its own, and the first state has a
-    law of its own.
 
     Not for exactly singular C or Q_t, which have no density.  Nearly singular ones are fine if they are
     so along the axes of the state (smooth processes in small steps, integrated noise).

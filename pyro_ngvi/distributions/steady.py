@@ -37,8 +37,7 @@ GAUSSIAN = (td.Normal, td.MultivariateNormal, td.LowRankMultivariateNormal)
 class Steady(TorchDistribution):
     """``base_dist`` with those draws and gradients.
 
-    Draws made together are those of one call, and those of batch dimensions to the left of the
-    distribution's own, which a plate of particles adds.
+    Draws of one call belong together, also in batch dimensions to the left of the distribution's own.
 
     Example:
         >>> import pyro.distributions as dist

@@ -16,12 +16,10 @@ dLoss/dP~ = (P~^-1 - P~^-1 H~ P~^-1) / 2, H~ = H / (e e'); O(d L (n + L)) for H 
 
 Local frame and natural gradient of both: :mod:`pyro_ngvi.families.factor_base`.
 
-Factors of a *precision* are directions that the data determine well, those of a *covariance* wide ones.
 Not for posteriors close to independent (``MeanFieldNormal``) nor for d below about 100
 (``FullRankNormal``); no precision for L above some d / 3: where s is superfluous, NGVB's steps in log s
-are slow and at times astray.
-
-Source: the precision's form is that of Mishkin et al. (2018, arXiv:1811.04504); formulas derived here.
+are slow and at times astray.  Source: the precision's form is that of Mishkin et al. (2018,
+arXiv:1811.04504).
 """
 
 from __future__ import annotations
@@ -53,11 +51,10 @@ def _draw(loc: Tensor, factor: Tensor, log_scale: Tensor, noise: Tensor) -> Tens
 def _given_the_draw(
     g: Tensor, loc: Tensor, B: Tensor, log_scale: Tensor, noise: Tensor, z: Tensor
 ) -> tuple[Any, ...]:
-    """Gradients with the noise replaced by its expectation given z.
+    """Gradients with the noise replaced by its expectation given z (Rao-Blackwell).
 
-    q depends on (e1, e2) through z = mu + B e1 + c e2 alone, so E[e1 | z] = B' w and E[e2 | z] = c w
-    with w = Sigma^-1 (z - mu) may stand for them (Rao-Blackwell).  The product g w' is symmetric in
-    expectation and is symmetrised too.  Unbiased, and far less noisy where B is small or r large.
+    q depends on (e1, e2) through z = mu + B e1 + c e2 alone: E[e1 | z] = B' w and E[e2 | z] = c w with
+    w = Sigma^-1 (z - mu).  The product g w' is symmetric in expectation and is symmetrised too.
     """
     d = loc.shape[-1]
     g = g.reshape(-1, d)
@@ -75,9 +72,7 @@ class FactorNormal(FactorFamily):
     Args:
         rank: number r of columns of B, at least 1 and smaller than d.
         cg_iterations: conjugate-gradient iterations for the c-block of the natural gradient, at
-            most; for d up to 128 it is exact without them.  The error shrinks by about
-            (1 - max leverage)^2 an iteration: 16 leave a relative residual under 1e-6 on factors
-            that spread over ten coordinates or more.
+            most; for d up to 128 it is exact without them.
 
     Example:
         >>> import torch
@@ -254,10 +249,7 @@ class FactorPrecisionNormal(FactorFamily):
     def precision_step(
         self, params: Tensors, grads: Tensors, curvature: Tensors, rate: Tensor, safe: bool
     ) -> Tensors:
-        """The best that rank L can do for P + rate (H - P), its diagonal kept; see ``SLANG``.
-
-        Outer products keep the factors' part positive by themselves, so ``safe`` has nothing to add.
-        """
+        """The best that rank L can do for P + rate (H - P), its diagonal kept; see ``SLANG``."""
         if "rows" not in curvature:
             raise ValueError(
                 "A step of a factor precision needs the gradients of single data: pass "

@@ -5,9 +5,7 @@ In units of c, B~ = B / c and M~ = I + B~ B~'.  With R R' = C = I + B~' B~, R lo
     T = c [I + B~ (I + R)^-1 B~'],   T T' = M            (check: (I + R) (I + R') = I + R + R' + R R').
 
 **Local frame:** a tangent (t, U, v) means dB = c U, d log c = v, and dmu = T t, or T'^-1 t if M is the
-precision, so that F t = t for every q.  (With dmu = c t, F t = M~^-1 t is small along B~, where t is
-then long.  Momentum carries t to the next step, and once B~ points elsewhere this throws q away: 1,000
-nats at a step, in four dimensions.)
+precision, so that F t = t for every q: momentum may carry t to the next step.
 
 The metric of (U, v) is tr(M^-1 dM M^-1 dM) / 2, whichever of the two M is.  With W = M~^-1 B~ and
 dM~ = U B~' + B~ U' + 2 diag(v),
@@ -28,10 +26,8 @@ where Pi = I - B~ (B~' B~)^-1 B~' projects away from the factors and o is the en
 Schur complement does not depend on the size of B at all.  Conjugate gradients, preconditioned by its
 diagonal, take O(d r^2) a product; their number follows the largest leverage, not d.
 
-B is determined up to a rotation of its columns, so F has a null space (B A, A antisymmetric).  No
-gradient of a function of M has a component there; noise in a gradient that has is removed.
-
-Source: derived here; the blocks of F agree with Ong, Nott & Smith (2018, JCGS 27:465).
+B is determined up to a rotation of its columns, so F has a null space (B A, A antisymmetric), from
+which noise in a gradient is removed.  The blocks of F agree with Ong et al. (2018, JCGS 27:465).
 """
 
 from __future__ import annotations
@@ -53,8 +49,7 @@ Rows = Callable[[Tensor], Tensor]
 class Factors:
     """M and the r x r pieces shared by all formulas, in units of c.
 
-    Factors are rows here, ``B`` is B~' (r, d): sums over r and over d then both run along memory,
-    which makes every pass some three times faster than over tall and narrow matrices.
+    Factors are rows here, ``B`` is B~' (r, d): so all sums run along memory, three times faster.
     """
 
     def __init__(self, factor: Tensor, log_c: Tensor) -> None:
@@ -154,9 +149,7 @@ class Factors:
     def move(self, U: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Changes of B', in rows (r, d), and of log c, for a step (U, v): bounded for any step.
 
-        The chart is curved: M~ changes by U B~' + B~ U' + U U'.  Where B~ is small the last term can
-        be the largest, so U is shortened in proportion to its Fisher length |U' M~^-1 U| / sqrt(2);
-        log c is bounded likewise.
+        M~ changes by U B~' + B~ U' + U U', whose last term |U' M~^-1 U| / sqrt(2) shortens U.
         """
         second = torch.linalg.matrix_norm(self.inverse_product(U) @ U.mT)
         return U * (self.c * (1.0 + second).rsqrt()), v * (1.0 + v.square()).rsqrt()

@@ -9,8 +9,8 @@ so the natural gradient is closed form and free of inverses: from Euclidean grad
 
     t = L' g_mu,   M = tril(L' G_L) with its diagonal halved.
 
-Retraction: mu + b L t and L (I + A + A^2 / 2), A = b M: the exponential to second order.  Its
-diagonal factor 1 + a + a^2 / 2 is positive for every a, so no step leaves the domain.
+Retraction: mu + b L t and L (I + A + A^2 / 2), A = b M: the exponential to second order, whose
+diagonal stays positive.
 
 Natural coordinates (Khan & Nielsen 2018, eq. 14; Tan 2021), with H = M + M' the whitened expected
 Hessian minus the identity:
@@ -47,11 +47,9 @@ def _draw(loc: Tensor, scale_tril: Tensor, noise: Tensor) -> Tensor:
 
 
 def _symmetrised(g: Tensor, loc: Tensor, L: Tensor, eps: Tensor, z: Tensor) -> tuple[Any, ...]:
-    """Gradients that use the symmetry of the expected one.
+    """Gradients without the antisymmetric part of L' G, G = sum_s g_s eps_s', which is pure noise.
 
-    Sigma = L L' is all that q depends on, so E[L' G] is symmetric for G = sum_s g_s eps_s'.  The
-    antisymmetric part of L' G is pure noise.  Its removal leaves an unbiased gradient of lower
-    variance: the average of the plain gradient over the rotations of eps that leave q unchanged.
+    Sigma = L L' is all that q depends on, so E[L' G] is symmetric.
     """
     d = L.shape[-1]
     g, eps = g.reshape(-1, d), eps.reshape(-1, d)

@@ -29,10 +29,8 @@ exactly for any tangent.  So the gauge does not drift, and averages of A and B m
 
 Cost: O(n m (n + m)) per draw, O(n^3 + m^3 + n m (n + m)) per step.
 Not for matrices whose rows (columns) have covariances of different shapes: use ``FullRankNormal``
-while n m is below a few thousand.
-
-Source: the distribution is Dawid's (1981, Biometrika 68:265), as a posterior of weight matrices Louizos
-& Welling (2016, arXiv:1603.04733).  Frame and natural gradient are derived here.
+while n m is below a few thousand.  Source: Dawid (1981, Biometrika 68:265); as a posterior of weight
+matrices Louizos & Welling (2016, arXiv:1603.04733).
 """
 
 from __future__ import annotations
@@ -56,11 +54,9 @@ def _draw(loc: Tensor, A: Tensor, B: Tensor, noise: Tensor) -> Tensor:
 def _symmetrised(
     g: Tensor, loc: Tensor, A: Tensor, B: Tensor, noise: Tensor, z: Tensor
 ) -> tuple[Any, ...]:
-    """Gradients that use the symmetry of the expected ones.
+    """Gradients without the antisymmetric parts of A' dA = H E' and B' dB = H' E, pure noise.
 
-    With H = A' G B the whitened gradient of a draw, A' dA = H E' and B' dB = H' E.  E and Q E R' have
-    the same law for rotations Q and R, which amounts to A -> A Q, B -> B R: q does not change, so both
-    expectations are symmetric.  Their antisymmetric parts are pure noise and left out.
+    H = A' G B is the whitened gradient of a draw; q does not change by A -> A Q, B -> B R.
     """
     n, m = A.shape[-1], B.shape[-1]
     E, H = noise.reshape(-1, n, m), A.mT @ g.reshape(-1, n, m) @ B

@@ -10,8 +10,7 @@ components do not overlap.  The weights cancel in the natural gradient, that of 
 
 E_k over N(mu_k, Sigma_k), with log q differentiated by z alone.
 
-**Strata.**  An ELBO draws from *every* component, and weighs those of component k by pi_k: so it can be
-differentiated by the weights, and a light component learns as fast as others.
+An ELBO draws from *every* component, and weighs those of component k by pi_k.
 """
 
 from __future__ import annotations

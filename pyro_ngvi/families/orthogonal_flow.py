@@ -10,8 +10,7 @@ diagonal.  Further layers put x -> psi(W_k (s_k o x) + b_k) in front of the last
     psi(x) = sinh(e^t arcsinh(x) + c),      t = T tanh(u / T),      c and u learnt for each coordinate:
 
 the identity at the start; c bends it to either side, and e^t is the power of its tails (Jones & Pewsey
-2009, Biometrika 96:761), bounded by T = 1/4: a tail heavier than the posterior's costs nothing until a
-draw falls into it, and then the ELBO is lost (seen on the funnel with free t).
+2009, Biometrika 96:761), bounded by T = 1/4: a rare draw from a tail too heavy would lose the ELBO.
 
     log q(z) = log N(eps; 0, I) - sum log |det of the affine maps| - sum log psi'(a).
 
@@ -28,7 +27,6 @@ through y = psi(x), with g = d log q / dx of what lies within,
 **Local frame:** b + L W (s o t), log s + m, W (a - a') with a strictly lower (:mod:`..linalg.stiefel`),
 L (I + M) with M lower.  The Fisher matrix has no closed form, and is singular while psi is straight.
 
-Other forms, activations and retractions are subclasses in ``benchmarks/flows/orthogonal_forms.py``.
 When to use it, and how to train it: :class:`pyro_ngvi.AutoOrthogonalFlow`.
 """
 

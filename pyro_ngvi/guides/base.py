@@ -1,7 +1,4 @@
-"""``AutoFamily``, Pyro's ``AutoContinuous`` around a family, and q as a Pyro distribution.
-
-A step of a plain guide runs through this file and no other of this folder.
-"""
+"""``AutoFamily``, Pyro's ``AutoContinuous`` around a family, and q as a Pyro distribution."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ class FamilyDistribution(TorchDistribution):
         E[(grad_z log q - grad_z log p)' df/dlambda] + E[grad_lambda log q(z)],
 
     and the last expectation is zero.  ``sticking_the_landing`` drops it, by log q at detached
-    parameters: the estimator stays unbiased, its noise vanishes as q approaches the posterior (Roeder,
-    Wu & Duvenaud 2017), and ``log_prob(z)`` at a fixed z has no gradient in the parameters.
+    parameters: the noise vanishes as q approaches the posterior (Roeder, Wu & Duvenaud 2017), and
+    ``log_prob(z)`` at a fixed z has no gradient in the parameters.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
@@ -130,19 +127,16 @@ class AutoFamily(FirstCall):
 
     The vector z (d,) holds all latent sites, each taken to the real line by Pyro's own transform of its
     support.  Subclasses name their family by :meth:`make_family`.  Any optimizer may train its
-    parameters, but only the natural-gradient ones keep a triangular factor from becoming singular: for
-    Adam on a full covariance take Pyro's ``AutoMultivariateNormal``.
+    parameters, but only the natural-gradient ones keep a triangular factor from becoming singular.
 
-    Under an optimizer that averages its iterates the parameters hold the *average*.  ``median``,
-    ``quantiles``, ``get_posterior``, ``Predictive``, ``SVI.evaluate_loss`` and copies of the guide see
-    it; draws made while gradients are recorded, as in ``SVI.step``, come from the iterate
+    Under an optimizer that averages its iterates the parameters, and all that is read off them, are the
+    *average*; draws made while gradients are recorded come from the iterate
     (:meth:`sampling_posterior`).
 
     The first call runs the model for its sites, and again, with other values, where a support is not
     the real line or a site is masked.  Copies have parameters of their own and no model: make them
-    after the first call.  To save a run and go on, :func:`pyro_ngvi.save` and ``load``; by hand
-    ``guide.state_dict()`` and ``optim.get_state()`` load before or after the first call, in that order.
-    The parameter store restores the guide as well.
+    after the first call.  A state may be loaded before or after it: :func:`pyro_ngvi.save` and
+    ``load``, or ``guide.state_dict()`` and then ``optim.get_state()``, or Pyro's parameter store.
 
     Args:
         model: a Pyro model whose latent sites are all continuous and of fixed size.
@@ -151,8 +145,7 @@ class AutoFamily(FirstCall):
         sticking_the_landing: evaluate log q at detached parameters (:class:`FamilyDistribution`).
         init: "auto" (default), a search for a Gaussian where family and model allow one, see
             :mod:`pyro_ngvi.guides.laplace`; "laplace", that search; "map", the mode; ``None``.
-        name: name of the guide in Pyro's parameter store, by default one that is counted from the
-            class: name a guide whose store is loaded elsewhere, beside other fits of its class.
+        name: name of the guide in Pyro's parameter store, by default counted from its class.
 
     Raises:
         ValueError: at the first call, for a latent site that is discrete or inside a subsampled
@@ -207,8 +200,7 @@ class AutoFamily(FirstCall):
     def set_iterate_offset(self, lag: Tensors | None, answer: Tensors | None = None) -> None:
         """For optimizers that average: iterate minus average, by name; ``None`` for no averaging.
 
-        The lag belongs to ``answer``, the parameters as the optimizer left them.  Whoever writes to
-        them next (another optimizer, ``load_state_dict``) thereby drops it.
+        Whoever writes to ``answer``, the parameters as the optimizer left them, thereby drops it.
         """
         self._lag, self._lag_of = lag, answer
 
@@ -254,11 +246,10 @@ class AutoFamily(FirstCall):
         return FamilyTransform(self)
 
     def sampling_posterior(self, *args: Any, **kwargs: Any) -> FamilyDistribution:
-        """The distribution that the guide draws from.
+        """The distribution that the guide draws from: ``get_posterior()``, but for recorded gradients.
 
-        It is ``get_posterior()``, except while gradients are recorded: the draws of one call are then
-        centred (:func:`~pyro_ngvi.families.base.centred`), each of them one of q but not independent,
-        and under an optimizer that averages come from the iterate, where gradients belong.
+        The draws of one call are then centred (:func:`~pyro_ngvi.families.base.centred`), each of them
+        one of q but not independent, and come from the iterate of an optimizer that averages.
         """
         params = self._current()
         if not torch.is_grad_enabled():
@@ -311,8 +302,7 @@ class AutoFamily(FirstCall):
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Posterior median of every entry of each latent site: ``quantiles([0.5])[0]``.
 
-        The medians of the entries of a simplex do not sum to 1, nor need those of a Cholesky factor of
-        a correlation be one.  To put a point of such a support into a model, take a draw.
+        Those of the entries of a simplex do not sum to 1: for a point of such a support take a draw.
         """
         return {name: q[0] for name, q in self.quantiles([0.5]).items()}
 

@@ -33,17 +33,12 @@ class AutoExponentialFamily(AutoProduct):
     ============================  ==========================================================
 
     On a conjugate model with one latent site the guide contains the posterior, and a natural-gradient
-    step of length 1 with the exact gradient is Bayes' rule.  With several sites it is the best
-    independent approximation: where they are correlated a posteriori its sds are too small; compare
-    the ELBO with :class:`AutoFullRankNormal`.
+    step of length 1 with the exact gradient is Bayes' rule.  Where sites are correlated a posteriori
+    its sds are too small; compare the ELBO with :class:`AutoFullRankNormal`.
 
-    Not where much of the posterior lies within rounding of 1, or of 0 in the last entry of a simplex,
-    where the model is flat: Beta(20, 0.1) has a quarter of its mass within 1e-7 of 1.  Write the model
-    of the rare outcome, or use float64; :func:`~pyro_ngvi.khat` and :func:`~pyro_ngvi.to_arviz` warn.
-
-    With minibatches take 64 particles: draws are not paired as those of a Gaussian are, and the noise
-    of a minibatch reaches the shapes.  Batches of 50 of 1,000 counts left the shape of a Gamma 3 to 4 %
-    too large after 2,400 steps of 64 particles, 5 to 14 % of 8.
+    Not where much of the posterior lies within rounding of 1, or of 0 in the last entry of a simplex:
+    Beta(20, 0.1) has a quarter of its mass within 1e-7 of 1.  Write the model of the rare outcome, or
+    use float64.  With minibatches take 64 particles: their noise reaches the shapes.
 
     Args:
         kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
@@ -101,9 +96,8 @@ class AutoExponentialFamily(AutoProduct):
     def site_distribution(self, name: str) -> Any:
         """The distribution of one latent site, as a Pyro distribution over its own support.
 
-        Its batch and event shape are those of the site in the model.  A Gamma, Beta, Dirichlet or
-        Normal where the support is the standard one; else (``x > a``, an interval, a Normal on a
-        constrained site) the transform of one.  Detached from the parameters of the guide.
+        A Gamma, Beta, Dirichlet or Normal where the support is the standard one, else the transform of
+        one, in the shapes of the site in the model; detached from the parameters of the guide.
         """
         self._require_setup()
         site, member = self.prototype_trace.nodes[name], self._members[name]

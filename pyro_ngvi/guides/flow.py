@@ -32,13 +32,11 @@ TOLERANCE = 1e-3
 class AutoFlow(AutoFamily):
     r"""A normalizing flow over all unconstrained latent variables: z = mu + A T(eps), eps ~ N(0, I).
 
-    T is the flow that you pass, mu and A an affine map behind it, so that a flow that stays near the
-    identity is a Gaussian guide.  mu and A start at a Gaussian that is fitted first.
+    T is the flow that you pass, mu and A an affine map behind it, which starts at a fitted Gaussian.
 
     Train it by :class:`~pyro_ngvi.optim.SPRING` with ``BatchedELBO(num_particles=128,
     curvature="scores")``, above some twenty latent variables by :class:`~pyro_ngvi.IFVB` with
-    ``BatchedELBO(16)``; ordinary optimizers work too.  ``median`` and ``quantiles`` are those of 4,096
-    draws.  For HMC in the coordinates of the trained flow see :func:`~pyro_ngvi.neutra`.
+    ``BatchedELBO(16)``; ordinary optimizers work too.  ``quantiles`` are those of 4,096 draws.
 
     Not for posteriors close to a Gaussian (:class:`~pyro_ngvi.AutoFullRankNormal` is exact there and
     ten times faster a step), nor for thousands of latent variables.
@@ -49,8 +47,8 @@ class AutoFlow(AutoFamily):
             A flow that is passed is trained in place: give two guides copies of it.
         affine: "full" (default) or "diagonal", the form of A.  A full one has d^2 / 2 parameters.
         init: "gaussian" (default): mu and A come from 200 steps of natural gradients for a Gaussian, at
-            the first call, with the model under vmap.  ``None``: ``init_loc_fn`` and ``init_scale``;
-            several modes may be easier to find from there.  "map": mu at the posterior mode.
+            the first call.  ``None``: ``init_loc_fn`` and ``init_scale``; several modes may be easier
+            to find from there.  "map": mu at the posterior mode.
         kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Raises:
@@ -144,10 +142,9 @@ class AutoCouplingFlow(AutoFlow):
     One latent variable leaves nothing to couple: it gets a monotone spline, with a warning.
 
     Args:
-        kind: "affine" couplings (RealNVP, Dinh et al. 2017), "spline" couplings (monotone
-            rational-quadratic splines on [-5, 5], Durkan et al. 2019; for several modes, with
-            ``init=None``), or "autoregressive" (affine, masked; Papamakarios et al. 2017: more flexible
-            a layer, and a draw takes d passes).  The last two need Zuko.
+        kind: "affine" couplings (RealNVP, Dinh et al. 2017), "spline" couplings (on [-5, 5], Durkan et
+            al. 2019; for several modes, with ``init=None``), or "autoregressive" (affine, Papamakarios
+            et al. 2017: a draw takes d passes).  The last two need Zuko.
         layers: number of layers; with two couplings every variable depends on every other.
         hidden: widths of the hidden layers of each network.
         bins: number of bins of a spline.
@@ -157,8 +154,7 @@ class AutoCouplingFlow(AutoFlow):
         ImportError: where Zuko is needed and not installed: ``pip install "pyro-ngvi[flows]"``.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> import pyro_ngvi as ngvi
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model():
         ...     v = pyro.sample("v", dist.Normal(0.0, 3.0))
         ...     pyro.sample("x", dist.Normal(torch.zeros(4), (v / 2).exp()).to_event(1))
@@ -208,8 +204,8 @@ class AutoOrthogonalFlow(AutoFamily):
         z = W_1 (s_1 o psi(L eps + b_0)) + mu
 
     with W orthogonal, s positive, L a lower triangle, and in psi a skewness and a tail of each
-    coordinate, learnt too (:mod:`pyro_ngvi.families.orthogonal_flow`).  One layer says skewness; curved
-    posteriors need ``layers=2`` or more.  The density and its inverse are closed forms.
+    coordinate (:mod:`pyro_ngvi.families.orthogonal_flow`).  One layer says skewness; curved posteriors
+    need ``layers=2`` or more.
 
     Train it by :class:`~pyro_ngvi.optim.SPRING` with ``BatchedELBO(128, curvature="scores")``, by
     :class:`~pyro_ngvi.IFVB` or by :class:`~pyro_ngvi.AIFVB`, which all move the W as rotations.

@@ -28,9 +28,8 @@ class Found:
             taken; -inf where there is none.
         given: nats, the ELBO of the member to replace.
         evaluations: of the log density at a point; a gradient, or a row of a Hessian, counts as one.
-        modes: how many Gaussians of comparable mass the paths ended at, each close to the posterior
-            where it is, but for those that others join without a fall of log p; those that no path led
-            to are not known.
+        modes: how many Gaussians of comparable mass the paths ended at, but for those that others join
+            without a fall of log p.
     """
 
     params: Tensors | None

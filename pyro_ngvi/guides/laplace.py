@@ -86,12 +86,7 @@ def is_late() -> bool:
 
 
 class Search:
-    """The search for one density; see the head of this file.
-
-    Args:
-        density: theta (S, d) to log p (S,).
-        like: a point (d,).
-    """
+    """The search for one density; ``like`` is a point (d,).  See the head of this file."""
 
     def __init__(self, density: LogDensity, like: Tensor) -> None:
         self.density, self.d, self.evaluations = density, len(like), 0
@@ -164,10 +159,7 @@ class Search:
             damping = damping / 4.0 if damping > 1e-3 else 0.0
 
     def smoothed(self, q: Gaussian, family: Any) -> tuple[Tensor, Tensor]:
-        """Mean (d,) and precision (d, d) after steps on expectations under members of the family.
-
-        They end where the ELBO gains no more; the best of all comes back.
-        """
+        """The best mean (d,) and precision (d, d) of steps on expectations under its members."""
 
         def elbo() -> float:
             return lower(self.log_ratio(family, family.matched(loc, precision), COMPARED))
@@ -301,7 +293,7 @@ class Search:
 
 
 def ascended(density: LogDensity, family: Any, params: Tensors, steps: int) -> Tensors:
-    """What so many steps of NGVB make of ``params``, of a seed of its own, if its ELBO is no lower."""
+    """What so many steps of NGVB make of ``params``, of a seed of its own, if the ELBO is no lower."""
     rule = make_rule(family, averaging=False)
 
     def loss(q: Tensors, fixed: Tensors, n: int) -> Tensor:
@@ -333,9 +325,7 @@ def best_gaussian(
 ) -> Found:
     """The member of ``family`` nearest to the best Gaussian to which the ``points`` (d,) lead.
 
-    All are compared on a few common draws, the best of them again on more, by mean less two standard
-    errors: few draws may miss the tail in which a Gaussian is wrong.  The random state is left as it
-    was, and the same density has the same answer.
+    The random state is left as it was, and the same density has the same answer.
     """
     with own_random_state(0):
         search = Search(density, given["loc"])

@@ -19,8 +19,7 @@ from torch.distributions import Transform, biject_to, constraints
 
 
 class FamilyTransform(Transform):
-    """eps (..., d) to z (..., d), as an ``AutoFamily`` draws: differentiable in eps, at the parameters
-    of now."""
+    """eps (..., d) to z (..., d) as an ``AutoFamily`` draws, at the parameters of now."""
 
     domain = constraints.real_vector
     codomain = constraints.real_vector
@@ -71,22 +70,19 @@ class NeuTra(Reparam):
 
         log p~(eps) = log p(y, T(eps)) + log |det dT/deps|,
 
-    which is N(0, I) where the guide is exact.  HMC walks there, on a geometry that the guide has made
-    round, and T takes its samples back: exact up to the error of the chain, however bad the guide.
-    ``pyro.infer.reparam.NeuTraReparam`` takes our guides too, but adds log |det dT/deps| for *each
-    entry* of the first latent site's batch: for flows, and a site in a plate, another posterior.
+    which is N(0, I) where the guide is exact.  HMC walks there, and T takes its samples back: exact up
+    to the error of the chain, however bad the guide.  ``pyro.infer.reparam.NeuTraReparam`` adds
+    log |det dT/deps| for *each entry* of the first latent site's batch: for flows, and a site in a
+    plate, another posterior.
 
-    Not where the guide misses a mode: T has flattened the way to it too.  And a step costs a pass
-    through T and back: for a mean-field guide, HMC's own diagonal mass matrix does the same.
+    Not where the guide misses a mode: T has flattened the way to it too.
 
     The result is called like the model.  Its one latent site is called ``name``; the sites of the
-    guide depend on it deterministically.  Our guides are taken as they are now (the average, under an
-    optimizer that averages): training one further does not change what is returned.
+    guide depend on it deterministically.  Our guides are taken as they are now.
 
     Args:
         model: the model of the guide.  Latent sites that the guide does not know stay as they are.
-        guide: a trained guide that maps d standard normal variables onto R^d one to one, ours or one of
-            Pyro's with ``get_transform``.
+        guide: a trained guide, ours or one of Pyro's with ``get_transform``.
 
     Raises:
         NotImplementedError: for a guide whose draws are not such a map, like those with factors.

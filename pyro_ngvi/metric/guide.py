@@ -23,9 +23,9 @@ class AutoMetricNormal(AutoFamily):
     r"""All correlations of 10^5 latent variables and more: MGVI, q(xi) = N(m, (I + J' F J)^-1).
 
     xi are the latent variables in coordinates in which their prior is N(0, I), J the derivatives at m
-    of the parameters of the likelihood, F its Fisher matrix.  Only m is learned; the covariance follows
-    from it, by products alone: :mod:`pyro_ngvi.metric.family`.  A step costs hundreds of gradients of
-    the model, and needs all data.  Draws are made at the arguments of the last training step.
+    of the parameters of the likelihood, F its Fisher matrix.  Only m is learned, the covariance
+    follows. A step costs hundreds of gradients of the model, and needs all data.  Draws are made at
+    the arguments of the last training step.
 
     It is exact for linear models with Gaussian noise, and close where data are informative.  *Not* for
     posteriors that are skewed within their own width, or scales that few data determine: the covariance
