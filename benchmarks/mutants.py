@@ -277,9 +277,9 @@ STEPS = (
     ),
     Mutant(
         "dilation of a precision by half",
-        "families/factor.py",
-        'params["log_precision"], -2.0',
-        'params["log_precision"], -1.0',
+        "families/factor_base.py",
+        "params[self.diagonal], self.sign * self.power",
+        "params[self.diagonal], self.sign",
         ("test_reach",),
     ),
     Mutant(
@@ -448,9 +448,9 @@ FAMILIES = (
     ),
     Mutant(
         "factor: score without the leverage",
-        "families/factor.py",
-        '"log_scale": (w * c).square() - (1.0 - leverage),',
-        '"log_scale": (w * c).square() - (1.0 + leverage),',
+        "families/factor_base.py",
+        "(y * factors.c).square() - (1.0 - factors.leverage)",
+        "(y * factors.c).square() - (1.0 + factors.leverage)",
         ("test_families",),
     ),
     Mutant(
@@ -470,7 +470,7 @@ FAMILIES = (
     Mutant(
         "factor precision: curvature without the leverage",
         "families/factor.py",
-        '"log_precision": 1.0 - self._leverage(factors) - diagonal,',
+        '"log_precision": 1.0 - factors.leverage - diagonal,',
         '"log_precision": 1.0 - diagonal,',
         ("test_factor_precision",),
     ),

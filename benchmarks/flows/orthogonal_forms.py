@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -62,9 +62,18 @@ class _Fixed:
 
     layer: int
     names: tuple[str, ...] = ()
+    #: log psi', and psi'' / psi'
+    log_slope: ClassVar[Callable[[Any, Tensors, Tensor], Tensor]]
+    bend: ClassVar[Callable[[Any, Tensors, Tensor], Tensor]]
 
-    def score(self, params: Tensors, x: Tensor, delta: Tensor) -> Tensors:
+    def start(self, like: Tensor, factor: float) -> Tensors:
         return {}
+
+    def log_det(self, params: Tensors, x: Tensor) -> Tensor:
+        return self.log_slope(params, x).sum(-1)
+
+    def score(self, params: Tensors, x: Tensor, g: Tensor) -> tuple[Tensors, Tensor]:
+        return {}, (g - self.bend(params, x)) * (-self.log_slope(params, x)).exp()
 
 
 class _Arcsinh(_Fixed):
@@ -192,7 +201,7 @@ class AnyMap(AffineMap):
             x = x * (-params[self.log_scale]).exp()
         return x
 
-    def log_det(self, params: Tensors) -> Tensor:
+    def log_det(self, params: Tensors, x: Tensor) -> Tensor:
         """log |det dy/dx|, the same for all x: a 0-dim tensor."""
         total = params[self.shift].new_zeros(())
         if self.log_scale:
@@ -260,12 +269,14 @@ class OrthogonalForm(OrthogonalFlow):
         """
         x, weights = np.polynomial.hermite_e.hermegauss(NODES)
         weights = weights / weights.sum()
-        params: Tensors = {n: torch.zeros_like(loc) for psi in self.bends for n in psi.names}
+        bends, params = self.parts[1::2], dict[str, Tensor]()
+        for psi in bends:
+            params |= psi.start(loc, 1.0)
         flat = {name: torch.zeros((), dtype=torch.float64) for name in params}
         for k, affine in enumerate(self.maps):
             last, factor, shift = k == self.layers, 1.0, 0.0
             if k > 0:
-                x = self.bends[k - 1].forward(flat, torch.from_numpy(x)).numpy()
+                x = bends[k - 1].forward(flat, torch.from_numpy(x)).numpy()
                 mean = float(weights @ x)
                 if self.form != "paper":
                     spread = float(np.sqrt(weights @ (x - mean) ** 2))
@@ -285,8 +296,8 @@ class OrthogonalForm(OrthogonalFlow):
         value = super().log_prob(params, z)
         if self.has_transport:
             return value
-        pairs = self._backward(params, z)[1]
-        inside = torch.stack([self.bends[0].inside(y).all(-1) for _, y in pairs]).all(0)
+        leaving = self._backward(params, z)[2::2]
+        inside = torch.stack([self.parts[1].inside(y).all(-1) for y in leaving]).all(0)
         return torch.where(inside, value, -torch.inf)
 
     def retract(

@@ -194,7 +194,7 @@ class Family(ABC):
 
     def not_finite(self, params: Tensors) -> Tensor:
         """Entries of z (d,) that are not finite in ``params`` or ``grads``; all, if only others are."""
-        own = ~torch.isfinite(params["loc"])
+        own = ~torch.isfinite(torch.atleast_2d(params["loc"])).all(0)
         found = torch.stack([~torch.isfinite(v).all() for v in params.values()]).any()
         return torch.where(own.any(), own, found)
 

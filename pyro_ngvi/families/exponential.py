@@ -178,8 +178,6 @@ class MeanFieldDirichlet(WhitenedFamily):
     location = names
 
     def __init__(self, size: int) -> None:
-        if size < 2:
-            raise ValueError(f"A simplex has at least two entries, got size={size}.")
         self.size = size
 
     def _log_offset(self, like: Tensor) -> Tensor:

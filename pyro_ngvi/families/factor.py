@@ -83,7 +83,7 @@ class FactorNormal(FactorFamily):
     """
 
     names = ("loc", "factor", "log_scale")
-    diagonal, power = "log_scale", 1.0
+    diagonal, power, sign = "log_scale", 1.0, 1.0
 
     def _roots(self, factors: Factors) -> tuple[Rows, Rows]:
         return factors.root, factors.root_transposed
@@ -100,29 +100,15 @@ class FactorNormal(FactorFamily):
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         return _draw_given(params["loc"], params["factor"], params["log_scale"], noise)
 
-    def log_det(self, params: Tensors) -> Tensor:
-        return self._factors(params).half_log_det
-
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
         factors = self._factors(params)
         x = ((z - params["loc"]) / factors.c).reshape(-1, z.shape[-1])
         square = factors.inverse_square(x).reshape(z.shape[:-1])
         return -0.5 * (square + z.shape[-1] * LOG_2PI) - factors.half_log_det
 
-    def score(self, params: Tensors, z: Tensor) -> Tensors:
-        factors = self._factors(params)
-        B, c = params["factor"], factors.c
-        w = _inverse_times(B, params["log_scale"], z - params["loc"])
-        W = factors.W
-        leverage = (W * factors.B).sum(-2)
-        return {
-            "loc": w,
-            "factor": w.unsqueeze(-1) * (w @ B).unsqueeze(-2) - (W / c).mT,
-            "log_scale": (w * c).square() - (1.0 - leverage),
-        }
-
-    def dilation(self, params: Tensors) -> Tensors:
-        return {"factor": params["factor"], "log_scale": torch.ones_like(params["log_scale"])}
+    def _precise(self, params: Tensors, factors: Factors, x: Tensor) -> tuple[Tensor, Tensor]:
+        w = factors.inverse_product(x / factors.c) / factors.c
+        return w, w
 
     def covariance(self, params: Tensors) -> Tensor:
         B = params["factor"]
@@ -169,7 +155,7 @@ class FactorPrecisionNormal(FactorFamily):
     """
 
     names = ("loc", "factor", "log_precision")
-    diagonal, power = "log_precision", 2.0
+    diagonal, power, sign = "log_precision", 2.0, -1.0
     curvature_form = "low_rank"
 
     def _roots(self, factors: Factors) -> tuple[Rows, Rows]:
@@ -179,7 +165,7 @@ class FactorPrecisionNormal(FactorFamily):
         # Orthogonal columns of B that double the precision along each; at U = 0 its gradient is zero.
         # s then makes every sd exact.
         B = self._cosines(loc) * math.sqrt(2.0 / loc.shape[-1])
-        variance = 1.0 - self._leverage(Factors(B, torch.zeros_like(loc)))
+        variance = 1.0 - Factors(B, torch.zeros_like(loc)).leverage
         log_precision = (variance / scale**2).log()
         factor = (0.5 * log_precision).exp().unsqueeze(-1) * B
         return {"loc": loc.clone(), "factor": factor, "log_precision": log_precision}
@@ -192,35 +178,15 @@ class FactorPrecisionNormal(FactorFamily):
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         return _draw_priced(params["loc"], params["factor"], params["log_precision"], noise)
 
-    def log_det(self, params: Tensors) -> Tensor:
-        return -self._factors(params).half_log_det
-
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
         x = z - params["loc"]
         scaled = x * (0.5 * params["log_precision"]).exp()
         square = scaled.square().sum(-1) + (x @ params["factor"]).square().sum(-1)
         return self._factors(params).half_log_det - 0.5 * (square + z.shape[-1] * LOG_2PI)
 
-    @staticmethod
-    def _leverage(factors: Factors) -> Tensor:
-        """What the factors take from the variances s^-1, in (0, 1)."""
-        leverage = (factors.W * factors.B).sum(-2)
-        return leverage.clamp_max(1.0 - torch.finfo(leverage.dtype).eps)
-
-    def score(self, params: Tensors, z: Tensor) -> Tensors:
-        factors = self._factors(params)
+    def _precise(self, params: Tensors, factors: Factors, x: Tensor) -> tuple[Tensor, Tensor]:
         U, s = params["factor"], params["log_precision"].exp()
-        x = z - params["loc"]
-        along = x @ U
-        return {
-            "loc": s * x + along @ U.mT,
-            "factor": (factors.W / factors.c).mT - x.unsqueeze(-1) * along.unsqueeze(-2),
-            "log_precision": 0.5 * (1.0 - self._leverage(factors) - s * x.square()),
-        }
-
-    def dilation(self, params: Tensors) -> Tensors:
-        shrinking = torch.full_like(params["log_precision"], -2.0)
-        return {"factor": -params["factor"], "log_precision": shrinking}
+        return s * x + x @ U @ U.mT, x
 
     def scale_tril(self, params: Tensors) -> Tensor:
         U, s = params["factor"], params["log_precision"].exp()
@@ -228,7 +194,7 @@ class FactorPrecisionNormal(FactorFamily):
 
     def stddev(self, params: Tensors) -> Tensor:
         factors = self._factors(params)
-        return (1.0 - self._leverage(factors)).sqrt() / factors.c
+        return (1.0 - factors.leverage).sqrt() / factors.c
 
     def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors:
         factors = self._factors(params)
@@ -243,7 +209,7 @@ class FactorPrecisionNormal(FactorFamily):
             diagonal = diagonal + half.square().sum(-2)
         return gradient | {
             "factor": (W - product).mT,
-            "log_precision": 1.0 - self._leverage(factors) - diagonal,
+            "log_precision": 1.0 - factors.leverage - diagonal,
         }
 
     def precision_step(

@@ -103,6 +103,12 @@ class Factors:
         return solve_triangular(self.C_chol, half, upper=False, left=False).mT
 
     @property
+    def leverage(self) -> Tensor:
+        """diag(I - M~^-1) (d,), in (0, 1)."""
+        leverage = (self.W * self.B).sum(-2)
+        return leverage.clamp_max(1.0 - torch.finfo(leverage.dtype).eps)
+
+    @property
     def half_log_det(self) -> Tensor:
         """log det M / 2."""
         return self.log_c.sum(-1) + self.C_chol.diagonal().log().sum(-1)
@@ -162,9 +168,10 @@ def row(function: Rows, x: Tensor) -> Tensor:
 class FactorFamily(NormalFamily):
     """What both share."""
 
-    #: the name of the stored logarithm, which is ``power`` times log c
+    #: the name of the stored logarithm, which is ``power`` times log c; M is Sigma^sign
     diagonal: str
     power: float
+    sign: float
 
     def __init__(self, rank: int, cg_iterations: int = 16) -> None:
         if not isinstance(rank, int) or rank < 1:
@@ -176,6 +183,10 @@ class FactorFamily(NormalFamily):
     @abstractmethod
     def _roots(self, factors: Factors) -> tuple[Rows, Rows]:
         """x -> T x and T' x for rows x (n, d), with T T' = Sigma."""
+
+    @abstractmethod
+    def _precise(self, params: Tensors, factors: Factors, x: Tensor) -> tuple[Tensor, Tensor]:
+        """P x' for rows x (n, d), and the rows y with d log q = sign (y dM y' - tr M^-1 dM) / 2."""
 
     def _factors(self, params: Tensors) -> Factors:
         return Factors(params["factor"], params[self.diagonal] / self.power)
@@ -192,6 +203,24 @@ class FactorFamily(NormalFamily):
         i = torch.arange(d, dtype=like.dtype, device=like.device).unsqueeze(-1)
         k = torch.arange(1, r + 1, dtype=like.dtype, device=like.device)
         return torch.cos(math.pi * (i + 0.5) * k / d)
+
+    def log_det(self, params: Tensors) -> Tensor:
+        return self.sign * self._factors(params).half_log_det
+
+    def score(self, params: Tensors, z: Tensor) -> Tensors:
+        factors = self._factors(params)
+        loc, y = self._precise(params, factors, z - params["loc"])
+        square = y.unsqueeze(-1) * (y @ params["factor"]).unsqueeze(-2)
+        diagonal = (y * factors.c).square() - (1.0 - factors.leverage)
+        return {
+            "loc": loc,
+            "factor": self.sign * (square - (factors.W / factors.c).mT),
+            self.diagonal: self.sign / self.power * diagonal,
+        }
+
+    def dilation(self, params: Tensors) -> Tensors:
+        growth = torch.full_like(params[self.diagonal], self.sign * self.power)
+        return {"factor": self.sign * params["factor"], self.diagonal: growth}
 
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
         factors = self._factors(params)

@@ -78,7 +78,7 @@ class MatrixNormal(NormalFamily):
         columns: m, at least 1.
 
     Raises:
-        ValueError: for other sizes; from ``init`` for a location that has not n m entries.
+        ValueError: from ``init`` for a location that has not n m entries.
 
     Example:
         >>> import torch
@@ -94,9 +94,6 @@ class MatrixNormal(NormalFamily):
     triangles: Mapping[str, int] = {"row_tril": 0, "column_tril": 0}
 
     def __init__(self, rows: int, columns: int) -> None:
-        for name, size in {"rows": rows, "columns": columns}.items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"MatrixNormal needs {name} of at least 1, got {name}={size!r}.")
         self.rows, self.columns = rows, columns
 
     def init(self, loc: Tensor, scale: float) -> Tensors:

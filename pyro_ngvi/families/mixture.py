@@ -151,11 +151,6 @@ class MixtureNormal(Family):
         index = index.reshape(1, *shape, 1).expand(1, *z.shape[1:])
         return _without_gradient(z.gather(0, index)[0])
 
-    def not_finite(self, params: Tensors) -> Tensor:
-        own = ~torch.isfinite(params["loc"]).all(0)
-        found = torch.stack([~torch.isfinite(v).all() for v in params.values()]).any()
-        return torch.where(own.any(), own, found)
-
     def mean(self, params: Tensors) -> Tensor:
         return self.probs(params) @ params["loc"]
 

@@ -44,19 +44,15 @@ class AutoExponentialFamily(AutoProduct):
         kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model(y):
         ...     rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
         ...     pyro.sample("y", dist.Poisson(rate).expand([3]).to_event(1), obs=y)
-        >>> guide = ngvi.AutoExponentialFamily(model)
-        >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
-        >>> for _ in range(300):
-        ...     loss = svi.step(torch.tensor([3.0, 5.0, 4.0]))
-        >>> q = guide.site_distribution("rate")
-        >>> f"Gamma({q.concentration:.2f}, {q.rate:.2f})"
-        'Gamma(14.00, 4.00)'
+        >>> y = torch.tensor([3.0, 5.0, 4.0])
+        >>> fit = ngvi.fit(model, y, guide="AutoExponentialFamily", seed=0, progress=False)
+        >>> q = fit.guide.site_distribution("rate")
+        >>> f"Gamma({q.concentration:.0f}, {q.rate:.0f})"
+        'Gamma(14, 4)'
     """
 
     def make_family(self) -> Family:

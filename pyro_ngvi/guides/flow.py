@@ -58,19 +58,14 @@ class AutoFlow(AutoFamily):
     Source: Rezende & Mohamed (2015); Papamakarios et al. (2021) for the couplings.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model():
         ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
         ...     pyro.sample("y", dist.Normal(x.square(), 0.3))
         >>> coupling = dist.transforms.affine_coupling
         >>> guide = ngvi.AutoFlow(model, lambda d: [coupling(d, [16])])
-        >>> loss = ngvi.BatchedELBO(64, curvature="scores")
-        >>> svi = SVI(model, guide, ngvi.optim.SPRING(guide), loss)
-        >>> for _ in range(100):
-        ...     _ = svi.step()
-        >>> svi.evaluate_loss() < 1.0  # nats above log Z = 0; the best Gaussian is at 1.6
+        >>> fit = ngvi.fit(model, guide=guide, seed=0, max_steps=100, progress=False)
+        >>> fit.elbo[0] > -1.0  # nats below log Z = 0; the best Gaussian is at -1.6
         True
     """
 
@@ -223,16 +218,11 @@ class AutoOrthogonalFlow(AutoFamily):
     Source: after Godichon-Baggioni, Nguyen & Tran (2024, JASA), example 3.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI, Trace_ELBO
-        >>> import pyro_ngvi as ngvi
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model():
         ...     pyro.sample("x", dist.Gumbel(torch.zeros(2), 1.0).to_event(1))
-        >>> guide = ngvi.AutoOrthogonalFlow(model)
-        >>> svi = SVI(model, guide, ngvi.AIFVB(guide), Trace_ELBO(8, vectorize_particles=True))
-        >>> for _ in range(300):
-        ...     loss = svi.step()
-        >>> low, high = guide.quantiles([0.05, 0.95])["x"][:, 0]
+        >>> fit = ngvi.fit(model, guide="AutoOrthogonalFlow", max_steps=200, seed=0, progress=False)
+        >>> low, high = fit.guide.quantiles([0.05, 0.95])["x"][:, 0]
         >>> bool(high > -low)  # a Gumbel is skewed to the right: -1.1, 3.0
         True
     """

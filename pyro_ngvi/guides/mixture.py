@@ -144,16 +144,12 @@ class AutoMixtureNormal(AutoFamily):
     Source: Lin, Khan & Schmidt (2019, arXiv:1906.02914); Arenz et al. (2023, arXiv:2209.11533).
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model():
         ...     x = pyro.sample("x", dist.Normal(0.0, 3.0))
         ...     pyro.sample("y", dist.Normal(x.abs(), 0.5), obs=torch.tensor(2.0))
         >>> guide = ngvi.AutoMixtureNormal(model, num_components=2)
-        >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
-        >>> for _ in range(100):
-        ...     loss = svi.step()
+        >>> fit = ngvi.fit(model, guide=guide, seed=0, progress=False)
         >>> [round(x, 1) for x in sorted(guide.loc[:, 0].tolist())]
         [-1.9, 1.9]
     """

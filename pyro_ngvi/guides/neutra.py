@@ -93,17 +93,12 @@ class NeuTra(Reparam):
     Hamiltonian Monte Carlo using neural transport".
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import MCMC, NUTS, SVI
-        >>> import pyro_ngvi as ngvi
-        >>> pyro.set_rng_seed(0)
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> from pyro.infer import MCMC, NUTS
         >>> def model():
         ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
         ...     pyro.sample("y", dist.Normal(3 * x, 0.1))
-        >>> guide = ngvi.AutoFullRankNormal(model)
-        >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
-        >>> for _ in range(100):
-        ...     loss = svi.step()
+        >>> guide = ngvi.fit(model, guide="AutoFullRankNormal", seed=0, progress=False).guide
         >>> reparameterised = ngvi.neutra(model, guide)
         >>> chain = MCMC(NUTS(reparameterised), 200, warmup_steps=50, disable_progbar=True)
         >>> chain.run()

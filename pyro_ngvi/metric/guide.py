@@ -48,17 +48,12 @@ class AutoMetricNormal(AutoFamily):
             tables, a latent site that is masked or scaled, a subsampled plate, latent sites of others.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model(y):
         ...     steps = pyro.sample("steps", dist.Normal(torch.zeros(400), 0.1).to_event(1))
         ...     pyro.sample("y", dist.Poisson(steps.cumsum(0).exp()).to_event(1), obs=y)
         >>> guide = ngvi.AutoMetricNormal(model)
-        >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
-        >>> y = torch.ones(400)
-        >>> for _ in range(20):
-        ...     loss = svi.step(y)
+        >>> fit = ngvi.fit(model, torch.ones(400), guide=guide, max_steps=20, progress=False)
         >>> guide()["steps"].shape, guide.log_det()[1].item()
         (torch.Size([400]), 0.0)
     """
