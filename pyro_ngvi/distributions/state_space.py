@@ -241,12 +241,9 @@ def _factor(
 
 
 def scan(transition: Tensor, shift: Tensor, noise: Any = None) -> tuple[Tensor, Any]:
-    """x_t = A_t x_{t-1} + c_t (..., T, S) from x_{-1} = 0, and covariances (T, S, S) of such chains.
+    """x_t = A_t x_{t-1} + c_t (..., T, S) from x_{-1} = 0, and covariances of such chains.
 
-    Args:
-        transition: A (T, S, S); A_0 has no effect.
-        shift: c (..., T, S).
-        noise: covariances (T, S, S) of independent noise in each step; ``None``: no covariances.
+    ``noise`` holds the covariances (T, S, S) of independent noise in each step; A_0 has no effect.
     """
     n = shift.shape[-2]
     if n == 1:

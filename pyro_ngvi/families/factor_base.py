@@ -47,10 +47,7 @@ Rows = Callable[[Tensor], Tensor]
 
 
 class Factors:
-    """M and the r x r pieces shared by all formulas, in units of c.
-
-    Factors are rows here, ``B`` is B~' (r, d): so all sums run along memory, three times faster.
-    """
+    """M and its r x r pieces, in units of c.  Factors are rows here, ``B`` is B~' (r, d)."""
 
     def __init__(self, factor: Tensor, log_c: Tensor) -> None:
         self.log_c = log_c

@@ -47,10 +47,7 @@ def _draw(loc: Tensor, scale_tril: Tensor, noise: Tensor) -> Tensor:
 
 
 def _symmetrised(g: Tensor, loc: Tensor, L: Tensor, eps: Tensor, z: Tensor) -> tuple[Any, ...]:
-    """Gradients without the antisymmetric part of L' G, G = sum_s g_s eps_s', which is pure noise.
-
-    Sigma = L L' is all that q depends on, so E[L' G] is symmetric.
-    """
+    """Without the antisymmetric part of L' G, G = sum_s g_s eps_s': noise, as q depends on L L'."""
     d = L.shape[-1]
     g, eps = g.reshape(-1, d), eps.reshape(-1, d)
     # L^-T times the symmetric part of L' g' eps, in products of S rows instead of d

@@ -21,11 +21,9 @@ solutions.  With a and b the means of the diagonals of the gradients in X and Y,
     X_ij = g_ij / m (i > j),   x = (g_x - a) / (2 m) + m s,   s = (a + b) / (2 (n + m)^2),
     Y_ij = g_ij / n (i > j),   y = (g_y - b) / (2 n) + n s.
 
-(Off the ones F is 2 m and 2 n; on x = alpha, y = beta it asks for alpha + beta = s (n + m), and
-n alpha = m beta is across the null direction.  A gradient of a function of q has n a = m b; what noise
-or rounding adds to n a - m b drops out.)  Then tr X = tr Y: log det A - log det B never changes along
-natural gradients, and the retraction, A (I + X + X^2 / 2) and B likewise, is rescaled to keep it
-exactly for any tangent.  So the gauge does not drift, and averages of A and B make sense.
+Then tr X = tr Y: log det A - log det B never changes along natural gradients, and the retraction,
+A (I + X + X^2 / 2) and B likewise, is rescaled to keep it exactly for any tangent.  So the gauge does
+not drift, and averages of A and B make sense.
 
 Cost: O(n m (n + m)) per draw, O(n^3 + m^3 + n m (n + m)) per step.
 Not for matrices whose rows (columns) have covariances of different shapes: use ``FullRankNormal``
@@ -54,10 +52,7 @@ def _draw(loc: Tensor, A: Tensor, B: Tensor, noise: Tensor) -> Tensor:
 def _symmetrised(
     g: Tensor, loc: Tensor, A: Tensor, B: Tensor, noise: Tensor, z: Tensor
 ) -> tuple[Any, ...]:
-    """Gradients without the antisymmetric parts of A' dA = H E' and B' dB = H' E, pure noise.
-
-    H = A' G B is the whitened gradient of a draw; q does not change by A -> A Q, B -> B R.
-    """
+    """Without the antisymmetric parts of H E' and H' E, pure noise, with H = A' G B of each draw."""
     n, m = A.shape[-1], B.shape[-1]
     E, H = noise.reshape(-1, n, m), A.mT @ g.reshape(-1, n, m) @ B
     rows = (H @ E.mT).sum(0)

@@ -38,10 +38,7 @@ class AugmentedGaussian(Family):
 
 
 def _by_parts(name: str, collect: str, split: str = "") -> Any:
-    """The method that calls ``name`` of every part with the part's own tensors, and collects.
-
-    ``split`` is the method that gives the parts of its argument after the parameters.
-    """
+    """``name`` of every part, with its own tensors and those that ``split`` gives it, collected."""
 
     def method(self: ProductFamily, *args: Any) -> Any:
         parts = getattr(self, split)(*args) if split else {}

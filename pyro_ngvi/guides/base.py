@@ -24,15 +24,11 @@ from .start import FirstCall
 
 
 class FamilyDistribution(TorchDistribution):
-    r"""q(z; params), event shape (d,), with sticking-the-landing inside.
+    """q(z; params), event shape (d,), with sticking-the-landing inside.
 
-    The gradient of the negative ELBO through z = f(eps, lambda) is
-
-        E[(grad_z log q - grad_z log p)' df/dlambda] + E[grad_lambda log q(z)],
-
-    and the last expectation is zero.  ``sticking_the_landing`` drops it, by log q at detached
-    parameters: the noise vanishes as q approaches the posterior (Roeder, Wu & Duvenaud 2017), and
-    ``log_prob(z)`` at a fixed z has no gradient in the parameters.
+    The gradient of log q along the path of a draw has a part of expectation zero, the score, which
+    ``sticking_the_landing`` drops by log q at detached parameters: the noise vanishes as q approaches
+    the posterior (Roeder, Wu & Duvenaud 2017), and ``log_prob(z)`` at a fixed z has no gradient.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
@@ -198,10 +194,7 @@ class AutoFamily(FirstCall):
         return dict(self.natural_params())
 
     def set_iterate_offset(self, lag: Tensors | None, answer: Tensors | None = None) -> None:
-        """For optimizers that average: iterate minus average, by name; ``None`` for no averaging.
-
-        Whoever writes to ``answer``, the parameters as the optimizer left them, thereby drops it.
-        """
+        """Iterate minus average, by name; dropped by whoever writes to ``answer``, the parameters."""
         self._lag, self._lag_of = lag, answer
 
     def iterate_offset(self, intact: Tensor | None = None) -> Tensors:
@@ -308,11 +301,10 @@ class AutoFamily(FirstCall):
 
     @torch.no_grad()
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Posterior quantiles (len(quantiles), ...) of each latent site, for levels in (0, 1).
+        """Quantiles (len(quantiles), ...) of each entry of each latent site, for levels in (0, 1).
 
-        Each entry has its own, as if it were alone.  Where the transform to the support mixes entries
-        (simplices, ordered vectors, Cholesky factors of correlations) they are those of 16,384 draws
-        of a fixed seed: standard errors of 0.01 sd at a Gaussian's median, 0.016 sd at 5 and 95 %.
+        Where the transform to the support mixes entries (simplices, ordered vectors, Cholesky factors
+        of correlations) those of 16,384 draws of a fixed seed, to 0.01 sd at a Gaussian's median.
         """
         return site_quantiles(self, self._current(), quantiles)
 

@@ -69,6 +69,7 @@ class AutoFlow(AutoFamily):
         True
     """
 
+    family: FlowFamily
     starts = ("map", "gaussian")
 
     def __init__(
@@ -92,18 +93,17 @@ class AutoFlow(AutoFamily):
         return as_flow(self._given[0], d)
 
     def _define_family(self, args: Any, kwargs: Any) -> None:
-        family: Any = self.family
-        self.flow = flow = self._make_flow(self.latent_dim).to(self._init_loc())
-        family.define(flow)
+        self.flow = self._make_flow(self.latent_dim).to(self._init_loc())
+        self.family.define(self.flow)
 
     def _start(self, loc: Tensor, args: Any, kwargs: Any) -> Tensors:
         params = super()._start(loc, args, kwargs)
         if self.init != "gaussian":
             return params
-        family: Any = self.family
-        affine = {name: params[name] for name in family.gaussian.names}
+        gaussian = self.family.gaussian
+        affine = {name: params[name] for name in gaussian.names}
         try:
-            return params | find_gaussian(self, family.gaussian, affine, args, kwargs)
+            return params | find_gaussian(self, gaussian, affine, args, kwargs)
         except RuntimeError as error:
             error.add_note("This was the start of the flow: init=None does without. See AutoFlow.")
             raise
@@ -111,24 +111,19 @@ class AutoFlow(AutoFamily):
     def _register_params(self, values: Tensors) -> None:
         super()._register_params({k: v for k, v in values.items() if not k.startswith(PREFIX)})
         for given in self._given:
-            self._claim(given)
+            if isinstance(given, nn.Module) and given in _taken:
+                warnings.warn(
+                    f"{type(self).__name__}: the flow {type(given).__name__} belongs to another guide "
+                    f"too, whose answer changes when this one is trained. Pass copy.deepcopy(flow), or "
+                    f"a function that makes a flow.",
+                    stacklevel=2,
+                )
+            if isinstance(given, nn.Module):
+                _taken.add(given)
         self._given = ()  # the guide's own from here on
         # takes over what a parameter store that was loaded holds, as for mu and A
         with poutine.block():
             pyro.module(f"{module_name(self)}.flow", self.flow, update_module_params=True)
-
-    def _claim(self, given: Any) -> None:
-        """Warn where a flow has another guide already."""
-        if not isinstance(given, nn.Module):
-            return
-        if given in _taken:
-            warnings.warn(
-                f"{type(self).__name__}: the flow {type(given).__name__} belongs to another guide too, "
-                f"whose answer changes when this one is trained. Pass copy.deepcopy(flow), or a "
-                f"function that makes a flow.",
-                stacklevel=2,
-            )
-        _taken.add(given)
 
 
 class AutoCouplingFlow(AutoFlow):

@@ -5,12 +5,11 @@ H = Q diag(h) Q',
 
     theta <- theta - W grad f,   W = Q diag(1 / (|h| + mu)) Q',
 
-mu raised fourfold where f would not fall and lowered where it does (Levenberg 1944).  Absolute values
-(Dauphin et al. 2014) make it leave saddles.  A Hessian costs about as much as d gradients, so a few
-gradients correct W (BFGS) before the next one, and a later point begins with the W of the best Gaussian
-so far.  Every Hessian makes its N(theta, |H|^-1), Laplace's approximation where theta is the mode; on a
-hierarchical posterior, whose mode may be degenerate, an early one has the largest ELBO.  A path ends
-where it comes into the typical set of a Gaussian of another.
+mu raised fourfold where f would not fall and lowered where it does (Levenberg 1944; the absolute values
+of Dauphin et al. 2014 leave saddles).  A few gradients correct W (BFGS) before the next Hessian.  Every
+Hessian makes its N(theta, |H|^-1), Laplace's approximation where theta is the mode; on a hierarchical
+posterior, whose mode may be degenerate, an early one has the largest ELBO.  A path ends where it comes
+into the typical set of a Gaussian of another.
 
 **Away from it**, where log p - log N varies over the draws of the best N(m, P^-1) of a path: with q the
 nearest member of the family,
@@ -323,10 +322,7 @@ def lower(ratio: Tensor, errors: float = 0.0) -> float:
 def best_gaussian(
     density: LogDensity, family: Any, given: Tensors, points: Iterable[Tensor]
 ) -> Found:
-    """The member of ``family`` nearest to the best Gaussian to which the ``points`` (d,) lead.
-
-    The random state is left as it was, and the same density has the same answer.
-    """
+    """The member of ``family`` nearest to the best Gaussian to which the ``points`` (d,) lead."""
     with own_random_state(0):
         search = Search(density, given["loc"])
     with torch.no_grad():  # of parameters of the model; gradients in theta are asked for

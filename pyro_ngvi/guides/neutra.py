@@ -72,10 +72,8 @@ class NeuTra(Reparam):
 
     which is N(0, I) where the guide is exact.  HMC walks there, and T takes its samples back: exact up
     to the error of the chain, however bad the guide.  ``pyro.infer.reparam.NeuTraReparam`` adds
-    log |det dT/deps| for *each entry* of the first latent site's batch: for flows, and a site in a
-    plate, another posterior.
-
-    Not where the guide misses a mode: T has flattened the way to it too.
+    log |det dT/deps| for *each entry* of the first latent site's batch, so samples another posterior
+    for flows and sites in plates.  Not where the guide misses a mode.
 
     The result is called like the model.  Its one latent site is called ``name``; the sites of the
     guide depend on it deterministically.  Our guides are taken as they are now.
@@ -89,8 +87,7 @@ class NeuTra(Reparam):
         ValueError: when the model is run, if it lacks a latent site of the guide, observes one, scales
             or masks one.
 
-    Source: Hoffman, Sountsov, Dillon, Langmore, Tran & Vasudevan (2019), "NeuTra-lizing bad geometry in
-    Hamiltonian Monte Carlo using neural transport".
+    Source: Hoffman et al. (2019), "NeuTra-lizing bad geometry in Hamiltonian Monte Carlo".
 
     Example:
         >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
@@ -179,11 +176,7 @@ class NeuTra(Reparam):
 
     @torch.no_grad()
     def transform_sample(self, samples: Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
-        """Samples of a chain, or the shared latent (..., d), as values (..., *shape) by site.
-
-        For deterministic sites and predictions pass them to
-        ``pyro.infer.Predictive(model, posterior_samples=...)``.
-        """
+        """Samples of a chain, or the shared latent (..., d), as values (..., *shape) by site."""
         latent = samples if isinstance(samples, Tensor) else samples[self.name]
         # room for the plates of the sites, which the dimension of the draws would be taken for
         room = max(len(site["fn"].batch_shape) for site in self._sites.values())

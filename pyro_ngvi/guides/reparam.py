@@ -114,8 +114,7 @@ class WalshHadamardReparam(Reparam):
         ValueError: at a run of the model, for a site that is observed, not Gaussian, or whose event
             shape is empty.
 
-    Source: Rossi, Marmin & Filippone (2020, NeurIPS), "Walsh-Hadamard variational inference for
-    Bayesian deep learning".
+    Source: Rossi, Marmin & Filippone (2020, NeurIPS).
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist

@@ -67,10 +67,7 @@ def find_mode(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Tensor:
 
 
 def mode_of(density: ModelDensity, start: Tensor, history: int = 100) -> Tensor:
-    """The mode near ``start`` (d,), which it is if no better point is found, by L-BFGS.
-
-    ``history`` is the number of past steps that are kept, two vectors each.
-    """
+    """The mode near ``start`` (d,), or ``start``, by L-BFGS that keeps ``history`` past steps."""
     theta = start.detach().clone().requires_grad_(True)
     optimizer = torch.optim.LBFGS(
         [theta], max_iter=50, history_size=history, line_search_fn="strong_wolfe"
@@ -110,9 +107,8 @@ def start_points(
 def find_laplace(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: Any) -> Found | None:
     """What to replace ``given`` by (:mod:`.laplace`), for the log joint over the unconstrained vector.
 
-    Unasked, without ``init="laplace"``, ``None`` unless the log joint is one function of few latent
-    variables (no minibatch or latent sites of other guides), where a state is to be loaded, and for a
-    model that fails away from its start, or under ``vmap``.
+    Unasked, ``None`` unless the log joint is one function of few latent variables (no minibatch, no
+    latent sites of others) that runs away from its start under ``vmap``, with no state to be loaded.
     """
     kind, d, asked = type(guide).__name__, len(start), guide.init == "laplace"
     if asked and d > LARGEST:

@@ -28,9 +28,8 @@ class AutoMetricNormal(AutoFamily):
     the arguments of the last training step.
 
     It is exact for linear models with Gaussian noise, and close where data are informative.  *Not* for
-    posteriors that are skewed within their own width, or scales that few data determine: the covariance
-    is that of the point m, and nothing fits it.  Up to d = 1,000 take
-    :class:`~pyro_ngvi.AutoFullRankNormal`.  Copies have no model, so no draws.
+    posteriors that are skewed within their own width, or scales that few data determine.  Up to
+    d = 1,000 take :class:`~pyro_ngvi.AutoFullRankNormal`.  Copies have no model, so no draws.
 
     Priors: those of ``pyro_ngvi.metric.PRIORS``, others with an ``icdf``, and images of these; their
     parameters may depend on other sites.  Likelihoods: ``pyro_ngvi.metric.COORDINATES``.
@@ -44,8 +43,8 @@ class AutoMetricNormal(AutoFamily):
         kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`; ``init_scale`` has no use.
 
     Raises:
-        ValueError: at the first call, as an AutoFamily; for a prior or likelihood that is not in the
-            tables, a latent site that is masked or scaled, a subsampled plate, latent sites of others.
+        ValueError: at the first call, also for a prior or likelihood that is not in the tables, a
+            latent site that is masked or scaled, a subsampled plate, latent sites of others.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
