@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,9 +62,14 @@ class _Fixed:
 
     layer: int
     names: tuple[str, ...] = ()
-    #: log psi', and psi'' / psi'
-    log_slope: ClassVar[Callable[[Any, Tensors, Tensor], Tensor]]
-    bend: ClassVar[Callable[[Any, Tensors, Tensor], Tensor]]
+
+    def log_slope(self, params: Tensors, x: Tensor) -> Tensor:
+        """log psi'(x)."""
+        raise NotImplementedError
+
+    def bend(self, params: Tensors, x: Tensor) -> Tensor:
+        """psi'' / psi'."""
+        raise NotImplementedError
 
     def start(self, like: Tensor, factor: float) -> Tensors:
         return {}

@@ -118,8 +118,7 @@ class GaussianStateSpace(TorchDistribution):
     def expand(self, batch_shape: Any, _instance: Any = None) -> GaussianStateSpace:
         """Independent copies of the chain."""
         new: Any = self._get_checked_instance(GaussianStateSpace, _instance)
-        for name in (*self.arg_constraints, "times"):
-            setattr(new, name, getattr(self, name))
+        vars(new).update(vars(self))
         shapes = torch.Size(batch_shape), self.event_shape
         TorchDistribution.__init__(new, *shapes, validate_args=False)
         new._validate_args = self._validate_args
