@@ -110,16 +110,15 @@ class AutoFlow(AutoFamily):
 
     def _register_params(self, values: Tensors) -> None:
         super()._register_params({k: v for k, v in values.items() if not k.startswith(PREFIX)})
-        for given in self._given:
-            if isinstance(given, nn.Module) and given in _taken:
+        for given in (part for part in self._given if isinstance(part, nn.Module)):
+            if given in _taken:
                 warnings.warn(
                     f"{type(self).__name__}: the flow {type(given).__name__} belongs to another guide "
                     f"too, whose answer changes when this one is trained. Pass copy.deepcopy(flow), or "
                     f"a function that makes a flow.",
                     stacklevel=2,
                 )
-            if isinstance(given, nn.Module):
-                _taken.add(given)
+            _taken.add(given)
         self._given = ()  # the guide's own from here on
         # takes over what a parameter store that was loaded holds, as for mu and A
         with poutine.block():

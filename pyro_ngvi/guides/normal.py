@@ -64,9 +64,8 @@ class AutoFullRankNormal(AutoFamily):
             does in its first step at a learning rate of ``init_scale``; looked at on a CPU alone.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> from pyro.infer import SVI, Trace_ELBO
-        >>> import pyro_ngvi as ngvi
         >>> X = torch.tensor([[1.0, 0.9], [1.0, 1.1], [1.0, 1.3]])
         >>> def model(X, y):
         ...     w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))

@@ -104,7 +104,7 @@ class WalshHadamardReparam(Reparam):
     with ``NGVB`` pass ``averaging=False`` while they are trained.
 
     This is another model, with another evidence, whose bound says nothing of yours, and W has no
-    density. Not for sites that need every entry to move on its own.
+    density.  Not for sites that need every entry to move on its own.
 
     Args:
         g_scale: prior sd of g.
@@ -117,9 +117,8 @@ class WalshHadamardReparam(Reparam):
     Source: Rossi, Marmin & Filippone (2020, NeurIPS).
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> from pyro import poutine
-        >>> import pyro_ngvi as ngvi
         >>> def model():
         ...     return pyro.sample("W", dist.Normal(0.0, 1.0).expand([50, 13]).to_event(2))
         >>> small = poutine.reparam(model, {"W": ngvi.nn.WalshHadamardReparam()})

@@ -80,9 +80,8 @@ class AutoWalshHadamard(AutoProduct):
             latent sites; when nothing is named and there is no such matrix.
 
     Example:
-        >>> import pyro, torch
+        >>> import pyro, torch, pyro_ngvi as ngvi
         >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
         >>> model = ngvi.nn.bayesianize(net, "normal", num_data=20, noise=0.1)
         >>> guide = ngvi.AutoWalshHadamard(model, init_loc_fn=model.init_to_module)

@@ -24,7 +24,7 @@ class AutoMetricNormal(AutoFamily):
 
     xi are the latent variables in coordinates in which their prior is N(0, I), J the derivatives at m
     of the parameters of the likelihood, F its Fisher matrix.  Only m is learned, the covariance
-    follows. A step costs hundreds of gradients of the model, and needs all data.  Draws are made at
+    follows.  A step costs hundreds of gradients of the model, and needs all data.  Draws are made at
     the arguments of the last training step.
 
     It is exact for linear models with Gaussian noise, and close where data are informative.  *Not* for
