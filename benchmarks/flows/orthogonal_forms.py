@@ -37,7 +37,7 @@ from torch.nn.functional import logsigmoid
 import pyro_ngvi
 from pyro_ngvi.families import OrthogonalFlow
 from pyro_ngvi.families.base import Family, Tensors, clamp_exponent
-from pyro_ngvi.families.orthogonal_flow import NODES, AffineMap, SinhArcsinh, is_rotation
+from pyro_ngvi.families.orthogonal_flow import AffineMap, SinhArcsinh, is_rotation
 from pyro_ngvi.linalg import stiefel
 
 __all__ = [
@@ -49,6 +49,8 @@ __all__ = [
     "retract",
 ]
 
+#: nodes of the quadrature that centres and scales the start
+NODES = 100
 #: slope of "leaky" far to the left; far to the right it is 1
 LEAK = 0.1
 P, Q = 0.5 * (1.0 + LEAK), 0.5 * (1.0 - LEAK)
@@ -61,8 +63,22 @@ class _Fixed:
     layer: int
     names: tuple[str, ...] = ()
 
-    def score(self, params: Tensors, x: Tensor, delta: Tensor) -> Tensors:
+    def log_slope(self, params: Tensors, x: Tensor) -> Tensor:
+        """log psi'(x)."""
+        raise NotImplementedError
+
+    def bend(self, params: Tensors, x: Tensor) -> Tensor:
+        """psi'' / psi'."""
+        raise NotImplementedError
+
+    def start(self, like: Tensor, factor: float) -> Tensors:
         return {}
+
+    def log_det(self, params: Tensors, x: Tensor) -> Tensor:
+        return self.log_slope(params, x).sum(-1)
+
+    def score(self, params: Tensors, x: Tensor, g: Tensor) -> tuple[Tensors, Tensor]:
+        return {}, (g - self.bend(params, x)) * (-self.log_slope(params, x)).exp()
 
 
 class _Arcsinh(_Fixed):
@@ -190,7 +206,7 @@ class AnyMap(AffineMap):
             x = x * (-params[self.log_scale]).exp()
         return x
 
-    def log_det(self, params: Tensors) -> Tensor:
+    def log_det(self, params: Tensors, x: Tensor) -> Tensor:
         """log |det dy/dx|, the same for all x: a 0-dim tensor."""
         total = params[self.shift].new_zeros(())
         if self.log_scale:
@@ -252,17 +268,27 @@ class OrthogonalForm(OrthogonalFlow):
         return super()._map(k)
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
-        """The printed form has no scales, and keeps its own sd."""
-        if self.form != "paper":
-            return super().init(loc, scale)
+        """Mean ``loc``, and every sd ``scale`` but for the printed form, which has no scales.
+
+        What enters an activation has mean 0 and sd 1, by quadrature.
+        """
         x, weights = np.polynomial.hermite_e.hermegauss(NODES)
-        params: Tensors = {n: torch.zeros_like(loc) for psi in self.bends for n in psi.names}
+        weights = weights / weights.sum()
+        bends, params = self.parts[1::2], dict[str, Tensor]()
+        for psi in bends:
+            params |= psi.start(loc, 1.0)
         flat = {name: torch.zeros((), dtype=torch.float64) for name in params}
-        for psi in self.bends:
-            x = psi.forward(flat, torch.from_numpy(x)).numpy()
-        mean = float(weights / weights.sum() @ x)
         for k, affine in enumerate(self.maps):
-            params |= affine.start(loc, 1.0, -mean if k == self.layers else 0.0)
+            last, factor, shift = k == self.layers, 1.0, 0.0
+            if k > 0:
+                x = bends[k - 1].forward(flat, torch.from_numpy(x)).numpy()
+                mean = float(weights @ x)
+                if self.form != "paper":
+                    spread = float(np.sqrt(weights @ (x - mean) ** 2))
+                    factor = (scale if last else 1.0) / spread
+                shift = 0.0 if self.form == "paper" and not last else -factor * mean
+            x = factor * x + shift
+            params |= affine.start(loc, factor) | {affine.shift: torch.full_like(loc, shift)}
         params["loc"] = params["loc"] + loc
         return {name: params[name] for name in self.names}
 
@@ -275,8 +301,8 @@ class OrthogonalForm(OrthogonalFlow):
         value = super().log_prob(params, z)
         if self.has_transport:
             return value
-        pairs = self._backward(params, z)[1]
-        inside = torch.stack([self.bends[0].inside(y).all(-1) for _, y in pairs]).all(0)
+        leaving = self._backward(params, z)[2::2]
+        inside = torch.stack([self.parts[1].inside(y).all(-1) for y in leaving]).all(0)
         return torch.where(inside, value, -torch.inf)
 
     def retract(

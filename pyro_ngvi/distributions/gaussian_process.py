@@ -1,10 +1,4 @@
-r"""A Gaussian process at given inputs, with nothing computed before it is asked for.
-
-    f ~ N(mean(X), k(X, X) + jitter I),        f (N,).
-
-The jitter is part of the model: white noise of variance ``jitter`` at every input, independent of that
-at other inputs, new ones too.
-"""
+"""A Gaussian process at given inputs, with nothing computed before it is asked for."""
 
 from __future__ import annotations
 
@@ -33,33 +27,19 @@ class GaussianProcess(TorchDistribution):
             ``kernel(X, Z)`` (N, M), ``kernel(X, diag=True)`` (N,).
         inputs: X (N, ...), in whatever form the kernel takes it.
         mean: a number, a function of the inputs to (N,), or ``None`` for 0.
-        jitter: variance of the white noise.  1e-6 suits unit variances in float64; an RBF kernel in
-            float32 needs 1e-4 and more.
+        jitter: variance of white noise at every input, new ones too: a part of the model.  1e-6 suits
+            unit variances in float64; an RBF kernel in float32 needs 1e-4 and more.
 
     Raises:
         ValueError: for a kernel matrix that is not positive definite; in the plate of the data.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
-        >>> from pyro_ngvi.distributions import GaussianProcess
+        >>> import torch
         >>> kernel = lambda X, Z=None, diag=False: (
         ...     torch.ones(len(X)) if diag else (-(X[:, None] - (X if Z is None else Z)).abs()).exp())
-        >>> X = torch.linspace(0, 5, 60)
-        >>> y = (X.sin() > 0).float()
-        >>> def model(X, y=None, batch=None):
-        ...     data = pyro.plate("data", len(X), subsample_size=batch)
-        ...     f = pyro.sample("f", GaussianProcess(kernel, X[data.indices]))
-        ...     y = None if y is None else y[data.indices]
-        ...     with data:
-        ...         pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
-        >>> guide = ngvi.AutoSites(model, inducing=X[::6])
-        >>> svi = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
-        >>> losses = [svi.step(X, y, batch=20) for _ in range(60)]  # minibatches of 20
-        >>> mean, variance = guide.predict(torch.tensor([1.5, 4.5]))["f"]  # at new inputs
-        >>> mean.sign(), variance.shape
-        (tensor([ 1., -1.]), torch.Size([2]))
+        >>> f = GaussianProcess(kernel, torch.linspace(0, 5, 60))
+        >>> f.rsample((3,)).shape, f.variance.shape
+        (torch.Size([3, 60]), torch.Size([60]))
     """
 
     arg_constraints: Any = {}  # noqa: RUF012 - as in torch

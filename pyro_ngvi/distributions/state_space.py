@@ -25,8 +25,6 @@ class GaussianStateSpace(TorchDistribution):
     """A Gauss-Markov chain s of T states in R^S; event shape (T, S).
 
     The parameters are those of one chain; :meth:`expand` makes independent copies, as a plate does.
-    Unlike in NumPyro's distribution of this name every step may have its own, and the first state has a
-    law of its own.
 
     Not for exactly singular C or Q_t, which have no density.  Nearly singular ones are fine if they are
     so along the axes of the state (smooth processes in small steps, integrated noise).
@@ -120,8 +118,7 @@ class GaussianStateSpace(TorchDistribution):
     def expand(self, batch_shape: Any, _instance: Any = None) -> GaussianStateSpace:
         """Independent copies of the chain."""
         new: Any = self._get_checked_instance(GaussianStateSpace, _instance)
-        for name in (*self.arg_constraints, "times"):
-            setattr(new, name, getattr(self, name))
+        vars(new).update(vars(self))
         shapes = torch.Size(batch_shape), self.event_shape
         TorchDistribution.__init__(new, *shapes, validate_args=False)
         new._validate_args = self._validate_args
@@ -243,12 +240,9 @@ def _factor(
 
 
 def scan(transition: Tensor, shift: Tensor, noise: Any = None) -> tuple[Tensor, Any]:
-    """x_t = A_t x_{t-1} + c_t (..., T, S) from x_{-1} = 0, and covariances (T, S, S) of such chains.
+    """x_t = A_t x_{t-1} + c_t (..., T, S) from x_{-1} = 0, and covariances of such chains.
 
-    Args:
-        transition: A (T, S, S); A_0 has no effect.
-        shift: c (..., T, S).
-        noise: covariances (T, S, S) of independent noise in each step; ``None``: no covariances.
+    ``noise`` holds the covariances (T, S, S) of independent noise in each step; A_0 has no effect.
     """
     n = shift.shape[-2]
     if n == 1:

@@ -2,16 +2,14 @@ r"""Draws and log densities of any reparameterised distribution, with less noise
 
 With z = z(e, lambda) ~ q_lambda, the gradient of log q_lambda(z) is that along the path of z, and the
 score at a fixed z, whose expectation is zero.  :class:`Steady` leaves the score out ("sticking the
-landing", Roeder, Wu & Duvenaud 2017): at the optimum of a family that holds the posterior, the
-gradient of the ELBO is then zero for every draw.  Of a site that depends on draws of others, the score
-goes that belongs to all of its parameters, those that came from draws among them: unbiased too.
+landing", Roeder, Wu & Duvenaud 2017), also that of parameters that came from draws of other sites.
 
 Gaussian draws that are made together are centred besides,
 
     z_s' = m + sqrt(S / (S - 1)) (z_s - mean of all z):
 
-each is exactly one of N(m, Sigma), and their mean is m.  Far from the posterior the gradient in the
-scales is mostly a large gradient in z times the mean of the noise; that is then zero.
+each is exactly one of N(m, Sigma), and their mean is m: the gradient in the scales has no part of a
+large gradient in z times the mean of the noise.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ GAUSSIAN = (td.Normal, td.MultivariateNormal, td.LowRankMultivariateNormal)
 class Steady(TorchDistribution):
     """``base_dist`` with those draws and gradients.
 
-    Draws made together are those of one call, and those of batch dimensions to the left of the
-    distribution's own, which a plate of particles adds.
+    Draws of one call belong together, also in batch dimensions to the left of the distribution's own.
 
     Example:
         >>> import pyro.distributions as dist

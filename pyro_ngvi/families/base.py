@@ -1,8 +1,8 @@
 """What a variational family has to know: its density, its samples and its own geometry.
 
-A family is a set of pure functions over small dicts of named tensors, without state: ``params``, the
-coordinates that the guide stores; ``grads``, Euclidean gradients with respect to them; ``tangent``, a
-direction *in the local frame of q*, in which the Fisher matrix F is simplest.
+A family is a set of pure functions over dicts of named tensors: ``params``, the coordinates that the
+guide stores; ``grads``, Euclidean gradients with respect to them; ``tangent``, a direction *in the
+local frame of q*, in which the Fisher matrix F is simplest.
 """
 
 from __future__ import annotations
@@ -52,12 +52,10 @@ def log_normal(x: Tensor) -> Tensor:
 
 
 def centred(noise: Tensor) -> Tensor:
-    r"""Standard normal noise (..., m) moved to mean zero over its S rows, and widened to variance 1:
+    r"""Standard normal noise (..., m) moved to mean zero over its S rows, and widened to variance 1.
 
-        e_s' = sqrt(S / (S - 1)) (e_s - mean(e)),
-
-    of which each row is N(0, I) again: averages stay unbiased, the gradient of the scales has no part
-    of mean(g), nor the mean of a gradient linear in z noise.  Two rows are antithetic, one stays.
+    Each row of e_s' = sqrt(S / (S - 1)) (e_s - mean(e)) is N(0, I) again, so averages stay unbiased;
+    the gradient of the scales has no part of mean(g).  Two rows are antithetic, one stays.
     """
     if (rows := noise[..., 0].numel()) < 2:
         return noise
@@ -95,8 +93,8 @@ def with_backward(forward: Callable[..., Any], backward: Callable[..., Any]) -> 
 class Family(ABC):
     """A family of distributions over R^d with its information geometry; densities are in nats.
 
-    docs/howto/extending.md says what a new one gives; automatic differentiation or, for moments, draws
-    do the rest.  The local frame is that of ``params`` unless :meth:`frame` says otherwise.
+    docs/howto/extending.md says what a new one gives.  The local frame is that of ``params`` unless
+    :meth:`frame` says otherwise.
     """
 
     #: names of the tensors in ``params``
@@ -104,7 +102,8 @@ class Family(ABC):
 
     #: coordinate systems in which :meth:`retract` can move
     coordinates: tuple[str, ...] = ("local",)
-    #: the highest diagonal, 0 or -1, of the tensors whose tangents are lower triangles
+    #: names of lower triangles (0) and rotations (-1), moved as in :mod:`pyro_ngvi.linalg.stiefel`:
+    #: the highest diagonal of their tangents
     triangles: Mapping[str, int] = {}
     #: whether a natural step of length 1 is Newton's at a Gaussian posterior; else momentum helps
     newton_like: bool = False
@@ -195,7 +194,7 @@ class Family(ABC):
 
     def not_finite(self, params: Tensors) -> Tensor:
         """Entries of z (d,) that are not finite in ``params`` or ``grads``; all, if only others are."""
-        own = ~torch.isfinite(params["loc"])
+        own = ~torch.isfinite(torch.atleast_2d(params["loc"])).all(0)
         found = torch.stack([~torch.isfinite(v).all() for v in params.values()]).any()
         return torch.where(own.any(), own, found)
 
@@ -236,12 +235,14 @@ class Family(ABC):
 
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
         """The velocity of ``params`` along a tangent."""
-        return tangent | {name: u * tangent[name] for name, u in self.frame(params).items()}
+        moved = {n: stiefel.push(params[n], tangent[n], k) for n, k in self.triangles.items()}
+        return tangent | moved | {n: u * tangent[n] for n, u in self.frame(params).items()}
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
         """Gradients in the local frame: the transpose of ``push``, <pull(g), u> = <g, push(u)>."""
         own = {name: grads[name] for name in self.names}
-        return own | {name: u * grads[name] for name, u in self.frame(params).items()}
+        own |= {n: stiefel.pull(params[n], grads[n], k) for n, k in self.triangles.items()}
+        return own | {n: u * grads[n] for n, u in self.frame(params).items()}
 
     def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors:
         """``gradient`` with its scale part made from the expected Hessian H of -log p(y, z).
@@ -334,7 +335,7 @@ class NormalFamily(Family):
     ) -> Tensors:
         """``params`` with precision P + rate (H - P), and, if ``safe``, the second-order term.
 
-        H is the ``curvature``, or, if that is empty, what the gradient of the scales in ``grads`` says.
+        H is the ``curvature`` or, if that is empty, what ``grads`` say.
         """
         gradient = self.pull(params, grads)
         if curvature:

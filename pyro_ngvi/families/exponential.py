@@ -1,13 +1,11 @@
 r"""Independent Gamma and Dirichlet variables, over the coordinates in which they fill R^d.
 
 An exponential family, log q(z) = <eta, T(z)> - A(eta), has in its natural parameters eta the Hessian
-of A as Fisher matrix.  The local frames make it the identity, and moves are linear in eta:
+of A as Fisher matrix.  The local frames make it the identity, and moves are linear in eta,
 
-    eta <- eta - b F^-1 g = eta - b dL/d(mean parameters),
+    eta <- eta - b F^-1 g = eta - b dL/d(mean parameters)        (Khan & Nielsen 2018),
 
-which for b = 1 lands on the posterior of a conjugate model (Khan & Nielsen 2018; Hoffman, Blei, Wang &
-Paisley 2013).  A step is shortened in those elements (Gamma) or vectors (Dirichlet) where a parameter
-would lose more than 3/4: each still moves along its own natural gradient, and none holds up the others.
+each shortened in those elements (Gamma) or vectors (Dirichlet) where a parameter would lose over 3/4.
 
 **Gamma**, x = e^z with concentration a, mean m, rate b = a / m, and u = z - log m:
 
@@ -169,8 +167,7 @@ def _tail(x: Tensor) -> Tensor:
 class MeanFieldDirichlet(WhitenedFamily):
     """Independent Dirichlet distributions over ``size`` entries each, in stick-breaking coordinates.
 
-    The flat latent vector has (size - 1) entries for each simplex.  ``size=2`` is the Beta family of a
-    probability, with z its logit.
+    The flat latent vector has (size - 1) entries for each simplex; ``size=2`` is the Beta family.
 
     Example:
         >>> import torch
@@ -184,8 +181,6 @@ class MeanFieldDirichlet(WhitenedFamily):
     location = names
 
     def __init__(self, size: int) -> None:
-        if size < 2:
-            raise ValueError(f"A simplex has at least two entries, got size={size}.")
         self.size = size
 
     def _log_offset(self, like: Tensor) -> Tensor:

@@ -16,12 +16,10 @@ dLoss/dP~ = (P~^-1 - P~^-1 H~ P~^-1) / 2, H~ = H / (e e'); O(d L (n + L)) for H 
 
 Local frame and natural gradient of both: :mod:`pyro_ngvi.families.factor_base`.
 
-Factors of a *precision* are directions that the data determine well, those of a *covariance* wide ones.
 Not for posteriors close to independent (``MeanFieldNormal``) nor for d below about 100
 (``FullRankNormal``); no precision for L above some d / 3: where s is superfluous, NGVB's steps in log s
-are slow and at times astray.
-
-Source: the precision's form is that of Mishkin et al. (2018, arXiv:1811.04504); formulas derived here.
+are slow and at times astray.  Source: the precision's form is that of Mishkin et al. (2018,
+arXiv:1811.04504).
 """
 
 from __future__ import annotations
@@ -53,11 +51,10 @@ def _draw(loc: Tensor, factor: Tensor, log_scale: Tensor, noise: Tensor) -> Tens
 def _given_the_draw(
     g: Tensor, loc: Tensor, B: Tensor, log_scale: Tensor, noise: Tensor, z: Tensor
 ) -> tuple[Any, ...]:
-    """Gradients with the noise replaced by its expectation given z.
+    """Gradients with the noise replaced by its expectation given z (Rao-Blackwell).
 
-    q depends on (e1, e2) through z = mu + B e1 + c e2 alone, so E[e1 | z] = B' w and E[e2 | z] = c w
-    with w = Sigma^-1 (z - mu) may stand for them (Rao-Blackwell).  The product g w' is symmetric in
-    expectation and is symmetrised too.  Unbiased, and far less noisy where B is small or r large.
+    q depends on (e1, e2) through z = mu + B e1 + c e2 alone: E[e1 | z] = B' w and E[e2 | z] = c w with
+    w = Sigma^-1 (z - mu).  The product g w' is symmetric in expectation and is symmetrised too.
     """
     d = loc.shape[-1]
     g = g.reshape(-1, d)
@@ -75,9 +72,7 @@ class FactorNormal(FactorFamily):
     Args:
         rank: number r of columns of B, at least 1 and smaller than d.
         cg_iterations: conjugate-gradient iterations for the c-block of the natural gradient, at
-            most; for d up to 128 it is exact without them.  The error shrinks by about
-            (1 - max leverage)^2 an iteration: 16 leave a relative residual under 1e-6 on factors
-            that spread over ten coordinates or more.
+            most; for d up to 128 it is exact without them.
 
     Example:
         >>> import torch
@@ -88,7 +83,7 @@ class FactorNormal(FactorFamily):
     """
 
     names = ("loc", "factor", "log_scale")
-    diagonal, power = "log_scale", 1.0
+    diagonal, power, sign = "log_scale", 1.0, 1.0
 
     def _roots(self, factors: Factors) -> tuple[Rows, Rows]:
         return factors.root, factors.root_transposed
@@ -105,29 +100,15 @@ class FactorNormal(FactorFamily):
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         return _draw_given(params["loc"], params["factor"], params["log_scale"], noise)
 
-    def log_det(self, params: Tensors) -> Tensor:
-        return self._factors(params).half_log_det
-
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
         factors = self._factors(params)
         x = ((z - params["loc"]) / factors.c).reshape(-1, z.shape[-1])
         square = factors.inverse_square(x).reshape(z.shape[:-1])
         return -0.5 * (square + z.shape[-1] * LOG_2PI) - factors.half_log_det
 
-    def score(self, params: Tensors, z: Tensor) -> Tensors:
-        factors = self._factors(params)
-        B, c = params["factor"], factors.c
-        w = _inverse_times(B, params["log_scale"], z - params["loc"])
-        W = factors.W
-        leverage = (W * factors.B).sum(-2)
-        return {
-            "loc": w,
-            "factor": w.unsqueeze(-1) * (w @ B).unsqueeze(-2) - (W / c).mT,
-            "log_scale": (w * c).square() - (1.0 - leverage),
-        }
-
-    def dilation(self, params: Tensors) -> Tensors:
-        return {"factor": params["factor"], "log_scale": torch.ones_like(params["log_scale"])}
+    def _precise(self, params: Tensors, factors: Factors, x: Tensor) -> tuple[Tensor, Tensor]:
+        w = factors.inverse_product(x / factors.c) / factors.c
+        return w, w
 
     def covariance(self, params: Tensors) -> Tensor:
         B = params["factor"]
@@ -174,7 +155,7 @@ class FactorPrecisionNormal(FactorFamily):
     """
 
     names = ("loc", "factor", "log_precision")
-    diagonal, power = "log_precision", 2.0
+    diagonal, power, sign = "log_precision", 2.0, -1.0
     curvature_form = "low_rank"
 
     def _roots(self, factors: Factors) -> tuple[Rows, Rows]:
@@ -184,7 +165,7 @@ class FactorPrecisionNormal(FactorFamily):
         # Orthogonal columns of B that double the precision along each; at U = 0 its gradient is zero.
         # s then makes every sd exact.
         B = self._cosines(loc) * math.sqrt(2.0 / loc.shape[-1])
-        variance = 1.0 - self._leverage(Factors(B, torch.zeros_like(loc)))
+        variance = 1.0 - Factors(B, torch.zeros_like(loc)).leverage
         log_precision = (variance / scale**2).log()
         factor = (0.5 * log_precision).exp().unsqueeze(-1) * B
         return {"loc": loc.clone(), "factor": factor, "log_precision": log_precision}
@@ -197,35 +178,15 @@ class FactorPrecisionNormal(FactorFamily):
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
         return _draw_priced(params["loc"], params["factor"], params["log_precision"], noise)
 
-    def log_det(self, params: Tensors) -> Tensor:
-        return -self._factors(params).half_log_det
-
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
         x = z - params["loc"]
         scaled = x * (0.5 * params["log_precision"]).exp()
         square = scaled.square().sum(-1) + (x @ params["factor"]).square().sum(-1)
         return self._factors(params).half_log_det - 0.5 * (square + z.shape[-1] * LOG_2PI)
 
-    @staticmethod
-    def _leverage(factors: Factors) -> Tensor:
-        """What the factors take from the variances s^-1, in (0, 1)."""
-        leverage = (factors.W * factors.B).sum(-2)
-        return leverage.clamp_max(1.0 - torch.finfo(leverage.dtype).eps)
-
-    def score(self, params: Tensors, z: Tensor) -> Tensors:
-        factors = self._factors(params)
+    def _precise(self, params: Tensors, factors: Factors, x: Tensor) -> tuple[Tensor, Tensor]:
         U, s = params["factor"], params["log_precision"].exp()
-        x = z - params["loc"]
-        along = x @ U
-        return {
-            "loc": s * x + along @ U.mT,
-            "factor": (factors.W / factors.c).mT - x.unsqueeze(-1) * along.unsqueeze(-2),
-            "log_precision": 0.5 * (1.0 - self._leverage(factors) - s * x.square()),
-        }
-
-    def dilation(self, params: Tensors) -> Tensors:
-        shrinking = torch.full_like(params["log_precision"], -2.0)
-        return {"factor": -params["factor"], "log_precision": shrinking}
+        return s * x + x @ U @ U.mT, x
 
     def scale_tril(self, params: Tensors) -> Tensor:
         U, s = params["factor"], params["log_precision"].exp()
@@ -233,7 +194,7 @@ class FactorPrecisionNormal(FactorFamily):
 
     def stddev(self, params: Tensors) -> Tensor:
         factors = self._factors(params)
-        return (1.0 - self._leverage(factors)).sqrt() / factors.c
+        return (1.0 - factors.leverage).sqrt() / factors.c
 
     def pull_curvature(self, params: Tensors, gradient: Tensors, curvature: Tensors) -> Tensors:
         factors = self._factors(params)
@@ -248,16 +209,13 @@ class FactorPrecisionNormal(FactorFamily):
             diagonal = diagonal + half.square().sum(-2)
         return gradient | {
             "factor": (W - product).mT,
-            "log_precision": 1.0 - self._leverage(factors) - diagonal,
+            "log_precision": 1.0 - factors.leverage - diagonal,
         }
 
     def precision_step(
         self, params: Tensors, grads: Tensors, curvature: Tensors, rate: Tensor, safe: bool
     ) -> Tensors:
-        """The best that rank L can do for P + rate (H - P), its diagonal kept; see ``SLANG``.
-
-        Outer products keep the factors' part positive by themselves, so ``safe`` has nothing to add.
-        """
+        """The best that rank L can do for P + rate (H - P), its diagonal kept; see ``SLANG``."""
         if "rows" not in curvature:
             raise ValueError(
                 "A step of a factor precision needs the gradients of single data: pass "

@@ -5,9 +5,7 @@ In units of c, B~ = B / c and M~ = I + B~ B~'.  With R R' = C = I + B~' B~, R lo
     T = c [I + B~ (I + R)^-1 B~'],   T T' = M            (check: (I + R) (I + R') = I + R + R' + R R').
 
 **Local frame:** a tangent (t, U, v) means dB = c U, d log c = v, and dmu = T t, or T'^-1 t if M is the
-precision, so that F t = t for every q.  (With dmu = c t, F t = M~^-1 t is small along B~, where t is
-then long.  Momentum carries t to the next step, and once B~ points elsewhere this throws q away: 1,000
-nats at a step, in four dimensions.)
+precision, so that F t = t for every q: momentum may carry t to the next step.
 
 The metric of (U, v) is tr(M^-1 dM M^-1 dM) / 2, whichever of the two M is.  With W = M~^-1 B~ and
 dM~ = U B~' + B~ U' + 2 diag(v),
@@ -28,10 +26,8 @@ where Pi = I - B~ (B~' B~)^-1 B~' projects away from the factors and o is the en
 Schur complement does not depend on the size of B at all.  Conjugate gradients, preconditioned by its
 diagonal, take O(d r^2) a product; their number follows the largest leverage, not d.
 
-B is determined up to a rotation of its columns, so F has a null space (B A, A antisymmetric).  No
-gradient of a function of M has a component there; noise in a gradient that has is removed.
-
-Source: derived here; the blocks of F agree with Ong, Nott & Smith (2018, JCGS 27:465).
+B is determined up to a rotation of its columns, so F has a null space (B A, A antisymmetric), from
+which noise in a gradient is removed.  The blocks of F agree with Ong et al. (2018, JCGS 27:465).
 """
 
 from __future__ import annotations
@@ -51,11 +47,7 @@ Rows = Callable[[Tensor], Tensor]
 
 
 class Factors:
-    """M and the r x r pieces shared by all formulas, in units of c.
-
-    Factors are rows here, ``B`` is B~' (r, d): sums over r and over d then both run along memory,
-    which makes every pass some three times faster than over tall and narrow matrices.
-    """
+    """M and its r x r pieces, in units of c.  Factors are rows here, ``B`` is B~' (r, d)."""
 
     def __init__(self, factor: Tensor, log_c: Tensor) -> None:
         self.log_c = log_c
@@ -108,6 +100,12 @@ class Factors:
         return solve_triangular(self.C_chol, half, upper=False, left=False).mT
 
     @property
+    def leverage(self) -> Tensor:
+        """diag(I - M~^-1) (d,), in (0, 1)."""
+        leverage = (self.W * self.B).sum(-2)
+        return leverage.clamp_max(1.0 - torch.finfo(leverage.dtype).eps)
+
+    @property
     def half_log_det(self) -> Tensor:
         """log det M / 2."""
         return self.log_c.sum(-1) + self.C_chol.diagonal().log().sum(-1)
@@ -154,9 +152,7 @@ class Factors:
     def move(self, U: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Changes of B', in rows (r, d), and of log c, for a step (U, v): bounded for any step.
 
-        The chart is curved: M~ changes by U B~' + B~ U' + U U'.  Where B~ is small the last term can
-        be the largest, so U is shortened in proportion to its Fisher length |U' M~^-1 U| / sqrt(2);
-        log c is bounded likewise.
+        M~ changes by U B~' + B~ U' + U U', whose last term |U' M~^-1 U| / sqrt(2) shortens U.
         """
         second = torch.linalg.matrix_norm(self.inverse_product(U) @ U.mT)
         return U * (self.c * (1.0 + second).rsqrt()), v * (1.0 + v.square()).rsqrt()
@@ -169,9 +165,10 @@ def row(function: Rows, x: Tensor) -> Tensor:
 class FactorFamily(NormalFamily):
     """What both share."""
 
-    #: the name of the stored logarithm, which is ``power`` times log c
+    #: the name of the stored logarithm, which is ``power`` times log c; M is Sigma^sign
     diagonal: str
     power: float
+    sign: float
 
     def __init__(self, rank: int, cg_iterations: int = 16) -> None:
         if not isinstance(rank, int) or rank < 1:
@@ -183,6 +180,10 @@ class FactorFamily(NormalFamily):
     @abstractmethod
     def _roots(self, factors: Factors) -> tuple[Rows, Rows]:
         """x -> T x and T' x for rows x (n, d), with T T' = Sigma."""
+
+    @abstractmethod
+    def _precise(self, params: Tensors, factors: Factors, x: Tensor) -> tuple[Tensor, Tensor]:
+        """P x' for rows x (n, d), and the rows y with d log q = sign (y dM y' - tr M^-1 dM) / 2."""
 
     def _factors(self, params: Tensors) -> Factors:
         return Factors(params["factor"], params[self.diagonal] / self.power)
@@ -199,6 +200,24 @@ class FactorFamily(NormalFamily):
         i = torch.arange(d, dtype=like.dtype, device=like.device).unsqueeze(-1)
         k = torch.arange(1, r + 1, dtype=like.dtype, device=like.device)
         return torch.cos(math.pi * (i + 0.5) * k / d)
+
+    def log_det(self, params: Tensors) -> Tensor:
+        return self.sign * self._factors(params).half_log_det
+
+    def score(self, params: Tensors, z: Tensor) -> Tensors:
+        factors = self._factors(params)
+        loc, y = self._precise(params, factors, z - params["loc"])
+        square = y.unsqueeze(-1) * (y @ params["factor"]).unsqueeze(-2)
+        diagonal = (y * factors.c).square() - (1.0 - factors.leverage)
+        return {
+            "loc": loc,
+            "factor": self.sign * (square - (factors.W / factors.c).mT),
+            self.diagonal: self.sign / self.power * diagonal,
+        }
+
+    def dilation(self, params: Tensors) -> Tensors:
+        growth = torch.full_like(params[self.diagonal], self.sign * self.power)
+        return {"factor": self.sign * params["factor"], self.diagonal: growth}
 
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
         factors = self._factors(params)

@@ -2,10 +2,9 @@ r"""Normalizing flows behind an affine map: z = mu + A T(eps), eps ~ N(0, I), T 
 
     log q(z) = log N(eps; 0, I) - log |det A| - log |det dT/deps|,    eps = T^-1(A^-1 (z - mu)).
 
-Stored: mu and A as a Gaussian family stores them ("loc" with "log_scale" or "scale_tril"), and the
-parameters of T by their own names behind "flow.".  Local frame: the Gaussian's for mu and A (moves in
-units of q), plain coordinates for T.  The Fisher matrix has no closed form, and is singular: networks
-have many parameters that say the same.
+Stored: mu and A as a Gaussian family stores them, and the parameters of T by their own names behind
+"flow.".  Local frame: the Gaussian's for mu and A, plain coordinates for T.  The Fisher matrix has no
+closed form, and is singular: networks have many parameters that say the same.
 
 **Scores** at a fixed z take the inverse, phi = grad_lambda log q(z): one vmapped pass.  Where the
 inverse takes d passes (inverse autoregressive flows) it is used once, without gradients, and the rest

@@ -9,8 +9,8 @@ so the natural gradient is closed form and free of inverses: from Euclidean grad
 
     t = L' g_mu,   M = tril(L' G_L) with its diagonal halved.
 
-Retraction: mu + b L t and L (I + A + A^2 / 2), A = b M: the exponential to second order.  Its
-diagonal factor 1 + a + a^2 / 2 is positive for every a, so no step leaves the domain.
+Retraction: mu + b L t and L (I + A + A^2 / 2), A = b M: the exponential to second order, whose
+diagonal stays positive.
 
 Natural coordinates (Khan & Nielsen 2018, eq. 14; Tan 2021), with H = M + M' the whitened expected
 Hessian minus the identity:
@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
-from torch.nn.functional import pad
 
+from ..linalg import stiefel
 from ..linalg.cholesky import (
     inverse_cholesky,
     inverse_cholesky_of_improved,
@@ -41,38 +41,13 @@ from ..linalg.cholesky import (
 )
 from .base import NormalFamily, Tensors, with_backward
 
-#: triangles up to that size are multiplied as if they were squares, and on a GPU all of them are:
-#: there the many small products of the halves take longer than the one they replace
-BLOCK = 150
-
-
-def _tril_product(L: Tensor, A: Tensor, transpose: bool = False) -> Tensor:
-    """tril(L A), or tril(L' A), of lower triangles (d, d) by halves: a third of the d^3 products."""
-    d = L.shape[-1]
-    if d <= BLOCK or L.device.type != "cpu":
-        return ((L.mT if transpose else L) @ A).tril()
-    k = d // 2
-    top = _tril_product(L[:k, :k], A[:k, :k], transpose)
-    end = _tril_product(L[k:, k:], A[k:, k:], transpose)
-    if transpose:
-        top = top + (L[k:, :k].mT @ A[k:, :k]).tril()
-        corner = L[k:, k:].mT @ A[k:, :k]
-    else:
-        corner = L[k:] @ A[:, :k]
-    return torch.cat([pad(top, (0, d - k)), torch.cat([corner, end], -1)], -2)
-
 
 def _draw(loc: Tensor, scale_tril: Tensor, noise: Tensor) -> Tensor:
     return loc + noise @ scale_tril.mT
 
 
 def _symmetrised(g: Tensor, loc: Tensor, L: Tensor, eps: Tensor, z: Tensor) -> tuple[Any, ...]:
-    """Gradients that use the symmetry of the expected one.
-
-    Sigma = L L' is all that q depends on, so E[L' G] is symmetric for G = sum_s g_s eps_s'.  The
-    antisymmetric part of L' G is pure noise.  Its removal leaves an unbiased gradient of lower
-    variance: the average of the plain gradient over the rotations of eps that leave q unchanged.
-    """
+    """Without the antisymmetric part of L' G, G = sum_s g_s eps_s': noise, as q depends on L L'."""
     d = L.shape[-1]
     g, eps = g.reshape(-1, d), eps.reshape(-1, d)
     # L^-T times the symmetric part of L' g' eps, in products of S rows instead of d
@@ -142,15 +117,10 @@ class FullRankNormal(NormalFamily):
         return torch.linalg.vector_norm(params["scale_tril"].tril(), dim=-1)
 
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
-        L = params["scale_tril"].tril()
-        return {"loc": L @ tangent["loc"], "scale_tril": L @ tangent["scale_tril"]}
+        return super().push(params, tangent) | {"loc": params["scale_tril"].tril() @ tangent["loc"]}
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        L = params["scale_tril"].tril()
-        return {
-            "loc": L.mT @ grads["loc"],
-            "scale_tril": _tril_product(L, grads["scale_tril"], transpose=True),
-        }
+        return super().pull(params, grads) | {"loc": params["scale_tril"].tril().mT @ grads["loc"]}
 
     def dilation(self, params: Tensors) -> Tensors:
         return {"scale_tril": params["scale_tril"]}
@@ -187,12 +157,8 @@ class FullRankNormal(NormalFamily):
     ) -> Tensors:
         loc, L = params["loc"], params["scale_tril"].tril()
         if coordinates == "local":
-            A = step * tangent["scale_tril"]
-            LA = _tril_product(L, A)
-            return {
-                "loc": loc + step * (L @ tangent["loc"]),
-                "scale_tril": L + LA + 0.5 * _tril_product(LA, A),
-            }
+            scale = stiefel.retract(L, step * tangent["scale_tril"], 0)
+            return {"loc": loc + step * (L @ tangent["loc"]), "scale_tril": scale}
         # moving along -natural gradient adds b H to the whitened precision
         H = -(tangent["scale_tril"] + tangent["scale_tril"].mT)
         improved = coordinates == "improved"

@@ -59,11 +59,7 @@ def inverse_trigamma(y: Tensor) -> Tensor:
 
 
 def log_gamma_draw(concentration: Tensor, shape: torch.Size) -> Tensor:
-    """log(g / a) for g ~ Gamma(a, 1), of the given shape, differentiable in a = ``concentration``.
-
-    Below a = 1, where g may underflow, by Gamma(a) = Gamma(a + 1) U^(1/a) in logarithms, with
-    -log U standard exponential.  Above, the gradient without U is the less noisy one.
-    """
+    """log(g / a) for g ~ Gamma(a, 1), differentiable in a, below 1 by Gamma(a + 1) U^(1/a) in logs."""
     a = concentration.expand(shape)
     boost = (a.detach() < 1.0).to(a)
     boosted = a + boost

@@ -21,18 +21,14 @@ solutions.  With a and b the means of the diagonals of the gradients in X and Y,
     X_ij = g_ij / m (i > j),   x = (g_x - a) / (2 m) + m s,   s = (a + b) / (2 (n + m)^2),
     Y_ij = g_ij / n (i > j),   y = (g_y - b) / (2 n) + n s.
 
-(Off the ones F is 2 m and 2 n; on x = alpha, y = beta it asks for alpha + beta = s (n + m), and
-n alpha = m beta is across the null direction.  A gradient of a function of q has n a = m b; what noise
-or rounding adds to n a - m b drops out.)  Then tr X = tr Y: log det A - log det B never changes along
-natural gradients, and the retraction, A (I + X + X^2 / 2) and B likewise, is rescaled to keep it
-exactly for any tangent.  So the gauge does not drift, and averages of A and B make sense.
+Then tr X = tr Y: log det A - log det B never changes along natural gradients, and the retraction,
+A (I + X + X^2 / 2) and B likewise, is rescaled to keep it exactly for any tangent.  So the gauge does
+not drift, and averages of A and B make sense.
 
 Cost: O(n m (n + m)) per draw, O(n^3 + m^3 + n m (n + m)) per step.
 Not for matrices whose rows (columns) have covariances of different shapes: use ``FullRankNormal``
-while n m is below a few thousand.
-
-Source: the distribution is Dawid's (1981, Biometrika 68:265), as a posterior of weight matrices Louizos
-& Welling (2016, arXiv:1603.04733).  Frame and natural gradient are derived here.
+while n m is below a few thousand.  Source: Dawid (1981, Biometrika 68:265); as a posterior of weight
+matrices Louizos & Welling (2016, arXiv:1603.04733).
 """
 
 from __future__ import annotations
@@ -44,6 +40,7 @@ import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
+from ..linalg import stiefel
 from .base import NormalFamily, Tensors, with_backward
 
 
@@ -55,12 +52,7 @@ def _draw(loc: Tensor, A: Tensor, B: Tensor, noise: Tensor) -> Tensor:
 def _symmetrised(
     g: Tensor, loc: Tensor, A: Tensor, B: Tensor, noise: Tensor, z: Tensor
 ) -> tuple[Any, ...]:
-    """Gradients that use the symmetry of the expected ones.
-
-    With H = A' G B the whitened gradient of a draw, A' dA = H E' and B' dB = H' E.  E and Q E R' have
-    the same law for rotations Q and R, which amounts to A -> A Q, B -> B R: q does not change, so both
-    expectations are symmetric.  Their antisymmetric parts are pure noise and left out.
-    """
+    """Without the antisymmetric parts of H E' and H' E, pure noise, with H = A' G B of each draw."""
     n, m = A.shape[-1], B.shape[-1]
     E, H = noise.reshape(-1, n, m), A.mT @ g.reshape(-1, n, m) @ B
     rows = (H @ E.mT).sum(0)
@@ -81,7 +73,7 @@ class MatrixNormal(NormalFamily):
         columns: m, at least 1.
 
     Raises:
-        ValueError: for other sizes; from ``init`` for a location that has not n m entries.
+        ValueError: from ``init`` for a location that has not n m entries.
 
     Example:
         >>> import torch
@@ -97,9 +89,6 @@ class MatrixNormal(NormalFamily):
     triangles: Mapping[str, int] = {"row_tril": 0, "column_tril": 0}
 
     def __init__(self, rows: int, columns: int) -> None:
-        for name, size in {"rows": rows, "columns": columns}.items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"MatrixNormal needs {name} of at least 1, got {name}={size!r}.")
         self.rows, self.columns = rows, columns
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
@@ -163,22 +152,16 @@ class MatrixNormal(NormalFamily):
 
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
         A, B = self._factors(params)
-        return {
-            "loc": (A @ tangent["loc"].reshape(len(A), -1) @ B.mT).reshape(-1),
-            "row_tril": A @ tangent["row_tril"],
-            "column_tril": B @ tangent["column_tril"],
-        }
+        loc = (A @ tangent["loc"].reshape(len(A), -1) @ B.mT).reshape(-1)
+        return super().push(params, tangent) | {"loc": loc}
 
     def dilation(self, params: Tensors) -> Tensors:
         return {"row_tril": params["row_tril"].tril()}
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
         A, B = self._factors(params)
-        return {
-            "loc": (A.mT @ grads["loc"].reshape(len(A), -1) @ B).reshape(-1),
-            "row_tril": (A.mT @ grads["row_tril"]).tril(),
-            "column_tril": (B.mT @ grads["column_tril"]).tril(),
-        }
+        loc = (A.mT @ grads["loc"].reshape(len(A), -1) @ B).reshape(-1)
+        return super().pull(params, grads) | {"loc": loc}
 
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
         X, Y = tangent["row_tril"], tangent["column_tril"]
@@ -219,7 +202,6 @@ class MatrixNormal(NormalFamily):
 
 
 def _grown(L: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
-    """L (I + X + X^2 / 2) and the growth of its log determinant: its diagonal keeps its sign."""
+    """L (I + X + X^2 / 2) and the growth of its log determinant."""
     x = X.diagonal()
-    LX = L @ X
-    return L + LX + 0.5 * (LX @ X), (1.0 + x + 0.5 * x.square()).log().sum()
+    return stiefel.retract(L, X, 0), (1.0 + x + 0.5 * x.square()).log().sum()

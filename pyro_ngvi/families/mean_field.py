@@ -91,8 +91,6 @@ class MeanFieldNormal(NormalFamily):
     def covariance_product(
         self, params: Tensors, v: Tensor, damping: Tensor | float = 0.0
     ) -> Tensor:
-        if not isinstance(damping, Tensor) and not damping:
-            return (2.0 * params["log_scale"]).exp_().mul_(v)
         return v / ((-2.0 * params["log_scale"]).exp() + damping)
 
     def precision_step(

@@ -10,8 +10,7 @@ components do not overlap.  The weights cancel in the natural gradient, that of 
 
 E_k over N(mu_k, Sigma_k), with log q differentiated by z alone.
 
-**Strata.**  An ELBO draws from *every* component, and weighs those of component k by pi_k: so it can be
-differentiated by the weights, and a light component learns as fast as others.
+An ELBO draws from *every* component, and weighs those of component k by pi_k.
 """
 
 from __future__ import annotations
@@ -151,11 +150,6 @@ class MixtureNormal(Family):
         index = (uniform > self.probs(params).detach().cumsum(0)[:-1]).sum(-1)
         index = index.reshape(1, *shape, 1).expand(1, *z.shape[1:])
         return _without_gradient(z.gather(0, index)[0])
-
-    def not_finite(self, params: Tensors) -> Tensor:
-        own = ~torch.isfinite(params["loc"]).all(0)
-        found = torch.stack([~torch.isfinite(v).all() for v in params.values()]).any()
-        return torch.where(own.any(), own, found)
 
     def mean(self, params: Tensors) -> Tensor:
         return self.probs(params) @ params["loc"]

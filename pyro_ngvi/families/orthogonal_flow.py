@@ -10,8 +10,7 @@ diagonal.  Further layers put x -> psi(W_k (s_k o x) + b_k) in front of the last
     psi(x) = sinh(e^t arcsinh(x) + c),      t = T tanh(u / T),      c and u learnt for each coordinate:
 
 the identity at the start; c bends it to either side, and e^t is the power of its tails (Jones & Pewsey
-2009, Biometrika 96:761), bounded by T = 1/4: a tail heavier than the posterior's costs nothing until a
-draw falls into it, and then the ELBO is lost (seen on the funnel with free t).
+2009, Biometrika 96:761), bounded by T = 1/4: a rare draw from a tail too heavy would lose the ELBO.
 
     log q(z) = log N(eps; 0, I) - sum log |det of the affine maps| - sum log psi'(a).
 
@@ -28,7 +27,6 @@ through y = psi(x), with g = d log q / dx of what lies within,
 **Local frame:** b + L W (s o t), log s + m, W (a - a') with a strictly lower (:mod:`..linalg.stiefel`),
 L (I + M) with M lower.  The Fisher matrix has no closed form, and is singular while psi is straight.
 
-Other forms, activations and retractions are subclasses in ``benchmarks/flows/orthogonal_forms.py``.
 When to use it, and how to train it: :class:`pyro_ngvi.AutoOrthogonalFlow`.
 """
 
@@ -37,9 +35,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from functools import reduce
+from itertools import accumulate, chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
@@ -47,13 +46,9 @@ from torch.linalg import solve_triangular
 from ..linalg import stiefel
 from .base import Family, Tensors, clamp_exponent, interpolate, log_normal
 
-#: nodes of the quadrature that centres and scales the start
-NODES = 100
 #: largest |t|: the power of a tail stays within e^-T and e^T
 TAIL = 0.25
 LOG_2 = math.log(2.0)
-#: what enters an activation, and what leaves it
-Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,6 +61,9 @@ class SinhArcsinh:
     def names(self) -> tuple[str, ...]:
         """Names of its parameters, each (d,) and 0 at the start."""
         return f"skew_{self.layer}", f"tail_{self.layer}"
+
+    def start(self, like: Tensor, factor: float) -> Tensors:
+        return {name: torch.zeros_like(like) for name in self.names}
 
     def _log_power(self, params: Tensors) -> tuple[Tensor, Tensor]:
         """t, and dt / du."""
@@ -91,19 +89,17 @@ class SinhArcsinh:
         log_cosh = w.abs() + torch.log1p(torch.exp(-2.0 * w.abs())) - LOG_2
         return log_cosh + self._log_power(params)[0] - 0.5 * torch.log1p(x.square())
 
-    def bend(self, params: Tensors, x: Tensor) -> Tensor:
-        """d log psi' / dx = psi'' / psi'."""
-        _, w = self._inner(params, x)
-        power = self._log_power(params)[0].exp()
-        square = 1.0 + x.square()
-        return power * torch.tanh(w) * torch.rsqrt(square) - x / square
+    def log_det(self, params: Tensors, x: Tensor) -> Tensor:
+        return self.log_slope(params, x).sum(-1)
 
-    def score(self, params: Tensors, x: Tensor, delta: Tensor) -> Tensors:
-        """Scores (n, d) of its parameters."""
-        v, w = self._inner(params, x)
-        tanh = torch.tanh(w)
+    def score(self, params: Tensors, x: Tensor, g: Tensor) -> tuple[Tensors, Tensor]:
+        """Scores (n, d) of its parameters, and delta (n, d), from x and g (n, d) at the same draws."""
+        (v, w), (t, slope) = self._inner(params, x), self._log_power(params)
+        tanh, square = torch.tanh(w), 1.0 + x.square()
+        bend = t.exp() * tanh * torch.rsqrt(square) - x / square  # psi'' / psi'
+        delta = (g - bend) * (-self.log_slope(params, x)).exp()
         skew = -delta * torch.cosh(w) - tanh
-        return {self.names[0]: skew, self.names[1]: self._log_power(params)[1] * (skew * v - 1.0)}
+        return {self.names[0]: skew, self.names[1]: slope * (skew * v - 1.0)}, delta
 
 
 @dataclass(frozen=True)
@@ -119,10 +115,10 @@ class AffineMap:
     def names(self) -> tuple[str, ...]:
         return tuple(filter(None, astuple(self)))
 
-    def start(self, like: Tensor, factor: float, shift: float) -> Tensors:
-        """The parts of x -> factor x + shift, for x of the shape (d,) of ``like``."""
-        shift_by, stretch = torch.full_like(like, shift), torch.full_like(like, factor)
-        parts = shift_by, stretch.log(), torch.diag(torch.ones_like(like)), torch.diag(stretch)
+    def start(self, like: Tensor, factor: float) -> Tensors:
+        """The parts of x -> factor x, for x of the shape (d,) of ``like``."""
+        zero, stretch = torch.zeros_like(like), torch.full_like(like, factor)
+        parts = zero, stretch.log(), torch.diag(zero + 1.0), torch.diag(stretch)
         return {name: v for name, v in zip(astuple(self), parts, strict=True) if name}
 
     def linear(self, params: Tensors, x: Tensor) -> Tensor:
@@ -146,7 +142,7 @@ class AffineMap:
             return solve_triangular(L, flat.mT, upper=False).mT.reshape(x.shape)
         return x @ params[self.rotation] * (-params[self.log_scale]).exp()
 
-    def log_det(self, params: Tensors) -> Tensor:
+    def log_det(self, params: Tensors, x: Tensor) -> Tensor:
         """log |det dy/dx|, the same for all x: a 0-dim tensor."""
         if self.triangle:
             return params[self.triangle].diagonal().abs().log().sum()
@@ -188,9 +184,11 @@ class OrthogonalFlow(Family):
         if not isinstance(layers, int) or layers < 1:
             raise ValueError(f"layers must be a whole number of at least 1, got {layers!r}.")
         self.layers = layers
-        self.bends = [self.activation(k) for k in range(layers)]
         self.maps = [self._map(k) for k in range(layers + 1)]
-        self.names = tuple(name for part in (*self.maps, *self.bends) for name in part.names)
+        bends = [self.activation(k) for k in range(layers)]
+        self.names = tuple(name for part in (*self.maps, *bends) for name in part.names)
+        #: from the noise to z, an activation behind each map but the last
+        self.parts: list[Any] = [*chain(*zip(self.maps, bends, strict=False)), self.maps[-1]]
         rotations = {m.rotation: -1 for m in self.maps if m.rotation}
         self.triangles = rotations | {m.triangle: 0 for m in self.maps if m.triangle}
         #: momentum acts on all: no block of the Fisher matrix is known to stand apart
@@ -204,111 +202,68 @@ class OrthogonalFlow(Family):
         return AffineMap(shift, log_scale=f"log_scale_{k}", rotation=f"weight_{k}")
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
-        """Mean ``loc`` and every sd ``scale``."""
-        x, weights = np.polynomial.hermite_e.hermegauss(NODES)
-        weights = weights / weights.sum()
-        params: Tensors = {n: torch.zeros_like(loc) for psi in self.bends for n in psi.names}
-        flat = {name: torch.zeros((), dtype=torch.float64) for name in params}
-        factor, shift = 1.0, 0.0  # of the coming map: what enters an activation has sd 1
-        for k, affine in enumerate(self.maps):
-            if k > 0:
-                x = self.bends[k - 1].forward(flat, torch.from_numpy(x)).numpy()
-                mean = float(weights @ x)
-                spread = float(np.sqrt(weights @ (x - mean) ** 2))
-                factor = (scale if k == self.layers else 1.0) / spread
-                shift = -factor * mean
-            x = factor * x + shift
-            params |= affine.start(loc, factor, shift)
-        params["loc"] = params["loc"] + loc
+        """N(loc, scale^2 I): all maps but the last start as the identity."""
+        params: Tensors = {}
+        for part in self.parts:
+            params |= part.start(loc, scale if part is self.parts[-1] else 1.0)
+        params["loc"] = loc.clone()
         return {name: params[name] for name in self.names}
 
-    def _forward(self, params: Tensors, noise: Tensor) -> tuple[Tensor, list[Pair]]:
-        """z, and for each activation what enters it and what leaves it."""
-        pairs: list[Pair] = []
-        x = noise
-        for affine, psi in zip(self.maps, self.bends, strict=False):
-            entering = affine.forward(params, x)
-            x = psi.forward(params, entering)
-            pairs.append((entering, x))
-        return self.maps[-1].forward(params, x), pairs
+    def _forward(self, params: Tensors, noise: Tensor) -> list[Tensor]:
+        """The noise, and what leaves each part: z at last."""
+        return list(accumulate(self.parts, lambda x, f: f.forward(params, x), initial=noise))
 
-    def _backward(self, params: Tensors, z: Tensor) -> tuple[Tensor, list[Pair]]:
-        """eps, and the same pairs."""
-        pairs: list[Pair] = []
-        y = z
-        for affine, psi in zip(self.maps[:0:-1], self.bends[::-1], strict=True):
-            leaving = affine.inverse(params, y)
-            y = psi.inverse(params, leaving)
-            pairs.insert(0, (y, leaving))
-        return self.maps[0].inverse(params, y), pairs
+    def _backward(self, params: Tensors, z: Tensor) -> list[Tensor]:
+        """The same of given z."""
+        path = accumulate(self.parts[::-1], lambda y, f: f.inverse(params, y), initial=z)
+        return list(path)[::-1]
+
+    def _log_det(self, params: Tensors, path: list[Tensor]) -> Tensor:
+        """log |det dz / deps|."""
+        return reduce(torch.add, map(lambda f, x: f.log_det(params, x), self.parts, path))
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:
-        return self._forward(params, noise)[0]
+        return self._forward(params, noise)[-1]
 
     def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
         return self._backward(params, z)[0]
 
     def transport(self, params: Tensors, noise: Tensor) -> tuple[Tensor, Tensor]:
-        z, pairs = self._forward(params, noise)
-        return z, self._log_det(params, pairs)
+        path = self._forward(params, noise)
+        return path[-1], self._log_det(params, path)
 
     def log_prob(self, params: Tensors, z: Tensor) -> Tensor:
-        noise, pairs = self._backward(params, z)
-        return log_normal(noise) - self._log_det(params, pairs)
-
-    def _log_det(self, params: Tensors, pairs: list[Pair]) -> Tensor:
-        """log |det dz / deps|."""
-        total = torch.stack([m.log_det(params) for m in self.maps]).sum()
-        for psi, (a, _) in zip(self.bends, pairs, strict=True):
-            total = total + psi.log_slope(params, a).sum(-1)
-        return total
+        path = self._backward(params, z)
+        return log_normal(path[0]) - self._log_det(params, path)
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
-        return self._score(params, *self._backward(params, z))
+        return self._score(params, self._backward(params, z))
 
     def draw_scores(self, params: Tensors, n: int) -> Tensors:
         # the activations of a draw are known, and no rounding on a way back enters
-        loc = params["loc"]
-        noise = torch.randn((n, loc.shape[-1]), dtype=loc.dtype, device=loc.device)
-        return self._score(params, noise, self._forward(params, noise)[1])
+        return self._score(params, self._forward(params, self._noise(params, torch.Size((n,)))))
 
-    def _score(self, params: Tensors, noise: Tensor, pairs: list[Pair]) -> Tensors:
-        score: Tensors = {}
-        x, delta = noise, -noise
-        for k, affine in enumerate(self.maps):
-            own, g = affine.score(params, x, delta)
+    def _score(self, params: Tensors, path: list[Tensor]) -> Tensors:
+        score, delta = {}, -path[0]
+        for part, x in zip(self.parts, path, strict=False):
+            own, delta = part.score(params, x, delta)
             score |= own
-            if k < self.layers:
-                psi, (a, x) = self.bends[k], pairs[k]
-                delta = (g - psi.bend(params, a)) * (-psi.log_slope(params, a)).exp()
-                score |= psi.score(params, a, delta)
         return {name: score[name] for name in self.names}
 
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
-        velocity = {name: tangent[name] for name in self.names}
-        for name, offset in self.triangles.items():
-            W, a = params[name], tangent[name]
-            velocity[name] = stiefel.push(W, a) if offset else W.tril() @ a
+        velocity = super().push(params, tangent)
         return velocity | {m.shift: m.linear(params, tangent[m.shift]) for m in self.maps}
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        pulled = {name: grads[name] for name in self.names}
-        for name, offset in self.triangles.items():
-            W, G = params[name], grads[name]
-            pulled[name] = stiefel.pull(W, G) if offset else (W.tril().mT @ G).tril()
+        pulled = super().pull(params, grads)
         return pulled | {m.shift: m.transposed(params, grads[m.shift]) for m in self.maps}
 
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
         new = {name: clamp_exponent(params[name] + step * tangent[name]) for name in self.names}
-        for name, offset in self.triangles.items():
-            W, v = params[name], step * tangent[name]
-            if offset:
-                new[name] = stiefel.retract(W, v)
-            else:
-                LA = W.tril() @ v
-                new[name] = W.tril() + LA + 0.5 * LA @ v
+        for name, k in self.triangles.items():
+            new[name] = stiefel.retract(params[name], step * tangent[name], k)
         moves = {m.shift: step * m.linear(params, tangent[m.shift]) for m in self.maps}
         return new | {name: params[name] + v for name, v in moves.items()}
 

@@ -38,10 +38,7 @@ class AugmentedGaussian(Family):
 
 
 def _by_parts(name: str, collect: str, split: str = "") -> Any:
-    """The method that calls ``name`` of every part with the part's own tensors, and collects.
-
-    ``split`` is the method that gives the parts of its argument after the parameters.
-    """
+    """``name`` of every part, with its own tensors and those that ``split`` gives it, collected."""
 
     def method(self: ProductFamily, *args: Any) -> Any:
         parts = getattr(self, split)(*args) if split else {}
@@ -58,14 +55,13 @@ def _by_parts(name: str, collect: str, split: str = "") -> Any:
 class ProductFamily(Family):
     """Independent parts of z, each from a family of its own.
 
-    z is made of segments.  Each has a length and belongs to a part; the segments of one part, in their
-    order, make the vector of its family.  So many segments of one kind cost no more than one.
+    z is made of segments, each of a part; those of one part, in their order, make its family's vector.
 
     Args:
         parts: family by name.  Its tensors are called ``{part}_{name}``.
         segments: (part, length) in the order of z.
-        linear: move linearly in the natural parameters (exponential families); else along the local
-            frame of each part, with momentum on what each part calls its location.
+        linear: move linearly in natural parameters, else along the local frame of each part, with
+            momentum on what each part calls its location.
         curvature_form: the form of curvature that the parts have a use for together.
 
     Example:

@@ -15,11 +15,9 @@ which can only be the last), are orthonormal coordinates of the space.  The fami
 
 It holds u = A g + sigma E with g ~ N(m, S), as S_v = Q'A S A'Q + sigma^2 I: any S if S_v is full; the
 diagonal S if S_v is diagonal and all classes of a block have as many entries, for then v = sqrt(c) g.
-Density, entropy and Fisher matrix are sums of those of the two parts; that of log sigma is 2 (d - K),
-without entries between it and the rest.  A draw or a density is O(d).
+Fisher matrix: the parts' own, 2 (d - K) that of log sigma.  A draw or a density is O(d).
 
-The mean stays in the space, and sigma is one number for d - K directions: the bound of an ELBO is
-often loose.  Not where K is close to d (use ``MeanFieldNormal``), and not for other S1, S2 than signs.
+Not where K is close to d (use ``MeanFieldNormal``), and not for other S1, S2 than signs.
 """
 
 from __future__ import annotations

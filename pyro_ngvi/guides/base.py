@@ -1,7 +1,4 @@
-"""``AutoFamily``, Pyro's ``AutoContinuous`` around a family, and q as a Pyro distribution.
-
-A step of a plain guide runs through this file and no other of this folder.
-"""
+"""``AutoFamily``, Pyro's ``AutoContinuous`` around a family, and q as a Pyro distribution."""
 
 from __future__ import annotations
 
@@ -27,15 +24,11 @@ from .start import FirstCall
 
 
 class FamilyDistribution(TorchDistribution):
-    r"""q(z; params), event shape (d,), with sticking-the-landing inside.
+    """q(z; params), event shape (d,), with sticking-the-landing inside.
 
-    The gradient of the negative ELBO through z = f(eps, lambda) is
-
-        E[(grad_z log q - grad_z log p)' df/dlambda] + E[grad_lambda log q(z)],
-
-    and the last expectation is zero.  ``sticking_the_landing`` drops it, by log q at detached
-    parameters: the estimator stays unbiased, its noise vanishes as q approaches the posterior (Roeder,
-    Wu & Duvenaud 2017), and ``log_prob(z)`` at a fixed z has no gradient in the parameters.
+    The gradient of log q along the path of a draw has a part of expectation zero, the score, which
+    ``sticking_the_landing`` drops by log q at detached parameters: the noise vanishes as q approaches
+    the posterior (Roeder, Wu & Duvenaud 2017), and ``log_prob(z)`` at a fixed z has no gradient.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
@@ -130,19 +123,16 @@ class AutoFamily(FirstCall):
 
     The vector z (d,) holds all latent sites, each taken to the real line by Pyro's own transform of its
     support.  Subclasses name their family by :meth:`make_family`.  Any optimizer may train its
-    parameters, but only the natural-gradient ones keep a triangular factor from becoming singular: for
-    Adam on a full covariance take Pyro's ``AutoMultivariateNormal``.
+    parameters, but only the natural-gradient ones keep a triangular factor from becoming singular.
 
-    Under an optimizer that averages its iterates the parameters hold the *average*.  ``median``,
-    ``quantiles``, ``get_posterior``, ``Predictive``, ``SVI.evaluate_loss`` and copies of the guide see
-    it; draws made while gradients are recorded, as in ``SVI.step``, come from the iterate
+    Under an optimizer that averages its iterates the parameters, and all that is read off them, are the
+    *average*; draws made while gradients are recorded come from the iterate
     (:meth:`sampling_posterior`).
 
     The first call runs the model for its sites, and again, with other values, where a support is not
     the real line or a site is masked.  Copies have parameters of their own and no model: make them
-    after the first call.  To save a run and go on, :func:`pyro_ngvi.save` and ``load``; by hand
-    ``guide.state_dict()`` and ``optim.get_state()`` load before or after the first call, in that order.
-    The parameter store restores the guide as well.
+    after the first call.  A state may be loaded before or after it: :func:`pyro_ngvi.save` and
+    ``load``, or ``guide.state_dict()`` and then ``optim.get_state()``, or Pyro's parameter store.
 
     Args:
         model: a Pyro model whose latent sites are all continuous and of fixed size.
@@ -151,8 +141,7 @@ class AutoFamily(FirstCall):
         sticking_the_landing: evaluate log q at detached parameters (:class:`FamilyDistribution`).
         init: "auto" (default), a search for a Gaussian where family and model allow one, see
             :mod:`pyro_ngvi.guides.laplace`; "laplace", that search; "map", the mode; ``None``.
-        name: name of the guide in Pyro's parameter store, by default one that is counted from the
-            class: name a guide whose store is loaded elsewhere, beside other fits of its class.
+        name: name of the guide in Pyro's parameter store, by default counted from its class.
 
     Raises:
         ValueError: at the first call, for a latent site that is discrete or inside a subsampled
@@ -205,11 +194,7 @@ class AutoFamily(FirstCall):
         return dict(self.natural_params())
 
     def set_iterate_offset(self, lag: Tensors | None, answer: Tensors | None = None) -> None:
-        """For optimizers that average: iterate minus average, by name; ``None`` for no averaging.
-
-        The lag belongs to ``answer``, the parameters as the optimizer left them.  Whoever writes to
-        them next (another optimizer, ``load_state_dict``) thereby drops it.
-        """
+        """Iterate minus average, by name; dropped by whoever writes to ``answer``, the parameters."""
         self._lag, self._lag_of = lag, answer
 
     def iterate_offset(self, intact: Tensor | None = None) -> Tensors:
@@ -254,11 +239,10 @@ class AutoFamily(FirstCall):
         return FamilyTransform(self)
 
     def sampling_posterior(self, *args: Any, **kwargs: Any) -> FamilyDistribution:
-        """The distribution that the guide draws from.
+        """The distribution that the guide draws from: ``get_posterior()``, but for recorded gradients.
 
-        It is ``get_posterior()``, except while gradients are recorded: the draws of one call are then
-        centred (:func:`~pyro_ngvi.families.base.centred`), each of them one of q but not independent,
-        and under an optimizer that averages come from the iterate, where gradients belong.
+        The draws of one call are then centred (:func:`~pyro_ngvi.families.base.centred`), each of them
+        one of q but not independent, and come from the iterate of an optimizer that averages.
         """
         params = self._current()
         if not torch.is_grad_enabled():
@@ -311,18 +295,16 @@ class AutoFamily(FirstCall):
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Posterior median of every entry of each latent site: ``quantiles([0.5])[0]``.
 
-        The medians of the entries of a simplex do not sum to 1, nor need those of a Cholesky factor of
-        a correlation be one.  To put a point of such a support into a model, take a draw.
+        Those of the entries of a simplex do not sum to 1: for a point of such a support take a draw.
         """
         return {name: q[0] for name, q in self.quantiles([0.5]).items()}
 
     @torch.no_grad()
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Posterior quantiles (len(quantiles), ...) of each latent site, for levels in (0, 1).
+        """Quantiles (len(quantiles), ...) of each entry of each latent site, for levels in (0, 1).
 
-        Each entry has its own, as if it were alone.  Where the transform to the support mixes entries
-        (simplices, ordered vectors, Cholesky factors of correlations) they are those of 16,384 draws
-        of a fixed seed: standard errors of 0.01 sd at a Gaussian's median, 0.016 sd at 5 and 95 %.
+        Where the transform to the support mixes entries (simplices, ordered vectors, Cholesky factors
+        of correlations) those of 16,384 draws of a fixed seed, to 0.01 sd at a Gaussian's median.
         """
         return site_quantiles(self, self._current(), quantiles)
 

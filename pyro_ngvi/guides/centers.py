@@ -14,9 +14,8 @@ from ..runtime.density import feasible_value
 def init_to_center(site: Any = None) -> Any:
     """Prior median where torch knows it, else the mean, else the mode, else the image of zero.
 
-    For ``init_loc_fn`` of any Pyro autoguide; the default of ours.  Nothing is drawn, so a wide prior
-    such as Normal(0, 1000) starts at its centre and not at the median of a few draws, hundreds of
-    units away.  An improper prior starts at the image of zero under the transform to its support.
+    For ``init_loc_fn`` of any Pyro autoguide; the default of ours.  Nothing is drawn.  An improper
+    prior starts at the image of zero under the transform to its support.
 
     Example:
         >>> import pyro.distributions as dist

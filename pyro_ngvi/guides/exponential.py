@@ -34,33 +34,24 @@ class AutoExponentialFamily(AutoProduct):
     ============================  ==========================================================
 
     On a conjugate model with one latent site the guide contains the posterior, and a natural-gradient
-    step of length 1 with the exact gradient is Bayes' rule.  With several sites it is the best
-    independent approximation: where they are correlated a posteriori its sds are too small; compare
-    the ELBO with :class:`AutoFullRankNormal`.
+    step of length 1 with the exact gradient is Bayes' rule.  Where sites are correlated a posteriori
+    its sds are too small; compare the ELBO with :class:`AutoFullRankNormal`.
 
-    Not where much of the posterior lies within rounding of 1, or of 0 in the last entry of a simplex,
-    where the model is flat: Beta(20, 0.1) has a quarter of its mass within 1e-7 of 1.  Write the model
-    of the rare outcome, or use float64; :func:`~pyro_ngvi.khat` and :func:`~pyro_ngvi.to_arviz` warn.
-
-    With minibatches take 64 particles: draws are not paired as those of a Gaussian are, and the noise
-    of a minibatch reaches the shapes.  Batches of 50 of 1,000 counts left the shape of a Gamma 3 to 4 %
-    too large after 2,400 steps of 64 particles, 5 to 14 % of 8.
+    Not where much of the posterior lies within rounding of 1, or of 0 in the last entry of a simplex:
+    Beta(20, 0.1) has a quarter of its mass within 1e-7 of 1.  Write the model of the rare outcome, or
+    use float64.  With minibatches take 64 particles: their noise reaches the shapes.
 
     Args:
         kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model(y):
         ...     rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
         ...     pyro.sample("y", dist.Poisson(rate).expand([3]).to_event(1), obs=y)
-        >>> guide = ngvi.AutoExponentialFamily(model)
-        >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
-        >>> for _ in range(300):
-        ...     loss = svi.step(torch.tensor([3.0, 5.0, 4.0]))
-        >>> q = guide.site_distribution("rate")
+        >>> y = torch.tensor([3.0, 5.0, 4.0])
+        >>> fit = ngvi.fit(model, y, guide="AutoExponentialFamily", seed=0, progress=False)
+        >>> q = fit.guide.site_distribution("rate")
         >>> f"Gamma({q.concentration:.2f}, {q.rate:.2f})"
         'Gamma(14.00, 4.00)'
     """
@@ -105,9 +96,8 @@ class AutoExponentialFamily(AutoProduct):
     def site_distribution(self, name: str) -> Any:
         """The distribution of one latent site, as a Pyro distribution over its own support.
 
-        Its batch and event shape are those of the site in the model.  A Gamma, Beta, Dirichlet or
-        Normal where the support is the standard one; else (``x > a``, an interval, a Normal on a
-        constrained site) the transform of one.  Detached from the parameters of the guide.
+        A Gamma, Beta, Dirichlet or Normal where the support is the standard one, else the transform of
+        one, in the shapes of the site in the model; detached from the parameters of the guide.
         """
         self._require_setup()
         site, member = self.prototype_trace.nodes[name], self._members[name]

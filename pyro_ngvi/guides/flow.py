@@ -32,13 +32,11 @@ TOLERANCE = 1e-3
 class AutoFlow(AutoFamily):
     r"""A normalizing flow over all unconstrained latent variables: z = mu + A T(eps), eps ~ N(0, I).
 
-    T is the flow that you pass, mu and A an affine map behind it, so that a flow that stays near the
-    identity is a Gaussian guide.  mu and A start at a Gaussian that is fitted first.
+    T is the flow that you pass, mu and A an affine map behind it, which starts at a fitted Gaussian.
 
     Train it by :class:`~pyro_ngvi.optim.SPRING` with ``BatchedELBO(num_particles=128,
     curvature="scores")``, above some twenty latent variables by :class:`~pyro_ngvi.IFVB` with
-    ``BatchedELBO(16)``; ordinary optimizers work too.  ``median`` and ``quantiles`` are those of 4,096
-    draws.  For HMC in the coordinates of the trained flow see :func:`~pyro_ngvi.neutra`.
+    ``BatchedELBO(16)``; ordinary optimizers work too.  ``quantiles`` are those of 4,096 draws.
 
     Not for posteriors close to a Gaussian (:class:`~pyro_ngvi.AutoFullRankNormal` is exact there and
     ten times faster a step), nor for thousands of latent variables.
@@ -49,8 +47,8 @@ class AutoFlow(AutoFamily):
             A flow that is passed is trained in place: give two guides copies of it.
         affine: "full" (default) or "diagonal", the form of A.  A full one has d^2 / 2 parameters.
         init: "gaussian" (default): mu and A come from 200 steps of natural gradients for a Gaussian, at
-            the first call, with the model under vmap.  ``None``: ``init_loc_fn`` and ``init_scale``;
-            several modes may be easier to find from there.  "map": mu at the posterior mode.
+            the first call.  ``None``: ``init_loc_fn`` and ``init_scale``; several modes may be easier
+            to find from there.  "map": mu at the posterior mode.
         kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Raises:
@@ -60,22 +58,18 @@ class AutoFlow(AutoFamily):
     Source: Rezende & Mohamed (2015); Papamakarios et al. (2021) for the couplings.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model():
         ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
         ...     pyro.sample("y", dist.Normal(x.square(), 0.3))
         >>> coupling = dist.transforms.affine_coupling
         >>> guide = ngvi.AutoFlow(model, lambda d: [coupling(d, [16])])
-        >>> loss = ngvi.BatchedELBO(64, curvature="scores")
-        >>> svi = SVI(model, guide, ngvi.optim.SPRING(guide), loss)
-        >>> for _ in range(100):
-        ...     _ = svi.step()
-        >>> svi.evaluate_loss() < 1.0  # nats above log Z = 0; the best Gaussian is at 1.6
+        >>> fit = ngvi.fit(model, guide=guide, seed=0, max_steps=100, progress=False)
+        >>> fit.elbo[0] > -1.0  # nats below log Z = 0; the best Gaussian is at -1.6
         True
     """
 
+    family: FlowFamily
     starts = ("map", "gaussian")
 
     def __init__(
@@ -99,43 +93,36 @@ class AutoFlow(AutoFamily):
         return as_flow(self._given[0], d)
 
     def _define_family(self, args: Any, kwargs: Any) -> None:
-        family: Any = self.family
-        self.flow = flow = self._make_flow(self.latent_dim).to(self._init_loc())
-        family.define(flow)
+        self.flow = self._make_flow(self.latent_dim).to(self._init_loc())
+        self.family.define(self.flow)
 
     def _start(self, loc: Tensor, args: Any, kwargs: Any) -> Tensors:
         params = super()._start(loc, args, kwargs)
         if self.init != "gaussian":
             return params
-        family: Any = self.family
-        affine = {name: params[name] for name in family.gaussian.names}
+        gaussian = self.family.gaussian
+        affine = {name: params[name] for name in gaussian.names}
         try:
-            return params | find_gaussian(self, family.gaussian, affine, args, kwargs)
+            return params | find_gaussian(self, gaussian, affine, args, kwargs)
         except RuntimeError as error:
             error.add_note("This was the start of the flow: init=None does without. See AutoFlow.")
             raise
 
     def _register_params(self, values: Tensors) -> None:
         super()._register_params({k: v for k, v in values.items() if not k.startswith(PREFIX)})
-        for given in self._given:
-            self._claim(given)
+        for given in (part for part in self._given if isinstance(part, nn.Module)):
+            if given in _taken:
+                warnings.warn(
+                    f"{type(self).__name__}: the flow {type(given).__name__} belongs to another guide "
+                    f"too, whose answer changes when this one is trained. Pass copy.deepcopy(flow), or "
+                    f"a function that makes a flow.",
+                    stacklevel=2,
+                )
+            _taken.add(given)
         self._given = ()  # the guide's own from here on
         # takes over what a parameter store that was loaded holds, as for mu and A
         with poutine.block():
             pyro.module(f"{module_name(self)}.flow", self.flow, update_module_params=True)
-
-    def _claim(self, given: Any) -> None:
-        """Warn where a flow has another guide already."""
-        if not isinstance(given, nn.Module):
-            return
-        if given in _taken:
-            warnings.warn(
-                f"{type(self).__name__}: the flow {type(given).__name__} belongs to another guide too, "
-                f"whose answer changes when this one is trained. Pass copy.deepcopy(flow), or a "
-                f"function that makes a flow.",
-                stacklevel=2,
-            )
-        _taken.add(given)
 
 
 class AutoCouplingFlow(AutoFlow):
@@ -144,10 +131,9 @@ class AutoCouplingFlow(AutoFlow):
     One latent variable leaves nothing to couple: it gets a monotone spline, with a warning.
 
     Args:
-        kind: "affine" couplings (RealNVP, Dinh et al. 2017), "spline" couplings (monotone
-            rational-quadratic splines on [-5, 5], Durkan et al. 2019; for several modes, with
-            ``init=None``), or "autoregressive" (affine, masked; Papamakarios et al. 2017: more flexible
-            a layer, and a draw takes d passes).  The last two need Zuko.
+        kind: "affine" couplings (RealNVP, Dinh et al. 2017), "spline" couplings (on [-5, 5], Durkan et
+            al. 2019; for several modes, with ``init=None``), or "autoregressive" (affine, Papamakarios
+            et al. 2017: a draw takes d passes).  The last two need Zuko.
         layers: number of layers; with two couplings every variable depends on every other.
         hidden: widths of the hidden layers of each network.
         bins: number of bins of a spline.
@@ -157,8 +143,7 @@ class AutoCouplingFlow(AutoFlow):
         ImportError: where Zuko is needed and not installed: ``pip install "pyro-ngvi[flows]"``.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> import pyro_ngvi as ngvi
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model():
         ...     v = pyro.sample("v", dist.Normal(0.0, 3.0))
         ...     pyro.sample("x", dist.Normal(torch.zeros(4), (v / 2).exp()).to_event(1))
@@ -208,8 +193,8 @@ class AutoOrthogonalFlow(AutoFamily):
         z = W_1 (s_1 o psi(L eps + b_0)) + mu
 
     with W orthogonal, s positive, L a lower triangle, and in psi a skewness and a tail of each
-    coordinate, learnt too (:mod:`pyro_ngvi.families.orthogonal_flow`).  One layer says skewness; curved
-    posteriors need ``layers=2`` or more.  The density and its inverse are closed forms.
+    coordinate (:mod:`pyro_ngvi.families.orthogonal_flow`).  One layer says skewness; curved posteriors
+    need ``layers=2`` or more.
 
     Train it by :class:`~pyro_ngvi.optim.SPRING` with ``BatchedELBO(128, curvature="scores")``, by
     :class:`~pyro_ngvi.IFVB` or by :class:`~pyro_ngvi.AIFVB`, which all move the W as rotations.
@@ -227,16 +212,11 @@ class AutoOrthogonalFlow(AutoFamily):
     Source: after Godichon-Baggioni, Nguyen & Tran (2024, JASA), example 3.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI, Trace_ELBO
-        >>> import pyro_ngvi as ngvi
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model():
         ...     pyro.sample("x", dist.Gumbel(torch.zeros(2), 1.0).to_event(1))
-        >>> guide = ngvi.AutoOrthogonalFlow(model)
-        >>> svi = SVI(model, guide, ngvi.AIFVB(guide), Trace_ELBO(8, vectorize_particles=True))
-        >>> for _ in range(300):
-        ...     loss = svi.step()
-        >>> low, high = guide.quantiles([0.05, 0.95])["x"][:, 0]
+        >>> fit = ngvi.fit(model, guide="AutoOrthogonalFlow", max_steps=200, seed=0, progress=False)
+        >>> low, high = fit.guide.quantiles([0.05, 0.95])["x"][:, 0]
         >>> bool(high > -low)  # a Gumbel is skewed to the right: -1.1, 3.0
         True
     """

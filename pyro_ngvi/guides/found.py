@@ -22,15 +22,11 @@ class Found:
     """What a search saw.
 
     Attributes:
-        params: of the member of the family with the largest ELBO; ``None`` if none beats the one that
-            the search was to replace.
-        elbos: nats, the largest ELBO from each point, then by natural-gradient steps, where these were
-            taken; -inf where there is none.
+        params: of the best member of the family; ``None`` if none beats the one to replace.
+        elbos: nats, the largest ELBO from each point, then by natural-gradient steps; -inf for none.
         given: nats, the ELBO of the member to replace.
         evaluations: of the log density at a point; a gradient, or a row of a Hessian, counts as one.
-        modes: how many Gaussians of comparable mass the paths ended at, each close to the posterior
-            where it is, but for those that others join without a fall of log p; those that no path led
-            to are not known.
+        modes: Gaussians of comparable mass that are apart, among those that the paths ended at.
     """
 
     params: Tensors | None

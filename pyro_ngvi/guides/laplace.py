@@ -5,12 +5,11 @@ H = Q diag(h) Q',
 
     theta <- theta - W grad f,   W = Q diag(1 / (|h| + mu)) Q',
 
-mu raised fourfold where f would not fall and lowered where it does (Levenberg 1944).  Absolute values
-(Dauphin et al. 2014) make it leave saddles.  A Hessian costs about as much as d gradients, so a few
-gradients correct W (BFGS) before the next one, and a later point begins with the W of the best Gaussian
-so far.  Every Hessian makes its N(theta, |H|^-1), Laplace's approximation where theta is the mode; on a
-hierarchical posterior, whose mode may be degenerate, an early one has the largest ELBO.  A path ends
-where it comes into the typical set of a Gaussian of another.
+mu raised fourfold where f would not fall and lowered where it does (Levenberg 1944; the absolute values
+of Dauphin et al. 2014 leave saddles).  A few gradients correct W (BFGS) before the next Hessian.  Every
+Hessian makes its N(theta, |H|^-1), Laplace's approximation where theta is the mode; on a hierarchical
+posterior, whose mode may be degenerate, an early one has the largest ELBO.  A path ends where it comes
+into the typical set of a Gaussian of another.
 
 **Away from it**, where log p - log N varies over the draws of the best N(m, P^-1) of a path: with q the
 nearest member of the family,
@@ -85,12 +84,7 @@ def is_late() -> bool:
 
 
 class Search:
-    """See the head of this file.
-
-    Args:
-        density: theta (S, d) to log p (S,).
-        like: a point (d,).
-    """
+    """The search for one density; ``like`` is a point (d,).  See the head of this file."""
 
     #: the family by which the Gaussians on the way are compared
     compared: Any = FULL
@@ -172,10 +166,7 @@ class Search:
             damping = damping / 4.0 if damping > 1e-3 else 0.0
 
     def smoothed(self, q: Gaussian, family: Any) -> tuple[Tensor, Tensor]:
-        """Mean (d,) and precision (d, d) after steps on expectations under members of the family.
-
-        They end where the ELBO gains no more; the best of all comes back.
-        """
+        """The best mean (d,) and precision (d, d) of steps on expectations under its members."""
 
         def elbo() -> float:
             return lower(self.log_ratio(family, family.matched(loc, precision), COMPARED))
@@ -308,7 +299,7 @@ class Search:
 
 
 def ascended(density: LogDensity, family: Any, params: Tensors, steps: int) -> Tensors:
-    """What so many steps of NGVB make of ``params``, of a seed of its own, if its ELBO is no lower."""
+    """What so many steps of NGVB make of ``params``, of a seed of its own, if the ELBO is no lower."""
     rule = make_rule(family, averaging=False)
 
     def loss(q: Tensors, fixed: Tensors, n: int) -> Tensor:
@@ -338,12 +329,7 @@ def lower(ratio: Tensor, errors: float = 0.0) -> float:
 def best_gaussian(
     density: LogDensity, family: Any, given: Tensors, points: Iterable[Tensor]
 ) -> Found:
-    """The member of ``family`` nearest to the best Gaussian to which the ``points`` (d,) lead.
-
-    All are compared on a few common draws, the best of them again on more, by mean less two standard
-    errors: few draws may miss the tail in which a Gaussian is wrong.  The random state is left as it
-    was, and the same density has the same answer.
-    """
+    """The member of ``family`` nearest to the best Gaussian to which the ``points`` (d,) lead."""
     with own_random_state(0):
         search = Search(density, given["loc"])
     with torch.no_grad():  # of parameters of the model; gradients in theta are asked for

@@ -41,10 +41,7 @@ def place(shapes: Mapping[str, torch.Size], name: str) -> slice:
 def factor(
     family: Family, params: Tensors, own: slice, alone: bool = False
 ) -> tuple[Family, Tensors] | None:
-    """The factor of q over the entries ``own`` of its vector; None where there is none.
-
-    ``alone`` says that there are no other entries.
-    """
+    """The factor of q over the entries ``own``, or all (``alone``), of its vector, if there is one."""
     if isinstance(family, MeanFieldNormal):
         return family, {name: value[own] for name, value in params.items()}
     if not isinstance(family, ProductFamily):
@@ -80,15 +77,8 @@ def of_monotone(at: Tensor, mirrored: Tensor, levels: Tensor) -> Tensor:
 def site_quantiles(guide: Any, params: Tensors, quantiles: Any) -> dict[str, Tensor]:
     """Quantiles (L, *shape) of each latent site of ``guide`` at L levels in (0, 1), entry by entry.
 
-    They follow from q over the unconstrained vector z by the first of these ways:
-
-    * The guide knows those of the site (a Dirichlet's entries are Beta).
-    * The transform T to the support acts entry by entry, so each entry of it is monotone.  Where it
-      increases, the p-quantile of x = T(z) is T(z_p), where it decreases (x < a), T(z_(1-p)): so it is
-      the smaller of the two for p <= 1/2, the larger for p > 1/2.
-    * T mixes entries (simplices, ordered vectors, Cholesky factors of correlations): the quantiles of
-      16,384 draws of a fixed seed, with standard errors sqrt(p (1 - p) / 16384) / q(x_p).  Above 4,096
-      latent variables there are fewer draws, at least 1,024.
+    Those that the guide knows; else, where the transform T to the support is monotone, the smaller of
+    T(z_p) and T(z_(1-p)) for p <= 1/2, the larger above; else of 16,384 draws, 1,024 at least.
     """
     family, shapes = guide.family, guide._unconstrained_shapes
     like = next(iter(params.values()))

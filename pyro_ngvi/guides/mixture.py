@@ -121,13 +121,12 @@ class AutoMixtureNormal(AutoFamily):
 
     For posteriors with several modes, or a bent one, of up to some tens of latent variables.  Train it
     by :class:`~pyro_ngvi.NGVB` and :class:`~pyro_ngvi.BatchedELBO`, which draws ``num_particles`` times
-    from *every* component; other losses give the weights no gradient and are refused.  Each component
-    takes natural-gradient steps of its own, and one that has lost its weight, or doubles another, moves
-    to where the posterior is missed (:mod:`pyro_ngvi.optim.mixture`).
+    from *every* component.  A component that has lost its weight, or doubles another, moves to where
+    the posterior is missed (:mod:`pyro_ngvi.optim.mixture`).
 
     Components start at the modes that a search finds, those beyond them beside one of these; without a
     search (above 200 latent variables, minibatches) at draws of the prior and points around the centre.
-    The search counts modes beyond K, of which :attr:`lost` tells; what no point leads to is not found.
+    What no point of the search leads to is not found.
 
     Not for posteriors close to one Gaussian, where :class:`AutoFullRankNormal` is K times cheaper, nor
     for many latent variables.
@@ -145,16 +144,12 @@ class AutoMixtureNormal(AutoFamily):
     Source: Lin, Khan & Schmidt (2019, arXiv:1906.02914); Arenz et al. (2023, arXiv:2209.11533).
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model():
         ...     x = pyro.sample("x", dist.Normal(0.0, 3.0))
         ...     pyro.sample("y", dist.Normal(x.abs(), 0.5), obs=torch.tensor(2.0))
         >>> guide = ngvi.AutoMixtureNormal(model, num_components=2)
-        >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
-        >>> for _ in range(100):
-        ...     loss = svi.step()
+        >>> fit = ngvi.fit(model, guide=guide, seed=0, progress=False)
         >>> [round(x, 1) for x in sorted(guide.loc[:, 0].tolist())]
         [-1.9, 1.9]
     """

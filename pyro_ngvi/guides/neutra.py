@@ -19,8 +19,7 @@ from torch.distributions import Transform, biject_to, constraints
 
 
 class FamilyTransform(Transform):
-    """eps (..., d) to z (..., d), as an ``AutoFamily`` draws: differentiable in eps, at the parameters
-    of now."""
+    """eps (..., d) to z (..., d) as an ``AutoFamily`` draws, at the parameters of now."""
 
     domain = constraints.real_vector
     codomain = constraints.real_vector
@@ -71,43 +70,32 @@ class NeuTra(Reparam):
 
         log p~(eps) = log p(y, T(eps)) + log |det dT/deps|,
 
-    which is N(0, I) where the guide is exact.  HMC walks there, on a geometry that the guide has made
-    round, and T takes its samples back: exact up to the error of the chain, however bad the guide.
-    ``pyro.infer.reparam.NeuTraReparam`` takes our guides too, but adds log |det dT/deps| for *each
-    entry* of the first latent site's batch: for flows, and a site in a plate, another posterior.
-
-    Not where the guide misses a mode: T has flattened the way to it too.  And a step costs a pass
-    through T and back: for a mean-field guide, HMC's own diagonal mass matrix does the same.
+    which is N(0, I) where the guide is exact.  HMC walks there, and T takes its samples back: exact up
+    to the error of the chain, however bad the guide.  ``pyro.infer.reparam.NeuTraReparam`` adds
+    log |det dT/deps| for *each entry* of the first latent site's batch, so samples another posterior
+    for flows and sites in plates.  Not where the guide misses a mode.
 
     The result is called like the model.  Its one latent site is called ``name``; the sites of the
-    guide depend on it deterministically.  Our guides are taken as they are now (the average, under an
-    optimizer that averages): training one further does not change what is returned.
+    guide depend on it deterministically.  Our guides are taken as they are now.
 
     Args:
         model: the model of the guide.  Latent sites that the guide does not know stay as they are.
-        guide: a trained guide that maps d standard normal variables onto R^d one to one, ours or one of
-            Pyro's with ``get_transform``.
+        guide: a trained guide, ours or one of Pyro's with ``get_transform``.
 
     Raises:
         NotImplementedError: for a guide whose draws are not such a map, like those with factors.
         ValueError: when the model is run, if it lacks a latent site of the guide, observes one, scales
             or masks one.
 
-    Source: Hoffman, Sountsov, Dillon, Langmore, Tran & Vasudevan (2019), "NeuTra-lizing bad geometry in
-    Hamiltonian Monte Carlo using neural transport".
+    Source: Hoffman et al. (2019), "NeuTra-lizing bad geometry in Hamiltonian Monte Carlo".
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import MCMC, NUTS, SVI
-        >>> import pyro_ngvi as ngvi
-        >>> pyro.set_rng_seed(0)
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> from pyro.infer import MCMC, NUTS
         >>> def model():
         ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
         ...     pyro.sample("y", dist.Normal(3 * x, 0.1))
-        >>> guide = ngvi.AutoFullRankNormal(model)
-        >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
-        >>> for _ in range(100):
-        ...     loss = svi.step()
+        >>> guide = ngvi.fit(model, guide="AutoFullRankNormal", seed=0, progress=False).guide
         >>> reparameterised = ngvi.neutra(model, guide)
         >>> chain = MCMC(NUTS(reparameterised), 200, warmup_steps=50, disable_progbar=True)
         >>> chain.run()
@@ -188,11 +176,7 @@ class NeuTra(Reparam):
 
     @torch.no_grad()
     def transform_sample(self, samples: Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
-        """Samples of a chain, or the shared latent (..., d), as values (..., *shape) by site.
-
-        For deterministic sites and predictions pass them to
-        ``pyro.infer.Predictive(model, posterior_samples=...)``.
-        """
+        """Samples of a chain, or the shared latent (..., d), as values (..., *shape) by site."""
         latent = samples if isinstance(samples, Tensor) else samples[self.name]
         # room for the plates of the sites, which the dimension of the draws would be taken for
         room = max(len(site["fn"].batch_shape) for site in self._sites.values())

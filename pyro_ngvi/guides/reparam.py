@@ -42,13 +42,10 @@ def seed_of(name: str) -> int:
 
 
 class WalshHadamardTransform(Transform):
-    r"""g (..., num_g) to W = loc + scale o U(g) (..., *shape), the event shape of a site.
+    """g (..., num_g) to W = loc + scale o U(g) (..., *shape), the event shape of a site.
 
-    ``inv`` takes W to the g whose matrix lies nearest, lengthened so that its entries are as large as
-    those of W: a start for g from weights as networks start.
-
-    ``log_abs_det_jacobian`` is log p(g) - log p(W) with the priors of g and W: added to the log joint
-    density of a model of W it gives that of the reparameterised model, of g.
+    ``inv`` takes W to the g whose matrix lies nearest, made as long as W.  ``log_abs_det_jacobian`` is
+    log p(g) - log p(W) with the priors of both, which makes the joint density of W that of g.
     """
 
     domain = constraints.real_vector
@@ -102,15 +99,12 @@ class WalshHadamardReparam(Reparam):
 
     (:class:`~pyro_ngvi.linalg.walsh_hadamard_matrix.WalshHadamardMatrix` has the blocks for any n and
     m): the site "W" becomes a deterministic one, with the latent "W_g" (num_g,) in its place; loc and
-    scale may depend on other sites.  The diagonals S1 and S2 start as random signs, a function of the
-    name of the site, and are parameters "W_left" and "W_right", which a natural-gradient optimizer
-    leaves to ``others``. With ``NGVB`` pass ``averaging=False`` while they are trained: an average of g
-    over the past does not belong to the diagonals of today.
+    scale may depend on other sites.  The diagonals start as random signs, a function of the name of the
+    site, and are parameters "W_left" and "W_right", left to ``others`` by natural-gradient optimizers;
+    with ``NGVB`` pass ``averaging=False`` while they are trained.
 
-    With ``g_scale`` 1 and signs as diagonals every W_ij keeps the prior mean and variance of the site;
-    the entries of a block are D numbers up to signs.  So this is another model, with another evidence,
-    whose bound says nothing of yours, and W has no density.  Not for sites that need every entry to
-    move on its own.
+    This is another model, with another evidence, whose bound says nothing of yours, and W has no
+    density.  Not for sites that need every entry to move on its own.
 
     Args:
         g_scale: prior sd of g.
@@ -120,13 +114,11 @@ class WalshHadamardReparam(Reparam):
         ValueError: at a run of the model, for a site that is observed, not Gaussian, or whose event
             shape is empty.
 
-    Source: Rossi, Marmin & Filippone (2020, NeurIPS), "Walsh-Hadamard variational inference for
-    Bayesian deep learning".
+    Source: Rossi, Marmin & Filippone (2020, NeurIPS).
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> from pyro import poutine
-        >>> import pyro_ngvi as ngvi
         >>> def model():
         ...     return pyro.sample("W", dist.Normal(0.0, 1.0).expand([50, 13]).to_event(2))
         >>> small = poutine.reparam(model, {"W": ngvi.nn.WalshHadamardReparam()})

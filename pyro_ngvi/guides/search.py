@@ -30,10 +30,7 @@ UNASKED = 200
 
 
 def _sites(guide: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The sites of one run of the model that are not this guide's: minibatches, latent sites of others.
-
-    These have the centres of their priors, or a draw where they are discrete.
-    """
+    """Minibatches, and latent sites of other guides, of a run with these at the centres of priors."""
 
     def center(site: Any) -> Tensor:
         return site["fn"].sample() if site["fn"].support.is_discrete else init_to_center(site)
@@ -51,10 +48,7 @@ def _one_function(sites: dict[str, Any]) -> bool:
 
 
 def _model_alone(guide: Any, sites: dict[str, Any]) -> Callable[..., Any]:
-    """The model with the latent sites of other guides, among :func:`_sites`, at one value.
-
-    A search needs one function, and not every distribution draws under ``vmap``.
-    """
+    """The model with the latent sites of other guides, among :func:`_sites`, at one value."""
     model = model_as_given(guide)
     fixed = {name: s["value"] for name, s in sites.items() if not site_is_subsample(s)}
     return poutine.condition(unblocked(model), data=fixed) if fixed else model
@@ -67,20 +61,13 @@ def _density_alone(model: Any, start: Tensor, args: Any, kwargs: Any) -> ModelDe
 
 
 def find_mode(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Tensor:
-    """Mode of the log joint over the unconstrained vector, by L-BFGS; ``start`` (d,) if none is better.
-
-    It depends on the parametrisation and can lie far from the mass of a hierarchical posterior: a
-    start, not an answer.
-    """
+    """Mode of the log joint over the unconstrained vector; ``start`` (d,) if none is better."""
     model = _model_alone(guide, _sites(guide, args, kwargs))
     return mode_of(_density_alone(model, start, args, kwargs), start)
 
 
 def mode_of(density: ModelDensity, start: Tensor, history: int = 100) -> Tensor:
-    """The mode near ``start`` (d,), which it is if no better point is found, by L-BFGS.
-
-    ``history`` is the number of past steps that are kept, two vectors each.
-    """
+    """The mode near ``start`` (d,), or ``start``, by L-BFGS that keeps ``history`` past steps."""
     theta = start.detach().clone().requires_grad_(True)
     optimizer = torch.optim.LBFGS(
         [theta], max_iter=50, history_size=history, line_search_fn="strong_wolfe"
@@ -120,12 +107,8 @@ def start_points(
 def find_laplace(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: Any) -> Found | None:
     """What to replace ``given`` by (:mod:`.laplace`), for the log joint over the unconstrained vector.
 
-    Unasked, without ``init="laplace"``, ``None`` unless the log joint is one function of few latent
-    variables: not with a minibatch or latent sites of other guides, of which it would see one value;
-    where a state is to be loaded; for a model that fails away from its start, or under ``vmap``.
-
-    Raises:
-        ValueError: if asked, and d is too large for Hessians.
+    Unasked, ``None`` unless the log joint is one function of few latent variables (no minibatch, no
+    latent sites of others) that runs away from its start under ``vmap``, with no state to be loaded.
     """
     kind, d, asked = type(guide).__name__, len(start), guide.init == "laplace"
     if asked and d > LARGEST:
@@ -159,9 +142,6 @@ def find_laplace(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: A
 
 
 def find_gaussian(guide: Any, family: Family, params: Tensors, args: Any, kwargs: Any) -> Tensors:
-    """The Gaussian of ``family`` that 200 steps of NGVB reach from ``params``, of a seed of its own.
-
-    If they end with a lower ELBO than they began, or none, ``params`` comes back.
-    """
+    """The Gaussian of ``family`` that 200 steps of NGVB reach from ``params``; see :func:`ascended`."""
     model = _model_alone(guide, _sites(guide, args, kwargs))
     return ascended(ModelDensity(model, tuple(args), kwargs), family, params, STEPS)

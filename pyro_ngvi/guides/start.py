@@ -52,7 +52,7 @@ class MadeAtFirstCall(OwnName, AutoGuide):
 
     @contextmanager
     def _loading_waiting_state(self) -> Iterator[None]:
-        """Around the set-up of the first call.  If that fails, the next call says the same again.
+        """Around the set-up of the first call: if that fails, the next call says the same again.
 
         With a state to load it leaves the random state alone, which may have been restored before.
         """

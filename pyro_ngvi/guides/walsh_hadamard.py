@@ -43,47 +43,35 @@ class AutoWalshHadamard(AutoProduct):
     r"""Weight matrices W = loc + scale o sqrt(D) S1 H diag(g) H S2 with a Gaussian g.
 
     Each chosen site W ~ N(loc, scale^2), n x m, gets max(n, m) latent numbers g, up to rounding to
-    powers of two, in place of n m, and about n + m or more numbers in the diagonals S1 and S2.  q(g) is
-    Gaussian; all other sites share one more Gaussian; both are trained by the rules for Gaussian
-    families, the diagonals by ``others``: ``NGVB(guide, others=pyro.optim.Adam({"lr": 0.01}))``.
-    By default all is one mean-field Gaussian, for VON, VOGN and IVON too; with a full one among its
-    parts it is for NGVB, IFVB and AIFVB.  While diagonals are trained, the guide holds the last iterate
-    and not the average that NGVB would make: the past's g does not fit today's diagonals.
+    powers of two, in place of n m, and about n + m numbers in the diagonals S1 and S2.  q(g) is
+    Gaussian; all other sites share one more.  Rules for Gaussian families train both, ``others`` the
+    diagonals: ``NGVB(guide, others=pyro.optim.Adam({"lr": 0.01}))``.  A full Gaussian among the parts
+    leaves NGVB, IFVB and AIFVB.  While diagonals are trained the guide holds the last iterate: the
+    average of the past's g does not fit today's diagonals.
 
-    **The objective** is the bound of the reparameterised model, not of yours: the KL term is that of
-    q(g) and p(g) = N(0, g_scale^2 I), for W, a linear image of fewer dimensions, has no density.  The
-    guide still goes with the model as it is written: its site W carries log p(W) - log p(g) in its
-    log density, which puts p(g) in the place of p(W) in every ELBO.  So do not compare this ELBO with
-    those of other guides; compare predictions.  :class:`AutoProperWalshHadamard` bounds the evidence
-    of your own model.
+    **The objective** is the bound of the reparameterised model, not of yours: the site W carries
+    log p(W) - log p(g) in its log density, p(g) = N(0, g_scale^2 I), because W, a linear image of fewer
+    dimensions, has no density.  So compare predictions with other guides, not ELBOs.
+    :class:`AutoProperWalshHadamard` bounds the evidence of your own model.
 
     Scale and mask of such a site have to be the same in model and guide: ``poutine.scale`` around the
-    model alone leaves a share of log p(W) behind, without bound. ``BatchedELBO`` refuses that at its
-    first call, Pyro's losses do not. To weigh the KL term use ``BatchedELBO(kl_weight=...)``.
-    The prior of a chosen site has to be the same at every call, which is not checked, and may not
-    depend on other latent sites or have trained parameters: use
-    :class:`~pyro_ngvi.nn.WalshHadamardReparam` with ``poutine.reparam`` for these.
+    model alone leaves a share of log p(W) behind, without bound.  ``BatchedELBO`` refuses that, Pyro's
+    losses do not; use ``BatchedELBO(kl_weight=...)``.  The prior of a chosen site has to be the same at
+    every call, which is not checked.
 
-    g starts at the matrix nearest to the starting value of W, made as long: start networks at the
-    weights of a module (``init_loc_fn=model.init_to_module``) or at draws of the prior
-    (``init_loc_fn=pyro.infer.autoguide.init_to_sample``).  At zero, the default start, hidden
-    layers get a gradient from the noise of q alone.
-
-    Not for a few hundred weights, which :class:`AutoMatrixNormal` or :class:`AutoFullRankNormal` fit
-    better, but for layers so wide that n m numbers are too many, or that mean-field guides drive to
-    the prior.  Every draw of W is made; :class:`~pyro_ngvi.nn.WalshHadamardLinear` never makes it.
+    g starts at the matrix nearest to the starting value of W, made as long.  Start networks at the
+    weights of a module (``init_loc_fn=model.init_to_module``) or at draws of the prior: at zero, the
+    default, hidden layers get a gradient from the noise of q alone.  Not for a few hundred weights,
+    which :class:`AutoMatrixNormal` or :class:`AutoFullRankNormal` fit better.
 
     Args:
-        sites: names of the sites to reparameterise, of any shape with at least one dimension (vectors
-            become square matrices).  By default all Gaussian matrix sites, both dimensions above 1,
-            but the last of the model's (n, m) sites, an output layer, if there are two or more: that
-            one keeps its own prior and a mean and an sd for each weight.  So a network 16-256-256-10
-            has 3,594 latent numbers, 8,212 trained; with the last layer named too 1,290, 3,870
-            trained; 72,714 and 145,428 in mean field.
+        sites: names of the sites to reparameterise, of any shape with at least one dimension.  By
+            default all Gaussian matrix sites, both dimensions above 1, but the last of two or more, an
+            output layer, which keeps its own prior and a mean and an sd for each weight.
         g: "mean_field" or "full_rank" for q(g) of each site.
         rest: the same for all other sites together.
         g_scale: prior sd of g; 1 keeps the prior variance of each W_ij while the diagonals are signs.
-        train_diagonals: ``False`` keeps S1 and S2 at their random signs, a function of the site's name.
+        train_diagonals: ``False`` keeps S1 and S2 at their random signs.
         kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises, but no ``init``.
 
     Raises:
@@ -92,9 +80,8 @@ class AutoWalshHadamard(AutoProduct):
             latent sites; when nothing is named and there is no such matrix.
 
     Example:
-        >>> import pyro, torch
+        >>> import pyro, torch, pyro_ngvi as ngvi
         >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
         >>> model = ngvi.nn.bayesianize(net, "normal", num_data=20, noise=0.1)
         >>> guide = ngvi.AutoWalshHadamard(model, init_loc_fn=model.init_to_module)
@@ -265,12 +252,11 @@ class AutoProperWalshHadamard(AutoWalshHadamard):
     White noise on every entry, W = loc + scale o (A g + sigma E) with A g the matrix of g and E
     standard normal, gives W a density (:class:`~pyro_ngvi.families.WalshHadamardNormal`).  The
     diagonals stay signs, and all is trained by natural gradients.  Arguments are the others of
-    :class:`AutoWalshHadamard`, where the start is told too.
+    :class:`AutoWalshHadamard`.
 
     The bound is often loose: the mean of q moves in about max(n, m) of n m directions, and one number
-    sigma is the sd in all others, about that of the prior unless the data say much about most of them.
-    A step is O(n m), as with a mean-field guide.  The prior of W may change from call to call, or with
-    other latent sites: loc and scale stay those of the first.
+    sigma is the sd in all others.  A step is O(n m), as with a mean-field guide.  The prior of W may
+    change from call to call, or with other latent sites: loc and scale stay those of the first.
 
     Example:
         >>> import torch, pyro, pyro.distributions as dist, pyro_ngvi as ngvi

@@ -1,4 +1,4 @@
-r"""Square orthogonal matrices: tangents, retractions and running averages on O(d).
+r"""Square orthogonal matrices and lower triangles: tangents, retractions, averages on O(d).
 
 A velocity of W in O(d) is W A with A skew, A = a - a' and a strictly lower triangular: a (d, d) is the
 tangent here, d (d - 1) / 2 free numbers (:func:`pack`).  This is the *left-trivialised* frame: left
@@ -19,21 +19,47 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+#: triangles up to that size are multiplied as if they were squares, and on a GPU all of them are:
+#: there the many small products of the halves take longer than the one they replace
+BLOCK = 150
 
 
-def push(W: Tensor, tangent: Tensor) -> Tensor:
-    """The velocity W (a - a') of W (d, d) along a strictly lower triangular ``tangent`` a."""
-    return W @ (tangent - tangent.mT)
+def tril_product(L: Tensor, A: Tensor, transpose: bool = False) -> Tensor:
+    """tril(L A), or tril(L' A), of lower triangles (d, d) by halves: a third of the d^3 products."""
+    d = L.shape[-1]
+    if d <= BLOCK or L.device.type != "cpu":
+        return ((L.mT if transpose else L) @ A).tril()
+    k = d // 2
+    top = tril_product(L[:k, :k], A[:k, :k], transpose)
+    end = tril_product(L[k:, k:], A[k:, k:], transpose)
+    if transpose:
+        top = top + (L[k:, :k].mT @ A[k:, :k]).tril()
+        corner = L[k:, k:].mT @ A[k:, :k]
+    else:
+        corner = L[k:] @ A[:, :k]
+    return torch.cat([pad(top, (0, d - k)), torch.cat([corner, end], -1)], -2)
 
 
-def pull(W: Tensor, grad: Tensor) -> Tensor:
+def push(W: Tensor, tangent: Tensor, offset: int = -1) -> Tensor:
+    """The velocity W (a - a') of W (d, d) along a strictly lower triangular ``tangent`` a.
+
+    ``offset`` 0 here and below: of a lower triangle L, and L a for a lower triangle a.
+    """
+    return W @ (tangent - tangent.mT) if offset else tril_product(W.tril(), tangent)
+
+
+def pull(W: Tensor, grad: Tensor, offset: int = -1) -> Tensor:
     """The gradient in the tangent a of a gradient (d, d) in W: the transpose of :func:`push`."""
+    if not offset:
+        return tril_product(W.tril(), grad, transpose=True)
     M = W.mT @ grad
     return (M - M.mT).tril(-1)
 
 
 def pack(tangent: Tensor, offset: int = -1) -> Tensor:
-    """The d (d - 1) / 2 entries below the diagonal, row by row; with ``offset`` 0 the diagonal too."""
+    """The free entries of a tangent, row by row: those below the diagonal, d (d - 1) / 2 or more."""
     i, j = torch.tril_indices(*tangent.shape[-2:], offset=offset, device=tangent.device)
     return tangent[i, j]
 
@@ -53,14 +79,20 @@ def _identity(like: Tensor) -> Tensor:
     return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
 
-def retract(W: Tensor, tangent: Tensor) -> Tensor:
+def retract(W: Tensor, tangent: Tensor, offset: int = -1) -> Tensor:
     """The orthogonal matrix (d, d) that W reaches along ``tangent``; no step is too long.
+
+    Of a triangle L (I + a + a^2 / 2), the exponential to second order, whose diagonal keeps its sign.
 
     Example:
         >>> quarter_turn = torch.tensor([[0.0, 0.0], [2.0, 0.0]])  # 2 tan(angle / 2)
         >>> (retract(torch.eye(2), quarter_turn).round(decimals=4) + 0.0).tolist()
         [[0.0, -1.0], [1.0, 0.0]]
     """
+    if not offset:
+        L = W.tril()
+        La = tril_product(L, tangent)
+        return L + La + 0.5 * tril_product(La, tangent)
     half, identity = 0.5 * (tangent - tangent.mT), _identity(W)
     # I - A/2 has singular values of at least 1 for every skew A
     return correct(W @ torch.linalg.solve_ex(identity - half, identity + half)[0])

@@ -144,11 +144,7 @@ class Metric:
 
 
 class MetricNormal(Family):
-    """The Gaussians (1) in white coordinates, as a family over the unconstrained vector of a model.
-
-    Attributes:
-        model: the model, at the arguments of its data; ``None``: neither draws nor a density.
-    """
+    """The Gaussians (1) in white coordinates, as a family over the unconstrained vector of a model."""
 
     names = ("loc",)
     newton_like = True

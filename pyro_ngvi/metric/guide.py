@@ -23,14 +23,13 @@ class AutoMetricNormal(AutoFamily):
     r"""All correlations of 10^5 latent variables and more: MGVI, q(xi) = N(m, (I + J' F J)^-1).
 
     xi are the latent variables in coordinates in which their prior is N(0, I), J the derivatives at m
-    of the parameters of the likelihood, F its Fisher matrix.  Only m is learned; the covariance follows
-    from it, by products alone: :mod:`pyro_ngvi.metric.family`.  A step costs hundreds of gradients of
-    the model, and needs all data.  Draws are made at the arguments of the last training step.
+    of the parameters of the likelihood, F its Fisher matrix.  Only m is learned, the covariance
+    follows.  A step costs hundreds of gradients of the model, and needs all data.  Draws are made at
+    the arguments of the last training step.
 
     It is exact for linear models with Gaussian noise, and close where data are informative.  *Not* for
-    posteriors that are skewed within their own width, or scales that few data determine: the covariance
-    is that of the point m, and nothing fits it.  Up to d = 1,000 take
-    :class:`~pyro_ngvi.AutoFullRankNormal`.  Copies have no model, so no draws.
+    posteriors that are skewed within their own width, or scales that few data determine.  Up to
+    d = 1,000 take :class:`~pyro_ngvi.AutoFullRankNormal`.  Copies have no model, so no draws.
 
     Priors: those of ``pyro_ngvi.metric.PRIORS``, others with an ``icdf``, and images of these; their
     parameters may depend on other sites.  Likelihoods: ``pyro_ngvi.metric.COORDINATES``.
@@ -44,21 +43,16 @@ class AutoMetricNormal(AutoFamily):
         kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`; ``init_scale`` has no use.
 
     Raises:
-        ValueError: at the first call, as an AutoFamily; for a prior or likelihood that is not in the
-            tables, a latent site that is masked or scaled, a subsampled plate, latent sites of others.
+        ValueError: at the first call, also for a prior or likelihood that is not in the tables, a
+            latent site that is masked or scaled, a subsampled plate, latent sites of others.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model(y):
         ...     steps = pyro.sample("steps", dist.Normal(torch.zeros(400), 0.1).to_event(1))
         ...     pyro.sample("y", dist.Poisson(steps.cumsum(0).exp()).to_event(1), obs=y)
         >>> guide = ngvi.AutoMetricNormal(model)
-        >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
-        >>> y = torch.ones(400)
-        >>> for _ in range(20):
-        ...     loss = svi.step(y)
+        >>> fit = ngvi.fit(model, torch.ones(400), guide=guide, max_steps=20, progress=False)
         >>> guide()["steps"].shape, guide.log_det()[1].item()
         (torch.Size([400]), 0.0)
     """

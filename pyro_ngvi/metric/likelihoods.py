@@ -120,11 +120,7 @@ COORDINATES: dict[type, Callable[[Any], list[Tensor]]] = {
 
 
 def coordinates(sites: Sites) -> Tensor:
-    """Those of all observed sites that depend on the latent ones, (n,), with their scales and masks.
-
-    Raises:
-        ValueError: where a site that depends on them is not in the table.
-    """
+    """Those of all observed sites that depend on the latent ones, (n,), with their scales and masks."""
     found = []
     for name, site in sites.items():
         if site_kind(site) in ("observed", "factor") and site_log_prob(site)[1].requires_grad:

@@ -140,12 +140,7 @@ class _FromWhite(Messenger):
 
 
 class WhiteModel:
-    """A model, its arguments bound, whose latent site is xi ~ N(0, I), (d,): a Pyro program.
-
-    Raises:
-        ValueError: for a latent site without a map from white noise, or one that is masked or scaled,
-            a subsampled plate, and latent sites that are not those of ``prototype``.
-    """
+    """A model, its arguments bound, whose latent site is xi ~ N(0, I), (d,): a Pyro program."""
 
     def __init__(self, model: Any, prototype: Any, args: Any, kwargs: Any) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs

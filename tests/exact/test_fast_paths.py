@@ -5,9 +5,9 @@ import torch
 from torch.func import vmap
 
 from pyro_ngvi.families import FactorNormal
-from pyro_ngvi.families.full_rank import BLOCK, _tril_product
 from pyro_ngvi.linalg import spectral
 from pyro_ngvi.linalg.spectral import solve_squared_projection
+from pyro_ngvi.linalg.stiefel import BLOCK, tril_product
 
 
 @pytest.mark.parametrize("d", [BLOCK, BLOCK + 1, 2 * BLOCK + 37])
@@ -15,14 +15,14 @@ from pyro_ngvi.linalg.spectral import solve_squared_projection
 def test_triangular_product_by_halves(d, transpose):
     L, A = torch.randn(2, d, d).tril()
     expected = ((L.mT if transpose else L) @ A).tril()
-    torch.testing.assert_close(_tril_product(L, A, transpose), expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(tril_product(L, A, transpose), expected, rtol=1e-11, atol=1e-11)
 
 
 def test_triangular_product_under_vmap():
     d = BLOCK + 10
     L, A = torch.randn(2, 3, d, d).tril()
     expected = (L.mT @ A).tril()
-    actual = vmap(lambda x, y: _tril_product(x, y, transpose=True))(L, A)
+    actual = vmap(lambda x, y: tril_product(x, y, transpose=True))(L, A)
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 

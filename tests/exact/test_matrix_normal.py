@@ -314,9 +314,5 @@ def test_float32_agrees_with_float64() -> None:
 
 
 def test_wrong_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="columns=0"):
-        MatrixNormal(2, 0)
-    with pytest.raises(ValueError, match=r"rows=2\.0"):
-        MatrixNormal(2.0, 2)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"shape \(6,\).*got \(5,\)"):
         MatrixNormal(2, 3).init(torch.zeros(5), 0.1)
