@@ -317,11 +317,6 @@ class AutoSites(SiteGuide):
         """
         return marginals_of(self._snapshot(args, kwargs), names, num_samples, seed)
 
-    def predictor_means(self, group: str | None = None) -> tuple[str, Tensor]:
-        """Name of a group and the posterior mean (N, k) of its f, at the arguments of the last step."""
-        name = group_of(self._structure(), group).name
-        return name, self._snapshot((), {}).marginals[name].mean
-
     @torch.no_grad()
     def _snapshot(self, args: Any, kwargs: Any) -> Snapshot:
         others, last = self._structure().rest, self.last_step
