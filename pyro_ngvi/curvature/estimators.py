@@ -65,7 +65,7 @@ def leave_curvature(block: Any, curvature: Any) -> None:
     if block.curvature is not None and curvature.kind != "price":  # which is in the gradients
         block.curvature = None
         kind = curvature.kind
-        taker = {"scores": "SPRING", "kronecker": "NoisyKFAC"}.get(kind, "NGVB")
+        taker = {"scores": "SPRING", "kronecker": "NoisyKFAC", "sites": "CVI"}.get(kind, "NGVB")
         raise RuntimeError(
             f"No optimizer took what the loss last left on {type(block).__name__} ({kind}). Take one "
             f"step for each loss_and_grads, by an optimizer that uses it: pyro_ngvi.{taker}(guide)."

@@ -12,7 +12,6 @@ from .linear_response import LinearResponse, linear_response
 from .loo import UnitLOO, loo, loo_units
 from .moved import Moved
 from .over_batches import OverBatches
-from .plots import plot_influence, plot_sites
 from .prediction import predict
 from .summary import summary
 from .uniformity import Uniformity
@@ -39,8 +38,6 @@ __all__ = [
     "linear_response",
     "loo",
     "loo_units",
-    "plot_influence",
-    "plot_sites",
     "predict",
     "summary",
     "to_arviz",

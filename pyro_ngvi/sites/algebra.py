@@ -94,11 +94,8 @@ class Marginals:
 
 @dataclass(frozen=True)
 class View:
-    """The block at one call's arguments: linear maps by group, and a prior that has a structure.
-
-    ``processes`` are those of the block on their inducing points, in order; ``basis`` (D, R) the
-    directions that a dense algebra keeps, if not all.
-    """
+    """The block at one call's arguments: linear maps by group; the prior of a chain, processes on their
+    inducing points, or the directions ``basis`` (D, R) that a dense algebra keeps, if not all."""
 
     maps: dict[str, LinearMap]
     prior: Any = None
@@ -107,12 +104,10 @@ class View:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that it is made of."""
         return tensors_of(*self.maps.values(), self.prior)
 
     @property
     def learns(self) -> bool:
-        """Whether it depends on parameters of the model."""
         return learns(*self.maps.values(), self.prior)
 
 
@@ -296,12 +291,8 @@ class ProperStep(NamedTuple):
 
 
 def proper_step(algebra: Algebra, targets: Any, change: Pairs) -> ProperStep:
-    """``change`` of the sites of ``targets``, or as much of it as leaves q proper.
-
-    Single sites may have a negative precision, where the likelihood is not log-concave, as long as
-    prior and sites together do not.  Where the whole step would go too far, a share 2^-j of it is
-    taken; where no share is proper, sites lose the negative part of their precision, and then q is.
-    """
+    """``change`` of the sites of ``targets``, or as much as leaves q proper: a share 2^-j, or where no
+    share does the sites without the negative part of their precision."""
     step = _halved(algebra, targets, change)
     found = step.share > 0.0
     if host_bool(found):

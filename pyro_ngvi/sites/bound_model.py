@@ -1,10 +1,4 @@
-"""The structure of a model at the arguments of one call, which may be a minibatch.
-
-At the current hyperparameters it gives
-
-    f(eps) = A eps + b      for every group (``linear_maps``), by running the model at the unit vectors,
-    log p(y_n | f_n)        for given f (``log_likelihood``), by running it with f put in.
-"""
+"""The structure of a model at the arguments of one call, which may be a minibatch."""
 
 from __future__ import annotations
 
@@ -36,11 +30,8 @@ CHUNK = 2**24
 
 
 class BoundModel:
-    """A structure at the arguments of one call.
-
-    The model is run when something is asked for: up to the last site of the block for what concerns the
-    prior, as a whole, with data, for what concerns these.
-    """
+    """A structure at the arguments of one call; the model runs when something is asked for: up to the
+    last site of the block for what concerns the prior, as a whole for what concerns data."""
 
     def __init__(self, plan: ModelStructure, runner: ConditionedModel) -> None:
         self.plan, self.runner = plan, runner

@@ -7,23 +7,19 @@ Datum t sees state t, f_t = H_t s_t + b_t, so that sites become Gaussian factors
     h_t = H_t'(nu_t - Lambda_t b_t),  P_t = H_t' Lambda_t H_t,  c = sum nu_t'b_t - b_t'Lambda_t b_t / 2,
     q(s) = p(s) prod_t exp(h_t's_t - s_t'P_t s_t / 2) exp(c) / Z.
 
-Times without data are data that are NaN, or masked.  q is a chain again.  Add to the site the message
-exp(eta_t's - s'J_t s / 2) of all that comes after t, and count s from p's mean:
+Times without data are data that are NaN, or masked.  q is a chain again.  With the message exp(eta_t's
+- s'J_t s / 2) of all that comes after t, and s counted from p's mean:
 
     M_t = I + L_t'(P_t + J_t) L_t,
     q(s_t | s_{t-1}) = N(L_t M_t^-1 (L_t^-1 A_t s_{t-1} + L_t'(h_t + eta_t)), L_t M_t^-1 L_t'),
     log Z = c + sum_t |M_t^-1/2 L_t'(h_t + eta_t)|^2 / 2 - log det M_t / 2.
 
-The messages come from log2(T) rounds of cyclic reduction: a round integrates out every second state
-given both its neighbours.  Its pivots and the M_t are Schur complements of q's precision, so q is
-proper if and only if all are positive definite; a filter has no such property when some P_t are
-indefinite, nor has the scan over filters of Sarkka & Garcia-Fernandez (2021, "Temporal parallelization
-of Bayesian smoothers"), whose idea this follows.
-
-Cyclic reduction of the precision itself would lose all digits where L_t L_t' is nearly singular, as for
-smooth processes in small steps (Matern-5/2 in steps of 1e-4 lengthscales: variances of 1e-20).  So p is
-kept as (A, L), whose joins and bridges are sums of positive semi-definite matrices, and only the sites'
-effect is kept as a quadratic form (X, h, P).
+The messages come from log2(T) rounds of cyclic reduction, after the scan of Sarkka & Garcia-Fernandez
+(2021, "Temporal parallelization of Bayesian smoothers"): each integrates out every second state given
+both its neighbours.  q is proper if and only if all pivots and M_t are positive definite, as they are
+Schur complements of its precision.  p is kept as (A, L), whose joins and bridges are sums of positive
+semi-definite matrices, and only what sites say as a quadratic form (X, h, P): the precision of a smooth
+process in small steps has no digits.
 
 O(T S^3) work and memory.  Not for states of more than some ten numbers, nor for exactly singular noise.
 Sites on derivatives of a smooth process in small steps lose digits: with P of about 1 / variance on the
@@ -137,10 +133,8 @@ def _refuse_minibatch(call: BoundModel) -> None:
 
 @dataclass(frozen=True)
 class ChainPosterior:
-    """q(s) by its means (T, S) and covariances (T, S, S), log Z in nats, and whether it is proper.
-
-    Where ``proper``, a 0-dim bool tensor, is false nothing else here means anything.
-    """
+    """q(s) by its means (T, S) and covariances (T, S, S), log Z in nats, and whether it is ``proper``,
+    without which nothing holds."""
 
     mean: Tensor
     covariance: Tensor
@@ -268,25 +262,20 @@ def _integrate(
 
 
 def _condition(F: Tensor, m: Tensor, P: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x = (I + V P)^-1 m, the lower Cholesky factor of I + F'P F, and LAPACK's word on the latter.
-
-    x is not F M^-1 F^-1 m: where F has rows of very different sizes, as in small steps of a smooth
-    process, F^-1 mixes them.  In units of V's standard deviations elimination does not.
-    """
+    """x = (I + V P)^-1 m, the lower Cholesky factor of I + F'P F, and LAPACK's word on the latter."""
     identity = _identity(F)
     C, info = torch.linalg.cholesky_ex(identity + F.mT @ P @ F)
     sd = torch.linalg.vector_norm(F, dim=-1).unsqueeze(-1)
-    F = F / sd
+    F = (
+        F / sd
+    )  # F^-1 would mix rows of very different sizes, as a smooth process has in small steps
     x, _ = torch.linalg.solve_ex(identity + F @ F.mT @ (sd * P * sd.mT), m / sd)
     return sd * x, C, info
 
 
 def _root(X: Tensor) -> Tensor:
-    """Upper triangular R (n, S, S) with R'R = X'X for X (n, m, S) of full rank, by Gram-Schmidt.
-
-    Modified Gram-Schmidt gives R as accurately as Householder's QR (Bjorck 1967); X'X would lose half
-    of the digits.  As S operations on all n matrices it is faster than LAPACK on each.
-    """
+    """Upper triangular R (n, S, S) with R'R = X'X for X (n, m, S) of full rank, by modified
+    Gram-Schmidt: as accurate as Householder's QR (Bjorck 1967), in S operations on all n."""
     largest = X.detach().abs().amax(-2, keepdim=True)  # so that no square overflows in float32
     X, rows = X / largest, []
     for j in range(X.shape[-1]):

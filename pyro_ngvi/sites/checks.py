@@ -1,10 +1,9 @@
 """Whether a later call of a guide of sites is like its first one and its last step.
 
-A predictor is found by what the data of the first call depend on.  A coefficient whose covariate is 0
-in all of them, a parameter that begins at 0, an outcome of which all values are missing: all of these
-are seen by nothing then, and would be left at their priors for ever.  So with new data or parameters
-the model runs once more, with the predictors held at another noise of the block: no log likelihood
-may change.  And data that come later must be in the support of their likelihood, as the first ones.
+A coefficient whose covariate is 0 in all data of the first call, a parameter that begins at 0, an
+outcome of which all values are missing would be left at their priors for ever.  So with new data or
+parameters the model runs once more, with the predictors held at another noise of the block: no log
+likelihood may change.  And data that come later must be in the support of their likelihood.
 """
 
 from __future__ import annotations
@@ -77,14 +76,11 @@ def check_support(site: Site) -> None:
 
 @torch.no_grad()
 def check_prior(before: BoundModel, call: BoundModel, leave_out: bool) -> list[str]:
-    """Refuse a call at which q would be the sites with another prior than in the call ``before``.
+    """Refuse a call at which q would be the sites with another prior than in the call ``before``: only
+    a ``GaussianProcess`` knows its inputs, and follows to others.
 
-    A ``GaussianProcess`` knows its inputs, and follows to others; of no other prior that is made of
-    the model's arguments can be told which of its entries saw which datum.
-
-    Returns:
-        With ``leave_out``, and a process to be predicted, the names of sites that have another shape
-        now; otherwise these are refused too.
+    With ``leave_out``, and a process to be predicted, the names of sites that have another shape now;
+    otherwise these are refused too.
     """
     first, now = before.block, call.block
     process = any(isinstance(fn, GaussianProcess) for fn in now.values())

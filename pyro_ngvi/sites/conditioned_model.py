@@ -9,9 +9,7 @@ affine in the flat vector eps (D,): a posterior over eps is one over z, and the 
 
 A *predictor* is what a datum sees of the latent block, f_n = A_n z + b_n.  In a run of the model it is
 either the value of a sample site (a latent Gaussian process, ``pyro.deterministic``), or the result of
-one torch operation of the model's own code, found again in every run by its number: ``X @ w`` may be
-the third.  Operations inside handlers are not counted, so the number does not depend on how latent
-sites get their values.
+one torch operation of the model's own code, not of handlers, found again in every run by its number.
 """
 
 from __future__ import annotations
@@ -97,9 +95,8 @@ class WhitenedRun(Conditioned):
         runner: the model; another latent site, such as data to be predicted, is drawn as usual.
         replace: values for predictors by place.
         look_at: places whose values ``seen`` has after the run, which stops there unless it is to
-            ``go_on``; ``None`` for copies of all values.  ``own`` has the block's Gaussians by site.
-        makers: what makes single Gaussian processes, whose inputs may be others at each call, from
-            noise of another length.
+            ``go_on``; ``None`` for copies of all values.
+        makers: what makes single Gaussian processes, from noise of another length.
         at_mean: the noise counts as 0 whatever its length, and no kernel matrix is factored.
     """
 
@@ -208,8 +205,12 @@ class WhitenedRun(Conditioned):
     def _pyro_post_sample(self, msg: Site) -> None:
         with self._paused():
             super()._pyro_post_sample(msg)
-            if msg["name"] in self.own:  # only now have all handlers had their say
-                refuse_weights(msg)
+            if msg["name"] in self.own and is_weighted(msg):  # now all handlers have had their say
+                raise ValueError(
+                    f"AutoSites: the prior of {msg['name']!r} stands under a scale or a mask (a "
+                    "subsampled plate, poutine.scale or poutine.mask): it would not be Gaussian. Take "
+                    "the site out; mask missing data in the observed site alone, or leave them NaN."
+                )
 
 
 class MeansOfProcesses(Messenger):
@@ -232,9 +233,8 @@ def other_size(name: str, now: torch.Size, before: torch.Size) -> ValueError:
 class ConditionedModel:
     """A model with its arguments, ``values`` of latent sites outside of the block, shapes of the block.
 
-    ``direct``: noise is not coloured, it stands for the values of the block themselves.  Handlers
-    around a run see nothing of it but parameters, unless it is not ``hidden``: then a
-    ``poutine.scale`` around a step of SVI acts on its sites as it does on any loss.
+    ``direct``: noise stands for the values of the block themselves.  Handlers around a run see nothing
+    of it but parameters, unless it is not ``hidden``, as a ``poutine.scale`` around a step of SVI.
     """
 
     model: Callable[..., Any]
@@ -266,10 +266,14 @@ class ConditionedModel:
 # --- Gaussian latent sites
 
 
+def is_gaussian(fn: Any) -> bool:
+    return isinstance(fn, dist.Normal | dist.MultivariateNormal) or hasattr(fn, "from_noise")
+
+
 def gaussian_of(site: Site) -> Any:
     """The Gaussian of a latent site, without ``to_event``; refuses any other distribution."""
     fn, name = unwrapped(site), site["name"]
-    if not (isinstance(fn, dist.Normal | dist.MultivariateNormal) or hasattr(fn, "from_noise")):
+    if not is_gaussian(fn):
         raise ValueError(
             f"AutoSites: latent site {name!r} is {type(fn).__name__}, not Gaussian, or has no "
             f"data. Use AutoGuideList(model) of AutoSites(block(model, hide=[{name!r}])), "
@@ -278,16 +282,6 @@ def gaussian_of(site: Site) -> Any:
     if isinstance(fn, GaussianProcess) and fn.batch_shape:
         raise fn.in_plate(fn.batch_shape)
     return fn
-
-
-def refuse_weights(site: Site) -> None:
-    """Refuse a prior under a scale or a mask."""
-    if is_weighted(site):
-        raise ValueError(
-            f"AutoSites: the prior of {site['name']!r} stands under a scale or a mask (a "
-            "subsampled plate, poutine.scale or poutine.mask): it would not be Gaussian. Take the "
-            "site out; mask missing data in the observed site alone, or leave them NaN."
-        )
 
 
 def colour(fn: Any, noise: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ entries e of He_n(u_e), n how often e is in w, and
 up to l = 3.  A sum c over pairs counts as c / (1 + c^2)^(1/2): where it is not small, (2) is no
 expansion, and far out it would grow without bound.
 
-A heavy-tailed likelihood gives outliers sites of negative precision, so that q / t_j need not be proper
-for another datum, and E r_j be infinite.  Then q r_j / E r_j is far from q: a datum with squared
-coefficients of degree 1 and, halved, 2 of more than 1 counts as exp of its first two cumulants,
+Where outliers have sites of negative precision q / t_j need not be proper, and E r_j be infinite: a
+datum with squared coefficients of degree 1 and, halved, 2 of more than 1 counts as exp of its first two
+cumulants,
 
     log E r_j  ->  E log r_j + var(log r_j) / 2,       a_jw  ->  E[He_w(u_j) log r_j].
 
@@ -31,9 +31,8 @@ For x at a few standardised points t, with c the covariance of f_j and t under q
 
     f_j | t ~ N(m + c t, C - c c').
 
-Where the likelihood is Gaussian r_j is constant, and all of it is exact.  For N data, D numbers, and Q
-points it takes 29 N D Q log likelihoods and O(D N^2), in blocks, and N^2 numbers of memory, for k > 1
-times up to k^3.
+Where the likelihood is Gaussian all of it is exact.  For N data, D numbers, and Q points it takes
+29 N D Q log likelihoods, O(D N^2), and N^2 numbers of memory, for k > 1 times up to k^3.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from torch import Tensor
 
 from ..linalg.products import matvec
 from .algebra import Snapshot
-from .densities import REACH, Tilted, nodes
+from .densities import REACH, Tilted, mixture, nodes
 from .expectation import Points, quadrature_points
 from .joint import Blocks, Joint, Shared, correlations, covariances, joint_of
 from .leave_one_out import square_root
@@ -77,13 +76,6 @@ def _log_ratio(at: Snapshot, shared: Shared, move: Tensor) -> Tensor:
         log_t = (x * (linear - 0.5 * matvec(precision, x))).sum(-1)
         total.index_add_(-1, owner, found[name].to(log_t) - log_t)
     return total.reshape(move.shape[:-1])
-
-
-def _far(log_r: Tensor, points: Points) -> Tensor:
-    """Whether mean and second moments of q r / E r are far from those of q (n,), from log r (Q, n)."""
-    share, x = (log_r + points.weights.log().unsqueeze(-1)).softmax(0), points.x
-    moments = torch.einsum("qn,qi,qj->nij", share - points.weights.unsqueeze(-1), x, x)
-    return (share.mT @ x).square().sum(-1) + 0.5 * moments.square().sum((-2, -1)) > 1.0
 
 
 def _averages(log_r: Tensor, points: Points, far: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -152,11 +144,9 @@ def tilts(at: Snapshot, joint: Joint, far: Far, half: Tensor, t: Tensor) -> Tens
 
 
 class CorrectedEvidence(NamedTuple):
-    """log p(y) by (2) in nats, with the size of that part of it which is of second order.
-
-    ``slope`` is the largest |E_q d log r / df| in nats a standard deviation, 0 at the optimum of q;
-    ``far`` is by k which data (n,) count by their cumulants.
-    """
+    """log p(y) by (2) in nats, and the size of its part of second order; ``slope`` is the largest
+    |E_q d log r / df| in nats a standard deviation, 0 at the optimum of q; ``far`` is by k which data
+    (n,) count by their cumulants."""
 
     log_p: float
     second: float
@@ -174,7 +164,10 @@ def corrected_evidence(at: Snapshot, joint: Joint) -> CorrectedEvidence:
         root[k] = square_root(torch.einsum("mni,mnj->nij", shared.half, shared.half))
         log_r = _log_ratio(at, shared, torch.einsum("nij,qj->qni", root[k], points.x))
         slopes.append(torch.einsum("q,qn,qk->nk", points.weights, log_r, points.x).abs().max())
-        far[k] = _far(log_r, points)
+        # how far mean and second moments of q r / E r are from those of q
+        share, x = (log_r + points.weights.log().unsqueeze(-1)).softmax(0), points.x
+        moments = torch.einsum("qn,qi,qj->nij", share - points.weights.unsqueeze(-1), x, x)
+        far[k] = (share.mT @ x).square().sum(-1) + 0.5 * moments.square().sum((-2, -1)) > 1.0
         log_mean, a[k] = _averages(log_r, points, far[k])
         center = points.weights @ log_r
         bound, gain = bound + center.sum(), gain + (log_mean - center).sum()
@@ -202,7 +195,9 @@ class Component(NamedTuple):
         found = {}
         for name, part in self.parts.items():
             _, half = self.joint.part(name, plan)
-            found[name] = part.table().quantiles(torch.special.ndtr(white @ half / part.sd))
+            found[name] = mixture([part], [1.0]).quantiles(
+                torch.special.ndtr(white @ half / part.sd)
+            )
         return found
 
 

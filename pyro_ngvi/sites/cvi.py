@@ -14,13 +14,12 @@ shortened until q is proper.  Data whose expectations are not finite keep their 
 
 With all data r = target - lambda is the gradient of the ELBO in the mean parameters mu, so the slopes
 at both ends of a step d = b r_old from mu_old to mu are known, and their secant is zero at the gain
+(Barzilai & Borwein 1988, in the geometry of the family)
 
     b* = <d, mu - mu_old> / (<d, mu - mu_old> / b - <r, mu - mu_old>).
 
-<d, mu - mu_old> is KL(q || q_old) + KL(q_old || q) > 0.  A sweep that overshoots makes the second
-slope negative, and the next one is shorter (Barzilai & Borwein 1988, in the geometry of the family).
-Where the ELBO fell all the same, half of d is taken back, again and again; nearly all of it, where the
-ELBO is not finite.
+<d, mu - mu_old> is KL(q || q_old) + KL(q_old || q) > 0.  Where the ELBO fell all the same, half of d is
+taken back, again and again; nearly all of it, where the ELBO is not finite.
 """
 
 from __future__ import annotations
@@ -65,10 +64,8 @@ def pairing(change: Pairs, moments: Pairs, ranks: Ranks = ALONE) -> Tensor:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The change of every site in the next sweep, its gain, and whether it goes back.
-
-    The memory after it is ``behind`` where it does, else ``ahead``, with the step that was taken.
-    """
+    """The change of every site in the next sweep, its gain, and whether it goes ``back``: the memory
+    after it is ``behind`` then, else ``ahead`` with the step that was taken."""
 
     change: Pairs
     gain: Tensor
@@ -104,8 +101,8 @@ def next_sweep(
 ) -> Sweep:
     """What to do from here: ``residual`` is target - site, and ``exact`` terms (n,) go all the way.
 
-    ``size`` () is that of the terms that the ELBO is the sum of, and with it of its roundings.  Where
-    a fingerprint (n, k + 1) is another one the sweep before had other data or another model.
+    ``size`` () is that of the terms that the ELBO is the sum of.  Where a fingerprint (n, k + 1) is
+    another one the sweep before had other data or another model.
     """
     pairs = [(x, memory["print"][name]) for name, x in prints.items()]
     same = torch.stack([((x == y) | (x.isnan() & y.isnan())).all() for x, y in pairs]).all()
@@ -222,9 +219,8 @@ class CVI(NaturalGradientOptim):
     """Conjugate-computation VI: an optimizer for ``pyro.infer.SVI`` that steps the sites of AutoSites.
 
     The loss must be :class:`~pyro_ngvi.SitesELBO`.  One step with all data is a sweep; some ten usually
-    do.  ``report()`` says how far the last one went, a difference of log normalizers (in float32
-    rounding below about 0.1).  Other guides take :class:`~pyro_ngvi.NGVB`.  Equations:
-    :mod:`pyro_ngvi.sites.cvi`.
+    do.  ``report()`` says how far the last one went (in float32 rounding below about 0.1).  Other
+    guides take :class:`~pyro_ngvi.NGVB`.  Equations: :mod:`pyro_ngvi.sites.cvi`.
 
     Args:
         guide: an :class:`~pyro_ngvi.AutoSites`, or an ``AutoGuideList`` that contains one.
@@ -264,11 +260,8 @@ class CVI(NaturalGradientOptim):
         block.curvature = None  # a step that failed may have left some
 
     def step_blocks(self, params: list[Tensor]) -> list[Tensor]:
-        """One step; the first of all leaves every other parameter alone.
-
-        Before a site has moved q is the prior, and the gradients in hyperparameters are so large that
-        the moments of Adam would remember them for a thousand steps.
-        """
+        """One step; the first of all leaves every other parameter alone: at the prior gradients are so
+        large that the moments of Adam would remember them for a thousand steps."""
         blocks = [block for _, block in self._blocks() if block.fresh]
         own = {id(p) for block in blocks for p in block.natural_params().values()}
         if any(id(p) in own for p in params):
@@ -286,7 +279,7 @@ class CVI(NaturalGradientOptim):
 
     @torch.no_grad()
     def _step_block(self, path: str, block: SiteGuide, tensors: dict[str, Any]) -> None:
-        targets, algebra = block.take_curvature(), block.algebra
+        targets, algebra, block.curvature = block.curvature, block.algebra, None
         self._check_curvature(block, targets)
         self._whole = targets.whole
         before = self._state_of(path, block, {n: p.detach() for n, p in tensors.items()})
@@ -324,8 +317,7 @@ class CVI(NaturalGradientOptim):
 
     @property
     def sweeps(self) -> bool:
-        """Whether the last step was one of a fixed-point iteration: of all data, without draws, and
-        with no parameters beside the sites."""
+        """Whether the last step was one of a fixed-point iteration: all data, no draws, sites alone."""
         return self._whole and not self._has_others
 
     def report(self, path: str | None = None) -> SweepReport:

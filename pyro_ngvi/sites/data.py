@@ -1,15 +1,12 @@
 r"""The sites of the data of an AutoSites guide: as a user sees them, and as data come, go or change.
 
-Every datum has a site of its own, so taking it away divides that site out:
+Every datum has a site of its own, so taking data G away divides these out:
 
     q without G   propto   q / prod_(n in G) t_n   =   p prod_(n not in G) t_n,
 
-at once and without its likelihood: with a Gaussian likelihood this is the exact posterior without G,
-with another one its approximation by the other sites as they are.  New data begin with a site of 0.
-
-Not for models whose latent block has an entry for each datum (a Gaussian process at the data's inputs,
-an effect of every datum): without the datum that is another block, which the next call refuses.
-``reset`` works there too.
+exact with a Gaussian likelihood.  New data begin with a site of 0.  Not for models whose latent block
+has an entry for each datum (a Gaussian process at the data's inputs): without the datum that is another
+block, which the next call refuses.  ``reset`` works there too.
 """
 
 from __future__ import annotations
@@ -41,7 +38,12 @@ class SiteView:
     @classmethod
     def of(cls, linear: Tensor, precision: Tensor) -> SiteView:
         linear, precision = linear.detach().clone(), precision.detach().clone()
-        return cls(linear, precision, _peak(linear, precision))
+        values, vectors = torch.linalg.eigh(precision)
+        size = values.abs()
+        least = precision.shape[-1] * torch.finfo(precision.dtype).eps * size.amax(-1)
+        exists = (size.amin(-1) > least).unsqueeze(-1)  # not singular to working precision
+        mean = matvec(vectors, matvec(vectors.mT, linear) / values)
+        return cls(linear, precision, torch.where(exists, mean, torch.nan))
 
 
 def group_of(plan: ModelStructure, name: str | None, table: bool = True) -> Group:
@@ -81,13 +83,3 @@ def numbers(indices: Indices | None, group: Group, device: torch.device) -> Tens
     if len(found.unique()) < len(found):
         raise ValueError(f"AutoSites: a number of {group.name!r} comes more than once.")
     return found
-
-
-def _peak(linear: Tensor, precision: Tensor) -> Tensor:
-    """Lambda^-1 nu (N, k), NaN where Lambda is singular to working precision."""
-    values, vectors = torch.linalg.eigh(precision)
-    size = values.abs()
-    least = precision.shape[-1] * torch.finfo(precision.dtype).eps * size.amax(-1)
-    exists = (size.amin(-1) > least).unsqueeze(-1)
-    along = matvec(vectors.mT, linear)
-    return torch.where(exists, matvec(vectors, along / values), torch.nan)

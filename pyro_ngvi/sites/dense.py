@@ -6,8 +6,8 @@ r"""The dense algebra: a block with white prior noise, D x D, or smaller where t
     h = sum A_n' (nu_n - Lambda_n b_n),  P = sum A_n' Lambda_n A_n,
     q(eps) = N(W^-1 h, W^-1),  W = I + P,   log Z = c + h' W^-1 h / 2 - log |W| / 2.
 
-q is proper where W is positive definite, whatever the signs of single Lambda_n.  W >= I where all are
-positive semi-definite, so nothing is badly conditioned, however wide or degenerate the prior.
+q is proper where W is positive definite, whatever the signs of single Lambda_n.  Where none is negative
+W >= I: nothing is badly conditioned, however wide or degenerate the prior.
 
 With fewer rows in A than D, the data see Q' eps only, A = A~ Q' (A~ square and triangular, Q D x R with
 orthonormal columns): everything happens in these R directions, and the others keep the prior.  Not for
@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..linalg.products import BLOCK
 from .algebra import Algebra, GaussianPotential, Pairs, View
 from .bound_model import BoundModel, moves
 from .new_inputs import KnownInputs
@@ -33,8 +32,7 @@ from .structure import Kept, LinearMap, ModelStructure
 class WhitePosterior:
     """q(eps) = N(mean, W^-1).  ``proper`` is a 0-dim bool; without it nothing holds.
 
-    W is factored from its last row on: with J the reversal of the entries, J W J = C C', C lower
-    triangular.  Where A is triangular C^-1 J A' is too, after the reversal, and costs half as much.
+    W is factored from its last row on: J W J = C C', J the reversal of the entries, C lower triangular.
     """
 
     def __init__(self, evidence: GaussianPotential) -> None:
@@ -52,23 +50,15 @@ class WhitePosterior:
         """Mean (N, k) and covariance (N, k, k) of A eps + b, without the rest."""
         n, k, _ = at.design.shape
         A = at.design.flatten(0, 1)
-        learns = A.requires_grad or self.root.requires_grad  # slices would each leave a gradient
-        block = max(1, BLOCK // k) if at.triangular and not learns else max(n, 1)
-        parts = [A.new_zeros(0, k, k)]
-        for start in range(0, n, block):
-            stop = min(start + block, n)
-            rows = A[start * k : stop * k]
-            half = self.half(rows[:, : stop * k] if at.triangular else rows)
-            half = half.reshape(-1, stop - start, k)
-            if k == 1:  # a row's square, without the n products of 1 x 1
-                parts.append(torch.linalg.vector_norm(half, dim=0).square().unsqueeze(-1))
-            else:
-                parts.append(torch.einsum("rni,rnj->nij", half, half))
-        return (A @ self.mean).reshape(n, k) + at.offset, torch.cat(parts)
+        half = self.half(A).reshape(len(self.root), n, k)
+        if k == 1:  # a row's square, without the n products of 1 x 1
+            covariance = torch.linalg.vector_norm(half, dim=0).square().unsqueeze(-1)
+        else:
+            covariance = torch.einsum("rni,rnj->nij", half, half)
+        return (A @ self.mean).reshape(n, k) + at.offset, covariance
 
     def half(self, rows: Tensor) -> Tensor:
-        """H (r, M) with H'H the covariance of rows (M, R) of eps; of R columns the last may be left
-        out where they are 0: then ``rows`` is (M, r)."""
+        """H (r, M) with H'H the covariance of rows (M, r) of eps, of which the other columns are 0."""
         left_out = len(self.root) - rows.shape[-1]
         rest = self.root[left_out:, left_out:]
         return torch.linalg.solve_triangular(rest, rows.flip(-1).mT, upper=False)
@@ -92,10 +82,8 @@ class WhitePosterior:
         return at_mean - 0.5 * (evidence.precision * second).sum()
 
     def kl(self, sites: Iterable[tuple[Tensor, Tensor]] | None = None) -> Tensor:
-        """KL(q || p) = (|mean|^2 + tr W^-1 - R + log det W) / 2, 0-dim, in nats.
-
-        Cheaper from Lambda and C of all sites that q is made of: tr W^-1 - R = -sum_n tr Lambda_n C_n.
-        """
+        """KL(q || p) = (|mean|^2 + tr W^-1 - R + log det W) / 2, 0-dim, in nats; cheaper from Lambda
+        and C of all sites that q is made of: tr W^-1 - R = -sum_n tr Lambda_n C_n."""
         if sites is None:
             trace = self.covariance_half().square().sum() - len(self.mean)
         else:
@@ -165,11 +153,8 @@ class DenseAlgebra(Algebra):
         self.known = KnownInputs(call) if KnownInputs.processes(call.block) else None
 
     def view(self, call: BoundModel) -> View:
-        """Maps made by running the model, or those of the last call where they still hold.
-
-        That is tried at one random point, wherever the host can look without waiting: bit for bit,
-        since a small column of covariates hides behind a large one from any tolerance.
-        """
+        """Maps made by running the model, or those of the last call where they still hold: at a random
+        point, bit for bit, as small covariates hide behind large ones from any tolerance."""
         if self.basis is not None and not call.whole:
             raise ValueError(
                 f"AutoSites: the guide began with all data and keeps {self.basis.shape[1]} directions "

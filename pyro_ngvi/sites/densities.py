@@ -3,7 +3,7 @@ r"""Densities of single numbers: Gaussians that are tilted, their mixtures, and 
     p(x) propto N(x; m, s^2) exp(c(t)),   t = (x - m) / s,   |t| <= REACH,
 
 c, the logarithm of what makes the difference from the Gaussian, is known at even steps of t, and a
-natural cubic spline between: where it falls steeply in a tail, no other part of it is disturbed.
+natural cubic spline between.
 """
 
 from __future__ import annotations
@@ -64,9 +64,6 @@ class Tilted(NamedTuple):
         """The density (P, D) at x (P, D)."""
         return self.relative((x - self.mean) / self.sd) / self.sd
 
-    def table(self) -> Densities:
-        return mixture([self], [1.0])
-
     @property
     def at_edge(self) -> Tensor:
         """The larger of both densities (D,) at the ends, as a share of the Gaussian's largest."""
@@ -76,15 +73,7 @@ class Tilted(NamedTuple):
 
 @dataclass(frozen=True)
 class Densities:
-    """D densities p (P, D) at ascending points x (P, D), linear in between.
-
-    Example:
-        >>> import torch
-        >>> x = torch.linspace(0.0, 1.0, 1001).unsqueeze(-1)
-        >>> even = Densities.of(x, torch.ones_like(x))
-        >>> even.mean, even.quantiles(torch.tensor([0.1]))
-        (tensor([0.5000]), tensor([[0.1000]]))
-    """
+    """D densities p (P, D) at ascending points x (P, D), linear in between."""
 
     x: Tensor
     p: Tensor
@@ -128,9 +117,8 @@ class Densities:
         """(Q, D) at levels (Q,) or (Q, D)."""
         mass = torch.cumulative_trapezoid(self.p, self.x, dim=0)
         cdf = torch.cat([torch.zeros_like(mass[:1]), mass]) / mass[-1]
-        levels = (
-            levels.to(cdf).reshape(len(levels), *levels.shape[1:] or (1,)).expand(-1, cdf.shape[1])
-        )
+        levels = (levels if levels.dim() > 1 else levels.unsqueeze(-1)).to(cdf)
+        levels = levels.expand(-1, cdf.shape[1])
         right = torch.searchsorted(cdf.mT.contiguous(), levels.mT.contiguous()).mT
         right = right.clamp(1, len(cdf) - 1)
         (a, b), (low, high) = ((z.gather(0, right - 1), z.gather(0, right)) for z in (cdf, self.x))

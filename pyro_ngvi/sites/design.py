@@ -3,12 +3,11 @@ r"""Where to evaluate a density of a few hyperparameters, and what its values sa
     u = mode + R z,    R R' = (-Hessian)^-1 at the mode,
 
 so that the density of z is near N(0, I).  For one to three hyperparameters the points are a lattice of
-z, grown from the mode to wherever the density is above exp(-DROP) of its largest value: so it follows
-long tails.  Sums over a lattice of steps h integrate a Gaussian with an error of 2 exp(-2 pi^2 / h^2).
-For more they are Sobol points of N(0, WIDER^2 I), with importance weights.  In between, log p +
-|z|^2 / 2 is interpolated by cubic radial functions |z - z_k|^3 and a linear one, in one dimension the
-natural cubic spline, and the integral and the marginals of theta are sums over many points of it.  A
-cubic overshoots next to a fall, so log p counts there as DEEP below the largest and |z|^2 / 2 at least.
+z, grown from the mode to wherever the density is above exp(-DROP) of its largest value; sums over a
+lattice of steps h integrate a Gaussian with an error of 2 exp(-2 pi^2 / h^2).  For more they are Sobol
+points of N(0, WIDER^2 I), with importance weights.  In between, log p + |z|^2 / 2, no deeper than DEEP,
+is interpolated by cubic radial functions |z - z_k|^3 and a linear one (in one dimension the natural
+cubic spline), of which the integral and the marginals of theta are sums over many points.
 """
 
 from __future__ import annotations
@@ -44,11 +43,8 @@ Place = tuple[Tensor, float, Tensor]
 
 @dataclass(frozen=True)
 class Design:
-    """Points z (K, p) with log p (K,), and weights (K,) that sum to 1.
-
-    ``log_sum`` is the log of the integral by these alone.  At ``lost`` (L, p) log p has no value, and
-    ``closed`` is whether it fell by DROP all around.
-    """
+    """Points z (K, p) with log p (K,), and weights (K,) that sum to 1: ``log_sum`` is the log of the
+    integral by these.  At ``lost`` (L, p) log p has no value; ``closed``: it fell by DROP all round."""
 
     center: Tensor
     root: Tensor
@@ -79,13 +75,9 @@ class Design:
         """Many points z (S, p) with the logs of their shares (S,) of the integral over u."""
         p, volume = self.z.shape[1], torch.linalg.slogdet(self.root)[1]
         if p in STEPS:
-            inner = STEPS[p] * (
-                (torch.arange(FINE[p], dtype=self.z.dtype, device=self.z.device) + 0.5) / FINE[p]
-                - 0.5
-            )
-            z = (self.z.unsqueeze(1) + torch.cartesian_prod(*[inner] * p).reshape(-1, p)).flatten(
-                0, 1
-            )
+            inner = STEPS[p] * ((torch.arange(FINE[p]).to(self.z) + 0.5) / FINE[p] - 0.5)
+            grid = torch.cartesian_prod(*[inner] * p).reshape(-1, p)
+            z = (self.z.unsqueeze(1) + grid).flatten(0, 1)
             log_q = torch.full_like(z[:, 0], p * log(FINE[p] / STEPS[p]))
         else:
             z = sobol(DRAWN, self.z)
@@ -133,9 +125,9 @@ def find_mode(
 ) -> tuple[Tensor, Tensor, bool]:
     """The mode (p,), R (p, p), and whether it is one: no slope is left, the Hessian negative definite.
 
-    ``gradient_at`` gives log p and its gradient, -inf and NaN where it has none.  BFGS ends where its
-    own inverse Hessian sees no gain.  That knows the directions alone in which it went, so it begins
-    again from the Hessian, by differences of gradients, until that sees none either.
+    ``gradient_at`` gives log p and its gradient, -inf and NaN where it has none.  The inverse of BFGS
+    knows the directions alone in which it went, so it begins again from the Hessian, by differences of
+    gradients, until that sees no gain either.
     """
     one = torch.eye(len(start), dtype=start.dtype, device=start.device)
     at: Place = start, *gradient_at(start)

@@ -13,19 +13,16 @@ products for k = 2, 3; for k > 3 Sobol points with their antipodes, scaled to ha
 covariance, so exact to degree 3.
 
 At the prior, expectations tell nothing of where the data are: under a wide one they are flat or
-overflow, and the first Newton step of a count of 1,000 goes to f = 600.  So each site starts as the one
-that its datum would have alone, under N(m_n, C_n) with C_n made narrower than 1:
+overflow.  So each site starts as the one that its datum would have alone, under N(m_n, C_n) with C_n
+made narrower than 1:
 
     a <- a + V (C_n^-1 (m_n - a) + g),  V = (C_n^-1 + Lambda)^-1,  Lambda = |H|,
 
 g and H the expectations under N(a, V), with steps of at most 2 in every entry: the scale of the usual
-links.  Quadratic terms come out as they are, whatever the start.
-
-A datum's own ELBO, E log p - KL(N(a, V) || N(m_n, C_n)), must rise at every step, or the next is half
-as long.  The rounds diverge otherwise where f has a location and a log scale: H grows as the scale to
-the power -2, so V and H take turns at being too wide and too narrow.  There H is indefinite too, which
-is why it is |H| that bounds a step.  V goes along a geodesic, V^1/2 (V^-1/2 V_new V^-1/2)^t V^1/2,
-since it may change by orders of magnitude.
+links.  Quadratic terms come out as they are.  A datum's own ELBO, E log p - KL(N(a, V) || N(m_n, C_n)),
+must rise at every step, or the next is half as long: where f has a location and a log scale the rounds
+diverge otherwise.  V, which may change by orders of magnitude, goes along a geodesic,
+V^1/2 (V^-1/2 V_new V^-1/2)^t V^1/2.
 """
 
 from __future__ import annotations
@@ -105,15 +102,14 @@ def expectations(
     """The expectations of every group, from one batched run of the model.
 
     ``log_likelihood`` takes f (Q, N, k) by group to log p (Q, N); ``marginals`` are m (N, k) and
-    C (N, k, k).  Values keep the graph of the marginals and of the model's parameters; derivatives are
-    detached.  Groups run together, so those of fewer points have some of weight 0 beside.
+    C (N, k, k).  Values keep the graph; derivatives are detached.
     """
     most = max(len(p.x) for p in points.values())
     f, roots, padded = {}, {}, {}
     for name, (mean, covariance) in marginals.items():
         x, weights = points[name].x, points[name].weights
         short = most - len(x)
-        if short:
+        if short:  # groups run together
             x = torch.cat([x, x[:1].expand(short, -1)])
             weights = torch.cat([weights, weights.new_zeros(short)])
         padded[name] = Points(x, weights)
@@ -138,11 +134,8 @@ def expectations(
 
 
 def _root(mean: Tensor, covariance: Tensor) -> Tensor:
-    """L (N, k, k) with L L' = C, kept so far from 0 that points differ after rounding.
-
-    By some 1 / eps^(1/3) roundings of the mean: fewer would leave nothing of H, and more would be
-    seen in E log p, where the mean is large beside the noise of the data.
-    """
+    """L (N, k, k) with L L' = C, kept so far from 0 that points differ after rounding: by some
+    1 / eps^(1/3) roundings of the mean, as fewer leave nothing of H and more are seen in E log p."""
     eps = torch.finfo(mean.dtype).eps
     floor = eps ** (4.0 / 3.0) * (1.0 + mean.detach().square())
     if mean.shape[-1] == 1:

@@ -6,11 +6,10 @@ A predictor f (N, k) of an observed site with N data must be
 * *sufficient*: with f held, the log likelihood does not change with the noise,
 * *local*: the term of datum n changes with f_n only.
 
-All three are tried in runs of the model at a few points, not read from its text: any operation of
-torch that happens to be affine counts, whatever its name.  Data are told apart by the binary digits
-of their numbers, so locality takes 2 log2(N) runs, batched.  Of the predictors that pass, the one
-with the fewest entries per datum is taken, and of these the first; where none passes alone, pairs are
-tried, such as the location and the log scale of a Normal.
+All three are tried in runs of the model at a few points.  Data are told apart by the binary digits of
+their numbers, so locality takes 2 log2(N) runs, batched.  Of the predictors that pass, the first with
+the fewest entries per datum is taken; where none passes alone, pairs are tried, such as the location
+and the log scale of a Normal.
 """
 
 from __future__ import annotations
@@ -51,10 +50,8 @@ def first_call(
     latent: str | None,
     inducing: Tensor | None,
 ) -> tuple[ModelStructure, Algebra]:
-    """The structure of a ``model`` at these arguments, where ``own`` latent sites are the guide's.
-
-    With the algebra that suits it.  Its other latent sites are drawn under the handler ``drawn``.
-    """
+    """The structure of a ``model`` at these arguments, where ``own`` latent sites are the guide's and
+    others are drawn under the handler ``drawn``, with the algebra that suits it."""
 
     def rest() -> dict[str, Tensor]:
         """A value from the prior for every latent site that other guides of a list infer."""
@@ -78,10 +75,8 @@ def first_call(
 def find_structure(
     runner: ConditionedModel, other: ConditionedModel | None, latent: str | None
 ) -> ModelStructure:
-    """The block of a model and the predictors of its data, or the site ``latent`` as their predictor.
-
-    ``other`` is a runner at other values of latent sites outside of the block.
-    """
+    """The block of a model and the predictors of its data, or the site ``latent`` as their predictor;
+    ``other`` is a runner at other values of latent sites outside of the block."""
     run = runner(None)
     if not run.own:
         raise ValueError("AutoSites: the model has no latent site of its own to infer.")
@@ -168,10 +163,8 @@ def _refuse_factor(name: str, runner: ConditionedModel, run: WhitenedRun) -> Non
 
 
 class _Search:
-    """For the predictor of the observed site ``name``, which must be free of what ``other`` changes.
-
-    ``declared`` names a site to take as the predictor.
-    """
+    """For the predictor of the observed site ``name``, which must be free of what ``other`` changes;
+    ``declared`` names a site to take."""
 
     def __init__(
         self,

@@ -7,7 +7,6 @@ from math import isfinite
 from textwrap import shorten
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
@@ -18,7 +17,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from ..linalg.host import own_random_state
 from ..runtime.density import LatentLayout
-from .conditioned_model import MeansOfProcesses
+from .conditioned_model import MeansOfProcesses, is_gaussian
 from .corrections import corrected_evidence
 from .cvi import CVI
 from .guide import AutoSites
@@ -43,8 +42,6 @@ class _Held(Messenger):
 
 
 class GivenTheta:
-    """The model given theta, its guide of sites, and what both say of theta."""
-
     def __init__(self, model: Callable[..., Any], args: Any, kwargs: Any, over: Any, latent: Any):
         self.model, self.args, self.kwargs = model, args, kwargs
         self.values: dict[str, Tensor] = {}
@@ -53,7 +50,8 @@ class GivenTheta:
         self.known: dict[tuple[float, ...], list[Tensor]] = {}
         draws = [self._latents(seed) for seed in range(PRIORS)]
         sites = draws[0]
-        names = [n for n, s in sites.items() if not _is_gaussian(s)] if over is None else list(over)
+        others = [n for n, s in sites.items() if not is_gaussian(unwrapped(s))]
+        names = others if over is None else list(over)
         for name in names:
             fn = sites[name]["fn"] if name in sites else None
             if fn is None or fn.support.is_discrete:
@@ -86,10 +84,6 @@ class GivenTheta:
         with poutine.block(), own_random_state(seed), torch.no_grad(), MeansOfProcesses():
             trace: Any = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
         return {n: s for n, s in trace.iter_stochastic_nodes() if not site_is_subsample(s)}
-
-    @property
-    def program(self) -> tuple[Any, Any]:
-        return self.conditioned, self.guide
 
     def conditioned(self, *args: Any, **kwargs: Any) -> Any:
         with _Held(), poutine.condition(data=self.values):
@@ -149,7 +143,8 @@ class GivenTheta:
         before, slack = torch.inf, 64.0 * torch.finfo(self.like.dtype).eps
         for _ in range(SWEEPS):
             with poutine.block():
-                loss = float(self.loss.loss_and_grads(*self.program, *self.args, **self.kwargs))
+                program = self.conditioned, self.guide
+                loss = float(self.loss.loss_and_grads(*program, *self.args, **self.kwargs))
                 self.optim(params)
             still = abs(loss - before) <= slack * (1.0 + abs(loss))
             if still or self.optim.report().step_norm < SETTLED:
@@ -168,8 +163,8 @@ class GivenTheta:
         moved = u.clone().requires_grad_()
         with torch.enable_grad(), poutine.block():
             log_det = self.move(moved)
-            loss = self.loss.differentiable_loss(*self.program, *self.args, **self.kwargs)
-            value = log_det - loss
+            program = self.conditioned, self.guide
+            value = log_det - self.loss.differentiable_loss(*program, *self.args, **self.kwargs)
             (slope,) = torch.autograd.grad(value, moved)
         self.move(u)
         return float(value.detach()), slope
@@ -192,8 +187,3 @@ class GivenTheta:
         """The values at u (p,), in words."""
         values = {n: x[0].flatten().tolist() for n, x in self.at(u.unsqueeze(0)).items()}
         return ", ".join(f"{n} = {' '.join(f'{v:.3g}' for v in x)}" for n, x in values.items())
-
-
-def _is_gaussian(site: Any) -> bool:
-    fn = unwrapped(site)
-    return isinstance(fn, dist.Normal | dist.MultivariateNormal) or hasattr(fn, "from_noise")

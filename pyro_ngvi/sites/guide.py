@@ -138,10 +138,9 @@ class AutoSites(SiteGuide):
         """Mean and variance of every entry of every latent site under q, by name, in their shapes.
 
         Arguments are those of the model, without data: ``guide.predict(X_new)``.  A
-        ``GaussianProcess`` follows to new inputs by its conditional, and its jitter is part of the
-        variance.  No draws, and no matrix in the number of new inputs (unless other latent sites
-        depend on the process).  Beside a process, sites of another shape with these arguments, such as
-        a noise of every datum, are left out: q says nothing of their new entries.
+        ``GaussianProcess`` follows to new inputs by its conditional, jitter included, without a matrix
+        in their number (unless other latent sites depend on the process).  Beside a process, sites of
+        another shape with these arguments are left out.
 
         Raises:
             ValueError: where the prior of another site is not the one of the last step: it is made
@@ -163,9 +162,8 @@ class AutoSites(SiteGuide):
     def remove(self, indices: Indices, group: str | None = None) -> None:
         """Delete the sites of these data, which the next call of the model no longer brings.
 
-        q is the one without them from now on: exact with a Gaussian likelihood; otherwise one or
-        two further steps bring the other sites up to date.  A model that has a latent variable for
-        each datum is refused at the next call.
+        q is the one without them from now on: exact with a Gaussian likelihood; otherwise take one or
+        two further steps.  A model with a latent variable for each datum is refused at the next call.
 
         Args:
             indices: numbers of data of the group, or a mask (N,) of bools.  The others close up.
@@ -263,7 +261,7 @@ class AutoSites(SiteGuide):
         """Leave-one-out predictive densities from the sites, without refitting.
 
         Arguments: those of the model with all data; by default those of the last step.
-        Equations and how it compares with PSIS-LOO: :mod:`pyro_ngvi.sites.leave_one_out`.
+        Equations: :mod:`pyro_ngvi.sites.leave_one_out`.
         """
         return loo_of(self._snapshot(args, kwargs))
 
@@ -300,8 +298,7 @@ class AutoSites(SiteGuide):
     ) -> SiteMarginals:
         """Marginal posteriors that are not Gaussian, and the evidence, at the hyperparameters of now.
 
-        After the steps of CVI: what the sites leave over of the likelihood is integrated.  Equations
-        and when not to trust it: :mod:`pyro_ngvi.sites.corrections`.
+        After the steps of CVI.  Equations: :mod:`pyro_ngvi.sites.corrections`.
 
         Args:
             args: as for :meth:`loo`, with ``kwargs``.
@@ -316,11 +313,6 @@ class AutoSites(SiteGuide):
                 datum, and for some 10^4 latent variables.
         """
         return marginals_of(self._snapshot(args, kwargs), names, num_samples, seed)
-
-    def predictor_means(self, group: str | None = None) -> tuple[str, Tensor]:
-        """Name of a group and the posterior mean (N, k) of its f, at the arguments of the last step."""
-        name = group_of(self._structure(), group).name
-        return name, self._snapshot((), {}).marginals[name].mean
 
     @torch.no_grad()
     def _snapshot(self, args: Any, kwargs: Any) -> Snapshot:

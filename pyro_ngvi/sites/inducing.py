@@ -11,18 +11,15 @@ mean of g_n and A_n S A_n' + sum_c H_n[:, c] H_n[:, c]' var rest^c_n.
 
 Of data of shape (N,) datum n is at input n; where they have more dimensions, such as N inputs with K
 outputs each, its input i(n) is the number along one of them.  H and b are found by running the model at
-the C unit vectors, at all inputs at once, and need no run where the data see processes as they are.
+the C unit vectors, at all inputs at once.
 
 The sites are the dual parameters of Adam, Chang, Khan & Solin (2021); for a Gaussian likelihood the
-bound is that of Titsias (2009) after one step.  The sites of a minibatch see its data only, so each
-replaces its own share of the evidence, O(k B (C M)^2 + (C M)^3), and no gradient noise is left:
-minibatches converge to where all data do.
+bound is that of Titsias (2009) after one step.  A minibatch replaces its own share of the evidence,
+O(k B (C M)^2 + (C M)^3): minibatches converge to where all data do.
 
-Where minibatches learn hyperparameters, what the other sites say would be that of an older prior.  The
-coordinates eps change most with it; those of u hardly do, in which f_n is an interpolation of u with
-weights L^-T a_n.  So the evidence is then kept for u, and hyperparameters see q(u) move with the prior
-at held evidence, as they do with all data.  What is left of older weights is forgotten: the evidence is
-a *running* average, of which one pass of the data replaces a tenth by its own estimate.
+Where minibatches learn hyperparameters, what the other sites say would be that of an older prior.  It
+is then kept for u, in which f_n is an interpolation with weights L^-T a_n that hardly change, and is a
+*running* average, of which one pass of the data replaces a tenth by its own estimate.
 ``guide.refresh`` with all data, or a step with them, makes it exact again.
 
 Not for other latent sites in the same block, processes that depend on each other a priori, nor for data
@@ -242,11 +239,8 @@ def only_processes(plan: ModelStructure, call: BoundModel, inducing: Tensor) -> 
 
 
 def find_axes(plan: ModelStructure, call: BoundModel) -> dict[str, int]:
-    """Along which dimension of a group's data the inputs of the processes are, at the first call.
-
-    Raises:
-        ValueError: where the data see processes at other inputs than their own.
-    """
+    """Along which dimension of a group's data the inputs of the processes are, at the first call;
+    refuses data that see processes at other inputs than their own."""
     count = _count(call)
     axes = {group.name: 0 for group in plan.groups if _columns(plan, group) is not None}
     others = [group for group in plan.groups if group.name not in axes]

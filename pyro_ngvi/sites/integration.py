@@ -2,12 +2,11 @@ r"""Latent Gaussian models with priors on their hyperparameters: nested, determi
 
     p(theta | y)  propto  p(y | theta) p(theta),       p(x | y) = sum_k w_k p(x | y, theta_k),
 
-with p(y | theta) and p(x | y, theta) those of :mod:`pyro_ngvi.sites.corrections`, after sweeps of CVI
-that begin at the sites of the point before, and points theta_k around the mode of p(theta | y) in
-unconstrained coordinates (:mod:`pyro_ngvi.sites.design`).  This is the plan of INLA (Rue, Martino &
-Chopin 2009, "Approximate Bayesian inference for latent Gaussian models by using integrated nested
-Laplace approximations", JRSS B 71), with variational sites in the place of Laplace approximations.  The
-mode is that of the ELBO, whose gradient in theta is exact once the sites have converged.
+with p(y | theta) and p(x | y, theta) those of :mod:`pyro_ngvi.sites.corrections`, and points theta_k
+around the mode of p(theta | y) in unconstrained coordinates (:mod:`pyro_ngvi.sites.design`).  This is
+the plan of INLA (Rue, Martino & Chopin 2009, "Approximate Bayesian inference for latent Gaussian models
+by using integrated nested Laplace approximations", JRSS B 71), with variational sites in the place of
+Laplace approximations.  The mode is that of the ELBO.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Data that see the same f, or linear functions of each other's, are one datum to 
     f_j = m_j + B_j (f_i - m_i),      r_i(f_i)  ->  prod_j r_j(m_j + B_j (f_i - m_i)),
 
 an integral in the k dimensions of one of them.  With u = S^-1 (f - m), S S' = C, and R_ij = cov(u_i,
-u_j), f_i tells f_j but for k - |R_ij|^2 of its k units of variance, and B_j = S_j R_ji S_i^-1.  Less
-than ``SAME`` counts as nothing: processes differ at equal inputs by their jitter.
+u_j), f_i tells f_j but for k - |R_ij|^2 of its k units of variance (less than ``SAME``, as of jitter,
+counts as nothing), and B_j = S_j R_ji S_i^-1.
 """
 
 from __future__ import annotations
@@ -35,20 +35,16 @@ Blocks = dict[tuple[int, int], Tensor]
 
 
 class Shared(NamedTuple):
-    """Those n f that tell what all data of one k see: halves (M, n, k) of covariances.
-
-    ``data`` has by group the number (N,) of the f that tells each datum's, and B (N, k, k).
-    """
+    """Those n f that tell what all data of one k see: halves (M, n, k) of covariances; ``data`` has by
+    group the number (N,) of the f that tells each datum's, and B (N, k, k)."""
 
     half: Tensor
     data: dict[str, tuple[Tensor, Tensor]]
 
 
 class Joint(NamedTuple):
-    """The block z and all f under q: means (D,), (N, k), and halves (M, D), (M, N, k) of covariances.
-
-    half' half is the covariance, also between them; ``shared`` is by k.
-    """
+    """The block z and all f under q: means (D,), (N, k), and halves (M, D), (M, N, k) of covariances,
+    half' half, also between them; ``shared`` is by k."""
 
     mean: Tensor
     half: Tensor

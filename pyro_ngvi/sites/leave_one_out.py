@@ -23,21 +23,17 @@ C r = (C_ g)' r, and
 
     KL(q without t_n || q) = (tr M^-1 - k + log |M| + r' C r) / 2.
 
-All of it needs the k x k marginals only, so it holds in every algebra (Opper & Winther 2000 for
-cavities of Gaussian approximations).  The moves of the latent variables follow by the linear map from
-the white block.  A set G of data is one site of its stacked predictors; where these have more entries
-than the block, of the block itself:
+All of it needs the k x k marginals only, so it holds in every algebra (Opper & Winther 2000).  A set G
+of data is one site of its stacked predictors; where these have more entries than the block, of the
+block itself:
 
     Lambda_G -> A_G' Lambda_G A_G,    g_G -> A_G' g_G,    C_G -> V.
 
-The other sites stay as they are with all data.  For a Gaussian likelihood all of it is exact; for
-others they would follow a little (Vehtari, Mononen, Tolvanen, Sivula & Winther 2016, "Bayesian
-leave-one-out cross-validation approximations for Gaussian latent variable models", JMLR).  A datum that
-matters can be refitted without: ``guide.remove(n)`` and a few steps.  Under ``poutine.scale`` the sites
-are those of p^c, and what is predicted is p.
-
-PSIS-LOO, ``arviz.loo(ngvi.to_arviz(model, guide, *args))``, weighs draws of q by 1 / p(y_n | z), and
-fails, with a large k-hat, for data of much influence.
+The other sites stay as they are with all data: exact for a Gaussian likelihood; with others they would
+follow a little (Vehtari, Mononen, Tolvanen, Sivula & Winther 2016, "Bayesian leave-one-out
+cross-validation approximations for Gaussian latent variable models", JMLR), as they do after
+``guide.remove(n)`` and a few steps.  Under ``poutine.scale`` the sites are those of p^c, and what is
+predicted is p.
 
 Not for a comparison of models on part of the data: each datum here is one value of an observed site, or
 of several where these see the same predictor, which are left out together.
@@ -69,8 +65,8 @@ CHUNK = 2**23
 class Cavity:
     """Gaussians of f without their sites, and how far q is from there; NaN where not ``proper`` (n,).
 
-    ``move`` (n, k) is m - m_, ``pull`` (n, k) is r; of the whole block are ``distance`` (n,), the
-    length of its move in q's standard deviations, and ``kl`` (n,) KL(cavity || q) in nats.
+    ``move`` (n, k) is m - m_, ``pull`` (n, k) is r; ``distance`` (n,) and ``kl`` (n,) are those of an
+    :class:`Influence`.
     """
 
     mean: Tensor
@@ -83,15 +79,7 @@ class Cavity:
 
 
 def divide_out(mean: Tensor, covariance: Tensor, linear: Tensor, precision: Tensor) -> Cavity:
-    """The cavities of q(f) = N(mean (n, k), covariance (n, k, k)) without sites (n, k), (n, k, k).
-
-    Example:
-        >>> import torch
-        >>> one = torch.ones(1, 1, 1)
-        >>> at = divide_out(one[0], one, 2 * one[0], 0.5 * one)  # N(1, 1) / exp(2 f - f^2 / 4)
-        >>> at.mean.round(decimals=6), at.covariance.round(decimals=6), at.proper
-        (tensor([[-2.]]), tensor([[[2.]]]), tensor([True]))
-    """
+    """The cavities of q(f) = N(mean (n, k), covariance (n, k, k)) without sites (n, k), (n, k, k)."""
     k = mean.shape[-1]
     finite = torch.isfinite(covariance).all(-1).all(-1)
     S = square_root(torch.where(finite.reshape(-1, 1, 1), covariance, 0.0))
@@ -117,10 +105,8 @@ def divide_out(mean: Tensor, covariance: Tensor, linear: Tensor, precision: Tens
 
 
 def square_root(covariance: Tensor) -> Tensor:
-    """S (n, k, k) with S S' = C for positive semi-definite C (n, k, k), singular or not.
-
-    Entries may be of any scale: S = D U w^1/2, with D the sds and U w U' the correlations.
-    """
+    """S (n, k, k) with S S' = C for positive semi-definite C (n, k, k): D U w^1/2, with D the sds and
+    U w U' the correlations."""
     sd = covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt().unsqueeze(-1)
     if covariance.shape[-1] == 1:
         return sd
@@ -195,9 +181,8 @@ def _log_predictive(
 ) -> tuple[Tensor, Tensor]:
     """log E p(y_n | f) (N,) for f ~ N(mean, covariance) of a group; which data have p = 1 always.
 
-    The points f = mean + S v, v = start + spread x, lie where N(mean, covariance) times the site is,
-    which p follows: those of the cavity itself would miss a likelihood that is much narrower.  The
-    spread is between the two, as far as the points lie dense enough.
+    The points f = mean + S v, v = start + spread x, lie where N(mean, covariance) times the site is, or
+    somewhat wider: those of the cavity itself would miss a likelihood that is much narrower.
     """
     size, k = mean.shape
     linear, precision = at.sites[name]

@@ -3,12 +3,11 @@ r"""SitesELBO: the exact ELBO of an AutoSites guide, up to quadrature.
     ELBO = log Z + sum_n w_n (E_q log p(y_n | f_n) - E_q log t_n(f_n)),
     log Z = log int p(z) prod_n t_n(f_n) dz,
 
-with E log p by the points of :mod:`pyro_ngvi.sites.expectation` and all the rest in closed form; w_n is
-1, or N / B in a minibatch of B, where log Z is still that of all sites.  Where minibatches learn the
-prior (:mod:`pyro_ngvi.sites.inducing`) it is sum_n w_n E_q log p(y_n | f_n) - KL(q || p).  Gradients in
-parameters of the model hold the *sites* and let q move with the prior, a tighter bound for the
-hyperparameters than with q held (Adam, Chang, Khan & Solin 2021, "Dual parameterization of sparse
-variational Gaussian processes").  Latent sites r of other guides in an ``AutoGuideList`` are drawn, and
+with E log p by the points of :mod:`pyro_ngvi.sites.expectation`; w_n is 1, or N / B in a minibatch of
+B.  Where minibatches learn the prior (:mod:`pyro_ngvi.sites.inducing`) it is
+sum_n w_n E_q log p(y_n | f_n) - KL(q || p).  Gradients in parameters of the model hold the *sites* and
+let q move with the prior (Adam, Chang, Khan & Solin 2021, "Dual parameterization of sparse variational
+Gaussian processes").  Latent sites r of other guides in an ``AutoGuideList`` are drawn, and
 log p(r) - log q(r) added.
 """
 
@@ -25,6 +24,7 @@ from pyro.infer import ELBO
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from ..curvature.estimators import leave_curvature
 from ..linalg.host import at_hand, outside_autocast
 from ..linalg.products import matvec
 from ..runtime.density import site_log_prob
@@ -126,7 +126,7 @@ class SitesELBO(ELBO):
             block = _block_of(guide)
             if not block.fresh:  # sites that have moved may be held, to learn hyperparameters
                 block.curvature = None
-            block.leave_targets(targets)
+            leave_curvature(block, targets)
             block.last_step.remember(args, kwargs, targets.view.learns and targets.call.whole)
             return -elbo.detach()
 
@@ -218,13 +218,10 @@ def _block_of(guide: Any) -> SiteGuide:
 
 
 def _check_scaled(call: BoundModel, before: list[Tensor]) -> list[Tensor]:
-    """Refuse a minibatch that comes as a scale instead of a plate, by the data of the step ``before``.
+    """Refuse a minibatch that comes as a scale instead of a plate, by the data of the step ``before``:
+    its M sites would go to one batch after the other.
 
-    In stochastic gradients poutine.scale(scale=N / M) around M data stands for all N of them.  A guide
-    with a site for each datum would give the M sites to one batch after the other, and end at the last.
-
-    Returns:
-        The data of this call, if a scale above 1 makes them count for more than themselves.
+    The data of this call, if a scale above 1 makes them count for more than themselves.
     """
     whole = (n for g in call.plan.groups if call.index[g.name] is None for n in g.observed)
     for site in (call.sites[name] for name in whole):

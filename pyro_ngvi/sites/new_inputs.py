@@ -47,10 +47,7 @@ class Maker:
 
 @dataclass(frozen=True)
 class Regression(Maker):
-    """A (N, M), mean(X) (N,), variances of the rest (N,); L (M, M) and mean(Z) (M,) of u.
-
-    ``marks`` tell others from it.
-    """
+    """Variances of the rest (N,); L (M, M) and mean(Z) (M,) of u; ``marks`` tell others from it."""
 
     rest: Tensor
     root: Tensor
@@ -64,11 +61,8 @@ class Regression(Maker):
 
 
 def regress(fn: GaussianProcess, known: Tensor, before: Regression | None = None) -> Regression:
-    """f at the inputs of ``fn`` on its white values at ``known`` (M, ...).
-
-    ``before``, that of another call, is given back where kernel, mean and inputs are still the same:
-    O(N M).  So an unchanged prior is recognised by its object.
-    """
+    """f at the inputs of ``fn`` on its white values at ``known`` (M, ...); the object ``before``, of
+    another call, where kernel, mean and inputs are still the same."""
     cross, inner = fn.kernel(known, fn.inputs), fn.kernel(known)
     variance, loc = fn.variance, fn.loc
     v = probe(cross)
@@ -122,24 +116,22 @@ class KnownInputs(nn.Module):
 
     def moved(self, block: Mapping[str, Any]) -> dict[str, GaussianProcess]:
         """The processes of a block that are at other inputs."""
-        return {n: fn for n, fn in self.processes(block).items() if not self._is_at(n, fn.inputs)}
 
-    def _is_at(self, name: str, x: Tensor) -> bool:
-        known = self.at(name)
-        if is_same(self._stamps.get(name), x):
-            return True
-        return x.shape == known.shape and torch.equal(x, known.to(x))
+        def stays(name: str, x: Tensor) -> bool:
+            same = x.shape == self.at(name).shape
+            return is_same(self._stamps.get(name), x) or (
+                same and torch.equal(x, self.at(name).to(x))
+            )
+
+        return {n: fn for n, fn in self.processes(block).items() if not stays(n, fn.inputs)}
 
     def at(self, name: str) -> Tensor:
         """The inputs (N, ...) of a process."""
         return self.get_buffer(_buffer(name))
 
     def joint(self, call: BoundModel, q: Any, evidence: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean (D,) and root R (D, D) of the flat block at the call's inputs: covariance R R'.
-
-        R is lower triangular, with signs on its diagonal.  ``evidence`` is another tensor when q is:
-        where processes and a run at a random noise are those of the last call, so is the result.
-        """
+        """Mean (D,) and root R (D, D), lower triangular, of the flat block at the call's inputs:
+        covariance R R'.  ``evidence`` is another tensor when q is."""
         moved, (before, *last) = self.moved(call.block), self._joint.value or ({},)
         maps = {n: regress(fn, self.at(n), before.get(n)) for n, fn in moved.items()}
         probe = fixed_normal(len(q.mean), seed=len(q.mean)).to(q.mean)

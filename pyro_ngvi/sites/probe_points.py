@@ -1,9 +1,8 @@
 """What a model computes at a few values of its latent block: where predictors are looked for.
 
 Four runs, at the corners e, e + u, e + v, e + u + v of a parallelogram of noises, show which results
-change with the noise, and which of them bend.  Two circles around it, in the plane of u and v, show
-what happens only further off: the other side of a hinge, a limit, a fold.  Where nothing may change,
-two points far beyond are tried too.
+change with the noise, and which of them bend; two circles around it, in the plane of u and v, what
+happens further off.  Where nothing may change, two points far beyond are tried too.
 """
 
 from __future__ import annotations
@@ -41,10 +40,8 @@ OTHER_COURSE = (
 
 
 def corners(runner: ConditionedModel, dim: int, name: str) -> tuple[list[WhitenedRun], Plane]:
-    """The four runs, where the likelihood of ``name`` is finite wherever it is at 0, and their plane.
-
-    ``seen`` are the values that are not the same in the first and in the last.
-    """
+    """The four runs, where the likelihood of ``name`` is finite wherever it is at 0, and their plane;
+    ``seen`` are the values that are not the same in the first and in the last."""
     plane, runs = Plane.of(dim, seed=20_170_615), []
     at_zero = torch.isfinite(data_terms(runner.sites(torch.zeros_like(plane.e))[name]))
     for k in range(SHRINKS + 1):
@@ -96,18 +93,14 @@ class Plane:
         return {"noise": noise, "alpha": alpha.squeeze(-1), "beta": beta.squeeze(-1)}
 
     def stays(self, result: Callable[[Tensor], Tensor], value: Tensor | None = None) -> bool:
-        """Whether ``result`` (of a noise) is the same at all points of the circles, and ``value``.
-
-        And at two points beyond, where the model can run there.
-        """
+        """Whether ``result`` (of a noise) is ``value`` on the circles, and beyond if it runs."""
         far = for_each(result, self.circles["noise"], CHUNK)
         value = far[0] if value is None else value
         if not same(far, value.expand_as(far)):
             return False
         with suppress(RuntimeError, ValueError):  # a Cholesky of what overflows, say
-            far = for_each(
-                result, torch.stack([self.e + BEYOND * self.u, self.e - BEYOND * self.u])
-            )
+            beyond = torch.stack([self.e + BEYOND * self.u, self.e - BEYOND * self.u])
+            far = for_each(result, beyond)
         return same(far, value.expand_as(far))
 
     def affine(
@@ -154,10 +147,7 @@ def same(a: Tensor, b: Tensor, tolerance: float = 0.0) -> bool:
 
 
 def digit_masks(count: int, device: torch.device) -> Tensor:
-    """Bool (2 b, count): which of 0, 1, ... have a 1 as a binary digit, for all b of them; and a 0.
-
-    Any two numbers are told apart by some row.
-    """
+    """Bool (2 b, count): which of 0, 1, ... have a 1 as a binary digit, for all b of them; and a 0."""
     bits = torch.arange(max(count - 1, 1).bit_length(), device=device).unsqueeze(-1)
     ones = ((torch.arange(count, device=device) >> bits) & 1).bool()
     return torch.cat([ones, ~ones])
@@ -166,11 +156,8 @@ def digit_masks(count: int, device: torch.device) -> Tensor:
 def by_halves(
     predictors: Callable[[Tensor], dict[str, Tensor]], values: Tensor
 ) -> Callable[[str, Tensor], bool]:
-    """Runs the predictors at ``values`` (n, S) for one half of the n and 0 for the other, in turn.
-
-    Returns:
-        Whether those of a group, by its name, stay as at 0 where the numbers (N,) that they are to
-        depend on are of the other half.
+    """Runs the predictors at ``values`` (n, S) for one half of the n and 0 for the other, in turn:
+    whether those of a group stay as at 0 where the numbers (N,) that they depend on are of the other.
     """
     moved = digit_masks(len(values), values.device)
 

@@ -31,11 +31,8 @@ SEED = 20_180_216
 class SiteGuide(MadeAtFirstCall):
     """A guide whose parameters are the sites of single data: nu (N, k) and Lambda (N, k, k) by group.
 
-    Attributes:
-        plan: what the model is made of; ``None`` before the first call.
-        algebra: q from the sites of all data.
-        fresh: whether no site has been moved yet.
-        curvature: what the loss leaves for the optimizer, once.
+    ``plan`` is ``None`` before the first call; ``fresh`` whether no site has been moved yet;
+    ``curvature`` what the loss leaves for the optimizer, once.
     """
 
     #: what a guide of ours says whose blocks are sites, which CVI alone steps
@@ -164,10 +161,7 @@ class SiteGuide(MadeAtFirstCall):
         return self._ready(self.call_of(*self.last_step.or_given(args, kwargs)), leave_out)
 
     def _ready(self, call: BoundModel, leave_out: bool = False) -> tuple[BoundModel, list[str]]:
-        """A call whose prior is the last step's, with q made anew if need be.
-
-        With ``leave_out`` come the sites of another shape, which otherwise are refused too.
-        """
+        """A call whose prior is the last step's, with q made anew if need be; what is left out."""
         self.make_current(call.runner.args, call.runner.kwargs)
         before = self._call_before()
         if before is None or self.last_step.has_arguments_of(call) or not at_hand(call.plan.zero()):
@@ -230,21 +224,6 @@ class SiteGuide(MadeAtFirstCall):
         """None, see :meth:`set_iterate_offset`."""
         return {}
 
-    def leave_targets(self, targets: Any) -> None:
-        """Leave what the loss has for the optimizer; refused where nobody took the last."""
-        if self.curvature is not None:
-            self.curvature = None
-            raise RuntimeError(
-                f"No optimizer took what the loss last left on {type(self).__name__} (sites). Take one "
-                f"step for each loss_and_grads, by an optimizer that uses it: pyro_ngvi.CVI(guide)."
-            )
-        self.curvature = targets
-
-    def take_curvature(self) -> Any:
-        """What the loss left for the optimizer at this step, once."""
-        left, self.curvature = self.curvature, None
-        return left
-
     def site_of(self, index: int) -> str:
         """Name of the latent site that holds entry ``index`` of the flat latent vector."""
         return entry_name(index, self._structure().shapes)
@@ -278,13 +257,10 @@ class SiteGuide(MadeAtFirstCall):
 class LastStep:
     """The last step of a guide of sites, as far as it matters later.  A copy begins without one.
 
-    Attributes:
-        arguments: positional and keyword arguments of the model; ``None`` before the first step.
-        stale: whether hyperparameters or sites were moved since q was made.
-        plan: the structure then, where data came or went since; ``None`` for that of the guide.
-        numbers: with it, by group, the number (N,) then of each datum of now, -1 for a new one.
-        scaled: data that counted for more than themselves under a scale.
-        edition: how often data were changed; an optimizer compares no two sweeps of different editions.
+    ``stale``: hyperparameters or sites were moved since q was made.  Where data came or went since,
+    ``plan`` is the structure then and ``numbers`` have by group the number (N,) then of each datum of
+    now, -1 for a new one.  ``scaled``: data that counted for more than themselves under a scale.
+    ``edition``: how often data were changed; no two sweeps of different editions are compared.
     """
 
     def __init__(self, stale: bool = False, edition: int = 0) -> None:
@@ -303,7 +279,6 @@ class LastStep:
         self.plan, self.numbers = None, {}
 
     def number(self, group: Group, device: torch.device) -> Tensor:
-        """The number (N,) then of each datum of a group now, -1 for a new one."""
         found = self.numbers.get(group.name)
         return torch.arange(group.size, device=device) if found is None else found
 

@@ -37,9 +37,8 @@ class TensorRef:
 class Group:
     """Data with one predictor f (N, k): one site a datum.
 
-    ``observed`` are the observed sites of the model that they belong to, more than one where several
-    see the same f.  ``places`` have the values that side by side are f, ``trailing`` the shapes of what
-    there is for one datum at each.  ``batch`` is the shape of all data, N entries.
+    ``observed`` are the model's sites that see it.  ``places`` have the values that side by side are f,
+    ``trailing`` the shapes of what there is for one datum at each.  ``batch`` is the shape of all data.
     """
 
     name: str
@@ -95,11 +94,8 @@ class LinearMap:
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """``shapes`` and ``event_dims`` of the block's sites; ``dim`` is the length D of their noise.
-
-    ``direct``: "noise" stands for the values of the block themselves: a state-space prior, or Gaussian
-    processes with inducing points.  ``rest``: values that stand for latent sites of other guides.
-    """
+    """``shapes`` and ``event_dims`` of the block's sites; ``dim`` is the length D of their noise, which
+    is their value if ``direct``.  ``rest``: values that stand for latent sites of other guides."""
 
     shapes: dict[str, torch.Size]
     event_dims: dict[str, int]
@@ -199,11 +195,8 @@ def is_weighted(site: Site, plate: str | None = None) -> bool:
 
 
 def data_terms(site: Site, scaled: bool = True) -> Tensor:
-    """log p of each datum, ``data_shape``, in nats: with masks, without the scale of a minibatch.
-
-    A scale that is not that of a subsampled plate stays, unless not ``scaled``: it makes a datum count
-    more, or less.  A datum that is NaN is missing, and its term 0.
-    """
+    """log p of each datum, ``data_shape``, in nats: with masks, without the scale of a minibatch, and
+    with other scales if ``scaled``.  A datum that is NaN is missing, and its term 0."""
     fn = unwrapped(site)
     value, absent = site["value"], missing(site)
     if absent is not None and absent.numel():
@@ -248,7 +241,6 @@ class Kept:
         return self.value if same_bits(tuple(tensors), self._tensors) else None
 
     def copy(self) -> Kept:
-        """What is put into the copy stays there."""
         return Kept(self.value, self._objects, self._tensors)
 
     def __reduce__(self) -> Any:

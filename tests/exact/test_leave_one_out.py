@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributions import kl_divergence
 
 from pyro_ngvi import CVI, AutoSites, SitesELBO
-from pyro_ngvi.diagnostics.plots import plot_influence, plot_sites
 from pyro_ngvi.distributions import GaussianProcess, local_level
 from pyro_ngvi.sites.leave_one_out import divide_out, square_root
 from tests.exact.site_models import all_but, cases, gap
@@ -231,27 +230,6 @@ def test_inducing_points_at_the_data_are_the_process() -> None:
         found.append((guide.loo().pointwise["y"], influence.distance, influence.shift([2, 5])))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-
-
-def test_plots_return_their_axes() -> None:
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    for case in cases().values():
-        guide, _ = case.fit(torch.arange(12))
-        influence = guide.influence()
-        ax = plot_influence(influence, label=3)
-        assert [t.get_text() for t in ax.texts] == [str(n) for n in influence.most(3).tolist()]
-        own = pyplot.subplots()[1]
-        assert plot_sites(guide, "y", own) is own
-        low, high = own.get_ylim()
-        mean = torch.einsum("nkd,d->nk", case.A, guide.get_posterior().mean)
-        assert low < float(mean.min()) and high > float(mean.max())
-        # of points and bars, each in turn
-        opacity: Any = [drawn.get_alpha() for drawn in own.collections]
-        assert opacity and all(0.1 <= a.min() and a.max() == 1.0 for a in opacity)
-    pyplot.close("all")
 
 
 @pytest.mark.parametrize("c", [0.5, 3.0])

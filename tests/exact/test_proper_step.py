@@ -16,7 +16,7 @@ def before_a_step() -> tuple[Any, Any, Tensor, Tensor]:
     run = fit(student, K, y, sweeps=3)
     run.svi.loss_and_grads(student, run.guide, K, y)
     sites = run.guide.sites()["y"].precision[:, 0, 0]
-    return run.guide, run.guide.take_curvature(), sites, torch.linalg.inv(K) + torch.diag(sites)
+    return run.guide, run.guide.curvature, sites, torch.linalg.inv(K) + torch.diag(sites)
 
 
 def step_by(amount: float | Tensor) -> dict[str, tuple[Tensor, Tensor]]:

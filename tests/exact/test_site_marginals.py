@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_ngvi import CVI, AutoSites, SitesELBO
 from pyro_ngvi.distributions import GaussianProcess, local_level
-from pyro_ngvi.sites.densities import Tilted, nodes
+from pyro_ngvi.sites.densities import Tilted, mixture, nodes
 from tests.exact.site_models import cases
 from tests.exact.site_quadrature import (
     LINE,
@@ -198,7 +198,7 @@ def test_tables_of_a_known_tilt() -> None:
     like = torch.zeros(1, dtype=torch.float64)
     t = nodes(like)
     tilted = Tilted.of(like + 3.0, like + 2.0, (0.5 * t - 0.125 * t.square()).unsqueeze(0))
-    table, sd = tilted.table(), 2.0 * 0.8**0.5
+    table, sd = mixture([tilted], [1.0]), 2.0 * 0.8**0.5
     assert torch.allclose(table.mean, like + 3.8, atol=1e-9)
     assert torch.allclose(table.sd, like + sd, atol=1e-9)
     levels = torch.tensor([0.01, 0.5, 0.9], dtype=torch.float64)

@@ -1,6 +1,5 @@
 """What AutoSites refuses where data come, go or are left out, in sentences that name the fix."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ from pyro.infer.autoguide import AutoGuideList
 from torch import Tensor
 
 from pyro_ngvi import CVI, AutoMeanFieldNormal, AutoSites, SitesELBO
-from pyro_ngvi.diagnostics.plots import plot_influence
 from pyro_ngvi.distributions import GaussianProcess, local_level
 from pyro_ngvi.nn import bayesianize
 
@@ -268,10 +266,3 @@ def test_state_space_prior_has_no_joint_shift() -> None:
         influence.shift([0])
     with pytest.raises(NotImplementedError, match="groups= needs the joint posterior"):
         guide.influence(groups=[[0, 1]])
-
-
-def test_plots_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    influence = stepped().influence()
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match="matplotlib"):
-        plot_influence(influence)
