@@ -94,10 +94,6 @@ class Coordinates:
         """Nothing tells which direction widens q."""
         return {}
 
-    def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
-        """One part: names do not tell which parameters belong together."""
-        return (sum(self.sizes(params).values()),)
-
     def not_finite(self, params: Tensors) -> Tensor:
         return ~torch.isfinite(pack(params))
 

@@ -29,9 +29,7 @@ noise, 0.6 in place of 3 times sqrt(b_k).
 **Gain.**  Nothing says that the Fisher matrix of other guides and of flows is the Hessian of the loss,
 so there the gain falls as k^(-2/3), without momentum.
 
-With a :class:`RobbinsMonro` schedule of power alpha, the regularisation c_beta k^-beta of
-:class:`~pyro_ngvi.fisher.Dense` has to keep to 1/2 < alpha < 1 and 0 < beta < alpha - 1/2 (theorems 5.1
-to 5.3).  Algorithms 1 and 2 as printed stand in ``benchmarks/baselines``.
+Algorithms 1 and 2 as printed stand in ``benchmarks/baselines``.
 
 Not for: guides whose Fisher matrix is known (NGVB is as good and cheaper), guides without a density
 (AutoDelta), densities that cannot be evaluated at a given point (flows without an inverse).
@@ -60,7 +58,7 @@ from .host import NaturalGradientOptim, find_blocks
 from .ifvb_rule import IFVBRule
 from .ngvb import make_rule
 from .rule import Averaging, State, require
-from .schedules import RobbinsMonro, Schedule, check_convergence
+from .schedules import RobbinsMonro, Schedule
 from .state import ADAM
 
 #: scores that make the first guess of the diagonal, where it is not known
@@ -98,7 +96,6 @@ class IFVB(NaturalGradientOptim):
         averaging: as for NGVB.  Guides that are ours then hold the average; beside other guides it is
             kept by the optimizer, see :meth:`use_average`.
         others: a ``PyroOptim`` for all other parameters; see :class:`~pyro_ngvi.NGVB`.
-        by_layer: no entries of F between the layers of a flow; other guides are one layer.
         steady: whether draws of guides that are not ours are made steady.  ``False`` for losses that
             are not an ELBO (RenyiELBO, ReweightedWakeSleep), whose gradients need the score.
 
@@ -137,7 +134,6 @@ class IFVB(NaturalGradientOptim):
         averaging: Averaging | float | bool | None = None,
         others: PyroOptim | None = ADAM,
         *,
-        by_layer: bool = False,
         steady: bool = True,
     ) -> None:
         whole = num_scores is None or (isinstance(num_scores, int) and num_scores >= 1)
@@ -149,10 +145,7 @@ class IFVB(NaturalGradientOptim):
                 f"fisher must be an estimate such as pyro_ngvi.fisher.LowRank(32, growth=1.0), "
                 f"got {fisher!r}."
             )
-        if isinstance(schedule, RobbinsMonro) and getattr(fisher, "c_beta", 0.0):
-            check_convergence(schedule.power, getattr(fisher, "beta", None))
         self._fisher = fisher
-        self._by_layer = by_layer
         self._steady = steady
         self._num_scores = num_scores
         arguments: dict[str, Any] = {"lr": lr, "trust_radius": trust_radius, "schedule": schedule}
@@ -183,7 +176,7 @@ class IFVB(NaturalGradientOptim):
         rule = make_rule(family, **arguments)
         if exact and rule.noise_radius == Coordinates.noise_radius:
             rule = replace(rule, noise_radius=HELD)
-        return IFVBRule(rule, fisher, self._by_layer)
+        return IFVBRule(rule, fisher)
 
     def step_blocks(self, params: list[Tensor]) -> list[Tensor]:
         if self._rest is not None and not self._rest_known:
