@@ -1,8 +1,7 @@
 r"""A step is taken as far as the guide moves as its Fisher matrix says.
 
-The length |.| of a step is that of the metric at q, and KL(q || q_new) is |.|^2 / 2 while the metric
-holds.  In the coordinates in which other guides are stored (softplus of a scale, entries of a factor)
-it may not hold for a length of 1.  The KL costs no call of the model, so it is looked at: the step is
+KL(q || q_new) is |step|^2 / 2 while the metric at q holds, which in the coordinates in which other
+guides are stored may not be so for a length of 1.  The KL costs no call of the model: the step is
 shortened, along the line, until
 
     KL(q || q_new) <= TOLERANCE |step|^2 / 2.

@@ -115,10 +115,7 @@ class NaturalGradientOptim(PyroOptim):
         block.averaged = block.holds_average and rule.averaging is not None
 
     def holders(self) -> list[Any]:
-        """The objects whose attributes, and entries of whose dicts, a step of the blocks replaces.
-
-        It never writes into what they hold, so that a step can be undone.
-        """
+        """The objects whose attributes, and entries of whose dicts, a step of the blocks replaces."""
         blocks = [block for _, block in self._blocks()]
         return [self, *blocks, *(b.algebra for b in blocks if hasattr(b, "algebra"))]
 
@@ -290,7 +287,7 @@ class NaturalGradientOptim(PyroOptim):
         )
 
     def report(self, path: str | None = None) -> StepReport:
-        """What the last step did.  Waits for the device, so do not call it at every step on a GPU.
+        """What the last step did; waits for the device.
 
         ``path`` names a part of an ``AutoGuideList`` ("0", "1", ...); by default the only part.
         """

@@ -1,12 +1,9 @@
 """What an optimizer saves and restores: the states of rules, and the state of ``others=``.
 
-A ``PyroOptim`` keeps its states by the names of the parameters in the parameter store.  They begin with
-the name of the guide, which another run of the same program may give another one: a second guide of a
-process gets a number.  So states are saved under "." and the path within the guide, and get their names
-back at the first step, when all parameters stand in the store.
-
-PyTorch's optimizers save their own tensors, write into them at the next step, and take those that they
-load as their own.  So a state is copied on its way out and on its way in.
+A ``PyroOptim`` keeps its states by the names of the parameters in the parameter store, which begin with
+the name of the guide; a second guide of a process gets a number.  So states are saved under "." and the
+path within the guide, and get their names back at the first step.  PyTorch's optimizers write into the
+tensors that they save and load, so a state is copied on its way out and on its way in.
 """
 
 from __future__ import annotations
