@@ -2,10 +2,8 @@ r"""Hessians of functions of one draw (d,), and products of the gradients of sin
 
 For a function of theta (d,) to N log probabilities, with Jacobian J (N, d) and weights w_i >= 0,
 sum_i w_i J_i J_i' has three forms: "dense" (d, d), its "diagonal" (d,), or "low_rank", the rows
-sqrt(w_i) J_i (N, d).  J comes in blocks: of columns by forward mode (d directional derivatives) where
-that is cheaper, else of rows by reverse mode (N gradients), also where an operation has no forward
-mode.  A block has as many of them as ``budget`` bytes allow, one at the least; under ``vmap`` each draw
-takes its budget.
+sqrt(w_i) J_i (N, d).  J comes in blocks of ``budget`` bytes a draw: of columns by forward mode where
+that is cheaper, else, or where an operation has no forward mode, of rows by reverse mode.
 """
 
 from __future__ import annotations

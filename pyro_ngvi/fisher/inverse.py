@@ -1,14 +1,8 @@
 r"""The inverse Fisher matrix from scores alone: the protocol, and the estimates but for the low rank.
 
 A score is phi = grad_lambda log q_lambda(z), z ~ q_lambda; the Fisher matrix is F = E[phi phi'].  Each
-estimate is a trio of pure functions over a nested dict of tensors, and nothing waits for the device:
-
-    init(diagonal, weight) -> state
-    update(state, scores (S, D)) -> state
-    product(state, g (D,)) -> (D,)
-
-``diagonal`` is a first guess of diag(F) that counts like ``weight`` scores.  ``update`` may reuse the
-memory of the state that it is given.  Scores that are not finite are left out.
+estimate is a trio of pure functions over a nested dict of tensors, and nothing waits for the device.
+``update`` may reuse the memory of the state that it is given.  Scores that are not finite are left out.
 
 Source: Godichon-Baggioni, Nguyen & Tran (2024), Natural gradient variational Bayes without Fisher
 matrix analytic calculation and its inversion, JASA; equation numbers are theirs.
@@ -111,8 +105,7 @@ class Dense(InverseFisher):
     and n_s H_s^-1, n_s = n_0 + sum_k g_k, is the estimate of F^-1.  H_0 is the first guess of the
     diagonal times its weight n_0.  A block of S scores is one update of rank S (Woodbury).
 
-    Usable from about 2 D scores on.  Not for D above a few thousand, nor for fewer scores than D, where
-    :class:`LowRank` is closer.
+    Not for D above a few thousand, nor for fewer than 2 D scores, where :class:`LowRank` is closer.
 
     Args:
         growth: score k has weight k^growth; larger values than 0 follow a moving F.
@@ -157,8 +150,7 @@ class Window(InverseFisher):
 
     The matrix Phi Phi' is kept: S scores cost O(S K D), a product O(K D + K^3).
 
-    The estimate is of the size of F in the directions that the window spans, and too large by c in all:
-    natural gradients come out short, never long, as is right for nearly singular Fisher matrices.
+    It is too large by c in all directions: natural gradients come out short, never long.
 
     Not for: parameters in units that differ by orders of magnitude, as one ridge serves all (LowRank);
     a Fisher matrix that is well determined and does not move.

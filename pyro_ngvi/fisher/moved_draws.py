@@ -95,12 +95,8 @@ def reached(outputs: list[Tensor], leaves: list[Tensor]) -> list[bool]:
 class MovedDraws:
     """n draws of such a guide; calls give log q (n,) of them, by its parameters as they are then.
 
-    The first call, at the parameters of the draws, says what z is.
-
-    Args:
-        run: the sum of log densities (n,), that of the Delta sites alone (n,), and z (n, K), at the
-            noise of n runs by site, (n, ...).
-        noise: the noise of the draws.
+    The first call, at the parameters of the draws, says what z is.  ``run`` gives the log density (n,),
+    that of the Delta sites alone (n,), and z (n, K), at the ``noise`` of n runs by site.
     """
 
     def __init__(

@@ -9,10 +9,9 @@ J the derivative of a site's parameters in lambda.  So a product F v is the deri
 (Pearlmutter 1994), as dear as a few evaluations of D, and exact: where the parameters of no site depend
 on draws of others at once, else for the mean over :data:`RUNS` runs of the guide.
 
-Not every distribution has a KL with the right curvature in closed form (mixtures, flows, Laplace's with
-its kink): :func:`itself` knows those that have.  For the others there are products with the mean
-Phi'Phi / K of K scores, and D is estimated from draws z ~ q_0 by the mean of r - 1 - log r with
-r = q_lambda(z) / q_0(z), whose terms are all positive.
+For distributions without a smooth KL in closed form (mixtures, flows, Laplace's) there are products
+with the mean Phi'Phi / K of K scores, and D is estimated from draws z ~ q_0 by the mean of
+r - 1 - log r with r = q_lambda(z) / q_0(z), whose terms are all positive.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ G(v) the output gradients of a layer for sum_i v_i t_i at a generic v,
    use is not seen (W**2);
 3. the other terms of the log joint have no gradient in any of these outputs.
 
-What holds at a generic point does so at every point, for models that are not made to deceive.
-Differences are relative to the datum's own largest gradient in 1, where a mean over N data moves each
-by 1 / N, and to the entry's own sum of absolute terms in 2.
+Differences are relative to the datum's own largest gradient in 1, and to the entry's own sum of
+absolute terms in 2.
 """
 
 from __future__ import annotations

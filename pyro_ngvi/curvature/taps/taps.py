@@ -188,8 +188,7 @@ class LayerTaps:
     """A model with taps behind the layers whose weights are latent sites; call it like the model.
 
     :func:`~pyro_ngvi.curvature.taps.check.check_taps` fills in what it covers.  At each later step run
-    it under ``run_particles``, call ``backward`` on the loss, and take :meth:`squared_gradients`.  With
-    gradients off it is the model and no more.
+    it under ``run_particles``, call ``backward``, and take :meth:`squared_gradients`.
 
     Attributes:
         sites: the latent sites that are covered.
