@@ -29,8 +29,8 @@ from .state import (
     is_power_of_two,
     moved,
     refuse_wrappers,
+    whole_step,
 )
-from .whole_step import whole_step
 
 
 def find_blocks(guide: Any) -> Iterator[tuple[str, Any]]:
