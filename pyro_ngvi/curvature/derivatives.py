@@ -69,10 +69,7 @@ def hessian_product(function: Function, t: Tensor, v: Tensor) -> Tensor:
 
 
 def is_diagonal(function: Function, t: Tensor) -> bool:
-    """Whether the Hessian is diagonal: for v that is zero in half of the entries, so is H v there.
-
-    Zero to the bit, whatever the units.  All halves miss a pair of coupled entries once in 2^24.
-    """
+    """Whether the Hessian is diagonal: for v that is zero in half of the entries, so is H v there."""
     values = fixed_normal(len(t), seed=len(t)).to(t)
     halves = (fixed_normal(HALVES, len(t), seed=len(t) + 1) > 0.0).to(t)
     away = torch.arange(1, len(t) + 1, dtype=t.dtype, device=t.device).sin()

@@ -117,9 +117,8 @@ class LowRank(InverseFisher):
     def _write(self, state: Tensors, scores: Tensor, weight: float) -> tuple[Tensors, Tensor]:
         """Write scores into the free rows of the buffer: the new vectors, and how many are finite.
 
-        The unit is the root of the diagonal, but near the first guess where few scores were not zero.
-        In minibatches of a plate a local parameter has a score once in a while.  The mean square of one
-        or two may be next to nothing, and its inverse anything.
+        The unit is the root of the diagonal, but near the first guess where few scores were not zero:
+        of a local parameter in minibatches, the mean square of one or two may be next to nothing.
         """
         rows, added = finite_rows(scores)
         rate = weight * added / (state["diagonal_total"] + weight * added)

@@ -41,11 +41,7 @@ TOLERANCE = 1e-3
 
 
 class FreeDraws(Messenger):
-    """Watches one run of a guide: what it draws, and the ``Delta`` sites that it computes.
-
-    A Delta of parameters alone is a point estimate, one of draws alone a transformed draw; of both it
-    is a moved draw.
-    """
+    """Watches one run of a guide: what it draws, and the ``Delta`` sites that it computes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -77,10 +77,7 @@ def from_divergence(divergence: Tensor, leaves: list[Tensor]) -> Product:
 
 
 def itself(fn: Any) -> Tensor | None:
-    """KL (batch shape) of ``fn`` from its own values held fixed; ``None``: not known in closed form.
-
-    It is zero; what matters is its graph.
-    """
+    """KL of ``fn`` from its own values held fixed, zero with a graph; ``None``: no closed form."""
     return between(detach(fn), fn) if _is_smooth(fn) else None
 
 
@@ -110,10 +107,7 @@ def _is_smooth(fn: Any) -> bool:
 
 
 def of_sites(sites: Sites, then: dict[str, Any] | None = None) -> Tensor | None:
-    """D of one run of a guide, its sites in subsampled plates times N / n.
-
-    ``then``: the distributions of the sites at q_0; by default their own, held fixed.
-    """
+    """D of one run of a guide; ``then``: its distributions at q_0, by default its own, held fixed."""
     total: Any = None
     for name, site in drawing(sites).items():
         divergence = itself(site["fn"]) if then is None else between(then[name], site["fn"])

@@ -238,10 +238,7 @@ class BatchedELBO(ELBO):
             self._later_data.check(sites)
 
     def _draw(self, guide: Any, args: Any, kwargs: Any, shared: Values) -> tuple[Values, Tensor]:
-        """Run a guide of any kind: values (S, ...) by site, and log q, (S,).
-
-        A minibatch that is drawn for it goes into ``shared``, one that it passes to its plate not.
-        """
+        """Values (S, ...) by site of a guide, and log q (S,); minibatches drawn go into ``shared``."""
 
         def drawn(sites: Sites) -> tuple[Values, Tensor]:
             values = {}

@@ -31,10 +31,7 @@ NONE = 1e-9
 def shortened(
     step: Step, params: Tensors, divergence: Callable[[Tensors], Tensor]
 ) -> tuple[Step, Tensor]:
-    """``step`` from ``params``, as long as it may be; and whether it was longer, 0-dim.
-
-    ``divergence`` gives KL(q || q_new), 0-dim, for new parameters.
-    """
+    """``step`` from ``params``, as long as it may be; and whether it was longer, 0-dim."""
     bound = TOLERANCE * 0.5 * step.length.square()
     t, new = torch.ones_like(bound), step.params
     for _ in range(TRIALS):

@@ -137,10 +137,7 @@ class NaturalGradientOptim(PyroOptim):
 
     @outside_autocast
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        """One step for every parameter in ``params``, which uses the gradients in ``.grad`` up.
-
-        An exception, Ctrl-C included, leaves parameters and states as they were, without gradients.
-        """
+        """One step for every parameter in ``params``, which uses the gradients in ``.grad`` up."""
         params = list(params)
         with whole_step(self, params):
             self.step_others(self.step_blocks(params))

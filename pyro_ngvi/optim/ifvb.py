@@ -239,10 +239,7 @@ class IFVB(NaturalGradientOptim):
         return {"product": product, "divergence": divergence}
 
     def use_average(self) -> UsingAverage:
-        """Put the averages of the iterates into the guide; in a ``with`` statement, for a while.
-
-        Guides that are ours hold their average anyway.  Without an average this is an error.
-        """
+        """Put the averages of the iterates into the guide; in a ``with`` statement, for a while."""
         blocks = [(path, b) for path, b in self._blocks() if not (b.holds_average and b.averaged)]
         averages = [(b.natural_params(), self._states.get(p, {}).get("average")) for p, b in blocks]
         # parameters that are not ours are found at the first step

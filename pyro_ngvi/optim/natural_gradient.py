@@ -297,10 +297,7 @@ class NaturalGradientRule(Rule):
     def _natural_direction(
         self, blocks: Any, params: Tensors, grads: Tensors, curvature: Any
     ) -> tuple[Tensors, Tensors, Tensor, Tensor]:
-        """(direction, its dual gradient, lengths by block, whether finite): length 1 if not finite.
-
-        The natural gradient is length * direction, and <gradient, direction> = 1 in each block.
-        """
+        """Unit direction, its dual gradient, lengths by block (1 if not finite), whether finite."""
         gradient = self.family.pull(params, grads)
         if curvature:
             gradient = self.family.pull_curvature(params, gradient, curvature)

@@ -105,10 +105,7 @@ class VONRule(Rule):
     def _mean_step(
         self, params: Tensors, gradient: Tensor, state: State, a: Tensor, curvature: Tensors
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """m, the move of the mean (to be subtracted), its length, and whether it was shortened.
-
-        ``params`` have the new precision.
-        """
+        """m, the move of the mean (to be subtracted), its length, and whether it was shortened."""
         k = state["step"]
         m = torch.lerp(gradient, state["gradient"], self.momentum)
         unbiased = m / (1.0 - self.momentum ** (k + 1.0))

@@ -64,10 +64,7 @@ def taps_behind(drawn: Drawn, make: Any, names: Iterable[str]) -> Any:
 def check_taps(
     taps: LayerTaps, values: Any, shared: Any, args: Any, kwargs: Any, minibatches: Minibatches
 ) -> None:
-    """Run the model of ``taps`` once, at the first of ``values`` (S, ...), and fill in what it covers.
-
-    It waits for the device, but on the meta device, where only shapes are checked.
-    """
+    """Run the model of ``taps`` once, at the first of ``values``, and fill in what it covers."""
     at = {name: values[name][0].detach() for name in taps.twins}
     at = {name: x.requires_grad_(x.is_floating_point()) for name, x in at.items()}
     run = Run(taps, check=True)

@@ -69,10 +69,7 @@ def _is_plain(x: Any) -> bool:
 
 
 class Run(TorchFunctionMode):
-    """One run of the model: sees every torch call, and puts taps behind layers of latent weights.
-
-    With ``check`` it keeps the inputs and outputs of the layers instead, in ``seen``.
-    """
+    """One run of the model, with taps behind layers of latent weights; to ``check``, all ``seen``."""
 
     def __init__(self, taps: LayerTaps, check: bool = False) -> None:
         super().__init__()
@@ -152,10 +149,7 @@ class _SiteWatch(Messenger):
 
 
 class _Tap(Function):
-    """The identity; its backward hands the inputs and the gradient of ``out`` to ``arrived``.
-
-    Under ``vmap`` it applies itself again outside, where tensors have their particle dimension.
-    """
+    """The identity; its backward hands the inputs and the gradient of ``out`` to ``arrived``."""
 
     @staticmethod
     def forward(out: Tensor, arrived: Any, batched: bool, *xs: Tensor) -> Tensor:
