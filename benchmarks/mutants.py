@@ -717,8 +717,8 @@ FISHER = (
     Mutant(
         "low rank: rare coordinates believed at once",
         "fisher/low_rank.py",
-        "believed = torch.lerp(guess, diagonal, trust(times))",
-        "believed = torch.where(times > 0, diagonal, guess)",
+        'believed = torch.lerp(state["guess"], diagonal, trust(times))',
+        'believed = torch.where(times > 0, diagonal, state["guess"])',
         ("test_fisher_guesses", "test_low_rank"),
     ),
     Mutant(
@@ -773,8 +773,8 @@ FISHER = (
     Mutant(
         "low rank: growing weights not rooted",
         "fisher/low_rank.py",
-        "torch.mul(rows, weight**0.5, out=kept)",
-        "torch.mul(rows, weight, out=kept)",
+        "torch.mul(rows, weight**0.5, out=",
+        "torch.mul(rows, weight, out=",
         ("test_low_rank",),
     ),
     Mutant(

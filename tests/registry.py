@@ -177,7 +177,6 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
     "IFVB, window": partial(ngvi.IFVB, fisher=Window(16), num_scores=4),
     "IFVB, dense": partial(ngvi.IFVB, fisher=Dense()),
     "IFVB, clipped": partial(ngvi.IFVB, clip_norm=10.0),
-    "IFVB, by layer": partial(ngvi.IFVB, by_layer=True),
 }
 
 PRINTED: Any = {"c_a": 0.1, "alpha": 0.7}

@@ -5,11 +5,13 @@ from .dadvi import dadvi
 from .ifvb import algorithm_1, algorithm_2
 from .laplace import laplace
 from .nagvac import NAGVAC
+from .paper_dense import PaperDense
 from .paper_window import PaperWindow
 from .pathfinder import pathfinder
 
 __all__ = [
     "NAGVAC",
+    "PaperDense",
     "PaperWindow",
     "algorithm_1",
     "algorithm_2",

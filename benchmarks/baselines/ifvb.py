@@ -22,14 +22,27 @@ from __future__ import annotations
 from typing import Any
 
 from pyro_ngvi import AIFVB, IFVB
-from pyro_ngvi.fisher import Dense
 from pyro_ngvi.optim.blocks import Coordinates, GuideBlock
 from pyro_ngvi.optim.ifvb_rule import IFVBRule
-from pyro_ngvi.optim.schedules import check_convergence
 
+from .paper_dense import PaperDense
 from .paper_window import PaperWindow
 
-__all__ = ["StoredIFVB", "algorithm_1", "algorithm_2"]
+__all__ = ["StoredIFVB", "algorithm_1", "algorithm_2", "check_convergence"]
+
+
+def check_convergence(alpha: float, beta: float | None = None) -> None:
+    """Refuse exponents outside the theorems: 1/2 < alpha < 1 and 0 < beta < alpha - 1/2."""
+    paper = "(Godichon-Baggioni et al. 2024, theorem 5.1)"
+    if not 0.5 < alpha < 1.0:
+        raise ValueError(
+            f"Steps c / (c' + k)^alpha converge for 1/2 < alpha < 1 {paper}, and alpha = {alpha:g}."
+        )
+    if beta is not None and not 0.0 < beta < alpha - 0.5:
+        raise ValueError(
+            f"The regularisation c_beta k^-beta needs 0 < beta < alpha - 1/2 = {alpha - 0.5:g} "
+            f"{paper}, and beta = {beta:g}. Lower beta, raise alpha, or set c_beta=0."
+        )
 
 
 class _StoredBlock(GuideBlock):
@@ -80,7 +93,7 @@ def algorithm_1(
     if check:
         check_convergence(alpha, beta if c_beta else None)
     scale = c_a / c_a_prime**alpha * (1.0 - momentum)
-    dense = Dense(eps, c_beta, beta)
+    dense = PaperDense(eps, c_beta, beta)
     return optimizer(
         guide,
         schedule=lambda k: scale * (1.0 + k / c_a_prime) ** -alpha,

@@ -18,6 +18,7 @@ Source: Godichon-Baggioni, Nguyen & Tran (2024, JASA).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,17 +36,15 @@ class PaperWindow(InverseFisher):
 
     Args:
         window: K.  Scores and regularisation vectors share it.
-        eps, c_beta, beta: as in :class:`~pyro_ngvi.fisher.Dense`.
+        eps, c_beta, beta: as in :class:`~benchmarks.baselines.PaperDense`.
     """
+
+    starts_from_guess: ClassVar[bool] = False
 
     window: int
     eps: float = 1.0
     c_beta: float = 0.0
     beta: float = 0.25
-
-    @property
-    def starts_from_guess(self) -> bool:
-        return False
 
     def init(self, diagonal: Tensor, weight: float) -> Tensors:
         zero = torch.zeros((), dtype=diagonal.dtype, device=diagonal.device)

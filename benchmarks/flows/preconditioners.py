@@ -6,7 +6,7 @@ with path gradients.
 
 * **Adam**: at two rates.
 * **IFVB low_rank**: calibrated in all directions, the default of guides that are not flows.
-* **IFVB window**, **by_layer**, **AIFVB window**: the default for flows, K = 128 scores, ridge 1.
+* **IFVB window**, **AIFVB window**: the default for flows, K = 128 scores, ridge 1.
 * **conjugate gradient**: (F + c I) G = g with F = J'J / S of 128 fresh scores, never formed.  J is the
   Jacobian of log q at S fixed draws.  J'w is a backward pass, and J v the derivative of <J'w, v> in
   w, a backward pass through it; the graph is built once a step.  c = mean of diag(F), by one random
@@ -153,7 +153,6 @@ METHODS: dict[str, Maker] = {
     "Adam, rate 0.01": _adam(0.01),
     "IFVB low_rank": _maker(partial(pyro_ngvi.IFVB, fisher=LowRank(32, growth=1.0))),
     "IFVB window": _maker(pyro_ngvi.IFVB),
-    "IFVB window by_layer": _maker(partial(pyro_ngvi.IFVB, by_layer=True)),
     "AIFVB window": _maker(pyro_ngvi.AIFVB),
     "conjugate gradient": _maker(ConjugateGradient),
     "SPRING": partial(

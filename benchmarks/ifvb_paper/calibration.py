@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pyro_ngvi.fisher import Dense, InverseFisher, LowRank
+from pyro_ngvi.fisher import InverseFisher, LowRank
 
-from ..baselines import PaperWindow
+from ..baselines import PaperDense, PaperWindow
 from .report import Row, save
 
 __all__ = ["eigenvalues", "fisher_matrix", "run"]
@@ -34,7 +34,7 @@ def fisher_matrix(name: str, d: int) -> Tensor:
 
 
 def forms(rank: int = WINDOW) -> dict[str, InverseFisher]:
-    return dict(zip(FORMS, (Dense(eps=1.0), PaperWindow(WINDOW), LowRank(rank)), strict=True))
+    return dict(zip(FORMS, (PaperDense(), PaperWindow(WINDOW), LowRank(rank)), strict=True))
 
 
 def eigenvalues(

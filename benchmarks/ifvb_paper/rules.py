@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_ngvi.fisher import Dense
 from pyro_ngvi.optim.blocks import Coordinates
 from pyro_ngvi.optim.ifvb_rule import IFVBRule
 from pyro_ngvi.optim.ngvb import make_rule
 from pyro_ngvi.optim.schedules import Custom
+
+from ..baselines import PaperDense
 
 __all__ = ["Problem", "Run", "inversion_free", "paper_rule"]
 
@@ -73,7 +74,7 @@ def paper_rule(
             2.0 if averaging else False,
             clip_norm=None,
         ),
-        Dense(eps=eps, c_beta=c_beta, beta=beta),
+        PaperDense(eps, c_beta, beta),
     )
 
 

@@ -13,7 +13,7 @@ from pyro import poutine
 from torch import Tensor
 
 from ..optim.host import NaturalGradientOptim
-from ..optim.whole_step import whole_step
+from ..optim.state import whole_step
 from ..runtime.store import traced_params
 from .graph import CannotCompile, Place
 from .state import StepState

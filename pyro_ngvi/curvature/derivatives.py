@@ -2,10 +2,8 @@ r"""Hessians of functions of one draw (d,), and products of the gradients of sin
 
 For a function of theta (d,) to N log probabilities, with Jacobian J (N, d) and weights w_i >= 0,
 sum_i w_i J_i J_i' has three forms: "dense" (d, d), its "diagonal" (d,), or "low_rank", the rows
-sqrt(w_i) J_i (N, d).  J comes in blocks: of columns by forward mode (d directional derivatives) where
-that is cheaper, else of rows by reverse mode (N gradients), also where an operation has no forward
-mode.  A block has as many of them as ``budget`` bytes allow, one at the least; under ``vmap`` each draw
-takes its budget.
+sqrt(w_i) J_i (N, d).  J comes in blocks of ``budget`` bytes a draw: of columns by forward mode where
+that is cheaper, else, or where an operation has no forward mode, of rows by reverse mode.
 """
 
 from __future__ import annotations
@@ -71,10 +69,7 @@ def hessian_product(function: Function, t: Tensor, v: Tensor) -> Tensor:
 
 
 def is_diagonal(function: Function, t: Tensor) -> bool:
-    """Whether the Hessian is diagonal: for v that is zero in half of the entries, so is H v there.
-
-    Zero to the bit, whatever the units.  All halves miss a pair of coupled entries once in 2^24.
-    """
+    """Whether the Hessian is diagonal: for v that is zero in half of the entries, so is H v there."""
     values = fixed_normal(len(t), seed=len(t)).to(t)
     halves = (fixed_normal(HALVES, len(t), seed=len(t) + 1) > 0.0).to(t)
     away = torch.arange(1, len(t) + 1, dtype=t.dtype, device=t.device).sin()

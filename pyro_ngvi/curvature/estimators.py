@@ -14,9 +14,8 @@ outside a plate.  Averages over the draws theta ~ q of
     "kronecker"          two factors for each matrix of a matrix-normal guide, and diag grad^2 (-rest)
     "scores"             no curvature: the draws, and log q - log p at each
 
-The outer products g_i g_i' stand for the Hessian as in VOGN and SLANG (Khan et al. 2018, Mishkin et al.
-2018): positive semi-definite, right in expectation at parameters that fit the data.  Squares of the
-sum over a minibatch of M, as Adam and Vadam have them, are M times smaller for independent terms.
+The outer products g_i g_i' (Khan et al. 2018, Mishkin et al. 2018) are positive semi-definite, and
+right in expectation at parameters that fit the data.
 
 Cost, for S draws: "hessian" d gradients, "gauss_newton" min(d, number of data) directional derivatives;
 in a network its diagonal comes from the loss's own backward pass, from the second step on
@@ -148,12 +147,12 @@ class Drawn:
         return int((self.data(self.draws[0])[1] != 0).sum()) > 1
 
     def curvature(self) -> Tensor:
-        """The average Hessian of :meth:`potential`: (d, d) if the form is dense, else the diagonal."""
+        """The average Hessian of :meth:`potential`, or its diagonal if the form is not dense."""
         self.warn_of_kinks(whole=True)
         return self.average(lambda t: hessian(self.potential, t, self.form != "dense"))
 
     def rest_curvature(self) -> Tensor:
-        """The average Hessian of :meth:`rest`: (d, d) if the form is dense, else the diagonal."""
+        """The same of :meth:`rest`."""
         self.warn_of_kinks()
         if self.form == "dense":
             return self.average(lambda t: hessian(self.rest, t))

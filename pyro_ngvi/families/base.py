@@ -285,10 +285,6 @@ class Family(ABC):
         cut = {n: stiefel.pack(like[n], k) for n, k in self.triangles.items()}
         return {n: cut.get(n, like[n]).numel() for n in self.names}
 
-    def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
-        """Numbers of consecutive entries of :meth:`pack` that form a layer each; here all form one."""
-        return (len(self.pack(params)),)
-
     def inner(self, params: Tensors, u: Tensors, v: Tensors) -> Tensor:
         """<u, F v> of two tangents, a 0-dim tensor: a short step u has KL = <u, F u> / 2 nats."""
         return dot(u, self.fisher_product(params, v))

@@ -19,7 +19,6 @@ optimizers that need scores, where the flow's own backward pass reads its module
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -142,21 +141,7 @@ class FlowFamily(AugmentedGaussian):
 
         return vmap(one)(noise)
 
-    def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
-        """The affine part, then the parameters of T whose names agree up to the first number."""
-        own = self._others(params)
-        layers = itertools.groupby(own, key=_layer_of)
-        affine = len(self.gaussian.pack(params))
-        return (affine, *(sum(own[name].numel() for name in names) for _, names in layers))
-
 
 def _trainable(flow: nn.Module) -> Tensors:
     """The parameters of a flow, without those that its owner has frozen."""
     return {PREFIX + name: p for name, p in flow.named_parameters() if p.requires_grad}
-
-
-def _layer_of(name: str) -> str:
-    """Its name up to the first number ("transforms.0"), or that of the module that holds it."""
-    path = name.split(".")
-    numbers = (k for k, part in enumerate(path) if part.isdigit())
-    return ".".join(path[: next(numbers, len(path) - 2) + 1])

@@ -1,12 +1,11 @@
 """Inverse Fisher matrices that nobody knows in closed form: from scores, or by products with F."""
 
 from .conjugate import ConjugateGradients
-from .inverse import Blocks, Dense, InverseFisher, Window
+from .inverse import Dense, InverseFisher, Window
 from .low_rank import LowRank
 from .watch import remember_arguments
 
 __all__ = [
-    "Blocks",
     "ConjugateGradients",
     "Dense",
     "InverseFisher",

@@ -2,9 +2,9 @@ r"""Natural gradients by conjugate gradients on products with the Fisher matrix.
 
     (F + c) x = g                                                                           (1)
 
-by a few steps of conjugate gradients from zero: nothing is inverted, and no
-matrix kept.  x is the best solution in the Krylov space of g, so x'(F + c) x = g'x after any of them,
-and an early end damps the directions of which g says least, as c does.
+by a few steps of conjugate gradients from zero.  x is the best solution in the Krylov space of g, so
+x'(F + c) x = g'x after any of them, and an early end damps the directions of which g says least, as c
+does.
 
 **Units.**  c is ``damping`` times a unit of each parameter of the guide, the root of the mean square of
 F v over its entries for random signs v, averaged over the last ten or so steps; 1 / units precondition.

@@ -7,8 +7,7 @@ with U (K, D) the leading eigenvectors, in rows, of the second moment of *all* w
 and one level r for the rest.
 
 **Streaming.**  Scores wait in a buffer of m rows; when it is full, the K old rows and the m new ones
-are merged through the eigenvectors of their (K + m) x (K + m) Gram matrix.  Nothing is forgotten: what
-leaves the K rows stays in the diagonal.
+are merged through the eigenvectors of their Gram matrix.  What leaves the K rows stays in the diagonal.
 
 **Calibration.**  The eigenvalues of a second moment over n scores in D dimensions are spread by noise
 even where F = W^2.  For a "spike" l over a level r, the sample shows (Baik & Silverstein 2006)
@@ -26,7 +25,6 @@ that of Donoho, Gavish & Johnstone (2018, AoS 46:1742).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -34,12 +32,8 @@ from torch import Tensor
 
 from ..families.base import Tensors
 from ..linalg.spectral import symmetric_eigen
-from .inverse import TINY, InverseFisher, good_rows, host_count, trust
+from .inverse import TINY, InverseFisher, finite_rows, host_count, trust
 
-#: numbers treated at once on a processor, so that what is computed from them stays in its cache
-CHUNK = 1 << 20
-#: the same on other devices, where every call costs
-CHUNK_ELSEWHERE = 1 << 25
 #: rows in the buffer at the first merge; doubled until the buffer is full
 FIRST_MERGE = 8
 
@@ -53,7 +47,7 @@ class LowRank(InverseFisher):
         growth: score k has weight k^growth, so that a moving F is followed: weights k^3 average over
             about the last two fifths of the run.
 
-    Memory: (K + max(8, K/2) + 5) D numbers, and as many again during a merge.
+    Memory: (K + max(8, K/2) + 5) D numbers, and twice as many again during a merge.
 
     Example:
         >>> import torch
@@ -108,7 +102,7 @@ class LowRank(InverseFisher):
             state, waiting = self._merge(state), 0
         updates = int(state["updates"]) + 1
         weight = float(updates) ** self.growth
-        vectors, added = _write(state, scores, weight)
+        vectors, added = self._write(state, scores, weight)
         seen = state["total"] + weight * added
         # sum w^2 / sum w, as a running mean: the sums of squares would overflow in float32
         share = weight * added / seen.clamp_min(torch.finfo(seen.dtype).tiny)
@@ -120,6 +114,23 @@ class LowRank(InverseFisher):
         state["updates"], state["waiting"] = host_count(updates), host_count(waiting)
         return self._merge(state) if waiting >= int(state["next_merge"]) else state
 
+    def _write(self, state: Tensors, scores: Tensor, weight: float) -> tuple[Tensors, Tensor]:
+        """Write scores into the free rows of the buffer: the new vectors, and how many are finite.
+
+        The unit is the root of the diagonal, but near the first guess where few scores were not zero:
+        of a local parameter in minibatches, the mean square of one or two may be next to nothing.
+        """
+        rows, added = finite_rows(scores)
+        rate = weight * added / (state["diagonal_total"] + weight * added)
+        start = int(state["waiting"])
+        torch.mul(rows, weight**0.5, out=state["buffer"][start : start + len(rows)])
+        times = state["times_seen"] + (rows != 0.0).to(rows).sum(0)
+        squares = rows.square_().sum(0) / added.clamp_min(1.0)
+        diagonal = torch.lerp(state["diagonal"], squares, rate)
+        believed = torch.lerp(state["guess"], diagonal, trust(times)).clamp_min(TINY)
+        new = {"diagonal": diagonal, "times_seen": times, "inverse_unit": believed.rsqrt()}
+        return new, added
+
     def _merge(self, state: Tensors) -> Tensors:
         """Take the waiting rows into the leading eigenvectors."""
         waiting, rank = int(state["waiting"]), len(state["basis"])
@@ -127,10 +138,10 @@ class LowRank(InverseFisher):
             return state
         scale = state["values"].clamp_min(0.0).sqrt()
         scale = torch.cat([scale, scale.new_ones(waiting)])
-        gram = scale.new_zeros(len(scale), len(scale))
-        for _, rows in _whitened(state, state["basis"]):
-            gram.addmm_(rows, rows.mT)
-        gram = scale[:, None] * gram * scale
+        change = state["merged_unit"] * state["inverse_unit"]
+        whitened = state["basis"] * change, state["buffer"][:waiting] * state["inverse_unit"]
+        rows = torch.cat(whitened)
+        gram = scale[:, None] * (rows @ rows.mT) * scale
         values, vectors = symmetric_eigen(gram)
         values, vectors = values[:rank].clamp_min(0.0), vectors[:, :rank]
         tiny = torch.finfo(values.dtype).tiny
@@ -138,9 +149,6 @@ class LowRank(InverseFisher):
         real = values > values[0] * torch.finfo(values.dtype).eps * len(gram) + tiny
         values = torch.where(real, values, 0.0)
         project = torch.where(real, vectors * values.clamp_min(tiny).rsqrt(), 0.0).mT
-        basis = torch.empty_like(state["basis"])
-        for new, rows in _whitened(state, basis):
-            torch.mm(project * scale, rows, out=new)
         total = state["total"].clamp_min(tiny)
         n = total / state["mean_weight"].clamp_min(tiny)
         # coordinates that never had a score have no share in the trace and none in the noise
@@ -155,7 +163,7 @@ class LowRank(InverseFisher):
         spikes, level = 1.0 + share * (spikes - 1.0), 1.0 + share * (level - 1.0)
         grown = min(2 * int(state["next_merge"]), len(state["buffer"]))
         return state | {
-            "basis": basis,
+            "basis": (project * scale) @ rows,
             "merged_unit": state["inverse_unit"].reciprocal(),
             # the rows before belong to the state before
             "buffer": torch.zeros_like(state["buffer"]),
@@ -171,60 +179,6 @@ class LowRank(InverseFisher):
         weights = state["level"] / state["spikes"] - 1.0
         y = y + (weights * (state["basis"] @ y)) @ state["basis"]
         return y.mul_(state["inverse_unit"]).div_(state["level"])
-
-
-def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of the same columns of all ``tensors`` (..., D)."""
-    chunk = CHUNK if tensors[0].device.type == "cpu" else CHUNK_ELSEWHERE
-    size = max(1, chunk // sum(t.numel() // t.shape[-1] for t in tensors))
-    return zip(*(t.split(size, -1) for t in tensors), strict=True)
-
-
-def _write(state: Tensors, scores: Tensor, weight: float) -> tuple[Tensors, Tensor]:
-    """Write scores into the free rows of the buffer; returns the new vectors by name, and the number of
-    scores that are finite.
-
-    The unit is the root of the diagonal, but near the first guess where few scores were not zero.  In
-    minibatches of a plate a local parameter has a score once in a while.  The mean square of one or
-    two may be next to nothing, and its inverse anything.
-    """
-    good = good_rows(scores)
-    added = good.to(scores).sum()
-    rate = weight * added / (state["diagonal_total"] + weight * added)
-    start = int(state["waiting"])
-    waiting = state["buffer"][start : start + len(scores)]
-    new = {name: state[name].clone() for name in ("diagonal", "times_seen", "inverse_unit")}
-    vectors = new["diagonal"], state["guess"], new["times_seen"], new["inverse_unit"]
-    for rows, kept, diagonal, guess, times, inverse in _parts(scores, waiting, *vectors):
-        rows = torch.where(good, rows, 0.0)
-        torch.mul(rows, weight**0.5, out=kept)
-        squares = rows.square()
-        seen = rows.ne_(0.0)  # in floats: adding up booleans takes many times longer
-        # the sum of one row would cost as much as another step
-        one = len(rows) == 1
-        diagonal.lerp_(squares[0] if one else squares.sum(0) / added.clamp_min(1.0), rate)
-        times.add_(seen[0] if one else seen.sum(0))
-        believed = torch.lerp(guess, diagonal, trust(times))
-        torch.rsqrt(believed.clamp_min_(TINY), out=inverse)
-    return new, added
-
-
-def _whitened(state: Tensors, result: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Columns of ``result``, to be written, and those of the basis and the waiting rows whitened.
-
-    The whitened ones of all turns share their memory.
-    """
-    basis, waiting = state["basis"], state["buffer"][: int(state["waiting"])]
-    change = state["merged_unit"] * state["inverse_unit"]
-    memory: Tensor | None = None
-    every = _parts(result, basis, waiting, change, state["inverse_unit"])
-    for written, old, new, changed, inverse in every:
-        if memory is None:
-            memory = basis.new_empty(len(old) + len(new), len(inverse))
-        rows = memory[:, : len(inverse)]
-        torch.mul(old, changed, out=rows[: len(old)])
-        torch.mul(new, inverse, out=rows[len(old) :])
-        yield written, rows
 
 
 def _debias(values: Tensor, D: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,11 +41,7 @@ TOLERANCE = 1e-3
 
 
 class FreeDraws(Messenger):
-    """Watches one run of a guide: what it draws, and the ``Delta`` sites that it computes.
-
-    A Delta of parameters alone is a point estimate, one of draws alone a transformed draw; of both it
-    is a moved draw.
-    """
+    """Watches one run of a guide: what it draws, and the ``Delta`` sites that it computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,12 +91,8 @@ def reached(outputs: list[Tensor], leaves: list[Tensor]) -> list[bool]:
 class MovedDraws:
     """n draws of such a guide; calls give log q (n,) of them, by its parameters as they are then.
 
-    The first call, at the parameters of the draws, says what z is.
-
-    Args:
-        run: the sum of log densities (n,), that of the Delta sites alone (n,), and z (n, K), at the
-            noise of n runs by site, (n, ...).
-        noise: the noise of the draws.
+    The first call, at the parameters of the draws, says what z is.  ``run`` gives the log density (n,),
+    that of the Delta sites alone (n,), and z (n, K), at the ``noise`` of n runs by site.
     """
 
     def __init__(

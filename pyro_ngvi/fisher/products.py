@@ -9,10 +9,9 @@ J the derivative of a site's parameters in lambda.  So a product F v is the deri
 (Pearlmutter 1994), as dear as a few evaluations of D, and exact: where the parameters of no site depend
 on draws of others at once, else for the mean over :data:`RUNS` runs of the guide.
 
-Not every distribution has a KL with the right curvature in closed form (mixtures, flows, Laplace's with
-its kink): :func:`itself` knows those that have.  For the others there are products with the mean
-Phi'Phi / K of K scores, and D is estimated from draws z ~ q_0 by the mean of r - 1 - log r with
-r = q_lambda(z) / q_0(z), whose terms are all positive.
+For distributions without a smooth KL in closed form (mixtures, flows, Laplace's) there are products
+with the mean Phi'Phi / K of K scores, and D is estimated from draws z ~ q_0 by the mean of
+r - 1 - log r with r = q_lambda(z) / q_0(z), whose terms are all positive.
 """
 
 from __future__ import annotations
@@ -78,10 +77,7 @@ def from_divergence(divergence: Tensor, leaves: list[Tensor]) -> Product:
 
 
 def itself(fn: Any) -> Tensor | None:
-    """KL (batch shape) of ``fn`` from its own values held fixed; ``None``: not known in closed form.
-
-    It is zero; what matters is its graph.
-    """
+    """KL of ``fn`` from its own values held fixed, zero with a graph; ``None``: no closed form."""
     return between(detach(fn), fn) if _is_smooth(fn) else None
 
 
@@ -111,10 +107,7 @@ def _is_smooth(fn: Any) -> bool:
 
 
 def of_sites(sites: Sites, then: dict[str, Any] | None = None) -> Tensor | None:
-    """D of one run of a guide, its sites in subsampled plates times N / n.
-
-    ``then``: the distributions of the sites at q_0; by default their own, held fixed.
-    """
+    """D of one run of a guide; ``then``: its distributions at q_0, by default its own, held fixed."""
     total: Any = None
     for name, site in drawing(sites).items():
         divergence = itself(site["fn"]) if then is None else between(then[name], site["fn"])

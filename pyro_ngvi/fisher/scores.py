@@ -4,9 +4,8 @@ Of our families they are known in closed form.  For every other guide log q is d
 autograd in the stored, unconstrained coordinates: the guide runs with each drawn value detached, or,
 where it computes values from noise and parameters, with noise that moves (:mod:`.moved_draws`).
 
-Subsampled plates: the sites of a plate of which n of N are seen get the factor sqrt(N / n).  The local
-scores of a plate are independent with mean zero, so E[phi phi'] is then the Fisher matrix of all N.
-Other scales (``poutine.scale`` around the guide) do not change q and are left out.
+Subsampled plates: the sites of a plate of which n of N are seen get the factor sqrt(N / n), with which
+E[phi phi'] is the Fisher matrix of all N.  Other scales do not change q and are left out.
 """
 
 from __future__ import annotations
@@ -29,13 +28,11 @@ from torch.utils._pytree import tree_map
 
 from ..families.base import Family, Tensors
 from ..linalg.products import each_gradient
-from ..runtime.density import Site, Sites, free_dim, innermost, is_latent, scale_and_mask
+from ..runtime.density import Site, Sites, innermost, is_latent, scale_and_mask
 from ..runtime.pyro_adapter import draws_one_vector
 from ..runtime.run import (
-    Conditioned,
     Minibatches,
     at_particle,
-    look,
     run_particles,
     run_plainly,
 )
@@ -72,15 +69,8 @@ def _held(fixed: bool) -> Any:
 class GuideScores:
     """Scores of a guide of any kind by autograd, in its unconstrained parameters.
 
-    Args:
-        guide: a function with ``pyro.param``, an ``EasyGuide``, any ``AutoGuide``.
-        steady: whether its draws become steady in the loss (:mod:`pyro_ngvi.distributions.steady`).
-
-    The guide is called with the arguments of its last call.
-
-    Raises:
-        ValueError: for a function that takes arguments and does not remember them; for a site whose
-            density cannot be evaluated at a given value.
+    The guide is called with the arguments of its last call.  ``steady``: whether its draws become so in
+    the loss (:mod:`pyro_ngvi.distributions.steady`).
     """
 
     def __init__(self, guide: Callable[..., Any], steady: bool = False) -> None:
@@ -93,27 +83,22 @@ class GuideScores:
     def leaves(self) -> dict[str, Tensor]:
         """The unconstrained parameters of the guide by their names in the parameter store."""
         with torch.no_grad(), poutine.block():
-            return self.capture(lambda: self._log_q(1))[1]
+            return self.capture(lambda: self.held(1)())[1]
 
     def draw(self, n: int, names: list[str] | None = None) -> Tensor:
         """n scores (n, D) at the present parameters, by those ``names``, flattened and joined."""
         with torch.enable_grad(), poutine.block():
-            log_q, leaves = self.capture(lambda: self._log_q(n))
+            log_q, leaves = self.capture(lambda: self.held(n)())
             wanted = [leaves[name] for name in (leaves if names is None else names)]
             grads = each_gradient(log_q, wanted)
         return torch.cat([g.reshape(n, -1) for g in grads], 1)
 
     def dependent(self) -> dict[str, Tensor]:
-        """Those :meth:`leaves` on which log q depends at all.
-
-        Raises:
-            ValueError: for a guide that computes sites from draws and from parameters without a density
-                of them; for modules whose names in Pyro's store are taken.
-        """
+        """Those :meth:`leaves` on which log q depends at all."""
         with torch.enable_grad(), poutine.block(), RefuseShadowed():
             if not self.is_joint:
                 self._find_moved_draws()
-            log_q, leaves = self.capture(lambda: self._log_q(1))
+            log_q, leaves = self.capture(lambda: self.held(1)())
             if not log_q.requires_grad:
                 return {}
             trainable = {name: p for name, p in leaves.items() if p.requires_grad}
@@ -127,11 +112,7 @@ class GuideScores:
         return bool(self._targets)
 
     def _find_moved_draws(self) -> None:
-        """Find what :class:`MovedDraws` needs.
-
-        Raises:
-            ValueError: for a guide whose sites, computed so, have no density of which scores are known.
-        """
+        """Find what :class:`MovedDraws` needs, and refuse a guide whose moved sites have no scores."""
         with FreeDraws() as free, pyro.validation_enabled(False):
             _, leaves = self.capture(lambda: self.run(fixed=False))
         trainable = [p for p in leaves.values() if p.requires_grad]
@@ -193,10 +174,6 @@ class GuideScores:
         with _held(fixed), self._as_it_is(), pyro.validation_enabled(False):
             return run_plainly(self.guide, values or {}, args, kwargs, shared)
 
-    def _log_q(self, n: int) -> Tensor:
-        """log q (n,) of n fixed draws, as a function of the parameters."""
-        return self.held(n)()
-
     def held(self, n: int) -> Callable[[], Tensor]:
         """n draws from the guide as it is now; calls give log q (n,) of them as it is then."""
         with torch.no_grad(), poutine.block():
@@ -210,13 +187,11 @@ class GuideScores:
 
     def _draws(self, n: int, minibatches: Minibatches) -> Tensors | list[Tensors]:
         """Values by site of n runs: together (n, ...), or of each."""
-        # some samplers have no rule for vmap, where their densities do
-        for way in (self._in_vmap, self._in_plate):
-            if n > 1 and way.__name__ not in self._failed:
-                try:
-                    return way({}, n, minibatches, _values)
-                except Exception:  # a run by itself shows what is wrong in any
-                    self._failed.add(way.__name__)
+        if n > 1 and "draws" not in self._failed:
+            try:
+                return self._in_vmap({}, n, minibatches, _values)
+            except Exception:  # a run by itself shows what is wrong in any
+                self._failed.add("draws")
         return [_values(self.run(minibatches=minibatches)) for _ in range(n)]
 
     def _of_sites(
@@ -247,19 +222,6 @@ class GuideScores:
         given: Any = self.guide, reduce, values, n, args, kwargs
         with _held(fixed), self._as_it_is():
             return run_particles(*given, minibatches=minibatches, sampling=not values)
-
-    def _in_plate(self, _: Any, n: int, minibatches: Minibatches, reduce: Any) -> Tensors:
-        args, kwargs = self._arguments()
-        with self._as_it_is(), pyro.validation_enabled(False):
-            alone = look(self.guide, {}, args, kwargs, minibatches)
-            plate, handler = (
-                pyro.plate("_draws", n, dim=free_dim(alone)),
-                Conditioned({}, minibatches),
-            )
-            with handler, plate:
-                self.guide(*args, **kwargs)
-        shapes = {name: value.shape for name, value in reduce(alone).items()}
-        return {k: v.reshape(n, *shapes[k]) for k, v in reduce(handler.sites).items()}
 
     @property
     def is_joint(self) -> bool:

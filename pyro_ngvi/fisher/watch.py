@@ -42,9 +42,7 @@ def remember_arguments(guide: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Watch:
-    """Hooks of a guide that is a module: they hold the arguments of the last call, and make draws
-    steady while gradients are recorded.  Copies of the module get new ones.
-    """
+    """Hooks of a module that hold the arguments of its last call and make its draws steady."""
 
     def __init__(self) -> None:
         self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -67,11 +65,7 @@ class Watch:
 
 
 def watch(guide: Callable[..., Any], steadies: bool) -> Any:
-    """What holds ``last_call`` of a guide, whose draws are steady from now on if ``steadies``.
-
-    Raises:
-        ValueError: for a function that takes arguments and does not remember them.
-    """
+    """What holds ``last_call`` of a guide, whose draws are steady from now on if ``steadies``."""
     if isinstance(guide, nn.Module):
         hooks: Any = getattr(guide, "ngvi_watch", None)  # of an optimizer before this one
         if hooks is None:

@@ -49,22 +49,17 @@ class BatchedELBO(ELBO):
     ``infer={"enumerate": "parallel"}`` and not in the guide are summed out, as in ``TraceEnum_ELBO``.
 
     Do not use it with a guide whose draws are not reparameterised (discrete ones above all):
-    ``Trace_ELBO`` is for these. ``pyro.poutine`` handlers around ``SVI.step`` act as usual.
-
-    The first call for a pair of model and guide also runs both once without ``vmap``: it creates their
-    parameters and validates the data. Later data are checked on a CPU only, and only against supports
-    that do not depend on latent sites; NaN is not refused there, nor what a mask hides.
+    ``Trace_ELBO`` is for these. The first call for a pair of model and guide also runs both once, to
+    create parameters and to validate the data. Later data are checked on a CPU only, and only against
+    supports that do not depend on latent sites; NaN is not refused there, nor what a mask hides.
 
     Args:
         num_particles: S, the number of draws of the guide; of a mixture, of each of its components.
         curvature: what ``loss_and_grads``, called once a step, leaves on a guide of ours for its
-            optimizer; see :mod:`pyro_ngvi.curvature.estimators`. "hessian": the expected Hessian of
-            -log p(y, z); "gauss_newton": products of the gradients of single data, with the Hessian of
-            the prior (both wrong, with a warning, where gradients jump: Laplace distributions, and for
-            "hessian" ReLU); "squared_gradient": squares of the gradient of the minibatch; "price":
-            none, the gradients of the scales carry it; "kronecker": factors of each layer, for
-            ``AutoMatrixNormal`` and ``NoisyKFAC``; "scores": the draws and log q - log p at each, for
-            ``SPRING``, and no gradients; or a name in :data:`pyro_ngvi.curvature.ESTIMATORS`.
+            optimizer: "hessian", "gauss_newton" (both wrong, with a warning, where gradients jump:
+            Laplace distributions, and for "hessian" ReLU), "squared_gradient", "price", "kronecker"
+            for ``NoisyKFAC``, "scores" for ``SPRING``, without gradients, as
+            :mod:`pyro_ngvi.curvature.estimators` defines them, or another name in its table.
         kl_weight: tau, a weight on the KL term: the loss becomes that of the tempered posterior,
             prior x likelihood^(1 / tau), where a ``pyro.factor`` counts as prior. An attribute too, so
             that a loop can let it grow to 1 (a warm-up).
@@ -149,11 +144,7 @@ class BatchedELBO(ELBO):
         return {} if self._drawn is None else dict(self._drawn.reasons)
 
     def differentiable_loss(self, model: Program, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """An estimate of the negative ELBO, a scalar tensor that can be differentiated.
-
-        With ``curvature``, which it would not leave, it raises a ValueError while gradients are
-        recorded; so does a module ``BatchedELBO(...)(model, guide)``, which calls it.
-        """
+        """An estimate of the negative ELBO, a scalar with a graph; refused with ``curvature``."""
         if self.curvature is not None and torch.is_grad_enabled():
             raise ValueError(
                 f"BatchedELBO(curvature={self.curvature!r}) leaves its curvature in loss_and_grads "
@@ -247,10 +238,7 @@ class BatchedELBO(ELBO):
             self._later_data.check(sites)
 
     def _draw(self, guide: Any, args: Any, kwargs: Any, shared: Values) -> tuple[Values, Tensor]:
-        """Run a guide of any kind: values (S, ...) by site, and log q, (S,).
-
-        A minibatch that is drawn for it goes into ``shared``, one that it passes to its plate not.
-        """
+        """Values (S, ...) by site of a guide, and log q (S,); minibatches drawn go into ``shared``."""
 
         def drawn(sites: Sites) -> tuple[Values, Tensor]:
             values = {}

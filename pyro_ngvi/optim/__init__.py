@@ -1,7 +1,5 @@
 """Optimizers for ``pyro.infer.SVI``, one rule a file."""
 
-from typing import Any
-
 from ..fisher import remember_arguments
 from .aifvb import AIFVB
 from .ifvb import IFVB
@@ -35,8 +33,3 @@ __all__ = [
     "Vadam",
     "remember_arguments",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    moved = ", a baseline, is now benchmarks.baselines.NAGVAC" if name == "NAGVAC" else ""
-    raise AttributeError(f"module 'pyro_ngvi.optim' has no attribute {name!r}{moved}")

@@ -2,25 +2,23 @@ r"""AIFVB: IFVB whose iterates are averaged; and the Monte-Carlo uncertainty tha
 
     lambda_bar = sum_k w_k lambda_k,   sum_k w_k = 1,   phi ~ scores at lambda_bar.
 
-The paper has w_k ~ (log k)^2 (0/0 at the first step; here (log(k + 1))^2), which weighs the way to the
-optimum almost like the stay there; the default is the average over about the last two fifths.  With
-slowly decaying steps (Polyak & Juditsky 1992), whatever matrix preconditions the steps,
+The paper has w_k ~ (log k)^2, which weighs the way to the optimum almost like the stay there; the
+default is the average over about the last two fifths.  With slowly decaying steps (Polyak & Juditsky
+1992), whatever matrix preconditions the steps,
 
     lambda_bar - lambda*  ~  N(0, C),   C = H^-1 Sigma H^-1 sum_k w_k^2,
 
 with H the Hessian of the expected loss at the optimum lambda* and Sigma the covariance of one step's
 gradient.
 
-Both matrices are measured at lambda_bar with the user's own loss: Sigma from repeated gradients, H from
-central differences of gradients with common random numbers, which is right for every gradient
-estimator, sticking the landing included.  Coordinates: the stored, unconstrained ones.  In runs that
-are short beside the memory of the steps, 1 / (b_k times curvature), C is too large.
+Both are measured at lambda_bar with the user's own loss, in the stored, unconstrained coordinates:
+Sigma from repeated gradients, H from central differences of gradients with common random numbers.
+Directions in which the loss is flat to within ``FLAT`` of the largest curvature, in units of the Fisher
+matrix (redundant parameters, as in AutoMultivariateNormal), are left out: they do not change q.
 
-Directions in which the loss is flat to within ``FLAT`` of the largest curvature, in units of the
-Fisher matrix (redundant parameters, as in AutoMultivariateNormal), are left out: they do not change q.
-
-C is not for runs that have not converged (it knows nothing of bias), steps that decay like 1/k or
-faster, many parameters (2 D gradients each time).
+C is not for runs that have not converged (it knows nothing of bias) or are short beside the memory of
+the steps, 1 / (b_k times curvature), nor for steps that decay like 1/k or faster, nor for many
+parameters (2 D gradients each time).
 
 Source: Godichon-Baggioni, Nguyen & Tran (2024, JASA), Algorithm 2, theorem 5.3, remark 5.2.
 """
@@ -77,11 +75,7 @@ def measure_covariance(
     num_gradients: int,
     num_hessians: int,
 ) -> AsymptoticCovariance:
-    """C at the present values of ``leaves``.
-
-    ``gradient()`` is one stochastic gradient of the loss, packed (D,); ``scale`` (D,) the unit of each
-    coordinate; ``weight`` is sum_k w_k^2.
-    """
+    """C at the present values of ``leaves``, in units ``scale`` (D,); ``weight`` is sum_k w_k^2."""
     average = {name: p.detach().clone() for name, p in leaves.items()}
     center = pack(average)
     gradients = torch.stack([gradient() for _ in range(num_gradients)]) * scale
@@ -131,8 +125,7 @@ def _without_offset(blocks: Iterable[Any]) -> Iterator[None]:
 class AIFVB(IFVB):
     """IFVB with weighted averages of the iterates, and scores drawn at the average (Algorithm 2).
 
-    Where F is learnt from the scores of all steps, that is; conjugate gradients, the default for guides
-    that are not ours, take products at the iterate.
+    Conjugate gradients, the default for guides that are not ours, take products at the iterate.
 
     ``averaging``: ``True`` (default, :class:`Tail`), or a number w for the weights (log(k + 1))^w; the
     paper's is 2.  Guides that are ours hold the average.  Other guides hold the iterate: read them
@@ -180,16 +173,6 @@ class AIFVB(IFVB):
             RuntimeError: before the first step.
             ValueError: if the loss is not at a minimum.
         """
-        blocks, leaves = self._averaged_leaves()
-        weight = next(iter(self._states.values()))["average_square"]
-        with self.use_average(), _without_offset(blocks):
-            scores = torch.cat([self._stored_scores(block, 64) for block in blocks], 1)
-            square = scores.square().mean(0)
-            scale = torch.where(square > 0, square, torch.inf).rsqrt()
-            gradient = _packed_gradient(svi, leaves, args, kwargs)
-            return measure_covariance(gradient, leaves, scale, weight, num_gradients, num_hessians)
-
-    def _averaged_leaves(self) -> tuple[list[Any], Tensors]:
         blocks = {path: block for path, block in self._blocks() if path in self._states}
         if not blocks:
             raise RuntimeError("There is no average before the first step.")
@@ -198,13 +181,20 @@ class AIFVB(IFVB):
             for path, block in blocks.items()
             for name, p in block.natural_params().items()
         }
-        return list(blocks.values()), leaves
+        weight = next(iter(self._states.values()))["average_square"]
+        with self.use_average(), _without_offset(blocks.values()):
+            scores = torch.cat([_stored_scores(block, 64) for block in blocks.values()], 1)
+            square = scores.square().mean(0)
+            scale = torch.where(square > 0, square, torch.inf).rsqrt()
+            gradient = _packed_gradient(svi, leaves, args, kwargs)
+            return measure_covariance(gradient, leaves, scale, weight, num_gradients, num_hessians)
 
-    def _stored_scores(self, block: Any, n: int) -> Tensor:
-        if isinstance(block, GuideBlock):
-            return block.stored_scores(n)
-        params = {name: p.detach() for name, p in block.natural_params().items()}
-        return family_scores(block.family, params, n, Coordinates(block.family.names))
+
+def _stored_scores(block: Any, n: int) -> Tensor:
+    if isinstance(block, GuideBlock):
+        return block.stored_scores(n)
+    params = {name: p.detach() for name, p in block.natural_params().items()}
+    return family_scores(block.family, params, n, Coordinates(block.family.names))
 
 
 def _packed_gradient(svi: Any, leaves: Tensors, args: Any, kwargs: Any) -> Callable[[], Tensor]:

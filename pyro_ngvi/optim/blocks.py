@@ -41,11 +41,6 @@ class Coordinates:
     frames: Mapping[str, Straight] = field(default_factory=dict, hash=False)
 
     @property
-    def few_scores(self) -> bool:
-        """Whether the Fisher matrix is larger than scores can show."""
-        return self.nearly_singular and not self.exact
-
-    @property
     def location(self) -> tuple[str, ...]:
         """Where nothing tells locations from scales, momentum acts on all."""
         return self.locations or self.names
@@ -94,10 +89,6 @@ class Coordinates:
         """Nothing tells which direction widens q."""
         return {}
 
-    def layer_sizes(self, params: Tensors) -> tuple[int, ...]:
-        """One part: names do not tell which parameters belong together."""
-        return (sum(self.sizes(params).values()),)
-
     def not_finite(self, params: Tensors) -> Tensor:
         return ~torch.isfinite(pack(params))
 
@@ -124,8 +115,7 @@ class EstimatedGeometry:
 class GuideBlock:
     """The parameters of a guide on which its log q depends, as they are stored, without constraints.
 
-    They are found at the first step, by running the guide.  The guide holds the iterate: an average is
-    kept by the optimizer.  What it answers is what optimizers ask of our guides, too.
+    They are found at the first step, by running it.  It answers what optimizers ask of our guides.
     """
 
     holds_average = False

@@ -1,8 +1,7 @@
 r"""A step is taken as far as the guide moves as its Fisher matrix says.
 
-The length |.| of a step is that of the metric at q, and KL(q || q_new) is |.|^2 / 2 while the metric
-holds.  In the coordinates in which other guides are stored (softplus of a scale, entries of a factor)
-it may not hold for a length of 1.  The KL costs no call of the model, so it is looked at: the step is
+KL(q || q_new) is |step|^2 / 2 while the metric at q holds, which in the coordinates in which other
+guides are stored may not be so for a length of 1.  The KL costs no call of the model: the step is
 shortened, along the line, until
 
     KL(q || q_new) <= TOLERANCE |step|^2 / 2.
@@ -32,10 +31,7 @@ NONE = 1e-9
 def shortened(
     step: Step, params: Tensors, divergence: Callable[[Tensors], Tensor]
 ) -> tuple[Step, Tensor]:
-    """``step`` from ``params``, as long as it may be; and whether it was longer, 0-dim.
-
-    ``divergence`` gives KL(q || q_new), 0-dim, for new parameters.
-    """
+    """``step`` from ``params``, as long as it may be; and whether it was longer, 0-dim."""
     bound = TOLERANCE * 0.5 * step.length.square()
     t, new = torch.ones_like(bound), step.params
     for _ in range(TRIALS):

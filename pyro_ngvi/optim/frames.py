@@ -14,24 +14,16 @@ that of the location m of a ``MultivariateNormal`` made of both is t (..., d):
 
 The middle of the last line is the exponential to second order, and its diagonal stays positive.
 
-**Transport.**  These are the left translations of a group, of triangles or of affine maps.  They carry
-a tangent from one q to another without a change of its numbers, so who keeps the numbers, as estimates
-of F^-1 and averages of gradients do, has transported them.  The scores of a Gaussian are in this frame
-functions of the whitened draw alone, so F is the same at every q and the transport an isometry of it.
-The frame of Bures and Wasserstein, dSigma = S Sigma + Sigma S and dm as it is, has no such F
-(``benchmarks/any_guide/frames.py``).
-
-**Means.**  The plain average of x is, for e = exp, the Riemannian mean of the log-Cholesky metric (Lin
-2019), which is flat in x; so averages of iterates need no frame.
+**Transport.**  These are the left translations of a group, of triangles or of affine maps: who keeps
+the numbers of a tangent while q moves, as estimates of F^-1 and averages of gradients do, has
+transported it.  The scores of a Gaussian are in this frame functions of the whitened draw alone, so F
+is the same at every q.
 
 All other parameters move straight.  Not for unit triangles times scales (``AutoMultivariateNormal``),
-two parameters where the group has one; nor where nothing is learnt from step to step and linear systems
-are solved to the end: conjugate gradients then find the same direction in any frame.
+two parameters where the group has one.
 
-Sources: Draca, Matsubara & Tran (2026, arXiv:2604.02969), of which only the abstracts were at hand:
-scores transported to the present tangent space, rank-one updates of F^-1 there, retractions.  Tan
+Sources: Draca, Matsubara & Tran (2026, arXiv:2604.02969), of which only the abstracts were at hand; Tan
 (2021, arXiv:2109.00375), Lin, Nielsen, Khan & Schmidt (2021, arXiv:2102.07405): triangles as a group.
-That in their frame the transport costs nothing and errs nowhere is put together here.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from .state import (
     is_power_of_two,
     moved,
     refuse_wrappers,
+    whole_step,
 )
-from .whole_step import whole_step
 
 
 def find_blocks(guide: Any) -> Iterator[tuple[str, Any]]:
@@ -115,10 +115,7 @@ class NaturalGradientOptim(PyroOptim):
         block.averaged = block.holds_average and rule.averaging is not None
 
     def holders(self) -> list[Any]:
-        """The objects whose attributes, and entries of whose dicts, a step of the blocks replaces.
-
-        It never writes into what they hold, so that a step can be undone.
-        """
+        """The objects whose attributes, and entries of whose dicts, a step of the blocks replaces."""
         blocks = [block for _, block in self._blocks()]
         return [self, *blocks, *(b.algebra for b in blocks if hasattr(b, "algebra"))]
 
@@ -140,10 +137,7 @@ class NaturalGradientOptim(PyroOptim):
 
     @outside_autocast
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        """One step for every parameter in ``params``, which uses the gradients in ``.grad`` up.
-
-        An exception, Ctrl-C included, leaves parameters and states as they were, without gradients.
-        """
+        """One step for every parameter in ``params``, which uses the gradients in ``.grad`` up."""
         params = list(params)
         with whole_step(self, params):
             self.step_others(self.step_blocks(params))
@@ -290,7 +284,7 @@ class NaturalGradientOptim(PyroOptim):
         )
 
     def report(self, path: str | None = None) -> StepReport:
-        """What the last step did.  Waits for the device, so do not call it at every step on a GPU.
+        """What the last step did; waits for the device.
 
         ``path`` names a part of an ``AutoGuideList`` ("0", "1", ...); by default the only part.
         """

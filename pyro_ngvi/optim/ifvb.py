@@ -10,28 +10,21 @@ so all that a guide has to offer is log q: Pyro's autoguides, mixtures, function
 
 **Guides that are not ours** are stepped in the unconstrained coordinates in which Pyro stores them, but
 for positive-definite matrices and Cholesky factors, and locations that go with them, which have frames
-(:mod:`pyro_ngvi.optim.frames`).  In those coordinates F changes as q moves: it is that of the present q
-alone.  G comes from a few steps of conjugate gradients (:class:`~pyro_ngvi.fisher.ConjugateGradients`)
-on products F v, exact ones where the sites of the guide have a KL in closed form, Gaussians above all,
-and else those of 64 fresh scores.  Before it is taken a step is held against the KL from the q before
-(:mod:`pyro_ngvi.optim.divergence`).  Draws of such guides are steady while it trains them
-(:mod:`pyro_ngvi.distributions.steady`), also under Pyro's losses.
+(:mod:`pyro_ngvi.optim.frames`).  There F changes as q moves.  G comes from a few steps of conjugate
+gradients on products F v with the present F, exact ones where the sites of the guide have a KL in
+closed form, and else those of 64 fresh scores.  A step is held against the KL from the q before
+(:mod:`pyro_ngvi.optim.divergence`), and draws of such guides are steady while it trains them
+(:mod:`pyro_ngvi.distributions.steady`).
 
 **Our families** offer their frame: scores and gradients are taken in units of q itself, where F hardly
-changes while q moves, so that one score a step is enough for the calibrated low-rank estimate
-(:class:`~pyro_ngvi.fisher.LowRank`).
+changes while q moves, so that one score a step is enough for a low-rank estimate.
 
 **Flows**, ours and Pyro's, have thousands of parameters and a nearly singular Fisher matrix.  Their
-default is a damped window of scores (:class:`~pyro_ngvi.fisher.Window`), which moves little where the
-scores say little (benchmarks/flows/README.md).  Where F is that of a few scores there is less room for
-noise, 0.6 in place of 3 times sqrt(b_k).
+default is a damped window of scores, which moves little where the scores say little.  Where F is that
+of a few scores there is less room for noise, 0.6 in place of 3 times sqrt(b_k).
 
 **Gain.**  Nothing says that the Fisher matrix of other guides and of flows is the Hessian of the loss,
 so there the gain falls as k^(-2/3), without momentum.
-
-With a :class:`RobbinsMonro` schedule of power alpha, the regularisation c_beta k^-beta of
-:class:`~pyro_ngvi.fisher.Dense` has to keep to 1/2 < alpha < 1 and 0 < beta < alpha - 1/2 (theorems 5.1
-to 5.3).  Algorithms 1 and 2 as printed stand in ``benchmarks/baselines``.
 
 Not for: guides whose Fisher matrix is known (NGVB is as good and cheaper), guides without a density
 (AutoDelta), densities that cannot be evaluated at a given point (flows without an inverse).
@@ -60,7 +53,7 @@ from .host import NaturalGradientOptim, find_blocks
 from .ifvb_rule import IFVBRule
 from .ngvb import make_rule
 from .rule import Averaging, State, require
-from .schedules import RobbinsMonro, Schedule, check_convergence
+from .schedules import RobbinsMonro, Schedule
 from .state import ADAM
 
 #: scores that make the first guess of the diagonal, where it is not known
@@ -83,22 +76,17 @@ class IFVB(NaturalGradientOptim):
             function.  A function with arguments has to be wrapped, see
             :func:`~pyro_ngvi.optim.remember_arguments`.
         lr: factor in (0, 1] on the gain of the schedule.
-        schedule: as for NGVB.  ``None``: that of NGVB; for guides that are not ours and for flows
-            ``RobbinsMonro(0.3, 20, 2/3, patience=0.3)``.
+        schedule, momentum, averaging: as for NGVB; by default what suits the guide.  Guides that are
+            ours hold the average; beside other guides the optimizer keeps it, see :meth:`use_average`.
         fisher: what stands for the inverse Fisher matrix, from ``pyro_ngvi.fisher``:
-            ``ConjugateGradients()``, ``LowRank(32, growth=1.0)``, ``Window(128)`` (the last scores and
-            a ridge) or ``Dense()`` (D x D).  ``None``: the first for guides that are not ours, that
-            window for flows, else that low rank.
+            ``ConjugateGradients()``, ``LowRank(32, growth=1.0)``, ``Window(128)`` or ``Dense()``.
+            ``None``: the first for guides that are not ours, that window for flows, else that low rank.
         num_scores: scores drawn per step; ``None``: 8 for a window, 64 for conjugate gradients without
             exact products, else 1.
         trust_radius: largest length of a step in the estimated Fisher norm, nats^(1/2), until steps
             that agree show that they may be longer; ``None``: no bound.
         clip_norm: largest Euclidean norm of the natural gradient (the paper's device); ``None``: none.
-        momentum: heavy-ball coefficient in [0, 1); ``None``: what suits the guide.
-        averaging: as for NGVB.  Guides that are ours then hold the average; beside other guides it is
-            kept by the optimizer, see :meth:`use_average`.
         others: a ``PyroOptim`` for all other parameters; see :class:`~pyro_ngvi.NGVB`.
-        by_layer: no entries of F between the layers of a flow; other guides are one layer.
         steady: whether draws of guides that are not ours are made steady.  ``False`` for losses that
             are not an ELBO (RenyiELBO, ReweightedWakeSleep), whose gradients need the score.
 
@@ -137,22 +125,17 @@ class IFVB(NaturalGradientOptim):
         averaging: Averaging | float | bool | None = None,
         others: PyroOptim | None = ADAM,
         *,
-        by_layer: bool = False,
         steady: bool = True,
     ) -> None:
         whole = num_scores is None or (isinstance(num_scores, int) and num_scores >= 1)
         require(whole, "num_scores", "be a whole number of at least 1 or None", num_scores)
         require(clip_norm is None or clip_norm > 0.0, "clip_norm", "be positive or None", clip_norm)
-        kinds = ("product", "solve")
-        if fisher is not None and not any(hasattr(fisher, name) for name in kinds):
+        if not (fisher is None or hasattr(fisher, "product") or hasattr(fisher, "solve")):
             raise ValueError(
                 f"fisher must be an estimate such as pyro_ngvi.fisher.LowRank(32, growth=1.0), "
                 f"got {fisher!r}."
             )
-        if isinstance(schedule, RobbinsMonro) and getattr(fisher, "c_beta", 0.0):
-            check_convergence(schedule.power, getattr(fisher, "beta", None))
         self._fisher = fisher
-        self._by_layer = by_layer
         self._steady = steady
         self._num_scores = num_scores
         arguments: dict[str, Any] = {"lr": lr, "trust_radius": trust_radius, "schedule": schedule}
@@ -172,7 +155,7 @@ class IFVB(NaturalGradientOptim):
 
     def make_rule(self, family: Any) -> IFVBRule:
         suited: Any = LowRank(32, growth=1.0) if family.known_fisher else ConjugateGradients()
-        few = family.few_scores if isinstance(family, Coordinates) else family.nearly_singular
+        few = family.nearly_singular and not getattr(family, "exact", False)
         fisher = self._fisher or (Window(128) if few else suited)
         exact = isinstance(fisher, ConjugateGradients) and getattr(family, "exact", False)
         if isinstance(family, Coordinates) and not exact:  # an estimate from scores knows no blocks
@@ -183,7 +166,7 @@ class IFVB(NaturalGradientOptim):
         rule = make_rule(family, **arguments)
         if exact and rule.noise_radius == Coordinates.noise_radius:
             rule = replace(rule, noise_radius=HELD)
-        return IFVBRule(rule, fisher, self._by_layer)
+        return IFVBRule(rule, fisher)
 
     def step_blocks(self, params: list[Tensor]) -> list[Tensor]:
         if self._rest is not None and not self._rest_known:
@@ -207,10 +190,9 @@ class IFVB(NaturalGradientOptim):
             )
 
     def _refuse_no_gradient(self, own: Mapping[str, Tensor]) -> None:
-        """Refuse a loss whose gradient is the score, which steady draws have not."""
+        """Refuse a loss whose gradient is the score, which steady draws have not; at the first step."""
         grads = [p.grad for p in own.values() if p.grad is not None]
-        moves = [bool(g.any()) for g in grads]  # once, at the first step
-        if self._steady and grads and not any(moves):
+        if self._steady and grads and not any(bool(g.any()) for g in grads):
             raise ValueError(
                 f"{type(self).__name__}: the gradient of the loss is zero in all parameters of the "
                 f"guide. Losses that take log q at fixed values (ReweightedWakeSleep) need "
@@ -257,10 +239,7 @@ class IFVB(NaturalGradientOptim):
         return {"product": product, "divergence": divergence}
 
     def use_average(self) -> UsingAverage:
-        """Put the averages of the iterates into the guide; in a ``with`` statement, for a while.
-
-        Guides that are ours hold their average anyway.  Without an average this is an error.
-        """
+        """Put the averages of the iterates into the guide; in a ``with`` statement, for a while."""
         blocks = [(path, b) for path, b in self._blocks() if not (b.holds_average and b.averaged)]
         averages = [(b.natural_params(), self._states.get(p, {}).get("average")) for p, b in blocks]
         # parameters that are not ours are found at the first step

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..families.base import Tensors
-from ..fisher import Blocks, ConjugateGradients, Dense, InverseFisher
+from ..fisher import ConjugateGradients, Dense, InverseFisher
 from ..fisher.inverse import first_guess
 from .blocks import Coordinates, EstimatedGeometry
 from .divergence import shortened
@@ -27,15 +27,12 @@ class IFVBRule(Rule):
 
     :class:`ConjugateGradients` take a "product" with the Fisher matrix instead; with a "divergence" of
     new parameters beside it steps are held against that.
-
-    With ``by_layer`` there is one estimate ``fisher`` for each layer that the family knows of.
     """
 
     learns_fisher: ClassVar[bool] = True
 
     rule: NaturalGradientRule
     fisher: InverseFisher | ConjugateGradients
-    by_layer: bool = False
 
     @property
     def family(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -44,18 +41,6 @@ class IFVBRule(Rule):
     @property
     def averaging(self) -> Averaging | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.rule.averaging
-
-    def refuses(self, family: Any) -> str | None:
-        if self.by_layer and not self.fisher.starts_from_guess:
-            return (
-                f"by_layer=True needs an estimate that starts from the first guess of the diagonal, "
-                f"and {self.fisher} does not. Leave its eps out, or use pyro_ngvi.fisher.Window(128)."
-            )
-        return None
-
-    def _estimate(self, params: Tensors) -> InverseFisher:
-        estimate: Any = self.fisher
-        return Blocks(self.family.layer_sizes(params), estimate) if self.by_layer else estimate
 
     def _with(self, product: Callable[[Tensor], Tensor]) -> NaturalGradientRule:
         """``rule`` with ``product`` for the inverse of F."""
@@ -79,16 +64,15 @@ class IFVBRule(Rule):
         if isinstance(self.fisher, Dense):
             # directions that no score has shown yet would else look as if they were free
             weight = max(weight, float(len(diagonal)))
-        estimate = self._estimate(params)
-        fisher = estimate.init(diagonal, weight)
+        fisher = self.fisher.init(diagonal, weight)
         if scores is not None:
-            fisher = estimate.update(fisher, scores)
+            fisher = self.fisher.update(fisher, scores)
         return super().init(params) | {"fisher": fisher}
 
     def step(self, params: Tensors, grads: Tensors, state: State, curvature: Any = None) -> Step:
         if isinstance(self.fisher, ConjugateGradients):
             return self._conjugate_step(params, grads, state, self.fisher, curvature)
-        estimate = self._estimate(params)
+        estimate = self.fisher
         fisher = {"fisher": estimate.update(state["fisher"], curvature["scores"])}
         rule = self._with(lambda g: estimate.product(fisher["fisher"], g))
         step = rule.step(params, grads, state)

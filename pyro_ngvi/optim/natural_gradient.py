@@ -10,8 +10,6 @@ For a family with Fisher matrix F, from the Euclidean gradient g of the loss, wi
 
 **Blocks.**  All but the last line is done for each block of the Fisher matrix by itself: the location
 of a Gaussian and its scales, between which F has no entries, or everything at once where F is not so.
-Far from the posterior the gradient of the location is nearly free of noise and that of the d^2 / 2
-scales drowned in it, so each has gain, outliers and radius of its own.
 
 **Gain.**  For families whose Fisher matrix is the Hessian of the loss at a Gaussian posterior (full
 rank) b_k is the Kalman gain of :class:`NoiseClock`, and beta is 0.  For the others (mean field, factor)
@@ -31,11 +29,9 @@ With c the cosine, in the Fisher metric, between this natural gradient and the o
     r_k = 1.4 r_{k-1}  if c > 0.6, now and a step ago, and the radius shortened the last move,
           0.6 r_{k-1}  if c < 0.2,
 
-and never below 1; of scales, whose metric changes faster, 0.95 and 0.55 are asked.  With one radius for
-any d the number of steps would grow as sqrt(d), since d latent variables that are one sd off each are
-sqrt(d) away together.  So the reach goes up to d for a location, to sqrt(d) for scales, where every sd
-changes e-fold, and to sqrt(D) for one block of all D coordinates.  Moves of one direction that grow by
-1.4 overshoot by 0.4 of their way at most.
+and never below 1; of scales, whose metric changes faster, 0.95 and 0.55 are asked.  It goes up to d for
+a location, to sqrt(d) for scales, where every sd changes e-fold, and to sqrt(D) for one block of all D
+coordinates: d latent variables that are one sd off each are sqrt(d) away together.
 
 **Outliers.**  |G|_typical is the geometric mean of the last ten or so lengths, at least 1 nat^(1/2).
 
@@ -91,9 +87,9 @@ STRICTER = 0.35
 class Schedule(Protocol):
     r"""How long a step is: the gain b_k that multiplies the natural gradient, and how it decays.
 
-    A schedule is a pair of pure functions of tensors that hold a number for each block, so it neither
-    waits for the device nor keeps state of its own.  ``like`` and ``signal`` are (B,), b_k too or ().
-    ``signal``, in [-1, 1], is what the step before says about this one: the estimate
+    A schedule is a pair of pure functions of tensors.  ``like`` and ``signal`` are (B,), a number for
+    each block, b_k too or ().  ``signal``, in [-1, 1], is what the step before says about this one: the
+    estimate
 
         snr_k = (<G_k, G_{k-1}> + <G_{k-1}, move_{k-1}>) / |G_k|^2                                   (1)
 
@@ -125,9 +121,8 @@ class NoiseClock:
     where mean and standard error come from (1) over the last max(10, c / 2) steps, and 1 / (4 n) is
     added to the variance after n, which few steps do not show.  It begins late: a start may be near.
 
-    Multiplicative noise (few particles for many dimensions) shows from the first step on, hence a small
-    but *constant* gain, about S / (S + d + 1) for S particles, which is exact in the end where the
-    posterior is Gaussian.  Additive noise shows only near the optimum; the gain then falls as 2/k.
+    Multiplicative noise (few particles for many dimensions) keeps the gain small but *constant*, about
+    S / (S + d + 1) for S particles.  Additive noise shows only near the optimum; it then falls as 2/k.
 
     Not for: losses that change between steps (annealing); use :class:`RobbinsMonro` there.
     """
@@ -282,17 +277,8 @@ class NaturalGradientRule(Rule):
         }
         refused = {"skipped_in_a_row": in_a_row + 1.0}
         whole = torch.linalg.vector_norm(torch.stack([move_norm, radius]), dim=1)
-        return Step(
-            new,
-            whole[0],
-            gain[0],
-            changed,
-            whole[1],
-            damped.any(),
-            finite,
-            None,
-            if_refused=refused,
-        )
+        taken = new, whole[0], gain[0], changed, whole[1], damped.any(), finite
+        return Step(*taken, if_refused=refused)
 
     def _reach(
         self, blocks: Any, cosine: Tensor, state: State, direction: Tensors
@@ -311,10 +297,7 @@ class NaturalGradientRule(Rule):
     def _natural_direction(
         self, blocks: Any, params: Tensors, grads: Tensors, curvature: Any
     ) -> tuple[Tensors, Tensors, Tensor, Tensor]:
-        """(direction, its dual gradient, lengths by block, whether finite): length 1 if not finite.
-
-        The natural gradient is length * direction, and <gradient, direction> = 1 in each block.
-        """
+        """Unit direction, its dual gradient, lengths by block (1 if not finite), whether finite."""
         gradient = self.family.pull(params, grads)
         if curvature:
             gradient = self.family.pull_curvature(params, gradient, curvature)

@@ -85,8 +85,7 @@ class NGVB(NaturalGradientOptim):
         others: a ``PyroOptim`` for parameters that are not natural, for instance
             ``pyro.optim.Adam({"lr": 1e-3})``.  By default Adam with a learning rate of 0.01, which a
             UserWarning says at the first step that has some; ``None`` refuses them.  Where the best q
-            moves with them (diagonals of Walsh-Hadamard layers, length-scales) pass
-            ``averaging=False`` for a mean-field or factor guide, whose average would lag behind.
+            moves with them (length-scales) pass ``averaging=False``: an average would lag behind.
 
     ``None`` for schedule, momentum or averaging takes what suits the family.
 

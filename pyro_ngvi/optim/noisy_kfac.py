@@ -17,9 +17,8 @@ both, prior precision tau, and G the gradient of the loss in M, prior included:
 In the paper's symbols A = A-bar, S = N S-bar, tau = 1 / eta, lambda = 1, and gamma_in = tau / N.
 
 **Damping comes from the prior.**  The damped factors multiply out to S kron A + tau I + sqrt(tau) (pi S
-kron I + I kron A / pi): too large, so that sds are too small, by 12 % where the likelihood's precision
-is 50 tau and by 29 % where it is tau (A and S multiples of I).  ``damping`` acts on the mean alone.  In
-a linear regression with known noise the mean is exact, and so is the covariance for a vague prior.
+kron I + I kron A / pi): sds are too small, by 12 % where the likelihood's precision is 50 tau and by
+29 % where it is tau (A and S multiples of I).  ``damping`` acts on the mean alone.
 
 The averages start with the first step's statistics (b is at least 1 / (k + 1)).  Sites that are no
 matrices take natural-gradient steps of length a.
@@ -78,12 +77,7 @@ def covariance_factors(
 
 @dataclass(frozen=True)
 class NoisyKFACRule(Rule):
-    """The mathematics, as pure functions of tensors.
-
-    ``curvature`` has the statistics of each matrix in "kron_rows" (n, n) and "kron_columns" (m, m),
-    and, if ``prior_precision`` is ``None``, "prior" (d,), the diagonal of the prior's curvature, whose
-    mean over a part is its tau.
-    """
+    """The mathematics, on "kron_rows" and "kron_columns" of each matrix, and "prior" (d,)."""
 
     family: ProductFamily
     lr: Rate = LEARNING_RATE
@@ -128,7 +122,10 @@ class NoisyKFACRule(Rule):
             kind: {p: torch.lerp(state[kind][p], curvature[kind][p], b) for p in matrices}
             for kind in ("kron_rows", "kron_columns")
         }
-        priors = self._priors(curvature)
+        if self.prior_precision is not None:
+            priors: Any = dict.fromkeys(self.family.parts, self.prior_precision)
+        else:
+            priors = {p: v.mean() for p, v in self.family.split(curvature["prior"]).items()}
 
         tensors: dict[str, Tensors] = {}  # of the posteriors of the matrices
         moves: dict[str, Tensors] = {}
@@ -165,11 +162,6 @@ class NoisyKFACRule(Rule):
         radius = torch.full_like(length, self.trust_radius)
         damped, finite = shrink < 1.0, torch.isfinite(length)
         return Step(new, shrink * length, a, averages, radius, damped, finite)
-
-    def _priors(self, curvature: Tensors) -> dict[str, Tensor | float]:
-        if self.prior_precision is not None:
-            return dict.fromkeys(self.family.parts, self.prior_precision)
-        return {p: v.mean() for p, v in self.family.split(curvature["prior"]).items()}
 
     def bad_entries(self, grads: Tensors, curvature: Any) -> Tensor:
         bad = self.family.split(self.family.not_finite(grads))

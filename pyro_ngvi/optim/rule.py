@@ -1,8 +1,6 @@
 """A rule says where to go; whether we go is decided here, once for all rules.
 
-A rule is a frozen dataclass with a ``family`` and the method ``step``.  Around each of its steps
-:meth:`Rule.update` refuses one that is not finite, counts, averages the iterates and reports.  These
-are pure functions of nested dicts of tensors, and nothing in them waits for the device.
+These are pure functions of nested dicts of tensors, and nothing in them waits for the device.
 """
 
 from __future__ import annotations

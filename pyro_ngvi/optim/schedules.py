@@ -107,17 +107,3 @@ def as_schedule(schedule: Schedule | Callable[[Tensor], Tensor] | str) -> Schedu
     wanted = 'be "noise", "constant", a function of k, or have init() and gain()'
     require(callable(schedule), "schedule", wanted, schedule)
     return Custom(schedule)  # type: ignore[arg-type]
-
-
-def check_convergence(alpha: float, beta: float | None = None) -> None:
-    """Refuse exponents outside the theorems: 1/2 < alpha < 1 and 0 < beta < alpha - 1/2."""
-    paper = "(Godichon-Baggioni et al. 2024, theorem 5.1)"
-    if not 0.5 < alpha < 1.0:
-        raise ValueError(
-            f"Steps c / (c' + k)^alpha converge for 1/2 < alpha < 1 {paper}, and alpha = {alpha:g}."
-        )
-    if beta is not None and not 0.0 < beta < alpha - 0.5:
-        raise ValueError(
-            f"The regularisation c_beta k^-beta needs 0 < beta < alpha - 1/2 = {alpha - 0.5:g} "
-            f"{paper}, and beta = {beta:g}. Lower beta, raise alpha, or set c_beta=0."
-        )

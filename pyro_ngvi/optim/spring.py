@@ -10,16 +10,15 @@ parameters the S x S side of it is the one to solve:
     lambda <- retract(lambda, -b G),   b = a min(1, R / (a |Phi G|)),
 
 where c is ``damping`` times the mean of the diagonal of Phi Phi'.  m < 1 keeps what earlier draws said
-of the directions that these draws do not see (a Kaczmarz method), so the Fisher matrix is never
-inverted, stored or averaged.  G is exact where log p - log q is linear in the scores, and residuals
-vanish as q approaches the posterior, so that noise does too.  It asks for values of log p alone.
+of the directions that these draws do not see (a Kaczmarz method).  Residuals vanish as q approaches the
+posterior, so that noise does too.  It asks for values of log p alone.
 
 The guide holds an average of about the last two fifths of the run.  The draws compare the two at every
 step, and where KL(q || q_average) > 1 nat (a fit that jumps between modes) the average begins anew.
 
-Not for: more than some twenty latent variables, where gradients of the model say more than values at a
-hundred draws do (benchmarks/flows/README.md); targets that are zero in places, since a step with a draw
-of log p = -inf is skipped; minibatches of a plate, whose noise is in every residual.
+Not for: more than some twenty latent variables (benchmarks/flows/README.md); targets that are zero in
+places, since a step with a draw of log p = -inf is skipped; minibatches of a plate, whose noise is in
+every residual.
 
 Sources: Goldshlager, Abrahamsen & Lin (2024, J. Comput. Phys. 516:113351); Chen & Heyl (2024, Nature
 Physics 20:1476) for m = 0; Salimans & Knowles (2013, Bayesian Analysis 8:837).  The damping relative to
@@ -81,7 +80,7 @@ class SpringRule(Rule):
         a = rate_at(self.lr, state["step"])
         phi = packed_scores(self.family, params, self.family.score(params, draws))
         past = self.momentum * state["increment"]
-        # scores are centred, and divided by sqrt(S), on their S x S side: fewer passes over them
+        # centred and divided by sqrt(S) on their S x S side: fewer passes over them
         count = len(draws)
         kernel = _centred(_centred(phi @ phi.mT / count).mT)
         predicted = _centred(phi @ past) / count**0.5
@@ -97,6 +96,10 @@ class SpringRule(Rule):
         # a shortened move is also what the next step remembers
         increment = shrink * increment
         new = self.family.retract(params, self.family.unpack(increment, params), -a)
+        gap = None
+        if self.averaging is not None:
+            average = state["average"]
+            gap = self.family.log_prob(params, draws) - self.family.log_prob(average, draws)
         return Step(
             new,
             a * shrink * length,
@@ -105,14 +108,8 @@ class SpringRule(Rule):
             radius=torch.full_like(a, self.trust_radius),
             damped=shrink < 1.0,
             finite=torch.isfinite(length),
-            keep_average=None if self.averaging is None else self._is_near(params, state, draws),
+            keep_average=None if gap is None else gap.mean() < FAR,
         )
-
-    def _is_near(self, params: Tensors, state: State, draws: Tensor) -> Tensor:
-        """Whether the average is finite and no further than ``FAR`` from the iterate."""
-        average = state["average"]
-        gap = self.family.log_prob(params, draws) - self.family.log_prob(average, draws)
-        return gap.mean() < FAR
 
     def bad_entries(self, grads: Tensors, curvature: Any) -> Tensor:
         return ~torch.isfinite(curvature["draws"]).all(0)

@@ -1,17 +1,16 @@
-"""What an optimizer saves and restores: the states of rules, and the state of ``others=``.
+"""What an optimizer saves, restores and takes back: states of rules, and of ``others=``.
 
-A ``PyroOptim`` keeps its states by the names of the parameters in the parameter store.  They begin with
-the name of the guide, which another run of the same program may give another one: a second guide of a
-process gets a number.  So states are saved under "." and the path within the guide, and get their names
-back at the first step, when all parameters stand in the store.
-
-PyTorch's optimizers save their own tensors, write into them at the next step, and take those that they
-load as their own.  So a state is copied on its way out and on its way in.
+A ``PyroOptim`` keeps its states by the names of the parameters in the parameter store, which begin with
+the name of the guide; a second guide of a process gets a number.  So states are saved under "." and the
+path within the guide, and get their names back at the first step.  PyTorch's optimizers write into the
+tensors that they save and load, so a state is copied on its way out and on its way in.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -168,6 +167,37 @@ def entries_of(optim: Any) -> list[tuple[Any, dict[Any, Any]]]:
         for p, own in optim.state.items()
     }
     return [(optim.state, copies), *((group, dict(group)) for group in optim.param_groups)]
+
+
+@contextmanager
+def whole_step(optim: Any, params: list[Tensor]) -> Iterator[None]:
+    """Around a step of ``optim``: undo it where it raises, and use the gradients up in any case."""
+    leaves = {id(p): p for p in params}
+    values: list[tuple[Tensor, Tensor]] = []
+    entries: list[tuple[Any, dict[Any, Any]]] = []
+    try:
+        leaves |= {id(p): p for p in optim.natural_params()}
+        values = [(p, p.detach().clone()) for p in leaves.values()]
+        for holder in (*optim.holders(), optim._others_state, optim.others):
+            own = {} if holder is None else vars(holder)
+            dicts = [own, *(v for v in own.values() if isinstance(v, dict))]
+            entries += [(held, dict(held)) for held in dicts]
+        for inner in () if optim.others is None else optim.others.optim_objs.values():
+            entries += entries_of(inner)
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for p, before in values:
+                p.copy_(before)
+        for held, before in entries:
+            held.clear()
+            held.update(before)
+        for _, block in optim._blocks():
+            block.curvature = None  # what a loss left belongs to this step
+        raise
+    finally:
+        for p in leaves.values():
+            p.grad = None
 
 
 def is_power_of_two(count: int) -> bool:

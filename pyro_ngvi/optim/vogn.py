@@ -1,8 +1,7 @@
 """VOGN, IVON, SLANG and Vadam: :class:`~pyro_ngvi.optim.VON` with other settings or a part changed.
 
-For a network start at ``init_loc_fn=model.init_to_module`` (see ``pyro_ngvi.nn.bayesianize``) with a
-small ``init_scale``, 0.01 to 0.03: from the default 0.1 the sds of some thousand weights can grow to
-the prior's before the means have learnt.
+For a network start at ``init_loc_fn=model.init_to_module`` with an ``init_scale`` of 0.01 to 0.03: from
+the default 0.1 the sds of some thousand weights can grow to the prior's before the means have learnt.
 """
 
 from __future__ import annotations
@@ -73,7 +72,23 @@ class SLANGRule(VONRule):
         )
 
 
-class VOGN(VON):
+class _Preset(VON):
+    """VON with slowing rates, momentum, and other ``defaults``."""
+
+    defaults: ClassVar[dict[str, Any]] = {"averaging": False}
+
+    def __init__(
+        self,
+        guide: Any,
+        lr: Rate = slowing_rate,
+        curvature_lr: Rate = slowing_rate,
+        momentum: float = 0.9,
+        **further: Any,
+    ) -> None:
+        super().__init__(guide, lr, curvature_lr, momentum, **{**self.defaults, **further})
+
+
+class VOGN(_Preset):
     """Variational online Gauss-Newton: :class:`~pyro_ngvi.optim.VON` with the settings for networks.
 
     ``loss=BatchedELBO(num_particles, curvature="gauss_newton")``; the data must lie in a plate.  It is
@@ -83,8 +98,6 @@ class VOGN(VON):
         guide: an ``AutoMeanFieldNormal`` (or ``AutoFullRankNormal``).
         lr, curvature_lr, momentum, further: those of :class:`~pyro_ngvi.optim.VON`; by default both
             rates are max(0.01, 1 / (10 + k^0.75)), and there is no averaging.
-
-    The published prior precision delta is the curvature of the model's prior, and 1 - beta_2 is b.
 
     Not for small models: :class:`~pyro_ngvi.NGVB` needs no rates there, and the exact Hessian is cheap.
 
@@ -98,20 +111,10 @@ class VOGN(VON):
     """
 
     accepts: ClassVar[tuple[str | None, ...]] = ("gauss_newton",)
-
-    def __init__(
-        self,
-        guide: Any,
-        lr: Rate = slowing_rate,
-        curvature_lr: Rate = slowing_rate,
-        momentum: float = 0.9,
-        **further: Any,
-    ) -> None:
-        settings = {"safe": False, "averaging": False, **further}
-        super().__init__(guide, lr, curvature_lr, momentum, **settings)
+    defaults: ClassVar[dict[str, Any]] = {"safe": False, "averaging": False}
 
 
-class SLANG(VON):
+class SLANG(_Preset):
     r"""VON for a precision U U' + diag(s), U of rank L, that averages outer products of gradients.
 
     ``loss=BatchedELBO(num_particles, curvature="gauss_newton")``; the data must lie in a plate.  With
@@ -147,6 +150,7 @@ class SLANG(VON):
     suits = "pyro_ngvi.AutoFactorPrecision(model, rank=2)"
     accepts: ClassVar[tuple[str | None, ...]] = ("gauss_newton",)
     rule_type: ClassVar[type[VONRule]] = SLANGRule
+    defaults: ClassVar[dict[str, Any]] = {"trust_radius": None, "averaging": False}
 
     def __init__(
         self,
@@ -156,13 +160,12 @@ class SLANG(VON):
         momentum: float = 0.9,
         **further: Any,
     ) -> None:
-        settings = {"trust_radius": None, "averaging": False, **further}
         super().__init__(
-            guide, lr, lr if curvature_lr is None else curvature_lr, momentum, **settings
+            guide, lr, lr if curvature_lr is None else curvature_lr, momentum, **further
         )
 
 
-class IVON(VON):
+class IVON(_Preset):
     """Improved variational online Newton, for ``AutoMeanFieldNormal``, with any reparameterised ELBO.
 
     The safe form of :class:`~pyro_ngvi.optim.VON`, with the curvature of the gradient alone ("price")
@@ -170,16 +173,13 @@ class IVON(VON):
 
         |move_i| <= r sigma_i,        and |g_i| <= 3 r / (a sigma_i) before g enters m,
 
-    so that q gains at most r^2 / 2 nats an entry in a step.  A bound on the root mean square would let
-    a single stiff entry move by sqrt(d) sds, to where the likelihood has no curvature.
+    so that q gains at most r^2 / 2 nats an entry in a step.
 
     Args:
         guide: an ``AutoMeanFieldNormal``.
         lr, curvature_lr, momentum, further: those of :class:`~pyro_ngvi.optim.VON`; by default both
             rates are max(0.01, 1 / (10 + k^0.75)), and there is no averaging.  The published b = 1e-5
-            never learns a variance on a small problem: (1 - b)^k of the first precision is left.
-
-    In the paper's symbols P = ess (h + weight_decay), and the weight decay is the prior of the model.
+            never learns a variance on a small problem.
 
     Not for guides with correlations (:class:`~pyro_ngvi.optim.VON`, :class:`~pyro_ngvi.NGVB`).
 
@@ -193,18 +193,8 @@ class IVON(VON):
     accepts: ClassVar[tuple[str | None, ...]] = ("price", None)
     rule_type: ClassVar[type[VONRule]] = IVONRule
 
-    def __init__(
-        self,
-        guide: Any,
-        lr: Rate = slowing_rate,
-        curvature_lr: Rate = slowing_rate,
-        momentum: float = 0.9,
-        **further: Any,
-    ) -> None:
-        super().__init__(guide, lr, curvature_lr, momentum, **{"averaging": False, **further})
 
-
-class Vadam(VON):
+class Vadam(_Preset):
     """Adam read as variational inference: a published baseline, not for use where an answer matters.
 
     ``loss=BatchedELBO(num_particles, curvature="squared_gradient")``; the data must lie in a plate,
@@ -225,8 +215,7 @@ class Vadam(VON):
         momentum: beta_1.
         further: ``averaging`` and ``others`` of :class:`~pyro_ngvi.optim.VON`.
 
-    Source: Khan et al. (2018, arXiv:1806.04854), section 3.3; as in their code q takes s without the
-    correction for bias.
+    Source: Khan et al. (2018, arXiv:1806.04854), section 3.3; as in their code q takes s uncorrected.
 
     Example:
         >>> import pyro_ngvi as ngvi
@@ -235,6 +224,7 @@ class Vadam(VON):
 
     accepts: ClassVar[tuple[str | None, ...]] = ("squared_gradient",)
     rule_type: ClassVar[type[VONRule]] = VadamRule
+    defaults: ClassVar[dict[str, Any]] = {"safe": False, "trust_radius": None}
 
     def __init__(
         self,
@@ -244,5 +234,4 @@ class Vadam(VON):
         momentum: float = 0.9,
         **further: Any,
     ) -> None:
-        settings = {"safe": False, "trust_radius": None, **further}
-        super().__init__(guide, lr, curvature_lr, momentum, **settings)
+        super().__init__(guide, lr, curvature_lr, momentum, **further)

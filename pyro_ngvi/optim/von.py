@@ -14,9 +14,7 @@ P = N s + delta, H = N h + delta, and our g is N g + delta mu: sums over data, w
 
 *Bounds on a step.*  As printed, P_{k+1} is kept at P_k / 4 or more in every direction: full rank by
 halving b, diagonal entry by entry.  In the safe form the eigenvalues of b S P^-1 are kept within
-[-1, 1]: full rank by shortening b (a bound on the largest, up to d^(1/8) too much), diagonal by cutting
-entries.  So with b = a = 1 and a quadratic loss the printed step is exact from any start that is less
-than twice as wide as the posterior.
+[-1, 1]: full rank by shortening b, diagonal by cutting entries.
 
 *Curvature* is the loss's affair, ``BatchedELBO(curvature=...)``.  Without it, or with "price", H_k is
 read off the gradient of the scales, E[P (z - mu) o grad(-log p)] (Price's theorem): noisy and
@@ -107,10 +105,7 @@ class VONRule(Rule):
     def _mean_step(
         self, params: Tensors, gradient: Tensor, state: State, a: Tensor, curvature: Tensors
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """m, the move of the mean (to be subtracted), its length, and whether it was shortened.
-
-        ``params`` have the new precision.
-        """
+        """m, the move of the mean (to be subtracted), its length, and whether it was shortened."""
         k = state["step"]
         m = torch.lerp(gradient, state["gradient"], self.momentum)
         unbiased = m / (1.0 - self.momentum ** (k + 1.0))

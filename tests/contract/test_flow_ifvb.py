@@ -13,12 +13,8 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from benchmarks.baselines import PaperWindow
 from pyro_ngvi.fisher import (
-    Blocks,
     ConjugateGradients,
-    Dense,
-    InverseFisher,
     LowRank,
     Window,
 )
@@ -77,7 +73,7 @@ class Run:
 
 
 @pytest.mark.parametrize("optimizer", [ngvi.IFVB, ngvi.AIFVB])
-@pytest.mark.parametrize("arguments", [{}, {"by_layer": True}, {"fisher": Window(32, 3.0)}])
+@pytest.mark.parametrize("arguments", [{}, {"fisher": Window(32, 3.0)}])
 def test_sixty_steps_lower_the_loss(optimizer: Any, arguments: dict[str, Any]) -> None:
     pyro.set_rng_seed(0)
     run = Run(optimizer, **arguments)
@@ -144,35 +140,17 @@ def test_the_window_can_be_chosen_for_other_guides() -> None:
     assert run.loss()[0] < start - 3.0
 
 
-@pytest.mark.parametrize("fisher", [Window(128), LowRank(32, growth=1.0), Dense()])
-def test_by_layer_has_an_estimate_a_layer(fisher: InverseFisher) -> None:
-    run = Run(fisher=fisher, by_layer=True)
-    run.steps(3)
-    params = run.guide.natural_params()
-    sizes = run.guide.family.layer_sizes(params)
-    assert len(sizes) == 3  # the affine part and two couplings
-    names: dict[Any, str] = {Window: "rows", LowRank: "basis", Dense: "inverse"}
-    found = [v.shape[-1] for k, v in run.fisher().items() if k.endswith("." + names[type(fisher)])]
-    assert found == list(sizes)
-    assert isinstance(run.rule._estimate(params), Blocks)
-
-
 @pytest.mark.parametrize("optimizer", [ngvi.IFVB, ngvi.AIFVB])
-@pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("before", [3, 15])
-def test_resumed_run_is_the_unbroken_one(
-    optimizer: Any, by_layer: bool, before: int, tmp_path: Path
-) -> None:
+def test_resumed_run_is_the_unbroken_one(optimizer: Any, before: int, tmp_path: Path) -> None:
     """15 steps are beyond the first turn of the ring."""
-    assert_resumes(lambda: Run(optimizer, by_layer=by_layer), (ORIGIN,), before, 6, tmp_path)
+    assert_resumes(lambda: Run(optimizer), (ORIGIN,), before, 6, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"num_scores": 2.0}, "num_scores must be"),
-        ({"fisher": PaperWindow(10), "by_layer": True}, "by_layer=True"),
-        ({"fisher": Dense(eps=1.0), "by_layer": True}, "by_layer=True"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:

@@ -278,8 +278,6 @@ def test_bad_arguments(arguments, message):
         (lambda: Window(0), "size"),
         (lambda: Window(4, damping=0.0), "damping"),
         (lambda: Window(4, damping=float("inf")), "damping"),
-        (lambda: Dense(eps=-1.0), "positive eps"),
-        (lambda: Dense(c_beta=-1.0), "c_beta"),
     ],
 )
 def test_bad_arguments_of_an_estimate(make, message):

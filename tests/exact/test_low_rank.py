@@ -266,16 +266,6 @@ def test_positive_definite_from_the_first_score(n: int) -> None:
     assert (torch.linalg.eigvalsh(matrix(estimate, state)) > 0).all()
 
 
-def test_columns_in_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pyro_ngvi.fisher import low_rank
-
-    estimate, scores = LowRank(5), some_scores(64)
-    whole = estimate.update(start(estimate), scores)
-    monkeypatch.setattr(low_rank, "CHUNK", 5)
-    parts = estimate.update(start(estimate), scores)
-    torch.testing.assert_close(matrix(estimate, parts), matrix(estimate, whole))
-
-
 def test_repeated_scores_in_float32() -> None:
     """A Gram matrix of low rank, on which LAPACK's float32 eigenvalues do not converge."""
     g = torch.Generator().manual_seed(0)

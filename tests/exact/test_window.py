@@ -1,4 +1,4 @@
-"""The damped window and block-diagonal estimates against explicit inverses."""
+"""The damped window against explicit inverses."""
 
 from typing import Any
 
@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from benchmarks.flows.preconditioners import conjugate_gradient, fisher_operator
-from pyro_ngvi.families import FlowFamily, FullRankNormal
+from pyro_ngvi.families import FlowFamily
 from pyro_ngvi.families.base import Tensors
-from pyro_ngvi.fisher import Blocks, Dense, InverseFisher, LowRank, Window
+from pyro_ngvi.fisher import InverseFisher, Window
 from pyro_ngvi.flows.transforms import as_flow
-from pyro_ngvi.optim.blocks import Coordinates
 from pyro_ngvi.optim.ifvb_rule import IFVBRule
 from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
 from pyro_ngvi.optim.state import flat
@@ -33,32 +32,26 @@ def matrix(estimate: InverseFisher, state: Tensors, d: int = D) -> Tensor:
 
 
 def by_inversion(estimate: Window, blocks: list[Tensor]) -> Tensor:
-    """The definition: weights decay^age over the last ``size`` scores, and a ridge."""
-    ages = torch.cat([torch.full((len(b),), len(blocks) - 1.0 - k) for k, b in enumerate(blocks)])
-    rows, weights = torch.cat(blocks), estimate.decay**ages
-    rows, weights = rows[-estimate.size :], weights[-estimate.size :]
-    fisher = (rows * weights[:, None]).T @ rows / weights.sum()
+    """The definition: the mean over the last ``size`` scores, and a ridge."""
+    rows = torch.cat(blocks)[-estimate.size :]
+    fisher = rows.T @ rows / len(rows)
     ridge = estimate.damping * fisher.diagonal().mean() * torch.eye(rows.shape[1])
     return torch.linalg.inv(fisher + ridge)
 
 
 @pytest.mark.parametrize("size", [3, 6, 16])
 @pytest.mark.parametrize("damping", [1.0, 1e-3])
-@pytest.mark.parametrize("decay", [1.0, 0.8])
 @pytest.mark.parametrize("updates", [1, 2, 3, 9])
 @pytest.mark.parametrize("scores", [1, 4, 20])
-def test_window_against_the_inverse(
-    size: int, damping: float, decay: float, updates: int, scores: int
-) -> None:
+def test_window_against_the_inverse(size: int, damping: float, updates: int, scores: int) -> None:
     """Partly filled, full and turned round; K below, at and above D; more scores at once than K."""
-    estimate = Window(size, damping, decay)
+    estimate = Window(size, damping)
     blocks = [torch.randn(scores, D) * torch.linspace(0.3, 3.0, D) for _ in range(updates)]
     got = matrix(estimate, run(estimate, blocks))
     torch.testing.assert_close(got, by_inversion(estimate, blocks), rtol=1e-10, atol=1e-10)
 
 
 def test_a_block_equals_its_rows() -> None:
-    """Without decay, which goes by updates."""
     estimate, scores = Window(5), torch.randn(13, D)
     wanted = matrix(estimate, run(estimate, [scores]))
     for parts in (scores.split(1), scores.split(4), scores.split(7)):
@@ -107,10 +100,8 @@ def test_float32_of_any_size(scale: float) -> None:
 
 
 @pytest.mark.parametrize("before", [1, 5])
-@pytest.mark.parametrize("blocks", [False, True])
-def test_resumes_bit_for_bit(before: int, blocks: bool) -> None:
-    inner = Window(7, decay=0.9)
-    estimate: InverseFisher = Blocks((2, 4), inner) if blocks else inner
+def test_resumes_bit_for_bit(before: int) -> None:
+    estimate = Window(7)
     scores = [torch.randn(2, D) for _ in range(12)]
     state = run(estimate, scores[:before])
     saved = tree_map(torch.clone, state)
@@ -121,55 +112,14 @@ def test_resumes_bit_for_bit(before: int, blocks: bool) -> None:
 
 
 def test_an_update_leaves_the_state_before_alone() -> None:
-    estimate = Window(7, decay=0.9)
+    estimate = Window(7)
     state = run(estimate, [torch.randn(2, D)])
     before = {name: v.clone() for name, v in state.items()}
     estimate.update(state, torch.randn(2, D))
     assert all(torch.equal(v, before[name]) for name, v in state.items())
 
 
-# --- blocks -----------------------------------------------------------------------------------------
-
-SIZES = (1, 3, 2)
-
-
-@pytest.mark.parametrize(
-    "inner", [Window(4), Window(20, 0.1), Dense(), Dense(eps=0.7), LowRank(2)], ids=repr
-)
-def test_blocks_are_the_estimates_of_the_slices(inner: InverseFisher) -> None:
-    estimate = Blocks(SIZES, inner)
-    scores = [torch.randn(3, D) for _ in range(5)]
-    guess = torch.linspace(0.5, 3.0, D)
-    wanted = []
-    for k, part in enumerate(guess.split(SIZES)):
-        state = inner.init(part, 1.0)
-        for rows in scores:
-            state = inner.update(state, rows.split(SIZES, 1)[k])
-        wanted.append(matrix(inner, state, len(part)))
-    got = matrix(estimate, run(estimate, scores))
-    torch.testing.assert_close(got, torch.block_diag(*wanted), rtol=1e-14, atol=1e-14)
-
-
-def test_blocks_of_windows_against_explicit_inverses() -> None:
-    inner, scores = Window(4, 0.3), [torch.randn(3, D) for _ in range(5)]
-    got = matrix(Blocks(SIZES, inner), run(Blocks(SIZES, inner), scores))
-    slices = zip(*(rows.split(SIZES, 1) for rows in scores), strict=True)
-    wanted = torch.block_diag(*(by_inversion(inner, list(part)) for part in slices))
-    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
-
-
-def test_a_score_that_is_not_finite_in_one_slice_is_left_out_of_all() -> None:
-    estimate, scores = Blocks(SIZES, Window(8)), torch.randn(4, D)
-    bad = scores.clone()
-    bad[1, 2] = torch.nan
-    good = scores[[0, 2, 3]]
-    got = matrix(estimate, run(estimate, [bad]))
-    # sums over three scores, and over four with one that counts nothing: alike to a few roundings of
-    # entries of size 1, which is more than 1e-14 of one that nearly cancels
-    torch.testing.assert_close(got, matrix(estimate, run(estimate, [good])), rtol=1e-14, atol=2e-15)
-
-
-# --- layers -----------------------------------------------------------------------------------------
+# --- flows ------------------------------------------------------------------------------------------
 
 
 def flow_family(affine: str, flow: Any, d: int = 3) -> tuple[FlowFamily, Tensors]:
@@ -182,36 +132,16 @@ def coupling(d: int = 3) -> Any:
     return dist.transforms.affine_coupling(d, [4])
 
 
-@pytest.mark.parametrize(("affine", "numbers"), [("diagonal", 6), ("full", 9)])
-def test_layers_of_a_flow(affine: str, numbers: int) -> None:
-    one = sum(p.numel() for p in coupling().parameters())
-    steps = [coupling(), dist.transforms.Permute(torch.tensor([2, 1, 0])), coupling()]
-    for flow in (steps, dist.transforms.ComposeTransformModule([coupling(), coupling()])):
-        family, params = flow_family(affine, flow)
-        assert family.layer_sizes(params) == (numbers, one, one)
-        assert sum(family.layer_sizes(params)) == len(family.pack(params))
-
-
-def test_other_families_are_one_layer() -> None:
-    family = FullRankNormal()
-    params = family.init(torch.zeros(3), 0.5)
-    assert family.layer_sizes(params) == (9,)
-    assert Coordinates(family.names).layer_sizes(params) == (12,)
-
-
-@pytest.mark.parametrize("by_layer", [False, True])
-def test_rule_steps_along_the_explicit_natural_gradient(by_layer: bool) -> None:
+def test_rule_steps_along_the_explicit_natural_gradient() -> None:
     family, params = flow_family("full", [coupling(), coupling()])
-    sizes = family.layer_sizes(params) if by_layer else (len(family.pack(params)),)
     estimate = Window(5, 0.5)
-    rule = IFVBRule(NaturalGradientRule(family), estimate, by_layer)
-    scores = [torch.randn(4, sum(sizes)) for _ in range(3)]
+    rule = IFVBRule(NaturalGradientRule(family), estimate)
+    scores = [torch.randn(4, len(family.pack(params))) for _ in range(3)]
     state = rule.init(params, scores[0])
     for rows in scores[1:]:
         grads = {name: torch.randn_like(p) for name, p in params.items()}
         _, state, _ = rule.update(params, grads, state, {"scores": rows})
-    slices = zip(*(rows.split(sizes, 1) for rows in scores), strict=True)
-    inverse = torch.block_diag(*(by_inversion(estimate, list(part)) for part in slices))
+    inverse = by_inversion(estimate, scores)
     g = family.pack(family.pull(params, grads))
     wanted = inverse @ g / (g @ inverse @ g).sqrt()  # the state holds it at length 1
     found = state["direction"]

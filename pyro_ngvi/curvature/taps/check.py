@@ -8,9 +8,8 @@ G(v) the output gradients of a layer for sum_i v_i t_i at a generic v,
    use is not seen (W**2);
 3. the other terms of the log joint have no gradient in any of these outputs.
 
-What holds at a generic point does so at every point, for models that are not made to deceive.
-Differences are relative to the datum's own largest gradient in 1, where a mean over N data moves each
-by 1 / N, and to the entry's own sum of absolute terms in 2.
+Differences are relative to the datum's own largest gradient in 1, and to the entry's own sum of
+absolute terms in 2.
 """
 
 from __future__ import annotations
@@ -65,10 +64,7 @@ def taps_behind(drawn: Drawn, make: Any, names: Iterable[str]) -> Any:
 def check_taps(
     taps: LayerTaps, values: Any, shared: Any, args: Any, kwargs: Any, minibatches: Minibatches
 ) -> None:
-    """Run the model of ``taps`` once, at the first of ``values`` (S, ...), and fill in what it covers.
-
-    It waits for the device, but on the meta device, where only shapes are checked.
-    """
+    """Run the model of ``taps`` once, at the first of ``values``, and fill in what it covers."""
     at = {name: values[name][0].detach() for name in taps.twins}
     at = {name: x.requires_grad_(x.is_floating_point()) for name, x in at.items()}
     run = Run(taps, check=True)

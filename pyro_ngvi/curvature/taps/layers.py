@@ -1,7 +1,7 @@
 r"""Which torch calls are layers with a latent weight, and squares of their gradients of single data.
 
-For one datum with input rows a_t (i,) and output gradients g_t (o,), t = 1..T (T > 1 where the layer
-uses its weight at several places: the positions of a convolution, tokens), the gradient in W (o, i) is
+For one datum with input rows a_t (i,) and output gradients g_t (o,), t = 1..T (the positions of a
+convolution, tokens), the gradient in W (o, i) is
 
     sum_t g_t a_t',      and what is wanted is      h = sum_n (sum_t g_nt a_nt')^2   (o, i).
 

@@ -69,10 +69,7 @@ def _is_plain(x: Any) -> bool:
 
 
 class Run(TorchFunctionMode):
-    """One run of the model: sees every torch call, and puts taps behind layers of latent weights.
-
-    With ``check`` it keeps the inputs and outputs of the layers instead, in ``seen``.
-    """
+    """One run of the model, with taps behind layers of latent weights; to ``check``, all ``seen``."""
 
     def __init__(self, taps: LayerTaps, check: bool = False) -> None:
         super().__init__()
@@ -152,10 +149,7 @@ class _SiteWatch(Messenger):
 
 
 class _Tap(Function):
-    """The identity; its backward hands the inputs and the gradient of ``out`` to ``arrived``.
-
-    Under ``vmap`` it applies itself again outside, where tensors have their particle dimension.
-    """
+    """The identity; its backward hands the inputs and the gradient of ``out`` to ``arrived``."""
 
     @staticmethod
     def forward(out: Tensor, arrived: Any, batched: bool, *xs: Tensor) -> Tensor:
@@ -188,8 +182,7 @@ class LayerTaps:
     """A model with taps behind the layers whose weights are latent sites; call it like the model.
 
     :func:`~pyro_ngvi.curvature.taps.check.check_taps` fills in what it covers.  At each later step run
-    it under ``run_particles``, call ``backward`` on the loss, and take :meth:`squared_gradients`.  With
-    gradients off it is the model and no more.
+    it under ``run_particles``, call ``backward``, and take :meth:`squared_gradients`.
 
     Attributes:
         sites: the latent sites that are covered.
