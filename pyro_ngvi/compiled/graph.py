@@ -40,7 +40,7 @@ class Graph:
     """A recorded function of a list of tensors to a list of tensors.
 
     ``noise`` draws the random numbers; ``pure`` is everything else, from arguments, ``extra`` ones and
-    noise.  The extra ones are tensors of modules, or, where ``constants`` is true, numbers of the program.
+    noise.  The extra ones are tensors of modules, or numbers of the program (``constants``).
     """
 
     def __init__(
@@ -108,7 +108,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _lift(gm: fx.GraphModule, modules: dict[int, Place]) -> tuple[list[Place], list[bool]]:
-    """Make arguments of tensors of modules and numbers of the program: their places, which are numbers."""
+    """Make arguments of tensors of modules and numbers of the program; which are the latter."""
     extra: dict[int, tuple[Place, fx.Node]] = {}
     last = [node for node in gm.graph.nodes if node.op == "placeholder"][-1]
     for node in [n for n in gm.graph.nodes if n.op == "get_attr"]:

@@ -1,7 +1,7 @@
 """What a step of SVI reads and replaces beside parameters: tensors in attributes of its optimizer.
 
-An optimizer of ours replaces attributes and entries of dicts, and writes into none.  So all that the next
-step depends on is found in the attributes of the optimizer and of the parts of the guide that it steps.
+An optimizer of ours replaces attributes and entries of dicts, and writes into none.  So all that a
+later step depends on is found in the attributes of the optimizer and of the parts of the guide.
 """
 
 from __future__ import annotations

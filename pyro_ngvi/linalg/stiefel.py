@@ -1,9 +1,8 @@
 r"""Square orthogonal matrices: tangents, retractions and running averages on O(d).
 
 A velocity of W in O(d) is W A with A skew, A = a - a' and a strictly lower triangular: a (d, d) is the
-tangent here, d (d - 1) / 2 free numbers (:func:`pack`).  This is the *left-trivialised* frame: left
-translation carries a tangent from one W to another without a change of its numbers or of its length in
-the metric <a, a>, so whoever keeps ``a`` (momentum) has transported it.
+tangent here, d (d - 1) / 2 free numbers (:func:`pack`).  In this *left-trivialised* frame whoever keeps
+``a`` (momentum) has transported it.
 
     push    W (a - a')
     pull    tril(W'G - G'W, -1), so that sum(pull(G) * a) = sum(G * push(a))
@@ -54,13 +53,7 @@ def _identity(like: Tensor) -> Tensor:
 
 
 def retract(W: Tensor, tangent: Tensor) -> Tensor:
-    """The orthogonal matrix (d, d) that W reaches along ``tangent``; no step is too long.
-
-    Example:
-        >>> quarter_turn = torch.tensor([[0.0, 0.0], [2.0, 0.0]])  # 2 tan(angle / 2)
-        >>> (retract(torch.eye(2), quarter_turn).round(decimals=4) + 0.0).tolist()
-        [[0.0, -1.0], [1.0, 0.0]]
-    """
+    """The orthogonal matrix (d, d) that W reaches along ``tangent``; no step is too long."""
     half, identity = 0.5 * (tangent - tangent.mT), _identity(W)
     # I - A/2 has singular values of at least 1 for every skew A
     return correct(W @ torch.linalg.solve_ex(identity - half, identity + half)[0])
