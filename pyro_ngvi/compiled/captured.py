@@ -1,11 +1,9 @@
 """A recorded step as a CUDA graph: the driver starts all its kernels at one call.
 
 A CUDA graph reads and writes at fixed addresses.  So parameters, the optimizer's state and the data are
-copied to places of its own before a step, and the results from there after it.  The graph carries
-parameters and state from step to step: in a run one call makes ``CHUNK`` steps.
-
-Random numbers are drawn by the graph.  PyTorch gives it the state of the generator at each call and
-moves that on, so that they are those of an eager step.
+copied to places of its own before a step, and the results from there after it.  In a run one call makes
+``CHUNK`` steps.  Random numbers are drawn by the graph, and are those of an eager step: PyTorch gives
+it the state of the generator at each call and moves that on.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from ..linalg.host import forbid_waiting, random_states, same_states, set_random_states
 from ..runtime.density import identity, is_same
-from .graph import CannotCompile, Graph, difference, first_line
+from .graph import CannotCompile, Graph, differ, first_line
 from .step import StepFunction
 
 #: steps at one call within a run
@@ -36,17 +34,9 @@ class _Captured(NamedTuple):
 
 
 class CapturedGraph:
-    """``run``, the operations of a recorded step, on one GPU.
+    """``run``, ``graph.pure`` or Inductor's code of it, on one GPU; ``CannotCompile`` where it waits.
 
-    Args:
-        graph: the recording, for its random numbers and tensors of modules.
-        run: from arguments and random numbers to results: ``graph.pure``, or Inductor's code.
-        inputs: parameters, state and data, of which it takes the shapes.
-        own: whether data are copied to places of its own.  If not, they are read where they are, and it
-            fits no others.
-
-    Raises:
-        CannotCompile: for tensors on a CPU, and operations that wait for the GPU.
+    Data are copied to places of its ``own``, or read where they are, and then it fits no others.
     """
 
     def __init__(
@@ -83,19 +73,14 @@ class CapturedGraph:
         return self._own or (
             all(map(is_same, self._identities, data))
             # x.data = y leaves x the same
-            and all(_place(x) == _place(y) for x, y in zip(self._data, data, strict=True))
+            and all(
+                (x.data_ptr(), x.stride()) == (y.data_ptr(), y.stride())
+                for x, y in zip(self._data, data, strict=True)
+            )
         )
 
-    def step(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The results of one step."""
-        return self.several(inputs, 1)[0]
-
     def several(self, inputs: Sequence[Tensor], count: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The results of the last of ``count`` steps, and the losses of all.
-
-        Raises:
-            CannotCompile: before the first step, if neither many nor one can be captured any more.
-        """
+        """The results of the last of ``count`` steps, and the losses of all; or ``CannotCompile``."""
         self._put(inputs)
         losses: list[Tensor] = []
         while True:
@@ -140,7 +125,7 @@ class CapturedGraph:
             _copy(self._inputs, held)
             done = self._capture(steps)
             done.graph.replay()
-            apart = difference([*done.results, done.losses], expected)
+            apart = differ([*done.results, done.losses], expected)
             if apart or not same_states(after, random_states()):
                 raise CannotCompile("its CUDA graph gives other numbers")
         finally:
@@ -150,10 +135,7 @@ class CapturedGraph:
         return done
 
     def _expected(self, steps: int) -> list[Tensor]:
-        """What the graph has to give; libraries set themselves up at first use.
-
-        It refuses what waits for the GPU, which within a capture would break it.
-        """
+        """What the graph has to give; what waits for the GPU, and would break a capture, is refused."""
         try:
             with self._beside(), forbid_waiting():
                 results, losses = self._steps(steps)
@@ -242,10 +224,6 @@ def _require_gpu(graph: Graph, inputs: Sequence[Tensor], data: Sequence[Tensor])
 def on_gpu(tensors: Sequence[Tensor], device: torch.device) -> bool:
     """Whether all of them are on this one, and it is a GPU."""
     return device.type == "cuda" and all(x.device == device for x in tensors)
-
-
-def _place(x: Tensor) -> Any:
-    return x.data_ptr(), x.stride()
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..linalg.host import host_bool, own_random_state, random_states, same_states, set_random_states
 from ..runtime.density import identity, is_same
 from .captured import CHUNK, CapturedGraph, on_gpu
-from .graph import CannotCompile, Graph, Place, difference, first_line
+from .graph import CannotCompile, Graph, Place, differ, first_line
 from .lowered import Lowering
 from .step import StepFunction
 
@@ -24,10 +24,7 @@ NEW_DATA = 2
 class CheckedGraph:
     """A recorded step.  The constructor takes this step; its results are in ``results``.
 
-    Attributes:
-        tier: how the last step was done.
-        refused: why it is not to be used any longer; "" while all is well.
-        lowering: Inductor's work on it; ``None`` where there is none to wait for.
+    ``tier`` says how the last step was done, ``refused`` why no other is to be.
     """
 
     def __init__(
@@ -40,7 +37,7 @@ class CheckedGraph:
     ) -> None:
         self.function, self.uses, self.refused, self.tier = function, 0, "", "recorded"
         self._reasons = {"inductor": "", "cuda_graph": ""}
-        self.lowering: Lowering | None = None
+        self.lowering: Lowering | None = None  # while there is something to wait for
         self._fast: Any = None  # Inductor's function, once it was checked
         self._captured: CapturedGraph | None = None
         self._others_came = False  # other data than those of the capture
@@ -69,13 +66,13 @@ class CheckedGraph:
                 again = self.graph.pure(*self.graph.arguments([*held, *inputs[len(held) :]]))
         except RuntimeError as error:
             raise CannotCompile(f"its operations do not run again: {first_line(error)}") from error
-        if difference(again, recorded) or not same_states(after, random_states()):
+        if differ(again, recorded) or not same_states(after, random_states()):
             raise CannotCompile("its operations, run again, do not give what it gave")
         self.results = recorded
 
     @property
     def reason(self) -> str:
-        """Why there is no Inductor's code, or no CUDA graph, where that was tried."""
+        """Why Inductor's code, or a CUDA graph, was tried and is not there."""
         return "; ".join(filter(None, self._reasons.values()))
 
     def _lowered(self) -> Lowering | None:
@@ -87,8 +84,7 @@ class CheckedGraph:
         with own_random_state():
             examples = self.graph.arguments([*self.function.inputs(), *data])
         self.lowering = Lowering(self.graph.pure, examples)
-        if wait:
-            self.lowering.wait()
+        self.lowering.is_ready(wait)
 
     def step(self, args: Any, kwargs: Any, data: list[Tensor]) -> Tensor:
         """One step; its loss."""
@@ -141,7 +137,7 @@ class CheckedGraph:
             return self._try(lowered, self.graph.arguments(inputs))
         if fixed := self._capture(inputs):
             self.tier = "cuda_graph"
-            return fixed.step(inputs)
+            return fixed.several(inputs, 1)[0]
         arguments = self.graph.arguments(inputs)
         self.tier = "replay" if self._fast is None else "inductor"
         return self.graph.pure(*arguments) if self._fast is None else self._fast(*arguments)
@@ -171,7 +167,7 @@ class CheckedGraph:
         try:
             fast = lowering.take()
             set_random_states(random)
-            if fast is not None and difference(fast(*arguments), results) is None:
+            if fast is not None and not differ(fast(*arguments), results):
                 self._fast, self._captured = fast, None
             else:
                 reason = lowering.reason or "Inductor's code gives other numbers than the graph"
@@ -198,7 +194,7 @@ class CheckedGraph:
             function.state.write(tensors)
             set_random_states(random)
             results = self._run(inputs)
-            if not difference(results, eager) and same_states(after, random_states()):
+            if not differ(results, eager) and same_states(after, random_states()):
                 return results
             set_random_states(after)
         self.refused = (

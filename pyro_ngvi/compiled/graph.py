@@ -1,11 +1,9 @@
 """A function of tensors as a graph of ATen operations: recorded, made pure, and split.
 
-``make_fx`` runs the function once and records what it does below autograd and ``vmap``.  That holds for
-other numbers too if it did not depend on these.  So it refuses a function that asks for the value of a
-tensor; here, one is refused that uses tensors found elsewhere than in its arguments.
-
-Random numbers that depend on no argument are drawn by a graph of their own, in the order of the
-function and from PyTorch's generators: whatever runs the rest, they are those of the function.
+``make_fx`` runs the function once and records what it does below autograd and ``vmap``.  It refuses a
+function that asks for the value of a tensor, since the recording has to hold for other numbers too;
+here, one is refused that uses tensors found elsewhere than in its arguments.  Random numbers that
+depend on no argument are drawn by a graph of their own, so that they are those of the function.
 """
 
 from __future__ import annotations
@@ -41,11 +39,8 @@ class CannotCompile(RuntimeError):
 class Graph:
     """A recorded function of a list of tensors to a list of tensors.
 
-    Attributes:
-        noise: draws the random numbers, without arguments.
-        pure: everything else: from arguments, in order, and noise.
-        extra: further arguments between the two: tensors of modules, and numbers of the program.
-        constants: which of these are numbers of the program.
+    ``noise`` draws the random numbers; ``pure`` is everything else, from arguments, ``extra`` ones and
+    noise.  The extra ones are tensors of modules, or numbers of the program (``constants``).
     """
 
     def __init__(
@@ -57,10 +52,8 @@ class Graph:
     ) -> None:
         """Record ``function``, which reads ``inputs`` where they are.
 
-        Args:
-            kept: how many of the first inputs it may write to, and returns; the graph leaves them
-                alone.
-            modules: where tensors of modules stand, by their identities.
+        It may write to the first ``kept`` of them, and returns these; the graph leaves them alone.
+        ``modules`` says where tensors of modules stand, by their identities.
         """
         graph_module = _record(function, inputs)
         graph_module.graph.set_codegen(CodeGen())  # of flat lists, whatever was traced
@@ -78,19 +71,15 @@ class Graph:
         return [*inputs, *(held[name] for held, name in self.extra), *self.noise()]
 
 
-def difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float | None:
-    """The largest relative difference of two lists of tensors, if it is more than rounding."""
-    worst = 0.0
+def differ(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    """Whether two lists of tensors differ by more than rounding, for the largest entry of each."""
     for x, y in zip(a, b, strict=True):
-        if not x.is_floating_point():
-            continue
-        size = y.abs().nan_to_num(0.0, 0.0, 0.0).max() if y.numel() else y.sum()
-        apart = ((x - y).abs() > 0) & ~(x == y) | (x.isnan() != y.isnan())
-        error = torch.where(apart, (x - y).abs() / size.clamp_min(torch.finfo(y.dtype).tiny), 0.0)
-        error = error.nan_to_num(torch.inf).max().item() if y.numel() else 0.0
-        if error > torch.finfo(y.dtype).eps ** 0.5:
-            worst = max(worst, error)
-    return worst or None
+        if x.is_floating_point() and y.numel():
+            size = y.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+            bound = torch.finfo(y.dtype).eps ** 0.5 * max(size, torch.finfo(y.dtype).tiny)
+            if not torch.allclose(x, y, rtol=0.0, atol=bound, equal_nan=True):
+                return True
+    return False
 
 
 def _record(function: Callable[[], list[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -119,10 +108,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _lift(gm: fx.GraphModule, modules: dict[int, Place]) -> tuple[list[Place], list[bool]]:
-    """Make arguments of tensors of modules and of numbers of the program; refuse all others.
-
-    Returns where they stand, and which are numbers of the program.
-    """
+    """Make arguments of tensors of modules and numbers of the program; which are the latter."""
     extra: dict[int, tuple[Place, fx.Node]] = {}
     last = [node for node in gm.graph.nodes if node.op == "placeholder"][-1]
     for node in [n for n in gm.graph.nodes if n.op == "get_attr"]:

@@ -1,8 +1,7 @@
 """PyTorch's Inductor on a recorded graph: in a process of its own, then from its cache on disk.
 
-Inductor takes half a minute of a core.  In a thread it would hold the interpreter for most of that, and
-put PyTorch's random state back in the end, so that the steps meanwhile would have their random numbers
-drawn twice.  So another process compiles, and leaves the result in Inductor's cache
+In a thread Inductor would hold the interpreter for half a minute, and put PyTorch's random state back
+in the end.  So another process compiles, and leaves the result in Inductor's cache
 (``TORCHINDUCTOR_CACHE_DIR``), from which this one has it in a second or two; so has a later run.
 """
 
@@ -30,11 +29,7 @@ PROGRAM = (
 
 
 class Lowering:
-    """Inductor's work on ``graph``, begun in another process.
-
-    Attributes:
-        reason: why there is no code, a sentence; "" while all is well.
-    """
+    """Inductor's work on ``graph``, begun in another process; ``reason``: why there is no code."""
 
     def __init__(self, graph: fx.GraphModule, examples: Sequence[Tensor]) -> None:
         self.reason = ""
@@ -54,14 +49,11 @@ class Lowering:
         except Exception as error:  # no interpreter to start, a graph that cannot be stored
             self.reason = f"Inductor cannot be started: {type(error).__name__}, {str(error)[:100]}"
 
-    def is_ready(self) -> bool:
-        """Whether the other process has ended."""
-        return self._process is None or self._process.poll() is not None
-
-    def wait(self) -> None:
-        """Wait for it."""
-        if self._process is not None:
+    def is_ready(self, wait: bool = False) -> bool:
+        """Whether the other process has ended; ``wait`` for it."""
+        if self._process is not None and wait:
             self._process.wait()
+        return self._process is None or self._process.poll() is not None
 
     def take(self) -> Callable[..., Any] | None:
         """The compiled function, once :meth:`is_ready`; ``None``: ``reason`` says why."""

@@ -1,8 +1,7 @@
 """What a step of SVI reads and replaces beside parameters: tensors in attributes of its optimizer.
 
-An optimizer of ours replaces attributes and entries of dicts, and writes into none, so that a step can
-be undone.  Hence all that the next step depends on is found by looking through the attributes of the
-optimizer and of the parts of the guide that it steps.
+An optimizer of ours replaces attributes and entries of dicts, and writes into none.  So all that a
+later step depends on is found in the attributes of the optimizer and of the parts of the guide.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ _TENSOR = object()
 
 
 class StepState:
-    """The attributes of an optimizer and its blocks that hold tensors, at one moment.
-
-    Attributes:
-        tensors: those tensors, in a fixed order.
-    """
+    """The ``tensors`` in attributes of an optimizer and its blocks, in a fixed order, at one moment."""
 
     def __init__(self, optim: Any) -> None:
         self.tensors: list[Tensor] = []

@@ -24,16 +24,9 @@ class StepFunction:
 
     Its inputs are the parameters, the state of the optimizer and the data; its *results* the new
     parameters that a rule of ours steps, the loss, what the rule reports, the gradients of all other
-    parameters, and the new state.
-
-    Args:
-        params: the unconstrained parameters that a step before has met.
-        written: the buffers of modules that it wrote to, where they stand.
-
-    Attributes:
-        leaves: parameters and those buffers; first come ``stepped``, which a step writes to.
-        others: the parameters that it leaves to another optimizer.
-        state: that of the optimizer, at present.
+    parameters, and the new state.  ``params`` are the unconstrained parameters that a step before has
+    met, ``written`` the buffers of modules that it wrote to; both are ``leaves``, first of all those
+    that are ``stepped``.  ``others`` are left to another optimizer.
     """
 
     def __init__(self, svi: Any, params: Sequence[Tensor], written: Sequence[Place]) -> None:
@@ -56,11 +49,7 @@ class StepFunction:
         return [*self.leaves, *self.state.tensors]
 
     def fits(self) -> bool:
-        """Look at everything anew: whether it has the form that was recorded.
-
-        Not where the parameter store was restored, a module has another buffer, or the optimizer was
-        given a state, which it sorts out at its next step.
-        """
+        """Whether parameters, buffers and the optimizer's state have the form that was recorded."""
         if not self.state.is_untouched():
             now = StepState(self.svi.optim)
             if now.differs(self.state):
@@ -120,23 +109,17 @@ class StepFunction:
     def take(self, results: Sequence[Tensor]) -> None:
         """Put the results where they belong, and let the other parameters be stepped."""
         with self.whole() if self.others else nullcontext():
-            self._finish(results)
-
-    def _finish(self, results: Sequence[Tensor]) -> None:
-        try:
-            self._write(results)
-        except BaseException:  # Ctrl-C: once more, since nothing is undone by half
-            self._write(results)
-            raise
-        optim, rest = self.svi.optim, iter(results[len(self.stepped) + 1 :])
-        if self.natural:
-            optim.take_reports(
-                {
-                    k: replace(r, **{n: next(rest) for n in vars(r)})
-                    for k, r in self._reports.items()
-                }
-            )
-        self.step_others(self.gradients_of(results))
+            try:
+                self._write(results)
+            except BaseException:  # Ctrl-C: once more, since nothing is undone by half
+                self._write(results)
+                raise
+            if self.natural:
+                rest, reports = iter(results[len(self.stepped) + 1 :]), {}
+                for k, r in self._reports.items():
+                    reports[k] = replace(r, **{n: next(rest) for n in vars(r)})
+                self.svi.optim.take_reports(reports)
+            self.step_others(self.gradients_of(results))
 
     @torch.no_grad()
     def _write(self, results: Sequence[Tensor]) -> None:

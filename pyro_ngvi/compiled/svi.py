@@ -1,20 +1,13 @@
 """SVI whose steps are graphs of tensor operations, held against its eager ones.
 
-A step of ``pyro.infer.SVI`` on a small model is nearly all Python.  Nothing of it but the tensor
-operations has to happen again, as long as model, guide and rule do the same whatever the numbers are.
+The first step with arguments of new shapes is eager, the second is recorded
+(:mod:`pyro_ngvi.compiled.graph`), and the following ones run the graph, whose inputs are parameters,
+the optimizer's state, the data and random numbers.  A step that asks for the value of a tensor, uses
+tensors from elsewhere or changes anything but tensors stays eager.  Graph and eager step are compared
+now and then (:mod:`pyro_ngvi.compiled.checked`).
 
-* The first step with arguments of new shapes is eager, the second is recorded
-  (:mod:`pyro_ngvi.compiled.graph`), and the following ones run the graph.
-* Parameters, the optimizer's state, the data and random numbers are its inputs and may change.
-* A step that asks for the value of a tensor, uses tensors from elsewhere or changes anything but
-  tensors is refused: such an SVI goes on eagerly, with one sentence that says why.
-* At its first uses, where the data are others, and at uses number 8, 64, 512, ..., the graph and an
-  eager step with the same random numbers are compared; if they differ, the eager one counts, with a
-  warning.
-
-PyTorch's Inductor makes C++ or Triton code of the graph in the background.  Until this is ready, and
-gives the same numbers, the graph runs operation by operation.  On a GPU the kernels of either are
-started by one CUDA graph (:mod:`pyro_ngvi.compiled.captured`), if nothing in them waits.
+PyTorch's Inductor makes code of the graph in the background (:mod:`pyro_ngvi.compiled.lowered`).  On a
+GPU all kernels are started by one CUDA graph (:mod:`pyro_ngvi.compiled.captured`).
 """
 
 from __future__ import annotations
@@ -71,10 +64,10 @@ class CompiledSVI(SVI):
     def __init__(
         self,
         svi: SVI,
-        inductor: bool = True,
-        wait: bool = False,
-        warn: bool = True,
-        cuda_graph: bool = True,
+        inductor: bool,
+        wait: bool,
+        warn: bool,
+        cuda_graph: bool,
     ) -> None:
         vars(self).update(vars(svi))
         self._inductor, self._wait, self._warn = inductor, wait, warn
@@ -145,7 +138,7 @@ class CompiledSVI(SVI):
         return loss, known, data
 
     def _first(self, known: _Known, args: Any, kwargs: Any) -> Any:
-        """An eager step, which shows the parameters and what else it writes to."""
+        """An eager step, which shows the parameters and the buffers that it writes to."""
         before = {id(x): x._version for x, _ in tensors_of_modules(self)}
         with poutine.trace(param_only=True) as seen:
             loss = self._eager("", args, kwargs)
@@ -204,8 +197,7 @@ class CompiledSVI(SVI):
         return tuple(key), data
 
     def _settings(self) -> list[Any]:
-        """What else the program may branch on: settings of PyTorch, of the loss and of modules, numbers
-        and names around functions."""
+        """What else the program may branch on."""
         found: list[Any] = [torch.get_default_dtype(), dist.is_validation_enabled()]
         found += [self.loss_and_grads, torch.is_grad_enabled()]
         found += _numbers_of(getattr(self.loss_and_grads, "__self__", None))
@@ -282,8 +274,7 @@ def compile(
             another core; it needs a C++ compiler).
         wait: wait for it, at the second step.
         warn: tell why steps stay eager, as ``reason`` does in any case.
-        cuda_graph: on a GPU, start all kernels of a step, in a run of twenty, with one call.  It keeps
-            a copy of parameters and state, and the memory of two steps.
+        cuda_graph: on a GPU, start all kernels of a step, in a run of twenty, with one call.
 
     Raises:
         TypeError: for anything but an ``SVI``, and for one whose class has another step.

@@ -19,8 +19,7 @@ def connect(backend: str | None = None, timeout: float = 600.0) -> None:
     """Join the processes that ``torchrun`` started; without it nothing happens.
 
     As ``torch.distributed.init_process_group``, but that after a restart (``torchrun --max-restarts``)
-    no process takes the addresses of those that are gone, which stand in the same store (seen with
-    torch 2.13: "connection refused", or a wait until the timeout).
+    no process takes the addresses of those that are gone, which stand in the same store.
 
     Args:
         backend: "gloo" or "nccl"; by default the latter where there is a GPU, which is then that of
@@ -56,19 +55,19 @@ def is_connected() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def is_alone() -> bool:
-    """Whether there is one process only."""
-    return not is_connected() or dist.get_world_size() == 1
-
-
 def rank() -> int:
     """The number of this process, 0 if it is alone."""
-    return 0 if is_alone() else dist.get_rank()
+    return dist.get_rank() if is_connected() else 0
 
 
 def world_size() -> int:
     """R, the number of processes."""
-    return 1 if is_alone() else dist.get_world_size()
+    return dist.get_world_size() if is_connected() else 1
+
+
+def is_alone() -> bool:
+    """Whether there is one process only."""
+    return world_size() == 1
 
 
 def check_connected() -> None:

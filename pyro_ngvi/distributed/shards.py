@@ -2,9 +2,9 @@
 
     log p(y, z) = sum_r log p(y_r | z) + log p(z)  =  1/R sum_r [R log p(y_r | z) + log p(z)]
 
-so that with a factor R on the terms of the shards, and on no others, the *mean* over ranks of a loss,
-of its gradients and of what is linear in log p is that of all data, with prior and entropy once.  All
-other terms, and the draws of the guide, have to be the same on all ranks, which is looked at once.
+so that with a factor R on the terms of the shards, and on no others, the *mean* over ranks of what is
+linear in log p is that of all data.  All other terms, and the draws of the guide, have to be the same
+on all ranks, which is looked at once.
 """
 
 from __future__ import annotations
@@ -65,13 +65,7 @@ def terms_of(sites: Sites, plates: Collection[str]) -> dict[str, Term]:
 def check_terms(
     ranks: Sequence[Mapping[str, Term]], plates: Collection[str], scaled_to: str | None
 ) -> None:
-    """Refuse models of which it is not known what to sum.
-
-    Args:
-        ranks: the terms that each rank found.
-        plates: names of the plates that hold shards.
-        scaled_to: what a scale in them leads to, "shard" or "whole".
-    """
+    """Refuse models of which it is not known what to sum, by the terms that each of ``ranks`` found."""
     first = ranks[0]
     for r, terms in enumerate(ranks):
         odd = sorted(terms.keys() ^ first.keys())
@@ -120,11 +114,7 @@ def _same(a: Term, b: Term) -> bool:
 
 
 class Multiplied(Messenger):
-    """The log probability of all sites in some plates times a factor.
-
-    Of a variable that is summed out in a plate of the shards the whole sum is multiplied; where one is
-    in none of them, Pyro and BatchedELBO refuse the scales, which differ.
-    """
+    """The log probability of all sites in some plates times a factor."""
 
     def __init__(self, plates: Collection[str], factor: int) -> None:
         super().__init__()
@@ -144,9 +134,6 @@ class Whole:
     """A model whose log density, averaged over ranks at the same draws, is that of all data.
 
     What evaluates it (k-hat, leave-one-out) finds in it how to make one number of those of ranks.
-
-    Attributes:
-        factor: that of the terms in the plates of the shards.
     """
 
     def __init__(self, model: Callable[..., Any], plates: Collection[str], factor: int) -> None:

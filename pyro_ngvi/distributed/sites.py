@@ -20,10 +20,7 @@ from .svi import DistributedSVI
 
 
 class SitesSVI(DistributedSVI):
-    """Each rank has the sites of its data, and the guide sums what they say: partitioned VI, exact.
-
-    Of data nothing leaves a rank but sums over all its rows, sum A'nu and sum A'Lambda A.
-    """
+    """Each rank has the sites of its data, and the guide sums what they say."""
 
     def _averaged(self, loss: Any, params: list[Tensor]) -> Any:
         return loss  # the loss has summed over ranks

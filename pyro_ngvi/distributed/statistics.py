@@ -1,8 +1,7 @@
 """What the loss of one rank left for the optimizer, averaged over ranks in one flat buffer.
 
-Gradients, losses and curvatures are linear in the terms of the data, so that their mean is that of one
-process.  Rows, which stand for their products, and draws with their residuals are put side by side.
-A number that is not finite on one rank is so on all after this, and all of them skip the step.
+Rows, which stand for their products, and draws with their residuals are put side by side.  A number
+that is not finite on one rank is so on all after this, and all of them skip the step.
 """
 
 from __future__ import annotations

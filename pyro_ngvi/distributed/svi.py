@@ -1,8 +1,7 @@
 """SVI on several processes: each has its data, and all take the same step.
 
-Every rank runs the same script.  What its loss leaves (gradients, curvature, the loss itself) is
-averaged over ranks *before* the optimizer sees it, so that gain, trust region and momentum are those of
-one process with all data, and parameters never have to be sent again.
+What the loss of a rank leaves (gradients, curvature, the loss itself) is averaged over ranks *before*
+the optimizer sees it, so that gain, trust region and momentum are those of one process with all data.
 """
 
 from __future__ import annotations

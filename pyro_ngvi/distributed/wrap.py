@@ -41,18 +41,13 @@ def wrap(
 
     and gradients and curvatures likewise are averaged before the optimizer's step, which is the same on
     all ranks.  With ``plates=[]`` all ranks have all data: R ranks of S particles are R S particles.
-    At the first call all ranks take the parameters and the random state of rank 0, and it is refused
-    where anything outside those plates is not the same on all.
-
-    A step sends once all gradients, curvatures and the loss: for a full-rank guide in d dimensions
-    about d^2 numbers.
+    At the first call all ranks take the parameters and the random state of rank 0.
 
     Not for models whose data fit one process and take a few milliseconds a step; latent sites for each
     datum (in a plate of the shards, which is refused, or in one vector, which cannot be seen);
     likelihoods that are no product over the rows of the shards; losses that are not linear in log p.
     Of :class:`~pyro_ngvi.AutoSites` each rank has the sites of its rows, and the guide sums what they
-    say (:mod:`pyro_ngvi.distributed.sites`): not in lists of guides, for processes and chains, nor
-    while parameters are learned.  Do not wrap model or guide in DistributedDataParallel.
+    say: not in lists of guides, for processes and chains, nor while parameters are learned.
 
     Args:
         svi: with any guide, loss and optimizer but those above.
@@ -60,8 +55,7 @@ def wrap(
         scaled_to: for minibatches and other scales in them, whether they lead to the "whole"
             (``plate("data", N, subsample=...)``, N of all ranks), or to the "shard" of a rank.
         own_noise: whether each rank draws particles of its own; by default only where all have the
-            same data.  The same draws on all ranks leave the noise of one process, which vanishes at a
-            Gaussian posterior; own ones do not.
+            same data.
         check_every: steps between comparisons of parameters, optimizer and random state of all ranks;
             also after steps 1, 2, 4, 8, ...
 

@@ -7,14 +7,11 @@ neighbours:
     x (n / 2, 2) -> [a + b, a - b] (2, n / 2).
 
 After log2(D) stages and the rotation that is left the numbers are back in their order.  A thread keeps
-16 or 32 numbers, so that most stages stay within threads: for sm_80 and sm_90 Triton 3.9 makes of this
-at most three exchanges through shared memory, no spilled registers, and reads of 16 bytes.
-
-float16, bfloat16 and float32 are summed in float32: additions only, no tensor cores, no TF32.
+16 or 32 numbers, so that most stages stay within threads.  float16, bfloat16 and float32 are summed in
+float32: additions only, no tensor cores, no TF32.
 
 Not for D above 8192, whose rows do not fit into registers, nor for float64.  On an H100 it takes the
-time of a copy for D from 64 to 8192, .95 to 1.03 of its bandwidth (benchmarks/README.md, "On a GPU").
-`walsh_hadamard` compares it with products of small matrices before it is used.
+time of a copy (benchmarks/README.md, "On a GPU").
 """
 
 from __future__ import annotations

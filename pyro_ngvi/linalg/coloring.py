@@ -2,8 +2,7 @@
 
 Columns without a common row share a product; and of an entry (i, j) the other, (j, i), will do
 (Gebremedhin, Manne & Pothen 2005, What color is your Jacobian?, SIAM Review 47).  So the columns with
-most entries, as those of few items that all subjects answer, have a product of their own, and the
-others need not keep out of the rows of these.
+most entries have a product of their own, and the others need not keep out of the rows of these.
 """
 
 from __future__ import annotations

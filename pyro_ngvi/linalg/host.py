@@ -1,8 +1,8 @@
 """Between tensors and the host: questions nobody waits for, precision, draws that leave no trace.
 
 A branch on a tensor makes a GPU and its host wait for each other, and has no meaning for ``meta``
-tensors or under ``vmap``.  On a CPU it is free and may spare work.  Code that asks must give the same
-result, bit for bit, whether it gets an answer or not.
+tensors or under ``vmap``.  Code that asks must give the same result, bit for bit, whether it gets an
+answer or not.
 """
 
 from __future__ import annotations
@@ -47,12 +47,7 @@ def at_hand(x: Tensor) -> bool:
 
 
 def host_bool(condition: Tensor) -> bool | None:
-    """The value of a 0-dim ``condition`` on a CPU; ``None`` where it would have to be waited for.
-
-    Example:
-        >>> host_bool(torch.tensor(1.0) > 0), host_bool(torch.ones((), device="meta") > 0)
-        (True, None)
-    """
+    """The value of a 0-dim ``condition`` on a CPU; ``None`` where it would have to be waited for."""
     if not at_hand(condition):
         return None
     try:
@@ -74,11 +69,7 @@ def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
 
 
 def outside_autocast(function: Callable[P, T]) -> Callable[P, T]:
-    """``function`` with autocast switched off for CPU and GPU while it runs.
-
-    Autocast rounds the arguments of every matrix product to 8 or 11 bits.  A network survives that; a
-    Cholesky factor, a rotation or an inverse Fisher matrix does not.
-    """
+    """``function`` with autocast, which rounds products of matrices, switched off while it runs."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -106,10 +97,7 @@ def forbid_waiting() -> Iterator[None]:
 
 @contextmanager
 def own_random_state(seed: int | None = None) -> Iterator[None]:
-    """Restores torch's random states, so that a resumed run draws what an unbroken one does.
-
-    With a ``seed``, the draws inside are the same each time.  A GPU is left alone unless in use.
-    """
+    """Restores torch's random states, of a GPU where it is in use; ``seed`` sets them inside."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices):
         if seed is not None:
@@ -118,10 +106,7 @@ def own_random_state(seed: int | None = None) -> Iterator[None]:
 
 
 def _seed_those_in_use(seed: int) -> None:
-    """``torch.manual_seed``, which would keep the seed for a GPU that is not in use until it is.
-
-    It writes down the stack for each of three kinds of GPU meanwhile: half a millisecond.
-    """
+    """``torch.manual_seed``, without half a millisecond for kinds of GPU that are not in use."""
     others = torch.backends.mps.is_available() or torch.xpu.is_available()
     if others or torch.cuda.is_initialized():
         torch.manual_seed(seed)

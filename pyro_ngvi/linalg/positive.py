@@ -52,20 +52,9 @@ def solve_positive(
 ) -> tuple[Tensor, Tensor | None]:
     """X (K, P) with X H = B (K, P), where ``product(V) = V H`` for V (n, P), n rows at a time.
 
-    By a Cholesky factor where P is at most 2,000 or K above P / 50, else by conjugate gradients
-    (Hestenes & Stiefel 1952) for all rows at once, preconditioned by a ``diagonal`` (P,) near H.
-
-    Returns:
-        X, and ``None``; or a direction (P,) along which H is not positive.
-
-    Raises:
-        ArithmeticError: when P steps of conjugate gradients do not do.
-
-    Example:
-        >>> H = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
-        >>> X, _ = solve_positive(lambda V: V @ H, torch.tensor([[3.0, 3.0]]), torch.ones(2))
-        >>> X.round(decimals=4)
-        tensor([[1., 1.]])
+    By a Cholesky factor where P is at most 2,000 or K above P / 50, else by conjugate gradients for all
+    rows at once, preconditioned by a ``diagonal`` (P,) near H; ``ArithmeticError`` where P steps of
+    these do not do.  Second comes ``None``, or a direction (P,) along which H is not positive.
     """
     K, P = B.shape
     if P <= max(WHOLE, STEPS * K):
@@ -93,9 +82,8 @@ def descend(
 ) -> tuple[Tensor, bool, Tensor | None, Tensor]:
     """Conjugate gradients for all rows of ``B`` (K, P) at once; arguments of :func:`solve_positive`.
 
-    Returns:
-        X, and whether ``steps`` did for it; ``None``, or a direction (P,) along which H is not
-        positive; length and turn (T, 2, K) of each step, with length 0 of rows that were done before.
+    Returns X, and whether ``steps`` did for it; ``None``, or a direction (P,) along which H is not
+    positive; length and turn (T, 2, K) of each step, with length 0 of rows that were done before.
     """
     X, R, V = torch.zeros_like(B), B, B / diagonal
     energy = (R * V).sum(1, keepdim=True)

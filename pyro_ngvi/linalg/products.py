@@ -18,12 +18,6 @@ def symmetric_product(triangle: Tensor, other: Tensor) -> Tensor:
     """L'B (R, R) for a lower triangular L (R, R) and a B with which it is symmetric, such as D L.
 
     A third of R^3 operations, not 2 R^3: half of the result, from the entries of L that are not 0.
-
-    Example:
-        >>> L = torch.tensor([[1.0, 0.0], [2.0, 3.0]])
-        >>> symmetric_product(L, L)
-        tensor([[5., 6.],
-                [6., 9.]])
     """
     if triangle.requires_grad or other.requires_grad:  # slices would each leave a gradient (R, R)
         return triangle.mT @ other

@@ -1,9 +1,8 @@
 r"""Square orthogonal matrices and lower triangles: tangents, retractions, averages on O(d).
 
 A velocity of W in O(d) is W A with A skew, A = a - a' and a strictly lower triangular: a (d, d) is the
-tangent here, d (d - 1) / 2 free numbers (:func:`pack`).  This is the *left-trivialised* frame: left
-translation carries a tangent from one W to another without a change of its numbers or of its length in
-the metric <a, a>, so whoever keeps ``a`` (momentum) has transported it.
+tangent here, d (d - 1) / 2 free numbers (:func:`pack`).  In this *left-trivialised* frame whoever keeps
+``a`` (momentum) has transported it.
 
     push    W (a - a')
     pull    tril(W'G - G'W, -1), so that sum(pull(G) * a) = sum(G * push(a))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -31,30 +33,27 @@ def cholesky(A: Tensor) -> Tensor:
 
 def solve(R: Tensor, b: Tensor) -> Tensor:
     """x (..., k) with R x = b."""
-    k = b.shape[-1]
-    if k > SMALL:
+    if b.shape[-1] > SMALL:
         return torch.linalg.solve_triangular(R, b.unsqueeze(-1), upper=False).squeeze(-1)
-    x: list[Tensor] = []
-    for i in range(k):
-        rest = b[..., i]
-        for j in range(i):
-            rest = rest - R[..., i, j] * x[j]
-        x.append(rest / R[..., i, i])
-    return torch.stack(x, -1)
+    return _substitute(R, b, range(b.shape[-1]))
 
 
 def solve_transposed(R: Tensor, b: Tensor) -> Tensor:
     """x (..., k) with R' x = b."""
-    k = b.shape[-1]
-    if k > SMALL:
+    if b.shape[-1] > SMALL:
         return torch.linalg.solve_triangular(R.mT, b.unsqueeze(-1), upper=True).squeeze(-1)
-    x: list[Tensor] = [b[..., 0]] * k
-    for i in reversed(range(k)):
+    return _substitute(R.mT, b, reversed(range(b.shape[-1])))
+
+
+def _substitute(A: Tensor, b: Tensor, order: Iterable[int]) -> Tensor:
+    """x with A x = b, whose entries depend on those before them in this order."""
+    x: dict[int, Tensor] = {}
+    for i in order:
         rest = b[..., i]
-        for j in range(i + 1, k):
-            rest = rest - R[..., j, i] * x[j]
-        x[i] = rest / R[..., i, i]
-    return torch.stack(x, -1)
+        for j in sorted(x):
+            rest = rest - A[..., i, j] * x[j]
+        x[i] = rest / A[..., i, i]
+    return torch.stack([x[i] for i in sorted(x)], -1)
 
 
 def solve_columns(R: Tensor, B: Tensor) -> Tensor:

@@ -6,13 +6,10 @@ symmetric and orthonormal: H H = I, so that the transform is its own inverse and
 
 H_ab = H_a kron H_b, and for x viewed as a matrix X (a, b) the transform is H_a X H_b: D (a + b)
 multiplications a row, in products of small matrices, which a CPU does four to seven times faster than
-the D log2(D) additions of the butterfly (`benchmarks/whvi_paper/transform.py`).  One dense product to
-D = 64, two factors to 1024, three to 2^15.
+the D log2(D) additions of the butterfly (`benchmarks/whvi_paper/transform.py`).
 
 On a GPU, where Triton is installed, a kernel does the same (`_walsh_hadamard_triton`), if it compiles
 there and a first try of each length and dtype agrees with the products.
-
-Not for x H with another order of the rows (sequency, dyadic): permute the result.
 """
 
 from __future__ import annotations
@@ -40,8 +37,9 @@ _tried: dict[tuple[int, torch.dtype, torch.device], bool] = {}
 def walsh_hadamard_transform(x: Tensor) -> Tensor:
     """x H along the last axis of ``x`` (..., D), with H the orthonormal Hadamard matrix (D, D).
 
-    D is a power of two, 1 included; the rows of H are in Sylvester's order.  The result has the shape
-    and the floating dtype of ``x``; float16 and bfloat16 are computed in float32 and rounded once.
+    D is a power of two, 1 included; the rows of H are in Sylvester's order: for another (sequency,
+    dyadic) permute the result.  It has the shape and the floating dtype of ``x``; float16 and bfloat16
+    are computed in float32 and rounded once.
 
     Raises:
         ValueError: D is not a power of two, or ``x`` has no axis.

@@ -12,7 +12,7 @@ because H_ik H_jk sqrt(D) = H_(i xor j)k in Sylvester's order (i counts within t
 holds D different numbers up to the diagonals: entries of one class i xor j are fully correlated,
 and for diagonal Cov(g) all entries have the same variance, s_i^2 t_bj^2 mean_k Var(g_k).
 
-(1) builds U in O(n m) without a product of matrices, and a product with x never builds it:
+(1) builds U in O(n m), and a product with x never builds it:
 
     U x = sqrt(D) s o H (g o H (t o x))        in O(D log D) for each block.                 (2)
 """
@@ -42,7 +42,7 @@ class WalshHadamardMatrix:
         shape: that of U, by default (rows, columns); its entries in a row are the matrix's first.
 
     Raises:
-        ValueError: for a size below 1, or a ``shape`` without entries or with too many.
+        ValueError: for a ``shape`` without entries or with too many.
 
     Example:
         >>> import torch
@@ -127,21 +127,18 @@ class WalshHadamardMatrix:
         y = walsh_hadamard_transform(walsh_hadamard_transform(y) * g)
         return y.flatten(-2)[..., : self.rows] * (left * math.sqrt(self.size))
 
-    def counts(self, left: Tensor, right: Tensor) -> Tensor:
-        """Sum of (s_i t_bj)^2 over the entries of each class, (num_g,): the Gram matrix of (1) in h."""
-        squares = self.weights(left, right).square()
-        return squares.new_zeros(self.num_g).index_add(0, self.classes(left.device), squares)
-
     def projection(self, U: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """g (..., num_g) whose matrix (1) is nearest to U (..., *shape), entry by entry.
 
         Numbers of h that no entry holds, because all of theirs are cut off, are zero.
         """
-        weighted = U.flatten(-len(self.shape)) * self.weights(left, right)
+        weights, classes = self.weights(left, right), self.classes(U.device)
+        weighted = U.flatten(-len(self.shape)) * weights
         sums = weighted.new_zeros((*weighted.shape[:-1], self.num_g))
-        counts = self.counts(left, right)
-        h = sums.index_add(-1, self.classes(U.device), weighted)
-        return self.transform(h / torch.where(counts > 0.0, counts, 1.0))
+        # the Gram matrix of (1) in h is diagonal
+        gram = weights.new_zeros(self.num_g).index_add(0, classes, weights.square())
+        h = sums.index_add(-1, classes, weighted)
+        return self.transform(h / torch.where(gram > 0.0, gram, 1.0))
 
     def variance(self, g_variance: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """Var(U) in its shape, from variances (num_g,) of g or its covariance (num_g, num_g)."""

@@ -5,12 +5,8 @@ For a module f with weights w, priors p_j, N examples and a minibatch of M of th
     log p(y, w)  ~  sum_j log p_j(w_j) + N/M sum_{i in minibatch} log p(y_i | f(x_i; w)).
 
 The factor N/M comes from ``pyro.plate("data", size=N, subsample=index)`` around the M examples that the
-caller passes, with an index of -1, not known, unless the caller passes one. So the plate draws nothing,
-follows M from step to step, and tells N and M to ``to_arviz`` and ``khat``, which then refuse. The last
-minibatch of an epoch is smaller and gets a larger scale: unbiased when the loader shuffles.
-
-Not for modules whose output for one example depends on the others in the batch, or on random numbers:
-see :mod:`pyro_ngvi.nn.weights`.
+caller passes, with an index of -1, not known, unless the caller passes one.  So the plate draws nothing
+and tells N and M to ``to_arviz`` and ``khat``, which then refuse.
 """
 
 import copy
@@ -31,7 +27,6 @@ from ..optim.rule import require
 from .weights import (
     REFUSED,
     Prior,
-    Sampled,
     broadcasts_to,
     choose_prior,
     over_rows,
@@ -75,16 +70,15 @@ class BayesianModule(nn.Module):
 
     The model takes a batch ``x`` (M, ...), or a tuple or list of them for a module of several inputs,
     and ``y`` (M, ...), or ``None`` to draw it; it returns the output of the module. ``y`` is the
-    observed site of that name, in a plate "data" of ``num_data`` examples, so that minibatches from a
-    ``DataLoader`` go straight into ``svi.step(x, y)``.  :class:`~pyro_ngvi.AutoSites`, with a site for
-    every datum, asks for their numbers too: ``svi.step(x, y, index)``.
+    observed site of that name, in a plate "data" of ``num_data`` examples.
+    :class:`~pyro_ngvi.AutoSites` asks for the numbers of the examples too: ``svi.step(x, y, index)``.
 
-    Start the guide at the weights of the module, for a guide that starts at the centre of the priors
-    starts all hidden units alike: ``AutoMeanFieldNormal(model, init_loc_fn=model.init_to_module)``.
+    A guide that starts at the centre of the priors starts all hidden units alike; start it at the
+    weights of the module, by ``init_loc_fn=model.init_to_module``.
 
-    ``Trace_ELBO`` works with and without vectorised particles, and ``BatchedELBO``; recurrent layers
-    (``nn.LSTM`` ...) need ``Trace_ELBO`` without vectorised particles.  So do hyperparameters whose
-    priors depend on other ones (a horseshoe), unless by ``BatchedELBO``.
+    Vectorised particles of Pyro run neither recurrent layers, which ``BatchedELBO`` runs one by one,
+    nor prior functions that sample hyperparameters.  Not for modules whose output for one example
+    depends on the others in the batch, or on random numbers (:mod:`pyro_ngvi.nn.weights`).
 
     Args:
         module: maps (M, ...) to (M, ...), example by example.
@@ -95,9 +89,8 @@ class BayesianModule(nn.Module):
             output (M, 1) counts as (M,).
         num_data: N, the number of examples that the minibatches come from: ``len(dataset)``.
         prior: the sd of a centred normal, or a function ``prior(name, parameter)`` that returns a
-            distribution, a scalar one for independent entries; it is called at every run and may
-            sample hyperparameters (one that it samples under the same name for several parameters is
-            one site, which they share). Or a dict of these by name pattern, the first that matches
+            distribution, a scalar one for independent entries, and may sample hyperparameters (those
+            of one name are one site). Or a dict of these by name pattern, the first that matches
             (``{"*.bias": 10.0, "*": 1.0}``).
         noise: for "normal" its sd: a number, or a function that returns the prior of a latent site
             "noise", a scalar one or, with one sd for each output, as one event of their shape. By
@@ -119,8 +112,6 @@ class BayesianModule(nn.Module):
         >>> svi = SVI(model, guide, ngvi.NGVB(guide), loss=ngvi.BatchedELBO(4))
         >>> x, y = torch.randn(20, 2), torch.randint(3, (20,))
         >>> loss = svi.step(x, y)  # 20 of 100 examples: the log-likelihood counts five times
-        >>> ngvi.nn.predict(model, guide, x, y, num_samples=50).mean.shape
-        torch.Size([20, 3])
     """
 
     #: whether two runs of the module gave the same output
@@ -168,10 +159,9 @@ class BayesianModule(nn.Module):
         return {name: self.module.get_parameter(name).shape for name in self._priors}
 
     def forward(self, x: Any, y: Tensor | None = None, index: Tensor | None = None) -> Tensor:
-        """Sample the weights, and ``y`` unless it is given; the output of the module.
+        """Sample the weights, and ``y`` unless it is given; the module's output (M, ...).
 
-        The output is (M, ...), with vectorised particles (S, M, ...).  ``index`` (M,) holds the numbers
-        of the examples among all ``num_data``, which :class:`~pyro_ngvi.AutoSites` asks for.
+        With vectorised particles it is (S, M, ...).  ``index`` (M,): the examples' numbers among all.
         """
         output, fn = self._run(x)
         num = fn.batch_shape[-1]
@@ -237,24 +227,17 @@ class BayesianModule(nn.Module):
             refuse(self._watched)
         inputs = inputs_of(x, self.module)
         weights: dict[str, Tensor] = {}
-        hyperparameters: Sampled = {}
-        single = True
+        hyperparameters: dict[str, Tensor] = {}
         for name, rule in self._priors.items():
             parameter = self.module.get_parameter(name)
             weights[name] = pyro.sample(name, prior_from(rule, name, parameter, hyperparameters))
-            # Vectorised particles put dimensions in front of those of a weight; nothing else does.
-            single = single and weights[name].dim() == parameter.dim()
         with _slow_attention():
-            if not single:
-                output, lead = run_vectorized(self.module, weights, inputs)
-            else:
-                output, lead = torch.func.functional_call(self.module, weights, inputs), 0
-                if not self._seen_to_repeat:
-                    with (
-                        torch.no_grad()
-                    ):  # at its own weights: at zero, where a guide starts, all is alike
-                        refuse_change(self.module(*inputs), self.module(*inputs))
-                    self._seen_to_repeat = True
+            output, lead = run_vectorized(self.module, weights, inputs)
+            if not self._seen_to_repeat and not lead:
+                # at its own weights: at zero, where a guide starts, all is alike
+                with torch.no_grad():
+                    refuse_change(self.module(*inputs), self.module(*inputs))
+                self._seen_to_repeat = True
         num = len(inputs[0])
         if not isinstance(output, Tensor) or output.dim() <= lead or output.shape[lead] != num:
             given = isinstance(output, Tensor)

@@ -4,27 +4,24 @@ For a likelihood that is a product over data the bound has one expectation per d
 
     ELBO = sum_i E_q(g) [log p(y_i | f(x_i; g))] - KL(q(g) || p(g)),
 
-so each may have a draw g_i ~ q(g) of its own (Kingma, Salimans & Welling 2015, section 2.2).  The
-covariances between the gradients of different data, nearly all of the noise of their sum where there
-are many, are then zero.  Rossi, Marmin & Filippone (2020) do this for matrices S1 H diag(g) H S2, where
-the product is taken datum by datum anyway.
+so each may have a draw g_i ~ q(g) of its own (Kingma, Salimans & Welling 2015, section 2.2; Rossi,
+Marmin & Filippone 2020 for matrices S1 H diag(g) H S2).  The covariances between the gradients of
+different data, nearly all of the noise of their sum where there are many, are then zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from operator import attrgetter
 from typing import Any
 
 import pyro
 import torch
-from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide, AutoGuideList, AutoNormal
+from pyro.infer.autoguide import AutoGuide, AutoGuideList
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to
 
-from ..families import MeanFieldNormal
 from ..families.base import LOG_2PI
 from ..guides.base import AutoFamily, FamilyDistribution
 from ..guides.marginals import factor, place
@@ -45,28 +42,23 @@ class LocalModel:
     entry of the first dimension of the layer's input, gets a draw of its own from q(g), the same at
     each call of the layer; "bias" likewise, where the guide does not correlate it with other sites.
     Otherwise (evaluation, prediction, curvature) all data share the values of the sites.  The ELBO
-    and its expected gradient are those of the model.  The result is a function, no module: hand the
-    model itself to ``khat``, ``to_arviz`` and ``Predictive``, and call its ``train()`` and ``eval()``.
+    and its expected gradient are those of the model.  Where the prior of g is independent normals, a
+    factor of mean zero, "<site>_kl", puts the closed form of KL(q(g) || p(g)) in the place of
+    log q(g) - log p(g).  Hand the model itself to ``khat``, ``to_arviz`` and ``Predictive``.
 
-    On 256 data and 8 inputs, networks with hidden layers of 64 units had 0.02 to 0.2 of the variance
-    of the gradient, and ELBOs 38 to 113 nats higher after 1,000 steps of one particle that took 1.9
-    times as long.  Not near the optimum of a family that nearly holds the posterior: a linear model
-    had 20 times the variance there, for sticking the landing lets the noise of log q cancel that of
-    the likelihood at the shared draw alone.  Nor for a likelihood that is no product over the first
-    dimension of x, or rows that share a datum but are folded into that dimension (patches of an image).
+    Not near the optimum of a family that nearly holds the posterior, where sticking the landing lets
+    the noise of log q cancel that of the likelihood at the shared draw alone.  Nor for a likelihood
+    that is no product over the first dimension of x, or rows that share a datum but are folded into
+    that dimension (patches of an image).
 
     Args:
         model: a Pyro model with :class:`~pyro_ngvi.nn.WalshHadamardLinear` layers.
         guide: the autoguide of ``model``, in which g is independent of all other sites: a mean-field
-            guide of this package, Pyro's ``AutoNormal`` or ``AutoDiagonalNormal``, or an
-            ``AutoGuideList`` where it is the only site of a guide of this package.
-        kl: "exact" adds to the model a factor of mean zero, "<site>_kl", that puts the closed form
-            of KL(q(g) || p(g)) in the place of log q(g) - log p(g); "sampled" does not.
+            guide of this package, or an ``AutoGuideList`` where it is the only site of one.
 
     Raises:
-        ValueError: for another ``kl``; when the model is run, for a site that the guide lacks or
-            correlates with others, a prior of g that is not normal, and inputs of a layer that do
-            not say what a datum is.
+        ValueError: when the model is run, for a site that the guide lacks or correlates with others,
+            vectorised particles, and inputs of a layer that do not say what a datum is.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -89,15 +81,13 @@ class LocalModel:
         >>> loss = svi.step(x, x.sum(-1))
     """
 
-    def __init__(self, model: Callable[..., Any], guide: AutoGuide, *, kl: str = "exact") -> None:
-        if kl not in ("exact", "sampled"):
-            raise ValueError(f'kl must be "exact" or "sampled", got {kl!r}.')
+    def __init__(self, model: Callable[..., Any], guide: AutoGuide) -> None:
         if not isinstance(guide, AutoGuide) or isinstance(model, AutoGuide):
             raise TypeError(
                 f"local_reparameterization reads q(g) from an autoguide, and got "
                 f"{type(model).__name__}, {type(guide).__name__}."
             )
-        self.model, self.guide, self.kl = model, guide, kl
+        self.model, self.guide = model, guide
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -109,9 +99,8 @@ class LocalModel:
                 result = self.model(*args, **kwargs)
         finally:
             _active.reset(token)
-        if self.kl == "exact":
-            for name, term in draws.corrections():
-                pyro.factor(f"{name}_kl", term, has_rsample=True)
+        for name, term in draws.corrections():
+            pyro.factor(f"{name}_kl", term, has_rsample=True)
         return result
 
 
@@ -124,8 +113,9 @@ def draws_for_data(value: Tensor, x: Tensor, needed: bool = True) -> Tensor:
     The result broadcasts with the rows of ``x`` (..., in).  Where the site cannot have draws of its
     own, a ``value`` that is not ``needed`` stays shared.
     """
-    shared, draws = over_rows(value, 1), _active.get()
-    return shared if draws is None else draws.for_data(value, shared, x, needed)
+    draws = _active.get()
+    own = None if draws is None else draws.for_data(value, x, needed)
+    return over_rows(value, 1) if own is None else own
 
 
 class _LocalDraws(Messenger):
@@ -142,21 +132,22 @@ class _LocalDraws(Messenger):
         if not msg["is_observed"] and _unwrapped(msg["value"]).requires_grad:
             self.sites[id(msg["value"])] = msg.copy()
 
-    def for_data(self, value: Tensor, shared: Tensor, x: Tensor, needed: bool) -> Tensor:
+    def for_data(self, value: Tensor, x: Tensor, needed: bool) -> Tensor | None:
+        """A draw for each entry of x's first dimension; ``None`` where they share the value."""
         site = self.sites.get(id(value))
         if site is None or x.dim() < 2:
-            return shared
-        name, lead = site["name"], _lead(shared, x)
-        if lead is None or (name in self.drawn and lead != self.drawn[name][0]):
+            return None
+        name, lead = site["name"], torch.Size((x.shape[0], *(1,) * (x.dim() - 2)))
+        if value.dim() > 1 or (name in self.drawn and lead != self.drawn[name][0]):
             raise ValueError(
-                f"The layer of {name!r}, of shape {tuple(shared.shape)}, takes an x of shape "
-                f"{tuple(x.shape)}, which does not say what a datum is (not data but particles, or the "
+                f"The layer of {name!r}, of shape {tuple(value.shape)}, takes an x of shape "
+                f"{tuple(x.shape)}, which does not say what a datum is (vectorised particles, or the "
                 f"data of another call). Use pyro_ngvi.BatchedELBO, or the model itself."
             )
         if name not in self.drawn:
             q = posterior_of(self.guide, name, needed)
             if q is None:
-                return shared
+                return None
             self.drawn[name] = lead, q.family.draw(q.params, lead), q
         return self.drawn[name][1]
 
@@ -164,15 +155,10 @@ class _LocalDraws(Messenger):
         """log q(g) - log p(g) - KL(q || p), of mean zero, for each site with draws for data."""
         for site in self.sites.values():
             name, fn, g = site["name"], site["fn"], site["value"]
-            if name not in self.drawn:
+            normal = normal_of(fn)
+            if name not in self.drawn or normal is None:
                 continue
-            normal, q = normal_of(fn), self.drawn[name][2]
-            if normal is None:
-                raise ValueError(
-                    f"The prior of {name!r} is not independent normals, and its KL has no closed form "
-                    f'here: use local_reparameterization(model, guide, kl="sampled").'
-                )
-            loc, scale = normal
+            (loc, scale), q = normal, self.drawn[name][2]
             square = (q.variance + (q.mean - loc).square()) / scale.square()
             cross_entropy = (0.5 * (square + LOG_2PI) + scale.log()).sum(-1)
             yield name, q.log_prob(g) - fn.log_prob(g) - (cross_entropy - q.entropy())
@@ -199,35 +185,13 @@ def posterior_of(guide: AutoGuide, name: str, needed: bool) -> FamilyDistributio
 
 
 def _factor(guide: Any, name: str, trace: Any) -> FamilyDistribution | None:
-    site = trace.nodes[name]
-    value, sites = site["value"], list(trace.iter_stochastic_nodes())
-    if biject_to(site["fn"].support)(value) is not value or site["cond_indep_stack"]:
+    site, count = trace.nodes[name], len(list(trace.iter_stochastic_nodes()))
+    real = biject_to(site["fn"].support)(site["value"]) is site["value"]
+    if not isinstance(guide, AutoFamily) or not real or site["cond_indep_stack"]:
         return None
-    if isinstance(guide, AutoNormal):
-        return _normal(attrgetter(name)(guide.locs), attrgetter(name)(guide.scales))
-    if not isinstance(guide, AutoFamily | AutoDiagonalNormal):
-        return None
-    own = place(guide._unconstrained_shapes, name)
-    if isinstance(guide, AutoDiagonalNormal):
-        scale: Any = guide.scale
-        return _normal(guide.loc[own], scale[own])
-    q, how = guide.sampling_posterior(), guide.sticking_the_landing
-    found = factor(q.family, q.params, own, alone=len(sites) == 1)
-    return found and FamilyDistribution(*found, sticking_the_landing=how)
-
-
-def _normal(loc: Tensor, scale: Tensor) -> FamilyDistribution:
-    return FamilyDistribution(MeanFieldNormal(), {"loc": loc, "log_scale": scale.log()})
-
-
-def _lead(g: Tensor, x: Tensor) -> torch.Size | None:
-    """The shape in front of (K,) of the draws for data: a datum is an entry of x's first dimension.
-
-    ``None`` where vectorised particles cannot be told from data.
-    """
-    if g.dim() == 1:
-        return torch.Size((x.shape[0], *(1,) * (x.dim() - 2)))
-    return None if x.dim() > g.dim() else torch.broadcast_shapes(g.shape[:-1], x.shape[:-1])
+    own, q = place(guide._unconstrained_shapes, name), guide.sampling_posterior()
+    found = factor(q.family, q.params, own, alone=count == 1)
+    return found and FamilyDistribution(*found, sticking_the_landing=guide.sticking_the_landing)
 
 
 def _unwrapped(x: Tensor) -> Tensor:

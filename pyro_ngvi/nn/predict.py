@@ -6,12 +6,9 @@ With weights w_s ~ q, s = 1 ... S, the same for all batches,
     log density   =  log p(y | x) = logsumexp_s log p(y | x, w_s) - log S          (nats)
     sd^2          =  mean_s Var[y | x, w_s] + var_s E[y | x, w_s]
 
-The log density is that of the averaged prediction, the honest score; the average of the log densities
-is lower, and judges one draw. A finite S makes the estimate too low on average (Jensen), by about
-var_s[p] / (2 S p^2).
-
-Memory: S draws of all weights, and S outputs for one batch. Draws of ``y``:
-``pyro_ngvi.predict(model, guide, x)``.
+The log density is that of the averaged prediction; the average of the log densities is lower, and
+judges one draw. A finite S makes the estimate too low on average (Jensen), by about
+var_s[p] / (2 S p^2). Draws of ``y``: ``pyro_ngvi.predict(model, guide, x)``.
 """
 
 import itertools

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
-from pyro.nn import PyroModule, PyroParam, PyroSample
+from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
 from ..optim.rule import require
-from .walsh_hadamard import check_width, normal_prior
+from .walsh_hadamard import check_width
 from .weights import over_rows
 
 
@@ -26,15 +25,15 @@ class RandomFourierFeatures(PyroModule):
     (Rahimi & Recht 2007).  The error of one entry has variance s^4 ((1 + rho^4) / 2 - rho^2) / R with
     rho = k / s^2; the diagonal is exact.  A linear layer with independent N(0, 1) weights behind them
     is a draw of the process, and layers of both a deep Gaussian process (Cutajar, Bonilla, Michiardi &
-    Filippone 2017).  With :class:`~pyro_ngvi.nn.WalshHadamardLinear` of ``weight_sd=1`` as that layer
-    (Rossi, Marmin & Filippone 2020, section 3.2) each output is still such a draw, with R numbers for
-    all.  Not for rough functions in many dimensions, where an error 1 / sqrt(R) is large beside a small
-    kernel, nor for a few hundred data, where an exact Gaussian process is as cheap.
+    Filippone 2017); :class:`~pyro_ngvi.nn.WalshHadamardLinear` of ``weight_sd=1`` will do (Rossi,
+    Marmin & Filippone 2020, section 3.2).  Not for rough functions in many dimensions, where an error
+    1 / sqrt(R) is large beside a small kernel, nor for a few hundred data, where an exact Gaussian
+    process is as cheap.
 
     ``lengthscale`` l is (in_features,), or () without ``ard``, and ``variance`` s^2 is (): positive
-    parameters, which a natural-gradient optimizer leaves to its ``others``; set one to a
-    ``PyroSample`` to make it latent.  With vectorised particles, of a latent Omega or of x, the result
-    is (S, M, 2 R).
+    parameters, which a natural-gradient optimizer leaves to its ``others``.  ``omega`` (m, R) is a
+    buffer.  Set one of them to a ``PyroSample`` to make it latent; with vectorised particles of it,
+    or of x, the result is (S, M, 2 R).
 
     Args:
         in_features, num_features: m and R.
@@ -42,15 +41,12 @@ class RandomFourierFeatures(PyroModule):
             code of these papers, for standardised x.
         ard: a length-scale for every input.
         variance: s^2, a positive number.
-        omega: "fixed" keeps one draw of Omega, a buffer; "variational" makes it a latent site "omega"
-            (in_features, R) with prior N(0, 1).
-        train_lengthscale, train_variance: ``False`` makes it a buffer.
-        seed: of a fixed Omega; by default it comes from torch's random state.
+        seed: of Omega; by default it comes from torch's random state.
         device, dtype: as for ``nn.Linear``.
 
     Raises:
-        ValueError: for a length-scale or variance that is not positive, an unknown ``omega``; when
-            called, for an x whose last dimension is not m.
+        ValueError: for a length-scale or variance that is not positive; when called, for an x whose
+            last dimension is not m.
 
     Example:
         >>> import torch
@@ -74,44 +70,27 @@ class RandomFourierFeatures(PyroModule):
         lengthscale: float | Tensor | None = None,
         ard: bool = True,
         variance: float = 1.0,
-        omega: str = "fixed",
-        train_lengthscale: bool = True,
-        train_variance: bool = True,
         seed: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if omega not in ("fixed", "variational"):
-            raise ValueError(f'omega must be "fixed" or "variational", got {omega!r}.')
         require(num_features >= 1, "num_features", "be at least 1", num_features)
         self.in_features, self.num_features, self.ard = in_features, num_features, bool(ard)
-        how: Any = {"device": device, "dtype": dtype}
         if lengthscale is None:
             lengthscale = 0.5 * math.sqrt(in_features)
-        shape = (in_features,) if ard else ()
-        self._hold("lengthscale", lengthscale, shape, train_lengthscale, how)
-        self._hold("variance", variance, (), train_variance, how)
-        if omega == "variational":
-            shape = (in_features, num_features)
-            self.omega = PyroSample(partial(normal_prior, like="lengthscale", shape=shape))
-        else:
-            draws = None if seed is None else torch.Generator("cpu").manual_seed(seed)
-            where = None if seed is None else "cpu"
-            shape = (in_features, num_features)
-            drawn = torch.randn(shape, generator=draws, dtype=dtype, device=where)
-            self.register_buffer("omega", drawn.to(device or torch.get_default_device()))
-
-    def _hold(self, name: str, value: Any, shape: tuple[int, ...], train: bool, how: Any) -> None:
-        value = torch.as_tensor(value, device=how["device"]).detach()
-        value = value.to(how["dtype"] or torch.get_default_dtype())
-        if value.device.type != "meta" and not bool((value > 0.0).all() and value.isfinite().all()):
-            raise ValueError(f"{name} must be positive and finite, got {value.tolist()}.")
-        value = value.expand(shape).clone()
-        if train:
-            setattr(self, name, PyroParam(value, constraints.positive))
-        else:
-            self.register_buffer(name, value)
+        shapes = {"lengthscale": (in_features,) if ard else (), "variance": ()}
+        for name, value in (("lengthscale", lengthscale), ("variance", variance)):
+            value = torch.as_tensor(value, device=device).detach()
+            value = value.to(dtype or torch.get_default_dtype())
+            positive = ((value > 0.0) & value.isfinite()).all()
+            if value.device.type != "meta" and not bool(positive):
+                raise ValueError(f"{name} must be positive and finite, got {value.tolist()}.")
+            setattr(self, name, PyroParam(value.expand(shapes[name]).clone(), constraints.positive))
+        draws = None if seed is None else torch.Generator("cpu").manual_seed(seed)
+        where, shape = None if seed is None else "cpu", (in_features, num_features)
+        drawn = torch.randn(shape, generator=draws, dtype=dtype, device=where)
+        self.register_buffer("omega", drawn.to(device or torch.get_default_device()))
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) to (..., 2 num_features)."""

@@ -22,24 +22,21 @@ class WalshHadamardLinear(PyroModule):
 
         W = sd U(g),      U(g) = sqrt(D) S1 H diag(g) H S2,      g ~ N(0, g_scale^2 I),
 
-    block by block (Rossi, Marmin & Filippone 2020, NeurIPS).  The product x W' is taken by two
-    transforms, O(D log D) for each row of x, and W is never formed.  A layer D x D has D latent numbers
-    and 2 D in its diagonals.  With diagonals of +-1, as they start, and g_scale 1 the entries of one
-    row of W are a priori independent N(0, sd^2); outputs of one block are uncorrelated at one x but
-    not independent.
+    block by block (Rossi, Marmin & Filippone 2020, NeurIPS).  A layer D x D has D latent numbers and
+    2 D in its diagonals, and W is never formed.  With diagonals of +-1, as they start, and g_scale 1
+    the entries of one row of W are a priori independent N(0, sd^2); outputs of one block are
+    uncorrelated at one x but not independent.
 
     ``x`` (..., in_features) goes to (..., out_features).  The latent sites are "g" (num_g,), with prior
     N(0, g_scale^2), and "bias" (out_features,), with prior N(0, 1); replace a prior by setting the
     attribute to another ``PyroSample``.  The diagonals S1 and S2 are parameters ``left`` and ``right``,
-    which a natural-gradient optimizer leaves to its ``others``.  The layer takes any guide and any
-    ELBO.  With vectorised particles, g (S, 1, num_g), it takes (M, in_features) or (S, M, in_features)
-    to (S, M, out_features).
+    which a natural-gradient optimizer leaves to its ``others``.  With vectorised particles, g
+    (S, 1, num_g), it takes (M, in_features) or (S, M, in_features) to (S, M, out_features).
 
     Start guides at a draw of the prior, ``init_loc_fn=pyro.infer.autoguide.init_to_sample``: at g = 0,
     where most guides start, W is 0, and the layer below gets a gradient from the noise of q alone.
     With ``NGVB`` pass ``averaging=False`` while the diagonals are trained: an average of g over the
-    past does not belong to the diagonals of today.  In containers of Pyro, such as
-    ``PyroModule[torch.nn.Sequential]``, each layer's sites get names of their own.
+    past does not belong to the diagonals of today.
 
     Not for layers of fewer than some hundred weights, where a mean-field or full-rank guide of a plain
     ``nn.Linear`` fits better and costs little, nor for layers with m far above n: D is at least m.
@@ -117,10 +114,9 @@ class WalshHadamardLinear(PyroModule):
         seed = int(torch.randint(2**31, (), device="cpu"))
         signs = self.matrix.signs(seed, torch.empty(0, device=device, dtype=dtype))
         hold_diagonals(self, "", signs, train_diagonals)
-        prior = partial(normal_prior, like="left")
-        self.g = PyroSample(partial(prior, shape=(self.matrix.num_g,), sd=float(g_scale)))
+        self.g = PyroSample(partial(_prior, shape=(self.matrix.num_g,), sd=float(g_scale)))
         if bias:
-            self.bias = PyroSample(partial(prior, shape=(out_features,)))
+            self.bias = PyroSample(partial(_prior, shape=(out_features,)))
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) to (..., out_features); with particles see the class."""
@@ -138,14 +134,10 @@ class WalshHadamardLinear(PyroModule):
         W = self.weight_sd * self.matrix.dense(g, self.left, self.right)
         return W.unsqueeze(-2) if self.square else W
 
-    def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={self.has_bias}, num_g={self.matrix.num_g}"
 
-
-def normal_prior(module: Any, like: str, shape: tuple[int, ...], sd: float = 1.0) -> Any:
-    """For a ``PyroSample`` of a layer, whose tensor ``like`` may move to another device."""
-    return centred_normal(getattr(module, like), shape, sd)
+def _prior(layer: Any, shape: tuple[int, ...], sd: float = 1.0) -> Any:
+    """For a ``PyroSample`` of a layer, which may move to another device."""
+    return centred_normal(layer.left, shape, sd)
 
 
 def check_width(layer: Any, x: Tensor) -> None:

@@ -19,14 +19,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..linalg.host import host_bool
 
 # A distribution is Any: to a type checker Pyro's are abstract.
 Prior: TypeAlias = float | Callable[[str, Tensor], Any]
-#: hyperparameters by name: the value, and its dimensions of vectorised particles
-Sampled: TypeAlias = dict[str, tuple[Tensor, torch.Size]]
 
 
 def _draws(module: Any) -> bool:
@@ -42,16 +39,6 @@ def _other_gradient(module: Any) -> bool:
 
 #: what is refused: kinds of modules, when, and what is said after the module's name
 REFUSED: list[tuple[tuple[type, ...], Callable[[Any], bool], str]] = [
-    (
-        (torch.jit.ScriptModule,),
-        lambda m: True,
-        "is compiled by torch.jit and takes no other weights. Give the module it was made of.",
-    ),
-    (
-        (LazyModuleMixin,),
-        lambda m: m.has_uninitialized_params(),
-        "has an uninitialized parameter. Run the module once on data.",
-    ),
     (
         (PyroModule,),
         lambda m: True,
@@ -153,7 +140,7 @@ def centred_normal(like: Tensor, shape: tuple[int, ...], sd: float = 1.0) -> Any
     return base.expand(shape).to_event(len(shape))
 
 
-def prior_from(function: Any, name: str, parameter: Tensor, sampled: Sampled) -> Any:
+def prior_from(function: Any, name: str, parameter: Tensor, sampled: dict[str, Tensor]) -> Any:
     """The prior of a parameter, one event of its shape: normals of an sd, or what a function returns.
 
     ``sampled`` holds the hyperparameters of this run of the model so far; new ones are added.
@@ -161,69 +148,49 @@ def prior_from(function: Any, name: str, parameter: Tensor, sampled: Sampled) ->
     shape = parameter.shape
     if not callable(function):
         return centred_normal(parameter, shape, function)
-    with _Hyperparameters(name, len(shape), sampled) as seen:
+    with _Hyperparameters(name, sampled):
         fn: Any = function(name, parameter)
     refuse_other_than_pyro(f"The prior of {name!r}", fn)
-    if seen.lead or fn.shape() != shape:
-        outer = seen.lead + shape[: len(shape) - fn.event_dim]
-        fits = broadcasts_to(fn.batch_shape, outer)
-        if not fits or outer + fn.event_shape != seen.lead + shape:
+    if fn.shape() != shape:
+        outer = shape[: len(shape) - fn.event_dim]
+        if not broadcasts_to(fn.batch_shape, outer) or outer + fn.event_shape != shape:
             raise ValueError(
                 f"The prior of {name!r} has shape {tuple(fn.shape())}, the parameter has shape "
-                f"{tuple(seen.lead + shape)}. Return a distribution of that shape, or a scalar one."
+                f"{tuple(shape)}. Return a distribution of that shape, or a scalar one."
             )
         fn = fn.expand(outer)
-    return fn.to_event(len(fn.batch_shape) - len(seen.lead))
+    return fn.to_event(len(fn.batch_shape))
 
 
 class _Hyperparameters(Messenger):
-    """Gives a prior function its hyperparameters of vectorised particles as (*lead, 1, ..., 1).
+    """Gives a hyperparameter that another prior function has sampled again: one site, which they share.
 
-    They come as (*lead,), which would be broadcast against the parameter's own dimensions.  One that
-    the function of another parameter has sampled is given again: it is one site, which they share.
+    Those of vectorised particles would be broadcast against the dimensions of the parameter.
     """
 
-    def __init__(self, name: str, dims: int, sampled: Sampled) -> None:
+    def __init__(self, name: str, sampled: dict[str, Tensor]) -> None:
         super().__init__()
-        self.name, self.dims, self.sampled = name, dims, sampled
-        self.lead = torch.Size()
+        self.name, self.sampled = name, sampled
         self._inside: set[str] = set()
 
     def _pyro_sample(self, msg: Any) -> None:
         # plates around the run add themselves after this, those of the function itself did before
         self._inside = {frame.name for frame in msg["cond_indep_stack"]}
         if msg["name"] in self.sampled:
-            msg["value"], msg["done"], msg["stop"] = self.sampled[msg["name"]][0], True, True
-        elif self.lead and len(msg["fn"].batch_shape) > len(self.lead):
-            raise ValueError(
-                f"The prior of the hyperparameter {msg['name']!r} depends on another one, of "
-                f"{self.lead.numel()} vectorised particles. Give it a prior of its own and "
-                "multiply the two, or use BatchedELBO."
-            )
+            msg["value"], msg["done"], msg["stop"] = self.sampled[msg["name"]], True, True
 
     def _pyro_post_sample(self, msg: Any) -> None:
         # pyro.deterministic and pyro.factor draw nothing; what a reparametrisation leaves is a draw
         nothing = msg["infer"].get("_deterministic") or isinstance(msg["fn"], dist.Unit)
         if site_is_subsample(msg) or (msg["is_observed"] and nothing):
             return
-        value, event_dim = msg["value"], msg["fn"].event_dim
-        outside = [f for f in msg["cond_indep_stack"] if f.dim and f.name not in self._inside]
-        split, lead = value.dim() - event_dim, torch.Size()
-        if outside:  # as many dimensions as the outermost plate asks for, those left out too
-            missing = max(0, max(-f.dim for f in outside) - split)
-            lead = value.shape[:split] + (1,) * missing
-        _, lead = self.sampled.setdefault(msg["name"], (value, lead))
-        if not lead:
-            return
-        if self._inside:
+        if any(f.dim and f.name not in self._inside for f in msg["cond_indep_stack"]):
             raise ValueError(
-                f"The prior function of {self.name!r} samples {msg['name']!r} in a plate of its "
-                "own, not to be told from vectorised particles. Use .to_event(...) instead."
+                f"The prior function of {self.name!r} samples {msg['name']!r}, which vectorised "
+                f"particles would each have of their own. Use pyro_ngvi.BatchedELBO, or leave "
+                f"vectorize_particles and parallel out."
             )
-        self.lead = torch.broadcast_shapes(self.lead, lead)
-        ones = (1,) * (self.dims - event_dim)
-        # the trace has its copy of the message already: this is what the function gets
-        msg["value"] = value.reshape(lead + ones + value.shape[split:])
+        self.sampled.setdefault(msg["name"], msg["value"])
 
 
 def broadcasts_to(shape: torch.Size, target: torch.Size) -> bool:
@@ -256,7 +223,7 @@ def run_vectorized(
         own = w.shape[: w.dim() - len(shape)]
         own = own[:-1] if len(own) > 1 else own
         if own.numel() == 1:
-            shared[name] = w.reshape(shape)
+            shared[name] = w.reshape(shape) if own else w
         else:
             batched[name], lead = w.reshape(own.numel(), *shape), own
 

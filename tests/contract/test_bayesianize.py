@@ -408,47 +408,6 @@ def test_prior_function_may_sample_hyperparameters() -> None:
     assert guide.median()["0.weight"].shape == (4, 2)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4])
-def test_hyperparameters_of_vectorised_particles(rows: int) -> None:
-    """Three particles: their sds must not be taken for those of the rows of the weight."""
-
-    def prior(name: str, p: Tensor) -> Any:
-        return dist.Normal(p.new_zeros(()), pyro.sample(f"{name}.sd", dist.HalfNormal(1.0)))
-
-    def column(name: str, p: Tensor) -> Any:
-        one_each = dist.HalfNormal(p.new_ones(p.shape[-1])).to_event(1)
-        return dist.Normal(0.0, pyro.sample(f"{name}.sd", one_each))
-
-    x, S = torch.randn(5, 2), 3
-
-    def told(name: str, p: Tensor) -> Any:
-        sd = pyro.sample(f"{name}.sd", dist.HalfNormal(1.0))
-        return dist.Normal(0.0, pyro.deterministic("twice", 2.0 * sd))
-
-    for function in (prior, column, told):
-        net = nn.Linear(2, rows, bias=False).double()
-        model = bayesianize(net, lambda out: dist.Normal(out, 1.0), num_data=5, prior=function)
-        y = torch.randn(5, rows)
-        shape = (2,) if function is column else ()
-        sds, weights = 0.1 + torch.rand(S, *shape), torch.randn(S, rows, 2)
-        single = [
-            poutine.trace(
-                poutine.condition(model, data={"weight.sd": sds[s], "weight": weights[s]})
-            )
-            .get_trace(x, y)
-            .log_prob_sum()
-            for s in range(S)
-        ]
-
-        def particles() -> None:
-            with pyro.plate("particles", S, dim=-2):
-                model(x, y)  # noqa: B023 (called within the loop)
-
-        values = {"weight.sd": sds.unsqueeze(1), "weight": weights.unsqueeze(1)}
-        trace = poutine.trace(poutine.condition(particles, data=values)).get_trace()
-        torch.testing.assert_close(trace.log_prob_sum(), torch.as_tensor(sum(single)))
-
-
 def test_parameters_share_a_hyperparameter_of_one_name() -> None:
     x, y = classes()
 
@@ -459,25 +418,12 @@ def test_parameters_share_a_hyperparameter_of_one_name() -> None:
     guide = trained(model, x, y, steps=2)
     assert [name for name in guide.median() if "sd" in name] == ["sd"]
     at = {name: torch.randn(shape) for name, shape in model.sites.items()}
-    sds = torch.tensor([0.5, 1.0, 2.0])
-
-    def log_prior(trace: Any) -> Tensor:
-        trace.compute_log_prob()
-        return torch.stack([trace.nodes[n]["log_prob"].flatten() for n in (*at, "sd")]).sum(0)
-
-    single = [
-        log_prior(poutine.trace(poutine.condition(model, {"sd": sd, **at})).get_trace(x, y))
-        for sd in sds
-    ]
-
-    def particles() -> None:
-        with pyro.plate("particles", 3, dim=-2):
-            model(x, y)
-
-    values = {name: w.expand(3, 1, *w.shape) for name, w in at.items()}
-    values |= {"sd": sds.unsqueeze(1)}
-    together = log_prior(poutine.trace(poutine.condition(particles, values)).get_trace())
-    torch.testing.assert_close(together, torch.cat(single))
+    sd = torch.tensor(0.5)
+    trace: Any = poutine.trace(poutine.condition(model, {"sd": sd, **at})).get_trace(x, y)
+    trace.compute_log_prob()
+    for name, w in at.items():
+        expected = dist.Normal(0.0, sd).log_prob(w).sum()
+        torch.testing.assert_close(trace.nodes[name]["log_prob"], expected)
 
 
 def horseshoe(name: str, p: Tensor) -> Any:
@@ -491,12 +437,19 @@ def one_sd(name: str, p: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("prior", [one_sd, horseshoe])
-def test_predictive_in_parallel_with_hyperparameters(prior: Any) -> None:
+def test_hyperparameters_run_one_particle_at_a_time(prior: Any) -> None:
     x, y = classes()
     model = bayesianize(mlp(), "categorical", num_data=N, prior=prior)
     guide = trained(model, x, y, steps=2)
-    drawn = Predictive(model, guide=guide, num_samples=7, parallel=True)(x)
+    drawn = Predictive(model, guide=guide, num_samples=7)(x)
     assert drawn["y"].shape == (7, len(x))
+    vectorised = Trace_ELBO(2, vectorize_particles=True, max_plate_nesting=1)
+    for run in (
+        lambda: Predictive(model, guide=guide, num_samples=7, parallel=True)(x),
+        lambda: vectorised.loss(model, guide, x, y),
+    ):
+        with pytest.raises(ValueError, match=r"'0\.weight' samples '0\.weight\.s.*BatchedELBO"):
+            run()
 
 
 @pytest.mark.parametrize("S", [3, 6, 7])

@@ -12,8 +12,8 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
-from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuideList, AutoNormal, init_to_sample
-from pyro.nn import PyroModule
+from pyro.infer.autoguide import AutoGuideList, init_to_sample
+from pyro.nn import PyroModule, PyroSample
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
@@ -67,8 +67,6 @@ def by_layer(model: Any, init_loc_fn: Any) -> AutoGuideList:
 GUIDES: dict[str, Callable[..., Any]] = {
     "mean field": ngvi.AutoMeanFieldNormal,
     "product": ngvi.AutoExponentialFamily,
-    "AutoNormal": AutoNormal,
-    "AutoDiagonalNormal": AutoDiagonalNormal,
     "a guide for each g": by_layer,
 }
 
@@ -78,10 +76,6 @@ def outputs(model: Any, guide: Any, x: Tensor, num: int, how: str) -> Tensor:
     if how == "plain":
         traces = [poutine.trace(guide).get_trace(x) for _ in range(num)]
         return torch.stack([poutine.replay(model, trace=trace)(x) for trace in traces]).detach()
-    if how == "particles":
-        particles = pyro.plate("num_particles_vectorized", num, dim=-2)
-        trace = poutine.trace(particles(guide)).get_trace(x)
-        return poutine.replay(particles(model), trace=trace)(x).detach()
     q = guide.sampling_posterior()
     values, start, z = {}, 0, q.rsample((num,))
     for name, shape in guide._unconstrained_shapes.items():
@@ -92,9 +86,7 @@ def outputs(model: Any, guide: Any, x: Tensor, num: int, how: str) -> Tensor:
     return mean.detach()
 
 
-@pytest.mark.parametrize(
-    "how, square", [("plain", False), ("particles", False), ("vmap", False), ("vmap", True)]
-)
+@pytest.mark.parametrize("how, square", [("plain", False), ("vmap", False), ("vmap", True)])
 def test_each_datum_has_the_marginal_of_the_shared_draw(how: str, square: bool) -> None:
     model: Any = Net(5, 1, square=True) if square else Net(5, 3)
     layer, x = model.l0, torch.randn(M, 5)
@@ -148,39 +140,34 @@ def assert_same_mean(one: Tensor, other: Tensor) -> None:
     assert (standard_error > 0.0).sum() > 50
 
 
-LOSSES: dict[str, Any] = {
-    "vmap": ngvi.BatchedELBO(60),
-    "particles": Trace_ELBO(60, max_plate_nesting=1, vectorize_particles=True),
-}
-
-
-def assert_unbiased(kind: Any, loss: Any, kl: str = "exact", **kwargs: Any) -> None:
+def assert_unbiased(kind: Any, prior: Any = None, **kwargs: Any) -> None:
     x, y = regression(6)
-    model = Net(8, 4, 1)
+    model: Any = Net(8, 4, 1)
+    if prior is not None:
+        model.l0.g = PyroSample(prior.expand([model.l0.matrix.num_g]).to_event(1))
     guide = ready(kind, model, x, y, **kwargs)
-    local = local_reparameterization(model, guide, kl=kl)
-    args = (model, (x, y), 60)
+    local = local_reparameterization(model, guide)
+    args, loss = (model, (x, y), 60), ngvi.BatchedELBO(60)
     assert_same_mean(gradients(loss, local, guide, *args), gradients(loss, model, guide, *args))
 
 
 @pytest.mark.parametrize("name", GUIDES)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_loss_and_gradient_are_unbiased(name: str, loss: str) -> None:
-    assert_unbiased(GUIDES[name], LOSSES[loss])
+def test_loss_and_gradient_are_unbiased(name: str) -> None:
+    assert_unbiased(GUIDES[name])
 
 
-@pytest.mark.parametrize("kl, stick", [("sampled", True), ("sampled", False), ("exact", False)])
-def test_unbiased_with_other_estimates_of_the_kl(kl: str, stick: bool) -> None:
-    assert_unbiased(ngvi.AutoMeanFieldNormal, LOSSES["vmap"], kl, sticking_the_landing=stick)
+@pytest.mark.parametrize("prior", [None, dist.Laplace(0.0, 1.0)], ids=["closed KL", "sampled KL"])
+@pytest.mark.parametrize("stick", [True, False])
+def test_unbiased_with_other_estimates_of_the_kl(prior: Any, stick: bool) -> None:
+    assert_unbiased(ngvi.AutoMeanFieldNormal, prior, sticking_the_landing=stick)
 
 
-@pytest.mark.parametrize("kl, bound", [("exact", 0.15), ("sampled", 0.6)])
-def test_less_noise_where_data_are_many(kl: str, bound: float) -> None:
-    """Measured with 400 draws: 0.06, and 0.17 to 0.35 (heavy tails), of the variance."""
+def test_less_noise_where_data_are_many() -> None:
+    """Measured with 400 draws: 0.06 of the variance."""
     x, y = regression(256)
     model = Net(8, 32, 1)
     guide = ready(ngvi.AutoMeanFieldNormal, model, x, y)
-    local = local_reparameterization(model, guide, kl=kl)
+    local = local_reparameterization(model, guide)
     sd, d = guide.log_scale.detach().exp(), guide.latent_dim
 
     def noise(program: Any) -> Tensor:
@@ -188,7 +175,7 @@ def test_less_noise_where_data_are_many(kl: str, bound: float) -> None:
         rows = gradients(ngvi.BatchedELBO(1), program, guide, model, (x, y), 100)
         return rows[:, :d].mul(sd).var(0).sum() + rows[:, d : 2 * d].var(0).sum()
 
-    assert noise(local) < bound * noise(model)
+    assert noise(local) < 0.15 * noise(model)
 
 
 def test_exact_kl_leaves_no_noise_without_data() -> None:
@@ -201,11 +188,10 @@ def test_exact_kl_leaves_no_noise_without_data() -> None:
     own = guide.natural_params()
     kl = guide.family.kl(own, {"loc": torch.zeros(15), "log_scale": prior})
     expected = torch.autograd.grad(kl, list(own.values()))
-    for loss in LOSSES.values():
-        guide.zero_grad()
-        value = torch.as_tensor(loss.loss_and_grads(local, guide, x))
-        torch.testing.assert_close(value, kl.detach())
-        torch.testing.assert_close(tuple(p.grad for p in own.values()), expected)
+    guide.zero_grad()
+    value = torch.as_tensor(ngvi.BatchedELBO(60).loss_and_grads(local, guide, x))
+    torch.testing.assert_close(value, kl.detach())
+    torch.testing.assert_close(tuple(p.grad for p in own.values()), expected)
 
 
 def test_evaluation_and_draws_of_the_prior_are_those_of_the_model() -> None:
@@ -301,7 +287,7 @@ def test_training_lowers_the_loss(name: str) -> None:
     model = Net(8, 16, 1)
     guide = ready(GUIDES[name], model, x, y)
     adam = Adam({"lr": 0.01})
-    optim = adam if name.startswith("Auto") else ngvi.NGVB(guide, others=adam)
+    optim = ngvi.NGVB(guide, others=adam)
     svi = SVI(local_reparameterization(model, guide), guide, optim, ngvi.BatchedELBO(2))
     before = ngvi.BatchedELBO(200).loss(model, guide, x, y)
     for _ in range(80):

@@ -119,7 +119,7 @@ def test_sites_and_their_priors() -> None:
 
 def test_looking_at_a_layer_draws_nothing() -> None:
     layer, before = WalshHadamardLinear(3, 9), torch.get_rng_state()
-    assert "bias=True" in repr(layer) and "num_g=12" in repr(layer)
+    assert "WalshHadamardLinear" in repr(layer)
     assert torch.equal(before, torch.get_rng_state())
 
 

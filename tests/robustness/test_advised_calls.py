@@ -76,9 +76,6 @@ FILLED = {
     ),
     "AutoProperWalshHadamard(model)": 'AutoProperWalshHadamard(matrix, sites=["W"])',
     "requires_grad_(False)": "module.requires_grad_(False)",
-    'local_reparameterization(model, guide, kl="sampled")': (
-        'nn.local_reparameterization(layer, AutoMeanFieldNormal(layer), kl="sampled")'
-    ),
     "NGVB(guide, schedule=lambda k: 0.5 / (1 + k))": (
         "NGVB(normal, schedule=lambda k: 0.5 / (1 + k))"
     ),

@@ -45,7 +45,6 @@ def test_square_is_for_one_output() -> None:
 @pytest.mark.parametrize(
     "sizes, options, message",
     [
-        ((4, 3), {"omega": "random"}, "omega must be .*'random'"),
         ((4, 3), {"lengthscale": -1.0}, r"lengthscale must be positive and finite, got -1\.0"),
         ((2, 3), {"lengthscale": torch.tensor([1.0, 0.0])}, "lengthscale must be positive"),
         ((4, 3), {"variance": float("inf")}, "variance must be positive and finite"),
@@ -68,12 +67,6 @@ def test_inputs_that_do_not_fit(kind: Any) -> None:
 
 def step(model: Any, local: Any, guide: Any) -> None:
     SVI(local, guide, Adam({"lr": 0.01}), Trace_ELBO()).step(X)
-
-
-def test_what_is_no_kl() -> None:
-    model = Net()
-    with pytest.raises(ValueError, match='"exact" or "sampled", got \'closed\''):
-        local_reparameterization(model, AutoNormal(model), kl="closed")
 
 
 def test_a_guide_that_was_never_called() -> None:
@@ -108,17 +101,12 @@ def test_guides_that_correlate_g() -> None:
         step(model, local_reparameterization(model, listed), listed)
 
 
-def test_priors_without_a_closed_form() -> None:
+def test_latent_vectors_that_are_not_real() -> None:
     model = Net()
-    model.layer.g = PyroSample(dist.Laplace(torch.zeros(4), 1.0).to_event(1))
-    guide = ngvi.AutoMeanFieldNormal(model)
-    with pytest.raises(ValueError, match=r"'layer.g' is not independent normals.*sampled"):
-        step(model, local_reparameterization(model, guide), guide)
-    step(model, local_reparameterization(model, guide, kl="sampled"), guide)
     model.layer.g = PyroSample(dist.LogNormal(torch.zeros(4), 1.0).to_event(1))
     guide = ngvi.AutoMeanFieldNormal(model)
     with pytest.raises(ValueError, match=r"alone.* a real vector outside of plates"):
-        step(model, local_reparameterization(model, guide, kl="sampled"), guide)
+        step(model, local_reparameterization(model, guide), guide)
 
 
 def test_data_that_can_not_be_told() -> None:
@@ -128,12 +116,13 @@ def test_data_that_can_not_be_told() -> None:
         step(model, local_reparameterization(model, guide), guide)
 
 
-def test_sequences_with_vectorised_particles() -> None:
-    model, x = Net(), torch.randn(6, 2, 5, 4)
-    guide = AutoNormal(model)
+@pytest.mark.parametrize("shape", [(6, 4), (6, 2, 5, 4)])
+def test_vectorised_particles(shape: tuple[int, ...]) -> None:
+    model, x = Net(), torch.randn(shape)
+    guide = ngvi.AutoMeanFieldNormal(model)
     guide(x)
     particles = pyro.plate("particles", 5, dim=-2)
     trace = poutine.trace(particles(guide)).get_trace(x)
     local: Any = local_reparameterization(model, guide)
-    with pytest.raises(ValueError, match=r"\(5, 1, 4\).*\(6, 2, 5, 4\).*BatchedELBO"):
+    with pytest.raises(ValueError, match=r"\(5, 1, 4\).*\(6, .*4\).*BatchedELBO"):
         poutine.replay(particles(local), trace=trace)(x)
