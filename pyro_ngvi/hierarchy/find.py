@@ -36,7 +36,7 @@ def find_units(model: Model, args: Any, kwargs: Any, wanted: Sequence[str] | Non
         call = Call(model, args, kwargs, drawn)
         check_names(latent, wanted or ())
         try:
-            units = probed(call, in_plate(latent, wanted), sites, latent)
+            units = probed(call, in_plate(latent, wanted), sites).units
         except ValueError as error:
             try:
                 return _block(call, sites, latent, wanted)
@@ -54,8 +54,7 @@ def _others_are_pooled(call: Call, units: Units, sites: Sites, latent: Sites) ->
     effects = [n for n in gaussian if latent[n]["value"].numel() > 1]
     if not effects:
         return False
-    others = as_block(latent, effects)
-    return Probe(call, others, sites, latent).are_pooled(others)
+    return Probe(call, as_block(latent, effects), sites).is_pooled()
 
 
 def _start(site: Site) -> Any:
@@ -76,15 +75,15 @@ def _block(call: Call, sites: Sites, latent: Sites, wanted: Sequence[str] | None
     else:
         units = as_block(latent, [n for n, s in latent.items() if is_gaussian(s)])
         if units.sites:
-            units = as_block(latent, Probe(call, units, sites, latent).linear_among(units))
-    units = probed(call, check_block(units), sites, latent)
+            units = as_block(latent, Probe(call, units, sites).linear_among())
+    probe = probed(call, check_block(units), sites)
+    units = probe.units
     if not units.smooth or (wanted is None and not units.pooled):
         raise ValueError(
             "AutoHierarchical: a block needs a likelihood without kinks, and a prior that depends on "
             "other latent sites. Take AutoFullRankNormal."
         )
-    probe = Probe(call, units, sites, latent)
-    pattern = [probe.curvature(units, at)[0, 0] != 0.0 for at in probe.finite_moves(units)]
+    pattern = [probe.curvature(at)[0, 0] != 0.0 for at in probe.finite_moves()]
     coloring = Coloring(pattern[0] | pattern[1])
     if coloring.count > MOST_ENTRIES:
         raise ValueError(

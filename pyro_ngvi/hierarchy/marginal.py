@@ -30,13 +30,14 @@ from torch import Tensor
 
 from ..linalg.host import fixed_normal
 from ..linalg.products import matvec
+from ..probing.kinks import gradient
 from ..runtime.density import Site, Sites, site_kind, site_log_prob, with_density
 from ..runtime.model_density import MOST_NUMBERS
 from ..sites.expectation import Points, quadrature_points
 from ..sites.probe_points import digit_masks
 from .conditional import Conditionals
 from .runs import Given
-from .units import Units, gradient
+from .units import Units
 
 #: points a latent variable of a unit, or in all where it has more than three, and of a block
 ORDERS, SOBOL, BLOCK = {1: 20, 2: 7, 3: 5}, 512, 16

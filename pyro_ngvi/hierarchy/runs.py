@@ -59,6 +59,10 @@ class LocalSite:
         moved = value.movedim(self.axis, lead)
         return moved.reshape(*moved.shape[: lead + 1], self.size)
 
+    def rows_in(self, sites: Sites) -> Tensor:
+        """(..., B, k) of its value in a run."""
+        return self.rows(sites[self.name]["value"])
+
     def value(self, rows: Tensor) -> Tensor:
         """The other way round, (..., B, k) to (..., *shape)."""
         if self.axis is None:

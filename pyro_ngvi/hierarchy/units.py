@@ -25,6 +25,7 @@ from ..guides.marginals import SiteValue
 from ..linalg.coloring import Coloring
 from ..linalg.host import at_hand, fixed_normal
 from ..linalg.products import matvec
+from ..probing.kinks import gradient
 from ..runtime.density import Sites, site_kind, site_log_prob, with_density
 from ..sites.structure import is_weighted
 from .conditional import Slopes, UnitPriors
@@ -142,7 +143,7 @@ class Units:
         def parts(sites: Sites) -> tuple[Tensor, Tensor, list[Tensor]]:
             known["seen"] = self._seen(sites)
             known["maps"] = {name: gaussian_of(sites[name])[1] for name in self.names}
-            effects = [e.rows(sites[e.name]["value"]) for e in self.effects.values()]
+            effects = [effect.rows_in(sites) for effect in self.effects.values()]
             return self.offset(sites), self.conditional_root(sites), effects
 
         offset, root, effects = call.batched(parts, values, self.held())
@@ -212,14 +213,6 @@ class Units:
         """Of ``log_likelihood`` in x (S, B, k)."""
         x = x.detach().requires_grad_()
         return gradient(self.log_likelihood(given, x), x)
-
-    @torch.enable_grad()
-    def line(self, given: Given, x: Tensor, u: Tensor) -> tuple[float, float]:
-        """The first two derivatives of ``log_likelihood`` along u, both (S, B, k), at x."""
-        x = x.detach().requires_grad_()
-        first = (gradient(self.log_likelihood(given, x), x, create_graph=True) * u).sum()
-        second = (gradient(first, x) * u).sum()
-        return float(first.detach()), float(second)
 
     @torch.enable_grad()
     def slopes(self, given: Given, x: Tensor, weight: float = 1.0) -> Slopes | None:
@@ -335,13 +328,6 @@ class Units:
         full = plate["fn"].size
         ordered = size == full and (not at_hand(index) or torch.equal(index, every))
         return Seen(index, full, ordered)
-
-
-def gradient(y: Tensor, x: Tensor, **how: Any) -> Tensor:
-    """That of the sum of y in x; zeros where nothing in y depends on anything."""
-    if not y.requires_grad:
-        return torch.zeros_like(x)
-    return torch.autograd.grad(y.sum(), x, materialize_grads=True, **how)[0]
 
 
 def _columns(y: Tensor, x: Tensor) -> list[Tensor]:
