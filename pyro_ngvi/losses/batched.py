@@ -238,13 +238,7 @@ class BatchedELBO(ELBO):
         """Refuse supports of latent sites that have moved, and new data outside their support."""
         if self._supports.bounds:
             self._supports.check(sites)
-        known = self._later_data.good
-        if not known or not all(
-            density.is_same(good, sites[name]["value"])
-            for name, good in known.items()
-            if name in sites
-        ):
-            self._later_data.check(sites)
+        self._later_data.check(sites)
 
     def _draw(self, guide: Any, args: Any, kwargs: Any, shared: Values) -> tuple[Values, Tensor]:
         """Run a guide of any kind: values (S, ...) by site, and log q, (S,).
