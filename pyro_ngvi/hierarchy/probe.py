@@ -1,8 +1,7 @@
 """What moving the units of a model shows of them.
 
-Whether some latent sites are means of others, and whether data see units one by one, is tried: units
-are moved, one half of them at a time, told apart by the binary digits of their numbers, and nothing of
-the other half may change.  Then globals are moved.
+Units are moved, one half of them at a time, told apart by the binary digits of their numbers, and
+nothing of the other half may change.  Then globals are moved.
 """
 
 from __future__ import annotations

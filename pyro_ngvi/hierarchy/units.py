@@ -2,7 +2,7 @@
 
 *Units* are the entries of a plate: patients, schools, words.  Their latent sites must be Gaussian given
 the *globals*, all other latent sites, or elementwise maps of such (``LogNormal``), and what is observed
-must depend on units one by one.  Everything here is read off runs of the model.
+must depend on units one by one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 import pyro
 import torch
@@ -159,8 +159,9 @@ class Units:
                     self._in_place(x[2], z.expand_as(offset)) - there
                     for x, z in zip(moved, units, strict=True)
                 ]
-                invert = not (self.direct and self.smooth)
-                place = Place.of(torch.stack(columns, -1), there, invert)
+                matrix, direct = torch.stack(columns, -1), self.direct and self.smooth
+                inverse = None if direct else torch.linalg.inv_ex(matrix)[0]
+                place = Place(matrix, there, inverse)
         latent = UnitPriors.of(offset, mixing, root)
         priors = latent if place is None else place.moved(latent)
         return Given(call, values, known["seen"], latent, priors, known["maps"], place)
@@ -204,7 +205,7 @@ class Units:
             parts = {site.name: x[..., own] for site, own in self.parts}
             effects = {e.name: e.value(parts[name]) for name, e in self.effects.items()}
         elif given.place is not None:
-            z = given.place.gaussians(x)
+            z = matvec(cast(Tensor, given.place.inverse), x - given.place.offset)
         values = {**given.values, **self.values(z, given.maps), **effects}
         return given.call.batched(total, values)
 
@@ -292,7 +293,8 @@ class Units:
         seen, values = drawn.seen, {}
         share = drawn.log_q[0] / len(self.sites)
         if self.plate is not None:
-            of_units = pyro.plate(self.plate, seen.size, dim=self.dim, subsample=seen.given)
+            index = None if seen.whole else seen.index
+            of_units = pyro.plate(self.plate, seen.size, dim=self.dim, subsample=index)
             plates = {**plates, self.plate: of_units}
         for name in self.names:
             node, value = nodes[name], drawn.values[name][0]

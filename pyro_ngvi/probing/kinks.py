@@ -8,8 +8,8 @@ along two segments a + s u, s in [0, 1], with phi(s) = u' grad f(a + s u): over 
 
 is O(h^3) where f is smooth, O(h) where its second derivative jumps, and the jump where phi does.  The
 part where it is largest is halved again and again: a jump stays as it is, all in one of the halves.
-So that one jump is no small part of phi, u moves a few entries of each latent site, and a few data of
-each site are looked at.  Jumps that neither segment meets, or small beside rounding, are missed.
+Few entries move and few data count, so that it is no small part of phi.  Jumps that neither segment
+meets, or small beside rounding, are missed.
 """
 
 from __future__ import annotations
