@@ -26,7 +26,7 @@ from ..guides import init_to_center
 from ..hierarchy import AutoHierarchical
 from ..hierarchy.collapsed import Collapsed, ExactUnits, collapse
 from ..runtime.density import LatentLayout
-from ..runtime.model_density import NaNWhereSingular, log_joint
+from ..runtime.model_density import NaNWhereSingular, batched_trace
 from ..runtime.run import CannotBatch
 from .draws import Fitted, guide_draws
 from .khat import EVEN, FEWEST, PARETO, KHat, khat_from_log_weights
@@ -165,8 +165,8 @@ def log_density(model: Collapsed, layout: LatentLayout, theta: Tensor) -> Tensor
     """log p(v, y) of constrained v at unconstrained points (S, d), (S,), in float64."""
     # far out parameters leave their support, and covariances are singular
     with pyro.validation_enabled(False), NaNWhereSingular():
-        log_p = log_joint(model, layout.unpack(theta), chunk_size=model.at_once)
-    return log_p.double().nan_to_num(-torch.inf)
+        trace = batched_trace(model, layout.unpack(theta), chunk_size=model.at_once)
+    return trace.log_joint().double().nan_to_num(-torch.inf)
 
 
 def decision_on(weights: KHat, model: Collapsed) -> tuple[str, str]:

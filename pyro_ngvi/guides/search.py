@@ -19,7 +19,6 @@ from ..families.base import Family, Tensors
 from ..linalg.host import own_random_state
 from ..runtime.model_density import ModelDensity
 from ..runtime.pyro_adapter import is_marked, model_as_given, unblocked
-from ..runtime.run import Minibatches
 from .centers import init_to_center
 from .found import Found
 from .laplace import LARGEST, ascended
@@ -63,9 +62,8 @@ def _model_alone(guide: Any, sites: dict[str, Any]) -> Callable[..., Any]:
 
 def _density_alone(model: Any, start: Tensor, args: Any, kwargs: Any) -> ModelDensity:
     """The log joint on one minibatch: a search needs a function that does not change."""
-    drawn = Minibatches()
-    ModelDensity(model, tuple(args), kwargs, indices=drawn)(start.unsqueeze(0))
-    return ModelDensity(model, tuple(args), kwargs, indices=drawn)
+    indices = ModelDensity(model, tuple(args), kwargs).trace(start.unsqueeze(0)).indices
+    return ModelDensity(model, tuple(args), kwargs, indices=indices)
 
 
 def find_mode(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Tensor:

@@ -1,14 +1,17 @@
-"""A Pyro program at many draws: the log joint as a pure function, pieces of bounded size."""
+"""A Pyro program at many draws: traces, the log joint as a pure function, pieces of bounded size."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from pyro import poutine
 from pyro.infer.autoguide.initialization import InitMessenger
+from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -16,10 +19,12 @@ from torch.utils._pytree import tree_map
 
 from ..linalg.host import own_random_state
 from .density import (
+    Kind,
     LatentLayout,
     Site,
     Sites,
     feasible_value,
+    site_kind,
     site_log_prob,
     sum_per_particle,
 )
@@ -30,6 +35,7 @@ from .run import (
     Kwargs,
     Minibatches,
     Program,
+    Randomness,
     Values,
     run_in_loop,
     run_particles,
@@ -48,28 +54,90 @@ CHECKED: dict[Any, Any] = {
 }
 
 
-def log_joint(
+@dataclass(frozen=True)
+class BatchedSite:
+    """One sample site of S particles: tensors (S, ...), log probabilities (S, *batch_shape) in nats
+    with scale and mask, and with neither; ``plates`` is Pyro's stack of plate frames."""
+
+    kind: Kind
+    value: Tensor
+    log_prob: Tensor
+    unscaled_log_prob: Tensor
+    scale: float | Tensor
+    mask: bool | Tensor | None
+    event_dim: int
+    plates: tuple[CondIndepStackFrame, ...]
+
+    @property
+    def log_prob_sum(self) -> Tensor:
+        """``log_prob`` summed over the batch, (S,)."""
+        return sum_per_particle(self.log_prob)
+
+
+@dataclass(frozen=True)
+class BatchedTrace:
+    """The sample sites of S particles in the order of the model, and the minibatches they share."""
+
+    sites: dict[str, BatchedSite]
+    indices: dict[str, Tensor] = field(default_factory=dict)
+
+    def log_joint(self) -> Tensor:
+        """The sum of all sites' log probabilities, (S,), in nats."""
+        return torch.stack([site.log_prob_sum for site in self.sites.values()]).sum(0)
+
+
+def batched_trace(
     model: Program,
     values: Values,
     args: Args = (),
     kwargs: Kwargs | None = None,
     *,
-    minibatches: Minibatches | None = None,
+    num_particles: int | None = None,
+    indices: Values | None = None,
+    randomness: Randomness = "different",
     chunk_size: int | None = None,
-) -> Tensor:
-    """The log joint (S,) of a model, in nats, at ``values`` (S, ...) of all its latent sites."""
+) -> BatchedTrace:
+    """Run ``model`` once under ``vmap`` with the sites in ``values`` fixed (they stay latent).
 
-    def terms(sites: Sites) -> dict[str, Tensor]:
-        # Improper priors put their log_prob on the CPU, whatever their value lies on.
+    Latent sites that are not in ``values`` are drawn from the model.
+
+    Args:
+        values: *constrained* value by site, (S, *batch_shape, *event_shape).
+        num_particles: S, needed only where ``values`` is empty.
+        indices: minibatch (n,) of a subsampled plate by name, the same for all particles; drawn
+            once where neither this nor the model gives it.
+        randomness: ``"different"`` draws for each particle, or the ``"same"`` for all.
+        chunk_size: run at most that many particles at a time, to bound memory.
+
+    Raises:
+        CannotBatch: a RuntimeError, when the model cannot run under ``vmap``, or draws a site whose
+            sampler has no batching rule (Beta, Dirichlet, LKJ, von Mises).
+    """
+    if num_particles is None:
+        if not values:
+            raise ValueError("Give num_particles, because `values` fixes no site to read it from.")
+        num_particles = len(next(iter(values.values())))
+    recorded: dict[str, BatchedSite] = {}
+
+    def tensors(sites: Sites) -> Parts:
+        recorded.clear()
+        for name, site in without_plates(sites).items():
+            value, fn = site["value"], site["fn"]
+            # Improper priors put their log_prob on the CPU, whatever their value lies on.
+            unscaled, log_prob = (x.to(value.device) for x in site_log_prob(site))
+            how = site["scale"], site["mask"], fn.event_dim, site["cond_indep_stack"]
+            recorded[name] = BatchedSite(site_kind(site), value, log_prob, unscaled, *how)
         return {
-            n: site_log_prob(x)[1].to(x["value"].device) for n, x in without_plates(sites).items()
+            name: {key: x for key, x in vars(site).items() if isinstance(x, Tensor)}
+            for name, site in recorded.items()
         }
 
-    count = len(next(iter(values.values())))
-    minibatches = Minibatches() if minibatches is None else minibatches
-    how: Any = {"minibatches": minibatches, "randomness": "same", "chunk_size": chunk_size}
-    found = run_particles(model, terms, values, count, args, kwargs or {}, **how)
-    return torch.stack([sum_per_particle(log_prob) for log_prob in found.values()]).sum(0)
+    minibatches = Minibatches(indices)
+    how: Any = {"randomness": randomness, "sampling": randomness == "different"}
+    how |= {"minibatches": minibatches, "chunk_size": chunk_size}
+    batched = run_particles(model, tensors, values, num_particles, args, kwargs or {}, **how)
+    sites = {name: replace(site, **batched[name]) for name, site in recorded.items()}
+    return BatchedTrace(sites, dict(minibatches))
 
 
 class ModelDensity:
@@ -86,7 +154,6 @@ class ModelDensity:
         args: its positional arguments.
         kwargs: its keyword arguments.
         indices: minibatches (n,) by plate; without them a subsampled plate is drawn anew at each call.
-            In ``Minibatches`` the first call puts those that it draws, and later ones take them.
         init_loc_fn: value of a latent site in the prototype, as in Pyro's autoguides.
         chunk_size: run at most that many particles at a time.
 
@@ -130,16 +197,17 @@ class ModelDensity:
         initial = {name: trace.nodes[name]["value"][None] for name in layout.transforms}
         self.initial: Tensor = layout.pack(initial)[0]
         self.model = summed_out(model, whole.trace.nodes)
-        self._args, self._kwargs = args, dict(kwargs or {})
-        self._indices, self._chunk_size = indices, chunk_size
+        how: Any = {"indices": indices, "randomness": "same", "chunk_size": chunk_size}
+        self._at = partial(batched_trace, self.model, args=args, kwargs=dict(kwargs or {}), **how)
+
+    def trace(self, theta: Tensor) -> BatchedTrace:
+        """The sites of the model at theta (S, d)."""
+        return self._at(values=self.unpack(theta))
 
     def __call__(self, theta: Tensor) -> Tensor:
         """The log joint density at theta (S, d), (S,), in nats."""
         values, log_det = self.layout.unpack_with_log_det(theta)
-        given = self._indices
-        minibatches = given if isinstance(given, Minibatches) else Minibatches(given)
-        how: Any = {"minibatches": minibatches, "chunk_size": self._chunk_size}
-        return log_joint(self.model, values, self._args, self._kwargs, **how) + log_det
+        return self._at(values=values).log_joint() + log_det
 
 
 def map_draws(

@@ -7,6 +7,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
+from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
@@ -14,6 +15,7 @@ from torch.func import functional_call, jacrev
 from pyro_ngvi.curvature.taps.check import check_taps
 from pyro_ngvi.curvature.taps.taps import LayerTaps
 from pyro_ngvi.runtime.density import site_kind, site_log_prob
+from pyro_ngvi.runtime.model_density import batched_trace
 from pyro_ngvi.runtime.run import Minibatches, run_particles
 
 Values = dict[str, Tensor]
@@ -81,15 +83,12 @@ def expected(model: Any, values: Values, args: Any = (), indices: Any = None) ->
     scale: Any = None
     for s in range(S):
 
-        def unscaled(sites: Any) -> Tensor:
-            nonlocal scale
-            scale = sites["y"]["scale"]
-            return site_log_prob({**sites["y"], "scale": 1.0})[1]
-
         def log_probs(one: Values) -> Tensor:
+            nonlocal scale
             batched = {name: value[None] for name, value in one.items()}
-            how: Any = {"minibatches": Minibatches(indices)}
-            return run_particles(model, unscaled, batched, 1, args, {}, **how)[0].flatten()
+            site = batched_trace(model, batched, args, indices=indices).sites["y"]
+            scale = site.scale
+            return scale_and_mask(site.unscaled_log_prob, 1.0, site.mask)[0].flatten()
 
         J: Any = jacrev(log_probs)({name: value[s] for name, value in values.items()})
         for name in values:

@@ -1,4 +1,4 @@
-"""Sites that a batched run draws itself have the distribution that Pyro gives them."""
+"""Sites that batched_trace draws itself have the distribution that Pyro gives them."""
 
 from typing import Any
 
@@ -7,20 +7,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_ngvi.runtime.run import Minibatches, run_particles
+from pyro_ngvi.runtime.model_density import batched_trace
 
 S = 4
-
-
-def drawn(model: Any, values: Any, count: int, randomness: Any = "different") -> Any:
-    """Values of the sites by name, (count, ...), in one run."""
-    how: Any = {"randomness": randomness, "sampling": randomness == "different"}
-    how |= {"minibatches": Minibatches()}
-
-    def found(sites: Any) -> Any:
-        return {name: site["value"] for name, site in sites.items()}
-
-    return run_particles(model, found, values, count, (), {}, **how)
 
 
 @pytest.mark.parametrize("randomness", ["different", "same"])
@@ -30,11 +19,12 @@ def test_sites_without_a_value_are_drawn(randomness: Any) -> None:
         pyro.sample("v", dist.Normal(w, 1.0).to_event(1))
 
     w = torch.zeros(S, 2)
-    sites = drawn(model, {"w": w}, S, randomness)
-    v = sites["v"]
-    assert sites["w"] is not v and torch.equal(sites["w"], w)
+    trace = batched_trace(model, {"w": w}, randomness=randomness)
+    v = trace.sites["v"].value
+    assert trace.sites["w"].value is not v and torch.equal(trace.sites["w"].value, w)
     assert torch.equal(v, v[:1].expand(S, 2)) == (randomness == "same")
-    assert drawn(model, {}, S, randomness)["v"].shape == (S, 2)
+    both = batched_trace(model, {}, num_particles=S, randomness=randomness)
+    assert both.sites["v"].value.shape == (S, 2)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +47,7 @@ def test_draws_under_vmap_have_the_right_distribution(fn: Any) -> None:
     Standard errors at n draws: sqrt(1/12 / n) and sqrt(4/45 / n); a check at 5 of them.
     """
     n = 20_000
-    draws = drawn(lambda: pyro.sample("x", fn), {}, n)["x"]
+    draws = batched_trace(lambda: pyro.sample("x", fn), {}, num_particles=n).sites["x"].value
     u = fn.cdf(draws)
     assert abs(u.mean() - 1 / 2) < 5 * (1 / 12 / n) ** 0.5
     assert abs((u**2).mean() - 1 / 3) < 5 * (4 / 45 / n) ** 0.5
@@ -69,4 +59,4 @@ def test_random_fill_that_is_used_in_place_shows_as_nan() -> None:
         eps.normal_()  # the returned tensor is dropped
         pyro.deterministic("eps", eps)
 
-    assert drawn(model, {}, S)["eps"].isnan().all()
+    assert batched_trace(model, {}, num_particles=S).sites["eps"].value.isnan().all()

@@ -16,7 +16,7 @@ import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics import loo_units
 from pyro_ngvi.distributions import GaussianProcess, local_level
 from pyro_ngvi.hierarchy.conditional import Conditionals
-from pyro_ngvi.runtime.model_density import log_joint
+from pyro_ngvi.runtime.model_density import batched_trace
 
 T = 7
 ZERO = torch.zeros(()).double()
@@ -448,10 +448,10 @@ def test_a_gaussian_block_is_integrated_out_exactly() -> None:
     assert torch.allclose(found[:, 0], wanted, rtol=0.0, atol=1e-8)
     # under vmap and as a model too
     with torch.no_grad():
-        found = log_joint(collapsed, values)
+        trace = batched_trace(collapsed, values).log_joint()
     prior = dist.HalfNormal(ZERO + 1.0)
     of_globals = prior.log_prob(values["s"]) + prior.log_prob(values["noise"])
-    assert torch.allclose(found, wanted + of_globals, rtol=0.0, atol=1e-8)
+    assert torch.allclose(trace, wanted + of_globals, rtol=0.0, atol=1e-8)
 
 
 def test_draws_given_the_globals_are_those_of_the_posterior() -> None:

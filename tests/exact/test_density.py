@@ -9,14 +9,11 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoDiagonalNormal
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.func import grad, jacrev, vmap
 
-from pyro_ngvi.runtime.density import site_kind, site_log_prob
-from pyro_ngvi.runtime.model_density import ModelDensity, log_joint
-from pyro_ngvi.runtime.run import Minibatches, run_particles
+from pyro_ngvi.runtime.model_density import ModelDensity, batched_trace
 
 S, N, D = 4, 6, 3
 
@@ -84,18 +81,18 @@ def test_same_log_joint_as_pyro_with_every_kind_of_site() -> None:
     x = torch.randn(N, D)
     density = ModelDensity(constrained, (x,))
     theta = torch.randn(S, density.dim)
-    batched = log_joint(constrained, density.unpack(theta), (x,))
+    trace = density.trace(theta)
     for s, row in enumerate(theta):
         values = {name: value[s] for name, value in density.unpack(theta).items()}
-        plain = plain_log_joint(constrained, values, x)
-        torch.testing.assert_close(batched[s], plain, rtol=1e-12, atol=1e-12)
+        log_joint = plain_log_joint(constrained, values, x)
+        torch.testing.assert_close(trace.log_joint()[s], log_joint, rtol=1e-12, atol=1e-12)
         conditioned = poutine.condition(constrained, data=values)
         nodes: dict[str, Any] = dict(poutine.trace(conditioned).get_trace(x).nodes)
         log_det = torch.zeros(())
         for name, part in _parts(density, row).items():
             transform = biject_to(nodes[name]["fn"].support)
             log_det = log_det + transform.log_abs_det_jacobian(part, transform(part)).sum()
-        torch.testing.assert_close(density(theta)[s], plain + log_det, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(density(theta)[s], log_joint + log_det, rtol=1e-12, atol=1e-12)
 
 
 def _parts(density: ModelDensity, row: Tensor) -> dict[str, Tensor]:
@@ -108,15 +105,8 @@ def test_sites_carry_what_a_pyro_trace_carries() -> None:
     x = torch.randn(N, D)
     density = ModelDensity(constrained, (x,))
     theta = torch.randn(S, density.dim)
-    values, sites = density.unpack(theta), {}
-
-    def parts(of_one: Any) -> dict[str, Any]:
-        sites.update({n: site for n, site in of_one.items() if not site_is_subsample(site)})
-        found = {n: {"value": x["value"], "terms": site_log_prob(x)} for n, x in sites.items()}
-        return found | {"mask": sites["x"]["mask"]}
-
-    found = run_particles(constrained, parts, values, S, (x,), {}, minibatches=Minibatches())
-    kinds = {name: site_kind(site) for name, site in sites.items()}
+    sites = density.trace(theta).sites
+    kinds = {name: site.kind for name, site in sites.items()}
     assert kinds == {
         "rate": "latent",
         "p": "latent",
@@ -127,19 +117,21 @@ def test_sites_carry_what_a_pyro_trace_carries() -> None:
         "penalty": "factor",
         "x": "observed",
     }
-    torch.testing.assert_close(found["twice"]["value"], 2 * values["p"])
-    torch.testing.assert_close(found["x"]["value"], x.expand(S, N, D))
-    unscaled, log_prob = found["x"]["terms"]
-    assert sites["x"]["scale"] == 3.0 and sites["x"]["fn"].event_dim == 1
-    assert [frame.name for frame in sites["x"]["cond_indep_stack"]] == ["data"]
-    assert found["mask"].shape == log_prob.shape == (S, N)
+    values = density.unpack(theta)
+    torch.testing.assert_close(sites["twice"].value, 2 * values["p"])
+    torch.testing.assert_close(sites["x"].value, x.expand(S, N, D))
+    observed = sites["x"]
+    assert isinstance(observed.mask, Tensor)
+    assert observed.scale == 3.0 and observed.event_dim == 1
+    assert [frame.name for frame in observed.plates] == ["data"]
+    assert observed.mask.shape == observed.log_prob.shape == (S, N)
     weight = 3.0 * (torch.arange(N) % 2 == 0)
-    torch.testing.assert_close(log_prob, weight * unscaled)
-    assert (unscaled[:, 1] != 0).all()
-    assert found["group"]["terms"][1].shape == (S, 2)
-    terms = [found[n]["terms"][1] for n, kind in kinds.items() if kind != "deterministic"]
+    torch.testing.assert_close(observed.log_prob, weight * observed.unscaled_log_prob)
+    assert (observed.unscaled_log_prob[:, 1] != 0).all()
+    assert sites["group"].log_prob.shape == (S, 2)
+    terms = [site.log_prob for site in sites.values() if site.kind != "deterministic"]
     total = sum(term.reshape(S, -1).sum(1) for term in terms)
-    torch.testing.assert_close(log_joint(constrained, values, (x,)), total)
+    torch.testing.assert_close(density.trace(theta).log_joint(), total)
 
 
 def test_layout_is_that_of_auto_continuous() -> None:
@@ -195,9 +187,9 @@ def test_average_over_all_minibatches_is_the_density_of_all_data() -> None:
     densities = [ModelDensity(model, (2,), indices={"data": index}) for index in batches]
     mean = torch.stack([density(theta) for density in densities]).mean(0)
     torch.testing.assert_close(mean, ModelDensity(model, (None,))(theta), rtol=1e-12, atol=1e-12)
-    prior = dist.Normal(0.0, 1.0).log_prob(theta).sum(1)
-    expected = dist.Normal(theta @ X[:2].T, 1.0).log_prob(y[:2]).sum(1) * N / 2 + prior
-    torch.testing.assert_close(densities[0](theta), expected, rtol=1e-12, atol=1e-12)
+    per_example = densities[0].trace(theta).sites["y"].log_prob
+    expected = dist.Normal(theta @ X[:2].T, 1.0).log_prob(y[:2]) * N / 2
+    torch.testing.assert_close(per_example, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_minibatch_is_drawn_once_for_all_particles() -> None:
@@ -207,16 +199,16 @@ def test_a_minibatch_is_drawn_once_for_all_particles() -> None:
         with pyro.plate("data", 1000, subsample_size=5) as index:
             pyro.sample("y", dist.Normal(index.to(torch.float64), 1.0), obs=torch.zeros(5))
 
-    drawn, w = Minibatches(), {"w": torch.zeros(S)}
-    log_p = log_joint(model, w, minibatches=drawn)
-    assert drawn["data"].shape == (5,)
-    assert torch.equal(log_p, log_p[:1].expand(S))
-    index = drawn["data"].to(torch.float64)
-    terms = dist.Normal(index, 1.0).log_prob(torch.zeros(5))
-    prior = dist.Normal(0.0, 1.0).log_prob(torch.zeros(()))
-    torch.testing.assert_close(log_p[0], 200 * terms.sum() + prior)
-    assert torch.equal(log_joint(model, w, minibatches=drawn), log_p)
-    assert torch.equal(log_joint(model, w, minibatches=Minibatches(dict(drawn))), log_p)
+    trace = batched_trace(model, {"w": torch.zeros(S)})
+    assert trace.indices["data"].shape == (5,)
+    log_prob = trace.sites["y"].log_prob
+    assert torch.equal(log_prob, log_prob[:1].expand(S, 5))
+    expected = 200 * dist.Normal(trace.indices["data"].to(torch.float64), 1.0).log_prob(
+        torch.zeros(5)
+    )
+    torch.testing.assert_close(log_prob[0], expected)
+    again = batched_trace(model, {"w": torch.zeros(S)}, indices=trace.indices)
+    assert torch.equal(again.sites["y"].log_prob, log_prob)
 
 
 def test_chunks_change_nothing() -> None:
@@ -233,11 +225,11 @@ def test_parameters_made_by_the_model() -> None:
         pyro.sample("y", dist.Normal(w, scale), obs=torch.tensor(1.0))
 
     theta = torch.tensor([[0.5], [-1.0]])
-    before = log_joint(model, {"w": theta[:, 0]})  # creates the parameter
+    trace = batched_trace(model, {"w": theta[:, 0]})  # creates the parameter
     assert list(pyro.get_param_store().keys()) == ["scale"]
     with poutine.trace(param_only=True) as capture:
         total = ModelDensity(model)(theta).sum()
-    torch.testing.assert_close(total, before.sum())
+    torch.testing.assert_close(total, trace.log_joint().sum())
     nodes: dict[str, Any] = dict(capture.trace.nodes)
     param = nodes["scale"]["value"].unconstrained()
     (gradient,) = torch.autograd.grad(total, param)
@@ -247,6 +239,8 @@ def test_parameters_made_by_the_model() -> None:
 
 
 def test_errors() -> None:
+    with pytest.raises(ValueError, match="Give num_particles, because `values` fixes no site"):
+        batched_trace(regression, {}, data())
     density = ModelDensity(regression, data())
     with pytest.raises(ValueError, match=r"theta has shape \(3,\); it must be \(S, 3\)"):
         density(torch.zeros(3))
@@ -257,4 +251,4 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="no latent site: every sample site is observed"):
         ModelDensity(lambda: pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.tensor(0.0)))
     with pytest.raises(RuntimeError, match=r"torch.func.vmap \(the last site it reached is 'w'\)"):
-        log_joint(lambda: pyro.sample("w", dist.Normal(0.0, 1.0)).item(), {"w": torch.zeros(2)})
+        batched_trace(lambda: pyro.sample("w", dist.Normal(0.0, 1.0)).item(), {"w": torch.zeros(2)})

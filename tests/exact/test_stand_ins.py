@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_ngvi.runtime.model_density import log_joint, map_draws
-from pyro_ngvi.runtime.run import CannotBatch, Minibatches, run_particles
+from pyro_ngvi.runtime.model_density import batched_trace, map_draws
+from pyro_ngvi.runtime.run import CannotBatch
 from pyro_ngvi.runtime.stand_ins import STAND_INS
 
 S, LEVELS = 4000, torch.tensor([0, 1, 2, 3, 1])
@@ -29,7 +29,7 @@ def test_ordered_logistic_has_pyros_density_and_slope() -> None:
     values = {"w": torch.randn(6, 2).double(), "cuts": torch.randn(6, 3).double()}
     for x in values.values():
         x.requires_grad_()
-    batched = log_joint(ordinal, values, (X,))
+    batched = batched_trace(ordinal, values, (X,)).log_joint()
     slopes = torch.autograd.grad(batched.sum(), list(values.values()))
     each = []
     for s in range(6):
@@ -84,25 +84,19 @@ def test_draws_of_a_prior_in_one_run(name: str) -> None:
         assert ((moment.mean(0) - wanted).abs() < 4.5 * error).all()
 
 
-def drawn(model: Any, values: Any) -> None:
-    """Two particles in one run, which draws what has no value."""
-    how: Any = {"minibatches": Minibatches(), "sampling": True}
-    run_particles(model, lambda sites: torch.zeros(()), values, 2, (), {}, **how)
-
-
 def test_no_draw_without_its_derivative() -> None:
     def model() -> None:
         a = pyro.sample("a", dist.Exponential(1.0))
         pyro.sample("p", dist.Beta(a, 1.0))
 
     with pytest.raises(CannotBatch, match="'a'"):
-        drawn(model, {"a": torch.ones(2, requires_grad=True)})
+        batched_trace(model, {"a": torch.ones(2, requires_grad=True)})
 
 
 def test_all_is_put_back() -> None:
     X = torch.randn(5, 2)
-    log_joint(ordinal, {"w": torch.randn(2, 2), "cuts": torch.randn(2, 3)}, (X,))
+    batched_trace(ordinal, {"w": torch.randn(2, 2), "cuts": torch.randn(2, 3)}, (X,))
     with pytest.raises(CannotBatch):
-        drawn(lambda: pyro.sample("x", dist.VonMises(0.0, 1.0)), {})
+        batched_trace(lambda: pyro.sample("x", dist.VonMises(0.0, 1.0)), {}, num_particles=2)
     for place, attribute, given, _ in STAND_INS:
         assert getattr(place, attribute) is given, f"{place}.{attribute}"

@@ -22,8 +22,7 @@ from torch.distributions import constraints
 
 from pyro_ngvi import AutoFullRankNormal
 from pyro_ngvi.losses import BatchedELBO
-from pyro_ngvi.runtime.model_density import log_joint
-from pyro_ngvi.runtime.run import Minibatches, run_particles
+from pyro_ngvi.runtime.model_density import batched_trace
 
 pytestmark = pytest.mark.usefixtures("plain_start")
 
@@ -132,7 +131,7 @@ def test_what_vmap_can_not_do(read: Callable[[Tensor], Tensor], guide: str) -> N
     with pytest.warns(RuntimeWarning, match=r"vmap .*'w'.* a run of its own"):
         assert torch.isfinite(loss(model, chosen))
     with pytest.raises(RuntimeError, match=r"torch.func.vmap .*'w'.*use pyro.infer.Trace_") as info:
-        log_joint(model, {"w": torch.ones(2)})
+        batched_trace(model, {"w": torch.ones(2)})
     assert isinstance(info.value.__cause__, RuntimeError)
 
 
@@ -147,7 +146,7 @@ def test_batch_norm_in_training() -> None:
     with pytest.warns(RuntimeWarning, match=r"last site it reached is 'data'"):
         assert torch.isfinite(loss(model, normal_guide))
     with pytest.raises(RuntimeError, match=r"last site it reached is 'data'.*Trace_ELBO"):
-        log_joint(model, {"w": torch.ones(2)})
+        batched_trace(model, {"w": torch.ones(2)})
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -173,8 +172,7 @@ def test_sampler_without_a_batching_rule() -> None:
     with pytest.warns(RuntimeWarning, match="on the way to 'p'"):
         assert torch.isfinite(loss(model, guide))
     with pytest.raises(RuntimeError, match=r"cannot run under torch.func.vmap.*Trace_ELBO"):
-        how: Any = {"minibatches": Minibatches(), "sampling": True}
-        run_particles(guide, lambda sites: torch.zeros(()), {}, 2, (), {}, **how)
+        batched_trace(guide, {}, num_particles=2)
 
 
 def test_an_error_of_the_model_itself_is_not_blamed_on_vmap() -> None:
@@ -293,7 +291,7 @@ def test_line_that_writes_in_place() -> None:
     with pytest.warns(RuntimeWarning, match="on the way to 'y'"):
         assert torch.isfinite(loss(model, normal_guide))
     with pytest.raises(RuntimeError, match=message):
-        log_joint(model, {"w": torch.ones(2)})
+        batched_trace(model, {"w": torch.ones(2)})
 
 
 @pytest.mark.parametrize("how", ["poutine", "distribution"])
