@@ -4,9 +4,8 @@ Given the globals v units are independent, so what is left of p(y, v, u) is
 
     p(v | y) propto p(v) p(y_0 | v) prod_i L_i(v),          L_i(v) = p(y_i | v) of :mod:`.marginal`,
 
-y_0 the data outside the plate of units.  It has a handful of variables, whatever the number of units;
-weights p(v | y) / q(v) do not decay with that number, as weights on the joint distribution do.  Rue,
-Martino & Chopin (2009) take such a posterior on a grid, with L by Laplace's method.
+y_0 the data outside the plate of units.  It has a handful of variables, whatever the number of units,
+and weights p(v | y) / q(v) do not decay with that number.
 
 Effects given v follow by independence chains, unit by unit (Tierney 1994): proposals u' with mean and
 covariance of p(u_i | y_i, v), by the same points, and independent Student-t entries are taken with
@@ -41,7 +40,6 @@ from .marginal import (
     integrated,
     is_outside,
     log_likelihoods,
-    log_marginals,
     point_count,
     told_apart,
     weighted_terms,
@@ -69,14 +67,12 @@ def collapse(
     .. math:: p(v, y) = p(v) \prod_i \int p(y_i | u_i, v) \, p(u_i | v) \, du_i,
 
     by quadrature around the q(u_i | v) of a trained guide (:mod:`pyro_ngvi.hierarchy.marginal`); exact
-    where data are Gaussian.  It is a Pyro model without arguments: globals are sampled from their
-    priors, and one ``pyro.factor`` has the rest.  So NUTS, a grid or any guide can be taken on it, for
-    a posterior that does not suppose a Gaussian q(v); :meth:`Collapsed.draw_units` adds the effects.
+    where data are Gaussian.  It is a Pyro model without arguments, globals and one ``pyro.factor``, for
+    NUTS, a grid or any guide; :meth:`Collapsed.draw_units` adds the effects.
 
     A gradient costs one through the likelihood at all points: 20 for units of one latent variable, 49
     for two, 125 for three, 512 beyond; a block has 16 draws of its Gaussian at each v, after Newton's
-    steps.  Not for minibatches of units; not for units of tens of latent variables, nor with several
-    modes given v, which the points may miss.
+    steps.  Not for minibatches of units, nor for units of tens of latent variables or several modes.
 
     Args:
         guide: a trained :class:`~pyro_ngvi.AutoHierarchical`; its sites are used as they are.
@@ -176,7 +172,8 @@ class Collapsed:
             given, q = _tried(guide, args, kwargs)
             self.call = given.call
             few, more = (
-                log_marginals(self.units, given, q, n) for n in (count, count + max(2, count // 4))
+                integrated(self.units, given, q, n).log_marginals
+                for n in (count, count + max(2, count // 4))
             )
         self._tried_at = given, q, few
         #: nats by which a quarter more points change log p(y | v), at draws of q(v)
@@ -254,7 +251,7 @@ class Collapsed:
 
     def log_marginals(self, values: Values) -> Tensor:
         """log L_i(v) (S, units), in nats, at globals ``values`` (S, ...) by site."""
-        return log_marginals(self.units, *self._given(values), self.points)
+        return integrated(self.units, *self._given(values), self.points).log_marginals
 
     def _given(self, values: Values) -> tuple[Given, Conditionals]:
         given = self.units.given(self.call, values)
@@ -299,10 +296,8 @@ class Collapsed:
             new, log_p_new, log_w_new = proposed()
             takes = torch.rand_like(log_w).log() < log_w_new - log_w
             w = torch.where(takes.unsqueeze(-1), new, w)
-            log_p, log_w = (
-                torch.where(takes, log_p_new, log_p),
-                torch.where(takes, log_w_new, log_w),
-            )
+            log_p = torch.where(takes, log_p_new, log_p)
+            log_w = torch.where(takes, log_w_new, log_w)
         sites, log_det = units.mapped(given.latent.at(w), given.maps)
         return Drawn(sites, log_p - found.log_marginals - log_det, given.seen)
 

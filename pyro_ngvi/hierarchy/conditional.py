@@ -6,8 +6,7 @@ For unit i with k latent variables u_i, whose prior given the globals v is Gauss
     q(u_i | v) propto p(u_i | v) t_i(u_i) = N(m_i(v), Q_i(v)^-1),
     Q_i = P + Lambda_i,   m_i = Q_i^-1 (h + nu_i).
 
-So effects that are shrunk together as their scale shrinks, the funnel, are in q by construction.  In
-white coordinates, u = b + A w with w of N(0, I) a priori, it is
+So effects shrink as their scale does.  In white coordinates, u = b + A w with w of N(0, I) a priori,
 
     q(w | v) = N((R R')^-1 A' (nu - Lambda b), (R R')^-1),      R R' = I + A' Lambda A,
 
@@ -29,10 +28,9 @@ mean of q as the maximum over u_i of p(u_i, y_i | v) moves with phi, to first or
 Chopin 2009 correct a Laplace approximation so; here it is part of q).
 
 A step of a unit is shortened so that no variance changes by more than 16-fold, and no mean by more than
-three of its standard deviations, before and after, times the root of k: under a wide prior the first
-expectations are wild.  Where q becomes wider, one standard deviation of the prior will do.  After some
-ten steps that needed nothing of the kind the share falls as one over their number, and noise averages
-out.  Units whose expectations are not finite keep their site.
+three of its standard deviations, before and after, times the root of k.  Where q becomes wider, one
+standard deviation of the prior will do.  After some ten steps that needed nothing of the kind the share
+falls as one over their number.  Units whose expectations are not finite keep their site.
 """
 
 from __future__ import annotations

@@ -15,13 +15,15 @@ from pyro.poutine.util import site_is_subsample
 from ..guides import init_to_center
 from ..linalg.coloring import Coloring
 from ..linalg.host import at_hand, own_random_state
-from ..runtime.density import Site, Sites
+from ..runtime.density import Site, Sites, is_latent
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import Minibatches, run_plainly
-from .layout import MOST_ENTRIES, as_block, check_block, check_names, in_plate
 from .probe import Probe, probed
-from .runs import Call, Model, Seen, is_gaussian
+from .runs import Call, LocalSite, Model, Seen, is_gaussian
 from .units import Units
+
+#: most latent variables of one unit, and of a block, whose matrices are dense
+MOST_ENTRIES, MOST_OF_BLOCK = 64, 512
 
 
 def find_units(model: Model, args: Any, kwargs: Any, wanted: Sequence[str] | None) -> Units:
@@ -31,12 +33,17 @@ def find_units(model: Model, args: Any, kwargs: Any, wanted: Sequence[str] | Non
     with poutine.block(), own_random_state(), torch.no_grad():
         with InitMessenger(_start):
             sites = run_plainly(model, {}, args, kwargs, Minibatches())
-        latent = {n: s for n, s in sites.items() if not (s["is_observed"] or site_is_subsample(s))}
+        latent = {n: s for n, s in sites.items() if is_latent(s)}
         drawn = Minibatches({n: s["value"] for n, s in sites.items() if site_is_subsample(s)})
         call = Call(model, args, kwargs, drawn)
-        check_names(latent, wanted or ())
+        unknown = [name for name in wanted or () if name not in latent]
+        if unknown:
+            raise ValueError(
+                f"AutoHierarchical: locals= names {unknown[0]!r}, and the latent sites of the model "
+                f"are {', '.join(map(repr, latent))[:120]}."
+            )
         try:
-            units = probed(call, in_plate(latent, wanted), sites, latent)
+            units = probed(call, in_plate(latent, wanted), sites).units
         except ValueError as error:
             try:
                 return _block(call, sites, latent, wanted)
@@ -48,14 +55,86 @@ def find_units(model: Model, args: Any, kwargs: Any, wanted: Sequence[str] | Non
         return units
 
 
+def in_plate(latent: Sites, wanted: Sequence[str] | None) -> Units:
+    """The units of the largest plate that has Gaussian latent sites, or those ``wanted``."""
+    frames = {}
+    for name, site in latent.items():
+        if (name in wanted) if wanted is not None else is_gaussian(site):
+            for frame in site["cond_indep_stack"]:
+                if frame.dim is not None:
+                    frames.setdefault(frame.name, (frame, []))[1].append(name)
+    full = {name: frame.full_size or frame.size for name, (frame, _) in frames.items()}
+    if wanted is not None:
+        full = {name: n for name, n in full.items() if len(frames[name][1]) == len(set(wanted))}
+    if not full:
+        raise ValueError(
+            "AutoHierarchical: no plate of units was found with Gaussian latent sites in it. Sample "
+            "the Normal latent variables of units inside one pyro.plate, or take AutoSites or "
+            "AutoFullRankNormal."
+        )
+    plate = max(full, key=lambda name: full[name])
+    frame, inside = frames[plate]
+    chosen = wanted or [n for n, s in latent.items() if plate in _plates(s)]
+    sites = []
+    for name in (n for n in latent if n in chosen):
+        site = latent[name]
+        if not is_gaussian(site):
+            raise ValueError(
+                f"AutoHierarchical: {name!r} in the plate {plate!r} is {type(site['fn']).__name__}. "
+                f"Units need Normal, MultivariateNormal or LogNormal sites; name those by "
+                f"locals={inside}, and it joins the globals."
+            )
+        axis = frame.dim - site["fn"].event_dim
+        shape = list(site["value"].shape)
+        del shape[axis]
+        sites.append(LocalSite(name, torch.Size(shape), axis))
+    others = tuple(n for n in latent if n not in chosen)
+    beside = [n for n in others if plate in _plates(latent[n])]
+    if beside and frame.size != full[plate]:
+        raise ValueError(
+            f"AutoHierarchical: {beside[0]!r} is global and lies in the subsampled plate {plate!r}, "
+            f"where it would see other units than those of a step. Pass all units in each step."
+        )
+    units = Units(plate, frame.dim, full[plate], tuple(sites), others)
+    if units.width > MOST_ENTRIES:
+        raise ValueError(
+            f"AutoHierarchical: a unit of {plate!r} has {units.width} latent variables, more than "
+            f"{MOST_ENTRIES}. Name fewer sites by locals=, or take AutoFactorNormal."
+        )
+    if not others:
+        raise ValueError(
+            f"AutoHierarchical: all latent sites are those of units in {plate!r}, so there are no "
+            f"globals to infer. Take AutoSites(model)."
+        )
+    return units
+
+
+def _plates(site: Site) -> list[str]:
+    return [frame.name for frame in site["cond_indep_stack"]]
+
+
+def as_block(latent: Sites, names: Sequence[str]) -> Units:
+    """One unit of all that these latent sites hold."""
+    sites = tuple(LocalSite(n, s["value"].shape, None) for n, s in latent.items() if n in names)
+    others = tuple(n for n in latent if n not in names)
+    units = Units(None, None, 1, sites, others)
+    for name in names:
+        frames = latent[name]["cond_indep_stack"]
+        if not is_gaussian(latent[name]) or any(f.size != (f.full_size or f.size) for f in frames):
+            raise ValueError(
+                f"AutoHierarchical: {name!r} is not Gaussian, or stands in a subsampled plate, so it "
+                f"joins no block. Leave it out of locals=."
+            )
+    return units
+
+
 def _others_are_pooled(call: Call, units: Units, sites: Sites, latent: Sites) -> bool:
     """Whether Gaussian effects among the globals have a prior that depends on others of these."""
     gaussian = (n for n in units.globals if is_gaussian(latent[n]))
     effects = [n for n in gaussian if latent[n]["value"].numel() > 1]
     if not effects:
         return False
-    others = as_block(latent, effects)
-    return Probe(call, others, sites, latent).are_pooled(others)
+    return Probe(call, as_block(latent, effects), sites).is_pooled()
 
 
 def _start(site: Site) -> Any:
@@ -76,15 +155,21 @@ def _block(call: Call, sites: Sites, latent: Sites, wanted: Sequence[str] | None
     else:
         units = as_block(latent, [n for n, s in latent.items() if is_gaussian(s)])
         if units.sites:
-            units = as_block(latent, Probe(call, units, sites, latent).linear_among(units))
-    units = probed(call, check_block(units), sites, latent)
+            units = as_block(latent, Probe(call, units, sites).linear_among())
+    if not units.sites or not units.globals or units.width > MOST_OF_BLOCK:
+        raise ValueError(
+            f"AutoHierarchical: {units.width} Gaussian latent variables and {len(units.globals)} other "
+            f"sites make no block, which has up to {MOST_OF_BLOCK} given at least one site. Take "
+            f"AutoFullRankNormal, or AutoFactorNormal."
+        )
+    probe = probed(call, units, sites)
+    units = probe.units
     if not units.smooth or (wanted is None and not units.pooled):
         raise ValueError(
             "AutoHierarchical: a block needs a likelihood without kinks, and a prior that depends on "
             "other latent sites. Take AutoFullRankNormal."
         )
-    probe = Probe(call, units, sites, latent)
-    pattern = [probe.curvature(units, at)[0, 0] != 0.0 for at in probe.finite_moves(units)]
+    pattern = [probe.curvature(at)[0, 0] != 0.0 for at in probe.finite_moves()]
     coloring = Coloring(pattern[0] | pattern[1])
     if coloring.count > MOST_ENTRIES:
         raise ValueError(

@@ -23,7 +23,7 @@ from ..runtime.pyro_adapter import has_model
 from ..runtime.run import Minibatches, run_particles
 from .conditional import Conditionals, antithetic, mixture_quantiles
 from .find import check_index, find_units
-from .marginal import at_globals, log_marginals, told_apart
+from .marginal import at_globals, integrated, told_apart
 from .runs import Call, Drawn, Given
 from .table import SiteTable
 from .units import Units
@@ -43,26 +43,23 @@ class AutoHierarchical(MadeAtFirstCall):
 
         q(u_i | v) propto p(u_i | v) exp(nu_i' u_i - u_i' Lambda_i u_i / 2),
 
-    so that effects shrink as their scale does, where every Gaussian q is too narrow.  Write models
-    centred, u ~ Normal(m, s), or name the effect, ``u = pyro.deterministic("u", m + s * z)`` (as Pyro's
-    ``LocScaleReparam`` does): sites are on u, where the data say the same whatever m and s are.
+    so that effects shrink as their scale does.  Write models centred, u ~ Normal(m, s), or name the
+    effect, ``u = pyro.deterministic("u", m + s * z)`` (as Pyro's ``LocScaleReparam`` does).
 
     Units are the entries of the largest plate that has Gaussian latent sites (``Normal``,
     ``MultivariateNormal``, ``LogNormal``); everything else is global.  The plate may be subsampled: a
     step costs what its minibatch costs, and a unit that is not seen still follows v by its prior.
     Where they depend on each other given v (series, fields, crossed effects) there is one unit, a
     *block* of all Gaussian sites, up to 512 numbers, that change no scale; not for kinks there.
-    Globals phi that enter the likelihood *beside* u, as in b + x'u or a (u - b), move what the data say
-    of u: nu_i - C_i phi there, for up to 128 such numbers, and where no gradient jumps (Laplace).  A
-    step takes a backward pass more for each, at two draws.  No globals in a subsampled plate of units.
+    Globals phi that enter the likelihood *beside* u, as in b + x'u, move what the data say of u:
+    nu_i - C_i phi there, for up to 128 such numbers, and where no gradient jumps (Laplace).  A step
+    takes a backward pass more for each, at two draws.  No globals in a subsampled plate of units.
 
     Sites are buffers, nu (n, k), Lambda (n, k, k) and C (n, k, D) for n units of k latent variables and
-    D such numbers (``guide.units.followed``).  No optimizer moves them: they take a step whenever a
-    loss is differentiated through draws of their units (and four before the first such draw), as the
-    running statistics of a normalisation layer do, and hold still in ``guide.eval()``.  So any
-    optimizer may train q(v).  Equations: :mod:`pyro_ngvi.hierarchy.conditional`.  A step takes 1 + k
-    more backward passes through the likelihood, at eight draws or more.  Save sites by
-    ``guide.state_dict()``; Pyro's parameter store has q(v) alone.
+    D such numbers (``guide.units.followed``).  They take a step whenever a loss is differentiated
+    through draws of their units (and four before the first such draw), by 1 + k more backward passes,
+    and hold still in ``guide.eval()``; any optimizer may train q(v).  Save them by
+    ``guide.state_dict()``: Pyro's store has none.  Equations: :mod:`pyro_ngvi.hierarchy.conditional`.
 
     Args:
         model: a Pyro model whose units, or whose block, are Gaussian given its other latent sites.
@@ -279,7 +276,8 @@ class AutoHierarchical(MadeAtFirstCall):
         with poutine.block():
             given = self._given_globals(args, kwargs, num_draws)
             q = at_globals(self.units, given, self._conditionals(given))
-            return log_marginals(self.units, told_apart(self.units, given, q), q, points)
+            given = told_apart(self.units, given, q)
+            return integrated(self.units, given, q, points).log_marginals
 
     def _given_globals(
         self, args: Any, kwargs: Any, draws: int | None = None, learning: bool = False

@@ -59,6 +59,10 @@ class LocalSite:
         moved = value.movedim(self.axis, lead)
         return moved.reshape(*moved.shape[: lead + 1], self.size)
 
+    def rows_in(self, sites: Sites) -> Tensor:
+        """(..., B, k) of its value in a run."""
+        return self.rows(sites[self.name]["value"])
+
     def value(self, rows: Tensor) -> Tensor:
         """The other way round, (..., B, k) to (..., *shape)."""
         if self.axis is None:
@@ -139,14 +143,6 @@ class Call:
                 return run_particles(*given, minibatches=self.minibatches)
             except CannotBatch:
                 return run_in_loop(*given, minibatches=self.minibatches)
-            except TypeError as error:
-                if self.args or self.kwargs:
-                    raise
-                raise TypeError(
-                    f"AutoHierarchical was asked without the arguments of its model: "
-                    f"{str(error)[:80]}. Its answers are those of the units of a call: pass them, as "
-                    f"in guide.median(*args)."
-                ) from error
 
     def moved(
         self, reduce: Callable[[Sites], Any], values: Values, held: Held, units: Values
@@ -229,11 +225,6 @@ class Seen:
         """How many units one of the run stands for."""
         return self.size / max(len(self.index), 1)
 
-    @property
-    def given(self) -> Tensor | None:
-        """What ``subsample=`` of the plate is."""
-        return None if self.whole else self.index
-
 
 class Place(NamedTuple):
     """x = P z + p at S draws of the globals: P and, where wanted, P^-1 (S, B, k, k), p (S, B, k)."""
@@ -241,14 +232,6 @@ class Place(NamedTuple):
     matrix: Tensor
     offset: Tensor
     inverse: Tensor | None
-
-    @classmethod
-    def of(cls, matrix: Tensor, offset: Tensor, invert: bool = True) -> Place:
-        return cls(matrix, offset, torch.linalg.inv_ex(matrix)[0] if invert else None)
-
-    def gaussians(self, x: Tensor) -> Tensor:
-        assert self.inverse is not None
-        return matvec(self.inverse, x - self.offset)
 
     def moved(self, prior: UnitPriors) -> UnitPriors:
         """The prior of x, from that of z."""

@@ -2,7 +2,7 @@
 
 *Units* are the entries of a plate: patients, schools, words.  Their latent sites must be Gaussian given
 the *globals*, all other latent sites, or elementwise maps of such (``LogNormal``), and what is observed
-must depend on units one by one.  Everything here is read off runs of the model.
+must depend on units one by one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 import pyro
 import torch
@@ -25,6 +25,7 @@ from ..guides.marginals import SiteValue
 from ..linalg.coloring import Coloring
 from ..linalg.host import at_hand, fixed_normal
 from ..linalg.products import matvec
+from ..probing.kinks import gradient
 from ..runtime.density import Sites, site_kind, site_log_prob, with_density
 from ..sites.structure import is_weighted
 from .conditional import Slopes, UnitPriors
@@ -142,7 +143,7 @@ class Units:
         def parts(sites: Sites) -> tuple[Tensor, Tensor, list[Tensor]]:
             known["seen"] = self._seen(sites)
             known["maps"] = {name: gaussian_of(sites[name])[1] for name in self.names}
-            effects = [e.rows(sites[e.name]["value"]) for e in self.effects.values()]
+            effects = [effect.rows_in(sites) for effect in self.effects.values()]
             return self.offset(sites), self.conditional_root(sites), effects
 
         offset, root, effects = call.batched(parts, values, self.held())
@@ -158,8 +159,9 @@ class Units:
                     self._in_place(x[2], z.expand_as(offset)) - there
                     for x, z in zip(moved, units, strict=True)
                 ]
-                invert = not (self.direct and self.smooth)
-                place = Place.of(torch.stack(columns, -1), there, invert)
+                matrix, direct = torch.stack(columns, -1), self.direct and self.smooth
+                inverse = None if direct else torch.linalg.inv_ex(matrix)[0]
+                place = Place(matrix, there, inverse)
         latent = UnitPriors.of(offset, mixing, root)
         priors = latent if place is None else place.moved(latent)
         return Given(call, values, known["seen"], latent, priors, known["maps"], place)
@@ -203,7 +205,7 @@ class Units:
             parts = {site.name: x[..., own] for site, own in self.parts}
             effects = {e.name: e.value(parts[name]) for name, e in self.effects.items()}
         elif given.place is not None:
-            z = given.place.gaussians(x)
+            z = matvec(cast(Tensor, given.place.inverse), x - given.place.offset)
         values = {**given.values, **self.values(z, given.maps), **effects}
         return given.call.batched(total, values)
 
@@ -212,14 +214,6 @@ class Units:
         """Of ``log_likelihood`` in x (S, B, k)."""
         x = x.detach().requires_grad_()
         return gradient(self.log_likelihood(given, x), x)
-
-    @torch.enable_grad()
-    def line(self, given: Given, x: Tensor, u: Tensor) -> tuple[float, float]:
-        """The first two derivatives of ``log_likelihood`` along u, both (S, B, k), at x."""
-        x = x.detach().requires_grad_()
-        first = (gradient(self.log_likelihood(given, x), x, create_graph=True) * u).sum()
-        second = (gradient(first, x) * u).sum()
-        return float(first.detach()), float(second)
 
     @torch.enable_grad()
     def slopes(self, given: Given, x: Tensor, weight: float = 1.0) -> Slopes | None:
@@ -299,7 +293,8 @@ class Units:
         seen, values = drawn.seen, {}
         share = drawn.log_q[0] / len(self.sites)
         if self.plate is not None:
-            of_units = pyro.plate(self.plate, seen.size, dim=self.dim, subsample=seen.given)
+            index = None if seen.whole else seen.index
+            of_units = pyro.plate(self.plate, seen.size, dim=self.dim, subsample=index)
             plates = {**plates, self.plate: of_units}
         for name in self.names:
             node, value = nodes[name], drawn.values[name][0]
@@ -335,13 +330,6 @@ class Units:
         full = plate["fn"].size
         ordered = size == full and (not at_hand(index) or torch.equal(index, every))
         return Seen(index, full, ordered)
-
-
-def gradient(y: Tensor, x: Tensor, **how: Any) -> Tensor:
-    """That of the sum of y in x; zeros where nothing in y depends on anything."""
-    if not y.requires_grad:
-        return torch.zeros_like(x)
-    return torch.autograd.grad(y.sum(), x, materialize_grads=True, **how)[0]
 
 
 def _columns(y: Tensor, x: Tensor) -> list[Tensor]:

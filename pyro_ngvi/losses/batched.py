@@ -229,13 +229,7 @@ class BatchedELBO(ELBO):
         """Refuse supports of latent sites that have moved, and new data outside their support."""
         if self._supports.bounds:
             self._supports.check(sites)
-        known = self._later_data.good
-        if not known or not all(
-            density.is_same(good, sites[name]["value"])
-            for name, good in known.items()
-            if name in sites
-        ):
-            self._later_data.check(sites)
+        self._later_data.check(sites)
 
     def _draw(self, guide: Any, args: Any, kwargs: Any, shared: Values) -> tuple[Values, Tensor]:
         """Values (S, ...) by site of a guide, and log q (S,); minibatches drawn go into ``shared``."""

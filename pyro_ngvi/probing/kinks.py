@@ -8,19 +8,20 @@ along two segments a + s u, s in [0, 1], with phi(s) = u' grad f(a + s u): over 
 
 is O(h^3) where f is smooth, O(h) where its second derivative jumps, and the jump where phi does.  The
 part where it is largest is halved again and again: a jump stays as it is, all in one of the halves.
-So that one jump is no small part of phi, u moves a few entries of each latent site, and a few data of
-each site are looked at.  Jumps that neither segment meets, or small beside rounding, are missed.
+Few entries move and few data count, so that it is no small part of phi.  Jumps that neither segment
+meets, or small beside rounding, are missed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from math import nan
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad, jacrev
+from torch.func import jacrev
 
 from ..runtime.density import LatentLayout, Site, Sites, site_log_prob, with_density
 
@@ -69,7 +70,7 @@ def kinked_sites(
     # around the draw, and through zero, where most priors have their kinks
     for a, b in ((t - 2.0 * away, t + 2.0 * away), (t + 0.3 * wide, -0.7 * t - 0.9 * wide)):
         a, u = torch.where(moved > 0.0, a, t), moved * (b - a)
-        found = jump(_line(lambda t: terms(t).sum(), a, u), torch.finfo(t.dtype).eps)
+        found = jump(lambda t: terms(t).sum(), a, u)
         if found is not None:
             low, high = (jacrev(terms)(a + s * u) @ u for s in found)
             change = (high - low).abs()[:-1]
@@ -83,30 +84,25 @@ def _few(x: Tensor, count: int) -> Tensor:
     return x[:: max(1, -(-len(x) // count))]
 
 
-def _line(
-    f: Callable[[Tensor], Tensor], a: Tensor, u: Tensor
-) -> Callable[[float], tuple[float, float]]:
-    """phi and phi' at s."""
-
-    def at(s: float) -> tuple[float, float]:
-        def along(t: Tensor) -> tuple[Tensor, Tensor]:
-            phi = grad(f)(t) @ u
-            return phi, phi
-
-        product, phi = grad(along, has_aux=True)(a + s * u)
-        return float(phi), float(product @ u)
-
-    return at
+def gradient(y: Tensor, x: Tensor, **how: Any) -> Tensor:
+    """That of the sum of y in x; zeros where nothing in y depends on anything."""
+    if not y.requires_grad:
+        return torch.zeros_like(x)
+    return torch.autograd.grad(y.sum(), x, materialize_grads=True, **how)[0]
 
 
-def jump(line: Callable[[float], tuple[float, float]], eps: float) -> tuple[float, float] | None:
-    """The two ends, in s, of a tiny part of a segment over which phi jumps.
-
-    ``line``: phi and phi' at s; ``eps``: of their dtype.
-    """
+@torch.enable_grad()
+def jump(f: Callable[[Tensor], Tensor], a: Tensor, u: Tensor) -> tuple[float, float] | None:
+    """The two ends, in s, of a tiny part of the segment a + s u over which phi of ``f`` jumps."""
+    eps = torch.finfo(u.dtype).eps
 
     def point(s: float) -> _Point:
-        return _Point(s, *line(s))
+        x = (a + s * u).detach().requires_grad_()
+        try:
+            phi = (gradient(f(x), x, create_graph=True) * u).sum()
+        except ValueError:  # far out a parameter leaves its support
+            return _Point(s, nan, nan)
+        return _Point(s, float(phi.detach()), float((gradient(phi, x) * u).sum()))
 
     points = [point(k / PARTS) for k in range(PARTS + 1)]
     size = max(abs(p.phi) for p in points)

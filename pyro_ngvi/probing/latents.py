@@ -1,16 +1,14 @@
 """What no guide over one flat vector can stand for: refused at its first call.
 
-* An entry without a density: its prior is masked out, and nothing else depends on it.  q has a density
-  there, so the ELBO grows without bound as q widens.  A flat prior, ``.mask(False)`` on a site that the
-  likelihood sees, is not meant.
+* An entry whose prior is masked out, and on which nothing else depends: the ELBO grows without bound
+  as q widens there.
 * An angle: its density on the circle is periodic on the real line, where torch puts it.
 * A site in a subsampled plate, of which a run shows a part.
 * A support that moves with other latent sites, such as that of x ~ Uniform(0, s), or with a parameter
-  that is learned.  The guide maps R^d to the supports of the first run, whatever s is.
+  that is learned: the guide maps R^d to the supports of the first run.
 
-The first and the last show in a further run of the model with the latent sites moved, which there is
-where a support has tensors for bounds, or a site is masked.  Not checked: a model that fails at the
-moved values, and what only other arguments would show.
+The first and the last show in a further run with the latent sites moved, where a site is masked or a
+support has tensors for bounds.  Not checked: models that fail there.
 """
 
 from __future__ import annotations
@@ -109,8 +107,7 @@ def _unseen(
 ) -> Values:
     """Masked entries that the log joint does not depend on, by site.
 
-    Where the gradient is zero, moving them to ``far`` decides: a likelihood may have no gradient, or be
-    flat where the run was.  With other data than these of a minibatch nothing is known.
+    Where the gradient is zero, moving them to ``far`` decides.  Of a minibatch nothing is known.
     """
     if not masked or any(map(is_minibatch, again.values())):
         return {}

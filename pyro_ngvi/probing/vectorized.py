@@ -47,11 +47,10 @@ def check_vectorized(
 
     Pyro's vectorised particles are a plate around the model: a latent vector ``w`` of d elements
     arrives with shape (S, 1, ..., d), and ``X @ w`` then fails or, worse, broadcasts to a wrong
-    loss. This draws S particles so, and compares each site's log probability, particle by
-    particle, with that of the model run for each. Do not use it for models that draw random numbers
-    of their own or are enumerated. ``BatchedELBO`` needs no such check. The guides of pyro_ngvi do it
-    themselves at their first vectorised call, unless they are part of an ``AutoGuideList`` or ``vmap``
-    cannot run the model.
+    loss. This compares each site's log probability with that of the model run for each of S particles.
+    Do not use it for models that draw random numbers of their own or are enumerated. ``BatchedELBO``
+    needs no such check; guides of pyro_ngvi do it themselves at their first vectorised call, unless
+    they are part of an ``AutoGuideList`` or ``vmap`` cannot run the model.
 
     Args:
         num_particles: S, at least 2.
@@ -123,8 +122,7 @@ class _Inside(Messenger):
 def _draws_all(model: Program, run: Conditioned) -> bool:
     """Whether the guide's values are all that is random in the model, and none is enumerated.
 
-    What is drawn although all sites are given differs between any two runs: noise, dropout, or latent
-    sites that a poutine.block hides.
+    Others differ between any two runs: noise, dropout, latent sites that a poutine.block hides.
     """
     for name, site in run.sites.items():
         if is_latent(site) and (name not in run.values or site["infer"].get("enumerate")):
@@ -201,8 +199,7 @@ def _per_particle(site: Site, shape: torch.Size, size: int) -> Tensor:
 def _compare(site: Site, wanted: Tensor) -> None:
     actual = site["log_prob"].to(wanted)
     if actual.numel() == wanted.numel():
-        # Rounding grows with the largest term; a wrong shape mixes the particles up, and moves the
-        # terms by about their spread over the particles.
+        # rounding grows with the largest term; a wrong shape moves terms by about their spread
         finite = wanted.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         spread = (finite - finite[:1]).abs().max()
         atol = float(torch.finfo(wanted.dtype).eps ** 0.5 * finite.abs().max() + 1e-3 * spread)

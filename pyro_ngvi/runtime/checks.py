@@ -1,8 +1,8 @@
 """What is refused of models, guides and data before training, and of data that change later.
 
-``log_prob`` checks data against their support while Pyro's validation is on, with an answer that has to
-be waited for and does not exist under ``vmap``.  So training checks the first data in a plain run, and
-later ones by :class:`LaterData`, on a CPU and against supports without latent variables.
+``log_prob`` checks data against their support while Pyro's validation is on, which has no answer under
+``vmap``.  So training checks the first data in a plain run, and later ones by :class:`LaterData`, on a
+CPU and against supports without latent variables.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from .density import (
     Site,
     Sites,
     check_log_prob_shape,
-    identity,
     innermost,
-    is_same,
     site_kind,
     site_log_prob,
     with_density,
@@ -93,10 +91,12 @@ def _validated_log_prob(site: Site) -> Tensor:
     try:
         return site_log_prob(site)[1]
     except ValueError as error:
-        value = site["value"]
-        nan = isinstance(value, Tensor) and bool(value.isnan().any())
-        words = _of_nan(site) if nan else error
+        words = _of_nan(site) if _has_nan(site) else error
         raise ValueError(f"The site {site['name']!r} cannot be evaluated: {words}") from error
+
+
+def _has_nan(site: Site) -> bool:
+    return isinstance(site["value"], Tensor) and bool(site["value"].isnan().any())
 
 
 def _of_nan(site: Site) -> str:
@@ -111,20 +111,15 @@ def _of_nan(site: Site) -> str:
 def check_missing(sites: Sites) -> None:
     """Refuse NaN among the data: steps of ``AutoSites`` take them, what comes after them does not."""
     for name, site in sites.items():
-        value = site["value"]
-        if (
-            site_kind(site) == "observed"
-            and isinstance(value, Tensor)
-            and bool(value.isnan().any())
-        ):
+        if site_kind(site) == "observed" and _has_nan(site):
             raise ValueError(f"The site {name!r} cannot be evaluated: {_of_nan(site)}")
 
 
 def check_data(checked: Sites, program: Program, values: Values) -> None:
     """Refuse observed values outside the support, for the sites of a run of ``program`` at ``values``.
 
-    A support may depend on the latents (Uniform(0, z)).  Where the density is then zero by itself, as a
-    run without validation tells, the draw is merely impossible.  What a mask hides may be anything.
+    Where it depends on latent sites, Uniform(0, z), and a run without validation has density zero, the
+    draw is merely impossible.  What a mask hides may be anything.
     """
     for name, site in checked.items():
         if site_kind(site) != "observed":
@@ -145,22 +140,13 @@ def check_data(checked: Sites, program: Program, values: Values) -> None:
 class LaterData:
     """The observed values of later runs, against the supports of their sites.
 
-    Only sites that validate and whose support holds the data of the first, plain run take part: that
-    of a distribution which never looks at its support need not be true.
-
-    Attributes:
-        good: a reference to the last tensor of each site that was within the support, and its version:
-            most runs pass the same one at every step (:func:`~pyro_ngvi.runtime.density.is_same`).
+    Only sites that validate and whose support holds the data of the first, plain run take part.
     """
 
     def __init__(self, sites: Sites) -> None:
-        told = {name: site for name, site in sites.items() if _is_told(site)}
-        self.good = {name: identity(site["value"]) for name, site in told.items()}
+        told = {name: site["fn"].support for name, site in sites.items() if _is_told(site)}
         # a support that moves, with a parameter say, is no fault of the data
-        self._bounds = {name: _kept_bounds(site["fn"].support) for name, site in told.items()}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "good": {}}  # a reference cannot be stored
+        self._bounds = {name: _kept_bounds(support) for name, support in told.items()}
 
     def check(self, sites: Sites) -> None:
         """Refuse values outside the support, under ``vmap`` too; NaN is left to the optimizer."""
@@ -169,17 +155,16 @@ class LaterData:
             if site is None or not site["is_observed"] or not isinstance(site["value"], Tensor):
                 continue
             value, fn = site["value"], site["fn"]
-            if is_same(self.good.get(name), value) or not at_hand(value):
+            if not at_hand(value):
                 continue
             # made of latent variables itself, it has no answer: ask it before slower checks do
             of_latents = host_bool(value.isfinite().any()) is None
             good = None if of_latents else _within(fn.support, value)
             answer = None if good is None else host_bool(good.all())
             if answer:
-                self.good[name] = identity(value)
-            elif answer is None or moved(before, bounds(fn.support)):
+                continue
+            if answer is None or moved(before, bounds(fn.support)):
                 del self._bounds[name]  # the support depends on latent sites, say
-                self.good.pop(name, None)
             else:
                 nan = value.isnan()
                 bad = ~(good | (nan.flatten(-fn.event_dim).any(-1) if fn.event_dim else nan))
@@ -213,9 +198,7 @@ def _is_told(site: Site) -> bool:
 class LatentSupports:
     """The supports of the latent sites at the first call of ``guide``, those with bounds of tensors.
 
-    An autoguide takes the transforms to the supports from there.  A support that is made of the
-    model's arguments, Uniform(y.max(), 10), is another one with other data, and the guide would go
-    on to draw from the old one.
+    With other data Uniform(y.max(), 10) has another, and an autoguide goes on to draw from the old one.
     """
 
     def __init__(self, guide: Any) -> None:

@@ -67,10 +67,7 @@ def site_kind(site: Site) -> Kind:
 
 
 class Tempered(Messenger):
-    """Divides the log probability of observed sites (not factors) by tau, ``kl_weight``.
-
-    To multiply the KL term would change the weight of the entropy of q, on which rules are built.
-    """
+    """Divides the log probability of observed sites (not factors) by ``kl_weight``."""
 
     def __init__(self, kl_weight: float) -> None:
         super().__init__()
@@ -160,10 +157,8 @@ def check_log_prob_shape(site: Site, log_prob: Tensor) -> None:
 
 
 def check_model(sites: Sites, values: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
-    """Refuse a model that does not fit a guide's ``values`` by site and ``shared`` minibatches.
-
-    A latent site without a value, a value of another shape, or a plate with another minibatch.
-    """
+    """Refuse latent sites without one of a guide's ``values``, or of another shape, and plates with
+    another minibatch than the ``shared`` one."""
     for name, site in sites.items():
         if site_is_subsample(site):
             index, expected = site["value"], shared.get(name, site["value"])

@@ -1,7 +1,4 @@
-"""A Pyro program at many draws: traces, the log joint as a pure function, pieces of bounded size.
-
-The model is written for one draw (``X @ w``) and needs no plate for the particles.
-"""
+"""A Pyro program at many draws: traces, the log joint as a pure function, pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -229,8 +226,7 @@ def map_draws(
         reduce: maps the sites of one draw, without those of plates, to tensors in two levels of names.
         values: constrained values by site, (S, ...); other sites are drawn.
         num_samples: S.
-        batch_size: draws that run at once; ``None`` for as many as leave every tensor of the run
-            below a million numbers.
+        batch_size: draws that run at once; ``None`` for as many as a million numbers allow.
     """
     names: set[str] = set()
 
@@ -275,8 +271,7 @@ def without_plates(sites: Sites) -> Sites:
 
 
 class NaNWhereSingular(TorchFunctionMode):
-    """Factors, inverses and solutions of a singular matrix are NaN instead of an error, so that a draw
-    that has one does not take the others with it."""
+    """Factors, inverses and solutions of a singular matrix are NaN, not an error for all draws."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

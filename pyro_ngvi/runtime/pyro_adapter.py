@@ -85,8 +85,7 @@ def _inside(model: Any, handler: type[Messenger]) -> Any:
 
 
 def model_as_given(guide: AutoContinuous) -> Callable[..., Any]:
-    """The model of a guide without the handlers, around ``guide.model``, that start its sites and
-    hide those that are enumerated."""
+    """The model of a guide without the handlers that start its sites and hide enumerated ones."""
     model: Any = guide.model
     for handler in (InitMessenger, HidesMarked):
         inner = _inside(model, handler)
@@ -157,8 +156,7 @@ def with_inner(transform: Transform) -> list[Transform]:
 def forget_cached(transform: Any) -> None:
     """Make a transform forget its last argument and what it computed from it.
 
-    Pyro's transforms keep them, as tensors that belong to a graph: they cannot be copied or pickled,
-    and under ``torch.func`` outlive the function that they belong to.
+    As tensors of a graph they cannot be copied or pickled, and outlive a function under ``torch.func``.
     """
     for t in with_inner(transform):
         for name in vars(t):

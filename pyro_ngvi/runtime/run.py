@@ -79,8 +79,8 @@ class Minibatches(dict[str, Tensor]):
     def draw(self, name: str, subsample: Any) -> Tensor:
         """Draw the index of the plate ``name`` and remember how.
 
-        One that was drawn anew in the size of the last minibatch is drawn again in that of this one,
-        from the same random state: a run that goes on from a file knows of no last one.
+        One that was redrawn in another size is drawn again from the same random state: a run that goes
+        on from a file knows of no other.
         """
         self._subsamples[name] = subsample
         before = self._before.pop(name, None)
@@ -155,8 +155,7 @@ class Conditioned(Messenger):
 class _BatchedSamplers(TorchFunctionMode):
     """Draws out of place where samplers fill a tensor with random numbers, the same for all particles.
 
-    The tensor that should have been filled becomes NaN, so that code which goes on to use it rather
-    than the returned tensor is found out.
+    The tensor that should have been filled becomes NaN, which finds out code that goes on to use it.
     """
 
     def __torch_function__(

@@ -1,8 +1,7 @@
 """Guides in Pyro's parameter store: their names, and parameters that were restored or frozen.
 
-Pyro keys the parameters of a guide by the guide's class name, or by its place in an ``AutoGuideList``,
-so that a second guide silently takes over the parameters of the first.  There is no public way to name
-an ``AutoGuide``; ``PyroModule`` keeps its name in ``_pyro_name``.
+Pyro keys them by the guide's class name or its place in an ``AutoGuideList``, so that a second guide
+silently takes over those of the first.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ _registered: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def claim_name(wanted: str) -> str:
-    """A name that no guide of this process has had: ``wanted``, or ``wanted_2``, ``wanted_3`` ...
-
-    Names are not given back when a guide is deleted, since its parameters stay in the store.
-    """
+    """A name that no guide of this process has had: ``wanted``, or ``wanted_2``, ``wanted_3`` ..."""
     name, n = wanted, 2
     while name in _claimed:
         name, n = f"{wanted}_{n}", n + 1
@@ -84,8 +80,7 @@ def follow_store(guide: Any, modules: Mapping[str, nn.Module]) -> bool:
     """Give the ``modules`` of a guide, by prefix of their names in the store, the parameters that the
     store holds; whether some were restored.
 
-    Another tensor replaces the module's own and is not copied into it, which an outer scope of the
-    store may still hold.
+    It replaces the module's own tensor, which an outer scope of the store may still hold.
     """
     store, replaced = pyro.get_param_store(), False
     for prefix, module in modules.items():
@@ -127,10 +122,9 @@ def check_names(guide: Any, in_use: bool) -> None:
     """Refuse a store that was restored from elsewhere and holds several fits that ``guide`` could be,
     unless the user gave it its name; warn where the store holds one of its class by another name.
 
-    Names are counted in a process.  A notebook cell that was run twice leaves ``AutoX`` and
-    ``AutoX_2``, the first guide of a new process is called ``AutoX``, and nothing says that the user
-    means the first run.  The store of a guide ``in_use`` may be back at a state of this process, whose
-    names are right.
+    Names are counted in a process: of ``AutoX`` and ``AutoX_2``, from a notebook cell that was run
+    twice, nothing says which one is meant.  The store of a guide ``in_use`` may be back at a state of
+    this process, whose names are right.
     """
     own, kind, stem = module_name(guide), type(guide).__name__, guide.counted_from
     found: dict[str, bool] = {}  # names of fits, and whether they were restored
@@ -173,13 +167,9 @@ def _listed(names: list[str], most: int) -> str:
 class ModuleParams(Messenger):
     """Around the first run of a model: the store's values go into its modules, frozen ones stay so.
 
-    Reading ``module.x``, an ``nn.Parameter`` of a ``PyroModule``, Pyro registers x with its store, uses
-    the module's x even where the store, loaded before, holds another one by that name, and makes x
-    require gradients, although the user froze it.  Under this handler the store's value counts, as for
-    ``pyro.param``; a warning names what was replaced, for the store may be left from another fit.
-
-    Too late for a frozen parameter that was read before the first call of a guide of ours: freeze it
-    again after that call.
+    Where a ``PyroModule`` reads its ``nn.Parameter`` x, Pyro uses that even where its store was loaded
+    with another one by that name, and makes it require gradients.  Here the store's value counts, as
+    for ``pyro.param``, with a warning.  Too late for a parameter that was read before.
     """
 
     def __init__(self) -> None:
@@ -240,8 +230,7 @@ def _is_shadowed(own: nn.Parameter, msg: Any) -> bool:
 class RefuseShadowed(Messenger):
     """Around a run of a guide: refuse modules whose parameters Pyro's store does not hold.
 
-    ``pyro.module`` registers parameters by name, and a second module of the same names goes on with its
-    own: SVI would step those of the first.
+    A second module of the same names goes on with its own, and SVI would step those of the first.
     """
 
     def _pyro_post_param(self, msg: Any) -> None:
@@ -255,10 +244,7 @@ class RefuseShadowed(Messenger):
 
 
 def leaf_of(value: Any) -> Tensor:
-    """The unconstrained parameter behind the value of a param site.
-
-    With ``module_local_params`` Pyro shows plain parameters of a module as they are.
-    """
+    """The unconstrained parameter behind a param site, or the parameter itself, as of local ones."""
     return value.unconstrained() if hasattr(value, "unconstrained") else value
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics import ModelDensity, corrected
-from pyro_ngvi.hierarchy.marginal import found_beyond, log_marginals
+from pyro_ngvi.hierarchy.marginal import found_beyond, integrated
 
 Y = torch.tensor([2.0, -0.5, 1.2, 0.3, 3.1]).double()
 
@@ -208,7 +208,7 @@ def test_a_mode_that_the_quadrature_misses_is_found() -> None:
     q = guide._conditionals(given)
     with torch.no_grad():
         torch.manual_seed(0)
-        log_l = log_marginals(guide.units, given, q, 40)
+        log_l = integrated(guide.units, given, q, 40).log_marginals
         beyond, error = found_beyond(guide.units, given, q, log_l)
         log_l = log_l[0]
     u = torch.linspace(-40.0, 42.0, 82_001).double()[:, None]

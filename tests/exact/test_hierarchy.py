@@ -23,7 +23,7 @@ from pyro_ngvi.hierarchy.conditional import (
     antithetic,
     mixture_quantiles,
 )
-from pyro_ngvi.hierarchy.marginal import log_marginals
+from pyro_ngvi.hierarchy.marginal import integrated
 from pyro_ngvi.hierarchy.runs import Place
 from pyro_ngvi.linalg.triangles import cholesky, solve, solve_transposed
 
@@ -79,7 +79,10 @@ def test_a_conditional_is_prior_times_site(k: int, placed: bool) -> None:
     log_turn = torch.zeros(S, B).double()
     if placed:  # u = P z + p
         P = positive(S, B, k, seed=5) + normal(S, B, k, k)
-        prior, log_turn = Place.of(P, normal(S, B, k, seed=6)).moved(prior), P.det().abs().log()
+        prior, log_turn = (
+            Place(P, normal(S, B, k, seed=6), torch.linalg.inv(P)).moved(prior),
+            P.det().abs().log(),
+        )
     nu, Lambda = normal(B, k, seed=2), positive(B, k, seed=3)
     q = Conditionals.of(prior, nu, Lambda)
     precision = precision_of(prior) + Lambda
@@ -590,7 +593,7 @@ def test_integrated_likelihoods_are_those_of_quadrature() -> None:
     call = guide._call((), {})
     m = torch.tensor([-0.5, 0.3, 1.1]).double()
     given = guide.units.given(call, {"m": m})
-    found = log_marginals(guide.units, given, guide._conditionals(given))
+    found = integrated(guide.units, given, guide._conditionals(given)).log_marginals
     u = torch.linspace(-8.0, 8.0, 4001).double()
     log_p = dist.Poisson(u.exp()[:, None, None]).log_prob(y).sum(-1)
     prior = dist.Normal(m[:, None, None], 0.8).log_prob(u[:, None])

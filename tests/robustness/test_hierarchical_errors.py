@@ -320,22 +320,6 @@ def test_a_number_for_the_data_of_several_units_is_not_told_apart(kind: str) -> 
     assert len(str(e.value)) <= 240 and "or nothing shows of which" in str(e.value)
 
 
-def test_answers_without_the_arguments_of_the_model() -> None:
-    def model(y: Tensor) -> None:
-        s = scale()
-        with pyro.plate("units", len(y)):
-            u: Any = pyro.sample("u", dist.Normal(ZERO, s))
-            pyro.sample("y", dist.Normal(u, 0.5), obs=y)
-
-    guide = ngvi.AutoHierarchical(model)
-    SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(4)).step(Y)
-    with pytest.raises(
-        TypeError, match=r"without the arguments of its model.*guide.median\(\*args\)"
-    ):
-        guide.quantiles([0.5])
-    assert guide.quantiles([0.5], Y)["u"].shape == (1, 6)
-
-
 # --- integrating units out
 
 
