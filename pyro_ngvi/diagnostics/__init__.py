@@ -3,7 +3,7 @@
 from ..probing.vectorized import check_vectorized
 from ..runtime.model_density import ModelDensity
 from ..sites.leave_one_out import Influence, SiteLOO
-from .calibration import Calibration, calibrate
+from .calibration import Calibration, Uniformity, calibrate
 from .correction import corrected
 from .diagnosis import Diagnosis, diagnose
 from .export import to_arviz
@@ -15,7 +15,6 @@ from .over_batches import OverBatches
 from .plots import plot_influence, plot_sites
 from .prediction import predict
 from .summary import summary
-from .uniformity import Uniformity
 from .verdict import khat
 
 __all__ = [

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
 
+from ..runtime.density import LatentLayout
 from .khat import COARSE_MEAN, COARSE_SD
 from .weights import Shift
 
@@ -54,6 +56,19 @@ class Moved(Shift):
             f"means off by up to {mean:.2g} sd, sds by up to {100.0 * math.expm1(sd):.0f} %"
             + stuck * bool((self.rho > STUCK).any())
         )
+
+
+def by_site(
+    layout: LatentLayout, before: Tensor, after: Tensor, how: Callable[[Tensor, Tensor], Moved]
+) -> tuple[dict[str, Moved], dict[str, Moved]]:
+    """``how`` of points (S, d) and (T, d) by site: as it is, and unconstrained where that differs."""
+    sites, unconstrained = {}, {}
+    both = zip(layout.unconstrained(before), layout.unconstrained(after), strict=True)
+    for (name, transform, a), (_, _, b) in both:
+        sites[name] = how(x := transform(a), transform(b))
+        if x is not a:  # the identity returns its argument
+            unconstrained[name] = how(a, b)
+    return sites, unconstrained
 
 
 def moved(before: Tensor, after: Tensor) -> Moved:
