@@ -40,7 +40,8 @@ def loo(
     verdict: KHat | Diagnosis | None = None,
     **kwargs: Any,
 ) -> Any:
-    r"""Leaving out one datum in turn, by Pareto-smoothed importance sampling from the guide's draws.
+    r"""Leaving out one datum in turn, by Pareto-smoothed importance sampling from the guide's draws:
+    ArviZ's ``ELPDData``, in nats, with the terms of all data.
 
     The draws z_s are of q, and the posterior without datum i is p(z | y) / p(y_i | z) up to a constant,
     so that the weights are p(y, z_s) / (q(z_s) p(y_i | z_s)) (Magnusson et al. 2019), smoothed:
@@ -48,27 +49,22 @@ def loo(
     .. math:: \log p(y_i | y_{-i}) \approx \log \sum_s w_{is} p(y_i | z_s), \quad \sum_s w_{is} = 1.
 
     ``arviz.loo`` of the guide's draws leaves p / q out, and so leaves a datum out of q.  That is done
-    here only where p / q is of no use, :class:`KHat` "unusable": too few draws would carry all terms,
-    which made scores up to 4 nats too high on reference posteriors.
+    here only where p / q is of no use, :class:`KHat` "unusable".
 
     Where a k-hat is too large 16 times as many draws decide, if they and the data are no more than
-    5 * 10^7 numbers.  The log likelihoods, draws times data, are not held: the model runs through all
-    draws again for every 2^28 of them.  Masked data are no data.  Not for data that depend on each
-    other given the latent variables, nor for leaving out units of a hierarchy (:func:`loo_units`).
+    5 * 10^7 numbers.  Log likelihoods are not held beyond 2^28.  Masked data are no data.  Not for data
+    that depend on each other given the latent variables, nor for leaving out units of a hierarchy
+    (:func:`loo_units`).
 
     Args:
         model: the Pyro model.
         guide: any trained guide of it.
-        args: what the model is called with: the full data.
+        args: those of both, and ``kwargs``: the full data.
         num_samples: draws, at first.
         var_name: the observed site, where there are several.
         seed: makes the result repeatable and leaves the global random state as it was.
         batch_size: draws that the model sees at once; ``None`` for a number that bounds the memory.
         verdict: what is known of the guide, by :func:`khat` or :func:`diagnose`; found where not given.
-        kwargs: keyword arguments of the model.
-
-    Returns:
-        ArviZ's ``ELPDData``, in nats, with the terms of all data.
 
     Raises:
         ValueError: as :func:`khat`, and where no or several sites have a likelihood by datum.
@@ -77,10 +73,8 @@ def loo(
         RuntimeWarning: where weights are of no use, and the verdict does not say "intervals".
         UserWarning: where k-hat of a datum is too large, as ``arviz.loo``.
 
-    Sources:
-        Vehtari, Simpson, Gelman, Yao & Gabry 2024, Pareto smoothed importance sampling, JMLR 25(72);
-        Magnusson, Andersen, Jonasson & Vehtari 2019, Bayesian leave-one-out cross-validation for large
-        data, ICML, section 2.2.
+    Source: Magnusson, Andersen, Jonasson & Vehtari 2019, Bayesian leave-one-out cross-validation for
+    large data, ICML, section 2.2.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -128,7 +122,7 @@ def _left_out(
     weigh: bool,
     batch_size: int | None,
 ) -> np.ndarray:
-    """Of all data :func:`_one`, (4, N)."""
+    """:func:`_one` of all data, (4, N)."""
     size = len(draws.log_q)
 
     def terms(some: Tensor) -> Tensor:
@@ -239,17 +233,15 @@ def loo_units(
 ) -> UnitLOO:
     """How well the other units predict all data of a unit, for each, without refitting.
 
-    Each unit's latent variables are integrated out (:mod:`pyro_ngvi.hierarchy.marginal`), since leaving
-    out data of a unit whose effect they alone inform fails with weights on that effect.  The globals
-    are reweighted by 1 / p(y_i | v), their tail smoothed (Vehtari et al. 2024); q of the globals
+    Each unit's latent variables are integrated out (:mod:`pyro_ngvi.hierarchy.marginal`), and the
+    globals reweighted by 1 / p(y_i | v), their tail smoothed (Vehtari et al. 2024); q of the globals
     stands for their posterior.
 
     Args:
         guide: a trained :class:`~pyro_ngvi.AutoHierarchical`.
-        args: those of the model, with the data of the units that are left out in turn.
+        args: those of the model, and ``kwargs``, with the data of the units left out in turn.
         num_draws: draws of the globals.
         points: of the quadrature over a unit's latent variables, as for :func:`pyro_ngvi.collapse`.
-        kwargs: keyword arguments of the model.
 
     Raises:
         ValueError: where a datum outside the plate of units is of several, or for fewer than 25 draws.

@@ -1,7 +1,4 @@
-"""Pictures of what the sites of an AutoSites guide say; they need matplotlib, imported when called.
-
-Not for groups of a million data: every datum is drawn.
-"""
+"""Pictures of what the sites of an AutoSites guide say, of every datum; they need matplotlib."""
 
 from typing import Any
 
@@ -19,7 +16,7 @@ def plot_influence(influence: Influence, ax: Any = None, *, label: int = 5) -> A
         ax: matplotlib ``Axes``, which are returned; ``None`` for those of a new figure.
         label: how many of the most influential get their number.
     """
-    ax = _axes(ax)
+    ax = axes(ax)
     distance = influence.distance.detach().cpu()
     numbers = torch.arange(len(distance))
     markers, stems, base = ax.stem(numbers.numpy(), distance.numpy(), basefmt=" ", markerfmt=".")
@@ -54,7 +51,7 @@ def plot_sites(guide: Any, group: str | None = None, ax: Any = None) -> Any:
         ValueError: for a group that is not there, and before the data of the last step are known.
     """
     group, mean = guide.predictor_means(group)
-    ax = _axes(ax)
+    ax = axes(ax)
     site = guide.sites()[group]
     variance = _variances(site.precision)
     shown = site.mean.isfinite() & (variance > 0.0)
@@ -102,7 +99,8 @@ def _limits(mean: Tensor, peaks: Tensor) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _axes(ax: Any) -> Any:
+def axes(ax: Any) -> Any:
+    """``ax``, or the axes of a new figure."""
     if ax is not None:
         return ax
     from matplotlib import pyplot

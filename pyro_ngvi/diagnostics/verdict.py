@@ -43,9 +43,7 @@ def khat(
     the other arguments are. Where k-hat is too large though the weights are worth half of the draws, or
     draws would do for resampling but for its error, 16 times as many draws decide, if they and their
     data are no more than 5 * 10^7 numbers; and so many of the prior where few suggest that a mode is
-    missed. The parameter store and gradients are left alone.
-    Latent sites that are marked ``infer={"enumerate": "parallel"}`` and not in the guide are summed
-    out.
+    missed. Latent sites marked ``infer={"enumerate": "parallel"}`` and not in the guide are summed out.
 
     Raises:
         ValueError: for fewer than 25 draws, a subsampled plate, a guide that is a point mass in

@@ -16,17 +16,13 @@ def compare(fits: Mapping[str, Result], *, var_name: str | None = None, **option
     """``arviz.compare`` of fits to the same data, and what each fit says of itself.
 
     ArviZ's columns rank *models* by how well they predict a datum that is left out; behind them are
-    ``elbo``, ``elbo_se`` in nats, and the ``decision`` of the verdict.  The ELBO compares *guides* of
-    one model: it is a lower bound of the log evidence, which a better guide raises; between models it
-    mixes the evidence with how good the guides are.  Not for fits that are "unusable".
+    ``elbo``, ``elbo_se`` in nats, which compare *guides* of one model, and the ``decision`` of the
+    verdict.  Not for fits that are "unusable".
 
     Args:
         fits: by name; of :func:`pyro_ngvi.fit`, with all data.
         var_name: the observed site, where there are several.
-        options: of ``arviz.compare``.
-
-    Returns:
-        A pandas ``DataFrame``, the best model first.
+        options: of ``arviz.compare``, whose ``DataFrame`` it returns, the best model first.
 
     Raises:
         ValueError: where a model has no likelihood by datum, or the data differ.
@@ -63,7 +59,7 @@ def compare(fits: Mapping[str, Result], *, var_name: str | None = None, **option
 
 
 def _check_same(first: str, before: np.ndarray, name: str, data: np.ndarray) -> None:
-    """Refuse data (N,) of a fit that are others than those of the first."""
+    """Refuse data (N,) of another fit than those of the first."""
     if before.shape == data.shape:
         # in float32, which one of the models may hold them in
         others = (before.astype(np.float32) != data.astype(np.float32)).sum()
