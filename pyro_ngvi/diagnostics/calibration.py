@@ -168,11 +168,11 @@ def calibrate(
 
     Not for the data at hand: an average over the prior says nothing of one posterior, which
     :func:`pyro_ngvi.diagnose` judges.  Nor for likelihoods under ``poutine.scale``, from which data are
-    not drawn; nor with a guide that reads the data from its arguments, since these, and so masks,
-    plates and lags of a series, stay those that are given.
+    not drawn; nor with a guide that reads the data from its arguments, which stay those that are given,
+    and so masks, plates and lags of a series.
 
-    Each fit begins with an empty parameter store; the user's own is left alone.  Until one fit has
-    worked its error is raised; later ones are warned of and kept.  Ctrl-C ends it with what there is.
+    Each fit has a parameter store of its own.  Until one fit has worked its error is raised; later ones
+    are warned of and kept.  Ctrl-C ends it with what there is.
 
     Args:
         model: the Pyro model.

@@ -15,8 +15,9 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import astuple
 from functools import partial
+from operator import itemgetter
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyro
 import torch
@@ -60,44 +61,30 @@ def corrected(guide: Any, *args: Any, points: int | None = None, **kwargs: Any) 
         the slices; Oh & Berger 1992, Adaptive importance sampling in Monte Carlo integration, J. Stat.
         Comput. Simul. 41, for the rounds.
     """
-    return proposal(collapse(guide, *args, points=points, **kwargs)).guide
+    return proposal(collapse(guide, *args, points=points, **kwargs))
 
 
-class Proposal(NamedTuple):
-    """A guide of a whole hierarchy, draws (S, d) of its globals, unconstrained, and their weights."""
-
-    guide: ExactUnits
-    theta: Tensor
-    weights: KHat
-
-
-def proposal(model: Collapsed, draws: int = DRAWS) -> Proposal:
-    """That r(v) of the smallest k-hat among a few."""
-    layout = LatentLayout(model.guide.globals.prototype_trace)
-
-    def weighed(guide: ExactUnits) -> Proposal:
-        theta, log_r = _drawn(guide, layout, draws)
-        log_w = (log_density(model, layout, theta) - log_r).cpu().numpy()
-        return Proposal(guide, theta, khat_from_log_weights(log_w))
-
-    best, plain = None, ExactUnits(model)
-    theta, _ = _drawn(plain, layout, max(draws, EACH * layout.dim))
+def proposal(model: Collapsed, draws: int = DRAWS) -> ExactUnits:
+    """With that r(v) of the smallest k-hat among a few."""
+    layout, tried = LatentLayout(model.guide.globals.prototype_trace), []
+    theta, _ = _drawn(ExactUnits(model), layout, max(draws, EACH * layout.dim))
     mean, covariance = theta.mean(0), theta.mT.cov().reshape(2 * theta.shape[1:])
     if not bool((covariance.diagonal() > 0.0).all()):  # a guide that is a point in some of them
-        return weighed(plain)
+        return ExactUnits(model)
     for _ in range(ROUNDS):
-        found = weighed(ExactUnits(model, _Sliced(model, layout, mean, covariance)))
-        if best is None or found.weights.khat < best.weights.khat:
-            best = found
-        ess, d = found.weights.ess, layout.dim
-        if found.weights.khat <= LIGHT or not MIN_DRAWS + d * (d + 1) / 2 <= ess <= EVEN * draws:
+        guide = ExactUnits(model, _Sliced(model, layout, mean, covariance))
+        theta, log_r = _drawn(guide, layout, draws)
+        log_w = (log_density(model, layout, theta) - log_r).cpu().numpy()
+        weights, d = khat_from_log_weights(log_w), layout.dim
+        tried.append((weights.khat, guide))
+        few = weights.ess < MIN_DRAWS + d * (d + 1) / 2
+        if weights.khat <= LIGHT or few or weights.ess > EVEN * draws:
             break
-        w = torch.from_numpy(found.weights.psis_log_weights).to(theta).exp()
-        mean = w @ found.theta
-        rest = w.sqrt().unsqueeze(-1) * (found.theta - mean)
+        w = torch.from_numpy(weights.psis_log_weights).to(theta).exp()
+        mean = w @ theta
+        rest = w.sqrt().unsqueeze(-1) * (theta - mean)
         covariance = rest.mT @ rest
-    assert best is not None
-    return best
+    return min(tried, key=itemgetter(0))[1]
 
 
 def moved_by_weights(
@@ -111,7 +98,7 @@ def moved_by_weights(
         collapsed = Collapsed(guide, args, kwargs, None)
         if collapsed.is_rough:
             return None
-        exact = Fitted(model, proposal(collapsed, draws).guide, args, kwargs).draw(draws, None)
+        exact = Fitted(model, proposal(collapsed, draws), args, kwargs).draw(draws, None)
         if not (exact.weights.khat <= PARETO or exact.weights.ess >= EVEN * draws):
             return None
         layout = LatentLayout(guide.prototype_trace)

@@ -35,8 +35,6 @@ class KHat:
     * ``"resample"``: take resampled draws, as ``to_arviz(..., resample="psis")`` gives;
     * ``"unusable"``: neither can be relied on.
 
-    ``verdict`` says so in words, with the reason, and ``ok`` is true for ``"intervals"`` alone.
-
     A good k-hat says that weighted draws can be relied on, *not* that the draws can.
 
     When not to use it: it judges the joint posterior, so with hundreds of latents it refuses guides
@@ -56,8 +54,7 @@ class KHat:
         slope: the steepest slope of the ELBO along a latent entry; a fit that had ended has none that
             stands out of its noise.
         missed: nats by which lower bounds on the evidence from draws of the prior exceed the guide's
-            own estimate; positive where the guide has missed a mode. ``None`` where the prior cannot
-            be drawn from, or sites are summed out.
+            own estimate; positive where the guide has missed a mode. ``None``: not known.
         elbo: mean of log p(data, z) - log q(z) over the draws, in nats, and ``elbo_error`` its standard
             error; NaN where only normalised weights were given.
         tail: the tail of the weights.
@@ -111,8 +108,8 @@ class KHat:
 
     @property
     def unsure(self) -> bool:
-        """Whether more draws may tell if these can be resampled: k-hat is below its bound, not by two
-        standard errors, (1 + k) / sqrt(M) for M in the tail; or above it for so few draws only."""
+        """Whether more draws may tell if these can be resampled: k-hat is within two standard errors
+        of its bound, (1 + k) / sqrt(M) for M in the tail, or above it for so few draws only."""
         if self.khat > self.threshold or self.tail is None:
             return self.threshold < self.khat <= PARETO
         error = (1.0 + self.khat) / max(1, len(self.tail.at)) ** 0.5

@@ -18,13 +18,11 @@ from .arviz_compat import elpd_data
 from .diagnosis import Diagnosis
 from .draws import Draws, Fitted, compact, mask_of, random_state, sites_of_kind, with_likelihood
 from .groups import name_dims, observations
-from .khat import KHat, khat_from_log_weights
+from .khat import PARETO, KHat, khat_from_log_weights
 from .verdict import MORE, judge, may_draw_more
 
 #: log likelihoods that are held at once: a GiB, in float32 as `to_arviz` stores so many of them
 HELD = 2**28
-#: the k-hat above which Vehtari et al. do not trust a density
-TRUSTED = 0.7
 #: observed sites above which they are a series, of which a user would hardly choose one
 FEW = 8
 
@@ -220,8 +218,8 @@ class UnitLOO:
     khat: Tensor = field(repr=False)
 
     def __str__(self) -> str:
-        bad = int((self.khat > TRUSTED).sum())
-        word = f"; k-hat above {TRUSTED} in {bad}" if bad else ""
+        bad = int((self.khat > PARETO).sum())
+        word = f"; k-hat above {PARETO} in {bad}" if bad else ""
         return (
             f"elpd_loo {self.elpd:.2f} nats, standard error {self.se:.2f} "
             f"(of {len(self.pointwise)} units{word})"
@@ -247,10 +245,7 @@ def loo_units(
         ValueError: where a datum outside the plate of units is of several, or for fewer than 25 draws.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
-        >>> from pyro_ngvi.diagnostics import loo_units
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model(y):
         ...     m = pyro.sample("m", dist.Normal(0.0, 5.0))
         ...     s = pyro.sample("s", dist.HalfNormal(5.0))
@@ -258,11 +253,8 @@ def loo_units(
         ...         u = pyro.sample("u", dist.Normal(m, s))
         ...         pyro.sample("y", dist.Normal(u, 2.0), obs=y)
         >>> y = torch.tensor([3.0, 5.0, 1.0, -2.0])
-        >>> guide = ngvi.AutoHierarchical(model)
-        >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(16))
-        >>> losses = [svi.step(y) for _ in range(30)]
-        >>> found = loo_units(guide, y)
-        >>> found.pointwise.shape
+        >>> fit = ngvi.fit(model, y, guide="AutoHierarchical", max_steps=30, progress=False, seed=0)
+        >>> ngvi.diagnostics.loo_units(fit.guide, y).pointwise.shape
         torch.Size([4])
     """
     if guide.units.is_block:

@@ -43,8 +43,7 @@ class OverBatches:
             site stands in the plate.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> import pyro_ngvi as ngvi
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model(y):
         ...     m = pyro.sample("m", dist.Normal(0.0, 1.0))
         ...     with pyro.plate("data", 100, subsample_size=len(y)):

@@ -145,7 +145,7 @@ def advise(
 ) -> Advice:
     """Which guide, optimizer and loss :func:`pyro_ngvi.fit` takes for a model, and why.
 
-    What is given is kept, the rest goes with it:
+    By the structure of the model alone.  What is given is kept, the rest goes with it:
 
     * guide: :class:`~pyro_ngvi.AutoSites` where a latent site is a Gaussian process or a chain of this
       package, and it takes the model; :class:`~pyro_ngvi.AutoHierarchical` where at least half of the

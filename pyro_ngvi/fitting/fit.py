@@ -252,9 +252,7 @@ def fit(
             :class:`~pyro_ngvi.AutoCouplingFlow` up to 100 latent variables, until draws of one may be
             taken as they are (and no other mode was seen), or it gains no more than its standard error.
             The first takes a minute at most, and goes on in the end if it was the best.
-        optim: an optimizer, a class (or function of the guide), or the name of one of this package.
-        loss: a loss of Pyro's or of this package.
-        num_particles: draws of a step, for the loss that is chosen.
+        optim: as for :func:`pyro_ngvi.advise`; so ``loss`` and ``num_particles``.
         data: minibatches: a ``DataLoader``, or another iterable that can be gone through again, of
             tuples of arguments.  ``args`` are then those of all data, for what is read afterwards;
             without them that goes over minibatches (:class:`~pyro_ngvi.diagnostics.OverBatches`).
@@ -268,8 +266,7 @@ def fit(
             on several processes, whose reads are calls of all of them, but ``print``, ``elbo`` and
             ``khat``; the guide is a Gaussian over all latent variables, if not given.
         progress: whether to show a bar, or lines at growing intervals where the output is no terminal.
-        checkpoint: a file that is written every so often and at the end; :func:`pyro_ngvi.load`.
-        every: seconds between checkpoints.
+        checkpoint: a file for :func:`pyro_ngvi.load`, written ``every`` so many seconds and at the end.
         callbacks: functions of the fit, called after each step; one that returns ``True`` ends it.
 
     Raises:

@@ -84,9 +84,8 @@ class StopRule:
         ValueError: for arguments out of range.
 
     Example:
-        >>> import pyro, pyro.distributions as dist
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
         >>> def model():
         ...     pyro.sample("x", dist.Gamma(9.0, 3.0))
         >>> pyro.set_rng_seed(0)
