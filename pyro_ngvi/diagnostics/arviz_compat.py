@@ -24,8 +24,7 @@ def from_groups(
     """Builds ArviZ's container from plain arrays: ``InferenceData`` (0.x) or ``DataTree`` (1.x).
 
     Arrays are (chain, draw, *rest) where sampled, else ``rest``, whose dimensions ``dims`` names by
-    variable; of the groups of predictions, whose rows are others, ``pred_dims`` does.  A slash in a
-    name, which netCDF refuses, becomes a dot.  ``attrs`` go to the root and to ``posterior``.
+    variable, or ``pred_dims``.  A slash in a name, which netCDF refuses, becomes a dot.
     """
     arviz = _arviz()
     old = arviz.__version__.startswith("0.")
@@ -82,8 +81,7 @@ def summary(data: Any, **kwargs: Any) -> Any:
 def elpd_data(
     terms: np.ndarray, fitted: np.ndarray, shapes: np.ndarray, dims: Mapping[str, int], draws: int
 ) -> Any:
-    """What ``arviz.loo`` returns, and its warning: of log p(y_i | y_-i) (N,), log p(y_i | y), and k-hat
-    of each, for data of these dimensions together and so many draws."""
+    """What ``arviz.loo`` returns of log p(y_i | y_-i) (N,), log p(y_i | y) and k-hats; its warning."""
     import xarray as xr
 
     def shaped(x: np.ndarray) -> Any:

@@ -91,8 +91,7 @@ def moved_by_weights(
     model: Any, guide: AutoHierarchical, args: Any, kwargs: Any, draws: int
 ) -> tuple[dict[str, Moved], dict[str, Moved]] | None:
     """By how much a trained guide is off, with its units integrated out, from so many draws of r, or
-    2000 where these leave it open: sites as they are, and unconstrained where that differs.  ``None``
-    where quadrature or weights are not to be relied on."""
+    2000 where these leave it open; ``None`` where quadrature or weights are not to be relied on."""
     start = perf_counter()
     with suppress(ValueError, CannotBatch):  # data of several units, a likelihood without vmap
         collapsed = Collapsed(guide, args, kwargs, None)

@@ -273,8 +273,7 @@ def _by_chains(
 def run_chains(
     log_prob: Callable[[Tensor], Tensor], start: Tensor, num_steps: int
 ) -> tuple[Tensor, float]:
-    """Hamiltonian Monte Carlo on ``log_prob``, (S, d) to (S,), all chains at once, and the share
-    accepted; trajectories have random lengths, the same for all chains."""
+    """The ends (S, d) of all chains at once on ``log_prob``, (S, d) to (S,), and the share accepted."""
     S, d = start.shape
     center = start.mean(0)
     factor, info = torch.linalg.cholesky_ex(torch.cov(start.mT).reshape(d, d))

@@ -95,7 +95,6 @@ class Fitted:
         joint: the model with its enumerated sites summed out, all arguments bound.
         in_sum: the sites of ``joint``.
         shown: the latent and deterministic sites whose values the sum leaves as they are.
-        parameters: those of the model, constrained.
         whole: the model, where it is that of several processes, which are all at the same call then.
         batches: the model, where it is one of minibatches; the rest is then of the first of them.
         seconds: what the last call of ``draw`` took.

@@ -145,15 +145,13 @@ def _left_out(
 def _one(
     log_l: np.ndarray, log_ratio: np.ndarray, log_weights: np.ndarray
 ) -> tuple[float, float, float, bool]:
-    """log p(y_i | y_-i), log p(y_i | y), k-hat of the weights of the former, whether it is too large.
-
-    From log p(y_i | z_s) (S,), log p(y, z_s) / q(z_s) (S,), up to a constant, and the same smoothed and
-    normalised.  A k-hat that does not matter, of weights that are equal in practice, is its bound.
-    """
+    """log p(y_i | y_-i), log p(y_i | y), k-hat of the weights of the former, whether it is too large:
+    from log p(y_i | z_s), log p(y, z_s) / q(z_s) up to a constant, and the same smoothed, (S,)."""
     log_l = log_l.astype(np.float64)
     without, found = _without(log_l, log_ratio)
     if math.isnan(without):
         return without, without, found.khat, False
+    # it does not matter where weights are equal in practice
     k = min(found.khat, found.threshold) if found.reliable else found.khat
     return without, float(np.logaddexp.reduce(log_l + log_weights)), k, k > found.threshold
 

@@ -72,8 +72,7 @@ def by_site(
 
 
 def moved(before: Tensor, after: Tensor) -> Moved:
-    """Estimates (1) of :mod:`.diagnosis`, entry by entry, from draws (S, ...) of a site and where their
-    chains ended."""
+    """Estimates (1) of :mod:`.diagnosis` from draws (S, ...) of a site and where their chains ended."""
     S, rounding = len(before), 64.0 * torch.finfo(before.dtype).eps
     before, after = before.double(), after.double()
     a, b = before - before.mean(0), after - after.mean(0)

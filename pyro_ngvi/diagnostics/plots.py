@@ -79,12 +79,11 @@ def plot_sites(guide: Any, group: str | None = None, ax: Any = None) -> Any:
 
 def _variances(precision: Tensor) -> Tensor:
     """The diagonal (N, k) of Lambda^-1, 0 where Lambda is not positive definite."""
-    k = precision.shape[-1]
-    identity = torch.eye(k, dtype=precision.dtype, device=precision.device)
     chol, info = torch.linalg.cholesky_ex(precision)
-    chol = torch.where((info == 0).reshape(-1, 1, 1), chol, identity)
-    half = torch.linalg.solve_triangular(chol, identity.expand_as(chol), upper=False)
-    return torch.where((info == 0).unsqueeze(-1), half.square().sum(-2), 0.0)
+    proper = (info == 0).unsqueeze(-1)
+    identity = torch.eye(precision.shape[-1]).to(precision)
+    inverse = torch.cholesky_inverse(torch.where(proper.unsqueeze(-1), chol, identity))
+    return torch.where(proper, inverse.diagonal(dim1=-2, dim2=-1), 0.0)
 
 
 def _limits(mean: Tensor, peaks: Tensor) -> tuple[float, float]:

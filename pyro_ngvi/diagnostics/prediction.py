@@ -123,9 +123,8 @@ def _kept(kept: Any, num_samples: int | None, arguments: list[Any]) -> dict[str,
 
 
 class NewData:
-    """A model at new arguments, its latent sites fixed at posterior draws ``values`` (S, ...), by site,
-    or as :func:`to_arviz` names it; with ``may_lack`` of more sites than the model has.  Those in
-    ``from_prior`` are drawn from the model."""
+    """A model at new arguments, its latent sites but for ``from_prior`` fixed at posterior draws
+    ``values`` (S, ...), by site or :func:`to_arviz`'s name; with ``may_lack`` of further ones too."""
 
     def __init__(
         self,
@@ -207,8 +206,7 @@ def simulate(
     batch_size: int | None,
     small: bool = True,
 ) -> dict[str, Tensor]:
-    """The named sites, (S, ...), where all but those in ``values`` are drawn from the model, those
-    ``observed`` too; ``small`` stores large arrays in float32."""
+    """The named sites, (S, ...), where all but ``values`` are drawn from the model, data too."""
 
     def chosen(sites: Sites) -> Parts:
         found = {name: sites[name]["value"] for name in names}

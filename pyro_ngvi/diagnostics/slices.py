@@ -45,10 +45,8 @@ FLAT = 1e-6
 def copula(
     log_density: Callable[[Tensor], Tensor], mean: Tensor, covariance: Tensor
 ) -> dist.TransformedDistribution:
-    """The distribution over vectors (d,) that has the marginals of slices through a Gaussian.
-
-    ``log_density`` maps points (N, d) to (N,); it may be NaN or infinite away from the mean.
-    """
+    """The distribution over vectors (d,) that has the marginals of slices through a Gaussian;
+    ``log_density``, (N, d) to (N,), may be NaN or infinite away from the mean."""
     sd = covariance.diagonal().sqrt()
     x, logs = _slices(log_density, mean, covariance / sd)
     root = torch.linalg.cholesky(covariance / sd / sd.unsqueeze(-1))
@@ -95,10 +93,8 @@ def _slices(log_density: Any, mean: Tensor, columns: Tensor) -> tuple[Tensor, Te
 
 
 class Pieces:
-    """Densities whose logarithms are ``logs`` (d, P) at points x (P,), straight between these and on.
-
-    Slopes and masses (d, P + 1) are those of the pieces: the one below x_0, those between, the last.
-    """
+    """Densities whose logarithms are ``logs`` (d, P) at points x (P,), straight between these and on;
+    the pieces (d, P + 1) are the one below x_0, those between, the last."""
 
     def __init__(self, x: Tensor, logs: Tensor) -> None:
         width, logs = x.diff(), logs - logs.amax(-1, keepdim=True)

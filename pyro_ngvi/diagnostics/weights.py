@@ -105,9 +105,7 @@ def smoothed(log_weights: np.ndarray, tail: Tail | None = None) -> np.ndarray:
 
 def systematic_resample(log_weights: np.ndarray, offset: float) -> np.ndarray:
     """Places (S,), ascending, of S draws in proportion to normalised weights; ``offset`` in [0, 1).
-
-    Place s comes floor(S w_s) or ceil(S w_s) times: equal weights take every place once.
-    """
+    Place s comes floor(S w_s) or ceil(S w_s) times."""
     share = np.cumsum(np.exp(log_weights))
     points = (np.arange(len(share)) + offset) / len(share)
     # the sum of all shares is 1 up to rounding
@@ -134,10 +132,8 @@ class Shift:
 
 @dataclass(frozen=True)
 class Slope:
-    """The steepest slope of the ELBO along an entry: ``size`` and its standard ``error``, in sds.
-
-    ``excess`` is |slope| less 1 + sqrt(2 log 2n) standard errors, the largest noise of 2n slopes.
-    """
+    """The steepest slope of the ELBO along an entry: ``size`` and its standard ``error``, in sds;
+    ``excess`` is |slope| less 1 + sqrt(2 log 2n) errors, the largest noise of 2n slopes."""
 
     name: str
     what: str
@@ -187,8 +183,7 @@ def _shift(x: np.ndarray, w: np.ndarray, even: np.ndarray) -> np.ndarray:
 
 
 def steepest(draws: Mapping[str, np.ndarray], log_ratio: np.ndarray) -> Slope | None:
-    """The slope of the ELBO that stands out most of its noise, over the entries of all quantities:
-    of unconstrained ``draws`` (S, *shape), and log p - log q (S,) there."""
+    """The slope that stands out most of its noise, of unconstrained ``draws`` (S, *shape) by name."""
     found = None
     for name, quantity in draws.items():
         if not quantity.size:
@@ -246,10 +241,8 @@ def prior_evidence(
     batch_size: int | None = None,
     joints: Callable[[], Iterable[tuple[float, Any]]] | None = None,
 ) -> Evidence | None:
-    """The mean likelihood over draws of the prior; ``None`` where it cannot be drawn from.
-
-    ``joints``: the model of each minibatch, with its share of the data, where ``model`` is one of them.
-    """
+    """The mean likelihood over draws of the prior; ``None`` where it cannot be drawn from.  ``joints``
+    give the model of each minibatch with its share, where ``model`` is one of them."""
 
     def likelihood(sites: Sites) -> Parts:
         terms = {name: site_log_prob(site) for name, site in sites.items()}

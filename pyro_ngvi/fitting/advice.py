@@ -255,10 +255,8 @@ def _loss_for(kind: type, rule: Any, num_particles: int | None) -> Any:
 
 
 def way_of_effect(model: Any, args: Any, kwargs: Any) -> str:
-    """What suits a model with an effect better than one Gaussian, in words; empty where it has none.
-
-    As the scale of an effect z goes to 0 either its prior narrows, or data cease to depend on z.
-    """
+    """What suits a model with an effect better than one Gaussian, in words; empty where it has none:
+    as the scale of an effect z goes to 0 either its prior narrows, or data cease to depend on z."""
     failures = suppress(ValueError, RuntimeError, NotImplementedError)
     with failures, own_random_state(0), poutine.block(), ModuleParams():
         return _way(model, args, kwargs)

@@ -100,8 +100,8 @@ class GapMeter:
                 n *= 2
 
     def newton_step(self, n: int) -> bool:
-        """Move what the guide holds to the optimum, by x of equation (2) from n gradients of new noise,
-        or by a part of it; whether the mean loss over that noise falls so."""
+        """Move what the guide holds by x of equation (2), from n gradients of new noise, or a part of
+        it; whether the mean loss over that noise falls so."""
         self._first += self._used
         with self._at_answer():
             self.count, self._used, half = 0, n, n // 2
@@ -151,8 +151,7 @@ class GapMeter:
         return gap, x
 
     def _is_flat(self, direction: Parts, curvature: float, others: list[Parts]) -> bool:
-        """Whether nothing is to be gained along a direction of no curvature, as where factors turn
-        without a change of q: no slope but noise, and -H is small, or the shift leads far away."""
+        """Whether a direction gains nothing: no slope but noise, and -H small, or the shift too far."""
         slopes = torch.tensor([_dot(direction, b) for b in others], dtype=torch.float64)
         steep = abs(float(slopes.mean())) > 2.0 * float(slopes.std()) / math.sqrt(len(others))
         return not steep and not -FAR < curvature / self._inner(direction) < -FLAT
@@ -251,8 +250,7 @@ def _mean(drawn: list[Parts]) -> Parts:
 
 
 def trimmed_mean(x: Tensor) -> tuple[float, float]:
-    """The mean without the tenths at both ends, which a few losses in a tail do not move, and its
-    standard error (Tukey & McLaughlin 1963)."""
+    """The mean without the tenths at both ends, and its standard error (Tukey & McLaughlin 1963)."""
     x, cut = x.sort().values, len(x) // 10
     kept = x[cut : len(x) - cut]
     winsorized = x.clamp(kept[0], kept[-1])

@@ -81,8 +81,8 @@ class Progress:
 
 @contextmanager
 def signals() -> Iterator[list[str]]:
-    """Within it Ctrl-C and SIGTERM are noted, as "interrupted" or "terminated", and no step is cut
-    off; a second Ctrl-C raises at once.  Other threads than the main one cannot listen, and do not."""
+    """Within it Ctrl-C and SIGTERM are noted, and no step is cut off; a second Ctrl-C raises at once.
+    Other threads than the main one cannot listen, and do not."""
     noted: list[str] = []
     names = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 

@@ -296,8 +296,7 @@ class StopRule:
         return 1_000 * self.steps + s
 
     def _arguments(self, s: int, batches: list[Any], args: Any) -> tuple[Any, ...]:
-        """The arguments of gradient number s, of the ``batches`` of this look: each few in an order of
-        their own, as minibatches of one epoch are correlated."""
+        """Those of gradient s, of this look: minibatches of one epoch, in one order, are correlated."""
         if self.batches is None:
             return args
         while len(batches) <= s:
