@@ -137,11 +137,8 @@ class Fitted:
         LatentSupports(guide).check(self.sites)
         with torch.no_grad():
             check_data(self.sites, self.model, drawn)
-        self.parameters = {
-            name: x.detach().cpu().numpy()
-            for name, x in of_model.params.items()
-            if name not in of_guide.params
-        }
+        params = {n: x for n, x in of_model.params.items() if n not in of_guide.params}
+        self.parameters = {name: x.numpy(force=True) for name, x in params.items()}
         self.joint = summed_out(self.model, self.sites)
         values = {name: self.sites[name]["value"] for name in self.latent}
         summed = self.joint is not self.model

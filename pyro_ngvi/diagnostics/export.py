@@ -140,7 +140,6 @@ def to_arviz(
     sites, observed = fitted.sites, sites_of_kind(fitted.sites, "observed")
     if fitted.batches is not None:  # the rest has numbers for each datum
         observed, log_likelihood = [], False
-    groups: dict[str, dict[str, np.ndarray]] = {}
     with random_state(seed):
         likelihoods = with_likelihood(fitted) if log_likelihood else ()
         draws = fitted.draw(num_samples, batch_size, likelihoods)
@@ -161,7 +160,7 @@ def to_arviz(
             posterior = _with_discrete(fitted, fitted.joint, values, num_samples)
             values = values | {name: posterior[name] for name in fitted.joint.names}
             shown = list(posterior)
-        groups["posterior"] = per_draw(posterior)
+        groups = {"posterior": per_draw(posterior)}
         groups["log_prior"] = per_draw(draws.log_prior)
         groups["log_likelihood"] = per_draw(draws.log_likelihood)
         attrs |= {
@@ -176,8 +175,7 @@ def to_arviz(
             "decision": decision,
             "verdict": verdict,
         }
-        stats = per_draw({"lp": draws.log_joint, "log_q": draws.log_q})
-        stats |= per_draw({"log_weights": own.log_weights})
+        stats = {"lp": draws.log_joint, "log_q": draws.log_q, "log_weights": own.log_weights}
         if resample:
             weights = own.psis_log_weights
             asked = "corrected=True" if corrected else 'resample="psis"'
@@ -186,12 +184,12 @@ def to_arviz(
                 warnings.warn(f"{asked} {how}. {verdict}", RuntimeWarning, stacklevel=2)
             kept = systematic_resample(weights, float(torch.rand((), dtype=torch.float64)))
             values = {n: x[torch.from_numpy(kept).to(x.device)] for n, x in values.items()}
-            stats |= per_draw({"resampled_from": kept})
+            stats["resampled_from"] = kept
             for group in groups.values():
                 group |= {name: x[:, kept] for name, x in group.items()}
             attrs["resample"] = "corrected" if corrected else resample
             attrs |= {"resample_ess": float(1 / np.exp(2 * weights).sum())}
-        groups["sample_stats"] = stats
+        groups["sample_stats"] = per_draw(stats)
         if drawable := observed if _can_be_drawn(fitted, observed) else []:
             for note in fixed_parameters(fitted.model, sites, draws.values):
                 warnings.warn(note, stacklevel=2)

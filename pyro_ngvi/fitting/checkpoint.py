@@ -99,13 +99,10 @@ def collect(svi: SVI, stop: Any = None, batches: Any = None, extra: Any = None) 
     trained = () if stepped is None else stepped.optim_objs
     names = {str(store.param_name(p)) for p in trained if id(p) not in owned}
     names |= {name for name in unconstrained if name.startswith(BASELINES)}
+    versions = {"pyro_ngvi": __version__, "torch": str(torch.__version__), "pyro": pyro.__version__}
     return {
         "format": FORMAT,
-        "versions": {
-            "pyro_ngvi": __version__,
-            "torch": str(torch.__version__),
-            "pyro": pyro.__version__,
-        },
+        "versions": versions,
         "guide": {
             "name": called(guide),
             "stored": _stored(guide),
