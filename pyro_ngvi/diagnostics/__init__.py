@@ -3,7 +3,7 @@
 from ..probing.vectorized import check_vectorized
 from ..runtime.model_density import ModelDensity
 from ..sites.leave_one_out import Influence, SiteLOO
-from .calibration import Calibration, calibrate
+from .calibration import Calibration, Uniformity, calibrate
 from .correction import corrected
 from .diagnosis import Diagnosis, diagnose
 from .export import to_arviz
@@ -14,7 +14,6 @@ from .moved import Moved
 from .over_batches import OverBatches
 from .prediction import predict
 from .summary import summary
-from .uniformity import Uniformity
 from .verdict import khat
 
 __all__ = [

@@ -1,9 +1,7 @@
 """ArviZ 0.x and 1.x behind one interface: the only file that knows which of them is installed.
 
-ArviZ 1.0 replaced ``InferenceData`` by xarray's ``DataTree`` and changed the form of ``from_dict``:
-what either version expects the other one misreads, in part without an error. This file needs
-neither torch nor Pyro, and imports nothing else of this package, so that it can be tested where
-only ArviZ is installed. ArviZ takes as long to import as torch, so it is imported at the first use.
+It needs neither torch nor Pyro, nor anything else of this package, so that it can be tested where only
+ArviZ is installed. ArviZ takes as long to import as torch, so it is imported at the first use.
 """
 
 import warnings
@@ -25,21 +23,8 @@ def from_groups(
 ) -> Any:
     """Builds ArviZ's container from plain arrays: ``InferenceData`` (0.x) or ``DataTree`` (1.x).
 
-    Args:
-        groups: by group and variable; (chain, draw, *rest) where sampled, else ``rest``. A slash in
-            the name of a variable or a dimension, which netCDF refuses, becomes a dot.
-        coords: dimension name to labels; a dimension without labels counts from 0.
-        dims: names of the dimensions ``rest`` by variable, in every group but ``sample_stats``, whose
-            variables have none. ``log_likelihood`` and ``log_prior``, without event dimensions, take
-            the leading names.
-        pred_dims: the same for the groups ``predictions`` and ``predictions_constant_data``,
-            where neither ``coords`` nor ``dims`` hold, because their rows are others.
-        attrs: stored on the root and on the group ``posterior``.
-
-    Example:
-        >>> data = from_groups({"posterior": {"w": np.zeros((1, 4, 2))}}, dims={"w": ["feature"]})
-        >>> data["posterior"]["w"].dims
-        ('chain', 'draw', 'feature')
+    Arrays are (chain, draw, *rest) where sampled, else ``rest``, whose dimensions ``dims`` names by
+    variable, or ``pred_dims``.  A slash in a name, which netCDF refuses, becomes a dot.
     """
     arviz = _arviz()
     old = arviz.__version__.startswith("0.")
@@ -83,14 +68,7 @@ def _without_slashes(by_name: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary(data: Any, **kwargs: Any) -> Any:
-    """``arviz.summary`` without the figures of Markov chains; see :func:`pyro_ngvi.summary`.
-
-    Example:
-        >>> draws = np.linspace(-1.0, 1.0, 101).reshape(1, 101)
-        >>> table = summary(from_groups({"posterior": {"x": draws}}))
-        >>> [name for name in table.columns if "hat" in name or "ess" in name or "mcse" in name]
-        []
-    """
+    """``arviz.summary`` without the figures of Markov chains; see :func:`pyro_ngvi.summary`."""
     kind = kwargs.pop("kind", "stats")
     if not str(kind).startswith("stats"):
         raise ValueError(
@@ -103,13 +81,7 @@ def summary(data: Any, **kwargs: Any) -> Any:
 def elpd_data(
     terms: np.ndarray, fitted: np.ndarray, shapes: np.ndarray, dims: Mapping[str, int], draws: int
 ) -> Any:
-    """What ``arviz.loo`` returns, and its warning.
-
-    Args:
-        terms: log p(y_i | y_-i) (N,), ``fitted`` log p(y_i | y), and ``shapes`` k-hat of each.
-        dims: names and sizes of the dimensions that the data have together.
-        draws: S.
-    """
+    """What ``arviz.loo`` returns of log p(y_i | y_-i) (N,), log p(y_i | y) and k-hats; its warning."""
     import xarray as xr
 
     def shaped(x: np.ndarray) -> Any:
@@ -127,7 +99,6 @@ def elpd_data(
             f"Estimated shape parameter of Pareto distribution is greater than {frame.good_k:.2f} for "
             f"{bad} of {terms.size} data: leaving one out changes the posterior so much that weights "
             f"cannot tell. Refit without these, or take a more robust model.",
-            UserWarning,
             stacklevel=3,
         )
     old, n = _arviz().__version__.startswith("0."), terms.size
@@ -152,10 +123,7 @@ def compare(elpds: Mapping[str, Any], **kwargs: Any) -> Any:
 
 
 def labelled(data: Any, values: Mapping[str, np.ndarray], **selection: Any) -> Any:
-    """One number for each entry of the posterior as a series with the labels of :func:`summary`.
-
-    ``values`` are arrays without the dimensions of draws, by variable.
-    """
+    """A number for each entry, by variable, as a series with the labels of :func:`summary`."""
     import xarray as xr
 
     few = {name: data["posterior"][name].isel(chain=[0], draw=slice(4)) for name in values}

@@ -5,7 +5,8 @@ the exact posterior given y are exchangeable, so that with u uniform on [0, 1]
 
     PIT = (#{s: theta_s < theta} + u (1 + #{s: theta_s = theta})) / (S + 1)                       (1)
 
-is uniform, for discrete theta too.
+is uniform, for discrete theta too.  z = Phi^-1(PIT) has over many fits the mean by which the truth lies
+above the draws, in sds of theirs, and as its sd that which they should have, over theirs.
 """
 
 from __future__ import annotations
@@ -32,17 +33,68 @@ from .arviz_compat import from_groups
 from .draws import Fitted, guide_draws, random_state, refuse_minibatches, sites_of_kind
 from .groups import name_dims, per_draw
 from .prediction import fixed_parameters, simulate
-from .uniformity import ALPHA, Uniformity, uniformity
 
 #: simulations below which limits of many are too far for p-values
 FEWEST = 20
+#: probability of an alarm, over all tests of a site together, where nothing is wrong
+ALPHA = 0.01
+
 #: the log density of data and latent sites together, whose PITs stand beside those of the sites
 JOINT = "log_joint"
 
 
 @dataclass(frozen=True)
+class Uniformity:
+    r"""What the PITs of a site say, entry by entry: arrays of the shape of the site.
+
+    Attributes:
+        bias: by how many sds of the guide the truth lies above its draws: positive, they are too low.
+        ratio: sd that the draws should have, over theirs: above 1, theirs is too small.
+        uniform: p-value of Kolmogorov and Smirnov's test of the PITs.
+        symmetric: p-value of :math:`\sup_x |F(x) + F(1 - x) - 1|`, the distance of PITs and 1 - PITs,
+            which is zero, but for noise, where the guide is not biased (Yao et al., section 3).  From
+            the ends inwards the signs of PIT - 1/2 are a random walk: here the p-value is that of its
+            limit, the maximum of a Brownian motion, where the paper's own fails too often.
+        spread: p-value of :math:`\sum (z - \bar z)^2`, which has :math:`\chi^2_{N-1}`.
+    """
+
+    bias: np.ndarray
+    ratio: np.ndarray
+    uniform: np.ndarray
+    symmetric: np.ndarray
+    spread: np.ndarray
+
+    @property
+    def p_value(self) -> float:
+        """The smallest of all p-values, times how many there are."""
+        of_all = np.stack([self.uniform, self.symmetric, self.spread])
+        return float(min(1.0, of_all.size * of_all.min()))
+
+    def findings(self, alpha: float = ALPHA) -> list[str]:
+        """What is wrong, in words, by p-values below ``alpha`` over their number."""
+        level = alpha / (3 * self.bias.size)
+        skewed, spread = self.symmetric < level, self.spread < level
+        bias, ratio, n = self.bias, self.ratio, self.bias.size
+        by_sd = "by {:.2g} sd".format
+        by_factor = "by a factor of {:.2g}".format
+        kinds = (
+            ("biased low", skewed & (bias > 0.0), bias, by_sd),
+            ("biased high", skewed & (bias <= 0.0), -bias, by_sd),
+            ("sds too small", spread & (ratio > 1.0), ratio, by_factor),
+            ("sds too large", spread & (ratio <= 1.0), 1.0 / ratio, by_factor),
+        )
+        found = [
+            f"{what} {by(x[at].max())}" + f" at most, in {at.sum()} of {n} entries" * (n > 1)
+            for what, at, x, by in kinds
+            if at.any()
+        ]
+        shape = (self.uniform < level).any() and not found
+        return [*found, *["another shape than the posterior's"] * bool(shape)]
+
+
+@dataclass(frozen=True)
 class Calibration:
-    """What :func:`pyro_ngvi.diagnostics.calibrate` found; prints as that.
+    """What :func:`pyro_ngvi.diagnostics.calibrate` found.
 
     Attributes:
         pits: PITs by site, (N, ...), in the order of the simulations, without those that failed.
@@ -58,7 +110,7 @@ class Calibration:
 
     @property
     def findings(self) -> dict[str, str]:
-        """What is wrong, in words, by site; sites share the probability of a false alarm."""
+        """What is wrong, in words, by site, which share the probability of a false alarm."""
         found = {name: x.findings(ALPHA / len(self.sites)) for name, x in self.sites.items()}
         return {name: ", ".join(words) for name, words in found.items() if words}
 
@@ -108,43 +160,36 @@ def calibrate(
     r"""Whether fits to data that the model makes are right on average over its prior.
 
     Latent sites and data are drawn from the model N times, each time ``fit`` is called for these data,
-    and the PITs (1) of ``diagnostics/calibration.py`` are uniform where its guides are exact.  Where
-    they lean to one side, means are biased; in the shape of a U, sds are too small.  Deterministic
-    sites have PITs too, and the log density of data and latent sites together, ``log_joint``: it alone
-    tells a guide that gives back the prior, and wrong correlations.  Where it is biased low, draws lie
-    too far out, or elsewhere; where high, too near the mode.
+    and the PITs, the shares of the guide's draws below the truth, are uniform where guides are exact.
+    Where they lean to one side, means are biased; in the shape of a U, sds are too small.  So have
+    deterministic sites, and ``log_joint``, the log density of data and latent sites: it alone tells a
+    guide that gives back the prior, and wrong correlations.  Where it is biased low, draws lie too far
+    out, or elsewhere; where high, too near the mode.
 
-    When not to use it: for the data at hand.  An average over the prior says nothing of one posterior,
-    errors of which may cancel there, and where data of the prior are unlike them it is of other fits;
-    :func:`pyro_ngvi.diagnose` judges one.  Nor where N fits cost too much; for likelihoods under
-    ``poutine.scale``, from which data are not drawn; or with a guide that reads the data from its
-    arguments, since these, and so masks, plates and lags of a series, stay those that are given.
+    Not for the data at hand: an average over the prior says nothing of one posterior, which
+    :func:`pyro_ngvi.diagnose` judges.  Nor for likelihoods under ``poutine.scale``, from which data are
+    not drawn; nor with a guide that reads the data from its arguments, which stay those that are given,
+    and so masks, plates and lags of a series.
 
-    Each fit begins with an empty parameter store; the user's own is left alone.  Until one fit has
-    worked its error is raised; later ones are warned of and kept.  Ctrl-C ends it with what there is.
+    Each fit has a parameter store of its own.  Until one fit has worked its error is raised; later ones
+    are warned of and kept.  Ctrl-C ends it with what there is.
 
     Args:
-        model: the Pyro model.  If a keyword argument of it has the name of an option here, bind it
-            first with ``functools.partial``.
+        model: the Pyro model.
         fit: trains a guide of the model that it is given, the model with drawn data in place of its
             observed values, to be called as the model.  Returns it, or what has it as ``guide``:
             ``lambda model: ngvi.fit(model, X, y, progress=False)``.
-        args: what the model is called with: the full data, of which shapes and masks count.
+        args: those of the model, and ``kwargs``: the full data, of which shapes and masks count.
         num_simulations: N, at least 20.
         num_samples: draws of each guide.
         seed: makes the result repeatable, whatever seeds ``fit`` sets, and leaves the global random
             state as it was.
         progress: whether to show a bar.
-        kwargs: keyword arguments of the model.
 
     Raises:
         ValueError: for a model without data, with a minibatch, or with what has no prior to draw from:
             parameters, ``pyro.factor``; and as :func:`pyro_ngvi.khat`.
         NotImplementedError: of an improper prior.
-
-    Warns:
-        RuntimeWarning: for each fit that failed.
-        UserWarning: where ``poutine.condition`` seems to have fixed a parameter.
 
     Sources: Talts et al. (2018), "Validating Bayesian inference algorithms with simulation-based
     calibration", arXiv 1804.06788; Yao et al. (2018), "Yes, but did it work?", ICML, section 3;
@@ -173,7 +218,7 @@ def calibrate(
         sites = _drawn_sites(program)
     observed = sites_of_kind(sites, "observed")
     for note in fixed_parameters(program, sites, {}):
-        warnings.warn(note, UserWarning, stacklevel=2)
+        warnings.warn(note, stacklevel=2)
     root = int(torch.randint(2**31, (), device="cpu")) if seed is None else seed
     names = [name for name, site in sites.items() if site_kind(site) != "deterministic"]
     with random_state(root):
@@ -259,3 +304,24 @@ def _pits(fitted: Fitted, truth: Mapping[str, Tensor], num_samples: int) -> dict
         u = torch.rand(below.shape, dtype=torch.float64, device="cpu")
         pits[name] = ((below + u * (1 + same)) / (num_samples + 1)).numpy()
     return pits
+
+
+def uniformity(pit: np.ndarray) -> Uniformity:
+    """The tests of PITs (N, ...), entry by entry."""
+    x, n, root = torch.from_numpy(pit), len(pit), len(pit) ** 0.5
+    z = torch.special.ndtri(x)
+    counts = torch.arange(max(n, 100) + 1, dtype=x.dtype).reshape(-1, *[1] * (x.dim() - 1))
+    steps, j = counts[: n + 1] / n, counts[1:100]
+    sign = 1.0 - 2.0 * ((j - 1.0) % 2.0)
+    ends = x.sort(0).values
+    gap = torch.maximum(steps[1:] - ends, ends - steps[:-1]).amax(0)
+    gap = gap * (root + 0.12 + 0.11 / root)  # Stephens' correction for finite N
+    uniform = 2.0 * (sign * (-2.0 * (j * gap).square()).exp()).sum(0)
+    inwards = (x - 0.5).abs().argsort(0, descending=True)
+    walk = (x - 0.5).sign().gather(0, inwards).cumsum(0).abs().amax(0) / root
+    symmetric = 4.0 * (sign * torch.special.ndtr((1.0 - 2.0 * j) * walk)).sum(0)
+    ratio, half = z.std(0), x.new_tensor(0.5 * (n - 1))
+    below = torch.special.gammainc(half, half * ratio.square())
+    spread = 2.0 * torch.minimum(below, 1.0 - below)
+    ps = (p.clamp(0.0, 1.0) for p in (uniform, symmetric, spread))
+    return Uniformity(*(t.numpy() for t in (z.mean(0), ratio, *ps)))

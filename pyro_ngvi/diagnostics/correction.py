@@ -5,17 +5,19 @@ Draws v_s of a proposal r(v), and of each unit u_i given v_s, exactly; then with
     w_s propto p(v_s) prod_i L_i(v_s) / r(v_s)
 
 (:mod:`pyro_ngvi.hierarchy.collapsed`).  A Gaussian q(v) falls off faster than the posterior of a log
-scale, so r has marginals from slices of p(v | y) through it (:mod:`.slices`).  And again, through mean
-and covariance of the weighted draws, until weights have a third moment, k-hat <= 1/3, without which
-errors of averages are far from normal, or are all but equal; of all, the one of the smallest k-hat.
+scale, so r has marginals from slices of p(v | y) through it (:mod:`.slices`); and again, through mean
+and covariance of the weighted draws, until weights have a third moment, k-hat <= 1/3, or are all but
+equal.  Of all r that of the smallest k-hat is taken.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import astuple
 from functools import partial
+from operator import itemgetter
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyro
 import torch
@@ -30,10 +32,10 @@ from ..runtime.model_density import NaNWhereSingular, batched_trace
 from ..runtime.run import CannotBatch
 from .draws import Fitted, guide_draws
 from .khat import EVEN, FEWEST, PARETO, KHat, khat_from_log_weights
-from .moved import Moved
+from .moved import Moved, by_site
 from .slices import copula
 from .verdict import PATIENCE
-from .weights import MIN_DRAWS
+from .weights import MIN_DRAWS, shift_of
 
 #: draws behind the choice of r and, for each global, behind q's covariance, rounds, and where they end
 DRAWS, EACH, ROUNDS, LIGHT = 1000, 50, 3, 1.0 / 3.0
@@ -51,107 +53,71 @@ def corrected(guide: Any, *args: Any, points: int | None = None, **kwargs: Any) 
 
     Args:
         guide: a trained :class:`~pyro_ngvi.AutoHierarchical`.
-        args: those of its model, with all data.
-        points: of the quadrature, as in :func:`pyro_ngvi.collapse`.
-        kwargs: keyword arguments of the model.
-
-    Raises:
-        ValueError: as :func:`pyro_ngvi.collapse`, and for another guide.
+        args: those of its model, and ``kwargs``, with all data.
+        points: of the quadrature, as in :func:`pyro_ngvi.collapse`, whose errors it has.
 
     Source:
         Martins, Simpson, Lindgren & Rue 2013, Bayesian computing with INLA: new features, CSDA 67, for
         the slices; Oh & Berger 1992, Adaptive importance sampling in Monte Carlo integration, J. Stat.
         Comput. Simul. 41, for the rounds.
     """
-    return proposal(collapse(guide, *args, points=points, **kwargs)).guide
+    return proposal(collapse(guide, *args, points=points, **kwargs))
 
 
-class Proposal(NamedTuple):
-    """A guide of a whole hierarchy, draws (S, d) of its globals, unconstrained, and their weights."""
-
-    guide: ExactUnits
-    theta: Tensor
-    weights: KHat
-
-
-def proposal(model: Collapsed, draws: int = DRAWS) -> Proposal:
-    """The r(v) of this module, that of the smallest k-hat among a few."""
-    layout = LatentLayout(model.guide.globals.prototype_trace)
-
-    def weighed(guide: ExactUnits) -> Proposal:
-        theta, log_r = _drawn(guide, layout, draws)
-        log_w = (log_density(model, layout, theta) - log_r).cpu().numpy()
-        return Proposal(guide, theta, khat_from_log_weights(log_w))
-
-    best, plain = None, ExactUnits(model)
-    theta, _ = _drawn(plain, layout, max(draws, EACH * layout.dim))
+def proposal(model: Collapsed, draws: int = DRAWS) -> ExactUnits:
+    """With that r(v) of the smallest k-hat among a few."""
+    layout, tried = LatentLayout(model.guide.globals.prototype_trace), []
+    theta, _ = _drawn(ExactUnits(model), layout, max(draws, EACH * layout.dim))
     mean, covariance = theta.mean(0), theta.mT.cov().reshape(2 * theta.shape[1:])
     if not bool((covariance.diagonal() > 0.0).all()):  # a guide that is a point in some of them
-        return weighed(plain)
+        return ExactUnits(model)
     for _ in range(ROUNDS):
-        found = weighed(ExactUnits(model, _Sliced(model, layout, mean, covariance)))
-        if best is None or found.weights.khat < best.weights.khat:
-            best = found
-        ess, d = found.weights.ess, layout.dim
-        if found.weights.khat <= LIGHT or not MIN_DRAWS + d * (d + 1) / 2 <= ess <= EVEN * draws:
+        guide = ExactUnits(model, _Sliced(model, layout, mean, covariance))
+        theta, log_r = _drawn(guide, layout, draws)
+        log_w = (log_density(model, layout, theta) - log_r).cpu().numpy()
+        weights, d = khat_from_log_weights(log_w), layout.dim
+        tried.append((weights.khat, guide))
+        few = weights.ess < MIN_DRAWS + d * (d + 1) / 2
+        if weights.khat <= LIGHT or few or weights.ess > EVEN * draws:
             break
-        w = torch.from_numpy(found.weights.psis_log_weights).to(theta).exp()
-        mean = w @ found.theta
-        rest = w.sqrt().unsqueeze(-1) * (found.theta - mean)
+        w = torch.from_numpy(weights.psis_log_weights).to(theta).exp()
+        mean = w @ theta
+        rest = w.sqrt().unsqueeze(-1) * (theta - mean)
         covariance = rest.mT @ rest
-    assert best is not None
-    return best
+    return min(tried, key=itemgetter(0))[1]
 
 
 def moved_by_weights(
     model: Any, guide: AutoHierarchical, args: Any, kwargs: Any, draws: int
 ) -> tuple[dict[str, Moved], dict[str, Moved]] | None:
     """By how much a trained guide is off, with its units integrated out, from so many draws of r, or
-    2000 where these leave it open: sites as they are, and unconstrained where that differs.  ``None``
-    where quadrature or weights are not to be relied on."""
-    sites: dict[str, Moved] = {}
-    unconstrained: dict[str, Moved] = {}
+    2000 where these leave it open; ``None`` where quadrature or weights are not to be relied on."""
     start = perf_counter()
     with suppress(ValueError, CannotBatch):  # data of several units, a likelihood without vmap
         collapsed = Collapsed(guide, args, kwargs, None)
         if collapsed.is_rough:
             return None
-        exact = Fitted(model, proposal(collapsed, draws).guide, args, kwargs).draw(draws, None)
+        exact = Fitted(model, proposal(collapsed, draws), args, kwargs).draw(draws, None)
         if not (exact.weights.khat <= PARETO or exact.weights.ess >= EVEN * draws):
             return None
         layout = LatentLayout(guide.prototype_trace)
         many = max(draws, min(MANY, NUMBERS // layout.dim))
         own = layout.pack(guide_draws(partial(guide, *args, **kwargs), many)[0])
         new = layout.pack(exact.values)
-        w = torch.from_numpy(exact.weights.psis_log_weights).exp()
-        both = zip(*map(layout.unconstrained, (own, new)), strict=True)
-        for (name, transform, a), (_, _, b) in both:
-            sites[name] = _moved(x := transform(a), transform(b), w)
-            if x is not a:  # the identity returns its argument
-                unconstrained[name] = _moved(a, b, w)
-        each = [*sites.values(), *unconstrained.values()]
+        log_w = exact.weights.psis_log_weights
+
+        def shifted(a: Tensor, b: Tensor) -> Moved:
+            shift = shift_of(b.numpy(force=True), log_w, a.numpy(force=True))
+            return Moved(*map(torch.as_tensor, astuple(shift)), rho=torch.zeros(a.shape[1:]))
+
+        found = by_site(layout, own, new, shifted)
+        each = [m for part in found for m in part.values()]
         undecided = not all(m.is_good or m.is_off for m in each)
         patient = MORE / draws * (perf_counter() - start) <= PATIENCE
         if draws < MORE and undecided and patient:
             return moved_by_weights(model, guide, args, kwargs, MORE)
-        return sites, unconstrained
+        return found
     return None
-
-
-def _moved(own: Tensor, x: Tensor, w: Tensor) -> Moved:
-    """From draws (T, ...) of a guide to others (S, ...) of weights (S,), with standard errors."""
-    own, x = own.double(), x.double()
-    w = w.to(x).reshape(-1, *[1] * (x.dim() - 1))
-    mean, sd = own.mean(0), own.std(0)
-    new_mean = (w * x).sum(0)
-    new_sd = (w * (x - new_mean).square()).sum(0).sqrt()
-    z, own_z = (x - new_mean) / new_sd, (own - mean) / sd
-    T = len(own)
-    of_mean = (w * z).square().sum(0) + (sd / new_sd).square() / T
-    of_sd = (w * (z.square() - 1.0)).square().sum(0) + own_z.square().var(0) / T
-    found = (new_mean - mean) / new_sd, of_mean.sqrt(), (new_sd / sd).log(), 0.5 * of_sd.sqrt()
-    # entries such as the upper triangle of a Cholesky factor do not vary
-    return Moved(*(part.nan_to_num(0.0) for part in found), rho=torch.zeros_like(mean))
 
 
 def _drawn(guide: ExactUnits, layout: LatentLayout, draws: int) -> tuple[Tensor, Tensor]:

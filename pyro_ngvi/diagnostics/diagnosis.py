@@ -1,8 +1,7 @@
 r"""Where short Markov chains lead that start at draws of a guide, and how far that is.
 
-Hamiltonian Monte Carlo leaves the posterior as it is, so where the guide is right its draws stay what
-they are, and where it is wrong they move towards what is right, also where no draw of the guide is and
-importance weights see nothing (Wang, Kasprzak & Huggins, "A targeted accuracy diagnostic for
+Hamiltonian Monte Carlo leaves the posterior as it is, so where the guide is wrong its draws move, also
+where importance weights see nothing (Wang, Kasprzak & Huggins, "A targeted accuracy diagnostic for
 variational approximations", AISTATS 2023).  With x_0 the draws, x_T those after T steps, and rho their
 correlation, an entry whose chain is linear has
 
@@ -12,7 +11,6 @@ mu and v of the posterior.  So the errors of the guide are estimated by
 
     mu - E x_0 = (E x_T - E x_0) / (1 - rho),    v - Var x_0 = (Var x_T - Var x_0) / (1 - rho^2).    (1)
 
-Chains do not find modes far from where they start.
 """
 
 from __future__ import annotations
@@ -23,19 +21,24 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pyro
 import torch
 from torch import Tensor
 
 from ..hierarchy import AutoHierarchical
 from ..runtime.density import feasible_value
-from ..runtime.model_density import ModelDensity
-from .chains import ADAPTING, run_chains
+from ..runtime.model_density import ModelDensity, NaNWhereSingular
 from .correction import moved_by_weights
 from .draws import guide_draws, random_state
 from .khat import BOUNDS, KHat, right_to
-from .moved import Moved, moved
+from .moved import Moved, by_site, moved
 from .over_batches import need_all_data
 from .verdict import khat
+
+#: mean acceptance that leaps aim at, steps that adapt them, and the first leap times d^(1/4)
+ACCEPTED, ADAPTING, LEAP = 0.8, 4, 1.2
+#: leapfrog steps of a trajectory, at most, and its length in sds of the guide: a quarter of a period
+MOST_LEAPS, LENGTH = 16, 0.5 * math.pi
 
 #: k-hat above which weights know of mass that chains may not have reached: they have no mean
 HEAVY = 1.5
@@ -47,7 +50,7 @@ MORE_CHAINS = 4
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Whether to believe a guide, site by site: what :func:`pyro_ngvi.diagnose` found; prints as that.
+    """Whether to believe a guide, site by site: what :func:`pyro_ngvi.diagnose` found.
 
     Attributes:
         sites: :class:`Moved` by latent site.
@@ -57,8 +60,7 @@ class Diagnosis:
         accepted: share of trajectories that were accepted, after adaptation; NaN without chains.
         modes: how many modes of a mixture, apart from each other, have chains of their own.  ``sites``
             are those of each then, (modes, ...), in its sds, and weights judge the shares of modes.
-        integrated: whether this is of no chains, but of weights on the globals of a hierarchy with its
-            units integrated out, and of these given the globals.
+        integrated: whether this is of corrected draws of a hierarchy, not of chains.
     """
 
     sites: dict[str, Moved]
@@ -75,9 +77,8 @@ class Diagnosis:
 
     @property
     def decision(self) -> str:
-        """ "intervals" where all sites are good, on both scales, no mode was missed, and weights are
-        not so heavy that something must be unseen; else "resample" where weights can be relied on,
-        "unusable" where a site is off or a mode was missed, or "unclear"."""
+        """ "intervals" where all sites are good, no mode was missed, and weights are not so heavy that
+        something must be unseen; else "resample", "unusable", or "unclear"."""
         weights = self.khat
         if weights.ess == 0.0:
             return "unusable"
@@ -166,12 +167,9 @@ def diagnose(
     """Whether to believe a trained guide, by short chains from its draws: bounds on errors of means and
     sds of every site, as it is and unconstrained, where k-hat tells of the joint distribution alone.
 
-    A step of Hamiltonian Monte Carlo has up to 16 gradients of the model for all chains at once; the
-    metric is the covariance of the guide's draws.
-
-    When not to use it: models whose gradient costs too much for ``16 * num_steps`` of them, and
-    posteriors with several modes, between which short chains do not go; of those of an
-    :class:`~pyro_ngvi.AutoMixtureNormal` each has its chains, and k-hat judges their shares.  Nor do
+    When not to use it: models whose gradient costs too much for ``16 * num_steps`` of them, for all
+    chains at once, and posteriors with several modes, between which short chains do not go; of those of
+    an :class:`~pyro_ngvi.AutoMixtureNormal` each has its chains, and k-hat judges their shares.  Nor do
     they go down the neck of a funnel: that a guide lacks it may not be seen.  An
     :class:`~pyro_ngvi.AutoHierarchical` is judged by :func:`~pyro_ngvi.diagnostics.corrected` draws in
     place of chains where these can be relied on, which see such necks.
@@ -179,12 +177,11 @@ def diagnose(
     Args:
         model: the Pyro model.
         guide: any trained Pyro guide of it.
-        args: what the model is called with: the full data.
+        args: those of both, and ``kwargs``: the full data.
         num_chains: draws of the guide at which chains start; four times as many start once more where
             these leave a site undecided.
         num_steps: T, of which the first four adapt the length of leaps.
         seed: makes the result repeatable; ``None`` for the global random state.
-        kwargs: keyword arguments of the model.
 
     Raises:
         ValueError: as :func:`pyro_ngvi.khat`; for fewer than 50 chains.
@@ -238,8 +235,7 @@ def without_chains(
     num_draws: int = 500,
     seed: int | None = 0,
 ) -> Diagnosis | None:
-    """As :func:`diagnose`, of a hierarchy, by corrected draws alone; ``None`` where these are not to be
-    relied on."""
+    """As :func:`diagnose`, of a hierarchy, by corrected draws, if these can be relied on."""
     with random_state(seed, stream=2):
         judged = moved_by_weights(model, guide, args, kwargs, num_draws)
     return judged and Diagnosis(*judged, weights, float("nan"), integrated=True)
@@ -253,7 +249,7 @@ def _one_mode(x: Tensor) -> Tensor:
 def _by_chains(
     density: ModelDensity, start: Tensor, modes_at: Any, num_steps: int, weights: KHat
 ) -> Diagnosis:
-    """What chains say that begin at draws (S, d) of a guide, which are in its modes ``modes_at(x)``."""
+    """What chains say that begin at draws (S, d) of a guide, in its modes ``modes_at(x)``."""
     # chains do not go between the modes of a mixture that are apart
     counts = modes_at(start).unique(return_counts=True)
     modes = [int(m) for m, count in zip(*counts, strict=True) if count >= FEWEST_CHAINS]
@@ -265,17 +261,55 @@ def _by_chains(
         end, share = run_chains(density, own, num_steps)
         pairs.append([x[modes_at(end) == mode] for x in (own, end)])
         accepted += share / len(modes)
-    sites: dict[str, list[Moved]] = {}
-    unconstrained: dict[str, list[Moved]] = {}
     with torch.no_grad():
-        for own, end in pairs:
-            both = zip(*map(density.layout.unconstrained, (own, end)), strict=True)
-            for (name, transform, a), (_, _, b) in both:
-                sites.setdefault(name, []).append(moved(x := transform(a), transform(b)))
-                if x is not a:  # the identity returns its argument
-                    unconstrained.setdefault(name, []).append(moved(a, b))
-    as_are, others = (
-        {name: Moved.of_modes(each) for name, each in found.items()}
-        for found in (sites, unconstrained)
+        by_mode = [by_site(density.layout, own, end, moved) for own, end in pairs]
+    sites, unconstrained = (
+        {name: Moved.of_modes([mode[name] for mode in each]) for name in each[0]}
+        for each in zip(*by_mode, strict=True)
     )
-    return Diagnosis(as_are, others, weights, accepted, len(modes))
+    return Diagnosis(sites, unconstrained, weights, accepted, len(modes))
+
+
+def run_chains(
+    log_prob: Callable[[Tensor], Tensor], start: Tensor, num_steps: int
+) -> tuple[Tensor, float]:
+    """The ends (S, d) of all chains at once on ``log_prob``, (S, d) to (S,), and the share accepted."""
+    S, d = start.shape
+    center = start.mean(0)
+    factor, info = torch.linalg.cholesky_ex(torch.cov(start.mT).reshape(d, d))
+    if 4 * d > S or bool(info):  # the covariance is known on its diagonal alone
+        factor = torch.diag_embed(start.std(0).clamp_min(torch.finfo(start.dtype).tiny))
+
+    def gradient(u: Tensor) -> tuple[Tensor, Tensor]:
+        # far out parameters leave their support: no density there, and no error
+        with torch.enable_grad(), pyro.validation_enabled(False):
+            u = u.detach().requires_grad_()
+            with NaNWhereSingular():
+                value = log_prob(center + u @ factor.mT)
+            (grad,) = torch.autograd.grad(value.sum(), u)
+        return value.detach(), grad
+
+    u = torch.linalg.solve_triangular(factor, (start - center).mT, upper=False).mT
+    value, grad = gradient(u)
+    leap, rates = LEAP / d**0.25, []
+    for step in range(num_steps):
+        momentum = torch.randn_like(u)
+        length = LENGTH * (0.5 + float(torch.rand(())))
+        leaps = min(MOST_LEAPS, max(1, math.ceil(length / leap)))
+        at, p, slope, new = u, momentum, grad, value
+        for _ in range(leaps):
+            p = p + 0.5 * leap * slope
+            at = at + leap * p
+            new, slope = gradient(at)
+            p = p + 0.5 * leap * slope
+        energy = new - value + 0.5 * (momentum.square().sum(1) - p.square().sum(1))
+        chance = energy.nan_to_num(-math.inf, -math.inf, -math.inf).clamp_max(0.0).exp()
+        taken = torch.rand_like(chance) < chance
+        u = torch.where(taken[:, None], at, u)
+        grad, value = torch.where(taken[:, None], slope, grad), torch.where(taken, new, value)
+        rate = float(chance.mean())
+        if step < ADAPTING:
+            leap = min(leap * math.exp(rate - ACCEPTED), LENGTH)
+        else:
+            rates.append(rate)
+    return center + u @ factor.mT, sum(rates) / len(rates)

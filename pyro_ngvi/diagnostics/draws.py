@@ -34,21 +34,15 @@ from ..runtime.run import Minibatches, look, run_both
 from ..runtime.summed_out import summed_out
 from .khat import KHat, khat_from_log_weights
 from .over_batches import OverBatches, need_all_data
-from .weights import MIN_DRAWS, systematic_resample
 
 MOST_DOUBLES = 10_000_000  # in an array that is stored in float64
 
 
 @dataclass(frozen=True)
 class Draws:
-    """S draws from a guide.
-
-    ``values`` are the model's latent sites, each (S, *shape); ``log_q`` (S,) is log q(z) there and
-    ``log_joint`` (S,) log p(data, z) with scales and masks, in nats, in float64 and over the sites as
-    the model writes them.  ``rounding`` bounds, in nats, what rounding may do to their difference.
-    ``sites`` are values of latent and deterministic sites, ``log_prior`` is by latent site, with scale
-    and mask, ``log_likelihood`` by observed site.
-    """
+    """S draws from a guide: ``values`` of the model's latent sites, each (S, *shape), log q(z) and
+    log p(data, z) (S,) there, with scales and masks, in float64, over the sites as the model writes
+    them, and what ``rounding`` may do to the difference; ``sites`` are latent and deterministic."""
 
     values: dict[str, Tensor]
     log_q: Tensor
@@ -100,9 +94,7 @@ class Fitted:
         latent: the names of its latent sites, but for those that are summed out.
         joint: the model with its enumerated sites summed out, all arguments bound.
         in_sum: the sites of ``joint``.
-        shown: the latent and deterministic sites whose values the sum leaves as they are: a function
-            of an enumerated site has the shape of all its values there.
-        parameters: those of the model, constrained; those of the guide are in its draws.
+        shown: the latent and deterministic sites whose values the sum leaves as they are.
         whole: the model, where it is that of several processes, which are all at the same call then.
         batches: the model, where it is one of minibatches; the rest is then of the first of them.
         seconds: what the last call of ``draw`` took.
@@ -145,11 +137,8 @@ class Fitted:
         LatentSupports(guide).check(self.sites)
         with torch.no_grad():
             check_data(self.sites, self.model, drawn)
-        self.parameters = {
-            name: x.detach().cpu().numpy()
-            for name, x in of_model.params.items()
-            if name not in of_guide.params
-        }
+        params = {n: x for n, x in of_model.params.items() if n not in of_guide.params}
+        self.parameters = {name: x.numpy(force=True) for name, x in params.items()}
         self.joint = summed_out(self.model, self.sites)
         values = {name: self.sites[name]["value"] for name in self.latent}
         summed = self.joint is not self.model
@@ -172,10 +161,6 @@ class Fitted:
         self, num_samples: int, batch_size: int | None, log_likelihood_of: Collection[str] = ()
     ) -> Draws:
         """Draws from the guide, and the model there."""
-        if num_samples < MIN_DRAWS:
-            raise ValueError(
-                f"num_samples is {num_samples}; raise num_samples to {MIN_DRAWS} or more."
-            )
         start, (drawn, of_guide) = time.perf_counter(), guide_draws(self.guide, num_samples)
         values = {name: drawn[name] for name in self.latent}
         if all((x == x[0]).all() for x in values.values()):
@@ -278,7 +263,6 @@ def with_likelihood(fitted: Fitted) -> list[str]:
         warnings.warn(
             f"The data {', '.join(map(repr, whole))} share an enumerated variable and have no "
             f"likelihood by example: left out. A plate of independent series gives it theirs.",
-            UserWarning,
             stacklevel=3,
         )
     for name, site in observed.items():
@@ -288,7 +272,6 @@ def with_likelihood(fitted: Fitted) -> list[str]:
                 f"The observed site {name!r} stands under poutine.scale, so the posterior holds "
                 f"p^c and log_likelihood log p: az.loo and waic are wrong here; AutoSites.loo() is "
                 f"not. log_likelihood=False leaves the group out.",
-                UserWarning,
                 stacklevel=3,
             )
     plates = {frame.name for site in observed.values() for frame in site["cond_indep_stack"]}
@@ -297,7 +280,6 @@ def with_likelihood(fitted: Fitted) -> list[str]:
             warnings.warn(
                 f"The pyro.factor {name!r} lies in a plate with data, and log_likelihood does not "
                 f"have it. Where it is a likelihood az.loo is wrong: make it an observed site.",
-                UserWarning,
                 stacklevel=3,
             )
     return [name for name in data if name not in whole]
@@ -308,14 +290,6 @@ def mask_of(site: Site) -> Tensor:
     return torch.as_tensor(unmasked(site), device=site["value"].device)
 
 
-def resampled(
-    values: Mapping[str, Tensor], log_weights: np.ndarray
-) -> tuple[np.ndarray, dict[str, Tensor]]:
-    """Places (S,) of draws taken in proportion to normalised weights, and their values by site."""
-    kept = systematic_resample(log_weights, float(torch.rand((), dtype=torch.float64)))
-    return kept, {name: x[torch.from_numpy(kept).to(x.device)] for name, x in values.items()}
-
-
 def compact(x: Tensor, num_samples: int) -> Tensor:
     """In float32 where that many of them would make a large array."""
     large = x.dtype is torch.float64 and x.numel() * num_samples > MOST_DOUBLES
@@ -323,10 +297,7 @@ def compact(x: Tensor, num_samples: int) -> Tensor:
 
 
 def warn_of_edges(sites: Sites, values: Mapping[str, Tensor]) -> None:
-    """Warn where rounding has put many draws onto the upper end of an interval, or of a simplex.
-
-    There Pyro's transforms end at 1 - eps, while numbers near 0 are not rounded like that.
-    """
+    """Warn where rounding has put many draws onto the upper end of an interval, or of a simplex."""
     for name, x in values.items():
         support = plain_support(sites[name]["fn"].support)
         if not x.numel() or not x.is_floating_point():

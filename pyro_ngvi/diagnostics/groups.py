@@ -29,11 +29,8 @@ def observations(prototype: Sites, names: Collection[str]) -> dict[str, np.ndarr
 def constants(
     model: Callable[..., Any], args: Any, kwargs: Any, prototype: Sites
 ) -> dict[str, np.ndarray]:
-    """The arrays among the arguments, by name; of ``*args`` by name and position.
-
-    The data of an observed site are left out. An argument that has the name of a site and other
-    contents is stored as ``{name}_argument``.
-    """
+    """The arrays among the arguments, by name, of ``*args`` by name and position, without the data of
+    observed sites; one that has the name of a site is called ``{name}_argument``."""
     signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
     arguments: dict[str, Any] = {}
     for name, value in signature.bind(*args, **kwargs).arguments.items():
@@ -58,12 +55,7 @@ def name_dims(
     dims: Mapping[str, Sequence[str]],
     coords: Mapping[str, Sequence[Any]],
 ) -> dict[str, list[str]]:
-    """Names of the dimensions of every variable: the user's, else plates, else numbers.
-
-    Raises:
-        ValueError: when ``dims`` or ``coords`` name something that is not there, or have
-            another length than it.
-    """
+    """Names of the dimensions of every variable: the user's, else plates, else numbers."""
     shapes = {name: x.shape for name, x in groups.get("constant_data", {}).items()}
     sites = {name for group in groups.values() for name in group} & set(prototype)
     shapes |= {name: _shape(prototype[name]) for name in sites}
@@ -82,14 +74,9 @@ def name_dims(
                 f"list of {len(shapes[name])} names."
             )
         named[name] = list(given)
-    sizes = {dim: n for x in named for dim, n in zip(named[x], shapes[x], strict=True)}
-    for dim, labels in coords.items():
-        if dim not in sizes:
-            raise ValueError(f"coords names {dim!r}, but the dimensions are {sorted(sizes)}.")
-        if len(labels) != sizes[dim]:
-            raise ValueError(
-                f"coords[{dim!r}] has {len(labels)} labels for a dimension of length {sizes[dim]}."
-            )
+    there = {dim for names in named.values() for dim in names}
+    for dim in coords.keys() - there:
+        raise ValueError(f"coords names {dim!r}, but the dimensions are {sorted(there)}.")
     return named
 
 

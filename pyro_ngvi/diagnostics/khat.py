@@ -35,33 +35,26 @@ class KHat:
     * ``"resample"``: take resampled draws, as ``to_arviz(..., resample="psis")`` gives;
     * ``"unusable"``: neither can be relied on.
 
-    ``verdict`` says so in words, with the reason, and ``ok`` is true for ``"intervals"`` alone.
-
-    A tail of shape k has 1/k finite moments, so k tells how far the guide's tails fall short of the
-    posterior's. A good k-hat says that weighted draws can be relied on, *not* that the draws can.
+    A good k-hat says that weighted draws can be relied on, *not* that the draws can.
 
     When not to use it: it judges the joint posterior, so with hundreds of latents it refuses guides
     whose single marginals are good, and the latent and deterministic sites one by one: sums and
     predictions of a mean-field guide may be worse. It cannot see a mode where neither the guide nor
-    enough draws of the prior go: where there may be several, start from several points. Near its
-    bounds another ``seed`` may decide otherwise.
+    enough draws of the prior go. Near its bounds another ``seed`` may decide otherwise.
 
     Sources: Vehtari, Simpson, Gelman, Yao & Gabry (2024), "Pareto smoothed importance sampling",
     JMLR 25(72), section 3; Yao, Vehtari, Simpson & Gelman (2018), "Yes, but did it work?", ICML.
 
     Attributes:
-        khat: estimated shape of the tail of the weights, infinite where there is none to estimate,
-            without a meaning where the weights are equal to within a percent.
+        khat: estimated shape of the tail of the weights, infinite where there is none to estimate.
         threshold: min(1 - 1/log10(S), 0.7), above which the weights are not to be relied on.
         ess: 1 / sum_s w_s^2, the number of exact draws that the normalised weights w are worth.
-        log_weights: their logarithms, (S,), in nats; S may be 16 times what was asked for, as
-            :func:`khat` says.
+        log_weights: their logarithms, (S,), in nats; S may be 16 times what was asked for.
         shifts: by latent or deterministic site, what weights would change in each mean and sd.
         slope: the steepest slope of the ELBO along a latent entry; a fit that had ended has none that
-            stands out of its noise. See ``diagnostics/weights.py``.
+            stands out of its noise.
         missed: nats by which lower bounds on the evidence from draws of the prior exceed the guide's
-            own estimate; positive where the guide has missed a mode. ``None`` where the prior cannot
-            be drawn from, or sites are summed out.
+            own estimate; positive where the guide has missed a mode. ``None``: not known.
         elbo: mean of log p(data, z) - log q(z) over the draws, in nats, and ``elbo_error`` its standard
             error; NaN where only normalised weights were given.
         tail: the tail of the weights.
@@ -115,8 +108,8 @@ class KHat:
 
     @property
     def unsure(self) -> bool:
-        """Whether more draws may tell if these can be resampled: k-hat is below its bound, not by two
-        standard errors, (1 + k) / sqrt(M) for M in the tail; or above it for so few draws only."""
+        """Whether more draws may tell if these can be resampled: k-hat is within two standard errors
+        of its bound, (1 + k) / sqrt(M) for M in the tail, or above it for so few draws only."""
         if self.khat > self.threshold or self.tail is None:
             return self.threshold < self.khat <= PARETO
         error = (1.0 + self.khat) / max(1, len(self.tail.at)) ** 0.5
@@ -142,8 +135,6 @@ class KHat:
     @property
     def psis_log_weights(self) -> np.ndarray:
         """Logarithms of the Pareto-smoothed weights, (S,), in nats; the weights sum to one.
-
-        Weights that are equal, or without a tail to fit, stay as they are.
 
         Raises:
             ValueError: when the weights are not finite numbers.
@@ -260,11 +251,9 @@ def khat_from_log_weights(log_weights: np.ndarray, resolution: float = 0.0) -> K
     x = x - x.max()
     normalised = x - np.log(np.exp(x).sum())
     ess = float(1 / np.exp(2 * normalised).sum())
-    if -x.min() <= resolution and resolution > COARSE:
-        return KHat(float("nan"), threshold, ess, normalised)
     # equal weights: the guide is the posterior, and there is no tail to fit
     if -x.min() <= resolution:
-        return KHat(0.0, threshold, ess, normalised)
+        return KHat(0.0 if resolution <= COARSE else float("nan"), threshold, ess, normalised)
     tail = find_tail(x)
     if tail.shape > threshold and ess >= HALF * len(x) and PART * len(tail.at) >= FEWEST_OF_PART:
         tail = find_tail(x, PART)

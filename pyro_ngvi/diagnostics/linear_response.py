@@ -1,6 +1,6 @@
 r"""Covariances that a mean-field guide hides: how its means answer a small change of the model.
 
-A mean-field Gaussian fits the sds of conditionals, too small where latents depend on each other.  Its
+A mean-field Gaussian has the sds of conditionals, too small where latents depend on each other.  Its
 means are better, and so is what they do when log p is tilted by t g(z):
 
     Cov(g) = d E_t[g] / dt at t = 0                                                        (1)
@@ -20,8 +20,7 @@ Here eta = (a, m) at zero, in units of the fit: for fixed standard normal e_s
 
 z_s being linear in eta, H = mean_s W_s' A_s W_s + diag(0, 1), W_s = (1, diag(e_s)), where A_s is the
 Hessian of -log p in these units.  So H is positive definite for *any* draws where log p is concave
-(as the ELBO is: Challis & Barber 2013, JMLR 14), and at a Gaussian posterior, A_s = A, (2) for g = z is
-sigma A^-1 sigma, the exact covariance: again for any draws, and for any mu and sigma.
+(as the ELBO is: Challis & Barber 2013, JMLR 14), and (2) for g = z exact for a Gaussian posterior.
 """
 
 from __future__ import annotations
@@ -80,9 +79,8 @@ def linear_response(
     """Standard deviations and covariances that a fitted mean-field guide should have had.
 
     Exact for Gaussian posteriors.  Newton steps, mostly two or three, go from the guide, which is left
-    alone, to the optimum on fixed draws, so that noise left in a fit does not count.  Each needs
-    ``2 d num_samples`` products with the Hessian of the model; above d = 1,000 conjugate gradients need
-    fewer, where ``sites`` have less than d / 25 entries.
+    alone, to the optimum on fixed draws, each by ``2 d num_samples`` products with the Hessian of the
+    model; above d = 1,000 conjugate gradients need fewer, where ``sites`` have few entries.
 
     When not to use it: where means are wrong, as with several modes, and where the posterior is far
     from Gaussian (funnels), as (2) is of first order: :func:`pyro_ngvi.diagnose` tells.  Up to a few
@@ -92,11 +90,9 @@ def linear_response(
         model: the Pyro model; its marked discrete sites are summed out.
         guide: a trained guide of independent normals in unconstrained space: ``AutoMeanFieldNormal``,
             Pyro's ``AutoNormal`` and ``AutoDiagonalNormal``, lists of them.
-        args: what the model is called with: the full data.
+        args: those of both, and ``kwargs``: the full data.
         sites: names of latent sites, by default all.
         num_samples: draws, in antithetic pairs that have each latent's mean and variance exactly.
-        seed: of the draws.
-        kwargs: keyword arguments of the model.
 
     Raises:
         ValueError: for another guide, an unknown site, a density whose gradient jumps (Laplace priors),

@@ -18,13 +18,11 @@ from .arviz_compat import elpd_data
 from .diagnosis import Diagnosis
 from .draws import Draws, Fitted, compact, mask_of, random_state, sites_of_kind, with_likelihood
 from .groups import name_dims, observations
-from .khat import KHat, khat_from_log_weights
+from .khat import PARETO, KHat, khat_from_log_weights
 from .verdict import MORE, judge, may_draw_more
 
 #: log likelihoods that are held at once: a GiB, in float32 as `to_arviz` stores so many of them
 HELD = 2**28
-#: the k-hat above which Vehtari et al. do not trust a density
-TRUSTED = 0.7
 #: observed sites above which they are a series, of which a user would hardly choose one
 FEW = 8
 
@@ -40,7 +38,8 @@ def loo(
     verdict: KHat | Diagnosis | None = None,
     **kwargs: Any,
 ) -> Any:
-    r"""Leaving out one datum in turn, by Pareto-smoothed importance sampling from the guide's draws.
+    r"""Leaving out one datum in turn, by Pareto-smoothed importance sampling from the guide's draws:
+    ArviZ's ``ELPDData``, in nats, with the terms of all data.
 
     The draws z_s are of q, and the posterior without datum i is p(z | y) / p(y_i | z) up to a constant,
     so that the weights are p(y, z_s) / (q(z_s) p(y_i | z_s)) (Magnusson et al. 2019), smoothed:
@@ -48,27 +47,22 @@ def loo(
     .. math:: \log p(y_i | y_{-i}) \approx \log \sum_s w_{is} p(y_i | z_s), \quad \sum_s w_{is} = 1.
 
     ``arviz.loo`` of the guide's draws leaves p / q out, and so leaves a datum out of q.  That is done
-    here only where p / q is of no use, :class:`KHat` "unusable": too few draws would carry all terms,
-    which made scores up to 4 nats too high on reference posteriors.
+    here only where p / q is of no use, :class:`KHat` "unusable".
 
     Where a k-hat is too large 16 times as many draws decide, if they and the data are no more than
-    5 * 10^7 numbers.  The log likelihoods, draws times data, are not held: the model runs through all
-    draws again for every 2^28 of them.  Masked data are no data.  Not for data that depend on each
-    other given the latent variables, nor for leaving out units of a hierarchy (:func:`loo_units`).
+    5 * 10^7 numbers.  Log likelihoods are not held beyond 2^28.  Masked data are no data.  Not for data
+    that depend on each other given the latent variables, nor for leaving out units of a hierarchy
+    (:func:`loo_units`).
 
     Args:
         model: the Pyro model.
         guide: any trained guide of it.
-        args: what the model is called with: the full data.
+        args: those of both, and ``kwargs``: the full data.
         num_samples: draws, at first.
         var_name: the observed site, where there are several.
         seed: makes the result repeatable and leaves the global random state as it was.
         batch_size: draws that the model sees at once; ``None`` for a number that bounds the memory.
         verdict: what is known of the guide, by :func:`khat` or :func:`diagnose`; found where not given.
-        kwargs: keyword arguments of the model.
-
-    Returns:
-        ArviZ's ``ELPDData``, in nats, with the terms of all data.
 
     Raises:
         ValueError: as :func:`khat`, and where no or several sites have a likelihood by datum.
@@ -77,10 +71,8 @@ def loo(
         RuntimeWarning: where weights are of no use, and the verdict does not say "intervals".
         UserWarning: where k-hat of a datum is too large, as ``arviz.loo``.
 
-    Sources:
-        Vehtari, Simpson, Gelman, Yao & Gabry 2024, Pareto smoothed importance sampling, JMLR 25(72);
-        Magnusson, Andersen, Jonasson & Vehtari 2019, Bayesian leave-one-out cross-validation for large
-        data, ICML, section 2.2.
+    Source: Magnusson, Andersen, Jonasson & Vehtari 2019, Bayesian leave-one-out cross-validation for
+    large data, ICML, section 2.2.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -128,7 +120,7 @@ def _left_out(
     weigh: bool,
     batch_size: int | None,
 ) -> np.ndarray:
-    """Of all data :func:`_one`, (4, N)."""
+    """:func:`_one` of all data, (4, N)."""
     size = len(draws.log_q)
 
     def terms(some: Tensor) -> Tensor:
@@ -153,15 +145,13 @@ def _left_out(
 def _one(
     log_l: np.ndarray, log_ratio: np.ndarray, log_weights: np.ndarray
 ) -> tuple[float, float, float, bool]:
-    """log p(y_i | y_-i), log p(y_i | y), k-hat of the weights of the former, whether it is too large.
-
-    From log p(y_i | z_s) (S,), log p(y, z_s) / q(z_s) (S,), up to a constant, and the same smoothed and
-    normalised.  A k-hat that does not matter, of weights that are equal in practice, is its bound.
-    """
+    """log p(y_i | y_-i), log p(y_i | y), k-hat of the weights of the former, whether it is too large:
+    from log p(y_i | z_s), log p(y, z_s) / q(z_s) up to a constant, and the same smoothed, (S,)."""
     log_l = log_l.astype(np.float64)
     without, found = _without(log_l, log_ratio)
     if math.isnan(without):
         return without, without, found.khat, False
+    # it does not matter where weights are equal in practice
     k = min(found.khat, found.threshold) if found.reliable else found.khat
     return without, float(np.logaddexp.reduce(log_l + log_weights)), k, k > found.threshold
 
@@ -226,8 +216,8 @@ class UnitLOO:
     khat: Tensor = field(repr=False)
 
     def __str__(self) -> str:
-        bad = int((self.khat > TRUSTED).sum())
-        word = f"; k-hat above {TRUSTED} in {bad}" if bad else ""
+        bad = int((self.khat > PARETO).sum())
+        word = f"; k-hat above {PARETO} in {bad}" if bad else ""
         return (
             f"elpd_loo {self.elpd:.2f} nats, standard error {self.se:.2f} "
             f"(of {len(self.pointwise)} units{word})"
@@ -239,26 +229,21 @@ def loo_units(
 ) -> UnitLOO:
     """How well the other units predict all data of a unit, for each, without refitting.
 
-    Each unit's latent variables are integrated out (:mod:`pyro_ngvi.hierarchy.marginal`), since leaving
-    out data of a unit whose effect they alone inform fails with weights on that effect.  The globals
-    are reweighted by 1 / p(y_i | v), their tail smoothed (Vehtari et al. 2024); q of the globals
+    Each unit's latent variables are integrated out (:mod:`pyro_ngvi.hierarchy.marginal`), and the
+    globals reweighted by 1 / p(y_i | v), their tail smoothed (Vehtari et al. 2024); q of the globals
     stands for their posterior.
 
     Args:
         guide: a trained :class:`~pyro_ngvi.AutoHierarchical`.
-        args: those of the model, with the data of the units that are left out in turn.
+        args: those of the model, and ``kwargs``, with the data of the units left out in turn.
         num_draws: draws of the globals.
         points: of the quadrature over a unit's latent variables, as for :func:`pyro_ngvi.collapse`.
-        kwargs: keyword arguments of the model.
 
     Raises:
         ValueError: where a datum outside the plate of units is of several, or for fewer than 25 draws.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
-        >>> from pyro_ngvi.diagnostics import loo_units
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model(y):
         ...     m = pyro.sample("m", dist.Normal(0.0, 5.0))
         ...     s = pyro.sample("s", dist.HalfNormal(5.0))
@@ -266,11 +251,8 @@ def loo_units(
         ...         u = pyro.sample("u", dist.Normal(m, s))
         ...         pyro.sample("y", dist.Normal(u, 2.0), obs=y)
         >>> y = torch.tensor([3.0, 5.0, 1.0, -2.0])
-        >>> guide = ngvi.AutoHierarchical(model)
-        >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(16))
-        >>> losses = [svi.step(y) for _ in range(30)]
-        >>> found = loo_units(guide, y)
-        >>> found.pointwise.shape
+        >>> fit = ngvi.fit(model, y, guide="AutoHierarchical", max_steps=30, progress=False, seed=0)
+        >>> ngvi.diagnostics.loo_units(fit.guide, y).pointwise.shape
         torch.Size([4])
     """
     if guide.units.is_block:

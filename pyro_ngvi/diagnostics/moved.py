@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
 
+from ..runtime.density import LatentLayout
 from .khat import COARSE_MEAN, COARSE_SD
 from .weights import Shift
 
@@ -56,9 +58,21 @@ class Moved(Shift):
         )
 
 
+def by_site(
+    layout: LatentLayout, before: Tensor, after: Tensor, how: Callable[[Tensor, Tensor], Moved]
+) -> tuple[dict[str, Moved], dict[str, Moved]]:
+    """``how`` of points (S, d) and (T, d) by site: as it is, and unconstrained where that differs."""
+    sites, unconstrained = {}, {}
+    both = zip(layout.unconstrained(before), layout.unconstrained(after), strict=True)
+    for (name, transform, a), (_, _, b) in both:
+        sites[name] = how(x := transform(a), transform(b))
+        if x is not a:  # the identity returns its argument
+            unconstrained[name] = how(a, b)
+    return sites, unconstrained
+
+
 def moved(before: Tensor, after: Tensor) -> Moved:
-    """Estimates (1) of :mod:`.diagnosis`, entry by entry, from draws (S, ...) of a site and where their
-    chains ended."""
+    """Estimates (1) of :mod:`.diagnosis` from draws (S, ...) of a site and where their chains ended."""
     S, rounding = len(before), 64.0 * torch.finfo(before.dtype).eps
     before, after = before.double(), after.double()
     a, b = before - before.mean(0), after - after.mean(0)

@@ -3,7 +3,7 @@ r"""The log density of all data, from minibatches one after the other.
     log p(y, z) = sum_b s_b log p_b(y_b, z),      s_b = M_b / N,
 
 where log p_b has the prior once and the likelihood of the M_b data of minibatch b times N / M_b, as
-Pyro's subsampled plates write it: over an epoch that gives each datum once the s_b sum to one.
+Pyro's subsampled plates do; over an epoch the s_b sum to one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class OverBatches:
     """A model of minibatches, for what asks for its log density at all data: k-hat and the ELBO.
 
     Pass it as the model to :func:`pyro_ngvi.khat` or :func:`pyro_ngvi.to_arviz`, with the arguments of
-    any one minibatch; what is no part of one goes by keyword.  Each draw sees every datum, in one pass
-    over the minibatches for all draws, and memory holds one minibatch at a time.  A
-    :class:`~pyro_ngvi.fitting.Fit` that was given ``data=`` alone does so by itself.
+    any one minibatch; what is no part of one goes by keyword.  All draws see every datum in one pass,
+    and memory holds one minibatch at a time.  A :class:`~pyro_ngvi.fitting.Fit` of ``data=`` alone does
+    so by itself.
 
     Not for: what has numbers for each datum, which the container is left without, as it is of
     deterministic sites; other diagnostics; latent variables in the plate of the data.
@@ -43,8 +43,7 @@ class OverBatches:
             site stands in the plate.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> import pyro_ngvi as ngvi
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model(y):
         ...     m = pyro.sample("m", dist.Normal(0.0, 1.0))
         ...     with pyro.plate("data", 100, subsample_size=len(y)):

@@ -33,29 +33,26 @@ def predict(
     seed: int | None = None,
     **kwargs: Any,
 ) -> dict[str, Tensor]:
-    """Draws from the posterior predictive distribution at new data, one for each posterior draw.
+    """Draws from the posterior predictive at new data, one for each posterior draw: (S, ...) by site.
 
     The model runs at the new arguments with the guide's latent sites fixed at draws from the guide.
     All other sites are drawn from the model, observed ones too: leave the data out (``y=None`` in the
-    model) or, where the model needs them for their size, pass any tensor of their shape. The draws are
-    batched by ``torch.func.vmap``, so write the model for one draw (``X @ w``); a model that cannot run
-    under ``vmap`` runs once for each.
+    model) or, where the model needs them for their size, pass any tensor of their shape. The model is
+    written for one draw (``X @ w``); where ``vmap`` cannot run it, it runs once for each.
 
-    For more new data than memory has room for, S times, go through them in parts, with *kept* draws,
-    which all parts then share: ``predict(model, to_arviz(model, guide, X, y), X_part)``.
+    Go through much new data in parts, with *kept* draws, which all parts then share:
+    ``predict(model, to_arviz(model, guide, X, y), X_part)``.
 
     A guide knows the units that it was trained on. A latent site with a value for each of them (a
     plate over rows, not over groups) is refused where the new arguments give it another size, and
-    comes with a warning where it has the same size, since the new rows may be other units. For other
-    units name the site in ``from_prior``. Where latent sites are a process over the inputs, use
-    ``AutoSites`` with a ``GaussianProcess``, which follows to new inputs.
+    comes with a warning where it has the same, since the new rows may be other units. For other units
+    name the site in ``from_prior``. A process over the inputs follows to new ones by ``AutoSites``.
 
     Args:
         model: the Pyro model. If a keyword argument of it has the name of an option here, bind it
             first with ``functools.partial``.
         guide: any trained Pyro guide of it, called with the new arguments; or kept draws: what
-            :func:`to_arviz` returned (with ``resample="psis"`` the corrected ones), or another
-            container with a group ``posterior``, whose other variables are left alone.
+            :func:`to_arviz` returned, or another container with a group ``posterior``.
         args: what the model is called with, and ``kwargs``.
         num_samples: S. ``None`` for 1,000 from a guide, and for all kept draws; fewer of these are
             taken at equal distances.
@@ -63,23 +60,15 @@ def predict(
             returns. ``None`` for the sites that are drawn anew and the deterministic ones.
         from_prior: latent sites of the guide to draw from the model instead, given the other sites;
             empty to say that there are none.
-        batch_size: draws that the model sees at once; ``None`` for a number that bounds the memory
-            beside the result, S times the size of the sites.
+        batch_size: draws that the model sees at once; ``None`` for a number that bounds memory.
         seed: makes the result repeatable and leaves the global random state as it was. The same seed
             gives the draws of :func:`to_arviz`, posterior and ``predictions``.
-
-    Returns:
-        Values by site, (S, ...), in the order of the model.
 
     Raises:
         ValueError: when the guide was never called, the model or the guide cannot run on these
             arguments, a latent site has another size with them, a minibatch is drawn from them, or a
             name is not one of a site.
         TypeError: when ``guide`` is neither a guide nor kept draws.
-
-    Warns:
-        UserWarning: when a latent site has a value for each row, or a parameter was fixed by
-            ``poutine.condition`` (use ``poutine.do``).
 
     Example:
         >>> import pyro.distributions as dist
@@ -109,7 +98,7 @@ def predict(
     if from_prior is None and (isinstance(guide, AutoGuide) or not callable(guide)):
         notes += new.same_units()
     for note in notes:
-        warnings.warn(note, UserWarning, stacklevel=2)
+        warnings.warn(note, stacklevel=2)
     with random_state(seed, PREDICTIONS):
         return new.draw(sites, batch_size)
 
@@ -134,11 +123,8 @@ def _kept(kept: Any, num_samples: int | None, arguments: list[Any]) -> dict[str,
 
 
 class NewData:
-    """A model at new arguments, its latent sites fixed at draws from the posterior.
-
-    ``values`` holds these draws by site, (S, ...), or as :func:`to_arviz` names it; with ``may_lack``
-    there may be more than those of the model.  Sites in ``from_prior`` are drawn from the model.
-    """
+    """A model at new arguments, its latent sites but for ``from_prior`` fixed at posterior draws
+    ``values`` (S, ...), by site or :func:`to_arviz`'s name; with ``may_lack`` of further ones too."""
 
     def __init__(
         self,
@@ -220,10 +206,7 @@ def simulate(
     batch_size: int | None,
     small: bool = True,
 ) -> dict[str, Tensor]:
-    """The named sites, (S, ...), where all but those in ``values`` are drawn from the model.
-
-    ``observed`` names the sites that hold data; ``small`` stores large arrays in float32.
-    """
+    """The named sites, (S, ...), where all but ``values`` are drawn from the model, data too."""
 
     def chosen(sites: Sites) -> Parts:
         found = {name: sites[name]["value"] for name in names}
@@ -236,10 +219,7 @@ def simulate(
 def fixed_parameters(
     model: Callable[[], Any], prototype: Sites, draws: Mapping[str, Tensor]
 ) -> list[str]:
-    """Warnings about sites that poutine.condition has fixed: they count as data, whatever they are.
-
-    What other data, of more than a number, depend on, and is one number, is taken for a parameter.
-    """
+    """Warnings about what poutine.condition has fixed: one number that others, of more, depend on."""
     observed = sites_of_kind(prototype, "observed")
     numbers = [name for name in observed if prototype[name]["fn"].shape().numel() == 1]
     drawn = [name for name in sites_of_kind(prototype, "latent") if name not in draws]

@@ -6,18 +6,16 @@ For log p(v), known up to a constant, and mean m and covariance C of a Gaussian 
 
 is p along the line on which all other entries are at their means given entry j, in sds of it.  Were p
 that Gaussian, f_j would be the marginal density of (v_j - m_j) / sd_j; it is nearly so where the
-covariance of the others hardly depends on v_j (Martins, Simpson, Lindgren & Rue 2013, section 3.2, who
-take two half Gaussians there).  Skewness and tails are in it: those of a log scale, exp(-|x|) to the
-left under a prior that is flat at 0, are not seen by any Gaussian.
+covariance of the others hardly depends on v_j (Martins, Simpson, Lindgren & Rue 2013, section 3.2).
+Skewness and tails are in it, as those of a log scale, which no Gaussian sees.
 
-log f_j is taken at few points and straight between them, so that its masses and quantiles are closed
-forms.  The copula has these marginals and the correlations R of C,
+log f_j is straight between few points.  The copula has these marginals and the correlations R of C,
 
     v_j = m_j + sd_j F_j^-1(Phi(z_j)),        z = chol(R) e,
 
 where e has independent Student-t entries, so that importance weights p / r are bounded in more
-directions than with Gaussian ones.  Of each entry that takes a share of their worth which goes as the
-inverse square of its degrees of freedom, so these go as sqrt(d).
+directions than with Gaussian ones.  Each entry costs a share of their worth which goes as the inverse
+square of its degrees of freedom, so these go as sqrt(d).
 """
 
 from __future__ import annotations
@@ -47,13 +45,8 @@ FLAT = 1e-6
 def copula(
     log_density: Callable[[Tensor], Tensor], mean: Tensor, covariance: Tensor
 ) -> dist.TransformedDistribution:
-    """The distribution over vectors (d,) that has the marginals of slices through a Gaussian.
-
-    Args:
-        log_density: in nats at points (N, d), (N,); it may be NaN or infinite away from the mean.
-        mean: of the Gaussian, (d,), where the density is finite.
-        covariance: (d, d), positive definite.
-    """
+    """The distribution over vectors (d,) that has the marginals of slices through a Gaussian;
+    ``log_density``, (N, d) to (N,), may be NaN or infinite away from the mean."""
     sd = covariance.diagonal().sqrt()
     x, logs = _slices(log_density, mean, covariance / sd)
     root = torch.linalg.cholesky(covariance / sd / sd.unsqueeze(-1))
@@ -100,10 +93,8 @@ def _slices(log_density: Any, mean: Tensor, columns: Tensor) -> tuple[Tensor, Te
 
 
 class Pieces:
-    """Densities whose logarithms are ``logs`` (d, P) at points x (P,), straight between these and on.
-
-    Slopes and masses (d, P + 1) are those of the pieces: the one below x_0, those between, the last.
-    """
+    """Densities whose logarithms are ``logs`` (d, P) at points x (P,), straight between these and on;
+    the pieces (d, P + 1) are the one below x_0, those between, the last."""
 
     def __init__(self, x: Tensor, logs: Tensor) -> None:
         width, logs = x.diff(), logs - logs.amax(-1, keepdim=True)

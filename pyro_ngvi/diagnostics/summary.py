@@ -15,11 +15,10 @@ SELECTION = ("var_names", "filter_vars", "coords", "labeller")
 def summary(data: Any, **kwargs: Any) -> Any:
     """``arviz.summary`` of a guide's draws, and under the table whether to believe it.
 
-    R-hat, the effective sample size and the Monte-Carlo error built on it ask how well a *chain*
-    has mixed. Draws from a guide are independent, so these figures look perfect however wrong the
-    guide is, and are left out.  The line under the table is the verdict that
-    :func:`pyro_ngvi.to_arviz` wrote, also in ``table.attrs["verdict"]``; it judges all latent
-    sites, whatever ``var_names`` shows.
+    R-hat, ESS and the error built on it ask how well a *chain* has mixed; of a guide's independent
+    draws they look perfect, however wrong it is, and are left out.  The line under the table is the
+    verdict that :func:`pyro_ngvi.to_arviz` wrote, also in ``table.attrs["verdict"]``; it judges all
+    latent sites, whatever ``var_names`` shows.
 
     Where raw draws are not to be taken as they are, two columns say which rows importance weights
     move by more than 0.3 sds or 30 %: ``mean_shift``, the mean's change in sds, and ``sd_ratio``,
@@ -28,14 +27,10 @@ def summary(data: Any, **kwargs: Any) -> Any:
 
     Args:
         data: what :func:`pyro_ngvi.to_arviz` returned.
-        kwargs: passed on to ``arviz.summary``; ``kind`` may be one of its kinds that start with
-            ``"stats"``, the default.
-
-    Returns:
-        A ``pandas.DataFrame`` (with ``fmt="xarray"`` what ArviZ gives, without columns or line).
+        kwargs: of ``arviz.summary``; with ``fmt="xarray"`` there are no columns, and no line.
 
     Raises:
-        ValueError: when ``kind`` asks for diagnostics of chains.
+        ValueError: when ``kind`` is not ``"stats"``, the default, nor begins so.
     """
     table = arviz_compat.summary(data, **kwargs)
     attrs = getattr(data, "attrs", {})

@@ -43,9 +43,7 @@ def khat(
     the other arguments are. Where k-hat is too large though the weights are worth half of the draws, or
     draws would do for resampling but for its error, 16 times as many draws decide, if they and their
     data are no more than 5 * 10^7 numbers; and so many of the prior where few suggest that a mode is
-    missed. The parameter store and gradients are left alone.
-    Latent sites that are marked ``infer={"enumerate": "parallel"}`` and not in the guide are summed
-    out.
+    missed. Latent sites marked ``infer={"enumerate": "parallel"}`` and not in the guide are summed out.
 
     Raises:
         ValueError: for fewer than 25 draws, a subsampled plate, a guide that is a point mass in
@@ -107,12 +105,10 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
                 if missed > 0.0 or prior.log < of_guide.log + NOTICED:
                     break
         spread = log_ratio.std(ddof=1) if np.isfinite(log_ratio).all() else np.nan
-        return replace(
-            found,
-            missed=missed,
-            elbo=float(log_ratio.mean()),
-            elbo_error=math.hypot(spread / len(log_ratio) ** 0.5, log_q_error(fitted.guide.func)),
-        )
+        with torch.no_grad():  # some guides estimate a constant in log q
+            error = float(getattr(fitted.guide.func, "log_q_error", float)())
+        error = math.hypot(spread / len(log_ratio) ** 0.5, error)
+        return replace(found, missed=missed, elbo=float(log_ratio.mean()), elbo_error=error)
 
 
 def weighed(fitted: Fitted, draws: Draws) -> KHat:
@@ -129,12 +125,6 @@ def weighed(fitted: Fitted, draws: Draws) -> KHat:
     weights = found.psis_log_weights if found.ess > 0.0 else found.log_weights
     shifts = {name: shift_of(x, weights) for name, x in values.items() if x.dtype.kind == "f"}
     return replace(found, shifts=shifts, slope=steepest(unconstrained, draws.log_ratio))
-
-
-def log_q_error(guide: Any) -> float:
-    """Standard error in nats of a constant in log q, which some guides estimate."""
-    with torch.no_grad():
-        return float(getattr(guide, "log_q_error", float)())
 
 
 def may_draw_more(fitted: Fitted, draws: Draws) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
+import pyro
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer import SVI, autoguide
@@ -21,6 +24,7 @@ from ..distributions import GaussianProcess, GaussianStateSpace
 from ..guides import AutoFlow, AutoOrthogonalFlow
 from ..hierarchy import AutoHierarchical
 from ..hierarchy.find import find_units
+from ..linalg.host import own_random_state
 from ..losses import BatchedELBO
 from ..optim.host import find_blocks
 from ..runtime.density import innermost, is_latent
@@ -30,7 +34,6 @@ from ..runtime.store import ModuleParams, OwnName, claim_name, rename
 from ..sites import SitesELBO
 from ..sites.site_guide import SiteGuide
 from .checkpoint import bare, called
-from .effects import sites_take
 
 #: where the classes stand that have names
 GUIDES, OPTIMS = (guides, hierarchy, metric, sites, autoguide), (optim, sites)
@@ -41,11 +44,15 @@ LOOKALIKES = ("pyro.optim.", "torch.optim")
 FULL_RANK, FACTOR = 1_000, 100_000
 #: priors that :class:`~pyro_ngvi.AutoSites` alone follows to new inputs
 PROCESSES = GaussianProcess, GaussianStateSpace
+#: entries that make an effect, and hyperparameters up to which ``integrate`` takes a minute or so
+FEWEST, HYPERPARAMETERS = 5, 3
+#: by which scales shrink, and the share of a change of the log likelihood that counts as none
+SMALL, NONE = 1e-4, 1e-2
 
 
 class Structure:
     """What a run of a model tells: ``d`` latent variables, numbers of all ``data``, the name of a
-    latent ``process``, and ``units`` for :class:`~pyro_ngvi.AutoHierarchical`, or ``None``."""
+    latent ``process``."""
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
@@ -72,18 +79,9 @@ class Structure:
         except (ValueError, NotImplementedError):  # why it has none; priors without draws
             return None
 
-    @cached_property
-    def suits_sites(self) -> bool:
-        """Whether :class:`~pyro_ngvi.AutoSites` takes the model, and a process in it."""
-        return self.process is not None and sites_take(self.model, self.args, self.kwargs)
-
     def guide(self) -> tuple[Any, str]:
         """The guide to begin with, and why."""
-        return self.by_data() or self.normal()
-
-    def by_data(self) -> tuple[Any, str] | None:
-        """The guide with parameters for each datum or unit that suits the model, and why."""
-        if self.suits_sites:
+        if self.process is not None and sites_take(self.model, self.args, self.kwargs):
             return sites.AutoSites, f"for the process {self.process}"
         units = self.units
         if units is not None:
@@ -92,7 +90,7 @@ class Structure:
             wanted = units.pooled or inside + beside > FULL_RANK
             if wanted and beside <= min(inside, FULL_RANK):
                 return AutoHierarchical, f"for {str(units)[:100]}"
-        return None
+        return self.normal()
 
     def normal(self) -> tuple[Any, str]:
         """The Gaussian over all latent variables, and why."""
@@ -105,14 +103,10 @@ class Structure:
 
 @dataclass
 class Advice:
-    """Guide, optimizer and loss for a model: ``svi = advice.svi()``.  Prints as its reasons.
+    """Guide, or its class, optimizer, or what makes one of a guide, and loss for a model.
 
     Attributes:
-        model: the model.
-        guide: a class of guides, or a guide.
-        optim: what makes an optimizer from the guide, or an optimizer.
-        loss: a loss.
-        reasons: a clause for each choice.
+        reasons: a clause for each choice, as which it prints.
         recipe: names from which ``advise`` makes the same again; ``None`` for the user's own objects.
     """
 
@@ -151,7 +145,7 @@ def advise(
 ) -> Advice:
     """Which guide, optimizer and loss :func:`pyro_ngvi.fit` takes for a model, and why.
 
-    What is given is kept, the rest goes with it:
+    By the structure of the model alone.  What is given is kept, the rest goes with it:
 
     * guide: :class:`~pyro_ngvi.AutoSites` where a latent site is a Gaussian process or a chain of this
       package, and it takes the model; :class:`~pyro_ngvi.AutoHierarchical` where at least half of the
@@ -164,16 +158,13 @@ def advise(
     * loss: :class:`~pyro_ngvi.BatchedELBO` of 8 particles, with the curvature that the optimizer asks
       for; 16 for units, 128 for flows; ``SitesELBO`` for sites.
 
-    It looks at the structure of the model only, not at what the posterior turns out to be.
-
     Args:
         model: a Pyro model.
-        args: its arguments.
+        args: its arguments, and ``kwargs``.
         guide: a guide, a class of guides, or the name of one of this package or of Pyro.
         optim: an optimizer, a class (or function of the guide), or the name of one of this package.
         loss: a loss.
         num_particles: draws of a step.
-        kwargs: keyword arguments of the model.
 
     Raises:
         ValueError: for names that are not known, and ``num_particles`` beside a ``loss``.
@@ -204,9 +195,8 @@ def advise(
         )
     if loss is None:
         loss = _loss_for(kind, rule, num_particles)
-        why = (
-            "sums over sites" if isinstance(loss, SitesELBO) else f"{loss.num_particles} particles"
-        )
+        over_sites = isinstance(loss, SitesELBO)
+        why = "sums over sites" if over_sites else f"{loss.num_particles} particles"
     elif isinstance(loss, str | type):
         raise ValueError("loss= is a loss, not its class or name: pass pyro.infer.Trace_ELBO().")
     else:
@@ -262,3 +252,66 @@ def _loss_for(kind: type, rule: Any, num_particles: int | None) -> Any:
     ways = [way for way in (None, "price", *accepts) if way in accepts]
     usual = 128 if ways[0] == "scores" else 16 if kind is AutoHierarchical else 8
     return BatchedELBO(usual if num_particles is None else num_particles, curvature=ways[0])
+
+
+def way_of_effect(model: Any, args: Any, kwargs: Any) -> str:
+    """What suits a model with an effect better than one Gaussian, in words; empty where it has none:
+    as the scale of an effect z goes to 0 either its prior narrows, or data cease to depend on z."""
+    failures = suppress(ValueError, RuntimeError, NotImplementedError)
+    with failures, own_random_state(0), poutine.block(), ModuleParams():
+        return _way(model, args, kwargs)
+    return ""
+
+
+def _way(model: Any, args: Any, kwargs: Any) -> str:
+    found = look(model, {}, args, kwargs)
+    latents = {n: s for n, s in found.items() if is_latent(s) and not is_marked(s)}
+    kinds = dist.Normal | dist.MultivariateNormal
+    effects = {n: s for n, s in latents.items() if isinstance(innermost(s["fn"]), kinds)}
+    others = {n: s["value"] for n, s in latents.items() if n not in effects}
+    few = sum(x.numel() for x in others.values()) <= HYPERPARAMETERS
+    numbers = {n: SMALL * x for n, x in others.items() if x.numel() == 1}  # and nearly zero
+    positive = (n for n, x in numbers.items() if latents[n]["fn"].support.check(x).all())
+    shrunk = [{n: numbers[n]} for n in positive]
+    instead = "take ngvi.integrate(model, *args), for up to three hyperparameters"
+    for name in sorted(effects, key=lambda n: -effects[n]["value"].numel()):
+        site = effects[name]
+        if site["value"].numel() < FEWEST:
+            break
+        values = others | {name: site["value"]}
+        moved = values | {name: site["fn"].sample()}
+        for small in shrunk:
+            (a, b, c, d) = (
+                look(model, v | at, args, kwargs) for at in ({}, small) for v in (values, moved)
+            )
+            priors = [x[name]["fn"].log_prob(site["value"]) for x in (a, c)]
+            narrows = not torch.equal(*priors)
+            before, after = (
+                abs(_log_likelihood(x) - _log_likelihood(y)) for x, y in ((a, b), (c, d))
+            )
+            if not narrows and not after < NONE * before:
+                continue
+            suits = few and sites_take(poutine.condition(model, data=others), args, kwargs)
+            if narrows:
+                return f"{name!r} is an effect with a scale of its own: {instead}." * suits
+            return (
+                f"{name!r} has a scale of its own: name the effect, as u = "
+                f'pyro.deterministic("u", scale * {name}), and leave guide= out'
+                + f"; or {instead}" * suits
+                + "."
+            )
+    return ""
+
+
+def sites_take(model: Any, args: Any, kwargs: Any) -> bool:
+    """Whether :class:`~pyro_ngvi.AutoSites`, which ``integrate`` fits too, takes a model."""
+    with suppress(ValueError), poutine.block(), own_random_state(), torch.no_grad():
+        with pyro.get_param_store().scope():
+            sites.AutoSites(model, name="advice")(*args, **kwargs)
+        return True
+    return False
+
+
+def _log_likelihood(sites: Any) -> float:
+    seen = (s for s in sites.values() if s["is_observed"])
+    return sum(float(s["fn"].log_prob(s["value"]).double().sum()) for s in seen)

@@ -22,12 +22,9 @@ from ..runtime.density import Sites, is_latent, is_minibatch, site_kind
 class Batches:
     """Minibatches without end, each as a tuple of arguments: epoch after epoch of ``source``.
 
-    What :func:`pyro_ngvi.save` saves of it is the random state at the start of the epoch and the place
-    in it, so that a resumed run goes on with the very minibatch that would have been next, shuffled
-    loaders included.  It loads those before once more.
-
-    Not for: iterators that can be gone through once, such as generators; a loader whose data change
-    from one epoch to the next by more than torch's, NumPy's and Python's random states.
+    A run that is resumed goes on with the very minibatch that would have been next, shuffled loaders
+    included, and loads those before once more.  Not for iterators that can be gone through once, such
+    as generators, nor for data that change by more than torch's, NumPy's and Python's random states.
 
     Args:
         source: a ``DataLoader``, or another iterable that can be gone through again, of tuples or lists
@@ -100,8 +97,8 @@ class Batches:
             )
 
     def reshuffle(self) -> None:
-        """Begin an epoch in an order that depends on torch's random state alone: a random one, but for
-        loaders that do not shuffle and iterables of no length, which go on."""
+        """Begin an epoch in an order of torch's random state alone, but of loaders that do not shuffle
+        and iterables of no length, which go on."""
         source, order = self.source, None
         if isinstance(source, Sequence):
             order = [source[i] for i in torch.randperm(len(source)).tolist()]
@@ -160,8 +157,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch of the minibatches, as often as it is gone through, without a trace in the generators
-    of their source."""
+    """One epoch of the minibatches, as often as it is gone through, which leaves no trace in them."""
 
     batches: Batches
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,18 +44,18 @@ def save(
 ) -> None:
     """Write everything that the next step of ``svi`` depends on, for :func:`pyro_ngvi.load`.
 
-    Parameters and buffers of guide and model, other parameters of Pyro's that the optimizer steps, the
-    optimizer's state with averages and schedule, and the random states of torch, of its devices, NumPy
-    and Python.  A file that stood there before is replaced once the new one is whole.
+    That is parameters and buffers of guide and model, other parameters that the optimizer steps, its
+    state, and the random states of torch, its devices, NumPy and Python.  A file that stood there is
+    replaced once the new one is whole.
 
-    Not saved: the code (model, guide class, settings of the optimizer), data, ``kl_weight`` of a loss,
-    buffers of a module that a *function* registers by ``pyro.module``, generators of your own.
+    Not saved: code (model, guide class, settings of the optimizer), data, ``kl_weight`` of a loss,
+    buffers that a *function* registers by ``pyro.module``, generators of your own.
 
     Args:
         path: the file.
         svi: the ``pyro.infer.SVI``, after one step at least.
         stop: the stop rule of the loop.
-        batches: the minibatches of the loop, by their place in the epoch.
+        batches: the minibatches of the loop, of which the place in the epoch is saved.
         extra: anything of tensors, numbers, strings, lists, tuples and dicts.
 
     Raises:
@@ -99,13 +99,10 @@ def collect(svi: SVI, stop: Any = None, batches: Any = None, extra: Any = None) 
     trained = () if stepped is None else stepped.optim_objs
     names = {str(store.param_name(p)) for p in trained if id(p) not in owned}
     names |= {name for name in unconstrained if name.startswith(BASELINES)}
+    versions = {"pyro_ngvi": __version__, "torch": str(torch.__version__), "pyro": pyro.__version__}
     return {
         "format": FORMAT,
-        "versions": {
-            "pyro_ngvi": __version__,
-            "torch": str(torch.__version__),
-            "pyro": pyro.__version__,
-        },
+        "versions": versions,
         "guide": {
             "name": called(guide),
             "stored": _stored(guide),
@@ -152,8 +149,8 @@ def restore(
     _fill(path, "model", model, saved["model"])
     if isinstance(guide, nn.Module):
         # guides of ours that do not know their sites yet keep it, and do not search for a start
-        _told(path, "guide", lambda: guide.load_state_dict(own["state"], strict=False))
-    _told(path, "guide", lambda: _step_dry(svi, args, kwargs))
+        guide.load_state_dict(own["state"], strict=False)
+    _step_dry(svi, args, kwargs)
     if _latents(guide) != own["latents"]:
         raise ValueError(
             f"{path} is of another model: its latent sites are {_listed(own['latents'])}, and here "
@@ -238,8 +235,7 @@ def _digest(file: Any, size: int) -> bytes:
 
 
 def _step_dry(svi: SVI, args: Any, kwargs: Any) -> None:
-    """A step without its end: guide and model make their parameters, and a loss that looks at a model
-    once, and goes another way then, has done so."""
+    """A step without its end: guide and model make their parameters, and the loss knows the model."""
     with gradients_taken_back(block for _, block in find_blocks(svi.guide)):
         svi.loss_and_grads(svi.model, svi.guide, *args, **kwargs)
 
@@ -271,7 +267,7 @@ def _stored(guide: Any) -> str | None:
 
 
 def _latents(guide: Any) -> dict[str, tuple[int, ...]] | None:
-    """The latent sites of an autoguide by shape; ``None`` where it does not know, or is a function."""
+    """The latent sites of an autoguide by shape, if it knows them."""
     trace = getattr(guide, "prototype_trace", None)
     if trace is None:
         return None
@@ -300,18 +296,7 @@ def _fill(path: Any, what: str, module: Any, state: dict[str, Any] | None) -> No
             raise ValueError(
                 f"{path} holds {name} of the {what} in {then.dtype}, and here it is {now.dtype}."
             )
-    _told(path, what, lambda: module.load_state_dict(state))
-
-
-def _told(path: Any, what: str, load: Callable[[], Any]) -> Any:
-    """``load()``, whose refusal of a state of other shapes is told in a sentence."""
-    try:
-        return load()
-    except RuntimeError as error:
-        if "loading state_dict" not in str(error):
-            raise
-        first = str(error).splitlines()[1].strip()
-        raise ValueError(f"{path} does not fit the {what}: {first[:160]}") from error
+    module.load_state_dict(state)
 
 
 def _fill_store(path: Any, saved: Mapping[str, Tensor]) -> None:

@@ -16,17 +16,13 @@ def compare(fits: Mapping[str, Result], *, var_name: str | None = None, **option
     """``arviz.compare`` of fits to the same data, and what each fit says of itself.
 
     ArviZ's columns rank *models* by how well they predict a datum that is left out; behind them are
-    ``elbo``, ``elbo_se`` in nats, and the ``decision`` of the verdict.  The ELBO compares *guides* of
-    one model: it is a lower bound of the log evidence, which a better guide raises; between models it
-    mixes the evidence with how good the guides are.  Not for fits that are "unusable".
+    ``elbo``, ``elbo_se`` in nats, which compare *guides* of one model, and the ``decision`` of the
+    verdict.  Not for fits that are "unusable".
 
     Args:
         fits: by name; of :func:`pyro_ngvi.fit`, with all data.
         var_name: the observed site, where there are several.
-        options: of ``arviz.compare``.
-
-    Returns:
-        A pandas ``DataFrame``, the best model first.
+        options: of ``arviz.compare``, whose ``DataFrame`` it returns, the best model first.
 
     Raises:
         ValueError: where a model has no likelihood by datum, or the data differ.
@@ -45,7 +41,7 @@ def compare(fits: Mapping[str, Result], *, var_name: str | None = None, **option
     """
     if not fits:
         raise ValueError("compare got no fits. Pass a dict of them by name.")
-    by_datum, first = {}, None
+    by_datum, held = {}, {}
     for name, fit in fits.items():
         try:
             by_datum[name] = fit.loo(var_name=var_name)
@@ -53,25 +49,20 @@ def compare(fits: Mapping[str, Result], *, var_name: str | None = None, **option
             error.add_note(f"in the fit {name!r} of compare")
             raise
         data = data_of(fit.model, fit.guide, fit.args, fit.kwargs, var_name)
-        first = first or (name, data)
-        _check_same(*first, name, data)
+        # in float32, which one of the models may hold them in
+        held[name] = data.astype(np.float32)
+        first = next(iter(held))
+        differ = f"{len(held[first])} and {len(data)} of them"
+        if held[first].shape == data.shape:
+            others = (held[first] != held[name]).sum()
+            differ = f"{others} of the {len(data)} are not the same" * bool(others)
+        if differ:
+            raise ValueError(
+                f"compare: the data of the fits {first!r} and {name!r} differ, {differ}. A score says "
+                f"nothing against one of other data: fit all models to the same, in the same order."
+            )
     table = arviz_compat.compare(by_datum, **options)
     for name, fit in fits.items():
         table.loc[name, ["elbo", "elbo_se"]] = fit.elbo
         table.loc[name, "decision"] = fit.verdict.decision
     return table
-
-
-def _check_same(first: str, before: np.ndarray, name: str, data: np.ndarray) -> None:
-    """Refuse data (N,) of a fit that are others than those of the first."""
-    if before.shape == data.shape:
-        # in float32, which one of the models may hold them in
-        others = (before.astype(np.float32) != data.astype(np.float32)).sum()
-        differ = f"{others} of the {len(data)} are not the same" if others else ""
-    else:
-        differ = f"{len(before)} and {len(data)} of them"
-    if differ:
-        raise ValueError(
-            f"compare: the data of the fits {first!r} and {name!r} differ, {differ}. A score says "
-            f"nothing against one of other data: fit all models to the same, in the same order."
-        )

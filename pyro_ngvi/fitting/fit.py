@@ -43,7 +43,7 @@ SEARCH = 0.5
 
 
 class Fit(Result):
-    """A run of :func:`pyro_ngvi.fit`, whether it has ended or not: the loop, and :class:`Result`.
+    """A run of :func:`pyro_ngvi.fit`, whether it has ended or not.
 
     Attributes:
         svi: the ``pyro.infer.SVI``.
@@ -99,9 +99,6 @@ class Fit(Result):
             data: minibatches, in place of those of before.
             tol: nats, in place of that of before.
             max_steps: as for :func:`pyro_ngvi.fit`, and the others below it.
-
-        Returns:
-            This fit.
         """
         if args or kwargs:
             self.args, self.kwargs = args, kwargs
@@ -188,7 +185,7 @@ class Fit(Result):
         write(path, collect(self.svi, self.stop, self.batches, {"fit": record}))
 
     def _keep_params(self) -> None:
-        """Copy the parameters that a later fit would train on, since they go by their names alone."""
+        """Copy the parameters that a later fit would train on, as they go by name."""
         svi = self.svi
         modules = [part for part in (self.model, svi.guide) if isinstance(part, nn.Module)]
         own = {id(p) for part in modules for p in part.parameters()}
@@ -199,8 +196,7 @@ class Fit(Result):
         self._params = {n: p.detach().clone() for n, p in held if n in names and id(p) not in own}
 
     def put_back(self) -> None:
-        """Restore parameters that another fit has trained on, and what was loaded from a file, now that
-        the arguments are there."""
+        """Restore parameters that another fit has trained on, and what was loaded from a file."""
         for name, p in pyro.get_param_store().named_parameters():
             if name in self._params:
                 p.data.copy_(self._params[name])
@@ -211,15 +207,7 @@ class Fit(Result):
             raise ValueError(f"load: {self._path} is of a fit {how} here too.")
         args = self.args if self.batches is None else next(Batches(self.batches.source))
         parts = self.stop, self.batches
-        try:
-            restore(self._saved, self.svi, args, self.kwargs, *parts, f"load: {self._path}")
-        except TypeError as error:
-            if args or self.kwargs:
-                raise
-            raise ValueError(
-                f"load: the model's arguments are missing, which come after the model, or with the "
-                f"call of resume: {error}"
-            ) from error
+        restore(self._saved, self.svi, args, self.kwargs, *parts, f"load: {self._path}")
         self._saved = None
 
 
@@ -245,9 +233,10 @@ def fit(
 ) -> Fit:
     """From a model to its posterior: choose guide, rule and loss, step until nothing is left to gain.
 
-    The same as ``SVI(model, guide, optim, loss)`` with what :func:`pyro_ngvi.advise` names, a loop over
-    ``svi.step``, and :class:`~pyro_ngvi.StopRule` to end it; what is given is taken in place of what
-    would be chosen.  Ctrl-C or SIGTERM end it after the step at hand, with a whole :class:`Fit`.
+    The same as ``SVI(model, guide, optim, loss)`` with what is given, the rest of
+    :func:`pyro_ngvi.advise`, a loop over ``svi.step``, and :class:`~pyro_ngvi.StopRule` to end it.
+    Ctrl-C or SIGTERM end it after the step at hand, with a whole :class:`Fit`, which prints as what was
+    chosen, why it stopped, and whether to believe it.
 
     Not for a loss that changes between steps (``kl_weight`` in a warm-up), nor for several optimizers:
     write the loop.  Parameters of ``pyro.param``, those of a guide that is a function too, begin where
@@ -256,16 +245,14 @@ def fit(
     Args:
         model: a Pyro model.  If a keyword argument of it has the name of an option here, bind it first
             with ``functools.partial``.
-        args: its arguments, with the data.
+        args: its arguments, with the data, and ``kwargs``.
         guide: a guide, a class of guides, or the name of one of this package or of Pyro; ``"auto"`` for
             the best of several: the one that would be chosen, a mixture where the search for a start
             has seen several modes, :class:`~pyro_ngvi.AutoHierarchical` where there are units, and
             :class:`~pyro_ngvi.AutoCouplingFlow` up to 100 latent variables, until draws of one may be
             taken as they are (and no other mode was seen), or it gains no more than its standard error.
             The first takes a minute at most, and goes on in the end if it was the best.
-        optim: an optimizer, a class (or function of the guide), or the name of one of this package.
-        loss: a loss of Pyro's or of this package.
-        num_particles: draws of a step, for the loss that is chosen.
+        optim: as for :func:`pyro_ngvi.advise`; so ``loss`` and ``num_particles``.
         data: minibatches: a ``DataLoader``, or another iterable that can be gone through again, of
             tuples of arguments.  ``args`` are then those of all data, for what is read afterwards;
             without them that goes over minibatches (:class:`~pyro_ngvi.diagnostics.OverBatches`).
@@ -274,19 +261,13 @@ def fit(
         tol: nats of ELBO that may be left to gain within the guide's family; 0 to go on to a limit.
         seed: of all random numbers, as by ``pyro.set_rng_seed``.
         compile: whether the steps run as graphs, see :func:`pyro_ngvi.compile`; ``"auto"`` for a run
-            that has taken five seconds and 300 steps.  Once Inductor's code takes over, two runs of one
-            seed agree up to rounding, no longer to the last bit.
+            that has taken five seconds and 300 steps.
         distributed: options of :func:`pyro_ngvi.distributed.wrap`, ``{"plates": ["data"]}``, for a run
-            on several processes, whose reads are calls of all of them too, but ``print``, ``elbo`` and
-            ``khat``.  The guide is then a Gaussian over all latent variables, if not given.
+            on several processes, whose reads are calls of all of them, but ``print``, ``elbo`` and
+            ``khat``; the guide is a Gaussian over all latent variables, if not given.
         progress: whether to show a bar, or lines at growing intervals where the output is no terminal.
-        checkpoint: a file that is written every so often and at the end; :func:`pyro_ngvi.load`.
-        every: seconds between checkpoints.
+        checkpoint: a file for :func:`pyro_ngvi.load`, written ``every`` so many seconds and at the end.
         callbacks: functions of the fit, called after each step; one that returns ``True`` ends it.
-        kwargs: keyword arguments of the model.
-
-    Returns:
-        The fit, which prints as what was chosen, why it stopped, and whether to believe it.
 
     Raises:
         ValueError: for options out of range or unknown names, and what guide, optimizer or loss refuse.
@@ -339,6 +320,6 @@ def fit(
 
 
 def _is_true(answer: Any) -> bool:
-    """Whether a callback says that it is enough: by a truth value, not by what it happens to return."""
+    """Whether a callback says by a truth value, not by what it happens to return, that it is enough."""
     kind, entries = getattr(answer, "dtype", type(answer)), getattr(answer, "shape", ())
     return kind in (bool, torch.bool) and not entries and bool(answer)

@@ -11,21 +11,17 @@ not: with a and b those of two halves of the gradients,
 
 is without bias, and its standard error is that of x' b, from the spread of the gradients behind b.
 
-x comes from conjugate gradients, preconditioned by the Fisher matrix F of the family, in which H is
-near the identity (a full-rank Gaussian at a Gaussian posterior) or has eigenvalues from near 0 to d (a
-mean-field one).  H v is the difference of gradients at a shifted and at the same q, of the noise behind
-a.  The solver goes on to a small residual: along correlated posteriors H is a thousandth of F and less,
-and a gradient that is hardly there stands for much.
-
-x is also the way to the optimum: where natural gradients creep, one such step of Newton's goes it.
-
-Far from the optimum (1) is no more than a large number, which is all that is asked of it there.
+x comes from conjugate gradients, preconditioned by the Fisher matrix F of the family.  H v is the
+difference of gradients at a shifted and at the same q, of the noise behind a.  The solver goes on to a
+small residual: along correlated posteriors H is a thousandth of F and less, and a gradient that is
+hardly there stands for much.  x is also the way to the optimum: where natural gradients creep, one such
+step of Newton's goes it.  Far from the optimum (1) is no more than a large number.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -33,6 +29,7 @@ from typing import Any
 
 import pyro
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..families.base import Tensors, dot
@@ -77,13 +74,8 @@ class Gap:
 
 
 class GapMeter:
-    """Estimates (2) for guides of ours, at what the guide holds: averages, not iterates.
-
-    Args:
-        blocks: guides of ours with a known Fisher matrix, which hold all that is trained.
-        gradient: ``gradient(s)`` adds to ``.grad`` the gradient of the loss for noise and data number
-            s, the same for the same s, and returns the loss.
-    """
+    """Estimates (2) at what ``blocks`` hold, guides of ours: averages, not iterates.  ``gradient(s)``
+    adds to ``.grad`` the gradient of the loss for noise and data number s, and returns the loss."""
 
     def __init__(self, blocks: list[Any], gradient: Callable[[int], Any]) -> None:
         self.blocks, self._gradient = blocks, gradient
@@ -108,8 +100,8 @@ class GapMeter:
                 n *= 2
 
     def newton_step(self, n: int) -> bool:
-        """Move what the guide holds to the optimum, by x of equation (2) from n gradients of new noise,
-        or by a part of it; whether the mean loss over that noise falls so."""
+        """Move what the guide holds by x of equation (2), from n gradients of new noise, or a part of
+        it; whether the mean loss over that noise falls so."""
         self._first += self._used
         with self._at_answer():
             self.count, self._used, half = 0, n, n // 2
@@ -159,9 +151,7 @@ class GapMeter:
         return gap, x
 
     def _is_flat(self, direction: Parts, curvature: float, others: list[Parts]) -> bool:
-        """Whether nothing is to be gained along a direction of no curvature, as where factors turn
-        without a change of q: there is no slope but noise, and -H is small, or not to be had, since a
-        straight shift of a small Fisher length leads far away."""
+        """Whether a direction gains nothing: no slope but noise, and -H small, or the shift too far."""
         slopes = torch.tensor([_dot(direction, b) for b in others], dtype=torch.float64)
         steep = abs(float(slopes.mean())) > 2.0 * float(slopes.std()) / math.sqrt(len(others))
         return not steep and not -FAR < curvature / self._inner(direction) < -FLAT
@@ -257,3 +247,24 @@ def _times(factor: float, a: Parts) -> Parts:
 
 def _mean(drawn: list[Parts]) -> Parts:
     return _times(1.0 / len(drawn), reduce(lambda a, b: _add(a, 1.0, b), drawn))
+
+
+def trimmed_mean(x: Tensor) -> tuple[float, float]:
+    """The mean without the tenths at both ends, and its standard error (Tukey & McLaughlin 1963)."""
+    x, cut = x.sort().values, len(x) // 10
+    kept = x[cut : len(x) - cut]
+    winsorized = x.clamp(kept[0], kept[-1])
+    return float(kept.mean()), float(winsorized.std()) * len(x) ** 0.5 / len(kept)
+
+
+def still_to_fall(losses: Sequence[float]) -> float:
+    """How far losses without noise still fall, fall q / (1 - q), where falls shrink by one factor, as
+    near a fixed point (Aitken 1926): the larger of the last two.  Infinite where they do not."""
+    a, b, c, d = losses[-4:]
+    falls = abs(a - b), abs(b - c), abs(c - d)
+    if falls[2] == 0.0:
+        return 0.0
+    if not falls[0] > falls[1] > falls[2]:
+        return math.inf
+    q = max(falls[1] / falls[0], falls[2] / falls[1])
+    return falls[2] * q / (1.0 - q)

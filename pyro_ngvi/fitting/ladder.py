@@ -31,8 +31,7 @@ FIRST = 60.0
 
 @dataclass(frozen=True)
 class Rung:
-    """What one guide has reached: its ELBO and standard ``error`` in nats, k-hat of its weights, the
-    verdict's decision, and the seconds of fit and verdict."""
+    """What one guide has reached: ELBO and ``error`` in nats, the seconds of fit and verdict."""
 
     guide: str
     elbo: float
@@ -54,11 +53,8 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
     apart, the one whose draws may be taken as they are.  ``fit(guide, max_time, best)`` gives a fit;
     ``best`` is that of the guides before, or with no guide the one to go on with.
 
-    Where the search for a start has found several modes the second guide is a mixture, and so is the
-    next if the search of that, which takes more points, has found more.
-
-    Each further guide takes at most four times as long as those before it, or ten seconds.  Where the
-    model has parameters of its own, which every guide would train, the first guide is all.
+    A mixture follows where the search for a start has found several modes, and again where its own
+    search finds more.  A model with parameters, which every guide would train, has its first guide.
     """
     choices, total = [structure.guide()[0]], math.inf if max_time is None else max_time
     if structure.units is not None and AutoHierarchical not in choices:
@@ -87,7 +83,7 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
             if found is None:
                 raise
             message = f'fit(guide="auto") ends with {called(guide)}: no verdict on it, {error}'
-            warnings.warn(message[:240], UserWarning, stacklevel=3)
+            warnings.warn(message[:240], stacklevel=3)
             best = best or found
             break
         rungs.append(rung)

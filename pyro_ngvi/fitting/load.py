@@ -32,34 +32,30 @@ def load(
 
     Of a hand-written loop (:func:`pyro_ngvi.save`) make model, guide, optimizer and loss by the same
     code as then, and pass the SVI.  Of a fit pass the model: ``ngvi.load(path, model).resume(X, y)``.
-    The file may come from another device: values come to where guide and model are.
+    The file may come from another device: values come to where guide and model are.  Gives what
+    :func:`save` got as ``extra``; for a model the :class:`Fit`.
 
     Args:
         path: the file.
         run: the ``pyro.infer.SVI``, new or used; or for a fit the model.
-        args: arguments of the model: guide and loss learn from them what there is, by a step that is
-            taken back.  For a fit they may come later.
+        args: arguments of the model, and ``kwargs``, which of a fit may come later.
         stop: a stop rule for the SVI, which takes over what that of the run had seen.
         batches: minibatches of the loop, of the same data.
         guide: for a fit that was given a guide of its own, as then; so ``optim`` and ``loss``.
         data: minibatches of a fit.
-        kwargs: keyword arguments of the model.
-
-    Returns:
-        For an SVI what was given to ``save`` as ``extra``; for a model the :class:`Fit`.
 
     Raises:
         FileNotFoundError: where there is no file.
         ValueError: for a file that is damaged or something else, and for a run of another model, guide,
-            optimizer or precision.
+            optimizer or precision; where shapes differ it may be torch's RuntimeError.
     """
     saved = read(path)
-    if not isinstance(run, SVI) and (stop is not None or batches is not None):
+    if isinstance(run, SVI):
+        return restore(saved, run, args, kwargs, stop, batches, f"load: {path}")
+    if stop is not None or batches is not None:
         raise ValueError(
             "load: stop= and batches= go with an SVI; a fit has them, and takes data=."
         )
-    if isinstance(run, SVI):
-        return restore(saved, run, args, kwargs, stop, batches, f"load: {path}")
     record = (saved["extra"] or {}).get("fit") if isinstance(saved["extra"], dict) else None
     if record is None:
         raise ValueError(

@@ -1,8 +1,7 @@
 """What a fit shows while it runs, and how it is broken off.
 
 What a user may have to act on is a Python warning, here as in the whole package; what passes by is a
-bar or a line on stderr, of this file alone, and ``progress=False`` shows none.  Nothing uses
-``logging``; ``logging.captureWarnings(True)`` sends the warnings there.
+bar or a line on stderr, of this file alone.  Nothing uses ``logging``.
 """
 
 from __future__ import annotations
@@ -82,8 +81,8 @@ class Progress:
 
 @contextmanager
 def signals() -> Iterator[list[str]]:
-    """Within it Ctrl-C and SIGTERM are noted, as "interrupted" or "terminated", and no step is cut
-    off; a second Ctrl-C raises at once.  Other threads than the main one cannot listen, and do not."""
+    """Within it Ctrl-C and SIGTERM are noted, and no step is cut off; a second Ctrl-C raises at once.
+    Other threads than the main one cannot listen, and do not."""
     noted: list[str] = []
     names = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 

@@ -22,9 +22,8 @@ from ..hierarchy.marginal import work_of_draw
 from ..linalg.host import own_random_state
 from ..runtime.run import CannotBatch
 from ..sites.site_guide import SiteGuide
-from .advice import Structure
+from .advice import Structure, way_of_effect
 from .batches import Epoch
-from .effects import way_of_effect
 from .ladder import FLOW, Rung, modes_seen
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked
@@ -147,9 +146,9 @@ class Result:
 
     @cached_property
     def verdict(self) -> KHat | Diagnosis:
-        """The diagnosis, or k-hat, which costs less, where latent variables times data are more than
-        10,000, ``vmap`` cannot run the model, or the fit saw minibatches alone; both have ``decision``,
-        ``ok`` and ``verdict``.  Of a hierarchy data times points of its quadrature count, to 10^5."""
+        """The diagnosis, or k-hat, where latent variables times data are more than 10,000 (for units of
+        a hierarchy points of quadrature times data, 10^5), ``vmap`` cannot run the model, or the data
+        are minibatches; both have ``decision``, ``ok`` and ``verdict``."""
         if self.is_spread or self._is_stream:
             return self.khat
         guide, d, data = self.guide, self._structure.d, self._structure.data
@@ -174,7 +173,8 @@ class Result:
         verdict, guide, modes = self.verdict, self.guide, modes_seen(self.guide)
         at_hand = not (verdict.ok or self.is_spread or self._is_stream)
         if at_hand and isinstance(guide, AutoHierarchical):
-            if can_collapse(guide, *self.args, **self.kwargs):
+            integrated = isinstance(verdict, Diagnosis) and verdict.integrated
+            if integrated or can_collapse(guide, *self.args, **self.kwargs):
                 return "Or take fit.to_arviz(corrected=True), which has its own verdict."
         elif at_hand and (units := self._structure.units) is not None and units.pooled:
             how = 'pass guide="AutoHierarchical"'
@@ -308,8 +308,7 @@ class Result:
         """
         from matplotlib import pyplot
 
-        ax = pyplot.subplots()[1] if ax is None else ax
-        elbo = -self.losses
+        ax, elbo = ax or pyplot.subplots()[1], -self.losses
         steps = np.arange(1, len(elbo) + 1)
         ax.plot(steps, elbo, ".", markersize=3, alpha=0.4, label="ELBO of a step")
         last = elbo[-max(2, len(elbo) // 4) :]

@@ -23,8 +23,7 @@ from ..runtime.run import CannotBatch
 from ..runtime.store import traced_params
 from ..sites import CVI
 from .batches import Batches
-from .gap import CG_STEPS, Gap, GapMeter
-from .losses import still_to_fall, trimmed_mean
+from .gap import CG_STEPS, Gap, GapMeter, still_to_fall, trimmed_mean
 from .twin import Twin, has_twin
 
 #: the first step after which to look
@@ -48,40 +47,35 @@ IN_ONE_ORDER = 8
 class StopRule:
     r"""Tells a loop over ``svi.step`` when to end, by what is still to gain.
 
-    "converged" has a meaning: the ELBO of what the guide holds is at most ``tol`` nats below the best
-    of its family *near by*, found from gradients there (:mod:`pyro_ngvi.fitting.gap`).  It needs a
-    guide of ours with a known Fisher matrix; or Pyro's ``AutoNormal``, ``AutoDiagonalNormal``,
-    ``AutoMultivariateNormal`` or ``AutoLowRankMultivariateNormal``, with an ELBO of Pyro's and a model
-    that ``vmap`` can run.  Any optimizer will do.  For other guides (flows, sites, hierarchies), or
-    where the model has parameters of its own, the rule says "settled" in its place: the trimmed mean of
-    the losses of the last quarter of the steps is no more than ``tol`` below that of that before,
-    by a standard error of at most tol / 2; or sweeps of ``CVI`` over all data have no more to fall, by
-    the ratio of their last falls.  That says nothing of what is still to gain where a rate is
-    too small, or too large to settle near the optimum.
+    "converged": the ELBO of what the guide holds is at most ``tol`` nats below the best of its family
+    *near by*, found from gradients there (:mod:`pyro_ngvi.fitting.gap`).  It needs a guide of ours with
+    a known Fisher matrix; or Pyro's ``AutoNormal``, ``AutoDiagonalNormal``, ``AutoMultivariateNormal``
+    or ``AutoLowRankMultivariateNormal``, with an ELBO of Pyro's and a model that ``vmap`` can run.  For
+    other guides, or where the model has parameters of its own, the rule says "settled": the trimmed
+    mean of the losses of the last quarter of the steps is no more than ``tol`` below that of that
+    before, by a standard error of at most tol / 2; or sweeps of ``CVI`` over all data have no more to
+    fall, by the ratio of their last falls.  That says nothing of what a rate too small leaves to gain.
 
     It looks when the losses have ceased to fall: after step 5 at first, and then after 10 to 25 % more
-    steps, so that its gradients cost about as much as the steps at most.  Looking changes neither
-    parameters nor random states: the run is the same as without it.
+    steps, so that its gradients cost about as much as the steps at most.  The run is the same as
+    without it.
 
     Not for: a loss that changes between steps (``kl_weight`` in a warm-up); posteriors with several
-    modes, of which it sees the one at hand.  And the best of a family may be far from the posterior:
-    that is :func:`pyro_ngvi.khat`'s question.
+    modes, of which it sees the one at hand.  Whether the best of the family is near the posterior is
+    :func:`pyro_ngvi.khat`'s question.
 
     Args:
         svi: the ``pyro.infer.SVI`` of the loop.
         tol: nats; 0 to go on until one of the limits below.
         batches: for loops over minibatches, what they go over: an iterable that can be gone through
-            again, such as a ``DataLoader``, of tuples of arguments, or of single ones.  Without it the
-            arguments of the call are all the data, or the model subsamples them by itself.
-        max_steps: steps after which to stop in any case.
-        max_time: the same in seconds since the rule was made.
+            again, such as a ``DataLoader``, of tuples of arguments, or of single ones.
+        max_steps: steps after which to stop in any case; ``max_time`` in seconds since it was made.
 
     Attributes:
-        reason: why to stop: "converged"; "settled"; "stalled" (under a natural-gradient rule three
-            quarters of the steps have not halved a gap above ``tol``; under another optimizer, or
-            where noise hides the gap, the losses of a quarter of the steps fell by no more than a
-            tenth of their own sd, within two standard errors, which is more than ``tol``);
-            "max_steps"; "max_time"; "diverged" (20 losses in a row are not finite); ``None``: go on.
+        reason: why to stop: "converged"; "settled"; "stalled" (three quarters of the steps have not
+            halved a gap above ``tol``; or, where optimizer or noise hide that, the losses of a quarter
+            fell by at most a tenth of their own sd, by two standard errors); "max_steps"; "max_time";
+            "diverged" (20 losses in a row are not finite); ``None``: go on.
         gap: nats still to gain at the last look (:class:`~pyro_ngvi.fitting.Gap`); ``None``: no look.
         losses: what it has seen, and ``steps``, how many.
         looks: step and gap of each look so far.
@@ -90,9 +84,8 @@ class StopRule:
         ValueError: for arguments out of range.
 
     Example:
-        >>> import pyro, pyro.distributions as dist
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
         >>> def model():
         ...     pyro.sample("x", dist.Gamma(9.0, 3.0))
         >>> pyro.set_rng_seed(0)
@@ -137,11 +130,8 @@ class StopRule:
         tol: float | None = None,
     ) -> None:
         """Put other limits, which count from here, in the place of those of before; so a ``tol``."""
-        for name, value in {
-            "tol": tol or None,
-            "max_steps": max_steps,
-            "max_time": max_time,
-        }.items():
+        limits = {"tol": tol or None, "max_steps": max_steps, "max_time": max_time}
+        for name, value in limits.items():
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value!r}.")
         self.tol = self.tol if tol is None else float(tol)
@@ -213,8 +203,8 @@ class StopRule:
         return above and since[0].nats < 2.0 * since[-1].nats
 
     def _is_flat(self, fall: float, error: float) -> bool:
-        """Whether the losses of a quarter fell by a tenth of their own sd at most, by two errors, of
-        which so many losses have to be: some 3,000, or chance would end many a run that still falls."""
+        """Whether the losses of a quarter fell by a tenth of their own sd at most, by two errors: which
+        takes some 3,000, or chance would end many a run that still falls."""
         sd = error * (self.steps / 8.0) ** 0.5  # of the difference of the means of two quarters
         return 2.0 * error + max(fall, 0.0) <= NOISY * sd
 
@@ -228,11 +218,10 @@ class StopRule:
     def polish(self, *args: Any, **kwargs: Any) -> bool:
         """Newton steps for a run that has stalled: whether it has "converged" by them.
 
-        Where H in equation (2) of :mod:`pyro_ngvi.fitting.gap` is a small part of F, as for a mean
-        field of strongly correlated latents, natural gradients gain little, and x goes all the way.
-        The guide moves to its end as long as the losses of the noise behind it fall so, from 32
-        gradients, then twice as many, while they may take three times what the run took.  Only guides
-        of ours move.  :func:`pyro_ngvi.fit` does this by itself.
+        Natural gradients creep where H in equation (2) of :mod:`pyro_ngvi.fitting.gap` is a small part
+        of F, as for a mean field of correlated latents.  A guide of ours moves along x while the losses
+        of the noise behind it fall so, from 32 gradients, then twice as many, and three times those of
+        the run in all.  :func:`pyro_ngvi.fit` does this by itself.
 
         Args:
             args: those of the step, and ``kwargs``.
@@ -252,16 +241,15 @@ class StopRule:
         return False
 
     def _meter(self, args: Any, kwargs: Any) -> GapMeter | None:
-        """What measures the gap; ``None`` where it is not to be had."""
+        """What measures the gap, if that is to be had."""
         svi, loss = self.svi, getattr(self._alone.loss_and_grads, "__self__", None)
         # a twin would see the data of one rank
         of_pyro, blocks = self._alone is svi and has_twin(svi.guide, loss), self._blocks()
         if not of_pyro and not blocks:
             return None
-        held = (
-            [svi.guide.parameters()] if of_pyro else [b.natural_params().values() for b in blocks]
-        )
-        known, first = {id(p) for part in held for p in part}, self._arguments(0, [], args)
+        ours = [p for b in blocks for p in b.natural_params().values()]
+        known = {id(p) for p in (svi.guide.parameters() if of_pyro else ours)}
+        first = self._arguments(0, [], args)
         with own_random_state(), torch.no_grad(), pyro.poutine.trace(param_only=True) as seen:
             svi.loss(svi.model, svi.guide, *first, **kwargs)
         if not all(id(p) in known for p in traced_params(seen) if p.requires_grad):
@@ -308,11 +296,7 @@ class StopRule:
         return 1_000 * self.steps + s
 
     def _arguments(self, s: int, batches: list[Any], args: Any) -> tuple[Any, ...]:
-        """The arguments of gradient number s; ``batches``: those that were taken for this look.
-
-        Minibatches of one epoch are correlated, by -1 / (K - 1) of K: halves of them would see
-        less of a gap than there is.  So each few come from an order of their own.
-        """
+        """Those of gradient s, of this look: minibatches of one epoch, in one order, are correlated."""
         if self.batches is None:
             return args
         while len(batches) <= s:

@@ -35,11 +35,7 @@ def has_twin(guide: Any, loss: Any) -> bool:
 
 class Twin:
     """What a guide of Pyro's that :func:`has_twin` holds, in a family of ours: a block for
-    :class:`GapMeter`, whose gradients come from so many ``particles``.
-
-    Attributes:
-        fits: whether all entries of the guide are trained, and are those of the model here.
-    """
+    :class:`GapMeter`, if it ``fits``: all entries of the guide are trained, and of the model here."""
 
     _lag = _lag_of = path_share = curvature = None
 

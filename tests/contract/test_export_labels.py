@@ -113,7 +113,7 @@ def test_labels_of_the_user(data: tuple[Tensor, Tensor]) -> None:
         ({"dims": {"w": ["a", "b"]}}, r"'w' has shape \(3,\), so give a list of 1 names"),
         ({"dims": {"w": "feature"}}, "give a list of 1 names"),
         ({"coords": {"units": [1]}}, "coords names 'units', but the dimensions are"),
-        ({"coords": {"unit": [1]}}, "has 1 labels for a dimension of length 12"),
+        ({"coords": {"unit": [1]}}, "conflicting sizes for dimension .unit."),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics import Calibration, calibrate
-from pyro_ngvi.diagnostics.uniformity import uniformity
+from pyro_ngvi.diagnostics.calibration import uniformity
 
 X = torch.tensor([[1.0, 0.0], [1.0, 0.5], [1.0, 1.0]], dtype=torch.float64)
 NONE = X.new_zeros(3)

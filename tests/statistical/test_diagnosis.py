@@ -16,8 +16,7 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics import Diagnosis, KHat, ModelDensity
-from pyro_ngvi.diagnostics.chains import run_chains
-from pyro_ngvi.diagnostics.diagnosis import Moved, moved
+from pyro_ngvi.diagnostics.diagnosis import Moved, moved, run_chains
 
 
 def gaussian(mean: float, sd: float, d: int = 1, heavy: float | None = None) -> Callable[[], None]:

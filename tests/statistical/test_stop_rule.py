@@ -12,8 +12,7 @@ from pyro.infer.autoguide import AutoNormal
 from pyro.optim import PyroOptim
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.fitting.gap import Gap, GapMeter
-from pyro_ngvi.fitting.losses import still_to_fall
+from pyro_ngvi.fitting.gap import Gap, GapMeter, still_to_fall
 
 PRECISION = torch.tensor([[4.0, 1.5, 0.0], [1.5, 2.0, -0.6], [0.0, -0.6, 1.0]], dtype=torch.float64)
 MEAN = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
