@@ -34,12 +34,26 @@ class GaussianProcess(TorchDistribution):
         ValueError: for a kernel matrix that is not positive definite; in the plate of the data.
 
     Example:
-        >>> import torch
+        >>> import pyro, torch, pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> import pyro_ngvi as ngvi
+        >>> from pyro_ngvi.distributions import GaussianProcess
         >>> kernel = lambda X, Z=None, diag=False: (
         ...     torch.ones(len(X)) if diag else (-(X[:, None] - (X if Z is None else Z)).abs()).exp())
-        >>> f = GaussianProcess(kernel, torch.linspace(0, 5, 60))
-        >>> f.rsample((3,)).shape, f.variance.shape
-        (torch.Size([3, 60]), torch.Size([60]))
+        >>> X = torch.linspace(0, 5, 60)
+        >>> y = (X.sin() > 0).float()
+        >>> def model(X, y=None, batch=None):
+        ...     data = pyro.plate("data", len(X), subsample_size=batch)
+        ...     f = pyro.sample("f", GaussianProcess(kernel, X[data.indices]))
+        ...     y = None if y is None else y[data.indices]
+        ...     with data:
+        ...         pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+        >>> guide = ngvi.AutoSites(model, inducing=X[::6])
+        >>> svi = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
+        >>> losses = [svi.step(X, y, batch=20) for _ in range(60)]  # minibatches of 20
+        >>> mean, variance = guide.predict(torch.tensor([1.5, 4.5]))["f"]  # at new inputs
+        >>> mean.sign(), variance.shape
+        (tensor([ 1., -1.]), torch.Size([2]))
     """
 
     arg_constraints: Any = {}  # noqa: RUF012 - as in torch

@@ -11,7 +11,6 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch import Tensor
 
-import pyro_ngvi
 from benchmarks.baselines import NAGVAC
 from benchmarks.baselines.nagvac import NAGVACRule, approximate_natural_gradient
 from pyro_ngvi import AutoFactorNormal, AutoMeanFieldNormal, BatchedELBO
@@ -323,11 +322,6 @@ def test_the_advice_of_a_refusal_can_be_followed() -> None:
     message = said(lambda: NAGVAC(AutoMeanFieldNormal(line)), "NAGVAC cannot step")
     guide = advised(message, "pyro_ngvi.AutoFactorNormal(", model=line)
     steps(line, guide, NAGVAC(guide))
-
-
-def test_the_package_says_where_it_went() -> None:
-    with pytest.raises(AttributeError, match=r"is now benchmarks\.baselines\.NAGVAC"):
-        _ = pyro_ngvi.optim.NAGVAC
 
 
 def test_refuses_other_guides_and_settings() -> None:
