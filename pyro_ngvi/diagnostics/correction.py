@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import astuple
 from functools import partial
 from operator import itemgetter
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import pyro
@@ -92,7 +92,7 @@ def moved_by_weights(
 ) -> tuple[dict[str, Moved], dict[str, Moved]] | None:
     """By how much a trained guide is off, with its units integrated out, from so many draws of r, or
     2000 where these leave it open; ``None`` where quadrature or weights are not to be relied on."""
-    start = perf_counter()
+    start = thread_time()
     with suppress(ValueError, CannotBatch):  # data of several units, a likelihood without vmap
         collapsed = Collapsed(guide, args, kwargs, None)
         if collapsed.is_rough:
@@ -113,7 +113,7 @@ def moved_by_weights(
         found = by_site(layout, own, new, shifted)
         each = [m for part in found for m in part.values()]
         undecided = not all(m.is_good or m.is_off for m in each)
-        patient = MORE / draws * (perf_counter() - start) <= PATIENCE
+        patient = MORE / draws * (thread_time() - start) <= PATIENCE
         if draws < MORE and undecided and patient:
             return moved_by_weights(model, guide, args, kwargs, MORE)
         return found

@@ -1,5 +1,6 @@
 """The three decisions about a guide's draws: closed forms for Gaussians, and the ways to be wrong."""
 
+import time
 import warnings
 from functools import partial
 from typing import Any
@@ -278,3 +279,16 @@ def test_few_uneven_draws_are_told_how_many_would_do() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert exported(800) == 12_800
+
+
+def test_a_busy_machine_does_not_change_a_verdict() -> None:
+    """More draws are taken where they are cheap, by the time of the thread and not of the clock."""
+
+    def slow() -> None:
+        time.sleep(0.5)  # as if others had the processor
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    guide = ngvi.AutoMeanFieldNormal(slow, init=None)
+    fitted = Fitted(slow, guide, (), {})
+    fitted.draw(100, None)
+    assert 0.0 < fitted.seconds < 0.5
