@@ -93,8 +93,9 @@ class AutoFlow(AutoFamily):
         return as_flow(self._given[0], d)
 
     def _define_family(self, args: Any, kwargs: Any) -> None:
-        self.flow = self._make_flow(self.latent_dim).to(self._init_loc())
-        self.family.define(self.flow)
+        # to read it off a PyroModule would put it into the parameter store
+        self.flow = flow = self._make_flow(self.latent_dim).to(self._init_loc())
+        self.family.define(flow)
 
     def _start(self, loc: Tensor, args: Any, kwargs: Any) -> Tensors:
         params = super()._start(loc, args, kwargs)

@@ -75,7 +75,8 @@ class Design:
         """Many points z (S, p) with the logs of their shares (S,) of the integral over u."""
         p, volume = self.z.shape[1], torch.linalg.slogdet(self.root)[1]
         if p in STEPS:
-            inner = STEPS[p] * ((torch.arange(FINE[p]).to(self.z) + 0.5) / FINE[p] - 0.5)
+            index = torch.arange(FINE[p], dtype=self.z.dtype, device=self.z.device)
+            inner = STEPS[p] * ((index + 0.5) / FINE[p] - 0.5)
             grid = torch.cartesian_prod(*[inner] * p).reshape(-1, p)
             z = (self.z.unsqueeze(1) + grid).flatten(0, 1)
             log_q = torch.full_like(z[:, 0], p * log(FINE[p] / STEPS[p]))
