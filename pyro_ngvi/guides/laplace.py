@@ -142,7 +142,7 @@ class Search:
             theta, value, g = new, value_there, g_there
         return theta
 
-    def newton(self, theta: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def newton(self, theta: Tensor, decrease: float = DECREASE) -> Iterator[tuple[Tensor, Tensor]]:
         """Points (d,) that go down from theta, each with |H| (d, d), until f has converged."""
         between, damping = min(max(self.d // 4, 1), 12), 0.0
         for _ in range(HESSIANS):
@@ -154,7 +154,7 @@ class Search:
             along = Q.mT @ g
             while True:
                 step = along / (h + damping)
-                if float(0.5 * (along * step).sum()) < DECREASE:
+                if float(0.5 * (along * step).sum()) < decrease:
                     return
                 new = theta - Q @ step
                 if bool(self.f(new.unsqueeze(0))[0] < value):
