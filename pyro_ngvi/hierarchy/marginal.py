@@ -25,9 +25,9 @@ import pyro
 import torch
 from torch import Tensor
 
+from ..linalg.hessian import gradient
 from ..linalg.host import fixed_normal
 from ..linalg.products import matvec
-from ..probing.kinks import gradient
 from ..runtime.density import Site, Sites, site_kind, site_log_prob, with_density
 from ..runtime.model_density import MOST_NUMBERS
 from ..sites.expectation import Points, quadrature_points

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_map_only
 
 from ..guides.marginals import SiteValue
 from ..linalg.coloring import Coloring
+from ..linalg.hessian import gradient
 from ..linalg.host import at_hand, fixed_normal
 from ..linalg.products import matvec
-from ..probing.kinks import gradient
 from ..runtime.density import Sites, site_kind, site_log_prob, with_density
 from ..sites.structure import is_weighted
 from .conditional import Slopes, UnitPriors

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.func import jacrev
 
+from ..linalg.hessian import gradient
 from ..runtime.density import LatentLayout, Site, Sites, site_log_prob, with_density
 
 ENTRIES, DATA = 4, 16  # entries of a latent site that move, and data of a site
@@ -82,13 +83,6 @@ def kinked_sites(
 def _few(x: Tensor, count: int) -> Tensor:
     """At most so many entries of x (n,), evenly spaced, as a view."""
     return x[:: max(1, -(-len(x) // count))]
-
-
-def gradient(y: Tensor, x: Tensor, **how: Any) -> Tensor:
-    """That of the sum of y in x; zeros where nothing in y depends on anything."""
-    if not y.requires_grad:
-        return torch.zeros_like(x)
-    return torch.autograd.grad(y.sum(), x, materialize_grads=True, **how)[0]
 
 
 @torch.enable_grad()
