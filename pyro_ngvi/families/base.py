@@ -21,6 +21,7 @@ from torch.linalg import solve_triangular
 
 from ..linalg import stiefel
 from ..linalg.host import own_random_state
+from ..linalg.noise import even
 from .vectors import Tensors, sample_quantiles
 
 LOG_2PI = math.log(2.0 * math.pi)
@@ -49,18 +50,6 @@ def clamp_exponent(x: Tensor) -> Tensor:
 def log_normal(x: Tensor) -> Tensor:
     """log N(x; 0, I), shape (...), of x (..., d)."""
     return -0.5 * (x.square() + LOG_2PI).sum(-1)
-
-
-def centred(noise: Tensor) -> Tensor:
-    r"""Standard normal noise (..., m) moved to mean zero over its S rows, and widened to variance 1.
-
-    Each row of e_s' = sqrt(S / (S - 1)) (e_s - mean(e)) is N(0, I) again, so averages stay unbiased;
-    the gradient of the scales has no part of mean(g).  Two rows are antithetic, one stays.
-    """
-    if (rows := noise[..., 0].numel()) < 2:
-        return noise
-    mean = noise.mean(tuple(range(noise.dim() - 1)), keepdim=True)
-    return (rows / (rows - 1)) ** 0.5 * (noise - mean)
 
 
 def with_backward(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,10 +155,10 @@ class Family(ABC):
         return torch.randn((*shape, self.noise_dim(params)), dtype=like.dtype, device=like.device)
 
     def centred_draw(self, params: Tensors, shape: torch.Size) -> Tensor:
-        """As :meth:`draw`, of noise whose mean over all draws is zero; see :func:`centred`."""
+        """As :meth:`draw`, of noise with mean zero over all draws: :mod:`~pyro_ngvi.linalg.noise`."""
         if type(self).draw is not Family.draw:
             return self.draw(params, shape)
-        return self.rsample(params, centred(self._noise(params, shape)))
+        return self.rsample(params, even(self._noise(params, shape)))
 
     def fixed_draws(self, params: Tensors, n: int = DRAWS) -> Tensor:
         """Draws (n, d) of a fixed seed, without gradients: the same q always gives the same."""

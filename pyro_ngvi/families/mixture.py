@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..linalg.host import fixed_normal
-from .base import Family, NormalFamily, Tensors, centred, with_backward
+from ..linalg.noise import even
+from .base import Family, NormalFamily, Tensors, with_backward
 
 #: the least log pi_k, and by how many nats a step changes it at most
 LEAST, LARGEST = math.log(1e-6), 1.0
@@ -139,7 +140,7 @@ class MixtureNormal(Family):
         """Draws (K, *shape, d) of each component; ``mean_zero`` as in :meth:`centred_draw`."""
         d, loc = self.dim(params), params["loc"]
         noise = torch.randn((*shape, self.num_components * d), dtype=loc.dtype, device=loc.device)
-        noise = (centred(noise) if mean_zero else noise).reshape(*shape, self.num_components, d)
+        noise = (even(noise) if mean_zero else noise).reshape(*shape, self.num_components, d)
         return each(self.component.rsample, self.own(params), noise.movedim(-2, 0))
 
     def draw(self, params: Tensors, shape: torch.Size) -> Tensor:

@@ -12,10 +12,12 @@ not: with a and b those of two halves of the gradients,
 is without bias, and its standard error is that of x' b, from the spread of the gradients behind b.
 
 x comes from conjugate gradients, preconditioned by the Fisher matrix F of the family.  H v is the
-difference of gradients at a shifted and at the same q, of the noise behind a.  The solver goes on to a
-small residual: along correlated posteriors H is a thousandth of F and less, and a gradient that is
-hardly there stands for much.  x is also the way to the optimum: where natural gradients creep, one such
-step of Newton's goes it.  Far from the optimum (1) is no more than a large number.
+difference of gradients at a shifted and at the same q, of the noise behind a.  That noise is white over
+all of its rows: else H is not F for a normal posterior either, and the solver takes two or three times
+as many steps, from more rows.  It goes on to a small residual: along correlated posteriors H is a
+thousandth of F and less, and a gradient that is hardly there stands for much.  x is also the way to the
+optimum: where natural gradients creep, one such step of Newton's goes it.  Far from the optimum (1) is
+no more than a large number.
 """
 
 from __future__ import annotations
@@ -33,10 +35,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..families.base import Tensors, dot
+from ..linalg.noise import SharedNoise
 from ..runtime.store import traced_params
 
 #: Fisher length of the shift between the two gradients of a Hessian product
 SHIFT = 0.05
+#: gradients behind b at first, and behind a at most at first; so many have numbers in a row
+HALF = 8
 #: steps of conjugate gradients, at most, and the share that is left of the squared residual
 CG_STEPS, RESIDUAL = 20, 1e-6
 
@@ -75,54 +80,78 @@ class Gap:
 
 class GapMeter:
     """Estimates (2) at what ``blocks`` hold, guides of ours: averages, not iterates.  ``gradient(s)``
-    adds to ``.grad`` the gradient of the loss for noise and data number s, and returns the loss."""
+    adds to ``.grad`` the gradient of the loss for noise and data number s, and returns the loss; a is
+    the mean of ``pieces`` of them."""
 
-    def __init__(self, blocks: list[Any], gradient: Callable[[int], Any]) -> None:
-        self.blocks, self._gradient = blocks, gradient
+    def __init__(
+        self, blocks: list[Any], gradient: Callable[[int], Any], pieces: int = HALF
+    ) -> None:
+        self.blocks, self._gradient, self._pieces = blocks, gradient, pieces
+        self._noise = SharedNoise(pieces)
         self.families = [block.family for block in blocks]
         self.params: Parts = []
         self.count = 0
         self._first = self._used = 0
 
-    def __call__(self, tol: float, most: int, fewest: int = 16) -> Gap:
-        """The gap, from as many gradients as tell it from ``tol`` nats, and about ``most`` at most."""
+    def __call__(self, tol: float, most: int, fewest: int = HALF) -> Gap:
+        """The gap, by ``fewest`` gradients behind b, or as many as tell it from ``tol`` nats, and about
+        ``most`` in all at most."""
         self._first += self._used  # noise that is new to what is held
         with self._at_answer():
-            self.count, n = 0, fewest
-            drawn: list[Parts] = []
+            self.count, pieces, n = 0, self._pieces, fewest
+            others: list[Parts] = []
             while True:
-                drawn += [self._local_gradient(s) for s in range(len(drawn), n)]
-                gap, _ = self._solve(drawn, tol)
-                self._used = n
+                a = self._halves_mean(pieces)
+                others += [self._local_gradient(_number(1, s)) for s in range(len(others), n)]
+                gap, _ = self._solve(a, others, tol)
+                self._used = _number(1, n)
                 # twice as many, and as many Hessian products again, cost about three times as much
                 if gap.is_below(tol) or gap.is_above(tol) or 4 * self.count > most:
                     return gap
-                n *= 2
+                pieces, n = 2 * pieces, 2 * n
 
     def newton_step(self, n: int) -> bool:
         """Move what the guide holds by x of equation (2), from n gradients of new noise, or a part of
         it; whether the mean loss over that noise falls so."""
         self._first += self._used
         with self._at_answer():
-            self.count, self._used, half = 0, n, n // 2
-            _, x = self._solve([self._local_gradient(s) for s in range(n)], math.inf)
-            before = self._mean_loss(half)
+            self.count, half = 0, n // 2
+            a = self._halves_mean(half)
+            others = [self._local_gradient(_number(1, s)) for s in range(half)]
+            self._used = _number(1, half)
+            _, x = self._solve(a, others, math.inf)
+            before = self._mean_loss()
             for part in (1.0, 0.5, 0.25):
                 parts = zip(self.families, self.params, x, strict=True)
                 self._hold([f.retract(p, u, -part) for f, p, u in parts])
-                if self._mean_loss(half) < before:
+                if self._mean_loss() < before:
                     return True
             self._hold(self.params)
         return False
 
-    def _mean_loss(self, n: int) -> float:
-        self.count += n
-        with gradients_taken_back(self.blocks):
-            return sum(float(self._gradient(self._first + s)) for s in range(n)) / n
+    def _halves_mean(self, pieces: int) -> Parts:
+        """a, of so many gradients; the Hessian products after it take the same."""
+        self._noise = SharedNoise(pieces)
+        return self._mean_gradient()
 
-    def _solve(self, drawn: list[Parts], tol: float) -> tuple[Gap, Parts]:
-        half = len(drawn) // 2
-        a, others = _mean(drawn[:half]), drawn[half:]
+    def _mean_gradient(self) -> Parts:
+        """Of the noise behind a, where the parameters are now."""
+        found = []
+        for s in range(self._noise.pieces):
+            with self._noise.piece(s):
+                found.append(self._local_gradient(_number(0, s)))
+        return _mean(found)
+
+    def _mean_loss(self) -> float:
+        """Of the noise behind a, too."""
+        losses = []
+        for s in range(self._noise.pieces):
+            with self._noise.piece(s), gradients_taken_back(self.blocks):
+                losses.append(float(self._gradient(self._first + _number(0, s))))
+        self.count += len(losses)
+        return sum(losses) / len(losses)
+
+    def _solve(self, a: Parts, others: list[Parts], tol: float) -> tuple[Gap, Parts]:
         x, residual, direction = _times(0.0, a), a, self._natural(a)
         start = square = _dot(residual, direction)
         if start == 0.0:  # not even noise: a gradient of zero
@@ -131,7 +160,7 @@ class GapMeter:
         for _ in range(CG_STEPS):
             if not square > 0.0:  # nothing is left, or nothing that is finite
                 break
-            product = self._hessian_product(direction, a, half)
+            product = self._hessian_product(direction, a)
             curvature = _dot(direction, product)
             if not curvature > 0.0:
                 flat = self._is_flat(direction, curvature, others)
@@ -165,12 +194,12 @@ class GapMeter:
         parts = zip(self.families, self.params, gradient, strict=True)
         return [family.natural_gradient(params, g) for family, params, g in parts]
 
-    def _hessian_product(self, tangent: Parts, at_start: Parts, n: int) -> Parts:
-        """H times a tangent, a gradient, of the noise of the first n gradients, whose mean is given."""
+    def _hessian_product(self, tangent: Parts, a: Parts) -> Parts:
+        """H times a tangent, a gradient, of the noise behind a."""
         length = math.sqrt(self._inner(tangent))
         with self._moved(tangent, SHIFT / length):
-            shifted = _mean([self._local_gradient(s) for s in range(n)])
-        return _times(length / SHIFT, _add(shifted, -1.0, at_start))
+            shifted = self._mean_gradient()
+        return _times(length / SHIFT, _add(shifted, -1.0, a))
 
     def _local_gradient(self, s: int) -> Parts:
         """Gradient number ``s`` in the local frame of what the guide holds."""
@@ -231,6 +260,11 @@ def gradients_taken_back(blocks: Iterable[Any]) -> Iterator[None]:
         p.grad = None
     for block in blocks:
         block.curvature = None
+
+
+def _number(half: int, s: int) -> int:
+    """Of gradient s behind a (0) or b (1): they take turns by ``HALF``, however many there will be."""
+    return 2 * HALF * (s // HALF) + HALF * half + s % HALF
 
 
 def _dot(a: Parts, b: Parts) -> float:

@@ -23,13 +23,15 @@ from ..runtime.run import CannotBatch
 from ..runtime.store import traced_params
 from ..sites import CVI
 from .batches import Batches
-from .gap import CG_STEPS, Gap, GapMeter, still_to_fall, trimmed_mean
+from .gap import CG_STEPS, HALF, Gap, GapMeter, still_to_fall, trimmed_mean
 from .twin import Twin, has_twin
 
 #: the first step after which to look
 FIRST = 5
 #: particles of a look, in those of a step: batched, they cost little more
 WIDER, FEWEST_PARTICLES = 4, 8
+#: rows of noise behind a mean gradient, for few latents, and for each of many
+ROWS, ROWS_EACH = 64, 2
 #: about how many gradients a look takes at most, until there were more steps than that
 MOST_GRADIENTS = 80
 #: gradients of Newton steps for a stalled run, in those that the run took
@@ -40,8 +42,6 @@ LOST = 20
 SETTLED, STALLED = 40, 100
 #: the fall of losses, in sds of theirs, that is given up
 NOISY = 0.1
-#: minibatches of a look that are taken in one random order: half of the fewest gradients of a look
-IN_ONE_ORDER = 8
 
 
 class StopRule:
@@ -173,8 +173,9 @@ class StopRule:
             return "settled"
         if fall > self.tol + 2.0 * error:
             return None
-        gap, meter = None, self._meter(args, kwargs)
+        gap = None
         with suppress(CannotBatch):  # what Pyro's losses run one by one
+            meter = self._meter(args, kwargs)
             gap = meter and meter(self.tol, max(MOST_GRADIENTS, self.steps))
         if gap is None:
             flat = self._is_flat(fall, error)
@@ -255,14 +256,19 @@ class StopRule:
         if not all(id(p) in known for p in traced_params(seen) if p.requires_grad):
             return None
         particles = max(WIDER * getattr(loss, "num_particles", 1), FEWEST_PARTICLES)
+        pieces, alone = HALF, self.batches is None
         if of_pyro:
             with own_random_state():
                 twin = Twin(svi.guide, svi.model, first, kwargs, particles)
             if not twin.fits:
                 return None
-            blocks, gradient = [twin], twin.gradient
+            blocks, gradient, alone = [twin], twin.gradient, alone and not twin.subsamples
         else:
             gradient = partial(self._loss_and_grads(loss, particles), svi.model, svi.guide)
+            alone = alone and isinstance(loss, BatchedELBO) and not loss.subsamples
+        if alone:  # with the noise of its draws, and of no data
+            d = max(b.family.dim(b.natural_params()) for b in blocks)
+            pieces = min(HALF, -(-max(ROWS, ROWS_EACH * d) // particles))
         batches: list[Any] = []
 
         def numbered(s: int) -> Any:
@@ -270,7 +276,7 @@ class StopRule:
             with own_random_state(self._seed(s)):
                 return gradient(*own, **kwargs)
 
-        return GapMeter(blocks, numbered)
+        return GapMeter(blocks, numbered, pieces)
 
     def _loss_and_grads(self, loss: Any, particles: int) -> Callable[..., Any]:
         """That of the loss, with more particles where they are batched."""
@@ -301,7 +307,7 @@ class StopRule:
             return args
         while len(batches) <= s:
             with own_random_state(self._seed(s)), self.batches.apart():
-                if len(batches) % IN_ONE_ORDER == 0:
+                if len(batches) % HALF == 0:
                     self.batches.reshuffle()
                 batch = next(self.batches)
             if args and len(args) != len(batch):

@@ -35,7 +35,8 @@ def has_twin(guide: Any, loss: Any) -> bool:
 
 class Twin:
     """What a guide of Pyro's that :func:`has_twin` holds, in a family of ours: a block for
-    :class:`GapMeter`, if it ``fits``: all entries of the guide are trained, and of the model here."""
+    :class:`GapMeter`, if it ``fits``: all entries of the guide are trained, and of the model here;
+    ``subsamples``: whether it draws minibatches."""
 
     _lag = _lag_of = path_share = curvature = None
 
@@ -48,6 +49,7 @@ class Twin:
         same = sites == [*self._density.layout.transforms]
         trained = all(p.requires_grad for p in guide.parameters())
         self.fits = same and trained and self._params["loc"].shape == (self._density.dim,)
+        self.subsamples = self.fits and bool(self._density.trace(held["loc"].unsqueeze(0)).indices)
 
     def natural_params(self) -> dict[str, nn.Parameter]:
         """The parameters, by name."""

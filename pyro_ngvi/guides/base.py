@@ -241,7 +241,7 @@ class AutoFamily(FirstCall):
     def sampling_posterior(self, *args: Any, **kwargs: Any) -> FamilyDistribution:
         """The distribution that the guide draws from: ``get_posterior()``, but for recorded gradients.
 
-        The draws of one call are then centred (:func:`~pyro_ngvi.families.base.centred`), each of them
+        The draws of one call are then centred (:func:`~pyro_ngvi.linalg.noise.centred`), each of them
         one of q but not independent, and come from the iterate of an optimizer that averages.
         """
         params = self._current()

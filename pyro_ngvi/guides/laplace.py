@@ -39,10 +39,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..families.base import Tensors, centred
+from ..families.base import Tensors
 from ..families.full_rank import FullRankNormal
 from ..linalg.hessian import ROWS, bfgs, derivatives, eigen_abs
 from ..linalg.host import own_random_state
+from ..linalg.noise import centred
 from ..optim.ngvb import make_rule
 from .found import COMPARABLE, SAME, Found, Gaussian, holder, modes_of
 

@@ -139,6 +139,11 @@ class BatchedELBO(ELBO):
         return loss.detach()
 
     @property
+    def subsamples(self) -> bool:
+        """Whether a plate of the last call drew a minibatch."""
+        return bool(self._minibatches)
+
+    @property
     def curvature_reasons(self) -> dict[str, str]:
         """Why latent sites take a slower route to "gauss_newton", known after the first step."""
         return {} if self._drawn is None else dict(self._drawn.reasons)

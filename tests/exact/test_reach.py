@@ -11,8 +11,9 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.families import FullRankNormal, MeanFieldNormal, NormalFamily, ProductFamily
-from pyro_ngvi.families.base import Family, Tensors, centred
+from pyro_ngvi.families.base import Family, Tensors
 from pyro_ngvi.guides.base import FamilyDistribution
+from pyro_ngvi.linalg.noise import centred
 from pyro_ngvi.optim import Constant
 from pyro_ngvi.optim.blocks import Coordinates, EstimatedGeometry
 from pyro_ngvi.optim.natural_gradient import NaturalGradientRule

@@ -50,7 +50,7 @@ def test_gap_of_a_shifted_mean_is_that_of_the_closed_form(make, shift):
             loss.loss_and_grads(gaussian, guide)
 
     before = {k: v.clone() for k, v in guide.state_dict().items()}
-    gap = GapMeter([guide], gradient)(tol=10.0, most=200, fewest=32)
+    gap = GapMeter([guide], gradient)(tol=10.0, most=200, fewest=16)
     true = 0.5 * float(delta @ PRECISION @ delta)
     # the noise of the scales is unrelated to the shift; five standard errors
     assert abs(gap.nats - true) <= 5.0 * gap.error + 0.01 * true + 1e-9
@@ -293,7 +293,7 @@ def test_newton_steps_go_where_natural_gradients_creep():
     loc, variance = guide.loc.detach(), (2.0 * guide.log_scale.detach()).exp()
     left = 0.5 * float(loc @ precision @ loc + (variance * precision.diagonal()).sum() - 5.0)
     left -= 0.5 * float((variance * precision.diagonal()).log().sum())
-    assert 0.0 <= left < 0.05
+    assert abs(left) < 1e-9  # white noise: the step is exact for a normal posterior
     other = AutoNormal(correlated)
     stop = ngvi.StopRule(
         SVI(correlated, other, PyroOptim(torch.optim.Adam, {"lr": 0.01}), Trace_ELBO())
