@@ -84,7 +84,7 @@ def run(problem: Problem, family: str, seed: int, elbo: Elbo, p: Any) -> dict[st
         guide = PYROS[family](problem.model, init_scale=0.1)
         optim = ClippedAdam({"lr": 0.05, "lrd": 0.01 ** (1.0 / p.max_steps)})
     svi = SVI(problem.model, guide, optim, ngvi.BatchedELBO(p.particles))
-    stop = _Timed(svi, p.tol, max_steps=p.max_steps)
+    stop = _Timed(svi, p.tol, max_steps=p.max_steps, newton=p.newton)
     grid, good, seconds, ours = set(checkpoints(p.max_steps)), None, 0.0, None
     path: list[Any] = []
     others: dict[str, Any] = {}
@@ -135,6 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tol", default=0.05, type=float)
     parser.add_argument("--max-steps", default=1000, type=int)
     parser.add_argument("--seeds", default=3, type=int)
+    parser.add_argument("--newton", action="store_true", help="looks step, as those of fit do")
     parser.add_argument("--others", action="store_true")
     p = parser.parse_args(arguments)
     prepare()

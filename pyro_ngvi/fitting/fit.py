@@ -72,7 +72,7 @@ class Fit(Result):
                 raise ValueError("Steps of several processes are not compiled: leave compile= out.")
             self.svi = wrap(self.svi, **distributed)
         self.batches = None if data is None else Batches(data)
-        self.stop = StopRule(self.svi, tol, batches=data)
+        self.stop = StopRule(self.svi, tol, batches=data, newton=True)
         require(compile in (True, False, "auto"), "compile", 'be True, False or "auto"', compile)
         self.compile = compile
         self._saved: dict[str, Any] | None = None

@@ -81,58 +81,73 @@ class Gap:
 class GapMeter:
     """Estimates (2) at what ``blocks`` hold, guides of ours: averages, not iterates.  ``gradient(s)``
     adds to ``.grad`` the gradient of the loss for noise and data number s, and returns the loss; a is
-    the mean of ``pieces`` of them."""
+    the mean of ``pieces`` of them, b of ``fewest``."""
 
     def __init__(
-        self, blocks: list[Any], gradient: Callable[[int], Any], pieces: int = HALF
+        self,
+        blocks: list[Any],
+        gradient: Callable[[int], Any],
+        pieces: int = HALF,
+        fewest: int = HALF,
     ) -> None:
-        self.blocks, self._gradient, self._pieces = blocks, gradient, pieces
+        self.blocks, self._gradient, self.pieces, self.fewest = blocks, gradient, pieces, fewest
         self._noise = SharedNoise(pieces)
         self.families = [block.family for block in blocks]
         self.params: Parts = []
-        self.count = 0
+        self.count = self._before = 0  # gradients so far, and before this look
         self._first = self._used = 0
 
-    def __call__(self, tol: float, most: int, fewest: int = HALF) -> Gap:
-        """The gap, by ``fewest`` gradients behind b, or as many as tell it from ``tol`` nats, and about
-        ``most`` in all at most."""
+    def widen(self) -> None:
+        """Take twice as many gradients from now on."""
+        self.pieces, self.fewest = 2 * self.pieces, 2 * self.fewest
+
+    def __call__(self, tol: float, most: int, whole: bool = False) -> Gap:
+        """The gap, by the ``fewest`` gradients, or as many as tell it from ``tol`` nats, and about
+        ``most`` in all at most; ``whole``: as a :meth:`newton_step` needs it."""
         self._first += self._used  # noise that is new to what is held
         with self._at_answer():
-            self.count, pieces, n = 0, self._pieces, fewest
+            pieces, n, sure, self._before = self.pieces, self.fewest, False, self.count
             others: list[Parts] = []
             while True:
-                a = self._halves_mean(pieces)
+                self._noise = SharedNoise(pieces)
+                a = self._mean_gradient()
                 others += [self._local_gradient(_number(1, s)) for s in range(len(others), n)]
-                gap, _ = self._solve(a, others, tol)
+                gap, x = self._solve(a, others, math.inf if whole else tol)
                 self._used = _number(1, n)
+                energy = _dot(x, a)
+                self._way = gap, x, energy, n
+                if gap.is_below(tol):
+                    # x overfits a by so many nats, which hides some of a gap on heavy tails: once more
+                    if sure or 0.5 * energy - gap.nats <= tol:
+                        return gap
+                    sure = True
                 # twice as many, and as many Hessian products again, cost about three times as much
-                if gap.is_below(tol) or gap.is_above(tol) or 4 * self.count > most:
+                elif gap.is_above(tol) or 4 * gap.gradients > most:
                     return gap
                 pieces, n = 2 * pieces, 2 * n
 
-    def newton_step(self, n: int) -> bool:
-        """Move what the guide holds by x of equation (2), from n gradients of new noise, or a part of
-        it; whether the mean loss over that noise falls so."""
-        self._first += self._used
+    def newton_step(self) -> bool:
+        """Move what the guide holds by the part of x in equation (2) that is best by b, or less of it;
+        whether the mean loss over the noise behind b, of which x knows nothing, falls so.
+
+        A part t of x lowers the loss by t x'b - t^2 x' H x / 2, and x' H x = x'a.
+        """
+        gap, x, energy, n = self._way
+        if not (gap.curved and gap.nats > 2.0 * gap.error):
+            return False
         with self._at_answer():
-            self.count, half = 0, n // 2
-            a = self._halves_mean(half)
-            others = [self._local_gradient(_number(1, s)) for s in range(half)]
-            self._used = _number(1, half)
-            _, x = self._solve(a, others, math.inf)
-            before = self._mean_loss()
-            for part in (1.0, 0.5, 0.25):
+            best, before = min(1.0, 2.0 * gap.nats / energy), self._mean_loss(n)
+            for part in (best, 0.5 * best, 0.25 * best):
                 parts = zip(self.families, self.params, x, strict=True)
                 self._hold([f.retract(p, u, -part) for f, p, u in parts])
-                if self._mean_loss() < before:
+                if self._mean_loss(n) < before:
                     return True
             self._hold(self.params)
         return False
 
-    def _halves_mean(self, pieces: int) -> Parts:
-        """a, of so many gradients; the Hessian products after it take the same."""
-        self._noise = SharedNoise(pieces)
-        return self._mean_gradient()
+    @property
+    def _taken(self) -> int:
+        return self.count - self._before
 
     def _mean_gradient(self) -> Parts:
         """Of the noise behind a, where the parameters are now."""
@@ -142,21 +157,18 @@ class GapMeter:
                 found.append(self._local_gradient(_number(0, s)))
         return _mean(found)
 
-    def _mean_loss(self) -> float:
-        """Of the noise behind a, too."""
-        losses = []
-        for s in range(self._noise.pieces):
-            with self._noise.piece(s), gradients_taken_back(self.blocks):
-                losses.append(float(self._gradient(self._first + _number(0, s))))
-        self.count += len(losses)
-        return sum(losses) / len(losses)
+    def _mean_loss(self, n: int) -> float:
+        """Of the noise behind b."""
+        self.count += n
+        with gradients_taken_back(self.blocks):
+            return sum(float(self._gradient(self._first + _number(1, s))) for s in range(n)) / n
 
     def _solve(self, a: Parts, others: list[Parts], tol: float) -> tuple[Gap, Parts]:
         x, residual, direction = _times(0.0, a), a, self._natural(a)
         start = square = _dot(residual, direction)
         if start == 0.0:  # not even noise: a gradient of zero
-            return Gap(0.0, 0.0, self.count), x
-        gap = Gap(math.inf, math.inf, self.count)
+            return Gap(0.0, 0.0, self._taken), x
+        gap = Gap(math.inf, math.inf, self._taken)
         for _ in range(CG_STEPS):
             if not square > 0.0:  # nothing is left, or nothing that is finite
                 break
@@ -164,12 +176,12 @@ class GapMeter:
             curvature = _dot(direction, product)
             if not curvature > 0.0:
                 flat = self._is_flat(direction, curvature, others)
-                return Gap(gap.nats, gap.error, self.count, curved=flat), x
+                return Gap(gap.nats, gap.error, self._taken, curved=flat), x
             step = square / curvature
             x, residual = _add(x, step, direction), _add(residual, -step, product)
             terms = torch.tensor([0.5 * _dot(x, b) for b in others], dtype=torch.float64)
             error = float(terms.std()) / math.sqrt(len(others))
-            gap = Gap(float(terms.mean()), error, self.count)
+            gap = Gap(float(terms.mean()), error, self._taken)
             if gap.is_above(tol):
                 break
             natural = self._natural(residual)

@@ -23,7 +23,7 @@ from ..runtime.run import CannotBatch
 from ..runtime.store import traced_params
 from ..sites import CVI
 from .batches import Batches
-from .gap import CG_STEPS, HALF, Gap, GapMeter, still_to_fall, trimmed_mean
+from .gap import HALF, Gap, GapMeter, still_to_fall, trimmed_mean
 from .twin import Twin, has_twin
 
 #: the first step after which to look
@@ -34,8 +34,8 @@ WIDER, FEWEST_PARTICLES = 4, 8
 ROWS, ROWS_EACH = 64, 2
 #: about how many gradients a look takes at most, until there were more steps than that
 MOST_GRADIENTS = 80
-#: gradients of Newton steps for a stalled run, in those that the run took
-POLISH = 3
+#: gradients of Newton steps, in those of a look, and for a stalled run in those that it took
+NEWTON, POLISH = 4, 3
 #: losses in a row that are not finite
 LOST = 20
 #: steps before which a run is not said to settle, by its losses, or to stall, by looks
@@ -58,7 +58,7 @@ class StopRule:
 
     It looks when the losses have ceased to fall: after step 5 at first, and then after 10 to 25 % more
     steps, so that its gradients cost about as much as the steps at most.  The run is the same as
-    without it.
+    without it, but for ``newton``.
 
     Not for: a loss that changes between steps (``kl_weight`` in a warm-up); posteriors with several
     modes, of which it sees the one at hand.  Whether the best of the family is near the posterior is
@@ -70,6 +70,8 @@ class StopRule:
         batches: for loops over minibatches, what they go over: an iterable that can be gone through
             again, such as a ``DataLoader``, of tuples of arguments, or of single ones.
         max_steps: steps after which to stop in any case; ``max_time`` in seconds since it was made.
+        newton: whether a look that finds more than ``tol`` to gain moves a guide of ours there, under
+            an optimizer of ours, as :meth:`polish` does; :func:`pyro_ngvi.fit` lets it.
 
     Attributes:
         reason: why to stop: "converged"; "settled"; "stalled" (three quarters of the steps have not
@@ -106,6 +108,7 @@ class StopRule:
         batches: Iterable[Any] | None = None,
         max_steps: int | None = None,
         max_time: float | None = None,
+        newton: bool = False,
     ) -> None:
         if not isinstance(svi, SVI):
             raise ValueError(
@@ -121,6 +124,7 @@ class StopRule:
         self.losses: list[float] = []
         self._lost, self._next, self._started = 0, FIRST, time.monotonic()
         self._wide: BatchedELBO | None = None
+        self.newton = newton
         self.limit(max_steps, max_time, tol)
 
     def limit(
@@ -173,27 +177,41 @@ class StopRule:
             return "settled"
         if fall > self.tol + 2.0 * error:
             return None
-        gap = None
+        natural = isinstance(self.svi.optim, NaturalGradientOptim) and bool(self._blocks())
+        gap = meter = None
         with suppress(CannotBatch):  # what Pyro's losses run one by one
-            meter = self._meter(args, kwargs)
-            gap = meter and meter(self.tol, max(MOST_GRADIENTS, self.steps))
-        if gap is None:
+            if meter := self._meter(args, kwargs):
+                most = NEWTON * max(MOST_GRADIENTS, self.steps)
+                gap = self._descend(meter, most, self.newton and natural)
+        if meter is None or gap is None:
             flat = self._is_flat(fall, error)
             enough = self.steps >= SETTLED or flat
             if enough and fall + error <= self.tol and error <= 0.5 * self.tol:
                 return "settled"
             return "stalled" if flat else None
-        self.gap = gap
-        self.looks.append((self.steps, gap))
-        self._next = self.steps + max(self.steps // 4, gap.gradients // 4, 1)
+        self._next = self.steps + max(self.steps // 4, meter.count // 4, 1)
         if gap.is_below(self.tol):
             return "converged"
         # the rates of others are too small, or about to fall: only their losses tell, as they do where
         # noise leaves no curvature for a gap
-        natural = isinstance(self.svi.optim, NaturalGradientOptim) and self._blocks()
-        by_gaps = natural and gap.curved
-        stalls = self._stalls() if by_gaps else self._is_flat(fall, error)
+        stalls = self._stalls() if natural and gap.curved else self._is_flat(fall, error)
         return "stalled" if stalls else None
+
+    def _descend(self, meter: GapMeter, most: int, newton: bool, patient: bool = False) -> Gap:
+        """The gap; where ``newton`` and it is above ``tol``, step and measure again, until a step is
+        refused, or about ``most`` gradients are taken.  Who is ``patient``, or has stepped before,
+        takes twice as many gradients where one is refused."""
+        while True:
+            self.gap = gap = meter(self.tol, max(MOST_GRADIENTS, self.steps), whole=newton)
+            self.looks.append((self.steps, gap))
+            if not newton or gap.is_below(self.tol):
+                return gap
+            moved = meter.newton_step()
+            if meter.count >= most or not (moved or patient):
+                return gap
+            if not moved:
+                meter.widen()
+            patient = True
 
     def _stalls(self) -> bool:
         """Whether the steps of the last three quarters have not halved a gap that stays above tol."""
@@ -217,29 +235,18 @@ class StopRule:
         return before - last, math.hypot(error, other)
 
     def polish(self, *args: Any, **kwargs: Any) -> bool:
-        """Newton steps for a run that has stalled: whether it has "converged" by them.
+        """Newton steps for a run that has stalled, at the arguments of a step: whether it "converged".
 
         Natural gradients creep where H in equation (2) of :mod:`pyro_ngvi.fitting.gap` is a small part
         of F, as for a mean field of correlated latents.  A guide of ours moves along x while the losses
-        of the noise behind it fall so, from 32 gradients, then twice as many, and three times those of
-        the run in all.  :func:`pyro_ngvi.fit` does this by itself.
-
-        Args:
-            args: those of the step, and ``kwargs``.
+        of other noise fall so, then by twice as many gradients, and three times those of the run in
+        all.  :func:`pyro_ngvi.fit` does this by itself.
         """
         meter = self._meter(args, kwargs) if self._blocks() else None
         most = POLISH * (self.steps + sum(gap.gradients for _, gap in self.looks))
-        n, taken = 32, 0
-        while meter is not None and taken + n * CG_STEPS <= most and meter.newton_step(n):
-            taken += meter.count
-            self.gap = meter(self.tol, most)
-            taken += meter.count
-            self.looks.append((self.steps, self.gap))
-            if self.gap.is_below(self.tol):
-                self.reason = "converged"
-                return True
-            n *= 2
-        return False
+        if meter is not None and self._descend(meter, most, True, patient=True).is_below(self.tol):
+            self.reason = "converged"
+        return self.reason == "converged"
 
     def _meter(self, args: Any, kwargs: Any) -> GapMeter | None:
         """What measures the gap, if that is to be had."""
@@ -250,7 +257,10 @@ class StopRule:
             return None
         ours = [p for b in blocks for p in b.natural_params().values()]
         known = {id(p) for p in (svi.guide.parameters() if of_pyro else ours)}
-        first = self._arguments(0, [], args)
+        number = 1_000 * (
+            self.steps + len(self.looks)
+        )  # of the first noise, none of it used before
+        first = self._arguments(number, [], args)
         with own_random_state(), torch.no_grad(), pyro.poutine.trace(param_only=True) as seen:
             svi.loss(svi.model, svi.guide, *first, **kwargs)
         if not all(id(p) in known for p in traced_params(seen) if p.requires_grad):
@@ -272,8 +282,10 @@ class StopRule:
         batches: list[Any] = []
 
         def numbered(s: int) -> Any:
-            own = self._arguments(s, batches, args)
-            with own_random_state(self._seed(s)):
+            while self.batches is not None and len(batches) <= s:
+                self._arguments(number + len(batches), batches, args)
+            own = batches[s] if batches else args
+            with own_random_state(number + s):
                 return gradient(*own, **kwargs)
 
         return GapMeter(blocks, numbered, pieces)
@@ -298,25 +310,21 @@ class StopRule:
         known = (not hasattr(b, "holds_sites") and b.family.known_fisher for b in blocks)
         return blocks if all(known) else []
 
-    def _seed(self, s: int) -> int:
-        return 1_000 * self.steps + s
-
-    def _arguments(self, s: int, batches: list[Any], args: Any) -> tuple[Any, ...]:
-        """Those of gradient s, of this look: minibatches of one epoch, in one order, are correlated."""
+    def _arguments(self, seed: int, batches: list[Any], args: Any) -> tuple[Any, ...]:
+        """Those of a gradient, put after ``batches`` of before, which in one order are correlated."""
         if self.batches is None:
             return args
-        while len(batches) <= s:
-            with own_random_state(self._seed(s)), self.batches.apart():
-                if len(batches) % HALF == 0:
-                    self.batches.reshuffle()
-                batch = next(self.batches)
-            if args and len(args) != len(batch):
-                raise ValueError(
-                    f"StopRule: a step has {len(args)} arguments and a minibatch of batches= has "
-                    f"{len(batch)}. Pass by keyword what is no part of a minibatch."
-                )
-            batches.append(batch)
-        return batches[s]
+        with own_random_state(seed), self.batches.apart():
+            if len(batches) % HALF == 0:
+                self.batches.reshuffle()
+            batch = next(self.batches)
+        if args and len(args) != len(batch):
+            raise ValueError(
+                f"StopRule: a step has {len(args)} arguments and a minibatch of batches= has "
+                f"{len(batch)}. Pass by keyword what is no part of a minibatch."
+            )
+        batches.append(batch)
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         """What the rule has seen, as plain data: for :func:`pyro_ngvi.save`."""

@@ -50,7 +50,7 @@ def test_gap_of_a_shifted_mean_is_that_of_the_closed_form(make, shift):
             loss.loss_and_grads(gaussian, guide)
 
     before = {k: v.clone() for k, v in guide.state_dict().items()}
-    gap = GapMeter([guide], gradient)(tol=10.0, most=200, fewest=16)
+    gap = GapMeter([guide], gradient, fewest=16)(tol=10.0, most=200)
     true = 0.5 * float(delta @ PRECISION @ delta)
     # the noise of the scales is unrelated to the shift; five standard errors
     assert abs(gap.nats - true) <= 5.0 * gap.error + 0.01 * true + 1e-9
@@ -324,11 +324,20 @@ def test_losses_of_much_noise_that_fall_no_more_stall_and_those_that_fall_do_not
     assert not any(falling)
 
 
+class Blind:
+    """A meter for which every direction is curved downwards."""
+
+    count = 64
+
+    def __call__(self, *_: Any, **__: Any) -> Gap:
+        return Gap(0.2, 0.5, 64, curved=False)
+
+
 def test_where_noise_hides_the_gap_losses_end_a_run_of_natural_gradients():
     """As of heavy tails: Hessian products of either sign, for thousands of steps."""
     guide = ngvi.AutoFullRankNormal(logistic)
     stop: Any = ngvi.StopRule(SVI(logistic, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8)))
-    stop._meter = lambda *_: lambda *_: Gap(0.2, 0.5, 64, curved=False)
+    stop._meter = lambda *_: Blind()
     noise = torch.randn(9000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ended = next(k for k, x in enumerate(noise.tolist()) if stop(200.0 + x, X, Y))
     assert ended >= 2000 and stop.reason == "stalled"
