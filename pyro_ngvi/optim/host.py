@@ -330,6 +330,8 @@ class NaturalGradientOptim(PyroOptim):
 
 
 def _sites(block: Any, bad_entries: Tensor) -> tuple[str, ...]:
+    if len(bad_entries) != getattr(block, "latent_dim", len(bad_entries)):
+        return ()  # entries of parameters, in a frame that knows of no sites
     found = (block.site_of(int(i)) for i in bad_entries.nonzero().reshape(-1).tolist())
     return tuple(dict.fromkeys(found))
 

@@ -19,6 +19,7 @@ from pyro_ngvi import NGVB, AutoFullRankNormal, AutoMeanFieldNormal, BatchedELBO
 from pyro_ngvi.optim import Constant
 from pyro_ngvi.optim.state import flat
 from tests.contract.registry import GUIDES, LOSSES
+from tests.registry import BASELINES
 
 guides = pytest.mark.parametrize("kind", GUIDES)
 averages = pytest.mark.parametrize("averaging", [False, True])
@@ -133,6 +134,16 @@ def test_the_warning_points_at_the_line_of_the_user() -> None:
     with pytest.warns(RuntimeWarning, match="skipped a step") as caught:
         svi.step(bad=True)
     assert caught[0].filename == __file__
+
+
+@guides
+def test_printed_frames_name_no_site(kind: str) -> None:
+    """Their entries are those of the parameters, of which there are more than latent variables."""
+    guide = GUIDES[kind](model, init=None)
+    svi = SVI(model, guide, BASELINES["IFVB, printed"](guide), BatchedELBO(2))
+    with pytest.warns(RuntimeWarning, match="not finite at the whole latent vector"):
+        svi.step(bad=True)
+    assert svi.optim.report().skipped_sites == ()
 
 
 def test_warnings_become_rare() -> None:
