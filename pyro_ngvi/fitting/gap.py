@@ -81,7 +81,7 @@ class Gap:
 class GapMeter:
     """Estimates (2) at what ``blocks`` hold, guides of ours: averages, not iterates.  ``gradient(s)``
     adds to ``.grad`` the gradient of the loss for noise and data number s, and returns the loss; a is
-    the mean of ``pieces`` of them, b of ``fewest``."""
+    the mean of ``pieces`` of them, b of ``fewest``; ``sees_all``: they know no noise of data."""
 
     def __init__(
         self,
@@ -89,8 +89,10 @@ class GapMeter:
         gradient: Callable[[int], Any],
         pieces: int = HALF,
         fewest: int = HALF,
+        sees_all: bool = True,
     ) -> None:
         self.blocks, self._gradient, self.pieces, self.fewest = blocks, gradient, pieces, fewest
+        self.sees_all = sees_all
         self._noise = SharedNoise(pieces)
         self.families = [block.family for block in blocks]
         self.params: Parts = []
@@ -112,7 +114,7 @@ class GapMeter:
                 self._noise = SharedNoise(pieces)
                 a = self._mean_gradient()
                 others += [self._local_gradient(_number(1, s)) for s in range(len(others), n)]
-                gap, x = self._solve(a, others, math.inf if whole else tol)
+                gap, x = self._solve(a, others, max(tol, self._far()) if whole else tol)
                 self._used = _number(1, n)
                 energy = _dot(x, a)
                 self._way = gap, x, energy, n
@@ -133,7 +135,7 @@ class GapMeter:
         A part t of x lowers the loss by t x'b - t^2 x' H x / 2, and x' H x = x'a.
         """
         gap, x, energy, n = self._way
-        if not (gap.curved and gap.nats > 2.0 * gap.error):
+        if gap.is_above(self._far()) or not gap.nats > 2.0 * gap.error:
             return False
         with self._at_answer():
             best, before = min(1.0, 2.0 * gap.nats / energy), self._mean_loss(n)
@@ -148,6 +150,11 @@ class GapMeter:
     @property
     def _taken(self) -> int:
         return self.count - self._before
+
+    def _far(self) -> float:
+        """Nats from which natural gradients go the way: all latent variables are some sds off."""
+        parts = zip(self.families, self.params, strict=True)
+        return float(sum(family.dim(params) for family, params in parts))
 
     def _mean_gradient(self) -> Parts:
         """Of the noise behind a, where the parameters are now."""

@@ -71,7 +71,7 @@ class StopRule:
             again, such as a ``DataLoader``, of tuples of arguments, or of single ones.
         max_steps: steps after which to stop in any case; ``max_time`` in seconds since it was made.
         newton: whether a look that finds more than ``tol`` to gain moves a guide of ours there, under
-            an optimizer of ours, as :meth:`polish` does; :func:`pyro_ngvi.fit` lets it.
+            an optimizer of ours and a ``BatchedELBO`` of all data, as :func:`pyro_ngvi.fit` lets it.
 
     Attributes:
         reason: why to stop: "converged"; "settled"; "stalled" (three quarters of the steps have not
@@ -182,7 +182,7 @@ class StopRule:
         with suppress(CannotBatch):  # what Pyro's losses run one by one
             if meter := self._meter(args, kwargs):
                 most = NEWTON * max(MOST_GRADIENTS, self.steps)
-                gap = self._descend(meter, most, self.newton and natural)
+                gap = self._descend(meter, most, self.newton and natural and meter.sees_all)
         if meter is None or gap is None:
             flat = self._is_flat(fall, error)
             enough = self.steps >= SETTLED or flat
@@ -266,19 +266,18 @@ class StopRule:
         if not all(id(p) in known for p in traced_params(seen) if p.requires_grad):
             return None
         particles = max(WIDER * getattr(loss, "num_particles", 1), FEWEST_PARTICLES)
-        pieces, alone = HALF, self.batches is None
+        sees_all = self.batches is None
         if of_pyro:
             with own_random_state():
                 twin = Twin(svi.guide, svi.model, first, kwargs, particles)
             if not twin.fits:
                 return None
-            blocks, gradient, alone = [twin], twin.gradient, alone and not twin.subsamples
+            blocks, gradient, sees_all = [twin], twin.gradient, sees_all and not twin.subsamples
         else:
             gradient = partial(self._loss_and_grads(loss, particles), svi.model, svi.guide)
-            alone = alone and isinstance(loss, BatchedELBO) and not loss.subsamples
-        if alone:  # with the noise of its draws, and of no data
-            d = max(b.family.dim(b.natural_params()) for b in blocks)
-            pieces = min(HALF, -(-max(ROWS, ROWS_EACH * d) // particles))
+            sees_all = sees_all and isinstance(loss, BatchedELBO) and not loss.subsamples
+        d = max(b.family.dim(b.natural_params()) for b in blocks)
+        pieces = min(HALF, -(-max(ROWS, ROWS_EACH * d) // particles)) if sees_all else HALF
         batches: list[Any] = []
 
         def numbered(s: int) -> Any:
@@ -288,7 +287,7 @@ class StopRule:
             with own_random_state(number + s):
                 return gradient(*own, **kwargs)
 
-        return GapMeter(blocks, numbered, pieces)
+        return GapMeter(blocks, numbered, pieces, sees_all=sees_all)
 
     def _loss_and_grads(self, loss: Any, particles: int) -> Callable[..., Any]:
         """That of the loss, with more particles where they are batched."""

@@ -327,7 +327,7 @@ def test_losses_of_much_noise_that_fall_no_more_stall_and_those_that_fall_do_not
 class Blind:
     """A meter for which every direction is curved downwards."""
 
-    count = 64
+    count, sees_all = 64, True
 
     def __call__(self, *_: Any, **__: Any) -> Gap:
         return Gap(0.2, 0.5, 64, curved=False)
@@ -370,3 +370,75 @@ def test_where_not_all_that_is_trained_is_natural_it_can_only_settle():
     svi = SVI(learnt_scale, guide, optim, ngvi.BatchedELBO(8))
     stop = to_the_end(svi, X, Y, max_steps=30)
     assert stop.reason in ("settled", "max_steps") and stop.gap is None
+
+
+def test_a_gap_below_tol_is_taken_twice_where_its_solution_overfits(monkeypatch):
+    guide: Any = ngvi.AutoMeanFieldNormal(gaussian)
+    guide()
+    loss, seen = ngvi.BatchedELBO(8), list[int]()
+    meter = GapMeter([guide], lambda _: loss.loss_and_grads(gaussian, guide), pieces=1)
+
+    def solved(energy):
+        def solve(a, others, tol):
+            seen.append(len(others))
+            size = sum(float(v.square().sum()) for v in a[0].values())
+            return Gap(0.01, 0.001, 3), [{k: energy / size * v for k, v in a[0].items()}]
+
+        return solve
+
+    monkeypatch.setattr(meter, "_solve", solved(0.04))  # x'a / 2 is 0.02, the gap 0.01
+    assert meter(0.05, 80).is_below(0.05) and seen == [8]
+    monkeypatch.setattr(meter, "_solve", solved(0.4))
+    assert meter(0.05, 80).is_below(0.05) and seen == [8, 8, 16]
+
+
+def test_looks_may_go_where_natural_gradients_creep():
+    """A five-hundredth of F along the longest axis: a step of Newton's is exact for a Gaussian."""
+    correlation = torch.full((5, 5), 0.998, dtype=torch.float64).fill_diagonal_(1.0)
+
+    def correlated() -> None:
+        pyro.sample("z", dist.MultivariateNormal(correlation.new_ones(5), correlation))
+
+    steps = []
+    for newton in (False, True):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        guide: Any = ngvi.AutoMeanFieldNormal(correlated, init=None)
+        svi = SVI(correlated, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+        stop = to_the_end(svi, max_steps=300, newton=newton)
+        steps.append(stop.steps)
+        often = len(stop.looks) > len({k for k, _ in stop.looks})
+        assert often is newton  # before a step, and after it
+    away = guide.loc.detach() - 1.0
+    assert stop.reason == "converged" and 2 * steps[1] < steps[0]
+    assert 0.5 * float(away @ torch.linalg.solve(correlation, away)) < 1e-9
+
+
+def test_steps_with_minibatches_are_left_alone():
+    """Newton's steps solve for the data of one minibatch; a look at all data may take them."""
+    loader = [(X[:30], Y[:30]), (X[30:], Y[30:])]
+    for how, sees_all in (({}, True), ({"batches": loader}, False)):
+        pyro.clear_param_store()
+        guide = ngvi.AutoMeanFieldNormal(logistic)
+        svi = SVI(logistic, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+        svi.step(X[:30], Y[:30]) if how else svi.step(X, Y)
+        stop: Any = ngvi.StopRule(svi, newton=True, **how)
+        assert stop._meter((X[:30], Y[:30]) if how else (X, Y), {}).sees_all is sees_all
+
+    def subsampled(X, y) -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=X.dtype), 1.0).to_event(1))
+        with pyro.plate("data", 60, subsample_size=20) as i:
+            pyro.sample("y", dist.Bernoulli(logits=X[i] @ w), obs=y[i])
+
+    for make in (ngvi.AutoMeanFieldNormal, AutoNormal):
+        pyro.clear_param_store()
+        guide = make(subsampled)
+        rule = (
+            ngvi.NGVB(guide)
+            if make is not AutoNormal
+            else PyroOptim(torch.optim.Adam, {"lr": 0.01})
+        )
+        svi = SVI(subsampled, guide, rule, ngvi.BatchedELBO(8))
+        svi.step(X, Y)
+        stop = ngvi.StopRule(svi)
+        assert stop._meter((X, Y), {}).sees_all is False
