@@ -8,6 +8,10 @@ Draws v_s of a proposal r(v), and of each unit u_i given v_s, exactly; then with
 scale, so r has marginals from slices of p(v | y) through it (:mod:`.slices`); and again, through mean
 and covariance of the weighted draws, until weights have a third moment, k-hat <= 1/3, or are all but
 equal.  Of all r that of the smallest k-hat is taken.
+
+The points of L_i(v) lie around q(u_i | v), which far from q(v) is not near p(u_i | y_i, v).  Points are
+doubled until that changes log p(y | v) by little on average over draws of r with their weights, or no
+probability by more than half of that.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from torch import Tensor
 from ..guides import init_to_center
 from ..hierarchy import AutoHierarchical
 from ..hierarchy.collapsed import Collapsed, ExactUnits, collapse
+from ..hierarchy.marginal import MOST, ORDERS, point_count
 from ..runtime.density import LatentLayout
 from ..runtime.model_density import NaNWhereSingular, batched_trace
 from ..runtime.run import CannotBatch
@@ -43,6 +48,8 @@ DRAWS, EACH, ROUNDS, LIGHT = 1000, 50, 3, 1.0 / 3.0
 MANY, NUMBERS = 4000, 4_000_000
 #: draws of r where fewer leave it open whether the guide is off
 MORE = 2000
+#: draws at which twice the points are tried, nats by which they may change, and the most for a unit
+TRIED, FINE, MOST_POINTS = 250, 1e-3, 1024
 
 
 def corrected(guide: Any, *args: Any, points: int | None = None, **kwargs: Any) -> ExactUnits:
@@ -61,7 +68,26 @@ def corrected(guide: Any, *args: Any, points: int | None = None, **kwargs: Any) 
         the slices; Oh & Berger 1992, Adaptive importance sampling in Monte Carlo integration, J. Stat.
         Comput. Simul. 41, for the rounds.
     """
-    return proposal(collapse(guide, *args, points=points, **kwargs))
+    model = collapse(guide, *args, points=points, **kwargs)
+    return proposal(model) if model.missed or points is not None else refined(model)
+
+
+def refined(model: Collapsed, draws: int = DRAWS) -> ExactUnits:
+    """:func:`proposal` with as many points as its own draws need, at most 1024 for a unit."""
+    exact, units = proposal(model, draws), model.units
+    layout = LatentLayout(model.guide.globals.prototype_trace)
+    while units.width in ORDERS and not units.is_block:
+        count = 2 * model.point_count
+        if count > MOST or point_count(units, count)[1] > MOST_POINTS:
+            break
+        finer = Collapsed(model.guide, *model.given, count)
+        theta, log_r = _drawn(exact, layout, TRIED)
+        few, more = log_density(model, layout, theta), log_density(finer, layout, theta)
+        change = torch.softmax(more - log_r, 0) * (more - few).abs()
+        if float(change.nan_to_num(torch.inf).sum()) <= FINE:
+            break
+        model, exact = finer, proposal(finer, draws)
+    return exact
 
 
 def proposal(model: Collapsed, draws: int = DRAWS) -> ExactUnits:
@@ -97,7 +123,7 @@ def moved_by_weights(
         collapsed = Collapsed(guide, args, kwargs, None)
         if collapsed.is_rough:
             return None
-        exact = Fitted(model, proposal(collapsed, draws), args, kwargs).draw(draws, None)
+        exact = Fitted(model, refined(collapsed, draws), args, kwargs).draw(draws, None)
         if not (exact.weights.khat <= PARETO or exact.weights.ess >= EVEN * draws):
             return None
         layout = LatentLayout(guide.prototype_trace)

@@ -31,7 +31,7 @@ FIRST = 5
 #: particles of a look, in those of a step: batched, they cost little more
 WIDER, FEWEST_PARTICLES = 4, 8
 #: rows of noise behind a mean gradient, for few latents, and for each of many
-ROWS, ROWS_EACH = 64, 2
+ROWS, ROWS_EACH = 128, 2
 #: about how many gradients a look takes at most, until there were more steps than that
 MOST_GRADIENTS = 80
 #: gradients of Newton steps, in those of a look, and for a stalled run in those that it took

@@ -148,6 +148,7 @@ class Collapsed:
                 f"to_arviz(..., resample='psis')."
             )
         self.guide, self.units, self.points = guide, guide.units, points
+        self.given = args, kwargs
         self.call = guide._call(args, kwargs)
         nodes, parts = guide.prototype_trace.nodes, self.units.parts
         self._held: Any = Held(parts, None, further=[""])(self.call.model)  # to its end, units at 0

@@ -417,7 +417,8 @@ def test_looks_may_go_where_natural_gradients_creep():
 def test_steps_with_minibatches_are_left_alone():
     """Newton's steps solve for the data of one minibatch; a look at all data may take them."""
     loader = [(X[:30], Y[:30]), (X[30:], Y[30:])]
-    for how, sees_all in (({}, True), ({"batches": loader}, False)):
+    cases: Any = (({}, True), ({"batches": loader}, False))
+    for how, sees_all in cases:
         pyro.clear_param_store()
         guide = ngvi.AutoMeanFieldNormal(logistic)
         svi = SVI(logistic, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
