@@ -108,7 +108,7 @@ print(f"log evidence {log_evidence:.4f} nats, by a grid of {A.numel():,} points"
 # %% [markdown]
 # ## The Gaussian and its verdict
 #
-# `fit` chooses a full-rank Gaussian by itself. `tol=0.01` asks for the best one to a hundredth of a nat.
+# `fit` chooses a full-rank Gaussian by itself, with `tol=0.01` the best one to a hundredth of a nat.
 
 # %%
 gaussian = ngvi.fit(assay, log_dose, deaths, tol=0.01, seed=0, progress=False)
