@@ -9,7 +9,9 @@ not: with a and b those of two halves of the gradients,
 
     gap = x' b / 2,   H x = a                                                                     (2)
 
-is without bias, and its standard error is that of x' b, from the spread of the gradients behind b.
+has no such bias, and its standard error is that of x' b, from the spread of the gradients behind b.
+(H, of the draws behind a, depends on a: on skewed posteriors of few variables half of a gap of .05 may
+be hidden by that.)
 
 x comes from conjugate gradients, preconditioned by the Fisher matrix F of the family.  H v is the
 difference of gradients at a shifted and at the same q, of the noise behind a.  That noise is white over

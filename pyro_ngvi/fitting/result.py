@@ -115,8 +115,7 @@ class Result:
     def report(self) -> dict[str, np.ndarray]:
         """Of each step its loss and its seconds; of each look of the stop rule its step, the nats to go
         and their standard error."""
-        looks = [(k, gap.nats, gap.error) for k, gap in self.stop.looks]
-        table = np.array(looks).reshape(-1, 3)
+        table = np.array([(k, gap.nats, gap.error) for k, gap in self.stop.looks]).reshape(-1, 3)
         found = {"loss": self.losses, "seconds": np.array(self._seconds)}
         return found | dict(zip(("look", "gap", "gap_error"), table.T, strict=True))
 
@@ -165,8 +164,10 @@ class Result:
 
     @property
     def _verdict_in_words(self) -> str:
-        """The verdict, and the way on."""
-        return f"{self.verdict.verdict} {self._way_on()}".rstrip()
+        """The verdict, and the way on; that comes first where the verdict is of one mode of several."""
+        verdict, way = self.verdict.verdict, self._way_on()
+        one = self.verdict.ok and way and not isinstance(self.guide, AutoMixtureNormal)
+        return f"{way} Of this mode: {verdict}" if one else f"{verdict} {way}".rstrip()
 
     def _way_on(self) -> str:
         """What to do where the verdict is bad or there are modes of which it knows nothing."""

@@ -10,6 +10,9 @@ from itertools import count
 import torch
 from torch import Tensor
 
+#: columns for each row from which rows are at right angles by themselves, and too long to be kept
+WIDE = 16
+
 
 def centred(noise: Tensor) -> Tensor:
     r"""Standard normal noise (..., m) moved to mean zero over its S rows, and widened to variance 1.
@@ -56,7 +59,7 @@ class SharedNoise:
         seen = count()
 
         def part(noise: Tensor) -> Tensor:
-            if noise.dim() != 2 or self.pieces * len(noise) < 2:
+            if noise.dim() != 2 or self.pieces * len(noise) <= max(1, noise.shape[1] // WIDE):
                 return centred(noise)
             if (k := next(seen)) == len(self._made):
                 others = [torch.randn_like(noise) for _ in range(self.pieces - 1)]

@@ -976,3 +976,17 @@ def test_flat_priors() -> None:
     assert fit.elbo[0] == pytest.approx(exact, abs=1e-3)
     assert fit.khat.missed is None  # there are no draws of such a prior
     assert fit.verdict.ok
+
+
+def test_a_verdict_of_one_mode_of_several_says_so_first() -> None:
+    def humps() -> None:
+        x = pyro.sample("x", dist.Normal(torch.zeros(2), 10.0).to_event(1))
+        log_p = [dist.Normal(m, 0.5).log_prob(x).sum(-1) for m in (-5.0, 5.0)]
+        pyro.factor("two", torch.logaddexp(*log_p))
+
+    for guide, first in (("AutoFullRankNormal", True), ("AutoMixtureNormal", False)):
+        pyro.clear_param_store()
+        kind: Any = partial(ngvi.AutoMixtureNormal, num_components=2) if not first else guide
+        words = str(ngvi.fit(humps, guide=kind, seed=0, progress=False, max_steps=50))
+        told = words.find("found 2 modes of comparable mass, of which this may be one")
+        assert (0 < told < words.find("Of this mode: Take the intervals")) is first
