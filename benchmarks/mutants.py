@@ -207,7 +207,7 @@ STEPS = (
     ),
     Mutant(
         "centred noise not centred",
-        "families/base.py",
+        "linalg/noise.py",
         "* (noise - mean)",
         "* noise",
         ("test_reach",),
