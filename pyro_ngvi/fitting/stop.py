@@ -244,9 +244,10 @@ class StopRule:
         """
         meter = self._meter(args, kwargs) if self._blocks() else None
         most = POLISH * (self.steps + sum(gap.gradients for _, gap in self.looks))
-        if meter is not None and self._descend(meter, most, True, patient=True).is_below(self.tol):
-            self.reason = "converged"
-        return self.reason == "converged"
+        if meter is None or not self._descend(meter, most, True, True).is_below(self.tol):
+            return False
+        self.reason = "converged"
+        return True
 
     def _meter(self, args: Any, kwargs: Any) -> GapMeter | None:
         """What measures the gap, if that is to be had."""
@@ -257,9 +258,8 @@ class StopRule:
             return None
         ours = [p for b in blocks for p in b.natural_params().values()]
         known = {id(p) for p in (svi.guide.parameters() if of_pyro else ours)}
-        number = 1_000 * (
-            self.steps + len(self.looks)
-        )  # of the first noise, none of it used before
+        # of the first noise, none of it used before
+        number = 1_000 * (self.steps + len(self.looks))
         first = self._arguments(number, [], args)
         with own_random_state(), torch.no_grad(), pyro.poutine.trace(param_only=True) as seen:
             svi.loss(svi.model, svi.guide, *first, **kwargs)
