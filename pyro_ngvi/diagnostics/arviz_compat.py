@@ -97,8 +97,8 @@ def elpd_data(
     if bad:
         warnings.warn(
             f"Estimated shape parameter of Pareto distribution is greater than {frame.good_k:.2f} for "
-            f"{bad} of {terms.size} data: leaving one out changes the posterior so much that weights "
-            f"cannot tell. Refit without these, or take a more robust model.",
+            f"{bad} of {terms.size} data: the guide is too far from the posterior without one. "
+            f"Take a better guide, refit without these, or a more robust model.",
             stacklevel=3,
         )
     old, n = _arviz().__version__.startswith("0."), terms.size

@@ -89,9 +89,16 @@ class Diagnosis:
             return "intervals"
         off = any(m.is_off for m in self._moved.values())
         # weights that would change little decide where chains do not
-        if weights.decision == "resample" or (weights.ok and not off and not good):
+        weighty = weights.decision == "resample" or (weights.ok and not off and not good)
+        if weighty and not self._elsewhere:
             return "resample"
         return "unusable" if off or self._missed else "unclear"
+
+    @property
+    def _elsewhere(self) -> bool:
+        """Whether chains lead so far from where weights do that resampled draws would be off."""
+        both = self.sites.keys() & self.khat.shifts.keys() if self.modes == 1 else ()
+        return any(self.sites[name].is_far_from(self.khat.shifts[name]) for name in both)
 
     @property
     def _missed(self) -> bool:

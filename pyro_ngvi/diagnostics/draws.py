@@ -1,5 +1,6 @@
 """Draws from any Pyro guide, with the model and the guide evaluated at them."""
 
+import operator
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -79,7 +80,7 @@ def random_state(seed: int | None, stream: int = 0) -> Iterator[None]:
         seed = int(np.random.SeedSequence([seed, stream]).generate_state(1)[0])
     before = get_rng_state()
     with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
-        pyro.set_rng_seed(seed)
+        pyro.set_rng_seed(operator.index(seed))
         try:
             yield
         finally:
@@ -271,8 +272,8 @@ def with_likelihood(fitted: Fitted) -> list[str]:
         if bool(((scale != 1.0) & (scale != getattr(fitted.whole, "factor", 1.0))).any()):
             warnings.warn(
                 f"The observed site {name!r} stands under poutine.scale, so the posterior holds "
-                f"p^c and log_likelihood log p: az.loo and waic are wrong here; AutoSites.loo() is "
-                f"not. log_likelihood=False leaves the group out.",
+                f"p^c and log_likelihood log p: az.loo and waic are wrong here; ngvi.diagnostics.loo "
+                f"is not. log_likelihood=False leaves the group out.",
                 stacklevel=3,
             )
     plates = {frame.name for site in observed.values() for frame in site["cond_indep_stack"]}
@@ -297,13 +298,26 @@ def compact(x: Tensor, num_samples: int) -> Tensor:
     return x.float() if large else x
 
 
-def warn_of_edges(sites: Sites, values: Mapping[str, Tensor]) -> None:
-    """Warn where rounding has put many draws onto the upper end of an interval, or of a simplex."""
+def warn_of_rounding(sites: Sites, values: Mapping[str, Tensor]) -> None:
+    """Warn where numbers near the draws are as far apart as these, or rounding has put many draws onto
+    the upper end of an interval, or of a simplex."""
     for name, x in values.items():
         support = plain_support(sites[name]["fn"].support)
         if not x.numel() or not x.is_floating_point():
             continue
         near = 4.0 * torch.finfo(x.dtype).eps
+        if getattr(support, "event_dim", 1) == 0:  # others have entries that do not vary
+            sd, at = x.double().std(0), x.abs().amax(0)
+            coarse = (x != x[0]).any(0) & (sd < 4.0 * near * at)
+            if bool(coarse.any()):
+                dtype = str(x.dtype).removeprefix("torch.")
+                warnings.warn(
+                    f"Draws of {name!r} are around {float(at[coarse].max()):.3g} with an sd of "
+                    f"{float(sd[coarse].min()):.2g}, which {dtype} hardly resolves. Use float64, "
+                    f"or subtract a constant from the data.",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
         if isinstance(support, constraints.interval):
             x = (x - support.lower_bound) / (support.upper_bound - support.lower_bound)
             rounded = x >= 1.0 - near

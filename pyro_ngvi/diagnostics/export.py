@@ -17,7 +17,7 @@ from ..runtime.summed_out import SummedOut, given_name
 from .arviz_compat import from_groups
 from .correction import corrected as corrected_guide
 from .correction import decision_on
-from .draws import Fitted, random_state, sites_of_kind, warn_of_edges, with_likelihood
+from .draws import Fitted, random_state, sites_of_kind, warn_of_rounding, with_likelihood
 from .groups import constants, name_dims, observations, per_draw
 from .prediction import PREDICTIONS, NewData, fixed_parameters, simulate
 from .verdict import judge
@@ -147,7 +147,7 @@ def to_arviz(
         decision, verdict = found.decision, found.verdict
         if corrected:
             decision, verdict = decision_on(found, guide.collapsed)
-        warn_of_edges(sites, draws.values)
+        warn_of_rounding(sites, draws.values)
         if fixed := draws.point_masses:
             found = replace(found, khat=float("inf"))
             warnings.warn(
@@ -177,10 +177,11 @@ def to_arviz(
         }
         stats = {"lp": draws.log_joint, "log_q": draws.log_q, "log_weights": own.log_weights}
         if resample:
-            weights = own.psis_log_weights
+            weights = own.log_weights if own.tail_is_too_heavy else own.psis_log_weights
             asked = "corrected=True" if corrected else 'resample="psis"'
-            if decision == "unusable" or (decision == "resample" and found.wanted):
-                how = "cannot be relied on here" if decision == "unusable" else "wants more draws"
+            if decision == "unusable" or found.wanted:
+                how = f"wants more draws, num_samples={found.wanted}"
+                how = "cannot be relied on here" if decision == "unusable" else how
                 warnings.warn(f"{asked} {how}. {verdict}", RuntimeWarning, stacklevel=2)
             kept = systematic_resample(weights, float(torch.rand((), dtype=torch.float64)))
             values = {n: x[torch.from_numpy(kept).to(x.device)] for n, x in values.items()}

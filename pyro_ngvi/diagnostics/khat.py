@@ -116,6 +116,11 @@ class KHat:
         return self.decision == "resample" and self.khat + 2.0 * error > self.threshold
 
     @property
+    def tail_is_too_heavy(self) -> bool:
+        """Whether the tail has no mean, so that smoothing would give many draws the largest weight."""
+        return 1.0 < self.khat < np.inf
+
+    @property
     def resampling(self) -> str:
         """The call for resampled draws."""
         if self.wanted:

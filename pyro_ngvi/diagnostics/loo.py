@@ -47,7 +47,8 @@ def loo(
     .. math:: \log p(y_i | y_{-i}) \approx \log \sum_s w_{is} p(y_i | z_s), \quad \sum_s w_{is} = 1.
 
     ``arviz.loo`` of the guide's draws leaves p / q out, and so leaves a datum out of q.  That is done
-    here only where p / q is of no use, :class:`KHat` "unusable".
+    here only where p / q is of no use, :class:`KHat` "unusable". Under ``poutine.scale`` c the
+    posterior holds p(y_i | z)^c, which is what is left out.
 
     Where a k-hat is too large 16 times as many draws decide, if they and the data are no more than
     5 * 10^7 numbers.  Log likelihoods are not held beyond 2^28.  Masked data are no data.  Not for data
@@ -133,9 +134,14 @@ def _left_out(
         return map_draws(fitted.joint, chosen, draws.values, size, batch_size)[""][""]
 
     log_ratio = draws.log_ratio if weigh else np.zeros(size)
+    powers = _powers(fitted, name)[rows].split(max(1, HELD // size))
     smooth = draws.weights.psis_log_weights if weigh else log_ratio - np.log(size)
-    parts = rows.split(max(1, HELD // size))
-    found = [_one(x, log_ratio, smooth) for part in parts for x in terms(part).cpu().numpy().T]
+    parts = zip(rows.split(max(1, HELD // size)), powers, strict=True)
+    found = [
+        _one(x, c, log_ratio, smooth)
+        for part, of_part in parts
+        for x, c in zip(terms(part).cpu().numpy().T, of_part.tolist(), strict=True)
+    ]
     left_out = np.array(found).reshape(-1, 4).T
     if fitted.whole:
         left_out = np.hstack(fitted.whole.of_all(left_out, fitted.in_sum[name]))
@@ -143,12 +149,13 @@ def _left_out(
 
 
 def _one(
-    log_l: np.ndarray, log_ratio: np.ndarray, log_weights: np.ndarray
+    log_l: np.ndarray, power: float, log_ratio: np.ndarray, log_weights: np.ndarray
 ) -> tuple[float, float, float, bool]:
     """log p(y_i | y_-i), log p(y_i | y), k-hat of the weights of the former, whether it is too large:
-    from log p(y_i | z_s), log p(y, z_s) / q(z_s) up to a constant, and the same smoothed, (S,)."""
+    from log p(y_i | z_s), (S,), its power in the posterior, log p(y, z_s) / q(z_s) up to a
+    constant, and the same smoothed, (S,)."""
     log_l = log_l.astype(np.float64)
-    without, found = _without(log_l, log_ratio)
+    without, found = _without(log_l, log_ratio, power)
     if math.isnan(without):
         return without, without, found.khat, False
     # it does not matter where weights are equal in practice
@@ -156,10 +163,12 @@ def _one(
     return without, float(np.logaddexp.reduce(log_l + log_weights)), k, k > found.threshold
 
 
-def _without(log_l: np.ndarray, log_ratio: np.ndarray | float) -> tuple[float, KHat]:
+def _without(
+    log_l: np.ndarray, log_ratio: np.ndarray | float, power: float = 1.0
+) -> tuple[float, KHat]:
     """log p(y_i | y_-i), NaN where a draw rules it out, whose weight is not known; the weights."""
     with np.errstate(invalid="ignore"):
-        found = khat_from_log_weights(log_ratio - log_l)
+        found = khat_from_log_weights(log_ratio - power * log_l)
     if found.ess == 0.0:
         return math.nan, found
     return float(np.logaddexp.reduce(log_l + found.psis_log_weights)), found
@@ -184,6 +193,13 @@ def _rows(fitted: Fitted, name: str) -> tuple[Tensor, Tensor]:
     site = fitted.in_sum[name]
     one = site_log_prob(site)[0]
     return one, mask_of(site).expand(one.shape).flatten().nonzero()[:, 0]
+
+
+def _powers(fitted: Fitted, name: str) -> Tensor:
+    """Those of the terms of a site, flat, that the posterior holds, but for what ranks stand for."""
+    one, scale = site_log_prob(fitted.in_sum[name])[0], fitted.sites.get(name, {}).get("scale", 1.0)
+    scale = torch.as_tensor(scale, dtype=torch.float64, device=one.device)
+    return (scale / getattr(fitted.whole, "factor", 1.0)).expand(one.shape).flatten()
 
 
 def data_of(model: Any, guide: Any, args: Any, kwargs: Any, var_name: str | None) -> np.ndarray:

@@ -49,6 +49,12 @@ class Moved(Shift):
         good = (mean <= COARSE_MEAN) & (log_sd <= COARSE_SD) & (self.rho <= STUCK)
         return bool(good.all())
 
+    def is_far_from(self, other: Shift) -> bool:
+        """Whether another estimate is off by this one, where chains have left their starts."""
+        mean, log_sd = (torch.as_tensor(x).to(self.mean) for x in (other.mean, other.log_sd))
+        far = ((self.mean - mean).abs() > COARSE_MEAN) | ((self.log_sd - log_sd).abs() > COARSE_SD)
+        return bool((far & (self.rho <= STUCK)).any())
+
     def __str__(self) -> str:
         mean, sd = float(self.mean.abs().max()), float(self.log_sd.abs().max())
         stuck = f", chains stuck (correlation {float(self.rho.max()):.2f})"
@@ -68,12 +74,23 @@ def by_site(
         sites[name] = how(x := transform(a), transform(b))
         if x is not a:  # the identity returns its argument
             unconstrained[name] = how(a, b)
+            sites[name] = _where(_varies(x), sites[name])
     return sites, unconstrained
+
+
+def _varies(x: Tensor) -> Tensor:
+    """Which entries of constrained draws (S, ...) do, but for roundings: no upper triangle's."""
+    return x.double().std(0) > 64.0 * torch.finfo(x.dtype).eps * x.double().abs().amax(0)
+
+
+def _where(varies: Tensor, found: Moved) -> Moved:
+    """0 where nothing varies."""
+    return Moved(*(torch.where(varies, x, 0.0) for x in astuple(found)))
 
 
 def moved(before: Tensor, after: Tensor) -> Moved:
     """Estimates (1) of :mod:`.diagnosis` from draws (S, ...) of a site and where their chains ended."""
-    S, rounding = len(before), 64.0 * torch.finfo(before.dtype).eps
+    S, varies = len(before), (before != before[0]).any(0)
     before, after = before.double(), after.double()
     a, b = before - before.mean(0), after - after.mean(0)
     va, vb = a.square().mean(0), b.square().mean(0)
@@ -86,7 +103,4 @@ def moved(before: Tensor, after: Tensor) -> Moved:
     ratio = (1.0 + (vb / va - 1.0) / share).clamp_min(1e-3)
     influence = (b.square() - a.square() * (vb / va)) / va
     log_sd_error = 0.5 * influence.std(0) / share / ratio / S**0.5
-    found = mean, mean_error, 0.5 * ratio.log(), log_sd_error, rho
-    # entries such as the upper triangle of a Cholesky factor do not vary, but for roundings
-    varies = va.sqrt() > rounding * before.abs().amax(0)
-    return Moved(*(torch.where(varies, x, 0.0) for x in found))
+    return _where(varies, Moved(mean, mean_error, 0.5 * ratio.log(), log_sd_error, rho))

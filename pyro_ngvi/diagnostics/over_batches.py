@@ -81,7 +81,8 @@ class OverBatches:
         if abs(total - 1.0) > ROUNDING:
             raise ValueError(
                 f"The minibatches of an epoch hold {total:.4g} times the data of their plate. Give "
-                f"each datum once (drop_last=False, no replacement), and the plate the size of all."
+                f"each datum once (drop_last=False, no replacement), and the plate the size of all, "
+                f"where poutine.scale stands for that."
             )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributions import biject_to
 
 from ..linalg.host import own_random_state
-from .draws import Draws, Fitted, random_state, sites_of_kind, warn_of_edges
+from .draws import Draws, Fitted, random_state, sites_of_kind, warn_of_rounding
 from .khat import EVEN, FEWEST, HALF, KHat
 from .weights import (
     MIN_DRAWS,
@@ -66,7 +66,7 @@ def khat(
     with random_state(seed):
         draws = fitted.draw(num_samples, batch_size)
         found = judge(fitted, draws, batch_size)
-    warn_of_edges(fitted.sites, draws.values)
+    warn_of_rounding(fitted.sites, draws.values)
     if fixed := draws.point_masses:
         raise ValueError(
             f"All draws of {fixed} from the guide are the same point (AutoDelta?). Judge the rest "
@@ -88,6 +88,7 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
             draws = fitted.draw(MORE * len(draws.log_q), batch_size)
             found = weighed(fitted, draws)
             even = own.ess >= (HALF if own.khat > own.threshold else FEWEST) * len(own.log_weights)
+            even = even and not own.tail_is_too_heavy
             found = replace(found, wanted=0 if even else len(draws.log_q))
         log_ratio = draws.log_ratio
         missed, alone = None, not fitted.whole and (more or not fitted.batches)

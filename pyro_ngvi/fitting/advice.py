@@ -27,7 +27,7 @@ from ..hierarchy.find import find_units
 from ..linalg.host import own_random_state
 from ..losses import BatchedELBO
 from ..optim.host import find_blocks
-from ..runtime.density import innermost, is_latent
+from ..runtime.density import innermost, is_latent, site_kind
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import look
 from ..runtime.store import ModuleParams, OwnName, claim_name, rename
@@ -66,8 +66,9 @@ class Structure:
         self.d = sum(self.sizes.values())
         priors = [s["name"] for s in latents if isinstance(innermost(s["fn"]), PROCESSES)]
         self.process = next(iter(priors), None)
-        self.data = 0.0
-        for site in (s for s in found.values() if s["is_observed"]):
+        self.data, kinds = 0.0, {name: site_kind(s) for name, s in found.items()}
+        self.is_prior = not {"observed", "factor"} & set(kinds.values())
+        for site in (s for s in found.values() if kinds[s["name"]] == "observed"):
             shares = (f.size / f.full_size for f in site["cond_indep_stack"])
             self.data += torch.as_tensor(site["value"]).numel() / math.prod(shares)
 
@@ -174,7 +175,8 @@ def advise(
         >>> def model():
         ...     pyro.sample("x", dist.Gamma(torch.full((3,), 9.0), 3.0).to_event(1))
         >>> print(ngvi.advise(model))
-        AutoFullRankNormal, for 3 latent variables; NGVB, exact natural gradients; 8 particles.
+        AutoFullRankNormal, for 3 latent variables; NGVB, exact natural gradients; 8 particles; no data,
+        so this is the prior.
     """
     if loss is not None and num_particles is not None:
         raise ValueError(
@@ -183,12 +185,16 @@ def advise(
     guide = _named("guide", guide, GUIDES, AutoGuide) if isinstance(guide, str) else guide
     rule = _named("optim", optim, OPTIMS, PyroOptim) if isinstance(optim, str) else optim
     own_loss, why_guide, why_rule = loss is not None, "as given", "as given"
+    is_prior = False
     if guide is None:
-        guide, why_guide = Structure(model, args, kwargs).guide()
+        structure = Structure(model, args, kwargs)
+        (guide, why_guide), is_prior = structure.guide(), structure.is_prior
     kind = bare(guide) if _is_maker(guide) else type(guide)
     if rule is None:
         rule, why_rule = _rule_for(kind, guide)
-    elif not isinstance(rule, PyroOptim) and str(rule.__module__).startswith(LOOKALIKES):
+    elif not isinstance(rule, PyroOptim) and (
+        not callable(rule) or str(getattr(rule, "__module__", "")).startswith(LOOKALIKES)
+    ):
         raise ValueError(
             "optim= is an optimizer or a function of the guide that gives one: for Adam pass "
             "pyro.optim.Adam({'lr': 0.01})."
@@ -202,6 +208,7 @@ def advise(
     else:
         why = f"{type(loss).__name__}, as given"
     reasons = f"{called(guide)}, {why_guide}", f"{called(rule)}, {why_rule}", why
+    reasons += ("no data, so this is the prior",) * is_prior
     recipe = {
         "guide": _name_of(guide, GUIDES),
         "optim": _name_of(rule, OPTIMS),

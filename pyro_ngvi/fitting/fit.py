@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from ..compiled import CompiledSVI
 from ..compiled import compile as compile_svi
+from ..diagnostics import diagnose, khat, loo, predict, to_arviz
 from ..distributed import wrap
 from ..distributed.processes import rank
 from ..guides.laplace import ending_by
@@ -40,6 +43,8 @@ EVERY = 60.0
 LONG = 5.0, 300
 #: share of ``max_time`` that the search of a start may take
 SEARCH = 0.5
+#: what a fit is read by, whose options have names that an argument of the model cannot have
+READERS = to_arviz, khat, diagnose, loo, predict
 
 
 class Fit(Result):
@@ -61,6 +66,7 @@ class Fit(Result):
         compile: bool | str = False,
         distributed: Mapping[str, Any] | None = None,
     ) -> None:
+        _check_names(kwargs)
         super().__init__(advice.model, args, kwargs)
         self.advice = advice
         self.svi: Any = advice.svi()
@@ -101,6 +107,7 @@ class Fit(Result):
             max_steps: as for :func:`pyro_ngvi.fit`, and the others below it.
         """
         if args or kwargs:
+            _check_names(kwargs)
             self.args, self.kwargs = args, kwargs
         if data is not None:
             self.batches = Batches(data)
@@ -243,8 +250,9 @@ def fit(
     Pyro's store has them; what is read of a fit later first puts its own back.
 
     Args:
-        model: a Pyro model.  If a keyword argument of it has the name of an option here, bind it first
-            with ``functools.partial``.
+        model: a Pyro model.  If a keyword argument of it has the name of an option here, or of
+            :func:`pyro_ngvi.to_arviz` or another that reads a fit, bind it first with
+            ``functools.partial``.
         args: its arguments, with the data, and ``kwargs``.
         guide: a guide, a class of guides, or the name of one of this package or of Pyro; ``"auto"`` for
             the best of several: the one that would be chosen, a mixture where the search for a start
@@ -283,8 +291,9 @@ def fit(
         >>> fit.why_stopped, fit.guide.median()["m"].round()
         ('converged', tensor(2.))
     """
+    _check_names(kwargs)
     if seed is not None:
-        pyro.set_rng_seed(seed)
+        pyro.set_rng_seed(operator.index(seed))  # of NumPy's integers too
     by_ladder = isinstance(guide, str) and guide == "auto"
     if by_ladder and distributed is not None:
         raise ValueError(
@@ -317,6 +326,18 @@ def fit(
     if checkpoint is not None:
         best.save(checkpoint)
     return best
+
+
+def _check_names(kwargs: Mapping[str, Any]) -> None:
+    """Keyword arguments of the model go to what reads a fit, beside options of its own."""
+    for reader in READERS:
+        options = inspect.signature(reader).parameters.values()
+        taken = {p.name for p in options if p.kind is p.KEYWORD_ONLY} & kwargs.keys()
+        for name in sorted(taken):
+            raise ValueError(
+                f"{name!r}, an argument of the model, is also an option of {reader.__name__}, which "
+                f"reads a fit. Pass functools.partial(model, {name}=...) as the model."
+            )
 
 
 def _is_true(answer: Any) -> bool:

@@ -123,8 +123,7 @@ class StopRule:
         self.looks: list[tuple[int, Gap]] = []
         self.losses: list[float] = []
         self._lost, self._next, self._started = 0, FIRST, time.monotonic()
-        self._wide: BatchedELBO | None = None
-        self.newton = newton
+        self._wide, self.newton = None, newton
         self.limit(max_steps, max_time, tol)
 
     def limit(
@@ -164,6 +163,10 @@ class StopRule:
                 return found
         if self.max_steps is not None and self.steps >= self.max_steps:
             return "max_steps"
+        return self._late()
+
+    def _late(self) -> str | None:
+        """Whether the time is up, on any rank."""
         if self.max_time is None:
             return None
         late = "max_time" if time.monotonic() - self._started >= self.max_time else None
@@ -207,7 +210,7 @@ class StopRule:
             if not newton or gap.is_below(self.tol):
                 return gap
             moved = meter.newton_step()
-            if meter.count >= most or not (moved or patient):
+            if meter.count >= most or not (moved or patient) or self._late():
                 return gap
             if not moved:
                 meter.widen()
@@ -239,8 +242,8 @@ class StopRule:
 
         Natural gradients creep where H in equation (2) of :mod:`pyro_ngvi.fitting.gap` is a small part
         of F, as for a mean field of correlated latents.  A guide of ours moves along x while the losses
-        of other noise fall so, then by twice as many gradients, and three times those of the run in
-        all.  :func:`pyro_ngvi.fit` does this by itself.
+        of other noise fall so, then by twice as many gradients, within ``max_time`` and three times the
+        gradients of the run.  :func:`pyro_ngvi.fit` does this by itself.
         """
         meter = self._meter(args, kwargs) if self._blocks() else None
         most = POLISH * (self.steps + sum(gap.gradients for _, gap in self.looks))
@@ -293,11 +296,10 @@ class StopRule:
         """That of the loss, with more particles where they are batched."""
         if not isinstance(loss, BatchedELBO):
             return self.svi.loss_and_grads
-        if self._wide is None:
-            self._wide = BatchedELBO(particles, chunk_size=loss.chunk_size)
-        self._wide.kl_weight = loss.kl_weight
-        wide = self._wide.loss_and_grads
-        return wide if self._alone is self.svi else self.svi.over_ranks(wide)
+        self._wide = wide = self._wide or BatchedELBO(particles, chunk_size=loss.chunk_size)
+        wide.kl_weight = loss.kl_weight
+        gradient = wide.loss_and_grads
+        return gradient if self._alone is self.svi else self.svi.over_ranks(gradient)
 
     def _blocks(self) -> list[Any]:
         """The parts of a guide of ours, if the Fisher matrices of all are known."""

@@ -7,6 +7,7 @@ CPU and against supports without latent variables.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -109,10 +110,21 @@ def _of_nan(site: Site) -> str:
 
 
 def check_missing(sites: Sites) -> None:
-    """Refuse NaN among the data: steps of ``AutoSites`` take them, what comes after them does not."""
+    """Refuse NaN among the data, which steps of ``AutoSites`` take and what comes after them does not,
+    and infinite data whose density is zero wherever a guide may go."""
     for name, site in sites.items():
-        if site_kind(site) == "observed" and _has_nan(site):
+        if site_kind(site) != "observed":
+            continue
+        if _has_nan(site):
             raise ValueError(f"The site {name!r} cannot be evaluated: {_of_nan(site)}")
+        value = site["value"]
+        infinite = value.isinf() if isinstance(value, Tensor) else torch.zeros(1)
+        if bool(infinite.any()) and not math.isfinite(float(site_log_prob(site)[1].sum())):
+            raise ValueError(
+                f"The site {name!r} cannot be evaluated: {int(infinite.sum())} of its {value.numel()} "
+                f"values are infinite. Mask them, and observe numbers under the mask: "
+                f"poutine.mask(mask=torch.isfinite(y)), obs=torch.where(torch.isfinite(y), y, 0.0)."
+            )
 
 
 def check_data(checked: Sites, program: Program, values: Values) -> None:

@@ -288,3 +288,15 @@ def test_a_simplex_whose_last_entry_is_rounded_away() -> None:
 
     with pytest.warns(RuntimeWarning, match="of the draws of 'p' are rounded to the end"):
         khat(model, guide, num_samples=1000)
+
+
+def test_draws_that_the_precision_rounds_away() -> None:
+    """At a million numbers of float32 are 0.06 apart, at ten thousand 0.001."""
+    torch.set_default_dtype(torch.float32)
+
+    def far(at: float) -> None:
+        pyro.sample("m", dist.Normal(torch.tensor([0.0, at]), 0.07).to_event(1))
+
+    with pytest.warns(RuntimeWarning, match="of 'm' are around 1e[+]06 with an sd of 0.07"):
+        khat(far, far, 1e6)
+    khat(far, far, 1e4)  # where warnings are errors

@@ -1,5 +1,6 @@
 """to_arviz(resample="psis"): a wrong guide is put right, and what is stored says so."""
 
+import re
 import warnings
 from typing import Any
 
@@ -8,6 +9,7 @@ import pyro
 import pytest
 import torch
 from pyro.infer import SVI
+from scipy.stats import truncnorm
 from torch import Tensor
 
 import pyro_ngvi as ngvi
@@ -159,3 +161,30 @@ def test_draw_whose_support_misses_the_data_has_no_weight() -> None:
 
     weights = np.exp(ngvi.khat(model, guide, num_samples=200, seed=0).log_weights)
     assert 50 < (weights == 0).sum() < 150  # Binomial(200, 1/2): 100, with standard deviation 7
+
+
+def test_a_tail_without_a_mean_is_not_smoothed() -> None:
+    """Of a uniform prior cut by its bounds a thousand draws show such a tail, 16,000 do not: smoothed
+    the former gave an sd 30 % too large."""
+    y = torch.tensor([1.0, 2.0, 3.0])
+
+    def bounded(y: Tensor) -> None:
+        p = pyro.sample("p", dist.Uniform(2.0, 7.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(p, 3.0), obs=y)
+
+    pyro.set_rng_seed(0)
+    guide = ngvi.fit(bounded, y, seed=0, progress=False).guide
+    with pytest.warns(RuntimeWarning, match="wants more draws, num_samples=") as seen:
+        data = ngvi.to_arviz(bounded, guide, y, seed=0, resample="psis")
+    assert data.attrs["decision"] == "intervals" and data.attrs["khat_samples"] == 16_000
+    log_w = data["sample_stats"]["log_weights"].values[0]
+    counts = np.bincount(data["sample_stats"]["resampled_from"].values[0], minlength=1000)
+    assert (np.abs(counts - 1000 * np.exp(log_w)) < 1 + 1e-9).all()
+    more = int(re.search(r"num_samples=(\d+)", str(seen[0].message))[1])  # pyright: ignore
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data = ngvi.to_arviz(bounded, guide, y, num_samples=more, seed=0, resample="psis")
+    # N(2, 3) cut to [2, 7] in closed form; standard errors of 11,000 draws about 0.01
+    draws, exact = data["posterior"]["p"].values, truncnorm(0.0, 5.0 / 3**0.5, 2.0, 3**0.5)
+    assert abs(draws.mean() - exact.mean()) < 0.05 and abs(draws.std() - exact.std()) < 0.05

@@ -5,6 +5,7 @@ in a new message fails until it runs among the names of :func:`reader`, or has a
 """
 
 import copy
+import functools
 import math
 from typing import Any
 
@@ -66,7 +67,7 @@ FILLED = {
     "to_arviz(model, guide, X, y)": "to_arviz(model, normal, X, y)",
     "to_arviz(..., resample='psis')": "to_arviz(model, normal, X, y, resample='psis')",
     "pyro_ngvi.predict(model, guide, x)": "pyro_ngvi.predict(model, normal, x)",
-    "AutoSites.loo()": "guide.loo()",
+    "functools.partial(model, {}=...)": "functools.partial(model, y=y)",
     "pyro.deterministic({}, ...)": 'pyro.deterministic("f", X)',
     "pyro_ngvi.integrate(model)": "pyro_ngvi.integrate(scaled)",
     "expand()": "dist.Normal(0.0, 1.0).expand([3])",
@@ -177,6 +178,7 @@ def reader() -> dict[str, Any]:
         "block": poutine.block,
         "math": math,
         "copy": copy,
+        "functools": functools,
         "pyro_ngvi": pyro_ngvi,
         "Uniform": dist.Uniform,
         "AutoGuideList": AutoGuideList,

@@ -294,6 +294,13 @@ def test_newton_steps_go_where_natural_gradients_creep():
     left = 0.5 * float(loc @ precision @ loc + (variance * precision.diagonal()).sum() - 5.0)
     left -= 0.5 * float((variance * precision.diagonal()).log().sum())
     assert abs(left) < 1e-9  # white noise: the step is exact for a normal posterior
+    for name, x in guide.family.matched(correlation.new_ones(5), precision).items():
+        guide.natural_params()[name].data.copy_(x)
+    stop = ngvi.StopRule(
+        SVI(correlated, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8)), max_time=1e-6, tol=1e-12
+    )
+    stop.losses = [1.0] * 500
+    assert not stop.polish() and len(stop.looks) == 1  # and no more once the time is up
     other = AutoNormal(correlated)
     stop = ngvi.StopRule(
         SVI(correlated, other, PyroOptim(torch.optim.Adam, {"lr": 0.01}), Trace_ELBO())

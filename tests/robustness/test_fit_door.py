@@ -1,0 +1,87 @@
+"""What ``fit`` says at its door, before anything is wrong silently."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+import pyro_ngvi as ngvi
+
+Y = torch.linspace(-1.0, 3.0, 12)
+HOW: dict[str, Any] = {"progress": False, "max_steps": 5, "seed": 0}
+
+
+def model(y: Tensor | None = None, prior: float = 1.0) -> None:
+    m = pyro.sample("m", dist.Normal(0.0, torch.tensor(prior)))
+    with pyro.plate("data", 12):
+        pyro.sample("y", dist.Normal(m, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("name", ["prior", "num_steps", "batch_size", "var_name", "from_prior"])
+def test_an_argument_that_a_reader_would_take_for_an_option(name: str) -> None:
+    """``fit.idata`` would have read the prior's scale as whether to draw of the prior."""
+    with pytest.raises(ValueError, match=rf"'{name}', an argument of the model, is also an option"):
+        ngvi.fit(model, Y, **{name: 3.0}, **HOW)  # pyright: ignore[reportArgumentType]
+    fit = ngvi.fit(model, Y, **HOW)
+    with pytest.raises(ValueError, match=rf"functools.partial\(model, {name}=...\)"):
+        fit.resume(Y, progress=False, **{name: 3.0})  # pyright: ignore[reportArgumentType]
+
+
+def test_integers_of_numpy_are_seeds_and_a_rate_is_no_optimizer() -> None:
+    fits = [ngvi.fit(model, Y, **HOW | {"seed": seed}) for seed in (3, np.int64(3))]
+    assert (fits[0].losses == fits[1].losses).all()
+    assert ngvi.khat(model, fits[0].guide, Y, seed=np.int64(3)).ok  # pyright: ignore
+    with pytest.raises(ValueError, match="optim= is an optimizer or a function"):
+        ngvi.fit(model, Y, optim=0.01, **HOW)
+
+
+def test_bound_it_is_the_models() -> None:
+    fit = ngvi.fit(functools.partial(model, prior=3.0), Y, **HOW)
+    assert "prior" not in fit.idata  # the group
+    exact = float(Y.sum() / (12.0 + 1.0 / 9.0))
+    assert float(fit.idata["posterior"]["m"].mean()) == pytest.approx(
+        exact, abs=4 * 0.29 / 1000**0.5
+    )
+
+
+def test_data_that_are_infinite() -> None:
+    y = Y.clone()
+    y[[2, 5]] = torch.inf
+    with pytest.raises(ValueError, match=r"The site 'y' .*: 2 of its 12 values are infinite. Mask"):
+        ngvi.fit(model, y, **HOW)
+
+    def masked(y: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 12), pyro.poutine.mask(mask=~y.isinf()):
+            pyro.sample("y", dist.Normal(m, 1.0), obs=torch.where(y.isinf(), 0.0, y))
+
+    assert torch.isfinite(torch.tensor(ngvi.fit(masked, y, **HOW).losses)).all()
+
+    def cut(y: Tensor) -> None:
+        """An infinite datum that has a density of its own."""
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 12):
+            at_least = torch.where(y.isinf(), 3.0, y)
+            pyro.factor("above", dist.Normal(m, 1.0).cdf(-at_least).clamp_min(1e-9).log())
+
+    assert torch.isfinite(torch.tensor(ngvi.fit(cut, y, **HOW).losses)).all()
+
+
+def test_a_fit_of_no_data_says_so() -> None:
+    assert "no data, so this is the prior" in str(ngvi.fit(model, **HOW))
+    assert "no data" not in str(ngvi.fit(model, Y, **HOW))
+
+    def by_factor() -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        pyro.deterministic("twice", 2.0 * m)
+        pyro.factor("likelihood", -(m**2))
+
+    assert "no data" not in str(ngvi.advise(by_factor))
+    assert "no data" in str(ngvi.advise(pyro.poutine.block(by_factor, hide=["likelihood"])))
