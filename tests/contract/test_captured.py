@@ -103,11 +103,11 @@ def compiled(*case: Any) -> CompiledSVI:
 def test_steps_are_the_eager_ones(name: str) -> None:
     model, guide, rule, loss = CASES[name]
     eager = make(model, guide, rule, loss())
-    losses = [eager.step(*data()) for _ in range(32)]
+    losses = [eager.step(*data()) for _ in range(21)]
     expected = everything(eager)
     svi = compiled(model, guide, rule, loss())
     found = [svi.step(*data()) for _ in range(12)]
-    found += svi.run(20, *data()).tolist()
+    found += svi.run(9, *data()).tolist()  # a chunk and a step
     assert svi.tier == "cuda_graph", svi.reason
     assert found == losses and same(everything(svi), expected)
 
@@ -141,10 +141,10 @@ def test_data_that_are_written_to_are_those_of_the_next_step() -> None:
 
 def test_results_of_a_step_do_not_change_with_the_next() -> None:
     svi = compiled()
-    svi.run(30, *data())
+    svi.run(16, *data())
     state = everything(svi)
     held = [x.clone() for x in state]
-    svi.run(30, *data())
+    svi.run(9, *data())
     assert same(state, held) and not same(state, everything(svi))
 
 
@@ -215,9 +215,9 @@ def test_a_run_goes_on_where_there_is_no_graph_of_many_steps(
 
     monkeypatch.setattr(captured.CapturedGraph, "_captured", refused)
     eager = make()
-    losses = [eager.step(*data()) for _ in range(30)]
+    losses = [eager.step(*data()) for _ in range(20)]
     svi = compiled()
-    assert svi.run(30, *data()).tolist() == losses and svi.tier == tier
+    assert svi.run(20, *data()).tolist() == losses and svi.tier == tier
     assert ("out of memory" in svi.reason) == fails
 
 
@@ -282,7 +282,7 @@ def test_a_capture_that_fails_leaves_the_others_to_be_made_anew(
 
 def test_a_compiled_svi_is_copied_without_its_graphs() -> None:
     svi = compiled()
-    svi.run(30, *data())
+    svi.run(6, *data())
     again = deepcopy(svi)
     assert not again._known and again.tier == "cuda_graph"
 

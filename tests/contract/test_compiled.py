@@ -457,8 +457,8 @@ def test_inductors_code_gives_the_same_numbers() -> None:
 @pytest.mark.parametrize(
     "guide",
     [
-        AutoMultivariateNormal,
         AutoNormal,
+        pytest.param(AutoMultivariateNormal, marks=pytest.mark.slow),
         pytest.param(ngvi.AutoCouplingFlow, marks=pytest.mark.slow),
     ],
 )

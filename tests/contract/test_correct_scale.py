@@ -218,7 +218,7 @@ def test_minibatches_give_the_closed_form(way: str, loss: str) -> None:
     so that 1 run in 2,000 would be further off by chance).
     """
     expected_mean, expected = exact_posterior()
-    fits = [fitted(way, loss, seed, 100) for seed in range(6)]
+    fits = [fitted(way, loss, seed, 60) for seed in range(6)]
     sd = expected.diagonal().sqrt()
     errors = {
         "mean": torch.stack([(mean - expected_mean) / sd for mean, _ in fits]),

@@ -105,6 +105,12 @@ def kinks_are_sought_once(sought: set[Any], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Drawn, "warn_of_kinks", once)
 
 
+@pytest.fixture(autouse=True)
+def few_first_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws of a flow's scores, one by one, take longer than the two steps."""
+    monkeypatch.setattr("pyro_ngvi.optim.ifvb.FIRST_SCORES", 8)
+
+
 @pytest.mark.filterwarnings(
     "ignore:Failed to verify mean field", "ignore:.*leaves what is not natural"
 )

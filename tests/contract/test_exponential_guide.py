@@ -182,7 +182,7 @@ def poisson(y: Tensor) -> None:
 COUNTS = torch.tensor([3.0, 5.0, 0.0])
 
 
-def trained(dtype: torch.dtype = torch.float64, steps: int = 400) -> AutoExponentialFamily:
+def trained(dtype: torch.dtype = torch.float64, steps: int = 250) -> AutoExponentialFamily:
     torch.manual_seed(0)
     y = COUNTS.to(dtype)
     guide = AutoExponentialFamily(poisson)
@@ -236,7 +236,8 @@ def test_part_of_a_list() -> None:
     guide.append(AutoExponentialFamily(poutine.block(poisson, expose=["rate"])))
     guide.append(AutoNormal(poutine.block(poisson, expose=["weights"])))
     optim = NGVB(guide, others=Adam({"lr": 0.02}))
-    svi = SVI(poisson, guide, optim, Trace_ELBO(4))
+    loss = Trace_ELBO(4, vectorize_particles=True, max_plate_nesting=1)
+    svi = SVI(poisson, guide, optim, loss)
     torch.manual_seed(0)
     for _ in range(150):
         svi.step(y)

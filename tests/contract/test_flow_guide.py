@@ -56,7 +56,8 @@ def found_once(starts: dict[Any, dict[str, Tensor]], monkeypatch: pytest.MonkeyP
     find = flow.find_gaussian
 
     def found(guide: Any, family: Any, params: dict[str, Tensor], *call: Any) -> Any:
-        if guide.model is not model:
+        sites = set(guide.prototype_trace.stochastic_nodes)
+        if sites != {"v", "x", "scale"}:
             return find(guide, family, params, *call)
         key = type(family), *(x.dtype for x in params.values())
         if key not in starts:
@@ -91,8 +92,8 @@ def gap(guide: Any) -> float:
 @cache
 def gap_of_the_best_gaussian() -> float:
     gaussian = ngvi.AutoFullRankNormal(model)
-    svi = SVI(model, gaussian, ngvi.NGVB(gaussian), Trace_ELBO())
-    for _ in range(300):
+    svi = SVI(model, gaussian, ngvi.NGVB(gaussian), ngvi.BatchedELBO(16))
+    for _ in range(30):
         svi.step()
     return gap(gaussian)
 
@@ -101,8 +102,8 @@ def gap_of_the_best_gaussian() -> float:
 def test_spring_beats_the_best_gaussian(kind: str) -> None:
     best = gap_of_the_best_gaussian()
     guide = made(kind)
-    spring(guide, 100)
-    # standard errors of about 0.02 nats
+    spring(guide, 100 if kind == "spline" else 40)
+    # standard errors of about 0.02 nats; 0.6 of the Gaussian
     assert gap(guide) < min(best - 0.2, 0.2)
     assert guide.averaged
 
@@ -113,8 +114,8 @@ def test_spring_beats_the_best_gaussian(kind: str) -> None:
 def test_ordinary_optimizers(kind: str, loss: Any) -> None:
     guide = made(kind, init=None)
     before = gap(guide)
-    svi = SVI(model, guide, Adam({"lr": 0.02}), loss(4))
-    for _ in range(60):
+    svi = SVI(model, guide, Adam({"lr": 0.05}), loss(4))
+    for _ in range(20):
         svi.step()
     assert gap(guide) < before - 0.3
     names = list(pyro.get_param_store().keys())
@@ -244,16 +245,16 @@ def test_one_latent_variable() -> None:
         guide()
     loss = ngvi.BatchedELBO(64, curvature="scores")
     svi = SVI(single, guide, ngvi.optim.SPRING(guide), loss)
-    for _ in range(150):
+    for _ in range(60):
         svi.step()
     loss_now: Any = svi.evaluate_loss()
-    assert float(loss_now) < 0.05
+    assert float(loss_now) < 0.02  # 0.04 at the start
 
 
 def test_float32() -> None:
     torch.set_default_dtype(torch.float32)
     guide = made("affine")
-    spring(guide, 100)
+    spring(guide, 40)
     assert all(p.dtype == torch.float32 for p in guide.natural_params().values())
     assert gap(guide) < 0.3
 

@@ -26,6 +26,8 @@ from tests.contract.registry import (
     supports,
 )
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 guides = pytest.mark.parametrize("kind", GUIDES)
 models = pytest.mark.parametrize("model", SHAPES)
 

@@ -100,31 +100,46 @@ def fit(
 
 
 @cache
-def trained() -> Any:
-    return fit(correlated)[0]
+def trained(steps: int = 30) -> tuple[Any, float]:
+    guide, _, loss = fit(correlated, steps=steps)
+    return guide, loss
 
 
-def copied() -> Any:
+def copied(steps: int = 30) -> Any:
     """A guide of ``correlated`` after 30 steps, which a test may change."""
-    guide = copy.deepcopy(trained())
+    guide = copy.deepcopy(trained(steps)[0])
     pyro.clear_param_store()
     return guide
 
 
-@cache
-def loss_of_full_rank(model: Callable[..., Any]) -> float:
+#: losses of the full-rank guide after 300 steps, in nats; the last two models are one
+FULL_RANK = {
+    correlated: 47.95,
+    with_means: 54.93,
+    in_plates: 50.40,
+    log_normal: 29.61,
+    reparameterised: 29.61,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS[:-1], ids=lambda f: f.__name__)
+def test_losses_of_full_rank(model: Callable[..., Any]) -> None:
+    pyro.set_rng_seed(0)
     full = ngvi.AutoFullRankNormal(model)
     svi = SVI(model, full, ngvi.NGVB(full), ngvi.BatchedELBO(8))
-    losses: list[Any] = [svi.step() for _ in range(300)]
-    return sum(losses[-50:]) / 50.0
+    for _ in range(300):
+        svi.step()
+    with torch.no_grad():
+        losses = torch.tensor([ngvi.BatchedELBO(500).loss(model, full) for _ in range(10)])
+    # runs differ by more than the standard errors of 0.02
+    assert (losses.mean() - FULL_RANK[model]).abs() < 0.1
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda f: f.__name__)
 def test_every_kind_of_unit_comes_near_the_full_rank_guide_or_above(model: Any) -> None:
-    *_, loss = fit(model, steps=60)
-    # one model, written in two ways: 29.65 nats by full rank in this one, 29.81 in the other
-    other = log_normal if model is reparameterised else model
-    assert loss < loss_of_full_rank(other) + 0.5
+    loss = trained(60)[1] if model is correlated else fit(model, steps=60)[2]
+    assert loss < FULL_RANK[model] + 0.5
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda f: f.__name__)
@@ -162,46 +177,48 @@ LOSSES = [Trace_ELBO(4), TraceMeanField_ELBO(4), ngvi.BatchedELBO(4)]
 
 
 def test_losses_agree() -> None:
-    guide, svi, _ = fit(correlated, steps=30)
+    guide = copied()
     with torch.no_grad():
-        wanted = torch.tensor([svi.evaluate_loss() for _ in range(60)])
+        wanted = torch.tensor([ngvi.BatchedELBO(64).loss(correlated, guide) for _ in range(20)])
         for loss in LOSSES:
-            values = torch.tensor([loss.loss(correlated, guide) for _ in range(60)])
-            error = (values.var() / 60 + wanted.var() / 60).sqrt()
+            values = torch.tensor([loss.loss(correlated, guide) for _ in range(30)])
+            error = (values.var() / 30 + wanted.var() / 20).sqrt()
             assert (values.mean() - wanted.mean()).abs() < 4.0 * error, loss
 
 
-@cache
-def loss_of_full_rank_globals() -> float:
-    return fit(correlated, steps=60)[2]
+# untrained globals have losses 6 to 7 nats above those of full rank
 
 
 @pytest.mark.parametrize(
-    "globals",
-    [ngvi.AutoMeanFieldNormal, ngvi.AutoFactorNormal, ngvi.AutoExponentialFamily],
+    ("globals", "steps"),
+    [
+        (ngvi.AutoMeanFieldNormal, 50),
+        (ngvi.AutoFactorNormal, 30),
+        (ngvi.AutoExponentialFamily, 50),
+    ],
 )
-def test_families_of_globals(globals: Any) -> None:
-    _, _, loss = fit(correlated, globals=globals, steps=150)
-    assert loss < loss_of_full_rank_globals() + 1.0
+def test_families_of_globals(globals: Any, steps: int) -> None:
+    _, _, loss = fit(correlated, globals=globals, steps=steps)
+    assert loss < trained(60)[1] + 1.0
 
 
 def adam(guide: Any) -> Any:
-    return pyro.optim.Adam({"lr": 0.03})  # pyright: ignore[reportAttributeAccessIssue]
+    return pyro.optim.Adam({"lr": 0.1})  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize(
     ("globals", "optim", "steps"),
     [
-        (AutoNormal, adam, 150),
-        (AutoMultivariateNormal, adam, 150),
-        (ngvi.AutoOrthogonalFlow, ngvi.IFVB, 60),
-        (AutoMultivariateNormal, ngvi.IFVB, 60),
+        (AutoNormal, adam, 30),
+        (AutoMultivariateNormal, adam, 50),
+        (ngvi.AutoOrthogonalFlow, ngvi.IFVB, 30),
+        (AutoMultivariateNormal, ngvi.IFVB, 30),
     ],
 )
 def test_other_guides_of_globals_and_other_optimizers(globals: Any, optim: Any, steps: int) -> None:
     pyro.clear_param_store()
     _, _, loss = fit(correlated, globals=globals, optim=optim, steps=steps)
-    assert loss < loss_of_full_rank_globals() + 1.5
+    assert loss < trained(60)[1] + 1.5
 
 
 def test_sites_hold_still_in_eval_and_without_gradients() -> None:
@@ -252,7 +269,7 @@ def test_a_state_with_other_units_is_loaded() -> None:
 
 
 def test_units_whose_data_change() -> None:
-    guide, *_ = fit(correlated, steps=60)
+    guide = copied(60)
     other = COUNTS.clone()
     other[3] = 60.0
     before = guide.median(other)["u"]
@@ -329,13 +346,12 @@ def parts(model: Any) -> Any:
 
 def test_globals_may_be_a_list_of_guides() -> None:
     pyro.clear_param_store()
-    guide, _, loss = fit(correlated, globals=parts, optim=adam, steps=150)
+    guide, _, loss = fit(correlated, globals=parts, optim=adam, steps=30)
     assert guide().keys() == {"m", "s", "L", "u"}
-    assert loss < loss_of_full_rank_globals() + 1.5
+    assert loss < trained(60)[1] + 1.5
 
 
-@pytest.mark.parametrize("wide", [50.0, 1000.0])
-def test_wide_priors(wide: float) -> None:
+def test_wide_priors() -> None:
     """First expectations of exp(u) overflow, or nearly; the answer is that of a narrower prior."""
 
     def model(wide: float) -> None:
@@ -345,9 +361,10 @@ def test_wide_priors(wide: float) -> None:
             u: Any = pyro.sample("u", dist.Normal(m, s))
             pyro.sample("y", dist.Poisson(u[..., None].exp()).to_event(1), obs=COUNTS)
 
-    found, narrow = (fit(model, w, steps=60)[0].median(w) for w in (wide, 20.0))
-    assert (found["u"] - narrow["u"]).abs().max() < 0.05
-    assert torch.allclose(found["s"], narrow["s"], rtol=0.1)
+    narrow, *others = (fit(model, w, steps=60)[0].median(w) for w in (20.0, 50.0, 1000.0))
+    for found in others:
+        assert (found["u"] - narrow["u"]).abs().max() < 0.05
+        assert torch.allclose(found["s"], narrow["s"], rtol=0.1)
 
 
 def subsampled(size: int, y: Tensor = COUNTS) -> None:
@@ -375,7 +392,7 @@ def test_kinds_of_index(index: Any) -> None:
     ids=["trace", "batched"],
 )
 def test_the_model_draws_its_minibatches(loss: Any) -> None:
-    guide, *_ = fit(subsampled, 5, loss=loss, steps=200)
+    guide, *_ = fit(subsampled, 5, loss=loss, steps=60)
     assert (guide.sites.visits > 0).all()
     whole, *_ = fit(subsampled, N, steps=40)
     low, middle, high = whole.quantiles([0.16, 0.5, 0.84], N)["u"]
@@ -402,8 +419,7 @@ def test_parameters_of_the_model_are_learned() -> None:
     assert torch.allclose(pyro.param("tau"), wanted, rtol=0.15)
 
 
-@pytest.mark.parametrize("particles", [1, 16])
-@pytest.mark.parametrize("away", [0.0, 40.0])
+@pytest.mark.parametrize(("away", "particles"), [(0.0, 16), (40.0, 1)])
 def test_kinks_far_from_the_prior_mean(away: float, particles: int) -> None:
     """Laplace noise around units that lie `away`: seen, and curved sites come of it."""
     y = away + 3.0 * torch.linspace(-1.5, 1.5, 20).double()

@@ -77,7 +77,8 @@ def test_every_guide_learns(kind, optimizer):
     svi = SVI(regression, guide, optim, Trace_ELBO(8, vectorize_particles=True))
     guide(X, y)
     start: Any = svi.evaluate_loss(X, y)
-    for _ in range(120):
+    # an average forgets its start late; draws of the mixture cannot be batched and come one by one
+    for _ in range(120 if optimizer is ngvi.AIFVB else 40 if kind == "mixture" else 60):
         svi.step(X, y)
     if optimizer is ngvi.AIFVB:
         optim.use_average()
@@ -114,11 +115,12 @@ FLOWS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", FLOWS)
 def test_networks_of_others(kind, optimizer):
     """The low-rank estimate would take huge steps; log Z is exact, and q of the right family."""
+    pyro.set_rng_seed(0)
     X, y = data()
     guide = FLOWS[kind](regression)
     optim = optimizer(guide)
     svi = SVI(regression, guide, optim, Trace_ELBO(8))
-    for _ in range(120):
+    for _ in range(120 if optimizer is ngvi.AIFVB else 40):
         svi.step(X, y)
     (rule,) = optim._rules.values()
     # a network that gives the parameters of a normal has exact products
@@ -251,7 +253,7 @@ def test_minibatches_of_local_latents():
     guide = autoguide.AutoNormal(model, create_plates=plates)
     optim = ngvi.IFVB(guide)
     svi = SVI(model, guide, optim, Trace_ELBO(4, vectorize_particles=True, max_plate_nesting=1))
-    for _ in range(250):
+    for _ in range(100):
         svi.step(y)
     # the posterior means are proportional to y to .01; a local latent is seen in a third of the steps
     assert torch.corrcoef(torch.stack([guide.locs.z.detach(), y]))[0, 1] > 0.99

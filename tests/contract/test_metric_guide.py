@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import cache
 from typing import Any
 
 import pyro
@@ -43,16 +44,20 @@ def stepped(steps: int = 3, rule: Any = ngvi.NGVB, loss: Any = None, **settings:
     return guide, svi
 
 
-RULES = [ngvi.NGVB, ngvi.IFVB, pytest.param(ngvi.AIFVB, marks=pytest.mark.slow), ngvi.optim.SPRING]
+RULES = [ngvi.IFVB, pytest.param(ngvi.AIFVB, marks=pytest.mark.slow), ngvi.optim.SPRING]
+
+
+@cache
+def mean_by_ngvb() -> Tensor:
+    return stepped(100)[0].loc.detach()
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_that_step_it_end_at_the_same_mean(rule: Any) -> None:
     scores = rule is ngvi.optim.SPRING
     loss = ngvi.BatchedELBO(32, curvature="scores") if scores else None
-    guide, _ = stepped(100, rule, loss)
-    wanted, _ = stepped(100)
-    torch.testing.assert_close(guide.loc, wanted.loc, rtol=0.0, atol=0.1)
+    guide, _ = stepped(100 if rule is ngvi.AIFVB else 50, rule, loss)
+    torch.testing.assert_close(guide.loc, mean_by_ngvb(), rtol=0.0, atol=0.1)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +72,9 @@ def test_rules_that_step_it_end_at_the_same_mean(rule: Any) -> None:
 @pytest.mark.filterwarnings("ignore:Failed to verify mean field")
 def test_losses_estimate_the_same_elbo(loss: Any) -> None:
     _, svi = stepped(2, loss=loss)
-    found = torch.tensor([svi.evaluate_loss(X, Y) for _ in range(200)])
+    found = torch.tensor([svi.evaluate_loss(X, Y) for _ in range(80)])
     wanted = -ngvi.khat(poisson, svi.guide, X, Y, seed=0).elbo
-    assert abs(float(found.mean()) - wanted) < 4.0 * float(found.std()) / 200**0.5 + 0.05
+    assert abs(float(found.mean()) - wanted) < 4.0 * float(found.std()) / 80**0.5 + 0.05
 
 
 def test_from_a_loop_to_predictions() -> None:

@@ -39,23 +39,23 @@ def trained(model: Any, steps: int, *args: Any, **how: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("covariance", "search"),
-    [pytest.param("full", True, marks=pytest.mark.slow), ("diagonal", False)],
+    ("covariance", "search", "steps"),
+    [pytest.param("full", True, 1000, marks=pytest.mark.slow), ("diagonal", False, 300)],
 )
-def test_both_modes_are_alive_after_a_thousand_steps(covariance: str, search: bool) -> None:
+def test_both_modes_stay_alive(covariance: str, search: bool, steps: int) -> None:
     """The share of one of two equal modes, by 4,000 draws, has a standard error of 0.008.
 
     Without a search all eight components start in a cloud around the centre, between the modes.
     """
     how: dict[str, Any] = {} if search else {"init": None, "init_scale": 2.0}
-    guide, _ = trained(two_moons, 1000, num_components=8, covariance=covariance, **how)
+    guide, _ = trained(two_moons, steps, num_components=8, covariance=covariance, **how)
     z = guide.get_posterior().sample((4000,))
     assert 0.4 < (z[:, 0] > 0).double().mean() < 0.6
     assert (guide.weights > 1e-3).sum() >= 6
-    grid = torch.linspace(-5.0, 5.0, 401)
+    grid = torch.linspace(-5.0, 5.0, 101)
     density = ngvi.diagnostics.ModelDensity(two_moons)
     points = torch.cartesian_prod(grid, grid)
-    evidence = density(points).logsumexp(0) + 2.0 * math.log(10.0 / 400)
+    evidence = density(points).logsumexp(0) + 2.0 * math.log(10.0 / 100)
     ratio = density(z) - guide.get_posterior().log_prob(z)
     # one Gaussian lacks 0.93 nats, one in each mode 0.18
     assert evidence - ratio.mean() < 0.04 + 4.0 * ratio.std() / 4000**0.5
@@ -74,16 +74,16 @@ def test_a_path_that_ends_on_a_slope_is_no_mode(seed: int) -> None:
 
     guide, _ = trained(model, 60, num_components=2)
     torch.testing.assert_close(guide.weights, torch.full((2,), 0.5), rtol=0.0, atol=0.02)
-    grid = torch.linspace(-6.0, 6.0, 601)
+    grid = torch.linspace(-6.0, 6.0, 151)  # deviations of 0.2
     density = ngvi.diagnostics.ModelDensity(model)
-    evidence = density(torch.cartesian_prod(grid, grid)).logsumexp(0) + 2.0 * math.log(0.02)
+    evidence = density(torch.cartesian_prod(grid, grid)).logsumexp(0) + 2.0 * math.log(0.08)
     found = ngvi.khat(model, guide, seed=0, num_samples=2000)
     assert abs(found.elbo - float(evidence)) < 0.05 + 4.0 * found.elbo_error
 
 
 def test_a_run_goes_on_where_it_was_saved() -> None:
     """Bit for bit, from parameters, state and random state."""
-    steps = 130
+    steps = 40
     whole, _ = trained(two_moons, 2 * steps, num_components=3, init=None)
     _, svi = trained(two_moons, steps, num_components=3, init=None)
     saved = svi.guide.state_dict(), svi.optim.get_state(), torch.get_rng_state()
@@ -117,7 +117,7 @@ def test_copies_draw_as_the_original() -> None:
 def test_minibatches_start_at_points_apart_and_learn(dtype: torch.dtype) -> None:
     """The posterior is one Gaussian; without a search, components come from the prior."""
     X, y = data(dtype)
-    guide, svi = trained(regression, 400, X, y, 3, num_components=2)
+    guide, svi = trained(regression, 150, X, y, 3, num_components=2)
     assert guide.start_report is None
     precision = torch.eye(3, dtype=dtype) + X.mT @ X
     exact = torch.linalg.solve(precision, X.mT @ y)
@@ -127,7 +127,7 @@ def test_minibatches_start_at_points_apart_and_learn(dtype: torch.dtype) -> None
 
 
 def test_the_answer_goes_where_those_of_other_guides_go() -> None:
-    guide, svi = trained(two_moons, 300, num_components=6)
+    guide, svi = trained(two_moons, 40, num_components=4)
     stop = ngvi.StopRule(svi, max_steps=100)
     while not stop(svi.step()):
         pass
@@ -193,7 +193,7 @@ def test_weights_judge_the_shares_of_modes() -> None:
 
 
 def test_components_that_overlap_are_of_one_mode() -> None:
-    guide, _ = trained(two_moons, 300, num_components=6)
+    guide, _ = trained(two_moons, 60, num_components=6)
     in_use = [m for m in guide.modes.tolist() if m >= 0]
     assert len(set(in_use)) == 2
     z = torch.tensor([[-2.0, 0.0], [2.0, 0.0], [-1.9, 0.3]])

@@ -24,6 +24,8 @@ from benchmarks.flows.orthogonal_forms import AutoOrthogonalForm
 
 dist: Any = pyro.distributions  # its annotations do not know what its distributions can do
 
+pytestmark = pytest.mark.usefixtures("plain_start")  # parameters are moved anyway
+
 COUPLING = dist.transforms.affine_coupling
 Y = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
 

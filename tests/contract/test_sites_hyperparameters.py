@@ -88,8 +88,8 @@ def test_gradient_at_the_exact_posterior_is_that_of_the_evidence() -> None:
 
 def test_type_two_optimum() -> None:
     """Sites by CVI and two scales by Adam reach the maximum of the evidence."""
-    guide, svi = made(conjugate, 0.1)
-    for _ in range(450):
+    guide, svi = made(conjugate, 0.2)
+    for _ in range(200):
         loss = svi.step(*data())
     logs = torch.zeros(2, requires_grad=True)
     newton = torch.optim.LBFGS([logs], max_iter=100, line_search_fn="strong_wolfe")
@@ -141,12 +141,12 @@ def test_minibatches_learn_parameters_of_the_likelihood() -> None:
             pyro.sample("y", dist.Normal(X @ w, noise), obs=y)
 
     X, y = data()
-    guide, svi = made(model, 0.01)
+    guide, svi = made(model, 0.02)
     generator = seeded(3)
-    for _ in range(150):
+    for _ in range(75):
         for i in torch.randperm(N, generator=generator).split(N // 2):
             svi.step(X[i], y[i], i)
-    grid = torch.linspace(0.2, 1.5, 1000)
+    grid = torch.linspace(0.2, 1.5, 300)
     best = grid[torch.stack([log_evidence(torch.tensor(1.0), s) for s in grid]).argmax()]
     assert abs(pyro.param("noise") / best - 1.0) < 0.05
     evidence = guide.algebra.evidence
