@@ -57,7 +57,7 @@ def test_deterministic_sites_and_noise_follow_the_draws(name: str, data: Any) ->
     assert abs(residual.mean()) < 5 / count**0.5  # standard error of the mean of N(0, 1)
     assert abs(residual.var() - 1) < 5 * (2 / count) ** 0.5  # and of its variance
     pyro.set_rng_seed(2)
-    expected: Any = Predictive(model, guide=guide, num_samples=1000)(new)
+    expected: Any = Predictive(model, guide=guide, num_samples=400)(new)
     for power in (1, 2):
         a, b = found["y"] ** power, expected["y"].reshape(-1, M) ** power
         error = (a.var(0) / len(a) + b.var(0) / len(b)).sqrt()

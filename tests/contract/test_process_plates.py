@@ -13,7 +13,7 @@ from torch import Tensor
 import pyro_ngvi as ngvi
 from pyro_ngvi.distributions import GaussianProcess
 
-N, S = 12, 4000
+N, S = 12, 1000
 X = torch.linspace(0.0, 1.0, N, dtype=torch.float64).unsqueeze(-1)
 
 
