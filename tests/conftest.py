@@ -27,6 +27,12 @@ def plain_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyro_ngvi.guides.flow.find_gaussian", lambda g, family, params, *_: params)
 
 
+@pytest.fixture
+def few_first_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """IFVB begins with 8 scores of q: for flows the draws, one by one, take longer than some steps."""
+    monkeypatch.setattr("pyro_ngvi.optim.ifvb.FIRST_SCORES", 8)
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """The directory that PYRO_NGVI_DATA names; without it the test is skipped."""

@@ -94,7 +94,9 @@ PAIRS = [(r, g, losses[0]) for r, rows in WORKS.items() for guides, losses in ro
     "ignore:Failed to verify mean field", "ignore:.*leaves what is not natural"
 )
 @pytest.mark.parametrize(("rule", "guide", "loss"), PAIRS)
-def test_every_pair_resumes(rule: str, guide: str, loss: str, tmp_path: Path) -> None:
+def test_every_pair_resumes(
+    rule: str, guide: str, loss: str, tmp_path: Path, few_first_scores: None
+) -> None:
     def make() -> SVI:
         made = ALL[guide](two_sites)
         return SVI(two_sites, made, RULES[rule](made), LOSSES[loss](3))

@@ -21,7 +21,7 @@ from pyro_ngvi.curvature import Drawn
 from tests.registry import FOREIGN, GUIDES, LOSSES, RULES
 from tests.trajectories import COLUMNS, ROWS, model
 
-pytestmark = pytest.mark.usefixtures("plain_start")
+pytestmark = pytest.mark.usefixtures("plain_start", "few_first_scores")
 
 ALL = GUIDES | FOREIGN
 N = 6
@@ -103,12 +103,6 @@ def kinks_are_sought_once(sought: set[Any], monkeypatch: pytest.MonkeyPatch) -> 
             warn(self, whole)
 
     monkeypatch.setattr(Drawn, "warn_of_kinks", once)
-
-
-@pytest.fixture(autouse=True)
-def few_first_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws of a flow's scores, one by one, take longer than the two steps."""
-    monkeypatch.setattr("pyro_ngvi.optim.ifvb.FIRST_SCORES", 8)
 
 
 @pytest.mark.filterwarnings(

@@ -128,7 +128,7 @@ def test_minibatches_start_at_points_apart_and_learn(dtype: torch.dtype) -> None
 
 def test_the_answer_goes_where_those_of_other_guides_go() -> None:
     guide, svi = trained(two_moons, 40, num_components=4)
-    stop = ngvi.StopRule(svi, max_steps=100)
+    stop = ngvi.StopRule(svi, max_steps=40)
     while not stop(svi.step()):
         pass
     assert ngvi.khat(two_moons, guide).khat < 0.7
