@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.flows.orthogonal_forms import OrthogonalForm
 from pyro_ngvi.families import OrthogonalFlow
+from tests.covering import covering
 
 Tensors = dict[str, Tensor]
 D = 4
@@ -17,7 +16,7 @@ FORMS = [("paper", "full"), ("scaled", "full"), ("scaled", "diagonal"), ("whiten
 ACTIVATIONS = ["sinh-arcsinh", "arcsinh", "leaky", "sigmoid"]
 FAMILIES: dict[str, OrthogonalFlow] = {
     f"{form}-{base}-{psi}-{layers}": OrthogonalForm(layers, psi, form, base)
-    for (form, base), psi, layers in product(FORMS, ACTIVATIONS, [1, 2])
+    for (form, base), psi, layers in covering(FORMS, ACTIVATIONS, [1, 2])
 }
 FAMILIES |= {f"scaled-full-sinh-arcsinh-{layers}": OrthogonalFlow(layers) for layers in (1, 2)}
 every = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())

@@ -89,11 +89,11 @@ def minibatches_agree_with_all_data(model, Z, X, y, batch):
     optimizer = ngvi.CVI(guide, lr=0.5, others=Adam({"lr": 0.01}))
     loss = ngvi.SitesELBO()
     svi = SVI(model, guide, optimizer, loss)
-    for _ in range(20):
+    for _ in range(8):
         svi.step(X, y)
-    few = torch.tensor([loss.loss(model, guide, X, y, batch=batch) for _ in range(200)])
-    every = torch.tensor([loss.loss(model, guide, X, y) for _ in range(100)])
-    error = (few.var() / 200 + every.var() / 100).sqrt()
+    few = torch.tensor([loss.loss(model, guide, X, y, batch=batch) for _ in range(60)])
+    every = torch.tensor([loss.loss(model, guide, X, y) for _ in range(30)])
+    error = (few.var() / 60 + every.var() / 30).sqrt()
     assert abs(few.mean() - every.mean()) < 4 * error
     trace: Any = pyro.poutine.trace(guide).get_trace(X, y, batch=batch)
     return trace

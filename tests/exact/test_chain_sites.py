@@ -9,6 +9,7 @@ from pyro.optim import SGD  # pyright: ignore[reportAttributeAccessIssue]
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.distributions import GaussianStateSpace, local_level, matern_state_space
+from tests.covering import covering
 
 T = 40
 
@@ -66,8 +67,9 @@ def test_gaussian_data_are_exact_after_one_sweep():
     assert abs(Trace_ELBO().loss(model, guide, y) + exact.item()) < 1e-9
 
 
-@pytest.mark.parametrize("kind", ["poisson", "student"])
-@pytest.mark.parametrize("nu", [0.5, 1.5, 2.5])
+@pytest.mark.parametrize(
+    ("nu", "kind"), covering([0.5, 1.5, 2.5], ["poisson", "student"], strength=1)
+)
 def test_the_dense_algebra_finds_the_same(kind, nu):
     chain = matern_state_space(times(), torch.tensor(2.0), torch.tensor(1.3), nu=nu)
     size = chain.event_shape.numel()

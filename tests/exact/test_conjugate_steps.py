@@ -204,11 +204,11 @@ LOSSES = some(registry.LOSSES, "Batched", "Trace vectorised")
 @pytest.mark.parametrize(
     ("name", "loss", "steps"),
     [
-        ("beta", "Batched", 600),
+        ("beta", "Batched", 480),
         pytest.param("gammas", "Batched", 1000, marks=pytest.mark.slow),
         pytest.param("dirichlet", "Batched", 600, marks=pytest.mark.slow),
-        ("dirichlet", "Trace vectorised", 600),
-        ("normal", "Batched", 400),
+        ("dirichlet", "Trace vectorised", 480),
+        ("normal", "Batched", 300),
     ],
 )
 @pytest.mark.usefixtures("plain_start")

@@ -174,7 +174,7 @@ def test_ngvb_takes_curvature_too():
     torch.manual_seed(0)
     guide = ngvi.AutoFullRankNormal(model)
     svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(1, curvature="hessian"))
-    for _ in range(150):
+    for _ in range(80):
         svi.step()
     P = torch.eye(2) + 4.0 * X.T @ X
     q = guide.get_posterior()

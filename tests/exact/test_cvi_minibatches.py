@@ -10,6 +10,7 @@ from pyro.infer import SVI
 from torch import Tensor
 
 import pyro_ngvi as ngvi
+from tests.covering import covering
 from tests.exact.site_cases import Fit, Linear, N, covariates, fit, normal_weights, seeded
 
 D, B = 3, 10
@@ -62,22 +63,24 @@ def reference() -> Fit:
 def test_the_plate_draws(reference: Fit) -> None:
     torch.manual_seed(0)
     guide, svi = made(drawn)
-    for _ in range(160):
+    for _ in range(100):
         svi.step(*data())
     assert_same(guide, reference, *data())
     # the average over minibatches of the unbiased estimate is the bound of all data
-    losses = torch.tensor([svi.evaluate_loss(*data()) for _ in range(200)])
+    losses = torch.tensor([svi.evaluate_loss(*data()) for _ in range(80)])
     error = losses.std() / len(losses) ** 0.5
     assert abs(losses.mean() - reference.losses[-1]) < 4.0 * error
 
 
-@pytest.mark.parametrize("twice", [False, True], ids=["", "with duplicates"])
-@pytest.mark.parametrize("order", ["in order", "shuffled", "reversed"])
+@pytest.mark.parametrize(
+    ("order", "twice"),
+    covering(["in order", "shuffled", "reversed"], [False, True], strength=1),
+)
 def test_numbers_are_given(reference: Fit, order: str, twice: bool) -> None:
     X, y = data()
     generator = seeded(1)
     guide, svi = made(given)
-    for _ in range(25):
+    for _ in range(16):
         numbers = {
             "in order": torch.arange(N),
             "shuffled": torch.randperm(N, generator=generator),
@@ -123,7 +126,7 @@ def test_a_single_datum_whose_number_goes_into_python() -> None:
 @pytest.mark.parametrize("model", [subsampled, listed])
 def test_models_look_at_the_numbers_in_several_ways(reference: Fit, model: Any) -> None:
     guide, svi = made(model)
-    for _ in range(160):
+    for _ in range(100):
         svi.step(*data())
     assert_same(guide, reference, *data())
 

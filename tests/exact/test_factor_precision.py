@@ -209,7 +209,7 @@ def test_optimizers_reach_the_exact_posterior(optimizer: type) -> None:
     mean, P = exact_posterior(X, y)
     guide = AutoFactorPrecision(regression, rank=2)
     svi = SVI(regression, guide, optimizer(guide), BatchedELBO(8))
-    for _ in range(500):
+    for _ in range(200):
         svi.step(X, y)
     exact = torch.distributions.MultivariateNormal(mean, precision_matrix=P)
     with torch.no_grad():

@@ -116,7 +116,7 @@ def test_log_z_of_the_eight_schools_by_simple_monte_carlo() -> None:
 def test_model_runs_vectorised_as_it_does_alone(name: str) -> None:
     """Densities in a plate of particles against those under vmap, draw by draw."""
     target = target_or_skip(name)
-    guide = AutoFullRankNormal(target.model)
+    guide = AutoFullRankNormal(target.model, init=None)
     guide(*target.args)
     theta, log_joint, log_q = guide_draws(target, guide, 50, seed=0)
     assert theta.shape == (50, target.dim)
@@ -168,6 +168,7 @@ def test_a_guide_with_nan_has_failed() -> None:
     assert evaluate(targets.load("banana"), guide).elbo == -math.inf
 
 
+@pytest.mark.usefixtures("plain_start")
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step before each mark, as the budget is that short, and figures after it."""

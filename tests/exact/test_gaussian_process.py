@@ -103,7 +103,7 @@ def test_draws_at_new_inputs_have_their_density():
         torch.testing.assert_close(
             trace.log_prob_sum(), q.log_prob(trace.nodes["f"]["value"]), rtol=1e-9, atol=1e-9
         )
-    S = 1000
+    S = 500
     drawn = Predictive(guide, num_samples=S)(new)["f"].reshape(S, -1)
     z = (drawn - q.mean) / q.variance.sqrt()
     assert (z.mean(0).abs() < 4 / math.sqrt(S)).all()  # standard error 1 / sqrt(S)

@@ -121,7 +121,7 @@ def test_deep_process_learns(latent: bool) -> None:
     svi = SVI(model, guide, optim, ngvi.BatchedELBO(4))
     guide(x, y)
     before = ngvi.BatchedELBO(200).loss(model, guide, x, y)
-    for _ in range(300):
+    for _ in range(120):
         svi.step(x, y)
     after = ngvi.BatchedELBO(200).loss(model, guide, x, y)
     assert after < 0.5 * before

@@ -110,7 +110,7 @@ def test_a_verdict_sees_the_tail_of_a_log_scale() -> None:
     pyro.set_rng_seed(0)
     guide = ngvi.AutoHierarchical(alike)
     svi = SVI(alike, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(32))
-    for _ in range(80):
+    for _ in range(40):
         svi.step(y)
     found = ngvi.diagnose(alike, guide, y)
     # without u: y_i ~ N(0, 1 + s^2)

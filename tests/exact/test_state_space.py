@@ -197,7 +197,7 @@ def test_gradients_of_the_log_normaliser_are_the_moments() -> None:
 
 @pytest.mark.parametrize("nu", NUS)
 def test_gradients_by_differences(nu: float) -> None:
-    times = torch.tensor([0.0, 0.4, 0.5, 1.2, 2.0])
+    times = torch.tensor([0.0, 0.4, 1.2])
     S = round(nu + 0.5)
 
     def outputs(lengthscale: Tensor, variance: Tensor, h: Tensor, P: Tensor) -> tuple[Tensor, ...]:
@@ -205,8 +205,8 @@ def test_gradients_by_differences(nu: float) -> None:
         q = chain_posterior(chain, h, P)
         return q.mean, q.covariance, q.log_normalizer, q.distribution().log_prob(s)
 
-    s = torch.randn(5, S, generator=generator(0))
-    inputs = torch.tensor(LENGTHSCALE), torch.tensor(VARIANCE), *sites(5, S)
+    s = torch.randn(3, S, generator=generator(0))
+    inputs = torch.tensor(LENGTHSCALE), torch.tensor(VARIANCE), *sites(3, S)
     assert torch.autograd.gradcheck(outputs, [x.requires_grad_() for x in inputs])
 
 

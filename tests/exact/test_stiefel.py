@@ -73,11 +73,11 @@ def test_any_step_is_orthogonal(method: str, size: float) -> None:
 
 @pytest.mark.parametrize("method", RETRACTIONS)
 def test_float32_does_not_drift(method: str) -> None:
-    """10,000 steps of sd 0.1 an entry; without the correction the error grows with the steps."""
+    """3,000 steps of sd 0.1 an entry; without the correction the error grows with the steps."""
     d = 8
     generator = torch.Generator().manual_seed(0)
     W = torch.eye(d, dtype=torch.float32)
-    steps = 0.1 * torch.randn(10_000, d, d, generator=generator, dtype=torch.float32)
+    steps = 0.1 * torch.randn(3_000, d, d, generator=generator, dtype=torch.float32)
     for a in steps.tril(-1):
         W = retract(W, a, method)
     assert off_orthogonal(W) < 1e-6

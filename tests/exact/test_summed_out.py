@@ -208,10 +208,10 @@ def test_discrete_draws_have_the_exact_probabilities():
 
     guide = ngvi.AutoMeanFieldNormal(model, init_scale=1e-9)
     guide()
-    drawn = ngvi.to_arviz(model, guide, num_samples=1000, seed=0, discrete=True)["posterior"]["z"]
+    drawn = ngvi.to_arviz(model, guide, num_samples=300, seed=0, discrete=True)["posterior"]["z"]
     odds = 0.3 / 0.7 * torch.tensor([-1.5, 0.0, 1.0]).exp()
     exact = odds / (1 + odds)
-    error = (exact * (1 - exact) / 1000).sqrt()
+    error = (exact * (1 - exact) / 300).sqrt()
     assert ((torch.tensor(drawn.values[0]).mean(0) - exact).abs() < 4 * error).all()
 
 

@@ -48,7 +48,7 @@ def gap(problem, family, particles, steps, seed=0, loss=None):
     return problem.optimum[family].elbo - problem.exact_elbo(loc, scale_tril)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))])
 def test_wdbc_full_rank_in_200_steps(seed):
     loss = Trace_ELBO(num_particles=8, vectorize_particles=True)
     assert gap(load_or_skip("wdbc"), "full_rank", 8, 200, seed, loss) < 0.1
