@@ -210,7 +210,7 @@ class AutoMatrixNormal(AutoProduct):
         ...     pyro.sample("Y", dist.Normal(X @ W, 0.5).to_event(2), obs=Y)
         >>> guide = ngvi.AutoMatrixNormal(model)
         >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
-        >>> for _ in range(400):
+        >>> for _ in range(200):
         ...     loss = svi.step(X, X @ torch.tensor([[1.0, 0.0, -1.0], [0.5, 1.0, 0.0]]))
         >>> M, A, B = guide.site_factors("W")
         >>> rows = torch.linalg.inv(torch.eye(2) + 4 * X.T @ X).contiguous()

@@ -142,7 +142,7 @@ class AIFVB(IFVB):
         >>> guide = AutoNormal(model)
         >>> optim = ngvi.AIFVB(guide)
         >>> svi = SVI(model, guide, optim, Trace_ELBO(4, vectorize_particles=True))
-        >>> for _ in range(300):
+        >>> for _ in range(150):
         ...     loss = svi.step()
         >>> with optim.use_average():
         ...     bool((guide.median()["x"] - 3.0).abs() < 0.5)

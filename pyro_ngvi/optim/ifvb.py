@@ -103,7 +103,7 @@ class IFVB(NaturalGradientOptim):
         >>> guide = AutoMultivariateNormal(model)
         >>> optim = ngvi.IFVB(guide)
         >>> svi = SVI(model, guide, optim, Trace_ELBO(4, vectorize_particles=True))
-        >>> for _ in range(400):
+        >>> for _ in range(200):
         ...     loss = svi.step()
         >>> bool((guide.median()["x"] - torch.tensor([3.0, -1.0])).abs().max() < 0.5)
         True

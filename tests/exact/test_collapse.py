@@ -348,7 +348,7 @@ def test_the_verdict_on_a_hierarchy_and_its_table_tell_of_the_correction(
     pyro.set_rng_seed(0)
     fit = ngvi.fit(schools, Y, guide="AutoHierarchical", seed=0, max_steps=30, progress=False)
     assert not fit.verdict.ok and "fit.to_arviz(corrected=True)" in str(fit)
-    table = str(ngvi.summary(fit.to_arviz(corrected=True, num_samples=500, seed=0)))
+    table = str(ngvi.summary(fit.to_arviz(corrected=True, num_samples=300, seed=0)))
     assert "Take the corrected intervals" in table and "Of the raw draws" not in table
 
 

@@ -14,6 +14,7 @@ from pyro.infer.autoguide import AutoNormal
 import pyro_ngvi as ngvi
 from pyro_ngvi.curvature.estimators import Curvature
 from pyro_ngvi.runtime.model_density import ModelDensity
+from tests.covering import covering
 
 pytestmark = pytest.mark.usefixtures("plain_start")
 
@@ -91,9 +92,10 @@ def reference(model, theta, kind, **kwargs):
     return total + hessian(rest, theta)
 
 
-@pytest.mark.parametrize("model", [hierarchical, flat])
-@pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("model", "kind", "masked"),
+    covering([hierarchical, flat], ["hessian", "gauss_newton"], [False, True]),
+)
 def test_dense_and_diagonal(model, kind, masked):
     kwargs = {"mask": torch.arange(N) % 3 != 1} if masked else {}
     for guide_class, form in (
@@ -244,14 +246,13 @@ def hierarchical_network(x, y=None):
 
 
 @pytest.mark.parametrize(
-    "model, uncovered",
+    "model, uncovered, particles",
     [
-        (regression_network, {"noise"}),
-        (partly_covered, {"a"}),
-        (hierarchical_network, {"scale", "w"}),
+        (regression_network, {"noise"}, 3),
+        (partly_covered, {"a"}, 1),
+        (hierarchical_network, {"scale", "w"}, 3),
     ],
 )
-@pytest.mark.parametrize("particles", [1, 3])
 def test_fast_route_equals_the_general_one(model, uncovered, particles):
     """From the second step on a network's squares come from the loss's own backward pass."""
     guide = ngvi.AutoMeanFieldNormal(model, init_scale=0.3)

@@ -1,5 +1,6 @@
 """CVI: exact in one sweep where the model is conjugate, stationary and optimal where it is not."""
 
+from functools import cache
 from typing import Any
 
 import pyro
@@ -114,6 +115,7 @@ NAMES = ["logistic", "poisson", "student"]
 converged = pytest.mark.parametrize("name", NAMES)
 
 
+@cache
 def run_case(name: str) -> tuple[Fit, Any]:
     case = cases()[name]
     return fit(case[0], *case[1], sweeps=80 if name == "student" else 25), case

@@ -191,7 +191,7 @@ def test_minibatches_converge_to_where_all_data_do(kind: str, first: str) -> Non
     svi = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
     if first == "all data":
         svi.step(X, y)
-    for _ in range(50):
+    for _ in range(70):
         svi.step(X, y, batch=8)
     loss = ngvi.SitesELBO()
     assert abs(loss.loss(model, guide, X, y) - losses[-1]) < 1e-9

@@ -176,6 +176,7 @@ def test_random_effects_of_binary_data_against_quadrature() -> None:
     assert float(0.5 * torch.trapezoid((at - truth).abs(), mu)) < 0.015
 
 
+@pytest.mark.slow
 def test_outliers_whose_sites_have_a_negative_precision() -> None:
     """At a wider prior of the effects they do not make a proper Gaussian, and begin anew."""
     y = torch.tensor([0.0, 0.3, -0.2, 0.5, 4.0, -0.4, 0.1, 0.2], dtype=torch.float64)

@@ -17,6 +17,7 @@ from torch.distributions import biject_to, constraints
 import pyro_ngvi as ngvi
 from pyro_ngvi.fisher.products import SelfDivergence, from_ratios
 from pyro_ngvi.fisher.scores import GuideScores
+from tests.covering import covering
 
 
 def model() -> None:
@@ -133,8 +134,7 @@ def draws(scores: GuideScores, closed: Closed, n: int, seed: int) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize("name", GUIDES)
+@pytest.mark.parametrize(("name", "n"), covering(GUIDES, [1, 4], strength=1))
 def test_scores_against_differences_of_the_density(name: str, n: int) -> None:
     scores, leaves, closed = prepared(name)
     u = draws(scores, closed, n, 7)

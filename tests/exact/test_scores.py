@@ -249,7 +249,7 @@ def subsampled(size: int | None, draws: int = 8) -> Tensor:
     guide()
     scores = GuideScores(guide)
     names = sorted(scores.dependent())
-    rows = torch.cat([scores.draw(draws, names) for _ in range(500)])
+    rows = torch.cat([scores.draw(draws, names) for _ in range(300 if size else 100)])
     products = rows[:, :, None] * rows[:, None, :]
     # the draws of a call share a minibatch: the error of the mean of their means
     means = products.unflatten(0, (-1, draws)).mean(1)

@@ -56,7 +56,12 @@ def quality(F: Tensor, estimate: InverseFisher, scores: Tensor, block: int = 1) 
 @pytest.mark.parametrize(
     ("name", "cosine"),
     # means (and standard deviations) .8957 (.0029), .9597 (.0006), .99966 (.00003), .9349 (.0004)
-    [("decaying", 0.887), ("20 large", 0.957), ("diagonal", 0.9995), ("diagonal + rank 10", 0.933)],
+    [
+        ("decaying", 0.887),
+        pytest.param("20 large", 0.957, marks=pytest.mark.slow),
+        pytest.param("diagonal", 0.9995, marks=pytest.mark.slow),
+        ("diagonal + rank 10", 0.933),
+    ],
 )
 def test_low_rank_after_3000_scores(name: str, cosine: float) -> None:
     F = fisher_matrix(name)

@@ -163,7 +163,7 @@ def test_steps_with_other_arguments_than_minibatches_are_refused():
 
 @pytest.mark.parametrize("kind", ["list", "loader", "loader with a generator"])
 def test_gap_from_minibatches_is_without_bias(kind):
-    """Nothing is left to gain at the posterior; four standard errors of twelve looks.  Halves of one
+    """Nothing is left to gain at the posterior; four standard errors of eight looks.  Halves of one
     epoch are correlated: five standard errors below zero for a loader, and far more for other data."""
 
     def model(X, y) -> None:
@@ -184,7 +184,7 @@ def test_gap_from_minibatches_is_without_bias(kind):
     loader: Any = torch.utils.data.DataLoader(data, batch_size=6, shuffle=True, generator=own)
     batches = [(X[i::10], Y[i::10]) for i in range(10)] if kind == "list" else loader
     gaps = []
-    for k in range(12):
+    for k in range(8):
         stop = ngvi.StopRule(svi, batches=batches)
         stop.losses = [0.0] * k  # looks after other numbers of steps have other noise
         meter: Any = stop._meter((X[:6], Y[:6]), {})

@@ -18,6 +18,12 @@ GUIDES = {
     "full_rank": ngvi.AutoFullRankNormal,
     "mean_field": ngvi.AutoMeanFieldNormal,
 }
+#: known noise sd, flat and other priors; unknown noise sd
+ONE_OF_EACH = (
+    "regression_flat_n200_d3",
+    "regression_wide_n1000_d10",
+    "regression_unknown_sigma_n500_d10",
+)
 
 
 def load_or_skip(name):
@@ -54,8 +60,15 @@ def test_wdbc_full_rank_in_200_steps(seed):
     assert gap(load_or_skip("wdbc"), "full_rank", 8, 200, seed, loss) < 0.1
 
 
-@pytest.mark.parametrize("family", ["full_rank", "mean_field"])
-@pytest.mark.parametrize("name", ["australian_presplit", "breast_cancer_presplit"])
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("australian_presplit", "mean_field"),
+        ("breast_cancer_presplit", "full_rank"),
+        pytest.param("australian_presplit", "full_rank", marks=pytest.mark.slow),
+        pytest.param("breast_cancer_presplit", "mean_field", marks=pytest.mark.slow),
+    ],
+)
 def test_presplit_in_300_steps_of_8(name, family):
     assert gap(load_or_skip(name), family, 8, 300) < 0.1
 
@@ -69,8 +82,8 @@ def test_presplit_in_1500_steps_of_one(name, family):
 
 @pytest.mark.parametrize(
     "name",
-    [  # with 5,000 data they take 15 s each
-        pytest.param(name, marks=[pytest.mark.slow] if "n5000" in name else [])
+    [  # one of each kind; with 5,000 data they take 15 s each
+        pytest.param(name, marks=[] if name in ONE_OF_EACH else [pytest.mark.slow])
         for name in names("regression")
     ],
 )
