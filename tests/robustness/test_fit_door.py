@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyro
@@ -27,15 +27,16 @@ def model(y: Tensor | None = None, prior: float = 1.0) -> None:
 @pytest.mark.parametrize("name", ["prior", "num_steps", "batch_size", "var_name", "from_prior"])
 def test_an_argument_that_a_reader_would_take_for_an_option(name: str) -> None:
     """``fit.idata`` would have read the prior's scale as whether to draw of the prior."""
+    given: dict[str, Any] = {name: 3.0}
     with pytest.raises(ValueError, match=rf"'{name}', an argument of the model, is also an option"):
-        ngvi.fit(model, Y, **{name: 3.0}, **HOW)  # pyright: ignore[reportArgumentType]
+        ngvi.fit(model, Y, **given, **HOW)
     fit = ngvi.fit(model, Y, **HOW)
     with pytest.raises(ValueError, match=rf"functools.partial\(model, {name}=...\)"):
-        fit.resume(Y, progress=False, **{name: 3.0})  # pyright: ignore[reportArgumentType]
+        fit.resume(Y, progress=False, **given)
 
 
 def test_integers_of_numpy_are_seeds_and_a_rate_is_no_optimizer() -> None:
-    fits = [ngvi.fit(model, Y, **HOW | {"seed": seed}) for seed in (3, np.int64(3))]
+    fits = [ngvi.fit(model, Y, **HOW | {"seed": cast(Any, seed)}) for seed in (3, np.int64(3))]
     assert (fits[0].losses == fits[1].losses).all()
     assert ngvi.khat(model, fits[0].guide, Y, seed=np.int64(3)).ok  # pyright: ignore
     with pytest.raises(ValueError, match="optim= is an optimizer or a function"):
@@ -59,7 +60,7 @@ def test_data_that_are_infinite() -> None:
 
     def masked(y: Tensor) -> None:
         m = pyro.sample("m", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", 12), pyro.poutine.mask(mask=~y.isinf()):
+        with pyro.plate("data", 12), pyro.poutine.mask(mask=cast(Any, ~y.isinf())):
             pyro.sample("y", dist.Normal(m, 1.0), obs=torch.where(y.isinf(), 0.0, y))
 
     assert torch.isfinite(torch.tensor(ngvi.fit(masked, y, **HOW).losses)).all()
