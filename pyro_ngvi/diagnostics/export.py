@@ -180,8 +180,8 @@ def to_arviz(
             weights = own.log_weights if own.tail_is_too_heavy else own.psis_log_weights
             asked = "corrected=True" if corrected else 'resample="psis"'
             if decision == "unusable" or found.wanted:
-                how = f"wants more draws, num_samples={found.wanted}"
-                how = "cannot be relied on here" if decision == "unusable" else how
+                how = "cannot be relied on here" if decision == "unusable" else "wants more draws"
+                how += f", num_samples={found.wanted}" * (decision == "intervals")
                 warnings.warn(f"{asked} {how}. {verdict}", RuntimeWarning, stacklevel=2)
             kept = systematic_resample(weights, float(torch.rand((), dtype=torch.float64)))
             values = {n: x[torch.from_numpy(kept).to(x.device)] for n, x in values.items()}

@@ -20,6 +20,7 @@ from .draws import Draws, Fitted, compact, mask_of, random_state, sites_of_kind,
 from .groups import name_dims, observations
 from .khat import PARETO, KHat, khat_from_log_weights
 from .verdict import MORE, judge, may_draw_more
+from .weights import log_sum_exp
 
 #: log likelihoods that are held at once: a GiB, in float32 as `to_arviz` stores so many of them
 HELD = 2**28
@@ -160,7 +161,7 @@ def _one(
         return without, without, found.khat, False
     # it does not matter where weights are equal in practice
     k = min(found.khat, found.threshold) if found.reliable else found.khat
-    return without, float(np.logaddexp.reduce(log_l + log_weights)), k, k > found.threshold
+    return without, log_sum_exp(log_l + log_weights), k, k > found.threshold
 
 
 def _without(
@@ -171,7 +172,7 @@ def _without(
         found = khat_from_log_weights(log_ratio - power * log_l)
     if found.ess == 0.0:
         return math.nan, found
-    return float(np.logaddexp.reduce(log_l + found.psis_log_weights)), found
+    return log_sum_exp(log_l + found.psis_log_weights), found
 
 
 def _site_of(fitted: Fitted, var_name: str | None) -> str:

@@ -67,10 +67,10 @@ class Tail(NamedTuple):
 
 def find_tail(x: np.ndarray, share: float = 1.0) -> Tail:
     """The tail of the weights exp(x), for log weights x (S,) with maximum 0; or a share of it."""
-    order = np.argsort(x, kind="stable")
     length = int(np.ceil(share * min(len(x) / 5, 3 * np.sqrt(len(x)))))
-    cutoff = max(x[order[-length - 1]], np.log(np.finfo(np.float64).tiny))
-    at = order[x[order] > cutoff]
+    cutoff = max(np.partition(x, -length - 1)[-length - 1], np.log(np.finfo(np.float64).tiny))
+    at = np.flatnonzero(x > cutoff)
+    at = at[np.argsort(x[at], kind="stable")]
     if len(at) < FEWEST:
         return Tail(at, float(np.exp(cutoff)), float("inf"), float("nan"))
     y = np.exp(x[at]) - np.exp(cutoff)
@@ -89,6 +89,11 @@ def find_tail(x: np.ndarray, share: float = 1.0) -> Tail:
     return Tail(at, float(np.exp(cutoff)), float(shape), float(scale))
 
 
+def log_sum_exp(x: np.ndarray) -> float:
+    """Of numbers (S,) of which one is finite."""
+    return float(x.max() + np.log(np.exp(x - x.max()).sum()))
+
+
 def smoothed(log_weights: np.ndarray, tail: Tail | None = None) -> np.ndarray:
     """Log weights (S,) with the tail smoothed, normalised; unchanged where there is no tail."""
     x = log_weights - log_weights.max()
@@ -100,7 +105,7 @@ def smoothed(log_weights: np.ndarray, tail: Tail | None = None) -> np.ndarray:
         if tail.shape != 0.0:
             excess = tail.scale * np.expm1(tail.shape * log_rest) / tail.shape
         x[tail.at] = np.minimum(np.log(tail.cutoff + excess), 0.0)
-    return x - x.max() - np.log(np.exp(x - x.max()).sum())
+    return x - log_sum_exp(x)
 
 
 def systematic_resample(log_weights: np.ndarray, offset: float) -> np.ndarray:

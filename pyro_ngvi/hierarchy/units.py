@@ -17,7 +17,7 @@ from typing import Any, cast
 import pyro
 import torch
 import torch.distributions as td
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Transform
 from torch.utils._pytree import tree_map_only
 
@@ -284,7 +284,11 @@ class Units:
             # behind a matrix, not a vector
             root = root.unsqueeze(0) if site.axis is None else root.movedim(site.axis - 1, 0)
             blocks += root.reshape(len(root), -1, *root.shape[-2:]).unbind(1)
-        return torch.func.vmap(torch.block_diag)(*blocks)
+        rows, end = [], 0  # torch.block_diag has no form for many, and under vmap takes one by one
+        for block in blocks:
+            start, end = end, end + block.shape[-1]
+            rows.append(nn.functional.pad(block, (start, self.width - end)))
+        return torch.cat(rows, -2)
 
     def sample(
         self, drawn: Drawn, nodes: Mapping[str, Any], plates: Mapping[str, Any]

@@ -11,6 +11,7 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics import loo_units
@@ -598,3 +599,39 @@ def test_integrated_likelihoods_are_those_of_quadrature() -> None:
     prior = dist.Normal(m[:, None, None], 0.8).log_prob(u[:, None])
     wanted = torch.logsumexp(log_p + prior, 1) + math.log(16.0 / 4000.0)
     assert torch.allclose(found, wanted, rtol=0.0, atol=1e-7)
+
+
+class Counted(TorchDispatchMode):
+    """How many operations of tensors run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+def test_a_step_takes_as_many_operations_for_many_units_as_for_few() -> None:
+    def model(y: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(torch.zeros(3).double(), 2.0).to_event(1))
+        s = pyro.sample("s", dist.HalfNormal(torch.tensor(2.0).double()))
+        with pyro.plate("units", len(y)):
+            u = pyro.sample("u", dist.Normal(m[0], s))
+            scale = s * torch.tensor([[1.0, 0.0], [0.4, 0.6]]).double()
+            v = pyro.sample("v", dist.MultivariateNormal(m[1:], scale_tril=scale))
+            mean = u[..., None] + v
+            pyro.sample("y", dist.Normal(mean, 1.0).to_event(1), obs=y)
+
+    def operations(B: int) -> int:
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        y = torch.randn(B, 2).double()
+        guide = ngvi.AutoHierarchical(model)
+        svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(4))
+        svi.step(y)
+        with Counted() as counted:
+            svi.step(y)
+        return counted.count
+
+    few, many = operations(6), operations(90)
+    assert many < 1.1 * few  # it was 3 times as many where roots were joined unit by unit
